@@ -1,0 +1,236 @@
+use k8s_openapi::{
+    api::core::v1::Toleration,
+    apimachinery::pkg::apis::meta::v1::{Condition, LabelSelector},
+};
+use kube::CustomResource;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::{Packages, Resources};
+
+/// One Flux instance over the nodes of the Kubernetes cluster.
+#[derive(CustomResource, Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
+#[kube(
+    group = "distribute.flux-framework.org",
+    version = "v1alpha1",
+    kind = "FluxInstance",
+    plural = "fluxinstances",
+    shortname = "fxi",
+    namespaced,
+    status = "FluxInstanceStatus",
+    derive = "PartialEq",
+    doc = "One Flux instance over the nodes of the Kubernetes cluster.",
+    scale(spec_replicas_path = ".spec.size", status_replicas_path = ".status.size"),
+    printcolumn(name = "Phase", type_ = "string", json_path = ".status.phase"),
+    printcolumn(name = "Online", type_ = "integer", json_path = ".status.online"),
+    printcolumn(name = "Size", type_ = "integer", json_path = ".status.size"),
+    printcolumn(name = "Max", type_ = "integer", json_path = ".status.maxSize"),
+    printcolumn(name = "Lead", type_ = "string", json_path = ".status.lead"),
+    printcolumn(name = "Epoch", type_ = "integer", json_path = ".status.epoch"),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
+    printcolumn(name = "Message", type_ = "string", json_path = ".status.message")
+)]
+#[serde(rename_all = "camelCase")]
+pub struct FluxInstanceSpec {
+    /// Where the packages come from.
+    #[serde(default)]
+    pub packages: Packages,
+    /// Which nodes take part.
+    #[serde(default)]
+    pub nodes: Nodes,
+    /// How many members the instance has. Default: every eligible node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
+    pub size: Option<u32>,
+    /// How many ranks are declared at each epoch's start; fixed within it (RFC 3). Default: max(64, 2 × nodes).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 16384))]
+    pub max_size: Option<u32>,
+    /// Name of the node that gets rank 0. Default: the first eligible one that has passed preflight.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lead: Option<String>,
+    /// Shape of the TBON, as `tbon.topo` of flux-broker-attributes(7): `kary:K`, `mincrit[:K]`, `binomial`.
+    /// Default: `kary:256` up to 257 ranks, flat (`kary:0`) up to 1,024, `mincrit` beyond.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub topology: Option<String>,
+    /// The brokers.
+    #[serde(default)]
+    pub broker: Broker,
+    /// Ranks without a member.
+    #[serde(default)]
+    pub spares: Spares,
+    /// How ranks are kept for members that are away.
+    #[serde(default)]
+    pub ranks: Ranks,
+    /// How a member is drained before it is stopped.
+    #[serde(default)]
+    pub drain: Drain,
+    /// How an upgrade to the next epoch goes.
+    #[serde(default)]
+    pub upgrade: Upgrade,
+    /// What happens when this object is deleted.
+    #[serde(default)]
+    pub uninstall: Uninstall,
+    /// Directory on the hosts that holds everything. Default: the first of /opt, /var/lib, /home/kubernetes that can be
+    /// written and executed, with `flux-distribute` appended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefix: Option<String>,
+}
+
+/// Which nodes take part. Linux nodes that are Ready and not cordoned, without other NoSchedule or NoExecute taints than
+/// those tolerated here.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Nodes {
+    /// Only nodes with these labels.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub selector: Option<LabelSelector>,
+    /// Taints that do not keep a node out. (The DaemonSet must tolerate them too.)
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tolerations: Vec<Toleration>,
+}
+
+/// The brokers' settings.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Broker {
+    /// TCP port of the TBON. Default: 8050.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
+    pub port: Option<u16>,
+    /// The user that owns the brokers, and as whom every job runs: a name of the hosts' /etc/passwd or a number.
+    /// Default: root.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub run_as: Option<String>,
+    /// More tables for broker.toml, as TOML text. Not `bootstrap`, `tbon`, `resource` and `kvs`, which are ours.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub config: Option<String>,
+    /// CPU weight of the brokers and their jobs against the pods of kubelet (systemd.resource-control(5)). Default: 1000.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 10000))]
+    pub cpu_weight: Option<u32>,
+    /// How often the lead writes its KVS to disk (`[kvs] checkpoint-period`, FSD of RFC 23). Default: 1m.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoint_period: Option<String>,
+}
+
+/// Ranks without a member.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Spares {
+    /// What a spare declares to the scheduler: a request that fits no declared resources is refused at once instead of
+    /// waiting for a node. Default: the commonest member's resources.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shape: Option<Resources>,
+}
+
+/// How ranks are kept.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Ranks {
+    /// How long a rank is kept after its Node object is gone, such as `10m`. Default: 10m.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub retain: Option<String>,
+}
+
+/// How a member is drained.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Drain {
+    /// How long running jobs get before the member is stopped all the same, such as `1h`. Default: no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout: Option<String>,
+}
+
+/// How an upgrade goes.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Upgrade {
+    /// How long a pending restart waits for the instance to be idle, such as `24h`. Default: for ever.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deadline: Option<String>,
+}
+
+/// What happens to running jobs when the instance is deleted.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+pub enum RunningJobs {
+    /// The host keeps running until they have ended.
+    #[default]
+    Wait,
+    /// They are cancelled.
+    Cancel,
+}
+
+/// What happens when the instance is deleted.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Uninstall {
+    /// What happens to running jobs. Default: Wait.
+    #[serde(default)]
+    pub running_jobs: RunningJobs,
+    /// Leave the lead's statedir on its host.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub keep_state: bool,
+}
+
+/// Where the instance as a whole stands.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+pub enum InstancePhase {
+    /// No node is eligible yet, or packages or certificate are not there yet.
+    #[default]
+    Pending,
+    /// The first brokers are being installed and started.
+    Starting,
+    /// The lead is online.
+    Running,
+    /// The lead was online and is not.
+    Degraded,
+    /// The spec cannot be served; the message says why.
+    Failed,
+    /// Another FluxInstance than `flux`.
+    Ignored,
+    /// Being deleted.
+    Removing,
+}
+
+/// What the planner says of the instance.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct FluxInstanceStatus {
+    /// Where the instance as a whole stands.
+    #[serde(default)]
+    pub phase: InstancePhase,
+    /// The last thing worth telling a person, in one sentence.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub message: Option<String>,
+    /// Set once the lead was online: from then on the roster is never thrown away.
+    #[serde(default, rename = "instanceID", skip_serializing_if = "Option::is_none")]
+    pub instance_id: Option<String>,
+    /// Counts the coordinated starts.
+    #[serde(default)]
+    pub epoch: u64,
+    /// Counts the changes of the roster.
+    #[serde(default)]
+    pub revision: u64,
+    /// Node with rank 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lead: Option<String>,
+    /// Members.
+    #[serde(default)]
+    pub size: u32,
+    /// Members whose broker is online.
+    #[serde(default)]
+    pub online: u32,
+    /// Declared ranks of the running epoch.
+    #[serde(default)]
+    pub max_size: u32,
+    /// Digest of the package set of the running epoch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
+    /// `metadata.generation` that this status speaks of.
+    #[serde(default)]
+    pub observed_generation: i64,
+    /// `Ready`, `Progressing`, `Degraded`, `RestartPending`, `ScaleDenied`, `Ignored`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub conditions: Vec<Condition>,
+}

@@ -1,0 +1,66 @@
+//! The Kubernetes objects of this project: types, their names, and one pure [`validate`]. No effects.
+//!
+//! One writer for each: people write [`FluxInstance`] specs; the planner writes their status, the roster, the packages,
+//! `broker.toml`, and the spec of each [`FluxNode`]; an agent writes the status of its own `FluxNode`.
+
+mod instance;
+mod node;
+mod packages;
+mod resources;
+mod roster;
+mod validate;
+
+pub use instance::*;
+pub use node::*;
+pub use packages::*;
+pub use resources::*;
+pub use roster::*;
+pub use validate::*;
+
+/// The API group of both kinds.
+pub const GROUP: &str = "distribute.flux-framework.org";
+/// The version that is served.
+pub const VERSION: &str = "v1alpha1";
+/// The namespace everything lives in. Never `flux-system`, which is Flux CD's.
+pub const NAMESPACE: &str = "flux-distribute";
+/// The one name of a [`FluxInstance`] that is served; any other gets the condition `Ignored`.
+pub const INSTANCE: &str = "flux";
+/// The DaemonSet that runs the agents.
+pub const DAEMONSET: &str = "install-flux";
+/// ConfigMap from which the planner creates the first [`FluxInstance`], once.
+pub const CONFIGMAP_DEFAULT: &str = "flux-default";
+/// Key in [`CONFIGMAP_DEFAULT`] that holds the FluxInstance's spec as YAML.
+pub const CONFIGMAP_DEFAULT_KEY: &str = "spec.yaml";
+/// Annotation on [`CONFIGMAP_DEFAULT`]: the uid of the FluxInstance that was made from it.
+pub const ANNOTATION_CONSUMED: &str = "distribute.flux-framework.org/consumed-by";
+/// ConfigMap with the [`Roster`].
+pub const CONFIGMAP_ROSTER: &str = "flux-roster";
+/// Key in [`CONFIGMAP_ROSTER`] that holds the roster as JSON.
+pub const CONFIGMAP_ROSTER_KEY: &str = "roster.json";
+/// ConfigMap with the rendered `broker.toml` of the running epoch.
+pub const CONFIGMAP_BROKER: &str = "flux-broker";
+/// Key in [`CONFIGMAP_BROKER`].
+pub const CONFIGMAP_BROKER_KEY: &str = "broker.toml";
+/// ConfigMap with the published [`PackageSet`].
+pub const CONFIGMAP_PACKAGES: &str = "flux-packages";
+/// Key in [`CONFIGMAP_PACKAGES`] that holds the package set as JSON.
+pub const CONFIGMAP_PACKAGES_KEY: &str = "packages.json";
+/// Secret with the CURVE certificate of the instance.
+pub const SECRET_CURVE: &str = "flux-curve";
+/// Key in [`SECRET_CURVE`].
+pub const SECRET_CURVE_KEY: &str = "curve.cert";
+/// Lease that elects the planner among the agents.
+pub const LEASE_PLANNER: &str = "flux-planner";
+/// Where everything of ours lives on a host, unless preflight has to fall back.
+pub const DEFAULT_PREFIX: &str = "/opt/flux-distribute";
+/// The prefixes preflight tries, in order, when the spec names none.
+pub const PREFIX_CANDIDATES: [&str; 3] =
+    [DEFAULT_PREFIX, "/var/lib/flux-distribute", "/home/kubernetes/flux-distribute"];
+/// Run-time directory on the host, gone with a reboot.
+pub const RUN_DIR: &str = "/run/flux-distribute";
+/// The broker's rundir (flux-broker-attributes(7)); its socket is `local` in it.
+pub const BROKER_RUN_DIR: &str = "/run/flux-distribute/broker";
+/// URI of the broker's socket on each host.
+pub const BROKER_URI: &str = "local:///run/flux-distribute/broker/local";
+/// TCP port of the brokers unless the spec says otherwise (flux-config-bootstrap(5) uses it in its examples).
+pub const DEFAULT_BROKER_PORT: u16 = 8050;

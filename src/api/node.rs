@@ -1,0 +1,174 @@
+use std::net::IpAddr;
+
+use kube::CustomResource;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::Resources;
+
+/// One node as a part of the instance. Its status is the node's status page; the agent on the node makes it before its
+/// first write on the host and deletes it when the host is clean.
+#[derive(CustomResource, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[kube(
+    group = "distribute.flux-framework.org",
+    version = "v1alpha1",
+    kind = "FluxNode",
+    plural = "fluxnodes",
+    shortname = "fxn",
+    namespaced,
+    status = "FluxNodeStatus",
+    derive = "PartialEq",
+    doc = "One node as a part of the Flux instance: the node's status page.",
+    printcolumn(name = "Phase", type_ = "string", json_path = ".status.phase"),
+    printcolumn(name = "Rank", type_ = "integer", json_path = ".spec.rank"),
+    printcolumn(name = "Cores", type_ = "integer", json_path = ".status.facts.resources.cores"),
+    printcolumn(name = "GPUs", type_ = "integer", json_path = ".status.facts.resources.gpus", priority = 1),
+    printcolumn(name = "Address", type_ = "string", json_path = ".status.facts.address", priority = 1),
+    printcolumn(name = "Packages", type_ = "string", json_path = ".status.digest", priority = 1),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
+    printcolumn(name = "Message", type_ = "string", json_path = ".status.message")
+)]
+#[serde(rename_all = "camelCase")]
+pub struct FluxNodeSpec {
+    /// The Node this belongs to; the same as this object's name.
+    pub node_name: String,
+    /// What the planner wants of this node.
+    #[serde(default)]
+    pub want: Want,
+    /// uid of the FluxInstance this belongs to.
+    #[serde(default, rename = "instanceUID", skip_serializing_if = "Option::is_none")]
+    pub instance_uid: Option<String>,
+    /// uid of the Node: an agent acts on a rank only when it is this Node's.
+    #[serde(default, rename = "nodeUID", skip_serializing_if = "Option::is_none")]
+    pub node_uid: Option<String>,
+    /// Broker rank, where this node is a member.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rank: Option<u32>,
+    /// The epoch that the rank belongs to.
+    #[serde(default)]
+    pub epoch: u64,
+    /// The roster's revision that concerned this node last; the lead applies it live.
+    #[serde(default)]
+    pub revision: u64,
+}
+
+/// What the planner wants of a node.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+pub enum Want {
+    /// Nothing: not eligible, or the instance has no place for it. What runs there is left alone.
+    #[default]
+    Nothing,
+    /// Have the packages ready.
+    Install,
+    /// Run the broker of `spec.rank`.
+    Run,
+    /// The roster has released this node after drain: stop and clean.
+    Remove,
+}
+
+/// Where a node stands on the way to a broker that is online.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+pub enum NodePhase {
+    /// For something that others do: the message says for what.
+    #[default]
+    Waiting,
+    /// The host is being looked at.
+    Preflight,
+    /// Packages are fetched and linked.
+    Installing,
+    /// The broker is on its way up.
+    Starting,
+    /// The broker is in the overlay and in state `run`.
+    Online,
+    /// No new jobs; running ones may end.
+    Draining,
+    /// The broker was online and is not.
+    Offline,
+    /// The host is being cleaned.
+    Removing,
+    /// The last step failed; the message says why, and it is tried again where time can heal it.
+    Failed,
+}
+
+/// What the host is.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Facts {
+    /// What Flux may use.
+    pub resources: Resources,
+    /// Memory in MiB.
+    #[serde(rename = "memoryMiB")]
+    pub memory_mib: u64,
+    /// Conda platform, `linux-64` or `linux-aarch64`.
+    pub platform: String,
+    /// Version of the host's glibc, such as `2.36`.
+    pub glibc: String,
+    /// The Node's InternalIP, numeric.
+    pub address: IpAddr,
+    /// /proc/sys/kernel/random/boot_id.
+    #[serde(rename = "bootID")]
+    pub boot_id: String,
+    /// systemd supervises the broker (else the agent does).
+    pub systemd: bool,
+    /// Where everything of ours lives on this host.
+    pub prefix: String,
+}
+
+/// A broker that an agent found running, and what it was started with. From these a planner that has lost the roster
+/// makes it again.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Adopted {
+    /// Rank it was started for.
+    pub rank: u32,
+    /// Its `hostname` attribute.
+    pub broker_name: String,
+    /// uid of the Node it was started for.
+    #[serde(rename = "nodeUID")]
+    pub node_uid: String,
+    /// The instance it belongs to.
+    #[serde(rename = "instanceID")]
+    pub instance_id: String,
+    /// Epoch it was started in.
+    pub epoch: u64,
+    /// Process id on the host.
+    pub pid: i32,
+    /// Digest of its environment.
+    pub digest: String,
+}
+
+/// What the agent says of its node.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct FluxNodeStatus {
+    /// Where the node stands.
+    #[serde(default)]
+    pub phase: NodePhase,
+    /// The last thing worth telling a person, in one sentence.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub message: Option<String>,
+    /// What the host is; there once preflight has passed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub facts: Option<Facts>,
+    /// Digest of the newest environment that is ready.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
+    /// The broker that runs here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adopted: Option<Adopted>,
+    /// Lead only: the roster's revision whose resources the running instance has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub applied_revision: Option<u64>,
+    /// Lead only, and only while ConfigMap `flux-roster` is gone: the roster as this host has it, as JSON.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub roster: Option<String>,
+    /// In which way a broker started now would differ from the one that runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restart_pending: Option<String>,
+    /// The overlay's health as the broker tells it (flux-overlay(1)): full, partial, degraded, lost.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub health: Option<String>,
+    /// Version of the agent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent: Option<String>,
+}

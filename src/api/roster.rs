@@ -1,0 +1,101 @@
+use std::{collections::BTreeMap, net::IpAddr};
+
+use serde::{Deserialize, Serialize};
+
+use super::Resources;
+
+/// The format this version reads and writes; an agent that is older than the roster does nothing and says so.
+pub const ROSTER_FORMAT: u32 = 1;
+
+/// A broker rank, 0..maxSize-1.
+pub type Rank = u32;
+
+/// rank → member, broker name, resources. One object, one writer: the planner, by replace with resourceVersion.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct Roster {
+    /// [`ROSTER_FORMAT`].
+    pub format: u32,
+    /// uid of the FluxInstance.
+    #[serde(rename = "instanceUID")]
+    pub instance_uid: String,
+    /// Names the Flux instance for its whole life; the lead's statedir holds it.
+    #[serde(rename = "instanceID")]
+    pub instance_id: String,
+    /// The lead was online once: nothing of this roster may be thrown away any more.
+    pub established: bool,
+    /// Counts the coordinated starts.
+    pub epoch: u64,
+    /// Counts every change of this object.
+    pub revision: u64,
+    /// What Flux reads only at start, fixed within the epoch.
+    pub settings: EpochSettings,
+    /// Ranks that have or had a member in this epoch. All others are spares.
+    pub ranks: BTreeMap<Rank, RosterEntry>,
+}
+
+/// What Flux reads only at start. A difference to what the spec now asks for never restarts a broker: it is
+/// `RestartPending` until the next epoch.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct EpochSettings {
+    /// Declared ranks.
+    pub max_size: u32,
+    /// `tbon.topo`.
+    pub topology: String,
+    /// TCP port of the TBON.
+    pub port: u16,
+    /// Digest of the package set.
+    pub digest: String,
+    /// sha256 over the certificate's public key, hex.
+    pub certificate: String,
+    /// Owner of the brokers.
+    pub run_as: String,
+    /// Extra tables of broker.toml, TOML text.
+    pub config: String,
+    /// systemd's CPUWeight, 1..10000.
+    pub cpu_weight: u32,
+    /// `[kvs] checkpoint-period`.
+    pub checkpoint_period: String,
+    /// What a spare declares where the spec says so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub spare_shape: Option<Resources>,
+}
+
+/// One rank.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct RosterEntry {
+    /// The broker's `hostname` attribute, fixed within the epoch: the node's name, or `flux-spare-<rank>`.
+    pub broker_name: String,
+    /// Node UID that a real-named rank waits for; anyone else gets a spare.
+    #[serde(default, rename = "reservedFor", skip_serializing_if = "Option::is_none")]
+    pub reserved_for: Option<String>,
+    /// Who holds the rank.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub member: Option<Member>,
+    /// What the rank declares; sticky: missing facts never shrink it, and it outlives its member. None: nobody has told
+    /// yet, and the rank declares a spare's shape.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resources: Option<Resources>,
+    /// The roster's revision at which this entry changed last.
+    pub revision: u64,
+}
+
+/// Who holds a rank.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct Member {
+    /// The Node's name.
+    pub node: String,
+    /// The Node's uid: a node replaced under the same name is another member.
+    pub uid: String,
+    /// The Node's InternalIP.
+    pub address: IpAddr,
+    /// When the Node object was first seen to be gone, seconds since the Unix epoch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gone_since: Option<i64>,
+    /// A scale-down or a changed selector has released it: drain, idle, stop.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub leaving: bool,
+}

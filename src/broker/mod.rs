@@ -1,0 +1,1 @@
+//! The broker: its command line, its unit, and the protocol of its socket (RFC 3).

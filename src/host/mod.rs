@@ -1,0 +1,52 @@
+//! The host boundary: the only place that touches the host.
+//!
+//! The agent's process stays in its pod. Work on the host is done by a short-lived child, the *host stage*, which has
+//! entered the host's namespaces ([`boundary`]); it reads one [`Order`] and answers. The trait [`Host`] stands between
+//! the two; [`fake::FakeHost`] records orders for tests.
+
+pub mod launch;
+mod order;
+
+use futures::future::BoxFuture;
+
+pub use order::*;
+
+/// What the agent asks of its host.
+pub trait Host: Send + Sync {
+    /// Has `order` carried out; `progress` is called while it goes on.
+    ///
+    /// # Errors
+    /// [`HostError::Refused`] with the stage's own words; the other variants where the stage could not be run.
+    fn run<'a>(
+        &'a self,
+        order: Order,
+        progress: &'a mut (dyn FnMut(Progress) + Send),
+    ) -> BoxFuture<'a, Result<Answer, HostError>>;
+}
+
+/// Why an order was not carried out.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HostError {
+    /// The stage ran and said no.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// A namespace of the host could not be opened or entered.
+    #[error("can't enter the host's {namespace} namespace; the pod needs hostPID and privileged")]
+    Namespace {
+        /// Which.
+        namespace: &'static str,
+        /// Cause.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The stage could not be started, or ended without an answer.
+    #[error("host stage {what}")]
+    Stage {
+        /// What happened.
+        what: String,
+        /// Cause.
+        #[source]
+        source: Option<std::io::Error>,
+    },
+}

@@ -1,0 +1,1 @@
+//! A small in-memory Kubernetes API server for the kinds that we use.

@@ -1,0 +1,2 @@
+//! flux-distribute
+fn main() {}

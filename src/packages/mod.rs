@@ -1,0 +1,1 @@
+//! Packages: resolved once by the planner, fetched in the pod, linked on the host.
