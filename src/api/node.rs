@@ -62,8 +62,6 @@ pub enum Want {
     Install,
     /// Run the broker of `spec.rank`.
     Run,
-    /// The roster has released this node after drain: stop and clean.
-    Remove,
 }
 
 /// Where a node stands on the way to a broker that is online.

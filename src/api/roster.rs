@@ -95,7 +95,4 @@ pub struct Member {
     /// When the Node object was first seen to be gone, seconds since the Unix epoch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gone_since: Option<i64>,
-    /// A scale-down or a changed selector has released it: drain, idle, stop.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub leaving: bool,
 }

@@ -1,4 +1,7 @@
-use super::FluxInstanceSpec;
+use std::time::Duration;
+
+use super::{FluxInstanceSpec, Packages};
+use crate::plan::{broker_toml, topology::Topology};
 
 /// Why a spec cannot be served.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -14,6 +17,169 @@ pub struct SpecError {
 ///
 /// # Errors
 /// The first thing that is wrong.
-pub fn validate(_spec: &FluxInstanceSpec) -> Result<(), SpecError> {
+pub fn validate(spec: &FluxInstanceSpec) -> Result<(), SpecError> {
+    let wrong = |field, reason: String| Err(SpecError { field, reason });
+    validate_packages(&spec.packages)?;
+    if spec.size == Some(0) {
+        return wrong("size", "is 0: delete the FluxInstance to take everything off".into());
+    }
+    if spec.max_size == Some(0) {
+        return wrong("maxSize", "is 0: an instance has at least one rank".into());
+    }
+    if let (Some(size), Some(max_size)) = (spec.size, spec.max_size)
+        && size > max_size
+    {
+        return wrong("size", format!("is {size}, more than maxSize {max_size}: raise maxSize too"));
+    }
+    if let Some(topology) = &spec.topology {
+        Topology::parse(topology, spec.max_size.unwrap_or(1))
+            .map_err(|reason| SpecError { field: "topology", reason })?;
+    }
+    if spec.broker.port == Some(0) {
+        return wrong("broker.port", "is 0: brokers need a fixed port".into());
+    }
+    if let Some(user) = &spec.broker.run_as
+        && (user.is_empty()
+            || !user.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+            || user.starts_with('-'))
+    {
+        return wrong("broker.runAs", format!("{user:?} is neither a user's name nor a number"));
+    }
+    if let Some(config) = &spec.broker.config {
+        broker_toml::extra_tables(config)
+            .map_err(|error| SpecError { field: "broker.config", reason: error.to_string() })?;
+    }
+    if spec.spares.shape.is_some_and(|shape| shape.cores == 0) {
+        return wrong("spares.shape.cores", "is 0: Flux wants at least one core of every rank".into());
+    }
+    for (field, text) in [
+        ("broker.checkpointPeriod", &spec.broker.checkpoint_period),
+        ("ranks.retain", &spec.ranks.retain),
+        ("drain.timeout", &spec.drain.timeout),
+        ("upgrade.deadline", &spec.upgrade.deadline),
+    ] {
+        if let Some(text) = text
+            && parse_duration(text).is_none()
+        {
+            return wrong(field, format!("{text:?} is not a duration such as 30s, 10m or 24h"));
+        }
+    }
+    if let Some(prefix) = &spec.prefix {
+        let path = std::path::Path::new(prefix);
+        let plain = |part| matches!(part, std::path::Component::RootDir | std::path::Component::Normal(_));
+        if !path.is_absolute() || path.components().count() < 3 || !path.components().all(plain) {
+            return wrong("prefix", format!("{prefix:?} is not an absolute path of at least two parts without dots"));
+        }
+    }
     Ok(())
+}
+
+fn validate_packages(packages: &Packages) -> Result<(), SpecError> {
+    let wrong = |field, reason: String| Err(SpecError { field, reason });
+    let schemes = ["http://", "https://", "file://"];
+    let is_url = |url: &str| schemes.iter().any(|scheme| url.starts_with(scheme)) && url::Url::parse(url).is_ok();
+    if let Some(bundle) = &packages.bundle {
+        if !packages.channels.is_empty() || !packages.specs.is_empty() || packages.lock.is_some() {
+            return wrong("packages", "has a bundle and something else: a bundle holds a whole package set".into());
+        }
+        if !is_url(&bundle.url) {
+            return wrong("packages.bundle.url", format!("{:?} is not an http, https or file URL", bundle.url));
+        }
+        if bundle.sha256.len() != 64 || !bundle.sha256.chars().all(|c| c.is_ascii_digit() || ('a'..='f').contains(&c)) {
+            let reason =
+                "is not 64 hex digits in lower case: take what `flux-distribute bundle create` or sha256sum prints";
+            return wrong("packages.bundle.sha256", reason.into());
+        }
+    }
+    if packages.lock.is_some() && !(packages.channels.is_empty() && packages.specs.is_empty()) {
+        return wrong("packages", "has a lock and channels or specs: a lock names every package already".into());
+    }
+    if let Some(url) = packages.channels.iter().find(|url| !is_url(url)) {
+        return wrong("packages.channels", format!("{url:?} is not an http, https or file URL"));
+    }
+    if packages.specs.iter().any(|spec| spec.trim().is_empty()) {
+        return wrong("packages.specs", "has an empty spec".into());
+    }
+    if let Some(platform) =
+        packages.platforms.iter().find(|platform| !["linux-64", "linux-aarch64"].contains(&platform.as_str()))
+    {
+        return wrong("packages.platforms", format!("{platform:?} is neither linux-64 nor linux-aarch64"));
+    }
+    Ok(())
+}
+
+/// Reads a Flux Standard Duration (RFC 23) such as `30s`, `10m`, `1.5h`, `1d`; a bare number counts seconds.
+pub fn parse_duration(text: &str) -> Option<Duration> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let factor = match &text[digits.len()..] {
+        "ms" => 0.001,
+        "" | "s" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        "d" => 86400.0,
+        _ => return None,
+    };
+    let number: f64 = digits.parse().ok()?;
+    Duration::try_from_secs_f64(number * factor).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(yaml: &str) -> Result<(), String> {
+        let spec: FluxInstanceSpec = serde_norway::from_str(yaml).unwrap();
+        validate(&spec).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn what_people_write_is_taken() {
+        for yaml in [
+            "{}",
+            "{size: 2, maxSize: 4}",
+            "{topology: 'kary:2'}",
+            "{topology: binomial}",
+            "{packages: {bundle: {url: 'https://example.org/flux.tar.gz', sha256: 0000000000000000000000000000000000000000000000000000000000000000}}}"
+                .replace("sha256: 0", "sha256: '0").replace("0}}}", "0'}}}").as_str(),
+            "{packages: {channels: ['file:///srv/channel'], specs: ['flux-core 0.88.*']}}",
+            "{broker: {runAs: '54321', config: '[exec]'}, ranks: {retain: 1.5h}}",
+            "{prefix: /data/flux}",
+        ] {
+            assert_eq!(check(yaml), Ok(()), "{yaml}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_served_is_refused_by_field() {
+        for (yaml, field) in [
+            ("{size: 0}", "size"),
+            ("{maxSize: 0}", "maxSize"),
+            ("{size: 5, maxSize: 4}", "size"),
+            ("{topology: ring}", "topology"),
+            ("{broker: {port: 0}}", "broker.port"),
+            ("{broker: {runAs: 'a b'}}", "broker.runAs"),
+            ("{broker: {runAs: ''}}", "broker.runAs"),
+            ("{broker: {config: '[bootstrap]'}}", "broker.config"),
+            ("{broker: {config: 'x ='}}", "broker.config"),
+            ("{broker: {checkpointPeriod: soon}}", "broker.checkpointPeriod"),
+            ("{ranks: {retain: -5m}}", "ranks.retain"),
+            ("{drain: {timeout: 5 m}}", "drain.timeout"),
+            ("{upgrade: {deadline: nan}}", "upgrade.deadline"),
+            ("{prefix: opt/flux}", "prefix"),
+            ("{prefix: /}", "prefix"),
+            ("{prefix: /opt}", "prefix"),
+            ("{prefix: /opt/../etc}", "prefix"),
+            ("{spares: {shape: {cores: 0}}}", "spares.shape.cores"),
+            ("{packages: {channels: [conda-forge]}}", "packages.channels"),
+            ("{packages: {specs: ['']}}", "packages.specs"),
+            ("{packages: {platforms: [osx-64]}}", "packages.platforms"),
+            ("{packages: {bundle: {url: /a.tar.gz, sha256: x}}}", "packages.bundle.url"),
+            ("{packages: {bundle: {url: 'file:///a.tar.gz', sha256: x}}}", "packages.bundle.sha256"),
+            ("{packages: {specs: [a], bundle: {url: 'file:///a.tar.gz', sha256: x}}}", "packages"),
+            ("{packages: {specs: [a], lock: x}}", "packages"),
+        ] {
+            let message = check(yaml).expect_err(yaml);
+            assert!(message.starts_with(&format!("spec.{field}: ")), "{yaml}: {message}");
+        }
+    }
 }

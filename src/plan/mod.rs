@@ -1,1 +1,12 @@
-//! plan
+//! What shall be: pure functions from what was observed (and the time passed in) to what is to be written. They import
+//! nothing but the types of `api`, and nothing in here has an effect.
+
+pub mod broker_toml;
+pub mod certificate;
+pub mod eligibility;
+pub mod hostlist;
+pub mod lease;
+pub mod project;
+pub mod roster;
+pub mod settings;
+pub mod topology;

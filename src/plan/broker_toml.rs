@@ -1,0 +1,276 @@
+//! `broker.toml`, rendered from the roster alone: the same for all nodes of an epoch but for the certificate's path.
+
+use std::{collections::BTreeMap, net::IpAddr};
+
+use super::{hostlist, topology::Topology};
+use crate::api::{Rank, Resources, Roster};
+
+/// Tables that are ours (and `kvs`, whose checkpoint-period is in the spec).
+pub const OWN_TABLES: [&str; 4] = ["bootstrap", "tbon", "resource", "kvs"];
+/// Lost nodes are noticed after this; a node that is cut off for longer loses its jobs. flux-core's default of 20 s is
+/// shorter than many a switch's reboot.
+const TCP_USER_TIMEOUT: &str = "2m";
+/// zmq's own back-off would let nodes join minutes late (flux-core issue 5134).
+const CONNECT_TIMEOUT: &str = "5s";
+
+/// Why extra tables are refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ExtraError {
+    /// It doesn't parse.
+    #[error("is not TOML: {0}")]
+    NotToml(String),
+    /// It names a table of ours.
+    #[error("has the table [{0}], which is made by flux-distribute; take it out")]
+    Ours(String),
+}
+
+/// Reads extra tables.
+///
+/// # Errors
+/// It is not TOML, or names a table of [`OWN_TABLES`].
+pub fn extra_tables(text: &str) -> Result<toml::Table, ExtraError> {
+    let table: toml::Table =
+        text.parse().map_err(|error: toml::de::Error| ExtraError::NotToml(error.message().replace('\n', ", ")))?;
+    match table.keys().find(|key| OWN_TABLES.contains(&key.as_str())) {
+        Some(ours) => Err(ExtraError::Ours(ours.clone())),
+        None => Ok(table),
+    }
+}
+
+/// Renders the epoch's broker.toml, without `curve_cert` (see [`for_host`]).
+///
+/// # Errors
+/// The roster's extra tables are not what [`extra_tables`] takes, or its topology doesn't parse.
+pub fn render(roster: &Roster) -> Result<String, String> {
+    let size = roster.settings.max_size;
+    let topology = Topology::parse(&roster.settings.topology, size)?;
+    let mut file = extra_tables(&roster.settings.config).map_err(|error| format!("spec.broker.config {error}"))?;
+
+    // Fluxion's own default refuses a job that is larger than what is up; with "easy" it waits for the nodes.
+    table(&mut file, "sched-fluxion-qmanager")?.entry("queue-policy").or_insert_with(|| "easy".into());
+
+    let ipv6 = roster.ranks.values().any(|entry| entry.member.as_ref().is_some_and(|m| m.address.is_ipv6()));
+    let bootstrap = table(&mut file, "bootstrap")?;
+    bootstrap.insert("hosts".into(), hosts(roster, topology).into());
+    if ipv6 {
+        bootstrap.insert("enable_ipv6".into(), true.into());
+    }
+
+    let tbon = table(&mut file, "tbon")?;
+    tbon.insert("topo".into(), roster.settings.topology.clone().into());
+    tbon.insert("tcp_user_timeout".into(), TCP_USER_TIMEOUT.into());
+    tbon.insert("connect_timeout".into(), CONNECT_TIMEOUT.into());
+
+    table(&mut file, "kvs")?.insert("checkpoint-period".into(), roster.settings.checkpoint_period.clone().into());
+
+    let resource = table(&mut file, "resource")?;
+    let mut verify = toml::Table::new();
+    // A broker's name need not be its host's; more cores than declared are no fault; hwloc rarely sees GPUs.
+    verify.insert("default".into(), "allow-extra".into());
+    verify.insert("hostname".into(), "ignore".into());
+    verify.insert("gpu".into(), "ignore".into());
+    resource.insert("verify".into(), verify.into());
+    resource.insert("config".into(), resource_config(roster).into());
+
+    toml::to_string(&file).map_err(|error| format!("broker.toml: {error}"))
+}
+
+/// Makes one host's file out of the epoch's: only the certificate's path depends on the host.
+///
+/// # Errors
+/// `text` is not what [`render`] made.
+pub fn for_host(text: &str, certificate: &str) -> Result<String, String> {
+    let mut file: toml::Table = text.parse().map_err(|error| format!("published broker.toml: {error}"))?;
+    table(&mut file, "bootstrap")?.insert("curve_cert".into(), certificate.into());
+    toml::to_string(&file).map_err(|error| format!("broker.toml: {error}"))
+}
+
+/// The broker name of a rank in this epoch.
+pub fn broker_name(roster: &Roster, rank: Rank) -> String {
+    roster.ranks.get(&rank).map_or_else(|| spare_name(rank), |entry| entry.broker_name.clone())
+}
+
+/// The placeholder name of a spare.
+pub fn spare_name(rank: Rank) -> String {
+    format!("flux-spare-{rank}")
+}
+
+/// What a rank without facts declares: what the spec says, else the commonest resources among the members (the larger of
+/// two equally common ones, so that the answer is the same everywhere), else one core.
+pub fn spare_shape(roster: &Roster) -> Resources {
+    roster.settings.spare_shape.unwrap_or_else(|| {
+        let mut counts: BTreeMap<Resources, usize> = BTreeMap::new();
+        for resources in roster.ranks.values().filter_map(|entry| entry.resources) {
+            *counts.entry(resources).or_default() += 1;
+        }
+        let commonest = counts.into_iter().max_by_key(|(resources, count)| (*count, *resources));
+        commonest.map_or(Resources { cores: 1, gpus: 0 }, |(resources, _)| resources)
+    })
+}
+
+fn table<'a>(file: &'a mut toml::Table, name: &str) -> Result<&'a mut toml::Table, String> {
+    file.entry(name)
+        .or_insert_with(|| toml::Table::new().into())
+        .as_table_mut()
+        .ok_or_else(|| format!("spec.broker.config: {name} is not a table"))
+}
+
+/// All names in rank order, then once more those that children connect to: flux merges entries of one name, and only
+/// parents need addresses (flux-config-bootstrap(5)).
+fn hosts(roster: &Roster, topology: Topology) -> Vec<toml::Value> {
+    let size = roster.settings.max_size;
+    let names = (0..size).map(|rank| broker_name(roster, rank));
+    let mut hosts = vec![toml::Table::from_iter([("host".to_owned(), hostlist::encode(names).into())])];
+    for (rank, entry) in &roster.ranks {
+        let Some(member) = &entry.member else { continue };
+        if *rank < size && topology.is_interior(*rank, size) {
+            let endpoint = endpoint(member.address, roster.settings.port);
+            hosts.push(toml::Table::from_iter([
+                ("host".to_owned(), entry.broker_name.clone().into()),
+                ("bind".to_owned(), endpoint.clone().into()),
+                ("connect".to_owned(), endpoint.into()),
+            ]));
+        }
+    }
+    hosts.into_iter().map(toml::Value::from).collect()
+}
+
+fn endpoint(address: IpAddr, port: u16) -> String {
+    match address {
+        IpAddr::V4(address) => format!("tcp://{address}:{port}"),
+        IpAddr::V6(address) => format!("tcp://[{address}]:{port}"),
+    }
+}
+
+/// One `[[resource.config]]` per kind of node. A member under a spare's name gets its node's name as a property, so that
+/// `--requires=NODE` works; others don't, because each property makes a line of its own in `flux resource list`.
+fn resource_config(roster: &Roster) -> Vec<toml::Value> {
+    let shape = spare_shape(roster);
+    let mut kinds: BTreeMap<(Resources, Option<&str>), Vec<Rank>> = BTreeMap::new();
+    for rank in 0..roster.settings.max_size {
+        let entry = roster.ranks.get(&rank);
+        let resources = entry.and_then(|entry| entry.resources).unwrap_or(shape);
+        let member = entry.and_then(|entry| entry.member.as_ref().filter(|member| member.node != entry.broker_name));
+        kinds.entry((resources, member.map(|member| member.node.as_str()))).or_default().push(rank);
+    }
+    let mut kinds: Vec<_> = kinds.into_iter().collect();
+    kinds.sort_by_key(|(_, ranks)| ranks.first().copied());
+    let config = kinds.into_iter().map(|((resources, property), ranks)| {
+        let names = ranks.into_iter().map(|rank| broker_name(roster, rank));
+        let mut kind = toml::Table::new();
+        kind.insert("hosts".into(), hostlist::encode(names).into());
+        kind.insert("cores".into(), ids(resources.cores.max(1)).into());
+        if resources.gpus > 0 {
+            kind.insert("gpus".into(), ids(resources.gpus).into());
+        }
+        if let Some(property) = property {
+            kind.insert("properties".into(), vec![toml::Value::from(property)].into());
+        }
+        toml::Value::from(kind)
+    });
+    config.collect()
+}
+
+fn ids(count: u32) -> String {
+    if count == 1 { "0".to_owned() } else { format!("0-{}", count - 1) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::roster::tests::{member, roster};
+
+    #[test]
+    fn a_flat_instance_needs_one_address() {
+        let text = render(&roster(4, &[("node1", 2), ("node2", 2), ("node3", 4)])).unwrap();
+        let expected = r#"[[bootstrap.hosts]]
+host = "node[1-3],flux-spare-3"
+
+[[bootstrap.hosts]]
+bind = "tcp://10.0.0.1:8050"
+connect = "tcp://10.0.0.1:8050"
+host = "node1"
+
+[kvs]
+checkpoint-period = "1m"
+
+[[resource.config]]
+cores = "0-1"
+hosts = "node[1-2],flux-spare-3"
+
+[[resource.config]]
+cores = "0-3"
+hosts = "node3"
+
+[resource.verify]
+default = "allow-extra"
+gpu = "ignore"
+hostname = "ignore"
+
+[sched-fluxion-qmanager]
+queue-policy = "easy"
+
+[tbon]
+connect_timeout = "5s"
+tcp_user_timeout = "2m"
+topo = "kary:256"
+"#;
+        assert_eq!(text, expected);
+        let host = for_host(&text, "/opt/flux-distribute/etc/curve.cert").unwrap();
+        assert!(host.contains("curve_cert = \"/opt/flux-distribute/etc/curve.cert\""));
+    }
+
+    #[test]
+    fn every_interior_rank_of_a_deep_tree_has_an_address() {
+        let mut roster = roster(5, &[("a", 1), ("b", 1), ("c", 1)]);
+        roster.settings.topology = "kary:2".into();
+        let text = render(&roster).unwrap();
+        assert!(text.contains("bind = \"tcp://10.0.0.2:8050\""), "{text}");
+        assert!(!text.contains("10.0.0.3"), "{text}");
+    }
+
+    #[test]
+    fn a_member_under_a_spares_name_gets_its_node_as_a_property() {
+        let mut roster = roster(4, &[("node1", 2)]);
+        let entry = crate::api::RosterEntry {
+            broker_name: spare_name(2),
+            reserved_for: None,
+            member: Some(member("a.example", 9)),
+            resources: Some(Resources { cores: 8, gpus: 2 }),
+            revision: 2,
+        };
+        roster.ranks.insert(2, entry);
+        let text = render(&roster).unwrap();
+        let kind = "cores = \"0-7\"\ngpus = \"0-1\"\nhosts = \"flux-spare-2\"\nproperties = [\"a.example\"]";
+        assert!(text.contains(kind), "{text}");
+    }
+
+    #[test]
+    fn ipv6_addresses_stand_in_brackets() {
+        let mut roster = roster(2, &[("node1", 2)]);
+        roster.ranks.get_mut(&0).unwrap().member.as_mut().unwrap().address = "fd00::1".parse().unwrap();
+        let text = render(&roster).unwrap();
+        assert!(text.contains("tcp://[fd00::1]:8050") && text.contains("enable_ipv6 = true"), "{text}");
+    }
+
+    #[test]
+    fn extra_tables_are_merged_but_ours_are_ours() {
+        let mut roster = roster(2, &[("node1", 2)]);
+        roster.settings.config =
+            "[sched-fluxion-qmanager]\nqueue-policy = \"fcfs\"\n[exec]\nkill-timeout = \"1m\"".into();
+        let text = render(&roster).unwrap();
+        assert!(text.contains("queue-policy = \"fcfs\"") && text.contains("[exec]"), "{text}");
+        for ours in OWN_TABLES {
+            assert_eq!(extra_tables(&format!("[{ours}]")), Err(ExtraError::Ours(ours.into())));
+        }
+        assert!(matches!(extra_tables("[unclosed"), Err(ExtraError::NotToml(_))));
+    }
+
+    #[test]
+    fn a_spare_has_the_commonest_shape_unless_the_spec_says_one() {
+        let mut roster = roster(8, &[("a", 2), ("b", 4), ("c", 4), ("d", 2), ("e", 8)]);
+        assert_eq!(spare_shape(&roster).cores, 4);
+        roster.settings.spare_shape = Some(Resources { cores: 16, gpus: 1 });
+        assert_eq!(spare_shape(&roster).cores, 16);
+    }
+}

@@ -1,0 +1,112 @@
+//! Hostlists, RFC 29: `node[1-4,7],login`. Only the writing side: everything we read is TOML or JSON of our own.
+
+/// Writes `hosts` as a hostlist, in the same order; only neighbours that count up are folded.
+pub fn encode<S: AsRef<str>>(hosts: impl IntoIterator<Item = S>) -> String {
+    let mut groups: Vec<Group> = Vec::new();
+    for host in hosts {
+        let next = Group::of(host.as_ref());
+        match groups.last_mut() {
+            Some(last) if last.takes(&next) => last.merge(next),
+            _ => groups.push(next),
+        }
+    }
+    groups.iter().map(Group::text).collect::<Vec<_>>().join(",")
+}
+
+/// Hosts that share a prefix; a host without a number at its end is a group of its own.
+struct Group {
+    prefix: String,
+    ranges: Vec<Range>,
+}
+
+struct Range {
+    first: u64,
+    last: u64,
+    /// Digits with leading zeros; 0 where there are none.
+    width: usize,
+}
+
+impl Group {
+    fn of(host: &str) -> Self {
+        let prefix = host.trim_end_matches(|c: char| c.is_ascii_digit());
+        let digits = &host[prefix.len()..];
+        let ranges = match digits.parse() {
+            Ok(first) => {
+                let width = if digits.len() > 1 && digits.starts_with('0') { digits.len() } else { 0 };
+                vec![Range { first, last: first, width }]
+            }
+            // No number, or one that is too long to count with: the name stands as it is.
+            Err(_) => return Self { prefix: host.to_owned(), ranges: Vec::new() },
+        };
+        Self { prefix: prefix.to_owned(), ranges }
+    }
+
+    fn takes(&self, next: &Self) -> bool {
+        self.prefix == next.prefix && !self.ranges.is_empty() && !next.ranges.is_empty()
+    }
+
+    fn merge(&mut self, next: Self) {
+        for range in next.ranges {
+            match self.ranges.last_mut() {
+                Some(last) if last.last.checked_add(1) == Some(range.first) && last.fits(range.width, range.first) => {
+                    last.last = range.last;
+                }
+                _ => self.ranges.push(range),
+            }
+        }
+    }
+
+    fn text(&self) -> String {
+        match self.ranges.as_slice() {
+            [] => self.prefix.clone(),
+            [one] if one.first == one.last => format!("{}{}", self.prefix, one.text()),
+            many => {
+                let inner = many.iter().map(Range::text).collect::<Vec<_>>().join(",");
+                format!("{}[{inner}]", self.prefix)
+            }
+        }
+    }
+}
+
+impl Range {
+    /// `08`, `09`, `10` count on with one width, `9`, `10` with none; `09`, `010` do not.
+    fn fits(&self, width: usize, number: u64) -> bool {
+        width == self.width || (width == 0 && self.width > 0 && number.to_string().len() == self.width)
+    }
+
+    fn text(&self) -> String {
+        let width = self.width;
+        if self.first == self.last {
+            format!("{:0width$}", self.first)
+        } else {
+            format!("{:0width$}-{:0width$}", self.first, self.last)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::encode;
+
+    #[test]
+    fn neighbours_that_count_up_are_folded_and_order_is_kept() {
+        for (hosts, expected) in [
+            (vec!["node1"], "node1"),
+            (vec!["node1", "node2", "node3"], "node[1-3]"),
+            (vec!["node1", "node3", "node2"], "node[1,3,2]"),
+            (vec!["login", "node1", "node2"], "login,node[1-2]"),
+            (vec!["node08", "node09", "node10"], "node[08-10]"),
+            (vec!["node9", "node10"], "node[9-10]"),
+            (vec!["node09", "node010"], "node[09,010]"),
+            (vec!["a1", "b1", "a2"], "a1,b1,a2"),
+            (
+                vec!["ip-10-0-0-9.ec2.internal", "ip-10-0-0-10.ec2.internal"],
+                "ip-10-0-0-9.ec2.internal,ip-10-0-0-10.ec2.internal",
+            ),
+            (vec!["n99999999999999999999999"], "n99999999999999999999999"),
+            (vec![], ""),
+        ] {
+            assert_eq!(encode(&hosts), expected);
+        }
+    }
+}

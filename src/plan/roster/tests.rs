@@ -1,0 +1,407 @@
+use super::*;
+use crate::api::Want;
+use crate::api::{EpochSettings, Facts};
+use crate::plan::project::project;
+
+pub(crate) fn member(node: &str, number: u8) -> Member {
+    Member { node: node.to_owned(), uid: format!("uid-{node}"), address: [10, 0, 0, number].into(), gone_since: None }
+}
+
+/// A roster of `max_size` ranks, the first of which are held by `(node, cores)`.
+pub(crate) fn roster(max_size: u32, nodes: &[(&str, u32)]) -> Roster {
+    let ranks = (0..).zip(1..).zip(nodes).map(|((rank, number), (node, cores))| {
+        let entry = RosterEntry {
+            broker_name: (*node).to_owned(),
+            reserved_for: Some(format!("uid-{node}")),
+            member: Some(member(node, number)),
+            resources: Some(Resources { cores: *cores, gpus: 0 }),
+            revision: 1,
+        };
+        (rank, entry)
+    });
+    Roster {
+        format: ROSTER_FORMAT,
+        instance_uid: "instance".into(),
+        instance_id: "id".into(),
+        established: true,
+        epoch: 1,
+        revision: 1,
+        settings: settings(&FluxInstanceSpec { max_size: Some(max_size), ..Default::default() }, 0, "digest", "cert"),
+        ranks: ranks.collect(),
+    }
+}
+
+/// A small world that the tests change step by step.
+struct World {
+    spec: FluxInstanceSpec,
+    status: FluxInstanceStatus,
+    nodes: Vec<NodeView>,
+    reports: BTreeMap<String, FluxNodeStatus>,
+    roster: Option<Roster>,
+    now: i64,
+    waited: Duration,
+}
+
+impl World {
+    fn new(count: u8) -> Self {
+        let mut world = Self {
+            spec: FluxInstanceSpec::default(),
+            status: FluxInstanceStatus::default(),
+            nodes: Vec::new(),
+            reports: BTreeMap::new(),
+            roster: None,
+            now: 1000,
+            waited: Duration::ZERO,
+        };
+        (1..=count).for_each(|number| world.add(&format!("node{number}"), number));
+        world
+    }
+
+    fn add(&mut self, name: &str, number: u8) {
+        self.nodes.push(NodeView {
+            name: name.to_owned(),
+            uid: format!("uid-{name}"),
+            created: i64::from(number),
+            ready: true,
+            linux: true,
+            address: Some([10, 0, 0, number].into()),
+            ..NodeView::default()
+        });
+    }
+
+    fn passed(&mut self, name: &str, cores: u32) {
+        let facts = Facts {
+            resources: Resources { cores, gpus: 0 },
+            memory_mib: 1024,
+            platform: "linux-64".into(),
+            glibc: "2.36".into(),
+            address: [10, 0, 0, 1].into(),
+            boot_id: "boot".into(),
+            systemd: false,
+            prefix: "/opt/flux-distribute".into(),
+        };
+        self.reports.entry(name.to_owned()).or_default().facts = Some(facts);
+    }
+
+    fn all_passed(&mut self) {
+        let names: Vec<_> = self.nodes.iter().map(|node| node.name.clone()).collect();
+        names.iter().for_each(|name| self.passed(name, 2));
+    }
+
+    fn online(&mut self, name: &str) {
+        let roster = self.roster.clone().unwrap();
+        let node = self.nodes.iter().find(|node| node.name == name).unwrap();
+        let rank = rank_of(&roster, &node.uid).unwrap();
+        let report = self.reports.entry(name.to_owned()).or_default();
+        report.phase = NodePhase::Online;
+        report.adopted = Some(Adopted {
+            rank,
+            broker_name: roster.ranks[&rank].broker_name.clone(),
+            node_uid: node.uid.clone(),
+            instance_id: roster.instance_id.clone(),
+            epoch: roster.epoch,
+            pid: 100,
+            digest: "digest".into(),
+        });
+        if rank == 0 {
+            report.applied_revision = Some(roster.revision);
+            self.status.instance_id = Some(roster.instance_id.clone());
+            self.status.lead = Some(name.to_owned());
+        }
+    }
+
+    fn seen(&self) -> Observed<'_> {
+        Observed {
+            instance_uid: "instance",
+            spec: &self.spec,
+            status: &self.status,
+            nodes: &self.nodes,
+            reports: &self.reports,
+            roster: self.roster.as_ref(),
+            digest: Some("digest"),
+            certificate: Some("cert"),
+            now: self.now,
+            waited: self.waited,
+            fresh_id: "fresh",
+        }
+    }
+
+    /// Decides until nothing changes any more.
+    fn settle(&mut self) -> Decision {
+        loop {
+            match decide(&self.seen()) {
+                Decision::Write(next) => self.roster = Some(*next),
+                other => return other,
+            }
+        }
+    }
+
+    fn up(count: u8) -> Self {
+        let mut world = Self::new(count);
+        world.all_passed();
+        assert_eq!(world.settle(), Decision::Keep);
+        for number in 1..=count {
+            world.online(&format!("node{number}"));
+            world.settle();
+        }
+        world
+    }
+
+    fn rank(&self, node: &str) -> Option<Rank> {
+        rank_of(self.roster.as_ref()?, &format!("uid-{node}"))
+    }
+
+    fn wants(&self, node: &str) -> Want {
+        let node = self.nodes.iter().find(|view| view.name == node).unwrap();
+        project(&self.seen(), self.roster.as_ref(), node).want
+    }
+}
+
+#[test]
+fn the_first_eligible_node_leads_and_all_get_their_real_names() {
+    let mut world = World::new(3);
+    world.passed("node1", 2);
+    assert_eq!(world.settle(), Decision::Keep);
+    let roster = world.roster.as_ref().unwrap();
+    let names: Vec<_> = roster.ranks.values().map(|entry| entry.broker_name.as_str()).collect();
+    assert_eq!(names, ["node1", "node2", "node3"]);
+    assert_eq!((world.wants("node1"), world.wants("node2")), (Want::Run, Want::Install));
+}
+
+#[test]
+fn a_slow_first_node_is_waited_for_but_not_for_ever() {
+    let mut world = World::new(2);
+    world.passed("node2", 2);
+    assert!(matches!(world.settle(), Decision::Wait(_)));
+    world.waited = LEAD_PATIENCE;
+    world.settle();
+    assert_eq!(world.rank("node2"), Some(0));
+}
+
+#[test]
+fn a_failed_first_node_is_not_waited_for() {
+    let mut world = World::new(2);
+    world.passed("node2", 2);
+    world.reports.insert("node1".into(), FluxNodeStatus { phase: NodePhase::Failed, ..Default::default() });
+    world.settle();
+    assert_eq!(world.rank("node2"), Some(0));
+}
+
+#[test]
+fn the_lead_of_the_spec_wins() {
+    let mut world = World::new(3);
+    world.spec.lead = Some("node2".into());
+    world.passed("node1", 2);
+    assert!(matches!(world.settle(), Decision::Wait(reason) if reason.contains("node2")));
+    world.passed("node2", 2);
+    world.settle();
+    assert_eq!(world.rank("node2"), Some(0));
+}
+
+#[test]
+fn nobody_runs_before_the_lead_is_online_and_has_his_resources() {
+    let mut world = World::new(2);
+    world.passed("node1", 2);
+    world.settle();
+    world.online("node1");
+    world.settle();
+    world.passed("node2", 4);
+    world.settle();
+    assert_eq!(world.wants("node2"), Want::Install, "the lead has not applied the new revision");
+    world.online("node1");
+    assert_eq!(world.wants("node2"), Want::Run);
+}
+
+#[test]
+fn a_node_that_sorts_first_joins_without_moving_anybody() {
+    let mut world = World::up(3);
+    let before = world.roster.clone().unwrap();
+    world.add("aaa", 9);
+    world.settle();
+    assert_eq!(world.rank("aaa"), None, "no facts yet");
+    world.passed("aaa", 8);
+    world.settle();
+    assert_eq!(world.rank("aaa"), Some(3));
+    let after = world.roster.clone().unwrap();
+    assert_eq!(after.ranks[&3].broker_name, "flux-spare-3");
+    (0..3).for_each(|rank| assert_eq!(after.ranks[&rank], before.ranks[&rank]));
+}
+
+#[test]
+fn not_ready_cordoned_and_tainted_members_keep_their_rank_and_run() {
+    let mut world = World::up(2);
+    let node = &mut world.nodes[1];
+    node.ready = false;
+    node.cordoned = true;
+    node.taints = serde_json::from_str(r#"[{"key":"node.kubernetes.io/unreachable","effect":"NoExecute"}]"#).unwrap();
+    assert_eq!(world.settle(), Decision::Keep);
+    assert_eq!((world.rank("node2"), world.wants("node2")), (Some(1), Want::Run));
+}
+
+#[test]
+fn a_gone_node_keeps_its_rank_for_retain_and_gets_it_back() {
+    let mut world = World::up(3);
+    let node = world.nodes.remove(1);
+    world.settle();
+    assert_eq!(world.rank("node2"), Some(1));
+    world.now += DEFAULT_RETAIN_SECS - 1;
+    world.nodes.push(node);
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().ranks[&1].member.as_ref().unwrap().gone_since, None);
+    world.nodes.pop();
+    world.settle();
+    world.now += DEFAULT_RETAIN_SECS;
+    world.settle();
+    assert_eq!(world.rank("node2"), None);
+}
+
+#[test]
+fn a_gone_lead_keeps_rank_0_for_ever() {
+    let mut world = World::up(2);
+    world.nodes.remove(0);
+    world.settle();
+    world.now += 100 * DEFAULT_RETAIN_SECS;
+    world.settle();
+    assert_eq!(world.rank("node1"), Some(0));
+}
+
+#[test]
+fn another_node_under_the_same_name_gets_another_rank() {
+    let mut world = World::up(3);
+    world.nodes[1].uid = "uid-other".into();
+    world.reports.get_mut("node2").unwrap().adopted = None;
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!(rank_of(roster, "uid-other"), Some(3));
+    assert_eq!(rank_of(roster, "uid-node2"), Some(1));
+    assert_eq!(roster.ranks[&3].broker_name, "flux-spare-3");
+}
+
+#[test]
+fn resources_grow_but_never_shrink() {
+    let mut world = World::up(2);
+    for (told, expected) in [(1, 2), (4, 4), (2, 4)] {
+        world.passed("node2", told);
+        world.settle();
+        assert_eq!(world.roster.as_ref().unwrap().ranks[&1].resources.unwrap().cores, expected);
+    }
+    world.reports.clear();
+    assert_eq!(world.settle(), Decision::Keep);
+}
+
+#[test]
+fn a_lead_lost_in_its_first_install_is_replaced_by_another() {
+    let mut world = World::new(3);
+    world.all_passed();
+    world.settle();
+    assert_eq!(world.rank("node1"), Some(0));
+    world.nodes.remove(0);
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!(world.rank("node2"), Some(0));
+    assert_eq!((roster.epoch, roster.instance_id.as_str(), roster.revision), (2, "fresh", 2));
+}
+
+#[test]
+fn a_lost_roster_comes_back_as_the_lead_has_it() {
+    let mut world = World::up(3);
+    let lost = world.roster.take().unwrap();
+    world.reports.get_mut("node2").unwrap().adopted = None;
+    assert!(matches!(world.settle(), Decision::Wait(_)));
+    world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
+    world.settle();
+    let back = world.roster.unwrap();
+    assert_eq!((back.ranks, back.settings, back.epoch), (lost.ranks, lost.settings, lost.epoch));
+    assert!(back.revision > lost.revision);
+}
+
+#[test]
+fn without_roster_nothing_is_given_out_while_brokers_run_or_agents_are_silent() {
+    let mut world = World::up(2);
+    world.roster = None;
+    world.reports.remove("node2");
+    assert!(matches!(world.settle(), Decision::Wait(reason) if reason.contains("waiting for the agents of 1")));
+    world.waited = REPORTS_TIMEOUT;
+    assert!(matches!(world.settle(), Decision::Wait(reason) if reason.contains("a broker runs on node node1")));
+    world.reports.values_mut().for_each(|report| report.adopted = None);
+    world.settle();
+    let roster = world.roster.unwrap();
+    assert_eq!((roster.instance_id.as_str(), roster.established), ("fresh", true));
+}
+
+#[test]
+fn a_second_planner_sees_what_the_first_has_done_and_changes_nothing() {
+    let world = World::up(4);
+    assert_eq!(decide(&world.seen()), Decision::Keep);
+    assert_eq!(decide(&Observed { waited: Duration::ZERO, fresh_id: "another", ..world.seen() }), Decision::Keep);
+}
+
+#[test]
+fn size_limits_the_members() {
+    let mut world = World::new(4);
+    world.spec.size = Some(2);
+    world.all_passed();
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().ranks.len(), 2);
+    world.spec.size = Some(3);
+    world.online("node1");
+    world.settle();
+    assert_eq!(world.rank("node3"), Some(2));
+    assert_eq!(world.rank("node4"), None);
+}
+
+#[test]
+fn in_a_deep_tree_an_empty_interior_rank_strands_nobody() {
+    let mut world = World::new(8);
+    world.spec.topology = Some("kary:2".into());
+    world.all_passed();
+    world.settle();
+    world.online("node1");
+    world.settle();
+    assert_eq!((world.wants("node2"), world.wants("node4")), (Want::Run, Want::Install));
+    // node2 (rank 1, parent of 3 and 4) dies before it is up; those under it move under those who are there.
+    world.nodes.retain(|node| node.name != "node2");
+    let names: Vec<_> = world.nodes.iter().map(|node| node.name.clone()).collect();
+    for _round in 0..4 {
+        world.settle();
+        for name in &names {
+            if world.wants(name) == Want::Run {
+                world.online(name);
+            }
+        }
+    }
+    let roster = world.roster.clone().unwrap();
+    for name in &names {
+        assert!(is_online(&world.seen(), &roster, world.rank(name).unwrap()), "{name}");
+    }
+    let members: BTreeSet<_> = roster.ranks.values().filter_map(|e| e.member.as_ref()).map(|m| &m.uid).collect();
+    assert_eq!(members.len(), 8);
+}
+
+#[test]
+fn a_rank_that_a_running_broker_claims_is_given_to_nobody() {
+    let mut world = World::up(2);
+    world.add("node9", 9);
+    world.passed("node9", 2);
+    let mut claim = world.reports["node2"].adopted.clone().unwrap();
+    (claim.rank, claim.node_uid) = (2, "uid-node8".into());
+    world.reports.insert("node8".into(), FluxNodeStatus { adopted: Some(claim), ..Default::default() });
+    world.settle();
+    assert_eq!(world.rank("node9"), Some(3));
+}
+
+#[test]
+fn a_roster_of_a_newer_version_is_left_alone() {
+    let mut world = World::up(2);
+    world.roster.as_mut().unwrap().format = ROSTER_FORMAT + 1;
+    assert!(matches!(decide(&world.seen()), Decision::Wait(reason) if reason.contains("newer")));
+}
+
+#[test]
+fn settings_of_the_running_epoch_outlive_a_changed_spec() {
+    let mut world = World::up(2);
+    let before: EpochSettings = world.roster.as_ref().unwrap().settings.clone();
+    world.spec.broker.port = Some(9999);
+    assert_eq!(world.settle(), Decision::Keep);
+    assert_eq!(world.roster.as_ref().unwrap().settings, before);
+}

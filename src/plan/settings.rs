@@ -1,0 +1,111 @@
+//! What Flux reads only at start: made from the spec at each epoch's start and compared with it ever after.
+
+use super::topology::Topology;
+use crate::api::{DEFAULT_BROKER_PORT, EpochSettings, FluxInstanceSpec};
+
+/// CPUWeight of the brokers and their jobs unless the spec says otherwise. kubepods has 1000s on a big node, a single
+/// service 100: jobs must not starve beside a busy kubelet.
+const DEFAULT_CPU_WEIGHT: u32 = 1000;
+/// A lead that is killed loses what was not checkpointed.
+const DEFAULT_CHECKPOINT_PERIOD: &str = "1m";
+/// A thousand spares cost nothing, so there is room for growth before an epoch is needed.
+const LEAST_MAX_SIZE: u32 = 64;
+
+/// The settings of an epoch that would start now.
+pub fn settings(spec: &FluxInstanceSpec, eligible: usize, digest: &str, certificate: &str) -> EpochSettings {
+    let max_size = max_size(spec, eligible);
+    EpochSettings {
+        max_size,
+        topology: topology(spec, max_size),
+        port: spec.broker.port.unwrap_or(DEFAULT_BROKER_PORT),
+        digest: digest.to_owned(),
+        certificate: certificate.to_owned(),
+        run_as: spec.broker.run_as.clone().unwrap_or_else(|| "root".to_owned()),
+        config: spec.broker.config.clone().unwrap_or_default(),
+        cpu_weight: spec.broker.cpu_weight.unwrap_or(DEFAULT_CPU_WEIGHT),
+        checkpoint_period: spec
+            .broker
+            .checkpoint_period
+            .clone()
+            .unwrap_or_else(|| DEFAULT_CHECKPOINT_PERIOD.to_owned()),
+        spare_shape: spec.spares.shape,
+    }
+}
+
+fn max_size(spec: &FluxInstanceSpec, eligible: usize) -> u32 {
+    spec.max_size.unwrap_or_else(|| {
+        let nodes = u32::try_from(eligible).unwrap_or(u32::MAX).max(spec.size.unwrap_or(0));
+        nodes.saturating_mul(2).max(LEAST_MAX_SIZE)
+    })
+}
+
+fn topology(spec: &FluxInstanceSpec, max_size: u32) -> String {
+    match spec.topology.as_deref() {
+        None => Topology::default_for(max_size).to_owned(),
+        Some("flat") => "kary:0".to_owned(),
+        Some(text) => text.to_owned(),
+    }
+}
+
+/// In which ways the running epoch differs from what the spec asks for now, in words; None where it doesn't. A default
+/// maxSize that has grown with the cluster is no difference: only a spec that asks for more is.
+pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> Option<String> {
+    let mut wanted = settings(spec, 0, digest, certificate);
+    if spec.max_size.is_none() {
+        wanted.max_size = running.max_size;
+        wanted.topology = topology(spec, running.max_size);
+    }
+    let mut differences = Vec::new();
+    let mut compare = |name: &str, differs: bool, from: &dyn std::fmt::Display, to: &dyn std::fmt::Display| {
+        if differs {
+            differences.push(format!("{name} {from} -> {to}"));
+        }
+    };
+    compare("maxSize", running.max_size != wanted.max_size, &running.max_size, &wanted.max_size);
+    compare("topology", running.topology != wanted.topology, &running.topology, &wanted.topology);
+    compare("broker.port", running.port != wanted.port, &running.port, &wanted.port);
+    compare("packages", running.digest != wanted.digest, &running.digest, &wanted.digest);
+    compare("broker.runAs", running.run_as != wanted.run_as, &running.run_as, &wanted.run_as);
+    compare("broker.cpuWeight", running.cpu_weight != wanted.cpu_weight, &running.cpu_weight, &wanted.cpu_weight);
+    compare(
+        "broker.checkpointPeriod",
+        running.checkpoint_period != wanted.checkpoint_period,
+        &running.checkpoint_period,
+        &wanted.checkpoint_period,
+    );
+    if running.certificate != wanted.certificate {
+        differences.push("certificate changed".to_owned());
+    }
+    if running.config != wanted.config {
+        differences.push("broker.config changed".to_owned());
+    }
+    (!differences.is_empty()).then(|| differences.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn room_for_growth_is_declared() {
+        for (spec, nodes, expected) in [
+            (FluxInstanceSpec::default(), 4, 64),
+            (FluxInstanceSpec::default(), 100, 200),
+            (FluxInstanceSpec { size: Some(80), ..Default::default() }, 4, 160),
+            (FluxInstanceSpec { max_size: Some(4), ..Default::default() }, 100, 4),
+        ] {
+            assert_eq!(settings(&spec, nodes, "d", "c").max_size, expected);
+        }
+    }
+
+    #[test]
+    fn a_growing_cluster_is_no_difference_but_a_changed_spec_is() {
+        let spec = FluxInstanceSpec::default();
+        let running = settings(&spec, 100, "d", "c");
+        assert_eq!(pending(&running, &spec, "d", "c"), None);
+        assert_eq!(pending(&running, &spec, "e", "c").unwrap(), "packages d -> e");
+        assert_eq!(pending(&running, &spec, "d", "x").unwrap(), "certificate changed");
+        let larger = FluxInstanceSpec { max_size: Some(300), topology: Some("flat".into()), ..spec };
+        assert_eq!(pending(&running, &larger, "d", "c").unwrap(), "maxSize 200 -> 300, topology kary:256 -> kary:0");
+    }
+}
