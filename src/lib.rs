@@ -10,3 +10,9 @@ pub mod local;
 pub mod packages;
 pub mod plan;
 pub mod planner;
+
+/// An error and its causes as one sentence.
+pub fn error_chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}

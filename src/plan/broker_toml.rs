@@ -12,6 +12,8 @@ pub const OWN_TABLES: [&str; 4] = ["bootstrap", "tbon", "resource", "kvs"];
 const TCP_USER_TIMEOUT: &str = "2m";
 /// zmq's own back-off would let nodes join minutes late (flux-core issue 5134).
 const CONNECT_TIMEOUT: &str = "5s";
+/// How the first line begins.
+const HEADER: &str = "# flux-distribute: ";
 
 /// Why extra tables are refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -72,7 +74,16 @@ pub fn render(roster: &Roster) -> Result<String, String> {
     resource.insert("verify".into(), verify.into());
     resource.insert("config".into(), resource_config(roster).into());
 
-    toml::to_string(&file).map_err(|error| format!("broker.toml: {error}"))
+    let text = toml::to_string(&file).map_err(|error| format!("broker.toml: {error}"))?;
+    let (epoch, revision) = (roster.epoch, roster.revision);
+    Ok(format!("{HEADER}epoch {epoch} revision {revision}, made by flux-distribute: changes are overwritten\n{text}"))
+}
+
+/// The epoch and revision of the roster that a file of [`render`] was made from.
+pub fn made_from(text: &str) -> Option<(u64, u64)> {
+    let mut words = text.strip_prefix(HEADER)?.lines().next()?.split([' ', ',']);
+    let mut number = |name| if words.next() == Some(name) { words.next()?.parse().ok() } else { None };
+    Some((number("epoch")?, number("revision")?))
 }
 
 /// Makes one host's file out of the epoch's: only the certificate's path depends on the host.
@@ -82,7 +93,9 @@ pub fn render(roster: &Roster) -> Result<String, String> {
 pub fn for_host(text: &str, certificate: &str) -> Result<String, String> {
     let mut file: toml::Table = text.parse().map_err(|error| format!("published broker.toml: {error}"))?;
     table(&mut file, "bootstrap")?.insert("curve_cert".into(), certificate.into());
-    toml::to_string(&file).map_err(|error| format!("broker.toml: {error}"))
+    let made = toml::to_string(&file).map_err(|error| format!("broker.toml: {error}"))?;
+    let header = text.lines().next().filter(|line| line.starts_with(HEADER)).unwrap_or_default();
+    Ok(format!("{header}\n{made}"))
 }
 
 /// The broker name of a rank in this epoch.
@@ -183,6 +196,8 @@ mod tests {
     #[test]
     fn a_flat_instance_needs_one_address() {
         let text = render(&roster(4, &[("node1", 2), ("node2", 2), ("node3", 4)])).unwrap();
+        assert_eq!(made_from(&text), Some((1, 1)));
+        let text = text.split_once('\n').unwrap().1;
         let expected = r#"[[bootstrap.hosts]]
 host = "node[1-3],flux-spare-3"
 
@@ -216,7 +231,7 @@ tcp_user_timeout = "2m"
 topo = "kary:256"
 "#;
         assert_eq!(text, expected);
-        let host = for_host(&text, "/opt/flux-distribute/etc/curve.cert").unwrap();
+        let host = for_host(text, "/opt/flux-distribute/etc/curve.cert").unwrap();
         assert!(host.contains("curve_cert = \"/opt/flux-distribute/etc/curve.cert\""));
     }
 

@@ -9,4 +9,5 @@ pub mod lease;
 pub mod project;
 pub mod roster;
 pub mod settings;
+pub mod status;
 pub mod topology;

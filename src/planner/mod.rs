@@ -1,1 +1,90 @@
-//! planner
+//! The planner: the one agent that holds the Lease. It alone reads all nodes, and it writes the roster, the packages, the
+//! certificate, `broker.toml`, each FluxNode's spec and the FluxInstance's status. What to write is decided in
+//! [`crate::plan`]; here are the effects.
+
+mod certificate;
+mod events;
+mod instance;
+mod lease;
+mod packages;
+mod publish;
+mod reconcile;
+mod store;
+
+use std::time::Duration;
+
+use kube::Client;
+use tracing::{info, warn};
+
+pub use events::Announcer;
+pub use lease::release;
+
+/// What happened in the API while the planner worked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlannerError {
+    /// A call to the API server failed.
+    #[error("{what}")]
+    Api {
+        /// Which call, on which object.
+        what: String,
+        /// Cause.
+        #[source]
+        source: Box<kube::Error>,
+    },
+    /// A call to the API server took too long.
+    #[error("{0}: no answer from the API server in time")]
+    Timeout(String),
+    /// An object holds what can't be read.
+    #[error("{object}: {reason}")]
+    Content {
+        /// Kind and name.
+        object: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// No call to the API server may hang: kube itself sets no read time-out, and a half-open connection would hold the Lease.
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Awaits one API call, bounded, and names it in the error.
+pub(crate) async fn call<T>(
+    what: impl Into<String>,
+    future: impl Future<Output = Result<T, kube::Error>>,
+) -> Result<T, PlannerError> {
+    let what = what.into();
+    match tokio::time::timeout(CALL_TIMEOUT, future).await {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(source)) => Err(PlannerError::Api { what, source: Box::new(source) }),
+        Err(_) => Err(PlannerError::Timeout(what)),
+    }
+}
+
+impl PlannerError {
+    /// The API server's status code, where it answered.
+    pub fn code(&self) -> Option<u16> {
+        match self {
+            Self::Api { source, .. } => match source.as_ref() {
+                kube::Error::Api(status) => Some(status.code),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+}
+
+/// Candidate and planner by turns, for as long as the agent lives. `identity` is the pod's name.
+pub async fn run(client: Client, identity: String) {
+    let mut lease = lease::Candidate::new(client.clone(), identity.clone());
+    loop {
+        lease.acquire().await;
+        info!(identity, "this agent is the planner now");
+        // Whatever is under way when the Lease is lost is dropped; a write that is already out is fenced by its
+        // resourceVersion.
+        tokio::select! {
+            () = lease.keep() => warn!("the Lease is lost: another agent plans from here on"),
+            () = reconcile::run(client.clone(), &identity) => {}
+        }
+    }
+}

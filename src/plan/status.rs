@@ -1,0 +1,150 @@
+//! What the FluxInstance's status says.
+
+use k8s_openapi::{
+    apimachinery::pkg::apis::meta::v1::{Condition, Time},
+    jiff::Timestamp,
+};
+
+use super::{
+    roster::{Observed, holds, is_online},
+    settings::pending,
+};
+use crate::api::{FluxInstanceStatus, InstancePhase, Roster};
+
+/// Why the planner can't go on, for the status and an Event.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Obstacle {
+    /// Something that others have to do first, and will.
+    Waiting(String),
+    /// Something that somebody has to mend.
+    Problem {
+        /// CamelCase, for the condition and the Event.
+        reason: &'static str,
+        /// One sentence.
+        message: String,
+    },
+}
+
+/// The status as it shall be; equal to the present one where nothing has changed.
+pub fn status(
+    seen: &Observed,
+    generation: i64,
+    roster: Option<&Roster>,
+    obstacle: Option<&Obstacle>,
+) -> FluxInstanceStatus {
+    let mut next = seen.status.clone();
+    next.observed_generation = generation;
+    let lead_online = roster.is_some_and(|roster| is_online(seen, roster, 0));
+    if let Some(roster) = roster {
+        let members = roster.ranks.values().filter_map(|entry| entry.member.as_ref());
+        next.epoch = roster.epoch;
+        next.revision = roster.revision;
+        next.max_size = roster.settings.max_size;
+        next.digest = Some(roster.settings.digest.clone());
+        next.lead = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref()).map(|member| member.node.clone());
+        next.size = count(members);
+        next.online = count(roster.ranks.keys().filter(|rank| is_online(seen, roster, **rank)));
+        if roster.established {
+            next.instance_id = Some(roster.instance_id.clone());
+        }
+    }
+    let established = next.instance_id.is_some();
+    let complete = lead_online && next.online == next.size;
+    next.phase = match obstacle {
+        Some(Obstacle::Problem { .. }) if !lead_online => InstancePhase::Failed,
+        _ if lead_online => InstancePhase::Running,
+        _ if established => InstancePhase::Degraded,
+        _ if roster.is_some() => InstancePhase::Starting,
+        _ => InstancePhase::Pending,
+    };
+    let restart = roster.and_then(|roster| restart_pending(seen, roster));
+    next.message = Some(match obstacle {
+        Some(Obstacle::Problem { message, .. }) => message.clone(),
+        Some(Obstacle::Waiting(message)) if !lead_online => message.clone(),
+        _ if complete => format!("{} of {} nodes online", next.online, next.size),
+        _ => explain(seen, roster, &next),
+    });
+
+    let message = next.message.clone().unwrap_or_default();
+    let now = Timestamp::from_second(seen.now).unwrap_or_default();
+    let mut set = |type_: &str, holds: bool, reason: &str, message: &str| {
+        set_condition(&mut next.conditions, type_, holds, reason, message, generation, now);
+    };
+    set("Ready", lead_online, if lead_online { "LeadOnline" } else { "LeadNotOnline" }, &message);
+    set("Progressing", !complete, if complete { "Complete" } else { "NodesToCome" }, &message);
+    match obstacle {
+        Some(Obstacle::Problem { reason, message }) => set("Degraded", true, reason, message),
+        _ if established && !lead_online => set("Degraded", true, "LeadNotOnline", &message),
+        _ => set("Degraded", false, "AsExpected", ""),
+    }
+    match &restart {
+        Some(differences) => set("RestartPending", true, "Differs", differences),
+        None => set("RestartPending", false, "Same", ""),
+    }
+    next
+}
+
+/// In which ways a coordinated start now would differ from what runs: by the spec, or by what an agent of another version
+/// would start.
+fn restart_pending(seen: &Observed, roster: &Roster) -> Option<String> {
+    let by_spec = match (seen.digest, seen.certificate) {
+        (Some(digest), Some(certificate)) => pending(&roster.settings, seen.spec, digest, certificate),
+        _ => None,
+    };
+    let by_agents = seen
+        .reports
+        .iter()
+        .find_map(|(node, report)| report.restart_pending.as_ref().map(|difference| format!("{node}: {difference}")));
+    by_spec.or(by_agents)
+}
+
+/// One sentence on what is still missing, with the words of the first node that has some.
+fn explain(seen: &Observed, roster: Option<&Roster>, next: &FluxInstanceStatus) -> String {
+    let Some(roster) = roster else { return "no roster yet".to_owned() };
+    let offline = roster.ranks.iter().filter(|(rank, _)| !is_online(seen, roster, **rank));
+    let first = offline.filter_map(|(rank, entry)| Some((rank, entry.member.as_ref()?))).next();
+    let detail = first.map(|(rank, member)| {
+        let report = seen.reports.get(&member.node);
+        let gone = member.gone_since.map(|_| "its Node is gone");
+        let words = gone
+            .or_else(|| report.and_then(|report| report.message.as_deref()))
+            .unwrap_or("no word from its agent yet");
+        let started = if holds(seen, roster, *rank).is_some() { "started" } else { "not started" };
+        format!("; {} (rank {rank}, {started}): {words}", member.node)
+    });
+    format!("{} of {} nodes online{}", next.online, next.size, detail.unwrap_or_default())
+}
+
+fn count<T>(items: impl Iterator<Item = T>) -> u32 {
+    u32::try_from(items.count()).unwrap_or(u32::MAX)
+}
+
+/// Sets one condition; its time changes only with its value, as Kubernetes' API conventions have it.
+pub fn set_condition(
+    conditions: &mut Vec<Condition>,
+    type_: &str,
+    holds: bool,
+    reason: &str,
+    message: &str,
+    generation: i64,
+    now: Timestamp,
+) {
+    let value = if holds { "True" } else { "False" };
+    let mut next = Condition {
+        type_: type_.to_owned(),
+        status: value.to_owned(),
+        reason: reason.to_owned(),
+        message: message.to_owned(),
+        observed_generation: Some(generation),
+        last_transition_time: Time(now),
+    };
+    match conditions.iter_mut().find(|condition| condition.type_ == type_) {
+        Some(old) => {
+            if old.status == value {
+                next.last_transition_time = old.last_transition_time.clone();
+            }
+            *old = next;
+        }
+        None => conditions.push(next),
+    }
+}

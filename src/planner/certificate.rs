@@ -1,0 +1,59 @@
+//! Secret `flux-curve`: made once per instance, never overwritten.
+
+use k8s_openapi::{ByteString, api::core::v1::Secret};
+use kube::{
+    Api, Client,
+    api::{ObjectMeta, PostParams},
+};
+
+use super::{PlannerError, call};
+use crate::{
+    api::{INSTANCE, NAMESPACE, SECRET_CURVE, SECRET_CURVE_KEY},
+    plan::certificate::{Certificate, CertificateError},
+};
+
+/// Reads the certificate; None where the Secret isn't there.
+///
+/// # Errors
+/// The API server's; [`PlannerError::Content`] where what is in it is no certificate.
+pub async fn read(client: &Client) -> Result<Option<Certificate>, PlannerError> {
+    let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
+    let Some(secret) = call("get Secret flux-curve", secrets.get_opt(SECRET_CURVE)).await? else { return Ok(None) };
+    let malformed = |reason: String| PlannerError::Content {
+        object: format!("Secret {SECRET_CURVE}"),
+        reason: format!("{reason}; while nothing runs yet, delete it and a new one is made"),
+    };
+    let bytes = secret.data.and_then(|mut data| data.remove(SECRET_CURVE_KEY));
+    let bytes = bytes.ok_or_else(|| malformed(format!("has no key {SECRET_CURVE_KEY}")))?;
+    let text = String::from_utf8(bytes.0).map_err(|_| malformed(format!("{SECRET_CURVE_KEY} is not text")))?;
+    let parsed = Certificate::parse(&text);
+    parsed.map(Some).map_err(|error: CertificateError| malformed(format!("{SECRET_CURVE_KEY} is malformed: {error}")))
+}
+
+/// Creates the Secret; one that is there already wins.
+///
+/// # Errors
+/// The API server's.
+pub async fn create(client: &Client, certificate: &Certificate) -> Result<(), PlannerError> {
+    let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
+    let secret = Secret {
+        metadata: ObjectMeta { name: Some(SECRET_CURVE.to_owned()), ..ObjectMeta::default() },
+        data: Some([(SECRET_CURVE_KEY.to_owned(), ByteString(certificate.text().as_bytes().to_vec()))].into()),
+        type_: Some("Opaque".to_owned()),
+        ..Secret::default()
+    };
+    match call("create Secret flux-curve", secrets.create(&PostParams::default(), &secret)).await {
+        Err(error) if error.code() == Some(409) => Ok(()),
+        other => other.map(drop),
+    }
+}
+
+/// A new certificate.
+///
+/// # Errors
+/// The kernel has no randomness.
+pub fn generate() -> Result<Certificate, getrandom::Error> {
+    let mut secret = [0; 32];
+    getrandom::fill(&mut secret)?;
+    Ok(Certificate::from_secret(INSTANCE, secret))
+}

@@ -1,0 +1,142 @@
+//! Holding the Lease `flux-planner`.
+
+use std::time::Duration;
+
+use k8s_openapi::{
+    api::coordination::v1::{Lease, LeaseSpec},
+    apimachinery::pkg::apis::meta::v1::MicroTime,
+    jiff::Timestamp,
+};
+use kube::{
+    Api, Client,
+    api::{ObjectMeta, PostParams},
+};
+use tokio::time::{Instant, sleep, timeout};
+use tracing::debug;
+
+use crate::{
+    api::{LEASE_PLANNER, NAMESPACE},
+    plan::lease::{LEASE_DURATION, LeaseStep, LeaseView, RENEW_EVERY, decide, look_every},
+};
+
+/// One who wants the Lease.
+pub struct Candidate {
+    leases: Api<Lease>,
+    identity: String,
+    /// The version seen last, and when it was seen first, by our own clock.
+    last: Option<(String, Instant)>,
+}
+
+impl Candidate {
+    /// A candidate under the name `identity`.
+    pub fn new(client: Client, identity: String) -> Self {
+        Self { leases: Api::namespaced(client, NAMESPACE), identity, last: None }
+    }
+
+    /// Waits until the Lease is ours.
+    pub async fn acquire(&mut self) {
+        loop {
+            match timeout(RENEW_EVERY, self.step()).await {
+                Ok(Ok(true)) => return,
+                Ok(Ok(false)) => {}
+                Ok(Err(error)) => debug!(%error, "looking at the Lease failed"),
+                Err(_) => debug!("looking at the Lease took too long"),
+            }
+            sleep(jittered(look_every(0))).await;
+        }
+    }
+
+    /// Renews the Lease for as long as that works; returns when it is lost, or could be by the clock of others.
+    pub async fn keep(&mut self) {
+        let mut renewed = Instant::now();
+        loop {
+            sleep(RENEW_EVERY).await;
+            match timeout(RENEW_EVERY, self.step()).await {
+                Ok(Ok(true)) => renewed = Instant::now(),
+                Ok(Ok(false)) => return,
+                Ok(Err(error)) => debug!(%error, "renewing the Lease failed"),
+                Err(_) => debug!("renewing the Lease took too long"),
+            }
+            if renewed.elapsed() + RENEW_EVERY >= LEASE_DURATION {
+                return;
+            }
+        }
+    }
+
+    /// Looks once and does what is decided: true when the Lease is ours afterwards.
+    async fn step(&mut self) -> Result<bool, kube::Error> {
+        let found = self.leases.get_opt(LEASE_PLANNER).await?;
+        let view = found.as_ref().map(|lease| self.view(lease));
+        let step = decide(view.as_ref(), &self.identity);
+        let written = match (step, found) {
+            (LeaseStep::Create, _) => {
+                let metadata = ObjectMeta { name: Some(LEASE_PLANNER.to_owned()), ..ObjectMeta::default() };
+                let lease = Lease { metadata, spec: Some(self.spec(0)) };
+                self.leases.create(&PostParams::default(), &lease).await
+            }
+            (LeaseStep::Renew | LeaseStep::Take, Some(mut lease)) => {
+                let transitions = lease.spec.as_ref().and_then(|spec| spec.lease_transitions).unwrap_or(0);
+                lease.spec = Some(self.spec(transitions + i32::from(step == LeaseStep::Take)));
+                // With the resourceVersion it was read at: of two who take it at once, one gets 409.
+                self.leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await
+            }
+            _ => return Ok(false),
+        };
+        match written {
+            Ok(lease) => {
+                self.view(&lease);
+                Ok(true)
+            }
+            Err(kube::Error::Api(status)) if status.code == 409 => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn view(&mut self, lease: &Lease) -> LeaseView {
+        let version = lease.metadata.resource_version.clone().unwrap_or_default();
+        let since = match &self.last {
+            Some((last, since)) if *last == version => *since,
+            _ => Instant::now(),
+        };
+        self.last = Some((version, since));
+        let spec = lease.spec.as_ref();
+        let promised = spec.and_then(|spec| spec.lease_duration_seconds).and_then(|secs| u64::try_from(secs).ok());
+        LeaseView {
+            holder: spec.and_then(|spec| spec.holder_identity.clone()),
+            unchanged_for: since.elapsed(),
+            duration: promised.map_or(LEASE_DURATION, Duration::from_secs),
+        }
+    }
+
+    fn spec(&self, transitions: i32) -> LeaseSpec {
+        LeaseSpec {
+            holder_identity: Some(self.identity.clone()),
+            lease_duration_seconds: i32::try_from(LEASE_DURATION.as_secs()).ok(),
+            lease_transitions: Some(transitions),
+            renew_time: Some(MicroTime(Timestamp::now())),
+            ..LeaseSpec::default()
+        }
+    }
+}
+
+/// Lets go of the Lease if it is ours, so that the next planner need not wait for it to expire.
+///
+/// # Errors
+/// The API server's.
+pub async fn release(client: Client, identity: &str) -> Result<(), kube::Error> {
+    let leases: Api<Lease> = Api::namespaced(client, NAMESPACE);
+    let Some(mut lease) = leases.get_opt(LEASE_PLANNER).await? else { return Ok(()) };
+    match &mut lease.spec {
+        Some(spec) if spec.holder_identity.as_deref() == Some(identity) => spec.holder_identity = Some(String::new()),
+        _ => return Ok(()),
+    }
+    leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await.map(drop)
+}
+
+/// Between half and one and a half of `duration`: candidates must not march in step.
+fn jittered(duration: Duration) -> Duration {
+    let mut byte = [128];
+    // Without randomness there is just no jitter.
+    let _ = getrandom::fill(&mut byte);
+    duration.mul_f64(0.5 + f64::from(byte[0]) / 255.0)
+}

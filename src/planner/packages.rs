@@ -1,0 +1,134 @@
+//! ConfigMap `flux-packages`: resolved once; a restart never resolves again.
+
+use kube::Client;
+use tokio::task::JoinHandle;
+use tracing::info;
+
+use super::{
+    PlannerError,
+    store::{self, Document},
+};
+use crate::{
+    api::{CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, PackageSet, Packages},
+    error_chain, host,
+    packages::{HttpClient, SolveError, question, resolve},
+};
+
+/// Resolving goes on beside everything else: conda-forge's index alone can take minutes.
+#[derive(Default)]
+pub struct Resolver {
+    running: Option<(String, JoinHandle<Result<PackageSet, String>>)>,
+    /// The last failure, the question it belongs to, and when to ask again.
+    failed: Option<(String, String, tokio::time::Instant)>,
+}
+
+/// How long an unanswered question rests. A changed question is asked at once.
+const ASK_AGAIN: std::time::Duration = std::time::Duration::from_secs(20);
+
+/// What is known of the package set.
+pub enum Published {
+    /// This one.
+    Is(PackageSet),
+    /// None yet: it is being resolved.
+    Pending,
+    /// None yet, and why.
+    Failed(String),
+}
+
+impl Resolver {
+    /// The published package set; resolves and publishes one where there is none for the present question.
+    ///
+    /// `platforms` are those of the nodes that are there. A set that is published answers for the platforms it was made
+    /// for: a node of another kind that comes later is a reason to resolve only when somebody asks.
+    ///
+    /// # Errors
+    /// The API server's.
+    pub async fn published(
+        &mut self,
+        client: &Client,
+        packages: &Packages,
+        platforms: &[String],
+    ) -> Result<Published, PlannerError> {
+        let document = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await?;
+        let present = document.as_ref().and_then(|document| serde_json::from_str::<PackageSet>(&document.text).ok());
+        if let Some(set) = present.as_ref().filter(|set| answers(set, packages)) {
+            self.running = None;
+            return Ok(Published::Is(set.clone()));
+        }
+        let question = question(packages, platforms);
+        let outcome = match self.running.take() {
+            Some((asked, task)) if asked == question && !task.is_finished() => {
+                self.running = Some((asked, task));
+                None
+            }
+            Some((asked, task)) if asked == question => {
+                Some(task.await.unwrap_or_else(|error| Err(format!("resolving the packages ended early: {error}"))))
+            }
+            _ => self.ask(question.clone(), packages.clone(), platforms.to_vec()),
+        };
+        match outcome {
+            Some(Ok(set)) => {
+                publish(client, &set, document.as_ref()).await?;
+                Ok(Published::Is(set))
+            }
+            Some(Err(reason)) => {
+                self.failed = Some((question, reason.clone(), tokio::time::Instant::now() + ASK_AGAIN));
+                Ok(self.until_answered(present, reason))
+            }
+            None => match &self.failed {
+                Some((asked, reason, _)) if *asked == question => Ok(self.until_answered(present, reason.clone())),
+                _ => Ok(present.map_or(Published::Pending, Published::Is)),
+            },
+        }
+    }
+
+    /// A changed question that has no answer yet leaves the old set in force.
+    fn until_answered(&self, present: Option<PackageSet>, reason: String) -> Published {
+        present.map_or(Published::Failed(reason), Published::Is)
+    }
+
+    fn ask(
+        &mut self,
+        question: String,
+        packages: Packages,
+        platforms: Vec<String>,
+    ) -> Option<Result<PackageSet, String>> {
+        if packages.bundle.is_none() && packages.platforms.is_empty() && platforms.is_empty() {
+            return None;
+        }
+        if let Some((asked, _, again)) = &self.failed
+            && *asked == question
+            && tokio::time::Instant::now() < *again
+        {
+            return None;
+        }
+        info!(question, "resolving the packages");
+        let task = tokio::spawn(async move {
+            let http = HttpClient::new().map_err(|error| error_chain(&error))?;
+            let answer = resolve(&packages, &platforms, &http, None, host::open_in_host_root);
+            answer.await.map_err(|error: SolveError| error_chain(&error))
+        });
+        self.running = Some((question, task));
+        None
+    }
+}
+
+fn answers(set: &PackageSet, packages: &Packages) -> bool {
+    match set {
+        PackageSet::Bundle(source) => packages.bundle.as_ref() == Some(source),
+        PackageSet::Lock { question: asked, .. } => {
+            let solved_for = serde_json::from_str::<serde_json::Value>(asked)
+                .ok()
+                .and_then(|asked| serde_json::from_value::<Vec<String>>(asked.get("platforms")?.clone()).ok());
+            *asked == question(packages, &solved_for.unwrap_or_default())
+        }
+    }
+}
+
+async fn publish(client: &Client, set: &PackageSet, before: Option<&Document>) -> Result<(), PlannerError> {
+    let text = serde_json::to_string(set).map_err(|error| PlannerError::Content {
+        object: format!("ConfigMap {CONFIGMAP_PACKAGES}"),
+        reason: error.to_string(),
+    })?;
+    store::write(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, text, before).await.map(drop)
+}

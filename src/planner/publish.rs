@@ -1,0 +1,110 @@
+//! Writing what was decided: the roster, `broker.toml`, and each FluxNode's spec.
+
+use kube::{
+    Api, Client, ResourceExt,
+    api::{DeleteParams, Patch, PatchParams},
+};
+use serde_json::json;
+use tracing::{debug, info};
+
+use super::{
+    PlannerError, call,
+    store::{self, Document},
+};
+use crate::{
+    api::{
+        CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode,
+        FluxNodeSpec, NAMESPACE, Roster, SECRET_CURVE,
+    },
+    plan::broker_toml,
+};
+
+/// Reads the roster and the version it was read at.
+///
+/// # Errors
+/// The API server's; [`PlannerError::Content`] where it can't be read: nothing is given out then.
+pub async fn read_roster(client: &Client) -> Result<Option<(Roster, Document)>, PlannerError> {
+    let Some(document) = store::read(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY).await? else { return Ok(None) };
+    let roster = serde_json::from_str(&document.text).map_err(|error| PlannerError::Content {
+        object: format!("ConfigMap {CONFIGMAP_ROSTER}"),
+        reason: format!("can't be read ({error}); delete it to have it made again from the nodes"),
+    })?;
+    Ok(Some((roster, document)))
+}
+
+/// Writes the roster by compare-and-swap, then `broker.toml`, which is rendered from it.
+///
+/// # Errors
+/// The API server's; code 409 where another planner was faster.
+pub async fn write_roster(client: &Client, roster: &Roster, before: Option<&Document>) -> Result<(), PlannerError> {
+    let broken = |reason: String| PlannerError::Content { object: format!("ConfigMap {CONFIGMAP_ROSTER}"), reason };
+    let text = serde_json::to_string(roster).map_err(|error| broken(error.to_string()))?;
+    info!(revision = roster.revision, epoch = roster.epoch, ranks = roster.ranks.len(), "writing the roster");
+    store::write(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, text, before).await.map(drop)
+}
+
+/// Writes `broker.toml` where it is not what the roster says.
+///
+/// # Errors
+/// The API server's.
+pub async fn write_broker_toml(client: &Client, roster: &Roster) -> Result<(), PlannerError> {
+    let text = broker_toml::render(roster)
+        .map_err(|reason| PlannerError::Content { object: format!("ConfigMap {CONFIGMAP_BROKER}"), reason })?;
+    let before = store::read(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?;
+    if before.as_ref().is_some_and(|before| before.text == text) {
+        return Ok(());
+    }
+    store::write(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, text, before.as_ref()).await.map(drop)
+}
+
+/// Writes a FluxNode's spec where it differs.
+///
+/// # Errors
+/// The API server's.
+pub async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -> Result<(), PlannerError> {
+    if node.spec == *spec {
+        return Ok(());
+    }
+    let name = node.name_any();
+    debug!(node = name, ?spec, "projecting the roster");
+    let nodes: Api<FluxNode> = Api::namespaced(client.clone(), NAMESPACE);
+    // A merge patch leaves what it doesn't name: a rank that is taken away has to be named as null.
+    let patch = json!({"spec": {
+        "nodeName": spec.node_name, "want": spec.want, "instanceUID": spec.instance_uid, "nodeUID": spec.node_uid,
+        "rank": spec.rank, "epoch": spec.epoch, "revision": spec.revision,
+    }});
+    let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
+    match call(format!("spec of FluxNode {name}"), nodes.patch(&name, &params, &patch)).await {
+        // Deleted by its agent or by hand: whoever it belongs to will be back.
+        Err(error) if error.code() == Some(404) => Ok(()),
+        other => other.map(drop),
+    }
+}
+
+/// Deletes the FluxNode of a Node that is gone.
+///
+/// # Errors
+/// The API server's.
+pub async fn delete_node(client: &Client, name: &str) -> Result<(), PlannerError> {
+    let nodes: Api<FluxNode> = Api::namespaced(client.clone(), NAMESPACE);
+    info!(node = name, "the Node is gone for good: deleting its FluxNode");
+    match call(format!("delete FluxNode {name}"), nodes.delete(name, &DeleteParams::default())).await {
+        Err(error) if error.code() == Some(404) => Ok(()),
+        other => other.map(drop),
+    }
+}
+
+/// Takes off what the planner made for an instance that is gone from every host: the next one gets its own.
+///
+/// # Errors
+/// The API server's.
+pub async fn forget_instance(client: &Client) -> Result<(), PlannerError> {
+    for map in [CONFIGMAP_ROSTER, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES] {
+        store::delete(client, map).await?;
+    }
+    let secrets: Api<k8s_openapi::api::core::v1::Secret> = Api::namespaced(client.clone(), NAMESPACE);
+    match call("delete Secret flux-curve", secrets.delete(SECRET_CURVE, &DeleteParams::default())).await {
+        Err(error) if error.code() == Some(404) => Ok(()),
+        other => other.map(drop),
+    }
+}

@@ -1,0 +1,313 @@
+//! The planner's loop: wake on any change, gather for a moment, observe everything, decide, write.
+
+use std::{collections::BTreeMap, collections::HashMap, pin::pin, time::Duration};
+
+use futures::{Stream, StreamExt, stream::select_all};
+use k8s_openapi::{api::core::v1::Node, jiff::Timestamp};
+use kube::{
+    Api, Client, Resource, ResourceExt,
+    runtime::{WatchStreamExt, reflector, reflector::Store, watcher},
+};
+use tokio::time::{Instant, timeout, timeout_at};
+use tracing::{debug, warn};
+
+use super::{
+    Announcer, PlannerError, certificate, instance,
+    packages::{Published, Resolver},
+    publish,
+};
+use crate::{
+    api::{FluxInstance, FluxInstanceStatus, FluxNode, INSTANCE, NAMESPACE, Roster, validate},
+    error_chain,
+    plan::{
+        eligibility::NodeView,
+        project::project,
+        roster::{Decision, Observed, candidates, decide, retain_secs},
+        status::{Obstacle, status},
+    },
+};
+
+/// A burst of joins becomes one revision.
+const GATHER: Duration = Duration::from_millis(400);
+/// Time alone decides a few things (retain, patience): look at least this often.
+const TICK: Duration = Duration::from_secs(2);
+
+/// What the planner watches, as the API server told it last.
+struct Caches {
+    nodes: Store<Node>,
+    flux_nodes: Store<FluxNode>,
+    instances: Store<FluxInstance>,
+}
+
+/// Plans until it is dropped.
+pub async fn run(client: Client, identity: &str) {
+    let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()));
+    let (flux_nodes, flux_node_changes) = watch(Api::<FluxNode>::namespaced(client.clone(), NAMESPACE));
+    let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE));
+    let caches = Caches { nodes, flux_nodes, instances };
+    let changes = select_all([node_changes.boxed(), flux_node_changes.boxed(), instance_changes.boxed()]);
+    let mut changes = pin!(changes);
+    let mut planner = Planner {
+        announcer: Announcer::new(client.clone(), identity),
+        client,
+        resolver: Resolver::default(),
+        since: Instant::now(),
+        gone: HashMap::new(),
+    };
+    let mut complete = false;
+    loop {
+        // The stores fill while the streams are driven, so waiting and driving are one.
+        let _ = timeout(TICK, changes.next()).await;
+        let gathered = Instant::now() + GATHER;
+        while let Ok(Some(())) = timeout_at(gathered, changes.next()).await {}
+        complete = complete || caches.are_complete().await;
+        if !complete {
+            continue;
+        }
+        match planner.once(&caches).await {
+            Ok(()) => {}
+            // Another planner, or an agent, was faster: look again.
+            Err(error) if error.code() == Some(409) => debug!(%error, "written by somebody else meanwhile"),
+            Err(error) => planner.report(&caches, &error).await,
+        }
+    }
+}
+
+impl Caches {
+    /// All three lists have been read once: before, what is missing proves nothing.
+    async fn are_complete(&self) -> bool {
+        let ready = async {
+            let _ = tokio::join!(
+                self.nodes.wait_until_ready(),
+                self.flux_nodes.wait_until_ready(),
+                self.instances.wait_until_ready()
+            );
+        };
+        timeout(Duration::from_millis(1), ready).await.is_ok()
+    }
+}
+
+fn watch<K>(api: Api<K>) -> (Store<K>, impl Stream<Item = ()> + Send)
+where
+    K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + Sync + 'static,
+{
+    let (store, writer) = reflector::store();
+    let changes =
+        watcher(api, watcher::Config::default()).default_backoff().reflect(writer).filter_map(|event| async move {
+            if let Err(error) = &event {
+                debug!(%error, "a watch was interrupted");
+            }
+            event.is_ok().then_some(())
+        });
+    (store, changes)
+}
+
+struct Planner {
+    client: Client,
+    announcer: Announcer,
+    resolver: Resolver,
+    since: Instant,
+    /// FluxNodes without Node and without rank, and since when.
+    gone: HashMap<String, Instant>,
+}
+
+impl Planner {
+    async fn once(&mut self, caches: &Caches) -> Result<(), PlannerError> {
+        let instances = caches.instances.state();
+        for other in instances.iter().filter(|instance| instance.name_any() != INSTANCE) {
+            instance::ignore(&self.client, other).await?;
+        }
+        let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
+        instance::ensure(&self.client, flux.map(AsRef::as_ref)).await?;
+        let flux_nodes = caches.flux_nodes.state();
+        match flux {
+            Some(flux) if flux.meta().deletion_timestamp.is_none() => {
+                let nodes: Vec<_> = caches.nodes.state().iter().map(|node| NodeView::from(node.as_ref())).collect();
+                self.plan(flux, &nodes, &flux_nodes).await
+            }
+            // The agents clean; when the last FluxNode is gone nothing of the instance is left on any host.
+            None if flux_nodes.is_empty() => publish::forget_instance(&self.client).await,
+            _ => Ok(()),
+        }
+    }
+
+    async fn plan(
+        &mut self,
+        flux: &FluxInstance,
+        nodes: &[NodeView],
+        flux_nodes: &[std::sync::Arc<FluxNode>],
+    ) -> Result<(), PlannerError> {
+        let uid = flux.uid().unwrap_or_default();
+        let empty = FluxInstanceStatus::default();
+        let fresh_id = uuid::Uuid::new_v4().to_string();
+        let reports: BTreeMap<_, _> =
+            flux_nodes.iter().map(|node| (node.name_any(), node.status.clone().unwrap_or_default())).collect();
+        let stored = publish::read_roster(&self.client).await?;
+        let mut seen = Observed {
+            instance_uid: &uid,
+            spec: &flux.spec,
+            status: flux.status.as_ref().unwrap_or(&empty),
+            nodes,
+            reports: &reports,
+            roster: stored.as_ref().map(|(roster, _)| roster),
+            digest: None,
+            certificate: None,
+            now: Timestamp::now().as_second(),
+            waited: self.since.elapsed(),
+            fresh_id: &fresh_id,
+        };
+        let own = |roster: &&Roster| roster.instance_uid == uid;
+
+        let mut obstacle = validate(&flux.spec)
+            .err()
+            .map(|error| Obstacle::Problem { reason: "InvalidSpec", message: error.to_string() });
+        let digest = match &obstacle {
+            None => self.packages(&seen, &mut obstacle).await?,
+            Some(_) => None,
+        };
+        let fingerprint = self.certificate(&seen, &mut obstacle).await?;
+        seen.digest = digest.as_deref();
+        seen.certificate = fingerprint.as_deref();
+
+        // With a spec that can't be served, everything stays as it is.
+        let invalid = matches!(&obstacle, Some(Obstacle::Problem { reason: "InvalidSpec", .. }));
+        let decision = if invalid { Decision::Keep } else { decide(&seen) };
+        let mut written = None;
+        match decision {
+            Decision::Keep => {}
+            Decision::Wait(reason) => {
+                let no_candidate = candidates(&seen).is_empty();
+                let waiting = if no_candidate {
+                    Obstacle::Problem { reason: "NoEligibleNode", message: reason }
+                } else {
+                    Obstacle::Waiting(reason)
+                };
+                obstacle.get_or_insert(waiting);
+            }
+            Decision::Write(next) => {
+                publish::write_roster(&self.client, &next, stored.as_ref().map(|(_, document)| document)).await?;
+                written = Some(*next);
+            }
+        }
+        let roster = written.as_ref().or(seen.roster.filter(own));
+        seen.roster = roster;
+        if let Some(roster) = roster {
+            publish::write_broker_toml(&self.client, roster).await?;
+        }
+        for flux_node in flux_nodes {
+            if let Some(node) = nodes.iter().find(|node| node.name == flux_node.name_any()) {
+                publish::write_node(&self.client, flux_node, &project(&seen, roster, node)).await?;
+            }
+        }
+        self.collect(&seen, roster, flux_nodes).await?;
+
+        let next = status(&seen, flux.meta().generation.unwrap_or_default(), roster, obstacle.as_ref());
+        self.announce(flux, &next, obstacle.as_ref()).await;
+        instance::write_status(&self.client, flux, &next).await
+    }
+
+    /// Digest of the published package set.
+    async fn packages(
+        &mut self,
+        seen: &Observed<'_>,
+        obstacle: &mut Option<Obstacle>,
+    ) -> Result<Option<String>, PlannerError> {
+        let mut platforms: Vec<_> =
+            seen.reports.values().filter_map(|report| Some(report.facts.as_ref()?.platform.clone())).collect();
+        platforms.sort();
+        platforms.dedup();
+        Ok(match self.resolver.published(&self.client, &seen.spec.packages, &platforms).await? {
+            Published::Is(set) => Some(set.digest()),
+            Published::Pending => {
+                *obstacle = Some(Obstacle::Waiting("the packages are being resolved".to_owned()));
+                None
+            }
+            Published::Failed(message) => {
+                *obstacle = Some(Obstacle::Problem { reason: "PackagesUnresolved", message });
+                None
+            }
+        })
+    }
+
+    /// Fingerprint of the certificate. One is made only where none can be in use.
+    async fn certificate(
+        &self,
+        seen: &Observed<'_>,
+        obstacle: &mut Option<Obstacle>,
+    ) -> Result<Option<String>, PlannerError> {
+        match certificate::read(&self.client).await {
+            Ok(Some(certificate)) => Ok(Some(certificate.fingerprint())),
+            Ok(None) => {
+                let in_use =
+                    seen.roster.is_some_and(|roster| roster.established && roster.instance_uid == seen.instance_uid)
+                        || seen.status.instance_id.is_some()
+                        || seen.reports.values().any(|report| report.adopted.is_some());
+                if in_use {
+                    let waiting =
+                        "Secret flux-curve is gone: waiting for the lead's agent to bring the certificate back";
+                    obstacle.get_or_insert_with(|| Obstacle::Waiting(waiting.to_owned()));
+                } else {
+                    let made = certificate::generate().map_err(|error| PlannerError::Content {
+                        object: "the kernel's randomness".to_owned(),
+                        reason: error.to_string(),
+                    })?;
+                    certificate::create(&self.client, &made).await?;
+                }
+                Ok(None)
+            }
+            Err(PlannerError::Content { object, reason }) => {
+                let message = format!("{object}: {reason}");
+                obstacle.get_or_insert(Obstacle::Problem { reason: "MalformedCertificate", message });
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// FluxNodes whose Node has been gone for as long as a rank would be kept.
+    async fn collect(
+        &mut self,
+        seen: &Observed<'_>,
+        roster: Option<&Roster>,
+        flux_nodes: &[std::sync::Arc<FluxNode>],
+    ) -> Result<(), PlannerError> {
+        let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
+        let members: Vec<_> =
+            roster.iter().flat_map(|roster| roster.ranks.values()).filter_map(|e| e.member.as_ref()).collect();
+        let is_gone = |name: &String| {
+            !seen.nodes.iter().any(|node| node.name == *name) && !members.iter().any(|member| member.node == *name)
+        };
+        let gone: Vec<_> = flux_nodes.iter().map(|node| node.name_any()).filter(is_gone).collect();
+        self.gone.retain(|name, _| gone.contains(name));
+        for name in gone {
+            if self.gone.entry(name.clone()).or_insert_with(Instant::now).elapsed() >= retain {
+                publish::delete_node(&self.client, &name).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What keeps the planner from planning at all, where people look.
+    async fn report(&mut self, caches: &Caches, error: &PlannerError) {
+        let words = error_chain(error);
+        warn!(error = words, "planning failed");
+        if let PlannerError::Content { .. } = error {
+            let about = match caches.instances.state().iter().find(|instance| instance.name_any() == INSTANCE) {
+                Some(flux) => flux.object_ref(&()),
+                None => instance::default_reference(),
+            };
+            self.announcer.say(&about, true, "Unreadable", &words).await;
+        }
+    }
+
+    /// Problems as warnings, changes of phase as plain news.
+    async fn announce(&mut self, flux: &FluxInstance, next: &FluxInstanceStatus, obstacle: Option<&Obstacle>) {
+        let about = flux.object_ref(&());
+        let message = next.message.as_deref().unwrap_or_default();
+        if let Some(Obstacle::Problem { reason, message }) = obstacle {
+            self.announcer.say(&about, true, reason, message).await;
+        } else if flux.status.as_ref().is_none_or(|before| before.phase != next.phase) {
+            self.announcer.say(&about, false, &format!("{:?}", next.phase), message).await;
+        }
+    }
+}
