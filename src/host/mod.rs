@@ -4,12 +4,41 @@
 //! entered the host's namespaces ([`boundary`]); it reads one [`Order`] and answers. The trait [`Host`] stands between
 //! the two; [`fake::FakeHost`] records orders for tests.
 
+pub mod boundary;
+mod claim;
+mod configure;
+mod enter;
+pub mod facts;
+pub mod fake;
+pub mod files;
+mod flux;
 pub mod launch;
+mod links;
+mod lock;
+mod observe;
 mod order;
+pub mod preflight;
+mod remove;
+mod root;
+pub mod stage;
+pub mod state;
+mod statedir;
+mod sysctl;
+pub mod users;
 
 use futures::future::BoxFuture;
 
+pub use boundary::NsHost;
+pub use claim::claim;
+pub use configure::configure;
+pub use enter::enter;
+pub use fake::FakeHost;
+pub use flux::flux;
+pub use lock::HostLock;
+pub use observe::observe;
 pub use order::*;
+pub use remove::{Brokers, remove};
+pub use root::Root;
 
 /// What the agent asks of its host.
 pub trait Host: Send + Sync {

@@ -80,7 +80,13 @@ pub struct HostFile {
 
 impl std::fmt::Debug for HostFile {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "HostFile({:?}, {} bytes, {:o})", self.path, self.content.len(), self.mode)
+        write!(
+            f,
+            "HostFile({:?}, {} bytes, {:o})",
+            self.path,
+            self.content.len(),
+            self.mode
+        )
     }
 }
 
@@ -211,6 +217,41 @@ pub struct Refusal {
     pub transient: bool,
 }
 
+impl Refusal {
+    /// Nothing changes by trying again.
+    pub fn new(message: impl Into<String>) -> Self {
+        Self {
+            message: message.into(),
+            transient: false,
+        }
+    }
+
+    /// Trying again later can help.
+    pub fn transient(message: impl Into<String>) -> Self {
+        Self {
+            message: message.into(),
+            transient: true,
+        }
+    }
+
+    /// `what` failed on `path`. Transient, except where the error says that this place will never do.
+    pub fn io(what: &str, path: &std::path::Path, error: &std::io::Error) -> Self {
+        use std::io::ErrorKind;
+        let transient = !matches!(
+            error.kind(),
+            ErrorKind::PermissionDenied
+                | ErrorKind::ReadOnlyFilesystem
+                | ErrorKind::NotADirectory
+                | ErrorKind::IsADirectory
+                | ErrorKind::InvalidInput
+        );
+        Self {
+            message: format!("can't {what} {}: {error}", path.display()),
+            transient,
+        }
+    }
+}
+
 /// What an order brought.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
@@ -280,6 +321,11 @@ pub enum Undo {
     },
     /// A file that we wrote.
     File {
+        /// Where it is.
+        path: PathBuf,
+    },
+    /// A directory that we made on the way to something else: removed if it is empty.
+    Directory {
         /// Where it is.
         path: PathBuf,
     },

@@ -1,0 +1,56 @@
+use std::path::Path;
+
+use super::{
+    ConfigureOrder, HostFile, HostState, Refusal, Root,
+    files::{Owner, make_dir, stays_below, write_atomic},
+    links,
+    lock::{HostLock, WAIT},
+    state, statedir, sysctl,
+    users::{self, User},
+};
+
+/// Writes what a broker reads at start. The one thing that can be refused for good, a lost statedir, comes first.
+///
+/// # Errors
+/// Where the prefix is not claimed, the user is unknown, the statedir is lost, or something can't be written.
+pub fn configure(root: &Root, order: &ConfigureOrder) -> Result<(), Refusal> {
+    let mut state = claimed(root, &order.prefix)?;
+    let _lock = HostLock::take(root, &order.prefix, WAIT)?;
+    let user = users::resolve_on(root, &order.run_as)?;
+    let prefix = root.path(&order.prefix);
+    if let Some(wanted) = &order.statedir
+        && !order.live
+    {
+        statedir::prepare(&prefix, wanted, user.owner())?;
+    }
+    sysctl::raise(root, &mut state, &order.sysctls)?;
+    for file in &order.files {
+        write(&prefix, file, &user)?;
+    }
+    links::flip(root, &mut state, order)?;
+    if let Some(script) = order.files.iter().find(|file| file.path == Path::new(links::CONNECT)) {
+        links::connect_at_root(root, &mut state, &script.content)?;
+    }
+    Ok(())
+}
+
+fn claimed(root: &Root, prefix: &Path) -> Result<HostState, Refusal> {
+    state::load(root, prefix)?
+        .ok_or_else(|| Refusal::transient(format!("{} is not claimed: state.json is not there", prefix.display())))
+}
+
+fn write(prefix: &Path, file: &HostFile, user: &User) -> Result<(), Refusal> {
+    if !stays_below(&file.path) {
+        return Err(Refusal::new(format!(
+            "{} does not stay below the prefix",
+            file.path.display()
+        )));
+    }
+    let path = prefix.join(&file.path);
+    let above: Vec<_> = path.ancestors().skip(1).take_while(|dir| *dir != prefix).collect();
+    for dir in above.into_iter().rev().filter(|dir| !dir.exists()) {
+        make_dir(dir, 0o755, Owner::ROOT)?;
+    }
+    let owner = if file.broker_owned { user.owner() } else { Owner::ROOT };
+    write_atomic(&path, file.content.as_bytes(), file.mode, owner)
+}

@@ -1,0 +1,136 @@
+//! What we put outside the prefix: the link at a tree bundle's compiled-in prefix, and `/flux-connect.sh`.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use serde::Deserialize;
+
+use super::{
+    ConfigureOrder, HostState, Refusal, Root, Undo,
+    files::{Owner, make_dir, missing_parents, remove_if_there, symlink_atomic, write_atomic},
+    state,
+};
+
+/// Name below an environment: its ready marker.
+pub const MARKER: &str = ".flux-distribute.json";
+/// Name below the prefix: the newest environment, for people.
+pub const CURRENT: &str = "current";
+/// Below the prefix, and copied to the host's root.
+pub const CONNECT: &str = "bin/flux-connect.sh";
+/// The copy at the host's root.
+pub const CONNECT_AT_ROOT: &str = "/flux-connect.sh";
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Marker {
+    compiled_prefix: Option<PathBuf>,
+}
+
+fn compiled_prefix(root: &Root, prefix: &Path, digest: &str) -> Result<Option<PathBuf>, Refusal> {
+    let path = root.path(state::environment(prefix, digest)).join(MARKER);
+    let text = fs::read(&path).map_err(|error| Refusal::io("read the environment's marker", &path, &error))?;
+    let marker: Marker = serde_json::from_slice(&text)
+        .map_err(|error| Refusal::new(format!("{} can't be understood: {error}", path.display())))?;
+    Ok(marker.compiled_prefix)
+}
+
+/// Points `current` and the compiled-in prefix to the order's environment, unless a running broker uses them.
+///
+/// # Errors
+/// Where something that is not ours is at the compiled-in prefix.
+pub fn flip(root: &Root, state: &mut HostState, order: &ConfigureOrder) -> Result<(), Refusal> {
+    let current = root.path(&order.prefix).join(CURRENT);
+    if order.live && fs::symlink_metadata(&current).is_ok() {
+        return Ok(());
+    }
+    if !order.live
+        && let Some(path) = compiled_prefix(root, &order.prefix, &order.digest)?
+    {
+        link_compiled_prefix(root, state, &path, &state::environment(&order.prefix, &order.digest))?;
+    }
+    symlink_atomic(&Path::new("envs").join(&order.digest), &current)
+}
+
+fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target: &Path) -> Result<(), Refusal> {
+    if path == target {
+        return Ok(());
+    }
+    let at = root.path(path);
+    let recorded = state
+        .undo
+        .iter()
+        .any(|undo| matches!(undo, Undo::Symlink { path: known, .. } if known == path));
+    match fs::symlink_metadata(&at) {
+        Ok(_) if !(recorded && is_ours(&at, &state.prefix)) => {
+            return Err(Refusal::new(format!(
+                "this bundle's Flux was built for {}, and there is something on this host already that is not of \
+                 flux-distribute; move it away, or use a bundle with another prefix",
+                path.display()
+            )));
+        }
+        _ => {}
+    }
+    let missing = missing_parents(&at);
+    let made_parent = missing.first().map(|parent| root.unpath(parent));
+    state::record(
+        root,
+        state,
+        Undo::Symlink {
+            path: path.to_owned(),
+            made_parent,
+        },
+    )?;
+    for parent in missing {
+        make_dir(&parent, 0o755, Owner::ROOT)?;
+    }
+    symlink_atomic(target, &at)
+}
+
+fn is_ours(link: &Path, prefix: &Path) -> bool {
+    fs::read_link(link).is_ok_and(|target| target.starts_with(prefix.join("envs")))
+}
+
+/// Removes a link of ours, and the directories that were made for it and are empty now.
+///
+/// # Errors
+/// What the system says.
+pub fn unlink(root: &Root, prefix: &Path, path: &Path, made_parent: Option<&Path>) -> Result<(), Refusal> {
+    let at = root.path(path);
+    if is_ours(&at, prefix) {
+        remove_if_there(&at).map_err(|error| Refusal::io("remove", &at, &error))?;
+    }
+    let _ = remove_if_there(&super::files::aside(&at));
+    if let Some(topmost) = made_parent {
+        let topmost = root.path(topmost);
+        for parent in at.ancestors().skip(1).take_while(|parent| parent.starts_with(&topmost)) {
+            if fs::remove_dir(parent).is_err() {
+                break;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Copies the connect script to the host's root. Somebody else's file stays, and a root that can't be written is fine:
+/// the script is at `<prefix>/bin/flux-connect.sh` in any case.
+///
+/// # Errors
+/// Where it can't be remembered.
+pub fn connect_at_root(root: &Root, state: &mut HostState, content: &str) -> Result<(), Refusal> {
+    let undo = Undo::File {
+        path: CONNECT_AT_ROOT.into(),
+    };
+    let at = root.path(CONNECT_AT_ROOT);
+    let read_only = nix::sys::statvfs::statvfs(&root.path("/"))
+        .is_ok_and(|found| found.flags().contains(nix::sys::statvfs::FsFlags::ST_RDONLY));
+    if read_only || (fs::symlink_metadata(&at).is_ok() && !state.undo.contains(&undo)) {
+        return Ok(());
+    }
+    state::record(root, state, undo)?;
+    if let Err(refusal) = write_atomic(&at, content.as_bytes(), 0o755, Owner::ROOT) {
+        tracing::debug!(%refusal, "no script at the host's root");
+    }
+    Ok(())
+}

@@ -1,0 +1,36 @@
+use std::{fs, path::Path};
+
+use super::{HostView, Refusal, Root, facts, links::MARKER, remove::Brokers, state};
+
+/// Looks at the host; changes nothing, and needs no lock because everything it reads was renamed into place.
+///
+/// # Errors
+/// Where `state.json` is there and can't be read.
+pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> {
+    let state = state::find(root)?;
+    let prefix = state.as_ref().map(|state| state.prefix.clone());
+    let broker = brokers.observe(prefix.as_deref());
+    let below = prefix.map(|prefix| root.path(prefix));
+    Ok(HostView {
+        environments: below.as_deref().map(environments).unwrap_or_default(),
+        roster: below.and_then(|prefix| fs::read_to_string(prefix.join("etc/roster.json")).ok()),
+        state,
+        broker: broker.running,
+        died: broker.died,
+        boot_id: facts::boot_id(root),
+    })
+}
+
+fn environments(prefix: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(prefix.join("envs")) else {
+        return Vec::new();
+    };
+    let mut ready: Vec<String> = entries
+        .flatten()
+        .filter(|entry| entry.path().join(MARKER).is_file())
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .filter(|name| !name.starts_with('.'))
+        .collect();
+    ready.sort();
+    ready
+}

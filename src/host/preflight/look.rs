@@ -1,0 +1,133 @@
+use std::{
+    fs::{self, File},
+    path::{Path, PathBuf},
+};
+
+use nix::sys::{
+    resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit},
+    statvfs::{FsFlags, fstatvfs},
+};
+
+use super::{Observed, Place, PortUse, candidates, port};
+use crate::host::{Brokers, PreflightOrder, Refusal, Root, facts, state};
+
+/// Looks at everything that [`super::decide`] wants to know.
+///
+/// # Errors
+/// Where `state.json` is there and can't be read.
+pub fn look(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Result<Observed, Refusal> {
+    let claimed = state::find(root)?.map(|state| state.prefix);
+    let ours = brokers.observe(claimed.as_deref()).running.is_some();
+    Ok(Observed {
+        places: candidates(claimed.as_deref(), order)
+            .into_iter()
+            .map(|prefix| look_at(root, prefix))
+            .collect(),
+        claimed,
+        port: if ours {
+            PortUse::Ours
+        } else {
+            port::look(root, order.port)
+        },
+        machine: nix::sys::utsname::uname()
+            .map(|name| name.machine().display().to_string())
+            .unwrap_or_default(),
+        glibc: facts::glibc(root),
+        musl: musl(root),
+        systemd: facts::systemd(root),
+        cgroup_writable: fs::read_to_string(root.path("/proc/self/mountinfo"))
+            .is_ok_and(|text| cgroup_is_writable(&text)),
+        memlock: memlock(),
+        resources: facts::resources(root),
+        memory_mib: facts::memory_mib(root),
+        boot_id: facts::boot_id(root),
+    })
+}
+
+fn look_at(root: &Root, prefix: PathBuf) -> Place {
+    let there = root.path(&prefix);
+    // The nearest directory that exists is on the file system that the prefix will be on.
+    let parent = there.ancestors().find(|dir| dir.is_dir()).unwrap_or(Path::new("/"));
+    let flags_and_room = File::open(parent).ok().and_then(|dir| fstatvfs(&dir).ok());
+    let (available, total) = flags_and_room.map_or((0, 0), |found| {
+        let unit = found.fragment_size();
+        (
+            found.blocks_available().saturating_mul(unit),
+            found.blocks().saturating_mul(unit),
+        )
+    });
+    let flag = |flag| flags_and_room.is_some_and(|found| found.flags().contains(flag));
+    let trouble = if flag(FsFlags::ST_RDONLY) {
+        Some("mounted read-only".to_owned())
+    } else if flag(FsFlags::ST_NOEXEC) {
+        Some("mounted noexec".to_owned())
+    } else {
+        // Has no name, so nothing of it can stay.
+        tempfile::tempfile_in(parent)
+            .err()
+            .map(|error| format!("can't be written: {}", error.kind()))
+    };
+    Place {
+        prefix,
+        trouble,
+        available,
+        total,
+    }
+}
+
+fn musl(root: &Root) -> bool {
+    fs::read_dir(root.path("/lib")).is_ok_and(|entries| {
+        entries
+            .flatten()
+            .any(|entry| entry.file_name().to_string_lossy().starts_with("ld-musl-"))
+    })
+}
+
+/// A writable cgroup file system under /sys/fs/cgroup, by mountinfo of proc(5).
+pub fn cgroup_is_writable(mountinfo: &str) -> bool {
+    mountinfo.lines().any(|line| {
+        let Some((mount, file_system)) = line.split_once(" - ") else {
+            return false;
+        };
+        let fields: Vec<&str> = mount.split(' ').collect();
+        let (Some(point), Some(options)) = (fields.get(4), fields.get(5)) else {
+            return false;
+        };
+        let mut rest = file_system.split(' ');
+        let kind = rest.next().unwrap_or_default();
+        let super_options = rest.nth(1).unwrap_or_default();
+        let writable = |options: &str| options.split(',').any(|option| option == "rw");
+        matches!(kind, "cgroup" | "cgroup2")
+            && point.starts_with("/sys/fs/cgroup")
+            && writable(options)
+            && writable(super_options)
+    })
+}
+
+/// Tried on this process, which is a child that ends soon.
+fn memlock() -> bool {
+    getrlimit(Resource::RLIMIT_MEMLOCK).is_ok_and(|(_, hard)| hard == RLIM_INFINITY)
+        || setrlimit(Resource::RLIMIT_MEMLOCK, RLIM_INFINITY, RLIM_INFINITY).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_writable_cgroup_mount_is_one() {
+        let v2 = "35 24 0:30 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate";
+        let v1 = "30 25 0:27 / /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory";
+        for (mountinfo, expected) in [
+            (v2, true),
+            (v1, true),
+            (&v2.replace("rw,nosuid", "ro,nosuid"), false),
+            (&v2.replace("rw,nsdelegate", "ro,nsdelegate"), false),
+            (&v2.replace("/sys/fs/cgroup", "/mnt"), false),
+            ("29 25 0:26 / /sys/fs/cgroup rw - tmpfs tmpfs rw", false),
+            ("", false),
+        ] {
+            assert_eq!(cgroup_is_writable(mountinfo), expected, "{mountinfo}");
+        }
+    }
+}

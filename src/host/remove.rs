@@ -1,0 +1,129 @@
+use std::{fs, io, path::Path};
+
+use super::{
+    HostState, Refusal, RemoveOrder, Root, StopOrder, Undo,
+    files::{aside, remove_all_if_there, remove_if_there},
+    launch::BrokerView,
+    links,
+    lock::{HostLock, LOCK, WAIT},
+    state::{self, STATE},
+    statedir, sysctl,
+};
+use crate::api::{PREFIX_CANDIDATES, RUN_DIR};
+
+/// Seconds a broker gets that still runs when its host is cleaned: the agent has stopped it in peace before.
+const LAST_GRACE: u64 = 30;
+
+/// What removing needs of the broker's side.
+pub trait Brokers {
+    /// See [`super::launch`].
+    fn observe(&self, prefix: Option<&Path>) -> BrokerView;
+    /// Stops the broker and waits until it is gone.
+    ///
+    /// # Errors
+    /// Where it does not go.
+    fn stop(&self, order: &StopOrder) -> Result<(), Refusal>;
+    /// Takes off units and cgroups.
+    ///
+    /// # Errors
+    /// Where they can't be removed.
+    fn forget(&self) -> Result<(), Refusal>;
+}
+
+/// Takes off everything that we did to this host. `state.json` goes last, and after it only what names the prefix, so a
+/// removal that was cut short is finished by the next one.
+///
+/// # Errors
+/// The first thing that could not be undone; then `state.json` is still there.
+pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result<(), Refusal> {
+    let state = state::find(root)?;
+    let prefix = state.as_ref().map(|state| state.prefix.as_path());
+    let _lock = match prefix {
+        Some(prefix) if root.path(prefix).is_dir() => Some(HostLock::take(root, prefix, WAIT)?),
+        _ => None,
+    };
+    if brokers.observe(prefix).running.is_some() {
+        brokers.stop(&StopOrder { grace_secs: LAST_GRACE })?;
+    }
+    if let Some(state) = &state {
+        undo_all(root, state)?;
+    }
+    brokers.forget()?;
+    if let Some(state) = &state {
+        remove_prefix(root, state, order.keep_state)?;
+    }
+    state::remove_pointer(root)?;
+    remove_all(&root.path(RUN_DIR))?;
+    remove_unfinished_claims(root);
+    Ok(())
+}
+
+/// Goes on after a failure, so that one thing that is stuck does not keep the others.
+fn undo_all(root: &Root, state: &HostState) -> Result<(), Refusal> {
+    let mut first = Ok(());
+    for undo in state.undo.iter().rev() {
+        let undone = match undo {
+            Undo::Sysctl { name, old, new } => sysctl::put_back(root, name, *old, *new),
+            Undo::Symlink { path, made_parent } => links::unlink(root, &state.prefix, path, made_parent.as_deref()),
+            Undo::File { path } => remove_file(root, path),
+            // Nothing is in it only after the prefix is gone.
+            Undo::Directory { .. } => Ok(()),
+        };
+        if let Err(refusal) = undone {
+            tracing::warn!(%refusal, "not undone");
+            first = first.and(Err(refusal));
+        }
+    }
+    first
+}
+
+fn remove_file(root: &Root, path: &Path) -> Result<(), Refusal> {
+    let path = root.path(path);
+    remove_if_there(&aside(&path))
+        .and_then(|()| remove_if_there(&path))
+        .map_err(|error| Refusal::io("remove", &path, &error))
+}
+
+fn remove_prefix(root: &Root, state: &HostState, keep_state: bool) -> Result<(), Refusal> {
+    let prefix = root.path(&state.prefix);
+    let last = [prefix.join(STATE), prefix.join(LOCK)];
+    let entries = match fs::read_dir(&prefix) {
+        Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+        Err(error) => return Err(Refusal::io("read", &prefix, &error)),
+    };
+    for path in entries {
+        if !(last.contains(&path) || (keep_state && statedir::is_statedir(&path))) {
+            remove_all(&path)?;
+        }
+    }
+    for path in last.iter().rev() {
+        remove_all(path)?;
+    }
+    // Kept statedirs hold the prefix, and what others have put beside it holds the directories above.
+    let _ = fs::remove_dir(&prefix);
+    for undo in state.undo.iter().rev() {
+        if let Undo::Directory { path } = undo {
+            let _ = fs::remove_dir(root.path(path));
+        }
+    }
+    Ok(())
+}
+
+fn remove_all(path: &Path) -> Result<(), Refusal> {
+    remove_all_if_there(path).map_err(|error| Refusal::io("remove", path, &error))
+}
+
+/// A claim that was cut short before `state.json` left a directory that is empty but for these.
+fn remove_unfinished_claims(root: &Root) {
+    for candidate in PREFIX_CANDIDATES {
+        let dir = root.path(candidate);
+        let early = [dir.join(LOCK), aside(&dir.join(STATE))];
+        let only_early =
+            fs::read_dir(&dir).is_ok_and(|entries| entries.flatten().all(|entry| early.contains(&entry.path())));
+        if only_early {
+            early.iter().for_each(|path| drop(remove_if_there(path)));
+            let _ = fs::remove_dir(&dir);
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! The host stage: the child of the agent that has entered the host's namespaces. One order from stdin, JSON lines on
+//! stdout, its log on stderr.
+
+use std::{
+    io::{self, Read, Write},
+    path::Path,
+    process::ExitCode,
+};
+
+use nix::sys::stat::{Mode, umask};
+
+use super::{
+    Answer, LaunchOrder, LinkOrder, Linked, Order, Progress, Refusal, Reply, Root, RunningBroker, StopOrder, claim,
+    configure, flux,
+    launch::BrokerView,
+    lock::{HostLock, WAIT},
+    observe, preflight, remove,
+    remove::Brokers,
+    state,
+};
+
+/// Exit code of a stage that could not even answer (sysexits(3) EX_SOFTWARE).
+const BROKEN: u8 = 70;
+
+/// The subcommand `stage`.
+pub fn main() -> ExitCode {
+    umask(Mode::from_bits_truncate(0o022));
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_default_env()
+                .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info")),
+        )
+        .with_writer(io::stderr)
+        .with_ansi(false)
+        .try_init();
+    answer_panics();
+    let reply = match read_order().and_then(|order| {
+        carry_out(&Root::host(), order, &mut |step| {
+            let _ = say(&Reply::Progress(step));
+        })
+    }) {
+        Ok(answer) => Reply::Done(Box::new(answer)),
+        Err(refusal) => Reply::Failed(refusal),
+    };
+    match say(&reply) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::from(BROKEN),
+    }
+}
+
+fn read_order() -> Result<Order, Refusal> {
+    let mut text = Vec::new();
+    io::stdin()
+        .read_to_end(&mut text)
+        .map_err(|error| Refusal::new(format!("the order can't be read: {error}")))?;
+    // The cause's own words could quote the order, and with it a secret.
+    serde_json::from_slice(&text)
+        .map_err(|error| Refusal::new(format!("the order can't be understood (column {})", error.column())))
+}
+
+fn say(reply: &Reply) -> io::Result<()> {
+    let mut line = serde_json::to_vec(reply)?;
+    line.push(b'\n');
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(&line)?;
+    stdout.flush()
+}
+
+/// A panic becomes an answer, with its place and without its words: they may hold anything.
+fn answer_panics() {
+    std::panic::set_hook(Box::new(|panic| {
+        let place = panic
+            .location()
+            .map_or_else(String::new, |at| format!(" at {}:{}", at.file(), at.line()));
+        let refusal = Refusal::new(format!("the host stage has a bug{place}; please report it"));
+        // Not through `say`: the lock of stdout may be held by who panicked.
+        if let Ok(mut line) = serde_json::to_vec(&Reply::Failed(refusal)) {
+            line.push(b'\n');
+            let _ = nix::unistd::write(io::stdout(), &line);
+        }
+        std::process::exit(i32::from(BROKEN));
+    }));
+}
+
+/// Carries an order out, on the host at `root`.
+///
+/// # Errors
+/// Why it was not.
+pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) -> Result<Answer, Refusal> {
+    let brokers = HostBrokers;
+    let observed = || Ok(Answer::Observed(Box::new(observe(root, &brokers)?)));
+    match order {
+        Order::Observe => observed(),
+        Order::Preflight(order) => preflight::preflight(root, &brokers, &order).map(Answer::Preflight),
+        Order::Claim(order) => claim(root, &order).map(|()| Answer::Done),
+        Order::Link(order) => {
+            let _lock = HostLock::take(root, &order.prefix, WAIT)?;
+            link(&order, progress).map(Answer::Linked)
+        }
+        Order::Configure(order) => configure(root, &order).map(|()| Answer::Done),
+        Order::Start(order) => {
+            let _lock = HostLock::take(root, &order.prefix, WAIT)?;
+            launch_start(&order)?;
+            observed()
+        }
+        Order::Stop(order) => {
+            let _lock = match state::find(root)? {
+                Some(state) if root.path(&state.prefix).is_dir() => Some(HostLock::take(root, &state.prefix, WAIT)?),
+                _ => None,
+            };
+            brokers.stop(&order)?;
+            observed()
+        }
+        Order::Flux(order) => flux(root, &order).map(Answer::Ran),
+        Order::Remove(order) => remove(root, &brokers, &order).map(|()| Answer::Done),
+    }
+}
+
+struct HostBrokers;
+
+impl Brokers for HostBrokers {
+    fn observe(&self, prefix: Option<&Path>) -> BrokerView {
+        launch_observe(prefix)
+    }
+
+    fn stop(&self, order: &StopOrder) -> Result<(), Refusal> {
+        launch_stop(order)
+    }
+
+    fn forget(&self) -> Result<(), Refusal> {
+        launch_forget()
+    }
+}
+
+// CALL SITES of the parts that stand in other modules. ----------------------------------------------------------------
+
+/// → `crate::packages::environment::link(order, progress)`
+fn link(_order: &LinkOrder, _progress: &mut dyn FnMut(Progress)) -> Result<Linked, Refusal> {
+    Err(Refusal::new("linking is not built into this version"))
+}
+
+/// → `super::launch::start(order)`
+fn launch_start(_order: &LaunchOrder) -> Result<RunningBroker, Refusal> {
+    Err(Refusal::new("starting is not built into this version"))
+}
+
+/// → `super::launch::stop(order)`
+fn launch_stop(_order: &StopOrder) -> Result<(), Refusal> {
+    Err(Refusal::new("stopping is not built into this version"))
+}
+
+/// → `super::launch::observe(prefix)`
+fn launch_observe(_prefix: Option<&Path>) -> BrokerView {
+    BrokerView::default()
+}
+
+/// → `super::launch::forget()`
+fn launch_forget() -> Result<(), Refusal> {
+    Ok(())
+}

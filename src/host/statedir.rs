@@ -1,0 +1,114 @@
+//! The lead's statedir: the one directory of a host whose loss loses something, the queue.
+
+use std::{
+    fs, io,
+    io::Read,
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+};
+
+use nix::libc::O_NOFOLLOW;
+
+use super::{
+    Refusal, StateDir,
+    files::{Owner, make_dir, remove_all_if_there, sync_parent, write_atomic},
+};
+
+/// Name below the prefix.
+pub const STATEDIR: &str = "state";
+const ID: &str = "instance-id";
+
+/// Sees to it that `<prefix>/state` is the instance's, and the broker user's. `prefix` is as this process sees it.
+///
+/// # Errors
+/// Where the instance was online once and its statedir is not here: an empty one would be an empty queue.
+pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refusal> {
+    let dir = prefix.join(STATEDIR);
+    let there = fs::symlink_metadata(&dir).is_ok();
+    let found = read_id(&dir);
+    if found.as_deref() == Some(&order.instance_id) {
+        return change_owner(&dir, owner);
+    }
+    if order.established {
+        let instead = match (there, &found) {
+            (false, _) => "there is none".to_owned(),
+            (true, None) => "the one here has no instance-id".to_owned(),
+            (true, Some(other)) => format!("the one here is of instance {other}"),
+        };
+        return Err(Refusal::new(format!(
+            "the statedir of instance {} is gone from this host ({} should be it, {instead}), and with it the queue: \
+             put it back or set spec.lead to the node that has it to recover, or delete the FluxInstance to reset",
+            order.instance_id,
+            dir.display()
+        )));
+    }
+    if there {
+        let aside = free_name(prefix, found.as_deref().unwrap_or("unnamed"));
+        fs::rename(&dir, &aside).map_err(|error| Refusal::io("move aside", &dir, &error))?;
+    }
+    make(prefix, &dir, &order.instance_id, owner)
+}
+
+/// Made whole under another name, so that a statedir without id is never ours.
+fn make(prefix: &Path, dir: &Path, id: &str, owner: Owner) -> Result<(), Refusal> {
+    let new = prefix.join(format!(".{STATEDIR}.new"));
+    remove_all_if_there(&new).map_err(|error| Refusal::io("remove", &new, &error))?;
+    make_dir(&new, 0o700, owner)?;
+    write_atomic(&new.join(ID), format!("{id}\n").as_bytes(), 0o644, owner)?;
+    fs::rename(&new, dir)
+        .and_then(|()| sync_parent(dir))
+        .map_err(|error| Refusal::io("make", dir, &error))
+}
+
+fn read_id(dir: &Path) -> Option<String> {
+    // The broker's user owns the directory; what he puts there must not make root read other files.
+    let file = fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(O_NOFOLLOW)
+        .open(dir.join(ID))
+        .ok()?;
+    let mut id = String::new();
+    file.take(256).read_to_string(&mut id).ok()?;
+    let id = id.trim();
+    let plain =
+        !id.is_empty() && !id.starts_with('.') && id.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+    plain.then(|| id.to_owned())
+}
+
+fn free_name(prefix: &Path, id: &str) -> PathBuf {
+    let name = |n: u32| match n {
+        0 => prefix.join(format!("{STATEDIR}.{id}")),
+        n => prefix.join(format!("{STATEDIR}.{id}.{n}")),
+    };
+    (0..)
+        .map(name)
+        .find(|path| fs::symlink_metadata(path).is_err())
+        .unwrap_or_else(|| name(0))
+}
+
+/// True for `state`, and for `state.<id>` that was moved aside.
+pub fn is_statedir(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    (name == STATEDIR || name.starts_with("state.")) && path.is_dir() && path.join(ID).is_file()
+}
+
+/// The top is changed last: its owner tells whether a change was finished.
+fn change_owner(dir: &Path, owner: Owner) -> Result<(), Refusal> {
+    let failed = |error: io::Error| Refusal::io("change the owner of", dir, &error);
+    if Owner::of(&fs::symlink_metadata(dir).map_err(failed)?) == owner {
+        return Ok(());
+    }
+    change_below(dir, owner).map_err(failed)?;
+    make_dir(dir, 0o700, owner)
+}
+
+fn change_below(dir: &Path, owner: Owner) -> io::Result<()> {
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            change_below(&entry.path(), owner)?;
+        }
+        std::os::unix::fs::lchown(entry.path(), Some(owner.uid), Some(owner.gid))?;
+    }
+    Ok(())
+}
