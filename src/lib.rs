@@ -5,6 +5,7 @@
 pub mod agent;
 pub mod api;
 pub mod broker;
+pub mod cli;
 pub mod host;
 pub mod local;
 pub mod packages;

@@ -1,8 +1,7 @@
-//! flux-distribute
+//! `flux-distribute`: see `flux-distribute --help`.
 
-fn main() -> std::process::ExitCode {
-    match std::env::args().nth(1).as_deref() {
-        Some("stage") => flux_distribute::host::stage::main(),
-        _ => std::process::ExitCode::FAILURE,
-    }
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    flux_distribute::cli::main()
 }

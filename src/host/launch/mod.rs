@@ -1,6 +1,38 @@
 //! The broker's process on the host: starting it out of the pod's reach, finding it again, stopping it.
+//!
+//! At most one broker runs: start, stop and forget exclude each other by a lock in the run directory, and a start that
+//! finds a broker returns that one. A difference between what runs and what was ordered is not looked at here: it never
+//! restarts a broker.
 
+pub mod account;
+pub mod cgroup;
+mod detached;
+pub mod log;
+pub mod process;
+mod record;
+pub mod systemd;
+
+use std::{
+    error::Error,
+    fs, io,
+    os::unix::fs::{PermissionsExt, chown},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use nix::{errno::Errno, sys::signal::Signal};
+
+pub use detached::{LAUNCHER, launcher_main};
+pub use log::{MAX_LOG_BYTES, trim_log};
+
+use self::{account::Account, process::Identity, record::RunRecord, systemd::Systemd};
 use super::{LaunchOrder, Refusal, RunningBroker, StopOrder};
+use crate::api::{BROKER_RUN_DIR, RUN_DIR};
+
+/// How long a start waits for another one that is under way.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
+/// Between SIGKILL and the end of a process.
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A broker that is there, or why the last one is not.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -9,4 +41,382 @@ pub struct BrokerView {
     pub running: Option<RunningBroker>,
     /// A broker of ours was started in this boot and is gone: the last lines of its log that tell why.
     pub died: Option<String>,
+}
+
+/// Where things are on a host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Places {
+    /// Record and lock.
+    pub run_dir: PathBuf,
+    /// The broker's rundir.
+    pub broker_run_dir: PathBuf,
+    /// The broker's cgroup, below the mount of each hierarchy.
+    pub cgroup: String,
+    /// This program, as it can be run again.
+    pub launcher: PathBuf,
+    /// systemd, where it runs.
+    pub systemd: Option<Systemd>,
+}
+
+impl Places {
+    /// Where things are on the host that this process sees.
+    pub fn of_host() -> Self {
+        Self {
+            run_dir: RUN_DIR.into(),
+            broker_run_dir: BROKER_RUN_DIR.into(),
+            cgroup: "flux-distribute/broker".to_owned(),
+            launcher: "/proc/self/exe".into(),
+            systemd: Systemd::of(Path::new("/")),
+        }
+    }
+}
+
+/// Starts the broker, or returns the one that runs.
+///
+/// # Errors
+/// A sentence that says what failed.
+pub fn start(order: &LaunchOrder) -> Result<RunningBroker, Refusal> {
+    Places::of_host().start(order)
+}
+
+/// Stops the broker and whatever it left in its cgroup, and waits until they are gone.
+///
+/// # Errors
+/// A sentence that says what failed.
+pub fn stop(order: &StopOrder) -> Result<(), Refusal> {
+    Places::of_host().stop(order)
+}
+
+/// Looks for the broker. Without `prefix`, its log is looked for where it was started.
+pub fn observe(prefix: Option<&Path>) -> BrokerView {
+    Places::of_host().observe(prefix)
+}
+
+/// Takes off what start left on the host outside the prefix: unit, record, rundir, cgroups.
+///
+/// # Errors
+/// A sentence that says what failed; a broker that still runs is refused.
+pub fn forget() -> Result<(), Refusal> {
+    Places::of_host().forget()
+}
+
+impl Places {
+    /// See [`start`].
+    ///
+    /// # Errors
+    /// See [`start`].
+    pub fn start(&self, order: &LaunchOrder) -> Result<RunningBroker, Refusal> {
+        Ok(self.try_start(order)?)
+    }
+
+    /// See [`stop`].
+    ///
+    /// # Errors
+    /// See [`stop`].
+    pub fn stop(&self, order: &StopOrder) -> Result<(), Refusal> {
+        Ok(self.try_stop(Duration::from_secs(order.grace_secs))?)
+    }
+
+    /// See [`forget`].
+    ///
+    /// # Errors
+    /// See [`forget`].
+    pub fn forget(&self) -> Result<(), Refusal> {
+        Ok(self.try_forget()?)
+    }
+
+    /// See [`observe`].
+    pub fn observe(&self, prefix: Option<&Path>) -> BrokerView {
+        let Some(record) = RunRecord::load(&self.run_dir) else { return BrokerView::default() };
+        if !process::boot_id().is_ok_and(|boot| boot == record.boot_id) {
+            return BrokerView::default();
+        }
+        match self.process(&record) {
+            Some(process) => BrokerView { running: Some(running(process, record)), died: None },
+            None => {
+                let log = log::path(prefix.unwrap_or(&record.prefix));
+                BrokerView { running: None, died: Some(log::why(&log::tail(&log))) }
+            }
+        }
+    }
+
+    /// Under systemd the unit's main process: after a restart it is another one than the record's. A systemd that does
+    /// not answer for once says nothing about the process that is recorded.
+    fn process(&self, record: &RunRecord) -> Option<Identity> {
+        let recorded = || record.process.clone().filter(Identity::lives);
+        match (&self.systemd, record.systemd) {
+            (Some(systemd), true) => systemd.process().unwrap_or_else(|_| recorded()),
+            _ => recorded(),
+        }
+    }
+
+    fn try_start(&self, order: &LaunchOrder) -> Result<RunningBroker, LaunchError> {
+        let account = Account::on_host(&order.run_as, Path::new("/"))
+            .ok_or_else(|| LaunchError::NoSuchUser { user: order.run_as.clone() })?;
+        if order.argv.is_empty() {
+            return Err(LaunchError::NoCommand);
+        }
+        record::make_run_dir(&self.run_dir).map_err(|source| file("make", &self.run_dir, source))?;
+        let lock = self.lock()?;
+        if let Some(running) = self.observe(Some(&order.prefix)).running {
+            return Ok(running);
+        }
+        make_broker_run_dir(&self.broker_run_dir, &account)
+            .map_err(|source| file("make", &self.broker_run_dir, source))?;
+        let log = log::open(&order.prefix);
+        log.map_err(|source| file("open", &log::path(&order.prefix), source))?;
+
+        match &self.systemd {
+            Some(systemd) => {
+                if let Some(process) = systemd.process()? {
+                    return Err(LaunchError::Unrecorded { pid: process.pid });
+                }
+                // First the record: a unit that is started and then found must have one.
+                let boot_id = process::boot_id().map_err(|source| file("read", Path::new("/proc"), source))?;
+                let (prefix, order_record) = (order.prefix.clone(), order.record.clone());
+                let mut record = RunRecord { process: None, boot_id, systemd: true, prefix, record: order_record };
+                let store = |record: &RunRecord| {
+                    record.store(&self.run_dir).map_err(|source| file("write record in", &self.run_dir, source))
+                };
+                store(&record)?;
+                record.process = Some(systemd.start(order, &account)?);
+                store(&record)?;
+            }
+            None => {
+                // What a broker that crashed has left behind holds cores that the next one will give out. Without a
+                // record nobody knows that it crashed.
+                match (RunRecord::load(&self.run_dir), cgroup::members(&self.cgroups()?).first()) {
+                    (None, Some(pid)) => return Err(LaunchError::Unrecorded { pid: *pid }),
+                    _ => self.kill_left_behind()?,
+                }
+                if let Err(error) = detached::start(order, &self.run_dir, &self.cgroup, &self.launcher, &lock) {
+                    let _ = RunRecord::remove(&self.run_dir);
+                    return Err(error);
+                }
+            }
+        }
+        let view = self.observe(Some(&order.prefix));
+        view.running.ok_or_else(|| LaunchError::Gone { why: view.died.unwrap_or_default() })
+    }
+
+    fn try_stop(&self, grace: Duration) -> Result<(), LaunchError> {
+        if !self.run_dir.is_dir() {
+            return Ok(());
+        }
+        let _lock = self.lock()?;
+        let Some(record) = RunRecord::load(&self.run_dir) else { return Ok(()) };
+        if let (Some(systemd), true) = (&self.systemd, record.systemd) {
+            systemd.stop(grace)?;
+        } else {
+            self.stop_detached(&record, grace)?;
+        }
+        // A broker that was told to end has not died.
+        RunRecord::remove(&self.run_dir).map_err(|source| file("remove record in", &self.run_dir, source))
+    }
+
+    fn stop_detached(&self, record: &RunRecord, grace: Duration) -> Result<(), LaunchError> {
+        if let Some(process) = self.process(record) {
+            let pid = process.pid;
+            let signal = |signal| process.signal(signal).map_err(|source| LaunchError::Signal { pid, source });
+            signal(Signal::SIGTERM)?;
+            if !process.wait_gone(grace) {
+                signal(Signal::SIGKILL)?;
+                if !process.wait_gone(KILL_TIMEOUT) {
+                    return Err(LaunchError::Unkillable { pid });
+                }
+            }
+        }
+        self.kill_left_behind()
+    }
+
+    fn try_forget(&self) -> Result<(), LaunchError> {
+        let lock = if self.run_dir.is_dir() { Some(self.lock()?) } else { None };
+        if let Some(running) = self.observe(None).running {
+            return Err(LaunchError::StillRuns { pid: running.pid });
+        }
+        if let Some(systemd) = &self.systemd {
+            systemd.forget()?;
+        }
+        cgroup::remove(&self.cgroups()?)?;
+        if lock.is_none() {
+            return Ok(());
+        }
+        RunRecord::remove(&self.run_dir).map_err(|source| file("remove record in", &self.run_dir, source))?;
+        record::absent_is_fine(fs::remove_dir_all(&self.broker_run_dir))
+            .map_err(|source| file("remove", &self.broker_run_dir, source))?;
+        record::remove_lock(&self.run_dir).map_err(|source| file("remove lock in", &self.run_dir, source))?;
+        // Others may still have something in it.
+        let _ = fs::remove_dir(&self.run_dir);
+        Ok(())
+    }
+
+    fn lock(&self) -> Result<nix::fcntl::Flock<fs::File>, LaunchError> {
+        record::lock(&self.run_dir, LOCK_TIMEOUT).map_err(|source| match source.raw_os_error() {
+            Some(code) if code == Errno::EWOULDBLOCK as i32 => LaunchError::UnderWay,
+            _ => file("lock", &self.run_dir, source),
+        })
+    }
+
+    fn cgroups(&self) -> Result<Vec<cgroup::Place>, LaunchError> {
+        cgroup::places_here(&self.cgroup).map_err(|source| file("read", Path::new("/proc/self/cgroup"), source))
+    }
+
+    /// What systemd does by KillMode=mixed: once the broker is gone, nothing of its cgroup lives on.
+    fn kill_left_behind(&self) -> Result<(), LaunchError> {
+        let places = self.cgroups()?;
+        let deadline = Instant::now() + KILL_TIMEOUT;
+        loop {
+            let left: Vec<Identity> = cgroup::members(&places).into_iter().filter_map(Identity::of).collect();
+            let Some(first) = left.first() else { return Ok(()) };
+            if Instant::now() >= deadline {
+                return Err(LaunchError::Unkillable { pid: first.pid });
+            }
+            for process in &left {
+                process.signal(Signal::SIGKILL).map_err(|source| LaunchError::Signal { pid: process.pid, source })?;
+            }
+            first.wait_gone(Duration::from_millis(500));
+        }
+    }
+}
+
+fn running(process: Identity, record: RunRecord) -> RunningBroker {
+    RunningBroker {
+        pid: process.pid,
+        start_time: process.start_time,
+        systemd: record.systemd,
+        record: record.record,
+    }
+}
+
+/// Flux refuses a rundir that is not its user's own; others may come in, the socket looks at who they are.
+fn make_broker_run_dir(path: &Path, account: &Account) -> io::Result<()> {
+    fs::create_dir_all(path)?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
+    chown(path, Some(account.uid), Some(account.gid))
+}
+
+/// Why a broker was not started or stopped.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// Another stage works on the broker.
+    #[error("another start or stop of the broker is under way")]
+    UnderWay,
+    /// `run_as` names nobody.
+    #[error("the host has no user {user:?}; set spec.broker.runAs to a name of its /etc/passwd or to a number")]
+    NoSuchUser {
+        /// From the order.
+        user: String,
+    },
+    /// The order's argv is empty.
+    #[error("the order names no command")]
+    NoCommand,
+    /// A file or directory.
+    #[error("can't {what} {}", path.display())]
+    File {
+        /// Verb.
+        what: &'static str,
+        /// Which.
+        path: PathBuf,
+        /// Cause.
+        #[source]
+        source: io::Error,
+    },
+    /// The launcher could not be run.
+    #[error("can't run the launcher of the broker")]
+    Spawn {
+        /// Cause.
+        #[source]
+        source: io::Error,
+    },
+    /// What the launcher said.
+    #[error("{sentence}")]
+    Launcher {
+        /// Its words.
+        sentence: String,
+    },
+    /// A step on the way to the broker.
+    #[error("can't {what}")]
+    Step {
+        /// Verb and object.
+        what: String,
+        /// Cause.
+        #[source]
+        source: io::Error,
+    },
+    /// It could not leave the pod's cgroups.
+    #[error(transparent)]
+    Cgroup(#[from] cgroup::CgroupError),
+    /// systemctl said no.
+    #[error("{command}: {output}")]
+    Systemctl {
+        /// Command line.
+        command: String,
+        /// What it said.
+        output: String,
+    },
+    /// systemctl did not answer in time.
+    #[error("{command} took longer than {seconds} s")]
+    Slow {
+        /// Command line.
+        command: String,
+        /// It had so many.
+        seconds: u64,
+    },
+    /// It was started and ended at once.
+    #[error("the broker ended right after its start: {why}")]
+    Gone {
+        /// From its log.
+        why: String,
+    },
+    /// Something runs where the broker should, and nothing tells what it is: it may have jobs.
+    #[error("process {pid} runs as the broker and no record tells since when; end it before another one is started")]
+    Unrecorded {
+        /// Which.
+        pid: i32,
+    },
+    /// The kernel refused a signal.
+    #[error("can't signal process {pid}")]
+    Signal {
+        /// Which.
+        pid: i32,
+        /// Cause.
+        #[source]
+        source: io::Error,
+    },
+    /// SIGKILL did not help, such as in an uninterruptible wait for a file system.
+    #[error("process {pid} of the broker does not end, even by SIGKILL")]
+    Unkillable {
+        /// Which.
+        pid: i32,
+    },
+    /// Forget is for after the stop.
+    #[error("the broker still runs as process {pid}; stop it first")]
+    StillRuns {
+        /// Which.
+        pid: i32,
+    },
+}
+
+fn file(what: &'static str, path: &Path, source: io::Error) -> LaunchError {
+    LaunchError::File { what, path: path.to_owned(), source }
+}
+
+/// An error with its causes, in one line.
+fn sentence(error: &dyn Error) -> String {
+    let mut words = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        words.push_str(": ");
+        words.push_str(&error.to_string());
+        cause = error.source();
+    }
+    words
+}
+
+impl From<LaunchError> for Refusal {
+    fn from(error: LaunchError) -> Self {
+        let transient = !matches!(error, LaunchError::NoSuchUser { .. } | LaunchError::NoCommand);
+        Self { message: sentence(&error), transient }
+    }
 }

@@ -1,0 +1,274 @@
+//! How a broker is started: its command line and environment, out of the roster. Pure.
+
+use std::{collections::BTreeMap, path::Path};
+
+use sha2::{Digest, Sha256};
+
+use crate::{
+    api::{BROKER_RUN_DIR, BROKER_URI, EpochSettings, Rank},
+    host::{LaunchOrder, LaunchRecord},
+};
+
+/// MAJOR and MINOR of flux-core, which all brokers of an instance share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct CoreVersion(
+    /// MAJOR.
+    pub u32,
+    /// MINOR.
+    pub u32,
+);
+
+impl CoreVersion {
+    /// The oldest that can be told its broker's name: before, there was no attribute `hostname`.
+    pub const OLDEST: Self = Self(0, 82);
+
+    /// Reads `0.88.0`.
+    pub fn parse(version: &str) -> Option<Self> {
+        let mut numbers = version.trim_start_matches('v').split('.');
+        Some(Self(numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+    }
+}
+
+/// Why there is no command line.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CommandError {
+    /// See [`CoreVersion::OLDEST`].
+    #[error("flux-core {0}.{1} is too old, brokers can't be told their names; use 0.82 or newer")]
+    TooOld(u32, u32),
+}
+
+/// Which broker, where, for whom.
+#[derive(Clone, Copy, Debug)]
+pub struct BrokerIdentity<'a> {
+    /// From preflight.
+    pub prefix: &'a Path,
+    /// Rank.
+    pub rank: Rank,
+    /// Its `hostname` attribute.
+    pub broker_name: &'a str,
+    /// uid of the Node.
+    pub node_uid: &'a str,
+    /// uid of the FluxInstance.
+    pub instance_uid: &'a str,
+    /// The Flux instance.
+    pub instance_id: &'a str,
+    /// Epoch.
+    pub epoch: u64,
+}
+
+/// A broker attribute (flux-broker-attributes(7)) on the command line.
+struct Attribute {
+    name: &'static str,
+    /// None: by its mere name.
+    value: Option<String>,
+    /// The first version that knows it; an unknown one is fatal.
+    since: CoreVersion,
+    /// Only the lead has use for it.
+    lead_only: bool,
+}
+
+/// As flux-core's own unit starts a system instance (etc/flux.service.in), without what needs libsystemd. All names are
+/// in the attribute table of 0.82 and are there in 0.88 still.
+fn attributes(identity: &BrokerIdentity<'_>) -> Vec<Attribute> {
+    let known = |name, value: Option<&str>| Attribute {
+        name,
+        value: value.map(str::to_owned),
+        since: CoreVersion::OLDEST,
+        lead_only: false,
+    };
+    let lead = |name, value| Attribute { lead_only: true, ..known(name, Some(value)) };
+    let state = identity.prefix.join("state").display().to_string();
+    vec![
+        known("hostname", Some(identity.broker_name)),
+        known("rundir", Some(BROKER_RUN_DIR)),
+        known("local-uri", Some(BROKER_URI)),
+        lead("statedir", &state),
+        // A broker says on its own node why it does not come up; nothing is sent to the lead's log.
+        known("log-stderr-level", Some("6")),
+        known("log-stderr-mode", Some("local")),
+        known("log-forward-level", Some("-1")),
+        known("broker.rc2_none", None),
+        // The default is all ranks: the lead would wait for every spare.
+        known("broker.quorum", Some("1")),
+        known("broker.quorum-warn", Some("none")),
+        known("broker.cleanup-timeout", Some("45")),
+        known("broker.shutdown-timeout", Some("5m")),
+        known("broker.exit-norestart", Some("42")),
+        known("broker.module-nopanic", Some("1")),
+        // Collects what the content store no longer needs, at every clean stop.
+        lead("content.dump", "auto"),
+        lead("content.restore", "auto"),
+    ]
+}
+
+/// How the broker of `identity` is started under `settings`. `core` is the version of the package set's flux-core, where
+/// it is known.
+///
+/// # Errors
+/// A flux-core that can't be started this way.
+pub fn launch(
+    settings: &EpochSettings,
+    identity: &BrokerIdentity<'_>,
+    core: Option<CoreVersion>,
+) -> Result<LaunchOrder, CommandError> {
+    let core = core.unwrap_or(CoreVersion::OLDEST);
+    if core < CoreVersion::OLDEST {
+        return Err(CommandError::TooOld(core.0, core.1));
+    }
+    let bin = identity.prefix.join("envs").join(&settings.digest).join("bin");
+    let config = identity.prefix.join("etc/broker.toml");
+    let mut argv =
+        vec![bin.join("flux").display().to_string(), "broker".to_owned(), format!("--config-path={}", config.display())];
+    argv.extend(
+        attributes(identity)
+            .into_iter()
+            .filter(|attribute| attribute.since <= core && (identity.rank == 0 || !attribute.lead_only))
+            .map(|Attribute { name, value, .. }| match value {
+                Some(value) => format!("-S{name}={value}"),
+                None => format!("-S{name}"),
+            }),
+    );
+    let env: BTreeMap<String, String> = [
+        ("PATH", format!("{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", bin.display())),
+        // Not the user's home: the shells of Flux's rc scripts would read its start-up files.
+        ("HOME", "/".to_owned()),
+        ("LANG", "C.UTF-8".to_owned()),
+    ]
+    .into_iter()
+    .map(|(name, value)| (name.to_owned(), value))
+    .collect();
+
+    let record = LaunchRecord {
+        rank: identity.rank,
+        broker_name: identity.broker_name.to_owned(),
+        node_uid: identity.node_uid.to_owned(),
+        instance_uid: identity.instance_uid.to_owned(),
+        instance_id: identity.instance_id.to_owned(),
+        epoch: identity.epoch,
+        digest: settings.digest.clone(),
+        launch: fingerprint(&argv, &env, &settings.run_as, settings.cpu_weight),
+    };
+    Ok(LaunchOrder {
+        prefix: identity.prefix.to_owned(),
+        argv,
+        env,
+        run_as: settings.run_as.clone(),
+        cpu_weight: settings.cpu_weight,
+        record,
+    })
+}
+
+/// Every part with its length before it, so that none can pass for a part of its neighbour.
+fn fingerprint(argv: &[String], env: &BTreeMap<String, String>, run_as: &str, cpu_weight: u32) -> String {
+    let mut hash = Sha256::new();
+    let mut add = |part: &str| {
+        hash.update((part.len() as u64).to_be_bytes());
+        hash.update(part.as_bytes());
+    };
+    add(&argv.len().to_string());
+    argv.iter().for_each(|word| add(word));
+    for (name, value) in env {
+        add(name);
+        add(value);
+    }
+    add(run_as);
+    add(&cpu_weight.to_string());
+    hex::encode(hash.finalize())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings() -> EpochSettings {
+        EpochSettings {
+            max_size: 64,
+            topology: "kary:256".to_owned(),
+            port: 8050,
+            digest: "0123456789abcdef".to_owned(),
+            certificate: String::new(),
+            run_as: "root".to_owned(),
+            config: String::new(),
+            cpu_weight: 100,
+            checkpoint_period: "1m".to_owned(),
+            spare_shape: None,
+        }
+    }
+
+    fn identity(rank: Rank) -> BrokerIdentity<'static> {
+        BrokerIdentity {
+            prefix: Path::new("/opt/flux-distribute"),
+            rank,
+            broker_name: "node1",
+            node_uid: "node-uid",
+            instance_uid: "instance-uid",
+            instance_id: "instance-id",
+            epoch: 3,
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_as_it_was_tried_on_flux() {
+        let order = launch(&settings(), &identity(0), CoreVersion::parse("0.88.0")).unwrap();
+        assert_eq!(
+            order.argv,
+            [
+                "/opt/flux-distribute/envs/0123456789abcdef/bin/flux",
+                "broker",
+                "--config-path=/opt/flux-distribute/etc/broker.toml",
+                "-Shostname=node1",
+                "-Srundir=/run/flux-distribute/broker",
+                "-Slocal-uri=local:///run/flux-distribute/broker/local",
+                "-Sstatedir=/opt/flux-distribute/state",
+                "-Slog-stderr-level=6",
+                "-Slog-stderr-mode=local",
+                "-Slog-forward-level=-1",
+                "-Sbroker.rc2_none",
+                "-Sbroker.quorum=1",
+                "-Sbroker.quorum-warn=none",
+                "-Sbroker.cleanup-timeout=45",
+                "-Sbroker.shutdown-timeout=5m",
+                "-Sbroker.exit-norestart=42",
+                "-Sbroker.module-nopanic=1",
+                "-Scontent.dump=auto",
+                "-Scontent.restore=auto",
+            ]
+        );
+        let path = "/opt/flux-distribute/envs/0123456789abcdef/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+        let env: Vec<(&str, &str)> = order.env.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+        assert_eq!(env, [("HOME", "/"), ("LANG", "C.UTF-8"), ("PATH", path)]);
+    }
+
+    #[test]
+    fn only_the_lead_keeps_state() {
+        let order = launch(&settings(), &identity(1), None).unwrap();
+        assert!(!order.argv.iter().any(|word| word.contains("statedir") || word.contains("content.")));
+    }
+
+    #[test]
+    fn a_start_that_would_differ_is_told_by_its_fingerprint() {
+        let of = |settings: &EpochSettings, rank| launch(settings, &identity(rank), None).unwrap().record.launch;
+        let first = of(&settings(), 1);
+        assert_eq!(first, of(&settings(), 1));
+        assert_eq!(first.len(), 64);
+        for other in [
+            of(&settings(), 0),
+            of(&EpochSettings { digest: "other".to_owned(), ..settings() }, 1),
+            of(&EpochSettings { run_as: "flux".to_owned(), ..settings() }, 1),
+            of(&EpochSettings { cpu_weight: 101, ..settings() }, 1),
+        ] {
+            assert_ne!(first, other);
+        }
+        // What Flux reads from its configuration is compared elsewhere.
+        assert_eq!(first, of(&EpochSettings { port: 9, ..settings() }, 1));
+    }
+
+    #[test]
+    fn a_flux_that_is_too_old_is_refused() {
+        for (version, fits) in [("0.81.0", false), ("0.82.0", true), ("0.88.0", true), ("v1.0.0", true)] {
+            assert_eq!(launch(&settings(), &identity(0), CoreVersion::parse(version)).is_ok(), fits, "{version}");
+        }
+        assert_eq!(CoreVersion::parse("garbage"), None);
+    }
+}

@@ -1,0 +1,193 @@
+//! The text of the broker's unit, for hosts with systemd. Pure.
+
+use std::fmt::Write;
+
+use crate::host::{
+    LaunchOrder,
+    launch::{account::Account, log},
+};
+
+/// The broker's unit.
+pub const SERVICE: &str = "flux-broker.service";
+/// Gives the unit's slice its weight; the slice itself may be another one's.
+pub const SLICE_DROP_IN: &str = "flux.slice.d/50-flux-distribute.conf";
+
+/// Seconds from SIGTERM to SIGKILL where the host stops the unit, such as at shutdown: more than
+/// `broker.cleanup-timeout`, so that the lead can end its jobs and write its state.
+const TIMEOUT_STOP_SECS: u32 = 120;
+
+/// The unit of the broker that `order` describes.
+///
+/// Restart=always: brokers exit with any code when the lead comes back. But 42 is Flux's word for "not again": an
+/// intended shutdown or a broken configuration. Type=exec, since conda's Flux can't notify systemd. The default of
+/// IgnoreSIGPIPE would reach the jobs.
+pub fn service(order: &LaunchOrder, account: &Account) -> String {
+    let mut text = String::from(
+        "# Made by flux-distribute; gone with the next boot.
+[Unit]
+Description=Flux message broker
+Documentation=man:flux-broker(1)
+After=network.target
+StartLimitIntervalSec=0
+
+[Service]
+Type=exec
+",
+    );
+    let words: Vec<String> = order.argv.iter().map(|word| command_word(word)).collect();
+    let _ = writeln!(text, "ExecStart={}", words.join(" "));
+    for (name, value) in &order.env {
+        let _ = writeln!(text, "Environment={}", quoted(&format!("{name}={value}")));
+    }
+    if account.uid != 0 {
+        let _ = writeln!(text, "User={}\nGroup={}", account.uid, account.gid);
+    }
+    let log = log::path(&order.prefix).display().to_string().replace('%', "%%");
+    let _ = write!(
+        text,
+        "WorkingDirectory=/
+UMask=0022
+StandardInput=null
+StandardOutput=append:{log}
+StandardError=append:{log}
+IgnoreSIGPIPE=no
+Slice=flux.slice
+CPUWeight={weight}
+KillMode=mixed
+TimeoutStopSec={TIMEOUT_STOP_SECS}
+Delegate=yes
+OOMPolicy=continue
+OOMScoreAdjust=0
+TasksMax=infinity
+LimitNOFILE=1048576
+LimitMEMLOCK=infinity
+LimitCORE=infinity
+Restart=always
+RestartSec=1
+RestartSteps=5
+RestartMaxDelaySec=30
+RestartPreventExitStatus=42
+SuccessExitStatus=42
+",
+        weight = order.cpu_weight,
+    );
+    text
+}
+
+/// The weight of flux.slice: it is the slice that stands beside kubepods.
+pub fn slice(cpu_weight: u32) -> String {
+    format!("# Made by flux-distribute; gone with the next boot.\n[Slice]\nCPUWeight={cpu_weight}\n")
+}
+
+/// A word of ExecStart, in which systemd also expands `$`.
+fn command_word(word: &str) -> String {
+    let plain = |character: char| character.is_ascii_alphanumeric() || "/.,:=_+@-".contains(character);
+    if !word.is_empty() && word.chars().all(plain) { word.to_owned() } else { quoted(&word.replace('$', "$$")) }
+}
+
+fn quoted(text: &str) -> String {
+    let mut out = String::from("\"");
+    for character in text.chars() {
+        match character {
+            '\\' => out.push_str("\\\\"),
+            '"' => out.push_str("\\\""),
+            '%' => out.push_str("%%"),
+            '\n' => out.push_str("\\n"),
+            '\t' => out.push_str("\\t"),
+            other => out.push(other),
+        }
+    }
+    out.push('"');
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::LaunchRecord;
+
+    fn order(argv: &[&str], run_as: &str) -> LaunchOrder {
+        LaunchOrder {
+            prefix: "/opt/flux-distribute".into(),
+            argv: argv.iter().map(|word| (*word).to_owned()).collect(),
+            env: [("LANG".to_owned(), "C.UTF-8".to_owned()), ("ODD".to_owned(), "a \"b\" 5% $HOME \\".to_owned())].into(),
+            run_as: run_as.to_owned(),
+            cpu_weight: 500,
+            record: LaunchRecord {
+                rank: 1,
+                broker_name: "node1".to_owned(),
+                node_uid: String::new(),
+                instance_uid: String::new(),
+                instance_id: String::new(),
+                epoch: 1,
+                digest: String::new(),
+                launch: String::new(),
+            },
+        }
+    }
+
+    #[test]
+    fn the_unit_is_as_it_was_tried() {
+        let argv = ["/opt/flux-distribute/envs/0123/bin/flux", "broker", "-Shostname=node1", "-Sbroker.rc2_none"];
+        let account = Account { uid: 998, gid: 997, groups: vec![44] };
+        let expected = r#"# Made by flux-distribute; gone with the next boot.
+[Unit]
+Description=Flux message broker
+Documentation=man:flux-broker(1)
+After=network.target
+StartLimitIntervalSec=0
+
+[Service]
+Type=exec
+ExecStart=/opt/flux-distribute/envs/0123/bin/flux broker -Shostname=node1 -Sbroker.rc2_none
+Environment="LANG=C.UTF-8"
+Environment="ODD=a \"b\" 5%% $HOME \\"
+User=998
+Group=997
+WorkingDirectory=/
+UMask=0022
+StandardInput=null
+StandardOutput=append:/opt/flux-distribute/log/broker.log
+StandardError=append:/opt/flux-distribute/log/broker.log
+IgnoreSIGPIPE=no
+Slice=flux.slice
+CPUWeight=500
+KillMode=mixed
+TimeoutStopSec=120
+Delegate=yes
+OOMPolicy=continue
+OOMScoreAdjust=0
+TasksMax=infinity
+LimitNOFILE=1048576
+LimitMEMLOCK=infinity
+LimitCORE=infinity
+Restart=always
+RestartSec=1
+RestartSteps=5
+RestartMaxDelaySec=30
+RestartPreventExitStatus=42
+SuccessExitStatus=42
+"#;
+        assert_eq!(service(&order(&argv, "flux"), &account), expected);
+        let root = Account { uid: 0, gid: 0, groups: vec![] };
+        assert!(!service(&order(&argv, "root"), &root).contains("User="));
+        assert!(slice(500).ends_with("[Slice]\nCPUWeight=500\n"));
+    }
+
+    #[test]
+    fn words_reach_the_broker_as_they_are() {
+        for (word, expected) in [
+            ("-Stbon.topo=kary:256", "-Stbon.topo=kary:256"),
+            ("a b", r#""a b""#),
+            ("", r#""""#),
+            (";", r#"";""#),
+            ("$HOME", r#""$$HOME""#),
+            ("100%h", r#""100%%h""#),
+            (r#"say "x\y""#, r#""say \"x\\y\"""#),
+            ("two\nlines", r#""two\nlines""#),
+            ("'q'", r#""'q'""#),
+        ] {
+            assert_eq!(command_word(word), expected);
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! The command line.
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+use crate::{
+    agent::{self, Rung},
+    api, host, local, packages,
+};
+
+/// What a shell is told: 2 for bad input (nothing was changed), 1 for everything else that went wrong.
+const BAD_INPUT: u8 = 2;
+
+/// Turns the nodes of a Kubernetes cluster into one Flux system.
+#[derive(Parser, Debug)]
+#[command(name = "flux-distribute", version, about, max_term_width = 100)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Simulated nodes on this machine that are one Flux instance: try it here first
+    #[command(subcommand)]
+    Local(local::LocalCommand),
+    /// Make or look at a bundle: a whole package set in one file
+    #[command(subcommand)]
+    Bundle(packages::BundleCommand),
+    /// What the broker on this node says of itself and, on the lead, of the instance
+    Status(agent::StatusArguments),
+    /// Open a shell in the Flux instance on this node, or run a command in it
+    Connect {
+        /// The command and its arguments
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        command: Vec<String>,
+    },
+    /// Open a shell on the host, outside the pod, or run a command there
+    Shell {
+        /// The command and its arguments
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        command: Vec<String>,
+    },
+    /// Run on a node as the DaemonSet does: climb the ladder and hold it
+    Agent(agent::AgentArguments),
+    /// One rung of the ladder: look whether this host can carry a broker; changes nothing
+    Preflight(agent::AgentArguments),
+    /// One rung of the ladder: make the prefix and its undo list on this host
+    Claim(agent::AgentArguments),
+    /// One rung of the ladder: fetch and link the packages
+    Install(agent::AgentArguments),
+    /// One rung of the ladder: write the files that the broker reads at start
+    Configure(agent::AgentArguments),
+    /// One rung of the ladder: start the broker unless it runs
+    Start(agent::AgentArguments),
+    /// One rung of the ladder: fail unless the broker is online
+    Verify(agent::AgentArguments),
+    /// One rung of the ladder: write what was found to this node's FluxNode
+    Report(agent::AgentArguments),
+    /// Print the CustomResourceDefinitions as YAML
+    Crds,
+    /// Check a FluxInstance's spec, or a whole FluxInstance, in a YAML file
+    Validate {
+        /// The file
+        file: PathBuf,
+    },
+    /// Carry out one order in the host's namespaces
+    #[command(hide = true)]
+    Stage,
+    /// Become the broker
+    #[command(hide = true)]
+    Launch,
+}
+
+/// Parses the arguments, runs the command, and tells how it ended.
+pub fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    // Both are single-threaded processes on the host: no runtime, no TLS, and stdout belongs to the order.
+    match arguments.command {
+        Command::Stage => return host::stage::main(),
+        Command::Launch => return host::launch::launcher_main(),
+        _ => {}
+    }
+    init_tracing();
+    // rustls has no default provider in this build; only the first call of a process does anything.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    match run(arguments.command) {
+        Ok(code) => code,
+        Err(failure) => {
+            eprintln!("flux-distribute: {}", failure.message);
+            ExitCode::from(failure.code)
+        }
+    }
+}
+
+/// How a command failed.
+struct Failure {
+    message: String,
+    code: u8,
+}
+
+impl Failure {
+    fn new(error: &dyn std::error::Error) -> Self {
+        Self { message: crate::error_chain(error), code: 1 }
+    }
+
+    fn bad_input(message: String) -> Self {
+        Self { message, code: BAD_INPUT }
+    }
+}
+
+fn run(command: Command) -> Result<ExitCode, Failure> {
+    match command {
+        Command::Local(command) => block_on(async {
+            command.run().await.map_err(|error| Failure { code: error.exit_code(), ..Failure::new(&error) })
+        }),
+        Command::Bundle(command) => {
+            command.run().map_err(|error| Failure { code: error.exit_code(), ..Failure::new(&error) })?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Status(arguments) => block_on(async { agent::status(arguments).await.map_err(|error| Failure::new(&error)) }),
+        Command::Connect { command } => agent::connect(&command).map_err(|error| Failure::new(&error)),
+        Command::Shell { command } => agent::shell(&command).map_err(|error| Failure::new(&error)),
+        Command::Agent(arguments) => block_on(async { agent::run(arguments).await.map_err(|error| Failure::new(&error)) }),
+        Command::Preflight(arguments) => rung(Rung::Preflight, arguments),
+        Command::Claim(arguments) => rung(Rung::Claim, arguments),
+        Command::Install(arguments) => rung(Rung::Install, arguments),
+        Command::Configure(arguments) => rung(Rung::Configure, arguments),
+        Command::Start(arguments) => rung(Rung::Start, arguments),
+        Command::Verify(arguments) => rung(Rung::Verify, arguments),
+        Command::Report(arguments) => rung(Rung::Report, arguments),
+        Command::Crds => print(&crds().map_err(|error| Failure::new(&error))?),
+        Command::Validate { file } => validate(&file),
+        Command::Stage | Command::Launch => Ok(ExitCode::FAILURE),
+    }
+}
+
+fn rung(rung: Rung, arguments: agent::AgentArguments) -> Result<ExitCode, Failure> {
+    block_on(async { agent::rung(rung, arguments).await.map_err(|error| Failure::new(&error)) })
+}
+
+/// Two workers suffice for an agent; one per core would cost 2 MiB of stack each on a node with 200 of them.
+fn block_on(future: impl Future<Output = Result<ExitCode, Failure>>) -> Result<ExitCode, Failure> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).max_blocking_threads(16).enable_all().build();
+    runtime.map_err(|error| Failure::new(&error))?.block_on(future)
+}
+
+fn init_tracing() {
+    let filter = EnvFilter::try_from_env("FLUX_DISTRIBUTE_LOG").unwrap_or_else(|_| EnvFilter::new("flux_distribute=info,warn"));
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    if std::env::var("FLUX_DISTRIBUTE_LOG_FORMAT").is_ok_and(|format| format == "json") {
+        log.json().init();
+    } else {
+        log.with_ansi(false).with_target(false).init();
+    }
+}
+
+/// Both CustomResourceDefinitions as YAML documents.
+///
+/// # Errors
+/// None that a caller could mend.
+pub fn crds() -> Result<String, serde_norway::Error> {
+    use kube::CustomResourceExt;
+    let (instance, node) = (api::FluxInstance::crd(), api::FluxNode::crd());
+    Ok(format!("---\n{}---\n{}", serde_norway::to_string(&instance)?, serde_norway::to_string(&node)?))
+}
+
+fn validate(file: &std::path::Path) -> Result<ExitCode, Failure> {
+    let text = std::fs::read_to_string(file).map_err(|error| Failure::bad_input(format!("{}: {error}", file.display())))?;
+    let wrong = |reason: String| Failure::bad_input(format!("{}: {reason}", file.display()));
+    let value: serde_norway::Value = serde_norway::from_str(&text).map_err(|error| wrong(error.to_string()))?;
+    let spec = value.get("spec").filter(|_| value.get("kind").is_some()).cloned().unwrap_or(value);
+    let spec: api::FluxInstanceSpec = serde_norway::from_value(spec).map_err(|error| wrong(error.to_string()))?;
+    api::validate(&spec).map_err(|error| wrong(error.to_string()))?;
+    print("valid\n")
+}
+
+fn print(text: &str) -> Result<ExitCode, Failure> {
+    use std::io::Write;
+    std::io::stdout().write_all(text.as_bytes()).map_err(|error| Failure::new(&error))?;
+    Ok(ExitCode::SUCCESS)
+}

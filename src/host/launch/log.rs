@@ -1,0 +1,155 @@
+//! The broker's log on the host: `<prefix>/log/broker.log`.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, Read, Seek, SeekFrom},
+    os::unix::fs::{OpenOptionsExt, PermissionsExt},
+    path::{Path, PathBuf},
+};
+
+use super::record::absent_is_fine;
+
+/// A log that is larger is trimmed.
+pub const MAX_LOG_BYTES: u64 = 8 << 20;
+
+const TAIL_BYTES: u64 = 64 << 10;
+const WHY_CHARS: usize = 300;
+/// What a broker says before it gives up, besides lines of level err and above.
+const TELLING: [&str; 5] = [".crit[", ".err[", ".emerg", "rejecting connection", "Config file error"];
+
+/// The broker's log below `prefix`.
+pub fn path(prefix: &Path) -> PathBuf {
+    prefix.join("log/broker.log")
+}
+
+/// Opens the log for appending; makes it and its directory where they are not there.
+///
+/// # Errors
+/// The file system's.
+pub fn open(prefix: &Path) -> io::Result<File> {
+    let path = path(prefix);
+    if let Some(directory) = path.parent().filter(|directory| !directory.is_dir()) {
+        fs::create_dir_all(directory)?;
+        fs::set_permissions(directory, fs::Permissions::from_mode(0o755))?;
+    }
+    OpenOptions::new().append(true).create(true).mode(0o640).open(path)
+}
+
+/// The last lines of a log; empty where there is none.
+pub fn tail(path: &Path) -> String {
+    let read = || -> io::Result<String> {
+        let mut file = File::open(path)?;
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(TAIL_BYTES)))?;
+        let mut bytes = Vec::new();
+        file.take(TAIL_BYTES).read_to_end(&mut bytes)?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    };
+    read().unwrap_or_default()
+}
+
+/// The line of a log's tail that tells why its broker ended: the last one of level err or above, else the last one.
+pub fn why(tail: &str) -> String {
+    let lines = || tail.lines().rev().map(str::trim).filter(|line| !line.is_empty());
+    let line = lines().find(|line| TELLING.iter().any(|word| line.contains(word))).or_else(|| lines().next());
+    match line.map(without_level) {
+        Some(line) => line.chars().take(WHY_CHARS).collect(),
+        None => "the broker left no word in its log".to_owned(),
+    }
+}
+
+/// A broker that logs to its own stderr marks each line with its level, `<6>`, for systemd's journal.
+pub fn without_level(line: &str) -> &str {
+    match line.strip_prefix('<').and_then(|rest| rest.split_once('>')) {
+        Some((level, rest)) if level.len() == 1 && level.starts_with(|digit: char| digit.is_ascii_digit()) => rest,
+        _ => line,
+    }
+}
+
+/// Keeps a log below `max_bytes` while its writer lives on: its content goes to `<path>.1`, and the file itself, which the
+/// writer has open for appending, is cut to nothing. What is written between copy and cut is lost: lines of a log, against
+/// a broker that would have to be restarted. True where it was trimmed.
+///
+/// # Errors
+/// The file system's; a log that is not there is no error.
+pub fn trim_log(path: &Path, max_bytes: u64) -> io::Result<bool> {
+    let length = match fs::metadata(path) {
+        Err(error) => return absent_is_fine(Err(error)).map(|()| false),
+        Ok(metadata) => metadata.len(),
+    };
+    if length <= max_bytes {
+        return Ok(false);
+    }
+    let beside = |suffix: &str| {
+        let mut name = path.as_os_str().to_owned();
+        name.push(suffix);
+        PathBuf::from(name)
+    };
+    let (aside, kept) = (beside(".1.new"), beside(".1"));
+    let file = OpenOptions::new().read(true).write(true).open(path)?;
+    let mut copy = OpenOptions::new().write(true).create(true).truncate(true).mode(0o640).open(&aside)?;
+    io::copy(&mut &file, &mut copy)?;
+    fs::rename(&aside, &kept)?;
+    file.set_len(0)?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn the_last_telling_line_says_why_a_broker_ended() {
+        let not_found = "broker.crit[nope]: bootstrap: config: initialize: Config file error [bootstrap]: nope not found in hosts";
+        let rejecting = "overlay.err[0]: rejecting connection from nodeX (rank 2): slot2 is configured as rank 2: mismatched config?";
+        let unsized_curve = "<3>broker.err[1]: curve_cert must be defined for size > 1";
+        for (tail, expected) in [
+            (format!("<6>broker.info[0]: start\n<2>{not_found}\n"), not_found),
+            (format!("{not_found}\n<6>broker.info[0]: goodbye\n\n"), not_found),
+            (format!("<3>{rejecting}\n"), rejecting),
+            (format!("{unsized_curve}\n<6>broker.info[1]: exiting"), "broker.err[1]: curve_cert must be defined for size > 1"),
+            (
+                "broker: broker.quorum-timeout: unknown attribute\n".to_owned(),
+                "broker: broker.quorum-timeout: unknown attribute",
+            ),
+            (
+                "<3>overlay.err[2]: overlay.hello: Invalid argument\n<6>broker.info[2]: parent-fail: join->shutdown 2ms\n"
+                    .to_owned(),
+                "overlay.err[2]: overlay.hello: Invalid argument",
+            ),
+            ("broker: toml: Config file error: key kvs exists\nlast\n".to_owned(), "broker: toml: Config file error: key kvs exists"),
+            ("\n \n".to_owned(), "the broker left no word in its log"),
+            ("<60>kept <1>x".to_owned(), "<60>kept <1>x"),
+        ] {
+            assert_eq!(why(&tail), expected, "{tail}");
+        }
+        assert_eq!(why(&"é".repeat(1000)).chars().count(), WHY_CHARS);
+    }
+
+    #[test]
+    fn a_log_is_trimmed_under_a_writer_that_lives_on() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut writer = open(directory.path()).unwrap();
+        let path = path(directory.path());
+        writeln!(writer, "one").unwrap();
+        assert!(!trim_log(&path, 4).unwrap());
+        writeln!(writer, "two").unwrap();
+        assert!(trim_log(&path, 4).unwrap());
+        writeln!(writer, "three").unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "three\n");
+        assert_eq!(fs::read_to_string(directory.path().join("log/broker.log.1")).unwrap(), "one\ntwo\n");
+        assert!(!trim_log(&directory.path().join("absent"), 4).unwrap());
+    }
+
+    #[test]
+    fn the_tail_of_a_large_log_is_its_end() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut writer = open(directory.path()).unwrap();
+        writer.write_all(&vec![b'x'; 100_000]).unwrap();
+        writer.write_all(b"\nthe end\n").unwrap();
+        assert_eq!(why(&tail(&path(directory.path()))), "the end");
+        assert_eq!(tail(&directory.path().join("absent")), "");
+    }
+}

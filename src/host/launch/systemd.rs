@@ -1,0 +1,207 @@
+//! A broker on a host with systemd: a unit of the host, driven by the host's own systemctl.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{self, Read},
+    os::fd::AsFd,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::{
+    LaunchError,
+    account::Account,
+    log,
+    process::Identity,
+    record::{absent_is_fine, write_atomically},
+};
+use crate::{
+    broker::unit::{SERVICE, SLICE_DROP_IN, service, slice},
+    host::LaunchOrder,
+};
+
+const CANDIDATES: [&str; 3] = ["usr/bin/systemctl", "bin/systemctl", "run/current-system/sw/bin/systemctl"];
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// `start` of a unit of Type=exec ends with the exec.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The host's systemd.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Systemd {
+    /// Where units go that last until the next boot.
+    pub unit_dir: PathBuf,
+    /// The host's systemctl.
+    pub systemctl: PathBuf,
+}
+
+/// What systemd says of the unit.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct UnitState {
+    /// `active`, `activating`, `deactivating`, `inactive`, `failed`.
+    pub active: String,
+    /// 0 where there is none.
+    pub main_pid: i32,
+}
+
+impl Systemd {
+    /// systemd of the host whose root is `root`; None where it does not run: it must have booted the host, and answer on
+    /// its own socket or on D-Bus.
+    pub fn of(root: &Path) -> Option<Self> {
+        let booted = root.join("run/systemd/system").is_dir();
+        let answers = ["run/systemd/private", "run/dbus/system_bus_socket"].iter().any(|path| root.join(path).exists());
+        let systemctl = CANDIDATES.iter().map(|path| root.join(path)).find(|path| path.exists())?;
+        (booted && answers).then(|| Self { unit_dir: root.join("run/systemd/system"), systemctl })
+    }
+
+    /// The unit as it is.
+    pub fn state(&self) -> Result<UnitState, LaunchError> {
+        Ok(parse_show(&self.run(&["show", "-p", "ActiveState,MainPID", SERVICE], TIMEOUT)?))
+    }
+
+    /// The unit's main process; None where it has none.
+    pub fn process(&self) -> Result<Option<Identity>, LaunchError> {
+        let pid = self.state()?.main_pid;
+        Ok(if pid > 0 { Identity::of(pid) } else { None })
+    }
+
+    /// Writes the unit and starts it. A unit between two restarts is ended first: it would go on with the old text.
+    pub(super) fn start(&self, order: &LaunchOrder, account: &Account) -> Result<Identity, LaunchError> {
+        let write = |path: &Path, text: &str| {
+            let made = path.parent().map_or(Ok(()), fs::create_dir_all);
+            let written = made.and_then(|()| write_atomically(path, text.as_bytes(), 0o644));
+            written.map_err(|source| LaunchError::Step { what: format!("write {}", path.display()), source })
+        };
+        if self.state()?.active != "inactive" {
+            self.run(&["stop", SERVICE], START_TIMEOUT)?;
+        }
+        write(&self.unit_dir.join(SERVICE), &service(order, account))?;
+        write(&self.unit_dir.join(SLICE_DROP_IN), &slice(order.cpu_weight))?;
+        self.run(&["daemon-reload"], TIMEOUT)?;
+        // Counts from earlier failures; there is nothing to reset on a unit that never failed.
+        let _ = self.run(&["reset-failed", SERVICE], TIMEOUT);
+        self.run(&["start", SERVICE], START_TIMEOUT)?;
+        self.process()?.ok_or_else(|| LaunchError::Gone { why: log::why(&log::tail(&log::path(&order.prefix))) })
+    }
+
+    /// Stops the unit; after `grace`, by force.
+    pub(super) fn stop(&self, grace: Duration) -> Result<(), LaunchError> {
+        match self.run(&["stop", SERVICE], grace) {
+            Err(LaunchError::Slow { .. }) => {
+                self.run(&["kill", "--signal=SIGKILL", SERVICE], TIMEOUT)?;
+                self.run(&["stop", SERVICE], TIMEOUT).map(drop)
+            }
+            // Never loaded, or forgotten already.
+            Err(error) if self.state().is_ok_and(|state| state.main_pid > 0) => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes the unit off.
+    pub(super) fn forget(&self) -> Result<(), LaunchError> {
+        let (unit, drop_in) = (self.unit_dir.join(SERVICE), self.unit_dir.join(SLICE_DROP_IN));
+        if !unit.exists() && !drop_in.exists() {
+            return Ok(());
+        }
+        for path in [unit, drop_in.clone()] {
+            let failed = |source| LaunchError::Step { what: format!("remove {}", path.display()), source };
+            absent_is_fine(fs::remove_file(&path)).map_err(failed)?;
+        }
+        // An administrator's drop-ins may be beside ours.
+        let _ = drop_in.parent().map(fs::remove_dir);
+        self.run(&["daemon-reload"], TIMEOUT)?;
+        let _ = self.run(&["reset-failed", SERVICE], TIMEOUT);
+        Ok(())
+    }
+
+    fn run(&self, arguments: &[&str], timeout: Duration) -> Result<String, LaunchError> {
+        let command = || format!("systemctl {}", arguments.join(" "));
+        let failed = |source| LaunchError::Step { what: format!("run {}", command()), source };
+        let (mut reader, writer) = io::pipe().map_err(failed)?;
+        let mut child = Command::new(&self.systemctl)
+            .args(arguments)
+            .env_clear()
+            .envs([("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"), ("LC_ALL", "C"), ("SYSTEMD_PAGER", "")])
+            .stdin(Stdio::null())
+            .stdout(writer.try_clone().map_err(failed)?)
+            .stderr(writer)
+            .spawn()
+            .map_err(failed)?;
+        let output = read_within(&mut reader, timeout);
+        if output.is_err() {
+            let _ = child.kill();
+        }
+        let status = child.wait().map_err(failed)?;
+        match output.map_err(failed)? {
+            None => Err(LaunchError::Slow { command: command(), seconds: timeout.as_secs() }),
+            Some(text) if status.success() => Ok(text),
+            Some(text) => Err(LaunchError::Systemctl { command: command(), output: text.trim().to_owned() }),
+        }
+    }
+}
+
+/// Reads to the end; None where that does not come within `timeout`.
+fn read_within(reader: &mut io::PipeReader, timeout: Duration) -> io::Result<Option<String>> {
+    let deadline = Instant::now() + timeout;
+    let mut output = Vec::new();
+    let mut buffer = [0; 4096];
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(reader.as_fd(), PollFlags::POLLIN)], left) {
+            Ok(0) => return Ok(None),
+            Ok(_) => {}
+            Err(nix::errno::Errno::EINTR) => continue,
+            Err(errno) => return Err(errno.into()),
+        }
+        match reader.read(&mut buffer)? {
+            0 => return Ok(Some(String::from_utf8_lossy(&output).into_owned())),
+            length => output.extend_from_slice(&buffer[..length]),
+        }
+    }
+}
+
+/// Reads the answer of `systemctl show`.
+pub fn parse_show(text: &str) -> UnitState {
+    let fields: BTreeMap<&str, &str> = text.lines().filter_map(|line| line.split_once('=')).collect();
+    UnitState {
+        active: fields.get("ActiveState").copied().unwrap_or_default().to_owned(),
+        main_pid: fields.get("MainPID").and_then(|pid| pid.trim().parse().ok()).unwrap_or_default(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_systemd_shows_is_read_in_any_order_and_missing_is_none() {
+        for (text, active, main_pid) in [
+            ("MainPID=42\nActiveState=active\n", "active", 42),
+            ("ActiveState=activating\nMainPID=0\n", "activating", 0),
+            ("Warning: something\nActiveState=failed\n", "failed", 0),
+            ("", "", 0),
+        ] {
+            assert_eq!(parse_show(text), UnitState { active: active.to_owned(), main_pid });
+        }
+    }
+
+    #[test]
+    fn systemd_runs_only_where_it_booted_the_host_and_answers() {
+        let root = tempfile::tempdir().unwrap();
+        let make = |path: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, "").unwrap();
+        };
+        assert_eq!(Systemd::of(root.path()), None);
+        make("usr/bin/systemctl");
+        fs::create_dir_all(root.path().join("run/systemd/system")).unwrap();
+        assert_eq!(Systemd::of(root.path()), None);
+        make("run/systemd/private");
+        assert_eq!(Systemd::of(root.path()).unwrap().systemctl, root.path().join("usr/bin/systemctl"));
+    }
+}
