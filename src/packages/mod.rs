@@ -1,1 +1,45 @@
 //! Packages: resolved once by the planner, fetched in the pod, linked on the host.
+//!
+//! - [`resolve`] runs in the planner and answers *which* packages: one [`PackageSet`](crate::api::PackageSet) for all
+//!   platforms. Nobody else solves.
+//! - [`fetch`] runs in the pod and fills the host's `<prefix>/pkgs` with archives, each named by what is in it and
+//!   checked against its sha256. It is the only part that needs a network.
+//! - [`link`] runs in the host stage, without network, and makes `<prefix>/envs/<digest>` from those archives: built
+//!   aside, checked, synced, switched by one rename.
+//!
+//! What is under its final name is whole. Everything else has a name that starts with a dot and may be thrown away.
+
+mod archive;
+mod bundle;
+mod environment;
+mod fetch;
+mod http;
+mod lock;
+mod manifest;
+mod pack;
+mod solve;
+mod unpack;
+
+pub use bundle::{BundleCommand, BundleError, CreateBundle, InspectBundle, OutputFormat};
+pub use environment::{link, linked, ready};
+pub use fetch::{FetchError, Fetched, fetch};
+pub use http::{HttpClient, HttpError};
+pub use lock::{LockError, estimate_bytes};
+pub use manifest::{BUNDLE_MANIFEST, BundleManifest};
+pub use solve::{SolveError, question, resolve};
+pub use unpack::Limits;
+
+/// The marker in a finished environment: its last file to be written. A directory without it is not an environment.
+pub const ENVIRONMENT_MARKER: &str = ".flux-distribute.json";
+
+/// The conda platform of the machine this runs on, such as `linux-64`.
+pub fn native_platform() -> &'static str {
+    match std::env::consts::ARCH {
+        "x86_64" => "linux-64",
+        "aarch64" => "linux-aarch64",
+        "powerpc64" => "linux-ppc64le",
+        "s390x" => "linux-s390x",
+        "riscv64" => "linux-riscv64",
+        _ => "linux-unknown",
+    }
+}

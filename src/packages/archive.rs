@@ -1,0 +1,47 @@
+//! The names in `pkgs/` and their one truth, sha256.
+
+use std::{
+    fs::File,
+    io::{self, Read},
+    path::Path,
+};
+
+use sha2::{Digest, Sha256};
+
+/// What a bundle's archive is called in `pkgs/`.
+pub(super) fn bundle_name(digest: &str) -> String {
+    format!("bundle-{digest}.tar.gz")
+}
+
+/// A digest becomes part of paths, so it is looked at before it does.
+pub(super) fn is_digest(digest: &str) -> bool {
+    (1..=64).contains(&digest.len()) && digest.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+/// Reads to the end and returns sha256 in hex and the number of bytes.
+pub(super) fn sha256_of(mut from: impl Read) -> io::Result<(String, u64)> {
+    let (mut hash, mut bytes) = (Sha256::new(), 0);
+    let mut buffer = vec![0; 1 << 16];
+    loop {
+        match from.read(&mut buffer) {
+            Ok(0) => return Ok((hex::encode(hash.finalize()), bytes)),
+            Ok(n) => {
+                hash.update(&buffer[..n]);
+                bytes += n as u64;
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+}
+
+/// The number of bytes of the file, if it is there and has this content.
+pub(super) fn intact(path: &Path, sha256: &str) -> io::Result<Option<u64>> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(e),
+    };
+    let (found, bytes) = sha256_of(file)?;
+    Ok(found.eq_ignore_ascii_case(sha256).then_some(bytes))
+}

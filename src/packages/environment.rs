@@ -1,0 +1,441 @@
+//! Makes `envs/<digest>` from what `pkgs/` holds, without network: in the host stage.
+//!
+//! Built as `.<digest>.partial`, with every path in it already that of its final place, checked, marked, synced, and
+//! switched by one rename. Before that rename it does not exist for anybody, so a kill at any instruction costs nothing
+//! but time: the next run removes what it finds and begins again.
+//!
+//! Packages' link scripts are not run: they are shell, and nothing that Flux needs has one.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read, Write},
+    os::unix::fs::PermissionsExt,
+    path::{Component, Path, PathBuf},
+};
+
+use rattler::install::{Installer, LinkOptions};
+use rattler_cache::{package_cache::PackageCache, validation::ValidationMode};
+use rattler_conda_types::{RepoDataRecord, Subdir};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::{
+    ENVIRONMENT_MARKER, HttpClient, Limits, archive,
+    http::{causes, shown},
+    lock::{self, Locked},
+    unpack::{self, UnpackError},
+};
+use crate::{
+    api::{BundleSource, PackageSet},
+    host::{LinkOrder, Linked, Progress, Refusal},
+};
+
+/// A host may have hundreds of cores; a pool for each would cost more than it brings and would disturb jobs.
+const THREADS: usize = 4;
+
+/// Content of [`ENVIRONMENT_MARKER`].
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Marker {
+    digest: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    compiled_prefix: Option<PathBuf>,
+    bytes: u64,
+}
+
+/// The digests of all environments under `prefix` that are ready, sorted.
+pub fn ready(prefix: &Path) -> Vec<String> {
+    let entries = fs::read_dir(prefix.join("envs")).into_iter().flatten().flatten();
+    let names = entries.filter_map(|e| e.file_name().into_string().ok());
+    let mut digests = names
+        .filter(|digest| linked(prefix, digest).is_some())
+        .collect::<Vec<_>>();
+    digests.sort();
+    digests
+}
+
+/// What is in the environment `digest` under `prefix`, if it is ready.
+pub fn linked(prefix: &Path, digest: &str) -> Option<Linked> {
+    let marker = prefix.join("envs").join(digest).join(ENVIRONMENT_MARKER);
+    let marker: Marker = serde_json::from_slice(&fs::read(marker).ok()?).ok()?;
+    let of_this = archive::is_digest(digest) && marker.digest == digest;
+    of_this.then_some(Linked {
+        compiled_prefix: marker.compiled_prefix,
+        bytes: marker.bytes,
+    })
+}
+
+/// Makes the environment of `order`, or finds it ready.
+///
+/// Brings its own small runtime, so it must not be called from within another one.
+///
+/// # Errors
+/// A sentence for people. Transient where fetching or trying again can help: an archive that is missing or damaged (it
+/// is removed, so that the next fetch brings it again), or the disk.
+pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Linked, Refusal> {
+    let LinkOrder {
+        prefix,
+        digest,
+        set,
+        platform,
+    } = order;
+    if !archive::is_digest(digest) {
+        return Err(refused(format!("`{digest}` is not the digest of a package set")));
+    }
+    if let Some(linked) = linked(prefix, digest) {
+        return Ok(linked);
+    }
+    let envs = prefix.join("envs");
+    let io = |what: &'static str| {
+        let envs = envs.clone();
+        move |e: io::Error| failed(format!("can't {what} {}: {e}", envs.display()))
+    };
+    fs::create_dir_all(&envs).map_err(io("make"))?;
+    let directory = File::open(&envs).map_err(io("open"))?;
+    let _lock = nix::fcntl::Flock::lock(directory, nix::fcntl::FlockArg::LockExclusive)
+        .map_err(|(_, e)| failed(format!("can't lock {}: {e}", envs.display())))?;
+    // Somebody else may have made it while we waited.
+    if let Some(linked) = linked(prefix, digest) {
+        return Ok(linked);
+    }
+    let (ready, partial) = (envs.join(digest), envs.join(format!(".{digest}.partial")));
+    // A broker may run from it, so it is not ours to remove.
+    if fs::symlink_metadata(&ready).is_ok() {
+        let ready = ready.display();
+        return Err(refused(format!(
+            "{ready} is there but has no {ENVIRONMENT_MARKER}; remove it if nothing runs from it"
+        )));
+    }
+    drop_leftovers(&envs).map_err(io("clean"))?;
+    fs::create_dir(&partial).map_err(io("write to"))?;
+    fs::set_permissions(&partial, fs::Permissions::from_mode(0o755)).map_err(io("write to"))?;
+
+    let build = Build {
+        pkgs: prefix.join("pkgs"),
+        digest,
+        platform,
+        ready: &ready,
+        partial: &partial,
+    };
+    let compiled_prefix = match set {
+        PackageSet::Lock { lock, .. } => build.conda(lock, progress).map(|()| None),
+        PackageSet::Bundle(source) => build.tree(source, progress).map(Some),
+    };
+    let done = compiled_prefix.and_then(|compiled_prefix| {
+        build.check_flux(compiled_prefix.as_deref())?;
+        build
+            .finish(compiled_prefix, progress)
+            .map_err(io("finish the environment in"))
+    });
+    if done.is_err() {
+        // Only to give back the space; the next run would do it.
+        let _ = fs::remove_dir_all(&partial);
+    }
+    done
+}
+
+/// Removes what killed runs left, for any digest: under the lock nobody else is at it.
+fn drop_leftovers(envs: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(envs)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let leftover = name.starts_with('.') && (name.ends_with(".partial") || name.ends_with(".unpacked"));
+        if leftover {
+            match entry.file_type()?.is_dir() {
+                true => fs::remove_dir_all(entry.path())?,
+                false => fs::remove_file(entry.path())?,
+            }
+        }
+    }
+    Ok(())
+}
+
+struct Build<'a> {
+    pkgs: PathBuf,
+    digest: &'a str,
+    platform: &'a str,
+    ready: &'a Path,
+    partial: &'a Path,
+}
+
+impl Build<'_> {
+    fn conda(&self, lock: &str, progress: &mut dyn FnMut(Progress)) -> Result<(), Refusal> {
+        let packages = lock::packages(lock, self.platform).map_err(|e| refused(causes(&e)))?;
+        let platform = self.platform.parse::<Subdir>().map_err(|e| refused(e.to_string()))?;
+        // The global pool can be made once; then it is there, which is as good.
+        let _ = rayon::ThreadPoolBuilder::new().num_threads(THREADS).build_global();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .max_blocking_threads(2 * THREADS)
+            .enable_all()
+            .build()
+            .map_err(|e| failed(format!("can't start threads: {e}")))?;
+        // Beside the environment, so that files are moved and not copied, and for this one run only: a package cache
+        // that stayed would share its files with the environment, and an edit of one would be an edit of both.
+        let unpacked = self.ready.with_file_name(format!(".{}.unpacked", self.digest));
+        let done = runtime.block_on(self.unpack_and_install(&packages, platform, &unpacked, progress));
+        let removed = match fs::remove_dir_all(&unpacked) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                Err(failed(format!("can't remove {}: {e}", unpacked.display())))
+            }
+            _ => Ok(()),
+        };
+        done.and(removed)
+    }
+
+    async fn unpack_and_install(
+        &self,
+        packages: &[Locked],
+        platform: Subdir,
+        unpacked: &Path,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<(), Refusal> {
+        use futures::StreamExt;
+        let cache = PackageCache::new_layered([unpacked.to_owned()], false, ValidationMode::Skip);
+        let total = packages.len() as u64;
+        let mut each = futures::stream::iter(packages.iter().map(|package| self.unpack_one(package, &cache)))
+            .buffer_unordered(THREADS);
+        let mut done = 0;
+        while let Some(result) = each.next().await {
+            result?;
+            done += 1;
+            progress(Progress {
+                what: "unpacking packages".to_owned(),
+                done,
+                total,
+            });
+        }
+        drop(each);
+        progress(Progress {
+            what: "linking packages".to_owned(),
+            done: 0,
+            total,
+        });
+        let offline = HttpClient::offline().map_err(|e| failed(causes(&e)))?;
+        let installed = Installer::new()
+            .with_package_cache(cache)
+            .with_download_client(offline.for_rattler())
+            .with_target_platform(platform)
+            .with_installed_packages(Vec::new())
+            .with_alternative_target_prefix(self.ready)
+            .with_execute_link_scripts(false)
+            .with_io_concurrency_limit(2 * THREADS)
+            .with_link_options(LinkOptions {
+                allow_symbolic_links: None,
+                allow_hard_links: Some(true),
+                // Tried on every file and refused by most file systems; a hard link is as good and always cheaper.
+                allow_ref_links: Some(false),
+            })
+            .install(self.partial, packages.iter().map(|p| p.record.clone()))
+            .await
+            .map_err(|e| failed(format!("can't link the packages: {}", causes(&e))))?;
+        for path in installed.clobbered_paths.keys() {
+            tracing::info!(path = %path.display(), "more than one package has this file");
+        }
+        progress(Progress {
+            what: "linking packages".to_owned(),
+            done: total,
+            total,
+        });
+        Ok(())
+    }
+
+    async fn unpack_one(&self, package: &Locked, cache: &PackageCache) -> Result<(), Refusal> {
+        let archive = self.pkgs.join(&package.archive);
+        let Err(error) = cache
+            .get_or_fetch_from_path(&archive, Some(&package.record.package_record), None)
+            .await
+        else {
+            return Ok(());
+        };
+        let name = file_name(&package.record);
+        match archive::intact(&archive, &package.sha256) {
+            Ok(Some(_)) => Err(failed(format!("can't unpack package {name}: {}", causes(&error)))),
+            Ok(None) => Err(self.missing_or_damaged(&archive, &name)),
+            Err(e) => Err(failed(format!(
+                "can't read {} of package {name}: {e}",
+                archive.display()
+            ))),
+        }
+    }
+
+    fn tree(&self, source: &BundleSource, progress: &mut dyn FnMut(Progress)) -> Result<PathBuf, Refusal> {
+        let path = self.pkgs.join(archive::bundle_name(self.digest));
+        let name = format!("bundle {}", shown(&source.url));
+        let mut reader = match File::open(&path) {
+            Ok(file) => Hashed {
+                file,
+                hash: Sha256::new(),
+            },
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(self.missing_or_damaged(&path, &name)),
+            Err(e) => return Err(failed(format!("can't read {}: {e}", path.display()))),
+        };
+        let mut report = |done| {
+            if done % 256 == 0 {
+                progress(Progress {
+                    what: "unpacking the bundle".to_owned(),
+                    done,
+                    total: 0,
+                });
+            }
+        };
+        let unpacked = unpack::unpack(
+            &mut reader,
+            Some(self.partial),
+            Some(self.platform),
+            Limits::default(),
+            &mut report,
+        );
+        // Hashed while it was unpacked. Nothing is live yet, so it is early enough to look at it now; and where it could
+        // not be unpacked, this tells a bad bundle from a bad disk.
+        io::copy(&mut reader, &mut io::sink()).map_err(|e| failed(format!("can't read {}: {e}", path.display())))?;
+        if !hex::encode(reader.hash.finalize()).eq_ignore_ascii_case(&source.sha256) {
+            return Err(self.missing_or_damaged(&path, &name));
+        }
+        match unpacked {
+            Ok(unpacked) => Ok(unpacked.manifest.prefix),
+            Err(error @ UnpackError::Write { .. }) => Err(failed(format!("can't unpack {name}: {error}"))),
+            Err(error) => Err(refused(format!("can't use {name}: {error}"))),
+        }
+    }
+
+    fn missing_or_damaged(&self, archive: &Path, name: &str) -> Refusal {
+        match fs::remove_file(archive) {
+            Ok(()) => failed(format!(
+                "the archive of {name} on this host was damaged; it has to be fetched again"
+            )),
+            Err(_) => failed(format!(
+                "the archive of {name} is not on this host; it has to be fetched"
+            )),
+        }
+    }
+
+    fn check_flux(&self, compiled_prefix: Option<&Path>) -> Result<(), Refusal> {
+        let found = find_in_tree(
+            self.partial,
+            Path::new("bin/flux"),
+            &[Some(self.ready), compiled_prefix],
+        );
+        match found.and_then(|path| fs::symlink_metadata(path).ok()) {
+            Some(flux) if flux.is_file() && flux.permissions().mode() & 0o111 != 0 => Ok(()),
+            Some(_) => Err(refused(format!(
+                "package set {} has a bin/flux that can't be executed",
+                self.digest
+            ))),
+            None => Err(refused(format!(
+                "package set {} has no bin/flux; add flux-core to packages.specs, or make the bundle from Flux's prefix",
+                self.digest
+            ))),
+        }
+    }
+
+    fn finish(&self, compiled_prefix: Option<PathBuf>, progress: &mut dyn FnMut(Progress)) -> io::Result<Linked> {
+        progress(Progress {
+            what: "syncing".to_owned(),
+            done: 0,
+            total: 0,
+        });
+        let bytes = bytes_below(self.partial)?;
+        let marker = Marker {
+            digest: self.digest.to_owned(),
+            compiled_prefix,
+            bytes,
+        };
+        // Removed first: a bundle may have brought a symlink of this name.
+        let path = self.partial.join(ENVIRONMENT_MARKER);
+        match fs::remove_file(&path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        File::create_new(&path)?.write_all(&serde_json::to_vec(&marker)?)?;
+        // Thousands of files, so not one by one. After this a power cut can't leave a marker without its files.
+        nix::unistd::syncfs(File::open(self.partial)?)?;
+        fs::rename(self.partial, self.ready)?;
+        File::open(self.ready.parent().unwrap_or(self.ready))?.sync_all()?;
+        Ok(Linked {
+            compiled_prefix: marker.compiled_prefix,
+            bytes,
+        })
+    }
+}
+
+/// Follows symlinks within the tree as they will be followed once the tree is in its place.
+fn find_in_tree(tree: &Path, path: &Path, places: &[Option<&Path>]) -> Option<PathBuf> {
+    let mut path = path.to_owned();
+    // As many as Linux follows.
+    for _ in 0..40 {
+        let full = tree.join(&path);
+        let Ok(target) = fs::read_link(&full) else {
+            return full.exists().then_some(full);
+        };
+        let next = if target.is_absolute() {
+            places
+                .iter()
+                .flatten()
+                .find_map(|place| target.strip_prefix(place).ok())?
+                .to_owned()
+        } else {
+            path.parent().unwrap_or(Path::new("")).join(target)
+        };
+        path = PathBuf::new();
+        for component in next.components() {
+            match component {
+                Component::Normal(name) => path.push(name),
+                Component::CurDir => {}
+                _ if path.pop() => {}
+                _ => return None,
+            }
+        }
+    }
+    None
+}
+
+fn bytes_below(directory: &Path) -> io::Result<u64> {
+    let mut bytes = 0;
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        let metadata = entry.metadata()?;
+        bytes += if metadata.is_dir() {
+            bytes_below(&entry.path())?
+        } else {
+            metadata.len()
+        };
+    }
+    Ok(bytes)
+}
+
+/// Hashes what is read.
+struct Hashed {
+    file: File,
+    hash: Sha256,
+}
+
+impl Read for Hashed {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let n = self.file.read(buffer)?;
+        self.hash.update(&buffer[..n]);
+        Ok(n)
+    }
+}
+
+fn file_name(record: &RepoDataRecord) -> String {
+    let package = &record.package_record;
+    format!("{}-{}-{}", package.name.as_normalized(), package.version, package.build)
+}
+
+/// Trying again can help.
+fn failed(message: String) -> Refusal {
+    Refusal {
+        message,
+        transient: true,
+    }
+}
+
+/// Only a change can help.
+fn refused(message: String) -> Refusal {
+    Refusal {
+        message,
+        transient: false,
+    }
+}

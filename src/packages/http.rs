@@ -1,0 +1,135 @@
+//! One HTTP client for the pod.
+
+use std::time::Duration;
+
+/// Long enough for a far proxy, short enough that a wrong address is told while somebody still looks.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
+/// Between two reads. There is no limit on the whole: an archive may be large and the line slow.
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
+const USER_AGENT: &str = concat!("flux-distribute/", env!("CARGO_PKG_VERSION"));
+
+/// The HTTP client of this process. Cheap to clone.
+///
+/// Trusts the roots of Mozilla that are compiled in, and besides them the CA bundle of the system or of `SSL_CERT_FILE`.
+/// Proxies come from `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY` and `NO_PROXY`.
+#[derive(Clone, Debug)]
+pub struct HttpClient(reqwest::Client);
+
+/// The client could not be made.
+#[derive(Debug, thiserror::Error)]
+#[error("can't set up the HTTP client; look at the proxy variables and at SSL_CERT_FILE")]
+pub struct HttpError(#[source] reqwest::Error);
+
+impl HttpClient {
+    /// Makes the client.
+    ///
+    /// # Errors
+    /// Where the environment holds something that can't be used.
+    pub fn new() -> Result<Self, HttpError> {
+        Self::build(base())
+    }
+
+    /// A client that reaches nothing. The host stage gives it to code that demands one: not even a name is looked up.
+    pub(super) fn offline() -> Result<Self, HttpError> {
+        // Port 0 can't be connected to.
+        let nowhere = reqwest::Proxy::all("http://127.0.0.1:0").map_err(HttpError)?;
+        Self::build(base().proxy(nowhere))
+    }
+
+    fn build(builder: reqwest::ClientBuilder) -> Result<Self, HttpError> {
+        // Only the first call of the process does something; the error of the others says just that.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        builder.build().map(Self).map_err(HttpError)
+    }
+
+    pub(super) fn inner(&self) -> &reqwest::Client {
+        &self.0
+    }
+
+    pub(super) fn for_rattler(&self) -> rattler_networking::LazyClient {
+        reqwest_middleware::ClientWithMiddleware::from(self.0.clone()).into()
+    }
+}
+
+fn base() -> reqwest::ClientBuilder {
+    // A host or an image without a CA bundle would otherwise fail right here, even for http://.
+    let roots = webpki_root_certs::TLS_SERVER_ROOT_CERTS
+        .iter()
+        .filter_map(|der| reqwest::Certificate::from_der(der).ok());
+    reqwest::Client::builder()
+        .tls_certs_merge(roots)
+        .connect_timeout(CONNECT_TIMEOUT)
+        .read_timeout(READ_TIMEOUT)
+        .user_agent(USER_AGENT)
+}
+
+/// `url` as it may be shown: without user, password, query, and conda's `/t/<token>/`.
+pub(super) fn shown(url: &str) -> String {
+    let Ok(mut url) = url::Url::parse(url) else {
+        return "(not a URL)".to_owned();
+    };
+    // Both fail only for URLs that can't have them.
+    let _ = url.set_username("");
+    let _ = url.set_password(None);
+    url.set_query(None);
+    let mut segments = url.path().split('/').map(str::to_owned).collect::<Vec<_>>();
+    if let Some(token) = segments
+        .iter()
+        .position(|s| s == "t")
+        .and_then(|at| segments.get_mut(at + 1))
+    {
+        *token = "***".to_owned();
+        url.set_path(&segments.join("/"));
+    }
+    url.to_string()
+}
+
+/// Something about a request that may be gone in a while.
+pub(super) fn may_pass(error: &reqwest::Error) -> bool {
+    match error.status() {
+        Some(status) => status.is_server_error() || matches!(status.as_u16(), 408 | 425 | 429),
+        None => !error.is_builder(),
+    }
+}
+
+/// What went wrong, with all causes in one line, and without the URL: it may hold a password.
+pub(super) fn words(error: reqwest::Error) -> String {
+    causes(&error.without_url())
+}
+
+/// An error and its causes in one line, for the wire and for errors that can't be carried as a source.
+pub(super) fn causes(error: &dyn std::error::Error) -> String {
+    let mut line = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let words = cause.to_string();
+        // Many errors repeat their source in their own words.
+        if !line.contains(&words) {
+            line.push_str(": ");
+            line.push_str(&words);
+        }
+        next = cause.source();
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shown;
+
+    #[test]
+    fn no_secret_of_a_url_is_shown() {
+        for (url, safe) in [
+            ("https://me:secret@host/channel", "https://host/channel"),
+            (
+                "https://host/t/secret/channel/x.conda",
+                "https://host/t/***/channel/x.conda",
+            ),
+            ("https://host/x.tar.gz?X-Amz-Signature=secret", "https://host/x.tar.gz"),
+            ("file:///srv/x.tar.gz", "file:///srv/x.tar.gz"),
+            ("secret", "(not a URL)"),
+        ] {
+            assert_eq!(shown(url), safe);
+        }
+    }
+}

@@ -1,0 +1,528 @@
+//! Unpacks a tree bundle. What is in it was made elsewhere, so nothing of it is believed: no entry may end up outside the
+//! directory, be written through a symlink, or fill the disk.
+
+use std::{
+    cell::Cell,
+    fs::{self, File},
+    io::{self, BufReader, Read, Write},
+    os::unix::fs::{OpenOptionsExt, PermissionsExt, symlink},
+    path::{Component, Path, PathBuf},
+    rc::Rc,
+};
+
+use nix::sys::{
+    stat::{UtimensatFlags, utimensat},
+    time::TimeSpec,
+};
+use tar::{Archive, Entry, EntryType};
+
+use super::manifest::{BUNDLE_MANIFEST, BundleManifest, MAX_MANIFEST_BYTES};
+
+/// How much an archive may grow to. All of Flux with an MPI is below 1 GiB and 20,000 files.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Bytes when unpacked.
+    pub bytes: u64,
+    /// Unpacked bytes per byte of the archive.
+    pub ratio: u64,
+    /// Files, directories and links.
+    pub entries: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            bytes: 64 << 30,
+            ratio: 200,
+            entries: 2_000_000,
+        }
+    }
+}
+
+/// A small archive may have any ratio.
+const RATIO_COUNTS_FROM: u64 = 64 << 20;
+
+/// Why a bundle was not unpacked.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum UnpackError {
+    /// Not a `.tar.gz`, or one that ends early.
+    #[error("{0}")]
+    Archive(String),
+    /// A tarball of something else.
+    #[error(
+        "it does not begin with {BUNDLE_MANIFEST}, so it is not a bundle; make one with `flux-distribute bundle create`"
+    )]
+    NotABundle,
+    /// Its manifest.
+    #[error("{0}")]
+    Manifest(String),
+    /// For other machines.
+    #[error("it is for {found}, but this host is {wanted}")]
+    Platform { found: String, wanted: String },
+    /// An entry that must not be unpacked.
+    #[error("its entry {path} {reason}")]
+    Entry { path: String, reason: String },
+    /// A bomb.
+    #[error("it holds more than {limit}")]
+    Limit { limit: String },
+    /// The disk.
+    #[error("can't write {path}: {source}")]
+    Write {
+        path: String,
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// What was unpacked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Unpacked {
+    pub manifest: BundleManifest,
+    pub entries: u64,
+    /// Bytes of files.
+    pub bytes: u64,
+}
+
+/// Unpacks into `into`, an empty directory that nobody else writes to. Without `into` it only looks.
+pub(super) fn unpack(
+    archive: impl Read,
+    into: Option<&Path>,
+    platform: Option<&str>,
+    limits: Limits,
+    mut progress: impl FnMut(u64),
+) -> Result<Unpacked, UnpackError> {
+    let packed = Rc::new(Cell::new(0));
+    let counted = Counted {
+        inner: archive,
+        bytes: packed.clone(),
+    };
+    let plain = flate2::read::MultiGzDecoder::new(BufReader::with_capacity(1 << 16, counted));
+    let mut guarded = Guarded {
+        inner: plain,
+        packed,
+        bytes: 0,
+        limits,
+    };
+    let mut tree = into.map(Tree::new);
+
+    let mut tar = Archive::new(&mut guarded);
+    let mut entries = tar.entries().map_err(broken)?;
+    let first = entries
+        .next()
+        .ok_or(UnpackError::NotABundle)?
+        .map_err(|e| not_tar(&e))?;
+    let manifest = read_manifest(first)?;
+    if let Some(wanted) = platform.filter(|wanted| *wanted != manifest.platform) {
+        return Err(UnpackError::Platform {
+            found: manifest.platform,
+            wanted: wanted.to_owned(),
+        });
+    }
+    let mut unpacked = Unpacked {
+        manifest,
+        entries: 0,
+        bytes: 0,
+    };
+    for entry in entries {
+        let mut entry = entry.map_err(broken)?;
+        if entry.header().entry_type() == EntryType::XGlobalHeader {
+            continue;
+        }
+        unpacked.entries += 1;
+        if unpacked.entries > limits.entries {
+            return Err(UnpackError::Limit {
+                limit: format!("{} files", limits.entries),
+            });
+        }
+        if entry.header().entry_type().is_file() {
+            unpacked.bytes += entry.size();
+        }
+        let checked = Checked::new(&entry, &unpacked.manifest.prefix)?;
+        if let Some(tree) = &mut tree {
+            tree.add(checked, &mut entry)?;
+            progress(unpacked.entries);
+        }
+    }
+    // What follows the last entry belongs to the checksum too.
+    io::copy(&mut guarded, &mut io::sink()).map_err(broken)?;
+    if let Some(tree) = tree {
+        tree.finish()?;
+    }
+    Ok(unpacked)
+}
+
+fn read_manifest(mut entry: Entry<'_, impl Read>) -> Result<BundleManifest, UnpackError> {
+    if entry.path_bytes().as_ref() != BUNDLE_MANIFEST.as_bytes() || !entry.header().entry_type().is_file() {
+        return Err(UnpackError::NotABundle);
+    }
+    let mut json = Vec::new();
+    entry
+        .by_ref()
+        .take(MAX_MANIFEST_BYTES)
+        .read_to_end(&mut json)
+        .map_err(broken)?;
+    BundleManifest::parse(&json).map_err(UnpackError::Manifest)
+}
+
+/// An entry that may be unpacked.
+struct Checked {
+    /// Below the tree; empty for the tree itself.
+    path: PathBuf,
+    what: What,
+    mode: u32,
+    mtime: i64,
+}
+
+enum What {
+    Directory,
+    File,
+    Symlink(PathBuf),
+    HardLink(PathBuf),
+}
+
+impl Checked {
+    fn new(entry: &Entry<'_, impl Read>, compiled_prefix: &Path) -> Result<Self, UnpackError> {
+        let given = entry.path().map_err(broken)?.into_owned();
+        let refuse = |reason: &str| UnpackError::Entry {
+            path: given.display().to_string(),
+            reason: reason.to_owned(),
+        };
+        let path = inside(&given).ok_or_else(|| refuse("would be outside of the tree"))?;
+        let target = |what: &str| {
+            let target = entry
+                .link_name()
+                .map_err(broken)?
+                .ok_or_else(|| refuse(&format!("is a {what} to nothing")))?;
+            Ok::<_, UnpackError>(target.into_owned())
+        };
+        let header = entry.header();
+        let what = match header.entry_type() {
+            EntryType::Directory => What::Directory,
+            EntryType::Regular | EntryType::Continuous => What::File,
+            EntryType::Symlink => {
+                let target = target("symlink")?;
+                // An absolute one is looked up on the host, where the compiled-in prefix will be a symlink to this tree.
+                if target.is_relative() && !stays_inside(path.parent().unwrap_or(Path::new("")), &target) {
+                    return Err(refuse(&format!("is a symlink out of {}", compiled_prefix.display())));
+                }
+                What::Symlink(target)
+            }
+            EntryType::Link => {
+                let target = inside(&target("hard link")?).filter(|t| !t.as_os_str().is_empty());
+                What::HardLink(target.ok_or_else(|| refuse("is a hard link out of the tree"))?)
+            }
+            EntryType::GNUSparse => return Err(refuse("is a sparse file; pack it without sparse files")),
+            _ => {
+                return Err(refuse(
+                    "is a device, a fifo or something else that is no part of an installation",
+                ));
+            }
+        };
+        if path.as_os_str().is_empty() && !matches!(what, What::Directory) {
+            return Err(refuse("would replace the tree itself"));
+        }
+        let mode = header.mode().map_err(broken)? & 0o777;
+        let mtime = header.mtime().ok().and_then(|t| i64::try_from(t).ok()).unwrap_or(0);
+        Ok(Self {
+            path,
+            what,
+            mode,
+            mtime,
+        })
+    }
+}
+
+/// A path below the tree, or None if it leads out or is absolute.
+fn inside(path: &Path) -> Option<PathBuf> {
+    let mut clean = PathBuf::new();
+    for component in path.components() {
+        match component {
+            Component::Normal(name) => clean.push(name),
+            Component::CurDir => {}
+            Component::ParentDir | Component::RootDir | Component::Prefix(_) => return None,
+        }
+    }
+    Some(clean)
+}
+
+/// Whether a symlink's relative target, seen from `from`, never climbs above the tree.
+pub(super) fn stays_inside(from: &Path, target: &Path) -> bool {
+    let mut depth = from.components().count();
+    target.components().all(|component| match component {
+        Component::Normal(_) => {
+            depth += 1;
+            true
+        }
+        Component::CurDir => true,
+        Component::ParentDir if depth > 0 => {
+            depth -= 1;
+            true
+        }
+        _ => false,
+    })
+}
+
+/// The tree that grows.
+struct Tree<'a> {
+    root: &'a Path,
+    /// The directory that was checked last: entries come in order, so most have the same one as the entry before.
+    checked: Option<PathBuf>,
+    /// Modes and times are set at the end: a directory may be read-only, and every file in it changes its time.
+    directories: Vec<(PathBuf, u32, i64)>,
+}
+
+impl<'a> Tree<'a> {
+    fn new(root: &'a Path) -> Self {
+        Self {
+            root,
+            checked: None,
+            directories: Vec::new(),
+        }
+    }
+
+    fn add(&mut self, entry: Checked, content: &mut impl Read) -> Result<(), UnpackError> {
+        let Checked {
+            path,
+            what,
+            mode,
+            mtime,
+        } = entry;
+        let full = self.root.join(&path);
+        if path.as_os_str().is_empty() {
+            self.directories.push((full, mode | 0o700, mtime));
+            return Ok(());
+        }
+        self.make_parents(&path)?;
+        let write = |source| UnpackError::Write {
+            path: path.display().to_string(),
+            source,
+        };
+        if matches!(what, What::Directory) {
+            self.make_directory(&path)?;
+            self.directories.push((full, mode | 0o700, mtime));
+            return Ok(());
+        }
+        match fs::symlink_metadata(&full) {
+            Ok(there) if there.is_dir() => {
+                return Err(UnpackError::Entry {
+                    path: path.display().to_string(),
+                    reason: "would replace a directory".to_owned(),
+                });
+            }
+            // Later entries win, as with tar.
+            Ok(_) => fs::remove_file(&full).map_err(write)?,
+            Err(_) => {}
+        }
+        match what {
+            What::Directory => {}
+            What::File => self
+                .write_file(&full, content, mode)
+                .map_err(|e| read_or_write(e, &path))?,
+            What::Symlink(target) => symlink(target, &full).map_err(write)?,
+            What::HardLink(target) => {
+                self.check_parents(&target)?;
+                let from = self.root.join(&target);
+                if !fs::symlink_metadata(&from).is_ok_and(|m| m.is_file()) {
+                    return Err(UnpackError::Entry {
+                        path: path.display().to_string(),
+                        reason: format!("is a hard link to {}, which is not a file before it", target.display()),
+                    });
+                }
+                return fs::hard_link(from, &full).map_err(write);
+            }
+        }
+        set_mtime(&full, mtime).map_err(write)
+    }
+
+    fn write_file(&self, full: &Path, content: &mut impl Read, mode: u32) -> Result<(), CopyError> {
+        let mut file = File::options()
+            .write(true)
+            .create_new(true)
+            .custom_flags(nix::libc::O_NOFOLLOW)
+            .mode(0o600)
+            .open(full)
+            .map_err(CopyError::Write)?;
+        let mut buffer = [0; 1 << 15];
+        loop {
+            match content.read(&mut buffer) {
+                Ok(0) => break,
+                Ok(n) => file.write_all(&buffer[..n]).map_err(CopyError::Write)?,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(CopyError::Read(e)),
+            }
+        }
+        file.set_permissions(fs::Permissions::from_mode(mode))
+            .map_err(CopyError::Write)
+    }
+
+    fn make_parents(&mut self, path: &Path) -> Result<(), UnpackError> {
+        let Some(parent) = path.parent().filter(|p| !p.as_os_str().is_empty()) else {
+            return Ok(());
+        };
+        if self.checked.as_deref() == Some(parent) {
+            return Ok(());
+        }
+        self.check_parents(path)?;
+        let write = |source| UnpackError::Write {
+            path: parent.display().to_string(),
+            source,
+        };
+        fs::create_dir_all(self.root.join(parent)).map_err(write)?;
+        self.checked = Some(parent.to_owned());
+        Ok(())
+    }
+
+    /// Every parent that is there must be a directory and no symlink: nothing is written through one.
+    fn check_parents(&self, path: &Path) -> Result<(), UnpackError> {
+        for parent in path.ancestors().skip(1).filter(|p| !p.as_os_str().is_empty()) {
+            if fs::symlink_metadata(self.root.join(parent)).is_ok_and(|m| !m.is_dir()) {
+                return Err(UnpackError::Entry {
+                    path: path.display().to_string(),
+                    reason: format!(
+                        "would be written through {}, which is not a directory",
+                        parent.display()
+                    ),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn make_directory(&self, path: &Path) -> Result<(), UnpackError> {
+        let full = self.root.join(path);
+        match fs::create_dir(&full) {
+            Ok(()) => Ok(()),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                let is_directory = fs::symlink_metadata(&full).is_ok_and(|m| m.is_dir());
+                is_directory.then_some(()).ok_or_else(|| UnpackError::Entry {
+                    path: path.display().to_string(),
+                    reason: "is a directory in the place of a file".to_owned(),
+                })
+            }
+            Err(source) => Err(UnpackError::Write {
+                path: path.display().to_string(),
+                source,
+            }),
+        }
+    }
+
+    fn finish(self) -> Result<(), UnpackError> {
+        for (path, mode, mtime) in self.directories.into_iter().rev() {
+            let write = |source| UnpackError::Write {
+                path: path.display().to_string(),
+                source,
+            };
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).map_err(write)?;
+            set_mtime(&path, mtime).map_err(write)?;
+        }
+        Ok(())
+    }
+}
+
+fn set_mtime(path: &Path, mtime: i64) -> io::Result<()> {
+    let time = TimeSpec::new(mtime, 0);
+    Ok(utimensat(
+        nix::fcntl::AT_FDCWD,
+        path,
+        &time,
+        &time,
+        UtimensatFlags::NoFollowSymlink,
+    )?)
+}
+
+enum CopyError {
+    Read(io::Error),
+    Write(io::Error),
+}
+
+fn read_or_write(error: CopyError, path: &Path) -> UnpackError {
+    match error {
+        CopyError::Read(error) => broken(error),
+        CopyError::Write(source) => UnpackError::Write {
+            path: path.display().to_string(),
+            source,
+        },
+    }
+}
+
+fn not_tar(error: &io::Error) -> UnpackError {
+    match limit(error) {
+        Some(limit) => limit,
+        None if error.kind() == io::ErrorKind::UnexpectedEof => truncated(),
+        None => UnpackError::Archive(format!("it is not a .tar.gz: {error}")),
+    }
+}
+
+fn broken(error: io::Error) -> UnpackError {
+    // The tar crate has its own words for an archive that ends early, and keeps no kind for them.
+    let early = error.kind() == io::ErrorKind::UnexpectedEof
+        || ["unexpected EOF", "failed to read entire block"]
+            .iter()
+            .any(|words| error.to_string().contains(words));
+    match limit(&error) {
+        Some(limit) => limit,
+        None if early => truncated(),
+        None => UnpackError::Archive(format!("it is damaged: {error}")),
+    }
+}
+
+fn truncated() -> UnpackError {
+    UnpackError::Archive("it is truncated: the archive ends early".to_owned())
+}
+
+/// Carries a limit through the readers above [`Guarded`].
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{0}")]
+struct LimitReached(String);
+
+fn limit(error: &io::Error) -> Option<UnpackError> {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = error.get_ref().map(|e| e as _);
+    while let Some(cause) = next {
+        if let Some(LimitReached(limit)) = cause.downcast_ref() {
+            return Some(UnpackError::Limit { limit: limit.clone() });
+        }
+        // An io::Error skips its own payload in `source`.
+        next = match cause.downcast_ref::<io::Error>() {
+            Some(inner) => inner.get_ref().map(|e| e as _),
+            None => cause.source(),
+        };
+    }
+    None
+}
+
+/// Counts the packed bytes.
+struct Counted<R> {
+    inner: R,
+    bytes: Rc<Cell<u64>>,
+}
+
+impl<R: Read> Read for Counted<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let n = self.inner.read(buffer)?;
+        self.bytes.set(self.bytes.get() + n as u64);
+        Ok(n)
+    }
+}
+
+/// Counts the unpacked bytes and stops before they become too many.
+struct Guarded<R> {
+    inner: R,
+    packed: Rc<Cell<u64>>,
+    bytes: u64,
+    limits: Limits,
+}
+
+impl<R: Read> Read for Guarded<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let n = self.inner.read(buffer)?;
+        self.bytes += n as u64;
+        let reached = if self.bytes > self.limits.bytes {
+            format!("{} bytes", self.limits.bytes)
+        } else if self.bytes > RATIO_COUNTS_FROM && self.bytes / self.limits.ratio > self.packed.get() {
+            format!("{} times its own size", self.limits.ratio)
+        } else {
+            return Ok(n);
+        };
+        Err(io::Error::other(LimitReached(reached)))
+    }
+}
