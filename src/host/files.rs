@@ -263,6 +263,14 @@ pub fn open_in_host_root(path: &Path) -> io::Result<OwnedFd> {
     HostRoot::open()?.open_path(path)
 }
 
+/// Opens a file of the host for reading, from the pod's side.
+///
+/// # Errors
+/// What the system says.
+pub fn open_host_file(path: &Path) -> io::Result<File> {
+    HostRoot::open()?.open_file(path)
+}
+
 /// Makes a directory of the host from the pod's side; see [`HostRoot::make_dirs`].
 ///
 /// # Errors

@@ -11,9 +11,11 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
     let prefix = state.as_ref().map(|state| state.prefix.clone());
     let broker = brokers.observe(prefix.as_deref());
     let below = prefix.map(|prefix| root.path(prefix));
+    let read = |name: &str| below.as_ref().and_then(|prefix| fs::read_to_string(prefix.join(name)).ok());
     Ok(HostView {
         environments: below.as_deref().map(environments).unwrap_or_default(),
-        roster: below.and_then(|prefix| fs::read_to_string(prefix.join("etc/roster.json")).ok()),
+        roster: read("etc/roster.json"),
+        applied: read("etc/applied.json"),
         state,
         broker: broker.running,
         died: broker.died,

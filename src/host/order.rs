@@ -280,6 +280,8 @@ pub struct HostView {
     pub died: Option<String>,
     /// `<prefix>/etc/roster.json`: the roster this host was configured by last.
     pub roster: Option<String>,
+    /// `<prefix>/etc/applied.json`: what the lead's broker has taken in, and which broker that was.
+    pub applied: Option<String>,
     /// /proc/sys/kernel/random/boot_id.
     pub boot_id: String,
 }

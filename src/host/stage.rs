@@ -95,12 +95,12 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
         Order::Claim(order) => claim(root, &order).map(|()| Answer::Done),
         Order::Link(order) => {
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;
-            link(&order, progress).map(Answer::Linked)
+            packages::link(&order, progress).map(Answer::Linked)
         }
         Order::Configure(order) => configure(root, &order).map(|()| Answer::Done),
         Order::Start(order) => {
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;
-            launch_start(&order)?;
+            launch::start(&order)?;
             observed()
         }
         Order::Stop(order) => {
@@ -120,41 +120,14 @@ struct HostBrokers;
 
 impl Brokers for HostBrokers {
     fn observe(&self, prefix: Option<&Path>) -> BrokerView {
-        launch_observe(prefix)
+        launch::observe(prefix)
     }
 
     fn stop(&self, order: &StopOrder) -> Result<(), Refusal> {
-        launch_stop(order)
+        launch::stop(order)
     }
 
     fn forget(&self) -> Result<(), Refusal> {
-        launch_forget()
+        launch::forget()
     }
-}
-
-// CALL SITES of the parts that stand in other modules. ----------------------------------------------------------------
-
-/// → `crate::packages::environment::link(order, progress)`
-fn link(_order: &LinkOrder, _progress: &mut dyn FnMut(Progress)) -> Result<Linked, Refusal> {
-    Err(Refusal::new("linking is not built into this version"))
-}
-
-/// → `super::launch::start(order)`
-fn launch_start(_order: &LaunchOrder) -> Result<RunningBroker, Refusal> {
-    Err(Refusal::new("starting is not built into this version"))
-}
-
-/// → `super::launch::stop(order)`
-fn launch_stop(_order: &StopOrder) -> Result<(), Refusal> {
-    Err(Refusal::new("stopping is not built into this version"))
-}
-
-/// → `super::launch::observe(prefix)`
-fn launch_observe(_prefix: Option<&Path>) -> BrokerView {
-    BrokerView::default()
-}
-
-/// → `super::launch::forget()`
-fn launch_forget() -> Result<(), Refusal> {
-    Ok(())
 }

@@ -2,14 +2,14 @@
 //! certificate, `broker.toml`, each FluxNode's spec and the FluxInstance's status. What to write is decided in
 //! [`crate::plan`]; here are the effects.
 
-mod certificate;
+pub(crate) mod certificate;
 mod events;
 mod instance;
 mod lease;
 mod packages;
 mod publish;
 mod reconcile;
-mod store;
+pub(crate) mod store;
 
 use std::time::Duration;
 

@@ -1,0 +1,392 @@
+//! The rungs: what each [`Step`](super::decide::Step) does. Every one can be killed and done again.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use serde::{Deserialize, Serialize};
+use tracing::{debug, info};
+
+use super::decide::Assignment;
+use crate::{
+    api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, RUN_DIR, Roster},
+    broker::command::{BrokerIdentity, launch},
+    host::{
+        Answer, ClaimOrder, ConfigureOrder, FluxOrder, Host, HostError, HostFile, HostView, LaunchOrder, LinkOrder, Order,
+        Preflight, PreflightOrder, Progress, Refusal, RemoveOrder, StateDir, StopOrder,
+        files::{host_path, make_dirs_in_host_root, open_in_host_root},
+    },
+    packages::{FetchError, HttpClient, HttpError, estimate_bytes, fetch},
+    plan::broker_toml,
+    planner::{PlannerError, certificate, store},
+};
+
+/// Job shells open inotify instances, and so do kubelet and containerd: the kernel's default of 128 is soon used up.
+const SYSCTLS: [(&str, u64); 2] = [("fs.inotify.max_user_instances", 8192), ("fs.inotify.max_user_watches", 524_288)];
+/// SIGTERM to SIGKILL. The lead cancels jobs and writes its queue to disk in this time.
+const STOP_GRACE_SECS: u64 = 60;
+/// For one `flux` command of the live change.
+const FLUX_TIMEOUT_SECS: u64 = 60;
+
+/// Why a step was not done.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StepError {
+    /// The host said no.
+    #[error(transparent)]
+    Host(#[from] HostError),
+    /// The packages could not be fetched.
+    #[error(transparent)]
+    Fetch(#[from] FetchError),
+    /// The HTTP client could not be made.
+    #[error(transparent)]
+    Http(#[from] HttpError),
+    /// The API server.
+    #[error(transparent)]
+    Api(#[from] PlannerError),
+    /// A directory of the host could not be opened.
+    #[error("can't open {path} on the host")]
+    Directory {
+        /// Which.
+        path: PathBuf,
+        /// Cause.
+        #[source]
+        source: std::io::Error,
+    },
+    /// Something is not there yet, or not as it must be.
+    #[error("{0}")]
+    NotYet(String),
+    /// `flux` failed.
+    #[error("flux {command}: {output}")]
+    Flux {
+        /// Its arguments.
+        command: String,
+        /// The last it said.
+        output: String,
+    },
+}
+
+impl StepError {
+    /// Time alone can heal it.
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::Host(HostError::Refused(refusal)) => refusal.transient,
+            Self::Fetch(error) => error.is_transient(),
+            _ => true,
+        }
+    }
+}
+
+/// What the lead's broker has taken in, `etc/applied.json`. It is about one process: a broker that was started since has
+/// read the file as it was then.
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub struct Applied {
+    /// The broker.
+    pub pid: i32,
+    /// Its start time.
+    pub start_time: u64,
+    /// The roster's revision.
+    pub revision: u64,
+}
+
+impl Applied {
+    /// The revision that the broker which runs has taken in.
+    pub fn of(view: &HostView) -> Option<u64> {
+        let applied: Self = serde_json::from_str(view.applied.as_deref()?).ok()?;
+        let broker = view.broker.as_ref()?;
+        ((applied.pid, applied.start_time) == (broker.pid, broker.start_time)).then_some(applied.revision)
+    }
+}
+
+/// Acts on one host.
+pub struct Actor {
+    /// The host boundary.
+    pub host: Arc<dyn Host>,
+    /// For the certificate and what the planner has published.
+    pub client: kube::Client,
+    /// uid of the FluxInstance.
+    pub instance_uid: String,
+}
+
+impl Actor {
+    /// Looks at the host.
+    ///
+    /// # Errors
+    /// The stage's.
+    pub async fn observe(&self) -> Result<HostView, StepError> {
+        observed(self.order(Order::Observe).await?)
+    }
+
+    /// The rung preflight.
+    ///
+    /// # Errors
+    /// Why this host can't carry a broker, in one sentence with a remedy.
+    pub async fn preflight(&self, spec: &FluxInstanceSpec, set: Option<&PackageSet>) -> Result<Preflight, StepError> {
+        let need_bytes = set.map_or(0, |set| estimate_bytes(set, crate::packages::native_platform()));
+        let order = PreflightOrder {
+            prefix: spec.prefix.clone().map(PathBuf::from),
+            port: spec.broker.port.unwrap_or(crate::api::DEFAULT_BROKER_PORT),
+            need_bytes,
+        };
+        match self.order(Order::Preflight(order)).await? {
+            Answer::Preflight(preflight) => Ok(preflight),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// The rung claim.
+    ///
+    /// # Errors
+    /// The stage's.
+    pub async fn claim(&self, preflight: &Preflight) -> Result<(), StepError> {
+        let order = ClaimOrder { prefix: preflight.prefix.clone(), instance_uid: self.instance_uid.clone() };
+        self.order(Order::Claim(order)).await.map(drop)
+    }
+
+    /// The rung install: fetch in the pod, link on the host.
+    ///
+    /// # Errors
+    /// The first thing that failed; what is live is untouched.
+    pub async fn install(
+        &self,
+        preflight: &Preflight,
+        set: &PackageSet,
+        mut progress: impl FnMut(Progress) + Send,
+    ) -> Result<(), StepError> {
+        self.claim(preflight).await?;
+        let digest = set.digest();
+        let path = preflight.prefix.join("pkgs");
+        let pkgs = make_dirs_in_host_root(&path).map_err(|source| StepError::Directory { path, source })?;
+        let host_file = |path: &str| crate::host::open_host_file(Path::new(path));
+        let http = HttpClient::new()?;
+        fetch(set, &digest, &preflight.platform, &host_path(&pkgs), host_file, &http, &mut progress).await?;
+        let order = LinkOrder {
+            prefix: preflight.prefix.clone(),
+            digest,
+            set: set.clone(),
+            platform: preflight.platform.clone(),
+        };
+        self.host.run(Order::Link(order), &mut progress).await?;
+        info!("packages are installed");
+        Ok(())
+    }
+
+    /// The rung configure: everything that the broker of `assignment` reads at start, from what the planner has published.
+    ///
+    /// # Errors
+    /// Something is not published yet; the stage's.
+    pub async fn configure(
+        &self,
+        preflight: &Preflight,
+        roster: &Roster,
+        assignment: &Assignment,
+        live: bool,
+    ) -> Result<u64, StepError> {
+        let published = store::read(&self.client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?;
+        let published = published.ok_or_else(|| StepError::NotYet("waiting for ConfigMap flux-broker".to_owned()))?.text;
+        let made_from = broker_toml::made_from(&published);
+        let Some((_, revision)) = made_from.filter(|made_from| *made_from >= (roster.epoch, assignment.entry.revision)) else {
+            return Err(StepError::NotYet("waiting for ConfigMap flux-broker to follow the roster".to_owned()));
+        };
+        let certificate = certificate::read(&self.client).await?;
+        let certificate = certificate.ok_or_else(|| StepError::NotYet("waiting for Secret flux-curve".to_owned()))?;
+        if certificate.fingerprint() != roster.settings.certificate {
+            let words = "Secret flux-curve holds another certificate than this epoch was started with";
+            return Err(StepError::NotYet(words.to_owned()));
+        }
+        let path = |name: &str| preflight.prefix.join(name).display().to_string();
+        let toml = broker_toml::for_host(&published, &path("etc/curve.cert")).map_err(StepError::NotYet)?;
+        let roster_text = serde_json::to_string(roster).map_err(|error| StepError::NotYet(error.to_string()))?;
+        let file = |path: &str, content: String, mode, broker_owned| HostFile { path: path.into(), content, mode, broker_owned };
+        let environment = preflight.prefix.join("envs").join(&roster.settings.digest);
+        let order = ConfigureOrder {
+            prefix: preflight.prefix.clone(),
+            digest: roster.settings.digest.clone(),
+            files: vec![
+                file("etc/broker.toml", toml, 0o644, false),
+                file("etc/curve.cert", certificate.text().to_owned(), 0o600, true),
+                file("etc/roster.json", roster_text, 0o644, false),
+                file("bin/flux-connect.sh", connect_script(&environment, &roster.settings.run_as), 0o755, false),
+            ],
+            run_as: roster.settings.run_as.clone(),
+            statedir: (assignment.rank == 0)
+                .then(|| StateDir { instance_id: roster.instance_id.clone(), established: roster.established }),
+            sysctls: SYSCTLS.map(|(name, value)| (name.to_owned(), value)).into(),
+            live,
+        };
+        self.order(Order::Configure(order)).await?;
+        Ok(revision)
+    }
+
+    /// The rung start.
+    ///
+    /// # Errors
+    /// The stage's.
+    pub async fn start(&self, preflight: &Preflight, roster: &Roster, assignment: &Assignment) -> Result<HostView, StepError> {
+        let order = launch_order(preflight, roster, assignment)?;
+        info!(rank = assignment.rank, broker = assignment.entry.broker_name, "starting the broker");
+        observed(self.order(Order::Start(order)).await?)
+    }
+
+    /// Remembers what the lead's broker has taken in.
+    ///
+    /// # Errors
+    /// The stage's.
+    pub async fn remember(&self, preflight: &Preflight, roster: &Roster, view: &HostView, revision: u64) -> Result<(), StepError> {
+        let Some(broker) = &view.broker else { return Ok(()) };
+        let applied = Applied { pid: broker.pid, start_time: broker.start_time, revision };
+        let content = serde_json::to_string(&applied).map_err(|error| StepError::NotYet(error.to_string()))?;
+        let order = ConfigureOrder {
+            prefix: preflight.prefix.clone(),
+            digest: roster.settings.digest.clone(),
+            files: vec![HostFile { path: "etc/applied.json".into(), content, mode: 0o644, broker_owned: false }],
+            run_as: roster.settings.run_as.clone(),
+            statedir: None,
+            sysctls: BTreeMap::new(),
+            live: true,
+        };
+        self.order(Order::Configure(order)).await.map(drop)
+    }
+
+    /// Lead: takes in what the roster declares now. The scheduler is off for a moment and running jobs stay; killed in
+    /// between, the next run does all of it again, so it ends with a scheduler that schedules.
+    ///
+    /// # Errors
+    /// The step that failed.
+    pub async fn reload(&self, preflight: &Preflight, roster: &Roster) -> Result<(), StepError> {
+        self.flux(preflight, roster, &["config", "reload"]).await?;
+        let loaded = self.flux(preflight, roster, &["module", "list", "--all"]).await?;
+        let is_loaded = |module: &str| loaded.lines().any(|line| line.split_whitespace().next() == Some(module));
+        // Which scheduler this instance has, if it is off right now because an earlier run was killed: Fluxion where the
+        // package set brings it (its modprobe priority says so, flux-sched etc/modprobe/modprobe.d/fluxion.toml).
+        let simple = is_loaded("sched-simple");
+        let scheduler: &[&str] = if simple { &["sched-simple"] } else { &FLUXION };
+        for module in scheduler.iter().rev().filter(|module| is_loaded(module)) {
+            self.flux(preflight, roster, &["module", "remove", module]).await?;
+        }
+        self.flux(preflight, roster, &["module", "reload", "resource"]).await?;
+        for module in scheduler {
+            if let Err(error) = self.flux(preflight, roster, &["module", "load", module]).await {
+                if simple || *module != FLUXION[0] {
+                    return Err(error);
+                }
+                debug!(%error, "no Fluxion in this package set");
+                self.flux(preflight, roster, &["module", "load", "sched-simple"]).await?;
+                break;
+            }
+        }
+        // `flux resource list` looks healthy without a scheduler; this does not.
+        let queue = self.flux(preflight, roster, &["queue", "status"]).await?;
+        if queue.contains("Scheduler is offline") {
+            return Err(StepError::Flux { command: "queue status".to_owned(), output: queue.trim().to_owned() });
+        }
+        info!(revision = roster.revision, "the lead has taken in the roster's resources");
+        Ok(())
+    }
+
+    /// Stops the broker.
+    ///
+    /// # Errors
+    /// The stage's.
+    pub async fn stop(&self) -> Result<HostView, StepError> {
+        observed(self.order(Order::Stop(StopOrder { grace_secs: STOP_GRACE_SECS })).await?)
+    }
+
+    /// Takes everything off the host.
+    ///
+    /// # Errors
+    /// The stage's; what was done is done, the next run goes on from there.
+    pub async fn remove(&self, keep_state: bool) -> Result<(), StepError> {
+        self.stop().await?;
+        self.order(Order::Remove(RemoveOrder { keep_state })).await?;
+        info!("the host is clean");
+        Ok(())
+    }
+
+    async fn flux(&self, preflight: &Preflight, roster: &Roster, args: &[&str]) -> Result<String, StepError> {
+        let order = FluxOrder {
+            prefix: preflight.prefix.clone(),
+            digest: roster.settings.digest.clone(),
+            args: args.iter().map(|arg| (*arg).to_owned()).collect(),
+            run_as: roster.settings.run_as.clone(),
+            timeout_secs: FLUX_TIMEOUT_SECS,
+        };
+        match self.order(Order::Flux(order)).await? {
+            Answer::Ran(ran) if ran.code == 0 => Ok(ran.stdout + &ran.stderr),
+            Answer::Ran(ran) => {
+                let output = ran.stderr.trim().lines().last().unwrap_or("no output").to_owned();
+                Err(StepError::Flux { command: args.join(" "), output })
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn order(&self, order: Order) -> Result<Answer, StepError> {
+        Ok(self.host.run(order, &mut |_| {}).await?)
+    }
+}
+
+/// In the order in which they are loaded.
+const FLUXION: [&str; 3] = ["sched-fluxion-resource", "sched-fluxion-feasibility", "sched-fluxion-qmanager"];
+
+/// How the broker of `assignment` is started.
+///
+/// # Errors
+/// The package set's Flux is too old.
+pub fn launch_order(preflight: &Preflight, roster: &Roster, assignment: &Assignment) -> Result<LaunchOrder, StepError> {
+    let identity = BrokerIdentity {
+        prefix: &preflight.prefix,
+        rank: assignment.rank,
+        broker_name: &assignment.entry.broker_name,
+        node_uid: &assignment.node_uid,
+        instance_uid: &roster.instance_uid,
+        instance_id: &roster.instance_id,
+        epoch: roster.epoch,
+    };
+    launch(&roster.settings, &identity, None).map_err(|error| StepError::NotYet(error.to_string()))
+}
+
+fn observed(answer: Answer) -> Result<HostView, StepError> {
+    match answer {
+        Answer::Observed(view) => Ok(*view),
+        other => Err(unexpected(&other)),
+    }
+}
+
+fn unexpected(answer: &Answer) -> StepError {
+    let refusal = Refusal { message: format!("the host stage gave another answer than was asked for: {answer:?}"), transient: false };
+    StepError::Host(HostError::Refused(refusal))
+}
+
+/// For people on the host. Only the owner of the brokers may use the instance, so root becomes him.
+fn connect_script(environment: &Path, run_as: &str) -> String {
+    let bin = environment.join("bin");
+    let bin = bin.display();
+    let uri = crate::api::BROKER_URI;
+    let become_owner = if run_as == "root" || run_as == "0" {
+        String::new()
+    } else {
+        format!(
+            "owner=$(stat -c %u {RUN_DIR}/broker) || exit 1\n[ \"$(id -u)\" != 0 ] || exec setpriv --reuid \"$owner\" \
+             --regid \"$(stat -c %g {RUN_DIR}/broker)\" --clear-groups \"$0\" \"$@\"\n"
+        )
+    };
+    format!(
+        "#!/bin/sh\n# Opens a shell in the Flux instance of this node, or runs a command in it: flux-connect.sh [COMMAND...]\n\
+         {become_owner}export PATH=\"{bin}:$PATH\" FLUX_URI=\"{uri}\"\n[ $# -eq 0 ] || exec \"$@\"\nexec \"${{SHELL:-/bin/sh}}\"\n"
+    )
+}
+
+/// Reads a file of the host's broker directory: the certificate that this host was configured with.
+///
+/// # Errors
+/// What the system says.
+pub fn read_host_file(path: &Path) -> std::io::Result<String> {
+    use std::io::Read;
+    let mut text = String::new();
+    let file = open_in_host_root(path)?;
+    std::fs::File::open(host_path(&file))?.read_to_string(&mut text)?;
+    Ok(text)
+}

@@ -1,0 +1,96 @@
+//! What the broker itself says, as it says it: over its socket, not by parsing a CLI. The end of the socket is the end of
+//! the broker, and an event.
+
+use std::{io::Write, path::Path, time::Duration};
+
+use futures::StreamExt;
+use tokio::{
+    sync::watch,
+    time::{interval, sleep},
+};
+use tracing::debug;
+
+use crate::{
+    api::BROKER_RUN_DIR,
+    broker::{
+        idset::IdSet,
+        rfc3::{Client, RpcError},
+        status::{Change, attribute, online_line, overlay, state, watch as changes},
+    },
+    host::files::{host_path, open_in_host_root},
+};
+
+/// How often a socket that isn't there yet is looked for.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// The overlay's health changes without an event on this socket.
+const HEALTH_EVERY: Duration = Duration::from_secs(5);
+
+/// The broker's own words.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Live {
+    /// Process that holds the socket; None: nobody does.
+    pub pid: Option<i32>,
+    /// `join`, `quorum`, `run`, …
+    pub state: String,
+    /// The overlay's health from here down.
+    pub health: Option<String>,
+    /// Ranks that are online, by the lead's word.
+    pub online: IdSet,
+}
+
+/// Connects to the broker of this host.
+///
+/// # Errors
+/// There is no broker, or it does not take us.
+pub async fn connect() -> Result<Client, RpcError> {
+    let socket = Path::new(BROKER_RUN_DIR).join("local");
+    let file = open_in_host_root(&socket).map_err(RpcError::from)?;
+    Client::connect(&host_path(&file)).await
+}
+
+/// Follows the broker of this host, whichever it is, until the receiver is dropped. On the lead each change of who is online
+/// is one line in the pod's log, in the broker's own form: the broker itself says it only until it has its quorum.
+pub fn follow() -> watch::Receiver<Live> {
+    let (sender, receiver) = watch::channel(Live::default());
+    tokio::spawn(async move {
+        while !sender.is_closed() {
+            if let Ok(client) = connect().await
+                && let Err(error) = follow_one(&client, &sender).await
+            {
+                debug!(error = crate::error_chain(&error), "lost the broker's socket");
+            }
+            sender.send_if_modified(|live| std::mem::take(live) != Live::default());
+            sleep(LOOK_EVERY).await;
+        }
+    });
+    receiver
+}
+
+async fn follow_one(client: &Client, sender: &watch::Sender<Live>) -> Result<(), RpcError> {
+    let now = state(client).await?.state;
+    let (rank, names) = futures::try_join!(attribute(client, "rank"), attribute(client, "hostlist"))?;
+    let pid = client.peer_pid();
+    sender.send_modify(|live| *live = Live { pid, state: now, ..Live::default() });
+    let mut changes = changes(client)?;
+    let mut health = interval(HEALTH_EVERY);
+    loop {
+        tokio::select! {
+            change = changes.next() => match change {
+                Some(Change::State(state)) => sender.send_modify(|live| live.state = state),
+                Some(Change::Online(online)) => {
+                    if rank == "0" {
+                        let _ = writeln!(std::io::stdout(), "{}", online_line(&names, &online));
+                    }
+                    sender.send_modify(|live| live.online = online);
+                }
+                None => return Ok(()),
+            },
+            _ = health.tick() => {
+                if let Ok(overlay) = overlay(client).await {
+                    let health = Some(overlay.status);
+                    sender.send_if_modified(|live| std::mem::replace(&mut live.health, health.clone()) != health);
+                }
+            }
+        }
+    }
+}

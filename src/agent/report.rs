@@ -1,0 +1,116 @@
+//! The agent's words: its FluxNode's status, and Events on it.
+
+use kube::{
+    Api, Client, Resource,
+    api::{DeleteParams, Patch, PatchParams, PostParams},
+};
+use serde_json::{Map, Value, json};
+
+use crate::{
+    api::{FluxNode, FluxNodeSpec, FluxNodeStatus, NAMESPACE, NodePhase},
+    planner::{Announcer, PlannerError, call},
+};
+
+/// Writes the status page of one node.
+pub struct Reporter {
+    nodes: Api<FluxNode>,
+    name: String,
+    announcer: Announcer,
+}
+
+impl Reporter {
+    /// For node `name`, speaking as pod `pod`.
+    pub fn new(client: Client, name: String, pod: &str) -> Self {
+        Self { nodes: Api::namespaced(client.clone(), NAMESPACE), name, announcer: Announcer::new(client, pod) }
+    }
+
+    /// Makes the FluxNode: the claim, before the first write on the host. One that is there already is fine.
+    ///
+    /// # Errors
+    /// The API server's.
+    pub async fn create(&self) -> Result<(), PlannerError> {
+        let spec = FluxNodeSpec { node_name: self.name.clone(), ..FluxNodeSpec::default() };
+        let (params, node) = (PostParams::default(), FluxNode::new(&self.name, spec));
+        match call(format!("create FluxNode {}", self.name), self.nodes.create(&params, &node)).await {
+            Err(error) if error.code() == Some(409) => Ok(()),
+            other => other.map(drop),
+        }
+    }
+
+    /// Writes the status where it differs from what `node` has, and an Event where the phase changed.
+    ///
+    /// # Errors
+    /// The API server's.
+    pub async fn write(&mut self, node: &FluxNode, next: &FluxNodeStatus) -> Result<(), PlannerError> {
+        let before = node.status.clone().unwrap_or_default();
+        if node.status.as_ref() == Some(next) {
+            return Ok(());
+        }
+        let change = difference(&json!(before), &json!(next));
+        let (params, patch) = (PatchParams::default(), Patch::Merge(json!({"status": change})));
+        call(format!("status of FluxNode {}", self.name), self.nodes.patch_status(&self.name, &params, &patch)).await?;
+        let failed = next.phase == NodePhase::Failed;
+        if before.phase != next.phase || (failed && before.message != next.message) {
+            let note = next.message.clone().unwrap_or_else(|| format!("{:?}", next.phase));
+            self.announcer.say(&node.object_ref(&()), failed, &format!("{:?}", next.phase), &note).await;
+        }
+        Ok(())
+    }
+
+    /// Deletes the FluxNode: the host is clean.
+    ///
+    /// # Errors
+    /// The API server's.
+    pub async fn delete(&self) -> Result<(), PlannerError> {
+        let deleted = self.nodes.delete(&self.name, &DeleteParams::default());
+        match call(format!("delete FluxNode {}", self.name), deleted).await {
+            Err(error) if error.code() == Some(404) => Ok(()),
+            other => other.map(drop),
+        }
+    }
+
+    /// Reads another node's FluxNode.
+    ///
+    /// # Errors
+    /// The API server's.
+    pub async fn of(&self, name: &str) -> Result<Option<FluxNode>, PlannerError> {
+        call(format!("get FluxNode {name}"), self.nodes.get_opt(name)).await
+    }
+}
+
+
+/// The JSON merge patch (RFC 7396) that makes `new` out of `old`: what is no longer there is named as null.
+fn difference(old: &Value, new: &Value) -> Value {
+    let (Value::Object(old), Value::Object(new)) = (old, new) else { return new.clone() };
+    let mut patch = Map::new();
+    for (key, value) in new {
+        match old.get(key) {
+            Some(before) if before == value => {}
+            Some(before) => drop(patch.insert(key.clone(), difference(before, value))),
+            None => drop(patch.insert(key.clone(), value.clone())),
+        }
+    }
+    for key in old.keys().filter(|key| !new.contains_key(*key)) {
+        patch.insert(key.clone(), Value::Null);
+    }
+    Value::Object(patch)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_merge_patch_makes_the_new_out_of_the_old() {
+        for (old, new) in [
+            (json!({}), json!({"a": 1})),
+            (json!({"a": 1, "b": {"c": 2, "d": 3}}), json!({"b": {"c": 4}})),
+            (json!({"a": {"gpus": 2, "cores": 1}}), json!({"a": {"cores": 1}})),
+            (json!({"a": [1, 2]}), json!({"a": [2]})),
+        ] {
+            let mut made = old.clone();
+            json_patch::merge(&mut made, &difference(&old, &new));
+            assert_eq!(made, new);
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! What SIGTERM means. It is not uninstall: a pod ends for many reasons, and only a positive word removes anything.
+
+use std::time::Duration;
+
+/// What is known of one object at SIGTERM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Word {
+    /// It is there and stays.
+    Stays,
+    /// It is being deleted, or gone by the API server's positive word.
+    Ends,
+    /// No word: 401, 403, 429, 5xx, time-out, somebody else's 404.
+    None,
+}
+
+/// What to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// An ordinary restart: leave at once, everything keeps running.
+    Leave,
+    /// Take everything off the host.
+    Clean,
+    /// Wait so long for evidence on the open watches, then leave.
+    WaitFor(Duration),
+}
+
+/// A FluxInstance that is deleted together with its DaemonSet follows within moments.
+const AFTER_DAEMONSET: Duration = Duration::from_secs(5);
+/// Rights go before objects in some orders of deletion; watches that are open still tell.
+const UNCLEAR: Duration = Duration::from_secs(20);
+
+/// Decides.
+pub fn decide(namespace: Word, instance: Word, daemonset: Word) -> Verdict {
+    match (namespace, instance, daemonset) {
+        (Word::Ends, _, _) | (_, Word::Ends, _) => Verdict::Clean,
+        (Word::Stays, Word::Stays, Word::Stays) => Verdict::Leave,
+        (Word::Stays, Word::Stays, Word::Ends) => Verdict::WaitFor(AFTER_DAEMONSET),
+        _ => Verdict::WaitFor(UNCLEAR),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Verdict::*, Word::*, *};
+
+    #[test]
+    fn only_a_positive_word_cleans() {
+        for (namespace, instance, daemonset, expected) in [
+            (Stays, Stays, Stays, Leave),
+            (Stays, Stays, Ends, WaitFor(AFTER_DAEMONSET)),
+            (Stays, Ends, Stays, Clean),
+            (Stays, Ends, Ends, Clean),
+            (Ends, Stays, Stays, Clean),
+            (Ends, None, None, Clean),
+            (None, Ends, None, Clean),
+            (None, None, None, WaitFor(UNCLEAR)),
+            (Stays, None, Ends, WaitFor(UNCLEAR)),
+            (None, Stays, Stays, WaitFor(UNCLEAR)),
+        ] {
+            assert_eq!(decide(namespace, instance, daemonset), expected, "{namespace:?} {instance:?} {daemonset:?}");
+        }
+    }
+}
