@@ -11,8 +11,8 @@ use std::{
 };
 
 use flux_distribute::host::{
-    Brokers, ClaimOrder, ConfigureOrder, FluxOrder, HostFile, HostLock, HostState, LaunchRecord, Refusal, RemoveOrder, Root,
-    RunningBroker, StateDir, StopOrder, Undo, claim, configure, flux, launch::BrokerView, observe, remove, state,
+    Brokers, ClaimOrder, ConfigureOrder, FluxOrder, HostFile, HostLock, HostState, LaunchRecord, Refusal, RemoveOrder,
+    Root, RunningBroker, StateDir, StopOrder, Undo, claim, configure, flux, launch::BrokerView, observe, remove, state,
 };
 
 const PREFIX: &str = "/opt/flux-distribute";
@@ -37,7 +37,10 @@ struct FakeBrokers {
 
 impl Brokers for FakeBrokers {
     fn observe(&self, _prefix: Option<&Path>) -> BrokerView {
-        BrokerView { running: self.running.borrow().clone(), died: None }
+        BrokerView {
+            running: self.running.borrow().clone(),
+            died: None,
+        }
     }
 
     fn stop(&self, _order: &StopOrder) -> Result<(), Refusal> {
@@ -61,9 +64,16 @@ struct TestHost {
 impl TestHost {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let host = Self { root: Root::at(dir.path()), dir, brokers: FakeBrokers::default() };
+        let host = Self {
+            root: Root::at(dir.path()),
+            dir,
+            brokers: FakeBrokers::default(),
+        };
         for (path, content) in [
-            ("/etc/passwd", "root:x:0:0:root:/root:/bin/sh\nflux:x:500:501::/var/lib/flux:/bin/sh\n"),
+            (
+                "/etc/passwd",
+                "root:x:0:0:root:/root:/bin/sh\nflux:x:500:501::/var/lib/flux:/bin/sh\n",
+            ),
             ("/etc/group", "video:x:44:flux\n"),
             ("/proc/sys/fs/inotify/max_user_instances", "128\n"),
             ("/proc/sys/kernel/random/boot_id", "boot-1\n"),
@@ -131,7 +141,10 @@ impl TestHost {
 }
 
 fn claim_order(prefix: &str, uid: &str) -> ClaimOrder {
-    ClaimOrder { prefix: prefix.into(), instance_uid: uid.into() }
+    ClaimOrder {
+        prefix: prefix.into(),
+        instance_uid: uid.into(),
+    }
 }
 
 fn configure_order() -> ConfigureOrder {
@@ -151,7 +164,10 @@ fn configure_order() -> ConfigureOrder {
             file("bin/flux-connect.sh", "#!/bin/sh\n", 0o755, false),
         ],
         run_as: "flux".into(),
-        statedir: Some(StateDir { instance_id: "id-1".into(), established: false }),
+        statedir: Some(StateDir {
+            instance_id: "id-1".into(),
+            established: false,
+        }),
         sysctls: BTreeMap::from([
             ("fs.inotify.max_user_instances".into(), 8192),
             ("net.core.not_on_this_kernel".into(), 5),
@@ -161,11 +177,17 @@ fn configure_order() -> ConfigureOrder {
 }
 
 fn not_established(id: &str) -> Option<StateDir> {
-    Some(StateDir { instance_id: id.into(), established: false })
+    Some(StateDir {
+        instance_id: id.into(),
+        established: false,
+    })
 }
 
 fn established(id: &str) -> Option<StateDir> {
-    Some(StateDir { instance_id: id.into(), established: true })
+    Some(StateDir {
+        instance_id: id.into(),
+        established: true,
+    })
 }
 
 fn mode(path: &Path) -> u32 {
@@ -186,7 +208,10 @@ fn everything_we_touched_is_taken_off_and_nothing_else() {
     host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
     host.configure(&configure_order()).unwrap();
     assert!(host.at("/flux-connect.sh").exists());
-    assert_eq!(fs::read_link(host.at(COMPILED)).unwrap(), Path::new(PREFIX).join("envs").join(DIGEST));
+    assert_eq!(
+        fs::read_link(host.at(COMPILED)).unwrap(),
+        Path::new(PREFIX).join("envs").join(DIGEST)
+    );
     assert_ne!(host.everything(), before);
     host.remove(false).unwrap();
     assert_eq!(host.everything(), before);
@@ -202,18 +227,46 @@ fn configured_files_have_their_owner_mode_and_content() {
     host.claim().unwrap();
     host.environment(DIGEST, "{}");
     host.configure(&configure_order()).unwrap();
-    assert_eq!((mode(&host.below("etc/broker.toml")), owner(&host.below("etc/broker.toml"))), (0o644, (0, 0)));
-    assert_eq!((mode(&host.below("etc/curve.cert")), owner(&host.below("etc/curve.cert"))), (0o600, (500, 501)));
-    assert_eq!((mode(&host.below("state")), owner(&host.below("state"))), (0o700, (500, 501)));
+    assert_eq!(
+        (
+            mode(&host.below("etc/broker.toml")),
+            owner(&host.below("etc/broker.toml"))
+        ),
+        (0o644, (0, 0))
+    );
+    assert_eq!(
+        (
+            mode(&host.below("etc/curve.cert")),
+            owner(&host.below("etc/curve.cert"))
+        ),
+        (0o600, (500, 501))
+    );
+    assert_eq!(
+        (mode(&host.below("state")), owner(&host.below("state"))),
+        (0o700, (500, 501))
+    );
     assert_eq!(fs::read_to_string(host.below("state/instance-id")).unwrap(), "id-1\n");
-    assert_eq!(fs::read_link(host.below("current")).unwrap(), Path::new("envs").join(DIGEST));
-    assert_eq!(fs::read_to_string(host.at("/proc/sys/fs/inotify/max_user_instances")).unwrap(), "8192");
+    assert_eq!(
+        fs::read_link(host.below("current")).unwrap(),
+        Path::new("envs").join(DIGEST)
+    );
+    assert_eq!(
+        fs::read_to_string(host.at("/proc/sys/fs/inotify/max_user_instances")).unwrap(),
+        "8192"
+    );
     let view = observe(&host.root, &host.brokers).unwrap();
-    assert_eq!((view.environments, view.roster, view.boot_id), (vec![DIGEST.into()], Some("{}".into()), "boot-1".into()));
+    assert_eq!(
+        (view.environments, view.roster, view.boot_id),
+        (vec![DIGEST.into()], Some("{}".into()), "boot-1".into())
+    );
 
     // The user changes while the broker is down: what he owns changes with him.
     host.write(&format!("{PREFIX}/state/content.sqlite"), "queue");
-    host.configure(&ConfigureOrder { run_as: "4242".into(), ..configure_order() }).unwrap();
+    host.configure(&ConfigureOrder {
+        run_as: "4242".into(),
+        ..configure_order()
+    })
+    .unwrap();
     for path in ["etc/curve.cert", "state", "state/instance-id", "state/content.sqlite"] {
         assert_eq!(owner(&host.below(path)), (4242, 4242), "{path}");
     }
@@ -226,7 +279,10 @@ fn claiming_and_configuring_again_changes_nothing() {
     host.claim().unwrap();
     host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
     host.configure(&configure_order()).unwrap();
-    let (before, inode) = (host.everything(), fs::metadata(host.below("etc/broker.toml")).unwrap().ino());
+    let (before, inode) = (
+        host.everything(),
+        fs::metadata(host.below("etc/broker.toml")).unwrap().ino(),
+    );
     host.claim().unwrap();
     host.configure(&configure_order()).unwrap();
     assert_eq!(host.everything(), before);
@@ -238,7 +294,10 @@ fn a_prefix_of_others_is_refused() {
     let host = TestHost::new();
     host.write(&format!("{PREFIX}/theirs"), "");
     let refusal = host.claim().unwrap_err();
-    assert!(refusal.message.contains("theirs") && refusal.message.contains("spec.prefix"), "{refusal}");
+    assert!(
+        refusal.message.contains("theirs") && refusal.message.contains("spec.prefix"),
+        "{refusal}"
+    );
     assert!(host.state().is_none());
     assert!(claim(&host.root, &claim_order("/opt/../etc", "uid-1")).is_err());
     assert!(claim(&host.root, &claim_order("/", "uid-1")).is_err());
@@ -249,8 +308,18 @@ fn another_instance_and_another_prefix_wait_until_the_host_is_clean() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
-    assert!(claim(&host.root, &claim_order(PREFIX, "uid-2")).unwrap_err().message.contains("uid-1"));
-    assert!(claim(&host.root, &claim_order("/data/flux", "uid-1")).unwrap_err().message.contains(PREFIX));
+    assert!(
+        claim(&host.root, &claim_order(PREFIX, "uid-2"))
+            .unwrap_err()
+            .message
+            .contains("uid-1")
+    );
+    assert!(
+        claim(&host.root, &claim_order("/data/flux", "uid-1"))
+            .unwrap_err()
+            .message
+            .contains(PREFIX)
+    );
     assert!(!host.at("/data").exists());
     host.remove(false).unwrap();
     claim(&host.root, &claim_order("/data/flux", "uid-2")).unwrap();
@@ -295,16 +364,33 @@ fn a_lost_statedir_of_an_established_instance_is_refused_before_anything_is_writ
     host.claim().unwrap();
     host.environment(DIGEST, "{}");
     let before = host.everything();
-    let refusal = host.configure(&ConfigureOrder { statedir: established("id-1"), ..configure_order() }).unwrap_err();
+    let refusal = host
+        .configure(&ConfigureOrder {
+            statedir: established("id-1"),
+            ..configure_order()
+        })
+        .unwrap_err();
     assert!(!refusal.transient);
     for word in ["id-1", "recover", "reset"] {
         assert!(refusal.message.contains(word), "{refusal}");
     }
     assert_eq!(host.everything(), before);
     host.configure(&configure_order()).unwrap();
-    host.configure(&ConfigureOrder { statedir: established("id-1"), ..configure_order() }).unwrap();
-    let other = host.configure(&ConfigureOrder { statedir: established("id-2"), ..configure_order() }).unwrap_err();
-    assert!(other.message.contains("id-2") && other.message.contains("id-1"), "{other}");
+    host.configure(&ConfigureOrder {
+        statedir: established("id-1"),
+        ..configure_order()
+    })
+    .unwrap();
+    let other = host
+        .configure(&ConfigureOrder {
+            statedir: established("id-2"),
+            ..configure_order()
+        })
+        .unwrap_err();
+    assert!(
+        other.message.contains("id-2") && other.message.contains("id-1"),
+        "{other}"
+    );
 }
 
 #[test]
@@ -315,12 +401,23 @@ fn the_queue_of_an_older_instance_is_kept_aside() {
     host.environment(DIGEST, "{}");
     host.configure(&configure_order()).unwrap();
     fs::write(host.below("state/content.sqlite"), "queue").unwrap();
-    host.configure(&ConfigureOrder { statedir: not_established("id-2"), ..configure_order() }).unwrap();
-    assert_eq!(fs::read_to_string(host.below("state.id-1/content.sqlite")).unwrap(), "queue");
+    host.configure(&ConfigureOrder {
+        statedir: not_established("id-2"),
+        ..configure_order()
+    })
+    .unwrap();
+    assert_eq!(
+        fs::read_to_string(host.below("state.id-1/content.sqlite")).unwrap(),
+        "queue"
+    );
     assert_eq!(fs::read_to_string(host.below("state/instance-id")).unwrap(), "id-2\n");
     // A second one of the same name doesn't overwrite the first.
     fs::write(host.below("state/instance-id"), "id-1").unwrap();
-    host.configure(&ConfigureOrder { statedir: not_established("id-3"), ..configure_order() }).unwrap();
+    host.configure(&ConfigureOrder {
+        statedir: not_established("id-3"),
+        ..configure_order()
+    })
+    .unwrap();
     assert!(host.below("state.id-1/content.sqlite").exists() && host.below("state.id-1.1").is_dir());
 }
 
@@ -334,11 +431,18 @@ fn a_kept_statedir_outlives_the_removal_and_serves_the_next_claim() {
     fs::write(host.below("state/content.sqlite"), "queue").unwrap();
     host.remove(true).unwrap();
     assert!(host.state().is_none());
-    let left: Vec<_> = fs::read_dir(host.below("")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let left: Vec<_> = fs::read_dir(host.below(""))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
     assert_eq!(left, ["state"]);
     claim(&host.root, &claim_order(PREFIX, "uid-2")).unwrap();
     host.environment(DIGEST, "{}");
-    host.configure(&ConfigureOrder { statedir: established("id-1"), ..configure_order() }).unwrap();
+    host.configure(&ConfigureOrder {
+        statedir: established("id-1"),
+        ..configure_order()
+    })
+    .unwrap();
     assert_eq!(fs::read_to_string(host.below("state/content.sqlite")).unwrap(), "queue");
 }
 
@@ -348,7 +452,11 @@ fn a_sysctl_is_raised_never_lowered_and_put_back_only_if_it_is_ours() {
     let sysctl = "/proc/sys/fs/inotify/max_user_instances";
     let raise = |host: &TestHost, to| {
         let sysctls = BTreeMap::from([("fs.inotify.max_user_instances".to_owned(), to)]);
-        host.configure(&ConfigureOrder { sysctls, ..configure_order() }).unwrap();
+        host.configure(&ConfigureOrder {
+            sysctls,
+            ..configure_order()
+        })
+        .unwrap();
     };
     for (what, steps, by_hand, expected) in [
         ("put back", &[8192][..], None, "128"),
@@ -356,7 +464,12 @@ fn a_sysctl_is_raised_never_lowered_and_put_back_only_if_it_is_ours() {
         ("asked for less later", &[8192, 4096], None, "128"),
         ("never raised", &[64], None, "128"),
         ("changed by the admin since", &[8192], Some("9999"), "9999"),
-        ("the second raise was recorded and killed", &[8192, 16384], Some("8192"), "128"),
+        (
+            "the second raise was recorded and killed",
+            &[8192, 16384],
+            Some("8192"),
+            "128",
+        ),
         ("a reboot has put it back", &[8192], Some("128"), "128"),
     ] {
         let host = TestHost::new();
@@ -381,7 +494,11 @@ fn the_undo_list_is_written_before_the_thing_is_done() {
     fs::create_dir_all(host.at("/usr/site/.flux.new")).unwrap();
     assert!(host.configure(&configure_order()).is_err());
     let undo = host.state().unwrap().undo;
-    assert!(undo.iter().any(|undo| matches!(undo, Undo::Symlink { path, .. } if path == Path::new(COMPILED))), "{undo:?}");
+    assert!(
+        undo.iter()
+            .any(|undo| matches!(undo, Undo::Symlink { path, .. } if path == Path::new(COMPILED))),
+        "{undo:?}"
+    );
 }
 
 #[test]
@@ -415,10 +532,25 @@ fn links_are_flipped_between_epochs_and_left_alone_under_a_running_broker() {
     }
     let target = |path: PathBuf| fs::read_link(path).unwrap().file_name().unwrap().to_owned();
     host.configure(&configure_order()).unwrap();
-    host.configure(&ConfigureOrder { digest: "next".into(), live: true, ..configure_order() }).unwrap();
-    assert_eq!((target(host.at(COMPILED)), target(host.below("current"))), (DIGEST.into(), DIGEST.into()));
-    host.configure(&ConfigureOrder { digest: "next".into(), ..configure_order() }).unwrap();
-    assert_eq!((target(host.at(COMPILED)), target(host.below("current"))), ("next".into(), "next".into()));
+    host.configure(&ConfigureOrder {
+        digest: "next".into(),
+        live: true,
+        ..configure_order()
+    })
+    .unwrap();
+    assert_eq!(
+        (target(host.at(COMPILED)), target(host.below("current"))),
+        (DIGEST.into(), DIGEST.into())
+    );
+    host.configure(&ConfigureOrder {
+        digest: "next".into(),
+        ..configure_order()
+    })
+    .unwrap();
+    assert_eq!(
+        (target(host.at(COMPILED)), target(host.below("current"))),
+        ("next".into(), "next".into())
+    );
     host.remove(false).unwrap();
     assert!(!host.at("/usr/site").exists() && host.at("/usr").exists());
 }
@@ -441,12 +573,25 @@ fn a_removal_that_was_killed_anywhere_is_finished_by_the_next_run() {
     let host = TestHost::new();
     let before = host.everything();
     // What a killed removal can have taken off already: any of these, before state.json.
-    for gone in ["envs", "etc", "state", "lock", "current", "../../flux-connect.sh", "../../usr/site/flux"] {
+    for gone in [
+        "envs",
+        "etc",
+        "state",
+        "lock",
+        "current",
+        "../../flux-connect.sh",
+        "../../usr/site/flux",
+    ] {
         host.claim().unwrap();
         host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
         host.configure(&configure_order()).unwrap();
         let path = host.below(gone);
-        if fs::symlink_metadata(&path).unwrap().is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) }.unwrap();
+        if fs::symlink_metadata(&path).unwrap().is_dir() {
+            fs::remove_dir_all(&path)
+        } else {
+            fs::remove_file(&path)
+        }
+        .unwrap();
         assert!(host.state().is_some(), "{gone}");
         host.remove(false).unwrap();
         assert_eq!(host.everything(), before, "{gone}");
@@ -465,7 +610,10 @@ fn what_cant_be_undone_keeps_the_undo_list() {
     assert!(host.remove(false).unwrap_err().message.contains("flux-connect.sh"));
     assert!(host.state().is_some());
     // The others were undone all the same.
-    assert_eq!(fs::read_to_string(host.at("/proc/sys/fs/inotify/max_user_instances")).unwrap(), "128");
+    assert_eq!(
+        fs::read_to_string(host.at("/proc/sys/fs/inotify/max_user_instances")).unwrap(),
+        "128"
+    );
     fs::remove_dir(host.at("/flux-connect.sh")).unwrap();
     host.remove(false).unwrap();
     assert!(host.state().is_none());
@@ -486,7 +634,12 @@ fn a_broker_that_still_runs_is_stopped_before_its_host_is_cleaned() {
         digest: DIGEST.into(),
         launch: "l".into(),
     };
-    *host.brokers.running.borrow_mut() = Some(RunningBroker { pid: 1, start_time: 1, systemd: false, record });
+    *host.brokers.running.borrow_mut() = Some(RunningBroker {
+        pid: 1,
+        start_time: 1,
+        systemd: false,
+        record,
+    });
     host.remove(false).unwrap();
     assert_eq!(*host.brokers.calls.borrow(), ["stop", "forget"]);
 }
@@ -498,9 +651,22 @@ fn files_do_not_leave_the_prefix_and_secrets_do_not_leave_their_file() {
     host.claim().unwrap();
     host.environment(DIGEST, "{}");
     for path in ["../etc/passwd", "/etc/passwd", "etc/../../x"] {
-        let file = HostFile { path: path.into(), content: "hunter2".into(), mode: 0o644, broker_owned: false };
-        let refusal = host.configure(&ConfigureOrder { files: vec![file], ..configure_order() }).unwrap_err();
-        assert!(refusal.message.contains("prefix") && !refusal.message.contains("hunter2"), "{refusal}");
+        let file = HostFile {
+            path: path.into(),
+            content: "hunter2".into(),
+            mode: 0o644,
+            broker_owned: false,
+        };
+        let refusal = host
+            .configure(&ConfigureOrder {
+                files: vec![file],
+                ..configure_order()
+            })
+            .unwrap_err();
+        assert!(
+            refusal.message.contains("prefix") && !refusal.message.contains("hunter2"),
+            "{refusal}"
+        );
     }
     assert!(!format!("{:?}", configure_order()).contains("secret"));
 }
@@ -511,7 +677,11 @@ fn one_stage_at_a_time_writes_and_a_removed_lock_is_not_held() {
     let host = TestHost::new();
     host.claim().unwrap();
     let held = HostLock::take(&host.root, Path::new(PREFIX), Duration::ZERO).unwrap();
-    assert!(HostLock::take(&host.root, Path::new(PREFIX), Duration::ZERO).unwrap_err().transient);
+    assert!(
+        HostLock::take(&host.root, Path::new(PREFIX), Duration::ZERO)
+            .unwrap_err()
+            .transient
+    );
     let (send, receive) = channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -562,11 +732,16 @@ fn flux_order(args: &[&str], timeout_secs: u64) -> FluxOrder {
 fn flux_runs_as_the_brokers_user_with_nothing_of_our_environment() {
     need_root!();
     let host = TestHost::new();
-    flux_script(&host, "id -u; id -g; id -G; echo $HOME $FLUX_URI $CARGO_MANIFEST_DIR \"$@\"; echo oops >&2; exit 3");
+    flux_script(
+        &host,
+        "id -u; id -g; id -G; echo $HOME $FLUX_URI $CARGO_MANIFEST_DIR \"$@\"; echo oops >&2; exit 3",
+    );
     let ran = flux(&host.root, &flux_order(&["resource", "a b"], 60)).unwrap();
-    let expected =
-        "500\n501\n501 44\n/var/lib/flux local:///run/flux-distribute/broker/local resource a b\n";
-    assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.as_str()), (3, expected, "oops\n"));
+    let expected = "500\n501\n501 44\n/var/lib/flux local:///run/flux-distribute/broker/local resource a b\n";
+    assert_eq!(
+        (ran.code, ran.stdout.as_str(), ran.stderr.as_str()),
+        (3, expected, "oops\n")
+    );
 }
 
 #[test]
