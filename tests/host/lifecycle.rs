@@ -2,7 +2,7 @@
 
 use std::{fs, os::unix::fs::MetadataExt, path::Path, sync::mpsc::channel, time::Duration};
 
-use flux_distribute::host::{ConfigureOrder, HostLock, LaunchRecord, RunningBroker, Undo, claim, observe, state};
+use flux_distribute::host::{HostLock, LaunchRecord, RunningBroker, Undo, claim, observe, state};
 
 use crate::support::*;
 
