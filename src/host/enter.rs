@@ -27,8 +27,8 @@ pub fn enter(
     all.extend(own_env("TERM"));
     all.extend(env.iter().cloned());
     let mut command = enter_command(program, args, &all, run_as).map_err(io::Error::other)?;
-    let mut child = command.spawn()?;
     ignore_terminal_signals();
+    let mut child = command.spawn()?;
     let code = flux::code(child.wait()?);
     Ok(ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX)))
 }

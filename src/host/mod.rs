@@ -11,6 +11,7 @@ mod enter;
 pub mod facts;
 pub mod fake;
 pub mod files;
+mod first_process;
 mod flux;
 pub mod launch;
 mod links;

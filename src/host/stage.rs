@@ -10,14 +10,14 @@ use std::{
 use nix::sys::stat::{Mode, umask};
 
 use super::{
-    Answer, LaunchOrder, LinkOrder, Linked, Order, Progress, Refusal, Reply, Root, RunningBroker, StopOrder, claim,
-    configure, flux,
-    launch::BrokerView,
+    Answer, Order, Progress, Refusal, RemoveOrder, Reply, Root, StopOrder, claim, configure, flux,
+    launch::{self, BrokerView},
     lock::{HostLock, WAIT},
     observe, preflight, remove,
     remove::Brokers,
     state,
 };
+use crate::packages;
 
 /// Exit code of a stage that could not even answer (sysexits(3) EX_SOFTWARE).
 const BROKEN: u8 = 70;
@@ -32,6 +32,8 @@ pub fn main() -> ExitCode {
         )
         .with_writer(io::stderr)
         .with_ansi(false)
+        // A removal outlives the agent, and who would read its log.
+        .log_internal_errors(false)
         .try_init();
     answer_panics();
     let reply = match read_order().and_then(|order| {
@@ -112,7 +114,7 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
             observed()
         }
         Order::Flux(order) => flux(root, &order).map(Answer::Ran),
-        Order::Remove(order) => remove(root, &brokers, &order).map(|()| Answer::Done),
+        Order::Remove(order) => remove_outside_the_pod(root, &order).map(|()| Answer::Done),
     }
 }
 
@@ -131,3 +133,21 @@ impl Brokers for HostBrokers {
         launch::forget()
     }
 }
+
+/// The cgroup of a removal: the end of the pod, and of its grace, must not end it half-way.
+const REMOVAL_CGROUP: &str = "flux-distribute-removal";
+
+/// Removes from a cgroup of its own. Where there is none to be had, a removal that is cut off is finished by the next one.
+fn remove_outside_the_pod(root: &Root, order: &RemoveOrder) -> Result<(), Refusal> {
+    if let Err(error) = launch::cgroup::enter(REMOVAL_CGROUP, NORMAL_WEIGHT) {
+        tracing::warn!(%error, "the removal stays in the pod's cgroup");
+    }
+    let removed = remove(root, &HostBrokers, order);
+    if let Err(error) = launch::cgroup::leave(REMOVAL_CGROUP) {
+        tracing::warn!(%error, "the removal's own cgroup stays");
+    }
+    removed
+}
+
+/// cpu.weight of everybody who asks for nothing (cgroups(7)).
+const NORMAL_WEIGHT: u32 = 100;

@@ -219,6 +219,19 @@ pub fn enter(name: &str, weight: u32) -> Result<(), CgroupError> {
     check_moved(&before, &own_memberships().map_err(proc)?, &moved)
 }
 
+/// Moves the calling process out of the cgroup `name` of every hierarchy, to the top, and takes that cgroup off.
+///
+/// # Errors
+/// The first place that can't be left or removed.
+pub fn leave(name: &str) -> Result<(), CgroupError> {
+    let proc = |source| CgroupError::File { what: "read", path: PathBuf::from("/proc/self/cgroup"), source };
+    let places = places_here(name).map_err(proc)?;
+    for place in places.iter().filter(|place| place.directory.exists()) {
+        write(&place.point.join("cgroup.procs"), "0")?;
+    }
+    remove(&places)
+}
+
 fn make(place: &Place, name: &str, weight: u32) -> Result<(), CgroupError> {
     let mut directory = place.point.clone();
     for (depth, component) in Path::new(name).components().enumerate() {

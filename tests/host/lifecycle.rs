@@ -1,0 +1,246 @@
+//! From claim to removal.
+
+use std::{fs, os::unix::fs::MetadataExt, path::Path, sync::mpsc::channel, time::Duration};
+
+use flux_distribute::host::{HostLock, LaunchRecord, RunningBroker, Undo, claim, observe, state};
+
+use crate::support::*;
+
+#[test]
+fn everything_we_touched_is_taken_off_and_nothing_else() {
+    need_root!();
+    let host = TestHost::new();
+    let before = host.everything();
+    host.claim().unwrap();
+    host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
+    host.configure(&configure_order()).unwrap();
+    assert!(host.at("/flux-connect.sh").exists());
+    assert_eq!(
+        fs::read_link(host.at(COMPILED)).unwrap(),
+        Path::new(PREFIX).join("envs").join(DIGEST)
+    );
+    assert_ne!(host.everything(), before);
+    host.remove(false).unwrap();
+    assert_eq!(host.everything(), before);
+    // Once more: it is clean already.
+    host.remove(false).unwrap();
+    assert_eq!(host.everything(), before);
+}
+
+#[test]
+fn claiming_and_configuring_again_changes_nothing() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
+    host.configure(&configure_order()).unwrap();
+    let (before, inode) = (
+        host.everything(),
+        fs::metadata(host.below("etc/broker.toml")).unwrap().ino(),
+    );
+    host.claim().unwrap();
+    host.configure(&configure_order()).unwrap();
+    assert_eq!(host.everything(), before);
+    assert_eq!(fs::metadata(host.below("etc/broker.toml")).unwrap().ino(), inode);
+}
+
+#[test]
+fn a_prefix_of_others_is_refused() {
+    let host = TestHost::new();
+    host.write(&format!("{PREFIX}/theirs"), "");
+    let refusal = host.claim().unwrap_err();
+    assert!(
+        refusal.message.contains("theirs") && refusal.message.contains("spec.prefix"),
+        "{refusal}"
+    );
+    assert!(host.state().is_none());
+    assert!(claim(&host.root, &claim_order("/opt/../etc", "uid-1")).is_err());
+    assert!(claim(&host.root, &claim_order("/", "uid-1")).is_err());
+}
+
+#[test]
+fn another_instance_and_another_prefix_wait_until_the_host_is_clean() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    assert!(
+        claim(&host.root, &claim_order(PREFIX, "uid-2"))
+            .unwrap_err()
+            .message
+            .contains("uid-1")
+    );
+    assert!(
+        claim(&host.root, &claim_order("/data/flux", "uid-1"))
+            .unwrap_err()
+            .message
+            .contains(PREFIX)
+    );
+    assert!(!host.at("/data").exists());
+    host.remove(false).unwrap();
+    claim(&host.root, &claim_order("/data/flux", "uid-2")).unwrap();
+}
+
+#[test]
+fn a_claim_that_was_killed_is_finished_by_the_next_or_removed() {
+    need_root!();
+    for finish in [true, false] {
+        let host = TestHost::new();
+        let before = host.everything();
+        fs::create_dir_all(host.below("")).unwrap();
+        fs::write(host.below("lock"), "").unwrap();
+        fs::write(host.below(".state.json.new"), "{\"form").unwrap();
+        if finish {
+            host.claim().unwrap();
+            assert_eq!(host.state().unwrap().instance_uid, "uid-1");
+        }
+        host.remove(false).unwrap();
+        assert_eq!(host.everything(), before);
+    }
+}
+
+#[test]
+fn a_prefix_of_ones_own_is_found_without_being_told_and_removed_whole() {
+    need_root!();
+    let host = TestHost::new();
+    let before = host.everything();
+    claim(&host.root, &claim_order("/data/site/flux", "uid-1")).unwrap();
+    assert_eq!(host.state().unwrap().prefix, Path::new("/data/site/flux"));
+    // A removal that was killed after state.json had gone.
+    fs::remove_dir_all(host.at("/data/site/flux")).unwrap();
+    assert_eq!(host.state().unwrap().instance_uid, "uid-1");
+    host.remove(false).unwrap();
+    assert_eq!(host.everything(), before);
+}
+
+#[test]
+fn the_undo_list_is_written_before_the_thing_is_done() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
+    // A directory in the way of the link's rename: the record stands although the link was never made.
+    fs::create_dir_all(host.at("/usr/site/.flux.new")).unwrap();
+    assert!(host.configure(&configure_order()).is_err());
+    let undo = host.state().unwrap().undo;
+    assert!(
+        undo.iter()
+            .any(|undo| matches!(undo, Undo::Symlink { path, .. } if path == Path::new(COMPILED))),
+        "{undo:?}"
+    );
+}
+
+#[test]
+fn a_removal_that_was_killed_anywhere_is_finished_by_the_next_run() {
+    need_root!();
+    let host = TestHost::new();
+    let before = host.everything();
+    // What a killed removal can have taken off already: any of these, before state.json.
+    for gone in [
+        "envs",
+        "etc",
+        "state",
+        "lock",
+        "current",
+        "../../flux-connect.sh",
+        "../../usr/site/flux",
+    ] {
+        host.claim().unwrap();
+        host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
+        host.configure(&configure_order()).unwrap();
+        let path = host.below(gone);
+        if fs::symlink_metadata(&path).unwrap().is_dir() {
+            fs::remove_dir_all(&path)
+        } else {
+            fs::remove_file(&path)
+        }
+        .unwrap();
+        assert!(host.state().is_some(), "{gone}");
+        host.remove(false).unwrap();
+        assert_eq!(host.everything(), before, "{gone}");
+    }
+}
+
+#[test]
+fn what_cant_be_undone_keeps_the_undo_list() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    host.environment(DIGEST, "{}");
+    host.configure(&configure_order()).unwrap();
+    fs::remove_file(host.at("/flux-connect.sh")).unwrap();
+    fs::create_dir(host.at("/flux-connect.sh")).unwrap();
+    assert!(host.remove(false).unwrap_err().message.contains("flux-connect.sh"));
+    assert!(host.state().is_some());
+    // The others were undone all the same.
+    assert_eq!(
+        fs::read_to_string(host.at("/proc/sys/fs/inotify/max_user_instances")).unwrap(),
+        "128"
+    );
+    fs::remove_dir(host.at("/flux-connect.sh")).unwrap();
+    host.remove(false).unwrap();
+    assert!(host.state().is_none());
+}
+
+#[test]
+fn a_broker_that_still_runs_is_stopped_before_its_host_is_cleaned() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    let record = LaunchRecord {
+        rank: 0,
+        broker_name: "n0".into(),
+        node_uid: "n".into(),
+        instance_uid: "uid-1".into(),
+        instance_id: "id-1".into(),
+        epoch: 1,
+        digest: DIGEST.into(),
+        launch: "l".into(),
+    };
+    *host.brokers.running.borrow_mut() = Some(RunningBroker {
+        pid: 1,
+        start_time: 1,
+        systemd: false,
+        record,
+    });
+    host.remove(false).unwrap();
+    assert_eq!(*host.brokers.calls.borrow(), ["stop", "forget"]);
+}
+
+#[test]
+fn one_stage_at_a_time_writes_and_a_removed_lock_is_not_held() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    let held = HostLock::take(&host.root, Path::new(PREFIX), Duration::ZERO).unwrap();
+    assert!(
+        HostLock::take(&host.root, Path::new(PREFIX), Duration::ZERO)
+            .unwrap_err()
+            .transient
+    );
+    let (send, receive) = channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let taken = HostLock::take(&host.root, Path::new(PREFIX), Duration::from_secs(20));
+            send.send(taken).unwrap();
+        });
+        // The waiter may hold the file that goes: it must end up with the one that is there.
+        fs::remove_file(host.below("lock")).unwrap();
+        drop(held);
+        let _taken = receive.recv().unwrap().unwrap();
+        assert!(HostLock::take(&host.root, Path::new(PREFIX), Duration::ZERO).is_err());
+    });
+}
+
+#[test]
+fn a_state_of_a_newer_version_is_not_guessed_at() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    let mut newer = host.state().unwrap();
+    newer.format = state::FORMAT + 1;
+    state::save(&host.root, &newer).unwrap();
+    assert!(host.remove(false).unwrap_err().message.contains("newer"));
+    host.write(&format!("{PREFIX}/state.json"), "{");
+    assert!(observe(&host.root, &host.brokers).is_err());
+    assert!(host.below("envs").exists());
+}
