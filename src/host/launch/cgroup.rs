@@ -83,10 +83,16 @@ pub fn memberships(text: &str) -> Vec<Membership> {
         .filter_map(|line| {
             let mut fields = line.splitn(3, ':');
             let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
-            let mut controllers: Vec<String> =
-                controllers.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect();
+            let mut controllers: Vec<String> = controllers
+                .split(',')
+                .filter(|name| !name.is_empty())
+                .map(str::to_owned)
+                .collect();
             controllers.sort();
-            Some(Membership { controllers, path: path.to_owned() })
+            Some(Membership {
+                controllers,
+                path: path.to_owned(),
+            })
         })
         .collect()
 }
@@ -105,7 +111,11 @@ pub fn mounts(mountinfo: &str) -> Vec<Mount> {
                 _ => return None,
             };
             let left: Vec<&str> = left.split(' ').collect();
-            Some(Mount { root: unescape(left.get(3)?), point: PathBuf::from(unescape(left.get(4)?)), options })
+            Some(Mount {
+                root: unescape(left.get(3)?),
+                point: PathBuf::from(unescape(left.get(4)?)),
+                options,
+            })
         })
         .collect()
 }
@@ -116,7 +126,9 @@ fn unescape(field: &str) -> String {
     let mut rest = field;
     while let Some(at) = rest.find('\\') {
         out.push_str(&rest[..at]);
-        let code = rest.get(at + 1..at + 4).and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        let code = rest
+            .get(at + 1..at + 4)
+            .and_then(|digits| u8::from_str_radix(digits, 8).ok());
         match code {
             Some(code) => {
                 out.push(char::from(code));
@@ -134,7 +146,11 @@ fn unescape(field: &str) -> String {
 
 impl Membership {
     fn hierarchy(&self) -> String {
-        if self.controllers.is_empty() { "v2".to_owned() } else { self.controllers.join(",") }
+        if self.controllers.is_empty() {
+            "v2".to_owned()
+        } else {
+            self.controllers.join(",")
+        }
     }
 
     fn is_mounted_by(&self, mount: &Mount) -> bool {
@@ -156,9 +172,17 @@ pub fn places(memberships: &[Membership], mounts: &[Mount], name: &str) -> Vec<(
         .filter_map(|membership| {
             // A host may have further views of a hierarchy, those of its containers: the host's own is below
             // /sys/fs/cgroup and shows most of it. The last one mounted hides those before it.
-            let mount = mounts.iter().rev().filter(|mount| membership.is_mounted_by(mount)).min_by_key(|mount| {
-                (!mount.point.starts_with("/sys/fs/cgroup"), mount.root.len(), mount.point.as_os_str().len())
-            });
+            let mount = mounts
+                .iter()
+                .rev()
+                .filter(|mount| membership.is_mounted_by(mount))
+                .min_by_key(|mount| {
+                    (
+                        !mount.point.starts_with("/sys/fs/cgroup"),
+                        mount.root.len(),
+                        mount.point.as_os_str().len(),
+                    )
+                });
             match mount {
                 None if membership.path == "/" => None,
                 None => Some((membership.clone(), None)),
@@ -183,10 +207,15 @@ pub fn places(memberships: &[Membership], mounts: &[Mount], name: &str) -> Vec<(
 /// [`CgroupError::LeftBehind`].
 pub fn check_moved(before: &[Membership], after: &[Membership], places: &[Place]) -> Result<(), CgroupError> {
     for now in after {
-        let is_ours = places.iter().any(|place| place.hierarchy == now.hierarchy() && place.path == now.path);
+        let is_ours = places
+            .iter()
+            .any(|place| place.hierarchy == now.hierarchy() && place.path == now.path);
         let is_unmoved = now.path != "/" && before.iter().any(|then| then == now);
         if now.path.contains("kubepods") || (is_unmoved && !is_ours) {
-            return Err(CgroupError::LeftBehind { hierarchy: now.hierarchy(), path: now.path.clone() });
+            return Err(CgroupError::LeftBehind {
+                hierarchy: now.hierarchy(),
+                path: now.path.clone(),
+            });
         }
     }
     Ok(())
@@ -206,12 +235,19 @@ pub fn places_here(name: &str) -> io::Result<Vec<Place>> {
 /// # Errors
 /// [`CgroupError`]: then the process must not become a broker.
 pub fn enter(name: &str, weight: u32) -> Result<(), CgroupError> {
-    let proc = |source| CgroupError::File { what: "read", path: PathBuf::from("/proc/self/cgroup"), source };
+    let proc = |source| CgroupError::File {
+        what: "read",
+        path: PathBuf::from("/proc/self/cgroup"),
+        source,
+    };
     let before = own_memberships().map_err(proc)?;
     let mut moved = Vec::new();
     for (membership, place) in places(&before, &own_mounts().map_err(proc)?, name) {
         let hierarchy = membership.hierarchy();
-        let place = place.ok_or(CgroupError::NotMounted { hierarchy, path: membership.path })?;
+        let place = place.ok_or(CgroupError::NotMounted {
+            hierarchy,
+            path: membership.path,
+        })?;
         make(&place, name, weight)?;
         write(&place.directory.join("cgroup.procs"), "0")?;
         moved.push(place);
@@ -222,11 +258,17 @@ pub fn enter(name: &str, weight: u32) -> Result<(), CgroupError> {
 fn make(place: &Place, name: &str, weight: u32) -> Result<(), CgroupError> {
     let mut directory = place.point.clone();
     for (depth, component) in Path::new(name).components().enumerate() {
-        let Component::Normal(component) = component else { continue };
+        let Component::Normal(component) = component else {
+            continue;
+        };
         directory.push(component);
         match fs::create_dir(&directory) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(CgroupError::File { what: "make cgroup", path: directory, source: error });
+                return Err(CgroupError::File {
+                    what: "make cgroup",
+                    path: directory,
+                    source: error,
+                });
             }
             _ => {}
         }
@@ -261,7 +303,11 @@ fn inherit(file: &Path) -> Result<(), CgroupError> {
 }
 
 fn write(path: &Path, value: &str) -> Result<(), CgroupError> {
-    fs::write(path, value).map_err(|source| CgroupError::File { what: "write", path: path.to_owned(), source })
+    fs::write(path, value).map_err(|source| CgroupError::File {
+        what: "write",
+        path: path.to_owned(),
+        source,
+    })
 }
 
 /// The processes in the cgroup of any of `places`, and below it.
@@ -270,7 +316,12 @@ pub fn members(places: &[Place]) -> BTreeSet<i32> {
     let mut directories: Vec<PathBuf> = places.iter().map(|place| place.directory.clone()).collect();
     while let Some(directory) = directories.pop() {
         let procs = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
-        found.extend(procs.lines().filter_map(|line| line.trim().parse::<i32>().ok()).filter(|pid| *pid > 0));
+        found.extend(
+            procs
+                .lines()
+                .filter_map(|line| line.trim().parse::<i32>().ok())
+                .filter(|pid| *pid > 0),
+        );
         directories.extend(children(&directory));
     }
     found
@@ -308,8 +359,12 @@ fn remove_one(directory: &Path) -> Result<(), CgroupError> {
 }
 
 fn children(directory: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
-    let entries = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    let Ok(entries) = fs::read_dir(directory) else {
+        return Vec::new();
+    };
+    let entries = entries
+        .flatten()
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
     entries.map(|entry| entry.path()).collect()
 }
 
@@ -334,12 +389,19 @@ mod tests {
 ";
 
     fn directories(memberships_text: &str, mountinfo: &str) -> Vec<(String, Option<(String, String)>)> {
-        places(&memberships(memberships_text), &mounts(mountinfo), "flux-distribute/broker")
-            .into_iter()
-            .map(|(membership, place)| {
-                (membership.hierarchy(), place.map(|place| (place.directory.display().to_string(), place.path)))
-            })
-            .collect()
+        places(
+            &memberships(memberships_text),
+            &mounts(mountinfo),
+            "flux-distribute/broker",
+        )
+        .into_iter()
+        .map(|(membership, place)| {
+            (
+                membership.hierarchy(),
+                place.map(|place| (place.directory.display().to_string(), place.path)),
+            )
+        })
+        .collect()
     }
 
     fn at(directory: &str, path: &str) -> Option<(String, String)> {
@@ -348,14 +410,24 @@ mod tests {
 
     #[test]
     fn every_hierarchy_gets_a_cgroup_below_its_own_mount() {
-        let memberships = "9:name=systemd:/kubepods/pod1\n4:memory:/kubepods/pod1\n2:cpu,cpuacct:/kubepods/pod1\n0::/\n";
+        let memberships =
+            "9:name=systemd:/kubepods/pod1\n4:memory:/kubepods/pod1\n2:cpu,cpuacct:/kubepods/pod1\n0::/\n";
         let path = "/flux-distribute/broker";
         assert_eq!(
             directories(memberships, V1),
             [
-                ("name=systemd".to_owned(), at("/sys/fs/cgroup/systemd/flux-distribute/broker", path)),
-                ("memory".to_owned(), at("/sys/fs/cgroup/memory/flux-distribute/broker", path)),
-                ("cpu,cpuacct".to_owned(), at("/sys/fs/cgroup/cpu,cpuacct/flux-distribute/broker", path)),
+                (
+                    "name=systemd".to_owned(),
+                    at("/sys/fs/cgroup/systemd/flux-distribute/broker", path)
+                ),
+                (
+                    "memory".to_owned(),
+                    at("/sys/fs/cgroup/memory/flux-distribute/broker", path)
+                ),
+                (
+                    "cpu,cpuacct".to_owned(),
+                    at("/sys/fs/cgroup/cpu,cpuacct/flux-distribute/broker", path)
+                ),
             ]
         );
     }
@@ -365,7 +437,13 @@ mod tests {
         let mountinfo = "40 31 0:37 /nodes/node1 /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
         assert_eq!(
             directories("0::/nodes/node1/kubepods/pod1\n", mountinfo),
-            [("v2".to_owned(), at("/sys/fs/cgroup/flux-distribute/broker", "/nodes/node1/flux-distribute/broker"))]
+            [(
+                "v2".to_owned(),
+                at(
+                    "/sys/fs/cgroup/flux-distribute/broker",
+                    "/nodes/node1/flux-distribute/broker"
+                )
+            )]
         );
     }
 

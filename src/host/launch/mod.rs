@@ -127,15 +127,23 @@ impl Places {
 
     /// See [`observe`].
     pub fn observe(&self, prefix: Option<&Path>) -> BrokerView {
-        let Some(record) = RunRecord::load(&self.run_dir) else { return BrokerView::default() };
+        let Some(record) = RunRecord::load(&self.run_dir) else {
+            return BrokerView::default();
+        };
         if !process::boot_id().is_ok_and(|boot| boot == record.boot_id) {
             return BrokerView::default();
         }
         match self.process(&record) {
-            Some(process) => BrokerView { running: Some(running(process, record)), died: None },
+            Some(process) => BrokerView {
+                running: Some(running(process, record)),
+                died: None,
+            },
             None => {
                 let log = log::path(prefix.unwrap_or(&record.prefix));
-                BrokerView { running: None, died: Some(log::why(&log::tail(&log))) }
+                BrokerView {
+                    running: None,
+                    died: Some(log::why(&log::tail(&log))),
+                }
             }
         }
     }
@@ -151,8 +159,9 @@ impl Places {
     }
 
     fn try_start(&self, order: &LaunchOrder) -> Result<RunningBroker, LaunchError> {
-        let account = Account::on_host(&order.run_as, Path::new("/"))
-            .ok_or_else(|| LaunchError::NoSuchUser { user: order.run_as.clone() })?;
+        let account = Account::on_host(&order.run_as, Path::new("/")).ok_or_else(|| LaunchError::NoSuchUser {
+            user: order.run_as.clone(),
+        })?;
         if order.argv.is_empty() {
             return Err(LaunchError::NoCommand);
         }
@@ -174,9 +183,17 @@ impl Places {
                 // First the record: a unit that is started and then found must have one.
                 let boot_id = process::boot_id().map_err(|source| file("read", Path::new("/proc"), source))?;
                 let (prefix, order_record) = (order.prefix.clone(), order.record.clone());
-                let mut record = RunRecord { process: None, boot_id, systemd: true, prefix, record: order_record };
+                let mut record = RunRecord {
+                    process: None,
+                    boot_id,
+                    systemd: true,
+                    prefix,
+                    record: order_record,
+                };
                 let store = |record: &RunRecord| {
-                    record.store(&self.run_dir).map_err(|source| file("write record in", &self.run_dir, source))
+                    record
+                        .store(&self.run_dir)
+                        .map_err(|source| file("write record in", &self.run_dir, source))
                 };
                 store(&record)?;
                 record.process = Some(systemd.start(order, &account)?);
@@ -185,7 +202,10 @@ impl Places {
             None => {
                 // What a broker that crashed has left behind holds cores that the next one will give out. Without a
                 // record nobody knows that it crashed.
-                match (RunRecord::load(&self.run_dir), cgroup::members(&self.cgroups()?).first()) {
+                match (
+                    RunRecord::load(&self.run_dir),
+                    cgroup::members(&self.cgroups()?).first(),
+                ) {
                     (None, Some(pid)) => return Err(LaunchError::Unrecorded { pid: *pid }),
                     _ => self.kill_left_behind()?,
                 }
@@ -196,7 +216,9 @@ impl Places {
             }
         }
         let view = self.observe(Some(&order.prefix));
-        view.running.ok_or_else(|| LaunchError::Gone { why: view.died.unwrap_or_default() })
+        view.running.ok_or_else(|| LaunchError::Gone {
+            why: view.died.unwrap_or_default(),
+        })
     }
 
     fn try_stop(&self, grace: Duration) -> Result<(), LaunchError> {
@@ -204,7 +226,9 @@ impl Places {
             return Ok(());
         }
         let _lock = self.lock()?;
-        let Some(record) = RunRecord::load(&self.run_dir) else { return Ok(()) };
+        let Some(record) = RunRecord::load(&self.run_dir) else {
+            return Ok(());
+        };
         if let (Some(systemd), true) = (&self.systemd, record.systemd) {
             systemd.stop(grace)?;
         } else {
@@ -217,7 +241,11 @@ impl Places {
     fn stop_detached(&self, record: &RunRecord, grace: Duration) -> Result<(), LaunchError> {
         if let Some(process) = self.process(record) {
             let pid = process.pid;
-            let signal = |signal| process.signal(signal).map_err(|source| LaunchError::Signal { pid, source });
+            let signal = |signal| {
+                process
+                    .signal(signal)
+                    .map_err(|source| LaunchError::Signal { pid, source })
+            };
             signal(Signal::SIGTERM)?;
             if !process.wait_gone(grace) {
                 signal(Signal::SIGKILL)?;
@@ -230,7 +258,11 @@ impl Places {
     }
 
     fn try_forget(&self) -> Result<(), LaunchError> {
-        let lock = if self.run_dir.is_dir() { Some(self.lock()?) } else { None };
+        let lock = if self.run_dir.is_dir() {
+            Some(self.lock()?)
+        } else {
+            None
+        };
         if let Some(running) = self.observe(None).running {
             return Err(LaunchError::StillRuns { pid: running.pid });
         }
@@ -272,7 +304,10 @@ impl Places {
                 return Err(LaunchError::Unkillable { pid: first.pid });
             }
             for process in &left {
-                process.signal(Signal::SIGKILL).map_err(|source| LaunchError::Signal { pid: process.pid, source })?;
+                process.signal(Signal::SIGKILL).map_err(|source| LaunchError::Signal {
+                    pid: process.pid,
+                    source,
+                })?;
             }
             first.wait_gone(Duration::from_millis(500));
         }
@@ -399,7 +434,11 @@ pub enum LaunchError {
 }
 
 fn file(what: &'static str, path: &Path, source: io::Error) -> LaunchError {
-    LaunchError::File { what, path: path.to_owned(), source }
+    LaunchError::File {
+        what,
+        path: path.to_owned(),
+        source,
+    }
 }
 
 /// An error with its causes, in one line.
@@ -417,6 +456,9 @@ fn sentence(error: &dyn Error) -> String {
 impl From<LaunchError> for Refusal {
     fn from(error: LaunchError) -> Self {
         let transient = !matches!(error, LaunchError::NoSuchUser { .. } | LaunchError::NoCommand);
-        Self { message: sentence(&error), transient }
+        Self {
+            message: sentence(&error),
+            transient,
+        }
     }
 }
