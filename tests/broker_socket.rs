@@ -1,5 +1,7 @@
 //! What is read from a broker's socket.
 
+#![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
+
 mod support;
 
 use std::{

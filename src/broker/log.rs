@@ -129,6 +129,10 @@ impl LogFollower {
 }
 
 /// The directory tells of its files too, and also of one that is not there yet.
+#[allow(
+    deprecated,
+    reason = "its successor is an unsafe fn; what it asks for, an OwnedFd keeps: the descriptor stays open"
+)]
 fn watch_directory(path: &Path) -> io::Result<AsyncFd<OwnedFd>> {
     let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?;
     let flags = AddWatchFlags::IN_MODIFY
@@ -137,7 +141,7 @@ fn watch_directory(path: &Path) -> io::Result<AsyncFd<OwnedFd>> {
         | AddWatchFlags::IN_DELETE_SELF
         | AddWatchFlags::IN_MOVE_SELF;
     inotify.add_watch(path.parent().unwrap_or(Path::new(".")), flags)?;
-    AsyncFd::register(OwnedFd::from(inotify)).map_err(io::Error::from)
+    AsyncFd::new(OwnedFd::from(inotify))
 }
 
 #[cfg(test)]
