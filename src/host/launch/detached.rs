@@ -29,7 +29,7 @@ use nix::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{LaunchError, account::Account, cgroup, log, process::Identity, record::RunRecord};
+use super::{LaunchError, account::Account, cgroup, error::sentence, log, process::Identity, record::RunRecord};
 use crate::host::LaunchOrder;
 
 /// The hidden subcommand of the launcher.
@@ -72,15 +72,15 @@ pub(super) fn start(
 
     let (mut report, writer) = io::pipe().map_err(failed)?;
     let pid = spawn(launcher, lock, writer.into()).map_err(failed)?;
-    let mut sentence = String::new();
-    report.read_to_string(&mut sentence).map_err(failed)?;
-    if sentence.is_empty() {
+    let mut said = String::new();
+    report.read_to_string(&mut said).map_err(failed)?;
+    if said.is_empty() {
         return Ok(());
     }
     // It said no: it ends at once, and nobody else would reap it.
     let _ = waitpid(pid, None);
     Err(LaunchError::Launcher {
-        sentence: sentence.trim().to_owned(),
+        sentence: said.trim().to_owned(),
     })
 }
 
@@ -127,7 +127,7 @@ pub fn launcher_main() -> ExitCode {
         ),
     };
     if let (Some(report), error) = error {
-        let _ = write!(File::from(report), "{}", super::sentence(&error));
+        let _ = write!(File::from(report), "{}", sentence(&error));
     }
     ExitCode::FAILURE
 }
