@@ -82,7 +82,11 @@ pub fn slice(cpu_weight: u32) -> String {
 /// A word of ExecStart, in which systemd also expands `$`.
 fn command_word(word: &str) -> String {
     let plain = |character: char| character.is_ascii_alphanumeric() || "/.,:=_+@-".contains(character);
-    if !word.is_empty() && word.chars().all(plain) { word.to_owned() } else { quoted(&word.replace('$', "$$")) }
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        quoted(&word.replace('$', "$$"))
+    }
 }
 
 fn quoted(text: &str) -> String {
@@ -110,7 +114,11 @@ mod tests {
         LaunchOrder {
             prefix: "/opt/flux-distribute".into(),
             argv: argv.iter().map(|word| (*word).to_owned()).collect(),
-            env: [("LANG".to_owned(), "C.UTF-8".to_owned()), ("ODD".to_owned(), "a \"b\" 5% $HOME \\".to_owned())].into(),
+            env: [
+                ("LANG".to_owned(), "C.UTF-8".to_owned()),
+                ("ODD".to_owned(), "a \"b\" 5% $HOME \\".to_owned()),
+            ]
+            .into(),
             run_as: run_as.to_owned(),
             cpu_weight: 500,
             record: LaunchRecord {
@@ -128,8 +136,17 @@ mod tests {
 
     #[test]
     fn the_unit_is_as_it_was_tried() {
-        let argv = ["/opt/flux-distribute/envs/0123/bin/flux", "broker", "-Shostname=node1", "-Sbroker.rc2_none"];
-        let account = Account { uid: 998, gid: 997, groups: vec![44] };
+        let argv = [
+            "/opt/flux-distribute/envs/0123/bin/flux",
+            "broker",
+            "-Shostname=node1",
+            "-Sbroker.rc2_none",
+        ];
+        let account = Account {
+            uid: 998,
+            gid: 997,
+            groups: vec![44],
+        };
         let expected = r#"# Made by flux-distribute; gone with the next boot.
 [Unit]
 Description=Flux message broker
@@ -169,7 +186,11 @@ RestartPreventExitStatus=42
 SuccessExitStatus=42
 "#;
         assert_eq!(service(&order(&argv, "flux"), &account), expected);
-        let root = Account { uid: 0, gid: 0, groups: vec![] };
+        let root = Account {
+            uid: 0,
+            gid: 0,
+            groups: vec![],
+        };
         assert!(!service(&order(&argv, "root"), &root).contains("User="));
         assert!(slice(500).ends_with("[Slice]\nCPUWeight=500\n"));
     }

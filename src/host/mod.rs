@@ -33,7 +33,7 @@ pub use boundary::NsHost;
 pub use claim::claim;
 pub use configure::configure;
 pub use enter::enter;
-pub use files::{open_dir_in_host_root, open_host_file};
+pub use files::open_host_file;
 pub use fake::FakeHost;
 pub use flux::flux;
 pub use lock::HostLock;

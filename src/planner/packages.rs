@@ -105,7 +105,7 @@ impl Resolver {
         info!(question, "resolving the packages");
         let task = tokio::spawn(async move {
             let http = HttpClient::new().map_err(|error| error_chain(&error))?;
-            let answer = resolve(&packages, &platforms, &http, None, host::open_in_host_root);
+            let answer = resolve(&packages, &platforms, &http, None, |path| host::open_host_file(path.as_ref()));
             answer.await.map_err(|error: SolveError| error_chain(&error))
         });
         self.running = Some((question, task));

@@ -7,13 +7,13 @@
 pub mod account;
 pub mod cgroup;
 mod detached;
+mod error;
 pub mod log;
 pub mod process;
 mod record;
 pub mod systemd;
 
 use std::{
-    error::Error,
     fs, io,
     os::unix::fs::{PermissionsExt, chown},
     path::{Path, PathBuf},
@@ -23,9 +23,10 @@ use std::{
 use nix::{errno::Errno, sys::signal::Signal};
 
 pub use detached::{LAUNCHER, launcher_main};
+pub use error::LaunchError;
 pub use log::{MAX_LOG_BYTES, trim_log};
 
-use self::{account::Account, process::Identity, record::RunRecord, systemd::Systemd};
+use self::{account::Account, error::file, process::Identity, record::RunRecord, systemd::Systemd};
 use super::{LaunchOrder, Refusal, RunningBroker, StopOrder};
 use crate::api::{BROKER_RUN_DIR, RUN_DIR};
 
@@ -127,15 +128,23 @@ impl Places {
 
     /// See [`observe`].
     pub fn observe(&self, prefix: Option<&Path>) -> BrokerView {
-        let Some(record) = RunRecord::load(&self.run_dir) else { return BrokerView::default() };
+        let Some(record) = RunRecord::load(&self.run_dir) else {
+            return BrokerView::default();
+        };
         if !process::boot_id().is_ok_and(|boot| boot == record.boot_id) {
             return BrokerView::default();
         }
         match self.process(&record) {
-            Some(process) => BrokerView { running: Some(running(process, record)), died: None },
+            Some(process) => BrokerView {
+                running: Some(running(process, record)),
+                died: None,
+            },
             None => {
                 let log = log::path(prefix.unwrap_or(&record.prefix));
-                BrokerView { running: None, died: Some(log::why(&log::tail(&log))) }
+                BrokerView {
+                    running: None,
+                    died: Some(log::why(&log::tail(&log))),
+                }
             }
         }
     }
@@ -151,8 +160,9 @@ impl Places {
     }
 
     fn try_start(&self, order: &LaunchOrder) -> Result<RunningBroker, LaunchError> {
-        let account = Account::on_host(&order.run_as, Path::new("/"))
-            .ok_or_else(|| LaunchError::NoSuchUser { user: order.run_as.clone() })?;
+        let account = Account::on_host(&order.run_as, Path::new("/")).ok_or_else(|| LaunchError::NoSuchUser {
+            user: order.run_as.clone(),
+        })?;
         if order.argv.is_empty() {
             return Err(LaunchError::NoCommand);
         }
@@ -174,9 +184,17 @@ impl Places {
                 // First the record: a unit that is started and then found must have one.
                 let boot_id = process::boot_id().map_err(|source| file("read", Path::new("/proc"), source))?;
                 let (prefix, order_record) = (order.prefix.clone(), order.record.clone());
-                let mut record = RunRecord { process: None, boot_id, systemd: true, prefix, record: order_record };
+                let mut record = RunRecord {
+                    process: None,
+                    boot_id,
+                    systemd: true,
+                    prefix,
+                    record: order_record,
+                };
                 let store = |record: &RunRecord| {
-                    record.store(&self.run_dir).map_err(|source| file("write record in", &self.run_dir, source))
+                    record
+                        .store(&self.run_dir)
+                        .map_err(|source| file("write record in", &self.run_dir, source))
                 };
                 store(&record)?;
                 record.process = Some(systemd.start(order, &account)?);
@@ -185,7 +203,10 @@ impl Places {
             None => {
                 // What a broker that crashed has left behind holds cores that the next one will give out. Without a
                 // record nobody knows that it crashed.
-                match (RunRecord::load(&self.run_dir), cgroup::members(&self.cgroups()?).first()) {
+                match (
+                    RunRecord::load(&self.run_dir),
+                    cgroup::members(&self.cgroups()?).first(),
+                ) {
                     (None, Some(pid)) => return Err(LaunchError::Unrecorded { pid: *pid }),
                     _ => self.kill_left_behind()?,
                 }
@@ -196,7 +217,9 @@ impl Places {
             }
         }
         let view = self.observe(Some(&order.prefix));
-        view.running.ok_or_else(|| LaunchError::Gone { why: view.died.unwrap_or_default() })
+        view.running.ok_or_else(|| LaunchError::Gone {
+            why: view.died.unwrap_or_default(),
+        })
     }
 
     fn try_stop(&self, grace: Duration) -> Result<(), LaunchError> {
@@ -204,7 +227,9 @@ impl Places {
             return Ok(());
         }
         let _lock = self.lock()?;
-        let Some(record) = RunRecord::load(&self.run_dir) else { return Ok(()) };
+        let Some(record) = RunRecord::load(&self.run_dir) else {
+            return Ok(());
+        };
         if let (Some(systemd), true) = (&self.systemd, record.systemd) {
             systemd.stop(grace)?;
         } else {
@@ -217,7 +242,11 @@ impl Places {
     fn stop_detached(&self, record: &RunRecord, grace: Duration) -> Result<(), LaunchError> {
         if let Some(process) = self.process(record) {
             let pid = process.pid;
-            let signal = |signal| process.signal(signal).map_err(|source| LaunchError::Signal { pid, source });
+            let signal = |signal| {
+                process
+                    .signal(signal)
+                    .map_err(|source| LaunchError::Signal { pid, source })
+            };
             signal(Signal::SIGTERM)?;
             if !process.wait_gone(grace) {
                 signal(Signal::SIGKILL)?;
@@ -230,7 +259,11 @@ impl Places {
     }
 
     fn try_forget(&self) -> Result<(), LaunchError> {
-        let lock = if self.run_dir.is_dir() { Some(self.lock()?) } else { None };
+        let lock = if self.run_dir.is_dir() {
+            Some(self.lock()?)
+        } else {
+            None
+        };
         if let Some(running) = self.observe(None).running {
             return Err(LaunchError::StillRuns { pid: running.pid });
         }
@@ -272,7 +305,10 @@ impl Places {
                 return Err(LaunchError::Unkillable { pid: first.pid });
             }
             for process in &left {
-                process.signal(Signal::SIGKILL).map_err(|source| LaunchError::Signal { pid: process.pid, source })?;
+                process.signal(Signal::SIGKILL).map_err(|source| LaunchError::Signal {
+                    pid: process.pid,
+                    source,
+                })?;
             }
             first.wait_gone(Duration::from_millis(500));
         }
@@ -293,130 +329,4 @@ fn make_broker_run_dir(path: &Path, account: &Account) -> io::Result<()> {
     fs::create_dir_all(path)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
     chown(path, Some(account.uid), Some(account.gid))
-}
-
-/// Why a broker was not started or stopped.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum LaunchError {
-    /// Another stage works on the broker.
-    #[error("another start or stop of the broker is under way")]
-    UnderWay,
-    /// `run_as` names nobody.
-    #[error("the host has no user {user:?}; set spec.broker.runAs to a name of its /etc/passwd or to a number")]
-    NoSuchUser {
-        /// From the order.
-        user: String,
-    },
-    /// The order's argv is empty.
-    #[error("the order names no command")]
-    NoCommand,
-    /// A file or directory.
-    #[error("can't {what} {}", path.display())]
-    File {
-        /// Verb.
-        what: &'static str,
-        /// Which.
-        path: PathBuf,
-        /// Cause.
-        #[source]
-        source: io::Error,
-    },
-    /// The launcher could not be run.
-    #[error("can't run the launcher of the broker")]
-    Spawn {
-        /// Cause.
-        #[source]
-        source: io::Error,
-    },
-    /// What the launcher said.
-    #[error("{sentence}")]
-    Launcher {
-        /// Its words.
-        sentence: String,
-    },
-    /// A step on the way to the broker.
-    #[error("can't {what}")]
-    Step {
-        /// Verb and object.
-        what: String,
-        /// Cause.
-        #[source]
-        source: io::Error,
-    },
-    /// It could not leave the pod's cgroups.
-    #[error(transparent)]
-    Cgroup(#[from] cgroup::CgroupError),
-    /// systemctl said no.
-    #[error("{command}: {output}")]
-    Systemctl {
-        /// Command line.
-        command: String,
-        /// What it said.
-        output: String,
-    },
-    /// systemctl did not answer in time.
-    #[error("{command} took longer than {seconds} s")]
-    Slow {
-        /// Command line.
-        command: String,
-        /// It had so many.
-        seconds: u64,
-    },
-    /// It was started and ended at once.
-    #[error("the broker ended right after its start: {why}")]
-    Gone {
-        /// From its log.
-        why: String,
-    },
-    /// Something runs where the broker should, and nothing tells what it is: it may have jobs.
-    #[error("process {pid} runs as the broker and no record tells since when; end it before another one is started")]
-    Unrecorded {
-        /// Which.
-        pid: i32,
-    },
-    /// The kernel refused a signal.
-    #[error("can't signal process {pid}")]
-    Signal {
-        /// Which.
-        pid: i32,
-        /// Cause.
-        #[source]
-        source: io::Error,
-    },
-    /// SIGKILL did not help, such as in an uninterruptible wait for a file system.
-    #[error("process {pid} of the broker does not end, even by SIGKILL")]
-    Unkillable {
-        /// Which.
-        pid: i32,
-    },
-    /// Forget is for after the stop.
-    #[error("the broker still runs as process {pid}; stop it first")]
-    StillRuns {
-        /// Which.
-        pid: i32,
-    },
-}
-
-fn file(what: &'static str, path: &Path, source: io::Error) -> LaunchError {
-    LaunchError::File { what, path: path.to_owned(), source }
-}
-
-/// An error with its causes, in one line.
-fn sentence(error: &dyn Error) -> String {
-    let mut words = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        words.push_str(": ");
-        words.push_str(&error.to_string());
-        cause = error.source();
-    }
-    words
-}
-
-impl From<LaunchError> for Refusal {
-    fn from(error: LaunchError) -> Self {
-        let transient = !matches!(error, LaunchError::NoSuchUser { .. } | LaunchError::NoCommand);
-        Self { message: sentence(&error), transient }
-    }
 }

@@ -1,0 +1,146 @@
+//! Sets of ranks as Flux writes them (RFC 22): `0-3,7`.
+
+use std::{collections::BTreeSet, fmt, str::FromStr};
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+
+/// More ids than any instance has ranks: a longer range is a mistake, or meant to fill our memory.
+const MAX_ID: u32 = 1 << 20;
+
+/// A set of ranks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct IdSet(pub BTreeSet<u32>);
+
+/// What is not a set of ranks.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not a set of ranks such as 0-3,7")]
+pub struct NotAnIdSet(String);
+
+impl IdSet {
+    /// How many ranks.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// No rank at all.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whether `rank` is in it.
+    pub fn contains(&self, rank: u32) -> bool {
+        self.0.contains(&rank)
+    }
+}
+
+impl FromIterator<u32> for IdSet {
+    fn from_iter<T: IntoIterator<Item = u32>>(ranks: T) -> Self {
+        Self(ranks.into_iter().collect())
+    }
+}
+
+impl FromStr for IdSet {
+    type Err = NotAnIdSet;
+
+    fn from_str(text: &str) -> Result<Self, NotAnIdSet> {
+        let wrong = || NotAnIdSet(text.chars().take(80).collect());
+        let inner = match (text.strip_prefix('['), text.ends_with(']')) {
+            (Some(rest), true) => &rest[..rest.len() - 1],
+            (None, false) => text,
+            _ => return Err(wrong()),
+        };
+        let mut ranks = BTreeSet::new();
+        for part in inner.split(',').filter(|_| !inner.is_empty()) {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let number = |digits: &str| {
+                let digits_only = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+                digits
+                    .parse::<u32>()
+                    .ok()
+                    .filter(|number| digits_only && *number <= MAX_ID)
+                    .ok_or_else(wrong)
+            };
+            let (first, last) = (number(first)?, number(last)?);
+            if first > last {
+                return Err(wrong());
+            }
+            ranks.extend(first..=last);
+        }
+        Ok(Self(ranks))
+    }
+}
+
+impl fmt::Display for IdSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut ranks = self.0.iter().copied().peekable();
+        let mut comma = "";
+        while let Some(first) = ranks.next() {
+            let mut last = first;
+            while let Some(next) = ranks.next_if(|next| *next == last + 1) {
+                last = next;
+            }
+            match first == last {
+                true => write!(f, "{comma}{first}")?,
+                false => write!(f, "{comma}{first}-{last}")?,
+            }
+            comma = ",";
+        }
+        Ok(())
+    }
+}
+
+impl Serialize for IdSet {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for IdSet {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_set_is_read_and_written_as_flux_does() {
+        for (text, ranks, written) in [
+            ("", vec![], ""),
+            ("[]", vec![], ""),
+            ("0", vec![0], "0"),
+            ("0-3", vec![0, 1, 2, 3], "0-3"),
+            ("[0-1,3]", vec![0, 1, 3], "0-1,3"),
+            ("5,3,4", vec![3, 4, 5], "3-5"),
+            ("0,2,4-4", vec![0, 2, 4], "0,2,4"),
+            ("1-2,2-3", vec![1, 2, 3], "1-3"),
+        ] {
+            let set: IdSet = text.parse().unwrap();
+            assert_eq!(set, ranks.into_iter().collect(), "{text}");
+            assert_eq!(set.to_string(), written, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_set_is_refused() {
+        for text in [
+            "a",
+            "-",
+            "1-",
+            "-1",
+            "3-1",
+            "1,,2",
+            "1,",
+            "[1",
+            "1]",
+            "+1",
+            " 1",
+            "0-4294967295",
+            "99999999999",
+        ] {
+            assert!(text.parse::<IdSet>().is_err(), "{text}");
+        }
+    }
+}

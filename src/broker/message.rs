@@ -1,0 +1,341 @@
+//! Messages on a broker's local socket (RFC 3), as flux-core writes them. Pure.
+//!
+//! A frame is `12 00 ee ff`, the length of the rest as a big-endian u32 that does not count these eight bytes (the text
+//! of RFC 3 counts them; src/common/librouter/sendfd.c does not), and parts. A part is one length byte below 255, or 255
+//! and a big-endian u32. The parts are: the route and an empty part that ends it, the topic, the payload, and 20 bytes
+//! of header.
+
+use serde_json::Value;
+
+/// Length of what precedes a frame's parts.
+pub const PREAMBLE: usize = 8;
+/// No status is larger; what claims to be is not read.
+pub const MAX_FRAME: usize = 64 << 20;
+/// `nodeid` of a request: whichever broker has the service, this one first.
+pub const ANY: u32 = u32::MAX;
+/// `nodeid` of a request: the lead.
+pub const LEAD: u32 = 0;
+/// errnum that ends a stream.
+pub const ENODATA: u32 = 61;
+
+const MAGIC: [u8; 4] = 0xffee_0012_u32.to_le_bytes();
+const HEADER: usize = 20;
+const HEADER_MAGIC: u8 = 0x8e;
+const VERSION: u8 = 1;
+const REQUEST: u8 = 1;
+const RESPONSE: u8 = 2;
+const FLAG_TOPIC: u8 = 0x01;
+const FLAG_PAYLOAD: u8 = 0x02;
+const FLAG_ROUTE: u8 = 0x08;
+const FLAG_STREAMING: u8 = 0x40;
+/// The broker replaces it by who is at the other end of the socket.
+const USER_UNKNOWN: u32 = u32::MAX;
+
+/// A request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request<'a> {
+    /// Service and method.
+    pub topic: &'a str,
+    /// [`ANY`], [`LEAD`], or a rank.
+    pub nodeid: u32,
+    /// Comes back in the response.
+    pub matchtag: u32,
+    /// Any number of responses, ended by an error.
+    pub streaming: bool,
+    /// `Null` for none.
+    pub payload: &'a Value,
+}
+
+/// A message that is not one of ours to send.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Message {
+    /// A response (else an event or a control message, which nobody asked for).
+    pub is_response: bool,
+    /// Of the request.
+    pub matchtag: u32,
+    /// 0 for success.
+    pub errnum: u32,
+    /// Service and method.
+    pub topic: String,
+    /// JSON, or text with an error; without the NUL that ends it.
+    pub payload: Option<Vec<u8>>,
+}
+
+/// Bytes that are not a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DecodeError {
+    /// Not Flux at the other end, or out of step.
+    #[error("a frame does not begin with RFC 3's magic number")]
+    Magic,
+    /// See [`MAX_FRAME`].
+    #[error("a frame of {0} bytes is larger than any that is read")]
+    TooLarge(usize),
+    /// A part reaches beyond the frame, or is missing.
+    #[error("a frame is cut short")]
+    Truncated,
+    /// The header is not version 1's.
+    #[error("a message's header is not that of RFC 3 version 1")]
+    Header,
+    /// The topic is not text.
+    #[error("a message's topic is not UTF-8")]
+    Topic,
+}
+
+impl Request<'_> {
+    /// The whole frame.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut flags = FLAG_TOPIC | FLAG_ROUTE;
+        let mut parts = Vec::new();
+        // No route yet: the broker adds its hops.
+        push_part(&mut parts, &[]);
+        push_part(&mut parts, self.topic.as_bytes());
+        if !self.payload.is_null() {
+            flags |= FLAG_PAYLOAD;
+            let mut json = self.payload.to_string().into_bytes();
+            json.push(0);
+            push_part(&mut parts, &json);
+        }
+        if self.streaming {
+            flags |= FLAG_STREAMING;
+        }
+        let mut header = vec![HEADER_MAGIC, VERSION, REQUEST, flags];
+        for word in [USER_UNKNOWN, 0, self.nodeid, self.matchtag] {
+            header.extend(word.to_be_bytes());
+        }
+        push_part(&mut parts, &header);
+        frame(&parts)
+    }
+}
+
+/// Puts the preamble before `parts`.
+pub fn frame(parts: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(PREAMBLE + parts.len());
+    out.extend(MAGIC);
+    // A request is far below 4 GiB; a length that would not fit is sent as one that the broker refuses.
+    out.extend(u32::try_from(parts.len()).unwrap_or(u32::MAX).to_be_bytes());
+    out.extend(parts);
+    out
+}
+
+/// Appends a part.
+pub fn push_part(out: &mut Vec<u8>, part: &[u8]) {
+    match u8::try_from(part.len()) {
+        Ok(length) if length < u8::MAX => out.push(length),
+        _ => {
+            out.push(u8::MAX);
+            out.extend(u32::try_from(part.len()).unwrap_or(u32::MAX).to_be_bytes());
+        }
+    }
+    out.extend(part);
+}
+
+/// How long the parts are that follow this preamble.
+///
+/// # Errors
+/// [`DecodeError::Magic`], [`DecodeError::TooLarge`].
+pub fn frame_length(preamble: [u8; PREAMBLE]) -> Result<usize, DecodeError> {
+    let [a, b, c, d, length @ ..] = preamble;
+    if [a, b, c, d] != MAGIC {
+        return Err(DecodeError::Magic);
+    }
+    let length = usize::try_from(u32::from_be_bytes(length)).unwrap_or(usize::MAX);
+    if length > MAX_FRAME {
+        Err(DecodeError::TooLarge(length))
+    } else {
+        Ok(length)
+    }
+}
+
+/// Splits what follows the preamble into its parts.
+///
+/// # Errors
+/// [`DecodeError::Truncated`].
+pub fn parts(mut bytes: &[u8]) -> Result<Vec<&[u8]>, DecodeError> {
+    let mut parts = Vec::new();
+    while let Some((first, rest)) = bytes.split_first() {
+        let (length, rest) = match *first {
+            u8::MAX => {
+                let (length, rest) = rest.split_first_chunk::<4>().ok_or(DecodeError::Truncated)?;
+                (usize::try_from(u32::from_be_bytes(*length)).unwrap_or(usize::MAX), rest)
+            }
+            length => (usize::from(length), rest),
+        };
+        let (part, rest) = rest.split_at_checked(length).ok_or(DecodeError::Truncated)?;
+        parts.push(part);
+        bytes = rest;
+    }
+    Ok(parts)
+}
+
+impl Message {
+    /// Reads what follows the preamble.
+    ///
+    /// # Errors
+    /// [`DecodeError`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
+        let parts = parts(bytes)?;
+        let (header, parts) = parts.split_last().ok_or(DecodeError::Truncated)?;
+        let header: &[u8; HEADER] = (*header).try_into().map_err(|_| DecodeError::Header)?;
+        let [HEADER_MAGIC, VERSION, kind, flags, words @ ..] = header else {
+            return Err(DecodeError::Header);
+        };
+        let word = |index: usize| {
+            let bytes = words
+                .get(index * 4..index * 4 + 4)
+                .and_then(|bytes| bytes.try_into().ok());
+            bytes.map(u32::from_be_bytes).ok_or(DecodeError::Header)
+        };
+        let mut parts = parts.iter();
+        if flags & FLAG_ROUTE != 0 {
+            parts
+                .by_ref()
+                .find(|part| part.is_empty())
+                .ok_or(DecodeError::Truncated)?;
+        }
+        let topic = match flags & FLAG_TOPIC {
+            0 => String::new(),
+            _ => String::from_utf8(parts.next().ok_or(DecodeError::Truncated)?.to_vec())
+                .map_err(|_| DecodeError::Topic)?,
+        };
+        let payload = match flags & FLAG_PAYLOAD {
+            0 => None,
+            _ => {
+                let payload = *parts.next().ok_or(DecodeError::Truncated)?;
+                Some(payload.strip_suffix(&[0]).unwrap_or(payload).to_vec())
+            }
+        };
+        Ok(Self {
+            is_response: *kind == RESPONSE,
+            matchtag: word(3)?,
+            errnum: word(2)?,
+            topic,
+            payload,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn unhex(text: &str) -> Vec<u8> {
+        hex::decode(text.replace(' ', "")).unwrap()
+    }
+
+    /// What flux-core 0.88 answered to `attr.get {"name":"rank"}`.
+    fn recorded() -> Vec<u8> {
+        let mut bytes = b"\x00\x08attr.get\x18{\"value\":\"0\",\"flags\":1}\x00\x14".to_vec();
+        bytes.extend(unhex("8e01020b 00000000 00000005 00000000 00000001"));
+        bytes
+    }
+
+    #[test]
+    fn a_recorded_answer_is_understood() {
+        assert_eq!(recorded().len(), 0x38);
+        assert_eq!(frame_length([0x12, 0, 0xee, 0xff, 0, 0, 0, 0x38]), Ok(0x38));
+        let expected = Message {
+            is_response: true,
+            matchtag: 1,
+            errnum: 0,
+            topic: "attr.get".to_owned(),
+            payload: Some(br#"{"value":"0","flags":1}"#.to_vec()),
+        };
+        assert_eq!(Message::decode(&recorded()), Ok(expected));
+    }
+
+    #[test]
+    fn a_recorded_refusal_is_understood() {
+        let mut bytes = b"\x00\x08attr.get\x14".to_vec();
+        bytes.extend(unhex("8e010209 00000000 00000005 00000002 00000007"));
+        let message = Message::decode(&bytes).unwrap();
+        assert_eq!((message.errnum, message.matchtag, message.payload), (2, 7, None));
+    }
+
+    #[test]
+    fn a_request_is_written_as_flux_reads_it() {
+        let payload = json!({"name": "rank"});
+        let request = Request {
+            topic: "attr.get",
+            nodeid: ANY,
+            matchtag: 3,
+            streaming: false,
+            payload: &payload,
+        };
+        let mut expected = unhex("1200eeff 00000030 00 08");
+        expected.extend(b"attr.get\x10{\"name\":\"rank\"}\x00\x14");
+        expected.extend(unhex("8e01010b ffffffff 00000000 ffffffff 00000003"));
+        assert_eq!(request.encode(), expected);
+        let without = Request {
+            streaming: true,
+            nodeid: LEAD,
+            payload: &Value::Null,
+            ..request
+        }
+        .encode();
+        assert_eq!(
+            without[without.len() - HEADER..],
+            unhex("8e010149 ffffffff 00000000 00000000 00000003")
+        );
+    }
+
+    #[test]
+    fn long_parts_have_long_lengths() {
+        for length in [0, 1, 254, 255, 256, 70_000] {
+            let mut out = Vec::new();
+            push_part(&mut out, &vec![b'x'; length]);
+            push_part(&mut out, b"next");
+            assert_eq!(out.len(), length + if length < 255 { 1 } else { 5 } + 5);
+            assert_eq!(parts(&out).unwrap()[0].len(), length);
+            assert_eq!(parts(&out).unwrap()[1], b"next");
+        }
+    }
+
+    #[test]
+    fn no_cut_of_a_message_is_taken_for_one() {
+        let whole = recorded();
+        for length in 0..whole.len() {
+            assert!(Message::decode(&whole[..length]).is_err(), "{length}");
+        }
+    }
+
+    #[test]
+    fn garbage_is_refused() {
+        let header = "14 8e01020b 00000000 00000005 00000000 00000001";
+        for (bytes, error) in [
+            ("", DecodeError::Truncated),
+            ("ff ffffffff 00", DecodeError::Truncated),
+            ("ff 0000", DecodeError::Truncated),
+            ("05 0000", DecodeError::Truncated),
+            ("00 00 00", DecodeError::Header),
+            (&header.replace("8e01", "8e02"), DecodeError::Header),
+            (&header.replace("8e01", "ae01"), DecodeError::Header),
+            // A route that never ends; no topic; no payload.
+            (&format!("01 61 {header}"), DecodeError::Truncated),
+            (&format!("00 {header}"), DecodeError::Truncated),
+            (&format!("00 01 61 {header}"), DecodeError::Truncated),
+            (&format!("00 01 ff 01 61 {header}"), DecodeError::Topic),
+        ] {
+            assert_eq!(Message::decode(&unhex(bytes)), Err(error), "{bytes}");
+        }
+        assert_eq!(frame_length(*b"HTTP/1.1"), Err(DecodeError::Magic));
+        assert_eq!(frame_length([0xff, 0xee, 0, 0x12, 0, 0, 0, 1]), Err(DecodeError::Magic));
+        let huge = [0x12, 0, 0xee, 0xff, 0xff, 0xff, 0xff, 0xff];
+        assert_eq!(frame_length(huge), Err(DecodeError::TooLarge(0xffff_ffff)));
+    }
+
+    #[test]
+    fn no_bytes_make_the_reader_panic() {
+        // A fixed sequence of changes to a good message: every single byte, to every value of a few.
+        let good = recorded();
+        for at in 0..good.len() {
+            for value in [0, 1, 0x7f, 0xfe, 0xff] {
+                let mut changed = good.clone();
+                changed[at] = value;
+                let _ = Message::decode(&changed);
+            }
+        }
+    }
+}

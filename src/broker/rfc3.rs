@@ -1,0 +1,369 @@
+//! A client of a broker's local socket (RFC 3, RFC 6).
+//!
+//! Any number of calls may be under way on one connection: one task writes, one reads and gives each response to who
+//! waits for its matchtag. The end of the socket is the end of the broker, and everybody who waits is told.
+
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use futures::Stream;
+use serde_json::Value;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{
+        UnixStream,
+        unix::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::{mpsc, watch},
+    task::JoinHandle,
+    time::{timeout, timeout_at},
+};
+
+use super::message::{DecodeError, ENODATA, Message, PREAMBLE, Request, frame_length};
+
+/// A broker answers within milliseconds; a request that goes to a lead which is gone is never answered.
+pub const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why a broker did not answer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RpcError {
+    /// No broker listens.
+    #[error("no broker answers at {}", path.display())]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// Cause.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The broker is not ours: it serves another user.
+    #[error("the broker at {} refuses this user (error {errnum})", path.display())]
+    Denied {
+        /// The socket.
+        path: PathBuf,
+        /// errno.
+        errnum: u8,
+    },
+    /// The service said no.
+    #[error("{topic}: {text}")]
+    Service {
+        /// Service and method.
+        topic: String,
+        /// errno.
+        errnum: u32,
+        /// Its words, or those of errno.
+        text: String,
+    },
+    /// No answer in time.
+    #[error("{topic}: no answer within {seconds} s")]
+    Timeout {
+        /// Service and method.
+        topic: String,
+        /// It had so many.
+        seconds: u64,
+    },
+    /// The broker has closed the socket.
+    #[error("the broker has closed the connection")]
+    Closed,
+    /// Bytes that are not RFC 3.
+    #[error("the broker's answer is not understood")]
+    Malformed(#[from] DecodeError),
+    /// The payload is not the JSON that was expected.
+    #[error("{topic}: the answer is not understood")]
+    Payload {
+        /// Service and method.
+        topic: String,
+        /// Cause.
+        #[source]
+        source: serde_json::Error,
+    },
+}
+
+type Answers = mpsc::UnboundedSender<Message>;
+
+#[derive(Default)]
+struct Waiting {
+    last_tag: u32,
+    by_tag: HashMap<u32, Answers>,
+    closed: bool,
+}
+
+/// A connection to a broker.
+#[derive(Debug)]
+pub struct Client {
+    outgoing: mpsc::UnboundedSender<Vec<u8>>,
+    shared: Shared,
+    gone: watch::Receiver<bool>,
+    peer_pid: Option<i32>,
+    reader: JoinHandle<()>,
+}
+
+#[derive(Clone, Default)]
+struct Shared(Arc<Mutex<Waiting>>);
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} calls under way", self.lock().by_tag.len())
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        // The map is whole between any two of its calls, whoever panicked.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn expect(&self) -> Result<Call, RpcError> {
+        let (sender, answers) = mpsc::unbounded_channel();
+        let mut waiting = self.lock();
+        if waiting.closed {
+            return Err(RpcError::Closed);
+        }
+        let mut tag = waiting.last_tag;
+        loop {
+            // 0 is RFC 6's word for "no response".
+            tag = tag.wrapping_add(1).max(1);
+            if !waiting.by_tag.contains_key(&tag) {
+                break;
+            }
+        }
+        waiting.last_tag = tag;
+        waiting.by_tag.insert(tag, sender);
+        Ok(Call {
+            tag,
+            answers,
+            shared: self.clone(),
+        })
+    }
+}
+
+/// A call under way; whoever gives it up is no longer waited for.
+struct Call {
+    tag: u32,
+    answers: mpsc::UnboundedReceiver<Message>,
+    shared: Shared,
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        self.shared.lock().by_tag.remove(&self.tag);
+    }
+}
+
+impl Client {
+    /// Connects to the socket at `path`.
+    ///
+    /// # Errors
+    /// Nobody listens, or not for us.
+    pub async fn connect(path: &Path) -> Result<Self, RpcError> {
+        let failed = |source| RpcError::Connect {
+            path: path.to_owned(),
+            source,
+        };
+        let open = async {
+            let mut stream = UnixStream::connect(path).await?;
+            let accepted = stream.read_u8().await?;
+            Ok((stream, accepted))
+        };
+        let late = || std::io::Error::from(std::io::ErrorKind::TimedOut);
+        let (stream, errnum) = timeout(TIMEOUT, open)
+            .await
+            .map_err(|_| failed(late()))?
+            .map_err(failed)?;
+        if errnum != 0 {
+            return Err(RpcError::Denied {
+                path: path.to_owned(),
+                errnum,
+            });
+        }
+        let peer_pid = stream.peer_cred().ok().and_then(|peer| peer.pid());
+        let (reader, writer) = stream.into_split();
+        let (outgoing, incoming) = mpsc::unbounded_channel();
+        let (tell_gone, gone) = watch::channel(false);
+        let shared = Shared::default();
+        // It ends by itself with `outgoing`.
+        tokio::spawn(write_all(writer, incoming));
+        let reader = tokio::spawn({
+            let shared = shared.clone();
+            async move {
+                read_all(reader, &shared).await;
+                let mut waiting = shared.lock();
+                waiting.closed = true;
+                waiting.by_tag.clear();
+                drop(waiting);
+                let _ = tell_gone.send(true);
+            }
+        });
+        Ok(Self {
+            outgoing,
+            shared,
+            gone,
+            peer_pid,
+            reader,
+        })
+    }
+
+    /// The broker's pid as the kernel tells it: what listens at the path is that process.
+    pub fn peer_pid(&self) -> Option<i32> {
+        self.peer_pid
+    }
+
+    /// One request, one response, within [`TIMEOUT`]. `nodeid` is a rank, [`super::message::ANY`] or
+    /// [`super::message::LEAD`].
+    ///
+    /// # Errors
+    /// [`RpcError`].
+    pub async fn rpc(&self, topic: &str, nodeid: u32, payload: Value) -> Result<Value, RpcError> {
+        self.rpc_within(TIMEOUT, topic, nodeid, payload).await
+    }
+
+    /// As [`Client::rpc`], with another time limit.
+    ///
+    /// # Errors
+    /// [`RpcError`].
+    pub async fn rpc_within(
+        &self,
+        limit: Duration,
+        topic: &str,
+        nodeid: u32,
+        payload: Value,
+    ) -> Result<Value, RpcError> {
+        let deadline = tokio::time::Instant::now() + limit;
+        let mut call = self.send(topic, nodeid, &payload, false)?;
+        match timeout_at(deadline, call.answers.recv()).await {
+            Err(_) => Err(RpcError::Timeout {
+                topic: topic.to_owned(),
+                seconds: limit.as_secs(),
+            }),
+            Ok(None) => Err(RpcError::Closed),
+            Ok(Some(message)) => value_of(message),
+        }
+    }
+
+    /// One request and responses until the service ends them (which is no error), an error, or the end of the broker
+    /// ([`RpcError::Closed`]).
+    ///
+    /// # Errors
+    /// [`RpcError::Closed`] at once.
+    pub fn stream(
+        &self,
+        topic: &str,
+        nodeid: u32,
+        payload: &Value,
+    ) -> Result<impl Stream<Item = Result<Value, RpcError>> + Send + Unpin + use<>, RpcError> {
+        let call = self.send(topic, nodeid, payload, true)?;
+        Ok(Box::pin(futures::stream::unfold(Some(call), |call| async move {
+            let mut call = call?;
+            match call.answers.recv().await {
+                None => Some((Err(RpcError::Closed), None)),
+                Some(message) if message.errnum == ENODATA => None,
+                Some(message) => match value_of(message) {
+                    Ok(value) => Some((Ok(value), Some(call))),
+                    Err(error) => Some((Err(error), None)),
+                },
+            }
+        })))
+    }
+
+    /// Waits until the broker has closed the connection.
+    pub async fn closed(&self) {
+        let mut gone = self.gone.clone();
+        // An error says that the reader is no more, which is the same.
+        let _ = gone.wait_for(|gone| *gone).await;
+    }
+
+    fn send(&self, topic: &str, nodeid: u32, payload: &Value, streaming: bool) -> Result<Call, RpcError> {
+        let call = self.shared.expect()?;
+        let request = Request {
+            topic,
+            nodeid,
+            matchtag: call.tag,
+            streaming,
+            payload,
+        };
+        self.outgoing.send(request.encode()).map_err(|_| RpcError::Closed)?;
+        Ok(call)
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.reader.abort();
+    }
+}
+
+/// A task of its own, so that a caller who gives up never leaves half a frame behind.
+async fn write_all(mut writer: OwnedWriteHalf, mut frames: mpsc::UnboundedReceiver<Vec<u8>>) {
+    while let Some(frame) = frames.recv().await {
+        if writer.write_all(&frame).await.is_err() {
+            // The reader sees the end as well, and tells everybody.
+            return;
+        }
+    }
+}
+
+async fn read_all(mut reader: OwnedReadHalf, shared: &Shared) {
+    loop {
+        let message = match read_message(&mut reader).await {
+            Ok(message) => message,
+            Err(RpcError::Malformed(error)) => {
+                tracing::warn!(%error, "broker connection given up");
+                return;
+            }
+            Err(_) => return,
+        };
+        if message.is_response
+            && let Some(answers) = shared.lock().by_tag.get(&message.matchtag)
+        {
+            let _ = answers.send(message);
+        }
+    }
+}
+
+async fn read_message(reader: &mut OwnedReadHalf) -> Result<Message, RpcError> {
+    let closed = |_| RpcError::Closed;
+    let mut preamble = [0; PREAMBLE];
+    reader.read_exact(&mut preamble).await.map_err(closed)?;
+    let length = frame_length(preamble)?;
+    // Grows with what comes, not with what is promised.
+    let mut bytes = Vec::new();
+    reader
+        .take(length as u64)
+        .read_to_end(&mut bytes)
+        .await
+        .map_err(closed)?;
+    if bytes.len() < length {
+        return Err(RpcError::Closed);
+    }
+    Ok(Message::decode(&bytes)?)
+}
+
+fn value_of(message: Message) -> Result<Value, RpcError> {
+    let Message {
+        topic, errnum, payload, ..
+    } = message;
+    match (errnum, payload) {
+        (0, None) => Ok(Value::Null),
+        (0, Some(json)) => serde_json::from_slice(&json).map_err(|source| RpcError::Payload { topic, source }),
+        (errnum, payload) => {
+            let words = payload
+                .map(|text| String::from_utf8_lossy(&text).into_owned())
+                .filter(|text| !text.is_empty());
+            let errno = || {
+                nix::errno::Errno::from_raw(i32::try_from(errnum).unwrap_or_default())
+                    .desc()
+                    .to_owned()
+            };
+            Err(RpcError::Service {
+                topic,
+                errnum,
+                text: words.unwrap_or_else(errno),
+            })
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! What a running broker says of itself and of the instance, live.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use futures::{Stream, StreamExt, future, stream};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde_json::{Value, json};
+
+use super::{
+    idset::IdSet,
+    message::{ANY, LEAD},
+    rfc3::{Client, RpcError},
+};
+
+/// What asks the lead waits no longer: behind a lead that is gone nothing answers.
+const LEAD_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A broker, and the instance as it sees it.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq)]
+#[serde(rename_all = "camelCase")]
+pub struct BrokerStatus {
+    /// Its rank.
+    pub rank: u32,
+    /// Declared ranks.
+    pub size: u32,
+    /// Broker names by rank, in RFC 29's form.
+    pub hostlist: String,
+    /// Its `hostname` attribute.
+    pub broker_name: String,
+    /// `join`, `config-sync`, `init`, `quorum`, `run`, `cleanup`, `shutdown`, `finalize`, `goodbye`, `exit`.
+    pub state: String,
+    /// Seconds in that state.
+    pub state_secs: f64,
+    /// Process id, as the kernel tells it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pid: Option<i32>,
+    /// The tree below it.
+    pub overlay: Overlay,
+    /// What only the lead knows; None where it did not answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub instance: Option<InstanceStatus>,
+}
+
+/// The overlay at and below a broker (flux-overlay(1)).
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase")]
+pub struct Overlay {
+    /// `full`, `partial`, `degraded`, `lost`.
+    pub status: String,
+    /// Seconds in that status.
+    pub secs: f64,
+    /// Children that are not full.
+    pub not_full: Vec<Child>,
+}
+
+/// A child in the overlay.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq)]
+#[serde(rename_all = "camelCase")]
+pub struct Child {
+    /// Rank.
+    pub rank: u32,
+    /// See [`Overlay::status`]; also `offline`.
+    pub status: String,
+    /// Seconds in that status.
+    #[serde(rename = "secs", alias = "duration", default)]
+    pub secs: f64,
+    /// Why.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// What the lead says of the instance.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(rename_all = "camelCase")]
+pub struct InstanceStatus {
+    /// Ranks that are online.
+    pub online: IdSet,
+    /// Ranks that no job is given to, with the reason.
+    pub drained: Vec<Drained>,
+    /// Ranks that are slow to answer.
+    pub torpid: IdSet,
+    /// All there is to schedule.
+    pub all: Amount,
+    /// Of it, on ranks that are down.
+    pub down: Amount,
+    /// Of it, in use by jobs.
+    pub allocated: Amount,
+}
+
+/// Ranks drained together.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq)]
+pub struct Drained {
+    /// Which.
+    pub ranks: IdSet,
+    /// Why.
+    pub reason: String,
+}
+
+/// So much of resources, and where.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct Amount {
+    /// Ranks.
+    pub ranks: IdSet,
+    /// Cores.
+    pub cores: usize,
+    /// GPUs.
+    pub gpus: usize,
+}
+
+/// What changes in the life of a broker.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Change {
+    /// Its state (see [`BrokerStatus::state`]).
+    State(String),
+    /// The ranks that are online, as the lead tells.
+    Online(IdSet),
+}
+
+/// Asks the broker for all of it. What the lead does not tell is left out.
+///
+/// # Errors
+/// The broker itself does not answer.
+pub async fn status(client: &Client) -> Result<BrokerStatus, RpcError> {
+    let (rank, size, hostlist, broker_name) = futures::try_join!(
+        attribute(client, "rank"),
+        attribute(client, "size"),
+        attribute(client, "hostlist"),
+        attribute(client, "hostname"),
+    )?;
+    let (state, overlay, instance) =
+        futures::join!(state(client), overlay(client), async { instance(client).await.ok() });
+    let state = state?;
+    let number = |text: &str| {
+        serde_json::from_str(text).map_err(|source| RpcError::Payload {
+            topic: "attr.get".to_owned(),
+            source,
+        })
+    };
+    Ok(BrokerStatus {
+        rank: number(&rank)?,
+        size: number(&size)?,
+        hostlist,
+        broker_name,
+        state: state.state,
+        state_secs: state.duration,
+        pid: client.peer_pid(),
+        overlay: overlay?,
+        instance,
+    })
+}
+
+/// One attribute of the broker (flux-broker-attributes(7)).
+///
+/// # Errors
+/// [`RpcError::Service`] where it has none of that name.
+pub async fn attribute(client: &Client, name: &str) -> Result<String, RpcError> {
+    #[derive(Deserialize)]
+    struct Attribute {
+        value: String,
+    }
+    let answer = client.rpc("attr.get", ANY, json!({ "name": name })).await?;
+    Ok(parse::<Attribute>("attr.get", answer)?.value)
+}
+
+/// The broker's state and the seconds it is in it.
+#[derive(Deserialize, Clone, Debug, PartialEq)]
+pub struct State {
+    /// See [`BrokerStatus::state`].
+    pub state: String,
+    /// Seconds.
+    #[serde(default)]
+    pub duration: f64,
+}
+
+/// The broker's state.
+///
+/// # Errors
+/// [`RpcError`].
+pub async fn state(client: &Client) -> Result<State, RpcError> {
+    parse(
+        "state-machine.get",
+        client.rpc("state-machine.get", ANY, Value::Null).await?,
+    )
+}
+
+/// The overlay at and below the broker.
+///
+/// # Errors
+/// [`RpcError`].
+pub async fn overlay(client: &Client) -> Result<Overlay, RpcError> {
+    #[derive(Deserialize)]
+    struct Health {
+        status: String,
+        #[serde(default)]
+        duration: f64,
+        #[serde(default)]
+        children: Vec<Child>,
+    }
+    let health: Health = parse("overlay.health", client.rpc("overlay.health", ANY, Value::Null).await?)?;
+    let not_full = health
+        .children
+        .into_iter()
+        .filter(|child| child.status != "full")
+        .collect();
+    Ok(Overlay {
+        status: health.status,
+        secs: health.duration,
+        not_full,
+    })
+}
+
+/// The ranks that are online.
+///
+/// # Errors
+/// [`RpcError`]; a time-out where the lead is gone.
+pub async fn online(client: &Client) -> Result<IdSet, RpcError> {
+    let answer = client
+        .rpc_within(LEAD_TIMEOUT, "groups.get", LEAD, json!({ "name": "broker.online" }))
+        .await?;
+    Ok(parse::<Members>("groups.get", answer)?.members)
+}
+
+/// What only the lead knows.
+///
+/// # Errors
+/// [`RpcError`]; a time-out where the lead is gone.
+pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
+    #[derive(Deserialize)]
+    struct Resources {
+        #[serde(default)]
+        drain: BTreeMap<String, Reason>,
+        #[serde(default)]
+        torpid: IdSet,
+    }
+    #[derive(Deserialize)]
+    struct Reason {
+        #[serde(default)]
+        reason: Option<String>,
+    }
+    #[derive(Deserialize)]
+    struct Scheduler {
+        all: Option<ResourceSet>,
+        down: Option<ResourceSet>,
+        allocated: Option<ResourceSet>,
+    }
+    let ask = |topic| client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null);
+    let (online, resources, scheduler) =
+        futures::try_join!(online(client), ask("resource.status"), ask("resource.sched-status"))?;
+    let resources: Resources = parse("resource.status", resources)?;
+    let scheduler: Scheduler = parse("resource.sched-status", scheduler)?;
+    let drained = resources.drain.into_iter().filter_map(|(ranks, why)| {
+        Some(Drained {
+            ranks: ranks.parse().ok()?,
+            reason: why.reason.unwrap_or_default(),
+        })
+    });
+    let amount = |set: Option<ResourceSet>| set.map(|set| set.amount()).unwrap_or_default();
+    Ok(InstanceStatus {
+        online,
+        drained: drained.collect(),
+        torpid: resources.torpid,
+        all: amount(scheduler.all),
+        down: amount(scheduler.down),
+        allocated: amount(scheduler.allocated),
+    })
+}
+
+/// Every change of state and membership, from the present one on; ends with the broker. A membership that the lead does
+/// not tell, or ceases to, is left out.
+///
+/// # Errors
+/// The broker has closed already.
+pub fn watch(client: &Client) -> Result<impl Stream<Item = Change> + Send + Unpin + '_, RpcError> {
+    let states = client.stream("state-machine.monitor", ANY, &json!({ "final": i32::MAX }))?;
+    let members = client.stream("groups.get", LEAD, &json!({ "name": "broker.online" }))?;
+    // The monitor tells states by numbers that differ between versions of Flux; their names do not.
+    let states = states.then(async |answer| match answer {
+        Ok(_) => state(client).await.map(|now| Change::State(now.state)),
+        Err(error) => Err(error),
+    });
+    let members = members.map(|answer| {
+        answer
+            .and_then(|value| parse::<Members>("groups.get", value))
+            .map(|answer| Change::Online(answer.members))
+    });
+    let changes = stream::select(Box::pin(states), members)
+        .take_while(|answer| future::ready(!matches!(answer, Err(RpcError::Closed))))
+        .filter_map(|answer| future::ready(answer.ok()));
+    // Both may end before the broker does: its end is the socket's.
+    Ok(Box::pin(changes.chain(
+        stream::once(client.closed()).filter_map(|()| future::ready(None)),
+    )))
+}
+
+/// Waits for the end of the broker: its socket closes.
+pub async fn until_gone(client: &Client) {
+    client.closed().await;
+}
+
+/// What an administrator looks for in a log: which brokers are online. Flux itself says it only until it has its quorum,
+/// which is one.
+pub fn online_line(names: &str, online: &IdSet) -> String {
+    format!("broker.info[0]: online: {names} (ranks {online})")
+}
+
+#[derive(Deserialize)]
+struct Members {
+    members: IdSet,
+}
+
+/// R (RFC 20), as much of it as is counted.
+#[derive(Deserialize)]
+struct ResourceSet {
+    execution: Execution,
+}
+
+#[derive(Deserialize)]
+struct Execution {
+    #[serde(rename = "R_lite", default)]
+    entries: Vec<Entry>,
+}
+
+#[derive(Deserialize)]
+struct Entry {
+    rank: IdSet,
+    children: BTreeMap<String, IdSet>,
+}
+
+impl ResourceSet {
+    fn amount(&self) -> Amount {
+        let mut amount = Amount::default();
+        for Entry { rank, children } in &self.execution.entries {
+            let count = |kind| rank.len() * children.get(kind).map_or(0, IdSet::len);
+            amount.cores += count("core");
+            amount.gpus += count("gpu");
+            amount.ranks.0.extend(&rank.0);
+        }
+        amount
+    }
+}
+
+fn parse<T: DeserializeOwned>(topic: &str, value: Value) -> Result<T, RpcError> {
+    serde_json::from_value(value).map_err(|source| RpcError::Payload {
+        topic: topic.to_owned(),
+        source,
+    })
+}

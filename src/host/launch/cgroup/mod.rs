@@ -1,0 +1,215 @@
+//! Cgroups of the broker's own. Runtime and kubelet kill everything they find below the pod's cgroup, in whichever
+//! hierarchy: one that is left behind is enough to die.
+
+mod view;
+
+use std::{
+    collections::BTreeSet,
+    fs, io,
+    path::{Component, Path, PathBuf},
+};
+
+pub use view::*;
+
+use super::record::absent_is_fine;
+
+/// Why the broker could not be given cgroups of its own.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CgroupError {
+    /// This process is in a cgroup of a hierarchy whose mount is not to be found.
+    #[error("cgroup hierarchy {hierarchy} is not mounted on the host, so the broker can't leave {path} in it")]
+    NotMounted {
+        /// Its controllers.
+        hierarchy: String,
+        /// Where this process is in it.
+        path: String,
+    },
+    /// The kernel took the move and yet the process is where it was.
+    #[error("the broker would stay in cgroup {path} of hierarchy {hierarchy} and die with the agent's pod")]
+    LeftBehind {
+        /// Its controllers.
+        hierarchy: String,
+        /// Where this process still is.
+        path: String,
+    },
+    /// A file of a cgroup.
+    #[error("can't {what} {}", path.display())]
+    File {
+        /// Verb.
+        what: &'static str,
+        /// Which.
+        path: PathBuf,
+        /// Cause.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// The places of this process' view of the host. Those that can't be reached are left out.
+///
+/// # Errors
+/// No /proc.
+pub fn places_here(name: &str) -> io::Result<Vec<Place>> {
+    let found = places(&own_memberships()?, &own_mounts()?, name);
+    Ok(found.into_iter().filter_map(|(_, place)| place).collect())
+}
+
+/// Moves the calling process into the cgroup `name` of every hierarchy and makes sure that it is there.
+///
+/// # Errors
+/// [`CgroupError`]: then the process must not become a broker.
+pub fn enter(name: &str, weight: u32) -> Result<(), CgroupError> {
+    let proc = |source| CgroupError::File {
+        what: "read",
+        path: PathBuf::from("/proc/self/cgroup"),
+        source,
+    };
+    let before = own_memberships().map_err(proc)?;
+    let mut moved = Vec::new();
+    for (membership, place) in places(&before, &own_mounts().map_err(proc)?, name) {
+        let hierarchy = membership.hierarchy();
+        let place = place.ok_or(CgroupError::NotMounted {
+            hierarchy,
+            path: membership.path,
+        })?;
+        make(&place, name, weight)?;
+        write(&place.directory.join("cgroup.procs"), "0")?;
+        moved.push(place);
+    }
+    check_moved(&before, &own_memberships().map_err(proc)?, &moved)
+}
+
+/// Moves the calling process out of the cgroup `name` of every hierarchy, to the top, and takes that cgroup off.
+///
+/// # Errors
+/// The first place that can't be left or removed.
+pub fn leave(name: &str) -> Result<(), CgroupError> {
+    let proc = |source| CgroupError::File { what: "read", path: PathBuf::from("/proc/self/cgroup"), source };
+    let places = places_here(name).map_err(proc)?;
+    for place in places.iter().filter(|place| place.directory.exists()) {
+        write(&place.point.join("cgroup.procs"), "0")?;
+    }
+    remove(&places)
+}
+
+fn make(place: &Place, name: &str, weight: u32) -> Result<(), CgroupError> {
+    let mut directory = place.point.clone();
+    for (depth, component) in Path::new(name).components().enumerate() {
+        let Component::Normal(component) = component else {
+            continue;
+        };
+        directory.push(component);
+        match fs::create_dir(&directory) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(CgroupError::File {
+                    what: "make cgroup",
+                    path: directory,
+                    source: error,
+                });
+            }
+            _ => {}
+        }
+        // cgroup v1: a cpuset without cpus and memory nodes takes nobody in.
+        for file in ["cpuset.cpus", "cpuset.mems"].iter().filter(|_| !place.unified) {
+            inherit(&directory.join(file))?;
+        }
+        // The weight counts against the siblings, of which kubepods is one: it belongs to the topmost.
+        if depth == 0 {
+            let (file, value) = match place.unified {
+                true => ("cpu.weight", u64::from(weight)),
+                false => ("cpu.shares", u64::from(weight) * 1024 / 100),
+            };
+            let file = directory.join(file);
+            if file.exists() {
+                write(&file, &value.to_string())?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Gives a cpuset file its parent's value where it is empty.
+fn inherit(file: &Path) -> Result<(), CgroupError> {
+    let (Ok(own), Some(directory), Some(name)) = (fs::read_to_string(file), file.parent(), file.file_name()) else {
+        return Ok(());
+    };
+    match directory.parent().map(|parent| fs::read_to_string(parent.join(name))) {
+        Some(Ok(parent)) if own.trim().is_empty() => write(file, parent.trim()),
+        _ => Ok(()),
+    }
+}
+
+fn write(path: &Path, value: &str) -> Result<(), CgroupError> {
+    fs::write(path, value).map_err(|source| CgroupError::File {
+        what: "write",
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// The processes in the cgroup of any of `places`, and below it.
+pub fn members(places: &[Place]) -> BTreeSet<i32> {
+    let mut found = BTreeSet::new();
+    let mut directories: Vec<PathBuf> = places.iter().map(|place| place.directory.clone()).collect();
+    while let Some(directory) = directories.pop() {
+        let procs = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
+        found.extend(
+            procs
+                .lines()
+                .filter_map(|line| line.trim().parse::<i32>().ok())
+                .filter(|pid| *pid > 0),
+        );
+        directories.extend(children(&directory));
+    }
+    found
+}
+
+/// Takes the cgroups off, and those above them that were made for them.
+///
+/// # Errors
+/// One that still has processes.
+pub fn remove(places: &[Place]) -> Result<(), CgroupError> {
+    for place in places {
+        let mut directory = place.directory.as_path();
+        remove_tree(directory)?;
+        while let Some(parent) = directory.parent().filter(|parent| *parent != place.point) {
+            remove_one(parent)?;
+            directory = parent;
+        }
+    }
+    Ok(())
+}
+
+fn remove_tree(directory: &Path) -> Result<(), CgroupError> {
+    for child in children(directory) {
+        remove_tree(&child)?;
+    }
+    remove_one(directory)
+}
+
+fn remove_one(directory: &Path) -> Result<(), CgroupError> {
+    absent_is_fine(fs::remove_dir(directory)).map_err(|source| CgroupError::File {
+        what: "remove cgroup",
+        path: directory.to_owned(),
+        source,
+    })
+}
+
+fn children(directory: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(directory) else {
+        return Vec::new();
+    };
+    let entries = entries
+        .flatten()
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    entries.map(|entry| entry.path()).collect()
+}
+
+fn own_memberships() -> io::Result<Vec<Membership>> {
+    Ok(memberships(&fs::read_to_string("/proc/self/cgroup")?))
+}
+
+fn own_mounts() -> io::Result<Vec<Mount>> {
+    Ok(mounts(&fs::read_to_string("/proc/self/mountinfo")?))
+}

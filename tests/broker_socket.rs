@@ -1,0 +1,316 @@
+//! What is read from a broker's socket.
+
+#![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
+
+mod support;
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use flux_distribute::{
+    api::EpochSettings,
+    broker::{
+        command::{BrokerIdentity, CoreVersion, launch},
+        message::{ANY, LEAD},
+        rfc3::{Client, RpcError},
+        status::{Change, status, until_gone, watch},
+    },
+};
+use futures::{Stream, StreamExt};
+use serde_json::{Value, json};
+use support::stand_in::{Service, StandIn};
+use tokio::time::timeout;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+async fn soon<T>(future: impl Future<Output = T>) -> T {
+    timeout(PATIENCE, future).await.expect("nothing came")
+}
+
+async fn next(stream: &mut (impl Stream<Item = Change> + Unpin)) -> Option<Change> {
+    soon(stream.next()).await
+}
+
+fn online(ranks: &str) -> Change {
+    Change::Online(ranks.parse().unwrap())
+}
+
+#[tokio::test]
+async fn the_status_of_a_broker_is_told_in_one_piece() {
+    let directory = tempfile::tempdir().unwrap();
+    let broker = StandIn::start(directory.path(), &["node0", "node1", "node2"]);
+    let children = json!([
+        {"rank": 1, "status": "full", "duration": 2.0},
+        {"rank": 2, "status": "lost", "duration": 3.5, "error": "connection timed out"},
+    ]);
+    broker.on(
+        "overlay.health",
+        Service::Says(json!({"rank": 0, "status": "degraded", "duration": 3.5, "children": children})),
+    );
+    let client = Client::connect(broker.socket()).await.unwrap();
+    assert_eq!(client.peer_pid(), i32::try_from(std::process::id()).ok());
+    let status = status(&client).await.unwrap();
+    assert_eq!((status.rank, status.size, status.state.as_str()), (0, 3, "run"));
+    let instance = status.instance.as_ref().unwrap();
+    assert_eq!(
+        (
+            instance.online.to_string().as_str(),
+            instance.all.cores,
+            instance.allocated.cores
+        ),
+        ("0-2", 12, 0)
+    );
+    let shown = serde_json::to_value(&status).unwrap();
+    let not_full = json!([{"rank": 2, "status": "lost", "secs": 3.5, "error": "connection timed out"}]);
+    assert_eq!(
+        shown["overlay"],
+        json!({"status": "degraded", "secs": 3.5, "notFull": not_full})
+    );
+    assert_eq!(
+        shown["instance"]["all"],
+        json!({"ranks": "0-2", "cores": 12, "gpus": 0})
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_broker_whose_lead_is_gone_still_tells_of_itself() {
+    let directory = tempfile::tempdir().unwrap();
+    let broker = StandIn::start(directory.path(), &["node0", "node1"]);
+    broker.on("groups.get", Service::Silent);
+    let client = Client::connect(broker.socket()).await.unwrap();
+    let status = status(&client).await.unwrap();
+    assert_eq!((status.overlay.status.as_str(), status.instance), ("full", None));
+}
+
+#[tokio::test]
+async fn many_requests_are_under_way_at_once_and_each_gets_its_own_answer() {
+    let directory = tempfile::tempdir().unwrap();
+    let broker = StandIn::start(directory.path(), &["node0"]);
+    for number in 0..200 {
+        broker.on(
+            &format!("test.{number}"),
+            Service::Says(json!({"number": number, "long": "x".repeat(number * 10)})),
+        );
+    }
+    broker.on("test.silent", Service::Silent);
+    let client = Client::connect(broker.socket()).await.unwrap();
+    let silent = client.rpc("test.silent", ANY, Value::Null);
+    let topics: Vec<String> = (0..200).map(|number| format!("test.{number}")).collect();
+    let answers = futures::future::join_all(topics.iter().map(|topic| client.rpc(topic, ANY, Value::Null)));
+    let answers = tokio::select! {
+        answers = soon(answers) => answers,
+        answer = silent => panic!("{answer:?}"),
+    };
+    for (number, answer) in answers.into_iter().enumerate() {
+        assert_eq!(answer.unwrap()["number"], number);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_goes_wrong_is_told_apart() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("local");
+    assert!(matches!(Client::connect(&path).await, Err(RpcError::Connect { .. })));
+
+    let broker = StandIn::start(directory.path(), &["node0"]);
+    broker.on("test.refuses", Service::Refuses(71, "this RPC only works on rank 0"));
+    broker.on("test.wordless", Service::Refuses(2, ""));
+    broker.on("test.silent", Service::Silent);
+    broker.on(
+        "test.garbage",
+        Service::Raw(b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec()),
+    );
+    let client = Client::connect(&path).await.unwrap();
+    let ask = |topic| client.rpc(topic, LEAD, Value::Null);
+    let error = ask("test.refuses").await.unwrap_err();
+    assert_eq!(error.to_string(), "test.refuses: this RPC only works on rank 0");
+    assert!(matches!(error, RpcError::Service { errnum: 71, .. }));
+    assert_eq!(
+        ask("test.wordless").await.unwrap_err().to_string(),
+        "test.wordless: No such file or directory"
+    );
+    assert!(matches!(
+        ask("test.unknown").await,
+        Err(RpcError::Service { errnum: 38, .. })
+    ));
+    assert!(matches!(ask("test.silent").await, Err(RpcError::Timeout { .. })));
+    assert!(matches!(ask("test.garbage").await, Err(RpcError::Closed)));
+    until_gone(&client).await;
+    assert!(matches!(ask("test.refuses").await, Err(RpcError::Closed)));
+}
+
+#[tokio::test]
+async fn membership_is_followed_until_the_broker_dies() {
+    let directory = tempfile::tempdir().unwrap();
+    let broker = StandIn::start(directory.path(), &["node0", "node1"]);
+    let client = Client::connect(broker.socket()).await.unwrap();
+    let mut changes = watch(&client).unwrap();
+    let first = [next(&mut changes).await.unwrap(), next(&mut changes).await.unwrap()];
+    assert!(first.contains(&Change::State("run".to_owned())) && first.contains(&online("0-1")));
+    broker.tell("groups.get", json!({"members": "0"}));
+    assert_eq!(next(&mut changes).await, Some(online("0")));
+    broker.end("groups.get");
+    broker.on("state-machine.get", Service::Says(json!({"state": "shutdown"})));
+    broker.tell("state-machine.monitor", json!({"state": 8}));
+    assert_eq!(next(&mut changes).await, Some(Change::State("shutdown".to_owned())));
+    broker.die();
+    assert_eq!(next(&mut changes).await, None);
+    soon(until_gone(&client)).await;
+}
+
+/// A broker of a real Flux; killed when dropped.
+struct RealBroker {
+    child: Child,
+    directory: PathBuf,
+}
+
+impl RealBroker {
+    fn socket(&self) -> PathBuf {
+        self.directory.join("local")
+    }
+}
+
+impl Drop for RealBroker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn flux() -> Option<PathBuf> {
+    let prefix = std::env::var("FLUX_PREFIX").unwrap_or_else(|_| "/opt/flux".to_owned());
+    let flux = Path::new(&prefix).join("bin/flux");
+    if !flux.exists() {
+        eprintln!("skipped: no Flux in {prefix}; set FLUX_PREFIX");
+        return None;
+    }
+    Some(flux)
+}
+
+/// Starts rank `rank` by the very command line of production, with its directories moved.
+fn start(flux: &Path, base: &Path, rank: u32) -> RealBroker {
+    let settings = EpochSettings {
+        max_size: 4,
+        topology: "custom".to_owned(),
+        port: 0,
+        digest: "env".to_owned(),
+        certificate: String::new(),
+        run_as: "root".to_owned(),
+        config: String::new(),
+        cpu_weight: 100,
+        checkpoint_period: "1m".to_owned(),
+        spare_shape: None,
+    };
+    let name = format!("node{rank}");
+    let identity = BrokerIdentity {
+        prefix: base,
+        rank,
+        broker_name: &name,
+        node_uid: "",
+        instance_uid: "",
+        instance_id: "",
+        epoch: 1,
+    };
+    let directory = base.join(format!("run{rank}"));
+    std::fs::create_dir(&directory).unwrap();
+    let order = launch(&settings, &identity, CoreVersion::parse("0.88.0")).unwrap();
+    let moved = order.argv[1..]
+        .iter()
+        .map(|word| word.replace(flux_distribute::api::BROKER_RUN_DIR, &directory.display().to_string()));
+    let log = std::fs::File::create(base.join(format!("log{rank}"))).unwrap();
+    let child = Command::new(flux)
+        .args(moved)
+        .env_clear()
+        .envs(&order.env)
+        .stdin(Stdio::null())
+        .stdout(log.try_clone().unwrap())
+        .stderr(log)
+        .spawn()
+        .unwrap();
+    RealBroker { child, directory }
+}
+
+async fn connect(broker: &RealBroker) -> Client {
+    soon(async {
+        loop {
+            match Client::connect(&broker.socket()).await {
+                Ok(client) => return client,
+                // There is no event for a socket that is listened at.
+                Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
+            }
+        }
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_real_flux_of_four_declared_ranks_starts_with_one_and_is_followed() {
+    let Some(flux) = flux() else { return };
+    let base = tempfile::tempdir().unwrap();
+    let certificate = base.path().join("curve.cert");
+    let made = Command::new(&flux)
+        .args(["keygen", "-n", "test"])
+        .arg(&certificate)
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{made:?}");
+    let port = std::net::TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
+    std::fs::create_dir_all(base.path().join("etc")).unwrap();
+    std::fs::create_dir_all(base.path().join("state")).unwrap();
+    let config = format!(
+        "[bootstrap]\ncurve_cert = {certificate:?}\nhosts = [{{ host = \"node0\", bind = \"tcp://127.0.0.1:{port}\", \
+         connect = \"tcp://127.0.0.1:{port}\" }}, {{ host = \"node[1-3]\" }}]\n\
+         [resource]\nnoverify = true\n[[resource.config]]\nhosts = \"node[0-3]\"\ncores = \"0-1\"\n"
+    );
+    std::fs::write(base.path().join("etc/broker.toml"), config).unwrap();
+
+    let lead = start(&flux, base.path(), 0);
+    let client = connect(&lead).await;
+    assert_eq!(client.peer_pid(), i32::try_from(lead.child.id()).ok());
+    let mut changes = watch(&client).unwrap();
+    let mut seen = Vec::new();
+    while !(seen.contains(&Change::State("run".to_owned())) && seen.contains(&online("0"))) {
+        seen.push(next(&mut changes).await.expect("the lead ended"));
+    }
+    let follower = start(&flux, base.path(), 1);
+    while next(&mut changes).await.expect("the lead ended") != online("0-1") {}
+
+    let lead_status = status(&client).await.unwrap();
+    assert_eq!(
+        (lead_status.rank, lead_status.size, lead_status.hostlist.as_str()),
+        (0, 4, "node[0-3]")
+    );
+    let instance = lead_status.instance.unwrap();
+    assert_eq!(
+        (instance.all.cores, instance.all.ranks.to_string().as_str()),
+        (8, "0-3")
+    );
+    assert_eq!(lead_status.overlay.status, "partial");
+    assert_eq!(lead_status.overlay.not_full.len(), 2);
+    let at_follower = connect(&follower).await;
+    let follower_status = status(&at_follower).await.unwrap();
+    assert_eq!(
+        (follower_status.rank, follower_status.broker_name.as_str()),
+        (1, "node1")
+    );
+    assert_eq!(follower_status.instance.unwrap().online.to_string(), "0-1");
+    let error = at_follower.rpc("test.nobody", ANY, Value::Null).await.unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "test.nobody: No service matching test.nobody is registered"
+    );
+    let log = std::fs::read_to_string(base.path().join("log0")).unwrap();
+    assert!(log.contains("broker.info[0]: online: node0 (ranks 0)"), "{log}");
+
+    drop(follower);
+    soon(until_gone(&at_follower)).await;
+    drop(lead);
+    while next(&mut changes).await.is_some() {}
+}

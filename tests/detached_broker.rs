@@ -1,0 +1,399 @@
+//! A broker on a host without systemd outlives the pod whose agent started it.
+
+#![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
+
+use std::{
+    fs,
+    io::Write,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use flux_distribute::host::{
+    LaunchOrder, LaunchRecord, StopOrder,
+    launch::{
+        Places,
+        cgroup::{members, mounts, places_here},
+        process::Identity,
+    },
+};
+
+/// A host of its own within this one: directories and a cgroup's name.
+struct Bed {
+    directory: tempfile::TempDir,
+    places: Places,
+    pod: String,
+}
+
+/// What the test is called with to be the agent's stage of [`Bed`].
+const STAGE: &str = "FLUX_DISTRIBUTE_TEST_STAGE";
+
+impl Bed {
+    fn new(name: &str) -> Option<Self> {
+        if !nix::unistd::geteuid().is_root() {
+            eprintln!("skipped: needs root to move processes between cgroups");
+            return None;
+        }
+        let writable = |place: &flux_distribute::host::launch::cgroup::Place| {
+            let probe = place.point.join(format!("fxd-probe-{name}-{}", std::process::id()));
+            fs::create_dir(&probe).and_then(|()| fs::remove_dir(&probe)).is_ok()
+        };
+        let all = places_here("probe").unwrap();
+        if all.is_empty() || !all.iter().all(writable) {
+            eprintln!("skipped: the cgroups of this machine can't be written");
+            return None;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        // The broker's user has to get to its files.
+        fs::set_permissions(directory.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let unique = format!("fxd-test-{}-{name}", std::process::id());
+        let places = Places {
+            run_dir: directory.path().join("run"),
+            broker_run_dir: directory.path().join("run/broker"),
+            cgroup: format!("{unique}/broker"),
+            launcher: PathBuf::from(env!("CARGO_BIN_EXE_flux-distribute")),
+            systemd: None,
+        };
+        Some(Self {
+            directory,
+            places,
+            pod: format!("{unique}-kubepods/pod1"),
+        })
+    }
+
+    fn order(&self, argv: &[&str], run_as: &str) -> LaunchOrder {
+        LaunchOrder {
+            prefix: self.directory.path().join("prefix"),
+            argv: argv.iter().map(|word| (*word).to_owned()).collect(),
+            env: [("NAME".to_owned(), "va l$ue".to_owned())].into(),
+            run_as: run_as.to_owned(),
+            cpu_weight: 250,
+            record: LaunchRecord {
+                rank: 3,
+                broker_name: "node3".to_owned(),
+                node_uid: "node".to_owned(),
+                instance_uid: "instance".to_owned(),
+                instance_id: "id".to_owned(),
+                epoch: 1,
+                digest: "digest".to_owned(),
+                launch: "launch".to_owned(),
+            },
+        }
+    }
+
+    /// Starts from within the pod's cgroup of every hierarchy, by a process of its own as the stage is one.
+    fn start_from_pod(&self, order: &LaunchOrder) -> Child {
+        for place in places_here(&self.pod).unwrap() {
+            fs::create_dir_all(&place.directory).unwrap();
+            for file in ["cpuset.cpus", "cpuset.mems"] {
+                let root = fs::read_to_string(place.point.join(file));
+                if let (false, Ok(root)) = (place.unified, root) {
+                    fs::write(place.directory.parent().unwrap().join(file), root.trim()).unwrap();
+                    fs::write(place.directory.join(file), root.trim()).unwrap();
+                }
+            }
+        }
+        let told = serde_json::json!({
+            "order": order, "run_dir": self.places.run_dir, "broker_run_dir": self.places.broker_run_dir,
+            "cgroup": self.places.cgroup, "pod": self.pod,
+        });
+        // Ignored signals and a low limit, as a stage may have inherited them.
+        Command::new("nohup")
+            .arg("env")
+            .arg("--ignore-signal=USR1")
+            .arg(std::env::current_exe().unwrap())
+            .args(["stage_of_the_pod", "--exact", "--nocapture"])
+            .env(STAGE, told.to_string())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    }
+
+    fn start(&self, order: &LaunchOrder) {
+        let output = self.start_from_pod(order).wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    }
+
+    fn stop(&self) {
+        self.places.stop(&StopOrder { grace_secs: 5 }).unwrap();
+    }
+
+    /// What runtime and kubelet do to a pod.
+    fn kill_pod(&self) {
+        let pod = places_here(&self.pod).unwrap();
+        for process in members(&pod).into_iter().filter_map(Identity::of) {
+            process.signal(nix::sys::signal::Signal::SIGKILL).unwrap();
+            assert!(process.wait_gone(Duration::from_secs(10)));
+        }
+    }
+
+    fn cgroups_that_are_there(&self) -> Vec<PathBuf> {
+        let top = self.places.cgroup.split('/').next().unwrap();
+        places_here(top)
+            .unwrap()
+            .into_iter()
+            .map(|place| place.directory)
+            .filter(|path| path.exists())
+            .collect()
+    }
+}
+
+impl Drop for Bed {
+    fn drop(&mut self) {
+        let _ = self.places.stop(&StopOrder { grace_secs: 0 });
+        let _ = self.places.forget();
+        self.kill_pod();
+        for place in places_here(&self.pod).unwrap() {
+            let _ = fs::remove_dir(&place.directory);
+            let _ = fs::remove_dir(place.directory.parent().unwrap());
+        }
+    }
+}
+
+/// Not a test by itself: the process that [`Bed::start_from_pod`] runs.
+#[test]
+fn stage_of_the_pod() {
+    let Ok(told) = std::env::var(STAGE) else { return };
+    let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+    let path = |name: &str| PathBuf::from(told[name].as_str().unwrap());
+    for place in places_here(told["pod"].as_str().unwrap()).unwrap() {
+        fs::write(place.directory.join("cgroup.procs"), std::process::id().to_string()).unwrap();
+    }
+    fs::write("/proc/self/oom_score_adj", "1000").unwrap();
+    let places = Places {
+        run_dir: path("run_dir"),
+        broker_run_dir: path("broker_run_dir"),
+        cgroup: told["cgroup"].as_str().unwrap().to_owned(),
+        launcher: PathBuf::from(env!("CARGO_BIN_EXE_flux-distribute")),
+        systemd: None,
+    };
+    let order: LaunchOrder = serde_json::from_value(told["order"].clone()).unwrap();
+    let running = places.start(&order).unwrap();
+    assert_eq!(running.record, order.record);
+}
+
+fn proc(pid: i32, file: &str) -> String {
+    fs::read_to_string(Path::new("/proc").join(pid.to_string()).join(file)).unwrap()
+}
+
+fn field(pid: i32, name: &str) -> String {
+    let status = proc(pid, "status");
+    let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+    line.trim_start_matches(':')
+        .split_whitespace()
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+fn until(what: &str, condition: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !condition() {
+        assert!(Instant::now() < deadline, "never: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_broker_outlives_its_pod_and_is_found_stopped_and_forgotten() {
+    let Some(bed) = Bed::new("outlives") else { return };
+    assert_eq!(bed.places.observe(None), Default::default());
+    let order = bed.order(&["/bin/sleep", "1000"], "root");
+    bed.start(&order);
+    bed.kill_pod();
+
+    let running = bed
+        .places
+        .observe(Some(&order.prefix))
+        .running
+        .expect("the broker died with the pod");
+    assert_eq!((running.record.clone(), running.systemd), (order.record.clone(), false));
+    let pid = running.pid;
+    for line in proc(pid, "cgroup").lines() {
+        assert!(
+            line.ends_with(&format!("/{}", bed.places.cgroup)) || line.ends_with(":/"),
+            "{line}"
+        );
+    }
+    assert_eq!(
+        members(&places_here(&bed.places.cgroup).unwrap())
+            .into_iter()
+            .collect::<Vec<_>>(),
+        [pid]
+    );
+
+    // Jobs find a clean process.
+    assert_eq!(proc(pid, "oom_score_adj").trim(), "0");
+    assert_eq!(proc(pid, "environ"), "NAME=va l$ue\0");
+    // 32 and 33 are the C library's own: its posix_spawn leaves them ignored, and programs set them as they need.
+    let ignored = u64::from_str_radix(&field(pid, "SigIgn"), 16).unwrap() & 0x7fff_ffff;
+    assert_eq!((ignored, field(pid, "SigBlk")), (0, "0".repeat(16)));
+    assert_eq!(field(pid, "Umask"), "0022");
+    let open = |descriptor: &str| fs::read_link(format!("/proc/{pid}/fd/{descriptor}")).unwrap();
+    let log = order.prefix.join("log/broker.log");
+    assert_eq!(
+        (open("0"), open("1"), open("2")),
+        ("/dev/null".into(), log.clone(), log.clone())
+    );
+    assert_eq!(fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count(), 3);
+    assert_eq!(fs::read_link(format!("/proc/{pid}/cwd")).unwrap(), Path::new("/"));
+    assert_eq!(fs::metadata(&log).unwrap().mode() & 0o777, 0o640);
+    let session = proc(pid, "stat")
+        .rsplit_once(')')
+        .unwrap()
+        .1
+        .split_whitespace()
+        .nth(3)
+        .unwrap()
+        .to_owned();
+    assert_eq!(session, pid.to_string());
+    let limits = proc(pid, "limits");
+    let limit = |name: &str| limits.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
+    assert!(limit("Max core file size").contains("unlimited"), "{limits}");
+    const SYS_RESOURCE: u32 = 24;
+    let capabilities = field(std::process::id().cast_signed(), "CapEff");
+    if u64::from_str_radix(&capabilities, 16).unwrap() >> SYS_RESOURCE & 1 == 1 {
+        assert!(limit("Max open files").contains("1048576 "), "{limits}");
+        assert!(limit("Max locked memory").contains("unlimited"), "{limits}");
+    } else {
+        let warned = fs::read_to_string(&log).unwrap();
+        assert!(warned.contains("can't raise the limits "), "{warned}");
+    }
+    let shares = mounts(&proc(pid, "mountinfo"))
+        .into_iter()
+        .find(|mount| {
+            mount
+                .options
+                .as_ref()
+                .is_some_and(|options| options.contains(&"cpu".to_owned()))
+        })
+        .map(|mount| {
+            mount
+                .point
+                .join(bed.places.cgroup.split('/').next().unwrap())
+                .join("cpu.shares")
+        });
+    if let Some(shares) = shares {
+        assert_eq!(fs::read_to_string(shares).unwrap().trim(), "2560");
+    }
+
+    // A second start finds the first.
+    assert_eq!(
+        bed.places.start(&bed.order(&["/bin/sleep", "2000"], "root")).unwrap(),
+        running
+    );
+    let refused = bed.places.forget().unwrap_err();
+    assert!(refused.message.contains("stop it first"), "{refused}");
+
+    bed.stop();
+    assert!(!Path::new("/proc").join(pid.to_string()).exists() || field(pid, "State").starts_with('Z'));
+    assert_eq!(bed.places.observe(None), Default::default());
+    bed.places.forget().unwrap();
+    assert_eq!(bed.cgroups_that_are_there(), Vec::<PathBuf>::new());
+    assert!(!bed.places.run_dir.exists());
+    bed.places.forget().unwrap();
+}
+
+#[test]
+fn two_starts_at_once_make_one_broker() {
+    let Some(bed) = Bed::new("twice") else { return };
+    let order = bed.order(&["/bin/sleep", "1000"], "root");
+    let starts: Vec<Child> = (0..4).map(|_| bed.start_from_pod(&order)).collect();
+    for start in starts {
+        let output = start.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    }
+    assert_eq!(members(&places_here(&bed.places.cgroup).unwrap()).len(), 1);
+}
+
+#[test]
+fn a_stage_that_is_killed_at_any_moment_leaves_one_broker_that_is_found_or_none() {
+    let Some(bed) = Bed::new("killed") else { return };
+    let order = bed.order(&["/bin/sleep", "1000"], "root");
+    for delay in 0..12 {
+        let mut stage = bed.start_from_pod(&order);
+        std::thread::sleep(Duration::from_millis(delay * 3));
+        let _ = stage.kill();
+        let _ = stage.wait();
+        bed.kill_pod();
+        bed.start(&order);
+        let running = bed.places.observe(None).running.unwrap();
+        let cgroup = members(&places_here(&bed.places.cgroup).unwrap());
+        assert_eq!(cgroup.into_iter().collect::<Vec<_>>(), [running.pid], "after {delay}");
+        bed.stop();
+    }
+}
+
+#[test]
+fn a_broker_runs_as_its_user_in_a_rundir_of_its_own() {
+    let Some(bed) = Bed::new("user") else { return };
+    bed.start(&bed.order(&["/bin/sleep", "1000"], "54321"));
+    let pid = bed.places.observe(None).running.unwrap().pid;
+    assert_eq!(field(pid, "Uid"), "54321 54321 54321 54321");
+    assert_eq!(
+        (field(pid, "Gid"), field(pid, "Groups")),
+        ("54321 54321 54321 54321".to_owned(), String::new())
+    );
+    let rundir = fs::metadata(&bed.places.broker_run_dir).unwrap();
+    assert_eq!((rundir.uid(), rundir.mode() & 0o777), (54321, 0o755));
+}
+
+#[test]
+fn a_start_that_fails_says_why() {
+    let Some(bed) = Bed::new("fails") else { return };
+    fs::create_dir_all(bed.directory.path().join("prefix")).unwrap();
+    let refusal = |order: &LaunchOrder| bed.places.start(order).unwrap_err();
+    let absent = refusal(&bed.order(&["/nowhere/flux", "broker"], "root"));
+    assert_eq!(
+        absent.message,
+        "can't run /nowhere/flux: No such file or directory (os error 2)"
+    );
+    assert_eq!(bed.places.observe(None), Default::default());
+    let nobody = refusal(&bed.order(&["/bin/sleep", "1"], "nobody-of-this-name"));
+    assert!(
+        nobody.message.contains("no user \"nobody-of-this-name\"") && !nobody.transient,
+        "{nobody}"
+    );
+}
+
+#[test]
+fn a_broker_that_died_left_word_why_and_nothing_of_it_holds_the_next_one_up() {
+    let Some(bed) = Bed::new("died") else { return };
+    let order = bed.order(&["/bin/sh", "-c", "sleep 1000 & sleep 1001"], "root");
+    bed.start(&order);
+    let broker = bed.places.observe(None).running.unwrap();
+    let cgroup = places_here(&bed.places.cgroup).unwrap();
+    until("its children", || members(&cgroup).len() == 3);
+    let mut log = fs::OpenOptions::new()
+        .append(true)
+        .open(order.prefix.join("log/broker.log"))
+        .unwrap();
+    writeln!(log, "<2>broker.crit[3]: it is over\n<6>broker.info[3]: bye").unwrap();
+    let process = Identity::of(broker.pid).unwrap();
+    process.signal(nix::sys::signal::Signal::SIGKILL).unwrap();
+    assert!(process.wait_gone(Duration::from_secs(10)));
+    let view = bed.places.observe(None);
+    assert_eq!(
+        (view.running, view.died.as_deref()),
+        (None, Some("broker.crit[3]: it is over"))
+    );
+    bed.start(&bed.order(&["/bin/sleep", "1000"], "root"));
+    assert_eq!(members(&cgroup).len(), 1);
+}
+
+#[test]
+fn a_broker_without_a_record_is_left_alone() {
+    let Some(bed) = Bed::new("unrecorded") else { return };
+    let order = bed.order(&["/bin/sleep", "1000"], "root");
+    bed.start(&order);
+    let record = bed.places.run_dir.join("broker.json");
+    let kept = fs::read(&record).unwrap();
+    fs::remove_file(&record).unwrap();
+    let refused = bed.places.start(&order).unwrap_err();
+    assert!(refused.message.contains("no record"), "{refused}");
+    fs::write(&record, kept).unwrap();
+    assert!(bed.places.observe(None).running.is_some());
+}

@@ -1,0 +1,5 @@
+//! Helpers of the integration tests.
+
+#![allow(dead_code, reason = "each test takes what it needs")]
+
+pub mod stand_in;
