@@ -80,7 +80,13 @@ pub struct HostFile {
 
 impl std::fmt::Debug for HostFile {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "HostFile({:?}, {} bytes, {:o})", self.path, self.content.len(), self.mode)
+        write!(
+            f,
+            "HostFile({:?}, {} bytes, {:o})",
+            self.path,
+            self.content.len(),
+            self.mode
+        )
     }
 }
 
