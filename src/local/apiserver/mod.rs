@@ -1,1 +1,25 @@
-//! A small in-memory Kubernetes API server for the kinds that we use.
+//! A small in-memory Kubernetes API server for the kinds that we use: enough for kubectl, and for the same kube client that
+//! runs in production. No CEL, no server-side apply, no admission but the schema and
+//! [`validate`](crate::api::validate).
+
+mod admit;
+mod discovery;
+mod error;
+mod http;
+mod log;
+mod patch;
+mod request;
+mod resources;
+mod schema;
+mod selector;
+mod store;
+mod table;
+mod verbs;
+mod watch;
+
+pub use admit::{Mode, Part};
+pub use error::{ApiError, ResourceName};
+pub use http::{router, serve};
+pub use log::{Change, Event, LOG_LENGTH};
+pub use resources::{Resource, find};
+pub use store::{Deleted, Key, Preconditions, RestoreError, Store};

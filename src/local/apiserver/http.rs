@@ -1,0 +1,217 @@
+//! The way from HTTP to the verbs.
+
+use std::{future::Future, io, sync::Arc, time::Duration};
+
+use axum::{
+    Router,
+    body::{Body, Bytes, to_bytes},
+    extract::{Request, State},
+    http::{HeaderMap, Method, StatusCode, header, request::Parts},
+    middleware::{self, Next},
+    response::{IntoResponse, Response},
+    serve::ListenerExt,
+};
+use k8s_openapi::ByteString;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    discovery,
+    error::ApiError,
+    patch::Patch,
+    request::{Form, Query, Subresource, Target},
+    selector::Filter,
+    store::Store,
+    verbs,
+    watch::Watch,
+};
+
+/// The largest body that is read, that of a real server.
+const MAX_BODY: usize = 3 << 20;
+
+/// How long open requests may go on after the shutdown has begun.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
+
+#[derive(Clone)]
+struct App {
+    store: Arc<Store>,
+    /// sha256 of the token: comparing digests tells nothing about the token by the time it takes.
+    token: [u8; 32],
+    closing: CancellationToken,
+}
+
+/// The API of `store`, for those who know `token`.
+pub fn router(store: Arc<Store>, token: String) -> Router {
+    build(store, &token, CancellationToken::new())
+}
+
+/// Serves the API of `store` on `listener` until `shutdown`; then open watches end.
+///
+/// # Errors
+/// Those of the listener.
+pub async fn serve(
+    listener: TcpListener,
+    store: Arc<Store>,
+    token: String,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+) -> io::Result<()> {
+    let closing = CancellationToken::new();
+    let router = build(store, &token, closing.clone());
+    // A watch's line is small and must not wait for the next one.
+    let listener = listener.tap_io(|stream| {
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "can't set TCP_NODELAY");
+        }
+    });
+    let begin = closing.clone();
+    let server = axum::serve(listener, router).with_graceful_shutdown(async move {
+        shutdown.await;
+        begin.cancel();
+    });
+    tokio::select! {
+        ended = server.into_future() => ended,
+        () = async { closing.cancelled().await; tokio::time::sleep(SHUTDOWN_GRACE).await } => Ok(()),
+    }
+}
+
+fn build(store: Arc<Store>, token: &str, closing: CancellationToken) -> Router {
+    let app = App {
+        store,
+        token: Sha256::digest(token.as_bytes()).into(),
+        closing,
+    };
+    // The last layer is the outermost. Faults to be injected go between the two: only requests that were let in meet them.
+    Router::new()
+        .fallback(handle)
+        .layer(middleware::from_fn_with_state(app.clone(), authenticate))
+        .with_state(app)
+}
+
+async fn authenticate(State(app): State<App>, request: Request, next: Next) -> Response {
+    let open = matches!(request.uri().path(), "/healthz" | "/livez" | "/readyz" | "/version");
+    let known = token_of(request.headers()).is_some_and(|token| app.token == *Sha256::digest(token.as_slice()));
+    if open || known {
+        next.run(request).await
+    } else {
+        ApiError::Unauthorized.into_response()
+    }
+}
+
+/// The bearer token, or the password of basic authentication: over plain HTTP kubectl sends only what the server's URL in
+/// the kubeconfig holds.
+fn token_of(headers: &HeaderMap) -> Option<Vec<u8>> {
+    let (scheme, rest) = headers.get(header::AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
+    match scheme.to_ascii_lowercase().as_str() {
+        "bearer" => Some(rest.trim().as_bytes().to_vec()),
+        "basic" => {
+            let ByteString(pair) = serde_json::from_value(Value::String(rest.trim().to_owned())).ok()?;
+            let colon = pair.iter().position(|byte| *byte == b':')?;
+            Some(pair[colon + 1..].to_vec())
+        }
+        _ => None,
+    }
+}
+
+async fn handle(State(app): State<App>, request: Request) -> Response {
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let answer = respond(app, request).await.unwrap_or_else(IntoResponse::into_response);
+    tracing::debug!(%method, path, code = answer.status().as_u16(), "answered");
+    answer
+}
+
+async fn respond(app: App, request: Request) -> Result<Response, ApiError> {
+    let (parts, body) = request.into_parts();
+    let path = parts.uri.path();
+    if parts.method == Method::GET {
+        if matches!(path, "/healthz" | "/livez" | "/readyz") {
+            return Ok("ok".into_response());
+        }
+        if let Some(answer) = discovery::answer(path, |resource| app.store.serves(resource)) {
+            return Ok(json_response(StatusCode::OK, &answer));
+        }
+    }
+    let target = Target::parse(path)
+        .filter(|target| app.store.serves(target.resource))
+        .ok_or(ApiError::NoSuchPath)?;
+    let query = Query::parse(parts.uri.query().unwrap_or_default())?;
+    let too_large = |_| ApiError::BadRequest(format!("the body can't be read, or is larger than {MAX_BODY} bytes"));
+    let body = to_bytes(body, MAX_BODY).await.map_err(too_large)?;
+    dispatch(app, &parts, target, &query, &body)
+}
+
+fn dispatch(app: App, parts: &Parts, target: Target, query: &Query, body: &Bytes) -> Result<Response, ApiError> {
+    let store = &app.store;
+    let text = |name| {
+        parts
+            .headers
+            .get(name)
+            .and_then(|value| value.to_str().ok())
+            .unwrap_or_default()
+    };
+    let form = Form::parse(text(header::ACCEPT), query.include);
+    let content_type = text(header::CONTENT_TYPE);
+    let json_body = || match content_type.split(';').next().unwrap_or_default().trim() {
+        "application/json" | "" => Ok(()),
+        _ => Err(ApiError::UnsupportedMediaType("application/json")),
+    };
+    let mut code = StatusCode::OK;
+    let answer = match parts.method {
+        Method::GET if query.watch => return watch(app, target, query, form),
+        Method::GET if target.name.is_some() => verbs::get(store, &target, form)?,
+        Method::GET => verbs::list(store, &target, query, form)?,
+        Method::POST => {
+            json_body()?;
+            code = StatusCode::CREATED;
+            verbs::create(store, &target, query.mode, body)?
+        }
+        Method::PUT => {
+            json_body()?;
+            verbs::replace(store, &target, query.mode, body)?
+        }
+        Method::PATCH => verbs::patch(store, &target, query.mode, &Patch::parse(content_type, body)?)?,
+        Method::DELETE if target.name.is_some() => verbs::delete(store, &target, query.mode, body)?,
+        Method::DELETE => verbs::delete_collection(store, &target, query, body)?,
+        _ => return Err(ApiError::MethodNotAllowed),
+    };
+    Ok(json_response(code, &answer))
+}
+
+fn watch(app: App, target: Target, query: &Query, form: Form) -> Result<Response, ApiError> {
+    if target.subresource != Subresource::Object {
+        return Err(ApiError::MethodNotAllowed);
+    }
+    let mut filter = Filter::parse(target.resource, &query.labels, &query.fields)?;
+    if let Some(name) = &target.name {
+        filter = filter.and_name(name);
+    }
+    let watch = Watch::new(
+        app.store,
+        (target.resource, target.namespace),
+        filter,
+        form,
+        query,
+        app.closing,
+    )?;
+    Ok(([(header::CONTENT_TYPE, "application/json")], watch.into_body()).into_response())
+}
+
+fn json_response(code: StatusCode, answer: &Value) -> Response {
+    (
+        code,
+        [(header::CONTENT_TYPE, "application/json")],
+        Body::from(answer.to_string()),
+    )
+        .into_response()
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let code = StatusCode::from_u16(self.code()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        match self {
+            Self::NoSuchPath => (code, "404 page not found\n").into_response(),
+            other => json_response(code, &json!(other.status())),
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! The API server of a local cluster: the embedded one, or a real kube-apiserver with its etcd where there is one.
+
+use std::{
+    fs::File,
+    future::Future,
+    net::{Ipv4Addr, SocketAddr},
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::Duration,
+};
+
+use k8s_openapi::ByteString;
+use kube::{
+    Client, CustomResourceExt,
+    api::{Api, PostParams},
+    runtime::wait::{await_condition, conditions},
+};
+use ring::{
+    rand::SystemRandom,
+    signature::{ECDSA_P256_SHA256_ASN1_SIGNING, EcdsaKeyPair},
+};
+use tokio::{
+    process::{Child, Command},
+    time::{Instant, sleep, timeout},
+};
+
+use super::{
+    daemon::bind,
+    layout::{Cluster, Layout, write_private},
+    mounts,
+};
+use crate::{
+    api::{FluxInstance, FluxNode},
+    local::{
+        apiserver,
+        error::{Context, LocalError},
+    },
+};
+
+/// Names a directory with etcd and kube-apiserver (the convention of Kubernetes' envtest).
+pub(crate) const ASSETS_VARIABLE: &str = "KUBEBUILDER_ASSETS";
+/// A kube-apiserver serves some seconds after its start.
+const START_LIMIT: Duration = Duration::from_secs(90);
+
+type Definition = k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+
+/// What serves the API.
+pub(crate) enum ApiServer {
+    /// Ours, in the daemon's process.
+    Embedded,
+    /// The real thing. Both end with the daemon: they are in its cgroup.
+    Real { etcd: Child, server: Child },
+}
+
+impl ApiServer {
+    /// Serves on the bridge's address until `shutdown`.
+    pub(crate) async fn start(
+        layout: &Layout,
+        cluster: &Cluster,
+        shutdown: impl Future<Output = ()> + Send + 'static,
+    ) -> Result<Self, LocalError> {
+        if let Some(assets) = &cluster.assets {
+            return start_real(layout, cluster, assets).await;
+        }
+        let listener = bind(SocketAddr::from((cluster.gateway(), cluster.api_port))).await?;
+        let store = std::sync::Arc::new(apiserver::Store::new());
+        tokio::spawn(apiserver::serve(listener, store, cluster.token.clone(), shutdown));
+        Ok(Self::Embedded)
+    }
+
+    /// Waits until it serves our kinds; the embedded one always does.
+    pub(crate) async fn prepare(&self, client: &Client) -> Result<(), LocalError> {
+        if matches!(self, Self::Embedded) {
+            return Ok(());
+        }
+        let end = Instant::now() + START_LIMIT;
+        while let Err(error) = client.apiserver_version().await {
+            if Instant::now() > end {
+                return Err(error).context(|| "kube-apiserver does not serve".to_owned());
+            }
+            sleep(Duration::from_millis(100)).await;
+        }
+        let definitions: Api<Definition> = Api::all(client.clone());
+        for definition in [FluxInstance::crd(), FluxNode::crd()] {
+            let name = definition.metadata.name.clone().unwrap_or_default();
+            let failed = || format!("can't make the definition {name}");
+            definitions
+                .create(&PostParams::default(), &definition)
+                .await
+                .context(failed)?;
+            let served = await_condition(definitions.clone(), &name, conditions::is_crd_established());
+            timeout(START_LIMIT, served).await.context(failed)?.context(failed)?;
+        }
+        Ok(())
+    }
+
+    /// The embedded one has been told already.
+    pub(crate) async fn stop(self) {
+        if let Self::Real { mut etcd, mut server } = self {
+            let _ = server.kill().await;
+            let _ = etcd.kill().await;
+        }
+    }
+}
+
+/// The certificates of a real API server, which it has made and signed itself.
+pub(crate) fn certificates(layout: &Layout) -> Result<Vec<Vec<u8>>, LocalError> {
+    use rustls::pki_types::{CertificateDer, pem::PemObject};
+    let path = certificate_file(layout);
+    let failed = || format!("can't read {}", path.display());
+    let certificates = CertificateDer::pem_file_iter(&path).context(failed)?;
+    certificates
+        .map(|found| found.map(|der| der.to_vec()))
+        .collect::<Result<_, _>>()
+        .context(failed)
+}
+
+/// Where the certificates are.
+pub(crate) fn certificate_file(layout: &Layout) -> PathBuf {
+    layout.api().join("tls/apiserver.crt")
+}
+
+async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result<ApiServer, LocalError> {
+    let directory = layout.api();
+    mounts::make_directory(&directory)?;
+    let files = |name: &str| directory.join(name);
+    let failed = || format!("can't write into {}", directory.display());
+    write_private(&files("tokens.csv"), tokens(cluster).as_bytes(), true).context(failed)?;
+    write_private(&files("service-accounts.key"), signing_key()?.as_bytes(), true).context(failed)?;
+
+    let (client_port, peer_port) = (free_port().await?, free_port().await?);
+    let storage = format!("http://127.0.0.1:{client_port}");
+    let peers = format!("http://127.0.0.1:{peer_port}");
+    let etcd = start(
+        &assets.join("etcd"),
+        &directory,
+        vec![
+            format!("--data-dir={}", files("etcd").display()),
+            format!("--listen-client-urls={storage}"),
+            format!("--advertise-client-urls={storage}"),
+            format!("--listen-peer-urls={peers}"),
+            format!("--initial-advertise-peer-urls={peers}"),
+            format!("--initial-cluster=default={peers}"),
+            // Nothing here outlives the cluster.
+            "--unsafe-no-fsync=true".to_owned(),
+        ],
+    )?;
+    let key = files("service-accounts.key");
+    let server = start(
+        &assets.join("kube-apiserver"),
+        &directory,
+        vec![
+            format!("--etcd-servers={storage}"),
+            format!("--bind-address={}", cluster.gateway()),
+            format!("--advertise-address={}", cluster.gateway()),
+            format!("--secure-port={}", cluster.api_port),
+            format!("--cert-dir={}", files("tls").display()),
+            format!("--token-auth-file={}", files("tokens.csv").display()),
+            format!("--service-account-key-file={}", key.display()),
+            format!("--service-account-signing-key-file={}", key.display()),
+            "--service-account-issuer=https://flux-distribute.local".to_owned(),
+            "--service-cluster-ip-range=10.0.0.0/24".to_owned(),
+            "--authorization-mode=RBAC".to_owned(),
+            // Nobody makes the service accounts that it would ask for.
+            "--disable-admission-plugins=ServiceAccount".to_owned(),
+        ],
+    )?;
+    let end = Instant::now() + START_LIMIT;
+    while !certificate_file(layout).exists() {
+        if Instant::now() > end {
+            let log = files("kube-apiserver.log");
+            return Err(LocalError::Refused(format!(
+                "kube-apiserver does not start: {}",
+                super::kubelet::last_line(&log)
+            )));
+        }
+        sleep(Duration::from_millis(50)).await;
+    }
+    Ok(ApiServer::Real { etcd, server })
+}
+
+fn start(program: &Path, directory: &Path, arguments: Vec<String>) -> Result<Child, LocalError> {
+    let failed = || format!("can't start {}", program.display());
+    let name = program.file_name().unwrap_or_default().to_string_lossy();
+    let log = File::create(directory.join(format!("{name}.log"))).context(failed)?;
+    let mut command = Command::new(program);
+    command.args(arguments).current_dir(directory).stdin(Stdio::null());
+    command
+        .stdout(log.try_clone().context(failed)?)
+        .stderr(log)
+        .kill_on_drop(true);
+    command.spawn().context(failed)
+}
+
+fn tokens(cluster: &Cluster) -> String {
+    format!("{},local,local,\"system:masters\"\n", cluster.token)
+}
+
+/// kube-apiserver does not start without a key for tokens of service accounts.
+fn signing_key() -> Result<String, LocalError> {
+    let failed = || "can't make a key".to_owned();
+    let key = EcdsaKeyPair::generate_pkcs8(&ECDSA_P256_SHA256_ASN1_SIGNING, &SystemRandom::new())
+        .map_err(|_| LocalError::Refused(failed()))?;
+    // Serialized, bytes of the Kubernetes API are base64.
+    let text: String = serde_json::to_value(ByteString(key.as_ref().to_vec()))
+        .and_then(serde_json::from_value)
+        .context(failed)?;
+    Ok(format!(
+        "-----BEGIN PRIVATE KEY-----\n{text}\n-----END PRIVATE KEY-----\n"
+    ))
+}
+
+async fn free_port() -> Result<u16, LocalError> {
+    let listener = bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).await?;
+    Ok(listener
+        .local_addr()
+        .context(|| "can't find a free port".to_owned())?
+        .port())
+}

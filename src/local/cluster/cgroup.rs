@@ -1,0 +1,248 @@
+//! The cgroups that local mode makes: the same path in every hierarchy of the machine, v1 and v2 alike. Whatever is in
+//! them is ours, and nothing outside of them is ever killed.
+
+use std::{
+    collections::BTreeSet,
+    fs, io,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use super::mounts;
+use crate::local::error::{Context, LocalError};
+
+/// How long killed processes may take to go: more than a dying process with gigabytes of memory needs.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// One cgroup hierarchy of this mount namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Hierarchy {
+    pub(crate) mount: PathBuf,
+    /// None: cgroup v2; else v1's mount options, which name the hierarchy.
+    pub(crate) controllers: Option<String>,
+}
+
+/// The hierarchies that are mounted here.
+///
+/// # Errors
+/// None is, or /proc cannot be read.
+pub(crate) fn hierarchies() -> Result<Vec<Hierarchy>, LocalError> {
+    let mounts = mounts::table().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?;
+    let found = from_mounts(&mounts);
+    if found.is_empty() {
+        return Err(LocalError::Refused(
+            "no cgroup file system is mounted on this machine".to_owned(),
+        ));
+    }
+    Ok(found)
+}
+
+fn from_mounts(mounts: &[mounts::Mount]) -> Vec<Hierarchy> {
+    let mut found: Vec<Hierarchy> = Vec::new();
+    for mount in mounts {
+        let controllers = match mount.kind.as_str() {
+            "cgroup2" => None,
+            "cgroup" => Some(v1_options(&mount.super_options)),
+            _ => continue,
+        };
+        // The same hierarchy may be mounted more than once.
+        if !found.iter().any(|known| known.controllers == controllers) {
+            found.push(Hierarchy {
+                mount: mount.target.clone(),
+                controllers,
+            });
+        }
+    }
+    found
+}
+
+/// What of a v1 mount's options names the hierarchy. `xattr`, `release_agent` and the like were its first mount's choice.
+fn v1_options(options: &str) -> String {
+    let named: Vec<&str> = options
+        .split(',')
+        .filter(|option| !matches!(*option, "rw" | "ro" | "xattr" | "noprefix" | "clone_children"))
+        .filter(|option| !option.starts_with("release_agent="))
+        .collect();
+    match named.as_slice() {
+        // A hierarchy without controllers is mounted by its name alone.
+        [name] if name.starts_with("name=") => format!("none,{name}"),
+        _ => named.join(","),
+    }
+}
+
+/// Makes `group` where it is missing and moves this process, all its threads, into it in every hierarchy.
+///
+/// # Errors
+/// A cgroup cannot be made or entered.
+pub(crate) fn enter(group: &str) -> Result<(), LocalError> {
+    for hierarchy in hierarchies()? {
+        make(&hierarchy, group)?;
+        let procs = hierarchy.mount.join(group).join("cgroup.procs");
+        fs::write(&procs, "0").context(|| format!("can't enter the cgroup {}", procs.display()))?;
+    }
+    Ok(())
+}
+
+fn make(hierarchy: &Hierarchy, group: &str) -> Result<(), LocalError> {
+    let mut path = hierarchy.mount.clone();
+    for part in Path::new(group) {
+        let parent = path.clone();
+        path.push(part);
+        match fs::create_dir(&path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            made => made.context(|| format!("can't make the cgroup {}; is it mounted read-only?", path.display()))?,
+        }
+        if hierarchy.controllers.is_some() {
+            // A new v1 cpuset is empty, and nothing can enter it before it has been filled.
+            for file in ["cpuset.cpus", "cpuset.mems"] {
+                if let Ok(own) = fs::read_to_string(path.join(file))
+                    && own.trim().is_empty()
+                {
+                    fs::read(parent.join(file))
+                        .and_then(|all| fs::write(path.join(file), all))
+                        .context(|| format!("can't fill {}", path.join(file).display()))?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The processes in `group` and below.
+pub(crate) fn processes(group: &str) -> Result<BTreeSet<i32>, LocalError> {
+    let mut pids = BTreeSet::new();
+    for hierarchy in hierarchies()? {
+        collect(&hierarchy.mount.join(group), &mut pids);
+    }
+    Ok(pids)
+}
+
+fn collect(directory: &Path, pids: &mut BTreeSet<i32>) {
+    // Gone in between is as good as empty.
+    let text = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
+    // 0: a process of a PID namespace that cannot be seen from here.
+    pids.extend(
+        text.lines()
+            .filter_map(|line| line.parse::<i32>().ok())
+            .filter(|pid| *pid > 0),
+    );
+    for child in children(directory) {
+        collect(&child, pids);
+    }
+}
+
+fn children(directory: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(directory) else {
+        return Vec::new();
+    };
+    entries
+        .flatten()
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+        .map(|e| e.path())
+        .collect()
+}
+
+/// SIGKILLs everything in `group` and below, again and again until nothing is left: what forks in between dies in the
+/// next round.
+///
+/// # Errors
+/// Something is still there after [`PATIENCE`].
+pub(crate) fn kill_all(group: &str) -> Result<(), LocalError> {
+    let own = std::process::id().cast_signed();
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let mut pids = processes(group)?;
+        pids.remove(&own);
+        if pids.is_empty() {
+            return Ok(());
+        }
+        if Instant::now() > end {
+            return Err(LocalError::Refused(format!(
+                "processes {pids:?} in the cgroup {group} do not die"
+            )));
+        }
+        for pid in pids {
+            // ESRCH: it was faster.
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+        // The kernel offers no event for an empty v1 cgroup.
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Removes `group` and all below it, in every hierarchy.
+///
+/// # Errors
+/// It is still busy after [`PATIENCE`].
+pub(crate) fn remove(group: &str) -> Result<(), LocalError> {
+    let end = Instant::now() + PATIENCE;
+    for hierarchy in hierarchies()? {
+        let path = hierarchy.mount.join(group);
+        // A cgroup stays busy for a moment after its last process has been reaped.
+        while let Err(error) = remove_tree(&path) {
+            if Instant::now() > end {
+                return Err(error).context(|| format!("can't remove the cgroup {}", path.display()));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+    Ok(())
+}
+
+/// Removes `group`'s parents where they are empty: other local clusters share them.
+pub(crate) fn remove_empty_parents(group: &str) -> Result<(), LocalError> {
+    for hierarchy in hierarchies()? {
+        for parent in Path::new(group)
+            .ancestors()
+            .skip(1)
+            .filter(|path| !path.as_os_str().is_empty())
+        {
+            let _ = fs::remove_dir(hierarchy.mount.join(parent));
+        }
+    }
+    Ok(())
+}
+
+fn remove_tree(path: &Path) -> io::Result<()> {
+    for child in children(path) {
+        remove_tree(&child)?;
+    }
+    match fs::remove_dir(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        done => done,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hierarchies_are_found_on_v1_and_v2_machines() {
+        let hybrid = "30 1 0:1 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n\
+                      31 1 0:2 / /sys/fs/cgroup/systemd rw - cgroup systemd rw,xattr,name=systemd\n\
+                      32 1 0:3 / /sys/fs/cgroup/unified rw - cgroup2 none rw,nsdelegate\n\
+                      33 1 0:3 / /mnt/again rw - cgroup2 none rw,nsdelegate\n\
+                      34 1 0:4 / /proc rw - proc proc rw\n";
+        let found: Vec<_> = from_mounts(&mounts::parse(hybrid))
+            .into_iter()
+            .map(|hierarchy| (hierarchy.mount.display().to_string(), hierarchy.controllers))
+            .collect();
+        assert_eq!(
+            found,
+            [
+                ("/sys/fs/cgroup/cpu,cpuacct".to_owned(), Some("cpu,cpuacct".to_owned())),
+                (
+                    "/sys/fs/cgroup/systemd".to_owned(),
+                    Some("none,name=systemd".to_owned())
+                ),
+                ("/sys/fs/cgroup/unified".to_owned(), None),
+            ]
+        );
+    }
+}

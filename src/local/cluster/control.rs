@@ -1,0 +1,82 @@
+//! How the commands talk to the daemon: a Unix socket in the state directory, which only root can reach; one JSON line
+//! asks, one JSON line answers.
+
+use serde::{Deserialize, Serialize};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
+    net::UnixStream,
+};
+
+use super::layout::Layout;
+use crate::local::error::{Context, LocalError};
+
+/// What a command wants. Each is answered when it is done, with all nodes.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Request {
+    /// Nothing but the answer.
+    Status,
+    /// New nodes, under the lowest free numbers. The answer holds the new ones only.
+    Add { count: u32 },
+    /// One node: powered off and gone, as a machine that is taken out.
+    Remove { node: String },
+    /// SIGTERM to the agent, then a new pod: what a rollout does.
+    RestartAgent { node: String },
+    /// SIGKILL to the agent; the same pod gets a new one.
+    KillAgent { node: String },
+    /// The whole node is killed; its disk and its Node object stay.
+    PowerOff { node: String },
+    /// It boots again.
+    PowerOn { node: String },
+}
+
+/// A node as the daemon sees it.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq, Default)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct NodeView {
+    pub(crate) name: String,
+    pub(crate) address: String,
+    /// On the machine; None while the node is off.
+    pub(crate) init_pid: Option<i32>,
+    /// On the machine; None while no agent runs.
+    pub(crate) agent_pid: Option<i32>,
+    /// How often an agent has ended.
+    pub(crate) restarts: u32,
+    /// Why the last boot or the last start of a pod failed.
+    pub(crate) error: Option<String>,
+}
+
+pub(crate) type Answer = Result<Vec<NodeView>, String>;
+
+/// A connection to the daemon.
+pub(crate) struct Client {
+    stream: BufReader<UnixStream>,
+}
+
+impl Client {
+    /// # Errors
+    /// [`LocalError::NotUp`], or the daemon of a cluster that is there does not run.
+    pub(crate) async fn connect(layout: &Layout) -> Result<Self, LocalError> {
+        if !layout.cluster().exists() {
+            return Err(LocalError::NotUp);
+        }
+        let stream = UnixStream::connect(layout.control()).await.context(|| {
+            "the local cluster's daemon does not run; take down what is left with `flux-distribute local down`"
+                .to_owned()
+        })?;
+        Ok(Self {
+            stream: BufReader::new(stream),
+        })
+    }
+
+    pub(crate) async fn ask(&mut self, request: Request) -> Result<Vec<NodeView>, LocalError> {
+        let failed = || "the local cluster's daemon does not answer".to_owned();
+        let mut line = serde_json::to_string(&request).context(failed)?;
+        line.push('\n');
+        self.stream.write_all(line.as_bytes()).await.context(failed)?;
+        line.clear();
+        self.stream.read_line(&mut line).await.context(failed)?;
+        serde_json::from_str::<Answer>(&line)
+            .context(failed)?
+            .map_err(LocalError::Refused)
+    }
+}

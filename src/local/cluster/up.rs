@@ -1,0 +1,425 @@
+//! `local up`: decides everything, writes it down, starts the daemon, and waits until all nodes are online.
+
+use std::{
+    fs::File,
+    io::Write,
+    net::{Ipv4Addr, TcpListener},
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::Duration,
+};
+
+use futures::{StreamExt, TryStreamExt};
+use kube::{
+    Api, Client,
+    runtime::{WatchStreamExt, watcher},
+};
+use serde_json::json;
+use sha2::{Digest, Sha256};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
+    process::Command,
+    time::{Instant, timeout_at},
+};
+use url::Url;
+
+use super::{
+    api::{ASSETS_VARIABLE, certificate_file},
+    control::{Client as Control, Request},
+    daemon, down,
+    kubelet::last_line,
+    layout::{
+        AGENT_VARIABLE, Cluster, DIRECTORY_VARIABLE, Layout, copy_executable, make_private_directory, write_private,
+    },
+    network::Network,
+    objects,
+};
+use crate::{
+    api::{self, FluxInstance, FluxInstanceSpec, FluxInstanceStatus, InstancePhase},
+    local::error::{Context, LocalError},
+};
+
+/// A kube-apiserver with its etcd takes some ten seconds to start.
+const DAEMON_LIMIT: Duration = Duration::from_secs(120);
+
+/// Which API server to start.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ApiKind {
+    /// The embedded one.
+    Embedded,
+    /// etcd and kube-apiserver from the directory that KUBEBUILDER_ASSETS names.
+    Real,
+}
+
+/// What to start.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Up {
+    /// How many nodes
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    nodes: u32,
+    /// Install a bundle: a file of this machine, or a URL
+    #[arg(long, value_name = "FILE|URL", conflicts_with_all = ["channel", "spec"])]
+    bundle: Option<String>,
+    /// The bundle's sha256 [default: that of what is there now]
+    #[arg(long, requires = "bundle", value_name = "HEX")]
+    sha256: Option<String>,
+    /// A conda channel to install from: a directory of this machine, or a URL; may be repeated
+    #[arg(long, value_name = "DIR|URL")]
+    channel: Vec<String>,
+    /// A conda package to install, as a match spec; may be repeated
+    #[arg(long)]
+    spec: Vec<String>,
+    /// Shape of the overlay network, such as kary:2
+    #[arg(long)]
+    topology: Option<String>,
+    /// A FluxInstance in YAML to start from; the other options go on top of it
+    #[arg(long, value_name = "FILE")]
+    instance: Option<PathBuf>,
+    /// How long to wait until all nodes are online, such as 90s or 10m
+    #[arg(long, default_value = "10m", value_parser = duration)]
+    timeout: Duration,
+    /// Which API server [default: real where KUBEBUILDER_ASSETS is set, else embedded]
+    #[arg(long, value_enum, value_name = "WHICH")]
+    api: Option<ApiKind>,
+    /// Do not wait until the nodes are online
+    #[arg(long)]
+    no_wait: bool,
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    let parsed = text
+        .parse::<jiff::SignedDuration>()
+        .map_err(|error| error.to_string())?;
+    Duration::try_from(parsed).map_err(|_| "a duration can't be negative".to_owned())
+}
+
+/// Starts a cluster.
+pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
+    if !nix::unistd::geteuid().is_root() {
+        return Err(LocalError::Usage(
+            "`local up` makes namespaces, cgroups and links: run it as root".to_owned(),
+        ));
+    }
+    refuse_second(layout).await?;
+    let spec = spec(&up).await?;
+    api::validate(&spec).map_err(|error| LocalError::Usage(error.to_string()))?;
+    let text = serde_norway::to_string(&spec).context(|| "can't write the spec as YAML".to_owned())?;
+    let end = Instant::now() + up.timeout;
+
+    let cluster = decide(&up, &spec).await?;
+    make_private_directory(layout.directory())?;
+    let record = serde_json::to_vec_pretty(&cluster).context(|| "can't write the record".to_owned())?;
+    write_private(&layout.cluster(), &record, false).context(|| {
+        format!(
+            "can't write {}; is another `local up` at work?",
+            layout.cluster().display()
+        )
+    })?;
+    if let Err(error) = start(layout, &cluster, &text, up.nodes).await {
+        say("taking down what was started")?;
+        down::run(layout).await?;
+        return Err(error);
+    }
+    if !up.no_wait {
+        wait(&objects::client(layout, &cluster)?, up.nodes, end).await?;
+    }
+    say("run a job:    flux-distribute local exec node1 -- flux run -N2 hostname")?;
+    say("look at it:   flux-distribute local status")?;
+    say("take it down: flux-distribute local down")
+}
+
+pub(crate) fn say(line: &str) -> Result<(), LocalError> {
+    writeln!(std::io::stdout(), "{line}").context(|| "can't write to stdout".to_owned())
+}
+
+async fn refuse_second(layout: &Layout) -> Result<(), LocalError> {
+    if !layout.cluster().exists() {
+        return Ok(());
+    }
+    let state = if Control::connect(layout).await.is_ok() {
+        "up"
+    } else {
+        "left over"
+    };
+    Err(LocalError::AlreadyUp {
+        state,
+        directory: layout.directory().display().to_string(),
+    })
+}
+
+/// The FluxInstance's spec: what the file says, and the options on top.
+async fn spec(up: &Up) -> Result<FluxInstanceSpec, LocalError> {
+    let mut spec = match &up.instance {
+        None => FluxInstanceSpec::default(),
+        Some(file) => {
+            let text = std::fs::read_to_string(file)
+                .map_err(|error| LocalError::Usage(format!("can't read {}: {error}", file.display())))?;
+            let instance: FluxInstance = serde_norway::from_str(&text)
+                .map_err(|error| LocalError::Usage(format!("{} is no FluxInstance: {error}", file.display())))?;
+            instance.spec
+        }
+    };
+    if let Some(given) = &up.bundle {
+        let url = source(given)?;
+        let sha256 = match &up.sha256 {
+            Some(given) => given.to_ascii_lowercase(),
+            None => digest(&url).await?,
+        };
+        spec.packages.bundle = Some(api::BundleSource {
+            url: url.to_string(),
+            sha256,
+        });
+    }
+    if !up.channel.is_empty() {
+        let channels = up
+            .channel
+            .iter()
+            .map(|given| Ok(source(given)?.to_string().trim_end_matches('/').to_owned()));
+        spec.packages.channels = channels.collect::<Result<_, LocalError>>()?;
+    }
+    if !up.spec.is_empty() {
+        spec.packages.specs.clone_from(&up.spec);
+    }
+    if up.topology.is_some() {
+        spec.topology.clone_from(&up.topology);
+    }
+    Ok(spec)
+}
+
+/// A URL as it is, or that of a file or directory of this machine.
+fn source(given: &str) -> Result<Url, LocalError> {
+    if given.contains("://") {
+        return Url::parse(given).map_err(|error| LocalError::Usage(format!("{given} is no URL: {error}")));
+    }
+    let path = Path::new(given).canonicalize();
+    let path = path.map_err(|error| LocalError::Usage(format!("can't find {given}: {error}")))?;
+    Url::from_file_path(&path).map_err(|()| LocalError::Usage(format!("{given} can't be written as a URL")))
+}
+
+async fn digest(url: &Url) -> Result<String, LocalError> {
+    let failed = || format!("can't read {url}");
+    let mut sha256 = Sha256::new();
+    if let Ok(path) = url.to_file_path() {
+        let mut file = tokio::fs::File::open(&path)
+            .await
+            .map_err(|error| LocalError::Usage(format!("{}: {error}", failed())))?;
+        let mut buffer = vec![0; 1 << 20];
+        loop {
+            match file.read(&mut buffer).await.context(failed)? {
+                0 => break,
+                length => sha256.update(&buffer[..length]),
+            }
+        }
+    } else {
+        let response = reqwest::get(url.clone())
+            .await
+            .and_then(reqwest::Response::error_for_status)
+            .context(failed)?;
+        let mut chunks = response.bytes_stream();
+        while let Some(chunk) = chunks.try_next().await.context(failed)? {
+            sha256.update(&chunk);
+        }
+    }
+    Ok(hex::encode(sha256.finalize()))
+}
+
+/// What of this machine the nodes must see: /usr they see anyway.
+fn shown(spec: &FluxInstanceSpec) -> Result<Vec<PathBuf>, LocalError> {
+    let urls = spec
+        .packages
+        .channels
+        .iter()
+        .chain(spec.packages.bundle.as_ref().map(|bundle| &bundle.url));
+    let mut shown = Vec::new();
+    for url in urls.filter(|url| url.starts_with("file:")) {
+        let path = Url::parse(url).ok().and_then(|url| url.to_file_path().ok());
+        let path = path.ok_or_else(|| LocalError::Usage(format!("{url} names no file")))?;
+        // Links on the way would lead to other places in a node's root.
+        if path.canonicalize().ok().as_ref() != Some(&path) {
+            return Err(LocalError::Usage(format!(
+                "{url} does not exist, or there are links in its path"
+            )));
+        }
+        if !path.starts_with("/usr") {
+            shown.push(path);
+        }
+    }
+    Ok(shown)
+}
+
+async fn decide(up: &Up, spec: &FluxInstanceSpec) -> Result<Cluster, LocalError> {
+    let assets = std::env::var_os(ASSETS_VARIABLE).map(PathBuf::from);
+    let assets = match (up.api, assets) {
+        (Some(ApiKind::Embedded), _) | (None, None) => None,
+        (Some(ApiKind::Real), None) => {
+            let message = format!("--api real needs {ASSETS_VARIABLE}: a directory with etcd and kube-apiserver");
+            return Err(LocalError::Usage(message));
+        }
+        (_, Some(directory)) => {
+            let missing = ["etcd", "kube-apiserver"]
+                .iter()
+                .find(|name| !directory.join(name).is_file());
+            if let Some(name) = missing {
+                let message = format!("{ASSETS_VARIABLE} is {}, but there is no {name}", directory.display());
+                return Err(LocalError::Usage(message));
+            }
+            Some(directory)
+        }
+    };
+    let shown = shown(spec)?;
+    let (bridge, network) = Network::connect()?.choose().await?;
+    let mut token = [0_u8; 32];
+    getrandom::fill(&mut token).context(|| "can't make a token".to_owned())?;
+    Ok(Cluster {
+        bridge,
+        network,
+        api_port: free_port(6443)?,
+        proxy_port: free_port(3128)?,
+        token: hex::encode(token),
+        assets,
+        shown,
+        prefix: spec.prefix.clone(),
+        foreign_agent: std::env::var_os(AGENT_VARIABLE).is_some(),
+        boot_id: objects::read_line("/proc/sys/kernel/random/boot_id"),
+        sysctls: down::sysctls(),
+    })
+}
+
+/// `wanted`, or another where somebody of this machine listens there on all addresses.
+fn free_port(wanted: u16) -> Result<u16, LocalError> {
+    TcpListener::bind((Ipv4Addr::UNSPECIFIED, wanted))
+        .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))
+        .and_then(|listener| listener.local_addr())
+        .map(|address| address.port())
+        .context(|| "can't find a free port".to_owned())
+}
+
+async fn start(layout: &Layout, cluster: &Cluster, spec: &str, nodes: u32) -> Result<(), LocalError> {
+    let own = std::env::current_exe().context(|| "can't find our own executable".to_owned())?;
+    make_private_directory(&layout.image())?;
+    copy_executable(&own, &layout.executable())?;
+    if let Some(agent) = std::env::var_os(AGENT_VARIABLE) {
+        copy_executable(Path::new(&agent), &layout.image().join("agent"))?;
+    }
+    start_daemon(layout, spec).await?;
+    write_kubeconfig(layout, cluster)?;
+    say(&format!(
+        "API server at {}; kubeconfig in {}",
+        cluster.server(),
+        layout.kubeconfig().display()
+    ))?;
+    for node in Control::connect(layout)
+        .await?
+        .ask(Request::Add { count: nodes })
+        .await?
+    {
+        say(&format!("{} is up at {}", node.name, node.address))?;
+    }
+    Ok(())
+}
+
+async fn start_daemon(layout: &Layout, spec: &str) -> Result<(), LocalError> {
+    let failed = || "can't start the local cluster's daemon".to_owned();
+    let log = File::options()
+        .create(true)
+        .append(true)
+        .open(layout.daemon_log())
+        .context(failed)?;
+    let mut command = Command::new(layout.executable());
+    command
+        .args(["local", "daemon"])
+        .env_clear()
+        .env(DIRECTORY_VARIABLE, layout.directory());
+    if let Some(level) = std::env::var_os("RUST_LOG") {
+        command.env("RUST_LOG", level);
+    }
+    command
+        .current_dir("/")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(log);
+    let mut child = command.spawn().context(failed)?;
+    if let Some(mut stdin) = child.stdin.take() {
+        stdin.write_all(spec.as_bytes()).await.context(failed)?;
+    }
+    let stdout = child.stdout.take().ok_or_else(|| LocalError::Refused(failed()))?;
+    let mut lines = BufReader::new(stdout).lines();
+    match timeout_at(Instant::now() + DAEMON_LIMIT, lines.next_line()).await {
+        Ok(Ok(Some(line))) if line == daemon::READY => Ok(()),
+        _ => Err(LocalError::Refused(format!(
+            "{}: {}",
+            failed(),
+            last_line(&layout.daemon_log())
+        ))),
+    }
+}
+
+/// For people in the state directory, for the agents in what their pods are made of.
+fn write_kubeconfig(layout: &Layout, cluster: &Cluster) -> Result<(), LocalError> {
+    let failed = || "can't write the kubeconfig".to_owned();
+    let mut server = json!({ "server": cluster.server() });
+    if cluster.assets.is_some() {
+        let certificates = std::fs::read(certificate_file(layout)).context(failed)?;
+        server["certificate-authority-data"] = json!(k8s_openapi::ByteString(certificates));
+    }
+    let kubeconfig = json!({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{ "name": "local", "cluster": server }],
+        "users": [{ "name": "local", "user": { "token": cluster.token } }],
+        "contexts": [{ "name": "local", "context": { "cluster": "local", "user": "local", "namespace": api::NAMESPACE } }],
+        "current-context": "local",
+    });
+    let text = serde_norway::to_string(&kubeconfig).context(failed)?;
+    for path in [layout.kubeconfig(), layout.image().join("kubeconfig")] {
+        write_private(&path, text.as_bytes(), true).context(failed)?;
+    }
+    Ok(())
+}
+
+/// Tells what changes until all nodes are online.
+async fn wait(client: &Client, nodes: u32, end: Instant) -> Result<(), LocalError> {
+    let instances: Api<FluxInstance> = Api::default_namespaced(client.clone());
+    let mut changes = watcher::watch_object(instances, api::INSTANCE)
+        .default_backoff()
+        .boxed();
+    let mut told = String::new();
+    loop {
+        let change = match timeout_at(end, changes.next()).await {
+            // The watch heals itself.
+            Ok(Some(Err(_)) | None) => continue,
+            Ok(Some(Ok(change))) => change,
+            Err(_) => {
+                return Err(LocalError::Refused(format!(
+                    "not all of {nodes} nodes are online in time ({told}); see `flux-distribute local status`, then take it \
+                     down with `flux-distribute local down`"
+                )));
+            }
+        };
+        let status = change.and_then(|instance| instance.status).unwrap_or_default();
+        let line = describe(&status, nodes);
+        if line != told {
+            say(&line)?;
+            told = line;
+        }
+        if status.online >= nodes {
+            return Ok(());
+        }
+        if status.phase == InstancePhase::Failed {
+            return Err(LocalError::Refused(
+                status
+                    .message
+                    .unwrap_or_else(|| "the instance can't be served".to_owned()),
+            ));
+        }
+    }
+}
+
+fn describe(status: &FluxInstanceStatus, nodes: u32) -> String {
+    let message = status
+        .message
+        .as_deref()
+        .map(|message| format!(": {message}"))
+        .unwrap_or_default();
+    format!("{:?}, {}/{nodes} online{message}", status.phase, status.online)
+}

@@ -1,0 +1,179 @@
+use std::process::ExitCode;
+
+use super::{
+    cluster::{
+        control::{Client, Request},
+        daemon, down, exec, init,
+        layout::Layout,
+        node, pod, status,
+        up::{self, Up, say},
+    },
+    error::{Context, LocalError},
+};
+
+/// N simulated nodes on this machine, with an API server of their own.
+#[derive(clap::Subcommand, Clone, Debug)]
+pub enum LocalCommand {
+    /// Start nodes and make one Flux instance of them
+    Up(Box<Up>),
+    /// Run a command in a node and end with its exit code
+    Exec {
+        /// Such as node1
+        node: String,
+        /// The command
+        #[arg(last = true, required = true, value_name = "CMD")]
+        command: Vec<String>,
+    },
+    /// Show the nodes
+    Status {
+        /// How
+        #[arg(long, value_enum, default_value = "table")]
+        output: Output,
+    },
+    /// Add nodes
+    AddNode {
+        /// How many
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+        count: u32,
+    },
+    /// Take a node out, as a machine that fails for good
+    RemoveNode {
+        /// Such as node2
+        node: String,
+    },
+    /// Restart the agent of a node, or kill it
+    Agent {
+        /// Such as node2
+        node: String,
+        /// What to do
+        action: AgentAction,
+    },
+    /// Print the kubeconfig
+    Kubeconfig,
+    /// Stop everything and remove all that was made
+    Down,
+    /// Cut the power of a node, or switch it on again
+    #[command(hide = true)]
+    Node {
+        /// Such as node2
+        node: String,
+        /// What to do
+        action: NodeAction,
+    },
+    /// The process behind a local cluster
+    #[command(hide = true)]
+    Daemon,
+    /// The parent of a node
+    #[command(hide = true)]
+    MakeNode {
+        /// Which
+        node: String,
+    },
+    /// PID 1 of a node
+    #[command(hide = true)]
+    NodeInit {
+        /// Which
+        node: String,
+    },
+    /// The parent of an agent
+    #[command(hide = true)]
+    MakePod {
+        /// Where
+        node: String,
+        /// The node's PID 1
+        init: i32,
+        /// The pod's uid
+        uid: String,
+        /// The pod's name
+        name: String,
+    },
+}
+
+/// How `status` shows the nodes.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// For people.
+    Table,
+    /// For programs.
+    Json,
+}
+
+/// What to do with an agent.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AgentAction {
+    /// SIGTERM, then a new pod: what a rollout does
+    Restart,
+    /// SIGKILL; the pod gets a new one
+    Kill,
+}
+
+/// What to do with a node.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NodeAction {
+    /// Everything on it is killed.
+    PowerOff,
+    /// It boots again.
+    PowerOn,
+}
+
+impl LocalCommand {
+    /// Carries it out.
+    ///
+    /// # Errors
+    /// [`LocalError::exit_code`] says what to end with.
+    pub async fn run(self) -> Result<ExitCode, LocalError> {
+        let layout = Layout::from_env()?;
+        match self {
+            Self::Up(up) => up::run(&layout, *up).await?,
+            Self::Exec { node, command } => return exec::run(&layout, &node, command).await,
+            Self::Status { output } => status::run(&layout, output == Output::Json).await?,
+            Self::AddNode { count } => {
+                for node in Client::connect(&layout).await?.ask(Request::Add { count }).await? {
+                    say(&format!("{} is up at {}", node.name, node.address))?;
+                }
+            }
+            Self::RemoveNode { node } => ask(&layout, Request::Remove { node }).await?,
+            Self::Agent {
+                node,
+                action: AgentAction::Restart,
+            } => ask(&layout, Request::RestartAgent { node }).await?,
+            Self::Agent {
+                node,
+                action: AgentAction::Kill,
+            } => ask(&layout, Request::KillAgent { node }).await?,
+            Self::Node {
+                node,
+                action: NodeAction::PowerOff,
+            } => ask(&layout, Request::PowerOff { node }).await?,
+            Self::Node {
+                node,
+                action: NodeAction::PowerOn,
+            } => ask(&layout, Request::PowerOn { node }).await?,
+            Self::Kubeconfig => {
+                layout.load()?;
+                let path = layout.kubeconfig();
+                let text = std::fs::read_to_string(&path).context(|| format!("can't read {}", path.display()))?;
+                say(text.trim_end())?;
+            }
+            Self::Down => {
+                let taken_down = down::run(&layout).await?;
+                say(if taken_down {
+                    "the local cluster is down"
+                } else {
+                    "there is no local cluster"
+                })?;
+            }
+            Self::Daemon => return daemon::run(&layout).await,
+            Self::MakeNode { node } => return node::boot(&layout, &node).await,
+            Self::NodeInit { node } => return init::run(&layout, &node).await,
+            Self::MakePod { node, init, uid, name } => {
+                return pod::run(&layout, pod::Pod { node, init, uid, name }).await;
+            }
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+async fn ask(layout: &Layout, request: Request) -> Result<(), LocalError> {
+    Client::connect(layout).await?.ask(request).await.map(drop)
+}
