@@ -11,12 +11,15 @@
 
 mod archive;
 mod bundle;
+mod download;
 mod environment;
 mod fetch;
 mod http;
+mod limits;
 mod lock;
 mod manifest;
 mod pack;
+mod question;
 mod solve;
 mod unpack;
 
@@ -24,10 +27,11 @@ pub use bundle::{BundleCommand, BundleError, CreateBundle, InspectBundle, Output
 pub use environment::{link, linked, ready};
 pub use fetch::{FetchError, Fetched, fetch};
 pub use http::{HttpClient, HttpError};
+pub use limits::Limits;
 pub use lock::{LockError, estimate_bytes};
 pub use manifest::{BUNDLE_MANIFEST, BundleManifest};
-pub use solve::{SolveError, question, resolve};
-pub use unpack::Limits;
+pub use question::question;
+pub use solve::{SolveError, resolve};
 
 /// The marker in a finished environment: its last file to be written. A directory without it is not an environment.
 pub const ENVIRONMENT_MARKER: &str = ".flux-distribute.json";
