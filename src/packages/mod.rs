@@ -2,7 +2,7 @@
 //!
 //! - [`resolve`] runs in the planner and answers *which* packages: one [`PackageSet`](crate::api::PackageSet) for all
 //!   platforms. Nobody else solves.
-//! - [`fetch`] runs in the pod and fills the host's `<prefix>/pkgs` with archives, each named by what is in it and
+//! - [`fetch()`] runs in the pod and fills the host's `<prefix>/pkgs` with archives, each named by what is in it and
 //!   checked against its sha256. It is the only part that needs a network.
 //! - [`link`] runs in the host stage, without network, and makes `<prefix>/envs/<digest>` from those archives: built
 //!   aside, checked, synced, switched by one rename.

@@ -104,15 +104,16 @@ impl<W: Write> Packing<'_, W> {
         header.set_size(metadata.len());
         let file = File::open(full).map_err(PackError::read(full))?;
         // Exactly the size in the header, whatever happens to the file meanwhile.
-        let mut content = Exact { file, left: metadata.len(), short: false };
+        let mut content = Exact { file, left: metadata.len(), failed: None };
         let appended = self.tar.append_data(&mut header, path, &mut content);
-        if content.short {
-            return Err(PackError::Entry {
-                path: full.to_owned(),
-                reason: "it changed while it was packed".to_owned(),
-            });
+        match content.failed {
+            Some(source) if source.kind() == io::ErrorKind::UnexpectedEof => {
+                let reason = "it changed while it was packed".to_owned();
+                Err(PackError::Entry { path: full.to_owned(), reason })
+            }
+            Some(source) => Err(PackError::Read { path: full.to_owned(), source }),
+            None => appended.map_err(PackError::Write),
         }
-        appended.map_err(PackError::Write)
     }
 }
 
@@ -127,20 +128,30 @@ fn header(kind: EntryType, mode: u32, mtime: i64) -> Header {
     header
 }
 
+/// Reads exactly so many bytes, and remembers why it couldn't: to the tar crate a bad file and a full disk are the same.
 struct Exact {
     file: File,
     left: u64,
-    short: bool,
+    failed: Option<io::Error>,
 }
 
 impl Read for Exact {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let n = (&mut self.file).take(self.left).read(buffer)?;
-        self.left -= n as u64;
-        if n == 0 && self.left > 0 {
-            self.short = true;
-            return Err(io::ErrorKind::UnexpectedEof.into());
+        let read = match (&mut self.file).take(self.left).read(buffer) {
+            Ok(0) if self.left > 0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Err(error),
+            read => read,
+        };
+        match read {
+            Ok(n) => {
+                self.left -= n as u64;
+                Ok(n)
+            }
+            Err(error) => {
+                let kind = error.kind();
+                self.failed = Some(error);
+                Err(kind.into())
+            }
         }
-        Ok(n)
     }
 }

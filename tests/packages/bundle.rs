@@ -1,5 +1,4 @@
 //! What bundles promise: the same tree is the same file, and no bundle leaves its directory.
-#![allow(clippy::unwrap_used)]
 
 use std::{
     fs::{self, File},
