@@ -141,7 +141,10 @@ pub async fn fetch(
     let (advance, mut advanced) = tokio::sync::mpsc::unbounded_channel::<i64>();
     let host_file = &host_file;
     let getting = async move {
-        let each = wanted.iter().map(|one| Download { one, pkgs, http, advance: advance.clone() }.get(host_file));
+        let each = wanted
+            .iter()
+            .map(|one| Download { one, pkgs, http, advance: advance.clone() }.get(host_file))
+            .collect::<Vec<_>>();
         let each = stream::iter(each).buffer_unordered(CONCURRENCY).try_collect::<Vec<(u64, bool)>>().await;
         drop(advance);
         each
