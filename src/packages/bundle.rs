@@ -99,10 +99,7 @@ impl BundleError {
     }
 
     fn input(path: &Path, reason: impl Into<String>) -> Self {
-        Self::Input {
-            path: path.display().to_string(),
-            reason: reason.into(),
-        }
+        Self::Input { path: path.display().to_string(), reason: reason.into() }
     }
 
     fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
@@ -123,9 +120,7 @@ impl BundleCommand {
         };
         let stdout = Path::new("stdout");
         let mut out = io::stdout().lock();
-        out.write_all(text.as_bytes())
-            .and_then(|()| out.flush())
-            .map_err(BundleError::io("write to", stdout))
+        out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(BundleError::io("write to", stdout))
     }
 }
 
@@ -140,42 +135,25 @@ impl CreateBundle {
             _ => BundleError::io("read", &self.from_prefix)(e),
         })?;
         if !from.join("bin/flux").is_file() {
-            return Err(BundleError::input(
-                &self.from_prefix,
-                "it has no bin/flux; give the directory that has it",
-            ));
+            return Err(BundleError::input(&self.from_prefix, "it has no bin/flux; give the directory that has it"));
         }
         let prefix = match &self.compiled_prefix {
             Some(prefix) => prefix.clone(),
             None => std::path::absolute(&self.from_prefix).map_err(BundleError::io("read", &self.from_prefix))?,
         };
         check_prefix(&prefix).map_err(|reason| BundleError::input(&prefix, reason))?;
-        let parent = self
-            .out
-            .parent()
-            .filter(|p| !p.as_os_str().is_empty())
-            .unwrap_or(Path::new("."));
+        let parent = self.out.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let parent_real = fs::canonicalize(parent).map_err(BundleError::io("write to", parent))?;
         if parent_real.starts_with(&from) {
-            return Err(BundleError::input(
-                &self.out,
-                "the bundle can't be inside of what it holds",
-            ));
+            return Err(BundleError::input(&self.out, "the bundle can't be inside of what it holds"));
         }
         let platform = self.platform.clone().unwrap_or_else(|| native_platform().to_owned());
         let manifest = BundleManifest::tree(prefix, platform);
 
         let write = || BundleError::io("write", &self.out);
         // Aside and in the same directory, so that a bundle under its name is a whole one.
-        let aside = tempfile::Builder::new()
-            .prefix(".bundle-")
-            .tempfile_in(parent)
-            .map_err(write())?;
-        let hashed = Hashed {
-            inner: BufWriter::new(aside),
-            hash: Sha256::new(),
-            bytes: 0,
-        };
+        let aside = tempfile::Builder::new().prefix(".bundle-").tempfile_in(parent).map_err(write())?;
+        let hashed = Hashed { inner: BufWriter::new(aside), hash: Sha256::new(), bytes: 0 };
         let hashed = pack::pack(&from, &manifest, hashed).map_err(|e| match e {
             PackError::Entry { path, reason } => BundleError::input(&path, reason),
             PackError::Read { path, source } => BundleError::io("read", &path)(source),
@@ -212,23 +190,13 @@ impl InspectBundle {
     /// # Errors
     /// Where a host would refuse it.
     pub fn run(&self) -> Result<String, BundleError> {
-        let open = || {
-            File::open(&self.file)
-                .map(BufReader::new)
-                .map_err(BundleError::io("read", &self.file))
-        };
+        let open = || File::open(&self.file).map(BufReader::new).map_err(BundleError::io("read", &self.file));
         let found = unpack::unpack(open()?, None, None, Limits::default(), |_| ()).map_err(|e| match e {
             UnpackError::Write { source, .. } => BundleError::io("read", &self.file)(source),
             other => BundleError::input(&self.file, causes(&other)),
         })?;
         let (sha256, size) = archive::sha256_of(open()?).map_err(BundleError::io("read", &self.file))?;
-        let BundleManifest {
-            kind,
-            prefix,
-            platform,
-            created_by,
-            ..
-        } = &found.manifest;
+        let BundleManifest { kind, prefix, platform, created_by, .. } = &found.manifest;
         Ok(match self.output {
             OutputFormat::Json => {
                 let json = serde_json::json!({

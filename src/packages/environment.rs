@@ -47,9 +47,7 @@ struct Marker {
 pub fn ready(prefix: &Path) -> Vec<String> {
     let entries = fs::read_dir(prefix.join("envs")).into_iter().flatten().flatten();
     let names = entries.filter_map(|e| e.file_name().into_string().ok());
-    let mut digests = names
-        .filter(|digest| linked(prefix, digest).is_some())
-        .collect::<Vec<_>>();
+    let mut digests = names.filter(|digest| linked(prefix, digest).is_some()).collect::<Vec<_>>();
     digests.sort();
     digests
 }
@@ -59,10 +57,7 @@ pub fn linked(prefix: &Path, digest: &str) -> Option<Linked> {
     let marker = prefix.join("envs").join(digest).join(ENVIRONMENT_MARKER);
     let marker: Marker = serde_json::from_slice(&fs::read(marker).ok()?).ok()?;
     let of_this = archive::is_digest(digest) && marker.digest == digest;
-    of_this.then_some(Linked {
-        compiled_prefix: marker.compiled_prefix,
-        bytes: marker.bytes,
-    })
+    of_this.then_some(Linked { compiled_prefix: marker.compiled_prefix, bytes: marker.bytes })
 }
 
 /// Makes the environment of `order`, or finds it ready.
@@ -73,12 +68,7 @@ pub fn linked(prefix: &Path, digest: &str) -> Option<Linked> {
 /// A sentence for people. Transient where fetching or trying again can help: an archive that is missing or damaged (it
 /// is removed, so that the next fetch brings it again), or the disk.
 pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Linked, Refusal> {
-    let LinkOrder {
-        prefix,
-        digest,
-        set,
-        platform,
-    } = order;
+    let LinkOrder { prefix, digest, set, platform } = order;
     if !archive::is_digest(digest) {
         return Err(refused(format!("`{digest}` is not the digest of a package set")));
     }
@@ -110,22 +100,14 @@ pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Lin
     fs::create_dir(&partial).map_err(io("write to"))?;
     fs::set_permissions(&partial, fs::Permissions::from_mode(0o755)).map_err(io("write to"))?;
 
-    let build = Build {
-        pkgs: prefix.join("pkgs"),
-        digest,
-        platform,
-        ready: &ready,
-        partial: &partial,
-    };
+    let build = Build { pkgs: prefix.join("pkgs"), digest, platform, ready: &ready, partial: &partial };
     let compiled_prefix = match set {
         PackageSet::Lock { lock, .. } => build.conda(lock, progress).map(|()| None),
         PackageSet::Bundle(source) => build.tree(source, progress).map(Some),
     };
     let done = compiled_prefix.and_then(|compiled_prefix| {
         build.check_flux(compiled_prefix.as_deref())?;
-        build
-            .finish(compiled_prefix, progress)
-            .map_err(io("finish the environment in"))
+        build.finish(compiled_prefix, progress).map_err(io("finish the environment in"))
     });
     if done.is_err() {
         // Only to give back the space; the next run would do it.
@@ -200,18 +182,10 @@ impl Build<'_> {
         while let Some(result) = each.next().await {
             result?;
             done += 1;
-            progress(Progress {
-                what: "unpacking packages".to_owned(),
-                done,
-                total,
-            });
+            progress(Progress { what: "unpacking packages".to_owned(), done, total });
         }
         drop(each);
-        progress(Progress {
-            what: "linking packages".to_owned(),
-            done: 0,
-            total,
-        });
+        progress(Progress { what: "linking packages".to_owned(), done: 0, total });
         let offline = HttpClient::offline().map_err(|e| failed(causes(&e)))?;
         let installed = Installer::new()
             .with_package_cache(cache)
@@ -233,19 +207,13 @@ impl Build<'_> {
         for path in installed.clobbered_paths.keys() {
             tracing::info!(path = %path.display(), "more than one package has this file");
         }
-        progress(Progress {
-            what: "linking packages".to_owned(),
-            done: total,
-            total,
-        });
+        progress(Progress { what: "linking packages".to_owned(), done: total, total });
         Ok(())
     }
 
     async fn unpack_one(&self, package: &Locked, cache: &PackageCache) -> Result<(), Refusal> {
         let archive = self.pkgs.join(&package.archive);
-        let Err(error) = cache
-            .get_or_fetch_from_path(&archive, Some(&package.record.package_record), None)
-            .await
+        let Err(error) = cache.get_or_fetch_from_path(&archive, Some(&package.record.package_record), None).await
         else {
             return Ok(());
         };
@@ -253,10 +221,7 @@ impl Build<'_> {
         match archive::intact(&archive, &package.sha256) {
             Ok(Some(_)) => Err(failed(format!("can't unpack package {name}: {}", causes(&error)))),
             Ok(None) => Err(self.missing_or_damaged(&archive, &name)),
-            Err(e) => Err(failed(format!(
-                "can't read {} of package {name}: {e}",
-                archive.display()
-            ))),
+            Err(e) => Err(failed(format!("can't read {} of package {name}: {e}", archive.display()))),
         }
     }
 
@@ -264,29 +229,17 @@ impl Build<'_> {
         let path = self.pkgs.join(archive::bundle_name(self.digest));
         let name = format!("bundle {}", shown(&source.url));
         let mut reader = match File::open(&path) {
-            Ok(file) => Hashed {
-                file,
-                hash: Sha256::new(),
-            },
+            Ok(file) => Hashed { file, hash: Sha256::new() },
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(self.missing_or_damaged(&path, &name)),
             Err(e) => return Err(failed(format!("can't read {}: {e}", path.display()))),
         };
         let mut report = |done| {
             if done % 256 == 0 {
-                progress(Progress {
-                    what: "unpacking the bundle".to_owned(),
-                    done,
-                    total: 0,
-                });
+                progress(Progress { what: "unpacking the bundle".to_owned(), done, total: 0 });
             }
         };
-        let unpacked = unpack::unpack(
-            &mut reader,
-            Some(self.partial),
-            Some(self.platform),
-            Limits::default(),
-            &mut report,
-        );
+        let unpacked =
+            unpack::unpack(&mut reader, Some(self.partial), Some(self.platform), Limits::default(), &mut report);
         // Hashed while it was unpacked. Nothing is live yet, so it is early enough to look at it now; and where it could
         // not be unpacked, this tells a bad bundle from a bad disk.
         io::copy(&mut reader, &mut io::sink()).map_err(|e| failed(format!("can't read {}: {e}", path.display())))?;
@@ -302,27 +255,16 @@ impl Build<'_> {
 
     fn missing_or_damaged(&self, archive: &Path, name: &str) -> Refusal {
         match fs::remove_file(archive) {
-            Ok(()) => failed(format!(
-                "the archive of {name} on this host was damaged; it has to be fetched again"
-            )),
-            Err(_) => failed(format!(
-                "the archive of {name} is not on this host; it has to be fetched"
-            )),
+            Ok(()) => failed(format!("the archive of {name} on this host was damaged; it has to be fetched again")),
+            Err(_) => failed(format!("the archive of {name} is not on this host; it has to be fetched")),
         }
     }
 
     fn check_flux(&self, compiled_prefix: Option<&Path>) -> Result<(), Refusal> {
-        let found = find_in_tree(
-            self.partial,
-            Path::new("bin/flux"),
-            &[Some(self.ready), compiled_prefix],
-        );
+        let found = find_in_tree(self.partial, Path::new("bin/flux"), &[Some(self.ready), compiled_prefix]);
         match found.and_then(|path| fs::symlink_metadata(path).ok()) {
             Some(flux) if flux.is_file() && flux.permissions().mode() & 0o111 != 0 => Ok(()),
-            Some(_) => Err(refused(format!(
-                "package set {} has a bin/flux that can't be executed",
-                self.digest
-            ))),
+            Some(_) => Err(refused(format!("package set {} has a bin/flux that can't be executed", self.digest))),
             None => Err(refused(format!(
                 "package set {} has no bin/flux; add flux-core to packages.specs, or make the bundle from Flux's prefix",
                 self.digest
@@ -331,17 +273,9 @@ impl Build<'_> {
     }
 
     fn finish(&self, compiled_prefix: Option<PathBuf>, progress: &mut dyn FnMut(Progress)) -> io::Result<Linked> {
-        progress(Progress {
-            what: "syncing".to_owned(),
-            done: 0,
-            total: 0,
-        });
+        progress(Progress { what: "syncing".to_owned(), done: 0, total: 0 });
         let bytes = bytes_below(self.partial)?;
-        let marker = Marker {
-            digest: self.digest.to_owned(),
-            compiled_prefix,
-            bytes,
-        };
+        let marker = Marker { digest: self.digest.to_owned(), compiled_prefix, bytes };
         // Removed first: a bundle may have brought a symlink of this name.
         let path = self.partial.join(ENVIRONMENT_MARKER);
         match fs::remove_file(&path) {
@@ -353,10 +287,7 @@ impl Build<'_> {
         nix::unistd::syncfs(File::open(self.partial)?)?;
         fs::rename(self.partial, self.ready)?;
         File::open(self.ready.parent().unwrap_or(self.ready))?.sync_all()?;
-        Ok(Linked {
-            compiled_prefix: marker.compiled_prefix,
-            bytes,
-        })
+        Ok(Linked { compiled_prefix: marker.compiled_prefix, bytes })
     }
 }
 
@@ -370,11 +301,7 @@ fn find_in_tree(tree: &Path, path: &Path, places: &[Option<&Path>]) -> Option<Pa
             return full.exists().then_some(full);
         };
         let next = if target.is_absolute() {
-            places
-                .iter()
-                .flatten()
-                .find_map(|place| target.strip_prefix(place).ok())?
-                .to_owned()
+            places.iter().flatten().find_map(|place| target.strip_prefix(place).ok())?.to_owned()
         } else {
             path.parent().unwrap_or(Path::new("")).join(target)
         };
@@ -396,11 +323,7 @@ fn bytes_below(directory: &Path) -> io::Result<u64> {
     for entry in fs::read_dir(directory)? {
         let entry = entry?;
         let metadata = entry.metadata()?;
-        bytes += if metadata.is_dir() {
-            bytes_below(&entry.path())?
-        } else {
-            metadata.len()
-        };
+        bytes += if metadata.is_dir() { bytes_below(&entry.path())? } else { metadata.len() };
     }
     Ok(bytes)
 }
@@ -426,16 +349,10 @@ fn file_name(record: &RepoDataRecord) -> String {
 
 /// Trying again can help.
 fn failed(message: String) -> Refusal {
-    Refusal {
-        message,
-        transient: true,
-    }
+    Refusal { message, transient: true }
 }
 
 /// Only a change can help.
 fn refused(message: String) -> Refusal {
-    Refusal {
-        message,
-        transient: false,
-    }
+    Refusal { message, transient: false }
 }

@@ -53,9 +53,8 @@ impl HttpClient {
 
 fn base() -> reqwest::ClientBuilder {
     // A host or an image without a CA bundle would otherwise fail right here, even for http://.
-    let roots = webpki_root_certs::TLS_SERVER_ROOT_CERTS
-        .iter()
-        .filter_map(|der| reqwest::Certificate::from_der(der).ok());
+    let roots =
+        webpki_root_certs::TLS_SERVER_ROOT_CERTS.iter().filter_map(|der| reqwest::Certificate::from_der(der).ok());
     reqwest::Client::builder()
         .tls_certs_merge(roots)
         .connect_timeout(CONNECT_TIMEOUT)
@@ -65,19 +64,18 @@ fn base() -> reqwest::ClientBuilder {
 
 /// `url` as it may be shown: without user, password, query, and conda's `/t/<token>/`.
 pub(super) fn shown(url: &str) -> String {
-    let Ok(mut url) = url::Url::parse(url) else {
-        return "(not a URL)".to_owned();
+    let mut url = match url::Url::parse(url) {
+        Ok(parsed) => parsed,
+        // A mere name, most likely; what looks like more may hold a secret.
+        Err(_) if !url.contains(['/', '@', ':']) => return url.to_owned(),
+        Err(_) => return "(not a URL)".to_owned(),
     };
     // Both fail only for URLs that can't have them.
     let _ = url.set_username("");
     let _ = url.set_password(None);
     url.set_query(None);
     let mut segments = url.path().split('/').map(str::to_owned).collect::<Vec<_>>();
-    if let Some(token) = segments
-        .iter()
-        .position(|s| s == "t")
-        .and_then(|at| segments.get_mut(at + 1))
-    {
+    if let Some(token) = segments.iter().position(|s| s == "t").and_then(|at| segments.get_mut(at + 1)) {
         *token = "***".to_owned();
         url.set_path(&segments.join("/"));
     }
@@ -121,13 +119,11 @@ mod tests {
     fn no_secret_of_a_url_is_shown() {
         for (url, safe) in [
             ("https://me:secret@host/channel", "https://host/channel"),
-            (
-                "https://host/t/secret/channel/x.conda",
-                "https://host/t/***/channel/x.conda",
-            ),
+            ("https://host/t/secret/channel/x.conda", "https://host/t/***/channel/x.conda"),
             ("https://host/x.tar.gz?X-Amz-Signature=secret", "https://host/x.tar.gz"),
             ("file:///srv/x.tar.gz", "file:///srv/x.tar.gz"),
-            ("secret", "(not a URL)"),
+            ("//me:secret@host/channel", "(not a URL)"),
+            ("conda-forge", "conda-forge"),
         ] {
             assert_eq!(shown(url), safe);
         }

@@ -60,23 +60,14 @@ pub(super) struct Locked {
 pub(super) fn packages(lock: &str, platform: &str) -> Result<Vec<Locked>, LockError> {
     let lock = LockFile::from_str_with_base_directory(lock, None).map_err(|e| LockError::Parse(Box::new(e)))?;
     let environment = lock.default_environment().ok_or(LockError::NoEnvironment)?;
-    let platform_packages = lock
-        .platform(platform)
-        .and_then(|p| environment.packages(p))
-        .map(Vec::from_iter);
-    let found = platform_packages
-        .filter(|packages| !packages.is_empty())
-        .ok_or_else(|| LockError::Platform {
-            platform: platform.to_owned(),
-            there: match environment
-                .platforms()
-                .map(|p| p.name().to_string())
-                .collect::<Vec<_>>()
-            {
-                there if there.is_empty() => "none".to_owned(),
-                there => there.join(", "),
-            },
-        })?;
+    let platform_packages = lock.platform(platform).and_then(|p| environment.packages(p)).map(Vec::from_iter);
+    let found = platform_packages.filter(|packages| !packages.is_empty()).ok_or_else(|| LockError::Platform {
+        platform: platform.to_owned(),
+        there: match environment.platforms().map(|p| p.name().to_string()).collect::<Vec<_>>() {
+            there if there.is_empty() => "none".to_owned(),
+            there => there.join(", "),
+        },
+    })?;
     found.into_iter().map(locked).collect()
 }
 
@@ -88,10 +79,7 @@ fn locked(package: &rattler_lock::LockedPackage) -> Result<Locked, LockError> {
     let record = match RepoDataRecord::try_from(binary) {
         Ok(record) => record,
         Err(source) => {
-            return Err(LockError::Location {
-                name,
-                source: Box::new(source),
-            });
+            return Err(LockError::Location { name, source: Box::new(source) });
         }
     };
     let Some(sha256) = record.package_record.sha256.map(hex::encode) else {
@@ -103,11 +91,7 @@ fn locked(package: &rattler_lock::LockedPackage) -> Result<Locked, LockError> {
         DistArchiveType::Conda(CondaArchiveType::TarBz2) => "tar.bz2",
         DistArchiveType::Wheel(_) => return Err(LockError::Unsupported { name }),
     };
-    Ok(Locked {
-        archive: format!("{sha256}.{extension}"),
-        record,
-        sha256,
-    })
+    Ok(Locked { archive: format!("{sha256}.{extension}"), record, sha256 })
 }
 
 /// Unpacked conda packages take some three times the space of their archives, which stay beside them.
@@ -118,11 +102,8 @@ pub fn estimate_bytes(set: &PackageSet, platform: &str) -> u64 {
     match set {
         PackageSet::Bundle(_) => 0,
         PackageSet::Lock { lock, .. } => {
-            let archives = packages(lock, platform).map(|all| {
-                all.iter()
-                    .filter_map(|p| p.record.package_record.size)
-                    .fold(0, u64::saturating_add)
-            });
+            let archives = packages(lock, platform)
+                .map(|all| all.iter().filter_map(|p| p.record.package_record.size).fold(0, u64::saturating_add));
             archives.unwrap_or(0).saturating_mul(SPACE_PER_ARCHIVE_BYTE)
         }
     }

@@ -36,13 +36,7 @@ impl BundleManifest {
     /// A tree that was built for `prefix`.
     pub fn tree(prefix: PathBuf, platform: String) -> Self {
         let created_by = concat!("flux-distribute ", env!("CARGO_PKG_VERSION")).to_owned();
-        Self {
-            format: FORMAT,
-            kind: "tree".to_owned(),
-            prefix,
-            platform,
-            created_by,
-        }
+        Self { format: FORMAT, kind: "tree".to_owned(), prefix, platform, created_by }
     }
 
     /// Reads and checks.
@@ -72,10 +66,7 @@ pub(super) fn check_prefix(prefix: &Path) -> Result<(), String> {
         return Err(format!("its prefix {} is not a plain absolute path", prefix.display()));
     }
     if HOST_DIRECTORIES.iter().any(|d| prefix == Path::new(d)) {
-        return Err(format!(
-            "its prefix {} is a directory of every host; build Flux for /opt/flux",
-            prefix.display()
-        ));
+        return Err(format!("its prefix {} is a directory of every host; build Flux for /opt/flux", prefix.display()));
     }
     Ok(())
 }

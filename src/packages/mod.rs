@@ -2,7 +2,7 @@
 //!
 //! - [`resolve`] runs in the planner and answers *which* packages: one [`PackageSet`](crate::api::PackageSet) for all
 //!   platforms. Nobody else solves.
-//! - [`fetch`] runs in the pod and fills the host's `<prefix>/pkgs` with archives, each named by what is in it and
+//! - [`fetch()`] runs in the pod and fills the host's `<prefix>/pkgs` with archives, each named by what is in it and
 //!   checked against its sha256. It is the only part that needs a network.
 //! - [`link`] runs in the host stage, without network, and makes `<prefix>/envs/<digest>` from those archives: built
 //!   aside, checked, synced, switched by one rename.
@@ -11,12 +11,15 @@
 
 mod archive;
 mod bundle;
+mod download;
 mod environment;
 mod fetch;
 mod http;
+mod limits;
 mod lock;
 mod manifest;
 mod pack;
+mod question;
 mod solve;
 mod unpack;
 
@@ -24,10 +27,11 @@ pub use bundle::{BundleCommand, BundleError, CreateBundle, InspectBundle, Output
 pub use environment::{link, linked, ready};
 pub use fetch::{FetchError, Fetched, fetch};
 pub use http::{HttpClient, HttpError};
+pub use limits::Limits;
 pub use lock::{LockError, estimate_bytes};
 pub use manifest::{BUNDLE_MANIFEST, BundleManifest};
-pub use solve::{SolveError, question, resolve};
-pub use unpack::Limits;
+pub use question::question;
+pub use solve::{SolveError, resolve};
 
 /// The marker in a finished environment: its last file to be written. A directory without it is not an environment.
 pub const ENVIRONMENT_MARKER: &str = ".flux-distribute.json";

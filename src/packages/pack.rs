@@ -35,24 +35,13 @@ impl PackError {
 pub(super) fn pack<W: Write>(root: &Path, manifest: &BundleManifest, out: W) -> Result<W, PackError> {
     // The header's time stays 0: gzip would otherwise store when it was packed.
     let gzip = GzBuilder::new().write(out, Compression::default());
-    let mut packing = Packing {
-        root,
-        tar: Builder::new(gzip),
-        hard_links: HashMap::new(),
-    };
+    let mut packing = Packing { root, tar: Builder::new(gzip), hard_links: HashMap::new() };
     let json = serde_json::to_vec_pretty(manifest).map_err(|e| PackError::Write(e.into()))?;
     let mut header = header(EntryType::Regular, 0o644, 0);
     header.set_size(json.len() as u64);
-    packing
-        .tar
-        .append_data(&mut header, BUNDLE_MANIFEST, json.as_slice())
-        .map_err(PackError::Write)?;
+    packing.tar.append_data(&mut header, BUNDLE_MANIFEST, json.as_slice()).map_err(PackError::Write)?;
     packing.directory(Path::new(""))?;
-    packing
-        .tar
-        .into_inner()
-        .and_then(|gzip| gzip.finish())
-        .map_err(PackError::Write)
+    packing.tar.into_inner().and_then(|gzip| gzip.finish()).map_err(PackError::Write)
 }
 
 struct Packing<'a, W: Write> {
@@ -84,9 +73,7 @@ impl<W: Write> Packing<'_, W> {
         let kind = metadata.file_type();
         if kind.is_dir() {
             let mut header = header(EntryType::Directory, metadata.mode(), metadata.mtime());
-            self.tar
-                .append_data(&mut header, path.join(""), io::empty())
-                .map_err(PackError::Write)?;
+            self.tar.append_data(&mut header, path.join(""), io::empty()).map_err(PackError::Write)?;
             self.directory(path)
         } else if kind.is_symlink() {
             let target = fs::read_link(&full).map_err(PackError::read(&full))?;
@@ -95,21 +82,12 @@ impl<W: Write> Packing<'_, W> {
                 return Err(PackError::Entry { path: full, reason });
             }
             let mut header = header(EntryType::Symlink, 0o777, metadata.mtime());
-            self.tar
-                .append_link(&mut header, path, target)
-                .map_err(PackError::Write)
+            self.tar.append_link(&mut header, path, target).map_err(PackError::Write)
         } else if kind.is_file() {
             self.file(path, &full, &metadata)
         } else {
-            let what = if kind.is_socket() {
-                "a socket"
-            } else {
-                "a device or a fifo"
-            };
-            Err(PackError::Entry {
-                path: full,
-                reason: format!("it is {what}; remove it"),
-            })
+            let what = if kind.is_socket() { "a socket" } else { "a device or a fifo" };
+            Err(PackError::Entry { path: full, reason: format!("it is {what}; remove it") })
         }
     }
 
@@ -126,19 +104,16 @@ impl<W: Write> Packing<'_, W> {
         header.set_size(metadata.len());
         let file = File::open(full).map_err(PackError::read(full))?;
         // Exactly the size in the header, whatever happens to the file meanwhile.
-        let mut content = Exact {
-            file,
-            left: metadata.len(),
-            short: false,
-        };
+        let mut content = Exact { file, left: metadata.len(), failed: None };
         let appended = self.tar.append_data(&mut header, path, &mut content);
-        if content.short {
-            return Err(PackError::Entry {
-                path: full.to_owned(),
-                reason: "it changed while it was packed".to_owned(),
-            });
+        match content.failed {
+            Some(source) if source.kind() == io::ErrorKind::UnexpectedEof => {
+                let reason = "it changed while it was packed".to_owned();
+                Err(PackError::Entry { path: full.to_owned(), reason })
+            }
+            Some(source) => Err(PackError::Read { path: full.to_owned(), source }),
+            None => appended.map_err(PackError::Write),
         }
-        appended.map_err(PackError::Write)
     }
 }
 
@@ -153,20 +128,30 @@ fn header(kind: EntryType, mode: u32, mtime: i64) -> Header {
     header
 }
 
+/// Reads exactly so many bytes, and remembers why it couldn't: to the tar crate a bad file and a full disk are the same.
 struct Exact {
     file: File,
     left: u64,
-    short: bool,
+    failed: Option<io::Error>,
 }
 
 impl Read for Exact {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let n = (&mut self.file).take(self.left).read(buffer)?;
-        self.left -= n as u64;
-        if n == 0 && self.left > 0 {
-            self.short = true;
-            return Err(io::ErrorKind::UnexpectedEof.into());
+        let read = match (&mut self.file).take(self.left).read(buffer) {
+            Ok(0) if self.left > 0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Err(error),
+            read => read,
+        };
+        match read {
+            Ok(n) => {
+                self.left -= n as u64;
+                Ok(n)
+            }
+            Err(error) => {
+                let kind = error.kind();
+                self.failed = Some(error);
+                Err(kind.into())
+            }
         }
-        Ok(n)
     }
 }

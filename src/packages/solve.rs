@@ -3,28 +3,20 @@
 //! The answer must not depend on where the planner happens to run, so nothing here looks at the machine: the solver is
 //! told a fixed glibc and kernel.
 
-use std::{
-    fs::File,
-    io,
-    os::fd::AsRawFd,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{fs::File, io, path::Path, time::Duration};
 
-use rattler_conda_types::{
-    Channel, GenericVirtualPackage, MatchSpec, PackageName, ParseStrictness, RepoDataRecord, Subdir, Version,
-};
+use rattler_conda_types::{GenericVirtualPackage, MatchSpec, RepoDataRecord, Subdir};
 use rattler_lock::{CondaPackageData, DEFAULT_ENVIRONMENT_NAME, LockFile, PlatformData, PlatformName};
 use rattler_repodata_gateway::{ChannelConfig, Gateway, RepoData, SourceConfig, fetch::CacheAction};
 use rattler_solve::{SolverImpl, SolverTask, resolvo};
-use url::Url;
 
 use super::{
     HttpClient,
     http::{causes, shown},
     lock::{self, LockError},
+    question::{Source, channels, glibc, parse_platform, parse_spec, question, specs, wanted_platforms},
 };
-use crate::api::{DEFAULT_CHANNEL, DEFAULT_GLIBC, DEFAULT_SPECS, PackageSet, Packages};
+use crate::api::{PackageSet, Packages};
 
 /// Everything together. The full index of conda-forge over a slow line takes minutes, a dead server must not take hours.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(900);
@@ -123,27 +115,6 @@ impl SolveError {
     }
 }
 
-/// What is asked, in one stable line: a changed one is the only reason to solve again.
-///
-/// `platforms` counts only where the spec names none.
-pub fn question(packages: &Packages, platforms: &[String]) -> String {
-    if let Some(bundle) = &packages.bundle {
-        return serde_json::json!({ "bundle": bundle }).to_string();
-    }
-    let platforms = wanted_platforms(packages, platforms);
-    if let Some(lock) = &packages.lock {
-        use sha2::{Digest, Sha256};
-        return serde_json::json!({ "lock": hex::encode(Sha256::digest(lock)), "platforms": platforms }).to_string();
-    }
-    serde_json::json!({
-        "channels": channels(packages),
-        "glibc": glibc(packages),
-        "platforms": platforms,
-        "specs": specs(packages),
-    })
-    .to_string()
-}
-
 /// Answers the question.
 ///
 /// `host_dir` opens a directory in the host's root, for `file://` channels. `cache_dir` keeps the channels' indices for
@@ -170,103 +141,15 @@ pub async fn resolve(
         for platform in &platforms {
             lock::packages(lock, platform)?;
         }
-        return Ok(PackageSet::Lock {
-            lock: lock.clone(),
-            question,
-        });
+        return Ok(PackageSet::Lock { lock: lock.clone(), question });
     }
     let solving = async {
         let task = Task::new(packages, &platforms, host_dir)?;
         let lock = task.solve(http, cache_dir).await?;
         Ok(PackageSet::Lock { lock, question })
     };
-    let too_long = SolveError::Timeout {
-        what: "all platforms".to_owned(),
-        seconds: RESOLVE_TIMEOUT.as_secs(),
-    };
-    tokio::time::timeout(RESOLVE_TIMEOUT, solving)
-        .await
-        .map_err(|_| too_long)?
-}
-
-fn channels(packages: &Packages) -> Vec<&str> {
-    match packages.channels.is_empty() {
-        true => vec![DEFAULT_CHANNEL],
-        false => packages.channels.iter().map(String::as_str).collect(),
-    }
-}
-
-fn specs(packages: &Packages) -> Vec<&str> {
-    match packages.specs.is_empty() {
-        true => DEFAULT_SPECS.to_vec(),
-        false => packages.specs.iter().map(String::as_str).collect(),
-    }
-}
-
-fn glibc(packages: &Packages) -> &str {
-    packages.glibc.as_deref().unwrap_or(DEFAULT_GLIBC)
-}
-
-fn wanted_platforms<'a>(packages: &'a Packages, nodes: &'a [String]) -> Vec<&'a str> {
-    let wanted = if packages.platforms.is_empty() {
-        nodes
-    } else {
-        &packages.platforms
-    };
-    let mut wanted = wanted.iter().map(String::as_str).collect::<Vec<_>>();
-    wanted.sort_unstable();
-    wanted.dedup();
-    wanted
-}
-
-/// A channel as it was given, and as it is read.
-struct Source {
-    given: Url,
-    read: Channel,
-    /// Keeps `/proc/self/fd/N` in `read` alive.
-    _directory: Option<File>,
-}
-
-impl Source {
-    fn new(given: &str, host_dir: &impl Fn(&str) -> io::Result<File>) -> Result<Self, SolveError> {
-        let not_a_channel = || SolveError::NotAChannel { channel: shown(given) };
-        let url = Url::parse(given.trim_end_matches('/')).map_err(|_| not_a_channel())?;
-        match url.scheme() {
-            "http" | "https" if url.has_host() => Ok(Self {
-                read: Channel::from_url(url.clone()),
-                given: url,
-                _directory: None,
-            }),
-            "file" => {
-                let unreadable = |e: io::Error| SolveError::Channel {
-                    channel: shown(given),
-                    reason: e.to_string(),
-                };
-                let path = url.to_file_path().map_err(|()| not_a_channel())?;
-                let directory = host_dir(&path.to_string_lossy()).map_err(unreadable)?;
-                let open = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
-                let read = Channel::try_from_directory(&open).map_err(|_| not_a_channel())?;
-                Ok(Self {
-                    given: url,
-                    read,
-                    _directory: Some(directory),
-                })
-            }
-            _ => Err(not_a_channel()),
-        }
-    }
-
-    /// Puts the channel that was given in the place of the one that was read.
-    fn restore(&self, record: &mut RepoDataRecord) {
-        let Some(below) = record.url.as_str().strip_prefix(self.read.base_url.as_str()) else {
-            return;
-        };
-        let given = self.given.as_str().trim_end_matches('/');
-        if let Ok(url) = Url::parse(&format!("{given}/{}", below.trim_start_matches('/'))) {
-            record.url = url;
-            record.channel = Some(format!("{given}/"));
-        }
-    }
+    let too_long = SolveError::Timeout { what: "all platforms".to_owned(), seconds: RESOLVE_TIMEOUT.as_secs() };
+    tokio::time::timeout(RESOLVE_TIMEOUT, solving).await.map_err(|_| too_long)?
 }
 
 struct Task {
@@ -282,19 +165,9 @@ impl Task {
         host_dir: impl Fn(&str) -> io::Result<File>,
     ) -> Result<Self, SolveError> {
         let specs = specs(packages).into_iter().map(parse_spec).collect::<Result<_, _>>()?;
-        let platforms = platforms
-            .iter()
-            .map(|p| parse_platform(p, glibc(packages)))
-            .collect::<Result<_, _>>()?;
-        let sources = channels(packages)
-            .into_iter()
-            .map(|c| Source::new(c, &host_dir))
-            .collect::<Result<_, _>>()?;
-        Ok(Self {
-            sources,
-            specs,
-            platforms,
-        })
+        let platforms = platforms.iter().map(|p| parse_platform(p, glibc(packages))).collect::<Result<_, _>>()?;
+        let sources = channels(packages).into_iter().map(|c| Source::new(c, &host_dir)).collect::<Result<_, _>>()?;
+        Ok(Self { sources, specs, platforms })
     }
 
     async fn solve(self, http: &HttpClient, cache_dir: Option<&Path>) -> Result<String, SolveError> {
@@ -340,9 +213,7 @@ impl Task {
         loop {
             let gateway = gateway(http, cache, attempt);
             let channels = self.sources.iter().map(|s| s.read.clone());
-            let query = gateway
-                .query(channels, [platform, Subdir::NoArch], self.specs.clone())
-                .recursive(true);
+            let query = gateway.query(channels, [platform, Subdir::NoArch], self.specs.clone()).recursive(true);
             match query.await {
                 Ok(answer) => return Ok(answer.repodata),
                 Err(error) if attempt == ATTEMPTS => return Err(self.blame(platform, &gateway, causes(&error)).await),
@@ -370,10 +241,7 @@ impl Task {
                 }
             }
         }
-        SolveError::Channel {
-            channel: self.shown_channels(),
-            reason: clean(reason),
-        }
+        SolveError::Channel { channel: self.shown_channels(), reason: clean(reason) }
     }
 
     async fn choose(
@@ -395,27 +263,19 @@ impl Task {
         });
         match solving.await {
             Ok(Ok(answer)) => Ok(answer.records),
-            Ok(Err(rattler_solve::SolveError::Cancelled)) => Err(SolveError::Timeout {
-                what: platform.to_string(),
-                seconds: SOLVER_TIMEOUT.as_secs(),
-            }),
+            Ok(Err(rattler_solve::SolveError::Cancelled)) => {
+                Err(SolveError::Timeout { what: platform.to_string(), seconds: SOLVER_TIMEOUT.as_secs() })
+            }
             Ok(Err(error)) => Err(SolveError::Unsolvable {
                 channels: self.shown_channels(),
                 platform: platform.to_string(),
-                specs: self
-                    .specs
-                    .iter()
-                    .map(ToString::to_string)
-                    .collect::<Vec<_>>()
-                    .join(", "),
+                specs: self.specs.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
                 reason: match error {
                     rattler_solve::SolveError::Unsolvable(reasons) => reasons.join("; "),
                     other => causes(&other),
                 },
             }),
-            Err(error) => Err(SolveError::Write {
-                reason: error.to_string(),
-            }),
+            Err(error) => Err(SolveError::Write { reason: error.to_string() }),
         }
     }
 
@@ -428,19 +288,13 @@ impl Task {
             subdir: *platform,
             virtual_packages: virtual_packages.iter().map(ToString::to_string).collect(),
         });
-        let mut builder = LockFile::builder()
-            .with_platforms(platforms.collect())
-            .map_err(|e| causes(&e))?;
+        let mut builder = LockFile::builder().with_platforms(platforms.collect()).map_err(|e| causes(&e))?;
         let channels = self.sources.iter().map(|s| s.given.as_str());
         builder.set_channels(DEFAULT_ENVIRONMENT_NAME, channels);
         for (platform, _, records) in answers {
             for record in records {
                 builder
-                    .add_conda_package(
-                        DEFAULT_ENVIRONMENT_NAME,
-                        platform.as_str(),
-                        CondaPackageData::from(record),
-                    )
+                    .add_conda_package(DEFAULT_ENVIRONMENT_NAME, platform.as_str(), CondaPackageData::from(record))
                     .map_err(|e| causes(&e))?;
             }
         }
@@ -448,17 +302,11 @@ impl Task {
     }
 
     fn source_of(&self, record: &RepoDataRecord) -> Option<&Source> {
-        self.sources
-            .iter()
-            .find(|s| record.url.as_str().starts_with(s.read.base_url.as_str()))
+        self.sources.iter().find(|s| record.url.as_str().starts_with(s.read.base_url.as_str()))
     }
 
     fn shown_channels(&self) -> String {
-        self.sources
-            .iter()
-            .map(|s| shown(s.given.as_str()))
-            .collect::<Vec<_>>()
-            .join(", ")
+        self.sources.iter().map(|s| shown(s.given.as_str())).collect::<Vec<_>>().join(", ")
     }
 }
 
@@ -466,9 +314,7 @@ impl Task {
 fn clean(reason: String) -> String {
     match reason.find("/proc/self/fd/") {
         None => reason,
-        Some(_) => reason
-            .replace("file:///proc/self/fd/", "descriptor ")
-            .replace("/proc/self/fd/", "descriptor "),
+        Some(_) => reason.replace("file:///proc/self/fd/", "descriptor ").replace("/proc/self/fd/", "descriptor "),
     }
 }
 
@@ -478,81 +324,19 @@ fn gateway(http: &HttpClient, cache: &Path, attempt: u32) -> Gateway {
     let last = attempt == ATTEMPTS;
     let source = SourceConfig {
         sharded_enabled: !last,
-        cache_action: if last {
-            CacheAction::NoCache
-        } else {
-            CacheAction::default()
-        },
+        cache_action: if last { CacheAction::NoCache } else { CacheAction::default() },
         ..SourceConfig::default()
     };
     Gateway::builder()
         .with_client(http.for_rattler())
         .with_cache_dir(cache)
         .with_max_concurrent_requests(16)
-        .with_channel_config(ChannelConfig {
-            default: source,
-            ..ChannelConfig::default()
-        })
+        .with_channel_config(ChannelConfig { default: source, ..ChannelConfig::default() })
         .finish()
 }
 
 /// The pod's root may be read-only; one of these is always there and writable.
 fn scratch() -> io::Result<tempfile::TempDir> {
-    let make = |parent: &Path| {
-        tempfile::Builder::new()
-            .prefix("flux-distribute-index-")
-            .tempdir_in(parent)
-    };
-    make(&std::env::temp_dir())
-        .or_else(|_| make(Path::new("/dev/shm")))
-        .or_else(|_| make(Path::new("/run")))
-}
-
-fn parse_spec(given: &str) -> Result<MatchSpec, SolveError> {
-    let unusable = |reason: String| SolveError::Spec {
-        spec: given.to_owned(),
-        reason,
-    };
-    let spec = MatchSpec::from_str(given, ParseStrictness::Lenient).map_err(|e| unusable(causes(&e)))?;
-    if spec.url.is_some() {
-        return Err(unusable(
-            "a spec is a name and a version, not a URL; use packages.lock or packages.bundle".into(),
-        ));
-    }
-    if spec.name.as_exact().is_none() {
-        return Err(unusable("it must name one package".into()));
-    }
-    Ok(spec)
-}
-
-fn parse_platform(given: &str, glibc: &str) -> Result<(Subdir, Vec<GenericVirtualPackage>), SolveError> {
-    let not_a_platform = || SolveError::NotAPlatform {
-        platform: given.to_owned(),
-    };
-    let platform = given.parse::<Subdir>().map_err(|_| not_a_platform())?;
-    if !platform.is_linux() {
-        return Err(not_a_platform());
-    }
-    let architecture = match platform.as_str() {
-        "linux-64" => "x86_64",
-        other => other.strip_prefix("linux-").unwrap_or(other),
-    };
-    let version = |text: &str| text.parse::<Version>();
-    let glibc = version(glibc).map_err(|_| SolveError::Glibc {
-        glibc: glibc.to_owned(),
-    })?;
-    let constant = |text: &str| version(text).map_err(|_| not_a_platform());
-    let package = |name: &str, version: Version, build: &str| GenericVirtualPackage {
-        name: PackageName::new_unchecked(name),
-        version,
-        build_string: rattler_conda_types::package::BuildString::new_unchecked(build),
-    };
-    // The oldest kernel that any distribution with glibc 2.28 runs.
-    let virtual_packages = vec![
-        package("__unix", constant("0")?, "0"),
-        package("__linux", constant("4.18")?, "0"),
-        package("__glibc", glibc, "0"),
-        package("__archspec", constant("1")?, architecture),
-    ];
-    Ok((platform, virtual_packages))
+    let make = |parent: &Path| tempfile::Builder::new().prefix("flux-distribute-index-").tempdir_in(parent);
+    make(&std::env::temp_dir()).or_else(|_| make(Path::new("/dev/shm"))).or_else(|_| make(Path::new("/run")))
 }

@@ -2,12 +2,10 @@
 //! directory, be written through a symlink, or fill the disk.
 
 use std::{
-    cell::Cell,
     fs::{self, File},
-    io::{self, BufReader, Read, Write},
+    io::{self, Read, Write},
     os::unix::fs::{OpenOptionsExt, PermissionsExt, symlink},
     path::{Component, Path, PathBuf},
-    rc::Rc,
 };
 
 use nix::sys::{
@@ -16,31 +14,11 @@ use nix::sys::{
 };
 use tar::{Archive, Entry, EntryType};
 
-use super::manifest::{BUNDLE_MANIFEST, BundleManifest, MAX_MANIFEST_BYTES};
-
-/// How much an archive may grow to. All of Flux with an MPI is below 1 GiB and 20,000 files.
-#[derive(Debug, Clone, Copy)]
-pub struct Limits {
-    /// Bytes when unpacked.
-    pub bytes: u64,
-    /// Unpacked bytes per byte of the archive.
-    pub ratio: u64,
-    /// Files, directories and links.
-    pub entries: u64,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            bytes: 64 << 30,
-            ratio: 200,
-            entries: 2_000_000,
-        }
-    }
-}
-
-/// A small archive may have any ratio.
-const RATIO_COUNTS_FROM: u64 = 64 << 20;
+use super::{
+    Limits,
+    limits::{Guarded, reached},
+    manifest::{BUNDLE_MANIFEST, BundleManifest, MAX_MANIFEST_BYTES},
+};
 
 /// Why a bundle was not unpacked.
 #[derive(Debug, thiserror::Error)]
@@ -91,38 +69,17 @@ pub(super) fn unpack(
     limits: Limits,
     mut progress: impl FnMut(u64),
 ) -> Result<Unpacked, UnpackError> {
-    let packed = Rc::new(Cell::new(0));
-    let counted = Counted {
-        inner: archive,
-        bytes: packed.clone(),
-    };
-    let plain = flate2::read::MultiGzDecoder::new(BufReader::with_capacity(1 << 16, counted));
-    let mut guarded = Guarded {
-        inner: plain,
-        packed,
-        bytes: 0,
-        limits,
-    };
+    let mut guarded = Guarded::new(archive, limits);
     let mut tree = into.map(Tree::new);
 
     let mut tar = Archive::new(&mut guarded);
     let mut entries = tar.entries().map_err(broken)?;
-    let first = entries
-        .next()
-        .ok_or(UnpackError::NotABundle)?
-        .map_err(|e| not_tar(&e))?;
+    let first = entries.next().ok_or(UnpackError::NotABundle)?.map_err(|e| not_tar(&e))?;
     let manifest = read_manifest(first)?;
     if let Some(wanted) = platform.filter(|wanted| *wanted != manifest.platform) {
-        return Err(UnpackError::Platform {
-            found: manifest.platform,
-            wanted: wanted.to_owned(),
-        });
+        return Err(UnpackError::Platform { found: manifest.platform, wanted: wanted.to_owned() });
     }
-    let mut unpacked = Unpacked {
-        manifest,
-        entries: 0,
-        bytes: 0,
-    };
+    let mut unpacked = Unpacked { manifest, entries: 0, bytes: 0 };
     for entry in entries {
         let mut entry = entry.map_err(broken)?;
         if entry.header().entry_type() == EntryType::XGlobalHeader {
@@ -130,9 +87,7 @@ pub(super) fn unpack(
         }
         unpacked.entries += 1;
         if unpacked.entries > limits.entries {
-            return Err(UnpackError::Limit {
-                limit: format!("{} files", limits.entries),
-            });
+            return Err(UnpackError::Limit { limit: format!("{} files", limits.entries) });
         }
         if entry.header().entry_type().is_file() {
             unpacked.bytes += entry.size();
@@ -156,11 +111,7 @@ fn read_manifest(mut entry: Entry<'_, impl Read>) -> Result<BundleManifest, Unpa
         return Err(UnpackError::NotABundle);
     }
     let mut json = Vec::new();
-    entry
-        .by_ref()
-        .take(MAX_MANIFEST_BYTES)
-        .read_to_end(&mut json)
-        .map_err(broken)?;
+    entry.by_ref().take(MAX_MANIFEST_BYTES).read_to_end(&mut json).map_err(broken)?;
     BundleManifest::parse(&json).map_err(UnpackError::Manifest)
 }
 
@@ -183,16 +134,11 @@ enum What {
 impl Checked {
     fn new(entry: &Entry<'_, impl Read>, compiled_prefix: &Path) -> Result<Self, UnpackError> {
         let given = entry.path().map_err(broken)?.into_owned();
-        let refuse = |reason: &str| UnpackError::Entry {
-            path: given.display().to_string(),
-            reason: reason.to_owned(),
-        };
+        let refuse = |reason: &str| UnpackError::Entry { path: given.display().to_string(), reason: reason.to_owned() };
         let path = inside(&given).ok_or_else(|| refuse("would be outside of the tree"))?;
         let target = |what: &str| {
-            let target = entry
-                .link_name()
-                .map_err(broken)?
-                .ok_or_else(|| refuse(&format!("is a {what} to nothing")))?;
+            let target =
+                entry.link_name().map_err(broken)?.ok_or_else(|| refuse(&format!("is a {what} to nothing")))?;
             Ok::<_, UnpackError>(target.into_owned())
         };
         let header = entry.header();
@@ -213,9 +159,7 @@ impl Checked {
             }
             EntryType::GNUSparse => return Err(refuse("is a sparse file; pack it without sparse files")),
             _ => {
-                return Err(refuse(
-                    "is a device, a fifo or something else that is no part of an installation",
-                ));
+                return Err(refuse("is a device, a fifo or something else that is no part of an installation"));
             }
         };
         if path.as_os_str().is_empty() && !matches!(what, What::Directory) {
@@ -223,12 +167,7 @@ impl Checked {
         }
         let mode = header.mode().map_err(broken)? & 0o777;
         let mtime = header.mtime().ok().and_then(|t| i64::try_from(t).ok()).unwrap_or(0);
-        Ok(Self {
-            path,
-            what,
-            mode,
-            mtime,
-        })
+        Ok(Self { path, what, mode, mtime })
     }
 }
 
@@ -273,30 +212,18 @@ struct Tree<'a> {
 
 impl<'a> Tree<'a> {
     fn new(root: &'a Path) -> Self {
-        Self {
-            root,
-            checked: None,
-            directories: Vec::new(),
-        }
+        Self { root, checked: None, directories: Vec::new() }
     }
 
     fn add(&mut self, entry: Checked, content: &mut impl Read) -> Result<(), UnpackError> {
-        let Checked {
-            path,
-            what,
-            mode,
-            mtime,
-        } = entry;
+        let Checked { path, what, mode, mtime } = entry;
         let full = self.root.join(&path);
         if path.as_os_str().is_empty() {
             self.directories.push((full, mode | 0o700, mtime));
             return Ok(());
         }
         self.make_parents(&path)?;
-        let write = |source| UnpackError::Write {
-            path: path.display().to_string(),
-            source,
-        };
+        let write = |source| UnpackError::Write { path: path.display().to_string(), source };
         if matches!(what, What::Directory) {
             self.make_directory(&path)?;
             self.directories.push((full, mode | 0o700, mtime));
@@ -315,9 +242,7 @@ impl<'a> Tree<'a> {
         }
         match what {
             What::Directory => {}
-            What::File => self
-                .write_file(&full, content, mode)
-                .map_err(|e| read_or_write(e, &path))?,
+            What::File => self.write_file(&full, content, mode).map_err(|e| read_or_write(e, &path))?,
             What::Symlink(target) => symlink(target, &full).map_err(write)?,
             What::HardLink(target) => {
                 self.check_parents(&target)?;
@@ -351,8 +276,7 @@ impl<'a> Tree<'a> {
                 Err(e) => return Err(CopyError::Read(e)),
             }
         }
-        file.set_permissions(fs::Permissions::from_mode(mode))
-            .map_err(CopyError::Write)
+        file.set_permissions(fs::Permissions::from_mode(mode)).map_err(CopyError::Write)
     }
 
     fn make_parents(&mut self, path: &Path) -> Result<(), UnpackError> {
@@ -363,10 +287,7 @@ impl<'a> Tree<'a> {
             return Ok(());
         }
         self.check_parents(path)?;
-        let write = |source| UnpackError::Write {
-            path: parent.display().to_string(),
-            source,
-        };
+        let write = |source| UnpackError::Write { path: parent.display().to_string(), source };
         fs::create_dir_all(self.root.join(parent)).map_err(write)?;
         self.checked = Some(parent.to_owned());
         Ok(())
@@ -378,10 +299,7 @@ impl<'a> Tree<'a> {
             if fs::symlink_metadata(self.root.join(parent)).is_ok_and(|m| !m.is_dir()) {
                 return Err(UnpackError::Entry {
                     path: path.display().to_string(),
-                    reason: format!(
-                        "would be written through {}, which is not a directory",
-                        parent.display()
-                    ),
+                    reason: format!("would be written through {}, which is not a directory", parent.display()),
                 });
             }
         }
@@ -399,19 +317,13 @@ impl<'a> Tree<'a> {
                     reason: "is a directory in the place of a file".to_owned(),
                 })
             }
-            Err(source) => Err(UnpackError::Write {
-                path: path.display().to_string(),
-                source,
-            }),
+            Err(source) => Err(UnpackError::Write { path: path.display().to_string(), source }),
         }
     }
 
     fn finish(self) -> Result<(), UnpackError> {
         for (path, mode, mtime) in self.directories.into_iter().rev() {
-            let write = |source| UnpackError::Write {
-                path: path.display().to_string(),
-                source,
-            };
+            let write = |source| UnpackError::Write { path: path.display().to_string(), source };
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).map_err(write)?;
             set_mtime(&path, mtime).map_err(write)?;
         }
@@ -421,13 +333,7 @@ impl<'a> Tree<'a> {
 
 fn set_mtime(path: &Path, mtime: i64) -> io::Result<()> {
     let time = TimeSpec::new(mtime, 0);
-    Ok(utimensat(
-        nix::fcntl::AT_FDCWD,
-        path,
-        &time,
-        &time,
-        UtimensatFlags::NoFollowSymlink,
-    )?)
+    Ok(utimensat(nix::fcntl::AT_FDCWD, path, &time, &time, UtimensatFlags::NoFollowSymlink)?)
 }
 
 enum CopyError {
@@ -438,16 +344,13 @@ enum CopyError {
 fn read_or_write(error: CopyError, path: &Path) -> UnpackError {
     match error {
         CopyError::Read(error) => broken(error),
-        CopyError::Write(source) => UnpackError::Write {
-            path: path.display().to_string(),
-            source,
-        },
+        CopyError::Write(source) => UnpackError::Write { path: path.display().to_string(), source },
     }
 }
 
 fn not_tar(error: &io::Error) -> UnpackError {
-    match limit(error) {
-        Some(limit) => limit,
+    match reached(error) {
+        Some(limit) => UnpackError::Limit { limit },
         None if error.kind() == io::ErrorKind::UnexpectedEof => truncated(),
         None => UnpackError::Archive(format!("it is not a .tar.gz: {error}")),
     }
@@ -456,11 +359,9 @@ fn not_tar(error: &io::Error) -> UnpackError {
 fn broken(error: io::Error) -> UnpackError {
     // The tar crate has its own words for an archive that ends early, and keeps no kind for them.
     let early = error.kind() == io::ErrorKind::UnexpectedEof
-        || ["unexpected EOF", "failed to read entire block"]
-            .iter()
-            .any(|words| error.to_string().contains(words));
-    match limit(&error) {
-        Some(limit) => limit,
+        || ["unexpected EOF", "failed to read entire block"].iter().any(|words| error.to_string().contains(words));
+    match reached(&error) {
+        Some(limit) => UnpackError::Limit { limit },
         None if early => truncated(),
         None => UnpackError::Archive(format!("it is damaged: {error}")),
     }
@@ -468,61 +369,4 @@ fn broken(error: io::Error) -> UnpackError {
 
 fn truncated() -> UnpackError {
     UnpackError::Archive("it is truncated: the archive ends early".to_owned())
-}
-
-/// Carries a limit through the readers above [`Guarded`].
-#[derive(Debug, Clone, thiserror::Error)]
-#[error("{0}")]
-struct LimitReached(String);
-
-fn limit(error: &io::Error) -> Option<UnpackError> {
-    let mut next: Option<&(dyn std::error::Error + 'static)> = error.get_ref().map(|e| e as _);
-    while let Some(cause) = next {
-        if let Some(LimitReached(limit)) = cause.downcast_ref() {
-            return Some(UnpackError::Limit { limit: limit.clone() });
-        }
-        // An io::Error skips its own payload in `source`.
-        next = match cause.downcast_ref::<io::Error>() {
-            Some(inner) => inner.get_ref().map(|e| e as _),
-            None => cause.source(),
-        };
-    }
-    None
-}
-
-/// Counts the packed bytes.
-struct Counted<R> {
-    inner: R,
-    bytes: Rc<Cell<u64>>,
-}
-
-impl<R: Read> Read for Counted<R> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let n = self.inner.read(buffer)?;
-        self.bytes.set(self.bytes.get() + n as u64);
-        Ok(n)
-    }
-}
-
-/// Counts the unpacked bytes and stops before they become too many.
-struct Guarded<R> {
-    inner: R,
-    packed: Rc<Cell<u64>>,
-    bytes: u64,
-    limits: Limits,
-}
-
-impl<R: Read> Read for Guarded<R> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let n = self.inner.read(buffer)?;
-        self.bytes += n as u64;
-        let reached = if self.bytes > self.limits.bytes {
-            format!("{} bytes", self.limits.bytes)
-        } else if self.bytes > RATIO_COUNTS_FROM && self.bytes / self.limits.ratio > self.packed.get() {
-            format!("{} times its own size", self.limits.ratio)
-        } else {
-            return Ok(n);
-        };
-        Err(io::Error::other(LimitReached(reached)))
-    }
 }

@@ -1,0 +1,402 @@
+//! What bundles promise: the same tree is the same file, and no bundle leaves its directory.
+
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    os::unix::fs::{MetadataExt, PermissionsExt, symlink},
+    path::{Path, PathBuf},
+};
+
+use flate2::{Compression, write::GzEncoder};
+use flux_distribute::{
+    api::{BundleSource, PackageSet},
+    host::{LinkOrder, Linked, Refusal},
+    packages::{self, BUNDLE_MANIFEST, BundleError, CreateBundle, HttpClient, InspectBundle, OutputFormat},
+};
+use sha2::{Digest, Sha256};
+use tar::{EntryType, Header};
+
+const PLATFORM: &str = "linux-64";
+
+/// An installed Flux with everything a prefix may hold.
+fn installed_flux(at: &Path) {
+    for directory in ["bin", "lib/flux", "share"] {
+        fs::create_dir_all(at.join(directory)).unwrap();
+    }
+    fs::write(at.join("bin/flux"), "#!/bin/sh\n").unwrap();
+    fs::set_permissions(at.join("bin/flux"), PermissionsExt::from_mode(0o4755)).unwrap();
+    fs::hard_link(at.join("bin/flux"), at.join("bin/flux-again")).unwrap();
+    symlink("flux/../libflux.so.1", at.join("lib/libflux.so")).unwrap();
+    fs::write(at.join("lib/libflux.so.1"), "library").unwrap();
+    symlink("/opt/flux/share", at.join("lib/flux/share")).unwrap();
+    symlink("/usr/bin/python3", at.join("bin/python")).unwrap();
+    fs::write(at.join("share").join("n".repeat(200)), "a long name").unwrap();
+    let old = std::time::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000_000);
+    File::open(at.join("lib/libflux.so.1")).unwrap().set_modified(old).unwrap();
+}
+
+fn create(from: &Path, out: &Path) -> Result<String, BundleError> {
+    CreateBundle {
+        from_prefix: from.to_owned(),
+        out: out.to_owned(),
+        compiled_prefix: Some("/opt/flux".into()),
+        platform: Some(PLATFORM.to_owned()),
+    }
+    .run()
+}
+
+fn sha256(file: &Path) -> String {
+    hex::encode(Sha256::digest(fs::read(file).unwrap()))
+}
+
+/// A host that has fetched this bundle.
+struct Host {
+    prefix: tempfile::TempDir,
+    set: PackageSet,
+}
+
+impl Host {
+    fn with(bundle: &Path) -> Self {
+        let url = url::Url::from_file_path(bundle).unwrap().to_string();
+        let set = PackageSet::Bundle(BundleSource { url, sha256: sha256(bundle) });
+        let host = Self { prefix: tempfile::tempdir().unwrap(), set };
+        fs::create_dir(host.prefix.path().join("pkgs")).unwrap();
+        fs::copy(bundle, host.archive()).unwrap();
+        host
+    }
+
+    fn archive(&self) -> PathBuf {
+        self.prefix.path().join(format!("pkgs/bundle-{}.tar.gz", self.set.digest()))
+    }
+
+    fn environment(&self) -> PathBuf {
+        self.prefix.path().join("envs").join(self.set.digest())
+    }
+
+    fn link(&self) -> Result<Linked, Refusal> {
+        let order = LinkOrder {
+            prefix: self.prefix.path().to_owned(),
+            digest: self.set.digest(),
+            set: self.set.clone(),
+            platform: PLATFORM.to_owned(),
+        };
+        packages::link(&order, &mut |_| ())
+    }
+
+    fn refused(&self) -> Refusal {
+        let refusal = self.link().unwrap_err();
+        let envs = fs::read_dir(self.prefix.path().join("envs")).unwrap().count();
+        assert_eq!(envs, 0, "something is left after: {refusal}");
+        refusal
+    }
+}
+
+#[test]
+fn the_same_tree_gives_the_same_bundle() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    installed_flux(&path("one"));
+    installed_flux(&path("two"));
+    for file in ["bin", "lib", "lib/flux", "share", "bin/flux", "."] {
+        let time = fs::metadata(path("one").join(file)).unwrap().modified().unwrap();
+        File::open(path("two").join(file)).unwrap().set_modified(time).unwrap();
+    }
+    let copied = |name: &str| {
+        let long = format!("share/{}", "n".repeat(200));
+        let time = std::time::UNIX_EPOCH;
+        File::open(path(name).join(long)).unwrap().set_modified(time).unwrap();
+        for link in ["lib/libflux.so", "lib/flux/share", "bin/python"] {
+            use nix::sys::{stat, time::TimeSpec};
+            let (link, time) = (path(name).join(link), TimeSpec::new(1, 0));
+            let flags = stat::UtimensatFlags::NoFollowSymlink;
+            stat::utimensat(nix::fcntl::AT_FDCWD, &link, &time, &time, flags).unwrap();
+        }
+    };
+    copied("one");
+    copied("two");
+    create(&path("one"), &path("one.tar.gz")).unwrap();
+    create(&path("two"), &path("two.tar.gz")).unwrap();
+    assert_eq!(sha256(&path("one.tar.gz")), sha256(&path("two.tar.gz")));
+}
+
+#[test]
+fn a_bundle_becomes_the_tree_it_was_made_from() {
+    let directory = tempfile::tempdir().unwrap();
+    let (from, bundle) = (directory.path().join("flux"), directory.path().join("flux.tar.gz"));
+    installed_flux(&from);
+    let printed = create(&from, &bundle).unwrap();
+    assert!(printed.contains(&format!("sha256: {}", sha256(&bundle))), "{printed}");
+    assert!(printed.contains(&format!("url: file://{}", bundle.canonicalize().unwrap().display())), "{printed}");
+
+    let host = Host::with(&bundle);
+    let linked = host.link().unwrap();
+    assert_eq!(linked.compiled_prefix.as_deref(), Some(Path::new("/opt/flux")));
+    assert_eq!(packages::linked(host.prefix.path(), &host.set.digest()), Some(linked));
+    let there = host.environment();
+    let flux = fs::metadata(there.join("bin/flux")).unwrap();
+    assert_eq!(flux.mode() & 0o7777, 0o755, "setuid is not taken over");
+    assert_eq!(flux.ino(), fs::metadata(there.join("bin/flux-again")).unwrap().ino());
+    assert_eq!(fs::read_link(there.join("bin/python")).unwrap(), Path::new("/usr/bin/python3"));
+    assert_eq!(fs::read_link(there.join("lib/flux/share")).unwrap(), Path::new("/opt/flux/share"));
+    assert_eq!(fs::read_to_string(there.join("lib/libflux.so")).unwrap(), "library");
+    assert_eq!(fs::metadata(there.join("lib/libflux.so.1")).unwrap().mtime(), 1_000_000_000);
+    assert!(there.join("share").join("n".repeat(200)).is_file());
+
+    // And back: what is installed makes the same bundle again, our own marker is no part of it.
+    let again = directory.path().join("again.tar.gz");
+    fs::set_permissions(from.join("bin/flux"), PermissionsExt::from_mode(0o755)).unwrap();
+    create(&there, &again).unwrap();
+    assert_eq!(sha256(&again), sha256(&bundle));
+}
+
+#[tokio::test]
+async fn a_bundle_is_fetched_from_the_host_or_refused_by_its_digest() {
+    let directory = tempfile::tempdir().unwrap();
+    let (from, bundle) = (directory.path().join("flux"), directory.path().join("flux.tar.gz"));
+    installed_flux(&from);
+    create(&from, &bundle).unwrap();
+    let host = Host::with(&bundle);
+    fs::remove_file(host.archive()).unwrap();
+    let (http, pkgs) = (HttpClient::new().unwrap(), host.prefix.path().join("pkgs"));
+    let fetch = async |set: &PackageSet| {
+        packages::fetch(set, &set.digest(), PLATFORM, &pkgs, |path| File::open(path), &http, |_| ()).await
+    };
+    fetch(&host.set).await.unwrap();
+    let PackageSet::Bundle(mut source) = host.set.clone() else { panic!() };
+    source.sha256 = "0".repeat(64);
+    let error = fetch(&PackageSet::Bundle(source.clone())).await.unwrap_err().to_string();
+    for part in [&source.url, &source.sha256, &sha256(&bundle)] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert!(!pkgs.join(format!("bundle-{}.tar.gz", &source.sha256[..16])).exists());
+    tokio::task::spawn_blocking(move || host.link().unwrap()).await.unwrap();
+}
+
+#[test]
+fn inspect_tells_what_a_bundle_is() {
+    let directory = tempfile::tempdir().unwrap();
+    let (from, file) = (directory.path().join("flux"), directory.path().join("flux.tar.gz"));
+    installed_flux(&from);
+    create(&from, &file).unwrap();
+    let json = InspectBundle { file: file.clone(), output: OutputFormat::Json }.run().unwrap();
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["manifest"]["prefix"], "/opt/flux");
+    assert_eq!(json["sha256"], sha256(&file));
+    assert_eq!(json["files"], 11);
+    let text = InspectBundle { file, output: OutputFormat::Text }.run().unwrap();
+    assert!(text.contains("linux-64") && text.contains("/opt/flux"), "{text}");
+}
+
+#[test]
+fn what_is_no_installation_of_flux_is_not_bundled() {
+    let directory = tempfile::tempdir().unwrap();
+    let (from, out) = (directory.path().join("flux"), directory.path().join("flux.tar.gz"));
+    let refused = |from: &Path, out: &Path, word: &str| {
+        let error = create(from, out).unwrap_err();
+        assert!(error.to_string().contains(word), "{error}");
+        assert_eq!(error.exit_code(), 2, "{error}");
+        assert!(!out.exists());
+    };
+    refused(&from, &out, "no such directory");
+    fs::create_dir(&from).unwrap();
+    refused(&from, &out, "no bin/flux");
+    installed_flux(&from);
+    refused(&from, &from.join("flux.tar.gz"), "inside");
+    symlink("../../outside", from.join("lib/out")).unwrap();
+    refused(&from, &out, "out of the tree");
+    fs::remove_file(from.join("lib/out")).unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(from.join("socket")).unwrap();
+    refused(&from, &out, "socket");
+    let usr = CreateBundle { from_prefix: from, out, compiled_prefix: Some("/usr".into()), platform: None };
+    assert!(usr.run().unwrap_err().to_string().contains("directory of every host"));
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1, "nothing is left of what was not made");
+    let inspected = InspectBundle { file: "/proc/version".into(), output: OutputFormat::Text }.run();
+    assert_eq!(inspected.unwrap_err().exit_code(), 2);
+}
+
+/// A bundle with entries that no honest tool writes.
+struct Forged(tar::Builder<GzEncoder<Vec<u8>>>);
+
+impl Forged {
+    fn new() -> Self {
+        Self::of("/opt/flux", PLATFORM)
+    }
+
+    fn of(prefix: &str, platform: &str) -> Self {
+        let mut forged = Self(tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast())));
+        let manifest = format!(
+            r#"{{"format":1,"kind":"tree","prefix":"{prefix}","platform":"{platform}","created_by":"a test"}}"#
+        );
+        forged.file(BUNDLE_MANIFEST, manifest.as_bytes());
+        forged.file("bin/flux", b"#!/bin/sh\n");
+        forged
+    }
+
+    fn file(&mut self, path: &str, content: &[u8]) -> &mut Self {
+        self.entry(EntryType::Regular, path, None, content)
+    }
+
+    fn entry(&mut self, kind: EntryType, path: &str, target: Option<&str>, content: &[u8]) -> &mut Self {
+        let mut header = Header::new_gnu();
+        // Past the checks of the setters.
+        header.as_gnu_mut().unwrap().name[..path.len()].copy_from_slice(path.as_bytes());
+        if let Some(target) = target {
+            header.as_gnu_mut().unwrap().linkname[..target.len()].copy_from_slice(target.as_bytes());
+        }
+        header.set_entry_type(kind);
+        header.set_mode(0o755);
+        header.set_size(content.len() as u64);
+        header.set_cksum();
+        self.0.append(&header, content).unwrap();
+        self
+    }
+
+    fn bytes(self) -> Vec<u8> {
+        self.0.into_inner().unwrap().finish().unwrap()
+    }
+
+    fn host(self) -> Host {
+        host_with(&self.bytes())
+    }
+}
+
+fn host_with(bytes: &[u8]) -> Host {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(bytes).unwrap();
+    Host::with(file.path())
+}
+
+#[test]
+fn no_entry_gets_out_of_its_directory() {
+    use EntryType::{Block, Char, Directory, Fifo, Link, Regular, Symlink};
+    let outside = tempfile::tempdir().unwrap();
+    let victim = outside.path().join("victim");
+    fs::write(&victim, "safe").unwrap();
+    let (absolute, directory) = (victim.to_str().unwrap(), outside.path().to_str().unwrap());
+    type Entries<'a> = &'a [(EntryType, &'a str, Option<&'a str>)];
+    let cases: [(Entries<'_>, &str); 16] = [
+        (&[(Regular, "../victim", None)], "outside of the tree"),
+        (&[(Regular, "lib/../../victim", None)], "outside of the tree"),
+        (&[(Regular, absolute, None)], "outside of the tree"),
+        (&[(Directory, "../victim", None)], "outside of the tree"),
+        (&[(Symlink, "lib/link", Some("../../victim"))], "symlink out of"),
+        (&[(Symlink, "link", Some(".."))], "symlink out of"),
+        (&[(Symlink, "link", None)], "to nothing"),
+        (&[(Link, "link", Some(absolute))], "hard link out of"),
+        (&[(Link, "link", Some("../victim"))], "hard link out of"),
+        (&[(Link, "link", Some("not/there"))], "not a file before it"),
+        (&[(Symlink, "door", Some(directory)), (Regular, "door/victim", None)], "written through door"),
+        (&[(Symlink, "door", Some(directory)), (Directory, "door", None)], "in the place of a file"),
+        (&[(Symlink, "door", Some(directory)), (Link, "link", Some("door/victim"))], "written through door"),
+        (&[(Char, "null", None)], "is a device"),
+        (&[(Block, "disk", None)], "is a device"),
+        (&[(Fifo, "fifo", None)], "is a device"),
+    ];
+    for (entries, words) in cases {
+        let mut forged = Forged::new();
+        for (kind, path, target) in entries {
+            let content: &[u8] = if *kind == Regular { b"evil" } else { b"" };
+            forged.entry(*kind, path, *target, content);
+        }
+        let refusal = forged.host().refused();
+        assert!(refusal.message.contains(words), "{words}: {refusal}");
+        assert!(!refusal.transient, "{refusal}");
+        assert_eq!(fs::read_to_string(&victim).unwrap(), "safe");
+    }
+    assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn a_symlink_that_is_replaced_is_not_followed() {
+    let outside = tempfile::NamedTempFile::new().unwrap();
+    fs::write(outside.path(), "safe").unwrap();
+    let mut forged = Forged::new();
+    for name in ["file", packages::ENVIRONMENT_MARKER] {
+        forged.entry(EntryType::Symlink, name, outside.path().to_str(), b"");
+    }
+    forged.file("file", b"new");
+    let host = forged.host();
+    host.link().unwrap();
+    assert_eq!(fs::read_to_string(outside.path()).unwrap(), "safe");
+    assert_eq!(fs::read_to_string(host.environment().join("file")).unwrap(), "new");
+    assert_eq!(packages::ready(host.prefix.path()), [host.set.digest()]);
+}
+
+#[test]
+fn a_bundle_for_other_machines_is_refused_by_name() {
+    let refusal = Forged::of("/opt/flux", "linux-aarch64").host().refused();
+    assert!(refusal.message.contains("is for linux-aarch64, but this host is linux-64"), "{refusal}");
+    for prefix in ["/usr", "/", "opt/flux", "/opt/../etc"] {
+        let refusal = Forged::of(prefix, PLATFORM).host().refused();
+        assert!(refusal.message.contains("its prefix"), "{refusal}");
+    }
+}
+
+#[test]
+fn a_tarball_that_is_no_bundle_is_sent_to_bundle_create() {
+    let mut tar = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
+    let mut header = Header::new_gnu();
+    header.set_size(0);
+    tar.append_data(&mut header, "bin/flux", io::empty()).unwrap();
+    let refusal = host_with(&tar.into_inner().unwrap().finish().unwrap()).refused();
+    assert!(refusal.message.contains("flux-distribute bundle create"), "{refusal}");
+    let refusal = host_with(b"PK\x03\x04 not a tarball at all").refused();
+    assert!(refusal.message.contains("not a .tar.gz"), "{refusal}");
+}
+
+#[test]
+fn a_truncated_bundle_says_so_wherever_it_ends() {
+    let mut forged = Forged::new();
+    let mut state = 1_u32;
+    let mut noise = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 24) as u8
+    };
+    let content = std::iter::repeat_with(&mut noise).take(100_000).collect::<Vec<_>>();
+    let whole = {
+        forged.file("share/big", &content);
+        forged.bytes()
+    };
+    host_with(&whole).link().unwrap();
+    for length in [50, 400, whole.len() / 2, whole.len() - 9, whole.len() - 1] {
+        let refusal = host_with(&whole[..length]).refused();
+        assert!(refusal.message.contains("truncated"), "at {length}: {refusal}");
+    }
+}
+
+#[test]
+fn a_bundle_that_was_damaged_on_the_host_is_fetched_again() {
+    let host = Forged::new().host();
+    let mut bytes = fs::read(host.archive()).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 0xff;
+    fs::write(host.archive(), bytes).unwrap();
+    let refusal = host.refused();
+    assert!(refusal.transient && refusal.message.contains("fetched again"), "{refusal}");
+    assert!(!host.archive().exists());
+}
+
+#[test]
+fn a_bomb_is_stopped_before_it_fills_the_disk() {
+    let mut forged = Forged::new();
+    forged.file("share/zeros", &vec![0; 200 << 20]);
+    let refusal = forged.host().refused();
+    assert!(refusal.message.contains("times its own size"), "{refusal}");
+}
+
+#[test]
+fn a_tree_without_flux_never_goes_live() {
+    let dead = |target: &str| {
+        let mut forged = Forged::new();
+        forged.entry(EntryType::Symlink, "bin/flux", Some(target), b"");
+        forged.host()
+    };
+    for target in ["/usr/bin/flux", "missing", "flux", "/opt/flux/bin/missing"] {
+        let refusal = dead(target).refused();
+        assert!(refusal.message.contains("no bin/flux"), "{target}: {refusal}");
+    }
+    let mut alive = Forged::new();
+    alive.file("libexec/flux", b"#!/bin/sh\n");
+    alive.entry(EntryType::Symlink, "bin/flux", Some("/opt/flux/libexec/flux"), b"");
+    alive.host().link().unwrap();
+}

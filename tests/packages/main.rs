@@ -1,0 +1,96 @@
+//! What the packages part promises, with a small channel that is made here.
+#![allow(clippy::unwrap_used)]
+
+mod bundle;
+#[path = "../support/channel.rs"]
+mod channel;
+mod fetch;
+mod link;
+mod solve;
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    sync::atomic::Ordering,
+};
+
+use channel::{Channel, Content, Server, noise};
+use flux_distribute::{
+    api::{PackageSet, Packages},
+    host::{LinkOrder, Linked, Refusal},
+    packages::{self, FetchError, Fetched, HttpClient, SolveError},
+};
+
+const PLATFORM: &str = "linux-64";
+
+fn http() -> HttpClient {
+    HttpClient::new().unwrap()
+}
+
+fn host_file(path: &str) -> io::Result<File> {
+    File::open(path)
+}
+
+fn asked(channel: &str, specs: &[&str]) -> Packages {
+    Packages {
+        channels: vec![channel.to_owned()],
+        specs: specs.iter().map(|s| (*s).to_owned()).collect(),
+        ..Packages::default()
+    }
+}
+
+async fn resolve(packages: &Packages) -> Result<PackageSet, SolveError> {
+    packages::resolve(packages, &[PLATFORM.to_owned()], &http(), None, host_file).await
+}
+
+/// A host's prefix with an empty `pkgs/`.
+struct Host(tempfile::TempDir);
+
+impl Host {
+    fn new() -> Self {
+        let host = Self(tempfile::tempdir().unwrap());
+        fs::create_dir(host.pkgs()).unwrap();
+        host
+    }
+
+    fn prefix(&self) -> &Path {
+        self.0.path()
+    }
+
+    fn pkgs(&self) -> PathBuf {
+        self.prefix().join("pkgs")
+    }
+
+    fn environment(&self, set: &PackageSet) -> PathBuf {
+        self.prefix().join("envs").join(set.digest())
+    }
+
+    async fn fetch(&self, set: &PackageSet) -> Result<Fetched, FetchError> {
+        // As the agent does it: through a descriptor, since the path is another one in the pod.
+        let directory = File::open(self.pkgs()).unwrap();
+        let pkgs = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&directory));
+        packages::fetch(set, &set.digest(), PLATFORM, Path::new(&pkgs), host_file, &http(), |_| ()).await
+    }
+
+    async fn link(&self, set: &PackageSet) -> Result<Linked, Refusal> {
+        self.link_for(set, PLATFORM).await
+    }
+
+    async fn link_for(&self, set: &PackageSet, platform: &str) -> Result<Linked, Refusal> {
+        let order = LinkOrder {
+            prefix: self.prefix().to_owned(),
+            digest: set.digest(),
+            set: set.clone(),
+            platform: platform.to_owned(),
+        };
+        tokio::task::spawn_blocking(move || packages::link(&order, &mut |_| ())).await.unwrap()
+    }
+
+    /// Names in `envs/`, the hidden ones too.
+    fn envs(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.prefix().join("envs")).into_iter().flatten();
+        entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
+    }
+}
