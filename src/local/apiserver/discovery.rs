@@ -76,7 +76,7 @@ fn entries(resource: &Resource) -> Vec<Value> {
     let mut entries = vec![json!({
         "name": plural, "singularName": kind.to_lowercase(), "namespaced": namespaced, "kind": kind,
         "verbs": ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"],
-        "shortNames": resource.short,
+        "shortNames": resource.short, "categories": resource.categories,
     })];
     let verbs = ["get", "patch", "update"];
     if resource.status {
