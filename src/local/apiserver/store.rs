@@ -48,7 +48,7 @@ pub enum RestoreError {
     Format(Value),
 }
 
-/// The objects of one cluster.
+/// The objects of one cluster. Events are given and returned as core/v1 has them.
 #[derive(Debug)]
 pub struct Store {
     objects: Mutex<Objects>,
@@ -126,7 +126,7 @@ impl Store {
     /// Stores a new object.
     ///
     /// # Errors
-    /// [`ApiError`] of [`admit::create`], [`ApiError::AlreadyExists`], [`ApiError::NotFound`] where there is no such
+    /// [`ApiError::BadRequest`] or [`ApiError::Invalid`] where the object is wrong, [`ApiError::AlreadyExists`], [`ApiError::NotFound`] where there is no such
     /// namespace, [`ApiError::Forbidden`] where it is being deleted.
     pub fn create(
         &self,
@@ -154,7 +154,7 @@ impl Store {
     /// conflict that it did not ask for.
     ///
     /// # Errors
-    /// That of `change`, [`ApiError`] of [`admit::update`], [`ApiError::NotFound`].
+    /// That of `change`, [`ApiError::Conflict`], [`ApiError::BadRequest`], [`ApiError::Invalid`], [`ApiError::NotFound`].
     pub fn update(
         &self,
         resource: &Resource,
