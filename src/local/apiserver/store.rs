@@ -126,8 +126,8 @@ impl Store {
     /// Stores a new object.
     ///
     /// # Errors
-    /// [`ApiError::BadRequest`] or [`ApiError::Invalid`] where the object is wrong, [`ApiError::AlreadyExists`], [`ApiError::NotFound`] where there is no such
-    /// namespace, [`ApiError::Forbidden`] where it is being deleted.
+    /// [`ApiError::BadRequest`] or [`ApiError::Invalid`] where the object is wrong, [`ApiError::AlreadyExists`],
+    /// [`ApiError::NotFound`] where there is no such namespace, [`ApiError::Forbidden`] where it is being deleted.
     pub fn create(
         &self,
         resource: &Resource,
@@ -154,7 +154,8 @@ impl Store {
     /// conflict that it did not ask for.
     ///
     /// # Errors
-    /// That of `change`, [`ApiError::Conflict`], [`ApiError::BadRequest`], [`ApiError::Invalid`], [`ApiError::NotFound`].
+    /// That of `change`, [`ApiError::NotFound`], [`ApiError::Conflict`], [`ApiError::BadRequest`],
+    /// [`ApiError::Invalid`].
     pub fn update(
         &self,
         resource: &Resource,
