@@ -2,7 +2,10 @@
 
 use serde_json::{Value, json};
 
-use super::resources::{self, Resource};
+use super::{
+    openapi,
+    resources::{self, Resource},
+};
 
 /// The Kubernetes version that is spoken.
 const MINOR: &str = "33";
@@ -34,8 +37,7 @@ pub fn answer(path: &str, serves: impl Fn(&Resource) -> bool) -> Option<Value> {
             }),
         ["api", version] => resource_list("", version, &serves),
         ["apis", group, version] => resource_list(group, version, &serves),
-        // Nothing to validate against: clients then leave it to the server.
-        ["openapi", "v3"] => Some(json!({ "paths": {} })),
+        ["openapi", "v3", ref path @ ..] => openapi::answer(path, serves),
         _ => None,
     }
 }
@@ -74,7 +76,7 @@ fn entries(resource: &Resource) -> Vec<Value> {
     let mut entries = vec![json!({
         "name": plural, "singularName": kind.to_lowercase(), "namespaced": namespaced, "kind": kind,
         "verbs": ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"],
-        "shortNames": resource.short,
+        "shortNames": resource.short, "categories": resource.categories,
     })];
     let verbs = ["get", "patch", "update"];
     if resource.status {

@@ -84,7 +84,7 @@ pub enum ApiError {
 }
 
 /// Plural and group of a resource, as messages and `Status.details` name it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ResourceName {
     /// Group, empty for core.
     pub group: &'static str,
@@ -162,7 +162,9 @@ impl ApiError {
             }
             Self::Invalid { kind, name, why } => {
                 let (kind, group) = kind.split_once('.').unwrap_or((kind, ""));
-                let cause = json!({ "reason": "FieldValueInvalid", "message": why });
+                // kubectl prints a cause as `field: message`.
+                let (field, message) = why.split_once(": ").unwrap_or(("", why));
+                let cause = json!({ "reason": "FieldValueInvalid", "field": field, "message": message });
                 status["details"] = json!({ "name": name, "group": group, "kind": kind, "causes": [cause] });
             }
             _ => {}

@@ -4,7 +4,7 @@ use std::{collections::VecDeque, sync::Arc};
 
 use serde_json::Value;
 
-use super::{error::ApiError, store::Key};
+use super::{error::ApiError, objects::Key};
 
 /// How many changes are kept. At a few KiB each this bounds what a slow watch can cost.
 pub const LOG_LENGTH: usize = 4096;

@@ -31,6 +31,8 @@ pub struct Resource {
     pub plural: &'static str,
     /// Short names.
     pub short: Vec<String>,
+    /// Names of groups of kinds it belongs to, such as `all`.
+    pub categories: Vec<String>,
     /// Lives in a namespace.
     pub namespaced: bool,
     /// Has the subresource `status`: writes to the object leave `.status` alone, and the other way round.
@@ -165,6 +167,7 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
         Resource {
             status: true,
             short: names(&["po"]),
+            categories: names(&["all"]),
             fields: &["spec.nodeName", "status.phase"],
             ..builtin::<Pod>(true)
         },
@@ -222,6 +225,7 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
             status: true,
             generation: true,
             short: names(&["ds"]),
+            categories: names(&["all"]),
             ..builtin::<DaemonSet>(true)
         },
         Resource {
@@ -302,6 +306,7 @@ fn builtin<K: k8s_openapi::Resource + DeserializeOwned>(namespaced: bool) -> Res
         kind: K::KIND,
         plural: K::URL_PATH_SEGMENT,
         short: Vec::new(),
+        categories: Vec::new(),
         namespaced,
         status: false,
         generation: false,
@@ -328,6 +333,7 @@ fn custom(definition: &CustomResourceDefinition, check: fn(&Value) -> Result<(),
         kind: forever(&spec.names.kind),
         plural: forever(&spec.names.plural),
         short: spec.names.short_names.clone().unwrap_or_default(),
+        categories: spec.names.categories.clone().unwrap_or_default(),
         namespaced: spec.scope == "Namespaced",
         status: subresources.is_some_and(|subresources| subresources.status.is_some()),
         generation: true,

@@ -65,7 +65,10 @@ impl FieldTest {
             // A field that is not there selects as its zero value.
             None | Some(Value::Null) => ["", "false"].contains(&self.value.as_str()),
             Some(Value::String(text)) => *text == self.value,
-            Some(other) => other.to_string() == self.value,
+            Some(other) => {
+                let text = other.to_string();
+                text == self.value
+            }
         };
         equal == self.equal
     }

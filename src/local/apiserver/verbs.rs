@@ -8,11 +8,12 @@ use serde_json::{Value, json};
 use super::{
     admit::{self, Mode, Part, meta},
     error::ApiError,
+    objects::Deleted,
     patch::Patch,
     request::{Form, Query, Subresource, Target},
     resources::Resource,
     selector::Filter,
-    store::{Deleted, Preconditions, Store},
+    store::{Preconditions, Store},
     table::{metadata_only, table},
 };
 

@@ -1,0 +1,127 @@
+//! A server on a loopback port, and a client of it.
+#![allow(dead_code, reason = "each test binary uses its part")]
+#![allow(clippy::unwrap_used, reason = "a test that can't go on fails")]
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use flux_distribute::{
+    api::NAMESPACE,
+    local::apiserver::{Store, serve},
+};
+use k8s_openapi::{
+    NamespaceResourceScope,
+    api::core::v1::{ConfigMap, Namespace},
+};
+use kube::{
+    Api, Client, Config, Resource,
+    api::{ObjectMeta, PostParams},
+    core::Status,
+};
+use serde_json::Value;
+use tokio::net::TcpListener;
+
+pub const TOKEN: &str = "sesame";
+pub const LONG: Duration = Duration::from_secs(20);
+
+pub struct Server {
+    pub store: Arc<Store>,
+    pub address: std::net::SocketAddr,
+    pub client: Client,
+    pub stop: Option<tokio::sync::oneshot::Sender<()>>,
+    pub task: tokio::task::JoinHandle<std::io::Result<()>>,
+}
+
+pub fn client(address: std::net::SocketAddr, token: &str) -> Client {
+    // Several crates bring rustls a provider; whoever asks first decides.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let mut config = Config::new(format!("http://{address}").parse().unwrap());
+    config.auth_info.token = Some(token.to_owned().into());
+    config.default_namespace = NAMESPACE.into();
+    Client::try_from(config).unwrap()
+}
+
+pub async fn start_with(store: Store) -> Server {
+    let store = Arc::new(store);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let shutdown = async move { drop(stopped.await) };
+    let task = tokio::spawn(serve(listener, store.clone(), TOKEN.into(), shutdown));
+    Server {
+        store,
+        address,
+        client: client(address, TOKEN),
+        stop: Some(stop),
+        task,
+    }
+}
+
+pub async fn start() -> Server {
+    let server = start_with(Store::new()).await;
+    server.create_namespace(NAMESPACE).await;
+    server
+}
+
+impl Server {
+    pub fn api<K>(&self) -> Api<K>
+    where
+        K: Resource<Scope = NamespaceResourceScope>,
+        K::DynamicType: Default,
+    {
+        Api::default_namespaced(self.client.clone())
+    }
+
+    pub async fn create_namespace(&self, name: &str) {
+        let metadata = ObjectMeta {
+            name: Some(name.into()),
+            ..ObjectMeta::default()
+        };
+        let namespace = Namespace {
+            metadata,
+            ..Namespace::default()
+        };
+        Api::all(self.client.clone())
+            .create(&PostParams::default(), &namespace)
+            .await
+            .unwrap();
+    }
+
+    pub async fn raw(&self, method: &str, path: &str, headers: &[(&str, &str)], body: Value) -> Result<Value, Status> {
+        let mut request = http::Request::builder().method(method).uri(path);
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let body = if body.is_null() {
+            Vec::new()
+        } else {
+            body.to_string().into_bytes()
+        };
+        match self.client.request::<Value>(request.body(body).unwrap()).await {
+            Ok(answer) => Ok(answer),
+            Err(kube::Error::Api(status)) => Err(*status),
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+pub fn config_map(name: &str, text: &str) -> ConfigMap {
+    ConfigMap {
+        metadata: ObjectMeta {
+            name: Some(name.into()),
+            ..ObjectMeta::default()
+        },
+        data: Some(BTreeMap::from([("text".into(), text.into())])),
+        ..ConfigMap::default()
+    }
+}
+
+pub fn code<T: std::fmt::Debug>(result: Result<T, kube::Error>) -> (u16, String) {
+    match result {
+        Err(kube::Error::Api(status)) => (status.code, status.reason.clone()),
+        other => panic!("expected a Status, not {other:?}"),
+    }
+}
+
+pub fn refused(code: u16, reason: &str) -> (u16, String) {
+    (code, reason.into())
+}
