@@ -90,7 +90,7 @@ pub fn main() -> ExitCode {
         Ok(code) => code,
         Err(failure) => {
             eprintln!("flux-distribute: {}", failure.message);
-            ExitCode::from(failure.code)
+            failure.code
         }
     }
 }
@@ -98,16 +98,16 @@ pub fn main() -> ExitCode {
 /// How a command failed.
 struct Failure {
     message: String,
-    code: u8,
+    code: ExitCode,
 }
 
 impl Failure {
     fn new(error: &dyn std::error::Error) -> Self {
-        Self { message: crate::error_chain(error), code: 1 }
+        Self { message: crate::error_chain(error), code: ExitCode::FAILURE }
     }
 
     fn bad_input(message: String) -> Self {
-        Self { message, code: BAD_INPUT }
+        Self { message, code: ExitCode::from(BAD_INPUT) }
     }
 }
 
@@ -117,7 +117,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
             command.run().await.map_err(|error| Failure { code: error.exit_code(), ..Failure::new(&error) })
         }),
         Command::Bundle(command) => {
-            command.run().map_err(|error| Failure { code: error.exit_code(), ..Failure::new(&error) })?;
+            command.run().map_err(|error| Failure { code: error.exit_code().into(), ..Failure::new(&error) })?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Status(arguments) => block_on(async { agent::status(arguments).await.map_err(|error| Failure::new(&error)) }),

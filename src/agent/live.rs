@@ -44,7 +44,7 @@ pub struct Live {
 /// There is no broker, or it does not take us.
 pub async fn connect() -> Result<Client, RpcError> {
     let socket = Path::new(BROKER_RUN_DIR).join("local");
-    let file = open_in_host_root(&socket).map_err(RpcError::from)?;
+    let file = open_in_host_root(&socket).map_err(|source| RpcError::Connect { path: socket.clone(), source })?;
     Client::connect(&host_path(&file)).await
 }
 

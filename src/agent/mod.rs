@@ -1,3 +1,80 @@
 //! The agent: the DaemonSet pod's process on each node. Observe, decide ([`decide`]), act ([`act`]), report.
 
+pub mod act;
 pub mod decide;
+mod enter;
+mod health;
+mod live;
+mod log;
+mod report;
+mod rung;
+mod run;
+mod tell;
+mod teardown;
+mod watch;
+
+use std::net::SocketAddr;
+
+use kube::{Client, Config};
+
+pub use enter::{EnterError, StatusArguments, connect, shell, status};
+pub use run::run;
+pub use rung::{Rung, rung};
+
+/// What an agent has to be told; the DaemonSet tells it by the downward API.
+#[derive(clap::Args, Debug, Clone)]
+pub struct AgentArguments {
+    /// Name of the Node this runs on
+    #[arg(long, env = "NODE_NAME")]
+    pub node_name: String,
+    /// Name of this pod: the agent's name in the Lease and in Events
+    #[arg(long, env = "POD_NAME", default_value = "agent")]
+    pub pod_name: String,
+    /// Where the probes are answered; loopback is enough for kubelet, which shares the host's network with us
+    #[arg(long, env = "HEALTH_ADDRESS", default_value = "127.0.0.1:8051")]
+    pub health_address: SocketAddr,
+}
+
+/// Why the agent ended.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AgentError {
+    /// There is no way to the API server.
+    #[error("can't find the API server: run this in a pod, or set KUBECONFIG")]
+    Config(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// The client could not be made.
+    #[error("can't make a client for the API server")]
+    Client(#[source] Box<kube::Error>),
+    /// The host.
+    #[error(transparent)]
+    Host(#[from] crate::host::HostError),
+    /// The port of the probes.
+    #[error("can't answer probes at {address}")]
+    Health {
+        /// Where.
+        address: SocketAddr,
+        /// Cause.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A rung failed.
+    #[error(transparent)]
+    Step(#[from] act::StepError),
+    /// The API.
+    #[error(transparent)]
+    Planner(#[from] crate::planner::PlannerError),
+    /// What is asked for does not hold.
+    #[error("{0}")]
+    NotSo(String),
+    /// Signals can't be waited for.
+    #[error("can't wait for signals")]
+    Signals(#[source] std::io::Error),
+}
+
+/// A client for the API server, in a pod or by kubeconfig. The proxy variables are for packages: in a cluster the API server
+/// is never behind them.
+async fn client() -> Result<Client, AgentError> {
+    let mut config = Config::infer().await.map_err(|error| AgentError::Config(Box::new(error)))?;
+    config.proxy_url = None;
+    Client::try_from(config).map_err(|error| AgentError::Client(Box::new(error)))
+}

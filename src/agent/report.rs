@@ -62,8 +62,8 @@ impl Reporter {
     /// # Errors
     /// The API server's.
     pub async fn delete(&self) -> Result<(), PlannerError> {
-        let deleted = self.nodes.delete(&self.name, &DeleteParams::default());
-        match call(format!("delete FluxNode {}", self.name), deleted).await {
+        let params = DeleteParams::default();
+        match call(format!("delete FluxNode {}", self.name), self.nodes.delete(&self.name, &params)).await {
             Err(error) if error.code() == Some(404) => Ok(()),
             other => other.map(drop),
         }

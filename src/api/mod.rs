@@ -3,7 +3,9 @@
 //! One writer for each: people write [`FluxInstance`] specs; the planner writes their status, the roster, the packages,
 //! `broker.toml`, and the spec of each [`FluxNode`]; an agent writes the status of its own `FluxNode`.
 
+#[allow(clippy::duplicated_attributes, reason = "each printcolumn has a type_ of its own")]
 mod instance;
+#[allow(clippy::duplicated_attributes, reason = "each printcolumn has a type_ of its own")]
 mod node;
 mod packages;
 mod resources;

@@ -1,5 +1,3 @@
-use std::net::IpAddr;
-
 use kube::CustomResource;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -26,12 +24,6 @@ use super::Resources;
         name = "GPUs",
         type_ = "integer",
         json_path = ".status.facts.resources.gpus",
-        priority = 1
-    ),
-    printcolumn(
-        name = "Address",
-        type_ = "string",
-        json_path = ".status.facts.address",
         priority = 1
     ),
     printcolumn(name = "Packages", type_ = "string", json_path = ".status.digest", priority = 1),
@@ -111,8 +103,6 @@ pub struct Facts {
     pub platform: String,
     /// Version of the host's glibc, such as `2.36`.
     pub glibc: String,
-    /// The Node's InternalIP, numeric.
-    pub address: IpAddr,
     /// /proc/sys/kernel/random/boot_id.
     #[serde(rename = "bootID")]
     pub boot_id: String,

@@ -22,6 +22,11 @@ pub struct User {
 }
 
 impl User {
+    /// The superuser, who is everywhere the same.
+    pub fn root() -> Self {
+        Self { name: "root".to_owned(), home: "/root".into(), ..without_entry(0) }
+    }
+
     /// Owner of this user's files.
     pub fn owner(&self) -> Owner {
         Owner {

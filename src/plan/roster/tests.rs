@@ -75,7 +75,6 @@ impl World {
             memory_mib: 1024,
             platform: "linux-64".into(),
             glibc: "2.36".into(),
-            address: [10, 0, 0, 1].into(),
             boot_id: "boot".into(),
             systemd: false,
             prefix: "/opt/flux-distribute".into(),

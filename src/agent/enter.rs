@@ -1,0 +1,126 @@
+//! The commands for people in the pod: `connect`, `shell`, `status`.
+
+use std::{ffi::OsString, io::Write, path::Path, process::ExitCode};
+
+use super::live;
+use crate::{
+    api::BROKER_URI,
+    broker::{rfc3::RpcError, status::status as broker_status},
+    host::{Answer, Host, HostError, HostView, NsHost, Order, enter, users::User},
+};
+
+/// Why a command could not be run.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EnterError {
+    /// The host.
+    #[error(transparent)]
+    Host(#[from] HostError),
+    /// No broker.
+    #[error("no broker runs on this node; `kubectl -n flux-distribute get fxn` says why")]
+    NoBroker,
+    /// The program.
+    #[error("can't run {program} on the host")]
+    Program {
+        /// Which.
+        program: String,
+        /// Cause.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The broker's socket.
+    #[error("the broker of this node does not answer")]
+    Broker(#[from] RpcError),
+    /// stdout.
+    #[error("can't write")]
+    Write(#[from] std::io::Error),
+    /// The runtime.
+    #[error("{0}")]
+    Other(String),
+}
+
+/// How `status` shows itself.
+#[derive(clap::Args, Debug, Clone)]
+pub struct StatusArguments {
+    /// Form
+    #[arg(long, value_enum, default_value = "text")]
+    output: OutputForm,
+}
+
+#[derive(clap::ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
+enum OutputForm {
+    /// For people
+    Text,
+    /// For programs
+    Json,
+}
+
+/// Opens a shell in the instance, or runs `command` in it: as the owner of the brokers, on the host, with the packages of the
+/// broker that runs.
+///
+/// # Errors
+/// There is no broker, or the program can't be run.
+pub fn connect(command: &[String]) -> Result<ExitCode, EnterError> {
+    let view = view()?;
+    let broker = view.broker.ok_or(EnterError::NoBroker)?;
+    let prefix = view.state.map(|state| state.prefix).ok_or(EnterError::NoBroker)?;
+    let script = prefix.join("bin/flux-connect.sh");
+    let _ = broker;
+    run(&script, command, &[("FLUX_URI".into(), BROKER_URI.into())])
+}
+
+/// Opens a shell on the host, or runs `command` there: the image has none.
+///
+/// # Errors
+/// The program can't be run.
+pub fn shell(command: &[String]) -> Result<ExitCode, EnterError> {
+    match command.split_first() {
+        Some((program, arguments)) => run(Path::new(program), arguments, &[]),
+        None => run(Path::new("/bin/bash"), &[], &[]).or_else(|_| run(Path::new("/bin/sh"), &[], &[])),
+    }
+}
+
+fn run(program: &Path, arguments: &[String], env: &[(OsString, OsString)]) -> Result<ExitCode, EnterError> {
+    let arguments: Vec<OsString> = arguments.iter().map(OsString::from).collect();
+    let root = User::root();
+    enter(program, &arguments, env, Some(&root))
+        .map_err(|source| EnterError::Program { program: program.display().to_string(), source })
+}
+
+fn view() -> Result<HostView, EnterError> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| EnterError::Other(error.to_string()))?;
+    match runtime.block_on(NsHost::open()?.run(Order::Observe, &mut |_| {}))? {
+        Answer::Observed(view) => Ok(*view),
+        other => Err(EnterError::Other(format!("the host stage gave another answer than was asked for: {other:?}"))),
+    }
+}
+
+/// What the broker says, over its own socket.
+///
+/// # Errors
+/// There is no broker, or it does not answer.
+pub async fn status(arguments: StatusArguments) -> Result<ExitCode, EnterError> {
+    let client = live::connect().await?;
+    let status = broker_status(&client).await?;
+    let mut out = std::io::stdout();
+    if arguments.output == OutputForm::Json {
+        let text = serde_json::to_string_pretty(&status).map_err(|error| EnterError::Other(error.to_string()))?;
+        writeln!(out, "{text}")?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    writeln!(out, "broker   {} (rank {} of {}), state {}", status.broker_name, status.rank, status.size, status.state)?;
+    writeln!(out, "overlay  {}", status.overlay.status)?;
+    if let Some(instance) = &status.instance {
+        writeln!(out, "online   ranks {}", instance.online)?;
+        writeln!(
+            out,
+            "cores    {} in all, {} down, {} allocated",
+            instance.all.cores, instance.down.cores, instance.allocated.cores
+        )?;
+        for drained in &instance.drained {
+            writeln!(out, "drained  ranks {}: {}", drained.ranks, drained.reason)?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,134 @@
+//! Each rung of the ladder as a command of its own, for people who want to see where it breaks: `kubectl exec POD --
+//! /flux-distribute preflight`. What they do is what the agent does.
+
+use std::{io::Write, process::ExitCode, sync::Arc};
+
+use kube::{Api, ResourceExt};
+
+use super::{
+    AgentArguments, AgentError,
+    act::{Actor, StepError},
+    client,
+    decide::{Assignment, agreed},
+    live,
+    report::Reporter,
+    run::{facts, published_packages, published_roster},
+};
+use crate::{
+    api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster},
+    broker::status::state,
+    host::{NsHost, Preflight},
+    planner::call,
+};
+
+/// A rung of the ladder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rung {
+    /// Look whether the host can carry a broker.
+    Preflight,
+    /// Make the prefix and `state.json`.
+    Claim,
+    /// Fetch and link the packages.
+    Install,
+    /// Write what the broker reads at start.
+    Configure,
+    /// Start the broker unless it runs.
+    Start,
+    /// Fail unless the broker is online.
+    Verify,
+    /// Write the facts to the FluxNode.
+    Report,
+}
+
+/// Does one rung, once.
+///
+/// # Errors
+/// The rung's own, or what must be there before it and is not.
+pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, AgentError> {
+    let client = client().await?;
+    let instances = Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE);
+    let nodes = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
+    let name = &arguments.node_name;
+    let instance = call("get FluxInstance flux", instances.get_opt(INSTANCE)).await?;
+    let instance = instance.ok_or_else(|| AgentError::NotSo(format!("there is no FluxInstance {INSTANCE}")))?;
+    let actor = Actor {
+        host: Arc::new(NsHost::open()?),
+        client: client.clone(),
+        instance_uid: instance.uid().unwrap_or_default(),
+    };
+    let set = published_packages(&client).await?;
+    let preflight = actor.preflight(&instance.spec, set.as_ref()).await?;
+    match rung {
+        Rung::Preflight => {
+            let text = serde_json::to_string_pretty(&facts(&preflight)).map_err(|error| AgentError::NotSo(error.to_string()))?;
+            say(&text);
+            preflight.warnings.iter().for_each(|warning| say(&format!("warning: {warning}")));
+        }
+        Rung::Claim => {
+            Reporter::new(client, name.clone(), &arguments.pod_name).create().await?;
+            actor.claim(&preflight).await?;
+            say(&format!("claimed at {}", preflight.prefix.display()));
+        }
+        Rung::Install => {
+            let set = set.ok_or_else(|| AgentError::NotSo("no package set is published yet".to_owned()))?;
+            install(&actor, &preflight, &set).await?;
+        }
+        Rung::Configure | Rung::Start => {
+            let node = call(format!("get FluxNode {name}"), nodes.get(name)).await?;
+            let (roster, assignment) = assigned(&node, published_roster(&client).await?)?;
+            let running = actor.observe().await?.broker;
+            if rung == Rung::Configure {
+                actor.configure(&preflight, &roster, &assignment, running.is_some()).await?;
+                say(&format!("configured for rank {}", assignment.rank));
+            } else {
+                let broker = match running {
+                    Some(broker) => Some(broker),
+                    None => actor.start(&preflight, &roster, &assignment).await?.broker,
+                };
+                let pid = broker.map(|broker| broker.pid.to_string()).unwrap_or_default();
+                say(&format!("the broker of rank {} runs as process {pid}", assignment.rank));
+            }
+        }
+        Rung::Verify => {
+            let broker = actor.observe().await?.broker;
+            let broker = broker.ok_or_else(|| AgentError::NotSo("no broker runs on this node".to_owned()))?;
+            let socket = live::connect().await.map_err(|error| AgentError::NotSo(crate::error_chain(&error)))?;
+            let now = state(&socket).await.map_err(|error| AgentError::NotSo(crate::error_chain(&error)))?.state;
+            if socket.peer_pid() != Some(broker.pid) || now != "run" {
+                return Err(AgentError::NotSo(format!("the broker of rank {} is in state {now}", broker.record.rank)));
+            }
+            say(&format!("the broker of rank {} is online", broker.record.rank));
+        }
+        Rung::Report => {
+            let mut reporter = Reporter::new(client, name.clone(), &arguments.pod_name);
+            reporter.create().await?;
+            let node = call(format!("get FluxNode {name}"), nodes.get(name)).await?;
+            let mut status = node.status.clone().unwrap_or_default();
+            status.facts = Some(facts(&preflight));
+            reporter.write(&node, &status).await?;
+            say("reported");
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn install(actor: &Actor, preflight: &Preflight, set: &PackageSet) -> Result<(), StepError> {
+    let mut last = String::new();
+    actor
+        .install(preflight, set, move |now| {
+            if now.what != last {
+                say(&now.what);
+                last = now.what;
+            }
+        })
+        .await
+}
+
+fn assigned(node: &FluxNode, roster: Option<Roster>) -> Result<(Roster, Assignment), AgentError> {
+    let pair = roster.and_then(|roster| agreed(&node.spec, &roster).map(|assignment| (roster, assignment)));
+    pair.ok_or_else(|| AgentError::NotSo("this node has no rank by the word of both roster and FluxNode".to_owned()))
+}
+
+fn say(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}

@@ -1,0 +1,117 @@
+//! What the node's status page says: pure.
+
+use super::{
+    act::{Applied, launch_order},
+    decide::{Seen, Step, agreed},
+    live::Live,
+    log::Rejected,
+};
+use crate::api::{Adopted, Facts, FluxNodeStatus, NodePhase, Want};
+
+/// What the agent knows besides what it has seen.
+pub struct Known<'a> {
+    /// The next step.
+    pub step: &'a Step,
+    /// What the broker says.
+    pub live: &'a Live,
+    /// Why the last step failed, if it did.
+    pub trouble: Option<&'a str>,
+    /// The broker was started so many times in a row without coming up.
+    pub deaths: u32,
+    /// The lead's word on why it refuses us, or another hint on a broker that does not come up.
+    pub hint: Option<&'a str>,
+    /// What a long step is at.
+    pub progress: Option<&'a str>,
+    /// The Node's InternalIP, by the planner's roster or the Node itself.
+    pub facts: Option<&'a Facts>,
+    /// Whom the lead's broker has refused.
+    pub rejected: &'a Rejected,
+    /// The roster is gone from the API: the lead tells its copy.
+    pub roster_is_gone: bool,
+}
+
+/// The broker of this host is in the overlay.
+pub fn is_online(seen: &Seen, live: &Live) -> bool {
+    seen.host.broker.as_ref().is_some_and(|broker| live.pid == Some(broker.pid) && live.state == "run")
+}
+
+/// What the roster wants of this node holds.
+pub fn is_ready(seen: &Seen, live: &Live) -> bool {
+    let Some(spec) = seen.spec.filter(|spec| spec.instance_uid.is_some()) else { return false };
+    match (spec.rank, spec.want) {
+        (Some(_), _) => is_online(seen, live),
+        (None, Want::Nothing) => true,
+        (None, _) => seen.published.is_some_and(|digest| seen.host.environments.iter().any(|ready| ready == digest)),
+    }
+}
+
+/// The status.
+pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeStatus {
+    let (phase, message) = phase(seen, known, before);
+    let broker = seen.host.broker.as_ref();
+    let is_lead = broker.is_some_and(|broker| broker.record.rank == 0);
+    let newest = || seen.host.environments.last().cloned();
+    FluxNodeStatus {
+        phase,
+        message,
+        facts: known.facts.cloned(),
+        digest: seen.published.filter(|digest| seen.host.environments.iter().any(|r| r == digest)).map(str::to_owned).or_else(newest),
+        adopted: broker.map(|broker| Adopted {
+            rank: broker.record.rank,
+            broker_name: broker.record.broker_name.clone(),
+            node_uid: broker.record.node_uid.clone(),
+            instance_id: broker.record.instance_id.clone(),
+            epoch: broker.record.epoch,
+            pid: broker.pid,
+            digest: broker.record.digest.clone(),
+        }),
+        applied_revision: is_lead.then(|| Applied::of(seen.host)).flatten(),
+        roster: (is_lead && known.roster_is_gone).then(|| seen.host.roster.clone()).flatten(),
+        restart_pending: restart_pending(seen),
+        health: is_online(seen, known.live).then(|| known.live.health.clone()).flatten(),
+        rejected: if is_lead { known.rejected.clone() } else { Rejected::new() },
+        agent: Some(env!("CARGO_PKG_VERSION").to_owned()),
+    }
+}
+
+fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Option<String>) {
+    let words = |text: &str| Some(text.to_owned());
+    let progress = || known.progress.map(str::to_owned);
+    if is_online(seen, known.live) && !matches!(known.step, Step::Remove) {
+        // What can't be done beside a broker that is online is said, but it is online.
+        return (NodePhase::Online, known.trouble.map(str::to_owned));
+    }
+    if let Step::Remove = known.step {
+        return (NodePhase::Removing, known.trouble.map(str::to_owned).or_else(progress));
+    }
+    if let Some(trouble) = known.trouble {
+        return (NodePhase::Failed, words(trouble));
+    }
+    match known.step {
+        Step::Remove => (NodePhase::Removing, None),
+        Step::Preflight => (NodePhase::Preflight, None),
+        Step::Install { .. } => (NodePhase::Installing, progress()),
+        Step::Stop { reason } => (NodePhase::Starting, words(reason)),
+        Step::Start(_) | Step::Reload(_) | Step::Hold if seen.host.broker.is_some() || matches!(known.step, Step::Start(_)) => {
+            let was_online = before.phase == NodePhase::Online || before.phase == NodePhase::Offline;
+            match (&seen.host.died, known.hint) {
+                (_, Some(hint)) if known.deaths > 1 => (NodePhase::Failed, words(hint)),
+                (Some(why), _) if known.deaths > 1 => (NodePhase::Failed, words(why)),
+                (Some(why), _) if was_online => (NodePhase::Offline, words(why)),
+                (_, Some(hint)) => (NodePhase::Starting, words(hint)),
+                _ if known.live.state.is_empty() => (NodePhase::Starting, None),
+                _ => (NodePhase::Starting, Some(format!("the broker is in state {}", known.live.state))),
+            }
+        }
+        Step::Wait(reason) => (NodePhase::Waiting, words(reason)),
+        _ => (NodePhase::Waiting, words("the packages are ready")),
+    }
+}
+
+/// A broker started now would be started in another way than the one that runs.
+fn restart_pending(seen: &Seen) -> Option<String> {
+    let (broker, roster, preflight) = (seen.host.broker.as_ref()?, seen.roster?, seen.preflight?);
+    let assignment = agreed(seen.spec?, roster)?;
+    let order = launch_order(preflight, roster, &assignment).ok()?;
+    (order.record.launch != broker.record.launch).then(|| "this version starts brokers with another command line".to_owned())
+}
