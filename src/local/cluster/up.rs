@@ -25,9 +25,8 @@ use url::Url;
 
 use super::{
     api::{ASSETS_VARIABLE, certificate_file},
-    control::{Client as Control, Request},
-    daemon, down,
-    kubelet::last_line,
+    control::{Client as Control, Request, listen},
+    down,
     layout::{
         AGENT_VARIABLE, Cluster, DIRECTORY_VARIABLE, Layout, copy_executable, make_private_directory, write_private,
     },
@@ -116,8 +115,10 @@ pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
         )
     })?;
     if let Err(error) = start(layout, &cluster, &text, up.nodes).await {
-        say("taking down what was started")?;
-        down::run(layout).await?;
+        // Unless a `down` has been faster, and maybe another `up` after it.
+        if layout.load().is_ok_and(|found| found.token == cluster.token) {
+            down::run(layout).await?;
+        }
         return Err(error);
     }
     if !up.no_wait {
@@ -344,14 +345,9 @@ async fn start_daemon(layout: &Layout, spec: &str) -> Result<(), LocalError> {
     }
     let stdout = child.stdout.take().ok_or_else(|| LocalError::Refused(failed()))?;
     let mut lines = BufReader::new(stdout).lines();
-    match timeout_at(Instant::now() + DAEMON_LIMIT, lines.next_line()).await {
-        Ok(Ok(Some(line))) if line == daemon::READY => Ok(()),
-        _ => Err(LocalError::Refused(format!(
-            "{}: {}",
-            failed(),
-            last_line(&layout.daemon_log())
-        ))),
-    }
+    listen(&mut lines, DAEMON_LIMIT, "the local cluster's daemon")
+        .await
+        .map(drop)
 }
 
 /// For people in the state directory, for the agents in what their pods are made of.
