@@ -1,5 +1,7 @@
 //! Local mode's nodes, with a stand-in for the agent. Needs root; makes namespaces, cgroups and links, and takes them down.
 
+#![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
+
 use std::{
     fs,
     io::{Read, Write},
@@ -424,6 +426,23 @@ fn what_the_user_gives_is_seen_by_the_nodes_at_its_own_path() {
     ]);
     assert_eq!(cluster.exec("node1", &["cat", shown]), "content");
     assert!(!cluster.run(&["exec", "node1", "--", "touch", shown]).status.success());
+}
+
+#[test]
+fn a_real_api_server_serves_the_same_nodes_where_there_is_one() {
+    if std::env::var_os("KUBEBUILDER_ASSETS").is_none() {
+        return eprintln!("skipped: KUBEBUILDER_ASSETS names no directory with etcd and kube-apiserver");
+    }
+    let Some(cluster) = Cluster::new() else { return };
+    cluster.must(&["up", "--no-wait", "--api", "real", "--nodes", "1"]);
+    let bridge = cluster.bridge();
+    assert!(cluster.must(&["kubeconfig"]).contains("server: https://"));
+    cluster.agent("node1", None);
+    // Asks for the FluxNodes, so their definition is there.
+    assert_eq!(cluster.status("node1")["phase"], serde_json::Value::Null);
+    cluster.must(&["remove-node", "node1"]);
+    cluster.must(&["down"]);
+    until("the last traces", || cluster.traces(&bridge).is_empty().then_some(()));
 }
 
 #[test]

@@ -54,8 +54,14 @@ type Definition = k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions
 pub(crate) enum ApiServer {
     /// Ours, in the daemon's process.
     Embedded,
-    /// The real thing. Both end with the daemon: they are in its cgroup.
-    Real { etcd: Child, server: Child },
+    /// The real thing.
+    Real(Box<Real>),
+}
+
+/// Both are in the daemon's cgroup: whatever becomes of it, `down` finds them.
+pub(crate) struct Real {
+    etcd: Child,
+    server: Child,
 }
 
 impl ApiServer {
@@ -76,10 +82,10 @@ impl ApiServer {
 
     /// Waits until it serves our kinds; the embedded one always does.
     pub(crate) async fn prepare(&mut self, layout: &Layout, client: &Client) -> Result<(), LocalError> {
-        let Self::Real { server, .. } = self else { return Ok(()) };
+        let Self::Real(real) = self else { return Ok(()) };
         let end = Instant::now() + START_LIMIT;
         while let Err(error) = client.apiserver_version().await {
-            if Instant::now() > end || !matches!(server.try_wait(), Ok(None)) {
+            if Instant::now() > end || !matches!(real.server.try_wait(), Ok(None)) {
                 let log = last_line(&layout.api().join("kube-apiserver.log"));
                 return Err(error).context(|| format!("kube-apiserver does not serve: {log}"));
             }
@@ -101,9 +107,9 @@ impl ApiServer {
 
     /// The embedded one has been told already.
     pub(crate) async fn stop(self) {
-        if let Self::Real { mut etcd, mut server } = self {
-            let _ = server.kill().await;
-            let _ = etcd.kill().await;
+        if let Self::Real(mut real) = self {
+            let _ = real.server.kill().await;
+            let _ = real.etcd.kill().await;
         }
     }
 }
@@ -183,7 +189,7 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
         }
         sleep(Duration::from_millis(50)).await;
     }
-    Ok(ApiServer::Real { etcd, server })
+    Ok(ApiServer::Real(Box::new(Real { etcd, server })))
 }
 
 fn start(program: &Path, directory: &Path, arguments: Vec<String>) -> Result<Child, LocalError> {
