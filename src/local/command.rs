@@ -2,7 +2,7 @@ use std::process::ExitCode;
 
 use super::{
     cluster::{
-        control::{Client, Request},
+        control::{Client, Request, tell_failure},
         daemon, down, exec, init,
         layout::Layout,
         node, pod, status,
@@ -163,11 +163,11 @@ impl LocalCommand {
                     "there is no local cluster"
                 })?;
             }
-            Self::Daemon => return daemon::run(&layout).await,
-            Self::MakeNode { node } => return node::boot(&layout, &node).await,
-            Self::NodeInit { node } => return init::run(&layout, &node).await,
+            Self::Daemon => return tell_failure(daemon::run(&layout).await),
+            Self::MakeNode { node } => return tell_failure(node::boot(&layout, &node).await),
+            Self::NodeInit { node } => return tell_failure(init::run(&layout, &node).await),
             Self::MakePod { node, init, uid, name } => {
-                return pod::run(&layout, pod::Pod { node, init, uid, name }).await;
+                return tell_failure(pod::run(&layout, pod::Pod { node, init, uid, name }).await);
             }
         }
         Ok(ExitCode::SUCCESS)

@@ -17,7 +17,7 @@ use kube::{
 };
 use ring::{
     rand::SystemRandom,
-    signature::{ECDSA_P256_SHA256_ASN1_SIGNING, EcdsaKeyPair},
+    signature::{ECDSA_P256_SHA256_ASN1_SIGNING, EcdsaKeyPair, KeyPair},
 };
 use tokio::{
     process::{Child, Command},
@@ -42,14 +42,26 @@ pub(crate) const ASSETS_VARIABLE: &str = "KUBEBUILDER_ASSETS";
 /// A kube-apiserver serves some seconds after its start.
 const START_LIMIT: Duration = Duration::from_secs(90);
 
+/// What stands before the point in a public key on P-256 (SubjectPublicKeyInfo, RFC 5480).
+const PUBLIC_KEY_PREFIX: [u8; 26] = [
+    0x30, 0x59, 0x30, 0x13, 0x06, 0x07, 0x2a, 0x86, 0x48, 0xce, 0x3d, 0x02, 0x01, 0x06, 0x08, 0x2a, 0x86, 0x48, 0xce,
+    0x3d, 0x03, 0x01, 0x07, 0x03, 0x42, 0x00,
+];
+
 type Definition = k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 
 /// What serves the API.
 pub(crate) enum ApiServer {
     /// Ours, in the daemon's process.
     Embedded,
-    /// The real thing. Both end with the daemon: they are in its cgroup.
-    Real { etcd: Child, server: Child },
+    /// The real thing.
+    Real(Box<Real>),
+}
+
+/// Both are in the daemon's cgroup: whatever becomes of it, `down` finds them.
+pub(crate) struct Real {
+    etcd: Child,
+    server: Child,
 }
 
 impl ApiServer {
@@ -69,14 +81,13 @@ impl ApiServer {
     }
 
     /// Waits until it serves our kinds; the embedded one always does.
-    pub(crate) async fn prepare(&self, client: &Client) -> Result<(), LocalError> {
-        if matches!(self, Self::Embedded) {
-            return Ok(());
-        }
+    pub(crate) async fn prepare(&mut self, layout: &Layout, client: &Client) -> Result<(), LocalError> {
+        let Self::Real(real) = self else { return Ok(()) };
         let end = Instant::now() + START_LIMIT;
         while let Err(error) = client.apiserver_version().await {
-            if Instant::now() > end {
-                return Err(error).context(|| "kube-apiserver does not serve".to_owned());
+            if Instant::now() > end || !matches!(real.server.try_wait(), Ok(None)) {
+                let log = last_line(&layout.api().join("kube-apiserver.log"));
+                return Err(error).context(|| format!("kube-apiserver does not serve: {log}"));
             }
             sleep(Duration::from_millis(100)).await;
         }
@@ -96,9 +107,9 @@ impl ApiServer {
 
     /// The embedded one has been told already.
     pub(crate) async fn stop(self) {
-        if let Self::Real { mut etcd, mut server } = self {
-            let _ = server.kill().await;
-            let _ = etcd.kill().await;
+        if let Self::Real(mut real) = self {
+            let _ = real.server.kill().await;
+            let _ = real.etcd.kill().await;
         }
     }
 }
@@ -126,7 +137,9 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
     let files = |name: &str| directory.join(name);
     let failed = || format!("can't write into {}", directory.display());
     write_private(&files("tokens.csv"), tokens(cluster).as_bytes(), true).context(failed)?;
-    write_private(&files("service-accounts.key"), signing_key()?.as_bytes(), true).context(failed)?;
+    let (private, public) = signing_key()?;
+    write_private(&files("service-accounts.key"), private.as_bytes(), true).context(failed)?;
+    write_private(&files("service-accounts.pub"), public.as_bytes(), true).context(failed)?;
 
     let (client_port, peer_port) = (free_port().await?, free_port().await?);
     let storage = format!("http://127.0.0.1:{client_port}");
@@ -145,8 +158,7 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
             "--unsafe-no-fsync=true".to_owned(),
         ],
     )?;
-    let key = files("service-accounts.key");
-    let server = start(
+    let mut server = start(
         &assets.join("kube-apiserver"),
         &directory,
         vec![
@@ -156,8 +168,11 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
             format!("--secure-port={}", cluster.api_port),
             format!("--cert-dir={}", files("tls").display()),
             format!("--token-auth-file={}", files("tokens.csv").display()),
-            format!("--service-account-key-file={}", key.display()),
-            format!("--service-account-signing-key-file={}", key.display()),
+            format!("--service-account-key-file={}", files("service-accounts.pub").display()),
+            format!(
+                "--service-account-signing-key-file={}",
+                files("service-accounts.key").display()
+            ),
             "--service-account-issuer=https://flux-distribute.local".to_owned(),
             "--service-cluster-ip-range=10.0.0.0/24".to_owned(),
             "--authorization-mode=RBAC".to_owned(),
@@ -166,17 +181,15 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
         ],
     )?;
     let end = Instant::now() + START_LIMIT;
+    // The client trusts nothing else.
     while !certificate_file(layout).exists() {
-        if Instant::now() > end {
-            let log = files("kube-apiserver.log");
-            return Err(LocalError::Refused(format!(
-                "kube-apiserver does not start: {}",
-                super::kubelet::last_line(&log)
-            )));
+        if Instant::now() > end || !matches!(server.try_wait(), Ok(None)) {
+            let log = last_line(&files("kube-apiserver.log"));
+            return Err(LocalError::Refused(format!("kube-apiserver does not start: {log}")));
         }
         sleep(Duration::from_millis(50)).await;
     }
-    Ok(ApiServer::Real { etcd, server })
+    Ok(ApiServer::Real(Box::new(Real { etcd, server })))
 }
 
 fn start(program: &Path, directory: &Path, arguments: Vec<String>) -> Result<Child, LocalError> {
@@ -196,18 +209,22 @@ fn tokens(cluster: &Cluster) -> String {
     format!("{},local,local,\"system:masters\"\n", cluster.token)
 }
 
-/// kube-apiserver does not start without a key for tokens of service accounts.
-fn signing_key() -> Result<String, LocalError> {
-    let failed = || "can't make a key".to_owned();
-    let key = EcdsaKeyPair::generate_pkcs8(&ECDSA_P256_SHA256_ASN1_SIGNING, &SystemRandom::new())
-        .map_err(|_| LocalError::Refused(failed()))?;
+/// kube-apiserver does not start without a pair of keys for tokens of service accounts: private and public, as PEM.
+fn signing_key() -> Result<(String, String), LocalError> {
+    let failed = |()| LocalError::Refused("can't make a key".to_owned());
+    let random = SystemRandom::new();
+    let private = EcdsaKeyPair::generate_pkcs8(&ECDSA_P256_SHA256_ASN1_SIGNING, &random).map_err(|_| failed(()))?;
+    let pair = EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_ASN1_SIGNING, private.as_ref(), &random);
+    let pair = pair.map_err(|_| failed(()))?;
+    let public = [&PUBLIC_KEY_PREFIX[..], pair.public_key().as_ref()].concat();
+    Ok((pem("PRIVATE KEY", private.as_ref())?, pem("PUBLIC KEY", &public)?))
+}
+
+fn pem(label: &str, der: &[u8]) -> Result<String, LocalError> {
     // Serialized, bytes of the Kubernetes API are base64.
-    let text: String = serde_json::to_value(ByteString(key.as_ref().to_vec()))
-        .and_then(serde_json::from_value)
-        .context(failed)?;
-    Ok(format!(
-        "-----BEGIN PRIVATE KEY-----\n{text}\n-----END PRIVATE KEY-----\n"
-    ))
+    let text = serde_json::to_value(ByteString(der.to_vec())).and_then(serde_json::from_value::<String>);
+    let text = text.context(|| "can't write a key".to_owned())?;
+    Ok(format!("-----BEGIN {label}-----\n{text}\n-----END {label}-----\n"))
 }
 
 async fn free_port() -> Result<u16, LocalError> {
@@ -216,4 +233,11 @@ async fn free_port() -> Result<u16, LocalError> {
         .local_addr()
         .context(|| "can't find a free port".to_owned())?
         .port())
+}
+
+/// What a log says at its end, for an error message.
+fn last_line(log: &Path) -> String {
+    let text = std::fs::read_to_string(log).unwrap_or_default();
+    let last = text.lines().rev().find(|line| !line.trim().is_empty());
+    last.map_or_else(|| format!("{} is empty", log.display()), str::to_owned)
 }

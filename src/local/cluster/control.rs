@@ -1,14 +1,61 @@
-//! How the commands talk to the daemon: a Unix socket in the state directory, which only root can reach; one JSON line
-//! asks, one JSON line answers.
+//! How the processes of local mode talk to each other. Commands and daemon: a Unix socket in the state directory, which
+//! only root can reach; one JSON line asks, one JSON line answers. Started processes and who started them: stdout.
+
+use std::{io::Write, process::ExitCode, time::Duration};
 
 use serde::{Deserialize, Serialize};
 use tokio::{
-    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines},
     net::UnixStream,
+    process::ChildStdout,
+    time::timeout,
 };
 
 use super::layout::Layout;
 use crate::local::error::{Context, LocalError};
+
+/// What one of our own processes says on stdout to the one that started it: a line for each step, or this and why not.
+const FAILED: &str = "failed: ";
+
+/// Says `line` to the process that started this one.
+pub(crate) fn tell(line: &str) -> Result<(), LocalError> {
+    let mut stdout = std::io::stdout();
+    writeln!(stdout, "{line}")
+        .and_then(|()| stdout.flush())
+        .context(|| "can't write to stdout".to_owned())
+}
+
+/// Ends one of our own processes: what failed is said on stdout, since only the one that started it can say it better.
+pub(crate) fn tell_failure(ended: Result<ExitCode, LocalError>) -> Result<ExitCode, LocalError> {
+    ended.or_else(|error| {
+        tell(&format!("{FAILED}{}", error.chain().replace('\n', " ")))?;
+        Ok(error.exit_code())
+    })
+}
+
+/// The next line that a process of ours says.
+///
+/// # Errors
+/// It failed, has ended, or says nothing for `limit`; `who` begins the message.
+pub(crate) async fn listen(
+    lines: &mut Lines<BufReader<ChildStdout>>,
+    limit: Duration,
+    who: &str,
+) -> Result<String, LocalError> {
+    match timeout(limit, lines.next_line()).await {
+        Ok(Ok(Some(line))) => match line.strip_prefix(FAILED) {
+            Some(why) => Err(LocalError::Refused(format!("{who} does not start: {why}"))),
+            None => Ok(line),
+        },
+        Ok(_) => Err(LocalError::Refused(format!(
+            "{who} does not start: it ended without a word"
+        ))),
+        Err(_) => Err(LocalError::Refused(format!(
+            "{who} does not start within {} s",
+            limit.as_secs()
+        ))),
+    }
+}
 
 /// What a command wants. Each is answered when it is done, with all nodes.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]

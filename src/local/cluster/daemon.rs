@@ -3,7 +3,6 @@
 
 use std::{
     collections::BTreeMap,
-    io::Write,
     net::SocketAddr,
     process::ExitCode,
     sync::{Arc, Mutex, PoisonError},
@@ -22,16 +21,13 @@ use tracing::{info, warn};
 use super::{
     api::ApiServer,
     cgroup,
-    control::{Answer, NodeView, Request},
+    control::{Answer, NodeView, Request, tell},
     kubelet::{Action, Kubelet, Order, Views},
     layout::{Cluster, Layout, node_name, node_number},
     network::Network,
     objects, proxy, root,
 };
 use crate::local::error::{Context, LocalError};
-
-/// What the daemon writes on stdout once it serves.
-pub(crate) const READY: &str = "ready";
 
 struct Daemon {
     layout: Layout,
@@ -41,7 +37,7 @@ struct Daemon {
     kubelets: Mutex<BTreeMap<u32, mpsc::Sender<Order>>>,
 }
 
-/// Serves until SIGTERM. The FluxInstance's spec comes on stdin.
+/// Says so once it serves; until SIGTERM. The FluxInstance's spec comes on stdin.
 pub(crate) async fn run(layout: &Layout) -> Result<ExitCode, LocalError> {
     // Fails where we lead a process group, started by hand: then the terminal's signals are welcome.
     let _ = setsid();
@@ -55,11 +51,11 @@ pub(crate) async fn run(layout: &Layout) -> Result<ExitCode, LocalError> {
 
     Network::connect()?.make_bridge(&cluster).await?;
     let (stop, stopped) = watch::channel(false);
-    let api = ApiServer::start(layout, &cluster, wait(stopped.clone())).await?;
+    let mut api = ApiServer::start(layout, &cluster, wait(stopped.clone())).await?;
     let listener = bind(SocketAddr::from((cluster.gateway(), cluster.proxy_port))).await?;
     tokio::spawn(proxy::serve(listener, cluster.clone(), wait(stopped)));
     let client = objects::client(layout, &cluster)?;
-    api.prepare(&client).await?;
+    api.prepare(layout, &client).await?;
     objects::install(&client, &spec).await?;
     let control =
         UnixListener::bind(layout.control()).context(|| format!("can't listen on {}", layout.control().display()))?;
@@ -71,10 +67,7 @@ pub(crate) async fn run(layout: &Layout) -> Result<ExitCode, LocalError> {
         views: Views::default(),
         kubelets: Mutex::default(),
     });
-    let mut stdout = std::io::stdout();
-    writeln!(stdout, "{READY}")
-        .and_then(|()| stdout.flush())
-        .context(|| "can't answer `local up`".to_owned())?;
+    tell("ready")?;
     loop {
         tokio::select! {
             _ = terminate.recv() => break,

@@ -1,6 +1,6 @@
 //! PID 1 of a node: builds the node's mounts and network around itself, then reaps orphans until it is killed.
 
-use std::{io::Write, process::ExitCode};
+use std::process::ExitCode;
 
 use nix::{
     errno::Errno,
@@ -11,16 +11,14 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::{
     cgroup,
+    control::tell,
     layout::{Layout, node_number},
     network::Network,
     root,
 };
 use crate::local::error::{Context, LocalError};
 
-/// What PID 1 writes on stdout once the node is ready.
-pub(crate) const READY: &str = "ready";
-
-/// Never ends by itself.
+/// Says so once the node is ready; never ends by itself.
 pub(crate) async fn run(layout: &Layout, name: &str) -> Result<ExitCode, LocalError> {
     // Anywhere else it would build its mounts over the machine's own.
     if getpid().as_raw() != 1 {
@@ -36,10 +34,7 @@ pub(crate) async fn run(layout: &Layout, name: &str) -> Result<ExitCode, LocalEr
     Network::connect()?.settle_in(&cluster, number).await?;
     let hierarchies = cgroup::hierarchies()?;
     root::mount(layout, &cluster, name, &hierarchies)?;
-    let mut stdout = std::io::stdout();
-    writeln!(stdout, "{READY}")
-        .and_then(|()| stdout.flush())
-        .context(|| "can't answer the daemon".to_owned())?;
+    tell("ready")?;
     loop {
         loop {
             match waitpid(None, Some(WaitPidFlag::WNOHANG)) {

@@ -23,8 +23,7 @@ use tracing::{info, warn};
 
 use super::{
     cgroup,
-    control::NodeView,
-    init::READY,
+    control::{NodeView, listen},
     layout::{Cluster, DIRECTORY_VARIABLE, Layout},
     objects,
 };
@@ -173,18 +172,10 @@ impl Kubelet {
     async fn boot(&self) -> Result<Machine, LocalError> {
         let log = self.layout.node_log(&self.name);
         let (helper, mut lines) = self.start(&["make-node", &self.name], &log)?;
-        let said = async {
-            let init = read_pid(&mut lines).await?;
-            (lines.next_line().await.ok()?.as_deref() == Some(READY)).then_some(init)
-        };
-        match timeout(START_LIMIT, said).await {
-            Ok(Some(init)) => Ok(Machine { helper, init }),
-            _ => Err(LocalError::Refused(format!(
-                "{} does not boot: {}",
-                self.name,
-                last_line(&log)
-            ))),
-        }
+        let init = read_pid(&mut lines, &self.name).await?;
+        // From PID 1 itself.
+        listen(&mut lines, START_LIMIT, &self.name).await?;
+        Ok(Machine { helper, init })
     }
 
     /// Keeps an agent running until the node goes off.
@@ -244,14 +235,8 @@ impl Kubelet {
         let pod = format!("{}-{}", crate::api::DAEMONSET, &uid[..5]);
         let log = self.layout.agent_log(&self.name);
         let (shim, mut lines) = self.start(&["make-pod", &self.name, &init.to_string(), uid, &pod], &log)?;
-        match timeout(START_LIMIT, read_pid(&mut lines)).await {
-            Ok(Some(agent)) => Ok(Pod { shim, agent }),
-            _ => Err(LocalError::Refused(format!(
-                "the agent of {} does not start: {}",
-                self.name,
-                last_line(&log)
-            ))),
-        }
+        let agent = read_pid(&mut lines, &format!("the agent of {}", self.name)).await?;
+        Ok(Pod { shim, agent })
     }
 
     async fn watch(&self, machine: &mut Machine, pod: &mut Pod, orders: &mut mpsc::Receiver<Order>) -> PodEnd {
@@ -388,13 +373,7 @@ fn answer(reply: Reply, result: Result<(), LocalError>) {
     let _ = reply.send(result.map_err(|error| error.chain()));
 }
 
-async fn read_pid(lines: &mut Lines<BufReader<ChildStdout>>) -> Option<i32> {
-    lines.next_line().await.ok()??.parse().ok()
-}
-
-/// What a log says at its end, for an error message.
-pub(crate) fn last_line(log: &std::path::Path) -> String {
-    let text = std::fs::read_to_string(log).unwrap_or_default();
-    let last = text.lines().rev().find(|line| !line.trim().is_empty());
-    last.map_or_else(|| format!("{} is empty", log.display()), str::to_owned)
+async fn read_pid(lines: &mut Lines<BufReader<ChildStdout>>, who: &str) -> Result<i32, LocalError> {
+    let line = listen(lines, START_LIMIT, who).await?;
+    line.parse().context(|| format!("{who} does not tell its pid"))
 }

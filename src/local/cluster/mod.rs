@@ -22,5 +22,6 @@ pub(crate) mod objects;
 pub(crate) mod pod;
 pub(crate) mod proxy;
 pub(crate) mod root;
+pub(crate) mod spec;
 pub(crate) mod status;
 pub(crate) mod up;

@@ -97,24 +97,29 @@ pub(crate) fn bind(source: &Path, target: &Path) -> Result<(), LocalError> {
 /// As [`bind`], read-only.
 pub(crate) fn bind_read_only(source: &Path, target: &Path) -> Result<(), LocalError> {
     bind(source, target)?;
-    // What a remount does not name again is taken off, and it takes one mount at a time.
+    if !source.is_dir() {
+        // Nothing is mounted in a file; and a pod's files are bound where our own /proc is out of reach.
+        return remount_read_only(target);
+    }
     let table = table().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?;
     for mounted in table.iter().filter(|mounted| mounted.target.starts_with(target)) {
-        let mut flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
-        let kept = statvfs(&mounted.target)
-            .map(|found| found.flags())
-            .unwrap_or(FsFlags::empty());
-        for (has, keep) in [
-            (FsFlags::ST_NOSUID, MsFlags::MS_NOSUID),
-            (FsFlags::ST_NODEV, MsFlags::MS_NODEV),
-            (FsFlags::ST_NOEXEC, MsFlags::MS_NOEXEC),
-        ] {
-            flags.set(keep, kept.contains(has));
-        }
-        mount(NONE, &mounted.target, NONE, flags, NONE)
-            .context(|| format!("can't make {} read-only", mounted.target.display()))?;
+        remount_read_only(&mounted.target)?;
     }
     Ok(())
+}
+
+fn remount_read_only(target: &Path) -> Result<(), LocalError> {
+    let mut flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+    // What a remount does not name again is taken off.
+    let kept = statvfs(target).map(|found| found.flags()).unwrap_or(FsFlags::empty());
+    for (has, keep) in [
+        (FsFlags::ST_NOSUID, MsFlags::MS_NOSUID),
+        (FsFlags::ST_NODEV, MsFlags::MS_NODEV),
+        (FsFlags::ST_NOEXEC, MsFlags::MS_NOEXEC),
+    ] {
+        flags.set(keep, kept.contains(has));
+    }
+    mount(NONE, target, NONE, flags, NONE).context(|| format!("can't make {} read-only", target.display()))
 }
 
 /// Makes `root`, which must be a mount point, the root of this mount namespace and drops the old one.

@@ -5,7 +5,6 @@
 
 use std::{
     fs::File,
-    io::Write,
     os::unix::process::CommandExt,
     process::{Command, ExitCode, Stdio},
     sync::mpsc,
@@ -16,6 +15,7 @@ use tokio::sync::oneshot;
 
 use super::{
     cgroup,
+    control::tell,
     layout::{DIRECTORY_VARIABLE, Layout, node_number},
     mounts,
     network::Network,
@@ -71,10 +71,7 @@ pub(crate) async fn boot(layout: &Layout, name: &str) -> Result<ExitCode, LocalE
         Ok(Ok(started)) => started?,
         _ => return Err(LocalError::Refused(format!("booting {name} broke off"))),
     };
-    let mut stdout = std::io::stdout();
-    writeln!(stdout, "{}", init.id())
-        .and_then(|()| stdout.flush())
-        .context(|| "can't answer the daemon".to_owned())?;
+    tell(&init.id().to_string())?;
     tokio::task::spawn_blocking(move || init.wait())
         .await
         .context(|| format!("lost PID 1 of {name}"))?

@@ -5,7 +5,6 @@
 
 use std::{
     fs::{self, File},
-    io::Write,
     path::Path,
     process::{Child, Command, ExitCode, Stdio},
 };
@@ -14,6 +13,7 @@ use nix::sched::{CloneFlags, setns, unshare};
 
 use super::{
     cgroup,
+    control::tell,
     layout::{Cluster, Layout},
     mounts, root,
 };
@@ -75,10 +75,7 @@ pub(crate) async fn run(layout: &Layout, pod: Pod) -> Result<ExitCode, LocalErro
             Ok(started) => started?,
             Err(_) => return Err(LocalError::Refused("starting the pod broke off".to_owned())),
         };
-        let mut stdout = std::io::stdout();
-        writeln!(stdout, "{}", agent.id())
-            .and_then(|()| stdout.flush())
-            .context(|| "can't answer the daemon".to_owned())?;
+        tell(&agent.id().to_string())?;
         agent.wait().context(|| "lost the agent".to_owned())
     });
     let status = finished.await.context(|| "lost the agent".to_owned())??;

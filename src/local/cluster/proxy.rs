@@ -45,7 +45,7 @@ pub(crate) async fn serve(listener: TcpListener, cluster: Arc<Cluster>, shutdown
             }
         };
         let IpAddr::V4(address) = peer.ip() else { continue };
-        if !cluster.holds(address) {
+        if !cluster.holds(address) || address == cluster.gateway() {
             debug!(%peer, "refused by the proxy");
             continue;
         }

@@ -9,30 +9,27 @@ use std::{
     time::Duration,
 };
 
-use futures::{StreamExt, TryStreamExt};
+use futures::StreamExt;
 use kube::{
     Api, Client,
     runtime::{WatchStreamExt, watcher},
 };
 use serde_json::json;
-use sha2::{Digest, Sha256};
 use tokio::{
-    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
     process::Command,
     time::{Instant, timeout_at},
 };
-use url::Url;
 
 use super::{
     api::{ASSETS_VARIABLE, certificate_file},
-    control::{Client as Control, Request},
-    daemon, down,
-    kubelet::last_line,
+    control::{Client as Control, Request, listen},
+    down,
     layout::{
         AGENT_VARIABLE, Cluster, DIRECTORY_VARIABLE, Layout, copy_executable, make_private_directory, write_private,
     },
     network::Network,
-    objects,
+    objects, spec,
 };
 use crate::{
     api::{self, FluxInstance, FluxInstanceSpec, FluxInstanceStatus, InstancePhase},
@@ -41,6 +38,9 @@ use crate::{
 
 /// A kube-apiserver with its etcd takes some ten seconds to start.
 const DAEMON_LIMIT: Duration = Duration::from_secs(120);
+
+/// 1: the rules for forwarded packets are applied to bridged ones too, and Docker's drop by default.
+const FILTERED_BRIDGES: &str = "/proc/sys/net/bridge/bridge-nf-call-iptables";
 
 /// Which API server to start.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,22 +59,22 @@ pub struct Up {
     nodes: u32,
     /// Install a bundle: a file of this machine, or a URL
     #[arg(long, value_name = "FILE|URL", conflicts_with_all = ["channel", "spec"])]
-    bundle: Option<String>,
+    pub(super) bundle: Option<String>,
     /// The bundle's sha256 [default: that of what is there now]
     #[arg(long, requires = "bundle", value_name = "HEX")]
-    sha256: Option<String>,
+    pub(super) sha256: Option<String>,
     /// A conda channel to install from: a directory of this machine, or a URL; may be repeated
     #[arg(long, value_name = "DIR|URL")]
-    channel: Vec<String>,
+    pub(super) channel: Vec<String>,
     /// A conda package to install, as a match spec; may be repeated
     #[arg(long)]
-    spec: Vec<String>,
+    pub(super) spec: Vec<String>,
     /// Shape of the overlay network, such as kary:2
     #[arg(long)]
-    topology: Option<String>,
+    pub(super) topology: Option<String>,
     /// A FluxInstance in YAML to start from; the other options go on top of it
     #[arg(long, value_name = "FILE")]
-    instance: Option<PathBuf>,
+    pub(super) instance: Option<PathBuf>,
     /// How long to wait until all nodes are online, such as 90s or 10m
     #[arg(long, default_value = "10m", value_parser = duration)]
     timeout: Duration,
@@ -101,7 +101,7 @@ pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
         ));
     }
     refuse_second(layout).await?;
-    let spec = spec(&up).await?;
+    let spec = spec::from_options(&up).await?;
     api::validate(&spec).map_err(|error| LocalError::Usage(error.to_string()))?;
     let text = serde_norway::to_string(&spec).context(|| "can't write the spec as YAML".to_owned())?;
     let end = Instant::now() + up.timeout;
@@ -116,8 +116,10 @@ pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
         )
     })?;
     if let Err(error) = start(layout, &cluster, &text, up.nodes).await {
-        say("taking down what was started")?;
-        down::run(layout).await?;
+        // Unless a `down` has been faster, and maybe another `up` after it.
+        if layout.load().is_ok_and(|found| found.token == cluster.token) {
+            down::run(layout).await?;
+        }
         return Err(error);
     }
     if !up.no_wait {
@@ -147,106 +149,6 @@ async fn refuse_second(layout: &Layout) -> Result<(), LocalError> {
     })
 }
 
-/// The FluxInstance's spec: what the file says, and the options on top.
-async fn spec(up: &Up) -> Result<FluxInstanceSpec, LocalError> {
-    let mut spec = match &up.instance {
-        None => FluxInstanceSpec::default(),
-        Some(file) => {
-            let text = std::fs::read_to_string(file)
-                .map_err(|error| LocalError::Usage(format!("can't read {}: {error}", file.display())))?;
-            let instance: FluxInstance = serde_norway::from_str(&text)
-                .map_err(|error| LocalError::Usage(format!("{} is no FluxInstance: {error}", file.display())))?;
-            instance.spec
-        }
-    };
-    if let Some(given) = &up.bundle {
-        let url = source(given)?;
-        let sha256 = match &up.sha256 {
-            Some(given) => given.to_ascii_lowercase(),
-            None => digest(&url).await?,
-        };
-        spec.packages.bundle = Some(api::BundleSource {
-            url: url.to_string(),
-            sha256,
-        });
-    }
-    if !up.channel.is_empty() {
-        let channels = up
-            .channel
-            .iter()
-            .map(|given| Ok(source(given)?.to_string().trim_end_matches('/').to_owned()));
-        spec.packages.channels = channels.collect::<Result<_, LocalError>>()?;
-    }
-    if !up.spec.is_empty() {
-        spec.packages.specs.clone_from(&up.spec);
-    }
-    if up.topology.is_some() {
-        spec.topology.clone_from(&up.topology);
-    }
-    Ok(spec)
-}
-
-/// A URL as it is, or that of a file or directory of this machine.
-fn source(given: &str) -> Result<Url, LocalError> {
-    if given.contains("://") {
-        return Url::parse(given).map_err(|error| LocalError::Usage(format!("{given} is no URL: {error}")));
-    }
-    let path = Path::new(given).canonicalize();
-    let path = path.map_err(|error| LocalError::Usage(format!("can't find {given}: {error}")))?;
-    Url::from_file_path(&path).map_err(|()| LocalError::Usage(format!("{given} can't be written as a URL")))
-}
-
-async fn digest(url: &Url) -> Result<String, LocalError> {
-    let failed = || format!("can't read {url}");
-    let mut sha256 = Sha256::new();
-    if let Ok(path) = url.to_file_path() {
-        let mut file = tokio::fs::File::open(&path)
-            .await
-            .map_err(|error| LocalError::Usage(format!("{}: {error}", failed())))?;
-        let mut buffer = vec![0; 1 << 20];
-        loop {
-            match file.read(&mut buffer).await.context(failed)? {
-                0 => break,
-                length => sha256.update(&buffer[..length]),
-            }
-        }
-    } else {
-        let response = reqwest::get(url.clone())
-            .await
-            .and_then(reqwest::Response::error_for_status)
-            .context(failed)?;
-        let mut chunks = response.bytes_stream();
-        while let Some(chunk) = chunks.try_next().await.context(failed)? {
-            sha256.update(&chunk);
-        }
-    }
-    Ok(hex::encode(sha256.finalize()))
-}
-
-/// What of this machine the nodes must see: /usr they see anyway.
-fn shown(spec: &FluxInstanceSpec) -> Result<Vec<PathBuf>, LocalError> {
-    let urls = spec
-        .packages
-        .channels
-        .iter()
-        .chain(spec.packages.bundle.as_ref().map(|bundle| &bundle.url));
-    let mut shown = Vec::new();
-    for url in urls.filter(|url| url.starts_with("file:")) {
-        let path = Url::parse(url).ok().and_then(|url| url.to_file_path().ok());
-        let path = path.ok_or_else(|| LocalError::Usage(format!("{url} names no file")))?;
-        // Links on the way would lead to other places in a node's root.
-        if path.canonicalize().ok().as_ref() != Some(&path) {
-            return Err(LocalError::Usage(format!(
-                "{url} does not exist, or there are links in its path"
-            )));
-        }
-        if !path.starts_with("/usr") {
-            shown.push(path);
-        }
-    }
-    Ok(shown)
-}
-
 async fn decide(up: &Up, spec: &FluxInstanceSpec) -> Result<Cluster, LocalError> {
     let assets = std::env::var_os(ASSETS_VARIABLE).map(PathBuf::from);
     let assets = match (up.api, assets) {
@@ -266,7 +168,7 @@ async fn decide(up: &Up, spec: &FluxInstanceSpec) -> Result<Cluster, LocalError>
             Some(directory)
         }
     };
-    let shown = shown(spec)?;
+    let shown = spec::shown(spec)?;
     let (bridge, network) = Network::connect()?.choose().await?;
     let mut token = [0_u8; 32];
     getrandom::fill(&mut token).context(|| "can't make a token".to_owned())?;
@@ -308,6 +210,13 @@ async fn start(layout: &Layout, cluster: &Cluster, spec: &str, nodes: u32) -> Re
         cluster.server(),
         layout.kubeconfig().display()
     ))?;
+    if objects::read_line(FILTERED_BRIDGES) == "1" {
+        let bridge = &cluster.bridge;
+        say(&format!(
+            "this machine filters what goes over bridges, as with Docker; if nodes do not come online, let it pass: iptables \
+             -I FORWARD -i {bridge} -o {bridge} -j ACCEPT"
+        ))?;
+    }
     for node in Control::connect(layout)
         .await?
         .ask(Request::Add { count: nodes })
@@ -344,14 +253,9 @@ async fn start_daemon(layout: &Layout, spec: &str) -> Result<(), LocalError> {
     }
     let stdout = child.stdout.take().ok_or_else(|| LocalError::Refused(failed()))?;
     let mut lines = BufReader::new(stdout).lines();
-    match timeout_at(Instant::now() + DAEMON_LIMIT, lines.next_line()).await {
-        Ok(Ok(Some(line))) if line == daemon::READY => Ok(()),
-        _ => Err(LocalError::Refused(format!(
-            "{}: {}",
-            failed(),
-            last_line(&layout.daemon_log())
-        ))),
-    }
+    listen(&mut lines, DAEMON_LIMIT, "the local cluster's daemon")
+        .await
+        .map(drop)
 }
 
 /// For people in the state directory, for the agents in what their pods are made of.

@@ -1,0 +1,114 @@
+//! What the first FluxInstance looks like, from the options of `local up`.
+
+use std::path::{Path, PathBuf};
+
+use futures::TryStreamExt;
+use sha2::{Digest, Sha256};
+use tokio::io::AsyncReadExt;
+use url::Url;
+
+use super::up::Up;
+use crate::{
+    api::{self, FluxInstance, FluxInstanceSpec},
+    local::error::{Context, LocalError},
+};
+
+/// The FluxInstance's spec: what the file says, and the options on top.
+pub(crate) async fn from_options(up: &Up) -> Result<FluxInstanceSpec, LocalError> {
+    let mut spec = match &up.instance {
+        None => FluxInstanceSpec::default(),
+        Some(file) => {
+            let text = std::fs::read_to_string(file)
+                .map_err(|error| LocalError::Usage(format!("can't read {}: {error}", file.display())))?;
+            let instance: FluxInstance = serde_norway::from_str(&text)
+                .map_err(|error| LocalError::Usage(format!("{} is no FluxInstance: {error}", file.display())))?;
+            instance.spec
+        }
+    };
+    if let Some(given) = &up.bundle {
+        let url = source(given)?;
+        let sha256 = match &up.sha256 {
+            Some(given) => given.to_ascii_lowercase(),
+            None => digest(&url).await?,
+        };
+        spec.packages.bundle = Some(api::BundleSource {
+            url: url.to_string(),
+            sha256,
+        });
+    }
+    if !up.channel.is_empty() {
+        let channels = up
+            .channel
+            .iter()
+            .map(|given| Ok(source(given)?.to_string().trim_end_matches('/').to_owned()));
+        spec.packages.channels = channels.collect::<Result<_, LocalError>>()?;
+    }
+    if !up.spec.is_empty() {
+        spec.packages.specs.clone_from(&up.spec);
+    }
+    if up.topology.is_some() {
+        spec.topology.clone_from(&up.topology);
+    }
+    Ok(spec)
+}
+
+/// A URL as it is, or that of a file or directory of this machine.
+fn source(given: &str) -> Result<Url, LocalError> {
+    if given.contains("://") {
+        return Url::parse(given).map_err(|error| LocalError::Usage(format!("{given} is no URL: {error}")));
+    }
+    let path = Path::new(given).canonicalize();
+    let path = path.map_err(|error| LocalError::Usage(format!("can't find {given}: {error}")))?;
+    Url::from_file_path(&path).map_err(|()| LocalError::Usage(format!("{given} can't be written as a URL")))
+}
+
+async fn digest(url: &Url) -> Result<String, LocalError> {
+    let failed = || format!("can't read {url}");
+    let mut sha256 = Sha256::new();
+    if let Ok(path) = url.to_file_path() {
+        let mut file = tokio::fs::File::open(&path)
+            .await
+            .map_err(|error| LocalError::Usage(format!("{}: {error}", failed())))?;
+        let mut buffer = vec![0; 1 << 20];
+        loop {
+            match file.read(&mut buffer).await.context(failed)? {
+                0 => break,
+                length => sha256.update(&buffer[..length]),
+            }
+        }
+    } else {
+        let response = reqwest::get(url.clone())
+            .await
+            .and_then(reqwest::Response::error_for_status)
+            .context(failed)?;
+        let mut chunks = response.bytes_stream();
+        while let Some(chunk) = chunks.try_next().await.context(failed)? {
+            sha256.update(&chunk);
+        }
+    }
+    Ok(hex::encode(sha256.finalize()))
+}
+
+/// What of this machine the nodes must see: /usr they see anyway.
+pub(crate) fn shown(spec: &FluxInstanceSpec) -> Result<Vec<PathBuf>, LocalError> {
+    let urls = spec
+        .packages
+        .channels
+        .iter()
+        .chain(spec.packages.bundle.as_ref().map(|bundle| &bundle.url));
+    let mut shown = Vec::new();
+    for url in urls.filter(|url| url.starts_with("file:")) {
+        let path = Url::parse(url).ok().and_then(|url| url.to_file_path().ok());
+        let path = path.ok_or_else(|| LocalError::Usage(format!("{url} names no file")))?;
+        // Links on the way would lead to other places in a node's root.
+        if path.canonicalize().ok().as_ref() != Some(&path) {
+            return Err(LocalError::Usage(format!(
+                "{url} does not exist, or there are links in its path"
+            )));
+        }
+        if !path.starts_with("/usr") {
+            shown.push(path);
+        }
+    }
+    Ok(shown)
+}
