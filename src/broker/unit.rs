@@ -1,6 +1,6 @@
 //! The text of the broker's unit, for hosts with systemd. Pure.
 
-use std::fmt::Write;
+use std::{fmt::Write, path::Path};
 
 use crate::host::{
     LaunchOrder,
@@ -16,12 +16,26 @@ pub const SLICE_DROP_IN: &str = "flux.slice.d/50-flux-distribute.conf";
 /// `broker.cleanup-timeout`, so that the lead can end its jobs and write its state.
 const TIMEOUT_STOP_SECS: u32 = 120;
 
-/// The unit of the broker that `order` describes.
+/// Why there is no unit.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error(
+    "systemd starts nothing as user {uid}, which has no entry in the host's /etc/passwd, and the host has no setpriv; add an entry, or set spec.broker.runAs to a user that has one"
+)]
+pub struct UnknownUser {
+    /// Its id.
+    pub uid: u32,
+}
+
+/// The unit of the broker that `order` describes. `setpriv` is the host's setpriv(1), which becomes a user without an
+/// entry in /etc/passwd and then the broker, in the same process; systemd refuses to (status 217/USER).
 ///
 /// Restart=always: brokers exit with any code when the lead comes back. But 42 is Flux's word for "not again": an
 /// intended shutdown or a broken configuration. Type=exec, since conda's Flux can't notify systemd. The default of
 /// IgnoreSIGPIPE would reach the jobs.
-pub fn service(order: &LaunchOrder, account: &Account) -> String {
+///
+/// # Errors
+/// [`UnknownUser`] without setpriv.
+pub fn service(order: &LaunchOrder, account: &Account, setpriv: Option<&Path>) -> Result<String, UnknownUser> {
     let mut text = String::from(
         "# Made by flux-distribute; gone with the next boot.
 [Unit]
@@ -34,13 +48,26 @@ StartLimitIntervalSec=0
 Type=exec
 ",
     );
-    let words: Vec<String> = order.argv.iter().map(|word| command_word(word)).collect();
+    let mut argv = order.argv.clone();
+    if account.uid != 0 && !account.known {
+        let setpriv = setpriv.ok_or(UnknownUser { uid: account.uid })?;
+        let (user, group) = (format!("--reuid={}", account.uid), format!("--regid={}", account.gid));
+        let become_user = [
+            setpriv.display().to_string(),
+            user,
+            group,
+            "--clear-groups".to_owned(),
+            "--".to_owned(),
+        ];
+        argv.splice(0..0, become_user);
+    }
+    let words: Vec<String> = argv.iter().map(|word| command_word(word)).collect();
     let _ = writeln!(text, "ExecStart={}", words.join(" "));
     for (name, value) in &order.env {
         let _ = writeln!(text, "Environment={}", quoted(&format!("{name}={value}")));
     }
-    if account.uid != 0 {
-        let _ = writeln!(text, "User={}\nGroup={}", account.uid, account.gid);
+    if account.uid != 0 && account.known {
+        let _ = writeln!(text, "User={}", account.uid);
     }
     let log = log::path(&order.prefix).display().to_string().replace('%', "%%");
     let _ = write!(
@@ -71,7 +98,7 @@ SuccessExitStatus=42
 ",
         weight = order.cpu_weight,
     );
-    text
+    Ok(text)
 }
 
 /// The weight of flux.slice: it is the slice that stands beside kubepods.
@@ -146,6 +173,7 @@ mod tests {
             uid: 998,
             gid: 997,
             groups: vec![44],
+            known: true,
         };
         let expected = r#"# Made by flux-distribute; gone with the next boot.
 [Unit]
@@ -160,7 +188,6 @@ ExecStart=/opt/flux-distribute/envs/0123/bin/flux broker -Shostname=node1 -Sbrok
 Environment="LANG=C.UTF-8"
 Environment="ODD=a \"b\" 5%% $HOME \\"
 User=998
-Group=997
 WorkingDirectory=/
 UMask=0022
 StandardInput=null
@@ -185,14 +212,31 @@ RestartMaxDelaySec=30
 RestartPreventExitStatus=42
 SuccessExitStatus=42
 "#;
-        assert_eq!(service(&order(&argv, "flux"), &account), expected);
+        assert_eq!(service(&order(&argv, "flux"), &account, None).unwrap(), expected);
         let root = Account {
             uid: 0,
             gid: 0,
             groups: vec![],
+            known: false,
         };
-        assert!(!service(&order(&argv, "root"), &root).contains("User="));
+        assert!(!service(&order(&argv, "root"), &root, None).unwrap().contains("User="));
         assert!(slice(500).ends_with("[Slice]\nCPUWeight=500\n"));
+    }
+
+    #[test]
+    fn a_user_without_an_entry_is_not_left_to_systemd() {
+        let bare = Account {
+            uid: 54321,
+            gid: 54321,
+            groups: vec![],
+            known: false,
+        };
+        let order = order(&["/env/bin/flux", "broker"], "54321");
+        let text = service(&order, &bare, Some(Path::new("/usr/bin/setpriv"))).unwrap();
+        let expected =
+            "ExecStart=/usr/bin/setpriv --reuid=54321 --regid=54321 --clear-groups -- /env/bin/flux broker\n";
+        assert!(text.contains(expected) && !text.contains("User="), "{text}");
+        assert_eq!(service(&order, &bare, None), Err(UnknownUser { uid: 54321 }));
     }
 
     #[test]

@@ -11,6 +11,8 @@ pub struct Account {
     pub gid: u32,
     /// Supplementary groups, without the primary one.
     pub groups: Vec<u32>,
+    /// It has an entry in /etc/passwd; systemd starts nothing as a user that has none.
+    pub known: bool,
 }
 
 impl Account {
@@ -32,16 +34,19 @@ impl Account {
                 uid,
                 gid,
                 groups: groups_of(&name, gid, group),
+                known: true,
             }),
             (None, Some(number), _) => Some(Self {
                 uid: number,
                 gid: number,
                 groups: Vec::new(),
+                known: false,
             }),
             (None, None, "root") => Some(Self {
                 uid: 0,
                 gid: 0,
                 groups: Vec::new(),
+                known: false,
             }),
             (None, None, _) => None,
         }
@@ -86,14 +91,16 @@ mod tests {
             uid: 998,
             gid: 997,
             groups: vec![44, 105],
+            known: true,
         };
         let bare = |uid| Account {
             uid,
             gid: uid,
             groups: vec![],
+            known: false,
         };
         for (user, expected) in [
-            ("root", Some(bare(0))),
+            ("root", Some(Account { known: true, ..bare(0) })),
             ("flux", Some(flux.clone())),
             ("998", Some(flux)),
             ("54321", Some(bare(54321))),

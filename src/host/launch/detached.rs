@@ -151,6 +151,7 @@ fn become_broker() -> Result<Never, LaunchError> {
     umask(Mode::from_bits_truncate(0o022));
     // Inherited from the pod: 1000 (killed first) or -997 (killed last, with all its jobs).
     fs::write("/proc/self/oom_score_adj", "0").map_err(step("write oom_score_adj"))?;
+    let log_start = log::length(&log::path(&order.prefix));
     let warnings = raise_limits();
     redirect(&order.prefix).map_err(step("redirect output to the broker's log"))?;
     if !warnings.is_empty() {
@@ -167,6 +168,7 @@ fn become_broker() -> Result<Never, LaunchError> {
         process: Some(process),
         systemd: false,
         prefix: order.prefix.clone(),
+        log_start,
         record: order.record.clone(),
     };
     record.store(&run_dir).map_err(step("write broker.json"))?;

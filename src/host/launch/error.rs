@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::cgroup;
-use crate::host::Refusal;
+use crate::{broker::unit::UnknownUser, host::Refusal};
 
 /// Why a broker was not started or stopped.
 #[derive(Debug, thiserror::Error)]
@@ -22,6 +22,9 @@ pub enum LaunchError {
         /// From the order.
         user: String,
     },
+    /// Nor would systemd.
+    #[error(transparent)]
+    UnknownUser(#[from] UnknownUser),
     /// The order's argv is empty.
     #[error("the order names no command")]
     NoCommand,
@@ -134,7 +137,10 @@ pub(super) fn sentence(error: &dyn Error) -> String {
 
 impl From<LaunchError> for Refusal {
     fn from(error: LaunchError) -> Self {
-        let transient = !matches!(error, LaunchError::NoSuchUser { .. } | LaunchError::NoCommand);
+        let transient = !matches!(
+            error,
+            LaunchError::NoSuchUser { .. } | LaunchError::UnknownUser(_) | LaunchError::NoCommand
+        );
         Self {
             message: sentence(&error),
             transient,

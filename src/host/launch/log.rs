@@ -35,12 +35,19 @@ pub fn open(prefix: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).mode(0o640).open(path)
 }
 
-/// The last lines of a log; empty where there is none.
-pub fn tail(path: &Path) -> String {
+/// How long a log is; 0 where there is none.
+pub fn length(path: &Path) -> u64 {
+    fs::metadata(path).map_or(0, |metadata| metadata.len())
+}
+
+/// The last lines of a log, none of those before `since` (unless it was trimmed meanwhile: then all are newer, or the
+/// difference is not known); empty where there is none.
+pub fn tail(path: &Path, since: u64) -> String {
     let read = || -> io::Result<String> {
         let mut file = File::open(path)?;
         let length = file.metadata()?.len();
-        file.seek(SeekFrom::Start(length.saturating_sub(TAIL_BYTES)))?;
+        let since = if since <= length { since } else { 0 };
+        file.seek(SeekFrom::Start(since.max(length.saturating_sub(TAIL_BYTES))))?;
         let mut bytes = Vec::new();
         file.take(TAIL_BYTES).read_to_end(&mut bytes)?;
         Ok(String::from_utf8_lossy(&bytes).into_owned())
@@ -160,7 +167,21 @@ mod tests {
         let mut writer = open(directory.path()).unwrap();
         writer.write_all(&vec![b'x'; 100_000]).unwrap();
         writer.write_all(b"\nthe end\n").unwrap();
-        assert_eq!(why(&tail(&path(directory.path()))), "the end");
-        assert_eq!(tail(&directory.path().join("absent")), "");
+        assert_eq!(why(&tail(&path(directory.path()), 0)), "the end");
+        assert_eq!(tail(&directory.path().join("absent"), 5), "");
+    }
+
+    #[test]
+    fn what_an_earlier_broker_said_explains_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = path(directory.path());
+        let mut writer = open(directory.path()).unwrap();
+        writeln!(writer, "broker.crit[0]: earlier").unwrap();
+        let since = length(&path);
+        writeln!(writer, "later").unwrap();
+        assert_eq!(why(&tail(&path, since)), "later");
+        trim_log(&path, 1).unwrap();
+        writeln!(writer, "after").unwrap();
+        assert_eq!(why(&tail(&path, since)), "after");
     }
 }

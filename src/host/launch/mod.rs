@@ -143,7 +143,7 @@ impl Places {
                 let log = log::path(prefix.unwrap_or(&record.prefix));
                 BrokerView {
                     running: None,
-                    died: Some(log::why(&log::tail(&log))),
+                    died: Some(log::why(&log::tail(&log, record.log_start))),
                 }
             }
         }
@@ -188,6 +188,7 @@ impl Places {
                     process: None,
                     boot_id,
                     systemd: true,
+                    log_start: log::length(&log::path(&prefix)),
                     prefix,
                     record: order_record,
                 };

@@ -29,6 +29,8 @@ pub struct RunRecord {
     pub systemd: bool,
     /// Where its log is.
     pub prefix: PathBuf,
+    /// How long its log was before it was started.
+    pub log_start: u64,
     /// What it was started with.
     pub record: LaunchRecord,
 }

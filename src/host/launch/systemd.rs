@@ -24,11 +24,8 @@ use crate::{
     host::LaunchOrder,
 };
 
-const CANDIDATES: [&str; 3] = [
-    "usr/bin/systemctl",
-    "bin/systemctl",
-    "run/current-system/sw/bin/systemctl",
-];
+/// Where hosts keep their programs.
+const BIN: [&str; 3] = ["usr/bin", "bin", "run/current-system/sw/bin"];
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// `start` of a unit of Type=exec ends with the exec.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
@@ -59,10 +56,7 @@ impl Systemd {
         let answers = ["run/systemd/private", "run/dbus/system_bus_socket"]
             .iter()
             .any(|path| root.join(path).exists());
-        let systemctl = CANDIDATES
-            .iter()
-            .map(|path| root.join(path))
-            .find(|path| path.exists())?;
+        let systemctl = program(root, "systemctl")?;
         (booted && answers).then(|| Self {
             unit_dir: root.join("run/systemd/system"),
             systemctl,
@@ -92,18 +86,29 @@ impl Systemd {
                 source,
             })
         };
+        let setpriv = program(Path::new("/"), "setpriv");
+        let text = service(order, account, setpriv.as_deref())?;
         if self.state()?.active != "inactive" {
             self.run(&["stop", SERVICE], START_TIMEOUT)?;
         }
-        write(&self.unit_dir.join(SERVICE), &service(order, account))?;
+        write(&self.unit_dir.join(SERVICE), &text)?;
         write(&self.unit_dir.join(SLICE_DROP_IN), &slice(order.cpu_weight))?;
         self.run(&["daemon-reload"], TIMEOUT)?;
         // Counts from earlier failures; there is nothing to reset on a unit that never failed.
         let _ = self.run(&["reset-failed", SERVICE], TIMEOUT);
-        self.run(&["start", SERVICE], START_TIMEOUT)?;
-        self.process()?.ok_or_else(|| LaunchError::Gone {
-            why: log::why(&log::tail(&log::path(&order.prefix))),
-        })
+        let path = log::path(&order.prefix);
+        let since = log::length(&path);
+        let started = self.run(&["start", SERVICE], START_TIMEOUT);
+        let said = || log::tail(&path, since);
+        match (started, self.process()?) {
+            (Ok(_), Some(process)) => Ok(process),
+            (Ok(_), None) => Err(LaunchError::Gone { why: log::why(&said()) }),
+            // What the program itself said tells more than where to look for it.
+            (Err(LaunchError::Systemctl { .. }), _) if !said().trim().is_empty() => {
+                Err(LaunchError::Gone { why: log::why(&said()) })
+            }
+            (Err(error), _) => Err(error),
+        }
     }
 
     /// Stops the unit; after `grace`, by force.
@@ -160,7 +165,7 @@ impl Systemd {
             .spawn()
             .map_err(failed)?;
         let output = read_within(&mut reader, timeout);
-        if output.is_err() {
+        if !matches!(output, Ok(Some(_))) {
             let _ = child.kill();
         }
         let status = child.wait().map_err(failed)?;
@@ -176,6 +181,12 @@ impl Systemd {
             }),
         }
     }
+}
+
+fn program(root: &Path, name: &str) -> Option<PathBuf> {
+    BIN.iter()
+        .map(|directory| root.join(directory).join(name))
+        .find(|path| path.exists())
 }
 
 /// Reads to the end; None where that does not come within `timeout`.

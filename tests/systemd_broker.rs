@@ -1,0 +1,157 @@
+//! A broker on a host with systemd is a unit of the host.
+//!
+//! Writes `flux-broker.service` on the machine it runs on, so it asks first: FLUX_DISTRIBUTE_TEST_SYSTEMD=1.
+
+#![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use flux_distribute::host::{
+    LaunchOrder, LaunchRecord, StopOrder,
+    launch::{Places, process::Identity, systemd::Systemd},
+};
+use nix::sys::signal::Signal;
+
+const ODD: [&str; 6] = ["a b", "$HOME", "100%h", ";", "say \"x\\y\"", "two\nlines"];
+
+fn places(directory: &Path) -> Option<Places> {
+    if std::env::var_os("FLUX_DISTRIBUTE_TEST_SYSTEMD").is_none() {
+        eprintln!("skipped: set FLUX_DISTRIBUTE_TEST_SYSTEMD=1 on a machine whose systemd may be used");
+        return None;
+    }
+    Some(Places {
+        run_dir: directory.join("run"),
+        broker_run_dir: directory.join("run/broker"),
+        cgroup: "unused".to_owned(),
+        launcher: PathBuf::from("/nowhere"),
+        systemd: Some(Systemd::of(Path::new("/")).expect("systemd does not run here")),
+    })
+}
+
+fn order(prefix: &Path, script: &str) -> LaunchOrder {
+    let mut argv: Vec<String> = ["/bin/sh", "-c", script, "broker"].map(str::to_owned).into();
+    argv.extend(ODD.map(str::to_owned));
+    LaunchOrder {
+        prefix: prefix.to_owned(),
+        argv,
+        env: [("ODD".to_owned(), "a \"b\" 5% $HOME \\n".to_owned())].into(),
+        run_as: "54321".to_owned(),
+        cpu_weight: 250,
+        record: LaunchRecord {
+            rank: 3,
+            broker_name: "node3".to_owned(),
+            node_uid: "node".to_owned(),
+            instance_uid: "instance".to_owned(),
+            instance_id: "id".to_owned(),
+            epoch: 1,
+            digest: "digest".to_owned(),
+            launch: "launch".to_owned(),
+        },
+    }
+}
+
+fn until<T>(what: &str, look: impl Fn() -> Option<T>) -> T {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        match look() {
+            Some(found) => return found,
+            None => assert!(Instant::now() < deadline, "never: {what}"),
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn the_hosts_systemd_keeps_the_broker() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::set_permissions(directory.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let Some(places) = places(directory.path()) else { return };
+    let prefix = directory.path().join("prefix");
+    let order_of = |script| order(&prefix, script);
+    let first = order_of("printf '%s|' \"$@\" \"$ODD\"; echo; exec sleep 1000");
+
+    let running = places.start(&first).unwrap();
+    assert_eq!((running.systemd, &running.record), (true, &first.record));
+    let log = prefix.join("log/broker.log");
+    let said = until("its words", || {
+        Some(fs::read_to_string(&log).unwrap()).filter(|text| text.ends_with("|\n"))
+    });
+    assert_eq!(said, format!("{}|a \"b\" 5% $HOME \\n|\n", ODD.join("|")));
+    let proc = |file: &str| fs::read_to_string(format!("/proc/{}/{file}", running.pid)).unwrap();
+    assert!(
+        proc("cgroup").contains("/flux.slice/flux-broker.service"),
+        "{}",
+        proc("cgroup")
+    );
+    assert_eq!(proc("oom_score_adj").trim(), "0");
+    assert!(
+        proc("status").contains("\nUid:\t54321\t54321\t54321\t54321\n"),
+        "{}",
+        proc("status")
+    );
+    assert!(
+        proc("status").contains("\nGid:\t54321\t54321\t54321\t54321\n"),
+        "{}",
+        proc("status")
+    );
+    assert!(
+        proc("status").contains("\nSigIgn:\t0000000000000000\n"),
+        "{}",
+        proc("status")
+    );
+
+    // A second start, of something else even, finds the first.
+    assert_eq!(places.start(&order_of("exit 1")).unwrap(), running);
+    assert!(places.forget().unwrap_err().message.contains("stop it first"));
+
+    // systemd starts it again, and it is found again.
+    Identity::of(running.pid).unwrap().signal(Signal::SIGKILL).unwrap();
+    let again = until("a restart", || {
+        places.observe(None).running.filter(|again| again.pid != running.pid)
+    });
+    assert_eq!(again.record, first.record);
+
+    places.stop(&StopOrder { grace_secs: 10 }).unwrap();
+    assert_eq!(places.observe(None), Default::default());
+
+    // A program that is not there is told at once.
+    let mut absent = order_of("");
+    absent.argv[0] = "/nowhere/flux".to_owned();
+    let refused = places.start(&absent).unwrap_err();
+    assert!(refused.message.contains("/nowhere/flux"), "{refused}");
+
+    // One that ends by itself has died, and is tried again with another order.
+    let refused = places.start(&order_of("echo '<2>broker.crit[3]: no'; exit 42"));
+    assert!(
+        refused.is_err()
+            || places
+                .observe(None)
+                .running
+                .is_none_or(|broker| broker.pid != again.pid)
+    );
+    let died = until("its death", || places.observe(None).died);
+    assert_eq!(died, "broker.crit[3]: no");
+    let second = places.start(&order_of("exec sleep 1001")).unwrap();
+
+    // SIGTERM that is not heard does not hold a stop up.
+    places.stop(&StopOrder { grace_secs: 5 }).unwrap();
+    assert!(Identity::of(second.pid).is_none());
+    let deaf = places
+        .start(&order_of("trap '' TERM; echo deaf; while :; do sleep 1000; done"))
+        .unwrap();
+    until("deafness", || {
+        fs::read_to_string(&log).unwrap().contains("deaf\n").then_some(())
+    });
+    places.stop(&StopOrder { grace_secs: 1 }).unwrap();
+    assert!(Identity::of(deaf.pid).is_none());
+
+    places.forget().unwrap();
+    assert!(!Path::new("/run/systemd/system/flux-broker.service").exists());
+    assert!(!Path::new("/run/systemd/system/flux.slice.d").exists());
+    assert!(!places.run_dir.exists());
+    places.forget().unwrap();
+}
