@@ -1,0 +1,34 @@
+//! `deploy/daemonset-installer.yaml` is made of `deploy/parts` and the CRDs.
+
+#![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
+
+use std::{fs, path::Path};
+
+use flux_distribute::cli::crds;
+
+/// The one file to apply: the namespace first, then the kinds, then what uses both.
+fn installer() -> String {
+    let parts = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/parts");
+    let part = |name: &str| fs::read_to_string(parts.join(name)).unwrap();
+    [
+        "# Made by `make manifests` from deploy/parts and the CRDs; don't edit this file.\n".to_owned(),
+        part("1-namespace.yaml"),
+        crds().unwrap(),
+        part("3-rbac.yaml"),
+        part("4-admission.yaml"),
+        part("5-default.yaml"),
+        part("6-daemonset.yaml"),
+    ]
+    .concat()
+}
+
+/// With UPDATE_MANIFESTS set it is written, which is what `make manifests` does.
+#[test]
+fn the_installer_is_what_its_parts_say() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/daemonset-installer.yaml");
+    let installer = installer();
+    if std::env::var_os("UPDATE_MANIFESTS").is_some() {
+        fs::write(&path, &installer).unwrap();
+    }
+    assert!(fs::read_to_string(&path).unwrap() == installer, "{} is stale: run `make manifests`", path.display());
+}
