@@ -1,0 +1,283 @@
+//! What is applied to a cluster, and the examples: that they say what the program needs, and no more.
+
+#![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use flux_distribute::api::{
+    CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, DAEMONSET,
+    FluxInstance, FluxInstanceSpec, GROUP, INSTANCE, LEASE_PLANNER, NAMESPACE, SECRET_CURVE, validate,
+};
+use k8s_openapi::api::{
+    apps::v1::DaemonSet,
+    core::v1::{ConfigMap, Container, Namespace, PodSpec},
+    rbac::v1::{ClusterRole, ClusterRoleBinding, PolicyRule, Role, RoleBinding},
+};
+use serde::{Deserialize, de::DeserializeOwned};
+use serde_norway::Value;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).to_path_buf()
+}
+
+fn documents() -> Vec<Value> {
+    let text = fs::read_to_string(root().join("deploy/daemonset-installer.yaml")).unwrap();
+    serde_norway::Deserializer::from_str(&text).map(|document| Value::deserialize(document).unwrap()).collect()
+}
+
+/// All objects of one kind.
+fn all<K: DeserializeOwned>(kind: &str) -> Vec<K> {
+    let of_kind = |document: &Value| document.get("kind").and_then(Value::as_str) == Some(kind);
+    documents().into_iter().filter(of_kind).map(|document| serde_norway::from_value(document).unwrap()).collect()
+}
+
+/// The only object of one kind.
+fn one<K: DeserializeOwned>(kind: &str) -> K {
+    let mut found = all(kind);
+    assert_eq!(found.len(), 1, "{kind}");
+    found.remove(0)
+}
+
+fn pod() -> PodSpec {
+    one::<DaemonSet>("DaemonSet").spec.unwrap().template.spec.unwrap()
+}
+
+fn agent() -> Container {
+    let mut containers = pod().containers;
+    assert_eq!(containers.len(), 1);
+    containers.remove(0)
+}
+
+/// Every call that the program makes: API group, resource, names it is made for (none: any, or one yet to be made), verbs.
+/// Cluster-wide ones first.
+const CLUSTER_CALLS: &[(&str, &str, &[&str], &[&str])] = &[
+    // The planner decides who is eligible.
+    ("", "nodes", &[], &["list", "watch"]),
+    // An agent learns of a teardown by its open watch, and asks once more at SIGTERM.
+    ("", "namespaces", &[NAMESPACE], &["get", "list", "watch"]),
+];
+
+const CALLS: &[(&str, &str, &[&str], &[&str])] = &[
+    // Agents watch theirs, the planner all; it creates the first one.
+    (GROUP, "fluxinstances", &[], &["get", "list", "watch", "create"]),
+    // By replace, so that a planner that has lost its Lease can't write.
+    (GROUP, "fluxinstances/status", &[], &["update"]),
+    // Agents create and delete their own; the planner patches specs, and deletes those of Nodes that are gone.
+    (GROUP, "fluxnodes", &[], &["get", "list", "watch", "create", "patch", "delete"]),
+    (GROUP, "fluxnodes/status", &[], &["patch"]),
+    // The planner marks it consumed.
+    ("", "configmaps", &[CONFIGMAP_DEFAULT], &["get", "patch"]),
+    // What the planner publishes, by compare-and-swap, and takes off when the instance is gone from every host.
+    ("", "configmaps", &[CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER], &["get", "update", "delete"]),
+    ("", "configmaps", &[], &["create"]),
+    // Never overwritten.
+    ("", "secrets", &[SECRET_CURVE], &["get", "delete"]),
+    ("", "secrets", &[], &["create"]),
+    // The election.
+    ("coordination.k8s.io", "leases", &[LEASE_PLANNER], &["get", "update"]),
+    ("coordination.k8s.io", "leases", &[], &["create"]),
+    // Evidence at the end of a pod.
+    ("apps", "daemonsets", &[DAEMONSET], &["get", "list", "watch"]),
+    // An Event that comes again is patched into a series.
+    ("events.k8s.io", "events", &[], &["create", "patch"]),
+];
+
+type Right = (String, String, String, String);
+
+fn rights_of(calls: &[(&str, &str, &[&str], &[&str])]) -> BTreeSet<Right> {
+    let rule = |(group, resource, names, verbs): &(&str, &str, &[&str], &[&str])| PolicyRule {
+        api_groups: Some(vec![(*group).to_owned()]),
+        resources: Some(vec![(*resource).to_owned()]),
+        resource_names: Some(names.iter().map(|name| (*name).to_owned()).collect()),
+        verbs: verbs.iter().map(|verb| (*verb).to_owned()).collect(),
+        ..PolicyRule::default()
+    };
+    granted(&calls.iter().map(rule).collect::<Vec<_>>())
+}
+
+/// Each single right: group, resource, name (empty: any), verb.
+fn granted(rules: &[PolicyRule]) -> BTreeSet<Right> {
+    let mut rights = BTreeSet::new();
+    for rule in rules {
+        assert_eq!(rule.non_resource_urls, None);
+        let names =
+            rule.resource_names.clone().filter(|names| !names.is_empty()).unwrap_or_else(|| vec![String::new()]);
+        for group in rule.api_groups.iter().flatten() {
+            for resource in rule.resources.iter().flatten() {
+                for name in &names {
+                    for verb in &rule.verbs {
+                        rights.insert((group.clone(), resource.clone(), name.clone(), verb.clone()));
+                    }
+                }
+            }
+        }
+    }
+    rights
+}
+
+#[test]
+fn every_call_the_program_makes_is_granted_and_nothing_else() {
+    let cluster: ClusterRole = one("ClusterRole");
+    assert_eq!(granted(&cluster.rules.unwrap()), rights_of(CLUSTER_CALLS));
+    let role: Role = one("Role");
+    assert_eq!(role.metadata.namespace.as_deref(), Some(NAMESPACE));
+    assert_eq!(granted(&role.rules.unwrap()), rights_of(CALLS));
+}
+
+#[test]
+fn the_rights_are_bound_to_the_account_that_the_pods_run_as() {
+    let account = pod().service_account_name;
+    let cluster = one::<ClusterRoleBinding>("ClusterRoleBinding");
+    let role = one::<RoleBinding>("RoleBinding");
+    assert_eq!(Some(cluster.role_ref.name), one::<ClusterRole>("ClusterRole").metadata.name);
+    assert_eq!(Some(role.role_ref.name), one::<Role>("Role").metadata.name);
+    assert_eq!(role.metadata.namespace.as_deref(), Some(NAMESPACE));
+    for subject in [cluster.subjects.unwrap(), role.subjects.unwrap()].concat() {
+        assert_eq!((Some(subject.name), subject.namespace.as_deref()), (account.clone(), Some(NAMESPACE)));
+    }
+    // The policy is about the same account.
+    let policy = serde_norway::to_string(&one::<Value>("ValidatingAdmissionPolicy")).unwrap();
+    assert!(policy.contains(&format!("system:serviceaccount:{NAMESPACE}:{}", account.unwrap())));
+}
+
+#[test]
+fn the_pod_reaches_its_host() {
+    let pod = pod();
+    assert_eq!((pod.host_pid, pod.host_network), (Some(true), Some(true)));
+    assert_eq!(pod.dns_policy.as_deref(), Some("ClusterFirstWithHostNet"));
+    let security = agent().security_context.unwrap();
+    assert_eq!((security.privileged, security.read_only_root_filesystem), (Some(true), Some(true)));
+}
+
+#[test]
+fn the_namespace_takes_privileged_pods() {
+    let namespace: Namespace = one("Namespace");
+    assert_eq!(namespace.metadata.name.as_deref(), Some(NAMESPACE));
+    for mode in ["enforce", "audit", "warn"] {
+        let label = format!("pod-security.kubernetes.io/{mode}");
+        assert_eq!(namespace.metadata.labels.as_ref().unwrap()[&label], "privileged");
+    }
+}
+
+/// One that isn't there yet would keep the pods, and so the planner that makes it, from ever starting; and a hostPath would
+/// have to match a field of the spec.
+#[test]
+fn no_secret_config_map_or_host_path_is_mounted() {
+    for volume in pod().volumes.unwrap_or_default() {
+        let other = k8s_openapi::api::core::v1::Volume { empty_dir: None, name: String::new(), ..volume.clone() };
+        assert!(volume.empty_dir.is_some() && other == Default::default(), "{} is more than an emptyDir", volume.name);
+    }
+    let agent = agent();
+    assert_eq!(agent.env_from.unwrap_or_default(), []);
+    for variable in agent.env.unwrap_or_default() {
+        let source = variable.value_from.unwrap();
+        assert!(source.field_ref.is_some() && source.secret_key_ref.is_none() && source.config_map_key_ref.is_none());
+    }
+}
+
+#[test]
+fn the_probes_ask_where_the_agent_answers() {
+    let agent = agent();
+    for (probe, path) in
+        [(agent.startup_probe, "/healthz"), (agent.liveness_probe, "/healthz"), (agent.readiness_probe, "/readyz")]
+    {
+        let get = probe.unwrap().http_get.unwrap();
+        assert_eq!((get.host.as_deref(), get.path.as_deref()), (Some("127.0.0.1"), Some(path)));
+        assert_eq!(serde_norway::to_string(&get.port).unwrap().trim(), "8051");
+    }
+}
+
+/// A pod's end is no end of a broker, a teardown gets its time, and a full node does not evict what keeps it.
+#[test]
+fn the_pod_can_be_replaced_and_is_not_evicted() {
+    let daemon_set: DaemonSet = one("DaemonSet");
+    let strategy = daemon_set.spec.unwrap().update_strategy.unwrap();
+    assert_eq!(strategy.type_.as_deref(), Some("RollingUpdate"));
+    let pod = pod();
+    assert_eq!(pod.priority_class_name.as_deref(), Some("system-node-critical"));
+    assert_eq!(pod.termination_grace_period_seconds, Some(120));
+    let resources = agent().resources.unwrap();
+    assert!(resources.requests.is_some_and(|requests| requests.contains_key("cpu") && requests.contains_key("memory")));
+    assert_eq!(resources.limits, None);
+}
+
+#[test]
+fn the_image_is_of_this_version() {
+    let agent = agent();
+    let version = concat!(":", env!("CARGO_PKG_VERSION"));
+    assert!(agent.image.unwrap().ends_with(version));
+    assert_eq!(agent.image_pull_policy.as_deref(), Some("IfNotPresent"));
+    assert_eq!((agent.command, agent.args), (None, Some(vec!["agent".to_owned()])));
+}
+
+#[test]
+fn everything_is_where_the_program_looks_for_it() {
+    let daemon_set: DaemonSet = one("DaemonSet");
+    assert_eq!(daemon_set.metadata.name.as_deref(), Some(DAEMONSET));
+    assert_eq!(daemon_set.metadata.namespace.as_deref(), Some(NAMESPACE));
+    let default: ConfigMap = one("ConfigMap");
+    assert_eq!(default.metadata.name.as_deref(), Some(CONFIGMAP_DEFAULT));
+    assert_eq!(default.metadata.namespace.as_deref(), Some(NAMESPACE));
+    let spec: FluxInstanceSpec = serde_norway::from_str(&default.data.unwrap()[CONFIGMAP_DEFAULT_KEY]).unwrap();
+    assert_eq!(spec, FluxInstanceSpec::default());
+}
+
+/// They hung every teardown that was tried with them: nobody is left to take them off.
+#[test]
+fn nothing_has_a_finalizer() {
+    for document in documents() {
+        assert_eq!(document["metadata"].get("finalizers"), None);
+    }
+}
+
+#[test]
+fn every_example_is_valid() {
+    let mut count = 0;
+    for entry in fs::read_dir(root().join("example")).unwrap() {
+        let path = entry.unwrap().path();
+        if !path.file_name().unwrap().to_str().unwrap().starts_with("fluxinstance-") {
+            continue;
+        }
+        let text = fs::read_to_string(&path).unwrap();
+        let instance: FluxInstance = serde_norway::from_str(&text).unwrap();
+        validate(&instance.spec).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        assert_eq!(instance.metadata.name.as_deref(), Some(INSTANCE));
+        assert_eq!(instance.metadata.namespace.as_deref(), Some(NAMESPACE));
+        // A misspelt field would be dropped in silence: what was read holds all that was written.
+        let read = serde_norway::to_value(&instance.spec).unwrap();
+        assert!(
+            holds(&read, &serde_norway::from_str::<Value>(&text).unwrap()["spec"]),
+            "{}: an unknown field",
+            path.display()
+        );
+        count += 1;
+    }
+    assert_eq!(count, 4);
+}
+
+/// The DaemonSet tolerates what the example tells people to taint their nodes with.
+#[test]
+fn dedicated_nodes_get_an_agent() {
+    let text = fs::read_to_string(root().join("example/fluxinstance-dedicated-nodes.yaml")).unwrap();
+    let instance: FluxInstance = serde_norway::from_str(&text).unwrap();
+    let tolerated: Vec<_> = pod().tolerations.unwrap().into_iter().map(|toleration| toleration.key).collect();
+    for toleration in instance.spec.nodes.tolerations {
+        assert!(tolerated.contains(&toleration.key));
+    }
+}
+
+fn holds(whole: &Value, part: &Value) -> bool {
+    match (whole, part) {
+        (Value::Mapping(whole), Value::Mapping(part)) => {
+            part.iter().all(|(key, part)| whole.get(key).is_some_and(|whole| holds(whole, part)))
+        }
+        (Value::Sequence(whole), Value::Sequence(part)) => {
+            whole.len() == part.len() && whole.iter().zip(part).all(|(whole, part)| holds(whole, part))
+        }
+        _ => whole == part,
+    }
+}
