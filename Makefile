@@ -1,0 +1,58 @@
+# `make help` lists the targets.
+
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
+# The image to make, push and deploy.
+IMAGE ?= localhost/flux-distribute:$(VERSION)
+
+# Where rustup puts cargo.
+export PATH := $(PATH):$(HOME)/.cargo/bin
+
+.PHONY: help setup build test lint image push demo demo-down kind-test deploy undeploy manifests clean
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## Install what building and testing need (the others do this first)
+	@scripts/setup.sh
+
+build: setup ## The static binary, target/<host>/release/flux-distribute
+	cargo build --release --locked
+
+test: setup ## All tests, on a kind cluster too where Docker and kind are
+	scripts/test.sh
+
+lint: setup ## Format, clippy
+	cargo fmt --check
+	cargo clippy --all-targets --locked -- -D warnings
+
+image: ## The container image, IMAGE=…: by Docker, or without it as target/image.tar
+	@if docker info >/dev/null 2>&1; then \
+		docker build -f docker/Dockerfile -t $(IMAGE) .; \
+	else \
+		$(MAKE) build && IMAGE=$(IMAGE) scripts/image.sh target/image.tar; \
+	fi
+
+push: image ## Push IMAGE=…
+	docker push $(IMAGE)
+
+demo: setup ## Four simulated nodes that are one Flux instance; BUNDLE=… or CHANNEL=… for other than conda-forge
+	cargo build --locked
+	scripts/demo.sh
+
+demo-down: ## Take the demo down
+	scripts/demo.sh down
+
+kind-test: ## The main job on a kind cluster with 4 workers
+	scripts/kind-test.sh
+
+deploy: ## Put IMAGE=… on the cluster that kubectl speaks to
+	scripts/deploy.sh up $(IMAGE)
+
+undeploy: ## Clean every host, then take everything off the cluster
+	scripts/deploy.sh down
+
+manifests: setup ## Make deploy/daemonset-installer.yaml from deploy/parts and the CRDs
+	UPDATE_MANIFESTS=1 cargo test --quiet --locked --test crds
+
+clean: ## Remove what was built
+	cargo clean

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Puts flux-distribute on the cluster that kubectl speaks to, or takes it off again.
+#
+#   scripts/deploy.sh up IMAGE
+#   scripts/deploy.sh down
+set -euo pipefail
+cd "$(dirname "$0")/.."
+manifest=deploy/daemonset-installer.yaml
+kubectl=${KUBECTL:-kubectl}
+in_namespace=("$kubectl" -n flux-distribute)
+
+up() {
+    sed "s|^\( *image: \).*|\1$1|" "$manifest" | "$kubectl" apply -f -
+    "${in_namespace[@]}" rollout status daemonset/install-flux --timeout="${TIMEOUT:-20m}"
+    "${in_namespace[@]}" get fluxinstances,fluxnodes
+}
+
+# First the hosts, while the agents are there to clean them; then the rest.
+down() {
+    if "$kubectl" get crd fluxinstances.distribute.flux-framework.org >/dev/null 2>&1; then
+        "${in_namespace[@]}" delete fluxinstance flux --ignore-not-found
+        echo "waiting until every host is clean"
+        if ! "${in_namespace[@]}" wait --for=delete fluxnode --all --timeout="${TIMEOUT:-10m}"; then
+            "${in_namespace[@]}" get fluxnodes >&2 || true
+            cat >&2 <<'END'
+These hosts are not clean yet; the message of each says why. Where it waits for running jobs, let them end or cancel them
+(`flux cancel --all`) and run `make undeploy` again. A node that is gone for good: `kubectl -n flux-distribute delete fxn NODE`.
+To delete everything else now and leave these hosts as they are: `kubectl delete -f deploy/daemonset-installer.yaml`.
+END
+            exit 1
+        fi
+    fi
+    "$kubectl" delete -f "$manifest" --ignore-not-found
+}
+
+case ${1:-} in
+    up) up "${2:?which image?}" ;;
+    down) down ;;
+    *) sed -n '2,6p' "$0" >&2; exit 2 ;;
+esac

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Puts together what the image holds: one static binary, CA certificates, licences.
+#
+#   scripts/rootfs.sh BINARY DIRECTORY
+set -euo pipefail
+cd "$(dirname "$0")/.."
+binary=$1 directory=$2
+
+if readelf --program-headers "$binary" | grep -q INTERP; then
+    echo "$binary is not static: it would look for a dynamic loader, and the image has none" >&2
+    exit 1
+fi
+certificates=/etc/ssl/certs/ca-certificates.crt
+[ -s "$certificates" ] || { echo "no $certificates: install ca-certificates" >&2; exit 1; }
+
+rm -rf "$directory"
+install -D -m 755 "$binary" "$directory/flux-distribute"
+install -D -m 644 "$certificates" "$directory$certificates"
+install -D -m 644 LICENSE "$directory/licenses/LICENSE"
+python3 scripts/licenses.py "$(rustc --print host-tuple)" >"$directory/licenses/third-party.txt"
