@@ -76,6 +76,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
 
 fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Option<String>) {
     let words = |text: &str| Some(text.to_owned());
+    let ended = |why: &str| Some(format!("the broker has ended; its log says: {why}"));
     let progress = || known.progress.map(str::to_owned);
     if is_online(seen, known.live) && !matches!(known.step, Step::Remove) {
         // What can't be done beside a broker that is online is said, but it is online.
@@ -96,8 +97,8 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
             let was_online = before.phase == NodePhase::Online || before.phase == NodePhase::Offline;
             match (&seen.host.died, known.hint) {
                 (_, Some(hint)) if known.deaths > 1 => (NodePhase::Failed, words(hint)),
-                (Some(why), _) if known.deaths > 1 => (NodePhase::Failed, words(why)),
-                (Some(why), _) if was_online => (NodePhase::Offline, words(why)),
+                (Some(why), _) if known.deaths > 1 => (NodePhase::Failed, ended(why)),
+                (Some(why), _) if was_online => (NodePhase::Offline, ended(why)),
                 (_, Some(hint)) => (NodePhase::Starting, words(hint)),
                 _ if known.live.state.is_empty() => (NodePhase::Starting, None),
                 _ => (NodePhase::Starting, Some(format!("the broker is in state {}", known.live.state))),
