@@ -209,7 +209,7 @@ async fn a_dry_run_changes_nothing() {
 #[tokio::test]
 async fn without_the_token_nothing_but_health_is_told() {
     let server = start().await;
-    let stranger: Api<Node> = Api::all(client(server.address, "guess"));
+    let stranger: Api<Node> = Api::all(client(server.address, &server.authority, "guess"));
     assert_eq!(
         code(stranger.list(&ListParams::default()).await),
         refused(401, "Unauthorized")
