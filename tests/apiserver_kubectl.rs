@@ -271,5 +271,6 @@ async fn kubectl_applies_a_manifest_for_a_real_cluster() {
         .works(&["apply", "-f", "-"], &INSTALLER.replace("1000", "2000"))
         .await;
     assert_eq!(changed.matches(" configured").count(), 1, "{changed}");
+    kubectl.works(&["describe", "-f", "-"], INSTALLER).await;
     kubectl.works(&["delete", "-f", "-", "--timeout=20s"], INSTALLER).await;
 }
