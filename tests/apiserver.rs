@@ -3,7 +3,7 @@
 
 mod apiserver_support;
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
 use flux_distribute::api::NAMESPACE;
 use k8s_openapi::api::{
@@ -15,6 +15,11 @@ use kube::{
     api::{DeleteParams, ListParams, ObjectMeta, Patch, PatchParams, PostParams, Preconditions},
 };
 use serde_json::json;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    time::timeout,
+};
 
 use apiserver_support::*;
 
@@ -209,12 +214,34 @@ async fn a_dry_run_changes_nothing() {
 #[tokio::test]
 async fn without_the_token_nothing_but_health_is_told() {
     let server = start().await;
-    let stranger: Api<Node> = Api::all(client(server.address, "guess"));
+    let stranger: Api<Node> = Api::all(client(server.address, &server.authority, "guess"));
     assert_eq!(
         code(stranger.list(&ListParams::default()).await),
         refused(401, "Unauthorized")
     );
     assert_eq!(stranger.into_client().apiserver_version().await.unwrap().major, "1");
+}
+
+#[tokio::test]
+async fn a_client_that_begins_no_handshake_holds_up_nobody() {
+    let server = start().await;
+    let silent = TcpStream::connect(server.address).await.unwrap();
+    let mut plain = TcpStream::connect(server.address).await.unwrap();
+    plain
+        .write_all(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        .await
+        .unwrap();
+    // Shorter than the server's patience with the silent one.
+    let listed = timeout(
+        Duration::from_secs(5),
+        server.api::<ConfigMap>().list(&ListParams::default()),
+    )
+    .await;
+    assert!(listed.unwrap().unwrap().items.is_empty());
+    let mut answer = Vec::new();
+    let _ = timeout(LONG, plain.read_to_end(&mut answer)).await.unwrap();
+    assert!(!answer.starts_with(b"HTTP"), "plain HTTP is answered");
+    drop(silent);
 }
 
 #[tokio::test]

@@ -3,13 +3,12 @@
 
 use std::{path::PathBuf, process::Stdio, sync::Arc};
 
-use flux_distribute::local::apiserver::{Store, serve};
+use flux_distribute::local::apiserver::{Identity, Store, serve};
 use tokio::{io::AsyncWriteExt, net::TcpListener, process::Command};
 
 struct Kubectl {
     program: PathBuf,
     home: tempfile::TempDir,
-    server: String,
 }
 
 fn find_kubectl() -> Option<PathBuf> {
@@ -26,10 +25,10 @@ impl Kubectl {
     /// Runs kubectl and returns whether it was content, and all that it said.
     async fn run(&self, arguments: &[&str], input: &str) -> (bool, String) {
         let mut child = Command::new(&self.program)
-            .args(["--server", &self.server, "--namespace", "flux-distribute"])
             .args(arguments)
             .env_clear()
             .env("HOME", self.home.path())
+            .env("KUBECONFIG", self.home.path().join("kubeconfig"))
             .env("PATH", "/usr/bin:/bin")
             .env("KUBE_EDITOR", "sed -i s/8051/8052/")
             .stdin(Stdio::piped())
@@ -50,6 +49,36 @@ impl Kubectl {
         assert!(good, "kubectl {arguments:?}: {text}");
         text
     }
+}
+
+/// A server, and kubectl with a kubeconfig for it; None where there is no kubectl.
+async fn serve_kubectl() -> Option<Kubectl> {
+    let Some(program) = find_kubectl() else {
+        eprintln!("skipped: no kubectl (set KUBECTL to the path of one)");
+        return None;
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let identity = Identity::new(address.ip()).unwrap();
+    let kubectl = Kubectl {
+        program,
+        home: tempfile::tempdir().unwrap(),
+    };
+    let kubeconfig = serde_json::json!({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{ "name": "local", "cluster": {
+            "server": format!("https://{address}"),
+            "certificate-authority-data": k8s_openapi::ByteString(identity.authority().into()),
+        }}],
+        "users": [{ "name": "local", "user": { "token": "sesame" } }],
+        "contexts": [{ "name": "local", "context": { "cluster": "local", "user": "local", "namespace": "flux-distribute" } }],
+        "current-context": "local",
+    });
+    std::fs::write(kubectl.home.path().join("kubeconfig"), kubeconfig.to_string()).unwrap();
+    let store = Arc::new(Store::new());
+    tokio::spawn(async move { serve(listener, &identity, store, "sesame".into(), std::future::pending()).await });
+    Some(kubectl)
 }
 
 const NAMESPACE: &str = r#"
@@ -76,24 +105,7 @@ spec: {maxSize: 8, broker: {port: 8051}}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kubectl_works_on_our_kinds_as_on_any_cluster() {
-    let Some(program) = find_kubectl() else {
-        eprintln!("skipped: no kubectl (set KUBECTL to the path of one)");
-        return;
-    };
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    // kubectl sends no bearer token over plain HTTP, only what the URL holds.
-    let server = format!("http://local:sesame@{}", listener.local_addr().unwrap());
-    tokio::spawn(serve(
-        listener,
-        Arc::new(Store::new()),
-        "sesame".into(),
-        std::future::pending(),
-    ));
-    let kubectl = Kubectl {
-        program,
-        home: tempfile::tempdir().unwrap(),
-        server,
-    };
+    let Some(kubectl) = serve_kubectl().await else { return };
 
     kubectl.works(&["apply", "-f", "-"], NAMESPACE).await;
     let changed = kubectl
@@ -204,4 +216,61 @@ async fn kubectl_works_on_our_kinds_as_on_any_cluster() {
         .await;
     let (good, text) = kubectl.run(&["get", "fxi", "flux"], "").await;
     assert!(!good && text.contains("NotFound"), "{text}");
+}
+
+/// Of each kind that a manifest for a real cluster has beside ours, one.
+const INSTALLER: &str = r#"
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {name: flux-distribute}
+rules: [{apiGroups: [""], resources: [nodes], verbs: [get, list, watch]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: flux-distribute}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: flux-distribute}
+subjects: [{kind: ServiceAccount, name: flux-distribute, namespace: default}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata: {name: flux-distribute, namespace: default}
+rules: [{apiGroups: [""], resources: [secrets], verbs: [get]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: flux-distribute, namespace: default}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: flux-distribute}
+---
+apiVersion: scheduling.k8s.io/v1
+kind: PriorityClass
+metadata: {name: flux-distribute}
+value: 1000
+---
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicy
+metadata: {name: flux-distribute}
+spec:
+  matchConstraints:
+    resourceRules: [{apiGroups: [""], apiVersions: [v1], resources: [nodes], operations: [UPDATE]}]
+  validations: [{expression: "true"}]
+---
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicyBinding
+metadata: {name: flux-distribute}
+spec: {policyName: flux-distribute, validationActions: [Deny]}
+"#;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kubectl_applies_a_manifest_for_a_real_cluster() {
+    let Some(kubectl) = serve_kubectl().await else { return };
+    let made = kubectl.works(&["apply", "-f", "-"], INSTALLER).await;
+    assert_eq!(made.matches(" created").count(), 7, "{made}");
+    let again = kubectl.works(&["apply", "-f", "-"], INSTALLER).await;
+    assert_eq!(again.matches(" unchanged").count(), 7, "{again}");
+    let changed = kubectl
+        .works(&["apply", "-f", "-"], &INSTALLER.replace("1000", "2000"))
+        .await;
+    assert_eq!(changed.matches(" configured").count(), 1, "{changed}");
+    kubectl.works(&["describe", "-f", "-"], INSTALLER).await;
+    kubectl.works(&["delete", "-f", "-", "--timeout=20s"], INSTALLER).await;
 }

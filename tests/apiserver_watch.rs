@@ -18,8 +18,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
+    io::{AsyncRead, AsyncReadExt, AsyncWriteExt},
     time::timeout,
 };
 
@@ -167,11 +166,12 @@ async fn a_watch_that_does_not_read_is_cut_and_slows_nobody() {
         .await
         .unwrap();
     let open = async || {
-        let mut stream = TcpStream::connect(server.address).await.unwrap();
+        let mut stream = server.connect().await;
         let request =
             format!("GET /api/v1/configmaps?watch=true HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n");
         stream.write_all(request.as_bytes()).await.unwrap();
-        stream.readable().await.unwrap();
+        // It has begun.
+        stream.read_u8().await.unwrap();
         stream
     };
     let (slow, mut eager) = (open().await, open().await);
@@ -197,7 +197,7 @@ async fn a_watch_that_does_not_read_is_cut_and_slows_nobody() {
 }
 
 /// Reads on to the first of `words` that comes; the answer is which.
-async fn read_until(stream: &mut TcpStream, words: &[&str]) -> usize {
+async fn read_until(stream: &mut (impl AsyncRead + Unpin), words: &[&str]) -> usize {
     let (mut text, mut chunk) = (String::new(), vec![0; 65536]);
     loop {
         if let Some(found) = words.iter().position(|word| text.contains(word)) {

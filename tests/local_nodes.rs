@@ -13,6 +13,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api, Client, Config,
+    config::{KubeConfigOptions, Kubeconfig},
+};
+
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Two clusters that come up at the same time might choose the same network.
@@ -99,20 +105,15 @@ impl Cluster {
     }
 
     fn node_uid(&self, node: &str) -> String {
-        let kubeconfig: serde_json::Value = serde_norway::from_str(&self.must(&["kubeconfig"])).unwrap();
-        let server = kubeconfig["clusters"][0]["cluster"]["server"]
-            .as_str()
-            .unwrap()
-            .strip_prefix("http://")
-            .unwrap();
-        let token = kubeconfig["users"][0]["user"]["token"].as_str().unwrap();
-        let answer = get(
-            server,
-            &format!("/api/v1/nodes/{node}"),
-            &format!("Authorization: Bearer {token}\r\n"),
-        );
-        let node: serde_json::Value = serde_json::from_str(answer.split("\r\n\r\n").nth(1).unwrap()).unwrap();
-        node["metadata"]["uid"].as_str().unwrap().to_owned()
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let kubeconfig = Kubeconfig::from_yaml(&self.must(&["kubeconfig"])).unwrap();
+        let found = async {
+            let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await;
+            let client = Client::try_from(config.unwrap()).unwrap();
+            Api::<Node>::all(client).get(node).await.unwrap()
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.unwrap().block_on(found).metadata.uid.unwrap()
     }
 
     /// What is left of this cluster anywhere on the machine.
@@ -191,18 +192,6 @@ fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
         assert!(Instant::now() < end, "waited in vain for {what}");
         sleep(Duration::from_millis(20));
     }
-}
-
-fn get(server: &str, path: &str, headers: &str) -> String {
-    let mut stream = std::net::TcpStream::connect(server).unwrap();
-    write!(
-        stream,
-        "GET {path} HTTP/1.1\r\nHost: {server}\r\n{headers}Connection: close\r\n\r\n"
-    )
-    .unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    answer
 }
 
 #[test]

@@ -117,6 +117,10 @@ pub fn create(resource: &Resource, namespace: &str, mut object: Value, strict: b
             let status = established(&object["spec"]);
             put(&mut object, &["status"], status);
         }
+        // `kubectl describe` takes for granted that the server has filled it in.
+        "PriorityClass" if object["preemptionPolicy"].is_null() => {
+            put(&mut object, &["preemptionPolicy"], "PreemptLowerPriority".into());
+        }
         _ => {}
     }
     conform(resource, &name, &mut object, Part::Whole, strict)?;

@@ -9,9 +9,7 @@ use axum::{
     http::{HeaderMap, Method, StatusCode, header, request::Parts},
     middleware::{self, Next},
     response::{IntoResponse, Response},
-    serve::ListenerExt,
 };
-use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokio::net::TcpListener;
@@ -24,6 +22,7 @@ use super::{
     request::{Form, Query, Subresource, Target},
     selector::Filter,
     store::Store,
+    tls::{Identity, TlsListener},
     verbs,
     watch::Watch,
 };
@@ -47,24 +46,20 @@ pub fn router(store: Arc<Store>, token: String) -> Router {
     build(store, &token, CancellationToken::new())
 }
 
-/// Serves the API of `store` on `listener` until `shutdown`; then open watches end.
+/// Serves the API of `store` over TLS on `listener`, as `identity`, until `shutdown`; then open watches end.
 ///
 /// # Errors
 /// Those of the listener.
 pub async fn serve(
     listener: TcpListener,
+    identity: &Identity,
     store: Arc<Store>,
     token: String,
     shutdown: impl Future<Output = ()> + Send + 'static,
 ) -> io::Result<()> {
     let closing = CancellationToken::new();
     let router = build(store, &token, closing.clone());
-    // A watch's line is small and must not wait for the next one.
-    let listener = listener.tap_io(|stream| {
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "can't set TCP_NODELAY");
-        }
-    });
+    let listener = TlsListener::new(listener, identity);
     let begin = closing.clone();
     let server = axum::serve(listener, router).with_graceful_shutdown(async move {
         shutdown.await;
@@ -91,7 +86,7 @@ fn build(store: Arc<Store>, token: &str, closing: CancellationToken) -> Router {
 
 async fn authenticate(State(app): State<App>, request: Request, next: Next) -> Response {
     let open = matches!(request.uri().path(), "/healthz" | "/livez" | "/readyz" | "/version");
-    let known = token_of(request.headers()).is_some_and(|token| app.token == *Sha256::digest(token.as_slice()));
+    let known = token_of(request.headers()).is_some_and(|token| app.token == *Sha256::digest(token));
     if open || known {
         next.run(request).await
     } else {
@@ -99,19 +94,9 @@ async fn authenticate(State(app): State<App>, request: Request, next: Next) -> R
     }
 }
 
-/// The bearer token, or the password of basic authentication: over plain HTTP kubectl sends only what the server's URL in
-/// the kubeconfig holds.
-fn token_of(headers: &HeaderMap) -> Option<Vec<u8>> {
-    let (scheme, rest) = headers.get(header::AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
-    match scheme.to_ascii_lowercase().as_str() {
-        "bearer" => Some(rest.trim().as_bytes().to_vec()),
-        "basic" => {
-            let ByteString(pair) = serde_json::from_value(Value::String(rest.trim().to_owned())).ok()?;
-            let colon = pair.iter().position(|byte| *byte == b':')?;
-            Some(pair[colon + 1..].to_vec())
-        }
-        _ => None,
-    }
+fn token_of(headers: &HeaderMap) -> Option<&str> {
+    let (scheme, token) = headers.get(header::AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())
 }
 
 async fn handle(State(app): State<App>, request: Request) -> Response {

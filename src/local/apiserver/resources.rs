@@ -4,9 +4,12 @@ use std::{borrow::Cow, sync::LazyLock};
 
 use k8s_openapi::{
     api::{
+        admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
         apps::v1::DaemonSet,
         coordination::v1::Lease,
         core::v1::{ConfigMap, Namespace, Node, Pod, Secret, ServiceAccount},
+        rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
+        scheduling::v1::PriorityClass,
     },
     apiextensions_apiserver::pkg::apis::apiextensions::v1::{
         CustomResourceColumnDefinition, CustomResourceDefinition, CustomResourceSubresourceScale,
@@ -234,6 +237,27 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
             guarded: true,
             short: names(&["crd", "crds"]),
             ..builtin::<CustomResourceDefinition>(false)
+        },
+        // The rest of a manifest for a real cluster is only kept: whoever has the token may do everything, and nothing is
+        // scheduled.
+        builtin::<ClusterRole>(false),
+        builtin::<ClusterRoleBinding>(false),
+        builtin::<Role>(true),
+        builtin::<RoleBinding>(true),
+        Resource {
+            generation: true,
+            short: names(&["pc"]),
+            columns: columns(&[("Value", "integer", ".value"), AGE]),
+            ..builtin::<PriorityClass>(false)
+        },
+        Resource {
+            status: true,
+            generation: true,
+            ..builtin::<ValidatingAdmissionPolicy>(false)
+        },
+        Resource {
+            generation: true,
+            ..builtin::<ValidatingAdmissionPolicyBinding>(false)
         },
         custom(&FluxInstance::crd(), |object| {
             let instance: FluxInstance = decode(object)?;

@@ -64,7 +64,7 @@ impl Layout {
     pub(crate) fn executable(&self) -> PathBuf {
         self.image().join("flux-distribute")
     }
-    /// State of a real API server.
+    /// State of the API server.
     pub(crate) fn api(&self) -> PathBuf {
         self.directory.join("api")
     }
@@ -148,8 +148,7 @@ impl Cluster {
         format!("{}n{number}", self.bridge)
     }
     pub(crate) fn server(&self) -> String {
-        let scheme = if self.assets.is_some() { "https" } else { "http" };
-        format!("{scheme}://{}:{}", self.gateway(), self.api_port)
+        format!("https://{}:{}", self.gateway(), self.api_port)
     }
     pub(crate) fn proxy(&self) -> String {
         format!("http://{}:{}", self.gateway(), self.proxy_port)

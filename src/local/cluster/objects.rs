@@ -32,9 +32,7 @@ pub(crate) fn client(layout: &Layout, cluster: &Cluster) -> Result<Client, Local
     let mut config = kube::Config::new(cluster.server().parse().context(failed)?);
     api::NAMESPACE.clone_into(&mut config.default_namespace);
     config.auth_info.token = Some(cluster.token.clone().into());
-    if cluster.assets.is_some() {
-        config.root_cert = Some(super::api::certificates(layout)?);
-    }
+    config.root_cert = Some(super::api::certificates(layout)?);
     Client::try_from(config).context(failed)
 }
 

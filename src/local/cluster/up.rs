@@ -10,6 +10,7 @@ use std::{
 };
 
 use futures::StreamExt;
+use k8s_openapi::ByteString;
 use kube::{
     Api, Client,
     runtime::{WatchStreamExt, watcher},
@@ -261,11 +262,8 @@ async fn start_daemon(layout: &Layout, spec: &str) -> Result<(), LocalError> {
 /// For people in the state directory, for the agents in what their pods are made of.
 fn write_kubeconfig(layout: &Layout, cluster: &Cluster) -> Result<(), LocalError> {
     let failed = || "can't write the kubeconfig".to_owned();
-    let mut server = json!({ "server": cluster.server() });
-    if cluster.assets.is_some() {
-        let certificates = std::fs::read(certificate_file(layout)).context(failed)?;
-        server["certificate-authority-data"] = json!(k8s_openapi::ByteString(certificates));
-    }
+    let trusted = ByteString(std::fs::read(certificate_file(layout)).context(failed)?);
+    let server = json!({ "server": cluster.server(), "certificate-authority-data": trusted });
     let kubeconfig = json!({
         "apiVersion": "v1",
         "kind": "Config",
