@@ -12,13 +12,10 @@ struct Kubectl {
 }
 
 fn find_kubectl() -> Option<PathBuf> {
-    let in_path = std::env::var_os("PATH")
-        .into_iter()
-        .flat_map(|path| std::env::split_paths(&path).collect::<Vec<_>>());
+    let in_path =
+        std::env::var_os("PATH").into_iter().flat_map(|path| std::env::split_paths(&path).collect::<Vec<_>>());
     let candidates = std::env::var_os("KUBECTL").map(PathBuf::from).into_iter();
-    candidates
-        .chain(in_path.map(|directory| directory.join("kubectl")))
-        .find(|program| program.is_file())
+    candidates.chain(in_path.map(|directory| directory.join("kubectl"))).find(|program| program.is_file())
 }
 
 impl Kubectl {
@@ -60,10 +57,7 @@ async fn serve_kubectl() -> Option<Kubectl> {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let identity = Identity::new(address.ip()).unwrap();
-    let kubectl = Kubectl {
-        program,
-        home: tempfile::tempdir().unwrap(),
-    };
+    let kubectl = Kubectl { program, home: tempfile::tempdir().unwrap() };
     let kubeconfig = serde_json::json!({
         "apiVersion": "v1",
         "kind": "Config",
@@ -108,28 +102,16 @@ async fn kubectl_works_on_our_kinds_as_on_any_cluster() {
     let Some(kubectl) = serve_kubectl().await else { return };
 
     kubectl.works(&["apply", "-f", "-"], NAMESPACE).await;
-    let changed = kubectl
-        .works(&["apply", "-f", "-"], &NAMESPACE.replace("image:1", "image:2"))
-        .await;
+    let changed = kubectl.works(&["apply", "-f", "-"], &NAMESPACE.replace("image:1", "image:2")).await;
     assert!(changed.contains("install-flux configured"), "{changed}");
-    let images = [
-        "get",
-        "daemonset",
-        "install-flux",
-        "-o",
-        "jsonpath={.spec.template.spec.containers[*].image}",
-    ];
+    let images = ["get", "daemonset", "install-flux", "-o", "jsonpath={.spec.template.spec.containers[*].image}"];
     assert_eq!(kubectl.works(&images, "").await, "image:2 other:1");
 
     kubectl.works(&["create", "-f", "-"], INSTANCE).await;
-    let (good, text) = kubectl
-        .run(&["apply", "-f", "-"], &INSTANCE.replace("maxSize", "maxSise"))
-        .await;
+    let (good, text) = kubectl.run(&["apply", "-f", "-"], &INSTANCE.replace("maxSize", "maxSise")).await;
     assert!(!good && text.contains("spec.maxSise"), "{text}");
     kubectl.works(&["apply", "-f", "-"], INSTANCE).await;
-    kubectl
-        .works(&["apply", "-f", "-"], &INSTANCE.replace("maxSize: 8", "maxSize: 16"))
-        .await;
+    kubectl.works(&["apply", "-f", "-"], &INSTANCE.replace("maxSize: 8", "maxSize: 16")).await;
     kubectl.works(&["scale", "fxi", "flux", "--replicas=3"], "").await;
     kubectl.works(&["annotate", "fxi", "flux", "note=hello"], "").await;
     kubectl.works(&["label", "fxi", "flux", "tier=test"], "").await;
@@ -144,76 +126,32 @@ async fn kubectl_works_on_our_kinds_as_on_any_cluster() {
     ];
     assert_eq!(kubectl.works(&facts, "").await, "3 16 8052");
 
-    let (good, text) = kubectl
-        .run(
-            &["patch", "fxi", "flux", "--type=merge", "-p", r#"{"spec":{"size":0}}"#],
-            "",
-        )
-        .await;
+    let (good, text) = kubectl.run(&["patch", "fxi", "flux", "--type=merge", "-p", r#"{"spec":{"size":0}}"#], "").await;
     assert!(!good && text.contains("spec.size: 0 should be"), "{text}");
     let status = r#"{"status":{"phase":"Running","observedGeneration":99,"conditions":[{"type":"Ready","status":"True",
         "reason":"AllOnline","message":"","lastTransitionTime":"2026-01-01T00:00:00Z"}]}}"#;
-    kubectl
-        .works(
-            &[
-                "patch",
-                "fxi",
-                "flux",
-                "--subresource=status",
-                "--type=merge",
-                "-p",
-                status,
-            ],
-            "",
-        )
-        .await;
-    kubectl
-        .works(&["wait", "--for=condition=Ready", "fxi/flux", "--timeout=20s"], "")
-        .await;
+    kubectl.works(&["patch", "fxi", "flux", "--subresource=status", "--type=merge", "-p", status], "").await;
+    kubectl.works(&["wait", "--for=condition=Ready", "fxi/flux", "--timeout=20s"], "").await;
     let table = kubectl.works(&["get", "fxi"], "").await;
-    assert!(
-        table.starts_with("NAME") && table.contains("PHASE") && table.contains("Running"),
-        "{table}"
-    );
+    assert!(table.starts_with("NAME") && table.contains("PHASE") && table.contains("Running"), "{table}");
     let described = kubectl.works(&["describe", "fxi", "flux"], "").await;
-    assert!(
-        described.contains("AllOnline") && described.contains("Events:"),
-        "{described}"
-    );
+    assert!(described.contains("AllOnline") && described.contains("Events:"), "{described}");
 
     let node = r#"{"apiVersion":"distribute.flux-framework.org/v1alpha1","kind":"FluxNode","metadata":{"name":"n1"},
         "spec":{"nodeName":"n1","rank":0}}"#;
     kubectl.works(&["create", "-f", "-"], node).await;
     assert!(!kubectl.works(&["get", "fxn"], "").await.contains("PACKAGES"));
-    assert!(
-        kubectl
-            .works(&["get", "fxn", "-o", "wide"], "")
-            .await
-            .contains("PACKAGES")
-    );
-    for kinds in [
-        "nodes,namespaces,configmaps,secrets,events,serviceaccounts,leases,daemonsets",
-        "crd",
-        "all",
-    ] {
+    assert!(kubectl.works(&["get", "fxn", "-o", "wide"], "").await.contains("PACKAGES"));
+    for kinds in ["nodes,namespaces,configmaps,secrets,events,serviceaccounts,leases,daemonsets", "crd", "all"] {
         kubectl.works(&["get", kinds, "--all-namespaces"], "").await;
     }
 
-    kubectl
-        .works(
-            &["wait", "--for=condition=Established", "crd", "--all", "--timeout=20s"],
-            "",
-        )
-        .await;
+    kubectl.works(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=20s"], "").await;
     kubectl.works(&["explain", "fxi.spec.uninstall"], "").await;
     kubectl.works(&["delete", "fxi", "flux", "--timeout=20s"], "").await;
     kubectl.works(&["delete", "fxn", "--all", "--timeout=20s"], "").await;
-    kubectl
-        .works(&["wait", "--for=delete", "fxn", "--all", "--timeout=20s"], "")
-        .await;
-    kubectl
-        .works(&["delete", "namespace", "flux-distribute", "--timeout=20s"], "")
-        .await;
+    kubectl.works(&["wait", "--for=delete", "fxn", "--all", "--timeout=20s"], "").await;
+    kubectl.works(&["delete", "namespace", "flux-distribute", "--timeout=20s"], "").await;
     let (good, text) = kubectl.run(&["get", "fxi", "flux"], "").await;
     assert!(!good && text.contains("NotFound"), "{text}");
 }
@@ -267,9 +205,7 @@ async fn kubectl_applies_a_manifest_for_a_real_cluster() {
     assert_eq!(made.matches(" created").count(), 7, "{made}");
     let again = kubectl.works(&["apply", "-f", "-"], INSTALLER).await;
     assert_eq!(again.matches(" unchanged").count(), 7, "{again}");
-    let changed = kubectl
-        .works(&["apply", "-f", "-"], &INSTALLER.replace("1000", "2000"))
-        .await;
+    let changed = kubectl.works(&["apply", "-f", "-"], &INSTALLER.replace("1000", "2000")).await;
     assert_eq!(changed.matches(" configured").count(), 1, "{changed}");
     kubectl.works(&["describe", "-f", "-"], INSTALLER).await;
     kubectl.works(&["delete", "-f", "-", "--timeout=20s"], INSTALLER).await;

@@ -7,10 +7,10 @@ mod health;
 mod live;
 mod log;
 mod report;
-mod rung;
 mod run;
-mod tell;
+mod rung;
 mod teardown;
+mod tell;
 mod watch;
 
 use std::net::SocketAddr;

@@ -55,7 +55,11 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         phase,
         message,
         facts: known.facts.cloned(),
-        digest: seen.published.filter(|digest| seen.host.environments.iter().any(|r| r == digest)).map(str::to_owned).or_else(newest),
+        digest: seen
+            .published
+            .filter(|digest| seen.host.environments.iter().any(|r| r == digest))
+            .map(str::to_owned)
+            .or_else(newest),
         adopted: broker.map(|broker| Adopted {
             rank: broker.record.rank,
             broker_name: broker.record.broker_name.clone(),
@@ -93,7 +97,9 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
         Step::Preflight => (NodePhase::Preflight, None),
         Step::Install { .. } => (NodePhase::Installing, progress()),
         Step::Stop { reason } => (NodePhase::Starting, words(reason)),
-        Step::Start(_) | Step::Reload(_) | Step::Hold if seen.host.broker.is_some() || matches!(known.step, Step::Start(_)) => {
+        Step::Start(_) | Step::Reload(_) | Step::Hold
+            if seen.host.broker.is_some() || matches!(known.step, Step::Start(_)) =>
+        {
             let was_online = before.phase == NodePhase::Online || before.phase == NodePhase::Offline;
             match (&seen.host.died, known.hint) {
                 (_, Some(hint)) if known.deaths > 1 => (NodePhase::Failed, words(hint)),
@@ -114,5 +120,6 @@ fn restart_pending(seen: &Seen) -> Option<String> {
     let (broker, roster, preflight) = (seen.host.broker.as_ref()?, seen.roster?, seen.preflight?);
     let assignment = agreed(seen.spec?, roster)?;
     let order = launch_order(preflight, roster, &assignment).ok()?;
-    (order.record.launch != broker.record.launch).then(|| "this version starts brokers with another command line".to_owned())
+    (order.record.launch != broker.record.launch)
+        .then(|| "this version starts brokers with another command line".to_owned())
 }

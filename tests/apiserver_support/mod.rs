@@ -58,14 +58,7 @@ pub async fn start_with(store: Store) -> Server {
     let authority = CertificateDer::from_pem_slice(identity.authority().as_bytes()).unwrap();
     let served = store.clone();
     let task = tokio::spawn(async move { serve(listener, &identity, served, TOKEN.into(), shutdown).await });
-    Server {
-        store,
-        address,
-        client: client(address, &authority, TOKEN),
-        authority,
-        stop: Some(stop),
-        task,
-    }
+    Server { store, address, client: client(address, &authority, TOKEN), authority, stop: Some(stop), task }
 }
 
 pub async fn start() -> Server {
@@ -84,33 +77,19 @@ impl Server {
     }
 
     pub async fn create_namespace(&self, name: &str) {
-        let metadata = ObjectMeta {
-            name: Some(name.into()),
-            ..ObjectMeta::default()
-        };
-        let namespace = Namespace {
-            metadata,
-            ..Namespace::default()
-        };
-        Api::all(self.client.clone())
-            .create(&PostParams::default(), &namespace)
-            .await
-            .unwrap();
+        let metadata = ObjectMeta { name: Some(name.into()), ..ObjectMeta::default() };
+        let namespace = Namespace { metadata, ..Namespace::default() };
+        Api::all(self.client.clone()).create(&PostParams::default(), &namespace).await.unwrap();
     }
 
     /// A connection that speaks what is written into it.
     pub async fn connect(&self) -> TlsStream<TcpStream> {
         let mut trusted = RootCertStore::empty();
         trusted.add(self.authority.clone()).unwrap();
-        let config = ClientConfig::builder()
-            .with_root_certificates(trusted)
-            .with_no_client_auth();
+        let config = ClientConfig::builder().with_root_certificates(trusted).with_no_client_auth();
         let stream = TcpStream::connect(self.address).await.unwrap();
         let name = self.address.ip().into();
-        TlsConnector::from(Arc::new(config))
-            .connect(name, stream)
-            .await
-            .unwrap()
+        TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap()
     }
 
     pub async fn raw(&self, method: &str, path: &str, headers: &[(&str, &str)], body: Value) -> Result<Value, Status> {
@@ -118,11 +97,7 @@ impl Server {
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
-        let body = if body.is_null() {
-            Vec::new()
-        } else {
-            body.to_string().into_bytes()
-        };
+        let body = if body.is_null() { Vec::new() } else { body.to_string().into_bytes() };
         match self.client.request::<Value>(request.body(body).unwrap()).await {
             Ok(answer) => Ok(answer),
             Err(kube::Error::Api(status)) => Err(*status),
@@ -133,10 +108,7 @@ impl Server {
 
 pub fn config_map(name: &str, text: &str) -> ConfigMap {
     ConfigMap {
-        metadata: ObjectMeta {
-            name: Some(name.into()),
-            ..ObjectMeta::default()
-        },
+        metadata: ObjectMeta { name: Some(name.into()), ..ObjectMeta::default() },
         data: Some(BTreeMap::from([("text".into(), text.into())])),
         ..ConfigMap::default()
     }

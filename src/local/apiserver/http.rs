@@ -72,26 +72,15 @@ pub async fn serve(
 }
 
 fn build(store: Arc<Store>, token: &str, closing: CancellationToken) -> Router {
-    let app = App {
-        store,
-        token: Sha256::digest(token.as_bytes()).into(),
-        closing,
-    };
+    let app = App { store, token: Sha256::digest(token.as_bytes()).into(), closing };
     // The last layer is the outermost. Faults to be injected go between the two: only requests that were let in meet them.
-    Router::new()
-        .fallback(handle)
-        .layer(middleware::from_fn_with_state(app.clone(), authenticate))
-        .with_state(app)
+    Router::new().fallback(handle).layer(middleware::from_fn_with_state(app.clone(), authenticate)).with_state(app)
 }
 
 async fn authenticate(State(app): State<App>, request: Request, next: Next) -> Response {
     let open = matches!(request.uri().path(), "/healthz" | "/livez" | "/readyz" | "/version");
     let known = token_of(request.headers()).is_some_and(|token| app.token == *Sha256::digest(token));
-    if open || known {
-        next.run(request).await
-    } else {
-        ApiError::Unauthorized.into_response()
-    }
+    if open || known { next.run(request).await } else { ApiError::Unauthorized.into_response() }
 }
 
 fn token_of(headers: &HeaderMap) -> Option<&str> {
@@ -117,9 +106,7 @@ async fn respond(app: App, request: Request) -> Result<Response, ApiError> {
             return Ok(json_response(StatusCode::OK, &answer));
         }
     }
-    let target = Target::parse(path)
-        .filter(|target| app.store.serves(target.resource))
-        .ok_or(ApiError::NoSuchPath)?;
+    let target = Target::parse(path).filter(|target| app.store.serves(target.resource)).ok_or(ApiError::NoSuchPath)?;
     let query = Query::parse(parts.uri.query().unwrap_or_default())?;
     let too_large = |_| ApiError::BadRequest(format!("the body can't be read, or is larger than {MAX_BODY} bytes"));
     let body = to_bytes(body, MAX_BODY).await.map_err(too_large)?;
@@ -128,13 +115,7 @@ async fn respond(app: App, request: Request) -> Result<Response, ApiError> {
 
 fn dispatch(app: App, parts: &Parts, target: Target, query: &Query, body: &Bytes) -> Result<Response, ApiError> {
     let store = &app.store;
-    let text = |name| {
-        parts
-            .headers
-            .get(name)
-            .and_then(|value| value.to_str().ok())
-            .unwrap_or_default()
-    };
+    let text = |name| parts.headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let form = Form::parse(text(header::ACCEPT), query.include);
     let content_type = text(header::CONTENT_TYPE);
     let json_body = || match content_type.split(';').next().unwrap_or_default().trim() {
@@ -171,24 +152,12 @@ fn watch(app: App, target: Target, query: &Query, form: Form) -> Result<Response
     if let Some(name) = &target.name {
         filter = filter.and_name(name);
     }
-    let watch = Watch::new(
-        app.store,
-        (target.resource, target.namespace),
-        filter,
-        form,
-        query,
-        app.closing,
-    )?;
+    let watch = Watch::new(app.store, (target.resource, target.namespace), filter, form, query, app.closing)?;
     Ok(([(header::CONTENT_TYPE, "application/json")], watch.into_body()).into_response())
 }
 
 fn json_response(code: StatusCode, answer: &Value) -> Response {
-    (
-        code,
-        [(header::CONTENT_TYPE, "application/json")],
-        Body::from(answer.to_string()),
-    )
-        .into_response()
+    (code, [(header::CONTENT_TYPE, "application/json")], Body::from(answer.to_string())).into_response()
 }
 
 impl IntoResponse for ApiError {

@@ -53,12 +53,7 @@ impl Identity {
         authority.key_usages = vec![KeyUsagePurpose::KeyCertSign];
         let authority = CertifiedIssuer::self_signed(authority, KeyPair::generate()?)?;
 
-        let names = vec![
-            address.to_string(),
-            "127.0.0.1".into(),
-            "::1".into(),
-            "localhost".into(),
-        ];
+        let names = vec![address.to_string(), "127.0.0.1".into(), "::1".into(), "localhost".into()];
         let mut server = named("flux-distribute local API server", names)?;
         server.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         server.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
@@ -72,10 +67,7 @@ impl Identity {
             .with_no_client_auth()
             .with_single_cert(vec![certificate.into()], key.into())?;
         config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-        Ok(Self {
-            authority: authority.pem(),
-            config: Arc::new(config),
-        })
+        Ok(Self { authority: authority.pem(), config: Arc::new(config) })
     }
 
     /// What a client trusts, as PEM.
@@ -99,11 +91,7 @@ pub struct TlsListener {
 
 impl TlsListener {
     pub fn new(listener: TcpListener, identity: &Identity) -> Self {
-        Self {
-            listener,
-            acceptor: identity.config.clone().into(),
-            handshakes: JoinSet::new(),
-        }
+        Self { listener, acceptor: identity.config.clone().into(), handshakes: JoinSet::new() }
     }
 }
 

@@ -91,10 +91,7 @@ impl ApiServer {
         for definition in [FluxInstance::crd(), FluxNode::crd()] {
             let name = definition.metadata.name.clone().unwrap_or_default();
             let failed = || format!("can't make the definition {name}");
-            definitions
-                .create(&PostParams::default(), &definition)
-                .await
-                .context(failed)?;
+            definitions.create(&PostParams::default(), &definition).await.context(failed)?;
             let served = await_condition(definitions.clone(), &name, conditions::is_crd_established());
             timeout(START_LIMIT, served).await.context(failed)?.context(failed)?;
         }
@@ -116,10 +113,7 @@ pub(crate) fn certificates(layout: &Layout) -> Result<Vec<Vec<u8>>, LocalError> 
     let path = certificate_file(layout);
     let failed = || format!("can't read {}", path.display());
     let certificates = CertificateDer::pem_file_iter(&path).context(failed)?;
-    certificates
-        .map(|found| found.map(|der| der.to_vec()))
-        .collect::<Result<_, _>>()
-        .context(failed)
+    certificates.map(|found| found.map(|der| der.to_vec())).collect::<Result<_, _>>().context(failed)
 }
 
 /// Where that is, as PEM: both servers put it there before they serve.
@@ -165,10 +159,7 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
             format!("--cert-dir={}", files("tls").display()),
             format!("--token-auth-file={}", files("tokens.csv").display()),
             format!("--service-account-key-file={}", files("service-accounts.pub").display()),
-            format!(
-                "--service-account-signing-key-file={}",
-                files("service-accounts.key").display()
-            ),
+            format!("--service-account-signing-key-file={}", files("service-accounts.key").display()),
             "--service-account-issuer=https://flux-distribute.local".to_owned(),
             "--service-cluster-ip-range=10.0.0.0/24".to_owned(),
             "--authorization-mode=RBAC".to_owned(),
@@ -194,10 +185,7 @@ fn start(program: &Path, directory: &Path, arguments: Vec<String>) -> Result<Chi
     let log = File::create(directory.join(format!("{name}.log"))).context(failed)?;
     let mut command = Command::new(program);
     command.args(arguments).current_dir(directory).stdin(Stdio::null());
-    command
-        .stdout(log.try_clone().context(failed)?)
-        .stderr(log)
-        .kill_on_drop(true);
+    command.stdout(log.try_clone().context(failed)?).stderr(log).kill_on_drop(true);
     command.spawn().context(failed)
 }
 
@@ -213,10 +201,7 @@ fn signing_key() -> Result<(String, String), LocalError> {
 
 async fn free_port() -> Result<u16, LocalError> {
     let listener = bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).await?;
-    Ok(listener
-        .local_addr()
-        .context(|| "can't find a free port".to_owned())?
-        .port())
+    Ok(listener.local_addr().context(|| "can't find a free port".to_owned())?.port())
 }
 
 /// What a log says at its end, for an error message.

@@ -194,9 +194,7 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, L
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error).context(|| format!("can't read {}", path.display())),
     };
-    serde_json::from_slice(&text)
-        .map(Some)
-        .context(|| format!("{} is damaged", path.display()))
+    serde_json::from_slice(&text).map(Some).context(|| format!("{} is damaged", path.display()))
 }
 
 /// Copies an executable; a hard link would change under us when it is rebuilt in place.
