@@ -120,10 +120,14 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
             command.run().map_err(|error| Failure { code: error.exit_code().into(), ..Failure::new(&error) })?;
             Ok(ExitCode::SUCCESS)
         }
-        Command::Status(arguments) => block_on(async { agent::status(arguments).await.map_err(|error| Failure::new(&error)) }),
+        Command::Status(arguments) => {
+            block_on(async { agent::status(arguments).await.map_err(|error| Failure::new(&error)) })
+        }
         Command::Connect { command } => agent::connect(&command).map_err(|error| Failure::new(&error)),
         Command::Shell { command } => agent::shell(&command).map_err(|error| Failure::new(&error)),
-        Command::Agent(arguments) => block_on(async { agent::run(arguments).await.map_err(|error| Failure::new(&error)) }),
+        Command::Agent(arguments) => {
+            block_on(async { agent::run(arguments).await.map_err(|error| Failure::new(&error)) })
+        }
         Command::Preflight(arguments) => rung(Rung::Preflight, arguments),
         Command::Claim(arguments) => rung(Rung::Claim, arguments),
         Command::Install(arguments) => rung(Rung::Install, arguments),
@@ -143,12 +147,14 @@ fn rung(rung: Rung, arguments: agent::AgentArguments) -> Result<ExitCode, Failur
 
 /// Two workers suffice for an agent; one per core would cost 2 MiB of stack each on a node with 200 of them.
 fn block_on(future: impl Future<Output = Result<ExitCode, Failure>>) -> Result<ExitCode, Failure> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).max_blocking_threads(16).enable_all().build();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).max_blocking_threads(16).enable_all().build();
     runtime.map_err(|error| Failure::new(&error))?.block_on(future)
 }
 
 fn init_tracing() {
-    let filter = EnvFilter::try_from_env("FLUX_DISTRIBUTE_LOG").unwrap_or_else(|_| EnvFilter::new("flux_distribute=info,warn"));
+    let filter =
+        EnvFilter::try_from_env("FLUX_DISTRIBUTE_LOG").unwrap_or_else(|_| EnvFilter::new("flux_distribute=info,warn"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     if std::env::var("FLUX_DISTRIBUTE_LOG_FORMAT").is_ok_and(|format| format == "json") {
         log.json().init();
@@ -168,7 +174,8 @@ pub fn crds() -> Result<String, serde_norway::Error> {
 }
 
 fn validate(file: &std::path::Path) -> Result<ExitCode, Failure> {
-    let text = std::fs::read_to_string(file).map_err(|error| Failure::bad_input(format!("{}: {error}", file.display())))?;
+    let text =
+        std::fs::read_to_string(file).map_err(|error| Failure::bad_input(format!("{}: {error}", file.display())))?;
     let wrong = |reason: String| Failure::bad_input(format!("{}: {reason}", file.display()));
     let value: serde_norway::Value = serde_norway::from_str(&text).map_err(|error| wrong(error.to_string()))?;
     let spec = value.get("spec").filter(|_| value.get("kind").is_some()).cloned().unwrap_or(value);

@@ -22,40 +22,22 @@ use apiserver_support::*;
 async fn spec_and_status_are_written_apart_and_only_the_spec_counts_as_a_generation() {
     let server = start().await;
     let instances: Api<FluxInstance> = server.api();
-    let mut wanted = FluxInstance::new(
-        INSTANCE,
-        FluxInstanceSpec {
-            max_size: Some(8),
-            ..FluxInstanceSpec::default()
-        },
-    );
-    wanted.status = Some(flux_distribute::api::FluxInstanceStatus {
-        online: 7,
-        ..Default::default()
-    });
+    let mut wanted = FluxInstance::new(INSTANCE, FluxInstanceSpec { max_size: Some(8), ..FluxInstanceSpec::default() });
+    wanted.status = Some(flux_distribute::api::FluxInstanceStatus { online: 7, ..Default::default() });
     let made = instances.create(&PostParams::default(), &wanted).await.unwrap();
     assert_eq!((made.metadata.generation, made.status), (Some(1), None));
 
     let status = Patch::Merge(json!({ "spec": { "maxSize": 9 }, "status": { "online": 3 } }));
-    let told = instances
-        .patch_status(INSTANCE, &PatchParams::default(), &status)
-        .await
-        .unwrap();
+    let told = instances.patch_status(INSTANCE, &PatchParams::default(), &status).await.unwrap();
     assert_eq!((told.metadata.generation, told.spec.max_size), (Some(1), Some(8)));
     assert_eq!(told.status.as_ref().map(|status| status.online), Some(3));
 
-    let changed = instances
-        .patch(INSTANCE, &PatchParams::default(), &status)
-        .await
-        .unwrap();
+    let changed = instances.patch(INSTANCE, &PatchParams::default(), &status).await.unwrap();
     assert_eq!((changed.metadata.generation, changed.spec.max_size), (Some(2), Some(9)));
     assert_eq!(changed.status.map(|status| status.online), Some(3));
 
     let label = Patch::Merge(json!({ "metadata": { "labels": { "a": "b" } } }));
-    let labelled = instances
-        .patch(INSTANCE, &PatchParams::default(), &label)
-        .await
-        .unwrap();
+    let labelled = instances.patch(INSTANCE, &PatchParams::default(), &label).await.unwrap();
     assert_eq!(labelled.metadata.generation, Some(2));
 }
 
@@ -69,10 +51,7 @@ async fn a_spec_that_breaks_the_schema_is_refused_with_the_field_that_does() {
         (json!({ "size": 0 }), "spec.size"),
         (json!({ "maxSize": 20_000 }), "spec.maxSize"),
         (json!({ "broker": { "port": "8050" } }), "spec.broker.port"),
-        (
-            json!({ "uninstall": { "runningJobs": "Kill" } }),
-            "spec.uninstall.runningJobs",
-        ),
+        (json!({ "uninstall": { "runningJobs": "Kill" } }), "spec.uninstall.runningJobs"),
     ] {
         let mut object = kind.clone();
         object["metadata"] = json!({ "name": "flux" });
@@ -87,15 +66,8 @@ async fn a_spec_that_breaks_the_schema_is_refused_with_the_field_that_does() {
     object["spec"] = json!({ "sise": 3 });
     let strict = format!("{path}?fieldValidation=Strict");
     let json_body = [("content-type", "application/json")];
-    let status = server
-        .raw("POST", &strict, &json_body, object.clone())
-        .await
-        .unwrap_err();
-    assert!(
-        status.code == 400 && status.message.contains("spec.sise"),
-        "{}",
-        status.message
-    );
+    let status = server.raw("POST", &strict, &json_body, object.clone()).await.unwrap_err();
+    assert!(status.code == 400 && status.message.contains("spec.sise"), "{}", status.message);
     let pruned = server.raw("POST", &path, &json_body, object).await.unwrap();
     assert_eq!(pruned["spec"].get("sise"), None);
     assert_eq!(instances.list(&ListParams::default()).await.unwrap().items.len(), 1);
@@ -108,34 +80,19 @@ async fn scale_reads_and_writes_the_size() {
     let instance = FluxInstance::new(INSTANCE, FluxInstanceSpec::default());
     instances.create(&PostParams::default(), &instance).await.unwrap();
     let four = Patch::Merge(json!({ "spec": { "replicas": 4 } }));
-    let scale = instances
-        .patch_scale(INSTANCE, &PatchParams::default(), &four)
-        .await
-        .unwrap();
+    let scale = instances.patch_scale(INSTANCE, &PatchParams::default(), &four).await.unwrap();
     assert_eq!(scale.spec.unwrap().replicas, Some(4));
     let status = Patch::Merge(json!({ "status": { "size": 3 } }));
-    instances
-        .patch_status(INSTANCE, &PatchParams::default(), &status)
-        .await
-        .unwrap();
+    instances.patch_status(INSTANCE, &PatchParams::default(), &status).await.unwrap();
     let mut scale = instances.get_scale(INSTANCE).await.unwrap();
     assert_eq!(scale.status.as_ref().map(|status| status.replicas), Some(3));
 
     scale.spec.as_mut().unwrap().replicas = Some(5);
-    instances
-        .replace_scale(INSTANCE, &PostParams::default(), &scale)
-        .await
-        .unwrap();
+    instances.replace_scale(INSTANCE, &PostParams::default(), &scale).await.unwrap();
     assert_eq!(instances.get(INSTANCE).await.unwrap().spec.size, Some(5));
-    assert_eq!(
-        code(instances.replace_scale(INSTANCE, &PostParams::default(), &scale).await),
-        refused(409, "Conflict")
-    );
+    assert_eq!(code(instances.replace_scale(INSTANCE, &PostParams::default(), &scale).await), refused(409, "Conflict"));
     let none = Patch::Merge(json!({ "spec": { "replicas": 0 } }));
-    assert_eq!(
-        code(instances.patch_scale(INSTANCE, &PatchParams::default(), &none).await),
-        refused(422, "Invalid")
-    );
+    assert_eq!(code(instances.patch_scale(INSTANCE, &PatchParams::default(), &none).await), refused(422, "Invalid"));
 }
 
 #[tokio::test]
@@ -167,16 +124,11 @@ async fn a_namespace_goes_after_what_is_in_it_and_says_so_first() {
         maps.create(&PostParams::default(), &map).await.unwrap();
     }
     let before = server.store.snapshot().unwrap();
-    let before = serde_json::from_slice::<Value>(&before).unwrap()["revision"]
-        .as_u64()
-        .unwrap();
+    let before = serde_json::from_slice::<Value>(&before).unwrap()["revision"].as_u64().unwrap();
     namespaces.delete(NAMESPACE, &DeleteParams::default()).await.unwrap();
 
     let namespace = namespaces.get(NAMESPACE).await.unwrap();
-    assert_eq!(
-        namespace.status.and_then(|status| status.phase).as_deref(),
-        Some("Terminating")
-    );
+    assert_eq!(namespace.status.and_then(|status| status.phase).as_deref(), Some("Terminating"));
     let late = maps.create(&PostParams::default(), &config_map("late", "1")).await;
     assert_eq!(code(late), refused(403, "Forbidden"));
     let release = Patch::Merge(json!({ "metadata": { "finalizers": [] } }));
@@ -188,13 +140,7 @@ async fn a_namespace_goes_after_what_is_in_it_and_says_so_first() {
         .events_after(before, 100)
         .unwrap()
         .iter()
-        .map(|event| {
-            format!(
-                "{:?} {}",
-                event.change,
-                event.object["metadata"]["name"].as_str().unwrap()
-            )
-        })
+        .map(|event| format!("{:?} {}", event.change, event.object["metadata"]["name"].as_str().unwrap()))
         .collect();
     let ns = NAMESPACE;
     let want = [
@@ -211,24 +157,16 @@ async fn a_namespace_goes_after_what_is_in_it_and_says_so_first() {
 async fn a_namespace_keeps_its_content_while_a_finalizer_stands_for_its_pods() {
     let server = start().await;
     let maps: Api<ConfigMap> = server.api();
-    maps.create(&PostParams::default(), &config_map("a", "1"))
-        .await
-        .unwrap();
+    maps.create(&PostParams::default(), &config_map("a", "1")).await.unwrap();
     let path = format!("/api/v1/namespaces/{NAMESPACE}");
     let json_body = [("content-type", "application/json")];
     let mut namespace = server.raw("GET", &path, &[], Value::Null).await.unwrap();
     namespace["spec"]["finalizers"] = json!(["kubernetes", "example.org/pods"]);
-    server
-        .raw("PUT", &format!("{path}/finalize"), &json_body, namespace)
-        .await
-        .unwrap();
+    server.raw("PUT", &format!("{path}/finalize"), &json_body, namespace).await.unwrap();
     let mut namespace = server.raw("DELETE", &path, &[], Value::Null).await.unwrap();
     assert!(maps.get("a").await.is_ok());
     namespace["spec"]["finalizers"] = json!(["kubernetes"]);
-    server
-        .raw("PUT", &format!("{path}/finalize"), &json_body, namespace)
-        .await
-        .unwrap();
+    server.raw("PUT", &format!("{path}/finalize"), &json_body, namespace).await.unwrap();
     assert_eq!(server.raw("GET", &path, &[], Value::Null).await.unwrap_err().code, 404);
 }
 
@@ -237,35 +175,18 @@ async fn our_kinds_go_with_their_definition_and_come_back_with_it() {
     let server = start().await;
     let nodes: Api<FluxNode> = server.api();
     let definitions: Api<CustomResourceDefinition> = Api::all(server.client.clone());
-    let spec = FluxNodeSpec {
-        node_name: "n1".into(),
-        ..FluxNodeSpec::default()
-    };
-    nodes
-        .create(&PostParams::default(), &FluxNode::new("n1", spec))
-        .await
-        .unwrap();
+    let spec = FluxNodeSpec { node_name: "n1".into(), ..FluxNodeSpec::default() };
+    nodes.create(&PostParams::default(), &FluxNode::new("n1", spec)).await.unwrap();
     let name = "fluxnodes.distribute.flux-framework.org";
     let mut definition = definitions.get(name).await.unwrap();
     definitions.delete(name, &DeleteParams::default()).await.unwrap();
     // Without a Status: that nobody knows the path is no evidence about any object.
-    let Err(kube::Error::Api(status)) = nodes.get("n1").await else {
-        panic!("the kind is still served")
-    };
+    let Err(kube::Error::Api(status)) = nodes.get("n1").await else { panic!("the kind is still served") };
     assert_eq!((status.code, status.reason.as_str() == "NotFound"), (404, false));
 
-    definition.metadata = ObjectMeta {
-        name: Some(name.into()),
-        ..ObjectMeta::default()
-    };
+    definition.metadata = ObjectMeta { name: Some(name.into()), ..ObjectMeta::default() };
     definitions.create(&PostParams::default(), &definition).await.unwrap();
-    timeout(
-        LONG,
-        await_condition(definitions, name, conditions::is_crd_established()),
-    )
-    .await
-    .unwrap()
-    .unwrap();
+    timeout(LONG, await_condition(definitions, name, conditions::is_crd_established())).await.unwrap().unwrap();
     assert_eq!(nodes.list(&ListParams::default()).await.unwrap().items.len(), 0);
 }
 
@@ -280,16 +201,10 @@ async fn both_kinds_of_event_are_the_same_events() {
         "type": "Normal", "reportingController": "planner", "reportingInstance": "n1",
         "regarding": { "kind": "FluxInstance", "name": "flux", "namespace": NAMESPACE },
     });
-    let made = server
-        .raw("POST", &path("apis/events.k8s.io/v1"), &json_body, event)
-        .await
-        .unwrap();
+    let made = server.raw("POST", &path("apis/events.k8s.io/v1"), &json_body, event).await.unwrap();
     assert_eq!(made["note"], "rank 3 has joined");
     let query = "?fieldSelector=involvedObject.name%3Dflux";
-    let list = server
-        .raw("GET", &(path("api/v1") + query), &[], Value::Null)
-        .await
-        .unwrap();
+    let list = server.raw("GET", &(path("api/v1") + query), &[], Value::Null).await.unwrap();
     assert_eq!(list["items"][0]["message"], "rank 3 has joined");
     assert_eq!(list["items"][0]["apiVersion"], "v1");
 }

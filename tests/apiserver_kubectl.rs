@@ -3,33 +3,29 @@
 
 use std::{path::PathBuf, process::Stdio, sync::Arc};
 
-use flux_distribute::local::apiserver::{Store, serve};
+use flux_distribute::local::apiserver::{Identity, Store, serve};
 use tokio::{io::AsyncWriteExt, net::TcpListener, process::Command};
 
 struct Kubectl {
     program: PathBuf,
     home: tempfile::TempDir,
-    server: String,
 }
 
 fn find_kubectl() -> Option<PathBuf> {
-    let in_path = std::env::var_os("PATH")
-        .into_iter()
-        .flat_map(|path| std::env::split_paths(&path).collect::<Vec<_>>());
+    let in_path =
+        std::env::var_os("PATH").into_iter().flat_map(|path| std::env::split_paths(&path).collect::<Vec<_>>());
     let candidates = std::env::var_os("KUBECTL").map(PathBuf::from).into_iter();
-    candidates
-        .chain(in_path.map(|directory| directory.join("kubectl")))
-        .find(|program| program.is_file())
+    candidates.chain(in_path.map(|directory| directory.join("kubectl"))).find(|program| program.is_file())
 }
 
 impl Kubectl {
     /// Runs kubectl and returns whether it was content, and all that it said.
     async fn run(&self, arguments: &[&str], input: &str) -> (bool, String) {
         let mut child = Command::new(&self.program)
-            .args(["--server", &self.server, "--namespace", "flux-distribute"])
             .args(arguments)
             .env_clear()
             .env("HOME", self.home.path())
+            .env("KUBECONFIG", self.home.path().join("kubeconfig"))
             .env("PATH", "/usr/bin:/bin")
             .env("KUBE_EDITOR", "sed -i s/8051/8052/")
             .stdin(Stdio::piped())
@@ -50,6 +46,33 @@ impl Kubectl {
         assert!(good, "kubectl {arguments:?}: {text}");
         text
     }
+}
+
+/// A server, and kubectl with a kubeconfig for it; None where there is no kubectl.
+async fn serve_kubectl() -> Option<Kubectl> {
+    let Some(program) = find_kubectl() else {
+        eprintln!("skipped: no kubectl (set KUBECTL to the path of one)");
+        return None;
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let identity = Identity::new(address.ip()).unwrap();
+    let kubectl = Kubectl { program, home: tempfile::tempdir().unwrap() };
+    let kubeconfig = serde_json::json!({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{ "name": "local", "cluster": {
+            "server": format!("https://{address}"),
+            "certificate-authority-data": k8s_openapi::ByteString(identity.authority().into()),
+        }}],
+        "users": [{ "name": "local", "user": { "token": "sesame" } }],
+        "contexts": [{ "name": "local", "context": { "cluster": "local", "user": "local", "namespace": "flux-distribute" } }],
+        "current-context": "local",
+    });
+    std::fs::write(kubectl.home.path().join("kubeconfig"), kubeconfig.to_string()).unwrap();
+    let store = Arc::new(Store::new());
+    tokio::spawn(async move { serve(listener, &identity, store, "sesame".into(), std::future::pending()).await });
+    Some(kubectl)
 }
 
 const NAMESPACE: &str = r#"
@@ -76,48 +99,19 @@ spec: {maxSize: 8, broker: {port: 8051}}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kubectl_works_on_our_kinds_as_on_any_cluster() {
-    let Some(program) = find_kubectl() else {
-        eprintln!("skipped: no kubectl (set KUBECTL to the path of one)");
-        return;
-    };
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    // kubectl sends no bearer token over plain HTTP, only what the URL holds.
-    let server = format!("http://local:sesame@{}", listener.local_addr().unwrap());
-    tokio::spawn(serve(
-        listener,
-        Arc::new(Store::new()),
-        "sesame".into(),
-        std::future::pending(),
-    ));
-    let kubectl = Kubectl {
-        program,
-        home: tempfile::tempdir().unwrap(),
-        server,
-    };
+    let Some(kubectl) = serve_kubectl().await else { return };
 
     kubectl.works(&["apply", "-f", "-"], NAMESPACE).await;
-    let changed = kubectl
-        .works(&["apply", "-f", "-"], &NAMESPACE.replace("image:1", "image:2"))
-        .await;
+    let changed = kubectl.works(&["apply", "-f", "-"], &NAMESPACE.replace("image:1", "image:2")).await;
     assert!(changed.contains("install-flux configured"), "{changed}");
-    let images = [
-        "get",
-        "daemonset",
-        "install-flux",
-        "-o",
-        "jsonpath={.spec.template.spec.containers[*].image}",
-    ];
+    let images = ["get", "daemonset", "install-flux", "-o", "jsonpath={.spec.template.spec.containers[*].image}"];
     assert_eq!(kubectl.works(&images, "").await, "image:2 other:1");
 
     kubectl.works(&["create", "-f", "-"], INSTANCE).await;
-    let (good, text) = kubectl
-        .run(&["apply", "-f", "-"], &INSTANCE.replace("maxSize", "maxSise"))
-        .await;
+    let (good, text) = kubectl.run(&["apply", "-f", "-"], &INSTANCE.replace("maxSize", "maxSise")).await;
     assert!(!good && text.contains("spec.maxSise"), "{text}");
     kubectl.works(&["apply", "-f", "-"], INSTANCE).await;
-    kubectl
-        .works(&["apply", "-f", "-"], &INSTANCE.replace("maxSize: 8", "maxSize: 16"))
-        .await;
+    kubectl.works(&["apply", "-f", "-"], &INSTANCE.replace("maxSize: 8", "maxSize: 16")).await;
     kubectl.works(&["scale", "fxi", "flux", "--replicas=3"], "").await;
     kubectl.works(&["annotate", "fxi", "flux", "note=hello"], "").await;
     kubectl.works(&["label", "fxi", "flux", "tier=test"], "").await;
@@ -132,76 +126,87 @@ async fn kubectl_works_on_our_kinds_as_on_any_cluster() {
     ];
     assert_eq!(kubectl.works(&facts, "").await, "3 16 8052");
 
-    let (good, text) = kubectl
-        .run(
-            &["patch", "fxi", "flux", "--type=merge", "-p", r#"{"spec":{"size":0}}"#],
-            "",
-        )
-        .await;
+    let (good, text) = kubectl.run(&["patch", "fxi", "flux", "--type=merge", "-p", r#"{"spec":{"size":0}}"#], "").await;
     assert!(!good && text.contains("spec.size: 0 should be"), "{text}");
     let status = r#"{"status":{"phase":"Running","observedGeneration":99,"conditions":[{"type":"Ready","status":"True",
         "reason":"AllOnline","message":"","lastTransitionTime":"2026-01-01T00:00:00Z"}]}}"#;
-    kubectl
-        .works(
-            &[
-                "patch",
-                "fxi",
-                "flux",
-                "--subresource=status",
-                "--type=merge",
-                "-p",
-                status,
-            ],
-            "",
-        )
-        .await;
-    kubectl
-        .works(&["wait", "--for=condition=Ready", "fxi/flux", "--timeout=20s"], "")
-        .await;
+    kubectl.works(&["patch", "fxi", "flux", "--subresource=status", "--type=merge", "-p", status], "").await;
+    kubectl.works(&["wait", "--for=condition=Ready", "fxi/flux", "--timeout=20s"], "").await;
     let table = kubectl.works(&["get", "fxi"], "").await;
-    assert!(
-        table.starts_with("NAME") && table.contains("PHASE") && table.contains("Running"),
-        "{table}"
-    );
+    assert!(table.starts_with("NAME") && table.contains("PHASE") && table.contains("Running"), "{table}");
     let described = kubectl.works(&["describe", "fxi", "flux"], "").await;
-    assert!(
-        described.contains("AllOnline") && described.contains("Events:"),
-        "{described}"
-    );
+    assert!(described.contains("AllOnline") && described.contains("Events:"), "{described}");
 
     let node = r#"{"apiVersion":"distribute.flux-framework.org/v1alpha1","kind":"FluxNode","metadata":{"name":"n1"},
         "spec":{"nodeName":"n1","rank":0}}"#;
     kubectl.works(&["create", "-f", "-"], node).await;
     assert!(!kubectl.works(&["get", "fxn"], "").await.contains("PACKAGES"));
-    assert!(
-        kubectl
-            .works(&["get", "fxn", "-o", "wide"], "")
-            .await
-            .contains("PACKAGES")
-    );
-    for kinds in [
-        "nodes,namespaces,configmaps,secrets,events,serviceaccounts,leases,daemonsets",
-        "crd",
-        "all",
-    ] {
+    assert!(kubectl.works(&["get", "fxn", "-o", "wide"], "").await.contains("PACKAGES"));
+    for kinds in ["nodes,namespaces,configmaps,secrets,events,serviceaccounts,leases,daemonsets", "crd", "all"] {
         kubectl.works(&["get", kinds, "--all-namespaces"], "").await;
     }
 
-    kubectl
-        .works(
-            &["wait", "--for=condition=Established", "crd", "--all", "--timeout=20s"],
-            "",
-        )
-        .await;
+    kubectl.works(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=20s"], "").await;
     kubectl.works(&["explain", "fxi.spec.uninstall"], "").await;
     kubectl.works(&["delete", "fxi", "flux", "--timeout=20s"], "").await;
     kubectl.works(&["delete", "fxn", "--all", "--timeout=20s"], "").await;
-    kubectl
-        .works(&["wait", "--for=delete", "fxn", "--all", "--timeout=20s"], "")
-        .await;
-    kubectl
-        .works(&["delete", "namespace", "flux-distribute", "--timeout=20s"], "")
-        .await;
+    kubectl.works(&["wait", "--for=delete", "fxn", "--all", "--timeout=20s"], "").await;
+    kubectl.works(&["delete", "namespace", "flux-distribute", "--timeout=20s"], "").await;
     let (good, text) = kubectl.run(&["get", "fxi", "flux"], "").await;
     assert!(!good && text.contains("NotFound"), "{text}");
+}
+
+/// Of each kind that a manifest for a real cluster has beside ours, one.
+const INSTALLER: &str = r#"
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {name: flux-distribute}
+rules: [{apiGroups: [""], resources: [nodes], verbs: [get, list, watch]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: flux-distribute}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: flux-distribute}
+subjects: [{kind: ServiceAccount, name: flux-distribute, namespace: default}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata: {name: flux-distribute, namespace: default}
+rules: [{apiGroups: [""], resources: [secrets], verbs: [get]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: flux-distribute, namespace: default}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: flux-distribute}
+---
+apiVersion: scheduling.k8s.io/v1
+kind: PriorityClass
+metadata: {name: flux-distribute}
+value: 1000
+---
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicy
+metadata: {name: flux-distribute}
+spec:
+  matchConstraints:
+    resourceRules: [{apiGroups: [""], apiVersions: [v1], resources: [nodes], operations: [UPDATE]}]
+  validations: [{expression: "true"}]
+---
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicyBinding
+metadata: {name: flux-distribute}
+spec: {policyName: flux-distribute, validationActions: [Deny]}
+"#;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kubectl_applies_a_manifest_for_a_real_cluster() {
+    let Some(kubectl) = serve_kubectl().await else { return };
+    let made = kubectl.works(&["apply", "-f", "-"], INSTALLER).await;
+    assert_eq!(made.matches(" created").count(), 7, "{made}");
+    let again = kubectl.works(&["apply", "-f", "-"], INSTALLER).await;
+    assert_eq!(again.matches(" unchanged").count(), 7, "{again}");
+    let changed = kubectl.works(&["apply", "-f", "-"], &INSTALLER.replace("1000", "2000")).await;
+    assert_eq!(changed.matches(" configured").count(), 1, "{changed}");
+    kubectl.works(&["describe", "-f", "-"], INSTALLER).await;
+    kubectl.works(&["delete", "-f", "-", "--timeout=20s"], INSTALLER).await;
 }

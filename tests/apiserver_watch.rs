@@ -18,8 +18,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
+    io::{AsyncRead, AsyncReadExt, AsyncWriteExt},
     time::timeout,
 };
 
@@ -38,20 +37,13 @@ async fn selectors_choose_in_lists_watches_and_collection_deletes() {
         let maps = maps.clone();
         async move {
             let list = maps.list(&params).await.unwrap();
-            list.items
-                .into_iter()
-                .filter_map(|map| map.metadata.name)
-                .collect::<Vec<_>>()
-                .join(" ")
+            list.items.into_iter().filter_map(|map| map.metadata.name).collect::<Vec<_>>().join(" ")
         }
     };
     assert_eq!(names(ListParams::default().labels("zone in (x,z)")).await, "a c");
     assert_eq!(names(ListParams::default().labels("zone,zone!=x")).await, "b c");
     assert_eq!(names(ListParams::default().fields("metadata.name=b")).await, "b");
-    assert_eq!(
-        code(maps.list(&ListParams::default().fields("data.text=1")).await),
-        refused(400, "BadRequest")
-    );
+    assert_eq!(code(maps.list(&ListParams::default().fields("data.text=1")).await), refused(400, "BadRequest"));
 
     let watch = maps.watch(&WatchParams::default().labels("zone=x"), "0").await.unwrap();
     let mut watch = watch.boxed();
@@ -78,9 +70,7 @@ async fn selectors_choose_in_lists_watches_and_collection_deletes() {
     assert_eq!(next(&mut watch).await, "added b");
     assert_eq!(next(&mut watch).await, "deleted a");
 
-    maps.delete_collection(&DeleteParams::default(), &ListParams::default().labels("zone!=x"))
-        .await
-        .unwrap();
+    maps.delete_collection(&DeleteParams::default(), &ListParams::default().labels("zone!=x")).await.unwrap();
     assert_eq!(names(ListParams::default()).await, "b");
 }
 
@@ -90,9 +80,7 @@ async fn every_one_of_many_watches_sees_every_change_in_order() {
     const CHANGES: usize = 50;
     let server = start().await;
     let maps: Api<ConfigMap> = server.api();
-    maps.create(&PostParams::default(), &config_map("a", "0"))
-        .await
-        .unwrap();
+    maps.create(&PostParams::default(), &config_map("a", "0")).await.unwrap();
     let watches = (0..WATCHES).map(|_| {
         let maps = maps.clone();
         async move {
@@ -122,10 +110,7 @@ async fn every_one_of_many_watches_sees_every_change_in_order() {
 async fn a_watch_from_a_forgotten_version_is_told_to_list_again() {
     let server = start().await;
     let maps: Api<ConfigMap> = server.api();
-    let made = maps
-        .create(&PostParams::default(), &config_map("a", "1"))
-        .await
-        .unwrap();
+    let made = maps.create(&PostParams::default(), &config_map("a", "1")).await.unwrap();
     let version = made.metadata.resource_version.unwrap();
     let errors = async |version: &str| {
         let mut watch = maps.watch(&WatchParams::default(), version).await.unwrap().boxed();
@@ -151,10 +136,7 @@ async fn fill_the_log(server: &Server) {
             new["data"]["text"] = text.into();
             Ok(new)
         };
-        server
-            .store
-            .update(maps, (NAMESPACE, "a"), Part::Whole, Mode::default(), change)
-            .unwrap();
+        server.store.update(maps, (NAMESPACE, "a"), Part::Whole, Mode::default(), change).unwrap();
         tokio::task::yield_now().await;
     }
 }
@@ -163,26 +145,21 @@ async fn fill_the_log(server: &Server) {
 async fn a_watch_that_does_not_read_is_cut_and_slows_nobody() {
     let server = start().await;
     let maps: Api<ConfigMap> = server.api();
-    maps.create(&PostParams::default(), &config_map("a", "1"))
-        .await
-        .unwrap();
+    maps.create(&PostParams::default(), &config_map("a", "1")).await.unwrap();
     let open = async || {
-        let mut stream = TcpStream::connect(server.address).await.unwrap();
+        let mut stream = server.connect().await;
         let request =
             format!("GET /api/v1/configmaps?watch=true HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n");
         stream.write_all(request.as_bytes()).await.unwrap();
-        stream.readable().await.unwrap();
+        // It has begun.
+        stream.read_u8().await.unwrap();
         stream
     };
     let (slow, mut eager) = (open().await, open().await);
     let eager = async move {
         let last = format!("\"{LOG_LENGTH} x");
         for _ in 0..3 {
-            assert_eq!(
-                read_until(&mut eager, &[&last, "\"Expired\""]).await,
-                0,
-                "a watch that reads was cut"
-            );
+            assert_eq!(read_until(&mut eager, &[&last, "\"Expired\""]).await, 0, "a watch that reads was cut");
         }
     };
     // Three times what is remembered, and more than the socket of the one that does not read can hold.
@@ -197,7 +174,7 @@ async fn a_watch_that_does_not_read_is_cut_and_slows_nobody() {
 }
 
 /// Reads on to the first of `words` that comes; the answer is which.
-async fn read_until(stream: &mut TcpStream, words: &[&str]) -> usize {
+async fn read_until(stream: &mut (impl AsyncRead + Unpin), words: &[&str]) -> usize {
     let (mut text, mut chunk) = (String::new(), vec![0; 65536]);
     loop {
         if let Some(found) = words.iter().position(|word| text.contains(word)) {
@@ -214,33 +191,18 @@ async fn read_until(stream: &mut TcpStream, words: &[&str]) -> usize {
 #[tokio::test]
 async fn a_restored_cluster_has_its_objects_and_no_old_version_means_something_new() {
     let server = start().await;
-    let made = server
-        .api::<ConfigMap>()
-        .create(&PostParams::default(), &config_map("a", "1"))
-        .await
-        .unwrap();
+    let made = server.api::<ConfigMap>().create(&PostParams::default(), &config_map("a", "1")).await.unwrap();
     let snapshot = server.store.snapshot().unwrap();
-    let later = server
-        .api::<ConfigMap>()
-        .create(&PostParams::default(), &config_map("b", "1"))
-        .await
-        .unwrap();
+    let later = server.api::<ConfigMap>().create(&PostParams::default(), &config_map("b", "1")).await.unwrap();
 
     let restored = start_with(Store::restore(&snapshot).unwrap()).await;
     let maps = restored.api::<ConfigMap>();
     assert_eq!(maps.get("a").await.unwrap(), made);
     assert_eq!(code(maps.get("b").await), refused(404, "NotFound"));
     let version = |map: &ConfigMap| map.metadata.resource_version.as_ref().unwrap().parse::<u64>().unwrap();
-    let new = maps
-        .create(&PostParams::default(), &config_map("c", "1"))
-        .await
-        .unwrap();
+    let new = maps.create(&PostParams::default(), &config_map("c", "1")).await.unwrap();
     assert!(version(&new) > version(&later));
-    let mut watch = maps
-        .watch(&WatchParams::default(), &version(&later).to_string())
-        .await
-        .unwrap()
-        .boxed();
+    let mut watch = maps.watch(&WatchParams::default(), &version(&later).to_string()).await.unwrap().boxed();
     let event = timeout(LONG, watch.try_next()).await.unwrap().unwrap();
     assert!(matches!(event, Some(WatchEvent::Error(error)) if error.code == 410));
     assert!(Store::restore(b"{\"format\": 2}").is_err_and(|error| error.to_string().contains("format 2")));
@@ -250,38 +212,17 @@ async fn a_restored_cluster_has_its_objects_and_no_old_version_means_something_n
 async fn tables_have_the_columns_of_the_definition_in_lists_and_watches() {
     let server = start().await;
     let nodes: Api<FluxNode> = server.api();
-    let spec = FluxNodeSpec {
-        node_name: "n1".into(),
-        rank: Some(2),
-        ..FluxNodeSpec::default()
-    };
-    nodes
-        .create(&PostParams::default(), &FluxNode::new("n1", spec))
-        .await
-        .unwrap();
+    let spec = FluxNodeSpec { node_name: "n1".into(), rank: Some(2), ..FluxNodeSpec::default() };
+    nodes.create(&PostParams::default(), &FluxNode::new("n1", spec)).await.unwrap();
     let path = format!("/apis/distribute.flux-framework.org/v1alpha1/namespaces/{NAMESPACE}/fluxnodes");
-    let table = [(
-        "accept",
-        "application/json;as=Table;v=v1;g=meta.k8s.io,application/json",
-    )];
+    let table = [("accept", "application/json;as=Table;v=v1;g=meta.k8s.io,application/json")];
     let list = server.raw("GET", &path, &table, Value::Null).await.unwrap();
     assert_eq!(list["kind"], "Table");
     assert_eq!(list["columnDefinitions"][1]["name"], "Phase");
     assert_eq!(list["rows"][0]["cells"][2], 2);
     assert_eq!(list["rows"][0]["object"]["metadata"]["name"], "n1");
-    let event = server
-        .raw(
-            "GET",
-            &format!("{path}?watch=true&timeoutSeconds=0"),
-            &table,
-            Value::Null,
-        )
-        .await
-        .unwrap();
-    assert_eq!(
-        (&event["type"], &event["object"]["rows"][0]["cells"][0]),
-        (&json!("ADDED"), &json!("n1"))
-    );
+    let event = server.raw("GET", &format!("{path}?watch=true&timeoutSeconds=0"), &table, Value::Null).await.unwrap();
+    assert_eq!((&event["type"], &event["object"]["rows"][0]["cells"][0]), (&json!("ADDED"), &json!("n1")));
 }
 
 #[tokio::test]
@@ -290,13 +231,7 @@ async fn at_shutdown_open_watches_end() {
     let maps: Api<ConfigMap> = server.api();
     let mut watch = maps.watch(&WatchParams::default(), "0").await.unwrap().boxed();
     server.stop.take().unwrap().send(()).unwrap();
-    assert!(
-        timeout(LONG, async {
-            while watch.try_next().await.is_ok_and(|event| event.is_some()) {}
-        })
-        .await
-        .is_ok()
-    );
+    assert!(timeout(LONG, async { while watch.try_next().await.is_ok_and(|event| event.is_some()) {} }).await.is_ok());
     drop(server.client);
     timeout(LONG, server.task).await.unwrap().unwrap().unwrap();
 }

@@ -55,24 +55,11 @@ async fn the_status_of_a_broker_is_told_in_one_piece() {
     let status = status(&client).await.unwrap();
     assert_eq!((status.rank, status.size, status.state.as_str()), (0, 3, "run"));
     let instance = status.instance.as_ref().unwrap();
-    assert_eq!(
-        (
-            instance.online.to_string().as_str(),
-            instance.all.cores,
-            instance.allocated.cores
-        ),
-        ("0-2", 12, 0)
-    );
+    assert_eq!((instance.online.to_string().as_str(), instance.all.cores, instance.allocated.cores), ("0-2", 12, 0));
     let shown = serde_json::to_value(&status).unwrap();
     let not_full = json!([{"rank": 2, "status": "lost", "secs": 3.5, "error": "connection timed out"}]);
-    assert_eq!(
-        shown["overlay"],
-        json!({"status": "degraded", "secs": 3.5, "notFull": not_full})
-    );
-    assert_eq!(
-        shown["instance"]["all"],
-        json!({"ranks": "0-2", "cores": 12, "gpus": 0})
-    );
+    assert_eq!(shown["overlay"], json!({"status": "degraded", "secs": 3.5, "notFull": not_full}));
+    assert_eq!(shown["instance"]["all"], json!({"ranks": "0-2", "cores": 12, "gpus": 0}));
 }
 
 #[tokio::test(start_paused = true)]
@@ -90,10 +77,7 @@ async fn many_requests_are_under_way_at_once_and_each_gets_its_own_answer() {
     let directory = tempfile::tempdir().unwrap();
     let broker = StandIn::start(directory.path(), &["node0"]);
     for number in 0..200 {
-        broker.on(
-            &format!("test.{number}"),
-            Service::Says(json!({"number": number, "long": "x".repeat(number * 10)})),
-        );
+        broker.on(&format!("test.{number}"), Service::Says(json!({"number": number, "long": "x".repeat(number * 10)})));
     }
     broker.on("test.silent", Service::Silent);
     let client = Client::connect(broker.socket()).await.unwrap();
@@ -119,23 +103,14 @@ async fn what_goes_wrong_is_told_apart() {
     broker.on("test.refuses", Service::Refuses(71, "this RPC only works on rank 0"));
     broker.on("test.wordless", Service::Refuses(2, ""));
     broker.on("test.silent", Service::Silent);
-    broker.on(
-        "test.garbage",
-        Service::Raw(b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec()),
-    );
+    broker.on("test.garbage", Service::Raw(b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec()));
     let client = Client::connect(&path).await.unwrap();
     let ask = |topic| client.rpc(topic, LEAD, Value::Null);
     let error = ask("test.refuses").await.unwrap_err();
     assert_eq!(error.to_string(), "test.refuses: this RPC only works on rank 0");
     assert!(matches!(error, RpcError::Service { errnum: 71, .. }));
-    assert_eq!(
-        ask("test.wordless").await.unwrap_err().to_string(),
-        "test.wordless: No such file or directory"
-    );
-    assert!(matches!(
-        ask("test.unknown").await,
-        Err(RpcError::Service { errnum: 38, .. })
-    ));
+    assert_eq!(ask("test.wordless").await.unwrap_err().to_string(), "test.wordless: No such file or directory");
+    assert!(matches!(ask("test.unknown").await, Err(RpcError::Service { errnum: 38, .. })));
     assert!(matches!(ask("test.silent").await, Err(RpcError::Timeout { .. })));
     assert!(matches!(ask("test.garbage").await, Err(RpcError::Closed)));
     until_gone(&client).await;
@@ -251,17 +226,9 @@ async fn a_real_flux_of_four_declared_ranks_starts_with_one_and_is_followed() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
     let certificate = base.path().join("curve.cert");
-    let made = Command::new(&flux)
-        .args(["keygen", "-n", "test"])
-        .arg(&certificate)
-        .output()
-        .unwrap();
+    let made = Command::new(&flux).args(["keygen", "-n", "test"]).arg(&certificate).output().unwrap();
     assert!(made.status.success(), "{made:?}");
-    let port = std::net::TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     std::fs::create_dir_all(base.path().join("etc")).unwrap();
     std::fs::create_dir_all(base.path().join("state")).unwrap();
     let config = format!(
@@ -283,29 +250,17 @@ async fn a_real_flux_of_four_declared_ranks_starts_with_one_and_is_followed() {
     while next(&mut changes).await.expect("the lead ended") != online("0-1") {}
 
     let lead_status = status(&client).await.unwrap();
-    assert_eq!(
-        (lead_status.rank, lead_status.size, lead_status.hostlist.as_str()),
-        (0, 4, "node[0-3]")
-    );
+    assert_eq!((lead_status.rank, lead_status.size, lead_status.hostlist.as_str()), (0, 4, "node[0-3]"));
     let instance = lead_status.instance.unwrap();
-    assert_eq!(
-        (instance.all.cores, instance.all.ranks.to_string().as_str()),
-        (8, "0-3")
-    );
+    assert_eq!((instance.all.cores, instance.all.ranks.to_string().as_str()), (8, "0-3"));
     assert_eq!(lead_status.overlay.status, "partial");
     assert_eq!(lead_status.overlay.not_full.len(), 2);
     let at_follower = connect(&follower).await;
     let follower_status = status(&at_follower).await.unwrap();
-    assert_eq!(
-        (follower_status.rank, follower_status.broker_name.as_str()),
-        (1, "node1")
-    );
+    assert_eq!((follower_status.rank, follower_status.broker_name.as_str()), (1, "node1"));
     assert_eq!(follower_status.instance.unwrap().online.to_string(), "0-1");
     let error = at_follower.rpc("test.nobody", ANY, Value::Null).await.unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "test.nobody: No service matching test.nobody is registered"
-    );
+    assert_eq!(error.to_string(), "test.nobody: No service matching test.nobody is registered");
     let log = std::fs::read_to_string(base.path().join("log0")).unwrap();
     assert!(log.contains("broker.info[0]: online: node0 (ranks 0)"), "{log}");
 

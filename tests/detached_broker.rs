@@ -56,11 +56,7 @@ impl Bed {
             launcher: PathBuf::from(env!("CARGO_BIN_EXE_flux-distribute")),
             systemd: None,
         };
-        Some(Self {
-            directory,
-            places,
-            pod: format!("{unique}-kubepods/pod1"),
-        })
+        Some(Self { directory, places, pod: format!("{unique}-kubepods/pod1") })
     }
 
     fn order(&self, argv: &[&str], run_as: &str) -> LaunchOrder {
@@ -133,12 +129,7 @@ impl Bed {
 
     fn cgroups_that_are_there(&self) -> Vec<PathBuf> {
         let top = self.places.cgroup.split('/').next().unwrap();
-        places_here(top)
-            .unwrap()
-            .into_iter()
-            .map(|place| place.directory)
-            .filter(|path| path.exists())
-            .collect()
+        places_here(top).unwrap().into_iter().map(|place| place.directory).filter(|path| path.exists()).collect()
     }
 }
 
@@ -183,10 +174,7 @@ fn proc(pid: i32, file: &str) -> String {
 fn field(pid: i32, name: &str) -> String {
     let status = proc(pid, "status");
     let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
-    line.trim_start_matches(':')
-        .split_whitespace()
-        .collect::<Vec<_>>()
-        .join(" ")
+    line.trim_start_matches(':').split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 fn until(what: &str, condition: impl Fn() -> bool) {
@@ -205,25 +193,13 @@ fn a_broker_outlives_its_pod_and_is_found_stopped_and_forgotten() {
     bed.start(&order);
     bed.kill_pod();
 
-    let running = bed
-        .places
-        .observe(Some(&order.prefix))
-        .running
-        .expect("the broker died with the pod");
+    let running = bed.places.observe(Some(&order.prefix)).running.expect("the broker died with the pod");
     assert_eq!((running.record.clone(), running.systemd), (order.record.clone(), false));
     let pid = running.pid;
     for line in proc(pid, "cgroup").lines() {
-        assert!(
-            line.ends_with(&format!("/{}", bed.places.cgroup)) || line.ends_with(":/"),
-            "{line}"
-        );
+        assert!(line.ends_with(&format!("/{}", bed.places.cgroup)) || line.ends_with(":/"), "{line}");
     }
-    assert_eq!(
-        members(&places_here(&bed.places.cgroup).unwrap())
-            .into_iter()
-            .collect::<Vec<_>>(),
-        [pid]
-    );
+    assert_eq!(members(&places_here(&bed.places.cgroup).unwrap()).into_iter().collect::<Vec<_>>(), [pid]);
 
     // Jobs find a clean process.
     assert_eq!(proc(pid, "oom_score_adj").trim(), "0");
@@ -234,21 +210,11 @@ fn a_broker_outlives_its_pod_and_is_found_stopped_and_forgotten() {
     assert_eq!(field(pid, "Umask"), "0022");
     let open = |descriptor: &str| fs::read_link(format!("/proc/{pid}/fd/{descriptor}")).unwrap();
     let log = order.prefix.join("log/broker.log");
-    assert_eq!(
-        (open("0"), open("1"), open("2")),
-        ("/dev/null".into(), log.clone(), log.clone())
-    );
+    assert_eq!((open("0"), open("1"), open("2")), ("/dev/null".into(), log.clone(), log.clone()));
     assert_eq!(fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count(), 3);
     assert_eq!(fs::read_link(format!("/proc/{pid}/cwd")).unwrap(), Path::new("/"));
     assert_eq!(fs::metadata(&log).unwrap().mode() & 0o777, 0o640);
-    let session = proc(pid, "stat")
-        .rsplit_once(')')
-        .unwrap()
-        .1
-        .split_whitespace()
-        .nth(3)
-        .unwrap()
-        .to_owned();
+    let session = proc(pid, "stat").rsplit_once(')').unwrap().1.split_whitespace().nth(3).unwrap().to_owned();
     assert_eq!(session, pid.to_string());
     let limits = proc(pid, "limits");
     let limit = |name: &str| limits.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
@@ -264,27 +230,14 @@ fn a_broker_outlives_its_pod_and_is_found_stopped_and_forgotten() {
     }
     let shares = mounts(&proc(pid, "mountinfo"))
         .into_iter()
-        .find(|mount| {
-            mount
-                .options
-                .as_ref()
-                .is_some_and(|options| options.contains(&"cpu".to_owned()))
-        })
-        .map(|mount| {
-            mount
-                .point
-                .join(bed.places.cgroup.split('/').next().unwrap())
-                .join("cpu.shares")
-        });
+        .find(|mount| mount.options.as_ref().is_some_and(|options| options.contains(&"cpu".to_owned())))
+        .map(|mount| mount.point.join(bed.places.cgroup.split('/').next().unwrap()).join("cpu.shares"));
     if let Some(shares) = shares {
         assert_eq!(fs::read_to_string(shares).unwrap().trim(), "2560");
     }
 
     // A second start finds the first.
-    assert_eq!(
-        bed.places.start(&bed.order(&["/bin/sleep", "2000"], "root")).unwrap(),
-        running
-    );
+    assert_eq!(bed.places.start(&bed.order(&["/bin/sleep", "2000"], "root")).unwrap(), running);
     let refused = bed.places.forget().unwrap_err();
     assert!(refused.message.contains("stop it first"), "{refused}");
 
@@ -333,10 +286,7 @@ fn a_broker_runs_as_its_user_in_a_rundir_of_its_own() {
     bed.start(&bed.order(&["/bin/sleep", "1000"], "54321"));
     let pid = bed.places.observe(None).running.unwrap().pid;
     assert_eq!(field(pid, "Uid"), "54321 54321 54321 54321");
-    assert_eq!(
-        (field(pid, "Gid"), field(pid, "Groups")),
-        ("54321 54321 54321 54321".to_owned(), String::new())
-    );
+    assert_eq!((field(pid, "Gid"), field(pid, "Groups")), ("54321 54321 54321 54321".to_owned(), String::new()));
     let rundir = fs::metadata(&bed.places.broker_run_dir).unwrap();
     assert_eq!((rundir.uid(), rundir.mode() & 0o777), (54321, 0o755));
 }
@@ -347,16 +297,10 @@ fn a_start_that_fails_says_why() {
     fs::create_dir_all(bed.directory.path().join("prefix")).unwrap();
     let refusal = |order: &LaunchOrder| bed.places.start(order).unwrap_err();
     let absent = refusal(&bed.order(&["/nowhere/flux", "broker"], "root"));
-    assert_eq!(
-        absent.message,
-        "can't run /nowhere/flux: No such file or directory (os error 2)"
-    );
+    assert_eq!(absent.message, "can't run /nowhere/flux: No such file or directory (os error 2)");
     assert_eq!(bed.places.observe(None), Default::default());
     let nobody = refusal(&bed.order(&["/bin/sleep", "1"], "nobody-of-this-name"));
-    assert!(
-        nobody.message.contains("no user \"nobody-of-this-name\"") && !nobody.transient,
-        "{nobody}"
-    );
+    assert!(nobody.message.contains("no user \"nobody-of-this-name\"") && !nobody.transient, "{nobody}");
 }
 
 #[test]
@@ -367,19 +311,13 @@ fn a_broker_that_died_left_word_why_and_nothing_of_it_holds_the_next_one_up() {
     let broker = bed.places.observe(None).running.unwrap();
     let cgroup = places_here(&bed.places.cgroup).unwrap();
     until("its children", || members(&cgroup).len() == 3);
-    let mut log = fs::OpenOptions::new()
-        .append(true)
-        .open(order.prefix.join("log/broker.log"))
-        .unwrap();
+    let mut log = fs::OpenOptions::new().append(true).open(order.prefix.join("log/broker.log")).unwrap();
     writeln!(log, "<2>broker.crit[3]: it is over\n<6>broker.info[3]: bye").unwrap();
     let process = Identity::of(broker.pid).unwrap();
     process.signal(nix::sys::signal::Signal::SIGKILL).unwrap();
     assert!(process.wait_gone(Duration::from_secs(10)));
     let view = bed.places.observe(None);
-    assert_eq!(
-        (view.running, view.died.as_deref()),
-        (None, Some("broker.crit[3]: it is over"))
-    );
+    assert_eq!((view.running, view.died.as_deref()), (None, Some("broker.crit[3]: it is over")));
     bed.start(&bed.order(&["/bin/sleep", "1000"], "root"));
     assert_eq!(members(&cgroup).len(), 1);
 }

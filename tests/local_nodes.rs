@@ -13,6 +13,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api, Client, Config,
+    config::{KubeConfigOptions, Kubeconfig},
+};
+
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Two clusters that come up at the same time might choose the same network.
@@ -31,10 +37,7 @@ impl Cluster {
             return None;
         }
         let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-        Some(Self {
-            directory: tempfile::tempdir().unwrap(),
-            _turn: turn,
-        })
+        Some(Self { directory: tempfile::tempdir().unwrap(), _turn: turn })
     }
 
     fn up(nodes: u32) -> Option<Self> {
@@ -50,9 +53,7 @@ impl Cluster {
     fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
         command.arg("local").args(words).stdin(Stdio::null());
-        command
-            .env("FLUX_DISTRIBUTE_LOCAL_DIR", self.state())
-            .env("FLUX_DISTRIBUTE_LOCAL_AGENT", agent());
+        command.env("FLUX_DISTRIBUTE_LOCAL_DIR", self.state()).env("FLUX_DISTRIBUTE_LOCAL_AGENT", agent());
         command
     }
 
@@ -73,19 +74,14 @@ impl Cluster {
 
     fn status(&self, node: &str) -> serde_json::Value {
         let nodes: Vec<serde_json::Value> = serde_json::from_str(&self.must(&["status", "--output", "json"])).unwrap();
-        nodes
-            .into_iter()
-            .find(|found| found["name"] == node)
-            .unwrap_or_else(|| panic!("{node} is not there"))
+        nodes.into_iter().find(|found| found["name"] == node).unwrap_or_else(|| panic!("{node} is not there"))
     }
 
     /// The pids, inside the node, of the agent that runs now and of what it left in its pod.
     fn agent(&self, node: &str, not: Option<&str>) -> (String, String) {
         let file = self.state().join("nodes").join(node).join("root/root/agent");
         let found = until(&format!("an agent on {node}"), || {
-            fs::read_to_string(&file)
-                .ok()
-                .filter(|found| !not.is_some_and(|not| found.starts_with(&format!("{not} "))))
+            fs::read_to_string(&file).ok().filter(|found| !not.is_some_and(|not| found.starts_with(&format!("{not} "))))
         });
         let (agent, stayed) = found.split_once(' ').unwrap();
         (agent.to_owned(), stayed.to_owned())
@@ -93,26 +89,19 @@ impl Cluster {
 
     fn alive(&self, node: &str, pid: &str) -> bool {
         // A zombie has no executable.
-        self.run(&["exec", node, "--", "readlink", &format!("/proc/{pid}/exe")])
-            .status
-            .success()
+        self.run(&["exec", node, "--", "readlink", &format!("/proc/{pid}/exe")]).status.success()
     }
 
     fn node_uid(&self, node: &str) -> String {
-        let kubeconfig: serde_json::Value = serde_norway::from_str(&self.must(&["kubeconfig"])).unwrap();
-        let server = kubeconfig["clusters"][0]["cluster"]["server"]
-            .as_str()
-            .unwrap()
-            .strip_prefix("http://")
-            .unwrap();
-        let token = kubeconfig["users"][0]["user"]["token"].as_str().unwrap();
-        let answer = get(
-            server,
-            &format!("/api/v1/nodes/{node}"),
-            &format!("Authorization: Bearer {token}\r\n"),
-        );
-        let node: serde_json::Value = serde_json::from_str(answer.split("\r\n\r\n").nth(1).unwrap()).unwrap();
-        node["metadata"]["uid"].as_str().unwrap().to_owned()
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let kubeconfig = Kubeconfig::from_yaml(&self.must(&["kubeconfig"])).unwrap();
+        let found = async {
+            let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await;
+            let client = Client::try_from(config.unwrap()).unwrap();
+            Api::<Node>::all(client).get(node).await.unwrap()
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.unwrap().block_on(found).metadata.uid.unwrap()
     }
 
     /// What is left of this cluster anywhere on the machine.
@@ -123,15 +112,10 @@ impl Cluster {
             traces.push(state.clone());
         }
         traces.extend(
-            fs::read_to_string("/proc/mounts")
-                .unwrap()
-                .lines()
-                .filter(|l| l.contains(&state))
-                .map(str::to_owned),
+            fs::read_to_string("/proc/mounts").unwrap().lines().filter(|l| l.contains(&state)).map(str::to_owned),
         );
-        let links = fs::read_dir("/sys/class/net")
-            .unwrap()
-            .map(|link| link.unwrap().file_name().into_string().unwrap());
+        let links =
+            fs::read_dir("/sys/class/net").unwrap().map(|link| link.unwrap().file_name().into_string().unwrap());
         traces.extend(links.filter(|link| link == bridge || link.starts_with(&format!("{bridge}n"))));
         for hierarchy in fs::read_dir("/sys/fs/cgroup").unwrap() {
             let group = hierarchy.unwrap().path().join("flux-distribute-local").join(bridge);
@@ -173,9 +157,7 @@ fn agent() -> &'static Path {
         let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("local-agent-{}", std::process::id()));
         let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
         let mut rustc = Command::new(rustc);
-        rustc
-            .args(["--edition=2024", "-C", "target-feature=+crt-static", "-o"])
-            .arg(&program);
+        rustc.args(["--edition=2024", "-C", "target-feature=+crt-static", "-o"]).arg(&program);
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/local_nodes/agent.rs");
         assert!(rustc.arg(source).status().unwrap().success());
         program
@@ -193,64 +175,22 @@ fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-fn get(server: &str, path: &str, headers: &str) -> String {
-    let mut stream = std::net::TcpStream::connect(server).unwrap();
-    write!(
-        stream,
-        "GET {path} HTTP/1.1\r\nHost: {server}\r\n{headers}Connection: close\r\n\r\n"
-    )
-    .unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    answer
-}
-
 #[test]
 fn nodes_are_apart_from_each_other_and_from_the_machine() {
     let Some(cluster) = Cluster::up(2) else { return };
     for namespace in ["mnt", "pid", "uts", "ipc", "net", "cgroup"] {
         let path = format!("/proc/self/ns/{namespace}");
         let machine = fs::read_link(&path).unwrap().display().to_string();
-        let (one, two) = (
-            cluster.exec("node1", &["readlink", &path]),
-            cluster.exec("node2", &["readlink", &path]),
-        );
-        assert!(
-            one != machine && two != machine && one != two,
-            "{namespace}: {machine} {one} {two}"
-        );
+        let (one, two) = (cluster.exec("node1", &["readlink", &path]), cluster.exec("node2", &["readlink", &path]));
+        assert!(one != machine && two != machine && one != two, "{namespace}: {machine} {one} {two}");
     }
     assert_eq!(cluster.exec("node2", &["hostname"]), "node2");
     assert_eq!(cluster.exec("node2", &["cat", "/etc/hostname"]), "node2");
     // The node's cgroup is the root of what it sees.
-    assert!(
-        cluster
-            .exec("node1", &["cat", "/proc/1/cgroup"])
-            .lines()
-            .all(|line| line.ends_with(":/init"))
-    );
-    assert!(
-        !cluster
-            .run(&["exec", "node1", "--", "touch", "/usr/touched"])
-            .status
-            .success()
-    );
-    cluster.exec(
-        "node1",
-        &[
-            "touch",
-            "/opt/touched",
-            "/var/lib/touched",
-            "/etc/touched",
-            "/tmp/touched",
-        ],
-    );
-    assert!(
-        !cluster
-            .run(&["exec", "node2", "--", "test", "-e", "/opt/touched"])
-            .status
-            .success()
-    );
+    assert!(cluster.exec("node1", &["cat", "/proc/1/cgroup"]).lines().all(|line| line.ends_with(":/init")));
+    assert!(!cluster.run(&["exec", "node1", "--", "touch", "/usr/touched"]).status.success());
+    cluster.exec("node1", &["touch", "/opt/touched", "/var/lib/touched", "/etc/touched", "/tmp/touched"]);
+    assert!(!cluster.run(&["exec", "node2", "--", "test", "-e", "/opt/touched"]).status.success());
     assert!(!Path::new("/opt/touched").exists());
 }
 
@@ -258,17 +198,11 @@ fn nodes_are_apart_from_each_other_and_from_the_machine() {
 fn nodes_reach_each_other_by_name() {
     let Some(cluster) = Cluster::up(2) else { return };
     cluster.agent("node2", None);
-    assert_eq!(
-        cluster.exec("node1", &["bash", "-c", "cat </dev/tcp/node2/8051"]),
-        "node2"
-    );
+    assert_eq!(cluster.exec("node1", &["bash", "-c", "cat </dev/tcp/node2/8051"]), "node2");
     let added = cluster.must(&["add-node"]);
     assert!(added.starts_with("node3 "), "{added}");
     cluster.agent("node3", None);
-    assert_eq!(
-        cluster.exec("node1", &["bash", "-c", "cat </dev/tcp/node3/8051"]),
-        "node3"
-    );
+    assert_eq!(cluster.exec("node1", &["bash", "-c", "cat </dev/tcp/node3/8051"]), "node3");
 }
 
 #[test]
@@ -276,25 +210,14 @@ fn an_agent_gets_what_a_pod_of_the_daemon_set_gets() {
     let Some(cluster) = Cluster::up(1) else { return };
     let (pid, _) = cluster.agent("node1", None);
     let environment = fs::read_to_string(cluster.state().join("nodes/node1/root/root/environment")).unwrap();
-    for line in [
-        "NODE_NAME=node1",
-        "POD_NAMESPACE=flux-distribute",
-        "KUBECONFIG=/kubeconfig",
-        "kubeconfig=600",
-    ] {
-        assert!(
-            environment.lines().any(|found| found == line),
-            "{line} is missing in {environment}"
-        );
+    for line in ["NODE_NAME=node1", "POD_NAMESPACE=flux-distribute", "KUBECONFIG=/kubeconfig", "kubeconfig=600"] {
+        assert!(environment.lines().any(|found| found == line), "{line} is missing in {environment}");
     }
     let differs = |namespace: &str| {
         let own = cluster.exec("node1", &["readlink", &format!("/proc/{pid}/ns/{namespace}")]);
         own != cluster.exec("node1", &["readlink", &format!("/proc/1/ns/{namespace}")])
     };
-    assert_eq!(
-        ["mnt", "ipc", "pid", "net", "uts", "cgroup"].map(differs),
-        [true, true, false, false, false, false]
-    );
+    assert_eq!(["mnt", "ipc", "pid", "net", "uts", "cgroup"].map(differs), [true, true, false, false, false, false]);
     let cgroup = cluster.exec("node1", &["cat", &format!("/proc/{pid}/cgroup")]);
     assert!(cgroup.lines().all(|line| line.contains(":/kubepods/pod")), "{cgroup}");
 }
@@ -323,10 +246,7 @@ fn a_node_that_was_off_comes_back_as_the_same_node_in_a_new_boot() {
     let Some(cluster) = Cluster::up(1) else { return };
     let boot = |cluster: &Cluster| cluster.exec("node1", &["cat", "/proc/sys/kernel/random/boot_id"]);
     let (uid, first) = (cluster.node_uid("node1"), boot(&cluster));
-    assert_ne!(
-        first,
-        fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim()
-    );
+    assert_ne!(first, fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim());
     cluster.exec("node1", &["touch", "/opt/kept", "/run/lost"]);
 
     cluster.must(&["node", "node1", "power-off"]);
@@ -336,12 +256,7 @@ fn a_node_that_was_off_comes_back_as_the_same_node_in_a_new_boot() {
     assert_eq!(cluster.node_uid("node1"), uid);
     assert_ne!(boot(&cluster), first);
     cluster.exec("node1", &["test", "-e", "/opt/kept"]);
-    assert!(
-        !cluster
-            .run(&["exec", "node1", "--", "test", "-e", "/run/lost"])
-            .status
-            .success()
-    );
+    assert!(!cluster.run(&["exec", "node1", "--", "test", "-e", "/run/lost"]).status.success());
 }
 
 #[test]
@@ -365,37 +280,24 @@ fn nodes_reach_the_machine_s_own_loopback_through_the_proxy_and_nobody_else_does
             let mut stream = stream.unwrap();
             let mut request = [0; 4096];
             let length = stream.read(&mut request).unwrap();
-            let first = String::from_utf8_lossy(&request[..length])
-                .lines()
-                .next()
-                .unwrap_or_default()
-                .to_owned();
-            let head = format!(
-                "HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-                first.len()
-            );
+            let first = String::from_utf8_lossy(&request[..length]).lines().next().unwrap_or_default().to_owned();
+            let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n", first.len());
             stream.write_all(format!("{head}{first}").as_bytes()).unwrap();
         }
     });
     cluster.agent("node1", None);
     let environment = fs::read_to_string(cluster.state().join("nodes/node1/root/root/environment")).unwrap();
-    let proxy = environment
-        .lines()
-        .find_map(|line| line.strip_prefix("HTTP_PROXY=http://"))
-        .unwrap();
+    let proxy = environment.lines().find_map(|line| line.strip_prefix("HTTP_PROXY=http://")).unwrap();
     let (host, proxy_port) = proxy.split_once(':').unwrap();
 
     let ask = |request: &str| {
         let script = format!("exec 3<>/dev/tcp/{host}/{proxy_port}; printf '{request}' >&3; cat <&3");
         cluster.exec("node1", &["bash", "-c", &script])
     };
-    let plain = ask(&format!(
-        "GET http://127.0.0.1:{port}/a?b HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\n\\r\\n"
-    ));
+    let plain =
+        ask(&format!("GET http://127.0.0.1:{port}/a?b HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\n\\r\\n"));
     assert!(plain.ends_with("GET /a?b HTTP/1.1"), "{plain}");
-    let tunnel = ask(&format!(
-        "CONNECT 127.0.0.1:{port} HTTP/1.1\\r\\nHost: x\\r\\n\\r\\nGET /c HTTP/1.1\\r\\n\\r\\n"
-    ));
+    let tunnel = ask(&format!("CONNECT 127.0.0.1:{port} HTTP/1.1\\r\\nHost: x\\r\\n\\r\\nGET /c HTTP/1.1\\r\\n\\r\\n"));
     assert!(tunnel.ends_with("GET /c HTTP/1.1"), "{tunnel}");
     let missing = ask("GET http://127.0.0.1:1/ HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\n\\r\\n");
     assert!(missing.starts_with("HTTP/1.1 502 "), "{missing}");
@@ -414,16 +316,7 @@ fn what_the_user_gives_is_seen_by_the_nodes_at_its_own_path() {
     let shown = cluster.directory.path().join("a bundle.tar.gz");
     fs::write(&shown, "content").unwrap();
     let shown = shown.to_str().unwrap();
-    cluster.must(&[
-        "up",
-        "--no-wait",
-        "--api",
-        "embedded",
-        "--nodes",
-        "1",
-        "--bundle",
-        shown,
-    ]);
+    cluster.must(&["up", "--no-wait", "--api", "embedded", "--nodes", "1", "--bundle", shown]);
     assert_eq!(cluster.exec("node1", &["cat", shown]), "content");
     assert!(!cluster.run(&["exec", "node1", "--", "touch", shown]).status.success());
 }
@@ -448,20 +341,8 @@ fn a_real_api_server_serves_the_same_nodes_where_there_is_one() {
 #[test]
 fn exec_ends_with_the_exit_code_of_the_command() {
     let Some(cluster) = Cluster::up(1) else { return };
-    assert_eq!(
-        cluster
-            .run(&["exec", "node1", "--", "sh", "-c", "exit 7"])
-            .status
-            .code(),
-        Some(7)
-    );
-    assert_eq!(
-        cluster
-            .run(&["exec", "node1", "--", "sh", "-c", "kill -9 $$"])
-            .status
-            .code(),
-        Some(137)
-    );
+    assert_eq!(cluster.run(&["exec", "node1", "--", "sh", "-c", "exit 7"]).status.code(), Some(7));
+    assert_eq!(cluster.run(&["exec", "node1", "--", "sh", "-c", "kill -9 $$"]).status.code(), Some(137));
     assert_eq!(cluster.exec("node1", &["pwd"]), "/root");
     let path = cluster.exec("node1", &["sh", "-c", "echo $PATH $FLUX_URI"]);
     assert!(path.starts_with("/opt/flux-distribute/current/bin:"), "{path}");
@@ -509,9 +390,7 @@ fn down_leaves_nothing_even_when_the_daemon_was_killed() {
             nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).unwrap();
         }
     }
-    until("the daemon's end", || {
-        (!cluster.run(&["status"]).status.success()).then_some(())
-    });
+    until("the daemon's end", || (!cluster.run(&["status"]).status.success()).then_some(()));
     let said = String::from_utf8_lossy(&cluster.run(&["up"]).stderr).into_owned();
     assert!(said.contains("left over"), "{said}");
 

@@ -77,32 +77,14 @@ fn the_hosts_systemd_keeps_the_broker() {
     let running = places.start(&first).unwrap();
     assert_eq!((running.systemd, &running.record), (true, &first.record));
     let log = prefix.join("log/broker.log");
-    let said = until("its words", || {
-        Some(fs::read_to_string(&log).unwrap()).filter(|text| text.ends_with("|\n"))
-    });
+    let said = until("its words", || Some(fs::read_to_string(&log).unwrap()).filter(|text| text.ends_with("|\n")));
     assert_eq!(said, format!("{}|a \"b\" 5% $HOME \\n|\n", ODD.join("|")));
     let proc = |file: &str| fs::read_to_string(format!("/proc/{}/{file}", running.pid)).unwrap();
-    assert!(
-        proc("cgroup").contains("/flux.slice/flux-broker.service"),
-        "{}",
-        proc("cgroup")
-    );
+    assert!(proc("cgroup").contains("/flux.slice/flux-broker.service"), "{}", proc("cgroup"));
     assert_eq!(proc("oom_score_adj").trim(), "0");
-    assert!(
-        proc("status").contains("\nUid:\t54321\t54321\t54321\t54321\n"),
-        "{}",
-        proc("status")
-    );
-    assert!(
-        proc("status").contains("\nGid:\t54321\t54321\t54321\t54321\n"),
-        "{}",
-        proc("status")
-    );
-    assert!(
-        proc("status").contains("\nSigIgn:\t0000000000000000\n"),
-        "{}",
-        proc("status")
-    );
+    assert!(proc("status").contains("\nUid:\t54321\t54321\t54321\t54321\n"), "{}", proc("status"));
+    assert!(proc("status").contains("\nGid:\t54321\t54321\t54321\t54321\n"), "{}", proc("status"));
+    assert!(proc("status").contains("\nSigIgn:\t0000000000000000\n"), "{}", proc("status"));
 
     // A second start, of something else even, finds the first.
     assert_eq!(places.start(&order_of("exit 1")).unwrap(), running);
@@ -110,9 +92,7 @@ fn the_hosts_systemd_keeps_the_broker() {
 
     // systemd starts it again, and it is found again.
     Identity::of(running.pid).unwrap().signal(Signal::SIGKILL).unwrap();
-    let again = until("a restart", || {
-        places.observe(None).running.filter(|again| again.pid != running.pid)
-    });
+    let again = until("a restart", || places.observe(None).running.filter(|again| again.pid != running.pid));
     assert_eq!(again.record, first.record);
 
     places.stop(&StopOrder { grace_secs: 10 }).unwrap();
@@ -126,13 +106,7 @@ fn the_hosts_systemd_keeps_the_broker() {
 
     // One that ends by itself has died, and is tried again with another order.
     let refused = places.start(&order_of("echo '<2>broker.crit[3]: no'; exit 42"));
-    assert!(
-        refused.is_err()
-            || places
-                .observe(None)
-                .running
-                .is_none_or(|broker| broker.pid != again.pid)
-    );
+    assert!(refused.is_err() || places.observe(None).running.is_none_or(|broker| broker.pid != again.pid));
     let died = until("its death", || places.observe(None).died);
     assert_eq!(died, "broker.crit[3]: no");
     let second = places.start(&order_of("exec sleep 1001")).unwrap();
@@ -140,12 +114,8 @@ fn the_hosts_systemd_keeps_the_broker() {
     // SIGTERM that is not heard does not hold a stop up.
     places.stop(&StopOrder { grace_secs: 5 }).unwrap();
     assert!(Identity::of(second.pid).is_none());
-    let deaf = places
-        .start(&order_of("trap '' TERM; echo deaf; while :; do sleep 1000; done"))
-        .unwrap();
-    until("deafness", || {
-        fs::read_to_string(&log).unwrap().contains("deaf\n").then_some(())
-    });
+    let deaf = places.start(&order_of("trap '' TERM; echo deaf; while :; do sleep 1000; done")).unwrap();
+    until("deafness", || fs::read_to_string(&log).unwrap().contains("deaf\n").then_some(()));
     places.stop(&StopOrder { grace_secs: 1 }).unwrap();
     assert!(Identity::of(deaf.pid).is_none());
 

@@ -14,8 +14,8 @@ use crate::{
     api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, RUN_DIR, Roster},
     broker::command::{BrokerIdentity, launch},
     host::{
-        Answer, ClaimOrder, ConfigureOrder, FluxOrder, Host, HostError, HostFile, HostView, LaunchOrder, LinkOrder, Order,
-        Preflight, PreflightOrder, Progress, Refusal, RemoveOrder, StateDir, StopOrder,
+        Answer, ClaimOrder, ConfigureOrder, FluxOrder, Host, HostError, HostFile, HostView, LaunchOrder, LinkOrder,
+        Order, Preflight, PreflightOrder, Progress, Refusal, RemoveOrder, StateDir, StopOrder,
         files::{host_path, make_dirs_in_host_root, open_in_host_root},
     },
     packages::{FetchError, HttpClient, HttpError, estimate_bytes, fetch},
@@ -185,9 +185,11 @@ impl Actor {
         live: bool,
     ) -> Result<u64, StepError> {
         let published = store::read(&self.client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?;
-        let published = published.ok_or_else(|| StepError::NotYet("waiting for ConfigMap flux-broker".to_owned()))?.text;
+        let published =
+            published.ok_or_else(|| StepError::NotYet("waiting for ConfigMap flux-broker".to_owned()))?.text;
         let made_from = broker_toml::made_from(&published);
-        let Some((_, revision)) = made_from.filter(|made_from| *made_from >= (roster.epoch, assignment.entry.revision)) else {
+        let Some((_, revision)) = made_from.filter(|made_from| *made_from >= (roster.epoch, assignment.entry.revision))
+        else {
             return Err(StepError::NotYet("waiting for ConfigMap flux-broker to follow the roster".to_owned()));
         };
         let certificate = certificate::read(&self.client).await?;
@@ -199,7 +201,12 @@ impl Actor {
         let path = |name: &str| preflight.prefix.join(name).display().to_string();
         let toml = broker_toml::for_host(&published, &path("etc/curve.cert")).map_err(StepError::NotYet)?;
         let roster_text = serde_json::to_string(roster).map_err(|error| StepError::NotYet(error.to_string()))?;
-        let file = |path: &str, content: String, mode, broker_owned| HostFile { path: path.into(), content, mode, broker_owned };
+        let file = |path: &str, content: String, mode, broker_owned| HostFile {
+            path: path.into(),
+            content,
+            mode,
+            broker_owned,
+        };
         let environment = preflight.prefix.join("envs").join(&roster.settings.digest);
         let order = ConfigureOrder {
             prefix: preflight.prefix.clone(),
@@ -224,7 +231,12 @@ impl Actor {
     ///
     /// # Errors
     /// The stage's.
-    pub async fn start(&self, preflight: &Preflight, roster: &Roster, assignment: &Assignment) -> Result<HostView, StepError> {
+    pub async fn start(
+        &self,
+        preflight: &Preflight,
+        roster: &Roster,
+        assignment: &Assignment,
+    ) -> Result<HostView, StepError> {
         let order = launch_order(preflight, roster, assignment)?;
         info!(rank = assignment.rank, broker = assignment.entry.broker_name, "starting the broker");
         observed(self.order(Order::Start(order)).await?)
@@ -234,7 +246,13 @@ impl Actor {
     ///
     /// # Errors
     /// The stage's.
-    pub async fn remember(&self, preflight: &Preflight, roster: &Roster, view: &HostView, revision: u64) -> Result<(), StepError> {
+    pub async fn remember(
+        &self,
+        preflight: &Preflight,
+        roster: &Roster,
+        view: &HostView,
+        revision: u64,
+    ) -> Result<(), StepError> {
         let Some(broker) = &view.broker else { return Ok(()) };
         let applied = Applied { pid: broker.pid, start_time: broker.start_time, revision };
         let content = serde_json::to_string(&applied).map_err(|error| StepError::NotYet(error.to_string()))?;
@@ -257,7 +275,7 @@ impl Actor {
     /// The step that failed.
     pub async fn reload(&self, preflight: &Preflight, roster: &Roster) -> Result<(), StepError> {
         self.flux(preflight, roster, &["config", "reload"]).await?;
-        let loaded = self.flux(preflight, roster, &["module", "list", "--all"]).await?;
+        let loaded = self.flux(preflight, roster, &["module", "list"]).await?;
         let is_loaded = |module: &str| loaded.lines().any(|line| line.split_whitespace().next() == Some(module));
         // Which scheduler this instance has, if it is off right now because an earlier run was killed: Fluxion where the
         // package set brings it (its modprobe priority says so, flux-sched etc/modprobe/modprobe.d/fluxion.toml).
@@ -356,7 +374,10 @@ fn observed(answer: Answer) -> Result<HostView, StepError> {
 }
 
 fn unexpected(answer: &Answer) -> StepError {
-    let refusal = Refusal { message: format!("the host stage gave another answer than was asked for: {answer:?}"), transient: false };
+    let refusal = Refusal {
+        message: format!("the host stage gave another answer than was asked for: {answer:?}"),
+        transient: false,
+    };
     StepError::Host(HostError::Refused(refusal))
 }
 

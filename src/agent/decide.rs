@@ -87,7 +87,9 @@ pub fn decide(seen: &Seen) -> Step {
     let claimed_by = seen.host.state.as_ref().map(|state| state.instance_uid.as_str());
     let uid = match seen.instance {
         Instance::Unknown => return restart_without_api(seen),
-        Instance::Over if claimed_by.is_some() || seen.host.broker.is_some() || seen.spec.is_some() => return Step::Remove,
+        Instance::Over if claimed_by.is_some() || seen.host.broker.is_some() || seen.spec.is_some() => {
+            return Step::Remove;
+        }
         Instance::Over => return Step::Hold,
         Instance::Here { uid } => uid,
     };
@@ -108,10 +110,14 @@ pub fn decide(seen: &Seen) -> Step {
     }
     let has = |digest: &str| seen.host.environments.iter().any(|ready| ready == digest);
     match spec.want {
-        Want::Nothing => Step::Wait("the planner has no use for this node: not eligible, or spec.size is reached".to_owned()),
+        Want::Nothing => {
+            Step::Wait("the planner has no use for this node: not eligible, or spec.size is reached".to_owned())
+        }
         Want::Install => match seen.published {
             Some(digest) if !has(digest) => Step::Install { digest: digest.to_owned() },
-            Some(_) if spec.rank.is_some() => Step::Wait("installed; waiting for the lead to take this node in".to_owned()),
+            Some(_) if spec.rank.is_some() => {
+                Step::Wait("installed; waiting for the lead to take this node in".to_owned())
+            }
             Some(_) => Step::Hold,
             None => Step::Wait("waiting for the packages to be resolved".to_owned()),
         },
@@ -332,7 +338,12 @@ mod tests {
     #[test]
     fn the_lead_takes_in_a_new_revision_live() {
         let mut world = World::new();
-        world.spec = Some(FluxNodeSpec { rank: Some(0), node_uid: Some("uid-node1".into()), revision: 3, ..world.spec.unwrap() });
+        world.spec = Some(FluxNodeSpec {
+            rank: Some(0),
+            node_uid: Some("uid-node1".into()),
+            revision: 3,
+            ..world.spec.unwrap()
+        });
         let mut running = broker(0, 1);
         running.record.node_uid = "uid-node1".into();
         world.host.broker = Some(running);

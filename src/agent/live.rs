@@ -18,12 +18,13 @@ use crate::{
         status::{Change, attribute, online_line, overlay, state, watch as changes},
     },
     host::files::{host_path, open_in_host_root},
+    plan::hostlist,
 };
 
 /// How often a socket that isn't there yet is looked for.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// The overlay's health changes without an event on this socket.
-const HEALTH_EVERY: Duration = Duration::from_secs(5);
+/// The overlay's health changes without an event on this socket; and a state that was missed is found again.
+const ASK_EVERY: Duration = Duration::from_secs(2);
 
 /// The broker's own words.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -69,26 +70,30 @@ pub fn follow() -> watch::Receiver<Live> {
 async fn follow_one(client: &Client, sender: &watch::Sender<Live>) -> Result<(), RpcError> {
     let now = state(client).await?.state;
     let (rank, names) = futures::try_join!(attribute(client, "rank"), attribute(client, "hostlist"))?;
+    let names = hostlist::decode(&names);
     let pid = client.peer_pid();
     sender.send_modify(|live| *live = Live { pid, state: now, ..Live::default() });
     let mut changes = changes(client)?;
-    let mut health = interval(HEALTH_EVERY);
+    let mut ask = interval(ASK_EVERY);
     loop {
         tokio::select! {
             change = changes.next() => match change {
                 Some(Change::State(state)) => sender.send_modify(|live| live.state = state),
                 Some(Change::Online(online)) => {
                     if rank == "0" {
-                        let _ = writeln!(std::io::stdout(), "{}", online_line(&names, &online));
+                        let named = online.0.iter().filter_map(|rank| names.get(usize::try_from(*rank).ok()?));
+                        let _ = writeln!(std::io::stdout(), "{}", online_line(&hostlist::encode(named), &online));
                     }
                     sender.send_modify(|live| live.online = online);
                 }
                 None => return Ok(()),
             },
-            _ = health.tick() => {
-                if let Ok(overlay) = overlay(client).await {
-                    let health = Some(overlay.status);
-                    sender.send_if_modified(|live| std::mem::replace(&mut live.health, health.clone()) != health);
+            _ = ask.tick() => {
+                if let Ok((state, overlay)) = futures::try_join!(state(client), overlay(client)) {
+                    sender.send_if_modified(|live| {
+                        let next = Live { state: state.state, health: Some(overlay.status), ..live.clone() };
+                        std::mem::replace(live, next.clone()) != next
+                    });
                 }
             }
         }

@@ -7,10 +7,10 @@ mod health;
 mod live;
 mod log;
 mod report;
-mod rung;
 mod run;
-mod tell;
+mod rung;
 mod teardown;
+mod tell;
 mod watch;
 
 use std::net::SocketAddr;
@@ -76,5 +76,9 @@ pub enum AgentError {
 async fn client() -> Result<Client, AgentError> {
     let mut config = Config::infer().await.map_err(|error| AgentError::Config(Box::new(error)))?;
     config.proxy_url = None;
+    // A kubeconfig may rely on the system's roots, and the image has no system.
+    config.root_cert.get_or_insert_with(|| {
+        webpki_root_certs::TLS_SERVER_ROOT_CERTS.iter().map(|certificate| certificate.to_vec()).collect()
+    });
     Client::try_from(config).map_err(|error| AgentError::Client(Box::new(error)))
 }

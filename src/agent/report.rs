@@ -78,7 +78,6 @@ impl Reporter {
     }
 }
 
-
 /// The JSON merge patch (RFC 7396) that makes `new` out of `old`: what is no longer there is named as null.
 fn difference(old: &Value, new: &Value) -> Value {
     let (Value::Object(old), Value::Object(new)) = (old, new) else { return new.clone() };

@@ -27,8 +27,9 @@ use super::{
 };
 use crate::{
     api::{
-        CONFIGMAP_DEFAULT, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, DAEMONSET, Facts,
-        FluxInstance, FluxInstanceSpec, FluxNodeSpec, INSTANCE, NAMESPACE, PackageSet, Roster, RunningJobs,
+        CONFIGMAP_DEFAULT, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY,
+        DAEMONSET, Facts, FluxInstance, FluxInstanceSpec, FluxNodeSpec, INSTANCE, NAMESPACE, PackageSet, Roster,
+        RunningJobs,
     },
     broker::status::instance as ask_instance,
     error_chain,
@@ -427,7 +428,10 @@ impl Agent {
             return Some(format!("the lead refuses this broker: {reason}"));
         }
         (live.state == "join").then(|| {
-            format!("the broker waits in state join: its parent can't be reached at port {}, or has another certificate", roster.settings.port)
+            format!(
+                "the broker waits in state join: its parent can't be reached at port {}, or has another certificate",
+                roster.settings.port
+            )
         })
     }
 
@@ -462,7 +466,11 @@ impl Agent {
             Step::Install { digest } => {
                 let set = self.package_set(digest)?;
                 let (sender, mut progress) = tokio::sync::mpsc::unbounded_channel::<Progress>();
-                let actor = Actor { host: self.actor.host.clone(), client: self.client.clone(), instance_uid: self.actor.instance_uid.clone() };
+                let actor = Actor {
+                    host: self.actor.host.clone(),
+                    client: self.client.clone(),
+                    instance_uid: self.actor.instance_uid.clone(),
+                };
                 let install = actor.install(&preflight, &set, move |now| drop(sender.send(now)));
                 let mut install = std::pin::pin!(install);
                 let mut said = String::new();
@@ -530,8 +538,10 @@ impl Agent {
 
     /// Removal, unless jobs run and the spec says that they win.
     async fn remove(&mut self) -> Result<(), StepError> {
-        if self.view.broker.is_some() && self.spec.uninstall.running_jobs == RunningJobs::Wait && self.jobs_run().await {
-            let words = "jobs are running: this host is kept until they have ended (spec.uninstall.runningJobs is Wait)";
+        if self.view.broker.is_some() && self.spec.uninstall.running_jobs == RunningJobs::Wait && self.jobs_run().await
+        {
+            let words =
+                "jobs are running: this host is kept until they have ended (spec.uninstall.runningJobs is Wait)";
             return Err(StepError::NotYet(words.to_owned()));
         }
         self.log = None;
@@ -540,7 +550,9 @@ impl Agent {
         (self.preflight, self.roster, self.packages, self.started) = (None, None, None, None);
         match self.reporter.delete().await {
             // At a teardown the right to ask goes first; the host is clean all the same.
-            Err(error) if error.code() != Some(403) && error.code() != Some(401) => debug!(error = error_chain(&error), "the FluxNode stays"),
+            Err(error) if error.code() != Some(403) && error.code() != Some(401) => {
+                debug!(error = error_chain(&error), "the FluxNode stays")
+            }
             _ => {}
         }
         Ok(())

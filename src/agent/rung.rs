@@ -60,7 +60,8 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
     let preflight = actor.preflight(&instance.spec, set.as_ref()).await?;
     match rung {
         Rung::Preflight => {
-            let text = serde_json::to_string_pretty(&facts(&preflight)).map_err(|error| AgentError::NotSo(error.to_string()))?;
+            let text = serde_json::to_string_pretty(&facts(&preflight))
+                .map_err(|error| AgentError::NotSo(error.to_string()))?;
             say(&text);
             preflight.warnings.iter().for_each(|warning| say(&format!("warning: {warning}")));
         }

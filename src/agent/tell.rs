@@ -55,7 +55,11 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         phase,
         message,
         facts: known.facts.cloned(),
-        digest: seen.published.filter(|digest| seen.host.environments.iter().any(|r| r == digest)).map(str::to_owned).or_else(newest),
+        digest: seen
+            .published
+            .filter(|digest| seen.host.environments.iter().any(|r| r == digest))
+            .map(str::to_owned)
+            .or_else(newest),
         adopted: broker.map(|broker| Adopted {
             rank: broker.record.rank,
             broker_name: broker.record.broker_name.clone(),
@@ -76,6 +80,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
 
 fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Option<String>) {
     let words = |text: &str| Some(text.to_owned());
+    let ended = |why: &str| Some(format!("the broker has ended; its log says: {why}"));
     let progress = || known.progress.map(str::to_owned);
     if is_online(seen, known.live) && !matches!(known.step, Step::Remove) {
         // What can't be done beside a broker that is online is said, but it is online.
@@ -92,12 +97,14 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
         Step::Preflight => (NodePhase::Preflight, None),
         Step::Install { .. } => (NodePhase::Installing, progress()),
         Step::Stop { reason } => (NodePhase::Starting, words(reason)),
-        Step::Start(_) | Step::Reload(_) | Step::Hold if seen.host.broker.is_some() || matches!(known.step, Step::Start(_)) => {
+        Step::Start(_) | Step::Reload(_) | Step::Hold
+            if seen.host.broker.is_some() || matches!(known.step, Step::Start(_)) =>
+        {
             let was_online = before.phase == NodePhase::Online || before.phase == NodePhase::Offline;
             match (&seen.host.died, known.hint) {
                 (_, Some(hint)) if known.deaths > 1 => (NodePhase::Failed, words(hint)),
-                (Some(why), _) if known.deaths > 1 => (NodePhase::Failed, words(why)),
-                (Some(why), _) if was_online => (NodePhase::Offline, words(why)),
+                (Some(why), _) if known.deaths > 1 => (NodePhase::Failed, ended(why)),
+                (Some(why), _) if was_online => (NodePhase::Offline, ended(why)),
                 (_, Some(hint)) => (NodePhase::Starting, words(hint)),
                 _ if known.live.state.is_empty() => (NodePhase::Starting, None),
                 _ => (NodePhase::Starting, Some(format!("the broker is in state {}", known.live.state))),
@@ -113,5 +120,6 @@ fn restart_pending(seen: &Seen) -> Option<String> {
     let (broker, roster, preflight) = (seen.host.broker.as_ref()?, seen.roster?, seen.preflight?);
     let assignment = agreed(seen.spec?, roster)?;
     let order = launch_order(preflight, roster, &assignment).ok()?;
-    (order.record.launch != broker.record.launch).then(|| "this version starts brokers with another command line".to_owned())
+    (order.record.launch != broker.record.launch)
+        .then(|| "this version starts brokers with another command line".to_owned())
 }

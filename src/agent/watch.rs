@@ -81,12 +81,9 @@ pub fn world(client: &Client, node_name: &str) -> watch::Receiver<World> {
         sender.clone(),
         |world, presence| world.daemonset = presence,
     ));
-    tokio::spawn(follow(
-        Api::<Namespace>::all(client.clone()),
-        namespaced(NAMESPACE),
-        sender,
-        |world, presence| world.namespace = presence,
-    ));
+    tokio::spawn(follow(Api::<Namespace>::all(client.clone()), namespaced(NAMESPACE), sender, |world, presence| {
+        world.namespace = presence
+    }));
     receiver
 }
 

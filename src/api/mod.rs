@@ -56,11 +56,8 @@ pub const LEASE_PLANNER: &str = "flux-planner";
 /// Where everything of ours lives on a host, unless preflight has to fall back.
 pub const DEFAULT_PREFIX: &str = "/opt/flux-distribute";
 /// The prefixes preflight tries, in order, when the spec names none.
-pub const PREFIX_CANDIDATES: [&str; 3] = [
-    DEFAULT_PREFIX,
-    "/var/lib/flux-distribute",
-    "/home/kubernetes/flux-distribute",
-];
+pub const PREFIX_CANDIDATES: [&str; 3] =
+    [DEFAULT_PREFIX, "/var/lib/flux-distribute", "/home/kubernetes/flux-distribute"];
 /// Run-time directory on the host, gone with a reboot.
 pub const RUN_DIR: &str = "/run/flux-distribute";
 /// The broker's rundir (flux-broker-attributes(7)); its socket is `local` in it.

@@ -20,12 +20,7 @@ use super::Resources;
     printcolumn(name = "Phase", type_ = "string", json_path = ".status.phase"),
     printcolumn(name = "Rank", type_ = "integer", json_path = ".spec.rank"),
     printcolumn(name = "Cores", type_ = "integer", json_path = ".status.facts.resources.cores"),
-    printcolumn(
-        name = "GPUs",
-        type_ = "integer",
-        json_path = ".status.facts.resources.gpus",
-        priority = 1
-    ),
+    printcolumn(name = "GPUs", type_ = "integer", json_path = ".status.facts.resources.gpus", priority = 1),
     printcolumn(name = "Packages", type_ = "string", json_path = ".status.digest", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
     printcolumn(name = "Message", type_ = "string", json_path = ".status.message")

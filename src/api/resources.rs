@@ -12,10 +12,7 @@ pub struct Resources {
     pub gpus: u32,
 }
 
-#[allow(
-    clippy::trivially_copy_pass_by_ref,
-    reason = "serde's skip_serializing_if hands out a reference"
-)]
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's skip_serializing_if hands out a reference")]
 fn is_zero(count: &u32) -> bool {
     *count == 0
 }

@@ -77,10 +77,7 @@ fn attributes(identity: &BrokerIdentity<'_>) -> Vec<Attribute> {
         since: CoreVersion::OLDEST,
         lead_only: false,
     };
-    let lead = |name, value| Attribute {
-        lead_only: true,
-        ..known(name, Some(value))
-    };
+    let lead = |name, value| Attribute { lead_only: true, ..known(name, Some(value)) };
     let state = identity.prefix.join("state").display().to_string();
     vec![
         known("hostname", Some(identity.broker_name)),
@@ -136,13 +133,7 @@ pub fn launch(
             }),
     );
     let env: BTreeMap<String, String> = [
-        (
-            "PATH",
-            format!(
-                "{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-                bin.display()
-            ),
-        ),
+        ("PATH", format!("{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", bin.display())),
         // Not the user's home: the shells of Flux's rc scripts would read its start-up files.
         ("HOME", "/".to_owned()),
         ("LANG", "C.UTF-8".to_owned()),
@@ -248,23 +239,14 @@ mod tests {
             ]
         );
         let path = "/opt/flux-distribute/envs/0123456789abcdef/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-        let env: Vec<(&str, &str)> = order
-            .env
-            .iter()
-            .map(|(name, value)| (name.as_str(), value.as_str()))
-            .collect();
+        let env: Vec<(&str, &str)> = order.env.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
         assert_eq!(env, [("HOME", "/"), ("LANG", "C.UTF-8"), ("PATH", path)]);
     }
 
     #[test]
     fn only_the_lead_keeps_state() {
         let order = launch(&settings(), &identity(1), None).unwrap();
-        assert!(
-            !order
-                .argv
-                .iter()
-                .any(|word| word.contains("statedir") || word.contains("content."))
-        );
+        assert!(!order.argv.iter().any(|word| word.contains("statedir") || word.contains("content.")));
     }
 
     #[test]
@@ -275,27 +257,9 @@ mod tests {
         assert_eq!(first.len(), 64);
         for other in [
             of(&settings(), 0),
-            of(
-                &EpochSettings {
-                    digest: "other".to_owned(),
-                    ..settings()
-                },
-                1,
-            ),
-            of(
-                &EpochSettings {
-                    run_as: "flux".to_owned(),
-                    ..settings()
-                },
-                1,
-            ),
-            of(
-                &EpochSettings {
-                    cpu_weight: 101,
-                    ..settings()
-                },
-                1,
-            ),
+            of(&EpochSettings { digest: "other".to_owned(), ..settings() }, 1),
+            of(&EpochSettings { run_as: "flux".to_owned(), ..settings() }, 1),
+            of(&EpochSettings { cpu_weight: 101, ..settings() }, 1),
         ] {
             assert_ne!(first, other);
         }
@@ -306,11 +270,7 @@ mod tests {
     #[test]
     fn a_flux_that_is_too_old_is_refused() {
         for (version, fits) in [("0.81.0", false), ("0.82.0", true), ("0.88.0", true), ("v1.0.0", true)] {
-            assert_eq!(
-                launch(&settings(), &identity(0), CoreVersion::parse(version)).is_ok(),
-                fits,
-                "{version}"
-            );
+            assert_eq!(launch(&settings(), &identity(0), CoreVersion::parse(version)).is_ok(), fits, "{version}");
         }
         assert_eq!(CoreVersion::parse("garbage"), None);
     }

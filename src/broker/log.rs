@@ -98,9 +98,7 @@ impl LogFollower {
 
     /// Reads what is new; true where there was something.
     fn read_more(&mut self) -> io::Result<bool> {
-        let there = std::fs::metadata(&self.path)
-            .map(|metadata| (metadata.dev(), metadata.ino()))
-            .ok();
+        let there = std::fs::metadata(&self.path).map(|metadata| (metadata.dev(), metadata.ino())).ok();
         let held = self.metadata().map(|metadata| (metadata.dev(), metadata.ino()));
         if held.is_none() || (there.is_some() && there != held) {
             self.reopen();
@@ -152,9 +150,7 @@ mod tests {
     use crate::host::launch::{log, trim_log};
 
     async fn next(follower: &mut LogFollower) -> String {
-        tokio::time::timeout(Duration::from_secs(10), follower.next_line())
-            .await
-            .unwrap()
+        tokio::time::timeout(Duration::from_secs(10), follower.next_line()).await.unwrap()
     }
 
     #[tokio::test]

@@ -140,11 +140,7 @@ pub fn frame_length(preamble: [u8; PREAMBLE]) -> Result<usize, DecodeError> {
         return Err(DecodeError::Magic);
     }
     let length = usize::try_from(u32::from_be_bytes(length)).unwrap_or(usize::MAX);
-    if length > MAX_FRAME {
-        Err(DecodeError::TooLarge(length))
-    } else {
-        Ok(length)
-    }
+    if length > MAX_FRAME { Err(DecodeError::TooLarge(length)) } else { Ok(length) }
 }
 
 /// Splits what follows the preamble into its parts.
@@ -181,17 +177,12 @@ impl Message {
             return Err(DecodeError::Header);
         };
         let word = |index: usize| {
-            let bytes = words
-                .get(index * 4..index * 4 + 4)
-                .and_then(|bytes| bytes.try_into().ok());
+            let bytes = words.get(index * 4..index * 4 + 4).and_then(|bytes| bytes.try_into().ok());
             bytes.map(u32::from_be_bytes).ok_or(DecodeError::Header)
         };
         let mut parts = parts.iter();
         if flags & FLAG_ROUTE != 0 {
-            parts
-                .by_ref()
-                .find(|part| part.is_empty())
-                .ok_or(DecodeError::Truncated)?;
+            parts.by_ref().find(|part| part.is_empty()).ok_or(DecodeError::Truncated)?;
         }
         let topic = match flags & FLAG_TOPIC {
             0 => String::new(),
@@ -205,13 +196,7 @@ impl Message {
                 Some(payload.strip_suffix(&[0]).unwrap_or(payload).to_vec())
             }
         };
-        Ok(Self {
-            is_response: *kind == RESPONSE,
-            matchtag: word(3)?,
-            errnum: word(2)?,
-            topic,
-            payload,
-        })
+        Ok(Self { is_response: *kind == RESPONSE, matchtag: word(3)?, errnum: word(2)?, topic, payload })
     }
 }
 
@@ -257,28 +242,13 @@ mod tests {
     #[test]
     fn a_request_is_written_as_flux_reads_it() {
         let payload = json!({"name": "rank"});
-        let request = Request {
-            topic: "attr.get",
-            nodeid: ANY,
-            matchtag: 3,
-            streaming: false,
-            payload: &payload,
-        };
+        let request = Request { topic: "attr.get", nodeid: ANY, matchtag: 3, streaming: false, payload: &payload };
         let mut expected = unhex("1200eeff 00000030 00 08");
         expected.extend(b"attr.get\x10{\"name\":\"rank\"}\x00\x14");
         expected.extend(unhex("8e01010b ffffffff 00000000 ffffffff 00000003"));
         assert_eq!(request.encode(), expected);
-        let without = Request {
-            streaming: true,
-            nodeid: LEAD,
-            payload: &Value::Null,
-            ..request
-        }
-        .encode();
-        assert_eq!(
-            without[without.len() - HEADER..],
-            unhex("8e010149 ffffffff 00000000 00000000 00000003")
-        );
+        let without = Request { streaming: true, nodeid: LEAD, payload: &Value::Null, ..request }.encode();
+        assert_eq!(without[without.len() - HEADER..], unhex("8e010149 ffffffff 00000000 00000000 00000003"));
     }
 
     #[test]

@@ -134,11 +134,7 @@ impl Shared {
         }
         waiting.last_tag = tag;
         waiting.by_tag.insert(tag, sender);
-        Ok(Call {
-            tag,
-            answers,
-            shared: self.clone(),
-        })
+        Ok(Call { tag, answers, shared: self.clone() })
     }
 }
 
@@ -161,25 +157,16 @@ impl Client {
     /// # Errors
     /// Nobody listens, or not for us.
     pub async fn connect(path: &Path) -> Result<Self, RpcError> {
-        let failed = |source| RpcError::Connect {
-            path: path.to_owned(),
-            source,
-        };
+        let failed = |source| RpcError::Connect { path: path.to_owned(), source };
         let open = async {
             let mut stream = UnixStream::connect(path).await?;
             let accepted = stream.read_u8().await?;
             Ok((stream, accepted))
         };
         let late = || std::io::Error::from(std::io::ErrorKind::TimedOut);
-        let (stream, errnum) = timeout(TIMEOUT, open)
-            .await
-            .map_err(|_| failed(late()))?
-            .map_err(failed)?;
+        let (stream, errnum) = timeout(TIMEOUT, open).await.map_err(|_| failed(late()))?.map_err(failed)?;
         if errnum != 0 {
-            return Err(RpcError::Denied {
-                path: path.to_owned(),
-                errnum,
-            });
+            return Err(RpcError::Denied { path: path.to_owned(), errnum });
         }
         let peer_pid = stream.peer_cred().ok().and_then(|peer| peer.pid());
         let (reader, writer) = stream.into_split();
@@ -199,13 +186,7 @@ impl Client {
                 let _ = tell_gone.send(true);
             }
         });
-        Ok(Self {
-            outgoing,
-            shared,
-            gone,
-            peer_pid,
-            reader,
-        })
+        Ok(Self { outgoing, shared, gone, peer_pid, reader })
     }
 
     /// The broker's pid as the kernel tells it: what listens at the path is that process.
@@ -236,10 +217,7 @@ impl Client {
         let deadline = tokio::time::Instant::now() + limit;
         let mut call = self.send(topic, nodeid, &payload, false)?;
         match timeout_at(deadline, call.answers.recv()).await {
-            Err(_) => Err(RpcError::Timeout {
-                topic: topic.to_owned(),
-                seconds: limit.as_secs(),
-            }),
+            Err(_) => Err(RpcError::Timeout { topic: topic.to_owned(), seconds: limit.as_secs() }),
             Ok(None) => Err(RpcError::Closed),
             Ok(Some(message)) => value_of(message),
         }
@@ -279,13 +257,7 @@ impl Client {
 
     fn send(&self, topic: &str, nodeid: u32, payload: &Value, streaming: bool) -> Result<Call, RpcError> {
         let call = self.shared.expect()?;
-        let request = Request {
-            topic,
-            nodeid,
-            matchtag: call.tag,
-            streaming,
-            payload,
-        };
+        let request = Request { topic, nodeid, matchtag: call.tag, streaming, payload };
         self.outgoing.send(request.encode()).map_err(|_| RpcError::Closed)?;
         Ok(call)
     }
@@ -332,11 +304,7 @@ async fn read_message(reader: &mut OwnedReadHalf) -> Result<Message, RpcError> {
     let length = frame_length(preamble)?;
     // Grows with what comes, not with what is promised.
     let mut bytes = Vec::new();
-    reader
-        .take(length as u64)
-        .read_to_end(&mut bytes)
-        .await
-        .map_err(closed)?;
+    reader.take(length as u64).read_to_end(&mut bytes).await.map_err(closed)?;
     if bytes.len() < length {
         return Err(RpcError::Closed);
     }
@@ -344,26 +312,14 @@ async fn read_message(reader: &mut OwnedReadHalf) -> Result<Message, RpcError> {
 }
 
 fn value_of(message: Message) -> Result<Value, RpcError> {
-    let Message {
-        topic, errnum, payload, ..
-    } = message;
+    let Message { topic, errnum, payload, .. } = message;
     match (errnum, payload) {
         (0, None) => Ok(Value::Null),
         (0, Some(json)) => serde_json::from_slice(&json).map_err(|source| RpcError::Payload { topic, source }),
         (errnum, payload) => {
-            let words = payload
-                .map(|text| String::from_utf8_lossy(&text).into_owned())
-                .filter(|text| !text.is_empty());
-            let errno = || {
-                nix::errno::Errno::from_raw(i32::try_from(errnum).unwrap_or_default())
-                    .desc()
-                    .to_owned()
-            };
-            Err(RpcError::Service {
-                topic,
-                errnum,
-                text: words.unwrap_or_else(errno),
-            })
+            let words = payload.map(|text| String::from_utf8_lossy(&text).into_owned()).filter(|text| !text.is_empty());
+            let errno = || nix::errno::Errno::from_raw(i32::try_from(errnum).unwrap_or_default()).desc().to_owned();
+            Err(RpcError::Service { topic, errnum, text: words.unwrap_or_else(errno) })
         }
     }
 }

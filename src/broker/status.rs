@@ -131,10 +131,7 @@ pub async fn status(client: &Client) -> Result<BrokerStatus, RpcError> {
         futures::join!(state(client), overlay(client), async { instance(client).await.ok() });
     let state = state?;
     let number = |text: &str| {
-        serde_json::from_str(text).map_err(|source| RpcError::Payload {
-            topic: "attr.get".to_owned(),
-            source,
-        })
+        serde_json::from_str(text).map_err(|source| RpcError::Payload { topic: "attr.get".to_owned(), source })
     };
     Ok(BrokerStatus {
         rank: number(&rank)?,
@@ -177,10 +174,7 @@ pub struct State {
 /// # Errors
 /// [`RpcError`].
 pub async fn state(client: &Client) -> Result<State, RpcError> {
-    parse(
-        "state-machine.get",
-        client.rpc("state-machine.get", ANY, Value::Null).await?,
-    )
+    parse("state-machine.get", client.rpc("state-machine.get", ANY, Value::Null).await?)
 }
 
 /// The overlay at and below the broker.
@@ -197,16 +191,8 @@ pub async fn overlay(client: &Client) -> Result<Overlay, RpcError> {
         children: Vec<Child>,
     }
     let health: Health = parse("overlay.health", client.rpc("overlay.health", ANY, Value::Null).await?)?;
-    let not_full = health
-        .children
-        .into_iter()
-        .filter(|child| child.status != "full")
-        .collect();
-    Ok(Overlay {
-        status: health.status,
-        secs: health.duration,
-        not_full,
-    })
+    let not_full = health.children.into_iter().filter(|child| child.status != "full").collect();
+    Ok(Overlay { status: health.status, secs: health.duration, not_full })
 }
 
 /// The ranks that are online.
@@ -214,9 +200,7 @@ pub async fn overlay(client: &Client) -> Result<Overlay, RpcError> {
 /// # Errors
 /// [`RpcError`]; a time-out where the lead is gone.
 pub async fn online(client: &Client) -> Result<IdSet, RpcError> {
-    let answer = client
-        .rpc_within(LEAD_TIMEOUT, "groups.get", LEAD, json!({ "name": "broker.online" }))
-        .await?;
+    let answer = client.rpc_within(LEAD_TIMEOUT, "groups.get", LEAD, json!({ "name": "broker.online" })).await?;
     Ok(parse::<Members>("groups.get", answer)?.members)
 }
 
@@ -249,10 +233,7 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     let resources: Resources = parse("resource.status", resources)?;
     let scheduler: Scheduler = parse("resource.sched-status", scheduler)?;
     let drained = resources.drain.into_iter().filter_map(|(ranks, why)| {
-        Some(Drained {
-            ranks: ranks.parse().ok()?,
-            reason: why.reason.unwrap_or_default(),
-        })
+        Some(Drained { ranks: ranks.parse().ok()?, reason: why.reason.unwrap_or_default() })
     });
     let amount = |set: Option<ResourceSet>| set.map(|set| set.amount()).unwrap_or_default();
     Ok(InstanceStatus {
@@ -279,17 +260,13 @@ pub fn watch(client: &Client) -> Result<impl Stream<Item = Change> + Send + Unpi
         Err(error) => Err(error),
     });
     let members = members.map(|answer| {
-        answer
-            .and_then(|value| parse::<Members>("groups.get", value))
-            .map(|answer| Change::Online(answer.members))
+        answer.and_then(|value| parse::<Members>("groups.get", value)).map(|answer| Change::Online(answer.members))
     });
     let changes = stream::select(Box::pin(states), members)
         .take_while(|answer| future::ready(!matches!(answer, Err(RpcError::Closed))))
         .filter_map(|answer| future::ready(answer.ok()));
     // Both may end before the broker does: its end is the socket's.
-    Ok(Box::pin(changes.chain(
-        stream::once(client.closed()).filter_map(|()| future::ready(None)),
-    )))
+    Ok(Box::pin(changes.chain(stream::once(client.closed()).filter_map(|()| future::ready(None)))))
 }
 
 /// Waits for the end of the broker: its socket closes.
@@ -340,8 +317,5 @@ impl ResourceSet {
 }
 
 fn parse<T: DeserializeOwned>(topic: &str, value: Value) -> Result<T, RpcError> {
-    serde_json::from_value(value).map_err(|source| RpcError::Payload {
-        topic: topic.to_owned(),
-        source,
-    })
+    serde_json::from_value(value).map_err(|source| RpcError::Payload { topic: topic.to_owned(), source })
 }

@@ -52,13 +52,7 @@ Type=exec
     if account.uid != 0 && !account.known {
         let setpriv = setpriv.ok_or(UnknownUser { uid: account.uid })?;
         let (user, group) = (format!("--reuid={}", account.uid), format!("--regid={}", account.gid));
-        let become_user = [
-            setpriv.display().to_string(),
-            user,
-            group,
-            "--clear-groups".to_owned(),
-            "--".to_owned(),
-        ];
+        let become_user = [setpriv.display().to_string(), user, group, "--clear-groups".to_owned(), "--".to_owned()];
         argv.splice(0..0, become_user);
     }
     let words: Vec<String> = argv.iter().map(|word| command_word(word)).collect();
@@ -109,11 +103,7 @@ pub fn slice(cpu_weight: u32) -> String {
 /// A word of ExecStart, in which systemd also expands `$`.
 fn command_word(word: &str) -> String {
     let plain = |character: char| character.is_ascii_alphanumeric() || "/.,:=_+@-".contains(character);
-    if !word.is_empty() && word.chars().all(plain) {
-        word.to_owned()
-    } else {
-        quoted(&word.replace('$', "$$"))
-    }
+    if !word.is_empty() && word.chars().all(plain) { word.to_owned() } else { quoted(&word.replace('$', "$$")) }
 }
 
 fn quoted(text: &str) -> String {
@@ -141,11 +131,8 @@ mod tests {
         LaunchOrder {
             prefix: "/opt/flux-distribute".into(),
             argv: argv.iter().map(|word| (*word).to_owned()).collect(),
-            env: [
-                ("LANG".to_owned(), "C.UTF-8".to_owned()),
-                ("ODD".to_owned(), "a \"b\" 5% $HOME \\".to_owned()),
-            ]
-            .into(),
+            env: [("LANG".to_owned(), "C.UTF-8".to_owned()), ("ODD".to_owned(), "a \"b\" 5% $HOME \\".to_owned())]
+                .into(),
             run_as: run_as.to_owned(),
             cpu_weight: 500,
             record: LaunchRecord {
@@ -163,18 +150,8 @@ mod tests {
 
     #[test]
     fn the_unit_is_as_it_was_tried() {
-        let argv = [
-            "/opt/flux-distribute/envs/0123/bin/flux",
-            "broker",
-            "-Shostname=node1",
-            "-Sbroker.rc2_none",
-        ];
-        let account = Account {
-            uid: 998,
-            gid: 997,
-            groups: vec![44],
-            known: true,
-        };
+        let argv = ["/opt/flux-distribute/envs/0123/bin/flux", "broker", "-Shostname=node1", "-Sbroker.rc2_none"];
+        let account = Account { uid: 998, gid: 997, groups: vec![44], known: true };
         let expected = r#"# Made by flux-distribute; gone with the next boot.
 [Unit]
 Description=Flux message broker
@@ -213,24 +190,14 @@ RestartPreventExitStatus=42
 SuccessExitStatus=42
 "#;
         assert_eq!(service(&order(&argv, "flux"), &account, None).unwrap(), expected);
-        let root = Account {
-            uid: 0,
-            gid: 0,
-            groups: vec![],
-            known: false,
-        };
+        let root = Account { uid: 0, gid: 0, groups: vec![], known: false };
         assert!(!service(&order(&argv, "root"), &root, None).unwrap().contains("User="));
         assert!(slice(500).ends_with("[Slice]\nCPUWeight=500\n"));
     }
 
     #[test]
     fn a_user_without_an_entry_is_not_left_to_systemd() {
-        let bare = Account {
-            uid: 54321,
-            gid: 54321,
-            groups: vec![],
-            known: false,
-        };
+        let bare = Account { uid: 54321, gid: 54321, groups: vec![], known: false };
         let order = order(&["/env/bin/flux", "broker"], "54321");
         let text = service(&order, &bare, Some(Path::new("/usr/bin/setpriv"))).unwrap();
         let expected =

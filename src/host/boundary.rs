@@ -72,30 +72,18 @@ impl NsHost {
     /// As for [`Self::open`].
     pub fn with_executable(executable: &Path) -> Result<Self, HostError> {
         first_process::check()?;
-        let executable = keep(executable).map_err(|source| HostError::Stage {
-            what: "has no executable".into(),
-            source: Some(source),
-        })?;
-        Ok(Self {
-            executable: Arc::new(executable),
-        })
+        let executable = keep(executable)
+            .map_err(|source| HostError::Stage { what: "has no executable".into(), source: Some(source) })?;
+        Ok(Self { executable: Arc::new(executable) })
     }
 
     async fn run_stage(&self, order: &Order, progress: &mut (dyn FnMut(Progress) + Send)) -> Result<Answer, HostError> {
-        let failed = |what: &str, source| HostError::Stage {
-            what: what.to_owned(),
-            source,
-        };
+        let failed = |what: &str, source| HostError::Stage { what: what.to_owned(), source };
         let order = serde_json::to_vec(order).map_err(|error| failed("can't be told its order", Some(error.into())))?;
         let namespaces = Namespaces::open()?;
         let exec = Exec::new(Arc::clone(&self.executable), stage_env());
         let mut command = tokio::process::Command::new(format!("/proc/self/fd/{}", self.executable.as_raw_fd()));
-        command
-            .env_clear()
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
-            .kill_on_drop(true);
+        command.env_clear().stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::inherit()).kill_on_drop(true);
         // SAFETY: both calls only make system calls with what was prepared before the fork.
         unsafe {
             command.pre_exec(move || {
@@ -103,9 +91,8 @@ impl NsHost {
                 Err(exec.now())
             });
         }
-        let mut child = command
-            .spawn()
-            .map_err(|error| spawn_error(error, |source| failed("can't be started", source)))?;
+        let mut child =
+            command.spawn().map_err(|error| spawn_error(error, |source| failed("can't be started", source)))?;
         if let Some(mut stdin) = child.stdin.take() {
             // A stage that has died tells so by its missing answer.
             let _ = stdin.write_all(&order).await;
@@ -125,10 +112,7 @@ impl NsHost {
                 }
             }
         }
-        let status = child
-            .wait()
-            .await
-            .map_err(|error| failed("can't be waited for", Some(error)))?;
+        let status = child.wait().await.map_err(|error| failed("can't be waited for", Some(error)))?;
         match last {
             Some(Reply::Done(answer)) => Ok(*answer),
             Some(Reply::Failed(refusal)) => Err(HostError::Refused(refusal)),
@@ -235,9 +219,7 @@ const NAMESPACE_SHIFT: i32 = 16;
 
 fn spawn_error(error: io::Error, other: impl FnOnce(Option<io::Error>) -> HostError) -> HostError {
     let code = error.raw_os_error().unwrap_or_default();
-    let index = usize::try_from(code >> NAMESPACE_SHIFT)
-        .ok()
-        .and_then(|index| index.checked_sub(1));
+    let index = usize::try_from(code >> NAMESPACE_SHIFT).ok().and_then(|index| index.checked_sub(1));
     match index.and_then(|index| NAMESPACES.get(index)) {
         Some(&(namespace, _)) => HostError::Namespace {
             namespace,
@@ -265,12 +247,7 @@ impl Exec {
         let args = vec![c"flux-distribute".to_owned(), STAGE.to_owned()];
         let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).chain([ptr::null()]).collect();
         let (argv, envp) = (pointers(&args), pointers(&env));
-        Self {
-            executable,
-            argv,
-            envp,
-            _strings: [args, env],
-        }
+        Self { executable, argv, envp, _strings: [args, env] }
     }
 
     /// Through the descriptor itself, so that it does not matter what is at /proc in the host's mount namespace. Returns
@@ -314,11 +291,7 @@ fn keep(executable: &Path) -> io::Result<OwnedFd> {
     let memory = match made {
         Ok(fd) => fd,
         Err(Errno::EACCES) => {
-            return Ok(nix::fcntl::open(
-                executable,
-                OFlag::O_PATH | OFlag::O_CLOEXEC,
-                Mode::empty(),
-            )?);
+            return Ok(nix::fcntl::open(executable, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?);
         }
         Err(error) => return Err(error.into()),
     };
@@ -328,11 +301,7 @@ fn keep(executable: &Path) -> io::Result<OwnedFd> {
     fcntl(memory.as_fd(), FcntlArg::F_ADD_SEALS(seals))?;
     // A descriptor that is open for writing can't be executed (ETXTBSY).
     let path = super::files::host_path(&memory);
-    Ok(nix::fcntl::open(
-        &path,
-        OFlag::O_PATH | OFlag::O_CLOEXEC,
-        Mode::empty(),
-    )?)
+    Ok(nix::fcntl::open(&path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?)
 }
 
 /// The value of one variable of our own environment, to hand on.
@@ -347,20 +316,11 @@ mod tests {
     #[test]
     fn an_error_of_the_child_names_the_namespace() {
         let code = libc::EPERM | (4 + 1) << NAMESPACE_SHIFT;
-        let other = |source| HostError::Stage {
-            what: "other".into(),
-            source,
-        };
+        let other = |source| HostError::Stage { what: "other".into(), source };
         match spawn_error(io::Error::from_raw_os_error(code), other) {
-            HostError::Namespace {
-                namespace: "mnt",
-                source,
-            } => assert_eq!(source.raw_os_error(), Some(libc::EPERM)),
+            HostError::Namespace { namespace: "mnt", source } => assert_eq!(source.raw_os_error(), Some(libc::EPERM)),
             other => panic!("{other:?}"),
         }
-        assert!(matches!(
-            spawn_error(io::Error::from_raw_os_error(libc::ENOENT), other),
-            HostError::Stage { .. }
-        ));
+        assert!(matches!(spawn_error(io::Error::from_raw_os_error(libc::ENOENT), other), HostError::Stage { .. }));
     }
 }

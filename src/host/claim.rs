@@ -27,9 +27,7 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     check_content(&dir)?;
     let parents = missing_parents(&dir);
     let mut state = state::fresh(&order.prefix, &order.instance_uid);
-    state.undo.extend(parents.iter().map(|parent| Undo::Directory {
-        path: root.unpath(parent),
-    }));
+    state.undo.extend(parents.iter().map(|parent| Undo::Directory { path: root.unpath(parent) }));
     state::write_pointer(root, &state)?;
     for parent in &parents {
         make_dir(parent, 0o755, Owner::ROOT)?;
@@ -99,10 +97,8 @@ fn check_content(dir: &Path) -> Result<(), Refusal> {
     }
     let Ok(entries) = fs::read_dir(dir) else { return Ok(()) };
     let early = [dir.join(LOCK), aside(&dir.join(STATE))];
-    let foreign = entries
-        .flatten()
-        .map(|entry| entry.path())
-        .find(|path| !early.contains(path) && !statedir::is_statedir(path));
+    let foreign =
+        entries.flatten().map(|entry| entry.path()).find(|path| !early.contains(path) && !statedir::is_statedir(path));
     match foreign {
         None => Ok(()),
         Some(path) => Err(Refusal::new(format!(

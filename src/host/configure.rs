@@ -41,10 +41,7 @@ fn claimed(root: &Root, prefix: &Path) -> Result<HostState, Refusal> {
 
 fn write(prefix: &Path, file: &HostFile, user: &User) -> Result<(), Refusal> {
     if !stays_below(&file.path) {
-        return Err(Refusal::new(format!(
-            "{} does not stay below the prefix",
-            file.path.display()
-        )));
+        return Err(Refusal::new(format!("{} does not stay below the prefix", file.path.display())));
     }
     let path = prefix.join(&file.path);
     let above: Vec<_> = path.ancestors().skip(1).take_while(|dir| *dir != prefix).collect();

@@ -20,19 +20,14 @@ pub struct FakeHost {
 impl FakeHost {
     /// Answers as `script` says.
     pub fn new(script: impl FnMut(&Order) -> Result<Answer, Refusal> + Send + 'static) -> Self {
-        Self {
-            orders: Mutex::default(),
-            script: Mutex::new(Box::new(script)),
-        }
+        Self { orders: Mutex::default(), script: Mutex::new(Box::new(script)) }
     }
 
     /// Answers with these, one after the other; then refuses.
     pub fn answering(answers: impl IntoIterator<Item = Result<Answer, Refusal>>) -> Self {
         let mut answers: VecDeque<_> = answers.into_iter().collect();
         Self::new(move |order| {
-            answers
-                .pop_front()
-                .unwrap_or_else(|| Err(Refusal::new(format!("no answer is left for {order:?}"))))
+            answers.pop_front().unwrap_or_else(|| Err(Refusal::new(format!("no answer is left for {order:?}"))))
         })
     }
 

@@ -34,10 +34,7 @@ impl Owner {
 
     /// The owner of what `metadata` speaks of.
     pub fn of(metadata: &fs::Metadata) -> Self {
-        Self {
-            uid: metadata.uid(),
-            gid: metadata.gid(),
-        }
+        Self { uid: metadata.uid(), gid: metadata.gid() }
     }
 }
 
@@ -55,11 +52,7 @@ pub fn write_atomic(path: &Path, content: &[u8], mode: u32, owner: Owner) -> Res
     let write = || -> io::Result<()> {
         remove_if_there(&aside)?;
         // create_new does not follow a symlink, so a directory's owner can't lead us elsewhere.
-        let mut file = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&aside)?;
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&aside)?;
         file.write_all(content)?;
         std::os::unix::fs::fchown(&file, Some(owner.uid), Some(owner.gid))?;
         file.set_permissions(Permissions::from_mode(mode))?;
@@ -160,12 +153,8 @@ pub fn make_dir(path: &Path, mode: u32, owner: Owner) -> Result<(), Refusal> {
 
 /// The directories above `path` that are not there yet, topmost first.
 pub fn missing_parents(path: &Path) -> Vec<PathBuf> {
-    let mut missing: Vec<_> = path
-        .ancestors()
-        .skip(1)
-        .take_while(|parent| !parent.exists())
-        .map(Path::to_path_buf)
-        .collect();
+    let mut missing: Vec<_> =
+        path.ancestors().skip(1).take_while(|parent| !parent.exists()).map(Path::to_path_buf).collect();
     missing.reverse();
     missing
 }

@@ -6,10 +6,7 @@ use super::HostError;
 
 /// Refuses to take a pod's first process for the host's.
 pub fn check() -> Result<(), HostError> {
-    let failed = |source| HostError::Namespace {
-        namespace: "pid",
-        source,
-    };
+    let failed = |source| HostError::Namespace { namespace: "pid", source };
     let link = |path: &str| fs::read_link(path).map_err(failed);
     let cgroup = |path: &str| fs::read_to_string(path).map_err(failed);
     let another = |what: &str| Err(failed(io::Error::other(what.to_owned())));

@@ -58,19 +58,12 @@ pub fn flux(root: &Root, order: &FluxOrder) -> Result<Ran, Refusal> {
             order.timeout_secs
         )));
     };
-    Ok(Ran {
-        code: code(status),
-        stdout: stdout.text(),
-        stderr: stderr.text(),
-    })
+    Ok(Ran { code: code(status), stdout: stdout.text(), stderr: stderr.text() })
 }
 
 /// Exit code as a shell counts it: 128 + signal where it was killed.
 pub fn code(status: ExitStatus) -> i32 {
-    status
-        .code()
-        .or_else(|| status.signal().map(|signal| 128 + signal))
-        .unwrap_or(255)
+    status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(255)
 }
 
 /// None: it was killed, with its children. Only this thread reaps it, so its process group can't be another's.

@@ -58,10 +58,7 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
         return Ok(());
     }
     let at = root.path(path);
-    let recorded = state
-        .undo
-        .iter()
-        .any(|undo| matches!(undo, Undo::Symlink { path: known, .. } if known == path));
+    let recorded = state.undo.iter().any(|undo| matches!(undo, Undo::Symlink { path: known, .. } if known == path));
     match fs::symlink_metadata(&at) {
         Ok(_) if !(recorded && is_ours(&at, &state.prefix)) => {
             return Err(Refusal::new(format!(
@@ -74,14 +71,7 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
     }
     let missing = missing_parents(&at);
     let made_parent = missing.first().map(|parent| root.unpath(parent));
-    state::record(
-        root,
-        state,
-        Undo::Symlink {
-            path: path.to_owned(),
-            made_parent,
-        },
-    )?;
+    state::record(root, state, Undo::Symlink { path: path.to_owned(), made_parent })?;
     for parent in missing {
         make_dir(&parent, 0o755, Owner::ROOT)?;
     }
@@ -119,9 +109,7 @@ pub fn unlink(root: &Root, prefix: &Path, path: &Path, made_parent: Option<&Path
 /// # Errors
 /// Where it can't be remembered.
 pub fn connect_at_root(root: &Root, state: &mut HostState, content: &str) -> Result<(), Refusal> {
-    let undo = Undo::File {
-        path: CONNECT_AT_ROOT.into(),
-    };
+    let undo = Undo::File { path: CONNECT_AT_ROOT.into() };
     let at = root.path(CONNECT_AT_ROOT);
     let read_only = nix::sys::statvfs::statvfs(&root.path("/"))
         .is_ok_and(|found| found.flags().contains(nix::sys::statvfs::FsFlags::ST_RDONLY));

@@ -80,13 +80,7 @@ pub struct HostFile {
 
 impl std::fmt::Debug for HostFile {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "HostFile({:?}, {} bytes, {:o})",
-            self.path,
-            self.content.len(),
-            self.mode
-        )
+        write!(f, "HostFile({:?}, {} bytes, {:o})", self.path, self.content.len(), self.mode)
     }
 }
 
@@ -220,18 +214,12 @@ pub struct Refusal {
 impl Refusal {
     /// Nothing changes by trying again.
     pub fn new(message: impl Into<String>) -> Self {
-        Self {
-            message: message.into(),
-            transient: false,
-        }
+        Self { message: message.into(), transient: false }
     }
 
     /// Trying again later can help.
     pub fn transient(message: impl Into<String>) -> Self {
-        Self {
-            message: message.into(),
-            transient: true,
-        }
+        Self { message: message.into(), transient: true }
     }
 
     /// `what` failed on `path`. Transient, except where the error says that this place will never do.
@@ -245,10 +233,7 @@ impl Refusal {
                 | ErrorKind::IsADirectory
                 | ErrorKind::InvalidInput
         );
-        Self {
-            message: format!("can't {what} {}: {error}", path.display()),
-            transient,
-        }
+        Self { message: format!("can't {what} {}: {error}", path.display()), transient }
     }
 }
 

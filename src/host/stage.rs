@@ -52,9 +52,7 @@ pub fn main() -> ExitCode {
 
 fn read_order() -> Result<Order, Refusal> {
     let mut text = Vec::new();
-    io::stdin()
-        .read_to_end(&mut text)
-        .map_err(|error| Refusal::new(format!("the order can't be read: {error}")))?;
+    io::stdin().read_to_end(&mut text).map_err(|error| Refusal::new(format!("the order can't be read: {error}")))?;
     // The cause's own words could quote the order, and with it a secret.
     serde_json::from_slice(&text)
         .map_err(|error| Refusal::new(format!("the order can't be understood (column {})", error.column())))
@@ -71,9 +69,7 @@ fn say(reply: &Reply) -> io::Result<()> {
 /// A panic becomes an answer, with its place and without its words: they may hold anything.
 fn answer_panics() {
     std::panic::set_hook(Box::new(|panic| {
-        let place = panic
-            .location()
-            .map_or_else(String::new, |at| format!(" at {}:{}", at.file(), at.line()));
+        let place = panic.location().map_or_else(String::new, |at| format!(" at {}:{}", at.file(), at.line()));
         let refusal = Refusal::new(format!("the host stage has a bug{place}; please report it"));
         // Not through `say`: the lock of stdout may be held by who panicked.
         if let Ok(mut line) = serde_json::to_vec(&Reply::Failed(refusal)) {

@@ -25,12 +25,7 @@ pub const POINTER: &str = "prefix.json";
 
 /// A claim without anything to undo yet.
 pub fn fresh(prefix: &Path, instance_uid: &str) -> HostState {
-    HostState {
-        format: FORMAT,
-        instance_uid: instance_uid.to_owned(),
-        prefix: prefix.to_owned(),
-        undo: Vec::new(),
-    }
+    HostState { format: FORMAT, instance_uid: instance_uid.to_owned(), prefix: prefix.to_owned(), undo: Vec::new() }
 }
 
 /// Whose this host is, wherever its prefix is.
@@ -128,16 +123,8 @@ pub fn write_pointer(root: &Root, state: &HostState) -> Result<(), Refusal> {
     if is_candidate(&state.prefix) {
         return Ok(());
     }
-    let directories = state
-        .undo
-        .iter()
-        .filter(|undo| matches!(undo, Undo::Directory { .. }))
-        .cloned()
-        .collect();
-    let pointer = HostState {
-        undo: directories,
-        ..state.clone()
-    };
+    let directories = state.undo.iter().filter(|undo| matches!(undo, Undo::Directory { .. })).cloned().collect();
+    let pointer = HostState { undo: directories, ..state.clone() };
     let mut refusal = None;
     for place in pointer_places() {
         let dir = root.path(place);

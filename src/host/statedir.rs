@@ -55,18 +55,12 @@ fn make(prefix: &Path, dir: &Path, id: &str, owner: Owner) -> Result<(), Refusal
     remove_all_if_there(&new).map_err(|error| Refusal::io("remove", &new, &error))?;
     make_dir(&new, 0o700, owner)?;
     write_atomic(&new.join(ID), format!("{id}\n").as_bytes(), 0o644, owner)?;
-    fs::rename(&new, dir)
-        .and_then(|()| sync_parent(dir))
-        .map_err(|error| Refusal::io("make", dir, &error))
+    fs::rename(&new, dir).and_then(|()| sync_parent(dir)).map_err(|error| Refusal::io("make", dir, &error))
 }
 
 fn read_id(dir: &Path) -> Option<String> {
     // The broker's user owns the directory; what he puts there must not make root read other files.
-    let file = fs::OpenOptions::new()
-        .read(true)
-        .custom_flags(O_NOFOLLOW)
-        .open(dir.join(ID))
-        .ok()?;
+    let file = fs::OpenOptions::new().read(true).custom_flags(O_NOFOLLOW).open(dir.join(ID)).ok()?;
     let mut id = String::new();
     file.take(256).read_to_string(&mut id).ok()?;
     let id = id.trim();
@@ -80,10 +74,7 @@ fn free_name(prefix: &Path, id: &str) -> PathBuf {
         0 => prefix.join(format!("{STATEDIR}.{id}")),
         n => prefix.join(format!("{STATEDIR}.{id}.{n}")),
     };
-    (0..)
-        .map(name)
-        .find(|path| fs::symlink_metadata(path).is_err())
-        .unwrap_or_else(|| name(0))
+    (0..).map(name).find(|path| fs::symlink_metadata(path).is_err()).unwrap_or_else(|| name(0))
 }
 
 /// True for `state`, and for `state.<id>` that was moved aside.

@@ -23,15 +23,7 @@ pub fn raise(root: &Root, state: &mut HostState, least: &BTreeMap<String, u64>) 
         if old >= new {
             continue;
         }
-        state::record(
-            root,
-            state,
-            Undo::Sysctl {
-                name: name.clone(),
-                old,
-                new,
-            },
-        )?;
+        state::record(root, state, Undo::Sysctl { name: name.clone(), old, new })?;
         if let Err(error) = fs::write(&path, new.to_string()) {
             tracing::warn!(sysctl = name, value = new, %error, "can't be raised");
         }

@@ -29,10 +29,7 @@ impl User {
 
     /// Owner of this user's files.
     pub fn owner(&self) -> Owner {
-        Owner {
-            uid: self.uid,
-            gid: self.gid,
-        }
+        Owner { uid: self.uid, gid: self.gid }
     }
 }
 
@@ -61,11 +58,7 @@ pub fn resolve(run_as: &str, passwd: &str, group: &str) -> Result<User, Refusal>
 /// A name that has no entry.
 pub fn resolve_on(root: &Root, run_as: &str) -> Result<User, Refusal> {
     let read = |path| std::fs::read(root.path(path)).unwrap_or_default();
-    resolve(
-        run_as,
-        &String::from_utf8_lossy(&read("/etc/passwd")),
-        &String::from_utf8_lossy(&read("/etc/group")),
-    )
+    resolve(run_as, &String::from_utf8_lossy(&read("/etc/passwd")), &String::from_utf8_lossy(&read("/etc/group")))
 }
 
 fn without_entry(uid: u32) -> User {
@@ -98,11 +91,7 @@ fn parse_passwd(line: &str) -> Option<User> {
 fn parse_group(line: &str, member: &str) -> Option<u32> {
     let fields: Vec<&str> = line.split(':').collect();
     let [_, _, gid, members] = fields[..] else { return None };
-    members
-        .trim_end()
-        .split(',')
-        .any(|name| name == member)
-        .then(|| gid.parse().ok())?
+    members.trim_end().split(',').any(|name| name == member).then(|| gid.parse().ok())?
 }
 
 #[cfg(test)]
@@ -126,10 +115,7 @@ mod tests {
     #[test]
     fn an_unknown_name_is_refused_with_a_remedy() {
         let refusal = resolve("nobody-here", PASSWD, GROUP).unwrap_err();
-        assert!(
-            refusal.message.contains("nobody-here") && refusal.message.contains("number"),
-            "{refusal}"
-        );
+        assert!(refusal.message.contains("nobody-here") && refusal.message.contains("number"), "{refusal}");
         assert!(!refusal.transient);
     }
 }

@@ -133,22 +133,10 @@ impl LocalCommand {
                 }
             }
             Self::RemoveNode { node } => ask(&layout, Request::Remove { node }).await?,
-            Self::Agent {
-                node,
-                action: AgentAction::Restart,
-            } => ask(&layout, Request::RestartAgent { node }).await?,
-            Self::Agent {
-                node,
-                action: AgentAction::Kill,
-            } => ask(&layout, Request::KillAgent { node }).await?,
-            Self::Node {
-                node,
-                action: NodeAction::PowerOff,
-            } => ask(&layout, Request::PowerOff { node }).await?,
-            Self::Node {
-                node,
-                action: NodeAction::PowerOn,
-            } => ask(&layout, Request::PowerOn { node }).await?,
+            Self::Agent { node, action: AgentAction::Restart } => ask(&layout, Request::RestartAgent { node }).await?,
+            Self::Agent { node, action: AgentAction::Kill } => ask(&layout, Request::KillAgent { node }).await?,
+            Self::Node { node, action: NodeAction::PowerOff } => ask(&layout, Request::PowerOff { node }).await?,
+            Self::Node { node, action: NodeAction::PowerOn } => ask(&layout, Request::PowerOn { node }).await?,
             Self::Kubeconfig => {
                 layout.load()?;
                 let path = layout.kubeconfig();
@@ -157,11 +145,7 @@ impl LocalCommand {
             }
             Self::Down => {
                 let taken_down = down::run(&layout).await?;
-                say(if taken_down {
-                    "the local cluster is down"
-                } else {
-                    "there is no local cluster"
-                })?;
+                say(if taken_down { "the local cluster is down" } else { "there is no local cluster" })?;
             }
             Self::Daemon => return tell_failure(daemon::run(&layout).await),
             Self::MakeNode { node } => return tell_failure(node::boot(&layout, &node).await),

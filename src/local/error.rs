@@ -62,9 +62,6 @@ pub(crate) trait Context<T> {
 
 impl<T, E: Into<Box<dyn std::error::Error + Send + Sync>>> Context<T> for Result<T, E> {
     fn context(self, what: impl FnOnce() -> String) -> Result<T, LocalError> {
-        self.map_err(|source| LocalError::Failed {
-            what: what(),
-            source: source.into(),
-        })
+        self.map_err(|source| LocalError::Failed { what: what(), source: source.into() })
     }
 }

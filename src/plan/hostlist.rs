@@ -1,4 +1,4 @@
-//! Hostlists, RFC 29: `node[1-4,7],login`. Only the writing side: everything we read is TOML or JSON of our own.
+//! Hostlists, RFC 29: `node[1-4,7],login`.
 
 /// Writes `hosts` as a hostlist, in the same order; only neighbours that count up are folded.
 pub fn encode<S: AsRef<str>>(hosts: impl IntoIterator<Item = S>) -> String {
@@ -11,6 +11,35 @@ pub fn encode<S: AsRef<str>>(hosts: impl IntoIterator<Item = S>) -> String {
         }
     }
     groups.iter().map(Group::text).collect::<Vec<_>>().join(",")
+}
+
+/// Reads a hostlist as a broker writes it: one range a name. What is not a hostlist is taken as a name.
+pub fn decode(list: &str) -> Vec<String> {
+    let mut hosts = Vec::new();
+    let mut depth = 0_usize;
+    let names = list.split(|c| {
+        match c {
+            '[' => depth += 1,
+            ']' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        c == ',' && depth == 0
+    });
+    for name in names.filter(|name| !name.is_empty()) {
+        match name.split_once('[').and_then(|(prefix, rest)| Some((prefix, rest.split_once(']')?))) {
+            Some((prefix, (ranges, suffix))) => {
+                for range in ranges.split(',') {
+                    let (first, last) = range.split_once('-').unwrap_or((range, range));
+                    let width = first.len();
+                    if let (Ok(first), Ok(last)) = (first.parse::<u64>(), last.parse::<u64>()) {
+                        hosts.extend((first..=last).map(|number| format!("{prefix}{number:0width$}{suffix}")));
+                    }
+                }
+            }
+            None => hosts.push(name.to_owned()),
+        }
+    }
+    hosts
 }
 
 /// Hosts that share a prefix; a host without a number at its end is a group of its own.
@@ -86,7 +115,7 @@ impl Range {
 
 #[cfg(test)]
 mod tests {
-    use super::encode;
+    use super::{decode, encode};
 
     #[test]
     fn neighbours_that_count_up_are_folded_and_order_is_kept() {
@@ -107,6 +136,7 @@ mod tests {
             (vec![], ""),
         ] {
             assert_eq!(encode(&hosts), expected);
+            assert_eq!(decode(expected), hosts);
         }
     }
 }

@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use flux_distribute::{
     api::NAMESPACE,
-    local::apiserver::{Store, serve},
+    local::apiserver::{Identity, Store, serve},
 };
 use k8s_openapi::{
     NamespaceResourceScope,
@@ -17,8 +17,13 @@ use kube::{
     api::{ObjectMeta, PostParams},
     core::Status,
 };
+use rustls::{
+    ClientConfig, RootCertStore,
+    pki_types::{CertificateDer, pem::PemObject},
+};
 use serde_json::Value;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::{TlsConnector, client::TlsStream};
 
 pub const TOKEN: &str = "sesame";
 pub const LONG: Duration = Duration::from_secs(20);
@@ -26,15 +31,18 @@ pub const LONG: Duration = Duration::from_secs(20);
 pub struct Server {
     pub store: Arc<Store>,
     pub address: std::net::SocketAddr,
+    /// What its clients trust.
+    pub authority: CertificateDer<'static>,
     pub client: Client,
     pub stop: Option<tokio::sync::oneshot::Sender<()>>,
     pub task: tokio::task::JoinHandle<std::io::Result<()>>,
 }
 
-pub fn client(address: std::net::SocketAddr, token: &str) -> Client {
+pub fn client(address: std::net::SocketAddr, authority: &CertificateDer<'_>, token: &str) -> Client {
     // Several crates bring rustls a provider; whoever asks first decides.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let mut config = Config::new(format!("http://{address}").parse().unwrap());
+    let mut config = Config::new(format!("https://{address}").parse().unwrap());
+    config.root_cert = Some(vec![authority.to_vec()]);
     config.auth_info.token = Some(token.to_owned().into());
     config.default_namespace = NAMESPACE.into();
     Client::try_from(config).unwrap()
@@ -46,14 +54,11 @@ pub async fn start_with(store: Store) -> Server {
     let address = listener.local_addr().unwrap();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let shutdown = async move { drop(stopped.await) };
-    let task = tokio::spawn(serve(listener, store.clone(), TOKEN.into(), shutdown));
-    Server {
-        store,
-        address,
-        client: client(address, TOKEN),
-        stop: Some(stop),
-        task,
-    }
+    let identity = Identity::new(address.ip()).unwrap();
+    let authority = CertificateDer::from_pem_slice(identity.authority().as_bytes()).unwrap();
+    let served = store.clone();
+    let task = tokio::spawn(async move { serve(listener, &identity, served, TOKEN.into(), shutdown).await });
+    Server { store, address, client: client(address, &authority, TOKEN), authority, stop: Some(stop), task }
 }
 
 pub async fn start() -> Server {
@@ -72,18 +77,19 @@ impl Server {
     }
 
     pub async fn create_namespace(&self, name: &str) {
-        let metadata = ObjectMeta {
-            name: Some(name.into()),
-            ..ObjectMeta::default()
-        };
-        let namespace = Namespace {
-            metadata,
-            ..Namespace::default()
-        };
-        Api::all(self.client.clone())
-            .create(&PostParams::default(), &namespace)
-            .await
-            .unwrap();
+        let metadata = ObjectMeta { name: Some(name.into()), ..ObjectMeta::default() };
+        let namespace = Namespace { metadata, ..Namespace::default() };
+        Api::all(self.client.clone()).create(&PostParams::default(), &namespace).await.unwrap();
+    }
+
+    /// A connection that speaks what is written into it.
+    pub async fn connect(&self) -> TlsStream<TcpStream> {
+        let mut trusted = RootCertStore::empty();
+        trusted.add(self.authority.clone()).unwrap();
+        let config = ClientConfig::builder().with_root_certificates(trusted).with_no_client_auth();
+        let stream = TcpStream::connect(self.address).await.unwrap();
+        let name = self.address.ip().into();
+        TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap()
     }
 
     pub async fn raw(&self, method: &str, path: &str, headers: &[(&str, &str)], body: Value) -> Result<Value, Status> {
@@ -91,11 +97,7 @@ impl Server {
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
-        let body = if body.is_null() {
-            Vec::new()
-        } else {
-            body.to_string().into_bytes()
-        };
+        let body = if body.is_null() { Vec::new() } else { body.to_string().into_bytes() };
         match self.client.request::<Value>(request.body(body).unwrap()).await {
             Ok(answer) => Ok(answer),
             Err(kube::Error::Api(status)) => Err(*status),
@@ -106,10 +108,7 @@ impl Server {
 
 pub fn config_map(name: &str, text: &str) -> ConfigMap {
     ConfigMap {
-        metadata: ObjectMeta {
-            name: Some(name.into()),
-            ..ObjectMeta::default()
-        },
+        metadata: ObjectMeta { name: Some(name.into()), ..ObjectMeta::default() },
         data: Some(BTreeMap::from([("text".into(), text.into())])),
         ..ConfigMap::default()
     }

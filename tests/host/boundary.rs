@@ -39,9 +39,7 @@ async fn a_stage_answers_where_the_pod_shares_all_namespaces() {
         return;
     }
     let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
-    let Answer::Observed(view) = run(&host, Order::Observe).await.unwrap() else {
-        panic!()
-    };
+    let Answer::Observed(view) = run(&host, Order::Observe).await.unwrap() else { panic!() };
     let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
     assert_eq!(view.boot_id, boot_id.trim());
 }
@@ -65,15 +63,11 @@ async fn a_stages_refusal_comes_through_in_its_own_words() {
         return;
     }
     let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
-    let order = ClaimOrder {
-        prefix: "/opt/../etc".into(),
-        instance_uid: "u".into(),
-    };
+    let order = ClaimOrder { prefix: "/opt/../etc".into(), instance_uid: "u".into() };
     match run(&host, Order::Claim(order)).await {
-        Err(HostError::Refused(Refusal {
-            message,
-            transient: false,
-        })) => assert!(message.contains("spec.prefix"), "{message}"),
+        Err(HostError::Refused(Refusal { message, transient: false })) => {
+            assert!(message.contains("spec.prefix"), "{message}")
+        }
         other => panic!("{other:?}"),
     }
 }
@@ -103,18 +97,11 @@ async fn preflight_leaves_nothing_behind() {
     let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let prefix = dir.path().join("not/there/yet");
-    let order = PreflightOrder {
-        prefix: Some(prefix.clone()),
-        port: 8050,
-        need_bytes: 0,
-    };
+    let order = PreflightOrder { prefix: Some(prefix.clone()), port: 8050, need_bytes: 0 };
     match run(&host, Order::Preflight(order)).await {
         Ok(Answer::Preflight(found)) => {
             assert_eq!(found.prefix, prefix);
-            assert!(
-                found.resources.cores > 0 && found.memory_mib > 0 && found.glibc.starts_with("2."),
-                "{found:?}"
-            );
+            assert!(found.resources.cores > 0 && found.memory_mib > 0 && found.glibc.starts_with("2."), "{found:?}");
         }
         // This machine's own business, such as a used port.
         Err(HostError::Refused(refusal)) => eprintln!("refused: {refusal}"),
@@ -129,34 +116,17 @@ async fn a_stage_works_on_the_host_and_not_in_the_pod() {
         return;
     }
     // From here on the host's /opt can't be seen by this process.
-    nix::mount::mount(
-        Some("pod"),
-        "/opt",
-        Some("tmpfs"),
-        nix::mount::MsFlags::empty(),
-        None::<&str>,
-    )
-    .unwrap();
+    nix::mount::mount(Some("pod"), "/opt", Some("tmpfs"), nix::mount::MsFlags::empty(), None::<&str>).unwrap();
     let prefix = Path::new(DEFAULT_PREFIX);
     let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
     let on_host = HostRoot::open().unwrap();
-    let order = ClaimOrder {
-        prefix: prefix.into(),
-        instance_uid: "u".into(),
-    };
+    let order = ClaimOrder { prefix: prefix.into(), instance_uid: "u".into() };
     assert_eq!(run(&host, Order::Claim(order)).await.unwrap(), Answer::Done);
     assert!(!prefix.exists());
     assert!(on_host.open_path(&prefix.join("state.json")).is_ok());
-    let Answer::Observed(view) = run(&host, Order::Observe).await.unwrap() else {
-        panic!()
-    };
+    let Answer::Observed(view) = run(&host, Order::Observe).await.unwrap() else { panic!() };
     assert_eq!(view.state.unwrap().prefix, prefix);
-    assert_eq!(
-        run(&host, Order::Remove(RemoveOrder { keep_state: false }))
-            .await
-            .unwrap(),
-        Answer::Done
-    );
+    assert_eq!(run(&host, Order::Remove(RemoveOrder { keep_state: false })).await.unwrap(), Answer::Done);
     assert!(on_host.open_path(prefix).is_err());
 }
 
@@ -172,10 +142,7 @@ async fn a_stage_runs_where_the_kernel_forbids_to_run_memory() {
             return;
         }
         let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
-        assert!(
-            matches!(run(&host, Order::Observe).await, Ok(Answer::Observed(_))),
-            "{level}"
-        );
+        assert!(matches!(run(&host, Order::Observe).await, Ok(Answer::Observed(_))), "{level}");
     }
 }
 
@@ -188,11 +155,7 @@ fn killed_stage(order: &Order, after: Duration) {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let _ = child
-        .stdin
-        .take()
-        .unwrap()
-        .write_all(&serde_json::to_vec(order).unwrap());
+    let _ = child.stdin.take().unwrap().write_all(&serde_json::to_vec(order).unwrap());
     std::thread::sleep(after);
     let _ = child.kill();
     child.wait().unwrap();
@@ -200,18 +163,12 @@ fn killed_stage(order: &Order, after: Duration) {
 
 #[tokio::test]
 async fn every_order_can_be_killed_at_any_time_and_nothing_stays_behind() {
-    if !in_pod(
-        "every_order_can_be_killed_at_any_time_and_nothing_stays_behind",
-        SHARING_ALL,
-    ) {
+    if !in_pod("every_order_can_be_killed_at_any_time_and_nothing_stays_behind", SHARING_ALL) {
         return;
     }
     let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
     let prefix = Path::new(DEFAULT_PREFIX);
-    let claim = Order::Claim(ClaimOrder {
-        prefix: prefix.into(),
-        instance_uid: "u".into(),
-    });
+    let claim = Order::Claim(ClaimOrder { prefix: prefix.into(), instance_uid: "u".into() });
     let text = "[bootstrap]\n".repeat(10_000);
     let configure = Order::Configure(ConfigureOrder {
         prefix: prefix.into(),
@@ -223,10 +180,7 @@ async fn every_order_can_be_killed_at_any_time_and_nothing_stays_behind() {
             broker_owned: true,
         }],
         run_as: "1234".into(),
-        statedir: Some(StateDir {
-            instance_id: "i".into(),
-            established: false,
-        }),
+        statedir: Some(StateDir { instance_id: "i".into(), established: false }),
         sysctls: BTreeMap::new(),
         live: false,
     });
@@ -236,11 +190,7 @@ async fn every_order_can_be_killed_at_any_time_and_nothing_stays_behind() {
         killed_stage(&claim, after);
         run(&host, claim.clone()).await.unwrap();
         fs::create_dir_all(prefix.join("envs/d")).unwrap();
-        fs::write(
-            prefix.join("envs/d/.flux-distribute.json"),
-            r#"{"compiledPrefix":"/opt/site/flux"}"#,
-        )
-        .unwrap();
+        fs::write(prefix.join("envs/d/.flux-distribute.json"), r#"{"compiledPrefix":"/opt/site/flux"}"#).unwrap();
 
         killed_stage(&configure, after);
         if let Ok(found) = fs::read_to_string(prefix.join("etc/broker.toml")) {
@@ -261,38 +211,20 @@ async fn every_order_can_be_killed_at_any_time_and_nothing_stays_behind() {
 
 #[test]
 fn a_program_entered_from_the_pod_sees_the_host_and_tells_its_exit_code() {
-    if !in_pod(
-        "a_program_entered_from_the_pod_sees_the_host_and_tells_its_exit_code",
-        OF_ITS_OWN,
-    ) {
+    if !in_pod("a_program_entered_from_the_pod_sees_the_host_and_tells_its_exit_code", OF_ITS_OWN) {
         return;
     }
     fs::write("/opt/on-the-host", "").unwrap();
-    nix::mount::mount(
-        Some("pod"),
-        "/opt",
-        Some("tmpfs"),
-        nix::mount::MsFlags::empty(),
-        None::<&str>,
-    )
-    .unwrap();
+    nix::mount::mount(Some("pod"), "/opt", Some("tmpfs"), nix::mount::MsFlags::empty(), None::<&str>).unwrap();
     let user = users::resolve("1234", "", "").unwrap();
     for (script, user, expected) in [
         ("test -e /opt/on-the-host", None, 0),
         ("exit 7", None, 7),
         ("kill -9 $$", None, 137),
-        (
-            "test $(id -u),$(id -g),$(id -G),$HOME = 1234,1234,1234,/",
-            Some(&user),
-            0,
-        ),
+        ("test $(id -u),$(id -g),$(id -G),$HOME = 1234,1234,1234,/", Some(&user), 0),
     ] {
         let code = enter(Path::new("/bin/sh"), &["-c".into(), script.into()], &[], user).unwrap();
-        assert_eq!(
-            format!("{code:?}"),
-            format!("{:?}", ExitCode::from(expected)),
-            "{script}"
-        );
+        assert_eq!(format!("{code:?}"), format!("{:?}", ExitCode::from(expected)), "{script}");
     }
     assert!(enter(Path::new("/not/there"), &[], &[], None).is_err());
 }
@@ -322,18 +254,9 @@ async fn a_process_that_cant_see_the_host_is_refused() {
 
 #[test]
 fn an_order_that_cant_be_read_is_answered_without_its_content() {
-    let mut child = std::process::Command::new(BINARY)
-        .arg("stage")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    child
-        .stdin
-        .take()
-        .unwrap()
-        .write_all(br#"{"Configure":{"files":"hunter2"}}"#)
-        .unwrap();
+    let mut child =
+        std::process::Command::new(BINARY).arg("stage").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(br#"{"Configure":{"files":"hunter2"}}"#).unwrap();
     let output = child.wait_with_output().unwrap();
     let answer = String::from_utf8(output.stdout).unwrap();
     assert!(answer.contains("Failed") && !answer.contains("hunter2"), "{answer}");
@@ -341,17 +264,11 @@ fn an_order_that_cant_be_read_is_answered_without_its_content() {
 
 #[test]
 fn a_program_of_the_host_runs_with_the_environment_it_is_given() {
-    if !in_pod(
-        "a_program_of_the_host_runs_with_the_environment_it_is_given",
-        OF_ITS_OWN,
-    ) {
+    if !in_pod("a_program_of_the_host_runs_with_the_environment_it_is_given", OF_ITS_OWN) {
         return;
     }
     let env = BTreeMap::from([("TERM".into(), "dumb".into())]);
-    let output = enter_command(Path::new("/usr/bin/env"), &[], &env, None)
-        .unwrap()
-        .output()
-        .unwrap();
+    let output = enter_command(Path::new("/usr/bin/env"), &[], &env, None).unwrap().output().unwrap();
     assert_eq!(String::from_utf8_lossy(&output.stdout), "TERM=dumb\n");
 }
 
@@ -371,10 +288,7 @@ fn the_hosts_symlinks_lead_into_the_hosts_root_and_not_into_ours() {
     fs::write(host_path(&made).join("a.conda"), "a").unwrap();
     assert!(at("var/real/flux-distribute/pkgs/a.conda").is_file());
     let mut text = String::new();
-    root.open_file(Path::new("/up/passwd"))
-        .unwrap()
-        .read_to_string(&mut text)
-        .unwrap();
+    root.open_file(Path::new("/up/passwd")).unwrap().read_to_string(&mut text).unwrap();
     assert_eq!(text, "the host's");
     assert!(root.open_path(Path::new("/not/there")).is_err());
 
@@ -386,17 +300,11 @@ fn the_hosts_symlinks_lead_into_the_hosts_root_and_not_into_ours() {
 #[tokio::test]
 async fn a_fake_host_remembers_orders_and_answers_by_script() {
     let blank = FakeHost::blank();
-    assert_eq!(
-        run(&blank, Order::Observe).await.unwrap(),
-        Answer::Observed(Box::<HostView>::default())
-    );
+    assert_eq!(run(&blank, Order::Observe).await.unwrap(), Answer::Observed(Box::<HostView>::default()));
     assert_eq!(blank.take_orders(), [Order::Observe]);
     assert!(blank.orders().is_empty());
     let scripted = FakeHost::answering([Ok(Answer::Done), Err(Refusal::transient("later"))]);
     assert_eq!(run(&scripted, Order::Observe).await.unwrap(), Answer::Done);
-    assert!(matches!(
-        run(&scripted, Order::Observe).await,
-        Err(HostError::Refused(Refusal { transient: true, .. }))
-    ));
+    assert!(matches!(run(&scripted, Order::Observe).await, Err(HostError::Refused(Refusal { transient: true, .. }))));
     assert!(run(&scripted, Order::Observe).await.is_err());
 }

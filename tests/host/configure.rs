@@ -12,17 +12,11 @@ use flux_distribute::host::{ConfigureOrder, HostFile, StateDir, claim, observe};
 use crate::support::*;
 
 fn not_established(id: &str) -> Option<StateDir> {
-    Some(StateDir {
-        instance_id: id.into(),
-        established: false,
-    })
+    Some(StateDir { instance_id: id.into(), established: false })
 }
 
 fn established(id: &str) -> Option<StateDir> {
-    Some(StateDir {
-        instance_id: id.into(),
-        established: true,
-    })
+    Some(StateDir { instance_id: id.into(), established: true })
 }
 
 fn mode(path: &Path) -> u32 {
@@ -41,33 +35,12 @@ fn configured_files_have_their_owner_mode_and_content() {
     host.claim().unwrap();
     host.environment(DIGEST, "{}");
     host.configure(&configure_order()).unwrap();
-    assert_eq!(
-        (
-            mode(&host.below("etc/broker.toml")),
-            owner(&host.below("etc/broker.toml"))
-        ),
-        (0o644, (0, 0))
-    );
-    assert_eq!(
-        (
-            mode(&host.below("etc/curve.cert")),
-            owner(&host.below("etc/curve.cert"))
-        ),
-        (0o600, (500, 501))
-    );
-    assert_eq!(
-        (mode(&host.below("state")), owner(&host.below("state"))),
-        (0o700, (500, 501))
-    );
+    assert_eq!((mode(&host.below("etc/broker.toml")), owner(&host.below("etc/broker.toml"))), (0o644, (0, 0)));
+    assert_eq!((mode(&host.below("etc/curve.cert")), owner(&host.below("etc/curve.cert"))), (0o600, (500, 501)));
+    assert_eq!((mode(&host.below("state")), owner(&host.below("state"))), (0o700, (500, 501)));
     assert_eq!(fs::read_to_string(host.below("state/instance-id")).unwrap(), "id-1\n");
-    assert_eq!(
-        fs::read_link(host.below("current")).unwrap(),
-        Path::new("envs").join(DIGEST)
-    );
-    assert_eq!(
-        fs::read_to_string(host.at("/proc/sys/fs/inotify/max_user_instances")).unwrap(),
-        "8192"
-    );
+    assert_eq!(fs::read_link(host.below("current")).unwrap(), Path::new("envs").join(DIGEST));
+    assert_eq!(fs::read_to_string(host.at("/proc/sys/fs/inotify/max_user_instances")).unwrap(), "8192");
     let view = observe(&host.root, &host.brokers).unwrap();
     assert_eq!(
         (view.environments, view.roster, view.boot_id),
@@ -76,11 +49,7 @@ fn configured_files_have_their_owner_mode_and_content() {
 
     // The user changes while the broker is down: what he owns changes with him.
     host.write(&format!("{PREFIX}/state/content.sqlite"), "queue");
-    host.configure(&ConfigureOrder {
-        run_as: "4242".into(),
-        ..configure_order()
-    })
-    .unwrap();
+    host.configure(&ConfigureOrder { run_as: "4242".into(), ..configure_order() }).unwrap();
     for path in ["etc/curve.cert", "state", "state/instance-id", "state/content.sqlite"] {
         assert_eq!(owner(&host.below(path)), (4242, 4242), "{path}");
     }
@@ -93,33 +62,16 @@ fn a_lost_statedir_of_an_established_instance_is_refused_before_anything_is_writ
     host.claim().unwrap();
     host.environment(DIGEST, "{}");
     let before = host.everything();
-    let refusal = host
-        .configure(&ConfigureOrder {
-            statedir: established("id-1"),
-            ..configure_order()
-        })
-        .unwrap_err();
+    let refusal = host.configure(&ConfigureOrder { statedir: established("id-1"), ..configure_order() }).unwrap_err();
     assert!(!refusal.transient);
     for word in ["id-1", "recover", "reset"] {
         assert!(refusal.message.contains(word), "{refusal}");
     }
     assert_eq!(host.everything(), before);
     host.configure(&configure_order()).unwrap();
-    host.configure(&ConfigureOrder {
-        statedir: established("id-1"),
-        ..configure_order()
-    })
-    .unwrap();
-    let other = host
-        .configure(&ConfigureOrder {
-            statedir: established("id-2"),
-            ..configure_order()
-        })
-        .unwrap_err();
-    assert!(
-        other.message.contains("id-2") && other.message.contains("id-1"),
-        "{other}"
-    );
+    host.configure(&ConfigureOrder { statedir: established("id-1"), ..configure_order() }).unwrap();
+    let other = host.configure(&ConfigureOrder { statedir: established("id-2"), ..configure_order() }).unwrap_err();
+    assert!(other.message.contains("id-2") && other.message.contains("id-1"), "{other}");
 }
 
 #[test]
@@ -130,23 +82,12 @@ fn the_queue_of_an_older_instance_is_kept_aside() {
     host.environment(DIGEST, "{}");
     host.configure(&configure_order()).unwrap();
     fs::write(host.below("state/content.sqlite"), "queue").unwrap();
-    host.configure(&ConfigureOrder {
-        statedir: not_established("id-2"),
-        ..configure_order()
-    })
-    .unwrap();
-    assert_eq!(
-        fs::read_to_string(host.below("state.id-1/content.sqlite")).unwrap(),
-        "queue"
-    );
+    host.configure(&ConfigureOrder { statedir: not_established("id-2"), ..configure_order() }).unwrap();
+    assert_eq!(fs::read_to_string(host.below("state.id-1/content.sqlite")).unwrap(), "queue");
     assert_eq!(fs::read_to_string(host.below("state/instance-id")).unwrap(), "id-2\n");
     // A second one of the same name doesn't overwrite the first.
     fs::write(host.below("state/instance-id"), "id-1").unwrap();
-    host.configure(&ConfigureOrder {
-        statedir: not_established("id-3"),
-        ..configure_order()
-    })
-    .unwrap();
+    host.configure(&ConfigureOrder { statedir: not_established("id-3"), ..configure_order() }).unwrap();
     assert!(host.below("state.id-1/content.sqlite").exists() && host.below("state.id-1.1").is_dir());
 }
 
@@ -160,18 +101,11 @@ fn a_kept_statedir_outlives_the_removal_and_serves_the_next_claim() {
     fs::write(host.below("state/content.sqlite"), "queue").unwrap();
     host.remove(true).unwrap();
     assert!(host.state().is_none());
-    let left: Vec<_> = fs::read_dir(host.below(""))
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name())
-        .collect();
+    let left: Vec<_> = fs::read_dir(host.below("")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left, ["state"]);
     claim(&host.root, &claim_order(PREFIX, "uid-2")).unwrap();
     host.environment(DIGEST, "{}");
-    host.configure(&ConfigureOrder {
-        statedir: established("id-1"),
-        ..configure_order()
-    })
-    .unwrap();
+    host.configure(&ConfigureOrder { statedir: established("id-1"), ..configure_order() }).unwrap();
     assert_eq!(fs::read_to_string(host.below("state/content.sqlite")).unwrap(), "queue");
 }
 
@@ -181,11 +115,7 @@ fn a_sysctl_is_raised_never_lowered_and_put_back_only_if_it_is_ours() {
     let sysctl = "/proc/sys/fs/inotify/max_user_instances";
     let raise = |host: &TestHost, to| {
         let sysctls = BTreeMap::from([("fs.inotify.max_user_instances".to_owned(), to)]);
-        host.configure(&ConfigureOrder {
-            sysctls,
-            ..configure_order()
-        })
-        .unwrap();
+        host.configure(&ConfigureOrder { sysctls, ..configure_order() }).unwrap();
     };
     for (what, steps, by_hand, expected) in [
         ("put back", &[8192][..], None, "128"),
@@ -193,12 +123,7 @@ fn a_sysctl_is_raised_never_lowered_and_put_back_only_if_it_is_ours() {
         ("asked for less later", &[8192, 4096], None, "128"),
         ("never raised", &[64], None, "128"),
         ("changed by the admin since", &[8192], Some("9999"), "9999"),
-        (
-            "the second raise was recorded and killed",
-            &[8192, 16384],
-            Some("8192"),
-            "128",
-        ),
+        ("the second raise was recorded and killed", &[8192, 16384], Some("8192"), "128"),
         ("a reboot has put it back", &[8192], Some("128"), "128"),
     ] {
         let host = TestHost::new();
@@ -216,10 +141,9 @@ fn a_sysctl_is_raised_never_lowered_and_put_back_only_if_it_is_ours() {
 #[test]
 fn the_compiled_in_prefix_of_others_is_refused_and_survives_our_removal() {
     need_root!();
-    for make in [
-        (|path: &Path| fs::create_dir(path)) as fn(&Path) -> std::io::Result<()>,
-        |path| symlink("/srv/their-flux", path),
-    ] {
+    for make in [(|path: &Path| fs::create_dir(path)) as fn(&Path) -> std::io::Result<()>, |path| {
+        symlink("/srv/their-flux", path)
+    }] {
         let host = TestHost::new();
         fs::create_dir_all(host.at("/usr/site")).unwrap();
         make(&host.at(COMPILED)).unwrap();
@@ -242,25 +166,10 @@ fn links_are_flipped_between_epochs_and_left_alone_under_a_running_broker() {
     }
     let target = |path: PathBuf| fs::read_link(path).unwrap().file_name().unwrap().to_owned();
     host.configure(&configure_order()).unwrap();
-    host.configure(&ConfigureOrder {
-        digest: "next".into(),
-        live: true,
-        ..configure_order()
-    })
-    .unwrap();
-    assert_eq!(
-        (target(host.at(COMPILED)), target(host.below("current"))),
-        (DIGEST.into(), DIGEST.into())
-    );
-    host.configure(&ConfigureOrder {
-        digest: "next".into(),
-        ..configure_order()
-    })
-    .unwrap();
-    assert_eq!(
-        (target(host.at(COMPILED)), target(host.below("current"))),
-        ("next".into(), "next".into())
-    );
+    host.configure(&ConfigureOrder { digest: "next".into(), live: true, ..configure_order() }).unwrap();
+    assert_eq!((target(host.at(COMPILED)), target(host.below("current"))), (DIGEST.into(), DIGEST.into()));
+    host.configure(&ConfigureOrder { digest: "next".into(), ..configure_order() }).unwrap();
+    assert_eq!((target(host.at(COMPILED)), target(host.below("current"))), ("next".into(), "next".into()));
     host.remove(false).unwrap();
     assert!(!host.at("/usr/site").exists() && host.at("/usr").exists());
 }
@@ -284,22 +193,9 @@ fn files_do_not_leave_the_prefix_and_secrets_do_not_leave_their_file() {
     host.claim().unwrap();
     host.environment(DIGEST, "{}");
     for path in ["../etc/passwd", "/etc/passwd", "etc/../../x"] {
-        let file = HostFile {
-            path: path.into(),
-            content: "hunter2".into(),
-            mode: 0o644,
-            broker_owned: false,
-        };
-        let refusal = host
-            .configure(&ConfigureOrder {
-                files: vec![file],
-                ..configure_order()
-            })
-            .unwrap_err();
-        assert!(
-            refusal.message.contains("prefix") && !refusal.message.contains("hunter2"),
-            "{refusal}"
-        );
+        let file = HostFile { path: path.into(), content: "hunter2".into(), mode: 0o644, broker_owned: false };
+        let refusal = host.configure(&ConfigureOrder { files: vec![file], ..configure_order() }).unwrap_err();
+        assert!(refusal.message.contains("prefix") && !refusal.message.contains("hunter2"), "{refusal}");
     }
     assert!(!format!("{:?}", configure_order()).contains("secret"));
 }

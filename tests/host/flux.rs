@@ -28,16 +28,10 @@ fn flux_order(args: &[&str], timeout_secs: u64) -> FluxOrder {
 fn flux_runs_as_the_brokers_user_with_nothing_of_our_environment() {
     need_root!();
     let host = TestHost::new();
-    flux_script(
-        &host,
-        "id -u; id -g; id -G; echo $HOME $FLUX_URI $CARGO_MANIFEST_DIR \"$@\"; echo oops >&2; exit 3",
-    );
+    flux_script(&host, "id -u; id -g; id -G; echo $HOME $FLUX_URI $CARGO_MANIFEST_DIR \"$@\"; echo oops >&2; exit 3");
     let ran = flux(&host.root, &flux_order(&["resource", "a b"], 60)).unwrap();
     let expected = "500\n501\n501 44\n/var/lib/flux local:///run/flux-distribute/broker/local resource a b\n";
-    assert_eq!(
-        (ran.code, ran.stdout.as_str(), ran.stderr.as_str()),
-        (3, expected, "oops\n")
-    );
+    assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.as_str()), (3, expected, "oops\n"));
 }
 
 #[test]

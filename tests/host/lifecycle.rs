@@ -15,10 +15,7 @@ fn everything_we_touched_is_taken_off_and_nothing_else() {
     host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
     host.configure(&configure_order()).unwrap();
     assert!(host.at("/flux-connect.sh").exists());
-    assert_eq!(
-        fs::read_link(host.at(COMPILED)).unwrap(),
-        Path::new(PREFIX).join("envs").join(DIGEST)
-    );
+    assert_eq!(fs::read_link(host.at(COMPILED)).unwrap(), Path::new(PREFIX).join("envs").join(DIGEST));
     assert_ne!(host.everything(), before);
     host.remove(false).unwrap();
     assert_eq!(host.everything(), before);
@@ -34,10 +31,7 @@ fn claiming_and_configuring_again_changes_nothing() {
     host.claim().unwrap();
     host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
     host.configure(&configure_order()).unwrap();
-    let (before, inode) = (
-        host.everything(),
-        fs::metadata(host.below("etc/broker.toml")).unwrap().ino(),
-    );
+    let (before, inode) = (host.everything(), fs::metadata(host.below("etc/broker.toml")).unwrap().ino());
     host.claim().unwrap();
     host.configure(&configure_order()).unwrap();
     assert_eq!(host.everything(), before);
@@ -49,10 +43,7 @@ fn a_prefix_of_others_is_refused() {
     let host = TestHost::new();
     host.write(&format!("{PREFIX}/theirs"), "");
     let refusal = host.claim().unwrap_err();
-    assert!(
-        refusal.message.contains("theirs") && refusal.message.contains("spec.prefix"),
-        "{refusal}"
-    );
+    assert!(refusal.message.contains("theirs") && refusal.message.contains("spec.prefix"), "{refusal}");
     assert!(host.state().is_none());
     assert!(claim(&host.root, &claim_order("/opt/../etc", "uid-1")).is_err());
     assert!(claim(&host.root, &claim_order("/", "uid-1")).is_err());
@@ -63,18 +54,8 @@ fn another_instance_and_another_prefix_wait_until_the_host_is_clean() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
-    assert!(
-        claim(&host.root, &claim_order(PREFIX, "uid-2"))
-            .unwrap_err()
-            .message
-            .contains("uid-1")
-    );
-    assert!(
-        claim(&host.root, &claim_order("/data/flux", "uid-1"))
-            .unwrap_err()
-            .message
-            .contains(PREFIX)
-    );
+    assert!(claim(&host.root, &claim_order(PREFIX, "uid-2")).unwrap_err().message.contains("uid-1"));
+    assert!(claim(&host.root, &claim_order("/data/flux", "uid-1")).unwrap_err().message.contains(PREFIX));
     assert!(!host.at("/data").exists());
     host.remove(false).unwrap();
     claim(&host.root, &claim_order("/data/flux", "uid-2")).unwrap();
@@ -123,8 +104,7 @@ fn the_undo_list_is_written_before_the_thing_is_done() {
     assert!(host.configure(&configure_order()).is_err());
     let undo = host.state().unwrap().undo;
     assert!(
-        undo.iter()
-            .any(|undo| matches!(undo, Undo::Symlink { path, .. } if path == Path::new(COMPILED))),
+        undo.iter().any(|undo| matches!(undo, Undo::Symlink { path, .. } if path == Path::new(COMPILED))),
         "{undo:?}"
     );
 }
@@ -135,25 +115,13 @@ fn a_removal_that_was_killed_anywhere_is_finished_by_the_next_run() {
     let host = TestHost::new();
     let before = host.everything();
     // What a killed removal can have taken off already: any of these, before state.json.
-    for gone in [
-        "envs",
-        "etc",
-        "state",
-        "lock",
-        "current",
-        "../../flux-connect.sh",
-        "../../usr/site/flux",
-    ] {
+    for gone in ["envs", "etc", "state", "lock", "current", "../../flux-connect.sh", "../../usr/site/flux"] {
         host.claim().unwrap();
         host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
         host.configure(&configure_order()).unwrap();
         let path = host.below(gone);
-        if fs::symlink_metadata(&path).unwrap().is_dir() {
-            fs::remove_dir_all(&path)
-        } else {
-            fs::remove_file(&path)
-        }
-        .unwrap();
+        if fs::symlink_metadata(&path).unwrap().is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) }
+            .unwrap();
         assert!(host.state().is_some(), "{gone}");
         host.remove(false).unwrap();
         assert_eq!(host.everything(), before, "{gone}");
@@ -172,10 +140,7 @@ fn what_cant_be_undone_keeps_the_undo_list() {
     assert!(host.remove(false).unwrap_err().message.contains("flux-connect.sh"));
     assert!(host.state().is_some());
     // The others were undone all the same.
-    assert_eq!(
-        fs::read_to_string(host.at("/proc/sys/fs/inotify/max_user_instances")).unwrap(),
-        "128"
-    );
+    assert_eq!(fs::read_to_string(host.at("/proc/sys/fs/inotify/max_user_instances")).unwrap(), "128");
     fs::remove_dir(host.at("/flux-connect.sh")).unwrap();
     host.remove(false).unwrap();
     assert!(host.state().is_none());
@@ -196,12 +161,7 @@ fn a_broker_that_still_runs_is_stopped_before_its_host_is_cleaned() {
         digest: DIGEST.into(),
         launch: "l".into(),
     };
-    *host.brokers.running.borrow_mut() = Some(RunningBroker {
-        pid: 1,
-        start_time: 1,
-        systemd: false,
-        record,
-    });
+    *host.brokers.running.borrow_mut() = Some(RunningBroker { pid: 1, start_time: 1, systemd: false, record });
     host.remove(false).unwrap();
     assert_eq!(*host.brokers.calls.borrow(), ["stop", "forget"]);
 }
@@ -212,11 +172,7 @@ fn one_stage_at_a_time_writes_and_a_removed_lock_is_not_held() {
     let host = TestHost::new();
     host.claim().unwrap();
     let held = HostLock::take(&host.root, Path::new(PREFIX), Duration::ZERO).unwrap();
-    assert!(
-        HostLock::take(&host.root, Path::new(PREFIX), Duration::ZERO)
-            .unwrap_err()
-            .transient
-    );
+    assert!(HostLock::take(&host.root, Path::new(PREFIX), Duration::ZERO).unwrap_err().transient);
     let (send, receive) = channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {

@@ -19,17 +19,7 @@ pub fn in_pod(test: &str, namespaces: &[&str]) -> bool {
     // What is ours on a host is there: this machine's own is covered.
     let init = r#"for dir in /opt /run /var/lib; do mount -t tmpfs host $dir || exit 1; done; "$@"; exit $?"#;
     let status = std::process::Command::new("unshare")
-        .args([
-            "--fork",
-            "--pid",
-            "--mount-proc",
-            "--kill-child",
-            "sh",
-            "-c",
-            init,
-            "sh",
-            "unshare",
-        ])
+        .args(["--fork", "--pid", "--mount-proc", "--kill-child", "sh", "-c", init, "sh", "unshare"])
         .args(namespaces)
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", &format!("boundary::{test}"), "--nocapture"])

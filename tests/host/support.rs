@@ -24,10 +24,7 @@ pub struct FakeBrokers {
 
 impl Brokers for FakeBrokers {
     fn observe(&self, _prefix: Option<&Path>) -> BrokerView {
-        BrokerView {
-            running: self.running.borrow().clone(),
-            died: None,
-        }
+        BrokerView { running: self.running.borrow().clone(), died: None }
     }
 
     fn stop(&self, _order: &StopOrder) -> Result<(), Refusal> {
@@ -51,16 +48,9 @@ pub struct TestHost {
 impl TestHost {
     pub fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let host = Self {
-            root: Root::at(dir.path()),
-            dir,
-            brokers: FakeBrokers::default(),
-        };
+        let host = Self { root: Root::at(dir.path()), dir, brokers: FakeBrokers::default() };
         for (path, content) in [
-            (
-                "/etc/passwd",
-                "root:x:0:0:root:/root:/bin/sh\nflux:x:500:501::/var/lib/flux:/bin/sh\n",
-            ),
+            ("/etc/passwd", "root:x:0:0:root:/root:/bin/sh\nflux:x:500:501::/var/lib/flux:/bin/sh\n"),
             ("/etc/group", "video:x:44:flux\n"),
             ("/proc/sys/fs/inotify/max_user_instances", "128\n"),
             ("/proc/sys/kernel/random/boot_id", "boot-1\n"),
@@ -128,10 +118,7 @@ impl TestHost {
 }
 
 pub fn claim_order(prefix: &str, uid: &str) -> ClaimOrder {
-    ClaimOrder {
-        prefix: prefix.into(),
-        instance_uid: uid.into(),
-    }
+    ClaimOrder { prefix: prefix.into(), instance_uid: uid.into() }
 }
 
 pub fn configure_order() -> ConfigureOrder {
@@ -151,10 +138,7 @@ pub fn configure_order() -> ConfigureOrder {
             file("bin/flux-connect.sh", "#!/bin/sh\n", 0o755, false),
         ],
         run_as: "flux".into(),
-        statedir: Some(StateDir {
-            instance_id: "id-1".into(),
-            established: false,
-        }),
+        statedir: Some(StateDir { instance_id: "id-1".into(), established: false }),
         sysctls: BTreeMap::from([
             ("fs.inotify.max_user_instances".into(), 8192),
             ("net.core.not_on_this_kernel".into(), 5),

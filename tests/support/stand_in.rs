@@ -50,37 +50,22 @@ impl StandIn {
         let desk = Arc::new(Mutex::new(Desk::default()));
         let news = broadcast::channel(64).0;
         let tasks = tokio::spawn(serve(listener, desk.clone(), news.clone()));
-        let broker = Self {
-            path,
-            desk,
-            news,
-            tasks,
-        };
+        let broker = Self { path, desk, news, tasks };
         let last = names.len().saturating_sub(1);
         let ranks = if last == 0 { "0".to_owned() } else { format!("0-{last}") };
-        for (name, value) in [
-            ("rank", "0"),
-            ("size", &names.len().to_string()),
-            ("hostlist", &names.join(",")),
-            ("hostname", names[0]),
-        ] {
+        for (name, value) in
+            [("rank", "0"), ("size", &names.len().to_string()), ("hostlist", &names.join(",")), ("hostname", names[0])]
+        {
             broker.attribute(name, value);
         }
-        let children: Vec<Value> = (1..names.len())
-            .map(|rank| json!({"rank": rank, "status": "full", "duration": 1.0}))
-            .collect();
+        let children: Vec<Value> =
+            (1..names.len()).map(|rank| json!({"rank": rank, "status": "full", "duration": 1.0})).collect();
         let r = |ranks: &str| {
-            let entries = if ranks.is_empty() {
-                json!([])
-            } else {
-                json!([{"rank": ranks, "children": {"core": "0-3"}}])
-            };
+            let entries =
+                if ranks.is_empty() { json!([]) } else { json!([{"rank": ranks, "children": {"core": "0-3"}}]) };
             json!({"version": 1, "execution": {"R_lite": entries, "nodelist": [""], "starttime": 0.0, "expiration": 0.0}})
         };
-        broker.on(
-            "state-machine.get",
-            Service::Says(json!({"state": "run", "duration": 1.5})),
-        );
+        broker.on("state-machine.get", Service::Says(json!({"state": "run", "duration": 1.5})));
         broker.on("state-machine.monitor", Service::Says(json!({"state": 6})));
         let health = json!({"rank": 0, "status": "full", "duration": 1.0, "children": children});
         broker.on("overlay.health", Service::Says(health));
@@ -104,11 +89,7 @@ impl StandIn {
 
     /// Sets an attribute.
     pub fn attribute(&self, name: &str, value: &str) {
-        self.desk
-            .lock()
-            .unwrap()
-            .attributes
-            .insert(name.to_owned(), value.to_owned());
+        self.desk.lock().unwrap().attributes.insert(name.to_owned(), value.to_owned());
     }
 
     /// A further answer to every stream on `topic` that is open.
@@ -195,9 +176,7 @@ async fn read(reader: &mut (impl AsyncReadExt + Unpin)) -> Option<Request> {
     let (header, parts) = parts.split_last()?;
     assert_eq!(header[..3], [0x8e, 1, 1], "not a request");
     assert!(parts[0].is_empty(), "no route delimiter");
-    let payload = parts
-        .get(2)
-        .map(|json| serde_json::from_slice(json.strip_suffix(&[0]).unwrap()).unwrap());
+    let payload = parts.get(2).map(|json| serde_json::from_slice(json.strip_suffix(&[0]).unwrap()).unwrap());
     Some(Request {
         topic: String::from_utf8(parts[1].to_vec()).ok()?,
         payload: payload.unwrap_or_default(),
@@ -210,12 +189,7 @@ fn answer(desk: &Desk, topic: &str, payload: &Value, tag: [u8; 4]) -> Option<Vec
     if topic == "attr.get" {
         let name = payload["name"].as_str().unwrap();
         return Some(match desk.attributes.get(name) {
-            Some(value) => response(
-                topic,
-                0,
-                json!({"value": value, "flags": 1}).to_string().as_bytes(),
-                tag,
-            ),
+            Some(value) => response(topic, 0, json!({"value": value, "flags": 1}).to_string().as_bytes(), tag),
             None => response(topic, 2, b"", tag),
         });
     }
@@ -224,12 +198,7 @@ fn answer(desk: &Desk, topic: &str, payload: &Value, tag: [u8; 4]) -> Option<Vec
         Some(Service::Refuses(errnum, text)) => Some(response(topic, *errnum, text.as_bytes(), tag)),
         Some(Service::Silent) => None,
         Some(Service::Raw(bytes)) => Some(bytes.clone()),
-        None => Some(response(
-            topic,
-            38,
-            format!("No service matching {topic} is registered").as_bytes(),
-            tag,
-        )),
+        None => Some(response(topic, 38, format!("No service matching {topic} is registered").as_bytes(), tag)),
     }
 }
 

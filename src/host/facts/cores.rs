@@ -39,12 +39,7 @@ impl Cpu {
 
 /// How many cores there are among the CPUs that are online and allowed. `None`: not known, so no limit.
 pub fn count_cores(cpus: &[Cpu], online: Option<&BTreeSet<u32>>, allowed: Option<&BTreeSet<u32>>) -> u32 {
-    let usable = |cpu: &&Cpu| {
-        [online, allowed]
-            .into_iter()
-            .flatten()
-            .all(|set| set.contains(&cpu.cpu))
-    };
+    let usable = |cpu: &&Cpu| [online, allowed].into_iter().flatten().all(|set| set.contains(&cpu.cpu));
     let cores: BTreeSet<_> = cpus.iter().filter(usable).map(Cpu::core).collect();
     u32::try_from(cores.len()).unwrap_or(u32::MAX)
 }
@@ -66,11 +61,7 @@ pub(super) fn cores(root: &Root) -> u32 {
     let allowed = read(root, "/proc/1/status")
         .and_then(|status| Some(parse_allowed(&status)?.to_owned()))
         .and_then(|list| parse_cpu_list(&list));
-    count_cores(
-        &cpus(root).into_values().collect::<Vec<_>>(),
-        online.as_ref(),
-        allowed.as_ref(),
-    )
+    count_cores(&cpus(root).into_values().collect::<Vec<_>>(), online.as_ref(), allowed.as_ref())
 }
 
 fn parse_allowed(status: &str) -> Option<&str> {
@@ -82,24 +73,13 @@ fn cpus(root: &Root) -> BTreeMap<u32, Cpu> {
     let Ok(entries) = fs::read_dir(root.path(dir)) else {
         return BTreeMap::new();
     };
-    let numbers = entries
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.strip_prefix("cpu")?.parse().ok());
+    let numbers = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.strip_prefix("cpu")?.parse().ok());
     numbers
         .map(|cpu: u32| {
             let file = |name: &str| read(root, &format!("{dir}/cpu{cpu}/topology/{name}"));
             let id = |name: &str| file(name)?.parse().ok();
             let siblings = file("core_cpus_list").or_else(|| file("thread_siblings_list"));
-            (
-                cpu,
-                Cpu {
-                    cpu,
-                    siblings,
-                    package: id("physical_package_id"),
-                    die: id("die_id"),
-                    core: id("core_id"),
-                },
-            )
+            (cpu, Cpu { cpu, siblings, package: id("physical_package_id"), die: id("die_id"), core: id("core_id") })
         })
         .collect()
 }
@@ -109,19 +89,11 @@ mod tests {
     use super::*;
 
     fn by_ids(cpu: u32, package: i64, core: i64) -> Cpu {
-        Cpu {
-            cpu,
-            package: Some(package),
-            core: Some(core),
-            ..Cpu::default()
-        }
+        Cpu { cpu, package: Some(package), core: Some(core), ..Cpu::default() }
     }
 
     fn by_siblings(cpu: u32, siblings: &str) -> Cpu {
-        Cpu {
-            siblings: Some(siblings.into()),
-            ..by_ids(cpu, 0, 0)
-        }
+        Cpu { siblings: Some(siblings.into()), ..by_ids(cpu, 0, 0) }
     }
 
     fn set(list: &str) -> BTreeSet<u32> {
@@ -132,53 +104,17 @@ mod tests {
     fn cores_are_counted_as_hwloc_counts_them() {
         let threads = [by_ids(0, 0, 0), by_ids(1, 0, 1), by_ids(2, 0, 0), by_ids(3, 0, 1)];
         let packages = [by_ids(0, 0, 0), by_ids(1, 1, 0)];
-        let dies = [
-            Cpu {
-                die: Some(0),
-                ..by_ids(0, 0, 0)
-            },
-            Cpu {
-                die: Some(1),
-                ..by_ids(1, 0, 0)
-            },
-        ];
+        let dies = [Cpu { die: Some(0), ..by_ids(0, 0, 0) }, Cpu { die: Some(1), ..by_ids(1, 0, 0) }];
         // Older arm64 kernels number cores anew in each cluster.
         let clusters = [by_siblings(0, "0"), by_siblings(1, "1")];
-        let bare = [
-            Cpu {
-                cpu: 0,
-                ..Cpu::default()
-            },
-            Cpu {
-                cpu: 1,
-                ..Cpu::default()
-            },
-        ];
+        let bare = [Cpu { cpu: 0, ..Cpu::default() }, Cpu { cpu: 1, ..Cpu::default() }];
         let negative = [by_ids(0, -1, 0), by_ids(1, -1, 1)];
         for (what, cpus, online, allowed, expected) in [
             ("hyperthreads count once", &threads[..], Some("0-3"), None, 2),
             ("one thread of a core is enough", &threads, Some("0-1"), None, 2),
-            (
-                "a core whose threads are all offline does not count",
-                &threads,
-                Some("0,2"),
-                None,
-                1,
-            ),
-            (
-                "CPUs that the host's processes may not use do not count",
-                &threads,
-                Some("0-3"),
-                Some("1,3"),
-                1,
-            ),
-            (
-                "equal core ids of two packages are two cores",
-                &packages,
-                Some("0-1"),
-                None,
-                2,
-            ),
+            ("a core whose threads are all offline does not count", &threads, Some("0,2"), None, 1),
+            ("CPUs that the host's processes may not use do not count", &threads, Some("0-3"), Some("1,3"), 1),
+            ("equal core ids of two packages are two cores", &packages, Some("0-1"), None, 2),
             ("equal core ids of two dies are two cores", &dies, Some("0-1"), None, 2),
             ("siblings outweigh ids", &clusters, Some("0-1"), None, 2),
             ("without topology files each CPU is a core", &bare, None, None, 2),
@@ -186,11 +122,7 @@ mod tests {
             ("no CPU", &[], None, None, 0),
         ] {
             let online = online.map(set);
-            assert_eq!(
-                count_cores(cpus, online.as_ref(), allowed.map(set).as_ref()),
-                expected,
-                "{what}"
-            );
+            assert_eq!(count_cores(cpus, online.as_ref(), allowed.map(set).as_ref()), expected, "{what}");
         }
     }
 

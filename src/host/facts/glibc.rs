@@ -38,10 +38,7 @@ pub fn glibc_version(content: &[u8]) -> Option<String> {
     let banner = &content[find(content, b"GNU C Library")?..];
     let line = banner.split(|&byte| byte == b'\n' || byte == 0).next()?;
     let rest = &line[find(line, b" version ")? + b" version ".len()..];
-    let length = rest
-        .iter()
-        .position(|byte| !byte.is_ascii_digit() && *byte != b'.')
-        .unwrap_or(rest.len());
+    let length = rest.iter().position(|byte| !byte.is_ascii_digit() && *byte != b'.').unwrap_or(rest.len());
     let version = std::str::from_utf8(&rest[..length]).ok()?.trim_end_matches('.');
     (!version.is_empty()).then(|| version.to_owned())
 }
@@ -57,19 +54,10 @@ mod tests {
     #[test]
     fn the_banner_tells_the_version() {
         for (banner, expected) in [
-            (
-                "\0x\0GNU C Library (Debian GLIBC 2.36-9+deb12u10) stable release version 2.36.\nCopyright",
-                Some("2.36"),
-            ),
+            ("\0x\0GNU C Library (Debian GLIBC 2.36-9+deb12u10) stable release version 2.36.\nCopyright", Some("2.36")),
             ("GNU C Library (GNU libc) stable release version 2.28.\n", Some("2.28")),
-            (
-                "GNU C Library (Ubuntu EGLIBC 2.19-0ubuntu6) stable release version 2.19, by Roland",
-                Some("2.19"),
-            ),
-            (
-                "GNU C Library (GNU libc) development release version 2.40.9000.\n",
-                Some("2.40.9000"),
-            ),
+            ("GNU C Library (Ubuntu EGLIBC 2.19-0ubuntu6) stable release version 2.19, by Roland", Some("2.19")),
+            ("GNU C Library (GNU libc) development release version 2.40.9000.\n", Some("2.40.9000")),
             ("musl libc", None),
             ("GNU C Library", None),
         ] {

@@ -45,17 +45,14 @@ pub(super) fn gpus(root: &Root) -> u32 {
         })
         .collect();
     let kfd = "/sys/class/kfd/kfd/topology/nodes";
-    let ids: Vec<_> = names(root, kfd)
-        .filter_map(|node| read(root, &format!("{kfd}/{node}/gpu_id"))?.parse().ok())
-        .collect();
+    let ids: Vec<_> =
+        names(root, kfd).filter_map(|node| read(root, &format!("{kfd}/{node}/gpu_id"))?.parse().ok()).collect();
     count_gpus(&devices, &ids)
 }
 
 fn names(root: &Root, dir: &str) -> impl Iterator<Item = String> + use<> {
     let entries = fs::read_dir(root.path(dir)).into_iter().flatten();
-    entries
-        .flatten()
-        .filter_map(|entry| entry.file_name().into_string().ok())
+    entries.flatten().filter_map(|entry| entry.file_name().into_string().ok())
 }
 
 #[cfg(test)]
@@ -64,29 +61,14 @@ mod tests {
 
     #[test]
     fn gpus_that_their_own_driver_holds_are_counted() {
-        let device = |class, vendor, driver: &str| PciDevice {
-            class,
-            vendor,
-            driver: Some(driver.into()),
-        };
+        let device = |class, vendor, driver: &str| PciDevice { class, vendor, driver: Some(driver.into()) };
         for (what, device, expected) in [
             ("a graphics card", device(0x03_0000, NVIDIA, "nvidia"), 1),
             ("a compute card", device(0x03_0200, NVIDIA, "nvidia"), 1),
             ("its sound device", device(0x04_0300, NVIDIA, "snd_hda_intel"), 0),
-            (
-                "one given to a virtual machine",
-                device(0x03_0200, NVIDIA, "vfio-pci"),
-                0,
-            ),
+            ("one given to a virtual machine", device(0x03_0200, NVIDIA, "vfio-pci"), 0),
             ("a display of another vendor", device(0x03_0000, 0x1a03, "ast"), 0),
-            (
-                "one without driver",
-                PciDevice {
-                    driver: None,
-                    ..device(0x03_0200, NVIDIA, "")
-                },
-                0,
-            ),
+            ("one without driver", PciDevice { driver: None, ..device(0x03_0200, NVIDIA, "") }, 0),
         ] {
             assert_eq!(count_gpus(&[device], &[]), expected, "{what}");
         }

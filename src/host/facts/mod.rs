@@ -15,10 +15,7 @@ use crate::api::Resources;
 
 /// Cores as hwloc counts them, and GPUs.
 pub fn resources(root: &Root) -> Resources {
-    Resources {
-        cores: cores::cores(root),
-        gpus: gpus::gpus(root),
-    }
+    Resources { cores: cores::cores(root), gpus: gpus::gpus(root) }
 }
 
 /// Which boot this is.
@@ -30,9 +27,7 @@ pub fn boot_id(root: &Root) -> String {
 pub fn memory_mib(root: &Root) -> u64 {
     let text = read(root, "/proc/meminfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok())
-        .unwrap_or_default()
-        / 1024
+    line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or_default() / 1024
 }
 
 /// The conda platform of a machine as uname(2) names it, where conda's Flux exists for it.
@@ -49,16 +44,8 @@ pub fn platform(machine: &str) -> Option<&'static str> {
 pub fn systemd(root: &Root) -> bool {
     let there = |path: &str| root.path(path).exists();
     root.path("/run/systemd/system").is_dir()
-        && ["/run/systemd/private", "/run/dbus/system_bus_socket"]
-            .into_iter()
-            .any(there)
-        && [
-            "/usr/bin/systemctl",
-            "/bin/systemctl",
-            "/run/current-system/sw/bin/systemctl",
-        ]
-        .into_iter()
-        .any(there)
+        && ["/run/systemd/private", "/run/dbus/system_bus_socket"].into_iter().any(there)
+        && ["/usr/bin/systemctl", "/bin/systemctl", "/run/current-system/sw/bin/systemctl"].into_iter().any(there)
 }
 
 fn read(root: &Root, path: &str) -> Option<String> {

@@ -30,24 +30,9 @@ impl Account {
             ours.then(|| (fields[0].to_owned(), uid, gid))
         });
         match (entry, number, user) {
-            (Some((name, uid, gid)), ..) => Some(Self {
-                uid,
-                gid,
-                groups: groups_of(&name, gid, group),
-                known: true,
-            }),
-            (None, Some(number), _) => Some(Self {
-                uid: number,
-                gid: number,
-                groups: Vec::new(),
-                known: false,
-            }),
-            (None, None, "root") => Some(Self {
-                uid: 0,
-                gid: 0,
-                groups: Vec::new(),
-                known: false,
-            }),
+            (Some((name, uid, gid)), ..) => Some(Self { uid, gid, groups: groups_of(&name, gid, group), known: true }),
+            (None, Some(number), _) => Some(Self { uid: number, gid: number, groups: Vec::new(), known: false }),
+            (None, None, "root") => Some(Self { uid: 0, gid: 0, groups: Vec::new(), known: false }),
             (None, None, _) => None,
         }
     }
@@ -65,11 +50,7 @@ fn groups_of(name: &str, primary: u32, group: &str) -> Vec<u32> {
         .filter_map(|line| {
             let mut fields = line.split(':').skip(2);
             let gid = fields.next()?.parse::<u32>().ok()?;
-            fields
-                .next()?
-                .split(',')
-                .any(|member| member.trim() == name)
-                .then_some(gid)
+            fields.next()?.split(',').any(|member| member.trim() == name).then_some(gid)
         })
         .filter(|gid| *gid != primary)
         .collect();
@@ -87,18 +68,8 @@ mod tests {
 
     #[test]
     fn a_user_is_found_by_name_or_by_number_and_a_bare_number_needs_no_entry() {
-        let flux = Account {
-            uid: 998,
-            gid: 997,
-            groups: vec![44, 105],
-            known: true,
-        };
-        let bare = |uid| Account {
-            uid,
-            gid: uid,
-            groups: vec![],
-            known: false,
-        };
+        let flux = Account { uid: 998, gid: 997, groups: vec![44, 105], known: true };
+        let bare = |uid| Account { uid, gid: uid, groups: vec![], known: false };
         for (user, expected) in [
             ("root", Some(Account { known: true, ..bare(0) })),
             ("flux", Some(flux.clone())),

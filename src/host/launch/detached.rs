@@ -51,22 +51,13 @@ pub(super) fn start(
     launcher: &Path,
     lock: &File,
 ) -> Result<(), LaunchError> {
-    let told = LauncherOrder {
-        order: order.clone(),
-        run_dir: run_dir.to_owned(),
-        cgroup: cgroup.to_owned(),
-    };
+    let told = LauncherOrder { order: order.clone(), run_dir: run_dir.to_owned(), cgroup: cgroup.to_owned() };
     let failed = |source| LaunchError::Spawn { source };
     let mut stdin = lock;
     stdin.set_len(0).map_err(failed)?;
     stdin.seek(SeekFrom::Start(0)).map_err(failed)?;
     stdin
-        .write_all(
-            serde_json::to_string(&told)
-                .map_err(io::Error::from)
-                .map_err(failed)?
-                .as_bytes(),
-        )
+        .write_all(serde_json::to_string(&told).map_err(io::Error::from).map_err(failed)?.as_bytes())
         .map_err(failed)?;
     stdin.seek(SeekFrom::Start(0)).map_err(failed)?;
 
@@ -79,9 +70,7 @@ pub(super) fn start(
     }
     // It said no: it ends at once, and nobody else would reap it.
     let _ = waitpid(pid, None);
-    Err(LaunchError::Launcher {
-        sentence: said.trim().to_owned(),
-    })
+    Err(LaunchError::Launcher { sentence: said.trim().to_owned() })
 }
 
 /// std's `Command` leaves ignored signals ignored (a `nohup` far above us would reach the jobs), and this is what can
@@ -98,13 +87,7 @@ fn spawn(launcher: &Path, stdin: &File, stderr: OwnedFd) -> io::Result<nix::unis
     attributes.set_sigmask(&SigSet::empty())?;
     let program = CString::new(launcher.as_os_str().as_bytes())?;
     let arguments = [CString::new("flux-distribute")?, CString::new(LAUNCHER)?];
-    Ok(posix_spawn(
-        program.as_c_str(),
-        &files,
-        &attributes,
-        &arguments,
-        &[] as &[CString],
-    )?)
+    Ok(posix_spawn(program.as_c_str(), &files, &attributes, &arguments, &[] as &[CString])?)
 }
 
 /// The launcher: to be called before anything else of the program, while there is one thread. Says on stderr why it did
@@ -118,13 +101,7 @@ pub fn launcher_main() -> ExitCode {
             Err(error) => (Some(report), error),
             Ok(never) => match never {},
         },
-        Err(source) => (
-            None,
-            LaunchError::Step {
-                what: "copy stderr".to_owned(),
-                source,
-            },
-        ),
+        Err(source) => (None, LaunchError::Step { what: "copy stderr".to_owned(), source }),
     };
     if let (Some(report), error) = error {
         let _ = write!(File::from(report), "{}", sentence(&error));
@@ -138,12 +115,10 @@ fn become_broker() -> Result<Never, LaunchError> {
     let lock = io::stdin().as_fd().try_clone_to_owned().map_err(step("copy stdin"))?;
     let mut text = String::new();
     io::stdin().read_to_string(&mut text).map_err(step("read the order"))?;
-    let LauncherOrder { order, run_dir, cgroup } = serde_json::from_str(&text)
-        .map_err(io::Error::from)
-        .map_err(step("read the order"))?;
-    let account = Account::on_host(&order.run_as, Path::new("/")).ok_or_else(|| LaunchError::NoSuchUser {
-        user: order.run_as.clone(),
-    })?;
+    let LauncherOrder { order, run_dir, cgroup } =
+        serde_json::from_str(&text).map_err(io::Error::from).map_err(step("read the order"))?;
+    let account = Account::on_host(&order.run_as, Path::new("/"))
+        .ok_or_else(|| LaunchError::NoSuchUser { user: order.run_as.clone() })?;
 
     cgroup::enter(&cgroup, order.cpu_weight)?;
     setsid().map_err(io::Error::from).map_err(step("start a session"))?;
@@ -155,11 +130,7 @@ fn become_broker() -> Result<Never, LaunchError> {
     let warnings = raise_limits();
     redirect(&order.prefix).map_err(step("redirect output to the broker's log"))?;
     if !warnings.is_empty() {
-        let _ = writeln!(
-            io::stderr(),
-            "flux-distribute: can't raise the limits {} for jobs",
-            warnings.join(", ")
-        );
+        let _ = writeln!(io::stderr(), "flux-distribute: can't raise the limits {} for jobs", warnings.join(", "));
     }
 
     let process = Identity::own().map_err(step("read /proc"))?;
@@ -176,16 +147,9 @@ fn become_broker() -> Result<Never, LaunchError> {
     drop_to(&account).map_err(step("become the broker's user"))?;
     let (program, arguments) = order.argv.split_first().ok_or(LaunchError::NoCommand)?;
     // exec() also resets SIGPIPE, which Rust's runtime has ignored since the start of main.
-    let source = Command::new(program)
-        .args(arguments)
-        .env_clear()
-        .envs(&order.env)
-        .exec();
+    let source = Command::new(program).args(arguments).env_clear().envs(&order.env).exec();
     drop(lock);
-    Err(LaunchError::Step {
-        what: format!("run {program}"),
-        source,
-    })
+    Err(LaunchError::Step { what: format!("run {program}"), source })
 }
 
 fn step(what: &str) -> impl FnOnce(io::Error) -> LaunchError {
@@ -197,10 +161,7 @@ fn close_inherited() {
     let Ok(entries) = fs::read_dir("/proc/self/fd") else {
         return;
     };
-    let open: Vec<i32> = entries
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .collect();
+    let open: Vec<i32> = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
     // The directory's own descriptor is among them and is closed by now.
     for descriptor in open.into_iter().filter(|descriptor| *descriptor > 2) {
         let _ = nix::unistd::close(descriptor);

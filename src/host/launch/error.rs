@@ -116,11 +116,7 @@ pub enum LaunchError {
 }
 
 pub(super) fn file(what: &'static str, path: &Path, source: io::Error) -> LaunchError {
-    LaunchError::File {
-        what,
-        path: path.to_owned(),
-        source,
-    }
+    LaunchError::File { what, path: path.to_owned(), source }
 }
 
 /// An error with its causes, in one line.
@@ -137,13 +133,8 @@ pub(super) fn sentence(error: &dyn Error) -> String {
 
 impl From<LaunchError> for Refusal {
     fn from(error: LaunchError) -> Self {
-        let transient = !matches!(
-            error,
-            LaunchError::NoSuchUser { .. } | LaunchError::UnknownUser(_) | LaunchError::NoCommand
-        );
-        Self {
-            message: sentence(&error),
-            transient,
-        }
+        let transient =
+            !matches!(error, LaunchError::NoSuchUser { .. } | LaunchError::UnknownUser(_) | LaunchError::NoCommand);
+        Self { message: sentence(&error), transient }
     }
 }

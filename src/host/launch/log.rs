@@ -58,9 +58,7 @@ pub fn tail(path: &Path, since: u64) -> String {
 /// The line of a log's tail that tells why its broker ended: the last one of level err or above, else the last one.
 pub fn why(tail: &str) -> String {
     let lines = || tail.lines().rev().map(str::trim).filter(|line| !line.is_empty());
-    let line = lines()
-        .find(|line| TELLING.iter().any(|word| line.contains(word)))
-        .or_else(|| lines().next());
+    let line = lines().find(|line| TELLING.iter().any(|word| line.contains(word))).or_else(|| lines().next());
     match line.map(without_level) {
         Some(line) => line.chars().take(WHY_CHARS).collect(),
         None => "the broker left no word in its log".to_owned(),
@@ -96,12 +94,7 @@ pub fn trim_log(path: &Path, max_bytes: u64) -> io::Result<bool> {
     };
     let (aside, kept) = (beside(".1.new"), beside(".1"));
     let file = OpenOptions::new().read(true).write(true).open(path)?;
-    let mut copy = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o640)
-        .open(&aside)?;
+    let mut copy = OpenOptions::new().write(true).create(true).truncate(true).mode(0o640).open(&aside)?;
     io::copy(&mut &file, &mut copy)?;
     fs::rename(&aside, &kept)?;
     file.set_len(0)?;
@@ -154,10 +147,7 @@ mod tests {
         assert!(trim_log(&path, 4).unwrap());
         writeln!(writer, "three").unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "three\n");
-        assert_eq!(
-            fs::read_to_string(directory.path().join("log/broker.log.1")).unwrap(),
-            "one\ntwo\n"
-        );
+        assert_eq!(fs::read_to_string(directory.path().join("log/broker.log.1")).unwrap(), "one\ntwo\n");
         assert!(!trim_log(&directory.path().join("absent"), 4).unwrap());
     }
 

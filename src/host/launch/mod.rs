@@ -135,16 +135,10 @@ impl Places {
             return BrokerView::default();
         }
         match self.process(&record) {
-            Some(process) => BrokerView {
-                running: Some(running(process, record)),
-                died: None,
-            },
+            Some(process) => BrokerView { running: Some(running(process, record)), died: None },
             None => {
                 let log = log::path(prefix.unwrap_or(&record.prefix));
-                BrokerView {
-                    running: None,
-                    died: Some(log::why(&log::tail(&log, record.log_start))),
-                }
+                BrokerView { running: None, died: Some(log::why(&log::tail(&log, record.log_start))) }
             }
         }
     }
@@ -160,9 +154,8 @@ impl Places {
     }
 
     fn try_start(&self, order: &LaunchOrder) -> Result<RunningBroker, LaunchError> {
-        let account = Account::on_host(&order.run_as, Path::new("/")).ok_or_else(|| LaunchError::NoSuchUser {
-            user: order.run_as.clone(),
-        })?;
+        let account = Account::on_host(&order.run_as, Path::new("/"))
+            .ok_or_else(|| LaunchError::NoSuchUser { user: order.run_as.clone() })?;
         if order.argv.is_empty() {
             return Err(LaunchError::NoCommand);
         }
@@ -193,9 +186,7 @@ impl Places {
                     record: order_record,
                 };
                 let store = |record: &RunRecord| {
-                    record
-                        .store(&self.run_dir)
-                        .map_err(|source| file("write record in", &self.run_dir, source))
+                    record.store(&self.run_dir).map_err(|source| file("write record in", &self.run_dir, source))
                 };
                 store(&record)?;
                 record.process = Some(systemd.start(order, &account)?);
@@ -204,10 +195,7 @@ impl Places {
             None => {
                 // What a broker that crashed has left behind holds cores that the next one will give out. Without a
                 // record nobody knows that it crashed.
-                match (
-                    RunRecord::load(&self.run_dir),
-                    cgroup::members(&self.cgroups()?).first(),
-                ) {
+                match (RunRecord::load(&self.run_dir), cgroup::members(&self.cgroups()?).first()) {
                     (None, Some(pid)) => return Err(LaunchError::Unrecorded { pid: *pid }),
                     _ => self.kill_left_behind()?,
                 }
@@ -218,9 +206,7 @@ impl Places {
             }
         }
         let view = self.observe(Some(&order.prefix));
-        view.running.ok_or_else(|| LaunchError::Gone {
-            why: view.died.unwrap_or_default(),
-        })
+        view.running.ok_or_else(|| LaunchError::Gone { why: view.died.unwrap_or_default() })
     }
 
     fn try_stop(&self, grace: Duration) -> Result<(), LaunchError> {
@@ -243,11 +229,7 @@ impl Places {
     fn stop_detached(&self, record: &RunRecord, grace: Duration) -> Result<(), LaunchError> {
         if let Some(process) = self.process(record) {
             let pid = process.pid;
-            let signal = |signal| {
-                process
-                    .signal(signal)
-                    .map_err(|source| LaunchError::Signal { pid, source })
-            };
+            let signal = |signal| process.signal(signal).map_err(|source| LaunchError::Signal { pid, source });
             signal(Signal::SIGTERM)?;
             if !process.wait_gone(grace) {
                 signal(Signal::SIGKILL)?;
@@ -260,11 +242,7 @@ impl Places {
     }
 
     fn try_forget(&self) -> Result<(), LaunchError> {
-        let lock = if self.run_dir.is_dir() {
-            Some(self.lock()?)
-        } else {
-            None
-        };
+        let lock = if self.run_dir.is_dir() { Some(self.lock()?) } else { None };
         if let Some(running) = self.observe(None).running {
             return Err(LaunchError::StillRuns { pid: running.pid });
         }
@@ -306,10 +284,7 @@ impl Places {
                 return Err(LaunchError::Unkillable { pid: first.pid });
             }
             for process in &left {
-                process.signal(Signal::SIGKILL).map_err(|source| LaunchError::Signal {
-                    pid: process.pid,
-                    source,
-                })?;
+                process.signal(Signal::SIGKILL).map_err(|source| LaunchError::Signal { pid: process.pid, source })?;
             }
             first.wait_gone(Duration::from_millis(500));
         }
@@ -317,12 +292,7 @@ impl Places {
 }
 
 fn running(process: Identity, record: RunRecord) -> RunningBroker {
-    RunningBroker {
-        pid: process.pid,
-        start_time: process.start_time,
-        systemd: record.systemd,
-        record: record.record,
-    }
+    RunningBroker { pid: process.pid, start_time: process.start_time, systemd: record.systemd, record: record.record }
 }
 
 /// Flux refuses a rundir that is not its user's own; others may come in, the socket looks at who they are.

@@ -54,11 +54,7 @@ impl Identity {
     /// The process that has `pid` now; None where there is none that lives.
     pub fn of(pid: i32) -> Option<Self> {
         let stat = stat(pid).filter(|stat| !stat.is_dead())?;
-        Some(Self {
-            boot_id: boot_id().ok()?,
-            pid,
-            start_time: stat.start_time,
-        })
+        Some(Self { boot_id: boot_id().ok()?, pid, start_time: stat.start_time })
     }
 
     /// The caller.
@@ -130,22 +126,9 @@ mod tests {
         let tail = "S 1 2 3 0 -1 4194560 1 0 0 0 5 6 0 0 20 0 1 0 538384 1000 200";
         for name in ["flux-broker-0", "a b", ") R 1 (", "((("] {
             let stat = Stat::parse(&format!("590 ({name}) {tail}"));
-            assert_eq!(
-                stat,
-                Some(Stat {
-                    state: 'S',
-                    start_time: 538_384
-                }),
-                "{name}"
-            );
+            assert_eq!(stat, Some(Stat { state: 'S', start_time: 538_384 }), "{name}");
         }
-        for cut in [
-            "",
-            "590",
-            "590 (x",
-            "590 (x) S 1 2",
-            "590 (x) S 1 2 3 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 nonsense",
-        ] {
+        for cut in ["", "590", "590 (x", "590 (x) S 1 2", "590 (x) S 1 2 3 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 nonsense"] {
             assert_eq!(Stat::parse(cut), None, "{cut}");
         }
     }
@@ -167,19 +150,7 @@ mod tests {
     fn the_same_pid_of_another_start_or_boot_is_another_process() {
         let own = Identity::own().unwrap();
         assert!(own.lives());
-        assert!(
-            !Identity {
-                start_time: own.start_time + 1,
-                ..own.clone()
-            }
-            .lives()
-        );
-        assert!(
-            !Identity {
-                boot_id: "another".to_owned(),
-                ..own
-            }
-            .lives()
-        );
+        assert!(!Identity { start_time: own.start_time + 1, ..own.clone() }.lives());
+        assert!(!Identity { boot_id: "another".to_owned(), ..own }.lives());
     }
 }

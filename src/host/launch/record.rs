@@ -69,12 +69,7 @@ impl RunRecord {
 pub fn write_atomically(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let mut aside = path.as_os_str().to_owned();
     aside.push(".new");
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(mode)
-        .open(&aside)?;
+    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(&aside)?;
     file.set_permissions(fs::Permissions::from_mode(mode))?;
     file.write_all(content)?;
     fs::rename(&aside, path)
@@ -110,13 +105,7 @@ pub fn lock(run_dir: &Path, timeout: Duration) -> io::Result<Flock<File>> {
     let path = run_dir.join(LOCK);
     let deadline = Instant::now() + timeout;
     loop {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(&path)?;
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path)?;
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             // A forget may have taken the file off between open and lock: then the lock holds nobody back.
             Ok(lock) if is_still_at(&lock, &path) => return Ok(lock),

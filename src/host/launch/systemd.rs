@@ -53,21 +53,14 @@ impl Systemd {
     /// its own socket or on D-Bus.
     pub fn of(root: &Path) -> Option<Self> {
         let booted = root.join("run/systemd/system").is_dir();
-        let answers = ["run/systemd/private", "run/dbus/system_bus_socket"]
-            .iter()
-            .any(|path| root.join(path).exists());
+        let answers = ["run/systemd/private", "run/dbus/system_bus_socket"].iter().any(|path| root.join(path).exists());
         let systemctl = program(root, "systemctl")?;
-        (booted && answers).then(|| Self {
-            unit_dir: root.join("run/systemd/system"),
-            systemctl,
-        })
+        (booted && answers).then(|| Self { unit_dir: root.join("run/systemd/system"), systemctl })
     }
 
     /// The unit as it is.
     pub fn state(&self) -> Result<UnitState, LaunchError> {
-        Ok(parse_show(
-            &self.run(&["show", "-p", "ActiveState,MainPID", SERVICE], TIMEOUT)?,
-        ))
+        Ok(parse_show(&self.run(&["show", "-p", "ActiveState,MainPID", SERVICE], TIMEOUT)?))
     }
 
     /// The unit's main process; None where it has none.
@@ -81,10 +74,7 @@ impl Systemd {
         let write = |path: &Path, text: &str| {
             let made = path.parent().map_or(Ok(()), fs::create_dir_all);
             let written = made.and_then(|()| write_atomically(path, text.as_bytes(), 0o644));
-            written.map_err(|source| LaunchError::Step {
-                what: format!("write {}", path.display()),
-                source,
-            })
+            written.map_err(|source| LaunchError::Step { what: format!("write {}", path.display()), source })
         };
         let setpriv = program(Path::new("/"), "setpriv");
         let text = service(order, account, setpriv.as_deref())?;
@@ -131,10 +121,7 @@ impl Systemd {
             return Ok(());
         }
         for path in [unit, drop_in.clone()] {
-            let failed = |source| LaunchError::Step {
-                what: format!("remove {}", path.display()),
-                source,
-            };
+            let failed = |source| LaunchError::Step { what: format!("remove {}", path.display()), source };
             absent_is_fine(fs::remove_file(&path)).map_err(failed)?;
         }
         // An administrator's drop-ins may be beside ours.
@@ -146,19 +133,12 @@ impl Systemd {
 
     fn run(&self, arguments: &[&str], timeout: Duration) -> Result<String, LaunchError> {
         let command = || format!("systemctl {}", arguments.join(" "));
-        let failed = |source| LaunchError::Step {
-            what: format!("run {}", command()),
-            source,
-        };
+        let failed = |source| LaunchError::Step { what: format!("run {}", command()), source };
         let (mut reader, writer) = io::pipe().map_err(failed)?;
         let mut child = Command::new(&self.systemctl)
             .args(arguments)
             .env_clear()
-            .envs([
-                ("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"),
-                ("LC_ALL", "C"),
-                ("SYSTEMD_PAGER", ""),
-            ])
+            .envs([("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"), ("LC_ALL", "C"), ("SYSTEMD_PAGER", "")])
             .stdin(Stdio::null())
             .stdout(writer.try_clone().map_err(failed)?)
             .stderr(writer)
@@ -170,23 +150,15 @@ impl Systemd {
         }
         let status = child.wait().map_err(failed)?;
         match output.map_err(failed)? {
-            None => Err(LaunchError::Slow {
-                command: command(),
-                seconds: timeout.as_secs(),
-            }),
+            None => Err(LaunchError::Slow { command: command(), seconds: timeout.as_secs() }),
             Some(text) if status.success() => Ok(text),
-            Some(text) => Err(LaunchError::Systemctl {
-                command: command(),
-                output: text.trim().to_owned(),
-            }),
+            Some(text) => Err(LaunchError::Systemctl { command: command(), output: text.trim().to_owned() }),
         }
     }
 }
 
 fn program(root: &Path, name: &str) -> Option<PathBuf> {
-    BIN.iter()
-        .map(|directory| root.join(directory).join(name))
-        .find(|path| path.exists())
+    BIN.iter().map(|directory| root.join(directory).join(name)).find(|path| path.exists())
 }
 
 /// Reads to the end; None where that does not come within `timeout`.
@@ -215,10 +187,7 @@ pub fn parse_show(text: &str) -> UnitState {
     let fields: BTreeMap<&str, &str> = text.lines().filter_map(|line| line.split_once('=')).collect();
     UnitState {
         active: fields.get("ActiveState").copied().unwrap_or_default().to_owned(),
-        main_pid: fields
-            .get("MainPID")
-            .and_then(|pid| pid.trim().parse().ok())
-            .unwrap_or_default(),
+        main_pid: fields.get("MainPID").and_then(|pid| pid.trim().parse().ok()).unwrap_or_default(),
     }
 }
 
@@ -234,13 +203,7 @@ mod tests {
             ("Warning: something\nActiveState=failed\n", "failed", 0),
             ("", "", 0),
         ] {
-            assert_eq!(
-                parse_show(text),
-                UnitState {
-                    active: active.to_owned(),
-                    main_pid
-                }
-            );
+            assert_eq!(parse_show(text), UnitState { active: active.to_owned(), main_pid });
         }
     }
 
@@ -257,9 +220,6 @@ mod tests {
         fs::create_dir_all(root.path().join("run/systemd/system")).unwrap();
         assert_eq!(Systemd::of(root.path()), None);
         make("run/systemd/private");
-        assert_eq!(
-            Systemd::of(root.path()).unwrap().systemctl,
-            root.path().join("usr/bin/systemctl")
-        );
+        assert_eq!(Systemd::of(root.path()).unwrap().systemctl, root.path().join("usr/bin/systemctl"));
     }
 }

@@ -19,19 +19,10 @@ pub fn look(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Resul
     let claimed = state::find(root)?.map(|state| state.prefix);
     let ours = brokers.observe(claimed.as_deref()).running.is_some();
     Ok(Observed {
-        places: candidates(claimed.as_deref(), order)
-            .into_iter()
-            .map(|prefix| look_at(root, prefix))
-            .collect(),
+        places: candidates(claimed.as_deref(), order).into_iter().map(|prefix| look_at(root, prefix)).collect(),
         claimed,
-        port: if ours {
-            PortUse::Ours
-        } else {
-            port::look(root, order.port)
-        },
-        machine: nix::sys::utsname::uname()
-            .map(|name| name.machine().display().to_string())
-            .unwrap_or_default(),
+        port: if ours { PortUse::Ours } else { port::look(root, order.port) },
+        machine: nix::sys::utsname::uname().map(|name| name.machine().display().to_string()).unwrap_or_default(),
         glibc: facts::glibc(root),
         musl: musl(root),
         systemd: facts::systemd(root),
@@ -51,10 +42,7 @@ fn look_at(root: &Root, prefix: PathBuf) -> Place {
     let flags_and_room = File::open(parent).ok().and_then(|dir| fstatvfs(&dir).ok());
     let (available, total) = flags_and_room.map_or((0, 0), |found| {
         let unit = found.fragment_size();
-        (
-            found.blocks_available().saturating_mul(unit),
-            found.blocks().saturating_mul(unit),
-        )
+        (found.blocks_available().saturating_mul(unit), found.blocks().saturating_mul(unit))
     });
     let flag = |flag| flags_and_room.is_some_and(|found| found.flags().contains(flag));
     let trouble = if flag(FsFlags::ST_RDONLY) {
@@ -63,24 +51,14 @@ fn look_at(root: &Root, prefix: PathBuf) -> Place {
         Some("mounted noexec".to_owned())
     } else {
         // Has no name, so nothing of it can stay.
-        tempfile::tempfile_in(parent)
-            .err()
-            .map(|error| format!("can't be written: {}", error.kind()))
+        tempfile::tempfile_in(parent).err().map(|error| format!("can't be written: {}", error.kind()))
     };
-    Place {
-        prefix,
-        trouble,
-        available,
-        total,
-    }
+    Place { prefix, trouble, available, total }
 }
 
 fn musl(root: &Root) -> bool {
-    fs::read_dir(root.path("/lib")).is_ok_and(|entries| {
-        entries
-            .flatten()
-            .any(|entry| entry.file_name().to_string_lossy().starts_with("ld-musl-"))
-    })
+    fs::read_dir(root.path("/lib"))
+        .is_ok_and(|entries| entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with("ld-musl-")))
 }
 
 /// A writable cgroup file system under /sys/fs/cgroup, by mountinfo of proc(5).

@@ -97,9 +97,7 @@ pub fn decide(seen: Observed, order: &PreflightOrder) -> Result<Preflight, Refus
         ));
     }
     if seen.resources.cores == 0 {
-        return Err(Refusal::new(
-            "no core can be seen under /sys/devices/system/cpu; is /sys mounted on this host?",
-        ));
+        return Err(Refusal::new("no core can be seen under /sys/devices/system/cpu; is /sys mounted on this host?"));
     }
     let mut warnings = Vec::new();
     let prefix = place(&seen, order, &mut warnings)?;
@@ -147,13 +145,7 @@ fn place(seen: &Observed, order: &PreflightOrder, warnings: &mut Vec<String>) ->
         let troubles: Vec<String> = seen
             .places
             .iter()
-            .map(|place| {
-                format!(
-                    "{}: {}",
-                    place.prefix.display(),
-                    place.trouble.as_deref().unwrap_or_default()
-                )
-            })
+            .map(|place| format!("{}: {}", place.prefix.display(), place.trouble.as_deref().unwrap_or_default()))
             .collect();
         return Err(Refusal::new(format!(
             "there is no place for Flux on this host ({}); set spec.prefix to a directory that can be written and executed",
@@ -164,10 +156,7 @@ fn place(seen: &Observed, order: &PreflightOrder, warnings: &mut Vec<String>) ->
     if order.need_bytes == 0 {
         return Ok(first.prefix.clone());
     }
-    if let Some(roomy) = usable
-        .iter()
-        .find(|place| place.available >= wanted_bytes(place, order))
-    {
+    if let Some(roomy) = usable.iter().find(|place| place.available >= wanted_bytes(place, order)) {
         return Ok(roomy.prefix.clone());
     }
     Err(Refusal::transient(format!(

@@ -9,10 +9,7 @@ use crate::host::Root;
 
 /// Tries to listen, for an instant, as a broker would.
 pub(super) fn look(root: &Root, port: u16) -> PortUse {
-    for address in [
-        SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)),
-        SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)),
-    ] {
+    for address in [SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)), SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))] {
         match TcpListener::bind(address) {
             Ok(_) => {}
             Err(error) if error.kind() == ErrorKind::AddrInUse => return PortUse::Taken(holder(root, port)),
@@ -37,13 +34,7 @@ fn holder(root: &Root, port: u16) -> Option<(i32, String)> {
         let pid = process.file_name().to_str()?.parse().ok()?;
         let mut descriptors = fs::read_dir(process.path().join("fd")).ok()?.flatten();
         descriptors.find(|fd| fs::read_link(fd.path()).is_ok_and(|link| link.as_os_str() == socket.as_str()))?;
-        Some((
-            pid,
-            fs::read_to_string(process.path().join("comm"))
-                .unwrap_or_default()
-                .trim()
-                .to_owned(),
-        ))
+        Some((pid, fs::read_to_string(process.path().join("comm")).unwrap_or_default().trim().to_owned()))
     })
 }
 
@@ -66,9 +57,7 @@ mod tests {
         let root = Root::host();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let PortUse::Taken(holder) = look(&root, port) else {
-            panic!("port {port} should be taken")
-        };
+        let PortUse::Taken(holder) = look(&root, port) else { panic!("port {port} should be taken") };
         // Without the right to see other processes' descriptors, our own are still seen.
         assert_eq!(holder.map(|(pid, _)| pid), i32::try_from(std::process::id()).ok());
         drop(listener);

@@ -3,29 +3,17 @@ use super::*;
 const GIB: u64 = 1 << 30;
 
 fn order() -> PreflightOrder {
-    PreflightOrder {
-        prefix: None,
-        port: 8050,
-        need_bytes: GIB,
-    }
+    PreflightOrder { prefix: None, port: 8050, need_bytes: GIB }
 }
 
 fn good_place(prefix: &str) -> Place {
-    Place {
-        prefix: prefix.into(),
-        trouble: None,
-        available: 50 * GIB,
-        total: 100 * GIB,
-    }
+    Place { prefix: prefix.into(), trouble: None, available: 50 * GIB, total: 100 * GIB }
 }
 
 fn good() -> Observed {
     Observed {
         claimed: None,
-        places: vec![
-            good_place("/opt/flux-distribute"),
-            good_place("/var/lib/flux-distribute"),
-        ],
+        places: vec![good_place("/opt/flux-distribute"), good_place("/var/lib/flux-distribute")],
         port: PortUse::Free,
         machine: "x86_64".into(),
         glibc: Some("2.36".into()),
@@ -40,25 +28,15 @@ fn good() -> Observed {
 }
 
 fn broken(place: &str) -> Place {
-    Place {
-        trouble: Some("mounted read-only".into()),
-        ..good_place(place)
-    }
+    Place { trouble: Some("mounted read-only".into()), ..good_place(place) }
 }
 
 #[test]
 fn a_good_host_gets_the_first_place_that_will_do() {
-    let full = Place {
-        available: 10 * GIB + GIB / 2,
-        ..good_place("/opt/flux-distribute")
-    };
+    let full = Place { available: 10 * GIB + GIB / 2, ..good_place("/opt/flux-distribute") };
     for (what, places, expected) in [
         ("the first", good().places, "/opt/flux-distribute"),
-        (
-            "read-only /opt",
-            vec![broken("/opt/x"), good_place("/var/lib/y")],
-            "/var/lib/y",
-        ),
+        ("read-only /opt", vec![broken("/opt/x"), good_place("/var/lib/y")], "/var/lib/y"),
         ("full /opt", vec![full, good_place("/var/lib/y")], "/var/lib/y"),
     ] {
         let found = decide(Observed { places, ..good() }, &order()).unwrap();
@@ -69,130 +47,46 @@ fn a_good_host_gets_the_first_place_that_will_do() {
 
 #[test]
 fn each_refusal_names_the_object_and_a_remedy() {
-    let full = Place {
-        available: 10 * GIB,
-        ..good_place("/opt/flux-distribute")
-    };
-    let cgroupless = Observed {
-        systemd: false,
-        cgroup_writable: false,
-        ..good()
-    };
+    let full = Place { available: 10 * GIB, ..good_place("/opt/flux-distribute") };
+    let cgroupless = Observed { systemd: false, cgroup_writable: false, ..good() };
     for (seen, words, transient) in [
-        (
-            Observed {
-                machine: "riscv64".into(),
-                ..good()
-            },
-            ["riscv64", "spec.nodes.selector"],
-            false,
-        ),
-        (
-            Observed {
-                glibc: None,
-                musl: true,
-                ..good()
-            },
-            ["musl", "spec.nodes.selector"],
-            false,
-        ),
+        (Observed { machine: "riscv64".into(), ..good() }, ["riscv64", "spec.nodes.selector"], false),
+        (Observed { glibc: None, musl: true, ..good() }, ["musl", "spec.nodes.selector"], false),
         (cgroupless, ["/sys/fs/cgroup", "privileged"], false),
+        (Observed { resources: Resources::default(), ..good() }, ["core", "/sys"], false),
+        (Observed { places: vec![broken("/opt/x")], ..good() }, ["/opt/x: mounted read-only", "spec.prefix"], false),
+        (Observed { places: vec![full], ..good() }, ["10240 MiB are free", "11264 MiB are needed"], true),
         (
-            Observed {
-                resources: Resources::default(),
-                ..good()
-            },
-            ["core", "/sys"],
-            false,
-        ),
-        (
-            Observed {
-                places: vec![broken("/opt/x")],
-                ..good()
-            },
-            ["/opt/x: mounted read-only", "spec.prefix"],
-            false,
-        ),
-        (
-            Observed {
-                places: vec![full],
-                ..good()
-            },
-            ["10240 MiB are free", "11264 MiB are needed"],
-            true,
-        ),
-        (
-            Observed {
-                port: PortUse::Taken(Some((7, "sshd".into()))),
-                ..good()
-            },
+            Observed { port: PortUse::Taken(Some((7, "sshd".into()))), ..good() },
             ["sshd (pid 7)", "spec.broker.port"],
             true,
         ),
-        (
-            Observed {
-                port: PortUse::Taken(None),
-                ..good()
-            },
-            ["port 8050", "spec.broker.port"],
-            true,
-        ),
+        (Observed { port: PortUse::Taken(None), ..good() }, ["port 8050", "spec.broker.port"], true),
     ] {
         let refusal = decide(seen, &order()).unwrap_err();
-        assert!(
-            words.iter().all(|word| refusal.message.contains(word)),
-            "{words:?}: {refusal}"
-        );
+        assert!(words.iter().all(|word| refusal.message.contains(word)), "{words:?}: {refusal}");
         assert_eq!(refusal.transient, transient, "{refusal}");
     }
 }
 
 #[test]
 fn our_own_broker_may_have_the_port() {
-    assert!(
-        decide(
-            Observed {
-                port: PortUse::Ours,
-                ..good()
-            },
-            &order()
-        )
-        .is_ok()
-    );
+    assert!(decide(Observed { port: PortUse::Ours, ..good() }, &order()).is_ok());
 }
 
 #[test]
 fn an_installed_host_needs_no_more_room() {
-    let places = vec![Place {
-        available: 0,
-        ..good_place("/opt/flux-distribute")
-    }];
-    assert!(
-        decide(
-            Observed { places, ..good() },
-            &PreflightOrder {
-                need_bytes: 0,
-                ..order()
-            }
-        )
-        .is_ok()
-    );
+    let places = vec![Place { available: 0, ..good_place("/opt/flux-distribute") }];
+    assert!(decide(Observed { places, ..good() }, &PreflightOrder { need_bytes: 0, ..order() }).is_ok());
 }
 
 #[test]
 fn a_claimed_host_keeps_its_place_and_says_so() {
-    let wanted = PreflightOrder {
-        prefix: Some("/data/flux".into()),
-        ..order()
-    };
+    let wanted = PreflightOrder { prefix: Some("/data/flux".into()), ..order() };
     let claimed = PathBuf::from("/opt/flux-distribute");
     assert_eq!(candidates(Some(&claimed), &wanted), std::slice::from_ref(&claimed));
     assert_eq!(candidates(None, &wanted), [PathBuf::from("/data/flux")]);
-    let seen = Observed {
-        places: vec![good_place("/opt/flux-distribute")],
-        claimed: Some(claimed.clone()),
-        ..good()
-    };
+    let seen = Observed { places: vec![good_place("/opt/flux-distribute")], claimed: Some(claimed.clone()), ..good() };
     let found = decide(seen, &wanted).unwrap();
     assert_eq!(found.prefix, claimed);
     assert!(found.warnings[0].contains("/data/flux"), "{:?}", found.warnings);
@@ -200,14 +94,6 @@ fn a_claimed_host_keeps_its_place_and_says_so() {
 
 #[test]
 fn a_host_without_systemd_will_do() {
-    let found = decide(
-        Observed {
-            systemd: false,
-            memlock: false,
-            ..good()
-        },
-        &order(),
-    )
-    .unwrap();
+    let found = decide(Observed { systemd: false, memlock: false, ..good() }, &order()).unwrap();
     assert!(!found.systemd && found.warnings.len() == 1);
 }

@@ -8,13 +8,8 @@ use serde_json::{Map, Value, json};
 use super::{error::ApiError, resources::Resource, schema};
 
 /// Fields of `metadata` that only the server writes.
-const SERVER_FIELDS: [&str; 5] = [
-    "uid",
-    "creationTimestamp",
-    "deletionTimestamp",
-    "deletionGracePeriodSeconds",
-    "generation",
-];
+const SERVER_FIELDS: [&str; 5] =
+    ["uid", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "generation"];
 
 /// Which part of an object a request writes; the rest stays as it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,9 +33,7 @@ pub struct Mode {
 
 /// The time as `metadata.creationTimestamp` has it, `seconds` from now.
 pub fn timestamp(seconds: i64) -> String {
-    let time = Timestamp::now()
-        .saturating_add(SignedDuration::from_secs(seconds))
-        .unwrap_or_default();
+    let time = Timestamp::now().saturating_add(SignedDuration::from_secs(seconds)).unwrap_or_default();
     Timestamp::from_second(time.as_second()).unwrap_or_default().to_string()
 }
 
@@ -56,9 +49,7 @@ pub fn is_terminating(object: &Value) -> bool {
 
 /// True where `metadata.finalizers` holds the object.
 pub fn is_held(object: &Value) -> bool {
-    object["metadata"]["finalizers"]
-        .as_array()
-        .is_some_and(|finalizers| !finalizers.is_empty())
+    object["metadata"]["finalizers"].as_array().is_some_and(|finalizers| !finalizers.is_empty())
 }
 
 /// The object as it is stored when it is new.
@@ -68,11 +59,7 @@ pub fn is_held(object: &Value) -> bool {
 pub fn create(resource: &Resource, namespace: &str, mut object: Value, strict: bool) -> Result<Value, ApiError> {
     let name = match (meta(&object, "name"), meta(&object, "generateName")) {
         ("", "") => {
-            return Err(ApiError::invalid(
-                resource,
-                "",
-                "metadata.name: name or generateName is required",
-            ));
+            return Err(ApiError::invalid(resource, "", "metadata.name: name or generateName is required"));
         }
         ("", prefix) => format!("{prefix}{}", random_suffix()),
         (name, _) => name.to_owned(),
@@ -83,9 +70,7 @@ pub fn create(resource: &Resource, namespace: &str, mut object: Value, strict: b
         return Err(ApiError::invalid(resource, &name, why));
     }
     if !meta(&object, "resourceVersion").is_empty() {
-        return Err(ApiError::BadRequest(
-            "resourceVersion should not be set on objects to be created".into(),
-        ));
+        return Err(ApiError::BadRequest("resourceVersion should not be set on objects to be created".into()));
     }
     check_identity(resource, namespace, &name, &object)?;
     let metadata = metadata_mut(&mut object)?;
@@ -105,17 +90,17 @@ pub fn create(resource: &Resource, namespace: &str, mut object: Value, strict: b
     }
     match resource.kind {
         "Namespace" => {
-            put(
-                &mut object,
-                &["metadata", "labels", "kubernetes.io/metadata.name"],
-                name.clone().into(),
-            );
+            put(&mut object, &["metadata", "labels", "kubernetes.io/metadata.name"], name.clone().into());
             put(&mut object, &["spec", "finalizers"], json!(["kubernetes"]));
             put(&mut object, &["status", "phase"], "Active".into());
         }
         "CustomResourceDefinition" => {
             let status = established(&object["spec"]);
             put(&mut object, &["status"], status);
+        }
+        // `kubectl describe` takes for granted that the server has filled it in.
+        "PriorityClass" if object["preemptionPolicy"].is_null() => {
+            put(&mut object, &["preemptionPolicy"], "PreemptLowerPriority".into());
         }
         _ => {}
     }
@@ -139,11 +124,7 @@ pub fn update(
     check_identity(resource, meta(old, "namespace"), name, &wanted)?;
     if !["", meta(old, "uid")].contains(&meta(&wanted, "uid")) {
         let why = format!("precondition failed: uid in the object is {}", meta(old, "uid"));
-        return Err(ApiError::Conflict {
-            resource: resource.name(),
-            name: name.into(),
-            why,
-        });
+        return Err(ApiError::Conflict { resource: resource.name(), name: name.into(), why });
     }
     match meta(&wanted, "resourceVersion") {
         "" if resource.guarded => {
@@ -157,10 +138,7 @@ pub fn update(
     let mut new = match part {
         Part::Whole => {
             let metadata = metadata_mut(&mut wanted)?;
-            for field in SERVER_FIELDS
-                .into_iter()
-                .chain(["name", "namespace", "resourceVersion"])
-            {
+            for field in SERVER_FIELDS.into_iter().chain(["name", "namespace", "resourceVersion"]) {
                 match old["metadata"].get(field) {
                     Some(value) => drop(metadata.insert(field.into(), value.clone())),
                     None => drop(metadata.remove(field)),
@@ -227,9 +205,7 @@ fn check_identity(resource: &Resource, namespace: &str, name: &str, object: &Val
     let bad = |why: String| Err(ApiError::BadRequest(why));
     if object["apiVersion"] != *version || object["kind"] != *kind {
         let (sent_version, sent_kind) = (&object["apiVersion"], &object["kind"]);
-        return bad(format!(
-            "the object is {sent_kind} of {sent_version}, this path is for {kind:?} of {version:?}"
-        ));
+        return bad(format!("the object is {sent_kind} of {sent_version}, this path is for {kind:?} of {version:?}"));
     }
     if !["", name].contains(&meta(object, "name")) {
         return bad(format!(
@@ -256,15 +232,8 @@ fn conform(resource: &Resource, name: &str, object: &mut Value, part: Part, stri
     };
     let findings = schema::apply(&custom.schema, object);
     if strict && !findings.unknown.is_empty() {
-        let unknown: Vec<String> = findings
-            .unknown
-            .iter()
-            .map(|path| format!("unknown field {path:?}"))
-            .collect();
-        return Err(ApiError::BadRequest(format!(
-            "strict decoding error: {}",
-            unknown.join(", ")
-        )));
+        let unknown: Vec<String> = findings.unknown.iter().map(|path| format!("unknown field {path:?}")).collect();
+        return Err(ApiError::BadRequest(format!("strict decoding error: {}", unknown.join(", "))));
     }
     if !findings.errors.is_empty() {
         return Err(ApiError::invalid(resource, name, findings.errors.join("; ")));
@@ -305,13 +274,9 @@ fn established(spec: &Value) -> Value {
 }
 
 fn metadata_mut(object: &mut Value) -> Result<&mut Map<String, Value>, ApiError> {
-    let fields = object
-        .as_object_mut()
-        .ok_or_else(|| ApiError::BadRequest("the body is not an object".into()))?;
+    let fields = object.as_object_mut().ok_or_else(|| ApiError::BadRequest("the body is not an object".into()))?;
     let metadata = fields.entry("metadata").or_insert_with(|| json!({}));
-    metadata
-        .as_object_mut()
-        .ok_or_else(|| ApiError::BadRequest("metadata is not an object".into()))
+    metadata.as_object_mut().ok_or_else(|| ApiError::BadRequest("metadata is not an object".into()))
 }
 
 /// Puts `value` at `path`. What is no object on the way there becomes one: indexing would panic.
@@ -349,8 +314,5 @@ fn is_subdomain(name: &str) -> bool {
 fn random_suffix() -> String {
     const LETTERS: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
     let random = uuid::Uuid::new_v4();
-    random.as_bytes()[..5]
-        .iter()
-        .map(|byte| char::from(LETTERS[usize::from(*byte) % LETTERS.len()]))
-        .collect()
+    random.as_bytes()[..5].iter().map(|byte| char::from(LETTERS[usize::from(*byte) % LETTERS.len()])).collect()
 }

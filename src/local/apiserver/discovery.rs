@@ -26,15 +26,12 @@ pub fn answer(path: &str, serves: impl Fn(&Resource) -> bool) -> Option<Value> {
             let groups: Vec<Value> = groups(&serves).into_iter().map(group).collect();
             Some(json!({ "kind": "APIGroupList", "apiVersion": "v1", "groups": groups }))
         }
-        ["apis", name] => groups(&serves)
-            .into_iter()
-            .find(|resource| resource.group == name)
-            .map(|resource| {
-                let mut group = group(resource);
-                group["kind"] = "APIGroup".into();
-                group["apiVersion"] = "v1".into();
-                group
-            }),
+        ["apis", name] => groups(&serves).into_iter().find(|resource| resource.group == name).map(|resource| {
+            let mut group = group(resource);
+            group["kind"] = "APIGroup".into();
+            group["apiVersion"] = "v1".into();
+            group
+        }),
         ["api", version] => resource_list("", version, &serves),
         ["apis", group, version] => resource_list(group, version, &serves),
         ["openapi", "v3", ref path @ ..] => openapi::answer(path, serves),
@@ -45,10 +42,7 @@ pub fn answer(path: &str, serves: impl Fn(&Resource) -> bool) -> Option<Value> {
 /// One resource of each group.
 fn groups(serves: &impl Fn(&Resource) -> bool) -> Vec<&'static Resource> {
     let mut groups: Vec<&Resource> = Vec::new();
-    for resource in resources::all()
-        .iter()
-        .filter(|resource| !resource.group.is_empty() && serves(resource))
-    {
+    for resource in resources::all().iter().filter(|resource| !resource.group.is_empty() && serves(resource)) {
         if groups.iter().all(|known| known.group != resource.group) {
             groups.push(resource);
         }

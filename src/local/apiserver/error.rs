@@ -105,11 +105,7 @@ impl ApiError {
     /// [`ApiError::Conflict`] of a replace with a stale resourceVersion, in the words that clients look for.
     pub fn stale(resource: &Resource, name: &str) -> Self {
         let why = "the object has been modified; please apply your changes to the latest version and try again";
-        Self::Conflict {
-            resource: resource.name(),
-            name: name.into(),
-            why: why.into(),
-        }
+        Self::Conflict { resource: resource.name(), name: name.into(), why: why.into() }
     }
 
     /// [`ApiError::Invalid`] for an object of `resource`.
@@ -118,11 +114,7 @@ impl ApiError {
             "" => resource.kind.to_owned(),
             group => format!("{}.{group}", resource.kind),
         };
-        Self::Invalid {
-            kind,
-            name: name.into(),
-            why: why.into(),
-        }
+        Self::Invalid { kind, name: name.into(), why: why.into() }
     }
 
     /// HTTP status code.

@@ -9,9 +9,7 @@ use axum::{
     http::{HeaderMap, Method, StatusCode, header, request::Parts},
     middleware::{self, Next},
     response::{IntoResponse, Response},
-    serve::ListenerExt,
 };
-use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokio::net::TcpListener;
@@ -24,6 +22,7 @@ use super::{
     request::{Form, Query, Subresource, Target},
     selector::Filter,
     store::Store,
+    tls::{Identity, TlsListener},
     verbs,
     watch::Watch,
 };
@@ -47,24 +46,20 @@ pub fn router(store: Arc<Store>, token: String) -> Router {
     build(store, &token, CancellationToken::new())
 }
 
-/// Serves the API of `store` on `listener` until `shutdown`; then open watches end.
+/// Serves the API of `store` over TLS on `listener`, as `identity`, until `shutdown`; then open watches end.
 ///
 /// # Errors
 /// Those of the listener.
 pub async fn serve(
     listener: TcpListener,
+    identity: &Identity,
     store: Arc<Store>,
     token: String,
     shutdown: impl Future<Output = ()> + Send + 'static,
 ) -> io::Result<()> {
     let closing = CancellationToken::new();
     let router = build(store, &token, closing.clone());
-    // A watch's line is small and must not wait for the next one.
-    let listener = listener.tap_io(|stream| {
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "can't set TCP_NODELAY");
-        }
-    });
+    let listener = TlsListener::new(listener, identity);
     let begin = closing.clone();
     let server = axum::serve(listener, router).with_graceful_shutdown(async move {
         shutdown.await;
@@ -77,41 +72,20 @@ pub async fn serve(
 }
 
 fn build(store: Arc<Store>, token: &str, closing: CancellationToken) -> Router {
-    let app = App {
-        store,
-        token: Sha256::digest(token.as_bytes()).into(),
-        closing,
-    };
+    let app = App { store, token: Sha256::digest(token.as_bytes()).into(), closing };
     // The last layer is the outermost. Faults to be injected go between the two: only requests that were let in meet them.
-    Router::new()
-        .fallback(handle)
-        .layer(middleware::from_fn_with_state(app.clone(), authenticate))
-        .with_state(app)
+    Router::new().fallback(handle).layer(middleware::from_fn_with_state(app.clone(), authenticate)).with_state(app)
 }
 
 async fn authenticate(State(app): State<App>, request: Request, next: Next) -> Response {
     let open = matches!(request.uri().path(), "/healthz" | "/livez" | "/readyz" | "/version");
-    let known = token_of(request.headers()).is_some_and(|token| app.token == *Sha256::digest(token.as_slice()));
-    if open || known {
-        next.run(request).await
-    } else {
-        ApiError::Unauthorized.into_response()
-    }
+    let known = token_of(request.headers()).is_some_and(|token| app.token == *Sha256::digest(token));
+    if open || known { next.run(request).await } else { ApiError::Unauthorized.into_response() }
 }
 
-/// The bearer token, or the password of basic authentication: over plain HTTP kubectl sends only what the server's URL in
-/// the kubeconfig holds.
-fn token_of(headers: &HeaderMap) -> Option<Vec<u8>> {
-    let (scheme, rest) = headers.get(header::AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
-    match scheme.to_ascii_lowercase().as_str() {
-        "bearer" => Some(rest.trim().as_bytes().to_vec()),
-        "basic" => {
-            let ByteString(pair) = serde_json::from_value(Value::String(rest.trim().to_owned())).ok()?;
-            let colon = pair.iter().position(|byte| *byte == b':')?;
-            Some(pair[colon + 1..].to_vec())
-        }
-        _ => None,
-    }
+fn token_of(headers: &HeaderMap) -> Option<&str> {
+    let (scheme, token) = headers.get(header::AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())
 }
 
 async fn handle(State(app): State<App>, request: Request) -> Response {
@@ -132,9 +106,7 @@ async fn respond(app: App, request: Request) -> Result<Response, ApiError> {
             return Ok(json_response(StatusCode::OK, &answer));
         }
     }
-    let target = Target::parse(path)
-        .filter(|target| app.store.serves(target.resource))
-        .ok_or(ApiError::NoSuchPath)?;
+    let target = Target::parse(path).filter(|target| app.store.serves(target.resource)).ok_or(ApiError::NoSuchPath)?;
     let query = Query::parse(parts.uri.query().unwrap_or_default())?;
     let too_large = |_| ApiError::BadRequest(format!("the body can't be read, or is larger than {MAX_BODY} bytes"));
     let body = to_bytes(body, MAX_BODY).await.map_err(too_large)?;
@@ -143,13 +115,7 @@ async fn respond(app: App, request: Request) -> Result<Response, ApiError> {
 
 fn dispatch(app: App, parts: &Parts, target: Target, query: &Query, body: &Bytes) -> Result<Response, ApiError> {
     let store = &app.store;
-    let text = |name| {
-        parts
-            .headers
-            .get(name)
-            .and_then(|value| value.to_str().ok())
-            .unwrap_or_default()
-    };
+    let text = |name| parts.headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let form = Form::parse(text(header::ACCEPT), query.include);
     let content_type = text(header::CONTENT_TYPE);
     let json_body = || match content_type.split(';').next().unwrap_or_default().trim() {
@@ -186,24 +152,12 @@ fn watch(app: App, target: Target, query: &Query, form: Form) -> Result<Response
     if let Some(name) = &target.name {
         filter = filter.and_name(name);
     }
-    let watch = Watch::new(
-        app.store,
-        (target.resource, target.namespace),
-        filter,
-        form,
-        query,
-        app.closing,
-    )?;
+    let watch = Watch::new(app.store, (target.resource, target.namespace), filter, form, query, app.closing)?;
     Ok(([(header::CONTENT_TYPE, "application/json")], watch.into_body()).into_response())
 }
 
 fn json_response(code: StatusCode, answer: &Value) -> Response {
-    (
-        code,
-        [(header::CONTENT_TYPE, "application/json")],
-        Body::from(answer.to_string()),
-    )
-        .into_response()
+    (code, [(header::CONTENT_TYPE, "application/json")], Body::from(answer.to_string())).into_response()
 }
 
 impl IntoResponse for ApiError {

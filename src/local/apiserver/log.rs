@@ -45,10 +45,7 @@ pub struct Log {
 impl Log {
     /// An empty log at `revision`: nothing before it is known.
     pub fn starting_at(revision: u64) -> Self {
-        Self {
-            oldest: revision,
-            events: VecDeque::new(),
-        }
+        Self { oldest: revision, events: VecDeque::new() }
     }
 
     /// Revision of the last change.
@@ -59,13 +56,7 @@ impl Log {
     /// Adds a change as the next revision.
     pub fn push(&mut self, change: Change, key: Key, object: Arc<Value>, before: Option<Arc<Value>>) {
         let revision = self.revision() + 1;
-        self.events.push_back(Arc::new(Event {
-            revision,
-            change,
-            key,
-            object,
-            before,
-        }));
+        self.events.push_back(Arc::new(Event { revision, change, key, object, before }));
         if self.events.len() > LOG_LENGTH {
             self.events.pop_front();
             self.oldest += 1;
@@ -78,14 +69,9 @@ impl Log {
     /// [`ApiError::Expired`] for a past that is no longer kept. A future that was never handed out is refused as well: it
     /// belongs to another life of this server.
     pub fn after(&self, revision: u64, limit: usize) -> Result<Vec<Arc<Event>>, ApiError> {
-        let expired = ApiError::Expired {
-            asked: revision,
-            oldest: self.oldest,
-        };
-        let skip = revision
-            .checked_sub(self.oldest)
-            .and_then(|skip| usize::try_from(skip).ok())
-            .ok_or(expired.clone())?;
+        let expired = ApiError::Expired { asked: revision, oldest: self.oldest };
+        let skip =
+            revision.checked_sub(self.oldest).and_then(|skip| usize::try_from(skip).ok()).ok_or(expired.clone())?;
         if skip > self.events.len() {
             return Err(expired);
         }

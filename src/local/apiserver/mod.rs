@@ -16,6 +16,7 @@ mod schema;
 mod selector;
 mod store;
 mod table;
+mod tls;
 mod verbs;
 mod watch;
 
@@ -26,3 +27,4 @@ pub use log::{Change, Event, LOG_LENGTH};
 pub use objects::{Deleted, Key};
 pub use resources::{Resource, find};
 pub use store::{Preconditions, RestoreError, Store};
+pub use tls::{Identity, IdentityError};

@@ -25,11 +25,7 @@ pub struct Key {
 impl Key {
     /// `namespace` is empty for what has none.
     pub fn new(resource: &Resource, namespace: &str, name: &str) -> Self {
-        Self {
-            resource: resource.name(),
-            namespace: namespace.into(),
-            name: name.into(),
-        }
+        Self { resource: resource.name(), namespace: namespace.into(), name: name.into() }
     }
 
     /// True for an object of `resource`, in `namespace` where one is named.
@@ -60,10 +56,7 @@ impl Objects {
     /// The object.
     pub fn get(&self, resource: &Resource, namespace: &str, name: &str) -> Result<Arc<Value>, ApiError> {
         let found = self.all.get(&Key::new(resource, namespace, name)).cloned();
-        found.ok_or_else(|| ApiError::NotFound {
-            resource: resource.name(),
-            name: name.into(),
-        })
+        found.ok_or_else(|| ApiError::NotFound { resource: resource.name(), name: name.into() })
     }
 
     /// The objects of a kind, in `namespace` where one is named.
@@ -74,24 +67,19 @@ impl Objects {
     ) -> impl Iterator<Item = (&'a Key, &'a Arc<Value>)> {
         let first = Key::new(resource, namespace.unwrap_or_default(), "");
         let (resource, namespace) = (first.resource, namespace.map(str::to_owned));
-        self.all
-            .range((Bound::Included(first), Bound::Unbounded))
-            .take_while(move |(key, _)| {
-                key.resource == resource && namespace.as_ref().is_none_or(|namespace| key.namespace == *namespace)
-            })
+        self.all.range((Bound::Included(first), Bound::Unbounded)).take_while(move |(key, _)| {
+            key.resource == resource && namespace.as_ref().is_none_or(|namespace| key.namespace == *namespace)
+        })
     }
 
     /// The definition a custom kind stands on, `None` for what is built in.
     pub fn definition(&self, resource: &Resource) -> Result<Option<Arc<Value>>, ApiError> {
-        let (Some(custom), Some(definitions)) = (
-            &resource.custom,
-            resources::find("apiextensions.k8s.io", "customresourcedefinitions"),
-        ) else {
+        let (Some(custom), Some(definitions)) =
+            (&resource.custom, resources::find("apiextensions.k8s.io", "customresourcedefinitions"))
+        else {
             return Ok(None);
         };
-        self.get(definitions, "", &custom.definition)
-            .map(Some)
-            .map_err(|_| ApiError::NoSuchPath)
+        self.get(definitions, "", &custom.definition).map(Some).map_err(|_| ApiError::NoSuchPath)
     }
 
     /// Refuses what has no place to live in, or lives there already.
@@ -100,10 +88,7 @@ impl Objects {
             let (resource, name) = (resource.name(), key.name.clone());
             Err(ApiError::Forbidden { resource, name, why })
         };
-        if self
-            .definition(resource)?
-            .is_some_and(|definition| is_terminating(&definition))
-        {
+        if self.definition(resource)?.is_some_and(|definition| is_terminating(&definition)) {
             return forbidden("its CustomResourceDefinition is being deleted".into());
         }
         if let (true, Some(namespaces)) = (resource.namespaced, resources::find("", "namespaces"))
@@ -115,10 +100,7 @@ impl Objects {
             ));
         }
         if self.all.contains_key(key) {
-            return Err(ApiError::AlreadyExists {
-                resource: resource.name(),
-                name: key.name.clone(),
-            });
+            return Err(ApiError::AlreadyExists { resource: resource.name(), name: key.name.clone() });
         }
         Ok(())
     }
@@ -126,11 +108,7 @@ impl Objects {
     /// The only place where something changes.
     pub fn commit(&mut self, change: Change, key: Key, mut object: Value) -> Arc<Value> {
         let revision = self.log.revision() + 1;
-        admit::put(
-            &mut object,
-            &["metadata", "resourceVersion"],
-            revision.to_string().into(),
-        );
+        admit::put(&mut object, &["metadata", "resourceVersion"], revision.to_string().into());
         let object = Arc::new(object);
         let before = match change {
             Change::Added | Change::Modified => self.all.insert(key.clone(), object.clone()),

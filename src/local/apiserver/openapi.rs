@@ -8,12 +8,7 @@ use super::resources::{self, Resource};
 pub fn answer(path: &[&str], serves: impl Fn(&Resource) -> bool) -> Option<Value> {
     let served = || resources::all().iter().filter(|resource| serves(resource));
     if path.is_empty() {
-        let entry = |path: String| {
-            (
-                path.clone(),
-                json!({ "serverRelativeURL": format!("/openapi/v3/{path}") }),
-            )
-        };
+        let entry = |path: String| (path.clone(), json!({ "serverRelativeURL": format!("/openapi/v3/{path}") }));
         let paths: Map<String, Value> = served().map(group_path).map(entry).collect();
         return Some(json!({ "paths": paths }));
     }
@@ -40,11 +35,7 @@ fn kind(resource: &Resource) -> Value {
 
 /// kubectl looks whether a kind's PATCH knows `fieldValidation`; where it does, it does not validate itself.
 fn operations(resource: &Resource) -> (String, Value) {
-    let namespace = if resource.namespaced {
-        "/namespaces/{namespace}"
-    } else {
-        ""
-    };
+    let namespace = if resource.namespaced { "/namespaces/{namespace}" } else { "" };
     let path = format!("/{}{namespace}/{}/{{name}}", group_path(resource), resource.plural);
     let parameters = ["dryRun", "fieldValidation"]
         .map(|name| json!({ "name": name, "in": "query", "schema": { "type": "string" } }));
@@ -61,8 +52,5 @@ fn schema(resource: &Resource) -> Option<(String, Value)> {
     let mut schema = resource.custom.as_ref()?.schema.clone();
     let fields = schema.as_object_mut()?;
     fields.insert("x-kubernetes-group-version-kind".into(), json!([kind(resource)]));
-    Some((
-        format!("{}.{}.{}", resource.group, resource.version, resource.kind),
-        schema,
-    ))
+    Some((format!("{}.{}.{}", resource.group, resource.version, resource.kind), schema))
 }

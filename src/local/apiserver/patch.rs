@@ -123,11 +123,7 @@ mod tests {
     #[test]
     fn a_null_in_a_merge_patch_deletes() {
         for kind in ["merge-patch", "strategic-merge-patch"] {
-            let patched = apply(
-                kind,
-                json!({"a": {"b": 1, "c": [1, 2]}}),
-                json!({"a": {"b": null, "c": [3]}}),
-            );
+            let patched = apply(kind, json!({"a": {"b": 1, "c": [1, 2]}}), json!({"a": {"b": null, "c": [3]}}));
             assert_eq!(patched, Ok(json!({"a": {"c": [3]}})), "{kind}");
         }
     }
@@ -136,10 +132,7 @@ mod tests {
     fn a_failed_test_of_a_json_patch_is_told() {
         let object = json!({"metadata": {"uid": "a"}});
         let patch = |uid: &str| json!([{"op": "test", "path": "/metadata/uid", "value": uid}, {"op": "add", "path": "/x", "value": 1}]);
-        assert_eq!(
-            apply("json-patch", object.clone(), patch("a")),
-            Ok(json!({"metadata": {"uid": "a"}, "x": 1}))
-        );
+        assert_eq!(apply("json-patch", object.clone(), patch("a")), Ok(json!({"metadata": {"uid": "a"}, "x": 1})));
         assert!(apply("json-patch", object, patch("b")).is_err_and(|why| why.contains("/metadata/uid")));
     }
 

@@ -69,12 +69,7 @@ impl Target {
             Some("finalize") if resource.kind == "Namespace" => Subresource::Finalize,
             Some(_) => return None,
         };
-        Some(Self {
-            resource,
-            namespace,
-            name,
-            subresource,
-        })
+        Some(Self { resource, namespace, name, subresource })
     }
 
     /// Namespace and name of the one object.
@@ -129,9 +124,7 @@ impl Query {
                 "sendInitialEvents" => query.initial_events = is_true,
                 "dryRun" if value == "All" => query.mode.dry_run = true,
                 "dryRun" => {
-                    return Err(ApiError::BadRequest(format!(
-                        "invalid dryRun {value:?}: only All is known"
-                    )));
+                    return Err(ApiError::BadRequest(format!("invalid dryRun {value:?}: only All is known")));
                 }
                 "fieldValidation" => query.mode.strict = value == "Strict",
                 "includeObject" => {
@@ -191,34 +184,13 @@ mod tests {
         for (path, want) in [
             ("/api/v1/nodes".to_owned(), Some(("nodes", None, None, Object))),
             ("/api/v1/nodes/n1".to_owned(), Some(("nodes", None, Some("n1"), Object))),
-            (
-                "/api/v1/nodes/n1/status".to_owned(),
-                Some(("nodes", None, Some("n1"), Status)),
-            ),
-            (
-                "/api/v1/namespaces".to_owned(),
-                Some(("namespaces", None, None, Object)),
-            ),
-            (
-                "/api/v1/namespaces/a".to_owned(),
-                Some(("namespaces", None, Some("a"), Object)),
-            ),
-            (
-                "/api/v1/namespaces/a/finalize".to_owned(),
-                Some(("namespaces", None, Some("a"), Finalize)),
-            ),
-            (
-                "/api/v1/configmaps".to_owned(),
-                Some(("configmaps", None, None, Object)),
-            ),
-            (
-                "/api/v1/namespaces/a/configmaps".to_owned(),
-                Some(("configmaps", Some("a"), None, Object)),
-            ),
-            (
-                "/api/v1/namespaces/a/configmaps/b".to_owned(),
-                Some(("configmaps", Some("a"), Some("b"), Object)),
-            ),
+            ("/api/v1/nodes/n1/status".to_owned(), Some(("nodes", None, Some("n1"), Status))),
+            ("/api/v1/namespaces".to_owned(), Some(("namespaces", None, None, Object))),
+            ("/api/v1/namespaces/a".to_owned(), Some(("namespaces", None, Some("a"), Object))),
+            ("/api/v1/namespaces/a/finalize".to_owned(), Some(("namespaces", None, Some("a"), Finalize))),
+            ("/api/v1/configmaps".to_owned(), Some(("configmaps", None, None, Object))),
+            ("/api/v1/namespaces/a/configmaps".to_owned(), Some(("configmaps", Some("a"), None, Object))),
+            ("/api/v1/namespaces/a/configmaps/b".to_owned(), Some(("configmaps", Some("a"), Some("b"), Object))),
             (
                 format!("{ours}/namespaces/a/fluxinstances/b/scale"),
                 Some(("fluxinstances", Some("a"), Some("b"), Scale)),
@@ -231,14 +203,8 @@ mod tests {
             ("/".to_owned(), None),
         ] {
             let found = Target::parse(&path);
-            let found = found.as_ref().map(|t| {
-                (
-                    t.resource.plural,
-                    t.namespace.as_deref(),
-                    t.name.as_deref(),
-                    t.subresource,
-                )
-            });
+            let found =
+                found.as_ref().map(|t| (t.resource.plural, t.namespace.as_deref(), t.name.as_deref(), t.subresource));
             assert_eq!(found, want, "{path}");
         }
     }
@@ -252,10 +218,7 @@ mod tests {
             (table, Form::Table(Include::None)),
             (&format!("{table},application/json"), Form::Table(Include::None)),
             (&format!("application/json,{table}"), Form::Object),
-            (
-                "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
-                Form::Metadata,
-            ),
+            ("application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1", Form::Metadata),
         ] {
             assert_eq!(Form::parse(accept, Include::None), want, "{accept}");
         }

@@ -4,9 +4,12 @@ use std::{borrow::Cow, sync::LazyLock};
 
 use k8s_openapi::{
     api::{
+        admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
         apps::v1::DaemonSet,
         coordination::v1::Lease,
         core::v1::{ConfigMap, Namespace, Node, Pod, Secret, ServiceAccount},
+        rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
+        scheduling::v1::PriorityClass,
     },
     apiextensions_apiserver::pkg::apis::apiextensions::v1::{
         CustomResourceColumnDefinition, CustomResourceDefinition, CustomResourceSubresourceScale,
@@ -66,10 +69,7 @@ pub struct Custom {
 impl Resource {
     /// Plural and group.
     pub fn name(&self) -> ResourceName {
-        ResourceName {
-            group: self.group,
-            plural: self.plural,
-        }
+        ResourceName { group: self.group, plural: self.plural }
     }
 
     /// `apiVersion` of its objects.
@@ -82,11 +82,7 @@ impl Resource {
 
     /// The resource whose objects are in the store.
     pub fn stored(&'static self) -> &'static Self {
-        if self.stored_in == self.group {
-            self
-        } else {
-            find(self.stored_in, self.plural).unwrap_or(self)
-        }
+        if self.stored_in == self.group { self } else { find(self.stored_in, self.plural).unwrap_or(self) }
     }
 
     /// An object of the store, as this kind is spoken.
@@ -100,11 +96,7 @@ impl Resource {
 
     /// An object as this kind is spoken, for the store.
     pub fn unspoken(&'static self, object: Value) -> Value {
-        if self.stored_in == self.group {
-            object
-        } else {
-            self.stored().rename(&object, |(old, new)| (new, old))
-        }
+        if self.stored_in == self.group { object } else { self.stored().rename(&object, |(old, new)| (new, old)) }
     }
 
     fn rename(
@@ -137,12 +129,7 @@ impl Resource {
 
 static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
     vec![
-        Resource {
-            status: true,
-            fields: &["spec.unschedulable"],
-            short: names(&["no"]),
-            ..builtin::<Node>(false)
-        },
+        Resource { status: true, fields: &["spec.unschedulable"], short: names(&["no"]), ..builtin::<Node>(false) },
         Resource {
             status: true,
             short: names(&["ns"]),
@@ -150,19 +137,13 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
             columns: columns(&[("Status", "string", ".status.phase"), AGE]),
             ..builtin::<Namespace>(false)
         },
-        Resource {
-            short: names(&["cm"]),
-            ..builtin::<ConfigMap>(true)
-        },
+        Resource { short: names(&["cm"]), ..builtin::<ConfigMap>(true) },
         Resource {
             fields: &["type"],
             columns: columns(&[("Type", "string", ".type"), AGE]),
             ..builtin::<Secret>(true)
         },
-        Resource {
-            short: names(&["sa"]),
-            ..builtin::<ServiceAccount>(true)
-        },
+        Resource { short: names(&["sa"]), ..builtin::<ServiceAccount>(true) },
         // Nobody makes pods here; `kubectl describe node` and `kubectl drain` ask for them.
         Resource {
             status: true,
@@ -198,14 +179,7 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
         Resource {
             short: names(&["ev"]),
             stored_in: "",
-            fields: &[
-                "regarding.kind",
-                "regarding.namespace",
-                "regarding.name",
-                "regarding.uid",
-                "reason",
-                "type",
-            ],
+            fields: &["regarding.kind", "regarding.namespace", "regarding.name", "regarding.uid", "reason", "type"],
             columns: columns(&[
                 ("Last Seen", "date", ".metadata.creationTimestamp"),
                 ("Type", "string", ".type"),
@@ -235,6 +209,20 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
             short: names(&["crd", "crds"]),
             ..builtin::<CustomResourceDefinition>(false)
         },
+        // The rest of a manifest for a real cluster is only kept: whoever has the token may do everything, and nothing is
+        // scheduled.
+        builtin::<ClusterRole>(false),
+        builtin::<ClusterRoleBinding>(false),
+        builtin::<Role>(true),
+        builtin::<RoleBinding>(true),
+        Resource {
+            generation: true,
+            short: names(&["pc"]),
+            columns: columns(&[("Value", "integer", ".value"), AGE]),
+            ..builtin::<PriorityClass>(false)
+        },
+        Resource { status: true, generation: true, ..builtin::<ValidatingAdmissionPolicy>(false) },
+        Resource { generation: true, ..builtin::<ValidatingAdmissionPolicyBinding>(false) },
         custom(&FluxInstance::crd(), |object| {
             let instance: FluxInstance = decode(object)?;
             validate(&instance.spec).map_err(|error| error.to_string())
@@ -250,25 +238,18 @@ pub fn all() -> &'static [Resource] {
 
 /// The kind with this group and plural.
 pub fn find(group: &str, plural: &str) -> Option<&'static Resource> {
-    RESOURCES
-        .iter()
-        .find(|resource| resource.group == group && resource.plural == plural)
+    RESOURCES.iter().find(|resource| resource.group == group && resource.plural == plural)
 }
 
 /// The kind of an object.
 pub fn of(object: &Value) -> Option<&'static Resource> {
     let (api_version, kind) = (object["apiVersion"].as_str()?, object["kind"].as_str()?);
-    RESOURCES
-        .iter()
-        .find(|resource| resource.kind == kind && resource.api_version() == api_version)
+    RESOURCES.iter().find(|resource| resource.kind == kind && resource.api_version() == api_version)
 }
 
 /// The CustomResourceDefinitions of our kinds, as objects to be created.
 pub fn definitions() -> Vec<Value> {
-    [FluxInstance::crd(), FluxNode::crd()]
-        .iter()
-        .map(|definition| json!(definition))
-        .collect()
+    [FluxInstance::crd(), FluxNode::crd()].iter().map(|definition| json!(definition)).collect()
 }
 
 /// What core/v1 and events.k8s.io/v1 call the same fields of an Event.
@@ -285,10 +266,7 @@ const EVENT_FIELDS: [(&str, &str); 7] = [
 const AGE: (&str, &str, &str) = ("Age", "date", ".metadata.creationTimestamp");
 
 fn columns(columns: &[(&str, &str, &str)]) -> Vec<Column> {
-    columns
-        .iter()
-        .map(|(name, type_, path)| Column::new(name, type_, path, 0))
-        .collect()
+    columns.iter().map(|(name, type_, path)| Column::new(name, type_, path, 0)).collect()
 }
 
 fn names(names: &[&str]) -> Vec<String> {
@@ -345,9 +323,7 @@ fn custom(definition: &CustomResourceDefinition, check: fn(&Value) -> Result<(),
         },
         custom: Some(Custom {
             definition: definition.metadata.name.clone().unwrap_or_default(),
-            schema: schema
-                .map(|schema| json!(schema.open_api_v3_schema))
-                .unwrap_or_default(),
+            schema: schema.map(|schema| json!(schema.open_api_v3_schema)).unwrap_or_default(),
             scale: subresources.and_then(|subresources| subresources.scale.clone()),
         }),
         check,
@@ -356,10 +332,5 @@ fn custom(definition: &CustomResourceDefinition, check: fn(&Value) -> Result<(),
 }
 
 fn column(column: &CustomResourceColumnDefinition) -> Column {
-    Column::new(
-        &column.name,
-        &column.type_,
-        &column.json_path,
-        column.priority.unwrap_or_default(),
-    )
+    Column::new(&column.name, &column.type_, &column.json_path, column.priority.unwrap_or_default())
 }

@@ -39,9 +39,7 @@ fn walk(schema: &Value, value: &mut Value, path: &str, findings: &mut Findings) 
     }
     let Some(type_) = schema["type"].as_str() else { return };
     if !has_type(type_, value) {
-        findings
-            .errors
-            .push(format!("{path}: must be of type {type_}, not {}", type_of(value)));
+        findings.errors.push(format!("{path}: must be of type {type_}, not {}", type_of(value)));
         return;
     }
     check_limits(schema, value, path, findings);
@@ -58,11 +56,7 @@ fn walk(schema: &Value, value: &mut Value, path: &str, findings: &mut Findings) 
 
 fn walk_fields(schema: &Value, fields: &mut Map<String, Value>, path: &str, findings: &mut Findings) {
     let below = |name: &str| {
-        if path.is_empty() {
-            name.to_owned()
-        } else {
-            format!("{path}.{name}")
-        }
+        if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") }
     };
     if let Some(values @ Value::Object(_)) = schema.get("additionalProperties") {
         for (name, value) in fields {
@@ -81,9 +75,7 @@ fn walk_fields(schema: &Value, fields: &mut Map<String, Value>, path: &str, find
         });
     }
     for (name, schema) in known.into_iter().flatten() {
-        let missing = fields
-            .get(name)
-            .is_none_or(|value| value.is_null() && schema["nullable"] != true);
+        let missing = fields.get(name).is_none_or(|value| value.is_null() && schema["nullable"] != true);
         if let (true, Some(default)) = (missing, schema.get("default")) {
             fields.insert(name.clone(), default.clone());
         }
@@ -91,12 +83,7 @@ fn walk_fields(schema: &Value, fields: &mut Map<String, Value>, path: &str, find
             walk(schema, value, &below(name), findings);
         }
     }
-    for name in schema["required"]
-        .as_array()
-        .into_iter()
-        .flatten()
-        .filter_map(Value::as_str)
-    {
+    for name in schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str) {
         if !fields.contains_key(name) {
             findings.errors.push(format!("{}: required value", below(name)));
         }
@@ -106,22 +93,15 @@ fn walk_fields(schema: &Value, fields: &mut Map<String, Value>, path: &str, find
 fn check_limits(schema: &Value, value: &Value, path: &str, findings: &mut Findings) {
     if let Some(number) = value.as_f64() {
         if let Some(least) = schema["minimum"].as_f64().filter(|least| number < *least) {
-            findings
-                .errors
-                .push(format!("{path}: {value} should be greater than or equal to {least}"));
+            findings.errors.push(format!("{path}: {value} should be greater than or equal to {least}"));
         }
         if let Some(most) = schema["maximum"].as_f64().filter(|most| number > *most) {
-            findings
-                .errors
-                .push(format!("{path}: {value} should be less than or equal to {most}"));
+            findings.errors.push(format!("{path}: {value} should be less than or equal to {most}"));
         }
     }
     if let Some(choices) = schema["enum"].as_array().filter(|choices| !choices.contains(value)) {
         let choices: Vec<String> = choices.iter().map(ToString::to_string).collect();
-        findings.errors.push(format!(
-            "{path}: unsupported value {value}: supported values: {}",
-            choices.join(", ")
-        ));
+        findings.errors.push(format!("{path}: unsupported value {value}: supported values: {}", choices.join(", ")));
     }
 }
 
@@ -152,9 +132,7 @@ mod tests {
 
     fn check(mut object: Value) -> (Value, Findings) {
         let custom = resources::find(GROUP, "fluxinstances").and_then(|resource| resource.custom.as_ref());
-        let findings = custom
-            .map(|custom| apply(&custom.schema, &mut object))
-            .unwrap_or_default();
+        let findings = custom.map(|custom| apply(&custom.schema, &mut object)).unwrap_or_default();
         (object, findings)
     }
 
@@ -174,24 +152,15 @@ mod tests {
     fn what_breaks_the_schema_is_told_with_its_path() {
         for (spec, want) in [
             (json!({"size": 0}), "spec.size: 0 should be greater than or equal to 1"),
-            (
-                json!({"maxSize": 20_000}),
-                "spec.maxSize: 20000 should be less than or equal to 16384",
-            ),
+            (json!({"maxSize": 20_000}), "spec.maxSize: 20000 should be less than or equal to 16384"),
             (json!({"size": "3"}), "spec.size: must be of type integer, not string"),
             (json!({"size": 1.5}), "spec.size: must be of type integer, not number"),
             (
                 json!({"uninstall": {"runningJobs": "Kill"}}),
                 "spec.uninstall.runningJobs: unsupported value \"Kill\": supported values: \"Wait\", \"Cancel\"",
             ),
-            (
-                json!({"packages": {"specs": ["a", 1]}}),
-                "spec.packages.specs[1]: must be of type string, not number",
-            ),
-            (
-                json!({"packages": {"bundle": {"url": "x"}}}),
-                "spec.packages.bundle.sha256: required value",
-            ),
+            (json!({"packages": {"specs": ["a", 1]}}), "spec.packages.specs[1]: must be of type string, not number"),
+            (json!({"packages": {"bundle": {"url": "x"}}}), "spec.packages.bundle.sha256: required value"),
             (
                 json!({"nodes": {"selector": {"matchLabels": {"a": 1}}}}),
                 "spec.nodes.selector.matchLabels.a: must be of type string, not number",

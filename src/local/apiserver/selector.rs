@@ -27,19 +27,12 @@ impl Filter {
     /// # Errors
     /// [`ApiError::BadRequest`] with the part that is not understood, or the field that this resource is not selected by.
     pub fn parse(resource: &Resource, labels: &str, fields: &str) -> Result<Self, ApiError> {
-        Ok(Self {
-            labels: parse_labels(labels)?,
-            fields: parse_fields(resource, fields)?,
-        })
+        Ok(Self { labels: parse_labels(labels)?, fields: parse_fields(resource, fields)? })
     }
 
     /// Only the object with this name.
     pub fn and_name(mut self, name: &str) -> Self {
-        self.fields.push(FieldTest {
-            pointer: "/metadata/name".into(),
-            equal: true,
-            value: name.into(),
-        });
+        self.fields.push(FieldTest { pointer: "/metadata/name".into(), equal: true, value: name.into() });
         self
     }
 
@@ -83,11 +76,7 @@ fn parse_fields(resource: &Resource, text: &str) -> Result<Vec<FieldTest>, ApiEr
             if !["metadata.name", "metadata.namespace"].contains(&field) && !resource.fields.contains(&field) {
                 return Err(ApiError::BadRequest(format!("field label not supported: {field}")));
             }
-            Ok(FieldTest {
-                pointer: format!("/{}", field.replace('.', "/")),
-                equal,
-                value: value.to_owned(),
-            })
+            Ok(FieldTest { pointer: format!("/{}", field.replace('.', "/")), equal, value: value.to_owned() })
         })
         .collect()
 }
@@ -111,11 +100,7 @@ fn parse_labels(text: &str) -> Result<Selector, ApiError> {
         }
         letter == ',' && depth == 0
     };
-    let parts: Vec<&str> = text
-        .split(outside_brackets)
-        .map(str::trim)
-        .filter(|part| !part.is_empty())
-        .collect();
+    let parts: Vec<&str> = text.split(outside_brackets).map(str::trim).filter(|part| !part.is_empty()).collect();
     parts.into_iter().map(parse_label).collect()
 }
 
@@ -137,11 +122,7 @@ fn parse_label(part: &str) -> Result<Expression, ApiError> {
         (None, None) => (part, Expression::Exists(part.into())),
     };
     let plain = |letter: char| letter.is_ascii_alphanumeric() || "-_./".contains(letter);
-    if key.is_empty() || !key.chars().all(plain) {
-        Err(bad())
-    } else {
-        Ok(expression)
-    }
+    if key.is_empty() || !key.chars().all(plain) { Err(bad()) } else { Ok(expression) }
 }
 
 #[cfg(test)]
@@ -201,13 +182,7 @@ mod tests {
 
     #[test]
     fn selectors_that_are_not_understood_are_refused() {
-        for (labels, fields) in [
-            ("a in b", ""),
-            ("a in (b", ""),
-            ("a like (b)", ""),
-            ("=x", ""),
-            ("a b", ""),
-        ] {
+        for (labels, fields) in [("a in b", ""), ("a in (b", ""), ("a like (b)", ""), ("=x", ""), ("a b", "")] {
             assert!(matches(labels, fields, &Value::Null).is_err(), "{labels:?}");
         }
         assert!(matches("", "spec.providerID=x", &Value::Null).is_err());

@@ -79,10 +79,7 @@ impl Store {
 
     fn with(objects: Objects) -> Self {
         let (changed, _) = watch::channel(objects.log.revision());
-        Self {
-            objects: Mutex::new(objects),
-            changed,
-        }
+        Self { objects: Mutex::new(objects), changed }
     }
 
     fn lock(&self) -> MutexGuard<'_, Objects> {
@@ -95,8 +92,7 @@ impl Store {
             let mut objects = self.lock();
             (work(&mut objects), objects.log.revision())
         };
-        self.changed
-            .send_if_modified(|seen| std::mem::replace(seen, revision.max(*seen)) < revision);
+        self.changed.send_if_modified(|seen| std::mem::replace(seen, revision.max(*seen)) < revision);
         done
     }
 
@@ -112,10 +108,7 @@ impl Store {
     pub fn list(&self, resource: &Resource, namespace: Option<&str>) -> (Vec<Arc<Value>>, u64) {
         let objects = self.lock();
         let found = objects.range(resource, namespace);
-        (
-            found.map(|(_, object)| object.clone()).collect(),
-            objects.log.revision(),
-        )
+        (found.map(|(_, object)| object.clone()).collect(), objects.log.revision())
     }
 
     /// True where requests for this kind are answered: the definition of a custom one is there.
@@ -202,11 +195,7 @@ impl Store {
             for (field, want) in [("uid", &only_if.uid), ("resourceVersion", &only_if.resource_version)] {
                 if let Some(want) = want.as_deref().filter(|want| *want != meta(&old, field)) {
                     let why = format!("precondition failed: {field} is {}, not {want}", meta(&old, field));
-                    return Err(ApiError::Conflict {
-                        resource: resource.name(),
-                        name: name.into(),
-                        why,
-                    });
+                    return Err(ApiError::Conflict { resource: resource.name(), name: name.into(), why });
                 }
             }
             if mode.dry_run {
@@ -243,17 +232,10 @@ impl Store {
         }
         let (objects, revision) = {
             let objects = self.lock();
-            (
-                objects.all.values().cloned().collect::<Vec<_>>(),
-                objects.log.revision(),
-            )
+            (objects.all.values().cloned().collect::<Vec<_>>(), objects.log.revision())
         };
         let objects = objects.iter().map(AsRef::as_ref).collect();
-        serde_json::to_vec(&Snapshot {
-            format: SNAPSHOT_FORMAT,
-            revision,
-            objects,
-        })
+        serde_json::to_vec(&Snapshot { format: SNAPSHOT_FORMAT, revision, objects })
     }
 
     /// The cluster of a [`Store::snapshot`]. Watches from before are told to list again.
@@ -270,14 +252,8 @@ impl Store {
         let keyed = objects.into_iter().filter_map(|object| {
             // A kind that this version does not serve any more is of no use to anybody.
             let resource = resources::of(&object)?;
-            Some((
-                Key::new(resource, meta(&object, "namespace"), meta(&object, "name")),
-                Arc::new(object),
-            ))
+            Some((Key::new(resource, meta(&object, "namespace"), meta(&object, "name")), Arc::new(object)))
         });
-        Ok(Self::with(Objects {
-            all: keyed.collect(),
-            log: Log::starting_at(revision.saturating_add(RESTORE_GAP)),
-        }))
+        Ok(Self::with(Objects { all: keyed.collect(), log: Log::starting_at(revision.saturating_add(RESTORE_GAP)) }))
     }
 }

@@ -17,12 +17,7 @@ pub struct Column {
 impl Column {
     /// `path` is a JSON path of names and dots, such as `.status.phase`; a `priority` other than 0 is for `-o wide`.
     pub fn new(name: &str, type_: &str, path: &str, priority: i32) -> Self {
-        Self {
-            name: name.into(),
-            type_: type_.into(),
-            pointer: path.replace('.', "/"),
-            priority,
-        }
+        Self { name: name.into(), type_: type_.into(), pointer: path.replace('.', "/"), priority }
     }
 
     /// `date` is printed as an age, which is text.
@@ -73,9 +68,7 @@ pub fn table<'a>(
     });
     let rows = objects.into_iter().map(|object| {
         let others = resource.columns.iter().map(|column| column.cell(object, now));
-        let cells: Vec<Value> = std::iter::once(object["metadata"]["name"].clone())
-            .chain(others)
-            .collect();
+        let cells: Vec<Value> = std::iter::once(object["metadata"]["name"].clone()).chain(others).collect();
         match include {
             Include::Metadata => json!({ "cells": cells, "object": metadata_only(object) }),
             Include::Object => json!({ "cells": cells, "object": object }),
@@ -146,9 +139,7 @@ mod tests {
 
     #[test]
     fn the_columns_of_the_definition_become_cells() {
-        let Some(nodes) = resources::find(GROUP, "fluxnodes") else {
-            panic!("fluxnodes are served")
-        };
+        let Some(nodes) = resources::find(GROUP, "fluxnodes") else { panic!("fluxnodes are served") };
         let now: Timestamp = "2026-01-01T00:05:00Z".parse().unwrap_or_default();
         let object = json!({
             "metadata": { "name": "n1", "creationTimestamp": "2026-01-01T00:00:00Z" },
@@ -156,22 +147,10 @@ mod tests {
             "status": { "phase": "Online", "facts": { "resources": { "cores": 8 } } },
         });
         let table = table(nodes, [&object], json!({}), Include::None, now);
-        let names: Vec<&str> = table["columnDefinitions"]
-            .as_array()
-            .into_iter()
-            .flatten()
-            .filter_map(|c| c["name"].as_str())
-            .collect();
-        assert_eq!(
-            names,
-            [
-                "Name", "Phase", "Rank", "Cores", "GPUs", "Address", "Packages", "Age", "Message"
-            ]
-        );
-        assert_eq!(
-            table["rows"][0]["cells"],
-            json!(["n1", "Online", 3, 8, null, null, null, "5m", null])
-        );
+        let names: Vec<&str> =
+            table["columnDefinitions"].as_array().into_iter().flatten().filter_map(|c| c["name"].as_str()).collect();
+        assert_eq!(names, ["Name", "Phase", "Rank", "Cores", "GPUs", "Address", "Packages", "Age", "Message"]);
+        assert_eq!(table["rows"][0]["cells"], json!(["n1", "Online", 3, 8, null, null, null, "5m", null]));
         assert_eq!(table["columnDefinitions"][4]["priority"], 1);
         assert_eq!(table["rows"][0].get("object"), None);
     }

@@ -24,9 +24,7 @@ pub fn get(store: &Store, target: &Target, form: Form) -> Result<Value, ApiError
     if target.subresource == Subresource::Scale {
         let scale = scale_of(target.resource, &object)?;
         if scale["spec"]["replicas"].is_null() {
-            return Err(ApiError::Internal(
-                "the spec replicas field does not exist: nothing has set it yet".into(),
-            ));
+            return Err(ApiError::Internal("the spec replicas field does not exist: nothing has set it yet".into()));
         }
         return Ok(scale);
     }
@@ -46,20 +44,12 @@ pub fn list(store: &Store, target: &Target, query: &Query, form: Form) -> Result
     let resource = target.resource;
     let filter = Filter::parse(resource, &query.labels, &query.fields)?;
     let (objects, revision) = store.list(resource.stored(), target.namespace.as_deref());
-    let objects = objects
-        .iter()
-        .map(|object| resource.spoken(object))
-        .filter(|object| filter.matches(object));
+    let objects = objects.iter().map(|object| resource.spoken(object)).filter(|object| filter.matches(object));
     let metadata = json!({ "resourceVersion": revision.to_string() });
     Ok(match form {
         Form::Object => {
             let items: Vec<Value> = objects.map(std::borrow::Cow::into_owned).collect();
-            list_of(
-                &format!("{}List", resource.kind),
-                &resource.api_version(),
-                metadata,
-                items,
-            )
+            list_of(&format!("{}List", resource.kind), &resource.api_version(), metadata, items)
         }
         Form::Metadata => {
             let items = objects.map(|object| metadata_only(&object)).collect();
@@ -67,13 +57,7 @@ pub fn list(store: &Store, target: &Target, query: &Query, form: Form) -> Result
         }
         Form::Table(include) => {
             let objects: Vec<_> = objects.collect();
-            table(
-                resource,
-                objects.iter().map(AsRef::as_ref),
-                metadata,
-                include,
-                Timestamp::now(),
-            )
+            table(resource, objects.iter().map(AsRef::as_ref), metadata, include, Timestamp::now())
         }
     })
 }
@@ -103,11 +87,7 @@ pub fn replace(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Resul
 /// PATCH of an object or subresource.
 pub fn patch(store: &Store, target: &Target, mode: Mode, patch: &Patch) -> Result<Value, ApiError> {
     let (_, name) = target.object()?;
-    change(store, target, mode, |old| {
-        patch
-            .apply(old)
-            .map_err(|why| ApiError::invalid(target.resource, name, why))
-    })
+    change(store, target, mode, |old| patch.apply(old).map_err(|why| ApiError::invalid(target.resource, name, why)))
 }
 
 fn change(
@@ -121,16 +101,10 @@ fn change(
         store.update(resource.stored(), target.object()?, part, mode, |old| change(old))
     };
     let mut change = Some(change);
-    let mut once = |old| {
-        change
-            .take()
-            .map_or(Err(ApiError::MethodNotAllowed), |change| change(old))
-    };
+    let mut once = |old| change.take().map_or(Err(ApiError::MethodNotAllowed), |change| change(old));
     let part = match target.subresource {
         Subresource::Scale => {
-            let object = update(Part::Whole, &mut |old| {
-                scaled(resource, old, &once(scale_of(resource, old)?)?)
-            })?;
+            let object = update(Part::Whole, &mut |old| scaled(resource, old, &once(scale_of(resource, old)?)?))?;
             return scale_of(resource, &object);
         }
         Subresource::Object => Part::Whole,
@@ -152,17 +126,15 @@ pub fn delete(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Result
     let (only_if, mode) = delete_options(mode, body)?;
     let resource = target.resource;
     let (_, name) = target.object()?;
-    Ok(
-        match store.delete(resource.stored(), target.object()?, &only_if, mode)? {
-            Deleted::Going(object) => resource.spoken(&object).into_owned(),
-            Deleted::Gone(object) => json!({
-                "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success",
-                "details": {
-                    "name": name, "group": resource.group, "kind": resource.plural, "uid": object["metadata"]["uid"],
-                },
-            }),
-        },
-    )
+    Ok(match store.delete(resource.stored(), target.object()?, &only_if, mode)? {
+        Deleted::Going(object) => resource.spoken(&object).into_owned(),
+        Deleted::Gone(object) => json!({
+            "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success",
+            "details": {
+                "name": name, "group": resource.group, "kind": resource.plural, "uid": object["metadata"]["uid"],
+            },
+        }),
+    })
 }
 
 /// DELETE of a collection. Answers what it held.
@@ -177,39 +149,21 @@ pub fn delete_collection(store: &Store, target: &Target, query: &Query, body: &[
     let selected = |object: &Arc<Value>| filter.matches(&resource.spoken(object));
     let mut items = Vec::new();
     for object in objects.into_iter().filter(selected) {
-        match store.delete(
-            resource.stored(),
-            (meta(&object, "namespace"), meta(&object, "name")),
-            &only_if,
-            mode,
-        ) {
+        match store.delete(resource.stored(), (meta(&object, "namespace"), meta(&object, "name")), &only_if, mode) {
             // Somebody else was faster: gone is gone.
             Ok(_) | Err(ApiError::NotFound { .. }) => items.push(resource.spoken(&object).into_owned()),
             Err(error) => return Err(error),
         }
     }
     let metadata = json!({ "resourceVersion": revision.to_string() });
-    Ok(list_of(
-        &format!("{}List", resource.kind),
-        &resource.api_version(),
-        metadata,
-        items,
-    ))
+    Ok(list_of(&format!("{}List", resource.kind), &resource.api_version(), metadata, items))
 }
 
 fn delete_options(mut mode: Mode, body: &[u8]) -> Result<(Preconditions, Mode), ApiError> {
     let options = if body.is_empty() { Value::Null } else { decode(body)? };
     let text = |field: &str| options["preconditions"][field].as_str().map(str::to_owned);
-    mode.dry_run |= options["dryRun"]
-        .as_array()
-        .is_some_and(|stages| stages.iter().any(|stage| stage == "All"));
-    Ok((
-        Preconditions {
-            uid: text("uid"),
-            resource_version: text("resourceVersion"),
-        },
-        mode,
-    ))
+    mode.dry_run |= options["dryRun"].as_array().is_some_and(|stages| stages.iter().any(|stage| stage == "All"));
+    Ok((Preconditions { uid: text("uid"), resource_version: text("resourceVersion") }, mode))
 }
 
 fn decode(body: &[u8]) -> Result<Value, ApiError> {
@@ -219,9 +173,7 @@ fn decode(body: &[u8]) -> Result<Value, ApiError> {
 /// Typed clients may leave out what the path says already.
 fn with_type(resource: &Resource, mut object: Value) -> Value {
     if let Value::Object(fields) = &mut object {
-        fields
-            .entry("apiVersion")
-            .or_insert_with(|| resource.api_version().into());
+        fields.entry("apiVersion").or_insert_with(|| resource.api_version().into());
         fields.entry("kind").or_insert_with(|| resource.kind.into());
     }
     object
@@ -252,11 +204,7 @@ fn scaled(resource: &Resource, object: &Value, wanted: &Value) -> Result<Value, 
     // Left out is 0, as for every Scale.
     let replicas = wanted["spec"].get("replicas").cloned().unwrap_or_else(|| 0.into());
     let mut object = object.clone();
-    let path: Vec<&str> = scale
-        .spec_replicas_path
-        .split('.')
-        .filter(|part| !part.is_empty())
-        .collect();
+    let path: Vec<&str> = scale.spec_replicas_path.split('.').filter(|part| !part.is_empty()).collect();
     admit::put(&mut object, &path, replicas);
     for field in ["uid", "resourceVersion"] {
         if !meta(wanted, field).is_empty() {

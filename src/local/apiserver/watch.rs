@@ -164,11 +164,7 @@ impl Watch {
             // It has left the selection: its last state within it, at this version.
             (true, false) => {
                 let mut last = event.before.as_deref().cloned().unwrap_or_default();
-                admit::put(
-                    &mut last,
-                    &["metadata", "resourceVersion"],
-                    event.revision.to_string().into(),
-                );
+                admit::put(&mut last, &["metadata", "resourceVersion"], event.revision.to_string().into());
                 self.tell(lines, "DELETED", &last);
             }
         }
@@ -195,10 +191,7 @@ impl Watch {
 
     fn bookmark(&self, lines: &mut Vec<u8>, annotations: Value) {
         let mut metadata = json!({ "resourceVersion": self.cursor.to_string(), "creationTimestamp": null });
-        if annotations
-            .as_object()
-            .is_some_and(|annotations| !annotations.is_empty())
-        {
+        if annotations.as_object().is_some_and(|annotations| !annotations.is_empty()) {
             admit::put(&mut metadata, &["annotations"], annotations);
         }
         let bookmark = match self.form {

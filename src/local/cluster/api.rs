@@ -6,18 +6,14 @@ use std::{
     net::{Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     process::Stdio,
+    sync::Arc,
     time::Duration,
 };
 
-use k8s_openapi::ByteString;
 use kube::{
     Client, CustomResourceExt,
     api::{Api, PostParams},
     runtime::wait::{await_condition, conditions},
-};
-use ring::{
-    rand::SystemRandom,
-    signature::{ECDSA_P256_SHA256_ASN1_SIGNING, EcdsaKeyPair, KeyPair},
 };
 use tokio::{
     process::{Child, Command},
@@ -41,12 +37,6 @@ use crate::{
 pub(crate) const ASSETS_VARIABLE: &str = "KUBEBUILDER_ASSETS";
 /// A kube-apiserver serves some seconds after its start.
 const START_LIMIT: Duration = Duration::from_secs(90);
-
-/// What stands before the point in a public key on P-256 (SubjectPublicKeyInfo, RFC 5480).
-const PUBLIC_KEY_PREFIX: [u8; 26] = [
-    0x30, 0x59, 0x30, 0x13, 0x06, 0x07, 0x2a, 0x86, 0x48, 0xce, 0x3d, 0x02, 0x01, 0x06, 0x08, 0x2a, 0x86, 0x48, 0xce,
-    0x3d, 0x03, 0x01, 0x07, 0x03, 0x42, 0x00,
-];
 
 type Definition = k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 
@@ -74,9 +64,15 @@ impl ApiServer {
         if let Some(assets) = &cluster.assets {
             return start_real(layout, cluster, assets).await;
         }
+        let failed = || "can't make the API server's certificate".to_owned();
+        let identity = apiserver::Identity::new(cluster.gateway().into()).context(failed)?;
+        let file = certificate_file(layout);
+        file.parent().map_or(Ok(()), mounts::make_directory)?;
+        write_private(&file, identity.authority().as_bytes(), true)
+            .context(|| format!("can't write {}", file.display()))?;
         let listener = bind(SocketAddr::from((cluster.gateway(), cluster.api_port))).await?;
-        let store = std::sync::Arc::new(apiserver::Store::new());
-        tokio::spawn(apiserver::serve(listener, store, cluster.token.clone(), shutdown));
+        let (store, token) = (Arc::new(apiserver::Store::new()), cluster.token.clone());
+        tokio::spawn(async move { apiserver::serve(listener, &identity, store, token, shutdown).await });
         Ok(Self::Embedded)
     }
 
@@ -95,10 +91,7 @@ impl ApiServer {
         for definition in [FluxInstance::crd(), FluxNode::crd()] {
             let name = definition.metadata.name.clone().unwrap_or_default();
             let failed = || format!("can't make the definition {name}");
-            definitions
-                .create(&PostParams::default(), &definition)
-                .await
-                .context(failed)?;
+            definitions.create(&PostParams::default(), &definition).await.context(failed)?;
             let served = await_condition(definitions.clone(), &name, conditions::is_crd_established());
             timeout(START_LIMIT, served).await.context(failed)?.context(failed)?;
         }
@@ -114,19 +107,16 @@ impl ApiServer {
     }
 }
 
-/// The certificates of a real API server, which it has made and signed itself.
+/// What a client of the API server trusts: the server has made it itself.
 pub(crate) fn certificates(layout: &Layout) -> Result<Vec<Vec<u8>>, LocalError> {
     use rustls::pki_types::{CertificateDer, pem::PemObject};
     let path = certificate_file(layout);
     let failed = || format!("can't read {}", path.display());
     let certificates = CertificateDer::pem_file_iter(&path).context(failed)?;
-    certificates
-        .map(|found| found.map(|der| der.to_vec()))
-        .collect::<Result<_, _>>()
-        .context(failed)
+    certificates.map(|found| found.map(|der| der.to_vec())).collect::<Result<_, _>>().context(failed)
 }
 
-/// Where the certificates are.
+/// Where that is, as PEM: both servers put it there before they serve.
 pub(crate) fn certificate_file(layout: &Layout) -> PathBuf {
     layout.api().join("tls/apiserver.crt")
 }
@@ -169,10 +159,7 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
             format!("--cert-dir={}", files("tls").display()),
             format!("--token-auth-file={}", files("tokens.csv").display()),
             format!("--service-account-key-file={}", files("service-accounts.pub").display()),
-            format!(
-                "--service-account-signing-key-file={}",
-                files("service-accounts.key").display()
-            ),
+            format!("--service-account-signing-key-file={}", files("service-accounts.key").display()),
             "--service-account-issuer=https://flux-distribute.local".to_owned(),
             "--service-cluster-ip-range=10.0.0.0/24".to_owned(),
             "--authorization-mode=RBAC".to_owned(),
@@ -198,10 +185,7 @@ fn start(program: &Path, directory: &Path, arguments: Vec<String>) -> Result<Chi
     let log = File::create(directory.join(format!("{name}.log"))).context(failed)?;
     let mut command = Command::new(program);
     command.args(arguments).current_dir(directory).stdin(Stdio::null());
-    command
-        .stdout(log.try_clone().context(failed)?)
-        .stderr(log)
-        .kill_on_drop(true);
+    command.stdout(log.try_clone().context(failed)?).stderr(log).kill_on_drop(true);
     command.spawn().context(failed)
 }
 
@@ -211,28 +195,13 @@ fn tokens(cluster: &Cluster) -> String {
 
 /// kube-apiserver does not start without a pair of keys for tokens of service accounts: private and public, as PEM.
 fn signing_key() -> Result<(String, String), LocalError> {
-    let failed = |()| LocalError::Refused("can't make a key".to_owned());
-    let random = SystemRandom::new();
-    let private = EcdsaKeyPair::generate_pkcs8(&ECDSA_P256_SHA256_ASN1_SIGNING, &random).map_err(|_| failed(()))?;
-    let pair = EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_ASN1_SIGNING, private.as_ref(), &random);
-    let pair = pair.map_err(|_| failed(()))?;
-    let public = [&PUBLIC_KEY_PREFIX[..], pair.public_key().as_ref()].concat();
-    Ok((pem("PRIVATE KEY", private.as_ref())?, pem("PUBLIC KEY", &public)?))
-}
-
-fn pem(label: &str, der: &[u8]) -> Result<String, LocalError> {
-    // Serialized, bytes of the Kubernetes API are base64.
-    let text = serde_json::to_value(ByteString(der.to_vec())).and_then(serde_json::from_value::<String>);
-    let text = text.context(|| "can't write a key".to_owned())?;
-    Ok(format!("-----BEGIN {label}-----\n{text}\n-----END {label}-----\n"))
+    let pair = rcgen::KeyPair::generate().context(|| "can't make a key".to_owned())?;
+    Ok((pair.serialize_pem(), pair.public_key_pem()))
 }
 
 async fn free_port() -> Result<u16, LocalError> {
     let listener = bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).await?;
-    Ok(listener
-        .local_addr()
-        .context(|| "can't find a free port".to_owned())?
-        .port())
+    Ok(listener.local_addr().context(|| "can't find a free port".to_owned())?.port())
 }
 
 /// What a log says at its end, for an error message.

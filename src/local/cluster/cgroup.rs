@@ -35,9 +35,7 @@ pub(crate) fn hierarchies() -> Result<Vec<Hierarchy>, LocalError> {
     let mounts = mounts::table().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?;
     let found = from_mounts(&mounts);
     if found.is_empty() {
-        return Err(LocalError::Refused(
-            "no cgroup file system is mounted on this machine".to_owned(),
-        ));
+        return Err(LocalError::Refused("no cgroup file system is mounted on this machine".to_owned()));
     }
     Ok(found)
 }
@@ -52,10 +50,7 @@ fn from_mounts(mounts: &[mounts::Mount]) -> Vec<Hierarchy> {
         };
         // The same hierarchy may be mounted more than once.
         if !found.iter().any(|known| known.controllers == controllers) {
-            found.push(Hierarchy {
-                mount: mount.target.clone(),
-                controllers,
-            });
+            found.push(Hierarchy { mount: mount.target.clone(), controllers });
         }
     }
     found
@@ -126,11 +121,7 @@ fn collect(directory: &Path, pids: &mut BTreeSet<i32>) {
     // Gone in between is as good as empty.
     let text = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
     // 0: a process of a PID namespace that cannot be seen from here.
-    pids.extend(
-        text.lines()
-            .filter_map(|line| line.parse::<i32>().ok())
-            .filter(|pid| *pid > 0),
-    );
+    pids.extend(text.lines().filter_map(|line| line.parse::<i32>().ok()).filter(|pid| *pid > 0));
     for child in children(directory) {
         collect(&child, pids);
     }
@@ -140,11 +131,7 @@ fn children(directory: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(directory) else {
         return Vec::new();
     };
-    entries
-        .flatten()
-        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
-        .map(|e| e.path())
-        .collect()
+    entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|e| e.path()).collect()
 }
 
 /// SIGKILLs everything in `group` and below, again and again until nothing is left: what forks in between dies in the
@@ -162,9 +149,7 @@ pub(crate) fn kill_all(group: &str) -> Result<(), LocalError> {
             return Ok(());
         }
         if Instant::now() > end {
-            return Err(LocalError::Refused(format!(
-                "processes {pids:?} in the cgroup {group} do not die"
-            )));
+            return Err(LocalError::Refused(format!("processes {pids:?} in the cgroup {group} do not die")));
         }
         for pid in pids {
             // ESRCH: it was faster.
@@ -197,11 +182,7 @@ pub(crate) fn remove(group: &str) -> Result<(), LocalError> {
 /// Removes `group`'s parents where they are empty: other local clusters share them.
 pub(crate) fn remove_empty_parents(group: &str) -> Result<(), LocalError> {
     for hierarchy in hierarchies()? {
-        for parent in Path::new(group)
-            .ancestors()
-            .skip(1)
-            .filter(|path| !path.as_os_str().is_empty())
-        {
+        for parent in Path::new(group).ancestors().skip(1).filter(|path| !path.as_os_str().is_empty()) {
             let _ = fs::remove_dir(hierarchy.mount.join(parent));
         }
     }
@@ -237,10 +218,7 @@ mod tests {
             found,
             [
                 ("/sys/fs/cgroup/cpu,cpuacct".to_owned(), Some("cpu,cpuacct".to_owned())),
-                (
-                    "/sys/fs/cgroup/systemd".to_owned(),
-                    Some("none,name=systemd".to_owned())
-                ),
+                ("/sys/fs/cgroup/systemd".to_owned(), Some("none,name=systemd".to_owned())),
                 ("/sys/fs/cgroup/unified".to_owned(), None),
             ]
         );

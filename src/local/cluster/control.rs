@@ -20,9 +20,7 @@ const FAILED: &str = "failed: ";
 /// Says `line` to the process that started this one.
 pub(crate) fn tell(line: &str) -> Result<(), LocalError> {
     let mut stdout = std::io::stdout();
-    writeln!(stdout, "{line}")
-        .and_then(|()| stdout.flush())
-        .context(|| "can't write to stdout".to_owned())
+    writeln!(stdout, "{line}").and_then(|()| stdout.flush()).context(|| "can't write to stdout".to_owned())
 }
 
 /// Ends one of our own processes: what failed is said on stdout, since only the one that started it can say it better.
@@ -47,13 +45,8 @@ pub(crate) async fn listen(
             Some(why) => Err(LocalError::Refused(format!("{who} does not start: {why}"))),
             None => Ok(line),
         },
-        Ok(_) => Err(LocalError::Refused(format!(
-            "{who} does not start: it ended without a word"
-        ))),
-        Err(_) => Err(LocalError::Refused(format!(
-            "{who} does not start within {} s",
-            limit.as_secs()
-        ))),
+        Ok(_) => Err(LocalError::Refused(format!("{who} does not start: it ended without a word"))),
+        Err(_) => Err(LocalError::Refused(format!("{who} does not start within {} s", limit.as_secs()))),
     }
 }
 
@@ -110,9 +103,7 @@ impl Client {
             "the local cluster's daemon does not run; take down what is left with `flux-distribute local down`"
                 .to_owned()
         })?;
-        Ok(Self {
-            stream: BufReader::new(stream),
-        })
+        Ok(Self { stream: BufReader::new(stream) })
     }
 
     pub(crate) async fn ask(&mut self, request: Request) -> Result<Vec<NodeView>, LocalError> {
@@ -122,8 +113,6 @@ impl Client {
         self.stream.write_all(line.as_bytes()).await.context(failed)?;
         line.clear();
         self.stream.read_line(&mut line).await.context(failed)?;
-        serde_json::from_str::<Answer>(&line)
-            .context(failed)?
-            .map_err(LocalError::Refused)
+        serde_json::from_str::<Answer>(&line).context(failed)?.map_err(LocalError::Refused)
     }
 }

@@ -90,9 +90,7 @@ async fn wait(mut stopped: watch::Receiver<bool>) {
 }
 
 pub(crate) async fn bind(address: SocketAddr) -> Result<TcpListener, LocalError> {
-    TcpListener::bind(address)
-        .await
-        .context(|| format!("can't listen on {address}"))
+    TcpListener::bind(address).await.context(|| format!("can't listen on {address}"))
 }
 
 async fn converse(daemon: Arc<Daemon>, stream: UnixStream) {
@@ -125,22 +123,10 @@ impl Daemon {
             Request::PowerOn { node } => (node, Action::PowerOn),
         };
         let number = node_number(&node).ok_or_else(|| format!("there is no node {node}"))?;
-        let kubelet = self
-            .kubelets()
-            .get(&number)
-            .cloned()
-            .ok_or_else(|| format!("there is no node {node}"))?;
+        let kubelet = self.kubelets().get(&number).cloned().ok_or_else(|| format!("there is no node {node}"))?;
         let (reply, done) = oneshot::channel();
-        let ended = |_| {
-            format!(
-                "the kubelet of {node} has ended; see {}",
-                self.layout.daemon_log().display()
-            )
-        };
-        kubelet
-            .send((action, reply))
-            .await
-            .map_err(|_| format!("there is no node {node}"))?;
+        let ended = |_| format!("the kubelet of {node} has ended; see {}", self.layout.daemon_log().display());
+        kubelet.send((action, reply)).await.map_err(|_| format!("there is no node {node}"))?;
         done.await.map_err(ended)??;
         if action == Action::Remove {
             self.kubelets().remove(&number);
@@ -150,12 +136,7 @@ impl Daemon {
     }
 
     fn all(&self) -> Vec<NodeView> {
-        self.views
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .values()
-            .cloned()
-            .collect()
+        self.views.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
 
     fn kubelets(&self) -> std::sync::MutexGuard<'_, BTreeMap<u32, mpsc::Sender<Order>>> {
@@ -167,30 +148,17 @@ impl Daemon {
         {
             let mut kubelets = self.kubelets();
             let mut views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
-            for number in (1..)
-                .filter(|number| !views.contains_key(number))
-                .take(count as usize)
-                .collect::<Vec<_>>()
-            {
+            for number in (1..).filter(|number| !views.contains_key(number)).take(count as usize).collect::<Vec<_>>() {
                 let (sender, receiver) = mpsc::channel(8);
                 let address = self.cluster.address(number).to_string();
-                views.insert(
-                    number,
-                    NodeView {
-                        name: node_name(number),
-                        address,
-                        ..NodeView::default()
-                    },
-                );
+                views.insert(number, NodeView { name: node_name(number), address, ..NodeView::default() });
                 kubelets.insert(number, sender);
                 receivers.push((number, receiver));
             }
         }
         let numbers: Vec<u32> = receivers.iter().map(|(number, _)| *number).collect();
         let hosts = self.hosts();
-        let booted = receivers
-            .into_iter()
-            .map(|(number, orders)| self.boot(number, orders, hosts.clone()));
+        let booted = receivers.into_iter().map(|(number, orders)| self.boot(number, orders, hosts.clone()));
         let results = join_all(booted).await;
         self.write_hosts()?;
         results.into_iter().collect::<Result<(), LocalError>>()?;
@@ -216,10 +184,7 @@ impl Daemon {
         };
         let (reply, booted) = oneshot::channel();
         tokio::spawn(kubelet.run(orders, reply));
-        booted
-            .await
-            .context(|| format!("the kubelet of {name} has ended"))?
-            .map_err(LocalError::Refused)
+        booted.await.context(|| format!("the kubelet of {name} has ended"))?.map_err(LocalError::Refused)
     }
 
     fn hosts(&self) -> String {

@@ -22,11 +22,7 @@ use super::{
 use crate::local::error::{Context, LocalError};
 
 /// Sysctls of the machine as a whole that an agent raises for its host.
-const SYSCTLS: [&str; 3] = [
-    "fs.inotify.max_user_instances",
-    "fs.inotify.max_user_watches",
-    "fs.file-max",
-];
+const SYSCTLS: [&str; 3] = ["fs.inotify.max_user_instances", "fs.inotify.max_user_watches", "fs.file-max"];
 /// How long the daemon may take to end its nodes and reap them, before it is killed with them.
 const GRACE: Duration = Duration::from_secs(10);
 

@@ -35,9 +35,7 @@ pub(crate) async fn run(layout: &Layout, node: &str, words: Vec<String>) -> Resu
     let view = Client::connect(layout).await?.ask(Request::Status).await?;
     let view = view.into_iter().find(|view| view.name == node);
     let Some(view) = view else {
-        return Err(LocalError::Usage(format!(
-            "there is no node {node}; see `local status`"
-        )));
+        return Err(LocalError::Usage(format!("there is no node {node}; see `local status`")));
     };
     let Some(init) = view.init_pid else {
         return Err(LocalError::Refused(format!("{node} is powered off")));
@@ -48,10 +46,8 @@ pub(crate) async fn run(layout: &Layout, node: &str, words: Vec<String>) -> Resu
 
     // The terminal sends these to the command as well, and it is the command that decides what they mean.
     let failed = || "can't handle signals".to_owned();
-    let (_interrupt, _quit) = (
-        signal(SignalKind::interrupt()).context(failed)?,
-        signal(SignalKind::quit()).context(failed)?,
-    );
+    let (_interrupt, _quit) =
+        (signal(SignalKind::interrupt()).context(failed)?, signal(SignalKind::quit()).context(failed)?);
     let mut terminate = signal(SignalKind::terminate()).context(failed)?;
     let mut hang_up = signal(SignalKind::hangup()).context(failed)?;
 
@@ -61,15 +57,11 @@ pub(crate) async fn run(layout: &Layout, node: &str, words: Vec<String>) -> Resu
         let thread = std::thread::spawn(move || {
             enter_node(init)?;
             chdir(Path::new("/root")).context(|| "can't change to /root".to_owned())?;
-            let mut child = command(&prefix, &words)
-                .spawn()
-                .context(|| format!("can't run {}", words[0]))?;
+            let mut child = command(&prefix, &words).spawn().context(|| format!("can't run {}", words[0]))?;
             let _ = started.send(child.id());
             child.wait().context(|| format!("lost {}", words[0]))
         });
-        thread
-            .join()
-            .unwrap_or_else(|_| Err(LocalError::Refused("the command broke off".to_owned())))
+        thread.join().unwrap_or_else(|_| Err(LocalError::Refused("the command broke off".to_owned())))
     });
     let pid = pid.await.ok();
     loop {
@@ -88,11 +80,7 @@ fn command(prefix: &str, words: &[String]) -> Command {
     let mut command = Command::new(&words[0]);
     command.args(&words[1..]).env_clear();
     command.env("PATH", format!("{prefix}/current/bin:{PATH}"));
-    command
-        .env("FLUX_URI", api::BROKER_URI)
-        .env("HOME", "/root")
-        .env("USER", "root")
-        .env("SHELL", "/bin/sh");
+    command.env("FLUX_URI", api::BROKER_URI).env("HOME", "/root").env("USER", "root").env("SHELL", "/bin/sh");
     for kept in ["TERM", "LANG", "LC_ALL"] {
         if let Some(value) = std::env::var_os(kept) {
             command.env(kept, value);

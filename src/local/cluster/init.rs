@@ -22,9 +22,7 @@ use crate::local::error::{Context, LocalError};
 pub(crate) async fn run(layout: &Layout, name: &str) -> Result<ExitCode, LocalError> {
     // Anywhere else it would build its mounts over the machine's own.
     if getpid().as_raw() != 1 {
-        return Err(LocalError::Usage(
-            "node-init runs as PID 1 of a local node only".to_owned(),
-        ));
+        return Err(LocalError::Usage("node-init runs as PID 1 of a local node only".to_owned()));
     }
     // Asked for before the first child can end.
     let mut child = signal(SignalKind::child()).context(|| "can't wait for children".to_owned())?;

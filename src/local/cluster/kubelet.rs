@@ -99,11 +99,7 @@ impl Kubelet {
         while let Some(reply) = booting.take() {
             let off = self.be_up(reply, &mut orders).await;
             if let Err(error) = self.kill(&self.cluster.node_cgroup(&self.name)).await {
-                warn!(
-                    node = self.name,
-                    error = error.chain(),
-                    "can't kill what is left of the node"
-                );
+                warn!(node = self.name, error = error.chain(), "can't kill what is left of the node");
             }
             self.show(|view| (view.init_pid, view.agent_pid) = (None, None));
             let next = match off {
@@ -310,20 +306,12 @@ impl Kubelet {
             super::down::remove_files(&directory)
         });
         removed.await.context(|| "removing broke off".to_owned())??;
-        self.views
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&self.number);
+        self.views.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.number);
         Ok(())
     }
 
     fn show(&self, change: impl FnOnce(&mut NodeView)) {
-        if let Some(view) = self
-            .views
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get_mut(&self.number)
-        {
+        if let Some(view) = self.views.lock().unwrap_or_else(PoisonError::into_inner).get_mut(&self.number) {
             change(view);
         }
     }
@@ -337,19 +325,11 @@ impl Kubelet {
         let failed = || format!("can't start {} of {}", words[0], self.name);
         let log = File::options().create(true).append(true).open(log).context(failed)?;
         let mut command = Command::new(self.layout.executable());
-        command
-            .arg("local")
-            .args(words)
-            .env_clear()
-            .env(DIRECTORY_VARIABLE, self.layout.directory());
+        command.arg("local").args(words).env_clear().env(DIRECTORY_VARIABLE, self.layout.directory());
         if let Some(level) = std::env::var_os("RUST_LOG") {
             command.env("RUST_LOG", level);
         }
-        command
-            .current_dir("/")
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(log);
+        command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
         let mut child = command.spawn().context(failed)?;
         let stdout = child.stdout.take().ok_or_else(|| LocalError::Refused(failed()))?;
         Ok((child, BufReader::new(stdout).lines()))

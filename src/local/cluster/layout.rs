@@ -64,7 +64,7 @@ impl Layout {
     pub(crate) fn executable(&self) -> PathBuf {
         self.image().join("flux-distribute")
     }
-    /// State of a real API server.
+    /// State of the API server.
     pub(crate) fn api(&self) -> PathBuf {
         self.directory.join("api")
     }
@@ -148,8 +148,7 @@ impl Cluster {
         format!("{}n{number}", self.bridge)
     }
     pub(crate) fn server(&self) -> String {
-        let scheme = if self.assets.is_some() { "https" } else { "http" };
-        format!("{scheme}://{}:{}", self.gateway(), self.api_port)
+        format!("https://{}:{}", self.gateway(), self.api_port)
     }
     pub(crate) fn proxy(&self) -> String {
         format!("http://{}:{}", self.gateway(), self.proxy_port)
@@ -195,9 +194,7 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, L
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error).context(|| format!("can't read {}", path.display())),
     };
-    serde_json::from_slice(&text)
-        .map(Some)
-        .context(|| format!("{} is damaged", path.display()))
+    serde_json::from_slice(&text).map(Some).context(|| format!("{} is damaged", path.display()))
 }
 
 /// Copies an executable; a hard link would change under us when it is rebuilt in place.

@@ -50,9 +50,7 @@ fn unescape(field: &str) -> PathBuf {
     let mut plain = Vec::with_capacity(bytes.len());
     let mut at = 0;
     while at < bytes.len() {
-        let octal = field
-            .get(at + 1..at + 4)
-            .and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        let octal = field.get(at + 1..at + 4).and_then(|digits| u8::from_str_radix(digits, 8).ok());
         match (bytes[at], octal) {
             (b'\\', Some(byte)) => {
                 plain.push(byte);
@@ -135,11 +133,7 @@ pub(crate) fn enter_root(root: &Path) -> Result<(), LocalError> {
 /// Takes off whatever is mounted at `directory` or below, in this mount namespace.
 pub(crate) fn unmount_all(directory: &Path) -> Result<(), LocalError> {
     let table = table().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?;
-    for mounted in table
-        .iter()
-        .rev()
-        .filter(|mounted| mounted.target.starts_with(directory))
-    {
+    for mounted in table.iter().rev().filter(|mounted| mounted.target.starts_with(directory)) {
         umount2(&mounted.target, MntFlags::MNT_DETACH)
             .context(|| format!("can't unmount {}", mounted.target.display()))?;
     }

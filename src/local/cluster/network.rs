@@ -48,11 +48,7 @@ impl Network {
             .find(|name| !links.iter().any(|link| link_name(link) == Some(name)));
         let network = (0..CANDIDATES)
             .map(|number| Ipv4Addr::new(FIRST_NETWORK[0], FIRST_NETWORK[1] + number, 0, 0))
-            .find(|network| {
-                !used
-                    .iter()
-                    .any(|(address, length)| overlap(*network, *address, *length))
-            });
+            .find(|network| !used.iter().any(|(address, length)| overlap(*network, *address, *length)));
         match (bridge, network) {
             (Some(bridge), Some(network)) => Ok((bridge, network)),
             _ => Err(LocalError::Refused(format!(
@@ -64,22 +60,14 @@ impl Network {
     async fn used_networks(&self) -> Result<Vec<(Ipv4Addr, u8)>, LocalError> {
         let mut used = Vec::new();
         let mut addresses = self.handle.address().get().execute();
-        while let Some(message) = addresses
-            .try_next()
-            .await
-            .context(|| "can't list addresses".to_owned())?
-        {
+        while let Some(message) = addresses.try_next().await.context(|| "can't list addresses".to_owned())? {
             for attribute in &message.attributes {
                 if let AddressAttribute::Address(IpAddr::V4(address)) = attribute {
                     used.push((*address, message.header.prefix_len));
                 }
             }
         }
-        let mut routes = self
-            .handle
-            .route()
-            .get(RouteMessageBuilder::<Ipv4Addr>::new().build())
-            .execute();
+        let mut routes = self.handle.route().get(RouteMessageBuilder::<Ipv4Addr>::new().build()).execute();
         while let Some(message) = routes.try_next().await.context(|| "can't list routes".to_owned())? {
             for attribute in &message.attributes {
                 // The default route has no destination.
@@ -116,17 +104,10 @@ impl Network {
         let bridge = self.require(&cluster.bridge).await?;
         // Left over where the node's network namespace has not quite gone yet.
         self.remove(&ours).await?;
-        self.handle
-            .link()
-            .add(LinkVeth::new(&ours, &theirs).build())
-            .execute()
-            .await
-            .context(failed)?;
+        self.handle.link().add(LinkVeth::new(&ours, &theirs).build()).execute().await.context(failed)?;
         let theirs = LinkUnspec::new_with_index(self.require(&theirs).await?).setns_by_fd(namespace.as_raw_fd());
         self.handle.link().set(theirs.build()).execute().await.context(failed)?;
-        let ours = LinkUnspec::new_with_index(self.require(&ours).await?)
-            .controller(bridge)
-            .up();
+        let ours = LinkUnspec::new_with_index(self.require(&ours).await?).controller(bridge).up();
         self.handle.link().set(ours.build()).execute().await.context(failed)
     }
 
@@ -134,37 +115,17 @@ impl Network {
     pub(crate) async fn settle_in(&self, cluster: &Cluster, number: u32) -> Result<(), LocalError> {
         let index = self.require(&format!("{}p{number}", cluster.bridge)).await?;
         let named = LinkUnspec::new_with_index(index).name("eth0");
-        self.handle
-            .link()
-            .set(named.build())
-            .execute()
-            .await
-            .context(|| "can't name eth0".to_owned())?;
+        self.handle.link().set(named.build()).execute().await.context(|| "can't name eth0".to_owned())?;
         self.set_address("eth0", cluster.address(number)).await?;
         let loopback = LinkUnspec::new_with_index(self.require("lo").await?).up();
-        self.handle
-            .link()
-            .set(loopback.build())
-            .execute()
-            .await
-            .context(|| "can't bring up lo".to_owned())
+        self.handle.link().set(loopback.build()).execute().await.context(|| "can't bring up lo".to_owned())
     }
 
     async fn set_address(&self, link: &str, address: Ipv4Addr) -> Result<(), LocalError> {
         let index = self.require(link).await?;
         let failed = || format!("can't give {link} the address {address}");
-        self.handle
-            .address()
-            .add(index, address.into(), Cluster::PREFIX)
-            .execute()
-            .await
-            .context(failed)?;
-        self.handle
-            .link()
-            .set(LinkUnspec::new_with_index(index).up().build())
-            .execute()
-            .await
-            .context(failed)
+        self.handle.address().add(index, address.into(), Cluster::PREFIX).execute().await.context(failed)?;
+        self.handle.link().set(LinkUnspec::new_with_index(index).up().build()).execute().await.context(failed)
     }
 
     /// Removes a link, if it is there. (The other end of a veth pair goes with it.)
@@ -192,28 +153,15 @@ impl Network {
     }
 
     async fn links(&self) -> Result<Vec<LinkMessage>, LocalError> {
-        self.handle
-            .link()
-            .get()
-            .execute()
-            .try_collect()
-            .await
-            .context(|| "can't list links".to_owned())
+        self.handle.link().get().execute().try_collect().await.context(|| "can't list links".to_owned())
     }
 
     async fn index(&self, name: &str) -> Result<Option<u32>, LocalError> {
-        Ok(self
-            .links()
-            .await?
-            .iter()
-            .find(|link| link_name(link) == Some(name))
-            .map(|link| link.header.index))
+        Ok(self.links().await?.iter().find(|link| link_name(link) == Some(name)).map(|link| link.header.index))
     }
 
     async fn require(&self, name: &str) -> Result<u32, LocalError> {
-        self.index(name)
-            .await?
-            .ok_or_else(|| LocalError::Refused(format!("the link {name} is gone")))
+        self.index(name).await?.ok_or_else(|| LocalError::Refused(format!("the link {name} is gone")))
     }
 }
 
@@ -226,8 +174,7 @@ fn link_name(link: &LinkMessage) -> Option<&str> {
 
 /// `fxd1` itself and its `fxd1n7`, `fxd1p7`; not `fxd10`.
 fn is_ours(name: &str, bridge: &str) -> bool {
-    name.strip_prefix(bridge)
-        .is_some_and(|rest| rest.is_empty() || rest.starts_with('n') || rest.starts_with('p'))
+    name.strip_prefix(bridge).is_some_and(|rest| rest.is_empty() || rest.starts_with('n') || rest.starts_with('p'))
 }
 
 fn overlap(network: Ipv4Addr, address: Ipv4Addr, length: u8) -> bool {
@@ -251,23 +198,13 @@ mod tests {
             ([192, 0, 2, 0], 24, false),
             ([0, 0, 0, 0], 0, false),
         ] {
-            assert_eq!(
-                overlap(network, Ipv4Addr::from(address), length),
-                overlaps,
-                "{address:?}/{length}"
-            );
+            assert_eq!(overlap(network, Ipv4Addr::from(address), length), overlaps, "{address:?}/{length}");
         }
     }
 
     #[test]
     fn the_links_of_another_cluster_are_not_ours() {
-        for (name, ours) in [
-            ("fxd1", true),
-            ("fxd1n7", true),
-            ("fxd1p7", true),
-            ("fxd10", false),
-            ("fxd2n7", false),
-        ] {
+        for (name, ours) in [("fxd1", true), ("fxd1n7", true), ("fxd1p7", true), ("fxd10", false), ("fxd2n7", false)] {
             assert_eq!(is_ours(name, "fxd1"), ours, "{name}");
         }
     }

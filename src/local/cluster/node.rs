@@ -54,12 +54,8 @@ pub(crate) async fn boot(layout: &Layout, name: &str) -> Result<ExitCode, LocalE
         // Below the node's own cgroup, whose processes cgroup v2 would count against its children.
         cgroup::enter(&init_group)?;
         let mut init = Command::new(executable);
-        init.args(["local", "node-init", &init_name])
-            .arg0(format!("init [{init_name}]"));
-        init.env_clear()
-            .env(DIRECTORY_VARIABLE, directory)
-            .current_dir("/")
-            .stdin(Stdio::null());
+        init.args(["local", "node-init", &init_name]).arg0(format!("init [{init_name}]"));
+        init.env_clear().env(DIRECTORY_VARIABLE, directory).current_dir("/").stdin(Stdio::null());
         init.spawn().context(|| format!("can't start PID 1 of {init_name}"))
     });
     if let Ok(namespace) = namespace.await {

@@ -32,27 +32,17 @@ pub(crate) fn client(layout: &Layout, cluster: &Cluster) -> Result<Client, Local
     let mut config = kube::Config::new(cluster.server().parse().context(failed)?);
     api::NAMESPACE.clone_into(&mut config.default_namespace);
     config.auth_info.token = Some(cluster.token.clone().into());
-    if cluster.assets.is_some() {
-        config.root_cert = Some(super::api::certificates(layout)?);
-    }
+    config.root_cert = Some(super::api::certificates(layout)?);
     Client::try_from(config).context(failed)
 }
 
 /// Makes what the manifest makes. `spec`: YAML of the first FluxInstance.
 pub(crate) async fn install(client: &Client, spec: &str) -> Result<(), LocalError> {
-    let namespace = Namespace {
-        metadata: ObjectMeta {
-            name: Some(api::NAMESPACE.to_owned()),
-            ..named()
-        },
-        ..Namespace::default()
-    };
+    let namespace =
+        Namespace { metadata: ObjectMeta { name: Some(api::NAMESPACE.to_owned()), ..named() }, ..Namespace::default() };
     create(&Api::all(client.clone()), &namespace).await?;
     let default = ConfigMap {
-        metadata: ObjectMeta {
-            name: Some(api::CONFIGMAP_DEFAULT.to_owned()),
-            ..named()
-        },
+        metadata: ObjectMeta { name: Some(api::CONFIGMAP_DEFAULT.to_owned()), ..named() },
         data: Some([(api::CONFIGMAP_DEFAULT_KEY.to_owned(), spec.to_owned())].into()),
         ..ConfigMap::default()
     };
@@ -61,10 +51,7 @@ pub(crate) async fn install(client: &Client, spec: &str) -> Result<(), LocalErro
 }
 
 fn named() -> ObjectMeta {
-    ObjectMeta {
-        labels: Some([("app".to_owned(), api::DAEMONSET.to_owned())].into()),
-        ..ObjectMeta::default()
-    }
+    ObjectMeta { labels: Some([("app".to_owned(), api::DAEMONSET.to_owned())].into()), ..ObjectMeta::default() }
 }
 
 fn daemon_set() -> DaemonSet {
@@ -75,21 +62,12 @@ fn daemon_set() -> DaemonSet {
         ..Container::default()
     };
     DaemonSet {
-        metadata: ObjectMeta {
-            name: Some(api::DAEMONSET.to_owned()),
-            ..named()
-        },
+        metadata: ObjectMeta { name: Some(api::DAEMONSET.to_owned()), ..named() },
         spec: Some(DaemonSetSpec {
-            selector: LabelSelector {
-                match_labels: named().labels,
-                ..LabelSelector::default()
-            },
+            selector: LabelSelector { match_labels: named().labels, ..LabelSelector::default() },
             template: PodTemplateSpec {
                 metadata: Some(named()),
-                spec: Some(PodSpec {
-                    containers: vec![container],
-                    ..PodSpec::default()
-                }),
+                spec: Some(PodSpec { containers: vec![container], ..PodSpec::default() }),
             },
             ..DaemonSetSpec::default()
         }),
@@ -99,11 +77,8 @@ fn daemon_set() -> DaemonSet {
 
 /// Makes the Node object, or takes the one that is there: a node keeps it, and its uid, while it is off.
 pub(crate) async fn register(client: &Client, name: &str) -> Result<(), LocalError> {
-    let labels = [
-        ("kubernetes.io/hostname", name),
-        ("kubernetes.io/os", "linux"),
-        ("kubernetes.io/arch", architecture()),
-    ];
+    let labels =
+        [("kubernetes.io/hostname", name), ("kubernetes.io/os", "linux"), ("kubernetes.io/arch", architecture())];
     let node = Node {
         metadata: ObjectMeta {
             name: Some(name.to_owned()),
@@ -124,15 +99,9 @@ pub(crate) async fn report(
     ready: bool,
 ) -> Result<(), LocalError> {
     let now = Time(Timestamp::now());
-    let address = |kind: &str, address: String| NodeAddress {
-        type_: kind.to_owned(),
-        address,
-    };
+    let address = |kind: &str, address: String| NodeAddress { type_: kind.to_owned(), address };
     let capacity: std::collections::BTreeMap<String, Quantity> = [
-        (
-            "cpu".to_owned(),
-            Quantity(std::thread::available_parallelism().map_or(1, usize::from).to_string()),
-        ),
+        ("cpu".to_owned(), Quantity(std::thread::available_parallelism().map_or(1, usize::from).to_string())),
         ("memory".to_owned(), Quantity(format!("{}Ki", memory_kib()))),
         ("pods".to_owned(), Quantity("110".to_owned())),
     ]
@@ -148,14 +117,7 @@ pub(crate) async fn report(
             type_: "Ready".to_owned(),
             status: if ready { "True" } else { "False" }.to_owned(),
             reason: Some(if ready { "KubeletReady" } else { "PoweredOff" }.to_owned()),
-            message: Some(
-                if ready {
-                    "the node is up"
-                } else {
-                    "the node is powered off"
-                }
-                .to_owned(),
-            ),
+            message: Some(if ready { "the node is up" } else { "the node is powered off" }.to_owned()),
             last_heartbeat_time: Some(now.clone()),
             last_transition_time: Some(now),
         }]),
@@ -180,10 +142,7 @@ pub(crate) async fn report(
 
 /// Deletes the Node object, as an administrator does with a machine that is gone.
 pub(crate) async fn unregister(client: &Client, name: &str) -> Result<(), LocalError> {
-    match Api::<Node>::all(client.clone())
-        .delete(name, &DeleteParams::default())
-        .await
-    {
+    match Api::<Node>::all(client.clone()).delete(name, &DeleteParams::default()).await {
         Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
         done => done.map(drop).context(|| format!("can't delete Node {name}")),
     }
@@ -195,13 +154,9 @@ where
 {
     match objects.create(&PostParams::default(), object).await {
         Err(kube::Error::Api(status)) if status.code == 409 => Ok(()),
-        made => made.map(drop).context(|| {
-            format!(
-                "can't make {} {}",
-                K::kind(&()),
-                object.meta().name.as_deref().unwrap_or_default()
-            )
-        }),
+        made => made
+            .map(drop)
+            .context(|| format!("can't make {} {}", K::kind(&()), object.meta().name.as_deref().unwrap_or_default())),
     }
 }
 
@@ -216,9 +171,7 @@ fn architecture() -> &'static str {
 fn memory_kib() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    total
-        .and_then(|line| line.trim().trim_end_matches(" kB").parse().ok())
-        .unwrap_or(0)
+    total.and_then(|line| line.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0)
 }
 
 pub(crate) fn read_line(path: &str) -> String {

@@ -90,11 +90,7 @@ fn start(cluster: &Cluster, pod: &Pod, log: File) -> Result<Child, LocalError> {
     let root = Path::new(POD_ROOT);
     mounts::kernel("tmpfs", root, Some("mode=755"))?;
     let image = Path::new(root::IMAGE);
-    let agent = if cluster.foreign_agent {
-        "agent"
-    } else {
-        "flux-distribute"
-    };
+    let agent = if cluster.foreign_agent { "agent" } else { "flux-distribute" };
     mounts::bind_read_only(&image.join(agent), &root.join("flux-distribute"))?;
     mounts::bind_read_only(&image.join("kubeconfig"), &root.join("kubeconfig"))?;
     mounts::make_directory(&root.join("etc"))?;
@@ -107,13 +103,9 @@ fn start(cluster: &Cluster, pod: &Pod, log: File) -> Result<Child, LocalError> {
 
     let mut command = Command::new("/flux-distribute");
     command.arg("agent").env_clear().current_dir("/").stdin(Stdio::null());
-    command
-        .stdout(log.try_clone().context(|| "can't open the agent's log".to_owned())?)
-        .stderr(log);
+    command.stdout(log.try_clone().context(|| "can't open the agent's log".to_owned())?).stderr(log);
     command.envs(environment(cluster, pod));
-    command
-        .spawn()
-        .context(|| format!("can't start the agent of {}", pod.node))
+    command.spawn().context(|| format!("can't start the agent of {}", pod.node))
 }
 
 fn environment(cluster: &Cluster, pod: &Pod) -> Vec<(&'static str, String)> {

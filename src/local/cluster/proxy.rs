@@ -17,15 +17,8 @@ use tracing::{debug, warn};
 use super::layout::Cluster;
 
 /// Headers between two hops only (RFC 9110, 7.6.1).
-const HOP_BY_HOP: [&str; 7] = [
-    "connection",
-    "proxy-connection",
-    "keep-alive",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "proxy-authorization",
-];
+const HOP_BY_HOP: [&str; 7] =
+    ["connection", "proxy-connection", "keep-alive", "te", "trailer", "transfer-encoding", "proxy-authorization"];
 
 /// Serves nodes until `shutdown`.
 pub(crate) async fn serve(listener: TcpListener, cluster: Arc<Cluster>, shutdown: impl Future<Output = ()>) {
@@ -63,11 +56,7 @@ pub(crate) async fn serve(listener: TcpListener, cluster: Arc<Cluster>, shutdown
 
 async fn forward(request: Request<Incoming>) -> Result<Response<Body>, std::convert::Infallible> {
     let target = request.uri().clone();
-    let answered = if request.method() == Method::CONNECT {
-        tunnel(request).await
-    } else {
-        pass_on(request).await
-    };
+    let answered = if request.method() == Method::CONNECT { tunnel(request).await } else { pass_on(request).await };
     Ok(answered.unwrap_or_else(|error| {
         debug!(%target, %error, "the proxy can't reach it");
         let mut response = Response::new(Body::from(format!("can't reach {target}: {error}\n")));
@@ -128,10 +117,6 @@ fn strip(headers: &mut hyper::HeaderMap) {
 }
 
 async fn connect(uri: &Uri, port: u16) -> Result<TcpStream, Failure> {
-    let host = uri
-        .host()
-        .ok_or("no host is named")?
-        .trim_start_matches('[')
-        .trim_end_matches(']');
+    let host = uri.host().ok_or("no host is named")?.trim_start_matches('[').trim_end_matches(']');
     Ok(TcpStream::connect((host, uri.port_u16().unwrap_or(port))).await?)
 }

@@ -74,10 +74,7 @@ pub(crate) fn prepare(root: &Path, name: &str, hosts: &str) -> Result<(), LocalE
     let not_copied: Vec<PathBuf> = NOT_COPIED.iter().map(|name| Path::new("/etc").join(name)).collect();
     copy_tree(Path::new("/etc"), &root.join("etc"), &not_copied)?;
     write(&root.join("etc/hostname"), &format!("{name}\n"))?;
-    write(
-        &root.join("etc/machine-id"),
-        &format!("{}\n", uuid::Uuid::new_v4().simple()),
-    )?;
+    write(&root.join("etc/machine-id"), &format!("{}\n", uuid::Uuid::new_v4().simple()))?;
     write(&root.join("etc/hosts"), hosts)
 }
 
@@ -90,9 +87,7 @@ pub(crate) fn mount(
     hierarchies: &[Hierarchy],
 ) -> Result<(), LocalError> {
     let root = layout.node_root(name);
-    let root = root
-        .canonicalize()
-        .context(|| format!("can't find {}", root.display()))?;
+    let root = root.canonicalize().context(|| format!("can't find {}", root.display()))?;
     mounts::bind(&root, &root)?;
     mounts::bind_read_only(Path::new("/usr"), &root.join("usr"))?;
     for name in MERGED {
@@ -120,16 +115,10 @@ pub(crate) fn mount(
 
 /// Mounted from inside the node's cgroup namespace, each hierarchy shows the node's cgroup as its root.
 fn mount_cgroups(root: &Path, hierarchies: &[Hierarchy]) -> Result<(), LocalError> {
-    if !hierarchies
-        .iter()
-        .any(|hierarchy| hierarchy.mount == Path::new("/sys/fs/cgroup"))
-    {
+    if !hierarchies.iter().any(|hierarchy| hierarchy.mount == Path::new("/sys/fs/cgroup")) {
         mounts::kernel("tmpfs", &root.join("sys/fs/cgroup"), Some("mode=755"))?;
     }
-    for hierarchy in hierarchies
-        .iter()
-        .filter(|hierarchy| hierarchy.mount.starts_with("/sys/fs/cgroup"))
-    {
+    for hierarchy in hierarchies.iter().filter(|hierarchy| hierarchy.mount.starts_with("/sys/fs/cgroup")) {
         let target = inside(root, &hierarchy.mount);
         match &hierarchy.controllers {
             Some(controllers) => mounts::kernel("cgroup", &target, Some(controllers))?,

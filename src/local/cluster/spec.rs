@@ -31,16 +31,10 @@ pub(crate) async fn from_options(up: &Up) -> Result<FluxInstanceSpec, LocalError
             Some(given) => given.to_ascii_lowercase(),
             None => digest(&url).await?,
         };
-        spec.packages.bundle = Some(api::BundleSource {
-            url: url.to_string(),
-            sha256,
-        });
+        spec.packages.bundle = Some(api::BundleSource { url: url.to_string(), sha256 });
     }
     if !up.channel.is_empty() {
-        let channels = up
-            .channel
-            .iter()
-            .map(|given| Ok(source(given)?.to_string().trim_end_matches('/').to_owned()));
+        let channels = up.channel.iter().map(|given| Ok(source(given)?.to_string().trim_end_matches('/').to_owned()));
         spec.packages.channels = channels.collect::<Result<_, LocalError>>()?;
     }
     if !up.spec.is_empty() {
@@ -66,9 +60,8 @@ async fn digest(url: &Url) -> Result<String, LocalError> {
     let failed = || format!("can't read {url}");
     let mut sha256 = Sha256::new();
     if let Ok(path) = url.to_file_path() {
-        let mut file = tokio::fs::File::open(&path)
-            .await
-            .map_err(|error| LocalError::Usage(format!("{}: {error}", failed())))?;
+        let mut file =
+            tokio::fs::File::open(&path).await.map_err(|error| LocalError::Usage(format!("{}: {error}", failed())))?;
         let mut buffer = vec![0; 1 << 20];
         loop {
             match file.read(&mut buffer).await.context(failed)? {
@@ -77,10 +70,7 @@ async fn digest(url: &Url) -> Result<String, LocalError> {
             }
         }
     } else {
-        let response = reqwest::get(url.clone())
-            .await
-            .and_then(reqwest::Response::error_for_status)
-            .context(failed)?;
+        let response = reqwest::get(url.clone()).await.and_then(reqwest::Response::error_for_status).context(failed)?;
         let mut chunks = response.bytes_stream();
         while let Some(chunk) = chunks.try_next().await.context(failed)? {
             sha256.update(&chunk);
@@ -91,20 +81,14 @@ async fn digest(url: &Url) -> Result<String, LocalError> {
 
 /// What of this machine the nodes must see: /usr they see anyway.
 pub(crate) fn shown(spec: &FluxInstanceSpec) -> Result<Vec<PathBuf>, LocalError> {
-    let urls = spec
-        .packages
-        .channels
-        .iter()
-        .chain(spec.packages.bundle.as_ref().map(|bundle| &bundle.url));
+    let urls = spec.packages.channels.iter().chain(spec.packages.bundle.as_ref().map(|bundle| &bundle.url));
     let mut shown = Vec::new();
     for url in urls.filter(|url| url.starts_with("file:")) {
         let path = Url::parse(url).ok().and_then(|url| url.to_file_path().ok());
         let path = path.ok_or_else(|| LocalError::Usage(format!("{url} names no file")))?;
         // Links on the way would lead to other places in a node's root.
         if path.canonicalize().ok().as_ref() != Some(&path) {
-            return Err(LocalError::Usage(format!(
-                "{url} does not exist, or there are links in its path"
-            )));
+            return Err(LocalError::Usage(format!("{url} does not exist, or there are links in its path")));
         }
         if !path.starts_with("/usr") {
             shown.push(path);

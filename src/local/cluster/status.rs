@@ -33,19 +33,10 @@ pub(crate) async fn run(layout: &Layout, json: bool) -> Result<(), LocalError> {
     let cluster = layout.load()?;
     let nodes = Client::connect(layout).await?.ask(Request::Status).await?;
     let told: Api<FluxNode> = Api::default_namespaced(objects::client(layout, &cluster)?);
-    let told = told
-        .list(&ListParams::default())
-        .await
-        .context(|| "can't list the FluxNodes".to_owned())?;
-    let mut told: BTreeMap<String, FluxNode> = told
-        .items
-        .into_iter()
-        .map(|node| (node.spec.node_name.clone(), node))
-        .collect();
-    let lines: Vec<Line> = nodes
-        .into_iter()
-        .map(|node| line(told.remove(&node.name), node))
-        .collect();
+    let told = told.list(&ListParams::default()).await.context(|| "can't list the FluxNodes".to_owned())?;
+    let mut told: BTreeMap<String, FluxNode> =
+        told.items.into_iter().map(|node| (node.spec.node_name.clone(), node)).collect();
+    let lines: Vec<Line> = nodes.into_iter().map(|node| line(told.remove(&node.name), node)).collect();
     let text = if json {
         let mut text = serde_json::to_string_pretty(&lines).context(|| "can't write JSON".to_owned())?;
         text.push('\n');
@@ -53,9 +44,7 @@ pub(crate) async fn run(layout: &Layout, json: bool) -> Result<(), LocalError> {
     } else {
         table(&lines)
     };
-    std::io::stdout()
-        .write_all(text.as_bytes())
-        .context(|| "can't write to stdout".to_owned())
+    std::io::stdout().write_all(text.as_bytes()).context(|| "can't write to stdout".to_owned())
 }
 
 fn line(told: Option<FluxNode>, node: NodeView) -> Line {
@@ -64,10 +53,7 @@ fn line(told: Option<FluxNode>, node: NodeView) -> Line {
     Line {
         rank,
         phase: status.as_ref().map(|status| format!("{:?}", status.phase)),
-        broker_pid: status
-            .as_ref()
-            .and_then(|status| status.adopted.as_ref())
-            .map(|broker| broker.pid),
+        broker_pid: status.as_ref().and_then(|status| status.adopted.as_ref()).map(|broker| broker.pid),
         message: node.error.clone().or_else(|| status.and_then(|status| status.message)),
         node,
     }
@@ -83,27 +69,19 @@ fn table(lines: &[Line]) -> String {
                 line.node.name.clone(),
                 line.node.address.clone(),
                 line.node.agent_pid.map_or_else(absent, |pid| pid.to_string()),
-                if off {
-                    "Off".to_owned()
-                } else {
-                    line.phase.clone().unwrap_or_else(absent)
-                },
+                if off { "Off".to_owned() } else { line.phase.clone().unwrap_or_else(absent) },
                 line.rank.map_or_else(absent, |rank| rank.to_string()),
                 line.broker_pid.map_or_else(absent, |pid| pid.to_string()),
                 line.message.clone().unwrap_or_default(),
             ]
         }))
         .collect();
-    let widths: Vec<usize> = (0..HEAD.len())
-        .map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
-        .collect();
+    let widths: Vec<usize> =
+        (0..HEAD.len()).map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0)).collect();
     let mut text = String::new();
     for row in rows {
-        let cells: Vec<String> = row
-            .iter()
-            .zip(&widths)
-            .map(|(cell, width)| format!("{cell:<width$}", width = *width))
-            .collect();
+        let cells: Vec<String> =
+            row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}", width = *width)).collect();
         text.push_str(cells.join("  ").trim_end());
         text.push('\n');
     }

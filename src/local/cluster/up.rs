@@ -10,6 +10,7 @@ use std::{
 };
 
 use futures::StreamExt;
+use k8s_openapi::ByteString;
 use kube::{
     Api, Client,
     runtime::{WatchStreamExt, watcher},
@@ -87,18 +88,14 @@ pub struct Up {
 }
 
 fn duration(text: &str) -> Result<Duration, String> {
-    let parsed = text
-        .parse::<jiff::SignedDuration>()
-        .map_err(|error| error.to_string())?;
+    let parsed = text.parse::<jiff::SignedDuration>().map_err(|error| error.to_string())?;
     Duration::try_from(parsed).map_err(|_| "a duration can't be negative".to_owned())
 }
 
 /// Starts a cluster.
 pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
     if !nix::unistd::geteuid().is_root() {
-        return Err(LocalError::Usage(
-            "`local up` makes namespaces, cgroups and links: run it as root".to_owned(),
-        ));
+        return Err(LocalError::Usage("`local up` makes namespaces, cgroups and links: run it as root".to_owned()));
     }
     refuse_second(layout).await?;
     let spec = spec::from_options(&up).await?;
@@ -109,12 +106,8 @@ pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
     let cluster = decide(&up, &spec).await?;
     make_private_directory(layout.directory())?;
     let record = serde_json::to_vec_pretty(&cluster).context(|| "can't write the record".to_owned())?;
-    write_private(&layout.cluster(), &record, false).context(|| {
-        format!(
-            "can't write {}; is another `local up` at work?",
-            layout.cluster().display()
-        )
-    })?;
+    write_private(&layout.cluster(), &record, false)
+        .context(|| format!("can't write {}; is another `local up` at work?", layout.cluster().display()))?;
     if let Err(error) = start(layout, &cluster, &text, up.nodes).await {
         // Unless a `down` has been faster, and maybe another `up` after it.
         if layout.load().is_ok_and(|found| found.token == cluster.token) {
@@ -138,15 +131,8 @@ async fn refuse_second(layout: &Layout) -> Result<(), LocalError> {
     if !layout.cluster().exists() {
         return Ok(());
     }
-    let state = if Control::connect(layout).await.is_ok() {
-        "up"
-    } else {
-        "left over"
-    };
-    Err(LocalError::AlreadyUp {
-        state,
-        directory: layout.directory().display().to_string(),
-    })
+    let state = if Control::connect(layout).await.is_ok() { "up" } else { "left over" };
+    Err(LocalError::AlreadyUp { state, directory: layout.directory().display().to_string() })
 }
 
 async fn decide(up: &Up, spec: &FluxInstanceSpec) -> Result<Cluster, LocalError> {
@@ -158,9 +144,7 @@ async fn decide(up: &Up, spec: &FluxInstanceSpec) -> Result<Cluster, LocalError>
             return Err(LocalError::Usage(message));
         }
         (_, Some(directory)) => {
-            let missing = ["etcd", "kube-apiserver"]
-                .iter()
-                .find(|name| !directory.join(name).is_file());
+            let missing = ["etcd", "kube-apiserver"].iter().find(|name| !directory.join(name).is_file());
             if let Some(name) = missing {
                 let message = format!("{ASSETS_VARIABLE} is {}, but there is no {name}", directory.display());
                 return Err(LocalError::Usage(message));
@@ -205,11 +189,7 @@ async fn start(layout: &Layout, cluster: &Cluster, spec: &str, nodes: u32) -> Re
     }
     start_daemon(layout, spec).await?;
     write_kubeconfig(layout, cluster)?;
-    say(&format!(
-        "API server at {}; kubeconfig in {}",
-        cluster.server(),
-        layout.kubeconfig().display()
-    ))?;
+    say(&format!("API server at {}; kubeconfig in {}", cluster.server(), layout.kubeconfig().display()))?;
     if objects::read_line(FILTERED_BRIDGES) == "1" {
         let bridge = &cluster.bridge;
         say(&format!(
@@ -217,11 +197,7 @@ async fn start(layout: &Layout, cluster: &Cluster, spec: &str, nodes: u32) -> Re
              -I FORWARD -i {bridge} -o {bridge} -j ACCEPT"
         ))?;
     }
-    for node in Control::connect(layout)
-        .await?
-        .ask(Request::Add { count: nodes })
-        .await?
-    {
+    for node in Control::connect(layout).await?.ask(Request::Add { count: nodes }).await? {
         say(&format!("{} is up at {}", node.name, node.address))?;
     }
     Ok(())
@@ -229,43 +205,27 @@ async fn start(layout: &Layout, cluster: &Cluster, spec: &str, nodes: u32) -> Re
 
 async fn start_daemon(layout: &Layout, spec: &str) -> Result<(), LocalError> {
     let failed = || "can't start the local cluster's daemon".to_owned();
-    let log = File::options()
-        .create(true)
-        .append(true)
-        .open(layout.daemon_log())
-        .context(failed)?;
+    let log = File::options().create(true).append(true).open(layout.daemon_log()).context(failed)?;
     let mut command = Command::new(layout.executable());
-    command
-        .args(["local", "daemon"])
-        .env_clear()
-        .env(DIRECTORY_VARIABLE, layout.directory());
+    command.args(["local", "daemon"]).env_clear().env(DIRECTORY_VARIABLE, layout.directory());
     if let Some(level) = std::env::var_os("RUST_LOG") {
         command.env("RUST_LOG", level);
     }
-    command
-        .current_dir("/")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(log);
+    command.current_dir("/").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log);
     let mut child = command.spawn().context(failed)?;
     if let Some(mut stdin) = child.stdin.take() {
         stdin.write_all(spec.as_bytes()).await.context(failed)?;
     }
     let stdout = child.stdout.take().ok_or_else(|| LocalError::Refused(failed()))?;
     let mut lines = BufReader::new(stdout).lines();
-    listen(&mut lines, DAEMON_LIMIT, "the local cluster's daemon")
-        .await
-        .map(drop)
+    listen(&mut lines, DAEMON_LIMIT, "the local cluster's daemon").await.map(drop)
 }
 
 /// For people in the state directory, for the agents in what their pods are made of.
 fn write_kubeconfig(layout: &Layout, cluster: &Cluster) -> Result<(), LocalError> {
     let failed = || "can't write the kubeconfig".to_owned();
-    let mut server = json!({ "server": cluster.server() });
-    if cluster.assets.is_some() {
-        let certificates = std::fs::read(certificate_file(layout)).context(failed)?;
-        server["certificate-authority-data"] = json!(k8s_openapi::ByteString(certificates));
-    }
+    let trusted = ByteString(std::fs::read(certificate_file(layout)).context(failed)?);
+    let server = json!({ "server": cluster.server(), "certificate-authority-data": trusted });
     let kubeconfig = json!({
         "apiVersion": "v1",
         "kind": "Config",
@@ -284,9 +244,7 @@ fn write_kubeconfig(layout: &Layout, cluster: &Cluster) -> Result<(), LocalError
 /// Tells what changes until all nodes are online.
 async fn wait(client: &Client, nodes: u32, end: Instant) -> Result<(), LocalError> {
     let instances: Api<FluxInstance> = Api::default_namespaced(client.clone());
-    let mut changes = watcher::watch_object(instances, api::INSTANCE)
-        .default_backoff()
-        .boxed();
+    let mut changes = watcher::watch_object(instances, api::INSTANCE).default_backoff().boxed();
     let mut told = String::new();
     loop {
         let change = match timeout_at(end, changes.next()).await {
@@ -311,19 +269,13 @@ async fn wait(client: &Client, nodes: u32, end: Instant) -> Result<(), LocalErro
         }
         if status.phase == InstancePhase::Failed {
             return Err(LocalError::Refused(
-                status
-                    .message
-                    .unwrap_or_else(|| "the instance can't be served".to_owned()),
+                status.message.unwrap_or_else(|| "the instance can't be served".to_owned()),
             ));
         }
     }
 }
 
 fn describe(status: &FluxInstanceStatus, nodes: u32) -> String {
-    let message = status
-        .message
-        .as_deref()
-        .map(|message| format!(": {message}"))
-        .unwrap_or_default();
+    let message = status.message.as_deref().map(|message| format!(": {message}")).unwrap_or_default();
     format!("{:?}, {}/{nodes} online{message}", status.phase, status.online)
 }

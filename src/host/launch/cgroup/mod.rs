@@ -60,19 +60,12 @@ pub fn places_here(name: &str) -> io::Result<Vec<Place>> {
 /// # Errors
 /// [`CgroupError`]: then the process must not become a broker.
 pub fn enter(name: &str, weight: u32) -> Result<(), CgroupError> {
-    let proc = |source| CgroupError::File {
-        what: "read",
-        path: PathBuf::from("/proc/self/cgroup"),
-        source,
-    };
+    let proc = |source| CgroupError::File { what: "read", path: PathBuf::from("/proc/self/cgroup"), source };
     let before = own_memberships().map_err(proc)?;
     let mut moved = Vec::new();
     for (membership, place) in places(&before, &own_mounts().map_err(proc)?, name) {
         let hierarchy = membership.hierarchy();
-        let place = place.ok_or(CgroupError::NotMounted {
-            hierarchy,
-            path: membership.path,
-        })?;
+        let place = place.ok_or(CgroupError::NotMounted { hierarchy, path: membership.path })?;
         make(&place, name, weight)?;
         write(&place.directory.join("cgroup.procs"), "0")?;
         moved.push(place);
@@ -102,11 +95,7 @@ fn make(place: &Place, name: &str, weight: u32) -> Result<(), CgroupError> {
         directory.push(component);
         match fs::create_dir(&directory) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(CgroupError::File {
-                    what: "make cgroup",
-                    path: directory,
-                    source: error,
-                });
+                return Err(CgroupError::File { what: "make cgroup", path: directory, source: error });
             }
             _ => {}
         }
@@ -141,11 +130,7 @@ fn inherit(file: &Path) -> Result<(), CgroupError> {
 }
 
 fn write(path: &Path, value: &str) -> Result<(), CgroupError> {
-    fs::write(path, value).map_err(|source| CgroupError::File {
-        what: "write",
-        path: path.to_owned(),
-        source,
-    })
+    fs::write(path, value).map_err(|source| CgroupError::File { what: "write", path: path.to_owned(), source })
 }
 
 /// The processes in the cgroup of any of `places`, and below it.
@@ -154,12 +139,7 @@ pub fn members(places: &[Place]) -> BTreeSet<i32> {
     let mut directories: Vec<PathBuf> = places.iter().map(|place| place.directory.clone()).collect();
     while let Some(directory) = directories.pop() {
         let procs = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
-        found.extend(
-            procs
-                .lines()
-                .filter_map(|line| line.trim().parse::<i32>().ok())
-                .filter(|pid| *pid > 0),
-        );
+        found.extend(procs.lines().filter_map(|line| line.trim().parse::<i32>().ok()).filter(|pid| *pid > 0));
         directories.extend(children(&directory));
     }
     found
@@ -200,9 +180,7 @@ fn children(directory: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(directory) else {
         return Vec::new();
     };
-    let entries = entries
-        .flatten()
-        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    let entries = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
     entries.map(|entry| entry.path()).collect()
 }
 

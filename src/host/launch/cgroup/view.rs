@@ -45,16 +45,10 @@ pub fn memberships(text: &str) -> Vec<Membership> {
         .filter_map(|line| {
             let mut fields = line.splitn(3, ':');
             let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
-            let mut controllers: Vec<String> = controllers
-                .split(',')
-                .filter(|name| !name.is_empty())
-                .map(str::to_owned)
-                .collect();
+            let mut controllers: Vec<String> =
+                controllers.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect();
             controllers.sort();
-            Some(Membership {
-                controllers,
-                path: path.to_owned(),
-            })
+            Some(Membership { controllers, path: path.to_owned() })
         })
         .collect()
 }
@@ -73,11 +67,7 @@ pub fn mounts(mountinfo: &str) -> Vec<Mount> {
                 _ => return None,
             };
             let left: Vec<&str> = left.split(' ').collect();
-            Some(Mount {
-                root: unescape(left.get(3)?),
-                point: PathBuf::from(unescape(left.get(4)?)),
-                options,
-            })
+            Some(Mount { root: unescape(left.get(3)?), point: PathBuf::from(unescape(left.get(4)?)), options })
         })
         .collect()
 }
@@ -88,9 +78,7 @@ fn unescape(field: &str) -> String {
     let mut rest = field;
     while let Some(at) = rest.find('\\') {
         out.push_str(&rest[..at]);
-        let code = rest
-            .get(at + 1..at + 4)
-            .and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        let code = rest.get(at + 1..at + 4).and_then(|digits| u8::from_str_radix(digits, 8).ok());
         match code {
             Some(code) => {
                 out.push(char::from(code));
@@ -109,11 +97,7 @@ fn unescape(field: &str) -> String {
 impl Membership {
     /// The hierarchy, in words.
     pub fn hierarchy(&self) -> String {
-        if self.controllers.is_empty() {
-            "v2".to_owned()
-        } else {
-            self.controllers.join(",")
-        }
+        if self.controllers.is_empty() { "v2".to_owned() } else { self.controllers.join(",") }
     }
 
     fn is_mounted_by(&self, mount: &Mount) -> bool {
@@ -135,17 +119,9 @@ pub fn places(memberships: &[Membership], mounts: &[Mount], name: &str) -> Vec<(
         .filter_map(|membership| {
             // A host may have further views of a hierarchy, those of its containers: the host's own is below
             // /sys/fs/cgroup and shows most of it. The last one mounted hides those before it.
-            let mount = mounts
-                .iter()
-                .rev()
-                .filter(|mount| membership.is_mounted_by(mount))
-                .min_by_key(|mount| {
-                    (
-                        !mount.point.starts_with("/sys/fs/cgroup"),
-                        mount.root.len(),
-                        mount.point.as_os_str().len(),
-                    )
-                });
+            let mount = mounts.iter().rev().filter(|mount| membership.is_mounted_by(mount)).min_by_key(|mount| {
+                (!mount.point.starts_with("/sys/fs/cgroup"), mount.root.len(), mount.point.as_os_str().len())
+            });
             match mount {
                 None if membership.path == "/" => None,
                 None => Some((membership.clone(), None)),
@@ -170,15 +146,10 @@ pub fn places(memberships: &[Membership], mounts: &[Mount], name: &str) -> Vec<(
 /// [`CgroupError::LeftBehind`].
 pub fn check_moved(before: &[Membership], after: &[Membership], places: &[Place]) -> Result<(), CgroupError> {
     for now in after {
-        let is_ours = places
-            .iter()
-            .any(|place| place.hierarchy == now.hierarchy() && place.path == now.path);
+        let is_ours = places.iter().any(|place| place.hierarchy == now.hierarchy() && place.path == now.path);
         let is_unmoved = now.path != "/" && before.iter().any(|then| then == now);
         if now.path.contains("kubepods") || (is_unmoved && !is_ours) {
-            return Err(CgroupError::LeftBehind {
-                hierarchy: now.hierarchy(),
-                path: now.path.clone(),
-            });
+            return Err(CgroupError::LeftBehind { hierarchy: now.hierarchy(), path: now.path.clone() });
         }
     }
     Ok(())
@@ -197,19 +168,12 @@ mod tests {
 ";
 
     fn directories(memberships_text: &str, mountinfo: &str) -> Vec<(String, Option<(String, String)>)> {
-        places(
-            &memberships(memberships_text),
-            &mounts(mountinfo),
-            "flux-distribute/broker",
-        )
-        .into_iter()
-        .map(|(membership, place)| {
-            (
-                membership.hierarchy(),
-                place.map(|place| (place.directory.display().to_string(), place.path)),
-            )
-        })
-        .collect()
+        places(&memberships(memberships_text), &mounts(mountinfo), "flux-distribute/broker")
+            .into_iter()
+            .map(|(membership, place)| {
+                (membership.hierarchy(), place.map(|place| (place.directory.display().to_string(), place.path)))
+            })
+            .collect()
     }
 
     fn at(directory: &str, path: &str) -> Option<(String, String)> {
@@ -224,18 +188,9 @@ mod tests {
         assert_eq!(
             directories(memberships, V1),
             [
-                (
-                    "name=systemd".to_owned(),
-                    at("/sys/fs/cgroup/systemd/flux-distribute/broker", path)
-                ),
-                (
-                    "memory".to_owned(),
-                    at("/sys/fs/cgroup/memory/flux-distribute/broker", path)
-                ),
-                (
-                    "cpu,cpuacct".to_owned(),
-                    at("/sys/fs/cgroup/cpu,cpuacct/flux-distribute/broker", path)
-                ),
+                ("name=systemd".to_owned(), at("/sys/fs/cgroup/systemd/flux-distribute/broker", path)),
+                ("memory".to_owned(), at("/sys/fs/cgroup/memory/flux-distribute/broker", path)),
+                ("cpu,cpuacct".to_owned(), at("/sys/fs/cgroup/cpu,cpuacct/flux-distribute/broker", path)),
             ]
         );
     }
@@ -245,13 +200,7 @@ mod tests {
         let mountinfo = "40 31 0:37 /nodes/node1 /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
         assert_eq!(
             directories("0::/nodes/node1/kubepods/pod1\n", mountinfo),
-            [(
-                "v2".to_owned(),
-                at(
-                    "/sys/fs/cgroup/flux-distribute/broker",
-                    "/nodes/node1/flux-distribute/broker"
-                )
-            )]
+            [("v2".to_owned(), at("/sys/fs/cgroup/flux-distribute/broker", "/nodes/node1/flux-distribute/broker"))]
         );
     }
 
