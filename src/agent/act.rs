@@ -27,6 +27,9 @@ use crate::{
 const SYSCTLS: [(&str, u64); 2] = [("fs.inotify.max_user_instances", 8192), ("fs.inotify.max_user_watches", 524_288)];
 /// SIGTERM to SIGKILL. The lead cancels jobs and writes its queue to disk in this time.
 const STOP_GRACE_SECS: u64 = 60;
+/// The same at a removal: no job runs any more and the queue goes with the host, so a lead that waits for followers which
+/// are being removed beside it is not waited for; the pod's own grace is 120 s.
+const REMOVE_GRACE_SECS: u64 = 15;
 /// For one `flux` command of the live change.
 const FLUX_TIMEOUT_SECS: u64 = 60;
 
@@ -309,7 +312,11 @@ impl Actor {
     /// # Errors
     /// The stage's.
     pub async fn stop(&self) -> Result<HostView, StepError> {
-        observed(self.order(Order::Stop(StopOrder { grace_secs: STOP_GRACE_SECS })).await?)
+        self.stop_within(STOP_GRACE_SECS).await
+    }
+
+    async fn stop_within(&self, grace_secs: u64) -> Result<HostView, StepError> {
+        observed(self.order(Order::Stop(StopOrder { grace_secs })).await?)
     }
 
     /// Takes everything off the host.
@@ -317,7 +324,7 @@ impl Actor {
     /// # Errors
     /// The stage's; what was done is done, the next run goes on from there.
     pub async fn remove(&self, keep_state: bool) -> Result<(), StepError> {
-        self.stop().await?;
+        self.stop_within(if keep_state { STOP_GRACE_SECS } else { REMOVE_GRACE_SECS }).await?;
         self.order(Order::Remove(RemoveOrder { keep_state })).await?;
         info!("the host is clean");
         Ok(())
