@@ -25,5 +25,5 @@ run local up --nodes "$nodes" --timeout "${TIMEOUT:-20m}" "${source[@]}"
 run local exec node1 -- flux resource list
 run local exec node1 -- flux run -N"$nodes" hostname
 echo
-echo "It is still up: ${sudo[*]} $binary local exec node1 -- flux …"
+echo "It is still up: ${sudo[*]:+${sudo[*]} }$binary local exec node1 -- flux …"
 echo "Take it down:   make demo-down"

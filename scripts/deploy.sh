@@ -20,7 +20,8 @@ down() {
     if "$kubectl" get crd fluxinstances.distribute.flux-framework.org >/dev/null 2>&1; then
         "${in_namespace[@]}" delete fluxinstance flux --ignore-not-found
         echo "waiting until every host is clean"
-        if ! "${in_namespace[@]}" wait --for=delete fluxnode --all --timeout="${TIMEOUT:-10m}"; then
+        if [ -n "$("${in_namespace[@]}" get fluxnodes -o name)" ] \
+            && ! "${in_namespace[@]}" wait --for=delete fluxnode --all --timeout="${TIMEOUT:-10m}"; then
             "${in_namespace[@]}" get fluxnodes >&2 || true
             cat >&2 <<'END'
 These hosts are not clean yet; the message of each says why. Where it waits for running jobs, let them end or cancel them

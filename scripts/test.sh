@@ -14,10 +14,12 @@ if [ "$(id -u)" != 0 ]; then
 fi
 
 # Not captured: a test that can't run here says why in a line that begins with "skipped: ".
-cargo test --locked --no-fail-fast -- --nocapture
+code=0
+cargo test --locked --no-fail-fast -- --nocapture || code=$?
 
 if command -v docker >/dev/null && command -v kind >/dev/null && docker info >/dev/null 2>&1; then
-    scripts/kind-test.sh
+    [ "$code" != 0 ] || scripts/kind-test.sh
 else
     echo "skipped: kind: no Docker daemon or no kind here; the end-to-end tests ran in local mode"
 fi
+exit "$code"
