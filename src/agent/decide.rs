@@ -67,6 +67,22 @@ pub enum Step {
     Remove,
 }
 
+impl Step {
+    /// One word for a log line.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Hold => "hold",
+            Self::Wait(_) => "wait",
+            Self::Preflight => "preflight",
+            Self::Install { .. } => "install",
+            Self::Start(_) => "start",
+            Self::Reload(_) => "reload",
+            Self::Stop { .. } => "stop",
+            Self::Remove => "remove",
+        }
+    }
+}
+
 /// A rank that is ours by the word of both FluxNode and roster.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Assignment {

@@ -169,6 +169,10 @@ fn remove_tree(directory: &Path) -> Result<(), CgroupError> {
 }
 
 fn remove_one(directory: &Path) -> Result<(), CgroupError> {
+    // A hierarchy that is mounted read-only says so even of what was never there.
+    if !directory.exists() {
+        return Ok(());
+    }
     absent_is_fine(fs::remove_dir(directory)).map_err(|source| CgroupError::File {
         what: "remove cgroup",
         path: directory.to_owned(),
