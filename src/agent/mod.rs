@@ -6,11 +6,13 @@ mod enter;
 mod health;
 mod live;
 mod log;
+mod published;
 mod report;
 mod run;
 mod rung;
 mod teardown;
 mod tell;
+mod tries;
 mod watch;
 
 use std::net::SocketAddr;

@@ -14,42 +14,35 @@ use tracing::{debug, info, warn};
 
 use super::{
     AgentArguments, AgentError,
-    act::{Actor, Applied, StepError, read_host_file},
+    act::{Actor, Applied, StepError},
     client,
     decide::{Instance, Seen, Step, decide},
     health::{self, Readiness},
     live::{self, Live},
     log::{self, Rejected},
+    published::Published,
     report::Reporter,
-    teardown::{self, Verdict, Word},
-    tell::{self, Known},
-    watch::{Presence, World, look, world},
+    teardown,
+    tell::{self, Known, facts},
+    tries::{Tries, pause},
+    watch::{Presence, World, world},
 };
 use crate::{
-    api::{
-        CONFIGMAP_DEFAULT, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY,
-        DAEMONSET, Facts, FluxInstance, FluxInstanceSpec, FluxNodeSpec, INSTANCE, NAMESPACE, PackageSet, Roster,
-        RunningJobs,
-    },
+    api::{CONFIGMAP_DEFAULT, FluxInstanceSpec, NAMESPACE, RunningJobs},
     broker::status::instance as ask_instance,
     error_chain,
     host::{Host, HostView, NsHost, Preflight, Progress},
-    plan::certificate::Certificate,
-    planner::{self, PlannerError, certificate, store},
+    planner,
 };
 
 /// Look again at least this often, even where nothing was heard.
 const RESYNC: Duration = Duration::from_secs(10);
 /// While something is on its way.
 const SOON: Duration = Duration::from_secs(1);
-/// The longest pause between two tries.
-const MAX_PAUSE: Duration = Duration::from_secs(60);
 /// A broker that lived longer than this is not one that dies at once.
 const GROWN_UP: Duration = Duration::from_secs(30);
 /// A broker that takes longer than this to come up is worth a look into the lead's words.
 const LATE: Duration = Duration::from_secs(5);
-/// One question to the API server at SIGTERM: at a teardown the right to ask is soon gone.
-const LAST_QUESTION: Duration = Duration::from_secs(1);
 
 /// Runs the agent until SIGTERM.
 ///
@@ -73,53 +66,12 @@ pub async fn run(arguments: AgentArguments) -> Result<std::process::ExitCode, Ag
     }
     planner.abort();
     let released = planner::release(client.clone(), &arguments.pod_name);
-    let _ = timeout(LAST_QUESTION, released).await;
-    if evidence_at_the_end(&client, world).await {
+    let _ = timeout(teardown::LAST_QUESTION, released).await;
+    if teardown::evidence(&client, world).await {
         info!("the instance is over: cleaning this host");
         agent.clean().await;
     }
     Ok(std::process::ExitCode::SUCCESS)
-}
-
-/// True where there is a positive word that the instance is over.
-async fn evidence_at_the_end(client: &Client, mut world: watch::Receiver<World>) -> bool {
-    let instances = Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE);
-    let daemonsets = Api::<k8s_openapi::api::apps::v1::DaemonSet>::namespaced(client.clone(), NAMESPACE);
-    let namespaces = Api::<k8s_openapi::api::core::v1::Namespace>::all(client.clone());
-    let (instance, daemonset, namespace) = tokio::join!(
-        timeout(LAST_QUESTION, look(&instances, INSTANCE)),
-        timeout(LAST_QUESTION, look(&daemonsets, DAEMONSET)),
-        timeout(LAST_QUESTION, look(&namespaces, NAMESPACE)),
-    );
-    let seen = world.borrow().clone();
-    let verdict = teardown::decide(
-        word(namespace.ok(), &seen.namespace),
-        word(instance.ok(), &seen.instance),
-        word(daemonset.ok(), &seen.daemonset),
-    );
-    debug!(?verdict, "what SIGTERM means");
-    match verdict {
-        Verdict::Leave => false,
-        Verdict::Clean => true,
-        Verdict::WaitFor(patience) => timeout(patience, world.wait_for(is_over)).await.is_ok_and(|found| found.is_ok()),
-    }
-}
-
-/// The last answer, or else what an open watch has told.
-fn word<K: kube::Resource>(asked: Option<Presence<K>>, watched: &Presence<K>) -> Word {
-    if watched.is_ending() {
-        return Word::Ends;
-    }
-    match asked.unwrap_or_default() {
-        Presence::Unknown => Word::None,
-        presence if presence.is_ending() => Word::Ends,
-        _ => Word::Stays,
-    }
-}
-
-/// The FluxInstance is over, by a positive word.
-fn is_over(world: &World) -> bool {
-    world.instance.is_ending() || world.namespace.is_ending()
 }
 
 /// What follows the broker's log, and below which prefix.
@@ -144,42 +96,11 @@ struct Agent {
     view: HostView,
     preflight: Option<Preflight>,
     spec: FluxInstanceSpec,
-    roster: Option<Roster>,
-    roster_is_gone: bool,
-    /// The published package set and its digest.
-    packages: Option<(String, PackageSet)>,
+    published: Published,
     tries: Tries,
     deaths: u32,
     started: Option<Instant>,
     hint: Option<String>,
-}
-
-/// Failures in a row of one step.
-#[derive(Default)]
-struct Tries {
-    step: Option<std::mem::Discriminant<Step>>,
-    failures: u32,
-    trouble: Option<String>,
-    not_before: Option<Instant>,
-}
-
-impl Tries {
-    fn failed(&mut self, step: &Step, trouble: String) {
-        let kind = std::mem::discriminant(step);
-        self.failures = if self.step == Some(kind) { self.failures.saturating_add(1) } else { 1 };
-        self.step = Some(kind);
-        self.trouble = Some(trouble);
-        self.not_before = Some(Instant::now() + pause(self.failures));
-    }
-
-    fn succeeded(&mut self) {
-        *self = Self::default();
-    }
-}
-
-/// 1 s, 2 s, 4 s, … 60 s.
-fn pause(failures: u32) -> Duration {
-    Duration::from_secs(1 << failures.saturating_sub(1).min(6)).min(MAX_PAUSE)
 }
 
 impl Agent {
@@ -202,9 +123,7 @@ impl Agent {
             view: HostView::default(),
             preflight: None,
             spec: FluxInstanceSpec::default(),
-            roster: None,
-            roster_is_gone: false,
-            packages: None,
+            published: Published::default(),
             tries: Tries::default(),
             deaths: 0,
             started: None,
@@ -239,17 +158,15 @@ impl Agent {
     async fn round(&mut self) -> Result<Duration, StepError> {
         let world = self.world.borrow().clone();
         self.observe(&world).await?;
-        let (uid, spec) = (instance_uid(&world), node_spec(&world));
-        let step = decide(&self.seen(&world, uid.as_deref(), spec.as_ref()));
+        let uid = world.instance_uid();
+        let step = decide(&self.seen(&world, uid.as_deref()));
         self.report(&world, &step, None).await;
         if let Step::Hold | Step::Wait(_) = step {
             self.tries.succeeded();
             let on_its_way = self.view.broker.is_some() && !self.is_online();
             return Ok(if on_its_way || matches!(step, Step::Wait(_)) { SOON } else { RESYNC });
         }
-        if let Some(rest) = self.tries.not_before.and_then(|until| until.checked_duration_since(Instant::now()))
-            && self.tries.step == Some(std::mem::discriminant(&step))
-        {
+        if let Some(rest) = self.tries.rest(&step) {
             return Ok(rest);
         }
         let outcome = self.act(&world, &step).await;
@@ -264,22 +181,22 @@ impl Agent {
                 warn!(step = step.name(), error = words, transient, "this step failed and will be tried again");
                 self.tries.failed(&step, words);
                 self.report(&world, &step, None).await;
-                Ok(pause(self.tries.failures))
+                Ok(self.tries.pause())
             }
         }
     }
 
-    fn seen<'a>(&'a self, world: &'a World, uid: Option<&'a str>, spec: Option<&'a FluxNodeSpec>) -> Seen<'a> {
+    fn seen<'a>(&'a self, world: &'a World, uid: Option<&'a str>) -> Seen<'a> {
         let instance = match uid {
-            _ if is_over(world) => Instance::Over,
+            _ if world.is_over() => Instance::Over,
             Some(uid) => Instance::Here { uid },
             None => Instance::Unknown,
         };
         Seen {
             instance,
-            spec,
-            roster: self.roster.as_ref(),
-            published: self.packages.as_ref().map(|(digest, _)| digest.as_str()),
+            spec: world.node_spec(),
+            roster: self.published.roster.as_ref(),
+            published: self.published.digest(),
             host: &self.view,
             preflight: self.preflight.as_ref(),
             applied: Applied::of(&self.view),
@@ -294,7 +211,7 @@ impl Agent {
             let uid = instance.uid().unwrap_or_default();
             if self.actor.instance_uid != uid {
                 self.actor.instance_uid = uid;
-                (self.roster, self.packages, self.preflight) = (None, None, None);
+                (self.published, self.preflight) = (Published::default(), None);
             }
             if let Presence::Gone = world.node {
                 self.reporter.create().await?;
@@ -306,54 +223,14 @@ impl Agent {
             self.deaths = 0;
         }
         self.follow_log();
-        self.fetch_published(world).await
-    }
-
-    async fn fetch_published(&mut self, world: &World) -> Result<(), StepError> {
-        if world.instance.here().is_none() || is_over(world) {
-            return Ok(());
-        }
-        let spec = node_spec(world).unwrap_or_default();
-        let known = self.roster.as_ref().map(|roster| (roster.epoch, roster.revision));
-        let stale = spec.rank.is_some() && known < Some((spec.epoch, spec.revision));
-        if stale || self.view.broker.is_some() {
-            self.fetch_roster().await?;
-        }
-        if self.packages.is_none() || spec.want != crate::api::Want::Run {
-            self.packages = published_packages(&self.client).await?.map(|set| (set.digest(), set));
-        }
-        self.bring_back_certificate().await
-    }
-
-    async fn fetch_roster(&mut self) -> Result<(), PlannerError> {
-        let found = published_roster(&self.client).await?;
-        self.roster_is_gone = found.is_none();
-        if found.is_some() {
-            self.roster = found;
+        if world.instance.here().is_some() && !world.is_over() {
+            let spec = world.node_spec().cloned().unwrap_or_default();
+            if let Err(error) = self.published.refresh(&self.client, &spec, &self.view).await {
+                // What runs goes on with what is known.
+                debug!(error = error_chain(&error), "can't read what the planner has published");
+            }
         }
         Ok(())
-    }
-
-    /// The certificate comes back from the nodes, never a new one while brokers run.
-    async fn bring_back_certificate(&self) -> Result<(), StepError> {
-        let (Some(broker), Some(roster), Some(state)) = (&self.view.broker, &self.roster, &self.view.state) else {
-            return Ok(());
-        };
-        if broker.record.rank != 0 || self.actor.instance_uid != broker.record.instance_uid {
-            return Ok(());
-        }
-        if !matches!(certificate::read(&self.client).await, Ok(None)) {
-            return Ok(());
-        }
-        let path = state.prefix.join("etc/curve.cert");
-        let text = read_host_file(&path).map_err(|source| StepError::Directory { path, source })?;
-        match Certificate::parse(&text) {
-            Ok(own) if own.fingerprint() == roster.settings.certificate => {
-                info!("bringing the certificate back from this host");
-                Ok(certificate::create(&self.client, &own).await?)
-            }
-            _ => Ok(()),
-        }
     }
 
     fn follow_log(&mut self) {
@@ -364,17 +241,16 @@ impl Agent {
     }
 
     fn is_online(&self) -> bool {
-        let live = self.live.borrow();
-        self.view.broker.as_ref().is_some_and(|broker| live.pid == Some(broker.pid) && live.state == "run")
+        tell::is_online(&self.view, &self.live.borrow())
     }
 
     async fn report(&mut self, world: &World, step: &Step, progress: Option<&str>) {
-        let (uid, spec) = (instance_uid(world), node_spec(world));
+        let uid = world.instance_uid();
         let live = self.live.borrow().clone();
         let rejected = self.rejected.borrow().clone();
         self.hint = self.look_for_a_hint(&live).await;
         let facts = self.preflight.as_ref().map(facts);
-        let seen = self.seen(world, uid.as_deref(), spec.as_ref());
+        let seen = self.seen(world, uid.as_deref());
         let nothing_wanted = matches!(world.instance, Presence::Gone) && !self.first_instance_to_come().await;
         self.readiness.set(tell::is_ready(&seen, &live) || nothing_wanted);
         let Some(node) = world.node.here() else { return };
@@ -390,7 +266,7 @@ impl Agent {
                 progress,
                 facts: facts.as_ref().or(before.facts.as_ref()),
                 rejected: &rejected,
-                roster_is_gone: self.roster_is_gone,
+                roster_is_gone: self.published.roster_is_gone,
             },
             &before,
         );
@@ -416,7 +292,7 @@ impl Agent {
         if self.is_online() || !(down || (late && self.view.broker.is_some())) {
             return None;
         }
-        let roster = self.roster.as_ref()?;
+        let roster = self.published.roster.as_ref()?;
         let lead = roster.ranks.get(&0)?.member.as_ref()?;
         let own = self.view.broker.as_ref().map(|broker| broker.record.broker_name.clone());
         let own = own.or_else(|| self.own_broker_name())?;
@@ -434,9 +310,9 @@ impl Agent {
     }
 
     fn own_broker_name(&self) -> Option<String> {
-        let roster = self.roster.as_ref()?;
-        let spec = node_spec(&self.world.borrow())?;
-        roster.ranks.get(&spec.rank?).map(|entry| entry.broker_name.clone())
+        let roster = self.published.roster.as_ref()?;
+        let rank = self.world.borrow().node_spec()?.rank?;
+        roster.ranks.get(&rank).map(|entry| entry.broker_name.clone())
     }
 
     /// Carries out a step; one that the end of the instance overtakes is dropped.
@@ -445,7 +321,7 @@ impl Agent {
             return self.remove().await;
         }
         let mut watched = self.world.clone();
-        let over = watched.wait_for(is_over).map(drop);
+        let over = watched.wait_for(World::is_over).map(drop);
         tokio::select! {
             outcome = self.climb(world, step) => outcome,
             () = over => Ok(()),
@@ -455,14 +331,14 @@ impl Agent {
     async fn climb(&mut self, world: &World, step: &Step) -> Result<(), StepError> {
         let preflight = self.preflight.clone();
         let Some(preflight) = preflight else {
-            let passed = self.actor.preflight(&self.spec, self.packages.as_ref().map(|(_, set)| set)).await?;
+            let passed = self.actor.preflight(&self.spec, self.published.any_packages()).await?;
             passed.warnings.iter().for_each(|warning| warn!("{warning}"));
             self.preflight = Some(passed);
             return Ok(());
         };
         match step {
             Step::Install { digest } => {
-                let set = self.package_set(digest)?;
+                let set = self.published.packages(digest)?;
                 let (sender, mut progress) = tokio::sync::mpsc::unbounded_channel::<Progress>();
                 let actor = Actor {
                     host: self.actor.host.clone(),
@@ -487,7 +363,7 @@ impl Agent {
                 }
             }
             Step::Start(assignment) => {
-                let roster = self.agreed_roster()?;
+                let roster = self.published.roster()?;
                 let revision = match self.actor.configure(&preflight, &roster, assignment, false).await {
                     // Without API the files of the last start are still there.
                     Err(StepError::Api(error)) if self.view.died.is_some() => {
@@ -510,7 +386,7 @@ impl Agent {
                 Ok(())
             }
             Step::Reload(assignment) => {
-                let roster = self.agreed_roster()?;
+                let roster = self.published.roster()?;
                 let revision = self.actor.configure(&preflight, &roster, assignment, true).await?;
                 self.actor.reload(&preflight, &roster).await?;
                 self.actor.remember(&preflight, &roster, &self.view, revision).await
@@ -525,15 +401,6 @@ impl Agent {
         }
     }
 
-    fn agreed_roster(&self) -> Result<Roster, StepError> {
-        self.roster.clone().ok_or_else(|| StepError::NotYet("waiting for the roster".to_owned()))
-    }
-
-    fn package_set(&self, digest: &str) -> Result<PackageSet, StepError> {
-        let set = self.packages.as_ref().filter(|(published, _)| published == digest).map(|(_, set)| set.clone());
-        set.ok_or_else(|| StepError::NotYet(format!("waiting for package set {digest} to be published")))
-    }
-
     /// Removal, unless jobs run and the spec says that they win.
     async fn remove(&mut self) -> Result<(), StepError> {
         if self.view.broker.is_some() && self.spec.uninstall.running_jobs == RunningJobs::Wait && self.jobs_run().await
@@ -545,7 +412,7 @@ impl Agent {
         self.log = None;
         self.actor.remove(self.spec.uninstall.keep_state).await?;
         self.view = HostView::default();
-        (self.preflight, self.roster, self.packages, self.started) = (None, None, None, None);
+        (self.published, self.preflight, self.started) = (Published::default(), None, None);
         match self.reporter.delete().await {
             // At a teardown the right to ask goes first; the host is clean all the same.
             Err(error) if error.code() != Some(403) && error.code() != Some(401) => {
@@ -575,39 +442,6 @@ impl Agent {
             }
             sleep(SOON).await;
         }
-    }
-}
-
-/// What the planner has published in ConfigMap flux-packages.
-pub async fn published_packages(client: &Client) -> Result<Option<PackageSet>, PlannerError> {
-    let document = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await?;
-    Ok(document.and_then(|document| serde_json::from_str(&document.text).ok()))
-}
-
-/// The roster as it is published.
-pub async fn published_roster(client: &Client) -> Result<Option<Roster>, PlannerError> {
-    let document = store::read(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY).await?;
-    Ok(document.and_then(|document| serde_json::from_str(&document.text).ok()))
-}
-
-fn instance_uid(world: &World) -> Option<String> {
-    world.instance.here().and_then(ResourceExt::uid)
-}
-
-fn node_spec(world: &World) -> Option<FluxNodeSpec> {
-    world.node.here().map(|node| node.spec.clone())
-}
-
-/// The part of preflight that the planner wants to know.
-pub fn facts(preflight: &Preflight) -> Facts {
-    Facts {
-        resources: preflight.resources,
-        memory_mib: preflight.memory_mib,
-        platform: preflight.platform.clone(),
-        glibc: preflight.glibc.clone(),
-        boot_id: preflight.boot_id.clone(),
-        systemd: preflight.systemd,
-        prefix: preflight.prefix.display().to_string(),
     }
 }
 

@@ -11,8 +11,9 @@ use super::{
     client,
     decide::{Assignment, agreed},
     live,
+    published::{read_packages, read_roster},
     report::Reporter,
-    run::{facts, published_packages, published_roster},
+    tell::facts,
 };
 use crate::{
     api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster},
@@ -56,7 +57,7 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
         client: client.clone(),
         instance_uid: instance.uid().unwrap_or_default(),
     };
-    let set = published_packages(&client).await?;
+    let set = read_packages(&client).await?;
     let preflight = actor.preflight(&instance.spec, set.as_ref()).await?;
     match rung {
         Rung::Preflight => {
@@ -76,7 +77,7 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
         }
         Rung::Configure | Rung::Start => {
             let node = call(format!("get FluxNode {name}"), nodes.get(name)).await?;
-            let (roster, assignment) = assigned(&node, published_roster(&client).await?)?;
+            let (roster, assignment) = assigned(&node, read_roster(&client).await?)?;
             let running = actor.observe().await?.broker;
             if rung == Rung::Configure {
                 actor.configure(&preflight, &roster, &assignment, running.is_some()).await?;

@@ -2,6 +2,17 @@
 
 use std::time::Duration;
 
+use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Namespace};
+use kube::{Api, Client, Resource};
+use tokio::{sync::watch, time::timeout};
+use tracing::debug;
+
+use super::watch::{Presence, World, look};
+use crate::api::{DAEMONSET, FluxInstance, INSTANCE, NAMESPACE};
+
+/// One question to the API server at SIGTERM: at a teardown the right to ask is soon gone.
+pub const LAST_QUESTION: Duration = Duration::from_secs(1);
+
 /// What is known of one object at SIGTERM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Word {
@@ -36,6 +47,44 @@ pub fn decide(namespace: Word, instance: Word, daemonset: Word) -> Verdict {
         (Word::Stays, Word::Stays, Word::Stays) => Verdict::Leave,
         (Word::Stays, Word::Stays, Word::Ends) => Verdict::WaitFor(AFTER_DAEMONSET),
         _ => Verdict::WaitFor(UNCLEAR),
+    }
+}
+
+/// True where there is a positive word that the instance is over.
+pub async fn evidence(client: &Client, mut world: watch::Receiver<World>) -> bool {
+    let instances = Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE);
+    let daemonsets = Api::<DaemonSet>::namespaced(client.clone(), NAMESPACE);
+    let namespaces = Api::<Namespace>::all(client.clone());
+    let (instance, daemonset, namespace) = tokio::join!(
+        timeout(LAST_QUESTION, look(&instances, INSTANCE)),
+        timeout(LAST_QUESTION, look(&daemonsets, DAEMONSET)),
+        timeout(LAST_QUESTION, look(&namespaces, NAMESPACE)),
+    );
+    let seen = world.borrow().clone();
+    let verdict = decide(
+        word(namespace.ok(), &seen.namespace),
+        word(instance.ok(), &seen.instance),
+        word(daemonset.ok(), &seen.daemonset),
+    );
+    debug!(?verdict, "what SIGTERM means");
+    match verdict {
+        Verdict::Leave => false,
+        Verdict::Clean => true,
+        Verdict::WaitFor(patience) => {
+            timeout(patience, world.wait_for(World::is_over)).await.is_ok_and(|found| found.is_ok())
+        }
+    }
+}
+
+/// The last answer, or else what an open watch has told.
+fn word<K: Resource>(asked: Option<Presence<K>>, watched: &Presence<K>) -> Word {
+    if watched.is_ending() {
+        return Word::Ends;
+    }
+    match asked.unwrap_or_default() {
+        Presence::Unknown => Word::None,
+        presence if presence.is_ending() => Word::Ends,
+        _ => Word::Stays,
     }
 }
 

@@ -6,7 +6,10 @@ use super::{
     live::Live,
     log::Rejected,
 };
-use crate::api::{Adopted, Facts, FluxNodeStatus, NodePhase, Want};
+use crate::{
+    api::{Adopted, Facts, FluxNodeStatus, NodePhase, Want},
+    host::{HostView, Preflight},
+};
 
 /// What the agent knows besides what it has seen.
 pub struct Known<'a> {
@@ -31,15 +34,15 @@ pub struct Known<'a> {
 }
 
 /// The broker of this host is in the overlay.
-pub fn is_online(seen: &Seen, live: &Live) -> bool {
-    seen.host.broker.as_ref().is_some_and(|broker| live.pid == Some(broker.pid) && live.state == "run")
+pub fn is_online(host: &HostView, live: &Live) -> bool {
+    host.broker.as_ref().is_some_and(|broker| live.pid == Some(broker.pid) && live.state == "run")
 }
 
 /// What the roster wants of this node holds.
 pub fn is_ready(seen: &Seen, live: &Live) -> bool {
     let Some(spec) = seen.spec.filter(|spec| spec.instance_uid.is_some()) else { return false };
     match (spec.rank, spec.want) {
-        (Some(_), _) => is_online(seen, live),
+        (Some(_), _) => is_online(seen.host, live),
         (None, Want::Nothing) => true,
         (None, _) => seen.published.is_some_and(|digest| seen.host.environments.iter().any(|ready| ready == digest)),
     }
@@ -72,7 +75,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         applied_revision: is_lead.then(|| Applied::of(seen.host)).flatten(),
         roster: (is_lead && known.roster_is_gone).then(|| seen.host.roster.clone()).flatten(),
         restart_pending: restart_pending(seen),
-        health: is_online(seen, known.live).then(|| known.live.health.clone()).flatten(),
+        health: is_online(seen.host, known.live).then(|| known.live.health.clone()).flatten(),
         rejected: if is_lead { known.rejected.clone() } else { Rejected::new() },
         agent: Some(env!("CARGO_PKG_VERSION").to_owned()),
     }
@@ -82,7 +85,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     let words = |text: &str| Some(text.to_owned());
     let ended = |why: &str| Some(format!("the broker has ended; its log says: {why}"));
     let progress = || known.progress.map(str::to_owned);
-    if is_online(seen, known.live) && !matches!(known.step, Step::Remove) {
+    if is_online(seen.host, known.live) && !matches!(known.step, Step::Remove) {
         // What can't be done beside a broker that is online is said, but it is online.
         return (NodePhase::Online, known.trouble.map(str::to_owned));
     }
@@ -122,4 +125,17 @@ fn restart_pending(seen: &Seen) -> Option<String> {
     let order = launch_order(preflight, roster, &assignment).ok()?;
     (order.record.launch != broker.record.launch)
         .then(|| "this version starts brokers with another command line".to_owned())
+}
+
+/// The part of preflight that the planner wants to know.
+pub fn facts(preflight: &Preflight) -> Facts {
+    Facts {
+        resources: preflight.resources,
+        memory_mib: preflight.memory_mib,
+        platform: preflight.platform.clone(),
+        glibc: preflight.glibc.clone(),
+        boot_id: preflight.boot_id.clone(),
+        systemd: preflight.systemd,
+        prefix: preflight.prefix.display().to_string(),
+    }
 }

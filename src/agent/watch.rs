@@ -6,14 +6,14 @@ use std::{fmt::Debug, pin::pin};
 use futures::StreamExt;
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Namespace};
 use kube::{
-    Api, Client, Resource,
+    Api, Client, Resource, ResourceExt,
     runtime::{WatchStreamExt, watcher},
 };
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tracing::debug;
 
-use crate::api::{DAEMONSET, FluxInstance, FluxNode, INSTANCE, NAMESPACE};
+use crate::api::{DAEMONSET, FluxInstance, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE};
 
 /// One object that is watched.
 #[derive(Debug, Clone, Default)]
@@ -57,6 +57,23 @@ pub struct World {
     pub daemonset: Presence<DaemonSet>,
     /// Our Namespace.
     pub namespace: Presence<Namespace>,
+}
+
+impl World {
+    /// The FluxInstance is over, by a positive word.
+    pub fn is_over(&self) -> bool {
+        self.instance.is_ending() || self.namespace.is_ending()
+    }
+
+    /// uid of the FluxInstance.
+    pub fn instance_uid(&self) -> Option<String> {
+        self.instance.here().and_then(ResourceExt::uid)
+    }
+
+    /// The planner's words to this node.
+    pub fn node_spec(&self) -> Option<&FluxNodeSpec> {
+        self.node.here().map(|node| &node.spec)
+    }
 }
 
 /// Watches until the receiver is dropped.

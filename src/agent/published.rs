@@ -1,0 +1,110 @@
+//! What the planner has published, as far as it concerns this node: read by name, and only when our own FluxNode says that
+//! there is something new, so that the cost of a node does not grow with their number.
+
+use kube::Client;
+use tracing::info;
+
+use super::act::{StepError, read_host_file};
+use crate::{
+    api::{
+        CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet,
+        Roster, Want,
+    },
+    host::HostView,
+    plan::certificate::Certificate,
+    planner::{PlannerError, certificate, store},
+};
+
+/// What was read last.
+#[derive(Default)]
+pub struct Published {
+    /// The roster, at least as new as our FluxNode's spec.
+    pub roster: Option<Roster>,
+    /// Lead only: there is none in the API any more.
+    pub roster_is_gone: bool,
+    /// The package set and its digest.
+    packages: Option<(String, PackageSet)>,
+}
+
+impl Published {
+    /// Reads what `spec` says is new. `view` is the host: the lead's agent also looks after what only it can bring back.
+    ///
+    /// # Errors
+    /// The API server's; what was read before stays.
+    pub async fn refresh(&mut self, client: &Client, spec: &FluxNodeSpec, view: &HostView) -> Result<(), StepError> {
+        let known = self.roster.as_ref().map(|roster| (roster.epoch, roster.revision));
+        let stale = spec.rank.is_some() && known < Some((spec.epoch, spec.revision));
+        let is_lead = view.broker.as_ref().is_some_and(|broker| broker.record.rank == 0);
+        if stale || is_lead {
+            let found = read_roster(client).await?;
+            self.roster_is_gone = found.is_none();
+            self.roster = found.or_else(|| self.roster.take());
+        }
+        if self.packages.is_none() || spec.want != Want::Run {
+            self.packages = read_packages(client).await?.map(|set| (set.digest(), set));
+        }
+        if is_lead { self.bring_back_certificate(client, view).await } else { Ok(()) }
+    }
+
+    /// Digest of the package set.
+    pub fn digest(&self) -> Option<&str> {
+        self.packages.as_ref().map(|(digest, _)| digest.as_str())
+    }
+
+    /// The package set, whichever it is.
+    pub fn any_packages(&self) -> Option<&PackageSet> {
+        self.packages.as_ref().map(|(_, set)| set)
+    }
+
+    /// The package set `digest`.
+    ///
+    /// # Errors
+    /// Another one is published, or none.
+    pub fn packages(&self, digest: &str) -> Result<PackageSet, StepError> {
+        let set = self.packages.as_ref().filter(|(published, _)| published == digest).map(|(_, set)| set.clone());
+        set.ok_or_else(|| StepError::NotYet(format!("waiting for package set {digest} to be published")))
+    }
+
+    /// The roster.
+    ///
+    /// # Errors
+    /// There is none yet.
+    pub fn roster(&self) -> Result<Roster, StepError> {
+        self.roster.clone().ok_or_else(|| StepError::NotYet("waiting for the roster".to_owned()))
+    }
+
+    /// The certificate comes back from the lead's host, never a new one while brokers run.
+    async fn bring_back_certificate(&self, client: &Client, view: &HostView) -> Result<(), StepError> {
+        let (Some(roster), Some(state)) = (&self.roster, &view.state) else { return Ok(()) };
+        if !matches!(certificate::read(client).await, Ok(None)) {
+            return Ok(());
+        }
+        let path = state.prefix.join("etc/curve.cert");
+        let text = read_host_file(&path).map_err(|source| StepError::Directory { path, source })?;
+        match Certificate::parse(&text) {
+            Ok(own) if own.fingerprint() == roster.settings.certificate => {
+                info!("bringing the certificate back from this host");
+                Ok(certificate::create(client, &own).await?)
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// What the planner has published in ConfigMap flux-packages.
+///
+/// # Errors
+/// The API server's.
+pub async fn read_packages(client: &Client) -> Result<Option<PackageSet>, PlannerError> {
+    let document = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await?;
+    Ok(document.and_then(|document| serde_json::from_str(&document.text).ok()))
+}
+
+/// The roster as it is published.
+///
+/// # Errors
+/// The API server's.
+pub async fn read_roster(client: &Client) -> Result<Option<Roster>, PlannerError> {
+    let document = store::read(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY).await?;
+    Ok(document.and_then(|document| serde_json::from_str(&document.text).ok()))
+}
