@@ -11,7 +11,7 @@ use tracing::{debug, info};
 
 use super::decide::Assignment;
 use crate::{
-    api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, RUN_DIR, Roster},
+    api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, RUN_DIR, Rank, Roster},
     broker::command::{BrokerIdentity, launch},
     host::{
         Answer, ClaimOrder, ConfigureOrder, FluxOrder, Host, HostError, HostFile, HostView, LaunchOrder, LinkOrder,
@@ -27,6 +27,9 @@ use crate::{
 const SYSCTLS: [(&str, u64); 2] = [("fs.inotify.max_user_instances", 8192), ("fs.inotify.max_user_watches", 524_288)];
 /// SIGTERM to SIGKILL. The lead cancels jobs and writes its queue to disk in this time.
 const STOP_GRACE_SECS: u64 = 60;
+/// As long as a follower gets that is to take another rank: it has nothing to write, and one that is cut off from its parent
+/// never ends by itself.
+const FOLLOWER_GRACE_SECS: u64 = 10;
 /// For one `flux` command of the live change.
 const FLUX_TIMEOUT_SECS: u64 = 60;
 
@@ -304,12 +307,13 @@ impl Actor {
         Ok(())
     }
 
-    /// Stops the broker.
+    /// Stops the broker of `rank`.
     ///
     /// # Errors
     /// The stage's.
-    pub async fn stop(&self) -> Result<HostView, StepError> {
-        observed(self.order(Order::Stop(StopOrder { grace_secs: STOP_GRACE_SECS })).await?)
+    pub async fn stop(&self, rank: Rank) -> Result<HostView, StepError> {
+        let grace_secs = if rank == 0 { STOP_GRACE_SECS } else { FOLLOWER_GRACE_SECS };
+        observed(self.order(Order::Stop(StopOrder { grace_secs })).await?)
     }
 
     /// Takes everything off the host.
@@ -317,7 +321,7 @@ impl Actor {
     /// # Errors
     /// The stage's; what was done is done, the next run goes on from there.
     pub async fn remove(&self, keep_state: bool) -> Result<(), StepError> {
-        self.stop().await?;
+        self.order(Order::Stop(StopOrder { grace_secs: STOP_GRACE_SECS })).await?;
         self.order(Order::Remove(RemoveOrder { keep_state })).await?;
         info!("the host is clean");
         Ok(())
