@@ -101,9 +101,7 @@ async fn evidence_at_the_end(client: &Client, mut world: watch::Receiver<World>)
     match verdict {
         Verdict::Leave => false,
         Verdict::Clean => true,
-        Verdict::WaitFor(patience) => {
-            timeout(patience, world.wait_for(|world| is_over(world))).await.is_ok_and(|found| found.is_ok())
-        }
+        Verdict::WaitFor(patience) => timeout(patience, world.wait_for(is_over)).await.is_ok_and(|found| found.is_ok()),
     }
 }
 
@@ -447,7 +445,7 @@ impl Agent {
             return self.remove().await;
         }
         let mut watched = self.world.clone();
-        let over = watched.wait_for(|world| is_over(world)).map(drop);
+        let over = watched.wait_for(is_over).map(drop);
         tokio::select! {
             outcome = self.climb(world, step) => outcome,
             () = over => Ok(()),

@@ -31,11 +31,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
 /// The lead follows every change of what is declared, anybody else only his own.
 fn revision_for(roster: &Roster, rank: Rank) -> u64 {
     let own = |rank: &Rank| roster.ranks.get(rank).map(|entry| entry.revision);
-    if rank == 0 {
-        roster.ranks.keys().filter_map(|rank| own(rank)).max().unwrap_or(0)
-    } else {
-        own(&rank).unwrap_or(0)
-    }
+    if rank == 0 { roster.ranks.keys().filter_map(own).max().unwrap_or(0) } else { own(&rank).unwrap_or(0) }
 }
 
 fn may_run(seen: &Observed, roster: &Roster, rank: Rank) -> bool {

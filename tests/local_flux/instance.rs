@@ -32,14 +32,17 @@ fn calm() -> Option<(Arc<Cluster>, MutexGuard<'static, ()>)> {
     Some((cluster, TURN.lock().unwrap_or_else(PoisonError::into_inner)))
 }
 
-/// What `flux resource list` says of the nodes that are free.
-pub fn free(cluster: &Cluster) -> Vec<String> {
-    let list = cluster.exec("node1", &["flux", "resource", "list", "-s", "free"]);
-    list.lines().last().unwrap_or_default().split_whitespace().map(str::to_owned).collect()
+/// Waits until `flux resource list` says that these nodes are free, folded into one line: the scheduler hears a moment later
+/// than others who is online.
+fn are_free(cluster: &Cluster, expected: &[&str]) {
+    cluster.until(&format!("{expected:?}"), || {
+        let list = cluster.exec("node1", &["flux", "resource", "list", "-s", "free"]);
+        list.lines().last()?.split_whitespace().eq(expected.iter().copied()).then_some(())
+    });
 }
 
 /// Physical cores, as hwloc counts them.
-pub fn cores(cluster: &Cluster) -> u32 {
+fn cores(cluster: &Cluster) -> u32 {
     let count = "flux R encode --local | flux R decode --count=core";
     cluster.exec("node1", &["sh", "-c", count]).parse().unwrap()
 }
@@ -47,8 +50,7 @@ pub fn cores(cluster: &Cluster) -> u32 {
 /// The smallest whole main job: all of `nodes` are one instance that runs a job over all of them.
 pub fn is_one_instance(cluster: &Cluster, nodes: u32) {
     let names = if nodes == 1 { "node1".to_owned() } else { format!("node[1-{nodes}]") };
-    let expected = ["free", &nodes.to_string(), &(nodes * cores(cluster)).to_string(), "0", &names];
-    assert_eq!(free(cluster), expected);
+    are_free(cluster, &["free", &nodes.to_string(), &(nodes * cores(cluster)).to_string(), "0", &names]);
     let said = cluster.exec("node1", &["flux", "run", &format!("-N{nodes}"), "hostname"]);
     let mut said: Vec<_> = said.lines().collect();
     said.sort_unstable();
