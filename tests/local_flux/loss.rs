@@ -205,9 +205,6 @@ fn a_member_that_is_cordoned_tainted_or_not_ready_keeps_its_rank_and_its_job() {
             }
         });
         patched.unwrap();
-        // The planner has seen it when it has seen what came after it.
-        let annotate = json!({ "metadata": { "labels": { "example.org/seen": what.replace(' ', "-") } } });
-        cluster.wait(nodes.patch("node2", &params, &Patch::Merge(annotate))).unwrap();
         let seen = cluster.instance().metadata.generation;
         nudge(&cluster, seen.unwrap_or_default());
         assert_eq!(cluster.brokers(), brokers, "{what}");
