@@ -2,6 +2,9 @@
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 
+#[path = "support/traces.rs"]
+mod traces;
+
 use std::{
     fs,
     io::{Read, Write},
@@ -106,38 +109,11 @@ impl Cluster {
 
     /// What is left of this cluster anywhere on the machine.
     fn traces(&self, bridge: &str) -> Vec<String> {
-        let state = self.state().display().to_string();
-        let mut traces: Vec<String> = Vec::new();
-        if self.state().exists() {
-            traces.push(state.clone());
-        }
-        traces.extend(
-            fs::read_to_string("/proc/mounts").unwrap().lines().filter(|l| l.contains(&state)).map(str::to_owned),
-        );
-        let links =
-            fs::read_dir("/sys/class/net").unwrap().map(|link| link.unwrap().file_name().into_string().unwrap());
-        traces.extend(links.filter(|link| link == bridge || link.starts_with(&format!("{bridge}n"))));
-        for hierarchy in fs::read_dir("/sys/fs/cgroup").unwrap() {
-            let group = hierarchy.unwrap().path().join("flux-distribute-local").join(bridge);
-            if group.exists() {
-                traces.push(group.display().to_string());
-            }
-        }
-        for process in fs::read_dir("/proc").unwrap().flatten() {
-            let environment = fs::read(process.path().join("environ")).unwrap_or_default();
-            let ours = String::from_utf8_lossy(&environment).contains(&format!("FLUX_DISTRIBUTE_LOCAL_DIR={state}\0"));
-            let cgroup = fs::read_to_string(process.path().join("cgroup")).unwrap_or_default();
-            if ours || cgroup.contains(&format!("flux-distribute-local/{bridge}/")) {
-                traces.push(process.path().display().to_string());
-            }
-        }
-        traces
+        traces::traces(&self.state(), bridge)
     }
 
     fn bridge(&self) -> String {
-        let record = fs::read(self.state().join("cluster.json")).unwrap();
-        let record: serde_json::Value = serde_json::from_slice(&record).unwrap();
-        record["bridge"].as_str().unwrap().to_owned()
+        traces::bridge(&self.state())
     }
 }
 

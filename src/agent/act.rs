@@ -11,7 +11,7 @@ use tracing::{debug, info};
 
 use super::decide::Assignment;
 use crate::{
-    api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, RUN_DIR, Roster},
+    api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, RUN_DIR, Rank, Roster},
     broker::command::{BrokerIdentity, launch},
     host::{
         Answer, ClaimOrder, ConfigureOrder, FluxOrder, Host, HostError, HostFile, HostView, LaunchOrder, LinkOrder,
@@ -30,6 +30,9 @@ const STOP_GRACE_SECS: u64 = 60;
 /// The same at a removal: no job runs any more and the queue goes with the host, so a lead that waits for followers which
 /// are being removed beside it is not waited for; the pod's own grace is 120 s.
 const REMOVE_GRACE_SECS: u64 = 15;
+/// As long as a follower gets that is to take another rank: it has nothing to write, and one that is cut off from its parent
+/// never ends by itself.
+const FOLLOWER_GRACE_SECS: u64 = 10;
 /// For one `flux` command of the live change.
 const FLUX_TIMEOUT_SECS: u64 = 60;
 
@@ -307,12 +310,12 @@ impl Actor {
         Ok(())
     }
 
-    /// Stops the broker.
+    /// Stops the broker of `rank`.
     ///
     /// # Errors
     /// The stage's.
-    pub async fn stop(&self) -> Result<HostView, StepError> {
-        self.stop_within(STOP_GRACE_SECS).await
+    pub async fn stop(&self, rank: Rank) -> Result<HostView, StepError> {
+        self.stop_within(if rank == 0 { STOP_GRACE_SECS } else { FOLLOWER_GRACE_SECS }).await
     }
 
     async fn stop_within(&self, grace_secs: u64) -> Result<HostView, StepError> {

@@ -394,7 +394,8 @@ impl Agent {
             Step::Stop { reason } => {
                 info!(reason, "stopping the broker");
                 self.started = None;
-                self.view = self.actor.stop().await?;
+                let rank = self.view.broker.as_ref().map_or(0, |broker| broker.record.rank);
+                self.view = self.actor.stop(rank).await?;
                 Ok(())
             }
             Step::Hold | Step::Wait(_) | Step::Preflight | Step::Remove => Ok(()),

@@ -7,7 +7,7 @@ use super::{
     log::Rejected,
 };
 use crate::{
-    api::{Adopted, Facts, FluxNodeStatus, NodePhase, Want},
+    api::{Adopted, Facts, FluxNodeStatus, NodePhase, Rank, Want},
     host::{HostView, Preflight},
 };
 
@@ -73,12 +73,22 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
             digest: broker.record.digest.clone(),
         }),
         applied_revision: is_lead.then(|| Applied::of(seen.host)).flatten(),
+        offline: if is_lead { offline(seen, known.live) } else { Vec::new() },
         roster: (is_lead && known.roster_is_gone).then(|| seen.host.roster.clone()).flatten(),
         restart_pending: restart_pending(seen),
         health: is_online(seen.host, known.live).then(|| known.live.health.clone()).flatten(),
         rejected: if is_lead { known.rejected.clone() } else { Rejected::new() },
         agent: Some(env!("CARGO_PKG_VERSION").to_owned()),
     }
+}
+
+/// Members that the lead's broker misses. Of a broker that has not told yet who is online nothing is known.
+fn offline(seen: &Seen, live: &Live) -> Vec<Rank> {
+    let Some(roster) = seen.roster.filter(|_| is_online(seen.host, live) && live.online.contains(0)) else {
+        return Vec::new();
+    };
+    let members = roster.ranks.iter().filter(|(_, entry)| entry.member.is_some()).map(|(rank, _)| *rank);
+    members.filter(|rank| !live.online.contains(*rank)).collect()
 }
 
 fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Option<String>) {

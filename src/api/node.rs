@@ -152,6 +152,10 @@ pub struct FluxNodeStatus {
     /// Lead only: the roster's revision whose resources the running instance has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub applied_revision: Option<u64>,
+    /// Lead only: ranks of members that are not in the overlay, by its broker's word. A broker that is cut off from its parent
+    /// believes for minutes that it is.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub offline: Vec<u32>,
     /// Lead only, and only while ConfigMap `flux-roster` is gone: the roster as this host has it, as JSON.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roster: Option<String>,

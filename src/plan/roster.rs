@@ -77,9 +77,11 @@ pub fn decide(seen: &Observed) -> Decision {
     }
 }
 
-/// The member of `rank` is in the overlay, by its own agent's word.
+/// The member of `rank` is in the overlay, by its own agent's word, and the lead does not miss it: under a parent that is
+/// gone a broker believes for minutes that it is online.
 pub fn is_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    holds(seen, roster, rank).is_some_and(|(status, _)| status.phase == NodePhase::Online)
+    let missed = || holds(seen, roster, 0).is_some_and(|(lead, _)| lead.offline.contains(&rank));
+    holds(seen, roster, rank).is_some_and(|(status, _)| status.phase == NodePhase::Online) && !missed()
 }
 
 /// The member of `rank` runs the broker of that rank in this epoch: its report.

@@ -157,9 +157,16 @@ impl Daemon {
             }
         }
         let numbers: Vec<u32> = receivers.iter().map(|(number, _)| *number).collect();
+        for number in &numbers {
+            // In the nodes' order, and so the ranks' too: they boot side by side.
+            objects::register(&self.client, &node_name(*number)).await?;
+        }
         let hosts = self.hosts();
-        let booted = receivers.into_iter().map(|(number, orders)| self.boot(number, orders, hosts.clone()));
+        let (all_up, others) = watch::channel(false);
+        let booted =
+            receivers.into_iter().map(|(number, orders)| self.boot(number, orders, hosts.clone(), others.clone()));
         let results = join_all(booted).await;
+        let _ = all_up.send(true);
         self.write_hosts()?;
         results.into_iter().collect::<Result<(), LocalError>>()?;
         Ok(self
@@ -169,7 +176,13 @@ impl Daemon {
             .collect())
     }
 
-    async fn boot(&self, number: u32, orders: mpsc::Receiver<Order>, hosts: String) -> Result<(), LocalError> {
+    async fn boot(
+        &self,
+        number: u32,
+        orders: mpsc::Receiver<Order>,
+        hosts: String,
+        others: watch::Receiver<bool>,
+    ) -> Result<(), LocalError> {
         let name = node_name(number);
         let (root, root_name) = (self.layout.node_root(&name), name.clone());
         let prepared = tokio::task::spawn_blocking(move || root::prepare(&root, &root_name, &hosts)).await;
@@ -181,6 +194,7 @@ impl Daemon {
             number,
             name: name.clone(),
             views: self.views.clone(),
+            others,
         };
         let (reply, booted) = oneshot::channel();
         tokio::spawn(kubelet.run(orders, reply));

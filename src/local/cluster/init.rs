@@ -32,6 +32,8 @@ pub(crate) async fn run(layout: &Layout, name: &str) -> Result<ExitCode, LocalEr
     Network::connect()?.settle_in(&cluster, number).await?;
     let hierarchies = cgroup::hierarchies()?;
     root::mount(layout, &cluster, name, &hierarchies)?;
+    // Its end says that our parent has told our pid, which comes first.
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).context(|| "can't read stdin".to_owned())?;
     tell("ready")?;
     loop {
         loop {

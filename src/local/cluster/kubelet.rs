@@ -16,7 +16,7 @@ use nix::{
 use tokio::{
     io::{AsyncBufReadExt, BufReader, Lines},
     process::{Child, ChildStdout, Command},
-    sync::{mpsc, oneshot},
+    sync::{mpsc, oneshot, watch},
     time::{Instant, sleep, timeout},
 };
 use tracing::{info, warn};
@@ -64,6 +64,8 @@ pub(crate) struct Kubelet {
     pub(crate) number: u32,
     pub(crate) name: String,
     pub(crate) views: Views,
+    /// True once the nodes that were made together are all up.
+    pub(crate) others: watch::Receiver<bool>,
 }
 
 /// A node that is up.
@@ -158,6 +160,9 @@ impl Kubelet {
         info!(node = self.name, pid = machine.init, "the node is up");
         self.show(|view| (view.init_pid, view.error) = (Some(machine.init), None));
         answer(reply, Ok(()));
+        // As where a DaemonSet is applied to a cluster that is there: a planner that came sooner would take a node that
+        // boots slowly for one that joins later, and those are named as spares.
+        let _ = self.others.clone().wait_for(|all_up| *all_up).await;
         let off = self.keep_agent(&mut machine, orders).await;
         // PID 1 takes its whole PID namespace along; then its parent ends too.
         let _ = kill(Pid::from_raw(machine.init), Signal::SIGKILL);

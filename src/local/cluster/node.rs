@@ -55,7 +55,7 @@ pub(crate) async fn boot(layout: &Layout, name: &str) -> Result<ExitCode, LocalE
         cgroup::enter(&init_group)?;
         let mut init = Command::new(executable);
         init.args(["local", "node-init", &init_name]).arg0(format!("init [{init_name}]"));
-        init.env_clear().env(DIRECTORY_VARIABLE, directory).current_dir("/").stdin(Stdio::null());
+        init.env_clear().env(DIRECTORY_VARIABLE, directory).current_dir("/").stdin(Stdio::piped());
         init.spawn().context(|| format!("can't start PID 1 of {init_name}"))
     });
     if let Ok(namespace) = namespace.await {
@@ -68,6 +68,7 @@ pub(crate) async fn boot(layout: &Layout, name: &str) -> Result<ExitCode, LocalE
         _ => return Err(LocalError::Refused(format!("booting {name} broke off"))),
     };
     tell(&init.id().to_string())?;
+    // Waiting closes its stdin, and only then does it say that it is ready: both speak on the same stdout.
     tokio::task::spawn_blocking(move || init.wait())
         .await
         .context(|| format!("lost PID 1 of {name}"))?

@@ -133,11 +133,23 @@ pub(crate) async fn report(
         ..NodeStatus::default()
     };
     let patch = Patch::Merge(json!({ "status": status }));
-    Api::<Node>::all(client.clone())
-        .patch_status(name, &PatchParams::default(), &patch)
-        .await
-        .map(drop)
-        .context(|| format!("can't write the status of Node {name}"))
+    let nodes = Api::<Node>::all(client.clone());
+    let written = nodes.patch_status(name, &PatchParams::default(), &patch).await;
+    let node = written.context(|| format!("can't write the status of Node {name}"))?;
+    if ready { untaint(&nodes, name, &node).await } else { Ok(()) }
+}
+
+/// A real API server gives each new Node a taint, which the node lifecycle controller takes off once the Node is Ready. There
+/// is no such controller here.
+async fn untaint(nodes: &Api<Node>, name: &str, node: &Node) -> Result<(), LocalError> {
+    let taints = node.spec.as_ref().and_then(|spec| spec.taints.as_deref()).unwrap_or_default();
+    let kept: Vec<_> = taints.iter().filter(|taint| taint.key != "node.kubernetes.io/not-ready").collect();
+    if kept.len() == taints.len() {
+        return Ok(());
+    }
+    let patch = Patch::Merge(json!({ "spec": { "taints": kept } }));
+    let written = nodes.patch(name, &PatchParams::default(), &patch).await;
+    written.map(drop).context(|| format!("can't take the taint off Node {name}"))
 }
 
 /// Deletes the Node object, as an administrator does with a machine that is gone.

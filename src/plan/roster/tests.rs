@@ -378,6 +378,31 @@ fn in_a_deep_tree_an_empty_interior_rank_strands_nobody() {
 }
 
 #[test]
+fn a_broker_that_believes_itself_online_under_a_parent_that_is_gone_moves_when_the_lead_misses_it() {
+    let mut world = World::new(8);
+    world.spec.topology = Some("kary:2".into());
+    world.all_passed();
+    world.settle();
+    for number in 1..=8 {
+        world.settle();
+        world.online(&format!("node{number}"));
+    }
+    world.settle();
+    // node2 (rank 1) is gone, with 3, 4 and 7 under it.
+    world.nodes.retain(|node| node.name != "node2");
+    world.settle();
+    assert_eq!(world.rank("node4"), Some(3));
+    world.reports.get_mut("node1").unwrap().offline = vec![1, 3, 4, 7];
+    world.settle();
+    let roster = world.roster.clone().unwrap();
+    for name in ["node4", "node5"] {
+        let rank = world.rank(name).unwrap();
+        assert!(is_online(&world.seen(), &roster, parent(&roster, rank).unwrap()), "{name} has rank {rank}");
+    }
+    assert_eq!(["node1", "node3", "node6", "node7"].map(|name| world.rank(name).unwrap()), [0, 2, 5, 6]);
+}
+
+#[test]
 fn a_rank_that_a_running_broker_claims_is_given_to_nobody() {
     let mut world = World::up(2);
     world.add("node9", 9);

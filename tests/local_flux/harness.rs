@@ -1,0 +1,357 @@
+//! A cluster of simulated nodes that is taken down at the end, and what is asked of it.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    future::Future,
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+    sync::{Condvar, Mutex, OnceLock, PoisonError},
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use flux_distribute::api::{FluxInstance, INSTANCE, NAMESPACE};
+use k8s_openapi::api::coordination::v1::Lease;
+use kube::{
+    Api, Client, Config,
+    config::{KubeConfigOptions, Kubeconfig},
+};
+use serde::Deserialize;
+
+use crate::traces;
+
+/// For whatever takes seconds on an idle machine.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// One node as `local status` shows it.
+#[derive(Deserialize, Debug, Clone)]
+#[serde(rename_all = "camelCase")]
+pub struct NodeStatus {
+    pub name: String,
+    pub agent_pid: Option<i32>,
+    pub restarts: u32,
+    pub phase: Option<String>,
+    pub rank: Option<u32>,
+}
+
+impl NodeStatus {
+    pub fn is_online(&self) -> bool {
+        self.phase.as_deref() == Some("Online")
+    }
+}
+
+/// A broker that runs: its rank, and its pid on the machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Broker {
+    pub rank: u32,
+    pub pid: i32,
+}
+
+/// The cluster.
+pub struct Cluster {
+    directory: tempfile::TempDir,
+    bridge: String,
+    runtime: tokio::runtime::Runtime,
+    client: Client,
+    jobs: Mutex<u32>,
+    _place: Place,
+}
+
+impl Cluster {
+    /// All nodes are online. None where the test can't run.
+    pub fn up(nodes: u32, options: &[&str]) -> Option<Self> {
+        let bundle = bundle()?;
+        Some(Self::start(nodes, &[&["--bundle", bundle.to_str().unwrap()], options].concat()))
+    }
+
+    /// From another package source.
+    pub fn start(nodes: u32, options: &[&str]) -> Self {
+        let place = Place::take();
+        let directory = tempfile::tempdir().unwrap();
+        let api: &[&str] = if options.contains(&"--api") { &[] } else { &["--api", "embedded"] };
+        let nodes_text = nodes.to_string();
+        {
+            // Two that begin at the same time might choose the same network.
+            static BEGINNING: Mutex<()> = Mutex::new(());
+            let _turn = BEGINNING.lock().unwrap_or_else(PoisonError::into_inner);
+            let words = [&["up", "--no-wait", "--nodes", &nodes_text], api, options].concat();
+            let output = local(directory.path(), &words).output().unwrap();
+            assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
+        }
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let kubeconfig = Kubeconfig::read_from(state(directory.path()).join("kubeconfig")).unwrap();
+        let client = runtime.block_on(async {
+            let options = KubeConfigOptions::default();
+            let mut config = Config::from_custom_kubeconfig(kubeconfig, &options).await.unwrap();
+            // The machine's own may not lead to its bridges.
+            config.proxy_url = None;
+            Client::try_from(config).unwrap()
+        });
+        let bridge = traces::bridge(&state(directory.path()));
+        let cluster = Self { directory, bridge, runtime, client, jobs: Mutex::default(), _place: place };
+        cluster.all_online(nodes);
+        cluster
+    }
+
+    /// The state directory.
+    pub fn state(&self) -> PathBuf {
+        state(self.directory.path())
+    }
+
+    pub fn bridge(&self) -> &str {
+        &self.bridge
+    }
+
+    /// A node's root as the machine sees it; without what is mounted in it.
+    pub fn root(&self, node: &str) -> PathBuf {
+        self.state().join("nodes").join(node).join("root")
+    }
+
+    pub fn run(&self, words: &[&str]) -> Output {
+        self.command(words).output().unwrap()
+    }
+
+    pub fn command(&self, words: &[&str]) -> Command {
+        local(self.directory.path(), words)
+    }
+
+    /// What a `local` command says; it must succeed.
+    pub fn must(&self, words: &[&str]) -> String {
+        let output = self.run(words);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "local {words:?}: {} {said}", output.status);
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    }
+
+    /// What a command in a node says; it must succeed.
+    pub fn exec(&self, node: &str, words: &[&str]) -> String {
+        self.must(&[&["exec", node, "--"], words].concat())
+    }
+
+    pub fn nodes(&self) -> Vec<NodeStatus> {
+        serde_json::from_str(&self.must(&["status", "--output", "json"])).unwrap()
+    }
+
+    pub fn node(&self, name: &str) -> NodeStatus {
+        self.nodes().into_iter().find(|node| node.name == name).unwrap_or_else(|| panic!("{name} is not there"))
+    }
+
+    pub fn ranks(&self) -> BTreeMap<String, Option<u32>> {
+        self.nodes().into_iter().map(|node| (node.name, node.rank)).collect()
+    }
+
+    /// The name of the node that holds `rank`.
+    pub fn holder(&self, rank: u32) -> String {
+        let found = self.nodes().into_iter().find(|node| node.rank == Some(rank));
+        found.unwrap_or_else(|| panic!("nobody holds rank {rank}")).name
+    }
+
+    /// The brokers that run, by node: from the machine's processes, not from what anybody says of them.
+    pub fn brokers(&self) -> BTreeMap<String, Broker> {
+        let mut brokers = BTreeMap::new();
+        for process in fs::read_dir("/proc").unwrap().flatten() {
+            let Ok(pid) = process.file_name().to_string_lossy().parse() else { continue };
+            let read = |file: &str| fs::read_to_string(process.path().join(file)).unwrap_or_default();
+            let Some(rank) = read("comm").trim().strip_prefix("flux-broker-").and_then(|rank| rank.parse().ok()) else {
+                continue;
+            };
+            let (cgroup, marker) = (read("cgroup"), format!("/flux-distribute-local/{}/", self.bridge));
+            let node = cgroup.lines().find_map(|line| Some(line.split_once(&marker)?.1.split('/').next()?.to_owned()));
+            // A zombie is no broker.
+            if let Some(node) = node
+                && fs::read_link(process.path().join("exe")).is_ok()
+            {
+                brokers.insert(node, Broker { rank, pid });
+            }
+        }
+        brokers
+    }
+
+    /// Waits until `look` finds something.
+    pub fn until<T>(&self, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            if let Some(found) = look() {
+                return found;
+            }
+            if Instant::now() > end {
+                panic!("waited in vain for {what}:\n{}", self.must(&["status"]));
+            }
+            sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// Waits until there are `count` nodes, all of them online, with an agent that lives.
+    pub fn all_online(&self, count: u32) {
+        self.until(&format!("{count} nodes online"), || {
+            let nodes = self.nodes();
+            let all = nodes.iter().all(|node| node.is_online() && node.agent_pid.is_some());
+            (all && nodes.len() == count as usize).then_some(())
+        });
+    }
+
+    /// Waits for an API call.
+    pub fn wait<T>(&self, future: impl Future<Output = T>) -> T {
+        self.runtime.block_on(future)
+    }
+
+    pub fn client(&self) -> Client {
+        self.client.clone()
+    }
+
+    /// Objects of a kind in our namespace.
+    pub fn api<K>(&self) -> Api<K>
+    where
+        K: kube::Resource<Scope = kube::core::NamespaceResourceScope, DynamicType = ()>,
+    {
+        Api::namespaced(self.client(), NAMESPACE)
+    }
+
+    pub fn instance(&self) -> FluxInstance {
+        self.wait(self.api::<FluxInstance>().get(INSTANCE)).unwrap()
+    }
+
+    /// The node whose agent is the planner.
+    pub fn planner(&self) -> String {
+        self.until("a planner", || {
+            let lease = self.wait(self.api::<Lease>().get("flux-planner")).ok()?;
+            let holder = format!("POD_NAME={}\0", lease.spec?.holder_identity?);
+            let is_holder = |pid| fs::read_to_string(format!("/proc/{pid}/environ")).is_ok_and(|e| e.contains(&holder));
+            self.nodes().into_iter().find(|node| node.agent_pid.is_some_and(is_holder)).map(|node| node.name)
+        })
+    }
+
+    /// Starts a job that runs until [`Job::finish`]; returns once it runs. `shape`: options of flux-submit(1).
+    pub fn job(&self, shape: &[&str]) -> Job<'_> {
+        let number = {
+            let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+            *jobs += 1;
+            *jobs
+        };
+        let signal = format!("root/finish-{number}");
+        let script = format!("until test -e /{signal}; do sleep 0.1; done");
+        let words = [&["flux", "submit"], shape, &["sh", "-c", &script]].concat();
+        let ids: Vec<String> = self.exec("node1", &words).lines().map(str::to_owned).collect();
+        for id in &ids {
+            self.exec("node1", &["flux", "job", "wait-event", "-t", "60", "-W", "-p", "exec", id, "shell.start"]);
+        }
+        Job { cluster: self, ids, signal }
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            for node in fs::read_dir(self.state().join("nodes")).into_iter().flatten().flatten() {
+                let log = fs::read_to_string(node.path().join("agent.log")).unwrap_or_default();
+                let lines: Vec<_> = log.lines().collect();
+                let last = lines[lines.len().saturating_sub(30)..].join("\n");
+                eprintln!("the last words of {}'s agent:\n{last}", node.file_name().display());
+            }
+        }
+        let down = self.command(&["down"]).output();
+        if !down.as_ref().is_ok_and(|output| output.status.success()) {
+            // What is in it tells `local down` what to take down.
+            self.directory.disable_cleanup(true);
+            eprintln!("{} is not down: {down:?}", self.state().display());
+        }
+    }
+}
+
+/// One or more jobs of one submit.
+pub struct Job<'a> {
+    cluster: &'a Cluster,
+    ids: Vec<String>,
+    signal: String,
+}
+
+impl Job<'_> {
+    /// Lets them end; each must end well, without any exception on its way.
+    pub fn finish(self) {
+        for node in self.cluster.nodes() {
+            fs::write(self.cluster.root(&node.name).join(&self.signal), "").unwrap();
+        }
+        for id in &self.ids {
+            self.cluster.exec("node1", &["flux", "job", "wait-event", "-t", "60", id, "clean"]);
+            let events = self.cluster.exec("node1", &["flux", "job", "eventlog", id]);
+            assert!(!events.contains("exception"), "{events}");
+            let finish = events.lines().find(|line| line.contains(" finish ")).unwrap_or_default();
+            assert!(finish.ends_with("status=0"), "{events}");
+        }
+    }
+}
+
+/// At most so many clusters at once.
+const PLACES: u32 = 2;
+
+struct Place;
+
+static FREE: (Mutex<u32>, Condvar) = (Mutex::new(PLACES), Condvar::new());
+
+impl Place {
+    fn take() -> Self {
+        let free = FREE.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *FREE.1.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner) -= 1;
+        Self
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        *FREE.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        FREE.1.notify_one();
+    }
+}
+
+fn state(directory: &Path) -> PathBuf {
+    directory.join("state")
+}
+
+fn local(directory: &Path, words: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
+    command.arg("local").args(words).stdin(Stdio::null());
+    command.env("FLUX_DISTRIBUTE_LOCAL_DIR", state(directory)).env_remove("FLUX_DISTRIBUTE_LOCAL_AGENT");
+    command
+}
+
+/// Why no cluster can be made here, if that is so; said once.
+pub fn is_able() -> bool {
+    static ABLE: OnceLock<bool> = OnceLock::new();
+    *ABLE.get_or_init(|| {
+        let namespaces = ["mnt", "pid", "uts", "ipc", "net", "cgroup"];
+        let lacks = |namespace: &&&str| !Path::new("/proc/self/ns").join(namespace).exists();
+        let reason = if !nix::unistd::geteuid().is_root() {
+            "needs root".to_owned()
+        } else if let Some(missing) = namespaces.iter().find(lacks) {
+            format!("the kernel has no {missing} namespaces")
+        } else {
+            return true;
+        };
+        eprintln!("skipped: {reason}");
+        false
+    })
+}
+
+/// The bundle of the Flux of this machine, made once. None where there is no Flux, or no cluster can be made.
+fn bundle() -> Option<&'static Path> {
+    static BUNDLE: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let made = BUNDLE.get_or_init(|| {
+        if !is_able() {
+            return None;
+        }
+        let prefix = std::env::var("FLUX_PREFIX").unwrap_or_else(|_| "/opt/flux".to_owned());
+        if !Path::new(&prefix).join("bin/flux").exists() {
+            eprintln!("skipped: there is no Flux in {prefix}; FLUX_PREFIX names where it is");
+            return None;
+        }
+        // Tests have no common end at which it could be removed: under one name it is replaced by the next run.
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join("flux.tar.gz");
+        let mut create = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
+        create.args(["bundle", "create", "--from-prefix", &prefix, "--out"]).arg(&file).stdout(Stdio::null());
+        assert!(create.status().unwrap().success(), "no bundle can be made of {prefix}");
+        Some(file)
+    });
+    made.as_deref()
+}

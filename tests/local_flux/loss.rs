@@ -1,0 +1,257 @@
+//! What is lost, killed or changed, and what must not notice.
+
+use std::{collections::BTreeMap, time::Instant};
+
+use flux_distribute::api::{
+    CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxInstance, FluxNode, INSTANCE, Rank, Resources, Roster, SECRET_CURVE,
+};
+use k8s_openapi::api::core::v1::{ConfigMap, Node, Secret};
+use kube::{
+    Api,
+    api::{DeleteParams, ListParams, Patch, PatchParams},
+};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::json;
+
+use crate::harness::Cluster;
+
+#[test]
+fn a_node_that_joins_later_changes_no_rank_and_restarts_no_broker() {
+    let Some(cluster) = Cluster::up(4, &[]) else { return };
+    let job = cluster.job(&["-N4", "-n4"]);
+    let (brokers, ranks) = (cluster.brokers(), cluster.ranks());
+    let begin = Instant::now();
+    cluster.must(&["add-node"]);
+    cluster.all_online(5);
+    eprintln!("measured: {:.1} s from the new node's boot to Online", begin.elapsed().as_secs_f64());
+    let (mut brokers_now, mut ranks_now) = (cluster.brokers(), cluster.ranks());
+    assert!(brokers_now.remove("node5").is_some());
+    ranks_now.remove("node5");
+    assert_eq!((brokers_now, ranks_now), (brokers, ranks));
+    job.finish();
+    let said = cluster.exec("node5", &["flux", "run", "-N1", "--requires=node5", "hostname"]);
+    assert_eq!(said, "node5");
+    assert_eq!(cluster.exec("node1", &["flux", "run", "-N5", "hostname"]).lines().count(), 5);
+}
+
+#[test]
+fn killed_agents_take_no_broker_and_no_job_along() {
+    let Some(cluster) = Cluster::up(4, &[]) else { return };
+    let job = cluster.job(&["-N4", "-n4"]);
+    let brokers = cluster.brokers();
+    assert_eq!(brokers.len(), 4);
+
+    cluster.must(&["agent", "node2", "kill"]);
+    cluster.until("another agent on node2", || (cluster.node("node2").restarts > 0).then_some(()));
+    cluster.all_online(4);
+    assert_eq!(cluster.brokers(), brokers);
+
+    kill_agents(&cluster, &["node1", "node2", "node3", "node4"]);
+    cluster.all_online(4);
+    assert_eq!(cluster.brokers(), brokers);
+
+    // In the middle of a join.
+    let mut joining = cluster.command(&["add-node"]).stdout(std::process::Stdio::null()).spawn().unwrap();
+    cluster.until("the new node's agent", || {
+        cluster.nodes().iter().any(|node| node.name == "node5" && node.agent_pid.is_some()).then_some(())
+    });
+    kill_agents(&cluster, &["node1", "node2", "node3", "node4", "node5"]);
+    assert!(joining.wait().unwrap().success());
+    cluster.all_online(5);
+    let mut now = cluster.brokers();
+    now.remove("node5");
+    assert_eq!(now, brokers);
+    job.finish();
+}
+
+/// All at once; returns when each has been started again.
+fn kill_agents(cluster: &Cluster, names: &[&str]) {
+    let before: BTreeMap<_, _> = cluster.nodes().into_iter().map(|node| (node.name, node.restarts)).collect();
+    let killers: Vec<_> = names.iter().map(|name| cluster.command(&["agent", name, "kill"]).spawn().unwrap()).collect();
+    for mut killer in killers {
+        assert!(killer.wait().unwrap().success());
+    }
+    cluster.until("the agents' restarts", || {
+        let nodes = cluster.nodes();
+        let mut killed = nodes.iter().filter(|node| names.contains(&node.name.as_str()));
+        killed.all(|node| node.restarts > before[&node.name] && node.agent_pid.is_some()).then_some(())
+    });
+}
+
+#[test]
+fn a_killed_broker_and_a_killed_planner_are_made_up_for_within_seconds() {
+    let Some(cluster) = Cluster::up(3, &[]) else { return };
+    let follower = cluster.holder(1);
+    let killed = cluster.brokers()[&follower];
+    let begin = Instant::now();
+    kill(Pid::from_raw(killed.pid), Signal::SIGKILL).unwrap();
+    let overlay = "flux overlay errors; flux resource list -s up -no {nnodes}";
+    cluster.until("the killed broker's successor", || {
+        let successor = cluster.brokers().get(&follower).is_some_and(|now| now.pid != killed.pid);
+        let up = || cluster.exec("node1", &["sh", "-c", overlay]).lines().last() == Some("3");
+        (successor && cluster.node(&follower).is_online() && up()).then_some(())
+    });
+    let back = begin.elapsed();
+    eprintln!("measured: {:.2} s from kill -9 of a follower's broker to back online", back.as_secs_f64());
+    assert!(back.as_secs() < 3 * 5, "promised are 5 s: {back:?}");
+    assert_eq!(cluster.exec("node1", &["flux", "run", "-N3", "hostname"]).lines().count(), 3);
+
+    let planner = cluster.planner();
+    let brokers = cluster.brokers();
+    let begin = Instant::now();
+    cluster.must(&["agent", &planner, "kill"]);
+    cluster.must(&["add-node"]);
+    cluster.until("the new node", || cluster.nodes().iter().any(|n| n.name == "node4" && n.is_online()).then_some(()));
+    let online = begin.elapsed();
+    eprintln!("measured: {:.2} s from kill -9 of the planner, then a new node, to Online", online.as_secs_f64());
+    assert!(online.as_secs() < 3 * 10, "promised are 10 s: {online:?}");
+    cluster.all_online(4);
+    let mut now = cluster.brokers();
+    now.remove("node4");
+    assert_eq!(now, brokers);
+}
+
+fn roster(cluster: &Cluster) -> Option<Roster> {
+    let map = cluster.wait(cluster.api::<ConfigMap>().get_opt(CONFIGMAP_ROSTER)).unwrap()?;
+    serde_json::from_str(&map.data?[CONFIGMAP_ROSTER_KEY]).ok()
+}
+
+/// What makes a rank what it is: name, Node UID, resources.
+fn given(roster: &Roster) -> BTreeMap<Rank, (String, Option<String>, Option<Resources>)> {
+    let of = |entry: &flux_distribute::api::RosterEntry| {
+        (entry.broker_name.clone(), entry.member.as_ref().map(|member| member.uid.clone()), entry.resources)
+    };
+    roster.ranks.iter().map(|(rank, entry)| (*rank, of(entry))).collect()
+}
+
+#[test]
+fn a_planner_without_memory_makes_the_roster_again_as_it_was_beside_running_jobs() {
+    let Some(cluster) = Cluster::up(4, &[]) else { return };
+    let jobs = cluster.job(&["--cc=1-4", "-N1", "--exclusive"]);
+    let (brokers, before) = (cluster.brokers(), roster(&cluster).unwrap());
+    let planner = cluster.planner();
+
+    let begin = Instant::now();
+    let (now, all) = (DeleteParams::default(), ListParams::default());
+    let deleted = cluster.wait(async {
+        cluster.api::<FluxNode>().delete_collection(&now, &all).await?;
+        cluster.api::<ConfigMap>().delete(CONFIGMAP_ROSTER, &now).await
+    });
+    deleted.unwrap();
+    cluster.must(&["agent", &planner, "kill"]);
+
+    let after = cluster.until("the roster", || roster(&cluster));
+    eprintln!("measured: {:.1} s from the loss of all memory to the roster", begin.elapsed().as_secs_f64());
+    cluster.all_online(4);
+    eprintln!("measured: {:.1} s from the loss of all memory to all Online", begin.elapsed().as_secs_f64());
+    assert_eq!(given(&after), given(&before));
+    let identity = |roster: &Roster| (roster.instance_id.clone(), roster.epoch, roster.settings.clone());
+    assert_eq!(identity(&after), identity(&before));
+    assert_eq!(cluster.brokers(), brokers);
+    jobs.finish();
+    assert_eq!(cluster.exec("node1", &["flux", "run", "-N4", "hostname"]).lines().count(), 4);
+    assert_eq!(given(&roster(&cluster).unwrap()), given(&before));
+}
+
+#[test]
+fn a_deleted_certificate_comes_back_as_the_very_same() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let secrets = cluster.api::<Secret>();
+    let read = || cluster.wait(secrets.get_opt(SECRET_CURVE)).unwrap();
+    let (before, brokers) = (read().unwrap(), cluster.brokers());
+    let begin = Instant::now();
+    cluster.wait(secrets.delete(SECRET_CURVE, &DeleteParams::default())).unwrap();
+    let after = cluster.until("the certificate", read);
+    eprintln!("measured: {:.1} s from the certificate's deletion to its return", begin.elapsed().as_secs_f64());
+    assert!(after.data == before.data, "it is another one");
+    assert_ne!(after.metadata.uid, before.metadata.uid);
+
+    // It is good for a newcomer.
+    cluster.must(&["add-node"]);
+    cluster.all_online(3);
+    let mut now = cluster.brokers();
+    now.remove("node3");
+    assert_eq!(now, brokers);
+}
+
+#[test]
+fn a_member_that_is_cordoned_tainted_or_not_ready_keeps_its_rank_and_its_job() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let (brokers, ranks) = (cluster.brokers(), cluster.ranks());
+    let before = roster(&cluster).unwrap();
+    let nodes = Api::<Node>::all(cluster.client());
+    let taint = |key: &str, effect: &str| json!({ "key": key, "effect": effect });
+    for (what, status, patch) in [
+        ("cordoned", false, json!({ "spec": { "unschedulable": true } })),
+        (
+            "tainted",
+            false,
+            json!({ "spec": { "taints": [
+            taint("node.kubernetes.io/unreachable", "NoExecute"),
+            taint("example.org/ours", "NoExecute"),
+        ] } }),
+        ),
+        ("not ready", true, json!({ "status": { "conditions": [{ "type": "Ready", "status": "Unknown" }] } })),
+    ] {
+        let job = cluster.job(&["-N2", "-n2"]);
+        let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
+        let patched = cluster.wait(async {
+            match status {
+                true => nodes.patch_status("node2", &params, &patch).await,
+                false => nodes.patch("node2", &params, &patch).await,
+            }
+        });
+        patched.unwrap();
+        let seen = cluster.instance().metadata.generation;
+        nudge(&cluster, seen.unwrap_or_default());
+        assert_eq!(cluster.brokers(), brokers, "{what}");
+        assert_eq!(cluster.ranks(), ranks, "{what}");
+        assert_eq!(given(&roster(&cluster).unwrap()), given(&before), "{what}");
+        job.finish();
+        cluster.all_online(2);
+    }
+    let said = cluster.exec("node1", &["flux", "run", "-N2", "hostname"]);
+    assert_eq!(said.lines().count(), 2, "{said}");
+}
+
+/// A change of the spec that means nothing; waits until the planner has taken it in, and so everything before it.
+fn nudge(cluster: &Cluster, generation: i64) {
+    let patch = json!({ "spec": { "drain": { "timeout": format!("{}m", generation + 1) } } });
+    let patched = cluster.wait(async {
+        cluster.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &Patch::Merge(patch)).await
+    });
+    let wanted = patched.unwrap().metadata.generation;
+    assert!(wanted > Some(generation));
+    cluster.until("the planner", || {
+        (cluster.instance().status.map(|status| status.observed_generation) >= wanted).then_some(())
+    });
+}
+
+#[test]
+fn a_changed_spec_restarts_nothing_and_shows_as_restart_pending() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let job = cluster.job(&["-N2", "-n2"]);
+    let brokers = cluster.brokers();
+    let patch = json!({ "spec": { "broker": { "cpuWeight": 321 } } });
+    let patched = cluster.wait(async {
+        cluster.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &Patch::Merge(patch)).await
+    });
+    patched.unwrap();
+    let message = cluster.until("RestartPending", || {
+        let conditions = cluster.instance().status?.conditions;
+        let pending = conditions.into_iter().find(|found| found.type_ == "RestartPending" && found.status == "True")?;
+        Some(pending.message)
+    });
+    eprintln!("measured: RestartPending says: {message}");
+    assert!(message.contains("cpuWeight"), "{message}");
+    cluster.all_online(2);
+    assert_eq!(cluster.brokers(), brokers);
+    // Not even when the agents begin anew.
+    kill_agents(&cluster, &["node1", "node2"]);
+    cluster.all_online(2);
+    assert_eq!(cluster.brokers(), brokers);
+    job.finish();
+}

@@ -1,0 +1,13 @@
+//! The whole thing on real Flux: local mode's nodes, the agents, the planner and the brokers, from `local up` to `local
+//! down`. Needs root, namespaces, and a Flux in the prefix that FLUX_PREFIX names (default /opt/flux).
+
+#![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
+
+mod harness;
+mod instance;
+mod loss;
+mod removal;
+mod sources;
+#[path = "../support/traces.rs"]
+mod traces;
+mod trees;

@@ -1,0 +1,48 @@
+//! The end of an instance.
+
+use std::{fs, time::Instant};
+
+use flux_distribute::api::{FluxInstance, FluxNode, INSTANCE};
+use kube::api::{DeleteParams, ListParams, PostParams};
+
+use crate::{harness::Cluster, instance::is_one_instance};
+
+#[test]
+fn a_deleted_instance_leaves_clean_hosts_and_comes_up_again_when_it_is_made_anew() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let instances = cluster.api::<FluxInstance>();
+    let spec = cluster.instance().spec;
+    let first = cluster.instance().status.unwrap().instance_id;
+    for node in cluster.nodes() {
+        assert!(cluster.root(&node.name).join("opt/flux").is_symlink());
+    }
+
+    let begin = Instant::now();
+    cluster.wait(instances.delete(INSTANCE, &DeleteParams::default())).unwrap();
+    cluster.until("the FluxNodes' end", || {
+        let left = cluster.wait(cluster.api::<FluxNode>().list(&ListParams::default())).unwrap();
+        left.items.is_empty().then_some(())
+    });
+    eprintln!("measured: {:.1} s from the FluxInstance's deletion to clean hosts", begin.elapsed().as_secs_f64());
+    assert!(cluster.brokers().is_empty());
+    for node in cluster.nodes() {
+        let root = cluster.root(&node.name);
+        for path in ["opt/flux-distribute", "opt/flux", "flux-connect.sh"] {
+            assert!(fs::symlink_metadata(root.join(path)).is_err(), "{path} is left on {}", node.name);
+        }
+        let left =
+            cluster.exec(&node.name, &["find", "/opt", "/run", "-mindepth", "1", "-not", "-path", "/run/boot-id"]);
+        assert_eq!(left, "", "{}", node.name);
+        // The test's own question and the node's PID 1 run in cgroups of the node; nothing else of ours does.
+        let groups = cluster.exec(&node.name, &["find", "/sys/fs/cgroup", "-name", "flux*"]);
+        assert!(!groups.contains("flux"), "{}: {groups}", node.name);
+    }
+
+    cluster.wait(instances.create(&PostParams::default(), &FluxInstance::new(INSTANCE, spec))).unwrap();
+    cluster.until("two nodes online again", || {
+        let nodes = cluster.nodes();
+        nodes.iter().all(crate::harness::NodeStatus::is_online).then_some(())
+    });
+    is_one_instance(&cluster, 2);
+    assert_ne!(cluster.instance().status.unwrap().instance_id, first);
+}

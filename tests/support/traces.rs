@@ -1,0 +1,37 @@
+//! What a local cluster has left on the machine.
+
+use std::{fs, path::Path};
+
+/// The name of the cluster's bridge, after which everything else is named.
+pub fn bridge(state: &Path) -> String {
+    let record: serde_json::Value = serde_json::from_slice(&fs::read(state.join("cluster.json")).unwrap()).unwrap();
+    record["bridge"].as_str().unwrap().to_owned()
+}
+
+/// Files, mounts, links, cgroups and processes, anywhere on the machine.
+pub fn traces(state: &Path, bridge: &str) -> Vec<String> {
+    let path = state.display().to_string();
+    let mut traces: Vec<String> = Vec::new();
+    if state.exists() {
+        traces.push(path.clone());
+    }
+    let mounts = fs::read_to_string("/proc/mounts").unwrap();
+    traces.extend(mounts.lines().filter(|line| line.contains(&path)).map(str::to_owned));
+    let links = fs::read_dir("/sys/class/net").unwrap().map(|link| link.unwrap().file_name().into_string().unwrap());
+    traces.extend(links.filter(|link| link == bridge || link.starts_with(&format!("{bridge}n"))));
+    for hierarchy in fs::read_dir("/sys/fs/cgroup").unwrap() {
+        let group = hierarchy.unwrap().path().join("flux-distribute-local").join(bridge);
+        if group.exists() {
+            traces.push(group.display().to_string());
+        }
+    }
+    for process in fs::read_dir("/proc").unwrap().flatten() {
+        let environment = fs::read(process.path().join("environ")).unwrap_or_default();
+        let ours = String::from_utf8_lossy(&environment).contains(&format!("FLUX_DISTRIBUTE_LOCAL_DIR={path}\0"));
+        let cgroup = fs::read_to_string(process.path().join("cgroup")).unwrap_or_default();
+        if ours || cgroup.contains(&format!("flux-distribute-local/{bridge}/")) {
+            traces.push(process.path().display().to_string());
+        }
+    }
+    traces
+}
