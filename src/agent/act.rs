@@ -11,7 +11,7 @@ use tracing::{debug, info};
 
 use super::decide::Assignment;
 use crate::{
-    api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, RUN_DIR, Rank, Roster},
+    api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, RUN_DIR, Rank, Roster, Uninstall},
     broker::command::{BrokerIdentity, launch},
     host::{
         Answer, ClaimOrder, ConfigureOrder, FluxOrder, Host, HostError, HostFile, HostView, LaunchOrder, LinkOrder,
@@ -107,6 +107,7 @@ impl Applied {
 }
 
 /// Acts on one host.
+#[derive(Clone)]
 pub struct Actor {
     /// The host boundary.
     pub host: Arc<dyn Host>,
@@ -114,6 +115,8 @@ pub struct Actor {
     pub client: kube::Client,
     /// uid of the FluxInstance.
     pub instance_uid: String,
+    /// Its spec.uninstall.
+    pub uninstall: Uninstall,
 }
 
 impl Actor {
@@ -130,6 +133,7 @@ impl Actor {
     /// # Errors
     /// Why this host can't carry a broker, in one sentence with a remedy.
     pub async fn preflight(&self, spec: &FluxInstanceSpec, set: Option<&PackageSet>) -> Result<Preflight, StepError> {
+        // Room is needed for what is to be installed only: a full disk must not keep a broker from being started again.
         let need_bytes = set.map_or(0, |set| estimate_bytes(set, crate::packages::native_platform()));
         let order = PreflightOrder {
             prefix: spec.prefix.clone().map(PathBuf::from),
@@ -147,7 +151,11 @@ impl Actor {
     /// # Errors
     /// The stage's.
     pub async fn claim(&self, preflight: &Preflight) -> Result<(), StepError> {
-        let order = ClaimOrder { prefix: preflight.prefix.clone(), instance_uid: self.instance_uid.clone() };
+        let order = ClaimOrder {
+            prefix: preflight.prefix.clone(),
+            instance_uid: self.instance_uid.clone(),
+            uninstall: self.uninstall,
+        };
         self.order(Order::Claim(order)).await.map(drop)
     }
 
@@ -194,7 +202,7 @@ impl Actor {
         let published =
             published.ok_or_else(|| StepError::NotYet("waiting for ConfigMap flux-broker".to_owned()))?.text;
         let made_from = broker_toml::made_from(&published);
-        let Some((_, revision)) = made_from.filter(|made_from| *made_from >= (roster.epoch, assignment.entry.revision))
+        let Some((_, revision)) = made_from.filter(|made_from| *made_from >= (roster.epoch, assignment.revision))
         else {
             return Err(StepError::NotYet("waiting for ConfigMap flux-broker to follow the roster".to_owned()));
         };

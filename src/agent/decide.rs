@@ -2,7 +2,7 @@
 //! the ladder: preflight, claim and install, configure and start, verify and report.
 
 use crate::{
-    api::{FluxNodeSpec, Rank, Roster, RosterEntry, Want},
+    api::{FluxNodeSpec, ROSTER_FORMAT, Rank, Roster, RosterEntry, Want},
     host::{HostView, Preflight, RunningBroker},
 };
 
@@ -94,7 +94,7 @@ pub struct Assignment {
     pub node_uid: String,
     /// The epoch.
     pub epoch: u64,
-    /// The roster's revision.
+    /// The least revision that the files must be made from.
     pub revision: u64,
 }
 
@@ -119,6 +119,12 @@ pub fn decide(seen: &Seen) -> Step {
     let Some(spec) = seen.spec.filter(|spec| spec.instance_uid.as_deref() == Some(uid)) else {
         return Step::Wait("waiting for the planner".to_owned());
     };
+    if let Some(roster) = seen.roster.filter(|roster| roster.format > ROSTER_FORMAT) {
+        return Step::Wait(format!(
+            "the roster has format {}, this agent knows {ROSTER_FORMAT}: finish the upgrade",
+            roster.format
+        ));
+    }
     if let (Some(broker), Some(roster)) = (&seen.host.broker, seen.roster)
         && let Some(reason) = superseded(broker, spec, roster)
     {
@@ -161,12 +167,13 @@ pub fn agreed(spec: &FluxNodeSpec, roster: &Roster) -> Option<Assignment> {
     let entry = roster.ranks.get(&rank)?;
     let node_uid = spec.node_uid.clone()?;
     let member = entry.member.as_ref()?;
-    (member.uid == node_uid && spec.epoch == roster.epoch).then(|| Assignment {
+    let same_instance = spec.instance_uid.as_deref() == Some(&roster.instance_uid);
+    (member.uid == node_uid && spec.epoch == roster.epoch && same_instance).then(|| Assignment {
         rank,
         entry: entry.clone(),
         node_uid,
         epoch: roster.epoch,
-        revision: roster.revision,
+        revision: spec.revision.max(entry.revision),
     })
 }
 
@@ -177,8 +184,9 @@ fn superseded(broker: &RunningBroker, spec: &FluxNodeSpec, roster: &Roster) -> O
         return Some(format!("the broker of epoch {} is running, the roster is at {}", record.epoch, roster.epoch));
     }
     let assignment = agreed(spec, roster)?;
-    let same = (assignment.rank, &assignment.node_uid) == (record.rank, &record.node_uid);
-    (!same).then(|| format!("rank {} is no longer this node's: it has rank {} now", record.rank, assignment.rank))
+    // Not the Node's uid: a machine that was registered again has another, and the same broker.
+    (assignment.rank != record.rank)
+        .then(|| format!("rank {} is no longer this node's: it has rank {} now", record.rank, assignment.rank))
 }
 
 /// While the API server is away a broker that has died is started again as it was.
@@ -315,6 +323,7 @@ mod tests {
             |w| w.instance = "",
             |w| w.roster.as_mut().unwrap().settings.port = 1,
             |w| w.roster.as_mut().unwrap().ranks.clear(),
+            |w| w.host.broker.as_mut().unwrap().record.node_uid = "uid of an earlier Node object".into(),
             |w| w.host.broker.as_mut().unwrap().record.launch = "other version".into(),
         ] {
             let mut world = World::new();

@@ -2,13 +2,14 @@
 //! there is something new, so that the cost of a node does not grow with their number.
 
 use kube::Client;
+use serde::de::DeserializeOwned;
 use tracing::info;
 
 use super::act::{StepError, read_host_file};
 use crate::{
     api::{
-        CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet,
-        Roster, Want,
+        CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY, CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER,
+        CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet, Roster, Want,
     },
     host::HostView,
     plan::certificate::Certificate,
@@ -22,8 +23,8 @@ pub struct Published {
     pub roster: Option<Roster>,
     /// Lead only: there is none in the API any more.
     pub roster_is_gone: bool,
-    /// The package set and its digest.
-    packages: Option<(String, PackageSet)>,
+    /// The package sets and their digests: what the spec asks for, and what the running epoch has where that differs.
+    packages: Vec<(String, PackageSet)>,
 }
 
 impl Published {
@@ -32,28 +33,23 @@ impl Published {
     /// # Errors
     /// The API server's; what was read before stays.
     pub async fn refresh(&mut self, client: &Client, spec: &FluxNodeSpec, view: &HostView) -> Result<(), StepError> {
-        let known = self.roster.as_ref().map(|roster| (roster.epoch, roster.revision));
-        let stale = spec.rank.is_some() && known < Some((spec.epoch, spec.revision));
+        let is_current = |roster: &Roster| roster.epoch == spec.epoch && roster.revision >= spec.revision;
+        let stale = spec.rank.is_some() && !self.roster.as_ref().is_some_and(is_current);
         let is_lead = view.broker.as_ref().is_some_and(|broker| broker.record.rank == 0);
         if stale || is_lead {
             let found = read_roster(client).await?;
             self.roster_is_gone = found.is_none();
             self.roster = found.or_else(|| self.roster.take());
         }
-        if self.packages.is_none() || spec.want != Want::Run {
-            self.packages = read_packages(client).await?.map(|set| (set.digest(), set));
+        if self.packages.is_empty() || spec.want != Want::Run {
+            self.packages = read_packages(client).await?.into_iter().map(|set| (set.digest(), set)).collect();
         }
         if is_lead { self.bring_back_certificate(client, view).await } else { Ok(()) }
     }
 
-    /// Digest of the package set.
+    /// Digest of the package set that the spec asks for.
     pub fn digest(&self) -> Option<&str> {
-        self.packages.as_ref().map(|(digest, _)| digest.as_str())
-    }
-
-    /// The package set, whichever it is.
-    pub fn any_packages(&self) -> Option<&PackageSet> {
-        self.packages.as_ref().map(|(_, set)| set)
+        self.packages.first().map(|(digest, _)| digest.as_str())
     }
 
     /// The package set `digest`.
@@ -61,7 +57,7 @@ impl Published {
     /// # Errors
     /// Another one is published, or none.
     pub fn packages(&self, digest: &str) -> Result<PackageSet, StepError> {
-        let set = self.packages.as_ref().filter(|(published, _)| published == digest).map(|(_, set)| set.clone());
+        let set = self.packages.iter().find(|(published, _)| published == digest).map(|(_, set)| set.clone());
         set.ok_or_else(|| StepError::NotYet(format!("waiting for package set {digest} to be published")))
     }
 
@@ -91,13 +87,24 @@ impl Published {
     }
 }
 
-/// What the planner has published in ConfigMap flux-packages.
+/// What the planner has published in ConfigMap flux-packages: first what the spec asks for.
 ///
 /// # Errors
 /// The API server's.
-pub async fn read_packages(client: &Client) -> Result<Option<PackageSet>, PlannerError> {
-    let document = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await?;
-    Ok(document.and_then(|document| serde_json::from_str(&document.text).ok()))
+pub async fn read_packages(client: &Client) -> Result<Vec<PackageSet>, PlannerError> {
+    let Some(document) = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await? else {
+        return Ok(Vec::new());
+    };
+    let epoch = document.others.get(CONFIGMAP_PACKAGES_EPOCH_KEY);
+    std::iter::once(&document.text).chain(epoch).map(|text| parse(CONFIGMAP_PACKAGES, text)).collect()
+}
+
+/// What can't be read is not the same as what isn't there.
+fn parse<T: DeserializeOwned>(map: &str, text: &str) -> Result<T, PlannerError> {
+    serde_json::from_str(text).map_err(|error| PlannerError::Content {
+        object: format!("ConfigMap {map}"),
+        reason: format!("can't be read by this version ({error})"),
+    })
 }
 
 /// The roster as it is published.
@@ -106,5 +113,5 @@ pub async fn read_packages(client: &Client) -> Result<Option<PackageSet>, Planne
 /// The API server's.
 pub async fn read_roster(client: &Client) -> Result<Option<Roster>, PlannerError> {
     let document = store::read(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY).await?;
-    Ok(document.and_then(|document| serde_json::from_str(&document.text).ok()))
+    document.map(|document| parse(CONFIGMAP_ROSTER, &document.text)).transpose()
 }

@@ -1,12 +1,18 @@
 //! The agent's loop.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
+};
 
 use futures::FutureExt;
 use kube::{Api, Client, ResourceExt};
 use tokio::{
     signal::unix::{SignalKind, signal},
-    sync::watch,
+    sync::{Mutex, watch},
     task::JoinHandle,
     time::{Instant, sleep, timeout},
 };
@@ -28,7 +34,7 @@ use super::{
     watch::{Presence, World, world},
 };
 use crate::{
-    api::{CONFIGMAP_DEFAULT, FluxInstanceSpec, NAMESPACE, RunningJobs},
+    api::{CONFIGMAP_DEFAULT, FluxInstanceSpec, NAMESPACE, RunningJobs, Uninstall},
     broker::status::instance as ask_instance,
     error_chain,
     host::{Host, HostView, NsHost, Preflight, Progress},
@@ -44,6 +50,11 @@ const GROWN_UP: Duration = Duration::from_secs(30);
 /// A broker that takes longer than this to come up is worth a look into the lead's words.
 const LATE: Duration = Duration::from_secs(5);
 
+/// So long a new agent may take to hear the broker that it has found.
+const NEW: Duration = Duration::from_secs(10);
+/// The longest that a live change may take.
+const LIVE_CHANGE: Duration = Duration::from_secs(60);
+
 /// Runs the agent until SIGTERM.
 ///
 /// # Errors
@@ -57,12 +68,19 @@ pub async fn run(arguments: AgentArguments) -> Result<std::process::ExitCode, Ag
     let client = client().await?;
     let host: Arc<dyn Host> = Arc::new(NsHost::open()?);
     info!(node = arguments.node_name, version = env!("CARGO_PKG_VERSION"), "the agent begins");
-    let planner = tokio::spawn(planner::run(client.clone(), arguments.pod_name.clone()));
     let world = world(&client, &arguments.node_name);
-    let mut agent = Agent::new(&client, host, &arguments, world.clone(), readiness);
+    let members = Arc::new(AtomicU32::new(0));
+    let planner = tokio::spawn(planner::run(client.clone(), arguments.pod_name.clone(), members.clone()));
+    let mut agent = Agent::new(&client, host, &arguments, world.clone(), readiness, members);
+    let live_change = agent.live_change.clone();
     tokio::select! {
         () = agent.hold() => {}
-        _ = terminate.recv() => info!("SIGTERM: an end of the pod is no end of what runs on the host"),
+        () = async {
+            terminate.recv().await;
+            info!("SIGTERM: an end of the pod is no end of what runs on the host");
+            // Cut off between two of its steps, a live change would leave the instance without a scheduler.
+            let _ = timeout(LIVE_CHANGE, live_change.lock()).await;
+        } => {}
     }
     planner.abort();
     let released = planner::release(client.clone(), &arguments.pod_name);
@@ -85,6 +103,11 @@ impl Drop for LogTask {
 
 struct Agent {
     client: Client,
+    /// Held while the lead takes in new resources.
+    live_change: Arc<Mutex<()>>,
+    /// Members of the instance, for the planner's candidates.
+    members: Arc<AtomicU32>,
+    began: Instant,
     actor: Actor,
     reporter: Reporter,
     readiness: Readiness,
@@ -110,10 +133,14 @@ impl Agent {
         arguments: &AgentArguments,
         world: watch::Receiver<World>,
         readiness: Readiness,
+        members: Arc<AtomicU32>,
     ) -> Self {
         Self {
             client: client.clone(),
-            actor: Actor { host, client: client.clone(), instance_uid: String::new() },
+            live_change: Arc::default(),
+            members,
+            began: Instant::now(),
+            actor: Actor { host, client: client.clone(), instance_uid: String::new(), uninstall: Uninstall::default() },
             reporter: Reporter::new(client.clone(), arguments.node_name.clone(), &arguments.pod_name),
             readiness,
             world,
@@ -160,13 +187,15 @@ impl Agent {
         self.observe(&world).await?;
         let uid = world.instance_uid();
         let step = decide(&self.seen(&world, uid.as_deref()));
-        self.report(&world, &step, None).await;
         if let Step::Hold | Step::Wait(_) = step {
             self.tries.succeeded();
+            self.report(&world, &step, None).await;
+            // What others do is heard by a watch, but for the packages, which are not watched.
             let on_its_way = self.view.broker.is_some() && !self.is_online();
-            return Ok(if on_its_way || matches!(step, Step::Wait(_)) { SOON } else { RESYNC });
+            return Ok(if on_its_way || self.published.digest().is_none() { SOON } else { RESYNC });
         }
-        if let Some(rest) = self.tries.rest(&step) {
+        self.report(&world, &step, None).await;
+        if let Some(rest) = self.tries.rest(&step).or_else(|| self.rest_before_start(&step)) {
             return Ok(rest);
         }
         let outcome = self.act(&world, &step).await;
@@ -184,6 +213,12 @@ impl Agent {
                 Ok(self.tries.pause())
             }
         }
+    }
+
+    /// A broker that dies as soon as it is started is not hammered.
+    fn rest_before_start(&self, step: &Step) -> Option<Duration> {
+        let started = self.started.filter(|_| matches!(step, Step::Start(_)) && self.deaths > 1)?;
+        (started + pause(self.deaths - 1)).checked_duration_since(Instant::now())
     }
 
     fn seen<'a>(&'a self, world: &'a World, uid: Option<&'a str>) -> Seen<'a> {
@@ -208,6 +243,8 @@ impl Agent {
     async fn observe(&mut self, world: &World) -> Result<(), StepError> {
         if let Some(instance) = world.instance.here() {
             self.spec = instance.spec.clone();
+            self.members.store(instance.status.as_ref().map_or(0, |status| status.size), Ordering::Relaxed);
+            self.actor.uninstall = self.spec.uninstall;
             let uid = instance.uid().unwrap_or_default();
             if self.actor.instance_uid != uid {
                 self.actor.instance_uid = uid;
@@ -218,6 +255,7 @@ impl Agent {
             }
         }
         self.view = self.actor.observe().await?;
+        self.remember_the_end(world).await?;
         let alive = self.view.broker.is_some();
         if alive && self.started.is_some_and(|started| started.elapsed() > GROWN_UP) {
             self.deaths = 0;
@@ -231,6 +269,13 @@ impl Agent {
             }
         }
         Ok(())
+    }
+
+    /// What is to happen at the end is asked for when the FluxInstance is gone: the host has to remember it.
+    async fn remember_the_end(&self, world: &World) -> Result<(), StepError> {
+        let (Some(state), Some(preflight)) = (&self.view.state, &self.preflight) else { return Ok(()) };
+        let ours = state.instance_uid == self.actor.instance_uid && world.instance.here().is_some() && !world.is_over();
+        if ours && state.uninstall != self.actor.uninstall { self.actor.claim(preflight).await } else { Ok(()) }
     }
 
     fn follow_log(&mut self) {
@@ -266,6 +311,7 @@ impl Agent {
                 progress,
                 facts: facts.as_ref().or(before.facts.as_ref()),
                 rejected: &rejected,
+                is_new: self.began.elapsed() < NEW,
                 roster_is_gone: self.published.roster_is_gone,
             },
             &before,
@@ -331,7 +377,7 @@ impl Agent {
     async fn climb(&mut self, world: &World, step: &Step) -> Result<(), StepError> {
         let preflight = self.preflight.clone();
         let Some(preflight) = preflight else {
-            let passed = self.actor.preflight(&self.spec, self.published.any_packages()).await?;
+            let passed = self.actor.preflight(&self.spec, None).await?;
             passed.warnings.iter().for_each(|warning| warn!("{warning}"));
             self.preflight = Some(passed);
             return Ok(());
@@ -339,12 +385,10 @@ impl Agent {
         match step {
             Step::Install { digest } => {
                 let set = self.published.packages(digest)?;
+                // Once more, now that it is known how much room they need.
+                self.actor.preflight(&self.spec, Some(&set)).await?;
                 let (sender, mut progress) = tokio::sync::mpsc::unbounded_channel::<Progress>();
-                let actor = Actor {
-                    host: self.actor.host.clone(),
-                    client: self.client.clone(),
-                    instance_uid: self.actor.instance_uid.clone(),
-                };
+                let actor = self.actor.clone();
                 let install = actor.install(&preflight, &set, move |now| drop(sender.send(now)));
                 let mut install = std::pin::pin!(install);
                 let mut said = String::new();
@@ -379,19 +423,20 @@ impl Agent {
                 if assignment.rank == 0 {
                     self.actor.remember(&preflight, &roster, &self.view, revision).await?;
                 }
-                if self.deaths > 1 {
-                    // It dies as soon as it is started: no hammering.
-                    sleep(pause(self.deaths - 1)).await;
-                }
                 Ok(())
             }
             Step::Reload(assignment) => {
                 let roster = self.published.roster()?;
+                let live_change = self.live_change.clone();
+                let _finished = live_change.lock().await;
                 let revision = self.actor.configure(&preflight, &roster, assignment, true).await?;
                 self.actor.reload(&preflight, &roster).await?;
                 self.actor.remember(&preflight, &roster, &self.view, revision).await
             }
             Step::Stop { reason } => {
+                if self.view.job_shells > 0 {
+                    return Err(StepError::NotYet(format!("{reason}; it is stopped when the jobs here have ended")));
+                }
                 info!(reason, "stopping the broker");
                 self.started = None;
                 let rank = self.view.broker.as_ref().map_or(0, |broker| broker.record.rank);
@@ -402,16 +447,16 @@ impl Agent {
         }
     }
 
-    /// Removal, unless jobs run and the spec says that they win.
+    /// Removal, unless jobs run and the instance's word was that they win.
     async fn remove(&mut self) -> Result<(), StepError> {
-        if self.view.broker.is_some() && self.spec.uninstall.running_jobs == RunningJobs::Wait && self.jobs_run().await
-        {
+        let end = self.view.state.as_ref().map(|state| state.uninstall).unwrap_or_default();
+        if end.running_jobs == RunningJobs::Wait && self.jobs_run().await {
             let words =
                 "jobs are running: this host is kept until they have ended (spec.uninstall.runningJobs is Wait)";
             return Err(StepError::NotYet(words.to_owned()));
         }
         self.log = None;
-        self.actor.remove(self.spec.uninstall.keep_state).await?;
+        self.actor.remove(end.keep_state).await?;
         self.view = HostView::default();
         (self.published, self.preflight, self.started) = (Published::default(), None, None);
         match self.reporter.delete().await {
@@ -424,10 +469,13 @@ impl Agent {
         Ok(())
     }
 
+    /// Jobs run in the instance, by the lead's word; where it can't be had, the job shells of this host tell.
     async fn jobs_run(&self) -> bool {
-        let Ok(client) = live::connect().await else { return false };
-        // Without an answer from the lead nothing of this instance runs any more.
-        ask_instance(&client).await.is_ok_and(|instance| instance.allocated.cores > 0)
+        let answer = match live::connect().await {
+            Ok(client) => ask_instance(&client).await,
+            Err(error) => Err(error),
+        };
+        answer.map_or(self.view.job_shells > 0, |instance| instance.allocated.cores > 0 || self.view.job_shells > 0)
     }
 
     /// Cleans at the end of the pod, as long as its grace lasts; needs no API.

@@ -56,8 +56,9 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
         host: Arc::new(NsHost::open()?),
         client: client.clone(),
         instance_uid: instance.uid().unwrap_or_default(),
+        uninstall: instance.spec.uninstall,
     };
-    let set = read_packages(&client).await?;
+    let set = read_packages(&client).await?.into_iter().next();
     let preflight = actor.preflight(&instance.spec, set.as_ref()).await?;
     match rung {
         Rung::Preflight => {

@@ -23,6 +23,8 @@ pub struct Known<'a> {
     pub deaths: u32,
     /// The lead's word on why it refuses us, or another hint on a broker that does not come up.
     pub hint: Option<&'a str>,
+    /// The agent has begun just now.
+    pub is_new: bool,
     /// What a long step is at.
     pub progress: Option<&'a str>,
     /// The Node's InternalIP, by the planner's roster or the Node itself.
@@ -98,6 +100,10 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     if is_online(seen.host, known.live) && !matches!(known.step, Step::Remove) {
         // What can't be done beside a broker that is online is said, but it is online.
         return (NodePhase::Online, known.trouble.map(str::to_owned));
+    }
+    if known.is_new && seen.host.broker.is_some() && known.live.pid.is_none() && before.phase == NodePhase::Online {
+        // A new agent has not heard the broker yet: that is no news about the broker.
+        return (NodePhase::Online, before.message.clone());
     }
     if let Step::Remove = known.step {
         return (NodePhase::Removing, known.trouble.map(str::to_owned).or_else(progress));

@@ -47,6 +47,9 @@ pub const CONFIGMAP_BROKER_KEY: &str = "broker.toml";
 pub const CONFIGMAP_PACKAGES: &str = "flux-packages";
 /// Key in [`CONFIGMAP_PACKAGES`] that holds the package set as JSON.
 pub const CONFIGMAP_PACKAGES_KEY: &str = "packages.json";
+/// Key in [`CONFIGMAP_PACKAGES`] that holds the running epoch's package set, where the spec asks for another one by now:
+/// a node that joins installs what the others run.
+pub const CONFIGMAP_PACKAGES_EPOCH_KEY: &str = "epoch.json";
 /// Secret with the CURVE certificate of the instance.
 pub const SECRET_CURVE: &str = "flux-curve";
 /// Key in [`SECRET_CURVE`].

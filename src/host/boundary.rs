@@ -270,7 +270,7 @@ impl Exec {
 
 /// The stage's environment: nothing of the pod's but how much to log.
 fn stage_env() -> Vec<CString> {
-    let log = std::env::var("RUST_LOG").ok().map(|log| format!("RUST_LOG={log}"));
+    let log = std::env::var("FLUX_DISTRIBUTE_LOG").ok().map(|log| format!("FLUX_DISTRIBUTE_LOG={log}"));
     [format!("PATH={HOST_PATH}"), "LANG=C.UTF-8".to_owned()]
         .into_iter()
         .chain(log)

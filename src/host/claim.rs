@@ -26,7 +26,7 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     let dir = root.path(&order.prefix);
     check_content(&dir)?;
     let parents = missing_parents(&dir);
-    let mut state = state::fresh(&order.prefix, &order.instance_uid);
+    let mut state = state::fresh(order);
     state.undo.extend(parents.iter().map(|parent| Undo::Directory { path: root.unpath(parent) }));
     state::write_pointer(root, &state)?;
     for parent in &parents {
@@ -36,7 +36,13 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
 
     let _lock = HostLock::take(root, &order.prefix, WAIT)?;
     match state::load(root, &order.prefix)? {
-        Some(found) => may_have(&found, order)?,
+        Some(mut found) => {
+            may_have(&found, order)?;
+            if found.uninstall != order.uninstall {
+                found.uninstall = order.uninstall;
+                state::save(root, &found)?;
+            }
+        }
         None => state::save(root, &state)?,
     }
     for name in DIRECTORIES {

@@ -20,7 +20,19 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         broker: broker.running,
         died: broker.died,
         boot_id: facts::boot_id(root),
+        job_shells: job_shells(root),
     })
+}
+
+/// Processes named `flux-shell` (flux-shell(1)) that have not ended.
+fn job_shells(root: &Root) -> usize {
+    let Ok(processes) = fs::read_dir(root.path("/proc")) else { return 0 };
+    let is_shell = |stat: &str| {
+        let (name, rest) = stat.split_once('(').and_then(|(_, rest)| rest.rsplit_once(')')).unwrap_or_default();
+        name == "flux-shell" && !rest.trim_start().starts_with(['Z', 'X'])
+    };
+    let stats = processes.flatten().filter_map(|process| fs::read_to_string(process.path().join("stat")).ok());
+    stats.filter(|stat| is_shell(stat)).count()
 }
 
 fn environments(prefix: &Path) -> Vec<String> {

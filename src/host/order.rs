@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::api::Resources;
+use crate::api::{Resources, Uninstall};
 
 /// One piece of work in the host's namespaces. Every one can be killed at any instruction and given again.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
@@ -50,6 +50,8 @@ pub struct ClaimOrder {
     pub prefix: PathBuf,
     /// uid of the FluxInstance the host is claimed for.
     pub instance_uid: String,
+    /// Its spec.uninstall.
+    pub uninstall: Uninstall,
 }
 
 /// See [`Order::Link`].
@@ -269,6 +271,8 @@ pub struct HostView {
     pub applied: Option<String>,
     /// /proc/sys/kernel/random/boot_id.
     pub boot_id: String,
+    /// Job shells of Flux that run here: each node of a running job has one.
+    pub job_shells: usize,
 }
 
 /// What we did to a host: the undo list, `<prefix>/state.json`.
@@ -284,6 +288,9 @@ pub struct HostState {
     pub prefix: PathBuf,
     /// What to undo, oldest first; written before the thing itself is done.
     pub undo: Vec<Undo>,
+    /// What the FluxInstance says of its own end: remembered, because it is gone when this is asked for.
+    #[serde(default)]
+    pub uninstall: Uninstall,
 }
 
 /// One thing we did to a host outside the prefix.

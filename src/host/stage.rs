@@ -27,7 +27,7 @@ pub fn main() -> ExitCode {
     umask(Mode::from_bits_truncate(0o022));
     let _ = tracing_subscriber::fmt()
         .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_default_env()
+            tracing_subscriber::EnvFilter::try_from_env("FLUX_DISTRIBUTE_LOG")
                 .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info")),
         )
         .with_writer(io::stderr)

@@ -11,7 +11,7 @@ use std::{
 };
 
 use super::{
-    HostState, Refusal, Root, Undo,
+    ClaimOrder, HostState, Refusal, Root, Undo,
     files::{Owner, remove_if_there, sync_parent, write_atomic},
 };
 use crate::api::{PREFIX_CANDIDATES, RUN_DIR};
@@ -24,8 +24,14 @@ pub const STATE: &str = "state.json";
 pub const POINTER: &str = "prefix.json";
 
 /// A claim without anything to undo yet.
-pub fn fresh(prefix: &Path, instance_uid: &str) -> HostState {
-    HostState { format: FORMAT, instance_uid: instance_uid.to_owned(), prefix: prefix.to_owned(), undo: Vec::new() }
+pub fn fresh(order: &ClaimOrder) -> HostState {
+    HostState {
+        format: FORMAT,
+        instance_uid: order.instance_uid.clone(),
+        prefix: order.prefix.clone(),
+        undo: Vec::new(),
+        uninstall: order.uninstall,
+    }
 }
 
 /// Whose this host is, wherever its prefix is.

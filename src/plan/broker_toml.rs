@@ -5,8 +5,8 @@ use std::{collections::BTreeMap, net::IpAddr};
 use super::{hostlist, topology::Topology};
 use crate::api::{Rank, Resources, Roster};
 
-/// Tables that are ours (and `kvs`, whose checkpoint-period is in the spec).
-pub const OWN_TABLES: [&str; 4] = ["bootstrap", "tbon", "resource", "kvs"];
+/// Tables that are ours: `kvs`, whose checkpoint-period is in the spec, and `access`, because guests stay out.
+pub const OWN_TABLES: [&str; 5] = ["bootstrap", "tbon", "resource", "kvs", "access"];
 /// Lost nodes are noticed after this; a node that is cut off for longer loses its jobs. flux-core's default of 20 s is
 /// shorter than many a switch's reboot.
 const TCP_USER_TIMEOUT: &str = "2m";
@@ -64,6 +64,9 @@ pub fn render(roster: &Roster) -> Result<String, String> {
     tbon.insert("connect_timeout".into(), CONNECT_TIMEOUT.into());
 
     table(&mut file, "kvs")?.insert("checkpoint-period".into(), roster.settings.checkpoint_period.clone().into());
+
+    // The agent is root, and looks after brokers that somebody else owns.
+    table(&mut file, "access")?.insert("allow-root-owner".into(), true.into());
 
     let resource = table(&mut file, "resource")?;
     let mut verify = toml::Table::new();
@@ -198,7 +201,10 @@ mod tests {
         let text = render(&roster(4, &[("node1", 2), ("node2", 2), ("node3", 4)])).unwrap();
         assert_eq!(made_from(&text), Some((1, 1)));
         let text = text.split_once('\n').unwrap().1;
-        let expected = r#"[[bootstrap.hosts]]
+        let expected = r#"[access]
+allow-root-owner = true
+
+[[bootstrap.hosts]]
 host = "node[1-3],flux-spare-3"
 
 [[bootstrap.hosts]]

@@ -17,6 +17,8 @@ pub struct NodeView {
     pub name: String,
     /// metadata.uid
     pub uid: String,
+    /// status.nodeInfo.bootID; empty where kubelet has not told.
+    pub boot_id: String,
     /// metadata.creationTimestamp, seconds since the Unix epoch.
     pub created: i64,
     /// Condition Ready is True.
@@ -45,6 +47,7 @@ impl From<&Node> for NodeView {
         Self {
             name: node.metadata.name.clone().unwrap_or_default(),
             uid: node.metadata.uid.clone().unwrap_or_default(),
+            boot_id: status.and_then(|s| s.node_info.as_ref()).map(|info| info.boot_id.clone()).unwrap_or_default(),
             created: node.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
             ready: status.and_then(|s| s.conditions.as_ref()).is_some_and(is_ready),
             cordoned: spec.and_then(|s| s.unschedulable).unwrap_or(false),

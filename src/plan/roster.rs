@@ -89,10 +89,7 @@ pub fn holds<'a>(seen: &Observed<'a>, roster: &Roster, rank: Rank) -> Option<(&'
     let member = roster.ranks.get(&rank)?.member.as_ref()?;
     let status = seen.reports.get(&member.node)?;
     let adopted = status.adopted.as_ref()?;
-    let same = adopted.rank == rank
-        && adopted.epoch == roster.epoch
-        && adopted.node_uid == member.uid
-        && adopted.instance_id == roster.instance_id;
+    let same = adopted.rank == rank && adopted.epoch == roster.epoch && adopted.instance_id == roster.instance_id;
     same.then_some((status, adopted))
 }
 
@@ -269,8 +266,15 @@ fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> {
 /// What changes for those who hold a rank: facts that have grown, a Node that is gone, one that is back.
 fn keep_members(seen: &Observed, roster: &mut Roster) {
     let retain = retain_secs(seen.spec);
+    let running: Vec<Rank> = roster.ranks.keys().copied().filter(|rank| holds(seen, roster, *rank).is_some()).collect();
     for (rank, entry) in &mut roster.ranks {
         let Some(member) = &mut entry.member else { continue };
+        if let Some(node) =
+            seen.nodes.iter().find(|node| running.contains(rank) && is_registered_again(seen, node, member))
+        {
+            entry.reserved_for = entry.reserved_for.take().map(|_| node.uid.clone());
+            member.uid.clone_from(&node.uid);
+        }
         let Some(node) = seen.nodes.iter().find(|node| node.uid == member.uid) else {
             let since = *member.gone_since.get_or_insert(seen.now);
             // The lead's statedir holds the queue: nobody else can take its rank.
@@ -289,6 +293,13 @@ fn keep_members(seen: &Observed, roster: &mut Roster) {
             entry.resources = Some(grown);
         }
     }
+}
+
+/// `node` is the very machine of `member` under a new Node object, as after `kubectl delete node` and a restart of kubelet:
+/// the agent that reports the member's broker speaks of the same boot. Another machine of that name has another.
+fn is_registered_again(seen: &Observed, node: &NodeView, member: &Member) -> bool {
+    let boot = seen.reports.get(&node.name).and_then(|report| report.facts.as_ref()).map(|facts| &facts.boot_id);
+    node.name == member.node && node.uid != member.uid && !node.boot_id.is_empty() && boot == Some(&node.boot_id)
 }
 
 /// In a deep tree: a member whose broker is out of the overlay, under a parent that can't come back by itself, takes a free
@@ -333,7 +344,10 @@ fn join(seen: &Observed, roster: &mut Roster) {
         if members >= limit {
             return;
         }
-        if rank_of(roster, &node.uid).is_some() || facts(seen, node).is_none() {
+        // One whose broker runs, whatever it was started for, is not to be started for another rank.
+        let runs = seen.reports.get(&node.name).and_then(|report| report.adopted.as_ref());
+        let runs = runs.is_some_and(|adopted| adopted.instance_id == roster.instance_id);
+        if rank_of(roster, &node.uid).is_some() || facts(seen, node).is_none() || runs {
             continue;
         }
         let own = roster.ranks.iter().find(|(rank, entry)| {

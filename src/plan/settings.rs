@@ -73,6 +73,9 @@ pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, c
         &running.checkpoint_period,
         &wanted.checkpoint_period,
     );
+    if running.spare_shape != wanted.spare_shape {
+        differences.push("spares.shape changed".to_owned());
+    }
     if running.certificate != wanted.certificate {
         differences.push("certificate changed".to_owned());
     }

@@ -77,6 +77,13 @@ pub fn status(
         _ if established && !lead_online => set("Degraded", true, "LeadNotOnline", &message),
         _ => set("Degraded", false, "AsExpected", ""),
     }
+    match (seen.spec.size, roster.map(|roster| roster.settings.max_size)) {
+        (Some(size), Some(max_size)) if size > max_size => {
+            let words = format!("size {size} is more than maxSize {max_size} of the running epoch: {max_size} it is");
+            set("ScaleDenied", true, "MoreThanMaxSize", &words);
+        }
+        _ => set("ScaleDenied", false, "Fits", ""),
+    }
     match &restart {
         Some(differences) => set("RestartPending", true, "Differs", differences),
         None => set("RestartPending", false, "Same", ""),

@@ -1,6 +1,12 @@
 //! Holding the Lease `flux-planner`.
 
-use std::time::Duration;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
+};
 
 use k8s_openapi::{
     api::coordination::v1::{Lease, LeaseSpec},
@@ -23,14 +29,15 @@ use crate::{
 pub struct Candidate {
     leases: Api<Lease>,
     identity: String,
+    members: Arc<AtomicU32>,
     /// The version seen last, and when it was seen first, by our own clock.
     last: Option<(String, Instant)>,
 }
 
 impl Candidate {
     /// A candidate under the name `identity`.
-    pub fn new(client: Client, identity: String) -> Self {
-        Self { leases: Api::namespaced(client, NAMESPACE), identity, last: None }
+    pub fn new(client: Client, identity: String, members: Arc<AtomicU32>) -> Self {
+        Self { leases: Api::namespaced(client, NAMESPACE), identity, members, last: None }
     }
 
     /// Waits until the Lease is ours.
@@ -42,7 +49,7 @@ impl Candidate {
                 Ok(Err(error)) => debug!(%error, "looking at the Lease failed"),
                 Err(_) => debug!("looking at the Lease took too long"),
             }
-            sleep(jittered(look_every(0))).await;
+            sleep(jittered(look_every(self.members.load(Ordering::Relaxed)))).await;
         }
     }
 

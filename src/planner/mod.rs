@@ -11,7 +11,10 @@ mod publish;
 mod reconcile;
 pub(crate) mod store;
 
-use std::time::Duration;
+use std::{
+    sync::{Arc, atomic::AtomicU32},
+    time::Duration,
+};
 
 use kube::Client;
 use tracing::{info, warn};
@@ -75,8 +78,9 @@ impl PlannerError {
 }
 
 /// Candidate and planner by turns, for as long as the agent lives. `identity` is the pod's name.
-pub async fn run(client: Client, identity: String) {
-    let mut lease = lease::Candidate::new(client.clone(), identity.clone());
+/// `members` is the size of the instance as this agent knows it: the more candidates, the more rarely each asks.
+pub async fn run(client: Client, identity: String, members: Arc<AtomicU32>) {
+    let mut lease = lease::Candidate::new(client.clone(), identity.clone(), members);
     loop {
         lease.acquire().await;
         info!(identity, "this agent is the planner now");

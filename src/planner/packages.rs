@@ -9,7 +9,7 @@ use super::{
     store::{self, Document},
 };
 use crate::{
-    api::{CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, PackageSet, Packages},
+    api::{CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY, CONFIGMAP_PACKAGES_KEY, PackageSet, Packages},
     error_chain, host,
     packages::{HttpClient, SolveError, question, resolve},
 };
@@ -38,7 +38,7 @@ pub enum Published {
 impl Resolver {
     /// The published package set; resolves and publishes one where there is none for the present question.
     ///
-    /// `platforms` are those of the nodes that are there. A set that is published answers for the platforms it was made
+    /// `platforms` are those of the nodes that are there, `running` is the digest of the running epoch's set. A set that is published answers for the platforms it was made
     /// for: a node of another kind that comes later is a reason to resolve only when somebody asks.
     ///
     /// # Errors
@@ -48,6 +48,7 @@ impl Resolver {
         client: &Client,
         packages: &Packages,
         platforms: &[String],
+        running: Option<&str>,
     ) -> Result<Published, PlannerError> {
         let document = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await?;
         let present = document.as_ref().and_then(|document| serde_json::from_str::<PackageSet>(&document.text).ok());
@@ -68,6 +69,13 @@ impl Resolver {
         };
         match outcome {
             Some(Ok(set)) => {
+                let mut document = document;
+                if let (Some(document), Some(present)) = (&mut document, &present)
+                    && running == Some(present.digest().as_str())
+                {
+                    let text = std::mem::take(&mut document.text);
+                    document.others.insert(CONFIGMAP_PACKAGES_EPOCH_KEY.to_owned(), text);
+                }
                 publish(client, &set, document.as_ref()).await?;
                 Ok(Published::Is(set))
             }
@@ -102,7 +110,8 @@ impl Resolver {
         {
             return None;
         }
-        info!(question, "resolving the packages");
+        // Not the question itself: a channel's URL may hold a token.
+        info!("resolving the packages");
         let task = tokio::spawn(async move {
             let http = HttpClient::new().map_err(|error| error_chain(&error))?;
             let answer = resolve(&packages, &platforms, &http, None, |path| host::open_host_file(path.as_ref()));
@@ -130,5 +139,5 @@ async fn publish(client: &Client, set: &PackageSet, before: Option<&Document>) -
         object: format!("ConfigMap {CONFIGMAP_PACKAGES}"),
         reason: error.to_string(),
     })?;
-    store::write(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, text, before).await.map(drop)
+    store::write(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, text, before).await
 }

@@ -40,7 +40,7 @@ pub async fn write_roster(client: &Client, roster: &Roster, before: Option<&Docu
     let broken = |reason: String| PlannerError::Content { object: format!("ConfigMap {CONFIGMAP_ROSTER}"), reason };
     let text = serde_json::to_string(roster).map_err(|error| broken(error.to_string()))?;
     info!(revision = roster.revision, epoch = roster.epoch, ranks = roster.ranks.len(), "writing the roster");
-    store::write(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, text, before).await.map(drop)
+    store::write(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, text, before).await
 }
 
 /// Writes `broker.toml` where it is not what the roster says.
@@ -51,10 +51,13 @@ pub async fn write_broker_toml(client: &Client, roster: &Roster) -> Result<(), P
     let text = broker_toml::render(roster)
         .map_err(|reason| PlannerError::Content { object: format!("ConfigMap {CONFIGMAP_BROKER}"), reason })?;
     let before = store::read(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?;
-    if before.as_ref().is_some_and(|before| before.text == text) {
+    // What a planner that has just lost its Lease renders late must not take the place of what its successor has.
+    let made_from = |document: &Document| broker_toml::made_from(&document.text);
+    let is_newer = |document: &Document| made_from(document) > Some((roster.epoch, roster.revision));
+    if before.as_ref().is_some_and(|before| before.text == text || is_newer(before)) {
         return Ok(());
     }
-    store::write(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, text, before.as_ref()).await.map(drop)
+    store::write(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, text, before.as_ref()).await
 }
 
 /// Writes a FluxNode's spec where it differs.

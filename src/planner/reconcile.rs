@@ -53,6 +53,7 @@ pub async fn run(client: Client, identity: &str) {
         resolver: Resolver::default(),
         since: Instant::now(),
         gone: HashMap::new(),
+        forgotten: false,
     };
     let mut complete = false;
     loop {
@@ -109,6 +110,8 @@ struct Planner {
     since: Instant,
     /// FluxNodes without Node and without rank, and since when.
     gone: HashMap<String, Instant>,
+    /// What was made for an instance that is over has been taken off.
+    forgotten: bool,
 }
 
 impl Planner {
@@ -122,11 +125,16 @@ impl Planner {
         let flux_nodes = caches.flux_nodes.state();
         match flux {
             Some(flux) if flux.meta().deletion_timestamp.is_none() => {
+                self.forgotten = false;
                 let nodes: Vec<_> = caches.nodes.state().iter().map(|node| NodeView::from(node.as_ref())).collect();
                 self.plan(flux, &nodes, &flux_nodes).await
             }
             // The agents clean; when the last FluxNode is gone nothing of the instance is left on any host.
-            None if flux_nodes.is_empty() => publish::forget_instance(&self.client).await,
+            None if flux_nodes.is_empty() && !self.forgotten => {
+                publish::forget_instance(&self.client).await?;
+                self.forgotten = true;
+                Ok(())
+            }
             _ => Ok(()),
         }
     }
@@ -216,7 +224,8 @@ impl Planner {
             seen.reports.values().filter_map(|report| Some(report.facts.as_ref()?.platform.clone())).collect();
         platforms.sort();
         platforms.dedup();
-        Ok(match self.resolver.published(&self.client, &seen.spec.packages, &platforms).await? {
+        let running = seen.roster.map(|roster| roster.settings.digest.as_str());
+        Ok(match self.resolver.published(&self.client, &seen.spec.packages, &platforms, running).await? {
             Published::Is(set) => Some(set.digest()),
             Published::Pending => {
                 *obstacle = Some(Obstacle::Waiting("the packages are being resolved".to_owned()));

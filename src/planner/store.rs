@@ -1,4 +1,4 @@
-//! The ConfigMaps that the planner writes: one key each.
+//! The ConfigMaps that the planner writes.
 
 use std::collections::BTreeMap;
 
@@ -11,11 +11,13 @@ use kube::{
 use super::{PlannerError, call};
 use crate::api::NAMESPACE;
 
-/// One ConfigMap with one key, as it was read.
+/// One key of a ConfigMap, as it was read.
 #[derive(Debug, Clone)]
 pub struct Document {
     /// The key's value.
     pub text: String,
+    /// All other keys.
+    pub others: BTreeMap<String, String>,
     /// metadata.resourceVersion it was read at.
     pub version: Option<String>,
 }
@@ -24,13 +26,13 @@ pub struct Document {
 pub async fn read(client: &Client, name: &str, key: &str) -> Result<Option<Document>, PlannerError> {
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
     let found = call(format!("get ConfigMap {name}"), maps.get_opt(name)).await?;
-    Ok(found.map(|map| Document {
-        version: map.metadata.resource_version.clone(),
-        text: map.data.and_then(|mut data| data.remove(key)).unwrap_or_default(),
+    Ok(found.map(|map| {
+        let mut others = map.data.unwrap_or_default();
+        Document { text: others.remove(key).unwrap_or_default(), others, version: map.metadata.resource_version }
     }))
 }
 
-/// Writes the `key` of ConfigMap `name`: creates it where `before` is None, else replaces the very version that was read.
+/// Writes the `key` of ConfigMap `name` and leaves its other keys as `before` has them: creates it where `before` is None, else replaces the very version that was read.
 /// A planner that is no longer the only one gets 409 here, and nothing is written.
 pub async fn write(
     client: &Client,
@@ -38,23 +40,24 @@ pub async fn write(
     key: &str,
     text: String,
     before: Option<&Document>,
-) -> Result<Document, PlannerError> {
+) -> Result<(), PlannerError> {
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
+    let mut data = before.map(|before| before.others.clone()).unwrap_or_default();
+    data.insert(key.to_owned(), text);
     let map = ConfigMap {
         metadata: ObjectMeta {
             name: Some(name.to_owned()),
             resource_version: before.and_then(|before| before.version.clone()),
             ..ObjectMeta::default()
         },
-        data: Some(BTreeMap::from([(key.to_owned(), text.clone())])),
+        data: Some(data),
         ..ConfigMap::default()
     };
     let params = PostParams::default();
-    let written = match before {
-        None => call(format!("create ConfigMap {name}"), maps.create(&params, &map)).await?,
-        Some(_) => call(format!("replace ConfigMap {name}"), maps.replace(name, &params, &map)).await?,
-    };
-    Ok(Document { text, version: written.metadata.resource_version })
+    match before {
+        None => call(format!("create ConfigMap {name}"), maps.create(&params, &map)).await.map(drop),
+        Some(_) => call(format!("replace ConfigMap {name}"), maps.replace(name, &params, &map)).await.map(drop),
+    }
 }
 
 /// Deletes ConfigMap `name`; that it is not there is fine.

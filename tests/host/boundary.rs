@@ -63,7 +63,7 @@ async fn a_stages_refusal_comes_through_in_its_own_words() {
         return;
     }
     let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
-    let order = ClaimOrder { prefix: "/opt/../etc".into(), instance_uid: "u".into() };
+    let order = ClaimOrder { prefix: "/opt/../etc".into(), instance_uid: "u".into(), uninstall: Default::default() };
     match run(&host, Order::Claim(order)).await {
         Err(HostError::Refused(Refusal { message, transient: false })) => {
             assert!(message.contains("spec.prefix"), "{message}")
@@ -120,7 +120,7 @@ async fn a_stage_works_on_the_host_and_not_in_the_pod() {
     let prefix = Path::new(DEFAULT_PREFIX);
     let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
     let on_host = HostRoot::open().unwrap();
-    let order = ClaimOrder { prefix: prefix.into(), instance_uid: "u".into() };
+    let order = ClaimOrder { prefix: prefix.into(), instance_uid: "u".into(), uninstall: Default::default() };
     assert_eq!(run(&host, Order::Claim(order)).await.unwrap(), Answer::Done);
     assert!(!prefix.exists());
     assert!(on_host.open_path(&prefix.join("state.json")).is_ok());
@@ -168,7 +168,8 @@ async fn every_order_can_be_killed_at_any_time_and_nothing_stays_behind() {
     }
     let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
     let prefix = Path::new(DEFAULT_PREFIX);
-    let claim = Order::Claim(ClaimOrder { prefix: prefix.into(), instance_uid: "u".into() });
+    let claim =
+        Order::Claim(ClaimOrder { prefix: prefix.into(), instance_uid: "u".into(), uninstall: Default::default() });
     let text = "[bootstrap]\n".repeat(10_000);
     let configure = Order::Configure(ConfigureOrder {
         prefix: prefix.into(),

@@ -118,7 +118,7 @@ impl TestHost {
 }
 
 pub fn claim_order(prefix: &str, uid: &str) -> ClaimOrder {
-    ClaimOrder { prefix: prefix.into(), instance_uid: uid.into() }
+    ClaimOrder { prefix: prefix.into(), instance_uid: uid.into(), uninstall: Default::default() }
 }
 
 pub fn configure_order() -> ConfigureOrder {

@@ -331,8 +331,8 @@ impl Kubelet {
         let log = File::options().create(true).append(true).open(log).context(failed)?;
         let mut command = Command::new(self.layout.executable());
         command.arg("local").args(words).env_clear().env(DIRECTORY_VARIABLE, self.layout.directory());
-        if let Some(level) = std::env::var_os("RUST_LOG") {
-            command.env("RUST_LOG", level);
+        if let Some(level) = std::env::var_os("FLUX_DISTRIBUTE_LOG") {
+            command.env("FLUX_DISTRIBUTE_LOG", level);
         }
         command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
         let mut child = command.spawn().context(failed)?;

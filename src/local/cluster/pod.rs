@@ -123,8 +123,8 @@ fn environment(cluster: &Cluster, pod: &Pod) -> Vec<(&'static str, String)> {
     for name in ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"] {
         environment.push((name, cluster.proxy()));
     }
-    if let Ok(level) = std::env::var("RUST_LOG") {
-        environment.push(("RUST_LOG", level));
+    if let Ok(level) = std::env::var("FLUX_DISTRIBUTE_LOG") {
+        environment.push(("FLUX_DISTRIBUTE_LOG", level));
     }
     environment
 }

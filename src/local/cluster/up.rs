@@ -208,8 +208,8 @@ async fn start_daemon(layout: &Layout, spec: &str) -> Result<(), LocalError> {
     let log = File::options().create(true).append(true).open(layout.daemon_log()).context(failed)?;
     let mut command = Command::new(layout.executable());
     command.args(["local", "daemon"]).env_clear().env(DIRECTORY_VARIABLE, layout.directory());
-    if let Some(level) = std::env::var_os("RUST_LOG") {
-        command.env("RUST_LOG", level);
+    if let Some(level) = std::env::var_os("FLUX_DISTRIBUTE_LOG") {
+        command.env("FLUX_DISTRIBUTE_LOG", level);
     }
     command.current_dir("/").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log);
     let mut child = command.spawn().context(failed)?;

@@ -277,6 +277,23 @@ fn another_node_under_the_same_name_gets_another_rank() {
 }
 
 #[test]
+fn the_same_machine_under_a_new_node_object_keeps_its_rank_and_its_broker() {
+    for (node, rank) in [("node1", 0), ("node2", 1)] {
+        let mut world = World::up(2);
+        let view = world.nodes.iter_mut().find(|view| view.name == node).unwrap();
+        view.uid = "uid-again".into();
+        world.settle();
+        assert_eq!(rank_of(world.roster.as_ref().unwrap(), "uid-again"), None, "it may be another machine");
+        world.nodes.iter_mut().find(|view| view.name == node).unwrap().boot_id = "boot".into();
+        world.settle();
+        let roster = world.roster.as_ref().unwrap();
+        assert_eq!(rank_of(roster, "uid-again"), Some(rank));
+        assert_eq!(roster.ranks[&rank].reserved_for.as_deref(), Some("uid-again"));
+        assert_eq!(world.wants(node), Want::Run);
+    }
+}
+
+#[test]
 fn resources_grow_but_never_shrink() {
     let mut world = World::up(2);
     for (told, expected) in [(1, 2), (4, 4), (2, 4)] {
