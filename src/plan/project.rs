@@ -22,8 +22,11 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         spec.epoch = roster.epoch;
         spec.revision = revision_for(roster, rank);
         spec.want = if may_run(seen, roster, rank) { Want::Run } else { Want::Install };
-    } else if eligible(node, &seen.spec.nodes).is_ok() {
-        spec.want = Want::Install;
+    } else {
+        match eligible(node, &seen.spec.nodes) {
+            Ok(()) => spec.want = Want::Install,
+            Err(reason) => spec.reason = Some(reason.to_string()),
+        }
     }
     spec
 }
@@ -31,11 +34,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
 /// The lead follows every change of what is declared, anybody else only his own.
 fn revision_for(roster: &Roster, rank: Rank) -> u64 {
     let own = |rank: &Rank| roster.ranks.get(rank).map(|entry| entry.revision);
-    if rank == 0 {
-        roster.ranks.keys().filter_map(|rank| own(rank)).max().unwrap_or(0)
-    } else {
-        own(&rank).unwrap_or(0)
-    }
+    if rank == 0 { roster.ranks.keys().filter_map(own).max().unwrap_or(0) } else { own(&rank).unwrap_or(0) }
 }
 
 fn may_run(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
