@@ -11,6 +11,7 @@ mod run;
 mod rung;
 mod teardown;
 mod tell;
+mod tries;
 mod watch;
 
 use std::net::SocketAddr;

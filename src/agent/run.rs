@@ -1,6 +1,9 @@
 //! The agent's loop.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use futures::FutureExt;
 use kube::{Api, Client, ResourceExt};
@@ -8,7 +11,7 @@ use tokio::{
     signal::unix::{SignalKind, signal},
     sync::watch,
     task::JoinHandle,
-    time::{Instant, sleep, timeout},
+    time::{sleep, timeout},
 };
 use tracing::{debug, info, warn};
 
@@ -16,13 +19,14 @@ use super::{
     AgentArguments, AgentError,
     act::{Actor, Applied, StepError, read_host_file},
     client,
-    decide::{Instance, Seen, Step, decide},
+    decide::{Instance, Seen, Step, agreed, decide},
     health::{self, Readiness},
     live::{self, Live},
     log::{self, Rejected},
     report::Reporter,
     teardown::{self, Verdict, Word},
     tell::{self, Known},
+    tries::{Starts, Tries, Trouble},
     watch::{Presence, World, look, world},
 };
 use crate::{
@@ -42,10 +46,6 @@ use crate::{
 const RESYNC: Duration = Duration::from_secs(10);
 /// While something is on its way.
 const SOON: Duration = Duration::from_secs(1);
-/// The longest pause between two tries.
-const MAX_PAUSE: Duration = Duration::from_secs(60);
-/// A broker that lived longer than this is not one that dies at once.
-const GROWN_UP: Duration = Duration::from_secs(30);
 /// A broker that takes longer than this to come up is worth a look into the lead's words.
 const LATE: Duration = Duration::from_secs(5);
 /// One question to the API server at SIGTERM: at a teardown the right to ask is soon gone.
@@ -101,9 +101,7 @@ async fn evidence_at_the_end(client: &Client, mut world: watch::Receiver<World>)
     match verdict {
         Verdict::Leave => false,
         Verdict::Clean => true,
-        Verdict::WaitFor(patience) => {
-            timeout(patience, world.wait_for(|world| is_over(world))).await.is_ok_and(|found| found.is_ok())
-        }
+        Verdict::WaitFor(patience) => timeout(patience, world.wait_for(is_over)).await.is_ok_and(|found| found.is_ok()),
     }
 }
 
@@ -146,42 +144,15 @@ struct Agent {
     view: HostView,
     preflight: Option<Preflight>,
     spec: FluxInstanceSpec,
+    /// metadata.generation of the FluxInstance: counts the changes of its spec.
+    generation: i64,
     roster: Option<Roster>,
     roster_is_gone: bool,
     /// The published package set and its digest.
     packages: Option<(String, PackageSet)>,
     tries: Tries,
-    deaths: u32,
-    started: Option<Instant>,
+    starts: Starts,
     hint: Option<String>,
-}
-
-/// Failures in a row of one step.
-#[derive(Default)]
-struct Tries {
-    step: Option<std::mem::Discriminant<Step>>,
-    failures: u32,
-    trouble: Option<String>,
-    not_before: Option<Instant>,
-}
-
-impl Tries {
-    fn failed(&mut self, step: &Step, trouble: String) {
-        let kind = std::mem::discriminant(step);
-        self.failures = if self.step == Some(kind) { self.failures.saturating_add(1) } else { 1 };
-        self.step = Some(kind);
-        self.trouble = Some(trouble);
-        self.not_before = Some(Instant::now() + pause(self.failures));
-    }
-
-    fn succeeded(&mut self) {
-        *self = Self::default();
-    }
-}
-
-/// 1 s, 2 s, 4 s, … 60 s.
-fn pause(failures: u32) -> Duration {
-    Duration::from_secs(1 << failures.saturating_sub(1).min(6)).min(MAX_PAUSE)
 }
 
 impl Agent {
@@ -204,12 +175,12 @@ impl Agent {
             view: HostView::default(),
             preflight: None,
             spec: FluxInstanceSpec::default(),
+            generation: 0,
             roster: None,
             roster_is_gone: false,
             packages: None,
             tries: Tries::default(),
-            deaths: 0,
-            started: None,
+            starts: Starts::default(),
             hint: None,
         }
     }
@@ -249,10 +220,10 @@ impl Agent {
             let on_its_way = self.view.broker.is_some() && !self.is_online();
             return Ok(if on_its_way || matches!(step, Step::Wait(_)) { SOON } else { RESYNC });
         }
-        if let Some(rest) = self.tries.not_before.and_then(|until| until.checked_duration_since(Instant::now()))
-            && self.tries.step == Some(std::mem::discriminant(&step))
-        {
-            return Ok(rest);
+        let (now, generation) = (Instant::now(), self.generation);
+        let rest = self.tries.rest(&step, generation, now).max(self.starts.rest(&step, generation, now));
+        if let Some(rest) = rest {
+            return Ok(rest.min(RESYNC));
         }
         let outcome = self.act(&world, &step).await;
         match outcome {
@@ -261,12 +232,16 @@ impl Agent {
                 Ok(Duration::ZERO)
             }
             Err(error) => {
-                let words = error_chain(&error);
-                let transient = error.is_transient();
-                warn!(?step, error = words, transient, "this step failed and will be tried again");
-                self.tries.failed(&step, words);
+                let trouble = Trouble { words: error_chain(&error), waiting: error.is_waiting() };
+                if trouble.waiting {
+                    info!(?step, reason = trouble.words, "this step has to wait");
+                } else {
+                    let transient = error.is_transient();
+                    warn!(?step, error = trouble.words, transient, "this step failed and will be tried again");
+                }
+                self.tries.failed(&step, generation, trouble, Instant::now());
                 self.report(&world, &step, None).await;
-                Ok(pause(self.tries.failures))
+                Ok(Duration::ZERO)
             }
         }
     }
@@ -292,7 +267,12 @@ impl Agent {
     /// FluxNode says that there is something new.
     async fn observe(&mut self, world: &World) -> Result<(), StepError> {
         if let Some(instance) = world.instance.here() {
+            let place = |spec: &FluxInstanceSpec| (spec.prefix.clone(), spec.broker.port);
+            if place(&self.spec) != place(&instance.spec) {
+                self.preflight = None;
+            }
             self.spec = instance.spec.clone();
+            self.generation = instance.metadata.generation.unwrap_or_default();
             let uid = instance.uid().unwrap_or_default();
             if self.actor.instance_uid != uid {
                 self.actor.instance_uid = uid;
@@ -303,10 +283,8 @@ impl Agent {
             }
         }
         self.view = self.actor.observe().await?;
-        let alive = self.view.broker.is_some();
-        if alive && self.started.is_some_and(|started| started.elapsed() > GROWN_UP) {
-            self.deaths = 0;
-        }
+        let online = self.is_online();
+        self.starts.seen(self.view.broker.is_some(), online, self.view.died.as_deref(), Instant::now());
         self.follow_log();
         self.fetch_published(world).await
     }
@@ -321,10 +299,15 @@ impl Agent {
         if stale || self.view.broker.is_some() {
             self.fetch_roster().await?;
         }
-        if self.packages.is_none() || spec.want != crate::api::Want::Run {
+        // What was read for another roster, or another instance, is none.
+        let wanted = self.roster.as_ref().map(|roster| roster.settings.digest.as_str());
+        let known = self.packages.as_ref().map(|(digest, _)| digest.as_str());
+        let installed = |digest: &str| self.view.environments.iter().any(|ready| ready == digest);
+        let missing = wanted.is_some_and(|wanted| known != Some(wanted) && !installed(wanted));
+        if known.is_none() || missing || spec.want != crate::api::Want::Run {
             self.packages = published_packages(&self.client).await?.map(|set| (set.digest(), set));
         }
-        self.bring_back_certificate().await
+        self.bring_back_certificate(world).await
     }
 
     async fn fetch_roster(&mut self) -> Result<(), PlannerError> {
@@ -337,18 +320,18 @@ impl Agent {
     }
 
     /// The certificate comes back from the nodes, never a new one while brokers run.
-    async fn bring_back_certificate(&self) -> Result<(), StepError> {
-        let (Some(broker), Some(roster), Some(state)) = (&self.view.broker, &self.roster, &self.view.state) else {
-            return Ok(());
-        };
-        if broker.record.rank != 0 || self.actor.instance_uid != broker.record.instance_uid {
+    async fn bring_back_certificate(&self, world: &World) -> Result<(), StepError> {
+        let (Some(roster), Some(state)) = (&self.roster, &self.view.state) else { return Ok(()) };
+        // The lead's broker need not run for it: it may be waiting for just this.
+        let rank = node_spec(world).and_then(|spec| agreed(&spec, roster)).map(|assignment| assignment.rank);
+        if rank != Some(0) || state.instance_uid != roster.instance_uid {
             return Ok(());
         }
         if !matches!(certificate::read(&self.client).await, Ok(None)) {
             return Ok(());
         }
-        let path = state.prefix.join("etc/curve.cert");
-        let text = read_host_file(&path).map_err(|source| StepError::Directory { path, source })?;
+        // A host on which no broker was ever configured has none.
+        let Ok(text) = read_host_file(&state.prefix.join("etc/curve.cert")) else { return Ok(()) };
         match Certificate::parse(&text) {
             Ok(own) if own.fingerprint() == roster.settings.certificate => {
                 info!("bringing the certificate back from this host");
@@ -386,8 +369,8 @@ impl Agent {
             &Known {
                 step,
                 live: &live,
-                trouble: self.tries.trouble.as_deref(),
-                deaths: self.deaths,
+                trouble: self.tries.trouble(step, self.generation),
+                keeps_dying: self.starts.keeps_dying(),
                 hint: self.hint.as_deref(),
                 progress,
                 facts: facts.as_ref().or(before.facts.as_ref()),
@@ -413,7 +396,7 @@ impl Agent {
 
     /// A broker that doesn't come up: the lead knows whom it refuses, the refused one is told nothing.
     async fn look_for_a_hint(&self, live: &Live) -> Option<String> {
-        let late = self.started.is_some_and(|started| started.elapsed() > LATE);
+        let late = self.starts.age(Instant::now()).is_some_and(|age| age > LATE);
         let down = self.view.broker.is_none() && self.view.died.is_some();
         if self.is_online() || !(down || (late && self.view.broker.is_some())) {
             return None;
@@ -441,16 +424,18 @@ impl Agent {
         roster.ranks.get(&spec.rank?).map(|entry| entry.broker_name.clone())
     }
 
-    /// Carries out a step; one that the end of the instance overtakes is dropped.
+    /// Carries out a step. It is dropped when the end of the instance overtakes it, an installation also when something else
+    /// is wanted by now: a source that does not answer can take a minute to be given up.
     async fn act(&mut self, world: &World, step: &Step) -> Result<(), StepError> {
         if *step == Step::Remove {
             return self.remove().await;
         }
         let mut watched = self.world.clone();
-        let over = watched.wait_for(|world| is_over(world)).map(drop);
+        let (long, begun) = (matches!(step, Step::Install { .. }), wish(world));
+        let overtaken = watched.wait_for(|world| is_over(world) || (long && wish(world) != begun)).map(drop);
         tokio::select! {
             outcome = self.climb(world, step) => outcome,
-            () = over => Ok(()),
+            () = overtaken => Ok(()),
         }
     }
 
@@ -465,6 +450,9 @@ impl Agent {
         match step {
             Step::Install { digest } => {
                 let set = self.package_set(digest)?;
+                // Only now is it known how much room is needed.
+                let preflight = self.actor.preflight(&self.spec, Some(&set)).await?;
+                self.preflight = Some(preflight.clone());
                 let (sender, mut progress) = tokio::sync::mpsc::unbounded_channel::<Progress>();
                 let actor = Actor {
                     host: self.actor.host.clone(),
@@ -498,16 +486,10 @@ impl Agent {
                     }
                     other => other?,
                 };
-                let died_young = self.started.is_some_and(|started| started.elapsed() < GROWN_UP);
-                self.deaths = if died_young { self.deaths.saturating_add(1) } else { 1 };
-                self.started = Some(Instant::now());
+                self.starts.started(step, self.generation, Instant::now());
                 self.view = self.actor.start(&preflight, &roster, assignment).await?;
                 if assignment.rank == 0 {
                     self.actor.remember(&preflight, &roster, &self.view, revision).await?;
-                }
-                if self.deaths > 1 {
-                    // It dies as soon as it is started: no hammering.
-                    sleep(pause(self.deaths - 1)).await;
                 }
                 Ok(())
             }
@@ -519,7 +501,7 @@ impl Agent {
             }
             Step::Stop { reason } => {
                 info!(reason, "stopping the broker");
-                self.started = None;
+                self.starts.forget();
                 self.view = self.actor.stop().await?;
                 Ok(())
             }
@@ -547,7 +529,8 @@ impl Agent {
         self.log = None;
         self.actor.remove(self.spec.uninstall.keep_state).await?;
         self.view = HostView::default();
-        (self.preflight, self.roster, self.packages, self.started) = (None, None, None, None);
+        (self.preflight, self.roster, self.packages) = (None, None, None);
+        self.starts.forget();
         match self.reporter.delete().await {
             // At a teardown the right to ask goes first; the host is clean all the same.
             Err(error) if error.code() != Some(403) && error.code() != Some(401) => {
@@ -594,6 +577,14 @@ pub async fn published_roster(client: &Client) -> Result<Option<Roster>, Planner
 
 fn instance_uid(world: &World) -> Option<String> {
     world.instance.here().and_then(ResourceExt::uid)
+}
+
+/// What is wanted of this node, as far as an installation depends on it: not the roster's revision, which joins of others
+/// change.
+fn wish(world: &World) -> impl PartialEq + use<> {
+    let generation = world.instance.here().and_then(|instance| instance.metadata.generation);
+    let spec = node_spec(world).map(|spec| FluxNodeSpec { revision: 0, ..spec });
+    (instance_uid(world), generation, spec)
 }
 
 fn node_spec(world: &World) -> Option<FluxNodeSpec> {
