@@ -61,9 +61,12 @@ pub enum StepError {
         #[source]
         source: std::io::Error,
     },
-    /// Something is not there yet, or not as it must be.
+    /// Something is not there yet: others will see to it.
     #[error("{0}")]
     NotYet(String),
+    /// Something is not as it must be.
+    #[error("{0}")]
+    Wrong(String),
     /// `flux` failed.
     #[error("flux {command}: {output}")]
     Flux {
@@ -80,7 +83,17 @@ impl StepError {
         match self {
             Self::Host(HostError::Refused(refusal)) => refusal.transient,
             Self::Fetch(error) => error.is_transient(),
+            Self::Wrong(_) => false,
             _ => true,
+        }
+    }
+
+    /// Nothing is wrong with this node: others have to do something first, or the API server has no answer for now.
+    pub fn is_waiting(&self) -> bool {
+        match self {
+            Self::NotYet(_) => true,
+            Self::Api(error) => !matches!(error, PlannerError::Content { .. }),
+            _ => false,
         }
     }
 }
@@ -209,12 +222,13 @@ impl Actor {
         let certificate = certificate::read(&self.client).await?;
         let certificate = certificate.ok_or_else(|| StepError::NotYet("waiting for Secret flux-curve".to_owned()))?;
         if certificate.fingerprint() != roster.settings.certificate {
-            let words = "Secret flux-curve holds another certificate than this epoch was started with";
-            return Err(StepError::NotYet(words.to_owned()));
+            let words = "Secret flux-curve holds another certificate than this epoch was started with; put the old one back, or \
+                         delete the Secret: the lead's agent brings it back";
+            return Err(StepError::Wrong(words.to_owned()));
         }
         let path = |name: &str| preflight.prefix.join(name).display().to_string();
-        let toml = broker_toml::for_host(&published, &path("etc/curve.cert")).map_err(StepError::NotYet)?;
-        let roster_text = serde_json::to_string(roster).map_err(|error| StepError::NotYet(error.to_string()))?;
+        let toml = broker_toml::for_host(&published, &path("etc/curve.cert")).map_err(StepError::Wrong)?;
+        let roster_text = serde_json::to_string(roster).map_err(|error| StepError::Wrong(error.to_string()))?;
         let file = |path: &str, content: String, mode, broker_owned| HostFile {
             path: path.into(),
             content,
@@ -269,7 +283,7 @@ impl Actor {
     ) -> Result<(), StepError> {
         let Some(broker) = &view.broker else { return Ok(()) };
         let applied = Applied { pid: broker.pid, start_time: broker.start_time, revision };
-        let content = serde_json::to_string(&applied).map_err(|error| StepError::NotYet(error.to_string()))?;
+        let content = serde_json::to_string(&applied).map_err(|error| StepError::Wrong(error.to_string()))?;
         let order = ConfigureOrder {
             prefix: preflight.prefix.clone(),
             digest: roster.settings.digest.clone(),
@@ -381,7 +395,7 @@ pub fn launch_order(preflight: &Preflight, roster: &Roster, assignment: &Assignm
         instance_id: &roster.instance_id,
         epoch: roster.epoch,
     };
-    launch(&roster.settings, &identity, None).map_err(|error| StepError::NotYet(error.to_string()))
+    launch(&roster.settings, &identity, None).map_err(|error| StepError::Wrong(error.to_string()))
 }
 
 fn observed(answer: Answer) -> Result<HostView, StepError> {
@@ -428,4 +442,27 @@ pub fn read_host_file(path: &Path) -> std::io::Result<String> {
     let file = open_in_host_root(path)?;
     std::fs::File::open(host_path(&file))?.read_to_string(&mut text)?;
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_others_will_see_to_is_waited_for() {
+        let what = || "get Secret flux-curve".to_owned();
+        let forbidden =
+            kube::Error::Api(Box::new(kube::core::Status::failure("forbidden", "Forbidden").with_code(403)));
+        let content = PlannerError::Content { object: "Secret flux-curve".to_owned(), reason: "malformed".to_owned() };
+        for (error, waiting) in [
+            (StepError::NotYet("waiting for Secret flux-curve".to_owned()), true),
+            (StepError::Api(PlannerError::Timeout(what())), true),
+            (StepError::Api(PlannerError::Api { what: what(), source: Box::new(forbidden) }), true),
+            (StepError::Api(content), false),
+            (StepError::Wrong("another certificate".to_owned()), false),
+            (StepError::Host(HostError::Refused(Refusal::transient("port 8050 is taken"))), false),
+        ] {
+            assert_eq!(error.is_waiting(), waiting, "{error}");
+        }
+    }
 }

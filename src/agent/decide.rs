@@ -132,9 +132,10 @@ pub fn decide(seen: &Seen) -> Step {
     }
     let has = |digest: &str| seen.host.environments.iter().any(|ready| ready == digest);
     match spec.want {
-        Want::Nothing => {
-            Step::Wait("the planner has no use for this node: not eligible, or spec.size is reached".to_owned())
-        }
+        Want::Nothing => Step::Wait(match &spec.reason {
+            Some(reason) => format!("this node gets no rank: {reason}"),
+            None => "the planner has no use for this node".to_owned(),
+        }),
         Want::Install => match seen.published {
             Some(digest) if !has(digest) => Step::Install { digest: digest.to_owned() },
             Some(_) if spec.rank.is_some() => {
@@ -265,6 +266,7 @@ mod tests {
                     rank: Some(1),
                     epoch: 1,
                     revision: 1,
+                    reason: None,
                 }),
                 roster: Some(roster),
                 host: HostView {

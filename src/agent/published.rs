@@ -5,7 +5,10 @@ use kube::Client;
 use serde::de::DeserializeOwned;
 use tracing::info;
 
-use super::act::{StepError, read_host_file};
+use super::{
+    act::{StepError, read_host_file},
+    decide::agreed,
+};
 use crate::{
     api::{
         CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY, CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER,
@@ -41,10 +44,17 @@ impl Published {
             self.roster_is_gone = found.is_none();
             self.roster = found.or_else(|| self.roster.take());
         }
-        if self.packages.is_empty() || spec.want != Want::Run {
+        // What was read for another roster, or another instance, is none.
+        let wanted = self.roster.as_ref().map(|roster| roster.settings.digest.as_str());
+        let known = |digest: &str| self.packages.iter().any(|(known, _)| known == digest);
+        let installed = |digest: &str| view.environments.iter().any(|ready| ready == digest);
+        let missing = wanted.is_some_and(|wanted| !known(wanted) && !installed(wanted));
+        if self.packages.is_empty() || missing || spec.want != Want::Run {
             self.packages = read_packages(client).await?.into_iter().map(|set| (set.digest(), set)).collect();
         }
-        if is_lead { self.bring_back_certificate(client, view).await } else { Ok(()) }
+        // The lead's broker need not run for it: it may be waiting for just this.
+        let leads = self.roster.as_ref().and_then(|roster| agreed(spec, roster)).is_some_and(|own| own.rank == 0);
+        if leads { self.bring_back_certificate(client, view).await } else { Ok(()) }
     }
 
     /// Digest of the package set that the spec asks for.
@@ -72,11 +82,14 @@ impl Published {
     /// The certificate comes back from the lead's host, never a new one while brokers run.
     async fn bring_back_certificate(&self, client: &Client, view: &HostView) -> Result<(), StepError> {
         let (Some(roster), Some(state)) = (&self.roster, &view.state) else { return Ok(()) };
+        if state.instance_uid != roster.instance_uid {
+            return Ok(());
+        }
         if !matches!(certificate::read(client).await, Ok(None)) {
             return Ok(());
         }
-        let path = state.prefix.join("etc/curve.cert");
-        let text = read_host_file(&path).map_err(|source| StepError::Directory { path, source })?;
+        // A host on which no broker was ever configured has none.
+        let Ok(text) = read_host_file(&state.prefix.join("etc/curve.cert")) else { return Ok(()) };
         match Certificate::parse(&text) {
             Ok(own) if own.fingerprint() == roster.settings.certificate => {
                 info!("bringing the certificate back from this host");

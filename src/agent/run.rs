@@ -5,7 +5,7 @@ use std::{
         Arc,
         atomic::{AtomicU32, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use futures::FutureExt;
@@ -14,7 +14,7 @@ use tokio::{
     signal::unix::{SignalKind, signal},
     sync::{Mutex, watch},
     task::JoinHandle,
-    time::{Instant, sleep, timeout},
+    time::{sleep, timeout},
 };
 use tracing::{debug, info, warn};
 
@@ -30,11 +30,11 @@ use super::{
     report::Reporter,
     teardown,
     tell::{self, Known, facts},
-    tries::{Tries, pause},
+    tries::{Starts, Tries, Trouble},
     watch::{Presence, World, world},
 };
 use crate::{
-    api::{CONFIGMAP_DEFAULT, FluxInstanceSpec, NAMESPACE, RunningJobs, Uninstall},
+    api::{CONFIGMAP_DEFAULT, FluxInstanceSpec, FluxNodeSpec, NAMESPACE, RunningJobs, Uninstall},
     broker::status::instance as ask_instance,
     error_chain,
     host::{Host, HostView, NsHost, Preflight, Progress},
@@ -45,8 +45,6 @@ use crate::{
 const RESYNC: Duration = Duration::from_secs(10);
 /// While something is on its way.
 const SOON: Duration = Duration::from_secs(1);
-/// A broker that lived longer than this is not one that dies at once.
-const GROWN_UP: Duration = Duration::from_secs(30);
 /// A broker that takes longer than this to come up is worth a look into the lead's words.
 const LATE: Duration = Duration::from_secs(5);
 
@@ -119,10 +117,11 @@ struct Agent {
     view: HostView,
     preflight: Option<Preflight>,
     spec: FluxInstanceSpec,
+    /// metadata.generation of the FluxInstance: counts the changes of its spec.
+    generation: i64,
     published: Published,
     tries: Tries,
-    deaths: u32,
-    started: Option<Instant>,
+    starts: Starts,
     hint: Option<String>,
 }
 
@@ -150,10 +149,10 @@ impl Agent {
             view: HostView::default(),
             preflight: None,
             spec: FluxInstanceSpec::default(),
+            generation: 0,
             published: Published::default(),
             tries: Tries::default(),
-            deaths: 0,
-            started: None,
+            starts: Starts::default(),
             hint: None,
         }
     }
@@ -195,8 +194,10 @@ impl Agent {
             return Ok(if on_its_way || self.published.digest().is_none() { SOON } else { RESYNC });
         }
         self.report(&world, &step, None).await;
-        if let Some(rest) = self.tries.rest(&step).or_else(|| self.rest_before_start(&step)) {
-            return Ok(rest);
+        let (now, generation) = (Instant::now(), self.generation);
+        let rest = self.tries.rest(&step, generation, now).max(self.starts.rest(&step, generation, now));
+        if let Some(rest) = rest {
+            return Ok(rest.min(RESYNC));
         }
         let outcome = self.act(&world, &step).await;
         match outcome {
@@ -205,20 +206,23 @@ impl Agent {
                 Ok(Duration::ZERO)
             }
             Err(error) => {
-                let words = error_chain(&error);
-                let transient = error.is_transient();
-                warn!(step = step.name(), error = words, transient, "this step failed and will be tried again");
-                self.tries.failed(&step, words);
+                let trouble = Trouble { words: error_chain(&error), waiting: error.is_waiting() };
+                if trouble.waiting {
+                    info!(step = step.name(), reason = trouble.words, "this step has to wait");
+                } else {
+                    let transient = error.is_transient();
+                    warn!(
+                        step = step.name(),
+                        error = trouble.words,
+                        transient,
+                        "this step failed and will be tried again"
+                    );
+                }
+                self.tries.failed(&step, generation, trouble, Instant::now());
                 self.report(&world, &step, None).await;
-                Ok(self.tries.pause())
+                Ok(Duration::ZERO)
             }
         }
-    }
-
-    /// A broker that dies as soon as it is started is not hammered.
-    fn rest_before_start(&self, step: &Step) -> Option<Duration> {
-        let started = self.started.filter(|_| matches!(step, Step::Start(_)) && self.deaths > 1)?;
-        (started + pause(self.deaths - 1)).checked_duration_since(Instant::now())
     }
 
     fn seen<'a>(&'a self, world: &'a World, uid: Option<&'a str>) -> Seen<'a> {
@@ -242,7 +246,12 @@ impl Agent {
     /// FluxNode says that there is something new.
     async fn observe(&mut self, world: &World) -> Result<(), StepError> {
         if let Some(instance) = world.instance.here() {
+            let place = |spec: &FluxInstanceSpec| (spec.prefix.clone(), spec.broker.port);
+            if place(&self.spec) != place(&instance.spec) {
+                self.preflight = None;
+            }
             self.spec = instance.spec.clone();
+            self.generation = instance.metadata.generation.unwrap_or_default();
             self.members.store(instance.status.as_ref().map_or(0, |status| status.size), Ordering::Relaxed);
             self.actor.uninstall = self.spec.uninstall;
             let uid = instance.uid().unwrap_or_default();
@@ -256,10 +265,8 @@ impl Agent {
         }
         self.view = self.actor.observe().await?;
         self.remember_the_end(world).await?;
-        let alive = self.view.broker.is_some();
-        if alive && self.started.is_some_and(|started| started.elapsed() > GROWN_UP) {
-            self.deaths = 0;
-        }
+        let online = self.is_online();
+        self.starts.seen(self.view.broker.is_some(), online, self.view.died.as_deref(), Instant::now());
         self.follow_log();
         if world.instance.here().is_some() && !world.is_over() {
             let spec = world.node_spec().cloned().unwrap_or_default();
@@ -305,8 +312,8 @@ impl Agent {
             &Known {
                 step,
                 live: &live,
-                trouble: self.tries.trouble.as_deref(),
-                deaths: self.deaths,
+                trouble: self.tries.trouble(step, self.generation),
+                keeps_dying: self.starts.keeps_dying(),
                 hint: self.hint.as_deref(),
                 progress,
                 facts: facts.as_ref().or(before.facts.as_ref()),
@@ -333,7 +340,7 @@ impl Agent {
 
     /// A broker that doesn't come up: the lead knows whom it refuses, the refused one is told nothing.
     async fn look_for_a_hint(&self, live: &Live) -> Option<String> {
-        let late = self.started.is_some_and(|started| started.elapsed() > LATE);
+        let late = self.starts.age(Instant::now()).is_some_and(|age| age > LATE);
         let down = self.view.broker.is_none() && self.view.died.is_some();
         if self.is_online() || !(down || (late && self.view.broker.is_some())) {
             return None;
@@ -361,16 +368,18 @@ impl Agent {
         roster.ranks.get(&rank).map(|entry| entry.broker_name.clone())
     }
 
-    /// Carries out a step; one that the end of the instance overtakes is dropped.
+    /// Carries out a step. It is dropped when the end of the instance overtakes it, an installation also when something else
+    /// is wanted by now: a source that does not answer can take a minute to be given up.
     async fn act(&mut self, world: &World, step: &Step) -> Result<(), StepError> {
         if *step == Step::Remove {
             return self.remove().await;
         }
         let mut watched = self.world.clone();
-        let over = watched.wait_for(World::is_over).map(drop);
+        let (long, begun) = (matches!(step, Step::Install { .. }), wish(world));
+        let overtaken = watched.wait_for(|world| world.is_over() || (long && wish(world) != begun)).map(drop);
         tokio::select! {
             outcome = self.climb(world, step) => outcome,
-            () = over => Ok(()),
+            () = overtaken => Ok(()),
         }
     }
 
@@ -386,7 +395,8 @@ impl Agent {
             Step::Install { digest } => {
                 let set = self.published.packages(digest)?;
                 // Once more, now that it is known how much room they need.
-                self.actor.preflight(&self.spec, Some(&set)).await?;
+                let preflight = self.actor.preflight(&self.spec, Some(&set)).await?;
+                self.preflight = Some(preflight.clone());
                 let (sender, mut progress) = tokio::sync::mpsc::unbounded_channel::<Progress>();
                 let actor = self.actor.clone();
                 let install = actor.install(&preflight, &set, move |now| drop(sender.send(now)));
@@ -416,9 +426,7 @@ impl Agent {
                     }
                     other => other?,
                 };
-                let died_young = self.started.is_some_and(|started| started.elapsed() < GROWN_UP);
-                self.deaths = if died_young { self.deaths.saturating_add(1) } else { 1 };
-                self.started = Some(Instant::now());
+                self.starts.started(step, self.generation, Instant::now());
                 self.view = self.actor.start(&preflight, &roster, assignment).await?;
                 if assignment.rank == 0 {
                     self.actor.remember(&preflight, &roster, &self.view, revision).await?;
@@ -438,7 +446,7 @@ impl Agent {
                     return Err(StepError::NotYet(format!("{reason}; it is stopped when the jobs here have ended")));
                 }
                 info!(reason, "stopping the broker");
-                self.started = None;
+                self.starts.forget();
                 let rank = self.view.broker.as_ref().map_or(0, |broker| broker.record.rank);
                 self.view = self.actor.stop(rank).await?;
                 Ok(())
@@ -458,7 +466,8 @@ impl Agent {
         self.log = None;
         self.actor.remove(end.keep_state).await?;
         self.view = HostView::default();
-        (self.published, self.preflight, self.started) = (Published::default(), None, None);
+        (self.published, self.preflight) = (Published::default(), None);
+        self.starts.forget();
         match self.reporter.delete().await {
             // At a teardown the right to ask goes first; the host is clean all the same.
             Err(error) if error.code() != Some(403) && error.code() != Some(401) => {
@@ -492,6 +501,14 @@ impl Agent {
             sleep(SOON).await;
         }
     }
+}
+
+/// What is wanted of this node, as far as an installation depends on it: not the roster's revision, which joins of others
+/// change.
+fn wish(world: &World) -> impl PartialEq + use<> {
+    let generation = world.instance.here().and_then(|instance| instance.metadata.generation);
+    let spec = world.node_spec().map(|spec| FluxNodeSpec { revision: 0, ..spec.clone() });
+    (world.instance_uid(), generation, spec)
 }
 
 /// A status that changes with each percent is a load on the API server that grows with the nodes.

@@ -5,6 +5,7 @@ use super::{
     decide::{Seen, Step, agreed},
     live::Live,
     log::Rejected,
+    tries::Trouble,
 };
 use crate::{
     api::{Adopted, Facts, FluxNodeStatus, NodePhase, Rank, Want},
@@ -18,9 +19,9 @@ pub struct Known<'a> {
     /// What the broker says.
     pub live: &'a Live,
     /// Why the last step failed, if it did.
-    pub trouble: Option<&'a str>,
-    /// The broker was started so many times in a row without coming up.
-    pub deaths: u32,
+    pub trouble: Option<&'a Trouble>,
+    /// The last words of a broker that was started several times in a row without coming up.
+    pub keeps_dying: Option<&'a str>,
     /// The lead's word on why it refuses us, or another hint on a broker that does not come up.
     pub hint: Option<&'a str>,
     /// The agent has begun just now.
@@ -96,20 +97,27 @@ fn offline(seen: &Seen, live: &Live) -> Vec<Rank> {
 fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Option<String>) {
     let words = |text: &str| Some(text.to_owned());
     let ended = |why: &str| Some(format!("the broker has ended; its log says: {why}"));
+    let trouble = || known.trouble.map(|trouble| trouble.words.clone());
     let progress = || known.progress.map(str::to_owned);
     if is_online(seen.host, known.live) && !matches!(known.step, Step::Remove) {
         // What can't be done beside a broker that is online is said, but it is online.
-        return (NodePhase::Online, known.trouble.map(str::to_owned));
+        return (NodePhase::Online, trouble());
     }
     if known.is_new && seen.host.broker.is_some() && known.live.pid.is_none() && before.phase == NodePhase::Online {
         // A new agent has not heard the broker yet: that is no news about the broker.
         return (NodePhase::Online, before.message.clone());
     }
     if let Step::Remove = known.step {
-        return (NodePhase::Removing, known.trouble.map(str::to_owned).or_else(progress));
+        return (NodePhase::Removing, trouble().or_else(progress));
     }
+    let was_online = before.phase == NodePhase::Online || before.phase == NodePhase::Offline;
     if let Some(trouble) = known.trouble {
-        return (NodePhase::Failed, words(trouble));
+        let phase = match trouble.waiting {
+            true if was_online => NodePhase::Offline,
+            true => NodePhase::Waiting,
+            false => NodePhase::Failed,
+        };
+        return (phase, words(&trouble.words));
     }
     match known.step {
         Step::Remove => (NodePhase::Removing, None),
@@ -119,10 +127,9 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
         Step::Start(_) | Step::Reload(_) | Step::Hold
             if seen.host.broker.is_some() || matches!(known.step, Step::Start(_)) =>
         {
-            let was_online = before.phase == NodePhase::Online || before.phase == NodePhase::Offline;
             match (&seen.host.died, known.hint) {
-                (_, Some(hint)) if known.deaths > 1 => (NodePhase::Failed, words(hint)),
-                (Some(why), _) if known.deaths > 1 => (NodePhase::Failed, ended(why)),
+                (_, Some(hint)) if known.keeps_dying.is_some() => (NodePhase::Failed, words(hint)),
+                _ if known.keeps_dying.is_some() => (NodePhase::Failed, known.keeps_dying.and_then(ended)),
                 (Some(why), _) if was_online => (NodePhase::Offline, ended(why)),
                 (_, Some(hint)) => (NodePhase::Starting, words(hint)),
                 _ if known.live.state.is_empty() => (NodePhase::Starting, None),
@@ -153,5 +160,76 @@ pub fn facts(preflight: &Preflight) -> Facts {
         boot_id: preflight.boot_id.clone(),
         systemd: preflight.systemd,
         prefix: preflight.prefix.display().to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::{HostView, LaunchRecord, RunningBroker};
+
+    fn told(
+        step: &Step,
+        trouble: Option<&Trouble>,
+        keeps_dying: Option<&str>,
+        before: NodePhase,
+    ) -> (NodePhase, String) {
+        let record = LaunchRecord {
+            rank: 0,
+            broker_name: "node1".into(),
+            node_uid: "uid".into(),
+            instance_uid: "instance".into(),
+            instance_id: "id".into(),
+            epoch: 1,
+            digest: "digest".into(),
+            launch: "launch".into(),
+        };
+        let broker = RunningBroker { pid: 7, start_time: 7, systemd: false, record };
+        let host = HostView { broker: Some(broker), ..HostView::default() };
+        let seen = Seen {
+            instance: super::super::decide::Instance::Unknown,
+            spec: None,
+            roster: None,
+            published: None,
+            host: &host,
+            preflight: None,
+            applied: None,
+        };
+        let known = Known {
+            step,
+            live: &Live::default(),
+            trouble,
+            keeps_dying,
+            hint: None,
+            is_new: false,
+            progress: None,
+            facts: None,
+            rejected: &Rejected::new(),
+            roster_is_gone: false,
+        };
+        let before = FluxNodeStatus { phase: before, ..FluxNodeStatus::default() };
+        let status = status(&seen, &known, &before);
+        (status.phase, status.message.unwrap_or_default())
+    }
+
+    #[test]
+    fn waiting_for_others_is_no_failure() {
+        let install = Step::Install { digest: "digest".to_owned() };
+        for (waiting, before, expected) in [
+            (true, NodePhase::Installing, NodePhase::Waiting),
+            (true, NodePhase::Online, NodePhase::Offline),
+            (false, NodePhase::Installing, NodePhase::Failed),
+            (false, NodePhase::Online, NodePhase::Failed),
+        ] {
+            let trouble = Trouble { words: "waiting for Secret flux-curve".to_owned(), waiting };
+            assert_eq!(told(&install, Some(&trouble), None, before), (expected, trouble.words.clone()));
+        }
+    }
+
+    #[test]
+    fn the_words_of_a_broker_that_never_comes_up_stand_while_the_next_one_is_tried() {
+        let dying = told(&Step::Hold, None, Some("broker.err[0]: no"), NodePhase::Failed);
+        assert_eq!(dying, (NodePhase::Failed, "the broker has ended; its log says: broker.err[0]: no".to_owned()));
+        assert_eq!(told(&Step::Hold, None, None, NodePhase::Failed).0, NodePhase::Starting);
     }
 }

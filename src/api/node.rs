@@ -47,6 +47,9 @@ pub struct FluxNodeSpec {
     /// The roster's revision that concerned this node last; the lead applies it live.
     #[serde(default)]
     pub revision: u64,
+    /// Why this node gets no rank, where it is not eligible.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
 }
 
 /// What the planner wants of a node.

@@ -132,11 +132,19 @@ impl LocalCommand {
                     say(&format!("{} is up at {}", node.name, node.address))?;
                 }
             }
-            Self::RemoveNode { node } => ask(&layout, Request::Remove { node }).await?,
-            Self::Agent { node, action: AgentAction::Restart } => ask(&layout, Request::RestartAgent { node }).await?,
-            Self::Agent { node, action: AgentAction::Kill } => ask(&layout, Request::KillAgent { node }).await?,
-            Self::Node { node, action: NodeAction::PowerOff } => ask(&layout, Request::PowerOff { node }).await?,
-            Self::Node { node, action: NodeAction::PowerOn } => ask(&layout, Request::PowerOn { node }).await?,
+            Self::RemoveNode { node } => ask(&layout, &node, |node| Request::Remove { node }).await?,
+            Self::Agent { node, action: AgentAction::Restart } => {
+                ask(&layout, &node, |node| Request::RestartAgent { node }).await?
+            }
+            Self::Agent { node, action: AgentAction::Kill } => {
+                ask(&layout, &node, |node| Request::KillAgent { node }).await?
+            }
+            Self::Node { node, action: NodeAction::PowerOff } => {
+                ask(&layout, &node, |node| Request::PowerOff { node }).await?
+            }
+            Self::Node { node, action: NodeAction::PowerOn } => {
+                ask(&layout, &node, |node| Request::PowerOn { node }).await?
+            }
             Self::Kubeconfig => {
                 layout.load()?;
                 let path = layout.kubeconfig();
@@ -158,6 +166,7 @@ impl LocalCommand {
     }
 }
 
-async fn ask(layout: &Layout, request: Request) -> Result<(), LocalError> {
+async fn ask(layout: &Layout, node: &str, request: fn(String) -> Request) -> Result<(), LocalError> {
+    let request = request(exec::known(layout, node).await?.name);
     Client::connect(layout).await?.ask(request).await.map(drop)
 }

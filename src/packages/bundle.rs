@@ -190,7 +190,12 @@ impl InspectBundle {
     /// # Errors
     /// Where a host would refuse it.
     pub fn run(&self) -> Result<String, BundleError> {
-        let open = || File::open(&self.file).map(BufReader::new).map_err(BundleError::io("read", &self.file));
+        let open = || {
+            File::open(&self.file).map(BufReader::new).map_err(|error| match error.kind() {
+                io::ErrorKind::NotFound => BundleError::input(&self.file, "there is no such file"),
+                _ => BundleError::io("read", &self.file)(error),
+            })
+        };
         let found = unpack::unpack(open()?, None, None, Limits::default(), |_| ()).map_err(|e| match e {
             UnpackError::Write { source, .. } => BundleError::io("read", &self.file)(source),
             other => BundleError::input(&self.file, causes(&other)),

@@ -271,7 +271,7 @@ impl Task {
                 platform: platform.to_string(),
                 specs: self.specs.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
                 reason: match error {
-                    rattler_solve::SolveError::Unsolvable(reasons) => reasons.join("; "),
+                    rattler_solve::SolveError::Unsolvable(reasons) => one_line(&reasons.join("\n")),
                     other => causes(&other),
                 },
             }),
@@ -308,6 +308,13 @@ impl Task {
     fn shown_channels(&self) -> String {
         self.sources.iter().map(|s| shown(s.given.as_str())).collect::<Vec<_>>().join(", ")
     }
+}
+
+/// The solver draws a tree over several lines; where it is shown there is one.
+fn one_line(reason: &str) -> String {
+    let drawn = |c: char| c.is_whitespace() || "├─└│".contains(c);
+    let lines = reason.lines().map(|line| line.trim_matches(drawn)).filter(|line| !line.is_empty());
+    lines.collect::<Vec<_>>().join("; ")
 }
 
 /// Error texts of the gateway name files by the descriptor they were opened through, which helps nobody.

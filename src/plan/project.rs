@@ -22,8 +22,11 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         spec.epoch = roster.epoch;
         spec.revision = revision_for(roster, rank);
         spec.want = if may_run(seen, roster, rank) { Want::Run } else { Want::Install };
-    } else if eligible(node, &seen.spec.nodes).is_ok() {
-        spec.want = Want::Install;
+    } else {
+        match eligible(node, &seen.spec.nodes) {
+            Ok(()) => spec.want = Want::Install,
+            Err(reason) => spec.reason = Some(reason.to_string()),
+        }
     }
     spec
 }

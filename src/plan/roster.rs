@@ -209,7 +209,13 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
     match first {
         Some(lead) if seen.waited >= LEAD_PATIENCE => Ok(lead),
         Some(lead) if !nodes.iter().take_while(|node| node.uid != lead.uid).any(undecided) => Ok(lead),
-        _ => Err(format!("waiting for preflight on {} nodes", nodes.len())),
+        _ => {
+            let failed = nodes.iter().find_map(|node| {
+                let report = seen.reports.get(&node.name).filter(|report| report.phase == NodePhase::Failed)?;
+                Some(format!("; {}: {}", node.name, report.message.as_deref()?))
+            });
+            Err(format!("waiting for preflight on {} nodes{}", nodes.len(), failed.unwrap_or_default()))
+        }
     }
 }
 

@@ -2,8 +2,8 @@
 
 use k8s_openapi::{ByteString, api::core::v1::Secret};
 use kube::{
-    Api, Client,
-    api::{ObjectMeta, PostParams},
+    Api, Client, ResourceExt,
+    api::{DeleteParams, ObjectMeta, PostParams, Preconditions},
 };
 
 use super::{PlannerError, call};
@@ -11,6 +11,10 @@ use crate::{
     api::{INSTANCE, NAMESPACE, SECRET_CURVE, SECRET_CURVE_KEY},
     plan::certificate::{Certificate, CertificateError},
 };
+
+/// Tells the Secret that was made here from one that an administrator has brought: only ours is deleted.
+const LABEL_MADE_BY: &str = "app.kubernetes.io/managed-by";
+const MADE_BY: &str = "flux-distribute";
 
 /// Reads the certificate; None where the Secret isn't there.
 ///
@@ -37,13 +41,33 @@ pub async fn read(client: &Client) -> Result<Option<Certificate>, PlannerError> 
 pub async fn create(client: &Client, certificate: &Certificate) -> Result<(), PlannerError> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let secret = Secret {
-        metadata: ObjectMeta { name: Some(SECRET_CURVE.to_owned()), ..ObjectMeta::default() },
+        metadata: ObjectMeta {
+            name: Some(SECRET_CURVE.to_owned()),
+            labels: Some([(LABEL_MADE_BY.to_owned(), MADE_BY.to_owned())].into()),
+            ..ObjectMeta::default()
+        },
         data: Some([(SECRET_CURVE_KEY.to_owned(), ByteString(certificate.text().as_bytes().to_vec()))].into()),
         type_: Some("Opaque".to_owned()),
         ..Secret::default()
     };
     match call("create Secret flux-curve", secrets.create(&PostParams::default(), &secret)).await {
         Err(error) if error.code() == Some(409) => Ok(()),
+        other => other.map(drop),
+    }
+}
+
+/// Deletes the Secret if it was made here.
+///
+/// # Errors
+/// The API server's.
+pub async fn forget(client: &Client) -> Result<(), PlannerError> {
+    let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
+    let found = call("get Secret flux-curve", secrets.get_opt(SECRET_CURVE)).await?;
+    let made_here = |secret: &Secret| secret.labels().get(LABEL_MADE_BY).is_some_and(|by| by == MADE_BY);
+    let Some(secret) = found.filter(made_here) else { return Ok(()) };
+    let params = DeleteParams::default().preconditions(Preconditions { uid: secret.uid(), resource_version: None });
+    match call("delete Secret flux-curve", secrets.delete(SECRET_CURVE, &params)).await {
+        Err(error) if matches!(error.code(), Some(404 | 409)) => Ok(()),
         other => other.map(drop),
     }
 }

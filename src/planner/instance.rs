@@ -15,7 +15,7 @@ use super::{PlannerError, call};
 use crate::{
     api::{
         ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, FluxInstance, FluxInstanceSpec,
-        FluxInstanceStatus, INSTANCE, InstancePhase, NAMESPACE,
+        FluxInstanceStatus, INSTANCE, InstancePhase, NAMESPACE, validate,
     },
     plan::status::set_condition,
 };
@@ -64,8 +64,10 @@ fn parse_default(text: &str) -> Result<FluxInstanceSpec, PlannerError> {
     if text.trim().is_empty() {
         return Ok(FluxInstanceSpec::default());
     }
-    serde_norway::from_str(text)
-        .map_err(|error| wrong(format!("{CONFIGMAP_DEFAULT_KEY} is not a FluxInstance's spec: {error}")))
+    let spec = serde_norway::from_str(text)
+        .map_err(|error| wrong(format!("{CONFIGMAP_DEFAULT_KEY} is not a FluxInstance's spec: {error}")))?;
+    validate(&spec).map_err(|error| wrong(format!("{CONFIGMAP_DEFAULT_KEY} can't be served: {error}")))?;
+    Ok(spec)
 }
 
 /// Writes the status where it differs.

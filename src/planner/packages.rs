@@ -1,7 +1,9 @@
 //! ConfigMap `flux-packages`: resolved once; a restart never resolves again.
 
+use std::time::Duration;
+
 use kube::Client;
-use tokio::task::JoinHandle;
+use tokio::{task::JoinHandle, time::Instant};
 use tracing::info;
 
 use super::{
@@ -18,12 +20,22 @@ use crate::{
 #[derive(Default)]
 pub struct Resolver {
     running: Option<(String, JoinHandle<Result<PackageSet, String>>)>,
-    /// The last failure, the question it belongs to, and when to ask again.
-    failed: Option<(String, String, tokio::time::Instant)>,
+    failed: Option<Failure>,
 }
 
-/// How long an unanswered question rests. A changed question is asked at once.
-const ASK_AGAIN: std::time::Duration = std::time::Duration::from_secs(20);
+/// A question that had no answer. A changed one is asked at once.
+struct Failure {
+    question: String,
+    reason: String,
+    /// So many times in a row.
+    count: u32,
+    again: Instant,
+}
+
+/// How long an unanswered question rests at first; twice as long after each failure.
+const ASK_AGAIN: Duration = Duration::from_secs(5);
+/// The longest rest: a channel's full index is a big download.
+const LONGEST_REST: Duration = Duration::from_secs(120);
 
 /// What is known of the package set.
 pub enum Published {
@@ -33,6 +45,8 @@ pub enum Published {
     Pending,
     /// None yet, and why.
     Failed(String),
+    /// Still this one, because the spec's new question has no answer, and why.
+    Still(PackageSet, String),
 }
 
 impl Resolver {
@@ -53,7 +67,7 @@ impl Resolver {
         let document = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await?;
         let present = document.as_ref().and_then(|document| serde_json::from_str::<PackageSet>(&document.text).ok());
         if let Some(set) = present.as_ref().filter(|set| answers(set, packages)) {
-            self.running = None;
+            (self.running, self.failed) = (None, None);
             return Ok(Published::Is(set.clone()));
         }
         let question = question(packages, platforms);
@@ -80,19 +94,17 @@ impl Resolver {
                 Ok(Published::Is(set))
             }
             Some(Err(reason)) => {
-                self.failed = Some((question, reason.clone(), tokio::time::Instant::now() + ASK_AGAIN));
-                Ok(self.until_answered(present, reason))
+                let before = self.failed.take().filter(|failure| failure.question == question);
+                let count = before.map_or(0, |failure| failure.count) + 1;
+                let rest = ASK_AGAIN.saturating_mul(1 << (count - 1).min(8)).min(LONGEST_REST);
+                self.failed = Some(Failure { question, reason: reason.clone(), count, again: Instant::now() + rest });
+                Ok(until_answered(present, reason))
             }
             None => match &self.failed {
-                Some((asked, reason, _)) if *asked == question => Ok(self.until_answered(present, reason.clone())),
+                Some(failure) if failure.question == question => Ok(until_answered(present, failure.reason.clone())),
                 _ => Ok(present.map_or(Published::Pending, Published::Is)),
             },
         }
-    }
-
-    /// A changed question that has no answer yet leaves the old set in force.
-    fn until_answered(&self, present: Option<PackageSet>, reason: String) -> Published {
-        present.map_or(Published::Failed(reason), Published::Is)
     }
 
     fn ask(
@@ -104,9 +116,9 @@ impl Resolver {
         if packages.bundle.is_none() && packages.platforms.is_empty() && platforms.is_empty() {
             return None;
         }
-        if let Some((asked, _, again)) = &self.failed
-            && *asked == question
-            && tokio::time::Instant::now() < *again
+        if let Some(failure) = &self.failed
+            && failure.question == question
+            && Instant::now() < failure.again
         {
             return None;
         }
@@ -119,6 +131,14 @@ impl Resolver {
         });
         self.running = Some((question, task));
         None
+    }
+}
+
+/// A changed question that has no answer leaves the old set in force.
+fn until_answered(present: Option<PackageSet>, reason: String) -> Published {
+    match present {
+        Some(set) => Published::Still(set, reason),
+        None => Published::Failed(reason),
     }
 }
 

@@ -8,13 +8,13 @@ use serde_json::json;
 use tracing::{debug, info};
 
 use super::{
-    PlannerError, call,
+    PlannerError, call, certificate,
     store::{self, Document},
 };
 use crate::{
     api::{
         CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode,
-        FluxNodeSpec, NAMESPACE, Roster, SECRET_CURVE,
+        FluxNodeSpec, NAMESPACE, Roster,
     },
     plan::broker_toml,
 };
@@ -74,7 +74,7 @@ pub async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -
     // A merge patch leaves what it doesn't name: a rank that is taken away has to be named as null.
     let patch = json!({"spec": {
         "nodeName": spec.node_name, "want": spec.want, "instanceUID": spec.instance_uid, "nodeUID": spec.node_uid,
-        "rank": spec.rank, "epoch": spec.epoch, "revision": spec.revision,
+        "rank": spec.rank, "epoch": spec.epoch, "revision": spec.revision, "reason": spec.reason,
     }});
     let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
     match call(format!("spec of FluxNode {name}"), nodes.patch(&name, &params, &patch)).await {
@@ -105,9 +105,5 @@ pub async fn forget_instance(client: &Client) -> Result<(), PlannerError> {
     for map in [CONFIGMAP_ROSTER, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES] {
         store::delete(client, map).await?;
     }
-    let secrets: Api<k8s_openapi::api::core::v1::Secret> = Api::namespaced(client.clone(), NAMESPACE);
-    match call("delete Secret flux-curve", secrets.delete(SECRET_CURVE, &DeleteParams::default())).await {
-        Err(error) if error.code() == Some(404) => Ok(()),
-        other => other.map(drop),
-    }
+    certificate::forget(client).await
 }

@@ -184,13 +184,13 @@ impl Planner {
         match decision {
             Decision::Keep => {}
             Decision::Wait(reason) => {
-                let no_candidate = candidates(&seen).is_empty();
-                let waiting = if no_candidate {
-                    Obstacle::Problem { reason: "NoEligibleNode", message: reason }
+                // What somebody has to mend is told before what will come by itself.
+                let has_problem = matches!(obstacle, Some(Obstacle::Problem { .. }));
+                if candidates(&seen).is_empty() && !has_problem {
+                    obstacle = Some(Obstacle::Problem { reason: "NoEligibleNode", message: reason });
                 } else {
-                    Obstacle::Waiting(reason)
-                };
-                obstacle.get_or_insert(waiting);
+                    obstacle.get_or_insert(Obstacle::Waiting(reason));
+                }
             }
             Decision::Write(next) => {
                 publish::write_roster(&self.client, &next, stored.as_ref().map(|(_, document)| document)).await?;
@@ -231,6 +231,10 @@ impl Planner {
                 *obstacle = Some(Obstacle::Waiting("the packages are being resolved".to_owned()));
                 None
             }
+            Published::Still(set, message) => {
+                *obstacle = Some(Obstacle::Problem { reason: "PackagesUnresolved", message });
+                Some(set.digest())
+            }
             Published::Failed(message) => {
                 *obstacle = Some(Obstacle::Problem { reason: "PackagesUnresolved", message });
                 None
@@ -269,6 +273,11 @@ impl Planner {
                 obstacle.get_or_insert(Obstacle::Problem { reason: "MalformedCertificate", message });
                 Ok(None)
             }
+            // Refused by the API server, such as a role that is not bound yet.
+            Err(error) if error.code().is_some() => {
+                obstacle.get_or_insert_with(|| Obstacle::Waiting(error_chain(&error)));
+                Ok(None)
+            }
             Err(error) => Err(error),
         }
     }
@@ -300,12 +309,13 @@ impl Planner {
     async fn report(&mut self, caches: &Caches, error: &PlannerError) {
         let words = error_chain(error);
         warn!(error = words, "planning failed");
-        if let PlannerError::Content { .. } = error {
+        // What somebody has to mend; all else is the API server's, and passes.
+        if matches!(error, PlannerError::Content { .. }) || error.code() == Some(422) {
             let about = match caches.instances.state().iter().find(|instance| instance.name_any() == INSTANCE) {
                 Some(flux) => flux.object_ref(&()),
                 None => instance::default_reference(),
             };
-            self.announcer.say(&about, true, "Unreadable", &words).await;
+            self.announcer.say(&about, true, "Unusable", &words).await;
         }
     }
 

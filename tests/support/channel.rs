@@ -194,8 +194,12 @@ pub struct Trouble {
 
 impl Server {
     pub async fn start(root: &Path) -> Self {
+        Self::start_at(root, 0).await
+    }
+
+    pub async fn start_at(root: &Path, port: u16) -> Self {
         let trouble = Arc::new(Trouble { root: root.to_owned(), ..Trouble::default() });
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await.unwrap();
         let url = format!("http://{}/", listener.local_addr().unwrap());
         let router = axum::Router::new().fallback(serve).with_state(trouble.clone());
         tokio::spawn(async move { axum::serve(listener, router).await });

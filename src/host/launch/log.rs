@@ -14,6 +14,8 @@ pub const MAX_LOG_BYTES: u64 = 8 << 20;
 
 const TAIL_BYTES: u64 = 64 << 10;
 const WHY_CHARS: usize = 300;
+/// A broker that is up says so (state_machine.c).
+const WAS_UP: &str = "quorum->run";
 /// What a broker says before it gives up, besides lines of level err and above.
 const TELLING: [&str; 5] = [".crit[", ".err[", ".emerg", "rejecting connection", "Config file error"];
 
@@ -55,10 +57,14 @@ pub fn tail(path: &Path, since: u64) -> String {
     read().unwrap_or_default()
 }
 
-/// The line of a log's tail that tells why its broker ended: the last one of level err or above, else the last one.
+/// The line of a log's tail that tells why its broker ended: one of level err or above, else the last one.
 pub fn why(tail: &str) -> String {
     let lines = || tail.lines().rev().map(str::trim).filter(|line| !line.is_empty());
-    let line = lines().find(|line| TELLING.iter().any(|word| line.contains(word))).or_else(|| lines().next());
+    // What ends a broker that was up stands last. One that never came up was ended by the first trouble; the others follow
+    // from it.
+    let telling = || lines().filter(|line| TELLING.iter().any(|word| line.contains(word)));
+    let line = if lines().any(|line| line.contains(WAS_UP)) { telling().next() } else { telling().next_back() };
+    let line = line.or_else(|| lines().next());
     match line.map(without_level) {
         Some(line) => line.chars().take(WHY_CHARS).collect(),
         None => "the broker left no word in its log".to_owned(),
@@ -108,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_telling_line_says_why_a_broker_ended() {
+    fn one_line_says_why_a_broker_ended() {
         let not_found =
             "broker.crit[nope]: bootstrap: config: initialize: Config file error [bootstrap]: nope not found in hosts";
         let rejecting = "overlay.err[0]: rejecting connection from nodeX (rank 2): slot2 is configured as rank 2: mismatched config?";
@@ -128,6 +134,14 @@ mod tests {
                 "overlay.err[2]: overlay.hello: Invalid argument",
             ),
             ("broker: toml: Config file error: key kvs exists\nlast\n".to_owned(), "broker: toml: Config file error: key kvs exists"),
+            (
+                "job-manager.err[0]: Expected integer\nbroker.err[0]: rc1.0: flux modprobe rc1 Exited (rc=1)\n".to_owned(),
+                "job-manager.err[0]: Expected integer",
+            ),
+            (
+                "x.err[0]: old\nbroker.info[0]: quorum-full: quorum->run 0.1s\nbroker.err[0]: new\n".to_owned(),
+                "broker.err[0]: new",
+            ),
             ("\n \n".to_owned(), "the broker left no word in its log"),
             ("<60>kept <1>x".to_owned(), "<60>kept <1>x"),
         ] {

@@ -17,7 +17,7 @@ use tokio::{
 
 use super::{
     cgroup,
-    control::{Client, Request},
+    control::{Client, NodeView, Request},
     layout::Layout,
     pod::enter_node,
 };
@@ -29,15 +29,17 @@ use crate::{
 /// Where commands are found after the instance's own.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
+/// The node of this name.
+pub(crate) async fn known(layout: &Layout, node: &str) -> Result<NodeView, LocalError> {
+    let views = Client::connect(layout).await?.ask(Request::Status).await?;
+    let view = views.into_iter().find(|view| view.name == node);
+    view.ok_or_else(|| LocalError::Usage(format!("there is no node {node}; see `flux-distribute local status`")))
+}
+
 /// Runs `words` in `node` and ends with its exit code.
 pub(crate) async fn run(layout: &Layout, node: &str, words: Vec<String>) -> Result<ExitCode, LocalError> {
     let cluster = layout.load()?;
-    let view = Client::connect(layout).await?.ask(Request::Status).await?;
-    let view = view.into_iter().find(|view| view.name == node);
-    let Some(view) = view else {
-        return Err(LocalError::Usage(format!("there is no node {node}; see `local status`")));
-    };
-    let Some(init) = view.init_pid else {
+    let Some(init) = known(layout, node).await?.init_pid else {
         return Err(LocalError::Refused(format!("{node} is powered off")));
     };
     // Before the namespaces, in which the machine's hierarchies can't be seen. What is left behind when the command

@@ -1,0 +1,126 @@
+//! A broker that does not live, or that the lead does not take.
+
+use flux_distribute::{
+    api::{FluxNode, NodePhase, SECRET_CURVE},
+    packages::CreateBundle,
+};
+use k8s_openapi::api::core::v1::Secret;
+use kube::api::DeleteParams;
+use serde_json::json;
+
+use super::{
+    bundle::{bundle, packages, sha256, sleeper},
+    channel::Server,
+    cluster::{Case, real_flux},
+};
+
+/// A server with the real Flux as `flux.tar.gz`, and its sha256.
+async fn real(directory: &std::path::Path) -> Option<(Server, String)> {
+    let out = directory.join("flux.tar.gz");
+    let create = CreateBundle { from_prefix: real_flux()?, out: out.clone(), compiled_prefix: None, platform: None };
+    create.run().unwrap();
+    let digest = sha256(&std::fs::read(out).unwrap());
+    Some((Server::start(directory).await, digest))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broker_that_exits_at_once_is_told_in_its_own_words_which_stand_still() {
+    let Some(case) = Case::on(1).await else { return };
+    let served = tempfile::tempdir().unwrap();
+    let server = Server::start(served.path()).await;
+    let words = "broker.err[0]: the moon is in the wrong place";
+    let dying = bundle(&format!("#!/bin/sh\necho '{words}' >&2\nexit 1\n"), "/opt/flux-of-a-test");
+    let living = sleeper("/opt/flux-of-a-test");
+    std::fs::write(served.path().join("dying.tar.gz"), &dying).unwrap();
+    std::fs::write(served.path().join("living.tar.gz"), &living).unwrap();
+    case.create(packages(&server, "dying.tar.gz", &sha256(&dying))).await;
+    case.node_says("node1", NodePhase::Failed, words).await;
+    case.warned("FluxNode/node1", words).await;
+    case.instance_says(words).await;
+    assert!(!case.is_ready("node1"));
+    // Through the next starts: the message stands.
+    let flapped = case.changes_of("node1", std::time::Duration::from_secs(6), |node: &FluxNode| {
+        !super::cluster::says(node, NodePhase::Failed, words)
+    });
+    assert_eq!(flapped.await, 0);
+
+    case.patch(packages(&server, "living.tar.gz", &sha256(&living))).await;
+    case.has("node1", &sha256(&living)).await;
+    case.is("node1", NodePhase::Starting).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tables_that_flux_refuses_are_told_in_its_words_and_mended_ones_are_taken_at_once() {
+    let served = tempfile::tempdir().unwrap();
+    let (Some((server, digest)), Some(case)) = (real(served.path()).await, Case::on(1).await) else { return };
+    let mut spec = packages(&server, "flux.tar.gz", &digest);
+    spec["broker"] = json!({"config": "[job-manager]\ninactive-num-limit = \"x\"\n"});
+    case.create(spec).await;
+    let message = case.node_says("node1", NodePhase::Failed, "inactive").await;
+    assert!(message.starts_with("the broker has ended; its log says: "), "{message}");
+    case.warned("FluxNode/node1", "inactive").await;
+    case.instance_says("inactive").await;
+    assert!(!case.is_ready("node1"));
+
+    case.patch(json!({"broker": {"config": "[job-manager]\ninactive-num-limit = 1000\n"}})).await;
+    case.is("node1", NodePhase::Online).await;
+    assert!(case.is_ready("node1"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_follower_that_the_lead_refuses_is_told_the_leads_reason() {
+    let served = tempfile::tempdir().unwrap();
+    let (Some((server, digest)), Some(case)) = (real(served.path()).await, Case::on(2).await) else { return };
+    case.create(packages(&server, "flux.tar.gz", &digest)).await;
+    for node in ["node1", "node2"] {
+        case.is(node, NodePhase::Online).await;
+    }
+    // A table of names that is not the lead's: what an edited file or another instance's broker comes with.
+    let follower = {
+        let nodes = case.api::<FluxNode>().list(&Default::default()).await.unwrap();
+        let follower = nodes.into_iter().find(|node| node.spec.rank == Some(1)).unwrap();
+        (follower.metadata.name.unwrap(), follower.status.unwrap().adopted.unwrap())
+    };
+    let (node, adopted) = follower;
+    let flux = format!("/opt/flux-distribute/envs/{}/bin/flux", adopted.digest);
+    let script = format!(
+        "mv {flux} {flux}.kept && cat >{flux} <<'END'\n#!/bin/sh\nif [ \"$1\" = broker ]; then sed -i \
+         's/\"node\\[1-2\\],/\"node[1,3-4,2],/' /opt/flux-distribute/etc/broker.toml; fi\nexec {flux}.kept \"$@\"\nEND\nchmod \
+         755 {flux}; kill -9 {}",
+        adopted.pid
+    );
+    case.exec(&node, &["sh", "-c", &script]);
+    let message = case.node_says(&node, NodePhase::Failed, "the lead refuses this broker: ").await;
+    case.warned(&format!("FluxNode/{node}"), "the lead refuses this broker: ").await;
+    assert!(message.contains("mismatched config"), "{message}");
+    case.instance_says("the lead refuses this broker: ").await;
+    assert!(!case.is_ready(&node));
+
+    // The file is made anew at each start.
+    case.exec(&node, &["mv", &format!("{flux}.kept"), &flux]);
+    case.is(&node, NodePhase::Online).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_secret_that_is_gone_is_brought_back_by_the_leads_host_even_while_its_broker_is_down() {
+    let served = tempfile::tempdir().unwrap();
+    let (Some((server, digest)), Some(case)) = (real(served.path()).await, Case::on(1).await) else { return };
+    case.create(packages(&server, "flux.tar.gz", &digest)).await;
+    case.is("node1", NodePhase::Online).await;
+    let before = case.api::<Secret>().get(SECRET_CURVE).await.unwrap();
+    let node = case.api::<FluxNode>().get("node1").await.unwrap();
+    let pid = node.status.unwrap().adopted.unwrap().pid;
+    case.api::<Secret>().delete(SECRET_CURVE, &DeleteParams::default()).await.unwrap();
+    case.exec("node1", &["kill", "-9", &pid.to_string()]);
+    let other = |node: &FluxNode| {
+        let status = node.status.as_ref();
+        let adopted = status.and_then(|status| status.adopted.as_ref());
+        status.is_some_and(|status| status.phase == NodePhase::Online)
+            && adopted.is_some_and(|adopted| adopted.pid != pid)
+    };
+    case.until("node1", "online again", other).await;
+    let after = case.until(SECRET_CURVE, "back", |_: &Secret| true).await;
+    assert!(before.data == after.data, "another certificate");
+    let phases = case.notes().await;
+    assert!(!phases.iter().any(|note| note.contains("Failed")), "waiting is no failure: {phases:?}");
+}

@@ -1,0 +1,41 @@
+//! A host that is not as it must be.
+
+use flux_distribute::api::NodePhase;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use super::{
+    bundle::{packages, sha256, sleeper},
+    channel::Server,
+    cluster::Case,
+};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_port_that_is_taken_is_told_with_its_holder_until_it_is_free() {
+    let Some(case) = Case::on(1).await else { return };
+    let served = tempfile::tempdir().unwrap();
+    let server = Server::start(served.path()).await;
+    let bytes = sleeper("/opt/flux-of-a-test");
+    std::fs::write(served.path().join("a.tar.gz"), &bytes).unwrap();
+    let script = "import socket; s = socket.create_server(('', 8050)); print('listens', flush=True); s.accept()";
+    let mut holder = case.cluster.command(&["exec", "node1", "--", "python3", "-c", script]);
+    let mut holder = holder.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    let stdout = std::io::BufReader::new(holder.stdout.take().unwrap());
+    std::io::BufRead::read_line(&mut { stdout }, &mut line).unwrap();
+    assert_eq!(line.trim(), "listens");
+
+    case.create(packages(&server, "a.tar.gz", &sha256(&bytes))).await;
+    let message = case.node_says("node1", NodePhase::Failed, "port 8050 of this host is taken by python3").await;
+    assert!(message.contains("free it, or set spec.broker.port"), "{message}");
+    case.warned("FluxNode/node1", "port 8050 of this host is taken").await;
+    case.instance_says("port 8050 of this host is taken").await;
+    assert!(!case.is_ready("node1"));
+    case.nothing_half_made_is_live("node1");
+
+    kill(Pid::from_raw(holder.id().cast_signed()), Signal::SIGTERM).unwrap();
+    holder.wait().unwrap();
+    case.is("node1", NodePhase::Starting).await;
+}

@@ -1,0 +1,17 @@
+//! Bad input, one test for each cause: each is one sentence where people look, an Event, nothing half-made is live, and it
+//! heals by itself when the cause is taken away. On local clusters; needs root.
+
+#![allow(clippy::unwrap_used, reason = "clippy.toml's exception ends at the tests' own functions")]
+
+#[path = "../support/channel.rs"]
+#[allow(dead_code, reason = "each test binary uses its part")]
+mod channel;
+
+mod broker;
+mod bundle;
+mod certificate;
+mod cluster;
+mod command_line;
+mod host;
+mod packages;
+mod spec;

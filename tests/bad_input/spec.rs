@@ -1,0 +1,135 @@
+//! A spec that can't be served, and a cluster without a node for it.
+
+use flux_distribute::api::{
+    ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, FluxInstance, INSTANCE, InstancePhase, NAMESPACE, NodePhase,
+};
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::{
+    Api,
+    api::{Patch, PatchParams},
+};
+use serde_json::{Value, json};
+
+use super::cluster::{Case, nobody};
+
+fn refused(answer: Result<FluxInstance, kube::Error>) -> String {
+    match answer {
+        Err(kube::Error::Api(status)) if status.code == 422 => status.message,
+        other => panic!("not refused: {other:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_spec_that_can_not_be_served_is_refused_in_the_validators_words() {
+    let Some(case) = Case::on(1).await else { return };
+    let wrong = [
+        (json!({"size": 5, "maxSize": 4}), "spec.size: is 5, more than maxSize 4"),
+        (json!({"topology": "ring"}), "spec.topology: "),
+        (json!({"broker": {"runAs": "a b"}}), "spec.broker.runAs: "),
+        (json!({"broker": {"checkpointPeriod": "soon"}}), "spec.broker.checkpointPeriod: "),
+        (json!({"prefix": "opt/flux"}), "spec.prefix: "),
+        (json!({"packages": {"channels": ["conda-forge"], "bundle": null}}), "spec.packages.channels: "),
+        (json!({"packages": {"bundle": {"url": "file:///a.tar.gz", "sha256": "x"}}}), "spec.packages.bundle.sha256: "),
+    ];
+    for (spec, words) in &wrong {
+        let message = refused(case.try_create(spec.clone()).await);
+        assert!(message.contains(words), "{message}");
+    }
+    case.create(nobody()).await;
+    for (spec, words) in &wrong {
+        let message = refused(case.try_patch(spec.clone()).await);
+        assert!(message.contains(words), "{message}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn extra_tables_that_are_ours_or_no_toml_are_refused() {
+    let Some(case) = Case::on(1).await else { return };
+    for (config, words) in [
+        ("[bootstrap]\ncurve_cert = \"/x\"", "bootstrap"),
+        ("[tbon]\ntopo = \"kary:2\"", "tbon"),
+        ("[resource]\nnoverify = true", "resource"),
+        ("[kvs]\ncheckpoint-period = \"1s\"", "kvs"),
+        ("[job-manager", "TOML"),
+        ("a = = b", "TOML"),
+    ] {
+        let message = refused(case.try_create(json!({"broker": {"config": config}})).await);
+        assert!(message.contains("spec.broker.config") && message.contains(words), "{message}");
+        super::cluster::assert_sentence(&message);
+    }
+}
+
+/// Makes ConfigMap flux-default anew, as an apply does in a cluster that never had an instance.
+async fn set_default(case: &Case, text: &str) {
+    let patch = json!({
+        "metadata": {"annotations": {ANNOTATION_CONSUMED: Value::Null}}, "data": {"spec.yaml": text},
+    });
+    let maps = Api::<ConfigMap>::namespaced(case.client.clone(), NAMESPACE);
+    maps.patch(CONFIGMAP_DEFAULT, &PatchParams::default(), &Patch::Merge(patch)).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_first_spec_that_can_not_be_served_is_an_event_until_it_is_mended() {
+    let Some(case) = Case::on(1).await else { return };
+    for (text, words) in [
+        ("topology: ring", "spec.yaml can't be served: spec.topology: "),
+        ("size: many", "spec.yaml is not a FluxInstance's spec: "),
+        ("{", "spec.yaml is not a FluxInstance's spec: "),
+    ] {
+        set_default(&case, text).await;
+        case.warned("ConfigMap/flux-default", words).await;
+        assert!(case.api::<FluxInstance>().get_opt(INSTANCE).await.unwrap().is_none());
+        case.becomes_ready("node1", false).await;
+    }
+    set_default(&case, &nobody().to_string()).await;
+    case.instance_says("no eligible node").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_spec_that_only_the_schema_lets_pass_is_told_by_the_planner() {
+    if std::env::var_os("KUBEBUILDER_ASSETS").is_none() {
+        return eprintln!("skipped: KUBEBUILDER_ASSETS names no directory with etcd and kube-apiserver");
+    }
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    case.create(json!({"topology": "ring"})).await;
+    let instance = case.instance_says("spec.topology: ").await;
+    let status = instance.status.unwrap();
+    assert_eq!(status.phase, InstancePhase::Failed);
+    assert!(status.conditions.iter().any(|c| c.type_ == "Degraded" && c.status == "True" && c.reason == "InvalidSpec"));
+    case.warned("FluxInstance/flux", "spec.topology: ").await;
+    case.becomes_ready("node1", false).await;
+    case.nothing_half_made_is_live("node1");
+    case.patch(json!({"topology": "flat"})).await;
+    case.patch(nobody()).await;
+    case.instance_says("no eligible node").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_an_eligible_node_each_nodes_reason_is_told() {
+    let Some(case) = Case::on(1).await else { return };
+    let taint = json!({"key": "hpc", "value": "no", "effect": "NoSchedule"});
+    for (node, words) in [
+        (json!({"spec": {"unschedulable": true}}), "the node is cordoned"),
+        (
+            json!({"spec": {"unschedulable": null, "taints": [taint]}}),
+            "taint hpc:NoSchedule is not in spec.nodes.tolerations",
+        ),
+    ] {
+        case.patch_node("node1", node).await;
+        // Before packages are looked for: no channel is asked.
+        let packages = json!({"channels": ["http://127.0.0.1:1"]});
+        case.create(json!({"packages": packages})).await;
+        let message = case.node_says("node1", NodePhase::Waiting, words).await;
+        assert!(message.starts_with("this node gets no rank: "), "{message}");
+        case.nothing_half_made_is_live("node1");
+        case.delete_instance().await;
+        case.create(nobody()).await;
+        let instance = case.instance_says("no eligible node: node1: ").await;
+        assert_eq!(instance.status.unwrap().phase, InstancePhase::Failed);
+        case.warned("FluxInstance/flux", "no eligible node: node1: ").await;
+        // Nothing is wanted of it.
+        assert!(case.is_ready("node1"));
+        case.delete_instance().await;
+    }
+    case.patch_node("node1", json!({"spec": {"taints": null}})).await;
+}
