@@ -4,7 +4,6 @@
 //! finds a broker returns that one. A difference between what runs and what was ordered is not looked at here: it never
 //! restarts a broker.
 
-pub mod account;
 pub mod cgroup;
 mod detached;
 mod error;
@@ -26,8 +25,11 @@ pub use detached::{LAUNCHER, launcher_main};
 pub use error::LaunchError;
 pub use log::{MAX_LOG_BYTES, trim_log};
 
-use self::{account::Account, error::file, process::Identity, record::RunRecord, systemd::Systemd};
-use super::{LaunchOrder, Refusal, RunningBroker, StopOrder};
+use self::{error::file, process::Identity, record::RunRecord, systemd::Systemd};
+use super::{
+    LaunchOrder, Refusal, Root, RunningBroker, StopOrder,
+    users::{self, User},
+};
 use crate::api::{BROKER_RUN_DIR, RUN_DIR};
 
 /// How long a start waits for another one that is under way.
@@ -154,8 +156,7 @@ impl Places {
     }
 
     fn try_start(&self, order: &LaunchOrder) -> Result<RunningBroker, LaunchError> {
-        let account = Account::on_host(&order.run_as, Path::new("/"))
-            .ok_or_else(|| LaunchError::NoSuchUser { user: order.run_as.clone() })?;
+        let user = users::resolve_on(&Root::host(), &order.run_as)?;
         if order.argv.is_empty() {
             return Err(LaunchError::NoCommand);
         }
@@ -164,7 +165,7 @@ impl Places {
         if let Some(running) = self.observe(Some(&order.prefix)).running {
             return Ok(running);
         }
-        make_broker_run_dir(&self.broker_run_dir, &account)
+        make_broker_run_dir(&self.broker_run_dir, &user)
             .map_err(|source| file("make", &self.broker_run_dir, source))?;
         let log = log::open(&order.prefix);
         log.map_err(|source| file("open", &log::path(&order.prefix), source))?;
@@ -189,7 +190,7 @@ impl Places {
                     record.store(&self.run_dir).map_err(|source| file("write record in", &self.run_dir, source))
                 };
                 store(&record)?;
-                record.process = Some(systemd.start(order, &account)?);
+                record.process = Some(systemd.start(order, &user)?);
                 store(&record)?;
             }
             None => {
@@ -296,8 +297,8 @@ fn running(process: Identity, record: RunRecord) -> RunningBroker {
 }
 
 /// Flux refuses a rundir that is not its user's own; others may come in, the socket looks at who they are.
-fn make_broker_run_dir(path: &Path, account: &Account) -> io::Result<()> {
+fn make_broker_run_dir(path: &Path, user: &User) -> io::Result<()> {
     fs::create_dir_all(path)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
-    chown(path, Some(account.uid), Some(account.gid))
+    chown(path, Some(user.uid), Some(user.gid))
 }

@@ -13,15 +13,13 @@ use std::{
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{
-    LaunchError,
-    account::Account,
-    log,
+    LaunchError, log,
     process::Identity,
     record::{absent_is_fine, write_atomically},
 };
 use crate::{
     broker::unit::{SERVICE, SLICE_DROP_IN, service, slice},
-    host::LaunchOrder,
+    host::{LaunchOrder, users::User},
 };
 
 /// Where hosts keep their programs.
@@ -70,14 +68,14 @@ impl Systemd {
     }
 
     /// Writes the unit and starts it. A unit between two restarts is ended first: it would go on with the old text.
-    pub(super) fn start(&self, order: &LaunchOrder, account: &Account) -> Result<Identity, LaunchError> {
+    pub(super) fn start(&self, order: &LaunchOrder, user: &User) -> Result<Identity, LaunchError> {
         let write = |path: &Path, text: &str| {
             let made = path.parent().map_or(Ok(()), fs::create_dir_all);
             let written = made.and_then(|()| write_atomically(path, text.as_bytes(), 0o644));
             written.map_err(|source| LaunchError::Step { what: format!("write {}", path.display()), source })
         };
         let setpriv = program(Path::new("/"), "setpriv");
-        let text = service(order, account, setpriv.as_deref())?;
+        let text = service(order, user, setpriv.as_deref())?;
         if self.state()?.active != "inactive" {
             self.run(&["stop", SERVICE], START_TIMEOUT)?;
         }
