@@ -141,7 +141,7 @@ fn become_broker() -> Result<Never, LaunchError> {
         log_start,
         record: order.record.clone(),
     };
-    record.store(&run_dir).map_err(step("write broker.json"))?;
+    record.store(&run_dir)?;
 
     user.becoming()().map_err(step("become the broker's user"))?;
     let (program, arguments) = order.argv.split_first().ok_or(LaunchError::NoCommand)?;

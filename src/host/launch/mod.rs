@@ -28,6 +28,7 @@ pub use log::{MAX_LOG_BYTES, trim_log};
 use self::{error::file, process::Identity, record::RunRecord, systemd::Systemd};
 use super::{
     LaunchOrder, Refusal, Root, RunningBroker, StopOrder,
+    files::remove_all_if_there,
     users::{self, User},
 };
 use crate::api::{BROKER_RUN_DIR, RUN_DIR};
@@ -186,12 +187,9 @@ impl Places {
                     prefix,
                     record: order_record,
                 };
-                let store = |record: &RunRecord| {
-                    record.store(&self.run_dir).map_err(|source| file("write record in", &self.run_dir, source))
-                };
-                store(&record)?;
+                record.store(&self.run_dir)?;
                 record.process = Some(systemd.start(order, &user)?);
-                store(&record)?;
+                record.store(&self.run_dir)?;
             }
             None => {
                 // What a broker that crashed has left behind holds cores that the next one will give out. Without a
@@ -255,8 +253,7 @@ impl Places {
             return Ok(());
         }
         RunRecord::remove(&self.run_dir).map_err(|source| file("remove record in", &self.run_dir, source))?;
-        record::absent_is_fine(fs::remove_dir_all(&self.broker_run_dir))
-            .map_err(|source| file("remove", &self.broker_run_dir, source))?;
+        remove_all_if_there(&self.broker_run_dir).map_err(|source| file("remove", &self.broker_run_dir, source))?;
         record::remove_lock(&self.run_dir).map_err(|source| file("remove lock in", &self.run_dir, source))?;
         // Others may still have something in it.
         let _ = fs::remove_dir(&self.run_dir);

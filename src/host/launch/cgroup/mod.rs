@@ -11,7 +11,7 @@ use std::{
 
 pub use view::*;
 
-use super::record::absent_is_fine;
+use crate::host::files::absent_is_fine;
 
 /// Why the broker could not be given cgroups of its own.
 #[derive(Debug, thiserror::Error)]
