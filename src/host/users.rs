@@ -63,7 +63,7 @@ pub fn resolve(run_as: &str, passwd: &str, group: &str) -> Result<User, Refusal>
     let without_entry = || number.map(without_entry).or_else(|| (run_as == "root").then(User::root));
     let Some(mut user) = entry.or_else(without_entry) else {
         return Err(Refusal::new(format!(
-            "the user {run_as} of spec.broker.runAs is not in this host's /etc/passwd; add it there, or give its number"
+            "this host has no user {run_as:?}; set spec.broker.runAs to a name of its /etc/passwd or to a number"
         )));
     };
     let groups = group.lines().filter_map(|line| parse_group(line, &user.name));
