@@ -2,10 +2,7 @@
 
 use std::{fmt::Write, path::Path};
 
-use crate::host::{
-    LaunchOrder,
-    launch::{account::Account, log},
-};
+use crate::host::{LaunchOrder, launch::log, users::User};
 
 /// The broker's unit.
 pub const SERVICE: &str = "flux-broker.service";
@@ -35,7 +32,7 @@ pub struct UnknownUser {
 ///
 /// # Errors
 /// [`UnknownUser`] without setpriv.
-pub fn service(order: &LaunchOrder, account: &Account, setpriv: Option<&Path>) -> Result<String, UnknownUser> {
+pub fn service(order: &LaunchOrder, user: &User, setpriv: Option<&Path>) -> Result<String, UnknownUser> {
     let mut text = String::from(
         "# Made by flux-distribute; gone with the next boot.
 [Unit]
@@ -49,9 +46,9 @@ Type=exec
 ",
     );
     let mut argv = order.argv.clone();
-    if account.uid != 0 && !account.known {
-        let setpriv = setpriv.ok_or(UnknownUser { uid: account.uid })?;
-        let (user, group) = (format!("--reuid={}", account.uid), format!("--regid={}", account.gid));
+    if user.uid != 0 && !user.known {
+        let setpriv = setpriv.ok_or(UnknownUser { uid: user.uid })?;
+        let (user, group) = (format!("--reuid={}", user.uid), format!("--regid={}", user.gid));
         let become_user = [setpriv.display().to_string(), user, group, "--clear-groups".to_owned(), "--".to_owned()];
         argv.splice(0..0, become_user);
     }
@@ -60,8 +57,8 @@ Type=exec
     for (name, value) in &order.env {
         let _ = writeln!(text, "Environment={}", quoted(&format!("{name}={value}")));
     }
-    if account.uid != 0 && account.known {
-        let _ = writeln!(text, "User={}", account.uid);
+    if user.uid != 0 && user.known {
+        let _ = writeln!(text, "User={}", user.uid);
     }
     let log = log::path(&order.prefix).display().to_string().replace('%', "%%");
     let _ = write!(
@@ -151,7 +148,7 @@ mod tests {
     #[test]
     fn the_unit_is_as_it_was_tried() {
         let argv = ["/opt/flux-distribute/envs/0123/bin/flux", "broker", "-Shostname=node1", "-Sbroker.rc2_none"];
-        let account = Account { uid: 998, gid: 997, groups: vec![44], known: true };
+        let flux = User { uid: 998, gid: 997, groups: vec![44], known: true, ..User::root() };
         let expected = r#"# Made by flux-distribute; gone with the next boot.
 [Unit]
 Description=Flux message broker
@@ -189,15 +186,14 @@ RestartMaxDelaySec=30
 RestartPreventExitStatus=42
 SuccessExitStatus=42
 "#;
-        assert_eq!(service(&order(&argv, "flux"), &account, None).unwrap(), expected);
-        let root = Account { uid: 0, gid: 0, groups: vec![], known: false };
-        assert!(!service(&order(&argv, "root"), &root, None).unwrap().contains("User="));
+        assert_eq!(service(&order(&argv, "flux"), &flux, None).unwrap(), expected);
+        assert!(!service(&order(&argv, "root"), &User::root(), None).unwrap().contains("User="));
         assert!(slice(500).ends_with("[Slice]\nCPUWeight=500\n"));
     }
 
     #[test]
     fn a_user_without_an_entry_is_not_left_to_systemd() {
-        let bare = Account { uid: 54321, gid: 54321, groups: vec![], known: false };
+        let bare = User { uid: 54321, gid: 54321, ..User::root() };
         let order = order(&["/env/bin/flux", "broker"], "54321");
         let text = service(&order, &bare, Some(Path::new("/usr/bin/setpriv"))).unwrap();
         let expected =

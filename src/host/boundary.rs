@@ -163,16 +163,9 @@ pub fn enter_command(
 
 /// Has `command` run as `user`, with the user's groups.
 pub fn become_user(command: &mut Command, user: &User) {
-    let (uid, gid, groups) = (user.uid, user.gid, user.groups.clone());
     // SAFETY: only system calls; the groups were collected before the fork.
     unsafe {
-        command.pre_exec(move || {
-            let (uid, gid) = (uid as libc::uid_t, gid as libc::gid_t);
-            Errno::result(libc::setgroups(groups.len(), groups.as_ptr()))?;
-            Errno::result(libc::setresgid(gid, gid, gid))?;
-            Errno::result(libc::setresuid(uid, uid, uid))?;
-            Ok(())
-        });
+        command.pre_exec(user.becoming());
     }
 }
 

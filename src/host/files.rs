@@ -103,10 +103,7 @@ pub fn aside(path: &Path) -> PathBuf {
 /// # Errors
 /// What the system says.
 pub fn remove_if_there(path: &Path) -> io::Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
-    }
+    absent_is_fine(fs::remove_file(path))
 }
 
 /// Removes a directory with all that is in it, or a file; that there is none is success.
@@ -119,7 +116,15 @@ pub fn remove_all_if_there(path: &Path) -> io::Result<()> {
         Ok(_) => fs::remove_file(path),
         Err(error) => Err(error),
     };
-    match removed {
+    absent_is_fine(removed)
+}
+
+/// What is not there need not be taken off.
+///
+/// # Errors
+/// Any but `NotFound`.
+pub fn absent_is_fine(result: io::Result<()>) -> io::Result<()> {
+    match result {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
     }

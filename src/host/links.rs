@@ -5,16 +5,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use serde::Deserialize;
-
 use super::{
     ConfigureOrder, HostState, Refusal, Root, Undo,
     files::{Owner, make_dir, missing_parents, remove_if_there, symlink_atomic, write_atomic},
     state,
 };
+use crate::packages;
 
-/// Name below an environment: its ready marker.
-pub const MARKER: &str = ".flux-distribute.json";
 /// Name below the prefix: the newest environment, for people.
 pub const CURRENT: &str = "current";
 /// Below the prefix, and copied to the host's root.
@@ -22,18 +19,12 @@ pub const CONNECT: &str = "bin/flux-connect.sh";
 /// The copy at the host's root.
 pub const CONNECT_AT_ROOT: &str = "/flux-connect.sh";
 
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Marker {
-    compiled_prefix: Option<PathBuf>,
-}
-
 fn compiled_prefix(root: &Root, prefix: &Path, digest: &str) -> Result<Option<PathBuf>, Refusal> {
-    let path = root.path(state::environment(prefix, digest)).join(MARKER);
-    let text = fs::read(&path).map_err(|error| Refusal::io("read the environment's marker", &path, &error))?;
-    let marker: Marker = serde_json::from_slice(&text)
-        .map_err(|error| Refusal::new(format!("{} can't be understood: {error}", path.display())))?;
-    Ok(marker.compiled_prefix)
+    let Some(linked) = packages::linked(&root.path(prefix), digest) else {
+        let environment = state::environment(prefix, digest);
+        return Err(Refusal::transient(format!("the environment {} is not ready", environment.display())));
+    };
+    Ok(linked.compiled_prefix)
 }
 
 /// Points `current` and the compiled-in prefix to the order's environment, unless a running broker uses them.

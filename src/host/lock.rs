@@ -1,5 +1,6 @@
 use std::{
     fs::{self, File, OpenOptions},
+    io,
     os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::Path,
     time::{Duration, Instant},
@@ -18,7 +19,7 @@ pub const LOCK: &str = "lock";
 /// How long an order waits for another one: longer than a start takes, shorter than an agent's patience.
 pub const WAIT: Duration = Duration::from_secs(30);
 
-const POLL: Duration = Duration::from_millis(50);
+const POLL: Duration = Duration::from_millis(20);
 
 /// The right to write below the prefix, held by one stage at a time; given back when dropped, or by the kernel when its
 /// process is killed.
@@ -34,29 +35,31 @@ impl HostLock {
     /// A transient refusal when it is still held after `wait`.
     pub fn take(root: &Root, prefix: &Path, wait: Duration) -> Result<Self, Refusal> {
         let path = root.path(prefix).join(LOCK);
-        let deadline = Instant::now() + wait;
-        loop {
-            let file = OpenOptions::new()
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .mode(0o600)
-                .open(&path)
-                .map_err(|error| Refusal::io("open the lock", &path, &error))?;
-            match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-                // A removal deletes the file while it holds it: who waited for that one must look again.
-                Ok(file) if is_still_at(&file, &path) => return Ok(Self { _file: file }),
-                Ok(_) => continue,
-                Err((_, Errno::EWOULDBLOCK)) if Instant::now() < deadline => std::thread::sleep(POLL),
-                Err((_, Errno::EWOULDBLOCK)) => {
-                    return Err(Refusal::transient(format!(
-                        "other work on this host still holds {} after {} s",
-                        path.display(),
-                        wait.as_secs()
-                    )));
-                }
-                Err((_, error)) => return Err(Refusal::io("lock", &path, &error.into())),
-            }
+        take(&path, wait).map(|file| Self { _file: file }).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => Refusal::transient(format!(
+                "other work on this host still holds {} after {} s",
+                path.display(),
+                wait.as_secs()
+            )),
+            _ => Refusal::io("lock", &path, &error),
+        })
+    }
+}
+
+/// Takes the lock whose file is `path`, and makes that file where it is missing.
+///
+/// # Errors
+/// `WouldBlock` when another one still holds it after `wait`.
+pub fn take(path: &Path, wait: Duration) -> io::Result<Flock<File>> {
+    let deadline = Instant::now() + wait;
+    loop {
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
+        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            // Whoever removes the file holds it meanwhile: who waited for that one must look again.
+            Ok(lock) if is_still_at(&lock, path) => return Ok(lock),
+            Ok(_) => continue,
+            Err((_, Errno::EWOULDBLOCK)) if Instant::now() < deadline => std::thread::sleep(POLL),
+            Err((_, errno)) => return Err(errno.into()),
         }
     }
 }

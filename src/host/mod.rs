@@ -16,6 +16,7 @@ mod flux;
 pub mod launch;
 mod links;
 mod lock;
+pub mod mountinfo;
 mod observe;
 mod order;
 pub mod preflight;

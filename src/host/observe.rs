@@ -1,6 +1,7 @@
-use std::{fs, path::Path};
+use std::fs;
 
-use super::{HostView, Refusal, Root, facts, links::MARKER, remove::Brokers, state};
+use super::{HostView, Refusal, Root, facts, remove::Brokers, state};
+use crate::packages;
 
 /// Looks at the host; changes nothing, and needs no lock because everything it reads was renamed into place.
 ///
@@ -13,7 +14,7 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
     let below = prefix.map(|prefix| root.path(prefix));
     let read = |name: &str| below.as_ref().and_then(|prefix| fs::read_to_string(prefix.join(name)).ok());
     Ok(HostView {
-        environments: below.as_deref().map(environments).unwrap_or_default(),
+        environments: below.as_deref().map(packages::ready).unwrap_or_default(),
         roster: read("etc/roster.json"),
         applied: read("etc/applied.json"),
         state,
@@ -33,18 +34,4 @@ fn job_shells(root: &Root) -> usize {
     };
     let stats = processes.flatten().filter_map(|process| fs::read_to_string(process.path().join("stat")).ok());
     stats.filter(|stat| is_shell(stat)).count()
-}
-
-fn environments(prefix: &Path) -> Vec<String> {
-    let Ok(entries) = fs::read_dir(prefix.join("envs")) else {
-        return Vec::new();
-    };
-    let mut ready: Vec<String> = entries
-        .flatten()
-        .filter(|entry| entry.path().join(MARKER).is_file())
-        .filter_map(|entry| entry.file_name().into_string().ok())
-        .filter(|name| !name.starts_with('.'))
-        .collect();
-    ready.sort();
-    ready
 }

@@ -1,6 +1,8 @@
 //! The broker's user, from the host's own files: a name service would need the host's libraries.
 
-use std::path::PathBuf;
+use std::{io, path::PathBuf};
+
+use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
 
 use super::{Refusal, Root, files::Owner};
 
@@ -17,8 +19,10 @@ pub struct User {
     pub home: PathBuf,
     /// Login shell.
     pub shell: PathBuf,
-    /// Supplementary groups.
+    /// Supplementary groups, without the primary one.
     pub groups: Vec<u32>,
+    /// It has an entry in /etc/passwd; systemd starts nothing as a user that has none.
+    pub known: bool,
 }
 
 impl User {
@@ -31,9 +35,22 @@ impl User {
     pub fn owner(&self) -> Owner {
         Owner { uid: self.uid, gid: self.gid }
     }
+
+    /// What makes the calling process this user's, with the user's groups. It only makes system calls, so it may be
+    /// called between fork and exec.
+    pub fn becoming(&self) -> impl Fn() -> io::Result<()> + Send + Sync + use<> {
+        let (uid, gid) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));
+        let groups: Vec<Gid> = self.groups.iter().copied().map(Gid::from_raw).collect();
+        move || {
+            setgroups(&groups)?;
+            setresgid(gid, gid, gid)?;
+            setresuid(uid, uid, uid)?;
+            Ok(())
+        }
+    }
 }
 
-/// Finds `run_as`, a name or a number, in texts as of passwd(5) and group(5). A number needs no entry.
+/// Finds `run_as`, a name or a number, in texts as of passwd(5) and group(5). A number needs no entry, nor does root.
 ///
 /// # Errors
 /// A name that has no entry.
@@ -41,14 +58,18 @@ pub fn resolve(run_as: &str, passwd: &str, group: &str) -> Result<User, Refusal>
     let number: Option<u32> = run_as.parse().ok();
     let entry = passwd.lines().filter_map(parse_passwd).find(|user| match number {
         Some(uid) => user.uid == uid,
-        None => user.name == run_as,
+        None => user.name == run_as && !run_as.is_empty(),
     });
-    let Some(mut user) = entry.or_else(|| number.map(without_entry)) else {
+    let without_entry = || number.map(without_entry).or_else(|| (run_as == "root").then(User::root));
+    let Some(mut user) = entry.or_else(without_entry) else {
         return Err(Refusal::new(format!(
-            "the user {run_as} of spec.broker.runAs is not in this host's /etc/passwd; add it there, or give its number"
+            "this host has no user {run_as:?}; set spec.broker.runAs to a name of its /etc/passwd or to a number"
         )));
     };
-    user.groups = group.lines().filter_map(|line| parse_group(line, &user.name)).collect();
+    let groups = group.lines().filter_map(|line| parse_group(line, &user.name));
+    user.groups = groups.filter(|gid| *gid != user.gid).collect();
+    user.groups.sort_unstable();
+    user.groups.dedup();
     Ok(user)
 }
 
@@ -69,6 +90,7 @@ fn without_entry(uid: u32) -> User {
         home: if uid == 0 { "/root".into() } else { "/".into() },
         shell: "/bin/sh".into(),
         groups: Vec::new(),
+        known: false,
     }
 }
 
@@ -85,13 +107,14 @@ fn parse_passwd(line: &str) -> Option<User> {
         home: or(home, "/"),
         shell: or(shell.trim_end(), "/bin/sh"),
         groups: Vec::new(),
+        known: true,
     })
 }
 
 fn parse_group(line: &str, member: &str) -> Option<u32> {
     let fields: Vec<&str> = line.split(':').collect();
     let [_, _, gid, members] = fields[..] else { return None };
-    members.trim_end().split(',').any(|name| name == member).then(|| gid.parse().ok())?
+    members.split(',').any(|name| name.trim() == member).then(|| gid.parse().ok())?
 }
 
 #[cfg(test)]
@@ -110,6 +133,29 @@ mod tests {
         let bare = resolve("4242", PASSWD, GROUP).unwrap();
         assert_eq!((bare.uid, bare.gid, bare.name.as_str()), (4242, 4242, "4242"));
         assert_eq!(resolve("0", "", "").unwrap().home, PathBuf::from("/root"));
+    }
+
+    #[test]
+    fn a_user_is_found_by_name_or_by_number_and_a_bare_number_needs_no_entry() {
+        let passwd = "root:x:0:0:root:/root:/bin/bash\nflux:x:998:997::/:/sbin/nologin\nbroken:x\n";
+        let group = "root:x:0:\nvideo:x:44:flux,other\nrender:x:105:other, flux\nflux:x:997:flux\nbroken\n";
+        let found = |user, passwd, group| {
+            resolve(user, passwd, group).ok().map(|user| (user.uid, user.gid, user.groups, user.known))
+        };
+        let flux = (998, 997, vec![44, 105], true);
+        let bare = |uid, known| (uid, uid, vec![], known);
+        for (user, expected) in [
+            ("root", Some(bare(0, true))),
+            ("flux", Some(flux.clone())),
+            ("998", Some(flux)),
+            ("54321", Some(bare(54321, false))),
+            ("nobody-here", None),
+            ("", None),
+            ("-1", None),
+        ] {
+            assert_eq!(found(user, passwd, group), expected, "{user}");
+        }
+        assert_eq!(found("root", "", ""), Some(bare(0, false)));
     }
 
     #[test]

@@ -191,7 +191,11 @@ async fn every_order_can_be_killed_at_any_time_and_nothing_stays_behind() {
         killed_stage(&claim, after);
         run(&host, claim.clone()).await.unwrap();
         fs::create_dir_all(prefix.join("envs/d")).unwrap();
-        fs::write(prefix.join("envs/d/.flux-distribute.json"), r#"{"compiledPrefix":"/opt/site/flux"}"#).unwrap();
+        fs::write(
+            prefix.join("envs/d/.flux-distribute.json"),
+            r#"{"digest":"d","compiledPrefix":"/opt/site/flux","bytes":1}"#,
+        )
+        .unwrap();
 
         killed_stage(&configure, after);
         if let Ok(found) = fs::read_to_string(prefix.join("etc/broker.toml")) {

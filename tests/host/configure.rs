@@ -33,7 +33,7 @@ fn configured_files_have_their_owner_mode_and_content() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
-    host.environment(DIGEST, "{}");
+    host.environment(DIGEST, None);
     host.configure(&configure_order()).unwrap();
     assert_eq!((mode(&host.below("etc/broker.toml")), owner(&host.below("etc/broker.toml"))), (0o644, (0, 0)));
     assert_eq!((mode(&host.below("etc/curve.cert")), owner(&host.below("etc/curve.cert"))), (0o600, (500, 501)));
@@ -60,7 +60,7 @@ fn a_lost_statedir_of_an_established_instance_is_refused_before_anything_is_writ
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
-    host.environment(DIGEST, "{}");
+    host.environment(DIGEST, None);
     let before = host.everything();
     let refusal = host.configure(&ConfigureOrder { statedir: established("id-1"), ..configure_order() }).unwrap_err();
     assert!(!refusal.transient);
@@ -79,7 +79,7 @@ fn the_queue_of_an_older_instance_is_kept_aside() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
-    host.environment(DIGEST, "{}");
+    host.environment(DIGEST, None);
     host.configure(&configure_order()).unwrap();
     fs::write(host.below("state/content.sqlite"), "queue").unwrap();
     host.configure(&ConfigureOrder { statedir: not_established("id-2"), ..configure_order() }).unwrap();
@@ -96,7 +96,7 @@ fn a_kept_statedir_outlives_the_removal_and_serves_the_next_claim() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
-    host.environment(DIGEST, "{}");
+    host.environment(DIGEST, None);
     host.configure(&configure_order()).unwrap();
     fs::write(host.below("state/content.sqlite"), "queue").unwrap();
     host.remove(true).unwrap();
@@ -104,7 +104,7 @@ fn a_kept_statedir_outlives_the_removal_and_serves_the_next_claim() {
     let left: Vec<_> = fs::read_dir(host.below("")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left, ["state"]);
     claim(&host.root, &claim_order(PREFIX, "uid-2")).unwrap();
-    host.environment(DIGEST, "{}");
+    host.environment(DIGEST, None);
     host.configure(&ConfigureOrder { statedir: established("id-1"), ..configure_order() }).unwrap();
     assert_eq!(fs::read_to_string(host.below("state/content.sqlite")).unwrap(), "queue");
 }
@@ -128,7 +128,7 @@ fn a_sysctl_is_raised_never_lowered_and_put_back_only_if_it_is_ours() {
     ] {
         let host = TestHost::new();
         host.claim().unwrap();
-        host.environment(DIGEST, "{}");
+        host.environment(DIGEST, None);
         steps.iter().for_each(|&to| raise(&host, to));
         if let Some(value) = by_hand {
             host.write(sysctl, value);
@@ -148,7 +148,7 @@ fn the_compiled_in_prefix_of_others_is_refused_and_survives_our_removal() {
         fs::create_dir_all(host.at("/usr/site")).unwrap();
         make(&host.at(COMPILED)).unwrap();
         host.claim().unwrap();
-        host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
+        host.environment(DIGEST, Some(COMPILED));
         let refusal = host.configure(&configure_order()).unwrap_err();
         assert!(refusal.message.contains(COMPILED), "{refusal}");
         host.remove(false).unwrap();
@@ -159,17 +159,18 @@ fn the_compiled_in_prefix_of_others_is_refused_and_survives_our_removal() {
 #[test]
 fn links_are_flipped_between_epochs_and_left_alone_under_a_running_broker() {
     need_root!();
+    const NEXT: &str = "fedcba9876543210";
     let host = TestHost::new();
     host.claim().unwrap();
-    for digest in [DIGEST, "next"] {
-        host.environment(digest, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
+    for digest in [DIGEST, NEXT] {
+        host.environment(digest, Some(COMPILED));
     }
     let target = |path: PathBuf| fs::read_link(path).unwrap().file_name().unwrap().to_owned();
     host.configure(&configure_order()).unwrap();
-    host.configure(&ConfigureOrder { digest: "next".into(), live: true, ..configure_order() }).unwrap();
+    host.configure(&ConfigureOrder { digest: NEXT.into(), live: true, ..configure_order() }).unwrap();
     assert_eq!((target(host.at(COMPILED)), target(host.below("current"))), (DIGEST.into(), DIGEST.into()));
-    host.configure(&ConfigureOrder { digest: "next".into(), ..configure_order() }).unwrap();
-    assert_eq!((target(host.at(COMPILED)), target(host.below("current"))), ("next".into(), "next".into()));
+    host.configure(&ConfigureOrder { digest: NEXT.into(), ..configure_order() }).unwrap();
+    assert_eq!((target(host.at(COMPILED)), target(host.below("current"))), (NEXT.into(), NEXT.into()));
     host.remove(false).unwrap();
     assert!(!host.at("/usr/site").exists() && host.at("/usr").exists());
 }
@@ -180,7 +181,7 @@ fn somebody_elses_script_at_the_root_stays() {
     let host = TestHost::new();
     host.write("/flux-connect.sh", "theirs");
     host.claim().unwrap();
-    host.environment(DIGEST, "{}");
+    host.environment(DIGEST, None);
     host.configure(&configure_order()).unwrap();
     host.remove(false).unwrap();
     assert_eq!(fs::read_to_string(host.at("/flux-connect.sh")).unwrap(), "theirs");
@@ -191,7 +192,7 @@ fn files_do_not_leave_the_prefix_and_secrets_do_not_leave_their_file() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
-    host.environment(DIGEST, "{}");
+    host.environment(DIGEST, None);
     for path in ["../etc/passwd", "/etc/passwd", "etc/../../x"] {
         let file = HostFile { path: path.into(), content: "hunter2".into(), mode: 0o644, broker_owned: false };
         let refusal = host.configure(&ConfigureOrder { files: vec![file], ..configure_order() }).unwrap_err();

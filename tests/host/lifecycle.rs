@@ -12,7 +12,7 @@ fn everything_we_touched_is_taken_off_and_nothing_else() {
     let host = TestHost::new();
     let before = host.everything();
     host.claim().unwrap();
-    host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
+    host.environment(DIGEST, Some(COMPILED));
     host.configure(&configure_order()).unwrap();
     assert!(host.at("/flux-connect.sh").exists());
     assert_eq!(fs::read_link(host.at(COMPILED)).unwrap(), Path::new(PREFIX).join("envs").join(DIGEST));
@@ -29,7 +29,7 @@ fn claiming_and_configuring_again_changes_nothing() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
-    host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
+    host.environment(DIGEST, Some(COMPILED));
     host.configure(&configure_order()).unwrap();
     let (before, inode) = (host.everything(), fs::metadata(host.below("etc/broker.toml")).unwrap().ino());
     host.claim().unwrap();
@@ -98,7 +98,7 @@ fn the_undo_list_is_written_before_the_thing_is_done() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
-    host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
+    host.environment(DIGEST, Some(COMPILED));
     // A directory in the way of the link's rename: the record stands although the link was never made.
     fs::create_dir_all(host.at("/usr/site/.flux.new")).unwrap();
     assert!(host.configure(&configure_order()).is_err());
@@ -117,7 +117,7 @@ fn a_removal_that_was_killed_anywhere_is_finished_by_the_next_run() {
     // What a killed removal can have taken off already: any of these, before state.json.
     for gone in ["envs", "etc", "state", "lock", "current", "../../flux-connect.sh", "../../usr/site/flux"] {
         host.claim().unwrap();
-        host.environment(DIGEST, &format!(r#"{{"compiledPrefix":"{COMPILED}"}}"#));
+        host.environment(DIGEST, Some(COMPILED));
         host.configure(&configure_order()).unwrap();
         let path = host.below(gone);
         if fs::symlink_metadata(&path).unwrap().is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) }
@@ -133,7 +133,7 @@ fn what_cant_be_undone_keeps_the_undo_list() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
-    host.environment(DIGEST, "{}");
+    host.environment(DIGEST, None);
     host.configure(&configure_order()).unwrap();
     fs::remove_file(host.at("/flux-connect.sh")).unwrap();
     fs::create_dir(host.at("/flux-connect.sh")).unwrap();

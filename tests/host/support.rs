@@ -76,8 +76,9 @@ impl TestHost {
         fs::write(self.at(path), content).unwrap();
     }
 
-    pub fn environment(&self, digest: &str, marker: &str) {
-        self.write(&format!("{PREFIX}/envs/{digest}/.flux-distribute.json"), marker);
+    pub fn environment(&self, digest: &str, compiled_prefix: Option<&str>) {
+        let marker = serde_json::json!({ "digest": digest, "compiledPrefix": compiled_prefix, "bytes": 1 });
+        self.write(&format!("{PREFIX}/envs/{digest}/.flux-distribute.json"), &marker.to_string());
     }
 
     pub fn claim(&self) -> Result<(), Refusal> {

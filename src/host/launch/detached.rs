@@ -25,12 +25,12 @@ use nix::{
         stat::{Mode, umask},
         wait::waitpid,
     },
-    unistd::{Gid, Uid, dup2_stderr, dup2_stdin, dup2_stdout, setgid, setgroups, setsid, setuid},
+    unistd::{dup2_stderr, dup2_stdin, dup2_stdout, setsid},
 };
 use serde::{Deserialize, Serialize};
 
-use super::{LaunchError, account::Account, cgroup, error::sentence, log, process::Identity, record::RunRecord};
-use crate::host::LaunchOrder;
+use super::{LaunchError, cgroup, error::sentence, log, process::Identity, record::RunRecord};
+use crate::host::{LaunchOrder, Root, users};
 
 /// The hidden subcommand of the launcher.
 pub const LAUNCHER: &str = "launch";
@@ -117,8 +117,7 @@ fn become_broker() -> Result<Never, LaunchError> {
     io::stdin().read_to_string(&mut text).map_err(step("read the order"))?;
     let LauncherOrder { order, run_dir, cgroup } =
         serde_json::from_str(&text).map_err(io::Error::from).map_err(step("read the order"))?;
-    let account = Account::on_host(&order.run_as, Path::new("/"))
-        .ok_or_else(|| LaunchError::NoSuchUser { user: order.run_as.clone() })?;
+    let user = users::resolve_on(&Root::host(), &order.run_as)?;
 
     cgroup::enter(&cgroup, order.cpu_weight)?;
     setsid().map_err(io::Error::from).map_err(step("start a session"))?;
@@ -142,9 +141,9 @@ fn become_broker() -> Result<Never, LaunchError> {
         log_start,
         record: order.record.clone(),
     };
-    record.store(&run_dir).map_err(step("write broker.json"))?;
+    record.store(&run_dir)?;
 
-    drop_to(&account).map_err(step("become the broker's user"))?;
+    user.becoming()().map_err(step("become the broker's user"))?;
     let (program, arguments) = order.argv.split_first().ok_or(LaunchError::NoCommand)?;
     // exec() also resets SIGPIPE, which Rust's runtime has ignored since the start of main.
     let source = Command::new(program).args(arguments).env_clear().envs(&order.env).exec();
@@ -194,13 +193,5 @@ fn redirect(prefix: &Path) -> io::Result<()> {
     dup2_stdin(File::open("/dev/null")?)?;
     dup2_stdout(&log)?;
     dup2_stderr(&log)?;
-    Ok(())
-}
-
-fn drop_to(account: &Account) -> io::Result<()> {
-    let groups: Vec<Gid> = account.groups.iter().copied().map(Gid::from_raw).collect();
-    setgroups(&groups)?;
-    setgid(Gid::from_raw(account.gid))?;
-    setuid(Uid::from_raw(account.uid))?;
     Ok(())
 }

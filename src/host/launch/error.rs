@@ -16,13 +16,10 @@ pub enum LaunchError {
     /// Another stage works on the broker.
     #[error("another start or stop of the broker is under way")]
     UnderWay,
-    /// `run_as` names nobody.
-    #[error("the host has no user {user:?}; set spec.broker.runAs to a name of its /etc/passwd or to a number")]
-    NoSuchUser {
-        /// From the order.
-        user: String,
-    },
-    /// Nor would systemd.
+    /// The host's own words, such as for a `run_as` that names nobody.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// systemd starts nothing as such a user.
     #[error(transparent)]
     UnknownUser(#[from] UnknownUser),
     /// The order's argv is empty.
@@ -133,8 +130,11 @@ pub(super) fn sentence(error: &dyn Error) -> String {
 
 impl From<LaunchError> for Refusal {
     fn from(error: LaunchError) -> Self {
-        let transient =
-            !matches!(error, LaunchError::NoSuchUser { .. } | LaunchError::UnknownUser(_) | LaunchError::NoCommand);
+        let transient = match error {
+            LaunchError::Refused(refusal) => return refusal,
+            LaunchError::UnknownUser(_) | LaunchError::NoCommand => false,
+            _ => true,
+        };
         Self { message: sentence(&error), transient }
     }
 }

@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::record::absent_is_fine;
+use crate::host::files::absent_is_fine;
 
 /// A log that is larger is trimmed.
 pub const MAX_LOG_BYTES: u64 = 8 << 20;

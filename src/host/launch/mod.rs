@@ -4,7 +4,6 @@
 //! finds a broker returns that one. A difference between what runs and what was ordered is not looked at here: it never
 //! restarts a broker.
 
-pub mod account;
 pub mod cgroup;
 mod detached;
 mod error;
@@ -26,8 +25,12 @@ pub use detached::{LAUNCHER, launcher_main};
 pub use error::LaunchError;
 pub use log::{MAX_LOG_BYTES, trim_log};
 
-use self::{account::Account, error::file, process::Identity, record::RunRecord, systemd::Systemd};
-use super::{LaunchOrder, Refusal, RunningBroker, StopOrder};
+use self::{error::file, process::Identity, record::RunRecord, systemd::Systemd};
+use super::{
+    LaunchOrder, Refusal, Root, RunningBroker, StopOrder,
+    files::remove_all_if_there,
+    users::{self, User},
+};
 use crate::api::{BROKER_RUN_DIR, RUN_DIR};
 
 /// How long a start waits for another one that is under way.
@@ -154,8 +157,7 @@ impl Places {
     }
 
     fn try_start(&self, order: &LaunchOrder) -> Result<RunningBroker, LaunchError> {
-        let account = Account::on_host(&order.run_as, Path::new("/"))
-            .ok_or_else(|| LaunchError::NoSuchUser { user: order.run_as.clone() })?;
+        let user = users::resolve_on(&Root::host(), &order.run_as)?;
         if order.argv.is_empty() {
             return Err(LaunchError::NoCommand);
         }
@@ -164,7 +166,7 @@ impl Places {
         if let Some(running) = self.observe(Some(&order.prefix)).running {
             return Ok(running);
         }
-        make_broker_run_dir(&self.broker_run_dir, &account)
+        make_broker_run_dir(&self.broker_run_dir, &user)
             .map_err(|source| file("make", &self.broker_run_dir, source))?;
         let log = log::open(&order.prefix);
         log.map_err(|source| file("open", &log::path(&order.prefix), source))?;
@@ -185,12 +187,9 @@ impl Places {
                     prefix,
                     record: order_record,
                 };
-                let store = |record: &RunRecord| {
-                    record.store(&self.run_dir).map_err(|source| file("write record in", &self.run_dir, source))
-                };
-                store(&record)?;
-                record.process = Some(systemd.start(order, &account)?);
-                store(&record)?;
+                record.store(&self.run_dir)?;
+                record.process = Some(systemd.start(order, &user)?);
+                record.store(&self.run_dir)?;
             }
             None => {
                 // What a broker that crashed has left behind holds cores that the next one will give out. Without a
@@ -254,8 +253,7 @@ impl Places {
             return Ok(());
         }
         RunRecord::remove(&self.run_dir).map_err(|source| file("remove record in", &self.run_dir, source))?;
-        record::absent_is_fine(fs::remove_dir_all(&self.broker_run_dir))
-            .map_err(|source| file("remove", &self.broker_run_dir, source))?;
+        remove_all_if_there(&self.broker_run_dir).map_err(|source| file("remove", &self.broker_run_dir, source))?;
         record::remove_lock(&self.run_dir).map_err(|source| file("remove lock in", &self.run_dir, source))?;
         // Others may still have something in it.
         let _ = fs::remove_dir(&self.run_dir);
@@ -296,8 +294,8 @@ fn running(process: Identity, record: RunRecord) -> RunningBroker {
 }
 
 /// Flux refuses a rundir that is not its user's own; others may come in, the socket looks at who they are.
-fn make_broker_run_dir(path: &Path, account: &Account) -> io::Result<()> {
+fn make_broker_run_dir(path: &Path, user: &User) -> io::Result<()> {
     fs::create_dir_all(path)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
-    chown(path, Some(account.uid), Some(account.gid))
+    chown(path, Some(user.uid), Some(user.gid))
 }

@@ -1,21 +1,22 @@
 //! What is remembered of a started broker, and the lock that keeps two starts apart.
 
 use std::{
-    fs::{self, File, OpenOptions},
-    io::{self, Write},
-    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
+    fs::{self, File},
+    io,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use nix::{
-    errno::Errno,
-    fcntl::{Flock, FlockArg},
-};
+use nix::fcntl::Flock;
 use serde::{Deserialize, Serialize};
 
 use super::process::Identity;
-use crate::host::LaunchRecord;
+use crate::host::{
+    LaunchRecord, Refusal,
+    files::{Owner, remove_if_there, write_atomic},
+    lock,
+};
 
 /// `broker.json` in the run directory.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
@@ -47,9 +48,11 @@ impl RunRecord {
     /// Replaces the record as a whole.
     ///
     /// # Errors
-    /// The file system's.
-    pub fn store(&self, run_dir: &Path) -> io::Result<()> {
-        write_atomically(&run_dir.join(RECORD), serde_json::to_string(self)?.as_bytes(), 0o644)
+    /// A sentence that names the record.
+    pub fn store(&self, run_dir: &Path) -> Result<(), Refusal> {
+        let path = run_dir.join(RECORD);
+        let text = serde_json::to_vec(self).map_err(|error| Refusal::io("write", &path, &error.into()))?;
+        write_atomic(&path, &text, 0o644, Owner::ROOT)
     }
 
     /// Takes the record off.
@@ -57,32 +60,7 @@ impl RunRecord {
     /// # Errors
     /// The file system's, except that a record that is not there is no error.
     pub fn remove(run_dir: &Path) -> io::Result<()> {
-        absent_is_fine(fs::remove_file(run_dir.join(RECORD)))
-    }
-}
-
-/// Writes `path` aside and renames it into place. There is one writer (see [`lock`]), so the name aside can be a fixed
-/// one: what a killed writer left is overwritten by the next.
-///
-/// # Errors
-/// The file system's.
-pub fn write_atomically(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
-    let mut aside = path.as_os_str().to_owned();
-    aside.push(".new");
-    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(&aside)?;
-    file.set_permissions(fs::Permissions::from_mode(mode))?;
-    file.write_all(content)?;
-    fs::rename(&aside, path)
-}
-
-/// What is not there need not be taken off.
-///
-/// # Errors
-/// Any but `NotFound`.
-pub fn absent_is_fine(result: io::Result<()>) -> io::Result<()> {
-    match result {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
+        remove_if_there(&run_dir.join(RECORD))
     }
 }
 
@@ -100,28 +78,9 @@ pub fn make_run_dir(run_dir: &Path) -> io::Result<()> {
 /// that began the start was killed.
 ///
 /// # Errors
-/// `WouldBlock` when another one holds it for longer than `timeout`.
-pub fn lock(run_dir: &Path, timeout: Duration) -> io::Result<Flock<File>> {
-    let path = run_dir.join(LOCK);
-    let deadline = Instant::now() + timeout;
-    loop {
-        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path)?;
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            // A forget may have taken the file off between open and lock: then the lock holds nobody back.
-            Ok(lock) if is_still_at(&lock, &path) => return Ok(lock),
-            Ok(_) => continue,
-            Err((_, errno)) if errno != Errno::EWOULDBLOCK || Instant::now() >= deadline => return Err(errno.into()),
-            Err(_) => std::thread::sleep(Duration::from_millis(20)),
-        }
-    }
-}
-
-fn is_still_at(file: &File, path: &Path) -> bool {
-    let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
-    match (file.metadata(), fs::metadata(path)) {
-        (Ok(held), Ok(there)) => identity(held) == identity(there),
-        _ => false,
-    }
+/// See [`lock::take`].
+pub fn lock(run_dir: &Path, wait: Duration) -> io::Result<Flock<File>> {
+    lock::take(&run_dir.join(LOCK), wait)
 }
 
 /// Takes the lock's file off.
@@ -129,5 +88,5 @@ fn is_still_at(file: &File, path: &Path) -> bool {
 /// # Errors
 /// The file system's.
 pub fn remove_lock(run_dir: &Path) -> io::Result<()> {
-    absent_is_fine(fs::remove_file(run_dir.join(LOCK)))
+    remove_if_there(&run_dir.join(LOCK))
 }

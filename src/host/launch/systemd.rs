@@ -12,16 +12,14 @@ use std::{
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::{
-    LaunchError,
-    account::Account,
-    log,
-    process::Identity,
-    record::{absent_is_fine, write_atomically},
-};
+use super::{LaunchError, log, process::Identity};
 use crate::{
     broker::unit::{SERVICE, SLICE_DROP_IN, service, slice},
-    host::LaunchOrder,
+    host::{
+        LaunchOrder, Refusal,
+        files::{Owner, remove_if_there, write_atomic},
+        users::User,
+    },
 };
 
 /// Where hosts keep their programs.
@@ -70,14 +68,14 @@ impl Systemd {
     }
 
     /// Writes the unit and starts it. A unit between two restarts is ended first: it would go on with the old text.
-    pub(super) fn start(&self, order: &LaunchOrder, account: &Account) -> Result<Identity, LaunchError> {
+    pub(super) fn start(&self, order: &LaunchOrder, user: &User) -> Result<Identity, LaunchError> {
         let write = |path: &Path, text: &str| {
             let made = path.parent().map_or(Ok(()), fs::create_dir_all);
-            let written = made.and_then(|()| write_atomically(path, text.as_bytes(), 0o644));
-            written.map_err(|source| LaunchError::Step { what: format!("write {}", path.display()), source })
+            made.map_err(|error| Refusal::io("write", path, &error))?;
+            write_atomic(path, text.as_bytes(), 0o644, Owner::ROOT)
         };
         let setpriv = program(Path::new("/"), "setpriv");
-        let text = service(order, account, setpriv.as_deref())?;
+        let text = service(order, user, setpriv.as_deref())?;
         if self.state()?.active != "inactive" {
             self.run(&["stop", SERVICE], START_TIMEOUT)?;
         }
@@ -122,7 +120,7 @@ impl Systemd {
         }
         for path in [unit, drop_in.clone()] {
             let failed = |source| LaunchError::Step { what: format!("remove {}", path.display()), source };
-            absent_is_fine(fs::remove_file(&path)).map_err(failed)?;
+            remove_if_there(&path).map_err(failed)?;
         }
         // An administrator's drop-ins may be beside ours.
         let _ = drop_in.parent().map(fs::remove_dir);

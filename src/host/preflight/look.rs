@@ -9,7 +9,7 @@ use nix::sys::{
 };
 
 use super::{Observed, Place, PortUse, candidates, port};
-use crate::host::{Brokers, PreflightOrder, Refusal, Root, facts, state};
+use crate::host::{Brokers, PreflightOrder, Refusal, Root, facts, mountinfo, state};
 
 /// Looks at everything that [`super::decide`] wants to know.
 ///
@@ -63,22 +63,10 @@ fn musl(root: &Root) -> bool {
 
 /// A writable cgroup file system under /sys/fs/cgroup, by mountinfo of proc(5).
 pub fn cgroup_is_writable(mountinfo: &str) -> bool {
-    mountinfo.lines().any(|line| {
-        let Some((mount, file_system)) = line.split_once(" - ") else {
-            return false;
-        };
-        let fields: Vec<&str> = mount.split(' ').collect();
-        let (Some(point), Some(options)) = (fields.get(4), fields.get(5)) else {
-            return false;
-        };
-        let mut rest = file_system.split(' ');
-        let kind = rest.next().unwrap_or_default();
-        let super_options = rest.nth(1).unwrap_or_default();
-        let writable = |options: &str| options.split(',').any(|option| option == "rw");
-        matches!(kind, "cgroup" | "cgroup2")
-            && point.starts_with("/sys/fs/cgroup")
-            && writable(options)
-            && writable(super_options)
+    mountinfo::parse(mountinfo).iter().any(|mount| {
+        matches!(mount.kind.as_str(), "cgroup" | "cgroup2")
+            && mount.point.starts_with("/sys/fs/cgroup")
+            && mount.is_writable()
     })
 }
 

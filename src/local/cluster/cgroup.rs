@@ -3,7 +3,7 @@
 
 use std::{
     collections::BTreeSet,
-    fs, io,
+    fs,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -13,8 +13,13 @@ use nix::{
     unistd::Pid,
 };
 
-use super::mounts;
-use crate::local::error::{Context, LocalError};
+use crate::{
+    host::{
+        launch::cgroup::{make_tree, members_below, remove_tree},
+        mountinfo::{self, Mount},
+    },
+    local::error::{Context, LocalError},
+};
 
 /// How long killed processes may take to go: more than a dying process with gigabytes of memory needs.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -32,7 +37,7 @@ pub(crate) struct Hierarchy {
 /// # Errors
 /// None is, or /proc cannot be read.
 pub(crate) fn hierarchies() -> Result<Vec<Hierarchy>, LocalError> {
-    let mounts = mounts::table().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?;
+    let mounts = mountinfo::own().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?;
     let found = from_mounts(&mounts);
     if found.is_empty() {
         return Err(LocalError::Refused("no cgroup file system is mounted on this machine".to_owned()));
@@ -40,7 +45,7 @@ pub(crate) fn hierarchies() -> Result<Vec<Hierarchy>, LocalError> {
     Ok(found)
 }
 
-fn from_mounts(mounts: &[mounts::Mount]) -> Vec<Hierarchy> {
+fn from_mounts(mounts: &[Mount]) -> Vec<Hierarchy> {
     let mut found: Vec<Hierarchy> = Vec::new();
     for mount in mounts {
         let controllers = match mount.kind.as_str() {
@@ -50,7 +55,7 @@ fn from_mounts(mounts: &[mounts::Mount]) -> Vec<Hierarchy> {
         };
         // The same hierarchy may be mounted more than once.
         if !found.iter().any(|known| known.controllers == controllers) {
-            found.push(Hierarchy { mount: mount.target.clone(), controllers });
+            found.push(Hierarchy { mount: mount.point.clone(), controllers });
         }
     }
     found
@@ -76,62 +81,17 @@ fn v1_options(options: &str) -> String {
 /// A cgroup cannot be made or entered.
 pub(crate) fn enter(group: &str) -> Result<(), LocalError> {
     for hierarchy in hierarchies()? {
-        make(&hierarchy, group)?;
+        make_tree(&hierarchy.mount, group, hierarchy.controllers.is_none())
+            .context(|| "can't make a cgroup; is its file system mounted read-only?".to_owned())?;
         let procs = hierarchy.mount.join(group).join("cgroup.procs");
         fs::write(&procs, "0").context(|| format!("can't enter the cgroup {}", procs.display()))?;
     }
     Ok(())
 }
 
-fn make(hierarchy: &Hierarchy, group: &str) -> Result<(), LocalError> {
-    let mut path = hierarchy.mount.clone();
-    for part in Path::new(group) {
-        let parent = path.clone();
-        path.push(part);
-        match fs::create_dir(&path) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            made => made.context(|| format!("can't make the cgroup {}; is it mounted read-only?", path.display()))?,
-        }
-        if hierarchy.controllers.is_some() {
-            // A new v1 cpuset is empty, and nothing can enter it before it has been filled.
-            for file in ["cpuset.cpus", "cpuset.mems"] {
-                if let Ok(own) = fs::read_to_string(path.join(file))
-                    && own.trim().is_empty()
-                {
-                    fs::read(parent.join(file))
-                        .and_then(|all| fs::write(path.join(file), all))
-                        .context(|| format!("can't fill {}", path.join(file).display()))?;
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
 /// The processes in `group` and below.
 pub(crate) fn processes(group: &str) -> Result<BTreeSet<i32>, LocalError> {
-    let mut pids = BTreeSet::new();
-    for hierarchy in hierarchies()? {
-        collect(&hierarchy.mount.join(group), &mut pids);
-    }
-    Ok(pids)
-}
-
-fn collect(directory: &Path, pids: &mut BTreeSet<i32>) {
-    // Gone in between is as good as empty.
-    let text = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
-    // 0: a process of a PID namespace that cannot be seen from here.
-    pids.extend(text.lines().filter_map(|line| line.parse::<i32>().ok()).filter(|pid| *pid > 0));
-    for child in children(directory) {
-        collect(&child, pids);
-    }
-}
-
-fn children(directory: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = fs::read_dir(directory) else {
-        return Vec::new();
-    };
-    entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|e| e.path()).collect()
+    Ok(members_below(hierarchies()?.iter().map(|hierarchy| hierarchy.mount.join(group))))
 }
 
 /// SIGKILLs everything in `group` and below, again and again until nothing is left: what forks in between dies in the
@@ -189,16 +149,6 @@ pub(crate) fn remove_empty_parents(group: &str) -> Result<(), LocalError> {
     Ok(())
 }
 
-fn remove_tree(path: &Path) -> io::Result<()> {
-    for child in children(path) {
-        remove_tree(&child)?;
-    }
-    match fs::remove_dir(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        done => done,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -210,7 +160,7 @@ mod tests {
                       32 1 0:3 / /sys/fs/cgroup/unified rw - cgroup2 none rw,nsdelegate\n\
                       33 1 0:3 / /mnt/again rw - cgroup2 none rw,nsdelegate\n\
                       34 1 0:4 / /proc rw - proc proc rw\n";
-        let found: Vec<_> = from_mounts(&mounts::parse(hybrid))
+        let found: Vec<_> = from_mounts(&mountinfo::parse(hybrid))
             .into_iter()
             .map(|hierarchy| (hierarchy.mount.display().to_string(), hierarchy.controllers))
             .collect();

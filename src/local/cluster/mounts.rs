@@ -1,11 +1,7 @@
 //! Mounts, as far as nodes and pods are made of them. All of it happens in mount namespaces of their own: nothing is
 //! ever mounted where the machine would see it.
 
-use std::{
-    fs, io,
-    os::unix::ffi::OsStringExt,
-    path::{Path, PathBuf},
-};
+use std::{fs, path::Path};
 
 use nix::{
     mount::{MntFlags, MsFlags, mount, umount2},
@@ -13,57 +9,12 @@ use nix::{
     unistd::{chdir, pivot_root},
 };
 
-use crate::local::error::{Context, LocalError};
+use crate::{
+    host::mountinfo,
+    local::error::{Context, LocalError},
+};
 
 const NONE: Option<&str> = None;
-
-/// One line of mountinfo (proc_pid_mountinfo(5)).
-#[derive(Clone, Debug)]
-pub(crate) struct Mount {
-    pub(crate) target: PathBuf,
-    pub(crate) kind: String,
-    pub(crate) super_options: String,
-}
-
-/// The mounts that this thread sees.
-pub(crate) fn table() -> io::Result<Vec<Mount>> {
-    Ok(parse(&fs::read_to_string("/proc/thread-self/mountinfo")?))
-}
-
-pub(crate) fn parse(text: &str) -> Vec<Mount> {
-    text.lines()
-        .filter_map(|line| {
-            let (mount, filesystem) = line.split_once(" - ")?;
-            let mut filesystem = filesystem.split(' ');
-            Some(Mount {
-                target: unescape(mount.split(' ').nth(4)?),
-                kind: filesystem.next()?.to_owned(),
-                super_options: filesystem.nth(1).unwrap_or_default().to_owned(),
-            })
-        })
-        .collect()
-}
-
-/// Blanks, tabs, line ends and backslashes are written as three octal digits.
-fn unescape(field: &str) -> PathBuf {
-    let bytes = field.as_bytes();
-    let mut plain = Vec::with_capacity(bytes.len());
-    let mut at = 0;
-    while at < bytes.len() {
-        let octal = field.get(at + 1..at + 4).and_then(|digits| u8::from_str_radix(digits, 8).ok());
-        match (bytes[at], octal) {
-            (b'\\', Some(byte)) => {
-                plain.push(byte);
-                at += 4;
-            }
-            (byte, _) => {
-                plain.push(byte);
-                at += 1;
-            }
-        }
-    }
-    PathBuf::from(std::ffi::OsString::from_vec(plain))
-}
 
 /// Nothing that happens from here on in this mount namespace is seen in another.
 pub(crate) fn make_private() -> Result<(), LocalError> {
@@ -99,9 +50,9 @@ pub(crate) fn bind_read_only(source: &Path, target: &Path) -> Result<(), LocalEr
         // Nothing is mounted in a file; and a pod's files are bound where our own /proc is out of reach.
         return remount_read_only(target);
     }
-    let table = table().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?;
-    for mounted in table.iter().filter(|mounted| mounted.target.starts_with(target)) {
-        remount_read_only(&mounted.target)?;
+    let table = mountinfo::own().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?;
+    for mounted in table.iter().filter(|mounted| mounted.point.starts_with(target)) {
+        remount_read_only(&mounted.point)?;
     }
     Ok(())
 }
@@ -132,27 +83,14 @@ pub(crate) fn enter_root(root: &Path) -> Result<(), LocalError> {
 
 /// Takes off whatever is mounted at `directory` or below, in this mount namespace.
 pub(crate) fn unmount_all(directory: &Path) -> Result<(), LocalError> {
-    let table = table().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?;
-    for mounted in table.iter().rev().filter(|mounted| mounted.target.starts_with(directory)) {
-        umount2(&mounted.target, MntFlags::MNT_DETACH)
-            .context(|| format!("can't unmount {}", mounted.target.display()))?;
+    let table = mountinfo::own().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?;
+    for mounted in table.iter().rev().filter(|mounted| mounted.point.starts_with(directory)) {
+        umount2(&mounted.point, MntFlags::MNT_DETACH)
+            .context(|| format!("can't unmount {}", mounted.point.display()))?;
     }
     Ok(())
 }
 
 pub(crate) fn make_directory(path: &Path) -> Result<(), LocalError> {
     fs::create_dir_all(path).context(|| format!("can't make {}", path.display()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_mount_point_with_blanks_is_read_as_it_is() {
-        let table = parse("36 35 98:0 / /mnt/a\\040b\\134 rw,noatime shared:1 - ext3 /dev/root rw,errors=continue\n");
-        assert_eq!(table[0].target, Path::new("/mnt/a b\\"));
-        assert_eq!(table[0].kind, "ext3");
-        assert_eq!(table[0].super_options, "rw,errors=continue");
-    }
 }

@@ -6,12 +6,12 @@ mod view;
 use std::{
     collections::BTreeSet,
     fs, io,
-    path::{Component, Path, PathBuf},
+    path::{Path, PathBuf},
 };
 
 pub use view::*;
 
-use super::record::absent_is_fine;
+use crate::host::{files::absent_is_fine, mountinfo};
 
 /// Why the broker could not be given cgroups of its own.
 #[derive(Debug, thiserror::Error)]
@@ -66,7 +66,8 @@ pub fn enter(name: &str, weight: u32) -> Result<(), CgroupError> {
     for (membership, place) in places(&before, &own_mounts().map_err(proc)?, name) {
         let hierarchy = membership.hierarchy();
         let place = place.ok_or(CgroupError::NotMounted { hierarchy, path: membership.path })?;
-        make(&place, name, weight)?;
+        make_tree(&place.point, name, place.unified)?;
+        set_weight(&place, name, weight)?;
         write(&place.directory.join("cgroup.procs"), "0")?;
         moved.push(place);
     }
@@ -86,12 +87,13 @@ pub fn leave(name: &str) -> Result<(), CgroupError> {
     remove(&places)
 }
 
-fn make(place: &Place, name: &str, weight: u32) -> Result<(), CgroupError> {
-    let mut directory = place.point.clone();
-    for (depth, component) in Path::new(name).components().enumerate() {
-        let Component::Normal(component) = component else {
-            continue;
-        };
+/// Makes the cgroup `name` and those above it, where they are missing, in the hierarchy that is mounted at `point`.
+///
+/// # Errors
+/// The first that can't be made.
+pub fn make_tree(point: &Path, name: &str, unified: bool) -> Result<(), CgroupError> {
+    let mut directory = point.to_owned();
+    for component in Path::new(name) {
         directory.push(component);
         match fs::create_dir(&directory) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
@@ -100,22 +102,22 @@ fn make(place: &Place, name: &str, weight: u32) -> Result<(), CgroupError> {
             _ => {}
         }
         // cgroup v1: a cpuset without cpus and memory nodes takes nobody in.
-        for file in ["cpuset.cpus", "cpuset.mems"].iter().filter(|_| !place.unified) {
+        for file in ["cpuset.cpus", "cpuset.mems"].iter().filter(|_| !unified) {
             inherit(&directory.join(file))?;
-        }
-        // The weight counts against the siblings, of which kubepods is one: it belongs to the topmost.
-        if depth == 0 {
-            let (file, value) = match place.unified {
-                true => ("cpu.weight", u64::from(weight)),
-                false => ("cpu.shares", u64::from(weight) * 1024 / 100),
-            };
-            let file = directory.join(file);
-            if file.exists() {
-                write(&file, &value.to_string())?;
-            }
         }
     }
     Ok(())
+}
+
+/// The weight counts against the siblings, of which kubepods is one: it belongs to the topmost.
+fn set_weight(place: &Place, name: &str, weight: u32) -> Result<(), CgroupError> {
+    let (file, value) = match place.unified {
+        true => ("cpu.weight", u64::from(weight)),
+        false => ("cpu.shares", u64::from(weight) * 1024 / 100),
+    };
+    let topmost = Path::new(name).iter().next().unwrap_or_default();
+    let file = place.point.join(topmost).join(file);
+    if file.exists() { write(&file, &value.to_string()) } else { Ok(()) }
 }
 
 /// Gives a cpuset file its parent's value where it is empty.
@@ -135,9 +137,15 @@ fn write(path: &Path, value: &str) -> Result<(), CgroupError> {
 
 /// The processes in the cgroup of any of `places`, and below it.
 pub fn members(places: &[Place]) -> BTreeSet<i32> {
+    members_below(places.iter().map(|place| place.directory.clone()))
+}
+
+/// The processes in any of these cgroups, and below them.
+pub fn members_below(directories: impl IntoIterator<Item = PathBuf>) -> BTreeSet<i32> {
     let mut found = BTreeSet::new();
-    let mut directories: Vec<PathBuf> = places.iter().map(|place| place.directory.clone()).collect();
+    let mut directories: Vec<PathBuf> = directories.into_iter().collect();
     while let Some(directory) = directories.pop() {
+        // Gone in between is as good as empty. 0: a process of a PID namespace that can't be seen from here.
         let procs = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
         found.extend(procs.lines().filter_map(|line| line.trim().parse::<i32>().ok()).filter(|pid| *pid > 0));
         directories.extend(children(&directory));
@@ -161,7 +169,11 @@ pub fn remove(places: &[Place]) -> Result<(), CgroupError> {
     Ok(())
 }
 
-fn remove_tree(directory: &Path) -> Result<(), CgroupError> {
+/// Removes the cgroup `directory` and all below it.
+///
+/// # Errors
+/// The first that still has processes.
+pub fn remove_tree(directory: &Path) -> Result<(), CgroupError> {
     for child in children(directory) {
         remove_tree(&child)?;
     }
@@ -193,5 +205,5 @@ fn own_memberships() -> io::Result<Vec<Membership>> {
 }
 
 fn own_mounts() -> io::Result<Vec<Mount>> {
-    Ok(mounts(&fs::read_to_string("/proc/self/mountinfo")?))
+    Ok(cgroup_mounts(mountinfo::own()?))
 }

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::CgroupError;
+use crate::host::mountinfo;
 
 /// One line of /proc/<pid>/cgroup.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,43 +56,20 @@ pub fn memberships(text: &str) -> Vec<Membership> {
 
 /// Reads the cgroup mounts out of /proc/self/mountinfo.
 pub fn mounts(mountinfo: &str) -> Vec<Mount> {
-    mountinfo
-        .lines()
-        .filter_map(|line| {
-            let (left, right) = line.split_once(" - ")?;
-            let mut right = right.split(' ');
-            let kind = right.next()?;
-            let options = match kind {
-                "cgroup2" => None,
-                "cgroup" => Some(right.next_back()?.split(',').map(str::to_owned).collect()),
-                _ => return None,
-            };
-            let left: Vec<&str> = left.split(' ').collect();
-            Some(Mount { root: unescape(left.get(3)?), point: PathBuf::from(unescape(left.get(4)?)), options })
-        })
-        .collect()
+    cgroup_mounts(mountinfo::parse(mountinfo))
 }
 
-/// mountinfo writes blank, tab, newline and backslash as `\ooo`.
-fn unescape(field: &str) -> String {
-    let mut out = String::with_capacity(field.len());
-    let mut rest = field;
-    while let Some(at) = rest.find('\\') {
-        out.push_str(&rest[..at]);
-        let code = rest.get(at + 1..at + 4).and_then(|digits| u8::from_str_radix(digits, 8).ok());
-        match code {
-            Some(code) => {
-                out.push(char::from(code));
-                rest = &rest[at + 4..];
-            }
-            None => {
-                out.push('\\');
-                rest = &rest[at + 1..];
-            }
-        }
-    }
-    out.push_str(rest);
-    out
+/// The cgroup mounts among all.
+pub(super) fn cgroup_mounts(mounts: Vec<mountinfo::Mount>) -> Vec<Mount> {
+    let cgroups = mounts.into_iter().filter_map(|mount| {
+        let options = match mount.kind.as_str() {
+            "cgroup2" => None,
+            "cgroup" => Some(mount.super_options.split(',').map(str::to_owned).collect()),
+            _ => return None,
+        };
+        Some(Mount { root: mount.root.display().to_string(), point: mount.point, options })
+    });
+    cgroups.collect()
 }
 
 impl Membership {

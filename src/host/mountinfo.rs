@@ -1,0 +1,87 @@
+//! The mounts that a thread sees: proc_pid_mountinfo(5).
+
+use std::{ffi::OsString, fs, io, os::unix::ffi::OsStringExt, path::PathBuf};
+
+/// One line of mountinfo.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mount {
+    /// What of the file system is at the mount point.
+    pub root: PathBuf,
+    /// Where it is mounted.
+    pub point: PathBuf,
+    /// Options of this mount.
+    pub options: String,
+    /// File system type.
+    pub kind: String,
+    /// Options of the file system, the same wherever it is mounted.
+    pub super_options: String,
+}
+
+impl Mount {
+    /// It can be written through this mount.
+    pub fn is_writable(&self) -> bool {
+        [&self.options, &self.super_options].iter().all(|options| options.split(',').any(|option| option == "rw"))
+    }
+}
+
+/// The mounts that this thread sees, in the order of mounting.
+///
+/// # Errors
+/// No /proc.
+pub fn own() -> io::Result<Vec<Mount>> {
+    Ok(parse(&fs::read_to_string("/proc/thread-self/mountinfo")?))
+}
+
+/// Reads mountinfo; lines that are none are left out.
+pub fn parse(text: &str) -> Vec<Mount> {
+    text.lines()
+        .filter_map(|line| {
+            let (mount, file_system) = line.split_once(" - ")?;
+            let mut mount = mount.split(' ').skip(3);
+            let mut file_system = file_system.split(' ');
+            Some(Mount {
+                root: unescape(mount.next()?),
+                point: unescape(mount.next()?),
+                options: mount.next().unwrap_or_default().to_owned(),
+                kind: file_system.next()?.to_owned(),
+                super_options: file_system.nth(1).unwrap_or_default().to_owned(),
+            })
+        })
+        .collect()
+}
+
+/// Blanks, tabs, line ends and backslashes are written as three octal digits.
+fn unescape(field: &str) -> PathBuf {
+    let bytes = field.as_bytes();
+    let mut plain = Vec::with_capacity(bytes.len());
+    let mut at = 0;
+    while at < bytes.len() {
+        let octal = field.get(at + 1..at + 4).and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        match (bytes[at], octal) {
+            (b'\\', Some(byte)) => {
+                plain.push(byte);
+                at += 4;
+            }
+            (byte, _) => {
+                plain.push(byte);
+                at += 1;
+            }
+        }
+    }
+    PathBuf::from(OsString::from_vec(plain))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn a_mount_point_with_blanks_is_read_as_it_is() {
+        let table = parse("36 35 98:0 / /mnt/a\\040b\\134 rw,noatime shared:1 - ext3 /dev/root rw,errors=continue\n");
+        assert_eq!(table[0].point, Path::new("/mnt/a b\\"));
+        assert_eq!(table[0].kind, "ext3");
+        assert_eq!(table[0].super_options, "rw,errors=continue");
+    }
+}
