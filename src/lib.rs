@@ -12,8 +12,15 @@ pub mod packages;
 pub mod plan;
 pub mod planner;
 
-/// An error and its causes as one sentence.
+/// An error and its causes as one sentence, for a log, the wire, and errors that can't carry a source.
 pub fn error_chain(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+    let mut sentence = error.to_string();
+    for cause in std::iter::successors(error.source(), |cause| cause.source()) {
+        let words = cause.to_string();
+        // Many errors repeat their source in their own words.
+        if !sentence.contains(&words) {
+            sentence = format!("{sentence}: {words}");
+        }
+    }
+    sentence
 }

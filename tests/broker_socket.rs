@@ -16,7 +16,7 @@ use flux_distribute::{
         command::{BrokerIdentity, CoreVersion, launch},
         message::{ANY, LEAD},
         rfc3::{Client, RpcError},
-        status::{Change, status, until_gone, watch},
+        status::{Change, status, watch},
     },
 };
 use futures::{Stream, StreamExt};
@@ -113,7 +113,7 @@ async fn what_goes_wrong_is_told_apart() {
     assert!(matches!(ask("test.unknown").await, Err(RpcError::Service { errnum: 38, .. })));
     assert!(matches!(ask("test.silent").await, Err(RpcError::Timeout { .. })));
     assert!(matches!(ask("test.garbage").await, Err(RpcError::Closed)));
-    until_gone(&client).await;
+    client.closed().await;
     assert!(matches!(ask("test.refuses").await, Err(RpcError::Closed)));
 }
 
@@ -133,7 +133,7 @@ async fn membership_is_followed_until_the_broker_dies() {
     assert_eq!(next(&mut changes).await, Some(Change::State("shutdown".to_owned())));
     broker.die();
     assert_eq!(next(&mut changes).await, None);
-    soon(until_gone(&client)).await;
+    soon(client.closed()).await;
 }
 
 /// A broker of a real Flux; killed when dropped.
@@ -265,7 +265,7 @@ async fn a_real_flux_of_four_declared_ranks_starts_with_one_and_is_followed() {
     assert!(log.contains("broker.info[0]: online: node0 (ranks 0)"), "{log}");
 
     drop(follower);
-    soon(until_gone(&at_follower)).await;
+    soon(at_follower.closed()).await;
     drop(lead);
     while next(&mut changes).await.is_some() {}
 }

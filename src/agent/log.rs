@@ -14,12 +14,10 @@ use crate::{
     broker::log::LogFollower,
     host::{
         files::{host_path, make_dirs_in_host_root},
-        launch::log::trim_log,
+        launch::{MAX_LOG_BYTES, trim_log},
     },
 };
 
-/// The log on the host is cut when it is longer; what is cut off is kept once, as `broker.log.1`.
-const MAX_BYTES: u64 = 8 << 20;
 const TRIM_EVERY: Duration = Duration::from_secs(30);
 /// How many refused brokers are remembered.
 const MAX_REJECTED: usize = 16;
@@ -58,7 +56,7 @@ pub fn follow(prefix: PathBuf, rejected: watch::Sender<Rejected>) -> JoinHandle<
 }
 
 fn trim_quietly(path: &Path) {
-    if let Err(error) = trim_log(path, MAX_BYTES)
+    if let Err(error) = trim_log(path, MAX_LOG_BYTES)
         && error.kind() != std::io::ErrorKind::NotFound
     {
         warn!(%error, "can't cut the broker's log");

@@ -16,11 +16,3 @@ pub struct Resources {
 fn is_zero(count: &u32) -> bool {
     *count == 0
 }
-
-impl Resources {
-    /// True where `self` declares less of anything than `other`: applied to a rank with a running job, such a change
-    /// kills the job under Fluxion.
-    pub fn is_less_than(&self, other: &Self) -> bool {
-        self.cores < other.cores || self.gpus < other.gpus
-    }
-}

@@ -269,11 +269,6 @@ pub fn watch(client: &Client) -> Result<impl Stream<Item = Change> + Send + Unpi
     Ok(Box::pin(changes.chain(stream::once(client.closed()).filter_map(|()| future::ready(None)))))
 }
 
-/// Waits for the end of the broker: its socket closes.
-pub async fn until_gone(client: &Client) {
-    client.closed().await;
-}
-
 /// What an administrator looks for in a log: which brokers are online. Flux itself says it only until it has its quorum,
 /// which is one.
 pub fn online_line(names: &str, online: &IdSet) -> String {

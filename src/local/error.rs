@@ -41,17 +41,6 @@ impl LocalError {
             _ => ExitCode::FAILURE,
         }
     }
-
-    /// The message with all its causes, for places that can't carry an error.
-    pub(crate) fn chain(&self) -> String {
-        let mut text = self.to_string();
-        let mut next = std::error::Error::source(self);
-        while let Some(cause) = next {
-            text = format!("{text}: {cause}");
-            next = cause.source();
-        }
-        text
-    }
 }
 
 /// Says what was being done when something failed.

@@ -11,7 +11,6 @@ use sha2::{Digest, Sha256};
 
 use super::{
     BundleManifest, Limits, archive,
-    http::causes,
     manifest::check_prefix,
     native_platform,
     pack::{self, PackError},
@@ -198,7 +197,7 @@ impl InspectBundle {
         };
         let found = unpack::unpack(open()?, None, None, Limits::default(), |_| ()).map_err(|e| match e {
             UnpackError::Write { source, .. } => BundleError::io("read", &self.file)(source),
-            other => BundleError::input(&self.file, causes(&other)),
+            other => BundleError::input(&self.file, crate::error_chain(&other)),
         })?;
         let (sha256, size) = archive::sha256_of(open()?).map_err(BundleError::io("read", &self.file))?;
         let BundleManifest { kind, prefix, platform, created_by, .. } = &found.manifest;

@@ -21,12 +21,13 @@ use sha2::{Digest, Sha256};
 
 use super::{
     ENVIRONMENT_MARKER, HttpClient, Limits, archive,
-    http::{causes, shown},
+    http::shown,
     lock::{self, Locked},
     unpack::{self, UnpackError},
 };
 use crate::{
     api::{BundleSource, PackageSet},
+    error_chain,
     host::{LinkOrder, Linked, Progress, Refusal},
 };
 
@@ -143,7 +144,7 @@ struct Build<'a> {
 
 impl Build<'_> {
     fn conda(&self, lock: &str, progress: &mut dyn FnMut(Progress)) -> Result<(), Refusal> {
-        let packages = lock::packages(lock, self.platform).map_err(|e| refused(causes(&e)))?;
+        let packages = lock::packages(lock, self.platform).map_err(|e| refused(error_chain(&e)))?;
         let platform = self.platform.parse::<Subdir>().map_err(|e| refused(e.to_string()))?;
         // The global pool can be made once; then it is there, which is as good.
         let _ = rayon::ThreadPoolBuilder::new().num_threads(THREADS).build_global();
@@ -186,7 +187,7 @@ impl Build<'_> {
         }
         drop(each);
         progress(Progress { what: "linking packages".to_owned(), done: 0, total });
-        let offline = HttpClient::offline().map_err(|e| failed(causes(&e)))?;
+        let offline = HttpClient::offline().map_err(|e| failed(error_chain(&e)))?;
         let installed = Installer::new()
             .with_package_cache(cache)
             .with_download_client(offline.for_rattler())
@@ -203,7 +204,7 @@ impl Build<'_> {
             })
             .install(self.partial, packages.iter().map(|p| p.record.clone()))
             .await
-            .map_err(|e| failed(format!("can't link the packages: {}", causes(&e))))?;
+            .map_err(|e| failed(format!("can't link the packages: {}", error_chain(&e))))?;
         for path in installed.clobbered_paths.keys() {
             tracing::info!(path = %path.display(), "more than one package has this file");
         }
@@ -219,7 +220,7 @@ impl Build<'_> {
         };
         let name = file_name(&package.record);
         match archive::intact(&archive, &package.sha256) {
-            Ok(Some(_)) => Err(failed(format!("can't unpack package {name}: {}", causes(&error)))),
+            Ok(Some(_)) => Err(failed(format!("can't unpack package {name}: {}", error_chain(&error)))),
             Ok(None) => Err(self.missing_or_damaged(&archive, &name)),
             Err(e) => Err(failed(format!("can't read {} of package {name}: {e}", archive.display()))),
         }

@@ -92,23 +92,7 @@ pub(super) fn may_pass(error: &reqwest::Error) -> bool {
 
 /// What went wrong, with all causes in one line, and without the URL: it may hold a password.
 pub(super) fn words(error: reqwest::Error) -> String {
-    causes(&error.without_url())
-}
-
-/// An error and its causes in one line, for the wire and for errors that can't be carried as a source.
-pub(super) fn causes(error: &dyn std::error::Error) -> String {
-    let mut line = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        let words = cause.to_string();
-        // Many errors repeat their source in their own words.
-        if !line.contains(&words) {
-            line.push_str(": ");
-            line.push_str(&words);
-        }
-        next = cause.source();
-    }
-    line
+    crate::error_chain(&error.without_url())
 }
 
 #[cfg(test)]

@@ -38,12 +38,5 @@ pub const ENVIRONMENT_MARKER: &str = ".flux-distribute.json";
 
 /// The conda platform of the machine this runs on, such as `linux-64`.
 pub fn native_platform() -> &'static str {
-    match std::env::consts::ARCH {
-        "x86_64" => "linux-64",
-        "aarch64" => "linux-aarch64",
-        "powerpc64" => "linux-ppc64le",
-        "s390x" => "linux-s390x",
-        "riscv64" => "linux-riscv64",
-        _ => "linux-unknown",
-    }
+    crate::host::facts::platform(std::env::consts::ARCH).unwrap_or("linux-unknown")
 }

@@ -7,11 +7,11 @@ use rattler_conda_types::{
 };
 use url::Url;
 
-use super::{
-    SolveError,
-    http::{causes, shown},
+use super::{SolveError, http::shown};
+use crate::{
+    api::{DEFAULT_CHANNEL, DEFAULT_GLIBC, DEFAULT_SPECS, Packages},
+    error_chain,
 };
-use crate::api::{DEFAULT_CHANNEL, DEFAULT_GLIBC, DEFAULT_SPECS, Packages};
 
 /// What is asked, in one stable line: a changed one is the only reason to solve again.
 ///
@@ -103,7 +103,7 @@ impl Source {
 
 pub(super) fn parse_spec(given: &str) -> Result<MatchSpec, SolveError> {
     let unusable = |reason: String| SolveError::Spec { spec: given.to_owned(), reason };
-    let spec = MatchSpec::from_str(given, ParseStrictness::Lenient).map_err(|e| unusable(causes(&e)))?;
+    let spec = MatchSpec::from_str(given, ParseStrictness::Lenient).map_err(|e| unusable(error_chain(&e)))?;
     if spec.url.is_some() {
         return Err(unusable("a spec is a name and a version, not a URL; use packages.lock or packages.bundle".into()));
     }

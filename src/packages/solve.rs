@@ -12,11 +12,14 @@ use rattler_solve::{SolverImpl, SolverTask, resolvo};
 
 use super::{
     HttpClient,
-    http::{causes, shown},
+    http::shown,
     lock::{self, LockError},
     question::{Source, channels, glibc, parse_platform, parse_spec, question, specs, wanted_platforms},
 };
-use crate::api::{PackageSet, Packages};
+use crate::{
+    api::{PackageSet, Packages},
+    error_chain,
+};
 
 /// Everything together. The full index of conda-forge over a slow line takes minutes, a dead server must not take hours.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(900);
@@ -216,8 +219,10 @@ impl Task {
             let query = gateway.query(channels, [platform, Subdir::NoArch], self.specs.clone()).recursive(true);
             match query.await {
                 Ok(answer) => return Ok(answer.repodata),
-                Err(error) if attempt == ATTEMPTS => return Err(self.blame(platform, &gateway, causes(&error)).await),
-                Err(error) => tracing::info!(attempt, error = causes(&error), "channels could not be read"),
+                Err(error) if attempt == ATTEMPTS => {
+                    return Err(self.blame(platform, &gateway, error_chain(&error)).await);
+                }
+                Err(error) => tracing::info!(attempt, error = error_chain(&error), "channels could not be read"),
             }
             attempt += 1;
             tokio::time::sleep(delays.next().unwrap_or(Duration::from_secs(4))).await;
@@ -236,7 +241,7 @@ impl Task {
                 if let Err(error) = query.await {
                     return SolveError::Channel {
                         channel: shown(source.given.as_str()),
-                        reason: clean(causes(&error)),
+                        reason: clean(error_chain(&error)),
                     };
                 }
             }
@@ -272,7 +277,7 @@ impl Task {
                 specs: self.specs.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
                 reason: match error {
                     rattler_solve::SolveError::Unsolvable(reasons) => one_line(&reasons.join("\n")),
-                    other => causes(&other),
+                    other => error_chain(&other),
                 },
             }),
             Err(error) => Err(SolveError::Write { reason: error.to_string() }),
@@ -288,17 +293,17 @@ impl Task {
             subdir: *platform,
             virtual_packages: virtual_packages.iter().map(ToString::to_string).collect(),
         });
-        let mut builder = LockFile::builder().with_platforms(platforms.collect()).map_err(|e| causes(&e))?;
+        let mut builder = LockFile::builder().with_platforms(platforms.collect()).map_err(|e| error_chain(&e))?;
         let channels = self.sources.iter().map(|s| s.given.as_str());
         builder.set_channels(DEFAULT_ENVIRONMENT_NAME, channels);
         for (platform, _, records) in answers {
             for record in records {
                 builder
                     .add_conda_package(DEFAULT_ENVIRONMENT_NAME, platform.as_str(), CondaPackageData::from(record))
-                    .map_err(|e| causes(&e))?;
+                    .map_err(|e| error_chain(&e))?;
             }
         }
-        builder.finish().render_to_string().map_err(|e| causes(&e))
+        builder.finish().render_to_string().map_err(|e| error_chain(&e))
     }
 
     fn source_of(&self, record: &RepoDataRecord) -> Option<&Source> {

@@ -10,7 +10,7 @@ pub use cores::{Cpu, count_cores, parse_cpu_list};
 pub use glibc::{glibc, glibc_version};
 pub use gpus::{PciDevice, count_gpus};
 
-use super::Root;
+use super::{Root, launch::systemd::Systemd};
 use crate::api::Resources;
 
 /// Cores as hwloc counts them, and GPUs.
@@ -42,10 +42,7 @@ pub fn platform(machine: &str) -> Option<&'static str> {
 /// systemd runs this host, can be talked to, and there is a `systemctl` to talk with. `/run/systemd/system` alone also
 /// exists where systemd is only installed.
 pub fn systemd(root: &Root) -> bool {
-    let there = |path: &str| root.path(path).exists();
-    root.path("/run/systemd/system").is_dir()
-        && ["/run/systemd/private", "/run/dbus/system_bus_socket"].into_iter().any(there)
-        && ["/usr/bin/systemctl", "/bin/systemctl", "/run/current-system/sw/bin/systemctl"].into_iter().any(there)
+    Systemd::of(&root.path("/")).is_some()
 }
 
 fn read(root: &Root, path: &str) -> Option<String> {

@@ -29,8 +29,11 @@ use nix::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{LaunchError, cgroup, error::sentence, log, process::Identity, record::RunRecord};
-use crate::host::{LaunchOrder, Root, users};
+use super::{LaunchError, cgroup, log, process::Identity, record::RunRecord};
+use crate::{
+    error_chain,
+    host::{LaunchOrder, Root, users},
+};
 
 /// The hidden subcommand of the launcher.
 pub const LAUNCHER: &str = "launch";
@@ -104,7 +107,7 @@ pub fn launcher_main() -> ExitCode {
         Err(source) => (None, LaunchError::Step { what: "copy stderr".to_owned(), source }),
     };
     if let (Some(report), error) = error {
-        let _ = write!(File::from(report), "{}", sentence(&error));
+        let _ = write!(File::from(report), "{}", error_chain(&error));
     }
     ExitCode::FAILURE
 }

@@ -1,7 +1,6 @@
 //! Why a broker was not started or stopped.
 
 use std::{
-    error::Error,
     io,
     path::{Path, PathBuf},
 };
@@ -116,18 +115,6 @@ pub(super) fn file(what: &'static str, path: &Path, source: io::Error) -> Launch
     LaunchError::File { what, path: path.to_owned(), source }
 }
 
-/// An error with its causes, in one line.
-pub(super) fn sentence(error: &dyn Error) -> String {
-    let mut words = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        words.push_str(": ");
-        words.push_str(&error.to_string());
-        cause = error.source();
-    }
-    words
-}
-
 impl From<LaunchError> for Refusal {
     fn from(error: LaunchError) -> Self {
         let transient = match error {
@@ -135,6 +122,6 @@ impl From<LaunchError> for Refusal {
             LaunchError::UnknownUser(_) | LaunchError::NoCommand => false,
             _ => true,
         };
-        Self { message: sentence(&error), transient }
+        Self { message: crate::error_chain(&error), transient }
     }
 }

@@ -9,7 +9,7 @@ use std::{
 
 use crate::host::files::absent_is_fine;
 
-/// A log that is larger is trimmed.
+/// A log that is larger is trimmed; what is cut off is kept once, as `broker.log.1`.
 pub const MAX_LOG_BYTES: u64 = 8 << 20;
 
 const TAIL_BYTES: u64 = 64 << 10;

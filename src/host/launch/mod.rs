@@ -27,7 +27,7 @@ pub use log::{MAX_LOG_BYTES, trim_log};
 
 use self::{error::file, process::Identity, record::RunRecord, systemd::Systemd};
 use super::{
-    LaunchOrder, Refusal, Root, RunningBroker, StopOrder,
+    LaunchOrder, Refusal, Root, RunningBroker, StopOrder, facts,
     files::remove_all_if_there,
     users::{self, User},
 };
@@ -134,7 +134,7 @@ impl Places {
         let Some(record) = RunRecord::load(&self.run_dir) else {
             return BrokerView::default();
         };
-        if !process::boot_id().is_ok_and(|boot| boot == record.boot_id) {
+        if facts::boot_id(&Root::host()) != record.boot_id {
             return BrokerView::default();
         }
         match self.process(&record) {
@@ -177,11 +177,10 @@ impl Places {
                     return Err(LaunchError::Unrecorded { pid: process.pid });
                 }
                 // First the record: a unit that is started and then found must have one.
-                let boot_id = process::boot_id().map_err(|source| file("read", Path::new("/proc"), source))?;
                 let (prefix, order_record) = (order.prefix.clone(), order.record.clone());
                 let mut record = RunRecord {
                     process: None,
-                    boot_id,
+                    boot_id: facts::boot_id(&Root::host()),
                     systemd: true,
                     log_start: log::length(&log::path(&prefix)),
                     prefix,

@@ -13,6 +13,8 @@ use nix::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::host::{Root, facts};
+
 /// One process of one boot. A reboot can repeat pid and start time, hence the boot id.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
@@ -54,7 +56,7 @@ impl Identity {
     /// The process that has `pid` now; None where there is none that lives.
     pub fn of(pid: i32) -> Option<Self> {
         let stat = stat(pid).filter(|stat| !stat.is_dead())?;
-        Some(Self { boot_id: boot_id().ok()?, pid, start_time: stat.start_time })
+        Some(Self { boot_id: facts::boot_id(&Root::host()), pid, start_time: stat.start_time })
     }
 
     /// The caller.
@@ -73,7 +75,7 @@ impl Identity {
     /// True while exactly this process lives.
     pub fn lives(&self) -> bool {
         stat(self.pid).is_some_and(|stat| stat.start_time == self.start_time && !stat.is_dead())
-            && boot_id().is_ok_and(|boot| boot == self.boot_id)
+            && facts::boot_id(&Root::host()) == self.boot_id
     }
 
     /// Sends `signal` if this process still lives. Between look and signal the pid would have to be freed and given out
@@ -103,14 +105,6 @@ impl Identity {
         }
         true
     }
-}
-
-/// /proc/sys/kernel/random/boot_id.
-///
-/// # Errors
-/// No /proc.
-pub fn boot_id() -> io::Result<String> {
-    Ok(fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
 }
 
 fn stat(pid: i32) -> Option<Stat> {

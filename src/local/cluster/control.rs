@@ -12,7 +12,10 @@ use tokio::{
 };
 
 use super::layout::Layout;
-use crate::local::error::{Context, LocalError};
+use crate::{
+    error_chain,
+    local::error::{Context, LocalError},
+};
 
 /// What one of our own processes says on stdout to the one that started it: a line for each step, or this and why not.
 const FAILED: &str = "failed: ";
@@ -26,7 +29,7 @@ pub(crate) fn tell(line: &str) -> Result<(), LocalError> {
 /// Ends one of our own processes: what failed is said on stdout, since only the one that started it can say it better.
 pub(crate) fn tell_failure(ended: Result<ExitCode, LocalError>) -> Result<ExitCode, LocalError> {
     ended.or_else(|error| {
-        tell(&format!("{FAILED}{}", error.chain().replace('\n', " ")))?;
+        tell(&format!("{FAILED}{}", error_chain(&error).replace('\n', " ")))?;
         Ok(error.exit_code())
     })
 }

@@ -27,7 +27,10 @@ use super::{
     network::Network,
     objects, proxy, root,
 };
-use crate::local::error::{Context, LocalError};
+use crate::{
+    error_chain,
+    local::error::{Context, LocalError},
+};
 
 struct Daemon {
     layout: Layout,
@@ -115,7 +118,7 @@ impl Daemon {
     async fn carry_out(&self, request: Request) -> Answer {
         let (node, action) = match request {
             Request::Status => return Ok(self.all()),
-            Request::Add { count } => return self.add(count).await.map_err(|error| error.chain()),
+            Request::Add { count } => return self.add(count).await.map_err(|error| error_chain(&error)),
             Request::Remove { node } => (node, Action::Remove),
             Request::RestartAgent { node } => (node, Action::RestartAgent),
             Request::KillAgent { node } => (node, Action::KillAgent),
@@ -130,7 +133,7 @@ impl Daemon {
         done.await.map_err(ended)??;
         if action == Action::Remove {
             self.kubelets().remove(&number);
-            self.write_hosts().map_err(|error| error.chain())?;
+            self.write_hosts().map_err(|error| error_chain(&error))?;
         }
         Ok(self.all())
     }

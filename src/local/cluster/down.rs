@@ -19,7 +19,10 @@ use super::{
     network::Network,
     objects::read_line,
 };
-use crate::local::error::{Context, LocalError};
+use crate::{
+    host::{Root, facts},
+    local::error::{Context, LocalError},
+};
 
 /// Sysctls of the machine as a whole that an agent raises for its host.
 const SYSCTLS: [&str; 3] = ["fs.inotify.max_user_instances", "fs.inotify.max_user_watches", "fs.file-max"];
@@ -74,7 +77,7 @@ pub(crate) fn sysctls() -> std::collections::BTreeMap<String, String> {
 
 fn put_back_sysctls(cluster: &Cluster) {
     // After a reboot they are the machine's own again.
-    if cluster.boot_id != read_line("/proc/sys/kernel/random/boot_id") {
+    if cluster.boot_id != facts::boot_id(&Root::host()) {
         return;
     }
     for (name, value) in &cluster.sysctls {

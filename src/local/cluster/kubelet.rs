@@ -27,7 +27,10 @@ use super::{
     layout::{Cluster, DIRECTORY_VARIABLE, Layout},
     objects,
 };
-use crate::local::error::{Context, LocalError};
+use crate::{
+    error_chain,
+    local::error::{Context, LocalError},
+};
 
 /// Least and most between two starts of an agent: shorter than kubelet's, so that what is tested with it ends soon.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
@@ -101,7 +104,7 @@ impl Kubelet {
         while let Some(reply) = booting.take() {
             let off = self.be_up(reply, &mut orders).await;
             if let Err(error) = self.kill(&self.cluster.node_cgroup(&self.name)).await {
-                warn!(node = self.name, error = error.chain(), "can't kill what is left of the node");
+                warn!(node = self.name, error = error_chain(&error), "can't kill what is left of the node");
             }
             self.show(|view| (view.init_pid, view.agent_pid) = (None, None));
             let next = match off {
@@ -114,7 +117,7 @@ impl Kubelet {
                 Off::Died => {
                     warn!(node = self.name, "the node is down");
                     if let Err(error) = self.report(false).await {
-                        warn!(node = self.name, error = error.chain(), "can't report");
+                        warn!(node = self.name, error = error_chain(&error), "can't report");
                     }
                     self.wait_for_power(&mut orders).await
                 }
@@ -152,7 +155,7 @@ impl Kubelet {
         let mut machine = match booted.await {
             Ok(machine) => machine,
             Err(error) => {
-                self.show(|view| view.error = Some(error.chain()));
+                self.show(|view| view.error = Some(error_chain(&error)));
                 answer(reply, Err(error));
                 return Off::Died;
             }
@@ -195,8 +198,8 @@ impl Kubelet {
                     Some(pod)
                 }
                 Err(error) => {
-                    warn!(node = self.name, error = error.chain(), "the pod does not start");
-                    self.show(|view| view.error = Some(error.chain()));
+                    warn!(node = self.name, error = error_chain(&error), "the pod does not start");
+                    self.show(|view| view.error = Some(error_chain(&error)));
                     if let Some(reply) = waiting.take() {
                         answer(reply, Err(error));
                     }
@@ -281,14 +284,14 @@ impl Kubelet {
     async fn clear(&self, uid: &str, pod: Option<Pod>) {
         let group = self.cluster.pod_cgroup(&self.name, uid);
         if let Err(error) = self.kill(&group).await {
-            warn!(node = self.name, error = error.chain(), "can't clear the pod");
+            warn!(node = self.name, error = error_chain(&error), "can't clear the pod");
         }
         if let Some(mut pod) = pod {
             let _ = pod.shim.wait().await;
         }
         let removed = tokio::task::spawn_blocking(move || cgroup::remove(&group)).await;
         if let Ok(Err(error)) = removed {
-            warn!(node = self.name, error = error.chain(), "can't remove the pod's cgroup");
+            warn!(node = self.name, error = error_chain(&error), "can't remove the pod's cgroup");
         }
     }
 
@@ -355,7 +358,7 @@ fn after(order: Order) -> Option<PodEnd> {
 
 fn answer(reply: Reply, result: Result<(), LocalError>) {
     // Whoever asked may have gone.
-    let _ = reply.send(result.map_err(|error| error.chain()));
+    let _ = reply.send(result.map_err(|error| error_chain(&error)));
 }
 
 async fn read_pid(lines: &mut Lines<BufReader<ChildStdout>>, who: &str) -> Result<i32, LocalError> {

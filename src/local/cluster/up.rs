@@ -34,6 +34,7 @@ use super::{
 };
 use crate::{
     api::{self, FluxInstance, FluxInstanceSpec, FluxInstanceStatus, InstancePhase},
+    host::{Root, facts},
     local::error::{Context, LocalError},
 };
 
@@ -166,7 +167,7 @@ async fn decide(up: &Up, spec: &FluxInstanceSpec) -> Result<Cluster, LocalError>
         shown,
         prefix: spec.prefix.clone(),
         foreign_agent: std::env::var_os(AGENT_VARIABLE).is_some(),
-        boot_id: objects::read_line("/proc/sys/kernel/random/boot_id"),
+        boot_id: facts::boot_id(&Root::host()),
         sysctls: down::sysctls(),
     })
 }
