@@ -1,21 +1,19 @@
 //! The rungs: what each [`Step`](super::decide::Step) does. Every one can be killed and done again.
 
 use std::{
-    collections::BTreeMap,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use serde::{Deserialize, Serialize};
-use tracing::{debug, info};
+use tracing::info;
 
 use super::decide::Assignment;
 use crate::{
     api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, RUN_DIR, Rank, Roster, Uninstall},
     broker::command::{BrokerIdentity, launch},
     host::{
-        Answer, ClaimOrder, ConfigureOrder, FluxOrder, Host, HostError, HostFile, HostView, LaunchOrder, LinkOrder,
-        Order, Preflight, PreflightOrder, Progress, Refusal, RemoveOrder, StateDir, StopOrder,
+        Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, LinkOrder, Order,
+        Preflight, PreflightOrder, Progress, Refusal, RemoveOrder, StateDir, StopOrder,
         files::{host_path, make_dirs_in_host_root, open_in_host_root},
     },
     packages::{FetchError, HttpClient, HttpError, estimate_bytes, fetch},
@@ -33,9 +31,6 @@ const REMOVE_GRACE_SECS: u64 = 15;
 /// As long as a follower gets that is to take another rank: it has nothing to write, and one that is cut off from its parent
 /// never ends by itself.
 const FOLLOWER_GRACE_SECS: u64 = 10;
-/// For one `flux` command of the live change.
-const FLUX_TIMEOUT_SECS: u64 = 60;
-
 /// Why a step was not done.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -95,27 +90,6 @@ impl StepError {
             Self::Api(error) => !matches!(error, PlannerError::Content { .. }),
             _ => false,
         }
-    }
-}
-
-/// What the lead's broker has taken in, `etc/applied.json`. It is about one process: a broker that was started since has
-/// read the file as it was then.
-#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
-pub struct Applied {
-    /// The broker.
-    pub pid: i32,
-    /// Its start time.
-    pub start_time: u64,
-    /// The roster's revision.
-    pub revision: u64,
-}
-
-impl Applied {
-    /// The revision that the broker which runs has taken in.
-    pub fn of(view: &HostView) -> Option<u64> {
-        let applied: Self = serde_json::from_str(view.applied.as_deref()?).ok()?;
-        let broker = view.broker.as_ref()?;
-        ((applied.pid, applied.start_time) == (broker.pid, broker.start_time)).then_some(applied.revision)
     }
 }
 
@@ -270,68 +244,6 @@ impl Actor {
         observed(self.order(Order::Start(order)).await?)
     }
 
-    /// Remembers what the lead's broker has taken in.
-    ///
-    /// # Errors
-    /// The stage's.
-    pub async fn remember(
-        &self,
-        preflight: &Preflight,
-        roster: &Roster,
-        view: &HostView,
-        revision: u64,
-    ) -> Result<(), StepError> {
-        let Some(broker) = &view.broker else { return Ok(()) };
-        let applied = Applied { pid: broker.pid, start_time: broker.start_time, revision };
-        let content = serde_json::to_string(&applied).map_err(|error| StepError::Wrong(error.to_string()))?;
-        let order = ConfigureOrder {
-            prefix: preflight.prefix.clone(),
-            digest: roster.settings.digest.clone(),
-            files: vec![HostFile { path: "etc/applied.json".into(), content, mode: 0o644, broker_owned: false }],
-            run_as: roster.settings.run_as.clone(),
-            statedir: None,
-            sysctls: BTreeMap::new(),
-            live: true,
-        };
-        self.order(Order::Configure(order)).await.map(drop)
-    }
-
-    /// Lead: takes in what the roster declares now. The scheduler is off for a moment and running jobs stay; killed in
-    /// between, the next run does all of it again, so it ends with a scheduler that schedules.
-    ///
-    /// # Errors
-    /// The step that failed.
-    pub async fn reload(&self, preflight: &Preflight, roster: &Roster) -> Result<(), StepError> {
-        self.flux(preflight, roster, &["config", "reload"]).await?;
-        let loaded = self.flux(preflight, roster, &["module", "list"]).await?;
-        let is_loaded = |module: &str| loaded.lines().any(|line| line.split_whitespace().next() == Some(module));
-        // Which scheduler this instance has, if it is off right now because an earlier run was killed: Fluxion where the
-        // package set brings it (its modprobe priority says so, flux-sched etc/modprobe/modprobe.d/fluxion.toml).
-        let simple = is_loaded("sched-simple");
-        let scheduler: &[&str] = if simple { &["sched-simple"] } else { &FLUXION };
-        for module in scheduler.iter().rev().filter(|module| is_loaded(module)) {
-            self.flux(preflight, roster, &["module", "remove", module]).await?;
-        }
-        self.flux(preflight, roster, &["module", "reload", "resource"]).await?;
-        for module in scheduler {
-            if let Err(error) = self.flux(preflight, roster, &["module", "load", module]).await {
-                if simple || *module != FLUXION[0] {
-                    return Err(error);
-                }
-                debug!(%error, "no Fluxion in this package set");
-                self.flux(preflight, roster, &["module", "load", "sched-simple"]).await?;
-                break;
-            }
-        }
-        // `flux resource list` looks healthy without a scheduler; this does not.
-        let queue = self.flux(preflight, roster, &["queue", "status"]).await?;
-        if queue.contains("Scheduler is offline") {
-            return Err(StepError::Flux { command: "queue status".to_owned(), output: queue.trim().to_owned() });
-        }
-        info!(revision = roster.revision, "the lead has taken in the roster's resources");
-        Ok(())
-    }
-
     /// Stops the broker of `rank`.
     ///
     /// # Errors
@@ -355,31 +267,10 @@ impl Actor {
         Ok(())
     }
 
-    async fn flux(&self, preflight: &Preflight, roster: &Roster, args: &[&str]) -> Result<String, StepError> {
-        let order = FluxOrder {
-            prefix: preflight.prefix.clone(),
-            digest: roster.settings.digest.clone(),
-            args: args.iter().map(|arg| (*arg).to_owned()).collect(),
-            run_as: roster.settings.run_as.clone(),
-            timeout_secs: FLUX_TIMEOUT_SECS,
-        };
-        match self.order(Order::Flux(order)).await? {
-            Answer::Ran(ran) if ran.code == 0 => Ok(ran.stdout + &ran.stderr),
-            Answer::Ran(ran) => {
-                let output = ran.stderr.trim().lines().last().unwrap_or("no output").to_owned();
-                Err(StepError::Flux { command: args.join(" "), output })
-            }
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    async fn order(&self, order: Order) -> Result<Answer, StepError> {
+    pub(super) async fn order(&self, order: Order) -> Result<Answer, StepError> {
         Ok(self.host.run(order, &mut |_| {}).await?)
     }
 }
-
-/// In the order in which they are loaded.
-const FLUXION: [&str; 3] = ["sched-fluxion-resource", "sched-fluxion-feasibility", "sched-fluxion-qmanager"];
 
 /// How the broker of `assignment` is started.
 ///
@@ -405,7 +296,7 @@ fn observed(answer: Answer) -> Result<HostView, StepError> {
     }
 }
 
-fn unexpected(answer: &Answer) -> StepError {
+pub(super) fn unexpected(answer: &Answer) -> StepError {
     let refusal = Refusal {
         message: format!("the host stage gave another answer than was asked for: {answer:?}"),
         transient: false,

@@ -1,12 +1,14 @@
 //! The agent: the DaemonSet pod's process on each node. Observe, decide ([`decide`]), act ([`act`]), report.
 
 pub mod act;
+mod climb;
 pub mod decide;
 mod enter;
 mod health;
 mod live;
 mod log;
 mod published;
+mod reload;
 mod report;
 mod run;
 mod rung;

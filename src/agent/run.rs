@@ -8,7 +8,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use futures::FutureExt;
 use kube::{Api, Client, ResourceExt};
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -20,13 +19,14 @@ use tracing::{debug, info, warn};
 
 use super::{
     AgentArguments, AgentError,
-    act::{Actor, Applied, StepError},
+    act::{Actor, StepError},
     client,
     decide::{Instance, Seen, Step, decide},
     health::{self, Readiness},
     live::{self, Live},
     log::{self, Rejected},
     published::Published,
+    reload::Applied,
     report::Reporter,
     teardown,
     tell::{self, Known, facts},
@@ -34,17 +34,16 @@ use super::{
     watch::{Presence, World, world},
 };
 use crate::{
-    api::{CONFIGMAP_DEFAULT, FluxInstanceSpec, FluxNodeSpec, NAMESPACE, RunningJobs, Uninstall},
-    broker::status::instance as ask_instance,
+    api::{CONFIGMAP_DEFAULT, FluxInstanceSpec, NAMESPACE, Uninstall},
     error_chain,
-    host::{Host, HostView, NsHost, Preflight, Progress},
+    host::{Host, HostView, NsHost, Preflight},
     planner,
 };
 
 /// Look again at least this often, even where nothing was heard.
 const RESYNC: Duration = Duration::from_secs(10);
 /// While something is on its way.
-const SOON: Duration = Duration::from_secs(1);
+pub(super) const SOON: Duration = Duration::from_secs(1);
 /// A broker that takes longer than this to come up is worth a look into the lead's words.
 const LATE: Duration = Duration::from_secs(5);
 
@@ -91,7 +90,7 @@ pub async fn run(arguments: AgentArguments) -> Result<std::process::ExitCode, Ag
 }
 
 /// What follows the broker's log, and below which prefix.
-struct LogTask(std::path::PathBuf, JoinHandle<()>);
+pub(super) struct LogTask(std::path::PathBuf, JoinHandle<()>);
 
 impl Drop for LogTask {
     fn drop(&mut self) {
@@ -99,30 +98,31 @@ impl Drop for LogTask {
     }
 }
 
-struct Agent {
-    client: Client,
+/// The agent of one node.
+pub(super) struct Agent {
+    pub(super) client: Client,
     /// Held while the lead takes in new resources.
-    live_change: Arc<Mutex<()>>,
+    pub(super) live_change: Arc<Mutex<()>>,
     /// Members of the instance, for the planner's candidates.
-    members: Arc<AtomicU32>,
-    began: Instant,
-    actor: Actor,
-    reporter: Reporter,
-    readiness: Readiness,
-    world: watch::Receiver<World>,
-    live: watch::Receiver<Live>,
-    rejected: watch::Sender<Rejected>,
-    log: Option<LogTask>,
+    pub(super) members: Arc<AtomicU32>,
+    pub(super) began: Instant,
+    pub(super) actor: Actor,
+    pub(super) reporter: Reporter,
+    pub(super) readiness: Readiness,
+    pub(super) world: watch::Receiver<World>,
+    pub(super) live: watch::Receiver<Live>,
+    pub(super) rejected: watch::Sender<Rejected>,
+    pub(super) log: Option<LogTask>,
     // What is remembered between two rounds; all of it can be lost.
-    view: HostView,
-    preflight: Option<Preflight>,
-    spec: FluxInstanceSpec,
+    pub(super) view: HostView,
+    pub(super) preflight: Option<Preflight>,
+    pub(super) spec: FluxInstanceSpec,
     /// metadata.generation of the FluxInstance: counts the changes of its spec.
-    generation: i64,
-    published: Published,
-    tries: Tries,
-    starts: Starts,
-    hint: Option<String>,
+    pub(super) generation: i64,
+    pub(super) published: Published,
+    pub(super) tries: Tries,
+    pub(super) starts: Starts,
+    pub(super) hint: Option<String>,
 }
 
 impl Agent {
@@ -296,7 +296,7 @@ impl Agent {
         tell::is_online(&self.view, &self.live.borrow())
     }
 
-    async fn report(&mut self, world: &World, step: &Step, progress: Option<&str>) {
+    pub(super) async fn report(&mut self, world: &World, step: &Step, progress: Option<&str>) {
         let uid = world.instance_uid();
         let live = self.live.borrow().clone();
         let rejected = self.rejected.borrow().clone();
@@ -366,155 +366,5 @@ impl Agent {
         let roster = self.published.roster.as_ref()?;
         let rank = self.world.borrow().node_spec()?.rank?;
         roster.ranks.get(&rank).map(|entry| entry.broker_name.clone())
-    }
-
-    /// Carries out a step. It is dropped when the end of the instance overtakes it, an installation also when something else
-    /// is wanted by now: a source that does not answer can take a minute to be given up.
-    async fn act(&mut self, world: &World, step: &Step) -> Result<(), StepError> {
-        if *step == Step::Remove {
-            return self.remove().await;
-        }
-        let mut watched = self.world.clone();
-        let (long, begun) = (matches!(step, Step::Install { .. }), wish(world));
-        let overtaken = watched.wait_for(|world| world.is_over() || (long && wish(world) != begun)).map(drop);
-        tokio::select! {
-            outcome = self.climb(world, step) => outcome,
-            () = overtaken => Ok(()),
-        }
-    }
-
-    async fn climb(&mut self, world: &World, step: &Step) -> Result<(), StepError> {
-        let preflight = self.preflight.clone();
-        let Some(preflight) = preflight else {
-            let passed = self.actor.preflight(&self.spec, None).await?;
-            passed.warnings.iter().for_each(|warning| warn!("{warning}"));
-            self.preflight = Some(passed);
-            return Ok(());
-        };
-        match step {
-            Step::Install { digest } => {
-                let set = self.published.packages(digest)?;
-                // Once more, now that it is known how much room they need.
-                let preflight = self.actor.preflight(&self.spec, Some(&set)).await?;
-                self.preflight = Some(preflight.clone());
-                let (sender, mut progress) = tokio::sync::mpsc::unbounded_channel::<Progress>();
-                let actor = self.actor.clone();
-                let install = actor.install(&preflight, &set, move |now| drop(sender.send(now)));
-                let mut install = std::pin::pin!(install);
-                let mut said = String::new();
-                loop {
-                    tokio::select! {
-                        outcome = &mut install => return outcome,
-                        Some(now) = progress.recv() => {
-                            let words = in_quarters(&now);
-                            if words != said {
-                                info!(progress = words, "installing");
-                                self.report(world, step, Some(&words)).await;
-                                said = words;
-                            }
-                        }
-                    }
-                }
-            }
-            Step::Start(assignment) => {
-                let roster = self.published.roster()?;
-                let revision = match self.actor.configure(&preflight, &roster, assignment, false).await {
-                    // Without API the files of the last start are still there.
-                    Err(StepError::Api(error)) if self.view.died.is_some() => {
-                        warn!(error = error_chain(&error), "starting the broker with the files that are there");
-                        roster.revision
-                    }
-                    other => other?,
-                };
-                self.starts.started(step, self.generation, Instant::now());
-                self.view = self.actor.start(&preflight, &roster, assignment).await?;
-                if assignment.rank == 0 {
-                    self.actor.remember(&preflight, &roster, &self.view, revision).await?;
-                }
-                Ok(())
-            }
-            Step::Reload(assignment) => {
-                let roster = self.published.roster()?;
-                let live_change = self.live_change.clone();
-                let _finished = live_change.lock().await;
-                let revision = self.actor.configure(&preflight, &roster, assignment, true).await?;
-                self.actor.reload(&preflight, &roster).await?;
-                self.actor.remember(&preflight, &roster, &self.view, revision).await
-            }
-            Step::Stop { reason } => {
-                if self.view.job_shells > 0 {
-                    return Err(StepError::NotYet(format!("{reason}; it is stopped when the jobs here have ended")));
-                }
-                info!(reason, "stopping the broker");
-                self.starts.forget();
-                let rank = self.view.broker.as_ref().map_or(0, |broker| broker.record.rank);
-                self.view = self.actor.stop(rank).await?;
-                Ok(())
-            }
-            Step::Hold | Step::Wait(_) | Step::Preflight | Step::Remove => Ok(()),
-        }
-    }
-
-    /// Removal, unless jobs run and the instance's word was that they win.
-    async fn remove(&mut self) -> Result<(), StepError> {
-        let end = self.view.state.as_ref().map(|state| state.uninstall).unwrap_or_default();
-        if end.running_jobs == RunningJobs::Wait && self.jobs_run().await {
-            let words =
-                "jobs are running: this host is kept until they have ended (spec.uninstall.runningJobs is Wait)";
-            return Err(StepError::NotYet(words.to_owned()));
-        }
-        self.log = None;
-        self.actor.remove(end.keep_state).await?;
-        self.view = HostView::default();
-        (self.published, self.preflight) = (Published::default(), None);
-        self.starts.forget();
-        match self.reporter.delete().await {
-            // At a teardown the right to ask goes first; the host is clean all the same.
-            Err(error) if error.code() != Some(403) && error.code() != Some(401) => {
-                debug!(error = error_chain(&error), "the FluxNode stays")
-            }
-            _ => {}
-        }
-        Ok(())
-    }
-
-    /// Jobs run in the instance, by the lead's word; where it can't be had, the job shells of this host tell.
-    async fn jobs_run(&self) -> bool {
-        let answer = match live::connect().await {
-            Ok(client) => ask_instance(&client).await,
-            Err(error) => Err(error),
-        };
-        answer.map_or(self.view.job_shells > 0, |instance| instance.allocated.cores > 0 || self.view.job_shells > 0)
-    }
-
-    /// Cleans at the end of the pod, as long as its grace lasts; needs no API.
-    async fn clean(&mut self) {
-        loop {
-            match self.actor.observe().await {
-                Ok(view) => self.view = view,
-                Err(error) => warn!(error = error_chain(&error), "can't look at the host"),
-            }
-            match self.remove().await {
-                Ok(()) => return,
-                Err(error) => warn!(error = error_chain(&error), "the host is not clean yet"),
-            }
-            sleep(SOON).await;
-        }
-    }
-}
-
-/// What is wanted of this node, as far as an installation depends on it: not the roster's revision, which joins of others
-/// change.
-fn wish(world: &World) -> impl PartialEq + use<> {
-    let generation = world.instance.here().and_then(|instance| instance.metadata.generation);
-    let spec = world.node_spec().map(|spec| FluxNodeSpec { revision: 0, ..spec.clone() });
-    (world.instance_uid(), generation, spec)
-}
-
-/// A status that changes with each percent is a load on the API server that grows with the nodes.
-fn in_quarters(now: &Progress) -> String {
-    match (now.done.min(now.total) * 4).checked_div(now.total) {
-        Some(quarters) => format!("{} {} %", now.what, quarters * 25),
-        None => now.what.clone(),
     }
 }

@@ -1,10 +1,11 @@
 //! What the node's status page says: pure.
 
 use super::{
-    act::{Applied, launch_order},
+    act::launch_order,
     decide::{Seen, Step, agreed},
     live::Live,
     log::Rejected,
+    reload::Applied,
     tries::Trouble,
 };
 use crate::{

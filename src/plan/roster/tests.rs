@@ -1,7 +1,9 @@
+use std::collections::BTreeSet;
+
 use super::*;
 use crate::api::Want;
 use crate::api::{EpochSettings, Facts};
-use crate::plan::project::project;
+use crate::plan::{project::project, settings::settings};
 
 pub(crate) fn member(node: &str, number: u8) -> Member {
     Member { node: node.to_owned(), uid: format!("uid-{node}"), address: [10, 0, 0, number].into(), gone_since: None }

@@ -1,0 +1,149 @@
+//! The first roster of an epoch: who leads, and who is in it from the start.
+
+use std::collections::BTreeMap;
+
+use super::{Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, entry, facts, is_deep};
+use crate::{
+    api::{NodePhase, ROSTER_FORMAT, Roster},
+    plan::{
+        broker_toml::spare_name,
+        eligibility::{NodeView, eligible},
+        settings::{pending, settings},
+    },
+};
+
+/// There is none: it is made again from what the nodes tell, or made for the first time.
+pub(super) fn without_roster(seen: &Observed) -> Decision {
+    // The lead's own copy has everybody in it: nobody is started before the lead has taken him in.
+    let copies = seen.reports.values().filter_map(|status| status.roster.as_deref());
+    let copies = copies.filter_map(|text| serde_json::from_str::<Roster>(text).ok());
+    let own = copies.filter(|copy| copy.instance_uid == seen.instance_uid && copy.format <= ROSTER_FORMAT);
+    if let Some(mut copy) = own.max_by_key(|copy| (copy.epoch, copy.revision)) {
+        copy.revision += 1;
+        return Decision::Write(Box::new(copy));
+    }
+    let running = seen.reports.iter().find(|(_, status)| status.adopted.is_some());
+    if running.is_none() && seen.status.instance_id.is_none() {
+        return first_roster(seen, seen.fresh_id, 1, None);
+    }
+    let silent = seen.nodes.iter().filter(|node| node.ready && !seen.reports.contains_key(&node.name)).count();
+    if silent > 0 && seen.waited < REPORTS_TIMEOUT {
+        return Decision::Wait(format!(
+            "the roster is gone: waiting for the agents of {silent} nodes to tell what runs there"
+        ));
+    }
+    match (running, &seen.status.instance_id, &seen.status.lead) {
+        // Without the lead's table of names, any rank given out now could be refused or be somebody else's.
+        (Some((node, _)), _, _) => Decision::Wait(format!(
+            "the roster is gone and the lead's host has not told its copy, but a broker runs on node {node}: bring the lead's \
+             node back, or stop all brokers"
+        )),
+        (None, Some(id), Some(lead)) => first_roster(seen, id, seen.status.epoch + 1, Some(lead)),
+        (None, _, _) => first_roster(seen, seen.fresh_id, seen.status.epoch + 1, None),
+    }
+}
+
+/// A roster of all eligible nodes under their real names. `statedir_of`: the node whose statedir has the queue of an
+/// instance that was online before; nobody else can be its lead.
+fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Option<&str>) -> Decision {
+    let nodes = candidates(seen);
+    if nodes.is_empty() {
+        return Decision::Wait(no_candidates(seen));
+    }
+    let (Some(digest), Some(certificate)) = (seen.digest, seen.certificate) else {
+        return Decision::Wait("packages and certificate are not published yet".to_owned());
+    };
+    let lead = match choose_lead(seen, &nodes, statedir_of.or(seen.spec.lead.as_deref())) {
+        Ok(lead) => lead,
+        Err(reason) => return Decision::Wait(reason),
+    };
+    let settings = settings(seen.spec, nodes.len(), digest, certificate);
+    let deep = is_deep(&settings.topology, settings.max_size);
+    let limit = settings.max_size.min(seen.spec.size.unwrap_or(u32::MAX)) as usize;
+    // In a deep tree an interior rank whose node never comes would strand its children.
+    let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || facts(seen, node).is_some()));
+    let mut roster = Roster {
+        format: ROSTER_FORMAT,
+        instance_uid: seen.instance_uid.to_owned(),
+        instance_id: instance_id.to_owned(),
+        established: statedir_of.is_some(),
+        epoch,
+        revision: 1,
+        settings,
+        ranks: BTreeMap::new(),
+    };
+    for (rank, node) in (0..).zip(std::iter::once(&lead).chain(others).take(limit)) {
+        let real = is_broker_name(&node.name);
+        let broker_name = if real { node.name.clone() } else { spare_name(rank) };
+        let reserved_for = real.then(|| node.uid.clone());
+        roster.ranks.insert(rank, entry(seen, node, broker_name, reserved_for, 1));
+    }
+    Decision::Write(Box::new(roster))
+}
+
+fn no_candidates(seen: &Observed) -> String {
+    let reasons: Vec<_> = seen
+        .nodes
+        .iter()
+        .filter_map(|node| eligible(node, &seen.spec.nodes).err().map(|reason| format!("{}: {reason}", node.name)))
+        .take(3)
+        .collect();
+    match seen.nodes.len() {
+        0 => "no eligible node: the cluster has no nodes".to_owned(),
+        count if count > reasons.len() => format!("no eligible node among {count}: {}, …", reasons.join("; ")),
+        _ => format!("no eligible node: {}", reasons.join("; ")),
+    }
+}
+
+fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>) -> Result<&'a NodeView, String> {
+    let passed = |node: &&&NodeView| facts(seen, node).is_some();
+    if let Some(name) = wanted {
+        let node = nodes.iter().find(|node| node.name == name);
+        return node.filter(passed).copied().ok_or_else(|| format!("waiting for node {name}, which is to be the lead"));
+    }
+    let undecided =
+        |node: &&NodeView| seen.reports.get(&node.name).is_none_or(|report| report.phase != NodePhase::Failed);
+    let first = nodes.iter().find(passed).copied();
+    match first {
+        Some(lead) if seen.waited >= LEAD_PATIENCE => Ok(lead),
+        Some(lead) if !nodes.iter().take_while(|node| node.uid != lead.uid).any(undecided) => Ok(lead),
+        _ => {
+            let failed = nodes.iter().find_map(|node| {
+                let report = seen.reports.get(&node.name).filter(|report| report.phase == NodePhase::Failed)?;
+                Some(format!("; {}: {}", node.name, report.message.as_deref()?))
+            });
+            Err(format!("waiting for preflight on {} nodes{}", nodes.len(), failed.unwrap_or_default()))
+        }
+    }
+}
+
+/// Until the lead was online once, nothing depends on the roster: a lost lead or a changed spec makes a new one.
+pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> {
+    let (digest, certificate) = (seen.digest?, seen.certificate?);
+    let lead = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref())?;
+    let nodes = candidates(seen);
+    let lead_is_there = nodes.iter().any(|node| node.uid == lead.uid)
+        && seen.spec.lead.as_ref().is_none_or(|wanted| *wanted == lead.node);
+    if lead_is_there && pending(&roster.settings, seen.spec, digest, certificate).is_none() {
+        return None;
+    }
+    match first_roster(seen, seen.fresh_id, roster.epoch + 1, None) {
+        Decision::Write(mut next) => {
+            next.revision = roster.revision + 1;
+            next.ranks.values_mut().for_each(|entry| entry.revision = next.revision);
+            Some(Decision::Write(next))
+        }
+        other => Some(other),
+    }
+}
+
+/// flux-core takes names of RFC 1035 (conf_bootstrap_validate_domain_name); ours for spares are taken.
+fn is_broker_name(name: &str) -> bool {
+    let label = |label: &str| {
+        (1..=63).contains(&label.len())
+            && !label.starts_with('-')
+            && !label.ends_with('-')
+            && label.chars().all(|c| c.is_ascii_alphanumeric() || c == '-')
+    };
+    name.len() <= 253 && name.split('.').all(label) && !name.starts_with("flux-spare-")
+}

@@ -1,0 +1,94 @@
+//! New members, and members of a deep tree that need another place.
+
+use std::collections::BTreeSet;
+
+use super::{Observed, candidates, entry, facts, is_deep, is_online, parent, rank_of};
+use crate::{
+    api::{NodePhase, Rank, Roster, RosterEntry},
+    plan::{broker_toml::broker_name, topology::Topology},
+};
+
+/// In a deep tree: a member whose broker is out of the overlay, under a parent that can't come back by itself, takes a free
+/// rank elsewhere.
+pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
+    if !is_deep(&roster.settings.topology, roster.settings.max_size) || !is_online(seen, roster, 0) {
+        return;
+    }
+    let stranded: Vec<Rank> = roster
+        .ranks
+        .iter()
+        .filter_map(|(rank, entry)| {
+            let member = entry.member.as_ref()?;
+            let parent = parent(roster, *rank)?;
+            let here = member.gone_since.is_none() && !is_online(seen, roster, *rank);
+            (here && is_hopeless(seen, roster, parent)).then_some(*rank)
+        })
+        .collect();
+    for rank in stranded {
+        let Some(free) = free_rank(seen, roster) else { return };
+        let Some(old) = roster.ranks.get_mut(&rank) else { continue };
+        let (member, resources) = (old.member.take(), old.resources);
+        let broker_name = broker_name(roster, free);
+        let moved = RosterEntry { broker_name, reserved_for: None, member, resources, revision: 0 };
+        roster.ranks.insert(free, moved);
+    }
+}
+
+/// Rank `rank` will not be in the overlay soon: nobody holds it, its Node is gone or not Ready, or its broker can't start.
+fn is_hopeless(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    let Some(member) = roster.ranks.get(&rank).and_then(|entry| entry.member.as_ref()) else { return true };
+    let ready = seen.nodes.iter().any(|node| node.uid == member.uid && node.ready);
+    let failed = seen.reports.get(&member.node).is_some_and(|report| report.phase == NodePhase::Failed);
+    rank != 0 && (!ready || failed)
+}
+
+/// New members: eligible, looked at, without a rank.
+pub(super) fn join(seen: &Observed, roster: &mut Roster) {
+    let limit = seen.spec.size.unwrap_or(u32::MAX).min(roster.settings.max_size) as usize;
+    for node in candidates(seen) {
+        let members = roster.ranks.values().filter(|entry| entry.member.is_some()).count();
+        if members >= limit {
+            return;
+        }
+        // One whose broker runs, whatever it was started for, is not to be started for another rank.
+        let runs = seen.reports.get(&node.name).and_then(|report| report.adopted.as_ref());
+        let runs = runs.is_some_and(|adopted| adopted.instance_id == roster.instance_id);
+        if rank_of(roster, &node.uid).is_some() || facts(seen, node).is_none() || runs {
+            continue;
+        }
+        let own = roster.ranks.iter().find(|(rank, entry)| {
+            let parent_is_there = parent(roster, **rank).is_none_or(|parent| can_carry(seen, roster, parent));
+            entry.member.is_none() && entry.reserved_for.as_deref() == Some(&node.uid) && parent_is_there
+        });
+        let Some(rank) = own.map(|(rank, _)| *rank).or_else(|| free_rank(seen, roster)) else { return };
+        let broker_name = broker_name(roster, rank);
+        let reserved_for = roster.ranks.get(&rank).and_then(|entry| entry.reserved_for.clone());
+        let joined = entry(seen, node, broker_name, reserved_for, 0);
+        roster.ranks.insert(rank, joined);
+    }
+}
+
+/// A rank that anybody may take: without member, waiting for nobody, claimed by no broker that runs, and under a parent that
+/// is online; interior ranks first, so that holes in a deep tree are filled before leaves are hung on.
+fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
+    let size = roster.settings.max_size;
+    let claimed: BTreeSet<Rank> = seen
+        .reports
+        .values()
+        .filter_map(|report| report.adopted.as_ref())
+        .filter(|adopted| adopted.instance_id == roster.instance_id)
+        .map(|adopted| adopted.rank)
+        .collect();
+    let topology = Topology::parse(&roster.settings.topology, size).ok()?;
+    let free = (1..size).filter(|rank| {
+        roster.ranks.get(rank).is_none_or(|entry| entry.member.is_none() && entry.reserved_for.is_none())
+            && !claimed.contains(rank)
+            && topology.parent(*rank).is_none_or(|parent| can_carry(seen, roster, parent))
+    });
+    free.min_by_key(|rank| (!topology.is_interior(*rank, size), *rank))
+}
+
+/// A rank may be given out under `parent`. Under the lead always: it is waited for anyway.
+fn can_carry(seen: &Observed, roster: &Roster, parent: Rank) -> bool {
+    parent == 0 || is_online(seen, roster, parent)
+}
