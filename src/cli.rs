@@ -178,9 +178,12 @@ fn validate(file: &std::path::Path) -> Result<ExitCode, Failure> {
         std::fs::read_to_string(file).map_err(|error| Failure::bad_input(format!("{}: {error}", file.display())))?;
     let wrong = |reason: String| Failure::bad_input(format!("{}: {reason}", file.display()));
     let value: serde_norway::Value = serde_norway::from_str(&text).map_err(|error| wrong(error.to_string()))?;
-    let spec = value.get("spec").filter(|_| value.get("kind").is_some()).cloned().unwrap_or(value);
-    let spec: api::FluxInstanceSpec = serde_norway::from_value(spec).map_err(|error| wrong(error.to_string()))?;
-    api::validate(&spec).map_err(|error| wrong(error.to_string()))?;
+    // A whole FluxInstance, or its spec alone.
+    let text = match value.get("spec").filter(|_| value.get("kind").is_some()) {
+        Some(spec) => serde_norway::to_string(spec).map_err(|error| wrong(error.to_string()))?,
+        None => text,
+    };
+    api::read_spec(&text).map_err(wrong)?;
     print("valid\n")
 }
 

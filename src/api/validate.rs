@@ -1,6 +1,9 @@
 use std::time::Duration;
 
-use super::{FluxInstanceSpec, Packages};
+use kube::CustomResourceExt;
+use serde_json::Value;
+
+use super::{FluxInstance, FluxInstanceSpec, Packages};
 use crate::plan::{broker_toml, topology::Topology};
 
 /// Why a spec cannot be served.
@@ -72,6 +75,45 @@ pub fn validate(spec: &FluxInstanceSpec) -> Result<(), SpecError> {
         }
     }
     Ok(())
+}
+
+/// Reads the spec of a FluxInstance from a file (YAML or JSON) that no API server has checked.
+///
+/// # Errors
+/// It is no spec, has a field that a spec doesn't have (a misspelt one would silently leave its default), or can't be served.
+pub fn read_spec(text: &str) -> Result<FluxInstanceSpec, String> {
+    let no_spec = |error: &dyn std::fmt::Display| format!("is not a FluxInstance's spec: {error}");
+    let refused = |error: &dyn std::fmt::Display| format!("can't be served: {error}");
+    if text.trim().is_empty() {
+        return Ok(FluxInstanceSpec::default());
+    }
+    let value: Value = serde_norway::from_str(text).map_err(|error| no_spec(&error))?;
+    // A file of comments only.
+    let value = if value.is_null() { Value::Object(serde_json::Map::new()) } else { value };
+    let definition = serde_json::to_value(FluxInstance::crd()).map_err(|error| no_spec(&error))?;
+    let schema = &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"];
+    if let Some(field) = unknown_field(&value, schema) {
+        return Err(refused(&format!("spec.{field}: there is no such field")));
+    }
+    let spec: FluxInstanceSpec = serde_json::from_value(value).map_err(|error| no_spec(&error))?;
+    validate(&spec).map_err(|error| refused(&error))?;
+    Ok(spec)
+}
+
+/// The path of the first field that `schema` doesn't have.
+fn unknown_field(value: &Value, schema: &Value) -> Option<String> {
+    match value {
+        Value::Object(fields) => {
+            // Without properties it is a map, such as matchLabels.
+            let properties = schema["properties"].as_object()?;
+            fields.iter().find_map(|(name, value)| match properties.get(name) {
+                None => Some(name.clone()),
+                Some(schema) => unknown_field(value, schema).map(|below| format!("{name}.{below}")),
+            })
+        }
+        Value::Array(items) => items.iter().find_map(|item| unknown_field(item, &schema["items"])),
+        _ => None,
+    }
 }
 
 fn validate_packages(packages: &Packages) -> Result<(), SpecError> {
@@ -146,6 +188,21 @@ mod tests {
             "{prefix: /data/flux}",
         ] {
             assert_eq!(check(yaml), Ok(()), "{yaml}");
+        }
+    }
+
+    #[test]
+    fn a_misspelt_field_is_refused_wherever_it_stands() {
+        for (yaml, expected) in [
+            ("package: {}", "spec.package: there is no such field"),
+            ("packages: {bundel: {}}", "spec.packages.bundel: there is no such field"),
+            ("nodes: {tolerations: [{keys: a}]}", "spec.nodes.tolerations.keys: there is no such field"),
+            ("size: 0", "spec.size: is 0: delete the FluxInstance to take everything off"),
+        ] {
+            assert_eq!(read_spec(yaml).unwrap_err(), format!("can't be served: {expected}"));
+        }
+        for yaml in ["", "# comments only", "{}", "nodes: {selector: {matchLabels: {any/name: x}}}", "size: 3"] {
+            assert!(read_spec(yaml).is_ok(), "{yaml}");
         }
     }
 

@@ -330,7 +330,7 @@ pub enum Undo {
 pub struct RunningBroker {
     /// Process id in the host's PID namespace.
     pub pid: i32,
-    /// Field 22 of /proc/<pid>/stat, clock ticks after boot.
+    /// Field 22 of `/proc/<pid>/stat`, clock ticks after boot.
     pub start_time: u64,
     /// systemd is its supervisor.
     pub systemd: bool,

@@ -15,7 +15,7 @@ use super::{PlannerError, call};
 use crate::{
     api::{
         ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, FluxInstance, FluxInstanceSpec,
-        FluxInstanceStatus, INSTANCE, InstancePhase, NAMESPACE, validate,
+        FluxInstanceStatus, INSTANCE, InstancePhase, NAMESPACE, read_spec,
     },
     plan::status::set_condition,
 };
@@ -60,14 +60,10 @@ pub fn default_reference() -> ObjectReference {
 }
 
 fn parse_default(text: &str) -> Result<FluxInstanceSpec, PlannerError> {
-    let wrong = |reason: String| PlannerError::Content { object: format!("ConfigMap {CONFIGMAP_DEFAULT}"), reason };
-    if text.trim().is_empty() {
-        return Ok(FluxInstanceSpec::default());
-    }
-    let spec = serde_norway::from_str(text)
-        .map_err(|error| wrong(format!("{CONFIGMAP_DEFAULT_KEY} is not a FluxInstance's spec: {error}")))?;
-    validate(&spec).map_err(|error| wrong(format!("{CONFIGMAP_DEFAULT_KEY} can't be served: {error}")))?;
-    Ok(spec)
+    read_spec(text).map_err(|reason| PlannerError::Content {
+        object: format!("ConfigMap {CONFIGMAP_DEFAULT}"),
+        reason: format!("{CONFIGMAP_DEFAULT_KEY} {reason}"),
+    })
 }
 
 /// Writes the status where it differs.

@@ -22,11 +22,11 @@ pub struct Identity {
     pub boot_id: String,
     /// Process id in the host's PID namespace.
     pub pid: i32,
-    /// Field 22 of /proc/<pid>/stat, clock ticks after boot.
+    /// Field 22 of `/proc/<pid>/stat`, clock ticks after boot.
     pub start_time: u64,
 }
 
-/// What /proc/<pid>/stat says of a process.
+/// What `/proc/<pid>/stat` says of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stat {
     /// `R`, `S`, `D`, `Z`, …
@@ -36,7 +36,7 @@ pub struct Stat {
 }
 
 impl Stat {
-    /// Reads one line of /proc/<pid>/stat. The second field is free text in brackets, so the fields are counted from the
+    /// Reads one line of `/proc/<pid>/stat`. The second field is free text in brackets, so the fields are counted from the
     /// last `)`.
     pub fn parse(line: &str) -> Option<Self> {
         let (_, rest) = line.rsplit_once(')')?;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::CgroupError;
 use crate::host::mountinfo;
 
-/// One line of /proc/<pid>/cgroup.
+/// One line of `/proc/<pid>/cgroup`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Membership {
     /// Sorted; `name=systemd` for a named hierarchy; empty for cgroup v2.
@@ -36,11 +36,11 @@ pub struct Place {
     pub point: PathBuf,
     /// The cgroup's directory.
     pub directory: PathBuf,
-    /// What /proc/<pid>/cgroup shows for a process in it.
+    /// What `/proc/<pid>/cgroup` shows for a process in it.
     pub path: String,
 }
 
-/// Reads /proc/<pid>/cgroup.
+/// Reads `/proc/<pid>/cgroup`.
 pub fn memberships(text: &str) -> Vec<Membership> {
     text.lines()
         .filter_map(|line| {
