@@ -17,7 +17,7 @@ use crate::{
         files::{host_path, make_dirs_in_host_root, open_in_host_root},
     },
     packages::{FetchError, HttpClient, HttpError, estimate_bytes, fetch},
-    plan::broker_toml,
+    plan::{broker_toml, certificate::Certificate},
     planner::{PlannerError, certificate, store},
 };
 
@@ -193,13 +193,7 @@ impl Actor {
         else {
             return Err(StepError::NotYet("waiting for ConfigMap flux-broker to follow the roster".to_owned()));
         };
-        let certificate = certificate::read(&self.client).await?;
-        let certificate = certificate.ok_or_else(|| StepError::NotYet("waiting for Secret flux-curve".to_owned()))?;
-        if certificate.fingerprint() != roster.settings.certificate {
-            let words = "Secret flux-curve holds another certificate than this epoch was started with; put the old one back, or \
-                         delete the Secret: the lead's agent brings it back";
-            return Err(StepError::Wrong(words.to_owned()));
-        }
+        let certificate = self.certificate(preflight, roster).await?;
         let path = |name: &str| preflight.prefix.join(name).display().to_string();
         let toml = broker_toml::for_host(&published, &path("etc/curve.cert")).map_err(StepError::Wrong)?;
         let roster_text = serde_json::to_string(roster).map_err(|error| StepError::Wrong(error.to_string()))?;
@@ -227,6 +221,23 @@ impl Actor {
         };
         self.order(Order::Configure(order)).await?;
         Ok(revision)
+    }
+
+    /// The certificate that the running epoch was started with: from the Secret, or from this host where the Secret holds
+    /// another one by now, which is for the next epoch.
+    async fn certificate(&self, preflight: &Preflight, roster: &Roster) -> Result<Certificate, StepError> {
+        let fits = |certificate: &Certificate| certificate.fingerprint() == roster.settings.certificate;
+        let published = certificate::read(&self.client).await?;
+        let published = published.ok_or_else(|| StepError::NotYet("waiting for Secret flux-curve".to_owned()))?;
+        if fits(&published) {
+            return Ok(published);
+        }
+        let own = read_host_file(&preflight.prefix.join("etc/curve.cert")).ok();
+        own.and_then(|text| Certificate::parse(&text).ok()).filter(fits).ok_or_else(|| {
+            let words = "Secret flux-curve holds another certificate than this epoch was started with; put the old one back, or \
+                         delete the Secret: the lead's agent brings it back";
+            StepError::Wrong(words.to_owned())
+        })
     }
 
     /// The rung start.

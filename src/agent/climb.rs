@@ -15,7 +15,7 @@ use super::{
     watch::World,
 };
 use crate::{
-    api::{FluxNodeSpec, RunningJobs},
+    api::{FluxInstanceSpec, FluxNodeSpec, RunningJobs},
     broker::status::instance as ask_instance,
     error_chain,
     host::{HostView, Progress},
@@ -40,7 +40,7 @@ impl Agent {
     async fn climb(&mut self, world: &World, step: &Step) -> Result<(), StepError> {
         let preflight = self.preflight.clone();
         let Some(preflight) = preflight else {
-            let passed = self.actor.preflight(&self.spec, None).await?;
+            let passed = self.actor.preflight(&self.running_spec(), None).await?;
             passed.warnings.iter().for_each(|warning| warn!("{warning}"));
             self.preflight = Some(passed);
             return Ok(());
@@ -49,7 +49,7 @@ impl Agent {
             Step::Install { digest } => {
                 let set = self.published.packages(digest)?;
                 // Once more, now that it is known how much room they need.
-                let preflight = self.actor.preflight(&self.spec, Some(&set)).await?;
+                let preflight = self.actor.preflight(&self.running_spec(), Some(&set)).await?;
                 self.preflight = Some(preflight.clone());
                 let (sender, mut progress) = tokio::sync::mpsc::unbounded_channel::<Progress>();
                 let actor = self.actor.clone();
@@ -109,13 +109,25 @@ impl Agent {
         }
     }
 
+    /// The spec, with the port that the running epoch has: another one is for the next.
+    fn running_spec(&self) -> FluxInstanceSpec {
+        let mut spec = self.spec.clone();
+        let rank = self.world.borrow().node_spec().and_then(|own| own.rank);
+        if let (Some(roster), Some(_)) = (&self.published.roster, rank) {
+            spec.broker.port = Some(roster.settings.port);
+        }
+        spec
+    }
+
     /// Removal, unless jobs run and the instance's word was that they win.
     pub(super) async fn remove(&mut self) -> Result<(), StepError> {
         let end = self.view.state.as_ref().map(|state| state.uninstall).unwrap_or_default();
-        if end.running_jobs == RunningJobs::Wait && self.jobs_run().await {
+        if end.running_jobs == RunningJobs::Wait
+            && let Some(reason) = self.jobs_may_run().await
+        {
             let words =
-                "jobs are running: this host is kept until they have ended (spec.uninstall.runningJobs is Wait)";
-            return Err(StepError::NotYet(words.to_owned()));
+                format!("{reason}: this host is kept until they have ended (spec.uninstall.runningJobs is Wait)");
+            return Err(StepError::NotYet(words));
         }
         self.log = None;
         self.actor.remove(end.keep_state).await?;
@@ -132,13 +144,20 @@ impl Agent {
         Ok(())
     }
 
-    /// Jobs run in the instance, by the lead's word; where it can't be had, the job shells of this host tell.
-    async fn jobs_run(&self) -> bool {
+    /// Why jobs may be running. The lead's word counts; where it can't be had, the job shells of this host tell, and on the
+    /// lead's own host a broker that lives but is silent is no proof that nothing runs elsewhere.
+    async fn jobs_may_run(&self) -> Option<&'static str> {
         let answer = match live::connect().await {
             Ok(client) => ask_instance(&client).await,
             Err(error) => Err(error),
         };
-        answer.map_or(self.view.job_shells > 0, |instance| instance.allocated.cores > 0 || self.view.job_shells > 0)
+        let is_lead = self.view.broker.as_ref().is_some_and(|broker| broker.record.rank == 0);
+        match answer {
+            Ok(instance) if instance.allocated.cores > 0 => Some("jobs are running"),
+            _ if self.view.job_shells > 0 => Some("jobs are running here"),
+            Err(_) if is_lead => Some("the lead's broker lives but does not answer, so jobs may be running"),
+            _ => None,
+        }
     }
 
     /// Cleans at the end of the pod, as long as its grace lasts; needs no API.

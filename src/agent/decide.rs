@@ -169,7 +169,8 @@ pub fn agreed(spec: &FluxNodeSpec, roster: &Roster) -> Option<Assignment> {
     let node_uid = spec.node_uid.clone()?;
     let member = entry.member.as_ref()?;
     let same_instance = spec.instance_uid.as_deref() == Some(&roster.instance_uid);
-    (member.uid == node_uid && spec.epoch == roster.epoch && same_instance).then(|| Assignment {
+    let ours = member.uid == node_uid && member.node == spec.node_name;
+    (ours && spec.epoch == roster.epoch && same_instance).then(|| Assignment {
         rank,
         entry: entry.clone(),
         node_uid,
@@ -178,11 +179,27 @@ pub fn agreed(spec: &FluxNodeSpec, roster: &Roster) -> Option<Assignment> {
     })
 }
 
+/// This host is the lead's: it runs rank 0, or it would by the roster that it was configured by last.
+pub fn leads(host: &HostView, spec: Option<&FluxNodeSpec>) -> bool {
+    if let Some(broker) = &host.broker {
+        return broker.record.rank == 0;
+    }
+    let (Some(spec), Some(text)) = (spec, &host.roster) else { return false };
+    serde_json::from_str::<Roster>(text).is_ok_and(|copy| {
+        let lead = copy.ranks.get(&0).and_then(|entry| entry.member.as_ref());
+        spec.instance_uid.as_deref() == Some(&copy.instance_uid) && lead.is_some_and(|lead| lead.node == spec.node_name)
+    })
+}
+
 /// Why a running broker is none of this roster: only the roster's positive word counts, never its absence.
 fn superseded(broker: &RunningBroker, spec: &FluxNodeSpec, roster: &Roster) -> Option<String> {
     let record = &broker.record;
     if record.instance_id != roster.instance_id || record.epoch < roster.epoch {
         return Some(format!("the broker of epoch {} is running, the roster is at {}", record.epoch, roster.epoch));
+    }
+    let holder = roster.ranks.get(&record.rank).and_then(|entry| entry.member.as_ref());
+    if holder.is_some_and(|member| member.node == spec.node_name) {
+        return None;
     }
     let assignment = agreed(spec, roster)?;
     // Not the Node's uid: a machine that was registered again has another, and the same broker.
@@ -347,6 +364,28 @@ mod tests {
     }
 
     #[test]
+    fn words_that_give_a_node_the_rank_of_another_are_no_words() {
+        let mut world = World::new();
+        world.host.broker = Some(broker(1, 1));
+        let spec = world.spec.as_mut().unwrap();
+        (spec.rank, spec.node_uid) = (Some(0), Some("uid-node1".into()));
+        assert!(!matches!(world.decide(), Step::Stop { .. } | Step::Start(_)));
+        world.host.broker = None;
+        assert!(matches!(world.decide(), Step::Wait(_)));
+    }
+
+    #[test]
+    fn a_lead_whose_broker_is_down_is_still_the_lead() {
+        let world = World::new();
+        let text = serde_json::to_string(world.roster.as_ref().unwrap()).unwrap();
+        let host = HostView { roster: Some(text), ..HostView::default() };
+        let of = |node: &str| FluxNodeSpec { node_name: node.into(), ..world.spec.clone().unwrap() };
+        assert!(leads(&host, Some(&of("node1"))));
+        assert!(!leads(&host, Some(&of("node2"))));
+        assert!(!leads(&HostView::default(), Some(&of("node1"))));
+    }
+
+    #[test]
     fn only_a_positive_word_removes() {
         let mut world = World::new();
         world.host.broker = Some(broker(1, 1));
@@ -366,6 +405,7 @@ mod tests {
     fn the_lead_takes_in_a_new_revision_live() {
         let mut world = World::new();
         world.spec = Some(FluxNodeSpec {
+            node_name: "node1".into(),
             rank: Some(0),
             node_uid: Some("uid-node1".into()),
             revision: 3,

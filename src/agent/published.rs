@@ -7,7 +7,7 @@ use tracing::info;
 
 use super::{
     act::{StepError, read_host_file},
-    decide::agreed,
+    decide::{agreed, leads},
 };
 use crate::{
     api::{
@@ -38,7 +38,7 @@ impl Published {
     pub async fn refresh(&mut self, client: &Client, spec: &FluxNodeSpec, view: &HostView) -> Result<(), StepError> {
         let is_current = |roster: &Roster| roster.epoch == spec.epoch && roster.revision >= spec.revision;
         let stale = spec.rank.is_some() && !self.roster.as_ref().is_some_and(is_current);
-        let is_lead = view.broker.as_ref().is_some_and(|broker| broker.record.rank == 0);
+        let is_lead = leads(view, Some(spec));
         if stale || is_lead {
             let found = read_roster(client).await?;
             self.roster_is_gone = found.is_none();

@@ -2,7 +2,7 @@
 
 use super::{
     act::launch_order,
-    decide::{Seen, Step, agreed},
+    decide::{Seen, Step, agreed, leads},
     live::Live,
     log::Rejected,
     reload::Applied,
@@ -78,7 +78,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         }),
         applied_revision: is_lead.then(|| Applied::of(seen.host)).flatten(),
         offline: if is_lead { offline(seen, known.live) } else { Vec::new() },
-        roster: (is_lead && known.roster_is_gone).then(|| seen.host.roster.clone()).flatten(),
+        roster: (known.roster_is_gone && leads(seen.host, seen.spec)).then(|| seen.host.roster.clone()).flatten(),
         restart_pending: restart_pending(seen),
         health: is_online(seen.host, known.live).then(|| known.live.health.clone()).flatten(),
         rejected: if is_lead { known.rejected.clone() } else { Rejected::new() },

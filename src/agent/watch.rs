@@ -70,9 +70,9 @@ impl World {
         self.instance.here().and_then(ResourceExt::uid)
     }
 
-    /// The planner's words to this node.
+    /// The planner's words to this node; words to another one, by an edit of somebody else's, are none.
     pub fn node_spec(&self) -> Option<&FluxNodeSpec> {
-        self.node.here().map(|node| &node.spec)
+        self.node.here().filter(|node| node.spec.node_name == node.name_any()).map(|node| &node.spec)
     }
 }
 

@@ -6,6 +6,9 @@ use serde_json::Value;
 use super::{FluxInstance, FluxInstanceSpec, Packages};
 use crate::plan::{broker_toml, topology::Topology};
 
+/// The agents' probes (`--health-address`), on the same hosts.
+const HEALTH_PORT: u16 = 8051;
+
 /// Why a spec cannot be served.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("spec.{field}: {reason}")]
@@ -40,6 +43,9 @@ pub fn validate(spec: &FluxInstanceSpec) -> Result<(), SpecError> {
     }
     if spec.broker.port == Some(0) {
         return wrong("broker.port", "is 0: brokers need a fixed port".into());
+    }
+    if spec.broker.port == Some(HEALTH_PORT) {
+        return wrong("broker.port", format!("{HEALTH_PORT} is where the agents answer kubelet's probes"));
     }
     if let Some(user) = &spec.broker.run_as
         && (user.is_empty()
@@ -214,6 +220,7 @@ mod tests {
             ("{size: 5, maxSize: 4}", "size"),
             ("{topology: ring}", "topology"),
             ("{broker: {port: 0}}", "broker.port"),
+            ("{broker: {port: 8051}}", "broker.port"),
             ("{broker: {runAs: 'a b'}}", "broker.runAs"),
             ("{broker: {runAs: ''}}", "broker.runAs"),
             ("{broker: {config: '[bootstrap]'}}", "broker.config"),

@@ -148,12 +148,15 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
 /// What changes for those who hold a rank: facts that have grown, a Node that is gone, one that is back.
 fn keep_members(seen: &Observed, roster: &mut Roster) {
     let retain = retain_secs(seen.spec);
+    let established = roster.established;
     let running: Vec<Rank> = roster.ranks.keys().copied().filter(|rank| holds(seen, roster, *rank).is_some()).collect();
     for (rank, entry) in &mut roster.ranks {
         let Some(member) = &mut entry.member else { continue };
-        if let Some(node) =
-            seen.nodes.iter().find(|node| running.contains(rank) && is_registered_again(seen, node, member))
-        {
+        // The lead's queue is on the host of that name and nowhere else; a host that hasn't got it is refused there.
+        let is_lead_again =
+            |node: &NodeView| *rank == 0 && established && node.name == member.node && node.uid != member.uid;
+        let is_member_again = |node: &NodeView| running.contains(rank) && is_registered_again(seen, node, member);
+        if let Some(node) = seen.nodes.iter().find(|node| is_lead_again(node) || is_member_again(node)) {
             entry.reserved_for = entry.reserved_for.take().map(|_| node.uid.clone());
             member.uid.clone_from(&node.uid);
         }

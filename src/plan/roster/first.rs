@@ -103,7 +103,8 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
     }
     let undecided =
         |node: &&NodeView| seen.reports.get(&node.name).is_none_or(|report| report.phase != NodePhase::Failed);
-    let first = nodes.iter().find(passed).copied();
+    let passed_and_well = |node: &&&NodeView| passed(node) && !failed(seen, node);
+    let first = nodes.iter().find(passed_and_well).or_else(|| nodes.iter().find(passed)).copied();
     match first {
         Some(lead) if seen.waited >= LEAD_PATIENCE => Ok(lead),
         Some(lead) if !nodes.iter().take_while(|node| node.uid != lead.uid).any(undecided) => Ok(lead),
@@ -124,7 +125,11 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
     let nodes = candidates(seen);
     let lead_is_there = nodes.iter().any(|node| node.uid == lead.uid)
         && seen.spec.lead.as_ref().is_none_or(|wanted| *wanted == lead.node);
-    if lead_is_there && pending(&roster.settings, seen.spec, digest, certificate).is_none() {
+    let gives_way = seen.waited >= LEAD_PATIENCE
+        && seen.spec.lead.is_none()
+        && nodes.iter().any(|node| node.uid == lead.uid && failed(seen, node))
+        && nodes.iter().any(|node| facts(seen, node).is_some() && !failed(seen, node));
+    if lead_is_there && !gives_way && pending(&roster.settings, seen.spec, digest, certificate).is_none() {
         return None;
     }
     match first_roster(seen, seen.fresh_id, roster.epoch + 1, None) {
@@ -135,6 +140,10 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
         }
         other => Some(other),
     }
+}
+
+fn failed(seen: &Observed, node: &NodeView) -> bool {
+    seen.reports.get(&node.name).is_some_and(|report| report.phase == NodePhase::Failed)
 }
 
 /// flux-core takes names of RFC 1035 (conf_bootstrap_validate_domain_name); ours for spares are taken.

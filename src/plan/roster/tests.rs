@@ -285,7 +285,8 @@ fn the_same_machine_under_a_new_node_object_keeps_its_rank_and_its_broker() {
         let view = world.nodes.iter_mut().find(|view| view.name == node).unwrap();
         view.uid = "uid-again".into();
         world.settle();
-        assert_eq!(rank_of(world.roster.as_ref().unwrap(), "uid-again"), None, "it may be another machine");
+        let at_once = (rank == 0).then_some(0);
+        assert_eq!(rank_of(world.roster.as_ref().unwrap(), "uid-again"), at_once, "a follower may be another machine");
         world.nodes.iter_mut().find(|view| view.name == node).unwrap().boot_id = "boot".into();
         world.settle();
         let roster = world.roster.as_ref().unwrap();
@@ -293,6 +294,33 @@ fn the_same_machine_under_a_new_node_object_keeps_its_rank_and_its_broker() {
         assert_eq!(roster.ranks[&rank].reserved_for.as_deref(), Some("uid-again"));
         assert_eq!(world.wants(node), Want::Run);
     }
+}
+
+#[test]
+fn a_lead_that_was_off_leads_again_under_a_new_node_object() {
+    let mut world = World::up(3);
+    let mut lead = world.nodes.remove(0);
+    world.settle();
+    lead.uid = "uid-again".into();
+    world.nodes.insert(0, lead);
+    world.reports.get_mut("node1").unwrap().adopted = None;
+    world.settle();
+    assert_eq!(rank_of(world.roster.as_ref().unwrap(), "uid-again"), Some(0));
+    assert_eq!(world.wants("node1"), Want::Run);
+}
+
+#[test]
+fn a_lead_that_can_not_be_installed_gives_way_while_nothing_depends_on_it() {
+    let mut world = World::new(3);
+    world.all_passed();
+    world.settle();
+    world.reports.get_mut("node1").unwrap().phase = NodePhase::Failed;
+    world.settle();
+    assert_eq!(world.rank("node1"), Some(0), "it may be over in a moment");
+    world.waited = LEAD_PATIENCE;
+    world.settle();
+    assert_eq!(world.rank("node2"), Some(0));
+    assert_eq!(world.settle(), Decision::Keep);
 }
 
 #[test]
