@@ -1,6 +1,6 @@
 //! Climbing: what the loop does for each step, and taking everything off again.
 
-use std::time::Instant;
+use std::{io::ErrorKind, time::Instant};
 
 use futures::FutureExt;
 use tokio::time::sleep;
@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     api::{FluxInstanceSpec, FluxNodeSpec, RunningJobs},
-    broker::status::instance as ask_instance,
+    broker::{rfc3::RpcError, status::instance as ask_instance},
     error_chain,
     host::{HostView, Progress},
 };
@@ -151,11 +151,16 @@ impl Agent {
             Ok(client) => ask_instance(&client).await,
             Err(error) => Err(error),
         };
+        // A broker that has no socket has not been up yet: it has given no job to anybody.
+        let nobody_listens = matches!(&answer, Err(RpcError::Connect { source, .. })
+            if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused));
         let is_lead = self.view.broker.as_ref().is_some_and(|broker| broker.record.rank == 0);
         match answer {
             Ok(instance) if instance.allocated.cores > 0 => Some("jobs are running"),
             _ if self.view.job_shells > 0 => Some("jobs are running here"),
-            Err(_) if is_lead => Some("the lead's broker lives but does not answer, so jobs may be running"),
+            Err(_) if is_lead && !nobody_listens => {
+                Some("the lead's broker lives but does not answer, so jobs may be running")
+            }
             _ => None,
         }
     }
