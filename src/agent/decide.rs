@@ -130,7 +130,7 @@ pub fn decide(seen: &Seen) -> Step {
     {
         return Step::Stop { reason };
     }
-    let has = |digest: &str| seen.host.environments.iter().any(|ready| ready == digest);
+    let has = |digest: &str| seen.host.has_environment(digest);
     match spec.want {
         Want::Nothing => Step::Wait(match &spec.reason {
             Some(reason) => format!("this node gets no rank: {reason}"),

@@ -62,10 +62,8 @@ enum OutputForm {
 /// There is no broker, or the program can't be run.
 pub fn connect(command: &[String]) -> Result<ExitCode, EnterError> {
     let view = view()?;
-    let broker = view.broker.ok_or(EnterError::NoBroker)?;
-    let prefix = view.state.map(|state| state.prefix).ok_or(EnterError::NoBroker)?;
-    let script = prefix.join("bin/flux-connect.sh");
-    let _ = broker;
+    let (Some(_), Some(state)) = (view.broker, view.state) else { return Err(EnterError::NoBroker) };
+    let script = state.prefix.join("bin/flux-connect.sh");
     run(&script, command, &[("FLUX_URI".into(), BROKER_URI.into())])
 }
 

@@ -47,8 +47,7 @@ impl Published {
         // What was read for another roster, or another instance, is none.
         let wanted = self.roster.as_ref().map(|roster| roster.settings.digest.as_str());
         let known = |digest: &str| self.packages.iter().any(|(known, _)| known == digest);
-        let installed = |digest: &str| view.environments.iter().any(|ready| ready == digest);
-        let missing = wanted.is_some_and(|wanted| !known(wanted) && !installed(wanted));
+        let missing = wanted.is_some_and(|wanted| !known(wanted) && !view.has_environment(wanted));
         if self.packages.is_empty() || missing || spec.want != Want::Run {
             self.packages = read_packages(client).await?.into_iter().map(|set| (set.digest(), set)).collect();
         }

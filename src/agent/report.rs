@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use crate::{
     api::{FluxNode, FluxNodeSpec, FluxNodeStatus, NAMESPACE, NodePhase},
-    planner::{Announcer, PlannerError, call},
+    planner::{Announcer, PlannerError, call, gone_is_fine},
 };
 
 /// Writes the status page of one node.
@@ -63,10 +63,7 @@ impl Reporter {
     /// The API server's.
     pub async fn delete(&self) -> Result<(), PlannerError> {
         let params = DeleteParams::default();
-        match call(format!("delete FluxNode {}", self.name), self.nodes.delete(&self.name, &params)).await {
-            Err(error) if error.code() == Some(404) => Ok(()),
-            other => other.map(drop),
-        }
+        gone_is_fine(call(format!("delete FluxNode {}", self.name), self.nodes.delete(&self.name, &params)).await)
     }
 
     /// Reads another node's FluxNode.

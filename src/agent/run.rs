@@ -122,7 +122,6 @@ pub(super) struct Agent {
     pub(super) published: Published,
     pub(super) tries: Tries,
     pub(super) starts: Starts,
-    pub(super) hint: Option<String>,
 }
 
 impl Agent {
@@ -153,7 +152,6 @@ impl Agent {
             published: Published::default(),
             tries: Tries::default(),
             starts: Starts::default(),
-            hint: None,
         }
     }
 
@@ -300,7 +298,7 @@ impl Agent {
         let uid = world.instance_uid();
         let live = self.live.borrow().clone();
         let rejected = self.rejected.borrow().clone();
-        self.hint = self.look_for_a_hint(&live).await;
+        let hint = self.look_for_a_hint(&live).await;
         let facts = self.preflight.as_ref().map(facts);
         let seen = self.seen(world, uid.as_deref());
         let nothing_wanted = matches!(world.instance, Presence::Gone) && !self.first_instance_to_come().await;
@@ -314,7 +312,7 @@ impl Agent {
                 live: &live,
                 trouble: self.tries.trouble(step, self.generation),
                 keeps_dying: self.starts.keeps_dying(),
-                hint: self.hint.as_deref(),
+                hint: hint.as_deref(),
                 progress,
                 facts: facts.as_ref().or(before.facts.as_ref()),
                 rejected: &rejected,

@@ -48,7 +48,7 @@ pub fn is_ready(seen: &Seen, live: &Live) -> bool {
     match (spec.rank, spec.want) {
         (Some(_), _) => is_online(seen.host, live),
         (None, Want::Nothing) => true,
-        (None, _) => seen.published.is_some_and(|digest| seen.host.environments.iter().any(|ready| ready == digest)),
+        (None, _) => seen.published.is_some_and(|digest| seen.host.has_environment(digest)),
     }
 }
 
@@ -62,11 +62,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         phase,
         message,
         facts: known.facts.cloned(),
-        digest: seen
-            .published
-            .filter(|digest| seen.host.environments.iter().any(|r| r == digest))
-            .map(str::to_owned)
-            .or_else(newest),
+        digest: seen.published.filter(|digest| seen.host.has_environment(digest)).map(str::to_owned).or_else(newest),
         adopted: broker.map(|broker| Adopted {
             rank: broker.record.rank,
             broker_name: broker.record.broker_name.clone(),
@@ -121,7 +117,6 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
         return (phase, words(&trouble.words));
     }
     match known.step {
-        Step::Remove => (NodePhase::Removing, None),
         Step::Preflight => (NodePhase::Preflight, None),
         Step::Install { .. } => (NodePhase::Installing, progress()),
         Step::Stop { reason } => (NodePhase::Starting, words(reason)),

@@ -275,6 +275,13 @@ pub struct HostView {
     pub job_shells: usize,
 }
 
+impl HostView {
+    /// The environment `digest` is ready.
+    pub fn has_environment(&self, digest: &str) -> bool {
+        self.environments.iter().any(|ready| ready == digest)
+    }
+}
+
 /// What we did to a host: the undo list, `<prefix>/state.json`.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]

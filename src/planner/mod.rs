@@ -64,6 +64,14 @@ pub(crate) async fn call<T>(
     }
 }
 
+/// For a change or deletion of what may be gone already: that it isn't there is as good.
+pub(crate) fn gone_is_fine<T>(result: Result<T, PlannerError>) -> Result<(), PlannerError> {
+    match result {
+        Err(error) if error.code() == Some(404) => Ok(()),
+        other => other.map(drop),
+    }
+}
+
 impl PlannerError {
     /// The API server's status code, where it answered.
     pub fn code(&self) -> Option<u16> {

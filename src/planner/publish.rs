@@ -8,7 +8,7 @@ use serde_json::json;
 use tracing::{debug, info};
 
 use super::{
-    PlannerError, call, certificate,
+    PlannerError, call, certificate, gone_is_fine,
     store::{self, Document},
 };
 use crate::{
@@ -77,11 +77,8 @@ pub async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -
         "rank": spec.rank, "epoch": spec.epoch, "revision": spec.revision, "reason": spec.reason,
     }});
     let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
-    match call(format!("spec of FluxNode {name}"), nodes.patch(&name, &params, &patch)).await {
-        // Deleted by its agent or by hand: whoever it belongs to will be back.
-        Err(error) if error.code() == Some(404) => Ok(()),
-        other => other.map(drop),
-    }
+    // Deleted by its agent or by hand: whoever it belongs to will be back.
+    gone_is_fine(call(format!("spec of FluxNode {name}"), nodes.patch(&name, &params, &patch)).await)
 }
 
 /// Deletes the FluxNode of a Node that is gone.
@@ -91,10 +88,7 @@ pub async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -
 pub async fn delete_node(client: &Client, name: &str) -> Result<(), PlannerError> {
     let nodes: Api<FluxNode> = Api::namespaced(client.clone(), NAMESPACE);
     info!(node = name, "the Node is gone for good: deleting its FluxNode");
-    match call(format!("delete FluxNode {name}"), nodes.delete(name, &DeleteParams::default())).await {
-        Err(error) if error.code() == Some(404) => Ok(()),
-        other => other.map(drop),
-    }
+    gone_is_fine(call(format!("delete FluxNode {name}"), nodes.delete(name, &DeleteParams::default())).await)
 }
 
 /// Takes off what the planner made for an instance that is gone from every host: the next one gets its own.

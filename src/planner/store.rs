@@ -8,7 +8,7 @@ use kube::{
     api::{DeleteParams, ObjectMeta, PostParams},
 };
 
-use super::{PlannerError, call};
+use super::{PlannerError, call, gone_is_fine};
 use crate::api::NAMESPACE;
 
 /// One key of a ConfigMap, as it was read.
@@ -63,8 +63,5 @@ pub async fn write(
 /// Deletes ConfigMap `name`; that it is not there is fine.
 pub async fn delete(client: &Client, name: &str) -> Result<(), PlannerError> {
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
-    match call(format!("delete ConfigMap {name}"), maps.delete(name, &DeleteParams::default())).await {
-        Err(error) if error.code() == Some(404) => Ok(()),
-        other => other.map(drop),
-    }
+    gone_is_fine(call(format!("delete ConfigMap {name}"), maps.delete(name, &DeleteParams::default())).await)
 }
