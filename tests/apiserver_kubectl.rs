@@ -27,7 +27,7 @@ impl Kubectl {
             .env("HOME", self.home.path())
             .env("KUBECONFIG", self.home.path().join("kubeconfig"))
             .env("PATH", "/usr/bin:/bin")
-            .env("KUBE_EDITOR", "sed -i s/8051/8052/")
+            .env("KUBE_EDITOR", "sed -i s/8060/8061/")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -94,7 +94,7 @@ const INSTANCE: &str = r#"
 apiVersion: distribute.flux-framework.org/v1alpha1
 kind: FluxInstance
 metadata: {name: flux, namespace: flux-distribute}
-spec: {maxSize: 8, broker: {port: 8051}}
+spec: {maxSize: 8, broker: {port: 8060}}
 "#;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -124,7 +124,7 @@ async fn kubectl_works_on_our_kinds_as_on_any_cluster() {
         "-o",
         "jsonpath={.items[0].spec.size} {.items[0].spec.maxSize} {.items[0].spec.broker.port}",
     ];
-    assert_eq!(kubectl.works(&facts, "").await, "3 16 8052");
+    assert_eq!(kubectl.works(&facts, "").await, "3 16 8061");
 
     let (good, text) = kubectl.run(&["patch", "fxi", "flux", "--type=merge", "-p", r#"{"spec":{"size":0}}"#], "").await;
     assert!(!good && text.contains("spec.size: 0 should be"), "{text}");
