@@ -10,7 +10,7 @@ use std::{
 
 use flux_distribute::api::{
     CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, DAEMONSET,
-    FluxInstance, FluxInstanceSpec, GROUP, INSTANCE, LEASE_PLANNER, NAMESPACE, SECRET_CURVE, validate,
+    FluxInstance, FluxInstanceSpec, GROUP, INSTANCE, LEASE_PLANNER, NAMESPACE, SECRET_CURVE, SECRET_PACKAGES, validate,
 };
 use k8s_openapi::api::{
     apps::v1::DaemonSet,
@@ -76,6 +76,7 @@ const CALLS: &[(&str, &str, &[&str], &[&str])] = &[
     ("", "configmaps", &[], &["create"]),
     // Never overwritten.
     ("", "secrets", &[SECRET_CURVE], &["get", "delete"]),
+    ("", "secrets", &[SECRET_PACKAGES], &["get"]),
     ("", "secrets", &[], &["create"]),
     // The election.
     ("coordination.k8s.io", "leases", &[LEASE_PLANNER], &["get", "update"]),

@@ -283,7 +283,7 @@ mod tests {
                     rank: Some(1),
                     epoch: 1,
                     revision: 1,
-                    reason: None,
+                    ..FluxNodeSpec::default()
                 }),
                 roster: Some(roster),
                 host: HostView {

@@ -63,6 +63,8 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         message,
         facts: known.facts.cloned(),
         digest: seen.published.filter(|digest| seen.host.has_environment(digest)).map(str::to_owned).or_else(newest),
+        holds: Vec::new(),
+        peer: None,
         adopted: broker.map(|broker| Adopted {
             rank: broker.record.rank,
             broker_name: broker.record.broker_name.clone(),

@@ -50,6 +50,13 @@ pub const CONFIGMAP_PACKAGES_KEY: &str = "packages.json";
 /// Key in [`CONFIGMAP_PACKAGES`] that holds the running epoch's package set, where the spec asks for another one by now:
 /// a node that joins installs what the others run.
 pub const CONFIGMAP_PACKAGES_EPOCH_KEY: &str = "epoch.json";
+/// Secret that an administrator may make for channels, mirrors and bundles that need one: [`SECRET_PACKAGES_CA_KEY`] and
+/// [`SECRET_PACKAGES_TOKEN_KEY`], each optional.
+pub const SECRET_PACKAGES: &str = "flux-packages-access";
+/// Key in [`SECRET_PACKAGES`]: PEM certificates of private authorities.
+pub const SECRET_PACKAGES_CA_KEY: &str = "ca.crt";
+/// Key in [`SECRET_PACKAGES`]: a bearer token (RFC 6750) for the hosts that the spec's URLs name, and for no others.
+pub const SECRET_PACKAGES_TOKEN_KEY: &str = "token";
 /// Secret with the CURVE certificate of the instance.
 pub const SECRET_CURVE: &str = "flux-curve";
 /// Key in [`SECRET_CURVE`].
@@ -69,3 +76,5 @@ pub const BROKER_RUN_DIR: &str = "/run/flux-distribute/broker";
 pub const BROKER_URI: &str = "local:///run/flux-distribute/broker/local";
 /// TCP port of the brokers unless the spec says otherwise (flux-config-bootstrap(5) uses it in its examples).
 pub const DEFAULT_BROKER_PORT: u16 = 8050;
+/// TCP port at which agents serve the archives they hold to each other, on their Node's InternalIP.
+pub const PEER_PORT: u16 = 8052;

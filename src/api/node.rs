@@ -47,9 +47,25 @@ pub struct FluxNodeSpec {
     /// The roster's revision that concerned this node last; the lead applies it live.
     #[serde(default)]
     pub revision: u64,
+    /// Where this node fetches the package set; without it, it waits until another node holds the archives.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fetch_from: Option<FetchFrom>,
     /// Why this node gets no rank, where it is not eligible.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
+}
+
+/// Where a node fetches a package set: from these peers in this order, then from the set's own source. The archives' sha256
+/// are checked whoever sends them.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct FetchFrom {
+    /// Digest of the package set.
+    pub digest: String,
+    /// `address:port` of other nodes' agents, the first is this node's parent in the tree of downloads. Empty: this node is
+    /// the one that asks the source.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub peers: Vec<String>,
 }
 
 /// What the planner wants of a node.
@@ -149,6 +165,12 @@ pub struct FluxNodeStatus {
     /// Digest of the newest environment that is ready.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
+    /// Digests of the published package sets whose archives this node holds and serves to others.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub holds: Vec<String>,
+    /// `address:port` at which this node's agent serves archives to others.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peer: Option<String>,
     /// The broker that runs here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adopted: Option<Adopted>,

@@ -24,9 +24,22 @@ pub struct Packages {
     /// The oldest glibc of any node, as the solver's `__glibc`. Default: 2.28.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub glibc: Option<String>,
-    /// A ready lock (rattler_lock YAML) in place of channels and specs.
+    /// A ready lock in place of channels and specs: what `flux-distribute lock` writes, a pixi.lock, or a conda `@EXPLICIT`
+    /// list with sha256 digests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lock: Option<String>,
+    /// Any word, such as a date: a changed one has the channels asked again. Time alone and restarts never do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refresh: Option<String>,
+    /// Where archives are fetched in place of the channels that a lock names: an http, https or file URL below which the
+    /// channels' own paths are found, such as `https://mirror.example.org/conda` for `https://…/conda-forge/linux-64/…`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mirror: Option<String>,
+    /// How many environments a node keeps, the one in use included; those that something runs from are never removed.
+    /// Default: 2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
+    pub keep: Option<u32>,
     /// A bundle in place of a channel, for sites without internet or with their own build of Flux.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bundle: Option<BundleSource>,

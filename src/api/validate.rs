@@ -3,7 +3,7 @@ use std::time::Duration;
 use kube::CustomResourceExt;
 use serde_json::Value;
 
-use super::{FluxInstance, FluxInstanceSpec, Packages};
+use super::{FluxInstance, FluxInstanceSpec, PEER_PORT, Packages};
 use crate::plan::{broker_toml, topology::Topology};
 
 /// The agents' probes (`--health-address`), on the same hosts.
@@ -46,6 +46,9 @@ pub fn validate(spec: &FluxInstanceSpec) -> Result<(), SpecError> {
     }
     if spec.broker.port == Some(HEALTH_PORT) {
         return wrong("broker.port", format!("{HEALTH_PORT} is where the agents answer kubelet's probes"));
+    }
+    if spec.broker.port == Some(PEER_PORT) {
+        return wrong("broker.port", format!("{PEER_PORT} is where the agents serve packages to each other"));
     }
     if let Some(user) = &spec.broker.run_as
         && (user.is_empty()
@@ -221,6 +224,7 @@ mod tests {
             ("{topology: ring}", "topology"),
             ("{broker: {port: 0}}", "broker.port"),
             ("{broker: {port: 8051}}", "broker.port"),
+            ("{broker: {port: 8052}}", "broker.port"),
             ("{broker: {runAs: 'a b'}}", "broker.runAs"),
             ("{broker: {runAs: ''}}", "broker.runAs"),
             ("{broker: {config: '[bootstrap]'}}", "broker.config"),
