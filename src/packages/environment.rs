@@ -13,26 +13,18 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-use rattler::install::{Installer, LinkOptions};
-use rattler_cache::{package_cache::PackageCache, validation::ValidationMode};
-use rattler_conda_types::{RepoDataRecord, Subdir};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::{
-    ENVIRONMENT_MARKER, HttpClient, Limits, archive,
+    ENVIRONMENT_MARKER, Limits, archive,
     http::shown,
-    lock::{self, Locked},
     unpack::{self, UnpackError},
 };
 use crate::{
     api::{BundleSource, PackageSet},
-    error_chain,
     host::{LinkOrder, Linked, Progress, Refusal},
 };
-
-/// A host may have hundreds of cores; a pool for each would cost more than it brings and would disturb jobs.
-const THREADS: usize = 4;
 
 /// Content of [`ENVIRONMENT_MARKER`].
 #[derive(Serialize, Deserialize)]
@@ -134,98 +126,18 @@ fn drop_leftovers(envs: &Path) -> io::Result<()> {
     Ok(())
 }
 
-struct Build<'a> {
-    pkgs: PathBuf,
-    digest: &'a str,
-    platform: &'a str,
-    ready: &'a Path,
-    partial: &'a Path,
+/// An environment that is being made.
+pub(super) struct Build<'a> {
+    pub(super) pkgs: PathBuf,
+    pub(super) digest: &'a str,
+    pub(super) platform: &'a str,
+    /// Its final place.
+    pub(super) ready: &'a Path,
+    /// Where it grows.
+    pub(super) partial: &'a Path,
 }
 
 impl Build<'_> {
-    fn conda(&self, lock: &str, progress: &mut dyn FnMut(Progress)) -> Result<(), Refusal> {
-        let packages = lock::packages(lock, self.platform).map_err(|e| refused(error_chain(&e)))?;
-        let platform = self.platform.parse::<Subdir>().map_err(|e| refused(e.to_string()))?;
-        // The global pool can be made once; then it is there, which is as good.
-        let _ = rayon::ThreadPoolBuilder::new().num_threads(THREADS).build_global();
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(2)
-            .max_blocking_threads(2 * THREADS)
-            .enable_all()
-            .build()
-            .map_err(|e| failed(format!("can't start threads: {e}")))?;
-        // Beside the environment, so that files are moved and not copied, and for this one run only: a package cache
-        // that stayed would share its files with the environment, and an edit of one would be an edit of both.
-        let unpacked = self.ready.with_file_name(format!(".{}.unpacked", self.digest));
-        let done = runtime.block_on(self.unpack_and_install(&packages, platform, &unpacked, progress));
-        let removed = match fs::remove_dir_all(&unpacked) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                Err(failed(format!("can't remove {}: {e}", unpacked.display())))
-            }
-            _ => Ok(()),
-        };
-        done.and(removed)
-    }
-
-    async fn unpack_and_install(
-        &self,
-        packages: &[Locked],
-        platform: Subdir,
-        unpacked: &Path,
-        progress: &mut dyn FnMut(Progress),
-    ) -> Result<(), Refusal> {
-        use futures::StreamExt;
-        let cache = PackageCache::new_layered([unpacked.to_owned()], false, ValidationMode::Skip);
-        let total = packages.len() as u64;
-        let mut each = futures::stream::iter(packages.iter().map(|package| self.unpack_one(package, &cache)))
-            .buffer_unordered(THREADS);
-        let mut done = 0;
-        while let Some(result) = each.next().await {
-            result?;
-            done += 1;
-            progress(Progress { what: "unpacking packages".to_owned(), done, total });
-        }
-        drop(each);
-        progress(Progress { what: "linking packages".to_owned(), done: 0, total });
-        let offline = HttpClient::offline().map_err(|e| failed(error_chain(&e)))?;
-        let installed = Installer::new()
-            .with_package_cache(cache)
-            .with_download_client(offline.for_rattler())
-            .with_target_platform(platform)
-            .with_installed_packages(Vec::new())
-            .with_alternative_target_prefix(self.ready)
-            .with_execute_link_scripts(false)
-            .with_io_concurrency_limit(2 * THREADS)
-            .with_link_options(LinkOptions {
-                allow_symbolic_links: None,
-                allow_hard_links: Some(true),
-                // Tried on every file and refused by most file systems; a hard link is as good and always cheaper.
-                allow_ref_links: Some(false),
-            })
-            .install(self.partial, packages.iter().map(|p| p.record.clone()))
-            .await
-            .map_err(|e| failed(format!("can't link the packages: {}", error_chain(&e))))?;
-        for path in installed.clobbered_paths.keys() {
-            tracing::info!(path = %path.display(), "more than one package has this file");
-        }
-        progress(Progress { what: "linking packages".to_owned(), done: total, total });
-        Ok(())
-    }
-
-    async fn unpack_one(&self, package: &Locked, cache: &PackageCache) -> Result<(), Refusal> {
-        let archive = self.pkgs.join(&package.archive);
-        let Err(error) = cache.get_or_fetch_from_path(&archive, Some(&package.record.package_record), None).await
-        else {
-            return Ok(());
-        };
-        let name = file_name(&package.record);
-        match archive::intact(&archive, &package.sha256) {
-            Ok(Some(_)) => Err(failed(format!("can't unpack package {name}: {}", error_chain(&error)))),
-            Ok(None) => Err(self.missing_or_damaged(&archive, &name)),
-            Err(e) => Err(failed(format!("can't read {} of package {name}: {e}", archive.display()))),
-        }
-    }
-
     fn tree(&self, source: &BundleSource, progress: &mut dyn FnMut(Progress)) -> Result<PathBuf, Refusal> {
         let path = self.pkgs.join(archive::bundle_name(self.digest));
         let name = format!("bundle {}", shown(&source.url));
@@ -254,7 +166,7 @@ impl Build<'_> {
         }
     }
 
-    fn missing_or_damaged(&self, archive: &Path, name: &str) -> Refusal {
+    pub(super) fn missing_or_damaged(&self, archive: &Path, name: &str) -> Refusal {
         match fs::remove_file(archive) {
             Ok(()) => failed(format!("the archive of {name} on this host was damaged; it has to be fetched again")),
             Err(_) => failed(format!("the archive of {name} is not on this host; it has to be fetched")),
@@ -343,17 +255,12 @@ impl Read for Hashed {
     }
 }
 
-fn file_name(record: &RepoDataRecord) -> String {
-    let package = &record.package_record;
-    format!("{}-{}-{}", package.name.as_normalized(), package.version, package.build)
-}
-
 /// Trying again can help.
-fn failed(message: String) -> Refusal {
+pub(super) fn failed(message: String) -> Refusal {
     Refusal { message, transient: true }
 }
 
 /// Only a change can help.
-fn refused(message: String) -> Refusal {
+pub(super) fn refused(message: String) -> Refusal {
     Refusal { message, transient: false }
 }

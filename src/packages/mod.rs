@@ -11,6 +11,7 @@
 
 mod archive;
 mod bundle;
+mod conda;
 mod download;
 mod environment;
 mod fetch;
