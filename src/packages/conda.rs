@@ -61,10 +61,10 @@ impl Build<'_> {
         while let Some(result) = each.next().await {
             result?;
             done += 1;
-            progress(Progress { what: "unpacking packages".to_owned(), done, total });
+            progress(Progress::packages("unpacking packages", done, total));
         }
         drop(each);
-        progress(Progress { what: "linking packages".to_owned(), done: 0, total });
+        progress(Progress::packages("linking packages", 0, total));
         let offline = HttpClient::offline().map_err(|e| failed(error_chain(&e)))?;
         let installed = Installer::new()
             .with_package_cache(cache)
@@ -86,7 +86,7 @@ impl Build<'_> {
         for path in installed.clobbered_paths.keys() {
             tracing::info!(path = %path.display(), "more than one package has this file");
         }
-        progress(Progress { what: "linking packages".to_owned(), done: total, total });
+        progress(Progress::packages("linking packages", total, total));
         Ok(())
     }
 

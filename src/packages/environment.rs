@@ -148,7 +148,7 @@ impl Build<'_> {
         };
         let mut report = |done| {
             if done % 256 == 0 {
-                progress(Progress { what: "unpacking the bundle".to_owned(), done, total: 0 });
+                progress(Progress::packages("unpacking the bundle", done, 0));
             }
         };
         let unpacked =
@@ -186,7 +186,7 @@ impl Build<'_> {
     }
 
     fn finish(&self, compiled_prefix: Option<PathBuf>, progress: &mut dyn FnMut(Progress)) -> io::Result<Linked> {
-        progress(Progress { what: "syncing".to_owned(), done: 0, total: 0 });
+        progress(Progress::begun("syncing"));
         let bytes = bytes_below(self.partial)?;
         let marker = Marker { digest: self.digest.to_owned(), compiled_prefix, bytes };
         // Removed first: a bundle may have brought a symlink of this name.

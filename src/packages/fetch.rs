@@ -153,7 +153,7 @@ pub async fn fetch(
         let mut done = 0_u64;
         while let Some(bytes) = advanced.recv().await {
             done = done.saturating_add_signed(bytes);
-            progress(Progress { what: "fetching packages".to_owned(), done, total });
+            progress(Progress::bytes("fetching packages", done, total));
         }
     };
     let (got, ()) = futures::join!(getting, reporting);
