@@ -18,7 +18,7 @@ use crate::{
     api::{FluxInstanceSpec, FluxNodeSpec, RunningJobs},
     broker::{rfc3::RpcError, status::instance as ask_instance},
     error_chain,
-    host::{HostView, Progress},
+    host::HostView,
 };
 
 impl Agent {
@@ -51,24 +51,7 @@ impl Agent {
                 // Once more, now that it is known how much room they need.
                 let preflight = self.actor.preflight(&self.running_spec(), Some(&set)).await?;
                 self.preflight = Some(preflight.clone());
-                let (sender, mut progress) = tokio::sync::mpsc::unbounded_channel::<Progress>();
-                let actor = self.actor.clone();
-                let install = actor.install(&preflight, &set, move |now| drop(sender.send(now)));
-                let mut install = std::pin::pin!(install);
-                let mut said = String::new();
-                loop {
-                    tokio::select! {
-                        outcome = &mut install => return outcome,
-                        Some(now) = progress.recv() => {
-                            let words = in_quarters(&now);
-                            if words != said {
-                                info!(progress = words, "installing");
-                                self.report(world, step, Some(&words)).await;
-                                said = words;
-                            }
-                        }
-                    }
-                }
+                self.install(world, step, &preflight, &set).await
             }
             Step::Start(assignment) => {
                 let roster = self.published.roster()?;
@@ -187,12 +170,4 @@ fn wish(world: &World) -> impl PartialEq + use<> {
     let generation = world.instance.here().and_then(|instance| instance.metadata.generation);
     let spec = world.node_spec().map(|spec| FluxNodeSpec { revision: 0, ..spec.clone() });
     (world.instance_uid(), generation, spec)
-}
-
-/// A status that changes with each percent is a load on the API server that grows with the nodes.
-fn in_quarters(now: &Progress) -> String {
-    match (now.done.min(now.total) * 4).checked_div(now.total) {
-        Some(quarters) => format!("{} {} %", now.what, quarters * 25),
-        None => now.what.clone(),
-    }
 }

@@ -7,6 +7,7 @@ mod enter;
 mod health;
 mod live;
 mod log;
+mod progress;
 mod published;
 mod reload;
 mod report;

@@ -16,11 +16,7 @@ pub fn archive_names(set: &PackageSet) -> Vec<String> {
     let mut names = match set {
         PackageSet::Bundle(_) => vec![bundle_name(&set.digest())],
         PackageSet::Lock { lock, .. } => {
-            let platforms = rattler_lock::LockFile::from_str_with_base_directory(lock, None).map(|lock| {
-                let environment = lock.default_environment();
-                environment.into_iter().flat_map(|e| e.platforms().map(|p| p.name().to_string())).collect::<Vec<_>>()
-            });
-            let platforms = platforms.unwrap_or_default();
+            let platforms = lock::platforms(lock).unwrap_or_default();
             let packages = platforms.iter().filter_map(|platform| lock::packages(lock, platform).ok());
             packages.flatten().map(|package| package.archive).collect()
         }
@@ -77,4 +73,29 @@ pub(super) fn intact(path: &Path, sha256: &str) -> io::Result<Option<u64>> {
     };
     let (found, bytes) = sha256_of(file)?;
     Ok(found.eq_ignore_ascii_case(sha256).then_some(bytes))
+}
+
+/// Hashes what is read.
+pub(super) struct Hashing<R> {
+    inner: R,
+    hash: Sha256,
+}
+
+impl<R: Read> Hashing<R> {
+    pub(super) fn new(inner: R) -> Self {
+        Self { inner, hash: Sha256::new() }
+    }
+
+    /// sha256 in hex of what was read so far.
+    pub(super) fn sha256(self) -> String {
+        hex::encode(self.hash.finalize())
+    }
+}
+
+impl<R: Read> Read for Hashing<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let n = self.inner.read(buffer)?;
+        self.hash.update(&buffer[..n]);
+        Ok(n)
+    }
 }

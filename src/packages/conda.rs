@@ -105,7 +105,8 @@ impl Build<'_> {
     }
 }
 
-fn file_name(record: &RepoDataRecord) -> String {
+/// A package's name for people.
+pub(super) fn file_name(record: &RepoDataRecord) -> String {
     let package = &record.package_record;
     format!("{}-{}-{}", package.name.as_normalized(), package.version, package.build)
 }

@@ -8,21 +8,16 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Read, Write},
+    io::{self, Write},
     os::unix::fs::PermissionsExt,
     path::{Component, Path, PathBuf},
 };
 
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
-use super::{
-    ENVIRONMENT_MARKER, Limits, archive,
-    http::shown,
-    unpack::{self, UnpackError},
-};
+use super::{ENVIRONMENT_MARKER, archive};
 use crate::{
-    api::{BundleSource, PackageSet},
+    api::PackageSet,
     host::{LinkOrder, Linked, Progress, Refusal},
 };
 
@@ -96,7 +91,7 @@ pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Lin
     let build = Build { pkgs: prefix.join("pkgs"), digest, platform, ready: &ready, partial: &partial };
     let compiled_prefix = match set {
         PackageSet::Lock { lock, .. } => build.conda(lock, progress).map(|()| None),
-        PackageSet::Bundle(source) => build.tree(source, progress).map(Some),
+        PackageSet::Bundle(source) => build.bundle(source, progress),
     };
     let done = compiled_prefix.and_then(|compiled_prefix| {
         build.check_flux(compiled_prefix.as_deref())?;
@@ -138,34 +133,6 @@ pub(super) struct Build<'a> {
 }
 
 impl Build<'_> {
-    fn tree(&self, source: &BundleSource, progress: &mut dyn FnMut(Progress)) -> Result<PathBuf, Refusal> {
-        let path = self.pkgs.join(archive::bundle_name(self.digest));
-        let name = format!("bundle {}", shown(&source.url));
-        let mut reader = match File::open(&path) {
-            Ok(file) => Hashed { file, hash: Sha256::new() },
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(self.missing_or_damaged(&path, &name)),
-            Err(e) => return Err(failed(format!("can't read {}: {e}", path.display()))),
-        };
-        let mut report = |done| {
-            if done % 256 == 0 {
-                progress(Progress::packages("unpacking the bundle", done, 0));
-            }
-        };
-        let unpacked =
-            unpack::unpack(&mut reader, Some(self.partial), Some(self.platform), Limits::default(), &mut report);
-        // Hashed while it was unpacked. Nothing is live yet, so it is early enough to look at it now; and where it could
-        // not be unpacked, this tells a bad bundle from a bad disk.
-        io::copy(&mut reader, &mut io::sink()).map_err(|e| failed(format!("can't read {}: {e}", path.display())))?;
-        if !hex::encode(reader.hash.finalize()).eq_ignore_ascii_case(&source.sha256) {
-            return Err(self.missing_or_damaged(&path, &name));
-        }
-        match unpacked {
-            Ok(unpacked) => Ok(unpacked.manifest.prefix),
-            Err(error @ UnpackError::Write { .. }) => Err(failed(format!("can't unpack {name}: {error}"))),
-            Err(error) => Err(refused(format!("can't use {name}: {error}"))),
-        }
-    }
-
     pub(super) fn missing_or_damaged(&self, archive: &Path, name: &str) -> Refusal {
         match fs::remove_file(archive) {
             Ok(()) => failed(format!("the archive of {name} on this host was damaged; it has to be fetched again")),
@@ -239,20 +206,6 @@ fn bytes_below(directory: &Path) -> io::Result<u64> {
         bytes += if metadata.is_dir() { bytes_below(&entry.path())? } else { metadata.len() };
     }
     Ok(bytes)
-}
-
-/// Hashes what is read.
-struct Hashed {
-    file: File,
-    hash: Sha256,
-}
-
-impl Read for Hashed {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let n = self.file.read(buffer)?;
-        self.hash.update(&buffer[..n]);
-        Ok(n)
-    }
 }
 
 /// Trying again can help.

@@ -78,6 +78,11 @@ impl<R: Read> Guarded<R> {
         let inner = MultiGzDecoder::new(BufReader::with_capacity(1 << 16, counted));
         Self { inner, packed, bytes: 0, limits }
     }
+
+    /// How much of the archive itself was read: a view that stays true.
+    pub(super) fn position(&self) -> Rc<Cell<u64>> {
+        self.packed.clone()
+    }
 }
 
 impl<R: Read> Read for Guarded<R> {

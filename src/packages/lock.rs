@@ -71,6 +71,13 @@ pub(super) fn packages(lock: &str, platform: &str) -> Result<Vec<Locked>, LockEr
     found.into_iter().map(locked).collect()
 }
 
+/// The platforms that the lock has packages for.
+pub(super) fn platforms(lock: &str) -> Result<Vec<String>, LockError> {
+    let lock = LockFile::from_str_with_base_directory(lock, None).map_err(|e| LockError::Parse(Box::new(e)))?;
+    let environment = lock.default_environment().ok_or(LockError::NoEnvironment)?;
+    Ok(environment.platforms().map(|p| p.name().to_string()).collect())
+}
+
 fn locked(package: &rattler_lock::LockedPackage) -> Result<Locked, LockError> {
     let name = package.name().to_owned();
     let Some(binary) = package.as_binary_conda() else {
