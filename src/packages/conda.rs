@@ -32,6 +32,7 @@ use super::{
     http::shown,
     limits::Memory,
     lock::{self, Locked},
+    room,
     unpack::UnpackError,
 };
 use crate::{
@@ -59,6 +60,9 @@ impl Build<'_> {
         // The biggest first, so that the last thread to end ends soon. Always in the same order, so that the same files
         // come from the same packages.
         packages.sort_by_key(|p| (Reverse(p.record.package_record.size), p.archive.clone()));
+        // Those that are missing are told by name, later.
+        let archives = packages.iter().filter_map(|p| fs::metadata(self.pkgs.join(&p.archive)).ok());
+        room::check(self.partial, room::unpacked(archives.map(|found| found.len()).sum()))?;
         // On the file system of the environment, so that files can be linked.
         let unpacked = self.ready.with_file_name(format!(".{}.unpacked", self.digest));
         fs::create_dir(&unpacked).map_err(|e| failed(format!("can't make {}: {e}", unpacked.display())))?;
@@ -104,6 +108,9 @@ impl Build<'_> {
     fn unpack_one(&self, package: &Locked, directory: PathBuf, memory: &Memory) -> Result<Unpacked, Refusal> {
         let path = self.pkgs.join(&package.archive);
         let name = file_name(&package.record);
+        if !may_be_a_path(&name) {
+            return Err(refused(format!("the lock's package {name:?} has a name that can't be part of a path")));
+        }
         let unreadable = |e: io::Error| failed(format!("can't read {} of package {name}: {e}", path.display()));
         let mut archive = match File::open(&path) {
             Ok(archive) => archive,
@@ -135,6 +142,11 @@ impl Build<'_> {
             }
         }
     }
+}
+
+/// Its name and its build become parts of paths.
+fn may_be_a_path(name: &str) -> bool {
+    !name.starts_with('.') && !name.contains(|c: char| c == '/' || c.is_control())
 }
 
 /// What the package says of itself must be what the lock says of it, as far as rattler makes paths of it.

@@ -19,6 +19,7 @@ use sha2::{Digest, Sha256};
 use super::{
     ENVIRONMENT_MARKER, Limits, archive,
     http::shown,
+    room,
     unpack::{self, UnpackError},
 };
 use crate::{
@@ -142,7 +143,12 @@ impl Build<'_> {
         let path = self.pkgs.join(archive::bundle_name(self.digest));
         let name = format!("bundle {}", shown(&source.url));
         let mut reader = match File::open(&path) {
-            Ok(file) => Hashed { file, hash: Sha256::new() },
+            Ok(mut file) => {
+                let need = room::unpacked_gzip(&mut file);
+                let need = need.map_err(|e| failed(format!("can't read {}: {e}", path.display())))?;
+                room::check(self.partial, need)?;
+                Hashed { file, hash: Sha256::new() }
+            }
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(self.missing_or_damaged(&path, &name)),
             Err(e) => return Err(failed(format!("can't read {}: {e}", path.display()))),
         };

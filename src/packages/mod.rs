@@ -23,6 +23,7 @@ mod lock;
 mod manifest;
 mod pack;
 mod question;
+mod room;
 mod solve;
 mod unpack;
 
