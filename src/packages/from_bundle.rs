@@ -11,6 +11,7 @@ use super::{
     archive::{self, Hashing},
     environment::{Build, failed, refused},
     http::shown,
+    room,
     unpack::{self, Target, UnpackError},
 };
 use crate::{
@@ -47,12 +48,13 @@ impl Build<'_> {
         let path = self.pkgs.join(archive::bundle_name(self.digest));
         let name = format!("bundle {}", shown(&source.url));
         let unread = |e: io::Error| failed(format!("can't read {}: {e}", path.display()));
-        let file = match File::open(&path) {
+        let mut file = match File::open(&path) {
             Ok(file) => file,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(self.missing_or_damaged(&path, &name)),
             Err(e) => return Err(unread(e)),
         };
         let size = file.metadata().map_err(unread)?.len();
+        room::check(self.partial, room::unpacked_gzip(&mut file).map_err(unread)?)?;
         let mut reader = Hashing::new(file);
         let target = Target { platform: self.platform, tree: self.partial, archives };
         let unpacked = unpack::unpack(&mut reader, size, Some(target), Limits::default(), progress);

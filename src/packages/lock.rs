@@ -3,6 +3,7 @@
 use rattler_conda_types::RepoDataRecord;
 use rattler_lock::LockFile;
 
+use super::room;
 use crate::api::PackageSet;
 
 /// Why a lock can't be used. Only another lock helps.
@@ -101,17 +102,16 @@ fn locked(package: &rattler_lock::LockedPackage) -> Result<Locked, LockError> {
     Ok(Locked { archive: format!("{sha256}.{extension}"), record, sha256 })
 }
 
-/// Unpacked conda packages take some three times the space of their archives, which stay beside them.
-const SPACE_PER_ARCHIVE_BYTE: u64 = 4;
-
-/// How many bytes a package set needs on a host's disk, as far as it can be told without fetching it: 0 for a bundle.
+/// How many bytes a package set needs on a host's disk, as far as it can be told before it is there: 0 for a bundle,
+/// which is looked at when it is.
 pub fn estimate_bytes(set: &PackageSet, platform: &str) -> u64 {
     match set {
         PackageSet::Bundle(_) => 0,
         PackageSet::Lock { lock, .. } => {
             let archives = packages(lock, platform)
                 .map(|all| all.iter().filter_map(|p| p.record.package_record.size).fold(0, u64::saturating_add));
-            archives.unwrap_or(0).saturating_mul(SPACE_PER_ARCHIVE_BYTE)
+            // The archives stay beside what is in them.
+            archives.map_or(0, |archives| archives.saturating_add(room::unpacked(archives)))
         }
     }
 }

@@ -11,7 +11,7 @@ use std::{
 use flate2::{Compression, GzBuilder};
 use tar::{Builder, EntryType, Header};
 
-use super::{BUNDLE_MANIFEST, BundleManifest, ENVIRONMENT_MARKER, tree::stays_inside};
+use super::{BUNDLE_MANIFEST, BundleManifest, ENVIRONMENT_MARKER, guard::stays_inside};
 
 /// Why a tree could not be packed.
 #[derive(Debug)]

@@ -7,15 +7,15 @@ use std::{
     path::Path,
 };
 
-use tar::{Archive, Entry};
+use tar::{Archive, Entries, Entry, EntryType};
 
 use super::{
     Limits,
+    guard::{Checked, Tree, stays_inside},
     limits::{Guarded, reached},
     lock::LockError,
     manifest::{BUNDLE_MANIFEST, BundleManifest, MAX_MANIFEST_BYTES},
     packages_bundle::{self, Contents},
-    tree,
 };
 use crate::host::Progress;
 
@@ -96,7 +96,7 @@ pub(super) fn unpack(
     limits: Limits,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Unpacked, UnpackError> {
-    let mut guarded = Guarded::new(archive, limits);
+    let mut guarded = Guarded::gzip(archive, limits);
     let position = guarded.position();
     let now = || Progress::bytes("unpacking the bundle", position.get(), size);
 
@@ -117,10 +117,49 @@ pub(super) fn unpack(
                 progress(now());
             }
         };
-        tree::unpack(entries, manifest, into.map(|into| into.tree), limits, each)?
+        unpack_tree(entries, manifest, into.map(|into| into.tree), limits, each)?
     };
     // What follows the last entry belongs to the checksum too.
     io::copy(&mut guarded, &mut io::sink()).map_err(broken)?;
+    Ok(unpacked)
+}
+
+/// Reads all that follows the manifest; without `into` it only looks.
+fn unpack_tree<R: Read>(
+    entries: Entries<'_, R>,
+    manifest: BundleManifest,
+    into: Option<&Path>,
+    limits: Limits,
+    mut progress: impl FnMut(u64),
+) -> Result<Unpacked, UnpackError> {
+    let mut tree = into.map(Tree::new);
+    let mut unpacked = Unpacked { manifest, entries: 0, bytes: 0, contents: None };
+    for entry in entries {
+        let mut entry = entry.map_err(broken)?;
+        if entry.header().entry_type() == EntryType::XGlobalHeader {
+            continue;
+        }
+        unpacked.entries += 1;
+        if unpacked.entries > limits.entries {
+            return Err(UnpackError::Limit { limit: format!("{} files", limits.entries) });
+        }
+        if entry.header().entry_type().is_file() {
+            unpacked.bytes += entry.size();
+        }
+        let checked = Checked::new(&entry, |path, target| {
+            // An absolute one is looked up on the host, where the compiled-in prefix will be a symlink to this tree.
+            let parent = path.parent().unwrap_or(Path::new(""));
+            let out = target.is_relative() && !stays_inside(parent, target);
+            out.then(|| format!("is a symlink out of {}", unpacked.manifest.prefix.display()))
+        })?;
+        if let Some(tree) = &mut tree {
+            tree.add(&checked, &mut entry)?;
+            progress(unpacked.entries);
+        }
+    }
+    if let Some(tree) = tree {
+        tree.finish()?;
+    }
     Ok(unpacked)
 }
 

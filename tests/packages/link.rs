@@ -87,8 +87,7 @@ async fn a_link_can_be_killed_at_any_step_and_leaves_nothing_live() {
         set: set.clone(),
         platform: PLATFORM.to_owned(),
     };
-    for step in ["unpacking packages 1", "unpacking packages 2", "linking packages 0", "linking packages 2", "syncing"]
-    {
+    for step in ["unpacking packages 1", "unpacking packages 2", "linking packages 2", "syncing"] {
         let mut child = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "link::linking_child", "--ignored", "--nocapture"])
             .env("TEST_LINK_ORDER", serde_json::to_string(&order).unwrap())

@@ -5,6 +5,7 @@ mod bundle;
 #[path = "../support/channel.rs"]
 mod channel;
 mod fetch;
+mod lies;
 mod link;
 mod solve;
 

@@ -8,7 +8,7 @@ use nix::sys::{
     statvfs::{FsFlags, fstatvfs},
 };
 
-use super::{Observed, Place, PortUse, candidates, port};
+use super::{Observed, Place, PortUse, Room, candidates, port};
 use crate::host::{Brokers, PreflightOrder, Refusal, Root, facts, mountinfo, state};
 
 /// Looks at everything that [`super::decide`] wants to know.
@@ -40,10 +40,7 @@ fn look_at(root: &Root, prefix: PathBuf) -> Place {
     // The nearest directory that exists is on the file system that the prefix will be on.
     let parent = there.ancestors().find(|dir| dir.is_dir()).unwrap_or(Path::new("/"));
     let flags_and_room = File::open(parent).ok().and_then(|dir| fstatvfs(&dir).ok());
-    let (available, total) = flags_and_room.map_or((0, 0), |found| {
-        let unit = found.fragment_size();
-        (found.blocks_available().saturating_mul(unit), found.blocks().saturating_mul(unit))
-    });
+    let room = flags_and_room.as_ref().map_or_else(Room::default, Room::from);
     let flag = |flag| flags_and_room.is_some_and(|found| found.flags().contains(flag));
     let trouble = if flag(FsFlags::ST_RDONLY) {
         Some("mounted read-only".to_owned())
@@ -53,7 +50,7 @@ fn look_at(root: &Root, prefix: PathBuf) -> Place {
         // Has no name, so nothing of it can stay.
         tempfile::tempfile_in(parent).err().map(|error| format!("can't be written: {}", error.kind()))
     };
-    Place { prefix, trouble, available, total }
+    Place { prefix, trouble, room }
 }
 
 fn musl(root: &Root) -> bool {

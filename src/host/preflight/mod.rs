@@ -2,6 +2,7 @@
 
 mod look;
 mod port;
+mod room;
 #[cfg(test)]
 mod tests;
 
@@ -11,9 +12,7 @@ use super::{Brokers, Preflight, PreflightOrder, Refusal, Root};
 use crate::api::Resources;
 
 pub use look::{cgroup_is_writable, look};
-
-/// kubelet's `nodefs.available<10%`: below it, kubelet evicts pods, ours among them.
-const KEPT_FREE_PERCENT: u64 = 10;
+pub use room::{Room, room};
 
 /// What was seen of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,10 +50,8 @@ pub struct Place {
     pub prefix: PathBuf,
     /// Why nothing can be written or executed there.
     pub trouble: Option<String>,
-    /// Bytes that are free on its file system.
-    pub available: u64,
-    /// Bytes its file system has.
-    pub total: u64,
+    /// What its file system has.
+    pub room: Room,
 }
 
 /// Who has the TBON's port.
@@ -156,21 +153,11 @@ fn place(seen: &Observed, order: &PreflightOrder, warnings: &mut Vec<String>) ->
     if order.need_bytes == 0 {
         return Ok(first.prefix.clone());
     }
-    if let Some(roomy) = usable.iter().find(|place| place.available >= wanted_bytes(place, order)) {
+    if let Some(roomy) = usable.iter().find(|place| room(&place.prefix, place.room, order.need_bytes).is_ok()) {
         return Ok(roomy.prefix.clone());
     }
-    Err(Refusal::transient(format!(
-        "{} has too little room: {} MiB are free, and {} MiB are needed ({} for the packages, and {KEPT_FREE_PERCENT} % that \
-         must stay free or kubelet evicts pods); make room, or set spec.prefix to another file system",
-        first.prefix.display(),
-        first.available >> 20,
-        wanted_bytes(first, order).div_ceil(1 << 20),
-        order.need_bytes.div_ceil(1 << 20),
-    )))
-}
-
-fn wanted_bytes(place: &Place, order: &PreflightOrder) -> u64 {
-    (place.total / 100 * KEPT_FREE_PERCENT).saturating_add(order.need_bytes)
+    room(&first.prefix, first.room, order.need_bytes)?;
+    Ok(first.prefix.clone())
 }
 
 fn port(found: &PortUse, port: u16) -> Result<(), Refusal> {

@@ -6,8 +6,12 @@ fn order() -> PreflightOrder {
     PreflightOrder { prefix: None, port: 8050, need_bytes: GIB }
 }
 
+fn with(available: u64) -> Room {
+    Room { available, total: 100 * GIB }
+}
+
 fn good_place(prefix: &str) -> Place {
-    Place { prefix: prefix.into(), trouble: None, available: 50 * GIB, total: 100 * GIB }
+    Place { prefix: prefix.into(), trouble: None, room: with(50 * GIB) }
 }
 
 fn good() -> Observed {
@@ -33,7 +37,7 @@ fn broken(place: &str) -> Place {
 
 #[test]
 fn a_good_host_gets_the_first_place_that_will_do() {
-    let full = Place { available: 10 * GIB + GIB / 2, ..good_place("/opt/flux-distribute") };
+    let full = Place { room: with(10 * GIB + GIB / 2), ..good_place("/opt/flux-distribute") };
     for (what, places, expected) in [
         ("the first", good().places, "/opt/flux-distribute"),
         ("read-only /opt", vec![broken("/opt/x"), good_place("/var/lib/y")], "/var/lib/y"),
@@ -47,7 +51,7 @@ fn a_good_host_gets_the_first_place_that_will_do() {
 
 #[test]
 fn each_refusal_names_the_object_and_a_remedy() {
-    let full = Place { available: 10 * GIB, ..good_place("/opt/flux-distribute") };
+    let full = Place { room: with(10 * GIB), ..good_place("/opt/flux-distribute") };
     let cgroupless = Observed { systemd: false, cgroup_writable: false, ..good() };
     for (seen, words, transient) in [
         (Observed { machine: "riscv64".into(), ..good() }, ["riscv64", "spec.nodes.selector"], false),
@@ -76,7 +80,7 @@ fn our_own_broker_may_have_the_port() {
 
 #[test]
 fn an_installed_host_needs_no_more_room() {
-    let places = vec![Place { available: 0, ..good_place("/opt/flux-distribute") }];
+    let places = vec![Place { room: with(0), ..good_place("/opt/flux-distribute") }];
     assert!(decide(Observed { places, ..good() }, &PreflightOrder { need_bytes: 0, ..order() }).is_ok());
 }
 
