@@ -10,6 +10,7 @@
 //! What is under its final name is whole. Everything else has a name that starts with a dot and may be thrown away.
 
 mod access;
+mod answer;
 mod archive;
 mod bundle;
 mod bundle_create;
@@ -21,11 +22,13 @@ mod fetch;
 mod from_bundle;
 mod guard;
 mod http;
+mod impatient;
 mod limits;
 mod lock;
 mod manifest;
 mod pack;
 mod packages_bundle;
+mod part;
 mod progress;
 mod question;
 mod room;
