@@ -26,6 +26,8 @@ enum Command {
     /// Simulated nodes on this machine that are one Flux instance: try it here first
     #[command(subcommand)]
     Local(local::LocalCommand),
+    /// Write down which packages to install, or say what another such list would change
+    Lock(packages::LockCommand),
     /// Make or look at a bundle: a whole package set in one file
     #[command(subcommand)]
     Bundle(packages::BundleCommand),
@@ -115,6 +117,10 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
     match command {
         Command::Local(command) => block_on(async {
             command.run().await.map_err(|error| Failure { code: error.exit_code(), ..Failure::new(&error) })
+        }),
+        Command::Lock(command) => block_on(async {
+            command.run().await.map_err(|error| Failure { code: error.exit_code().into(), ..Failure::new(&error) })?;
+            Ok(ExitCode::SUCCESS)
         }),
         Command::Bundle(command) => {
             command.run().map_err(|error| Failure { code: error.exit_code().into(), ..Failure::new(&error) })?;

@@ -11,24 +11,30 @@
 
 mod archive;
 mod bundle;
+mod command_lock;
+mod diff;
 mod download;
 mod environment;
+mod explicit;
 mod fetch;
 mod http;
 mod limits;
 mod lock;
 mod manifest;
 mod pack;
+mod patience;
 mod question;
 mod solve;
 mod unpack;
 
 pub use bundle::{BundleCommand, BundleError, CreateBundle, InspectBundle, OutputFormat};
+pub use command_lock::{LockAction, LockCommand, LockCommandError, LockDiffArguments, SolveArguments};
+pub use diff::{Change, ChangeKind, Download, LockDiff, MinorChange, Package, PlatformDiff, compare};
 pub use environment::{link, linked, ready};
 pub use fetch::{FetchError, Fetched, fetch};
 pub use http::{HttpClient, HttpError};
 pub use limits::Limits;
-pub use lock::{LockError, estimate_bytes};
+pub use lock::{LockError, check_lock, estimate_bytes, normalise_lock};
 pub use manifest::{BUNDLE_MANIFEST, BundleManifest};
 pub use question::question;
 pub use solve::{SolveError, resolve};
