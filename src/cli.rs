@@ -26,6 +26,8 @@ enum Command {
     /// Simulated nodes on this machine that are one Flux instance: try it here first
     #[command(subcommand)]
     Local(local::LocalCommand),
+    /// Write down which packages to install, or say what another such list would change
+    Lock(packages::LockCommand),
     /// Make or look at a bundle: a whole package set in one file
     #[command(subcommand)]
     Bundle(packages::BundleCommand),
@@ -50,7 +52,7 @@ enum Command {
     /// One rung of the ladder: make the prefix and its undo list on this host
     Claim(agent::AgentArguments),
     /// One rung of the ladder: fetch and link the packages
-    Install(agent::AgentArguments),
+    Install(agent::InstallArguments),
     /// One rung of the ladder: write the files that the broker reads at start
     Configure(agent::AgentArguments),
     /// One rung of the ladder: start the broker unless it runs
@@ -116,6 +118,10 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Local(command) => block_on(async {
             command.run().await.map_err(|error| Failure { code: error.exit_code(), ..Failure::new(&error) })
         }),
+        Command::Lock(command) => block_on(async {
+            command.run().await.map_err(|error| Failure { code: error.exit_code().into(), ..Failure::new(&error) })?;
+            Ok(ExitCode::SUCCESS)
+        }),
         Command::Bundle(command) => {
             command.run().map_err(|error| Failure { code: error.exit_code().into(), ..Failure::new(&error) })?;
             Ok(ExitCode::SUCCESS)
@@ -130,7 +136,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         }
         Command::Preflight(arguments) => rung(Rung::Preflight, arguments),
         Command::Claim(arguments) => rung(Rung::Claim, arguments),
-        Command::Install(arguments) => rung(Rung::Install, arguments),
+        Command::Install(arguments) => rung(Rung::Install(arguments.output), arguments.agent),
         Command::Configure(arguments) => rung(Rung::Configure, arguments),
         Command::Start(arguments) => rung(Rung::Start, arguments),
         Command::Verify(arguments) => rung(Rung::Verify, arguments),

@@ -40,6 +40,19 @@ pub struct AgentArguments {
     pub health_address: SocketAddr,
 }
 
+/// What the rung install has to be told.
+#[derive(clap::Args, Debug, Clone)]
+pub struct InstallArguments {
+    /// The agent's own.
+    #[command(flatten)]
+    pub agent: AgentArguments,
+    /// How to show how far it is: text is a bar on a terminal, and lines elsewhere. json: one object a line on stdout, each
+    /// with `event`: `progress` and `phase-ended` (phase, packages and bytes with done and total, bytesPerSecond,
+    /// secondsLeft, seconds), then `done` (digest, environment)
+    #[arg(long, short, value_enum, default_value_t = crate::packages::OutputFormat::Text)]
+    pub output: crate::packages::OutputFormat,
+}
+
 /// Why the agent ended.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

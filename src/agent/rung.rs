@@ -4,6 +4,7 @@
 use std::{io::Write, process::ExitCode, sync::Arc};
 
 use kube::{Api, ResourceExt};
+use serde_json::json;
 
 use super::{
     AgentArguments, AgentError,
@@ -19,6 +20,7 @@ use crate::{
     api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster},
     broker::status::state,
     host::{NsHost, Preflight},
+    packages::{OutputFormat, Style, shown},
     planner::call,
 };
 
@@ -29,8 +31,8 @@ pub enum Rung {
     Preflight,
     /// Make the prefix and `state.json`.
     Claim,
-    /// Fetch and link the packages.
-    Install,
+    /// Fetch and link the packages; how far it is, is shown this way.
+    Install(OutputFormat),
     /// Write what the broker reads at start.
     Configure,
     /// Start the broker unless it runs.
@@ -72,9 +74,9 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
             actor.claim(&preflight).await?;
             say(&format!("claimed at {}", preflight.prefix.display()));
         }
-        Rung::Install => {
+        Rung::Install(output) => {
             let set = set.ok_or_else(|| AgentError::NotSo("no package set is published yet".to_owned()))?;
-            install(&actor, &preflight, &set).await?;
+            install(&actor, &preflight, &set, output).await?;
         }
         Rung::Configure | Rung::Start => {
             let node = call(format!("get FluxNode {name}"), nodes.get(name)).await?;
@@ -115,16 +117,22 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
     Ok(ExitCode::SUCCESS)
 }
 
-async fn install(actor: &Actor, preflight: &Preflight, set: &PackageSet) -> Result<(), StepError> {
-    let mut last = String::new();
-    actor
-        .install(preflight, set, move |now| {
-            if now.what != last {
-                say(&now.what);
-                last = now.what;
-            }
-        })
-        .await
+async fn install(
+    actor: &Actor,
+    preflight: &Preflight,
+    set: &PackageSet,
+    output: OutputFormat,
+) -> Result<(), StepError> {
+    let (sender, events) = tokio::sync::mpsc::unbounded_channel();
+    let work = actor.install(preflight, set, move |now| drop(sender.send(now)));
+    shown(Style::of(output), events, work).await?;
+    let digest = set.digest();
+    let environment = preflight.prefix.join("envs").join(&digest);
+    say(&match output {
+        OutputFormat::Text => format!("installed at {}", environment.display()),
+        OutputFormat::Json => json!({ "event": "done", "digest": digest, "environment": environment }).to_string(),
+    });
+    Ok(())
 }
 
 fn assigned(node: &FluxNode, roster: Option<Roster>) -> Result<(Roster, Assignment), AgentError> {

@@ -52,7 +52,7 @@ pub struct CreateBundle {
     /// How to print the result, and on the way how far it is. json: one object a line on stdout, each with `event`:
     /// `progress` and `phase-ended` (phase, packages and bytes with done and total, bytesPerSecond, secondsLeft, seconds),
     /// then `done` (file, url, size, sha256, kind, platforms, prefix or packages).
-    #[arg(long, short, value_enum, default_value_t = OutputFormat::Text, verbatim_doc_comment)]
+    #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
     pub output: OutputFormat,
 }
 
@@ -130,6 +130,7 @@ impl CreateBundle {
             _ => BundleError::io("read", given)(e),
         })?;
         let unusable = |e: LockError| BundleError::input(given, error_chain(&e));
+        let lock = lock::normalise_lock(&lock).map_err(unusable)?;
         let mut platforms = match self.platform.as_slice() {
             [] => lock::platforms(&lock).map_err(unusable)?,
             asked => asked.to_vec(),

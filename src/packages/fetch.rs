@@ -12,6 +12,7 @@ use std::{
     fs::File,
     io,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use futures::{StreamExt, TryStreamExt, stream};
@@ -181,20 +182,28 @@ pub async fn fetch(
 
     let (advance, mut advanced) = tokio::sync::mpsc::unbounded_channel::<i64>();
     let (host_file, peers, wanted) = (&host_file, &Peers::new(sources), &wanted);
+    let (packages, all) = (&AtomicU64::new(0), wanted.len() as u64);
     let getting = async move {
         let each = wanted
             .iter()
             .map(|one| Download { one, pkgs, http, peers, advance: advance.clone() }.get(host_file))
             .collect::<Vec<_>>();
-        let each = stream::iter(each).buffer_unordered(CONCURRENCY).try_collect::<Vec<Got>>().await;
-        drop(advance);
-        each
+        let each = stream::iter(each).buffer_unordered(CONCURRENCY).inspect_ok(|_| {
+            packages.fetch_add(1, Ordering::Relaxed);
+            // Told at once, and so are the last ones. Nobody listens only when all of this is being dropped.
+            let _ = advance.send(0);
+        });
+        each.try_collect::<Vec<Got>>().await
     };
     let reporting = async {
         let mut done = 0_u64;
         while let Some(bytes) = advanced.recv().await {
             done = done.saturating_add_signed(bytes);
-            progress(Progress::bytes("fetching packages", done, total));
+            let now = Progress::bytes("fetching packages", done, total);
+            progress(match set {
+                PackageSet::Lock { .. } => now.with_packages(packages.load(Ordering::Relaxed), all),
+                PackageSet::Bundle(_) => now,
+            });
         }
     };
     let (got, ()) = futures::join!(getting, reporting);

@@ -5,7 +5,7 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -100,9 +100,20 @@ impl Channel {
     }
 
     pub fn add(&mut self, name: &str, extension: &str, depends: &[&str], files: &[Content]) {
+        self.add_release((name, "1.0", 0), extension, depends, files);
+    }
+
+    /// Adds a package with another version or build number than 1.0 and 0.
+    pub fn add_release(
+        &mut self,
+        (name, version, number): (&str, &str, u64),
+        extension: &str,
+        depends: &[&str],
+        files: &[Content],
+    ) {
         let build = tempfile::tempdir().unwrap();
         let index = json!({
-            "name": name, "version": "1.0", "build": "0", "build_number": 0, "depends": depends,
+            "name": name, "version": version, "build": number.to_string(), "build_number": number, "depends": depends,
             "subdir": self.platform, "arch": "x86_64", "platform": "linux", "timestamp": 1_700_000_000_000_u64,
         });
         let mut paths = vec![PathBuf::from("info/index.json"), PathBuf::from("info/paths.json")];
@@ -124,14 +135,13 @@ impl Channel {
         let entries = json!({"paths": entries, "paths_version": 1}).to_string();
         put(&build.path().join("info/paths.json"), entries.as_bytes(), 0o644);
         let paths = paths.iter().map(|p| build.path().join(p)).collect::<Vec<_>>();
-        let file_name = format!("{name}-1.0-0{extension}");
+        let stem = format!("{name}-{version}-{number}");
+        let file_name = format!("{stem}{extension}");
         let archive = self.path().join(self.platform).join(&file_name);
         let out = fs::File::create(&archive).unwrap();
         let level = CompressionLevel::Default;
         match extension {
-            ".conda" => {
-                write::write_conda_package(out, build.path(), &paths, level, None, &format!("{name}-1.0-0"), None, None)
-            }
+            ".conda" => write::write_conda_package(out, build.path(), &paths, level, None, &stem, None, None),
             _ => write::write_tar_bz2_package(out, build.path(), &paths, level, None, None),
         }
         .unwrap();
@@ -147,6 +157,20 @@ impl Channel {
     /// Where the archive of a package is.
     pub fn archive(&self, file_name: &str) -> PathBuf {
         self.path().join(self.platform).join(file_name)
+    }
+
+    /// Lists the same packages for another platform; their archives are not there.
+    pub fn list_for(&self, platform: &str) {
+        let relist = |records: &Map<String, Value>| {
+            let mut records = records.clone();
+            records.values_mut().for_each(|record| record["subdir"] = json!(platform));
+            records
+        };
+        let repodata = json!({
+            "info": {"subdir": platform}, "packages": relist(&self.bz2), "packages.conda": relist(&self.conda),
+        });
+        fs::create_dir_all(self.path().join(platform)).unwrap();
+        fs::write(self.path().join(platform).join("repodata.json"), repodata.to_string()).unwrap();
     }
 
     fn index(&mut self) {
@@ -190,6 +214,35 @@ pub struct Trouble {
     pub no_ranges: AtomicU64,
     /// Bytes of bodies that were sent.
     pub sent: AtomicU64,
+    /// Answers that are given once each, in this order, to who asks for a path with this end.
+    pub odd: Mutex<Vec<(&'static str, Odd)>>,
+    /// Whoever asks with a condition is answered 304 without a validator if this isn't 0, as python's http.server does.
+    pub bare_304: AtomicU64,
+    /// Paths that were asked for.
+    pub asked: Mutex<Vec<String>>,
+}
+
+/// An answer that is not the file.
+pub enum Odd {
+    /// Only a status.
+    Status(u16),
+    /// A status, and after how many seconds to come again.
+    Later(u16, u64),
+    /// It is elsewhere.
+    Elsewhere(String),
+}
+
+impl Odd {
+    fn answer(self) -> Response {
+        let (status, header) = match self {
+            Self::Status(status) => (status, None),
+            Self::Later(status, seconds) => (status, Some((header::RETRY_AFTER, seconds.to_string()))),
+            Self::Elsewhere(url) => (307, Some((header::LOCATION, url))),
+        };
+        let answer = Response::builder().status(status);
+        let answer = header.into_iter().fold(answer, |answer, (name, value)| answer.header(name, value));
+        answer.body(Body::empty()).unwrap()
+    }
 }
 
 impl Server {
@@ -217,6 +270,19 @@ impl Server {
 
 async fn serve(State(server): State<Arc<Trouble>>, request: Request) -> Response {
     let path = request.uri().path().trim_start_matches('/');
+    server.asked.lock().unwrap().push(path.to_owned());
+    let odd = {
+        let mut odd = server.odd.lock().unwrap();
+        odd.iter().position(|(end, _)| path.ends_with(end)).map(|at| odd.remove(at).1)
+    };
+    if let Some(odd) = odd {
+        return odd.answer();
+    }
+    let conditions = [header::IF_NONE_MATCH, header::IF_MODIFIED_SINCE];
+    let conditional = conditions.iter().any(|name| request.headers().contains_key(name));
+    if conditional && server.bare_304.load(Ordering::SeqCst) != 0 {
+        return Odd::Status(304).answer();
+    }
     let Ok(all) = fs::read(server.root.join(path)) else {
         return Response::builder().status(StatusCode::NOT_FOUND).body(Body::empty()).unwrap();
     };
