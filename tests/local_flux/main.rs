@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 
+mod air_gap;
 mod harness;
 mod instance;
 mod loss;

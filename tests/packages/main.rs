@@ -1,6 +1,7 @@
 //! What the packages part promises, with a small channel that is made here.
 #![allow(clippy::unwrap_used)]
 
+mod air_gap;
 mod bundle;
 #[path = "../support/channel.rs"]
 mod channel;
