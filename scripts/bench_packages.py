@@ -22,7 +22,7 @@ import time
 import zipfile
 
 PEER = """
-import asyncio, sys, time
+import asyncio, os, sys, time
 from rattler import install, LockFile, Platform
 lock, prefix, cache = sys.argv[1:]
 async def main():
@@ -30,7 +30,9 @@ async def main():
     records = environment.conda_repodata_records_for_platform(environment.platforms()[0])
     start = time.monotonic()
     await install(records, prefix, cache_dir=cache, show_progress=False, execute_link_scripts=False)
-    print(time.monotonic() - start)
+    print(time.monotonic() - start, flush=True)
+    # Its threads do not like the interpreter's end.
+    os._exit(0)
 asyncio.run(main())
 """
 

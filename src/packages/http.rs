@@ -29,13 +29,6 @@ impl HttpClient {
         Self::build(base())
     }
 
-    /// A client that reaches nothing. The host stage gives it to code that demands one: not even a name is looked up.
-    pub(super) fn offline() -> Result<Self, HttpError> {
-        // Port 0 can't be connected to.
-        let nowhere = reqwest::Proxy::all("http://127.0.0.1:0").map_err(HttpError)?;
-        Self::build(base().proxy(nowhere))
-    }
-
     fn build(builder: reqwest::ClientBuilder) -> Result<Self, HttpError> {
         // Only the first call of the process does something; the error of the others says just that.
         let _ = rustls::crypto::ring::default_provider().install_default();
