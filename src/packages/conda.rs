@@ -63,7 +63,7 @@ impl Build<'_> {
         packages.sort_by_key(|p| (Reverse(p.record.package_record.size), p.archive.clone()));
         // Those that are missing are told by name, later.
         let archives = packages.iter().filter_map(|p| fs::metadata(self.pkgs.join(&p.archive)).ok());
-        room::check(self.partial, room::unpacked(archives.map(|found| found.len()).sum()))?;
+        room::check(self.prefix(), room::unpacked(archives.map(|found| found.len()).sum()))?;
         // On the file system of the environment, so that files can be linked.
         let unpacked = self.ready.with_file_name(format!(".{}.unpacked", self.digest));
         fs::create_dir(&unpacked).map_err(|e| failed(format!("can't make {}: {e}", unpacked.display())))?;

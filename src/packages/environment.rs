@@ -146,7 +146,7 @@ impl Build<'_> {
             Ok(mut file) => {
                 let need = room::unpacked_gzip(&mut file);
                 let need = need.map_err(|e| failed(format!("can't read {}: {e}", path.display())))?;
-                room::check(self.partial, need)?;
+                room::check(self.prefix(), need)?;
                 Hashed { file, hash: Sha256::new() }
             }
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(self.missing_or_damaged(&path, &name)),
@@ -170,6 +170,11 @@ impl Build<'_> {
             Err(error @ UnpackError::Write { .. }) => Err(failed(format!("can't unpack {name}: {error}"))),
             Err(error) => Err(refused(format!("can't use {name}: {error}"))),
         }
+    }
+
+    /// For people: where room is needed.
+    pub(super) fn prefix(&self) -> &Path {
+        self.pkgs.parent().unwrap_or(&self.pkgs)
     }
 
     pub(super) fn missing_or_damaged(&self, archive: &Path, name: &str) -> Refusal {

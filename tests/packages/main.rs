@@ -6,6 +6,7 @@ mod bundle;
 mod channel;
 mod fetch;
 mod lies;
+mod limits;
 mod link;
 mod solve;
 
