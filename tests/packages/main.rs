@@ -7,6 +7,7 @@ mod bundle;
 mod channel;
 mod fetch;
 mod lies;
+mod limits;
 mod link;
 mod peers;
 mod serve;
