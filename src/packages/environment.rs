@@ -8,7 +8,7 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Read, Write},
+    io::{self, Read},
     os::unix::fs::PermissionsExt,
     path::{Component, Path, PathBuf},
 };
@@ -18,22 +18,30 @@ use sha2::{Digest, Sha256};
 
 use super::{
     ENVIRONMENT_MARKER, Limits, archive,
+    collect::archives,
     http::shown,
+    lock::estimate_bytes,
+    records::{RECORDS, Records, Tree},
+    transaction::Environments,
     unpack::{self, UnpackError},
 };
 use crate::{
     api::{BundleSource, PackageSet},
-    host::{LinkOrder, Linked, Progress, Refusal},
+    error_chain,
+    host::{LinkOrder, Linked, Progress, Refusal, files::remove_if_there},
 };
 
 /// Content of [`ENVIRONMENT_MARKER`].
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Marker {
+pub(super) struct Marker {
     digest: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    compiled_prefix: Option<PathBuf>,
-    bytes: u64,
+    pub(super) compiled_prefix: Option<PathBuf>,
+    pub(super) bytes: u64,
+    /// From which archives in `pkgs/` it was made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) archives: Option<Vec<String>>,
 }
 
 /// The digests of all environments under `prefix` that are ready, sorted.
@@ -47,10 +55,14 @@ pub fn ready(prefix: &Path) -> Vec<String> {
 
 /// What is in the environment `digest` under `prefix`, if it is ready.
 pub fn linked(prefix: &Path, digest: &str) -> Option<Linked> {
-    let marker = prefix.join("envs").join(digest).join(ENVIRONMENT_MARKER);
-    let marker: Marker = serde_json::from_slice(&fs::read(marker).ok()?).ok()?;
-    let of_this = archive::is_digest(digest) && marker.digest == digest;
-    of_this.then_some(Linked { compiled_prefix: marker.compiled_prefix, bytes: marker.bytes })
+    marker(prefix, digest).map(|marker| Linked { compiled_prefix: marker.compiled_prefix, bytes: marker.bytes })
+}
+
+/// The marker of an environment that is ready.
+pub(super) fn marker(prefix: &Path, digest: &str) -> Option<Marker> {
+    let path = prefix.join("envs").join(digest).join(ENVIRONMENT_MARKER);
+    let marker: Marker = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
+    (archive::is_digest(digest) && marker.digest == digest).then_some(marker)
 }
 
 /// Makes the environment of `order`, or finds it ready.
@@ -65,33 +77,13 @@ pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Lin
     if !archive::is_digest(digest) {
         return Err(refused(format!("`{digest}` is not the digest of a package set")));
     }
+    let archives = archives(set, platform).map_err(|e| refused(error_chain(&e)))?;
+    let environments = Environments::hold(prefix)?;
     if let Some(linked) = linked(prefix, digest) {
         return Ok(linked);
     }
-    let envs = prefix.join("envs");
-    let io = |what: &'static str| {
-        let envs = envs.clone();
-        move |e: io::Error| failed(format!("can't {what} {}: {e}", envs.display()))
-    };
-    fs::create_dir_all(&envs).map_err(io("make"))?;
-    let directory = File::open(&envs).map_err(io("open"))?;
-    let _lock = nix::fcntl::Flock::lock(directory, nix::fcntl::FlockArg::LockExclusive)
-        .map_err(|(_, e)| failed(format!("can't lock {}: {e}", envs.display())))?;
-    // Somebody else may have made it while we waited.
-    if let Some(linked) = linked(prefix, digest) {
-        return Ok(linked);
-    }
-    let (ready, partial) = (envs.join(digest), envs.join(format!(".{digest}.partial")));
-    // A broker may run from it, so it is not ours to remove.
-    if fs::symlink_metadata(&ready).is_ok() {
-        let ready = ready.display();
-        return Err(refused(format!(
-            "{ready} is there but has no {ENVIRONMENT_MARKER}; remove it if nothing runs from it"
-        )));
-    }
-    drop_leftovers(&envs).map_err(io("clean"))?;
-    fs::create_dir(&partial).map_err(io("write to"))?;
-    fs::set_permissions(&partial, fs::Permissions::from_mode(0o755)).map_err(io("write to"))?;
+    environments.clear(digest)?;
+    let (ready, partial) = (environments.place(digest), environments.begin(digest)?);
 
     let build = Build { pkgs: prefix.join("pkgs"), digest, platform, ready: &ready, partial: &partial };
     let compiled_prefix = match set {
@@ -100,30 +92,17 @@ pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Lin
     };
     let done = compiled_prefix.and_then(|compiled_prefix| {
         build.check_flux(compiled_prefix.as_deref())?;
-        build.finish(compiled_prefix, progress).map_err(io("finish the environment in"))
+        progress(Progress { what: "syncing".to_owned(), done: 0, total: 0 });
+        let linked = build.finish(compiled_prefix, archives);
+        let committed = linked.and_then(|linked| environments.commit(&partial, digest).map(|()| linked));
+        committed.map_err(|e| environments.trouble("finish the environment in", &e))
     });
-    if done.is_err() {
+    done.map_err(|refusal| {
+        let refusal = environments.with_room(refusal, estimate_bytes(set, platform));
         // Only to give back the space; the next run would do it.
         let _ = fs::remove_dir_all(&partial);
-    }
-    done
-}
-
-/// Removes what killed runs left, for any digest: under the lock nobody else is at it.
-fn drop_leftovers(envs: &Path) -> io::Result<()> {
-    for entry in fs::read_dir(envs)? {
-        let entry = entry?;
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
-        let leftover = name.starts_with('.') && (name.ends_with(".partial") || name.ends_with(".unpacked"));
-        if leftover {
-            match entry.file_type()?.is_dir() {
-                true => fs::remove_dir_all(entry.path())?,
-                false => fs::remove_file(entry.path())?,
-            }
-        }
-    }
-    Ok(())
+        refusal
+    })
 }
 
 /// An environment that is being made.
@@ -185,21 +164,19 @@ impl Build<'_> {
         }
     }
 
-    fn finish(&self, compiled_prefix: Option<PathBuf>, progress: &mut dyn FnMut(Progress)) -> io::Result<Linked> {
-        progress(Progress { what: "syncing".to_owned(), done: 0, total: 0 });
-        let bytes = bytes_below(self.partial)?;
-        let marker = Marker { digest: self.digest.to_owned(), compiled_prefix, bytes };
-        // Removed first: a bundle may have brought a symlink of this name.
-        let path = self.partial.join(ENVIRONMENT_MARKER);
-        match fs::remove_file(&path) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            _ => {}
+    /// The last files of the tree, and what they vouch for: the marker is worth nothing before it is all on the disk.
+    fn finish(&self, compiled_prefix: Option<PathBuf>, archives: Vec<String>) -> io::Result<Linked> {
+        // A bundle may have brought files of these names.
+        remove_if_there(&self.partial.join(RECORDS))?;
+        remove_if_there(&self.partial.join(ENVIRONMENT_MARKER))?;
+        let tree = Tree::walk(self.partial)?;
+        if let Some(shared) = tree.shared() {
+            return Err(io::Error::other(format!("{} shares its content with a file outside", shared.display())));
         }
-        File::create_new(&path)?.write_all(&serde_json::to_vec(&marker)?)?;
-        // Thousands of files, so not one by one. After this a power cut can't leave a marker without its files.
-        nix::unistd::syncfs(File::open(self.partial)?)?;
-        fs::rename(self.partial, self.ready)?;
-        File::open(self.ready.parent().unwrap_or(self.ready))?.sync_all()?;
+        Records::of(self.partial, &tree, compiled_prefix.is_none())?.write(self.partial)?;
+        let bytes = tree.bytes();
+        let marker = Marker { digest: self.digest.to_owned(), compiled_prefix, bytes, archives: Some(archives) };
+        fs::write(self.partial.join(ENVIRONMENT_MARKER), serde_json::to_vec(&marker)?)?;
         Ok(Linked { compiled_prefix: marker.compiled_prefix, bytes })
     }
 }
@@ -229,16 +206,6 @@ fn find_in_tree(tree: &Path, path: &Path, places: &[Option<&Path>]) -> Option<Pa
         }
     }
     None
-}
-
-fn bytes_below(directory: &Path) -> io::Result<u64> {
-    let mut bytes = 0;
-    for entry in fs::read_dir(directory)? {
-        let entry = entry?;
-        let metadata = entry.metadata()?;
-        bytes += if metadata.is_dir() { bytes_below(&entry.path())? } else { metadata.len() };
-    }
-    Ok(bytes)
 }
 
 /// Hashes what is read.

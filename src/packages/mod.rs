@@ -6,11 +6,14 @@
 //!   checked against its sha256. It is the only part that needs a network.
 //! - [`link`] runs in the host stage, without network, and makes `<prefix>/envs/<digest>` from those archives: built
 //!   aside, checked, synced, switched by one rename.
+//! - [`collect`] runs there too and takes away what nobody needs any more; [`verify`] tells whether an environment still
+//!   is what was installed.
 //!
 //! What is under its final name is whole. Everything else has a name that starts with a dot and may be thrown away.
 
 mod archive;
 mod bundle;
+mod collect;
 mod conda;
 mod download;
 mod environment;
@@ -21,10 +24,14 @@ mod lock;
 mod manifest;
 mod pack;
 mod question;
+mod records;
 mod solve;
+mod transaction;
 mod unpack;
+mod verify;
 
 pub use bundle::{BundleCommand, BundleError, CreateBundle, InspectBundle, OutputFormat};
+pub use collect::{Found, archives, collect, decide};
 pub use environment::{link, linked, ready};
 pub use fetch::{FetchError, Fetched, fetch};
 pub use http::{HttpClient, HttpError};
@@ -33,6 +40,7 @@ pub use lock::{LockError, estimate_bytes};
 pub use manifest::{BUNDLE_MANIFEST, BundleManifest};
 pub use question::question;
 pub use solve::{SolveError, resolve};
+pub use verify::{Difference, Verified, What, verify};
 
 /// The marker in a finished environment: its last file to be written. A directory without it is not an environment.
 pub const ENVIRONMENT_MARKER: &str = ".flux-distribute.json";
