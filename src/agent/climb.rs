@@ -70,6 +70,7 @@ impl Agent {
                     }
                 }
             }
+            Step::Prepare { digest } => self.prepare(step, digest).await,
             Step::Start(assignment) => {
                 let roster = self.published.roster()?;
                 let revision = match self.actor.configure(&preflight, &roster, assignment, false).await {
@@ -110,7 +111,7 @@ impl Agent {
     }
 
     /// The spec, with the port that the running epoch has: another one is for the next.
-    fn running_spec(&self) -> FluxInstanceSpec {
+    pub(super) fn running_spec(&self) -> FluxInstanceSpec {
         let mut spec = self.spec.clone();
         let rank = self.world.borrow().node_spec().and_then(|own| own.rank);
         if let (Some(roster), Some(_)) = (&self.published.roster, rank) {
@@ -190,7 +191,7 @@ fn wish(world: &World) -> impl PartialEq + use<> {
 }
 
 /// A status that changes with each percent is a load on the API server that grows with the nodes.
-fn in_quarters(now: &Progress) -> String {
+pub(super) fn in_quarters(now: &Progress) -> String {
     match (now.done.min(now.total) * 4).checked_div(now.total) {
         Some(quarters) => format!("{} {} %", now.what, quarters * 25),
         None => now.what.clone(),
