@@ -21,7 +21,7 @@ use super::{
     collect::archives,
     http::shown,
     lock::estimate_bytes,
-    records::{RECORDS, Records, Tree},
+    records::{RECORDS, Records, Tree, settle_clobbers},
     transaction::Environments,
     unpack::{self, UnpackError},
 };
@@ -83,26 +83,37 @@ pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Lin
         return Ok(linked);
     }
     environments.clear(digest)?;
-    let (ready, partial) = (environments.place(digest), environments.begin(digest)?);
+    let partial = environments.partial(digest);
+    let made = make(order, &environments, &partial, archives, progress);
+    made.map_err(|refusal| {
+        let refusal = environments.with_room(refusal, estimate_bytes(set, platform));
+        // Only to give back the space; the next run would do it. By now nobody writes there any more, not even the threads
+        // of an unpacking that was given up.
+        let _ = environments.drop_leftovers();
+        refusal
+    })
+}
 
-    let build = Build { pkgs: prefix.join("pkgs"), digest, platform, ready: &ready, partial: &partial };
+fn make(
+    order: &LinkOrder,
+    environments: &Environments,
+    partial: &Path,
+    archives: Vec<String>,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Linked, Refusal> {
+    let LinkOrder { prefix, digest, set, platform } = order;
+    environments.begin(partial)?;
+    let ready = environments.place(digest);
+    let build = Build { pkgs: prefix.join("pkgs"), digest, platform, ready: &ready, partial };
     let compiled_prefix = match set {
         PackageSet::Lock { lock, .. } => build.conda(lock, progress).map(|()| None),
         PackageSet::Bundle(source) => build.tree(source, progress).map(Some),
-    };
-    let done = compiled_prefix.and_then(|compiled_prefix| {
-        build.check_flux(compiled_prefix.as_deref())?;
-        progress(Progress { what: "syncing".to_owned(), done: 0, total: 0 });
-        let linked = build.finish(compiled_prefix, archives);
-        let committed = linked.and_then(|linked| environments.commit(&partial, digest).map(|()| linked));
-        committed.map_err(|e| environments.trouble("finish the environment in", &e))
-    });
-    done.map_err(|refusal| {
-        let refusal = environments.with_room(refusal, estimate_bytes(set, platform));
-        // Only to give back the space; the next run would do it.
-        let _ = fs::remove_dir_all(&partial);
-        refusal
-    })
+    }?;
+    build.check_flux(compiled_prefix.as_deref())?;
+    progress(Progress { what: "syncing".to_owned(), done: 0, total: 0 });
+    let linked = build.finish(compiled_prefix, archives);
+    let committed = linked.and_then(|linked| environments.commit(partial, digest).map(|()| linked));
+    committed.map_err(|e| environments.trouble("finish the environment in", &e))
 }
 
 /// An environment that is being made.
@@ -169,11 +180,15 @@ impl Build<'_> {
         // A bundle may have brought files of these names.
         remove_if_there(&self.partial.join(RECORDS))?;
         remove_if_there(&self.partial.join(ENVIRONMENT_MARKER))?;
+        let conda = compiled_prefix.is_none();
+        if conda {
+            settle_clobbers(self.partial)?;
+        }
         let tree = Tree::walk(self.partial)?;
         if let Some(shared) = tree.shared() {
             return Err(io::Error::other(format!("{} shares its content with a file outside", shared.display())));
         }
-        Records::of(self.partial, &tree, compiled_prefix.is_none())?.write(self.partial)?;
+        Records::of(self.partial, &tree, conda)?.write(self.partial)?;
         let bytes = tree.bytes();
         let marker = Marker { digest: self.digest.to_owned(), compiled_prefix, bytes, archives: Some(archives) };
         fs::write(self.partial.join(ENVIRONMENT_MARKER), serde_json::to_vec(&marker)?)?;

@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use rattler_conda_types::PrefixRecord;
+use rattler_conda_types::{PrefixRecord, prefix_record::PathType};
 use rayon::prelude::{IntoParallelIterator, ParallelIterator};
 use serde::{Deserialize, Serialize};
 
@@ -50,6 +50,7 @@ impl Tree {
                 }
             }
         }
+        tree.directories.sort();
         Ok(tree)
     }
 
@@ -69,20 +70,55 @@ impl Tree {
     }
 }
 
-/// What conda's own records of the environment at `root` say of its files: path and sha256. Second, the records that
-/// can't be read.
-pub(super) fn by_packages(root: &Path, tree: &Tree) -> (BTreeMap<PathBuf, Option<String>>, Vec<PathBuf>) {
+/// What a package's record says of one of its files.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Told {
+    /// Of a file, as it is here.
+    pub sha256: Option<String>,
+    /// Of a file that is here as it was in the package.
+    pub bytes: Option<u64>,
+}
+
+/// What conda's own records of the environment at `root` say of its files. Second, the records that can't be read.
+pub(super) fn by_packages(root: &Path, tree: &Tree) -> (BTreeMap<PathBuf, Told>, Vec<PathBuf>) {
     let (mut told, mut unreadable) = (BTreeMap::new(), Vec::new());
     for path in tree.files.keys().filter(|path| is_package_record(path)) {
         match PrefixRecord::from_path(root.join(path)) {
             Ok(record) => told.extend(record.paths_data.paths.into_iter().map(|entry| {
-                let sha256 = entry.sha256_in_prefix.or(entry.sha256);
-                (entry.relative_path, sha256.map(hex::encode))
+                let as_packed = entry.path_type == PathType::HardLink && entry.prefix_placeholder.is_none();
+                let bytes = entry.size_in_bytes.filter(|_| as_packed);
+                let sha256 = entry.sha256_in_prefix.or(entry.sha256).map(hex::encode);
+                (entry.relative_path, Told { sha256, bytes })
             })),
             Err(_) => unreadable.push(path.clone()),
         }
     }
     (told, unreadable)
+}
+
+/// Where more than one package has a file, the others' are put away. In which order they came must leave no trace: the same
+/// package set is the same tree, bit by bit.
+pub(super) fn settle_clobbers(root: &Path) -> io::Result<()> {
+    let away = root.join("__clobbers__");
+    if !away.is_dir() {
+        return Ok(());
+    }
+    let tree = Tree::walk(&away)?;
+    // The deepest first; a directory that holds something stays.
+    for directory in tree.directories.iter().rev() {
+        let _ = fs::remove_dir(away.join(directory));
+    }
+    let _ = fs::remove_dir(&away);
+    for entry in fs::read_dir(root.join("conda-meta"))? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|end| end == "json") {
+            let mut record = PrefixRecord::from_path(&path)?;
+            record.files.sort();
+            record.paths_data.paths.sort_by(|a, b| a.relative_path.cmp(&b.relative_path));
+            record.write_to_path(path, true)?;
+        }
+    }
+    Ok(())
 }
 
 fn is_package_record(path: &Path) -> bool {
@@ -99,11 +135,23 @@ pub(super) struct Records {
 }
 
 impl Records {
-    /// Of a tree that has just been made; `conda` says that packages' own records are to be believed.
+    /// Of a tree that has just been made; `conda` says that packages' own records are to be believed. A full disk has
+    /// been seen to cut files short without an error of anybody's, so it is looked whether all of it is there.
     pub(super) fn of(root: &Path, tree: &Tree, conda: bool) -> io::Result<Self> {
-        let told = if conda { by_packages(root, tree).0 } else { BTreeMap::new() };
-        let untold = |path: &&PathBuf| !told.get(*path).is_some_and(Option::is_some);
-        let untold = tree.files.keys().filter(untold).filter(|path| can_be_told(path)).cloned().collect();
+        let wrong = |path: &Path, how: &str| Err(io::Error::other(format!("{} {how}", path.display())));
+        let (told, unreadable) = if conda { by_packages(root, tree) } else { Default::default() };
+        if let Some(record) = unreadable.first() {
+            return wrong(record, "was written incompletely");
+        }
+        for (path, told) in &told {
+            match (tree.files.get(path), told.bytes) {
+                (Some(file), Some(bytes)) if file.len() < bytes => return wrong(path, "was written incompletely"),
+                (None, Some(_)) if !tree.links.contains_key(path) => return wrong(path, "was not written"),
+                _ => {}
+            }
+        }
+        let is_told = |path: &Path| told.get(path).is_some_and(|told| told.sha256.is_some());
+        let untold = tree.files.keys().filter(|path| !is_told(path) && can_be_told(path)).cloned().collect();
         let files = digests(root, untold)?.into_iter();
         let files = files.map(|(path, digest)| Ok((path, digest?))).collect::<io::Result<_>>()?;
         let links = tree.links.iter().filter(|(path, target)| can_be_told(path) && can_be_told(target));

@@ -32,6 +32,11 @@ const OLD: &str = ".old";
 /// Ends of all names that are none yet, or no longer.
 const ASIDE: [&str; 3] = [PARTIAL, UNPACKED, OLD];
 
+/// With less than this nothing can be made.
+const LEAST_BYTES: u64 = 1 << 20;
+/// As [`LEAST_BYTES`].
+const LEAST_FILES: u64 = 16;
+
 /// `<prefix>/envs`, held until dropped or, when this process is killed, by nobody.
 pub(super) struct Environments {
     path: PathBuf,
@@ -60,13 +65,15 @@ impl Environments {
         self.path.join(digest)
     }
 
-    /// An empty directory in which the environment can grow.
-    pub(super) fn begin(&self, digest: &str) -> Result<PathBuf, Refusal> {
-        let partial = self.path.join(format!(".{digest}{PARTIAL}"));
-        let made =
-            fs::create_dir(&partial).and_then(|()| fs::set_permissions(&partial, fs::Permissions::from_mode(0o755)));
-        made.map_err(|e| self.trouble("write to", &e))?;
-        Ok(partial)
+    /// Where an environment grows.
+    pub(super) fn partial(&self, digest: &str) -> PathBuf {
+        self.path.join(format!(".{digest}{PARTIAL}"))
+    }
+
+    /// Makes `partial`: an empty directory.
+    pub(super) fn begin(&self, partial: &Path) -> Result<(), Refusal> {
+        let readable = || fs::set_permissions(partial, fs::Permissions::from_mode(0o755));
+        fs::create_dir(partial).and_then(|()| readable()).map_err(|e| self.trouble("write to", &e))
     }
 
     /// Gives what was begun its name.
@@ -125,7 +132,8 @@ impl Environments {
         }
     }
 
-    fn drop_leftovers(&self) -> io::Result<()> {
+    /// Throws away all that has no final name.
+    pub(super) fn drop_leftovers(&self) -> io::Result<()> {
         for entry in fs::read_dir(&self.path)? {
             let entry = entry?;
             let name = entry.file_name();
@@ -144,24 +152,29 @@ impl Environments {
         failed(format!("can't {what} {}: {error}", self.path.display()))
     }
 
-    /// Adds to a refusal for want of room how much there is, and how much is needed as far as that is known. To be called
-    /// before what was begun is removed.
+    /// Tells of a full disk how much room there is, and how much is needed as far as that is known. To be called before
+    /// what was begun is removed: not every failure for want of room says so itself.
     pub(super) fn with_room(&self, refusal: Refusal, need_bytes: u64) -> Refusal {
-        let is_full = [Errno::ENOSPC, Errno::EDQUOT]
+        let Some(room) = statvfs(&self.path).ok().filter(|_| refusal.transient) else { return refusal };
+        let free = room.blocks_available().saturating_mul(room.fragment_size());
+        // Some file systems have no end of files, and say 0 of 0.
+        let files = Some(room.files_available()).filter(|_| room.files() > 0);
+        let says_so = [Errno::ENOSPC, Errno::EDQUOT]
             .into_iter()
             .any(|errno| refusal.message.contains(&io::Error::from(errno).to_string()));
-        let Some(room) = statvfs(&self.path).ok().filter(|_| is_full) else { return refusal };
+        if !(says_so || free < LEAST_BYTES || files.is_some_and(|files| files < LEAST_FILES)) {
+            return refusal;
+        }
         let mebibytes = |bytes: u64| bytes.div_ceil(1 << 20);
-        let free = room.blocks_available().saturating_mul(room.fragment_size());
+        let files = files.map_or(String::new(), |files| format!(" and room for {files} files"));
         let need = match need_bytes {
             0 => String::new(),
             bytes => format!(", and this package set needs about {} MiB", mebibytes(bytes)),
         };
         failed(format!(
-            "the file system of {} is full: {} MiB and {} files are left{need}; it is tried again ({})",
+            "the file system of {} is full: {} MiB{files} are left{need}; it is tried again ({})",
             self.path.display(),
             mebibytes(free),
-            room.files_available(),
             refusal.message
         ))
     }

@@ -1,6 +1,7 @@
 //! Whether an environment still is what was installed: every file is hashed again and held against its records.
 
 use std::{
+    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
 };
@@ -113,7 +114,8 @@ fn verify_one(prefix: &Path, digest: &str) -> Result<Verified, Refusal> {
         }
     };
     let conda = marker.is_none_or(|marker| marker.compiled_prefix.is_none());
-    let (mut expected, broken) = if conda { by_packages(&path, &tree) } else { Default::default() };
+    let (told, broken) = if conda { by_packages(&path, &tree) } else { Default::default() };
+    let mut expected: BTreeMap<_, _> = told.into_iter().map(|(path, told)| (path, told.sha256)).collect();
     if expected.is_empty() && records.is_none() && broken.is_empty() {
         return Err(Refusal::new(format!(
             "{name} has no records that it could be held against; it was made by an older version"

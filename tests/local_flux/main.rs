@@ -5,6 +5,7 @@
 
 mod harness;
 mod instance;
+mod keep;
 mod loss;
 mod removal;
 mod sources;

@@ -4,9 +4,12 @@
 mod bundle;
 #[path = "../support/channel.rs"]
 mod channel;
+mod collect;
+mod crash;
 mod fetch;
 mod link;
 mod solve;
+mod verify;
 
 use std::{
     fs::{self, File},
