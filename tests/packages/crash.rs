@@ -338,9 +338,14 @@ async fn after_a_power_cut_nothing_is_called_ready_that_is_not_whole() {
         let disk = Disk::mount(&image, &at, options).unwrap();
         let child = stage(&link_order(&prefix, &second), &temporary);
         // Others on the host write too, and have the file system write down what it knows.
-        let end = Instant::now() + any_moment(all + Duration::from_millis(20));
+        // At any moment, and every other time right after it has its name.
+        let (named, mut end) = (prefix.join("envs").join(second.digest()), Instant::now() + any_moment(all));
+        let mut waits = kill % 4 > 1;
         let mut other = File::create(at.join("other")).unwrap();
-        while Instant::now() < end {
+        while waits || Instant::now() < end {
+            if waits && named.exists() {
+                (waits, end) = (false, Instant::now() + any_moment(Duration::from_millis(300)));
+            }
             other.write_all(b"x").unwrap();
             other.sync_all().unwrap();
             std::thread::sleep(Duration::from_millis(3));
