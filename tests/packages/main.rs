@@ -5,6 +5,8 @@ mod air_gap;
 mod bundle;
 #[path = "../support/channel.rs"]
 mod channel;
+mod collect;
+mod crash;
 mod fetch;
 mod lies;
 mod limits;
@@ -12,6 +14,7 @@ mod link;
 mod peers;
 mod serve;
 mod solve;
+mod verify;
 
 use std::{
     fs::{self, File},
