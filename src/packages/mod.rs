@@ -9,6 +9,7 @@
 //!
 //! What is under its final name is whole. Everything else has a name that starts with a dot and may be thrown away.
 
+mod access;
 mod archive;
 mod bundle;
 mod download;
@@ -20,9 +21,13 @@ mod lock;
 mod manifest;
 mod pack;
 mod question;
+mod serve;
 mod solve;
+mod source;
 mod unpack;
 
+pub use access::{Access, Token};
+pub use archive::{archive_names, holds};
 pub use bundle::{BundleCommand, BundleError, CreateBundle, InspectBundle, OutputFormat};
 pub use environment::{link, linked, ready};
 pub use fetch::{FetchError, Fetched, fetch};
@@ -31,7 +36,9 @@ pub use limits::Limits;
 pub use lock::{LockError, estimate_bytes};
 pub use manifest::{BUNDLE_MANIFEST, BundleManifest};
 pub use question::question;
+pub use serve::{Shelf, serve_peers, serve_peers_on};
 pub use solve::{SolveError, resolve};
+pub use source::Sources;
 
 /// The marker in a finished environment: its last file to be written. A directory without it is not an environment.
 pub const ENVIRONMENT_MARKER: &str = ".flux-distribute.json";

@@ -11,7 +11,7 @@ use flate2::{Compression, write::GzEncoder};
 use flux_distribute::{
     api::{BundleSource, PackageSet},
     host::{LinkOrder, Linked, Refusal},
-    packages::{self, BUNDLE_MANIFEST, BundleError, CreateBundle, HttpClient, InspectBundle, OutputFormat},
+    packages::{self, BUNDLE_MANIFEST, BundleError, CreateBundle, HttpClient, InspectBundle, OutputFormat, Sources},
 };
 use sha2::{Digest, Sha256};
 use tar::{EntryType, Header};
@@ -159,7 +159,17 @@ async fn a_bundle_is_fetched_from_the_host_or_refused_by_its_digest() {
     fs::remove_file(host.archive()).unwrap();
     let (http, pkgs) = (HttpClient::new().unwrap(), host.prefix.path().join("pkgs"));
     let fetch = async |set: &PackageSet| {
-        packages::fetch(set, &set.digest(), PLATFORM, &pkgs, |path| File::open(path), &http, |_| ()).await
+        packages::fetch(
+            set,
+            &set.digest(),
+            PLATFORM,
+            &pkgs,
+            |path| File::open(path),
+            &http,
+            &Sources::default(),
+            |_| (),
+        )
+        .await
     };
     fetch(&host.set).await.unwrap();
     let PackageSet::Bundle(mut source) = host.set.clone() else { panic!() };

@@ -78,7 +78,9 @@ async fn a_fetch_that_is_dropped_is_finished_by_the_next_and_only_one_runs() {
     let (began, mut begun) = tokio::sync::mpsc::unbounded_channel();
     let (pkgs, http, digest) = (host.pkgs(), http(), set.digest());
     {
-        let fetching = packages::fetch(&set, &digest, PLATFORM, &pkgs, host_file, &http, |p| began.send(p).unwrap());
+        let fetching = packages::fetch(&set, &digest, PLATFORM, &pkgs, host_file, &http, &Sources::default(), |p| {
+            began.send(p).unwrap()
+        });
         tokio::pin!(fetching);
         tokio::select! {
             _ = &mut fetching => panic!("fetched before its first progress"),
@@ -119,5 +121,5 @@ fn both_stages_of_the_pod_can_run_on_any_thread() {
     let (http, packages) = (http(), Packages::default());
     let set = PackageSet::Bundle(flux_distribute::api::BundleSource::default());
     sendable(packages::resolve(&packages, &[], &http, None, host_file));
-    sendable(packages::fetch(&set, "", PLATFORM, Path::new("/"), host_file, &http, |_| ()));
+    sendable(packages::fetch(&set, "", PLATFORM, Path::new("/"), host_file, &http, &Sources::default(), |_| ()));
 }

@@ -20,7 +20,7 @@ use channel::{Channel, Content, Server, noise};
 use flux_distribute::{
     api::{PackageSet, Packages},
     host::{LinkOrder, Linked, Refusal},
-    packages::{self, FetchError, Fetched, HttpClient, SolveError},
+    packages::{self, FetchError, Fetched, HttpClient, SolveError, Sources},
 };
 
 const PLATFORM: &str = "linux-64";
@@ -71,7 +71,8 @@ impl Host {
         // As the agent does it: through a descriptor, since the path is another one in the pod.
         let directory = File::open(self.pkgs()).unwrap();
         let pkgs = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&directory));
-        packages::fetch(set, &set.digest(), PLATFORM, Path::new(&pkgs), host_file, &http(), |_| ()).await
+        packages::fetch(set, &set.digest(), PLATFORM, Path::new(&pkgs), host_file, &http(), &Sources::default(), |_| ())
+            .await
     }
 
     async fn link(&self, set: &PackageSet) -> Result<Linked, Refusal> {
