@@ -3,7 +3,10 @@
 use std::{io::ErrorKind, time::Instant};
 
 use futures::FutureExt;
-use tokio::time::sleep;
+use tokio::{
+    sync::mpsc::{UnboundedReceiver, unbounded_channel},
+    time::sleep,
+};
 use tracing::{debug, info, warn};
 
 use super::{
@@ -51,24 +54,22 @@ impl Agent {
                 // Once more, now that it is known how much room they need.
                 let preflight = self.actor.preflight(&self.running_spec(), Some(&set)).await?;
                 self.preflight = Some(preflight.clone());
-                let (sender, mut progress) = tokio::sync::mpsc::unbounded_channel::<Progress>();
+                let told = world.node_spec().and_then(|spec| spec.fetch_from.as_ref());
+                let told = told.filter(|told| told.digest == *digest);
+                let peers = told.map(|told| told.peers.clone()).unwrap_or_default();
                 let actor = self.actor.clone();
-                let install = actor.install(&preflight, &set, move |now| drop(sender.send(now)));
-                let mut install = std::pin::pin!(install);
-                let mut said = String::new();
-                loop {
-                    tokio::select! {
-                        outcome = &mut install => return outcome,
-                        Some(now) = progress.recv() => {
-                            let words = in_quarters(&now);
-                            if words != said {
-                                info!(progress = words, "installing");
-                                self.report(world, step, Some(&words)).await;
-                                said = words;
-                            }
-                        }
-                    }
-                }
+                let (sender, progress) = unbounded_channel();
+                let fetched = actor.fetch(&preflight, &set, peers, move |now| drop(sender.send(now)));
+                self.follow_progress(step, fetched, progress).await?;
+                // Others wait for this.
+                self.view = self.actor.observe().await?;
+                self.serving.has_changed();
+                self.look_at_packages();
+                let world = self.world.borrow().clone();
+                self.report(&world, step, Some("the packages are fetched")).await;
+                let (sender, progress) = unbounded_channel();
+                let linked = actor.link(&preflight, &set, move |now| drop(sender.send(now)));
+                self.follow_progress(step, linked, progress).await
             }
             Step::Start(assignment) => {
                 let roster = self.published.roster()?;
@@ -106,6 +107,31 @@ impl Agent {
                 Ok(())
             }
             Step::Hold | Step::Wait(_) | Step::Preflight | Step::Remove => Ok(()),
+        }
+    }
+
+    /// Sees `work` to its end, and tells how far it is.
+    async fn follow_progress(
+        &mut self,
+        step: &Step,
+        work: impl Future<Output = Result<(), StepError>>,
+        mut progress: UnboundedReceiver<Progress>,
+    ) -> Result<(), StepError> {
+        let mut work = std::pin::pin!(work);
+        let mut said = String::new();
+        loop {
+            tokio::select! {
+                outcome = &mut work => return outcome,
+                Some(now) = progress.recv() => {
+                    let words = in_quarters(&now);
+                    if words != said {
+                        info!(progress = words, "installing");
+                        let world = self.world.borrow().clone();
+                        self.report(&world, step, Some(&words)).await;
+                        said = words;
+                    }
+                }
+            }
         }
     }
 

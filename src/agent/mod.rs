@@ -12,12 +12,13 @@ mod reload;
 mod report;
 mod run;
 mod rung;
+mod serve;
 mod teardown;
 mod tell;
 mod tries;
 mod watch;
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use kube::{Client, Config};
 
@@ -37,6 +38,9 @@ pub struct AgentArguments {
     /// Where the probes are answered; loopback is enough for kubelet, which shares the host's network with us
     #[arg(long, env = "HEALTH_ADDRESS", default_value = "127.0.0.1:8051")]
     pub health_address: SocketAddr,
+    /// The Node's InternalIP, where packages are served to other nodes; without it none are
+    #[arg(long, env = "HOST_IP")]
+    pub host_ip: Option<IpAddr>,
 }
 
 /// Why the agent ended.

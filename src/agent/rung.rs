@@ -11,15 +11,15 @@ use super::{
     client,
     decide::{Assignment, agreed},
     live,
-    published::{read_packages, read_roster},
+    published::read_roster,
     report::Reporter,
     tell::facts,
 };
 use crate::{
     api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster},
     broker::status::state,
-    host::{NsHost, Preflight},
-    planner::call,
+    host::{NsHost, Preflight, Progress},
+    planner::{call, read_packages},
 };
 
 /// A rung of the ladder.
@@ -57,6 +57,7 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
         client: client.clone(),
         instance_uid: instance.uid().unwrap_or_default(),
         uninstall: instance.spec.uninstall,
+        packages: instance.spec.packages.clone(),
     };
     let set = read_packages(&client).await?.into_iter().next();
     let preflight = actor.preflight(&instance.spec, set.as_ref()).await?;
@@ -74,7 +75,11 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
         }
         Rung::Install => {
             let set = set.ok_or_else(|| AgentError::NotSo("no package set is published yet".to_owned()))?;
-            install(&actor, &preflight, &set).await?;
+            let node = call(format!("get FluxNode {name}"), nodes.get_opt(name)).await?;
+            // By hand nobody is waited for: without a word of the planner it is the source.
+            let told = node.and_then(|node| node.spec.fetch_from).filter(|told| told.digest == set.digest());
+            let peers = told.map(|told| told.peers).unwrap_or_default();
+            install(&actor, &preflight, &set, peers).await?;
         }
         Rung::Configure | Rung::Start => {
             let node = call(format!("get FluxNode {name}"), nodes.get(name)).await?;
@@ -115,16 +120,16 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
     Ok(ExitCode::SUCCESS)
 }
 
-async fn install(actor: &Actor, preflight: &Preflight, set: &PackageSet) -> Result<(), StepError> {
+async fn install(actor: &Actor, preflight: &Preflight, set: &PackageSet, peers: Vec<String>) -> Result<(), StepError> {
     let mut last = String::new();
-    actor
-        .install(preflight, set, move |now| {
-            if now.what != last {
-                say(&now.what);
-                last = now.what;
-            }
-        })
-        .await
+    let mut progress = move |now: Progress| {
+        if now.what != last {
+            say(&now.what);
+            last = now.what;
+        }
+    };
+    actor.fetch(preflight, set, peers, &mut progress).await?;
+    actor.link(preflight, set, &mut progress).await
 }
 
 fn assigned(node: &FluxNode, roster: Option<Roster>) -> Result<(Roster, Assignment), AgentError> {
