@@ -16,11 +16,8 @@ pub fn archive_names(set: &PackageSet) -> Vec<String> {
     let mut names = match set {
         PackageSet::Bundle(_) => vec![bundle_name(&set.digest())],
         PackageSet::Lock { lock, .. } => {
-            let platforms = rattler_lock::LockFile::from_str_with_base_directory(lock, None).map(|lock| {
-                let environment = lock.default_environment();
-                environment.into_iter().flat_map(|e| e.platforms().map(|p| p.name().to_string())).collect::<Vec<_>>()
-            });
-            let platforms = platforms.unwrap_or_default();
+            let file = rattler_lock::LockFile::from_str_with_base_directory(lock, None);
+            let platforms: Vec<_> = file.iter().flat_map(|f| f.platforms()).map(|p| p.name().to_string()).collect();
             let packages = platforms.iter().filter_map(|platform| lock::packages(lock, platform).ok());
             packages.flatten().map(|package| package.archive).collect()
         }

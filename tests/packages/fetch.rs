@@ -76,9 +76,9 @@ async fn a_fetch_that_is_dropped_is_finished_by_the_next_and_only_one_runs() {
     let set = resolve(&asked(server.url(), &["flux-core"])).await.unwrap();
     let host = Host::new();
     let (began, mut begun) = tokio::sync::mpsc::unbounded_channel();
-    let (pkgs, http, digest) = (host.pkgs(), http(), set.digest());
+    let (pkgs, http, digest, sources) = (host.pkgs(), http(), set.digest(), Sources::default());
     {
-        let fetching = packages::fetch(&set, &digest, PLATFORM, &pkgs, host_file, &http, &Sources::default(), |p| {
+        let fetching = packages::fetch(&set, &digest, PLATFORM, &pkgs, host_file, &http, &sources, |p| {
             began.send(p).unwrap()
         });
         tokio::pin!(fetching);
