@@ -78,9 +78,8 @@ async fn a_fetch_that_is_dropped_is_finished_by_the_next_and_only_one_runs() {
     let (began, mut begun) = tokio::sync::mpsc::unbounded_channel();
     let (pkgs, http, digest, sources) = (host.pkgs(), http(), set.digest(), Sources::default());
     {
-        let fetching = packages::fetch(&set, &digest, PLATFORM, &pkgs, host_file, &http, &sources, |p| {
-            began.send(p).unwrap()
-        });
+        let fetching =
+            packages::fetch(&set, &digest, PLATFORM, &pkgs, host_file, &http, &sources, |p| began.send(p).unwrap());
         tokio::pin!(fetching);
         tokio::select! {
             _ = &mut fetching => panic!("fetched before its first progress"),
