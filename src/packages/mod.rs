@@ -10,16 +10,19 @@
 //! What is under its final name is whole. Everything else has a name that starts with a dot and may be thrown away.
 
 mod access;
+mod answer;
 mod archive;
 mod bundle;
 mod download;
 mod environment;
 mod fetch;
 mod http;
+mod impatient;
 mod limits;
 mod lock;
 mod manifest;
 mod pack;
+mod part;
 mod question;
 mod serve;
 mod solve;
