@@ -148,7 +148,8 @@ impl<'a> Set<'a> {
                 None => without.push(index),
             }
         }
-        next.extend(self.at_the_source(without));
+        let is_awaited = next.iter().any(|(index, told)| self.will_serve(&self.fetchers[*index], told.as_ref()));
+        next.extend(self.at_the_source(without, is_awaited));
         next
     }
 
@@ -160,20 +161,23 @@ impl<'a> Set<'a> {
         }
     }
 
-    /// For those that no holder has a place for: the source, for as few of them as can be.
-    fn at_the_source(&self, without: Vec<usize>) -> Vec<(usize, Option<FetchFrom>)> {
+    /// It was told, just now or before, and is a holder soon.
+    fn will_serve(&self, fetcher: &Fetcher, told: Option<&FetchFrom>) -> bool {
+        let is_new = told.is_some_and(|told| told.since == self.now) && fetcher.is_well();
+        (is_new || fetcher.is_on_its_way(self.digest, self.now)) && fetcher.peer().is_some()
+    }
+
+    /// For those that no holder has a place for: the source, for as few of them as can be. `is_awaited`: there will be another
+    /// holder.
+    fn at_the_source(&self, without: Vec<usize>, is_awaited: bool) -> Vec<(usize, Option<FetchFrom>)> {
         let asks = |index: &usize| self.fetchers[*index].told(self.digest).filter(|told| told.peers.is_empty());
         let (failing, waiting): (Vec<usize>, Vec<usize>) = without.into_iter().partition(|index| asks(index).is_some());
-        let will_serve = |fetcher: &Fetcher| {
-            let kin = fetcher.platform() == Some(self.platform) && fetcher.peer().is_some();
-            kin && fetcher.is_on_its_way(self.digest, self.now)
-        };
         let can_serve = |index: &&usize| self.fetchers[**index].peer().is_some();
         let best = waiting.iter().filter(can_serve).min_by_key(|index| !self.fetchers[**index].is_well()).copied();
         let last = failing.iter().filter_map(asks).map(|told| told.since).max();
         let in_time = last.is_none_or(|last| self.now - last >= pause(failing.len()));
         let chosen = |index: usize| match best {
-            _ if self.fetchers.iter().any(will_serve) => false,
+            _ if is_awaited => false,
             Some(best) => in_time && index == best,
             // Nobody here can serve others, so nobody waits for another.
             None => true,

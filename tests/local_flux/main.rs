@@ -6,6 +6,7 @@
 mod harness;
 mod instance;
 mod loss;
+mod peers;
 mod removal;
 mod sources;
 #[path = "../support/traces.rs"]
