@@ -130,7 +130,7 @@ impl<'a> Set<'a> {
     fn all_at_once(&self, lacking: Vec<usize>) -> Vec<(usize, Option<FetchFrom>)> {
         let told = |index: usize| {
             let kept = self.fetchers[index].told(self.digest).filter(|told| told.peers.is_empty());
-            Some(kept.cloned().unwrap_or_else(|| self.from(Vec::new())))
+            Some(kept.cloned().unwrap_or_else(|| self.tell(Vec::new())))
         };
         lacking.into_iter().map(|index| (index, told(index))).collect()
     }
@@ -143,7 +143,7 @@ impl<'a> Set<'a> {
         for index in lacking {
             let fetcher = &self.fetchers[index];
             let told = fetcher.told(self.digest).filter(|told| self.is_good(fetcher, told, &tree)).cloned();
-            match told.or_else(|| tree.next().map(|peers| self.from(peers))) {
+            match told.or_else(|| tree.next().map(|peers| self.tell(peers))) {
                 Some(told) => next.push((index, Some(told))),
                 None => without.push(index),
             }
@@ -184,11 +184,11 @@ impl<'a> Set<'a> {
         };
         // Those that fail go on trying, until there is a holder for them.
         let failing = failing.iter().map(|index| (*index, asks(index).cloned()));
-        let waiting = waiting.iter().map(|index| (*index, chosen(*index).then(|| self.from(Vec::new()))));
+        let waiting = waiting.iter().map(|index| (*index, chosen(*index).then(|| self.tell(Vec::new()))));
         failing.chain(waiting).collect()
     }
 
-    fn from(&self, peers: Vec<String>) -> FetchFrom {
+    fn tell(&self, peers: Vec<String>) -> FetchFrom {
         FetchFrom { digest: self.digest.to_owned(), peers, since: self.now }
     }
 }
