@@ -18,7 +18,7 @@ use super::{
     watch::World,
 };
 use crate::{
-    api::{FluxInstanceSpec, FluxNodeSpec, RunningJobs},
+    api::{FluxInstanceSpec, RunningJobs, Want},
     broker::{rfc3::RpcError, status::instance as ask_instance},
     error_chain,
     host::{HostView, Progress},
@@ -62,9 +62,7 @@ impl Agent {
                 let fetched = actor.fetch(&preflight, &set, peers, move |now| drop(sender.send(now)));
                 self.follow_progress(step, fetched, progress).await?;
                 // Others wait for this.
-                self.view = self.actor.observe().await?;
-                self.serving.has_changed();
-                self.look_at_packages();
+                self.serving.look_anew(&preflight.prefix, self.published.sets(), &self.view.environments);
                 let world = self.world.borrow().clone();
                 self.report(&world, step, Some("the packages are fetched")).await;
                 let (sender, progress) = unbounded_channel();
@@ -207,11 +205,11 @@ impl Agent {
     }
 }
 
-/// What is wanted of this node, as far as an installation depends on it: not the roster's revision, which joins of others
-/// change.
+/// What is wanted of this node, as far as an installation depends on it: which package set, and from where. A rank that is
+/// given, or a lead that has taken this node in, is no reason to begin again.
 fn wish(world: &World) -> impl PartialEq + use<> {
     let generation = world.instance.here().and_then(|instance| instance.metadata.generation);
-    let spec = world.node_spec().map(|spec| FluxNodeSpec { revision: 0, ..spec.clone() });
+    let spec = world.node_spec().map(|spec| (spec.want == Want::Nothing, spec.fetch_from.clone()));
     (world.instance_uid(), generation, spec)
 }
 

@@ -310,7 +310,7 @@ impl Agent {
     }
 
     /// What this host has for others.
-    pub(super) fn look_at_packages(&mut self) {
+    fn look_at_packages(&mut self) {
         let ours = self.view.state.as_ref().filter(|state| state.instance_uid == self.actor.instance_uid);
         let prefix = ours.map(|state| state.prefix.as_path());
         self.serving.look(prefix, self.published.sets(), &self.view.environments);

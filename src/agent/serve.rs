@@ -131,9 +131,10 @@ impl Serving {
         self.looked = Some((wares, Instant::now()));
     }
 
-    /// The next look is a real one.
-    pub fn has_changed(&mut self) {
+    /// As [`Serving::look`], after archives have come.
+    pub fn look_anew(&mut self, prefix: &Path, sets: &[(String, PackageSet)], environments: &[String]) {
         self.looked = None;
+        self.look(Some(prefix), sets, environments);
     }
 
     fn offer(&self, prefix: Option<&Path>, sets: &[(String, PackageSet)]) {
