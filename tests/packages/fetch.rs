@@ -1,6 +1,33 @@
 //! What is in `pkgs/` is whole, whatever happened on the way.
 
+use std::{
+    sync::{Arc, Mutex, atomic::AtomicU64},
+    time::{Duration, Instant},
+};
+
+use axum::{
+    body::Body,
+    http::{StatusCode, header},
+    response::Response,
+};
+use flux_distribute::{
+    api::BundleSource,
+    packages::{Access, Token},
+};
+use sha2::{Digest, Sha256};
+
 use super::*;
+
+fn answer(status: StatusCode, headers: &[(header::HeaderName, &str)], body: impl Into<Body>) -> Option<Response> {
+    let mut answer = Response::new(body.into());
+    *answer.status_mut() = status;
+    answer.headers_mut().extend(headers.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())));
+    Some(answer)
+}
+
+fn is_index(request: &axum::extract::Request) -> bool {
+    request.uri().path().contains("repodata")
+}
 
 #[tokio::test]
 async fn a_package_that_changed_at_its_source_is_refused_with_both_digests() {
@@ -121,4 +148,259 @@ fn both_stages_of_the_pod_can_run_on_any_thread() {
     let set = PackageSet::Bundle(flux_distribute::api::BundleSource::default());
     sendable(packages::resolve(&packages, &[], &http, None, host_file));
     sendable(packages::fetch(&set, "", PLATFORM, Path::new("/"), host_file, &http, &Sources::default(), |_| ()));
+}
+
+#[tokio::test]
+async fn a_source_that_wishes_for_rest_gets_it() {
+    let channel = Channel::with_flux();
+    for status in [StatusCode::TOO_MANY_REQUESTS, StatusCode::SERVICE_UNAVAILABLE] {
+        let server = Server::start(channel.path()).await;
+        let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
+        let asked_at = Arc::new(Mutex::new(Vec::new()));
+        let times = asked_at.clone();
+        server.hook(move |_| {
+            times.lock().unwrap().push(Instant::now());
+            let is_first = times.lock().unwrap().len() == 1;
+            is_first.then(|| answer(status, &[(header::RETRY_AFTER, "2")], "later")).flatten()
+        });
+        Host::new().fetch(&set).await.unwrap();
+        let times = asked_at.lock().unwrap();
+        assert!(times.len() == 2 && times[1] - times[0] >= Duration::from_secs(2), "{times:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_refusal_is_told_at_once_with_package_and_source() {
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
+    server.hook(|_| answer(StatusCode::FORBIDDEN, &[], ""));
+    let error = Host::new().fetch(&set).await.unwrap_err();
+    assert!(!error.is_transient());
+    let words = error.to_string();
+    assert!(
+        words.contains(server.url()) && words.contains("libflux-1.0-0.tar.bz2") && words.contains("403"),
+        "{words}"
+    );
+}
+
+#[tokio::test]
+async fn a_redirect_is_followed_and_never_with_the_token() {
+    let channel = Channel::with_flux();
+    let (server, other) = (Server::start(channel.path()).await, Server::start(channel.path()).await);
+    let access = Access { token: Some(Token::new("s3cret\n")), ..Access::default() };
+    let http = HttpClient::with_access(&access, &[server.url().to_owned()]).unwrap();
+    assert!(!format!("{access:?} {http:?}").contains("s3cret"));
+    let elsewhere = other.url().trim_end_matches('/').to_owned();
+    server.hook(move |request| {
+        let token = request.headers().get(header::AUTHORIZATION);
+        if token.is_none_or(|token| token != "Bearer s3cret") {
+            return answer(StatusCode::UNAUTHORIZED, &[], "");
+        }
+        let to = format!("{elsewhere}{}", request.uri().path());
+        (!is_index(request)).then(|| answer(StatusCode::FOUND, &[(header::LOCATION, &to)], "")).flatten()
+    });
+    let leaked = Arc::new(AtomicU64::new(0));
+    let leaks = leaked.clone();
+    other.hook(move |request| {
+        leaks.fetch_add(u64::from(request.headers().contains_key(header::AUTHORIZATION)), Ordering::SeqCst);
+        None
+    });
+    let asked = asked(server.url(), &["flux-core"]);
+    let error = resolve(&asked).await.unwrap_err();
+    assert!(!format!("{error:?}").contains("s3cret"));
+    let set = packages::resolve(&asked, &[PLATFORM.to_owned()], &http, None, host_file).await.unwrap();
+    let fetched = Host::new().fetch_from(&set, &http, &Sources::default()).await.unwrap();
+    assert_eq!((other.sent(), leaked.load(Ordering::SeqCst)), (fetched.bytes, 0));
+}
+
+#[tokio::test]
+async fn a_part_that_was_not_asked_for_is_not_taken_for_the_rest() {
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
+    server.trouble().cuts.store(1, Ordering::SeqCst);
+    server.hook(|request| {
+        request.headers().get(header::RANGE)?;
+        answer(StatusCode::PARTIAL_CONTENT, &[(header::CONTENT_RANGE, "bytes 1-4/5")], "oops")
+    });
+    let host = Host::new();
+    host.fetch(&set).await.unwrap();
+    host.link(&set).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_archive_of_another_size_is_refused_without_reading_it_all() {
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
+    let archive = fs::read(channel.archive("libflux-1.0-0.tar.bz2")).unwrap();
+    let endless = || futures::stream::repeat_with(|| Ok::<_, io::Error>(noise(1 << 16)));
+    for (than, body) in [
+        ("more", Box::new(move || Body::from_stream(endless())) as Box<dyn Fn() -> Body + Send>),
+        ("more", Box::new(|| Body::from(noise(1 << 20)))),
+        ("fewer", Box::new(move || Body::from(archive[..archive.len() / 2].to_vec()))),
+    ] {
+        server.hook(move |_| answer(StatusCode::OK, &[], body()));
+        let error = Host::new().fetch(&set).await.unwrap_err();
+        assert!(matches!(error, FetchError::Size { .. }) && !error.is_transient(), "{error}");
+        let words = error.to_string();
+        assert!(words.starts_with(server.url()) && words.contains("libflux") && words.contains(than), "{words}");
+    }
+}
+
+#[tokio::test]
+async fn a_body_without_length_that_ends_early_is_gone_on_with() {
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
+    let archive = fs::read(channel.archive("libflux-1.0-0.tar.bz2")).unwrap();
+    let half = archive[..archive.len() / 2].to_vec();
+    server.hook(move |request| {
+        let piece = half.clone();
+        let body = Body::from_stream(futures::stream::once(async { Ok::<_, io::Error>(piece) }));
+        if request.headers().contains_key(header::RANGE) { None } else { answer(StatusCode::OK, &[], body) }
+    });
+    let before = server.sent();
+    Host::new().fetch(&set).await.unwrap();
+    assert_eq!(server.sent() - before, archive.len().div_ceil(2) as u64);
+}
+
+#[tokio::test]
+async fn a_mirror_takes_the_place_of_the_channel_of_a_lock() {
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let set = resolve(&asked(server.url(), &["flux-core"])).await.unwrap();
+    let before = server.sent();
+    let directory = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(channel.path(), directory.path().join("conda")).unwrap();
+    let mirror = Server::start(directory.path()).await;
+    for mirror in [format!("{}conda", mirror.url()), format!("{}/", channel.file_url())] {
+        let sources = Sources { mirror: Some(mirror), ..Sources::default() };
+        Host::new().fetch_from(&set, &http(), &sources).await.unwrap();
+    }
+    assert!(server.sent() == before && mirror.sent() > 0);
+    let sources = Sources { mirror: Some("//me:secret@mirror".to_owned()), ..Sources::default() };
+    let error = Host::new().fetch_from(&set, &http(), &sources).await.unwrap_err();
+    assert!(matches!(error, FetchError::NotAUrl { .. }) && !error.to_string().contains("secret"), "{error}");
+}
+
+/// A small file system, unmounted at the end.
+struct Small(Host);
+
+impl Small {
+    fn new(options: &str) -> Option<Self> {
+        let host = Host::new();
+        let flags = nix::mount::MsFlags::empty();
+        match nix::mount::mount(Some("tmpfs"), &host.pkgs(), Some("tmpfs"), flags, Some(options)) {
+            Ok(()) => Some(Self(host)),
+            Err(error) => {
+                eprintln!("skipped: can't mount a small file system here ({error})");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        nix::mount::umount2(&self.0.pkgs(), nix::mount::MntFlags::MNT_DETACH).unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_full_disk_is_told_with_what_is_lacking_and_goes_on_where_it_ended() {
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
+    let size = fs::metadata(channel.archive("libflux-1.0-0.tar.bz2")).unwrap().len();
+    let before = server.sent();
+    let Some(small) = Small::new("size=128k") else { return };
+    let error = small.0.fetch(&set).await.unwrap_err();
+    assert!(matches!(error, FetchError::Write { .. }) && error.is_transient());
+    let words = error.to_string();
+    let there = fs::read_dir(small.0.pkgs()).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum::<u64>();
+    assert!(there > 0 && there < size);
+    let missing = format!("{} more bytes are needed", size - there);
+    assert!(words.contains(small.0.pkgs().to_str().unwrap()) && words.contains(&missing), "{words}");
+
+    let flags = nix::mount::MsFlags::MS_REMOUNT;
+    nix::mount::mount(None::<&str>, &small.0.pkgs(), None::<&str>, flags, Some("size=8m")).unwrap();
+    let first = server.sent() - before;
+    small.0.fetch(&set).await.unwrap();
+    assert_eq!(server.sent() - before - first, size - there, "what was there was sent again");
+}
+
+#[tokio::test]
+async fn a_disk_without_inodes_is_told_as_such() {
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let set = resolve(&asked(server.url(), &["flux-core"])).await.unwrap();
+    let Some(small) = Small::new("size=8m,nr_inodes=2") else { return };
+    let error = small.0.fetch(&set).await.unwrap_err();
+    assert!(error.is_transient() && error.to_string().contains("no inodes left"), "{error}");
+}
+
+#[tokio::test]
+async fn a_private_authority_and_a_token_open_a_site_of_its_own() {
+    let authority_key = rcgen::KeyPair::generate().unwrap();
+    let mut authority = rcgen::CertificateParams::new(Vec::new()).unwrap();
+    authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let pem = authority.self_signed(&authority_key).unwrap().pem();
+    let issuer = rcgen::Issuer::new(authority, authority_key);
+    let key = rcgen::KeyPair::generate().unwrap();
+    let names = vec!["localhost".to_owned()];
+    let certificate = rcgen::CertificateParams::new(names).unwrap().signed_by(&key, &issuer).unwrap();
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let private = rustls::pki_types::PrivateKeyDer::try_from(key.serialize_der()).unwrap();
+    let config = rustls::ServerConfig::builder().with_no_client_auth();
+    let config = config.with_single_cert(vec![certificate.der().clone()], private).unwrap();
+    let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(config));
+    let listener = tokio::net::TcpListener::bind("localhost:0").await.unwrap();
+    let url = format!("https://localhost:{}/flux.tar.gz", listener.local_addr().unwrap().port());
+    tokio::spawn(async move {
+        loop {
+            let Ok(stream) = acceptor.accept(listener.accept().await.unwrap().0).await else { continue };
+            let service = hyper::service::service_fn(async |request: axum::http::Request<hyper::body::Incoming>| {
+                let token = request.headers().get(header::AUTHORIZATION).is_some_and(|t| t == "Bearer t");
+                let status = if token { StatusCode::OK } else { StatusCode::UNAUTHORIZED };
+                Ok::<_, std::convert::Infallible>(answer(status, &[], "a bundle").unwrap())
+            });
+            let stream = hyper_util::rt::TokioIo::new(stream);
+            let _ = hyper::server::conn::http1::Builder::new().serve_connection(stream, service).await;
+        }
+    });
+    let sha256 = hex::encode(Sha256::digest("a bundle"));
+    let set = PackageSet::Bundle(BundleSource { url: url.clone(), sha256 });
+    let access = Access::from_secret(Some(pem.as_bytes()), Some(b"t\n")).unwrap();
+    let fetch = async |access: &Access| {
+        let http = HttpClient::with_access(access, std::slice::from_ref(&url)).unwrap();
+        Host::new().fetch_from(&set, &http, &Sources::default()).await
+    };
+    fetch(&access).await.unwrap();
+    let error = fetch(&Access { token: None, ..access.clone() }).await.unwrap_err();
+    assert!(error.to_string().contains("401"), "{error}");
+}
+
+#[test]
+fn a_secret_that_cannot_be_used_is_told_by_its_name_and_key_and_without_its_value() {
+    let pem = "-----BEGIN CERTIFICATE-----\nc2VjcmV0\n-----END CERTIFICATE-----\n";
+    for (authorities, token, key) in [
+        (&b"secret"[..], &b""[..], "ca.crt"),
+        (pem.as_bytes(), b"", "ca.crt"),
+        (&pem.as_bytes()[..40], b"", "ca.crt"),
+        (b"\xff", b"", "ca.crt"),
+        (b"", b"secret\nsecret", "token"),
+        (b"", b"\xff", "token"),
+    ] {
+        let access = Access::from_secret(Some(authorities), Some(token));
+        let error = access.and_then(|access| HttpClient::with_access(&access, &[])).unwrap_err();
+        let words = flux_distribute::error_chain(&error);
+        assert!(
+            words.contains("flux-packages-access") && words.contains(key) && !words.contains("c2VjcmV0"),
+            "{words}"
+        );
+        assert!(!words.contains("secret\n"), "{words}");
+    }
+    assert_eq!(Access::from_secret(Some(b" \n"), None).unwrap(), Access::default());
 }

@@ -6,6 +6,8 @@ mod bundle;
 mod channel;
 mod fetch;
 mod link;
+mod peers;
+mod serve;
 mod solve;
 
 use std::{
@@ -68,11 +70,14 @@ impl Host {
     }
 
     async fn fetch(&self, set: &PackageSet) -> Result<Fetched, FetchError> {
+        self.fetch_from(set, &http(), &Sources::default()).await
+    }
+
+    async fn fetch_from(&self, set: &PackageSet, http: &HttpClient, from: &Sources) -> Result<Fetched, FetchError> {
         // As the agent does it: through a descriptor, since the path is another one in the pod.
         let directory = File::open(self.pkgs()).unwrap();
         let pkgs = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&directory));
-        packages::fetch(set, &set.digest(), PLATFORM, Path::new(&pkgs), host_file, &http(), &Sources::default(), |_| ())
-            .await
+        packages::fetch(set, &set.digest(), PLATFORM, Path::new(&pkgs), host_file, http, from, |_| ()).await
     }
 
     async fn link(&self, set: &PackageSet) -> Result<Linked, Refusal> {

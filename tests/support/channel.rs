@@ -190,7 +190,11 @@ pub struct Trouble {
     pub no_ranges: AtomicU64,
     /// Bytes of bodies that were sent.
     pub sent: AtomicU64,
+    /// Answers in the server's place, if it is there and gives one.
+    hook: std::sync::Mutex<Option<Hook>>,
 }
+
+type Hook = Box<dyn Fn(&Request) -> Option<Response> + Send>;
 
 impl Server {
     pub async fn start(root: &Path) -> Self {
@@ -213,9 +217,22 @@ impl Server {
     pub fn trouble(&self) -> &Trouble {
         &self.trouble
     }
+
+    /// From now on `hook` is asked first.
+    pub fn hook(&self, hook: impl Fn(&Request) -> Option<Response> + Send + 'static) {
+        *self.trouble.hook.lock().unwrap() = Some(Box::new(hook));
+    }
+
+    /// Bytes of bodies that were sent until now.
+    pub fn sent(&self) -> u64 {
+        self.trouble.sent.load(Ordering::SeqCst)
+    }
 }
 
 async fn serve(State(server): State<Arc<Trouble>>, request: Request) -> Response {
+    if let Some(answer) = server.hook.lock().unwrap().as_ref().and_then(|hook| hook(&request)) {
+        return answer;
+    }
     let path = request.uri().path().trim_start_matches('/');
     let Ok(all) = fs::read(server.root.join(path)) else {
         return Response::builder().status(StatusCode::NOT_FOUND).body(Body::empty()).unwrap();
