@@ -146,3 +146,21 @@ impl Serving {
         self.shelf.offer_with(move |name| open_host_file(&pkgs.join(name)), names);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_port_that_is_taken_leaves_a_node_that_only_fetches() {
+        // The whole of 127.0.0.0/8 is the machine's own: nobody else is at these two.
+        let [taken, free] = [[127, 82, 5, 1], [127, 82, 5, 2]].map(IpAddr::from);
+        let _somebody = std::net::TcpListener::bind((taken, PEER_PORT)).unwrap();
+        assert_eq!(Serving::begin(Some(taken)).await.peer(), None);
+        assert_eq!(Serving::begin(None).await.peer(), None);
+        let serving = Serving::begin(Some(free)).await;
+        assert_eq!(serving.peer().as_deref(), Some("127.82.5.2:8052"));
+        assert!(std::net::TcpStream::connect((free, PEER_PORT)).is_ok());
+        assert!(std::net::TcpStream::connect(("127.0.0.1", PEER_PORT)).is_err(), "at that address only");
+    }
+}

@@ -33,3 +33,22 @@ fn named(packages: &Packages) -> Vec<String> {
     let named = packages.channels.iter().chain(&packages.mirror).map(String::as_str).chain(bundle).chain(locked);
     named.map(str::to_owned).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::BundleSource;
+
+    #[test]
+    fn the_token_is_for_the_servers_that_the_spec_names_and_not_for_the_default_channel() {
+        assert_eq!(named(&Packages::default()), Vec::<String>::new());
+        let packages = Packages {
+            channels: vec!["https://a/c".into()],
+            mirror: Some("https://b/m".into()),
+            lock: Some("- conda: https://c/x.conda\n".into()),
+            bundle: Some(BundleSource { url: "https://d/b.tar.gz".into(), sha256: String::new() }),
+            ..Packages::default()
+        };
+        assert_eq!(named(&packages), ["https://a/c", "https://b/m", "https://d/b.tar.gz", "https://c/x.conda"]);
+    }
+}
