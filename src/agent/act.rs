@@ -104,8 +104,6 @@ pub struct Actor {
     pub instance_uid: String,
     /// Its spec.uninstall.
     pub uninstall: Uninstall,
-    /// Its spec.packages.
-    pub packages: Packages,
 }
 
 impl Actor {
@@ -148,7 +146,8 @@ impl Actor {
         self.order(Order::Claim(order)).await.map(drop)
     }
 
-    /// The first half of the rung install: fills `pkgs/`, from the pod; from `peers` before the set's own source.
+    /// The first half of the rung install: fills `pkgs/`, from the pod; from `peers` before the set's own source, which is
+    /// asked as `packages` of the spec says.
     ///
     /// # Errors
     /// The first thing that failed; what is live is untouched.
@@ -156,6 +155,7 @@ impl Actor {
         &self,
         preflight: &Preflight,
         set: &PackageSet,
+        packages: &Packages,
         peers: Vec<String>,
         mut progress: impl FnMut(Progress) + Send,
     ) -> Result<(), StepError> {
@@ -163,8 +163,8 @@ impl Actor {
         let path = preflight.prefix.join("pkgs");
         let pkgs = make_dirs_in_host_root(&path).map_err(|source| StepError::Directory { path, source })?;
         let host_file = |path: &str| crate::host::open_host_file(Path::new(path));
-        let http = access::http_client(&self.client, &self.packages).await?;
-        let sources = Sources { peers, mirror: self.packages.mirror.clone() };
+        let http = access::http_client(&self.client, packages).await?;
+        let sources = Sources { peers, mirror: packages.mirror.clone() };
         let (digest, pkgs) = (set.digest(), host_path(&pkgs));
         let fetched =
             fetch(set, &digest, &preflight.platform, &pkgs, host_file, &http, &sources, &mut progress).await?;

@@ -57,9 +57,9 @@ impl Agent {
                 let told = world.node_spec().and_then(|spec| spec.fetch_from.as_ref());
                 let told = told.filter(|told| told.digest == *digest);
                 let peers = told.map(|told| told.peers.clone()).unwrap_or_default();
-                let actor = self.actor.clone();
+                let (actor, packages) = (self.actor.clone(), self.spec.packages.clone());
                 let (sender, progress) = unbounded_channel();
-                let fetched = actor.fetch(&preflight, &set, peers, move |now| drop(sender.send(now)));
+                let fetched = actor.fetch(&preflight, &set, &packages, peers, move |now| drop(sender.send(now)));
                 self.follow_progress(step, fetched, progress).await?;
                 // Others wait for this.
                 self.serving.look_anew(&preflight.prefix, self.published.sets(), &self.view.environments);

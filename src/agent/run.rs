@@ -35,7 +35,7 @@ use super::{
     watch::{Presence, World, world},
 };
 use crate::{
-    api::{CONFIGMAP_DEFAULT, FetchFrom, FluxInstanceSpec, NAMESPACE, Packages, Uninstall},
+    api::{CONFIGMAP_DEFAULT, FetchFrom, FluxInstanceSpec, NAMESPACE, Uninstall},
     error_chain,
     host::{Host, HostView, NsHost, Preflight},
     planner,
@@ -139,19 +139,12 @@ impl Agent {
         members: Arc<AtomicU32>,
         serving: Serving,
     ) -> Self {
-        let actor = Actor {
-            host,
-            client: client.clone(),
-            instance_uid: String::new(),
-            uninstall: Uninstall::default(),
-            packages: Packages::default(),
-        };
         Self {
             client: client.clone(),
             live_change: Arc::default(),
             members,
             began: Instant::now(),
-            actor,
+            actor: Actor { host, client: client.clone(), instance_uid: String::new(), uninstall: Uninstall::default() },
             reporter: Reporter::new(client.clone(), arguments.node_name.clone(), &arguments.pod_name),
             readiness,
             serving,
@@ -276,7 +269,6 @@ impl Agent {
             self.generation = instance.metadata.generation.unwrap_or_default();
             self.members.store(instance.status.as_ref().map_or(0, |status| status.size), Ordering::Relaxed);
             self.actor.uninstall = self.spec.uninstall;
-            self.actor.packages.clone_from(&self.spec.packages);
             let uid = instance.uid().unwrap_or_default();
             if self.actor.instance_uid != uid {
                 self.actor.instance_uid = uid;

@@ -16,7 +16,7 @@ use super::{
     tell::facts,
 };
 use crate::{
-    api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster},
+    api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, PackageSet, Packages, Roster},
     broker::status::state,
     host::{NsHost, Preflight, Progress},
     planner::{call, read_packages},
@@ -57,7 +57,6 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
         client: client.clone(),
         instance_uid: instance.uid().unwrap_or_default(),
         uninstall: instance.spec.uninstall,
-        packages: instance.spec.packages.clone(),
     };
     let set = read_packages(&client).await?.into_iter().next();
     let preflight = actor.preflight(&instance.spec, set.as_ref()).await?;
@@ -79,7 +78,7 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
             // By hand nobody is waited for: without a word of the planner it is the source.
             let told = node.and_then(|node| node.spec.fetch_from).filter(|told| told.digest == set.digest());
             let peers = told.map(|told| told.peers).unwrap_or_default();
-            install(&actor, &preflight, &set, peers).await?;
+            install(&actor, &preflight, &set, &instance.spec.packages, peers).await?;
         }
         Rung::Configure | Rung::Start => {
             let node = call(format!("get FluxNode {name}"), nodes.get(name)).await?;
@@ -120,7 +119,13 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
     Ok(ExitCode::SUCCESS)
 }
 
-async fn install(actor: &Actor, preflight: &Preflight, set: &PackageSet, peers: Vec<String>) -> Result<(), StepError> {
+async fn install(
+    actor: &Actor,
+    preflight: &Preflight,
+    set: &PackageSet,
+    packages: &Packages,
+    peers: Vec<String>,
+) -> Result<(), StepError> {
     let mut last = String::new();
     let mut progress = move |now: Progress| {
         if now.what != last {
@@ -128,7 +133,7 @@ async fn install(actor: &Actor, preflight: &Preflight, set: &PackageSet, peers: 
             last = now.what;
         }
     };
-    actor.fetch(preflight, set, peers, &mut progress).await?;
+    actor.fetch(preflight, set, packages, peers, &mut progress).await?;
     actor.link(preflight, set, &mut progress).await
 }
 
