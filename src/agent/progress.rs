@@ -2,31 +2,30 @@
 
 use std::{collections::BTreeSet, pin::pin, time::Instant};
 
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::{
+    sync::mpsc::UnboundedReceiver,
+    time::{MissedTickBehavior, interval},
+};
 use tracing::info;
 
-use super::{act::StepError, decide::Step, run::Agent, watch::World};
+use super::{act::StepError, decide::Step, run::Agent};
 use crate::{
-    api::PackageSet,
-    host::{Preflight, Progress},
+    host::Progress,
     packages::{LINE_EVERY, Meter, quarters},
 };
 
 impl Agent {
-    /// Installs `set`.
+    /// Sees `work` to its end, and tells how far it is.
     ///
     /// # Errors
-    /// See [`Actor::install`](super::act::Actor::install).
-    pub(super) async fn install(
+    /// Those of `work`.
+    pub(super) async fn follow_progress(
         &mut self,
-        world: &World,
         step: &Step,
-        preflight: &Preflight,
-        set: &PackageSet,
+        work: impl Future<Output = Result<(), StepError>>,
+        mut events: UnboundedReceiver<Progress>,
     ) -> Result<(), StepError> {
-        let (sender, mut events) = tokio::sync::mpsc::unbounded_channel::<Progress>();
-        let actor = self.actor.clone();
-        let mut install = pin!(actor.install(preflight, set, move |now| drop(sender.send(now))));
+        let mut work = pin!(work);
         let mut meter = Meter::default();
         let mut reported = BTreeSet::new();
         let mut every = interval(LINE_EVERY);
@@ -34,7 +33,7 @@ impl Agent {
         every.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let outcome = loop {
             tokio::select! {
-                outcome = &mut install => break outcome,
+                outcome = &mut work => break outcome,
                 _ = every.tick() => {
                     if let Some(reading) = meter.read(Instant::now()) {
                         info!(progress = %reading, "installing");
@@ -47,7 +46,8 @@ impl Agent {
                     }
                     // Each once: phases may overlap, and a part that has to come again takes a phase back.
                     if reported.insert(words.clone()) {
-                        self.report(world, step, Some(&words)).await;
+                        let world = self.world.borrow().clone();
+                        self.report(&world, step, Some(&words)).await;
                     }
                 }
             }
