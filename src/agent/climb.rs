@@ -53,6 +53,7 @@ impl Agent {
                 self.preflight = Some(preflight.clone());
                 self.install(world, step, &preflight, &set).await
             }
+            Step::Prepare { digest } => self.prepare(step, digest).await,
             Step::Start(assignment) => {
                 let roster = self.published.roster()?;
                 let revision = match self.actor.configure(&preflight, &roster, assignment, false).await {
@@ -93,7 +94,7 @@ impl Agent {
     }
 
     /// The spec, with the port that the running epoch has: another one is for the next.
-    fn running_spec(&self) -> FluxInstanceSpec {
+    pub(super) fn running_spec(&self) -> FluxInstanceSpec {
         let mut spec = self.spec.clone();
         let rank = self.world.borrow().node_spec().and_then(|own| own.rank);
         if let (Some(roster), Some(_)) = (&self.published.roster, rank) {

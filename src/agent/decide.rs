@@ -54,6 +54,11 @@ pub enum Step {
         /// Its digest.
         digest: String,
     },
+    /// Fetch and link this package set beside the broker that runs: it is for the next epoch.
+    Prepare {
+        /// Its digest.
+        digest: String,
+    },
     /// Write the files and start the broker.
     Start(Assignment),
     /// Lead: take in what the roster declares now, live.
@@ -75,6 +80,7 @@ impl Step {
             Self::Wait(_) => "wait",
             Self::Preflight => "preflight",
             Self::Install { .. } => "install",
+            Self::Prepare { .. } => "prepare",
             Self::Start(_) => "start",
             Self::Reload(_) => "reload",
             Self::Stop { .. } => "stop",
@@ -159,7 +165,11 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     if assignment.rank == 0 && seen.applied < Some(spec.revision) {
         return Step::Reload(assignment);
     }
-    Step::Hold
+    // Last of all: nothing that runs depends on it.
+    match seen.published {
+        Some(digest) if !has(digest) => Step::Prepare { digest: digest.to_owned() },
+        _ => Step::Hold,
+    }
 }
 
 /// The assignment, where FluxNode and roster agree on rank, Node UID and epoch.
@@ -326,6 +336,46 @@ mod tests {
         assert!(matches!(world.decide(), Step::Start(assignment) if assignment.rank == 1));
         world.host.broker = Some(broker(1, 1));
         assert_eq!(world.decide(), Step::Hold);
+    }
+
+    #[test]
+    fn the_next_epochs_packages_are_prepared_when_nothing_else_is_to_be_done() {
+        let mut world = World::new();
+        world.published = Some("newer");
+        assert!(matches!(world.decide(), Step::Start(_)), "{:?}", world.decide());
+        world.host.broker = Some(broker(1, 1));
+        assert_eq!(world.decide(), Step::Prepare { digest: "newer".into() });
+        world.host.environments.push("newer".into());
+        assert_eq!(world.decide(), Step::Hold);
+        world.host.environments.pop();
+        for (change, what) in [
+            ((|w| w.host.broker = Some(broker(3, 1))) as fn(&mut World), "another rank"),
+            (|w| w.roster.as_mut().unwrap().epoch = 2, "another epoch"),
+            (|w| w.host.broker = None, "no broker"),
+            (|w| w.instance = "over", "the end"),
+        ] {
+            let mut world = World {
+                host: world.host.clone(),
+                roster: world.roster.clone(),
+                spec: world.spec.clone(),
+                ..World::new()
+            };
+            world.published = Some("newer");
+            change(&mut world);
+            assert!(!matches!(world.decide(), Step::Prepare { .. }), "{what}");
+        }
+    }
+
+    #[test]
+    fn a_lead_takes_in_a_new_revision_before_it_prepares_anything() {
+        let mut world = World::new();
+        world.published = Some("newer");
+        let spec = world.spec.as_mut().unwrap();
+        (spec.node_name, spec.rank, spec.node_uid) = ("node1".into(), Some(0), Some("uid-node1".into()));
+        world.host.broker = Some(broker(0, 1));
+        assert!(matches!(world.decide(), Step::Reload(_)));
+        world.applied = Some(1);
+        assert!(matches!(world.decide(), Step::Prepare { .. }));
     }
 
     #[test]

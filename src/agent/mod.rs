@@ -7,6 +7,7 @@ mod enter;
 mod health;
 mod live;
 mod log;
+mod prepare;
 mod progress;
 mod published;
 mod reload;
@@ -15,7 +16,9 @@ mod run;
 mod rung;
 mod teardown;
 mod tell;
+mod tidy;
 mod tries;
+mod verify;
 mod watch;
 
 use std::net::SocketAddr;
@@ -25,6 +28,7 @@ use kube::{Client, Config};
 pub use enter::{EnterError, StatusArguments, connect, shell, status};
 pub use run::run;
 pub use rung::{Rung, rung};
+pub use verify::{VerifyArguments, verify};
 
 /// What an agent has to be told; the DaemonSet tells it by the downward API.
 #[derive(clap::Args, Debug, Clone)]

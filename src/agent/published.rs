@@ -28,14 +28,23 @@ pub struct Published {
     pub roster_is_gone: bool,
     /// The package sets and their digests: what the spec asks for, and what the running epoch has where that differs.
     packages: Vec<(String, PackageSet)>,
+    /// The planner's word on the next epoch when they were read.
+    pending: String,
 }
 
 impl Published {
-    /// Reads what `spec` says is new. `view` is the host: the lead's agent also looks after what only it can bring back.
+    /// Reads what `spec` says is new, and the packages where `pending`, the planner's word on the next epoch, is another
+    /// one. `view` is the host: the lead's agent also looks after what only it can bring back.
     ///
     /// # Errors
     /// The API server's; what was read before stays.
-    pub async fn refresh(&mut self, client: &Client, spec: &FluxNodeSpec, view: &HostView) -> Result<(), StepError> {
+    pub async fn refresh(
+        &mut self,
+        client: &Client,
+        spec: &FluxNodeSpec,
+        pending: &str,
+        view: &HostView,
+    ) -> Result<(), StepError> {
         let is_current = |roster: &Roster| roster.epoch == spec.epoch && roster.revision >= spec.revision;
         let stale = spec.rank.is_some() && !self.roster.as_ref().is_some_and(is_current);
         let is_lead = leads(view, Some(spec));
@@ -48,8 +57,9 @@ impl Published {
         let wanted = self.roster.as_ref().map(|roster| roster.settings.digest.as_str());
         let known = |digest: &str| self.packages.iter().any(|(known, _)| known == digest);
         let missing = wanted.is_some_and(|wanted| !known(wanted) && !view.has_environment(wanted));
-        if self.packages.is_empty() || missing || spec.want != Want::Run {
+        if self.packages.is_empty() || missing || spec.want != Want::Run || self.pending != pending {
             self.packages = read_packages(client).await?.into_iter().map(|set| (set.digest(), set)).collect();
+            pending.clone_into(&mut self.pending);
         }
         // The lead's broker need not run for it: it may be waiting for just this.
         let leads = self.roster.as_ref().and_then(|roster| agreed(spec, roster)).is_some_and(|own| own.rank == 0);
@@ -59,6 +69,11 @@ impl Published {
     /// Digest of the package set that the spec asks for.
     pub fn digest(&self) -> Option<&str> {
         self.packages.first().map(|(digest, _)| digest.as_str())
+    }
+
+    /// All published package sets and their digests.
+    pub fn all(&self) -> &[(String, PackageSet)] {
+        &self.packages
     }
 
     /// The package set `digest`.

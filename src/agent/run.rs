@@ -30,6 +30,7 @@ use super::{
     report::Reporter,
     teardown,
     tell::{self, Known, facts},
+    tidy::Tidied,
     tries::{Starts, Tries, Trouble},
     watch::{Presence, World, world},
 };
@@ -41,7 +42,7 @@ use crate::{
 };
 
 /// Look again at least this often, even where nothing was heard.
-const RESYNC: Duration = Duration::from_secs(10);
+pub(super) const RESYNC: Duration = Duration::from_secs(10);
 /// While something is on its way.
 pub(super) const SOON: Duration = Duration::from_secs(1);
 /// A broker that takes longer than this to come up is worth a look into the lead's words.
@@ -122,6 +123,7 @@ pub(super) struct Agent {
     pub(super) published: Published,
     pub(super) tries: Tries,
     pub(super) starts: Starts,
+    pub(super) tidied: Tidied,
 }
 
 impl Agent {
@@ -152,6 +154,7 @@ impl Agent {
             published: Published::default(),
             tries: Tries::default(),
             starts: Starts::default(),
+            tidied: Tidied::default(),
         }
     }
 
@@ -187,6 +190,9 @@ impl Agent {
         if let Step::Hold | Step::Wait(_) = step {
             self.tries.succeeded();
             self.report(&world, &step, None).await;
+            if world.instance.here().is_some() {
+                self.tidy().await;
+            }
             // What others do is heard by a watch, but for the packages, which are not watched.
             let on_its_way = self.view.broker.is_some() && !self.is_online();
             return Ok(if on_its_way || self.published.digest().is_none() { SOON } else { RESYNC });
@@ -223,7 +229,7 @@ impl Agent {
         }
     }
 
-    fn seen<'a>(&'a self, world: &'a World, uid: Option<&'a str>) -> Seen<'a> {
+    pub(super) fn seen<'a>(&'a self, world: &'a World, uid: Option<&'a str>) -> Seen<'a> {
         let instance = match uid {
             _ if world.is_over() => Instance::Over,
             Some(uid) => Instance::Here { uid },
@@ -242,7 +248,7 @@ impl Agent {
 
     /// The host, and what the planner has published as far as it concerns this node: read by name, and only when our own
     /// FluxNode says that there is something new.
-    async fn observe(&mut self, world: &World) -> Result<(), StepError> {
+    pub(super) async fn observe(&mut self, world: &World) -> Result<(), StepError> {
         if let Some(instance) = world.instance.here() {
             let place = |spec: &FluxInstanceSpec| (spec.prefix.clone(), spec.broker.port);
             if place(&self.spec) != place(&instance.spec) {
@@ -268,7 +274,7 @@ impl Agent {
         self.follow_log();
         if world.instance.here().is_some() && !world.is_over() {
             let spec = world.node_spec().cloned().unwrap_or_default();
-            if let Err(error) = self.published.refresh(&self.client, &spec, &self.view).await {
+            if let Err(error) = self.published.refresh(&self.client, &spec, world.restart_pending(), &self.view).await {
                 // What runs goes on with what is known.
                 debug!(error = error_chain(&error), "can't read what the planner has published");
             }

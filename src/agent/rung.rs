@@ -38,7 +38,7 @@ pub enum Rung {
     /// Start the broker unless it runs.
     Start,
     /// Fail unless the broker is online.
-    Verify,
+    Online,
     /// Write the facts to the FluxNode.
     Report,
 }
@@ -94,7 +94,7 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
                 say(&format!("the broker of rank {} runs as process {pid}", assignment.rank));
             }
         }
-        Rung::Verify => {
+        Rung::Online => {
             let broker = actor.observe().await?.broker;
             let broker = broker.ok_or_else(|| AgentError::NotSo("no broker runs on this node".to_owned()))?;
             let socket = live::connect().await.map_err(|error| AgentError::NotSo(crate::error_chain(&error)))?;

@@ -100,7 +100,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     let progress = || known.progress.map(str::to_owned);
     if is_online(seen.host, known.live) && !matches!(known.step, Step::Remove) {
         // What can't be done beside a broker that is online is said, but it is online.
-        return (NodePhase::Online, trouble());
+        return (NodePhase::Online, trouble().or_else(progress));
     }
     if known.is_new && seen.host.broker.is_some() && known.live.pid.is_none() && before.phase == NodePhase::Online {
         // A new agent has not heard the broker yet: that is no news about the broker.
@@ -110,7 +110,9 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
         return (NodePhase::Removing, trouble().or_else(progress));
     }
     let was_online = before.phase == NodePhase::Online || before.phase == NodePhase::Offline;
-    if let Some(trouble) = known.trouble {
+    // What is for the next epoch says nothing about this one.
+    let about_this_epoch = |_: &&Trouble| !matches!(known.step, Step::Prepare { .. });
+    if let Some(trouble) = known.trouble.filter(about_this_epoch) {
         let phase = match trouble.waiting {
             true if was_online => NodePhase::Offline,
             true => NodePhase::Waiting,
@@ -122,7 +124,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
         Step::Preflight => (NodePhase::Preflight, None),
         Step::Install { .. } => (NodePhase::Installing, progress()),
         Step::Stop { reason } => (NodePhase::Starting, words(reason)),
-        Step::Start(_) | Step::Reload(_) | Step::Hold
+        Step::Start(_) | Step::Reload(_) | Step::Prepare { .. } | Step::Hold
             if seen.host.broker.is_some() || matches!(known.step, Step::Start(_)) =>
         {
             match (&seen.host.died, known.hint) {

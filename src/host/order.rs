@@ -3,7 +3,10 @@
 //! An order goes to the stage as one JSON document on stdin; the stage answers with JSON lines on stdout, any number of
 //! [`Reply::Progress`] and then exactly one [`Reply::Done`] or [`Reply::Failed`].
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+};
 
 use serde::{Deserialize, Serialize};
 
@@ -20,6 +23,10 @@ pub enum Order {
     Claim(ClaimOrder),
     /// Make `envs/<digest>` from what `pkgs/` holds. → [`Answer::Linked`]
     Link(LinkOrder),
+    /// Take away environments and archives that nobody needs any more. → [`Answer::Collected`]
+    Collect(CollectOrder),
+    /// Hash environments again and hold them against their records. → [`Answer::Verified`]
+    Verify(VerifyOrder),
     /// Write the files a broker reads at start. → [`Answer::Done`]
     Configure(ConfigureOrder),
     /// Start the broker, out of the pod's reach. → [`Answer::Observed`]
@@ -65,6 +72,28 @@ pub struct LinkOrder {
     pub set: crate::api::PackageSet,
     /// Conda platform of this host.
     pub platform: String,
+}
+
+/// See [`Order::Collect`].
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct CollectOrder {
+    /// From preflight.
+    pub prefix: PathBuf,
+    /// So many environments stay, and more only where more are wanted or used.
+    pub keep: u32,
+    /// Environments that stay in any case: the running epoch's, the published package set's.
+    pub wanted: BTreeSet<String>,
+    /// Archives in `pkgs/` that stay besides those of the environments that stay.
+    pub archives: BTreeSet<String>,
+}
+
+/// See [`Order::Verify`].
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct VerifyOrder {
+    /// Where everything is.
+    pub prefix: PathBuf,
+    /// Which environment; None: all that are ready.
+    pub digest: Option<String>,
 }
 
 /// One file under the prefix.
@@ -287,6 +316,10 @@ pub enum Answer {
     Preflight(Preflight),
     /// See [`Order::Link`].
     Linked(Linked),
+    /// See [`Order::Collect`].
+    Collected(Collected),
+    /// See [`Order::Verify`].
+    Verified(Vec<crate::packages::Verified>),
     /// See [`Order::Flux`].
     Ran(Ran),
 }
@@ -410,6 +443,19 @@ pub struct Linked {
     pub compiled_prefix: Option<PathBuf>,
     /// Bytes on disk.
     pub bytes: u64,
+}
+
+/// What was taken away.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct Collected {
+    /// Digests of environments.
+    pub environments: Vec<String>,
+    /// Archives.
+    pub archives: u64,
+    /// Bytes of all that.
+    pub bytes: u64,
+    /// What stays only because somebody uses it, and who, in words: worth another look later.
+    pub used: Vec<String>,
 }
 
 /// What `flux` said.

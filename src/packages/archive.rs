@@ -47,6 +47,16 @@ pub(super) fn is_digest(digest: &str) -> bool {
     (1..=64).contains(&digest.len()) && digest.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }
 
+/// One of the names in `pkgs/`: [`bundle_name`], or the sha256 of a package with one of conda's endings.
+pub(super) fn is_archive(name: &str) -> bool {
+    let of_bundle = name.strip_prefix("bundle-").and_then(|rest| rest.strip_suffix(".tar.gz"));
+    let of_package = || [".conda", ".tar.bz2"].iter().find_map(|end| name.strip_suffix(end));
+    match of_bundle {
+        Some(digest) => is_digest(digest),
+        None => of_package().is_some_and(|sha256| sha256.len() == 64 && is_digest(sha256)),
+    }
+}
+
 /// Reads to the end and returns sha256 in hex and the number of bytes.
 pub(super) fn sha256_of(mut from: impl Read) -> io::Result<(String, u64)> {
     let (mut hash, mut bytes) = (Sha256::new(), 0);

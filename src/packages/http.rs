@@ -78,15 +78,6 @@ impl HttpClient {
         })
     }
 
-    /// A client that reaches nothing. The host stage gives it to code that demands one: not even a name is looked up.
-    pub(super) fn offline() -> Result<Self, HttpError> {
-        // Port 0 can't be connected to.
-        let nowhere = reqwest::Proxy::all("http://127.0.0.1:0").map_err(HttpError::Client)?;
-        let client = build(base().proxy(nowhere))?;
-        let peers = client.clone();
-        Ok(Self { client, peers, bearer: Bearer::default(), patience_with_peers: PEERS_READ_TIMEOUT })
-    }
-
     /// How long a peer may be silent before the others are asked; 5 seconds unless told.
     pub fn with_patience_with_peers(self, patience: Duration) -> Self {
         Self { patience_with_peers: patience, ..self }

@@ -6,6 +6,8 @@
 //!   checked against its sha256. It is the only part that needs a network.
 //! - [`link`] runs in the host stage, without network, and makes `<prefix>/envs/<digest>` from those archives: built
 //!   aside, checked, synced, switched by one rename.
+//! - [`collect`] runs there too and takes away what nobody needs any more; [`verify`] tells whether an environment still
+//!   is what was installed.
 //!
 //! What is under its final name is whole. Everything else has a name that starts with a dot and may be thrown away.
 
@@ -14,6 +16,7 @@ mod answer;
 mod archive;
 mod bundle;
 mod bundle_create;
+mod collect;
 mod command_lock;
 mod conda;
 mod diff;
@@ -35,17 +38,21 @@ mod part;
 mod patience;
 mod progress;
 mod question;
+mod records;
 mod room;
 mod serve;
 mod show;
 mod solve;
 mod source;
+mod transaction;
 mod unpack;
+mod verify;
 
 pub use access::{Access, Token};
 pub use archive::{archive_names, holds};
 pub use bundle::{BundleCommand, BundleError, InspectBundle, OutputFormat};
 pub use bundle_create::CreateBundle;
+pub use collect::{Found, archives, collect, decide};
 pub use command_lock::{LockAction, LockCommand, LockCommandError, LockDiffArguments, SolveArguments};
 pub use diff::{Change, ChangeKind, Download, LockDiff, MinorChange, Package, PlatformDiff, compare};
 pub use environment::{link, linked, ready};
@@ -60,6 +67,7 @@ pub use serve::{Shelf, serve_peers, serve_peers_on};
 pub use show::{LINE_EVERY, Style, shown};
 pub use solve::{SolveError, resolve};
 pub use source::Sources;
+pub use verify::{Difference, Verified, What, verify};
 
 /// The marker in a finished environment: its last file to be written. A directory without it is not an environment.
 pub const ENVIRONMENT_MARKER: &str = ".flux-distribute.json";

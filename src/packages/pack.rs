@@ -11,7 +11,7 @@ use std::{
 use flate2::{Compression, GzBuilder};
 use tar::{Builder, EntryType, Header};
 
-use super::{BUNDLE_MANIFEST, BundleManifest, ENVIRONMENT_MARKER, guard::stays_inside};
+use super::{BUNDLE_MANIFEST, BundleManifest, ENVIRONMENT_MARKER, guard::stays_inside, records::RECORDS};
 
 /// Why a tree could not be packed.
 #[derive(Debug)]
@@ -91,7 +91,8 @@ impl<W: Write> Packing<'_, W> {
         names.sort();
         for name in names {
             // Ours, of the place the tree comes from, and not part of it.
-            let ours = below.as_os_str().is_empty() && (name == ENVIRONMENT_MARKER || name == BUNDLE_MANIFEST);
+            let ours = [ENVIRONMENT_MARKER, RECORDS, BUNDLE_MANIFEST].iter().any(|ours| name == *ours);
+            let ours = ours && below.as_os_str().is_empty();
             if !ours {
                 self.entry(&below.join(name))?;
             }

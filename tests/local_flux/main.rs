@@ -6,6 +6,7 @@
 mod air_gap;
 mod harness;
 mod instance;
+mod keep;
 mod loss;
 mod removal;
 mod sources;

@@ -5,10 +5,13 @@ mod air_gap;
 mod bundle;
 #[path = "../support/channel.rs"]
 mod channel;
+mod collect;
+mod crash;
 mod fetch;
 mod lies;
 mod link;
 mod solve;
+mod verify;
 
 use std::{
     fs::{self, File},

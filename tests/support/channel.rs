@@ -33,23 +33,35 @@ pub struct Content {
     bytes: Vec<u8>,
     mode: u32,
     prefix: Option<&'static str>,
+    target: Option<&'static str>,
 }
 
 impl Content {
     /// A script whose interpreter lines and words name the prefix.
     pub fn script(path: &'static str, text: &str) -> Self {
-        Self { path, bytes: text.replace("PREFIX", &placeholder()).into_bytes(), mode: 0o755, prefix: Some("text") }
+        Self {
+            path,
+            bytes: text.replace("PREFIX", &placeholder()).into_bytes(),
+            mode: 0o755,
+            prefix: Some("text"),
+            target: None,
+        }
     }
 
     /// A file with the prefix in the middle of binary data.
     pub fn binary(path: &'static str) -> Self {
         let bytes = [b"\x7fELF\0\0", placeholder().as_bytes(), b"/etc\0tail\0\xff"].concat();
-        Self { path, bytes, mode: 0o755, prefix: Some("binary") }
+        Self { path, bytes, mode: 0o755, prefix: Some("binary"), target: None }
+    }
+
+    /// A symlink to a file of another package.
+    pub fn link(path: &'static str, target: &'static str) -> Self {
+        Self { path, bytes: Vec::new(), mode: 0o777, prefix: None, target: Some(target) }
     }
 
     /// A file without any prefix.
     pub fn plain(path: &'static str, bytes: &[u8]) -> Self {
-        Self { path, bytes: bytes.to_vec(), mode: 0o644, prefix: None }
+        Self { path, bytes: bytes.to_vec(), mode: 0o644, prefix: None, target: None }
     }
 }
 
@@ -119,9 +131,12 @@ impl Channel {
         let mut paths = vec![PathBuf::from("info/index.json"), PathBuf::from("info/paths.json")];
         let mut entries = Vec::new();
         for file in files {
-            put(&build.path().join(file.path), &file.bytes, file.mode);
+            match file.target {
+                Some(target) => link(&build.path().join(file.path), target),
+                None => put(&build.path().join(file.path), &file.bytes, file.mode),
+            }
             let mut entry = json!({
-                "_path": file.path, "path_type": "hardlink", "size_in_bytes": file.bytes.len(),
+                "_path": file.path, "path_type": if file.target.is_some() { "softlink" } else { "hardlink" }, "size_in_bytes": file.bytes.len(),
                 "sha256": hex::encode(Sha256::digest(&file.bytes)),
             });
             if let Some(mode) = file.prefix {
@@ -189,6 +204,11 @@ pub fn noise(bytes: usize) -> Vec<u8> {
         (state >> 56) as u8
     };
     std::iter::repeat_with(next).take(bytes).collect()
+}
+
+fn link(path: &Path, target: &str) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    std::os::unix::fs::symlink(target, path).unwrap();
 }
 
 fn put(path: &Path, bytes: &[u8], mode: u32) {
