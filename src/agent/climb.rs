@@ -3,10 +3,7 @@
 use std::{io::ErrorKind, time::Instant};
 
 use futures::FutureExt;
-use tokio::{
-    sync::mpsc::unbounded_channel,
-    time::sleep,
-};
+use tokio::{sync::mpsc::unbounded_channel, time::sleep};
 use tracing::{debug, info, warn};
 
 use super::{

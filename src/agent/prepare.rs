@@ -12,9 +12,10 @@ use super::{
     act::StepError,
     climb::peers_for,
     decide::{Step, decide},
+    progress::Teller,
     run::{Agent, RESYNC},
 };
-use crate::{host::Progress, packages::quarters};
+use crate::host::Progress;
 
 impl Agent {
     /// Fetches and links the package set `digest`. It is let go where something more urgent turns up: what was fetched
@@ -25,7 +26,7 @@ impl Agent {
     pub(super) async fn prepare(&mut self, step: &Step, digest: &str) -> Result<(), StepError> {
         let set = self.published.packages(digest)?;
         let preflight = self.actor.preflight(&self.running_spec(), Some(&set)).await?;
-        let (sender, mut progress) = mpsc::unbounded_channel::<Progress>();
+        let (sender, mut events) = mpsc::unbounded_channel::<Progress>();
         let actor = self.actor.clone();
         let peers = peers_for(&self.world.borrow(), digest);
         let packages = self.spec.packages.clone();
@@ -37,20 +38,23 @@ impl Agent {
         let (mut world_changes, mut live_changes) = (self.world.clone(), self.live.clone());
         let mut clock = interval(RESYNC);
         clock.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut said = String::new();
+        let mut teller = Teller::new("preparing the packages");
         loop {
             tokio::select! {
-                outcome = &mut install => return outcome,
-                Some(now) = progress.recv() => {
-                    let words = format!("for the next start: {}", quarters(&now));
-                    if words != said {
-                        info!(progress = words, "preparing the packages");
+                outcome = &mut install => {
+                    if outcome.is_ok() {
+                        teller.end(events);
+                    }
+                    return outcome;
+                }
+                Some(now) = events.recv() => {
+                    if let Some(words) = teller.see(now) {
                         let world = self.world.borrow().clone();
-                        self.report(&world, step, Some(&words)).await;
-                        said = words;
+                        self.report(&world, step, Some(&format!("for the next start: {words}"))).await;
                     }
                     continue;
                 }
+                () = teller.lines() => continue,
                 _ = world_changes.changed() => {}
                 _ = live_changes.changed() => {}
                 _ = clock.tick() => {}
