@@ -101,7 +101,7 @@ impl Download<'_> {
         match url.scheme() {
             "http" | "https" => {
                 if !self.from_peers(part).await? {
-                    self.peers.let_down().await;
+                    self.peers.let_down(self.http.patience_with_peers() / 5).await;
                     self.from_source(part, url).await?;
                 }
                 Ok(())
