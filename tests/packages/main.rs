@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod air_gap;
+mod access;
 mod bundle;
 #[path = "../support/channel.rs"]
 mod channel;
@@ -24,6 +25,11 @@ use std::{
     sync::atomic::Ordering,
 };
 
+use axum::{
+    body::Body,
+    http::{StatusCode, header},
+    response::Response,
+};
 use channel::{Channel, Content, Server, noise};
 use flux_distribute::{
     api::{PackageSet, Packages},
@@ -51,6 +57,14 @@ fn asked(channel: &str, specs: &[&str]) -> Packages {
 
 async fn resolve(packages: &Packages) -> Result<PackageSet, SolveError> {
     packages::resolve(packages, &[PLATFORM.to_owned()], &http(), None, host_file).await
+}
+
+/// What a server's hook gives.
+fn answer(status: StatusCode, headers: &[(header::HeaderName, &str)], body: impl Into<Body>) -> Option<Response> {
+    let mut answer = Response::new(body.into());
+    *answer.status_mut() = status;
+    answer.headers_mut().extend(headers.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())));
+    Some(answer)
 }
 
 /// A host's prefix with an empty `pkgs/`.
