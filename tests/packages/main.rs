@@ -6,6 +6,7 @@ mod bundle;
 mod channel;
 mod fetch;
 mod link;
+mod lock;
 mod solve;
 
 use std::{
