@@ -54,13 +54,13 @@ pub enum LockAction {
 /// What to solve.
 #[derive(Args, Debug, Clone, Default)]
 pub struct SolveArguments {
-    /// A conda channel, as an http, https or file URL; may be repeated, and the first one wins. Default: conda-forge
+    /// A conda channel, the first one wins (repeatable). Default: conda-forge
     #[arg(long = "channel", value_name = "URL")]
     pub channels: Vec<String>,
-    /// A package to install, such as 'flux-core 0.88.*'; may be repeated. Default: flux-core, flux-sched, mpich
+    /// Package, such as 'flux-core 0.88.*' (repeatable). Default: flux-core, flux-sched, mpich
     #[arg(long = "spec", value_name = "SPEC")]
     pub specs: Vec<String>,
-    /// A conda platform, such as linux-64 or linux-aarch64; may be repeated. Default: this machine's
+    /// linux-64 or linux-aarch64 (repeatable). Default: this machine's
     #[arg(long = "platform", value_name = "PLATFORM")]
     pub platforms: Vec<String>,
     /// The oldest glibc of any node. Default: 2.28
