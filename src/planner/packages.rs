@@ -162,3 +162,6 @@ async fn publish(client: &Client, set: &PackageSet, before: Option<&Document>) -
     })?;
     store::write(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, text, before).await
 }
+
+#[cfg(test)]
+mod tests;

@@ -12,8 +12,12 @@ mod fetch;
 mod lies;
 mod limits;
 mod link;
+<<<<<<< HEAD
 mod peers;
 mod serve;
+=======
+mod lock;
+>>>>>>> p-lock
 mod solve;
 mod verify;
 
