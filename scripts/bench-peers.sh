@@ -6,16 +6,23 @@
 #   BUNDLE=FILE scripts/bench-peers.sh [NODES]     or a bundle
 #
 # RATE     of the source's link, as tc has it (default: 100mbit)
+# LIMIT    seconds after which to give up (default: 600)
+# DIR      where the nodes are (default: /var/tmp)
 # BINARY   the flux-distribute to run (default: the release build)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 nodes=${1:-8}
 rate=${RATE:-100mbit}
+limit=$((SECONDS + ${LIMIT:-600}))
 binary=${BINARY:-${CARGO_TARGET_DIR:-target}/$(rustc --print host-tuple)/release/flux-distribute}
 space=fxd-source-$$
-# 192.0.2.0/24 is nobody's (RFC 5737).
-ours=192.0.2.1 theirs=192.0.2.2 port=8000
-work=$(mktemp -d /var/tmp/bench-peers.XXXXXX)
+# For measurements (RFC 2544); some machines use even such addresses, so it is looked at first.
+ours=198.18.213.1 theirs=198.18.213.2 port=8000
+if [ -n "$(ip -4 route show root 198.18.0.0/15)" ]; then
+    echo "this machine uses addresses of 198.18.0.0/15, which this would take over" >&2
+    exit 1
+fi
+work=$(mktemp -d "${DIR:-/var/tmp}/bench-peers.XXXXXX")
 export FLUX_DISTRIBUTE_LOCAL_DIR=$work/local
 
 clean() {
@@ -35,9 +42,9 @@ else
 fi
 ip netns add "$space"
 ip link add "fxds$$" type veth peer name source netns "$space"
-ip address add "$ours/24" dev "fxds$$"
+ip address add "$ours/30" dev "fxds$$"
 ip link set "fxds$$" up
-ip -n "$space" address add "$theirs/24" dev source
+ip -n "$space" address add "$theirs/30" dev source
 ip -n "$space" link set source up
 ip -n "$space" link set lo up
 ip netns exec "$space" tc qdisc add dev source root tbf rate "$rate" burst 64kb latency 100ms
@@ -58,11 +65,11 @@ uploads() {
     bridge=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["bridge"])' "$work/local/cluster.json")
     cat /sys/class/net/"$bridge"n*/statistics/rx_bytes
 }
-# Installed is whoever has gone on to what comes after it.
+# Installed is whoever has gone on to what comes after it; who has failed is shown at the end of the time.
 installed() {
     "$binary" local status --output json |
         python3 -c 'import json, sys
-later = {"Starting", "Online", "Draining", "Offline", "Failed"}
+later = {"Starting", "Online"}
 print(sum(node["phase"] in later for node in json.load(sys.stdin)))'
 }
 
@@ -72,7 +79,13 @@ measure() {
     before=$(sent)
     "$binary" local up --nodes "$count" --no-wait "${source[@]}" > /dev/null
     start=$(date +%s.%N)
-    until [ "$(installed)" = "$count" ]; do sleep 0.2; done
+    until [ "$(installed)" = "$count" ]; do
+        if [ "$SECONDS" -gt "$limit" ]; then
+            "$binary" local status >&2
+            return 1
+        fi
+        sleep 0.2
+    done
     python3 -c 'import sys, time; print(f"{time.time() - float(sys.argv[1]):.1f}", end=" ")' "$start"
     echo "$(($(sent) - before)) $(uploads | sort -n | tail -1)"
     "$binary" local down > /dev/null
@@ -82,9 +95,11 @@ until ip netns exec "$space" python3 -c "import socket; socket.create_connection
     kill -0 "$server"
     sleep 0.1
 done
-read -r one_seconds one_sent one_upload < <(measure 1)
+one=$(measure 1)
+read -r one_seconds one_sent one_upload <<< "$one"
 echo "1 node: $one_seconds s, $one_sent bytes from the source (this is 1.0 of it), $one_upload uploaded"
-read -r all_seconds all_sent all_upload < <(measure "$nodes")
+all=$(measure "$nodes")
+read -r all_seconds all_sent all_upload <<< "$all"
 python3 - "$nodes" "$one_seconds" "$one_sent" "$all_seconds" "$all_sent" "$all_upload" <<'PYTHON'
 import sys
 nodes, one_seconds, one_sent, seconds, sent, upload = map(float, sys.argv[1:])

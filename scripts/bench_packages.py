@@ -95,9 +95,18 @@ class Bench:
         # The biggest first, as we do.
         return sorted(lines, key=lambda line: -os.path.getsize(line.split()[2]))
 
+    def discard(self, directory):
+        """Out of the way of the next run. An ext4 without journal is slow to use again what was just deleted."""
+        if not directory.exists():
+            return
+        if self.on_disk:
+            directory.rename(pathlib.Path(tempfile.mkdtemp(dir=self.directory)) / "old")
+        else:
+            shutil.rmtree(directory)
+
     def fresh(self, name):
         directory = self.directory / name
-        shutil.rmtree(directory, ignore_errors=True)
+        self.discard(directory)
         directory.mkdir()
         # Nobody pays for what the one before left unwritten.
         self.sync()
@@ -127,7 +136,7 @@ class Bench:
 
     def link(self):
         prefix = self.directory / "cold"
-        shutil.rmtree(prefix / "envs")
+        self.discard(prefix / "envs")
         self.sync()
         return run([self.bench, "link", self.lock, str(prefix)])
 
@@ -141,7 +150,7 @@ class Bench:
 
     def peer(self, python, fresh=True):
         where = self.fresh("peer") if fresh else self.directory / "peer"
-        shutil.rmtree(where / "prefix", ignore_errors=True)
+        self.discard(where / "prefix")
         self.sync()
 
         def measure():
