@@ -6,6 +6,7 @@ mod bundle;
 mod channel;
 mod collect;
 mod crash;
+mod disk;
 mod fetch;
 mod link;
 mod solve;
