@@ -289,7 +289,8 @@ impl Forged {
         let desk = Desk::with(&lock(&channel.file_url(), &[PLATFORM]));
         desk.create(&[]).unwrap();
         let gzip = flate2::read::GzDecoder::new(File::open(desk.out()).unwrap());
-        let entries = tar::Archive::new(gzip).entries().unwrap().map(|entry| {
+        let mut tar = tar::Archive::new(gzip);
+        let entries = tar.entries().unwrap().map(|entry| {
             let mut entry = entry.unwrap();
             let path = entry.path().unwrap().to_str().unwrap().to_owned();
             let mut bytes = Vec::new();

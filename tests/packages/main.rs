@@ -8,6 +8,7 @@ mod bundle;
 mod channel;
 mod collect;
 mod crash;
+mod disk;
 mod fetch;
 mod lies;
 mod limits;
