@@ -1,8 +1,8 @@
 //! What the packages part promises, with a small channel that is made here.
 #![allow(clippy::unwrap_used)]
 
-mod air_gap;
 mod access;
+mod air_gap;
 mod bundle;
 #[path = "../support/channel.rs"]
 mod channel;
@@ -13,12 +13,9 @@ mod fetch;
 mod lies;
 mod limits;
 mod link;
-<<<<<<< HEAD
+mod lock;
 mod peers;
 mod serve;
-=======
-mod lock;
->>>>>>> p-lock
 mod solve;
 mod verify;
 
