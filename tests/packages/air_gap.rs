@@ -248,6 +248,25 @@ fn machines_read_one_json_object_a_line_and_the_last_one_is_the_bundle() {
 }
 
 #[test]
+fn a_terminal_is_drawn_on_and_a_log_gets_lines() {
+    let channel = Channel::with_flux();
+    let desk = Desk::with(&lock(&channel.file_url(), &[PLATFORM]));
+    let fetched = "fetching packages for linux-64: 2 packages, ";
+    let log = String::from_utf8(desk.program(&["--lock", "lock.yml", "--out", "flux.tar.gz"]).stderr).unwrap();
+    assert!(log.lines().any(|line| line.starts_with(fetched)) && !log.contains('\x1b'), "{log}");
+
+    let terminal = nix::pty::openpty(None, None).unwrap();
+    let mut program = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
+    program.args(["bundle", "create", "--lock", "lock.yml", "--out", "flux.tar.gz"]).current_dir(desk.0.path());
+    assert!(program.stderr(terminal.slave).stdout(std::process::Stdio::null()).status().unwrap().success());
+    drop(program);
+    let mut drawn = [0; 4096];
+    let length = nix::unistd::read(&terminal.master, &mut drawn).unwrap();
+    let drawn = String::from_utf8_lossy(&drawn[..length]);
+    assert!(drawn.contains(&format!("\r\x1b[2K{fetched}")), "{drawn:?}");
+}
+
+#[test]
 fn inspect_shows_what_is_in_a_bundle_of_packages() {
     let channel = channel_for_both();
     let desk = Desk::with(&lock(&channel.file_url(), &[PLATFORM, OTHER]));
@@ -289,7 +308,8 @@ impl Forged {
         let desk = Desk::with(&lock(&channel.file_url(), &[PLATFORM]));
         desk.create(&[]).unwrap();
         let gzip = flate2::read::GzDecoder::new(File::open(desk.out()).unwrap());
-        let entries = tar::Archive::new(gzip).entries().unwrap().map(|entry| {
+        let mut tar = tar::Archive::new(gzip);
+        let entries = tar.entries().unwrap().map(|entry| {
             let mut entry = entry.unwrap();
             let path = entry.path().unwrap().to_str().unwrap().to_owned();
             let mut bytes = Vec::new();

@@ -184,7 +184,7 @@ async fn fetching_child() {
     let Ok(set) = std::env::var("TEST_FETCH_SET") else { return };
     let pkgs = PathBuf::from(std::env::var("TEST_FETCH_PKGS").unwrap());
     let set: PackageSet = serde_json::from_str(&set).unwrap();
-    packages::fetch(&set, &set.digest(), PLATFORM, &pkgs, host_file, &http(), |_| ()).await.unwrap();
+    packages::fetch(&set, &set.digest(), PLATFORM, &pkgs, host_file, &http(), &Sources::default(), |_| ()).await.unwrap();
     println!("fetched");
 }
 
