@@ -11,7 +11,7 @@ use std::{
 use flux_distribute::{
     api::{PackageSet, Packages},
     host::LinkOrder,
-    packages::{self, HttpClient},
+    packages::{self, HttpClient, Sources},
 };
 
 fn main() {
@@ -27,8 +27,10 @@ fn main() {
             fetch(&read(lock), Path::new(prefix));
             link(&read(lock), Path::new(prefix));
         }
-        _ => eprintln!("usage: lock CHANNEL OUT | fetch LOCK PREFIX | link LOCK PREFIX | install LOCK PREFIX"),
+        _ => return eprintln!("usage: lock CHANNEL OUT | fetch LOCK PREFIX | link LOCK PREFIX | install LOCK PREFIX"),
     }
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    print!("{}", status.lines().filter(|line| line.starts_with("VmHWM")).collect::<String>());
 }
 
 fn read(lock: &str) -> PackageSet {
@@ -60,7 +62,17 @@ fn fetch(set: &PackageSet, prefix: &Path) {
     fs::create_dir_all(&pkgs).unwrap();
     let fetching = async {
         let (http, platform) = (HttpClient::new().unwrap(), packages::native_platform());
-        packages::fetch(set, &set.digest(), platform, &pkgs, |path: &str| File::open(path), &http, |_| ()).await
+        packages::fetch(
+            set,
+            &set.digest(),
+            platform,
+            &pkgs,
+            |path: &str| File::open(path),
+            &http,
+            &Sources::default(),
+            |_| (),
+        )
+        .await
     };
     let fetched = block_on(fetching).unwrap();
     println!("fetch {:.4} s, {} bytes of {}", start.elapsed().as_secs_f64(), fetched.fetched_bytes, fetched.bytes);

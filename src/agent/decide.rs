@@ -38,6 +38,8 @@ pub struct Seen<'a> {
     pub preflight: Option<&'a Preflight>,
     /// Lead only: the revision whose resources the running broker has.
     pub applied: Option<u64>,
+    /// Digests of the package sets whose archives are on this host.
+    pub holds: &'a [String],
 }
 
 /// What to do next.
@@ -143,7 +145,7 @@ pub fn decide(seen: &Seen) -> Step {
             None => "the planner has no use for this node".to_owned(),
         }),
         Want::Install => match seen.published {
-            Some(digest) if !has(digest) => Step::Install { digest: digest.to_owned() },
+            Some(digest) if !has(digest) => install(seen, spec, digest),
             Some(_) if spec.rank.is_some() => {
                 Step::Wait("installed; waiting for the lead to take this node in".to_owned())
             }
@@ -154,20 +156,34 @@ pub fn decide(seen: &Seen) -> Step {
     }
 }
 
+/// Where the archives come from is the planner's to say, so that the source is asked once for all nodes.
+fn install(seen: &Seen, spec: &FluxNodeSpec, digest: &str) -> Step {
+    if is_fetchable(seen, spec, digest) {
+        Step::Install { digest: digest.to_owned() }
+    } else {
+        Step::Wait("waiting for another node to hold the packages".to_owned())
+    }
+}
+
+fn is_fetchable(seen: &Seen, spec: &FluxNodeSpec, digest: &str) -> bool {
+    let told = spec.fetch_from.as_ref().is_some_and(|from| from.digest == digest);
+    told || seen.holds.iter().any(|held| held == digest)
+}
+
 fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     let Some((roster, assignment)) = seen.roster.and_then(|roster| Some((roster, agreed(spec, roster)?))) else {
         return Step::Wait("waiting for roster and FluxNode to say the same".to_owned());
     };
     if seen.host.broker.is_none() {
         let digest = &roster.settings.digest;
-        return if has(digest) { Step::Start(assignment) } else { Step::Install { digest: digest.clone() } };
+        return if has(digest) { Step::Start(assignment) } else { install(seen, spec, digest) };
     }
     if assignment.rank == 0 && seen.applied < Some(spec.revision) {
         return Step::Reload(assignment);
     }
     // Last of all: nothing that runs depends on it.
     match seen.published {
-        Some(digest) if !has(digest) => Step::Prepare { digest: digest.to_owned() },
+        Some(digest) if !has(digest) && is_fetchable(seen, spec, digest) => Step::Prepare { digest: digest.to_owned() },
         _ => Step::Hold,
     }
 }
@@ -233,7 +249,7 @@ fn restart_without_api(seen: &Seen) -> Step {
 mod tests {
     use super::*;
     use crate::{
-        api::Resources,
+        api::{FetchFrom, Resources},
         host::{HostState, LaunchRecord},
         plan::roster::tests::roster,
     };
@@ -246,6 +262,7 @@ mod tests {
         preflight: Option<Preflight>,
         published: Option<&'static str>,
         applied: Option<u64>,
+        holds: Vec<String>,
     }
 
     fn preflight() -> Preflight {
@@ -293,6 +310,7 @@ mod tests {
                     rank: Some(1),
                     epoch: 1,
                     revision: 1,
+                    fetch_from: Some(FetchFrom { digest: "digest".into(), ..FetchFrom::default() }),
                     ..FluxNodeSpec::default()
                 }),
                 roster: Some(roster),
@@ -304,6 +322,7 @@ mod tests {
                 preflight: Some(preflight()),
                 published: Some("digest"),
                 applied: None,
+                holds: Vec::new(),
             }
         }
 
@@ -320,6 +339,7 @@ mod tests {
                 host: &self.host,
                 preflight: self.preflight.as_ref(),
                 applied: self.applied,
+                holds: &self.holds,
             })
         }
     }
@@ -363,6 +383,31 @@ mod tests {
             world.published = Some("newer");
             change(&mut world);
             assert!(!matches!(world.decide(), Step::Prepare { .. }), "{what}");
+        }
+    }
+
+    #[test]
+    fn packages_are_fetched_only_by_the_planners_word_or_are_there_already() {
+        let other = FetchFrom { digest: "other".into(), ..FetchFrom::default() };
+        for want in [Want::Install, Want::Run] {
+            for (fetch_from, holds, installs) in [
+                (None, "", false),
+                (Some(other.clone()), "", false),
+                (None, "other", false),
+                (None, "digest", true),
+                (Some(FetchFrom { digest: "digest".into(), peers: vec!["10.0.0.1:8052".into()], since: 1 }), "", true),
+            ] {
+                let mut world = World::new();
+                world.host.environments.clear();
+                let spec = world.spec.as_mut().unwrap();
+                (spec.want, spec.fetch_from) = (want, fetch_from);
+                world.holds = vec![holds.to_owned()];
+                let expected = match installs {
+                    true => Step::Install { digest: "digest".into() },
+                    false => Step::Wait("waiting for another node to hold the packages".into()),
+                };
+                assert_eq!(world.decide(), expected);
+            }
         }
     }
 

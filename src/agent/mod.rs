@@ -14,6 +14,7 @@ mod reload;
 mod report;
 mod run;
 mod rung;
+mod serve;
 mod teardown;
 mod tell;
 mod tidy;
@@ -21,7 +22,7 @@ mod tries;
 mod verify;
 mod watch;
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use kube::{Client, Config};
 
@@ -42,6 +43,9 @@ pub struct AgentArguments {
     /// Where the probes are answered; loopback is enough for kubelet, which shares the host's network with us
     #[arg(long, env = "HEALTH_ADDRESS", default_value = "127.0.0.1:8051")]
     pub health_address: SocketAddr,
+    /// The Node's InternalIP, where packages are served to other nodes; without it none are
+    #[arg(long, env = "HOST_IP")]
+    pub host_ip: Option<IpAddr>,
 }
 
 /// What the rung install has to be told.

@@ -10,6 +10,7 @@ use tracing::info;
 
 use super::{
     act::StepError,
+    climb::peers_for,
     decide::{Step, decide},
     progress::Teller,
     run::{Agent, RESYNC},
@@ -27,7 +28,13 @@ impl Agent {
         let preflight = self.actor.preflight(&self.running_spec(), Some(&set)).await?;
         let (sender, mut events) = mpsc::unbounded_channel::<Progress>();
         let actor = self.actor.clone();
-        let mut install = pin!(actor.install(&preflight, &set, move |now| drop(sender.send(now))));
+        let peers = peers_for(&self.world.borrow(), digest);
+        let packages = self.spec.packages.clone();
+        let mut install = pin!(async {
+            let fetched = sender.clone();
+            actor.fetch(&preflight, &set, &packages, peers, move |now| drop(fetched.send(now))).await?;
+            actor.link(&preflight, &set, move |now| drop(sender.send(now))).await
+        });
         let (mut world_changes, mut live_changes) = (self.world.clone(), self.live.clone());
         let mut clock = interval(RESYNC);
         clock.set_missed_tick_behavior(MissedTickBehavior::Delay);

@@ -3,15 +3,14 @@
 use std::{collections::BTreeSet, pin::pin, time::Instant};
 
 use tokio::{
-    sync::mpsc::{UnboundedReceiver, unbounded_channel},
+    sync::mpsc::UnboundedReceiver,
     time::{Interval, MissedTickBehavior, interval},
 };
 use tracing::info;
 
-use super::{act::StepError, decide::Step, run::Agent, watch::World};
+use super::{act::StepError, decide::Step, run::Agent};
 use crate::{
-    api::PackageSet,
-    host::{Preflight, Progress},
+    host::Progress,
     packages::{LINE_EVERY, Meter, Reading, quarters},
 };
 
@@ -66,24 +65,21 @@ impl Teller {
 }
 
 impl Agent {
-    /// Installs `set`.
+    /// Sees `work` to its end, and tells how far it is.
     ///
     /// # Errors
-    /// See [`Actor::install`](super::act::Actor::install).
-    pub(super) async fn install(
+    /// Those of `work`.
+    pub(super) async fn follow_progress(
         &mut self,
-        world: &World,
         step: &Step,
-        preflight: &Preflight,
-        set: &PackageSet,
+        work: impl Future<Output = Result<(), StepError>>,
+        mut events: UnboundedReceiver<Progress>,
     ) -> Result<(), StepError> {
-        let (sender, mut events) = unbounded_channel::<Progress>();
-        let actor = self.actor.clone();
-        let mut install = pin!(actor.install(preflight, set, move |now| drop(sender.send(now))));
+        let mut work = pin!(work);
         let mut teller = Teller::new("installing");
         loop {
             tokio::select! {
-                outcome = &mut install => {
+                outcome = &mut work => {
                     if outcome.is_ok() {
                         teller.end(events);
                     }
@@ -91,7 +87,8 @@ impl Agent {
                 }
                 Some(event) = events.recv() => {
                     if let Some(words) = teller.see(event) {
-                        self.report(world, step, Some(&words)).await;
+                        let world = self.world.borrow().clone();
+                        self.report(&world, step, Some(&words)).await;
                     }
                 }
                 () = teller.lines() => {}

@@ -2,7 +2,6 @@
 //! there is something new, so that the cost of a node does not grow with their number.
 
 use kube::Client;
-use serde::de::DeserializeOwned;
 use tracing::info;
 
 use super::{
@@ -10,13 +9,10 @@ use super::{
     decide::{agreed, leads},
 };
 use crate::{
-    api::{
-        CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY, CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER,
-        CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet, Roster, Want,
-    },
+    api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet, Roster, Want},
     host::HostView,
     plan::certificate::Certificate,
-    planner::{PlannerError, certificate, store},
+    planner::{PlannerError, certificate, read_packages, store},
 };
 
 /// What was read last.
@@ -64,6 +60,11 @@ impl Published {
         // The lead's broker need not run for it: it may be waiting for just this.
         let leads = self.roster.as_ref().and_then(|roster| agreed(spec, roster)).is_some_and(|own| own.rank == 0);
         if leads { self.bring_back_certificate(client, view).await } else { Ok(()) }
+    }
+
+    /// All published package sets, by digest.
+    pub fn sets(&self) -> &[(String, PackageSet)] {
+        &self.packages
     }
 
     /// Digest of the package set that the spec asks for.
@@ -114,31 +115,11 @@ impl Published {
     }
 }
 
-/// What the planner has published in ConfigMap flux-packages: first what the spec asks for.
-///
-/// # Errors
-/// The API server's.
-pub async fn read_packages(client: &Client) -> Result<Vec<PackageSet>, PlannerError> {
-    let Some(document) = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await? else {
-        return Ok(Vec::new());
-    };
-    let epoch = document.others.get(CONFIGMAP_PACKAGES_EPOCH_KEY);
-    std::iter::once(&document.text).chain(epoch).map(|text| parse(CONFIGMAP_PACKAGES, text)).collect()
-}
-
-/// What can't be read is not the same as what isn't there.
-fn parse<T: DeserializeOwned>(map: &str, text: &str) -> Result<T, PlannerError> {
-    serde_json::from_str(text).map_err(|error| PlannerError::Content {
-        object: format!("ConfigMap {map}"),
-        reason: format!("can't be read by this version ({error})"),
-    })
-}
-
 /// The roster as it is published.
 ///
 /// # Errors
 /// The API server's.
 pub async fn read_roster(client: &Client) -> Result<Option<Roster>, PlannerError> {
     let document = store::read(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY).await?;
-    document.map(|document| parse(CONFIGMAP_ROSTER, &document.text)).transpose()
+    document.map(|document| store::parse(CONFIGMAP_ROSTER, &document.text)).transpose()
 }

@@ -28,6 +28,7 @@ use super::{
     published::Published,
     reload::Applied,
     report::Reporter,
+    serve::Serving,
     teardown,
     tell::{self, Known, facts},
     tidy::Tidied,
@@ -35,7 +36,7 @@ use super::{
     watch::{Presence, World, world},
 };
 use crate::{
-    api::{CONFIGMAP_DEFAULT, FluxInstanceSpec, NAMESPACE, Uninstall},
+    api::{CONFIGMAP_DEFAULT, FetchFrom, FluxInstanceSpec, NAMESPACE, Uninstall},
     error_chain,
     host::{Host, HostView, NsHost, Preflight},
     planner,
@@ -69,7 +70,8 @@ pub async fn run(arguments: AgentArguments) -> Result<std::process::ExitCode, Ag
     let world = world(&client, &arguments.node_name);
     let members = Arc::new(AtomicU32::new(0));
     let planner = tokio::spawn(planner::run(client.clone(), arguments.pod_name.clone(), members.clone()));
-    let mut agent = Agent::new(&client, host, &arguments, world.clone(), readiness, members);
+    let serving = Serving::begin(arguments.host_ip).await;
+    let mut agent = Agent::new(&client, host, &arguments, world.clone(), readiness, members, serving);
     let live_change = agent.live_change.clone();
     tokio::select! {
         () = agent.hold() => {}
@@ -110,6 +112,7 @@ pub(super) struct Agent {
     pub(super) actor: Actor,
     pub(super) reporter: Reporter,
     pub(super) readiness: Readiness,
+    pub(super) serving: Serving,
     pub(super) world: watch::Receiver<World>,
     pub(super) live: watch::Receiver<Live>,
     pub(super) rejected: watch::Sender<Rejected>,
@@ -121,6 +124,8 @@ pub(super) struct Agent {
     /// metadata.generation of the FluxInstance: counts the changes of its spec.
     pub(super) generation: i64,
     pub(super) published: Published,
+    /// Where the last installation was to fetch from.
+    pub(super) told: Option<FetchFrom>,
     pub(super) tries: Tries,
     pub(super) starts: Starts,
     pub(super) tidied: Tidied,
@@ -134,6 +139,7 @@ impl Agent {
         world: watch::Receiver<World>,
         readiness: Readiness,
         members: Arc<AtomicU32>,
+        serving: Serving,
     ) -> Self {
         Self {
             client: client.clone(),
@@ -143,6 +149,7 @@ impl Agent {
             actor: Actor { host, client: client.clone(), instance_uid: String::new(), uninstall: Uninstall::default() },
             reporter: Reporter::new(client.clone(), arguments.node_name.clone(), &arguments.pod_name),
             readiness,
+            serving,
             world,
             live: live::follow(),
             rejected: watch::channel(Rejected::new()).0,
@@ -152,6 +159,7 @@ impl Agent {
             spec: FluxInstanceSpec::default(),
             generation: 0,
             published: Published::default(),
+            told: None,
             tries: Tries::default(),
             starts: Starts::default(),
             tidied: Tidied::default(),
@@ -196,6 +204,14 @@ impl Agent {
             // What others do is heard by a watch, but for the packages, which are not watched.
             let on_its_way = self.view.broker.is_some() && !self.is_online();
             return Ok(if on_its_way || self.published.digest().is_none() { SOON } else { RESYNC });
+        }
+        if let Step::Install { .. } = step
+            && let told = world.node_spec().and_then(|spec| spec.fetch_from.clone())
+            && self.told != told
+        {
+            // Another source is tried at once.
+            self.told = told;
+            self.tries.succeeded();
         }
         self.report(&world, &step, None).await;
         let (now, generation) = (Instant::now(), self.generation);
@@ -243,6 +259,7 @@ impl Agent {
             host: &self.view,
             preflight: self.preflight.as_ref(),
             applied: Applied::of(&self.view),
+            holds: self.serving.holds(),
         }
     }
 
@@ -279,6 +296,7 @@ impl Agent {
                 debug!(error = error_chain(&error), "can't read what the planner has published");
             }
         }
+        self.look_at_packages();
         Ok(())
     }
 
@@ -287,6 +305,13 @@ impl Agent {
         let (Some(state), Some(preflight)) = (&self.view.state, &self.preflight) else { return Ok(()) };
         let ours = state.instance_uid == self.actor.instance_uid && world.instance.here().is_some() && !world.is_over();
         if ours && state.uninstall != self.actor.uninstall { self.actor.claim(preflight).await } else { Ok(()) }
+    }
+
+    /// What this host has for others.
+    fn look_at_packages(&mut self) {
+        let ours = self.view.state.as_ref().filter(|state| state.instance_uid == self.actor.instance_uid);
+        let prefix = ours.map(|state| state.prefix.as_path());
+        self.serving.look(prefix, self.published.sets(), &self.view.environments);
     }
 
     fn follow_log(&mut self) {
@@ -323,6 +348,8 @@ impl Agent {
                 facts: facts.as_ref().or(before.facts.as_ref()),
                 rejected: &rejected,
                 is_new: self.began.elapsed() < NEW,
+                holds: (!self.published.sets().is_empty()).then(|| self.serving.holds()),
+                peer: self.serving.peer(),
                 roster_is_gone: self.published.roster_is_gone,
             },
             &before,

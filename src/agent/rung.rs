@@ -12,16 +12,16 @@ use super::{
     client,
     decide::{Assignment, agreed},
     live,
-    published::{read_packages, read_roster},
+    published::read_roster,
     report::Reporter,
     tell::facts,
 };
 use crate::{
-    api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster},
+    api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, PackageSet, Packages, Roster},
     broker::status::state,
     host::{NsHost, Preflight},
     packages::{OutputFormat, Style, shown},
-    planner::call,
+    planner::{call, read_packages},
 };
 
 /// A rung of the ladder.
@@ -76,7 +76,11 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
         }
         Rung::Install(output) => {
             let set = set.ok_or_else(|| AgentError::NotSo("no package set is published yet".to_owned()))?;
-            install(&actor, &preflight, &set, output).await?;
+            let node = call(format!("get FluxNode {name}"), nodes.get_opt(name)).await?;
+            // By hand nobody is waited for: without a word of the planner it is the source.
+            let told = node.and_then(|node| node.spec.fetch_from).filter(|told| told.digest == set.digest());
+            let peers = told.map(|told| told.peers).unwrap_or_default();
+            install(&actor, &preflight, &set, &instance.spec.packages, peers, output).await?;
         }
         Rung::Configure | Rung::Start => {
             let node = call(format!("get FluxNode {name}"), nodes.get(name)).await?;
@@ -121,10 +125,16 @@ async fn install(
     actor: &Actor,
     preflight: &Preflight,
     set: &PackageSet,
+    packages: &Packages,
+    peers: Vec<String>,
     output: OutputFormat,
 ) -> Result<(), StepError> {
     let (sender, events) = tokio::sync::mpsc::unbounded_channel();
-    let work = actor.install(preflight, set, move |now| drop(sender.send(now)));
+    let work = async {
+        let fetched = sender.clone();
+        actor.fetch(preflight, set, packages, peers, move |now| drop(fetched.send(now))).await?;
+        actor.link(preflight, set, move |now| drop(sender.send(now))).await
+    };
     shown(Style::of(output), events, work).await?;
     let digest = set.digest();
     let environment = preflight.prefix.join("envs").join(&digest);

@@ -33,6 +33,10 @@ pub struct Known<'a> {
     pub facts: Option<&'a Facts>,
     /// Whom the lead's broker has refused.
     pub rejected: &'a Rejected,
+    /// Digests of the published package sets whose archives are here; None: not known yet.
+    pub holds: Option<&'a [String]>,
+    /// Where the archives are served.
+    pub peer: Option<String>,
     /// The roster is gone from the API: the lead tells its copy.
     pub roster_is_gone: bool,
 }
@@ -63,8 +67,8 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         message,
         facts: known.facts.cloned(),
         digest: seen.published.filter(|digest| seen.host.has_environment(digest)).map(str::to_owned).or_else(newest),
-        holds: Vec::new(),
-        peer: None,
+        holds: known.holds.unwrap_or(&before.holds).to_vec(),
+        peer: known.peer.clone(),
         adopted: broker.map(|broker| Adopted {
             rank: broker.record.rank,
             broker_name: broker.record.broker_name.clone(),
@@ -194,6 +198,7 @@ mod tests {
             host: &host,
             preflight: None,
             applied: None,
+            holds: &[],
         };
         let known = Known {
             step,
@@ -205,6 +210,8 @@ mod tests {
             progress: None,
             facts: None,
             rejected: &Rejected::new(),
+            holds: None,
+            peer: None,
             roster_is_gone: false,
         };
         let before = FluxNodeStatus { phase: before, ..FluxNodeStatus::default() };

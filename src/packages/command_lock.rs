@@ -15,17 +15,26 @@ use super::{
 };
 use crate::api::{PackageSet, Packages};
 
+const ABOUT_SOLVING: &str = "\
+Asks the channels which packages satisfy the specs, on all platforms, and writes the answer as a
+lock: URL and sha256 of each package, in the YAML of rattler and pixi. Commit it, review it, and put
+its text into the FluxInstance as spec.packages.lock: nobody is then asked what to install. While the
+channels stay as they are, the lock is the same, byte by byte.
+
+Exit code: 0 done, 2 the input can't be served, 1 anything else, such as a channel that can't be
+reached. Nothing is written unless it is 0.";
+
+const ABOUT_DIFF: &str = "\
+Says for each platform which packages are added, removed, upgraded, downgraded, rebuilt (same
+version, another build), replaced (same build, other content) or moved (same content from another
+channel), and how much an instance that has the old packages must download. Where MAJOR.MINOR of
+flux-core changes, all brokers must be restarted together, and that is said too.
+
+Exit code: 0 whenever both can be read, whether anything changes or not; 2 where one is no lock.";
+
 /// Write down which packages to install, or say what another such list would change.
-///
-/// Asks the channels which packages satisfy the specs, for all platforms together, and writes the answer as a lock: URL
-/// and sha256 of each package, in the YAML of rattler and pixi. Commit it, review it, and put its text into the
-/// FluxInstance as spec.packages.lock: no channel is then asked what to install. The same channels give the same lock, byte by
-/// byte.
-///
-/// Exit code: 0 done, 2 the input can't be served (nothing was written), 1 anything else, such as a channel that can't
-/// be reached.
 #[derive(Args, Debug, Clone)]
-#[command(args_conflicts_with_subcommands = true, subcommand_help_heading = "Commands", verbatim_doc_comment)]
+#[command(args_conflicts_with_subcommands = true, after_help = ABOUT_SOLVING)]
 pub struct LockCommand {
     /// Something else than solving.
     #[command(subcommand)]
@@ -45,13 +54,13 @@ pub enum LockAction {
 /// What to solve.
 #[derive(Args, Debug, Clone, Default)]
 pub struct SolveArguments {
-    /// A conda channel, as an http, https or file URL; may be repeated, and the first one wins. Default: conda-forge
+    /// A conda channel, the first one wins (repeatable). Default: conda-forge
     #[arg(long = "channel", value_name = "URL")]
     pub channels: Vec<String>,
-    /// A package to install, such as 'flux-core 0.88.*'; may be repeated. Default: flux-core, flux-sched, mpich
+    /// Package, such as 'flux-core 0.88.*' (repeatable). Default: flux-core, flux-sched, mpich
     #[arg(long = "spec", value_name = "SPEC")]
     pub specs: Vec<String>,
-    /// A conda platform, such as linux-64 or linux-aarch64; may be repeated. Default: this machine's
+    /// linux-64 or linux-aarch64 (repeatable). Default: this machine's
     #[arg(long = "platform", value_name = "PLATFORM")]
     pub platforms: Vec<String>,
     /// The oldest glibc of any node. Default: 2.28
@@ -63,15 +72,8 @@ pub struct SolveArguments {
 }
 
 /// See [`LockAction::Diff`].
-///
-/// Says for each platform which packages are added, removed, upgraded, downgraded, rebuilt (same version, another
-/// build), replaced (same build, other content) or moved (same content from another channel), and how much an
-/// instance that has the old packages must download. Where MAJOR.MINOR of flux-core changes, all brokers must be
-/// restarted together, and that is said too.
-///
-/// Exit code: 0 whenever both can be read, whether anything changes or not; 2 where one is no lock.
 #[derive(Args, Debug, Clone)]
-#[command(verbatim_doc_comment)]
+#[command(after_help = ABOUT_DIFF)]
 pub struct LockDiffArguments {
     /// What is installed now: a lock, a pixi.lock, or an @EXPLICIT list
     pub old: PathBuf,

@@ -13,14 +13,15 @@ use std::{
     io::{self, BufWriter, Seek, Write},
     path::{Path, PathBuf},
     sync::{
+        Arc, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc,
     },
 };
 
-use rattler::install::{ExternalSymlinkPolicy, InstallDriver, InstallOptions, Transaction, link_package};
+use rattler::install::{ExternalSymlinkPolicy, InstallOptions, PythonInfo, Transaction, link_package_sync};
 use rattler_conda_types::{
-    PrefixRecord, RepoDataRecord, Subdir,
+    PackageRecord, PrefixRecord, RepoDataRecord, Subdir,
     package::{IndexJson, LinkJson, NoArchLinks, PackageFile, PathsJson},
     prefix::Prefix,
 };
@@ -62,7 +63,7 @@ impl Build<'_> {
         packages.sort_by_key(|p| (Reverse(p.record.package_record.size), p.archive.clone()));
         // Those that are missing are told by name, later.
         let archives = packages.iter().filter_map(|p| fs::metadata(self.pkgs.join(&p.archive)).ok());
-        room::check(self.partial, room::unpacked(archives.map(|found| found.len()).sum()))?;
+        room::check(self.prefix(), room::unpacked(archives.map(|found| found.len()).sum()))?;
         // On the file system of the environment, so that files can be linked.
         let unpacked = self.ready.with_file_name(format!(".{}.unpacked", self.digest));
         fs::create_dir(&unpacked).map_err(|e| failed(format!("can't make {}: {e}", unpacked.display())))?;
@@ -79,7 +80,22 @@ impl Build<'_> {
         unpacked: &Path,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<(), Refusal> {
-        let mut linker = Linker::new(self, packages)?;
+        let linker = Linker::new(self, packages)?;
+        // rattler's note of which package has which file; its type has no name outside.
+        let registry = Arc::default();
+        let mut records = Vec::with_capacity(packages.len());
+        let mut link = |package: &Locked, unpacked: Unpacked| {
+            let name = file_name(&package.record);
+            let wrong = |e: &dyn std::error::Error| failed(format!("can't link package {name}: {}", error_chain(e)));
+            let Unpacked { directory, paths, index } = unpacked;
+            let options = linker.options(paths, index);
+            let (paths, _) = link_package_sync(&directory, &linker.partial, Arc::clone(&registry), options)
+                .map_err(|e| wrong(&e))?;
+            let record = PrefixRecord::from_repodata_record(package.record.clone(), paths);
+            linker.write(&record).map_err(|e| wrong(&e))?;
+            records.push(record);
+            fs::remove_dir_all(&directory).map_err(|e| wrong(&e))
+        };
         let (memory, next, stop) = (Memory::new(MEMORY), AtomicUsize::new(0), AtomicBool::new(false));
         let (sender, receiver) = mpsc::channel();
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS);
@@ -98,11 +114,19 @@ impl Build<'_> {
                 });
             }
             drop(sender);
-            let done = link_in_order(packages, receiver, progress, |package, unpacked| linker.link(package, unpacked));
+            let done = link_in_order(packages, receiver, progress, &mut link);
             stop.store(true, Ordering::Relaxed);
             done
         })?;
-        linker.finish()
+        // Of a file that several packages bring, that of the package stays on which no other of them depends.
+        let records = PackageRecord::sort_topologically(records.iter().collect());
+        let mut registry = registry.lock().unwrap_or_else(PoisonError::into_inner);
+        let clobbered = registry.unclobber(&records, linker.partial.path());
+        let clobbered = clobbered.map_err(|e| failed(format!("can't link the packages: {}", error_chain(&e))))?;
+        for path in clobbered.keys() {
+            tracing::info!(path = %path.display(), "more than one package has this file");
+        }
+        Ok(())
     }
 
     fn unpack_one(&self, package: &Locked, directory: PathBuf, memory: &Memory) -> Result<Unpacked, Refusal> {
@@ -194,9 +218,7 @@ fn link_in_order(
 struct Linker<'a> {
     partial: Prefix,
     ready: &'a Path,
-    driver: InstallDriver,
-    transaction: Transaction<PrefixRecord, RepoDataRecord>,
-    runtime: tokio::runtime::Runtime,
+    python: Option<PythonInfo>,
     platform: Subdir,
 }
 
@@ -205,42 +227,29 @@ impl<'a> Linker<'a> {
         let platform = build.platform.parse::<Subdir>().map_err(|e| refused(e.to_string()))?;
         // The global pool can be made once; then it is there, which is as good.
         let _ = rayon::ThreadPoolBuilder::new().num_threads(THREADS).build_global();
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .max_blocking_threads(THREADS)
-            .build()
-            .map_err(|e| failed(format!("can't start threads: {e}")))?;
-        let records = packages.iter().map(|p| p.record.clone());
-        let transaction =
-            Transaction::from_current_and_desired(Vec::<PrefixRecord>::new(), records, None, None, platform)
-                .map_err(|e| refused(format!("can't use the lock: {}", error_chain(&e))))?;
+        let records = packages.iter().map(|p| &p.record);
+        let none = Vec::<&RepoDataRecord>::new();
+        let transaction = Transaction::from_current_and_desired(none, records, None, None, platform)
+            .map_err(|e| refused(format!("can't use the lock: {}", error_chain(&e))))?;
         let partial = Prefix::create(build.partial)
             .map_err(|e| failed(format!("can't write to {}: {e}", build.partial.display())))?;
-        let driver = InstallDriver::builder().with_io_concurrency_limit(THREADS).finish();
-        Ok(Self { partial, ready: build.ready, driver, transaction, runtime, platform })
+        Ok(Self { partial, ready: build.ready, python: transaction.python_info, platform })
     }
 
-    fn link(&mut self, package: &Locked, unpacked: Unpacked) -> Result<(), Refusal> {
-        let name = file_name(&package.record);
-        let wrong =
-            |error: &dyn std::error::Error| failed(format!("can't link package {name}: {}", error_chain(error)));
-        let options = InstallOptions {
+    fn options(&self, paths: PathsJson, index: IndexJson) -> InstallOptions {
+        InstallOptions {
             target_prefix: Some(self.ready.to_owned()),
-            paths_json: Some(unpacked.paths),
-            index_json: Some(unpacked.index),
+            paths_json: Some(paths),
+            index_json: Some(index),
             allow_symbolic_links: Some(true),
             allow_hard_links: Some(true),
             // Tried on every file and refused by most file systems; a hard link is as good and always cheaper.
             allow_ref_links: Some(false),
             platform: Some(self.platform),
-            python_info: self.transaction.python_info.clone(),
+            python_info: self.python.clone(),
             external_symlink_policy: ExternalSymlinkPolicy::Allow,
             ..InstallOptions::default()
-        };
-        let linking = link_package(&unpacked.directory, &self.partial, &self.driver, options);
-        let paths = self.runtime.block_on(linking).map_err(|e| wrong(&e))?;
-        let record = PrefixRecord::from_repodata_record(package.record.clone(), paths);
-        self.write(&record).map_err(|e| wrong(&e))?;
-        fs::remove_dir_all(&unpacked.directory).map_err(|e| wrong(&e))
+        }
     }
 
     /// Not synced as rattler would: the whole environment is, once, before it is ready.
@@ -249,15 +258,6 @@ impl<'a> Linker<'a> {
         let mut file = BufWriter::new(File::create_new(path)?);
         record.write_to(&mut file, true)?;
         file.flush()
-    }
-
-    fn finish(self) -> Result<(), Refusal> {
-        let done = self.driver.post_process(&self.transaction, &self.partial, None);
-        let done = done.map_err(|e| failed(format!("can't link the packages: {}", error_chain(&e))))?;
-        for path in done.clobbered_paths.keys() {
-            tracing::info!(path = %path.display(), "more than one package has this file");
-        }
-        Ok(())
     }
 }
 

@@ -124,6 +124,11 @@ pub(super) struct Build<'a> {
 }
 
 impl Build<'_> {
+    /// For people: where room is needed.
+    pub(super) fn prefix(&self) -> &Path {
+        self.pkgs.parent().unwrap_or(&self.pkgs)
+    }
+
     pub(super) fn missing_or_damaged(&self, archive: &Path, name: &str) -> Refusal {
         match fs::remove_file(archive) {
             Ok(()) => failed(format!("the archive of {name} on this host was damaged; it has to be fetched again")),

@@ -20,7 +20,7 @@ pub(super) fn is_explicit(text: &str) -> bool {
 ///
 /// A list knows of one platform; lists of several platforms may stand one after the other in the same text.
 pub(super) fn to_lock(text: &str) -> Result<String, LockError> {
-    let mut sha256s = BTreeMap::new();
+    let mut packages: BTreeMap<Url, Entry> = BTreeMap::new();
     let mut platforms: BTreeMap<Subdir, BTreeSet<Url>> = BTreeMap::new();
     let mut anywhere = BTreeSet::new();
     let mut channels = Vec::new();
@@ -46,18 +46,21 @@ pub(super) fn to_lock(text: &str) -> Result<String, LockError> {
             _ => return Err(unsupported()),
         };
         if !channels.contains(&entry.channel) {
-            channels.push(entry.channel);
+            channels.push(entry.channel.clone());
         }
-        if sha256s.insert(entry.url, entry.sha256.clone()).is_some_and(|before| before != entry.sha256) {
+        if packages.get(&entry.url).is_some_and(|before| before.sha256 != entry.sha256) {
             return Err(LockError::Twice { name: entry.name });
         }
+        packages.insert(entry.url.clone(), entry);
     }
     if platforms.is_empty() {
         return Err(LockError::NoPlatform);
     }
-    for packages in platforms.values_mut() {
-        packages.extend(anywhere.iter().cloned());
+    for urls in platforms.values_mut() {
+        urls.extend(anywhere.iter().cloned());
     }
+    // The last two only count where they don't follow from the URL.
+    let package = |(url, entry): (&Url, &Entry)| json!({ "conda": url, "sha256": entry.sha256, "subdir": entry.subdir, "channel": entry.channel });
     let selectors = |urls: &BTreeSet<Url>| urls.iter().map(|url| json!({ "conda": url })).collect::<Vec<_>>();
     let lock = json!({
         "version": 7,
@@ -66,7 +69,7 @@ pub(super) fn to_lock(text: &str) -> Result<String, LockError> {
             "channels": channels.iter().map(|url| json!({ "url": url })).collect::<Vec<_>>(),
             "packages": platforms.iter().map(|(p, urls)| (p.to_string(), selectors(urls))).collect::<BTreeMap<_, _>>(),
         }},
-        "packages": sha256s.iter().map(|(url, sha256)| json!({ "conda": url, "sha256": sha256 })).collect::<Vec<_>>(),
+        "packages": packages.iter().map(package).collect::<Vec<_>>(),
     });
     Ok(lock.to_string())
 }
@@ -112,6 +115,9 @@ impl Entry {
         channel.path_segments_mut().map_err(|()| Trouble::NoPackage)?.pop().pop();
         channel.set_query(None);
         let name = archive.identifier.name;
+        if !["http", "https", "file"].contains(&url.scheme()) {
+            return Err(Trouble::Lock(LockError::Scheme { name }));
+        }
         let sha256 = sha256(&name, &digest).map_err(Trouble::Lock)?;
         Ok(Self { url, name, subdir, channel, sha256 })
     }

@@ -54,7 +54,7 @@ impl Build<'_> {
             Err(e) => return Err(unread(e)),
         };
         let size = file.metadata().map_err(unread)?.len();
-        room::check(self.partial, room::unpacked_gzip(&mut file).map_err(unread)?)?;
+        room::check(self.prefix(), room::unpacked_gzip(&mut file).map_err(unread)?)?;
         let mut reader = Hashing::new(file);
         let target = Target { platform: self.platform, tree: self.partial, archives };
         let unpacked = unpack::unpack(&mut reader, size, Some(target), Limits::default(), progress);

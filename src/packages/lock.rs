@@ -299,6 +299,11 @@ fn blame(yaml: &str, error: ParseCondaLockError) -> LockError {
     }
     for package in list("packages") {
         let Some(location) = package.get("conda").and_then(|value| value.as_str()) else { continue };
+        // Absolute paths are what file URLs become in a lock.
+        let is_absolute = ["http://", "https://", "file://", "/"].iter().any(|start| location.starts_with(start));
+        if !is_absolute {
+            return LockError::Scheme { name: package_name(location) };
+        }
         for (field, digits) in [("sha256", 64), ("md5", 32)] {
             let Some(value) = package.get(field) else { continue };
             let found = value.as_str().map(str::to_owned).unwrap_or_else(|| "(not a text)".to_owned());

@@ -6,10 +6,7 @@ use std::{
     path::Path,
 };
 
-use crate::host::{
-    Refusal,
-    preflight::{Room, room},
-};
+use crate::host::{Refusal, preflight::Room};
 
 /// Conda packages unpack to some three times their size, and so does a tree of programs.
 const UNPACKED_PER_BYTE: u64 = 3;
@@ -32,14 +29,24 @@ pub(super) fn unpacked_gzip(archive: &mut File) -> io::Result<u64> {
     Ok(unpacked(bytes).max(u64::from(u32::from_le_bytes(size))))
 }
 
-/// Whether `need` bytes can be written below `directory`, which is there.
+/// Whether `need` bytes can be written below `directory`, which is there. What kubelet wants to keep free is a matter of
+/// preflight; this is about work that can only fail.
 ///
 /// # Errors
 /// Both figures and the remedy, or why the file system can't be looked at.
 pub(super) fn check(directory: &Path, need: u64) -> Result<(), Refusal> {
     let found = File::open(directory).and_then(Room::of);
     let found = found.map_err(|error| Refusal::io("look at", directory, &error))?;
-    room(directory, found, need)
+    if found.available >= need {
+        return Ok(());
+    }
+    Err(Refusal::transient(format!(
+        "{} has too little room: {} MiB are free, and the packages need {} MiB; make room, or set spec.prefix to another \
+         file system",
+        directory.display(),
+        found.available >> 20,
+        need.div_ceil(1 << 20),
+    )))
 }
 
 #[cfg(test)]
@@ -63,7 +70,7 @@ mod tests {
     fn a_full_disk_is_told_with_both_figures() {
         let directory = tempfile::tempdir().unwrap();
         let refusal = check(directory.path(), 1 << 60).unwrap_err();
-        let words = ["MiB are free", "1099511627776 for the packages", &directory.path().display().to_string()];
+        let words = ["MiB are free", "the packages need 1099511627776 MiB", &directory.path().display().to_string()];
         assert!(words.iter().all(|word| refusal.message.contains(word)), "{refusal}");
         assert!(refusal.transient);
     }

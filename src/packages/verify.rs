@@ -128,7 +128,12 @@ fn verify_one(prefix: &Path, digest: &str) -> Result<Verified, Refusal> {
         Some(records) => records,
         // Of an older version: the packages' own records are all there is, and nothing tells whether they are whole.
         None => Records {
-            files: tree.files.keys().filter(|path| path.starts_with("conda-meta")).map(unknown).collect(),
+            files: tree
+                .files
+                .keys()
+                .filter(|path| path.starts_with("conda-meta"))
+                .map(|path| (path.clone(), String::new()))
+                .collect(),
             links: tree.links.clone(),
         },
     };
@@ -171,10 +176,6 @@ fn verify_one(prefix: &Path, digest: &str) -> Result<Verified, Refusal> {
     differences.sort();
     differences.dedup_by(|a, b| a.path == b.path);
     Ok(Verified { path, digest: digest.to_owned(), files, bytes, differences })
-}
-
-fn unknown(path: &PathBuf) -> (PathBuf, String) {
-    (path.clone(), String::new())
 }
 
 /// Our own files, and what Python leaves beside its modules when somebody runs them.

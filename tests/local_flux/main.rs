@@ -8,6 +8,7 @@ mod harness;
 mod instance;
 mod keep;
 mod loss;
+mod peers;
 mod removal;
 mod sources;
 #[path = "../support/traces.rs"]

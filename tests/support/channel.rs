@@ -240,6 +240,8 @@ pub struct Trouble {
     pub bare_304: AtomicU64,
     /// Paths that were asked for.
     pub asked: Mutex<Vec<String>>,
+    /// Answers in the server's place, if it is there and gives one.
+    hook: std::sync::Mutex<Option<Hook>>,
 }
 
 /// An answer that is not the file.
@@ -265,6 +267,8 @@ impl Odd {
     }
 }
 
+type Hook = Box<dyn Fn(&Request) -> Option<Response> + Send>;
+
 impl Server {
     pub async fn start(root: &Path) -> Self {
         Self::start_at(root, 0).await
@@ -286,9 +290,22 @@ impl Server {
     pub fn trouble(&self) -> &Trouble {
         &self.trouble
     }
+
+    /// From now on `hook` is asked first.
+    pub fn hook(&self, hook: impl Fn(&Request) -> Option<Response> + Send + 'static) {
+        *self.trouble.hook.lock().unwrap() = Some(Box::new(hook));
+    }
+
+    /// Bytes of bodies that were sent until now.
+    pub fn sent(&self) -> u64 {
+        self.trouble.sent.load(Ordering::SeqCst)
+    }
 }
 
 async fn serve(State(server): State<Arc<Trouble>>, request: Request) -> Response {
+    if let Some(answer) = server.hook.lock().unwrap().as_ref().and_then(|hook| hook(&request)) {
+        return answer;
+    }
     let path = request.uri().path().trim_start_matches('/');
     server.asked.lock().unwrap().push(path.to_owned());
     let odd = {

@@ -12,7 +12,8 @@ use super::{Brokers, Preflight, PreflightOrder, Refusal, Root};
 use crate::api::Resources;
 
 pub use look::{cgroup_is_writable, look};
-pub use room::{Room, room};
+pub use room::Room;
+use room::room;
 
 /// What was seen of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -39,7 +39,7 @@ impl From<&Statvfs> for Room {
 ///
 /// # Errors
 /// Both figures, and a remedy.
-pub fn room(place: &Path, room: Room, need: u64) -> Result<(), Refusal> {
+pub(super) fn room(place: &Path, room: Room, need: u64) -> Result<(), Refusal> {
     let wanted = (room.total / 100 * KEPT_FREE_PERCENT).saturating_add(need);
     if room.available >= wanted {
         return Ok(());
