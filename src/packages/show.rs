@@ -141,3 +141,38 @@ fn to_stdout(text: &str) {
     let mut stdout = io::stdout().lock();
     let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reading(progress: Progress) -> Reading {
+        Reading { progress, rate: Some(2_000_000), left: Some(Duration::from_secs(30)), took: None }
+    }
+
+    #[test]
+    fn a_bar_fills_up() {
+        for (done, drawn) in [(0, "...................."), (50, "##########.........."), (200, "####################")]
+        {
+            let bar = bar(&reading(Progress::packages("linking", done, 100)));
+            assert!(bar.starts_with(&format!("[{drawn}] linking: {done}")), "{bar}");
+        }
+        let unknown = bar(&reading(Progress::bytes("fetching", 5, 0)));
+        assert_eq!(unknown, "fetching: 5 B, 2.0 MB/s, 30 s left", "there is no bar of nothing");
+    }
+
+    #[test]
+    fn an_event_for_machines_has_what_is_known_and_nothing_else() {
+        let reading = reading(Progress::bytes("fetching", 40, 100).with_packages(1, 2));
+        let event: Value = serde_json::from_str(&event("progress", &reading)).unwrap();
+        let expected = json!({
+            "event": "progress", "phase": "fetching", "bytes": {"done": 40, "total": 100},
+            "packages": {"done": 1, "total": 2}, "bytesPerSecond": 2_000_000, "secondsLeft": 30,
+        });
+        assert_eq!(event, expected);
+        let ended =
+            Reading { progress: Progress::begun("syncing"), rate: None, left: None, took: Some(Duration::ZERO) };
+        let event: Value = serde_json::from_str(&super::event("phase-ended", &ended)).unwrap();
+        assert_eq!(event, json!({"event": "phase-ended", "phase": "syncing", "seconds": 0.0}));
+    }
+}

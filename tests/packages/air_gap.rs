@@ -159,7 +159,7 @@ fn a_bundle_installs_where_there_is_no_network_at_all() {
     let alone = std::thread::spawn(move || {
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
         let routes = fs::read_to_string("/proc/thread-self/net/route").unwrap();
-        assert_eq!(routes.lines().count(), 1, "{routes}");
+        assert!(routes.lines().count() <= 1, "there is no more than the head of the table: {routes}");
         let host = Host::new();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(host.fetch(&set)).unwrap();
@@ -248,6 +248,25 @@ fn machines_read_one_json_object_a_line_and_the_last_one_is_the_bundle() {
 }
 
 #[test]
+fn a_terminal_is_drawn_on_and_a_log_gets_lines() {
+    let channel = Channel::with_flux();
+    let desk = Desk::with(&lock(&channel.file_url(), &[PLATFORM]));
+    let fetched = "fetching packages for linux-64: 2 packages, ";
+    let log = String::from_utf8(desk.program(&["--lock", "lock.yml", "--out", "flux.tar.gz"]).stderr).unwrap();
+    assert!(log.lines().any(|line| line.starts_with(fetched)) && !log.contains('\x1b'), "{log}");
+
+    let terminal = nix::pty::openpty(None, None).unwrap();
+    let mut program = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
+    program.args(["bundle", "create", "--lock", "lock.yml", "--out", "flux.tar.gz"]).current_dir(desk.0.path());
+    assert!(program.stderr(terminal.slave).stdout(std::process::Stdio::null()).status().unwrap().success());
+    drop(program);
+    let mut drawn = [0; 4096];
+    let length = nix::unistd::read(&terminal.master, &mut drawn).unwrap();
+    let drawn = String::from_utf8_lossy(&drawn[..length]);
+    assert!(drawn.contains(&format!("\r\x1b[2K{fetched}")), "{drawn:?}");
+}
+
+#[test]
 fn inspect_shows_what_is_in_a_bundle_of_packages() {
     let channel = channel_for_both();
     let desk = Desk::with(&lock(&channel.file_url(), &[PLATFORM, OTHER]));
@@ -281,6 +300,7 @@ struct ManifestOfOld {
 }
 
 /// The entries of a real bundle, to be changed one by one.
+#[derive(Clone)]
 struct Forged(Vec<(EntryType, String, Vec<u8>)>);
 
 impl Forged {
@@ -301,7 +321,7 @@ impl Forged {
     }
 
     fn bytes(&self, trailer: &[u8]) -> Vec<u8> {
-        let mut tar = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
+        let mut tar = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::default()));
         for (kind, path, bytes) in &self.0 {
             let mut header = Header::new_gnu();
             // Past the checks of the setters.
@@ -327,7 +347,7 @@ fn is_refused(bundle: &[u8], words: &str) {
     file.write_all(bundle).unwrap();
     let (host, set) = (Host::new(), set_of(file.path()));
     wait(host.fetch(&set)).unwrap();
-    let refusal = wait(host.link(&set)).unwrap_err();
+    let Err(refusal) = wait(host.link(&set)) else { panic!("it is believed: {words}") };
     assert!(refusal.message.contains(words), "{words}: {refusal}");
     assert!(refusal.message.contains(file.path().to_str().unwrap()), "it names the bundle: {refusal}");
     assert!(!refusal.transient, "{refusal}");
@@ -376,18 +396,18 @@ fn no_lie_in_a_bundle_of_packages_is_believed() {
             e[0].2 = String::from_utf8(e[0].2.clone()).unwrap().replace("\"linux-64\"", "").into()
         }),
     ];
+    let honest = Forged::new();
     for (words, change) in changes {
-        let mut forged = Forged::new();
+        let mut forged = honest.clone();
         change(&mut forged.0);
         is_refused(&forged.bytes(b""), words);
     }
-    let forged = Forged::new();
-    is_refused(&forged.bytes(&vec![0; 200 << 20]), "times its own size");
-    let whole = forged.bytes(b"");
+    is_refused(&honest.bytes(&vec![0; 200 << 20]), "times its own size");
+    let whole = honest.bytes(b"");
     for length in [400, whole.len() / 2, whole.len() - 9] {
         is_refused(&whole[..length], "truncated");
     }
-    let [(_, first, manifest), (_, second, _), ..] = forged.0.as_slice() else { panic!("a bundle has entries") };
+    let [(_, first, manifest), (_, second, _), ..] = honest.0.as_slice() else { panic!("a bundle has entries") };
     assert_eq!((first.as_str(), second.as_str()), (BUNDLE_MANIFEST, BUNDLE_LOCK));
     // Older versions refuse it by its kind, and not for a field they miss.
     let old: ManifestOfOld = serde_json::from_slice(manifest).unwrap();
