@@ -323,8 +323,8 @@ async fn a_server_that_asks_for_patience_is_given_it() {
 async fn a_server_that_always_answers_not_modified_is_an_error_and_not_the_end() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
-    let always = || (0..100).map(|_| ("linux-64/repodata.json", channel::Odd::Status(304))).collect();
-    *server.trouble().odd.lock().unwrap() = always();
+    let always = (0..100).map(|_| ("linux-64/repodata.json", channel::Odd::Status(304)));
+    *server.trouble().odd.lock().unwrap() = always.collect();
     let error = resolve(&asked(server.url(), &["flux-core"])).await.unwrap_err();
     assert!(error.is_transient() && error.to_string().contains("304 Not Modified"), "{error}");
 }
