@@ -87,7 +87,7 @@ impl Download<'_> {
         if !self.is_right(&part) {
             self.fill(&mut part, &url, host_file).await?;
         }
-        let (bytes, from_peers) = (part.have(), part.from_peers());
+        let (bytes, from_peers) = (part.have(), part.peers_sent());
         part.keep(&self.pkgs.join(&self.one.name)).await.map_err(|e| self.unwritten(e))?;
         Ok(Got { bytes, fresh: true, from_peers })
     }
@@ -100,16 +100,16 @@ impl Download<'_> {
     ) -> Result<(), FetchError> {
         match url.scheme() {
             "http" | "https" => {
-                if !self.from_peers(part).await? {
-                    self.peers.let_down().await;
-                    self.from_source(part, url).await?;
+                if !self.ask_peers(part).await? {
+                    self.peers.let_down(self.http.patience_with_peers() / 5).await;
+                    self.ask_source(part, url).await?;
                 }
                 Ok(())
             }
             // On the host itself, which is nearer than any peer.
             "file" => match self.copy(part, url, host_file).await {
                 Err(error) if !matches!(error, FetchError::Write { .. }) => {
-                    if !self.from_peers(part).await? {
+                    if !self.ask_peers(part).await? {
                         return Err(error);
                     }
                     tracing::warn!(error = crate::error_chain(&error), "the host's file is of no use, a peer sent it");
@@ -145,7 +145,7 @@ impl Download<'_> {
     }
 
     /// Whether a peer had it.
-    async fn from_peers(&self, part: &mut Part) -> Result<bool, FetchError> {
+    async fn ask_peers(&self, part: &mut Part) -> Result<bool, FetchError> {
         let until = Instant::now() + PATIENCE_WITH_BUSY_PEERS;
         let mut without = vec![false; self.peers.all().len()];
         loop {
@@ -194,7 +194,7 @@ impl Download<'_> {
         })
     }
 
-    async fn from_source(&self, part: &mut Part, url: &Url) -> Result<(), FetchError> {
+    async fn ask_source(&self, part: &mut Part, url: &Url) -> Result<(), FetchError> {
         let server =
             Server { sender: Sender::Source, request: self.http.ask(url), patience: super::http::READ_TIMEOUT };
         let mut delays = backon::BackoffBuilder::build(

@@ -161,6 +161,7 @@ impl Wanted {
 ///
 /// # Errors
 /// The first archive that could not be had; what came before stays.
+#[expect(clippy::too_many_arguments, reason = "each is another matter, and there are two callers")]
 pub async fn fetch(
     set: &PackageSet,
     digest: &str,

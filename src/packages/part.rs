@@ -39,7 +39,7 @@ pub(super) struct Part {
     /// The only one who sent bytes, if there is only one.
     sender: Option<Sender>,
     mixed: bool,
-    from_peers: u64,
+    peers_sent: u64,
     advance: UnboundedSender<i64>,
 }
 
@@ -60,7 +60,7 @@ impl Part {
             size,
             sender: None,
             mixed: false,
-            from_peers: 0,
+            peers_sent: 0,
             advance,
         };
         match File::options().read(true).write(true).open(&part.path).await {
@@ -106,7 +106,7 @@ impl Part {
         self.mixed |= self.sender.is_some_and(|before| before != sender);
         self.sender = Some(sender);
         if matches!(sender, Sender::Peer(_)) {
-            self.from_peers += bytes.len() as u64;
+            self.peers_sent += bytes.len() as u64;
         }
         self.report(bytes.len() as i64);
     }
@@ -123,7 +123,7 @@ impl Part {
     pub(super) fn discard(&mut self) -> io::Result<()> {
         self.file = None;
         self.report(-(self.have as i64));
-        (self.hash, self.have, self.sender, self.mixed, self.from_peers) = (Sha256::new(), 0, None, false, 0);
+        (self.hash, self.have, self.sender, self.mixed, self.peers_sent) = (Sha256::new(), 0, None, false, 0);
         match std::fs::remove_file(&self.path) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
             _ => Ok(()),
@@ -146,8 +146,8 @@ impl Part {
     }
 
     /// So many of them came from peers.
-    pub(super) fn from_peers(&self) -> u64 {
-        self.from_peers
+    pub(super) fn peers_sent(&self) -> u64 {
+        self.peers_sent
     }
 
     /// So many more may come.

@@ -51,8 +51,10 @@ pub struct Shelf(Arc<RwLock<Option<Arc<Offer>>>>);
 
 struct Offer {
     names: BTreeSet<String>,
-    open: Box<dyn Fn(&str) -> io::Result<File> + Send + Sync>,
+    open: Open,
 }
+
+type Open = Box<dyn Fn(&str) -> io::Result<File> + Send + Sync>;
 
 impl std::fmt::Debug for Shelf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

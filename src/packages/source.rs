@@ -60,10 +60,10 @@ impl Peers {
     }
 
     /// To be awaited before the source is asked. Where there were peers that could not help, they most likely could not
-    /// help others in the same moment either, who would now all fall on the source at once.
-    pub(super) async fn let_down(&self) {
+    /// help others in the same moment either, who would now all fall on the source at once: up to `spread` apart.
+    pub(super) async fn let_down(&self, spread: Duration) {
         if !self.all.is_empty() {
-            let spread = jittered(Duration::from_secs(2)).saturating_sub(Duration::from_secs(2));
+            let spread = 2 * (jittered(spread).saturating_sub(spread));
             self.let_down.get_or_init(async || tokio::time::sleep(spread).await).await;
         }
     }

@@ -1,6 +1,7 @@
 //! What the packages part promises, with a small channel that is made here.
 #![allow(clippy::unwrap_used)]
 
+mod access;
 mod bundle;
 #[path = "../support/channel.rs"]
 mod channel;
@@ -18,6 +19,11 @@ use std::{
     sync::atomic::Ordering,
 };
 
+use axum::{
+    body::Body,
+    http::{StatusCode, header},
+    response::Response,
+};
 use channel::{Channel, Content, Server, noise};
 use flux_distribute::{
     api::{PackageSet, Packages},
@@ -45,6 +51,14 @@ fn asked(channel: &str, specs: &[&str]) -> Packages {
 
 async fn resolve(packages: &Packages) -> Result<PackageSet, SolveError> {
     packages::resolve(packages, &[PLATFORM.to_owned()], &http(), None, host_file).await
+}
+
+/// What a server's hook gives.
+fn answer(status: StatusCode, headers: &[(header::HeaderName, &str)], body: impl Into<Body>) -> Option<Response> {
+    let mut answer = Response::new(body.into());
+    *answer.status_mut() = status;
+    answer.headers_mut().extend(headers.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())));
+    Some(answer)
 }
 
 /// A host's prefix with an empty `pkgs/`.

@@ -178,7 +178,7 @@ async fn a_bad_peer_is_dropped_with_one_line_and_the_bytes_come_from_elsewhere()
         for word in ["libflux-1.0-0.tar.bz2", address.as_str(), problem] {
             assert!(warnings[0].contains(word), "{case}: {warnings:?}");
         }
-        host.link(&set).await.unwrap();
+        assert_eq!(host.fetch(&set).await.unwrap().fetched_bytes, 0, "{case}: what is there is not right");
     }
 }
 
