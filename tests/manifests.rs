@@ -257,7 +257,7 @@ fn every_example_is_valid() {
         );
         count += 1;
     }
-    assert_eq!(count, 4);
+    assert_eq!(count, 5);
 }
 
 /// The DaemonSet tolerates what the example tells people to taint their nodes with.

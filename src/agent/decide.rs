@@ -364,6 +364,8 @@ mod tests {
         world.published = Some("newer");
         assert!(matches!(world.decide(), Step::Start(_)), "{:?}", world.decide());
         world.host.broker = Some(broker(1, 1));
+        assert_eq!(world.decide(), Step::Hold, "nobody has said where they come from");
+        world.spec.as_mut().unwrap().fetch_from = Some(FetchFrom { digest: "newer".into(), ..FetchFrom::default() });
         assert_eq!(world.decide(), Step::Prepare { digest: "newer".into() });
         world.host.environments.push("newer".into());
         assert_eq!(world.decide(), Step::Hold);
@@ -417,6 +419,7 @@ mod tests {
         world.published = Some("newer");
         let spec = world.spec.as_mut().unwrap();
         (spec.node_name, spec.rank, spec.node_uid) = ("node1".into(), Some(0), Some("uid-node1".into()));
+        spec.fetch_from = Some(FetchFrom { digest: "newer".into(), ..FetchFrom::default() });
         world.host.broker = Some(broker(0, 1));
         assert!(matches!(world.decide(), Step::Reload(_)));
         world.applied = Some(1);
