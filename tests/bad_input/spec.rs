@@ -128,7 +128,7 @@ async fn without_an_eligible_node_each_nodes_reason_is_told() {
         assert_eq!(instance.status.unwrap().phase, InstancePhase::Failed);
         case.warned("FluxInstance/flux", "no eligible node: node1: ").await;
         // Nothing is wanted of it.
-        assert!(case.is_ready("node1"));
+        case.becomes_ready("node1", true).await;
         case.delete_instance().await;
     }
     case.patch_node("node1", json!({"spec": {"taints": null}})).await;
