@@ -1,0 +1,218 @@
+//! Makes `envs/<digest>` from what `pkgs/` holds, without network: in the host stage.
+//!
+//! Built as `.<digest>.partial`, with every path in it already that of its final place, checked, marked, synced, and
+//! switched by one rename. Before that rename it does not exist for anybody, so a kill at any instruction costs nothing
+//! but time: the next run removes what it finds and begins again.
+//!
+//! Packages' link scripts are not run: they are shell, and nothing that Flux needs has one.
+
+pub(in crate::packages) mod collect;
+pub(in crate::packages) mod conda;
+pub(in crate::packages) mod extract;
+pub(in crate::packages) mod guard;
+pub(in crate::packages) mod limits;
+pub(in crate::packages) mod records;
+pub(in crate::packages) mod room;
+pub(in crate::packages) mod transaction;
+pub(in crate::packages) mod verify;
+
+use std::{
+    fs, io,
+    os::unix::fs::PermissionsExt,
+    path::{Component, Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::packages::{
+    ENVIRONMENT_MARKER,
+    environment::collect::archives,
+    environment::records::{RECORDS, Records, Tree, settle_clobbers},
+    environment::transaction::Environments,
+    fetch::archive,
+    lock::estimate_bytes,
+};
+use crate::{
+    api::PackageSet,
+    error_chain,
+    host::{LinkOrder, Linked, Progress, Refusal, files::remove_if_there},
+};
+
+/// Content of [`ENVIRONMENT_MARKER`].
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(in crate::packages) struct Marker {
+    digest: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(in crate::packages) compiled_prefix: Option<PathBuf>,
+    pub(in crate::packages) bytes: u64,
+    /// From which archives in `pkgs/` it was made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(in crate::packages) archives: Option<Vec<String>>,
+}
+
+/// The digests of all environments under `prefix` that are ready, sorted.
+pub fn ready(prefix: &Path) -> Vec<String> {
+    let entries = fs::read_dir(prefix.join("envs")).into_iter().flatten().flatten();
+    let names = entries.filter_map(|e| e.file_name().into_string().ok());
+    let mut digests = names.filter(|digest| linked(prefix, digest).is_some()).collect::<Vec<_>>();
+    digests.sort();
+    digests
+}
+
+/// What is in the environment `digest` under `prefix`, if it is ready.
+pub fn linked(prefix: &Path, digest: &str) -> Option<Linked> {
+    marker(prefix, digest).map(|marker| Linked { compiled_prefix: marker.compiled_prefix, bytes: marker.bytes })
+}
+
+/// The marker of an environment that is ready.
+pub(in crate::packages) fn marker(prefix: &Path, digest: &str) -> Option<Marker> {
+    let path = prefix.join("envs").join(digest).join(ENVIRONMENT_MARKER);
+    let marker: Marker = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
+    (archive::is_digest(digest) && marker.digest == digest).then_some(marker)
+}
+
+/// Makes the environment of `order`, or finds it ready.
+///
+/// Brings its own small runtime, so it must not be called from within another one.
+///
+/// # Errors
+/// A sentence for people. Transient where fetching or trying again can help: an archive that is missing or damaged (it
+/// is removed, so that the next fetch brings it again), or the disk.
+pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Linked, Refusal> {
+    let LinkOrder { prefix, digest, set, platform } = order;
+    if !archive::is_digest(digest) {
+        return Err(refused(format!("`{digest}` is not the digest of a package set")));
+    }
+    let archives = archives(set, platform).map_err(|e| refused(error_chain(&e)))?;
+    let environments = Environments::hold(prefix)?;
+    if let Some(linked) = linked(prefix, digest) {
+        return Ok(linked);
+    }
+    environments.clear(digest)?;
+    let partial = environments.partial(digest);
+    let made = make(order, &environments, &partial, archives, progress);
+    made.map_err(|refusal| {
+        let refusal = environments.with_room(refusal, estimate_bytes(set, platform));
+        // Only to give back the space; the next run would do it. By now nobody writes there any more, not even the threads
+        // of an unpacking that was given up.
+        let _ = environments.drop_leftovers();
+        refusal
+    })
+}
+
+fn make(
+    order: &LinkOrder,
+    environments: &Environments,
+    partial: &Path,
+    archives: Vec<String>,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Linked, Refusal> {
+    let LinkOrder { prefix, digest, set, platform } = order;
+    environments.begin(partial)?;
+    let ready = environments.place(digest);
+    let build = Build { pkgs: prefix.join("pkgs"), digest, platform, ready: &ready, partial };
+    let compiled_prefix = match set {
+        PackageSet::Lock { lock, .. } => build.conda(lock, progress).map(|()| None),
+        PackageSet::Bundle(source) => build.bundle(source, progress),
+    }?;
+    build.check_flux(compiled_prefix.as_deref())?;
+    progress(Progress::begun("syncing"));
+    let linked = build.finish(compiled_prefix, archives);
+    let committed = linked.and_then(|linked| environments.commit(partial, digest).map(|()| linked));
+    committed.map_err(|e| environments.trouble("finish the environment in", &e))
+}
+
+/// An environment that is being made.
+pub(in crate::packages) struct Build<'a> {
+    pub(in crate::packages) pkgs: PathBuf,
+    pub(in crate::packages) digest: &'a str,
+    pub(in crate::packages) platform: &'a str,
+    /// Its final place.
+    pub(in crate::packages) ready: &'a Path,
+    /// Where it grows.
+    pub(in crate::packages) partial: &'a Path,
+}
+
+impl Build<'_> {
+    /// For people: where room is needed.
+    pub(in crate::packages) fn prefix(&self) -> &Path {
+        self.pkgs.parent().unwrap_or(&self.pkgs)
+    }
+
+    pub(in crate::packages) fn missing_or_damaged(&self, archive: &Path, name: &str) -> Refusal {
+        match fs::remove_file(archive) {
+            Ok(()) => failed(format!("the archive of {name} on this host was damaged; it has to be fetched again")),
+            Err(_) => failed(format!("the archive of {name} is not on this host; it has to be fetched")),
+        }
+    }
+
+    fn check_flux(&self, compiled_prefix: Option<&Path>) -> Result<(), Refusal> {
+        let found = find_in_tree(self.partial, Path::new("bin/flux"), &[Some(self.ready), compiled_prefix]);
+        match found.and_then(|path| fs::symlink_metadata(path).ok()) {
+            Some(flux) if flux.is_file() && flux.permissions().mode() & 0o111 != 0 => Ok(()),
+            Some(_) => Err(refused(format!("package set {} has a bin/flux that can't be executed", self.digest))),
+            None => Err(refused(format!(
+                "package set {} has no bin/flux; add flux-core to packages.specs, or make the bundle from Flux's prefix",
+                self.digest
+            ))),
+        }
+    }
+
+    /// The last files of the tree, and what they vouch for: the marker is worth nothing before it is all on the disk.
+    fn finish(&self, compiled_prefix: Option<PathBuf>, archives: Vec<String>) -> io::Result<Linked> {
+        // A bundle may have brought files of these names.
+        remove_if_there(&self.partial.join(RECORDS))?;
+        remove_if_there(&self.partial.join(ENVIRONMENT_MARKER))?;
+        let conda = compiled_prefix.is_none();
+        if conda {
+            settle_clobbers(self.partial)?;
+        }
+        let tree = Tree::walk(self.partial)?;
+        if let Some(shared) = tree.shared() {
+            return Err(io::Error::other(format!("{} shares its content with a file outside", shared.display())));
+        }
+        Records::of(self.partial, &tree, conda)?.write(self.partial)?;
+        let bytes = tree.bytes();
+        let marker = Marker { digest: self.digest.to_owned(), compiled_prefix, bytes, archives: Some(archives) };
+        fs::write(self.partial.join(ENVIRONMENT_MARKER), serde_json::to_vec(&marker)?)?;
+        Ok(Linked { compiled_prefix: marker.compiled_prefix, bytes })
+    }
+}
+
+/// Follows symlinks within the tree as they will be followed once the tree is in its place.
+fn find_in_tree(tree: &Path, path: &Path, places: &[Option<&Path>]) -> Option<PathBuf> {
+    let mut path = path.to_owned();
+    // As many as Linux follows.
+    for _ in 0..40 {
+        let full = tree.join(&path);
+        let Ok(target) = fs::read_link(&full) else {
+            return full.exists().then_some(full);
+        };
+        let next = if target.is_absolute() {
+            places.iter().flatten().find_map(|place| target.strip_prefix(place).ok())?.to_owned()
+        } else {
+            path.parent().unwrap_or(Path::new("")).join(target)
+        };
+        path = PathBuf::new();
+        for component in next.components() {
+            match component {
+                Component::Normal(name) => path.push(name),
+                Component::CurDir => {}
+                _ if path.pop() => {}
+                _ => return None,
+            }
+        }
+    }
+    None
+}
+
+/// Trying again can help.
+pub(in crate::packages) fn failed(message: String) -> Refusal {
+    Refusal { message, transient: true }
+}
+
+/// Only a change can help.
+pub(in crate::packages) fn refused(message: String) -> Refusal {
+    Refusal { message, transient: false }
+}

@@ -1,0 +1,153 @@
+//! What is asked of the channels: read from the spec, checked, and written as one stable line.
+
+use std::{fs::File, io, os::fd::AsRawFd, path::PathBuf};
+
+use rattler_conda_types::{
+    Channel, GenericVirtualPackage, MatchSpec, PackageName, ParseStrictness, RepoDataRecord, Subdir, Version,
+};
+use url::Url;
+
+use crate::packages::{SolveError, fetch::http::shown};
+use crate::{
+    api::{DEFAULT_CHANNEL, DEFAULT_GLIBC, DEFAULT_SPECS, Packages},
+    error_chain,
+};
+
+/// What is asked, in one stable line: a changed one is the only reason to solve again.
+///
+/// `platforms` counts only where the spec names none. Where packages are fetched from and how many environments are kept
+/// is no part of it, and neither is a refresh of a lock or a bundle: nothing is solved for those.
+pub fn question(packages: &Packages, platforms: &[String]) -> String {
+    if let Some(bundle) = &packages.bundle {
+        return serde_json::json!({ "bundle": bundle }).to_string();
+    }
+    let platforms = wanted_platforms(packages, platforms);
+    if let Some(lock) = &packages.lock {
+        use sha2::{Digest, Sha256};
+        return serde_json::json!({ "lock": hex::encode(Sha256::digest(lock)), "platforms": platforms }).to_string();
+    }
+    let mut question = serde_json::json!({
+        "channels": channels(packages),
+        "glibc": glibc(packages),
+        "platforms": platforms,
+        "specs": specs(packages),
+    });
+    // Only where there is one: what was published before anybody asked for a refresh still answers.
+    if let Some(refresh) = &packages.refresh {
+        question["refresh"] = serde_json::json!(refresh);
+    }
+    question.to_string()
+}
+
+pub(in crate::packages) fn channels(packages: &Packages) -> Vec<&str> {
+    match packages.channels.is_empty() {
+        true => vec![DEFAULT_CHANNEL],
+        false => packages.channels.iter().map(String::as_str).collect(),
+    }
+}
+
+pub(in crate::packages) fn specs(packages: &Packages) -> Vec<&str> {
+    match packages.specs.is_empty() {
+        true => DEFAULT_SPECS.to_vec(),
+        false => packages.specs.iter().map(String::as_str).collect(),
+    }
+}
+
+pub(in crate::packages) fn glibc(packages: &Packages) -> &str {
+    packages.glibc.as_deref().unwrap_or(DEFAULT_GLIBC)
+}
+
+pub(in crate::packages) fn wanted_platforms<'a>(packages: &'a Packages, nodes: &'a [String]) -> Vec<&'a str> {
+    let wanted = if packages.platforms.is_empty() { nodes } else { &packages.platforms };
+    let mut wanted = wanted.iter().map(String::as_str).collect::<Vec<_>>();
+    wanted.sort_unstable();
+    wanted.dedup();
+    wanted
+}
+
+/// A channel as it was given, and as it is read.
+pub(in crate::packages) struct Source {
+    pub given: Url,
+    pub read: Channel,
+    /// Keeps `/proc/self/fd/N` in `read` alive.
+    _directory: Option<File>,
+}
+
+impl Source {
+    pub(in crate::packages) fn new(
+        given: &str,
+        host_dir: &impl Fn(&str) -> io::Result<File>,
+    ) -> Result<Self, SolveError> {
+        let not_a_channel = || SolveError::NotAChannel { channel: shown(given) };
+        let url = Url::parse(given.trim_end_matches('/')).map_err(|_| not_a_channel())?;
+        match url.scheme() {
+            "http" | "https" if url.has_host() => {
+                Ok(Self { read: Channel::from_url(url.clone()), given: url, _directory: None })
+            }
+            "file" => {
+                let unreadable = |e: io::Error| SolveError::Channel { channel: shown(given), reason: e.to_string() };
+                let path = url.to_file_path().map_err(|()| not_a_channel())?;
+                let directory = host_dir(&path.to_string_lossy()).map_err(unreadable)?;
+                let open = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
+                let read = Channel::try_from_directory(&open).map_err(|_| not_a_channel())?;
+                Ok(Self { given: url, read, _directory: Some(directory) })
+            }
+            _ => Err(not_a_channel()),
+        }
+    }
+
+    /// Puts the channel that was given in the place of the one that was read.
+    pub(in crate::packages) fn restore(&self, record: &mut RepoDataRecord) {
+        let Some(below) = record.url.as_str().strip_prefix(self.read.base_url.as_str()) else {
+            return;
+        };
+        let given = self.given.as_str().trim_end_matches('/');
+        if let Ok(url) = Url::parse(&format!("{given}/{}", below.trim_start_matches('/'))) {
+            record.url = url;
+            record.channel = Some(format!("{given}/"));
+        }
+    }
+}
+
+pub(in crate::packages) fn parse_spec(given: &str) -> Result<MatchSpec, SolveError> {
+    let unusable = |reason: String| SolveError::Spec { spec: given.to_owned(), reason };
+    let spec = MatchSpec::from_str(given, ParseStrictness::Lenient).map_err(|e| unusable(error_chain(&e)))?;
+    if spec.url.is_some() {
+        return Err(unusable("a spec is a name and a version, not a URL; use packages.lock or packages.bundle".into()));
+    }
+    if spec.name.as_exact().is_none() {
+        return Err(unusable("it must name one package".into()));
+    }
+    Ok(spec)
+}
+
+pub(in crate::packages) fn parse_platform(
+    given: &str,
+    glibc: &str,
+) -> Result<(Subdir, Vec<GenericVirtualPackage>), SolveError> {
+    let not_a_platform = || SolveError::NotAPlatform { platform: given.to_owned() };
+    let platform = given.parse::<Subdir>().map_err(|_| not_a_platform())?;
+    if !platform.is_linux() {
+        return Err(not_a_platform());
+    }
+    let architecture = match platform.as_str() {
+        "linux-64" => "x86_64",
+        other => other.strip_prefix("linux-").unwrap_or(other),
+    };
+    let version = |text: &str| text.parse::<Version>();
+    let glibc = version(glibc).map_err(|_| SolveError::Glibc { glibc: glibc.to_owned() })?;
+    let constant = |text: &str| version(text).map_err(|_| not_a_platform());
+    let package = |name: &str, version: Version, build: &str| GenericVirtualPackage {
+        name: PackageName::new_unchecked(name),
+        version,
+        build_string: rattler_conda_types::package::BuildString::new_unchecked(build),
+    };
+    // The oldest kernel that any distribution with glibc 2.28 runs.
+    let virtual_packages = vec![
+        package("__unix", constant("0")?, "0"),
+        package("__linux", constant("4.18")?, "0"),
+        package("__glibc", glibc, "0"),
+        package("__archspec", constant("1")?, architecture),
+    ];
+    Ok((platform, virtual_packages))
+}
