@@ -90,7 +90,9 @@ impl<'a> Fetcher<'a> {
 
     /// It was told, does not have it yet, and will.
     fn is_on_its_way(&self, digest: &str, now: i64) -> bool {
-        let patience = if self.report.phase == NodePhase::Installing { HOLD_WITHIN } else { BEGIN_WITHIN };
+        // One whose broker is online has begun at once, beside it, and is not told from one that hasn't.
+        let begun = matches!(self.report.phase, NodePhase::Installing | NodePhase::Online);
+        let patience = if begun { HOLD_WITHIN } else { BEGIN_WITHIN };
         let in_time = self.told(digest).is_some_and(|told| now - told.since < patience);
         in_time && self.wants == Some(digest) && !self.has(digest) && self.is_well()
     }

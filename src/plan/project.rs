@@ -30,7 +30,7 @@ pub fn project_all<'a>(
     let fetchers: Vec<_> = rows
         .iter()
         .map(|(present, node, spec)| Fetcher {
-            wants: spec.as_ref().and_then(|spec| wanted(seen, roster, spec.want)),
+            wants: spec.as_ref().and_then(|spec| wanted(seen, roster, spec.want, present.status.as_ref())),
             told: present.spec.fetch_from.as_ref(),
             report: present.status.as_ref().unwrap_or(&silent),
             address: node.filter(|node| node.ready).and_then(|node| node.address),
@@ -51,12 +51,20 @@ fn precedence(seen: &Observed, node: Option<&NodeView>, spec: Option<&FluxNodeSp
 }
 
 /// The package set that the agent of a node installs next, or has.
-fn wanted<'a>(seen: &Observed<'a>, roster: Option<&'a Roster>, want: Want) -> Option<&'a str> {
+fn wanted<'a>(
+    seen: &Observed<'a>,
+    roster: Option<&'a Roster>,
+    want: Want,
+    report: Option<&FluxNodeStatus>,
+) -> Option<&'a str> {
+    let runs = report.is_some_and(|report| report.adopted.is_some());
     match want {
         Want::Nothing => None,
         // Soon it will be known who is the lead.
         _ if roster.is_none() && seen.waited < LEAD_PATIENCE => None,
         Want::Install => seen.digest,
+        // Beside a broker that runs, the next epoch's set is prepared.
+        Want::Run if runs => seen.digest,
         Want::Run => roster.map(|roster| roster.settings.digest.as_str()),
     }
 }
