@@ -1,10 +1,10 @@
 //! The rung install, told as it goes on: lines in the log every few seconds, quarters in the status.
 
-use std::{collections::BTreeSet, pin::pin, time::Instant};
+use std::{collections::BTreeSet, pin::pin};
 
 use tokio::{
     sync::mpsc::UnboundedReceiver,
-    time::{Interval, MissedTickBehavior, interval},
+    time::{Instant, Interval, MissedTickBehavior, interval_at},
 };
 use tracing::info;
 
@@ -25,7 +25,7 @@ pub(super) struct Teller {
 
 impl Teller {
     pub(super) fn new(title: &'static str) -> Self {
-        let mut every = interval(LINE_EVERY);
+        let mut every = interval_at(Instant::now() + LINE_EVERY, LINE_EVERY);
         // A slow API server must not have the same line written twice.
         every.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Self { title, meter: Meter::default(), reported: BTreeSet::new(), every }
@@ -35,7 +35,7 @@ impl Teller {
     /// come again takes a phase back.
     pub(super) fn see(&mut self, event: Progress) -> Option<String> {
         let words = quarters(&event);
-        let ended = self.meter.see(event, Instant::now());
+        let ended = self.meter.see(event, Instant::now().into_std());
         self.say(ended);
         self.reported.insert(words.clone()).then_some(words)
     }
@@ -44,7 +44,7 @@ impl Teller {
     pub(super) async fn lines(&mut self) {
         loop {
             self.every.tick().await;
-            self.say(self.meter.read(Instant::now()));
+            self.say(self.meter.read(Instant::now().into_std()));
         }
     }
 
@@ -53,7 +53,7 @@ impl Teller {
         while let Ok(event) = events.try_recv() {
             let _ = self.see(event);
         }
-        let ended = self.meter.end(Instant::now());
+        let ended = self.meter.end(Instant::now().into_std());
         self.say(ended);
     }
 

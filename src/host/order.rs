@@ -263,6 +263,11 @@ impl Progress {
         Self { what: what.to_owned(), done, total, packages: None, bytes: Some(Tally { done, total }) }
     }
 
+    /// The bytes beside the packages.
+    pub fn with_bytes(self, done: u64, total: u64) -> Self {
+        Self { bytes: Some(Tally { done, total }), ..self }
+    }
+
     /// The packages beside the bytes.
     pub fn with_packages(self, done: u64, total: u64) -> Self {
         Self { packages: Some(Tally { done, total }), ..self }

@@ -5,6 +5,7 @@ use std::{
     io::{self, BufWriter, Write},
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use clap::{ArgGroup, Args};
@@ -117,7 +118,7 @@ impl CreateBundle {
         // Aside and in the same directory, so that a bundle under its name is a whole one.
         let aside = tempfile::Builder::new().prefix(".bundle-").tempfile_in(parent).map_err(write())?;
         let (file, aside) = aside.into_parts();
-        let hashed = pack::pack(&from, &manifest, Hashed::new(file)).map_err(|e| self.unpacked(e))?;
+        let hashed = pack::pack(&from, &manifest, Hashed::new(file)).map_err(|e| not_packed(e, &self.out))?;
         let (sha256, bytes) = hashed.finish().map_err(write())?;
         aside.persist(&self.out).map_err(|e| write()(e.error))?;
         Ok(Made { manifest, sha256, bytes, packages: None })
@@ -138,7 +139,7 @@ impl CreateBundle {
         };
         platforms.sort_unstable();
         platforms.dedup();
-        let packages = by_platform(&lock, &platforms).map_err(unusable)?;
+        let packages = Arc::new(by_platform(&lock, &platforms).map_err(unusable)?);
         if archives(&packages).is_empty() {
             return Err(BundleError::input(given, "the lock has no packages"));
         }
@@ -151,14 +152,17 @@ impl CreateBundle {
         let (sender, events) = unbounded_channel();
         let work = async {
             download(&lock, &packages, &downloads, &sender).await?;
-            tokio::task::block_in_place(|| {
+            let (lock, packages, pkgs) = (lock.to_string(), Arc::clone(&packages), downloads.pkgs());
+            let (out, packed) = (self.out.clone(), packed.clone());
+            let packing = tokio::task::spawn_blocking(move || {
                 let file = File::create(&packed).map_err(BundleError::io("write", &packed))?;
                 let mut progress = |now| drop(sender.send(now));
-                let hashed = packages::pack(&lock, &packages, &downloads.pkgs(), Hashed::new(file), &mut progress)
-                    .map_err(|e| self.unpacked(e))?;
+                let hashed = packages::pack(&lock, &packages, &pkgs, Hashed::new(file), &mut progress)
+                    .map_err(|e| not_packed(e, &out))?;
                 progress(Progress::begun("syncing"));
                 hashed.finish().map_err(BundleError::io("write", &packed))
-            })
+            });
+            packing.await.map_err(|e| BundleError::io("write", &self.out)(io::Error::other(e)))?
         };
         let (sha256, bytes) = runtime.block_on(async { shown(Style::of(self.output), events, work).await })?;
         fs::rename(&packed, &self.out).map_err(BundleError::io("write", &self.out))?;
@@ -182,13 +186,13 @@ impl CreateBundle {
         let (path, needed, free) = (self.parent().display().to_string(), size(needed), size(free));
         Err(BundleError::Room { path, needed, free })
     }
+}
 
-    fn unpacked(&self, error: PackError) -> BundleError {
-        match error {
-            PackError::Entry { path, reason } => BundleError::input(&path, reason),
-            PackError::Read { path, source } => BundleError::io("read", &path)(source),
-            PackError::Write(source) => BundleError::io("write", &self.out)(source),
-        }
+fn not_packed(error: PackError, out: &Path) -> BundleError {
+    match error {
+        PackError::Entry { path, reason } => BundleError::input(&path, reason),
+        PackError::Read { path, source } => BundleError::io("read", &path)(source),
+        PackError::Write(source) => BundleError::io("write", out)(source),
     }
 }
 

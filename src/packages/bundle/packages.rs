@@ -57,11 +57,13 @@ pub(in crate::packages) fn pack<W: Write>(
     append_bytes(&mut tar, BUNDLE_LOCK, lock.as_bytes())?;
     let archives = archives(packages);
     let total = archives.len() as u64;
+    let mut bytes = 0;
     for (done, (name, package)) in (0..).zip(archives) {
-        progress(Progress::packages("writing the bundle", done, total));
+        progress(Progress::packages("writing the bundle", done, total).with_bytes(bytes, 0));
         let full = pkgs.join(name);
         let file = File::open(&full).map_err(PackError::read(&full))?;
         let size = file.metadata().map_err(PackError::read(&full))?.len();
+        bytes += size;
         let header = header(EntryType::Regular, 0o644, 0);
         let path = Path::new(ARCHIVES).join(name);
         let read = append_file(&mut tar, header, &path, (&full, size), Hashing::new(file))?;
@@ -72,7 +74,7 @@ pub(in crate::packages) fn pack<W: Write>(
             return Err(PackError::Entry { path: full, reason });
         }
     }
-    progress(Progress::packages("writing the bundle", total, total));
+    progress(Progress::packages("writing the bundle", total, total).with_bytes(bytes, 0));
     tar.into_inner().and_then(|gzip| gzip.finish()).map_err(PackError::Write)
 }
 

@@ -68,13 +68,14 @@ impl Meter {
         let since = now.duration_since(phase.began);
         let rate = phase.rate(now);
         let left = match (phase.last.bytes, phase.last.packages) {
-            (Some(bytes), _) => rate.and_then(|rate| bytes.left().checked_div(rate)).filter(|_| bytes.total > 0),
+            (Some(bytes), _) => rate.filter(|rate| *rate > 0).map(|rate| bytes.left().div_ceil(rate)),
             (None, Some(packages)) if since >= SOON && packages.total > 0 => {
                 since.as_secs().checked_mul(packages.left()).and_then(|work| work.checked_div(packages.done))
             }
             _ => None,
         };
-        Some(Reading { progress: phase.last.clone(), rate, left: left.map(Duration::from_secs), took: None })
+        let left = left.filter(|left| *left > 0).map(Duration::from_secs);
+        Some(Reading { progress: phase.last.clone(), rate, left, took: None })
     }
 
     /// The work has ended well. Gives the last reading of its last phase.

@@ -8,7 +8,7 @@ use std::{
 };
 
 use serde_json::{Value, json};
-use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::{sync::mpsc::UnboundedReceiver, time::interval_at};
 
 use crate::host::Progress;
 use crate::packages::{
@@ -84,7 +84,8 @@ pub async fn shown<T, E>(
 ) -> Result<T, E> {
     let mut work = pin!(work);
     let mut meter = Meter::default();
-    let mut every = tokio::time::interval(style.every());
+    // What ends before that is told by its end.
+    let mut every = interval_at(tokio::time::Instant::now() + style.every(), style.every());
     let see = |meter: &mut Meter, event| {
         if let Some(ended) = meter.see(event, Instant::now()) {
             style.ended(&ended);
