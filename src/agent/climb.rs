@@ -3,7 +3,7 @@
 use std::{io::ErrorKind, time::Instant};
 
 use futures::FutureExt;
-use tokio::{sync::mpsc::unbounded_channel, time::sleep};
+use tokio::time::sleep;
 use tracing::{debug, info, warn};
 
 use super::{
@@ -32,12 +32,12 @@ impl Agent {
         let (long, begun) = (matches!(step, Step::Install { .. }), wish(world));
         let overtaken = watched.wait_for(|world| world.is_over() || (long && wish(world) != begun)).map(drop);
         tokio::select! {
-            outcome = self.climb(world, step) => outcome,
+            outcome = self.climb(step) => outcome,
             () = overtaken => Ok(()),
         }
     }
 
-    async fn climb(&mut self, world: &World, step: &Step) -> Result<(), StepError> {
+    async fn climb(&mut self, step: &Step) -> Result<(), StepError> {
         let preflight = self.preflight.clone();
         let Some(preflight) = preflight else {
             let passed = self.actor.preflight(&self.running_spec(), None).await?;
@@ -46,25 +46,7 @@ impl Agent {
             return Ok(());
         };
         match step {
-            Step::Install { digest } => {
-                let set = self.published.packages(digest)?;
-                // Once more, now that it is known how much room they need.
-                let preflight = self.actor.preflight(&self.running_spec(), Some(&set)).await?;
-                self.preflight = Some(preflight.clone());
-                let peers = peers_for(world, digest);
-                let (actor, packages) = (self.actor.clone(), self.spec.packages.clone());
-                let (sender, progress) = unbounded_channel();
-                let fetched = actor.fetch(&preflight, &set, &packages, peers, move |now| drop(sender.send(now)));
-                self.follow_progress(step, fetched, progress).await?;
-                // Others wait for this.
-                self.serving.look_anew(&preflight.prefix, self.published.sets(), &self.view.environments);
-                let world = self.world.borrow().clone();
-                self.report(&world, step, Some("the packages are fetched")).await;
-                let (sender, progress) = unbounded_channel();
-                let linked = actor.link(&preflight, &set, move |now| drop(sender.send(now)));
-                self.follow_progress(step, linked, progress).await
-            }
-            Step::Prepare { digest } => self.prepare(step, digest).await,
+            Step::Install { digest } | Step::Prepare { digest } => self.install(step, digest).await,
             Step::Start(assignment) => {
                 let roster = self.published.roster()?;
                 let revision = match self.actor.configure(&preflight, &roster, assignment, false).await {

@@ -7,7 +7,6 @@ mod enter;
 mod health;
 mod live;
 mod log;
-mod prepare;
 mod progress;
 mod published;
 mod reload;

@@ -1,14 +1,20 @@
 //! The rung install, told as it goes on: lines in the log every few seconds, quarters in the status.
 
-use std::{collections::BTreeSet, pin::pin};
+use std::collections::BTreeSet;
 
 use tokio::{
-    sync::mpsc::UnboundedReceiver,
+    sync::mpsc::{UnboundedReceiver, unbounded_channel},
+    task::JoinSet,
     time::{Instant, Interval, MissedTickBehavior, interval_at},
 };
 use tracing::info;
 
-use super::{act::StepError, decide::Step, run::Agent};
+use super::{
+    act::StepError,
+    climb::peers_for,
+    decide::{Step, decide},
+    run::{Agent, RESYNC},
+};
 use crate::{
     host::Progress,
     packages::{LINE_EVERY, Meter, Reading, quarters},
@@ -65,33 +71,79 @@ impl Teller {
 }
 
 impl Agent {
-    /// Sees `work` to its end, and tells how far it is.
+    /// Fetches and links the package set `digest`. Beside a broker that runs ([`Step::Prepare`]) it is let go where something
+    /// more urgent turns up: what was fetched stays, and a link that is cut off costs nothing but its time.
     ///
     /// # Errors
-    /// Those of `work`.
-    pub(super) async fn follow_progress(
+    /// The first thing that failed; what is live is untouched.
+    pub(super) async fn install(&mut self, step: &Step, digest: &str) -> Result<(), StepError> {
+        let set = self.published.packages(digest)?;
+        // Once more, now that it is known how much room they need.
+        let preflight = self.actor.preflight(&self.running_spec(), Some(&set)).await?;
+        self.preflight = Some(preflight.clone());
+        let peers = peers_for(&self.world.borrow(), digest);
+        let (sender, events) = unbounded_channel();
+        let fetch = {
+            let (actor, preflight, set) = (self.actor.clone(), preflight.clone(), set.clone());
+            let packages = self.spec.packages.clone();
+            async move { actor.fetch(&preflight, &set, &packages, peers, move |now| drop(sender.send(now))).await }
+        };
+        if !self.follow(step, fetch, events).await? {
+            return Ok(());
+        }
+        // Others wait for this.
+        self.serving.look_anew(&preflight.prefix, self.published.sets(), &self.view.environments);
+        let world = self.world.borrow().clone();
+        self.report(&world, step, Some("the packages are fetched")).await;
+        let (sender, events) = unbounded_channel();
+        let actor = self.actor.clone();
+        let link = async move { actor.link(&preflight, &set, move |now| drop(sender.send(now))).await };
+        self.follow(step, link, events).await.map(drop)
+    }
+
+    /// Sees `work` to its end, and tells how far it is. False: something more urgent than `step` has turned up.
+    async fn follow(
         &mut self,
         step: &Step,
-        work: impl Future<Output = Result<(), StepError>>,
+        work: impl Future<Output = Result<(), StepError>> + Send + 'static,
         mut events: UnboundedReceiver<Progress>,
-    ) -> Result<(), StepError> {
-        let mut work = pin!(work);
-        let mut teller = Teller::new("installing");
+    ) -> Result<bool, StepError> {
+        let beside = matches!(step, Step::Prepare { .. });
+        let mut teller = Teller::new(if beside { "preparing the packages" } else { "installing" });
+        // A task of its own: while a slow API server takes our words, the peers' bytes must not wait. It ends with us.
+        let mut work = JoinSet::from_iter([work]);
+        let (mut world_changes, mut live_changes) = (self.world.clone(), self.live.clone());
+        let mut clock = interval_at(Instant::now() + RESYNC, RESYNC);
+        clock.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
-                outcome = &mut work => {
+                Some(outcome) = work.join_next() => {
+                    let outcome = outcome.unwrap_or_else(|error| Err(StepError::Wrong(error.to_string())));
                     if outcome.is_ok() {
                         teller.end(events);
                     }
-                    return outcome;
+                    return outcome.map(|()| true);
                 }
                 Some(event) = events.recv() => {
                     if let Some(words) = teller.see(event) {
+                        let words = if beside { format!("for the next start: {words}") } else { words };
                         let world = self.world.borrow().clone();
                         self.report(&world, step, Some(&words)).await;
                     }
+                    continue;
                 }
-                () = teller.lines() => {}
+                () = teller.lines() => continue,
+                _ = world_changes.changed(), if beside => {}
+                _ = live_changes.changed(), if beside => {}
+                _ = clock.tick(), if beside => {}
+            }
+            let world = self.world.borrow().clone();
+            self.observe(&world).await?;
+            let uid = world.instance_uid();
+            let next = decide(&self.seen(&world, uid.as_deref()));
+            if next != *step && next != Step::Hold {
+                info!(step = next.name(), "something else comes before the packages of the next start");
+                return Ok(false);
             }
         }
     }

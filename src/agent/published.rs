@@ -72,11 +72,6 @@ impl Published {
         self.packages.first().map(|(digest, _)| digest.as_str())
     }
 
-    /// All published package sets and their digests.
-    pub fn all(&self) -> &[(String, PackageSet)] {
-        &self.packages
-    }
-
     /// The package set `digest`.
     ///
     /// # Errors

@@ -3,6 +3,7 @@
 
 use std::{
     collections::BTreeSet,
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
@@ -22,19 +23,29 @@ const AGAIN: Duration = Duration::from_secs(600);
 /// When it was done last: for what, beside which environments, and whether it has to be done again without anything new.
 #[derive(Default)]
 pub(super) struct Tidied {
-    order: Option<(CollectOrder, Vec<String>)>,
+    task: Option<Task>,
     again: Option<Instant>,
+}
+
+/// What is to be kept, beside which environments.
+#[derive(Clone, PartialEq, Eq)]
+struct Task {
+    prefix: PathBuf,
+    keep: u32,
+    wanted: BTreeSet<String>,
+    published: Vec<String>,
+    environments: Vec<String>,
 }
 
 impl Agent {
     /// To be called when nothing else is to be done. Nothing depends on it, so that it failed is only said.
     pub(super) async fn tidy(&mut self) {
-        let Some(order) = self.collect_order() else { return };
-        let done = Some((order.clone(), self.view.environments.clone()));
-        if self.tidied.order == done && self.tidied.again.is_none_or(|again| Instant::now() < again) {
+        let Some(task) = self.tidying() else { return };
+        if self.tidied.task.as_ref() == Some(&task) && self.tidied.again.is_none_or(|again| Instant::now() < again) {
             return;
         }
-        self.tidied = Tidied { order: done, again: Some(Instant::now() + AGAIN) };
+        let Some(order) = self.collect_order(&task) else { return };
+        self.tidied = Tidied { task: Some(task), again: Some(Instant::now() + AGAIN) };
         match self.actor.order(Order::Collect(order)).await {
             Ok(Answer::Collected(collected)) => {
                 let used = collected.used.join(", ");
@@ -60,21 +71,29 @@ impl Agent {
     }
 
     /// None while it is not known for certain what is wanted here.
-    fn collect_order(&self) -> Option<CollectOrder> {
-        let preflight = self.preflight.as_ref()?;
-        let claimed = self.view.state.as_ref()?;
-        let roster = self.published.roster.as_ref();
+    fn tidying(&self) -> Option<Task> {
+        let claimed = self.view.state.as_ref().filter(|state| state.instance_uid == self.actor.instance_uid)?;
+        let published: Vec<_> = self.published.sets().iter().map(|(digest, _)| digest.clone()).collect();
+        let epoch = self.published.roster.as_ref().map(|roster| roster.settings.digest.clone());
         let running = self.view.broker.as_ref().map(|broker| broker.record.digest.clone());
-        let sets = self.published.all();
-        let named = sets.iter().map(|(_, set)| archives(set, &preflight.platform)).collect::<Result<Vec<_>, _>>();
-        let epoch = roster.map(|roster| roster.settings.digest.clone());
-        let published = sets.iter().map(|(digest, _)| digest.clone());
-        (!sets.is_empty() && claimed.instance_uid == self.actor.instance_uid).then_some(())?;
-        Some(CollectOrder {
+        (!published.is_empty()).then(|| Task {
             prefix: claimed.prefix.clone(),
             keep: self.spec.packages.keep.unwrap_or(DEFAULT_KEEP),
-            wanted: published.chain(epoch).chain(running).collect(),
-            archives: named.ok()?.into_iter().flatten().collect::<BTreeSet<_>>(),
+            wanted: published.iter().cloned().chain(epoch).chain(running).collect(),
+            published,
+            environments: self.view.environments.clone(),
+        })
+    }
+
+    fn collect_order(&self, task: &Task) -> Option<CollectOrder> {
+        let platform = &self.preflight.as_ref()?.platform;
+        let named = self.published.sets().iter().map(|(_, set)| archives(set, platform));
+        let named = named.collect::<Result<Vec<_>, _>>().ok()?;
+        Some(CollectOrder {
+            prefix: task.prefix.clone(),
+            keep: task.keep,
+            wanted: task.wanted.clone(),
+            archives: named.into_iter().flatten().collect(),
         })
     }
 }

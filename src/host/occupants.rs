@@ -1,6 +1,8 @@
 //! Who lives in an environment: the processes of this host that would miss it.
 
-use std::{collections::BTreeMap, fs, os::unix::ffi::OsStrExt, path::Path};
+use std::{collections::BTreeMap, fs, io, os::unix::ffi::OsStrExt, path::Path};
+
+use nix::libc;
 
 use super::Root;
 
@@ -24,32 +26,40 @@ impl std::fmt::Display for Occupant {
 /// By name and not by path: a container sees the same directory at another place, and a digest is no word that is met by
 /// accident. Its executable, what it has mapped, where it is and what it has mounted hold a process to a directory; so do
 /// its arguments and its environment, because a script that has it in its PATH has nothing of it open between two commands.
-pub fn occupants(root: &Root, names: &[String]) -> BTreeMap<String, Occupant> {
+///
+/// # Errors
+/// Where a process can't be looked at: then nobody knows what it uses.
+pub fn occupants(root: &Root, names: &[String]) -> io::Result<BTreeMap<String, Occupant>> {
     let mut found = BTreeMap::new();
     let own = std::process::id();
-    for entry in fs::read_dir(root.path("/proc")).into_iter().flatten().flatten() {
+    for entry in fs::read_dir(root.path("/proc"))? {
+        let entry = entry?;
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
         if pid == own || found.len() == names.len() {
             continue;
         }
-        for name in used_by(&entry.path(), names) {
+        for name in used_by(&entry.path(), names)? {
             found.entry(name.clone()).or_insert_with(|| {
                 let called = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
                 Occupant { pid: i32::try_from(pid).unwrap_or_default(), name: called.trim().to_owned() }
             });
         }
     }
-    found
+    Ok(found)
 }
 
 /// A process that ends meanwhile uses nothing.
-fn used_by<'a>(process: &Path, names: &'a [String]) -> Vec<&'a String> {
-    let links = ["exe", "cwd", "root"].into_iter().filter_map(|link| fs::read_link(process.join(link)).ok());
-    let links = links.map(|target| target.as_os_str().as_bytes().to_vec());
-    let texts = ["maps", "mountinfo", "cmdline", "environ"].into_iter();
-    let texts = texts.filter_map(|file| fs::read(process.join(file)).ok());
+fn used_by<'a>(process: &Path, names: &'a [String]) -> io::Result<Vec<&'a String>> {
+    let links = ["exe", "cwd", "root"].into_iter().map(|link| fs::read_link(process.join(link)));
+    let links = links.map(|target| target.map(|target| target.as_os_str().as_bytes().to_vec()));
+    let texts = ["maps", "mountinfo", "cmdline", "environ"].into_iter().map(|file| fs::read(process.join(file)));
     let mut used = Vec::new();
     for text in links.chain(texts) {
+        let text = match text {
+            // It has ended, is about to (EINVAL of mountinfo), or is a thread of the kernel.
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ESRCH | libc::EINVAL)) => continue,
+            text => text?,
+        };
         for word in text.split(|byte| matches!(byte, b'/' | b':' | b'=' | b' ' | b'\n' | 0)) {
             if let Some(name) = names.iter().find(|name| name.as_bytes() == word)
                 && !used.contains(&name)
@@ -58,7 +68,7 @@ fn used_by<'a>(process: &Path, names: &'a [String]) -> Vec<&'a String> {
             }
         }
     }
-    used
+    Ok(used)
 }
 
 #[cfg(test)]
@@ -82,14 +92,14 @@ mod tests {
         ] {
             let process = host.path().join("proc/7");
             fs::create_dir_all(&process).unwrap();
-            assert_eq!(occupants(&root, &names), BTreeMap::new());
+            assert_eq!(occupants(&root, &names).unwrap(), BTreeMap::new());
             match file {
                 "exe" | "cwd" | "root" => std::os::unix::fs::symlink(text, process.join(file)).unwrap(),
                 _ => fs::write(process.join(file), text).unwrap(),
             }
             fs::write(process.join("comm"), "sleep\n").unwrap();
             let expected = Occupant { pid: 7, name: "sleep".to_owned() };
-            assert_eq!(occupants(&root, &names), BTreeMap::from([(digest.to_owned(), expected)]), "{file}");
+            assert_eq!(occupants(&root, &names).unwrap(), BTreeMap::from([(digest.to_owned(), expected)]), "{file}");
             fs::remove_dir_all(process).unwrap();
         }
     }
@@ -100,6 +110,6 @@ mod tests {
         let process = host.path().join("proc/7");
         fs::create_dir_all(&process).unwrap();
         fs::write(process.join("cmdline"), "/envs/0123456789abcdef0/bin/flux").unwrap();
-        assert_eq!(occupants(&Root::at(host.path()), &["0123456789abcdef".to_owned()]), BTreeMap::new());
+        assert_eq!(occupants(&Root::at(host.path()), &["0123456789abcdef".to_owned()]).unwrap(), BTreeMap::new());
     }
 }

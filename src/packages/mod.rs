@@ -34,7 +34,7 @@ pub use lock::command::{LockAction, LockCommand, LockCommandError, LockDiffArgum
 pub use lock::diff::{Change, ChangeKind, Download, LockDiff, MinorChange, Package, PlatformDiff, compare};
 pub use lock::question::question;
 pub use lock::solve::{SolveError, resolve};
-pub use lock::{LockError, check_lock, estimate_bytes, normalise_lock};
+pub use lock::{LockError, check_lock, estimate_bytes, lock_urls, normalise_lock};
 pub use progress::show::{LINE_EVERY, Style, shown};
 pub use progress::{Meter, Reading, quarters};
 pub use serve::{Shelf, serve_peers, serve_peers_on};

@@ -12,7 +12,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use crate::api::{FetchFrom, FluxNodeStatus, NodePhase, PackageSet};
+use crate::api::{FetchFrom, FluxNodeStatus, NodePhase};
 
 /// So many nodes are sent to one parent, over time too: nobody uploads a package set more often.
 pub const CHILDREN: usize = 4;
@@ -28,19 +28,9 @@ const ASK_AGAIN: i64 = 10;
 /// The longest of these pauses.
 const LONGEST_PAUSE: i64 = 600;
 
-/// Every node has `set` on its own disk, by the word of the spec. `mirror`: `spec.packages.mirror`.
-pub fn is_on_every_host(set: &PackageSet, mirror: Option<&str>) -> bool {
-    let is_path = |url: &str| url.starts_with("file:") || !url.contains("://");
-    match set {
-        PackageSet::Bundle(source) => is_path(&source.url),
-        PackageSet::Lock { lock, .. } => mirror.is_some_and(is_path) || locked_urls(lock).all(is_path),
-    }
-}
-
-/// Where a lock (rattler's YAML) has its packages from: URLs, or paths in place of file URLs.
-pub fn locked_urls(lock: &str) -> impl Iterator<Item = &str> {
-    let packages = lock.lines().filter_map(|line| line.trim_start().strip_prefix("- conda:"));
-    packages.map(|url| url.trim().trim_matches(['"', '\'']))
+/// Every node has on its own disk what comes from these URLs, by the word of the spec. Of what isn't known nothing is said.
+pub fn is_on_every_host(urls: &[String]) -> bool {
+    !urls.is_empty() && urls.iter().all(|url| url.starts_with("file:"))
 }
 
 /// One node, as far as packages go.

@@ -8,8 +8,7 @@ use super::{PlannerError, call};
 use crate::{
     api::{NAMESPACE, Packages, SECRET_PACKAGES, SECRET_PACKAGES_CA_KEY, SECRET_PACKAGES_TOKEN_KEY},
     error_chain,
-    packages::{Access, HttpClient},
-    plan::peers::locked_urls,
+    packages::{Access, HttpClient, lock_urls},
 };
 
 /// A client for the servers that `packages` names. That there is no Secret is the usual case.
@@ -29,9 +28,10 @@ pub async fn http_client(client: &Client, packages: &Packages) -> Result<HttpCli
 /// All URLs that a spec names.
 fn named(packages: &Packages) -> Vec<String> {
     let bundle = packages.bundle.iter().map(|bundle| bundle.url.as_str());
-    let locked = packages.lock.iter().flat_map(|lock| locked_urls(lock));
-    let named = packages.channels.iter().chain(&packages.mirror).map(String::as_str).chain(bundle).chain(locked);
-    named.map(str::to_owned).collect()
+    let named = packages.channels.iter().chain(&packages.mirror).map(String::as_str).chain(bundle);
+    // A lock that can't be read is told by those who install it.
+    let locked = packages.lock.iter().flat_map(|lock| lock_urls(lock).unwrap_or_default());
+    named.map(str::to_owned).chain(locked).collect()
 }
 
 #[cfg(test)]
@@ -45,10 +45,13 @@ mod tests {
         let packages = Packages {
             channels: vec!["https://a/c".into()],
             mirror: Some("https://b/m".into()),
-            lock: Some("- conda: https://c/x.conda\n".into()),
+            lock: Some(format!("@EXPLICIT\nhttps://c/linux-64/x-1-0.conda#sha256:{}\n", "0".repeat(64))),
             bundle: Some(BundleSource { url: "https://d/b.tar.gz".into(), sha256: String::new() }),
             ..Packages::default()
         };
-        assert_eq!(named(&packages), ["https://a/c", "https://b/m", "https://d/b.tar.gz", "https://c/x.conda"]);
+        assert_eq!(
+            named(&packages),
+            ["https://a/c", "https://b/m", "https://d/b.tar.gz", "https://c/linux-64/x-1-0.conda"]
+        );
     }
 }

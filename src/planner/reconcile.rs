@@ -19,6 +19,7 @@ use super::{
 use crate::{
     api::{FluxInstance, FluxInstanceStatus, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster, validate},
     error_chain,
+    packages::lock_urls,
     plan::{
         eligibility::NodeView,
         peers::is_on_every_host,
@@ -54,7 +55,8 @@ pub async fn run(client: Client, identity: &str) {
         resolver: Resolver::default(),
         since: Instant::now(),
         gone: HashMap::new(),
-        sets: HashMap::new(),
+        sources: HashMap::new(),
+        validated: None,
         forgotten: false,
     };
     let mut complete = false;
@@ -112,10 +114,28 @@ struct Planner {
     since: Instant,
     /// FluxNodes without Node and without rank, and since when.
     gone: HashMap<String, Instant>,
-    /// Published package sets by digest, as far as they were needed.
-    sets: HashMap<String, PackageSet>,
+    /// Where the published package sets come from, by digest.
+    sources: HashMap<String, Source>,
+    /// The generation of the spec that was looked at, and what was wrong with it: a lock in it is long.
+    validated: Option<(String, i64, Option<String>)>,
     /// What was made for an instance that is over has been taken off.
     forgotten: bool,
+}
+
+/// Where a package set comes from.
+struct Source {
+    /// A mirror stands in for a lock's channels, and for nothing else.
+    mirrored: bool,
+    urls: Vec<String>,
+}
+
+impl From<&PackageSet> for Source {
+    fn from(set: &PackageSet) -> Self {
+        match set {
+            PackageSet::Bundle(source) => Self { mirrored: false, urls: vec![source.url.clone()] },
+            PackageSet::Lock { lock, .. } => Self { mirrored: true, urls: lock_urls(lock).unwrap_or_default() },
+        }
+    }
 }
 
 impl Planner {
@@ -170,9 +190,12 @@ impl Planner {
         };
         let own = |roster: &&Roster| roster.instance_uid == uid;
 
-        let mut obstacle = validate(&flux.spec)
-            .err()
-            .map(|error| Obstacle::Problem { reason: "InvalidSpec", message: error.to_string() });
+        let generation = flux.metadata.generation.unwrap_or_default();
+        if self.validated.as_ref().is_none_or(|(of, seen, _)| (of, *seen) != (&uid, generation)) {
+            self.validated = Some((uid.clone(), generation, validate(&flux.spec).err().map(|error| error.to_string())));
+        }
+        let wrong = self.validated.as_ref().and_then(|(_, _, wrong)| wrong.clone());
+        let mut obstacle = wrong.map(|message| Obstacle::Problem { reason: "InvalidSpec", message });
         let digest = match &obstacle {
             None => self.packages(&seen, &mut obstacle).await?,
             Some(_) => None,
@@ -207,8 +230,13 @@ impl Planner {
             publish::write_broker_toml(&self.client, roster).await?;
         }
         self.know_running_set(roster).await?;
-        let mirror = flux.spec.packages.mirror.as_deref();
-        let is_local = |digest: &str| self.sets.get(digest).is_some_and(|set| is_on_every_host(set, mirror));
+        let mirror = flux.spec.packages.mirror.as_slice();
+        let is_local = |digest: &str| {
+            self.sources.get(digest).is_some_and(|source| match mirror {
+                [_] if source.mirrored => is_on_every_host(mirror),
+                _ => is_on_every_host(&source.urls),
+            })
+        };
         for (flux_node, spec) in project_all(&seen, roster, flux_nodes.iter().map(AsRef::as_ref), is_local) {
             publish::write_node(&self.client, flux_node, &spec).await?;
         }
@@ -231,14 +259,14 @@ impl Planner {
         platforms.dedup();
         let running = seen.roster.map(|roster| roster.settings.digest.as_str());
         Ok(match self.resolver.published(&self.client, &seen.spec.packages, &platforms, running).await? {
-            Published::Is(set) => Some(self.know(set)),
+            Published::Is(set) => Some(self.know(&set)),
             Published::Pending => {
                 *obstacle = Some(Obstacle::Waiting("the packages are being resolved".to_owned()));
                 None
             }
             Published::Still(set, message) => {
                 *obstacle = Some(Obstacle::Problem { reason: "PackagesUnresolved", message });
-                Some(self.know(set))
+                Some(self.know(&set))
             }
             Published::Failed(message) => {
                 *obstacle = Some(Obstacle::Problem { reason: "PackagesUnresolved", message });
@@ -247,16 +275,19 @@ impl Planner {
         })
     }
 
-    fn know(&mut self, set: PackageSet) -> String {
+    fn know(&mut self, set: &PackageSet) -> String {
         let digest = set.digest();
-        self.sets.insert(digest.clone(), set);
+        self.sources.entry(digest.clone()).or_insert_with(|| Source::from(set));
         digest
     }
 
     /// The package set of the running epoch, where the spec asks for another one by now.
     async fn know_running_set(&mut self, roster: Option<&Roster>) -> Result<(), PlannerError> {
-        if roster.is_some_and(|roster| !self.sets.contains_key(&roster.settings.digest)) {
-            self.sets.extend(publish::read_packages(&self.client).await?.into_iter().map(|set| (set.digest(), set)));
+        if roster.is_some_and(|roster| !self.sources.contains_key(&roster.settings.digest)) {
+            self.sources.clear();
+            for set in publish::read_packages(&self.client).await? {
+                self.know(&set);
+            }
         }
         Ok(())
     }

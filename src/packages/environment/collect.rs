@@ -70,7 +70,10 @@ pub fn collect(order: &CollectOrder) -> Result<Collected, Refusal> {
     // The processes are only looked at where something would go.
     let without_use = decide(&found, &BTreeSet::new(), &wanted, keep);
     let names = without_use.into_iter().map(str::to_owned).collect::<Vec<_>>();
-    let mut used = if names.is_empty() { BTreeMap::new() } else { occupants(&Root::host(), &names) };
+    let mut used = match names.as_slice() {
+        [] => BTreeMap::new(),
+        names => occupants(&Root::host(), names).map_err(|e| environments.trouble("look who uses", &e))?,
+    };
     let mut collected = Collected::default();
     for digest in decide(&found, &used.keys().cloned().collect(), &wanted, keep) {
         let bytes = marker(&order.prefix, digest).map_or(0, |marker| marker.bytes);

@@ -96,7 +96,8 @@ impl Environments {
             other => other.map_err(|e| self.trouble("look into", &e))?,
         };
         let name = [digest.to_owned()];
-        let occupant = match occupants(&Root::host(), &name).into_values().next() {
+        let found = occupants(&Root::host(), &name).map_err(|e| self.trouble("look who uses", &e))?;
+        let occupant = match found.into_values().next() {
             Some(occupant) => Some(occupant),
             None => self.discard(digest).map_err(|e| self.trouble("clean", &e))?,
         };
@@ -122,13 +123,14 @@ impl Environments {
         // Another one under the same name is not the one that was set aside.
         let replaced = fs::symlink_metadata(self.place(digest)).is_ok();
         let looked_for = if replaced { &names[1..] } else { &names[..] };
-        match occupants(&Root::host(), looked_for).into_values().next() {
-            Some(occupant) if !replaced => {
-                fs::rename(aside, self.place(digest))?;
-                Ok(Some(occupant))
+        match occupants(&Root::host(), looked_for).map(|found| found.into_values().next()) {
+            Ok(None) => remove(aside).map(|()| None),
+            used_or_unknown => {
+                if !replaced {
+                    fs::rename(aside, self.place(digest))?;
+                }
+                used_or_unknown
             }
-            Some(occupant) => Ok(Some(occupant)),
-            None => remove(aside).map(|()| None),
         }
     }
 

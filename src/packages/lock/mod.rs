@@ -193,6 +193,17 @@ pub(in crate::packages) fn platforms(text: &str) -> Result<Vec<String>, LockErro
     linux_platforms(&read(text)?)
 }
 
+/// Where the packages of a lock come from, on all of Linux' platforms.
+///
+/// # Errors
+/// Text that is no lock, or that is of no use.
+pub fn lock_urls(text: &str) -> Result<Vec<String>, LockError> {
+    let lock = read(text)?;
+    let platforms = linux_platforms(&lock)?.into_iter().map(|platform| of_platform(&lock, &platform));
+    let packages = platforms.collect::<Result<Vec<_>, _>>()?.into_iter().flatten();
+    Ok(packages.map(|package| package.record.url.to_string()).collect())
+}
+
 fn linux_platforms(lock: &LockFile) -> Result<Vec<String>, LockError> {
     let environment = environment(lock)?;
     let used = environment.packages_by_platform().filter(|(_, packages)| packages.len() > 0);

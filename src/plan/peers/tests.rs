@@ -1,7 +1,7 @@
 use std::collections::BTreeMap;
 
 use super::*;
-use crate::api::{BundleSource, Facts, Resources};
+use crate::api::{Facts, Resources};
 
 const PORT: u16 = 8052;
 
@@ -253,22 +253,17 @@ fn a_set_that_is_on_every_host_is_installed_everywhere_at_once() {
 }
 
 #[test]
-fn what_is_on_every_host_is_told_by_the_set() {
-    let bundle = |url: &str| PackageSet::Bundle(BundleSource { url: url.into(), sha256: "0".repeat(64) });
-    let lock = |lines: &str| PackageSet::Lock { lock: lines.into(), question: String::new() };
-    let of_files = "channels:\n- url: file:///c/\n- conda: file:///c/a.conda\n- conda: /c/b.conda\n";
-    let of_urls = "indexes:\n- https://pypi.org/simple\n- conda: file:///c/a.conda\n- conda: https://h/c/b.conda\n";
-    for (set, mirror, expected) in [
-        (bundle("file:///b.tar.gz"), None, true),
-        (bundle("http://h/b.tar.gz"), Some("file:///mirror"), false),
-        (lock(of_files), None, true),
-        (lock(of_urls), None, false),
-        (lock(of_urls), Some("file:///mirror"), true),
-        (lock(of_urls), Some("https://mirror"), false),
+fn only_what_comes_from_files_alone_is_on_every_host() {
+    for (urls, expected) in [
+        (&["file:///b.tar.gz"][..], true),
+        (&["file:///c/a.conda", "file:///c/b.conda"], true),
+        (&["file:///c/a.conda", "https://h/c/b.conda"], false),
+        (&["http://h/b.tar.gz"], false),
+        (&[], false),
     ] {
-        assert_eq!(is_on_every_host(&set, mirror), expected, "{set:?} {mirror:?}");
+        let urls: Vec<_> = urls.iter().map(|url| (*url).to_owned()).collect();
+        assert_eq!(is_on_every_host(&urls), expected, "{urls:?}");
     }
-    assert_eq!(locked_urls(of_urls).collect::<Vec<_>>(), ["file:///c/a.conda", "https://h/c/b.conda"]);
 }
 
 /// Numbers that look random and are the same in each run.
