@@ -21,6 +21,7 @@ mod observe;
 mod occupants;
 mod order;
 pub mod preflight;
+mod progress;
 mod remove;
 mod root;
 pub mod stage;
@@ -42,6 +43,7 @@ pub use lock::HostLock;
 pub use observe::observe;
 pub use occupants::{Occupant, occupants};
 pub use order::*;
+pub use progress::{Progress, Tally};
 pub use remove::{Brokers, remove};
 pub use root::Root;
 

@@ -10,6 +10,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
+use super::Progress;
 use crate::api::{Resources, Uninstall};
 
 /// One piece of work in the host's namespaces. Every one can be killed at any instruction and given again.
@@ -219,59 +220,6 @@ pub enum Reply {
     Done(Box<Answer>),
     /// The end: it did not.
     Failed(Refusal),
-}
-
-/// How far a long order is.
-#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
-pub struct Progress {
-    /// The phase: what is being done, such as `linking packages`.
-    pub what: String,
-    /// So much of the phase …
-    pub done: u64,
-    /// … of so much; 0 where unknown.
-    pub total: u64,
-    /// Packages, where the phase goes by them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub packages: Option<Tally>,
-    /// Bytes, where the phase moves them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bytes: Option<Tally>,
-}
-
-/// How much of how much.
-#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
-    /// So much …
-    pub done: u64,
-    /// … of so much; 0 where unknown.
-    pub total: u64,
-}
-
-impl Progress {
-    /// A phase of which nobody knows how long it takes.
-    pub fn begun(what: &str) -> Self {
-        Self { what: what.to_owned(), ..Self::default() }
-    }
-
-    /// A phase that goes by packages.
-    pub fn packages(what: &str, done: u64, total: u64) -> Self {
-        Self { what: what.to_owned(), done, total, packages: Some(Tally { done, total }), bytes: None }
-    }
-
-    /// A phase that goes by bytes.
-    pub fn bytes(what: &str, done: u64, total: u64) -> Self {
-        Self { what: what.to_owned(), done, total, packages: None, bytes: Some(Tally { done, total }) }
-    }
-
-    /// The bytes beside the packages.
-    pub fn with_bytes(self, done: u64, total: u64) -> Self {
-        Self { bytes: Some(Tally { done, total }), ..self }
-    }
-
-    /// The packages beside the bytes.
-    pub fn with_packages(self, done: u64, total: u64) -> Self {
-        Self { packages: Some(Tally { done, total }), ..self }
-    }
 }
 
 /// Why an order was not carried out.

@@ -1,0 +1,275 @@
+use super::*;
+use crate::{
+    api::{FetchFrom, Resources},
+    host::{HostState, LaunchRecord},
+    plan::roster::tests::roster,
+};
+
+struct World {
+    instance: &'static str,
+    spec: Option<FluxNodeSpec>,
+    roster: Option<Roster>,
+    host: HostView,
+    preflight: Option<Preflight>,
+    published: Option<&'static str>,
+    applied: Option<u64>,
+    holds: Vec<String>,
+}
+
+fn preflight() -> Preflight {
+    Preflight {
+        prefix: "/opt/flux-distribute".into(),
+        resources: Resources { cores: 2, gpus: 0 },
+        memory_mib: 1,
+        platform: "linux-64".into(),
+        glibc: "2.36".into(),
+        boot_id: "boot".into(),
+        systemd: false,
+        warnings: vec![],
+    }
+}
+
+fn broker(rank: Rank, epoch: u64) -> RunningBroker {
+    RunningBroker {
+        pid: 7,
+        start_time: 1,
+        systemd: false,
+        record: LaunchRecord {
+            rank,
+            broker_name: format!("node{}", rank + 1),
+            node_uid: "uid-node2".into(),
+            instance_uid: "instance".into(),
+            instance_id: "id".into(),
+            epoch,
+            digest: "digest".into(),
+            launch: "hash".into(),
+        },
+    }
+}
+
+impl World {
+    /// node2, rank 1, wanted to run, installed.
+    fn new() -> Self {
+        let roster = roster(4, &[("node1", 2), ("node2", 2)]);
+        Self {
+            instance: "instance",
+            spec: Some(FluxNodeSpec {
+                node_name: "node2".into(),
+                want: Want::Run,
+                instance_uid: Some("instance".into()),
+                node_uid: Some("uid-node2".into()),
+                rank: Some(1),
+                epoch: 1,
+                revision: 1,
+                fetch_from: Some(FetchFrom { digest: "digest".into(), ..FetchFrom::default() }),
+                ..FluxNodeSpec::default()
+            }),
+            roster: Some(roster),
+            host: HostView {
+                state: Some(HostState { instance_uid: "instance".into(), ..Default::default() }),
+                environments: vec!["digest".into()],
+                ..Default::default()
+            },
+            preflight: Some(preflight()),
+            published: Some("digest"),
+            applied: None,
+            holds: Vec::new(),
+        }
+    }
+
+    fn decide(&self) -> Step {
+        decide(&Seen {
+            instance: match self.instance {
+                "" => Instance::Unknown,
+                "over" => Instance::Over,
+                uid => Instance::Here { uid },
+            },
+            spec: self.spec.as_ref(),
+            roster: self.roster.as_ref(),
+            published: self.published,
+            host: &self.host,
+            preflight: self.preflight.as_ref(),
+            applied: self.applied,
+            holds: &self.holds,
+        })
+    }
+}
+
+#[test]
+fn the_ladder_is_climbed_rung_by_rung() {
+    let mut world = World::new();
+    world.preflight = None;
+    world.host.environments.clear();
+    assert_eq!(world.decide(), Step::Preflight);
+    world.preflight = Some(preflight());
+    assert_eq!(world.decide(), Step::Install { digest: "digest".into() });
+    world.host.environments.push("digest".into());
+    assert!(matches!(world.decide(), Step::Start(assignment) if assignment.rank == 1));
+    world.host.broker = Some(broker(1, 1));
+    assert_eq!(world.decide(), Step::Hold);
+}
+
+#[test]
+fn the_next_epochs_packages_are_prepared_when_nothing_else_is_to_be_done() {
+    let mut world = World::new();
+    world.published = Some("newer");
+    assert!(matches!(world.decide(), Step::Start(_)), "{:?}", world.decide());
+    world.host.broker = Some(broker(1, 1));
+    assert_eq!(world.decide(), Step::Hold, "nobody has said where they come from");
+    world.spec.as_mut().unwrap().fetch_from = Some(FetchFrom { digest: "newer".into(), ..FetchFrom::default() });
+    assert_eq!(world.decide(), Step::Prepare { digest: "newer".into() });
+    world.host.environments.push("newer".into());
+    assert_eq!(world.decide(), Step::Hold);
+    world.host.environments.pop();
+    for (change, what) in [
+        ((|w| w.host.broker = Some(broker(3, 1))) as fn(&mut World), "another rank"),
+        (|w| w.roster.as_mut().unwrap().epoch = 2, "another epoch"),
+        (|w| w.host.broker = None, "no broker"),
+        (|w| w.instance = "over", "the end"),
+    ] {
+        let mut world =
+            World { host: world.host.clone(), roster: world.roster.clone(), spec: world.spec.clone(), ..World::new() };
+        world.published = Some("newer");
+        change(&mut world);
+        assert!(!matches!(world.decide(), Step::Prepare { .. }), "{what}");
+    }
+}
+
+#[test]
+fn packages_are_fetched_only_by_the_planners_word_or_are_there_already() {
+    let other = FetchFrom { digest: "other".into(), ..FetchFrom::default() };
+    for want in [Want::Install, Want::Run] {
+        for (fetch_from, holds, installs) in [
+            (None, "", false),
+            (Some(other.clone()), "", false),
+            (None, "other", false),
+            (None, "digest", true),
+            (Some(FetchFrom { digest: "digest".into(), peers: vec!["10.0.0.1:8052".into()], since: 1 }), "", true),
+        ] {
+            let mut world = World::new();
+            world.host.environments.clear();
+            let spec = world.spec.as_mut().unwrap();
+            (spec.want, spec.fetch_from) = (want, fetch_from);
+            world.holds = vec![holds.to_owned()];
+            let expected = match installs {
+                true => Step::Install { digest: "digest".into() },
+                false => Step::Wait("waiting for another node to hold the packages".into()),
+            };
+            assert_eq!(world.decide(), expected);
+        }
+    }
+}
+
+#[test]
+fn a_lead_takes_in_a_new_revision_before_it_prepares_anything() {
+    let mut world = World::new();
+    world.published = Some("newer");
+    let spec = world.spec.as_mut().unwrap();
+    (spec.node_name, spec.rank, spec.node_uid) = ("node1".into(), Some(0), Some("uid-node1".into()));
+    spec.fetch_from = Some(FetchFrom { digest: "newer".into(), ..FetchFrom::default() });
+    world.host.broker = Some(broker(0, 1));
+    assert!(matches!(world.decide(), Step::Reload(_)));
+    world.applied = Some(1);
+    assert!(matches!(world.decide(), Step::Prepare { .. }));
+}
+
+#[test]
+fn a_running_broker_is_left_alone_whatever_else_changes() {
+    for change in [
+        (|w: &mut World| w.published = Some("newer")) as fn(&mut World),
+        |w| w.published = None,
+        |w| w.roster = None,
+        |w| w.spec = None,
+        |w| w.spec.as_mut().unwrap().want = Want::Install,
+        |w| w.spec.as_mut().unwrap().want = Want::Nothing,
+        |w| w.spec.as_mut().unwrap().rank = None,
+        |w| w.spec.as_mut().unwrap().epoch = 9,
+        |w| w.instance = "",
+        |w| w.roster.as_mut().unwrap().settings.port = 1,
+        |w| w.roster.as_mut().unwrap().ranks.clear(),
+        |w| w.host.broker.as_mut().unwrap().record.node_uid = "uid of an earlier Node object".into(),
+        |w| w.host.broker.as_mut().unwrap().record.launch = "other version".into(),
+    ] {
+        let mut world = World::new();
+        world.host.broker = Some(broker(1, 1));
+        change(&mut world);
+        let step = world.decide();
+        assert!(!matches!(step, Step::Stop { .. } | Step::Remove | Step::Start(_)), "{step:?}");
+    }
+}
+
+#[test]
+fn a_broker_that_lost_its_rank_is_stopped_first() {
+    let mut world = World::new();
+    world.host.broker = Some(broker(3, 1));
+    assert!(matches!(world.decide(), Step::Stop { reason } if reason.contains("rank 3 is no longer")));
+    world.host.broker = Some(broker(1, 1));
+    world.roster.as_mut().unwrap().epoch = 2;
+    assert!(matches!(world.decide(), Step::Stop { .. }));
+}
+
+#[test]
+fn words_that_give_a_node_the_rank_of_another_are_no_words() {
+    let mut world = World::new();
+    world.host.broker = Some(broker(1, 1));
+    let spec = world.spec.as_mut().unwrap();
+    (spec.rank, spec.node_uid) = (Some(0), Some("uid-node1".into()));
+    assert!(!matches!(world.decide(), Step::Stop { .. } | Step::Start(_)));
+    world.host.broker = None;
+    assert!(matches!(world.decide(), Step::Wait(_)));
+}
+
+#[test]
+fn a_lead_whose_broker_is_down_is_still_the_lead() {
+    let world = World::new();
+    let text = serde_json::to_string(world.roster.as_ref().unwrap()).unwrap();
+    let host = HostView { roster: Some(text), ..HostView::default() };
+    let of = |node: &str| FluxNodeSpec { node_name: node.into(), ..world.spec.clone().unwrap() };
+    assert!(leads(&host, Some(&of("node1"))));
+    assert!(!leads(&host, Some(&of("node2"))));
+    assert!(!leads(&HostView::default(), Some(&of("node1"))));
+}
+
+#[test]
+fn only_a_positive_word_removes() {
+    let mut world = World::new();
+    world.host.broker = Some(broker(1, 1));
+    world.instance = "over";
+    assert_eq!(world.decide(), Step::Remove);
+    world.instance = "another-instance";
+    assert_eq!(world.decide(), Step::Remove);
+    world.instance = "";
+    assert_eq!(world.decide(), Step::Hold);
+    world.host = HostView::default();
+    world.spec = None;
+    world.instance = "over";
+    assert_eq!(world.decide(), Step::Hold, "nothing of ours is there");
+}
+
+#[test]
+fn the_lead_takes_in_a_new_revision_live() {
+    let mut world = World::new();
+    world.spec = Some(FluxNodeSpec {
+        node_name: "node1".into(),
+        rank: Some(0),
+        node_uid: Some("uid-node1".into()),
+        revision: 3,
+        ..world.spec.unwrap()
+    });
+    let mut running = broker(0, 1);
+    running.record.node_uid = "uid-node1".into();
+    world.host.broker = Some(running);
+    world.applied = Some(2);
+    assert!(matches!(world.decide(), Step::Reload(assignment) if assignment.rank == 0));
+    world.applied = Some(3);
+    assert_eq!(world.decide(), Step::Hold);
+}
+
+#[test]
+fn without_api_a_dead_broker_is_started_as_it_was() {
+    let mut world = World::new();
+    world.instance = "";
+    assert_eq!(world.decide(), Step::Hold);
+    world.host.died = Some("killed".into());
+    assert!(matches!(world.decide(), Step::Start(_)));
+}
