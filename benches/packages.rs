@@ -11,7 +11,7 @@ use std::{
 use flux_distribute::{
     api::{PackageSet, Packages},
     host::LinkOrder,
-    packages::{self, HttpClient},
+    packages::{self, HttpClient, Sources},
 };
 
 fn main() {
@@ -61,8 +61,18 @@ fn fetch(set: &PackageSet, prefix: &Path) {
     let pkgs = prefix.join("pkgs");
     fs::create_dir_all(&pkgs).unwrap();
     let fetching = async {
-        let (http, platform) = (HttpClient::new().unwrap(), packages::native_platform());
-        packages::fetch(set, &set.digest(), platform, &pkgs, |path: &str| File::open(path), &http, |_| ()).await
+        let (http, from, platform) = (HttpClient::new().unwrap(), Sources::default(), packages::native_platform());
+        packages::fetch(
+            set,
+            &set.digest(),
+            platform,
+            &pkgs,
+            |path: &str| File::open(path),
+            &http,
+            &Sources::default(),
+            |_| (),
+        )
+        .await
     };
     let fetched = block_on(fetching).unwrap();
     println!("fetch {:.4} s, {} bytes of {}", start.elapsed().as_secs_f64(), fetched.fetched_bytes, fetched.bytes);

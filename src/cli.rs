@@ -26,6 +26,8 @@ enum Command {
     /// Simulated nodes on this machine that are one Flux instance: try it here first
     #[command(subcommand)]
     Local(local::LocalCommand),
+    /// Write down which packages to install, or say what another such list would change
+    Lock(packages::LockCommand),
     /// Make or look at a bundle: a whole package set in one file
     #[command(subcommand)]
     Bundle(packages::BundleCommand),
@@ -43,6 +45,8 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
     },
+    /// Hash what is installed on this node again, and name what is not as it was installed
+    Verify(agent::VerifyArguments),
     /// Run on a node as the DaemonSet does: climb the ladder and hold it
     Agent(agent::AgentArguments),
     /// One rung of the ladder: look whether this host can carry a broker; changes nothing
@@ -50,13 +54,13 @@ enum Command {
     /// One rung of the ladder: make the prefix and its undo list on this host
     Claim(agent::AgentArguments),
     /// One rung of the ladder: fetch and link the packages
-    Install(agent::AgentArguments),
+    Install(agent::InstallArguments),
     /// One rung of the ladder: write the files that the broker reads at start
     Configure(agent::AgentArguments),
     /// One rung of the ladder: start the broker unless it runs
     Start(agent::AgentArguments),
     /// One rung of the ladder: fail unless the broker is online
-    Verify(agent::AgentArguments),
+    Online(agent::AgentArguments),
     /// One rung of the ladder: write what was found to this node's FluxNode
     Report(agent::AgentArguments),
     /// Print the CustomResourceDefinitions as YAML
@@ -116,6 +120,10 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Local(command) => block_on(async {
             command.run().await.map_err(|error| Failure { code: error.exit_code(), ..Failure::new(&error) })
         }),
+        Command::Lock(command) => block_on(async {
+            command.run().await.map_err(|error| Failure { code: error.exit_code().into(), ..Failure::new(&error) })?;
+            Ok(ExitCode::SUCCESS)
+        }),
         Command::Bundle(command) => {
             command.run().map_err(|error| Failure { code: error.exit_code().into(), ..Failure::new(&error) })?;
             Ok(ExitCode::SUCCESS)
@@ -123,6 +131,11 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Status(arguments) => {
             block_on(async { agent::status(arguments).await.map_err(|error| Failure::new(&error)) })
         }
+        Command::Verify(arguments) => block_on(async {
+            agent::verify(arguments)
+                .await
+                .map_err(|error| Failure { code: error.exit_code().into(), ..Failure::new(&error) })
+        }),
         Command::Connect { command } => agent::connect(&command).map_err(|error| Failure::new(&error)),
         Command::Shell { command } => agent::shell(&command).map_err(|error| Failure::new(&error)),
         Command::Agent(arguments) => {
@@ -130,10 +143,10 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         }
         Command::Preflight(arguments) => rung(Rung::Preflight, arguments),
         Command::Claim(arguments) => rung(Rung::Claim, arguments),
-        Command::Install(arguments) => rung(Rung::Install, arguments),
+        Command::Install(arguments) => rung(Rung::Install(arguments.output), arguments.agent),
         Command::Configure(arguments) => rung(Rung::Configure, arguments),
         Command::Start(arguments) => rung(Rung::Start, arguments),
-        Command::Verify(arguments) => rung(Rung::Verify, arguments),
+        Command::Online(arguments) => rung(Rung::Online, arguments),
         Command::Report(arguments) => rung(Rung::Report, arguments),
         Command::Crds => print(&crds().map_err(|error| Failure::new(&error))?),
         Command::Validate { file } => validate(&file),

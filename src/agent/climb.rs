@@ -3,7 +3,7 @@
 use std::{io::ErrorKind, time::Instant};
 
 use futures::FutureExt;
-use tokio::time::sleep;
+use tokio::{sync::mpsc::unbounded_channel, time::sleep};
 use tracing::{debug, info, warn};
 
 use super::{
@@ -15,10 +15,10 @@ use super::{
     watch::World,
 };
 use crate::{
-    api::{FluxInstanceSpec, FluxNodeSpec, RunningJobs},
+    api::{FluxInstanceSpec, RunningJobs, Want},
     broker::{rfc3::RpcError, status::instance as ask_instance},
     error_chain,
-    host::{HostView, Progress},
+    host::HostView,
 };
 
 impl Agent {
@@ -51,25 +51,20 @@ impl Agent {
                 // Once more, now that it is known how much room they need.
                 let preflight = self.actor.preflight(&self.running_spec(), Some(&set)).await?;
                 self.preflight = Some(preflight.clone());
-                let (sender, mut progress) = tokio::sync::mpsc::unbounded_channel::<Progress>();
-                let actor = self.actor.clone();
-                let install = actor.install(&preflight, &set, move |now| drop(sender.send(now)));
-                let mut install = std::pin::pin!(install);
-                let mut said = String::new();
-                loop {
-                    tokio::select! {
-                        outcome = &mut install => return outcome,
-                        Some(now) = progress.recv() => {
-                            let words = in_quarters(&now);
-                            if words != said {
-                                info!(progress = words, "installing");
-                                self.report(world, step, Some(&words)).await;
-                                said = words;
-                            }
-                        }
-                    }
-                }
+                let peers = peers_for(world, digest);
+                let (actor, packages) = (self.actor.clone(), self.spec.packages.clone());
+                let (sender, progress) = unbounded_channel();
+                let fetched = actor.fetch(&preflight, &set, &packages, peers, move |now| drop(sender.send(now)));
+                self.follow_progress(step, fetched, progress).await?;
+                // Others wait for this.
+                self.serving.look_anew(&preflight.prefix, self.published.sets(), &self.view.environments);
+                let world = self.world.borrow().clone();
+                self.report(&world, step, Some("the packages are fetched")).await;
+                let (sender, progress) = unbounded_channel();
+                let linked = actor.link(&preflight, &set, move |now| drop(sender.send(now)));
+                self.follow_progress(step, linked, progress).await
             }
+            Step::Prepare { digest } => self.prepare(step, digest).await,
             Step::Start(assignment) => {
                 let roster = self.published.roster()?;
                 let revision = match self.actor.configure(&preflight, &roster, assignment, false).await {
@@ -110,7 +105,7 @@ impl Agent {
     }
 
     /// The spec, with the port that the running epoch has: another one is for the next.
-    fn running_spec(&self) -> FluxInstanceSpec {
+    pub(super) fn running_spec(&self) -> FluxInstanceSpec {
         let mut spec = self.spec.clone();
         let rank = self.world.borrow().node_spec().and_then(|own| own.rank);
         if let (Some(roster), Some(_)) = (&self.published.roster, rank) {
@@ -181,18 +176,16 @@ impl Agent {
     }
 }
 
-/// What is wanted of this node, as far as an installation depends on it: not the roster's revision, which joins of others
-/// change.
-fn wish(world: &World) -> impl PartialEq + use<> {
-    let generation = world.instance.here().and_then(|instance| instance.metadata.generation);
-    let spec = world.node_spec().map(|spec| FluxNodeSpec { revision: 0, ..spec.clone() });
-    (world.instance_uid(), generation, spec)
+/// The peers that the planner has named for package set `digest`.
+pub(super) fn peers_for(world: &World, digest: &str) -> Vec<String> {
+    let told = world.node_spec().and_then(|spec| spec.fetch_from.as_ref());
+    told.filter(|told| told.digest == digest).map(|told| told.peers.clone()).unwrap_or_default()
 }
 
-/// A status that changes with each percent is a load on the API server that grows with the nodes.
-fn in_quarters(now: &Progress) -> String {
-    match (now.done.min(now.total) * 4).checked_div(now.total) {
-        Some(quarters) => format!("{} {} %", now.what, quarters * 25),
-        None => now.what.clone(),
-    }
+/// What is wanted of this node, as far as an installation depends on it: which package set, and from where. A rank that is
+/// given, or a lead that has taken this node in, is no reason to begin again.
+fn wish(world: &World) -> impl PartialEq + use<> {
+    let generation = world.instance.here().and_then(|instance| instance.metadata.generation);
+    let spec = world.node_spec().map(|spec| (spec.want == Want::Nothing, spec.fetch_from.clone()));
+    (world.instance_uid(), generation, spec)
 }

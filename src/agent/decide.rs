@@ -38,6 +38,8 @@ pub struct Seen<'a> {
     pub preflight: Option<&'a Preflight>,
     /// Lead only: the revision whose resources the running broker has.
     pub applied: Option<u64>,
+    /// Digests of the package sets whose archives are on this host.
+    pub holds: &'a [String],
 }
 
 /// What to do next.
@@ -51,6 +53,11 @@ pub enum Step {
     Preflight,
     /// Claim the host, fetch and link this package set.
     Install {
+        /// Its digest.
+        digest: String,
+    },
+    /// Fetch and link this package set beside the broker that runs: it is for the next epoch.
+    Prepare {
         /// Its digest.
         digest: String,
     },
@@ -75,6 +82,7 @@ impl Step {
             Self::Wait(_) => "wait",
             Self::Preflight => "preflight",
             Self::Install { .. } => "install",
+            Self::Prepare { .. } => "prepare",
             Self::Start(_) => "start",
             Self::Reload(_) => "reload",
             Self::Stop { .. } => "stop",
@@ -137,7 +145,7 @@ pub fn decide(seen: &Seen) -> Step {
             None => "the planner has no use for this node".to_owned(),
         }),
         Want::Install => match seen.published {
-            Some(digest) if !has(digest) => Step::Install { digest: digest.to_owned() },
+            Some(digest) if !has(digest) => install(seen, spec, digest),
             Some(_) if spec.rank.is_some() => {
                 Step::Wait("installed; waiting for the lead to take this node in".to_owned())
             }
@@ -148,18 +156,36 @@ pub fn decide(seen: &Seen) -> Step {
     }
 }
 
+/// Where the archives come from is the planner's to say, so that the source is asked once for all nodes.
+fn install(seen: &Seen, spec: &FluxNodeSpec, digest: &str) -> Step {
+    if is_fetchable(seen, spec, digest) {
+        Step::Install { digest: digest.to_owned() }
+    } else {
+        Step::Wait("waiting for another node to hold the packages".to_owned())
+    }
+}
+
+fn is_fetchable(seen: &Seen, spec: &FluxNodeSpec, digest: &str) -> bool {
+    let told = spec.fetch_from.as_ref().is_some_and(|from| from.digest == digest);
+    told || seen.holds.iter().any(|held| held == digest)
+}
+
 fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     let Some((roster, assignment)) = seen.roster.and_then(|roster| Some((roster, agreed(spec, roster)?))) else {
         return Step::Wait("waiting for roster and FluxNode to say the same".to_owned());
     };
     if seen.host.broker.is_none() {
         let digest = &roster.settings.digest;
-        return if has(digest) { Step::Start(assignment) } else { Step::Install { digest: digest.clone() } };
+        return if has(digest) { Step::Start(assignment) } else { install(seen, spec, digest) };
     }
     if assignment.rank == 0 && seen.applied < Some(spec.revision) {
         return Step::Reload(assignment);
     }
-    Step::Hold
+    // Last of all: nothing that runs depends on it.
+    match seen.published {
+        Some(digest) if !has(digest) && is_fetchable(seen, spec, digest) => Step::Prepare { digest: digest.to_owned() },
+        _ => Step::Hold,
+    }
 }
 
 /// The assignment, where FluxNode and roster agree on rank, Node UID and epoch.
@@ -223,7 +249,7 @@ fn restart_without_api(seen: &Seen) -> Step {
 mod tests {
     use super::*;
     use crate::{
-        api::Resources,
+        api::{FetchFrom, Resources},
         host::{HostState, LaunchRecord},
         plan::roster::tests::roster,
     };
@@ -236,6 +262,7 @@ mod tests {
         preflight: Option<Preflight>,
         published: Option<&'static str>,
         applied: Option<u64>,
+        holds: Vec<String>,
     }
 
     fn preflight() -> Preflight {
@@ -283,6 +310,7 @@ mod tests {
                     rank: Some(1),
                     epoch: 1,
                     revision: 1,
+                    fetch_from: Some(FetchFrom { digest: "digest".into(), ..FetchFrom::default() }),
                     ..FluxNodeSpec::default()
                 }),
                 roster: Some(roster),
@@ -294,6 +322,7 @@ mod tests {
                 preflight: Some(preflight()),
                 published: Some("digest"),
                 applied: None,
+                holds: Vec::new(),
             }
         }
 
@@ -310,6 +339,7 @@ mod tests {
                 host: &self.host,
                 preflight: self.preflight.as_ref(),
                 applied: self.applied,
+                holds: &self.holds,
             })
         }
     }
@@ -326,6 +356,71 @@ mod tests {
         assert!(matches!(world.decide(), Step::Start(assignment) if assignment.rank == 1));
         world.host.broker = Some(broker(1, 1));
         assert_eq!(world.decide(), Step::Hold);
+    }
+
+    #[test]
+    fn the_next_epochs_packages_are_prepared_when_nothing_else_is_to_be_done() {
+        let mut world = World::new();
+        world.published = Some("newer");
+        assert!(matches!(world.decide(), Step::Start(_)), "{:?}", world.decide());
+        world.host.broker = Some(broker(1, 1));
+        assert_eq!(world.decide(), Step::Prepare { digest: "newer".into() });
+        world.host.environments.push("newer".into());
+        assert_eq!(world.decide(), Step::Hold);
+        world.host.environments.pop();
+        for (change, what) in [
+            ((|w| w.host.broker = Some(broker(3, 1))) as fn(&mut World), "another rank"),
+            (|w| w.roster.as_mut().unwrap().epoch = 2, "another epoch"),
+            (|w| w.host.broker = None, "no broker"),
+            (|w| w.instance = "over", "the end"),
+        ] {
+            let mut world = World {
+                host: world.host.clone(),
+                roster: world.roster.clone(),
+                spec: world.spec.clone(),
+                ..World::new()
+            };
+            world.published = Some("newer");
+            change(&mut world);
+            assert!(!matches!(world.decide(), Step::Prepare { .. }), "{what}");
+        }
+    }
+
+    #[test]
+    fn packages_are_fetched_only_by_the_planners_word_or_are_there_already() {
+        let other = FetchFrom { digest: "other".into(), ..FetchFrom::default() };
+        for want in [Want::Install, Want::Run] {
+            for (fetch_from, holds, installs) in [
+                (None, "", false),
+                (Some(other.clone()), "", false),
+                (None, "other", false),
+                (None, "digest", true),
+                (Some(FetchFrom { digest: "digest".into(), peers: vec!["10.0.0.1:8052".into()], since: 1 }), "", true),
+            ] {
+                let mut world = World::new();
+                world.host.environments.clear();
+                let spec = world.spec.as_mut().unwrap();
+                (spec.want, spec.fetch_from) = (want, fetch_from);
+                world.holds = vec![holds.to_owned()];
+                let expected = match installs {
+                    true => Step::Install { digest: "digest".into() },
+                    false => Step::Wait("waiting for another node to hold the packages".into()),
+                };
+                assert_eq!(world.decide(), expected);
+            }
+        }
+    }
+
+    #[test]
+    fn a_lead_takes_in_a_new_revision_before_it_prepares_anything() {
+        let mut world = World::new();
+        world.published = Some("newer");
+        let spec = world.spec.as_mut().unwrap();
+        (spec.node_name, spec.rank, spec.node_uid) = ("node1".into(), Some(0), Some("uid-node1".into()));
+        world.host.broker = Some(broker(0, 1));
+        assert!(matches!(world.decide(), Step::Reload(_)));
+        world.applied = Some(1);
+        assert!(matches!(world.decide(), Step::Prepare { .. }));
     }
 
     #[test]

@@ -19,6 +19,9 @@ pub enum EnterError {
     /// No broker.
     #[error("no broker runs on this node; `kubectl -n flux-distribute get fxn` says why")]
     NoBroker,
+    /// Nothing of ours is here.
+    #[error("nothing is installed on this node; on a host, name where it is with --prefix")]
+    NotClaimed,
     /// The program.
     #[error("can't run {program} on the host")]
     Program {
@@ -37,6 +40,17 @@ pub enum EnterError {
     /// The runtime.
     #[error("{0}")]
     Other(String),
+}
+
+impl EnterError {
+    /// 2 where the command has to be another one, 1 for all else.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::NotClaimed => 2,
+            Self::Host(HostError::Refused(refusal)) if !refusal.transient => 2,
+            _ => 1,
+        }
+    }
 }
 
 /// How `status` shows itself.

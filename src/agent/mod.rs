@@ -7,23 +7,29 @@ mod enter;
 mod health;
 mod live;
 mod log;
+mod prepare;
+mod progress;
 mod published;
 mod reload;
 mod report;
 mod run;
 mod rung;
+mod serve;
 mod teardown;
 mod tell;
+mod tidy;
 mod tries;
+mod verify;
 mod watch;
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use kube::{Client, Config};
 
 pub use enter::{EnterError, StatusArguments, connect, shell, status};
 pub use run::run;
 pub use rung::{Rung, rung};
+pub use verify::{VerifyArguments, verify};
 
 /// What an agent has to be told; the DaemonSet tells it by the downward API.
 #[derive(clap::Args, Debug, Clone)]
@@ -37,6 +43,22 @@ pub struct AgentArguments {
     /// Where the probes are answered; loopback is enough for kubelet, which shares the host's network with us
     #[arg(long, env = "HEALTH_ADDRESS", default_value = "127.0.0.1:8051")]
     pub health_address: SocketAddr,
+    /// The Node's InternalIP, where packages are served to other nodes; without it none are
+    #[arg(long, env = "HOST_IP")]
+    pub host_ip: Option<IpAddr>,
+}
+
+/// What the rung install has to be told.
+#[derive(clap::Args, Debug, Clone)]
+pub struct InstallArguments {
+    /// The agent's own.
+    #[command(flatten)]
+    pub agent: AgentArguments,
+    /// How to show how far it is: text is a bar on a terminal, and lines elsewhere. json: one object a line on stdout, each
+    /// with `event`: `progress` and `phase-ended` (phase, packages and bytes with done and total, bytesPerSecond,
+    /// secondsLeft, seconds), then `done` (digest, environment)
+    #[arg(long, short, value_enum, default_value_t = crate::packages::OutputFormat::Text)]
+    pub output: crate::packages::OutputFormat,
 }
 
 /// Why the agent ended.

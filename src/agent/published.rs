@@ -2,7 +2,6 @@
 //! there is something new, so that the cost of a node does not grow with their number.
 
 use kube::Client;
-use serde::de::DeserializeOwned;
 use tracing::info;
 
 use super::{
@@ -10,13 +9,10 @@ use super::{
     decide::{agreed, leads},
 };
 use crate::{
-    api::{
-        CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY, CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER,
-        CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet, Roster, Want,
-    },
+    api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet, Roster, Want},
     host::HostView,
     plan::certificate::Certificate,
-    planner::{PlannerError, certificate, store},
+    planner::{PlannerError, certificate, read_packages, store},
 };
 
 /// What was read last.
@@ -28,14 +24,23 @@ pub struct Published {
     pub roster_is_gone: bool,
     /// The package sets and their digests: what the spec asks for, and what the running epoch has where that differs.
     packages: Vec<(String, PackageSet)>,
+    /// The planner's word on the next epoch when they were read.
+    pending: String,
 }
 
 impl Published {
-    /// Reads what `spec` says is new. `view` is the host: the lead's agent also looks after what only it can bring back.
+    /// Reads what `spec` says is new, and the packages where `pending`, the planner's word on the next epoch, is another
+    /// one. `view` is the host: the lead's agent also looks after what only it can bring back.
     ///
     /// # Errors
     /// The API server's; what was read before stays.
-    pub async fn refresh(&mut self, client: &Client, spec: &FluxNodeSpec, view: &HostView) -> Result<(), StepError> {
+    pub async fn refresh(
+        &mut self,
+        client: &Client,
+        spec: &FluxNodeSpec,
+        pending: &str,
+        view: &HostView,
+    ) -> Result<(), StepError> {
         let is_current = |roster: &Roster| roster.epoch == spec.epoch && roster.revision >= spec.revision;
         let stale = spec.rank.is_some() && !self.roster.as_ref().is_some_and(is_current);
         let is_lead = leads(view, Some(spec));
@@ -48,17 +53,28 @@ impl Published {
         let wanted = self.roster.as_ref().map(|roster| roster.settings.digest.as_str());
         let known = |digest: &str| self.packages.iter().any(|(known, _)| known == digest);
         let missing = wanted.is_some_and(|wanted| !known(wanted) && !view.has_environment(wanted));
-        if self.packages.is_empty() || missing || spec.want != Want::Run {
+        if self.packages.is_empty() || missing || spec.want != Want::Run || self.pending != pending {
             self.packages = read_packages(client).await?.into_iter().map(|set| (set.digest(), set)).collect();
+            pending.clone_into(&mut self.pending);
         }
         // The lead's broker need not run for it: it may be waiting for just this.
         let leads = self.roster.as_ref().and_then(|roster| agreed(spec, roster)).is_some_and(|own| own.rank == 0);
         if leads { self.bring_back_certificate(client, view).await } else { Ok(()) }
     }
 
+    /// All published package sets, by digest.
+    pub fn sets(&self) -> &[(String, PackageSet)] {
+        &self.packages
+    }
+
     /// Digest of the package set that the spec asks for.
     pub fn digest(&self) -> Option<&str> {
         self.packages.first().map(|(digest, _)| digest.as_str())
+    }
+
+    /// All published package sets and their digests.
+    pub fn all(&self) -> &[(String, PackageSet)] {
+        &self.packages
     }
 
     /// The package set `digest`.
@@ -99,31 +115,11 @@ impl Published {
     }
 }
 
-/// What the planner has published in ConfigMap flux-packages: first what the spec asks for.
-///
-/// # Errors
-/// The API server's.
-pub async fn read_packages(client: &Client) -> Result<Vec<PackageSet>, PlannerError> {
-    let Some(document) = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await? else {
-        return Ok(Vec::new());
-    };
-    let epoch = document.others.get(CONFIGMAP_PACKAGES_EPOCH_KEY);
-    std::iter::once(&document.text).chain(epoch).map(|text| parse(CONFIGMAP_PACKAGES, text)).collect()
-}
-
-/// What can't be read is not the same as what isn't there.
-fn parse<T: DeserializeOwned>(map: &str, text: &str) -> Result<T, PlannerError> {
-    serde_json::from_str(text).map_err(|error| PlannerError::Content {
-        object: format!("ConfigMap {map}"),
-        reason: format!("can't be read by this version ({error})"),
-    })
-}
-
 /// The roster as it is published.
 ///
 /// # Errors
 /// The API server's.
 pub async fn read_roster(client: &Client) -> Result<Option<Roster>, PlannerError> {
     let document = store::read(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY).await?;
-    document.map(|document| parse(CONFIGMAP_ROSTER, &document.text)).transpose()
+    document.map(|document| store::parse(CONFIGMAP_ROSTER, &document.text)).transpose()
 }

@@ -28,20 +28,22 @@ use super::{
     published::Published,
     reload::Applied,
     report::Reporter,
+    serve::Serving,
     teardown,
     tell::{self, Known, facts},
+    tidy::Tidied,
     tries::{Starts, Tries, Trouble},
     watch::{Presence, World, world},
 };
 use crate::{
-    api::{CONFIGMAP_DEFAULT, FluxInstanceSpec, NAMESPACE, Uninstall},
+    api::{CONFIGMAP_DEFAULT, FetchFrom, FluxInstanceSpec, NAMESPACE, Uninstall},
     error_chain,
     host::{Host, HostView, NsHost, Preflight},
     planner,
 };
 
 /// Look again at least this often, even where nothing was heard.
-const RESYNC: Duration = Duration::from_secs(10);
+pub(super) const RESYNC: Duration = Duration::from_secs(10);
 /// While something is on its way.
 pub(super) const SOON: Duration = Duration::from_secs(1);
 /// A broker that takes longer than this to come up is worth a look into the lead's words.
@@ -68,7 +70,8 @@ pub async fn run(arguments: AgentArguments) -> Result<std::process::ExitCode, Ag
     let world = world(&client, &arguments.node_name);
     let members = Arc::new(AtomicU32::new(0));
     let planner = tokio::spawn(planner::run(client.clone(), arguments.pod_name.clone(), members.clone()));
-    let mut agent = Agent::new(&client, host, &arguments, world.clone(), readiness, members);
+    let serving = Serving::begin(arguments.host_ip).await;
+    let mut agent = Agent::new(&client, host, &arguments, world.clone(), readiness, members, serving);
     let live_change = agent.live_change.clone();
     tokio::select! {
         () = agent.hold() => {}
@@ -109,6 +112,7 @@ pub(super) struct Agent {
     pub(super) actor: Actor,
     pub(super) reporter: Reporter,
     pub(super) readiness: Readiness,
+    pub(super) serving: Serving,
     pub(super) world: watch::Receiver<World>,
     pub(super) live: watch::Receiver<Live>,
     pub(super) rejected: watch::Sender<Rejected>,
@@ -120,8 +124,11 @@ pub(super) struct Agent {
     /// metadata.generation of the FluxInstance: counts the changes of its spec.
     pub(super) generation: i64,
     pub(super) published: Published,
+    /// Where the last installation was to fetch from.
+    pub(super) told: Option<FetchFrom>,
     pub(super) tries: Tries,
     pub(super) starts: Starts,
+    pub(super) tidied: Tidied,
 }
 
 impl Agent {
@@ -132,6 +139,7 @@ impl Agent {
         world: watch::Receiver<World>,
         readiness: Readiness,
         members: Arc<AtomicU32>,
+        serving: Serving,
     ) -> Self {
         Self {
             client: client.clone(),
@@ -141,6 +149,7 @@ impl Agent {
             actor: Actor { host, client: client.clone(), instance_uid: String::new(), uninstall: Uninstall::default() },
             reporter: Reporter::new(client.clone(), arguments.node_name.clone(), &arguments.pod_name),
             readiness,
+            serving,
             world,
             live: live::follow(),
             rejected: watch::channel(Rejected::new()).0,
@@ -150,8 +159,10 @@ impl Agent {
             spec: FluxInstanceSpec::default(),
             generation: 0,
             published: Published::default(),
+            told: None,
             tries: Tries::default(),
             starts: Starts::default(),
+            tidied: Tidied::default(),
         }
     }
 
@@ -187,9 +198,20 @@ impl Agent {
         if let Step::Hold | Step::Wait(_) = step {
             self.tries.succeeded();
             self.report(&world, &step, None).await;
+            if world.instance.here().is_some() {
+                self.tidy().await;
+            }
             // What others do is heard by a watch, but for the packages, which are not watched.
             let on_its_way = self.view.broker.is_some() && !self.is_online();
             return Ok(if on_its_way || self.published.digest().is_none() { SOON } else { RESYNC });
+        }
+        if let Step::Install { .. } = step
+            && let told = world.node_spec().and_then(|spec| spec.fetch_from.clone())
+            && self.told != told
+        {
+            // Another source is tried at once.
+            self.told = told;
+            self.tries.succeeded();
         }
         self.report(&world, &step, None).await;
         let (now, generation) = (Instant::now(), self.generation);
@@ -223,7 +245,7 @@ impl Agent {
         }
     }
 
-    fn seen<'a>(&'a self, world: &'a World, uid: Option<&'a str>) -> Seen<'a> {
+    pub(super) fn seen<'a>(&'a self, world: &'a World, uid: Option<&'a str>) -> Seen<'a> {
         let instance = match uid {
             _ if world.is_over() => Instance::Over,
             Some(uid) => Instance::Here { uid },
@@ -237,12 +259,13 @@ impl Agent {
             host: &self.view,
             preflight: self.preflight.as_ref(),
             applied: Applied::of(&self.view),
+            holds: self.serving.holds(),
         }
     }
 
     /// The host, and what the planner has published as far as it concerns this node: read by name, and only when our own
     /// FluxNode says that there is something new.
-    async fn observe(&mut self, world: &World) -> Result<(), StepError> {
+    pub(super) async fn observe(&mut self, world: &World) -> Result<(), StepError> {
         if let Some(instance) = world.instance.here() {
             let place = |spec: &FluxInstanceSpec| (spec.prefix.clone(), spec.broker.port);
             if place(&self.spec) != place(&instance.spec) {
@@ -268,11 +291,12 @@ impl Agent {
         self.follow_log();
         if world.instance.here().is_some() && !world.is_over() {
             let spec = world.node_spec().cloned().unwrap_or_default();
-            if let Err(error) = self.published.refresh(&self.client, &spec, &self.view).await {
+            if let Err(error) = self.published.refresh(&self.client, &spec, world.restart_pending(), &self.view).await {
                 // What runs goes on with what is known.
                 debug!(error = error_chain(&error), "can't read what the planner has published");
             }
         }
+        self.look_at_packages();
         Ok(())
     }
 
@@ -281,6 +305,13 @@ impl Agent {
         let (Some(state), Some(preflight)) = (&self.view.state, &self.preflight) else { return Ok(()) };
         let ours = state.instance_uid == self.actor.instance_uid && world.instance.here().is_some() && !world.is_over();
         if ours && state.uninstall != self.actor.uninstall { self.actor.claim(preflight).await } else { Ok(()) }
+    }
+
+    /// What this host has for others.
+    fn look_at_packages(&mut self) {
+        let ours = self.view.state.as_ref().filter(|state| state.instance_uid == self.actor.instance_uid);
+        let prefix = ours.map(|state| state.prefix.as_path());
+        self.serving.look(prefix, self.published.sets(), &self.view.environments);
     }
 
     fn follow_log(&mut self) {
@@ -317,6 +348,8 @@ impl Agent {
                 facts: facts.as_ref().or(before.facts.as_ref()),
                 rejected: &rejected,
                 is_new: self.began.elapsed() < NEW,
+                holds: (!self.published.sets().is_empty()).then(|| self.serving.holds()),
+                peer: self.serving.peer(),
                 roster_is_gone: self.published.roster_is_gone,
             },
             &before,

@@ -4,6 +4,7 @@
 use std::{io::Write, process::ExitCode, sync::Arc};
 
 use kube::{Api, ResourceExt};
+use serde_json::json;
 
 use super::{
     AgentArguments, AgentError,
@@ -11,15 +12,16 @@ use super::{
     client,
     decide::{Assignment, agreed},
     live,
-    published::{read_packages, read_roster},
+    published::read_roster,
     report::Reporter,
     tell::facts,
 };
 use crate::{
-    api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster},
+    api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, PackageSet, Packages, Roster},
     broker::status::state,
     host::{NsHost, Preflight},
-    planner::call,
+    packages::{OutputFormat, Style, shown},
+    planner::{call, read_packages},
 };
 
 /// A rung of the ladder.
@@ -29,14 +31,14 @@ pub enum Rung {
     Preflight,
     /// Make the prefix and `state.json`.
     Claim,
-    /// Fetch and link the packages.
-    Install,
+    /// Fetch and link the packages; how far it is, is shown this way.
+    Install(OutputFormat),
     /// Write what the broker reads at start.
     Configure,
     /// Start the broker unless it runs.
     Start,
     /// Fail unless the broker is online.
-    Verify,
+    Online,
     /// Write the facts to the FluxNode.
     Report,
 }
@@ -72,9 +74,13 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
             actor.claim(&preflight).await?;
             say(&format!("claimed at {}", preflight.prefix.display()));
         }
-        Rung::Install => {
+        Rung::Install(output) => {
             let set = set.ok_or_else(|| AgentError::NotSo("no package set is published yet".to_owned()))?;
-            install(&actor, &preflight, &set).await?;
+            let node = call(format!("get FluxNode {name}"), nodes.get_opt(name)).await?;
+            // By hand nobody is waited for: without a word of the planner it is the source.
+            let told = node.and_then(|node| node.spec.fetch_from).filter(|told| told.digest == set.digest());
+            let peers = told.map(|told| told.peers).unwrap_or_default();
+            install(&actor, &preflight, &set, &instance.spec.packages, peers, output).await?;
         }
         Rung::Configure | Rung::Start => {
             let node = call(format!("get FluxNode {name}"), nodes.get(name)).await?;
@@ -92,7 +98,7 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
                 say(&format!("the broker of rank {} runs as process {pid}", assignment.rank));
             }
         }
-        Rung::Verify => {
+        Rung::Online => {
             let broker = actor.observe().await?.broker;
             let broker = broker.ok_or_else(|| AgentError::NotSo("no broker runs on this node".to_owned()))?;
             let socket = live::connect().await.map_err(|error| AgentError::NotSo(crate::error_chain(&error)))?;
@@ -115,16 +121,28 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
     Ok(ExitCode::SUCCESS)
 }
 
-async fn install(actor: &Actor, preflight: &Preflight, set: &PackageSet) -> Result<(), StepError> {
-    let mut last = String::new();
-    actor
-        .install(preflight, set, move |now| {
-            if now.what != last {
-                say(&now.what);
-                last = now.what;
-            }
-        })
-        .await
+async fn install(
+    actor: &Actor,
+    preflight: &Preflight,
+    set: &PackageSet,
+    packages: &Packages,
+    peers: Vec<String>,
+    output: OutputFormat,
+) -> Result<(), StepError> {
+    let (sender, events) = tokio::sync::mpsc::unbounded_channel();
+    let work = async {
+        let fetched = sender.clone();
+        actor.fetch(preflight, set, packages, peers, move |now| drop(fetched.send(now))).await?;
+        actor.link(preflight, set, move |now| drop(sender.send(now))).await
+    };
+    shown(Style::of(output), events, work).await?;
+    let digest = set.digest();
+    let environment = preflight.prefix.join("envs").join(&digest);
+    say(&match output {
+        OutputFormat::Text => format!("installed at {}", environment.display()),
+        OutputFormat::Json => json!({ "event": "done", "digest": digest, "environment": environment }).to_string(),
+    });
+    Ok(())
 }
 
 fn assigned(node: &FluxNode, roster: Option<Roster>) -> Result<(Roster, Assignment), AgentError> {

@@ -33,6 +33,10 @@ pub struct Known<'a> {
     pub facts: Option<&'a Facts>,
     /// Whom the lead's broker has refused.
     pub rejected: &'a Rejected,
+    /// Digests of the published package sets whose archives are here; None: not known yet.
+    pub holds: Option<&'a [String]>,
+    /// Where the archives are served.
+    pub peer: Option<String>,
     /// The roster is gone from the API: the lead tells its copy.
     pub roster_is_gone: bool,
 }
@@ -63,8 +67,8 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         message,
         facts: known.facts.cloned(),
         digest: seen.published.filter(|digest| seen.host.has_environment(digest)).map(str::to_owned).or_else(newest),
-        holds: Vec::new(),
-        peer: None,
+        holds: known.holds.unwrap_or(&before.holds).to_vec(),
+        peer: known.peer.clone(),
         adopted: broker.map(|broker| Adopted {
             rank: broker.record.rank,
             broker_name: broker.record.broker_name.clone(),
@@ -100,7 +104,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     let progress = || known.progress.map(str::to_owned);
     if is_online(seen.host, known.live) && !matches!(known.step, Step::Remove) {
         // What can't be done beside a broker that is online is said, but it is online.
-        return (NodePhase::Online, trouble());
+        return (NodePhase::Online, trouble().or_else(progress));
     }
     if known.is_new && seen.host.broker.is_some() && known.live.pid.is_none() && before.phase == NodePhase::Online {
         // A new agent has not heard the broker yet: that is no news about the broker.
@@ -110,7 +114,9 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
         return (NodePhase::Removing, trouble().or_else(progress));
     }
     let was_online = before.phase == NodePhase::Online || before.phase == NodePhase::Offline;
-    if let Some(trouble) = known.trouble {
+    // What is for the next epoch says nothing about this one.
+    let about_this_epoch = |_: &&Trouble| !matches!(known.step, Step::Prepare { .. });
+    if let Some(trouble) = known.trouble.filter(about_this_epoch) {
         let phase = match trouble.waiting {
             true if was_online => NodePhase::Offline,
             true => NodePhase::Waiting,
@@ -122,7 +128,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
         Step::Preflight => (NodePhase::Preflight, None),
         Step::Install { .. } => (NodePhase::Installing, progress()),
         Step::Stop { reason } => (NodePhase::Starting, words(reason)),
-        Step::Start(_) | Step::Reload(_) | Step::Hold
+        Step::Start(_) | Step::Reload(_) | Step::Prepare { .. } | Step::Hold
             if seen.host.broker.is_some() || matches!(known.step, Step::Start(_)) =>
         {
             match (&seen.host.died, known.hint) {
@@ -192,6 +198,7 @@ mod tests {
             host: &host,
             preflight: None,
             applied: None,
+            holds: &[],
         };
         let known = Known {
             step,
@@ -203,6 +210,8 @@ mod tests {
             progress: None,
             facts: None,
             rejected: &Rejected::new(),
+            holds: None,
+            peer: None,
             roster_is_gone: false,
         };
         let before = FluxNodeStatus { phase: before, ..FluxNodeStatus::default() };

@@ -70,6 +70,14 @@ impl World {
         self.instance.here().and_then(ResourceExt::uid)
     }
 
+    /// In which way the next epoch will be another one, by the planner's word; empty where it won't.
+    pub fn restart_pending(&self) -> &str {
+        let status = self.instance.here().and_then(|instance| instance.status.as_ref());
+        let conditions = status.map(|status| status.conditions.as_slice()).unwrap_or_default();
+        let pending = conditions.iter().find(|condition| condition.type_ == "RestartPending");
+        pending.map_or("", |condition| condition.message.as_str())
+    }
+
     /// The planner's words to this node; words to another one, by an edit of somebody else's, are none.
     pub fn node_spec(&self) -> Option<&FluxNodeSpec> {
         self.node.here().filter(|node| node.spec.node_name == node.name_any()).map(|node| &node.spec)

@@ -66,6 +66,9 @@ pub struct FetchFrom {
     /// the one that asks the source.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub peers: Vec<String>,
+    /// When this was told, seconds since the Unix epoch: a node that takes too long is not waited for.
+    #[serde(default)]
+    pub since: i64,
 }
 
 /// What the planner wants of a node.

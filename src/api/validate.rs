@@ -4,7 +4,11 @@ use kube::CustomResourceExt;
 use serde_json::Value;
 
 use super::{FluxInstance, FluxInstanceSpec, PEER_PORT, Packages};
-use crate::plan::{broker_toml, topology::Topology};
+use crate::{
+    error_chain,
+    packages::check_lock,
+    plan::{broker_toml, topology::Topology},
+};
 
 /// The agents' probes (`--health-address`), on the same hosts.
 const HEALTH_PORT: u16 = 8051;
@@ -145,6 +149,24 @@ fn validate_packages(packages: &Packages) -> Result<(), SpecError> {
     if packages.lock.is_some() && !(packages.channels.is_empty() && packages.specs.is_empty()) {
         return wrong("packages", "has a lock and channels or specs: a lock names every package already".into());
     }
+    if let Some(lock) = &packages.lock {
+        check_lock(lock, &packages.platforms)
+            .map_err(|error| SpecError { field: "packages.lock", reason: error_chain(&error) })?;
+    }
+    if packages.refresh.as_ref().is_some_and(|word| word.trim().is_empty()) {
+        return wrong("packages.refresh", "is empty: write any word, such as a date, or leave it out".into());
+    }
+    if let Some(mirror) = &packages.mirror {
+        if !is_url(mirror) {
+            return wrong("packages.mirror", "is not an http, https or file URL".into());
+        }
+        if mirror.contains(['?', '#']) {
+            return wrong("packages.mirror", "has a query or a fragment: the channels' paths are put behind it".into());
+        }
+    }
+    if packages.keep == Some(0) {
+        return wrong("packages.keep", "is 0: the environment in use is kept always, so write at least 1".into());
+    }
     if let Some(url) = packages.channels.iter().find(|url| !is_url(url)) {
         return wrong("packages.channels", format!("{url:?} is not an http, https or file URL"));
     }
@@ -195,6 +217,7 @@ mod tests {
             "{packages: {channels: ['file:///srv/channel'], specs: ['flux-core 0.88.*']}}",
             "{broker: {runAs: '54321', config: '[exec]'}, ranks: {retain: 1.5h}}",
             "{prefix: /data/flux}",
+            "{packages: {refresh: 2026-11-20, mirror: 'file:///srv/mirror', keep: 1}}",
         ] {
             assert_eq!(check(yaml), Ok(()), "{yaml}");
         }
@@ -245,6 +268,12 @@ mod tests {
             ("{packages: {bundle: {url: 'file:///a.tar.gz', sha256: x}}}", "packages.bundle.sha256"),
             ("{packages: {specs: [a], bundle: {url: 'file:///a.tar.gz', sha256: x}}}", "packages"),
             ("{packages: {specs: [a], lock: x}}", "packages"),
+            ("{packages: {lock: x}}", "packages.lock"),
+            ("{packages: {refresh: ' '}}", "packages.refresh"),
+            ("{packages: {mirror: mirror.example.org}}", "packages.mirror"),
+            ("{packages: {mirror: 'ftp://mirror.example.org'}}", "packages.mirror"),
+            ("{packages: {mirror: 'https://mirror.example.org/?token=a'}}", "packages.mirror"),
+            ("{packages: {keep: 0}}", "packages.keep"),
         ] {
             let message = check(yaml).expect_err(yaml);
             assert!(message.starts_with(&format!("spec.{field}: ")), "{yaml}: {message}");

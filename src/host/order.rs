@@ -3,7 +3,10 @@
 //! An order goes to the stage as one JSON document on stdin; the stage answers with JSON lines on stdout, any number of
 //! [`Reply::Progress`] and then exactly one [`Reply::Done`] or [`Reply::Failed`].
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+};
 
 use serde::{Deserialize, Serialize};
 
@@ -20,6 +23,10 @@ pub enum Order {
     Claim(ClaimOrder),
     /// Make `envs/<digest>` from what `pkgs/` holds. → [`Answer::Linked`]
     Link(LinkOrder),
+    /// Take away environments and archives that nobody needs any more. → [`Answer::Collected`]
+    Collect(CollectOrder),
+    /// Hash environments again and hold them against their records. → [`Answer::Verified`]
+    Verify(VerifyOrder),
     /// Write the files a broker reads at start. → [`Answer::Done`]
     Configure(ConfigureOrder),
     /// Start the broker, out of the pod's reach. → [`Answer::Observed`]
@@ -65,6 +72,28 @@ pub struct LinkOrder {
     pub set: crate::api::PackageSet,
     /// Conda platform of this host.
     pub platform: String,
+}
+
+/// See [`Order::Collect`].
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct CollectOrder {
+    /// From preflight.
+    pub prefix: PathBuf,
+    /// So many environments stay, and more only where more are wanted or used.
+    pub keep: u32,
+    /// Environments that stay in any case: the running epoch's, the published package set's.
+    pub wanted: BTreeSet<String>,
+    /// Archives in `pkgs/` that stay besides those of the environments that stay.
+    pub archives: BTreeSet<String>,
+}
+
+/// See [`Order::Verify`].
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct VerifyOrder {
+    /// Where everything is.
+    pub prefix: PathBuf,
+    /// Which environment; None: all that are ready.
+    pub digest: Option<String>,
 }
 
 /// One file under the prefix.
@@ -193,14 +222,51 @@ pub enum Reply {
 }
 
 /// How far a long order is.
-#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// What is being done, such as `linking`.
+    /// The phase: what is being done, such as `linking packages`.
     pub what: String,
-    /// So many …
+    /// So much of the phase …
     pub done: u64,
-    /// … of so many; 0 where unknown.
+    /// … of so much; 0 where unknown.
     pub total: u64,
+    /// Packages, where the phase goes by them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub packages: Option<Tally>,
+    /// Bytes, where the phase moves them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<Tally>,
+}
+
+/// How much of how much.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// So much …
+    pub done: u64,
+    /// … of so much; 0 where unknown.
+    pub total: u64,
+}
+
+impl Progress {
+    /// A phase of which nobody knows how long it takes.
+    pub fn begun(what: &str) -> Self {
+        Self { what: what.to_owned(), ..Self::default() }
+    }
+
+    /// A phase that goes by packages.
+    pub fn packages(what: &str, done: u64, total: u64) -> Self {
+        Self { what: what.to_owned(), done, total, packages: Some(Tally { done, total }), bytes: None }
+    }
+
+    /// A phase that goes by bytes.
+    pub fn bytes(what: &str, done: u64, total: u64) -> Self {
+        Self { what: what.to_owned(), done, total, packages: None, bytes: Some(Tally { done, total }) }
+    }
+
+    /// The packages beside the bytes.
+    pub fn with_packages(self, done: u64, total: u64) -> Self {
+        Self { packages: Some(Tally { done, total }), ..self }
+    }
 }
 
 /// Why an order was not carried out.
@@ -250,6 +316,10 @@ pub enum Answer {
     Preflight(Preflight),
     /// See [`Order::Link`].
     Linked(Linked),
+    /// See [`Order::Collect`].
+    Collected(Collected),
+    /// See [`Order::Verify`].
+    Verified(Vec<crate::packages::Verified>),
     /// See [`Order::Flux`].
     Ran(Ran),
 }
@@ -373,6 +443,19 @@ pub struct Linked {
     pub compiled_prefix: Option<PathBuf>,
     /// Bytes on disk.
     pub bytes: u64,
+}
+
+/// What was taken away.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct Collected {
+    /// Digests of environments.
+    pub environments: Vec<String>,
+    /// Archives.
+    pub archives: u64,
+    /// Bytes of all that.
+    pub bytes: u64,
+    /// What stays only because somebody uses it, and who, in words: worth another look later.
+    pub used: Vec<String>,
 }
 
 /// What `flux` said.

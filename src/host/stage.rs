@@ -95,6 +95,11 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;
             packages::link(&order, progress).map(Answer::Linked)
         }
+        Order::Collect(order) => {
+            let _lock = HostLock::take(root, &order.prefix, WAIT)?;
+            packages::collect(&order).map(Answer::Collected)
+        }
+        Order::Verify(order) => packages::verify(&order).map(Answer::Verified),
         Order::Configure(order) => configure(root, &order).map(|()| Answer::Done),
         Order::Start(order) => {
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;

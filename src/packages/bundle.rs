@@ -1,46 +1,30 @@
 //! `flux-distribute bundle`: makes and shows bundles, for sites without internet or with their own build of Flux.
 
 use std::{
-    fs::{self, File},
-    io::{self, BufReader, BufWriter, Write},
+    fmt::Write as _,
+    fs::File,
+    io::{self, BufReader, Write},
     path::{Path, PathBuf},
 };
 
 use clap::{Args, Subcommand, ValueEnum};
-use sha2::{Digest, Sha256};
+use serde_json::json;
 
 use super::{
-    BundleManifest, Limits, archive,
-    manifest::check_prefix,
-    native_platform,
-    pack::{self, PackError},
+    BundleManifest, CreateBundle, FetchError, HttpError, Limits, archive,
+    lock::Locked,
+    packages_bundle::Contents,
+    progress::size,
     unpack::{self, UnpackError},
 };
 
 /// Make or look at a bundle: one file that holds a whole installation of Flux.
 #[derive(Subcommand, Debug, Clone)]
 pub enum BundleCommand {
-    /// Pack an installed Flux into a bundle. The same files give the same bundle, bit by bit.
+    /// Pack an installed Flux, or all packages of a lock, into a bundle. The same input gives the same bundle, bit by bit.
     Create(CreateBundle),
     /// Show what a bundle is, and what to write into the FluxInstance for it.
     Inspect(InspectBundle),
-}
-
-/// See [`BundleCommand::Create`].
-#[derive(Args, Debug, Clone)]
-pub struct CreateBundle {
-    /// Directory that Flux is installed in: the one with bin/flux.
-    #[arg(long, value_name = "DIR")]
-    pub from_prefix: PathBuf,
-    /// The bundle to write, such as flux.tar.gz.
-    #[arg(long, value_name = "FILE")]
-    pub out: PathBuf,
-    /// The prefix Flux was configured with, if it was installed into a staging directory. Default: --from-prefix.
-    #[arg(long, value_name = "DIR")]
-    pub compiled_prefix: Option<PathBuf>,
-    /// Conda's name of the platform it was built for. Default: this machine's.
-    #[arg(long, value_name = "PLATFORM")]
-    pub platform: Option<String>,
 }
 
 /// See [`BundleCommand::Inspect`].
@@ -86,22 +70,50 @@ pub enum BundleError {
         #[source]
         source: io::Error,
     },
+    /// The packages can't be downloaded.
+    #[error("can't download the packages; what came is kept in {kept}, and the next run goes on from there")]
+    Fetch {
+        /// Where.
+        kept: String,
+        /// Cause.
+        #[source]
+        source: FetchError,
+    },
+    /// The client could not be made.
+    #[error(transparent)]
+    Http(#[from] HttpError),
+    /// The disk is too full.
+    #[error("{path}: the packages and the bundle need {needed}, but {free} are free; make room or write it elsewhere")]
+    Room {
+        /// Where.
+        path: String,
+        /// So much.
+        needed: String,
+        /// So little.
+        free: String,
+    },
+    /// Two at the same would spoil each other's work.
+    #[error("another `bundle create` is writing {path}")]
+    Busy {
+        /// What.
+        path: String,
+    },
 }
 
 impl BundleError {
     /// 2 where another input helps, 1 for all else.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Input { .. } => 2,
-            Self::Io { .. } => 1,
+            Self::Input { .. } | Self::Fetch { source: FetchError::Lock(_) | FetchError::NotAUrl { .. }, .. } => 2,
+            _ => 1,
         }
     }
 
-    fn input(path: &Path, reason: impl Into<String>) -> Self {
+    pub(super) fn input(path: &Path, reason: impl Into<String>) -> Self {
         Self::Input { path: path.display().to_string(), reason: reason.into() }
     }
 
-    fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+    pub(super) fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.display().to_string();
         move |source| Self::Io { what, path, source }
     }
@@ -123,66 +135,6 @@ impl BundleCommand {
     }
 }
 
-impl CreateBundle {
-    /// Writes the bundle and returns what is to be printed.
-    ///
-    /// # Errors
-    /// Nothing of the bundle is left then.
-    pub fn run(&self) -> Result<String, BundleError> {
-        let from = fs::canonicalize(&self.from_prefix).map_err(|e| match e.kind() {
-            io::ErrorKind::NotFound => BundleError::input(&self.from_prefix, "there is no such directory"),
-            _ => BundleError::io("read", &self.from_prefix)(e),
-        })?;
-        if !from.join("bin/flux").is_file() {
-            return Err(BundleError::input(&self.from_prefix, "it has no bin/flux; give the directory that has it"));
-        }
-        let prefix = match &self.compiled_prefix {
-            Some(prefix) => prefix.clone(),
-            None => std::path::absolute(&self.from_prefix).map_err(BundleError::io("read", &self.from_prefix))?,
-        };
-        check_prefix(&prefix).map_err(|reason| BundleError::input(&prefix, reason))?;
-        let parent = self.out.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let parent_real = fs::canonicalize(parent).map_err(BundleError::io("write to", parent))?;
-        if parent_real.starts_with(&from) {
-            return Err(BundleError::input(&self.out, "the bundle can't be inside of what it holds"));
-        }
-        let platform = self.platform.clone().unwrap_or_else(|| native_platform().to_owned());
-        let manifest = BundleManifest::tree(prefix, platform);
-
-        let write = || BundleError::io("write", &self.out);
-        // Aside and in the same directory, so that a bundle under its name is a whole one.
-        let aside = tempfile::Builder::new().prefix(".bundle-").tempfile_in(parent).map_err(write())?;
-        let hashed = Hashed { inner: BufWriter::new(aside), hash: Sha256::new(), bytes: 0 };
-        let hashed = pack::pack(&from, &manifest, hashed).map_err(|e| match e {
-            PackError::Entry { path, reason } => BundleError::input(&path, reason),
-            PackError::Read { path, source } => BundleError::io("read", &path)(source),
-            PackError::Write(source) => write()(source),
-        })?;
-        let (sha256, bytes) = (hex::encode(hashed.hash.finalize()), hashed.bytes);
-        let aside = hashed.inner.into_inner().map_err(|e| write()(e.into_error()))?;
-        fs::set_permissions(aside.path(), std::os::unix::fs::PermissionsExt::from_mode(0o644)).map_err(write())?;
-        aside.as_file().sync_all().map_err(write())?;
-        aside.persist(&self.out).map_err(|e| write()(e.error))?;
-        let path = fs::canonicalize(&self.out).map_err(BundleError::io("read", &self.out))?;
-        Ok(format!(
-            "{}\n{bytes} bytes, {}, for {}\nsha256 {sha256}\n\n{}",
-            path.display(),
-            manifest.platform,
-            manifest.prefix.display(),
-            snippet(&path, &sha256),
-        ))
-    }
-}
-
-/// What to write into the FluxInstance.
-fn snippet(path: &Path, sha256: &str) -> String {
-    let url = url::Url::from_file_path(path).map_or_else(|()| "https://...".to_owned(), String::from);
-    format!(
-        "In the FluxInstance (the url may as well be http or https; file:// is a path on every node):\n\
-         spec:\n  packages:\n    bundle:\n      url: {url}\n      sha256: {sha256}\n"
-    )
-}
-
 impl InspectBundle {
     /// Reads the whole bundle, with the checks a host makes, and returns what is to be printed.
     ///
@@ -195,50 +147,87 @@ impl InspectBundle {
                 _ => BundleError::io("read", &self.file)(error),
             })
         };
-        let found = unpack::unpack(open()?, None, None, Limits::default(), |_| ()).map_err(|e| match e {
+        let found = unpack::unpack(open()?, 0, None, Limits::default(), &mut |_| ()).map_err(|e| match e {
             UnpackError::Write { source, .. } => BundleError::io("read", &self.file)(source),
             other => BundleError::input(&self.file, crate::error_chain(&other)),
         })?;
         let (sha256, size) = archive::sha256_of(open()?).map_err(BundleError::io("read", &self.file))?;
-        let BundleManifest { kind, prefix, platform, created_by, .. } = &found.manifest;
-        Ok(match self.output {
-            OutputFormat::Json => {
-                let json = serde_json::json!({
-                    "manifest": found.manifest,
-                    "files": found.entries,
-                    "bytes": found.bytes,
-                    "size": size,
-                    "sha256": sha256,
-                });
-                format!("{json:#}\n")
+        if self.output == OutputFormat::Json {
+            let mut json = json!({
+                "manifest": found.manifest,
+                "files": found.entries,
+                "bytes": found.bytes,
+                "size": size,
+                "sha256": sha256,
+            });
+            if let Some(contents) = &found.contents {
+                json["packages"] = contents.json();
             }
-            OutputFormat::Text => format!(
-                "kind        {kind}\nprefix      {}\nplatform    {platform}\ncreated by  {created_by}\n\
-                 files       {}\nunpacked    {} bytes\nsize        {size} bytes\nsha256      {sha256}\n",
-                prefix.display(),
-                found.entries,
-                found.bytes,
+            return Ok(format!("{json:#}\n"));
+        }
+        let BundleManifest { kind, prefix, platform, created_by, .. } = &found.manifest;
+        let (entries, bytes, created_by) = (found.entries, found.bytes, plain(created_by));
+        let end = format!("size        {size} bytes\nsha256      {sha256}\n");
+        Ok(match &found.contents {
+            Some(contents) => format!(
+                "kind        {kind}\nplatforms   {}\ncreated by  {created_by}\narchives    {entries}, {bytes} bytes\n\
+                 {end}{}",
+                plain(&found.manifest.platforms().join(", ")),
+                contents.text(),
+            ),
+            None => format!(
+                "kind        {kind}\nprefix      {}\nplatform    {}\ncreated by  {created_by}\n\
+                 files       {entries}\nunpacked    {bytes} bytes\n{end}",
+                plain(&prefix.display().to_string()),
+                plain(platform),
             ),
         })
     }
 }
 
-/// Hashes what is written.
-struct Hashed<W> {
-    inner: W,
-    hash: Sha256,
-    bytes: u64,
+/// What a stranger wrote, without what a terminal would obey.
+fn plain(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).collect()
 }
 
-impl<W: Write> Write for Hashed<W> {
-    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        let n = self.inner.write(buffer)?;
-        self.hash.update(&buffer[..n]);
-        self.bytes += n as u64;
-        Ok(n)
+/// What of a package is shown, in columns.
+fn columns(package: &Locked) -> [String; 4] {
+    let record = &package.record.package_record;
+    let text = [record.name.as_normalized().to_owned(), record.version.to_string(), record.build.to_string()];
+    let [name, version, build] = text.map(|text| plain(&text));
+    [name, version, build, record.size.map_or_else(|| "?".to_owned(), size)]
+}
+
+impl Contents {
+    fn json(&self) -> serde_json::Value {
+        let platforms = self.packages.iter().map(|(platform, packages)| {
+            let packages = packages.iter().map(|package| {
+                let record = &package.record.package_record;
+                json!({
+                    "name": record.name.as_normalized(), "version": record.version.to_string(),
+                    "build": record.build.to_string(), "size": record.size, "sha256": package.sha256,
+                })
+            });
+            (platform.clone(), packages.collect())
+        });
+        serde_json::Value::Object(platforms.collect())
     }
 
-    fn flush(&mut self) -> io::Result<()> {
-        self.inner.flush()
+    fn text(&self) -> String {
+        let mut text = String::new();
+        for (platform, packages) in &self.packages {
+            let total = packages.iter().filter_map(|package| package.record.package_record.size);
+            let total = size(total.fold(0, u64::saturating_add));
+            let mut rows = packages.iter().map(columns).collect::<Vec<_>>();
+            rows.sort();
+            let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+            let [name, version, build, bytes] = [0, 1, 2, 3].map(width);
+            // Writing to a string can't fail.
+            let _ = writeln!(text, "\n{}: {} packages, {total}", plain(platform), packages.len());
+            for [a, b, c, d] in &rows {
+                let _ = writeln!(text, "  {a:name$}  {b:version$}  {c:build$}  {d:>bytes$}");
+            }
+        }
+        text
     }
 }

@@ -210,7 +210,7 @@ fn link_in_order(
     mut link: impl FnMut(&Locked, Unpacked) -> Result<(), Refusal>,
 ) -> Result<(), Refusal> {
     let total = packages.len() as u64;
-    let mut say = |what: &str, done: u64| progress(Progress { what: what.to_owned(), done, total });
+    let mut say = |what: &str, done: u64| progress(Progress::packages(what, done, total));
     let mut waiting = BTreeMap::new();
     let (mut arrived, mut linked) = (0, 0);
     for (number, done) in unpacked {
@@ -280,7 +280,8 @@ fn remove_all(directory: &Path) -> Result<(), Refusal> {
     fs::remove_dir_all(directory).map_err(|e| failed(format!("can't remove {}: {e}", directory.display())))
 }
 
-fn file_name(record: &RepoDataRecord) -> String {
+/// A package's name for people.
+pub(super) fn file_name(record: &RepoDataRecord) -> String {
     let package = &record.package_record;
     format!("{}-{}-{}", package.name.as_normalized(), package.version, package.build)
 }

@@ -1,180 +1,314 @@
-//! One archive on its way into `pkgs/`: written aside, hashed while it streams, renamed when its sha256 is right.
+//! One archive on its way into `pkgs/`: from the peers in their order, then from its source.
 
 use std::{
     fs::File,
     io,
-    path::{Path, PathBuf},
+    net::SocketAddr,
+    path::Path,
+    time::{Duration, Instant},
 };
 
-use futures::StreamExt;
-use reqwest::{StatusCode, header};
-use sha2::{Digest, Sha256};
-use tokio::io::AsyncWriteExt;
+use reqwest::{RequestBuilder, StatusCode, header};
+use tokio::{io::AsyncReadExt, time::timeout};
+use url::Url;
 
 use super::{
-    FetchError, HttpClient, archive,
+    FetchError, HttpClient,
+    answer::{Answer, Wrong, answer, jittered, may_pass, retry_after},
+    archive,
     fetch::Wanted,
-    http::{may_pass, shown, words},
+    http::{shown, words},
+    part::{MOST_BYTES, Part, Sender},
+    source::{Peer, Peers},
 };
 
-/// Tries per archive in one go; each goes on where the one before ended.
-const ATTEMPTS: u32 = 6;
+/// Tries per archive at its source in one go; each goes on where the one before ended.
+const ATTEMPTS: usize = 6;
+/// What a source may wish for with `Retry-After`: longer rests are the caller's, who tells what it waits for.
+const LONGEST_REST: Duration = Duration::from_secs(30);
+/// What a peer may wish for.
+const PEERS_LONGEST_REST: Duration = Duration::from_secs(2);
+/// Peers that are busy are at work, so that it is worth to wait for them: each byte that comes from one is a byte that the
+/// source does not send again.
+const PATIENCE_WITH_BUSY_PEERS: Duration = Duration::from_secs(120);
 
 /// What one archive needs on its way.
 pub(super) struct Download<'a> {
     pub one: &'a Wanted,
     pub pkgs: &'a Path,
     pub http: &'a HttpClient,
+    pub peers: &'a Peers,
     /// Told how many bytes came; negative where some have to come again.
     pub advance: tokio::sync::mpsc::UnboundedSender<i64>,
 }
 
+/// An archive that is there.
+pub(super) struct Got {
+    pub bytes: u64,
+    /// It was not there before.
+    pub fresh: bool,
+    pub from_peers: u64,
+}
+
+/// Somebody who may send the archive.
+struct Server {
+    sender: Sender,
+    request: RequestBuilder,
+    /// With each piece.
+    patience: Duration,
+}
+
 /// How one try ended.
-enum Try {
-    Whole {
-        sha256: String,
-        bytes: u64,
-        resumed: bool,
-    },
-    /// Worth another one at once.
-    Cut(FetchError),
+enum Taken {
+    /// It is all there, and right.
+    Whole,
+    /// What was sent is thrown away, and nobody else is to blame.
+    Wrong(Wrong),
+    /// What came until then is good for all that is known.
+    Cut(String),
+    /// No archive, but an answer.
+    Refused { status: StatusCode, rest: Option<Duration>, reason: String },
+    /// There is no way to ask.
+    Unable(String),
 }
 
 impl Download<'_> {
-    /// Returns the archive's bytes, and whether they had to be fetched.
-    pub(super) async fn get(self, host_file: &impl Fn(&str) -> io::Result<File>) -> Result<(u64, bool), FetchError> {
+    pub(super) async fn get(self, host_file: &impl Fn(&str) -> io::Result<File>) -> Result<Got, FetchError> {
         let (path, sha256) = (self.pkgs.join(&self.one.name), self.one.sha256.clone());
-        let there = blocking(move || archive::intact(&path, &sha256)).await.map_err(|e| self.unwritten(e))?;
-        if let Some(bytes) = there {
-            self.report(bytes as i64);
-            return Ok((bytes, false));
+        let there = tokio::task::spawn_blocking(move || archive::intact(&path, &sha256)).await;
+        if let Some(bytes) = there.map_err(io::Error::other).flatten().map_err(|e| self.unwritten(e))? {
+            // Nobody listens any more only when the whole fetch is being dropped.
+            let _ = self.advance.send(bytes as i64);
+            return Ok(Got { bytes, fresh: false, from_peers: 0 });
         }
-        let url = url::Url::parse(&self.one.url).map_err(|_| self.not_a_url())?;
-        let bytes = match url.scheme() {
-            "file" => self.copy(&url, host_file).await?,
-            "http" | "https" => self.download(url).await?,
-            _ => return Err(self.not_a_url()),
-        };
-        Ok((bytes, true))
+        let url = Url::parse(&self.one.url).map_err(|_| self.not_a_url())?;
+        let part = Part::open(self.pkgs, &self.one.name, self.one.size, self.advance.clone()).await;
+        let mut part = part.map_err(|e| self.unwritten(e))?;
+        if !self.is_right(&part) {
+            self.fill(&mut part, &url, host_file).await?;
+        }
+        let (bytes, from_peers) = (part.have(), part.peers_sent());
+        part.keep(&self.pkgs.join(&self.one.name)).await.map_err(|e| self.unwritten(e))?;
+        Ok(Got { bytes, fresh: true, from_peers })
     }
 
-    async fn copy(&self, url: &url::Url, host_file: &impl Fn(&str) -> io::Result<File>) -> Result<u64, FetchError> {
+    async fn fill(
+        &self,
+        part: &mut Part,
+        url: &Url,
+        host_file: &impl Fn(&str) -> io::Result<File>,
+    ) -> Result<(), FetchError> {
+        match url.scheme() {
+            "http" | "https" => {
+                if !self.ask_peers(part).await? {
+                    self.peers.let_down(self.http.patience_with_peers() / 5).await;
+                    self.ask_source(part, url).await?;
+                }
+                Ok(())
+            }
+            // On the host itself, which is nearer than any peer.
+            "file" => match self.copy(part, url, host_file).await {
+                Err(error) if !matches!(error, FetchError::Write { .. }) => {
+                    if !self.ask_peers(part).await? {
+                        return Err(error);
+                    }
+                    tracing::warn!(error = crate::error_chain(&error), "the host's file is of no use, a peer sent it");
+                    Ok(())
+                }
+                copied => copied,
+            },
+            _ => Err(self.not_a_url()),
+        }
+    }
+
+    async fn copy(
+        &self,
+        part: &mut Part,
+        url: &Url,
+        host_file: &impl Fn(&str) -> io::Result<File>,
+    ) -> Result<(), FetchError> {
+        let unread = |source| FetchError::HostFile { url: shown(&self.one.url), source };
         let path = url.to_file_path().map_err(|()| self.not_a_url())?;
-        let unread = |source| FetchError::HostFile { url: self.one.url.clone(), source };
-        let mut from = host_file(&path.to_string_lossy()).map_err(unread)?;
-        let part = self.part();
-        let copied = blocking(move || {
-            let mut to = File::options().create(true).truncate(true).write(true).read(true).open(&part)?;
-            io::copy(&mut from, &mut to)?;
-            io::Seek::rewind(&mut to)?;
-            archive::sha256_of(to)
-        });
-        let (found, bytes) = copied.await.map_err(|e| self.unwritten(e))?;
-        self.report(bytes as i64);
-        self.keep(found, bytes)
+        let mut from = tokio::fs::File::from_std(host_file(&path.to_string_lossy()).map_err(unread)?);
+        part.discard().map_err(|e| self.unwritten(e))?;
+        let mut buffer = vec![0; 1 << 18];
+        let wrong = loop {
+            match from.read(&mut buffer).await.map_err(unread)? {
+                0 if self.is_right(part) => return Ok(()),
+                0 => break Wrong::Sha256(part.sha256()),
+                n if n as u64 > part.room() => break Wrong::Longer,
+                n => part.append(Sender::Source, &buffer[..n]).await.map_err(|e| self.unwritten(e))?,
+            }
+        };
+        part.discard().map_err(|e| self.unwritten(e))?;
+        Err(self.wrong(wrong))
     }
 
-    async fn download(&self, url: url::Url) -> Result<u64, FetchError> {
+    /// Whether a peer had it.
+    async fn ask_peers(&self, part: &mut Part) -> Result<bool, FetchError> {
+        let until = Instant::now() + PATIENCE_WITH_BUSY_PEERS;
+        let mut without = vec![false; self.peers.all().len()];
+        loop {
+            let mut busy = false;
+            for (at, peer) in self.peers.all().iter().enumerate() {
+                if without[at] || peer.is_dropped() {
+                    continue;
+                }
+                let Some(server) = self.peer(at, peer) else {
+                    peer.drop_for(&self.one.package(), "this is not an address and a port");
+                    continue;
+                };
+                let problem = match self.take(&server, part).await? {
+                    Taken::Whole => return Ok(true),
+                    Taken::Refused { status: StatusCode::NOT_FOUND, .. } => {
+                        without[at] = true;
+                        continue;
+                    }
+                    Taken::Refused {
+                        status: StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS,
+                        rest,
+                        ..
+                    } => {
+                        busy = true;
+                        let rest = rest.unwrap_or(PEERS_LONGEST_REST).min(PEERS_LONGEST_REST);
+                        tokio::time::sleep(jittered(rest)).await;
+                        continue;
+                    }
+                    Taken::Wrong(wrong) => wrong.to_string(),
+                    Taken::Cut(problem) | Taken::Unable(problem) | Taken::Refused { reason: problem, .. } => problem,
+                };
+                peer.drop_for(&self.one.package(), &problem);
+            }
+            if !busy || Instant::now() > until {
+                return Ok(false);
+            }
+        }
+    }
+
+    fn peer(&self, at: usize, peer: &Peer) -> Option<Server> {
+        let address: SocketAddr = peer.address.parse().ok()?;
+        Some(Server {
+            sender: Sender::Peer(at),
+            request: self.http.ask_peer(&format!("http://{address}/archives/{}", self.one.name)),
+            patience: self.http.patience_with_peers(),
+        })
+    }
+
+    async fn ask_source(&self, part: &mut Part, url: &Url) -> Result<(), FetchError> {
+        let server =
+            Server { sender: Sender::Source, request: self.http.ask(url), patience: super::http::READ_TIMEOUT };
         let mut delays = backon::BackoffBuilder::build(
-            backon::ExponentialBuilder::default().with_jitter().with_max_times(ATTEMPTS as usize - 1),
+            backon::ExponentialBuilder::default().with_jitter().with_max_times(ATTEMPTS - 1),
         );
         loop {
-            let cut = match self.try_download(&url).await? {
-                // The beginning may be of an older file: once more, from the start.
-                Try::Whole { sha256, bytes, resumed: true } if sha256 != self.one.sha256 => {
-                    self.report(-(bytes as i64));
-                    self.discard()?;
-                    self.digest_error(sha256)
+            let (reason, rest) = match self.take(&server, part).await? {
+                Taken::Whole => return Ok(()),
+                Taken::Wrong(wrong) => return Err(self.wrong(wrong)),
+                Taken::Unable(reason) => return Err(self.http_error(reason, false)),
+                Taken::Refused { status, reason, .. } if !may_pass(status) => {
+                    return Err(self.http_error(reason, false));
                 }
-                Try::Whole { sha256, bytes, .. } => return self.keep(sha256, bytes),
-                Try::Cut(error) => error,
+                Taken::Refused { rest, reason, .. } => (reason, rest),
+                Taken::Cut(reason) => (reason, None),
             };
-            let Some(delay) = delays.next() else { return Err(cut) };
-            tracing::info!(url = shown(&self.one.url), error = cut.to_string(), "download is taken up again");
+            let Some(delay) = delays.next() else { return Err(self.http_error(reason, true)) };
+            let delay = rest.map_or(delay, |rest| jittered(rest.min(LONGEST_REST)).max(delay));
+            tracing::info!(url = shown(&self.one.url), reason, ?delay, "download is taken up again");
             tokio::time::sleep(delay).await;
         }
     }
 
-    async fn try_download(&self, url: &url::Url) -> Result<Try, FetchError> {
-        let part = self.part();
-        let (mut hash, mut have) = blocking(move || hash_so_far(&part)).await.map_err(|e| self.unwritten(e))?;
-        let mut request = self.http.inner().get(url.clone()).header(header::ACCEPT_ENCODING, "identity");
+    /// Takes from `server` what is missing. Where the result is wrong and the beginning was somebody else's, that may be
+    /// what is wrong, so all of it is taken from this one.
+    async fn take(&self, server: &Server, part: &mut Part) -> Result<Taken, FetchError> {
+        loop {
+            let taken = self.pull(server, part).await;
+            let wrong = match taken.map_err(|e| self.unwritten(e))? {
+                Taken::Whole if self.is_right(part) => return Ok(Taken::Whole),
+                Taken::Whole => Wrong::Sha256(part.sha256()),
+                Taken::Wrong(wrong) => wrong,
+                other => return Ok(other),
+            };
+            let to_blame = part.is_all_from(server.sender);
+            part.discard().map_err(|e| self.unwritten(e))?;
+            if to_blame {
+                return Ok(Taken::Wrong(wrong));
+            }
+        }
+    }
+
+    /// One request, and its body appended to `part`. Errors are the disk's.
+    async fn pull(&self, server: &Server, part: &mut Part) -> io::Result<Taken> {
+        let silent = || Taken::Cut(format!("it sent nothing for {:?}", server.patience));
+        let have = part.have();
+        let Some(mut request) = server.request.try_clone() else {
+            return Ok(Taken::Unable("no request can be made of it".to_owned()));
+        };
+        // What a proxy packs anew is not what the sha256 is of.
+        request = request.header(header::ACCEPT_ENCODING, "identity");
         if have > 0 {
             request = request.header(header::RANGE, format!("bytes={have}-"));
         }
-        let response = match request.send().await.and_then(reqwest::Response::error_for_status) {
-            Ok(response) => response,
-            // Nothing is left to send: either all is there, or it is not the beginning of this file.
-            Err(e) if e.status() == Some(StatusCode::RANGE_NOT_SATISFIABLE) && have > 0 => {
-                self.report(have as i64);
-                return Ok(Try::Whole { sha256: hex::encode(hash.finalize()), bytes: have, resumed: true });
-            }
-            Err(e) => return self.cut(e),
+        let mut response = match timeout(server.patience, request.send()).await {
+            Err(_) => return Ok(silent()),
+            Ok(Ok(response)) => response,
+            Ok(Err(e)) if e.is_builder() => return Ok(Taken::Unable(words(e))),
+            Ok(Err(e)) => return Ok(Taken::Cut(words(e))),
         };
-        let resumed = have > 0 && continues_at(&response, have);
-        if !resumed {
-            (hash, have) = (Sha256::new(), 0);
-        }
-        let mut file = tokio::fs::OpenOptions::new()
-            .create(true)
-            .write(true)
-            .truncate(!resumed)
-            .append(false)
-            .open(self.part())
-            .await
-            .map_err(|e| self.unwritten(e))?;
-        tokio::io::AsyncSeekExt::seek(&mut file, io::SeekFrom::Start(have)).await.map_err(|e| self.unwritten(e))?;
-        self.report(have as i64);
-        let mut body = response.bytes_stream();
-        while let Some(chunk) = body.next().await {
-            let chunk = match chunk {
-                Ok(chunk) => chunk,
-                Err(e) => {
-                    file.flush().await.map_err(|e| self.unwritten(e))?;
-                    self.report(-(have as i64));
-                    return self.cut(e);
+        let status = response.status();
+        let length = match answer(status, response.headers(), have, self.one.size) {
+            Answer::Body { from, length } => {
+                if from != have {
+                    part.discard()?;
                 }
-            };
-            file.write_all(&chunk).await.map_err(|e| self.unwritten(e))?;
-            hash.update(&chunk);
-            have += chunk.len() as u64;
-            self.report(chunk.len() as i64);
-        }
-        file.flush().await.map_err(|e| self.unwritten(e))?;
-        Ok(Try::Whole { sha256: hex::encode(hash.finalize()), bytes: have, resumed })
+                length
+            }
+            Answer::NothingMore if self.one.size.is_none() => return Ok(Taken::Whole),
+            Answer::NothingMore => return Ok(Taken::Wrong(Wrong::Shorter)),
+            Answer::Size(wrong) => return Ok(Taken::Wrong(wrong)),
+            Answer::OtherPart => {
+                part.discard()?;
+                return Ok(Taken::Cut("it sent another part of the file than was asked for".to_owned()));
+            }
+            Answer::Refused => {
+                let rest = retry_after(response.headers(), jiff::Timestamp::now());
+                return Ok(Taken::Refused { status, rest, reason: format!("it answered {status}") });
+            }
+        };
+        let taken = loop {
+            match timeout(server.patience, response.chunk()).await {
+                Err(_) => break silent(),
+                Ok(Err(e)) => break Taken::Cut(words(e)),
+                Ok(Ok(Some(chunk))) if chunk.len() as u64 > part.room() => break Taken::Wrong(Wrong::Longer),
+                Ok(Ok(Some(chunk))) => part.append(server.sender, &chunk).await?,
+                Ok(Ok(None)) => match length {
+                    Some(length) if part.have() < length => {
+                        break Taken::Cut(format!("it ended after {} of {length} bytes", part.have()));
+                    }
+                    _ => break Taken::Whole,
+                },
+            }
+        };
+        part.flush().await?;
+        Ok(taken)
     }
 
-    fn cut(&self, error: reqwest::Error) -> Result<Try, FetchError> {
-        let transient = may_pass(&error);
-        let error = FetchError::Http { url: shown(&self.one.url), reason: words(error), transient };
-        if transient { Ok(Try::Cut(error)) } else { Err(error) }
+    fn is_right(&self, part: &Part) -> bool {
+        part.sha256() == self.one.sha256
     }
 
-    /// Gives the archive its name, or throws it away.
-    fn keep(&self, found: String, bytes: u64) -> Result<u64, FetchError> {
-        if found != self.one.sha256 {
-            self.discard()?;
-            return Err(self.digest_error(found));
-        }
-        std::fs::rename(self.part(), self.pkgs.join(&self.one.name)).map_err(|e| self.unwritten(e))?;
-        Ok(bytes)
+    fn wrong(&self, wrong: Wrong) -> FetchError {
+        let url = shown(&self.one.url);
+        let than = match wrong {
+            Wrong::Sha256(found) => return FetchError::Digest { url, wanted: self.one.sha256.clone(), found },
+            Wrong::Longer => "more",
+            Wrong::Shorter => "fewer",
+        };
+        FetchError::Size { url, than, wanted: self.one.size.unwrap_or(MOST_BYTES) }
     }
 
-    fn discard(&self) -> Result<(), FetchError> {
-        std::fs::remove_file(self.part()).map_err(|e| self.unwritten(e))
-    }
-
-    fn part(&self) -> PathBuf {
-        self.pkgs.join(format!(".{}.part", self.one.name))
-    }
-
-    fn report(&self, bytes: i64) {
-        // Nobody listens any more only when the whole fetch is being dropped.
-        let _ = self.advance.send(bytes);
-    }
-
-    fn digest_error(&self, found: String) -> FetchError {
-        FetchError::Digest { url: shown(&self.one.url), wanted: self.one.sha256.clone(), found }
+    fn http_error(&self, reason: String, transient: bool) -> FetchError {
+        FetchError::Http { url: shown(&self.one.url), reason, transient }
     }
 
     fn not_a_url(&self) -> FetchError {
@@ -182,42 +316,6 @@ impl Download<'_> {
     }
 
     fn unwritten(&self, source: io::Error) -> FetchError {
-        FetchError::Write { path: self.one.name.clone(), source }
+        FetchError::Write { path: self.one.name.clone(), room: String::new(), source }
     }
-}
-
-/// Whether the answer is the rest of the file from `at`. Servers may ignore the wish and send all of it.
-fn continues_at(response: &reqwest::Response, at: u64) -> bool {
-    let range = response.headers().get(header::CONTENT_RANGE).and_then(|v| v.to_str().ok());
-    response.status() == StatusCode::PARTIAL_CONTENT
-        && range.is_some_and(|range| range.starts_with(&format!("bytes {at}-")))
-}
-
-/// State of the hash over what an earlier try left, and how much that is.
-fn hash_so_far(part: &Path) -> io::Result<(Sha256, u64)> {
-    let mut hash = Sha256::new();
-    let mut file = match File::open(part) {
-        Ok(file) => file,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok((hash, 0)),
-        Err(e) => return Err(e),
-    };
-    let bytes = io::copy(&mut file, &mut HashWriter(&mut hash))?;
-    Ok((hash, bytes))
-}
-
-struct HashWriter<'a>(&'a mut Sha256);
-
-impl io::Write for HashWriter<'_> {
-    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        self.0.update(buffer);
-        Ok(buffer.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
-    tokio::task::spawn_blocking(work).await.map_err(io::Error::other)?
 }

@@ -7,34 +7,37 @@
 //! Packages' link scripts are not run: they are shell, and nothing that Flux needs has one.
 
 use std::{
-    fs::{self, File},
-    io::{self, Read, Write},
+    fs, io,
     os::unix::fs::PermissionsExt,
     path::{Component, Path, PathBuf},
 };
 
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 use super::{
-    ENVIRONMENT_MARKER, Limits, archive,
-    http::shown,
-    room,
-    unpack::{self, UnpackError},
+    ENVIRONMENT_MARKER, archive,
+    collect::archives,
+    lock::estimate_bytes,
+    records::{RECORDS, Records, Tree, settle_clobbers},
+    transaction::Environments,
 };
 use crate::{
-    api::{BundleSource, PackageSet},
-    host::{LinkOrder, Linked, Progress, Refusal},
+    api::PackageSet,
+    error_chain,
+    host::{LinkOrder, Linked, Progress, Refusal, files::remove_if_there},
 };
 
 /// Content of [`ENVIRONMENT_MARKER`].
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Marker {
+pub(super) struct Marker {
     digest: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    compiled_prefix: Option<PathBuf>,
-    bytes: u64,
+    pub(super) compiled_prefix: Option<PathBuf>,
+    pub(super) bytes: u64,
+    /// From which archives in `pkgs/` it was made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) archives: Option<Vec<String>>,
 }
 
 /// The digests of all environments under `prefix` that are ready, sorted.
@@ -48,10 +51,14 @@ pub fn ready(prefix: &Path) -> Vec<String> {
 
 /// What is in the environment `digest` under `prefix`, if it is ready.
 pub fn linked(prefix: &Path, digest: &str) -> Option<Linked> {
-    let marker = prefix.join("envs").join(digest).join(ENVIRONMENT_MARKER);
-    let marker: Marker = serde_json::from_slice(&fs::read(marker).ok()?).ok()?;
-    let of_this = archive::is_digest(digest) && marker.digest == digest;
-    of_this.then_some(Linked { compiled_prefix: marker.compiled_prefix, bytes: marker.bytes })
+    marker(prefix, digest).map(|marker| Linked { compiled_prefix: marker.compiled_prefix, bytes: marker.bytes })
+}
+
+/// The marker of an environment that is ready.
+pub(super) fn marker(prefix: &Path, digest: &str) -> Option<Marker> {
+    let path = prefix.join("envs").join(digest).join(ENVIRONMENT_MARKER);
+    let marker: Marker = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
+    (archive::is_digest(digest) && marker.digest == digest).then_some(marker)
 }
 
 /// Makes the environment of `order`, or finds it ready.
@@ -66,65 +73,43 @@ pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Lin
     if !archive::is_digest(digest) {
         return Err(refused(format!("`{digest}` is not the digest of a package set")));
     }
+    let archives = archives(set, platform).map_err(|e| refused(error_chain(&e)))?;
+    let environments = Environments::hold(prefix)?;
     if let Some(linked) = linked(prefix, digest) {
         return Ok(linked);
     }
-    let envs = prefix.join("envs");
-    let io = |what: &'static str| {
-        let envs = envs.clone();
-        move |e: io::Error| failed(format!("can't {what} {}: {e}", envs.display()))
-    };
-    fs::create_dir_all(&envs).map_err(io("make"))?;
-    let directory = File::open(&envs).map_err(io("open"))?;
-    let _lock = nix::fcntl::Flock::lock(directory, nix::fcntl::FlockArg::LockExclusive)
-        .map_err(|(_, e)| failed(format!("can't lock {}: {e}", envs.display())))?;
-    // Somebody else may have made it while we waited.
-    if let Some(linked) = linked(prefix, digest) {
-        return Ok(linked);
-    }
-    let (ready, partial) = (envs.join(digest), envs.join(format!(".{digest}.partial")));
-    // A broker may run from it, so it is not ours to remove.
-    if fs::symlink_metadata(&ready).is_ok() {
-        let ready = ready.display();
-        return Err(refused(format!(
-            "{ready} is there but has no {ENVIRONMENT_MARKER}; remove it if nothing runs from it"
-        )));
-    }
-    drop_leftovers(&envs).map_err(io("clean"))?;
-    fs::create_dir(&partial).map_err(io("write to"))?;
-    fs::set_permissions(&partial, fs::Permissions::from_mode(0o755)).map_err(io("write to"))?;
-
-    let build = Build { pkgs: prefix.join("pkgs"), digest, platform, ready: &ready, partial: &partial };
-    let compiled_prefix = match set {
-        PackageSet::Lock { lock, .. } => build.conda(lock, progress).map(|()| None),
-        PackageSet::Bundle(source) => build.tree(source, progress).map(Some),
-    };
-    let done = compiled_prefix.and_then(|compiled_prefix| {
-        build.check_flux(compiled_prefix.as_deref())?;
-        build.finish(compiled_prefix, progress).map_err(io("finish the environment in"))
-    });
-    if done.is_err() {
-        // Only to give back the space; the next run would do it.
-        let _ = fs::remove_dir_all(&partial);
-    }
-    done
+    environments.clear(digest)?;
+    let partial = environments.partial(digest);
+    let made = make(order, &environments, &partial, archives, progress);
+    made.map_err(|refusal| {
+        let refusal = environments.with_room(refusal, estimate_bytes(set, platform));
+        // Only to give back the space; the next run would do it. By now nobody writes there any more, not even the threads
+        // of an unpacking that was given up.
+        let _ = environments.drop_leftovers();
+        refusal
+    })
 }
 
-/// Removes what killed runs left, for any digest: under the lock nobody else is at it.
-fn drop_leftovers(envs: &Path) -> io::Result<()> {
-    for entry in fs::read_dir(envs)? {
-        let entry = entry?;
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
-        let leftover = name.starts_with('.') && (name.ends_with(".partial") || name.ends_with(".unpacked"));
-        if leftover {
-            match entry.file_type()?.is_dir() {
-                true => fs::remove_dir_all(entry.path())?,
-                false => fs::remove_file(entry.path())?,
-            }
-        }
-    }
-    Ok(())
+fn make(
+    order: &LinkOrder,
+    environments: &Environments,
+    partial: &Path,
+    archives: Vec<String>,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Linked, Refusal> {
+    let LinkOrder { prefix, digest, set, platform } = order;
+    environments.begin(partial)?;
+    let ready = environments.place(digest);
+    let build = Build { pkgs: prefix.join("pkgs"), digest, platform, ready: &ready, partial };
+    let compiled_prefix = match set {
+        PackageSet::Lock { lock, .. } => build.conda(lock, progress).map(|()| None),
+        PackageSet::Bundle(source) => build.bundle(source, progress),
+    }?;
+    build.check_flux(compiled_prefix.as_deref())?;
+    progress(Progress::begun("syncing"));
+    let linked = build.finish(compiled_prefix, archives);
+    let committed = linked.and_then(|linked| environments.commit(partial, digest).map(|()| linked));
+    committed.map_err(|e| environments.trouble("finish the environment in", &e))
 }
 
 /// An environment that is being made.
@@ -139,39 +124,6 @@ pub(super) struct Build<'a> {
 }
 
 impl Build<'_> {
-    fn tree(&self, source: &BundleSource, progress: &mut dyn FnMut(Progress)) -> Result<PathBuf, Refusal> {
-        let path = self.pkgs.join(archive::bundle_name(self.digest));
-        let name = format!("bundle {}", shown(&source.url));
-        let mut reader = match File::open(&path) {
-            Ok(mut file) => {
-                let need = room::unpacked_gzip(&mut file);
-                let need = need.map_err(|e| failed(format!("can't read {}: {e}", path.display())))?;
-                room::check(self.prefix(), need)?;
-                Hashed { file, hash: Sha256::new() }
-            }
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(self.missing_or_damaged(&path, &name)),
-            Err(e) => return Err(failed(format!("can't read {}: {e}", path.display()))),
-        };
-        let mut report = |done| {
-            if done % 256 == 0 {
-                progress(Progress { what: "unpacking the bundle".to_owned(), done, total: 0 });
-            }
-        };
-        let unpacked =
-            unpack::unpack(&mut reader, Some(self.partial), Some(self.platform), Limits::default(), &mut report);
-        // Hashed while it was unpacked. Nothing is live yet, so it is early enough to look at it now; and where it could
-        // not be unpacked, this tells a bad bundle from a bad disk.
-        io::copy(&mut reader, &mut io::sink()).map_err(|e| failed(format!("can't read {}: {e}", path.display())))?;
-        if !hex::encode(reader.hash.finalize()).eq_ignore_ascii_case(&source.sha256) {
-            return Err(self.missing_or_damaged(&path, &name));
-        }
-        match unpacked {
-            Ok(unpacked) => Ok(unpacked.manifest.prefix),
-            Err(error @ UnpackError::Write { .. }) => Err(failed(format!("can't unpack {name}: {error}"))),
-            Err(error) => Err(refused(format!("can't use {name}: {error}"))),
-        }
-    }
-
     /// For people: where room is needed.
     pub(super) fn prefix(&self) -> &Path {
         self.pkgs.parent().unwrap_or(&self.pkgs)
@@ -196,21 +148,23 @@ impl Build<'_> {
         }
     }
 
-    fn finish(&self, compiled_prefix: Option<PathBuf>, progress: &mut dyn FnMut(Progress)) -> io::Result<Linked> {
-        progress(Progress { what: "syncing".to_owned(), done: 0, total: 0 });
-        let bytes = bytes_below(self.partial)?;
-        let marker = Marker { digest: self.digest.to_owned(), compiled_prefix, bytes };
-        // Removed first: a bundle may have brought a symlink of this name.
-        let path = self.partial.join(ENVIRONMENT_MARKER);
-        match fs::remove_file(&path) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            _ => {}
+    /// The last files of the tree, and what they vouch for: the marker is worth nothing before it is all on the disk.
+    fn finish(&self, compiled_prefix: Option<PathBuf>, archives: Vec<String>) -> io::Result<Linked> {
+        // A bundle may have brought files of these names.
+        remove_if_there(&self.partial.join(RECORDS))?;
+        remove_if_there(&self.partial.join(ENVIRONMENT_MARKER))?;
+        let conda = compiled_prefix.is_none();
+        if conda {
+            settle_clobbers(self.partial)?;
         }
-        File::create_new(&path)?.write_all(&serde_json::to_vec(&marker)?)?;
-        // Thousands of files, so not one by one. After this a power cut can't leave a marker without its files.
-        nix::unistd::syncfs(File::open(self.partial)?)?;
-        fs::rename(self.partial, self.ready)?;
-        File::open(self.ready.parent().unwrap_or(self.ready))?.sync_all()?;
+        let tree = Tree::walk(self.partial)?;
+        if let Some(shared) = tree.shared() {
+            return Err(io::Error::other(format!("{} shares its content with a file outside", shared.display())));
+        }
+        Records::of(self.partial, &tree, conda)?.write(self.partial)?;
+        let bytes = tree.bytes();
+        let marker = Marker { digest: self.digest.to_owned(), compiled_prefix, bytes, archives: Some(archives) };
+        fs::write(self.partial.join(ENVIRONMENT_MARKER), serde_json::to_vec(&marker)?)?;
         Ok(Linked { compiled_prefix: marker.compiled_prefix, bytes })
     }
 }
@@ -240,30 +194,6 @@ fn find_in_tree(tree: &Path, path: &Path, places: &[Option<&Path>]) -> Option<Pa
         }
     }
     None
-}
-
-fn bytes_below(directory: &Path) -> io::Result<u64> {
-    let mut bytes = 0;
-    for entry in fs::read_dir(directory)? {
-        let entry = entry?;
-        let metadata = entry.metadata()?;
-        bytes += if metadata.is_dir() { bytes_below(&entry.path())? } else { metadata.len() };
-    }
-    Ok(bytes)
-}
-
-/// Hashes what is read.
-struct Hashed {
-    file: File,
-    hash: Sha256,
-}
-
-impl Read for Hashed {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let n = self.file.read(buffer)?;
-        self.hash.update(&buffer[..n]);
-        Ok(n)
-    }
 }
 
 /// Trying again can help.

@@ -3,15 +3,27 @@
 //! An archive is written aside as `.<name>.part`, hashed while it streams, and gets its name only when its sha256 is the
 //! one that is wanted. A cut or killed download is taken up where it ended. Nothing is synced: whoever reads an archive
 //! hashes it again, so that a power cut costs a download and not an installation.
+//!
+//! Peers are asked first, in the order given, then the package set's own source. A peer that is dead, silent, cut off or
+//! lies is not asked again in the same fetch. What sha256 a file has decides, not who sent it.
 
-use std::{fs::File, io, path::Path};
+use std::{
+    collections::BTreeSet,
+    fs::File,
+    io,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use futures::{StreamExt, TryStreamExt, stream};
+use url::Url;
 
 use super::{
-    HttpClient, archive,
-    download::Download,
+    HttpClient, Sources, archive,
+    download::{Download, Got},
+    http::shown,
     lock::{self, LockError},
+    source::{Peers, mirrored},
 };
 use crate::{api::PackageSet, host::Progress};
 
@@ -27,6 +39,8 @@ pub struct Fetched {
     pub bytes: u64,
     /// How many of these bytes had to be fetched, the others were there.
     pub fetched_bytes: u64,
+    /// How many of these came from peers.
+    pub from_peers: u64,
 }
 
 /// Why `pkgs/` could not be filled.
@@ -79,11 +93,25 @@ pub enum FetchError {
         /// What came.
         found: String,
     },
+    /// It has another size than what was asked for, and was not read to its end.
+    #[error(
+        "{url} has {than} than the {wanted} bytes that are wanted; it was changed at its source, or the lock is wrong"
+    )]
+    Size {
+        /// Without secrets.
+        url: String,
+        /// `more` or `fewer`.
+        than: &'static str,
+        /// How many it should have.
+        wanted: u64,
+    },
     /// The host's disk.
-    #[error("can't write {path} under the packages' directory")]
+    #[error("can't write {path} under the packages' directory{room}")]
     Write {
         /// Name in `pkgs/`.
         path: String,
+        /// Where the disk is full: which, and how much is lacking. Empty otherwise.
+        room: String,
         /// Cause.
         #[source]
         source: io::Error,
@@ -99,7 +127,11 @@ impl FetchError {
         match self {
             Self::Http { transient, .. } => *transient,
             Self::Write { .. } | Self::HostFile { .. } | Self::Busy => true,
-            Self::Lock(_) | Self::NotADigest { .. } | Self::NotAUrl { .. } | Self::Digest { .. } => false,
+            Self::Lock(_)
+            | Self::NotADigest { .. }
+            | Self::NotAUrl { .. }
+            | Self::Digest { .. }
+            | Self::Size { .. } => false,
         }
     }
 }
@@ -114,13 +146,23 @@ pub(super) struct Wanted {
     pub size: Option<u64>,
 }
 
+impl Wanted {
+    /// What people call it, such as `flux-core-0.88.0-h1.conda`.
+    pub(super) fn package(&self) -> String {
+        shown(&self.url).rsplit('/').next().unwrap_or_default().to_owned()
+    }
+}
+
 /// Brings every archive of `set` for `platform` into `pkgs`, which must exist.
+///
+/// `sources` tells who is asked, peers first; everybody's bytes are checked the same way.
 ///
 /// `pkgs` may be a path such as `/proc/self/fd/N`; only names directly below it are used. `host_file` opens the path of
 /// a `file://` URL in the host's root.
 ///
 /// # Errors
 /// The first archive that could not be had; what came before stays.
+#[expect(clippy::too_many_arguments, reason = "each is another matter, and there are two callers")]
 pub async fn fetch(
     set: &PackageSet,
     digest: &str,
@@ -128,70 +170,121 @@ pub async fn fetch(
     pkgs: &Path,
     host_file: impl Fn(&str) -> io::Result<File>,
     http: &HttpClient,
+    sources: &Sources,
     mut progress: impl FnMut(Progress),
 ) -> Result<Fetched, FetchError> {
     if !archive::is_digest(digest) {
         return Err(FetchError::NotADigest { digest: digest.to_owned() });
     }
-    let wanted = wanted(set, digest, platform)?;
+    let wanted = wanted(set, digest, platform, sources)?;
     let total = wanted.iter().map(|w| w.size).sum::<Option<u64>>().unwrap_or(0);
     let _lock = lock_directory(pkgs)?;
-    drop_leftovers(pkgs, &wanted).map_err(|source| FetchError::Write { path: ".".to_owned(), source })?;
+    drop_leftovers(pkgs, &wanted).map_err(directory_unwritten)?;
 
     let (advance, mut advanced) = tokio::sync::mpsc::unbounded_channel::<i64>();
-    let host_file = &host_file;
+    let (host_file, peers, wanted) = (&host_file, &Peers::new(sources), &wanted);
+    let (packages, all) = (&AtomicU64::new(0), wanted.len() as u64);
     let getting = async move {
         let each = wanted
             .iter()
-            .map(|one| Download { one, pkgs, http, advance: advance.clone() }.get(host_file))
+            .map(|one| Download { one, pkgs, http, peers, advance: advance.clone() }.get(host_file))
             .collect::<Vec<_>>();
-        let each = stream::iter(each).buffer_unordered(CONCURRENCY).try_collect::<Vec<(u64, bool)>>().await;
-        drop(advance);
-        each
+        let each = stream::iter(each).buffer_unordered(CONCURRENCY).inspect_ok(|_| {
+            packages.fetch_add(1, Ordering::Relaxed);
+            // Told at once, and so are the last ones. Nobody listens only when all of this is being dropped.
+            let _ = advance.send(0);
+        });
+        each.try_collect::<Vec<Got>>().await
     };
     let reporting = async {
         let mut done = 0_u64;
         while let Some(bytes) = advanced.recv().await {
             done = done.saturating_add_signed(bytes);
-            progress(Progress { what: "fetching packages".to_owned(), done, total });
+            let now = Progress::bytes("fetching packages", done, total);
+            progress(match set {
+                PackageSet::Lock { .. } => now.with_packages(packages.load(Ordering::Relaxed), all),
+                PackageSet::Bundle(_) => now,
+            });
         }
     };
     let (got, ()) = futures::join!(getting, reporting);
-    let got = got?;
+    let got = got.map_err(|error| with_room(error, pkgs, wanted))?;
     Ok(Fetched {
         archives: got.len(),
-        bytes: got.iter().map(|(bytes, _)| bytes).sum(),
-        fetched_bytes: got.iter().filter(|(_, fresh)| *fresh).map(|(bytes, _)| bytes).sum(),
+        bytes: got.iter().map(|one| one.bytes).sum(),
+        fetched_bytes: got.iter().filter(|one| one.fresh).map(|one| one.bytes).sum(),
+        from_peers: got.iter().map(|one| one.from_peers).sum(),
     })
 }
 
-fn wanted(set: &PackageSet, digest: &str, platform: &str) -> Result<Vec<Wanted>, LockError> {
-    match set {
-        PackageSet::Bundle(source) => Ok(vec![Wanted {
-            url: source.url.clone(),
-            name: archive::bundle_name(digest),
-            sha256: source.sha256.to_ascii_lowercase(),
-            size: None,
-        }]),
-        PackageSet::Lock { lock, .. } => Ok(lock::packages(lock, platform)?
-            .into_iter()
-            .map(|package| Wanted {
-                url: package.record.url.to_string(),
+fn wanted(set: &PackageSet, digest: &str, platform: &str, sources: &Sources) -> Result<Vec<Wanted>, FetchError> {
+    let (lock, mirror) = match set {
+        PackageSet::Bundle(source) => {
+            return Ok(vec![Wanted {
+                url: source.url.clone(),
+                name: archive::bundle_name(digest),
+                sha256: source.sha256.to_ascii_lowercase(),
+                size: None,
+            }]);
+        }
+        PackageSet::Lock { lock, .. } => (lock, sources.mirror.as_deref()),
+    };
+    let mirror = mirror.map(|mirror| Url::parse(mirror).map_err(|_| FetchError::NotAUrl { url: shown(mirror) }));
+    let mirror = mirror.transpose()?;
+    let mut names = BTreeSet::new();
+    let mut wanted = Vec::new();
+    for package in lock::packages(lock, platform)? {
+        // The same bytes under two names are one archive.
+        if names.insert(package.archive.clone()) {
+            let url = &package.record.url;
+            wanted.push(Wanted {
+                url: mirror.as_ref().map_or_else(|| url.to_string(), |mirror| mirrored(mirror, url).to_string()),
                 name: package.archive,
                 sha256: package.sha256,
                 size: package.record.package_record.size,
-            })
-            .collect()),
+            });
+        }
     }
+    Ok(wanted)
+}
+
+fn directory_unwritten(source: io::Error) -> FetchError {
+    FetchError::Write { path: ".".to_owned(), room: String::new(), source }
+}
+
+/// Says what is full and how much is lacking, if it is that.
+fn with_room(error: FetchError, pkgs: &Path, wanted: &[Wanted]) -> FetchError {
+    let FetchError::Write { path, source, .. } = error else { return error };
+    let is_full = matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
+    let room = if is_full { lacking(pkgs, wanted) } else { String::new() };
+    FetchError::Write { path, room, source }
+}
+
+fn lacking(pkgs: &Path, wanted: &[Wanted]) -> String {
+    // It is often given as a descriptor, which tells nobody anything.
+    let directory = std::fs::read_link(pkgs).unwrap_or_else(|_| PathBuf::from(pkgs));
+    let directory = directory.display();
+    let length = |name: &str| std::fs::metadata(pkgs.join(name)).map_or(0, |file| file.len());
+    let there = |one: &Wanted| length(&one.name).max(length(&format!(".{}.part", one.name)));
+    let missing = wanted.iter().map(|one| Some(one.size?.saturating_sub(there(one)))).sum::<Option<u64>>();
+    let missing = missing.map_or_else(|| "more bytes".to_owned(), |bytes| format!("{bytes} more bytes"));
+    let free = nix::sys::statvfs::statvfs(pkgs).ok();
+    let what = match free {
+        Some(free) if free.files() > 0 && free.files_available() == 0 => {
+            "has no inodes left for another file".to_owned()
+        }
+        Some(free) => format!("has {} bytes left", free.blocks_available().saturating_mul(free.fragment_size())),
+        None => "is full".to_owned(),
+    };
+    format!(": {directory} {what}, and {missing} are needed; make room there, the download then goes on where it ended")
 }
 
 /// Two agents that append to the same `.part` would only lose time, but they would lose all of it.
 fn lock_directory(pkgs: &Path) -> Result<nix::fcntl::Flock<File>, FetchError> {
-    let unreadable = |source| FetchError::Write { path: ".".to_owned(), source };
-    let directory = File::open(pkgs).map_err(unreadable)?;
+    let directory = File::open(pkgs).map_err(directory_unwritten)?;
     nix::fcntl::Flock::lock(directory, nix::fcntl::FlockArg::LockExclusiveNonblock).map_err(|(_, error)| match error {
         nix::errno::Errno::EWOULDBLOCK => FetchError::Busy,
-        error => unreadable(error.into()),
+        error => directory_unwritten(error.into()),
     })
 }
 

@@ -2,23 +2,50 @@
 
 use std::time::Duration;
 
+use reqwest::{RequestBuilder, redirect};
+use url::Url;
+
+use super::{Access, access::Bearer};
+
 /// Long enough for a far proxy, short enough that a wrong address is told while somebody still looks.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Between two reads. There is no limit on the whole: an archive may be large and the line slow.
-const READ_TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const READ_TIMEOUT: Duration = Duration::from_secs(60);
+/// A peer is in the same data centre, and there are others.
+const PEERS_CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+const PEERS_READ_TIMEOUT: Duration = Duration::from_secs(5);
+/// Shorter than what a peer's server waits for the next request, so that none is sent into a closing connection.
+const PEERS_IDLE_TIMEOUT: Duration = Duration::from_secs(2);
 const USER_AGENT: &str = concat!("flux-distribute/", env!("CARGO_PKG_VERSION"));
 
 /// The HTTP client of this process. Cheap to clone.
 ///
 /// Trusts the roots of Mozilla that are compiled in, and besides them the CA bundle of the system or of `SSL_CERT_FILE`.
-/// Proxies come from `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY` and `NO_PROXY`.
+/// Proxies come from `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY` and `NO_PROXY`; peers are asked without any.
 #[derive(Clone, Debug)]
-pub struct HttpClient(reqwest::Client);
+pub struct HttpClient {
+    client: reqwest::Client,
+    peers: reqwest::Client,
+    bearer: Bearer,
+    patience_with_peers: Duration,
+}
 
 /// The client could not be made.
 #[derive(Debug, thiserror::Error)]
-#[error("can't set up the HTTP client; look at the proxy variables and at SSL_CERT_FILE")]
-pub struct HttpError(#[source] reqwest::Error);
+#[non_exhaustive]
+pub enum HttpError {
+    /// The environment.
+    #[error("can't set up the HTTP client; look at the proxy variables and at SSL_CERT_FILE")]
+    Client(#[source] reqwest::Error),
+    /// The Secret.
+    #[error("Secret {} can't be used: its key {key} {reason}", crate::api::SECRET_PACKAGES)]
+    Secret {
+        /// Which of its keys.
+        key: &'static str,
+        /// What is wrong with the value, without the value.
+        reason: String,
+    },
+}
 
 impl HttpClient {
     /// Makes the client.
@@ -26,22 +53,57 @@ impl HttpClient {
     /// # Errors
     /// Where the environment holds something that can't be used.
     pub fn new() -> Result<Self, HttpError> {
-        Self::build(base())
+        Self::with_access(&Access::default(), &[])
     }
 
-    fn build(builder: reqwest::ClientBuilder) -> Result<Self, HttpError> {
-        // Only the first call of the process does something; the error of the others says just that.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        builder.build().map(Self).map_err(HttpError)
+    /// Makes a client that trusts the authorities of `access`, and shows its token to the servers of `urls`: what the spec
+    /// names as channels, mirror and bundle. Never to another server, and so neither to peers nor along a redirect.
+    ///
+    /// # Errors
+    /// Where the environment or the Secret holds something that can't be used.
+    pub fn with_access(access: &Access, urls: &[String]) -> Result<Self, HttpError> {
+        let peers = reqwest::Client::builder()
+            .tls_certs_only([])
+            .no_proxy()
+            .http1_only()
+            .redirect(redirect::Policy::none())
+            .connect_timeout(PEERS_CONNECT_TIMEOUT)
+            .pool_idle_timeout(PEERS_IDLE_TIMEOUT)
+            .user_agent(USER_AGENT);
+        Ok(Self {
+            client: build(base().tls_certs_merge(access.certificates()?))?,
+            peers: build(peers)?,
+            bearer: access.bearer(urls)?,
+            patience_with_peers: PEERS_READ_TIMEOUT,
+        })
     }
 
-    pub(super) fn inner(&self) -> &reqwest::Client {
-        &self.0
+    /// How long a peer may be silent before the others are asked; 5 seconds unless told.
+    pub fn with_patience_with_peers(self, patience: Duration) -> Self {
+        Self { patience_with_peers: patience, ..self }
+    }
+
+    pub(super) fn patience_with_peers(&self) -> Duration {
+        self.patience_with_peers
+    }
+
+    pub(super) fn ask(&self, url: &Url) -> RequestBuilder {
+        self.client.get(url.clone()).headers(self.bearer.for_url(url))
+    }
+
+    pub(super) fn ask_peer(&self, url: &str) -> RequestBuilder {
+        self.peers.get(url)
     }
 
     pub(super) fn for_rattler(&self) -> rattler_networking::LazyClient {
-        reqwest_middleware::ClientWithMiddleware::from(self.0.clone()).into()
+        reqwest_middleware::ClientBuilder::new(self.client.clone()).with(self.bearer.middleware()).build().into()
     }
+}
+
+fn build(builder: reqwest::ClientBuilder) -> Result<reqwest::Client, HttpError> {
+    // Only the first call of the process does something; the error of the others says just that.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    builder.build().map_err(HttpError::Client)
 }
 
 fn base() -> reqwest::ClientBuilder {
@@ -52,6 +114,8 @@ fn base() -> reqwest::ClientBuilder {
         .tls_certs_merge(roots)
         .connect_timeout(CONNECT_TIMEOUT)
         .read_timeout(READ_TIMEOUT)
+        // It would carry a URL's `/t/<token>` along a redirect.
+        .referer(false)
         .user_agent(USER_AGENT)
 }
 
@@ -73,14 +137,6 @@ pub(super) fn shown(url: &str) -> String {
         url.set_path(&segments.join("/"));
     }
     url.to_string()
-}
-
-/// Something about a request that may be gone in a while.
-pub(super) fn may_pass(error: &reqwest::Error) -> bool {
-    match error.status() {
-        Some(status) => status.is_server_error() || matches!(status.as_u16(), 408 | 425 | 429),
-        None => !error.is_builder(),
-    }
 }
 
 /// What went wrong, with all causes in one line, and without the URL: it may hold a password.

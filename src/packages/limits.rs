@@ -105,6 +105,11 @@ impl<'a> Guarded<'a> {
         let inner = Box::new(decoder(BufReader::with_capacity(BUFFER, counted))?);
         Ok(Self { inner, packed, bytes: 0, limits })
     }
+
+    /// How much of the archive itself was read: a view that stays true.
+    pub(super) fn position(&self) -> Rc<Cell<u64>> {
+        self.packed.clone()
+    }
 }
 
 impl Read for Guarded<'_> {

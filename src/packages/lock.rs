@@ -1,21 +1,43 @@
 //! Reading a lock: the records of one platform, and what their archives are called in `pkgs/`.
+//!
+//! Taken are locks of rattler and pixi, and conda's `@EXPLICIT` lists. Everything that can be told without a network is
+//! told here, by the package's name.
 
-use rattler_conda_types::RepoDataRecord;
-use rattler_lock::LockFile;
+use std::{borrow::Cow, collections::BTreeSet};
 
-use super::room;
+use rattler_conda_types::{RepoDataRecord, Subdir};
+use rattler_lock::{Environment, LockFile, LockedPackage, ParseCondaLockError};
+
+use super::{explicit, room};
 use crate::api::PackageSet;
+
+/// A ConfigMap holds 1 MiB, and `flux-packages` holds two sets while an upgrade waits for its epoch.
+const MAX_LOCK_BYTES: usize = 480 << 10;
 
 /// Why a lock can't be used. Only another lock helps.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LockError {
     /// Not a lock.
-    #[error("the lock can't be read; it must be the YAML of a rattler or pixi lock file")]
-    Parse(#[source] Box<rattler_lock::ParseCondaLockError>),
-    /// No environment `default`.
-    #[error("the lock has no environment `default`")]
-    NoEnvironment,
+    #[error(
+        "the lock can't be read; it must be the YAML of a rattler or pixi lock file, or an @EXPLICIT list of conda"
+    )]
+    Parse(#[source] Box<ParseCondaLockError>),
+    /// A line of an `@EXPLICIT` list that can't be read.
+    #[error("line {line} of the @EXPLICIT list is not the URL of a conda package")]
+    Line {
+        /// Counted from 1.
+        line: usize,
+    },
+    /// No environment `default`, and more than one other, or none.
+    #[error("the lock has no environment `default` and not just one other; it has {there}")]
+    NoEnvironment {
+        /// Those that it has.
+        there: String,
+    },
+    /// An `@EXPLICIT` list that does not say what it is for.
+    #[error("the @EXPLICIT list names no platform; add a line such as `# platform: linux-64` above its packages")]
+    NoPlatform,
     /// Not solved for this platform.
     #[error("the lock has no packages for platform {platform}; it has {there}")]
     Platform {
@@ -24,15 +46,65 @@ pub enum LockError {
         /// Those that it has.
         there: String,
     },
-    /// Something that can't be installed without building it, or isn't a conda package.
+    /// No platform that a node could have.
+    #[error("the lock names the platform {platform}, which is not one of conda's platforms for Linux such as linux-64")]
+    NotAPlatform {
+        /// As it was given.
+        platform: String,
+    },
+    /// A package in the wrong place.
+    #[error("the lock's package {name} is for {platform}, which is not what the others are for")]
+    ForeignPackage {
+        /// Its name.
+        name: String,
+        /// As it was given.
+        platform: String,
+    },
+    /// A package that only pip can install.
+    #[error(
+        "the lock's package {name} comes from PyPI and only conda packages can be installed; \
+         lock an environment without pypi-dependencies"
+    )]
+    PyPi {
+        /// Its name.
+        name: String,
+    },
+    /// Something that can't be installed without building it.
     #[error("the lock's package {name} is not a built conda package (.conda or .tar.bz2)")]
     Unsupported {
         /// Its name.
         name: String,
     },
     /// A package that nobody can check.
-    #[error("the lock's package {name} has no sha256")]
+    #[error(
+        "the lock's package {name} has no sha256, and md5 is not enough; \
+         `conda list --explicit --sha256` and `pixi project export conda-explicit-spec` write it"
+    )]
     NoSha256 {
+        /// Its name.
+        name: String,
+    },
+    /// A digest that can't be one.
+    #[error("the lock's package {name} has the {field} `{found}`, which is too short, too long, or not hex digits")]
+    NotADigest {
+        /// Its name.
+        name: String,
+        /// `sha256` or `md5`.
+        field: &'static str,
+        /// As it was given.
+        found: String,
+    },
+    /// Promised, but not there.
+    #[error(
+        "the lock's package {name} is named for an environment but has no entry of its own; the lock's end is cut off"
+    )]
+    Missing {
+        /// Its name.
+        name: String,
+    },
+    /// Two archives that want the same place.
+    #[error("the lock's package {name} is there twice")]
+    Twice {
         /// Its name.
         name: String,
     },
@@ -45,6 +117,24 @@ pub enum LockError {
         #[source]
         source: Box<rattler_lock::ConversionError>,
     },
+    /// A package that nobody can fetch.
+    #[error("the lock's package {name} is not at an http, https or file URL")]
+    Scheme {
+        /// Its name.
+        name: String,
+    },
+    /// Too big to be published.
+    #[error(
+        "the lock has {bytes} bytes and can have {MAX_LOCK_BYTES}, because it is published in a ConfigMap; \
+         leave out the platforms and environments that no node needs"
+    )]
+    TooLarge {
+        /// Its size.
+        bytes: usize,
+    },
+    /// Should not happen.
+    #[error("the lock can't be written as YAML")]
+    Write(#[source] std::io::Error),
 }
 
 /// A package of a lock.
@@ -59,21 +149,114 @@ pub(super) struct Locked {
 
 /// Every package of `platform` in the lock, in the lock's order.
 pub(super) fn packages(lock: &str, platform: &str) -> Result<Vec<Locked>, LockError> {
-    let lock = LockFile::from_str_with_base_directory(lock, None).map_err(|e| LockError::Parse(Box::new(e)))?;
-    let environment = lock.default_environment().ok_or(LockError::NoEnvironment)?;
-    let platform_packages = lock.platform(platform).and_then(|p| environment.packages(p)).map(Vec::from_iter);
-    let found = platform_packages.filter(|packages| !packages.is_empty()).ok_or_else(|| LockError::Platform {
-        platform: platform.to_owned(),
-        there: match environment.platforms().map(|p| p.name().to_string()).collect::<Vec<_>>() {
-            there if there.is_empty() => "none".to_owned(),
-            there => there.join(", "),
-        },
-    })?;
-    found.into_iter().map(locked).collect()
+    of_platform(&read(lock)?, platform)
 }
 
-fn locked(package: &rattler_lock::LockedPackage) -> Result<Locked, LockError> {
+/// The lock as it is published: always the YAML of a rattler lock. The same text always gives the same one.
+///
+/// # Errors
+/// Where it is no lock at all; [`check_lock`] looks at what is in it.
+pub fn normalise_lock(text: &str) -> Result<Cow<'_, str>, LockError> {
+    let lock = read(text)?;
+    match explicit::is_explicit(text) {
+        true => lock.render_to_string().map(Cow::Owned).map_err(LockError::Write),
+        false => Ok(Cow::Borrowed(text)),
+    }
+}
+
+/// Whether a lock can be published and installed: on each of `platforms`, or, where that is empty, on each platform of
+/// Linux that the lock has. Without a network.
+///
+/// # Errors
+/// The first thing that is wrong with it.
+pub fn check_lock(text: &str, platforms: &[String]) -> Result<(), LockError> {
+    if text.len() > MAX_LOCK_BYTES {
+        return Err(LockError::TooLarge { bytes: text.len() });
+    }
+    let lock = read(text)?;
+    let there = match platforms {
+        [] => linux_platforms(&lock)?,
+        wanted => wanted.to_vec(),
+    };
+    there.iter().try_for_each(|platform| of_platform(&lock, platform).map(drop))
+}
+
+/// The platforms of Linux that a lock has packages for, at least one.
+pub(super) fn platforms(text: &str) -> Result<Vec<String>, LockError> {
+    linux_platforms(&read(text)?)
+}
+
+fn linux_platforms(lock: &LockFile) -> Result<Vec<String>, LockError> {
+    let environment = environment(lock)?;
+    let used = environment.packages_by_platform().filter(|(_, packages)| packages.len() > 0);
+    let linux = used.map(|(platform, _)| platform.subdir()).filter(|subdir| subdir.is_linux());
+    let linux = linux.map(|subdir| subdir.to_string()).collect::<BTreeSet<_>>();
+    if linux.is_empty() {
+        return Err(no_platform(environment, "linux-64"));
+    }
+    Ok(linux.into_iter().collect())
+}
+
+fn read(text: &str) -> Result<LockFile, LockError> {
+    let yaml = match explicit::is_explicit(text) {
+        true => Cow::Owned(explicit::to_lock(text)?),
+        false => Cow::Borrowed(text),
+    };
+    LockFile::from_str_with_base_directory(&yaml, None).map_err(|error| blame(&yaml, error))
+}
+
+/// pixi has one environment for each feature set; whoever has no `default` but just one means that one.
+fn environment(lock: &LockFile) -> Result<Environment<'_>, LockError> {
+    if let Some(environment) = lock.default_environment() {
+        return Ok(environment);
+    }
+    let mut all = lock.environments().collect::<Vec<_>>();
+    all.sort_unstable_by_key(|(name, _)| *name);
+    match all.as_slice() {
+        [(_, only)] => Ok(*only),
+        several => Err(LockError::NoEnvironment { there: listed(several.iter().map(|(name, _)| (*name).to_owned())) }),
+    }
+}
+
+fn of_platform(lock: &LockFile, wanted: &str) -> Result<Vec<Locked>, LockError> {
+    let environment = environment(lock)?;
+    // A lock may call a platform as it likes, as long as it says which one of conda's it is.
+    let named = environment.platforms().find(|platform| platform.name().as_str() == wanted);
+    let platform = named.or_else(|| environment.platforms().find(|platform| platform.subdir().as_str() == wanted));
+    let found = platform.and_then(|platform| environment.packages(platform)).map(Vec::from_iter);
+    let found = found.filter(|packages| !packages.is_empty()).ok_or_else(|| no_platform(environment, wanted))?;
+    let packages = found.into_iter().map(locked).collect::<Result<Vec<_>, _>>()?;
+    let mut names = BTreeSet::new();
+    for package in &packages {
+        let record = &package.record.package_record;
+        let name = record.name.as_normalized();
+        if !names.insert(name) {
+            return Err(LockError::Twice { name: name.to_owned() });
+        }
+        if record.subdir != wanted && record.subdir != Subdir::NoArch.as_str() {
+            return Err(LockError::ForeignPackage { name: name.to_owned(), platform: record.subdir.clone() });
+        }
+    }
+    Ok(packages)
+}
+
+fn no_platform(environment: Environment<'_>, wanted: &str) -> LockError {
+    let there = listed(environment.platforms().map(|platform| platform.name().to_string()));
+    LockError::Platform { platform: wanted.to_owned(), there }
+}
+
+fn listed(names: impl Iterator<Item = String>) -> String {
+    match names.collect::<Vec<_>>() {
+        names if names.is_empty() => "none".to_owned(),
+        names => names.join(", "),
+    }
+}
+
+fn locked(package: &LockedPackage) -> Result<Locked, LockError> {
     let name = package.name().to_owned();
+    if matches!(package, LockedPackage::Pypi(_)) {
+        return Err(LockError::PyPi { name });
+    }
     let Some(binary) = package.as_binary_conda() else {
         return Err(LockError::Unsupported { name });
     };
@@ -83,6 +266,9 @@ fn locked(package: &rattler_lock::LockedPackage) -> Result<Locked, LockError> {
             return Err(LockError::Location { name, source: Box::new(source) });
         }
     };
+    if !["http", "https", "file"].contains(&record.url.scheme()) {
+        return Err(LockError::Scheme { name });
+    }
     let Some(sha256) = record.package_record.sha256.map(hex::encode) else {
         return Err(LockError::NoSha256 { name });
     };
@@ -93,6 +279,47 @@ fn locked(package: &rattler_lock::LockedPackage) -> Result<Locked, LockError> {
         DistArchiveType::Wheel(_) => return Err(LockError::Unsupported { name }),
     };
     Ok(Locked { archive: format!("{sha256}.{extension}"), record, sha256 })
+}
+
+/// The parser says where in the text it gave up, which doesn't help somebody who never wrote that text by hand: so it is
+/// looked through for what goes wrong in practice.
+fn blame(yaml: &str, error: ParseCondaLockError) -> LockError {
+    if let ParseCondaLockError::MissingPackage { location, .. } = &error {
+        return LockError::Missing { name: package_name(location) };
+    }
+    let document = serde_norway::from_str::<serde_norway::Value>(yaml).unwrap_or_default();
+    let list = |key: &str| document.get(key).and_then(|value| value.as_sequence()).into_iter().flatten();
+    for platform in list("platforms") {
+        let field = |key: &str| platform.get(key).and_then(|value| value.as_str());
+        if let Some(platform) = field("subdir").or_else(|| field("name"))
+            && platform.parse::<Subdir>().is_err()
+        {
+            return LockError::NotAPlatform { platform: platform.to_owned() };
+        }
+    }
+    for package in list("packages") {
+        let Some(location) = package.get("conda").and_then(|value| value.as_str()) else { continue };
+        // Absolute paths are what file URLs become in a lock.
+        let is_absolute = ["http://", "https://", "file://", "/"].iter().any(|start| location.starts_with(start));
+        if !is_absolute {
+            return LockError::Scheme { name: package_name(location) };
+        }
+        for (field, digits) in [("sha256", 64), ("md5", 32)] {
+            let Some(value) = package.get(field) else { continue };
+            let found = value.as_str().map(str::to_owned).unwrap_or_else(|| "(not a text)".to_owned());
+            if found.len() != digits || !found.chars().all(|c| c.is_ascii_hexdigit()) {
+                return LockError::NotADigest { name: package_name(location), field, found };
+            }
+        }
+    }
+    LockError::Parse(Box::new(error))
+}
+
+/// From where it is: a URL may hold a token, a package's name doesn't.
+fn package_name(location: &str) -> String {
+    use rattler_conda_types::package::CondaArchiveIdentifier;
+    let file = location.rsplit('/').next().unwrap_or_default();
+    CondaArchiveIdentifier::try_from_filename(file).map_or_else(|| file.to_owned(), |archive| archive.identifier.name)
 }
 
 /// How many bytes a package set needs on a host's disk, as far as it can be told before it is there: 0 for a bundle,

@@ -11,7 +11,7 @@ use std::{
 use flate2::{Compression, GzBuilder};
 use tar::{Builder, EntryType, Header};
 
-use super::{BUNDLE_MANIFEST, BundleManifest, ENVIRONMENT_MARKER, guard::stays_inside};
+use super::{BUNDLE_MANIFEST, BundleManifest, ENVIRONMENT_MARKER, guard::stays_inside, records::RECORDS};
 
 /// Why a tree could not be packed.
 #[derive(Debug)]
@@ -25,7 +25,7 @@ pub(super) enum PackError {
 }
 
 impl PackError {
-    fn read(path: &Path) -> impl FnOnce(io::Error) -> Self {
+    pub(super) fn read(path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
         move |source| Self::Read { path, source }
     }
@@ -36,12 +36,44 @@ pub(super) fn pack<W: Write>(root: &Path, manifest: &BundleManifest, out: W) -> 
     // The header's time stays 0: gzip would otherwise store when it was packed.
     let gzip = GzBuilder::new().write(out, Compression::default());
     let mut packing = Packing { root, tar: Builder::new(gzip), hard_links: HashMap::new() };
-    let json = serde_json::to_vec_pretty(manifest).map_err(|e| PackError::Write(e.into()))?;
-    let mut header = header(EntryType::Regular, 0o644, 0);
-    header.set_size(json.len() as u64);
-    packing.tar.append_data(&mut header, BUNDLE_MANIFEST, json.as_slice()).map_err(PackError::Write)?;
+    append_manifest(&mut packing.tar, manifest)?;
     packing.directory(Path::new(""))?;
     packing.tar.into_inner().and_then(|gzip| gzip.finish()).map_err(PackError::Write)
+}
+
+/// Every bundle begins with it.
+pub(super) fn append_manifest<W: Write>(tar: &mut Builder<W>, manifest: &BundleManifest) -> Result<(), PackError> {
+    let json = serde_json::to_vec_pretty(manifest).map_err(|e| PackError::Write(e.into()))?;
+    append_bytes(tar, BUNDLE_MANIFEST, &json)
+}
+
+/// A small file of our own.
+pub(super) fn append_bytes<W: Write>(tar: &mut Builder<W>, path: &str, bytes: &[u8]) -> Result<(), PackError> {
+    let mut header = header(EntryType::Regular, 0o644, 0);
+    header.set_size(bytes.len() as u64);
+    tar.append_data(&mut header, path, bytes).map_err(PackError::Write)
+}
+
+/// The file at `full`, of `size` bytes, read through `from`, which comes back.
+pub(super) fn append_file<W: Write, R: Read>(
+    tar: &mut Builder<W>,
+    mut header: Header,
+    path: &Path,
+    (full, size): (&Path, u64),
+    from: R,
+) -> Result<R, PackError> {
+    header.set_size(size);
+    // Exactly the size in the header, whatever happens to the file meanwhile.
+    let mut content = Exact { from, left: size, failed: None };
+    let appended = tar.append_data(&mut header, path, &mut content);
+    match content.failed {
+        Some(source) if source.kind() == io::ErrorKind::UnexpectedEof => {
+            let reason = "it changed while it was packed".to_owned();
+            Err(PackError::Entry { path: full.to_owned(), reason })
+        }
+        Some(source) => Err(PackError::Read { path: full.to_owned(), source }),
+        None => appended.map(|()| content.from).map_err(PackError::Write),
+    }
 }
 
 struct Packing<'a, W: Write> {
@@ -59,7 +91,8 @@ impl<W: Write> Packing<'_, W> {
         names.sort();
         for name in names {
             // Ours, of the place the tree comes from, and not part of it.
-            let ours = below.as_os_str().is_empty() && (name == ENVIRONMENT_MARKER || name == BUNDLE_MANIFEST);
+            let ours = [ENVIRONMENT_MARKER, RECORDS, BUNDLE_MANIFEST].iter().any(|ours| name == *ours);
+            let ours = ours && below.as_os_str().is_empty();
             if !ours {
                 self.entry(&below.join(name))?;
             }
@@ -100,24 +133,13 @@ impl<W: Write> Packing<'_, W> {
             }
             self.hard_links.insert(inode, path.to_owned());
         }
-        let mut header = header(EntryType::Regular, metadata.mode(), metadata.mtime());
-        header.set_size(metadata.len());
+        let header = header(EntryType::Regular, metadata.mode(), metadata.mtime());
         let file = File::open(full).map_err(PackError::read(full))?;
-        // Exactly the size in the header, whatever happens to the file meanwhile.
-        let mut content = Exact { file, left: metadata.len(), failed: None };
-        let appended = self.tar.append_data(&mut header, path, &mut content);
-        match content.failed {
-            Some(source) if source.kind() == io::ErrorKind::UnexpectedEof => {
-                let reason = "it changed while it was packed".to_owned();
-                Err(PackError::Entry { path: full.to_owned(), reason })
-            }
-            Some(source) => Err(PackError::Read { path: full.to_owned(), source }),
-            None => appended.map_err(PackError::Write),
-        }
+        append_file(&mut self.tar, header, path, (full, metadata.len()), file).map(drop)
     }
 }
 
-fn header(kind: EntryType, mode: u32, mtime: i64) -> Header {
+pub(super) fn header(kind: EntryType, mode: u32, mtime: i64) -> Header {
     let mut header = Header::new_gnu();
     header.set_entry_type(kind);
     header.set_mode(mode & 0o777);
@@ -129,15 +151,15 @@ fn header(kind: EntryType, mode: u32, mtime: i64) -> Header {
 }
 
 /// Reads exactly so many bytes, and remembers why it couldn't: to the tar crate a bad file and a full disk are the same.
-struct Exact {
-    file: File,
+struct Exact<R> {
+    from: R,
     left: u64,
     failed: Option<io::Error>,
 }
 
-impl Read for Exact {
+impl<R: Read> Read for Exact<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let read = match (&mut self.file).take(self.left).read(buffer) {
+        let read = match (&mut self.from).take(self.left).read(buffer) {
             Ok(0) if self.left > 0 => Err(io::ErrorKind::UnexpectedEof.into()),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => return Err(error),
             read => read,

@@ -15,7 +15,8 @@ use crate::{
 
 /// What is asked, in one stable line: a changed one is the only reason to solve again.
 ///
-/// `platforms` counts only where the spec names none.
+/// `platforms` counts only where the spec names none. Where packages are fetched from and how many environments are kept
+/// is no part of it, and neither is a refresh of a lock or a bundle: nothing is solved for those.
 pub fn question(packages: &Packages, platforms: &[String]) -> String {
     if let Some(bundle) = &packages.bundle {
         return serde_json::json!({ "bundle": bundle }).to_string();
@@ -25,13 +26,17 @@ pub fn question(packages: &Packages, platforms: &[String]) -> String {
         use sha2::{Digest, Sha256};
         return serde_json::json!({ "lock": hex::encode(Sha256::digest(lock)), "platforms": platforms }).to_string();
     }
-    serde_json::json!({
+    let mut question = serde_json::json!({
         "channels": channels(packages),
         "glibc": glibc(packages),
         "platforms": platforms,
         "specs": specs(packages),
-    })
-    .to_string()
+    });
+    // Only where there is one: what was published before anybody asked for a refresh still answers.
+    if let Some(refresh) = &packages.refresh {
+        question["refresh"] = serde_json::json!(refresh);
+    }
+    question.to_string()
 }
 
 pub(super) fn channels(packages: &Packages) -> Vec<&str> {

@@ -14,6 +14,7 @@ use super::{
     HttpClient,
     http::shown,
     lock::{self, LockError},
+    patience::patient,
     question::{Source, channels, glibc, parse_platform, parse_spec, question, specs, wanted_platforms},
 };
 use crate::{
@@ -41,13 +42,13 @@ pub enum SolveError {
         reason: String,
     },
     /// Not a channel at all.
-    #[error("packages.channels: {channel} is not an http, https or file URL")]
+    #[error("channel {channel} is not an http, https or file URL such as https://conda.anaconda.org/conda-forge")]
     NotAChannel {
         /// Without secrets.
         channel: String,
     },
     /// A spec that can't be parsed or is of a kind we don't serve.
-    #[error("packages.specs: `{spec}` can't be used: {reason}")]
+    #[error("spec `{spec}` can't be used: {reason}")]
     Spec {
         /// As it was given.
         spec: String,
@@ -55,22 +56,22 @@ pub enum SolveError {
         reason: String,
     },
     /// Not a conda platform.
-    #[error("packages.platforms: {platform} is not a conda platform of Linux such as linux-64")]
+    #[error("{platform} is not a conda platform of Linux such as linux-64")]
     NotAPlatform {
         /// As it was given.
         platform: String,
     },
     /// No node, and none asked for.
-    #[error("there is no platform to solve for; set packages.platforms")]
+    #[error("there is no platform to solve for; name one")]
     NoPlatform,
     /// Not a version.
-    #[error("packages.glibc: {glibc} is not a version such as 2.28")]
+    #[error("glibc {glibc} is not a version such as 2.28")]
     Glibc {
         /// As it was given.
         glibc: String,
     },
     /// No packages satisfy the specs.
-    #[error("no packages of {channels} for {platform} satisfy packages.specs ({specs}): {reason}")]
+    #[error("no packages of {channels} for {platform} satisfy the specs ({specs}): {reason}")]
     Unsolvable {
         /// All of them.
         channels: String,
@@ -140,11 +141,9 @@ pub async fn resolve(
     if platforms.is_empty() {
         return Err(SolveError::NoPlatform);
     }
-    if let Some(lock) = &packages.lock {
-        for platform in &platforms {
-            lock::packages(lock, platform)?;
-        }
-        return Ok(PackageSet::Lock { lock: lock.clone(), question });
+    if let Some(text) = &packages.lock {
+        lock::check_lock(text, &platforms.iter().map(|p| (*p).to_owned()).collect::<Vec<_>>())?;
+        return Ok(PackageSet::Lock { lock: lock::normalise_lock(text)?.into_owned(), question });
     }
     let solving = async {
         let task = Task::new(packages, &platforms, host_dir)?;
@@ -199,9 +198,8 @@ impl Task {
         let unwritten = |reason: String| SolveError::Write { reason };
         let text = self.write(answers).map_err(unwritten)?;
         // What is published must be what the agents can read.
-        for (platform, _) in &self.platforms {
-            lock::packages(&text, platform.as_str())?;
-        }
+        let platforms = self.platforms.iter().map(|(platform, _)| platform.to_string()).collect::<Vec<_>>();
+        lock::check_lock(&text, &platforms)?;
         Ok(text)
     }
 
@@ -340,7 +338,7 @@ fn gateway(http: &HttpClient, cache: &Path, attempt: u32) -> Gateway {
         ..SourceConfig::default()
     };
     Gateway::builder()
-        .with_client(http.for_rattler())
+        .with_client(patient(http))
         .with_cache_dir(cache)
         .with_max_concurrent_requests(16)
         .with_channel_config(ChannelConfig { default: source, ..ChannelConfig::default() })

@@ -1,18 +1,23 @@
-//! Unpacks a tree bundle. What is in it was made elsewhere, so nothing of it is believed, see [`super::guard`].
+//! Unpacks a bundle. What is in it was made elsewhere, so nothing of it is believed: it may neither leave its directory nor
+//! fill the disk.
 
 use std::{
-    io::{self, Read},
+    fs::File,
+    io::{self, Read, Write},
     path::Path,
 };
 
-use tar::{Archive, Entry, EntryType};
+use tar::{Archive, Entries, Entry, EntryType};
 
 use super::{
     Limits,
     guard::{Checked, Tree, stays_inside},
     limits::{Guarded, reached},
+    lock::LockError,
     manifest::{BUNDLE_MANIFEST, BundleManifest, MAX_MANIFEST_BYTES},
+    packages_bundle::{self, Contents},
 };
+use crate::host::Progress;
 
 /// Why a bundle was not unpacked.
 #[derive(Debug, thiserror::Error)]
@@ -34,6 +39,15 @@ pub(super) enum UnpackError {
     /// An entry that must not be unpacked.
     #[error("its entry {path} {reason}")]
     Entry { path: String, reason: String },
+    /// A packages bundle whose lock can't be used.
+    #[error("its lock can't be used")]
+    Lock(#[from] LockError),
+    /// An archive that is another one than that in its lock.
+    #[error("its archive of package {package} is not the one that its lock names; make the bundle again")]
+    Differs { package: String },
+    /// An archive that is not there.
+    #[error("it lacks the archive of package {package}, which its lock names; make the bundle again")]
+    Lacks { package: String },
     /// A bomb.
     #[error("it holds more than {limit}")]
     Limit { limit: String },
@@ -46,34 +60,80 @@ pub(super) enum UnpackError {
     },
 }
 
+impl UnpackError {
+    pub(super) fn write(path: &Path, source: io::Error) -> Self {
+        Self::Write { path: path.display().to_string(), source }
+    }
+}
+
+/// Where a bundle goes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Target<'a> {
+    /// What the host is.
+    pub platform: &'a str,
+    /// For a tree: an empty directory that nobody else writes to.
+    pub tree: &'a Path,
+    /// For archives: is made if there are any.
+    pub archives: &'a Path,
+}
+
 /// What was unpacked.
-#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Unpacked {
     pub manifest: BundleManifest,
+    /// Files, directories and links of a tree, or archives.
     pub entries: u64,
     /// Bytes of files.
     pub bytes: u64,
+    /// What else a packages bundle holds.
+    pub contents: Option<Contents>,
 }
 
-/// Unpacks into `into`, an empty directory that nobody else writes to. Without `into` it only looks.
+/// Unpacks a bundle of `size` bytes. Without `into` it only looks, as closely.
 pub(super) fn unpack(
     archive: impl Read,
-    into: Option<&Path>,
-    platform: Option<&str>,
+    size: u64,
+    into: Option<Target<'_>>,
     limits: Limits,
-    mut progress: impl FnMut(u64),
+    progress: &mut dyn FnMut(Progress),
 ) -> Result<Unpacked, UnpackError> {
     let mut guarded = Guarded::gzip(archive, limits);
-    let mut tree = into.map(Tree::new);
+    let position = guarded.position();
+    let now = || Progress::bytes("unpacking the bundle", position.get(), size);
 
     let mut tar = Archive::new(&mut guarded);
     let mut entries = tar.entries().map_err(broken)?;
     let first = entries.next().ok_or(UnpackError::NotABundle)?.map_err(|e| not_tar(&e))?;
     let manifest = read_manifest(first)?;
-    if let Some(wanted) = platform.filter(|wanted| *wanted != manifest.platform) {
-        return Err(UnpackError::Platform { found: manifest.platform, wanted: wanted.to_owned() });
+    if let Some(wanted) = into.map(|into| into.platform).filter(|w| !manifest.platforms().iter().any(|p| p == w)) {
+        return Err(UnpackError::Platform { found: manifest.platforms().join(" and "), wanted: wanted.to_owned() });
     }
-    let mut unpacked = Unpacked { manifest, entries: 0, bytes: 0 };
+    let unpacked = if manifest.is_packages() {
+        let archives = |_| progress(now());
+        let contents = packages_bundle::unpack(entries, &manifest, into, limits, archives)?;
+        Unpacked { manifest, entries: contents.entries, bytes: contents.bytes, contents: Some(contents) }
+    } else {
+        let each = |entry: u64| {
+            if entry.is_multiple_of(256) {
+                progress(now());
+            }
+        };
+        unpack_tree(entries, manifest, into.map(|into| into.tree), limits, each)?
+    };
+    // What follows the last entry belongs to the checksum too.
+    io::copy(&mut guarded, &mut io::sink()).map_err(broken)?;
+    Ok(unpacked)
+}
+
+/// Reads all that follows the manifest; without `into` it only looks.
+fn unpack_tree<R: Read>(
+    entries: Entries<'_, R>,
+    manifest: BundleManifest,
+    into: Option<&Path>,
+    limits: Limits,
+    mut progress: impl FnMut(u64),
+) -> Result<Unpacked, UnpackError> {
+    let mut tree = into.map(Tree::new);
+    let mut unpacked = Unpacked { manifest, entries: 0, bytes: 0, contents: None };
     for entry in entries {
         let mut entry = entry.map_err(broken)?;
         if entry.header().entry_type() == EntryType::XGlobalHeader {
@@ -97,8 +157,6 @@ pub(super) fn unpack(
             progress(unpacked.entries);
         }
     }
-    // What follows the last entry belongs to the checksum too.
-    io::copy(&mut guarded, &mut io::sink()).map_err(broken)?;
     if let Some(tree) = tree {
         tree.finish()?;
     }
@@ -112,6 +170,19 @@ fn read_manifest(mut entry: Entry<'_, impl Read>) -> Result<BundleManifest, Unpa
     let mut json = Vec::new();
     entry.by_ref().take(MAX_MANIFEST_BYTES).read_to_end(&mut json).map_err(broken)?;
     BundleManifest::parse(&json).map_err(UnpackError::Manifest)
+}
+
+/// Like [`io::copy`], but tells a bad bundle from a bad disk.
+pub(super) fn copy(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackError> {
+    let mut buffer = [0; 1 << 15];
+    loop {
+        match from.read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(n) => to.write_all(&buffer[..n]).map_err(|source| UnpackError::write(path, source))?,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(broken(e)),
+        }
+    }
 }
 
 fn not_tar(error: &io::Error) -> UnpackError {

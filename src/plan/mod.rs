@@ -6,6 +6,7 @@ pub mod certificate;
 pub mod eligibility;
 pub mod hostlist;
 pub mod lease;
+pub mod peers;
 pub mod project;
 pub mod roster;
 pub mod settings;

@@ -1,12 +1,75 @@
 //! What each node is told: the roster as far as it concerns that node.
 
+use std::collections::HashMap;
+
 use super::{
     eligibility::{NodeView, eligible},
-    roster::{Observed, is_online, parent, rank_of},
+    peers::{self, Fetcher},
+    roster::{LEAD_PATIENCE, Observed, is_online, parent, rank_of},
 };
-use crate::api::{FluxNodeSpec, Rank, Roster, Want};
+use crate::api::{FluxNode, FluxNodeSpec, FluxNodeStatus, Rank, Roster, Want};
 
-/// The spec of a node's FluxNode.
+/// The specs of all `present` FluxNodes whose Node is there. `is_local`: see [`peers::decide`].
+pub fn project_all<'a>(
+    seen: &Observed,
+    roster: Option<&Roster>,
+    present: impl IntoIterator<Item = &'a FluxNode>,
+    is_local: impl Fn(&str) -> bool,
+) -> Vec<(&'a FluxNode, FluxNodeSpec)> {
+    let nodes: HashMap<_, _> = seen.nodes.iter().map(|node| (node.name.as_str(), node)).collect();
+    let named = |flux_node: &FluxNode| flux_node.metadata.name.as_deref().and_then(|name| nodes.get(name)).copied();
+    let mut rows: Vec<_> = present
+        .into_iter()
+        .map(|present| {
+            let node = named(present);
+            (present, node, node.map(|node| project(seen, roster, node)))
+        })
+        .collect();
+    rows.sort_by_key(|(_, node, spec)| precedence(seen, *node, spec.as_ref()));
+    let silent = FluxNodeStatus::default();
+    let fetchers: Vec<_> = rows
+        .iter()
+        .map(|(present, node, spec)| Fetcher {
+            wants: spec.as_ref().and_then(|spec| wanted(seen, roster, spec.want, present.status.as_ref())),
+            told: present.spec.fetch_from.as_ref(),
+            report: present.status.as_ref().unwrap_or(&silent),
+            address: node.filter(|node| node.ready).and_then(|node| node.address),
+        })
+        .collect();
+    let told = peers::decide(&fetchers, is_local, seen.now);
+    let told = rows.into_iter().zip(told);
+    told.filter_map(|((present, _, spec), fetch_from)| Some((present, FluxNodeSpec { fetch_from, ..spec? }))).collect()
+}
+
+/// The lead, or who will most likely be it, gets its packages first: everybody waits for it.
+fn precedence(seen: &Observed, node: Option<&NodeView>, spec: Option<&FluxNodeSpec>) -> impl Ord + use<> {
+    let name = node.map(|node| node.name.clone());
+    let is_wanted = name.is_some() && name == seen.spec.lead;
+    let rank = spec.and_then(|spec| spec.rank);
+    let nothing = spec.is_none_or(|spec| spec.want == Want::Nothing);
+    (rank.unwrap_or(Rank::MAX), nothing, !is_wanted, node.map(|node| node.created), name)
+}
+
+/// The package set that the agent of a node installs next, or has.
+fn wanted<'a>(
+    seen: &Observed<'a>,
+    roster: Option<&'a Roster>,
+    want: Want,
+    report: Option<&FluxNodeStatus>,
+) -> Option<&'a str> {
+    let runs = report.is_some_and(|report| report.adopted.is_some());
+    match want {
+        Want::Nothing => None,
+        // Soon it will be known who is the lead.
+        _ if roster.is_none() && seen.waited < LEAD_PATIENCE => None,
+        Want::Install => seen.digest,
+        // Beside a broker that runs, the next epoch's set is prepared.
+        Want::Run if runs => seen.digest,
+        Want::Run => roster.map(|roster| roster.settings.digest.as_str()),
+    }
+}
+
+/// The spec of a node's FluxNode, all but where it fetches from, which depends on the others.
 ///
 /// A broker is started only after the lead has its resources (so that nobody is ever seen with a wrong R) and under a parent
 /// that is online (else it would wait in JOIN for ever, silently).

@@ -23,7 +23,7 @@ use crate::api::{
 /// A planner that has lost the roster waits so long for the agents of all Ready nodes before it believes that nothing runs.
 const REPORTS_TIMEOUT: Duration = Duration::from_secs(60);
 /// So long the first eligible node may take over preflight before the next one becomes lead.
-const LEAD_PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const LEAD_PATIENCE: Duration = Duration::from_secs(10);
 /// How long a rank is kept for a Node that is gone, unless the spec says otherwise.
 const DEFAULT_RETAIN_SECS: i64 = 600;
 

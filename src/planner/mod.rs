@@ -2,6 +2,7 @@
 //! certificate, `broker.toml`, each FluxNode's spec and the FluxInstance's status. What to write is decided in
 //! [`crate::plan`]; here are the effects.
 
+pub(crate) mod access;
 pub(crate) mod certificate;
 mod events;
 mod instance;
@@ -21,6 +22,7 @@ use tracing::{info, warn};
 
 pub use events::Announcer;
 pub use lease::release;
+pub use publish::read_packages;
 
 /// What happened in the API while the planner worked.
 #[derive(Debug, thiserror::Error)]

@@ -7,13 +7,13 @@ use tokio::{task::JoinHandle, time::Instant};
 use tracing::info;
 
 use super::{
-    PlannerError,
+    PlannerError, access,
     store::{self, Document},
 };
 use crate::{
     api::{CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY, CONFIGMAP_PACKAGES_KEY, PackageSet, Packages},
     error_chain, host,
-    packages::{HttpClient, SolveError, question, resolve},
+    packages::{SolveError, question, resolve},
 };
 
 /// Resolving goes on beside everything else: conda-forge's index alone can take minutes.
@@ -79,7 +79,7 @@ impl Resolver {
             Some((asked, task)) if asked == question => {
                 Some(task.await.unwrap_or_else(|error| Err(format!("resolving the packages ended early: {error}"))))
             }
-            _ => self.ask(question.clone(), packages.clone(), platforms.to_vec()),
+            _ => self.ask(client.clone(), question.clone(), packages.clone(), platforms.to_vec()),
         };
         match outcome {
             Some(Ok(set)) => {
@@ -109,6 +109,7 @@ impl Resolver {
 
     fn ask(
         &mut self,
+        client: Client,
         question: String,
         packages: Packages,
         platforms: Vec<String>,
@@ -125,7 +126,7 @@ impl Resolver {
         // Not the question itself: a channel's URL may hold a token.
         info!("resolving the packages");
         let task = tokio::spawn(async move {
-            let http = HttpClient::new().map_err(|error| error_chain(&error))?;
+            let http = access::http_client(&client, &packages).await.map_err(|error| error_chain(&error))?;
             let answer = resolve(&packages, &platforms, &http, None, |path| host::open_host_file(path.as_ref()));
             answer.await.map_err(|error: SolveError| error_chain(&error))
         });
@@ -161,3 +162,6 @@ async fn publish(client: &Client, set: &PackageSet, before: Option<&Document>) -
     })?;
     store::write(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, text, before).await
 }
+
+#[cfg(test)]
+mod tests;

@@ -13,8 +13,9 @@ use super::{
 };
 use crate::{
     api::{
-        CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode,
-        FluxNodeSpec, NAMESPACE, Roster,
+        CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY,
+        CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode, FluxNodeSpec, NAMESPACE, PackageSet,
+        Roster,
     },
     plan::broker_toml,
 };
@@ -72,13 +73,29 @@ pub async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -
     debug!(node = name, ?spec, "projecting the roster");
     let nodes: Api<FluxNode> = Api::namespaced(client.clone(), NAMESPACE);
     // A merge patch leaves what it doesn't name: a rank that is taken away has to be named as null.
+    // The same goes for the fields below.
+    let fetch_from =
+        spec.fetch_from.as_ref().map(|from| json!({"digest": from.digest, "peers": from.peers, "since": from.since}));
     let patch = json!({"spec": {
         "nodeName": spec.node_name, "want": spec.want, "instanceUID": spec.instance_uid, "nodeUID": spec.node_uid,
         "rank": spec.rank, "epoch": spec.epoch, "revision": spec.revision, "reason": spec.reason,
+        "fetchFrom": fetch_from,
     }});
     let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
     // Deleted by its agent or by hand: whoever it belongs to will be back.
     gone_is_fine(call(format!("spec of FluxNode {name}"), nodes.patch(&name, &params, &patch)).await)
+}
+
+/// What is published in ConfigMap flux-packages: first what the spec asks for.
+///
+/// # Errors
+/// The API server's.
+pub async fn read_packages(client: &Client) -> Result<Vec<PackageSet>, PlannerError> {
+    let Some(document) = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await? else {
+        return Ok(Vec::new());
+    };
+    let epoch = document.others.get(CONFIGMAP_PACKAGES_EPOCH_KEY);
+    std::iter::once(&document.text).chain(epoch).map(|text| store::parse(CONFIGMAP_PACKAGES, text)).collect()
 }
 
 /// Deletes the FluxNode of a Node that is gone.

@@ -17,11 +17,12 @@ use super::{
     publish,
 };
 use crate::{
-    api::{FluxInstance, FluxInstanceStatus, FluxNode, INSTANCE, NAMESPACE, Roster, validate},
+    api::{FluxInstance, FluxInstanceStatus, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster, validate},
     error_chain,
     plan::{
         eligibility::NodeView,
-        project::project,
+        peers::is_on_every_host,
+        project::project_all,
         roster::{Decision, Observed, candidates, decide, retain_secs},
         status::{Obstacle, status},
     },
@@ -53,6 +54,7 @@ pub async fn run(client: Client, identity: &str) {
         resolver: Resolver::default(),
         since: Instant::now(),
         gone: HashMap::new(),
+        sets: HashMap::new(),
         forgotten: false,
     };
     let mut complete = false;
@@ -110,6 +112,8 @@ struct Planner {
     since: Instant,
     /// FluxNodes without Node and without rank, and since when.
     gone: HashMap<String, Instant>,
+    /// Published package sets by digest, as far as they were needed.
+    sets: HashMap<String, PackageSet>,
     /// What was made for an instance that is over has been taken off.
     forgotten: bool,
 }
@@ -202,10 +206,11 @@ impl Planner {
         if let Some(roster) = roster {
             publish::write_broker_toml(&self.client, roster).await?;
         }
-        for flux_node in flux_nodes {
-            if let Some(node) = nodes.iter().find(|node| node.name == flux_node.name_any()) {
-                publish::write_node(&self.client, flux_node, &project(&seen, roster, node)).await?;
-            }
+        self.know_running_set(roster).await?;
+        let mirror = flux.spec.packages.mirror.as_deref();
+        let is_local = |digest: &str| self.sets.get(digest).is_some_and(|set| is_on_every_host(set, mirror));
+        for (flux_node, spec) in project_all(&seen, roster, flux_nodes.iter().map(AsRef::as_ref), is_local) {
+            publish::write_node(&self.client, flux_node, &spec).await?;
         }
         self.collect(&seen, roster, flux_nodes).await?;
 
@@ -226,20 +231,34 @@ impl Planner {
         platforms.dedup();
         let running = seen.roster.map(|roster| roster.settings.digest.as_str());
         Ok(match self.resolver.published(&self.client, &seen.spec.packages, &platforms, running).await? {
-            Published::Is(set) => Some(set.digest()),
+            Published::Is(set) => Some(self.know(set)),
             Published::Pending => {
                 *obstacle = Some(Obstacle::Waiting("the packages are being resolved".to_owned()));
                 None
             }
             Published::Still(set, message) => {
                 *obstacle = Some(Obstacle::Problem { reason: "PackagesUnresolved", message });
-                Some(set.digest())
+                Some(self.know(set))
             }
             Published::Failed(message) => {
                 *obstacle = Some(Obstacle::Problem { reason: "PackagesUnresolved", message });
                 None
             }
         })
+    }
+
+    fn know(&mut self, set: PackageSet) -> String {
+        let digest = set.digest();
+        self.sets.insert(digest.clone(), set);
+        digest
+    }
+
+    /// The package set of the running epoch, where the spec asks for another one by now.
+    async fn know_running_set(&mut self, roster: Option<&Roster>) -> Result<(), PlannerError> {
+        if roster.is_some_and(|roster| !self.sets.contains_key(&roster.settings.digest)) {
+            self.sets.extend(publish::read_packages(&self.client).await?.into_iter().map(|set| (set.digest(), set)));
+        }
+        Ok(())
     }
 
     /// Fingerprint of the certificate. One is made only where none can be in use.

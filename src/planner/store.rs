@@ -7,6 +7,7 @@ use kube::{
     Api, Client,
     api::{DeleteParams, ObjectMeta, PostParams},
 };
+use serde::de::DeserializeOwned;
 
 use super::{PlannerError, call, gone_is_fine};
 use crate::api::NAMESPACE;
@@ -30,6 +31,17 @@ pub async fn read(client: &Client, name: &str, key: &str) -> Result<Option<Docum
         let mut others = map.data.unwrap_or_default();
         Document { text: others.remove(key).unwrap_or_default(), others, version: map.metadata.resource_version }
     }))
+}
+
+/// What can't be read is not the same as what isn't there.
+///
+/// # Errors
+/// [`PlannerError::Content`]
+pub fn parse<T: DeserializeOwned>(map: &str, text: &str) -> Result<T, PlannerError> {
+    serde_json::from_str(text).map_err(|error| PlannerError::Content {
+        object: format!("ConfigMap {map}"),
+        reason: format!("can't be read by this version ({error})"),
+    })
 }
 
 /// Writes the `key` of ConfigMap `name` and leaves its other keys as `before` has them: creates it where `before` is None, else replaces the very version that was read.

@@ -17,7 +17,7 @@ use super::{
 /// A server with the real Flux as `flux.tar.gz`, and its sha256.
 async fn real(directory: &std::path::Path) -> Option<(Server, String)> {
     let out = directory.join("flux.tar.gz");
-    let create = CreateBundle { from_prefix: real_flux()?, out: out.clone(), compiled_prefix: None, platform: None };
+    let create = CreateBundle { from_prefix: Some(real_flux()?), out: out.clone(), ..CreateBundle::default() };
     create.run().unwrap();
     let digest = sha256(&std::fs::read(out).unwrap());
     Some((Server::start(directory).await, digest))

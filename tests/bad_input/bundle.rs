@@ -19,8 +19,12 @@ pub fn bundle(script: &str, prefix: &str) -> Vec<u8> {
     fs::create_dir_all(tree.join("bin")).unwrap();
     fs::write(tree.join("bin/flux"), script).unwrap();
     fs::set_permissions(tree.join("bin/flux"), PermissionsExt::from_mode(0o755)).unwrap();
-    let create =
-        CreateBundle { from_prefix: tree, out: out.clone(), compiled_prefix: Some(prefix.into()), platform: None };
+    let create = CreateBundle {
+        from_prefix: Some(tree),
+        out: out.clone(),
+        compiled_prefix: Some(prefix.into()),
+        ..CreateBundle::default()
+    };
     create.run().unwrap();
     fs::read(out).unwrap()
 }

@@ -1,10 +1,13 @@
-//! Channels: unreachable, without an answer, and a disk that is too small for the answer.
+//! Channels and locks: unreachable, without an answer, wrong; and a disk that is too small for the answer.
 
-use flux_distribute::api::{FluxInstance, INSTANCE, InstancePhase, NodePhase};
-use serde_json::json;
+use flux_distribute::{
+    api::{FluxInstance, INSTANCE, InstancePhase, NodePhase, PackageSet, Packages},
+    packages::{HttpClient, resolve},
+};
+use serde_json::{Value, json};
 
 use super::{
-    channel::{Channel, Server},
+    channel::{Channel, Content, Server},
     cluster::Case,
 };
 
@@ -57,6 +60,98 @@ async fn a_spec_without_an_answer_is_named_with_its_channel_and_a_changed_one_is
     let instance = case.instance_says("no-such-thing").await;
     assert_eq!(instance.status.unwrap().digest, before);
     case.warned("FluxInstance/flux", "no-such-thing").await;
+}
+
+/// What `flux-distribute lock` would write.
+async fn lock_of(channel: &str) -> String {
+    let packages =
+        Packages { channels: vec![channel.to_owned()], specs: vec!["flux-core".to_owned()], ..Packages::default() };
+    let http = HttpClient::new().unwrap();
+    let set = resolve(&packages, &["linux-64".to_owned()], &http, None, |path| std::fs::File::open(path)).await;
+    let PackageSet::Lock { lock, .. } = set.unwrap() else { panic!("not a lock") };
+    lock
+}
+
+fn with_lock(lock: &str) -> Value {
+    json!({"packages": {"lock": lock, "channels": null, "specs": null, "bundle": null}})
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lock_that_can_not_be_installed_is_refused_by_package_before_anything_is_asked() {
+    let Some(case) = Case::on(1).await else { return };
+    let channel = Channel::with_flux();
+    let lock = lock_of(&channel.file_url()).await;
+    let digest = lock.split("sha256: ").nth(1).unwrap().split_whitespace().next().unwrap();
+    let list = "@EXPLICIT\nhttps://channel/linux-64/flux-core-0.88.0-h_0.conda";
+    for (lock, words) in [
+        (lock.replace(digest, &digest[1..]), "the lock's package flux-core has the sha256"),
+        (lock[..lock.rfind("  sha256").unwrap()].to_owned(), "the lock's package libflux has no sha256"),
+        (lock.replace("linux-64", "linux-65"), "linux-65"),
+        (list.to_owned(), "conda list --explicit --sha256"),
+        ("flux-core".to_owned(), "the lock can't be read"),
+    ] {
+        let refused = case.try_create(with_lock(&lock)).await;
+        let Err(kube::Error::Api(status)) = refused else { panic!("not refused: {words}") };
+        assert!(
+            status.message.contains("spec.packages.lock: ") && status.message.contains(words),
+            "{}",
+            status.message
+        );
+        super::cluster::assert_sentence(&status.message);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lock_with_another_packages_sha256_is_told_by_package_and_heals_with_the_right_one() {
+    let Some(case) = Case::on(1).await else { return };
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let lock = lock_of(server.url()).await;
+    let digest = lock.split("sha256: ").nth(1).unwrap().split_whitespace().next().unwrap();
+    case.create(with_lock(&lock.replace(digest, &"0".repeat(64)))).await;
+    let message = case.node_says("node1", NodePhase::Failed, "flux-core-1.0-0.conda").await;
+    assert!(message.contains("sha256") && message.contains(digest), "{message}");
+    assert!(!case.is_ready("node1"));
+    case.nothing_half_made_is_live("node1");
+
+    case.patch(with_lock(&lock)).await;
+    installed(&case).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_newer_build_is_taken_on_request_and_not_because_an_agent_restarts() {
+    let Some(case) = Case::on(1).await else { return };
+    let mut channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    case.create(json!({"packages": {"channels": [server.url()], "specs": ["flux-core"]}})).await;
+    installed(&case).await;
+    let digest = async || case.api::<FluxInstance>().get(INSTANCE).await.unwrap().status.unwrap().digest;
+    let has_digest = |instance: &FluxInstance| instance.status.as_ref().is_some_and(|status| status.digest.is_some());
+    case.until(INSTANCE, "with a digest", has_digest).await;
+    let before = digest().await;
+
+    channel.add_release(("flux-core", "1.0", 1), ".conda", &["libflux"], &[Content::plain("share/flux", b"newer")]);
+    server.trouble().asked.lock().unwrap().clear();
+    case.cluster.must(&["agent", "node1", "restart"]);
+    installed(&case).await;
+    case.patch(json!({"packages": {"keep": 3, "mirror": null}})).await;
+    // Something that the planner answers after the patch.
+    case.patch(json!({"packages": {"specs": ["no-such-thing"]}})).await;
+    case.instance_says("no-such-thing").await;
+    assert_eq!(digest().await, before);
+    case.patch(json!({"packages": {"specs": ["flux-core"]}})).await;
+    let content = |instance: &FluxInstance| {
+        let message = instance.status.as_ref().and_then(|status| status.message.clone());
+        !message.unwrap_or_default().contains("no-such-thing")
+    };
+    case.until(INSTANCE, "content again", content).await;
+    assert_eq!(digest().await, before);
+
+    case.patch(json!({"packages": {"refresh": "today"}})).await;
+    let changed = |instance: &FluxInstance| {
+        instance.status.as_ref().is_some_and(|status| status.digest.is_some() && status.digest != before)
+    };
+    case.until(INSTANCE, "with the newer build", changed).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

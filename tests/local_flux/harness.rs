@@ -67,6 +67,13 @@ impl Cluster {
 
     /// From another package source.
     pub fn start(nodes: u32, options: &[&str]) -> Self {
+        let cluster = Self::begin(nodes, options);
+        cluster.all_online(nodes);
+        cluster
+    }
+
+    /// The nodes have booted, and nothing is waited for.
+    pub fn begin(nodes: u32, options: &[&str]) -> Self {
         let place = Place::take();
         let directory = tempfile::tempdir().unwrap();
         let api: &[&str] = if options.contains(&"--api") { &[] } else { &["--api", "embedded"] };
@@ -90,9 +97,7 @@ impl Cluster {
             Client::try_from(config).unwrap()
         });
         let bridge = traces::bridge(&state(directory.path()));
-        let cluster = Self { directory, bridge, runtime, client, jobs: Mutex::default(), _place: place };
-        cluster.all_online(nodes);
-        cluster
+        Self { directory, bridge, runtime, client, jobs: Mutex::default(), _place: place }
     }
 
     /// The state directory.
@@ -335,7 +340,7 @@ pub fn is_able() -> bool {
 }
 
 /// The bundle of the Flux of this machine, made once. None where there is no Flux, or no cluster can be made.
-fn bundle() -> Option<&'static Path> {
+pub fn bundle() -> Option<&'static Path> {
     static BUNDLE: OnceLock<Option<PathBuf>> = OnceLock::new();
     let made = BUNDLE.get_or_init(|| {
         if !is_able() {

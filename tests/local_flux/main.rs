@@ -3,9 +3,12 @@
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 
+mod air_gap;
 mod harness;
 mod instance;
+mod keep;
 mod loss;
+mod peers;
 mod removal;
 mod sources;
 #[path = "../support/traces.rs"]

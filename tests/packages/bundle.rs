@@ -11,7 +11,7 @@ use flate2::{Compression, write::GzEncoder};
 use flux_distribute::{
     api::{BundleSource, PackageSet},
     host::{LinkOrder, Linked, Refusal},
-    packages::{self, BUNDLE_MANIFEST, BundleError, CreateBundle, HttpClient, InspectBundle, OutputFormat},
+    packages::{self, BUNDLE_MANIFEST, BundleError, CreateBundle, HttpClient, InspectBundle, OutputFormat, Sources},
 };
 use sha2::{Digest, Sha256};
 use tar::{EntryType, Header};
@@ -37,10 +37,11 @@ fn installed_flux(at: &Path) {
 
 fn create(from: &Path, out: &Path) -> Result<String, BundleError> {
     CreateBundle {
-        from_prefix: from.to_owned(),
+        from_prefix: Some(from.to_owned()),
         out: out.to_owned(),
         compiled_prefix: Some("/opt/flux".into()),
-        platform: Some(PLATFORM.to_owned()),
+        platform: vec![PLATFORM.to_owned()],
+        ..CreateBundle::default()
     }
     .run()
 }
@@ -159,7 +160,17 @@ async fn a_bundle_is_fetched_from_the_host_or_refused_by_its_digest() {
     fs::remove_file(host.archive()).unwrap();
     let (http, pkgs) = (HttpClient::new().unwrap(), host.prefix.path().join("pkgs"));
     let fetch = async |set: &PackageSet| {
-        packages::fetch(set, &set.digest(), PLATFORM, &pkgs, |path| File::open(path), &http, |_| ()).await
+        packages::fetch(
+            set,
+            &set.digest(),
+            PLATFORM,
+            &pkgs,
+            |path| File::open(path),
+            &http,
+            &Sources::default(),
+            |_| (),
+        )
+        .await
     };
     fetch(&host.set).await.unwrap();
     let PackageSet::Bundle(mut source) = host.set.clone() else { panic!() };
@@ -207,7 +218,8 @@ fn what_is_no_installation_of_flux_is_not_bundled() {
     fs::remove_file(from.join("lib/out")).unwrap();
     let _socket = std::os::unix::net::UnixListener::bind(from.join("socket")).unwrap();
     refused(&from, &out, "socket");
-    let usr = CreateBundle { from_prefix: from, out, compiled_prefix: Some("/usr".into()), platform: None };
+    let usr =
+        CreateBundle { from_prefix: Some(from), out, compiled_prefix: Some("/usr".into()), ..CreateBundle::default() };
     assert!(usr.run().unwrap_err().to_string().contains("directory of every host"));
     assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1, "nothing is left of what was not made");
     let inspected = InspectBundle { file: "/proc/version".into(), output: OutputFormat::Text }.run();

@@ -1,14 +1,23 @@
 //! What the packages part promises, with a small channel that is made here.
 #![allow(clippy::unwrap_used)]
 
+mod access;
+mod air_gap;
 mod bundle;
 #[path = "../support/channel.rs"]
 mod channel;
+mod collect;
+mod crash;
+mod disk;
 mod fetch;
 mod lies;
 mod limits;
 mod link;
+mod lock;
+mod peers;
+mod serve;
 mod solve;
+mod verify;
 
 use std::{
     fs::{self, File},
@@ -18,11 +27,16 @@ use std::{
     sync::atomic::Ordering,
 };
 
+use axum::{
+    body::Body,
+    http::{StatusCode, header},
+    response::Response,
+};
 use channel::{Channel, Content, Server, noise};
 use flux_distribute::{
     api::{PackageSet, Packages},
     host::{LinkOrder, Linked, Refusal},
-    packages::{self, FetchError, Fetched, HttpClient, SolveError},
+    packages::{self, FetchError, Fetched, HttpClient, SolveError, Sources},
 };
 
 const PLATFORM: &str = "linux-64";
@@ -45,6 +59,14 @@ fn asked(channel: &str, specs: &[&str]) -> Packages {
 
 async fn resolve(packages: &Packages) -> Result<PackageSet, SolveError> {
     packages::resolve(packages, &[PLATFORM.to_owned()], &http(), None, host_file).await
+}
+
+/// What a server's hook gives.
+fn answer(status: StatusCode, headers: &[(header::HeaderName, &str)], body: impl Into<Body>) -> Option<Response> {
+    let mut answer = Response::new(body.into());
+    *answer.status_mut() = status;
+    answer.headers_mut().extend(headers.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())));
+    Some(answer)
 }
 
 /// A host's prefix with an empty `pkgs/`.
@@ -70,10 +92,14 @@ impl Host {
     }
 
     async fn fetch(&self, set: &PackageSet) -> Result<Fetched, FetchError> {
+        self.fetch_from(set, &http(), &Sources::default()).await
+    }
+
+    async fn fetch_from(&self, set: &PackageSet, http: &HttpClient, from: &Sources) -> Result<Fetched, FetchError> {
         // As the agent does it: through a descriptor, since the path is another one in the pod.
         let directory = File::open(self.pkgs()).unwrap();
         let pkgs = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&directory));
-        packages::fetch(set, &set.digest(), PLATFORM, Path::new(&pkgs), host_file, &http(), |_| ()).await
+        packages::fetch(set, &set.digest(), PLATFORM, Path::new(&pkgs), host_file, http, from, |_| ()).await
     }
 
     async fn link(&self, set: &PackageSet) -> Result<Linked, Refusal> {

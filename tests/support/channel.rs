@@ -5,7 +5,7 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -33,23 +33,35 @@ pub struct Content {
     bytes: Vec<u8>,
     mode: u32,
     prefix: Option<&'static str>,
+    target: Option<&'static str>,
 }
 
 impl Content {
     /// A script whose interpreter lines and words name the prefix.
     pub fn script(path: &'static str, text: &str) -> Self {
-        Self { path, bytes: text.replace("PREFIX", &placeholder()).into_bytes(), mode: 0o755, prefix: Some("text") }
+        Self {
+            path,
+            bytes: text.replace("PREFIX", &placeholder()).into_bytes(),
+            mode: 0o755,
+            prefix: Some("text"),
+            target: None,
+        }
     }
 
     /// A file with the prefix in the middle of binary data.
     pub fn binary(path: &'static str) -> Self {
         let bytes = [b"\x7fELF\0\0", placeholder().as_bytes(), b"/etc\0tail\0\xff"].concat();
-        Self { path, bytes, mode: 0o755, prefix: Some("binary") }
+        Self { path, bytes, mode: 0o755, prefix: Some("binary"), target: None }
+    }
+
+    /// A symlink to a file of another package.
+    pub fn link(path: &'static str, target: &'static str) -> Self {
+        Self { path, bytes: Vec::new(), mode: 0o777, prefix: None, target: Some(target) }
     }
 
     /// A file without any prefix.
     pub fn plain(path: &'static str, bytes: &[u8]) -> Self {
-        Self { path, bytes: bytes.to_vec(), mode: 0o644, prefix: None }
+        Self { path, bytes: bytes.to_vec(), mode: 0o644, prefix: None, target: None }
     }
 }
 
@@ -100,17 +112,31 @@ impl Channel {
     }
 
     pub fn add(&mut self, name: &str, extension: &str, depends: &[&str], files: &[Content]) {
+        self.add_release((name, "1.0", 0), extension, depends, files);
+    }
+
+    /// Adds a package with another version or build number than 1.0 and 0.
+    pub fn add_release(
+        &mut self,
+        (name, version, number): (&str, &str, u64),
+        extension: &str,
+        depends: &[&str],
+        files: &[Content],
+    ) {
         let build = tempfile::tempdir().unwrap();
         let index = json!({
-            "name": name, "version": "1.0", "build": "0", "build_number": 0, "depends": depends,
+            "name": name, "version": version, "build": number.to_string(), "build_number": number, "depends": depends,
             "subdir": self.platform, "arch": "x86_64", "platform": "linux", "timestamp": 1_700_000_000_000_u64,
         });
         let mut paths = vec![PathBuf::from("info/index.json"), PathBuf::from("info/paths.json")];
         let mut entries = Vec::new();
         for file in files {
-            put(&build.path().join(file.path), &file.bytes, file.mode);
+            match file.target {
+                Some(target) => link(&build.path().join(file.path), target),
+                None => put(&build.path().join(file.path), &file.bytes, file.mode),
+            }
             let mut entry = json!({
-                "_path": file.path, "path_type": "hardlink", "size_in_bytes": file.bytes.len(),
+                "_path": file.path, "path_type": if file.target.is_some() { "softlink" } else { "hardlink" }, "size_in_bytes": file.bytes.len(),
                 "sha256": hex::encode(Sha256::digest(&file.bytes)),
             });
             if let Some(mode) = file.prefix {
@@ -124,14 +150,13 @@ impl Channel {
         let entries = json!({"paths": entries, "paths_version": 1}).to_string();
         put(&build.path().join("info/paths.json"), entries.as_bytes(), 0o644);
         let paths = paths.iter().map(|p| build.path().join(p)).collect::<Vec<_>>();
-        let file_name = format!("{name}-1.0-0{extension}");
+        let stem = format!("{name}-{version}-{number}");
+        let file_name = format!("{stem}{extension}");
         let archive = self.path().join(self.platform).join(&file_name);
         let out = fs::File::create(&archive).unwrap();
         let level = CompressionLevel::Default;
         match extension {
-            ".conda" => {
-                write::write_conda_package(out, build.path(), &paths, level, None, &format!("{name}-1.0-0"), None, None)
-            }
+            ".conda" => write::write_conda_package(out, build.path(), &paths, level, None, &stem, None, None),
             _ => write::write_tar_bz2_package(out, build.path(), &paths, level, None, None),
         }
         .unwrap();
@@ -147,6 +172,20 @@ impl Channel {
     /// Where the archive of a package is.
     pub fn archive(&self, file_name: &str) -> PathBuf {
         self.path().join(self.platform).join(file_name)
+    }
+
+    /// Lists the same packages for another platform; their archives are not there.
+    pub fn list_for(&self, platform: &str) {
+        let relist = |records: &Map<String, Value>| {
+            let mut records = records.clone();
+            records.values_mut().for_each(|record| record["subdir"] = json!(platform));
+            records
+        };
+        let repodata = json!({
+            "info": {"subdir": platform}, "packages": relist(&self.bz2), "packages.conda": relist(&self.conda),
+        });
+        fs::create_dir_all(self.path().join(platform)).unwrap();
+        fs::write(self.path().join(platform).join("repodata.json"), repodata.to_string()).unwrap();
     }
 
     fn index(&mut self) {
@@ -165,6 +204,11 @@ pub fn noise(bytes: usize) -> Vec<u8> {
         (state >> 56) as u8
     };
     std::iter::repeat_with(next).take(bytes).collect()
+}
+
+fn link(path: &Path, target: &str) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    std::os::unix::fs::symlink(target, path).unwrap();
 }
 
 fn put(path: &Path, bytes: &[u8], mode: u32) {
@@ -190,7 +234,40 @@ pub struct Trouble {
     pub no_ranges: AtomicU64,
     /// Bytes of bodies that were sent.
     pub sent: AtomicU64,
+    /// Answers that are given once each, in this order, to who asks for a path with this end.
+    pub odd: Mutex<Vec<(&'static str, Odd)>>,
+    /// Whoever asks with a condition is answered 304 without a validator if this isn't 0, as python's http.server does.
+    pub bare_304: AtomicU64,
+    /// Paths that were asked for.
+    pub asked: Mutex<Vec<String>>,
+    /// Answers in the server's place, if it is there and gives one.
+    hook: std::sync::Mutex<Option<Hook>>,
 }
+
+/// An answer that is not the file.
+pub enum Odd {
+    /// Only a status.
+    Status(u16),
+    /// A status, and after how many seconds to come again.
+    Later(u16, u64),
+    /// It is elsewhere.
+    Elsewhere(String),
+}
+
+impl Odd {
+    fn answer(self) -> Response {
+        let (status, header) = match self {
+            Self::Status(status) => (status, None),
+            Self::Later(status, seconds) => (status, Some((header::RETRY_AFTER, seconds.to_string()))),
+            Self::Elsewhere(url) => (307, Some((header::LOCATION, url))),
+        };
+        let answer = Response::builder().status(status);
+        let answer = header.into_iter().fold(answer, |answer, (name, value)| answer.header(name, value));
+        answer.body(Body::empty()).unwrap()
+    }
+}
+
+type Hook = Box<dyn Fn(&Request) -> Option<Response> + Send>;
 
 impl Server {
     pub async fn start(root: &Path) -> Self {
@@ -213,10 +290,36 @@ impl Server {
     pub fn trouble(&self) -> &Trouble {
         &self.trouble
     }
+
+    /// From now on `hook` is asked first.
+    pub fn hook(&self, hook: impl Fn(&Request) -> Option<Response> + Send + 'static) {
+        *self.trouble.hook.lock().unwrap() = Some(Box::new(hook));
+    }
+
+    /// Bytes of bodies that were sent until now.
+    pub fn sent(&self) -> u64 {
+        self.trouble.sent.load(Ordering::SeqCst)
+    }
 }
 
 async fn serve(State(server): State<Arc<Trouble>>, request: Request) -> Response {
+    if let Some(answer) = server.hook.lock().unwrap().as_ref().and_then(|hook| hook(&request)) {
+        return answer;
+    }
     let path = request.uri().path().trim_start_matches('/');
+    server.asked.lock().unwrap().push(path.to_owned());
+    let odd = {
+        let mut odd = server.odd.lock().unwrap();
+        odd.iter().position(|(end, _)| path.ends_with(end)).map(|at| odd.remove(at).1)
+    };
+    if let Some(odd) = odd {
+        return odd.answer();
+    }
+    let conditions = [header::IF_NONE_MATCH, header::IF_MODIFIED_SINCE];
+    let conditional = conditions.iter().any(|name| request.headers().contains_key(name));
+    if conditional && server.bare_304.load(Ordering::SeqCst) != 0 {
+        return Odd::Status(304).answer();
+    }
     let Ok(all) = fs::read(server.root.join(path)) else {
         return Response::builder().status(StatusCode::NOT_FOUND).body(Body::empty()).unwrap();
     };

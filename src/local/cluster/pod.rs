@@ -14,7 +14,7 @@ use nix::sched::{CloneFlags, setns, unshare};
 use super::{
     cgroup,
     control::tell,
-    layout::{Cluster, Layout},
+    layout::{Cluster, Layout, node_number},
     mounts, root,
 };
 use crate::{
@@ -109,6 +109,7 @@ fn start(cluster: &Cluster, pod: &Pod, log: File) -> Result<Child, LocalError> {
 }
 
 fn environment(cluster: &Cluster, pod: &Pod) -> Vec<(&'static str, String)> {
+    let address = node_number(&pod.node).map(|number| ("HOST_IP", cluster.address(number).to_string()));
     let mut environment = vec![
         ("NODE_NAME", pod.node.clone()),
         ("POD_NAME", pod.name.clone()),
@@ -119,6 +120,7 @@ fn environment(cluster: &Cluster, pod: &Pod) -> Vec<(&'static str, String)> {
         ("NO_PROXY", format!("{}/{}", cluster.network, Cluster::PREFIX)),
         ("no_proxy", format!("{}/{}", cluster.network, Cluster::PREFIX)),
     ];
+    environment.extend(address);
     // For https it is ALL_PROXY and not HTTPS_PROXY, which the Kubernetes client would take for itself and refuse.
     for name in ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"] {
         environment.push((name, cluster.proxy()));

@@ -1,0 +1,166 @@
+//! What this node holds, and serves to the others: archives that a published package set names, and nothing else. The port
+//! is bound on the Node's own address only.
+
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use tokio::{task::JoinHandle, time::sleep};
+use tracing::{info, warn};
+
+use crate::{
+    api::{PEER_PORT, PackageSet},
+    host::files::{host_path, open_host_file, open_in_host_root},
+    packages::{Shelf, archive_names, holds, native_platform, serve_peers},
+};
+
+/// How often a port that is taken is tried again.
+const TRY_AGAIN: Duration = Duration::from_secs(10);
+/// How often it is looked whether the archives are still there where nothing else says so.
+const LOOK_AGAIN: Duration = Duration::from_secs(60);
+
+/// The agent's side towards its peers.
+pub struct Serving {
+    shelf: Shelf,
+    address: Option<SocketAddr>,
+    is_bound: Arc<AtomicBool>,
+    task: Option<JoinHandle<()>>,
+    looked: Option<(Wares, Instant)>,
+    holds: Vec<String>,
+}
+
+/// What there is to be looked for. A changed one is looked for at once.
+#[derive(Clone, PartialEq, Eq)]
+struct Wares {
+    prefix: Option<PathBuf>,
+    digests: Vec<String>,
+    /// Environments come and go together with their archives.
+    environments: Vec<String>,
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        if let Some(task) = &self.task {
+            task.abort();
+        }
+    }
+}
+
+impl Serving {
+    /// Serves at `address`. A port that somebody else has is no reason not to go on: this node only fetches, then.
+    pub async fn begin(address: Option<IpAddr>) -> Self {
+        let address = address.map(|address| SocketAddr::new(address, PEER_PORT));
+        let mut serving = Self {
+            shelf: Shelf::default(),
+            address,
+            is_bound: Arc::default(),
+            task: None,
+            looked: None,
+            holds: Vec::new(),
+        };
+        let Some(address) = address else {
+            warn!("HOST_IP is not set: this agent serves no packages to other nodes");
+            return serving;
+        };
+        // The first try is awaited: what the node says of itself first shall be whole.
+        let first = match serve_peers(address, serving.shelf.clone()).await {
+            Ok(server) => {
+                serving.is_bound.store(true, Ordering::Relaxed);
+                Some(server)
+            }
+            Err(error) => {
+                warn!(%address, %error, "can't serve packages to other nodes; all else goes on");
+                None
+            }
+        };
+        let (shelf, is_bound) = (serving.shelf.clone(), serving.is_bound.clone());
+        serving.task = Some(tokio::spawn(async move {
+            if let Some(server) = first {
+                server.await;
+            }
+            loop {
+                is_bound.store(false, Ordering::Relaxed);
+                sleep(TRY_AGAIN).await;
+                if let Ok(server) = serve_peers(address, shelf.clone()).await {
+                    info!(%address, "serving packages to other nodes");
+                    is_bound.store(true, Ordering::Relaxed);
+                    server.await;
+                }
+            }
+        }));
+        serving
+    }
+
+    /// Where others find it.
+    pub fn peer(&self) -> Option<String> {
+        self.address.filter(|_| self.is_bound.load(Ordering::Relaxed)).map(|address| address.to_string())
+    }
+
+    /// Digests of the package sets whose archives are all here.
+    pub fn holds(&self) -> &[String] {
+        &self.holds
+    }
+
+    /// Looks which of the published `sets` are held below `prefix`, and offers what these sets name.
+    pub fn look(&mut self, prefix: Option<&Path>, sets: &[(String, PackageSet)], environments: &[String]) {
+        let digests = sets.iter().map(|(digest, _)| digest.clone()).collect();
+        let wares = Wares { prefix: prefix.map(Path::to_path_buf), digests, environments: environments.to_vec() };
+        if self.looked.as_ref().is_some_and(|(known, at)| *known == wares && at.elapsed() < LOOK_AGAIN) {
+            return;
+        }
+        if self
+            .looked
+            .as_ref()
+            .is_none_or(|(known, _)| (&known.prefix, &known.digests) != (&wares.prefix, &wares.digests))
+        {
+            self.offer(prefix, sets);
+        }
+        let pkgs = prefix.and_then(|prefix| open_in_host_root(&prefix.join("pkgs")).ok());
+        let is_held = |digest: &str, set| {
+            pkgs.as_ref().is_some_and(|pkgs| holds(set, digest, native_platform(), &host_path(pkgs)))
+        };
+        self.holds =
+            sets.iter().filter(|(digest, set)| is_held(digest, set)).map(|(digest, _)| digest.clone()).collect();
+        self.looked = Some((wares, Instant::now()));
+    }
+
+    /// As [`Serving::look`], after archives have come.
+    pub fn look_anew(&mut self, prefix: &Path, sets: &[(String, PackageSet)], environments: &[String]) {
+        self.looked = None;
+        self.look(Some(prefix), sets, environments);
+    }
+
+    fn offer(&self, prefix: Option<&Path>, sets: &[(String, PackageSet)]) {
+        let names: BTreeSet<_> = match prefix {
+            Some(_) => sets.iter().flat_map(|(_, set)| archive_names(set)).collect(),
+            None => BTreeSet::new(),
+        };
+        let pkgs = prefix.unwrap_or(Path::new("/")).join("pkgs");
+        self.shelf.offer_with(move |name| open_host_file(&pkgs.join(name)), names);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_port_that_is_taken_leaves_a_node_that_only_fetches() {
+        // The whole of 127.0.0.0/8 is the machine's own: nobody else is at these two.
+        let [taken, free] = [[127, 82, 5, 1], [127, 82, 5, 2]].map(IpAddr::from);
+        let _somebody = std::net::TcpListener::bind((taken, PEER_PORT)).unwrap();
+        assert_eq!(Serving::begin(Some(taken)).await.peer(), None);
+        assert_eq!(Serving::begin(None).await.peer(), None);
+        let serving = Serving::begin(Some(free)).await;
+        assert_eq!(serving.peer().as_deref(), Some("127.82.5.2:8052"));
+        assert!(std::net::TcpStream::connect((free, PEER_PORT)).is_ok());
+        assert!(std::net::TcpStream::connect(("127.0.0.1", PEER_PORT)).is_err(), "at that address only");
+    }
+}

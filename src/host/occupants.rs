@@ -1,0 +1,105 @@
+//! Who lives in an environment: the processes of this host that would miss it.
+
+use std::{collections::BTreeMap, fs, os::unix::ffi::OsStrExt, path::Path};
+
+use super::Root;
+
+/// A process that runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Occupant {
+    /// In the host's PID namespace.
+    pub pid: i32,
+    /// What the kernel calls it.
+    pub name: String,
+}
+
+impl std::fmt::Display for Occupant {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "process {} ({})", self.pid, self.name)
+    }
+}
+
+/// For each of the directory names that somebody uses, one who does.
+///
+/// By name and not by path: a container sees the same directory at another place, and a digest is no word that is met by
+/// accident. Its executable, what it has mapped, where it is and what it has mounted hold a process to a directory; so do
+/// its arguments and its environment, because a script that has it in its PATH has nothing of it open between two commands.
+pub fn occupants(root: &Root, names: &[String]) -> BTreeMap<String, Occupant> {
+    let mut found = BTreeMap::new();
+    let own = std::process::id();
+    for entry in fs::read_dir(root.path("/proc")).into_iter().flatten().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+        if pid == own || found.len() == names.len() {
+            continue;
+        }
+        for name in used_by(&entry.path(), names) {
+            found.entry(name.clone()).or_insert_with(|| {
+                let called = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+                Occupant { pid: i32::try_from(pid).unwrap_or_default(), name: called.trim().to_owned() }
+            });
+        }
+    }
+    found
+}
+
+/// A process that ends meanwhile uses nothing.
+fn used_by<'a>(process: &Path, names: &'a [String]) -> Vec<&'a String> {
+    let links = ["exe", "cwd", "root"].into_iter().filter_map(|link| fs::read_link(process.join(link)).ok());
+    let links = links.map(|target| target.as_os_str().as_bytes().to_vec());
+    let texts = ["maps", "mountinfo", "cmdline", "environ"].into_iter();
+    let texts = texts.filter_map(|file| fs::read(process.join(file)).ok());
+    let mut used = Vec::new();
+    for text in links.chain(texts) {
+        for word in text.split(|byte| matches!(byte, b'/' | b':' | b'=' | b' ' | b'\n' | 0)) {
+            if let Some(name) = names.iter().find(|name| name.as_bytes() == word)
+                && !used.contains(&name)
+            {
+                used.push(name);
+            }
+        }
+    }
+    used
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whatever_holds_a_process_to_a_directory_is_seen() {
+        let digest = "0123456789abcdef";
+        let host = tempfile::tempdir().unwrap();
+        let root = Root::at(host.path());
+        let names = [digest.to_owned(), "fedcba9876543210".to_owned()];
+        for (file, text) in [
+            ("exe", format!("/opt/flux-distribute/envs/{digest}/bin/flux")),
+            ("cwd", format!("/mnt/envs/{digest}")),
+            ("root", format!("/opt/flux-distribute/envs/{digest} (deleted)")),
+            ("maps", format!("7f0-7f1 r-xp 0 fe:00 1    /opt/flux-distribute/envs/{digest}/lib/libc.so\n")),
+            ("mountinfo", format!("30 25 0:27 /flux-distribute/envs/{digest} /opt/flux rw - ext4 /dev/sda rw\n")),
+            ("cmdline", format!("sh\0/opt/flux-distribute/envs/{digest}/libexec/run\0")),
+            ("environ", format!("HOME=/\0PATH=/opt/flux-distribute/envs/{digest}/bin:/bin\0")),
+        ] {
+            let process = host.path().join("proc/7");
+            fs::create_dir_all(&process).unwrap();
+            assert_eq!(occupants(&root, &names), BTreeMap::new());
+            match file {
+                "exe" | "cwd" | "root" => std::os::unix::fs::symlink(text, process.join(file)).unwrap(),
+                _ => fs::write(process.join(file), text).unwrap(),
+            }
+            fs::write(process.join("comm"), "sleep\n").unwrap();
+            let expected = Occupant { pid: 7, name: "sleep".to_owned() };
+            assert_eq!(occupants(&root, &names), BTreeMap::from([(digest.to_owned(), expected)]), "{file}");
+            fs::remove_dir_all(process).unwrap();
+        }
+    }
+
+    #[test]
+    fn another_digest_that_begins_alike_is_another_one() {
+        let host = tempfile::tempdir().unwrap();
+        let process = host.path().join("proc/7");
+        fs::create_dir_all(&process).unwrap();
+        fs::write(process.join("cmdline"), "/envs/0123456789abcdef0/bin/flux").unwrap();
+        assert_eq!(occupants(&Root::at(host.path()), &["0123456789abcdef".to_owned()]), BTreeMap::new());
+    }
+}

@@ -1,0 +1,322 @@
+//! `flux-distribute bundle create`: from an installed Flux, or from a lock.
+
+use std::{
+    fs::{self, File},
+    io::{self, BufWriter, Write},
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+
+use clap::{ArgGroup, Args};
+use nix::{
+    errno::Errno,
+    fcntl::{Flock, FlockArg},
+    sys::statvfs::statvfs,
+};
+use serde_json::json;
+use sha2::{Digest, Sha256};
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+
+use super::{
+    BundleError, BundleManifest, HttpClient, OutputFormat, Sources, Style, fetch, holds,
+    lock::{self, LockError},
+    manifest::check_prefix,
+    native_platform,
+    pack::{self, PackError},
+    packages_bundle::{self, ByPlatform, archives, by_platform},
+    progress::size,
+    shown,
+};
+use crate::{api::PackageSet, error_chain, host::Progress};
+
+/// See [`BundleCommand::Create`](super::BundleCommand::Create).
+#[derive(Args, Debug, Clone, Default)]
+#[command(group = ArgGroup::new("content").required(true).args(["from_prefix", "lock"]))]
+pub struct CreateBundle {
+    /// Pack an installed Flux: the directory with bin/flux.
+    #[arg(long, value_name = "DIR")]
+    pub from_prefix: Option<PathBuf>,
+    /// Download and pack all packages of a lock. What a run that was cut off has downloaded is kept beside --out, in
+    /// .<name>.download, and the next run goes on from there.
+    #[arg(long, value_name = "FILE")]
+    pub lock: Option<PathBuf>,
+    /// The bundle to write, such as flux.tar.gz.
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+    /// The prefix Flux was configured with, if it was installed into a staging directory. Default: --from-prefix.
+    #[arg(long, value_name = "DIR", conflicts_with = "lock")]
+    pub compiled_prefix: Option<PathBuf>,
+    /// Conda's name of a platform; may be repeated with --lock. Default: this machine's, and with --lock all of the lock.
+    #[arg(long, value_name = "PLATFORM")]
+    pub platform: Vec<String>,
+    /// How to print the result, and on the way how far it is. json: one object a line on stdout, each with `event`:
+    /// `progress` and `phase-ended` (phase, packages and bytes with done and total, bytesPerSecond, secondsLeft, seconds),
+    /// then `done` (file, url, size, sha256, kind, platforms, prefix or packages).
+    #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
+    pub output: OutputFormat,
+}
+
+/// A bundle that was written.
+struct Made {
+    manifest: BundleManifest,
+    sha256: String,
+    bytes: u64,
+    /// Archives, where it holds some.
+    packages: Option<usize>,
+}
+
+impl CreateBundle {
+    /// Writes the bundle and returns what is to be printed. Brings its own runtime, so it must not be called from within
+    /// another one.
+    ///
+    /// # Errors
+    /// Nothing is changed at the bundle's place then.
+    pub fn run(&self) -> Result<String, BundleError> {
+        if self.out.is_dir() {
+            return Err(BundleError::input(&self.out, "it is a directory; name the file to write"));
+        }
+        let made = match (&self.from_prefix, &self.lock) {
+            (Some(from), None) => self.tree(from)?,
+            (None, Some(lock)) => self.packages(lock)?,
+            _ => return Err(BundleError::input(&self.out, "a bundle is made either of --from-prefix or of --lock")),
+        };
+        let path = fs::canonicalize(&self.out).map_err(BundleError::io("read", &self.out))?;
+        Ok(made.told(&path, self.output))
+    }
+
+    fn parent(&self) -> &Path {
+        self.out.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+    }
+
+    fn tree(&self, given: &Path) -> Result<Made, BundleError> {
+        let from = fs::canonicalize(given).map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => BundleError::input(given, "there is no such directory"),
+            _ => BundleError::io("read", given)(e),
+        })?;
+        if !from.join("bin/flux").is_file() {
+            return Err(BundleError::input(given, "it has no bin/flux; give the directory that has it"));
+        }
+        let prefix = match &self.compiled_prefix {
+            Some(prefix) => prefix.clone(),
+            None => std::path::absolute(given).map_err(BundleError::io("read", given))?,
+        };
+        check_prefix(&prefix).map_err(|reason| BundleError::input(&prefix, reason))?;
+        let parent = self.parent();
+        let parent_real = fs::canonicalize(parent).map_err(BundleError::io("write to", parent))?;
+        if parent_real.starts_with(&from) {
+            return Err(BundleError::input(&self.out, "the bundle can't be inside of what it holds"));
+        }
+        let platform = match self.platform.as_slice() {
+            [] => native_platform().to_owned(),
+            [one] => one.clone(),
+            _ => return Err(BundleError::input(given, "an installed Flux is for one --platform")),
+        };
+        let manifest = BundleManifest::tree(prefix, platform);
+        let write = || BundleError::io("write", &self.out);
+        // Aside and in the same directory, so that a bundle under its name is a whole one.
+        let aside = tempfile::Builder::new().prefix(".bundle-").tempfile_in(parent).map_err(write())?;
+        let (file, aside) = aside.into_parts();
+        let hashed = pack::pack(&from, &manifest, Hashed::new(file)).map_err(|e| self.unpacked(e))?;
+        let (sha256, bytes) = hashed.finish().map_err(write())?;
+        aside.persist(&self.out).map_err(|e| write()(e.error))?;
+        Ok(Made { manifest, sha256, bytes, packages: None })
+    }
+
+    fn packages(&self, given: &Path) -> Result<Made, BundleError> {
+        let lock = fs::read_to_string(given).map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => BundleError::input(given, "there is no such file"),
+            io::ErrorKind::IsADirectory => BundleError::input(given, "it is a directory and no lock"),
+            io::ErrorKind::InvalidData => BundleError::input(given, "it is not text, so it is no lock"),
+            _ => BundleError::io("read", given)(e),
+        })?;
+        let unusable = |e: LockError| BundleError::input(given, error_chain(&e));
+        let lock = lock::normalise_lock(&lock).map_err(unusable)?;
+        let mut platforms = match self.platform.as_slice() {
+            [] => lock::platforms(&lock).map_err(unusable)?,
+            asked => asked.to_vec(),
+        };
+        platforms.sort_unstable();
+        platforms.dedup();
+        let packages = by_platform(&lock, &platforms).map_err(unusable)?;
+        if archives(&packages).is_empty() {
+            return Err(BundleError::input(given, "the lock has no packages"));
+        }
+        let downloads = Downloads::beside(&self.out, self.parent())?;
+        self.check_room(&packages, &downloads)?;
+
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        let runtime = runtime.map_err(BundleError::io("start threads for", &self.out))?;
+        let packed = downloads.path.join("bundle");
+        let (sender, events) = unbounded_channel();
+        let work = async {
+            download(&lock, &packages, &downloads, &sender).await?;
+            tokio::task::block_in_place(|| {
+                let file = File::create(&packed).map_err(BundleError::io("write", &packed))?;
+                let mut progress = |now| drop(sender.send(now));
+                let hashed =
+                    packages_bundle::pack(&lock, &packages, &downloads.pkgs(), Hashed::new(file), &mut progress)
+                        .map_err(|e| self.unpacked(e))?;
+                progress(Progress::begun("syncing"));
+                hashed.finish().map_err(BundleError::io("write", &packed))
+            })
+        };
+        let (sha256, bytes) = runtime.block_on(async { shown(Style::of(self.output), events, work).await })?;
+        fs::rename(&packed, &self.out).map_err(BundleError::io("write", &self.out))?;
+        downloads.remove()?;
+        let packages = Some(archives(&packages).len());
+        Ok(Made { manifest: BundleManifest::packages(platforms), sha256, bytes, packages })
+    }
+
+    /// The archives are there twice before the bundle is whole.
+    fn check_room(&self, packages: &ByPlatform, downloads: &Downloads) -> Result<(), BundleError> {
+        let archives = archives(packages);
+        let bytes = archives.values().filter_map(|package| package.record.package_record.size);
+        let there = archives.keys().filter_map(|name| fs::metadata(downloads.pkgs().join(name)).ok());
+        let needed = (bytes.fold(0, u64::saturating_add).saturating_mul(2))
+            .saturating_sub(there.map(|there| there.len()).fold(0, u64::saturating_add));
+        let found = statvfs(&downloads.path).map_err(|e| BundleError::io("look at", &downloads.path)(e.into()))?;
+        let free = found.blocks_available().saturating_mul(found.fragment_size());
+        if needed <= free {
+            return Ok(());
+        }
+        let (path, needed, free) = (self.parent().display().to_string(), size(needed), size(free));
+        Err(BundleError::Room { path, needed, free })
+    }
+
+    fn unpacked(&self, error: PackError) -> BundleError {
+        match error {
+            PackError::Entry { path, reason } => BundleError::input(&path, reason),
+            PackError::Read { path, source } => BundleError::io("read", &path)(source),
+            PackError::Write(source) => BundleError::io("write", &self.out)(source),
+        }
+    }
+}
+
+/// Fills `downloads` with the archives of all platforms.
+async fn download(
+    lock: &str,
+    packages: &ByPlatform,
+    downloads: &Downloads,
+    progress: &UnboundedSender<Progress>,
+) -> Result<(), BundleError> {
+    let set = PackageSet::Lock { lock: lock.to_owned(), question: String::new() };
+    let (digest, pkgs, http) = (set.digest(), downloads.pkgs(), HttpClient::new()?);
+    for (platform, _) in packages {
+        // Fetching for one platform drops the halves of another's archives; so it is done with one after the other.
+        if holds(&set, &digest, platform, &pkgs) {
+            continue;
+        }
+        let tell = |now: Progress| {
+            let what = format!("{} for {platform}", now.what);
+            // Whoever shows it has ended only when all else has, too.
+            let _ = progress.send(Progress { what, ..now });
+        };
+        let open = |path: &str| File::open(path);
+        fetch(&set, &digest, platform, &pkgs, open, &http, &Sources::default(), tell)
+            .await
+            .map_err(|source| BundleError::Fetch { kept: downloads.path.display().to_string(), source })?;
+    }
+    Ok(())
+}
+
+/// Where archives wait until they are a bundle: beside it, so that a rename makes it one, and under a name that the next
+/// run finds.
+struct Downloads {
+    path: PathBuf,
+    _lock: Flock<File>,
+}
+
+impl Downloads {
+    fn beside(out: &Path, parent: &Path) -> Result<Self, BundleError> {
+        let Some(name) = out.file_name() else {
+            return Err(BundleError::input(out, "it is no name of a file"));
+        };
+        let path = parent.join(format!(".{}.download", name.to_string_lossy()));
+        let write = || BundleError::io("write to", &path);
+        if let Err(e) = fs::create_dir(&path)
+            && e.kind() != io::ErrorKind::AlreadyExists
+        {
+            return Err(match e.kind() {
+                io::ErrorKind::NotFound => BundleError::input(parent, "there is no such directory"),
+                _ => write()(e),
+            });
+        }
+        let lock = File::open(&path).map_err(write())?;
+        let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, error)| match error {
+            Errno::EWOULDBLOCK => BundleError::Busy { path: out.display().to_string() },
+            error => write()(error.into()),
+        })?;
+        fs::create_dir_all(path.join("pkgs")).map_err(write())?;
+        Ok(Self { path, _lock: lock })
+    }
+
+    fn pkgs(&self) -> PathBuf {
+        self.path.join("pkgs")
+    }
+
+    fn remove(self) -> Result<(), BundleError> {
+        fs::remove_dir_all(&self.path).map_err(BundleError::io("remove", &self.path))
+    }
+}
+
+impl Made {
+    fn told(&self, path: &Path, output: OutputFormat) -> String {
+        let Self { manifest, sha256, bytes, packages } = self;
+        let url = url::Url::from_file_path(path).map_or_else(|()| "https://...".to_owned(), String::from);
+        if output == OutputFormat::Json {
+            let mut done = json!({
+                "event": "done", "file": path, "url": url, "size": bytes, "sha256": sha256,
+                "kind": manifest.kind, "platforms": manifest.platforms(),
+            });
+            match packages {
+                Some(packages) => done["packages"] = json!(packages),
+                None => done["prefix"] = json!(manifest.prefix),
+            }
+            return format!("{done}\n");
+        }
+        let content = match packages {
+            Some(packages) => format!("{packages} packages for {}", manifest.platforms.join(" and ")),
+            None => format!("{}, for {}", manifest.platform, manifest.prefix.display()),
+        };
+        format!(
+            "{}\n{bytes} bytes, {content}\nsha256 {sha256}\n\n\
+             In the FluxInstance (the url may as well be http or https; file:// is a path on every node):\n\
+             spec:\n  packages:\n    bundle:\n      url: {url}\n      sha256: {sha256}\n",
+            path.display(),
+        )
+    }
+}
+
+/// Hashes what is written to a file.
+struct Hashed {
+    inner: BufWriter<File>,
+    hash: Sha256,
+    bytes: u64,
+}
+
+impl Hashed {
+    fn new(file: File) -> Self {
+        Self { inner: BufWriter::with_capacity(1 << 16, file), hash: Sha256::new(), bytes: 0 }
+    }
+
+    /// Puts it on the disk, for everybody to read. Gives sha256 in hex, and the bytes.
+    fn finish(self) -> io::Result<(String, u64)> {
+        let file = self.inner.into_inner().map_err(io::IntoInnerError::into_error)?;
+        file.set_permissions(fs::Permissions::from_mode(0o644))?;
+        file.sync_all()?;
+        Ok((hex::encode(self.hash.finalize()), self.bytes))
+    }
+}
+
+impl Write for Hashed {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        let n = self.inner.write(buffer)?;
+        self.hash.update(&buffer[..n]);
+        self.bytes += n as u64;
+        Ok(n)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
+    }
+}

@@ -1,0 +1,173 @@
+//! Takes away what nobody needs any more, in the host stage: environments beyond `packages.keep`, and archives that no
+//! environment and no published package set names.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs::{self, File},
+    io,
+    path::Path,
+    time::SystemTime,
+};
+
+use nix::fcntl::{Flock, FlockArg};
+
+use super::{
+    ENVIRONMENT_MARKER, LockError, archive,
+    environment::{failed, marker, ready},
+    lock,
+    transaction::Environments,
+};
+use crate::{
+    api::PackageSet,
+    host::{CollectOrder, Collected, Occupant, Refusal, Root, occupants},
+};
+
+/// An environment that is ready.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Found {
+    /// Its digest.
+    pub digest: String,
+    /// When it became ready.
+    pub made: SystemTime,
+}
+
+/// Which environments go: all but those that are `wanted` or `used`, and the newest of the others until `keep` are there.
+pub fn decide<'a>(found: &'a [Found], used: &BTreeSet<String>, wanted: &BTreeSet<String>, keep: usize) -> Vec<&'a str> {
+    let stays = |one: &&Found| wanted.contains(&one.digest) || used.contains(&one.digest);
+    let (stay, mut others): (Vec<_>, Vec<_>) = found.iter().partition(stays);
+    // Of two that are equally old, it must not depend on the order in which they were found.
+    others.sort_by(|a, b| (b.made, &b.digest).cmp(&(a.made, &a.digest)));
+    others.iter().skip(keep.saturating_sub(stay.len())).map(|one| one.digest.as_str()).collect()
+}
+
+/// What the archives of `set` for `platform` are called in `pkgs/`.
+///
+/// # Errors
+/// The lock can't be used.
+pub fn archives(set: &PackageSet, platform: &str) -> Result<Vec<String>, LockError> {
+    match set {
+        PackageSet::Bundle(_) => Ok(vec![archive::bundle_name(&set.digest())]),
+        PackageSet::Lock { lock, .. } => {
+            Ok(lock::packages(lock, platform)?.into_iter().map(|package| package.archive).collect())
+        }
+    }
+}
+
+/// Carries out `order`. A name that is not one of ours is never touched.
+///
+/// # Errors
+/// A sentence for people; what was removed is removed, the next run goes on.
+pub fn collect(order: &CollectOrder) -> Result<Collected, Refusal> {
+    let environments = Environments::hold(&order.prefix)?;
+    let mut wanted = order.wanted.clone();
+    // Whoever follows it must not fall.
+    let current = fs::read_link(order.prefix.join("current")).ok();
+    wanted.extend(current.and_then(|target| Some(target.file_name()?.to_str()?.to_owned())));
+
+    let found = find(&order.prefix);
+    let keep = usize::try_from(order.keep).unwrap_or(usize::MAX);
+    // The processes are only looked at where something would go.
+    let without_use = decide(&found, &BTreeSet::new(), &wanted, keep);
+    let names = without_use.into_iter().map(str::to_owned).collect::<Vec<_>>();
+    let mut used = if names.is_empty() { BTreeMap::new() } else { occupants(&Root::host(), &names) };
+    let mut collected = Collected::default();
+    for digest in decide(&found, &used.keys().cloned().collect(), &wanted, keep) {
+        let bytes = marker(&order.prefix, digest).map_or(0, |marker| marker.bytes);
+        match environments.discard(digest).map_err(|e| environments.trouble("remove an old environment in", &e))? {
+            Some(occupant) => drop(used.insert(digest.to_owned(), occupant)),
+            None => {
+                collected.environments.push(digest.to_owned());
+                collected.bytes += bytes;
+            }
+        }
+    }
+    collected.used = used.iter().map(|(digest, occupant)| in_words(digest, occupant)).collect();
+    let pkgs = order.prefix.join("pkgs");
+    let swept = sweep(&order.prefix, &pkgs, &order.archives);
+    let (archives, bytes) = swept.map_err(|e| failed(format!("can't clean {}: {e}", pkgs.display())))?;
+    collected.archives = archives;
+    collected.bytes += bytes;
+    Ok(collected)
+}
+
+fn in_words(digest: &str, occupant: &Occupant) -> String {
+    format!("{digest} by {occupant}")
+}
+
+fn find(prefix: &Path) -> Vec<Found> {
+    let made = |digest: &str| {
+        let marker = prefix.join("envs").join(digest).join(ENVIRONMENT_MARKER);
+        fs::metadata(marker).and_then(|marker| marker.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
+    };
+    ready(prefix).into_iter().map(|digest| Found { made: made(&digest), digest }).collect()
+}
+
+/// Removes archives that nobody names, and downloads of such.
+fn sweep(prefix: &Path, pkgs: &Path, named: &BTreeSet<String>) -> io::Result<(u64, u64)> {
+    let directory = match File::open(pkgs) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok((0, 0)),
+        other => other?,
+    };
+    // Somebody is filling it, and may know of a set that we don't: another time.
+    let Ok(_lock) = Flock::lock(directory, FlockArg::LockExclusiveNonblock) else { return Ok((0, 0)) };
+    let mut kept = BTreeSet::new();
+    for digest in ready(prefix) {
+        match marker(prefix, &digest).and_then(|marker| marker.archives) {
+            Some(archives) => kept.extend(archives),
+            // An older version made it and did not say from what.
+            None => return Ok((0, 0)),
+        }
+    }
+    let (mut count, mut bytes) = (0, 0);
+    for entry in fs::read_dir(pkgs)? {
+        let entry = entry?;
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        let part = name.strip_prefix('.').and_then(|name| name.strip_suffix(".part"));
+        let of = part.unwrap_or(&name);
+        if archive::is_archive(of) && !named.contains(of) && !kept.contains(of) {
+            bytes += entry.metadata()?.len();
+            count += u64::from(part.is_none());
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok((count, bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_wanted_or_used_stays_and_the_newest_of_the_others_up_to_keep() {
+        // Oldest first.
+        let all = ["a", "b", "c", "d"];
+        for (used, wanted, keep, expected) in [
+            ("", "d", 2, "a b"),
+            ("", "d", 1, "a b c"),
+            ("", "d", 4, ""),
+            ("", "d", 9, ""),
+            ("", "a", 2, "b c"),
+            ("a", "d", 2, "b c"),
+            ("a", "d", 1, "b c"),
+            ("a b", "c d", 1, ""),
+            ("", "c d", 2, "a b"),
+            ("", "c d", 3, "a"),
+            ("", "not-here", 1, "a b c"),
+            ("", "", 0, "a b c d"),
+        ] {
+            let found: Vec<_> = (0..)
+                .zip(all)
+                .map(|(age, digest)| Found {
+                    digest: digest.to_owned(),
+                    made: SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(age),
+                })
+                .collect();
+            let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<BTreeSet<_>>();
+            for found in [found.clone(), found.into_iter().rev().collect()] {
+                let goes = decide(&found, &words(used), &words(wanted), keep);
+                let goes = goes.into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
+                assert_eq!(goes, words(expected), "used {used:?}, wanted {wanted:?}, keep {keep}");
+            }
+        }
+    }
+}

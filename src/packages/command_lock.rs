@@ -1,0 +1,277 @@
+//! `flux-distribute lock`: a lock to commit, review and put into the FluxInstance, and what the next one would change.
+
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+use clap::{Args, Subcommand};
+
+use super::{
+    HttpClient, HttpError, LockError, OutputFormat, SolveError,
+    diff::{self, Bytes, Contents, Count, compare},
+    native_platform, normalise_lock, resolve,
+};
+use crate::api::{PackageSet, Packages};
+
+const ABOUT_SOLVING: &str = "\
+Asks the channels which packages satisfy the specs, on all platforms, and writes the answer as a
+lock: URL and sha256 of each package, in the YAML of rattler and pixi. Commit it, review it, and put
+its text into the FluxInstance as spec.packages.lock: nobody is then asked what to install. While the
+channels stay as they are, the lock is the same, byte by byte.
+
+Exit code: 0 done, 2 the input can't be served, 1 anything else, such as a channel that can't be
+reached. Nothing is written unless it is 0.";
+
+const ABOUT_DIFF: &str = "\
+Says for each platform which packages are added, removed, upgraded, downgraded, rebuilt (same
+version, another build), replaced (same build, other content) or moved (same content from another
+channel), and how much an instance that has the old packages must download. Where MAJOR.MINOR of
+flux-core changes, all brokers must be restarted together, and that is said too.
+
+Exit code: 0 whenever both can be read, whether anything changes or not; 2 where one is no lock.";
+
+/// Write down which packages to install, or say what another such list would change.
+#[derive(Args, Debug, Clone)]
+#[command(args_conflicts_with_subcommands = true, after_help = ABOUT_SOLVING)]
+pub struct LockCommand {
+    /// Something else than solving.
+    #[command(subcommand)]
+    pub action: Option<LockAction>,
+    /// Solving.
+    #[command(flatten)]
+    pub solve: SolveArguments,
+}
+
+/// What else can be done with locks.
+#[derive(Subcommand, Debug, Clone)]
+pub enum LockAction {
+    /// Say in words what an upgrade from one lock to another would change
+    Diff(LockDiffArguments),
+}
+
+/// What to solve.
+#[derive(Args, Debug, Clone, Default)]
+pub struct SolveArguments {
+    /// A conda channel, the first one wins (repeatable). Default: conda-forge
+    #[arg(long = "channel", value_name = "URL")]
+    pub channels: Vec<String>,
+    /// Package, such as 'flux-core 0.88.*' (repeatable). Default: flux-core, flux-sched, mpich
+    #[arg(long = "spec", value_name = "SPEC")]
+    pub specs: Vec<String>,
+    /// linux-64 or linux-aarch64 (repeatable). Default: this machine's
+    #[arg(long = "platform", value_name = "PLATFORM")]
+    pub platforms: Vec<String>,
+    /// The oldest glibc of any node. Default: 2.28
+    #[arg(long, value_name = "VERSION")]
+    pub glibc: Option<String>,
+    /// The file to write. Default: stdout
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+}
+
+/// See [`LockAction::Diff`].
+#[derive(Args, Debug, Clone)]
+#[command(after_help = ABOUT_DIFF)]
+pub struct LockDiffArguments {
+    /// What is installed now: a lock, a pixi.lock, or an @EXPLICIT list
+    pub old: PathBuf,
+    /// What would be installed instead, in any of these forms
+    pub new: PathBuf,
+    /// How to print it
+    #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
+    pub output: OutputFormat,
+}
+
+/// Why there is no lock, or no comparison.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LockCommandError {
+    /// No answer to the question.
+    #[error(transparent)]
+    Solve(#[from] SolveError),
+    /// The environment's settings for HTTP are wrong.
+    #[error(transparent)]
+    Http(#[from] HttpError),
+    /// A lock that can't even be looked at.
+    #[error("can't read {path}")]
+    Unreadable {
+        /// As it was given.
+        path: String,
+        /// Cause.
+        #[source]
+        source: io::Error,
+    },
+    /// There is nothing to write into.
+    #[error("{path}: there is no such directory to write into")]
+    NoDirectory {
+        /// As it was given.
+        path: String,
+    },
+    /// A file that is no lock, or one that can't be installed.
+    #[error("{path}")]
+    Lock {
+        /// As it was given.
+        path: String,
+        /// What is wrong with it.
+        #[source]
+        source: LockError,
+    },
+    /// Writing failed.
+    #[error("can't {what} {path}")]
+    Io {
+        /// What was being done.
+        what: &'static str,
+        /// To which.
+        path: String,
+        /// Cause.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl LockCommandError {
+    /// 2 where another input helps, 1 for all else.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Solve(SolveError::Write { .. }) | Self::Http(_) | Self::Io { .. } => 1,
+            Self::Solve(error) if error.is_transient() => 1,
+            Self::Solve(_) | Self::Unreadable { .. } | Self::NoDirectory { .. } | Self::Lock { .. } => 2,
+        }
+    }
+
+    fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.display().to_string();
+        move |source| Self::Io { what, path, source }
+    }
+}
+
+impl LockCommand {
+    /// Does it, and prints to stdout.
+    ///
+    /// # Errors
+    /// See [`LockCommandError::exit_code`].
+    pub async fn run(self) -> Result<(), LockCommandError> {
+        let text = match self.action {
+            None => self.solve.run().await?,
+            Some(LockAction::Diff(arguments)) => arguments.run()?,
+        };
+        let mut out = io::stdout().lock();
+        let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+        written.map_err(LockCommandError::io("write to", Path::new("stdout")))
+    }
+}
+
+impl SolveArguments {
+    /// Solves, writes the file if there is one to write, and returns what is to be printed.
+    ///
+    /// # Errors
+    /// Nothing is written then.
+    pub async fn run(&self) -> Result<String, LockCommandError> {
+        let target = self.out.as_deref().map(Target::open).transpose()?;
+        let platforms = match self.platforms.as_slice() {
+            [] => vec![native_platform().to_owned()],
+            named => named.to_vec(),
+        };
+        let asked = Packages {
+            channels: self.channels.clone(),
+            specs: self.specs.clone(),
+            glibc: self.glibc.clone(),
+            ..Packages::default()
+        };
+        let http = HttpClient::new()?;
+        let open = |path: &str| File::open(path);
+        let PackageSet::Lock { lock, .. } = resolve(&asked, &platforms, &http, None, open).await? else {
+            return Ok(String::new());
+        };
+        let Some(target) = target else { return Ok(lock) };
+        let path = target.write(lock.as_bytes())?;
+        let contents = diff::contents(&lock).map_err(SolveError::from)?;
+        Ok(summary(&path, &contents))
+    }
+}
+
+/// What is in the lock that was just written.
+fn summary(path: &Path, contents: &Contents) -> String {
+    let mut text = format!("{}\n", path.display());
+    for (platform, packages) in contents {
+        let bytes = packages.iter().filter_map(|package| package.bytes).fold(0, u64::saturating_add);
+        text.push_str(&format!("  {platform}: {}, {} to download\n", Count(packages.len()), Bytes(bytes)));
+    }
+    text + &compare(&Contents::new(), contents).warning()
+}
+
+/// Written aside and in the same directory, so that a lock under its name is a whole one.
+struct Target<'a> {
+    path: &'a Path,
+    aside: tempfile::NamedTempFile,
+}
+
+impl<'a> Target<'a> {
+    /// Before solving: nobody wants to hear of a wrong path after minutes.
+    fn open(path: &'a Path) -> Result<Self, LockCommandError> {
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        if !parent.is_dir() || path.is_dir() || path.file_name().is_none() {
+            return Err(LockCommandError::NoDirectory { path: path.display().to_string() });
+        }
+        let aside = tempfile::Builder::new().prefix(".lock-").tempfile_in(parent);
+        Ok(Self { path, aside: aside.map_err(LockCommandError::io("write", path))? })
+    }
+
+    fn write(mut self, bytes: &[u8]) -> Result<PathBuf, LockCommandError> {
+        let path = self.path;
+        let failed = || LockCommandError::io("write", path);
+        self.aside.write_all(bytes).map_err(failed())?;
+        let public = std::os::unix::fs::PermissionsExt::from_mode(0o644);
+        fs::set_permissions(self.aside.path(), public).map_err(failed())?;
+        self.aside.as_file().sync_all().map_err(failed())?;
+        self.aside.persist(path).map_err(|error| failed()(error.error))?;
+        Ok(path.to_owned())
+    }
+}
+
+impl LockDiffArguments {
+    /// Reads both and returns what is to be printed.
+    ///
+    /// # Errors
+    /// Where one of them can't be read.
+    pub fn run(&self) -> Result<String, LockCommandError> {
+        let (old, new) = (Side::read(&self.old)?, Side::read(&self.new)?);
+        let diff = compare(&old.contents, &new.contents);
+        Ok(match self.output {
+            OutputFormat::Json => {
+                let json = serde_json::json!({
+                    "oldDigest": old.digest,
+                    "newDigest": new.digest,
+                    "newEpochNeeded": !diff.flux_core.is_empty(),
+                    "diff": diff,
+                });
+                format!("{json:#}\n")
+            }
+            OutputFormat::Text if old.digest == new.digest => format!("{diff}Both are package set {}.\n", old.digest),
+            OutputFormat::Text => {
+                format!("{diff}Package set {} takes the place of {}.\n", new.digest, old.digest)
+            }
+        })
+    }
+}
+
+/// One of the two.
+struct Side {
+    contents: Contents,
+    /// As the planner will name it.
+    digest: String,
+}
+
+impl Side {
+    fn read(path: &Path) -> Result<Self, LockCommandError> {
+        let shown = || path.display().to_string();
+        let text = fs::read_to_string(path).map_err(|source| LockCommandError::Unreadable { path: shown(), source })?;
+        let wrong = |source| LockCommandError::Lock { path: shown(), source };
+        let lock = normalise_lock(&text).map_err(wrong)?.into_owned();
+        let contents = diff::contents(&lock).map_err(wrong)?;
+        let digest = PackageSet::Lock { lock, question: String::new() }.digest();
+        Ok(Self { contents, digest })
+    }
+}

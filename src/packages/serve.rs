@@ -1,0 +1,254 @@
+//! Agents serve the archives they hold to each other: names that were offered, and nothing else.
+//!
+//! There is nothing to be kept secret in an archive, and who receives one checks its sha256, so this is plain HTTP. All of
+//! it is bounded: connections, uploads at a time, memory, and how long a client may sleep.
+
+use std::{
+    collections::BTreeSet,
+    convert::Infallible,
+    fs::File,
+    future::Future,
+    io,
+    net::SocketAddr,
+    path::PathBuf,
+    sync::{Arc, PoisonError, RwLock},
+    time::Duration,
+};
+
+use axum::{
+    body::Body,
+    http::{Method, Request, Response, StatusCode, header},
+};
+use futures::StreamExt;
+use hyper::{server::conn::http1, service::service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::{
+    io::{AsyncReadExt, AsyncSeekExt},
+    net::{TcpListener, TcpStream},
+    sync::Semaphore,
+    task::JoinSet,
+    time::{sleep, timeout},
+};
+use tokio_util::io::ReaderStream;
+
+use super::impatient::Impatient;
+
+/// Archives that are sent at a time. Others wait: the wire is not faster for more.
+const UPLOADS: usize = 4;
+/// So long, after which they are told to come again. Small archives are sent in less.
+const WAIT_FOR_AN_UPLOAD: Duration = Duration::from_secs(1);
+/// Further ones wait in the kernel.
+const CONNECTIONS: usize = 256;
+/// For a client's next request.
+const IDLE: Duration = Duration::from_secs(10);
+/// For a client that takes nothing of what it asked for.
+const STALL: Duration = Duration::from_secs(5);
+const BUFFER: usize = 1 << 18;
+
+/// What is served at the moment. Clones are the same shelf; a new one is empty.
+#[derive(Clone, Default)]
+pub struct Shelf(Arc<RwLock<Option<Arc<Offer>>>>);
+
+struct Offer {
+    names: BTreeSet<String>,
+    open: Open,
+}
+
+type Open = Box<dyn Fn(&str) -> io::Result<File> + Send + Sync>;
+
+impl std::fmt::Debug for Shelf {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shelf").finish_non_exhaustive()
+    }
+}
+
+impl Shelf {
+    /// From now on serves these names of `pkgs` and nothing else. The path is walked anew for each request.
+    pub fn offer(&self, pkgs: PathBuf, names: BTreeSet<String>) {
+        self.offer_with(move |name| File::open(pkgs.join(name)), names);
+    }
+
+    /// As [`Shelf::offer`], for files that `open` finds by their name.
+    pub fn offer_with(&self, open: impl Fn(&str) -> io::Result<File> + Send + Sync + 'static, names: BTreeSet<String>) {
+        let offer = Arc::new(Offer { names, open: Box::new(open) });
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = Some(offer);
+    }
+
+    /// Serves nothing any more, but goes on with what is on its way.
+    pub fn clear(&self) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    fn with(&self, name: &str) -> Option<Arc<Offer>> {
+        let offer = self.0.read().unwrap_or_else(PoisonError::into_inner).clone();
+        offer.filter(|offer| offer.names.contains(name))
+    }
+}
+
+/// Serves `shelf` at `address` until the future is dropped: `GET` and `HEAD` of `/archives/<name>`.
+///
+/// # Errors
+/// The address can't be had.
+pub async fn serve_peers(address: SocketAddr, shelf: Shelf) -> io::Result<impl Future<Output = ()> + Send> {
+    Ok(serve_peers_on(TcpListener::bind(address).await?, shelf))
+}
+
+/// As [`serve_peers`], at a socket that is there already.
+pub async fn serve_peers_on(listener: TcpListener, shelf: Shelf) {
+    let uploads = Arc::new(Semaphore::new(UPLOADS));
+    // Dropped with this future, and all connections with it.
+    let mut connections = JoinSet::new();
+    loop {
+        while connections.try_join_next().is_some() {}
+        if connections.len() >= CONNECTIONS {
+            connections.join_next().await;
+        }
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                connections.spawn(connection(stream, shelf.clone(), uploads.clone()));
+            }
+            // Too many open files, most likely: they get fewer.
+            Err(error) => {
+                tracing::warn!(%error, "can't take a peer's connection");
+                sleep(Duration::from_secs(1)).await;
+            }
+        }
+    }
+}
+
+async fn connection(stream: TcpStream, shelf: Shelf, uploads: Arc<Semaphore>) {
+    // An answer's head and the end of a body should not wait for each other.
+    let _ = stream.set_nodelay(true);
+    let service = service_fn(|request| {
+        let (shelf, uploads) = (shelf.clone(), uploads.clone());
+        async move { Ok::<_, Infallible>(respond(&request, &shelf, uploads).await) }
+    });
+    let served = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(IDLE)
+        .serve_connection(TokioIo::new(Impatient::new(stream, STALL)), service);
+    if let Err(error) = served.await {
+        tracing::debug!(error = crate::error_chain(&error), "a peer's connection ended");
+    }
+}
+
+async fn respond<B>(request: &Request<B>, shelf: &Shelf, uploads: Arc<Semaphore>) -> Response<Body> {
+    let is_head = request.method() == Method::HEAD;
+    if !is_head && request.method() != Method::GET {
+        return empty(StatusCode::METHOD_NOT_ALLOWED, &[(header::ALLOW, "GET, HEAD")]);
+    }
+    let Some((name, offer)) =
+        request.uri().path().strip_prefix("/archives/").and_then(|name| Some((name, shelf.with(name)?)))
+    else {
+        return empty(StatusCode::NOT_FOUND, &[]);
+    };
+    let upload = match timeout(WAIT_FOR_AN_UPLOAD, uploads.acquire_owned()).await {
+        Ok(Ok(upload)) => upload,
+        _ => return empty(StatusCode::SERVICE_UNAVAILABLE, &[(header::RETRY_AFTER, "1")]),
+    };
+    let wanted = name.to_owned();
+    let opened = tokio::task::spawn_blocking(move || {
+        let file = (offer.open)(&wanted)?;
+        let found = file.metadata()?;
+        found.is_file().then_some((file, found.len())).ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
+    });
+    let (file, length) = match opened.await.map_err(io::Error::other).flatten() {
+        Ok(opened) => opened,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return empty(StatusCode::NOT_FOUND, &[]),
+        Err(error) => {
+            tracing::warn!(%error, name, "can't serve an archive");
+            return empty(StatusCode::INTERNAL_SERVER_ERROR, &[]);
+        }
+    };
+    let range = request.headers().get(header::RANGE).and_then(|range| range.to_str().ok());
+    let (status, from, to) = match part(range, length) {
+        Some((from, to)) if range.is_some() && to - from < length => (StatusCode::PARTIAL_CONTENT, from, to),
+        Some((from, to)) => (StatusCode::OK, from, to),
+        None => {
+            let whole = format!("bytes */{length}");
+            return empty(StatusCode::RANGE_NOT_SATISFIABLE, &[(header::CONTENT_RANGE, &whole)]);
+        }
+    };
+    let mut file = tokio::fs::File::from_std(file);
+    if let Err(error) = file.seek(io::SeekFrom::Start(from)).await {
+        tracing::warn!(%error, name, "can't serve an archive");
+        return empty(StatusCode::INTERNAL_SERVER_ERROR, &[]);
+    }
+    let body = if is_head {
+        Body::empty()
+    } else {
+        Body::from_stream(ReaderStream::with_capacity(file.take(to - from), BUFFER).map(move |piece| {
+            // As long as the body lives, the upload lasts.
+            let _ = &upload;
+            piece
+        }))
+    };
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    let mut set = |name, value: &str| {
+        if let Ok(value) = value.parse() {
+            response.headers_mut().insert(name, value);
+        }
+    };
+    set(header::CONTENT_TYPE, "application/octet-stream");
+    set(header::ACCEPT_RANGES, "bytes");
+    set(header::CONTENT_LENGTH, &(to - from).to_string());
+    if status == StatusCode::PARTIAL_CONTENT {
+        set(header::CONTENT_RANGE, &format!("bytes {from}-{}/{length}", to - 1));
+    }
+    response
+}
+
+fn empty(status: StatusCode, headers: &[(header::HeaderName, &str)]) -> Response<Body> {
+    let mut response = Response::new(Body::empty());
+    *response.status_mut() = status;
+    for (name, value) in headers {
+        if let Ok(value) = value.parse() {
+            response.headers_mut().insert(name, value);
+        }
+    }
+    response
+}
+
+/// The bytes `from..to` that are asked for, of `length`; `None` where there are none of them. A wish that is more than one
+/// plain range may be ignored (RFC 9110, 14.2), and then all is sent.
+fn part(range: Option<&str>, length: u64) -> Option<(u64, u64)> {
+    let all = Some((0, length));
+    let Some((from, to)) = range.and_then(|range| range.strip_prefix("bytes=")?.split_once('-')) else { return all };
+    match (from.parse::<u64>(), to.parse::<u64>()) {
+        (Ok(from), Ok(to)) if to < from => all,
+        (Ok(from), _) if from >= length => None,
+        (Ok(from), Ok(to)) => Some((from, length.min(to.saturating_add(1)))),
+        (Ok(from), Err(_)) if to.is_empty() => Some((from, length)),
+        (Err(_), Ok(last)) if from.is_empty() => {
+            (last > 0 && length > 0).then(|| (length.saturating_sub(last), length))
+        }
+        _ => all,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::part;
+
+    #[test]
+    fn a_range_is_what_rfc_9110_says() {
+        for (range, expected) in [
+            (None, Some((0, 10))),
+            (Some("bytes=0-"), Some((0, 10))),
+            (Some("bytes=3-"), Some((3, 10))),
+            (Some("bytes=3-3"), Some((3, 4))),
+            (Some("bytes=3-99"), Some((3, 10))),
+            (Some("bytes=-4"), Some((6, 10))),
+            (Some("bytes=-99"), Some((0, 10))),
+            (Some("bytes=10-"), None),
+            (Some("bytes=-0"), None),
+            (Some("bytes=5-3"), Some((0, 10))),
+            (Some("bytes=0-1,4-5"), Some((0, 10))),
+            (Some("bytes=-"), Some((0, 10))),
+            (Some("lines=1-2"), Some((0, 10))),
+        ] {
+            assert_eq!(part(range, 10), expected, "{range:?}");
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! The frame around everything that changes `envs/`: one at a time, nothing half-done under a final name, nothing taken
+//! away from who uses it.
+//!
+//! Whatever has not its final name yet, or no longer, begins with a dot and ends with one of [`ASIDE`]. Killed runs leave
+//! such names only; the next one throws them away before it begins.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{Flock, FlockArg},
+    sys::statvfs::statvfs,
+};
+
+use super::{
+    archive,
+    environment::{failed, refused},
+};
+use crate::host::{Occupant, Refusal, Root, occupants};
+
+/// An environment that is being made.
+const PARTIAL: &str = ".partial";
+/// Its packages, unpacked.
+const UNPACKED: &str = ".unpacked";
+/// An environment that is on its way out.
+const OLD: &str = ".old";
+/// Ends of all names that are none yet, or no longer.
+const ASIDE: [&str; 3] = [PARTIAL, UNPACKED, OLD];
+
+/// With less than this nothing can be made.
+const LEAST_BYTES: u64 = 1 << 20;
+/// As [`LEAST_BYTES`].
+const LEAST_FILES: u64 = 16;
+
+/// `<prefix>/envs`, held until dropped or, when this process is killed, by nobody.
+pub(super) struct Environments {
+    path: PathBuf,
+    directory: Flock<File>,
+}
+
+impl Environments {
+    /// Waits for its turn, and cleans up after who was killed.
+    pub(super) fn hold(prefix: &Path) -> Result<Self, Refusal> {
+        // It is baked into what is installed.
+        if !prefix.is_absolute() {
+            return Err(refused(format!("the prefix {} is not an absolute path", prefix.display())));
+        }
+        let path = prefix.join("envs");
+        let error = |what: &str, error: io::Error| failed(format!("can't {what} {}: {error}", path.display()));
+        fs::create_dir_all(&path).map_err(|e| error("make", e))?;
+        let directory = File::open(&path).map_err(|e| error("open", e))?;
+        let directory =
+            Flock::lock(directory, FlockArg::LockExclusive).map_err(|(_, errno)| error("lock", errno.into()))?;
+        let held = Self { path, directory };
+        held.drop_leftovers().map_err(|e| held.trouble("clean", &e))?;
+        Ok(held)
+    }
+
+    pub(super) fn place(&self, digest: &str) -> PathBuf {
+        self.path.join(digest)
+    }
+
+    /// Where an environment grows.
+    pub(super) fn partial(&self, digest: &str) -> PathBuf {
+        self.path.join(format!(".{digest}{PARTIAL}"))
+    }
+
+    /// Makes `partial`: an empty directory.
+    pub(super) fn begin(&self, partial: &Path) -> Result<(), Refusal> {
+        let readable = || fs::set_permissions(partial, fs::Permissions::from_mode(0o755));
+        fs::create_dir(partial).and_then(|()| readable()).map_err(|e| self.trouble("write to", &e))
+    }
+
+    /// Gives what was begun its name.
+    ///
+    /// `syncfs` because there are thousands of files: what is in `partial` is on the disk, its marker too, before there is
+    /// a name under which anybody would believe it. That name itself may be lost by a power cut until its directory is
+    /// synced: then nothing was made, which is as true.
+    pub(super) fn commit(&self, partial: &Path, digest: &str) -> io::Result<()> {
+        nix::unistd::syncfs(File::open(partial)?)?;
+        fs::rename(partial, self.place(digest))?;
+        self.directory.sync_all()
+    }
+
+    /// Takes away what has the name of an environment without being one: whoever put it there, it was not
+    /// [`Self::commit`]. Nothing is taken from under a process.
+    pub(super) fn clear(&self, digest: &str) -> Result<(), Refusal> {
+        let place = self.place(digest);
+        match fs::symlink_metadata(&place) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            other => other.map_err(|e| self.trouble("look into", &e))?,
+        };
+        let name = [digest.to_owned()];
+        let occupant = match occupants(&Root::host(), &name).into_values().next() {
+            Some(occupant) => Some(occupant),
+            None => self.discard(digest).map_err(|e| self.trouble("clean", &e))?,
+        };
+        occupant.map_or(Ok(()), |occupant| {
+            Err(failed(format!(
+                "{} is not as it was installed and has to be made again, but {occupant} uses it; end that process",
+                place.display()
+            )))
+        })
+    }
+
+    /// Removes an environment, unless somebody turns out to use it; then it is as before, and it is said who does.
+    pub(super) fn discard(&self, digest: &str) -> io::Result<Option<Occupant>> {
+        let aside = self.path.join(format!(".{digest}{OLD}"));
+        fs::rename(self.place(digest), &aside)?;
+        // From here on nobody finds it, so whoever is not seen now never comes.
+        self.directory.sync_all()?;
+        self.discard_aside(&aside, digest)
+    }
+
+    fn discard_aside(&self, aside: &Path, digest: &str) -> io::Result<Option<Occupant>> {
+        let names = [digest.to_owned(), format!(".{digest}{OLD}")];
+        // Another one under the same name is not the one that was set aside.
+        let replaced = fs::symlink_metadata(self.place(digest)).is_ok();
+        let looked_for = if replaced { &names[1..] } else { &names[..] };
+        match occupants(&Root::host(), looked_for).into_values().next() {
+            Some(occupant) if !replaced => {
+                fs::rename(aside, self.place(digest))?;
+                Ok(Some(occupant))
+            }
+            Some(occupant) => Ok(Some(occupant)),
+            None => remove(aside).map(|()| None),
+        }
+    }
+
+    /// Throws away all that has no final name.
+    pub(super) fn drop_leftovers(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.path)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            let Some(name) = name.to_str().and_then(|name| name.strip_prefix('.')) else { continue };
+            match name.strip_suffix(OLD).filter(|digest| archive::is_digest(digest)) {
+                Some(digest) => drop(self.discard_aside(&entry.path(), digest)?),
+                None if ASIDE.iter().any(|end| name.ends_with(end)) => remove(&entry.path())?,
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// `what` failed here.
+    pub(super) fn trouble(&self, what: &str, error: &io::Error) -> Refusal {
+        failed(format!("can't {what} {}: {error}", self.path.display()))
+    }
+
+    /// Tells of a full disk how much room there is, and how much is needed as far as that is known. To be called before
+    /// what was begun is removed: not every failure for want of room says so itself.
+    pub(super) fn with_room(&self, refusal: Refusal, need_bytes: u64) -> Refusal {
+        let Some(room) = statvfs(&self.path).ok().filter(|_| refusal.transient) else { return refusal };
+        let free = room.blocks_available().saturating_mul(room.fragment_size());
+        // Some file systems have no end of files, and say 0 of 0.
+        let files = Some(room.files_available()).filter(|_| room.files() > 0);
+        let says_so = [Errno::ENOSPC, Errno::EDQUOT]
+            .into_iter()
+            .any(|errno| refusal.message.contains(&io::Error::from(errno).to_string()));
+        if !(says_so || free < LEAST_BYTES || files.is_some_and(|files| files < LEAST_FILES)) {
+            return refusal;
+        }
+        let mebibytes = |bytes: u64| bytes.div_ceil(1 << 20);
+        let files = files.map_or(String::new(), |files| format!(" and room for {files} files"));
+        let need = match need_bytes {
+            0 => String::new(),
+            bytes => format!(", and this package set needs about {} MiB", mebibytes(bytes)),
+        };
+        failed(format!(
+            "the file system of {} is full: {} MiB{files} are left{need}; it is tried again ({})",
+            self.path.display(),
+            mebibytes(free),
+            refusal.message
+        ))
+    }
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::symlink_metadata(path)?.is_dir() {
+        true => fs::remove_dir_all(path),
+        false => fs::remove_file(path),
+    }
+}

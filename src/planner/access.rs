@@ -1,0 +1,54 @@
+//! Secret `flux-packages-access`: what channels, mirrors and bundles demand of those who ask. Read each time that it is
+//! needed, so that a changed token is used at once and none is kept.
+
+use k8s_openapi::api::core::v1::Secret;
+use kube::{Api, Client};
+
+use super::{PlannerError, call};
+use crate::{
+    api::{NAMESPACE, Packages, SECRET_PACKAGES, SECRET_PACKAGES_CA_KEY, SECRET_PACKAGES_TOKEN_KEY},
+    error_chain,
+    packages::{Access, HttpClient},
+    plan::peers::locked_urls,
+};
+
+/// A client for the servers that `packages` names. That there is no Secret is the usual case.
+///
+/// # Errors
+/// The API server's; [`PlannerError::Content`] where the Secret holds something that can't be used.
+pub async fn http_client(client: &Client, packages: &Packages) -> Result<HttpClient, PlannerError> {
+    let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
+    let found = call(format!("get Secret {SECRET_PACKAGES}"), secrets.get_opt(SECRET_PACKAGES)).await?;
+    let data = found.and_then(|secret| secret.data).unwrap_or_default();
+    let value = |key: &str| data.get(key).map(|value| value.0.as_slice());
+    Access::from_secret(value(SECRET_PACKAGES_CA_KEY), value(SECRET_PACKAGES_TOKEN_KEY))
+        .and_then(|access| HttpClient::with_access(&access, &named(packages)))
+        .map_err(|error| PlannerError::Content { object: "packages".to_owned(), reason: error_chain(&error) })
+}
+
+/// All URLs that a spec names.
+fn named(packages: &Packages) -> Vec<String> {
+    let bundle = packages.bundle.iter().map(|bundle| bundle.url.as_str());
+    let locked = packages.lock.iter().flat_map(|lock| locked_urls(lock));
+    let named = packages.channels.iter().chain(&packages.mirror).map(String::as_str).chain(bundle).chain(locked);
+    named.map(str::to_owned).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::BundleSource;
+
+    #[test]
+    fn the_token_is_for_the_servers_that_the_spec_names_and_not_for_the_default_channel() {
+        assert_eq!(named(&Packages::default()), Vec::<String>::new());
+        let packages = Packages {
+            channels: vec!["https://a/c".into()],
+            mirror: Some("https://b/m".into()),
+            lock: Some("- conda: https://c/x.conda\n".into()),
+            bundle: Some(BundleSource { url: "https://d/b.tar.gz".into(), sha256: String::new() }),
+            ..Packages::default()
+        };
+        assert_eq!(named(&packages), ["https://a/c", "https://b/m", "https://d/b.tar.gz", "https://c/x.conda"]);
+    }
+}

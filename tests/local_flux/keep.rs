@@ -1,0 +1,79 @@
+//! Package sets that come and go beside an instance that runs.
+
+use std::{collections::BTreeSet, process::Stdio};
+
+use flux_distribute::api::FluxInstance;
+use kube::api::{Patch, PatchParams};
+use serde_json::{Value, json};
+
+use crate::harness::{Cluster, is_able};
+
+const ENVIRONMENTS: &str = "/opt/flux-distribute/envs";
+
+fn set_packages(cluster: &Cluster, packages: Value) {
+    let patch = Patch::Merge(json!({"spec": {"packages": packages}}));
+    cluster.wait(cluster.api::<FluxInstance>().patch("flux", &PatchParams::default(), &patch)).unwrap();
+}
+
+fn environments(cluster: &Cluster, node: &str) -> BTreeSet<String> {
+    cluster.exec(node, &["ls", "-A", ENVIRONMENTS]).lines().map(str::to_owned).collect()
+}
+
+fn all_have(cluster: &Cluster, what: &str, wanted: impl Fn(&str) -> BTreeSet<String>) {
+    cluster.until(what, || {
+        let nodes = cluster.nodes();
+        assert!(nodes.iter().all(|node| node.is_online()), "{nodes:?}");
+        nodes.iter().all(|node| environments(cluster, &node.name) == wanted(&node.name)).then_some(())
+    });
+}
+
+#[test]
+fn two_locks_forth_and_back_leave_both_on_every_node_and_all_that_runs_untouched() {
+    if !is_able() {
+        return;
+    }
+    let Ok(channel) = std::env::var("FLUX_TEST_CHANNEL") else {
+        return eprintln!("skipped: FLUX_TEST_CHANNEL names no channel with flux-core, flux-sched and mpich");
+    };
+    let cluster = Cluster::start(4, &["--channel", &channel]);
+    let (before, job) = (cluster.brokers(), cluster.job(&["-N4", "-n4"]));
+    let first = environments(&cluster, "node1");
+    assert_eq!(first.len(), 1);
+
+    set_packages(&cluster, json!({"specs": ["flux-core", "mpich"]}));
+    let begin = std::time::Instant::now();
+    let both = cluster.until("a second environment", || {
+        Some(environments(&cluster, "node1"))
+            .filter(|found| found.len() == 2 && found.iter().all(|d| !d.starts_with('.')))
+    });
+    all_have(&cluster, "both environments on every node", |_| both.clone());
+    eprintln!(
+        "measured: {:.1} s until a second lock is on four nodes beside their brokers",
+        begin.elapsed().as_secs_f64()
+    );
+    assert_eq!(cluster.brokers(), before);
+
+    // Back again, and something runs from the second one.
+    set_packages(&cluster, json!({"specs": null}));
+    let second = both.difference(&first).next().unwrap();
+    let flux = format!("{ENVIRONMENTS}/{second}/bin/flux");
+    let script = "touch /root/begun; until test -e /root/end; do sleep 0.2; done; exec true";
+    let mut words = cluster.command(&["exec", "node2", "--", &flux, "start", "sh", "-c", script]);
+    let old = words.stdout(Stdio::null()).spawn().unwrap();
+    cluster.until("a process of the second environment", || {
+        cluster.root("node2").join("root/begun").exists().then_some(())
+    });
+    set_packages(&cluster, json!({"keep": 1}));
+    let kept = |node: &str| if node == "node2" { both.clone() } else { first.clone() };
+    all_have(&cluster, "the second environment only where something runs from it", kept);
+
+    std::fs::write(cluster.root("node2").join("root/end"), "").unwrap();
+    let ended = old.wait_with_output().unwrap();
+    assert!(ended.status.success(), "{ended:?}");
+    assert_eq!(cluster.brokers(), before);
+    job.finish();
+    for node in cluster.nodes() {
+        let said = cluster.exec("node1", &["flux", "run", "--requires", &format!("host:{}", node.name), "hostname"]);
+        assert_eq!(said, node.name);
+    }
+}

@@ -1,0 +1,351 @@
+//! `flux-distribute lock`, and what may stand in packages.lock.
+
+use std::process::{Command, Output};
+
+use super::*;
+
+fn run(words: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
+    for name in ["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"] {
+        command.env_remove(name);
+    }
+    command.arg("lock").args(words).output().unwrap()
+}
+
+/// In a thread of its own: the server that it asks runs on this one.
+async fn run_beside(words: &[&str]) -> Output {
+    let words = words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    let run = move || run(&words.iter().map(String::as_str).collect::<Vec<_>>());
+    tokio::task::spawn_blocking(run).await.unwrap()
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// What stderr says, and with which code it ended.
+fn complaint(output: &Output) -> (Option<i32>, String) {
+    assert!(output.stdout.is_empty(), "{}", said(output));
+    (output.status.code(), String::from_utf8(output.stderr.clone()).unwrap())
+}
+
+fn given(lock: &str) -> Packages {
+    Packages { lock: Some(lock.to_owned()), ..Packages::default() }
+}
+
+fn lock_of(set: PackageSet) -> String {
+    match set {
+        PackageSet::Lock { lock, .. } => lock,
+        PackageSet::Bundle(_) => panic!("not a lock"),
+    }
+}
+
+fn url(name: &str) -> String {
+    format!("https://channel/{name}")
+}
+
+/// An `@EXPLICIT` list of packages whose digests are all the same letter.
+fn list(packages: &[(&str, char)]) -> String {
+    let line = |(name, letter): &(&str, char)| format!("{}#{}\n", url(name), letter.to_string().repeat(64));
+    format!("# platform: linux-64\n@EXPLICIT\n{}", packages.iter().map(line).collect::<String>())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lock_for_two_platforms_is_the_same_each_time_and_can_be_given_to_an_instance() {
+    let channel = Channel::with_flux();
+    channel.list_for("linux-aarch64");
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("flux.lock").display().to_string();
+    let channel_url = channel.file_url();
+    let words =
+        ["--channel", &channel_url, "--spec", "flux-core", "--platform", "linux-aarch64", "--platform", "linux-64"];
+    let output = run(&words);
+    assert!(output.status.success(), "{output:?}");
+    let lock = said(&output);
+    let written = run(&[&words[..], &["--out", &file]].concat());
+    assert!(written.status.success(), "{written:?}");
+    assert_eq!(fs::read_to_string(&file).unwrap(), lock);
+    assert!(said(&written).contains("linux-aarch64: 2 packages, "), "{written:?}");
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o644);
+
+    flux_distribute::packages::check_lock(&lock, &[]).unwrap();
+    let both = ["linux-64".to_owned(), "linux-aarch64".to_owned()];
+    let set = packages::resolve(&given(&lock), &both, &http(), None, host_file).await.unwrap();
+    assert_eq!(lock_of(set.clone()), lock);
+    let host = Host::new();
+    host.fetch(&set).await.unwrap();
+}
+
+#[test]
+fn what_can_not_be_locked_is_one_message_and_leaves_no_file() {
+    let channel = Channel::with_flux();
+    let directory = tempfile::tempdir().unwrap();
+    let out = directory.path().join("flux.lock").display().to_string();
+    let nowhere = directory.path().join("gone/flux.lock").display().to_string();
+    let place = channel.file_url();
+    for (words, code, expected) in [
+        (vec!["--channel", "conda-forge"], 2, "channel conda-forge is not an http, https or file URL"),
+        (vec!["--channel", &place, "--spec", "flux-nonsense"], 2, "flux-nonsense"),
+        (vec!["--channel", &place, "--spec", "flux-core >=>1"], 2, "spec `flux-core >=>1` can't be used"),
+        (vec!["--channel", &place, "--spec", "flux-core", "--platform", "win-64"], 2, "win-64 is not a conda platform"),
+        (vec!["--channel", &place, "--spec", "flux-core", "--glibc", "new!"], 2, "glibc new! is not a version"),
+        (vec!["--channel", "http://127.0.0.1:1/lost", "--spec", "flux-core"], 1, "channel http://127.0.0.1:1/lost"),
+        (vec!["--out", &nowhere], 2, "gone/flux.lock: there is no such directory"),
+    ] {
+        let words = if words[0] == "--out" { words } else { [&words[..], &["--out", &out]].concat() };
+        let (found, text) = complaint(&run(&words));
+        let text = text.lines().last().unwrap();
+        assert_eq!(found, Some(code), "{words:?}: {text}");
+        assert!(text.starts_with("flux-distribute: ") && text.contains(expected), "{words:?}: {text}");
+    }
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_diff_says_what_an_upgrade_changes_whatever_the_locks_are_written_as() {
+    let directory = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| {
+        let path = directory.path().join(name);
+        fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let old = list(&[("linux-64/flux-core-0.87.0-h_0.conda", 'a'), ("noarch/gone-1-0.conda", 'b')]);
+    let new = list(&[("linux-64/flux-core-0.88.0-h_0.conda", 'c'), ("linux-64/come-1-0.conda", 'd')]);
+    let old = write("old.txt", &old);
+    let new = write("new.lock", &packages::normalise_lock(&new).unwrap());
+    let output = run(&["diff", &old, &new]);
+    assert!(output.status.success(), "{output:?}");
+    let text = said(&output);
+    for line in [
+        "linux-64: 3 packages changed, 2 in all; 2 to download, of unknown size",
+        "  upgraded    flux-core 0.87.0 → 0.88.0",
+        "  added       come 1",
+        "  removed     gone 1",
+        "flux-core goes from 0.87 to 0.88 on linux-64: all brokers must be restarted together, as a new epoch.",
+    ] {
+        assert!(text.lines().any(|found| found == line), "{line}: {text}");
+    }
+    let json: serde_json::Value = serde_json::from_str(&said(&run(&["diff", &old, &new, "--output", "json"]))).unwrap();
+    assert_eq!(json["newEpochNeeded"], true);
+    assert_eq!(json["diff"]["platforms"]["linux-64"]["download"]["packages"], 2);
+    assert_eq!(json["diff"]["platforms"]["linux-64"]["changes"][1]["change"], "upgraded");
+
+    let same = run(&["diff", &new, &new]);
+    assert!(same.status.success() && said(&same).contains("linux-64: nothing changes, 2 packages"), "{same:?}");
+    let torn = write("torn.lock", "version: 7\nenv");
+    for broken in [&torn, &directory.path().join("gone").display().to_string()] {
+        let (code, text) = complaint(&run(&["diff", &old, broken]));
+        assert_eq!(code, Some(2), "{text}");
+        assert!(text.contains(broken.as_str()) && text.trim().lines().count() == 1, "{text}");
+    }
+}
+
+#[test]
+fn help_tells_the_exit_codes() {
+    for words in [&["--help"][..], &["diff", "--help"]] {
+        let output = run(words);
+        assert!(said(&output).contains("Exit code: 0"), "{output:?}");
+    }
+}
+
+#[tokio::test]
+async fn an_explicit_list_becomes_a_lock_that_is_installed() {
+    let channel = Channel::with_flux();
+    let solved = lock_of(resolve(&asked(&channel.file_url(), &["flux-core"])).await.unwrap());
+    let digest = |name: &str| {
+        let bytes = fs::read(channel.archive(name)).unwrap();
+        hex::encode(<sha2::Sha256 as sha2::Digest>::digest(bytes))
+    };
+    let names = ["libflux-1.0-0.tar.bz2", "flux-core-1.0-0.conda"];
+    let place = channel.file_url();
+    let [library, core] = names.map(digest);
+    // As conda writes it, as pixi does, with the lines of several hands.
+    let text = format!(
+        "# This file may be used to create an environment using:\n# platform: linux-64\n\n@EXPLICIT\n\
+         {place}linux-64/{}#{library}\n{place}linux-64/{}#sha256:{core}\r\n",
+        names[0], names[1],
+    );
+    let set = resolve(&given(&text)).await.unwrap();
+    assert_eq!(set, resolve(&given(&text)).await.unwrap());
+    let lock = lock_of(set.clone());
+    for digest in [&library, &core] {
+        assert!(solved.contains(digest.as_str()) && lock.contains(digest.as_str()), "{lock}");
+    }
+    assert_eq!(lock_of(resolve(&given(&lock)).await.unwrap()), lock);
+    let host = Host::new();
+    host.fetch(&set).await.unwrap();
+    host.link(&set).await.unwrap();
+    assert!(host.environment(&set).join("bin/flux").is_file());
+}
+
+#[test]
+fn a_package_for_any_platform_goes_where_its_list_is_for() {
+    let any = "noarch/any-1-0.conda";
+    let core = |platform: &str| format!("{}#{}", url(&format!("{platform}/flux-core-1-0.conda")), "a".repeat(64));
+    let any = format!("{}#{}", url(any), "b".repeat(64));
+    let [x86, arm] = ["linux-64", "linux-aarch64"].map(core);
+    let both = ["linux-64".to_owned(), "linux-aarch64".to_owned()];
+    let holds = |text: &str, platform: &str| {
+        let lock = packages::normalise_lock(text).unwrap().into_owned();
+        let lock = rattler_lock::LockFile::from_str_with_base_directory(&lock, None).unwrap();
+        let found = lock.default_environment().unwrap();
+        let platform = lock.platform(platform).unwrap();
+        found.packages(platform).unwrap().any(|package| package.name() == "any")
+    };
+    let unmarked = format!("@EXPLICIT\n{x86}\n{arm}\n{any}\n");
+    assert!(both.iter().all(|platform| holds(&unmarked, platform)));
+    let marked =
+        format!("# platform: linux-64\n@EXPLICIT\n{x86}\n{any}\n# platform: linux-aarch64\n@EXPLICIT\n{arm}\n");
+    assert!(holds(&marked, "linux-64") && !holds(&marked, "linux-aarch64"));
+    packages::check_lock(&marked, &both).unwrap();
+    packages::check_lock(&format!("# platform: linux-64\n@EXPLICIT\n{any}\n"), &both[..1]).unwrap();
+}
+
+#[test]
+fn a_list_that_can_not_be_used_is_refused_in_one_sentence_that_names_the_package() {
+    let line = |name: &str, digest: &str| format!("@EXPLICIT\n{}{digest}\n", url(name));
+    let core = "linux-64/flux-core-0.88.0-h_0.conda";
+    let sha256 = format!("#{}", "a".repeat(64));
+    let [md5, cut, letters] = [32, 63, 64].map(|digits| "a".repeat(digits)).map(|digits| format!("#{digits}"));
+    let letters = letters.replace('a', "g");
+    for (text, expected) in [
+        (line(core, ""), "package flux-core has no sha256"),
+        (line(core, &md5), "conda list --explicit --sha256"),
+        (line(core, &md5.replace('#', "#md5:")), "pixi project export conda-explicit-spec"),
+        (line(core, &cut), "package flux-core has the sha256 `aaa"),
+        (line(core, &letters), "package flux-core has the sha256 `ggg"),
+        (line("osx-64/flux-core-0.88.0-h_0.conda", &sha256), "package flux-core is for osx-64"),
+        (line("linux-65/flux-core-0.88.0-h_0.conda", &sha256), "package flux-core is for linux-65"),
+        (line("noarch/any-1-0.conda", &sha256), "names no platform"),
+        (line("linux-64/flux-core.zip", &sha256), "line 2 of the @EXPLICIT list"),
+        ("@EXPLICIT\nflux-core\n".to_owned(), "line 2 of the @EXPLICIT list"),
+        ("@EXPLICIT\n".to_owned(), "names no platform"),
+        (format!("# platform: linux-65\n{}", line(core, &sha256)), "the platform linux-65"),
+        (line(core, &sha256) + &line("linux-64/flux-core-0.87.0-h_0.conda", &sha256), "flux-core is there twice"),
+        (line(core, &sha256).replace("https", "ftp"), "package flux-core is not at an http, https or file URL"),
+    ] {
+        let error = packages::check_lock(&text, &[]).unwrap_err().to_string();
+        assert!(error.contains(expected) && !error.contains('\n'), "{text}: {error}");
+    }
+}
+
+/// A lock of pixi with these environments, each with one package.
+fn pixi(environments: &[&str]) -> String {
+    let core = url("linux-64/flux-core-0.88.0-h_0.conda");
+    let environment = |name: &&str| {
+        format!(
+            "  {name}:\n    channels:\n    - url: https://channel/\n    packages:\n      linux-64:\n      - conda: {core}\n"
+        )
+    };
+    let environments = environments.iter().map(environment).collect::<String>();
+    let digest = "a".repeat(64);
+    format!("version: 6\nenvironments:\n{environments}packages:\n- conda: {core}\n  sha256: {digest}\n  size: 7\n")
+}
+
+#[tokio::test]
+async fn a_lock_of_pixi_is_taken_if_it_says_which_environment() {
+    for environments in [&["default"][..], &["flux"], &["default", "flux"]] {
+        let text = pixi(environments);
+        assert_eq!(lock_of(resolve(&given(&text)).await.unwrap()), text, "{environments:?}");
+    }
+    let error = resolve(&given(&pixi(&["gpu", "flux"]))).await.unwrap_err().to_string();
+    assert!(error.contains("no environment `default`") && error.contains("flux, gpu"), "{error}");
+}
+
+#[test]
+fn a_lock_that_can_not_be_used_is_refused_in_one_sentence_that_names_what_is_wrong() {
+    let good = pixi(&["default"]);
+    packages::check_lock(&good, &[]).unwrap();
+    let pypi = "https://files/x-1-py3-none-any.whl";
+    let with_pypi =
+        good.replace("packages:\n- conda", &format!("packages:\n- pypi: {pypi}\n  name: x\n  version: '1'\n- conda"));
+    let with_pypi = with_pypi.replacen("      - conda", &format!("      - pypi: {pypi}\n      - conda"), 1);
+    let cut_at = |end: &str| good[..good.find(end).unwrap()].to_owned();
+    for (text, expected) in [
+        (good.replace(&"a".repeat(64), &"a".repeat(63)), "package flux-core has the sha256 `aaa"),
+        (good.replace(&"a".repeat(64), "none"), "package flux-core has the sha256 `none`"),
+        (cut_at("  sha256"), "package flux-core has no sha256"),
+        (
+            cut_at("- conda: https://channel/linux-64/flux-core-0.88.0-h_0.conda\n  sha256"),
+            "package flux-core is named for an environment",
+        ),
+        (cut_at("packages:\n- conda"), "the lock can't be read"),
+        (
+            good.replace("packages:\n- conda", "packages: []\nrest:\n- conda"),
+            "package flux-core is named for an environment",
+        ),
+        (good.replace("linux-64:", "linux-65:"), "linux-65"),
+        (good.replace("https://channel/linux", "ftp://channel/linux"), "package flux-core is not at an http"),
+        (good.replace("linux-64", "osx-64"), "no packages for platform linux-64; it has osx-64"),
+        (good.replace("version: 6", "version: 99"), "version 99"),
+        (good.replace("https://channel/linux-64", "./linux-64"), "package flux-core is not at an http"),
+        (with_pypi, "package x comes from PyPI"),
+        ("nonsense: [".to_owned(), "the lock can't be read"),
+        ("just words".to_owned(), "the lock can't be read"),
+        (String::new(), "the lock can't be read"),
+        (good + &"# more\n".repeat(100_000), "published in a ConfigMap"),
+    ] {
+        let error = packages::check_lock(&text, &[]).unwrap_err();
+        let error = flux_distribute::error_chain(&error);
+        assert!(error.contains(expected) && !error.contains('\n'), "{expected}: {error}");
+    }
+}
+
+/// What a server in a bad mood answers for the index of linux-64, and whether the next attempt gets it.
+#[tokio::test]
+async fn a_server_that_asks_for_patience_is_given_it() {
+    use channel::Odd;
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let asked = asked(server.url(), &["flux-core"]);
+    let expected = resolve(&asked).await.unwrap();
+    let other = Server::start(channel.path()).await;
+    let elsewhere = format!("{}linux-64/repodata.json", other.url());
+    let index = "linux-64/repodata.json";
+    for moods in [
+        vec![Odd::Later(429, 0)],
+        vec![Odd::Later(503, 0), Odd::Later(429, 0), Odd::Later(502, 0)],
+        vec![Odd::Status(503)],
+        vec![Odd::Status(304)],
+        vec![Odd::Elsewhere(elsewhere)],
+    ] {
+        *server.trouble().odd.lock().unwrap() = moods.into_iter().map(|mood| (index, mood)).collect();
+        let start = std::time::Instant::now();
+        assert_eq!(resolve(&asked).await.unwrap(), expected);
+        assert!(server.trouble().odd.lock().unwrap().is_empty());
+        assert!(start.elapsed().as_secs() < 10);
+    }
+    assert!(other.trouble().sent.load(Ordering::SeqCst) > 0);
+}
+
+#[tokio::test]
+async fn a_server_that_always_answers_not_modified_is_an_error_and_not_the_end() {
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let always = || (0..100).map(|_| ("linux-64/repodata.json", channel::Odd::Status(304))).collect();
+    *server.trouble().odd.lock().unwrap() = always();
+    let error = resolve(&asked(server.url(), &["flux-core"])).await.unwrap_err();
+    assert!(error.is_transient() && error.to_string().contains("304 Not Modified"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_of_not_modified_without_a_validator_is_understood() {
+    let channel = Channel::with_flux();
+    channel.list_for("linux-aarch64");
+    let server = Server::start(channel.path()).await;
+    server.trouble().bare_304.store(1, Ordering::SeqCst);
+    let cache = tempfile::tempdir().unwrap();
+    let asked = asked(server.url(), &["flux-core"]);
+    let expected = resolve(&asked).await.unwrap();
+    let (client, platforms) = (http(), [PLATFORM.to_owned()]);
+    for _ in 0..3 {
+        let again = packages::resolve(&asked, &platforms, &client, Some(cache.path()), host_file);
+        assert_eq!(again.await.unwrap(), expected);
+    }
+    // noarch is asked for once for each platform, the second time with a condition.
+    let both =
+        ["--channel", server.url(), "--spec", "flux-core", "--platform", "linux-64", "--platform", "linux-aarch64"];
+    let output = run_beside(&both).await;
+    assert!(output.status.success(), "{output:?}");
+}

@@ -1,0 +1,316 @@
+//! Peers send what they hold, and whatever a peer does, the archives get there.
+
+use std::{
+    collections::BTreeSet,
+    io::Write,
+    sync::{Arc, Mutex, atomic::AtomicU64},
+    time::Duration,
+};
+
+use axum::{
+    body::{Body, Bytes},
+    extract::Request,
+    http::{StatusCode, header},
+    response::Response,
+};
+use flux_distribute::packages::{Access, Shelf, Token, serve_peers_on};
+use futures::StreamExt;
+
+use super::*;
+
+/// A server at an address of its own.
+async fn peer(answer: impl Fn(Request) -> Response + Clone + Send + Sync + 'static) -> String {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let router = axum::Router::new().fallback(move |request: Request| std::future::ready(answer(request)));
+    tokio::spawn(async move { axum::serve(listener, router).await });
+    address
+}
+
+/// An agent that serves what `host` holds of `set`.
+async fn agent(host: &Host, set: &PackageSet) -> String {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let shelf = Shelf::default();
+    shelf.offer(host.pkgs(), packages::archive_names(set).into_iter().collect::<BTreeSet<_>>());
+    tokio::spawn(serve_peers_on(listener, shelf));
+    address
+}
+
+fn from(peers: &[&str]) -> Sources {
+    Sources { peers: peers.iter().map(|p| (*p).to_owned()).collect(), ..Sources::default() }
+}
+
+fn quick() -> HttpClient {
+    http().with_patience_with_peers(Duration::from_millis(300))
+}
+
+fn status(status: StatusCode) -> Response {
+    Response::builder().status(status).body(Body::empty()).unwrap()
+}
+
+/// Sends `bytes`, and then nothing, or the end of the connection.
+fn and_then(bytes: Vec<u8>, length: usize, silence: bool) -> Response {
+    let pieces = futures::stream::iter([Some(bytes), None]).then(move |piece| async move {
+        match piece {
+            Some(piece) => Ok(Bytes::from(piece)),
+            None if silence => std::future::pending().await,
+            None => {
+                // What is not sent when the body fails is thrown away.
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                Err(io::Error::other("dead"))
+            }
+        }
+    });
+    Response::builder().header(header::CONTENT_LENGTH, length).body(Body::from_stream(pieces)).unwrap()
+}
+
+/// What is logged on this thread while it lives.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    fn warnings(&self) -> Vec<String> {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap().lines().map(str::to_owned).collect()
+    }
+
+    fn listen(&self) -> tracing::subscriber::DefaultGuard {
+        let log = self.clone();
+        let subscriber = tracing_subscriber::fmt().with_ansi(false).with_max_level(tracing::Level::WARN);
+        tracing::subscriber::set_default(subscriber.with_writer(move || log.clone()).finish())
+    }
+}
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A server with a package set of one large archive, which is also given.
+async fn one_archive() -> (Channel, Server, PackageSet, Vec<u8>) {
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
+    let archive = fs::read(channel.archive("libflux-1.0-0.tar.bz2")).unwrap();
+    (channel, server, set, archive)
+}
+
+#[tokio::test]
+async fn what_a_peer_holds_is_not_asked_of_the_source() {
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let set = resolve(&asked(server.url(), &["flux-core"])).await.unwrap();
+    let digest = set.digest();
+    let first = Host::new();
+    assert!(!packages::holds(&set, &digest, PLATFORM, &first.pkgs()));
+    assert_eq!(first.fetch(&set).await.unwrap().from_peers, 0);
+    assert!(packages::holds(&set, &digest, PLATFORM, &first.pkgs()));
+    let before = server.sent();
+    let (parent, mut hosts) = (agent(&first, &set).await, Vec::new());
+    // All at once, and more than a peer sends at a time.
+    hosts.resize_with(6, Host::new);
+    let (http, sources) = (http(), from(&[&parent]));
+    let each = hosts.iter().map(|host| host.fetch_from(&set, &http, &sources));
+    for fetched in futures::future::join_all(each).await {
+        let fetched = fetched.unwrap();
+        assert_eq!((fetched.from_peers, fetched.fetched_bytes), (fetched.bytes, fetched.bytes));
+    }
+    assert_eq!(server.sent(), before);
+    drop(server);
+    // The first one's archives are not needed any more.
+    let second = agent(&hosts[0], &set).await;
+    drop(first);
+    let last = Host::new();
+    last.fetch_from(&set, &http, &from(&[&parent, &second])).await.unwrap();
+    last.link(&set).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_bad_peer_is_dropped_with_one_line_and_the_bytes_come_from_elsewhere() {
+    let (_channel, server, set, archive) = one_archive().await;
+    let (length, half) = (archive.len(), archive.len() / 2);
+    let garbage = noise(length);
+    let nobody = {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        listener.local_addr().unwrap().to_string()
+    };
+    let endless = || futures::stream::repeat_with(|| Ok::<_, io::Error>(noise(1 << 16)));
+    let (all, to_half) = (length as u64, (length - half) as u64);
+    let (first, again) = (archive[..half].to_vec(), archive[..half].to_vec());
+    let elsewhere = server.url().to_owned();
+    let answers = |bytes: Vec<u8>| move |_: Request| Response::new(Body::from(bytes.clone()));
+    let cases = [
+        ("dead", nobody, "onnect", all),
+        ("not an address", "peer:secret@x/y".to_owned(), "not an address", all),
+        ("garbage", peer(answers(garbage)).await, "sha256", all),
+        ("longer", peer(answers(noise(2 * length))).await, "more bytes", all),
+        ("shorter", peer(answers(noise(half))).await, "fewer bytes", all),
+        ("endless", peer(move |_| Response::new(Body::from_stream(endless()))).await, "more bytes", all),
+        ("silent", peer(move |_| and_then(first.clone(), length, true)).await, "nothing for", to_half),
+        ("dies", peer(move |_| and_then(again.clone(), length, false)).await, "body", to_half),
+        ("broken", peer(|_| status(StatusCode::INTERNAL_SERVER_ERROR)).await, "500", all),
+        (
+            "sends elsewhere",
+            peer(move |_| {
+                let away = Response::builder().status(StatusCode::FOUND).header(header::LOCATION, &elsewhere);
+                away.body(Body::empty()).unwrap()
+            })
+            .await,
+            "302",
+            all,
+        ),
+    ];
+    for (case, address, problem, from_source) in cases {
+        let (log, host, before) = (Log::default(), Host::new(), server.sent());
+        let fetched = {
+            let _guard = log.listen();
+            host.fetch_from(&set, &quick(), &from(&[&address])).await.unwrap()
+        };
+        assert_eq!(server.sent() - before, from_source, "{case}");
+        assert_eq!(fetched.from_peers, all - from_source, "{case}");
+        let warnings = log.warnings();
+        assert_eq!(warnings.len(), 1, "{case}: {warnings:?}");
+        for word in ["libflux-1.0-0.tar.bz2", address.as_str(), problem] {
+            assert!(warnings[0].contains(word), "{case}: {warnings:?}");
+        }
+        assert_eq!(host.fetch(&set).await.unwrap().fetched_bytes, 0, "{case}: what is there is not right");
+    }
+}
+
+#[tokio::test]
+async fn a_dropped_peer_is_asked_for_nothing_more() {
+    let mut channel = Channel::with_flux();
+    let names = ["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "a8", "a9"];
+    for name in names {
+        channel.add(name, ".conda", &[], &[Content::plain("share/a", name.as_bytes())]);
+    }
+    let server = Server::start(channel.path()).await;
+    let set = resolve(&asked(server.url(), &names)).await.unwrap();
+    let asked = Arc::new(AtomicU64::new(0));
+    let count = asked.clone();
+    let bad = peer(move |_| {
+        count.fetch_add(1, Ordering::SeqCst);
+        status(StatusCode::INTERNAL_SERVER_ERROR)
+    })
+    .await;
+    let log = Log::default();
+    let _guard = log.listen();
+    Host::new().fetch_from(&set, &quick(), &from(&[&bad])).await.unwrap();
+    assert!(asked.load(Ordering::SeqCst) <= 6, "more than were under way");
+    assert_eq!(log.warnings().len(), 1, "{:?}", log.warnings());
+}
+
+#[tokio::test]
+async fn a_peer_that_lacks_one_archive_is_asked_for_the_others() {
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let set = resolve(&asked(server.url(), &["flux-core"])).await.unwrap();
+    let (whole, partial) = (Host::new(), Host::new());
+    let bytes = whole.fetch(&set).await.unwrap().bytes;
+    partial.fetch(&set).await.unwrap();
+    let lost = fs::read_dir(partial.pkgs()).unwrap().next().unwrap().unwrap().path();
+    fs::remove_file(lost).unwrap();
+    let (whole, partial, before) = (agent(&whole, &set).await, agent(&partial, &set).await, server.sent());
+    let log = Log::default();
+    let _guard = log.listen();
+    let fetched = Host::new().fetch_from(&set, &quick(), &from(&[&partial, &whole])).await.unwrap();
+    assert_eq!((fetched.from_peers, server.sent()), (bytes, before));
+    let fetched = Host::new().fetch_from(&set, &quick(), &from(&[&partial])).await.unwrap();
+    assert!(fetched.from_peers > 0 && fetched.from_peers < bytes);
+    assert!(log.warnings().is_empty(), "{:?}", log.warnings());
+}
+
+#[tokio::test]
+async fn a_busy_peer_is_waited_for_since_the_source_shall_not_send_again() {
+    let (_channel, server, set, archive) = one_archive().await;
+    let (before, asked, bytes) = (server.sent(), Arc::new(AtomicU64::new(0)), archive.len() as u64);
+    let busy = peer(move |_| match asked.fetch_add(1, Ordering::SeqCst) {
+        0 => Response::builder().status(503).header(header::RETRY_AFTER, "1").body(Body::empty()).unwrap(),
+        1 => Response::builder().status(503).header(header::RETRY_AFTER, "0").body(Body::empty()).unwrap(),
+        _ => Response::new(Body::from(archive.clone())),
+    })
+    .await;
+    let fetched = Host::new().fetch_from(&set, &quick(), &from(&[&busy])).await.unwrap();
+    assert_eq!((fetched.from_peers, server.sent()), (bytes, before));
+}
+
+#[tokio::test]
+async fn nobody_is_blamed_for_the_garbage_of_another() {
+    let (_channel, server, set, archive) = one_archive().await;
+    let (length, before) = (archive.len(), server.sent());
+    let garbage = noise(length / 2);
+    let liar = peer(move |_| and_then(garbage.clone(), length, false)).await;
+    let good = Host::new();
+    good.fetch(&set).await.unwrap();
+    let good = agent(&good, &set).await;
+    let before = server.sent().max(before);
+    let log = Log::default();
+    let _guard = log.listen();
+    let fetched = Host::new().fetch_from(&set, &quick(), &from(&[&liar, &good])).await.unwrap();
+    assert_eq!((fetched.from_peers, server.sent()), (length as u64, before));
+    let warnings = log.warnings();
+    assert!(warnings.len() == 1 && warnings[0].contains(&liar), "{warnings:?}");
+}
+
+#[tokio::test]
+async fn a_peer_goes_on_where_another_one_ended() {
+    let (_channel, _server, set, archive) = one_archive().await;
+    let (length, half) = (archive.len(), archive.len() / 2);
+    let first = archive[..half].to_vec();
+    let dying = peer(move |_| and_then(first.clone(), length, false)).await;
+    let wished = Arc::new(Mutex::new(Vec::new()));
+    let wishes = wished.clone();
+    let second = peer(move |request: Request| {
+        let range = request.headers().get(header::RANGE).map(|range| range.to_str().unwrap().to_owned());
+        wishes.lock().unwrap().push(range);
+        let range = format!("bytes {half}-{}/{length}", length - 1);
+        let answer = Response::builder().status(StatusCode::PARTIAL_CONTENT).header(header::CONTENT_RANGE, range);
+        answer.body(Body::from(archive[half..].to_vec())).unwrap()
+    })
+    .await;
+    let fetched = Host::new().fetch_from(&set, &quick(), &from(&[&dying, &second])).await.unwrap();
+    assert_eq!(fetched.from_peers, length as u64);
+    assert_eq!(*wished.lock().unwrap(), [Some(format!("bytes={half}-"))]);
+}
+
+#[tokio::test]
+async fn peers_never_see_the_token() {
+    let (_channel, server, set, _) = one_archive().await;
+    let seen = Arc::new(AtomicU64::new(0));
+    let count = seen.clone();
+    let curious = peer(move |request: Request| {
+        count.fetch_add(1 + 10 * u64::from(request.headers().contains_key(header::AUTHORIZATION)), Ordering::SeqCst);
+        status(StatusCode::NOT_FOUND)
+    })
+    .await;
+    let access = Access { token: Some(Token::new("secret")), ..Access::default() };
+    let urls = [server.url().to_owned(), format!("http://{curious}.example.org/")];
+    let http = HttpClient::with_access(&access, &urls).unwrap();
+    Host::new().fetch_from(&set, &http, &from(&[&curious])).await.unwrap();
+    assert_eq!(seen.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn a_bundle_on_the_host_is_nearer_than_any_peer_and_a_damaged_one_is_not() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("flux.tar.gz");
+    fs::write(&path, "a bundle").unwrap();
+    let sha256 = hex::encode(<sha2::Sha256 as sha2::Digest>::digest("a bundle"));
+    let url = url::Url::from_file_path(&path).unwrap().to_string();
+    let set = PackageSet::Bundle(flux_distribute::api::BundleSource { url, sha256 });
+    let first = Host::new();
+    first.fetch(&set).await.unwrap();
+    let sources = from(&[&agent(&first, &set).await]);
+    assert_eq!(Host::new().fetch_from(&set, &quick(), &sources).await.unwrap().from_peers, 0);
+    fs::write(&path, "another").unwrap();
+    assert_eq!(Host::new().fetch_from(&set, &quick(), &sources).await.unwrap().from_peers, 8);
+    fs::remove_file(&path).unwrap();
+    assert_eq!(Host::new().fetch_from(&set, &quick(), &sources).await.unwrap().from_peers, 8);
+    let error = Host::new().fetch(&set).await.unwrap_err();
+    assert!(matches!(error, FetchError::HostFile { .. }), "{error}");
+}

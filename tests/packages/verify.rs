@@ -1,0 +1,146 @@
+//! What is not as it was installed is named.
+
+use std::{os::unix::fs::symlink, process::Command};
+
+use flux_distribute::{host::VerifyOrder, packages::Verified};
+
+use super::*;
+
+pub fn verify(prefix: &Path, digest: &str) -> Verified {
+    let order = VerifyOrder { prefix: prefix.to_owned(), digest: Some(digest.to_owned()) };
+    packages::verify(&order).unwrap().remove(0)
+}
+
+fn differences(host: &Host, set: &PackageSet) -> Vec<String> {
+    let found = verify(host.prefix(), &set.digest()).differences;
+    found.into_iter().map(|difference| format!("{} {}", difference.what, difference.path.display())).collect()
+}
+
+fn command(words: &[&std::ffi::OsStr]) -> (i32, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_flux-distribute")).arg("verify").args(words).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
+}
+
+/// Two packages have one file, and one has symlinks.
+async fn installed() -> (Host, PackageSet) {
+    let mut channel = Channel::with_flux();
+    channel.add(
+        "one",
+        ".conda",
+        &[],
+        &[Content::plain("share/both", b"one"), Content::script("bin/one", "#!PREFIX/sh")],
+    );
+    channel.add(
+        "two",
+        ".tar.bz2",
+        &[],
+        &[Content::plain("share/both", b"two"), Content::link("lib/libtwo.so", "libflux.so")],
+    );
+    let set = resolve(&asked(&channel.file_url(), &["flux-core", "one", "two"])).await.unwrap();
+    let host = Host::new();
+    host.fetch(&set).await.unwrap();
+    host.link(&set).await.unwrap();
+    (host, set)
+}
+
+#[tokio::test]
+async fn what_was_just_installed_is_as_it_was_installed() {
+    let (host, set) = installed().await;
+    let verified = verify(host.prefix(), &set.digest());
+    assert_eq!(verified.differences, []);
+    assert!(verified.files >= 11 && verified.bytes > 300_000, "{verified:?}");
+    // Python's own leavings are nobody's fault.
+    let cache = host.environment(&set).join("lib/__pycache__");
+    fs::create_dir(&cache).unwrap();
+    fs::write(cache.join("flux.cpython-312.pyc"), "").unwrap();
+    assert_eq!(differences(&host, &set), Vec::<String>::new());
+}
+
+#[tokio::test]
+async fn every_kind_of_difference_is_named() {
+    let (host, set) = installed().await;
+    let environment = host.environment(&set);
+    let at = |path: &str| environment.join(path);
+    for (change, expected) in [
+        ((&|| fs::write(at("share/flux"), "plaim").unwrap()) as &dyn Fn(), "changed share/flux"),
+        (&|| fs::write(at("bin/one"), "").unwrap(), "changed bin/one"),
+        (&|| fs::remove_file(at("lib/libflux.so")).unwrap(), "missing lib/libflux.so"),
+        (&|| fs::write(at("lib/new"), "").unwrap(), "extra lib/new"),
+        (&|| symlink("/etc/passwd", at("lib/passwd")).unwrap(), "extra lib/passwd"),
+        (
+            &|| {
+                fs::remove_file(at("lib/libtwo.so")).unwrap();
+                symlink("libother.so", at("lib/libtwo.so")).unwrap();
+            },
+            "changed lib/libtwo.so",
+        ),
+        (
+            &|| {
+                fs::remove_file(at("share/big")).unwrap();
+                symlink("/dev/null", at("share/big")).unwrap();
+            },
+            "replaced share/big",
+        ),
+        (
+            &|| {
+                let record = at("conda-meta/two-1.0-0.json");
+                let half = fs::metadata(&record).unwrap().len() / 2;
+                File::options().write(true).open(record).unwrap().set_len(half).unwrap();
+            },
+            "changed conda-meta/two-1.0-0.json",
+        ),
+        (&|| fs::remove_file(at("conda-meta/one-1.0-0.json")).unwrap(), "missing conda-meta/one-1.0-0.json"),
+    ] {
+        let before = differences(&host, &set);
+        change();
+        let after = differences(&host, &set);
+        assert!(
+            !before.contains(&expected.to_owned()) && after.contains(&expected.to_owned()),
+            "{expected}: {after:?}"
+        );
+    }
+    assert!(differences(&host, &set).iter().all(|line| !line.contains("flux-core")));
+}
+
+#[tokio::test]
+async fn the_command_names_each_difference_and_tells_by_its_exit_code() {
+    let (host, set) = installed().await;
+    let digest = set.digest();
+    let prefix: &std::ffi::OsStr = host.prefix().as_ref();
+    let (code, said, _) = command(&["--prefix".as_ref(), prefix]);
+    assert_eq!((code, said.lines().count()), (0, 1), "{said}");
+    assert!(said.contains(": as it was installed ("), "{said}");
+
+    let file = host.environment(&set).join("share/flux");
+    fs::write(&file, "").unwrap();
+    let (code, said, _) = command(&[digest.as_ref(), "--prefix".as_ref(), prefix]);
+    assert_eq!(code, 1);
+    assert_eq!(said.lines().next(), Some(format!("changed    {}", file.display()).as_str()));
+    let (code, said, _) = command(&["--prefix".as_ref(), prefix, "--output".as_ref(), "json".as_ref()]);
+    let said: serde_json::Value = serde_json::from_str(&said).unwrap();
+    assert_eq!(code, 1);
+    assert_eq!(said[0]["digest"], digest);
+    assert_eq!(said[0]["differences"], serde_json::json!([{"path": "share/flux", "what": "changed"}]));
+
+    let nothing = tempfile::tempdir().unwrap();
+    for (words, expected) in [
+        (&["--prefix".as_ref(), nothing.path().as_ref()] as &[&std::ffi::OsStr], "there is no environment in"),
+        (&["0123".as_ref(), "--prefix".as_ref(), prefix], &format!("there is {digest}")),
+        (&["../etc".as_ref(), "--prefix".as_ref(), prefix], "not the digest of a package set"),
+    ] {
+        let (code, said, error) = command(words);
+        assert_eq!((code, said.as_str()), (2, ""), "{error}");
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn an_environment_without_its_marker_or_with_half_of_it_is_not_as_it_was_installed() {
+    let (host, set) = installed().await;
+    let marker = host.environment(&set).join(packages::ENVIRONMENT_MARKER);
+    fs::write(&marker, "{\"digest\":").unwrap();
+    assert_eq!(differences(&host, &set), ["changed .flux-distribute.json"]);
+    fs::remove_file(&marker).unwrap();
+    assert_eq!(differences(&host, &set), ["missing .flux-distribute.json"]);
+}
