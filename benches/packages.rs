@@ -61,7 +61,7 @@ fn fetch(set: &PackageSet, prefix: &Path) {
     let pkgs = prefix.join("pkgs");
     fs::create_dir_all(&pkgs).unwrap();
     let fetching = async {
-        let (http, from, platform) = (HttpClient::new().unwrap(), Sources::default(), packages::native_platform());
+        let (http, platform) = (HttpClient::new().unwrap(), packages::native_platform());
         packages::fetch(
             set,
             &set.digest(),
