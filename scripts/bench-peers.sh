@@ -10,6 +10,7 @@
 # DIR      where the nodes are (default: /var/tmp)
 # BINARY   the flux-distribute to run (default: the release build)
 set -euo pipefail
+shopt -s inherit_errexit
 cd "$(dirname "$0")/.."
 nodes=${1:-8}
 rate=${RATE:-100mbit}
@@ -75,17 +76,18 @@ print(sum(node["phase"] in later for node in json.load(sys.stdin)))'
 
 # Prints: seconds until all are installed, bytes from the source, the busiest node's upload.
 measure() {
-    local count=$1 before start
+    local count=$1 before start done
     before=$(sent)
     "$binary" local up --nodes "$count" --no-wait "${source[@]}" > /dev/null
     start=$(date +%s.%N)
-    until [ "$(installed)" = "$count" ]; do
+    while done=$(installed) && [ "$done" -lt "$count" ]; do
         if [ "$SECONDS" -gt "$limit" ]; then
             "$binary" local status >&2
             return 1
         fi
         sleep 0.2
     done
+    [ "$done" = "$count" ]
     python3 -c 'import sys, time; print(f"{time.time() - float(sys.argv[1]):.1f}", end=" ")' "$start"
     echo "$(($(sent) - before)) $(uploads | sort -n | tail -1)"
     "$binary" local down > /dev/null

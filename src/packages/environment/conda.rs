@@ -69,10 +69,8 @@ impl Build<'_> {
         let unpacked = self.ready.with_file_name(format!(".{}.unpacked", self.digest));
         fs::create_dir(&unpacked).map_err(|e| failed(format!("can't make {}: {e}", unpacked.display())))?;
         let done = self.unpack_and_link(&packages, &unpacked, progress);
-        match fs::remove_dir_all(&unpacked) {
-            Err(e) if done.is_ok() => Err(failed(format!("can't remove {}: {e}", unpacked.display()))),
-            _ => done,
-        }
+        let removed = remove_all(&unpacked);
+        done.and(removed)
     }
 
     fn unpack_and_link(
@@ -95,15 +93,18 @@ impl Build<'_> {
             let record = PrefixRecord::from_repodata_record(package.record.clone(), paths);
             linker.write(&record).map_err(|e| wrong(&e))?;
             records.push(record);
-            fs::remove_dir_all(&directory).map_err(|e| wrong(&e))
+            Ok(directory)
         };
         let (memory, next, stop) = (Memory::new(MEMORY), AtomicUsize::new(0), AtomicBool::new(false));
         let (sender, receiver) = mpsc::channel();
+        let (remove, removable) = mpsc::channel();
+        let (working, idle) = mpsc::channel::<()>();
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS);
         std::thread::scope(|scope| {
             for _ in 0..threads {
-                let (sender, memory, next, stop) = (sender.clone(), &memory, &next, &stop);
+                let (sender, memory, next, stop, working) = (sender.clone(), &memory, &next, &stop, working.clone());
                 scope.spawn(move || {
+                    let _working = working;
                     while !stop.load(Ordering::Relaxed) {
                         let number = next.fetch_add(1, Ordering::Relaxed);
                         let Some(package) = packages.get(number) else { return };
@@ -115,9 +116,22 @@ impl Build<'_> {
                 });
             }
             drop(sender);
-            let done = link_in_order(packages, receiver, progress, &mut link);
+            drop(working);
+            // Beside the linking but after the unpacking: an ext4 without journal looks at all that was just deleted
+            // before it makes one file.
+            let remover = scope.spawn(move || {
+                let _ = idle.recv();
+                removable.iter().try_for_each(|directory: PathBuf| remove_all(&directory))
+            });
+            let done = link_in_order(packages, receiver, progress, |package, unpacked| {
+                // Where the remover has ended, it says why itself.
+                link(package, unpacked).map(|directory| drop(remove.send(directory)))
+            });
             stop.store(true, Ordering::Relaxed);
-            done
+            drop(remove);
+            let removed =
+                remover.join().unwrap_or_else(|_| Err(failed("removing what was linked broke off".to_owned())));
+            done.and(removed)
         })?;
         // Of a file that several packages bring, that of the package stays on which no other of them depends.
         let records = PackageRecord::sort_topologically(records.iter().collect());
@@ -226,8 +240,9 @@ struct Linker<'a> {
 impl<'a> Linker<'a> {
     fn new(build: &Build<'a>, packages: &[Locked]) -> Result<Self, Refusal> {
         let platform = build.platform.parse::<Subdir>().map_err(|e| refused(e.to_string()))?;
-        // The global pool can be made once; then it is there, which is as good.
-        let _ = rayon::ThreadPoolBuilder::new().num_threads(THREADS).build_global();
+        // rattler shares out the directories of a package by hundreds, which hardly one has; a second thread would only
+        // look for work. The global pool can be made once; then it is there, which is as good.
+        let _ = rayon::ThreadPoolBuilder::new().num_threads(1).build_global();
         let records = packages.iter().map(|p| &p.record);
         let none = Vec::<&RepoDataRecord>::new();
         let transaction = Transaction::from_current_and_desired(none, records, None, None, platform)
@@ -260,6 +275,10 @@ impl<'a> Linker<'a> {
         record.write_to(&mut file, true)?;
         file.flush()
     }
+}
+
+fn remove_all(directory: &Path) -> Result<(), Refusal> {
+    fs::remove_dir_all(directory).map_err(|e| failed(format!("can't remove {}: {e}", directory.display())))
 }
 
 /// A package's name for people.

@@ -8,8 +8,9 @@ use std::{
 
 use crate::host::{Refusal, preflight::Room};
 
-/// Conda packages unpack to some three times their size, and so does a tree of programs.
-const UNPACKED_PER_BYTE: u64 = 3;
+/// Conda packages unpack to some three times their size, and so does a tree of programs; files with a prefix in them are
+/// there twice for a moment.
+const UNPACKED_PER_BYTE: u64 = 4;
 
 /// What archives of so many bytes unpack to, as a rule.
 pub(in crate::packages) fn unpacked(archives: u64) -> u64 {
