@@ -1,13 +1,13 @@
 //! The command line.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{io::Write, path::PathBuf, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::{
     agent::{self, Rung},
-    api, host, local, packages,
+    api, host, local, packages, redact,
 };
 
 /// What a shell is told: 2 for bad input (nothing was changed), 1 for everything else that went wrong.
@@ -93,7 +93,8 @@ pub fn main() -> ExitCode {
     match run(arguments.command) {
         Ok(code) => code,
         Err(failure) => {
-            eprintln!("flux-distribute: {}", failure.message);
+            // Whoever has closed it does not want to read it.
+            let _ = writeln!(std::io::stderr(), "flux-distribute: {}", failure.message);
             failure.code
         }
     }
@@ -168,7 +169,7 @@ fn block_on(future: impl Future<Output = Result<ExitCode, Failure>>) -> Result<E
 fn init_tracing() {
     let filter =
         EnvFilter::try_from_env("FLUX_DISTRIBUTE_LOG").unwrap_or_else(|_| EnvFilter::new("flux_distribute=info,warn"));
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(redact::Stderr);
     if std::env::var("FLUX_DISTRIBUTE_LOG_FORMAT").is_ok_and(|format| format == "json") {
         log.json().init();
     } else {
@@ -201,7 +202,6 @@ fn validate(file: &std::path::Path) -> Result<ExitCode, Failure> {
 }
 
 fn print(text: &str) -> Result<ExitCode, Failure> {
-    use std::io::Write;
     std::io::stdout().write_all(text.as_bytes()).map_err(|error| Failure::new(&error))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -30,7 +30,7 @@ pub fn main() -> ExitCode {
             tracing_subscriber::EnvFilter::try_from_env("FLUX_DISTRIBUTE_LOG")
                 .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info")),
         )
-        .with_writer(io::stderr)
+        .with_writer(crate::redact::Stderr)
         .with_ansi(false)
         // A removal outlives the agent, and who would read its log.
         .log_internal_errors(false)

@@ -14,6 +14,7 @@
 mod bundle;
 mod environment;
 mod fetch;
+mod files;
 mod lock;
 mod progress;
 mod serve;

@@ -23,7 +23,9 @@ use crate::packages::{
     bundle::manifest::check_prefix,
     bundle::pack::{self, PackError},
     bundle::packages::{self, ByPlatform, archives, by_platform},
-    fetch, holds,
+    fetch,
+    files::{open_plain, rename_target},
+    holds,
     lock::{self, LockError},
     native_platform,
     progress::size,
@@ -77,6 +79,8 @@ impl CreateBundle {
         if self.out.is_dir() {
             return Err(BundleError::input(&self.out, "it is a directory; name the file to write"));
         }
+        // Before anything is fetched or packed.
+        self.target()?;
         let made = match (&self.from_prefix, &self.lock) {
             (Some(from), None) => self.tree(from)?,
             (None, Some(lock)) => self.packages(lock)?,
@@ -120,14 +124,19 @@ impl CreateBundle {
         let (file, aside) = aside.into_parts();
         let hashed = pack::pack(&from, &manifest, Hashed::new(file)).map_err(|e| not_packed(e, &self.out))?;
         let (sha256, bytes) = hashed.finish().map_err(write())?;
-        aside.persist(&self.out).map_err(|e| write()(e.error))?;
+        aside.persist(self.target()?).map_err(|e| write()(e.error))?;
         Ok(Made { manifest, sha256, bytes, packages: None })
     }
 
+    fn target(&self) -> Result<PathBuf, BundleError> {
+        rename_target(&self.out).map_err(|e| BundleError::input(&self.out, e.to_string()))
+    }
+
     fn packages(&self, given: &Path) -> Result<Made, BundleError> {
-        let lock = fs::read_to_string(given).map_err(|e| match e.kind() {
+        let lock = open_plain(given).and_then(io::read_to_string).map_err(|e| match e.kind() {
             io::ErrorKind::NotFound => BundleError::input(given, "there is no such file"),
             io::ErrorKind::IsADirectory => BundleError::input(given, "it is a directory and no lock"),
+            io::ErrorKind::InvalidInput => BundleError::input(given, e.to_string()),
             io::ErrorKind::InvalidData => BundleError::input(given, "it is not text, so it is no lock"),
             _ => BundleError::io("read", given)(e),
         })?;
@@ -165,7 +174,7 @@ impl CreateBundle {
             packing.await.map_err(|e| BundleError::io("write", &self.out)(io::Error::other(e)))?
         };
         let (sha256, bytes) = runtime.block_on(async { shown(Style::of(self.output), events, work).await })?;
-        fs::rename(&packed, &self.out).map_err(BundleError::io("write", &self.out))?;
+        fs::rename(&packed, self.target()?).map_err(BundleError::io("write", &self.out))?;
         downloads.remove()?;
         let packages = Some(archives(&packages).len());
         Ok(Made { manifest: BundleManifest::packages(platforms), sha256, bytes, packages })

@@ -9,7 +9,6 @@ pub(in crate::packages) mod unpack;
 
 use std::{
     fmt::Write as _,
-    fs::File,
     io::{self, BufReader, Write},
     path::{Path, PathBuf},
 };
@@ -19,7 +18,7 @@ use serde_json::json;
 
 use crate::packages::{
     BundleManifest, CreateBundle, FetchError, HttpError, Limits, bundle::packages::Contents,
-    bundle::unpack::UnpackError, fetch::archive, lock::Locked, progress::size,
+    bundle::unpack::UnpackError, fetch::archive, files::open_plain, lock::Locked, progress::size,
 };
 
 /// Make or look at a bundle: one file that holds a whole installation of Flux.
@@ -146,8 +145,10 @@ impl InspectBundle {
     /// Where a host would refuse it.
     pub fn run(&self) -> Result<String, BundleError> {
         let open = || {
-            File::open(&self.file).map(BufReader::new).map_err(|error| match error.kind() {
+            open_plain(&self.file).map(BufReader::new).map_err(|error| match error.kind() {
                 io::ErrorKind::NotFound => BundleError::input(&self.file, "there is no such file"),
+                io::ErrorKind::IsADirectory => BundleError::input(&self.file, "it is a directory and no bundle"),
+                io::ErrorKind::InvalidInput => BundleError::input(&self.file, error.to_string()),
                 _ => BundleError::io("read", &self.file)(error),
             })
         };

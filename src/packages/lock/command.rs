@@ -11,6 +11,7 @@ use clap::{Args, Subcommand};
 use crate::api::{PackageSet, Packages};
 use crate::packages::{
     HttpClient, HttpError, LockError, OutputFormat, SolveError,
+    files::{open_plain, rename_target},
     lock::diff::{self, Bytes, Contents, Count, compare},
     native_platform, normalise_lock, resolve,
 };
@@ -103,8 +104,8 @@ pub enum LockCommandError {
         #[source]
         source: io::Error,
     },
-    /// There is nothing to write into.
-    #[error("{path}: there is no such directory to write into")]
+    /// There is no such directory, or something else than a plain file is there.
+    #[error("{path}: no plain file can be written there")]
     NoDirectory {
         /// As it was given.
         path: String,
@@ -203,31 +204,34 @@ fn summary(path: &Path, contents: &Contents) -> String {
 }
 
 /// Written aside and in the same directory, so that a lock under its name is a whole one.
-struct Target<'a> {
-    path: &'a Path,
+struct Target {
+    path: PathBuf,
     aside: tempfile::NamedTempFile,
 }
 
-impl<'a> Target<'a> {
+impl Target {
     /// Before solving: nobody wants to hear of a wrong path after minutes.
-    fn open(path: &'a Path) -> Result<Self, LockCommandError> {
+    fn open(path: &Path) -> Result<Self, LockCommandError> {
+        let unfit = |_| LockCommandError::NoDirectory { path: path.display().to_string() };
+        let path = rename_target(path).map_err(unfit)?;
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         if !parent.is_dir() || path.is_dir() || path.file_name().is_none() {
             return Err(LockCommandError::NoDirectory { path: path.display().to_string() });
         }
         let aside = tempfile::Builder::new().prefix(".lock-").tempfile_in(parent);
-        Ok(Self { path, aside: aside.map_err(LockCommandError::io("write", path))? })
+        let aside = aside.map_err(LockCommandError::io("write", &path))?;
+        Ok(Self { path, aside })
     }
 
     fn write(mut self, bytes: &[u8]) -> Result<PathBuf, LockCommandError> {
         let path = self.path;
-        let failed = || LockCommandError::io("write", path);
+        let failed = || LockCommandError::io("write", &path);
         self.aside.write_all(bytes).map_err(failed())?;
         let public = std::os::unix::fs::PermissionsExt::from_mode(0o644);
         fs::set_permissions(self.aside.path(), public).map_err(failed())?;
         self.aside.as_file().sync_all().map_err(failed())?;
-        self.aside.persist(path).map_err(|error| failed()(error.error))?;
-        Ok(path.to_owned())
+        self.aside.persist(&path).map_err(|error| failed()(error.error))?;
+        Ok(path)
     }
 }
 
@@ -267,7 +271,8 @@ struct Side {
 impl Side {
     fn read(path: &Path) -> Result<Self, LockCommandError> {
         let shown = || path.display().to_string();
-        let text = fs::read_to_string(path).map_err(|source| LockCommandError::Unreadable { path: shown(), source })?;
+        let text = open_plain(path).and_then(io::read_to_string);
+        let text = text.map_err(|source| LockCommandError::Unreadable { path: shown(), source })?;
         let wrong = |source| LockCommandError::Lock { path: shown(), source };
         let lock = normalise_lock(&text).map_err(wrong)?.into_owned();
         let contents = diff::contents(&lock).map_err(wrong)?;

@@ -135,7 +135,10 @@ pub(in crate::packages) fn parse_platform(
         other => other.strip_prefix("linux-").unwrap_or(other),
     };
     let version = |text: &str| text.parse::<Version>();
-    let glibc = version(glibc).map_err(|_| SolveError::Glibc { glibc: glibc.to_owned() })?;
+    let is_glibc = glibc.split('.').count() > 1
+        && glibc.split('.').all(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()));
+    let parsed = version(glibc).ok().filter(|_| is_glibc);
+    let glibc = parsed.ok_or_else(|| SolveError::Glibc { glibc: glibc.to_owned() })?;
     let constant = |text: &str| version(text).map_err(|_| not_a_platform());
     let package = |name: &str, version: Version, build: &str| GenericVirtualPackage {
         name: PackageName::new_unchecked(name),
