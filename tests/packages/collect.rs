@@ -128,6 +128,26 @@ async fn a_killed_collection_leaves_nothing_that_looks_ready_and_the_next_one_fi
 }
 
 #[tokio::test]
+async fn an_environment_that_was_made_again_goes_while_the_old_one_is_still_in_use() {
+    let (host, sets) = host_with(2).await;
+    let (old, digest) = (host.environment(&sets[0]), sets[0].digest());
+    let aside = host.prefix().join("envs").join(format!(".{digest}.old"));
+    fs::copy("/bin/sleep", old.join("bin/sleep-of-its-own")).unwrap();
+    fs::rename(&old, &aside).unwrap();
+    let mut process = Command::new(aside.join("bin/sleep-of-its-own")).arg("1000").spawn().unwrap();
+    // As one that was made again meanwhile.
+    let copied = Command::new("/bin/cp").arg("-a").args([&aside, &old]).status().unwrap();
+    assert!(copied.success());
+    let collected = collect(&host, 1, &[&sets[1]]);
+    assert_eq!((collected.environments, collected.archives), (vec![digest], 1));
+    assert!(aside.exists() && process.try_wait().unwrap().is_none());
+    process.kill().unwrap();
+    process.wait().unwrap();
+    collect(&host, 1, &[&sets[1]]);
+    assert_eq!(host.envs(), [sets[1].digest()]);
+}
+
+#[tokio::test]
 async fn archives_are_left_alone_while_somebody_fetches() {
     let (host, sets) = host_with(1).await;
     let lock = nix::fcntl::Flock::lock(File::open(host.pkgs()).unwrap(), nix::fcntl::FlockArg::LockExclusive).unwrap();

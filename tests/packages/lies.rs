@@ -248,6 +248,37 @@ async fn a_frame_that_wants_more_memory_than_anybody_has_is_refused() {
 }
 
 #[tokio::test]
+async fn a_later_frame_gets_no_more_memory_than_was_set_aside_for_the_first() {
+    let content = [Entry::file("bin/flux", b"x")];
+    let mut zip = zip::ZipWriter::new(io::Cursor::new(Vec::new()));
+    let stored = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
+    for (name, entries) in [("pkg-a.tar.zst", &content[..]), ("info-a.tar.zst", &info("evil", &honest(&content)))] {
+        zip.start_file(name, stored).unwrap();
+        zip.write_all(&zstd::encode_all(&tar(entries)[..], 3).unwrap()).unwrap();
+        // A window of 128 MiB, and one empty block.
+        zip.write_all(&[0x28, 0xb5, 0x2f, 0xfd, 0, 17 << 3, 1, 0, 0]).unwrap();
+    }
+    let refusal = told(&[Lie::new("evil-1.0-0.conda", zip.finish().unwrap().into_inner())]).await;
+    assert!(refusal.message.contains("evil-1.0-0") && refusal.message.contains("too much memory"), "{refusal}");
+}
+
+#[tokio::test]
+async fn a_name_that_would_fill_the_memory_is_refused() {
+    let named = |kind, bytes: usize| {
+        let name = Entry { bytes: vec![b'a'; bytes], ..Entry::link(kind, "name", "") };
+        [Entry::file("bin/flux", &noise(3 << 20)), name, Entry::file("bin/other", b"x")]
+    };
+    for kind in [EntryType::GNULongName, EntryType::GNULongLink, EntryType::XHeader] {
+        for lie in Lie::both(&info("evil", &[]), &named(kind, 2 << 20)) {
+            let refusal = told(&[lie]).await;
+            let words = ["package evil-1.0-0 from", "it holds more than 1 MiB of names and headers for one entry"];
+            assert!(words.iter().all(|words| refusal.message.contains(words)), "{kind:?}: {refusal}");
+            assert!(!refusal.transient, "{refusal}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn an_archive_that_was_packed_truncated_or_is_none_is_refused() {
     let content = [Entry::file("bin/flux", &noise(300_000))];
     for lie in Lie::both(&info("evil", &honest(&content)), &content) {

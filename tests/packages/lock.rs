@@ -1,6 +1,9 @@
 //! `flux-distribute lock`, and what may stand in packages.lock.
 
-use std::process::{Command, Output};
+use std::{
+    process::{Command, Output},
+    sync::{Arc, Mutex, atomic::AtomicU64},
+};
 
 use super::*;
 
@@ -292,28 +295,41 @@ fn a_lock_that_can_not_be_used_is_refused_in_one_sentence_that_names_what_is_wro
     }
 }
 
-/// What a server in a bad mood answers for the index of linux-64, and whether the next attempt gets it.
+/// Gives the first of `moods` that is left to each who asks for the index of linux-64.
+fn index_in_moods(server: &Server, moods: impl Iterator<Item = Option<Response>> + Send + 'static) -> Arc<AtomicU64> {
+    let (given, moods) = (Arc::new(AtomicU64::new(0)), Mutex::new(moods));
+    let count = given.clone();
+    server.hook(move |request| {
+        let asked = request.uri().path().ends_with("linux-64/repodata.json");
+        let mood = asked.then(|| moods.lock().unwrap().next()).flatten()?;
+        count.fetch_add(1, Ordering::SeqCst);
+        mood
+    });
+    given
+}
+
 #[tokio::test]
 async fn a_server_that_asks_for_patience_is_given_it() {
-    use channel::Odd;
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let asked = asked(server.url(), &["flux-core"]);
     let expected = resolve(&asked).await.unwrap();
     let other = Server::start(channel.path()).await;
     let elsewhere = format!("{}linux-64/repodata.json", other.url());
-    let index = "linux-64/repodata.json";
+    let mood = |status: u16, headers: &[_]| answer(StatusCode::from_u16(status).unwrap(), headers, "");
+    let at_once = [(header::RETRY_AFTER, "0")];
     for moods in [
-        vec![Odd::Later(429, 0)],
-        vec![Odd::Later(503, 0), Odd::Later(429, 0), Odd::Later(502, 0)],
-        vec![Odd::Status(503)],
-        vec![Odd::Status(304)],
-        vec![Odd::Elsewhere(elsewhere)],
+        vec![mood(429, &at_once)],
+        vec![mood(503, &at_once), mood(429, &at_once), mood(502, &at_once)],
+        vec![mood(503, &[])],
+        vec![mood(304, &[])],
+        vec![mood(307, &[(header::LOCATION, &elsewhere)])],
     ] {
-        *server.trouble().odd.lock().unwrap() = moods.into_iter().map(|mood| (index, mood)).collect();
+        let count = moods.len() as u64;
+        let given = index_in_moods(&server, moods.into_iter());
         let start = std::time::Instant::now();
         assert_eq!(resolve(&asked).await.unwrap(), expected);
-        assert!(server.trouble().odd.lock().unwrap().is_empty());
+        assert_eq!(given.load(Ordering::SeqCst), count);
         assert!(start.elapsed().as_secs() < 10);
     }
     assert!(other.trouble().sent.load(Ordering::SeqCst) > 0);
@@ -323,8 +339,7 @@ async fn a_server_that_asks_for_patience_is_given_it() {
 async fn a_server_that_always_answers_not_modified_is_an_error_and_not_the_end() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
-    let always = (0..100).map(|_| ("linux-64/repodata.json", channel::Odd::Status(304)));
-    *server.trouble().odd.lock().unwrap() = always.collect();
+    index_in_moods(&server, std::iter::repeat_with(|| answer(StatusCode::NOT_MODIFIED, &[], "")));
     let error = resolve(&asked(server.url(), &["flux-core"])).await.unwrap_err();
     assert!(error.is_transient() && error.to_string().contains("304 Not Modified"), "{error}");
 }
@@ -334,7 +349,12 @@ async fn an_answer_of_not_modified_without_a_validator_is_understood() {
     let channel = Channel::with_flux();
     channel.list_for("linux-aarch64");
     let server = Server::start(channel.path()).await;
-    server.trouble().bare_304.store(1, Ordering::SeqCst);
+    // As python's http.server does.
+    server.hook(|request| {
+        let conditions = [header::IF_NONE_MATCH, header::IF_MODIFIED_SINCE];
+        let conditional = conditions.iter().any(|name| request.headers().contains_key(name));
+        conditional.then(|| answer(StatusCode::NOT_MODIFIED, &[], "")).flatten()
+    });
     let cache = tempfile::tempdir().unwrap();
     let asked = asked(server.url(), &["flux-core"]);
     let expected = resolve(&asked).await.unwrap();

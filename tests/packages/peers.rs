@@ -240,6 +240,47 @@ async fn a_busy_peer_is_waited_for_since_the_source_shall_not_send_again() {
 }
 
 #[tokio::test]
+async fn a_peer_that_is_busy_for_ever_is_waited_for_once_and_not_with_each_archive() {
+    let mut channel = Channel::with_flux();
+    let names = ["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "a8", "a9"];
+    for name in names {
+        channel.add(name, ".conda", &[], &[Content::plain("share/a", name.as_bytes())]);
+    }
+    let server = Server::start(channel.path()).await;
+    let set = resolve(&asked(server.url(), &names)).await.unwrap();
+    let busy =
+        peer(|_| Response::builder().status(503).header(header::RETRY_AFTER, "0").body(Body::empty()).unwrap()).await;
+    let (log, patience) = (Log::default(), Duration::from_millis(50));
+    let _guard = log.listen();
+    let begun = std::time::Instant::now();
+    let hasty = http().with_patience_with_peers(patience);
+    Host::new().fetch_from(&set, &hasty, &from(&[&busy])).await.unwrap();
+    assert!(begun.elapsed() < 2 * 24 * patience, "{:?}", begun.elapsed());
+    let warnings = log.warnings();
+    assert!(warnings.len() == 1 && warnings[0].contains("busy"), "{warnings:?}");
+}
+
+#[tokio::test]
+async fn a_peer_that_trickles_is_given_up() {
+    let (_channel, _server, set, archive) = one_archive().await;
+    let length = archive.len();
+    let slow = peer(move |_| {
+        let bytes = futures::stream::iter(archive.clone()).then(async |byte| {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            Ok::<_, io::Error>(Bytes::from(vec![byte]))
+        });
+        Response::builder().header(header::CONTENT_LENGTH, length).body(Body::from_stream(bytes)).unwrap()
+    })
+    .await;
+    let log = Log::default();
+    let _guard = log.listen();
+    let fetched = Host::new().fetch_from(&set, &quick(), &from(&[&slow])).await.unwrap();
+    assert!(fetched.from_peers > 0 && fetched.from_peers < 100, "{fetched:?}");
+    let warnings = log.warnings();
+    assert!(warnings.len() == 1 && warnings[0].contains("too slow"), "{warnings:?}");
+}
+
+#[tokio::test]
 async fn nobody_is_blamed_for_the_garbage_of_another() {
     let (_channel, server, set, archive) = one_archive().await;
     let (length, before) = (archive.len(), server.sent());

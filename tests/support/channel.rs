@@ -234,37 +234,10 @@ pub struct Trouble {
     pub no_ranges: AtomicU64,
     /// Bytes of bodies that were sent.
     pub sent: AtomicU64,
-    /// Answers that are given once each, in this order, to who asks for a path with this end.
-    pub odd: Mutex<Vec<(&'static str, Odd)>>,
-    /// Whoever asks with a condition is answered 304 without a validator if this isn't 0, as python's http.server does.
-    pub bare_304: AtomicU64,
     /// Paths that were asked for.
     pub asked: Mutex<Vec<String>>,
     /// Answers in the server's place, if it is there and gives one.
-    hook: std::sync::Mutex<Option<Hook>>,
-}
-
-/// An answer that is not the file.
-pub enum Odd {
-    /// Only a status.
-    Status(u16),
-    /// A status, and after how many seconds to come again.
-    Later(u16, u64),
-    /// It is elsewhere.
-    Elsewhere(String),
-}
-
-impl Odd {
-    fn answer(self) -> Response {
-        let (status, header) = match self {
-            Self::Status(status) => (status, None),
-            Self::Later(status, seconds) => (status, Some((header::RETRY_AFTER, seconds.to_string()))),
-            Self::Elsewhere(url) => (307, Some((header::LOCATION, url))),
-        };
-        let answer = Response::builder().status(status);
-        let answer = header.into_iter().fold(answer, |answer, (name, value)| answer.header(name, value));
-        answer.body(Body::empty()).unwrap()
-    }
+    hook: Mutex<Option<Hook>>,
 }
 
 type Hook = Box<dyn Fn(&Request) -> Option<Response> + Send>;
@@ -308,18 +281,6 @@ async fn serve(State(server): State<Arc<Trouble>>, request: Request) -> Response
     }
     let path = request.uri().path().trim_start_matches('/');
     server.asked.lock().unwrap().push(path.to_owned());
-    let odd = {
-        let mut odd = server.odd.lock().unwrap();
-        odd.iter().position(|(end, _)| path.ends_with(end)).map(|at| odd.remove(at).1)
-    };
-    if let Some(odd) = odd {
-        return odd.answer();
-    }
-    let conditions = [header::IF_NONE_MATCH, header::IF_MODIFIED_SINCE];
-    let conditional = conditions.iter().any(|name| request.headers().contains_key(name));
-    if conditional && server.bare_304.load(Ordering::SeqCst) != 0 {
-        return Odd::Status(304).answer();
-    }
     let Ok(all) = fs::read(server.root.join(path)) else {
         return Response::builder().status(StatusCode::NOT_FOUND).body(Body::empty()).unwrap();
     };

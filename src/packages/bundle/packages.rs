@@ -12,7 +12,7 @@ use std::{
 };
 
 use flate2::{Compression, GzBuilder};
-use tar::{Builder, Entries, EntryType};
+use tar::{Builder, EntryType};
 
 use crate::host::Progress;
 use crate::packages::{
@@ -20,20 +20,22 @@ use crate::packages::{
     bundle::pack::{PackError, append_bytes, append_file, append_manifest, header},
     bundle::unpack::{Target, UnpackError, broken, copy},
     environment::conda::file_name,
+    environment::limits::Entries,
     fetch::archive::Hashing,
-    lock::{self, LockError, Locked},
+    lock::{self, LockError, Locked, MAX_LOCK_BYTES},
 };
 
 /// Where the archives are in the bundle.
 const ARCHIVES: &str = "pkgs";
-/// A lock of thousands of packages is some megabytes.
-const MAX_LOCK_BYTES: u64 = 64 << 20;
 
 /// A lock's packages, by platform.
 pub(in crate::packages) type ByPlatform = Vec<(String, Vec<Locked>)>;
 
 /// The packages of `lock` for each of these platforms.
 pub(in crate::packages) fn by_platform(lock: &str, platforms: &[String]) -> Result<ByPlatform, LockError> {
+    if lock.len() > MAX_LOCK_BYTES {
+        return Err(LockError::TooLarge { bytes: lock.len() });
+    }
     platforms.iter().map(|platform| Ok((platform.clone(), lock::packages(lock, platform)?))).collect()
 }
 
@@ -164,7 +166,7 @@ fn read_lock<R: Read>(entries: &mut Entries<'_, R>) -> Result<String, UnpackErro
     if entry.path_bytes().as_ref() != BUNDLE_LOCK.as_bytes() || !entry.header().entry_type().is_file() {
         return Err(lacks());
     }
-    if entry.size() > MAX_LOCK_BYTES {
+    if entry.size() > MAX_LOCK_BYTES as u64 {
         return Err(UnpackError::Limit { limit: format!("{MAX_LOCK_BYTES} bytes of a lock") });
     }
     let mut lock = Vec::new();

@@ -7,7 +7,7 @@ use std::{
     path::Path,
 };
 
-use tar::{Archive, Entries, Entry, EntryType};
+use tar::{Archive, Entry, EntryType};
 
 use crate::host::Progress;
 use crate::packages::{
@@ -15,7 +15,7 @@ use crate::packages::{
     bundle::manifest::{BUNDLE_MANIFEST, BundleManifest, MAX_MANIFEST_BYTES},
     bundle::packages::{self, Contents},
     environment::guard::{Checked, Tree, stays_inside},
-    environment::limits::{Guarded, reached},
+    environment::limits::{Entries, Guarded, reached},
     lock::LockError,
 };
 
@@ -100,8 +100,9 @@ pub(in crate::packages) fn unpack(
     let position = guarded.position();
     let now = || Progress::bytes("unpacking the bundle", position.get(), size);
 
+    let allowed = guarded.allowed();
     let mut tar = Archive::new(&mut guarded);
-    let mut entries = tar.entries().map_err(broken)?;
+    let mut entries = Entries::new(tar.entries().map_err(broken)?, allowed);
     let first = entries.next().ok_or(UnpackError::NotABundle)?.map_err(|e| not_tar(&e))?;
     let manifest = read_manifest(first)?;
     if let Some(wanted) = into.map(|into| into.platform).filter(|w| !manifest.platforms().iter().any(|p| p == w)) {

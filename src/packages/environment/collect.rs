@@ -75,11 +75,14 @@ pub fn collect(order: &CollectOrder) -> Result<Collected, Refusal> {
         names => occupants(&Root::host(), names).map_err(|e| environments.trouble("look who uses", &e))?,
     };
     let mut collected = Collected::default();
+    let mut trouble = None;
     for digest in decide(&found, &used.keys().cloned().collect(), &wanted, keep) {
         let bytes = marker(&order.prefix, digest).map_or(0, |marker| marker.bytes);
-        match environments.discard(digest).map_err(|e| environments.trouble("remove an old environment in", &e))? {
-            Some(occupant) => drop(used.insert(digest.to_owned(), occupant)),
-            None => {
+        match environments.discard(digest) {
+            // The others can go nonetheless.
+            Err(e) => drop(trouble.get_or_insert(environments.trouble("remove an old environment in", &e))),
+            Ok(Some(occupant)) => drop(used.insert(digest.to_owned(), occupant)),
+            Ok(None) => {
                 collected.environments.push(digest.to_owned());
                 collected.bytes += bytes;
             }
@@ -91,7 +94,7 @@ pub fn collect(order: &CollectOrder) -> Result<Collected, Refusal> {
     let (archives, bytes) = swept.map_err(|e| failed(format!("can't clean {}: {e}", pkgs.display())))?;
     collected.archives = archives;
     collected.bytes += bytes;
-    Ok(collected)
+    trouble.map_or(Ok(collected), Err)
 }
 
 fn in_words(digest: &str, occupant: &Occupant) -> String {

@@ -29,7 +29,7 @@ use rattler_conda_types::{
 use crate::packages::{
     Limits,
     bundle::unpack::UnpackError,
-    environment::extract::{check_paths, extract},
+    environment::extract::{check_metadata, check_paths, extract},
     environment::limits::Memory,
     environment::room,
     environment::{Build, failed, refused},
@@ -165,6 +165,7 @@ impl Build<'_> {
         fs::create_dir(&directory).map_err(|e| failed(format!("can't make {}: {e}", directory.display())))?;
         let checked = extract(&mut archive, &directory, Limits::default(), memory).and_then(|contents| {
             let told = |what: &str, e: io::Error| UnpackError::Archive(format!("its {what} can't be read: {e}"));
+            check_metadata(&directory, &contents)?;
             let paths = PathsJson::from_package_directory_with_deprecated_fallback(&directory)
                 .map_err(|e| told("list of files", e))?;
             check_paths(&paths, &contents)?;

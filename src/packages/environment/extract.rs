@@ -3,7 +3,7 @@
 
 use std::{
     collections::HashMap,
-    fs::File,
+    fs::{self, File},
     io::{self, Read, Seek, SeekFrom},
     path::{Path, PathBuf},
 };
@@ -16,14 +16,22 @@ use crate::packages::{
     Limits,
     bundle::unpack::{UnpackError, broken},
     environment::guard::{Checked, Tree, What, inside, stays_inside},
-    environment::limits::{Guarded, Memory, zstd_window},
+    environment::limits::{Entries, Guarded, Memory, zstd_window},
 };
 
 /// zstd's own limit for those who read what others have packed; its decoder must hold as much.
 const MAX_WINDOW: u64 = 128 << 20;
 
+/// The window of most packages. A later frame may have another one than the first, and may have this one at least.
+const USUAL_WINDOW: u64 = 8 << 20;
+
 /// What a decoder holds besides its window: blocks, buffers, tables.
 const DECODER: u64 = 2 << 20;
+
+/// What the linker reads whole of a package, in `info/`.
+const METADATA: [&str; 7] = ["index.json", "paths.json", "link.json", "files", "has_prefix", "no_link", "no_softlink"];
+/// Each of it. A package of 100,000 files has some 20 MiB.
+const MAX_METADATA: u64 = 64 << 20;
 
 /// Below a package, by path.
 pub(in crate::packages) type Contents = HashMap<PathBuf, Kind>;
@@ -61,9 +69,10 @@ pub(in crate::packages) fn extract(
                     let limit = format!("{} MiB of window for its unpacking", MAX_WINDOW >> 20);
                     return Err(UnpackError::Limit { limit });
                 }
+                let window = window.max(USUAL_WINDOW).next_power_of_two();
                 let _held = memory.take(window + DECODER);
                 archive.seek(SeekFrom::Start(offset)).map_err(broken)?;
-                let tar = Guarded::zstd(archive.by_ref().take(size), limits).map_err(broken)?;
+                let tar = Guarded::zstd(archive.by_ref().take(size), window, limits).map_err(broken)?;
                 unpacking.tar(tar)?;
             }
         }
@@ -108,8 +117,9 @@ struct Unpacking<'a> {
 
 impl Unpacking<'_> {
     fn tar(&mut self, mut guarded: Guarded<'_>) -> Result<(), UnpackError> {
+        let allowed = guarded.allowed();
         let mut tar = Archive::new(&mut guarded);
-        for entry in tar.entries().map_err(broken)? {
+        for entry in Entries::new(tar.entries().map_err(broken)?, allowed) {
             let mut entry = entry.map_err(broken)?;
             if entry.header().entry_type() == EntryType::XGlobalHeader {
                 continue;
@@ -143,6 +153,29 @@ fn symlink(path: &Path, target: &Path) -> Option<String> {
     out.then(|| format!("is a symlink out of the environment, to {}", target.display()))
 }
 
+/// Whether what a package says of itself can be read: into memory, and from nowhere else on the host.
+pub(in crate::packages) fn check_metadata(directory: &Path, contents: &Contents) -> Result<(), UnpackError> {
+    let info = Path::new("info");
+    if contents.get(info) == Some(&Kind::Symlink) {
+        return Err(UnpackError::Archive("its info is a symlink".to_owned()));
+    }
+    for path in METADATA.map(|name| info.join(name)) {
+        match contents.get(&path) {
+            None => {}
+            Some(Kind::File) => {
+                let file = fs::symlink_metadata(directory.join(&path));
+                let bytes = file.map_err(|source| UnpackError::write(&path, source))?.len();
+                if bytes > MAX_METADATA {
+                    let limit = format!("{} MiB in {}", MAX_METADATA >> 20, path.display());
+                    return Err(UnpackError::Limit { limit });
+                }
+            }
+            Some(_) => return Err(UnpackError::Archive(format!("its {} is not a file", path.display()))),
+        }
+    }
+    Ok(())
+}
+
 /// Whether what a package says of its files can be followed: the linker takes it at its word.
 pub(in crate::packages) fn check_paths(paths: &PathsJson, contents: &Contents) -> Result<(), UnpackError> {
     for entry in &paths.paths {
@@ -171,4 +204,28 @@ pub(in crate::packages) fn check_paths(paths: &PathsJson, contents: &Contents) -
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_package_says_of_itself_is_read_only_where_it_fits_into_memory() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::create_dir(directory.path().join("info")).unwrap();
+        let told = |path: &str, kind, bytes| {
+            File::create(directory.path().join("info/paths.json")).unwrap().set_len(bytes).unwrap();
+            check_metadata(directory.path(), &Contents::from([(path.into(), kind)])).map_err(|e| e.to_string())
+        };
+        let list = "info/paths.json";
+        assert_eq!(told(list, Kind::File, MAX_METADATA), Ok(()));
+        assert_eq!(
+            told(list, Kind::File, MAX_METADATA + 1),
+            Err("it holds more than 64 MiB in info/paths.json".to_owned())
+        );
+        assert_eq!(told(list, Kind::Symlink, 0), Err("its info/paths.json is not a file".to_owned()));
+        assert_eq!(told("info", Kind::Symlink, 0), Err("its info is a symlink".to_owned()));
+    }
 }

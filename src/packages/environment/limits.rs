@@ -11,6 +11,7 @@ use std::{
 
 use bzip2::bufread::MultiBzDecoder;
 use flate2::bufread::MultiGzDecoder;
+use tar::Entry;
 
 /// How much an archive may grow to. All of Flux with an MPI is below 1 GiB and 20,000 files.
 #[derive(Debug, Clone, Copy)]
@@ -31,6 +32,9 @@ impl Default for Limits {
 
 /// A small archive may have any ratio.
 const RATIO_COUNTS_FROM: u64 = 64 << 20;
+
+/// What a tar may say of one entry besides its content: the tar crate holds long names and extended headers whole.
+const METADATA: u64 = 1 << 20;
 
 /// Packed bytes that are read at a time.
 const BUFFER: usize = 1 << 16;
@@ -76,6 +80,7 @@ pub(in crate::packages) struct Guarded<'a> {
     packed: Rc<Cell<u64>>,
     bytes: u64,
     limits: Limits,
+    allowed: Rc<Cell<u64>>,
 }
 
 impl<'a> Guarded<'a> {
@@ -89,10 +94,16 @@ impl<'a> Guarded<'a> {
         unpacking.unwrap_or_else(|never| match never {})
     }
 
+    /// No frame, be it the first or a later one, may have a window larger than `window`, a power of 2.
+    ///
     /// # Errors
     /// Where no context for it can be made.
-    pub(in crate::packages) fn zstd(archive: impl Read + 'a, limits: Limits) -> io::Result<Self> {
-        Self::new(archive, limits, zstd::stream::read::Decoder::with_buffer)
+    pub(in crate::packages) fn zstd(archive: impl Read + 'a, window: u64, limits: Limits) -> io::Result<Self> {
+        Self::new(archive, limits, |packed| {
+            let mut decoder = zstd::stream::read::Decoder::with_buffer(packed)?;
+            decoder.window_log_max(window.ilog2())?;
+            Ok(decoder)
+        })
     }
 
     fn new<R: Read + 'a, D: Read + 'a, E>(
@@ -103,7 +114,12 @@ impl<'a> Guarded<'a> {
         let packed = Rc::new(Cell::new(0));
         let counted = Counted { inner: archive, bytes: packed.clone() };
         let inner = Box::new(decoder(BufReader::with_capacity(BUFFER, counted))?);
-        Ok(Self { inner, packed, bytes: 0, limits })
+        Ok(Self { inner, packed, bytes: 0, limits, allowed: Rc::new(Cell::new(METADATA)) })
+    }
+
+    /// How many bytes may be read until [`Entries`] has found the next entry.
+    pub(in crate::packages) fn allowed(&self) -> Rc<Cell<u64>> {
+        self.allowed.clone()
     }
 
     /// How much of the archive itself was read: a view that stays true.
@@ -116,7 +132,11 @@ impl Read for Guarded<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let n = self.inner.read(buffer)?;
         self.bytes += n as u64;
-        let reached = if self.bytes > self.limits.bytes {
+        let allowed = self.allowed.get().checked_sub(n as u64);
+        self.allowed.set(allowed.unwrap_or_default());
+        let reached = if allowed.is_none() {
+            format!("{} MiB of names and headers for one entry", METADATA >> 20)
+        } else if self.bytes > self.limits.bytes {
             format!("{} bytes", self.limits.bytes)
         } else if self.bytes > RATIO_COUNTS_FROM && self.bytes / self.limits.ratio > self.packed.get() {
             format!("{} times its own size", self.limits.ratio)
@@ -124,6 +144,34 @@ impl Read for Guarded<'_> {
             return Ok(n);
         };
         Err(io::Error::other(LimitReached(reached)))
+    }
+}
+
+/// The entries of a tar, none of which may come with more than [`METADATA`].
+pub(in crate::packages) struct Entries<'a, R: Read> {
+    inner: tar::Entries<'a, R>,
+    allowed: Rc<Cell<u64>>,
+}
+
+impl<'a, R: Read> Entries<'a, R> {
+    /// `allowed` is that of the [`Guarded`] below `inner`.
+    pub(in crate::packages) fn new(inner: tar::Entries<'a, R>, allowed: Rc<Cell<u64>>) -> Self {
+        Self { inner, allowed }
+    }
+}
+
+impl<'a, R: Read> Iterator for Entries<'a, R> {
+    type Item = io::Result<Entry<'a, R>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let next = self.inner.next();
+        self.allowed.set(match &next {
+            // The content is read by whoever takes the entry, or skipped before the next one: either way it is used up.
+            Some(Ok(entry)) => entry.size().saturating_add(METADATA),
+            Some(Err(_)) => 0,
+            None => u64::MAX,
+        });
+        next
     }
 }
 

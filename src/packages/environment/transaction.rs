@@ -29,6 +29,8 @@ const PARTIAL: &str = ".partial";
 const UNPACKED: &str = ".unpacked";
 /// An environment that is on its way out.
 const OLD: &str = ".old";
+/// Of one digest.
+const MOST_OLD: usize = 100;
 /// Ends of all names that are none yet, or no longer.
 const ASIDE: [&str; 3] = [PARTIAL, UNPACKED, OLD];
 
@@ -111,7 +113,11 @@ impl Environments {
 
     /// Removes an environment, unless somebody turns out to use it; then it is as before, and it is said who does.
     pub(in crate::packages) fn discard(&self, digest: &str) -> io::Result<Option<Occupant>> {
-        let aside = self.path.join(format!(".{digest}{OLD}"));
+        // One that was set aside before may still be there, with who uses it.
+        let names = std::iter::once(format!(".{digest}{OLD}")).chain((1..).map(|n| format!(".{digest}.{n}{OLD}")));
+        let free = |path: &PathBuf| fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
+        let aside = names.take(MOST_OLD).map(|name| self.path.join(name)).find(free);
+        let aside = aside.ok_or_else(|| io::Error::other(format!("{MOST_OLD} of {digest} are still in use")))?;
         fs::rename(self.place(digest), &aside)?;
         // From here on nobody finds it, so whoever is not seen now never comes.
         self.directory.sync_all()?;
@@ -119,7 +125,8 @@ impl Environments {
     }
 
     fn discard_aside(&self, aside: &Path, digest: &str) -> io::Result<Option<Occupant>> {
-        let names = [digest.to_owned(), format!(".{digest}{OLD}")];
+        let set_aside = aside.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let names = [digest.to_owned(), set_aside];
         // Another one under the same name is not the one that was set aside.
         let replaced = fs::symlink_metadata(self.place(digest)).is_ok();
         let looked_for = if replaced { &names[1..] } else { &names[..] };
@@ -140,7 +147,8 @@ impl Environments {
             let entry = entry?;
             let name = entry.file_name();
             let Some(name) = name.to_str().and_then(|name| name.strip_prefix('.')) else { continue };
-            match name.strip_suffix(OLD).filter(|digest| archive::is_digest(digest)) {
+            let digest = name.strip_suffix(OLD).map(|name| name.split_once('.').map_or(name, |(digest, _)| digest));
+            match digest.filter(|digest| archive::is_digest(digest)) {
                 Some(digest) => drop(self.discard_aside(&entry.path(), digest)?),
                 None if ASIDE.iter().any(|end| name.ends_with(end)) => remove(&entry.path())?,
                 None => {}

@@ -29,8 +29,12 @@ const LONGEST_REST: Duration = Duration::from_secs(30);
 /// What a peer may wish for.
 const PEERS_LONGEST_REST: Duration = Duration::from_secs(2);
 /// Peers that are busy are at work, so that it is worth to wait for them: each byte that comes from one is a byte that the
-/// source does not send again.
-const PATIENCE_WITH_BUSY_PEERS: Duration = Duration::from_secs(120);
+/// source does not send again. So many times the patience with a silent one: 2 minutes.
+const PATIENCES_WITH_BUSY_PEERS: u32 = 24;
+/// What a busy peer is left alone at least.
+const PEERS_SHORTEST_REST: Duration = Duration::from_millis(100);
+/// Bytes in a second: who sends fewer, all along its patience, is as good as silent.
+const PEERS_LEAST_RATE: u64 = 64_000;
 
 /// What one archive needs on its way.
 pub(in crate::packages) struct Download<'a> {
@@ -56,6 +60,8 @@ struct Server {
     request: RequestBuilder,
     /// With each piece.
     patience: Duration,
+    /// Bytes in a second.
+    least_rate: u64,
 }
 
 /// How one try ended.
@@ -149,10 +155,11 @@ impl Download<'_> {
 
     /// Whether a peer had it.
     async fn ask_peers(&self, part: &mut Part) -> Result<bool, FetchError> {
-        let until = Instant::now() + PATIENCE_WITH_BUSY_PEERS;
+        let patience = self.http.patience_with_peers() * PATIENCES_WITH_BUSY_PEERS;
+        let until = Instant::now() + patience;
         let mut without = vec![false; self.peers.all().len()];
         loop {
-            let mut busy = false;
+            let mut busy = Vec::new();
             for (at, peer) in self.peers.all().iter().enumerate() {
                 if without[at] || peer.is_dropped() {
                     continue;
@@ -172,8 +179,8 @@ impl Download<'_> {
                         rest,
                         ..
                     } => {
-                        busy = true;
-                        let rest = rest.unwrap_or(PEERS_LONGEST_REST).min(PEERS_LONGEST_REST);
+                        busy.push(peer);
+                        let rest = rest.unwrap_or(PEERS_LONGEST_REST).clamp(PEERS_SHORTEST_REST, PEERS_LONGEST_REST);
                         tokio::time::sleep(jittered(rest)).await;
                         continue;
                     }
@@ -182,7 +189,13 @@ impl Download<'_> {
                 };
                 peer.drop_for(&self.one.package(), &problem);
             }
-            if !busy || Instant::now() > until {
+            if busy.is_empty() {
+                return Ok(false);
+            }
+            if Instant::now() > until {
+                // Else it would be waited for with each archive again.
+                busy.iter()
+                    .for_each(|peer| peer.drop_for(&self.one.package(), &format!("it is busy for {patience:?}")));
                 return Ok(false);
             }
         }
@@ -194,6 +207,7 @@ impl Download<'_> {
             sender: Sender::Peer(at),
             request: self.http.ask_peer(&format!("http://{address}/archives/{}", self.one.name)),
             patience: self.http.patience_with_peers(),
+            least_rate: PEERS_LEAST_RATE,
         })
     }
 
@@ -202,6 +216,7 @@ impl Download<'_> {
             sender: Sender::Source,
             request: self.http.ask(url),
             patience: crate::packages::fetch::http::READ_TIMEOUT,
+            least_rate: 0,
         };
         let mut delays = backon::BackoffBuilder::build(
             backon::ExponentialBuilder::default().with_jitter().with_max_times(ATTEMPTS - 1),
@@ -281,12 +296,26 @@ impl Download<'_> {
                 return Ok(Taken::Refused { status, rest, reason: format!("it answered {status}") });
             }
         };
+        // Only what is waited for the sender counts, and not the disk.
+        let (mut waited, mut came) = (Duration::ZERO, 0);
         let taken = loop {
-            match timeout(server.patience, response.chunk()).await {
+            if waited >= server.patience {
+                if u128::from(came) * 1000 < waited.as_millis() * u128::from(server.least_rate) {
+                    break Taken::Cut(format!("it is too slow: it sent {came} bytes in {waited:.1?}"));
+                }
+                (waited, came) = (Duration::ZERO, 0);
+            }
+            let begun = Instant::now();
+            let chunk = timeout(server.patience, response.chunk()).await;
+            waited += begun.elapsed();
+            match chunk {
                 Err(_) => break silent(),
                 Ok(Err(e)) => break Taken::Cut(words(e)),
                 Ok(Ok(Some(chunk))) if chunk.len() as u64 > part.room() => break Taken::Wrong(Wrong::Longer),
-                Ok(Ok(Some(chunk))) => part.append(server.sender, &chunk).await?,
+                Ok(Ok(Some(chunk))) => {
+                    came += chunk.len() as u64;
+                    part.append(server.sender, &chunk).await?;
+                }
                 Ok(Ok(None)) => match length {
                     Some(length) if part.have() < length => {
                         break Taken::Cut(format!("it ended after {} of {length} bytes", part.have()));

@@ -19,7 +19,7 @@ use crate::api::PackageSet;
 use crate::packages::environment::room;
 
 /// A ConfigMap holds 1 MiB, and `flux-packages` holds two sets while an upgrade waits for its epoch.
-const MAX_LOCK_BYTES: usize = 480 << 10;
+pub(in crate::packages) const MAX_LOCK_BYTES: usize = 480 << 10;
 
 /// Why a lock can't be used. Only another lock helps.
 #[derive(Debug, thiserror::Error)]

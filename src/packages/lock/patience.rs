@@ -9,7 +9,10 @@ use reqwest::{
 };
 use reqwest_middleware::{ClientBuilder, Error, Next};
 
-use crate::packages::HttpClient;
+use crate::packages::{
+    HttpClient,
+    fetch::answer::{jittered, may_pass, retry_after},
+};
 
 /// How often one file is asked for.
 const ATTEMPTS: u32 = 5;
@@ -44,12 +47,7 @@ fn judge(status: StatusCode, retry_after: Option<Duration>, conditional: bool, a
     match status {
         StatusCode::NOT_MODIFIED if !conditional && attempt == 1 => Verdict::AskPlainly,
         StatusCode::NOT_MODIFIED if !conditional => Verdict::Refuse,
-        StatusCode::TOO_MANY_REQUESTS
-        | StatusCode::BAD_GATEWAY
-        | StatusCode::SERVICE_UNAVAILABLE
-        | StatusCode::GATEWAY_TIMEOUT
-            if attempt < ATTEMPTS =>
-        {
+        status if may_pass(status) && attempt < ATTEMPTS => {
             let pause = retry_after.unwrap_or(FIRST_PAUSE * (1 << (attempt - 1)));
             if pause > LONGEST_PAUSE { Verdict::Take } else { Verdict::Wait(pause) }
         }
@@ -66,7 +64,8 @@ fn ask<'a>(mut request: Request, extensions: &'a mut Extensions, next: Next<'a>)
         for attempt in 1.. {
             let Some(copy) = request.try_clone() else { break };
             let mut response = next.clone().run(copy, extensions).await?;
-            match judge(response.status(), retry_after(response.headers()), conditional, attempt) {
+            let rest = retry_after(response.headers(), jiff::Timestamp::now());
+            match judge(response.status(), rest, conditional, attempt) {
                 Verdict::Take => {
                     if response.status() == StatusCode::NOT_MODIFIED {
                         restore_validators(&sent, response.headers_mut());
@@ -74,6 +73,7 @@ fn ask<'a>(mut request: Request, extensions: &'a mut Extensions, next: Next<'a>)
                     return Ok(response);
                 }
                 Verdict::Wait(pause) => {
+                    let pause = jittered(pause);
                     // Not the URL: it may hold a token.
                     tracing::info!(
                         status = response.status().as_u16(),
@@ -90,11 +90,6 @@ fn ask<'a>(mut request: Request, extensions: &'a mut Extensions, next: Next<'a>)
         }
         next.run(request, extensions).await
     })
-}
-
-/// In seconds; the other form, a date, is for people's browsers.
-fn retry_after(headers: &HeaderMap) -> Option<Duration> {
-    headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim().parse().ok().map(Duration::from_secs)
 }
 
 /// RFC 9110 wants the validator in a 304, and caches look for it; some servers leave it out. It can only be the one that
@@ -129,7 +124,8 @@ mod tests {
             (503, None, false, 3, Verdict::Wait(seconds(2))),
             (502, Some(seconds(0)), false, 4, Verdict::Wait(seconds(0))),
             (503, None, false, ATTEMPTS, Verdict::Take),
-            (500, None, false, 1, Verdict::Take),
+            (500, None, false, 1, Verdict::Wait(FIRST_PAUSE)),
+            (501, None, false, ATTEMPTS, Verdict::Take),
         ] {
             let status = StatusCode::from_u16(status).unwrap();
             assert_eq!(judge(status, retry_after, conditional, attempt), expected, "{status} {attempt}");
