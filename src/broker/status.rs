@@ -5,6 +5,7 @@ use std::{collections::BTreeMap, time::Duration};
 use futures::{Stream, StreamExt, future, stream};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
+use tokio::time::sleep;
 
 use super::{
     idset::IdSet,
@@ -14,6 +15,8 @@ use super::{
 
 /// What asks the lead waits no longer: behind a lead that is gone nothing answers.
 const LEAD_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a broker rests that does not tell yet who is online.
+const ASK_AGAIN: Duration = Duration::from_millis(200);
 
 /// A broker, and the instance as it sees it.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq)]
@@ -253,20 +256,30 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
 /// The broker has closed already.
 pub fn watch(client: &Client) -> Result<impl Stream<Item = Change> + Send + Unpin + '_, RpcError> {
     let states = client.stream("state-machine.monitor", ANY, &json!({ "final": i32::MAX }))?;
-    let members = client.stream("groups.get", LEAD, &json!({ "name": "broker.online" }))?;
+    let members = members(client);
     // The monitor tells states by numbers that differ between versions of Flux; their names do not.
     let states = states.then(async |answer| match answer {
         Ok(_) => state(client).await.map(|now| Change::State(now.state)),
         Err(error) => Err(error),
-    });
-    let members = members.map(|answer| {
-        answer.and_then(|value| parse::<Members>("groups.get", value)).map(|answer| Change::Online(answer.members))
     });
     let changes = stream::select(Box::pin(states), members)
         .take_while(|answer| future::ready(!matches!(answer, Err(RpcError::Closed))))
         .filter_map(|answer| future::ready(answer.ok()));
     // Both may end before the broker does: its end is the socket's.
     Ok(Box::pin(changes.chain(stream::once(client.closed()).filter_map(|()| future::ready(None)))))
+}
+
+/// The ranks that are online, for as long as the broker lives. It takes connections before its module `groups` is loaded,
+/// and behind a lead that is gone nobody answers: then it is asked again.
+fn members(client: &Client) -> impl Stream<Item = Result<Change, RpcError>> + Send + '_ {
+    let ask = move || client.stream("groups.get", LEAD, &json!({ "name": "broker.online" }));
+    let asked = stream::repeat_with(ask).take_while(|asked| future::ready(asked.is_ok())).then(async |asked| {
+        let answers = stream::iter(asked).flatten();
+        let answers = answers.map(|answer| parse::<Members>("groups.get", answer?));
+        let known = answers.take_while(|answer| future::ready(answer.is_ok()));
+        known.chain(stream::once(sleep(ASK_AGAIN)).filter_map(|()| future::ready(None)))
+    });
+    asked.flatten().map(|answer| answer.map(|answer| Change::Online(answer.members)))
 }
 
 /// What an administrator looks for in a log: which brokers are online. Flux itself says it only until it has its quorum,

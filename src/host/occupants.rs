@@ -56,8 +56,11 @@ fn used_by<'a>(process: &Path, names: &'a [String]) -> io::Result<Vec<&'a String
     let mut used = Vec::new();
     for text in links.chain(texts) {
         let text = match text {
-            // It has ended, is about to (EINVAL of mountinfo), or is a thread of the kernel.
-            Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ESRCH | libc::EINVAL)) => continue,
+            // It has ended, is about to (EINVAL of mountinfo), is a thread of the kernel, or one that even root of this host may not
+            // look at, such as the first process of a virtual machine.
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ESRCH | libc::EINVAL | libc::EACCES)) => {
+                continue;
+            }
             text => text?,
         };
         for word in text.split(|byte| matches!(byte, b'/' | b':' | b'=' | b' ' | b'\n' | 0)) {
