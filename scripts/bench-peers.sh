@@ -5,6 +5,7 @@
 #   CHANNEL=DIR scripts/bench-peers.sh [NODES]     a conda channel that has flux-core
 #   BUNDLE=FILE scripts/bench-peers.sh [NODES]     or a bundle
 #
+# SPEC     what to install of a channel (default: as for a FluxInstance)
 # RATE     of the source's link, as tc has it (default: 100mbit)
 # LIMIT    seconds after which to give up (default: 600)
 # DIR      where the nodes are (default: /var/tmp)
@@ -39,7 +40,7 @@ if [ -n "${BUNDLE:-}" ]; then
     source=(--bundle "http://$theirs:$port/$(basename "$BUNDLE")")
 else
     served=$(realpath "$CHANNEL")
-    source=(--channel "http://$theirs:$port/")
+    source=(--channel "http://$theirs:$port/" ${SPEC:+--spec "$SPEC"})
 fi
 ip netns add "$space"
 ip link add "fxds$$" type veth peer name source netns "$space"
@@ -66,12 +67,12 @@ uploads() {
     bridge=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["bridge"])' "$work/local/cluster.json")
     cat /sys/class/net/"$bridge"n*/statistics/rx_bytes
 }
-# Installed is whoever has gone on to what comes after it; who has failed is shown at the end of the time.
+# Installed is whoever says so or has gone on to what comes after it; who has failed is shown at the end of the time.
 installed() {
     "$binary" local status --output json |
         python3 -c 'import json, sys
-later = {"Starting", "Online"}
-print(sum(node["phase"] in later for node in json.load(sys.stdin)))'
+print(sum(node["phase"] in ("Starting", "Online") or (node["message"] or "").startswith("installed")
+          for node in json.load(sys.stdin)))'
 }
 
 # Prints: seconds until all are installed, bytes from the source, the busiest node's upload.

@@ -160,7 +160,9 @@ def packages():
     yield from libraries + tools + pure
 
     flux = Package("flux-core", 2, depends=[p.name for p in [python, *libraries, *tools, *pure]])
-    flux.add("bin/flux", flux.binary(400_000, prefix=True), 0o755, "binary")
+    # What bench-peers.sh takes for a broker that starts.
+    flux.add("bin/flux", b"#!/bin/sh\nexec sleep 1000000\n", 0o755)
+    flux.add("lib/libflux-core.so", flux.binary(400_000, prefix=True), 0o755, "binary")
     flux.add("etc/flux.conf", flux.text(2_000, prefix=True), 0o644, "text")
     yield flux
 
