@@ -255,31 +255,37 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
 /// # Errors
 /// The broker has closed already.
 pub fn watch(client: &Client) -> Result<impl Stream<Item = Change> + Send + Unpin + '_, RpcError> {
-    let states = client.stream("state-machine.monitor", ANY, &json!({ "final": i32::MAX }))?;
-    let members = members(client);
     // The monitor tells states by numbers that differ between versions of Flux; their names do not.
-    let states = states.then(async |answer| match answer {
-        Ok(_) => state(client).await.map(|now| Change::State(now.state)),
-        Err(error) => Err(error),
+    let states = answers(client, "state-machine.monitor", ANY, json!({ "final": i32::MAX }))?;
+    let states = states.filter_map(async |_| state(client).await.ok().map(|now| Change::State(now.state)));
+    let members = answers(client, "groups.get", LEAD, json!({ "name": "broker.online" }))?;
+    let members = members.filter_map(|answer| {
+        future::ready(parse::<Members>("groups.get", answer).ok().map(|answer| Change::Online(answer.members)))
     });
-    let changes = stream::select(Box::pin(states), members)
-        .take_while(|answer| future::ready(!matches!(answer, Err(RpcError::Closed))))
-        .filter_map(|answer| future::ready(answer.ok()));
+    let changes = stream::select(Box::pin(states), Box::pin(members));
     // Both may end before the broker does: its end is the socket's.
     Ok(Box::pin(changes.chain(stream::once(client.closed()).filter_map(|()| future::ready(None)))))
 }
 
-/// The ranks that are online, for as long as the broker lives. It takes connections before its module `groups` is loaded,
-/// and behind a lead that is gone nobody answers: then it is asked again.
-fn members(client: &Client) -> impl Stream<Item = Result<Change, RpcError>> + Send + '_ {
-    let ask = move || client.stream("groups.get", LEAD, &json!({ "name": "broker.online" }));
-    let asked = stream::repeat_with(ask).take_while(|asked| future::ready(asked.is_ok())).then(async |asked| {
-        let answers = stream::iter(asked).flatten();
-        let answers = answers.map(|answer| parse::<Members>("groups.get", answer?));
-        let known = answers.take_while(|answer| future::ready(answer.is_ok()));
-        known.chain(stream::once(sleep(ASK_AGAIN)).filter_map(|()| future::ready(None)))
-    });
-    asked.flatten().map(|answer| answer.map(|answer| Change::Online(answer.members)))
+/// Every answer to `topic` for as long as the broker lives. It takes connections before its services are there, and behind a
+/// lead that is gone nobody answers: then it is asked again.
+fn answers<'a>(
+    client: &'a Client,
+    topic: &'static str,
+    nodeid: u32,
+    payload: Value,
+) -> Result<impl Stream<Item = Value> + Send + use<'a>, RpcError> {
+    let first = client.stream(topic, nodeid, &payload)?;
+    let again = stream::repeat_with(move || client.stream(topic, nodeid, &payload));
+    let again = again.take_while(|asked| future::ready(asked.is_ok())).filter_map(|asked| future::ready(asked.ok()));
+    let asked = stream::once(future::ready(first)).chain(again);
+    Ok(asked
+        .map(|asked| {
+            let known = asked.take_while(|answer| future::ready(answer.is_ok()));
+            let rest = stream::once(sleep(ASK_AGAIN)).filter_map(|()| future::ready(None));
+            known.filter_map(|answer| future::ready(answer.ok())).chain(rest)
+        })
+        .flatten())
 }
 
 /// What an administrator looks for in a log: which brokers are online. Flux itself says it only until it has its quorum,
