@@ -94,7 +94,7 @@ fn what_can_not_be_locked_is_one_message_and_leaves_no_file() {
         (vec!["--channel", &place, "--spec", "flux-core", "--platform", "win-64"], 2, "win-64 is not a conda platform"),
         (vec!["--channel", &place, "--spec", "flux-core", "--glibc", "new!"], 2, "glibc new! is not a version"),
         (vec!["--channel", "http://127.0.0.1:1/lost", "--spec", "flux-core"], 1, "channel http://127.0.0.1:1/lost"),
-        (vec!["--out", &nowhere], 2, "gone/flux.lock: there is no such directory"),
+        (vec!["--out", &nowhere], 2, "gone/flux.lock: no plain file can be written there"),
     ] {
         let words = if words[0] == "--out" { words } else { [&words[..], &["--out", &out]].concat() };
         let (found, text) = complaint(&run(&words));
