@@ -17,8 +17,6 @@ use flux_distribute::{
 fn main() {
     let arguments = std::env::args().skip(1).filter(|a| a != "--bench").collect::<Vec<_>>();
     let arguments = arguments.iter().map(String::as_str).collect::<Vec<_>>();
-    // The only call of this process.
-    let _ = rustls::crypto::ring::default_provider().install_default();
     match arguments[..] {
         ["lock", channel, out] => lock(channel, Path::new(out)),
         ["fetch", lock, prefix] => fetch(&read(lock), Path::new(prefix)),

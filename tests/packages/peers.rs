@@ -182,8 +182,7 @@ async fn a_bad_peer_is_dropped_with_one_line_and_the_bytes_come_from_elsewhere()
     }
 }
 
-#[tokio::test]
-async fn a_dropped_peer_is_asked_for_nothing_more() {
+async fn ten_archives() -> (Channel, Server, PackageSet) {
     let mut channel = Channel::with_flux();
     let names = ["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "a8", "a9"];
     for name in names {
@@ -191,6 +190,12 @@ async fn a_dropped_peer_is_asked_for_nothing_more() {
     }
     let server = Server::start(channel.path()).await;
     let set = resolve(&asked(server.url(), &names)).await.unwrap();
+    (channel, server, set)
+}
+
+#[tokio::test]
+async fn a_dropped_peer_is_asked_for_nothing_more() {
+    let (_channel, _server, set) = ten_archives().await;
     let asked = Arc::new(AtomicU64::new(0));
     let count = asked.clone();
     let bad = peer(move |_| {
@@ -241,13 +246,7 @@ async fn a_busy_peer_is_waited_for_since_the_source_shall_not_send_again() {
 
 #[tokio::test]
 async fn a_peer_that_is_busy_for_ever_is_waited_for_once_and_not_with_each_archive() {
-    let mut channel = Channel::with_flux();
-    let names = ["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "a8", "a9"];
-    for name in names {
-        channel.add(name, ".conda", &[], &[Content::plain("share/a", name.as_bytes())]);
-    }
-    let server = Server::start(channel.path()).await;
-    let set = resolve(&asked(server.url(), &names)).await.unwrap();
+    let (_channel, _server, set) = ten_archives().await;
     let busy =
         peer(|_| Response::builder().status(503).header(header::RETRY_AFTER, "0").body(Body::empty()).unwrap()).await;
     let (log, patience) = (Log::default(), Duration::from_millis(50));

@@ -10,6 +10,7 @@ use crate::packages::{
     Limits,
     bundle::unpack::{self, Target, UnpackError},
     environment::room,
+    environment::transaction::UNPACKED,
     environment::{Build, failed, refused},
     fetch::archive::{self, Hashing},
     fetch::http::shown,
@@ -28,7 +29,7 @@ impl Build<'_> {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Option<PathBuf>, Refusal> {
         // Under a name that the next run knows for a leftover.
-        let archives = self.ready.with_file_name(format!(".{}.bundle.unpacked", self.digest));
+        let archives = self.ready.with_file_name(format!(".{}.bundle{UNPACKED}", self.digest));
         let done = self.bundle_by(source, &archives, progress);
         match fs::remove_dir_all(&archives) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {

@@ -11,16 +11,12 @@ use std::{
 
 use nix::fcntl::{Flock, FlockArg};
 
+use crate::host::{CollectOrder, Collected, Occupant, Refusal, Root, occupants};
 use crate::packages::{
-    ENVIRONMENT_MARKER, LockError,
+    ENVIRONMENT_MARKER,
     environment::transaction::Environments,
     environment::{failed, marker, ready},
     fetch::archive,
-    lock,
-};
-use crate::{
-    api::PackageSet,
-    host::{CollectOrder, Collected, Occupant, Refusal, Root, occupants},
 };
 
 /// An environment that is ready.
@@ -39,19 +35,6 @@ pub fn decide<'a>(found: &'a [Found], used: &BTreeSet<String>, wanted: &BTreeSet
     // Of two that are equally old, it must not depend on the order in which they were found.
     others.sort_by(|a, b| (b.made, &b.digest).cmp(&(a.made, &a.digest)));
     others.iter().skip(keep.saturating_sub(stay.len())).map(|one| one.digest.as_str()).collect()
-}
-
-/// What the archives of `set` for `platform` are called in `pkgs/`.
-///
-/// # Errors
-/// The lock can't be used.
-pub fn archives(set: &PackageSet, platform: &str) -> Result<Vec<String>, LockError> {
-    match set {
-        PackageSet::Bundle(_) => Ok(vec![archive::bundle_name(&set.digest())]),
-        PackageSet::Lock { lock, .. } => {
-            Ok(lock::packages(lock, platform)?.into_iter().map(|package| package.archive).collect())
-        }
-    }
 }
 
 /// Carries out `order`. A name that is not one of ours is never touched.
@@ -129,7 +112,7 @@ fn sweep(prefix: &Path, pkgs: &Path, named: &BTreeSet<String>) -> io::Result<(u6
     for entry in fs::read_dir(pkgs)? {
         let entry = entry?;
         let Ok(name) = entry.file_name().into_string() else { continue };
-        let part = name.strip_prefix('.').and_then(|name| name.strip_suffix(".part"));
+        let part = archive::of_part(&name);
         let of = part.unwrap_or(&name);
         if archive::is_archive(of) && !named.contains(of) && !kept.contains(of) {
             bytes += entry.metadata()?.len();

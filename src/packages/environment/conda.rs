@@ -32,6 +32,7 @@ use crate::packages::{
     environment::extract::{check_metadata, check_paths, extract},
     environment::limits::Memory,
     environment::room,
+    environment::transaction::UNPACKED,
     environment::{Build, failed, refused},
     fetch::archive,
     fetch::http::shown,
@@ -66,7 +67,7 @@ impl Build<'_> {
         let archives = packages.iter().filter_map(|p| fs::metadata(self.pkgs.join(&p.archive)).ok());
         room::check(self.prefix(), room::unpacked(archives.map(|found| found.len()).sum()))?;
         // On the file system of the environment, so that files can be linked.
-        let unpacked = self.ready.with_file_name(format!(".{}.unpacked", self.digest));
+        let unpacked = self.ready.with_file_name(format!(".{}{UNPACKED}", self.digest));
         fs::create_dir(&unpacked).map_err(|e| failed(format!("can't make {}: {e}", unpacked.display())))?;
         let done = self.unpack_and_link(&packages, &unpacked, progress);
         let removed = remove_all(&unpacked);

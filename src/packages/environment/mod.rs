@@ -26,10 +26,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::packages::{
     ENVIRONMENT_MARKER,
-    environment::collect::archives,
     environment::records::{RECORDS, Records, Tree, settle_clobbers},
     environment::transaction::Environments,
-    fetch::archive,
+    fetch::archive::{self, archives},
     lock::estimate_bytes,
 };
 use crate::{
@@ -84,11 +83,11 @@ pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Lin
     if !archive::is_digest(digest) {
         return Err(refused(format!("`{digest}` is not the digest of a package set")));
     }
-    let archives = archives(set, platform).map_err(|e| refused(error_chain(&e)))?;
     let environments = Environments::hold(prefix)?;
     if let Some(linked) = linked(prefix, digest) {
         return Ok(linked);
     }
+    let archives = archives(set, platform).map_err(|e| refused(error_chain(&e)))?;
     environments.clear(digest)?;
     let partial = environments.partial(digest);
     let made = make(order, &environments, &partial, archives, progress);

@@ -26,7 +26,7 @@ use crate::packages::{
 /// An environment that is being made.
 const PARTIAL: &str = ".partial";
 /// Its packages, unpacked.
-const UNPACKED: &str = ".unpacked";
+pub(in crate::packages) const UNPACKED: &str = ".unpacked";
 /// An environment that is on its way out.
 const OLD: &str = ".old";
 /// Of one digest.

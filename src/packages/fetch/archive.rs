@@ -9,15 +9,27 @@ use std::{
 use sha2::{Digest, Sha256};
 
 use crate::api::PackageSet;
-use crate::packages::lock;
+use crate::packages::lock::{self, LockError};
+
+/// What the archives of `set` for `platform` are called in `pkgs/`.
+///
+/// # Errors
+/// The lock can't be used.
+pub fn archives(set: &PackageSet, platform: &str) -> Result<Vec<String>, LockError> {
+    match set {
+        PackageSet::Bundle(_) => Ok(vec![bundle_name(&set.digest())]),
+        PackageSet::Lock { lock, .. } => {
+            Ok(lock::packages(lock, platform)?.into_iter().map(|package| package.archive).collect())
+        }
+    }
+}
 
 /// The names in `pkgs/` of every archive of the set, of all its platforms: what an agent may serve to others.
 pub fn archive_names(set: &PackageSet) -> Vec<String> {
-    let mut names = match set {
+    let mut names: Vec<_> = match set {
         PackageSet::Bundle(_) => vec![bundle_name(&set.digest())],
         PackageSet::Lock { lock, .. } => {
-            let platforms = lock::platforms(lock).unwrap_or_default();
-            let packages = platforms.iter().filter_map(|platform| lock::packages(lock, platform).ok());
+            let packages = lock::by_platform(lock).unwrap_or_default().into_iter().filter_map(Result::ok);
             packages.flatten().map(|package| package.archive).collect()
         }
     };
@@ -28,18 +40,23 @@ pub fn archive_names(set: &PackageSet) -> Vec<String> {
 
 /// True when every archive of `set` for `platform` is in `pkgs`: by its name, the content is checked by who receives it.
 pub fn holds(set: &PackageSet, digest: &str, platform: &str, pkgs: &Path) -> bool {
-    let is_there = |name: &str| pkgs.join(name).is_file();
-    match set {
-        PackageSet::Bundle(_) => is_digest(digest) && is_there(&bundle_name(digest)),
-        PackageSet::Lock { lock, .. } => {
-            lock::packages(lock, platform).is_ok_and(|all| all.iter().all(|package| is_there(&package.archive)))
-        }
-    }
+    let named = archives(set, platform).ok().filter(|_| is_digest(digest));
+    named.is_some_and(|names| names.iter().all(|name| pkgs.join(name).is_file()))
 }
 
 /// What a bundle's archive is called in `pkgs/`.
 pub(in crate::packages) fn bundle_name(digest: &str) -> String {
     format!("bundle-{digest}.tar.gz")
+}
+
+/// What an archive is called that is not whole yet.
+pub(in crate::packages) fn part_name(name: &str) -> String {
+    format!(".{name}.part")
+}
+
+/// The archive that a name of [`part_name`] is of.
+pub(in crate::packages) fn of_part(name: &str) -> Option<&str> {
+    name.strip_prefix('.')?.strip_suffix(".part")
 }
 
 /// A digest becomes part of paths, so it is looked at before it does.

@@ -273,7 +273,7 @@ fn lacking(pkgs: &Path, wanted: &[Wanted]) -> String {
     let directory = std::fs::read_link(pkgs).unwrap_or_else(|_| PathBuf::from(pkgs));
     let directory = directory.display();
     let length = |name: &str| std::fs::metadata(pkgs.join(name)).map_or(0, |file| file.len());
-    let there = |one: &Wanted| length(&one.name).max(length(&format!(".{}.part", one.name)));
+    let there = |one: &Wanted| length(&one.name).max(length(&archive::part_name(&one.name)));
     let missing = wanted.iter().map(|one| Some(one.size?.saturating_sub(there(one)))).sum::<Option<u64>>();
     let missing = missing.map_or_else(|| "more bytes".to_owned(), |bytes| format!("{bytes} more bytes"));
     let free = nix::sys::statvfs::statvfs(pkgs).ok();
@@ -301,7 +301,7 @@ fn drop_leftovers(pkgs: &Path, wanted: &[Wanted]) -> io::Result<()> {
     for entry in std::fs::read_dir(pkgs)? {
         let entry = entry?;
         let name = entry.file_name();
-        let Some(of) = name.to_str().and_then(|n| n.strip_prefix('.')?.strip_suffix(".part")) else {
+        let Some(of) = name.to_str().and_then(archive::of_part) else {
             continue;
         };
         if !wanted.iter().any(|w| w.name == of) {

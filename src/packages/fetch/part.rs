@@ -12,6 +12,8 @@ use tokio::{
     sync::mpsc::UnboundedSender,
 };
 
+use crate::packages::fetch::archive;
+
 /// Between the network's small pieces and the disk.
 const BUFFER: usize = 1 << 18;
 /// No bundle is as large: what an archive of unknown size may grow to.
@@ -51,7 +53,7 @@ impl Part {
         size: Option<u64>,
         advance: UnboundedSender<i64>,
     ) -> io::Result<Self> {
-        let path = pkgs.join(format!(".{name}.part"));
+        let path = pkgs.join(archive::part_name(name));
         let mut part = Self {
             path,
             file: None,

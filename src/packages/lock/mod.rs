@@ -198,10 +198,14 @@ pub(in crate::packages) fn platforms(text: &str) -> Result<Vec<String>, LockErro
 /// # Errors
 /// Text that is no lock, or that is of no use.
 pub fn lock_urls(text: &str) -> Result<Vec<String>, LockError> {
-    let lock = read(text)?;
-    let platforms = linux_platforms(&lock)?.into_iter().map(|platform| of_platform(&lock, &platform));
-    let packages = platforms.collect::<Result<Vec<_>, _>>()?.into_iter().flatten();
+    let packages = by_platform(text)?.into_iter().collect::<Result<Vec<_>, _>>()?.into_iter().flatten();
     Ok(packages.map(|package| package.record.url.to_string()).collect())
+}
+
+/// The packages of each of Linux' platforms that a lock has, as far as they are of use.
+pub(in crate::packages) fn by_platform(text: &str) -> Result<Vec<Result<Vec<Locked>, LockError>>, LockError> {
+    let lock = read(text)?;
+    Ok(linux_platforms(&lock)?.into_iter().map(|platform| of_platform(&lock, &platform)).collect())
 }
 
 fn linux_platforms(lock: &LockFile) -> Result<Vec<String>, LockError> {

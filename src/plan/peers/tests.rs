@@ -70,6 +70,10 @@ impl Node {
 }
 
 fn told(nodes: &[Node], now: i64) -> Vec<Option<FetchFrom>> {
+    decided(nodes, false, now)
+}
+
+fn decided(nodes: &[Node], is_local: bool, now: i64) -> Vec<Option<FetchFrom>> {
     let fetchers: Vec<_> = nodes
         .iter()
         .map(|node| Fetcher {
@@ -79,7 +83,7 @@ fn told(nodes: &[Node], now: i64) -> Vec<Option<FetchFrom>> {
             address: node.address,
         })
         .collect();
-    decide(&fetchers, |_| false, now)
+    decide(&fetchers, |_| is_local, now)
 }
 
 /// Whom each node is sent to: `-` nobody yet, `source`, or its peers' numbers.
@@ -238,16 +242,7 @@ fn each_platform_has_its_own_asker_and_its_own_holders() {
 #[test]
 fn a_set_that_is_on_every_host_is_installed_everywhere_at_once() {
     let nodes = [Node::new(1), Node::new(2).mute(), Node::new(3).holds(), Node::new(4).told(&[], 5)];
-    let fetchers: Vec<_> = nodes
-        .iter()
-        .map(|node| Fetcher {
-            wants: node.wants,
-            told: node.told.as_ref(),
-            report: &node.report,
-            address: node.address,
-        })
-        .collect();
-    let next = decide(&fetchers, |_| true, NOW);
+    let next = decided(&nodes, true, NOW);
     let of = |since| Some(FetchFrom { digest: "set".into(), peers: vec![], since });
     assert_eq!(next, [of(NOW), of(NOW), None, of(5)]);
 }
