@@ -4,6 +4,7 @@
 //! entered the host's namespaces ([`boundary`]); it reads one [`Order`] and answers. The trait [`Host`] stands between
 //! the two; [`fake::FakeHost`] records orders for tests.
 
+mod answer;
 pub mod boundary;
 mod claim;
 mod configure;
@@ -32,6 +33,7 @@ pub mod users;
 
 use futures::future::BoxFuture;
 
+pub use answer::*;
 pub use boundary::NsHost;
 pub use claim::claim;
 pub use configure::configure;
