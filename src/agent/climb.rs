@@ -15,10 +15,10 @@ use super::{
     watch::World,
 };
 use crate::{
-    api::{FluxInstanceSpec, RunningJobs, Want},
+    api::{Closing, FluxInstanceSpec, Roster, RunningJobs, Want},
     broker::{rfc3::RpcError, status::instance as ask_instance},
     error_chain,
-    host::HostView,
+    host::{HostView, Preflight},
 };
 
 impl Agent {
@@ -72,6 +72,16 @@ impl Agent {
                 self.actor.reload(&preflight, &roster).await?;
                 self.actor.remember(&preflight, &roster, &self.view, revision).await
             }
+            Step::Close(closing) => {
+                let roster = self.published.roster()?;
+                info!(epoch = roster.epoch, ?closing, "stopping the instance for the next epoch");
+                if *closing == Closing::WhenIdle {
+                    self.wait_for_jobs(&preflight, &roster).await?;
+                }
+                self.starts.forget();
+                self.view = self.actor.stop(0).await?;
+                Ok(())
+            }
             Step::Stop { reason } => {
                 if self.view.job_shells > 0 {
                     return Err(StepError::NotYet(format!("{reason}; it is stopped when the jobs here have ended")));
@@ -84,6 +94,20 @@ impl Agent {
             }
             Step::Hold | Step::Wait(_) | Step::Preflight | Step::Remove => Ok(()),
         }
+    }
+
+    /// Sees to it that no job runs and none will begin. A job that has slipped in between wins.
+    async fn wait_for_jobs(&self, preflight: &Preflight, roster: &Roster) -> Result<(), StepError> {
+        let runs = || StepError::NotYet("jobs run: the next epoch begins when they have ended".to_owned());
+        if self.jobs_may_run().await.is_some() {
+            return Err(runs());
+        }
+        self.actor.flux(preflight, roster, &["queue", "stop", "--all", "--nocheckpoint"]).await?;
+        if self.jobs_may_run().await.is_some() {
+            self.actor.flux(preflight, roster, &["queue", "start", "--all"]).await?;
+            return Err(runs());
+        }
+        Ok(())
     }
 
     /// The spec, with the port that the running epoch has: another one is for the next.

@@ -5,7 +5,7 @@
 mod tests;
 
 use crate::{
-    api::{FluxNodeSpec, ROSTER_FORMAT, Rank, Roster, RosterEntry, Want},
+    api::{Closing, FluxNodeSpec, ROSTER_FORMAT, Rank, Roster, RosterEntry, Want},
     host::{HostView, Preflight, RunningBroker},
 };
 
@@ -68,6 +68,8 @@ pub enum Step {
     Start(Assignment),
     /// Lead: take in what the roster declares now, live.
     Reload(Assignment),
+    /// Lead: end the epoch by stopping the instance.
+    Close(Closing),
     /// Stop the broker: the roster gives us another rank, or it is of another instance.
     Stop {
         /// Why, in words.
@@ -88,6 +90,7 @@ impl Step {
             Self::Prepare { .. } => "prepare",
             Self::Start(_) => "start",
             Self::Reload(_) => "reload",
+            Self::Close(_) => "close",
             Self::Stop { .. } => "stop",
             Self::Remove => "remove",
         }
@@ -177,6 +180,12 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     let Some((roster, assignment)) = seen.roster.and_then(|roster| Some((roster, agreed(spec, roster)?))) else {
         return Step::Wait("waiting for roster and FluxNode to say the same".to_owned());
     };
+    if let (0, Some(closing)) = (assignment.rank, roster.closing) {
+        return match &seen.host.broker {
+            Some(_) => Step::Close(closing),
+            None => Step::Wait("the epoch has ended; waiting for the planner to begin the next one".to_owned()),
+        };
+    }
     if seen.host.broker.is_none() {
         let digest = &roster.settings.digest;
         return if has(digest) { Step::Start(assignment) } else { install(seen, spec, digest) };

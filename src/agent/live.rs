@@ -15,7 +15,7 @@ use crate::{
     broker::{
         idset::IdSet,
         rfc3::{Client, RpcError},
-        status::{Change, attribute, online_line, overlay, state, watch as changes},
+        status::{Change, allocated, attribute, online_line, overlay, state, watch as changes},
     },
     host::files::{host_path, open_in_host_root},
     plan::hostlist,
@@ -37,6 +37,8 @@ pub struct Live {
     pub health: Option<String>,
     /// Ranks that are online, by the lead's word.
     pub online: IdSet,
+    /// On the lead: ranks on which jobs run; None: not known.
+    pub allocated: Option<IdSet>,
 }
 
 /// Connects to the broker of this host.
@@ -89,9 +91,11 @@ async fn follow_one(client: &Client, sender: &watch::Sender<Live>) -> Result<(),
                 None => return Ok(()),
             },
             _ = ask.tick() => {
+                let allocated = if rank == "0" { allocated(client).await.ok() } else { None };
                 if let Ok((state, overlay)) = futures::try_join!(state(client), overlay(client)) {
                     sender.send_if_modified(|live| {
-                        let next = Live { state: state.state, health: Some(overlay.status), ..live.clone() };
+                        let health = Some(overlay.status);
+                        let next = Live { state: state.state, health, allocated, ..live.clone() };
                         std::mem::replace(live, next.clone()) != next
                     });
                 }

@@ -101,7 +101,12 @@ impl Actor {
         Ok(())
     }
 
-    async fn flux(&self, preflight: &Preflight, roster: &Roster, args: &[&str]) -> Result<String, StepError> {
+    pub(super) async fn flux(
+        &self,
+        preflight: &Preflight,
+        roster: &Roster,
+        args: &[&str],
+    ) -> Result<String, StepError> {
         let order = FluxOrder {
             prefix: preflight.prefix.clone(),
             digest: roster.settings.digest.clone(),

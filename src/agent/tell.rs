@@ -78,6 +78,8 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
             pid: broker.pid,
             digest: broker.record.digest.clone(),
         }),
+        allocated: known.live.allocated.as_ref().filter(|_| is_lead).map(ToString::to_string),
+        closed: closed(seen),
         applied_revision: is_lead.then(|| Applied::of(seen.host)).flatten(),
         offline: if is_lead { offline(seen, known.live) } else { Vec::new() },
         roster: (known.roster_is_gone && leads(seen.host, seen.spec)).then(|| seen.host.roster.clone()).flatten(),
@@ -86,6 +88,12 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         rejected: if is_lead { known.rejected.clone() } else { Rejected::new() },
         agent: Some(env!("CARGO_PKG_VERSION").to_owned()),
     }
+}
+
+/// The epoch that has ended here: nothing of it runs, and nothing of it will be started.
+fn closed(seen: &Seen) -> Option<u64> {
+    let roster = seen.roster.filter(|roster| roster.closing.is_some() && seen.host.broker.is_none())?;
+    agreed(seen.spec?, roster).filter(|own| own.rank == 0).map(|own| own.epoch)
 }
 
 /// Members that the lead's broker misses. Of a broker that has not told yet who is online nothing is known.
@@ -128,6 +136,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
         Step::Preflight => (NodePhase::Preflight, None),
         Step::Install { .. } => (NodePhase::Installing, progress()),
         Step::Stop { reason } => (NodePhase::Starting, words(reason)),
+        Step::Close(_) => (NodePhase::Starting, words("the instance is being stopped for the next epoch")),
         Step::Start(_) | Step::Reload(_) | Step::Prepare { .. } | Step::Hold
             if seen.host.broker.is_some() || matches!(known.step, Step::Start(_)) =>
         {

@@ -146,9 +146,23 @@ pub struct Drain {
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Upgrade {
-    /// How long a pending restart waits for the instance to be idle, such as `24h`. Default: for ever.
+    /// How long a pending restart waits for the instance to be idle, such as `24h`; running jobs are cancelled then.
+    /// Default: for ever.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deadline: Option<String>,
+    /// What happens when the lead does not come up in the next epoch. Default: GoBack.
+    #[serde(default)]
+    pub on_failure: OnFailure,
+}
+
+/// What happens when the lead does not come up in the next epoch.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+pub enum OnFailure {
+    /// One more epoch begins, with the packages and settings of the one before.
+    #[default]
+    GoBack,
+    /// It is tried for ever, and somebody has to see to it.
+    Stay,
 }
 
 /// What happens to running jobs when the instance is deleted.
@@ -183,6 +197,8 @@ pub enum InstancePhase {
     Starting,
     /// The lead is online.
     Running,
+    /// From one epoch to the next: the old one is being stopped or the new one started.
+    Restarting,
     /// The lead was online and is not.
     Degraded,
     /// The spec cannot be served; the message says why.

@@ -35,6 +35,8 @@ pub const CONFIGMAP_DEFAULT: &str = "flux-default";
 pub const CONFIGMAP_DEFAULT_KEY: &str = "spec.yaml";
 /// Annotation on [`CONFIGMAP_DEFAULT`]: the uid of the FluxInstance that was made from it.
 pub const ANNOTATION_CONSUMED: &str = "distribute.flux-framework.org/consumed-by";
+/// Annotation on the FluxInstance: a new word in it begins the next epoch at once, whatever runs.
+pub const ANNOTATION_RESTART: &str = "distribute.flux-framework.org/restart";
 /// ConfigMap with the [`Roster`].
 pub const CONFIGMAP_ROSTER: &str = "flux-roster";
 /// Key in [`CONFIGMAP_ROSTER`] that holds the roster as JSON.

@@ -184,6 +184,12 @@ pub struct FluxNodeStatus {
     /// believes for minutes that it is.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub offline: Vec<u32>,
+    /// Lead only: ranks on which jobs run, by its broker's word (RFC 22); empty: the instance is idle. None: not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allocated: Option<String>,
+    /// Lead only: the epoch whose broker was stopped here for the next one to begin.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub closed: Option<u64>,
     /// Lead only, and only while ConfigMap `flux-roster` is gone: the roster as this host has it, as JSON.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roster: Option<String>,

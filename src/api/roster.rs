@@ -30,6 +30,18 @@ pub struct Roster {
     pub revision: u64,
     /// What Flux reads only at start, fixed within the epoch.
     pub settings: EpochSettings,
+    /// The running epoch is to end: the lead's agent stops its broker, and then the next one begins.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub closing: Option<Closing>,
+    /// The settings of the epoch before, until this one's lead was online: what to go back to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub previous: Option<EpochSettings>,
+    /// What an epoch was begun with that did not come up: not tried again before the spec changes or somebody says so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refused: Option<Refused>,
+    /// The last word of [`ANNOTATION_RESTART`](super::ANNOTATION_RESTART) that was acted on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restart: Option<String>,
     /// Ranks that have or had a member in this epoch. All others are spares.
     pub ranks: BTreeMap<Rank, RosterEntry>,
 }
@@ -60,6 +72,25 @@ pub struct EpochSettings {
     /// What a spare declares where the spec says so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub spare_shape: Option<Resources>,
+}
+
+/// How an epoch ends.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Closing {
+    /// Not while a job runs.
+    WhenIdle,
+    /// Whatever runs: somebody has said so, or the deadline has come.
+    AtOnce,
+}
+
+/// Settings that no lead came online with.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct Refused {
+    /// The settings.
+    pub settings: EpochSettings,
+    /// The lead's words.
+    pub reason: String,
 }
 
 /// One rank.

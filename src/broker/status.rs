@@ -207,6 +207,20 @@ pub async fn online(client: &Client) -> Result<IdSet, RpcError> {
     Ok(parse::<Members>("groups.get", answer)?.members)
 }
 
+/// The ranks on which jobs run.
+///
+/// # Errors
+/// [`RpcError`]; a time-out where the lead is gone.
+pub async fn allocated(client: &Client) -> Result<IdSet, RpcError> {
+    #[derive(Deserialize)]
+    struct Scheduler {
+        allocated: Option<ResourceSet>,
+    }
+    let answer = client.rpc_within(LEAD_TIMEOUT, "resource.sched-status", LEAD, Value::Null).await?;
+    let scheduler: Scheduler = parse("resource.sched-status", answer)?;
+    Ok(scheduler.allocated.map(|set| set.amount().ranks).unwrap_or_default())
+}
+
 /// What only the lead knows.
 ///
 /// # Errors

@@ -4,6 +4,9 @@
 //! broker is out of the overlay and its parent's rank can't come back; resources never shrink; the lead never changes once
 //! the instance was online.
 
+pub(super) mod epoch;
+#[cfg(test)]
+mod epoch_tests;
 mod first;
 mod join;
 #[cfg(test)]
@@ -50,6 +53,8 @@ pub struct Observed<'a> {
     pub now: i64,
     /// How long this planner has held the Lease.
     pub waited: Duration,
+    /// The word of annotation [`ANNOTATION_RESTART`](crate::api::ANNOTATION_RESTART).
+    pub told: Option<&'a str>,
     /// A random id, used if a new instance begins now.
     pub fresh_id: &'a str,
 }
@@ -123,6 +128,11 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
         } else if let Some(again) = first::begin_again(seen, roster) {
             return again;
         }
+    }
+    if roster.established
+        && let Some(next) = epoch::advance(seen, roster)
+    {
+        return Decision::Write(Box::new(next));
     }
     keep_members(seen, &mut next);
     join::relocate_stranded(seen, &mut next);

@@ -47,14 +47,19 @@ fn topology(spec: &FluxInstanceSpec, max_size: u32) -> String {
     }
 }
 
-/// In which ways the running epoch differs from what the spec asks for now, in words; None where it doesn't. A default
-/// maxSize that has grown with the cluster is no difference: only a spec that asks for more is.
-pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> Option<String> {
+/// What the spec asks for, beside an epoch that runs: a default maxSize that has grown with the cluster is no difference.
+pub fn wanted(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> EpochSettings {
     let mut wanted = settings(spec, 0, digest, certificate);
     if spec.max_size.is_none() {
         wanted.max_size = running.max_size;
         wanted.topology = topology(spec, running.max_size);
     }
+    wanted
+}
+
+/// In which ways the running epoch differs from what the spec asks for now, in words; None where it doesn't.
+pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> Option<String> {
+    let wanted = wanted(running, spec, digest, certificate);
     let mut differences = Vec::new();
     let mut compare = |name: &str, differs: bool, from: &dyn std::fmt::Display, to: &dyn std::fmt::Display| {
         if differs {

@@ -5,9 +5,10 @@ use k8s_openapi::{
     jiff::Timestamp,
 };
 
-use super::{
-    roster::{Observed, holds, is_online},
-    settings::pending,
+use super::roster::{
+    Observed,
+    epoch::{Restart, restart},
+    holds, is_online,
 };
 use crate::api::{FluxInstanceStatus, InstancePhase, Roster};
 
@@ -55,12 +56,14 @@ pub fn status(
     let complete = lead_online && next.online == next.size;
     next.phase = match obstacle {
         Some(Obstacle::Problem { .. }) if !lead_online => InstancePhase::Failed,
+        _ if roster.is_some_and(|roster| roster.closing.is_some()) => InstancePhase::Restarting,
         _ if lead_online => InstancePhase::Running,
+        _ if roster.is_some_and(|roster| roster.previous.is_some()) => InstancePhase::Restarting,
         _ if established => InstancePhase::Degraded,
         _ if roster.is_some() => InstancePhase::Starting,
         _ => InstancePhase::Pending,
     };
-    let restart = roster.and_then(|roster| restart_pending(seen, roster));
+    let restart = roster.map_or(Restart::None, |roster| restart(seen, roster));
     next.message = Some(match obstacle {
         Some(Obstacle::Problem { message, .. }) => message.clone(),
         Some(Obstacle::Waiting(message)) if !lead_online => message.clone(),
@@ -94,24 +97,20 @@ pub fn status(
         _ => set("ScaleDenied", false, "Fits", ""),
     }
     match &restart {
-        Some(differences) => set("RestartPending", true, "Differs", differences),
-        None => set("RestartPending", false, "Same", ""),
+        Restart::None => set("RestartPending", false, "Same", ""),
+        Restart::Waits { difference, reason } => {
+            set("RestartPending", true, "Waits", &format!("{difference}; waits for {reason}"));
+        }
+        Restart::Now { difference, .. } => set("RestartPending", true, "Begins", difference),
     }
     next
 }
 
-/// In which ways a coordinated start now would differ from what runs: by the spec, or by what an agent of another version
-/// would start.
-fn restart_pending(seen: &Observed, roster: &Roster) -> Option<String> {
-    let by_spec = match (seen.digest, seen.certificate) {
-        (Some(digest), Some(certificate)) => pending(&roster.settings, seen.spec, digest, certificate),
-        _ => None,
-    };
-    let by_agents = seen
-        .reports
-        .iter()
-        .find_map(|(node, report)| report.restart_pending.as_ref().map(|difference| format!("{node}: {difference}")));
-    by_spec.or(by_agents)
+/// Since when a condition is true, in seconds since the Unix epoch.
+pub fn since(status: &FluxInstanceStatus, type_: &str) -> Option<i64> {
+    let condition =
+        status.conditions.iter().find(|condition| condition.type_ == type_ && condition.status == "True")?;
+    Some(condition.last_transition_time.0.as_second())
 }
 
 /// One sentence on what is still missing, with the words of the first node that has some.

@@ -17,7 +17,9 @@ use super::{
     publish,
 };
 use crate::{
-    api::{FluxInstance, FluxInstanceStatus, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster, validate},
+    api::{
+        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster, validate,
+    },
     error_chain,
     packages::lock_urls,
     plan::{
@@ -186,6 +188,7 @@ impl Planner {
             certificate: None,
             now: Timestamp::now().as_second(),
             waited: self.since.elapsed(),
+            told: flux.annotations().get(ANNOTATION_RESTART).map(String::as_str),
             fresh_id: &fresh_id,
         };
         let own = |roster: &&Roster| roster.instance_uid == uid;

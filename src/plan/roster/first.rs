@@ -70,6 +70,10 @@ fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Opt
         epoch,
         revision: 1,
         settings,
+        closing: None,
+        previous: None,
+        refused: None,
+        restart: seen.told.map(str::to_owned),
         ranks: BTreeMap::new(),
     };
     for (rank, node) in (0..).zip(std::iter::once(&lead).chain(others).take(limit)) {
@@ -147,7 +151,7 @@ fn failed(seen: &Observed, node: &NodeView) -> bool {
 }
 
 /// flux-core takes names of RFC 1035 (conf_bootstrap_validate_domain_name); ours for spares are taken.
-fn is_broker_name(name: &str) -> bool {
+pub(super) fn is_broker_name(name: &str) -> bool {
     let label = |label: &str| {
         (1..=63).contains(&label.len())
             && !label.starts_with('-')

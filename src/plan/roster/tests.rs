@@ -29,19 +29,26 @@ pub(crate) fn roster(max_size: u32, nodes: &[(&str, u32)]) -> Roster {
         epoch: 1,
         revision: 1,
         settings: settings(&FluxInstanceSpec { max_size: Some(max_size), ..Default::default() }, 0, "digest", "cert"),
+
+        closing: None,
+        previous: None,
+        refused: None,
+        restart: None,
         ranks: ranks.collect(),
     }
 }
 
 /// A small world that the tests change step by step.
-struct World {
-    spec: FluxInstanceSpec,
-    status: FluxInstanceStatus,
-    nodes: Vec<NodeView>,
-    reports: BTreeMap<String, FluxNodeStatus>,
-    roster: Option<Roster>,
-    now: i64,
+pub(super) struct World {
+    pub spec: FluxInstanceSpec,
+    pub status: FluxInstanceStatus,
+    pub nodes: Vec<NodeView>,
+    pub reports: BTreeMap<String, FluxNodeStatus>,
+    pub roster: Option<Roster>,
+    pub now: i64,
     waited: Duration,
+    pub told: Option<&'static str>,
+    pub digest: &'static str,
 }
 
 impl World {
@@ -54,12 +61,14 @@ impl World {
             roster: None,
             now: 1000,
             waited: Duration::ZERO,
+            told: None,
+            digest: "digest",
         };
         (1..=count).for_each(|number| world.add(&format!("node{number}"), number));
         world
     }
 
-    fn add(&mut self, name: &str, number: u8) {
+    pub fn add(&mut self, name: &str, number: u8) {
         self.nodes.push(NodeView {
             name: name.to_owned(),
             uid: format!("uid-{name}"),
@@ -71,7 +80,7 @@ impl World {
         });
     }
 
-    fn passed(&mut self, name: &str, cores: u32) {
+    pub fn passed(&mut self, name: &str, cores: u32) {
         let facts = Facts {
             resources: Resources { cores, gpus: 0 },
             memory_mib: 1024,
@@ -89,7 +98,7 @@ impl World {
         names.iter().for_each(|name| self.passed(name, 2));
     }
 
-    fn online(&mut self, name: &str) {
+    pub fn online(&mut self, name: &str) {
         let roster = self.roster.clone().unwrap();
         let node = self.nodes.iter().find(|node| node.name == name).unwrap();
         let rank = rank_of(&roster, &node.uid).unwrap();
@@ -111,7 +120,7 @@ impl World {
         }
     }
 
-    fn seen(&self) -> Observed<'_> {
+    pub fn seen(&self) -> Observed<'_> {
         Observed {
             instance_uid: "instance",
             spec: &self.spec,
@@ -119,16 +128,17 @@ impl World {
             nodes: &self.nodes,
             reports: &self.reports,
             roster: self.roster.as_ref(),
-            digest: Some("digest"),
+            digest: Some(self.digest),
             certificate: Some("cert"),
             now: self.now,
             waited: self.waited,
+            told: self.told,
             fresh_id: "fresh",
         }
     }
 
     /// Decides until nothing changes any more.
-    fn settle(&mut self) -> Decision {
+    pub fn settle(&mut self) -> Decision {
         loop {
             match decide(&self.seen()) {
                 Decision::Write(next) => self.roster = Some(*next),
@@ -137,7 +147,7 @@ impl World {
         }
     }
 
-    fn up(count: u8) -> Self {
+    pub fn up(count: u8) -> Self {
         let mut world = Self::new(count);
         world.all_passed();
         assert_eq!(world.settle(), Decision::Keep);
@@ -148,11 +158,11 @@ impl World {
         world
     }
 
-    fn rank(&self, node: &str) -> Option<Rank> {
+    pub fn rank(&self, node: &str) -> Option<Rank> {
         rank_of(self.roster.as_ref()?, &format!("uid-{node}"))
     }
 
-    fn wants(&self, node: &str) -> Want {
+    pub fn wants(&self, node: &str) -> Want {
         let node = self.nodes.iter().find(|view| view.name == node).unwrap();
         project(&self.seen(), self.roster.as_ref(), node).want
     }

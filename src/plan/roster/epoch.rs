@@ -1,0 +1,181 @@
+//! From one coordinated start to the next: when the running epoch ends, and what the next one begins with.
+//!
+//! Two words, so that no job is lost between them: the roster says that the epoch is *closing*, the lead's agent stops its
+//! broker where that disturbs nobody and says that the epoch is *closed*, and only then the next epoch's roster is written.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use super::{Observed, candidates, facts, first::is_broker_name, holds, is_online};
+use crate::{
+    api::{Closing, EpochSettings, Member, NodePhase, OnFailure, Rank, Refused, Resources, Roster, RosterEntry},
+    plan::{
+        broker_toml::spare_name,
+        settings::{pending, settings, wanted},
+        status::since,
+    },
+};
+
+/// What there is to say about a coordinated restart.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Restart {
+    /// What runs is what is wanted.
+    None,
+    /// It would bring this difference, and waits.
+    Waits {
+        /// What would change.
+        difference: String,
+        /// For what.
+        reason: String,
+    },
+    /// It may begin.
+    Now {
+        /// What will change.
+        difference: String,
+        /// In which way.
+        closing: Closing,
+    },
+}
+
+/// The next roster, where this epoch is to end, has ended, or did not come up.
+pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
+    let lead = lead(roster)?;
+    let report = seen.reports.get(&lead.node)?;
+    if roster.closing.is_some() {
+        let closed = report.closed == Some(roster.epoch) && report.adopted.is_none();
+        let settings = settings(seen.spec, candidates(seen).len(), seen.digest?, seen.certificate?);
+        return closed.then(|| next_epoch(seen, roster, settings)).flatten();
+    }
+    if let Some(previous) = &roster.previous {
+        if is_online(seen, roster, 0) {
+            return Some(Roster { previous: None, revision: roster.revision + 1, ..roster.clone() });
+        }
+        if report.phase == NodePhase::Failed && seen.spec.upgrade.on_failure == OnFailure::GoBack {
+            let reason = report.message.clone().unwrap_or_default();
+            let refused = Some(Refused { settings: roster.settings.clone(), reason });
+            let back = next_epoch(seen, roster, previous.clone())?;
+            return Some(Roster { previous: None, refused, ..back });
+        }
+    }
+    match restart(seen, roster) {
+        Restart::Now { closing, .. } => {
+            let mut next = Roster { closing: Some(closing), revision: roster.revision + 1, ..roster.clone() };
+            // The lead is told by its own entry's revision.
+            next.ranks.entry(0).and_modify(|entry| entry.revision = next.revision);
+            Some(next)
+        }
+        _ => None,
+    }
+}
+
+/// Whether a coordinated restart is due, and else what it waits for.
+pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
+    let (Some(digest), Some(certificate)) = (seen.digest, seen.certificate) else { return Restart::None };
+    let told = seen.told.is_some() && seen.told != roster.restart.as_deref();
+    let by_spec = pending(&roster.settings, seen.spec, digest, certificate);
+    let by_agents = || {
+        let mut differences = seen.reports.iter().filter_map(|(node, report)| {
+            report.restart_pending.as_ref().map(|difference| format!("{node}: {difference}"))
+        });
+        differences.next()
+    };
+    let Some(difference) = by_spec.or_else(by_agents).or_else(|| told.then(|| "asked for".to_owned())) else {
+        return Restart::None;
+    };
+    let waits = |reason: String| Restart::Waits { difference: difference.clone(), reason };
+    if let Some(refused) = &roster.refused
+        && !told
+        && refused.settings == wanted(&roster.settings, seen.spec, digest, certificate)
+    {
+        return waits(format!("it did not come up and was taken back ({}); change the spec", refused.reason));
+    }
+    let Some((lead, _)) = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)) else {
+        return waits("the lead to be online".to_owned());
+    };
+    let has = |report: &crate::api::FluxNodeStatus| {
+        digest == roster.settings.digest || report.digest.as_deref() == Some(digest)
+    };
+    if !has(lead) {
+        return waits("the packages to be installed on the lead".to_owned());
+    }
+    if told || deadline_has_come(seen) {
+        return Restart::Now { difference, closing: Closing::AtOnce };
+    }
+    let without = roster.ranks.keys().filter(|rank| is_online(seen, roster, **rank));
+    let mut without = without.filter_map(|rank| holds(seen, roster, *rank).map(|(report, _)| (rank, report)));
+    if let Some((rank, _)) = without.find(|(_, report)| !has(report)) {
+        let member = roster.ranks.get(rank).and_then(|entry| entry.member.as_ref());
+        let node = member.map_or("", |member| member.node.as_str());
+        return waits(format!("the packages to be installed on node {node}"));
+    }
+    match lead.allocated.as_deref() {
+        Some("") => Restart::Now { difference, closing: Closing::WhenIdle },
+        Some(ranks) => waits(format!("the jobs on ranks {ranks} to end")),
+        None => waits("the lead to tell whether jobs run".to_owned()),
+    }
+}
+
+fn deadline_has_come(seen: &Observed) -> bool {
+    let deadline = seen.spec.upgrade.deadline.as_deref().and_then(crate::api::parse_duration);
+    let waited = since(seen.status, "RestartPending")
+        .and_then(|since| u64::try_from(seen.now - since).ok())
+        .map(Duration::from_secs);
+    matches!((deadline, waited), (Some(deadline), Some(waited)) if waited >= deadline)
+}
+
+fn lead(roster: &Roster) -> Option<&Member> {
+    roster.ranks.get(&0)?.member.as_ref()
+}
+
+/// The roster of the epoch after `roster`'s: every member keeps its rank where there is room, under its node's own name and
+/// with what it has now; the statedir, and so the lead, stays.
+fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettings) -> Option<Roster> {
+    let size = seen.spec.size.unwrap_or(u32::MAX).min(settings.max_size);
+    let revision = roster.revision + 1;
+    let members = roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?, entry)));
+    let mut ranks = BTreeMap::<Rank, RosterEntry>::new();
+    let mut homeless = Vec::new();
+    for (rank, member, entry) in members.take(size as usize) {
+        let node = seen.nodes.iter().find(|node| node.uid == member.uid);
+        // Nothing runs now, so this is when resources may shrink.
+        let resources = node.and_then(|node| facts(seen, node)).or(entry.resources);
+        match rank < settings.max_size {
+            true => drop(ranks.insert(rank, named(rank, member.clone(), resources, revision))),
+            false => homeless.push((member.clone(), resources)),
+        }
+    }
+    for node in candidates(seen) {
+        let known = roster.ranks.values().filter_map(|entry| entry.member.as_ref());
+        let is_new = known.into_iter().all(|member| member.uid != node.uid) && facts(seen, node).is_some();
+        if let (true, Some(address)) = (is_new, node.address) {
+            let member = Member { node: node.name.clone(), uid: node.uid.clone(), address, gone_since: None };
+            homeless.push((member, facts(seen, node)));
+        }
+    }
+    let free: Vec<Rank> = (0..settings.max_size).filter(|rank| !ranks.contains_key(rank)).collect();
+    let room = (size as usize).saturating_sub(ranks.len());
+    for (rank, (member, resources)) in free.into_iter().zip(homeless).take(room) {
+        ranks.insert(rank, named(rank, member, resources, revision));
+    }
+    ranks.contains_key(&0).then(|| Roster {
+        epoch: roster.epoch + 1,
+        revision,
+        previous: Some(roster.settings.clone()),
+        settings,
+        closing: None,
+        refused: None,
+        restart: seen.told.map(str::to_owned),
+        ranks,
+        ..roster.clone()
+    })
+}
+
+fn named(rank: Rank, member: Member, resources: Option<Resources>, revision: u64) -> RosterEntry {
+    let real = is_broker_name(&member.node);
+    RosterEntry {
+        broker_name: if real { member.node.clone() } else { spare_name(rank) },
+        reserved_for: real.then(|| member.uid.clone()),
+        member: Some(member),
+        resources,
+        revision,
+    }
+}

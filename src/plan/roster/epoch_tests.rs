@@ -1,0 +1,168 @@
+use super::{
+    Decision,
+    epoch::{Restart, restart},
+    tests::World,
+};
+use crate::{
+    api::{Closing, NodePhase, OnFailure},
+    plan::status::status,
+};
+
+/// Three members that are online and idle.
+fn idle() -> World {
+    let mut world = World::up(3);
+    jobs_on(&mut world, Some(""));
+    world
+}
+
+fn jobs_on(world: &mut World, ranks: Option<&str>) {
+    world.reports.get_mut("node1").unwrap().allocated = ranks.map(str::to_owned);
+}
+
+/// The lead's agent has stopped its broker; the others end with it.
+fn close(world: &mut World) {
+    let epoch = world.roster.as_ref().unwrap().epoch;
+    world.reports.values_mut().for_each(|report| report.adopted = None);
+    world.reports.get_mut("node1").unwrap().closed = Some(epoch);
+}
+
+fn waits_for(world: &World) -> String {
+    match restart(&world.seen(), world.roster.as_ref().unwrap()) {
+        Restart::Waits { reason, .. } => reason,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_flux_reads_at_start_waits_until_the_instance_is_idle() {
+    let mut world = idle();
+    world.spec.broker.port = Some(9000);
+    for (jobs, words) in [(Some("0-2"), "the jobs on ranks 0-2 to end"), (None, "the lead to tell whether jobs run")] {
+        jobs_on(&mut world, jobs);
+        assert_eq!(world.settle(), Decision::Keep);
+        assert_eq!(waits_for(&world), words);
+    }
+    jobs_on(&mut world, Some(""));
+    world.settle();
+    let roster = world.roster.clone().unwrap();
+    assert_eq!((roster.epoch, roster.closing), (1, Some(Closing::WhenIdle)));
+    assert_eq!(roster.ranks[&0].revision, roster.revision, "the lead is told");
+
+    // Nothing begins before the lead's broker has ended by its own agent's word.
+    assert_eq!(world.settle(), Decision::Keep);
+    world.reports.get_mut("node1").unwrap().closed = Some(1);
+    assert_eq!(world.settle(), Decision::Keep);
+    close(&mut world);
+    world.settle();
+    let next = world.roster.clone().unwrap();
+    assert_eq!((next.epoch, next.closing, next.settings.port), (2, None, 9000));
+    assert_eq!(next.previous, Some(roster.settings));
+    assert_eq!(next.instance_id, roster.instance_id);
+    assert!(next.established);
+    assert!(next.ranks.keys().eq([0, 1, 2].iter()));
+
+    world.online("node1");
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().previous, None);
+}
+
+#[test]
+fn packages_are_on_every_member_that_is_there_before_an_epoch_ends() {
+    let mut world = idle();
+    world.digest = "new";
+    assert_eq!(waits_for(&world), "the packages to be installed on the lead");
+    world.reports.get_mut("node1").unwrap().digest = Some("new".to_owned());
+    assert_eq!(waits_for(&world), "the packages to be installed on node node2");
+    // One that is away is not waited for.
+    world.reports.get_mut("node2").unwrap().phase = NodePhase::Offline;
+    world.reports.get_mut("node3").unwrap().digest = Some("new".to_owned());
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::WhenIdle));
+}
+
+#[test]
+fn a_word_or_the_deadline_ends_an_epoch_whatever_runs() {
+    let mut world = idle();
+    jobs_on(&mut world, Some("0"));
+    world.told = Some("2026-01-01");
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::AtOnce));
+    close(&mut world);
+    world.settle();
+    let roster = world.roster.clone().unwrap();
+    assert_eq!((roster.epoch, roster.restart.as_deref()), (2, Some("2026-01-01")));
+    // The same word is heard once.
+    (1..=3).for_each(|number| world.online(&format!("node{number}")));
+    world.settle();
+    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+
+    jobs_on(&mut world, Some("0"));
+    world.spec.broker.port = Some(9000);
+    world.spec.upgrade.deadline = Some("1h".to_owned());
+    world.status = status(&world.seen(), 1, world.roster.as_ref(), None);
+    world.now += 3599;
+    assert_eq!(world.settle(), Decision::Keep);
+    world.now += 1;
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::AtOnce));
+}
+
+#[test]
+fn spares_take_their_nodes_names_and_the_dead_make_room_at_the_next_epoch() {
+    let mut world = idle();
+    world.add("node4", 4);
+    world.passed("node4", 8);
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().ranks[&3].broker_name, "flux-spare-3");
+    world.nodes.retain(|node| node.name != "node2");
+    world.settle();
+    world.now += 601;
+    world.settle();
+    world.passed("node3", 1);
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    close(&mut world);
+    world.settle();
+    let roster = world.roster.clone().unwrap();
+    let members: Vec<_> = roster.ranks.iter().map(|(rank, entry)| (*rank, entry.broker_name.as_str())).collect();
+    assert_eq!(members, [(0, "node1"), (2, "node3"), (3, "node4")]);
+    assert_eq!(roster.ranks[&2].resources.unwrap().cores, 1, "only now resources may shrink");
+}
+
+#[test]
+fn fewer_ranks_than_members_keep_the_lowest() {
+    let mut world = idle();
+    world.spec.max_size = Some(2);
+    world.settle();
+    close(&mut world);
+    world.settle();
+    assert!(world.roster.as_ref().unwrap().ranks.keys().eq([0, 1].iter()));
+}
+
+#[test]
+fn a_lead_that_does_not_come_up_takes_the_instance_back_once() {
+    let fail = |on_failure| {
+        let mut world = idle();
+        world.spec.upgrade.on_failure = on_failure;
+        world.spec.broker.config = Some("[content]\nwrong = 1".to_owned());
+        world.settle();
+        close(&mut world);
+        world.settle();
+        let lead = world.reports.get_mut("node1").unwrap();
+        (lead.phase, lead.message) = (NodePhase::Failed, Some("exit code 1".to_owned()));
+        world.settle();
+        world
+    };
+    let mut world = fail(OnFailure::GoBack);
+    let roster = world.roster.clone().unwrap();
+    assert_eq!((roster.epoch, roster.settings.config.as_str(), roster.previous), (3, "", None));
+    assert_eq!(roster.refused.unwrap().reason, "exit code 1");
+    (1..=3).for_each(|number| world.online(&format!("node{number}")));
+    jobs_on(&mut world, Some(""));
+    assert_eq!(world.settle(), Decision::Keep);
+    assert!(waits_for(&world).contains("exit code 1"), "{}", waits_for(&world));
+    world.spec.broker.config = None;
+    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+
+    assert_eq!(fail(OnFailure::Stay).roster.unwrap().epoch, 2);
+}
