@@ -13,7 +13,10 @@ use crate::{
         CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, Packages, RUN_DIR, Rank, Roster,
         Uninstall,
     },
-    broker::command::{BrokerIdentity, launch},
+    broker::{
+        command::{BrokerIdentity, launch},
+        rfc3::RpcError,
+    },
     host::{
         Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, LinkOrder, Order,
         Preflight, PreflightOrder, Progress, Refusal, RemoveOrder, StateDir, StopOrder,
@@ -62,6 +65,9 @@ pub enum StepError {
     /// Something is not as it must be.
     #[error("{0}")]
     Wrong(String),
+    /// The broker did not do what it was told over its socket.
+    #[error("the broker did not take the order")]
+    Broker(#[from] RpcError),
     /// `flux` failed.
     #[error("flux {command}: {output}")]
     Flux {

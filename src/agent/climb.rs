@@ -9,7 +9,7 @@ use tracing::{debug, info, warn};
 use super::{
     act::StepError,
     decide::Step,
-    live,
+    drain, live,
     published::Published,
     run::{Agent, SOON},
     watch::World,
@@ -71,6 +71,11 @@ impl Agent {
                 let revision = self.actor.configure(&preflight, &roster, assignment, true).await?;
                 self.actor.reload(&preflight, &roster).await?;
                 self.actor.remember(&preflight, &roster, &self.view, revision).await
+            }
+            Step::Drain(change) => {
+                info!(?change, "draining");
+                let client = live::connect().await?;
+                Ok(drain::apply(&client, change).await?)
             }
             Step::Close(closing) => {
                 let roster = self.published.roster()?;

@@ -4,8 +4,10 @@
 #[cfg(test)]
 mod tests;
 
+use super::drain;
 use crate::{
     api::{Closing, FluxNodeSpec, ROSTER_FORMAT, Rank, Roster, RosterEntry, Want},
+    broker::status::Drained,
     host::{HostView, Preflight, RunningBroker},
 };
 
@@ -43,6 +45,8 @@ pub struct Seen<'a> {
     pub applied: Option<u64>,
     /// Digests of the package sets whose archives are on this host.
     pub holds: &'a [String],
+    /// Lead only: what is drained, by its broker's word.
+    pub drained: Option<&'a [Drained]>,
 }
 
 /// What to do next.
@@ -68,6 +72,8 @@ pub enum Step {
     Start(Assignment),
     /// Lead: take in what the roster declares now, live.
     Reload(Assignment),
+    /// Lead: have the broker drain and undrain ranks.
+    Drain(drain::Change),
     /// Lead: end the epoch by stopping the instance.
     Close(Closing),
     /// Stop the broker: the roster gives us another rank, or it is of another instance.
@@ -90,6 +96,7 @@ impl Step {
             Self::Prepare { .. } => "prepare",
             Self::Start(_) => "start",
             Self::Reload(_) => "reload",
+            Self::Drain(_) => "drain",
             Self::Close(_) => "close",
             Self::Stop { .. } => "stop",
             Self::Remove => "remove",
@@ -158,6 +165,10 @@ pub fn decide(seen: &Seen) -> Step {
             Some(_) => Step::Hold,
             None => Step::Wait("waiting for the packages to be resolved".to_owned()),
         },
+        Want::Leave => match &seen.host.broker {
+            Some(_) => Step::Stop { reason: "this node leaves the instance".to_owned() },
+            None => Step::Wait("this node has left the instance".to_owned()),
+        },
         Want::Run => run(seen, spec, has),
     }
 }
@@ -192,6 +203,11 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     }
     if assignment.rank == 0 && seen.applied < Some(spec.revision) {
         return Step::Reload(assignment);
+    }
+    if let (0, Some(drained)) = (assignment.rank, seen.drained)
+        && let Some(change) = drain::change(&spec.drain, drained)
+    {
+        return Step::Drain(change);
     }
     // Last of all: nothing that runs depends on it.
     match seen.published {

@@ -11,11 +11,10 @@ use tokio::{
 use tracing::debug;
 
 use crate::{
-    api::BROKER_RUN_DIR,
+    api::{BROKER_RUN_DIR, IdSet},
     broker::{
-        idset::IdSet,
         rfc3::{Client, RpcError},
-        status::{Change, allocated, attribute, online_line, overlay, state, watch as changes},
+        status::{Change, InstanceStatus, attribute, instance, online_line, overlay, state, watch as changes},
     },
     host::files::{host_path, open_in_host_root},
     plan::hostlist,
@@ -37,8 +36,8 @@ pub struct Live {
     pub health: Option<String>,
     /// Ranks that are online, by the lead's word.
     pub online: IdSet,
-    /// On the lead: ranks on which jobs run; None: not known.
-    pub allocated: Option<IdSet>,
+    /// On the lead: what jobs run on and what is drained; None: not known.
+    pub instance: Option<InstanceStatus>,
 }
 
 /// Connects to the broker of this host.
@@ -91,11 +90,11 @@ async fn follow_one(client: &Client, sender: &watch::Sender<Live>) -> Result<(),
                 None => return Ok(()),
             },
             _ = ask.tick() => {
-                let allocated = if rank == "0" { allocated(client).await.ok() } else { None };
+                let instance = if rank == "0" { instance(client).await.ok() } else { None };
                 if let Ok((state, overlay)) = futures::try_join!(state(client), overlay(client)) {
                     sender.send_if_modified(|live| {
                         let health = Some(overlay.status);
-                        let next = Live { state: state.state, health, allocated, ..live.clone() };
+                        let next = Live { state: state.state, health, instance, ..live.clone() };
                         std::mem::replace(live, next.clone()) != next
                     });
                 }

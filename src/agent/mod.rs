@@ -3,6 +3,7 @@
 pub mod act;
 mod climb;
 pub mod decide;
+mod drain;
 mod enter;
 mod health;
 mod live;

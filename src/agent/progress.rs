@@ -140,7 +140,8 @@ impl Agent {
             let world = self.world.borrow().clone();
             self.observe(&world).await?;
             let uid = world.instance_uid();
-            let next = decide(&self.seen(&world, uid.as_deref()));
+            let live = self.live.borrow().clone();
+            let next = decide(&self.seen(&world, uid.as_deref(), &live));
             if next != *step && next != Step::Hold {
                 info!(step = next.name(), "something else comes before the packages of the next start");
                 return Ok(false);

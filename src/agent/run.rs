@@ -194,7 +194,8 @@ impl Agent {
         let world = self.world.borrow().clone();
         self.observe(&world).await?;
         let uid = world.instance_uid();
-        let step = decide(&self.seen(&world, uid.as_deref()));
+        let live = self.live.borrow().clone();
+        let step = decide(&self.seen(&world, uid.as_deref(), &live));
         if let Step::Hold | Step::Wait(_) = step {
             self.tries.succeeded();
             self.report(&world, &step, None).await;
@@ -245,7 +246,7 @@ impl Agent {
         }
     }
 
-    pub(super) fn seen<'a>(&'a self, world: &'a World, uid: Option<&'a str>) -> Seen<'a> {
+    pub(super) fn seen<'a>(&'a self, world: &'a World, uid: Option<&'a str>, live: &'a Live) -> Seen<'a> {
         let instance = match uid {
             _ if world.is_over() => Instance::Over,
             Some(uid) => Instance::Here { uid },
@@ -260,6 +261,7 @@ impl Agent {
             preflight: self.preflight.as_ref(),
             applied: Applied::of(&self.view),
             holds: self.serving.holds(),
+            drained: live.instance.as_ref().map(|instance| instance.drained.as_slice()),
         }
     }
 
@@ -331,7 +333,7 @@ impl Agent {
         let rejected = self.rejected.borrow().clone();
         let hint = self.look_for_a_hint(&live).await;
         let facts = self.preflight.as_ref().map(facts);
-        let seen = self.seen(world, uid.as_deref());
+        let seen = self.seen(world, uid.as_deref(), &live);
         let nothing_wanted = matches!(world.instance, Presence::Gone) && !self.first_instance_to_come().await;
         self.readiness.set(tell::is_ready(&seen, &live) || nothing_wanted);
         let Some(node) = world.node.here() else { return };

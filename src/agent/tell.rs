@@ -3,6 +3,7 @@
 use super::{
     act::launch_order,
     decide::{Seen, Step, agreed, leads},
+    drain,
     live::Live,
     log::Rejected,
     reload::Applied,
@@ -61,6 +62,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
     let (phase, message) = phase(seen, known, before);
     let broker = seen.host.broker.as_ref();
     let is_lead = broker.is_some_and(|broker| broker.record.rank == 0);
+    let instance = known.live.instance.as_ref().filter(|_| is_lead);
     let newest = || seen.host.environments.last().cloned();
     FluxNodeStatus {
         phase,
@@ -78,7 +80,8 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
             pid: broker.pid,
             digest: broker.record.digest.clone(),
         }),
-        allocated: known.live.allocated.as_ref().filter(|_| is_lead).map(ToString::to_string),
+        allocated: instance.map(|instance| instance.allocated.ranks.clone()),
+        drained: instance.map(|instance| drain::ours(&instance.drained)),
         closed: closed(seen),
         applied_revision: is_lead.then(|| Applied::of(seen.host)).flatten(),
         offline: if is_lead { offline(seen, known.live) } else { Vec::new() },
@@ -136,6 +139,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
         Step::Preflight => (NodePhase::Preflight, None),
         Step::Install { .. } => (NodePhase::Installing, progress()),
         Step::Stop { reason } => (NodePhase::Starting, words(reason)),
+        Step::Drain(_) => (NodePhase::Starting, None),
         Step::Close(_) => (NodePhase::Starting, words("the instance is being stopped for the next epoch")),
         Step::Start(_) | Step::Reload(_) | Step::Prepare { .. } | Step::Hold
             if seen.host.broker.is_some() || matches!(known.step, Step::Start(_)) =>
@@ -208,6 +212,7 @@ mod tests {
             preflight: None,
             applied: None,
             holds: &[],
+            drained: None,
         };
         let known = Known {
             step,

@@ -3,6 +3,7 @@
 //! One writer for each: people write [`FluxInstance`] specs; the planner writes their status, the roster, the packages,
 //! `broker.toml`, and the spec of each [`FluxNode`]; an agent writes the status of its own `FluxNode`.
 
+mod idset;
 #[allow(clippy::duplicated_attributes, reason = "each printcolumn has a type_ of its own")]
 mod instance;
 #[allow(clippy::duplicated_attributes, reason = "each printcolumn has a type_ of its own")]
@@ -12,6 +13,7 @@ mod resources;
 mod roster;
 mod validate;
 
+pub use idset::*;
 pub use instance::*;
 pub use node::*;
 pub use packages::*;

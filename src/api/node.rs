@@ -2,7 +2,7 @@ use kube::CustomResource;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::Resources;
+use super::{IdSet, Resources};
 
 /// One node as a part of the instance. Its status is the node's status page; the agent on the node makes it before its
 /// first write on the host and deletes it when the host is clean.
@@ -47,6 +47,10 @@ pub struct FluxNodeSpec {
     /// The roster's revision that concerned this node last; the lead applies it live.
     #[serde(default)]
     pub revision: u64,
+    /// Lead only: ranks that get no new jobs, by reason (RFC 22).
+    #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
+    #[schemars(with = "std::collections::BTreeMap<String, String>")]
+    pub drain: std::collections::BTreeMap<String, IdSet>,
     /// Where this node fetches the package set; without it, it waits until another node holds the archives.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fetch_from: Option<FetchFrom>,
@@ -81,6 +85,8 @@ pub enum Want {
     Install,
     /// Run the broker of `spec.rank`.
     Run,
+    /// Stop the broker: the member is drained and leaves.
+    Leave,
 }
 
 /// Where a node stands on the way to a broker that is online.
@@ -186,7 +192,12 @@ pub struct FluxNodeStatus {
     pub offline: Vec<u32>,
     /// Lead only: ranks on which jobs run, by its broker's word (RFC 22); empty: the instance is idle. None: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub allocated: Option<String>,
+    #[schemars(with = "Option<String>")]
+    pub allocated: Option<IdSet>,
+    /// Lead only: ranks that its broker gives no jobs to because of [`FluxNodeSpec::drain`] (RFC 22).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<String>")]
+    pub drained: Option<IdSet>,
     /// Lead only: the epoch whose broker was stopped here for the next one to begin.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub closed: Option<u64>,

@@ -109,8 +109,23 @@ pub struct RosterEntry {
     /// yet, and the rank declares a spare's shape.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resources: Option<Resources>,
+    /// The member gets no new jobs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drain: Option<Draining>,
     /// The roster's revision at which this entry changed last.
     pub revision: u64,
+}
+
+/// A member that gets no new jobs.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct Draining {
+    /// In words; Flux shows it behind `flux-distribute: `.
+    pub reason: String,
+    /// It is stopped once it is idle, and loses its rank.
+    pub leave: bool,
+    /// Since when, in seconds since the Unix epoch.
+    pub since: i64,
 }
 
 /// Who holds a rank.

@@ -1,7 +1,6 @@
 //! The broker: its command line, its unit, and the protocol of its socket (RFC 3).
 
 pub mod command;
-pub mod idset;
 pub mod log;
 pub mod message;
 pub mod rfc3;

@@ -8,10 +8,10 @@ use serde_json::{Value, json};
 use tokio::time::sleep;
 
 use super::{
-    idset::IdSet,
     message::{ANY, LEAD},
     rfc3::{Client, RpcError},
 };
+use crate::api::IdSet;
 
 /// What asks the lead waits no longer: behind a lead that is gone nothing answers.
 const LEAD_TIMEOUT: Duration = Duration::from_secs(5);
@@ -207,20 +207,6 @@ pub async fn online(client: &Client) -> Result<IdSet, RpcError> {
     Ok(parse::<Members>("groups.get", answer)?.members)
 }
 
-/// The ranks on which jobs run.
-///
-/// # Errors
-/// [`RpcError`]; a time-out where the lead is gone.
-pub async fn allocated(client: &Client) -> Result<IdSet, RpcError> {
-    #[derive(Deserialize)]
-    struct Scheduler {
-        allocated: Option<ResourceSet>,
-    }
-    let answer = client.rpc_within(LEAD_TIMEOUT, "resource.sched-status", LEAD, Value::Null).await?;
-    let scheduler: Scheduler = parse("resource.sched-status", answer)?;
-    Ok(scheduler.allocated.map(|set| set.amount().ranks).unwrap_or_default())
-}
-
 /// What only the lead knows.
 ///
 /// # Errors
@@ -261,6 +247,24 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
         down: amount(scheduler.down),
         allocated: amount(scheduler.allocated),
     })
+}
+
+/// Gives no new jobs to `ranks`, for `reason`; running ones stay. A rank that is drained already gets the new reason.
+///
+/// # Errors
+/// [`RpcError`]; a time-out where the lead is gone.
+pub async fn drain(client: &Client, ranks: &IdSet, reason: &str) -> Result<(), RpcError> {
+    let order = json!({ "targets": ranks.to_string(), "reason": reason, "mode": "overwrite" });
+    client.rpc_within(LEAD_TIMEOUT, "resource.drain", LEAD, order).await.map(drop)
+}
+
+/// Gives jobs to `ranks` again.
+///
+/// # Errors
+/// [`RpcError`]; a time-out where the lead is gone.
+pub async fn undrain(client: &Client, ranks: &IdSet) -> Result<(), RpcError> {
+    let order = json!({ "targets": ranks.to_string() });
+    client.rpc_within(LEAD_TIMEOUT, "resource.undrain", LEAD, order).await.map(drop)
 }
 
 /// Every change of state and membership, from the present one on; ends with the broker. A membership that the lead does

@@ -258,6 +258,7 @@ topo = "kary:256"
             reserved_for: None,
             member: Some(member("a.example", 9)),
             resources: Some(Resources { cores: 8, gpus: 2 }),
+            drain: None,
             revision: 2,
         };
         roster.ranks.insert(2, entry);

@@ -25,6 +25,8 @@ pub struct NodeView {
     pub ready: bool,
     /// spec.unschedulable
     pub cordoned: bool,
+    /// metadata.deletionTimestamp is set.
+    pub deleting: bool,
     /// status.nodeInfo.operatingSystem is linux (or not told).
     pub linux: bool,
     /// metadata.labels
@@ -51,6 +53,7 @@ impl From<&Node> for NodeView {
             created: node.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
             ready: status.and_then(|s| s.conditions.as_ref()).is_some_and(is_ready),
             cordoned: spec.and_then(|s| s.unschedulable).unwrap_or(false),
+            deleting: node.metadata.deletion_timestamp.is_some(),
             linux: status
                 .and_then(|s| s.node_info.as_ref())
                 .is_none_or(|info| matches!(info.operating_system.as_str(), "linux" | "")),

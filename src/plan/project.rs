@@ -1,13 +1,13 @@
 //! What each node is told: the roster as far as it concerns that node.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use super::{
     eligibility::{NodeView, eligible},
     peers::{self, Fetcher},
-    roster::{LEAD_PATIENCE, Observed, is_online, parent, rank_of},
+    roster::{LEAD_PATIENCE, Observed, is_online, may_stop, parent, rank_of},
 };
-use crate::api::{FluxNode, FluxNodeSpec, FluxNodeStatus, Rank, Roster, Want};
+use crate::api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
 
 /// The specs of all `present` FluxNodes whose Node is there. `is_local`: see [`peers::decide`].
 pub fn project_all<'a>(
@@ -59,7 +59,7 @@ fn wanted<'a>(
 ) -> Option<&'a str> {
     let runs = report.is_some_and(|report| report.adopted.is_some());
     match want {
-        Want::Nothing => None,
+        Want::Nothing | Want::Leave => None,
         // Soon it will be known who is the lead.
         _ if roster.is_none() && seen.waited < LEAD_PATIENCE => None,
         Want::Install => seen.digest,
@@ -84,7 +84,14 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         spec.rank = Some(rank);
         spec.epoch = roster.epoch;
         spec.revision = revision_for(roster, rank);
-        spec.want = if may_run(seen, roster, rank) { Want::Run } else { Want::Install };
+        spec.want = match () {
+            () if may_stop(seen, roster, rank) => Want::Leave,
+            () if may_run(seen, roster, rank) => Want::Run,
+            () => Want::Install,
+        };
+        if rank == 0 {
+            spec.drain = drains(roster);
+        }
     } else {
         match eligible(node, &seen.spec.nodes) {
             Ok(()) => spec.want = Want::Install,
@@ -92,6 +99,17 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         }
     }
     spec
+}
+
+/// Who gets no new jobs: Flux keeps one reason for each rank.
+fn drains(roster: &Roster) -> BTreeMap<String, IdSet> {
+    let mut drains = BTreeMap::<String, IdSet>::new();
+    for (rank, entry) in &roster.ranks {
+        if let (Some(drain), Some(_)) = (&entry.drain, &entry.member) {
+            drains.entry(drain.reason.clone()).or_default().0.insert(*rank);
+        }
+    }
+    drains
 }
 
 /// The lead follows every change of what is declared, anybody else only his own.

@@ -4,6 +4,7 @@
 //! broker is out of the overlay and its parent's rank can't come back; resources never shrink; the lead never changes once
 //! the instance was online.
 
+mod drain;
 pub(super) mod epoch;
 #[cfg(test)]
 mod epoch_tests;
@@ -82,6 +83,8 @@ pub fn decide(seen: &Observed) -> Decision {
     }
 }
 
+pub use drain::may_stop;
+
 /// The member of `rank` is in the overlay, by its own agent's word, and the lead does not miss it: under a parent that is
 /// gone a broker believes for minutes that it is online.
 pub fn is_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
@@ -135,6 +138,7 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
         return Decision::Write(Box::new(next));
     }
     keep_members(seen, &mut next);
+    drain::drain(seen, &mut next);
     join::relocate_stranded(seen, &mut next);
     join::join(seen, &mut next);
     if next == *roster {
@@ -223,5 +227,5 @@ fn entry(
         address,
         gone_since: None,
     });
-    RosterEntry { broker_name, reserved_for, member, resources: facts(seen, node), revision }
+    RosterEntry { broker_name, reserved_for, member, resources: facts(seen, node), drain: None, revision }
 }

@@ -73,7 +73,6 @@ pub fn status(
 
     let message = next.message.clone().unwrap_or_default();
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
-    let next_size = next.size;
     let mut set = |type_: &str, holds: bool, reason: &str, message: &str| {
         set_condition(&mut next.conditions, type_, holds, reason, message, generation, now);
     };
@@ -88,11 +87,6 @@ pub fn status(
         (Some(size), Some(max_size)) if size > max_size => {
             let words = format!("size {size} is more than maxSize {max_size} of the running epoch: {max_size} it is");
             set("ScaleDenied", true, "MoreThanMaxSize", &words);
-        }
-        (Some(size), _) if size < next_size => {
-            let words =
-                format!("{next_size} nodes are members: a smaller size {size} takes nobody out of a running epoch");
-            set("ScaleDenied", true, "FewerThanMembers", &words);
         }
         _ => set("ScaleDenied", false, "Fits", ""),
     }

@@ -107,8 +107,8 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
         let node = member.map_or("", |member| member.node.as_str());
         return waits(format!("the packages to be installed on node {node}"));
     }
-    match lead.allocated.as_deref() {
-        Some("") => Restart::Now { difference, closing: Closing::WhenIdle },
+    match &lead.allocated {
+        Some(ranks) if ranks.is_empty() => Restart::Now { difference, closing: Closing::WhenIdle },
         Some(ranks) => waits(format!("the jobs on ranks {ranks} to end")),
         None => waits("the lead to tell whether jobs run".to_owned()),
     }
@@ -176,6 +176,7 @@ fn named(rank: Rank, member: Member, resources: Option<Resources>, revision: u64
         reserved_for: real.then(|| member.uid.clone()),
         member: Some(member),
         resources,
+        drain: None,
         revision,
     }
 }

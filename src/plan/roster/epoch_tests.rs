@@ -1,10 +1,12 @@
+use k8s_openapi::api::core::v1::Taint;
+
 use super::{
     Decision,
     epoch::{Restart, restart},
     tests::World,
 };
 use crate::{
-    api::{Closing, NodePhase, OnFailure},
+    api::{Closing, NodePhase, OnFailure, Want},
     plan::status::status,
 };
 
@@ -16,7 +18,7 @@ fn idle() -> World {
 }
 
 fn jobs_on(world: &mut World, ranks: Option<&str>) {
-    world.reports.get_mut("node1").unwrap().allocated = ranks.map(str::to_owned);
+    world.reports.get_mut("node1").unwrap().allocated = ranks.map(|ranks| ranks.parse().unwrap());
 }
 
 /// The lead's agent has stopped its broker; the others end with it.
@@ -127,6 +129,66 @@ fn spares_take_their_nodes_names_and_the_dead_make_room_at_the_next_epoch() {
     let members: Vec<_> = roster.ranks.iter().map(|(rank, entry)| (*rank, entry.broker_name.as_str())).collect();
     assert_eq!(members, [(0, "node1"), (2, "node3"), (3, "node4")]);
     assert_eq!(roster.ranks[&2].resources.unwrap().cores, 1, "only now resources may shrink");
+}
+
+#[test]
+fn a_smaller_size_takes_the_highest_out_once_they_are_drained_and_idle() {
+    let mut world = idle();
+    world.spec.size = Some(2);
+    world.settle();
+    let entry = world.roster.as_ref().unwrap().ranks[&2].clone();
+    assert!(entry.drain.unwrap().leave);
+    assert_eq!(world.wants("node3"), Want::Run);
+    let lead = world.reports.get_mut("node1").unwrap();
+    (lead.drained, lead.allocated) = (Some("2".parse().unwrap()), Some("2".parse().unwrap()));
+    assert_eq!(world.wants("node3"), Want::Run, "a job runs there");
+    jobs_on(&mut world, Some("0"));
+    assert_eq!(world.wants("node3"), Want::Leave);
+    world.settle();
+    assert_eq!(world.rank("node3"), Some(2), "its broker runs");
+    world.reports.get_mut("node3").unwrap().adopted = None;
+    world.settle();
+    assert_eq!((world.rank("node3"), world.rank("node2"), world.rank("node1")), (None, Some(1), Some(0)));
+    assert_eq!(world.wants("node3"), Want::Install);
+    // And it gets its rank back.
+    world.spec.size = None;
+    world.settle();
+    assert_eq!(world.rank("node3"), Some(2));
+    assert_eq!(world.roster.as_ref().unwrap().ranks[&2].drain, None);
+}
+
+#[test]
+fn a_member_that_leaves_gets_no_longer_than_the_time_out() {
+    let mut world = idle();
+    world.spec.size = Some(1);
+    world.spec.drain.timeout = Some("1m".to_owned());
+    world.settle();
+    jobs_on(&mut world, Some("1-2"));
+    world.now += 59;
+    assert_eq!(world.wants("node2"), Want::Run);
+    world.now += 1;
+    assert_eq!((world.wants("node2"), world.wants("node1")), (Want::Leave, Want::Run));
+}
+
+#[test]
+fn a_cordon_drains_and_an_uncordon_takes_it_back_but_conditions_do_neither() {
+    let mut world = idle();
+    let drained = |world: &mut World| {
+        world.settle();
+        let roster = world.roster.clone().unwrap();
+        roster.ranks.into_iter().filter_map(|(rank, entry)| Some((rank, entry.drain?.reason))).collect::<Vec<_>>()
+    };
+    world.nodes[1].ready = false;
+    world.nodes[1].taints =
+        vec![Taint { key: "node.kubernetes.io/not-ready".into(), effect: "NoExecute".into(), ..Taint::default() }];
+    assert_eq!(drained(&mut world), []);
+    world.nodes[0].cordoned = true;
+    assert_eq!(drained(&mut world), [(0, "the node is cordoned".to_owned())]);
+    assert_eq!(world.wants("node1"), Want::Run);
+    world.nodes[0].cordoned = false;
+    world.nodes[2].deleting = true;
+    assert_eq!(drained(&mut world), [(2, "the node is being deleted".to_owned())]);
+    assert_eq!((world.wants("node3"), world.rank("node3")), (Want::Run, Some(2)));
 }
 
 #[test]

@@ -29,7 +29,7 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
         let Some(old) = roster.ranks.get_mut(&rank) else { continue };
         let (member, resources) = (old.member.take(), old.resources);
         let broker_name = broker_name(roster, free);
-        let moved = RosterEntry { broker_name, reserved_for: None, member, resources, revision: 0 };
+        let moved = RosterEntry { broker_name, reserved_for: None, member, resources, drain: None, revision: 0 };
         roster.ranks.insert(free, moved);
     }
 }

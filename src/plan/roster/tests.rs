@@ -17,6 +17,7 @@ pub(crate) fn roster(max_size: u32, nodes: &[(&str, u32)]) -> Roster {
             reserved_for: Some(format!("uid-{node}")),
             member: Some(member(node, number)),
             resources: Some(Resources { cores: *cores, gpus: 0 }),
+            drain: None,
             revision: 1,
         };
         (rank, entry)

@@ -1,0 +1,75 @@
+//! Members that get no new jobs, and those that leave: drained, idle, stopped, and only then without rank.
+
+use super::{Observed, holds, is_online, retain_secs};
+use crate::{
+    api::{Draining, FluxNodeStatus, Rank, Roster},
+    plan::eligibility::{NodeView, selected},
+};
+
+/// Says who is to be drained and why, takes it back where the reason is gone, and frees the ranks of those who have left.
+pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
+    let size = seen.spec.size.map_or(usize::MAX, |size| size as usize);
+    let members: Vec<Rank> = roster.ranks.iter().filter(|(_, e)| e.member.is_some()).map(|(rank, _)| *rank).collect();
+    for (place, rank) in members.into_iter().enumerate() {
+        let wanted = reason(seen, roster, rank, place >= size);
+        let stopped = has_left(seen, roster, rank);
+        let Some(entry) = roster.ranks.get_mut(&rank) else { continue };
+        entry.drain = wanted.map(|(reason, leave)| {
+            let since =
+                entry.drain.as_ref().filter(|before| before.leave == leave).map_or(seen.now, |before| before.since);
+            Draining { reason, leave, since }
+        });
+        if entry.drain.as_ref().is_some_and(|drain| drain.leave) && stopped {
+            (entry.member, entry.drain) = (None, None);
+        }
+    }
+}
+
+/// Why rank `rank` is to be drained, and whether it is to leave.
+fn reason(seen: &Observed, roster: &Roster, rank: Rank, is_too_many: bool) -> Option<(String, bool)> {
+    let member = roster.ranks.get(&rank)?.member.as_ref()?;
+    let node = seen.nodes.iter().find(|node| node.uid == member.uid)?;
+    // The lead's statedir holds the queue: it never leaves.
+    if rank != 0 && is_too_many {
+        return Some((format!("size is {}", seen.spec.size.unwrap_or_default()), true));
+    }
+    if rank != 0 && !selected(node, &seen.spec.nodes) {
+        return Some(("its labels don't match spec.nodes.selector".to_owned(), true));
+    }
+    going(node).map(|reason| (reason.to_owned(), false))
+}
+
+/// What an administrator or an autoscaler says of a node before it goes. Taints that kubelet's conditions set are no such word.
+fn going(node: &NodeView) -> Option<&'static str> {
+    match (node.deleting, node.cordoned) {
+        (true, _) => Some("the node is being deleted"),
+        (_, true) => Some("the node is cordoned"),
+        _ => None,
+    }
+}
+
+/// A leaving member may be stopped: the lead has drained it and no job runs there, or its time is over.
+pub fn may_stop(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    let Some(drain) = roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref()).filter(|drain| drain.leave) else {
+        return false;
+    };
+    let timeout = seen.spec.drain.timeout.as_deref().and_then(crate::api::parse_duration);
+    let waited = u64::try_from(seen.now - drain.since).unwrap_or(0);
+    let lead = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report);
+    timeout.is_some_and(|timeout| waited >= timeout.as_secs()) || lead.is_some_and(|lead| is_idle(lead, rank))
+}
+
+fn is_idle(lead: &FluxNodeStatus, rank: Rank) -> bool {
+    let (Some(drained), Some(allocated)) = (&lead.drained, &lead.allocated) else { return false };
+    drained.contains(rank) && !allocated.contains(rank)
+}
+
+/// The agent of a member that was to stop its broker says that none runs, or the node has been away for as long as its rank
+/// is kept.
+fn has_left(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    let Some(member) = roster.ranks.get(&rank).and_then(|entry| entry.member.as_ref()) else { return false };
+    let report = seen.reports.get(&member.node);
+    report.is_some_and(|report| report.adopted.is_none() && report.facts.is_some())
+        && roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref()).is_some_and(|drain| drain.leave)
+        || member.gone_since.is_some_and(|since| seen.now - since >= retain_secs(seen.spec))
+}
