@@ -4,11 +4,11 @@ use kube::{
     Api, Client, Resource,
     api::{DeleteParams, Patch, PatchParams, PostParams},
 };
-use serde_json::{Map, Value, json};
+use serde_json::json;
 
 use crate::{
     api::{FluxNode, FluxNodeSpec, FluxNodeStatus, NAMESPACE, NodePhase},
-    planner::{Announcer, PlannerError, call, gone_is_fine},
+    planner::{Announcer, PlannerError, call, gone_is_fine, merge_patch},
 };
 
 /// Writes the status page of one node.
@@ -46,7 +46,7 @@ impl Reporter {
         if node.status.as_ref() == Some(next) {
             return Ok(());
         }
-        let change = difference(&json!(before), &json!(next));
+        let change = merge_patch(&json!(before), &json!(next));
         let (params, patch) = (PatchParams::default(), Patch::Merge(json!({"status": change})));
         call(format!("status of FluxNode {}", self.name), self.nodes.patch_status(&self.name, &params, &patch)).await?;
         let failed = next.phase == NodePhase::Failed;
@@ -72,41 +72,5 @@ impl Reporter {
     /// The API server's.
     pub async fn of(&self, name: &str) -> Result<Option<FluxNode>, PlannerError> {
         call(format!("get FluxNode {name}"), self.nodes.get_opt(name)).await
-    }
-}
-
-/// The JSON merge patch (RFC 7396) that makes `new` out of `old`: what is no longer there is named as null.
-fn difference(old: &Value, new: &Value) -> Value {
-    let (Value::Object(old), Value::Object(new)) = (old, new) else { return new.clone() };
-    let mut patch = Map::new();
-    for (key, value) in new {
-        match old.get(key) {
-            Some(before) if before == value => {}
-            Some(before) => drop(patch.insert(key.clone(), difference(before, value))),
-            None => drop(patch.insert(key.clone(), value.clone())),
-        }
-    }
-    for key in old.keys().filter(|key| !new.contains_key(*key)) {
-        patch.insert(key.clone(), Value::Null);
-    }
-    Value::Object(patch)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_merge_patch_makes_the_new_out_of_the_old() {
-        for (old, new) in [
-            (json!({}), json!({"a": 1})),
-            (json!({"a": 1, "b": {"c": 2, "d": 3}}), json!({"b": {"c": 4}})),
-            (json!({"a": {"gpus": 2, "cores": 1}}), json!({"a": {"cores": 1}})),
-            (json!({"a": [1, 2]}), json!({"a": [2]})),
-        ] {
-            let mut made = old.clone();
-            json_patch::merge(&mut made, &difference(&old, &new));
-            assert_eq!(made, new);
-        }
     }
 }

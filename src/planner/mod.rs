@@ -7,6 +7,7 @@ pub(crate) mod certificate;
 mod events;
 mod instance;
 mod lease;
+mod merge_patch;
 mod packages;
 mod publish;
 mod reconcile;
@@ -22,6 +23,7 @@ use tracing::{info, warn};
 
 pub use events::Announcer;
 pub use lease::release;
+pub(crate) use merge_patch::merge_patch;
 pub use publish::read_packages;
 
 /// What happened in the API while the planner worked.

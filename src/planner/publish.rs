@@ -8,7 +8,7 @@ use serde_json::json;
 use tracing::{debug, info};
 
 use super::{
-    PlannerError, call, certificate, gone_is_fine,
+    PlannerError, call, certificate, gone_is_fine, merge_patch,
     store::{self, Document},
 };
 use crate::{
@@ -72,16 +72,8 @@ pub async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -
     let name = node.name_any();
     debug!(node = name, ?spec, "projecting the roster");
     let nodes: Api<FluxNode> = Api::namespaced(client.clone(), NAMESPACE);
-    // A merge patch leaves what it doesn't name: a rank that is taken away has to be named as null.
-    // The same goes for the fields below.
-    let fetch_from =
-        spec.fetch_from.as_ref().map(|from| json!({"digest": from.digest, "peers": from.peers, "since": from.since}));
-    let patch = json!({"spec": {
-        "nodeName": spec.node_name, "want": spec.want, "instanceUID": spec.instance_uid, "nodeUID": spec.node_uid,
-        "rank": spec.rank, "epoch": spec.epoch, "revision": spec.revision, "reason": spec.reason,
-        "fetchFrom": fetch_from,
-    }});
-    let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
+    let change = merge_patch(&json!(node.spec), &json!(spec));
+    let (params, patch) = (PatchParams::default(), Patch::Merge(json!({"spec": change})));
     // Deleted by its agent or by hand: whoever it belongs to will be back.
     gone_is_fine(call(format!("spec of FluxNode {name}"), nodes.patch(&name, &params, &patch)).await)
 }

@@ -18,7 +18,8 @@ use super::{
 };
 use crate::{
     api::{
-        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster, validate,
+        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster,
+        validate,
     },
     error_chain,
     packages::lock_urls,

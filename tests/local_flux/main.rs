@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 
 mod air_gap;
+mod epochs;
 mod harness;
 mod instance;
 mod keep;

@@ -90,7 +90,7 @@ impl World {
             host: &self.host,
             preflight: self.preflight.as_ref(),
             applied: self.applied,
-                drained: None,
+            drained: None,
             holds: &self.holds,
         })
     }

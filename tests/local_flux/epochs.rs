@@ -1,0 +1,125 @@
+//! What changes what Flux reads at start, and the coordinated restart that it takes.
+
+use flux_distribute::api::{FluxInstance, FluxInstanceSpec};
+use kube::api::{Patch, PatchParams};
+use serde_json::{Value, json};
+
+use crate::harness::Cluster;
+
+fn patch(cluster: &Cluster, patch: Value) {
+    let api = cluster.api::<FluxInstance>();
+    cluster.wait(api.patch("flux", &PatchParams::default(), &Patch::Merge(patch))).unwrap();
+}
+
+/// Message of a condition that holds.
+fn condition(cluster: &Cluster, name: &str) -> Option<String> {
+    let status = cluster.instance().status?;
+    status.conditions.into_iter().find(|c| c.type_ == name && c.status == "True").map(|c| c.message)
+}
+
+fn epoch(cluster: &Cluster, wanted: u64) {
+    cluster.until(&format!("epoch {wanted}"), || (cluster.instance().status?.epoch == wanted).then_some(()));
+    let online = u32::try_from(cluster.nodes().len()).unwrap();
+    cluster.until("everybody in it", || (cluster.instance().status?.online == online).then_some(()));
+}
+
+#[test]
+fn what_is_read_at_start_waits_for_the_running_jobs_and_keeps_the_pending_ones() {
+    let Some(cluster) = Cluster::up(3, &[]) else { return };
+    let (before, job) = (cluster.brokers(), cluster.job(&["-N3", "-n3"]));
+    let pending = cluster.exec("node1", &["flux", "submit", "-N3", "--urgency=hold", "true"]);
+
+    patch(&cluster, json!({"spec": {"broker": {"port": 8060}}}));
+    let waits = |said: &String| said.contains("broker.port 8050 -> 8060") && said.contains("jobs on ranks 0-2");
+    cluster.until("the announcement", || condition(&cluster, "RestartPending").filter(waits));
+    assert_eq!(cluster.brokers(), before);
+
+    job.finish();
+    epoch(&cluster, 2);
+    let after = cluster.brokers();
+    assert!(after.iter().all(|(node, now)| now.rank == before[node].rank && now.pid != before[node].pid), "{after:?}");
+    assert_eq!(condition(&cluster, "RestartPending"), None);
+    cluster.exec("node1", &["flux", "job", "urgency", &pending, "default"]);
+    cluster.exec("node1", &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
+}
+
+#[test]
+fn a_word_is_enough_to_restart_whatever_runs() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let before = cluster.brokers();
+    cluster.job(&["-N2", "-n2"]);
+    let word = json!({"metadata": {"annotations": {"distribute.flux-framework.org/restart": "now"}}});
+    patch(&cluster, word.clone());
+    epoch(&cluster, 2);
+    let after = cluster.brokers();
+    assert!(after.iter().all(|(node, now)| now.pid != before[node].pid), "{after:?}");
+    assert_eq!(cluster.exec("node1", &["flux", "run", "-N2", "hostname"]).lines().count(), 2);
+    // The same word is heard once.
+    patch(&cluster, word);
+    assert_eq!(cluster.brokers(), after);
+}
+
+#[test]
+fn settings_that_no_broker_starts_with_are_taken_back() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    patch(
+        &cluster,
+        json!({"spec": {"broker": {"config": "[ingest]
+batch-count = \"many\"
+"}}}),
+    );
+    epoch(&cluster, 3);
+    let said = cluster.until("why", || condition(&cluster, "RestartPending"));
+    assert!(said.contains("was taken back"), "{said}");
+    assert_eq!(cluster.exec("node1", &["flux", "run", "-N2", "hostname"]).lines().count(), 2);
+}
+
+#[test]
+fn fewer_are_drained_and_stopped_and_more_come_back() {
+    let Some(cluster) = Cluster::up(3, &[]) else { return };
+    let before = cluster.brokers();
+    let last = cluster.holder(2);
+    let job = cluster.job(&["-N1", "-n1", &format!("--requires=host:{last}")]);
+    let scale = |size: u32| {
+        patch(&cluster, json!({"spec": FluxInstanceSpec { size: Some(size), ..cluster.instance().spec }}));
+    };
+    scale(2);
+    cluster.until("the drain", || {
+        let drained = cluster.exec("node1", &["flux", "resource", "drain", "-no", "{ranks} {reason}"]);
+        drained.contains("2 flux-distribute: size is 2").then_some(())
+    });
+    assert_eq!(cluster.brokers(), before, "a job runs there");
+    job.finish();
+    cluster.until("its end", || (cluster.brokers().len() == 2).then_some(()));
+    let left = cluster.brokers();
+    assert!(left.iter().all(|(node, broker)| before[node] == *broker), "{left:?}");
+    cluster.until("its rank's end", || (cluster.node(&last).rank.is_none()).then_some(()));
+
+    scale(3);
+    cluster.until("its return", || (cluster.instance().status?.online == 3).then_some(()));
+    assert_eq!(cluster.node(&last).rank, Some(2));
+    cluster.until("jobs there", || {
+        let drained = cluster.exec("node1", &["flux", "resource", "drain", "-no", "{ranks}"]);
+        drained.is_empty().then_some(())
+    });
+    assert_eq!(cluster.exec("node1", &["flux", "run", "-N3", "hostname"]).lines().count(), 3);
+}
+
+#[test]
+fn a_cordoned_node_gets_no_jobs_until_it_is_uncordoned() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let (before, job) = (cluster.brokers(), cluster.job(&["-N2", "-n2"]));
+    let drained = || cluster.exec("node1", &["flux", "resource", "drain", "-no", "{ranks} {reason}"]);
+    cluster.exec("node1", &["flux", "resource", "drain", "0", "the administrator's own"]);
+    let nodes = kube::Api::<k8s_openapi::api::core::v1::Node>::all(cluster.client());
+    let cordon = |cordoned: bool| {
+        let patch = Patch::Merge(json!({"spec": {"unschedulable": cordoned}}));
+        cluster.wait(nodes.patch(&cluster.holder(1), &PatchParams::default(), &patch)).unwrap();
+    };
+    cordon(true);
+    cluster.until("the drain", || drained().contains("1 flux-distribute: the node is cordoned").then_some(()));
+    job.finish();
+    cordon(false);
+    cluster.until("its end", || (drained() == "0 the administrator's own").then_some(()));
+    assert_eq!(cluster.brokers(), before);
+}
