@@ -4,6 +4,8 @@
 #[cfg(test)]
 mod tests;
 
+use std::time::Duration;
+
 use super::drain;
 use crate::{
     api::{Closing, FluxNodeSpec, ROSTER_FORMAT, Rank, Roster, RosterEntry, Want},
@@ -43,11 +45,17 @@ pub struct Seen<'a> {
     pub preflight: Option<&'a Preflight>,
     /// Lead only: the revision whose resources the running broker has.
     pub applied: Option<u64>,
+    /// How long the lead has not answered this broker, or has not counted it in.
+    pub unheard: Duration,
     /// Digests of the package sets whose archives are on this host.
     pub holds: &'a [String],
     /// Lead only: what is drained, by its broker's word.
     pub drained: Option<&'a [Drained]>,
 }
+
+/// A broker that is cut off for so long is given up, if the lead has given it up: longer than any outage that the overlay
+/// itself outlives (`tcp_user_timeout` is 2 minutes).
+const LOST: Duration = Duration::from_secs(150);
 
 /// What to do next.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -200,6 +208,9 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     if seen.host.broker.is_none() {
         let digest = &roster.settings.digest;
         return if has(digest) { Step::Start(assignment) } else { install(seen, spec, digest) };
+    }
+    if assignment.rank != 0 && spec.missed && seen.unheard >= LOST {
+        return Step::Stop { reason: "the lead has lost this broker, which doesn't know it".to_owned() };
     }
     if assignment.rank == 0 && seen.applied < Some(spec.revision) {
         return Step::Reload(assignment);

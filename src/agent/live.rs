@@ -1,7 +1,11 @@
 //! What the broker itself says, as it says it: over its socket, not by parsing a CLI. The end of the socket is the end of
 //! the broker, and an event.
 
-use std::{io::Write, path::Path, time::Duration};
+use std::{
+    io::Write,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use futures::StreamExt;
 use tokio::{
@@ -14,7 +18,7 @@ use crate::{
     api::{BROKER_RUN_DIR, IdSet},
     broker::{
         rfc3::{Client, RpcError},
-        status::{Change, InstanceStatus, attribute, instance, online_line, overlay, state, watch as changes},
+        status::{Change, InstanceStatus, attribute, instance, online, online_line, overlay, state, watch as changes},
     },
     host::files::{host_path, open_in_host_root},
     plan::hostlist,
@@ -24,6 +28,8 @@ use crate::{
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// The overlay's health changes without an event on this socket; and a state that was missed is found again.
 const ASK_EVERY: Duration = Duration::from_secs(2);
+/// The lead is asked by each broker, so seldom.
+const ASK_LEAD_EVERY: Duration = Duration::from_secs(30);
 
 /// The broker's own words.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -38,6 +44,9 @@ pub struct Live {
     pub online: IdSet,
     /// On the lead: what jobs run on and what is drained; None: not known.
     pub instance: Option<InstanceStatus>,
+    /// Since when the lead has not answered this broker, or has not counted it in. A half-open connection looks well from
+    /// here (flux-core #6626).
+    pub unheard_since: Option<Instant>,
 }
 
 /// Connects to the broker of this host.
@@ -57,7 +66,10 @@ pub fn follow() -> watch::Receiver<Live> {
     tokio::spawn(async move {
         while !sender.is_closed() {
             if let Ok(client) = connect().await
-                && let Err(error) = follow_one(&client, &sender).await
+                && let Err(error) = tokio::select! {
+                    ended = follow_one(&client, &sender) => ended,
+                    ended = hear_lead(&client, &sender) => ended,
+                }
             {
                 debug!(error = crate::error_chain(&error), "lost the broker's socket");
             }
@@ -66,6 +78,18 @@ pub fn follow() -> watch::Receiver<Live> {
         }
     });
     receiver
+}
+
+async fn hear_lead(client: &Client, sender: &watch::Sender<Live>) -> Result<(), RpcError> {
+    let rank = attribute(client, "rank").await?.parse::<u32>().ok();
+    loop {
+        sleep(ASK_LEAD_EVERY).await;
+        let is_heard = online(client).await.is_ok_and(|online| rank.is_some_and(|rank| online.contains(rank)));
+        sender.send_if_modified(|live| {
+            let since = (!is_heard).then(|| live.unheard_since.unwrap_or_else(Instant::now));
+            std::mem::replace(&mut live.unheard_since, since).is_some() != since.is_some()
+        });
+    }
 }
 
 async fn follow_one(client: &Client, sender: &watch::Sender<Live>) -> Result<(), RpcError> {

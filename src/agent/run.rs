@@ -260,6 +260,7 @@ impl Agent {
             host: &self.view,
             preflight: self.preflight.as_ref(),
             applied: Applied::of(&self.view),
+            unheard: live.unheard_since.map_or(Duration::ZERO, |since| since.elapsed()),
             holds: self.serving.holds(),
             drained: live.instance.as_ref().map(|instance| instance.drained.as_slice()),
         }

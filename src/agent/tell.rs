@@ -108,6 +108,10 @@ fn offline(seen: &Seen, live: &Live) -> Vec<Rank> {
     members.filter(|rank| !live.online.contains(*rank)).collect()
 }
 
+fn is_up(phase: NodePhase) -> bool {
+    matches!(phase, NodePhase::Online | NodePhase::Draining)
+}
+
 fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Option<String>) {
     let words = |text: &str| Some(text.to_owned());
     let ended = |why: &str| Some(format!("the broker has ended; its log says: {why}"));
@@ -115,16 +119,20 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     let progress = || known.progress.map(str::to_owned);
     if is_online(seen.host, known.live) && !matches!(known.step, Step::Remove) {
         // What can't be done beside a broker that is online is said, but it is online.
-        return (NodePhase::Online, trouble().or_else(progress));
+        let said = trouble().or_else(progress);
+        return match seen.spec.and_then(|spec| spec.draining.clone()) {
+            Some(reason) => (NodePhase::Draining, said.or(Some(reason))),
+            None => (NodePhase::Online, said),
+        };
     }
-    if known.is_new && seen.host.broker.is_some() && known.live.pid.is_none() && before.phase == NodePhase::Online {
+    if known.is_new && seen.host.broker.is_some() && known.live.pid.is_none() && is_up(before.phase) {
         // A new agent has not heard the broker yet: that is no news about the broker.
-        return (NodePhase::Online, before.message.clone());
+        return (before.phase, before.message.clone());
     }
     if let Step::Remove = known.step {
         return (NodePhase::Removing, trouble().or_else(progress));
     }
-    let was_online = before.phase == NodePhase::Online || before.phase == NodePhase::Offline;
+    let was_online = is_up(before.phase) || before.phase == NodePhase::Offline;
     // What is for the next epoch says nothing about this one.
     let about_this_epoch = |_: &&Trouble| !matches!(known.step, Step::Prepare { .. });
     if let Some(trouble) = known.trouble.filter(about_this_epoch) {
@@ -213,6 +221,7 @@ mod tests {
             applied: None,
             holds: &[],
             drained: None,
+            unheard: std::time::Duration::ZERO,
         };
         let known = Known {
             step,

@@ -51,6 +51,12 @@ pub struct FluxNodeSpec {
     #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
     #[schemars(with = "std::collections::BTreeMap<String, String>")]
     pub drain: std::collections::BTreeMap<String, IdSet>,
+    /// Why this node gets no new jobs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub draining: Option<String>,
+    /// The lead misses this node's broker, while its agent says that it is online.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub missed: bool,
     /// Where this node fetches the package set; without it, it waits until another node holds the archives.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fetch_from: Option<FetchFrom>,

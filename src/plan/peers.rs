@@ -81,7 +81,7 @@ impl<'a> Fetcher<'a> {
     /// It was told, does not have it yet, and will.
     fn is_on_its_way(&self, digest: &str, now: i64) -> bool {
         // One whose broker is online has begun at once, beside it, and is not told from one that hasn't.
-        let begun = matches!(self.report.phase, NodePhase::Installing | NodePhase::Online);
+        let begun = matches!(self.report.phase, NodePhase::Installing | NodePhase::Online | NodePhase::Draining);
         let patience = if begun { HOLD_WITHIN } else { BEGIN_WITHIN };
         let in_time = self.told(digest).is_some_and(|told| now - told.since < patience);
         in_time && self.wants == Some(digest) && !self.has(digest) && self.is_well()

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use super::{
     eligibility::{NodeView, eligible},
     peers::{self, Fetcher},
-    roster::{LEAD_PATIENCE, Observed, is_online, may_stop, parent, rank_of},
+    roster::{LEAD_PATIENCE, Observed, is_missed, is_online, may_stop, parent, rank_of},
 };
 use crate::api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
 
@@ -89,6 +89,9 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
             () if may_run(seen, roster, rank) => Want::Run,
             () => Want::Install,
         };
+        let entry = roster.ranks.get(&rank);
+        spec.draining = entry.and_then(|entry| entry.drain.as_ref()).map(|drain| drain.reason.clone());
+        spec.missed = is_missed(seen, roster, rank);
         if rank == 0 {
             spec.drain = drains(roster);
         }

@@ -88,8 +88,20 @@ pub use drain::may_stop;
 /// The member of `rank` is in the overlay, by its own agent's word, and the lead does not miss it: under a parent that is
 /// gone a broker believes for minutes that it is online.
 pub fn is_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let missed = || holds(seen, roster, 0).is_some_and(|(lead, _)| lead.offline.contains(&rank));
-    holds(seen, roster, rank).is_some_and(|(status, _)| status.phase == NodePhase::Online) && !missed()
+    says_online(seen, roster, rank) && !does_lead_miss(seen, roster, rank)
+}
+
+/// Its agent and the lead's say the contrary of each other.
+pub fn is_missed(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    says_online(seen, roster, rank) && does_lead_miss(seen, roster, rank)
+}
+
+fn says_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    holds(seen, roster, rank).is_some_and(|(status, _)| matches!(status.phase, NodePhase::Online | NodePhase::Draining))
+}
+
+fn does_lead_miss(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    holds(seen, roster, 0).is_some_and(|(lead, _)| lead.offline.contains(&rank))
 }
 
 /// The member of `rank` runs the broker of that rank in this epoch: its report.

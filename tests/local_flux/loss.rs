@@ -185,7 +185,6 @@ fn a_member_that_is_cordoned_tainted_or_not_ready_keeps_its_rank_and_its_job() {
     let nodes = Api::<Node>::all(cluster.client());
     let taint = |key: &str, effect: &str| json!({ "key": key, "effect": effect });
     for (what, status, patch) in [
-        ("cordoned", false, json!({ "spec": { "unschedulable": true } })),
         (
             "tainted",
             false,
@@ -195,6 +194,7 @@ fn a_member_that_is_cordoned_tainted_or_not_ready_keeps_its_rank_and_its_job() {
         ] } }),
         ),
         ("not ready", true, json!({ "status": { "conditions": [{ "type": "Ready", "status": "Unknown" }] } })),
+        ("cordoned", false, json!({ "spec": { "unschedulable": true } })),
     ] {
         let job = cluster.job(&["-N2", "-n2"]);
         let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
@@ -211,6 +211,8 @@ fn a_member_that_is_cordoned_tainted_or_not_ready_keeps_its_rank_and_its_job() {
         assert_eq!(cluster.ranks(), ranks, "{what}");
         assert_eq!(given(&roster(&cluster).unwrap()), given(&before), "{what}");
         job.finish();
+        let uncordon = Patch::Merge(json!({ "spec": { "unschedulable": false } }));
+        cluster.wait(async { nodes.patch("node2", &params, &uncordon).await }).unwrap();
         cluster.all_online(2);
     }
     let said = cluster.exec("node1", &["flux", "run", "-N2", "hostname"]);

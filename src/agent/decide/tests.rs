@@ -13,6 +13,7 @@ struct World {
     preflight: Option<Preflight>,
     published: Option<&'static str>,
     applied: Option<u64>,
+    unheard: Duration,
     holds: Vec<String>,
 }
 
@@ -73,6 +74,7 @@ impl World {
             preflight: Some(preflight()),
             published: Some("digest"),
             applied: None,
+            unheard: Duration::ZERO,
             holds: Vec::new(),
         }
     }
@@ -91,6 +93,7 @@ impl World {
             preflight: self.preflight.as_ref(),
             applied: self.applied,
             drained: None,
+            unheard: self.unheard,
             holds: &self.holds,
         })
     }
@@ -273,4 +276,15 @@ fn without_api_a_dead_broker_is_started_as_it_was() {
     assert_eq!(world.decide(), Step::Hold);
     world.host.died = Some("killed".into());
     assert!(matches!(world.decide(), Step::Start(_)));
+}
+
+#[test]
+fn a_broker_is_restarted_only_if_the_lead_has_lost_it_and_does_not_answer_it() {
+    let mut world = World::new();
+    world.host.broker = Some(broker(1, 1));
+    for (missed, unheard, restarts) in [(true, 149, false), (false, 9000, false), (true, 150, true)] {
+        world.spec.as_mut().unwrap().missed = missed;
+        world.unheard = Duration::from_secs(unheard);
+        assert_eq!(matches!(world.decide(), Step::Stop { .. }), restarts, "{missed} {unheard}");
+    }
 }

@@ -188,6 +188,8 @@ fn a_cordon_drains_and_an_uncordon_takes_it_back_but_conditions_do_neither() {
     world.nodes[0].cordoned = false;
     world.nodes[2].deleting = true;
     assert_eq!(drained(&mut world), [(2, "the node is being deleted".to_owned())]);
+    assert_eq!(world.told("node3").draining.as_deref(), Some("the node is being deleted"));
+    assert_eq!(world.told("node2").draining, None);
     assert_eq!((world.wants("node3"), world.rank("node3")), (Want::Run, Some(2)));
 }
 
@@ -227,4 +229,15 @@ fn a_lead_that_does_not_come_up_takes_the_instance_back_once() {
     assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
 
     assert_eq!(fail(OnFailure::Stay).roster.unwrap().epoch, 2);
+}
+
+#[test]
+fn a_member_whose_lead_misses_it_is_told() {
+    let mut world = idle();
+    assert!(!world.told("node2").missed);
+    world.reports.get_mut("node1").unwrap().offline = vec![1];
+    assert!(world.told("node2").missed && !world.told("node3").missed);
+    // It says so itself.
+    world.reports.get_mut("node2").unwrap().phase = NodePhase::Offline;
+    assert!(!world.told("node2").missed);
 }

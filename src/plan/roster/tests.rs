@@ -1,8 +1,7 @@
 use std::collections::BTreeSet;
 
 use super::*;
-use crate::api::Want;
-use crate::api::{EpochSettings, Facts};
+use crate::api::{EpochSettings, Facts, FluxNodeSpec, Want};
 use crate::plan::{project::project, settings::settings};
 
 pub(crate) fn member(node: &str, number: u8) -> Member {
@@ -164,8 +163,12 @@ impl World {
     }
 
     pub fn wants(&self, node: &str) -> Want {
+        self.told(node).want
+    }
+
+    pub fn told(&self, node: &str) -> FluxNodeSpec {
         let node = self.nodes.iter().find(|view| view.name == node).unwrap();
-        project(&self.seen(), self.roster.as_ref(), node).want
+        project(&self.seen(), self.roster.as_ref(), node)
     }
 }
 
