@@ -1,13 +1,19 @@
 //! The command line.
 
-use std::{io::Write, path::PathBuf, process::ExitCode};
+use std::{
+    io::Write,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::{
     agent::{self, Rung},
-    api, host, local, packages, redact,
+    api, host, local, packages,
+    plan::effect::changes,
+    redact,
 };
 
 /// What a shell is told: 2 for bad input (nothing was changed), 1 for everything else that went wrong.
@@ -69,6 +75,9 @@ enum Command {
     Validate {
         /// The file
         file: PathBuf,
+        /// Say what would change, and when: a FluxInstance in a file, such as `kubectl get fxi flux -o yaml` shows it
+        #[arg(long, value_name = "FILE")]
+        against: Option<PathBuf>,
     },
     /// Carry out one order in the host's namespaces
     #[command(hide = true)]
@@ -150,7 +159,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Online(arguments) => rung(Rung::Online, arguments),
         Command::Report(arguments) => rung(Rung::Report, arguments),
         Command::Crds => print(&crds().map_err(|error| Failure::new(&error))?),
-        Command::Validate { file } => validate(&file),
+        Command::Validate { file, against } => validate(&file, against.as_deref()),
         Command::Stage | Command::Launch => Ok(ExitCode::FAILURE),
     }
 }
@@ -187,18 +196,24 @@ pub fn crds() -> Result<String, serde_norway::Error> {
     Ok(format!("---\n{}---\n{}", serde_norway::to_string(&instance)?, serde_norway::to_string(&node)?))
 }
 
-fn validate(file: &std::path::Path) -> Result<ExitCode, Failure> {
-    let text =
-        std::fs::read_to_string(file).map_err(|error| Failure::bad_input(format!("{}: {error}", file.display())))?;
+fn validate(file: &Path, against: Option<&Path>) -> Result<ExitCode, Failure> {
+    let new = spec_of(file)?;
+    let Some(against) = against else { return print("valid\n") };
+    let changes = changes(&spec_of(against)?, &new);
+    let lines = changes.iter().map(|change| format!("spec.{}: {}\n", change.field, change.effect));
+    print(&if changes.is_empty() { "nothing would change\n".to_owned() } else { lines.collect() })
+}
+
+/// Of a whole FluxInstance, or of its spec alone.
+fn spec_of(file: &Path) -> Result<api::FluxInstanceSpec, Failure> {
     let wrong = |reason: String| Failure::bad_input(format!("{}: {reason}", file.display()));
+    let text = std::fs::read_to_string(file).map_err(|error| wrong(error.to_string()))?;
     let value: serde_norway::Value = serde_norway::from_str(&text).map_err(|error| wrong(error.to_string()))?;
-    // A whole FluxInstance, or its spec alone.
     let text = match value.get("spec").filter(|_| value.get("kind").is_some()) {
         Some(spec) => serde_norway::to_string(spec).map_err(|error| wrong(error.to_string()))?,
         None => text,
     };
-    api::read_spec(&text).map_err(wrong)?;
-    print("valid\n")
+    api::read_spec(&text).map_err(wrong)
 }
 
 fn print(text: &str) -> Result<ExitCode, Failure> {

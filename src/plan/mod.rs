@@ -3,6 +3,7 @@
 
 pub mod broker_toml;
 pub mod certificate;
+pub mod effect;
 pub mod eligibility;
 pub mod hostlist;
 pub mod lease;

@@ -52,7 +52,9 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
         if report.phase == NodePhase::Failed && seen.spec.upgrade.on_failure == OnFailure::GoBack {
             let reason = report.message.clone().unwrap_or_default();
             let refused = Some(Refused { settings: roster.settings.clone(), reason });
-            let back = next_epoch(seen, roster, previous.clone())?;
+            // The old certificate is nowhere any more, and there is nothing in one that a broker could stumble over.
+            let certificate = roster.settings.certificate.clone();
+            let back = next_epoch(seen, roster, EpochSettings { certificate, ..previous.clone() })?;
             return Some(Roster { previous: None, refused, ..back });
         }
     }

@@ -1,0 +1,152 @@
+//! What a changed spec will do, in one place: each field of a FluxInstance's spec and when a change of it takes effect.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+use crate::api::FluxInstanceSpec;
+
+/// When a changed field takes effect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Effect {
+    /// Now, beside whatever runs.
+    Live,
+    /// Flux reads it at its start only: condition `RestartPending`, and the next epoch.
+    NextEpoch,
+    /// It was asked for once: an instance that is there keeps what it has.
+    FirstStart,
+}
+
+impl std::fmt::Display for Effect {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Live => "takes effect at once, and disturbs nothing that runs",
+            Self::NextEpoch => "takes effect at the next coordinated restart (spec.upgrade tells when)",
+            Self::FirstStart => "is for an instance that has not started yet",
+        })
+    }
+}
+
+/// The longest prefix of a field's path decides.
+const EFFECTS: [(&str, Effect); 15] = [
+    ("packages", Effect::NextEpoch),
+    ("packages.keep", Effect::Live),
+    ("packages.mirror", Effect::Live),
+    ("nodes", Effect::Live),
+    ("size", Effect::Live),
+    ("maxSize", Effect::NextEpoch),
+    ("lead", Effect::FirstStart),
+    ("topology", Effect::NextEpoch),
+    ("broker", Effect::NextEpoch),
+    ("spares", Effect::NextEpoch),
+    ("ranks", Effect::Live),
+    ("drain", Effect::Live),
+    ("upgrade", Effect::Live),
+    ("uninstall", Effect::Live),
+    ("prefix", Effect::FirstStart),
+];
+
+/// One field that differs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Change {
+    /// Its path below `spec`, such as `broker.port`.
+    pub field: String,
+    /// When it takes effect.
+    pub effect: Effect,
+}
+
+/// What differs between two specs, by field.
+pub fn changes(old: &FluxInstanceSpec, new: &FluxInstanceSpec) -> Vec<Change> {
+    let mut fields = BTreeSet::new();
+    let value = |spec: &FluxInstanceSpec| serde_json::to_value(spec).unwrap_or_default();
+    differing(&value(old), &value(new), String::new(), &mut fields);
+    fields.into_iter().map(|field| Change { effect: effect(&field), field }).collect()
+}
+
+/// When a change of `field` takes effect. What isn't known is taken to need a restart: better announced than denied.
+pub fn effect(field: &str) -> Effect {
+    let is_below =
+        |prefix: &str| field.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+    let known = EFFECTS.iter().filter(|(prefix, _)| is_below(prefix)).max_by_key(|(prefix, _)| prefix.len());
+    known.map_or(Effect::NextEpoch, |(_, effect)| *effect)
+}
+
+fn differing(old: &Value, new: &Value, path: String, found: &mut BTreeSet<String>) {
+    match (old, new) {
+        _ if old == new => {}
+        (Value::Object(before), Value::Object(after)) => {
+            for key in before.keys().chain(after.keys()) {
+                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                differing(
+                    &before.get(key).cloned().unwrap_or_default(),
+                    &after.get(key).cloned().unwrap_or_default(),
+                    path,
+                    found,
+                );
+            }
+        }
+        _ => drop(found.insert(path)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::plan::settings::{pending, settings};
+
+    fn spec(value: &Value) -> FluxInstanceSpec {
+        serde_json::from_value(value.clone()).unwrap()
+    }
+
+    #[test]
+    fn what_is_told_of_a_field_is_what_is_done_about_it() {
+        let old = FluxInstanceSpec::default();
+        let running = settings(&old, 3, "digest", "certificate");
+        for (value, field) in [
+            (json!({"size": 2}), "size"),
+            (json!({"maxSize": 100}), "maxSize"),
+            (json!({"lead": "node1"}), "lead"),
+            (json!({"topology": "kary:2"}), "topology"),
+            (json!({"broker": {"port": 9000}}), "broker.port"),
+            (json!({"broker": {"runAs": "flux"}}), "broker.runAs"),
+            (json!({"broker": {"config": "[archive]"}}), "broker.config"),
+            (json!({"broker": {"cpuWeight": 5}}), "broker.cpuWeight"),
+            (json!({"broker": {"checkpointPeriod": "5m"}}), "broker.checkpointPeriod"),
+            (json!({"spares": {"shape": {"cores": 3}}}), "spares.shape"),
+            (json!({"ranks": {"retain": "1h"}}), "ranks.retain"),
+            (json!({"drain": {"timeout": "1h"}}), "drain.timeout"),
+            (json!({"upgrade": {"deadline": "1h"}}), "upgrade.deadline"),
+            (json!({"uninstall": {"keepState": true}}), "uninstall.keepState"),
+            (json!({"nodes": {"selector": {"matchLabels": {"a": "b"}}}}), "nodes.selector"),
+            (json!({"packages": {"keep": 3}}), "packages.keep"),
+        ] {
+            let new = spec(&value);
+            let told = changes(&old, &new);
+            assert_eq!(told.len(), 1, "{value}: {told:?}");
+            assert_eq!(told[0].field, field);
+            let restarts = pending(&running, &new, "digest", "certificate").is_some();
+            assert_eq!(told[0].effect == Effect::NextEpoch, restarts, "{value}");
+        }
+    }
+
+    #[test]
+    fn every_field_is_classified() {
+        let schema = schemars::schema_for!(FluxInstanceSpec);
+        let fields = schema.as_value()["properties"].as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+        assert!(fields.len() > 10);
+        for field in fields {
+            assert!(EFFECTS.iter().any(|(known, _)| *known == field), "{field}");
+        }
+    }
+
+    #[test]
+    fn other_packages_are_for_the_next_epoch_but_not_where_they_come_from() {
+        let old = spec(&json!({"packages": {"specs": ["flux-core"]}}));
+        let new = spec(&json!({"packages": {"specs": ["flux-core >=0.88"], "mirror": "https://mirror.example.org"}}));
+        let told: Vec<_> = changes(&old, &new).into_iter().map(|change| (change.field, change.effect)).collect();
+        let expected = [("packages.mirror", Effect::Live), ("packages.specs", Effect::NextEpoch)];
+        assert_eq!(told, expected.map(|(field, effect)| (field.to_owned(), effect)));
+    }
+}
