@@ -31,7 +31,8 @@ fn every_row_of_the_failure_table_has_its_test() {
         let test = row.trim_matches('`');
         let (module, name) = test.rsplit_once("::").unwrap_or_else(|| panic!("{row} is no test's name"));
         let source = source(root, module);
-        let is_there = name == "*" || source.contains(&format!("fn {name}(")) || source.contains(&format!("\"{name}\""));
+        let is_there =
+            name == "*" || source.contains(&format!("fn {name}(")) || source.contains(&format!("\"{name}\""));
         assert!(is_there, "there is no test {test}");
     }
 }

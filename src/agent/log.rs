@@ -11,7 +11,7 @@ use tokio::{sync::watch, task::JoinHandle, time::interval};
 use tracing::warn;
 
 use crate::{
-    broker::log::LogFollower,
+    broker::log::{LogFollower, rejection},
     host::{
         files::{host_path, make_dirs_in_host_root},
         launch::{MAX_LOG_BYTES, trim_log},
@@ -60,26 +60,5 @@ fn trim_quietly(path: &Path) {
         && error.kind() != std::io::ErrorKind::NotFound
     {
         warn!(%error, "can't cut the broker's log");
-    }
-}
-
-/// `… rejecting connection from nodeX (rank 2): slot2 is configured as rank 2: mismatched config?` (overlay.c)
-fn rejection(line: &str) -> Option<(String, String)> {
-    let (_, rest) = line.split_once("rejecting connection from ")?;
-    let (who, reason) = rest.split_once(": ")?;
-    let name = who.split(' ').next()?;
-    Some((name.to_owned(), reason.to_owned()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::rejection;
-
-    #[test]
-    fn the_leads_reason_is_found_in_its_log() {
-        let line = "overlay.err[0]: rejecting connection from nodeX (rank 2): slot2 is configured as rank 2: mismatched config?";
-        let reason = "slot2 is configured as rank 2: mismatched config?";
-        assert_eq!(rejection(line), Some(("nodeX".into(), reason.into())));
-        assert_eq!(rejection("broker.info[0]: online: node1 (ranks 0)"), None);
     }
 }

@@ -142,6 +142,15 @@ fn watch_directory(path: &Path) -> io::Result<AsyncFd<OwnedFd>> {
     AsyncFd::new(OwnedFd::from(inotify))
 }
 
+/// Whom the lead's broker says it refuses, by broker name, and why:
+/// `… rejecting connection from nodeX (rank 2): slot2 is configured as rank 2: mismatched config?` (overlay.c)
+pub fn rejection(line: &str) -> Option<(String, String)> {
+    let (_, rest) = line.split_once("rejecting connection from ")?;
+    let (who, reason) = rest.split_once(": ")?;
+    let name = who.split(' ').next()?;
+    Some((name.to_owned(), reason.to_owned()))
+}
+
 #[cfg(test)]
 mod tests {
     use std::{fs, io::Write};
@@ -195,5 +204,13 @@ mod tests {
         fs::write(directory.path().join("log/aside"), "two\n").unwrap();
         fs::rename(directory.path().join("log/aside"), &path).unwrap();
         assert_eq!(next(&mut follower).await, "two");
+    }
+
+    #[test]
+    fn the_leads_reason_is_found_in_its_log() {
+        let line = "overlay.err[0]: rejecting connection from nodeX (rank 2): slot2 is configured as rank 2: mismatched config?";
+        let reason = "slot2 is configured as rank 2: mismatched config?";
+        assert_eq!(rejection(line), Some(("nodeX".into(), reason.into())));
+        assert_eq!(rejection("broker.info[0]: online: node1 (ranks 0)"), None);
     }
 }

@@ -1,5 +1,10 @@
 //! Hostlists, RFC 29: `node[1-4,7],login`.
 
+/// More hosts than any instance has ranks: a longer range is a mistake, or meant to fill our memory.
+const MOST_HOSTS: usize = 1 << 20;
+/// Of a host's number, with its leading zeros.
+const MOST_DIGITS: usize = 20;
+
 /// Writes `hosts` as a hostlist, in the same order; only neighbours that count up are folded.
 pub fn encode<S: AsRef<str>>(hosts: impl IntoIterator<Item = S>) -> String {
     let mut groups: Vec<Group> = Vec::new();
@@ -13,7 +18,8 @@ pub fn encode<S: AsRef<str>>(hosts: impl IntoIterator<Item = S>) -> String {
     groups.iter().map(Group::text).collect::<Vec<_>>().join(",")
 }
 
-/// Reads a hostlist as a broker writes it: one range a name. What is not a hostlist is taken as a name.
+/// Reads a hostlist as a broker writes it: one range a name, a million hosts at most. What is not a hostlist is taken as a
+/// name.
 pub fn decode(list: &str) -> Vec<String> {
     let mut hosts = Vec::new();
     let mut depth = 0_usize;
@@ -31,8 +37,10 @@ pub fn decode(list: &str) -> Vec<String> {
                 for range in ranges.split(',') {
                     let (first, last) = range.split_once('-').unwrap_or((range, range));
                     let width = first.len();
-                    if let (Ok(first), Ok(last)) = (first.parse::<u64>(), last.parse::<u64>()) {
-                        hosts.extend((first..=last).map(|number| format!("{prefix}{number:0width$}{suffix}")));
+                    if let (Ok(first), Ok(last), ..=MOST_DIGITS) = (first.parse::<u64>(), last.parse::<u64>(), width) {
+                        let room = MOST_HOSTS.saturating_sub(hosts.len());
+                        let numbers = (first..=last).take(room);
+                        hosts.extend(numbers.map(|number| format!("{prefix}{number:0width$}{suffix}")));
                     }
                 }
             }
@@ -138,5 +146,11 @@ mod tests {
             assert_eq!(encode(&hosts), expected);
             assert_eq!(decode(expected), hosts);
         }
+    }
+
+    #[test]
+    fn a_list_that_is_meant_to_fill_the_memory_is_cut() {
+        assert_eq!(decode("n[0-18446744073709551615]").len(), 1 << 20);
+        assert_eq!(decode(&format!("n[{}1-2]", "0".repeat(70_000))), Vec::<String>::new());
     }
 }
