@@ -14,13 +14,13 @@ use std::{
 use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
-    sys::statvfs::statvfs,
 };
 
 use crate::host::{Occupant, Refusal, Root, occupants};
 use crate::packages::{
     environment::{failed, refused},
     fetch::archive,
+    files::{Free, free},
 };
 
 /// An environment that is being made.
@@ -178,10 +178,9 @@ impl Environments {
     /// Tells of a full disk how much room there is, and how much is needed as far as that is known. To be called before
     /// what was begun is removed: not every failure for want of room says so itself.
     pub(in crate::packages) fn with_room(&self, refusal: Refusal, need_bytes: u64) -> Refusal {
-        let Some(room) = statvfs(&self.path).ok().filter(|_| refusal.transient) else { return refusal };
-        let free = room.blocks_available().saturating_mul(room.fragment_size());
-        // Some file systems have no end of files, and say 0 of 0.
-        let files = Some(room.files_available()).filter(|_| room.files() > 0);
+        let Some(Free { bytes: free, files }) = free(&self.path).ok().filter(|_| refusal.transient) else {
+            return refusal;
+        };
         let says_so = [Errno::ENOSPC, Errno::EDQUOT]
             .into_iter()
             .any(|errno| refusal.message.contains(&io::Error::from(errno).to_string()));
