@@ -147,35 +147,17 @@ fn verify_one(prefix: &Path, digest: &str) -> Result<Verified, Refusal> {
         }
     }
     if whole {
-        let is_ours = |path: &Path| [ENVIRONMENT_MARKER, RECORDS].iter().any(|ours| path == Path::new(ours));
-        let known = |path: &Path| expected.contains_key(path) || records.links.contains_key(path) || is_ours(path);
-        let links = tree.links.iter().filter(|(_, target)| can_be_told(target)).map(|(path, _)| path);
-        let there = tree.files.keys().chain(links).chain(&tree.others).filter(|path| can_be_told(path));
-        let is_cache = |path: &Path| is_byte_code(path, |source| tree.files.contains_key(source) && known(source));
-        for path in there.filter(|path| !known(path) && !is_cache(path)) {
-            differs(path, What::Extra);
-        }
-        let left_by_python = |path: &Path| path.ends_with(CACHE) || (is_cache(path) && !known(path));
-        for (path, found) in tree.files.iter().chain(&tree.directories).filter(|(path, _)| can_be_told(path)) {
-            let is_closed = mode(found) & OTHERS_MAY_WRITE == 0;
-            let is_looked_at = found.is_dir() || known(path) || is_cache(path);
-            if is_looked_at && !records.has_its_mode(path, found) && !(left_by_python(path) && is_closed) {
-                differs(path, What::Mode);
-            }
-        }
-        for path in foreign(&path, &tree, &records).map_err(unreadable)? {
-            differs(&path, What::Owner);
-        }
+        differences.extend(strangers(&path, &tree, &records, &expected).map_err(unreadable)?);
     }
     let bytes = hashed.iter().filter_map(|path| tree.files.get(path)).map(|file| file.len()).sum();
     let files = hashed.len() as u64;
     for (path, found) in digests(&path, hashed).map_err(unreadable)? {
         match (found, expected.get(&path)) {
             (Ok(found), Some(Some(wanted))) if !found.eq_ignore_ascii_case(wanted) => {
-                differs(&path, What::Changed);
+                differences.push(Difference { path, what: What::Changed });
             }
             (Ok(_), _) => {}
-            (Err(_), _) => differs(&path, What::Unreadable),
+            (Err(_), _) => differences.push(Difference { path, what: What::Unreadable }),
         }
     }
     differences.sort();
@@ -183,16 +165,42 @@ fn verify_one(prefix: &Path, digest: &str) -> Result<Verified, Refusal> {
     Ok(Verified { path, digest: digest.to_owned(), files, bytes, differences })
 }
 
-/// What belongs to somebody else than the environment did when it was made.
-fn foreign(root: &Path, tree: &Tree, records: &Records) -> io::Result<Vec<PathBuf>> {
-    let all = tree.files.iter().chain(&tree.directories).filter(|(_, found)| !records.has_its_owner(found));
-    let mut foreign = all.map(|(path, _)| path.clone()).collect::<Vec<_>>();
-    for path in tree.links.keys() {
-        if !records.has_its_owner(&fs::symlink_metadata(root.join(path))?) {
-            foreign.push(path.clone());
+/// What is in no record, or has other permissions or another owner than when it was made.
+fn strangers(
+    root: &Path,
+    tree: &Tree,
+    records: &Records,
+    expected: &BTreeMap<PathBuf, Option<String>>,
+) -> io::Result<Vec<Difference>> {
+    let mut differences = Vec::new();
+    let mut differs = |path: &Path, what| differences.push(Difference { path: path.to_owned(), what });
+    let is_ours = |path: &Path| [ENVIRONMENT_MARKER, RECORDS].iter().any(|ours| path == Path::new(ours));
+    let known = |path: &Path| expected.contains_key(path) || records.links.contains_key(path) || is_ours(path);
+    let by_python = |path: &Path| is_byte_code(path, |source| tree.files.contains_key(source) && known(source));
+
+    let links = tree.links.iter().filter(|(_, target)| can_be_told(target)).map(|(path, _)| path);
+    let there = tree.files.keys().chain(links).chain(&tree.others).filter(|path| can_be_told(path));
+    for path in there.filter(|path| !known(path) && !by_python(path)) {
+        differs(path, What::Extra);
+    }
+    for (path, found) in tree.files.iter().chain(&tree.directories).filter(|(path, _)| can_be_told(path)) {
+        // Python follows the umask of who runs it.
+        let may_be_python_s = if found.is_dir() { path.ends_with(CACHE) } else { !known(path) };
+        let is_closed = mode(found) & OTHERS_MAY_WRITE == 0;
+        let is_right = records.has_its_mode(path, found) || (may_be_python_s && is_closed);
+        let is_told = !found.is_dir() && !known(path) && !by_python(path);
+        if !is_right && !is_told {
+            differs(path, What::Mode);
         }
     }
-    Ok(foreign)
+    let links = tree.links.keys().map(|path| Ok((path, fs::symlink_metadata(root.join(path))?)));
+    let links = links.collect::<io::Result<Vec<_>>>()?;
+    let links = links.iter().map(|(path, found)| (*path, found));
+    for (path, _) in tree.files.iter().chain(&tree.directories).chain(links).filter(|(_, f)| !records.has_its_owner(f))
+    {
+        differs(path, What::Owner);
+    }
+    Ok(differences)
 }
 
 /// Where Python keeps its byte code, beside a module.
