@@ -21,10 +21,7 @@ fn main() {
         ["lock", channel, out] => lock(channel, Path::new(out)),
         ["fetch", lock, prefix] => fetch(&read(lock), Path::new(prefix)),
         ["link", lock, prefix] => link(&read(lock), Path::new(prefix)),
-        ["install", lock, prefix] => {
-            fetch(&read(lock), Path::new(prefix));
-            link(&read(lock), Path::new(prefix));
-        }
+        ["install", lock, prefix] => install(&read(lock), Path::new(prefix)),
         _ => return eprintln!("usage: lock CHANNEL OUT | fetch LOCK PREFIX | link LOCK PREFIX | install LOCK PREFIX"),
     }
     let status = fs::read_to_string("/proc/self/status").unwrap();
@@ -51,6 +48,14 @@ fn lock(channel: &str, out: &Path) {
     match block_on(resolving).unwrap() {
         PackageSet::Lock { lock, .. } => fs::write(out, lock).unwrap(),
         PackageSet::Bundle(_) => {}
+    }
+}
+
+/// As the command does it.
+fn install(set: &PackageSet, prefix: &Path) {
+    if packages::linked(prefix, &set.digest()).is_none() {
+        fetch(set, prefix);
+        link(set, prefix);
     }
 }
 

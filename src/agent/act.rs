@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use tracing::info;
+use tracing::{info, warn};
 
 use super::decide::Assignment;
 use crate::{
@@ -194,7 +194,9 @@ impl Actor {
             set: set.clone(),
             platform: preflight.platform.clone(),
         };
-        self.host.run(Order::Link(order), &mut progress).await?;
+        if let Answer::Linked(linked) = self.host.run(Order::Link(order), &mut progress).await? {
+            linked.warnings.iter().for_each(|warning| warn!("{warning}"));
+        }
         info!("packages are installed");
         Ok(())
     }

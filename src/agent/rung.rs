@@ -19,8 +19,11 @@ use super::{
 use crate::{
     api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, PackageSet, Packages, Roster},
     broker::status::state,
-    host::{NsHost, Preflight},
-    packages::{OutputFormat, Style, shown},
+    host::{
+        NsHost, Preflight,
+        files::{host_path, open_in_host_root},
+    },
+    packages::{OutputFormat, Style, linked, shown},
     planner::{call, read_packages},
 };
 
@@ -129,13 +132,15 @@ async fn install(
     peers: Vec<String>,
     output: OutputFormat,
 ) -> Result<(), StepError> {
-    let (sender, events) = tokio::sync::mpsc::unbounded_channel();
-    let work = async {
-        let fetched = sender.clone();
-        actor.fetch(preflight, set, packages, peers, move |now| drop(fetched.send(now))).await?;
-        actor.link(preflight, set, move |now| drop(sender.send(now))).await
-    };
-    shown(Style::of(output), events, work).await?;
+    if !is_installed(preflight, set) {
+        let (sender, events) = tokio::sync::mpsc::unbounded_channel();
+        let work = async {
+            let fetched = sender.clone();
+            actor.fetch(preflight, set, packages, peers, move |now| drop(fetched.send(now))).await?;
+            actor.link(preflight, set, move |now| drop(sender.send(now))).await
+        };
+        shown(Style::of(output), events, work).await?;
+    }
     let digest = set.digest();
     let environment = preflight.prefix.join("envs").join(&digest);
     say(&match output {
@@ -145,6 +150,12 @@ async fn install(
     Ok(())
 }
 
+/// Whether the environment is ready: then no archive is needed any more, and hashing all of them would only take time.
+fn is_installed(preflight: &Preflight, set: &PackageSet) -> bool {
+    let prefix = open_in_host_root(&preflight.prefix);
+    prefix.is_ok_and(|prefix| linked(&host_path(&prefix), &set.digest()).is_some())
+}
+
 fn assigned(node: &FluxNode, roster: Option<Roster>) -> Result<(Roster, Assignment), AgentError> {
     let pair = roster.and_then(|roster| agreed(&node.spec, &roster).map(|assignment| (roster, assignment)));
     pair.ok_or_else(|| AgentError::NotSo("this node has no rank by the word of both roster and FluxNode".to_owned()))
@@ -152,4 +163,50 @@ fn assigned(node: &FluxNode, roster: Option<Roster>) -> Result<(Roster, Assignme
 
 fn say(text: &str) {
     let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::{host::FakeHost, packages::ENVIRONMENT_MARKER};
+
+    #[tokio::test]
+    async fn what_is_installed_is_neither_fetched_nor_linked_again() {
+        let prefix = tempfile::tempdir().unwrap();
+        if let Err(error) = open_in_host_root(prefix.path()) {
+            return eprintln!("skipped: the root of process 1 can't be looked into: {error}");
+        }
+        let host = Arc::new(FakeHost::blank());
+        // At this address is no API server.
+        let config = kube::Config::new("http://127.0.0.1:1".parse().unwrap());
+        let actor = Actor {
+            host: host.clone(),
+            client: kube::Client::try_from(config).unwrap(),
+            instance_uid: "uid".to_owned(),
+            uninstall: Default::default(),
+        };
+        let set = PackageSet::Lock { lock: "not even a lock".to_owned(), question: String::new() };
+        let preflight = Preflight {
+            prefix: prefix.path().to_owned(),
+            resources: Default::default(),
+            memory_mib: 0,
+            platform: crate::packages::native_platform().to_owned(),
+            glibc: String::new(),
+            boot_id: String::new(),
+            systemd: false,
+            warnings: Vec::new(),
+        };
+        let packages = Packages::default();
+        let installing = || install(&actor, &preflight, &set, &packages, Vec::new(), OutputFormat::Text);
+        assert!(installing().await.is_err(), "there is nothing yet");
+        assert!(!host.take_orders().is_empty());
+
+        let environment = prefix.path().join("envs").join(set.digest());
+        std::fs::create_dir_all(&environment).unwrap();
+        let marker = json!({ "digest": set.digest(), "bytes": 1, "archives": [] });
+        std::fs::write(environment.join(ENVIRONMENT_MARKER), marker.to_string()).unwrap();
+        installing().await.unwrap();
+        assert_eq!(host.orders(), []);
+    }
 }

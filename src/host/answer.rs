@@ -181,6 +181,9 @@ pub struct Linked {
     pub compiled_prefix: Option<PathBuf>,
     /// Bytes on disk.
     pub bytes: u64,
+    /// What people should know though nothing is wrong with it; empty where it was ready before.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
 }
 
 /// What was taken away.

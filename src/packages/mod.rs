@@ -31,6 +31,7 @@ pub use fetch::archive::{archive_names, archives, holds};
 pub use fetch::http::{HttpClient, HttpError};
 pub use fetch::source::Sources;
 pub use fetch::{FetchError, Fetched, fetch};
+pub use files::FileError;
 pub use lock::command::{LockAction, LockCommand, LockCommandError, LockDiffArguments, SolveArguments};
 pub use lock::diff::{Change, ChangeKind, Download, LockDiff, MinorChange, Package, PlatformDiff, compare};
 pub use lock::question::question;

@@ -220,6 +220,37 @@ async fn a_full_disk_is_told_with_figures_touches_nothing_and_is_waited_for() {
 }
 
 #[tokio::test]
+async fn what_an_earlier_run_left_and_nobody_can_remove_is_told_and_in_nobody_s_way() {
+    if !with_own_mounts("what_an_earlier_run_left_and_nobody_can_remove_is_told_and_in_nobody_s_way") {
+        return;
+    }
+    let (_channel, [first, second]) = two_sets().await;
+    let host = Host::new();
+    host_fetch(&host, &[&first, &second]).await;
+    let left = |name: String| {
+        let path = host.prefix().join("envs").join(name).join("mounted");
+        fs::create_dir_all(&path).unwrap();
+        mount_tmpfs(&path, "size=1m");
+        path.parent().unwrap().display().to_string()
+    };
+    let stuck = left(".0123.partial".to_owned());
+    let removable = host.prefix().join("envs/.4567.partial");
+    fs::create_dir(&removable).unwrap();
+    let linked = host.link(&first).await.unwrap();
+    let expected = format!("can't remove {stuck}, which an earlier run left behind: ");
+    assert!(matches!(&linked.warnings[..], [only] if only.starts_with(&expected)), "{:?}", linked.warnings);
+    assert!(!removable.exists());
+    assert_eq!(verify(host.prefix(), &first.digest()).differences, []);
+
+    // In the place of what is to be made it is in the way.
+    let in_the_way = left(format!(".{}.partial", second.digest()));
+    let refusal = host.link(&second).await.unwrap_err();
+    assert!(refusal.message.contains(&in_the_way) && refusal.transient, "{refusal}");
+    nix::mount::umount2(Path::new(&in_the_way).join("mounted").as_path(), nix::mount::MntFlags::MNT_DETACH).unwrap();
+    host.link(&second).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_fetch_goes_on_once_there_is_room() {
     if !with_own_mounts("a_fetch_goes_on_once_there_is_room") {
         return;

@@ -18,11 +18,12 @@ struct Entry {
     kind: EntryType,
     target: String,
     bytes: Vec<u8>,
+    mode: u32,
 }
 
 impl Entry {
     fn file(path: &str, bytes: &[u8]) -> Self {
-        Self { path: path.into(), kind: EntryType::Regular, target: String::new(), bytes: bytes.into() }
+        Self { path: path.into(), kind: EntryType::Regular, target: String::new(), bytes: bytes.into(), mode: 0o755 }
     }
 
     fn link(kind: EntryType, path: &str, target: &str) -> Self {
@@ -42,7 +43,7 @@ fn tar(entries: &[Entry]) -> Vec<u8> {
         header.as_mut_bytes()[..entry.path.len()].copy_from_slice(entry.path.as_bytes());
         header.as_mut_bytes()[157..157 + entry.target.len()].copy_from_slice(entry.target.as_bytes());
         header.set_entry_type(entry.kind);
-        header.set_mode(0o755);
+        header.set_mode(entry.mode);
         header.set_size(entry.bytes.len() as u64);
         header.set_cksum();
         tar.append(&header, &entry.bytes[..]).unwrap();
@@ -119,13 +120,19 @@ fn lock(packages: &[Lie]) -> PackageSet {
     PackageSet::Lock { lock, question: String::new() }
 }
 
-/// Links `packages`, whose archives are what the lock says, and tells what was said.
-async fn told(packages: &[Lie]) -> Refusal {
-    let (host, set) = (Host::new(), lock(packages));
+/// A host that has fetched the archives of `packages`.
+fn fetched(packages: &[Lie]) -> (Host, PackageSet) {
+    let host = Host::new();
     for lie in packages {
         let extension = lie.file_name.trim_start_matches("evil-1.0-0.").trim_start_matches("good-1.0-0.");
         fs::write(host.pkgs().join(format!("{}.{extension}", lie.sha256())), &lie.archive).unwrap();
     }
+    (host, lock(packages))
+}
+
+/// Links `packages`, whose archives are what the lock says, and tells what was said.
+async fn told(packages: &[Lie]) -> Refusal {
+    let (host, set) = fetched(packages);
     let refusal = host.link(&set).await.unwrap_err();
     assert!(host.envs().is_empty(), "{:?} is left", host.envs());
     refusal
@@ -181,6 +188,23 @@ async fn an_entry_that_would_leave_the_tree_is_refused_before_it_is_written() {
     }
     assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 1, "something was written outside");
     assert_eq!(fs::read_to_string(secret).unwrap(), "not yours");
+}
+
+#[tokio::test]
+async fn a_program_never_gets_another_s_rights_from_a_package_and_that_is_said() {
+    let with_mode = |path: &str, mode| Entry { mode, ..Entry::file(path, b"#!/bin/sh\n") };
+    let content = [with_mode("bin/flux", 0o4755), with_mode("bin/other", 0o2755), with_mode("bin/plain", 0o755)];
+    for lie in Lie::both(&info("evil", &honest(&content)), &content) {
+        let (host, set) = fetched(&[lie]);
+        let linked = host.link(&set).await.unwrap();
+        let words = "package evil-1.0-0 has files with set-user-ID or set-group-ID bits, such as bin/flux;";
+        assert!(matches!(&linked.warnings[..], [only] if only.starts_with(words)), "{:?}", linked.warnings);
+        for path in ["bin/flux", "bin/other", "bin/plain"] {
+            let found = fs::metadata(host.environment(&set).join(path)).unwrap();
+            assert_eq!(found.permissions().mode() & 0o7777, 0o755, "{path}");
+        }
+        assert_eq!(host.link(&set).await.unwrap().warnings, Vec::<String>::new(), "it is said once");
+    }
 }
 
 #[tokio::test]

@@ -105,6 +105,55 @@ fn what_can_not_be_locked_is_one_message_and_leaves_no_file() {
     assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
 }
 
+/// Not a promise of its own: a server that says when it is asked, and never answers.
+fn silent_server() -> (String, std::sync::mpsc::Receiver<std::net::TcpStream>) {
+    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let url = format!("http://{}/", listener.local_addr().unwrap());
+    let (sender, asked) = std::sync::mpsc::channel();
+    std::thread::spawn(move || listener.incoming().flatten().try_for_each(|stream| sender.send(stream)));
+    (url, asked)
+}
+
+#[test]
+fn a_killed_lock_command_leaves_nothing_once_the_next_one_has_run() {
+    let directory = tempfile::tempdir().unwrap();
+    let out = directory.path().join("flux.lock").display().to_string();
+    let (url, asked) = silent_server();
+    let start = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
+        let child = command.args(["lock", "--channel", &url, "--spec", "flux-core", "--out", &out]).spawn().unwrap();
+        (child, asked.recv().unwrap())
+    };
+    let (mut killed, _connection) = start();
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    let left = || fs::read_dir(directory.path()).unwrap().count();
+    assert_eq!(left(), 1);
+
+    // One that lives is not disturbed by another.
+    let (mut living, _connection) = start();
+    assert_eq!(left(), 1, "only what the living one writes");
+    let channel = Channel::with_flux();
+    let output = run(&["--channel", &channel.file_url(), "--spec", "flux-core", "--out", &out]);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(left(), 2, "the lock, and what the living one writes");
+    living.kill().unwrap();
+    living.wait().unwrap();
+    assert!(run(&["--channel", &channel.file_url(), "--spec", "flux-core", "--out", &out]).status.success());
+    assert_eq!(left(), 1);
+}
+
+#[tokio::test]
+async fn a_byte_order_mark_is_no_part_of_a_lock() {
+    for text in [pixi(&["default"]), list(&[("linux-64/flux-core-0.88.0-h_0.conda", 'a')])] {
+        let marked = format!("\u{feff}{text}");
+        packages::check_lock(&marked, &[]).unwrap();
+        let (marked, plain) = (resolve(&given(&marked)).await.unwrap(), resolve(&given(&text)).await.unwrap());
+        assert_eq!(marked.digest(), plain.digest());
+        assert_eq!(lock_of(marked), lock_of(plain));
+    }
+}
+
 #[test]
 fn a_diff_says_what_an_upgrade_changes_whatever_the_locks_are_written_as() {
     let directory = tempfile::tempdir().unwrap();

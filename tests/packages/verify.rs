@@ -29,7 +29,11 @@ async fn installed() -> (Host, PackageSet) {
         "one",
         ".conda",
         &[],
-        &[Content::plain("share/both", b"one"), Content::script("bin/one", "#!PREFIX/sh")],
+        &[
+            Content::plain("share/both", b"one"),
+            Content::script("bin/one", "#!PREFIX/sh"),
+            Content::plain("lib/module.py", b"pass"),
+        ],
     );
     channel.add(
         "two",
@@ -50,11 +54,62 @@ async fn what_was_just_installed_is_as_it_was_installed() {
     let verified = verify(host.prefix(), &set.digest());
     assert_eq!(verified.differences, []);
     assert!(verified.files >= 11 && verified.bytes > 300_000, "{verified:?}");
-    // Python's own leavings are nobody's fault.
-    let cache = host.environment(&set).join("lib/__pycache__");
-    fs::create_dir(&cache).unwrap();
-    fs::write(cache.join("flux.cpython-312.pyc"), "").unwrap();
+}
+
+#[tokio::test]
+async fn byte_code_is_python_s_own_only_beside_a_module_that_was_installed() {
+    let (host, set) = installed().await;
+    let at = |path: &str| host.environment(&set).join(path);
+    fs::create_dir(at("lib/__pycache__")).unwrap();
+    let put = |path: &str, mode: u32| {
+        fs::write(at(path), "").unwrap();
+        fs::set_permissions(at(path), fs::Permissions::from_mode(mode)).unwrap();
+    };
+    // Whatever the umask of who runs Python.
+    fs::set_permissions(at("lib/__pycache__"), fs::Permissions::from_mode(0o700)).unwrap();
+    put("lib/__pycache__/module.cpython-312.pyc", 0o600);
+    put("lib/__pycache__/module.cpython-312.opt-1.pyc", 0o644);
     assert_eq!(differences(&host, &set), Vec::<String>::new());
+
+    put("lib/__pycache__/gone.cpython-312.pyc", 0o644);
+    put("lib/__pycache__/module.txt", 0o644);
+    put("lib/module.pyc", 0o644);
+    put("lib/new.py", 0o644);
+    put("lib/__pycache__/new.cpython-312.pyc", 0o644);
+    put("lib/__pycache__/module.cpython-312.pyc", 0o666);
+    let expected = [
+        "extra lib/__pycache__/gone.cpython-312.pyc",
+        "mode lib/__pycache__/module.cpython-312.pyc",
+        "extra lib/__pycache__/module.txt",
+        "extra lib/__pycache__/new.cpython-312.pyc",
+        "extra lib/module.pyc",
+        "extra lib/new.py",
+    ];
+    assert_eq!(differences(&host, &set), expected);
+}
+
+#[tokio::test]
+async fn other_permissions_and_another_owner_are_differences() {
+    let (host, set) = installed().await;
+    let at = |path: &str| host.environment(&set).join(path);
+    let change = |path: &str, mode| fs::set_permissions(at(path), fs::Permissions::from_mode(mode)).unwrap();
+    for (path, mode) in
+        [("bin/flux", 0o4755), ("share/flux", 0o666), ("lib", 0o777), (".flux-distribute.json", 0o600), ("", 0o700)]
+    {
+        let before = fs::metadata(at(path)).unwrap().permissions().mode();
+        change(path, mode);
+        assert_eq!(differences(&host, &set), [format!("mode {path}")]);
+        change(path, before);
+        assert_eq!(differences(&host, &set), Vec::<String>::new(), "{path}");
+    }
+    if !nix::unistd::geteuid().is_root() {
+        return eprintln!("skipped: only root may give files to others");
+    }
+    for path in ["bin/flux", "lib", "lib/libtwo.so"] {
+        std::os::unix::fs::lchown(at(path), Some(1), None).unwrap();
+        assert_eq!(differences(&host, &set), [format!("owner {path}")]);
+        std::os::unix::fs::lchown(at(path), Some(0), None).unwrap();
+    }
 }
 
 #[tokio::test]
@@ -143,4 +198,10 @@ async fn an_environment_without_its_marker_or_with_half_of_it_is_not_as_it_was_i
     assert_eq!(differences(&host, &set), ["changed .flux-distribute.json"]);
     fs::remove_file(&marker).unwrap();
     assert_eq!(differences(&host, &set), ["missing .flux-distribute.json"]);
+    // Of these it is known only that they are gone.
+    let records = host.environment(&set).join(".flux-distribute.records.json");
+    fs::remove_file(&records).unwrap();
+    assert_eq!(differences(&host, &set), ["missing .flux-distribute.json", "missing .flux-distribute.records.json"]);
+    fs::write(&records, "{").unwrap();
+    assert_eq!(differences(&host, &set), ["missing .flux-distribute.json", "changed .flux-distribute.records.json"]);
 }

@@ -3,7 +3,6 @@
 use std::{
     fs::{self, File},
     io::{self, BufWriter, Write},
-    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -12,10 +11,8 @@ use clap::{ArgGroup, Args};
 use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
-    sys::statvfs::statvfs,
 };
 use serde_json::json;
-use sha2::{Digest, Sha256};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 use crate::packages::{
@@ -24,7 +21,8 @@ use crate::packages::{
     bundle::pack::{self, PackError},
     bundle::packages::{self, ByPlatform, archives, by_platform},
     fetch,
-    files::{open_plain, rename_target},
+    fetch::archive::Hashing,
+    files::{Aside, FileError, directory_of, free, open_plain, publish, rename_target},
     holds,
     lock::{self, LockError},
     native_platform,
@@ -32,6 +30,9 @@ use crate::packages::{
     shown,
 };
 use crate::{api::PackageSet, error_chain, host::Progress};
+
+/// Between the small pieces of a bundle and the disk.
+const BUFFER: usize = 1 << 16;
 
 /// See [`BundleCommand::Create`](super::BundleCommand::Create).
 #[derive(Args, Debug, Clone, Default)]
@@ -86,29 +87,29 @@ impl CreateBundle {
             (None, Some(lock)) => self.packages(lock)?,
             _ => return Err(BundleError::input(&self.out, "a bundle is made either of --from-prefix or of --lock")),
         };
-        let path = fs::canonicalize(&self.out).map_err(BundleError::io("read", &self.out))?;
+        let path = fs::canonicalize(&self.out).map_err(FileError::on("read", &self.out))?;
         Ok(made.told(&path, self.output))
     }
 
     fn parent(&self) -> &Path {
-        self.out.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+        directory_of(&self.out)
     }
 
     fn tree(&self, given: &Path) -> Result<Made, BundleError> {
         let from = fs::canonicalize(given).map_err(|e| match e.kind() {
             io::ErrorKind::NotFound => BundleError::input(given, "there is no such directory"),
-            _ => BundleError::io("read", given)(e),
+            _ => FileError::on("read", given)(e).into(),
         })?;
         if !from.join("bin/flux").is_file() {
             return Err(BundleError::input(given, "it has no bin/flux; give the directory that has it"));
         }
         let prefix = match &self.compiled_prefix {
             Some(prefix) => prefix.clone(),
-            None => std::path::absolute(given).map_err(BundleError::io("read", given))?,
+            None => std::path::absolute(given).map_err(FileError::on("read", given))?,
         };
         check_prefix(&prefix).map_err(|reason| BundleError::input(&prefix, reason))?;
         let parent = self.parent();
-        let parent_real = fs::canonicalize(parent).map_err(BundleError::io("write to", parent))?;
+        let parent_real = fs::canonicalize(parent).map_err(FileError::on("write to", parent))?;
         if parent_real.starts_with(&from) {
             return Err(BundleError::input(&self.out, "the bundle can't be inside of what it holds"));
         }
@@ -118,13 +119,13 @@ impl CreateBundle {
             _ => return Err(BundleError::input(given, "an installed Flux is for one --platform")),
         };
         let manifest = BundleManifest::tree(prefix, platform);
-        let write = || BundleError::io("write", &self.out);
-        // Aside and in the same directory, so that a bundle under its name is a whole one.
-        let aside = tempfile::Builder::new().prefix(".bundle-").tempfile_in(parent).map_err(write())?;
-        let (file, aside) = aside.into_parts();
-        let hashed = pack::pack(&from, &manifest, Hashed::new(file)).map_err(|e| not_packed(e, &self.out))?;
-        let (sha256, bytes) = hashed.finish().map_err(write())?;
-        aside.persist(self.target()?).map_err(|e| write()(e.error))?;
+        let write = || FileError::on("write", &self.out);
+        let target = self.target()?;
+        let aside = Aside::in_directory(directory_of(&target)).map_err(write())?;
+        let out = Hashing::new(BufWriter::with_capacity(BUFFER, aside.file().map_err(write())?));
+        let packed = pack::pack(&from, &manifest, out).map_err(|e| not_packed(e, &self.out))?;
+        let (sha256, bytes) = finish(packed).map_err(write())?;
+        aside.keep(&target).map_err(write())?;
         Ok(Made { manifest, sha256, bytes, packages: None })
     }
 
@@ -133,13 +134,7 @@ impl CreateBundle {
     }
 
     fn packages(&self, given: &Path) -> Result<Made, BundleError> {
-        let lock = open_plain(given).and_then(io::read_to_string).map_err(|e| match e.kind() {
-            io::ErrorKind::NotFound => BundleError::input(given, "there is no such file"),
-            io::ErrorKind::IsADirectory => BundleError::input(given, "it is a directory and no lock"),
-            io::ErrorKind::InvalidInput => BundleError::input(given, e.to_string()),
-            io::ErrorKind::InvalidData => BundleError::input(given, "it is not text, so it is no lock"),
-            _ => BundleError::io("read", given)(e),
-        })?;
+        let lock = open_plain(given).and_then(io::read_to_string).map_err(BundleError::unread(given, "lock"))?;
         let unusable = |e: LockError| BundleError::input(given, error_chain(&e));
         let lock = lock::normalise_lock(&lock).map_err(unusable)?;
         let mut platforms = match self.platform.as_slice() {
@@ -156,7 +151,7 @@ impl CreateBundle {
         self.check_room(&packages, &downloads)?;
 
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-        let runtime = runtime.map_err(BundleError::io("start threads for", &self.out))?;
+        let runtime = runtime.map_err(FileError::on("start threads for", &self.out))?;
         let packed = downloads.path.join("bundle");
         let (sender, events) = unbounded_channel();
         let work = async {
@@ -164,31 +159,33 @@ impl CreateBundle {
             let (lock, packages, pkgs) = (lock.to_string(), Arc::clone(&packages), downloads.pkgs());
             let (out, packed) = (self.out.clone(), packed.clone());
             let packing = tokio::task::spawn_blocking(move || {
-                let file = File::create(&packed).map_err(BundleError::io("write", &packed))?;
+                let file = File::create(&packed).map_err(FileError::on("write", &packed))?;
+                let hashing = Hashing::new(BufWriter::with_capacity(BUFFER, file));
                 let mut progress = |now| drop(sender.send(now));
-                let hashed = packages::pack(&lock, &packages, &pkgs, Hashed::new(file), &mut progress)
-                    .map_err(|e| not_packed(e, &out))?;
+                let hashed =
+                    packages::pack(&lock, &packages, &pkgs, hashing, &mut progress).map_err(|e| not_packed(e, &out))?;
                 progress(Progress::begun("syncing"));
-                hashed.finish().map_err(BundleError::io("write", &packed))
+                let finished = finish(hashed).map_err(FileError::on("write", &packed))?;
+                Ok::<_, BundleError>(finished)
             });
-            packing.await.map_err(|e| BundleError::io("write", &self.out)(io::Error::other(e)))?
+            packing.await.map_err(|e| FileError::on("write", &self.out)(io::Error::other(e)))?
         };
         let (sha256, bytes) = runtime.block_on(async { shown(Style::of(self.output), events, work).await })?;
-        fs::rename(&packed, self.target()?).map_err(BundleError::io("write", &self.out))?;
+        fs::rename(&packed, self.target()?).map_err(FileError::on("write", &self.out))?;
         downloads.remove()?;
         let packages = Some(archives(&packages).len());
         Ok(Made { manifest: BundleManifest::packages(platforms), sha256, bytes, packages })
     }
 
-    /// The archives are there twice before the bundle is whole.
+    /// The archives are there twice before the bundle is whole. Nothing is said where the lock does not tell their sizes.
     fn check_room(&self, packages: &ByPlatform, downloads: &Downloads) -> Result<(), BundleError> {
         let archives = archives(packages);
-        let bytes = archives.values().filter_map(|package| package.record.package_record.size);
+        let mut sizes = archives.values().map(|package| package.record.package_record.size);
+        let Some(bytes) = sizes.try_fold(0_u64, |sum, size| Some(sum.saturating_add(size?))) else { return Ok(()) };
         let there = archives.keys().filter_map(|name| fs::metadata(downloads.pkgs().join(name)).ok());
-        let needed = (bytes.fold(0, u64::saturating_add).saturating_mul(2))
-            .saturating_sub(there.map(|there| there.len()).fold(0, u64::saturating_add));
-        let found = statvfs(&downloads.path).map_err(|e| BundleError::io("look at", &downloads.path)(e.into()))?;
-        let free = found.blocks_available().saturating_mul(found.fragment_size());
+        let there = there.map(|there| there.len()).fold(0, u64::saturating_add);
+        let needed = bytes.saturating_mul(2).saturating_sub(there);
+        let free = free(&downloads.path).map_err(FileError::on("look at", &downloads.path))?.bytes;
         if needed <= free {
             return Ok(());
         }
@@ -200,8 +197,8 @@ impl CreateBundle {
 fn not_packed(error: PackError, out: &Path) -> BundleError {
     match error {
         PackError::Entry { path, reason } => BundleError::input(&path, reason),
-        PackError::Read { path, source } => BundleError::io("read", &path)(source),
-        PackError::Write(source) => BundleError::io("write", out)(source),
+        PackError::Read { path, source } => FileError::on("read", &path)(source).into(),
+        PackError::Write(source) => FileError::on("write", out)(source).into(),
     }
 }
 
@@ -245,19 +242,19 @@ impl Downloads {
             return Err(BundleError::input(out, "it is no name of a file"));
         };
         let path = parent.join(format!(".{}.download", name.to_string_lossy()));
-        let write = || BundleError::io("write to", &path);
+        let write = || FileError::on("write to", &path);
         if let Err(e) = fs::create_dir(&path)
             && e.kind() != io::ErrorKind::AlreadyExists
         {
             return Err(match e.kind() {
                 io::ErrorKind::NotFound => BundleError::input(parent, "there is no such directory"),
-                _ => write()(e),
+                _ => write()(e).into(),
             });
         }
         let lock = File::open(&path).map_err(write())?;
         let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, error)| match error {
             Errno::EWOULDBLOCK => BundleError::Busy { path: out.display().to_string() },
-            error => write()(error.into()),
+            error => write()(error.into()).into(),
         })?;
         fs::create_dir_all(path.join("pkgs")).map_err(write())?;
         Ok(Self { path, _lock: lock })
@@ -268,7 +265,7 @@ impl Downloads {
     }
 
     fn remove(self) -> Result<(), BundleError> {
-        fs::remove_dir_all(&self.path).map_err(BundleError::io("remove", &self.path))
+        Ok(fs::remove_dir_all(&self.path).map_err(FileError::on("remove", &self.path))?)
     }
 }
 
@@ -300,36 +297,11 @@ impl Made {
     }
 }
 
-/// Hashes what is written to a file.
-struct Hashed {
-    inner: BufWriter<File>,
-    hash: Sha256,
-    bytes: u64,
-}
-
-impl Hashed {
-    fn new(file: File) -> Self {
-        Self { inner: BufWriter::with_capacity(1 << 16, file), hash: Sha256::new(), bytes: 0 }
-    }
-
-    /// Puts it on the disk, for everybody to read. Gives sha256 in hex, and the bytes.
-    fn finish(self) -> io::Result<(String, u64)> {
-        let file = self.inner.into_inner().map_err(io::IntoInnerError::into_error)?;
-        file.set_permissions(fs::Permissions::from_mode(0o644))?;
-        file.sync_all()?;
-        Ok((hex::encode(self.hash.finalize()), self.bytes))
-    }
-}
-
-impl Write for Hashed {
-    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        let n = self.inner.write(buffer)?;
-        self.hash.update(&buffer[..n]);
-        self.bytes += n as u64;
-        Ok(n)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.inner.flush()
-    }
+/// Puts a bundle on the disk, for everybody to read. Gives sha256 in hex, and the bytes.
+fn finish(mut written: Hashing<BufWriter<File>>) -> io::Result<(String, u64)> {
+    written.flush()?;
+    let file = written.inner.get_ref();
+    publish(file)?;
+    let bytes = file.metadata()?.len();
+    Ok((written.sha256(), bytes))
 }

@@ -69,6 +69,7 @@ impl Build<'_> {
             UnpackError::Write { .. } => failed(format!("can't unpack {name}: {error}")),
             error => refused(format!("can't use {name}: {}", error_chain(&error))),
         })?;
+        self.warn_of(&name, unpacked.privileged.as_deref());
         let Some(contents) = unpacked.contents else {
             return Ok(Some(unpacked.manifest.prefix));
         };

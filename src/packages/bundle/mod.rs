@@ -9,7 +9,7 @@ pub(in crate::packages) mod unpack;
 
 use std::{
     fmt::Write as _,
-    io::{self, BufReader, Write},
+    io::{self, BufReader},
     path::{Path, PathBuf},
 };
 
@@ -17,8 +17,13 @@ use clap::{Args, Subcommand, ValueEnum};
 use serde_json::json;
 
 use crate::packages::{
-    BundleManifest, CreateBundle, FetchError, HttpError, Limits, bundle::packages::Contents,
-    bundle::unpack::UnpackError, fetch::archive, files::open_plain, lock::Locked, progress::size,
+    BundleManifest, CreateBundle, FetchError, HttpError, Limits,
+    bundle::packages::Contents,
+    bundle::unpack::UnpackError,
+    fetch::archive,
+    files::{FileError, open_plain, print},
+    lock::Locked,
+    progress::size,
 };
 
 /// Make or look at a bundle: one file that holds a whole installation of Flux.
@@ -63,16 +68,8 @@ pub enum BundleError {
         reason: String,
     },
     /// Reading or writing failed.
-    #[error("can't {what} {path}")]
-    Io {
-        /// What was being done.
-        what: &'static str,
-        /// To which.
-        path: String,
-        /// Cause.
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Io(#[from] FileError),
     /// The packages can't be downloaded.
     #[error("can't download the packages; what came is kept in {kept}, and the next run goes on from there")]
     Fetch {
@@ -116,9 +113,15 @@ impl BundleError {
         Self::Input { path: path.display().to_string(), reason: reason.into() }
     }
 
-    pub(in crate::packages) fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
-        let path = path.display().to_string();
-        move |source| Self::Io { what, path, source }
+    /// `path` was given as a `kind`.
+    pub(in crate::packages) fn unread(path: &Path, kind: &'static str) -> impl Fn(io::Error) -> Self {
+        move |error| match error.kind() {
+            io::ErrorKind::NotFound => Self::input(path, "there is no such file"),
+            io::ErrorKind::IsADirectory => Self::input(path, format!("it is a directory and no {kind}")),
+            io::ErrorKind::InvalidInput => Self::input(path, error.to_string()),
+            io::ErrorKind::InvalidData => Self::input(path, format!("it is not text, so it is no {kind}")),
+            _ => FileError::on("read", path)(error).into(),
+        }
     }
 }
 
@@ -132,9 +135,7 @@ impl BundleCommand {
             Self::Create(create) => create.run()?,
             Self::Inspect(inspect) => inspect.run()?,
         };
-        let stdout = Path::new("stdout");
-        let mut out = io::stdout().lock();
-        out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(BundleError::io("write to", stdout))
+        Ok(print(&text)?)
     }
 }
 
@@ -144,19 +145,13 @@ impl InspectBundle {
     /// # Errors
     /// Where a host would refuse it.
     pub fn run(&self) -> Result<String, BundleError> {
-        let open = || {
-            open_plain(&self.file).map(BufReader::new).map_err(|error| match error.kind() {
-                io::ErrorKind::NotFound => BundleError::input(&self.file, "there is no such file"),
-                io::ErrorKind::IsADirectory => BundleError::input(&self.file, "it is a directory and no bundle"),
-                io::ErrorKind::InvalidInput => BundleError::input(&self.file, error.to_string()),
-                _ => BundleError::io("read", &self.file)(error),
-            })
-        };
+        let open = || open_plain(&self.file).map(BufReader::new).map_err(BundleError::unread(&self.file, "bundle"));
+        let unread = || FileError::on("read", &self.file);
         let found = unpack::unpack(open()?, 0, None, Limits::default(), &mut |_| ()).map_err(|e| match e {
-            UnpackError::Write { source, .. } => BundleError::io("read", &self.file)(source),
+            UnpackError::Write { source, .. } => unread()(source).into(),
             other => BundleError::input(&self.file, crate::error_chain(&other)),
         })?;
-        let (sha256, size) = archive::sha256_of(open()?).map_err(BundleError::io("read", &self.file))?;
+        let (sha256, size) = archive::sha256_of(open()?).map_err(unread())?;
         if self.output == OutputFormat::Json {
             let mut json = json!({
                 "manifest": found.manifest,

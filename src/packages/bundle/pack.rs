@@ -143,6 +143,9 @@ impl<W: Write> Packing<'_, W> {
             }
             self.hard_links.insert(inode, path.to_owned());
         }
+        if metadata.mode() & 0o6000 != 0 {
+            tracing::warn!(path = %full.display(), "its set-user-ID or set-group-ID bit is left out, as hosts install it");
+        }
         let header = header(EntryType::Regular, metadata.mode(), metadata.mtime());
         let file = File::open(full).map_err(PackError::read(full))?;
         append_file(&mut self.tar, header, path, (full, metadata.len()), file).map(drop)

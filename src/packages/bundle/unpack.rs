@@ -4,7 +4,7 @@
 use std::{
     fs::File,
     io::{self, Read, Write},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use tar::{Archive, Entry, EntryType};
@@ -86,6 +86,8 @@ pub(in crate::packages) struct Unpacked {
     pub bytes: u64,
     /// What else a packages bundle holds.
     pub contents: Option<Contents>,
+    /// Of a tree, the first file that lost a set-user-ID or set-group-ID bit.
+    pub privileged: Option<PathBuf>,
 }
 
 /// Unpacks a bundle of `size` bytes. Without `into` it only looks, as closely.
@@ -111,7 +113,13 @@ pub(in crate::packages) fn unpack(
     let unpacked = if manifest.is_packages() {
         let archives = |_| progress(now());
         let contents = packages::unpack(entries, &manifest, into, limits, archives)?;
-        Unpacked { manifest, entries: contents.entries, bytes: contents.bytes, contents: Some(contents) }
+        Unpacked {
+            manifest,
+            entries: contents.entries,
+            bytes: contents.bytes,
+            contents: Some(contents),
+            privileged: None,
+        }
     } else {
         let each = |entry: u64| {
             if entry.is_multiple_of(256) {
@@ -134,7 +142,7 @@ fn unpack_tree<R: Read>(
     mut progress: impl FnMut(u64),
 ) -> Result<Unpacked, UnpackError> {
     let mut tree = into.map(Tree::new);
-    let mut unpacked = Unpacked { manifest, entries: 0, bytes: 0, contents: None };
+    let mut unpacked = Unpacked { manifest, entries: 0, bytes: 0, contents: None, privileged: None };
     for entry in entries {
         let mut entry = entry.map_err(broken)?;
         if entry.header().entry_type() == EntryType::XGlobalHeader {
@@ -159,7 +167,7 @@ fn unpack_tree<R: Read>(
         }
     }
     if let Some(tree) = tree {
-        tree.finish()?;
+        unpacked.privileged = tree.finish()?;
     }
     Ok(unpacked)
 }

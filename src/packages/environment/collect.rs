@@ -58,7 +58,7 @@ pub fn collect(order: &CollectOrder) -> Result<Collected, Refusal> {
         names => occupants(&Root::host(), names).map_err(|e| environments.trouble("look who uses", &e))?,
     };
     let mut collected = Collected::default();
-    let mut trouble = None;
+    let mut trouble = environments.warnings.first().map(|words| failed(words.clone()));
     for digest in decide(&found, &used.keys().cloned().collect(), &wanted, keep) {
         let bytes = marker(&order.prefix, digest).map_or(0, |marker| marker.bytes);
         match environments.discard(digest) {
@@ -102,9 +102,9 @@ fn sweep(prefix: &Path, pkgs: &Path, named: &BTreeSet<String>) -> io::Result<(u6
     let Ok(_lock) = Flock::lock(directory, FlockArg::LockExclusiveNonblock) else { return Ok((0, 0)) };
     let mut kept = BTreeSet::new();
     for digest in ready(prefix) {
-        match marker(prefix, &digest).and_then(|marker| marker.archives) {
-            Some(archives) => kept.extend(archives),
-            // An older version made it and did not say from what.
+        match marker(prefix, &digest) {
+            Some(marker) => kept.extend(marker.archives),
+            // It was ready a moment ago, so who knows what is going on there.
             None => return Ok((0, 0)),
         }
     }

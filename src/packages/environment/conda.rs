@@ -54,6 +54,8 @@ struct Unpacked {
     directory: PathBuf,
     paths: PathsJson,
     index: IndexJson,
+    /// See [`Build::warn_of`].
+    privileged: Option<PathBuf>,
 }
 
 impl Build<'_> {
@@ -87,7 +89,8 @@ impl Build<'_> {
         let mut link = |package: &Locked, unpacked: Unpacked| {
             let name = file_name(&package.record);
             let wrong = |e: &dyn std::error::Error| failed(format!("can't link package {name}: {}", error_chain(e)));
-            let Unpacked { directory, paths, index } = unpacked;
+            let Unpacked { directory, paths, index, privileged } = unpacked;
+            self.warn_of(&format!("package {name}"), privileged.as_deref());
             let options = linker.options(paths, index);
             let (paths, _) = link_package_sync(&directory, &linker.partial, Arc::clone(&registry), options)
                 .map_err(|e| wrong(&e))?;
@@ -164,18 +167,19 @@ impl Build<'_> {
         }
         archive.rewind().map_err(unreadable)?;
         fs::create_dir(&directory).map_err(|e| failed(format!("can't make {}: {e}", directory.display())))?;
-        let checked = extract(&mut archive, &directory, Limits::default(), memory).and_then(|contents| {
-            let told = |what: &str, e: io::Error| UnpackError::Archive(format!("its {what} can't be read: {e}"));
-            check_metadata(&directory, &contents)?;
-            let paths = PathsJson::from_package_directory_with_deprecated_fallback(&directory)
-                .map_err(|e| told("list of files", e))?;
-            check_paths(&paths, &contents)?;
-            let index = IndexJson::from_package_directory(&directory).map_err(|e| told("info/index.json", e))?;
-            check_index(&index, &package.record, &directory)?;
-            Ok((paths, index))
-        });
+        let checked =
+            extract(&mut archive, &directory, Limits::default(), memory).and_then(|(contents, privileged)| {
+                let told = |what: &str, e: io::Error| UnpackError::Archive(format!("its {what} can't be read: {e}"));
+                check_metadata(&directory, &contents)?;
+                let paths = PathsJson::from_package_directory_with_deprecated_fallback(&directory)
+                    .map_err(|e| told("list of files", e))?;
+                check_paths(&paths, &contents)?;
+                let index = IndexJson::from_package_directory(&directory).map_err(|e| told("info/index.json", e))?;
+                check_index(&index, &package.record, &directory)?;
+                Ok((paths, index, privileged))
+            });
         match checked {
-            Ok((paths, index)) => Ok(Unpacked { directory, paths, index }),
+            Ok((paths, index, privileged)) => Ok(Unpacked { directory, paths, index, privileged }),
             Err(error @ UnpackError::Write { .. }) => Err(failed(format!("can't unpack package {name}: {error}"))),
             Err(error) => {
                 let url = shown(package.record.url.as_str());

@@ -45,13 +45,13 @@ pub(in crate::packages) enum Kind {
 }
 
 /// Unpacks `archive` into `into`, an empty directory that nobody else writes to. It is told by its own first bytes which
-/// kind it is.
+/// kind it is. Gives also what [`Tree::finish`] gives.
 pub(in crate::packages) fn extract(
     archive: &mut File,
     into: &Path,
     limits: Limits,
     memory: &Memory,
-) -> Result<Contents, UnpackError> {
+) -> Result<(Contents, Option<PathBuf>), UnpackError> {
     let mut unpacking = Unpacking { tree: Tree::new(into), contents: Contents::new(), limits };
     let mut magic = [0; 2];
     let read = archive.read(&mut magic).and_then(|_| archive.rewind());
@@ -83,8 +83,7 @@ pub(in crate::packages) fn extract(
         }
         _ => return Err(UnpackError::Archive("it is neither a .conda nor a .tar.bz2 archive".to_owned())),
     }
-    unpacking.tree.finish()?;
-    Ok(unpacking.contents)
+    Ok((unpacking.contents, unpacking.tree.finish()?))
 }
 
 /// Where in a `.conda` its two tars are: (offset, bytes).

@@ -28,6 +28,8 @@ pub(in crate::packages) struct Checked {
     pub what: What,
     mode: u32,
     mtime: i64,
+    /// A program that would run as its owner, or as its group.
+    privileged: bool,
 }
 
 /// What an entry is.
@@ -80,9 +82,10 @@ impl Checked {
             return Err(refuse("would replace the tree itself".to_owned()));
         }
         // Neither set-user-ID nor the like: everything is unpacked as root.
-        let mode = header.mode().map_err(broken)? & 0o777;
+        let given = header.mode().map_err(broken)?;
+        let (mode, privileged) = (given & 0o777, given & 0o6000 != 0 && matches!(what, What::File));
         let mtime = header.mtime().ok().and_then(|t| i64::try_from(t).ok()).unwrap_or(0);
-        Ok(Self { path, what, mode, mtime })
+        Ok(Self { path, what, mode, mtime, privileged })
     }
 }
 
@@ -123,19 +126,24 @@ pub(in crate::packages) struct Tree<'a> {
     made: HashSet<PathBuf>,
     /// Modes and times are set at the end: a directory may be read-only, and every file in it changes its time.
     directories: Vec<(PathBuf, u32, i64)>,
+    /// The first file that was made without the set-user-ID or set-group-ID bit that it had.
+    privileged: Option<PathBuf>,
     buffer: Vec<u8>,
 }
 
 impl<'a> Tree<'a> {
     /// Grows in `root`, an empty directory that nobody else writes to.
     pub(in crate::packages) fn new(root: &'a Path) -> Self {
-        Self { root, made: HashSet::new(), directories: Vec::new(), buffer: vec![0; 1 << 17] }
+        Self { root, made: HashSet::new(), directories: Vec::new(), privileged: None, buffer: vec![0; 1 << 17] }
     }
 
     pub(in crate::packages) fn add(&mut self, entry: &Checked, content: &mut impl Read) -> Result<(), UnpackError> {
-        let Checked { path, what, mode, mtime } = entry;
+        let Checked { path, what, mode, mtime, privileged } = entry;
         let full = self.root.join(path);
         let write = |source| UnpackError::Write { path: path.display().to_string(), source };
+        if *privileged && self.privileged.is_none() {
+            self.privileged = Some(path.clone());
+        }
         if let What::Directory = what {
             self.make_directory(path, path)?;
             self.directories.push((full, mode | 0o700, *mtime));
@@ -220,13 +228,14 @@ impl<'a> Tree<'a> {
         Ok(())
     }
 
-    pub(in crate::packages) fn finish(self) -> Result<(), UnpackError> {
+    /// Gives the first file that lost a set-user-ID or set-group-ID bit.
+    pub(in crate::packages) fn finish(self) -> Result<Option<PathBuf>, UnpackError> {
         for (path, mode, mtime) in self.directories.into_iter().rev() {
             let write = |source| UnpackError::Write { path: path.display().to_string(), source };
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).map_err(write)?;
             set_mtime(&path, mtime).map_err(write)?;
         }
-        Ok(())
+        Ok(self.privileged)
     }
 }
 

@@ -20,13 +20,14 @@ use std::{
     fs, io,
     os::unix::fs::PermissionsExt,
     path::{Component, Path, PathBuf},
+    sync::{Mutex, PoisonError},
 };
 
 use serde::{Deserialize, Serialize};
 
 use crate::packages::{
     ENVIRONMENT_MARKER,
-    environment::records::{RECORDS, Records, Tree, settle_clobbers},
+    environment::records::{RECORDS, Records, Tree, settle_clobbers, write_public},
     environment::transaction::Environments,
     fetch::archive::{self, archives},
     lock::estimate_bytes,
@@ -46,8 +47,7 @@ pub(in crate::packages) struct Marker {
     pub(in crate::packages) compiled_prefix: Option<PathBuf>,
     pub(in crate::packages) bytes: u64,
     /// From which archives in `pkgs/` it was made.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(in crate::packages) archives: Option<Vec<String>>,
+    pub(in crate::packages) archives: Vec<String>,
 }
 
 /// The digests of all environments under `prefix` that are ready, sorted.
@@ -61,7 +61,13 @@ pub fn ready(prefix: &Path) -> Vec<String> {
 
 /// What is in the environment `digest` under `prefix`, if it is ready.
 pub fn linked(prefix: &Path, digest: &str) -> Option<Linked> {
-    marker(prefix, digest).map(|marker| Linked { compiled_prefix: marker.compiled_prefix, bytes: marker.bytes })
+    marker(prefix, digest).map(Marker::linked)
+}
+
+impl Marker {
+    fn linked(self) -> Linked {
+        Linked { compiled_prefix: self.compiled_prefix, bytes: self.bytes, warnings: Vec::new() }
+    }
 }
 
 /// The marker of an environment that is ready.
@@ -83,21 +89,27 @@ pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Lin
     if !archive::is_digest(digest) {
         return Err(refused(format!("`{digest}` is not the digest of a package set")));
     }
-    let environments = Environments::hold(prefix)?;
+    let mut environments = Environments::hold(prefix)?;
     if let Some(linked) = linked(prefix, digest) {
         return Ok(linked);
     }
     let archives = archives(set, platform).map_err(|e| refused(error_chain(&e)))?;
     environments.clear(digest)?;
     let partial = environments.partial(digest);
-    let made = make(order, &environments, &partial, archives, progress);
-    made.map_err(|refusal| {
-        let refusal = environments.with_room(refusal, estimate_bytes(set, platform));
-        // Only to give back the space; the next run would do it. By now nobody writes there any more, not even the threads
-        // of an unpacking that was given up.
-        let _ = environments.drop_leftovers();
-        refusal
-    })
+    let mut warnings = std::mem::take(&mut environments.warnings);
+    match make(order, &environments, &partial, archives, progress) {
+        Ok(linked) => {
+            warnings.extend(linked.warnings);
+            Ok(Linked { warnings, ..linked })
+        }
+        Err(refusal) => {
+            let refusal = environments.with_room(refusal, estimate_bytes(set, platform));
+            // Only to give back the space; the next run would do it. By now nobody writes there any more, not even the
+            // threads of an unpacking that was given up.
+            environments.drop_leftovers();
+            Err(refusal)
+        }
+    }
 }
 
 fn make(
@@ -110,7 +122,8 @@ fn make(
     let LinkOrder { prefix, digest, set, platform } = order;
     environments.begin(partial)?;
     let ready = environments.place(digest);
-    let build = Build { pkgs: prefix.join("pkgs"), digest, platform, ready: &ready, partial };
+    let warnings = Mutex::default();
+    let build = Build { pkgs: prefix.join("pkgs"), digest, platform, ready: &ready, partial, warnings: &warnings };
     let compiled_prefix = match set {
         PackageSet::Lock { lock, .. } => build.conda(lock, progress).map(|()| None),
         PackageSet::Bundle(source) => build.bundle(source, progress),
@@ -119,7 +132,8 @@ fn make(
     progress(Progress::begun("syncing"));
     let linked = build.finish(compiled_prefix, archives);
     let committed = linked.and_then(|linked| environments.commit(partial, digest).map(|()| linked));
-    committed.map_err(|e| environments.trouble("finish the environment in", &e))
+    let linked = committed.map_err(|e| environments.trouble("finish the environment in", &e))?;
+    Ok(Linked { warnings: warnings.into_inner().unwrap_or_else(PoisonError::into_inner), ..linked })
 }
 
 /// An environment that is being made.
@@ -131,12 +145,23 @@ pub(in crate::packages) struct Build<'a> {
     pub(in crate::packages) ready: &'a Path,
     /// Where it grows.
     pub(in crate::packages) partial: &'a Path,
+    /// For [`Linked::warnings`].
+    pub(in crate::packages) warnings: &'a Mutex<Vec<String>>,
 }
 
 impl Build<'_> {
     /// For people: where room is needed.
     pub(in crate::packages) fn prefix(&self) -> &Path {
         self.pkgs.parent().unwrap_or(&self.pkgs)
+    }
+
+    /// `privileged` is a file of `name` that would have run as its owner, or as its group.
+    pub(in crate::packages) fn warn_of(&self, name: &str, privileged: Option<&Path>) {
+        let Some(path) = privileged else { return };
+        self.warnings.lock().unwrap_or_else(PoisonError::into_inner).push(format!(
+            "{name} has files with set-user-ID or set-group-ID bits, such as {}; they are installed without, as conda does",
+            path.display(),
+        ));
     }
 
     pub(in crate::packages) fn missing_or_damaged(&self, archive: &Path, name: &str) -> Refusal {
@@ -173,9 +198,9 @@ impl Build<'_> {
         }
         Records::of(self.partial, &tree, conda)?.write(self.partial)?;
         let bytes = tree.bytes();
-        let marker = Marker { digest: self.digest.to_owned(), compiled_prefix, bytes, archives: Some(archives) };
-        fs::write(self.partial.join(ENVIRONMENT_MARKER), serde_json::to_vec(&marker)?)?;
-        Ok(Linked { compiled_prefix: marker.compiled_prefix, bytes })
+        let marker = Marker { digest: self.digest.to_owned(), compiled_prefix, bytes, archives };
+        write_public(&self.partial.join(ENVIRONMENT_MARKER), &serde_json::to_vec(&marker)?)?;
+        Ok(marker.linked())
     }
 }
 

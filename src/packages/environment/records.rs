@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     fs::{self, File},
     io,
-    os::unix::fs::MetadataExt,
+    os::unix::fs::{MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
@@ -18,13 +18,18 @@ use crate::packages::fetch::archive;
 pub(in crate::packages) const RECORDS: &str = ".flux-distribute.records.json";
 /// Files at a time: more would only disturb jobs.
 const THREADS: usize = 4;
+/// Permissions of most files …
+const USUAL_OF_FILE: u32 = 0o644;
+/// … and of most directories.
+const USUAL_OF_DIRECTORY: u32 = 0o755;
 
 /// Everything in a tree, by its path below it.
 #[derive(Debug, Default)]
 pub(in crate::packages) struct Tree {
     pub files: BTreeMap<PathBuf, fs::Metadata>,
     pub links: BTreeMap<PathBuf, PathBuf>,
-    pub directories: Vec<PathBuf>,
+    /// The tree's own among them, as an empty path.
+    pub directories: BTreeMap<PathBuf, fs::Metadata>,
     /// Sockets, devices and the like.
     pub others: Vec<PathBuf>,
 }
@@ -34,13 +39,13 @@ impl Tree {
         let mut tree = Self::default();
         let mut next = vec![PathBuf::new()];
         while let Some(directory) = next.pop() {
+            tree.directories.insert(directory.clone(), fs::symlink_metadata(root.join(&directory))?);
             for entry in fs::read_dir(root.join(&directory))? {
                 let entry = entry?;
                 let path = directory.join(entry.file_name());
                 let kind = entry.file_type()?;
                 if kind.is_dir() {
-                    next.push(path.clone());
-                    tree.directories.push(path);
+                    next.push(path);
                 } else if kind.is_symlink() {
                     tree.links.insert(path, fs::read_link(entry.path())?);
                 } else if kind.is_file() {
@@ -50,7 +55,6 @@ impl Tree {
                 }
             }
         }
-        tree.directories.sort();
         Ok(tree)
     }
 
@@ -58,6 +62,14 @@ impl Tree {
     pub(in crate::packages) fn bytes(&self) -> u64 {
         let links = self.links.values().map(|target| target.as_os_str().len() as u64);
         self.files.values().map(|file| file.len()).chain(links).sum()
+    }
+
+    /// Modes of those that have another than most of their kind.
+    fn modes(&self) -> BTreeMap<PathBuf, u32> {
+        let files = self.files.iter().map(|(path, found)| (path, mode(found), USUAL_OF_FILE));
+        let directories = self.directories.iter().map(|(path, found)| (path, mode(found), USUAL_OF_DIRECTORY));
+        let unusual = files.chain(directories).filter(|(path, mode, usual)| mode != usual && can_be_told(path));
+        unusual.map(|(path, mode, _)| (path.clone(), mode)).collect()
     }
 
     /// A file that has a name outside the tree too: an edit there would be an edit here.
@@ -105,10 +117,9 @@ pub(in crate::packages) fn settle_clobbers(root: &Path) -> io::Result<()> {
     }
     let tree = Tree::walk(&away)?;
     // The deepest first; a directory that holds something stays.
-    for directory in tree.directories.iter().rev() {
+    for directory in tree.directories.keys().rev() {
         let _ = fs::remove_dir(away.join(directory));
     }
-    let _ = fs::remove_dir(&away);
     for entry in fs::read_dir(root.join("conda-meta"))? {
         let path = entry?.path();
         if path.extension().is_some_and(|end| end == "json") {
@@ -132,6 +143,10 @@ pub(in crate::packages) struct Records {
     pub files: BTreeMap<PathBuf, String>,
     /// Path → target.
     pub links: BTreeMap<PathBuf, PathBuf>,
+    /// Path → permissions, of files that don't have 0644 and of directories that don't have 0755.
+    pub modes: BTreeMap<PathBuf, u32>,
+    /// uid and gid of all of it.
+    pub owner: (u32, u32),
 }
 
 impl Records {
@@ -155,7 +170,20 @@ impl Records {
         let files = digests(root, untold)?.into_iter();
         let files = files.map(|(path, digest)| Ok((path, digest?))).collect::<io::Result<_>>()?;
         let links = tree.links.iter().filter(|(path, target)| can_be_told(path) && can_be_told(target));
-        Ok(Self { files, links: links.map(|(path, target)| (path.clone(), target.clone())).collect() })
+        let links = links.map(|(path, target)| (path.clone(), target.clone())).collect();
+        let made = fs::symlink_metadata(root)?;
+        Ok(Self { files, links, modes: tree.modes(), owner: (made.uid(), made.gid()) })
+    }
+
+    /// Whether what is now at `path` has the permissions that it was made with.
+    pub(in crate::packages) fn has_its_mode(&self, path: &Path, found: &fs::Metadata) -> bool {
+        let usual = if found.is_dir() { USUAL_OF_DIRECTORY } else { USUAL_OF_FILE };
+        mode(found) == *self.modes.get(path).unwrap_or(&usual)
+    }
+
+    /// Whether it still belongs to whom the environment was made for.
+    pub(in crate::packages) fn has_its_owner(&self, found: &fs::Metadata) -> bool {
+        (found.uid(), found.gid()) == self.owner
     }
 
     pub(in crate::packages) fn read(root: &Path) -> io::Result<Self> {
@@ -163,8 +191,19 @@ impl Records {
     }
 
     pub(in crate::packages) fn write(&self, root: &Path) -> io::Result<()> {
-        fs::write(root.join(RECORDS), serde_json::to_vec(self)?)
+        write_public(&root.join(RECORDS), &serde_json::to_vec(self)?)
     }
+}
+
+/// Permissions, and what goes beyond them.
+pub(in crate::packages) fn mode(found: &fs::Metadata) -> u32 {
+    found.mode() & 0o7777
+}
+
+/// A file that all may read, whatever the umask.
+pub(in crate::packages) fn write_public(path: &Path, content: &[u8]) -> io::Result<()> {
+    fs::write(path, content)?;
+    fs::set_permissions(path, fs::Permissions::from_mode(USUAL_OF_FILE))
 }
 
 /// JSON has no words for other names; no package has such, and a tree's few are not worth an encoding of their own.

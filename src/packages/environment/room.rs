@@ -6,7 +6,7 @@ use std::{
     path::Path,
 };
 
-use crate::host::{Refusal, preflight::Room};
+use crate::{host::Refusal, packages::files::free};
 
 /// Conda packages unpack to some three times their size, and so does a tree of programs; files with a prefix in them are
 /// there twice for a moment.
@@ -36,16 +36,15 @@ pub(in crate::packages) fn unpacked_gzip(archive: &mut File) -> io::Result<u64> 
 /// # Errors
 /// Both figures and the remedy, or why the file system can't be looked at.
 pub(in crate::packages) fn check(directory: &Path, need: u64) -> Result<(), Refusal> {
-    let found = File::open(directory).and_then(Room::of);
-    let found = found.map_err(|error| Refusal::io("look at", directory, &error))?;
-    if found.available >= need {
+    let free = free(directory).map_err(|error| Refusal::io("look at", directory, &error))?.bytes;
+    if free >= need {
         return Ok(());
     }
     Err(Refusal::transient(format!(
         "{} has too little room: {} MiB are free, and the packages need {} MiB; make room, or set spec.prefix to another \
          file system",
         directory.display(),
-        found.available >> 20,
+        free >> 20,
         need.div_ceil(1 << 20),
     )))
 }

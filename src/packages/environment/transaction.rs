@@ -14,13 +14,13 @@ use std::{
 use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
-    sys::statvfs::statvfs,
 };
 
 use crate::host::{Occupant, Refusal, Root, occupants};
 use crate::packages::{
     environment::{failed, refused},
     fetch::archive,
+    files::{Free, free},
 };
 
 /// An environment that is being made.
@@ -43,6 +43,8 @@ const LEAST_FILES: u64 = 16;
 pub(in crate::packages) struct Environments {
     path: PathBuf,
     directory: Flock<File>,
+    /// What of earlier runs could not be removed.
+    pub(in crate::packages) warnings: Vec<String>,
 }
 
 impl Environments {
@@ -58,8 +60,8 @@ impl Environments {
         let directory = File::open(&path).map_err(|e| error("open", e))?;
         let directory =
             Flock::lock(directory, FlockArg::LockExclusive).map_err(|(_, errno)| error("lock", errno.into()))?;
-        let held = Self { path, directory };
-        held.drop_leftovers().map_err(|e| held.trouble("clean", &e))?;
+        let mut held = Self { path, directory, warnings: Vec::new() };
+        held.warnings = held.drop_leftovers();
         Ok(held)
     }
 
@@ -75,7 +77,9 @@ impl Environments {
     /// Makes `partial`: an empty directory.
     pub(in crate::packages) fn begin(&self, partial: &Path) -> Result<(), Refusal> {
         let readable = || fs::set_permissions(partial, fs::Permissions::from_mode(0o755));
-        fs::create_dir(partial).and_then(|()| readable()).map_err(|e| self.trouble("write to", &e))
+        fs::create_dir(partial)
+            .and_then(|()| readable())
+            .map_err(|e| failed(format!("can't make {}: {e}", partial.display())))
     }
 
     /// Gives what was begun its name.
@@ -141,20 +145,29 @@ impl Environments {
         }
     }
 
-    /// Throws away all that has no final name.
-    pub(in crate::packages) fn drop_leftovers(&self) -> io::Result<()> {
-        for entry in fs::read_dir(&self.path)? {
-            let entry = entry?;
-            let name = entry.file_name();
-            let Some(name) = name.to_str().and_then(|name| name.strip_prefix('.')) else { continue };
-            let digest = name.strip_suffix(OLD).map(|name| name.split_once('.').map_or(name, |(digest, _)| digest));
-            match digest.filter(|digest| archive::is_digest(digest)) {
-                Some(digest) => drop(self.discard_aside(&entry.path(), digest)?),
-                None if ASIDE.iter().any(|end| name.ends_with(end)) => remove(&entry.path())?,
-                None => {}
-            }
+    /// Throws away all that has no final name. What can't be removed is in nobody's way unless it has the place of what is
+    /// to be made: it is told, and stays for the next run.
+    pub(in crate::packages) fn drop_leftovers(&self) -> Vec<String> {
+        let entries = match fs::read_dir(&self.path) {
+            Ok(entries) => entries.flatten(),
+            Err(e) => return vec![self.trouble("read", &e).message],
+        };
+        let left = entries.filter_map(|entry| {
+            let error = self.drop_leftover(&entry).err()?;
+            Some(format!("can't remove {}, which an earlier run left behind: {error}", entry.path().display()))
+        });
+        left.collect()
+    }
+
+    fn drop_leftover(&self, entry: &fs::DirEntry) -> io::Result<()> {
+        let name = entry.file_name();
+        let Some(name) = name.to_str().and_then(|name| name.strip_prefix('.')) else { return Ok(()) };
+        let digest = name.strip_suffix(OLD).map(|name| name.split_once('.').map_or(name, |(digest, _)| digest));
+        match digest.filter(|digest| archive::is_digest(digest)) {
+            Some(digest) => self.discard_aside(&entry.path(), digest).map(drop),
+            None if ASIDE.iter().any(|end| name.ends_with(end)) => remove(&entry.path()),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// `what` failed here.
@@ -165,10 +178,9 @@ impl Environments {
     /// Tells of a full disk how much room there is, and how much is needed as far as that is known. To be called before
     /// what was begun is removed: not every failure for want of room says so itself.
     pub(in crate::packages) fn with_room(&self, refusal: Refusal, need_bytes: u64) -> Refusal {
-        let Some(room) = statvfs(&self.path).ok().filter(|_| refusal.transient) else { return refusal };
-        let free = room.blocks_available().saturating_mul(room.fragment_size());
-        // Some file systems have no end of files, and say 0 of 0.
-        let files = Some(room.files_available()).filter(|_| room.files() > 0);
+        let Some(Free { bytes: free, files }) = free(&self.path).ok().filter(|_| refusal.transient) else {
+            return refusal;
+        };
         let says_so = [Errno::ENOSPC, Errno::EDQUOT]
             .into_iter()
             .any(|errno| refusal.message.contains(&io::Error::from(errno).to_string()));

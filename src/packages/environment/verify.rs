@@ -1,8 +1,9 @@
-//! Whether an environment still is what was installed: every file is hashed again and held against its records.
+//! Whether an environment still is what was installed: every file is hashed again and held against its records, and so are
+//! permissions and owners.
 
 use std::{
     collections::BTreeMap,
-    fs,
+    fs, io,
     path::{Path, PathBuf},
 };
 
@@ -11,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::host::{Refusal, VerifyOrder};
 use crate::packages::{
     ENVIRONMENT_MARKER,
-    environment::records::{RECORDS, Records, Tree, by_packages, can_be_told, digests},
+    environment::records::{RECORDS, Records, Tree, by_packages, can_be_told, digests, mode},
     environment::{marker, ready},
     fetch::archive,
 };
@@ -56,6 +57,10 @@ pub enum What {
     Unreadable,
     /// It is in no record.
     Extra,
+    /// It has other permissions.
+    Mode,
+    /// It belongs to somebody else.
+    Owner,
 }
 
 impl std::fmt::Display for What {
@@ -66,6 +71,8 @@ impl std::fmt::Display for What {
             Self::Replaced => "replaced",
             Self::Unreadable => "unreadable",
             Self::Extra => "extra",
+            Self::Mode => "mode",
+            Self::Owner => "owner",
         })
     }
 }
@@ -97,7 +104,7 @@ fn verify_one(prefix: &Path, digest: &str) -> Result<Verified, Refusal> {
         let there = if there.is_empty() { "none" } else { &there };
         return Err(Refusal::new(format!("there is no environment {name}; there is {there}")));
     }
-    let unreadable = |error: std::io::Error| Refusal::new(format!("can't read {name}: {error}"));
+    let unreadable = |error: io::Error| Refusal::new(format!("can't read {name}: {error}"));
     let tree = Tree::walk(&path).map_err(unreadable)?;
     let mut differences = Vec::new();
     let mut differs = |path: &Path, what| differences.push(Difference { path: path.to_owned(), what });
@@ -106,39 +113,21 @@ fn verify_one(prefix: &Path, digest: &str) -> Result<Verified, Refusal> {
         let there = fs::symlink_metadata(path.join(ENVIRONMENT_MARKER)).is_ok();
         differs(Path::new(ENVIRONMENT_MARKER), if there { What::Changed } else { What::Missing });
     }
-    let records = match Records::read(&path) {
-        Ok(records) => Some(records),
-        Err(_) if !tree.files.contains_key(Path::new(RECORDS)) => None,
-        Err(_) => {
-            differs(Path::new(RECORDS), What::Changed);
-            None
-        }
-    };
+    let records = Records::read(&path).ok();
+    if records.is_none() {
+        let there = tree.files.contains_key(Path::new(RECORDS));
+        differs(Path::new(RECORDS), if there { What::Changed } else { What::Missing });
+    }
     let conda = marker.is_none_or(|marker| marker.compiled_prefix.is_none());
     let (told, broken) = if conda { by_packages(&path, &tree) } else { Default::default() };
     let mut expected: BTreeMap<_, _> = told.into_iter().map(|(path, told)| (path, told.sha256)).collect();
-    if expected.is_empty() && records.is_none() && broken.is_empty() {
-        return Err(Refusal::new(format!(
-            "{name} has no records that it could be held against; it was made by an older version"
-        )));
-    }
     for record in &broken {
         differs(record, What::Changed);
     }
-    let records = match records {
-        Some(records) => records,
-        // Of an older version: the packages' own records are all there is, and nothing tells whether they are whole.
-        None => Records {
-            files: tree
-                .files
-                .keys()
-                .filter(|path| path.starts_with("conda-meta"))
-                .map(|path| (path.clone(), String::new()))
-                .collect(),
-            links: tree.links.clone(),
-        },
-    };
-    expected.extend(records.files.into_iter().map(|(path, digest)| (path, Some(digest).filter(|d| !d.is_empty()))));
+    let whole = records.is_some();
+    // Without them, only what the packages' own records tell can be looked at.
+    let records = records.unwrap_or_else(|| Records { links: tree.links.clone(), ..Records::default() });
+    expected.extend(records.files.iter().map(|(path, digest)| (path.clone(), Some(digest.clone()))));
 
     let mut hashed = Vec::new();
     for path in expected.keys().chain(records.links.keys()) {
@@ -150,40 +139,82 @@ fn verify_one(prefix: &Path, digest: &str) -> Result<Verified, Refusal> {
                     differs(path, What::Changed);
                 }
             }
-            (false, None) if tree.directories.contains(path) && expected.get(path) == Some(&None) => {}
-            (false, None) if !tree.directories.contains(path) && !tree.others.contains(path) => {
+            (false, None) if tree.directories.contains_key(path) && expected.get(path) == Some(&None) => {}
+            (false, None) if !tree.directories.contains_key(path) && !tree.others.contains(path) => {
                 differs(path, What::Missing);
             }
             _ => differs(path, What::Replaced),
         }
     }
-    let known = |path: &Path| expected.contains_key(path) || records.links.contains_key(path) || is_ours(path);
-    let links = tree.links.iter().filter(|(_, target)| can_be_told(target)).map(|(path, _)| path);
-    let there = tree.files.keys().chain(links).chain(&tree.others);
-    for path in there.filter(|path| can_be_told(path) && !known(path)) {
-        differs(path, What::Extra);
+    if whole {
+        differences.extend(strangers(&path, &tree, &records, &expected).map_err(unreadable)?);
     }
     let bytes = hashed.iter().filter_map(|path| tree.files.get(path)).map(|file| file.len()).sum();
     let files = hashed.len() as u64;
     for (path, found) in digests(&path, hashed).map_err(unreadable)? {
         match (found, expected.get(&path)) {
             (Ok(found), Some(Some(wanted))) if !found.eq_ignore_ascii_case(wanted) => {
-                differs(&path, What::Changed);
+                differences.push(Difference { path, what: What::Changed });
             }
             (Ok(_), _) => {}
-            (Err(_), _) => differs(&path, What::Unreadable),
+            (Err(_), _) => differences.push(Difference { path, what: What::Unreadable }),
         }
     }
     differences.sort();
-    differences.dedup_by(|a, b| a.path == b.path);
+    differences.dedup();
     Ok(Verified { path, digest: digest.to_owned(), files, bytes, differences })
 }
 
-/// Our own files, and what Python leaves beside its modules when somebody runs them.
-fn is_ours(path: &Path) -> bool {
-    path == Path::new(ENVIRONMENT_MARKER)
-        || path == Path::new(RECORDS)
-        || path == Path::new("conda-meta/history")
-        || (path.extension().is_some_and(|end| end == "pyc")
-            && path.components().any(|part| part.as_os_str() == "__pycache__"))
+/// What is in no record, or has other permissions or another owner than when it was made.
+fn strangers(
+    root: &Path,
+    tree: &Tree,
+    records: &Records,
+    expected: &BTreeMap<PathBuf, Option<String>>,
+) -> io::Result<Vec<Difference>> {
+    let mut differences = Vec::new();
+    let mut differs = |path: &Path, what| differences.push(Difference { path: path.to_owned(), what });
+    let is_ours = |path: &Path| [ENVIRONMENT_MARKER, RECORDS].iter().any(|ours| path == Path::new(ours));
+    let known = |path: &Path| expected.contains_key(path) || records.links.contains_key(path) || is_ours(path);
+    let by_python = |path: &Path| is_byte_code(path, |source| tree.files.contains_key(source) && known(source));
+
+    let links = tree.links.iter().filter(|(_, target)| can_be_told(target)).map(|(path, _)| path);
+    let there = tree.files.keys().chain(links).chain(&tree.others).filter(|path| can_be_told(path));
+    for path in there.filter(|path| !known(path) && !by_python(path)) {
+        differs(path, What::Extra);
+    }
+    for (path, found) in tree.files.iter().chain(&tree.directories).filter(|(path, _)| can_be_told(path)) {
+        // Python follows the umask of who runs it.
+        let may_be_python_s = if found.is_dir() { path.ends_with(CACHE) } else { !known(path) };
+        let is_closed = mode(found) & OTHERS_MAY_WRITE == 0;
+        let is_right = records.has_its_mode(path, found) || (may_be_python_s && is_closed);
+        let is_told = !found.is_dir() && !known(path) && !by_python(path);
+        if !is_right && !is_told {
+            differs(path, What::Mode);
+        }
+    }
+    let links = tree.links.keys().map(|path| Ok((path, fs::symlink_metadata(root.join(path))?)));
+    let links = links.collect::<io::Result<Vec<_>>>()?;
+    let links = links.iter().map(|(path, found)| (*path, found));
+    for (path, _) in tree.files.iter().chain(&tree.directories).chain(links).filter(|(_, f)| !records.has_its_owner(f))
+    {
+        differs(path, What::Owner);
+    }
+    Ok(differences)
+}
+
+/// Where Python keeps its byte code, beside a module.
+const CACHE: &str = "__pycache__";
+/// Write permission for others, set-user-ID and set-group-ID.
+const OTHERS_MAY_WRITE: u32 = 0o6022;
+
+/// What Python leaves when its owner runs a module: `__pycache__/NAME.TAG.pyc` beside NAME.py, which must be there and
+/// `known`.
+fn is_byte_code(path: &Path, known: impl Fn(&Path) -> bool) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".pyc"));
+    // Optimised code says so behind the tag.
+    let name = name.map(|name| name.rsplit_once(".opt-").map_or(name, |(name, _)| name));
+    let module = name.and_then(|name| name.rsplit_once('.')).map(|(module, _)| module);
+    let beside = path.parent().filter(|parent| parent.ends_with(CACHE)).and_then(Path::parent);
+    beside.zip(module).is_some_and(|(beside, module)| known(&beside.join(format!("{module}.py"))))
 }

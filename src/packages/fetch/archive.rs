@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io::{self, Read},
+    io::{self, BufReader, Read, Write},
     path::Path,
 };
 
@@ -75,20 +75,10 @@ pub(in crate::packages) fn is_archive(name: &str) -> bool {
 }
 
 /// Reads to the end and returns sha256 in hex and the number of bytes.
-pub(in crate::packages) fn sha256_of(mut from: impl Read) -> io::Result<(String, u64)> {
-    let (mut hash, mut bytes) = (Sha256::new(), 0);
-    let mut buffer = vec![0; 1 << 16];
-    loop {
-        match from.read(&mut buffer) {
-            Ok(0) => return Ok((hex::encode(hash.finalize()), bytes)),
-            Ok(n) => {
-                hash.update(&buffer[..n]);
-                bytes += n as u64;
-            }
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
-        }
-    }
+pub(in crate::packages) fn sha256_of(from: impl Read) -> io::Result<(String, u64)> {
+    let mut hashing = BufReader::with_capacity(1 << 16, Hashing::new(from));
+    let bytes = io::copy(&mut hashing, &mut io::sink())?;
+    Ok((hashing.into_inner().sha256(), bytes))
 }
 
 /// The number of bytes of the file, if it is there and has this content.
@@ -102,18 +92,18 @@ pub(in crate::packages) fn intact(path: &Path, sha256: &str) -> io::Result<Optio
     Ok(found.eq_ignore_ascii_case(sha256).then_some(bytes))
 }
 
-/// Hashes what is read.
-pub(in crate::packages) struct Hashing<R> {
-    inner: R,
+/// Hashes what is read or written.
+pub(in crate::packages) struct Hashing<T> {
+    pub inner: T,
     hash: Sha256,
 }
 
-impl<R: Read> Hashing<R> {
-    pub(in crate::packages) fn new(inner: R) -> Self {
+impl<T> Hashing<T> {
+    pub(in crate::packages) fn new(inner: T) -> Self {
         Self { inner, hash: Sha256::new() }
     }
 
-    /// sha256 in hex of what was read so far.
+    /// sha256 in hex of what went through so far.
     pub(in crate::packages) fn sha256(self) -> String {
         hex::encode(self.hash.finalize())
     }
@@ -124,5 +114,17 @@ impl<R: Read> Read for Hashing<R> {
         let n = self.inner.read(buffer)?;
         self.hash.update(&buffer[..n]);
         Ok(n)
+    }
+}
+
+impl<W: Write> Write for Hashing<W> {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        let n = self.inner.write(buffer)?;
+        self.hash.update(&buffer[..n]);
+        Ok(n)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
     }
 }

@@ -31,6 +31,7 @@ use crate::packages::{
     fetch::download::{Download, Got},
     fetch::http::shown,
     fetch::source::{Peers, mirrored},
+    files::{Free, free},
     lock::{self, LockError},
 };
 use crate::{api::PackageSet, host::Progress};
@@ -276,13 +277,10 @@ fn lacking(pkgs: &Path, wanted: &[Wanted]) -> String {
     let there = |one: &Wanted| length(&one.name).max(length(&archive::part_name(&one.name)));
     let missing = wanted.iter().map(|one| Some(one.size?.saturating_sub(there(one)))).sum::<Option<u64>>();
     let missing = missing.map_or_else(|| "more bytes".to_owned(), |bytes| format!("{bytes} more bytes"));
-    let free = nix::sys::statvfs::statvfs(pkgs).ok();
-    let what = match free {
-        Some(free) if free.files() > 0 && free.files_available() == 0 => {
-            "has no inodes left for another file".to_owned()
-        }
-        Some(free) => format!("has {} bytes left", free.blocks_available().saturating_mul(free.fragment_size())),
-        None => "is full".to_owned(),
+    let what = match free(pkgs) {
+        Ok(Free { files: Some(0), .. }) => "has no inodes left for another file".to_owned(),
+        Ok(Free { bytes, .. }) => format!("has {bytes} bytes left"),
+        Err(_) => "is full".to_owned(),
     };
     format!(": {directory} {what}, and {missing} are needed; make room there, the download then goes on where it ended")
 }

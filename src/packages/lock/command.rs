@@ -1,7 +1,7 @@
 //! `flux-distribute lock`: a lock to commit, review and put into the FluxInstance, and what the next one would change.
 
 use std::{
-    fs::{self, File},
+    fs::File,
     io::{self, Write},
     path::{Path, PathBuf},
 };
@@ -11,7 +11,7 @@ use clap::{Args, Subcommand};
 use crate::api::{PackageSet, Packages};
 use crate::packages::{
     HttpClient, HttpError, LockError, OutputFormat, SolveError,
-    files::{open_plain, rename_target},
+    files::{Aside, FileError, directory_of, open_plain, print, rename_target},
     lock::diff::{self, Bytes, Contents, Count, compare},
     native_platform, normalise_lock, resolve,
 };
@@ -104,9 +104,9 @@ pub enum LockCommandError {
         #[source]
         source: io::Error,
     },
-    /// There is no such directory, or something else than a plain file is there.
+    /// There is no such directory, or something else than a plain file is there already.
     #[error("{path}: no plain file can be written there")]
-    NoDirectory {
+    NoPlainFile {
         /// As it was given.
         path: String,
     },
@@ -120,31 +120,18 @@ pub enum LockCommandError {
         source: LockError,
     },
     /// Writing failed.
-    #[error("can't {what} {path}")]
-    Io {
-        /// What was being done.
-        what: &'static str,
-        /// To which.
-        path: String,
-        /// Cause.
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Io(#[from] FileError),
 }
 
 impl LockCommandError {
     /// 2 where another input helps, 1 for all else.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Solve(SolveError::Write { .. }) | Self::Http(_) | Self::Io { .. } => 1,
+            Self::Solve(SolveError::Write { .. }) | Self::Http(_) | Self::Io(_) => 1,
             Self::Solve(error) if error.is_transient() => 1,
-            Self::Solve(_) | Self::Unreadable { .. } | Self::NoDirectory { .. } | Self::Lock { .. } => 2,
+            Self::Solve(_) | Self::Unreadable { .. } | Self::NoPlainFile { .. } | Self::Lock { .. } => 2,
         }
-    }
-
-    fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
-        let path = path.display().to_string();
-        move |source| Self::Io { what, path, source }
     }
 }
 
@@ -158,9 +145,7 @@ impl LockCommand {
             None => self.solve.run().await?,
             Some(LockAction::Diff(arguments)) => arguments.run()?,
         };
-        let mut out = io::stdout().lock();
-        let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-        written.map_err(LockCommandError::io("write to", Path::new("stdout")))
+        Ok(print(&text)?)
     }
 }
 
@@ -203,34 +188,28 @@ fn summary(path: &Path, contents: &Contents) -> String {
     text + &compare(&Contents::new(), contents).warning()
 }
 
-/// Written aside and in the same directory, so that a lock under its name is a whole one.
+/// Where the lock is to be, and where it is written.
 struct Target {
     path: PathBuf,
-    aside: tempfile::NamedTempFile,
+    aside: Aside,
 }
 
 impl Target {
     /// Before solving: nobody wants to hear of a wrong path after minutes.
-    fn open(path: &Path) -> Result<Self, LockCommandError> {
-        let unfit = |_| LockCommandError::NoDirectory { path: path.display().to_string() };
-        let path = rename_target(path).map_err(unfit)?;
-        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        if !parent.is_dir() || path.is_dir() || path.file_name().is_none() {
-            return Err(LockCommandError::NoDirectory { path: path.display().to_string() });
+    fn open(given: &Path) -> Result<Self, LockCommandError> {
+        let unfit = || LockCommandError::NoPlainFile { path: given.display().to_string() };
+        let path = rename_target(given).map_err(|_| unfit())?;
+        if !directory_of(&path).is_dir() || path.file_name().is_none() {
+            return Err(unfit());
         }
-        let aside = tempfile::Builder::new().prefix(".lock-").tempfile_in(parent);
-        let aside = aside.map_err(LockCommandError::io("write", &path))?;
+        let aside = Aside::in_directory(directory_of(&path)).map_err(FileError::on("write", &path))?;
         Ok(Self { path, aside })
     }
 
-    fn write(mut self, bytes: &[u8]) -> Result<PathBuf, LockCommandError> {
-        let path = self.path;
-        let failed = || LockCommandError::io("write", &path);
-        self.aside.write_all(bytes).map_err(failed())?;
-        let public = std::os::unix::fs::PermissionsExt::from_mode(0o644);
-        fs::set_permissions(self.aside.path(), public).map_err(failed())?;
-        self.aside.as_file().sync_all().map_err(failed())?;
-        self.aside.persist(&path).map_err(|error| failed()(error.error))?;
+    fn write(self, bytes: &[u8]) -> Result<PathBuf, FileError> {
+        let Self { path, aside } = self;
+        let written = aside.file().and_then(|mut file| file.write_all(bytes)).and_then(|()| aside.keep(&path));
+        written.map_err(FileError::on("write", &path))?;
         Ok(path)
     }
 }

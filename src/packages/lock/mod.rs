@@ -164,6 +164,7 @@ pub(in crate::packages) fn packages(lock: &str, platform: &str) -> Result<Vec<Lo
 /// # Errors
 /// Where it is no lock at all; [`check_lock`] looks at what is in it.
 pub fn normalise_lock(text: &str) -> Result<Cow<'_, str>, LockError> {
+    let text = without_mark(text);
     let lock = read(text)?;
     match explicit::is_explicit(text) {
         true => lock.render_to_string().map(Cow::Owned).map_err(LockError::Write),
@@ -219,7 +220,13 @@ fn linux_platforms(lock: &LockFile) -> Result<Vec<String>, LockError> {
     Ok(linux.into_iter().collect())
 }
 
+/// Some editors begin a text with a byte order mark, which is no part of it.
+fn without_mark(text: &str) -> &str {
+    text.strip_prefix('\u{feff}').unwrap_or(text)
+}
+
 fn read(text: &str) -> Result<LockFile, LockError> {
+    let text = without_mark(text);
     let yaml = match explicit::is_explicit(text) {
         true => Cow::Owned(explicit::to_lock(text)?),
         false => Cow::Borrowed(text),
