@@ -85,8 +85,12 @@ impl Agent {
         let (sender, events) = unbounded_channel();
         let fetch = {
             let (actor, preflight, set) = (self.actor.clone(), preflight.clone(), set.clone());
-            let packages = self.spec.packages.clone();
-            async move { actor.fetch(&preflight, &set, &packages, peers, move |now| drop(sender.send(now))).await }
+            let (packages, mut arrived) = (self.spec.packages.clone(), self.serving.watch());
+            let tell = move |now| {
+                arrived(&now);
+                drop(sender.send(now));
+            };
+            async move { actor.fetch(&preflight, &set, &packages, peers, tell).await }
         };
         if !self.follow(step, fetch, events).await? {
             return Ok(());
