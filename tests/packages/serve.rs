@@ -123,9 +123,14 @@ async fn eight_are_served_at_a_time_and_one_that_sleeps_is_cut() {
         while serving.get("/archives/abc", Some("bytes=0-0")).await.status() != StatusCode::PARTIAL_CONTENT {}
     };
     tokio::time::timeout(Duration::from_secs(10), freed).await.unwrap();
-    let mut sent = Vec::new();
-    let _ = sleepers.remove(0).read_to_end(&mut sent).await;
-    assert!(sent.len() < 64 << 20);
+    // The others may wake in time.
+    let mut least = u64::MAX;
+    for mut sleeper in sleepers {
+        let mut sent = Vec::new();
+        let _ = sleeper.read_to_end(&mut sent).await;
+        least = least.min(sent.len() as u64);
+    }
+    assert!(least < 64 << 20);
 }
 
 #[tokio::test]
