@@ -82,6 +82,8 @@ impl Agent {
         let preflight = self.actor.preflight(&self.running_spec(), Some(&set)).await?;
         self.preflight = Some(preflight.clone());
         let peers = peers_for(&self.world.borrow(), digest);
+        // From its first archive on; a host that was not claimed until now has offered nothing.
+        self.serving.look_anew(&preflight.prefix, self.published.sets(), &self.view.environments);
         let (sender, events) = unbounded_channel();
         let fetch = {
             let (actor, preflight, set) = (self.actor.clone(), preflight.clone(), set.clone());
