@@ -1,6 +1,6 @@
 #!/bin/bash
 # Measures how often the source is asked when many nodes install: the source sits in a network namespace of its own
-# behind a slow link, the nodes are local ones. As root.
+# behind a slow link, the nodes are local ones. As root, with iptables.
 #
 #   CHANNEL=DIR scripts/bench-peers.sh [NODES]     a conda channel that has flux-core
 #   BUNDLE=FILE scripts/bench-peers.sh [NODES]     or a bundle
@@ -61,12 +61,18 @@ server=$!
 
 # Bytes that left the source, with their headers.
 sent() { ip netns exec "$space" cat /sys/class/net/source/statistics/tx_bytes; }
-# What a node's link has sent is what the bridge's end of it has received.
-uploads() {
-    local bridge
-    bridge=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["bridge"])' "$work/local/cluster.json")
-    cat /sys/class/net/"$bridge"n*/statistics/rx_bytes
+# Runs a command in the network of each node that is up.
+in_nodes() {
+    local pids pid
+    pids=$("$binary" local status --output json | python3 -c 'import json, sys
+print(*(node["initPid"] for node in json.load(sys.stdin) if node["initPid"]))')
+    for pid in $pids; do
+        nsenter --target "$pid" --net "$@"
+    done
 }
+# Archives leave a node from its peer port, with their headers: all else on its link is the API's and the brokers', or
+# acknowledges what came.
+uploads() { in_nodes iptables -w -nvxL OUTPUT | awk '/spt:8052/ { print $2 }'; }
 # Installed is whoever says so or has gone on to what comes after it; who has failed is shown at the end of the time.
 installed() {
     "$binary" local status --output json |
@@ -81,6 +87,8 @@ measure() {
     before=$(sent)
     "$binary" local up --nodes "$count" --no-wait "${source[@]}" > /dev/null
     start=$(date +%s.%N)
+    until [ "$(in_nodes echo up | wc -l)" = "$count" ]; do sleep 0.1; done
+    in_nodes iptables -w -A OUTPUT -p tcp --sport 8052
     while done=$(installed) && [ "$done" -lt "$count" ]; do
         if [ "$SECONDS" -gt "$limit" ]; then
             "$binary" local status >&2
@@ -100,7 +108,7 @@ until ip netns exec "$space" python3 -c "import socket; socket.create_connection
 done
 one=$(measure 1)
 read -r one_seconds one_sent one_upload <<< "$one"
-echo "1 node: $one_seconds s, $one_sent bytes from the source (this is 1.0 of it), $one_upload uploaded"
+echo "1 node: $one_seconds s, $one_sent bytes from the source (this is 1.0 of it), $one_upload uploaded to peers"
 all=$(measure "$nodes")
 read -r all_seconds all_sent all_upload <<< "$all"
 python3 - "$nodes" "$one_seconds" "$one_sent" "$all_seconds" "$all_sent" "$all_upload" <<'PYTHON'

@@ -82,11 +82,17 @@ impl Agent {
         let preflight = self.actor.preflight(&self.running_spec(), Some(&set)).await?;
         self.preflight = Some(preflight.clone());
         let peers = peers_for(&self.world.borrow(), digest);
+        // From its first archive on; a host that was not claimed until now has offered nothing.
+        self.serving.look_anew(&preflight.prefix, self.published.sets(), &self.view.environments);
         let (sender, events) = unbounded_channel();
         let fetch = {
             let (actor, preflight, set) = (self.actor.clone(), preflight.clone(), set.clone());
-            let packages = self.spec.packages.clone();
-            async move { actor.fetch(&preflight, &set, &packages, peers, move |now| drop(sender.send(now))).await }
+            let (packages, mut arrived) = (self.spec.packages.clone(), self.serving.watch());
+            let tell = move |now| {
+                arrived(&now);
+                drop(sender.send(now));
+            };
+            async move { actor.fetch(&preflight, &set, &packages, peers, tell).await }
         };
         if !self.follow(step, fetch, events).await? {
             return Ok(());

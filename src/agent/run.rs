@@ -196,6 +196,13 @@ impl Agent {
         let uid = world.instance_uid();
         let live = self.live.borrow().clone();
         let step = decide(&self.seen(&world, uid.as_deref(), &live));
+        match step {
+            // Before it is reported: the planner sends others here once it hears of it.
+            Step::Install { .. } | Step::Prepare { .. } => self.serving.expect(true),
+            // As long as nothing is known, nothing is said.
+            _ if self.preflight.is_none() || world.node_spec().is_none() || self.published.sets().is_empty() => {}
+            _ => self.serving.expect(false),
+        }
         if let Step::Hold | Step::Wait(_) = step {
             self.tries.succeeded();
             self.report(&world, &step, None).await;

@@ -17,7 +17,10 @@ use tracing::{info, warn};
 
 use crate::{
     api::{PEER_PORT, PackageSet},
-    host::files::{host_path, open_host_file, open_in_host_root},
+    host::{
+        Progress,
+        files::{host_path, open_host_file, open_in_host_root},
+    },
     packages::{Shelf, archive_names, holds, native_platform, serve_peers},
 };
 
@@ -65,6 +68,8 @@ impl Serving {
             looked: None,
             holds: Vec::new(),
         };
+        // Until it is known what this node has to do: others must not take an agent that has just begun for one without.
+        serving.shelf.expect(true);
         let Some(address) = address else {
             warn!("HOST_IP is not set: this agent serves no packages to other nodes");
             return serving;
@@ -108,6 +113,23 @@ impl Serving {
         &self.holds
     }
 
+    /// Whether archives are on their way here: who asks for one then waits for it, and asks nobody else.
+    pub fn expect(&self, are_coming: bool) {
+        self.shelf.expect(are_coming);
+    }
+
+    /// Tells those who wait of each archive that has come, by what `progress` says.
+    pub fn watch(&self) -> impl FnMut(&Progress) + Send + use<> {
+        let (shelf, mut known) = (self.shelf.clone(), 0);
+        move |progress| {
+            let packages = progress.packages.map_or(0, |packages| packages.done);
+            if packages != known {
+                known = packages;
+                shelf.arrived();
+            }
+        }
+    }
+
     /// Looks which of the published `sets` are held below `prefix`, and offers what these sets name.
     pub fn look(&mut self, prefix: Option<&Path>, sets: &[(String, PackageSet)], environments: &[String]) {
         let digests = sets.iter().map(|(digest, _)| digest.clone()).collect();
@@ -135,6 +157,7 @@ impl Serving {
     pub fn look_anew(&mut self, prefix: &Path, sets: &[(String, PackageSet)], environments: &[String]) {
         self.looked = None;
         self.look(Some(prefix), sets, environments);
+        self.shelf.arrived();
     }
 
     fn offer(&self, prefix: Option<&Path>, sets: &[(String, PackageSet)]) {

@@ -1,5 +1,6 @@
 //! Who fetches the packages from whom, so that the internet is asked once for all nodes of a platform: one node asks the
-//! source, the others fetch from those that hold the archives already, each from a parent with at most [`CHILDREN`] children.
+//! source, the others fetch from those that hold the archives already, or from the one that is fetching them from the source,
+//! each from a parent with at most [`CHILDREN`] children.
 //!
 //! There is no memory but the FluxNodes: who was told what is in their specs, and what has become of it in their status. So
 //! a planner that has just taken over decides the same, and what was told and is still good is never told anew.
@@ -67,6 +68,14 @@ impl<'a> Fetcher<'a> {
 
     fn serves(&self, digest: &str) -> Option<&'a str> {
         self.report.holds.iter().any(|held| held == digest).then(|| self.peer()).flatten()
+    }
+
+    /// Where it serves what has come so far, while it asks the source. Nobody else is a parent before it holds all, so that
+    /// no two ever wait for each other; and only who says that it has begun is, so that its agent knows what it is to have.
+    fn serves_soon(&self, digest: &str, now: i64) -> Option<&'a str> {
+        let asks = self.told(digest).is_some_and(|told| told.peers.is_empty());
+        let begun = self.report.phase == NodePhase::Installing && self.is_on_its_way(digest, now);
+        (asks && begun).then(|| self.peer()).flatten()
     }
 
     /// Its words for `digest`.
@@ -159,7 +168,7 @@ impl<'a> Set<'a> {
         (is_new || fetcher.is_on_its_way(self.digest, self.now)) && fetcher.peer().is_some()
     }
 
-    /// For those that no holder has a place for: the source, for as few of them as can be. `is_awaited`: there will be another
+    /// For those that nobody has a place for: the source, for as few of them as can be. `is_awaited`: there will be another
     /// holder.
     fn at_the_source(&self, without: Vec<usize>, is_awaited: bool) -> Vec<(usize, Option<FetchFrom>)> {
         let asks = |index: &usize| self.fetchers[*index].told(self.digest).filter(|told| told.peers.is_empty());
@@ -185,20 +194,25 @@ impl<'a> Set<'a> {
     }
 }
 
-/// The holders of a set, and how many children each has.
+/// Who may be a parent, and how many children each has.
 struct Tree<'a> {
-    holders: Vec<&'a str>,
+    /// The holders, then who holds the set soon.
+    parents: Vec<&'a str>,
+    /// So many are holders.
+    holders: usize,
     index: HashMap<&'a str, usize>,
-    /// (children, index) of those that may get another one.
-    free: BTreeSet<(usize, usize)>,
+    /// (is no holder yet, children, index) of those that may get another one.
+    free: BTreeSet<(bool, usize, usize)>,
 }
 
 impl<'a> Tree<'a> {
     fn of(set: &Set<'a>) -> Self {
-        let kin = set.fetchers.iter().filter(|fetcher| fetcher.platform() == Some(set.platform));
-        let holders: Vec<_> = kin.filter_map(|fetcher| fetcher.serves(set.digest)).collect();
-        let index: HashMap<_, _> = holders.iter().copied().zip(0..).collect();
-        let mut children = vec![0; holders.len()];
+        let kin = || set.fetchers.iter().filter(|fetcher| fetcher.platform() == Some(set.platform));
+        let mut parents: Vec<_> = kin().filter_map(|fetcher| fetcher.serves(set.digest)).collect();
+        let holders = parents.len();
+        parents.extend(kin().filter_map(|fetcher| fetcher.serves_soon(set.digest, set.now)));
+        let index: HashMap<_, _> = parents.iter().copied().zip(0..).collect();
+        let mut children = vec![0; parents.len()];
         for fetcher in set.fetchers {
             let Some(told) = fetcher.told(set.digest) else { continue };
             let parent = if fetcher.has(set.digest) {
@@ -212,19 +226,21 @@ impl<'a> Tree<'a> {
                 children[*parent] += 1;
             }
         }
-        let free = children.into_iter().zip(0..).filter(|(children, _)| *children < CHILDREN).collect();
-        Self { holders, index, free }
+        let free = children.into_iter().zip(0..).filter(|(children, _)| *children < CHILDREN);
+        let free = free.map(|(children, parent)| (parent >= holders, children, parent)).collect();
+        Self { parents, holders, index, free }
     }
 
-    /// A parent for one more node, the one with the fewest children, and whom to turn to after it.
+    /// A parent for one more node, the one with the fewest children, and which holders to turn to after it.
     fn next(&mut self) -> Option<Vec<String>> {
-        let (children, parent) = self.free.pop_first()?;
+        let (is_early, children, parent) = self.free.pop_first()?;
         if children + 1 < CHILDREN {
-            self.free.insert((children + 1, parent));
+            self.free.insert((is_early, children + 1, parent));
         }
         // The neighbours, so that the children of different parents have different ones.
-        let around = self.holders.iter().cycle().skip(parent).take(self.holders.len().min(1 + FALLBACKS));
-        Some(around.map(|peer| (*peer).to_owned()).collect())
+        let others = self.holders.saturating_sub(usize::from(!is_early)).min(FALLBACKS);
+        let around = self.parents[..self.holders].iter().cycle().skip(parent + 1).take(others);
+        Some([&self.parents[parent]].into_iter().chain(around).map(|peer| (*peer).to_owned()).collect())
     }
 }
 

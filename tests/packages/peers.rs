@@ -259,6 +259,128 @@ async fn a_peer_that_is_busy_for_ever_is_waited_for_once_and_not_with_each_archi
     assert!(warnings.len() == 1 && warnings[0].contains("busy"), "{warnings:?}");
 }
 
+/// An agent that fetches `set` itself, and has none of it yet.
+async fn fetching(host: &Host, set: &PackageSet) -> (String, Shelf) {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let shelf = Shelf::default();
+    shelf.offer(host.pkgs(), packages::archive_names(set).into_iter().collect::<BTreeSet<_>>());
+    shelf.expect(true);
+    tokio::spawn(serve_peers_on(listener, shelf.clone()));
+    (address, shelf)
+}
+
+#[tokio::test]
+async fn what_a_peer_is_fetching_itself_is_waited_for_and_taken_as_it_comes() {
+    let (_channel, server, set) = ten_archives().await;
+    let (whole, parent, before) = (Host::new(), Host::new(), server.sent());
+    let bytes = whole.fetch(&set).await.unwrap().bytes;
+    let once = server.sent();
+    assert!(once > before);
+    let (address, shelf) = fetching(&parent, &set).await;
+    let child = Host::new();
+    let arriving = async {
+        let names: Vec<_> = fs::read_dir(whole.pkgs()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        for (count, name) in names.iter().enumerate() {
+            fs::copy(whole.pkgs().join(name), parent.pkgs().join(name)).unwrap();
+            shelf.arrived();
+            // The last one is let come only when the child has all the others.
+            while count + 2 == names.len() && fs::read_dir(child.pkgs()).unwrap().count() < count + 1 {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        }
+    };
+    let log = Log::default();
+    let _guard = log.listen();
+    let (http, sources) = (http(), from(&[&address]));
+    let (fetched, ()) = futures::join!(child.fetch_from(&set, &http, &sources), arriving);
+    assert_eq!((fetched.unwrap().from_peers, server.sent()), (bytes, once));
+    assert!(log.warnings().is_empty(), "{:?}", log.warnings());
+}
+
+#[tokio::test]
+async fn a_peer_that_stops_fetching_is_not_waited_for() {
+    let (_channel, server, set) = ten_archives().await;
+    let (address, shelf) = fetching(&Host::new(), &set).await;
+    let before = server.sent();
+    let stopping = async {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        shelf.expect(false);
+    };
+    let (host, http, sources) = (Host::new(), http(), from(&[&address]));
+    let (fetched, ()) = futures::join!(host.fetch_from(&set, &http, &sources), stopping);
+    assert_eq!((fetched.unwrap().from_peers, server.sent() > before), (0, true));
+}
+
+#[tokio::test]
+async fn a_peer_whose_agent_starts_again_is_waited_for() {
+    let (_channel, server, set, archive) = one_archive().await;
+    let (before, bytes) = (server.sent(), archive.len() as u64);
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    drop(listener);
+    let back = async {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        let listener = tokio::net::TcpListener::bind(address).await.unwrap();
+        let router = axum::Router::new()
+            .fallback(move |_: Request| std::future::ready(Response::new(Body::from(archive.clone()))));
+        tokio::spawn(async move { axum::serve(listener, router).await });
+    };
+    let (host, quick, sources) = (Host::new(), quick(), from(&[&address.to_string()]));
+    let (fetched, ()) = futures::join!(host.fetch_from(&set, &quick, &sources), back);
+    assert_eq!((fetched.unwrap().from_peers, server.sent()), (bytes, before));
+}
+
+#[tokio::test]
+async fn no_more_than_two_archives_are_asked_of_a_peer_at_a_time() {
+    let (_channel, server, set) = ten_archives().await;
+    let whole = Host::new();
+    let bytes = whole.fetch(&set).await.unwrap().bytes;
+    let (pkgs, before) = (whole.pkgs(), server.sent());
+    let (now, most) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let highest = most.clone();
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let router = axum::Router::new().fallback(move |request: Request| {
+        let (now, most) = (now.clone(), highest.clone());
+        let content = fs::read(pkgs.join(request.uri().path().trim_start_matches("/archives/"))).unwrap();
+        async move {
+            most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+            tokio::time::sleep(Duration::from_millis(30)).await;
+            now.fetch_sub(1, Ordering::SeqCst);
+            Response::new(Body::from(content))
+        }
+    });
+    tokio::spawn(async move { axum::serve(listener, router).await });
+    let fetched = Host::new().fetch_from(&set, &http(), &from(&[&address])).await.unwrap();
+    assert_eq!((fetched.from_peers, server.sent(), most.load(Ordering::SeqCst)), (bytes, before, 2));
+}
+
+#[tokio::test]
+async fn a_busy_parent_is_asked_again_before_another_holder_is() {
+    let (_channel, server, set, archive) = one_archive().await;
+    let (before, bytes, asked) = (server.sent(), archive.len() as u64, Arc::new(AtomicU64::new(0)));
+    let busy = || Response::builder().status(503).header(header::RETRY_AFTER, "0").body(Body::empty()).unwrap();
+    let (count, content) = (Arc::new(AtomicU64::new(0)), archive.clone());
+    let parent = peer(move |_| match count.fetch_add(1, Ordering::SeqCst) {
+        0 | 1 => busy(),
+        _ => Response::new(Body::from(content.clone())),
+    })
+    .await;
+    let counted = asked.clone();
+    let other = peer(move |_| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        Response::new(Body::from(archive.clone()))
+    })
+    .await;
+    let fetched = Host::new().fetch_from(&set, &quick(), &from(&[&parent, &other])).await.unwrap();
+    assert_eq!((fetched.from_peers, server.sent(), asked.load(Ordering::SeqCst)), (bytes, before, 0));
+    // One that stays busy is not waited for while another holder is there.
+    let busy = peer(move |_| busy()).await;
+    let fetched = Host::new().fetch_from(&set, &quick(), &from(&[&busy, &other])).await.unwrap();
+    assert_eq!((fetched.from_peers, asked.load(Ordering::SeqCst)), (bytes, 1));
+}
+
 #[tokio::test]
 async fn a_peer_that_trickles_is_given_up() {
     let (_channel, _server, set, archive) = one_archive().await;

@@ -3,7 +3,6 @@
 use std::{
     fs::File,
     io,
-    net::SocketAddr,
     path::Path,
     time::{Duration, Instant},
 };
@@ -19,23 +18,14 @@ use crate::packages::{
     fetch::archive,
     fetch::http::{shown, words},
     fetch::part::{MOST_BYTES, Part, Sender},
-    fetch::source::{Peer, Peers},
+    fetch::source::Peers,
+    serve::COMING,
 };
 
 /// Tries per archive at its source in one go; each goes on where the one before ended.
 const ATTEMPTS: usize = 6;
 /// What a source may wish for with `Retry-After`: longer rests are the caller's, who tells what it waits for.
 const LONGEST_REST: Duration = Duration::from_secs(30);
-/// What a peer may wish for.
-const PEERS_LONGEST_REST: Duration = Duration::from_secs(2);
-/// Peers that are busy are at work, so that it is worth to wait for them: each byte that comes from one is a byte that the
-/// source does not send again. So many times the patience with a silent one: 2 minutes.
-const PATIENCES_WITH_BUSY_PEERS: u32 = 24;
-/// What a busy peer is left alone at least.
-const PEERS_SHORTEST_REST: Duration = Duration::from_millis(100);
-/// Bytes in a second: who sends fewer, all along its patience, is as good as silent.
-const PEERS_LEAST_RATE: u64 = 64_000;
-
 /// What one archive needs on its way.
 pub(in crate::packages) struct Download<'a> {
     pub one: &'a Wanted,
@@ -55,23 +45,33 @@ pub(in crate::packages) struct Got {
 }
 
 /// Somebody who may send the archive.
-struct Server {
-    sender: Sender,
-    request: RequestBuilder,
+pub(super) struct Server {
+    pub sender: Sender,
+    pub request: RequestBuilder,
     /// With each piece.
-    patience: Duration,
+    pub patience: Duration,
     /// Bytes in a second.
-    least_rate: u64,
+    pub least_rate: u64,
+}
+
+impl Server {
+    fn is_peer(&self) -> bool {
+        matches!(self.sender, Sender::Peer(_))
+    }
 }
 
 /// How one try ended.
-enum Taken {
+pub(super) enum Taken {
     /// It is all there, and right.
     Whole,
     /// What was sent is thrown away, and nobody else is to blame.
     Wrong(Wrong),
     /// What came until then is good for all that is known.
     Cut(String),
+    /// As after a cut, but it is there and sends next to nothing.
+    Silent(String),
+    /// The peer will have it.
+    Coming,
     /// No archive, but an answer.
     Refused { status: StatusCode, rest: Option<Duration>, reason: String },
     /// There is no way to ask.
@@ -153,64 +153,6 @@ impl Download<'_> {
         Err(self.wrong(wrong))
     }
 
-    /// Whether a peer had it.
-    async fn ask_peers(&self, part: &mut Part) -> Result<bool, FetchError> {
-        let patience = self.http.patience_with_peers() * PATIENCES_WITH_BUSY_PEERS;
-        let until = Instant::now() + patience;
-        let mut without = vec![false; self.peers.all().len()];
-        loop {
-            let mut busy = Vec::new();
-            for (at, peer) in self.peers.all().iter().enumerate() {
-                if without[at] || peer.is_dropped() {
-                    continue;
-                }
-                let Some(server) = self.peer(at, peer) else {
-                    peer.drop_for(&self.one.package(), "this is not an address and a port");
-                    continue;
-                };
-                let problem = match self.take(&server, part).await? {
-                    Taken::Whole => return Ok(true),
-                    Taken::Refused { status: StatusCode::NOT_FOUND, .. } => {
-                        without[at] = true;
-                        continue;
-                    }
-                    Taken::Refused {
-                        status: StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS,
-                        rest,
-                        ..
-                    } => {
-                        busy.push(peer);
-                        let rest = rest.unwrap_or(PEERS_LONGEST_REST).clamp(PEERS_SHORTEST_REST, PEERS_LONGEST_REST);
-                        tokio::time::sleep(jittered(rest)).await;
-                        continue;
-                    }
-                    Taken::Wrong(wrong) => wrong.to_string(),
-                    Taken::Cut(problem) | Taken::Unable(problem) | Taken::Refused { reason: problem, .. } => problem,
-                };
-                peer.drop_for(&self.one.package(), &problem);
-            }
-            if busy.is_empty() {
-                return Ok(false);
-            }
-            if Instant::now() > until {
-                // Else it would be waited for with each archive again.
-                busy.iter()
-                    .for_each(|peer| peer.drop_for(&self.one.package(), &format!("it is busy for {patience:?}")));
-                return Ok(false);
-            }
-        }
-    }
-
-    fn peer(&self, at: usize, peer: &Peer) -> Option<Server> {
-        let address: SocketAddr = peer.address.parse().ok()?;
-        Some(Server {
-            sender: Sender::Peer(at),
-            request: self.http.ask_peer(&format!("http://{address}/archives/{}", self.one.name)),
-            patience: self.http.patience_with_peers(),
-            least_rate: PEERS_LEAST_RATE,
-        })
-    }
-
     async fn ask_source(&self, part: &mut Part, url: &Url) -> Result<(), FetchError> {
         let server = Server {
             sender: Sender::Source,
@@ -230,7 +172,8 @@ impl Download<'_> {
                     return Err(self.http_error(reason, false));
                 }
                 Taken::Refused { rest, reason, .. } => (reason, rest),
-                Taken::Cut(reason) => (reason, None),
+                Taken::Cut(reason) | Taken::Silent(reason) => (reason, None),
+                Taken::Coming => ("it has not come there yet".to_owned(), None),
             };
             let Some(delay) = delays.next() else { return Err(self.http_error(reason, true)) };
             let delay = rest.map_or(delay, |rest| jittered(rest.min(LONGEST_REST)).max(delay));
@@ -241,7 +184,7 @@ impl Download<'_> {
 
     /// Takes from `server` what is missing. Where the result is wrong and the beginning was somebody else's, that may be
     /// what is wrong, so all of it is taken from this one.
-    async fn take(&self, server: &Server, part: &mut Part) -> Result<Taken, FetchError> {
+    pub(super) async fn take(&self, server: &Server, part: &mut Part) -> Result<Taken, FetchError> {
         loop {
             let taken = self.pull(server, part).await;
             let wrong = match taken.map_err(|e| self.unwritten(e))? {
@@ -260,7 +203,7 @@ impl Download<'_> {
 
     /// One request, and its body appended to `part`. Errors are the disk's.
     async fn pull(&self, server: &Server, part: &mut Part) -> io::Result<Taken> {
-        let silent = || Taken::Cut(format!("it sent nothing for {:?}", server.patience));
+        let silent = || Taken::Silent(format!("it sent nothing for {:?}", server.patience));
         let have = part.have();
         let Some(mut request) = server.request.try_clone() else {
             return Ok(Taken::Unable("no request can be made of it".to_owned()));
@@ -291,6 +234,7 @@ impl Download<'_> {
                 part.discard()?;
                 return Ok(Taken::Cut("it sent another part of the file than was asked for".to_owned()));
             }
+            Answer::Refused if server.is_peer() && response.headers().contains_key(COMING) => return Ok(Taken::Coming),
             Answer::Refused => {
                 let rest = retry_after(response.headers(), jiff::Timestamp::now());
                 return Ok(Taken::Refused { status, rest, reason: format!("it answered {status}") });
@@ -301,7 +245,7 @@ impl Download<'_> {
         let taken = loop {
             if waited >= server.patience {
                 if u128::from(came) * 1000 < waited.as_millis() * u128::from(server.least_rate) {
-                    break Taken::Cut(format!("it is too slow: it sent {came} bytes in {waited:.1?}"));
+                    break Taken::Silent(format!("it is too slow: it sent {came} bytes in {waited:.1?}"));
                 }
                 (waited, came) = (Duration::ZERO, 0);
             }

@@ -95,6 +95,11 @@ impl HttpClient {
         self.peers.get(url)
     }
 
+    /// Asks a peer only whether it has it.
+    pub(in crate::packages) fn look_at_peer(&self, url: &str) -> RequestBuilder {
+        self.peers.head(url)
+    }
+
     pub(in crate::packages) fn for_rattler(&self) -> rattler_networking::LazyClient {
         reqwest_middleware::ClientBuilder::new(self.client.clone()).with(self.bearer.middleware()).build().into()
     }

@@ -4,8 +4,9 @@
 //! one that is wanted. A cut or killed download is taken up where it ended. Nothing is synced: whoever reads an archive
 //! hashes it again, so that a power cut costs a download and not an installation.
 //!
-//! Peers are asked first, in the order given, then the package set's own source. A peer that is dead, silent, cut off or
-//! lies is not asked again in the same fetch. What sha256 a file has decides, not who sent it.
+//! Peers are asked first, in the order given, then the package set's own source. A peer that is silent or lies is not asked
+//! again in the same fetch, nor is one that is cut off or dead while another one can help. What sha256 a file has decides,
+//! not who sent it.
 
 pub(in crate::packages) mod access;
 pub(in crate::packages) mod answer;
@@ -13,6 +14,7 @@ pub(in crate::packages) mod archive;
 pub(in crate::packages) mod download;
 pub(in crate::packages) mod http;
 pub(in crate::packages) mod part;
+mod peers;
 pub(in crate::packages) mod source;
 
 use std::{

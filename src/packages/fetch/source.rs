@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use tokio::sync::OnceCell;
+use tokio::sync::{OnceCell, Semaphore};
 use url::Url;
 
 use crate::packages::fetch::answer::jittered;
@@ -38,6 +38,9 @@ pub(in crate::packages) fn mirrored(mirror: &Url, url: &Url) -> Url {
     at
 }
 
+/// Archives that one peer is asked for at a time: it has others to serve.
+const STREAMS: usize = 2;
+
 /// The peers of one fetch.
 pub(in crate::packages) struct Peers {
     all: Vec<Peer>,
@@ -46,12 +49,18 @@ pub(in crate::packages) struct Peers {
 
 pub(in crate::packages) struct Peer {
     pub address: String,
+    /// Held while an archive is being asked for and sent, and not while it is waited for.
+    pub streams: Semaphore,
     dropped: AtomicBool,
 }
 
 impl Peers {
     pub(in crate::packages) fn new(sources: &Sources) -> Self {
-        let peer = |address: &String| Peer { address: address.clone(), dropped: AtomicBool::new(false) };
+        let peer = |address: &String| Peer {
+            address: address.clone(),
+            streams: Semaphore::new(STREAMS),
+            dropped: AtomicBool::new(false),
+        };
         Self { all: sources.peers.iter().map(peer).collect(), let_down: OnceCell::new() }
     }
 

@@ -1,4 +1,5 @@
-//! Agents serve the archives they hold to each other: names that were offered, and nothing else.
+//! Agents serve the archives they hold to each other: names that were offered, and nothing else. What is still on its way
+//! to the agent itself is no 404: whoever asks for it is told to come again, and may wait for it with a `HEAD`.
 //!
 //! There is nothing to be kept secret in an archive, and who receives one checks its sha256, so this is plain HTTP. All of
 //! it is bounded: connections, uploads at a time, memory, and how long a client may sleep.
@@ -6,15 +7,8 @@
 pub(in crate::packages) mod impatient;
 
 use std::{
-    collections::BTreeSet,
-    convert::Infallible,
-    fs::File,
-    future::Future,
-    io,
-    net::SocketAddr,
-    path::PathBuf,
-    sync::{Arc, PoisonError, RwLock},
-    time::Duration,
+    collections::BTreeSet, convert::Infallible, fs::File, future::Future, io, net::SocketAddr, path::PathBuf,
+    sync::Arc, time::Duration,
 };
 
 use axum::{
@@ -27,18 +21,23 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
     io::{AsyncReadExt, AsyncSeekExt},
     net::{TcpListener, TcpStream},
-    sync::Semaphore,
+    sync::{Semaphore, watch},
     task::JoinSet,
-    time::{sleep, timeout},
+    time::{Instant, sleep, timeout, timeout_at},
 };
 use tokio_util::io::ReaderStream;
 
 use crate::packages::serve::impatient::Impatient;
 
-/// Archives that are sent at a time. Others wait: the wire is not faster for more.
-const UPLOADS: usize = 4;
+/// Archives that are sent at a time. Others wait: the wire is not faster for more. A node has four children, and each of
+/// them asks for two at a time: they never find it busy.
+const UPLOADS: usize = 8;
 /// So long, after which they are told to come again. Small archives are sent in less.
 const WAIT_FOR_AN_UPLOAD: Duration = Duration::from_secs(1);
+/// So long a `HEAD` waits for an archive that is on its way: less than what a peer may be silent.
+const WAIT_FOR_AN_ARCHIVE: Duration = Duration::from_secs(3);
+/// In an answer that says come again: not because others are being served, but because it is not here yet.
+pub(in crate::packages) const COMING: header::HeaderName = header::HeaderName::from_static("archive-is-coming");
 /// Further ones wait in the kernel.
 const CONNECTIONS: usize = 256;
 /// For a client's next request.
@@ -49,7 +48,13 @@ const BUFFER: usize = 1 << 18;
 
 /// What is served at the moment. Clones are the same shelf; a new one is empty.
 #[derive(Clone, Default)]
-pub struct Shelf(Arc<RwLock<Option<Arc<Offer>>>>);
+pub struct Shelf(Arc<watch::Sender<Wares>>);
+
+#[derive(Clone, Default)]
+struct Wares {
+    offer: Option<Arc<Offer>>,
+    are_coming: bool,
+}
 
 struct Offer {
     names: BTreeSet<String>,
@@ -73,17 +78,36 @@ impl Shelf {
     /// As [`Shelf::offer`], for files that `open` finds by their name.
     pub fn offer_with(&self, open: impl Fn(&str) -> io::Result<File> + Send + Sync + 'static, names: BTreeSet<String>) {
         let offer = Arc::new(Offer { names, open: Box::new(open) });
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = Some(offer);
+        self.0.send_modify(|wares| wares.offer = Some(offer));
     }
 
     /// Serves nothing any more, but goes on with what is on its way.
     pub fn clear(&self) {
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = None;
+        self.0.send_modify(|wares| wares.offer = None);
     }
 
-    fn with(&self, name: &str) -> Option<Arc<Offer>> {
-        let offer = self.0.read().unwrap_or_else(PoisonError::into_inner).clone();
-        offer.filter(|offer| offer.names.contains(name))
+    /// From now on, until told otherwise, what is not here is on its way here.
+    pub fn expect(&self, are_coming: bool) {
+        self.0.send_if_modified(|wares| std::mem::replace(&mut wares.are_coming, are_coming) != are_coming);
+    }
+
+    /// Something has come: whoever waits looks again.
+    pub fn arrived(&self) {
+        self.0.send_modify(|_| ());
+    }
+}
+
+impl Wares {
+    async fn open(&self, name: &str) -> io::Result<(File, u64)> {
+        let not_found = || io::Error::from(io::ErrorKind::NotFound);
+        let offer = self.offer.clone().filter(|offer| offer.names.contains(name)).ok_or_else(not_found)?;
+        let name = name.to_owned();
+        let opened = tokio::task::spawn_blocking(move || {
+            let file = (offer.open)(&name)?;
+            let found = file.metadata()?;
+            found.is_file().then_some((file, found.len())).ok_or_else(not_found)
+        });
+        opened.await.map_err(io::Error::other).flatten()
     }
 }
 
@@ -139,27 +163,25 @@ async fn respond<B>(request: &Request<B>, shelf: &Shelf, uploads: Arc<Semaphore>
     if !is_head && request.method() != Method::GET {
         return empty(StatusCode::METHOD_NOT_ALLOWED, &[(header::ALLOW, "GET, HEAD")]);
     }
-    let Some((name, offer)) =
-        request.uri().path().strip_prefix("/archives/").and_then(|name| Some((name, shelf.with(name)?)))
-    else {
+    let Some(name) = request.uri().path().strip_prefix("/archives/") else {
         return empty(StatusCode::NOT_FOUND, &[]);
     };
-    let upload = match timeout(WAIT_FOR_AN_UPLOAD, uploads.acquire_owned()).await {
-        Ok(Ok(upload)) => upload,
-        _ => return empty(StatusCode::SERVICE_UNAVAILABLE, &[(header::RETRY_AFTER, "1")]),
-    };
-    let wanted = name.to_owned();
-    let opened = tokio::task::spawn_blocking(move || {
-        let file = (offer.open)(&wanted)?;
-        let found = file.metadata()?;
-        found.is_file().then_some((file, found.len())).ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
-    });
-    let (file, length) = match opened.await.map_err(io::Error::other).flatten() {
-        Ok(opened) => opened,
+    let until = Instant::now() + if is_head { WAIT_FOR_AN_ARCHIVE } else { Duration::ZERO };
+    let (file, length) = match find(name, shelf, until).await {
+        Ok(Some(opened)) => opened,
+        Ok(None) => return empty(StatusCode::SERVICE_UNAVAILABLE, &[(header::RETRY_AFTER, "1"), (COMING, "1")]),
         Err(error) if error.kind() == io::ErrorKind::NotFound => return empty(StatusCode::NOT_FOUND, &[]),
         Err(error) => {
             tracing::warn!(%error, name, "can't serve an archive");
             return empty(StatusCode::INTERNAL_SERVER_ERROR, &[]);
+        }
+    };
+    let upload = if is_head {
+        None
+    } else {
+        match timeout(WAIT_FOR_AN_UPLOAD, uploads.acquire_owned()).await {
+            Ok(Ok(upload)) => Some(upload),
+            _ => return empty(StatusCode::SERVICE_UNAVAILABLE, &[(header::RETRY_AFTER, "1")]),
         }
     };
     let range = request.headers().get(header::RANGE).and_then(|range| range.to_str().ok());
@@ -199,6 +221,22 @@ async fn respond<B>(request: &Request<B>, shelf: &Shelf, uploads: Arc<Semaphore>
         set(header::CONTENT_RANGE, &format!("bytes {from}-{}/{length}", to - 1));
     }
     response
+}
+
+/// The archive and its length, where it is here or comes in time; None where it comes later.
+async fn find(name: &str, shelf: &Shelf, until: Instant) -> io::Result<Option<(File, u64)>> {
+    let mut changes = shelf.0.subscribe();
+    loop {
+        // Marked as seen before it is looked for: what comes from here on is heard.
+        let wares = changes.borrow_and_update().clone();
+        match wares.open(name).await {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && wares.are_coming => {}
+            found => return found.map(Some),
+        }
+        if !matches!(timeout_at(until, changes.changed()).await, Ok(Ok(()))) {
+            return Ok(None);
+        }
+    }
 }
 
 fn empty(status: StatusCode, headers: &[(header::HeaderName, &str)]) -> Response<Body> {

@@ -103,13 +103,13 @@ const LONG_AGO: i64 = 0;
 
 #[test]
 fn one_node_asks_the_source_and_the_others_wait_for_a_holder() {
-    use NodePhase::{Failed, Installing};
+    use NodePhase::{Failed, Installing, Waiting};
     let node = Node::new;
     let asker = || node(1).told(&[], JUST_NOW).phase(Installing);
     for (what, nodes, expected) in [
         ("the first asks", vec![node(1), node(2), node(3)], vec!["source", "-", "-"]),
-        ("while it does, nobody else", vec![asker(), node(2), node(3)], vec!["source", "-", "-"]),
-        ("wherever it stands", vec![node(2), asker(), node(3)], vec!["-", "source", "-"]),
+        ("until it has begun, all wait", vec![asker().phase(Waiting), node(2), node(3)], vec!["source", "-", "-"]),
+        ("who can't serve is not waited for", vec![asker().mute(), node(2), node(3)], vec!["source", "source", "-"]),
         ("it holds", vec![asker().holds(), node(2), node(3)], vec!["source", "1", "1"]),
         ("it has failed", vec![asker().phase(Failed), node(2), node(3)], vec!["source", "source", "-"]),
         ("its Node is not Ready", vec![asker().gone(), node(2), node(3)], vec!["source", "source", "-"]),
@@ -119,13 +119,71 @@ fn one_node_asks_the_source_and_the_others_wait_for_a_holder() {
             vec![Node { wants: None, ..asker() }, node(2), node(3)],
             vec!["source", "source", "-"],
         ),
-        ("it is slow", vec![node(1).told(&[], NOW - 800).phase(Installing), node(2)], vec!["source", "-"]),
+        ("it is slow", vec![node(1).told(&[], NOW - 800).phase(Installing), node(2)], vec!["source", "1"]),
         ("it is too slow", vec![node(1).told(&[], NOW - 900).phase(Installing), node(2)], vec!["source", "source"]),
         ("it does not even begin", vec![node(1).told(&[], NOW - 120), node(2)], vec!["source", "source"]),
         ("who has failed before is not the first", vec![node(1).phase(Failed), node(2)], vec!["-", "source"]),
         ("who can't serve is not the first", vec![node(1).mute(), node(2)], vec!["-", "source"]),
         ("nobody can serve", vec![node(1).mute(), node(2).mute()], vec!["source", "source"]),
         ("a failed asker fetches from a holder", vec![asker().phase(Failed), node(2).holds()], vec!["2", "-"]),
+    ] {
+        assert_eq!(sent(&nodes, NOW), expected, "{what}");
+    }
+}
+
+#[test]
+fn who_asks_the_source_has_children_while_it_does() {
+    use NodePhase::{Failed, Installing, Online};
+    let node = Node::new;
+    let asker = |number: usize| node(number).told(&[], JUST_NOW).phase(Installing);
+    let of = |parent: usize, number: usize| node(number).told(&[parent], JUST_NOW).phase(Installing);
+    let full = || [asker(1), of(1, 2), of(1, 3), of(1, 4), of(1, 5)].to_vec();
+    let and = |mut nodes: Vec<Node>, more: &[Node]| {
+        nodes.extend_from_slice(more);
+        nodes
+    };
+    for (what, nodes, expected) in [
+        ("at once", vec![asker(1), node(2), node(3)], vec!["source", "1", "1"]),
+        ("wherever it stands", vec![node(2), asker(1), node(3)], vec!["1", "source", "1"]),
+        (
+            "four of them, and none of its children has any",
+            and(full(), &[node(6), node(7)]),
+            vec!["source", "1", "1", "1", "1", "-", "-"],
+        ),
+        (
+            "four over time: they stay its own when they hold the set",
+            and(vec![asker(1), of(1, 2).holds(), of(1, 3), of(1, 4), of(1, 5)], &[node(6)]),
+            vec!["source", "1", "1", "1", "1", "2"],
+        ),
+        (
+            "a holder is the better parent, and the only one to turn to",
+            and(vec![asker(1), node(2).holds(), node(3).holds()], &[node(4), node(5)]),
+            vec!["source", "-", "-", "2 3", "3 2"],
+        ),
+        (
+            "whose holders are full",
+            vec![
+                node(9).holds(),
+                of(9, 2).gone().holds(),
+                of(9, 3).gone().holds(),
+                of(9, 4).gone().holds(),
+                of(9, 5).gone().holds(),
+                asker(1),
+                node(6),
+            ],
+            vec!["-", "9", "9", "9", "9", "source", "1 9"],
+        ),
+        ("it holds the set now", vec![asker(1).holds(), of(1, 2)], vec!["source", "1"]),
+        ("it has failed", vec![asker(1).phase(Failed), of(1, 2), of(1, 3)], vec!["source", "source", "-"]),
+        ("its Node is not Ready", vec![asker(1).gone(), of(1, 2), of(1, 3)], vec!["source", "source", "-"]),
+        ("its FluxNode is gone", vec![of(1, 2), of(1, 3)], vec!["source", "-"]),
+        (
+            "it has failed, and another one asks",
+            vec![asker(1).phase(Failed), asker(2), of(1, 3)],
+            vec!["2", "source", "2"],
+        ),
+        ("it is sent to a holder itself", vec![of(4, 1), node(4).holds(), of(1, 2), node(3)], vec!["4", "-", "4", "4"]),
+        ("one that is online does not tell what it is at", vec![asker(1).phase(Online), node(2)], vec!["source", "-"]),
     ] {
         assert_eq!(sent(&nodes, NOW), expected, "{what}");
     }
