@@ -40,7 +40,12 @@ pub enum Restart {
 pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
     let lead = lead(roster)?;
     let report = seen.reports.get(&lead.node)?;
-    if roster.closing.is_some() {
+    if let Some(closing) = roster.closing {
+        // A job has slipped in between. It wins, and nothing else is held up until it ends.
+        let is_busy = report.allocated.as_ref().is_some_and(|ranks| !ranks.is_empty());
+        if closing == Closing::WhenIdle && report.adopted.is_some() && is_busy {
+            return Some(Roster { closing: None, revision: roster.revision + 1, ..roster.clone() });
+        }
         let closed = report.closed == Some(roster.epoch) && report.adopted.is_none();
         let settings = settings(seen.spec, candidates(seen).len(), seen.digest?, seen.certificate?);
         return closed.then(|| next_epoch(seen, roster, settings)).flatten();

@@ -241,3 +241,18 @@ fn a_member_whose_lead_misses_it_is_told() {
     world.reports.get_mut("node2").unwrap().phase = NodePhase::Offline;
     assert!(!world.told("node2").missed);
 }
+
+#[test]
+fn a_job_that_slips_in_before_the_epoch_is_closed_keeps_it_open() {
+    let mut world = idle();
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    assert!(world.roster.as_ref().unwrap().closing.is_some());
+    jobs_on(&mut world, Some("1"));
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().closing, None);
+    assert_eq!(waits_for(&world), "the jobs on ranks 1 to end");
+    jobs_on(&mut world, Some(""));
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::WhenIdle));
+}
