@@ -73,6 +73,7 @@ pub fn validate(spec: &FluxInstanceSpec) -> Result<(), SpecError> {
         ("ranks.retain", &spec.ranks.retain),
         ("drain.timeout", &spec.drain.timeout),
         ("upgrade.deadline", &spec.upgrade.deadline),
+        ("state.dumpEvery", &spec.state.dump_every),
     ] {
         if let Some(text) = text
             && parse_duration(text).is_none()
