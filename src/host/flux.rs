@@ -34,7 +34,8 @@ pub fn flux(root: &Root, order: &FluxOrder) -> Result<Ran, Refusal> {
     let stdout = Kept::of(child.stdout.take());
     let stderr = Kept::of(child.stderr.take());
     let deadline = Instant::now() + Duration::from_secs(order.timeout_secs);
-    let Some(status) = wait_until(&mut child, deadline).map_err(|error| Refusal::transient(format!("can't wait for flux: {error}")))?
+    let Some(status) = wait_until(&mut child, deadline)
+        .map_err(|error| Refusal::transient(format!("can't wait for flux: {error}")))?
     else {
         return Err(Refusal::transient(format!(
             "flux {} did not end within {} s",
@@ -49,13 +50,7 @@ pub fn flux(root: &Root, order: &FluxOrder) -> Result<Ran, Refusal> {
 ///
 /// # Errors
 /// Where it can't be started.
-pub(super) fn spawn(
-    root: &Root,
-    prefix: &Path,
-    digest: &str,
-    args: &[String],
-    run_as: &str,
-) -> Result<Child, Refusal> {
+pub(super) fn spawn(root: &Root, prefix: &Path, digest: &str, args: &[String], run_as: &str) -> Result<Child, Refusal> {
     let user = users::resolve_on(root, run_as)?;
     let bin = root.path(state::environment(prefix, digest)).join("bin");
     let program = bin.join("flux");

@@ -79,12 +79,7 @@ pub fn prepare_from_dump(
 }
 
 /// Made whole under another name, so that a statedir without id is never ours. One that is there is moved aside.
-fn make(
-    prefix: &Path,
-    id: &str,
-    owner: Owner,
-    fill: impl FnOnce(&Path) -> Result<(), Refusal>,
-) -> Result<(), Refusal> {
+fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Result<(), Refusal>) -> Result<(), Refusal> {
     let (dir, new) = (prefix.join(STATEDIR), prefix.join(format!(".{STATEDIR}.new")));
     let remove = |path: &Path| remove_all_if_there(path).map_err(|error| Refusal::io("remove", path, &error));
     remove(&new)?;
@@ -123,7 +118,8 @@ fn free_name(prefix: &Path, id: &str) -> PathBuf {
 /// What a removal keeps where it is told to keep the queue: `state`, `state.<id>` that was moved aside, and dumps.
 pub fn is_kept(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    (name == DUMPS && path.is_dir()) || ((name == STATEDIR || name.starts_with("state.")) && path.is_dir() && path.join(ID).is_file())
+    (name == DUMPS && path.is_dir())
+        || ((name == STATEDIR || name.starts_with("state.")) && path.is_dir() && path.join(ID).is_file())
 }
 
 /// The top is changed last: its owner tells whether a change was finished.

@@ -40,7 +40,10 @@ pub fn takeover(root: &Root, brokers: &dyn Brokers, order: &TakeoverOrder) -> Re
     if let Some(dump) = &order.dump {
         let running = brokers.observe(Some(&order.prefix)).running;
         if let Some(broker) = running.filter(|broker| broker.record.rank == 0) {
-            return Err(Refusal::new(format!("the lead's broker runs here as process {}: it has the queue", broker.pid)));
+            return Err(Refusal::new(format!(
+                "the lead's broker runs here as process {}: it has the queue",
+                broker.pid
+            )));
         }
         let owner = users::resolve_on(root, &order.run_as)?.owner();
         let instance_id = &order.takeover.instance_id;

@@ -59,14 +59,19 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, empty: bool, force:
     }
     if facts(seen, node).is_none() {
         let words = seen.reports.get(name).and_then(|report| report.message.as_deref());
-        return Some(format!("node {name} has not passed preflight: {}", words.unwrap_or("no word from its agent yet")));
+        return Some(format!(
+            "node {name} has not passed preflight: {}",
+            words.unwrap_or("no word from its agent yet")
+        ));
     }
     if let Some(wanted) = seen.spec.lead.as_ref().filter(|wanted| empty && *wanted != name) {
         return Some(format!("spec.lead is {wanted}: change it to {name} or leave it out first"));
     }
     if let Some(lead) = leads_and_is_there(seen, roster) {
         if !empty {
-            return Some(format!("node {lead} leads and is online: its queue is the newest, there is nothing to recover"));
+            return Some(format!(
+                "node {lead} leads and is online: its queue is the newest, there is nothing to recover"
+            ));
         }
         let allocated = seen.reports.get(lead).and_then(|report| report.allocated.as_ref());
         return match allocated {

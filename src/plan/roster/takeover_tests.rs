@@ -141,14 +141,30 @@ fn each_refusal_is_one_sentence() {
         ("lost", lose_the_disk, "node2", false, false, None),
         ("no such node", lose_the_disk, "node7", false, false, Some("there is no node node7")),
         ("cordoned", |w| w.nodes[1].cordoned = true, "node2", false, false, Some("can't be the lead")),
-        ("not installed", |w| w.reports.get_mut("node2").unwrap().facts = None, "node2", false, false, Some("preflight")),
-        ("never online", |w| w.roster.as_mut().unwrap().established = false, "node2", false, false, Some("not been online")),
+        (
+            "not installed",
+            |w| w.reports.get_mut("node2").unwrap().facts = None,
+            "node2",
+            false,
+            false,
+            Some("preflight"),
+        ),
+        (
+            "never online",
+            |w| w.roster.as_mut().unwrap().established = false,
+            "node2",
+            false,
+            false,
+            Some("not been online"),
+        ),
         ("off, still missed by nobody", off, "node2", false, false, Some("ranks 1-2 are connected")),
         (
             "off and missed",
             |w| {
                 w.nodes[0].ready = false;
-                ["node2", "node3"].map(|n| w.reports.get_mut(n).unwrap().phase = NodePhase::Starting);
+                for follower in ["node2", "node3"] {
+                    w.reports.get_mut(follower).unwrap().phase = NodePhase::Starting;
+                }
             },
             "node2",
             false,
@@ -160,7 +176,14 @@ fn each_refusal_is_one_sentence() {
         ("empty, busy", busy, "node1", true, false, Some("jobs run on ranks 0-1")),
         ("empty, not known", |_| {}, "node1", true, false, Some("not told yet")),
         ("empty, busy, forced", busy, "node1", true, true, None),
-        ("empty, lead wanted elsewhere", |w| w.spec.lead = Some("node1".into()), "node2", true, true, Some("spec.lead")),
+        (
+            "empty, lead wanted elsewhere",
+            |w| w.spec.lead = Some("node1".into()),
+            "node2",
+            true,
+            true,
+            Some("spec.lead"),
+        ),
     ];
     for (what, change, node, empty, force, expected) in cases {
         let mut world = World::up(3);
