@@ -87,8 +87,8 @@ impl Agent {
                 self.view = self.actor.stop(0).await?;
                 Ok(())
             }
-            Step::Stop { reason } => {
-                if self.view.job_shells > 0 {
+            Step::Stop { reason, jobs_lost } => {
+                if self.view.job_shells > 0 && !jobs_lost {
                     return Err(StepError::NotYet(format!("{reason}; it is stopped when the jobs here have ended")));
                 }
                 info!(reason, "stopping the broker");

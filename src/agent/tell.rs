@@ -152,7 +152,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     match known.step {
         Step::Preflight => (NodePhase::Preflight, None),
         Step::Install { .. } => (NodePhase::Installing, progress()),
-        Step::Stop { reason } => (NodePhase::Starting, words(reason)),
+        Step::Stop { reason, .. } => (NodePhase::Starting, words(reason)),
         Step::Drain(_) => (NodePhase::Starting, None),
         Step::Close(_) => (NodePhase::Starting, words("the instance is being stopped for the next epoch")),
         Step::Start(_) | Step::Reload(_) | Step::Prepare { .. } | Step::Hold

@@ -26,7 +26,7 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
             return None;
         }
         let next = next_epoch(seen, &led_by(roster, node)?, roster.settings.clone())?;
-        return Some(Roster { previous: None, ..next });
+        return Some(Roster { previous: None, jobs_lost_before: next.epoch, ..next });
     };
     if leads_and_is_there(seen, roster).is_some() {
         return close(roster, takeover.force);
@@ -36,7 +36,8 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
         _ => roster.settings.clone(),
     };
     let next = next_epoch(seen, &led_by(roster, node)?, settings)?;
-    Some(Roster { instance_id: new_instance_id.clone(), established: false, previous: None, ..next })
+    let (instance_id, jobs_lost_before) = (new_instance_id.clone(), next.epoch);
+    Some(Roster { instance_id, established: false, previous: None, jobs_lost_before, ..next })
 }
 
 /// The last word on this epoch, and the node that it was left on.
