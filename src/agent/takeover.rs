@@ -15,12 +15,13 @@ use k8s_openapi::{api::core::v1::Node, jiff::Timestamp};
 use kube::{Api, Client, ResourceExt, api::ListParams};
 use tokio::time::sleep;
 
-use super::{AgentError, client, published::read_roster};
+use super::{AgentError, client, live, published::read_roster};
 use crate::{
     api::{
         FluxInstance, FluxInstanceSpec, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, NAMESPACE, Roster,
         Takeover,
     },
+    broker::status::instance as ask_instance,
     host::{
         Answer, Host, HostError, NsHost, Order, TakeoverOrder,
         dump::DUMPS,
@@ -163,6 +164,9 @@ pub async fn reset(arguments: ResetArguments) -> Result<ExitCode, TakeoverError>
             format!("this gives up all jobs of instance {id}, pending and finished ones: add --yes if you mean it");
         return Err(TakeoverError::Refused(words));
     }
+    if !force && jobs_run().await {
+        return Err(TakeoverError::Refused("jobs run: wait until they have ended, or add --force".to_owned()));
+    }
     let host = NsHost::open()?;
     let new_instance_id = Some(uuid::Uuid::new_v4().to_string());
     let takeover = Takeover { new_instance_id, force, ..seen.takeover() };
@@ -171,6 +175,12 @@ pub async fn reset(arguments: ResetArguments) -> Result<ExitCode, TakeoverError>
     host.run(Order::Takeover(order), &mut |_| {}).await?;
     say(&format!("instance {} is given up; waiting for node {lead} to lead an empty one", seen.roster.instance_id));
     wait(&client, &seen.roster, &lead, true).await
+}
+
+/// By the word of the lead's broker, where there is one: its agent's is seconds old.
+async fn jobs_run() -> bool {
+    let Ok(broker) = live::connect().await else { return false };
+    ask_instance(&broker).await.is_ok_and(|instance| instance.allocated.cores > 0)
 }
 
 /// What is prepared is prepared on the host that this runs on.

@@ -149,12 +149,7 @@ fn an_empty_queue_begins_only_on_purpose() {
     // One that runs, on another node: only when nothing runs, or when that is said too.
     cluster.job(&["-N2", "-n2"]);
     let elsewhere = ["reset", "--lead", &other, "--yes"];
-    cluster.until("the lead's word on the job", || {
-        let output = in_pod(&cluster, &other, &elsewhere, None);
-        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{stderr}");
-        stderr.contains("jobs run on ranks 0-1").then_some(())
-    });
+    refused(&cluster, &other, &elsewhere, "jobs run");
     must(&cluster, &other, &[&elsewhere[..], &["--force"]].concat());
     cluster.until("everybody", || (cluster.instance().status?.online == 2).then_some(()));
     assert_eq!(cluster.holder(0), other);
