@@ -52,6 +52,9 @@ pub struct RecoverArguments {
     /// Take a dump that does not say of which instance it is
     #[arg(long)]
     unnamed: bool,
+    /// The lead's machine is off, whatever other brokers still believe
+    #[arg(long)]
+    force: bool,
     /// Name of the Node this runs on
     #[arg(long, env = "NODE_NAME", hide = true)]
     node_name: String,
@@ -122,11 +125,11 @@ impl TakeoverError {
 /// # Errors
 /// See [`TakeoverError`].
 pub async fn recover(arguments: RecoverArguments) -> Result<ExitCode, TakeoverError> {
-    let RecoverArguments { lead, from, unnamed, node_name } = arguments;
+    let RecoverArguments { lead, from, unnamed, force, node_name } = arguments;
     is_here(&lead, &node_name)?;
     let client = client().await?;
     let seen = Seen::read(&client).await?;
-    seen.check(&lead, false, false)?;
+    seen.check(&lead, false, force)?;
     let host = NsHost::open()?;
     let prefix = prefix(&host).await?;
     let incoming = prefix.join(DUMPS).join(INCOMING);
@@ -135,7 +138,7 @@ pub async fn recover(arguments: RecoverArguments) -> Result<ExitCode, TakeoverEr
         receive(&prefix.join(DUMPS)).map_err(TakeoverError::Incoming)?;
     }
     let named = if is_stdin { "stdin".to_owned() } else { from.display().to_string() };
-    let takeover = Takeover { dump: Some(named), ..seen.takeover() };
+    let takeover = Takeover { dump: Some(named), force, ..seen.takeover() };
     let dump = Some(if is_stdin { incoming } else { from });
     let run_as = seen.roster.settings.run_as.clone();
     let order = TakeoverOrder { prefix: prefix.clone(), run_as, dump, unnamed, takeover };
@@ -144,7 +147,7 @@ pub async fn recover(arguments: RecoverArguments) -> Result<ExitCode, TakeoverEr
         forget_incoming(&prefix.join(DUMPS));
     }
     said?;
-    say(&format!("node {lead} has the queue of instance {}; waiting for it to lead", seen.roster.instance_id));
+    say(&format!("{lead} has the queue of instance {}; waiting for it to lead", seen.roster.instance_id));
     wait(&client, &seen.roster, &lead, false).await
 }
 
@@ -173,7 +176,7 @@ pub async fn reset(arguments: ResetArguments) -> Result<ExitCode, TakeoverError>
     let run_as = seen.roster.settings.run_as.clone();
     let order = TakeoverOrder { prefix: prefix(&host).await?, run_as, dump: None, unnamed: false, takeover };
     host.run(Order::Takeover(order), &mut |_| {}).await?;
-    say(&format!("instance {} is given up; waiting for node {lead} to lead an empty one", seen.roster.instance_id));
+    say(&format!("instance {} is given up; waiting for {lead} to lead an empty one", seen.roster.instance_id));
     wait(&client, &seen.roster, &lead, true).await
 }
 
@@ -302,7 +305,7 @@ async fn wait(client: &Client, before: &Roster, lead: &str, empty: bool) -> Resu
             Ok(seen) => match standing(&seen, before, lead, empty) {
                 Ok(()) => {
                     let Roster { instance_id, epoch, .. } = &seen.roster;
-                    say(&format!("node {lead} leads instance {instance_id} in epoch {epoch}"));
+                    say(&format!("{lead} leads instance {instance_id} in epoch {epoch}"));
                     return Ok(ExitCode::SUCCESS);
                 }
                 Err(why) => why,

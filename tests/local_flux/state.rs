@@ -123,6 +123,15 @@ fn a_lead_whose_disk_is_gone_is_recovered_on_another_node_with_its_pending_jobs(
     cluster.exec(&next, &["flux", "job", "urgency", &pending, "default"]);
     cluster.exec(&next, &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
     assert_eq!(cluster.exec(&next, &["flux", "run", "-N3", "hostname"]).lines().count(), 3);
+
+    // The same once more, with a new disk in the machine that leads: it goes on leading, in this epoch.
+    lose_the_disk(&cluster, &next);
+    let output = in_pod(&cluster, &next, &words, Some(&saved.reopen().unwrap()));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    cluster.until("everybody", || (cluster.instance().status?.online == 3).then_some(()));
+    assert_eq!((cluster.holder(0), cluster.instance().status.unwrap().epoch), (next.clone(), 2));
+    let jobs = cluster.exec(&next, &["flux", "jobs", "-ano", "{id} {status_abbrev}"]);
+    assert!(jobs.contains(&format!("{pending} S")), "{jobs}");
 }
 
 #[test]

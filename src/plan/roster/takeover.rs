@@ -86,7 +86,7 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, empty: bool, force:
     if !connected.0.is_empty() && !force {
         return Some(format!(
             "the lead's node is not Ready, but the brokers of ranks {connected} are connected to its broker: wait until they \
-             miss it (two minutes after it has gone)"
+             miss it (two to three minutes after it has gone), or add --force if you know that it is off"
         ));
     }
     None
