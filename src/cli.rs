@@ -53,6 +53,14 @@ enum Command {
     },
     /// Hash what is installed on this node again, and name what is not as it was installed
     Verify(agent::VerifyArguments),
+    /// Keep a dump of the instance's queue on the lead's host; run it there
+    Dump(agent::DumpArguments),
+    /// The lead's disk is gone: have another node lead, with the queue of a dump
+    Recover(agent::RecoverArguments),
+    /// Give up the queue, and begin an empty one
+    Reset(agent::ResetArguments),
+    /// Take everything off this host, without a Kubernetes cluster
+    Uninstall(agent::UninstallArguments),
     /// Run on a node as the DaemonSet does: climb the ladder and hold it
     Agent(agent::AgentArguments),
     /// One rung of the ladder: look whether this host can carry a broker; changes nothing
@@ -120,6 +128,14 @@ impl Failure {
         Self { message: crate::error_chain(error), code: ExitCode::FAILURE }
     }
 
+    fn of(error: &agent::EnterError) -> Self {
+        Self { code: error.exit_code().into(), ..Self::new(error) }
+    }
+
+    fn takeover(error: &agent::TakeoverError) -> Self {
+        Self { code: error.exit_code().into(), ..Self::new(error) }
+    }
+
     fn bad_input(message: String) -> Self {
         Self { message, code: ExitCode::from(BAD_INPUT) }
     }
@@ -141,11 +157,21 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Status(arguments) => {
             block_on(async { agent::status(arguments).await.map_err(|error| Failure::new(&error)) })
         }
-        Command::Verify(arguments) => block_on(async {
-            agent::verify(arguments)
-                .await
-                .map_err(|error| Failure { code: error.exit_code().into(), ..Failure::new(&error) })
-        }),
+        Command::Verify(arguments) => {
+            block_on(async { agent::verify(arguments).await.map_err(|error| Failure::of(&error)) })
+        }
+        Command::Dump(arguments) => {
+            block_on(async { agent::dump(arguments).await.map_err(|error| Failure::of(&error)) })
+        }
+        Command::Recover(arguments) => {
+            block_on(async { agent::recover(arguments).await.map_err(|error| Failure::takeover(&error)) })
+        }
+        Command::Reset(arguments) => {
+            block_on(async { agent::reset(arguments).await.map_err(|error| Failure::takeover(&error)) })
+        }
+        Command::Uninstall(arguments) => {
+            block_on(async { agent::uninstall(arguments).await.map_err(|error| Failure::new(&error)) })
+        }
         Command::Connect { command } => agent::connect(&command).map_err(|error| Failure::new(&error)),
         Command::Shell { command } => agent::shell(&command).map_err(|error| Failure::new(&error)),
         Command::Agent(arguments) => {

@@ -30,10 +30,10 @@ use crate::{
 /// Job shells open inotify instances, and so do kubelet and containerd: the kernel's default of 128 is soon used up.
 const SYSCTLS: [(&str, u64); 2] = [("fs.inotify.max_user_instances", 8192), ("fs.inotify.max_user_watches", 524_288)];
 /// SIGTERM to SIGKILL. The lead cancels jobs and writes its queue to disk in this time.
-const STOP_GRACE_SECS: u64 = 60;
+pub(super) const STOP_GRACE_SECS: u64 = 60;
 /// The same at a removal: no job runs any more and the queue goes with the host, so a lead that waits for followers which
 /// are being removed beside it is not waited for; the pod's own grace is 120 s.
-const REMOVE_GRACE_SECS: u64 = 15;
+pub(super) const REMOVE_GRACE_SECS: u64 = 15;
 /// As long as a follower gets that is to take another rank: it has nothing to write, and one that is cut off from its parent
 /// never ends by itself.
 const FOLLOWER_GRACE_SECS: u64 = 10;

@@ -87,8 +87,8 @@ impl Agent {
                 self.view = self.actor.stop(0).await?;
                 Ok(())
             }
-            Step::Stop { reason } => {
-                if self.view.job_shells > 0 {
+            Step::Stop { reason, jobs_lost } => {
+                if self.view.job_shells > 0 && !jobs_lost {
                     return Err(StepError::NotYet(format!("{reason}; it is stopped when the jobs here have ended")));
                 }
                 info!(reason, "stopping the broker");
@@ -104,11 +104,11 @@ impl Agent {
     /// Sees to it that no job runs and none will begin. A job that has slipped in between wins.
     async fn wait_for_jobs(&self, preflight: &Preflight, roster: &Roster) -> Result<(), StepError> {
         let runs = || StepError::NotYet("jobs run: the next epoch begins when they have ended".to_owned());
-        if self.jobs_may_run().await.is_some() {
+        if jobs_may_run(&self.view).await.is_some() {
             return Err(runs());
         }
         self.actor.flux(preflight, roster, &["queue", "stop", "--all", "--nocheckpoint"]).await?;
-        if self.jobs_may_run().await.is_some() {
+        if jobs_may_run(&self.view).await.is_some() {
             self.actor.flux(preflight, roster, &["queue", "start", "--all"]).await?;
             return Err(runs());
         }
@@ -129,7 +129,7 @@ impl Agent {
     pub(super) async fn remove(&mut self) -> Result<(), StepError> {
         let end = self.view.state.as_ref().map(|state| state.uninstall).unwrap_or_default();
         if end.running_jobs == RunningJobs::Wait
-            && let Some(reason) = self.jobs_may_run().await
+            && let Some(reason) = jobs_may_run(&self.view).await
         {
             let words =
                 format!("{reason}: this host is kept until they have ended (spec.uninstall.runningJobs is Wait)");
@@ -150,27 +150,6 @@ impl Agent {
         Ok(())
     }
 
-    /// Why jobs may be running. The lead's word counts; where it can't be had, the job shells of this host tell, and on the
-    /// lead's own host a broker that lives but is silent is no proof that nothing runs elsewhere.
-    async fn jobs_may_run(&self) -> Option<&'static str> {
-        let answer = match live::connect().await {
-            Ok(client) => ask_instance(&client).await,
-            Err(error) => Err(error),
-        };
-        // A broker that has no socket has not been up yet: it has given no job to anybody.
-        let nobody_listens = matches!(&answer, Err(RpcError::Connect { source, .. })
-            if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused));
-        let is_lead = self.view.broker.as_ref().is_some_and(|broker| broker.record.rank == 0);
-        match answer {
-            Ok(instance) if instance.allocated.cores > 0 => Some("jobs are running"),
-            _ if self.view.job_shells > 0 => Some("jobs are running here"),
-            Err(_) if is_lead && !nobody_listens => {
-                Some("the lead's broker lives but does not answer, so jobs may be running")
-            }
-            _ => None,
-        }
-    }
-
     /// Cleans at the end of the pod, as long as its grace lasts; needs no API.
     pub(super) async fn clean(&mut self) {
         loop {
@@ -184,6 +163,27 @@ impl Agent {
             }
             sleep(SOON).await;
         }
+    }
+}
+
+/// Why jobs may be running. The lead's word counts; where it can't be had, the job shells of this host tell, and on the
+/// lead's own host a broker that lives but is silent is no proof that nothing runs elsewhere.
+pub(super) async fn jobs_may_run(view: &HostView) -> Option<&'static str> {
+    let answer = match live::connect().await {
+        Ok(client) => ask_instance(&client).await,
+        Err(error) => Err(error),
+    };
+    // A broker that has no socket has not been up yet: it has given no job to anybody.
+    let nobody_listens = matches!(&answer, Err(RpcError::Connect { source, .. })
+        if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused));
+    let is_lead = view.broker.as_ref().is_some_and(|broker| broker.record.rank == 0);
+    match answer {
+        Ok(instance) if instance.allocated.cores > 0 => Some("jobs are running"),
+        _ if view.job_shells > 0 => Some("jobs are running here"),
+        Err(_) if is_lead && !nobody_listens => {
+            Some("the lead's broker lives but does not answer, so jobs may be running")
+        }
+        _ => None,
     }
 }
 

@@ -88,6 +88,8 @@ pub enum Step {
     Stop {
         /// Why, in words.
         reason: String,
+        /// What jobs run here are lost already: they are not waited for.
+        jobs_lost: bool,
     },
     /// Take everything off the host.
     Remove,
@@ -157,7 +159,7 @@ pub fn decide(seen: &Seen) -> Step {
     if let (Some(broker), Some(roster)) = (&seen.host.broker, seen.roster)
         && let Some(reason) = superseded(broker, spec, roster)
     {
-        return Step::Stop { reason };
+        return Step::Stop { reason, jobs_lost: broker.record.epoch < roster.jobs_lost_before };
     }
     let has = |digest: &str| seen.host.has_environment(digest);
     match spec.want {
@@ -174,7 +176,7 @@ pub fn decide(seen: &Seen) -> Step {
             None => Step::Wait("waiting for the packages to be resolved".to_owned()),
         },
         Want::Leave => match &seen.host.broker {
-            Some(_) => Step::Stop { reason: "this node leaves the instance".to_owned() },
+            Some(_) => Step::Stop { reason: "this node leaves the instance".to_owned(), jobs_lost: false },
             None => Step::Wait("this node has left the instance".to_owned()),
         },
         Want::Run => run(seen, spec, has),

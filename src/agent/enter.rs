@@ -22,6 +22,9 @@ pub enum EnterError {
     /// Nothing of ours is here.
     #[error("nothing is installed on this node; on a host, name where it is with --prefix")]
     NotClaimed,
+    /// Another node has what is asked for.
+    #[error("{0}")]
+    NotLead(String),
     /// The program.
     #[error("can't run {program} on the host")]
     Program {
@@ -46,7 +49,7 @@ impl EnterError {
     /// 2 where the command has to be another one, 1 for all else.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::NotClaimed => 2,
+            Self::NotClaimed | Self::NotLead(_) => 2,
             Self::Host(HostError::Refused(refusal)) if !refusal.transient => 2,
             _ => 1,
         }

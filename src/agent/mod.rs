@@ -4,6 +4,7 @@ pub mod act;
 mod climb;
 pub mod decide;
 mod drain;
+mod dump;
 mod enter;
 mod health;
 mod live;
@@ -15,10 +16,12 @@ mod report;
 mod run;
 mod rung;
 mod serve;
+mod takeover;
 mod teardown;
 mod tell;
 mod tidy;
 mod tries;
+mod uninstall;
 mod verify;
 mod watch;
 
@@ -26,9 +29,12 @@ use std::net::{IpAddr, SocketAddr};
 
 use kube::{Client, Config};
 
+pub use dump::{DumpArguments, dump};
 pub use enter::{EnterError, StatusArguments, connect, shell, status};
 pub use run::run;
 pub use rung::{Rung, rung};
+pub use takeover::{RecoverArguments, ResetArguments, TakeoverError, recover, reset};
+pub use uninstall::{UninstallArguments, UninstallError, uninstall};
 pub use verify::{VerifyArguments, verify};
 
 /// What an agent has to be told; the DaemonSet tells it by the downward API.

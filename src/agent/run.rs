@@ -22,6 +22,7 @@ use super::{
     act::{Actor, StepError},
     client,
     decide::{Instance, Seen, Step, decide},
+    dump::Dumping,
     health::{self, Readiness},
     live::{self, Live},
     log::{self, Rejected},
@@ -129,6 +130,7 @@ pub(super) struct Agent {
     pub(super) tries: Tries,
     pub(super) starts: Starts,
     pub(super) tidied: Tidied,
+    pub(super) dumping: Dumping,
 }
 
 impl Agent {
@@ -163,6 +165,7 @@ impl Agent {
             tries: Tries::default(),
             starts: Starts::default(),
             tidied: Tidied::default(),
+            dumping: Dumping::default(),
         }
     }
 
@@ -208,6 +211,7 @@ impl Agent {
             self.report(&world, &step, None).await;
             if world.instance.here().is_some() {
                 self.tidy().await;
+                self.dump_if_due(&step);
             }
             // What others do is heard by a watch, but for the packages, which are not watched.
             let on_its_way = self.view.broker.is_some() && !self.is_online();
@@ -331,7 +335,7 @@ impl Agent {
         }
     }
 
-    fn is_online(&self) -> bool {
+    pub(super) fn is_online(&self) -> bool {
         tell::is_online(&self.view, &self.live.borrow())
     }
 

@@ -10,8 +10,8 @@ use super::{
     tries::Trouble,
 };
 use crate::{
-    api::{Adopted, Facts, FluxNodeStatus, NodePhase, Rank, Want},
-    host::{HostView, Preflight},
+    api::{Adopted, Dump, Facts, FluxNodeStatus, NodePhase, Rank, Takeover, Want},
+    host::{HostView, Preflight, dump::is_of},
 };
 
 /// What the agent knows besides what it has seen.
@@ -86,11 +86,25 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         applied_revision: is_lead.then(|| Applied::of(seen.host)).flatten(),
         offline: if is_lead { offline(seen, known.live) } else { Vec::new() },
         roster: (known.roster_is_gone && leads(seen.host, seen.spec)).then(|| seen.host.roster.clone()).flatten(),
+        dump: newest_dump(seen).cloned(),
+        takeover: takeover(seen).cloned(),
         restart_pending: restart_pending(seen),
         health: is_online(seen.host, known.live).then(|| known.live.health.clone()).flatten(),
         rejected: if is_lead { known.rejected.clone() } else { Rejected::new() },
         agent: Some(env!("CARGO_PKG_VERSION").to_owned()),
     }
+}
+
+/// Of the instance that this host was told of last; a dump of another one is no help to it.
+fn newest_dump<'a>(seen: &Seen<'a>) -> Option<&'a Dump> {
+    let running = seen.host.broker.as_ref().map(|broker| broker.record.instance_id.as_str());
+    let instance_id = seen.roster.map(|roster| roster.instance_id.as_str()).or(running)?;
+    seen.host.dumps.iter().rev().find(|dump| is_of(dump, instance_id))
+}
+
+/// What was said of an epoch that is over was acted on.
+fn takeover<'a>(seen: &Seen<'a>) -> Option<&'a Takeover> {
+    seen.host.takeover.as_ref().filter(|takeover| seen.spec.is_none_or(|spec| spec.epoch <= takeover.epoch))
 }
 
 /// The epoch that has ended here: nothing of it runs, and nothing of it will be started.
@@ -146,7 +160,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     match known.step {
         Step::Preflight => (NodePhase::Preflight, None),
         Step::Install { .. } => (NodePhase::Installing, progress()),
-        Step::Stop { reason } => (NodePhase::Starting, words(reason)),
+        Step::Stop { reason, .. } => (NodePhase::Starting, words(reason)),
         Step::Drain(_) => (NodePhase::Starting, None),
         Step::Close(_) => (NodePhase::Starting, words("the instance is being stopped for the next epoch")),
         Step::Start(_) | Step::Reload(_) | Step::Prepare { .. } | Step::Hold

@@ -6,7 +6,7 @@ use kube::CustomResource;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{Packages, Resources};
+use super::{Dump, Packages, Resources};
 
 /// One Flux instance over the nodes of the Kubernetes cluster.
 #[derive(CustomResource, Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
@@ -27,6 +27,7 @@ use super::{Packages, Resources};
     printcolumn(name = "Max", type_ = "integer", json_path = ".status.maxSize"),
     printcolumn(name = "Lead", type_ = "string", json_path = ".status.lead"),
     printcolumn(name = "Epoch", type_ = "integer", json_path = ".status.epoch"),
+    printcolumn(name = "Dump", type_ = "date", json_path = ".status.dump.time", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
     printcolumn(name = "Message", type_ = "string", json_path = ".status.message")
 )]
@@ -71,6 +72,9 @@ pub struct FluxInstanceSpec {
     /// What happens when this object is deleted.
     #[serde(default)]
     pub uninstall: Uninstall,
+    /// The queue.
+    #[serde(default)]
+    pub state: State,
     /// Directory on the hosts that holds everything. Default: the first of /opt, /var/lib, /home/kubernetes that can be
     /// written and executed, with `flux-distribute` appended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -142,6 +146,16 @@ pub struct Drain {
     pub timeout: Option<String>,
 }
 
+/// The queue, which the lead's statedir holds.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct State {
+    /// How often the lead's agent makes a dump (flux-dump(1)) that `flux-distribute recover` can begin with, such as `1h`.
+    /// It is kept on the lead's own disk: have it fetched from there. Default: never.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dump_every: Option<String>,
+}
+
 /// How an upgrade goes.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -209,6 +223,17 @@ pub enum InstancePhase {
     Removing,
 }
 
+/// A dump, and where it is.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct KeptDump {
+    /// The node that has it.
+    pub node: String,
+    /// The dump.
+    #[serde(flatten)]
+    pub dump: Dump,
+}
+
 /// What the planner says of the instance.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -243,6 +268,9 @@ pub struct FluxInstanceStatus {
     /// Digest of the package set of the running epoch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
+    /// The newest dump that a node has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dump: Option<KeptDump>,
     /// `metadata.generation` that this status speaks of.
     #[serde(default)]
     pub observed_generation: i64,

@@ -1,3 +1,4 @@
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::CustomResource;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -164,6 +165,41 @@ pub struct Adopted {
     pub digest: String,
 }
 
+/// A dump of the instance's KVS (flux-dump(1)) that is kept on a host.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Dump {
+    /// Name of the file below `<prefix>/dump`.
+    pub name: String,
+    /// When it was begun: it holds nothing that is younger.
+    pub time: Time,
+    /// Its size.
+    pub bytes: u64,
+}
+
+/// An administrator's word, left on a host by `flux-distribute recover` or `reset`: this node shall lead. It is about one
+/// epoch, so that it is acted on once.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Takeover {
+    /// The instance that lacks a lead.
+    #[serde(rename = "instanceID")]
+    pub instance_id: String,
+    /// The epoch that ends with it.
+    pub epoch: u64,
+    /// When it was said, seconds since the Unix epoch: the last word counts.
+    pub at: i64,
+    /// The dump that this host's statedir was made from. None: the queue is given up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dump: Option<String>,
+    /// The instance that begins with an empty queue. None: the one that was.
+    #[serde(default, rename = "newInstanceID", skip_serializing_if = "Option::is_none")]
+    pub new_instance_id: Option<String>,
+    /// Running jobs are no reason to wait.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
+}
+
 /// What the agent says of its node.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -210,6 +246,12 @@ pub struct FluxNodeStatus {
     /// Lead only, and only while ConfigMap `flux-roster` is gone: the roster as this host has it, as JSON.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roster: Option<String>,
+    /// The newest dump of the instance that is kept here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dump: Option<Dump>,
+    /// This node shall lead, by an administrator's word.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub takeover: Option<Takeover>,
     /// In which way a broker started now would differ from the one that runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restart_pending: Option<String>,

@@ -42,8 +42,17 @@ pub struct Roster {
     /// The last word of [`ANNOTATION_RESTART`](super::ANNOTATION_RESTART) that was acted on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restart: Option<String>,
+    /// Another lead took over in this epoch, or an empty queue began: what brokers of earlier ones still run is lost, and
+    /// is not waited for.
+    #[serde(default, rename = "jobsLostBefore", skip_serializing_if = "is_zero")]
+    pub jobs_lost_before: u64,
     /// Ranks that have or had a member in this epoch. All others are spares.
     pub ranks: BTreeMap<Rank, RosterEntry>,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde wants it so")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// What Flux reads only at start. A difference to what the spec now asks for never restarts a broker: it is

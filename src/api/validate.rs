@@ -73,12 +73,18 @@ pub fn validate(spec: &FluxInstanceSpec) -> Result<(), SpecError> {
         ("ranks.retain", &spec.ranks.retain),
         ("drain.timeout", &spec.drain.timeout),
         ("upgrade.deadline", &spec.upgrade.deadline),
+        ("state.dumpEvery", &spec.state.dump_every),
     ] {
         if let Some(text) = text
             && parse_duration(text).is_none()
         {
             return wrong(field, format!("{text:?} is not a duration such as 30s, 10m or 24h"));
         }
+    }
+    if let Some(every) = spec.state.dump_every.as_deref().and_then(parse_duration)
+        && every < Duration::from_secs(60)
+    {
+        return wrong("state.dumpEvery", "is shorter than a minute: a dump reads the whole queue".into());
     }
     if let Some(prefix) = &spec.prefix {
         let path = std::path::Path::new(prefix);
@@ -216,7 +222,7 @@ mod tests {
                 .replace("sha256: 0", "sha256: '0").replace("0}}}", "0'}}}").as_str(),
             "{packages: {channels: ['file:///srv/channel'], specs: ['flux-core 0.88.*']}}",
             "{broker: {runAs: '54321', config: '[exec]'}, ranks: {retain: 1.5h}}",
-            "{prefix: /data/flux}",
+            "{prefix: /data/flux, state: {dumpEvery: 1h}}",
             "{packages: {refresh: 2026-11-20, mirror: 'file:///srv/mirror', keep: 1}}",
         ] {
             assert_eq!(check(yaml), Ok(()), "{yaml}");
@@ -256,6 +262,8 @@ mod tests {
             ("{ranks: {retain: -5m}}", "ranks.retain"),
             ("{drain: {timeout: 5 m}}", "drain.timeout"),
             ("{upgrade: {deadline: nan}}", "upgrade.deadline"),
+            ("{state: {dumpEvery: daily}}", "state.dumpEvery"),
+            ("{state: {dumpEvery: 30s}}", "state.dumpEvery"),
             ("{prefix: opt/flux}", "prefix"),
             ("{prefix: /}", "prefix"),
             ("{prefix: /opt}", "prefix"),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::LaunchRecord;
-use crate::api::{Resources, Uninstall};
+use crate::api::{Dump, Resources, Takeover, Uninstall};
 
 /// Why an order was not carried out.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -60,6 +60,8 @@ pub enum Answer {
     Verified(Vec<crate::packages::Verified>),
     /// See [`Order::Flux`].
     Ran(Ran),
+    /// See [`Order::Dump`].
+    Dumped(Dumped),
 }
 
 /// What a host looks like to us.
@@ -77,6 +79,10 @@ pub struct HostView {
     pub roster: Option<String>,
     /// `<prefix>/etc/applied.json`: what the lead's broker has taken in, and which broker that was.
     pub applied: Option<String>,
+    /// Dumps that are kept here, oldest first.
+    pub dumps: Vec<Dump>,
+    /// An administrator's word that this node shall lead.
+    pub takeover: Option<Takeover>,
     /// /proc/sys/kernel/random/boot_id.
     pub boot_id: String,
     /// Job shells of Flux that run here: each node of a running job has one.
@@ -197,6 +203,17 @@ pub struct Collected {
     pub bytes: u64,
     /// What stays only because somebody uses it, and who, in words: worth another look later.
     pub used: Vec<String>,
+}
+
+/// A dump that was made.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct Dumped {
+    /// Where it is on the host.
+    pub path: PathBuf,
+    /// What it is.
+    pub dump: Dump,
+    /// What flux-dump(1) could not read and has left out, in its words.
+    pub warnings: String,
 }
 
 /// What `flux` said.

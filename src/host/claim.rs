@@ -104,7 +104,7 @@ fn check_content(dir: &Path) -> Result<(), Refusal> {
     let Ok(entries) = fs::read_dir(dir) else { return Ok(()) };
     let early = [dir.join(LOCK), aside(&dir.join(STATE))];
     let foreign =
-        entries.flatten().map(|entry| entry.path()).find(|path| !early.contains(path) && !statedir::is_statedir(path));
+        entries.flatten().map(|entry| entry.path()).find(|path| !early.contains(path) && !statedir::is_kept(path));
     match foreign {
         None => Ok(()),
         Some(path) => Err(Refusal::new(format!(

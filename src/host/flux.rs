@@ -1,6 +1,7 @@
 use std::{
     io::{ErrorKind, Read},
     os::unix::process::{CommandExt, ExitStatusExt},
+    path::Path,
     process::{Child, Command, ExitStatus, Stdio},
     sync::{
         Arc, Mutex, PoisonError,
@@ -29,12 +30,33 @@ const LINGER: Duration = Duration::from_secs(1);
 /// # Errors
 /// Where it can't be started, or has not ended in time.
 pub fn flux(root: &Root, order: &FluxOrder) -> Result<Ran, Refusal> {
-    let user = users::resolve_on(root, &order.run_as)?;
-    let bin = root.path(state::environment(&order.prefix, &order.digest)).join("bin");
+    let mut child = spawn(root, &order.prefix, &order.digest, &order.args, &order.run_as)?;
+    let stdout = Kept::of(child.stdout.take());
+    let stderr = Kept::of(child.stderr.take());
+    let deadline = Instant::now() + Duration::from_secs(order.timeout_secs);
+    let Some(status) = wait_until(&mut child, deadline)
+        .map_err(|error| Refusal::transient(format!("can't wait for flux: {error}")))?
+    else {
+        return Err(Refusal::transient(format!(
+            "flux {} did not end within {} s",
+            order.args.first().map_or("", String::as_str),
+            order.timeout_secs
+        )));
+    };
+    Ok(Ran { code: code(status), stdout: stdout.text(), stderr: stderr.text() })
+}
+
+/// Starts `flux` of an environment as the broker's user, in a process group of its own.
+///
+/// # Errors
+/// Where it can't be started.
+pub(super) fn spawn(root: &Root, prefix: &Path, digest: &str, args: &[String], run_as: &str) -> Result<Child, Refusal> {
+    let user = users::resolve_on(root, run_as)?;
+    let bin = root.path(state::environment(prefix, digest)).join("bin");
     let program = bin.join("flux");
     let mut command = Command::new(&program);
     command
-        .args(&order.args)
+        .args(args)
         .env_clear()
         .env("PATH", format!("{}:/usr/bin:/bin", bin.display()))
         .env("HOME", &user.home)
@@ -46,19 +68,7 @@ pub fn flux(root: &Root, order: &FluxOrder) -> Result<Ran, Refusal> {
         .stderr(Stdio::piped())
         .process_group(0);
     boundary::become_user(&mut command, &user);
-    let mut child = command.spawn().map_err(|error| Refusal::io("run", &program, &error))?;
-    let stdout = Kept::of(child.stdout.take());
-    let stderr = Kept::of(child.stderr.take());
-    let deadline = Instant::now() + Duration::from_secs(order.timeout_secs);
-    let Some(status) = wait_until(&mut child, deadline).map_err(|error| Refusal::io("wait for", &program, &error))?
-    else {
-        return Err(Refusal::transient(format!(
-            "flux {} did not end within {} s",
-            order.args.first().map_or("", String::as_str),
-            order.timeout_secs
-        )));
-    };
-    Ok(Ran { code: code(status), stdout: stdout.text(), stderr: stderr.text() })
+    command.spawn().map_err(|error| Refusal::io("run", &program, &error))
 }
 
 /// Exit code as a shell counts it: 128 + signal where it was killed.
@@ -84,13 +94,13 @@ fn wait_until(child: &mut Child, deadline: Instant) -> std::io::Result<Option<Ex
 }
 
 /// The beginning of a stream that is read to its end.
-struct Kept {
+pub(super) struct Kept {
     bytes: Arc<Mutex<Vec<u8>>>,
     end: Receiver<()>,
 }
 
 impl Kept {
-    fn of(stream: Option<impl Read + Send + 'static>) -> Self {
+    pub(super) fn of(stream: Option<impl Read + Send + 'static>) -> Self {
         let bytes = Arc::new(Mutex::new(Vec::new()));
         let (tell, end) = channel();
         let kept = Arc::clone(&bytes);
@@ -114,7 +124,7 @@ impl Kept {
         Self { bytes, end }
     }
 
-    fn text(self) -> String {
+    pub(super) fn text(self) -> String {
         let _ = self.end.recv_timeout(LINGER);
         String::from_utf8_lossy(&self.bytes.lock().unwrap_or_else(PoisonError::into_inner)).into_owned()
     }

@@ -8,6 +8,7 @@ mod answer;
 pub mod boundary;
 mod claim;
 mod configure;
+pub mod dump;
 mod enter;
 pub mod facts;
 pub mod fake;
@@ -29,6 +30,7 @@ pub mod stage;
 pub mod state;
 mod statedir;
 mod sysctl;
+mod takeover;
 pub mod users;
 
 use futures::future::BoxFuture;
@@ -48,6 +50,7 @@ pub use order::*;
 pub use progress::{Progress, Tally};
 pub use remove::{Brokers, remove};
 pub use root::Root;
+pub use takeover::takeover;
 
 /// What the agent asks of its host.
 pub trait Host: Send + Sync {

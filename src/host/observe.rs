@@ -1,6 +1,6 @@
 use std::fs;
 
-use super::{HostView, Refusal, Root, facts, remove::Brokers, state};
+use super::{HostView, Refusal, Root, dump, facts, remove::Brokers, state, takeover};
 use crate::packages;
 
 /// Looks at the host; changes nothing, and needs no lock because everything it reads was renamed into place.
@@ -17,6 +17,8 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         environments: below.as_deref().map(packages::ready).unwrap_or_default(),
         roster: read("etc/roster.json"),
         applied: read("etc/applied.json"),
+        dumps: below.as_deref().map(dump::dumps).unwrap_or_default(),
+        takeover: below.as_deref().and_then(takeover::read),
         state,
         broker: broker.running,
         died: broker.died,

@@ -11,7 +11,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::{Answer, Progress, Refusal};
-use crate::api::Uninstall;
+use crate::api::{Takeover, Uninstall};
 
 /// One piece of work in the host's namespaces. Every one can be killed at any instruction and given again.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
@@ -36,6 +36,10 @@ pub enum Order {
     Stop(StopOrder),
     /// Run `<prefix>/envs/<digest>/bin/flux` to its end, as the broker's user. → [`Answer::Ran`]
     Flux(FluxOrder),
+    /// Lead: have a dump of the running instance made and kept. → [`Answer::Dumped`]
+    Dump(DumpOrder),
+    /// Prepare this host to lead: a statedir out of a dump, and the word for the planner. → [`Answer::Done`]
+    Takeover(TakeoverOrder),
     /// Take off everything that `state.json` says we did. → [`Answer::Done`]
     Remove(RemoveOrder),
 }
@@ -202,6 +206,34 @@ pub struct FluxOrder {
     pub run_as: String,
     /// Killed after so many seconds.
     pub timeout_secs: u64,
+}
+
+/// See [`Order::Dump`].
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct DumpOrder {
+    /// From preflight.
+    pub prefix: PathBuf,
+    /// Environment to take `bin/flux` from.
+    pub digest: String,
+    /// The instance that runs: the dump says whose it is.
+    pub instance_id: String,
+    /// The broker's user.
+    pub run_as: String,
+}
+
+/// See [`Order::Takeover`].
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct TakeoverOrder {
+    /// From preflight.
+    pub prefix: PathBuf,
+    /// The broker's user, whose the statedir is.
+    pub run_as: String,
+    /// The dump, a path on the host; with it the statedir is made, without it the planner's roster begins an empty one.
+    pub dump: Option<PathBuf>,
+    /// The dump need not say of which instance it is.
+    pub unnamed: bool,
+    /// The word.
+    pub takeover: Takeover,
 }
 
 /// See [`Order::Remove`].

@@ -93,7 +93,7 @@ fn remove_prefix(root: &Root, state: &HostState, keep_state: bool) -> Result<(),
         Err(error) => return Err(Refusal::io("read", &prefix, &error)),
     };
     for path in entries {
-        if !(last.contains(&path) || (keep_state && statedir::is_statedir(&path))) {
+        if !(last.contains(&path) || (keep_state && statedir::is_kept(&path))) {
             remove_all(&path)?;
         }
     }

@@ -10,12 +10,12 @@ use std::{
 use nix::sys::stat::{Mode, umask};
 
 use super::{
-    Answer, Order, Progress, Refusal, RemoveOrder, Reply, Root, StopOrder, claim, configure, flux,
+    Answer, Order, Progress, Refusal, RemoveOrder, Reply, Root, StopOrder, claim, configure, dump, flux,
     launch::{self, BrokerView},
     lock::{HostLock, WAIT},
     observe, preflight, remove,
     remove::Brokers,
-    state,
+    state, takeover,
 };
 use crate::packages;
 
@@ -115,6 +115,8 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
             observed()
         }
         Order::Flux(order) => flux(root, &order).map(Answer::Ran),
+        Order::Dump(order) => dump::dump(root, &order).map(Answer::Dumped),
+        Order::Takeover(order) => takeover(root, &brokers, &order).map(|()| Answer::Done),
         Order::Remove(order) => remove_outside_the_pod(root, &order).map(|()| Answer::Done),
     }
 }

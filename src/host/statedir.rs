@@ -11,12 +11,17 @@ use nix::libc::O_NOFOLLOW;
 
 use super::{
     Refusal, StateDir,
+    dump::DUMPS,
     files::{Owner, make_dir, remove_all_if_there, sync_parent, write_atomic},
 };
 
 /// Name below the prefix.
 pub const STATEDIR: &str = "state";
 const ID: &str = "instance-id";
+/// Of a statedir that was made from a dump: the dump.
+const RECOVERED: &str = "recovered.tgz";
+/// Where flux-core's content-sqlite keeps everything.
+const CONTENT: &str = "content.sqlite";
 
 /// Sees to it that `<prefix>/state` is the instance's, and the broker user's. `prefix` is as this process sees it.
 ///
@@ -37,25 +42,58 @@ pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refu
         };
         return Err(Refusal::new(format!(
             "the statedir of instance {} is gone from this host ({} should be it, {instead}), and with it the queue: \
-             put it back or set spec.lead to the node that has it to recover, or delete the FluxInstance to reset",
+             put it back; or run `flux-distribute recover --lead NODE --from DUMP` in the pod of the node that shall lead; \
+             or give the queue up with `flux-distribute reset --lead NODE`",
             order.instance_id,
             dir.display()
         )));
     }
-    if there {
-        let aside = free_name(prefix, found.as_deref().unwrap_or("unnamed"));
-        fs::rename(&dir, &aside).map_err(|error| Refusal::io("move aside", &dir, &error))?;
-    }
-    make(prefix, &dir, &order.instance_id, owner)
+    make(prefix, &order.instance_id, owner, |_| Ok(()))
 }
 
-/// Made whole under another name, so that a statedir without id is never ours.
-fn make(prefix: &Path, dir: &Path, id: &str, owner: Owner) -> Result<(), Refusal> {
-    let new = prefix.join(format!(".{STATEDIR}.new"));
-    remove_all_if_there(&new).map_err(|error| Refusal::io("remove", &new, &error))?;
+/// Makes a statedir that the broker fills from a dump when it starts: with `content.restore=auto` its rc1 restores what
+/// `dump/RESTORE` points to, and removes the link when that is done. `read_dump` writes the dump to the path it is given.
+///
+/// # Errors
+/// Those of `read_dump`; what is there stays then.
+pub fn prepare_from_dump(
+    prefix: &Path,
+    instance_id: &str,
+    owner: Owner,
+    read_dump: impl FnOnce(&Path) -> Result<(), Refusal>,
+) -> Result<(), Refusal> {
+    make(prefix, instance_id, owner, |new| {
+        let dumps = new.join("dump");
+        make_dir(&dumps, 0o700, owner)?;
+        let file = dumps.join(RECOVERED);
+        read_dump(&file)?;
+        let link = dumps.join("RESTORE");
+        let made = || -> io::Result<()> {
+            std::os::unix::fs::chown(&file, Some(owner.uid), Some(owner.gid))?;
+            std::os::unix::fs::symlink(RECOVERED, &link)?;
+            std::os::unix::fs::lchown(&link, Some(owner.uid), Some(owner.gid))?;
+            sync_parent(&link)
+        };
+        made().map_err(|error| Refusal::io("make", &link, &error))
+    })
+}
+
+/// Made whole under another name, so that a statedir without id is never ours. One that is there is moved aside.
+fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Result<(), Refusal>) -> Result<(), Refusal> {
+    let (dir, new) = (prefix.join(STATEDIR), prefix.join(format!(".{STATEDIR}.new")));
+    let remove = |path: &Path| remove_all_if_there(path).map_err(|error| Refusal::io("remove", path, &error));
+    remove(&new)?;
     make_dir(&new, 0o700, owner)?;
+    fill(&new).inspect_err(|_| drop(remove_all_if_there(&new)))?;
     write_atomic(&new.join(ID), format!("{id}\n").as_bytes(), 0o644, owner)?;
-    fs::rename(&new, dir).and_then(|()| sync_parent(dir)).map_err(|error| Refusal::io("make", dir, &error))
+    // What was made from a dump and never used: the dump is there still.
+    if dir.join("dump").join(RECOVERED).is_file() && !dir.join(CONTENT).exists() {
+        remove(&dir)?;
+    } else if fs::symlink_metadata(&dir).is_ok() {
+        let aside = free_name(prefix, read_id(&dir).as_deref().unwrap_or("unnamed"));
+        fs::rename(&dir, &aside).map_err(|error| Refusal::io("move aside", &dir, &error))?;
+    }
+    fs::rename(&new, &dir).and_then(|()| sync_parent(&dir)).map_err(|error| Refusal::io("make", &dir, &error))
 }
 
 fn read_id(dir: &Path) -> Option<String> {
@@ -77,10 +115,11 @@ fn free_name(prefix: &Path, id: &str) -> PathBuf {
     (0..).map(name).find(|path| fs::symlink_metadata(path).is_err()).unwrap_or_else(|| name(0))
 }
 
-/// True for `state`, and for `state.<id>` that was moved aside.
-pub fn is_statedir(path: &Path) -> bool {
+/// What a removal keeps where it is told to keep the queue: `state`, `state.<id>` that was moved aside, and dumps.
+pub fn is_kept(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    (name == STATEDIR || name.starts_with("state.")) && path.is_dir() && path.join(ID).is_file()
+    (name == DUMPS && path.is_dir())
+        || ((name == STATEDIR || name.starts_with("state.")) && path.is_dir() && path.join(ID).is_file())
 }
 
 /// The top is changed last: its owner tells whether a change was finished.

@@ -2,7 +2,7 @@
 //!
 //! Invariants, whatever is observed: no rank has two members and no member two ranks; a member's rank changes only where its
 //! broker is out of the overlay and its parent's rank can't come back; resources never shrink; the lead never changes once
-//! the instance was online.
+//! the instance was online, unless an administrator says so ([`takeover`]).
 
 mod drain;
 pub(super) mod epoch;
@@ -10,6 +10,9 @@ pub(super) mod epoch;
 mod epoch_tests;
 mod first;
 mod join;
+pub mod takeover;
+#[cfg(test)]
+mod takeover_tests;
 #[cfg(test)]
 pub(crate) mod tests;
 
@@ -145,7 +148,7 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
         }
     }
     if roster.established
-        && let Some(next) = epoch::advance(seen, roster)
+        && let Some(next) = takeover::advance(seen, roster).or_else(|| epoch::advance(seen, roster))
     {
         return Decision::Write(Box::new(next));
     }

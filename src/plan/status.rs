@@ -10,7 +10,7 @@ use super::roster::{
     epoch::{Restart, restart},
     holds, is_online,
 };
-use crate::api::{FluxInstanceStatus, InstancePhase, Roster};
+use crate::api::{FluxInstanceStatus, InstancePhase, KeptDump, Roster};
 
 /// Why the planner can't go on, for the status and an Event.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,6 +48,7 @@ pub fn status(
         if roster.established {
             next.instance_id = Some(roster.instance_id.clone());
         }
+        next.dump = newest_dump(seen);
     }
     if roster.is_none() {
         next.online = 0;
@@ -98,6 +99,13 @@ pub fn status(
         Restart::Now { difference, .. } => set("RestartPending", true, "Begins", difference),
     }
     next
+}
+
+/// Each node tells the newest that it has of this instance.
+fn newest_dump(seen: &Observed) -> Option<KeptDump> {
+    let dumps = seen.reports.iter().filter_map(|(node, report)| Some((node, report.dump.as_ref()?)));
+    let (node, dump) = dumps.max_by_key(|(_, dump)| dump.time.0)?;
+    Some(KeptDump { node: node.clone(), dump: dump.clone() })
 }
 
 /// Since when a condition is true, in seconds since the Unix epoch.

@@ -17,3 +17,4 @@ mod flux;
 mod lifecycle;
 mod pod;
 mod support;
+mod takeover;

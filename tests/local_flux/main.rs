@@ -12,6 +12,7 @@ mod loss;
 mod peers;
 mod removal;
 mod sources;
+mod state;
 #[path = "../support/traces.rs"]
 mod traces;
 mod trees;

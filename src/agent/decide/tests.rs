@@ -206,10 +206,21 @@ fn a_running_broker_is_left_alone_whatever_else_changes() {
 fn a_broker_that_lost_its_rank_is_stopped_first() {
     let mut world = World::new();
     world.host.broker = Some(broker(3, 1));
-    assert!(matches!(world.decide(), Step::Stop { reason } if reason.contains("rank 3 is no longer")));
+    assert!(matches!(world.decide(), Step::Stop { reason, .. } if reason.contains("rank 3 is no longer")));
     world.host.broker = Some(broker(1, 1));
     world.roster.as_mut().unwrap().epoch = 2;
     assert!(matches!(world.decide(), Step::Stop { .. }));
+}
+
+#[test]
+fn jobs_are_waited_for_unless_their_queue_is_another_ones_now() {
+    for (begun_by_takeover, now, lost) in [(0, 2, false), (2, 2, true), (2, 3, true), (1, 3, false)] {
+        let mut world = World::new();
+        world.host.broker = Some(broker(1, 1));
+        let roster = world.roster.as_mut().unwrap();
+        (roster.jobs_lost_before, roster.epoch) = (begun_by_takeover, now);
+        assert!(matches!(world.decide(), Step::Stop { jobs_lost, .. } if jobs_lost == lost));
+    }
 }
 
 #[test]

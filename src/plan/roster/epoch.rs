@@ -135,7 +135,7 @@ fn lead(roster: &Roster) -> Option<&Member> {
 
 /// The roster of the epoch after `roster`'s: every member keeps its rank where there is room, under its node's own name and
 /// with what it has now; the statedir, and so the lead, stays.
-fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettings) -> Option<Roster> {
+pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettings) -> Option<Roster> {
     let size = seen.spec.size.unwrap_or(u32::MAX).min(settings.max_size);
     let revision = roster.revision + 1;
     let members = roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?, entry)));

@@ -74,6 +74,7 @@ fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Opt
         previous: None,
         refused: None,
         restart: seen.told.map(str::to_owned),
+        jobs_lost_before: 0,
         ranks: BTreeMap::new(),
     };
     for (rank, node) in (0..).zip(std::iter::once(&lead).chain(others).take(limit)) {

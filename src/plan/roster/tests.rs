@@ -34,6 +34,7 @@ pub(crate) fn roster(max_size: u32, nodes: &[(&str, u32)]) -> Roster {
         previous: None,
         refused: None,
         restart: None,
+        jobs_lost_before: 0,
         ranks: ranks.collect(),
     }
 }

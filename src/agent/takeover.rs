@@ -1,0 +1,344 @@
+//! The commands `recover` and `reset`: an administrator's word that this node shall lead. They prepare the host and leave the
+//! word there; the agent reports it, the planner acts on it. Killed anywhere, they are run again.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, OpenOptions},
+    io::{self, Write},
+    os::unix::fs::{OpenOptionsExt, PermissionsExt},
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use k8s_openapi::{api::core::v1::Node, jiff::Timestamp};
+use kube::{Api, Client, ResourceExt, api::ListParams};
+use tokio::time::sleep;
+
+use super::{AgentError, client, live, published::read_roster};
+use crate::{
+    api::{
+        FluxInstance, FluxInstanceSpec, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, NAMESPACE, Roster,
+        Takeover,
+    },
+    broker::status::instance as ask_instance,
+    host::{
+        Answer, Host, HostError, NsHost, Order, TakeoverOrder,
+        dump::DUMPS,
+        files::{host_path, make_dirs_in_host_root, remove_if_there},
+    },
+    plan::{
+        eligibility::NodeView,
+        roster::{Observed, is_online, takeover::refusal},
+    },
+    planner::{PlannerError, call},
+};
+
+/// A lead that is to come up restores its whole queue first.
+const PATIENCE: Duration = Duration::from_secs(300);
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// A dump from stdin, until it is a statedir. Named so that whoever makes the next dump removes what was left.
+const INCOMING: &str = ".incoming.new";
+
+/// See the command.
+#[derive(clap::Args, Debug, Clone)]
+pub struct RecoverArguments {
+    /// The node that shall lead: the one in whose pod this is run
+    #[arg(long, value_name = "NODE")]
+    lead: String,
+    /// A dump as `flux-distribute dump` makes it: a file on the host, or - for stdin
+    #[arg(long, value_name = "FILE")]
+    from: PathBuf,
+    /// Take a dump that does not say of which instance it is
+    #[arg(long)]
+    unnamed: bool,
+    /// The lead's machine is off, whatever other brokers still believe
+    #[arg(long)]
+    force: bool,
+    /// Name of the Node this runs on
+    #[arg(long, env = "NODE_NAME", hide = true)]
+    node_name: String,
+}
+
+/// See the command.
+#[derive(clap::Args, Debug, Clone)]
+pub struct ResetArguments {
+    /// The node that shall lead: the one in whose pod this is run
+    #[arg(long, value_name = "NODE")]
+    lead: String,
+    /// Yes, give up all pending and finished jobs
+    #[arg(long)]
+    yes: bool,
+    /// Cancel running jobs
+    #[arg(long)]
+    force: bool,
+    /// Name of the Node this runs on
+    #[arg(long, env = "NODE_NAME", hide = true)]
+    node_name: String,
+}
+
+/// Why nobody takes over.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TakeoverError {
+    /// It would be wrong, in one sentence; nothing was changed.
+    #[error("{0}")]
+    Refused(String),
+    /// The host.
+    #[error(transparent)]
+    Host(#[from] HostError),
+    /// The API server.
+    #[error(transparent)]
+    Agent(#[from] AgentError),
+    /// stdin can't be read, or not written to the host.
+    #[error("can't keep the dump from stdin on the host")]
+    Incoming(#[source] io::Error),
+    /// It was said, and the lead is not online.
+    #[error("node {lead} shall lead, and is not online yet: {why}")]
+    Late {
+        /// The node.
+        lead: String,
+        /// What the planner or the node says.
+        why: String,
+    },
+}
+
+impl From<PlannerError> for TakeoverError {
+    fn from(error: PlannerError) -> Self {
+        Self::Agent(error.into())
+    }
+}
+
+impl TakeoverError {
+    /// 2 where the command has to be another one, 1 for all else.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Refused(_) => 2,
+            Self::Host(HostError::Refused(refusal)) if !refusal.transient => 2,
+            _ => 1,
+        }
+    }
+}
+
+/// Brings the instance up with this node as lead, and the queue of a dump.
+///
+/// # Errors
+/// See [`TakeoverError`].
+pub async fn recover(arguments: RecoverArguments) -> Result<ExitCode, TakeoverError> {
+    let RecoverArguments { lead, from, unnamed, force, node_name } = arguments;
+    is_here(&lead, &node_name)?;
+    let client = client().await?;
+    let seen = Seen::read(&client).await?;
+    seen.check(&lead, false, force)?;
+    let host = NsHost::open()?;
+    let prefix = prefix(&host).await?;
+    let incoming = prefix.join(DUMPS).join(INCOMING);
+    let is_stdin = from == Path::new("-");
+    if is_stdin {
+        receive(&prefix.join(DUMPS)).map_err(TakeoverError::Incoming)?;
+    }
+    let named = if is_stdin { "stdin".to_owned() } else { from.display().to_string() };
+    let takeover = Takeover { dump: Some(named), force, ..seen.takeover() };
+    let dump = Some(if is_stdin { incoming } else { from });
+    let run_as = seen.roster.settings.run_as.clone();
+    let order = TakeoverOrder { prefix: prefix.clone(), run_as, dump, unnamed, takeover };
+    let said = host.run(Order::Takeover(order), &mut |_| {}).await;
+    if is_stdin {
+        forget_incoming(&prefix.join(DUMPS));
+    }
+    said?;
+    say(&format!("{lead} has the queue of instance {}; waiting for it to lead", seen.roster.instance_id));
+    wait(&client, &seen.roster, &lead, false).await
+}
+
+/// Begins an empty queue, with this node as lead.
+///
+/// # Errors
+/// See [`TakeoverError`].
+pub async fn reset(arguments: ResetArguments) -> Result<ExitCode, TakeoverError> {
+    let ResetArguments { lead, yes, force, node_name } = arguments;
+    is_here(&lead, &node_name)?;
+    let client = client().await?;
+    let seen = Seen::read(&client).await?;
+    seen.check(&lead, true, force)?;
+    if !yes {
+        let id = &seen.roster.instance_id;
+        let words =
+            format!("this gives up all jobs of instance {id}, pending and finished ones: add --yes if you mean it");
+        return Err(TakeoverError::Refused(words));
+    }
+    if !force && jobs_run().await {
+        return Err(TakeoverError::Refused("jobs run: wait until they have ended, or add --force".to_owned()));
+    }
+    let host = NsHost::open()?;
+    let new_instance_id = Some(uuid::Uuid::new_v4().to_string());
+    let takeover = Takeover { new_instance_id, force, ..seen.takeover() };
+    let run_as = seen.roster.settings.run_as.clone();
+    let order = TakeoverOrder { prefix: prefix(&host).await?, run_as, dump: None, unnamed: false, takeover };
+    host.run(Order::Takeover(order), &mut |_| {}).await?;
+    say(&format!("instance {} is given up; waiting for {lead} to lead an empty one", seen.roster.instance_id));
+    wait(&client, &seen.roster, &lead, true).await
+}
+
+/// By the word of the lead's broker, where there is one: its agent's is seconds old.
+async fn jobs_run() -> bool {
+    let Ok(broker) = live::connect().await else { return false };
+    ask_instance(&broker).await.is_ok_and(|instance| instance.allocated.cores > 0)
+}
+
+/// What is prepared is prepared on the host that this runs on.
+fn is_here(lead: &str, node_name: &str) -> Result<(), TakeoverError> {
+    if lead == node_name {
+        return Ok(());
+    }
+    Err(TakeoverError::Refused(format!(
+        "this is node {node_name}: run it in the pod of node {lead} (kubectl -n {NAMESPACE} get pods -o wide)"
+    )))
+}
+
+/// What the planner would decide by.
+struct Seen {
+    uid: String,
+    spec: FluxInstanceSpec,
+    status: FluxInstanceStatus,
+    nodes: Vec<NodeView>,
+    reports: BTreeMap<String, FluxNodeStatus>,
+    roster: Roster,
+}
+
+impl Seen {
+    async fn read(client: &Client) -> Result<Self, TakeoverError> {
+        let all = ListParams::default();
+        let instances = Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE);
+        let instance = call("get FluxInstance flux", instances.get_opt(INSTANCE)).await?;
+        let instance =
+            instance.ok_or_else(|| TakeoverError::Refused(format!("there is no FluxInstance {INSTANCE}")))?;
+        let uid = instance.uid().unwrap_or_default();
+        let roster = read_roster(client).await?.filter(|roster| roster.instance_uid == uid).ok_or_else(|| {
+            TakeoverError::Refused(
+                "there is no roster, so it isn't known what there was; wait for the planner".to_owned(),
+            )
+        })?;
+        let nodes = Api::<Node>::all(client.clone());
+        let flux_nodes = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
+        let nodes = call("list Nodes", nodes.list(&all)).await?;
+        let flux_nodes = call("list FluxNodes", flux_nodes.list(&all)).await?;
+        let reports = flux_nodes.items.into_iter().map(|node| (node.name_any(), node.status.unwrap_or_default()));
+        Ok(Self {
+            uid,
+            spec: instance.spec,
+            status: instance.status.unwrap_or_default(),
+            nodes: nodes.items.iter().map(NodeView::from).collect(),
+            reports: reports.collect(),
+            roster,
+        })
+    }
+
+    fn observed(&self) -> Observed<'_> {
+        Observed {
+            instance_uid: &self.uid,
+            spec: &self.spec,
+            status: &self.status,
+            nodes: &self.nodes,
+            reports: &self.reports,
+            roster: Some(&self.roster),
+            digest: None,
+            certificate: None,
+            now: Timestamp::now().as_second(),
+            waited: Duration::ZERO,
+            told: None,
+            fresh_id: "",
+        }
+    }
+
+    fn check(&self, lead: &str, empty: bool, force: bool) -> Result<(), TakeoverError> {
+        match refusal(&self.observed(), &self.roster, lead, empty, force) {
+            Some(reason) => Err(TakeoverError::Refused(reason)),
+            None => Ok(()),
+        }
+    }
+
+    fn takeover(&self) -> Takeover {
+        Takeover {
+            instance_id: self.roster.instance_id.clone(),
+            epoch: self.roster.epoch,
+            at: Timestamp::now().as_second(),
+            dump: None,
+            new_instance_id: None,
+            force: false,
+        }
+    }
+}
+
+async fn prefix(host: &NsHost) -> Result<PathBuf, TakeoverError> {
+    match host.run(Order::Observe, &mut |_| {}).await? {
+        Answer::Observed(view) => view.state.map(|state| state.prefix).ok_or_else(|| {
+            TakeoverError::Refused("nothing is installed on this node yet; its FluxNode says why".to_owned())
+        }),
+        other => Err(TakeoverError::Refused(format!("the host stage gave another answer: {other:?}"))),
+    }
+}
+
+/// In a directory that nobody but root can read.
+fn receive(dir: &Path) -> io::Result<()> {
+    let opened = make_dirs_in_host_root(dir)?;
+    let dir = host_path(&opened);
+    fs::set_permissions(&dir, fs::Permissions::from_mode(0o700))?;
+    let path = dir.join(INCOMING);
+    remove_if_there(&path)?;
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
+    let copied = io::copy(&mut io::stdin().lock(), &mut file);
+    copied.map(drop).inspect_err(|_| drop(remove_if_there(&path)))
+}
+
+fn forget_incoming(dir: &Path) {
+    if let Ok(dir) = make_dirs_in_host_root(dir) {
+        let _ = remove_if_there(&host_path(&dir).join(INCOMING));
+    }
+}
+
+/// Until `lead` is online as the lead of an epoch that `before` did not know, or leads again.
+async fn wait(client: &Client, before: &Roster, lead: &str, empty: bool) -> Result<ExitCode, TakeoverError> {
+    let (begin, mut told) = (Instant::now(), String::new());
+    loop {
+        let why = match Seen::read(client).await {
+            Ok(seen) => match standing(&seen, before, lead, empty) {
+                Ok(()) => {
+                    let Roster { instance_id, epoch, .. } = &seen.roster;
+                    say(&format!("{lead} leads instance {instance_id} in epoch {epoch}"));
+                    return Ok(ExitCode::SUCCESS);
+                }
+                Err(why) => why,
+            },
+            Err(error) => crate::error_chain(&error),
+        };
+        if begin.elapsed() >= PATIENCE {
+            return Err(TakeoverError::Late { lead: lead.to_owned(), why });
+        }
+        if why != told {
+            say(&why);
+            told = why;
+        }
+        sleep(LOOK_EVERY).await;
+    }
+}
+
+/// What is missing.
+fn standing(seen: &Seen, before: &Roster, lead: &str, empty: bool) -> Result<(), String> {
+    let roster = &seen.roster;
+    let holder = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref()).map(|member| member.node.as_str());
+    let begun = if empty { roster.instance_id != before.instance_id } else { holder == Some(lead) };
+    if !begun {
+        let refused = refusal(&seen.observed(), roster, lead, empty, false);
+        return Err(refused.unwrap_or_else(|| "waiting for the planner".to_owned()));
+    }
+    if holder.is_some_and(|holder| holder == lead) && is_online(&seen.observed(), roster, 0) {
+        return Ok(());
+    }
+    let words = seen.reports.get(lead).and_then(|report| report.message.clone());
+    Err(words.unwrap_or_else(|| format!("epoch {}: waiting for the broker", roster.epoch)))
+}
+
+fn say(text: &str) {
+    let _ = writeln!(io::stdout(), "{text}");
+}

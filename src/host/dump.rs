@@ -1,0 +1,227 @@
+//! Dumps of the running instance's KVS (flux-dump(1)), kept on the lead's host. They hold the jobs of all users, so nobody
+//! but root reads them, whoever owns the brokers.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+    process::Child,
+    sync::mpsc::{RecvTimeoutError, Sender, channel},
+    thread,
+    time::Duration,
+};
+
+use flate2::{Compression, write::GzEncoder};
+use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
+use nix::{
+    sys::signal::{Signal, killpg},
+    unistd::Pid,
+};
+
+use super::{
+    DumpOrder, Dumped, FluxOrder, Refusal, Root,
+    files::{Owner, aside, make_dir, remove_if_there, sync_parent},
+    flux::{self, Kept},
+    lock::{self, HostLock, WAIT},
+    state,
+};
+use crate::api::Dump;
+
+/// Name below the prefix.
+pub const DUMPS: &str = "dump";
+/// The key in the KVS that says of which instance a dump is.
+pub const ID_KEY: &str = "flux-distribute.instance-id";
+/// So many of one instance are kept.
+const KEEP: usize = 5;
+/// One at a time.
+const LOCK: &str = ".lock";
+/// A dump that takes longer hangs.
+const LONGEST: Duration = Duration::from_secs(3600);
+const KEY_TIMEOUT_SECS: u64 = 60;
+const FORMAT: &str = "%Y%m%dT%H%M%SZ";
+const SUFFIX: &str = ".tgz";
+
+/// Has the broker's KVS dumped into a file of its own under the prefix: written aside and renamed. Older ones are removed.
+///
+/// # Errors
+/// Where `flux` fails, or the disk is full; then nothing is left of it.
+pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
+    let dir = root.path(&order.prefix).join(DUMPS);
+    let _one = {
+        // A removal at the same time finds either no directory yet, or all that is in it.
+        let _lock = HostLock::take(root, &order.prefix, WAIT)?;
+        if state::load(root, &order.prefix)?.is_none() {
+            return Err(Refusal::new(format!("{} is not claimed", order.prefix.display())));
+        }
+        make_dir(&dir, 0o700, Owner::ROOT)?;
+        lock::take(&dir.join(LOCK), Duration::ZERO).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => Refusal::transient("another dump is being made on this host"),
+            _ => Refusal::io("lock", &dir, &error),
+        })?
+    };
+    remove_leavings(&dir);
+    // Before the dump begins: what is younger is not in it.
+    let time = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();
+    name_instance(root, order)?;
+    let path = dir.join(format!("{}-{}{SUFFIX}", order.instance_id, time.strftime(FORMAT)));
+    let new = aside(&path);
+    let made = write(root, order, &new).and_then(|warnings| {
+        let failed = |error: io::Error| Refusal::io("keep", &path, &error);
+        fs::rename(&new, &path).and_then(|()| sync_parent(&path)).map_err(failed)?;
+        Ok((fs::metadata(&path).map_err(failed)?.len(), warnings))
+    });
+    let (bytes, warnings) = made.inspect_err(|_| drop(remove_if_there(&new)))?;
+    prune(&dir, &order.instance_id);
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok(Dumped { path: root.unpath(&path), dump: Dump { name, time: Time(time), bytes }, warnings })
+}
+
+/// Dumps that are kept below `prefix`, as this process sees it, oldest first.
+pub fn dumps(prefix: &Path) -> Vec<Dump> {
+    let mut found: Vec<Dump> = files(&prefix.join(DUMPS)).filter_map(|path| named(&path)).collect();
+    found.sort_by(|a, b| (a.time.0, &a.name).cmp(&(b.time.0, &b.name)));
+    found
+}
+
+/// The dump is of this instance, by its name.
+pub fn is_of(dump: &Dump, instance_id: &str) -> bool {
+    dump.name.rsplit_once('-').is_some_and(|(id, _)| id == instance_id)
+}
+
+fn files(dir: &Path) -> impl Iterator<Item = PathBuf> {
+    fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path())
+}
+
+fn named(path: &Path) -> Option<Dump> {
+    let name = path.file_name()?.to_str()?.to_owned();
+    let (_, time) = name.strip_suffix(SUFFIX)?.rsplit_once('-')?;
+    let time = k8s_openapi::jiff::civil::DateTime::strptime(FORMAT, time).ok()?;
+    let time = time.to_zoned(k8s_openapi::jiff::tz::TimeZone::UTC).ok()?.timestamp();
+    let metadata = fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file)?;
+    Some(Dump { name, time: Time(time), bytes: metadata.len() })
+}
+
+/// What killed dumps have left; nobody else is at it while the lock is held.
+fn remove_leavings(dir: &Path) {
+    let is_aside = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "new");
+    files(dir).filter(is_aside).for_each(|path| drop(remove_if_there(&path)));
+}
+
+fn prune(dir: &Path, instance_id: &str) {
+    let own: Vec<_> = dumps(dir.parent().unwrap_or(dir)).into_iter().filter(|dump| is_of(dump, instance_id)).collect();
+    for dump in own.iter().rev().skip(KEEP) {
+        let _ = remove_if_there(&dir.join(&dump.name));
+    }
+}
+
+/// In the KVS, and so in every dump from here on, also in those that Flux itself makes when it stops.
+fn name_instance(root: &Root, order: &DumpOrder) -> Result<(), Refusal> {
+    let pair = format!("{ID_KEY}={}", order.instance_id);
+    let ran = flux::flux(
+        root,
+        &FluxOrder {
+            prefix: order.prefix.clone(),
+            digest: order.digest.clone(),
+            args: ["kvs", "put", "--raw", &pair].map(str::to_owned).into(),
+            run_as: order.run_as.clone(),
+            timeout_secs: KEY_TIMEOUT_SECS,
+        },
+    )?;
+    if ran.code == 0 { Ok(()) } else { Err(failed("kvs put", &ran.stderr)) }
+}
+
+/// Through our own hands: flux runs as the brokers' owner, and the file is not his.
+fn write(root: &Root, order: &DumpOrder, path: &Path) -> Result<String, Refusal> {
+    let cant_write = |error: io::Error| Refusal::io("write", path, &error);
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(cant_write)?;
+    // As flux-core's own etc/kvs-backup.cron: what a full disk has damaged before must not keep all else from being saved.
+    let args = ["dump", "--quiet", "--ignore-failed-read", "-"].map(str::to_owned);
+    let mut child = flux::spawn(root, &order.prefix, &order.digest, &args, &order.run_as)?;
+    let stderr = Kept::of(child.stderr.take());
+    let ended = watch(&child, LONGEST);
+    let copied = compress(&mut child, file);
+    if copied.is_err() {
+        kill(&child);
+    }
+    let status = child.wait().map_err(cant_write)?;
+    drop(ended);
+    copied.map_err(cant_write)?;
+    let said = stderr.text();
+    if status.success() { Ok(said.trim().to_owned()) } else { Err(failed("dump", &said)) }
+}
+
+fn compress(child: &mut Child, file: File) -> io::Result<()> {
+    let mut encoder = GzEncoder::new(file, Compression::fast());
+    if let Some(stdout) = &mut child.stdout {
+        io::copy(stdout, &mut encoder)?;
+    }
+    encoder.finish()?.sync_all()
+}
+
+/// Kills `child` after so long, unless what is returned is dropped before.
+fn watch(child: &Child, longest: Duration) -> Sender<()> {
+    let (sender, ended) = channel();
+    let pid = child.id();
+    thread::spawn(move || {
+        if ended.recv_timeout(longest) == Err(RecvTimeoutError::Timeout) {
+            kill_group(pid);
+        }
+    });
+    sender
+}
+
+fn kill(child: &Child) {
+    kill_group(child.id());
+}
+
+fn kill_group(pid: u32) {
+    if let Ok(pid) = i32::try_from(pid) {
+        let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
+    }
+}
+
+fn failed(command: &str, said: &str) -> Refusal {
+    let last = said.trim().lines().last().unwrap_or("it said nothing");
+    Refusal::transient(format!("flux {command} failed: {last}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dump_tells_its_instance_and_its_time_by_its_name() {
+        let prefix = tempfile::tempdir().unwrap();
+        let dir = prefix.path().join(DUMPS);
+        fs::create_dir(&dir).unwrap();
+        let names = [
+            "4f-1-20261120T222003Z.tgz",
+            "4f-1-20261120T212003Z.tgz",
+            "4f-20261120T202003Z.tgz",
+            ".4f-1-20261120T232003Z.tgz.new",
+            "4f-1-yesterday.tgz",
+            ".lock",
+        ];
+        names.iter().for_each(|name| fs::write(dir.join(name), "dump").unwrap());
+        let found = dumps(prefix.path());
+        let order: Vec<_> = found.iter().map(|dump| dump.name.as_str()).collect();
+        assert_eq!(order, [names[2], names[1], names[0]]);
+        assert_eq!(found[2].time.0.to_string(), "2026-11-20T22:20:03Z");
+        assert_eq!(found.iter().map(|dump| is_of(dump, "4f-1")).collect::<Vec<_>>(), [false, true, true]);
+        assert!(is_of(&found[0], "4f") && !is_of(&found[1], "4f"));
+    }
+
+    #[test]
+    fn so_many_are_kept_and_those_of_other_instances_too() {
+        let prefix = tempfile::tempdir().unwrap();
+        let dir = prefix.path().join(DUMPS);
+        fs::create_dir(&dir).unwrap();
+        fs::write(dir.join("other-20200101T000000Z.tgz"), "").unwrap();
+        (0..KEEP + 2).for_each(|n| fs::write(dir.join(format!("id-20261120T22200{n}Z.tgz")), "").unwrap());
+        prune(&dir, "id");
+        let left: Vec<_> = dumps(prefix.path()).into_iter().map(|dump| dump.name).collect();
+        assert_eq!(left.len(), KEEP + 1);
+        assert_eq!((left[0].as_str(), left[1].as_str()), ("other-20200101T000000Z.tgz", "id-20261120T222002Z.tgz"));
+    }
+}

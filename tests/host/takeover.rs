@@ -1,0 +1,162 @@
+//! A host is prepared to lead.
+
+use std::{
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+};
+
+use flate2::{Compression, write::GzEncoder};
+use flux_distribute::{
+    api::Takeover,
+    host::{LaunchRecord, Refusal, RunningBroker, StateDir, TakeoverOrder, observe, takeover},
+};
+
+use crate::support::*;
+
+const DUMP: &str = "/root/dump.tgz";
+
+fn dump(host: &TestHost, instance_id: &str) -> Vec<u8> {
+    let mut builder = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
+    for (path, content) in [("flux-distribute/instance-id", instance_id), ("resource/R", "{}")] {
+        let mut header = tar::Header::new_ustar();
+        header.set_size(content.len() as u64);
+        builder.append_data(&mut header, path, content.as_bytes()).unwrap();
+    }
+    let bytes = builder.into_inner().unwrap().finish().unwrap();
+    host.write(DUMP, "");
+    fs::File::create(host.at(DUMP)).unwrap().write_all(&bytes).unwrap();
+    bytes
+}
+
+fn order(from: Option<&str>) -> TakeoverOrder {
+    let word = Takeover {
+        instance_id: "id-1".into(),
+        epoch: 3,
+        at: 1000,
+        dump: from.map(str::to_owned),
+        new_instance_id: from.is_none().then(|| "id-2".to_owned()),
+        force: false,
+    };
+    TakeoverOrder {
+        prefix: PREFIX.into(),
+        run_as: "flux".into(),
+        dump: from.map(Into::into),
+        unnamed: false,
+        takeover: word,
+    }
+}
+
+fn take_over(host: &TestHost, order: &TakeoverOrder) -> Result<(), Refusal> {
+    takeover(&host.root, &host.brokers, order)
+}
+
+fn word(host: &TestHost) -> Option<Takeover> {
+    observe(&host.root, &host.brokers).unwrap().takeover
+}
+
+/// All but the dump, which is no text.
+fn everything(host: &TestHost) -> Vec<PathBuf> {
+    let found = fs::read_dir(host.below("")).unwrap().chain(fs::read_dir(host.below("state")).unwrap());
+    let mut found: Vec<_> = found.map(|entry| entry.unwrap().path()).collect();
+    found.sort();
+    found
+}
+
+fn host() -> TestHost {
+    let host = TestHost::new();
+    host.claim().unwrap();
+    host.environment(DIGEST, None);
+    host
+}
+
+#[test]
+fn a_dump_becomes_the_statedir_that_a_lead_starts_with_and_an_older_one_stays_beside_it() {
+    need_root!();
+    let host = host();
+    let bytes = dump(&host, "id-1");
+    // A former lead's.
+    host.write(&format!("{PREFIX}/state/instance-id"), "id-1\n");
+    host.write(&format!("{PREFIX}/state/content.sqlite"), "old");
+    // Again and again: it is as after the first time.
+    for _ in 0..3 {
+        take_over(&host, &order(Some(DUMP))).unwrap();
+        assert_eq!(fs::read(host.below("state/dump/RESTORE")).unwrap(), bytes);
+        assert!(!host.below("state/content.sqlite").exists());
+        assert_eq!(fs::read_to_string(host.below("state.id-1/content.sqlite")).unwrap(), "old");
+        assert!(!host.below("state.id-1.1").exists());
+    }
+    assert_eq!(word(&host).unwrap().epoch, 3);
+    let mut configured = configure_order();
+    configured.statedir = Some(StateDir { instance_id: "id-1".into(), established: true });
+    host.configure(&configured).unwrap();
+    assert_eq!(fs::read(host.below("state/dump/RESTORE")).unwrap(), bytes);
+    // Used: from now on it is a queue like any other.
+    host.write(&format!("{PREFIX}/state/content.sqlite"), "newer");
+    take_over(&host, &order(Some(DUMP))).unwrap();
+    assert_eq!(fs::read_to_string(host.below("state.id-1.1/content.sqlite")).unwrap(), "newer");
+}
+
+#[test]
+fn a_takeover_that_is_refused_changes_nothing() {
+    need_root!();
+    let host = host();
+    host.write(&format!("{PREFIX}/state/instance-id"), "id-1\n");
+    let bytes = dump(&host, "id-9");
+    let record = LaunchRecord {
+        rank: 0,
+        broker_name: "node1".into(),
+        node_uid: String::new(),
+        instance_uid: String::new(),
+        instance_id: "id-1".into(),
+        epoch: 3,
+        digest: DIGEST.into(),
+        launch: String::new(),
+    };
+    let lead = RunningBroker { pid: 7, start_time: 7, systemd: false, record };
+    let before = everything(&host);
+    let refused = |from: &str, expected: &str| {
+        let refusal = take_over(&host, &order(Some(from))).unwrap_err();
+        assert!(refusal.message.contains(expected), "{refusal}");
+        assert_eq!(everything(&host), before);
+        assert_eq!(word(&host), None);
+    };
+    refused(DUMP, "is a dump of instance id-9, and the one that lacks its lead is id-1");
+    fs::write(host.at(DUMP), &bytes[..bytes.len() - 4]).unwrap();
+    refused(DUMP, "can't be read to its end");
+    refused("/root/nothing.tgz", "/root/nothing.tgz");
+    refused("/root", "is not a file");
+    host.brokers.running.replace(Some(lead));
+    refused(DUMP, "the lead's broker runs here as process 7");
+}
+
+#[test]
+fn an_empty_queue_needs_a_word_alone_and_the_host_is_cleaned_of_it() {
+    need_root!();
+    let host = TestHost::new();
+    let before = host.everything();
+    assert!(take_over(&host, &order(None)).unwrap_err().message.contains("is not claimed"));
+    host.claim().unwrap();
+    take_over(&host, &order(None)).unwrap();
+    assert_eq!(word(&host).unwrap().new_instance_id.as_deref(), Some("id-2"));
+    assert!(!host.below("state").exists());
+    host.remove(false).unwrap();
+    assert_eq!(host.everything(), before);
+}
+
+#[test]
+fn dumps_stay_where_the_queue_stays() {
+    need_root!();
+    let host = host();
+    for path in ["state/instance-id", "dump/id-1-20261120T222003Z.tgz"] {
+        host.write(&format!("{PREFIX}/{path}"), "id-1\n");
+    }
+    assert_eq!(observe(&host.root, &host.brokers).unwrap().dumps.len(), 1);
+    host.remove(true).unwrap();
+    assert!(host.below("dump/id-1-20261120T222003Z.tgz").exists() && host.below("state/instance-id").exists());
+    assert!(!host.below("etc").exists());
+    // And whoever comes next finds them.
+    host.claim().unwrap();
+    host.remove(false).unwrap();
+    assert!(!Path::new(&host.below("")).exists());
+}

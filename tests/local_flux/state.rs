@@ -1,0 +1,229 @@
+//! The queue: dumped, brought up again on another node, given up on purpose; and a host that is cleaned by hand.
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    process::{Output, Stdio},
+    time::Instant,
+};
+
+use flux_distribute::api::{FluxInstance, FluxNode};
+use kube::api::{Patch, PatchParams};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::json;
+
+use crate::harness::Cluster;
+
+const IMAGE: &str = "/var/lib/kubelet/flux-distribute-local";
+const PREFIX: &str = "opt/flux-distribute";
+
+/// As `kubectl exec` would run it in the pod of `node`.
+fn in_pod(cluster: &Cluster, node: &str, words: &[&str], stdin: Option<&fs::File>) -> Output {
+    let (kubeconfig, name) = (format!("KUBECONFIG={IMAGE}/kubeconfig"), format!("NODE_NAME={node}"));
+    let program = format!("{IMAGE}/flux-distribute");
+    let all = [&["exec", node, "--", "env", &kubeconfig, &name, &program], words].concat();
+    let stdin = stdin.map_or(Stdio::null(), |file| file.try_clone().unwrap().into());
+    cluster.command(&all).stdin(stdin).output().unwrap()
+}
+
+fn must(cluster: &Cluster, node: &str, words: &[&str]) -> String {
+    let output = in_pod(cluster, node, words, None);
+    let (said, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{words:?}: {said} {stderr}");
+    said.trim().to_owned()
+}
+
+/// It changes nothing, and says why.
+fn refused(cluster: &Cluster, node: &str, words: &[&str], expected: &str) {
+    let output = in_pod(cluster, node, words, None);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{words:?}: {stderr}");
+    assert!(stderr.contains(expected), "{words:?}: {stderr}");
+}
+
+/// The lead's disk is a new one: its broker dies and finds no queue.
+fn lose_the_disk(cluster: &Cluster, lead: &str) {
+    fs::remove_dir_all(cluster.root(lead).join(PREFIX).join("state")).unwrap();
+    kill(Pid::from_raw(cluster.brokers()[lead].pid), Signal::SIGKILL).unwrap();
+    let said = cluster.until("the lead's words", || {
+        let status = cluster.wait(cluster.api::<FluxNode>().get(lead)).unwrap().status?;
+        status.message.filter(|message| message.contains("is gone from this host"))
+    });
+    assert!(said.contains("flux-distribute recover --lead NODE --from DUMP"), "{said}");
+}
+
+fn instance_id(cluster: &Cluster) -> String {
+    cluster.instance().status.unwrap().instance_id.unwrap()
+}
+
+#[test]
+fn a_lead_whose_disk_is_gone_is_recovered_on_another_node_with_its_pending_jobs() {
+    let Some(cluster) = Cluster::up(3, &[]) else { return };
+    let (lead, next) = (cluster.holder(0), cluster.holder(1));
+    let pending = cluster.exec(&lead, &["flux", "submit", "-N3", "--urgency=hold", "hostname"]);
+    let done = cluster.exec(&lead, &["flux", "submit", "-N1", "true"]);
+    cluster.exec(&lead, &["flux", "job", "wait-event", "-t", "60", &done, "clean"]);
+    cluster.job(&["-N3", "-n3"]);
+    let id = instance_id(&cluster);
+
+    // Kept on the lead, for root alone, and told.
+    let said = must(&cluster, &lead, &["dump"]);
+    let path = said.split_whitespace().next().unwrap();
+    assert!(path.starts_with(&format!("/{PREFIX}/dump/{id}-")), "{said}");
+    let on_host = cluster.root(&lead).join(&path[1..]);
+    assert_eq!(fs::metadata(&on_host).unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(fs::metadata(on_host.parent().unwrap()).unwrap().permissions().mode() & 0o777, 0o700);
+    let kept = cluster.until("the dump in the status", || cluster.instance().status?.dump);
+    assert_eq!((kept.node.as_str(), path.ends_with(&kept.dump.name)), (lead.as_str(), true));
+    // Off its disk.
+    let begin = Instant::now();
+    let dump = in_pod(&cluster, &lead, &["dump", "--out", "-"], None);
+    assert!(dump.status.success(), "{}", String::from_utf8_lossy(&dump.stderr));
+    eprintln!("measured: {:.2} s for a dump of {} bytes", begin.elapsed().as_secs_f64(), dump.stdout.len());
+    let saved = tempfile::NamedTempFile::new().unwrap();
+    fs::write(saved.path(), &dump.stdout).unwrap();
+    let broken = &dump.stdout[..dump.stdout.len() - 9];
+    fs::write(cluster.root(&next).join("root/broken.tgz"), broken).unwrap();
+    refused(&cluster, &next, &["dump"], "the queue is on the lead");
+
+    let from = ["--from", "/root/broken.tgz"];
+    let recover = |node| [&["recover", "--lead", node][..], &from].concat();
+    refused(&cluster, &next, &recover(&next), "leads and is online");
+    lose_the_disk(&cluster, &lead);
+    refused(&cluster, &next, &recover("node9"), "run it in the pod of node node9");
+    refused(&cluster, &next, &recover(&next), "/root/broken.tgz can't be read to its end");
+    let pack = "mkdir -p x/flux-distribute x/resource; echo other >x/flux-distribute/instance-id; echo >x/resource/R; \
+                tar -czf other.tgz -C x flux-distribute resource; tar -czf unnamed.tgz -C x resource";
+    cluster.exec(&next, &["sh", "-c", pack]);
+    let other = ["recover", "--lead", &next, "--from", "/root/other.tgz"];
+    refused(&cluster, &next, &other, "is a dump of instance other");
+    let unnamed = ["recover", "--lead", &next, "--from", "/root/unnamed.tgz"];
+    refused(&cluster, &next, &unnamed, "does not say of which instance it is");
+    assert_eq!(cluster.holder(0), lead, "nothing by itself");
+
+    let begin = Instant::now();
+    let words = ["recover", "--lead", &next, "--from", "-"];
+    let output = in_pod(&cluster, &next, &words, Some(&saved.reopen().unwrap()));
+    let (said, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{said} {stderr}");
+    eprintln!("measured: {:.1} s from recover to the new lead online", begin.elapsed().as_secs_f64());
+    cluster.until("everybody", || (cluster.instance().status?.online == 3).then_some(()));
+    eprintln!("measured: {:.1} s from recover to all online", begin.elapsed().as_secs_f64());
+    assert_eq!((cluster.holder(0), cluster.holder(1)), (next.clone(), lead));
+    assert_eq!((instance_id(&cluster), cluster.instance().status.unwrap().epoch), (id, 2));
+    let left = cluster.exec(&next, &["find", &format!("/{PREFIX}/dump"), "-name", "*.new"]);
+    assert_eq!(left, "");
+
+    let jobs = cluster.exec(&next, &["flux", "jobs", "-ano", "{id} {status_abbrev} {result}"]);
+    eprintln!("jobs afterwards:\n{jobs}");
+    assert!(jobs.contains(&format!("{pending} S")) && jobs.contains(&format!("{done} CD COMPLETED")), "{jobs}");
+    cluster.exec(&next, &["flux", "job", "urgency", &pending, "default"]);
+    cluster.exec(&next, &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
+    assert_eq!(cluster.exec(&next, &["flux", "run", "-N3", "hostname"]).lines().count(), 3);
+
+    // The same once more, with a new disk in the machine that leads: it goes on leading, in this epoch.
+    lose_the_disk(&cluster, &next);
+    let output = in_pod(&cluster, &next, &words, Some(&saved.reopen().unwrap()));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    cluster.until("everybody", || (cluster.instance().status?.online == 3).then_some(()));
+    assert_eq!((cluster.holder(0), cluster.instance().status.unwrap().epoch), (next.clone(), 2));
+    let jobs = cluster.exec(&next, &["flux", "jobs", "-ano", "{id} {status_abbrev}"]);
+    assert!(jobs.contains(&format!("{pending} S")), "{jobs}");
+}
+
+#[test]
+fn an_empty_queue_begins_only_on_purpose() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let (lead, other) = (cluster.holder(0), cluster.holder(1));
+    let first = instance_id(&cluster);
+    cluster.exec(&lead, &["flux", "submit", "-N2", "--urgency=hold", "hostname"]);
+    lose_the_disk(&cluster, &lead);
+    let reset = ["reset", "--lead", &lead];
+    refused(&cluster, &lead, &reset, &format!("all jobs of instance {first}"));
+    assert!(!cluster.brokers().contains_key(&lead), "not by itself");
+    assert_eq!(cluster.holder(0), lead);
+    assert_eq!(instance_id(&cluster), first);
+
+    let yes = [&reset[..], &["--yes"]].concat();
+    let begin = Instant::now();
+    must(&cluster, &lead, &yes);
+    cluster.until("everybody", || (cluster.instance().status?.online == 2).then_some(()));
+    eprintln!("measured: {:.1} s from reset to all online", begin.elapsed().as_secs_f64());
+    let second = cluster.until("its name", || Some(instance_id(&cluster)).filter(|id| *id != first));
+    assert_eq!(cluster.exec(&lead, &["flux", "jobs", "-ano", "{id}"]), "");
+
+    // One that runs, on another node: only when nothing runs, or when that is said too.
+    cluster.job(&["-N2", "-n2"]);
+    let elsewhere = ["reset", "--lead", &other, "--yes"];
+    refused(&cluster, &other, &elsewhere, "jobs run");
+    must(&cluster, &other, &[&elsewhere[..], &["--force"]].concat());
+    cluster.until("everybody", || (cluster.instance().status?.online == 2).then_some(()));
+    assert_eq!(cluster.holder(0), other);
+    assert_ne!(instance_id(&cluster), second);
+    assert_eq!(cluster.exec(&other, &["flux", "jobs", "-ano", "{id}"]), "");
+    // What was given up is still on its host.
+    let kept = cluster.exec(&lead, &["find", &format!("/{PREFIX}"), "-maxdepth", "1", "-name", "state*"]);
+    assert!(!kept.is_empty());
+}
+
+#[test]
+fn dumps_are_made_as_often_as_the_spec_says() {
+    let Some(cluster) = Cluster::up(1, &[]) else { return };
+    assert_eq!(cluster.instance().status.unwrap().dump, None);
+    let patch = Patch::Merge(json!({"spec": {"state": {"dumpEvery": "1h"}}}));
+    cluster.wait(cluster.api::<FluxInstance>().patch("flux", &PatchParams::default(), &patch)).unwrap();
+    let kept = cluster.until("a dump", || cluster.instance().status?.dump);
+    assert_eq!(kept.node, "node1");
+    assert!(kept.dump.name.starts_with(&instance_id(&cluster)), "{kept:?}");
+}
+
+#[test]
+fn a_purged_host_has_nothing_of_ours() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let node = cluster.holder(1);
+    let job = cluster.job(&["-N2", "-n2"]);
+    let uninstall = |options: &[&str]| in_pod(&cluster, &node, &[&["uninstall", "--purge"], options].concat(), None);
+    let refused = |expected: &str| {
+        let output = uninstall(&[]);
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(1) && stderr.contains(expected), "{stderr}");
+    };
+    let before = cluster.brokers();
+    refused("jobs are running");
+    job.finish();
+    cluster.until("the end of the jobs' shells", || {
+        let stderr = String::from_utf8_lossy(&uninstall(&[]).stderr).into_owned();
+        stderr.contains("runs on this host and would install again").then_some(())
+    });
+    assert_eq!(cluster.brokers(), before);
+
+    // An agent that does nothing meanwhile.
+    let agent = Pid::from_raw(cluster.node(&node).agent_pid.unwrap());
+    kill(agent, Signal::SIGSTOP).unwrap();
+    let begin = Instant::now();
+    let output = uninstall(&["--force"]);
+    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said.contains("this host is clean"), "{said}");
+    eprintln!("measured: {:.1} s to purge a host", begin.elapsed().as_secs_f64());
+    assert!(!cluster.brokers().contains_key(&node));
+    for path in [PREFIX, "opt/flux", "flux-connect.sh"] {
+        assert!(fs::symlink_metadata(cluster.root(&node).join(path)).is_err(), "{path} is left");
+    }
+    let find = ["find", "/opt", "/run", "-mindepth", "1", "-not", "-path", "/run/boot-id"];
+    assert_eq!(cluster.exec(&node, &find), "");
+    let groups = cluster.exec(&node, &["find", "/sys/fs/cgroup", "-name", "flux*"]);
+    assert!(!groups.contains("flux"), "{groups}");
+    // Once more, by the name of what there is now.
+    let output = uninstall(&["--force"]);
+    assert!(String::from_utf8_lossy(&output.stdout).contains("nothing was claimed"), "{output:?}");
+
+    // And again: it is as if it had never been there.
+    kill(agent, Signal::SIGCONT).unwrap();
+    cluster.until("both online again", || {
+        let nodes = cluster.nodes();
+        (nodes.iter().all(|node| node.is_online()) && cluster.brokers().len() == 2).then_some(())
+    });
+}
