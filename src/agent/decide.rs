@@ -212,7 +212,8 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
         return if has(digest) { Step::Start(assignment) } else { install(seen, spec, digest) };
     }
     if assignment.rank != 0 && spec.missed && seen.unheard >= LOST {
-        return Step::Stop { reason: "the lead has lost this broker, which doesn't know it".to_owned() };
+        let reason = "the lead has lost this broker, which doesn't know it".to_owned();
+        return Step::Stop { reason, jobs_lost: false };
     }
     if assignment.rank == 0 && seen.applied < Some(spec.revision) {
         return Step::Reload(assignment);

@@ -89,6 +89,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         dump: newest_dump(seen).cloned(),
         takeover: takeover(seen).cloned(),
         restart_pending: restart_pending(seen),
+        unheard: known.live.unheard_since.is_some(),
         health: is_online(seen.host, known.live).then(|| known.live.health.clone()).flatten(),
         rejected: if is_lead { known.rejected.clone() } else { Rejected::new() },
         agent: Some(env!("CARGO_PKG_VERSION").to_owned()),

@@ -258,6 +258,9 @@ pub struct FluxNodeStatus {
     /// The overlay's health as the broker tells it (flux-overlay(1)): full, partial, degraded, lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub health: Option<String>,
+    /// The lead's broker doesn't answer this one, or doesn't count it in.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unheard: bool,
     /// Lead only: whom the lead's broker has refused lately, by broker name, and why. The refused broker itself is not told.
     #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
     pub rejected: std::collections::BTreeMap<String, String>,

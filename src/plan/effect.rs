@@ -28,7 +28,7 @@ impl std::fmt::Display for Effect {
 }
 
 /// The longest prefix of a field's path decides.
-const EFFECTS: [(&str, Effect); 15] = [
+const EFFECTS: [(&str, Effect); 16] = [
     ("packages", Effect::NextEpoch),
     ("packages.keep", Effect::Live),
     ("packages.mirror", Effect::Live),
@@ -43,6 +43,7 @@ const EFFECTS: [(&str, Effect); 15] = [
     ("drain", Effect::Live),
     ("upgrade", Effect::Live),
     ("uninstall", Effect::Live),
+    ("state", Effect::Live),
     ("prefix", Effect::FirstStart),
 ];
 

@@ -91,7 +91,16 @@ pub use drain::may_stop;
 /// The member of `rank` is in the overlay, by its own agent's word, and the lead does not miss it: under a parent that is
 /// gone a broker believes for minutes that it is online.
 pub fn is_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    says_online(seen, roster, rank) && !does_lead_miss(seen, roster, rank)
+    let is_silent = || rank == 0 && is_lead_silent(seen, roster);
+    says_online(seen, roster, rank) && !does_lead_miss(seen, roster, rank) && !is_silent()
+}
+
+/// The lead's agent can't take back its word when its machine goes off: its Node is not Ready, which alone is no evidence, and
+/// its broker doesn't answer the others.
+pub fn is_lead_silent(seen: &Observed, roster: &Roster) -> bool {
+    let Some(lead) = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref()) else { return false };
+    let is_ready = seen.nodes.iter().any(|node| node.uid == lead.uid && node.ready);
+    !is_ready && roster.ranks.keys().any(|rank| holds(seen, roster, *rank).is_some_and(|(report, _)| report.unheard))
 }
 
 /// Its agent and the lead's say the contrary of each other.

@@ -8,7 +8,7 @@ use k8s_openapi::{
 use super::roster::{
     Observed,
     epoch::{Restart, restart},
-    holds, is_online,
+    holds, is_lead_silent, is_online,
 };
 use crate::api::{FluxInstanceStatus, InstancePhase, KeptDump, Roster};
 
@@ -122,7 +122,9 @@ fn explain(seen: &Observed, roster: Option<&Roster>, next: &FluxInstanceStatus) 
     let first = offline.filter_map(|(rank, entry)| Some((rank, entry.member.as_ref()?))).next();
     let detail = first.map(|(rank, member)| {
         let report = seen.reports.get(&member.node);
-        let gone = member.gone_since.map(|_| "its Node is gone");
+        let silent = (*rank == 0 && is_lead_silent(seen, roster))
+            .then_some("its Node is not Ready, and its broker does not answer the others");
+        let gone = member.gone_since.map(|_| "its Node is gone").or(silent);
         let words = gone
             .or_else(|| report.and_then(|report| report.message.as_deref()))
             .unwrap_or("no word from its agent yet");

@@ -6,7 +6,7 @@ use super::{
     tests::World,
 };
 use crate::{
-    api::{Closing, NodePhase, OnFailure, Want},
+    api::{Closing, InstancePhase, NodePhase, OnFailure, Want},
     plan::status::status,
 };
 
@@ -255,4 +255,18 @@ fn a_job_that_slips_in_before_the_epoch_is_closed_keeps_it_open() {
     jobs_on(&mut world, Some(""));
     world.settle();
     assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::WhenIdle));
+}
+
+#[test]
+fn a_lead_whose_machine_is_off_is_not_online_by_its_own_last_word() {
+    let mut world = idle();
+    let phase = |world: &World| status(&world.seen(), 1, world.roster.as_ref(), None).phase;
+    world.nodes[0].ready = false;
+    assert_eq!(phase(&world), InstancePhase::Running, "kubelet alone is no evidence");
+    world.reports.get_mut("node2").unwrap().unheard = true;
+    assert_eq!(phase(&world), InstancePhase::Degraded);
+    let words = status(&world.seen(), 1, world.roster.as_ref(), None).message.unwrap();
+    assert!(words.contains("node1 (rank 0, started): its Node is not Ready"), "{words}");
+    world.nodes[0].ready = true;
+    assert_eq!(phase(&world), InstancePhase::Running);
 }
