@@ -128,12 +128,8 @@ impl Failure {
         Self { message: crate::error_chain(error), code: ExitCode::FAILURE }
     }
 
-    fn of(error: &agent::EnterError) -> Self {
-        Self { code: error.exit_code().into(), ..Self::new(error) }
-    }
-
-    fn takeover(error: &agent::TakeoverError) -> Self {
-        Self { code: error.exit_code().into(), ..Self::new(error) }
+    fn coded(code: impl Into<ExitCode>, error: &dyn std::error::Error) -> Self {
+        Self { code: code.into(), ..Self::new(error) }
     }
 
     fn bad_input(message: String) -> Self {
@@ -143,31 +139,31 @@ impl Failure {
 
 fn run(command: Command) -> Result<ExitCode, Failure> {
     match command {
-        Command::Local(command) => block_on(async {
-            command.run().await.map_err(|error| Failure { code: error.exit_code(), ..Failure::new(&error) })
-        }),
+        Command::Local(command) => {
+            block_on(async { command.run().await.map_err(|error| Failure::coded(error.exit_code(), &error)) })
+        }
         Command::Lock(command) => block_on(async {
-            command.run().await.map_err(|error| Failure { code: error.exit_code().into(), ..Failure::new(&error) })?;
+            command.run().await.map_err(|error| Failure::coded(error.exit_code(), &error))?;
             Ok(ExitCode::SUCCESS)
         }),
         Command::Bundle(command) => {
-            command.run().map_err(|error| Failure { code: error.exit_code().into(), ..Failure::new(&error) })?;
+            command.run().map_err(|error| Failure::coded(error.exit_code(), &error))?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Status(arguments) => {
             block_on(async { agent::status(arguments).await.map_err(|error| Failure::new(&error)) })
         }
-        Command::Verify(arguments) => {
-            block_on(async { agent::verify(arguments).await.map_err(|error| Failure::of(&error)) })
-        }
+        Command::Verify(arguments) => block_on(async {
+            agent::verify(arguments).await.map_err(|error| Failure::coded(error.exit_code(), &error))
+        }),
         Command::Dump(arguments) => {
-            block_on(async { agent::dump(arguments).await.map_err(|error| Failure::of(&error)) })
+            block_on(async { agent::dump(arguments).await.map_err(|error| Failure::coded(error.exit_code(), &error)) })
         }
-        Command::Recover(arguments) => {
-            block_on(async { agent::recover(arguments).await.map_err(|error| Failure::takeover(&error)) })
-        }
+        Command::Recover(arguments) => block_on(async {
+            agent::recover(arguments).await.map_err(|error| Failure::coded(error.exit_code(), &error))
+        }),
         Command::Reset(arguments) => {
-            block_on(async { agent::reset(arguments).await.map_err(|error| Failure::takeover(&error)) })
+            block_on(async { agent::reset(arguments).await.map_err(|error| Failure::coded(error.exit_code(), &error)) })
         }
         Command::Uninstall(arguments) => {
             block_on(async { agent::uninstall(arguments).await.map_err(|error| Failure::new(&error)) })

@@ -87,8 +87,8 @@ impl Agent {
                 self.view = self.actor.stop(0).await?;
                 Ok(())
             }
-            Step::Stop { reason, jobs_lost } => {
-                if self.view.job_shells > 0 && !jobs_lost {
+            Step::Stop { reason, waits_for_jobs } => {
+                if self.view.job_shells > 0 && *waits_for_jobs {
                     return Err(StepError::NotYet(format!("{reason}; it is stopped when the jobs here have ended")));
                 }
                 info!(reason, "stopping the broker");

@@ -88,8 +88,8 @@ pub enum Step {
     Stop {
         /// Why, in words.
         reason: String,
-        /// What jobs run here are lost already: they are not waited for.
-        jobs_lost: bool,
+        /// Jobs that run here are waited for. Not where they are lost already, or their time is over.
+        waits_for_jobs: bool,
     },
     /// Take everything off the host.
     Remove,
@@ -159,7 +159,7 @@ pub fn decide(seen: &Seen) -> Step {
     if let (Some(broker), Some(roster)) = (&seen.host.broker, seen.roster)
         && let Some(reason) = superseded(broker, spec, roster)
     {
-        return Step::Stop { reason, jobs_lost: broker.record.epoch < roster.jobs_lost_before };
+        return Step::Stop { reason, waits_for_jobs: broker.record.epoch >= roster.jobs_lost_before };
     }
     let has = |digest: &str| seen.host.has_environment(digest);
     match spec.want {
@@ -176,7 +176,7 @@ pub fn decide(seen: &Seen) -> Step {
             None => Step::Wait("waiting for the packages to be resolved".to_owned()),
         },
         Want::Leave => match &seen.host.broker {
-            Some(_) => Step::Stop { reason: "this node leaves the instance".to_owned(), jobs_lost: false },
+            Some(_) => Step::Stop { reason: "this node leaves the instance".to_owned(), waits_for_jobs: false },
             None => Step::Wait("this node has left the instance".to_owned()),
         },
         Want::Run => run(seen, spec, has),
@@ -213,7 +213,7 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     }
     if assignment.rank != 0 && spec.missed && seen.unheard >= LOST {
         let reason = "the lead has lost this broker, which doesn't know it".to_owned();
-        return Step::Stop { reason, jobs_lost: false };
+        return Step::Stop { reason, waits_for_jobs: true };
     }
     if assignment.rank == 0 && seen.applied < Some(spec.revision) {
         return Step::Reload(assignment);

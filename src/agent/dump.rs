@@ -139,6 +139,12 @@ fn copy_on_host(from: &Path, to: &Path) -> io::Result<()> {
     let name = to.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::IsADirectory))?;
     let dir = open_in_host_root(to.parent().unwrap_or(Path::new("/")))?;
     let (to, new) = (host_path(&dir).join(name), aside(&host_path(&dir).join(name)));
+    // A copy that was killed.
+    if let Err(error) = fs::remove_file(&new)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        return Err(error);
+    }
     let written = || -> io::Result<()> {
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
         io::copy(&mut open_host_file(from)?, &mut file)?;

@@ -43,6 +43,13 @@ pub enum UninstallError {
     Write(#[from] std::io::Error),
 }
 
+impl UninstallError {
+    /// 2 where nothing was changed and nothing will be before somebody does something.
+    pub fn exit_code(&self) -> u8 {
+        if matches!(self, Self::Jobs(_) | Self::Agent(_)) { 2 } else { 1 }
+    }
+}
+
 /// Does what the agent does at the end of an instance.
 ///
 /// # Errors

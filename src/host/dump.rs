@@ -9,20 +9,16 @@ use std::{
     process::Child,
     sync::mpsc::{RecvTimeoutError, Sender, channel},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use flate2::{Compression, write::GzEncoder};
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
-use nix::{
-    sys::signal::{Signal, killpg},
-    unistd::Pid,
-};
 
 use super::{
     DumpOrder, Dumped, FluxOrder, Refusal, Root,
     files::{Owner, aside, make_dir, remove_if_there, sync_parent},
-    flux::{self, Kept},
+    flux::{self, Kept, kill_group},
     lock::{self, HostLock, WAIT},
     state,
 };
@@ -38,6 +34,8 @@ const KEEP: usize = 5;
 const LOCK: &str = ".lock";
 /// A dump that takes longer hangs.
 const LONGEST: Duration = Duration::from_secs(3600);
+/// For its end, after that of its output.
+const GRACE: Duration = Duration::from_secs(60);
 const KEY_TIMEOUT_SECS: u64 = 60;
 const FORMAT: &str = "%Y%m%dT%H%M%SZ";
 const SUFFIX: &str = ".tgz";
@@ -139,16 +137,17 @@ fn write(root: &Root, order: &DumpOrder, path: &Path) -> Result<String, Refusal>
     let args = ["dump", "--quiet", "--ignore-failed-read", "-"].map(str::to_owned);
     let mut child = flux::spawn(root, &order.prefix, &order.digest, &args, &order.run_as)?;
     let stderr = Kept::of(child.stderr.take());
-    let ended = watch(&child, LONGEST);
+    let watch = Watch::over(&child, LONGEST);
     let copied = compress(&mut child, file);
     if copied.is_err() {
-        kill(&child);
+        kill_group(child.id());
     }
-    let status = child.wait().map_err(cant_write)?;
-    drop(ended);
+    // Before it is reaped: its process group may be another's then. Its output has ended, so it will.
+    watch.end();
+    let status = flux::wait_until(&mut child, Instant::now() + GRACE).map_err(cant_write)?;
     copied.map_err(cant_write)?;
     let said = stderr.text();
-    if status.success() { Ok(said.trim().to_owned()) } else { Err(failed("dump", &said)) }
+    if status.is_some_and(|status| status.success()) { Ok(said.trim().to_owned()) } else { Err(failed("dump", &said)) }
 }
 
 fn compress(child: &mut Child, file: File) -> io::Result<()> {
@@ -159,25 +158,25 @@ fn compress(child: &mut Child, file: File) -> io::Result<()> {
     encoder.finish()?.sync_all()
 }
 
-/// Kills `child` after so long, unless what is returned is dropped before.
-fn watch(child: &Child, longest: Duration) -> Sender<()> {
-    let (sender, ended) = channel();
-    let pid = child.id();
-    thread::spawn(move || {
-        if ended.recv_timeout(longest) == Err(RecvTimeoutError::Timeout) {
-            kill_group(pid);
-        }
-    });
-    sender
-}
+/// Kills a child after some time.
+struct Watch(Sender<()>, thread::JoinHandle<()>);
 
-fn kill(child: &Child) {
-    kill_group(child.id());
-}
+impl Watch {
+    fn over(child: &Child, longest: Duration) -> Self {
+        let (sender, ended) = channel();
+        let pid = child.id();
+        let thread = thread::spawn(move || {
+            if ended.recv_timeout(longest) == Err(RecvTimeoutError::Timeout) {
+                kill_group(pid);
+            }
+        });
+        Self(sender, thread)
+    }
 
-fn kill_group(pid: u32) {
-    if let Ok(pid) = i32::try_from(pid) {
-        let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
+    fn end(self) {
+        drop(self.0);
+        // A thread that has panicked has killed nobody.
+        let _ = self.1.join();
     }
 }
 

@@ -77,19 +77,24 @@ pub fn code(status: ExitStatus) -> i32 {
 }
 
 /// None: it was killed, with its children. Only this thread reaps it, so its process group can't be another's.
-fn wait_until(child: &mut Child, deadline: Instant) -> std::io::Result<Option<ExitStatus>> {
+pub(super) fn wait_until(child: &mut Child, deadline: Instant) -> std::io::Result<Option<ExitStatus>> {
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(Some(status));
         }
         if Instant::now() >= deadline {
-            if let Ok(pid) = i32::try_from(child.id()) {
-                let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
-            }
+            kill_group(child.id());
             child.wait()?;
             return Ok(None);
         }
         thread::sleep(POLL);
+    }
+}
+
+/// Ends a child that has not been reaped, and its children.
+pub(super) fn kill_group(pid: u32) {
+    if let Ok(pid) = i32::try_from(pid) {
+        let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
     }
 }
 

@@ -15,6 +15,8 @@ pub enum Effect {
     NextEpoch,
     /// It was asked for once: an instance that is there keeps what it has.
     FirstStart,
+    /// Hosts that are claimed keep what they have.
+    NewHosts,
 }
 
 impl std::fmt::Display for Effect {
@@ -23,6 +25,7 @@ impl std::fmt::Display for Effect {
             Self::Live => "takes effect at once, and disturbs nothing that runs",
             Self::NextEpoch => "takes effect at the next coordinated restart (spec.upgrade tells when)",
             Self::FirstStart => "is for an instance that has not started yet",
+            Self::NewHosts => "takes effect on hosts on which nothing is installed yet; others keep what they have",
         })
     }
 }
@@ -44,7 +47,7 @@ const EFFECTS: [(&str, Effect); 16] = [
     ("upgrade", Effect::Live),
     ("uninstall", Effect::Live),
     ("state", Effect::Live),
-    ("prefix", Effect::FirstStart),
+    ("prefix", Effect::NewHosts),
 ];
 
 /// One field that differs.
@@ -105,30 +108,32 @@ mod tests {
     fn what_is_told_of_a_field_is_what_is_done_about_it() {
         let old = FluxInstanceSpec::default();
         let running = settings(&old, 3, "digest", "certificate");
-        for (value, field) in [
-            (json!({"size": 2}), "size"),
-            (json!({"maxSize": 100}), "maxSize"),
-            (json!({"lead": "node1"}), "lead"),
-            (json!({"topology": "kary:2"}), "topology"),
-            (json!({"broker": {"port": 9000}}), "broker.port"),
-            (json!({"broker": {"runAs": "flux"}}), "broker.runAs"),
-            (json!({"broker": {"config": "[archive]"}}), "broker.config"),
-            (json!({"broker": {"cpuWeight": 5}}), "broker.cpuWeight"),
-            (json!({"broker": {"checkpointPeriod": "5m"}}), "broker.checkpointPeriod"),
-            (json!({"spares": {"shape": {"cores": 3}}}), "spares.shape"),
-            (json!({"ranks": {"retain": "1h"}}), "ranks.retain"),
-            (json!({"drain": {"timeout": "1h"}}), "drain.timeout"),
-            (json!({"upgrade": {"deadline": "1h"}}), "upgrade.deadline"),
-            (json!({"uninstall": {"keepState": true}}), "uninstall.keepState"),
-            (json!({"nodes": {"selector": {"matchLabels": {"a": "b"}}}}), "nodes.selector"),
-            (json!({"packages": {"keep": 3}}), "packages.keep"),
+        for (value, field, effect) in [
+            (json!({"size": 2}), "size", Effect::Live),
+            (json!({"maxSize": 100}), "maxSize", Effect::NextEpoch),
+            (json!({"lead": "node1"}), "lead", Effect::FirstStart),
+            (json!({"topology": "kary:2"}), "topology", Effect::NextEpoch),
+            (json!({"broker": {"port": 9000}}), "broker.port", Effect::NextEpoch),
+            (json!({"broker": {"runAs": "flux"}}), "broker.runAs", Effect::NextEpoch),
+            (json!({"broker": {"config": "[archive]"}}), "broker.config", Effect::NextEpoch),
+            (json!({"broker": {"cpuWeight": 5}}), "broker.cpuWeight", Effect::NextEpoch),
+            (json!({"broker": {"checkpointPeriod": "5m"}}), "broker.checkpointPeriod", Effect::NextEpoch),
+            (json!({"spares": {"shape": {"cores": 3}}}), "spares.shape", Effect::NextEpoch),
+            (json!({"ranks": {"retain": "1h"}}), "ranks.retain", Effect::Live),
+            (json!({"drain": {"timeout": "1h"}}), "drain.timeout", Effect::Live),
+            (json!({"upgrade": {"deadline": "1h"}}), "upgrade.deadline", Effect::Live),
+            (json!({"uninstall": {"keepState": true}}), "uninstall.keepState", Effect::Live),
+            (json!({"nodes": {"selector": {"matchLabels": {"a": "b"}}}}), "nodes.selector", Effect::Live),
+            (json!({"packages": {"keep": 3}}), "packages.keep", Effect::Live),
+            (json!({"prefix": "/srv/flux"}), "prefix", Effect::NewHosts),
+            (json!({"state": {"dumpEvery": "1h"}}), "state.dumpEvery", Effect::Live),
         ] {
             let new = spec(&value);
             let told = changes(&old, &new);
             assert_eq!(told.len(), 1, "{value}: {told:?}");
-            assert_eq!(told[0].field, field);
+            assert_eq!((told[0].field.as_str(), told[0].effect), (field, effect));
             let restarts = pending(&running, &new, "digest", "certificate").is_some();
-            assert_eq!(told[0].effect == Effect::NextEpoch, restarts, "{value}");
+            assert_eq!(effect == Effect::NextEpoch, restarts, "{value}");
         }
     }
 

@@ -106,6 +106,15 @@ fn fewer_are_drained_and_stopped_and_more_come_back() {
 }
 
 #[test]
+fn a_member_that_leaves_gives_its_jobs_no_longer_than_the_time_out() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    cluster.job(&["-N1", "-n1", &format!("--requires=host:{}", cluster.holder(1))]);
+    patch(&cluster, json!({"spec": {"size": 1, "drain": {"timeout": "5s"}}}));
+    cluster.until("its end", || (cluster.brokers().len() == 1).then_some(()));
+    assert_eq!(cluster.exec("node1", &["flux", "run", "-N1", "hostname"]), "node1");
+}
+
+#[test]
 fn a_cordoned_node_gets_no_jobs_until_it_is_uncordoned() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let (before, job) = (cluster.brokers(), cluster.job(&["-N2", "-n2"]));

@@ -189,7 +189,7 @@ fn a_purged_host_has_nothing_of_ours() {
     let refused = |expected: &str| {
         let output = uninstall(&[]);
         let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.code() == Some(1) && stderr.contains(expected), "{stderr}");
+        assert!(output.status.code() == Some(2) && stderr.contains(expected), "{stderr}");
     };
     let before = cluster.brokers();
     refused("jobs are running");

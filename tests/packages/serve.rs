@@ -180,7 +180,7 @@ async fn what_is_on_its_way_here_is_no_404_and_can_be_waited_for() {
     serving.offer(&["never"]);
     let begun = std::time::Instant::now();
     assert_eq!(look("never").await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
-    assert!((2..5).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
+    assert!(begun.elapsed().as_secs() >= 2, "{:?}", begun.elapsed());
     let waiting = tokio::spawn(look("never"));
     tokio::task::yield_now().await;
     serving.shelf.expect(false);

@@ -1,6 +1,6 @@
 //! Members that get no new jobs, and those that leave: drained, idle, stopped, and only then without rank.
 
-use super::{Observed, holds, is_online, retain_secs};
+use super::{Observed, holds, is_online};
 use crate::{
     api::{Draining, FluxNodeStatus, Rank, Roster},
     plan::eligibility::{NodeView, selected},
@@ -64,12 +64,10 @@ fn is_idle(lead: &FluxNodeStatus, rank: Rank) -> bool {
     drained.contains(rank) && !allocated.contains(rank)
 }
 
-/// The agent of a member that was to stop its broker says that none runs, or the node has been away for as long as its rank
-/// is kept.
+/// The agent of a member that was to stop its broker says that none runs.
 fn has_left(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.ranks.get(&rank).and_then(|entry| entry.member.as_ref()) else { return false };
     let report = seen.reports.get(&member.node);
     report.is_some_and(|report| report.adopted.is_none() && report.facts.is_some())
         && roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref()).is_some_and(|drain| drain.leave)
-        || member.gone_since.is_some_and(|since| seen.now - since >= retain_secs(seen.spec))
 }

@@ -64,14 +64,17 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
         }
     }
     match restart(seen, roster) {
-        Restart::Now { closing, .. } => {
-            let mut next = Roster { closing: Some(closing), revision: roster.revision + 1, ..roster.clone() };
-            // The lead is told by its own entry's revision.
-            next.ranks.entry(0).and_modify(|entry| entry.revision = next.revision);
-            Some(next)
-        }
+        Restart::Now { closing, .. } => Some(closed_by(roster, closing)),
         _ => None,
     }
+}
+
+/// `roster`, whose epoch is to end.
+pub(super) fn closed_by(roster: &Roster, closing: Closing) -> Roster {
+    let mut next = Roster { closing: Some(closing), revision: roster.revision + 1, ..roster.clone() };
+    // The lead is told by its own entry's revision.
+    next.ranks.entry(0).and_modify(|entry| entry.revision = next.revision);
+    next
 }
 
 /// Whether a coordinated restart is due, and else what it waits for.
@@ -93,7 +96,7 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
         && !told
         && refused.settings == wanted(&roster.settings, seen.spec, digest, certificate)
     {
-        return waits(format!("it did not come up and was taken back ({}); change the spec", refused.reason));
+        return waits(format!("a changed spec: it did not come up and was taken back ({})", refused.reason));
     }
     let Some((lead, _)) = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)) else {
         return waits("the lead to be online".to_owned());

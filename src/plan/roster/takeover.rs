@@ -4,7 +4,11 @@
 //! The word is left on the host of the node that shall lead, when all that it needs is there, and its agent reports it. It
 //! is about one epoch: the epoch that begins with it makes it a thing of the past, so it needs no taking back.
 
-use super::{Observed, candidates, epoch::next_epoch, facts, is_online, rank_of};
+use super::{
+    Observed, candidates,
+    epoch::{closed_by, next_epoch},
+    facts, is_online, rank_of,
+};
 use crate::{
     api::{Closing, IdSet, Member, Rank, Roster, RosterEntry, Takeover},
     plan::{
@@ -122,6 +126,7 @@ fn led_by(roster: &Roster, node: &NodeView) -> Option<Roster> {
         None => {
             let member =
                 Member { node: node.name.clone(), uid: node.uid.clone(), address: node.address?, gone_since: None };
+            // Where none is free it is no rank at all: the next epoch gives out the ranks anew, and this node has 0 by then.
             let is_free = |rank: &Rank| roster.ranks.get(rank).is_none_or(|entry| entry.member.is_none());
             let rank = (1..roster.settings.max_size).find(is_free).unwrap_or(roster.settings.max_size);
             let (broker_name, revision) = (node.name.clone(), roster.revision);
@@ -143,8 +148,5 @@ fn close(roster: &Roster, force: bool) -> Option<Roster> {
     if roster.closing == Some(Closing::AtOnce) || roster.closing == Some(closing) {
         return None;
     }
-    let mut next = Roster { closing: Some(closing), revision: roster.revision + 1, ..roster.clone() };
-    // The lead is told by its own entry's revision.
-    next.ranks.entry(0).and_modify(|entry| entry.revision = next.revision);
-    Some(next)
+    Some(closed_by(roster, closing))
 }
