@@ -228,6 +228,8 @@ mod tests {
         let host = HostView { broker: Some(broker), ..HostView::default() };
         let seen = Seen {
             instance: super::super::decide::Instance::Unknown,
+            node: "n1",
+            alone: false,
             spec: None,
             roster: None,
             published: None,

@@ -4,11 +4,14 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     thread::sleep,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use flux_distribute::api::{FluxNode, NodePhase};
-use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::{
+    api::coordination::v1::Lease,
+    jiff::{SignedDuration, Timestamp},
+};
 use kube::{ResourceExt, api::ListParams};
 
 use crate::{
@@ -38,9 +41,10 @@ pub struct Outcome {
 /// What is lost that must not be, or what is not well in time.
 pub fn judge(scene: &mut Scene, row: &Row, before: &Before, hit: &Hit) -> Result<Outcome, String> {
     let limit = Duration::from_secs(row.heals_in);
+    let since = Timestamp::now() - SignedDuration::try_from(hit.since.elapsed()).unwrap_or_default();
     let healed = loop {
         keeps_brokers(scene, before, hit)?;
-        match look(scene) {
+        match look(scene, since) {
             Ok(()) => break hit.since.elapsed(),
             Err(why) if hit.since.elapsed() > limit => return Err(format!("not well after {} s: {why}", limit.as_secs())),
             Err(_) => sleep(EVERY),
@@ -54,13 +58,13 @@ pub fn judge(scene: &mut Scene, row: &Row, before: &Before, hit: &Hit) -> Result
         scene.begin_job();
     }
     if scene.has_free_core {
-        let nodes = scene.shape.nodes.to_string();
-        let said = scene.ask(&["flux", "run", "-N", &nodes, "hostname"])?;
-        if said.lines().collect::<BTreeSet<_>>().len() != scene.shape.nodes as usize {
+        let nodes = scene.nodes.to_string();
+        let said = scene.ask(&["flux", "run", "-N", &nodes, "-n", &nodes, "hostname"])?;
+        if said.lines().collect::<BTreeSet<_>>().len() != scene.nodes as usize {
             return Err(format!("a job on all nodes ran on {said:?}"));
         }
     }
-    leaves_nothing(scene)?;
+    shells_end(scene)?;
     let wrong = scene.rosters.wrong();
     if !wrong.is_empty() {
         return Err(wrong.join("; "));
@@ -82,9 +86,9 @@ fn keeps_brokers(scene: &Scene, before: &Before, hit: &Hit) -> Result<(), String
 }
 
 /// One look; what costs much comes last.
-pub fn look(scene: &Scene) -> Result<(), String> {
+pub fn look(scene: &Scene, since: Timestamp) -> Result<(), String> {
     let processes = scene.processes();
-    let nodes = scene.shape.nodes as usize;
+    let nodes = scene.nodes as usize;
     for (what, kind) in [("agent", is_agent as fn(&Process) -> bool), ("broker", is_broker)] {
         let found: Vec<_> = processes.iter().filter(|process| kind(process)).collect();
         let on: BTreeSet<_> = found.iter().map(|process| &process.node).collect();
@@ -110,7 +114,8 @@ pub fn look(scene: &Scene) -> Result<(), String> {
     if online != nodes {
         return Err(format!("the FluxInstance says that {online} are online"));
     }
-    one_planner(scene, &processes)?;
+    one_planner(scene, &processes, since)?;
+    stages_end(&processes)?;
     schedules(scene)?;
     let up = scene.ask(&["flux", "resource", "list", "-s", "up", "-no", "{nnodes}"])?;
     if up == nodes.to_string() { Ok(()) } else { Err(format!("the lead says that {up} nodes are up")) }
@@ -123,11 +128,15 @@ pub fn schedules(scene: &Scene) -> Result<(), String> {
     if good { Ok(()) } else { Err(queue) }
 }
 
-/// The Lease is an agent's that lives.
-fn one_planner(scene: &Scene, processes: &[Process]) -> Result<(), String> {
+/// The Lease is an agent's that lives, and who renews it reaches the API.
+fn one_planner(scene: &Scene, processes: &[Process], since: Timestamp) -> Result<(), String> {
     let leases = scene.cluster.api::<Lease>();
     let lease = scene.cluster.wait(leases.get_opt("flux-planner")).map_err(|error| error.to_string())?;
-    let holder = lease.and_then(|lease| lease.spec?.holder_identity).unwrap_or_default();
+    let lease = lease.and_then(|lease| lease.spec).unwrap_or_default();
+    if lease.renew_time.is_none_or(|renewed| renewed.0 < since) {
+        return Err("nobody has renewed the Lease since".to_owned());
+    }
+    let holder = lease.holder_identity.unwrap_or_default();
     let name = format!("POD_NAME={holder}\0");
     let named = |pid| fs::read_to_string(format!("/proc/{pid}/environ")).is_ok_and(|text| text.contains(&name));
     let holders = processes.iter().filter(|process| is_agent(process) && named(process.pid)).count();
@@ -142,23 +151,25 @@ fn is_broker(process: &Process) -> bool {
     matches!(process.kind, Kind::Broker { .. })
 }
 
-/// Host stages end with their agents, and shells of jobs with their jobs.
-fn leaves_nothing(scene: &Scene) -> Result<(), String> {
-    let agents: BTreeSet<i32> = scene.agents().values().map(|agent| agent.pid).collect();
-    let mut why = String::new();
-    for _ in 0..40 {
-        let processes = scene.processes();
-        let stray = processes.iter().find(|process| match process.kind {
-            Kind::Stage => !agents.contains(&process.parent) || process.state == 'T',
-            _ => false,
-        });
-        let shells = processes.iter().filter(|process| process.kind == Kind::Shell).count();
-        why = match stray {
-            Some(stray) => format!("left over: {stray:?}"),
-            None if shells != scene.shape.nodes as usize => format!("{shells} shells of jobs"),
-            None => return Ok(()),
-        };
+/// Host stages end with their agents.
+fn stages_end(processes: &[Process]) -> Result<(), String> {
+    let parents: BTreeSet<i32> = processes.iter().filter(|process| is_agent(process)).map(|agent| agent.pid).collect();
+    let mut stages = processes.iter().filter(|process| process.kind == Kind::Stage);
+    let stray = stages.find(|stage| !parents.contains(&stage.parent) || stage.state == 'T');
+    stray.map_or(Ok(()), |stray| Err(format!("left over: {stray:?}")))
+}
+
+/// Shells of jobs end with their jobs.
+fn shells_end(scene: &Scene) -> Result<(), String> {
+    let end = Instant::now() + Duration::from_secs(10);
+    loop {
+        let shells = scene.processes().into_iter().filter(|process| process.kind == Kind::Shell).count();
+        if shells == scene.nodes as usize {
+            return Ok(());
+        }
+        if Instant::now() > end {
+            return Err(format!("{shells} shells of jobs"));
+        }
         sleep(EVERY);
     }
-    Err(why)
 }

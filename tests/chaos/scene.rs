@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use flux_distribute::api::FluxInstanceSpec;
 use nix::sys::signal::Signal;
 
 use crate::{
@@ -48,6 +49,10 @@ struct Job {
 pub struct Scene {
     pub cluster: Cluster,
     pub shape: &'static Shape,
+    /// How many must be there.
+    pub nodes: u32,
+    /// Of the last instance that was deleted.
+    pub spec: FluxInstanceSpec,
     /// Which run of its row this is.
     pub run: u32,
     pub dice: Dice,
@@ -66,7 +71,19 @@ impl Scene {
         let rosters = Rosters::default();
         cluster.spawn(rosters.clone().follow(cluster.client()));
         let dice = Dice::new(0, "", 0);
-        let mut scene = Self { cluster, shape, run: 0, dice, outage, rosters, has_free_core: false, jobs: 0, job: None };
+        let mut scene = Self {
+            cluster,
+            shape,
+            nodes: shape.nodes,
+            spec: FluxInstanceSpec::default(),
+            run: 0,
+            dice,
+            outage,
+            rosters,
+            has_free_core: false,
+            jobs: 0,
+            job: None,
+        };
         let nodes = shape.nodes.to_string();
         scene.until("all nodes up", Duration::from_secs(60), |scene| {
             let up = scene.ask(&["flux", "resource", "list", "-s", "up", "-no", "{nnodes}"])?;
@@ -98,6 +115,14 @@ impl Scene {
     pub fn agents(&self) -> BTreeMap<String, Process> {
         let agents = self.processes().into_iter().filter(|process| process.kind == Kind::Agent);
         agents.map(|agent| (agent.node.clone(), agent)).collect()
+    }
+
+    /// A node's PID 1, on the machine: its namespaces last as long as the node is on.
+    pub fn init(&self, node: &str) -> i32 {
+        let name = format!("init [{node}]");
+        let is_init = |kind: &Kind| matches!(kind, Kind::Other(command) if command.starts_with(&name));
+        let found = self.processes().into_iter().find(|process| is_init(&process.kind));
+        found.unwrap_or_else(|| panic!("{node} is off")).pid
     }
 
     pub fn brokers(&self) -> BTreeMap<String, Broker> {
@@ -162,7 +187,7 @@ impl Scene {
         self.jobs += 1;
         let signal = format!("root/end-{}", self.jobs);
         let script = format!("until test -e /{signal}; do sleep 0.5; done");
-        let nodes = format!("-N{}", self.shape.nodes);
+        let nodes = format!("-N{}", self.nodes);
         let id = self.until("the job", Duration::from_secs(30), |scene| {
             scene.ask(&["flux", "submit", &nodes, "-n", &nodes[2..], "sh", "-c", &script])
         });

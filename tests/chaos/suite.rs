@@ -10,6 +10,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use k8s_openapi::jiff::Timestamp;
+
 use crate::{
     dice::Dice,
     oracle::{Outcome, judge, look},
@@ -154,7 +156,7 @@ impl Suite<'_> {
             let scene = place.get_or_insert_with(|| Scene::set(row.shape, self.settings.outage));
             scene.run = run;
             scene.dice = Dice::new(self.settings.seed, row.name, run);
-            look(scene).map_err(|why| format!("not well before the fault: {why}"))?;
+            look(scene, Timestamp::UNIX_EPOCH).map_err(|why| format!("not well before the fault: {why}"))?;
             let before = scene.brokers();
             let hit = (row.inject)(scene);
             judge(scene, row, &before, &hit)
@@ -186,9 +188,13 @@ impl Suite<'_> {
 
     fn take_down(&self, row: &Row, scene: Scene) {
         let (state, bridge) = (scene.cluster.state(), scene.cluster.bridge().to_owned());
+        let index = || std::fs::read_to_string(format!("/sys/class/net/{bridge}/ifindex")).ok();
+        let own = index();
         drop(scene);
         let left = traces::traces(&state, &bridge);
-        if !left.is_empty() {
+        // Another cluster may have taken the name at once.
+        let is_taken = || index().is_some_and(|now| own != Some(now));
+        if !left.is_empty() && !is_taken() {
             self.failures.lock().unwrap_or_else(PoisonError::into_inner).push(format!("after {}: {left:?}", row.name));
         }
     }

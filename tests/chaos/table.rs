@@ -26,7 +26,7 @@ pub fn markdown(rows: &[(&str, Results)]) -> String {
             "| {name} | {} | {} | {jobs} | {brokers} | {} | {} |",
             times.len() + results.failed,
             results.failed,
-            seconds(times.get(times.len() / 2)),
+            seconds(times.get(times.len().saturating_sub(1) / 2)),
             seconds(times.last())
         );
     }

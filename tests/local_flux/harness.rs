@@ -197,6 +197,7 @@ impl Cluster {
         self.runtime.block_on(future)
     }
 
+    #[allow(dead_code, reason = "each target takes what it needs")]
     /// Has `future` run until the cluster is down.
     pub fn spawn(&self, future: impl Future<Output = ()> + Send + 'static) {
         self.runtime.spawn(future);

@@ -24,7 +24,6 @@ use super::{
     control::{Answer, NodeView, Request, tell},
     kubelet::{Action, Kubelet, Order, Views},
     layout::{Cluster, Layout, node_name, node_number},
-    network::Network,
     objects, proxy, root,
 };
 use crate::{
@@ -56,7 +55,6 @@ pub(crate) async fn run(layout: &Layout) -> Result<ExitCode, LocalError> {
     let mut spec = String::new();
     std::io::Read::read_to_string(&mut std::io::stdin(), &mut spec).context(|| "can't read the spec".to_owned())?;
 
-    Network::connect()?.make_bridge(&cluster).await?;
     let (stop, stopped) = watch::channel(false);
     let (faults, switch) = watch::channel(Fault::None);
     let mut api = ApiServer::start(layout, &cluster, switch, wait(stopped.clone())).await?;

@@ -4,10 +4,6 @@ use std::{
     fs::File,
     io::Write,
     net::{Ipv4Addr, TcpListener},
-    os::{
-        linux::net::SocketAddrExt,
-        unix::net::{SocketAddr, UnixListener},
-    },
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
@@ -23,7 +19,7 @@ use serde_json::json;
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
     process::Command,
-    time::{Instant, sleep, timeout_at},
+    time::{Instant, timeout_at},
 };
 
 use super::{
@@ -108,13 +104,9 @@ pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
     let text = serde_norway::to_string(&spec).context(|| "can't write the spec as YAML".to_owned())?;
     let end = Instant::now() + up.timeout;
 
-    let turn = Turn::take().await?;
-    let cluster = decide(&up, &spec).await?;
     make_private_directory(layout.directory())?;
-    let record = serde_json::to_vec_pretty(&cluster).context(|| "can't write the record".to_owned())?;
-    write_private(&layout.cluster(), &record, false)
-        .context(|| format!("can't write {}; is another `local up` at work?", layout.cluster().display()))?;
-    if let Err(error) = start(layout, &cluster, &text, up.nodes, turn).await {
+    let cluster = settle(layout, &up, &spec).await?;
+    if let Err(error) = start(layout, &cluster, &text, up.nodes).await {
         // Unless a `down` has been faster, and maybe another `up` after it.
         if layout.load().is_ok_and(|found| found.token == cluster.token) {
             down::run(layout).await?;
@@ -141,27 +133,26 @@ async fn refuse_second(layout: &Layout) -> Result<(), LocalError> {
     Err(LocalError::AlreadyUp { state, directory: layout.directory().display().to_string() })
 }
 
-/// Networks and ports are chosen by who has this, one after the other: what was chosen is seen by the next one only when
-/// the daemon has made it. An abstract socket belongs to the network namespace, as bridges do, and ends with its owner.
-struct Turn(#[expect(dead_code, reason = "held, not used")] UnixListener);
-
-impl Turn {
-    async fn take() -> Result<Self, LocalError> {
-        let failed = || "can't wait for other `local up`".to_owned();
-        let name = SocketAddr::from_abstract_name("flux-distribute-local-up").context(failed)?;
-        let end = Instant::now() + DAEMON_LIMIT;
-        loop {
-            match UnixListener::bind_addr(&name) {
-                Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && Instant::now() < end => {
-                    sleep(Duration::from_millis(50)).await;
-                }
-                bound => return bound.map(Self).context(failed),
+/// Decides, and makes the bridge: it belongs to who is first. Nothing else is made, or killed, under a name that another
+/// `local up` of this moment may have chosen too.
+async fn settle(layout: &Layout, up: &Up, spec: &FluxInstanceSpec) -> Result<Cluster, LocalError> {
+    let network = Network::connect()?;
+    loop {
+        let cluster = decide(up, spec, &network).await?;
+        let record = serde_json::to_vec_pretty(&cluster).context(|| "can't write the record".to_owned())?;
+        write_private(&layout.cluster(), &record, false)
+            .context(|| format!("can't write {}; is another `local up` at work?", layout.cluster().display()))?;
+        match network.make_bridge(&cluster).await {
+            Ok(true) => return Ok(cluster),
+            done => {
+                std::fs::remove_file(layout.cluster()).context(|| "can't take the record back".to_owned())?;
+                done?;
             }
         }
     }
 }
 
-async fn decide(up: &Up, spec: &FluxInstanceSpec) -> Result<Cluster, LocalError> {
+async fn decide(up: &Up, spec: &FluxInstanceSpec, network: &Network) -> Result<Cluster, LocalError> {
     let assets = std::env::var_os(ASSETS_VARIABLE).map(PathBuf::from);
     let assets = match (up.api, assets) {
         (Some(ApiKind::Embedded), _) | (None, None) => None,
@@ -179,7 +170,7 @@ async fn decide(up: &Up, spec: &FluxInstanceSpec) -> Result<Cluster, LocalError>
         }
     };
     let shown = spec::shown(spec)?;
-    let (bridge, network) = Network::connect()?.choose().await?;
+    let (bridge, network) = network.choose().await?;
     let mut token = [0_u8; 32];
     getrandom::fill(&mut token).context(|| "can't make a token".to_owned())?;
     Ok(Cluster {
@@ -206,13 +197,7 @@ fn free_port(wanted: u16) -> Result<u16, LocalError> {
         .context(|| "can't find a free port".to_owned())
 }
 
-async fn start(
-    layout: &Layout,
-    cluster: &Cluster,
-    spec: &str,
-    nodes: u32,
-    turn: Turn,
-) -> Result<(), LocalError> {
+async fn start(layout: &Layout, cluster: &Cluster, spec: &str, nodes: u32) -> Result<(), LocalError> {
     let own = std::env::current_exe().context(|| "can't find our own executable".to_owned())?;
     make_private_directory(&layout.image())?;
     copy_executable(&own, &layout.executable())?;
@@ -220,7 +205,6 @@ async fn start(
         copy_executable(Path::new(&agent), &layout.image().join("agent"))?;
     }
     start_daemon(layout, spec).await?;
-    drop(turn);
     write_kubeconfig(layout, cluster)?;
     say(&format!("API server at {}; kubeconfig in {}", cluster.server(), layout.kubeconfig().display()))?;
     if objects::read_line(FILTERED_BRIDGES) == "1" {

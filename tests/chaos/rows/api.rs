@@ -90,12 +90,12 @@ fn kill_of(scene: &mut Scene, node: &str, broker: bool, agent: bool) -> Hit {
     let (old_broker, old_agent) = (scene.brokers()[node], scene.agents()[node].clone());
     let all = scene.names();
     let begin = Instant::now();
-    if broker {
-        send(old_broker.pid, Signal::SIGKILL);
-        scene.dice.pause(Duration::from_millis(500));
-    }
+    // The agent first: nobody who remembers anything is there when the broker is missed.
     if agent {
         old_agent.kill();
+    }
+    if broker {
+        send(old_broker.pid, Signal::SIGKILL);
     }
     scene.until("their return without the API", Duration::from_secs(45), |scene| {
         let agent_is_back = !agent || scene.agents().get(node).is_some_and(|now| now.pid != old_agent.pid);
@@ -104,7 +104,7 @@ fn kill_of(scene: &mut Scene, node: &str, broker: bool, agent: bool) -> Hit {
             return Err(format!("agent: {agent_is_back}, broker: {broker_is_back}"));
         }
         let up = scene.ask(&["flux", "resource", "list", "-s", "up", "-no", "{nnodes}"])?;
-        if up == scene.shape.nodes.to_string() { Ok(()) } else { Err(format!("the lead says that {up} nodes are up")) }
+        if up == scene.nodes.to_string() { Ok(()) } else { Err(format!("the lead says that {up} nodes are up")) }
     });
     eprintln!("chaos: {:.1} s until {node} was back without the API", begin.elapsed().as_secs_f64());
     let left = scene.outage.saturating_sub(begin.elapsed());

@@ -1,8 +1,13 @@
 //! The faults.
 
 mod api;
+mod daemonset;
 mod kill;
+mod live;
+mod network;
+mod node;
 mod objects;
+mod uninstall;
 
 use crate::scene::{Hit, Scene};
 
@@ -45,5 +50,15 @@ pub const OFTEN: u32 = 20;
 pub const SELDOM: u32 = 3;
 
 pub fn all() -> Vec<Row> {
-    [kill::rows(), api::rows(), objects::rows()].into_iter().flatten().collect()
+    let rooms = [
+        kill::rows(),
+        api::rows(),
+        objects::rows(),
+        live::rows(),
+        network::rows(),
+        node::rows(),
+        daemonset::rows(),
+        uninstall::rows(),
+    ];
+    rooms.into_iter().flatten().collect()
 }
