@@ -46,7 +46,9 @@ pub fn judge(scene: &mut Scene, row: &Row, before: &Before, hit: &Hit) -> Result
         keeps_brokers(scene, before, hit)?;
         match look(scene, since) {
             Ok(()) => break hit.since.elapsed(),
-            Err(why) if hit.since.elapsed() > limit => return Err(format!("not well after {} s: {why}", limit.as_secs())),
+            Err(why) if hit.since.elapsed() > limit => {
+                return Err(format!("not well after {} s: {why}", limit.as_secs()));
+            }
             Err(_) => sleep(EVERY),
         }
     };
@@ -97,7 +99,8 @@ pub fn look(scene: &Scene, since: Timestamp) -> Result<(), String> {
         }
     }
     let cluster = &scene.cluster;
-    let told = cluster.wait(cluster.api::<FluxNode>().list(&ListParams::default())).map_err(|error| error.to_string())?;
+    let told =
+        cluster.wait(cluster.api::<FluxNode>().list(&ListParams::default())).map_err(|error| error.to_string())?;
     for broker in processes.iter().filter(|process| is_broker(process)) {
         let node = told.iter().find(|node| node.spec.node_name == broker.node);
         let node = node.ok_or_else(|| format!("{} has no FluxNode", broker.node))?;

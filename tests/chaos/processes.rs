@@ -68,7 +68,8 @@ fn look(process: &Path, marker: &str) -> Option<Process> {
     // Kernel's word on the dead: no executable.
     fs::read_link(process.join("exe")).ok()?;
     let status = read("status");
-    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim().to_owned();
+    let field =
+        |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim().to_owned();
     let name = field("Name:");
     let command = fs::read(process.join("cmdline")).unwrap_or_default();
     let command = String::from_utf8_lossy(&command).trim_end_matches('\0').replace('\0', " ");

@@ -201,7 +201,9 @@ impl Scene {
         let job = self.job.as_ref()?;
         match self.ask(&["flux", "job", "eventlog", &job.id]) {
             Err(why) => Some(why),
-            Ok(events) => events.lines().find(|line| line.contains(" exception ") || line.contains(" finish ")).map(str::to_owned),
+            Ok(events) => {
+                events.lines().find(|line| line.contains(" exception ") || line.contains(" finish ")).map(str::to_owned)
+            }
         }
     }
 

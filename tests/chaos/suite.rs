@@ -38,7 +38,8 @@ pub struct Settings {
 impl Settings {
     /// None: the suite is not asked for.
     pub fn from_env() -> Option<Self> {
-        let get = |name: &str| std::env::var(format!("FLUX_DISTRIBUTE_CHAOS{name}")).ok().filter(|text| !text.is_empty());
+        let get =
+            |name: &str| std::env::var(format!("FLUX_DISTRIBUTE_CHAOS{name}")).ok().filter(|text| !text.is_empty());
         let number = |name: &str| get(name).map(|text| text.parse::<u64>().unwrap());
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
         Some(Self {

@@ -18,7 +18,8 @@ pub fn markdown(rows: &[(&str, Results)]) -> String {
     for (name, results) in rows {
         let mut times: Vec<Duration> = results.outcomes.iter().map(|outcome| outcome.healed).collect();
         times.sort_unstable();
-        let seconds = |time: Option<&Duration>| time.map_or_else(|| "-".to_owned(), |t| format!("{:.1} s", t.as_secs_f64()));
+        let seconds =
+            |time: Option<&Duration>| time.map_or_else(|| "-".to_owned(), |t| format!("{:.1} s", t.as_secs_f64()));
         let jobs: usize = results.outcomes.iter().map(|outcome| outcome.jobs_lost).sum();
         let brokers: usize = results.outcomes.iter().map(|outcome| outcome.brokers_restarted).sum();
         let _ = writeln!(

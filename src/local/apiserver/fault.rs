@@ -86,7 +86,8 @@ pub async fn inject(State(faults): State<Faults>, request: Request, next: Next) 
     if fault != Fault::StaleLists {
         faults.stale.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
-    let watches = request.uri().query().unwrap_or_default().split('&').any(|part| matches!(part, "watch=true" | "watch=1"));
+    let watches =
+        request.uri().query().unwrap_or_default().split('&').any(|part| matches!(part, "watch=true" | "watch=1"));
     match fault {
         Fault::Slow => sleep(SLOW).await,
         Fault::Errors if dice() < 0.8 => return refuse(dice() < 0.5),
@@ -139,7 +140,8 @@ fn is_list(request: &Request) -> bool {
 
 fn refuse(overloaded: bool) -> Response {
     if overloaded {
-        return ([(header::RETRY_AFTER, "1")], status(StatusCode::TOO_MANY_REQUESTS, "TooManyRequests")).into_response();
+        return ([(header::RETRY_AFTER, "1")], status(StatusCode::TOO_MANY_REQUESTS, "TooManyRequests"))
+            .into_response();
     }
     status(StatusCode::INTERNAL_SERVER_ERROR, "InternalError")
 }

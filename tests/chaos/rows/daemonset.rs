@@ -29,7 +29,8 @@ pub fn rows() -> Vec<Row> {
                 scene.agents()[&node].kill();
                 scene.until("a word about it", Duration::from_secs(60), |scene| {
                     let nodes = scene.cluster.api::<FluxNode>();
-                    let nodes = scene.cluster.wait(nodes.list(&ListParams::default())).map_err(|error| error.to_string())?;
+                    let nodes =
+                        scene.cluster.wait(nodes.list(&ListParams::default())).map_err(|error| error.to_string())?;
                     let said = |node: &FluxNode| node.status.as_ref().and_then(|status| status.message.clone());
                     let said: Vec<_> = nodes.iter().filter_map(said).collect();
                     if said.iter().any(|said| said.contains("format 99")) { Ok(()) } else { Err(format!("{said:?}")) }

@@ -54,7 +54,8 @@ fn wait_for(scene: &Scene, node: &str, step: &str) {
     let (program, rest) = step.split_once(' ').unwrap();
     let end = Instant::now() + Duration::from_secs(60);
     while Instant::now() < end {
-        let is_it = |kind: &Kind| matches!(kind, Kind::Other(command) if command.contains(program) && command.ends_with(rest));
+        let is_it =
+            |kind: &Kind| matches!(kind, Kind::Other(command) if command.contains(program) && command.ends_with(rest));
         if scene.processes().iter().any(|process| process.node == node && is_it(&process.kind)) {
             return;
         }

@@ -2,6 +2,7 @@
 
 mod api;
 mod daemonset;
+mod disk;
 mod kill;
 mod live;
 mod network;
@@ -57,6 +58,7 @@ pub fn all() -> Vec<Row> {
         live::rows(),
         network::rows(),
         node::rows(),
+        disk::rows(),
         daemonset::rows(),
         uninstall::rows(),
     ];

@@ -47,7 +47,19 @@ pub fn rows() -> Vec<Row> {
         Row {
             runs: SELDOM,
             ..cut("20 % of all packets lost", |scene| {
-                let some = ["INPUT", "-i", "eth0", "-m", "statistic", "--mode", "random", "--probability", "0.2", "-j", "DROP"];
+                let some = [
+                    "INPUT",
+                    "-i",
+                    "eth0",
+                    "-m",
+                    "statistic",
+                    "--mode",
+                    "random",
+                    "--probability",
+                    "0.2",
+                    "-j",
+                    "DROP",
+                ];
                 let nodes = scene.names();
                 let _rules: Vec<_> = nodes.iter().map(|node| Rule::new(Some(scene.init(node)), &some)).collect();
                 sleep(scene.outage);

@@ -27,7 +27,8 @@ pub fn rows() -> Vec<Row> {
         deleted("roster deleted", |scene| {
             let before = roster(scene).expect("a roster");
             let hit = delete::<ConfigMap>(scene, CONFIGMAP_ROSTER);
-            let after = scene.until("the roster", Duration::from_secs(60), |scene| roster(scene).ok_or_else(String::new));
+            let after =
+                scene.until("the roster", Duration::from_secs(60), |scene| roster(scene).ok_or_else(String::new));
             assert_eq!((after.instance_id, after.epoch), (before.instance_id, before.epoch));
             assert_eq!(after.ranks.len(), before.ranks.len());
             for (rank, entry) in before.ranks {
@@ -78,10 +79,7 @@ pub fn roster(scene: &Scene) -> Option<Roster> {
 }
 
 trait Object:
-    Resource<Scope = NamespaceResourceScope, DynamicType = ()>
-    + Clone
-    + std::fmt::Debug
-    + serde::de::DeserializeOwned
+    Resource<Scope = NamespaceResourceScope, DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned
 {
 }
 impl Object for ConfigMap {}

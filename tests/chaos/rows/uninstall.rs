@@ -31,10 +31,13 @@ pub fn rows() -> Vec<Row> {
             let all = cancelling(scene);
             let port = 8053 + scene.dice.below(100);
             let word = format!("now {port}");
-            patch(scene, &json!({
-                "metadata": { "annotations": { ANNOTATION_RESTART: word } },
-                "spec": { "broker": { "port": port } },
-            }));
+            patch(
+                scene,
+                &json!({
+                    "metadata": { "annotations": { ANNOTATION_RESTART: word } },
+                    "spec": { "broker": { "port": port } },
+                }),
+            );
             scene.dice.pause(Duration::from_secs(10));
             again(scene, all)
         }),
@@ -105,7 +108,9 @@ fn is_clean(scene: &Scene) {
         for path in ["opt/flux-distribute", "opt/flux", "flux-connect.sh"] {
             assert!(fs::symlink_metadata(root.join(path)).is_err(), "{path} is left on {}", node.name);
         }
-        let left = scene.cluster.exec(&node.name, &["find", "/opt", "/run", "-mindepth", "1", "-not", "-path", "/run/boot-id"]);
+        let left = scene
+            .cluster
+            .exec(&node.name, &["find", "/opt", "/run", "-mindepth", "1", "-not", "-path", "/run/boot-id"]);
         assert_eq!(left, "", "{}", node.name);
         let groups = scene.cluster.exec(&node.name, &["find", "/sys/fs/cgroup", "-name", "flux*"]);
         assert!(!groups.contains("flux"), "{}: {groups}", node.name);
