@@ -33,7 +33,10 @@ pub fn rows() -> Vec<Row> {
                         scene.cluster.wait(nodes.list(&ListParams::default())).map_err(|error| error.to_string())?;
                     let said = |node: &FluxNode| node.status.as_ref().and_then(|status| status.message.clone());
                     let said: Vec<_> = nodes.iter().filter_map(said).collect();
-                    if said.iter().any(|said| said.contains("format 99")) { Ok(()) } else { Err(format!("{said:?}")) }
+                    let instance =
+                        scene.cluster.instance().status.and_then(|status| status.message).unwrap_or_default();
+                    let is_said = said.iter().any(|said| said.contains("format 99")) && instance.contains("format 99");
+                    if is_said { Ok(()) } else { Err(format!("{said:?}, {instance}")) }
                 });
                 sleep(Duration::from_secs(2));
                 assert_eq!(set_format(scene, ours), json!(99), "somebody has written a roster that he can't read");
