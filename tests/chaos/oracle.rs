@@ -167,7 +167,7 @@ fn shells_end(scene: &Scene) -> Result<(), String> {
     let end = Instant::now() + Duration::from_secs(10);
     loop {
         let shells = scene.processes().into_iter().filter(|process| process.kind == Kind::Shell).count();
-        if shells == scene.nodes as usize {
+        if shells == scene.job_nodes() {
             return Ok(());
         }
         if Instant::now() > end {

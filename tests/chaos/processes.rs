@@ -55,13 +55,26 @@ pub fn is_there(pid: i32) -> bool {
 
 /// All of them.
 pub fn of(bridge: &str) -> Vec<Process> {
-    let marker = format!("/flux-distribute-local/{bridge}/");
-    let processes = fs::read_dir("/proc").unwrap().flatten();
-    processes.filter_map(|process| look(&process.path(), &marker)).collect()
+    newer(bridge, 0)
 }
 
-fn look(process: &Path, marker: &str) -> Option<Process> {
-    let pid = process.file_name()?.to_str()?.parse().ok()?;
+/// Those with pids above `than`: quick enough to see what lives for a few milliseconds.
+pub fn newer(bridge: &str, than: i32) -> Vec<Process> {
+    let marker = format!("/flux-distribute-local/{bridge}/");
+    pids().filter(|pid| *pid > than).filter_map(|pid| look(pid, &marker)).collect()
+}
+
+/// The highest of the machine's.
+pub fn newest() -> i32 {
+    pids().max().unwrap_or_default()
+}
+
+fn pids() -> impl Iterator<Item = i32> {
+    fs::read_dir("/proc").unwrap().flatten().filter_map(|process| process.file_name().to_str()?.parse().ok())
+}
+
+fn look(pid: i32, marker: &str) -> Option<Process> {
+    let process = Path::new("/proc").join(pid.to_string());
     let read = |file: &str| fs::read_to_string(process.join(file)).unwrap_or_default();
     let cgroup = read("cgroup");
     let node = cgroup.lines().find_map(|line| Some(line.split_once(marker)?.1.split('/').next()?.to_owned()))?;

@@ -4,6 +4,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     path::Path,
+    sync::{Mutex, PoisonError},
     thread::sleep,
     time::{Duration, Instant},
 };
@@ -42,6 +43,7 @@ impl Hit {
 
 struct Job {
     id: String,
+    nodes: u32,
     /// Ends it, in every node's root.
     signal: String,
 }
@@ -67,7 +69,12 @@ pub struct Scene {
 
 impl Scene {
     pub fn set(shape: &'static Shape, outage: Duration) -> Self {
-        let cluster = Cluster::up(shape.nodes, shape.options).expect("a bundle");
+        // Each node unpacks a bundle: many clusters at once would be up later than one after the other.
+        static BEGINNING: Mutex<()> = Mutex::new(());
+        let cluster = {
+            let _turn = BEGINNING.lock().unwrap_or_else(PoisonError::into_inner);
+            Cluster::up(shape.nodes, shape.options).expect("a bundle")
+        };
         let rosters = Rosters::default();
         cluster.spawn(rosters.clone().follow(cluster.client()));
         let dice = Dice::new(0, "", 0);
@@ -140,6 +147,26 @@ impl Scene {
         found.unwrap_or_else(|| panic!("no broker has rank {rank}: {brokers:?}")).0.clone()
     }
 
+    /// In the tree kary:2: the nodes of `rank` and of all ranks below it.
+    pub fn below(&self, rank: u32) -> Vec<String> {
+        let is_below = |mut of: u32| {
+            while of > rank {
+                of = (of - 1) / 2;
+            }
+            of == rank
+        };
+        self.brokers().into_iter().filter(|(_, broker)| is_below(broker.rank)).map(|(node, _)| node).collect()
+    }
+
+    /// In the same tree: a rank but the lead's that others hang on, or one that nobody hangs on. Who was below a node that is
+    /// gone may have another place since.
+    pub fn pick_rank(&mut self, interior: bool) -> u32 {
+        let ranks: Vec<_> = self.brokers().values().map(|broker| broker.rank).filter(|rank| *rank != 0).collect();
+        let fit: Vec<_> = ranks.into_iter().filter(|rank| (self.below(*rank).len() > 1) == interior).collect();
+        assert!(!fit.is_empty(), "interior {interior}: {:?}", self.brokers());
+        self.dice.pick(&fit)
+    }
+
     pub fn lead(&self) -> String {
         self.holder(0)
     }
@@ -193,7 +220,12 @@ impl Scene {
         });
         let begun = self.ask(&["flux", "job", "wait-event", "-t", "15", "-W", "-p", "exec", &id, "shell.start"]);
         begun.unwrap_or_else(|why| panic!("the job does not start: {why}"));
-        self.job = Some(Job { id, signal });
+        self.job = Some(Job { id, nodes: self.nodes, signal });
+    }
+
+    /// How many nodes the job is on.
+    pub fn job_nodes(&self) -> usize {
+        self.job.as_ref().map_or(0, |job| job.nodes as usize)
     }
 
     /// Why the job does not run as if nothing had been.

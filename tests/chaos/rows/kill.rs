@@ -64,16 +64,25 @@ pub fn rows() -> Vec<Row> {
             })
         },
         broker("kill -9 of a follower's broker", |scene| {
-            let leaf = [2, 3][usize::from(scene.dice.coin())];
-            kill_broker(scene, leaf, &[leaf])
+            let leaf = scene.pick_rank(false);
+            kill_broker(scene, leaf)
         }),
         stopped("SIGSTOP of a follower's broker", |scene| {
             let rank = scene.dice.pick(&[1, 2, 3]);
             stop_broker(scene, rank)
         }),
-        broker("kill -9 of an interior broker (kary:2)", |scene| kill_broker(scene, 1, &[1, 3])),
-        Row { shape: &DEEP, ..stopped("SIGSTOP of an interior broker (kary:2)", |scene| stop_broker(scene, 1)) },
-        broker("kill -9 of the lead's broker", |scene| kill_broker(scene, 0, &[0, 1, 2, 3])),
+        broker("kill -9 of an interior broker (kary:2)", |scene| {
+            let rank = scene.pick_rank(true);
+            kill_broker(scene, rank)
+        }),
+        Row {
+            shape: &DEEP,
+            ..stopped("SIGSTOP of an interior broker (kary:2)", |scene| {
+                let rank = scene.pick_rank(true);
+                stop_broker(scene, rank)
+            })
+        },
+        broker("kill -9 of the lead's broker", |scene| kill_broker(scene, 0)),
         stopped("SIGSTOP of the lead's broker", |scene| stop_broker(scene, 0)),
     ]
 }
@@ -84,9 +93,10 @@ fn pause(scene: &mut Scene, pids: &[i32], longest: u64) -> Hit {
     Hit::nobody()
 }
 
-fn kill_broker(scene: &mut Scene, rank: u32, restarted: &[u32]) -> Hit {
+/// With it end those below.
+fn kill_broker(scene: &mut Scene, rank: u32) -> Hit {
     scene.dice.pause(Duration::from_secs(2));
-    let nodes: BTreeSet<_> = restarted.iter().map(|rank| scene.holder(*rank)).collect();
+    let nodes = scene.below(rank);
     let broker = scene.brokers()[&scene.holder(rank)];
     crate::processes::send(broker.pid, Signal::SIGKILL);
     Hit::brokers_of(nodes)

@@ -9,7 +9,7 @@ use std::{
 use super::{Row, row};
 use crate::{
     oracle::schedules,
-    processes::Kind,
+    processes::{self, Kind},
     scene::{Hit, Scene},
 };
 
@@ -37,8 +37,9 @@ pub fn rows() -> Vec<Row> {
         ..row("live change killed at each of its steps", |scene| {
             let step = STEPS[scene.run as usize % STEPS.len()];
             let lead = scene.lead();
+            let newest = processes::newest();
             let mut join = scene.cluster.command(&["add-node"]).stdout(Stdio::null()).spawn().unwrap();
-            wait_for(scene, &lead, step);
+            wait_for(scene, &lead, step, newest);
             scene.agents()[&lead].kill();
             let hit = Hit::nobody();
             scene.until("scheduling", SCHEDULES_AGAIN, schedules);
@@ -50,13 +51,14 @@ pub fn rows() -> Vec<Row> {
     }]
 }
 
-fn wait_for(scene: &Scene, node: &str, step: &str) {
+fn wait_for(scene: &Scene, node: &str, step: &str, newest: i32) {
     let (program, rest) = step.split_once(' ').unwrap();
     let end = Instant::now() + Duration::from_secs(60);
     while Instant::now() < end {
         let is_it =
             |kind: &Kind| matches!(kind, Kind::Other(command) if command.contains(program) && command.ends_with(rest));
-        if scene.processes().iter().any(|process| process.node == node && is_it(&process.kind)) {
+        let found = processes::newer(scene.cluster.bridge(), newest);
+        if found.iter().any(|process| process.node == node && is_it(&process.kind)) {
             return;
         }
         sleep(Duration::from_millis(1));

@@ -28,14 +28,15 @@ pub fn rows() -> Vec<Row> {
         cut("the lead cut off for 60 s", |scene| cut_off(scene, &[scene.lead()], scene.outage)),
         lost("one node cut off for 5 minutes", |scene| {
             let node = scene.pick_follower();
-            cut_off(scene, &[node.clone()], TOO_LONG);
+            cut_off(scene, std::slice::from_ref(&node), TOO_LONG);
             Hit::brokers_of([node])
         }),
         Row {
             shape: &DEEP,
             ..lost("an interior node (kary:2) cut off for 5 minutes", |scene| {
-                let nodes = [scene.holder(1), scene.holder(3)];
-                cut_off(scene, &nodes[..1], TOO_LONG);
+                let rank = scene.pick_rank(true);
+                let (node, nodes) = (scene.holder(rank), scene.below(rank));
+                cut_off(scene, &[node], TOO_LONG);
                 Hit::brokers_of(nodes)
             })
         },

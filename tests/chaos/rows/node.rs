@@ -10,13 +10,16 @@ pub fn rows() -> Vec<Row> {
     let other = |name, inject| Row { fresh: true, ..node(name, inject) };
     vec![
         node("power cut and reboot of a follower", |scene| {
-            let rank = scene.dice.pick(&[2, 3]);
-            reboot(scene, rank, &[rank])
+            let rank = scene.pick_rank(false);
+            reboot(scene, rank)
         }),
-        node("power cut and reboot of an interior node (kary:2)", |scene| reboot(scene, 1, &[1, 3])),
-        node("power cut and reboot of the lead", |scene| reboot(scene, 0, &[0, 1, 2, 3])),
+        node("power cut and reboot of an interior node (kary:2)", |scene| {
+            let rank = scene.pick_rank(true);
+            reboot(scene, rank)
+        }),
+        node("power cut and reboot of the lead", |scene| reboot(scene, 0)),
         other("a node reinstalled under the same name", |scene| {
-            let rank = scene.dice.pick(&[2, 3]);
+            let rank = scene.pick_rank(false);
             let name = scene.holder(rank);
             scene.cluster.must(&["remove-node", &name]);
             scene.dice.pause(Duration::from_secs(5));
@@ -25,7 +28,7 @@ pub fn rows() -> Vec<Row> {
             Hit::brokers_of([name])
         }),
         other("a node removed for ever", |scene| {
-            let rank = scene.dice.pick(&[2, 3]);
+            let rank = scene.pick_rank(false);
             let name = scene.holder(rank);
             scene.cluster.must(&["remove-node", &name]);
             scene.nodes -= 1;
@@ -55,8 +58,8 @@ pub fn rows() -> Vec<Row> {
     ]
 }
 
-fn reboot(scene: &mut Scene, rank: u32, restarted: &[u32]) -> Hit {
-    let nodes: Vec<_> = restarted.iter().map(|rank| scene.holder(*rank)).collect();
+fn reboot(scene: &mut Scene, rank: u32) -> Hit {
+    let nodes = scene.below(rank);
     let name = scene.holder(rank);
     scene.cluster.must(&["node", &name, "power-off"]);
     scene.dice.pause(Duration::from_secs(10));
