@@ -54,8 +54,13 @@ impl Order {
             Self::Start(_) => 120,
             Self::Stop(order) => order.grace_secs.saturating_add(60),
             Self::Flux(order) => order.timeout_secs.saturating_add(60),
-            // Gigabytes may be read or unlinked without a word.
-            Self::Link(_) | Self::Collect(_) | Self::Verify(_) | Self::Remove(_) => 1800,
+            // Gigabytes may be read, written or unlinked without a word.
+            Self::Link(_)
+            | Self::Collect(_)
+            | Self::Verify(_)
+            | Self::Remove(_)
+            | Self::Dump(_)
+            | Self::Takeover(_) => 1800,
         };
         Duration::from_secs(seconds)
     }
