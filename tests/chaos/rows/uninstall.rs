@@ -13,7 +13,8 @@ use crate::scene::{Hit, Scene};
 const CLEAN_IN: Duration = Duration::from_secs(120);
 
 pub fn rows() -> Vec<Row> {
-    let end = |name, inject| Row { job_dies: true, heals_in: 120, ..row(name, inject) };
+    // Fifty moments in all.
+    let end = |name, inject| Row { runs: 13, job_dies: true, heals_in: 120, ..row(name, inject) };
     vec![
         end("uninstall in the middle of a run", |scene| {
             let all = cancelling(scene);
