@@ -1,6 +1,7 @@
 //! A live change that is killed between two of its steps.
 
 use std::{
+    collections::BTreeSet,
     process::Stdio,
     thread::sleep,
     time::{Duration, Instant},
@@ -37,9 +38,9 @@ pub fn rows() -> Vec<Row> {
         ..row("live change killed at each of its steps", |scene| {
             let step = STEPS[scene.run as usize % STEPS.len()];
             let lead = scene.lead();
-            let newest = processes::newest();
+            let known = processes::pids().collect();
             let mut join = scene.cluster.command(&["add-node"]).stdout(Stdio::null()).spawn().unwrap();
-            wait_for(scene, &lead, step, newest);
+            wait_for(scene, &lead, step, &known);
             scene.agents()[&lead].kill();
             let hit = Hit::nobody();
             scene.until("scheduling", SCHEDULES_AGAIN, schedules);
@@ -51,13 +52,13 @@ pub fn rows() -> Vec<Row> {
     }]
 }
 
-fn wait_for(scene: &Scene, node: &str, step: &str, newest: i32) {
+fn wait_for(scene: &Scene, node: &str, step: &str, known: &BTreeSet<i32>) {
     let (program, rest) = step.split_once(' ').unwrap();
     let end = Instant::now() + Duration::from_secs(60);
     while Instant::now() < end {
         let is_it =
             |kind: &Kind| matches!(kind, Kind::Other(command) if command.contains(program) && command.ends_with(rest));
-        let found = processes::newer(scene.cluster.bridge(), newest);
+        let found = processes::but(scene.cluster.bridge(), known);
         if found.iter().any(|process| process.node == node && is_it(&process.kind)) {
             return;
         }
