@@ -7,7 +7,7 @@ IMAGE ?= localhost/flux-distribute:$(VERSION)
 # Where rustup puts cargo.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build test lint image push demo demo-down kind-test deploy undeploy manifests clean
+.PHONY: help setup build test chaos chaos-long lint image push demo demo-down kind-test deploy undeploy manifests clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,12 @@ build: setup ## The static binary, target/<host>/release/flux-distribute
 
 test: setup ## All tests, on a kind cluster too where Docker and kind are
 	scripts/test.sh
+
+chaos: setup ## Break things on purpose while a job runs, for up to an hour; TABLE=FILE for the results
+	FLUX_DISTRIBUTE_CHAOS=1 FLUX_DISTRIBUTE_CHAOS_TABLE=$(TABLE) scripts/test.sh --test chaos
+
+chaos-long: setup ## The same, five times as often
+	FLUX_DISTRIBUTE_CHAOS=long FLUX_DISTRIBUTE_CHAOS_TABLE=$(TABLE) scripts/test.sh --test chaos
 
 lint: setup ## Format, clippy
 	cargo fmt --check

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All tests. With Docker and kind on a real cluster too; without, the same end-to-end tests run in local mode.
+# All tests, or those that the arguments name to `cargo test`. All of them: with Docker and
+# kind on a real cluster too; without, the same end-to-end tests run in local mode.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,7 +16,8 @@ fi
 
 # Not captured: a test that can't run here says why in a line that begins with "skipped: ".
 code=0
-cargo test --locked --no-fail-fast -- --nocapture || code=$?
+cargo test --locked --no-fail-fast "$@" -- --nocapture || code=$?
+[ $# = 0 ] || exit "$code"
 
 if command -v docker >/dev/null && command -v kind >/dev/null && docker info >/dev/null 2>&1; then
     [ "$code" != 0 ] || scripts/kind-test.sh

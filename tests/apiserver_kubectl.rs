@@ -71,7 +71,7 @@ async fn serve_kubectl() -> Option<Kubectl> {
     });
     std::fs::write(kubectl.home.path().join("kubeconfig"), kubeconfig.to_string()).unwrap();
     let store = Arc::new(Store::new());
-    tokio::spawn(async move { serve(listener, &identity, store, "sesame".into(), std::future::pending()).await });
+    tokio::spawn(async move { serve(listener, &identity, store, "sesame".into(), None, std::future::pending()).await });
     Some(kubectl)
 }
 

@@ -8,11 +8,11 @@ use tracing::{debug, info, warn};
 
 use super::{
     act::StepError,
-    decide::Step,
+    decide::{Step, host_roster},
     drain, live,
     published::Published,
     run::{Agent, SOON},
-    watch::World,
+    watch::{Presence, World},
 };
 use crate::{
     api::{Closing, FluxInstanceSpec, Roster, RunningJobs, Want},
@@ -48,14 +48,24 @@ impl Agent {
         match step {
             Step::Install { digest } | Step::Prepare { digest } => self.install(step, digest).await,
             Step::Start(assignment) => {
-                let roster = self.published.roster()?;
-                let revision = match self.actor.configure(&preflight, &roster, assignment, false).await {
-                    // Without API the files of the last start are still there.
-                    Err(StepError::Api(error)) if self.view.died.is_some() => {
-                        warn!(error = error_chain(&error), "starting the broker with the files that are there");
-                        roster.revision
+                // Without API the files of the last start are still there.
+                let (roster, revision) = match self.unheard_roster() {
+                    Some(roster) => {
+                        warn!("no word from the API server: starting the broker with the files that are there");
+                        let revision = roster.revision;
+                        (roster, revision)
                     }
-                    other => other?,
+                    None => {
+                        let roster = self.published.roster()?;
+                        let revision = match self.actor.configure(&preflight, &roster, assignment, false).await {
+                            Err(StepError::Api(error)) if self.view.died.is_some() => {
+                                warn!(error = error_chain(&error), "starting the broker with the files that are there");
+                                roster.revision
+                            }
+                            other => other?,
+                        };
+                        (roster, revision)
+                    }
                 };
                 self.starts.started(step, self.generation, Instant::now());
                 self.view = self.actor.start(&preflight, &roster, assignment).await?;
@@ -122,7 +132,17 @@ impl Agent {
         if let (Some(roster), Some(_)) = (&self.published.roster, rank) {
             spec.broker.port = Some(roster.settings.port);
         }
+        if let Some(roster) = self.unheard_roster() {
+            spec.broker.port = Some(roster.settings.port);
+            spec.prefix = self.view.state.as_ref().map(|state| state.prefix.display().to_string());
+        }
         spec
+    }
+
+    /// What there is to go by while the API has said nothing at all: the roster that this host was configured by last.
+    fn unheard_roster(&self) -> Option<Roster> {
+        let unheard = matches!(self.world.borrow().instance, Presence::Unknown) && self.published.roster.is_none();
+        unheard.then(|| host_roster(&self.view)).flatten()
     }
 
     /// Removal, unless jobs run and the instance's word was that they win.

@@ -33,6 +33,10 @@ pub enum Instance<'a> {
 pub struct Seen<'a> {
     /// The FluxInstance.
     pub instance: Instance<'a>,
+    /// Our Node's name.
+    pub node: &'a str,
+    /// This agent has lived for some time and the API has not said a word yet.
+    pub alone: bool,
     /// Our FluxNode's spec: the planner's words to us.
     pub spec: Option<&'a FluxNodeSpec>,
     /// The roster, read at least at `spec.revision`.
@@ -275,14 +279,39 @@ fn superseded(broker: &RunningBroker, spec: &FluxNodeSpec, roster: &Roster) -> O
         .then(|| format!("rank {} is no longer this node's: it has rank {} now", record.rank, assignment.rank))
 }
 
-/// While the API server is away a broker that has died is started again as it was.
+/// While the API server is away a broker that has died is started again as it was. An agent that is new has only the host's
+/// word for how that was.
 fn restart_without_api(seen: &Seen) -> Step {
-    let copy = seen.host.roster.as_deref().and_then(|text| serde_json::from_str::<Roster>(text).ok());
-    let last = seen.spec.and_then(|spec| agreed(spec, seen.roster.or(copy.as_ref())?));
+    let copy = host_roster(seen.host);
+    let last = match seen.spec {
+        Some(spec) => seen.roster.or(copy.as_ref()).and_then(|roster| agreed(spec, roster)),
+        None if seen.alone => copy.as_ref().and_then(|roster| held_by(roster, seen.node)),
+        None => None,
+    };
     match last {
-        Some(assignment) if seen.host.broker.is_none() && seen.host.died.is_some() && seen.preflight.is_some() => {
-            Step::Start(assignment)
-        }
+        Some(assignment) if seen.host.broker.is_none() && seen.host.died.is_some() => match seen.preflight {
+            Some(_) => Step::Start(assignment),
+            None => Step::Preflight,
+        },
         _ => Step::Hold,
     }
+}
+
+/// The roster that this host was configured by last.
+pub fn host_roster(host: &HostView) -> Option<Roster> {
+    let roster: Roster = serde_json::from_str(host.roster.as_deref()?).ok()?;
+    let ours = host.state.as_ref().is_some_and(|state| state.instance_uid == roster.instance_uid);
+    (ours && roster.format <= ROSTER_FORMAT).then_some(roster)
+}
+
+fn held_by(roster: &Roster, node: &str) -> Option<Assignment> {
+    let held = roster.ranks.iter().filter_map(|(rank, entry)| Some((rank, entry, entry.member.as_ref()?)));
+    let (rank, entry, member) = held.into_iter().find(|(.., member)| member.node == node)?;
+    Some(Assignment {
+        rank: *rank,
+        entry: entry.clone(),
+        node_uid: member.uid.clone(),
+        epoch: roster.epoch,
+        revision: entry.revision,
+    })
 }

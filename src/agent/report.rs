@@ -19,6 +19,11 @@ pub struct Reporter {
 }
 
 impl Reporter {
+    /// The node's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// For node `name`, speaking as pod `pod`.
     pub fn new(client: Client, name: String, pod: &str) -> Self {
         Self { nodes: Api::namespaced(client.clone(), NAMESPACE), name, announcer: Announcer::new(client, pod) }

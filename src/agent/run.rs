@@ -52,6 +52,8 @@ const LATE: Duration = Duration::from_secs(5);
 
 /// So long a new agent may take to hear the broker that it has found.
 const NEW: Duration = Duration::from_secs(10);
+/// So long an agent that has just begun waits for the API's first word.
+const ALONE: Duration = Duration::from_secs(5);
 /// The longest that a live change may take.
 const LIVE_CHANGE: Duration = Duration::from_secs(60);
 
@@ -225,10 +227,17 @@ impl Agent {
             self.told = told;
             self.tries.succeeded();
         }
-        self.report(&world, &step, None).await;
+        // A broker that has died is not kept waiting for an API server that is away.
+        let is_urgent = matches!(step, Step::Start(_)) && self.view.died.is_some();
+        if !is_urgent {
+            self.report(&world, &step, None).await;
+        }
         let (now, generation) = (Instant::now(), self.generation);
         let rest = self.tries.rest(&step, generation, now).max(self.starts.rest(&step, generation, now));
         if let Some(rest) = rest {
+            if is_urgent {
+                self.report(&world, &step, None).await;
+            }
             return Ok(rest.min(RESYNC));
         }
         let outcome = self.act(&world, &step).await;
@@ -265,6 +274,8 @@ impl Agent {
         };
         Seen {
             instance,
+            node: self.reporter.name(),
+            alone: self.began.elapsed() > ALONE,
             spec: world.node_spec(),
             roster: self.published.roster.as_ref(),
             published: self.published.digest(),

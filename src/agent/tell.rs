@@ -2,7 +2,7 @@
 
 use super::{
     act::launch_order,
-    decide::{Seen, Step, agreed, leads},
+    decide::{Assignment, Seen, Step, agreed, leads},
     drain,
     live::Live,
     log::Rejected,
@@ -10,7 +10,7 @@ use super::{
     tries::Trouble,
 };
 use crate::{
-    api::{Adopted, Dump, Facts, FluxNodeStatus, NodePhase, Rank, Takeover, Want},
+    api::{Adopted, Dump, Facts, FluxNodeStatus, NodePhase, ROSTER_FORMAT, Rank, Takeover, Want},
     host::{HostView, Preflight, dump::is_of},
 };
 
@@ -134,7 +134,12 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     let progress = || known.progress.map(str::to_owned);
     if is_online(seen.host, known.live) && !matches!(known.step, Step::Remove) {
         // What can't be done beside a broker that is online is said, but it is online.
-        let said = trouble().or_else(progress);
+        // An agent that is too old leaves the broker alone, and says why it does nothing for it.
+        let too_old = || match known.step {
+            Step::Wait(reason) if seen.roster.is_some_and(|roster| roster.format > ROSTER_FORMAT) => words(reason),
+            _ => None,
+        };
+        let said = trouble().or_else(progress).or_else(too_old);
         return match seen.spec.and_then(|spec| spec.draining.clone()) {
             Some(reason) => (NodePhase::Draining, said.or(Some(reason))),
             None => (NodePhase::Online, said),
@@ -184,7 +189,9 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
 /// A broker started now would be started in another way than the one that runs.
 fn restart_pending(seen: &Seen) -> Option<String> {
     let (broker, roster, preflight) = (seen.host.broker.as_ref()?, seen.roster?, seen.preflight?);
-    let assignment = agreed(seen.spec?, roster)?;
+    // A broker that is to be stopped here, for another rank or epoch, is no reason to restart all of them.
+    let is_the_same = |own: &Assignment| (own.rank, own.epoch) == (broker.record.rank, broker.record.epoch);
+    let assignment = agreed(seen.spec?, roster).filter(is_the_same)?;
     let order = launch_order(preflight, roster, &assignment).ok()?;
     (order.record.launch != broker.record.launch)
         .then(|| "this version starts brokers with another command line".to_owned())
@@ -228,6 +235,8 @@ mod tests {
         let host = HostView { broker: Some(broker), ..HostView::default() };
         let seen = Seen {
             instance: super::super::decide::Instance::Unknown,
+            node: "n1",
+            alone: false,
             spec: None,
             roster: None,
             published: None,

@@ -31,7 +31,10 @@ use nix::{
     },
     unistd::chdir,
 };
-use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
+    time::timeout,
+};
 
 use super::{Answer, Host, HostError, Order, Progress, Reply, first_process, users::User};
 
@@ -79,6 +82,7 @@ impl NsHost {
 
     async fn run_stage(&self, order: &Order, progress: &mut (dyn FnMut(Progress) + Send)) -> Result<Answer, HostError> {
         let failed = |what: &str, source| HostError::Stage { what: what.to_owned(), source };
+        let patience = order.patience();
         let order = serde_json::to_vec(order).map_err(|error| failed("can't be told its order", Some(error.into())))?;
         let namespaces = Namespaces::open()?;
         let exec = Exec::new(Arc::clone(&self.executable), stage_env());
@@ -101,7 +105,8 @@ impl NsHost {
         if let Some(stdout) = child.stdout.take() {
             let mut lines = BufReader::new(stdout).lines();
             let read_error = |error| failed("can't be heard", Some(error));
-            while let Some(line) = lines.next_line().await.map_err(read_error)? {
+            let silent = |_| failed("says nothing any more, and is ended", None);
+            while let Some(line) = timeout(patience, lines.next_line()).await.map_err(silent)?.map_err(read_error)? {
                 // The cause would quote the line, and with it what may be secret.
                 match serde_json::from_str(&line).map_err(|_| failed("said what is no reply", None))? {
                     Reply::Progress(step) => progress(step),

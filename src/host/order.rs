@@ -6,6 +6,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::PathBuf,
+    time::Duration,
 };
 
 use serde::{Deserialize, Serialize};
@@ -42,6 +43,27 @@ pub enum Order {
     Takeover(TakeoverOrder),
     /// Take off everything that `state.json` says we did. → [`Answer::Done`]
     Remove(RemoveOrder),
+}
+
+impl Order {
+    /// How long a stage may say nothing about it. One that hangs, on a dead disk or stopped by somebody, must not hang the
+    /// agent for ever: its broker would have no supervisor.
+    pub fn patience(&self) -> Duration {
+        let seconds = match self {
+            Self::Observe | Self::Preflight(_) | Self::Claim(_) | Self::Configure(_) => 60,
+            Self::Start(_) => 120,
+            Self::Stop(order) => order.grace_secs.saturating_add(60),
+            Self::Flux(order) => order.timeout_secs.saturating_add(60),
+            // Gigabytes may be read, written or unlinked without a word.
+            Self::Link(_)
+            | Self::Collect(_)
+            | Self::Verify(_)
+            | Self::Remove(_)
+            | Self::Dump(_)
+            | Self::Takeover(_) => 1800,
+        };
+        Duration::from_secs(seconds)
+    }
 }
 
 /// See [`Order::Preflight`].

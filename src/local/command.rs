@@ -1,6 +1,7 @@
 use std::process::ExitCode;
 
 use super::{
+    apiserver::Fault,
     cluster::{
         control::{Client, Request, tell_failure},
         daemon, down, exec, init,
@@ -59,6 +60,12 @@ pub enum LocalCommand {
         node: String,
         /// What to do
         action: NodeAction,
+    },
+    /// Give the embedded API server a fault, or none
+    #[command(hide = true)]
+    Api {
+        /// Which
+        fault: Fault,
     },
     /// The process behind a local cluster
     #[command(hide = true)]
@@ -145,6 +152,7 @@ impl LocalCommand {
             Self::Node { node, action: NodeAction::PowerOn } => {
                 ask(&layout, &node, |node| Request::PowerOn { node }).await?
             }
+            Self::Api { fault } => Client::connect(&layout).await?.ask(Request::Api { fault }).await.map(drop)?,
             Self::Kubeconfig => {
                 layout.load()?;
                 let path = layout.kubeconfig();

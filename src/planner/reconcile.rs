@@ -18,8 +18,8 @@ use super::{
 };
 use crate::{
     api::{
-        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, INSTANCE, NAMESPACE, PackageSet, Roster,
-        validate,
+        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, INSTANCE, NAMESPACE, PackageSet, ROSTER_FORMAT,
+        Roster, validate,
     },
     error_chain,
     packages::lock_urls,
@@ -211,13 +211,16 @@ impl Planner {
         // With a spec that can't be served, everything stays as it is.
         let invalid = matches!(&obstacle, Some(Obstacle::Problem { reason: "InvalidSpec", .. }));
         let decision = if invalid { Decision::Keep } else { decide(&seen) };
+        let is_newer = seen.roster.is_some_and(|roster| roster.format > ROSTER_FORMAT);
         let mut written = None;
         match decision {
             Decision::Keep => {}
             Decision::Wait(reason) => {
                 // What somebody has to mend is told before what will come by itself.
                 let has_problem = matches!(obstacle, Some(Obstacle::Problem { .. }));
-                if candidates(&seen).is_empty() && !has_problem {
+                if is_newer {
+                    obstacle = Some(Obstacle::Problem { reason: "NewerRoster", message: reason });
+                } else if candidates(&seen).is_empty() && !has_problem {
                     obstacle = Some(Obstacle::Problem { reason: "NoEligibleNode", message: reason });
                 } else {
                     obstacle.get_or_insert(Obstacle::Waiting(reason));
@@ -230,21 +233,24 @@ impl Planner {
         }
         let roster = written.as_ref().or(seen.roster.filter(own));
         seen.roster = roster;
-        if let Some(roster) = roster {
-            publish::write_broker_toml(&self.client, roster).await?;
+        // What a newer version has planned is not published in the words of this one.
+        if !is_newer {
+            if let Some(roster) = roster {
+                publish::write_broker_toml(&self.client, roster).await?;
+            }
+            self.know_running_set(roster).await?;
+            let mirror = flux.spec.packages.mirror.as_slice();
+            let is_local = |digest: &str| {
+                self.sources.get(digest).is_some_and(|source| match mirror {
+                    [_] if source.mirrored => is_on_every_host(mirror),
+                    _ => is_on_every_host(&source.urls),
+                })
+            };
+            for (flux_node, spec) in project_all(&seen, roster, flux_nodes.iter().map(AsRef::as_ref), is_local) {
+                publish::write_node(&self.client, flux_node, &spec).await?;
+            }
+            self.collect(&seen, roster, flux_nodes).await?;
         }
-        self.know_running_set(roster).await?;
-        let mirror = flux.spec.packages.mirror.as_slice();
-        let is_local = |digest: &str| {
-            self.sources.get(digest).is_some_and(|source| match mirror {
-                [_] if source.mirrored => is_on_every_host(mirror),
-                _ => is_on_every_host(&source.urls),
-            })
-        };
-        for (flux_node, spec) in project_all(&seen, roster, flux_nodes.iter().map(AsRef::as_ref), is_local) {
-            publish::write_node(&self.client, flux_node, &spec).await?;
-        }
-        self.collect(&seen, roster, flux_nodes).await?;
 
         let next = status(&seen, flux.meta().generation.unwrap_or_default(), roster, obstacle.as_ref());
         self.announce(flux, &next, obstacle.as_ref()).await;

@@ -57,7 +57,7 @@ pub async fn start_with(store: Store) -> Server {
     let identity = Identity::new(address.ip()).unwrap();
     let authority = CertificateDer::from_pem_slice(identity.authority().as_bytes()).unwrap();
     let served = store.clone();
-    let task = tokio::spawn(async move { serve(listener, &identity, served, TOKEN.into(), shutdown).await });
+    let task = tokio::spawn(async move { serve(listener, &identity, served, TOKEN.into(), None, shutdown).await });
     Server { store, address, client: client(address, &authority, TOKEN), authority, stop: Some(stop), task }
 }
 

@@ -78,14 +78,9 @@ impl Cluster {
         let directory = tempfile::tempdir().unwrap();
         let api: &[&str] = if options.contains(&"--api") { &[] } else { &["--api", "embedded"] };
         let nodes_text = nodes.to_string();
-        {
-            // Two that begin at the same time might choose the same network.
-            static BEGINNING: Mutex<()> = Mutex::new(());
-            let _turn = BEGINNING.lock().unwrap_or_else(PoisonError::into_inner);
-            let words = [&["up", "--no-wait", "--nodes", &nodes_text], api, options].concat();
-            let output = local(directory.path(), &words).output().unwrap();
-            assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
-        }
+        let words = [&["up", "--no-wait", "--nodes", &nodes_text], api, options].concat();
+        let output = local(directory.path(), &words).output().unwrap();
+        assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
         let _ = rustls::crypto::ring::default_provider().install_default();
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let kubeconfig = Kubeconfig::read_from(state(directory.path()).join("kubeconfig")).unwrap();
@@ -202,6 +197,12 @@ impl Cluster {
         self.runtime.block_on(future)
     }
 
+    #[allow(dead_code, reason = "each target takes what it needs")]
+    /// Has `future` run until the cluster is down.
+    pub fn spawn(&self, future: impl Future<Output = ()> + Send + 'static) {
+        self.runtime.spawn(future);
+    }
+
     pub fn client(&self) -> Client {
         self.client.clone()
     }
@@ -228,6 +229,18 @@ impl Cluster {
         })
     }
 
+    /// The end of each agent's log.
+    pub fn last_words(&self) -> String {
+        let mut words = String::new();
+        for node in fs::read_dir(self.state().join("nodes")).into_iter().flatten().flatten() {
+            let log = fs::read_to_string(node.path().join("agent.log")).unwrap_or_default();
+            let lines: Vec<_> = log.lines().collect();
+            let last = lines[lines.len().saturating_sub(30)..].join("\n");
+            words.push_str(&format!("the last words of {}'s agent:\n{last}\n", node.file_name().display()));
+        }
+        words
+    }
+
     /// Starts a job that runs until [`Job::finish`]; returns once it runs. `shape`: options of flux-submit(1).
     pub fn job(&self, shape: &[&str]) -> Job<'_> {
         let number = {
@@ -249,12 +262,7 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            for node in fs::read_dir(self.state().join("nodes")).into_iter().flatten().flatten() {
-                let log = fs::read_to_string(node.path().join("agent.log")).unwrap_or_default();
-                let lines: Vec<_> = log.lines().collect();
-                let last = lines[lines.len().saturating_sub(30)..].join("\n");
-                eprintln!("the last words of {}'s agent:\n{last}", node.file_name().display());
-            }
+            eprintln!("{}", self.last_words());
         }
         let down = self.command(&["down"]).output();
         if !down.as_ref().is_ok_and(|output| output.status.success()) {
@@ -288,12 +296,9 @@ impl Job<'_> {
     }
 }
 
-/// At most so many clusters at once.
-const PLACES: u32 = 2;
-
 struct Place;
 
-static FREE: (Mutex<u32>, Condvar) = (Mutex::new(PLACES), Condvar::new());
+static FREE: (Mutex<u32>, Condvar) = (Mutex::new(crate::CLUSTERS_AT_ONCE), Condvar::new());
 
 impl Place {
     fn take() -> Self {

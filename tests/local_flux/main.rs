@@ -3,6 +3,9 @@
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 
+/// What a small machine can take.
+const CLUSTERS_AT_ONCE: u32 = 2;
+
 mod air_gap;
 mod epochs;
 mod harness;

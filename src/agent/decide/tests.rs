@@ -15,6 +15,7 @@ struct World {
     applied: Option<u64>,
     unheard: Duration,
     holds: Vec<String>,
+    alone: bool,
 }
 
 fn preflight() -> Preflight {
@@ -75,6 +76,7 @@ impl World {
             published: Some("digest"),
             applied: None,
             unheard: Duration::ZERO,
+            alone: false,
             holds: Vec::new(),
         }
     }
@@ -86,6 +88,8 @@ impl World {
                 "over" => Instance::Over,
                 uid => Instance::Here { uid },
             },
+            node: "node2",
+            alone: self.alone,
             spec: self.spec.as_ref(),
             roster: self.roster.as_ref(),
             published: self.published,
@@ -298,4 +302,20 @@ fn a_broker_is_restarted_only_if_the_lead_has_lost_it_and_does_not_answer_it() {
         world.unheard = Duration::from_secs(unheard);
         assert_eq!(matches!(world.decide(), Step::Stop { .. }), restarts, "{missed} {unheard}");
     }
+}
+
+#[test]
+fn an_agent_that_never_heard_the_api_starts_a_dead_broker_as_the_host_has_it() {
+    let mut world = World::new();
+    world.instance = "";
+    world.host.died = Some("killed".into());
+    world.host.roster = serde_json::to_string(&world.roster).ok();
+    (world.spec, world.roster, world.preflight) = (None, None, None);
+    assert_eq!(world.decide(), Step::Hold, "the API may answer yet");
+    world.alone = true;
+    assert_eq!(world.decide(), Step::Preflight);
+    world.preflight = Some(preflight());
+    assert!(matches!(world.decide(), Step::Start(assignment) if assignment.rank == 1));
+    world.host.state.as_mut().unwrap().instance_uid = "another".into();
+    assert_eq!(world.decide(), Step::Hold, "the roster is of another instance");
 }

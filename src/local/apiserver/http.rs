@@ -1,6 +1,6 @@
 //! The way from HTTP to the verbs.
 
-use std::{future::Future, io, sync::Arc, time::Duration};
+use std::{future::Future, io, net::IpAddr, sync::Arc, time::Duration};
 
 use axum::{
     Router,
@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 use super::{
     discovery,
     error::ApiError,
+    fault::{Faults, Peer, Switch, inject},
     patch::Patch,
     request::{Form, Query, Subresource, Target},
     selector::Filter,
@@ -43,10 +44,11 @@ struct App {
 
 /// The API of `store`, for those who know `token`.
 pub fn router(store: Arc<Store>, token: String) -> Router {
-    build(store, &token, CancellationToken::new())
+    build(store, &token, CancellationToken::new(), None)
 }
 
-/// Serves the API of `store` over TLS on `listener`, as `identity`, until `shutdown`; then open watches end.
+/// Serves the API of `store` over TLS on `listener`, as `identity`, until `shutdown`; then open watches end. `switch` brings
+/// about the server's faults, for all but the address it listens on itself.
 ///
 /// # Errors
 /// Those of the listener.
@@ -55,10 +57,13 @@ pub async fn serve(
     identity: &Identity,
     store: Arc<Store>,
     token: String,
+    switch: Option<Switch>,
     shutdown: impl Future<Output = ()> + Send + 'static,
 ) -> io::Result<()> {
     let closing = CancellationToken::new();
-    let router = build(store, &token, closing.clone());
+    let own = listener.local_addr()?.ip();
+    let router = build(store, &token, closing.clone(), switch.map(|switch| (switch, own)));
+    let router = router.into_make_service_with_connect_info::<Peer>();
     let listener = TlsListener::new(listener, identity);
     let begin = closing.clone();
     let server = axum::serve(listener, router).with_graceful_shutdown(async move {
@@ -71,10 +76,14 @@ pub async fn serve(
     }
 }
 
-fn build(store: Arc<Store>, token: &str, closing: CancellationToken) -> Router {
+fn build(store: Arc<Store>, token: &str, closing: CancellationToken, faults: Option<(Switch, IpAddr)>) -> Router {
     let app = App { store, token: Sha256::digest(token.as_bytes()).into(), closing };
-    // The last layer is the outermost. Faults to be injected go between the two: only requests that were let in meet them.
-    Router::new().fallback(handle).layer(middleware::from_fn_with_state(app.clone(), authenticate)).with_state(app)
+    let mut router = Router::new().fallback(handle);
+    // The last layer is the outermost: only requests that were let in meet the faults.
+    if let Some((switch, spared)) = faults {
+        router = router.layer(middleware::from_fn_with_state(Faults::new(switch, spared), inject));
+    }
+    router.layer(middleware::from_fn_with_state(app.clone(), authenticate)).with_state(app)
 }
 
 async fn authenticate(State(app): State<App>, request: Request, next: Next) -> Response {

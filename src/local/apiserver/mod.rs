@@ -5,6 +5,7 @@
 mod admit;
 mod discovery;
 mod error;
+mod fault;
 mod http;
 mod log;
 mod objects;
@@ -22,6 +23,7 @@ mod watch;
 
 pub use admit::{Mode, Part};
 pub use error::{ApiError, ResourceName};
+pub use fault::{Fault, Switch};
 pub use http::{router, serve};
 pub use log::{Change, Event, LOG_LENGTH};
 pub use objects::{Deleted, Key};

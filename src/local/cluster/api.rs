@@ -59,6 +59,7 @@ impl ApiServer {
     pub(crate) async fn start(
         layout: &Layout,
         cluster: &Cluster,
+        switch: apiserver::Switch,
         shutdown: impl Future<Output = ()> + Send + 'static,
     ) -> Result<Self, LocalError> {
         if let Some(assets) = &cluster.assets {
@@ -72,7 +73,7 @@ impl ApiServer {
             .context(|| format!("can't write {}", file.display()))?;
         let listener = bind(SocketAddr::from((cluster.gateway(), cluster.api_port))).await?;
         let (store, token) = (Arc::new(apiserver::Store::new()), cluster.token.clone());
-        tokio::spawn(async move { apiserver::serve(listener, &identity, store, token, shutdown).await });
+        tokio::spawn(async move { apiserver::serve(listener, &identity, store, token, Some(switch), shutdown).await });
         Ok(Self::Embedded)
     }
 

@@ -14,7 +14,10 @@ use tokio::{
 use super::layout::Layout;
 use crate::{
     error_chain,
-    local::error::{Context, LocalError},
+    local::{
+        apiserver::Fault,
+        error::{Context, LocalError},
+    },
 };
 
 /// What one of our own processes says on stdout to the one that started it: a line for each step, or this and why not.
@@ -70,6 +73,8 @@ pub(crate) enum Request {
     PowerOff { node: String },
     /// It boots again.
     PowerOn { node: String },
+    /// The embedded API server gets a fault, or none.
+    Api { fault: Fault },
 }
 
 /// A node as the daemon sees it.

@@ -24,12 +24,14 @@ use super::{
     control::{Answer, NodeView, Request, tell},
     kubelet::{Action, Kubelet, Order, Views},
     layout::{Cluster, Layout, node_name, node_number},
-    network::Network,
     objects, proxy, root,
 };
 use crate::{
     error_chain,
-    local::error::{Context, LocalError},
+    local::{
+        apiserver::Fault,
+        error::{Context, LocalError},
+    },
 };
 
 struct Daemon {
@@ -37,6 +39,7 @@ struct Daemon {
     cluster: Arc<Cluster>,
     client: kube::Client,
     views: Views,
+    faults: watch::Sender<Fault>,
     kubelets: Mutex<BTreeMap<u32, mpsc::Sender<Order>>>,
 }
 
@@ -52,9 +55,9 @@ pub(crate) async fn run(layout: &Layout) -> Result<ExitCode, LocalError> {
     let mut spec = String::new();
     std::io::Read::read_to_string(&mut std::io::stdin(), &mut spec).context(|| "can't read the spec".to_owned())?;
 
-    Network::connect()?.make_bridge(&cluster).await?;
     let (stop, stopped) = watch::channel(false);
-    let mut api = ApiServer::start(layout, &cluster, wait(stopped.clone())).await?;
+    let (faults, switch) = watch::channel(Fault::None);
+    let mut api = ApiServer::start(layout, &cluster, switch, wait(stopped.clone())).await?;
     let listener = bind(SocketAddr::from((cluster.gateway(), cluster.proxy_port))).await?;
     tokio::spawn(proxy::serve(listener, cluster.clone(), wait(stopped)));
     let client = objects::client(layout, &cluster)?;
@@ -68,6 +71,7 @@ pub(crate) async fn run(layout: &Layout) -> Result<ExitCode, LocalError> {
         cluster,
         client,
         views: Views::default(),
+        faults,
         kubelets: Mutex::default(),
     });
     tell("ready")?;
@@ -124,6 +128,10 @@ impl Daemon {
             Request::KillAgent { node } => (node, Action::KillAgent),
             Request::PowerOff { node } => (node, Action::PowerOff),
             Request::PowerOn { node } => (node, Action::PowerOn),
+            Request::Api { fault } => {
+                self.faults.send_replace(fault);
+                return Ok(self.all());
+            }
         };
         let number = node_number(&node).ok_or_else(|| format!("there is no node {node}"))?;
         let kubelet = self.kubelets().get(&number).cloned().ok_or_else(|| format!("there is no node {node}"))?;

@@ -16,13 +16,15 @@ use rtnetlink::{
     },
 };
 
+use nix::libc;
+
 use super::layout::Cluster;
 use crate::local::error::{Context, LocalError};
 
 /// Every bridge of local mode is named so, with a number.
 const BRIDGE_NAME: &str = "fxd";
 /// More than anyone starts at a time on one machine.
-const CANDIDATES: u8 = 20;
+const CANDIDATES: u8 = 24;
 /// The first candidate for the nodes' /16; it and the next ones are rarely used by anyone.
 const FIRST_NETWORK: [u8; 2] = [10, 231];
 
@@ -43,18 +45,19 @@ impl Network {
     pub(crate) async fn choose(&self) -> Result<(String, Ipv4Addr), LocalError> {
         let links = self.links().await?;
         let used = self.used_networks().await?;
-        let bridge = (0..CANDIDATES)
-            .map(|number| format!("{BRIDGE_NAME}{number}"))
-            .find(|name| !links.iter().any(|link| link_name(link) == Some(name)));
-        let network = (0..CANDIDATES)
-            .map(|number| Ipv4Addr::new(FIRST_NETWORK[0], FIRST_NETWORK[1] + number, 0, 0))
-            .find(|network| !used.iter().any(|(address, length)| overlap(*network, *address, *length)));
-        match (bridge, network) {
-            (Some(bridge), Some(network)) => Ok((bridge, network)),
-            _ => Err(LocalError::Refused(format!(
-                "all of {CANDIDATES} networks from 10.231.0.0/16 on are in use on this machine"
-            ))),
-        }
+        // Both by the same number: who makes the bridge first has the network too.
+        let of = |number| {
+            let network = Ipv4Addr::new(FIRST_NETWORK[0], FIRST_NETWORK[1] + number, 0, 0);
+            (format!("{BRIDGE_NAME}{number}"), network)
+        };
+        let is_free = |(bridge, network): &(String, Ipv4Addr)| {
+            !links.iter().any(|link| link_name(link) == Some(bridge))
+                && !used.iter().any(|(address, length)| overlap(*network, *address, *length))
+        };
+        (0..CANDIDATES).map(of).find(is_free).ok_or_else(|| {
+            let message = format!("all of {CANDIDATES} networks from 10.231.0.0/16 on are in use on this machine");
+            LocalError::Refused(message)
+        })
     }
 
     async fn used_networks(&self) -> Result<Vec<(Ipv4Addr, u8)>, LocalError> {
@@ -79,16 +82,18 @@ impl Network {
         Ok(used)
     }
 
-    /// Makes the bridge, with the machine's own address on it.
-    pub(crate) async fn make_bridge(&self, cluster: &Cluster) -> Result<(), LocalError> {
+    /// Makes the bridge, with the machine's own address on it; false where another cluster has been faster.
+    pub(crate) async fn make_bridge(&self, cluster: &Cluster) -> Result<bool, LocalError> {
         let bridge = &cluster.bridge;
-        self.handle
-            .link()
-            .add(LinkBridge::new(bridge).build())
-            .execute()
-            .await
-            .context(|| format!("can't make the bridge {bridge}; the kernel needs its module bridge"))?;
-        self.set_address(bridge, cluster.gateway()).await
+        match self.handle.link().add(LinkBridge::new(bridge).build()).execute().await {
+            Err(rtnetlink::Error::NetlinkError(refusal)) if refusal.raw_code() == -libc::EEXIST => return Ok(false),
+            made => made.context(|| format!("can't make the bridge {bridge}; the kernel needs its module bridge"))?,
+        }
+        let addressed = self.set_address(bridge, cluster.gateway()).await;
+        if addressed.is_err() {
+            self.remove(bridge).await?;
+        }
+        addressed.map(|()| true)
     }
 
     /// Makes a node's veth pair and puts one end into the network namespace `namespace`.

@@ -104,11 +104,8 @@ pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
     let text = serde_norway::to_string(&spec).context(|| "can't write the spec as YAML".to_owned())?;
     let end = Instant::now() + up.timeout;
 
-    let cluster = decide(&up, &spec).await?;
     make_private_directory(layout.directory())?;
-    let record = serde_json::to_vec_pretty(&cluster).context(|| "can't write the record".to_owned())?;
-    write_private(&layout.cluster(), &record, false)
-        .context(|| format!("can't write {}; is another `local up` at work?", layout.cluster().display()))?;
+    let cluster = settle(layout, &up, &spec).await?;
     if let Err(error) = start(layout, &cluster, &text, up.nodes).await {
         // Unless a `down` has been faster, and maybe another `up` after it.
         if layout.load().is_ok_and(|found| found.token == cluster.token) {
@@ -136,7 +133,26 @@ async fn refuse_second(layout: &Layout) -> Result<(), LocalError> {
     Err(LocalError::AlreadyUp { state, directory: layout.directory().display().to_string() })
 }
 
-async fn decide(up: &Up, spec: &FluxInstanceSpec) -> Result<Cluster, LocalError> {
+/// Decides, and makes the bridge: it belongs to who is first. Nothing else is made, or killed, under a name that another
+/// `local up` of this moment may have chosen too.
+async fn settle(layout: &Layout, up: &Up, spec: &FluxInstanceSpec) -> Result<Cluster, LocalError> {
+    let network = Network::connect()?;
+    loop {
+        let cluster = decide(up, spec, &network).await?;
+        let record = serde_json::to_vec_pretty(&cluster).context(|| "can't write the record".to_owned())?;
+        write_private(&layout.cluster(), &record, false)
+            .context(|| format!("can't write {}; is another `local up` at work?", layout.cluster().display()))?;
+        match network.make_bridge(&cluster).await {
+            Ok(true) => return Ok(cluster),
+            done => {
+                std::fs::remove_file(layout.cluster()).context(|| "can't take the record back".to_owned())?;
+                done?;
+            }
+        }
+    }
+}
+
+async fn decide(up: &Up, spec: &FluxInstanceSpec, network: &Network) -> Result<Cluster, LocalError> {
     let assets = std::env::var_os(ASSETS_VARIABLE).map(PathBuf::from);
     let assets = match (up.api, assets) {
         (Some(ApiKind::Embedded), _) | (None, None) => None,
@@ -154,7 +170,7 @@ async fn decide(up: &Up, spec: &FluxInstanceSpec) -> Result<Cluster, LocalError>
         }
     };
     let shown = spec::shown(spec)?;
-    let (bridge, network) = Network::connect()?.choose().await?;
+    let (bridge, network) = network.choose().await?;
     let mut token = [0_u8; 32];
     getrandom::fill(&mut token).context(|| "can't make a token".to_owned())?;
     Ok(Cluster {

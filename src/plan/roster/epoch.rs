@@ -144,7 +144,10 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     let members = roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?, entry)));
     let mut ranks = BTreeMap::<Rank, RosterEntry>::new();
     let mut homeless = Vec::new();
-    for (rank, member, entry) in members.take(size as usize) {
+    // A Node that was made again under its name is another one: the old one never comes back, and a name is given out once.
+    let is_replaced =
+        |member: &Member| seen.nodes.iter().any(|node| node.name == member.node && node.uid != member.uid);
+    for (rank, member, entry) in members.filter(|(_, member, _)| !is_replaced(member)).take(size as usize) {
         let node = seen.nodes.iter().find(|node| node.uid == member.uid);
         // Nothing runs now, so this is when resources may shrink.
         let resources = node.and_then(|node| facts(seen, node)).or(entry.resources);

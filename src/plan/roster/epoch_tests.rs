@@ -270,3 +270,19 @@ fn a_lead_whose_machine_is_off_is_not_online_by_its_own_last_word() {
     world.nodes[0].ready = true;
     assert_eq!(phase(&world), InstancePhase::Running);
 }
+
+#[test]
+fn a_node_that_was_made_again_has_its_name_for_itself_in_the_next_epoch() {
+    let mut world = idle();
+    world.nodes[1].uid = "uid-other".into();
+    world.reports.get_mut("node2").unwrap().adopted = None;
+    world.settle();
+    world.online("node2");
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    close(&mut world);
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    let names: Vec<_> = roster.ranks.iter().map(|(rank, entry)| (*rank, entry.broker_name.as_str())).collect();
+    assert_eq!((roster.epoch, names), (2, vec![(0, "node1"), (2, "node3"), (3, "node2")]));
+}

@@ -12,6 +12,10 @@ use crate::{
     },
 };
 
+/// The lead's copy is as old as the last change that was the lead's matter, and nobody knows how many came after it: none of
+/// them may come again with other content.
+const LOST_REVISIONS: u64 = 1000;
+
 /// There is none: it is made again from what the nodes tell, or made for the first time.
 pub(super) fn without_roster(seen: &Observed) -> Decision {
     // The lead's own copy has everybody in it: nobody is started before the lead has taken him in.
@@ -19,7 +23,9 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     let copies = copies.filter_map(|text| serde_json::from_str::<Roster>(text).ok());
     let own = copies.filter(|copy| copy.instance_uid == seen.instance_uid && copy.format <= ROSTER_FORMAT);
     if let Some(mut copy) = own.max_by_key(|copy| (copy.epoch, copy.revision)) {
-        copy.revision += 1;
+        copy.revision += LOST_REVISIONS;
+        // The copy may be from before; what was online once is never thrown away.
+        copy.established |= seen.status.instance_id.as_ref() == Some(&copy.instance_id);
         return Decision::Write(Box::new(copy));
     }
     let running = seen.reports.iter().find(|(_, status)| status.adopted.is_some());

@@ -34,7 +34,7 @@ async fn api() -> Client {
     config.auth_info.token = Some("sesame".to_owned().into());
     config.default_namespace = NAMESPACE.into();
     tokio::spawn(async move {
-        serve(listener, &identity, Arc::new(Store::new()), "sesame".into(), std::future::pending()).await
+        serve(listener, &identity, Arc::new(Store::new()), "sesame".into(), None, std::future::pending()).await
     });
     let client = Client::try_from(config).unwrap();
     let metadata = ObjectMeta { name: Some(NAMESPACE.into()), ..ObjectMeta::default() };

@@ -1,0 +1,38 @@
+//! What is broken on purpose while a job runs over all nodes, and what becomes of it: each fault many times, at random
+//! moments, on real Flux in local mode. `make chaos`, or FLUX_DISTRIBUTE_CHAOS=1 (=long: more of all).
+//!
+//! - FLUX_DISTRIBUTE_CHAOS_TABLE names a file for the table of results;
+//! - FLUX_DISTRIBUTE_CHAOS_ROWS takes only the rows whose name holds one of these words, separated by commas;
+//! - FLUX_DISTRIBUTE_CHAOS_RUNS, _OUTAGE (seconds), _WORKERS and _SEED are numbers.
+
+#![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
+
+mod dice;
+#[allow(dead_code, reason = "each target takes what it needs")]
+#[path = "../local_flux/harness.rs"]
+mod harness;
+mod oracle;
+mod packets;
+mod processes;
+mod rosters;
+mod rows;
+mod scene;
+mod suite;
+mod table;
+#[path = "../support/traces.rs"]
+mod traces;
+
+/// The suite has its own limit.
+const CLUSTERS_AT_ONCE: u32 = 64;
+
+#[test]
+fn every_fault_heals_by_itself_and_costs_no_more_than_is_said() {
+    let Some(settings) = suite::Settings::from_env() else {
+        return eprintln!("skipped: the fault suite runs with FLUX_DISTRIBUTE_CHAOS=1 only, as by `make chaos`");
+    };
+    if harness::bundle().is_none() {
+        return;
+    }
+    let failures = suite::run(&settings, rows::all());
+    assert!(failures.is_empty(), "{} failures, the first: {}", failures.len(), failures[0]);
+}

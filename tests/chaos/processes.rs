@@ -1,0 +1,102 @@
+//! The processes of a cluster's nodes, from the machine's /proc: nobody's word is taken for them.
+
+use std::{collections::BTreeSet, fs, path::Path};
+
+use nix::{
+    sys::signal::{self, Signal},
+    unistd::Pid,
+};
+
+/// What a process is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kind {
+    Agent,
+    /// A host stage.
+    Stage,
+    Broker {
+        rank: u32,
+    },
+    /// A job's shell.
+    Shell,
+    Other(String),
+}
+
+#[derive(Debug, Clone)]
+pub struct Process {
+    pub node: String,
+    /// On the machine.
+    pub pid: i32,
+    pub parent: i32,
+    /// In the node.
+    pub inner_pid: i32,
+    /// As proc(5) has it: R, S, D, T, …; zombies are not told of.
+    pub state: char,
+    pub kind: Kind,
+}
+
+impl Process {
+    pub fn signal(&self, what: Signal) {
+        send(self.pid, what);
+    }
+
+    pub fn kill(&self) {
+        self.signal(Signal::SIGKILL);
+    }
+}
+
+/// That it is gone already is fine.
+pub fn send(pid: i32, what: Signal) {
+    let _ = signal::kill(Pid::from_raw(pid), what);
+}
+
+pub fn is_there(pid: i32) -> bool {
+    fs::read_link(format!("/proc/{pid}/exe")).is_ok()
+}
+
+/// All of them.
+pub fn of(bridge: &str) -> Vec<Process> {
+    but(bridge, &BTreeSet::new())
+}
+
+/// Those that are not among `known`: quick enough to see what lives for a few milliseconds.
+pub fn but(bridge: &str, known: &BTreeSet<i32>) -> Vec<Process> {
+    let marker = format!("/flux-distribute-local/{bridge}/");
+    pids().filter(|pid| !known.contains(pid)).filter_map(|pid| look(pid, &marker)).collect()
+}
+
+/// The machine's.
+pub fn pids() -> impl Iterator<Item = i32> {
+    fs::read_dir("/proc").unwrap().flatten().filter_map(|process| process.file_name().to_str()?.parse().ok())
+}
+
+fn look(pid: i32, marker: &str) -> Option<Process> {
+    let process = Path::new("/proc").join(pid.to_string());
+    let read = |file: &str| fs::read_to_string(process.join(file)).unwrap_or_default();
+    let cgroup = read("cgroup");
+    let node = cgroup.lines().find_map(|line| Some(line.split_once(marker)?.1.split('/').next()?.to_owned()))?;
+    // Kernel's word on the dead: no executable.
+    fs::read_link(process.join("exe")).ok()?;
+    let status = read("status");
+    let field =
+        |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim().to_owned();
+    let name = field("Name:");
+    let command = fs::read(process.join("cmdline")).unwrap_or_default();
+    let command = String::from_utf8_lossy(&command).trim_end_matches('\0').replace('\0', " ");
+    let kind = match command.as_str() {
+        "/flux-distribute agent" => Kind::Agent,
+        "flux-distribute stage" => Kind::Stage,
+        _ => match name.strip_prefix("flux-broker-").and_then(|rank| rank.parse().ok()) {
+            Some(rank) => Kind::Broker { rank },
+            None if name == "flux-shell" => Kind::Shell,
+            None => Kind::Other(command),
+        },
+    };
+    Some(Process {
+        node,
+        pid,
+        parent: field("PPid:").parse().ok()?,
+        inner_pid: field("NSpid:").split_whitespace().last()?.parse().ok()?,
+        state: field("State:").chars().next()?,
+        kind,
+    })
+}

@@ -1,0 +1,64 @@
+//! Every roster that is ever published: there must be one history of them, and in each one place for each member.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use flux_distribute::api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, NAMESPACE, Roster};
+use futures::StreamExt;
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::{
+    Api, Client,
+    runtime::{WatchStreamExt, watcher},
+};
+
+/// What was seen.
+#[derive(Clone, Default)]
+pub struct Rosters(Arc<Mutex<Seen>>);
+
+#[derive(Default)]
+struct Seen {
+    texts: BTreeMap<(String, u64, u64), String>,
+    wrong: Vec<String>,
+}
+
+impl Rosters {
+    /// Follows them for ever.
+    pub async fn follow(self, client: Client) {
+        let maps: Api<ConfigMap> = Api::namespaced(client, NAMESPACE);
+        let config = watcher::Config::default().fields(&format!("metadata.name={CONFIGMAP_ROSTER}"));
+        let mut maps = std::pin::pin!(watcher(maps, config).default_backoff().applied_objects());
+        while let Some(map) = maps.next().await {
+            if let Some(text) = map.ok().and_then(|map| map.data?.remove(CONFIGMAP_ROSTER_KEY)) {
+                self.0.lock().unwrap_or_else(PoisonError::into_inner).take_in(text);
+            }
+        }
+    }
+
+    /// What is wrong with them, once.
+    pub fn wrong(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner).wrong)
+    }
+}
+
+impl Seen {
+    fn take_in(&mut self, text: String) {
+        let Ok(roster) = serde_json::from_str::<Roster>(&text) else {
+            return self.wrong.push(format!("a roster that can't be read: {text}"));
+        };
+        let mut members = BTreeMap::new();
+        for (rank, member) in roster.ranks.iter().filter_map(|(rank, entry)| Some((rank, entry.member.as_ref()?))) {
+            if let Some(other) = members.insert(member.uid.clone(), rank) {
+                self.wrong.push(format!("{} has the ranks {other} and {rank}", member.node));
+            }
+        }
+        let key = (roster.instance_id, roster.epoch, roster.revision);
+        match self.texts.get(&key) {
+            Some(known) if *known != text => self.wrong.push(format!("two rosters {key:?}: {known} and {text}")),
+            _ => {
+                self.texts.insert(key, text);
+            }
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! Agents that come and go in order, and agents that are too old.
+
+use std::{thread::sleep, time::Duration};
+
+use flux_distribute::api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode};
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::api::{ListParams, Patch, PatchParams};
+use serde_json::{Value, json};
+
+use super::{Row, row};
+use crate::scene::{Hit, Scene};
+
+pub fn rows() -> Vec<Row> {
+    vec![
+        row("rolling restart of all agents", |scene| {
+            for node in scene.names() {
+                scene.cluster.must(&["agent", &node, "restart"]);
+                scene.dice.pause(Duration::from_secs(3));
+            }
+            Hit::nobody()
+        }),
+        Row {
+            heals_in: 60,
+            ..row("agents older than the roster's format", |scene| {
+                let ours = set_format(scene, json!(99));
+                scene.dice.pause(Duration::from_secs(3));
+                // One that comes to it, and those that are there.
+                let node = scene.pick_node();
+                scene.agents()[&node].kill();
+                scene.until("a word about it", Duration::from_secs(60), |scene| {
+                    let nodes = scene.cluster.api::<FluxNode>();
+                    let nodes =
+                        scene.cluster.wait(nodes.list(&ListParams::default())).map_err(|error| error.to_string())?;
+                    let said = |node: &FluxNode| node.status.as_ref().and_then(|status| status.message.clone());
+                    let said: Vec<_> = nodes.iter().filter_map(said).collect();
+                    let instance =
+                        scene.cluster.instance().status.and_then(|status| status.message).unwrap_or_default();
+                    let is_said = said.iter().any(|said| said.contains("format 99")) && instance.contains("format 99");
+                    if is_said { Ok(()) } else { Err(format!("{said:?}, {instance}")) }
+                });
+                sleep(Duration::from_secs(2));
+                assert_eq!(set_format(scene, ours), json!(99), "somebody has written a roster that he can't read");
+                Hit::nobody()
+            })
+        },
+    ]
+}
+
+/// Returns the one before.
+fn set_format(scene: &Scene, format: Value) -> Value {
+    let maps = scene.cluster.api::<ConfigMap>();
+    let map = scene.cluster.wait(maps.get(CONFIGMAP_ROSTER)).unwrap();
+    let mut roster: Value = serde_json::from_str(&map.data.unwrap()[CONFIGMAP_ROSTER_KEY]).unwrap();
+    let before = std::mem::replace(&mut roster["format"], format);
+    let patch = Patch::Merge(json!({ "data": { CONFIGMAP_ROSTER_KEY: roster.to_string() } }));
+    scene.cluster.wait(maps.patch(CONFIGMAP_ROSTER, &PatchParams::default(), &patch)).unwrap();
+    before
+}

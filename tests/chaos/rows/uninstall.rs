@@ -1,0 +1,126 @@
+//! The end of an instance, at moments at which it suits nobody, and a new one right after it.
+
+use std::{fs, thread::sleep, time::Duration};
+
+use flux_distribute::api::{ANNOTATION_RESTART, FluxInstance, FluxNode, INSTANCE};
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use serde_json::{Value, json};
+
+use super::{Row, row};
+use crate::scene::{Hit, Scene};
+
+/// The removal's own grace, and a machine that does several things at once.
+const CLEAN_IN: Duration = Duration::from_secs(120);
+
+pub fn rows() -> Vec<Row> {
+    // Fifty moments in all.
+    let end = |name, inject| Row { runs: 13, job_dies: true, heals_in: 120, ..row(name, inject) };
+    vec![
+        end("uninstall in the middle of a run", |scene| {
+            let all = cancelling(scene);
+            scene.dice.pause(Duration::from_secs(3));
+            again(scene, all)
+        }),
+        end("uninstall in the middle of an install", |scene| {
+            let all = cancelling(scene);
+            remove(scene);
+            install(scene);
+            scene.dice.pause(Duration::from_secs(15));
+            again(scene, all)
+        }),
+        end("uninstall in the middle of an epoch change", |scene| {
+            let all = cancelling(scene);
+            let port = 8053 + scene.dice.below(100);
+            let word = format!("now {port}");
+            patch(
+                scene,
+                &json!({
+                    "metadata": { "annotations": { ANNOTATION_RESTART: word } },
+                    "spec": { "broker": { "port": port } },
+                }),
+            );
+            scene.dice.pause(Duration::from_secs(10));
+            again(scene, all)
+        }),
+        end("uninstall with one node down", |scene| {
+            let all = cancelling(scene);
+            let node = scene.pick_follower();
+            scene.cluster.must(&["node", &node, "power-off"]);
+            scene.dice.pause(Duration::from_secs(3));
+            delete(scene);
+            scene.dice.pause(Duration::from_secs(10));
+            scene.cluster.must(&["node", &node, "power-on"]);
+            is_clean(scene);
+            install(scene);
+            Hit::brokers_of(all)
+        }),
+    ]
+}
+
+/// Jobs do not hold it up. Returns who is there.
+fn cancelling(scene: &mut Scene) -> Vec<String> {
+    patch(scene, &json!({ "spec": { "uninstall": { "runningJobs": "Cancel" } } }));
+    // Each host has to remember it.
+    sleep(Duration::from_secs(3));
+    scene.names()
+}
+
+fn patch(scene: &Scene, patch: &Value) {
+    let instances = scene.cluster.api::<FluxInstance>();
+    scene.cluster.wait(instances.patch(INSTANCE, &PatchParams::default(), &Patch::Merge(patch))).unwrap();
+}
+
+fn again(scene: &mut Scene, all: Vec<String>) -> Hit {
+    remove(scene);
+    install(scene);
+    Hit::brokers_of(all)
+}
+
+fn remove(scene: &mut Scene) {
+    delete(scene);
+    is_clean(scene);
+}
+
+fn delete(scene: &mut Scene) {
+    let instances = scene.cluster.api::<FluxInstance>();
+    scene.spec = scene.cluster.instance().spec;
+    // Another begins with the port that is usual.
+    scene.spec.broker.port = None;
+    scene.cluster.wait(instances.delete(INSTANCE, &DeleteParams::default())).unwrap();
+}
+
+fn install(scene: &Scene) {
+    let instances = scene.cluster.api::<FluxInstance>();
+    let instance = FluxInstance::new(INSTANCE, scene.spec.clone());
+    scene.cluster.wait(instances.create(&PostParams::default(), &instance)).unwrap();
+}
+
+/// Nothing of ours is on any host.
+fn is_clean(scene: &Scene) {
+    scene.until("clean hosts", CLEAN_IN, |scene| {
+        let nodes = scene.cluster.api::<FluxNode>();
+        let left = scene.cluster.wait(nodes.list(&ListParams::default())).map_err(|error| error.to_string())?;
+        let left: Vec<_> = left.items.into_iter().map(|node| (node.spec.node_name, node.status)).collect();
+        if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
+    });
+    assert!(scene.brokers().is_empty(), "{:?}", scene.brokers());
+    // A host stage that looks once more may have a cgroup for a moment.
+    scene.until("nothing of ours", Duration::from_secs(10), nothing_is_left);
+}
+
+fn nothing_is_left(scene: &Scene) -> Result<(), String> {
+    for node in scene.cluster.nodes() {
+        let root = scene.cluster.root(&node.name);
+        let paths = ["opt/flux-distribute", "opt/flux", "flux-connect.sh"];
+        if let Some(path) = paths.iter().find(|path| fs::symlink_metadata(root.join(path)).is_ok()) {
+            return Err(format!("{path} is left on {}", node.name));
+        }
+        let found = ["find", "/opt", "/run", "-mindepth", "1", "-not", "-path", "/run/boot-id"];
+        let left = scene.ask_on(&node.name, &found)?;
+        let groups = scene.ask_on(&node.name, &["find", "/sys/fs/cgroup", "-name", "flux*"])?;
+        if !left.is_empty() || groups.contains("flux") {
+            return Err(format!("left on {}: {left} {groups}", node.name));
+        }
+    }
+    Ok(())
+}

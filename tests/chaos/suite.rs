@@ -1,0 +1,207 @@
+//! The rows, run by several workers that have a cluster each.
+
+use std::{
+    any::Any,
+    collections::VecDeque,
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::Path,
+    sync::{Mutex, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use k8s_openapi::jiff::Timestamp;
+
+use crate::{
+    dice::Dice,
+    oracle::{Outcome, judge, look},
+    rows::{Row, Shape},
+    scene::Scene,
+    table::{Results, markdown},
+    traces,
+};
+
+/// Runs of one row that a worker takes at a time: few enough that all workers end at about the same time.
+const BATCH: u32 = 5;
+
+/// From the environment.
+pub struct Settings {
+    more: u32,
+    runs: Option<u32>,
+    outage: Duration,
+    workers: usize,
+    seed: u64,
+    rows: Vec<String>,
+    table: Option<String>,
+}
+
+impl Settings {
+    /// None: the suite is not asked for.
+    pub fn from_env() -> Option<Self> {
+        let get =
+            |name: &str| std::env::var(format!("FLUX_DISTRIBUTE_CHAOS{name}")).ok().filter(|text| !text.is_empty());
+        let number = |name: &str| get(name).map(|text| text.parse::<u64>().unwrap());
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        Some(Self {
+            more: if get("")? == "long" { 5 } else { 1 },
+            runs: number("_RUNS").map(|runs| u32::try_from(runs).unwrap()),
+            outage: Duration::from_secs(number("_OUTAGE").unwrap_or(60)),
+            workers: usize::try_from(number("_WORKERS").unwrap_or(6)).unwrap(),
+            seed: number("_SEED").unwrap_or(u64::from(now.subsec_nanos())),
+            rows: get("_ROWS").map_or_else(Vec::new, |words| words.split(',').map(str::to_owned).collect()),
+            table: get("_TABLE"),
+        })
+    }
+
+    fn takes(&self, row: &Row) -> bool {
+        self.rows.is_empty() || self.rows.iter().any(|word| row.name.contains(word.as_str()))
+    }
+
+    fn runs(&self, row: &Row) -> u32 {
+        self.runs.unwrap_or(row.runs * self.more)
+    }
+}
+
+struct Work {
+    row: usize,
+    first: u32,
+    last: u32,
+}
+
+struct Suite<'a> {
+    settings: &'a Settings,
+    rows: Vec<Row>,
+    queue: Mutex<VecDeque<Work>>,
+    results: Mutex<Vec<Results>>,
+    failures: Mutex<Vec<String>>,
+}
+
+/// All failures, when all rows have been run.
+pub fn run(settings: &Settings, rows: Vec<Row>) -> Vec<String> {
+    let rows: Vec<Row> = rows.into_iter().filter(|row| settings.takes(row)).collect();
+    let mut queue: Vec<Work> = Vec::new();
+    for (row, of) in rows.iter().enumerate() {
+        let runs = settings.runs(of);
+        queue.extend((0..runs).step_by(BATCH as usize).map(|first| Work { row, first, last: runs.min(first + BATCH) }));
+    }
+    // The longest first, so that nobody is left alone with one at the end.
+    queue.sort_by_key(|work| std::cmp::Reverse(rows[work.row].takes_outage));
+    eprintln!("chaos: {} rows, seed {}, {} workers", rows.len(), settings.seed, settings.workers);
+    let begin = Instant::now();
+    let suite = Suite {
+        settings,
+        results: Mutex::new(vec![Results::default(); rows.len()]),
+        queue: Mutex::new(queue.into()),
+        failures: Mutex::default(),
+        rows,
+    };
+    thread::scope(|scope| {
+        for worker in 0..settings.workers {
+            let suite = &suite;
+            scope.spawn(move || suite.work(worker));
+        }
+    });
+    let results = suite.results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let table = markdown(&suite.rows.iter().map(|row| row.name).zip(results).collect::<Vec<_>>());
+    eprintln!("chaos: {:.0} s, seed {}\n{table}", begin.elapsed().as_secs_f64(), settings.seed);
+    if let Some(file) = &settings.table {
+        std::fs::write(file, &table).unwrap();
+    }
+    let failures = suite.failures.into_inner().unwrap_or_else(PoisonError::into_inner);
+    failures.iter().for_each(|failure| eprintln!("FAILED {failure}"));
+    failures
+}
+
+impl Suite<'_> {
+    fn work(&self, worker: usize) {
+        let mut scene: Option<Scene> = None;
+        while let Some(work) = self.next(scene.as_ref().map(|scene| scene.shape)) {
+            let row = &self.rows[work.row];
+            for run in work.first..work.last {
+                if row.fresh || scene.as_ref().is_some_and(|scene| scene.shape != row.shape) {
+                    self.close(row, &mut scene);
+                }
+                let done = self.once(row, run, &mut scene);
+                let mut results = self.results.lock().unwrap_or_else(PoisonError::into_inner);
+                let results = &mut results[work.row];
+                match done {
+                    Ok(outcome) => {
+                        eprintln!("chaos [{worker}] {} #{run}: {outcome:?}", row.name);
+                        results.outcomes.push(outcome);
+                    }
+                    Err(why) => {
+                        results.failed += 1;
+                        self.fail(row, run, &why, scene.take());
+                    }
+                }
+                if row.fresh {
+                    self.close(row, &mut scene);
+                }
+            }
+        }
+        if let Some(row) = self.rows.first() {
+            self.close(row, &mut scene);
+        }
+    }
+
+    /// What fits the cluster that is there, else the next.
+    fn next(&self, shape: Option<&Shape>) -> Option<Work> {
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |work: &Work| Some(self.rows[work.row].shape) == shape;
+        let index = queue.iter().position(fits).unwrap_or(0);
+        queue.remove(index)
+    }
+
+    fn once(&self, row: &Row, run: u32, place: &mut Option<Scene>) -> Result<Outcome, String> {
+        let done = catch_unwind(AssertUnwindSafe(|| {
+            let scene = place.get_or_insert_with(|| Scene::set(row.shape, self.settings.outage));
+            scene.run = run;
+            scene.dice = Dice::new(self.settings.seed, row.name, run);
+            look(scene, Timestamp::UNIX_EPOCH).map_err(|why| format!("not well before the fault: {why}"))?;
+            let before = scene.brokers();
+            let hit = (row.inject)(scene);
+            judge(scene, row, &before, &hit)
+        }));
+        done.unwrap_or_else(|panic| Err(words(panic.as_ref())))
+    }
+
+    fn fail(&self, row: &Row, run: u32, why: &str, scene: Option<Scene>) {
+        let name: String = row.name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+        let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("chaos").join(format!("{name}-{run}"));
+        let failure = format!("{} #{run}, seed {}: {why}; see {}", row.name, self.settings.seed, directory.display());
+        eprintln!("chaos: {failure}");
+        self.failures.lock().unwrap_or_else(PoisonError::into_inner).push(failure);
+        if let Some(scene) = scene {
+            scene.save(&directory);
+            self.take_down(row, scene);
+        }
+    }
+
+    /// A good end: the job's, and the cluster's.
+    fn close(&self, row: &Row, place: &mut Option<Scene>) {
+        let Some(mut scene) = place.take() else { return };
+        let ended = catch_unwind(AssertUnwindSafe(|| scene.end_job()));
+        if let Err(why) = ended.unwrap_or_else(|panic| Err(words(panic.as_ref()))) {
+            return self.fail(row, 0, &format!("the job does not end well: {why}"), Some(scene));
+        }
+        self.take_down(row, scene);
+    }
+
+    fn take_down(&self, row: &Row, scene: Scene) {
+        let (state, bridge) = (scene.cluster.state(), scene.cluster.bridge().to_owned());
+        let index = || std::fs::read_to_string(format!("/sys/class/net/{bridge}/ifindex")).ok();
+        let own = index();
+        drop(scene);
+        let left = traces::traces(&state, &bridge);
+        // Another cluster may have taken the name at once.
+        let is_taken = || index().is_some_and(|now| own != Some(now));
+        if !left.is_empty() && !is_taken() {
+            self.failures.lock().unwrap_or_else(PoisonError::into_inner).push(format!("after {}: {left:?}", row.name));
+        }
+    }
+}
+
+fn words(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it broke off").to_owned()
+}
