@@ -27,7 +27,7 @@ libfuzzer_sys::fuzz_target!(|tar: &[u8]| {
     let pkgs = prefix.join("pkgs");
     fs::create_dir_all(&pkgs).expect("a temporary directory");
     for archive in archives(&set, native_platform()).into_iter().flatten() {
-        fs::copy(&file, pkgs.join(&archive.name)).expect("a temporary file");
+        fs::copy(&file, pkgs.join(archive)).expect("a temporary file");
     }
     let _ = link(&order, &mut |_| {});
     assert!(only(directory.path(), &["bundle.tar.gz", "prefix"]), "something is outside of the prefix");

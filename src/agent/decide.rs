@@ -51,6 +51,8 @@ pub struct Seen<'a> {
     pub applied: Option<u64>,
     /// How long the lead has not answered this broker, or has not counted it in.
     pub unheard: Duration,
+    /// How long the broker has been on its way out.
+    pub leaving: Duration,
     /// Digests of the package sets whose archives are on this host.
     pub holds: &'a [String],
     /// Lead only: what is drained, by its broker's word.
@@ -60,6 +62,8 @@ pub struct Seen<'a> {
 /// A broker that is cut off for so long is given up, if the lead has given it up: longer than any outage that the overlay
 /// itself outlives (`tcp_user_timeout` is 2 minutes).
 const LOST: Duration = Duration::from_secs(150);
+/// A follower that is on its way out for so long is stuck: rc3 takes seconds.
+const STUCK: Duration = Duration::from_secs(60);
 
 /// What to do next.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -214,6 +218,11 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     if seen.host.broker.is_none() {
         let digest = &roster.settings.digest;
         return if has(digest) { Step::Start(assignment) } else { install(seen, spec, digest) };
+    }
+    if assignment.rank != 0 && seen.leaving >= STUCK {
+        // It waits for a child that will never leave, and lets nobody in. Its parent has lost it, and so are its jobs.
+        let reason = "the broker has been on its way out for more than a minute".to_owned();
+        return Step::Stop { reason, waits_for_jobs: false };
     }
     if assignment.rank != 0 && spec.missed && seen.unheard >= LOST {
         let reason = "the lead has lost this broker, which doesn't know it".to_owned();

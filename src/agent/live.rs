@@ -47,6 +47,17 @@ pub struct Live {
     /// Since when the lead has not answered this broker, or has not counted it in. A half-open connection looks well from
     /// here (flux-core #6626).
     pub unheard_since: Option<Instant>,
+    /// Since when the broker has been on its way out.
+    pub leaving_since: Option<Instant>,
+}
+
+impl Live {
+    fn enter(&mut self, state: String) {
+        // flux-broker(7)'s states after run.
+        let is_leaving = matches!(state.as_str(), "cleanup" | "shutdown" | "finalize" | "goodbye" | "exit");
+        self.leaving_since = is_leaving.then(|| self.leaving_since.unwrap_or_else(Instant::now));
+        self.state = state;
+    }
 }
 
 /// Connects to the broker of this host.
@@ -97,13 +108,16 @@ async fn follow_one(client: &Client, sender: &watch::Sender<Live>) -> Result<(),
     let (rank, names) = futures::try_join!(attribute(client, "rank"), attribute(client, "hostlist"))?;
     let names = hostlist::decode(&names);
     let pid = client.peer_pid();
-    sender.send_modify(|live| *live = Live { pid, state: now, ..Live::default() });
+    sender.send_modify(|live| {
+        *live = Live { pid, ..Live::default() };
+        live.enter(now);
+    });
     let mut changes = changes(client)?;
     let mut ask = interval(ASK_EVERY);
     loop {
         tokio::select! {
             change = changes.next() => match change {
-                Some(Change::State(state)) => sender.send_modify(|live| live.state = state),
+                Some(Change::State(state)) => sender.send_modify(|live| live.enter(state)),
                 Some(Change::Online(online)) => {
                     if rank == "0" {
                         let named = online.0.iter().filter_map(|rank| names.get(usize::try_from(*rank).ok()?));
@@ -118,7 +132,8 @@ async fn follow_one(client: &Client, sender: &watch::Sender<Live>) -> Result<(),
                 if let Ok((state, overlay)) = futures::try_join!(state(client), overlay(client)) {
                     sender.send_if_modified(|live| {
                         let health = Some(overlay.status);
-                        let next = Live { state: state.state, health, instance, ..live.clone() };
+                        let mut next = Live { health, instance, ..live.clone() };
+                        next.enter(state.state);
                         std::mem::replace(live, next.clone()) != next
                     });
                 }

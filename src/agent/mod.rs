@@ -7,6 +7,7 @@ mod drain;
 mod dump;
 mod enter;
 mod health;
+mod hint;
 mod live;
 mod log;
 mod progress;

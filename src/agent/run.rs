@@ -47,9 +47,6 @@ use crate::{
 pub(super) const RESYNC: Duration = Duration::from_secs(10);
 /// While something is on its way.
 pub(super) const SOON: Duration = Duration::from_secs(1);
-/// A broker that takes longer than this to come up is worth a look into the lead's words.
-const LATE: Duration = Duration::from_secs(5);
-
 /// So long a new agent may take to hear the broker that it has found.
 const NEW: Duration = Duration::from_secs(10);
 /// So long an agent that has just begun waits for the API's first word.
@@ -283,6 +280,7 @@ impl Agent {
             preflight: self.preflight.as_ref(),
             applied: Applied::of(&self.view),
             unheard: live.unheard_since.map_or(Duration::ZERO, |since| since.elapsed()),
+            leaving: live.leaving_since.map_or(Duration::ZERO, |since| since.elapsed()),
             holds: self.serving.holds(),
             drained: live.instance.as_ref().map(|instance| instance.drained.as_slice()),
         }
@@ -392,35 +390,5 @@ impl Agent {
             Ok(map) => map.is_some_and(|map| !map.annotations().contains_key(crate::api::ANNOTATION_CONSUMED)),
             Err(_) => true,
         }
-    }
-
-    /// A broker that doesn't come up: the lead knows whom it refuses, the refused one is told nothing.
-    async fn look_for_a_hint(&self, live: &Live) -> Option<String> {
-        let late = self.starts.age(Instant::now()).is_some_and(|age| age > LATE);
-        let down = self.view.broker.is_none() && self.view.died.is_some();
-        if self.is_online() || !(down || (late && self.view.broker.is_some())) {
-            return None;
-        }
-        let roster = self.published.roster.as_ref()?;
-        let lead = roster.ranks.get(&0)?.member.as_ref()?;
-        let own = self.view.broker.as_ref().map(|broker| broker.record.broker_name.clone());
-        let own = own.or_else(|| self.own_broker_name())?;
-        let lead_node = self.reporter.of(&lead.node).await.ok()??;
-        let refused = lead_node.status.unwrap_or_default().rejected.get(&own).cloned();
-        if let Some(reason) = refused {
-            return Some(format!("the lead refuses this broker: {reason}"));
-        }
-        (live.state == "join").then(|| {
-            format!(
-                "the broker waits in state join: its parent can't be reached at port {}, or has another certificate",
-                roster.settings.port
-            )
-        })
-    }
-
-    fn own_broker_name(&self) -> Option<String> {
-        let roster = self.published.roster.as_ref()?;
-        let rank = self.world.borrow().node_spec()?.rank?;
-        roster.ranks.get(&rank).map(|entry| entry.broker_name.clone())
     }
 }

@@ -246,6 +246,7 @@ mod tests {
             holds: &[],
             drained: None,
             unheard: std::time::Duration::ZERO,
+            leaving: std::time::Duration::ZERO,
         };
         let known = Known {
             step,

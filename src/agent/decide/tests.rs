@@ -14,6 +14,7 @@ struct World {
     published: Option<&'static str>,
     applied: Option<u64>,
     unheard: Duration,
+    leaving: Duration,
     holds: Vec<String>,
     alone: bool,
 }
@@ -76,6 +77,7 @@ impl World {
             published: Some("digest"),
             applied: None,
             unheard: Duration::ZERO,
+            leaving: Duration::ZERO,
             alone: false,
             holds: Vec::new(),
         }
@@ -98,6 +100,7 @@ impl World {
             applied: self.applied,
             drained: None,
             unheard: self.unheard,
+            leaving: self.leaving,
             holds: &self.holds,
         })
     }
@@ -318,4 +321,14 @@ fn an_agent_that_never_heard_the_api_starts_a_dead_broker_as_the_host_has_it() {
     assert!(matches!(world.decide(), Step::Start(assignment) if assignment.rank == 1));
     world.host.state.as_mut().unwrap().instance_uid = "another".into();
     assert_eq!(world.decide(), Step::Hold, "the roster is of another instance");
+}
+
+#[test]
+fn a_follower_that_is_stuck_on_its_way_out_is_stopped() {
+    let mut world = World::new();
+    world.host.broker = Some(broker(1, 1));
+    world.leaving = Duration::from_secs(59);
+    assert_eq!(world.decide(), Step::Hold);
+    world.leaving = Duration::from_secs(60);
+    assert!(matches!(world.decide(), Step::Stop { waits_for_jobs: false, .. }), "{:?}", world.decide());
 }
