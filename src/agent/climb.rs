@@ -112,17 +112,32 @@ impl Agent {
     }
 
     /// Sees to it that no job runs and none will begin. A job that has slipped in between wins.
-    async fn wait_for_jobs(&self, preflight: &Preflight, roster: &Roster) -> Result<(), StepError> {
+    async fn wait_for_jobs(&mut self, preflight: &Preflight, roster: &Roster) -> Result<(), StepError> {
         let runs = || StepError::NotYet("jobs run: the next epoch begins when they have ended".to_owned());
         if jobs_may_run(&self.view).await.is_some() {
             return Err(runs());
         }
-        self.actor.flux(preflight, roster, &["queue", "stop", "--all", "--nocheckpoint"]).await?;
+        self.queues_are_ours = true;
+        self.actor.stop_queues(preflight, roster).await?;
         if jobs_may_run(&self.view).await.is_some() {
-            self.actor.flux(preflight, roster, &["queue", "start", "--all"]).await?;
+            self.actor.start_queues(preflight, roster).await?;
+            self.queues_are_ours = false;
             return Err(runs());
         }
         Ok(())
+    }
+
+    /// Lead: the epoch goes on, so its queues do. Once, unless it fails.
+    pub(super) async fn open_queues(&mut self) {
+        let (Some(preflight), Some(roster)) = (&self.preflight, &self.published.roster) else { return };
+        let is_lead = self.view.broker.as_ref().is_some_and(|broker| broker.record.rank == 0);
+        if !(self.queues_are_ours && is_lead && self.is_online() && roster.closing.is_none()) {
+            return;
+        }
+        match self.actor.start_queues(preflight, roster).await {
+            Ok(()) => self.queues_are_ours = false,
+            Err(error) => warn!(error = error_chain(&error), "can't look at the queues"),
+        }
     }
 
     /// The spec, with the port that the running epoch has: another one is for the next.

@@ -49,6 +49,8 @@ pub struct Seen<'a> {
     pub preflight: Option<&'a Preflight>,
     /// Lead only: the revision whose resources the running broker has.
     pub applied: Option<u64>,
+    /// The broker is in state `run`.
+    pub is_up: bool,
     /// How long the lead has not answered this broker, or has not counted it in.
     pub unheard: Duration,
     /// How long the broker has been on its way out.
@@ -184,7 +186,7 @@ pub fn decide(seen: &Seen) -> Step {
             None => Step::Wait("waiting for the packages to be resolved".to_owned()),
         },
         Want::Leave => match &seen.host.broker {
-            Some(_) => Step::Stop { reason: "this node leaves the instance".to_owned(), waits_for_jobs: false },
+            Some(_) => Step::Stop { reason: "this node leaves the instance".to_owned(), waits_for_jobs: !spec.overdue },
             None => Step::Wait("this node has left the instance".to_owned()),
         },
         Want::Run => run(seen, spec, has),
@@ -228,7 +230,8 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
         let reason = "the lead has lost this broker, which doesn't know it".to_owned();
         return Step::Stop { reason, waits_for_jobs: true };
     }
-    if assignment.rank == 0 && seen.applied < Some(spec.revision) {
+    // One that is not up yet has read what was there at its start, and can't be told.
+    if assignment.rank == 0 && seen.is_up && seen.applied < Some(spec.revision) {
         return Step::Reload(assignment);
     }
     if let (0, Some(drained)) = (assignment.rank, seen.drained)
@@ -281,6 +284,9 @@ fn superseded(broker: &RunningBroker, spec: &FluxNodeSpec, roster: &Roster) -> O
     let holder = roster.ranks.get(&record.rank).and_then(|entry| entry.member.as_ref());
     if holder.is_some_and(|member| member.node == spec.node_name) {
         return None;
+    }
+    if spec.rank.is_none() && roster.ranks.get(&record.rank).is_some_and(|entry| entry.member.is_none()) {
+        return Some(format!("rank {} is nobody's any more", record.rank));
     }
     let assignment = agreed(spec, roster)?;
     // Not the Node's uid: a machine that was registered again has another, and the same broker.

@@ -12,6 +12,7 @@ mod live;
 mod log;
 mod progress;
 mod published;
+mod queues;
 mod reload;
 mod report;
 mod run;

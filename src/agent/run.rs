@@ -129,6 +129,8 @@ pub(super) struct Agent {
     pub(super) tries: Tries,
     pub(super) starts: Starts,
     pub(super) tidied: Tidied,
+    /// Queues may be stopped by us, or by the agent before.
+    pub(super) queues_are_ours: bool,
     pub(super) dumping: Dumping,
 }
 
@@ -164,6 +166,7 @@ impl Agent {
             tries: Tries::default(),
             starts: Starts::default(),
             tidied: Tidied::default(),
+            queues_are_ours: true,
             dumping: Dumping::default(),
         }
     }
@@ -208,6 +211,9 @@ impl Agent {
         if let Step::Hold | Step::Wait(_) = step {
             self.tries.succeeded();
             self.report(&world, &step, None).await;
+            if step == Step::Hold {
+                self.open_queues().await;
+            }
             if world.instance.here().is_some() {
                 self.tidy().await;
                 self.dump_if_due(&step);
@@ -280,6 +286,7 @@ impl Agent {
             preflight: self.preflight.as_ref(),
             applied: Applied::of(&self.view),
             unheard: live.unheard_since.map_or(Duration::ZERO, |since| since.elapsed()),
+            is_up: tell::is_online(&self.view, live),
             leaving: live.leaving_since.map_or(Duration::ZERO, |since| since.elapsed()),
             holds: self.serving.holds(),
             drained: live.instance.as_ref().map(|instance| instance.drained.as_slice()),

@@ -89,6 +89,8 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         dump: newest_dump(seen).cloned(),
         takeover: takeover(seen).cloned(),
         restart_pending: restart_pending(seen),
+        left: seen.host.broker.is_none() && seen.spec.is_some_and(|spec| spec.want == Want::Leave),
+        keeps_dying: known.keeps_dying.and(seen.roster).map(|roster| roster.epoch),
         unheard: known.live.unheard_since.is_some(),
         health: is_online(seen.host, known.live).then(|| known.live.health.clone()).flatten(),
         rejected: if is_lead { known.rejected.clone() } else { Rejected::new() },
@@ -245,6 +247,7 @@ mod tests {
             applied: None,
             holds: &[],
             drained: None,
+            is_up: false,
             unheard: std::time::Duration::ZERO,
             leaving: std::time::Duration::ZERO,
         };

@@ -55,6 +55,9 @@ pub struct FluxNodeSpec {
     /// Why this node gets no new jobs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub draining: Option<String>,
+    /// With `Leave`: jobs that still run here are not waited for.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub overdue: bool,
     /// The lead misses this node's broker, while its agent says that it is online.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub missed: bool,
@@ -258,6 +261,12 @@ pub struct FluxNodeStatus {
     /// The overlay's health as the broker tells it (flux-overlay(1)): full, partial, degraded, lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub health: Option<String>,
+    /// `spec.want` is `Leave`, and no broker runs here nor will be started.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub left: bool,
+    /// The epoch whose broker doesn't come up here, however often it is started.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keeps_dying: Option<u64>,
     /// The lead's broker doesn't answer this one, or doesn't count it in.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unheard: bool,

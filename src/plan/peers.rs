@@ -13,7 +13,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use crate::api::{FetchFrom, FluxNodeStatus, NodePhase};
+use crate::api::{FetchFrom, FluxNodeStatus, NodePhase, PEER_PORT};
 
 /// So many nodes are sent to one parent, over time too: nobody uploads a package set more often.
 pub const CHILDREN: usize = 4;
@@ -63,7 +63,7 @@ impl<'a> Fetcher<'a> {
     fn peer(&self) -> Option<&'a str> {
         let peer = self.report.peer.as_deref()?;
         let told: SocketAddr = peer.parse().ok()?;
-        (self.address == Some(told.ip())).then_some(peer)
+        (told == SocketAddr::new(self.address?, PEER_PORT)).then_some(peer)
     }
 
     fn serves(&self, digest: &str) -> Option<&'a str> {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use super::{
     eligibility::{NodeView, eligible},
     peers::{self, Fetcher},
-    roster::{LEAD_PATIENCE, Observed, is_missed, is_online, may_stop, parent, rank_of},
+    roster::{LEAD_PATIENCE, Observed, is_missed, is_online, is_overdue, may_stop, parent, rank_of},
 };
 use crate::api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
 
@@ -92,6 +92,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         let entry = roster.ranks.get(&rank);
         spec.draining = entry.and_then(|entry| entry.drain.as_ref()).map(|drain| drain.reason.clone());
         spec.missed = is_missed(seen, roster, rank);
+        spec.overdue = is_overdue(seen, roster, rank);
         if rank == 0 {
             spec.drain = drains(roster);
         }

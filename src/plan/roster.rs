@@ -86,7 +86,7 @@ pub fn decide(seen: &Observed) -> Decision {
     }
 }
 
-pub use drain::may_stop;
+pub use drain::{is_overdue, may_stop};
 
 /// The member of `rank` is in the overlay, by its own agent's word, and the lead does not miss it: under a parent that is
 /// gone a broker believes for minutes that it is online.

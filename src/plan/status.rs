@@ -12,6 +12,9 @@ use super::roster::{
 };
 use crate::api::{FluxInstanceStatus, InstancePhase, KeptDump, Roster};
 
+/// Reason of RestartPending where an epoch was taken back.
+const REFUSED: &str = "TakenBack";
+
 /// Why the planner can't go on, for the status and an Event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Obstacle {
@@ -74,6 +77,11 @@ pub fn status(
 
     let message = next.message.clone().unwrap_or_default();
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
+    let was_refused = |condition: &Condition| condition.type_ == "RestartPending" && condition.reason == REFUSED;
+    if !matches!(restart, Restart::Refused { .. }) {
+        // The deadline counts from what is asked for now.
+        next.conditions.retain(|condition| !was_refused(condition));
+    }
     let mut set = |type_: &str, holds: bool, reason: &str, message: &str| {
         set_condition(&mut next.conditions, type_, holds, reason, message, generation, now);
     };
@@ -95,6 +103,10 @@ pub fn status(
         Restart::None => set("RestartPending", false, "Same", ""),
         Restart::Waits { difference, reason } => {
             set("RestartPending", true, "Waits", &format!("{difference}; waits for {reason}"));
+        }
+        Restart::Refused { difference, reason } => {
+            let words = format!("{difference}; it did not come up and was taken back ({reason}): change the spec");
+            set("RestartPending", true, REFUSED, &words);
         }
         Restart::Now { difference, .. } => set("RestartPending", true, "Begins", difference),
     }

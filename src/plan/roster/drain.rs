@@ -14,6 +14,10 @@ pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
         let wanted = reason(seen, roster, rank, place >= size);
         let stopped = has_left(seen, roster, rank);
         let Some(entry) = roster.ranks.get_mut(&rank) else { continue };
+        if entry.member.as_ref().is_some_and(|member| !seen.nodes.iter().any(|node| node.uid == member.uid)) {
+            // A Node that was deleted is no reason to give jobs to its broker again.
+            continue;
+        }
         entry.drain = wanted.map(|(reason, leave)| {
             let since =
                 entry.drain.as_ref().filter(|before| before.leave == leave).map_or(seen.now, |before| before.since);
@@ -50,13 +54,19 @@ fn going(node: &NodeView) -> Option<&'static str> {
 
 /// A leaving member may be stopped: the lead has drained it and no job runs there, or its time is over.
 pub fn may_stop(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    let lead = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report);
+    let leaves = roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref()).is_some_and(|drain| drain.leave);
+    leaves && (is_overdue(seen, roster, rank) || lead.is_some_and(|lead| is_idle(lead, rank)))
+}
+
+/// Its time is over: jobs that still run there are lost.
+pub fn is_overdue(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(drain) = roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref()).filter(|drain| drain.leave) else {
         return false;
     };
     let timeout = seen.spec.drain.timeout.as_deref().and_then(crate::api::parse_duration);
     let waited = u64::try_from(seen.now - drain.since).unwrap_or(0);
-    let lead = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report);
-    timeout.is_some_and(|timeout| waited >= timeout.as_secs()) || lead.is_some_and(|lead| is_idle(lead, rank))
+    timeout.is_some_and(|timeout| waited >= timeout.as_secs())
 }
 
 fn is_idle(lead: &FluxNodeStatus, rank: Rank) -> bool {
@@ -64,10 +74,11 @@ fn is_idle(lead: &FluxNodeStatus, rank: Rank) -> bool {
     drained.contains(rank) && !allocated.contains(rank)
 }
 
-/// The agent of a member that was to stop its broker says that none runs.
+/// The agent of a member that was to stop its broker says that it has. That none runs is not enough: it may be between two
+/// starts.
 fn has_left(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.ranks.get(&rank).and_then(|entry| entry.member.as_ref()) else { return false };
     let report = seen.reports.get(&member.node);
-    report.is_some_and(|report| report.adopted.is_none() && report.facts.is_some())
+    report.is_some_and(|report| report.left && report.adopted.is_none())
         && roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref()).is_some_and(|drain| drain.leave)
 }

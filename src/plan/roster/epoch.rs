@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use super::{Observed, candidates, facts, first::is_broker_name, holds, is_online};
 use crate::{
-    api::{Closing, EpochSettings, Member, NodePhase, OnFailure, Rank, Refused, Resources, Roster, RosterEntry},
+    api::{Closing, EpochSettings, Member, OnFailure, Rank, Refused, Resources, Roster, RosterEntry},
     plan::{
         broker_toml::spare_name,
         settings::{pending, settings, wanted},
@@ -25,6 +25,13 @@ pub enum Restart {
         /// What would change.
         difference: String,
         /// For what.
+        reason: String,
+    },
+    /// It did not come up, and was taken back.
+    Refused {
+        /// What was changed.
+        difference: String,
+        /// The lead's words.
         reason: String,
     },
     /// It may begin.
@@ -54,7 +61,8 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
         if is_online(seen, roster, 0) {
             return Some(Roster { previous: None, revision: roster.revision + 1, ..roster.clone() });
         }
-        if report.phase == NodePhase::Failed && seen.spec.upgrade.on_failure == OnFailure::GoBack {
+        let keeps_dying = report.keeps_dying == Some(roster.epoch) && report.adopted.is_none();
+        if keeps_dying && seen.spec.upgrade.on_failure == OnFailure::GoBack {
             let reason = report.message.clone().unwrap_or_default();
             let refused = Some(Refused { settings: roster.settings.clone(), reason });
             // The old certificate is nowhere any more, and there is nothing in one that a broker could stumble over.
@@ -83,7 +91,12 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     let told = seen.told.is_some() && seen.told != roster.restart.as_deref();
     let by_spec = pending(&roster.settings, seen.spec, digest, certificate);
     let by_agents = || {
-        let mut differences = seen.reports.iter().filter_map(|(node, report)| {
+        // Only of those who run a broker of this epoch: others may have said so of an older one.
+        let members = roster
+            .ranks
+            .iter()
+            .filter_map(|(rank, entry)| Some((&entry.member.as_ref()?.node, holds(seen, roster, *rank)?.0)));
+        let mut differences = members.filter_map(|(node, report)| {
             report.restart_pending.as_ref().map(|difference| format!("{node}: {difference}"))
         });
         differences.next()
@@ -94,9 +107,9 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     let waits = |reason: String| Restart::Waits { difference: difference.clone(), reason };
     if let Some(refused) = &roster.refused
         && !told
-        && refused.settings == wanted(&roster.settings, seen.spec, digest, certificate)
+        && is_the_same(&refused.settings, wanted(&roster.settings, seen.spec, digest, certificate), seen)
     {
-        return waits(format!("a changed spec: it did not come up and was taken back ({})", refused.reason));
+        return Restart::Refused { difference, reason: refused.reason.clone() };
     }
     let Some((lead, _)) = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)) else {
         return waits("the lead to be online".to_owned());
@@ -122,6 +135,16 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
         Some(ranks) => waits(format!("the jobs on ranks {ranks} to end")),
         None => waits("the lead to tell whether jobs run".to_owned()),
     }
+}
+
+/// A maxSize that nobody has asked for counts nodes, and they come and go.
+fn is_the_same(refused: &EpochSettings, wanted: EpochSettings, seen: &Observed) -> bool {
+    let by_default = seen.spec.max_size.is_none();
+    let (max_size, topology) = match by_default {
+        true => (refused.max_size, refused.topology.clone()),
+        false => (wanted.max_size, wanted.topology.clone()),
+    };
+    *refused == EpochSettings { max_size, topology, ..wanted }
 }
 
 fn deadline_has_come(seen: &Observed) -> bool {

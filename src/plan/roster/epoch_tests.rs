@@ -30,7 +30,7 @@ fn close(world: &mut World) {
 
 fn waits_for(world: &World) -> String {
     match restart(&world.seen(), world.roster.as_ref().unwrap()) {
-        Restart::Waits { reason, .. } => reason,
+        Restart::Waits { reason, .. } | Restart::Refused { reason, .. } => reason,
         other => panic!("{other:?}"),
     }
 }
@@ -148,6 +148,9 @@ fn a_smaller_size_takes_the_highest_out_once_they_are_drained_and_idle() {
     assert_eq!(world.rank("node3"), Some(2), "its broker runs");
     world.reports.get_mut("node3").unwrap().adopted = None;
     world.settle();
+    assert_eq!(world.rank("node3"), Some(2), "it may be between two starts");
+    world.reports.get_mut("node3").unwrap().left = true;
+    world.settle();
     assert_eq!((world.rank("node3"), world.rank("node2"), world.rank("node1")), (None, Some(1), Some(0)));
     assert_eq!(world.wants("node3"), Want::Install);
     // And it gets its rank back.
@@ -214,6 +217,7 @@ fn a_lead_that_does_not_come_up_takes_the_instance_back_once() {
         world.settle();
         let lead = world.reports.get_mut("node1").unwrap();
         (lead.phase, lead.message) = (NodePhase::Failed, Some("exit code 1".to_owned()));
+        lead.keeps_dying = Some(2);
         world.settle();
         world
     };
@@ -285,4 +289,27 @@ fn a_node_that_was_made_again_has_its_name_for_itself_in_the_next_epoch() {
     let roster = world.roster.as_ref().unwrap();
     let names: Vec<_> = roster.ranks.iter().map(|(rank, entry)| (*rank, entry.broker_name.as_str())).collect();
     assert_eq!((roster.epoch, names), (2, vec![(0, "node1"), (2, "node3"), (3, "node2")]));
+}
+
+#[test]
+fn a_node_that_was_deleted_stays_drained() {
+    let mut world = idle();
+    world.nodes[1].cordoned = true;
+    world.settle();
+    let drain = world.roster.as_ref().unwrap().ranks[&1].drain.clone();
+    assert!(drain.is_some());
+    world.nodes.retain(|node| node.name != "node2");
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().ranks[&1].drain, drain);
+}
+
+#[test]
+fn what_an_agent_once_said_of_another_epoch_restarts_nothing() {
+    let mut world = idle();
+    let report = world.reports.get_mut("node3").unwrap();
+    report.restart_pending = Some("another command line".to_owned());
+    report.adopted.as_mut().unwrap().epoch = 0;
+    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+    world.reports.get_mut("node3").unwrap().adopted.as_mut().unwrap().epoch = 1;
+    assert_ne!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
 }

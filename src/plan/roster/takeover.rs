@@ -17,6 +17,9 @@ use crate::{
     },
 };
 
+/// So long a word counts, in seconds: whoever said it has given up waiting by then, and the lead that was away may be back.
+const WORD_SECS: i64 = 900;
+
 /// The roster that follows from a word that can be acted on now.
 pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
     let (name, takeover) = asked(seen, roster)?;
@@ -47,7 +50,8 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
 /// The last word on this epoch, and the node that it was left on.
 fn asked<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<(&'a str, &'a Takeover)> {
     let words = seen.reports.iter().filter_map(|(node, report)| Some((node.as_str(), report.takeover.as_ref()?)));
-    let current = words.filter(|(_, word)| word.instance_id == roster.instance_id && word.epoch == roster.epoch);
+    let is_current = |word: &Takeover| word.instance_id == roster.instance_id && word.epoch == roster.epoch;
+    let current = words.filter(|(_, word)| is_current(word) && seen.now - word.at < WORD_SECS);
     current.max_by_key(|(node, word)| (word.at, *node))
 }
 
