@@ -140,9 +140,16 @@ fn the_rights_are_bound_to_the_account_that_the_pods_run_as() {
     for subject in [cluster.subjects.unwrap(), role.subjects.unwrap()].concat() {
         assert_eq!((Some(subject.name), subject.namespace.as_deref()), (account.clone(), Some(NAMESPACE)));
     }
-    // The policy is about the same account.
-    let policy = serde_norway::to_string(&one::<Value>("ValidatingAdmissionPolicy")).unwrap();
-    assert!(policy.contains(&format!("system:serviceaccount:{NAMESPACE}:{}", account.unwrap())));
+    // The policies are about the same account, and the objects that it may make are those that it makes.
+    let policies = all::<Value>("ValidatingAdmissionPolicy")
+        .iter()
+        .map(|p| serde_norway::to_string(p).unwrap())
+        .collect::<Vec<_>>();
+    let user = format!("system:serviceaccount:{NAMESPACE}:{}", account.unwrap());
+    assert!(policies.len() == 2 && policies.iter().all(|policy| policy.contains(&user)));
+    for name in [SECRET_CURVE, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER] {
+        assert!(policies.iter().any(|policy| policy.contains(&format!("'{name}'"))), "{name}");
+    }
 }
 
 #[test]
