@@ -84,7 +84,8 @@ fn fetch(set: &PackageSet, prefix: &Path) {
 fn link(set: &PackageSet, prefix: &Path) {
     let start = Instant::now();
     let platform = packages::native_platform().to_owned();
-    let order = LinkOrder { prefix: prefix.to_owned(), digest: set.digest(), set: set.clone(), platform };
+    let order =
+        LinkOrder { prefix: prefix.to_owned(), digest: set.digest(), set: set.clone(), platform, follow: false };
     let linked = packages::link(&order, &mut |_| ()).unwrap();
     println!("link {:.4} s, {} bytes", start.elapsed().as_secs_f64(), linked.bytes);
 }

@@ -50,6 +50,7 @@ pub fn link_order(prefix: &Path, set: &PackageSet) -> Order {
         digest: set.digest(),
         set: set.clone(),
         platform: PLATFORM.to_owned(),
+        follow: false,
     })
 }
 

@@ -80,6 +80,7 @@ fn a_huge_file_is_linked_in_little_memory_by_few_threads() {
         digest: set.digest(),
         set: set.clone(),
         platform: PLATFORM.to_owned(),
+        follow: false,
     };
     let child = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "limits::measured_child", "--ignored", "--nocapture"])

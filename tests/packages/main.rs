@@ -112,6 +112,7 @@ impl Host {
             digest: set.digest(),
             set: set.clone(),
             platform: platform.to_owned(),
+            follow: false,
         };
         tokio::task::spawn_blocking(move || packages::link(&order, &mut |_| ())).await.unwrap()
     }
