@@ -137,3 +137,111 @@ impl Actor {
         Ok(())
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::{sync::Arc, time::Duration};
+
+    use super::*;
+    use crate::host::{FakeHost, HostError, Linked, Refusal};
+
+    /// A set of one archive that is at `url`, and its name in `pkgs/`.
+    fn set(url: &str) -> (PackageSet, String) {
+        // sha256 of nothing.
+        let sha256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+        let lock = format!(
+            "version: 6\nenvironments:\n  default:\n    channels:\n    - url: {url}/\n    packages:\n      linux-64:\n      \
+             - conda: {url}/flux-core-1.0-0.conda\npackages:\n- conda: {url}/flux-core-1.0-0.conda\n  sha256: {sha256}\n"
+        );
+        (PackageSet::Lock { lock, question: String::new() }, format!("{sha256}.conda"))
+    }
+
+    /// None where the host can't be looked into: then this is skipped.
+    async fn install(prefix: &Path, host: FakeHost, set: &PackageSet, beside_a_broker: bool) -> Option<Installed> {
+        if let Err(error) = make_dirs_in_host_root(prefix) {
+            eprintln!("skipped: the root of process 1 can't be looked into: {error}");
+            return None;
+        }
+        // At this address is no API server.
+        let config = kube::Config::new("http://127.0.0.1:1".parse().unwrap());
+        let actor = Actor {
+            host: Arc::new(host),
+            client: kube::Client::try_from(config).unwrap(),
+            instance_uid: "uid".to_owned(),
+            uninstall: Default::default(),
+        };
+        let preflight = Preflight {
+            prefix: prefix.to_owned(),
+            resources: Default::default(),
+            memory_mib: 0,
+            platform: "linux-64".to_owned(),
+            glibc: String::new(),
+            boot_id: String::new(),
+            systemd: false,
+            warnings: Vec::new(),
+        };
+        let wanted = Wanted { set, packages: &Packages::default(), peers: Vec::new(), beside_a_broker };
+        let mut was_fetched = false;
+        let tell = |event| was_fetched |= matches!(event, Installing::Fetched);
+        let outcome = tokio::time::timeout(Duration::from_secs(60), actor.install(&preflight, wanted, tell)).await;
+        Some(Installed { outcome: outcome.unwrap(), was_fetched })
+    }
+
+    struct Installed {
+        outcome: Result<(), StepError>,
+        was_fetched: bool,
+    }
+
+    fn linked() -> Answer {
+        Answer::Linked(Linked { compiled_prefix: None, bytes: 0, warnings: Vec::new() })
+    }
+
+    #[tokio::test]
+    async fn the_environment_is_begun_before_the_archives_are_there_unless_a_broker_runs() {
+        let source = tempfile::tempdir().unwrap();
+        std::fs::write(source.path().join("flux-core-1.0-0.conda"), "").unwrap();
+        for beside in [false, true] {
+            let prefix = tempfile::tempdir().unwrap();
+            let (set, name) = set(&format!("file://{}", source.path().display()));
+            let archive = prefix.path().join("pkgs").join(name);
+            let host = FakeHost::new(move |order| match order {
+                Order::Claim(_) => Ok(Answer::Done),
+                Order::Link(order) => {
+                    assert_eq!((order.follow, archive.exists()), (!beside, beside));
+                    Ok(linked())
+                }
+                other => panic!("{other:?}"),
+            });
+            let Some(installed) = install(prefix.path(), host, &set, beside).await else { return };
+            installed.outcome.unwrap();
+            assert!(installed.was_fetched);
+        }
+    }
+
+    #[tokio::test]
+    async fn what_could_not_be_fetched_is_told_and_not_what_was_lacking_then() {
+        let prefix = tempfile::tempdir().unwrap();
+        let host = FakeHost::new(|order| Ok(if matches!(order, Order::Link(_)) { linked() } else { Answer::Done }));
+        let (set, _) = set("file:///nowhere");
+        let Some(installed) = install(prefix.path(), host, &set, false).await else { return };
+        assert!(matches!(installed.outcome, Err(StepError::Fetch(_))), "{:?}", installed.outcome);
+        assert!(!installed.was_fetched);
+    }
+
+    #[tokio::test]
+    async fn a_link_that_fails_does_not_wait_for_a_slow_source() {
+        let prefix = tempfile::tempdir().unwrap();
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let (set, _) = set(&format!("http://{}", silent.local_addr().unwrap()));
+        let host = FakeHost::new(|order| match order {
+            Order::Link(_) => Err(Refusal::transient("too little room")),
+            _ => Ok(Answer::Done),
+        });
+        let Some(installed) = install(prefix.path(), host, &set, false).await else { return };
+        let Err(StepError::Host(HostError::Refused(refusal))) = installed.outcome else {
+            panic!("{:?}", installed.outcome)
+        };
+        assert_eq!(refusal.message, "too little room");
+    }
+}

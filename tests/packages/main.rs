@@ -14,6 +14,7 @@ mod lies;
 mod limits;
 mod link;
 mod lock;
+mod overlap;
 mod peers;
 mod serve;
 mod solve;
