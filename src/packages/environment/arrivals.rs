@@ -166,7 +166,9 @@ mod tests {
     fn what_is_there_is_handed_out_in_order_whether_more_come_or_not() {
         let pkgs = tempfile::tempdir().unwrap();
         let (more, _until) = std::io::pipe().unwrap();
-        NAMES.iter().for_each(|name| drop(put(pkgs.path(), name)));
+        for name in NAMES {
+            put(pkgs.path(), name);
+        }
         for more in [None, Some(more.as_fd())] {
             let arrivals = Arrivals::new(pkgs.path(), NAMES.iter(), more).unwrap();
             let taken = std::iter::from_fn(|| arrivals.next()).map(|next| next.number).collect::<Vec<_>>();
