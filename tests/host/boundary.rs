@@ -265,7 +265,7 @@ async fn every_order_can_be_killed_at_any_time_and_nothing_stays_behind() {
         fs::create_dir_all(prefix.join("envs/d")).unwrap();
         fs::write(
             prefix.join("envs/d/.flux-distribute.json"),
-            r#"{"digest":"d","compiledPrefix":"/opt/site/flux","bytes":1}"#,
+            r#"{"digest":"d","compiledPrefix":"/opt/site/flux","bytes":1,"archives":[]}"#,
         )
         .unwrap();
 
