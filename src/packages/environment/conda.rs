@@ -173,6 +173,9 @@ impl Build<'_> {
     fn open_one(&self, package: &Locked, coming: bool) -> Result<Archive, Refusal> {
         let path = self.pkgs.join(&package.archive);
         let name = file_name(&package.record);
+        if !may_be_a_path(&name) {
+            return Err(refused(format!("the lock's package {name:?} has a name that can't be part of a path")));
+        }
         let unreadable = |e: io::Error| failed(format!("can't read {} of package {name}: {e}", path.display()));
         let mut archive = match File::open(&path) {
             Ok(archive) => archive,
@@ -200,9 +203,6 @@ impl Build<'_> {
         memory: &Memory,
     ) -> Result<Unpacked, Refusal> {
         let name = file_name(&package.record);
-        if !may_be_a_path(&name) {
-            return Err(refused(format!("the lock's package {name:?} has a name that can't be part of a path")));
-        }
         fs::create_dir(&directory).map_err(|e| failed(format!("can't make {}: {e}", directory.display())))?;
         let checked =
             extract(&mut archive, &directory, Limits::default(), memory).and_then(|(contents, privileged)| {
