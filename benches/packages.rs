@@ -4,7 +4,9 @@
 
 use std::{
     fs::{self, File},
+    os::fd::{AsFd, BorrowedFd},
     path::Path,
+    process::{Command, Stdio},
     time::Instant,
 };
 
@@ -20,8 +22,9 @@ fn main() {
     match arguments[..] {
         ["lock", channel, out] => lock(channel, Path::new(out)),
         ["fetch", lock, prefix] => fetch(&read(lock), Path::new(prefix)),
-        ["link", lock, prefix] => link(&read(lock), Path::new(prefix)),
-        ["install", lock, prefix] => install(&read(lock), Path::new(prefix)),
+        ["link", lock, prefix] => link(&read(lock), Path::new(prefix), None),
+        ["install", lock, prefix] => install(lock, Path::new(prefix)),
+        ["follow", lock, prefix] => link(&read(lock), Path::new(prefix), Some(std::io::stdin().as_fd())),
         _ => return eprintln!("usage: lock CHANNEL OUT | fetch LOCK PREFIX | link LOCK PREFIX | install LOCK PREFIX"),
     }
     let status = fs::read_to_string("/proc/self/status").unwrap();
@@ -51,11 +54,17 @@ fn lock(channel: &str, out: &Path) {
     }
 }
 
-/// As the command does it.
-fn install(set: &PackageSet, prefix: &Path) {
+/// As the command does it: linked by another process, which is told by the end of its stdin that all archives are there.
+fn install(lock: &str, prefix: &Path) {
+    let set = read(lock);
     if packages::linked(prefix, &set.digest()).is_none() {
-        fetch(set, prefix);
-        link(set, prefix);
+        fs::create_dir_all(prefix.join("pkgs")).unwrap();
+        let mut linking = Command::new(std::env::current_exe().unwrap());
+        linking.args(["follow", lock]).arg(prefix).stdin(Stdio::piped());
+        let mut linking = linking.spawn().unwrap();
+        fetch(&set, prefix);
+        // Closes its stdin.
+        assert!(linking.wait().unwrap().success());
     }
 }
 
@@ -81,10 +90,16 @@ fn fetch(set: &PackageSet, prefix: &Path) {
     println!("fetch {:.4} s, {} bytes of {}", start.elapsed().as_secs_f64(), fetched.fetched_bytes, fetched.bytes);
 }
 
-fn link(set: &PackageSet, prefix: &Path) {
+fn link(set: &PackageSet, prefix: &Path, more: Option<BorrowedFd<'_>>) {
     let start = Instant::now();
     let platform = packages::native_platform().to_owned();
-    let order = LinkOrder { prefix: prefix.to_owned(), digest: set.digest(), set: set.clone(), platform };
-    let linked = packages::link(&order, &mut |_| ()).unwrap();
+    let order = LinkOrder {
+        prefix: prefix.to_owned(),
+        digest: set.digest(),
+        set: set.clone(),
+        platform,
+        follow: more.is_some(),
+    };
+    let linked = packages::link_while(&order, more, &mut |_| ()).unwrap();
     println!("link {:.4} s, {} bytes", start.elapsed().as_secs_f64(), linked.bytes);
 }

@@ -62,9 +62,10 @@ def run(command, **options):
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         sys.exit(f"failed: {command}")
-    # Its own word where it has one: the kernel's includes what this interpreter was before it became the command.
-    peak = re.search(r"VmHWM:\s*(\d+)", said)
-    peak = int(peak[1]) if peak else used.ru_maxrss
+    # Its own word where it has one: the kernel's includes what this interpreter was before it became the command. Where
+    # two processes work beside each other, both count.
+    peaks = re.findall(r"VmHWM:\s*(\d+)", said)
+    peak = sum(map(int, peaks)) if peaks else used.ru_maxrss
     return {"wall": wall, "cpu": used.ru_utime + used.ru_stime, "mib": peak / 1024, "said": said}
 
 

@@ -23,7 +23,7 @@ libfuzzer_sys::fuzz_target!(|tar: &[u8]| {
     let sha256 = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
     let set = PackageSet::Bundle(BundleSource { url: format!("file://{}", file.display()), sha256 });
     let prefix = directory.path().join("prefix");
-    let order = LinkOrder { prefix: prefix.clone(), digest: set.digest(), set: set.clone(), platform: native_platform().to_owned() };
+    let order = LinkOrder { prefix: prefix.clone(), digest: set.digest(), set: set.clone(), platform: native_platform().to_owned(), follow: false };
     let pkgs = prefix.join("pkgs");
     fs::create_dir_all(&pkgs).expect("a temporary directory");
     for archive in archives(&set, native_platform()).into_iter().flatten() {

@@ -5,26 +5,23 @@ use std::{
     sync::Arc,
 };
 
-use tracing::{info, warn};
+use tracing::info;
 
 use super::decide::Assignment;
 use crate::{
-    api::{
-        CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, Packages, RUN_DIR, Rank, Roster,
-        Uninstall,
-    },
+    api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, RUN_DIR, Rank, Roster, Uninstall},
     broker::{
         command::{BrokerIdentity, launch},
         rfc3::RpcError,
     },
     host::{
-        Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, LinkOrder, Order,
-        Preflight, PreflightOrder, Progress, Refusal, RemoveOrder, StateDir, StopOrder,
-        files::{host_path, make_dirs_in_host_root, open_in_host_root},
+        Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
+        PreflightOrder, Refusal, RemoveOrder, StateDir, StopOrder,
+        files::{host_path, open_in_host_root},
     },
-    packages::{FetchError, Sources, estimate_bytes, fetch},
+    packages::{FetchError, estimate_bytes},
     plan::{broker_toml, certificate::Certificate},
-    planner::{PlannerError, access, certificate, store},
+    planner::{PlannerError, certificate, store},
 };
 
 /// Job shells open inotify instances, and so do kubelet and containerd: the kernel's default of 128 is soon used up.
@@ -150,55 +147,6 @@ impl Actor {
             uninstall: self.uninstall,
         };
         self.order(Order::Claim(order)).await.map(drop)
-    }
-
-    /// The first half of the rung install: fills `pkgs/`, from the pod; from `peers` before the set's own source, which is
-    /// asked as `packages` of the spec says.
-    ///
-    /// # Errors
-    /// The first thing that failed; what is live is untouched.
-    pub async fn fetch(
-        &self,
-        preflight: &Preflight,
-        set: &PackageSet,
-        packages: &Packages,
-        peers: Vec<String>,
-        mut progress: impl FnMut(Progress) + Send,
-    ) -> Result<(), StepError> {
-        self.claim(preflight).await?;
-        let path = preflight.prefix.join("pkgs");
-        let pkgs = make_dirs_in_host_root(&path).map_err(|source| StepError::Directory { path, source })?;
-        let host_file = |path: &str| crate::host::open_host_file(Path::new(path));
-        let http = access::http_client(&self.client, packages).await?;
-        let sources = Sources { peers, mirror: packages.mirror.clone() };
-        let (digest, pkgs) = (set.digest(), host_path(&pkgs));
-        let fetched =
-            fetch(set, &digest, &preflight.platform, &pkgs, host_file, &http, &sources, &mut progress).await?;
-        info!(bytes = fetched.fetched_bytes, from_peers = fetched.from_peers, "packages are fetched");
-        Ok(())
-    }
-
-    /// Its second half: makes the environment of what was fetched, on the host.
-    ///
-    /// # Errors
-    /// The stage's; what is live is untouched.
-    pub async fn link(
-        &self,
-        preflight: &Preflight,
-        set: &PackageSet,
-        mut progress: impl FnMut(Progress) + Send,
-    ) -> Result<(), StepError> {
-        let order = LinkOrder {
-            prefix: preflight.prefix.clone(),
-            digest: set.digest(),
-            set: set.clone(),
-            platform: preflight.platform.clone(),
-        };
-        if let Answer::Linked(linked) = self.host.run(Order::Link(order), &mut progress).await? {
-            linked.warnings.iter().for_each(|warning| warn!("{warning}"));
-        }
-        info!("packages are installed");
-        Ok(())
     }
 
     /// The rung configure: everything that the broker of `assignment` reads at start, from what the planner has published.

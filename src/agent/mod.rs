@@ -8,6 +8,7 @@ mod dump;
 mod enter;
 mod health;
 mod hint;
+mod install;
 mod live;
 mod log;
 mod progress;

@@ -1,6 +1,6 @@
 //! The rung install, told as it goes on: lines in the log every few seconds, quarters in the status.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, path::Path};
 
 use tokio::{
     sync::mpsc::{UnboundedReceiver, unbounded_channel},
@@ -13,6 +13,7 @@ use super::{
     act::StepError,
     climb::peers_for,
     decide::{Step, decide},
+    install::{Installing, Wanted},
     run::{Agent, RESYNC},
 };
 use crate::{
@@ -55,9 +56,11 @@ impl Teller {
     }
 
     /// The work has ended well.
-    pub(super) fn end(mut self, mut events: UnboundedReceiver<Progress>) {
+    pub(super) fn end(mut self, mut events: UnboundedReceiver<Installing>) {
         while let Ok(event) = events.try_recv() {
-            let _ = self.see(event);
+            if let Installing::Fetching(now) | Installing::Linking(now) = event {
+                let _ = self.see(now);
+            }
         }
         let ended = self.meter.end(Instant::now().into_std());
         self.say(ended);
@@ -68,6 +71,10 @@ impl Teller {
             info!(progress = %reading, "{}", self.title);
         }
     }
+}
+
+fn is_beside_a_broker(step: &Step) -> bool {
+    matches!(step, Step::Prepare { .. })
 }
 
 impl Agent {
@@ -85,36 +92,34 @@ impl Agent {
         // From its first archive on; a host that was not claimed until now has offered nothing.
         self.serving.look_anew(&preflight.prefix, self.published.sets(), &self.view.environments);
         let (sender, events) = unbounded_channel();
-        let fetch = {
-            let (actor, preflight, set) = (self.actor.clone(), preflight.clone(), set.clone());
-            let (packages, mut arrived) = (self.spec.packages.clone(), self.serving.watch());
-            let tell = move |now| {
-                arrived(&now);
-                drop(sender.send(now));
+        let beside = is_beside_a_broker(step);
+        let (actor, packages, mut arrived) = (self.actor.clone(), self.spec.packages.clone(), self.serving.watch());
+        let prefix = preflight.prefix.clone();
+        let work = async move {
+            let wanted = Wanted { set: &set, packages: &packages, peers, beside_a_broker: beside };
+            let tell = |event| {
+                if let Installing::Fetching(now) = &event {
+                    arrived(now);
+                }
+                drop(sender.send(event));
             };
-            async move { actor.fetch(&preflight, &set, &packages, peers, tell).await }
+            actor.install(&preflight, wanted, tell).await
         };
-        if !self.follow(step, fetch, events).await? {
-            return Ok(());
-        }
-        // Others wait for this.
-        self.serving.look_anew(&preflight.prefix, self.published.sets(), &self.view.environments);
-        let world = self.world.borrow().clone();
-        self.report(&world, step, Some("the packages are fetched")).await;
-        let (sender, events) = unbounded_channel();
-        let actor = self.actor.clone();
-        let link = async move { actor.link(&preflight, &set, move |now| drop(sender.send(now))).await };
-        self.follow(step, link, events).await.map(drop)
+        let installed = self.follow(step, &prefix, work, events).await;
+        // Also where that was over before it could be told.
+        self.serving.look_anew(&prefix, self.published.sets(), &self.view.environments);
+        installed
     }
 
-    /// Sees `work` to its end, and tells how far it is. False: something more urgent than `step` has turned up.
+    /// Sees `work` to its end, or until something more urgent than `step` has turned up, and tells how far it is.
     async fn follow(
         &mut self,
         step: &Step,
+        prefix: &Path,
         work: impl Future<Output = Result<(), StepError>> + Send + 'static,
-        mut events: UnboundedReceiver<Progress>,
-    ) -> Result<bool, StepError> {
-        let beside = matches!(step, Step::Prepare { .. });
+        mut events: UnboundedReceiver<Installing>,
+    ) -> Result<(), StepError> {
+        let beside = is_beside_a_broker(step);
         let mut teller = Teller::new(if beside { "preparing the packages" } else { "installing" });
         // A task of its own: while a slow API server takes our words, the peers' bytes must not wait. It ends with us.
         let mut work = JoinSet::from_iter([work]);
@@ -128,10 +133,18 @@ impl Agent {
                     if outcome.is_ok() {
                         teller.end(events);
                     }
-                    return outcome.map(|()| true);
+                    return outcome;
                 }
                 Some(event) = events.recv() => {
-                    if let Some(words) = teller.see(event) {
+                    let words = match event {
+                        Installing::Fetching(now) | Installing::Linking(now) => teller.see(now),
+                        Installing::Fetched => {
+                            // Others wait for this.
+                            self.serving.look_anew(prefix, self.published.sets(), &self.view.environments);
+                            Some("the packages are fetched".to_owned())
+                        }
+                    };
+                    if let Some(words) = words {
                         let words = if beside { format!("for the next start: {words}") } else { words };
                         let world = self.world.borrow().clone();
                         self.report(&world, step, Some(&words)).await;
@@ -150,7 +163,7 @@ impl Agent {
             let next = decide(&self.seen(&world, uid.as_deref(), &live));
             if next != *step && next != Step::Hold {
                 info!(step = next.name(), "something else comes before the packages of the next start");
-                return Ok(false);
+                return Ok(());
             }
         }
     }

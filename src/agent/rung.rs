@@ -11,6 +11,7 @@ use super::{
     act::{Actor, StepError},
     client,
     decide::{Assignment, agreed},
+    install::{Installing, Wanted},
     live,
     published::read_roster,
     report::Reporter,
@@ -134,12 +135,13 @@ async fn install(
 ) -> Result<(), StepError> {
     if !is_installed(preflight, set) {
         let (sender, events) = tokio::sync::mpsc::unbounded_channel();
-        let work = async {
-            let fetched = sender.clone();
-            actor.fetch(preflight, set, packages, peers, move |now| drop(fetched.send(now))).await?;
-            actor.link(preflight, set, move |now| drop(sender.send(now))).await
+        let wanted = Wanted { set, packages, peers, beside_a_broker: false };
+        let tell = |event| {
+            if let Installing::Fetching(now) | Installing::Linking(now) = event {
+                drop(sender.send(now));
+            }
         };
-        shown(Style::of(output), events, work).await?;
+        shown(Style::of(output), events, actor.install(preflight, wanted, tell)).await?;
     }
     let digest = set.digest();
     let environment = preflight.prefix.join("envs").join(&digest);

@@ -14,12 +14,17 @@ use std::{
         unix::process::CommandExt,
     },
     path::Path,
+    pin::pin,
     process::{Command, Stdio},
     ptr,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
 };
 
-use futures::future::BoxFuture;
+use futures::future::{BoxFuture, Either, ready, select};
 use nix::{
     errno::Errno,
     fcntl::{FcntlArg, OFlag, SealFlag, fcntl},
@@ -33,6 +38,7 @@ use nix::{
 };
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
+    process::ChildStdout,
     time::timeout,
 };
 
@@ -80,10 +86,16 @@ impl NsHost {
         Ok(Self { executable: Arc::new(executable) })
     }
 
-    async fn run_stage(&self, order: &Order, progress: &mut (dyn FnMut(Progress) + Send)) -> Result<Answer, HostError> {
-        let failed = |what: &str, source| HostError::Stage { what: what.to_owned(), source };
+    async fn run_stage(
+        &self,
+        order: &Order,
+        coming: impl Future<Output = ()>,
+        progress: &mut (dyn FnMut(Progress) + Send),
+    ) -> Result<Answer, HostError> {
         let patience = order.patience();
-        let order = serde_json::to_vec(order).map_err(|error| failed("can't be told its order", Some(error.into())))?;
+        let mut order =
+            serde_json::to_vec(order).map_err(|error| failed("can't be told its order", Some(error.into())))?;
+        order.push(b'\n');
         let namespaces = Namespaces::open()?;
         let exec = Exec::new(Arc::clone(&self.executable), stage_env());
         let mut command = tokio::process::Command::new(format!("/proc/self/fd/{}", self.executable.as_raw_fd()));
@@ -97,26 +109,23 @@ impl NsHost {
         }
         let mut child =
             command.spawn().map_err(|error| spawn_error(error, |source| failed("can't be started", source)))?;
-        if let Some(mut stdin) = child.stdin.take() {
-            // A stage that has died tells so by its missing answer.
-            let _ = stdin.write_all(&order).await;
-        }
-        let mut last = None;
-        if let Some(stdout) = child.stdout.take() {
-            let mut lines = BufReader::new(stdout).lines();
-            let read_error = |error| failed("can't be heard", Some(error));
-            let silent = |_| failed("says nothing any more, and is ended", None);
-            while let Some(line) = timeout(patience, lines.next_line()).await.map_err(silent)?.map_err(read_error)? {
-                // The cause would quote the line, and with it what may be secret.
-                match serde_json::from_str(&line).map_err(|_| failed("said what is no reply", None))? {
-                    Reply::Progress(step) => progress(step),
-                    reply => {
-                        last = Some(reply);
-                        break;
-                    }
-                }
+        let stdin = child.stdin.take();
+        let may_wait = AtomicBool::new(false);
+        let telling = async {
+            if let Some(mut stdin) = stdin {
+                // A stage that has died tells so by its missing answer.
+                let _ = stdin.write_all(&order).await;
+                may_wait.store(true, Ordering::Relaxed);
+                coming.await;
+                may_wait.store(false, Ordering::Relaxed);
             }
-        }
+        };
+        let hearing = hear(child.stdout.take(), patience, &may_wait, progress);
+        // Its answer may come before the end of what it could have followed.
+        let last = match select(pin!(hearing), pin!(telling)).await {
+            Either::Left((last, _)) => last,
+            Either::Right(((), hearing)) => hearing.await,
+        }?;
         let status = child.wait().await.map_err(|error| failed("can't be waited for", Some(error)))?;
         match last {
             Some(Reply::Done(answer)) => Ok(*answer),
@@ -132,8 +141,45 @@ impl Host for NsHost {
         order: Order,
         progress: &'a mut (dyn FnMut(Progress) + Send),
     ) -> BoxFuture<'a, Result<Answer, HostError>> {
-        Box::pin(async move { self.run_stage(&order, progress).await })
+        self.run_while(order, Box::pin(ready(())), progress)
     }
+
+    fn run_while<'a>(
+        &'a self,
+        order: Order,
+        coming: BoxFuture<'a, ()>,
+        progress: &'a mut (dyn FnMut(Progress) + Send),
+    ) -> BoxFuture<'a, Result<Answer, HostError>> {
+        Box::pin(async move { self.run_stage(&order, coming, progress).await })
+    }
+}
+
+/// What the stage says last. It must say something within `patience`, except while it `may_wait` for what is coming.
+async fn hear(
+    stdout: Option<ChildStdout>,
+    patience: Duration,
+    may_wait: &AtomicBool,
+    progress: &mut (dyn FnMut(Progress) + Send),
+) -> Result<Option<Reply>, HostError> {
+    let Some(stdout) = stdout else { return Ok(None) };
+    let mut lines = BufReader::new(stdout).lines();
+    loop {
+        let line = match timeout(patience, lines.next_line()).await {
+            Ok(line) => line.map_err(|error| failed("can't be heard", Some(error)))?,
+            Err(_) if may_wait.load(Ordering::Relaxed) => continue,
+            Err(_) => return Err(failed("says nothing any more, and is ended", None)),
+        };
+        let Some(line) = line else { return Ok(None) };
+        // The cause would quote the line, and with it what may be secret.
+        match serde_json::from_str(&line).map_err(|_| failed("said what is no reply", None))? {
+            Reply::Progress(step) => progress(step),
+            reply => return Ok(Some(reply)),
+        }
+    }
+}
+
+fn failed(what: &str, source: Option<io::Error>) -> HostError {
+    HostError::Stage { what: what.to_owned(), source }
 }
 
 /// A command that will run `program`, a path on the host, in the host's namespaces, with `env` as its whole environment.

@@ -65,4 +65,18 @@ impl Host for FakeHost {
         guard(&self.orders).push(order);
         Box::pin(async move { answer.map_err(HostError::Refused) })
     }
+
+    /// One that works ends when nothing is coming any more, one that does not ends at once.
+    fn run_while<'a>(
+        &'a self,
+        order: Order,
+        coming: BoxFuture<'a, ()>,
+        progress: &'a mut (dyn FnMut(Progress) + Send),
+    ) -> BoxFuture<'a, Result<Answer, HostError>> {
+        Box::pin(async move {
+            let answer = self.run(order, progress).await?;
+            coming.await;
+            Ok(answer)
+        })
+    }
 }

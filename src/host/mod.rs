@@ -63,6 +63,18 @@ pub trait Host: Send + Sync {
         order: Order,
         progress: &'a mut (dyn FnMut(Progress) + Send),
     ) -> BoxFuture<'a, Result<Answer, HostError>>;
+
+    /// As [`Self::run`], and the stage is told when `coming` has ended: by the end of its stdin, which comes also when this
+    /// process ends. An order that does not follow anything ([`LinkOrder::follow`]) takes no notice.
+    ///
+    /// # Errors
+    /// As for [`Self::run`].
+    fn run_while<'a>(
+        &'a self,
+        order: Order,
+        coming: BoxFuture<'a, ()>,
+        progress: &'a mut (dyn FnMut(Progress) + Send),
+    ) -> BoxFuture<'a, Result<Answer, HostError>>;
 }
 
 /// Why an order was not carried out.

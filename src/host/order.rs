@@ -1,6 +1,6 @@
 //! What the agent may ask of its host: the wire format of the host stage. What the host answers is in [`super::answer`].
 //!
-//! An order goes to the stage as one JSON document on stdin; the stage answers with JSON lines on stdout, any number of
+//! An order goes to the stage as one line of JSON on stdin; the stage answers with JSON lines on stdout, any number of
 //! [`Reply::Progress`] and then exactly one [`Reply::Done`] or [`Reply::Failed`].
 
 use std::{
@@ -99,6 +99,9 @@ pub struct LinkOrder {
     pub set: crate::api::PackageSet,
     /// Conda platform of this host.
     pub platform: String,
+    /// Archives of a lock may still come: until the stage's stdin ends, see [`super::Host::run_while`].
+    #[serde(default)]
+    pub follow: bool,
 }
 
 /// See [`Order::Collect`].

@@ -2,7 +2,8 @@
 //! stdout, its log on stderr.
 
 use std::{
-    io::{self, Read, Write},
+    io::{self, BufRead, Write},
+    os::fd::AsFd,
     path::Path,
     process::ExitCode,
 };
@@ -52,7 +53,11 @@ pub fn main() -> ExitCode {
 
 fn read_order() -> Result<Order, Refusal> {
     let mut text = Vec::new();
-    io::stdin().read_to_end(&mut text).map_err(|error| Refusal::new(format!("the order can't be read: {error}")))?;
+    // Not to the end, which is a word of its own for an order that says so.
+    io::stdin()
+        .lock()
+        .read_until(b'\n', &mut text)
+        .map_err(|error| Refusal::new(format!("the order can't be read: {error}")))?;
     // The cause's own words could quote the order, and with it a secret.
     serde_json::from_slice(&text)
         .map_err(|error| Refusal::new(format!("the order can't be understood (column {})", error.column())))
@@ -93,7 +98,9 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
         Order::Claim(order) => claim(root, &order).map(|()| Answer::Done),
         Order::Link(order) => {
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;
-            packages::link(&order, progress).map(Answer::Linked)
+            let stdin = io::stdin();
+            let more = order.follow.then(|| stdin.as_fd());
+            packages::link_while(&order, more, progress).map(Answer::Linked)
         }
         Order::Collect(order) => {
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;

@@ -5,7 +5,7 @@
 //! - [`fetch()`] runs in the pod and fills the host's `<prefix>/pkgs` with archives, each named by what is in it and
 //!   checked against its sha256. It is the only part that needs a network.
 //! - [`link`] runs in the host stage, without network, and makes `<prefix>/envs/<digest>` from those archives: built
-//!   aside, checked, synced, switched by one rename.
+//!   aside, checked, synced, switched by one rename. [`link_while`] begins before the last archive is there.
 //! - [`collect`] runs there too and takes away what nobody needs any more; [`verify`] tells whether an environment still
 //!   is what was installed.
 //!
@@ -25,7 +25,7 @@ pub use bundle::{BundleCommand, BundleError, InspectBundle, OutputFormat};
 pub use environment::collect::{Found, collect, decide};
 pub use environment::limits::Limits;
 pub use environment::verify::{Difference, Verified, What, verify};
-pub use environment::{link, linked, ready};
+pub use environment::{link, link_while, linked, ready};
 pub use fetch::access::{Access, Token};
 pub use fetch::archive::{archive_names, archives, holds};
 pub use fetch::http::{HttpClient, HttpError};

@@ -9,21 +9,24 @@ use std::{
         net::{UnixListener, UnixStream},
     },
     path::Path,
+    pin::pin,
     process::{ExitCode, Stdio},
     time::Duration,
 };
 
 use flux_distribute::{
-    api::DEFAULT_PREFIX,
+    api::{DEFAULT_PREFIX, PackageSet},
     host::{
-        Answer, ClaimOrder, ConfigureOrder, FakeHost, Host, HostError, HostFile, HostView, NsHost, Order,
-        PreflightOrder, Refusal, RemoveOrder, StateDir,
+        Answer, ClaimOrder, ConfigureOrder, FakeHost, Host, HostError, HostFile, HostLock, HostView, LinkOrder, NsHost,
+        Order, PreflightOrder, Refusal, RemoveOrder, Root, StateDir,
         boundary::enter_command,
         enter,
         files::{HostRoot, host_path},
         users,
     },
 };
+
+use futures::future::{Either, FutureExt, select};
 
 use crate::pod::{IN_POD, OF_ITS_OWN, SHARING_ALL, in_pod};
 
@@ -87,6 +90,75 @@ async fn a_stage_that_says_nothing_or_nonsense_is_an_error() {
     fs::write(&nonsense, [0; 64]).unwrap();
     let host = NsHost::with_executable(&nonsense).unwrap();
     assert!(run(&host, Order::Observe).await.is_err());
+}
+
+/// Follows an archive that does not come, below a prefix of its own.
+fn following_order() -> (tempfile::TempDir, Order) {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("pkgs")).unwrap();
+    let (url, sha256) = ("http://channel.invalid/linux-64", "0".repeat(64));
+    let lock = format!(
+        "version: 6\nenvironments:\n  default:\n    channels:\n    - url: {url}/\n    packages:\n      linux-64:\n      \
+         - conda: {url}/flux-core-1.0-0.conda\npackages:\n- conda: {url}/flux-core-1.0-0.conda\n  sha256: {sha256}\n"
+    );
+    let set = PackageSet::Lock { lock, question: String::new() };
+    let order = LinkOrder {
+        prefix: dir.path().to_owned(),
+        digest: set.digest(),
+        set,
+        platform: "linux-64".to_owned(),
+        follow: true,
+    };
+    (dir, Order::Link(order))
+}
+
+#[tokio::test]
+async fn a_stage_is_told_when_nothing_comes_any_more() {
+    if !in_pod("a_stage_is_told_when_nothing_comes_any_more", OF_ITS_OWN) {
+        return;
+    }
+    let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
+    let (dir, order) = following_order();
+    let (coming, ended) = tokio::sync::oneshot::channel::<()>();
+    let mut ignored = |_| {};
+    let running = host.run_while(order, ended.map(drop).boxed(), &mut ignored);
+    let telling = async {
+        until_the_lock_is_held(dir.path()).await;
+        drop(coming);
+    };
+    match futures::join!(running, telling).0 {
+        Err(HostError::Refused(refusal)) => {
+            assert!(refusal.message.contains("flux-core-1.0-0 is not on this host"), "{refusal}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(fs::read_dir(dir.path().join("envs")).unwrap().count(), 0);
+}
+
+#[tokio::test]
+async fn an_order_that_is_let_go_leaves_no_stage_and_a_free_lock() {
+    if !in_pod("an_order_that_is_let_go_leaves_no_stage_and_a_free_lock", OF_ITS_OWN) {
+        return;
+    }
+    let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
+    let (dir, order) = following_order();
+    let mut ignored = |_| {};
+    let running = host.run_while(order, futures::future::pending().boxed(), &mut ignored);
+    match select(running, pin!(until_the_lock_is_held(dir.path()))).await {
+        Either::Left((ended, _)) => panic!("{ended:?}"),
+        Either::Right(((), running)) => drop(running),
+    }
+    let prefix = dir.path().to_owned();
+    let taken = tokio::task::spawn_blocking(move || HostLock::take(&Root::host(), &prefix, Duration::from_secs(20)));
+    taken.await.unwrap().unwrap();
+}
+
+/// Nothing else is to be seen of a stage that waits.
+async fn until_the_lock_is_held(prefix: &Path) {
+    // The file is the first thing that the stage makes there.
+    while !prefix.join("lock").exists() || HostLock::take(&Root::host(), prefix, Duration::ZERO).is_ok() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
 }
 
 #[tokio::test]
@@ -193,7 +265,7 @@ async fn every_order_can_be_killed_at_any_time_and_nothing_stays_behind() {
         fs::create_dir_all(prefix.join("envs/d")).unwrap();
         fs::write(
             prefix.join("envs/d/.flux-distribute.json"),
-            r#"{"digest":"d","compiledPrefix":"/opt/site/flux","bytes":1}"#,
+            r#"{"digest":"d","compiledPrefix":"/opt/site/flux","bytes":1,"archives":[]}"#,
         )
         .unwrap();
 

@@ -77,7 +77,8 @@ impl TestHost {
     }
 
     pub fn environment(&self, digest: &str, compiled_prefix: Option<&str>) {
-        let marker = serde_json::json!({ "digest": digest, "compiledPrefix": compiled_prefix, "bytes": 1 });
+        let marker =
+            serde_json::json!({ "digest": digest, "compiledPrefix": compiled_prefix, "bytes": 1, "archives": [] });
         self.write(&format!("{PREFIX}/envs/{digest}/.flux-distribute.json"), &marker.to_string());
     }
 

@@ -80,6 +80,7 @@ impl Host {
             digest: self.set.digest(),
             set: self.set.clone(),
             platform: PLATFORM.to_owned(),
+            follow: false,
         };
         packages::link(&order, &mut |_| ())
     }

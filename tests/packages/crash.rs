@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 
 use super::{verify::verify, *};
 
-const BINARY: &str = env!("CARGO_BIN_EXE_flux-distribute");
+pub const BINARY: &str = env!("CARGO_BIN_EXE_flux-distribute");
 
 /// So many kills; FLUX_DISTRIBUTE_KILLS asks for more.
 pub fn kills() -> u32 {
@@ -50,6 +50,7 @@ pub fn link_order(prefix: &Path, set: &PackageSet) -> Order {
         digest: set.digest(),
         set: set.clone(),
         platform: PLATFORM.to_owned(),
+        follow: false,
     })
 }
 

@@ -80,6 +80,7 @@ fn a_huge_file_is_linked_in_little_memory_by_few_threads() {
         digest: set.digest(),
         set: set.clone(),
         platform: PLATFORM.to_owned(),
+        follow: false,
     };
     let child = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "limits::measured_child", "--ignored", "--nocapture"])
@@ -158,4 +159,31 @@ async fn a_disk_that_is_too_small_is_told_with_both_figures_and_waited_for() {
     assert!(refusal.transient && host.envs().is_empty());
     small.mount(64 * MIB, nix::mount::MsFlags::MS_REMOUNT);
     host.link(&set).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_disk_that_is_too_small_is_told_before_the_first_archive_comes() {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: mounting a small disk needs root");
+        return;
+    }
+    let channel = Channel::with_flux();
+    let set = resolve(&asked(&channel.file_url(), &["flux-core"])).await.unwrap();
+    let small = Small::new(MIB);
+    let host = Host(tempfile::tempdir_in(small.0.path()).unwrap());
+    fs::create_dir(host.pkgs()).unwrap();
+    let order = LinkOrder {
+        prefix: host.prefix().to_owned(),
+        digest: set.digest(),
+        set,
+        platform: PLATFORM.to_owned(),
+        follow: true,
+    };
+    let linking = tokio::task::spawn_blocking(move || {
+        let (more, _until) = io::pipe().unwrap();
+        packages::link_while(&order, Some(std::os::fd::AsFd::as_fd(&more)), &mut |_| ())
+    });
+    let refusal = linking.await.unwrap().unwrap_err();
+    assert!(refusal.message.contains("MiB are free, and the packages need"), "{refusal}");
+    assert!(refusal.transient && host.envs().is_empty());
 }

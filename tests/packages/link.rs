@@ -86,6 +86,7 @@ async fn a_link_can_be_killed_at_any_step_and_leaves_nothing_live() {
         digest: set.digest(),
         set: set.clone(),
         platform: PLATFORM.to_owned(),
+        follow: false,
     };
     for step in ["unpacking packages 1", "unpacking packages 2", "linking packages 2", "syncing"] {
         let mut child = std::process::Command::new(std::env::current_exe().unwrap())
@@ -132,12 +133,18 @@ async fn a_digest_can_not_lead_out_of_the_prefix() {
             digest: digest.to_owned(),
             set: set.clone(),
             platform: PLATFORM.to_owned(),
+            follow: false,
         };
         let refused = tokio::task::spawn_blocking(move || packages::link(&order, &mut |_| ())).await.unwrap();
         assert!(!refused.unwrap_err().transient);
     }
-    let order =
-        LinkOrder { prefix: "relative".into(), digest: set.digest(), set: set.clone(), platform: PLATFORM.to_owned() };
+    let order = LinkOrder {
+        prefix: "relative".into(),
+        digest: set.digest(),
+        set: set.clone(),
+        platform: PLATFORM.to_owned(),
+        follow: false,
+    };
     let refused = tokio::task::spawn_blocking(move || packages::link(&order, &mut |_| ())).await.unwrap();
     assert!(refused.unwrap_err().message.contains("relative is not an absolute path"));
     let refusal = host.link_for(&set, "linux-aarch64").await.unwrap_err();

@@ -14,6 +14,7 @@ mod lies;
 mod limits;
 mod link;
 mod lock;
+mod overlap;
 mod peers;
 mod serve;
 mod solve;
@@ -112,6 +113,7 @@ impl Host {
             digest: set.digest(),
             set: set.clone(),
             platform: platform.to_owned(),
+            follow: false,
         };
         tokio::task::spawn_blocking(move || packages::link(&order, &mut |_| ())).await.unwrap()
     }

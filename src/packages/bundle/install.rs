@@ -73,7 +73,7 @@ impl Build<'_> {
         let Some(contents) = unpacked.contents else {
             return Ok(Some(unpacked.manifest.prefix));
         };
-        let from_archives = Build { pkgs: archives.to_owned(), ..*self };
+        let from_archives = Build { pkgs: archives.to_owned(), more: None, ..*self };
         let in_bundle = |refusal: Refusal| Refusal { message: format!("{name}: {refusal}"), ..refusal };
         from_archives.conda(&contents.lock, progress).map_err(in_bundle)?;
         Ok(None)

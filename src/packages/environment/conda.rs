@@ -1,22 +1,19 @@
 //! Makes an environment's tree from conda packages.
 //!
 //! Each archive is hashed, unpacked into a directory of its own beside the environment, linked into it by rattler, and
-//! that directory is removed: several are unpacked at a time, and one after the other is linked. The files are hard
-//! links for that moment only; what stays has no second name, so an edit of one file is never an edit of two.
+//! that directory is removed: several are unpacked at a time, as soon as they are there, and one after the other is linked.
+//! The files are hard links for that moment only; what stays has no second name, so an edit of one file is never an edit
+//! of two.
 //!
 //! Packages' link scripts are not run: they are shell, and nothing that Flux needs has one.
 
 use std::{
-    cmp::Reverse,
     collections::BTreeMap,
     fs::{self, File},
     io::{self, BufWriter, Seek, Write},
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
-    sync::{
-        Arc, PoisonError,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-        mpsc,
-    },
+    sync::{Arc, PoisonError, mpsc},
 };
 
 use rattler::install::{ExternalSymlinkPolicy, InstallOptions, PythonInfo, Transaction, link_package_sync};
@@ -29,6 +26,7 @@ use rattler_conda_types::{
 use crate::packages::{
     Limits,
     bundle::unpack::UnpackError,
+    environment::arrivals::Arrivals,
     environment::extract::{check_metadata, check_paths, extract},
     environment::limits::Memory,
     environment::room,
@@ -58,22 +56,34 @@ struct Unpacked {
     privileged: Option<PathBuf>,
 }
 
+/// What has an archive's name.
+enum Archive {
+    Intact(File),
+    /// Something else, with this inode, or nothing.
+    Other(Option<u64>),
+}
+
 impl Build<'_> {
     /// Unpacks and links the packages of `lock`.
     pub(in crate::packages) fn conda(&self, lock: &str, progress: &mut dyn FnMut(Progress)) -> Result<(), Refusal> {
         let mut packages = lock::packages(lock, self.platform).map_err(|e| refused(error_chain(&e)))?;
-        // The biggest first, so that the last thread to end ends soon. Always in the same order, so that the same files
-        // come from the same packages.
-        packages.sort_by_key(|p| (Reverse(p.record.package_record.size), p.archive.clone()));
-        // Those that are missing are told by name, later.
-        let archives = packages.iter().filter_map(|p| fs::metadata(self.pkgs.join(&p.archive)).ok());
-        room::check(self.prefix(), room::unpacked(archives.map(|found| found.len()).sum()))?;
+        lock::biggest_first(&mut packages);
+        room::check(self.prefix(), packages.iter().map(|p| self.room_for(p)).fold(0, u64::saturating_add))?;
         // On the file system of the environment, so that files can be linked.
         let unpacked = self.ready.with_file_name(format!(".{}{UNPACKED}", self.digest));
         fs::create_dir(&unpacked).map_err(|e| failed(format!("can't make {}: {e}", unpacked.display())))?;
         let done = self.unpack_and_link(&packages, &unpacked, progress);
         let removed = remove_all(&unpacked);
         done.and(removed)
+    }
+
+    fn room_for(&self, package: &Locked) -> u64 {
+        match (fs::metadata(self.pkgs.join(&package.archive)), self.more, package.record.package_record.size) {
+            (Ok(found), ..) => room::unpacked(found.len()),
+            (Err(_), Some(_), Some(size)) => room::unpacked(size).saturating_add(size),
+            // Those that are missing are told by name, later.
+            _ => 0,
+        }
     }
 
     fn unpack_and_link(
@@ -99,21 +109,31 @@ impl Build<'_> {
             records.push(record);
             Ok(directory)
         };
-        let (memory, next, stop) = (Memory::new(MEMORY), AtomicUsize::new(0), AtomicBool::new(false));
+        let memory = Memory::new(MEMORY);
+        let arrivals = Arrivals::new(&self.pkgs, packages.iter().map(|package| &package.archive), self.more);
+        let arrivals = arrivals.map_err(|e| failed(format!("can't wait for archives: {e}")))?;
         let (sender, receiver) = mpsc::channel();
         let (remove, removable) = mpsc::channel();
         let (working, idle) = mpsc::channel::<()>();
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS);
         std::thread::scope(|scope| {
             for _ in 0..threads {
-                let (sender, memory, next, stop, working) = (sender.clone(), &memory, &next, &stop, working.clone());
+                let (sender, memory, arrivals, working) = (sender.clone(), &memory, &arrivals, working.clone());
                 scope.spawn(move || {
                     let _working = working;
-                    while !stop.load(Ordering::Relaxed) {
-                        let number = next.fetch_add(1, Ordering::Relaxed);
-                        let Some(package) = packages.get(number) else { return };
-                        let done = self.unpack_one(package, unpacked.join(number.to_string()), memory);
-                        if sender.send((number, done)).is_err() {
+                    while let Some(next) = arrivals.next() {
+                        let package = &packages[next.number];
+                        let archive = match self.open_one(package, next.coming) {
+                            Ok(Archive::Intact(archive)) => Ok(archive),
+                            Ok(Archive::Other(inode)) => {
+                                arrivals.give_back(next.number, inode);
+                                continue;
+                            }
+                            Err(refusal) => Err(refusal),
+                        };
+                        let directory = unpacked.join(next.number.to_string());
+                        let done = archive.and_then(|archive| self.unpack_one(package, archive, directory, memory));
+                        if sender.send((next.number, done)).is_err() {
                             return;
                         }
                     }
@@ -131,7 +151,7 @@ impl Build<'_> {
                 // Where the remover has ended, it says why itself.
                 link(package, unpacked).map(|directory| drop(remove.send(directory)))
             });
-            stop.store(true, Ordering::Relaxed);
+            arrivals.stop();
             drop(remove);
             let removed =
                 remover.join().unwrap_or_else(|_| Err(failed("removing what was linked broke off".to_owned())));
@@ -148,7 +168,9 @@ impl Build<'_> {
         Ok(())
     }
 
-    fn unpack_one(&self, package: &Locked, directory: PathBuf, memory: &Memory) -> Result<Unpacked, Refusal> {
+    /// Opens an archive and looks whether it is the one that is wanted. While more are `coming`, one that is not is about to
+    /// be replaced by those who fetch, as one that a power cut has left; later it is removed.
+    fn open_one(&self, package: &Locked, coming: bool) -> Result<Archive, Refusal> {
         let path = self.pkgs.join(&package.archive);
         let name = file_name(&package.record);
         if !may_be_a_path(&name) {
@@ -157,15 +179,30 @@ impl Build<'_> {
         let unreadable = |e: io::Error| failed(format!("can't read {} of package {name}: {e}", path.display()));
         let mut archive = match File::open(&path) {
             Ok(archive) => archive,
+            Err(e) if e.kind() == io::ErrorKind::NotFound && coming => return Ok(Archive::Other(None)),
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(self.missing_or_damaged(&path, &name)),
             Err(e) => return Err(unreadable(e)),
         };
-        // Before anything of it is unpacked: the rest of this function may blame whoever made the archive.
         let (sha256, _) = archive::sha256_of(&archive).map_err(unreadable)?;
-        if sha256 != package.sha256 {
-            return Err(self.missing_or_damaged(&path, &name));
+        if sha256 == package.sha256 {
+            archive.rewind().map_err(unreadable)?;
+            return Ok(Archive::Intact(archive));
         }
-        archive.rewind().map_err(unreadable)?;
+        if coming {
+            return Ok(Archive::Other(Some(archive.metadata().map_err(unreadable)?.ino())));
+        }
+        Err(self.missing_or_damaged(&path, &name))
+    }
+
+    /// Unpacks an archive whose sha256 is right: whatever is wrong with it now was made by who made it.
+    fn unpack_one(
+        &self,
+        package: &Locked,
+        mut archive: File,
+        directory: PathBuf,
+        memory: &Memory,
+    ) -> Result<Unpacked, Refusal> {
+        let name = file_name(&package.record);
         fs::create_dir(&directory).map_err(|e| failed(format!("can't make {}: {e}", directory.display())))?;
         let checked =
             extract(&mut archive, &directory, Limits::default(), memory).and_then(|(contents, privileged)| {

@@ -6,6 +6,7 @@
 //!
 //! Packages' link scripts are not run: they are shell, and nothing that Flux needs has one.
 
+pub(in crate::packages) mod arrivals;
 pub(in crate::packages) mod collect;
 pub(in crate::packages) mod conda;
 pub(in crate::packages) mod extract;
@@ -18,7 +19,7 @@ pub(in crate::packages) mod verify;
 
 use std::{
     fs, io,
-    os::unix::fs::PermissionsExt,
+    os::{fd::BorrowedFd, unix::fs::PermissionsExt},
     path::{Component, Path, PathBuf},
     sync::{Mutex, PoisonError},
 };
@@ -85,7 +86,20 @@ pub(in crate::packages) fn marker(prefix: &Path, digest: &str) -> Option<Marker>
 /// A sentence for people. Transient where fetching or trying again can help: an archive that is missing or damaged (it
 /// is removed, so that the next fetch brings it again), or the disk.
 pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Linked, Refusal> {
-    let LinkOrder { prefix, digest, set, platform } = order;
+    link_while(order, None, progress)
+}
+
+/// As [`link`], of archives that may still come until `more`, the reading end of a pipe, has ended. Those of a lock are
+/// unpacked as they come; what is missing or damaged at that end is refused then.
+///
+/// # Errors
+/// As for [`link`].
+pub fn link_while(
+    order: &LinkOrder,
+    more: Option<BorrowedFd<'_>>,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Linked, Refusal> {
+    let LinkOrder { prefix, digest, set, platform, .. } = order;
     if !archive::is_digest(digest) {
         return Err(refused(format!("`{digest}` is not the digest of a package set")));
     }
@@ -97,7 +111,7 @@ pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Lin
     environments.clear(digest)?;
     let partial = environments.partial(digest);
     let mut warnings = std::mem::take(&mut environments.warnings);
-    match make(order, &environments, &partial, archives, progress) {
+    match make(order, more, &environments, &partial, archives, progress) {
         Ok(linked) => {
             warnings.extend(linked.warnings);
             Ok(Linked { warnings, ..linked })
@@ -114,16 +128,18 @@ pub fn link(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Lin
 
 fn make(
     order: &LinkOrder,
+    more: Option<BorrowedFd<'_>>,
     environments: &Environments,
     partial: &Path,
     archives: Vec<String>,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Linked, Refusal> {
-    let LinkOrder { prefix, digest, set, platform } = order;
+    let LinkOrder { prefix, digest, set, platform, .. } = order;
     environments.begin(partial)?;
     let ready = environments.place(digest);
     let warnings = Mutex::default();
-    let build = Build { pkgs: prefix.join("pkgs"), digest, platform, ready: &ready, partial, warnings: &warnings };
+    let build =
+        Build { pkgs: prefix.join("pkgs"), more, digest, platform, ready: &ready, partial, warnings: &warnings };
     let compiled_prefix = match set {
         PackageSet::Lock { lock, .. } => build.conda(lock, progress).map(|()| None),
         PackageSet::Bundle(source) => build.bundle(source, progress),
@@ -139,6 +155,8 @@ fn make(
 /// An environment that is being made.
 pub(in crate::packages) struct Build<'a> {
     pub(in crate::packages) pkgs: PathBuf,
+    /// Until its end more archives may come. None: all that will ever come are there.
+    pub(in crate::packages) more: Option<BorrowedFd<'a>>,
     pub(in crate::packages) digest: &'a str,
     pub(in crate::packages) platform: &'a str,
     /// Its final place.

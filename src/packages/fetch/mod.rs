@@ -244,7 +244,9 @@ fn wanted(set: &PackageSet, digest: &str, platform: &str, sources: &Sources) -> 
     let mirror = mirror.transpose()?;
     let mut names = BTreeSet::new();
     let mut wanted = Vec::new();
-    for package in lock::packages(lock, platform)? {
+    let mut packages = lock::packages(lock, platform)?;
+    lock::biggest_first(&mut packages);
+    for package in packages {
         // The same bytes under two names are one archive.
         if names.insert(package.archive.clone()) {
             let url = &package.record.url;

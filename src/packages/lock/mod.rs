@@ -10,7 +10,7 @@ pub(in crate::packages) mod patience;
 pub(in crate::packages) mod question;
 pub(in crate::packages) mod solve;
 
-use std::{borrow::Cow, collections::BTreeSet};
+use std::{borrow::Cow, cmp::Reverse, collections::BTreeSet};
 
 use rattler_conda_types::{RepoDataRecord, Subdir};
 use rattler_lock::{Environment, LockFile, LockedPackage, ParseCondaLockError};
@@ -279,6 +279,13 @@ fn listed(names: impl Iterator<Item = String>) -> String {
         names if names.is_empty() => "none".to_owned(),
         names => names.join(", "),
     }
+}
+
+/// The order in which they are fetched and unpacked: the biggest first, so that little is left to do when the last one has
+/// come. Always the same, so that a node has next what those want that fetch from it, and that the same files come from the
+/// same packages.
+pub(in crate::packages) fn biggest_first(packages: &mut [Locked]) {
+    packages.sort_by_cached_key(|package| (Reverse(package.record.package_record.size), package.archive.clone()));
 }
 
 fn locked(package: &LockedPackage) -> Result<Locked, LockError> {
