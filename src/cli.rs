@@ -165,9 +165,9 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Reset(arguments) => {
             block_on(async { agent::reset(arguments).await.map_err(|error| Failure::coded(error.exit_code(), &error)) })
         }
-        Command::Uninstall(arguments) => {
-            block_on(async { agent::uninstall(arguments).await.map_err(|error| Failure::new(&error)) })
-        }
+        Command::Uninstall(arguments) => block_on(async {
+            agent::uninstall(arguments).await.map_err(|error| Failure::coded(error.exit_code(), &error))
+        }),
         Command::Connect { command } => agent::connect(&command).map_err(|error| Failure::new(&error)),
         Command::Shell { command } => agent::shell(&command).map_err(|error| Failure::new(&error)),
         Command::Agent(arguments) => {
