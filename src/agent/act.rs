@@ -163,7 +163,7 @@ impl Actor {
         let published = store::read(&self.client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?;
         let published =
             published.ok_or_else(|| StepError::NotYet("waiting for ConfigMap flux-broker".to_owned()))?.text;
-        let made_from = broker_toml::made_from(&published);
+        let made_from = broker_toml::made_from(&published, &roster.instance_id);
         let Some((_, revision)) = made_from.filter(|made_from| *made_from >= (roster.epoch, assignment.revision))
         else {
             return Err(StepError::NotYet("waiting for ConfigMap flux-broker to follow the roster".to_owned()));

@@ -48,19 +48,19 @@ impl Refusal {
 pub enum Answer {
     /// It is done.
     Done,
-    /// See [`Order::Observe`].
+    /// See [`Order::Observe`](super::Order::Observe).
     Observed(Box<HostView>),
-    /// See [`Order::Preflight`].
+    /// See [`Order::Preflight`](super::Order::Preflight).
     Preflight(Preflight),
-    /// See [`Order::Link`].
+    /// See [`Order::Link`](super::Order::Link).
     Linked(Linked),
-    /// See [`Order::Collect`].
+    /// See [`Order::Collect`](super::Order::Collect).
     Collected(Collected),
-    /// See [`Order::Verify`].
+    /// See [`Order::Verify`](super::Order::Verify).
     Verified(Vec<crate::packages::Verified>),
-    /// See [`Order::Flux`].
+    /// See [`Order::Flux`](super::Order::Flux).
     Ran(Ran),
-    /// See [`Order::Dump`].
+    /// See [`Order::Dump`](super::Order::Dump).
     Dumped(Dumped),
 }
 

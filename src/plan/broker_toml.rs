@@ -78,15 +78,20 @@ pub fn render(roster: &Roster) -> Result<String, String> {
     resource.insert("config".into(), resource_config(roster).into());
 
     let text = toml::to_string(&file).map_err(|error| format!("broker.toml: {error}"))?;
-    let (epoch, revision) = (roster.epoch, roster.revision);
-    Ok(format!("{HEADER}epoch {epoch} revision {revision}, made by flux-distribute: changes are overwritten\n{text}"))
+    let Roster { instance_id, epoch, revision, .. } = roster;
+    let made_from = format!("instance {instance_id} epoch {epoch} revision {revision}");
+    Ok(format!("{HEADER}{made_from}, made by flux-distribute: changes are overwritten\n{text}"))
 }
 
-/// The epoch and revision of the roster that a file of [`render`] was made from.
-pub fn made_from(text: &str) -> Option<(u64, u64)> {
+/// The epoch and revision of the roster that a file of [`render`] was made from; None where that was another instance's,
+/// which says nothing about this one.
+pub fn made_from(text: &str, instance_id: &str) -> Option<(u64, u64)> {
     let mut words = text.strip_prefix(HEADER)?.lines().next()?.split([' ', ',']);
-    let mut number = |name| if words.next() == Some(name) { words.next()?.parse().ok() } else { None };
-    Some((number("epoch")?, number("revision")?))
+    let mut word = |name| if words.next() == Some(name) { words.next() } else { None };
+    if word("instance")? != instance_id {
+        return None;
+    }
+    Some((word("epoch")?.parse().ok()?, word("revision")?.parse().ok()?))
 }
 
 /// Makes one host's file out of the epoch's: only the certificate's path depends on the host.
@@ -199,7 +204,9 @@ mod tests {
     #[test]
     fn a_flat_instance_needs_one_address() {
         let text = render(&roster(4, &[("node1", 2), ("node2", 2), ("node3", 4)])).unwrap();
-        assert_eq!(made_from(&text), Some((1, 1)));
+        let id = roster(1, &[]).instance_id;
+        assert_eq!(made_from(&text, &id), Some((1, 1)));
+        assert_eq!(made_from(&text, "another"), None);
         let text = text.split_once('\n').unwrap().1;
         let expected = r#"[access]
 allow-root-owner = true

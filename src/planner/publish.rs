@@ -53,7 +53,7 @@ pub async fn write_broker_toml(client: &Client, roster: &Roster) -> Result<(), P
         .map_err(|reason| PlannerError::Content { object: format!("ConfigMap {CONFIGMAP_BROKER}"), reason })?;
     let before = store::read(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?;
     // What a planner that has just lost its Lease renders late must not take the place of what its successor has.
-    let made_from = |document: &Document| broker_toml::made_from(&document.text);
+    let made_from = |document: &Document| broker_toml::made_from(&document.text, &roster.instance_id);
     let is_newer = |document: &Document| made_from(document) > Some((roster.epoch, roster.revision));
     if before.as_ref().is_some_and(|before| before.text == text || is_newer(before)) {
         return Ok(());

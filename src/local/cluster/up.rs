@@ -104,8 +104,12 @@ pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
     let text = serde_norway::to_string(&spec).context(|| "can't write the spec as YAML".to_owned())?;
     let end = Instant::now() + up.timeout;
 
+    let network = Network::connect()?;
+    let mut cluster = decide(&up, &spec, &network).await?;
     make_private_directory(layout.directory())?;
-    let cluster = settle(layout, &up, &spec).await?;
+    while !settle(layout, &cluster, &network).await? {
+        cluster = decide(&up, &spec, &network).await?;
+    }
     if let Err(error) = start(layout, &cluster, &text, up.nodes).await {
         // Unless a `down` has been faster, and maybe another `up` after it.
         if layout.load().is_ok_and(|found| found.token == cluster.token) {
@@ -133,23 +137,17 @@ async fn refuse_second(layout: &Layout) -> Result<(), LocalError> {
     Err(LocalError::AlreadyUp { state, directory: layout.directory().display().to_string() })
 }
 
-/// Decides, and makes the bridge: it belongs to who is first. Nothing else is made, or killed, under a name that another
-/// `local up` of this moment may have chosen too.
-async fn settle(layout: &Layout, up: &Up, spec: &FluxInstanceSpec) -> Result<Cluster, LocalError> {
-    let network = Network::connect()?;
-    loop {
-        let cluster = decide(up, spec, &network).await?;
-        let record = serde_json::to_vec_pretty(&cluster).context(|| "can't write the record".to_owned())?;
-        write_private(&layout.cluster(), &record, false)
-            .context(|| format!("can't write {}; is another `local up` at work?", layout.cluster().display()))?;
-        match network.make_bridge(&cluster).await {
-            Ok(true) => return Ok(cluster),
-            done => {
-                std::fs::remove_file(layout.cluster()).context(|| "can't take the record back".to_owned())?;
-                done?;
-            }
-        }
+/// Writes down what was decided, and makes the bridge: it belongs to who is first. Nothing else is made, or killed, under a
+/// name that another `local up` of this moment may have chosen too. False where that one was faster.
+async fn settle(layout: &Layout, cluster: &Cluster, network: &Network) -> Result<bool, LocalError> {
+    let record = serde_json::to_vec_pretty(cluster).context(|| "can't write the record".to_owned())?;
+    write_private(&layout.cluster(), &record, false)
+        .context(|| format!("can't write {}; is another `local up` at work?", layout.cluster().display()))?;
+    let made = network.make_bridge(cluster).await;
+    if !matches!(made, Ok(true)) {
+        std::fs::remove_file(layout.cluster()).context(|| "can't take the record back".to_owned())?;
     }
+    made
 }
 
 async fn decide(up: &Up, spec: &FluxInstanceSpec, network: &Network) -> Result<Cluster, LocalError> {
