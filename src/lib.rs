@@ -6,6 +6,7 @@ pub mod agent;
 pub mod api;
 pub mod broker;
 pub mod cli;
+mod clock;
 pub mod host;
 pub mod local;
 pub mod packages;

@@ -16,8 +16,9 @@ use crate::{
     },
     host::{
         Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
-        PreflightOrder, Refusal, RemoveOrder, StateDir, StopOrder,
+        PreflightOrder, RemoveOrder, StateDir, StopOrder,
         files::{host_path, open_in_host_root},
+        look,
     },
     packages::{FetchError, estimate_bytes},
     plan::{broker_toml, certificate::Certificate},
@@ -115,7 +116,7 @@ impl Actor {
     /// # Errors
     /// The stage's.
     pub async fn observe(&self) -> Result<HostView, StepError> {
-        observed(self.order(Order::Observe).await?)
+        Ok(look(&*self.host).await?)
     }
 
     /// The rung preflight.
@@ -227,7 +228,7 @@ impl Actor {
     ) -> Result<HostView, StepError> {
         let order = launch_order(preflight, roster, assignment)?;
         info!(rank = assignment.rank, broker = assignment.entry.broker_name, "starting the broker");
-        observed(self.order(Order::Start(order)).await?)
+        Ok(self.order(Order::Start(order)).await?.observed()?)
     }
 
     /// Stops the broker of `rank`.
@@ -239,7 +240,7 @@ impl Actor {
     }
 
     async fn stop_within(&self, grace_secs: u64) -> Result<HostView, StepError> {
-        observed(self.order(Order::Stop(StopOrder { grace_secs })).await?)
+        Ok(self.order(Order::Stop(StopOrder { grace_secs })).await?.observed()?)
     }
 
     /// Takes everything off the host.
@@ -275,19 +276,8 @@ pub fn launch_order(preflight: &Preflight, roster: &Roster, assignment: &Assignm
     launch(&roster.settings, &identity, None).map_err(|error| StepError::Wrong(error.to_string()))
 }
 
-fn observed(answer: Answer) -> Result<HostView, StepError> {
-    match answer {
-        Answer::Observed(view) => Ok(*view),
-        other => Err(unexpected(&other)),
-    }
-}
-
 pub(super) fn unexpected(answer: &Answer) -> StepError {
-    let refusal = Refusal {
-        message: format!("the host stage gave another answer than was asked for: {answer:?}"),
-        transient: false,
-    };
-    StepError::Host(HostError::Refused(refusal))
+    HostError::unexpected(answer).into()
 }
 
 /// For people on the host. Only the owner of the brokers may use the instance, so root becomes him.
@@ -324,6 +314,7 @@ pub fn read_host_file(path: &Path) -> std::io::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::Refusal;
 
     #[test]
     fn what_others_will_see_to_is_waited_for() {

@@ -18,10 +18,10 @@ use crate::{
     api::{Roster, parse_duration},
     error_chain,
     host::{
-        Answer, DumpOrder, Dumped, Host, HostView, NsHost, Order,
+        Answer, DumpOrder, Dumped, Host, HostError, HostView, NsHost, Order,
         dump::is_of,
         files::{aside, host_path, open_in_host_root},
-        open_host_file,
+        look, open_host_file,
     },
 };
 
@@ -79,10 +79,7 @@ impl Agent {
 /// The lead's broker does not run here; the stage's.
 pub async fn dump(arguments: DumpArguments) -> Result<ExitCode, EnterError> {
     let host = NsHost::open()?;
-    let view = match host.run(Order::Observe, &mut |_| {}).await? {
-        Answer::Observed(view) => view,
-        other => return Err(unexpected(&other)),
-    };
+    let view = look(&host).await?;
     let dumped = ordered(&host, order(&view)?).await?;
     let words = format!("{} ({} KiB)", dumped.path.display(), dumped.dump.bytes.div_ceil(1024));
     let mut stderr = io::stderr();
@@ -108,12 +105,8 @@ pub async fn dump(arguments: DumpArguments) -> Result<ExitCode, EnterError> {
 async fn ordered(host: &dyn Host, order: DumpOrder) -> Result<Dumped, EnterError> {
     match host.run(Order::Dump(order), &mut |_| {}).await? {
         Answer::Dumped(dumped) => Ok(dumped),
-        other => Err(unexpected(&other)),
+        other => Err(HostError::unexpected(&other).into()),
     }
-}
-
-fn unexpected(answer: &Answer) -> EnterError {
-    EnterError::Other(format!("the host stage gave another answer than was asked for: {answer:?}"))
 }
 
 /// Everything that a dump needs is on the host: no API server is asked.

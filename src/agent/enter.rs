@@ -6,7 +6,7 @@ use super::live;
 use crate::{
     api::BROKER_URI,
     broker::{rfc3::RpcError, status::status as broker_status},
-    host::{Answer, Host, HostError, HostView, NsHost, Order, enter, users::User},
+    host::{HostError, HostView, NsHost, enter, look, users::User},
 };
 
 /// Why a command could not be run.
@@ -105,10 +105,7 @@ fn run(program: &Path, arguments: &[String], env: &[(OsString, OsString)]) -> Re
 fn view() -> Result<HostView, EnterError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| EnterError::Other(error.to_string()))?;
-    match runtime.block_on(NsHost::open()?.run(Order::Observe, &mut |_| {}))? {
-        Answer::Observed(view) => Ok(*view),
-        other => Err(EnterError::Other(format!("the host stage gave another answer than was asked for: {other:?}"))),
-    }
+    Ok(runtime.block_on(look(&NsHost::open()?))?)
 }
 
 /// What the broker says, over its own socket.

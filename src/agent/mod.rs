@@ -30,7 +30,10 @@ mod watch;
 
 use std::net::{IpAddr, SocketAddr};
 
-use kube::{Client, Config};
+use hyper::Response;
+use kube::{Client, Config, client::ClientBuilder};
+
+use crate::clock;
 
 pub use dump::{DumpArguments, dump};
 pub use enter::{EnterError, StatusArguments, connect, shell, status};
@@ -115,5 +118,10 @@ async fn client() -> Result<Client, AgentError> {
     config.root_cert.get_or_insert_with(|| {
         webpki_root_certs::TLS_SERVER_ROOT_CERTS.iter().map(|certificate| certificate.to_vec()).collect()
     });
-    Client::try_from(config).map_err(|error| AgentError::Client(Box::new(error)))
+    let listen = tower::util::MapResponseLayer::new(|answer: Response<_>| {
+        clock::heard(answer.headers());
+        answer
+    });
+    let client = ClientBuilder::try_from(config).map_err(|error| AgentError::Client(Box::new(error)))?;
+    Ok(client.with_layer(&listen).build())
 }

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use k8s_openapi::{api::core::v1::Node, jiff::Timestamp};
+use k8s_openapi::api::core::v1::Node;
 use kube::{Api, Client, ResourceExt, api::ListParams};
 use tokio::time::sleep;
 
@@ -22,10 +22,12 @@ use crate::{
         Takeover,
     },
     broker::status::instance as ask_instance,
+    clock,
     host::{
-        Answer, Host, HostError, NsHost, Order, TakeoverOrder,
+        Host, HostError, NsHost, Order, TakeoverOrder,
         dump::DUMPS,
         files::{host_path, make_dirs_in_host_root, remove_if_there},
+        look,
     },
     plan::{
         eligibility::NodeView,
@@ -244,7 +246,7 @@ impl Seen {
             roster: Some(&self.roster),
             digest: None,
             certificate: None,
-            now: Timestamp::now().as_second(),
+            now: clock::now().as_second(),
             waited: Duration::ZERO,
             told: None,
             fresh_id: "",
@@ -262,7 +264,7 @@ impl Seen {
         Takeover {
             instance_id: self.roster.instance_id.clone(),
             epoch: self.roster.epoch,
-            at: Timestamp::now().as_second(),
+            at: clock::now().as_second(),
             dump: None,
             new_instance_id: None,
             force: false,
@@ -271,12 +273,10 @@ impl Seen {
 }
 
 async fn prefix(host: &NsHost) -> Result<PathBuf, TakeoverError> {
-    match host.run(Order::Observe, &mut |_| {}).await? {
-        Answer::Observed(view) => view.state.map(|state| state.prefix).ok_or_else(|| {
-            TakeoverError::Refused("nothing is installed on this node yet; its FluxNode says why".to_owned())
-        }),
-        other => Err(TakeoverError::Refused(format!("the host stage gave another answer: {other:?}"))),
-    }
+    let state = look(host).await?.state;
+    state.map(|state| state.prefix).ok_or_else(|| {
+        TakeoverError::Refused("nothing is installed on this node yet; its FluxNode says why".to_owned())
+    })
 }
 
 /// In a directory that nobody but root can read.

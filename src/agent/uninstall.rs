@@ -6,7 +6,7 @@ use super::{
     act::{REMOVE_GRACE_SECS, STOP_GRACE_SECS},
     climb::jobs_may_run,
 };
-use crate::host::{Answer, Host, HostError, HostView, NsHost, Order, RemoveOrder, StopOrder};
+use crate::host::{Host, HostError, HostView, NsHost, Order, RemoveOrder, StopOrder, look};
 
 /// See the command.
 #[derive(clap::Args, Debug, Clone)]
@@ -35,9 +35,6 @@ pub enum UninstallError {
          keep the DaemonSet off this node; or add --force"
     )]
     Agent(i32),
-    /// Words.
-    #[error("{0}")]
-    Other(String),
     /// stdout.
     #[error("can't write")]
     Write(#[from] std::io::Error),
@@ -57,10 +54,7 @@ impl UninstallError {
 pub async fn uninstall(arguments: UninstallArguments) -> Result<ExitCode, UninstallError> {
     let UninstallArguments { purge, force } = arguments;
     let host = NsHost::open()?;
-    let view = match host.run(Order::Observe, &mut |_| {}).await? {
-        Answer::Observed(view) => *view,
-        other => return Err(UninstallError::Other(format!("the host stage gave another answer: {other:?}"))),
-    };
+    let view = look(&host).await?;
     if !force {
         if let Some(reason) = jobs_may_run(&view).await {
             return Err(UninstallError::Jobs(reason));

@@ -9,7 +9,7 @@ use std::{
 
 use super::EnterError;
 use crate::{
-    host::{Answer, Host, NsHost, Order, VerifyOrder},
+    host::{Answer, Host, HostError, NsHost, Order, VerifyOrder, look},
     packages::{self, OutputFormat, Verified},
 };
 
@@ -52,15 +52,10 @@ pub async fn verify(arguments: VerifyArguments) -> Result<ExitCode, EnterError> 
 }
 
 async fn verify_host(host: &dyn Host, digest: Option<String>) -> Result<Vec<Verified>, EnterError> {
-    let unexpected = |answer| EnterError::Other(format!("the host stage gave another answer: {answer:?}"));
-    let view = match host.run(Order::Observe, &mut |_| {}).await? {
-        Answer::Observed(view) => view,
-        other => return Err(unexpected(other)),
-    };
-    let prefix = view.state.ok_or(EnterError::NotClaimed)?.prefix;
+    let prefix = look(host).await?.state.ok_or(EnterError::NotClaimed)?.prefix;
     match host.run(Order::Verify(VerifyOrder { prefix, digest }), &mut |_| {}).await? {
         Answer::Verified(verified) => Ok(verified),
-        other => Err(unexpected(other)),
+        other => Err(HostError::unexpected(&other).into()),
     }
 }
 

@@ -103,3 +103,31 @@ pub enum HostError {
         source: Option<std::io::Error>,
     },
 }
+
+impl Answer {
+    /// What was seen, of an order that is answered so.
+    ///
+    /// # Errors
+    /// [`HostError::unexpected`].
+    pub fn observed(self) -> Result<HostView, HostError> {
+        match self {
+            Self::Observed(view) => Ok(*view),
+            other => Err(HostError::unexpected(&other)),
+        }
+    }
+}
+
+impl HostError {
+    /// The stage has answered something else than it was asked: it is of another version, or broken.
+    pub fn unexpected(answer: &Answer) -> Self {
+        Self::Refused(Refusal::new(format!("the host stage gave another answer than was asked for: {answer:?}")))
+    }
+}
+
+/// Looks at the host.
+///
+/// # Errors
+/// The stage's.
+pub async fn look(host: &dyn Host) -> Result<HostView, HostError> {
+    host.run(Order::Observe, &mut |_| {}).await?.observed()
+}

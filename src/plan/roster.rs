@@ -238,6 +238,12 @@ fn facts(seen: &Observed, node: &NodeView) -> Option<Resources> {
     seen.reports.get(&node.name).and_then(|report| report.facts.as_ref()).map(|facts| facts.resources)
 }
 
+/// `node` as a member; none where nobody could reach it.
+fn member(node: &NodeView) -> Option<Member> {
+    let address = node.address?;
+    Some(Member { node: node.name.clone(), uid: node.uid.clone(), address, gone_since: None })
+}
+
 fn entry(
     seen: &Observed,
     node: &NodeView,
@@ -245,11 +251,5 @@ fn entry(
     reserved_for: Option<String>,
     revision: u64,
 ) -> RosterEntry {
-    let member = node.address.map(|address| Member {
-        node: node.name.clone(),
-        uid: node.uid.clone(),
-        address,
-        gone_since: None,
-    });
-    RosterEntry { broker_name, reserved_for, member, resources: facts(seen, node), drain: None, revision }
+    RosterEntry { broker_name, reserved_for, member: member(node), resources: facts(seen, node), drain: None, revision }
 }

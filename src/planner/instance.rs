@@ -1,9 +1,6 @@
 //! The FluxInstance itself: made once from ConfigMap `flux-default`, and its status.
 
-use k8s_openapi::{
-    api::core::v1::{ConfigMap, ObjectReference},
-    jiff::Timestamp,
-};
+use k8s_openapi::api::core::v1::{ConfigMap, ObjectReference};
 use kube::{
     Api, Client, Resource, ResourceExt,
     api::{Patch, PatchParams, PostParams},
@@ -17,6 +14,7 @@ use crate::{
         ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, FluxInstance, FluxInstanceSpec,
         FluxInstanceStatus, INSTANCE, InstancePhase, NAMESPACE, read_spec,
     },
+    clock,
     plan::status::set_condition,
 };
 
@@ -96,7 +94,7 @@ pub async fn ignore(client: &Client, instance: &FluxInstance) -> Result<(), Plan
     let mut status = instance.status.clone().unwrap_or_default();
     let message = format!("only the FluxInstance named {INSTANCE} is served");
     let generation = instance.meta().generation.unwrap_or_default();
-    set_condition(&mut status.conditions, "Ignored", true, "AnotherName", &message, generation, Timestamp::now());
+    set_condition(&mut status.conditions, "Ignored", true, "AnotherName", &message, generation, clock::now());
     status.phase = InstancePhase::Ignored;
     status.message = Some(message);
     if instance.status.as_ref().is_some_and(|old| old.phase == InstancePhase::Ignored) {

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, collections::HashMap, pin::pin, time::Duration};
 
 use futures::{Stream, StreamExt, stream::select_all};
-use k8s_openapi::{api::core::v1::Node, jiff::Timestamp};
+use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client, Resource, ResourceExt,
     runtime::{WatchStreamExt, reflector, reflector::Store, watcher},
@@ -21,7 +21,7 @@ use crate::{
         ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, INSTANCE, NAMESPACE, PackageSet, ROSTER_FORMAT,
         Roster, validate,
     },
-    error_chain,
+    clock, error_chain,
     packages::lock_urls,
     plan::{
         eligibility::NodeView,
@@ -187,7 +187,7 @@ impl Planner {
             roster: stored.as_ref().map(|(roster, _)| roster),
             digest: None,
             certificate: None,
-            now: Timestamp::now().as_second(),
+            now: clock::now().as_second(),
             waited: self.since.elapsed(),
             told: flux.annotations().get(ANNOTATION_RESTART).map(String::as_str),
             fresh_id: &fresh_id,

@@ -11,12 +11,13 @@ use std::{
 use axum::{
     body::{Body, Bytes, to_bytes},
     extract::{ConnectInfo, Request, State, connect_info::Connected},
-    http::{Method, StatusCode, header},
+    http::{HeaderValue, Method, StatusCode, header},
     middleware::Next,
     response::{IntoResponse, Response},
     serve::IncomingStream,
 };
 use futures::StreamExt;
+use k8s_openapi::jiff::{SignedDuration, Timestamp, fmt::rfc2822};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tokio::{sync::watch, time::sleep};
@@ -39,6 +40,8 @@ pub enum Fault {
     StaleLists,
     /// Most replaces are refused, as if somebody else had always been faster.
     Conflicts,
+    /// Its clock is an hour ahead of the machines'.
+    ClockAhead,
 }
 
 /// The switch.
@@ -95,7 +98,12 @@ pub async fn inject(State(faults): State<Faults>, request: Request, next: Next) 
         Fault::StaleLists if !watches && is_list(&request) => return faults.stale(request, next).await,
         _ => {}
     }
-    let answer = next.run(request).await;
+    let mut answer = next.run(request).await;
+    if fault == Fault::ClockAhead
+        && let Ok(date) = date(Timestamp::now() + SignedDuration::from_hours(1))
+    {
+        answer.headers_mut().insert(header::DATE, date);
+    }
     if watches { faults.bounded(answer) } else { answer }
 }
 
@@ -156,6 +164,11 @@ fn status(code: StatusCode, reason: &str) -> Response {
         "message": "a fault on purpose", "reason": reason, "code": code.as_u16(),
     });
     (code, [(header::CONTENT_TYPE, "application/json")], status.to_string()).into_response()
+}
+
+/// As RFC 9110 has it in `Date`.
+fn date(time: Timestamp) -> Result<HeaderValue, Box<dyn std::error::Error>> {
+    Ok(rfc2822::DateTimePrinter::new().timestamp_to_rfc9110_string(&time)?.parse()?)
 }
 
 /// From 0 to 1; without randomness always in the middle.

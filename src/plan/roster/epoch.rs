@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use super::{Observed, candidates, facts, first::is_broker_name, holds, is_online};
+use super::{Observed, candidates, facts, first::is_broker_name, holds, is_online, member};
 use crate::{
     api::{Closing, EpochSettings, Member, OnFailure, Rank, Refused, Resources, Roster, RosterEntry},
     plan::{
@@ -107,7 +107,8 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     let waits = |reason: String| Restart::Waits { difference: difference.clone(), reason };
     if let Some(refused) = &roster.refused
         && !told
-        && is_the_same(&refused.settings, wanted(&roster.settings, seen.spec, digest, certificate), seen)
+        // A maxSize that nobody has asked for counts nodes, and they come and go.
+        && refused.settings == wanted(&refused.settings, seen.spec, digest, certificate)
     {
         return Restart::Refused { difference, reason: refused.reason.clone() };
     }
@@ -135,16 +136,6 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
         Some(ranks) => waits(format!("the jobs on ranks {ranks} to end")),
         None => waits("the lead to tell whether jobs run".to_owned()),
     }
-}
-
-/// A maxSize that nobody has asked for counts nodes, and they come and go.
-fn is_the_same(refused: &EpochSettings, wanted: EpochSettings, seen: &Observed) -> bool {
-    let by_default = seen.spec.max_size.is_none();
-    let (max_size, topology) = match by_default {
-        true => (refused.max_size, refused.topology.clone()),
-        false => (wanted.max_size, wanted.topology.clone()),
-    };
-    *refused == EpochSettings { max_size, topology, ..wanted }
 }
 
 fn deadline_has_come(seen: &Observed) -> bool {
@@ -182,8 +173,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     for node in candidates(seen) {
         let known = roster.ranks.values().filter_map(|entry| entry.member.as_ref());
         let is_new = known.into_iter().all(|member| member.uid != node.uid) && facts(seen, node).is_some();
-        if let (true, Some(address)) = (is_new, node.address) {
-            let member = Member { node: node.name.clone(), uid: node.uid.clone(), address, gone_since: None };
+        if let (true, Some(member)) = (is_new, member(node)) {
             homeless.push((member, facts(seen, node)));
         }
     }

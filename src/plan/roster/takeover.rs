@@ -7,7 +7,7 @@
 use super::{
     Observed, candidates,
     epoch::{closed_by, next_epoch},
-    facts, is_online, rank_of,
+    facts, is_online, member, rank_of,
 };
 use crate::{
     api::{Closing, IdSet, Member, Rank, Roster, RosterEntry, Takeover},
@@ -128,8 +128,7 @@ fn led_by(roster: &Roster, node: &NodeView) -> Option<Roster> {
         Some(0) => return Some(next),
         Some(rank) => rank,
         None => {
-            let member =
-                Member { node: node.name.clone(), uid: node.uid.clone(), address: node.address?, gone_since: None };
+            let member = member(node)?;
             // Where none is free it is no rank at all: the next epoch gives out the ranks anew, and this node has 0 by then.
             let is_free = |rank: &Rank| roster.ranks.get(rank).is_none_or(|entry| entry.member.is_none());
             let rank = (1..roster.settings.max_size).find(is_free).unwrap_or(roster.settings.max_size);

@@ -7,11 +7,17 @@ use std::{
     collections::BTreeSet,
     fs, io,
     path::{Path, PathBuf},
+    thread::sleep,
+    time::{Duration, Instant},
 };
 
 pub use view::*;
 
 use crate::host::{files::absent_is_fine, mountinfo};
+
+/// A process that has just ended or moved keeps its cgroup busy until the kernel has let go of it.
+const BUSY: Duration = Duration::from_secs(1);
+const POLL: Duration = Duration::from_millis(10);
 
 /// Why the broker could not be given cgroups of its own.
 #[derive(Debug, thiserror::Error)]
@@ -153,18 +159,20 @@ pub fn members_below(directories: impl IntoIterator<Item = PathBuf>) -> BTreeSet
     found
 }
 
-/// Takes the cgroups off, and those above them that were made for them.
+/// Takes the cgroups off, and those above them that were made for them: all that can be.
 ///
 /// # Errors
-/// One that still has processes.
+/// The first that still has processes.
 pub fn remove(places: &[Place]) -> Result<(), CgroupError> {
-    for place in places {
-        let mut directory = place.directory.as_path();
-        remove_tree(directory)?;
-        while let Some(parent) = directory.parent().filter(|parent| *parent != place.point) {
-            remove_one(parent)?;
-            directory = parent;
-        }
+    places.iter().map(remove_place).fold(Ok(()), Result::and)
+}
+
+fn remove_place(place: &Place) -> Result<(), CgroupError> {
+    let mut directory = place.directory.as_path();
+    remove_tree(directory)?;
+    while let Some(parent) = directory.parent().filter(|parent| *parent != place.point) {
+        remove_one(parent)?;
+        directory = parent;
     }
     Ok(())
 }
@@ -185,11 +193,16 @@ fn remove_one(directory: &Path) -> Result<(), CgroupError> {
     if !directory.exists() {
         return Ok(());
     }
-    absent_is_fine(fs::remove_dir(directory)).map_err(|source| CgroupError::File {
-        what: "remove cgroup",
-        path: directory.to_owned(),
-        source,
-    })
+    let end = Instant::now() + BUSY;
+    loop {
+        match absent_is_fine(fs::remove_dir(directory)) {
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy && Instant::now() < end => sleep(POLL),
+            done => {
+                let what = "remove cgroup";
+                return done.map_err(|source| CgroupError::File { what, path: directory.to_owned(), source });
+            }
+        }
+    }
 }
 
 fn children(directory: &Path) -> Vec<PathBuf> {
