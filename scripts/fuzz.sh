@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 seconds=${1:-300}
 shift || true
 targets=("$@")
-[ ${#targets[@]} -gt 0 ] || targets=(message certificate hostlist broker_log bundle)
+[ ${#targets[@]} -gt 0 ] || mapfile -t targets < <(sed -n '/^\[\[bin\]\]/,/^path/s/^name = "\(.*\)"/\1/p' fuzz/Cargo.toml)
 build=${CARGO_TARGET_DIR:-$PWD/fuzz/target}
 host=$(rustc --print host-tuple)
 # What `cargo fuzz run --sanitizer none` sets; the sanitizers need a nightly toolchain.

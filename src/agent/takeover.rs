@@ -131,26 +131,26 @@ pub async fn recover(arguments: RecoverArguments) -> Result<ExitCode, TakeoverEr
     is_here(&lead, &node_name)?;
     let client = client().await?;
     let seen = Seen::read(&client).await?;
-    seen.check(&lead, false, force)?;
+    let is_stdin = from == Path::new("-");
+    let named = if is_stdin { "stdin".to_owned() } else { from.display().to_string() };
+    let takeover = Takeover { dump: Some(named), force, ..seen.takeover() };
+    seen.check(&lead, &takeover)?;
     let host = NsHost::open()?;
     let prefix = prefix(&host).await?;
     let incoming = prefix.join(DUMPS).join(INCOMING);
-    let is_stdin = from == Path::new("-");
     if is_stdin {
         receive(&prefix.join(DUMPS)).map_err(TakeoverError::Incoming)?;
     }
-    let named = if is_stdin { "stdin".to_owned() } else { from.display().to_string() };
-    let takeover = Takeover { dump: Some(named), force, ..seen.takeover() };
     let dump = Some(if is_stdin { incoming } else { from });
     let run_as = seen.roster.settings.run_as.clone();
-    let order = TakeoverOrder { prefix: prefix.clone(), run_as, dump, unnamed, takeover };
+    let order = TakeoverOrder { prefix: prefix.clone(), run_as, dump, unnamed, takeover: takeover.clone() };
     let said = host.run(Order::Takeover(order), &mut |_| {}).await;
     if is_stdin {
         forget_incoming(&prefix.join(DUMPS));
     }
     said?;
     say(&format!("{lead} has the queue of instance {}; waiting for it to lead", seen.roster.instance_id));
-    wait(&client, &seen.roster, &lead, false).await
+    wait(&client, &seen.roster, &lead, &takeover).await
 }
 
 /// Begins an empty queue, with this node as lead.
@@ -162,7 +162,9 @@ pub async fn reset(arguments: ResetArguments) -> Result<ExitCode, TakeoverError>
     is_here(&lead, &node_name)?;
     let client = client().await?;
     let seen = Seen::read(&client).await?;
-    seen.check(&lead, true, force)?;
+    let new_instance_id = Some(uuid::Uuid::new_v4().to_string());
+    let takeover = Takeover { new_instance_id, force, ..seen.takeover() };
+    seen.check(&lead, &takeover)?;
     if !yes {
         let id = &seen.roster.instance_id;
         let words =
@@ -173,13 +175,12 @@ pub async fn reset(arguments: ResetArguments) -> Result<ExitCode, TakeoverError>
         return Err(TakeoverError::Refused("jobs run: wait until they have ended, or add --force".to_owned()));
     }
     let host = NsHost::open()?;
-    let new_instance_id = Some(uuid::Uuid::new_v4().to_string());
-    let takeover = Takeover { new_instance_id, force, ..seen.takeover() };
     let run_as = seen.roster.settings.run_as.clone();
-    let order = TakeoverOrder { prefix: prefix(&host).await?, run_as, dump: None, unnamed: false, takeover };
+    let order =
+        TakeoverOrder { prefix: prefix(&host).await?, run_as, dump: None, unnamed: false, takeover: takeover.clone() };
     host.run(Order::Takeover(order), &mut |_| {}).await?;
     say(&format!("instance {} is given up; waiting for {lead} to lead an empty one", seen.roster.instance_id));
-    wait(&client, &seen.roster, &lead, true).await
+    wait(&client, &seen.roster, &lead, &takeover).await
 }
 
 /// By the word of the lead's broker, where there is one: its agent's is seconds old.
@@ -253,8 +254,8 @@ impl Seen {
         }
     }
 
-    fn check(&self, lead: &str, empty: bool, force: bool) -> Result<(), TakeoverError> {
-        match refusal(&self.observed(), &self.roster, lead, empty, force) {
+    fn check(&self, lead: &str, word: &Takeover) -> Result<(), TakeoverError> {
+        match refusal(&self.observed(), &self.roster, lead, word) {
             Some(reason) => Err(TakeoverError::Refused(reason)),
             None => Ok(()),
         }
@@ -297,12 +298,12 @@ fn forget_incoming(dir: &Path) {
     }
 }
 
-/// Until `lead` is online as the lead of an epoch that `before` did not know, or leads again.
-async fn wait(client: &Client, before: &Roster, lead: &str, empty: bool) -> Result<ExitCode, TakeoverError> {
+/// Until `lead` is online as the lead of an epoch that `before` did not know, or leads again, as `word` wants it.
+async fn wait(client: &Client, before: &Roster, lead: &str, word: &Takeover) -> Result<ExitCode, TakeoverError> {
     let (begin, mut told) = (Instant::now(), String::new());
     loop {
         let why = match Seen::read(client).await {
-            Ok(seen) => match standing(&seen, before, lead, empty) {
+            Ok(seen) => match standing(&seen, before, lead, word) {
                 Ok(()) => {
                     let Roster { instance_id, epoch, .. } = &seen.roster;
                     say(&format!("{lead} leads instance {instance_id} in epoch {epoch}"));
@@ -324,12 +325,13 @@ async fn wait(client: &Client, before: &Roster, lead: &str, empty: bool) -> Resu
 }
 
 /// What is missing.
-fn standing(seen: &Seen, before: &Roster, lead: &str, empty: bool) -> Result<(), String> {
+fn standing(seen: &Seen, before: &Roster, lead: &str, word: &Takeover) -> Result<(), String> {
     let roster = &seen.roster;
     let holder = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref()).map(|member| member.node.as_str());
-    let begun = if empty { roster.instance_id != before.instance_id } else { holder == Some(lead) };
+    let begun =
+        if word.new_instance_id.is_some() { roster.instance_id != before.instance_id } else { holder == Some(lead) };
     if !begun {
-        let refused = refusal(&seen.observed(), roster, lead, empty, false);
+        let refused = refusal(&seen.observed(), roster, lead, word);
         return Err(refused.unwrap_or_else(|| "waiting for the planner".to_owned()));
     }
     if holder.is_some_and(|holder| holder == lead) && is_online(&seen.observed(), roster, 0) {

@@ -278,3 +278,11 @@ pub struct FluxInstanceStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
 }
+
+impl FluxInstanceStatus {
+    /// Since when condition `type_` is true, in seconds since the Unix epoch.
+    pub fn true_since(&self, type_: &str) -> Option<i64> {
+        let is_it = |condition: &&Condition| condition.type_ == type_ && condition.status == "True";
+        Some(self.conditions.iter().find(is_it)?.last_transition_time.0.as_second())
+    }
+}

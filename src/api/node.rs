@@ -198,7 +198,7 @@ pub struct Takeover {
     /// The instance that begins with an empty queue. None: the one that was.
     #[serde(default, rename = "newInstanceID", skip_serializing_if = "Option::is_none")]
     pub new_instance_id: Option<String>,
-    /// Running jobs are no reason to wait.
+    /// Neither running jobs nor brokers that are connected to the lead are a reason to wait.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub force: bool,
 }

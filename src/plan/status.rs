@@ -120,13 +120,6 @@ fn newest_dump(seen: &Observed) -> Option<KeptDump> {
     Some(KeptDump { node: node.clone(), dump: dump.clone() })
 }
 
-/// Since when a condition is true, in seconds since the Unix epoch.
-pub fn since(status: &FluxInstanceStatus, type_: &str) -> Option<i64> {
-    let condition =
-        status.conditions.iter().find(|condition| condition.type_ == type_ && condition.status == "True")?;
-    Some(condition.last_transition_time.0.as_second())
-}
-
 /// One sentence on what is still missing, with the words of the first node that has some.
 fn explain(seen: &Observed, roster: Option<&Roster>, next: &FluxInstanceStatus) -> String {
     let Some(roster) = roster else { return "no roster yet".to_owned() };

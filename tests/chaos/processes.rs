@@ -1,6 +1,6 @@
 //! The processes of a cluster's nodes, from the machine's /proc: nobody's word is taken for them.
 
-use std::{collections::BTreeSet, fs, path::Path};
+use std::{fs, path::Path};
 
 use nix::{
     sys::signal::{self, Signal},
@@ -55,17 +55,12 @@ pub fn is_there(pid: i32) -> bool {
 
 /// All of them.
 pub fn of(bridge: &str) -> Vec<Process> {
-    but(bridge, &BTreeSet::new())
-}
-
-/// Those that are not among `known`: quick enough to see what lives for a few milliseconds.
-pub fn but(bridge: &str, known: &BTreeSet<i32>) -> Vec<Process> {
     let marker = format!("/flux-distribute-local/{bridge}/");
-    pids().filter(|pid| !known.contains(pid)).filter_map(|pid| look(pid, &marker)).collect()
+    pids().filter_map(|pid| look(pid, &marker)).collect()
 }
 
 /// The machine's.
-pub fn pids() -> impl Iterator<Item = i32> {
+fn pids() -> impl Iterator<Item = i32> {
     fs::read_dir("/proc").unwrap().flatten().filter_map(|process| process.file_name().to_str()?.parse().ok())
 }
 

@@ -19,7 +19,7 @@ pub struct Rosters(Arc<Mutex<Seen>>);
 
 #[derive(Default)]
 struct Seen {
-    texts: BTreeMap<(String, u64, u64), String>,
+    texts: BTreeMap<(u32, String, u64, u64), String>,
     wrong: Vec<String>,
 }
 
@@ -53,7 +53,8 @@ impl Seen {
                 self.wrong.push(format!("{} has the ranks {other} and {rank}", member.node));
             }
         }
-        let key = (roster.instance_id, roster.epoch, roster.revision);
+        // One row gives it a format that nobody knows.
+        let key = (roster.format, roster.instance_id, roster.epoch, roster.revision);
         match self.texts.get(&key) {
             Some(known) if *known != text => self.wrong.push(format!("two rosters {key:?}: {known} and {text}")),
             _ => {

@@ -186,7 +186,7 @@ fn strangers(
     for (path, found) in tree.files.iter().chain(&tree.directories).filter(|(path, _)| can_be_told(path)) {
         // Python follows the umask of who runs it.
         let may_be_python_s = if found.is_dir() { path.ends_with(CACHE) } else { !known(path) };
-        let is_closed = mode(found) & OTHERS_MAY_WRITE == 0;
+        let is_closed = mode(found) & OPEN_TO_OTHERS == 0;
         let is_right = records.has_its_mode(path, found) || (may_be_python_s && is_closed);
         let is_told = !found.is_dir() && !known(path) && !by_python(path);
         if !is_right && !is_told {
@@ -206,7 +206,7 @@ fn strangers(
 /// Where Python keeps its byte code, beside a module.
 const CACHE: &str = "__pycache__";
 /// Write permission for others, set-user-ID and set-group-ID.
-const OTHERS_MAY_WRITE: u32 = 0o6022;
+const OPEN_TO_OTHERS: u32 = 0o6022;
 
 /// What Python leaves when its owner runs a module: `__pycache__/NAME.TAG.pyc` beside NAME.py, which must be there and
 /// `known`.

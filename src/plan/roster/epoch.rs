@@ -11,7 +11,6 @@ use crate::{
     plan::{
         broker_toml::spare_name,
         settings::{pending, settings, wanted},
-        status::since,
     },
 };
 
@@ -140,7 +139,9 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
 
 fn deadline_has_come(seen: &Observed) -> bool {
     let deadline = seen.spec.upgrade.deadline.as_deref().and_then(crate::api::parse_duration);
-    let waited = since(seen.status, "RestartPending")
+    let waited = seen
+        .status
+        .true_since("RestartPending")
         .and_then(|since| u64::try_from(seen.now - since).ok())
         .map(Duration::from_secs);
     matches!((deadline, waited), (Some(deadline), Some(waited)) if waited >= deadline)

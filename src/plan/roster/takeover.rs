@@ -23,7 +23,7 @@ const WORD_SECS: i64 = 900;
 /// The roster that follows from a word that can be acted on now.
 pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
     let (name, takeover) = asked(seen, roster)?;
-    if refusal(seen, roster, name, takeover.new_instance_id.is_some(), takeover.force).is_some() {
+    if refusal(seen, roster, name, takeover).is_some() {
         return None;
     }
     let node = seen.nodes.iter().find(|node| node.name == name)?;
@@ -55,8 +55,9 @@ fn asked<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<(&'a str, &'a Takeo
     current.max_by_key(|(node, word)| (word.at, *node))
 }
 
-/// Why node `name` can't become the lead now, in one sentence. `empty`: with an empty queue; `force`: whatever runs.
-pub fn refusal(seen: &Observed, roster: &Roster, name: &str, empty: bool, force: bool) -> Option<String> {
+/// Why node `name` can't become the lead now, as `word` wants it, in one sentence.
+pub fn refusal(seen: &Observed, roster: &Roster, name: &str, word: &Takeover) -> Option<String> {
+    let is_empty = word.new_instance_id.is_some();
     if !roster.established {
         return Some("the instance has not been online yet: it has no queue that could be lost".to_owned());
     }
@@ -73,25 +74,25 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, empty: bool, force:
             words.unwrap_or("no word from its agent yet")
         ));
     }
-    if let Some(wanted) = seen.spec.lead.as_ref().filter(|wanted| empty && *wanted != name) {
+    if let Some(wanted) = seen.spec.lead.as_ref().filter(|wanted| is_empty && *wanted != name) {
         return Some(format!("spec.lead is {wanted}: change it to {name} or leave it out first"));
     }
     if let Some(lead) = leads_and_is_there(seen, roster) {
-        if !empty {
+        if !is_empty {
             return Some(format!(
                 "node {lead} leads and is online: its queue is the newest, there is nothing to recover"
             ));
         }
         let allocated = seen.reports.get(lead).and_then(|report| report.allocated.as_ref());
         return match allocated {
-            _ if force => None,
+            _ if word.force => None,
             Some(ranks) if ranks.0.is_empty() => None,
             Some(ranks) => Some(format!("jobs run on ranks {ranks}: wait until they have ended, or add --force")),
             None => Some(format!("node {lead} leads, and its broker has not told yet whether jobs run")),
         };
     }
     let connected = connected(seen, roster);
-    if !connected.0.is_empty() && !force {
+    if !connected.0.is_empty() && !word.force {
         return Some(format!(
             "the lead's node is not Ready, but the brokers of ranks {connected} are connected to its broker: wait until they \
              miss it (two to three minutes after it has gone), or add --force if you know that it is off"

@@ -190,7 +190,8 @@ fn each_refusal_is_one_sentence() {
         let mut world = World::up(3);
         change(&mut world);
         let roster = world.roster.clone().unwrap();
-        let said = refusal(&world.seen(), &roster, node, empty, force);
+        let word = Takeover { force, ..word(&world, empty.then_some("another")) };
+        let said = refusal(&world.seen(), &roster, node, &word);
         assert!(said.is_some() == expected.is_some(), "{what}: {said:?}");
         assert!(said.as_deref().unwrap_or_default().contains(expected.unwrap_or_default()), "{what}: {said:?}");
     }

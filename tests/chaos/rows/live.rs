@@ -1,18 +1,16 @@
 //! A live change that is killed between two of its steps.
 
-use std::{
-    collections::BTreeSet,
-    process::Stdio,
-    thread::sleep,
-    time::{Duration, Instant},
-};
+use std::{process::Stdio, time::Duration};
 
 use super::{Row, row};
 use crate::{
     oracle::schedules,
-    processes::{self, Kind},
     scene::{Hit, Scene},
 };
+
+/// The bundle's own path.
+const FLUX: &str = "/opt/flux/bin/flux";
+const HELD: &str = "/held";
 
 /// What the lead's agent runs for a join, one after the other.
 const STEPS: [&str; 9] = [
@@ -38,11 +36,13 @@ pub fn rows() -> Vec<Row> {
         ..row("live change killed at each of its steps", |scene| {
             let step = STEPS[scene.run as usize % STEPS.len()];
             let lead = scene.lead();
-            let known = processes::pids().collect();
+            hold_at(scene, &lead, step);
             let mut join = scene.cluster.command(&["add-node"]).stdout(Stdio::null()).spawn().unwrap();
-            wait_for(scene, &lead, step, &known);
+            scene.until(step, Duration::from_secs(60), |scene| scene.ask_on(&lead, &["test", "-e", HELD]));
+            scene.ask_on(&lead, &["mv", &format!("{FLUX}-itself"), FLUX]).unwrap();
             scene.agents()[&lead].kill();
             let hit = Hit::nobody();
+            scene.ask_on(&lead, &["rm", HELD]).unwrap();
             scene.until("scheduling", SCHEDULES_AGAIN, schedules);
             eprintln!("chaos: killed at {step:?}: scheduling is on after {:.1} s", hit.since.elapsed().as_secs_f64());
             assert!(join.wait().unwrap().success());
@@ -52,17 +52,13 @@ pub fn rows() -> Vec<Row> {
     }]
 }
 
-fn wait_for(scene: &Scene, node: &str, step: &str, known: &BTreeSet<i32>) {
+/// The step is only as long as a blink: on this node the program waits with it for as long as a file is there.
+fn hold_at(scene: &Scene, node: &str, step: &str) {
     let (program, rest) = step.split_once(' ').unwrap();
-    let end = Instant::now() + Duration::from_secs(60);
-    while Instant::now() < end {
-        let is_it =
-            |kind: &Kind| matches!(kind, Kind::Other(command) if command.contains(program) && command.ends_with(rest));
-        let found = processes::but(scene.cluster.bridge(), known);
-        if found.iter().any(|process| process.node == node && is_it(&process.kind)) {
-            return;
-        }
-        sleep(Duration::from_millis(1));
-    }
-    panic!("nobody saw `flux {step}` on {node}");
+    let held = format!(
+        "#!/bin/sh\ncase \"$*\" in *'{program}'*'{rest}')\n  touch {HELD}\n  while test -e {HELD}; do sleep 0.05; done\nesac\n\
+         exec {FLUX}-itself \"$@\"\n"
+    );
+    let script = format!("mv {FLUX} {FLUX}-itself && printf %s \"$0\" > {FLUX} && chmod 755 {FLUX}");
+    scene.ask_on(node, &["sh", "-c", &script, &held]).unwrap();
 }
