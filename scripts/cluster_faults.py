@@ -45,7 +45,8 @@ def ours(*words, **options):
 
 
 def until(what, look, limit=120):
-    end = time.monotonic() + limit
+    begin = time.monotonic()
+    end, told = begin + limit, begin + 15
     while True:
         try:
             found = look()
@@ -57,6 +58,9 @@ def until(what, look, limit=120):
             return
         if time.monotonic() > end:
             raise Wrong(f"waited {limit} s in vain for {what}: {what_now}")
+        if time.monotonic() > told:
+            print(f"waiting for {what}: {what_now}", flush=True)
+            told = end
         time.sleep(0.1)
 
 

@@ -1,9 +1,7 @@
 //! Dumps of the queue: by hand, and by the lead's agent as often as `spec.state.dumpEvery` says.
 
 use std::{
-    fs::{self, OpenOptions},
     io::{self, Write},
-    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     process::ExitCode,
     time::Duration,
@@ -18,9 +16,7 @@ use crate::{
     api::{Roster, parse_duration},
     error_chain,
     host::{
-        Answer, DumpOrder, Dumped, Host, HostError, HostView, NsHost, Order,
-        dump::is_of,
-        files::{aside, host_path, open_in_host_root},
+        Answer, DumpOrder, Dumped, Host, HostError, HostView, NsHost, Order, dump::is_of, files::copy_in_host_root,
         look, open_host_file,
     },
 };
@@ -95,7 +91,7 @@ pub async fn dump(arguments: DumpArguments) -> Result<ExitCode, EnterError> {
             writeln!(stderr, "{words}")?;
         }
         Some(out) => {
-            copy_on_host(&dumped.path, out)?;
+            copy_in_host_root(&dumped.path, out)?;
             writeln!(io::stdout(), "{words}, and {}", out.display())?;
         }
     }
@@ -125,26 +121,6 @@ fn order(view: &HostView) -> Result<DumpOrder, EnterError> {
         instance_id: broker.record.instance_id.clone(),
         run_as: copy.settings.run_as,
     })
-}
-
-/// Written aside and renamed, readable by root alone.
-fn copy_on_host(from: &Path, to: &Path) -> io::Result<()> {
-    let name = to.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::IsADirectory))?;
-    let dir = open_in_host_root(to.parent().unwrap_or(Path::new("/")))?;
-    let (to, new) = (host_path(&dir).join(name), aside(&host_path(&dir).join(name)));
-    // A copy that was killed.
-    if let Err(error) = fs::remove_file(&new)
-        && error.kind() != io::ErrorKind::NotFound
-    {
-        return Err(error);
-    }
-    let written = || -> io::Result<()> {
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
-        io::copy(&mut open_host_file(from)?, &mut file)?;
-        file.sync_all()?;
-        fs::rename(&new, &to)
-    };
-    written().inspect_err(|_| drop(fs::remove_file(&new)))
 }
 
 #[cfg(test)]

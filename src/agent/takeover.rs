@@ -3,9 +3,7 @@
 
 use std::{
     collections::BTreeMap,
-    fs::{self, OpenOptions},
     io::{self, Write},
-    os::unix::fs::{OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
     process::ExitCode,
     time::{Duration, Instant},
@@ -23,12 +21,7 @@ use crate::{
     },
     broker::status::instance as ask_instance,
     clock,
-    host::{
-        Host, HostError, NsHost, Order, TakeoverOrder,
-        dump::DUMPS,
-        files::{host_path, make_dirs_in_host_root, remove_if_there},
-        look,
-    },
+    host::{Host, HostError, NsHost, Order, TakeoverOrder, dump::Incoming, look},
     plan::{
         eligibility::NodeView,
         roster::{Observed, is_online, takeover::refusal},
@@ -39,8 +32,6 @@ use crate::{
 /// A lead that is to come up restores its whole queue first.
 const PATIENCE: Duration = Duration::from_secs(300);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// A dump from stdin, until it is a statedir. Named so that whoever makes the next dump removes what was left.
-const INCOMING: &str = ".incoming.new";
 
 /// See the command.
 #[derive(clap::Args, Debug, Clone)]
@@ -137,18 +128,13 @@ pub async fn recover(arguments: RecoverArguments) -> Result<ExitCode, TakeoverEr
     seen.check(&lead, &takeover)?;
     let host = NsHost::open()?;
     let prefix = prefix(&host).await?;
-    let incoming = prefix.join(DUMPS).join(INCOMING);
-    if is_stdin {
-        receive(&prefix.join(DUMPS)).map_err(TakeoverError::Incoming)?;
-    }
-    let dump = Some(if is_stdin { incoming } else { from });
+    let incoming = is_stdin.then(|| Incoming::receive(&prefix, &mut io::stdin().lock())).transpose();
+    let incoming = incoming.map_err(TakeoverError::Incoming)?;
+    let dump = Some(incoming.as_ref().map_or(from, |incoming| incoming.path().to_owned()));
     let run_as = seen.roster.settings.run_as.clone();
     let order = TakeoverOrder { prefix: prefix.clone(), run_as, dump, unnamed, takeover: takeover.clone() };
-    let said = host.run(Order::Takeover(order), &mut |_| {}).await;
-    if is_stdin {
-        forget_incoming(&prefix.join(DUMPS));
-    }
-    said?;
+    host.run(Order::Takeover(order), &mut |_| {}).await?;
+    drop(incoming);
     say(&format!("{lead} has the queue of instance {}; waiting for it to lead", seen.roster.instance_id));
     wait(&client, &seen.roster, &lead, &takeover).await
 }
@@ -278,24 +264,6 @@ async fn prefix(host: &NsHost) -> Result<PathBuf, TakeoverError> {
     state.map(|state| state.prefix).ok_or_else(|| {
         TakeoverError::Refused("nothing is installed on this node yet; its FluxNode says why".to_owned())
     })
-}
-
-/// In a directory that nobody but root can read.
-fn receive(dir: &Path) -> io::Result<()> {
-    let opened = make_dirs_in_host_root(dir)?;
-    let dir = host_path(&opened);
-    fs::set_permissions(&dir, fs::Permissions::from_mode(0o700))?;
-    let path = dir.join(INCOMING);
-    remove_if_there(&path)?;
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
-    let copied = io::copy(&mut io::stdin().lock(), &mut file);
-    copied.map(drop).inspect_err(|_| drop(remove_if_there(&path)))
-}
-
-fn forget_incoming(dir: &Path) {
-    if let Ok(dir) = make_dirs_in_host_root(dir) {
-        let _ = remove_if_there(&host_path(&dir).join(INCOMING));
-    }
 }
 
 /// Until `lead` is online as the lead of an epoch that `before` did not know, or leads again, as `word` wants it.

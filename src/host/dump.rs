@@ -4,7 +4,10 @@
 use std::{
     fs::{self, File, OpenOptions},
     io,
-    os::unix::fs::OpenOptionsExt,
+    os::{
+        fd::OwnedFd,
+        unix::fs::{OpenOptionsExt, PermissionsExt},
+    },
     path::{Path, PathBuf},
     process::Child,
     sync::mpsc::{RecvTimeoutError, Sender, channel},
@@ -17,7 +20,7 @@ use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
 
 use super::{
     DumpOrder, Dumped, FluxOrder, Refusal, Root,
-    files::{Owner, aside, make_dir, remove_if_there, sync_parent},
+    files::{Owner, aside, host_path, make_dir, make_dirs_in_host_root, remove_if_there, sync_parent},
     flux::{self, Kept, kill_group},
     lock::{self, HostLock, WAIT},
     state,
@@ -39,6 +42,48 @@ const GRACE: Duration = Duration::from_secs(60);
 const KEY_TIMEOUT_SECS: u64 = 60;
 const FORMAT: &str = "%Y%m%dT%H%M%SZ";
 const SUFFIX: &str = ".tgz";
+
+/// A dump that somebody hands in, on the host until this is dropped. Named so that whoever makes the next dump removes what
+/// a process that was killed has left.
+#[derive(Debug)]
+pub struct Incoming {
+    dir: OwnedFd,
+    path: PathBuf,
+}
+
+impl Incoming {
+    const NAME: &str = ".incoming.new";
+
+    /// Writes all that `from` has below the host's `prefix`, where nobody but root can read it.
+    ///
+    /// # Errors
+    /// `from`'s, or the disk's; then nothing is left of it.
+    pub fn receive(prefix: &Path, from: &mut impl io::Read) -> io::Result<Self> {
+        let dir = make_dirs_in_host_root(&prefix.join(DUMPS))?;
+        fs::set_permissions(host_path(&dir), fs::Permissions::from_mode(0o700))?;
+        let incoming = Self { dir, path: prefix.join(DUMPS).join(Self::NAME) };
+        remove_if_there(&incoming.here())?;
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(incoming.here())?;
+        io::copy(from, &mut file)?;
+        Ok(incoming)
+    }
+
+    /// Where it is, as the host sees it.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where it is, as this process sees it.
+    fn here(&self) -> PathBuf {
+        host_path(&self.dir).join(Self::NAME)
+    }
+}
+
+impl Drop for Incoming {
+    fn drop(&mut self) {
+        let _ = remove_if_there(&self.here());
+    }
+}
 
 /// Has the broker's KVS dumped into a file of its own under the prefix: written aside and renamed. Older ones are removed.
 ///

@@ -273,6 +273,25 @@ pub fn make_dirs_in_host_root(path: &Path) -> io::Result<OwnedFd> {
     HostRoot::open()?.make_dirs(path)
 }
 
+/// Copies the host's file `from` to the host's path `to`: written aside and renamed, readable by root alone.
+///
+/// # Errors
+/// Either file's; then `to` is as it was.
+pub fn copy_in_host_root(from: &Path, to: &Path) -> io::Result<()> {
+    let name = to.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::IsADirectory))?;
+    let dir = open_in_host_root(to.parent().unwrap_or(Path::new("/")))?;
+    let (to, new) = (host_path(&dir).join(name), aside(&host_path(&dir).join(name)));
+    // A copy that was killed.
+    remove_if_there(&new)?;
+    let written = || -> io::Result<()> {
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
+        io::copy(&mut open_host_file(from)?, &mut file)?;
+        file.sync_all()?;
+        fs::rename(&new, &to)
+    };
+    written().inspect_err(|_| drop(fs::remove_file(&new)))
+}
+
 /// A path that leads to what `fd` holds, for as long as `fd` is open.
 pub fn host_path(fd: &impl AsFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()))
