@@ -1,6 +1,6 @@
 //! The end of an instance, at moments at which it suits nobody, and a new one right after it.
 
-use std::{fs, thread::sleep, time::Duration};
+use std::{thread::sleep, time::Duration};
 
 use flux_distribute::api::{ANNOTATION_RESTART, FluxInstance, FluxNode, INSTANCE};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
@@ -108,18 +108,29 @@ fn is_clean(scene: &Scene) {
     scene.until("nothing of ours", Duration::from_secs(10), nothing_is_left);
 }
 
+/// The whole root, but for what is the machine's; what is new in /etc; /run, cgroups, mounts, processes.
+const LOOK: &str = "
+find / -xdev -path /usr -prune -o -path /etc -prune -o -path /var/lib/kubelet -prune -o -print
+find /etc -newer /etc/hosts
+find /run -mindepth 1
+find /sys/fs/cgroup -name 'flux*'
+grep flux /proc/mounts | grep -v flux-distribute-local
+for process in /proc/[0-9]*; do read -r name < $process/comm; case $name in flux-*) echo $process $name;; esac; done
+true";
+
+/// What a simulated node has before anything of ours, and the files that end jobs.
+fn is_its_own(line: &str) -> bool {
+    let top = ["/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys", "/dev", "/run", "/run/boot-id"];
+    let own = ["/", "/opt", "/var", "/var/lib", "/var/log", "/var/tmp", "/var/run", "/root", "/home", "/srv", "/tmp"];
+    top.contains(&line) || own.contains(&line) || line.starts_with("/root/end-") || line.ends_with(" flux-distribute")
+}
+
 fn nothing_is_left(scene: &Scene) -> Result<(), String> {
     for node in scene.cluster.nodes() {
-        let root = scene.cluster.root(&node.name);
-        let paths = ["opt/flux-distribute", "opt/flux", "flux-connect.sh"];
-        if let Some(path) = paths.iter().find(|path| fs::symlink_metadata(root.join(path)).is_ok()) {
-            return Err(format!("{path} is left on {}", node.name));
-        }
-        let found = ["find", "/opt", "/run", "-mindepth", "1", "-not", "-path", "/run/boot-id"];
-        let left = scene.ask_on(&node.name, &found)?;
-        let groups = scene.ask_on(&node.name, &["find", "/sys/fs/cgroup", "-name", "flux*"])?;
-        if !left.is_empty() || groups.contains("flux") {
-            return Err(format!("left on {}: {left} {groups}", node.name));
+        let found = scene.ask_on(&node.name, &["sh", "-c", LOOK])?;
+        let left: Vec<_> = found.lines().filter(|line| !is_its_own(line)).collect();
+        if !left.is_empty() {
+            return Err(format!("left on {}: {left:?}", node.name));
         }
     }
     Ok(())
