@@ -104,7 +104,11 @@ class Faults:
         return phases == dict.fromkeys(self.hosts.nodes, "Online") or phases
 
     def flux(self, *words):
-        return ours("exec", "daemonset/install-flux", "--", "/flux-distribute", "connect", "--", "flux", *words)
+        """On the lead: a follower's view of a job's events may stay behind under load."""
+        lead = json.loads(ours("get", "fluxinstance", "flux", "-o", "json"))["status"]["lead"]
+        pods = json.loads(ours("get", "pods", "-o", "json", "--field-selector", f"spec.nodeName={lead}"))["items"]
+        pod = next(pod["metadata"]["name"] for pod in pods if "deletionTimestamp" not in pod["metadata"])
+        return ours("exec", pod, "--", "/flux-distribute", "connect", "--", "flux", *words)
 
     # What must hold after a fault.
 

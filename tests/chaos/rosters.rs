@@ -21,6 +21,8 @@ pub struct Rosters(Arc<Mutex<Seen>>);
 struct Seen {
     texts: BTreeMap<(u32, String, u64, u64), String>,
     wrong: Vec<String>,
+    last: Option<Roster>,
+    moved: Vec<String>,
 }
 
 impl Rosters {
@@ -40,6 +42,12 @@ impl Rosters {
     pub fn wrong(&self) -> Vec<String> {
         std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner).wrong)
     }
+
+    /// Members that got another rank while they had one, ranks that declare less than before: in a flat tree of one epoch,
+    /// where no machine shrinks, there is no reason for either. Once.
+    pub fn moved(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner).moved)
+    }
 }
 
 impl Seen {
@@ -53,6 +61,19 @@ impl Seen {
                 self.wrong.push(format!("{} has the ranks {other} and {rank}", member.node));
             }
         }
+        if let Some(last) = self.last.as_ref().filter(|last| last.epoch == roster.epoch) {
+            for (rank, entry) in &last.ranks {
+                let now = entry.member.as_ref().and_then(|member| members.get(&member.uid).copied());
+                if now.is_some_and(|now| now != rank) {
+                    self.moved.push(format!("{:?} from rank {rank} to {now:?}", entry.member));
+                }
+                let after = roster.ranks.get(rank).and_then(|after| after.resources);
+                if after < entry.resources {
+                    self.moved.push(format!("rank {rank} declares {after:?} after {:?}", entry.resources));
+                }
+            }
+        }
+        self.last = Some(roster.clone());
         // One row gives it a format that nobody knows.
         let key = (roster.format, roster.instance_id, roster.epoch, roster.revision);
         match self.texts.get(&key) {

@@ -3,6 +3,7 @@
 mod api;
 mod daemonset;
 mod disk;
+mod elastic;
 mod kill;
 mod live;
 mod network;
@@ -60,6 +61,7 @@ pub fn all() -> Vec<Row> {
         node::rows(),
         disk::rows(),
         daemonset::rows(),
+        elastic::rows(),
         uninstall::rows(),
     ];
     rooms.into_iter().flatten().collect()
