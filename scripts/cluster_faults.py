@@ -30,7 +30,10 @@ class Wrong(Exception):
 
 
 def run(*words, check=True, stdin=None, limit=300):
-    done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=limit)
+    try:
+        done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired as error:
+        raise Wrong(f"{shlex.join(words)} hangs") from error
     if check and done.returncode:
         raise Wrong(f"{shlex.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
@@ -230,6 +233,8 @@ ROWS = {
     "rollback in the middle of an update": Faults.roll_back_in_the_middle,
     "two builds side by side": Faults.two_builds_side_by_side,
 }
+# These need --other-image.
+TWO_BUILDS = [Faults.roll_back_in_the_middle, Faults.two_builds_side_by_side]
 
 
 def figures(seconds):
@@ -248,7 +253,7 @@ def main():
     for name, inject in ROWS.items():
         if not any(word in name for word in arguments.rows.split(",")):
             continue
-        if "build" in name + inject.__name__ and not arguments.other_image or "back" in name and not arguments.other_image:
+        if inject in TWO_BUILDS and not arguments.other_image:
             print(f"skipped: {name}: no --other-image")
             continue
         times, cleans, wrong = [], [], 0
@@ -260,7 +265,7 @@ def main():
                 times.append(time.monotonic() - begin)
                 cleans += [clean] if clean else []
                 print(f"{name} #{turn}: {times[-1]:.1f} s, clean hosts: {clean}", flush=True)
-            except Wrong as error:
+            except (Wrong, json.JSONDecodeError) as error:
                 wrong += 1
                 print(f"{name} #{turn}: FAILED: {error}", flush=True)
         failed += wrong

@@ -1,36 +1,52 @@
-//! The cluster's time: the API server's clock, as its answers tell it.
+//! The cluster's time: what the API server's clock said when this process asked it first, and what has passed since.
 //!
 //! What one agent writes down (since when a member drains, when `recover` was asked for) another one reads, perhaps hours
-//! later and on a machine whose clock is wrong: a drain would be over at once, and its jobs lost. All of them ask one API
-//! server, so its clock is theirs. What only one process measures needs no clock but [`std::time::Instant`].
+//! later and on a machine whose clock is wrong: a drain would be over at once, and its jobs lost. So it is told by the one
+//! clock that all of them can ask; and a clock that is set, the API server's or the machine's, moves nothing that is under
+//! way. What only one process measures needs no clock but [`std::time::Instant`].
 
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::{
+    sync::OnceLock,
+    time::{Duration, Instant},
+};
 
 use hyper::{HeaderMap, header};
 use k8s_openapi::jiff::{SignedDuration, Timestamp, fmt::rfc2822};
 
-/// So many seconds the API server is ahead of this machine. One process asks one API server.
-static AHEAD: AtomicI64 = AtomicI64::new(0);
+/// For tests: how many seconds this machine's clock is to be ahead.
+pub(crate) const OFF_VARIABLE: &str = "FLUX_DISTRIBUTE_CLOCK_OFF";
 
-/// The time by the API server's clock; by this machine's until it has answered once.
+/// One process asks one API server.
+static BEGAN: OnceLock<(Timestamp, Instant)> = OnceLock::new();
+
+/// The time in the cluster; this machine's until the API server has answered once.
 pub fn now() -> Timestamp {
-    let here = Timestamp::now();
-    here.checked_add(SignedDuration::from_secs(AHEAD.load(Ordering::Relaxed))).unwrap_or(here)
+    BEGAN.get().map_or_else(machine_s, |(at, since)| after(*at, since.elapsed()))
 }
 
 /// An answer of the API server has come.
 pub fn heard(headers: &HeaderMap) {
-    if let Some(ahead) = ahead(headers, Timestamp::now()) {
-        AHEAD.store(ahead, Ordering::Relaxed);
+    if BEGAN.get().is_none()
+        && let Some(at) = date(headers)
+    {
+        // Who was first is as good.
+        let _ = BEGAN.set((at, Instant::now()));
     }
 }
 
-/// How many seconds `Date` (RFC 9110, 6.6.1: whole ones) is after `here`. Less than a few is the way of the answer.
-fn ahead(headers: &HeaderMap, here: Timestamp) -> Option<i64> {
-    const NOTHING: i64 = 10;
-    let there = rfc2822::parse(headers.get(header::DATE)?.to_str().ok()?).ok()?.timestamp();
-    let seconds = there.duration_since(here).as_secs();
-    Some(if seconds.abs() < NOTHING { 0 } else { seconds })
+fn machine_s() -> Timestamp {
+    let off = std::env::var(OFF_VARIABLE).ok().and_then(|off| off.parse().ok()).unwrap_or_default();
+    let now = Timestamp::now();
+    now.checked_add(SignedDuration::from_secs(off)).unwrap_or(now)
+}
+
+fn after(at: Timestamp, passed: Duration) -> Timestamp {
+    at.checked_add(passed).unwrap_or(at)
+}
+
+/// `Date` as RFC 9110, 6.6.1 has it: whole seconds.
+fn date(headers: &HeaderMap) -> Option<Timestamp> {
+    Some(rfc2822::parse(headers.get(header::DATE)?.to_str().ok()?).ok()?.timestamp())
 }
 
 #[cfg(test)]
@@ -39,18 +55,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_hour_is_seen_and_the_way_of_an_answer_is_not() {
-        let here: Timestamp = "2026-03-01T12:00:00.9Z".parse().unwrap();
-        for (date, expected) in [
-            (Some("Sun, 01 Mar 2026 12:00:00 GMT"), Some(0)),
-            (Some("Sun, 01 Mar 2026 11:59:55 GMT"), Some(0)),
-            (Some("Sun, 01 Mar 2026 13:00:01 GMT"), Some(3600)),
-            (Some("Sun, 01 Mar 2026 11:00:00 GMT"), Some(-3600)),
+    fn the_date_of_an_answer_is_read() {
+        for (text, expected) in [
+            (Some("Sun, 01 Mar 2026 12:00:00 GMT"), Some("2026-03-01T12:00:00Z")),
             (Some("yesterday"), None),
             (None, None),
         ] {
-            let headers = date.map(|date| (header::DATE, date.parse().unwrap())).into_iter().collect();
-            assert_eq!(ahead(&headers, here), expected, "{date:?}");
+            let headers = text.map(|text| (header::DATE, text.parse().unwrap())).into_iter().collect();
+            assert_eq!(date(&headers), expected.map(|expected| expected.parse().unwrap()), "{text:?}");
         }
     }
 }

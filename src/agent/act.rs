@@ -1,6 +1,7 @@
 //! The rungs: what each [`Step`](super::decide::Step) does. Every one can be killed and done again.
 
 use std::{
+    io::read_to_string,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -16,9 +17,7 @@ use crate::{
     },
     host::{
         Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
-        PreflightOrder, RemoveOrder, StateDir, StopOrder,
-        files::{host_path, open_in_host_root},
-        look,
+        PreflightOrder, RemoveOrder, StateDir, StopOrder, look, open_host_file,
     },
     packages::{FetchError, estimate_bytes},
     plan::{broker_toml, certificate::Certificate},
@@ -208,7 +207,7 @@ impl Actor {
         if fits(&published) {
             return Ok(published);
         }
-        let own = read_host_file(&preflight.prefix.join("etc/curve.cert")).ok();
+        let own = open_host_file(&preflight.prefix.join("etc/curve.cert")).and_then(read_to_string).ok();
         own.and_then(|text| Certificate::parse(&text).ok()).filter(fits).ok_or_else(|| {
             let words = "Secret flux-curve holds another certificate than this epoch was started with; put the old one back, or \
                          delete the Secret: the lead's agent brings it back";
@@ -297,18 +296,6 @@ fn connect_script(environment: &Path, run_as: &str) -> String {
         "#!/bin/sh\n# Opens a shell in the Flux instance of this node, or runs a command in it: flux-connect.sh [COMMAND...]\n\
          {become_owner}export PATH=\"{bin}:$PATH\" FLUX_URI=\"{uri}\"\n[ $# -eq 0 ] || exec \"$@\"\nexec \"${{SHELL:-/bin/sh}}\"\n"
     )
-}
-
-/// Reads a file of the host's broker directory: the certificate that this host was configured with.
-///
-/// # Errors
-/// What the system says.
-pub fn read_host_file(path: &Path) -> std::io::Result<String> {
-    use std::io::Read;
-    let mut text = String::new();
-    let file = open_in_host_root(path)?;
-    std::fs::File::open(host_path(&file))?.read_to_string(&mut text)?;
-    Ok(text)
 }
 
 #[cfg(test)]

@@ -40,7 +40,7 @@ pub enum EnterError {
     /// stdout.
     #[error("can't write")]
     Write(#[from] std::io::Error),
-    /// The runtime.
+    /// What else is in the way, in a sentence.
     #[error("{0}")]
     Other(String),
 }

@@ -1,16 +1,18 @@
 //! What the planner has published, as far as it concerns this node: read by name, and only when our own FluxNode says that
 //! there is something new, so that the cost of a node does not grow with their number.
 
+use std::io::read_to_string;
+
 use kube::Client;
 use tracing::info;
 
 use super::{
-    act::{StepError, read_host_file},
+    act::StepError,
     decide::{agreed, leads},
 };
 use crate::{
     api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet, Roster, Want},
-    host::HostView,
+    host::{HostView, open_host_file},
     plan::certificate::Certificate,
     planner::{PlannerError, certificate, read_packages, store},
 };
@@ -99,7 +101,8 @@ impl Published {
             return Ok(());
         }
         // A host on which no broker was ever configured has none.
-        let Ok(text) = read_host_file(&state.prefix.join("etc/curve.cert")) else { return Ok(()) };
+        let own = open_host_file(&state.prefix.join("etc/curve.cert")).and_then(read_to_string);
+        let Ok(text) = own else { return Ok(()) };
         match Certificate::parse(&text) {
             Ok(own) if own.fingerprint() == roster.settings.certificate => {
                 info!("bringing the certificate back from this host");

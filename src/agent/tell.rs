@@ -30,7 +30,7 @@ pub struct Known<'a> {
     pub is_new: bool,
     /// What a long step is at.
     pub progress: Option<&'a str>,
-    /// The Node's InternalIP, by the planner's roster or the Node itself.
+    /// What preflight has found.
     pub facts: Option<&'a Facts>,
     /// Whom the lead's broker has refused.
     pub rejected: &'a Rejected,

@@ -1,11 +1,9 @@
 use std::path::Path;
 
 use super::{
-    ConfigureOrder, HostFile, HostState, Refusal, Root,
+    ConfigureOrder, HostFile, Refusal, Root,
     files::{Owner, make_dir, stays_below, write_atomic},
-    links,
-    lock::{HostLock, WAIT},
-    state, statedir, sysctl,
+    links, state, statedir, sysctl,
     users::{self, User},
 };
 
@@ -14,8 +12,7 @@ use super::{
 /// # Errors
 /// Where the prefix is not claimed, the user is unknown, the statedir is lost, or something can't be written.
 pub fn configure(root: &Root, order: &ConfigureOrder) -> Result<(), Refusal> {
-    let mut state = claimed(root, &order.prefix)?;
-    let _lock = HostLock::take(root, &order.prefix, WAIT)?;
+    let (_lock, mut state) = state::lock_claimed(root, &order.prefix)?;
     let user = users::resolve_on(root, &order.run_as)?;
     let prefix = root.path(&order.prefix);
     if let Some(wanted) = &order.statedir
@@ -32,11 +29,6 @@ pub fn configure(root: &Root, order: &ConfigureOrder) -> Result<(), Refusal> {
         links::connect_at_root(root, &mut state, &script.content)?;
     }
     Ok(())
-}
-
-fn claimed(root: &Root, prefix: &Path) -> Result<HostState, Refusal> {
-    state::load(root, prefix)?
-        .ok_or_else(|| Refusal::transient(format!("{} is not claimed: state.json is not there", prefix.display())))
 }
 
 fn write(prefix: &Path, file: &HostFile, user: &User) -> Result<(), Refusal> {

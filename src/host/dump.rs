@@ -22,8 +22,7 @@ use super::{
     DumpOrder, Dumped, FluxOrder, Refusal, Root,
     files::{Owner, aside, host_path, make_dir, make_dirs_in_host_root, remove_if_there, sync_parent},
     flux::{self, Kept, kill_group},
-    lock::{self, HostLock, WAIT},
-    state,
+    lock, state,
 };
 use crate::api::Dump;
 
@@ -93,10 +92,7 @@ pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
     let dir = root.path(&order.prefix).join(DUMPS);
     let _one = {
         // A removal at the same time finds either no directory yet, or all that is in it.
-        let _lock = HostLock::take(root, &order.prefix, WAIT)?;
-        if state::load(root, &order.prefix)?.is_none() {
-            return Err(Refusal::new(format!("{} is not claimed", order.prefix.display())));
-        }
+        let _claimed = state::lock_claimed(root, &order.prefix)?;
         make_dir(&dir, 0o700, Owner::ROOT)?;
         lock::take(&dir.join(LOCK), Duration::ZERO).map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => Refusal::transient("another dump is being made on this host"),

@@ -11,7 +11,7 @@ use nix::{
     fcntl::{Flock, FlockArg},
 };
 
-use super::{Refusal, Root};
+use super::{HostState, Refusal, Root};
 
 /// Name of the lock below the prefix.
 pub const LOCK: &str = "lock";
@@ -43,6 +43,15 @@ impl HostLock {
             )),
             _ => Refusal::io("lock", &path, &error),
         })
+    }
+
+    /// Takes the lock of a host whose prefix may be gone, and then none.
+    ///
+    /// # Errors
+    /// As [`Self::take`].
+    pub fn take_if_there(root: &Root, state: Option<&HostState>) -> Result<Option<Self>, Refusal> {
+        let prefix = state.map(|state| state.prefix.as_path()).filter(|prefix| root.path(prefix).is_dir());
+        prefix.map(|prefix| Self::take(root, prefix, WAIT)).transpose()
     }
 }
 

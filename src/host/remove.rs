@@ -5,7 +5,7 @@ use super::{
     files::{aside, remove_all_if_there, remove_if_there},
     launch::BrokerView,
     links,
-    lock::{HostLock, LOCK, WAIT},
+    lock::{HostLock, LOCK},
     state::{self, STATE},
     statedir, sysctl,
 };
@@ -38,10 +38,7 @@ pub trait Brokers {
 pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result<(), Refusal> {
     let state = state::find(root)?;
     let prefix = state.as_ref().map(|state| state.prefix.as_path());
-    let _lock = match prefix {
-        Some(prefix) if root.path(prefix).is_dir() => Some(HostLock::take(root, prefix, WAIT)?),
-        _ => None,
-    };
+    let _lock = HostLock::take_if_there(root, state.as_ref())?;
     if brokers.observe(prefix).running.is_some() {
         brokers.stop(&StopOrder { grace_secs: LAST_GRACE })?;
     }

@@ -114,10 +114,7 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
             observed()
         }
         Order::Stop(order) => {
-            let _lock = match state::find(root)? {
-                Some(state) if root.path(&state.prefix).is_dir() => Some(HostLock::take(root, &state.prefix, WAIT)?),
-                _ => None,
-            };
+            let _lock = HostLock::take_if_there(root, state::find(root)?.as_ref())?;
             brokers.stop(&order)?;
             observed()
         }

@@ -13,6 +13,7 @@ use std::{
 use super::{
     ClaimOrder, HostState, Refusal, Root, Undo,
     files::{Owner, remove_if_there, sync_parent, write_atomic},
+    lock::{HostLock, WAIT},
 };
 use crate::api::{PREFIX_CANDIDATES, RUN_DIR};
 
@@ -50,6 +51,22 @@ pub fn find(root: &Root) -> Result<Option<HostState>, Refusal> {
         }
     }
     Ok(None)
+}
+
+/// The state at a prefix that an order names, and the right to write below it.
+///
+/// # Errors
+/// This host is not claimed there: the rung claim comes first.
+pub fn lock_claimed(root: &Root, prefix: &Path) -> Result<(HostLock, HostState), Refusal> {
+    claimed(root, prefix)?;
+    let lock = HostLock::take(root, prefix, WAIT)?;
+    // Again: a removal may have had the lock.
+    Ok((lock, claimed(root, prefix)?))
+}
+
+fn claimed(root: &Root, prefix: &Path) -> Result<HostState, Refusal> {
+    load(root, prefix)?
+        .ok_or_else(|| Refusal::transient(format!("{} is not claimed: state.json is not there", prefix.display())))
 }
 
 /// The state at one prefix.

@@ -15,7 +15,6 @@ use super::{
     Refusal, Root, TakeoverOrder,
     dump::ID_KEY,
     files::{Owner, write_atomic},
-    lock::{HostLock, WAIT},
     remove::Brokers,
     state, statedir, users,
 };
@@ -32,10 +31,7 @@ const TAR_END: usize = 1024;
 /// # Errors
 /// Where the lead's broker runs here, the dump is none or of another instance, or something can't be written.
 pub fn takeover(root: &Root, brokers: &dyn Brokers, order: &TakeoverOrder) -> Result<(), Refusal> {
-    if state::load(root, &order.prefix)?.is_none() {
-        return Err(Refusal::transient(format!("{} is not claimed: state.json is not there", order.prefix.display())));
-    }
-    let _lock = HostLock::take(root, &order.prefix, WAIT)?;
+    let _claimed = state::lock_claimed(root, &order.prefix)?;
     let prefix = root.path(&order.prefix);
     if let Some(dump) = &order.dump {
         let running = brokers.observe(Some(&order.prefix)).running;

@@ -1,8 +1,8 @@
 //! The roster: who holds which rank. One function, [`decide`], from what was observed to the next roster.
 //!
-//! Invariants, whatever is observed: no rank has two members and no member two ranks; a member's rank changes only where its
-//! broker is out of the overlay and its parent's rank can't come back; resources never shrink; the lead never changes once
-//! the instance was online, unless an administrator says so ([`takeover`]).
+//! Invariants within an epoch, whatever is observed: no rank has two members and no member two ranks; a member's rank changes
+//! only where its broker is out of the overlay and its parent's rank can't come back; resources never shrink under a job;
+//! the lead never changes once the instance was online, unless an administrator says so ([`takeover`]).
 
 mod drain;
 pub(super) mod epoch;

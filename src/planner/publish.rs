@@ -33,7 +33,7 @@ pub async fn read_roster(client: &Client) -> Result<Option<(Roster, Document)>, 
     Ok(Some((roster, document)))
 }
 
-/// Writes the roster by compare-and-swap, then `broker.toml`, which is rendered from it.
+/// Writes the roster by compare-and-swap.
 ///
 /// # Errors
 /// The API server's; code 409 where another planner was faster.

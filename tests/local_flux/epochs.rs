@@ -47,15 +47,24 @@ fn what_is_read_at_start_waits_for_the_running_jobs_and_keeps_the_pending_ones()
 fn a_word_is_enough_to_restart_whatever_runs() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let before = cluster.brokers();
-    cluster.job(&["-N2", "-n2"]);
+    let job = cluster.exec("node1", &["flux", "submit", "-N2", "-n2", "sleep", "inf"]);
+    let pending = cluster.exec("node1", &["flux", "submit", "-N2", "--urgency=hold", "true"]);
     let word = json!({"metadata": {"annotations": {"distribute.flux-framework.org/restart": "now"}}});
     patch(&cluster, word.clone());
     epoch(&cluster, 2);
     let after = cluster.brokers();
     assert!(after.iter().all(|(node, now)| now.pid != before[node].pid), "{after:?}");
     assert_eq!(cluster.exec("node1", &["flux", "run", "-N2", "hostname"]).lines().count(), 2);
-    // The same word is heard once.
+    cluster.exec("node1", &["flux", "job", "wait-event", "-t", "60", &job, "exception"]);
+    cluster.exec("node1", &["flux", "job", "urgency", &pending, "default"]);
+    cluster.exec("node1", &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
+    // The same word is heard once: the planner has seen everything that came before this change.
     patch(&cluster, word);
+    patch(&cluster, json!({"spec": {"ranks": {"retain": "11m"}}}));
+    let generation = cluster.instance().metadata.generation;
+    cluster.until("the planner", || {
+        (cluster.instance().status.map(|status| status.observed_generation) == generation).then_some(())
+    });
     assert_eq!(cluster.brokers(), after);
 }
 

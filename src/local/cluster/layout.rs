@@ -112,6 +112,8 @@ pub(crate) struct Cluster {
     pub(crate) prefix: Option<String>,
     /// Each pod runs `image/agent` in place of our own executable.
     pub(crate) foreign_agent: bool,
+    /// So many seconds the nodes' clocks are off, some behind and some ahead.
+    pub(crate) clocks_off: i64,
     /// The machine's boot, and the sysctls as they were: an agent raises them for the machine as a whole.
     pub(crate) boot_id: String,
     pub(crate) sysctls: std::collections::BTreeMap<String, String>,

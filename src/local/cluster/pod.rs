@@ -19,6 +19,7 @@ use super::{
 };
 use crate::{
     api,
+    clock::OFF_VARIABLE,
     local::error::{Context, LocalError},
 };
 
@@ -109,7 +110,10 @@ fn start(cluster: &Cluster, pod: &Pod, log: File) -> Result<Child, LocalError> {
 }
 
 fn environment(cluster: &Cluster, pod: &Pod) -> Vec<(&'static str, String)> {
-    let address = node_number(&pod.node).map(|number| ("HOST_IP", cluster.address(number).to_string()));
+    let number = node_number(&pod.node);
+    let address = number.map(|number| ("HOST_IP", cluster.address(number).to_string()));
+    // Behind, right, ahead.
+    let clock = number.map(|number| (OFF_VARIABLE, ((i64::from(number) % 3 - 1) * cluster.clocks_off).to_string()));
     let mut environment = vec![
         ("NODE_NAME", pod.node.clone()),
         ("POD_NAME", pod.name.clone()),
@@ -121,6 +125,7 @@ fn environment(cluster: &Cluster, pod: &Pod) -> Vec<(&'static str, String)> {
         ("no_proxy", format!("{}/{}", cluster.network, Cluster::PREFIX)),
     ];
     environment.extend(address);
+    environment.extend(clock);
     // For https it is ALL_PROXY and not HTTPS_PROXY, which the Kubernetes client would take for itself and refuse.
     for name in ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"] {
         environment.push((name, cluster.proxy()));

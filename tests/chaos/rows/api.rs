@@ -28,7 +28,6 @@ pub fn rows() -> Vec<Row> {
         outage("watches closed", |scene| during(scene, "watches-end")),
         outage("stale lists", |scene| during(scene, "stale-lists")),
         outage("conflicting writes", |scene| during(scene, "conflicts")),
-        outage("all clocks an hour behind the API server's", |scene| during(scene, "clock-ahead")),
         killed("API server gone, a follower's broker killed", |scene| {
             let _gone = gone(scene);
             scene.dice.pause(Duration::from_secs(5));

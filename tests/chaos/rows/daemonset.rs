@@ -32,11 +32,15 @@ pub fn rows() -> Vec<Row> {
                     let nodes =
                         scene.cluster.wait(nodes.list(&ListParams::default())).map_err(|error| error.to_string())?;
                     let said = |node: &FluxNode| node.status.as_ref().and_then(|status| status.message.clone());
-                    let said: Vec<_> = nodes.iter().filter_map(said).collect();
-                    let instance =
-                        scene.cluster.instance().status.and_then(|status| status.message).unwrap_or_default();
-                    let is_said = said.iter().any(|said| said.contains("format 99")) && instance.contains("format 99");
-                    if is_said { Ok(()) } else { Err(format!("{said:?}, {instance}")) }
+                    let said: Vec<_> = nodes.iter().map(|node| said(node).unwrap_or_default()).collect();
+                    let conditions = scene.cluster.instance().status.unwrap_or_default().conditions;
+                    let is_newer = conditions.iter().any(|found| {
+                        found.type_ == "Degraded"
+                            && found.reason == "NewerRoster"
+                            && found.message.contains("format 99")
+                    });
+                    let is_said = is_newer && said.iter().all(|said| said.contains("format 99"));
+                    if is_said { Ok(()) } else { Err(format!("{said:?}, {conditions:?}")) }
                 });
                 sleep(Duration::from_secs(2));
                 assert_eq!(set_format(scene, ours), json!(99), "somebody has written a roster that he can't read");

@@ -49,7 +49,10 @@ pub fn rows() -> Vec<Row> {
         row("SIGSTOP of the planner", |scene| {
             let planner = scene.cluster.planner();
             let pid = scene.agents()[&planner].pid;
-            pause(scene, &[pid], 20)
+            let pause = scene.dice.time(Duration::from_secs(8), Duration::from_secs(20));
+            scene.stop_for(&[pid], pause);
+            assert_ne!(scene.cluster.planner(), planner, "nobody has taken over");
+            Hit::nobody()
         }),
         row("kill -9 of a host stage", |scene| {
             stage(scene).kill();

@@ -1,6 +1,7 @@
 //! The faults.
 
 mod api;
+mod clock;
 mod daemonset;
 mod disk;
 mod elastic;
@@ -61,6 +62,7 @@ pub fn all() -> Vec<Row> {
         node::rows(),
         disk::rows(),
         daemonset::rows(),
+        clock::rows(),
         elastic::rows(),
         uninstall::rows(),
     ];

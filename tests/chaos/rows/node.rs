@@ -2,7 +2,9 @@
 
 use std::{fs, thread::sleep, time::Duration};
 
-use super::{DEEP, Row, SELDOM, row};
+use flux_distribute::api::Member;
+
+use super::{DEEP, Row, SELDOM, objects::roster, row};
 use crate::scene::{Hit, Scene};
 
 pub fn rows() -> Vec<Row> {
@@ -21,11 +23,20 @@ pub fn rows() -> Vec<Row> {
         other("a node reinstalled under the same name", |scene| {
             let rank = scene.pick_rank(false);
             let name = scene.holder(rank);
+            let before = roster(scene).unwrap().ranks[&rank].member.clone().unwrap();
             scene.cluster.must(&["remove-node", &name]);
             scene.dice.pause(Duration::from_secs(5));
             scene.cluster.must(&["add-node"]);
-            assert!(scene.cluster.nodes().iter().any(|node| node.name == name));
-            Hit::brokers_of([name])
+            let hit = Hit::brokers_of([name.clone()]);
+            scene.until("another rank", Duration::from_secs(60), |scene| {
+                let ranks = roster(scene).ok_or("no roster")?.ranks;
+                // The old machine's is kept for it.
+                assert_eq!(ranks[&rank].member.as_ref().map(|member| &member.uid), Some(&before.uid));
+                let is_new = |member: &Member| member.node == name && member.uid != before.uid;
+                let found = ranks.values().filter_map(|entry| entry.member.as_ref()).filter(|member| is_new(member));
+                if found.count() == 1 { Ok(()) } else { Err(format!("{ranks:?}")) }
+            });
+            hit
         }),
         other("a node removed for ever", |scene| {
             let rank = scene.pick_rank(false);

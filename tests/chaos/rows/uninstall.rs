@@ -1,6 +1,6 @@
 //! The end of an instance, at moments at which it suits nobody, and a new one right after it.
 
-use std::{thread::sleep, time::Duration};
+use std::{fs, time::Duration};
 
 use flux_distribute::api::{ANNOTATION_RESTART, FluxInstance, FluxNode, INSTANCE};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
@@ -60,9 +60,14 @@ pub fn rows() -> Vec<Row> {
 /// Jobs do not hold it up. Returns who is there.
 fn cancelling(scene: &mut Scene) -> Vec<String> {
     patch(scene, &json!({ "spec": { "uninstall": { "runningJobs": "Cancel" } } }));
-    // Each host has to remember it.
-    sleep(Duration::from_secs(3));
-    scene.names()
+    let names = scene.names();
+    // An agent at its pod's end has no other word than what its host remembers.
+    scene.until("hosts that remember it", Duration::from_secs(30), |scene| {
+        let states = names.iter().map(|node| scene.cluster.root(node).join("opt/flux-distribute/state.json"));
+        let forgetful = states.into_iter().find(|state| !fs::read_to_string(state).is_ok_and(|s| s.contains("Cancel")));
+        forgetful.map_or(Ok(()), |state| Err(state.display().to_string()))
+    });
+    names
 }
 
 fn patch(scene: &Scene, patch: &Value) {
