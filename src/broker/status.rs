@@ -231,8 +231,9 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
         allocated: Option<ResourceSet>,
     }
     let ask = |topic| client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null);
-    let (online, resources, scheduler) =
-        futures::try_join!(online(client), ask("resource.status"), ask("resource.sched-status"))?;
+    let (online, resources) = futures::try_join!(online(client), ask("resource.status"))?;
+    // What runs is asked after what is drained: a job that was started in between is seen.
+    let scheduler = ask("resource.sched-status").await?;
     let resources: Resources = parse("resource.status", resources)?;
     let scheduler: Scheduler = parse("resource.sched-status", scheduler)?;
     let drained = resources.drain.into_iter().filter_map(|(ranks, why)| {

@@ -1,9 +1,13 @@
-//! Members that get no new jobs, and those that leave: drained, idle, stopped, and only then without rank.
+//! Members that get no new jobs: those that leave are drained, idle, stopped, and only then without rank; those that have
+//! less than they declare are drained, idle, and then declare what they have.
 
-use super::{Observed, holds, is_online};
+use super::{Observed, holds, is_online, resources};
 use crate::{
     api::{Draining, FluxNodeStatus, Rank, Roster},
-    plan::eligibility::{NodeView, selected},
+    plan::{
+        eligibility::{NodeView, selected},
+        resources::lack,
+    },
 };
 
 /// Says who is to be drained and why, takes it back where the reason is gone, and frees the ranks of those who have left.
@@ -40,7 +44,12 @@ fn reason(seen: &Observed, roster: &Roster, rank: Rank, is_too_many: bool) -> Op
     if rank != 0 && !selected(node, &seen.spec.nodes) {
         return Some(("its labels don't match spec.nodes.selector".to_owned(), true));
     }
-    going(node).map(|reason| (reason.to_owned(), false))
+    if let Some(reason) = going(node) {
+        return Some((reason.to_owned(), false));
+    }
+    let declared = roster.ranks.get(&rank)?.resources.as_ref()?;
+    let now = resources(seen, node, rank, Some(declared))?;
+    lack(declared, &now).map(|reason| (reason, false))
 }
 
 /// What an administrator or an autoscaler says of a node before it goes. Taints that kubelet's conditions set are no such word.
@@ -54,9 +63,20 @@ fn going(node: &NodeView) -> Option<&'static str> {
 
 /// A leaving member may be stopped: the lead has drained it and no job runs there, or its time is over.
 pub fn may_stop(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let lead = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report);
     let leaves = roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref()).is_some_and(|drain| drain.leave);
-    leaves && (is_overdue(seen, roster, rank) || lead.is_some_and(|lead| is_idle(lead, rank)))
+    leaves && (is_overdue(seen, roster, rank) || gets_no_jobs(seen, roster, rank))
+}
+
+/// No job runs on `rank`, by the lead's word, and none will: it is to be drained, and the lead has done so.
+pub(super) fn gets_no_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    let Some(entry) = roster.ranks.get(&rank).filter(|entry| entry.drain.is_some()) else { return false };
+    let lead = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report);
+    // Flux drains nobody whom it has excluded.
+    let is_excluded = |lead: &FluxNodeStatus| {
+        entry.resources.as_ref().is_some_and(|declared| declared.excluded)
+            && lead.applied_revision >= Some(entry.revision)
+    };
+    lead.is_some_and(|lead| is_idle(lead, rank, is_excluded(lead)))
 }
 
 /// Its time is over: jobs that still run there are lost.
@@ -69,9 +89,9 @@ pub fn is_overdue(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     timeout.is_some_and(|timeout| waited >= timeout.as_secs())
 }
 
-fn is_idle(lead: &FluxNodeStatus, rank: Rank) -> bool {
+fn is_idle(lead: &FluxNodeStatus, rank: Rank, is_excluded: bool) -> bool {
     let (Some(drained), Some(allocated)) = (&lead.drained, &lead.allocated) else { return false };
-    drained.contains(rank) && !allocated.contains(rank)
+    (is_excluded || drained.contains(rank)) && !allocated.contains(rank)
 }
 
 /// The agent of a member that was to stop its broker says that it has. That none runs is not enough: it may be between two
