@@ -259,12 +259,12 @@ pub async fn drain(client: &Client, ranks: &IdSet, reason: &str) -> Result<(), R
     client.rpc_within(LEAD_TIMEOUT, "resource.drain", LEAD, order).await.map(drop)
 }
 
-/// Gives jobs to `ranks` again.
+/// Gives jobs to `ranks` again, as many of them as are drained: Flux undrains those itself that it excludes.
 ///
 /// # Errors
 /// [`RpcError`]; a time-out where the lead is gone.
 pub async fn undrain(client: &Client, ranks: &IdSet) -> Result<(), RpcError> {
-    let order = json!({ "targets": ranks.to_string() });
+    let order = json!({ "targets": ranks.to_string(), "mode": "update" });
     client.rpc_within(LEAD_TIMEOUT, "resource.undrain", LEAD, order).await.map(drop)
 }
 
