@@ -34,10 +34,15 @@ fn is_ours(reason: &str) -> bool {
     reason.starts_with(PREFIX)
 }
 
-/// Drained by people. A broker that finds less than its rank declares drains itself (`rank 3 (node4) missing resources:
-/// core[2-7]`, flux-core's topo.c): where the planner knows of it too, it is ours to say and ours to take back.
+/// A broker that finds less than its rank declares drains itself (`rank 3 (node4) missing resources: core[2-7]`, flux-core's
+/// topo.c): where the planner knows of it too, it is ours to say and ours to take back.
+fn is_its_own(reason: &str) -> bool {
+    reason.starts_with("rank ") && reason.contains(" missing resources: ")
+}
+
+/// Drained by people.
 fn is_theirs(reason: &str) -> bool {
-    !is_ours(reason) && !(reason.starts_with("rank ") && reason.contains(" missing resources: "))
+    !is_ours(reason) && !is_its_own(reason)
 }
 
 fn ranks(drained: &[Drained], by: fn(&str) -> bool) -> IdSet {

@@ -60,7 +60,7 @@ pub struct FluxInstanceSpec {
     /// Ranks without a member.
     #[serde(default)]
     pub spares: Spares,
-    /// What of its members Flux may use, and what it calls them by.
+    /// What of its members Flux may use, and what it calls them by. Cores that kubelet reserves are left out always.
     #[serde(default)]
     pub resources: InstanceResources,
     /// How ranks are kept for members that are away.

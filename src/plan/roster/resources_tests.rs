@@ -7,6 +7,8 @@ use super::{
 use crate::{api::IdSet, plan::eligibility::Cpu};
 
 type Change = fn(&mut World);
+/// Cores, GPUs, excluded.
+type Shown = (&'static str, u32, bool);
 
 /// Two nodes, each with 8 cores and 2 GPUs, and what the lead says of its broker.
 fn world() -> World {
@@ -44,7 +46,7 @@ fn declared(world: &World, rank: Rank) -> (String, u32, bool) {
 
 #[test]
 fn a_node_that_has_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
-    let table: [(Change, Rank, &str, (&str, u32, bool)); 8] = [
+    let table: [(Change, Rank, &str, Shown); 8] = [
         (|w| has(w, "node2", 6, 2), 1, "it has 6 cores, 8 are declared", ("0-5", 2, false)),
         (|w| has(w, "node1", 6, 4), 0, "it has 6 cores, 8 are declared", ("0-5", 4, false)),
         (|w| has(w, "node2", 8, 0), 1, "it has 0 GPUs for Flux, 2 are declared", ("0-7", 0, false)),
