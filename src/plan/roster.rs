@@ -198,7 +198,7 @@ fn keep_members(seen: &Observed, roster: &mut Roster) {
     let established = roster.established;
     let running: Vec<Rank> = roster.ranks.keys().copied().filter(|rank| holds(seen, roster, *rank).is_some()).collect();
     // Of a broker that is on its way up it is not known with what it compares what it finds.
-    let is_idle = |rank: &Rank| drain::gets_no_jobs(seen, roster, *rank) && is_online(seen, roster, *rank);
+    let is_idle = |rank: &Rank| drain::has_no_jobs_for_sure(seen, roster, *rank) && is_online(seen, roster, *rank);
     let idle: Vec<Rank> = roster.ranks.keys().copied().filter(is_idle).collect();
     for (rank, entry) in &mut roster.ranks {
         let Some(member) = &mut entry.member else { continue };

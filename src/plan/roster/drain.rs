@@ -10,6 +10,10 @@ use crate::{
     },
 };
 
+/// What the lead says of its drained ranks can be so old: its agent asks the broker every 2 s. A node that is uncordoned and
+/// at once drained again for another reason may have got a job in between.
+const REPORT_SECS: i64 = 5;
+
 /// Says who is to be drained and why, takes it back where the reason is gone, and frees the ranks of those who have left.
 pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
     let size = seen.spec.size.map_or(usize::MAX, |size| size as usize);
@@ -87,6 +91,12 @@ pub fn is_overdue(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let timeout = seen.spec.drain.timeout.as_deref().and_then(crate::api::parse_duration);
     let waited = u64::try_from(seen.now - drain.since).unwrap_or(0);
     timeout.is_some_and(|timeout| waited >= timeout.as_secs())
+}
+
+/// As [`gets_no_jobs`], and not by a word of the lead that is about an earlier drain.
+pub(super) fn has_no_jobs_for_sure(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    let drain = roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref());
+    drain.is_some_and(|drain| seen.now - drain.since > REPORT_SECS) && gets_no_jobs(seen, roster, rank)
 }
 
 fn is_idle(lead: &FluxNodeStatus, rank: Rank, is_excluded: bool) -> bool {
