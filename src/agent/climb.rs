@@ -3,7 +3,7 @@
 use std::{io::ErrorKind, time::Instant};
 
 use futures::FutureExt;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tracing::{debug, info, warn};
 
 use super::{
@@ -84,8 +84,12 @@ impl Agent {
             }
             Step::Drain(change) => {
                 info!(?change, "draining");
-                let client = live::connect().await?;
-                Ok(drain::apply(&client, change).await?)
+                let mut live = self.live.clone();
+                live.mark_unchanged();
+                drain::apply(&live::connect().await?, change).await?;
+                // Ordered again before the broker is asked anew, each time would be one more event in Flux's log for ever.
+                let _ = timeout(2 * live::ASK_EVERY, live.changed()).await;
+                Ok(())
             }
             Step::Close(closing) => {
                 let roster = self.published.roster()?;

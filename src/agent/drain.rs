@@ -23,19 +23,36 @@ pub struct Change {
     pub undrain: IdSet,
 }
 
-/// The ranks that are drained for a reason of ours.
-pub fn ours(drained: &[Drained]) -> IdSet {
-    let ours = drained.iter().filter(|drained| drained.reason.starts_with(PREFIX));
-    ours.flat_map(|drained| drained.ranks.0.iter().copied()).collect()
+/// Ranks that are drained for a reason of ours, and those that somebody else has drained before we could.
+pub fn in_effect(wanted: &BTreeMap<String, IdSet>, drained: &[Drained]) -> IdSet {
+    let is_wanted = |rank: &u32| wanted.values().any(|ranks| ranks.contains(*rank));
+    let theirs = ranks(drained, is_theirs).0.into_iter().filter(is_wanted);
+    ranks(drained, is_ours).0.into_iter().chain(theirs).collect()
+}
+
+fn is_ours(reason: &str) -> bool {
+    reason.starts_with(PREFIX)
+}
+
+/// A broker that finds less than its rank declares drains itself (`rank 3 (node4) missing resources: core[2-7]`, flux-core's
+/// topo.c): where the planner knows of it too, it is ours to say and ours to take back.
+fn is_its_own(reason: &str) -> bool {
+    reason.starts_with("rank ") && reason.contains(" missing resources: ")
+}
+
+/// Drained by people.
+fn is_theirs(reason: &str) -> bool {
+    !is_ours(reason) && !is_its_own(reason)
+}
+
+fn ranks(drained: &[Drained], by: fn(&str) -> bool) -> IdSet {
+    let drained = drained.iter().filter(|drained| by(&drained.reason));
+    drained.flat_map(|drained| drained.ranks.0.iter().copied()).collect()
 }
 
 /// What is to change; None where all is as it is wanted.
 pub fn change(wanted: &BTreeMap<String, IdSet>, drained: &[Drained]) -> Option<Change> {
-    let theirs: IdSet = drained
-        .iter()
-        .filter(|drained| !drained.reason.starts_with(PREFIX))
-        .flat_map(|drained| drained.ranks.0.iter().copied())
-        .collect();
+    let theirs = ranks(drained, is_theirs);
     let has = |rank: &u32, reason: &str| {
         drained.iter().any(|drained| drained.ranks.contains(*rank) && drained.reason == reason)
     };
@@ -49,7 +66,7 @@ pub fn change(wanted: &BTreeMap<String, IdSet>, drained: &[Drained]) -> Option<C
         }
     }
     let is_wanted = |rank: &u32| wanted.values().any(|ranks| ranks.contains(*rank));
-    change.undrain = ours(drained).0.into_iter().filter(|rank| !is_wanted(rank)).collect();
+    change.undrain = ranks(drained, is_ours).0.into_iter().filter(|rank| !is_wanted(rank)).collect();
     (change != Change::default()).then_some(change)
 }
 
@@ -71,6 +88,9 @@ pub async fn apply(client: &Client, change: &Change) -> Result<(), RpcError> {
 mod tests {
     use super::*;
 
+    /// As flux-core says it.
+    const VERIFIED: &str = "rank 1 (node2) missing resources: core1";
+
     #[test]
     fn only_what_we_have_drained_is_undrained() {
         let set = |text: &str| text.parse::<IdSet>().unwrap();
@@ -91,6 +111,8 @@ mod tests {
                 &[("flux-distribute: cordoned", "2")],
                 "",
             ),
+            (&[], &[("1", VERIFIED)], &[], ""),
+            (&[("it has 1 cores", "1")], &[("1", VERIFIED)], &[("flux-distribute: it has 1 cores", "1")], ""),
             (
                 &[("size is 1", "1")],
                 &[("1-2", "flux-distribute: cordoned")],
@@ -101,6 +123,10 @@ mod tests {
             let expected = Change { drain: wanted(drain), undrain: set(undrain) };
             let expected = (expected != Change::default()).then_some(expected);
             assert_eq!(change(&wanted(want), &drained(there)), expected, "{want:?} {there:?}");
+        }
+        let there = drained(&[("1", "flux-distribute: cordoned"), ("2-3", "bad disk"), ("4", VERIFIED)]);
+        for (want, expected) in [(&[][..], "1"), (&[("cordoned", "2,4-5")], "1-2")] {
+            assert_eq!(in_effect(&wanted(want), &there), set(expected), "{want:?}");
         }
     }
 }

@@ -27,7 +27,7 @@ use crate::{
 /// How often a socket that isn't there yet is looked for.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// The overlay's health changes without an event on this socket; and a state that was missed is found again.
-const ASK_EVERY: Duration = Duration::from_secs(2);
+pub(super) const ASK_EVERY: Duration = Duration::from_secs(2);
 /// The lead is asked by each broker, so seldom.
 const ASK_LEAD_EVERY: Duration = Duration::from_secs(30);
 

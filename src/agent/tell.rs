@@ -1,5 +1,7 @@
 //! What the node's status page says: pure.
 
+use std::collections::BTreeMap;
+
 use super::{
     act::launch_order,
     decide::{Assignment, Seen, Step, agreed, leads},
@@ -64,6 +66,8 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
     let is_lead = broker.is_some_and(|broker| broker.record.rank == 0);
     let instance = known.live.instance.as_ref().filter(|_| is_lead);
     let newest = || seen.host.environments.last().cloned();
+    let no_drains = BTreeMap::new();
+    let wanted_drains = seen.spec.map_or(&no_drains, |spec| &spec.drain);
     FluxNodeStatus {
         phase,
         message,
@@ -81,7 +85,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
             digest: broker.record.digest.clone(),
         }),
         allocated: instance.map(|instance| instance.allocated.ranks.clone()),
-        drained: instance.map(|instance| drain::ours(&instance.drained)),
+        drained: instance.map(|instance| drain::in_effect(wanted_drains, &instance.drained)),
         closed: closed(seen),
         applied_revision: is_lead.then(|| Applied::of(seen.host)).flatten(),
         offline: if is_lead { offline(seen, known.live) } else { Vec::new() },

@@ -1,35 +1,35 @@
-//! Sets of ranks as Flux writes them (RFC 22): `0-3,7`.
+//! Sets of ids as Flux writes them (RFC 22), of ranks or of cores: `0-3,7`.
 
 use std::{collections::BTreeSet, fmt, str::FromStr};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
-/// More ids than any instance has ranks: a longer range is a mistake, or meant to fill our memory.
+/// More ids than any instance has ranks, or any node cores: a longer range is a mistake, or meant to fill our memory.
 const MAX_ID: u32 = 1 << 20;
 
-/// A set of ranks.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// A set of ranks, or of other ids.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct IdSet(pub BTreeSet<u32>);
 
-/// What is not a set of ranks.
+/// What is not a set of ids.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a set of ranks such as 0-3,7")]
+#[error("{0:?} is not a set such as 0-3,7")]
 pub struct NotAnIdSet(String);
 
 impl IdSet {
-    /// How many ranks.
+    /// How many.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// No rank at all.
+    /// None at all.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether `rank` is in it.
-    pub fn contains(&self, rank: u32) -> bool {
-        self.0.contains(&rank)
+    /// Whether `id` is in it.
+    pub fn contains(&self, id: u32) -> bool {
+        self.0.contains(&id)
     }
 }
 

@@ -60,6 +60,9 @@ pub struct FluxInstanceSpec {
     /// Ranks without a member.
     #[serde(default)]
     pub spares: Spares,
+    /// What of its members Flux may use, and what it calls them by. Cores that kubelet reserves are left out always.
+    #[serde(default)]
+    pub resources: InstanceResources,
     /// How ranks are kept for members that are away.
     #[serde(default)]
     pub ranks: Ranks,
@@ -126,6 +129,54 @@ pub struct Spares {
     /// waiting for a node. Default: the commonest member's resources.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shape: Option<Resources>,
+}
+
+/// What of its members Flux may use, and what it calls them by. Cores that kubelet reserves for itself and the system
+/// (`status.capacity.cpu` of the Node without `status.allocatable.cpu`) are never declared: whole physical cores, the
+/// first ones, rounded down, because many a cloud reserves some 60m that must not cost a core. One core stays always.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct InstanceResources {
+    /// Keys of Node labels that become properties of the members that carry them, such as `topology.kubernetes.io/zone`:
+    /// `KEY=VALUE`, and `KEY` where the value is empty. `flux run --requires=topology.kubernetes.io/zone=eu-1a` asks for one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub properties: Vec<String>,
+    /// Which GPUs are declared. Default: Auto.
+    #[serde(default)]
+    pub gpus: Gpus,
+    /// What no job ever gets.
+    #[serde(default)]
+    pub exclude: Exclude,
+}
+
+/// Which GPUs of a host are declared.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+pub enum Gpus {
+    /// All, but none where a device plugin gives them to pods (the Node names `nvidia.com/gpu`, `nvidia.com/mig-…` or
+    /// `amd.com/gpu` among its resources), unless the node is dedicated: it has a taint that `spec.nodes.tolerations` names,
+    /// not counting those of conditions (`node.kubernetes.io/…`) and of the GPUs themselves, which pods with GPUs tolerate.
+    #[default]
+    Auto,
+    /// All that the host has.
+    All,
+    /// None.
+    None,
+}
+
+/// What no job ever gets. Jobs that run on it are waited for, and nothing new is started there.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Exclude {
+    /// Cores of every member, as hwloc's logical ids (RFC 22), such as `0-1`. A member that has no others is excluded as a
+    /// whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cores: Option<String>,
+    /// The lead as a whole. Nobody is excluded where it would leave no rank to run jobs on.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub lead: bool,
+    /// Nodes as a whole, by name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nodes: Vec<String>,
 }
 
 /// How ranks are kept.

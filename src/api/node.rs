@@ -239,7 +239,8 @@ pub struct FluxNodeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub allocated: Option<IdSet>,
-    /// Lead only: ranks that its broker gives no jobs to because of [`FluxNodeSpec::drain`] (RFC 22).
+    /// Lead only: ranks of [`FluxNodeSpec::drain`] that its broker gives no jobs to (RFC 22), and those that are still drained
+    /// for a reason of ours.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub drained: Option<IdSet>,

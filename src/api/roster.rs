@@ -1,8 +1,11 @@
-use std::{collections::BTreeMap, net::IpAddr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
 
 use serde::{Deserialize, Serialize};
 
-use super::Resources;
+use super::{Declared, Resources};
 
 /// The format this version reads and writes; an agent that is older than the roster does nothing and says so.
 pub const ROSTER_FORMAT: u32 = 1;
@@ -114,10 +117,13 @@ pub struct RosterEntry {
     /// Who holds the rank.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub member: Option<Member>,
-    /// What the rank declares; sticky: missing facts never shrink it, and it outlives its member. None: nobody has told
-    /// yet, and the rank declares a spare's shape.
+    /// What the rank declares; sticky: missing facts never shrink it, it becomes less only while no job can hold any of it,
+    /// and it outlives its member. None: nobody has told yet, and the rank declares a spare's shape.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub resources: Option<Resources>,
+    pub resources: Option<Declared>,
+    /// Properties of the member (RFC 20): the chosen labels of its Node, and its architecture among others.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub properties: BTreeSet<String>,
     /// The member gets no new jobs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drain: Option<Draining>,

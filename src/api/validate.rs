@@ -3,7 +3,7 @@ use std::time::Duration;
 use kube::CustomResourceExt;
 use serde_json::Value;
 
-use super::{FluxInstance, FluxInstanceSpec, PEER_PORT, Packages};
+use super::{FluxInstance, FluxInstanceSpec, IdSet, InstanceResources, PEER_PORT, Packages};
 use crate::{
     error_chain,
     packages::check_lock,
@@ -68,6 +68,7 @@ pub fn validate(spec: &FluxInstanceSpec) -> Result<(), SpecError> {
     if spec.spares.shape.is_some_and(|shape| shape.cores == 0) {
         return wrong("spares.shape.cores", "is 0: Flux wants at least one core of every rank".into());
     }
+    validate_resources(&spec.resources)?;
     for (field, text) in [
         ("broker.checkpointPeriod", &spec.broker.checkpoint_period),
         ("ranks.retain", &spec.ranks.retain),
@@ -133,6 +134,40 @@ fn unknown_field(value: &Value, schema: &Value) -> Option<String> {
         Value::Array(items) => items.iter().find_map(|item| unknown_field(item, &schema["items"])),
         _ => None,
     }
+}
+
+fn validate_resources(resources: &InstanceResources) -> Result<(), SpecError> {
+    let wrong = |field, reason: String| Err(SpecError { field, reason });
+    if let Some(key) = resources.properties.iter().find(|key| !is_label_key(key)) {
+        let reason = format!("{key:?} is no label's key such as topology.kubernetes.io/zone");
+        return wrong("resources.properties", reason);
+    }
+    if let Some(Err(error)) = resources.exclude.cores.as_deref().map(str::parse::<IdSet>) {
+        return wrong("resources.exclude.cores", error.to_string());
+    }
+    if let Some(name) = resources.exclude.nodes.iter().find(|name| !is_dns_name(name)) {
+        return wrong("resources.exclude.nodes", format!("{name:?} is no node's name"));
+    }
+    Ok(())
+}
+
+/// As Kubernetes takes them: nothing in it could be an operator of Flux's `--requires` (RFC 20, RFC 31).
+fn is_label_key(key: &str) -> bool {
+    let (prefix, name) = key.split_once('/').map_or((None, key), |(prefix, name)| (Some(prefix), name));
+    let is_edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+    let is_name = name.len() <= 63
+        && is_edge(name.chars().next())
+        && is_edge(name.chars().last())
+        && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+    is_name && prefix.is_none_or(is_dns_name)
+}
+
+fn is_dns_name(name: &str) -> bool {
+    let is_edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_lowercase() || c.is_ascii_digit());
+    name.len() <= 253
+        && is_edge(name.chars().next())
+        && is_edge(name.chars().last())
+        && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.".contains(c))
 }
 
 fn validate_packages(packages: &Packages) -> Result<(), SpecError> {
@@ -223,6 +258,8 @@ mod tests {
             "{packages: {channels: ['file:///srv/channel'], specs: ['flux-core 0.88.*']}}",
             "{broker: {runAs: '54321', config: '[exec]'}, ranks: {retain: 1.5h}}",
             "{prefix: /data/flux, state: {dumpEvery: 1h}}",
+            "{resources: {properties: [topology.kubernetes.io/zone, pool, a_b], gpus: None}}",
+            "{resources: {gpus: All, exclude: {cores: '0-1,8', lead: true, nodes: [node1.example.org]}}}",
             "{packages: {refresh: 2026-11-20, mirror: 'file:///srv/mirror', keep: 1}}",
         ] {
             assert_eq!(check(yaml), Ok(()), "{yaml}");
@@ -269,6 +306,12 @@ mod tests {
             ("{prefix: /opt}", "prefix"),
             ("{prefix: /opt/../etc}", "prefix"),
             ("{spares: {shape: {cores: 0}}}", "spares.shape.cores"),
+            ("{resources: {properties: ['pool=hpc']}}", "resources.properties"),
+            ("{resources: {properties: ['a|b']}}", "resources.properties"),
+            ("{resources: {properties: ['']}}", "resources.properties"),
+            ("{resources: {properties: ['/zone']}}", "resources.properties"),
+            ("{resources: {exclude: {cores: first}}}", "resources.exclude.cores"),
+            ("{resources: {exclude: {nodes: [Node1]}}}", "resources.exclude.nodes"),
             ("{packages: {channels: [conda-forge]}}", "packages.channels"),
             ("{packages: {specs: ['']}}", "packages.specs"),
             ("{packages: {platforms: [osx-64]}}", "packages.platforms"),

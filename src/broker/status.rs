@@ -231,8 +231,9 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
         allocated: Option<ResourceSet>,
     }
     let ask = |topic| client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null);
-    let (online, resources, scheduler) =
-        futures::try_join!(online(client), ask("resource.status"), ask("resource.sched-status"))?;
+    let (online, resources) = futures::try_join!(online(client), ask("resource.status"))?;
+    // What runs is asked after what is drained: a job that was started in between is seen.
+    let scheduler = ask("resource.sched-status").await?;
     let resources: Resources = parse("resource.status", resources)?;
     let scheduler: Scheduler = parse("resource.sched-status", scheduler)?;
     let drained = resources.drain.into_iter().filter_map(|(ranks, why)| {
@@ -258,12 +259,12 @@ pub async fn drain(client: &Client, ranks: &IdSet, reason: &str) -> Result<(), R
     client.rpc_within(LEAD_TIMEOUT, "resource.drain", LEAD, order).await.map(drop)
 }
 
-/// Gives jobs to `ranks` again.
+/// Gives jobs to `ranks` again, as many of them as are drained: Flux undrains those itself that it excludes.
 ///
 /// # Errors
 /// [`RpcError`]; a time-out where the lead is gone.
 pub async fn undrain(client: &Client, ranks: &IdSet) -> Result<(), RpcError> {
-    let order = json!({ "targets": ranks.to_string() });
+    let order = json!({ "targets": ranks.to_string(), "mode": "update" });
     client.rpc_within(LEAD_TIMEOUT, "resource.undrain", LEAD, order).await.map(drop)
 }
 

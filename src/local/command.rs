@@ -5,6 +5,7 @@ use super::{
     cluster::{
         control::{Client, Request, tell_failure},
         daemon, down, exec, init,
+        kind::Kind,
         layout::Layout,
         node, pod, status,
         up::{self, Up, say},
@@ -36,6 +37,9 @@ pub enum LocalCommand {
         /// How many
         #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10_000))]
         count: u32,
+        /// In what they differ from the machine
+        #[command(flatten)]
+        kind: Kind,
     },
     /// Take a node out, as a machine that fails for good
     RemoveNode {
@@ -60,6 +64,9 @@ pub enum LocalCommand {
         node: String,
         /// What to do
         action: NodeAction,
+        /// It boots as another kind
+        #[command(flatten)]
+        kind: Kind,
     },
     /// Give the embedded API server a fault, or none
     #[command(hide = true)]
@@ -134,8 +141,8 @@ impl LocalCommand {
             Self::Up(up) => up::run(&layout, *up).await?,
             Self::Exec { node, command } => return exec::run(&layout, &node, command).await,
             Self::Status { output } => status::run(&layout, output == Output::Json).await?,
-            Self::AddNode { count } => {
-                for node in Client::connect(&layout).await?.ask(Request::Add { count }).await? {
+            Self::AddNode { count, kind } => {
+                for node in Client::connect(&layout).await?.ask(Request::Add { count, kind }).await? {
                     say(&format!("{} is up at {}", node.name, node.address))?;
                 }
             }
@@ -146,10 +153,14 @@ impl LocalCommand {
             Self::Agent { node, action: AgentAction::Kill } => {
                 ask(&layout, &node, |node| Request::KillAgent { node }).await?
             }
-            Self::Node { node, action: NodeAction::PowerOff } => {
+            Self::Node { node, action: NodeAction::PowerOff, .. } => {
                 ask(&layout, &node, |node| Request::PowerOff { node }).await?
             }
-            Self::Node { node, action: NodeAction::PowerOn } => {
+            Self::Node { node, action: NodeAction::PowerOn, kind } => {
+                if kind != Kind::default() {
+                    let node = exec::known(&layout, &node).await?.name;
+                    kind.save(&layout.node_kind(&node))?;
+                }
                 ask(&layout, &node, |node| Request::PowerOn { node }).await?
             }
             Self::Api { fault } => Client::connect(&layout).await?.ask(Request::Api { fault }).await.map(drop)?,

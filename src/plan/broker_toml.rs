@@ -1,9 +1,12 @@
 //! `broker.toml`, rendered from the roster alone: the same for all nodes of an epoch but for the certificate's path.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
 
 use super::{hostlist, topology::Topology};
-use crate::api::{Rank, Resources, Roster};
+use crate::api::{Declared, IdSet, Rank, Roster};
 
 /// Tables that are ours: `kvs`, whose checkpoint-period is in the spec, and `access`, because guests stay out.
 pub const OWN_TABLES: [&str; 5] = ["bootstrap", "tbon", "resource", "kvs", "access"];
@@ -76,6 +79,10 @@ pub fn render(roster: &Roster) -> Result<String, String> {
     verify.insert("gpu".into(), "ignore".into());
     resource.insert("verify".into(), verify.into());
     resource.insert("config".into(), resource_config(roster).into());
+    let excluded = excluded(roster);
+    if !excluded.is_empty() {
+        resource.insert("exclude".into(), excluded.to_string().into());
+    }
 
     let text = toml::to_string(&file).map_err(|error| format!("broker.toml: {error}"))?;
     let Roster { instance_id, epoch, revision, .. } = roster;
@@ -118,15 +125,26 @@ pub fn spare_name(rank: Rank) -> String {
 
 /// What a rank without facts declares: what the spec says, else the commonest resources among the members (the larger of
 /// two equally common ones, so that the answer is the same everywhere), else one core.
-pub fn spare_shape(roster: &Roster) -> Resources {
-    roster.settings.spare_shape.unwrap_or_else(|| {
-        let mut counts: BTreeMap<Resources, usize> = BTreeMap::new();
-        for resources in roster.ranks.values().filter_map(|entry| entry.resources) {
-            *counts.entry(resources).or_default() += 1;
-        }
-        let commonest = counts.into_iter().max_by_key(|(resources, count)| (*count, *resources));
-        commonest.map_or(Resources { cores: 1, gpus: 0 }, |(resources, _)| resources)
-    })
+pub fn spare_shape(roster: &Roster) -> Declared {
+    if let Some(shape) = roster.settings.spare_shape {
+        return shape.into();
+    }
+    let mut counts: BTreeMap<Declared, usize> = BTreeMap::new();
+    for declared in roster.ranks.values().filter_map(|entry| entry.resources.clone()) {
+        *counts.entry(Declared { excluded: false, ..declared }).or_default() += 1;
+    }
+    let commonest = counts.into_iter().max_by_key(|(declared, count)| (*count, declared.clone()));
+    commonest.map_or(Declared { cores: 1, ..Declared::default() }, |(declared, _)| declared)
+}
+
+/// Ranks whose members get no jobs at all. None where it would be all ranks: Fluxion ends the broker if there is nothing for
+/// it to schedule (0.54: its resource module stops, and flux-core takes that for a crash).
+fn excluded(roster: &Roster) -> IdSet {
+    let is_excluded = |declared: &Declared| declared.excluded;
+    let members = roster.ranks.iter().filter(|(_, entry)| entry.member.is_some());
+    let excluded: IdSet =
+        members.filter(|(_, entry)| entry.resources.as_ref().is_some_and(is_excluded)).map(|(rank, _)| *rank).collect();
+    if excluded.len() == roster.settings.max_size as usize { IdSet::default() } else { excluded }
 }
 
 fn table<'a>(file: &'a mut toml::Table, name: &str) -> Result<&'a mut toml::Table, String> {
@@ -163,43 +181,46 @@ fn endpoint(address: IpAddr, port: u16) -> String {
     }
 }
 
-/// One `[[resource.config]]` per kind of node. A member under a spare's name gets its node's name as a property, so that
+/// One `[[resource.config]]` per kind of node. A member under a spare's name gets its node's name as a property too, so that
 /// `--requires=NODE` works; others don't, because each property makes a line of its own in `flux resource list`.
 fn resource_config(roster: &Roster) -> Vec<toml::Value> {
     let shape = spare_shape(roster);
-    let mut kinds: BTreeMap<(Resources, Option<&str>), Vec<Rank>> = BTreeMap::new();
+    let mut kinds: BTreeMap<(IdSet, u32, BTreeSet<&str>), Vec<Rank>> = BTreeMap::new();
     for rank in 0..roster.settings.max_size {
         let entry = roster.ranks.get(&rank);
-        let resources = entry.and_then(|entry| entry.resources).unwrap_or(shape);
-        let member = entry.and_then(|entry| entry.member.as_ref().filter(|member| member.node != entry.broker_name));
-        kinds.entry((resources, member.map(|member| member.node.as_str()))).or_default().push(rank);
+        let declared = entry.and_then(|entry| entry.resources.as_ref()).unwrap_or(&shape);
+        let mut properties = BTreeSet::new();
+        if let Some((entry, member)) = entry.and_then(|entry| Some((entry, entry.member.as_ref()?))) {
+            properties.extend(entry.properties.iter().map(String::as_str));
+            properties.extend((member.node != entry.broker_name).then_some(member.node.as_str()));
+        }
+        kinds.entry((declared.core_ids(), declared.gpus, properties)).or_default().push(rank);
     }
     let mut kinds: Vec<_> = kinds.into_iter().collect();
     kinds.sort_by_key(|(_, ranks)| ranks.first().copied());
-    let config = kinds.into_iter().map(|((resources, property), ranks)| {
+    let config = kinds.into_iter().map(|((cores, gpus, properties), ranks)| {
         let names = ranks.into_iter().map(|rank| broker_name(roster, rank));
         let mut kind = toml::Table::new();
         kind.insert("hosts".into(), hostlist::encode(names).into());
-        kind.insert("cores".into(), ids(resources.cores.max(1)).into());
-        if resources.gpus > 0 {
-            kind.insert("gpus".into(), ids(resources.gpus).into());
+        kind.insert("cores".into(), cores.to_string().into());
+        if gpus > 0 {
+            kind.insert("gpus".into(), (0..gpus).collect::<IdSet>().to_string().into());
         }
-        if let Some(property) = property {
-            kind.insert("properties".into(), vec![toml::Value::from(property)].into());
+        if !properties.is_empty() {
+            kind.insert("properties".into(), properties.into_iter().collect::<Vec<_>>().into());
         }
         toml::Value::from(kind)
     });
     config.collect()
 }
 
-fn ids(count: u32) -> String {
-    if count == 1 { "0".to_owned() } else { format!("0-{}", count - 1) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::roster::tests::{member, roster};
+    use crate::{
+        api::Resources,
+        plan::roster::tests::{member, roster},
+    };
 
     #[test]
     fn a_flat_instance_needs_one_address() {
@@ -264,14 +285,34 @@ topo = "kary:256"
             broker_name: spare_name(2),
             reserved_for: None,
             member: Some(member("a.example", 9)),
-            resources: Some(Resources { cores: 8, gpus: 2 }),
+            resources: Some(Resources { cores: 8, gpus: 2 }.into()),
+            properties: ["zone=eu-1a".to_owned()].into(),
             drain: None,
             revision: 2,
         };
         roster.ranks.insert(2, entry);
         let text = render(&roster).unwrap();
-        let kind = "cores = \"0-7\"\ngpus = \"0-1\"\nhosts = \"flux-spare-2\"\nproperties = [\"a.example\"]";
+        let kind =
+            "cores = \"0-7\"\ngpus = \"0-1\"\nhosts = \"flux-spare-2\"\nproperties = [\"a.example\", \"zone=eu-1a\"]";
         assert!(text.contains(kind), "{text}");
+        roster.ranks.get_mut(&2).unwrap().member = None;
+        assert!(!render(&roster).unwrap().contains("properties"));
+    }
+
+    #[test]
+    fn what_is_left_out_is_not_declared_and_who_is_excluded_is_named() {
+        let mut roster = roster(3, &[("node1", 4), ("node2", 4), ("node3", 4)]);
+        assert!(!render(&roster).unwrap().contains("exclude"));
+        let declared = |roster: &mut Roster, rank, left_out: &str, excluded| {
+            let resources = roster.ranks.get_mut(&rank).unwrap().resources.as_mut().unwrap();
+            (resources.left_out, resources.excluded) = (left_out.parse().unwrap(), excluded);
+        };
+        declared(&mut roster, 0, "0-1", true);
+        declared(&mut roster, 1, "", true);
+        let text = render(&roster).unwrap();
+        assert!(text.contains("exclude = \"0-1\"") && text.contains("cores = \"2-3\"\nhosts = \"node1\""), "{text}");
+        declared(&mut roster, 2, "", true);
+        assert!(!render(&roster).unwrap().contains("exclude"), "somebody must run the jobs");
     }
 
     #[test]

@@ -31,7 +31,7 @@ impl std::fmt::Display for Effect {
 }
 
 /// The longest prefix of a field's path decides.
-const EFFECTS: [(&str, Effect); 16] = [
+const EFFECTS: [(&str, Effect); 17] = [
     ("packages", Effect::NextEpoch),
     ("packages.keep", Effect::Live),
     ("packages.mirror", Effect::Live),
@@ -42,6 +42,7 @@ const EFFECTS: [(&str, Effect); 16] = [
     ("topology", Effect::NextEpoch),
     ("broker", Effect::NextEpoch),
     ("spares", Effect::NextEpoch),
+    ("resources", Effect::Live),
     ("ranks", Effect::Live),
     ("drain", Effect::Live),
     ("upgrade", Effect::Live),
@@ -119,6 +120,10 @@ mod tests {
             (json!({"broker": {"cpuWeight": 5}}), "broker.cpuWeight", Effect::NextEpoch),
             (json!({"broker": {"checkpointPeriod": "5m"}}), "broker.checkpointPeriod", Effect::NextEpoch),
             (json!({"spares": {"shape": {"cores": 3}}}), "spares.shape", Effect::NextEpoch),
+            (json!({"resources": {"properties": ["pool"]}}), "resources.properties", Effect::Live),
+            (json!({"resources": {"gpus": "All"}}), "resources.gpus", Effect::Live),
+            (json!({"resources": {"exclude": {"cores": "0"}}}), "resources.exclude.cores", Effect::Live),
+            (json!({"resources": {"exclude": {"lead": true}}}), "resources.exclude.lead", Effect::Live),
             (json!({"ranks": {"retain": "1h"}}), "ranks.retain", Effect::Live),
             (json!({"drain": {"timeout": "1h"}}), "drain.timeout", Effect::Live),
             (json!({"upgrade": {"deadline": "1h"}}), "upgrade.deadline", Effect::Live),

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, net::IpAddr};
 
 use k8s_openapi::{
     api::core::v1::{Node, Taint, Toleration},
-    apimachinery::pkg::apis::meta::v1::LabelSelector,
+    apimachinery::pkg::{api::resource::Quantity, apis::meta::v1::LabelSelector},
 };
 
 use crate::api::Nodes;
@@ -35,6 +35,21 @@ pub struct NodeView {
     pub taints: Vec<Taint>,
     /// The first numeric InternalIP.
     pub address: Option<IpAddr>,
+    /// status.nodeInfo.architecture, or label kubernetes.io/arch, such as `amd64`; empty where neither is told.
+    pub architecture: String,
+    /// Hardware threads of status.capacity and of status.allocatable, in thousandths.
+    pub cpu: Option<Cpu>,
+    /// A device plugin gives the node's GPUs to pods.
+    pub advertises_gpus: bool,
+}
+
+/// The Node's hardware threads, in thousandths.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Cpu {
+    /// status.capacity.cpu
+    pub capacity: u64,
+    /// status.allocatable.cpu
+    pub allocatable: u64,
 }
 
 impl From<&Node> for NodeView {
@@ -62,8 +77,41 @@ impl From<&Node> for NodeView {
             address: status.and_then(|s| s.addresses.as_ref()).and_then(|addresses| {
                 addresses.iter().filter(|a| a.type_ == "InternalIP").find_map(|a| a.address.parse().ok())
             }),
+            architecture: status
+                .and_then(|s| s.node_info.as_ref())
+                .map(|info| info.architecture.clone())
+                .filter(|architecture| !architecture.is_empty())
+                .or_else(|| node.metadata.labels.as_ref()?.get("kubernetes.io/arch").cloned())
+                .unwrap_or_default(),
+            cpu: status.and_then(|s| {
+                let cpu = |list: &Option<Quantities>| milli(&list.as_ref()?.get("cpu")?.0);
+                Some(Cpu { capacity: cpu(&s.capacity)?, allocatable: cpu(&s.allocatable)? })
+            }),
+            // Named with 0 it counts too: so it stands while the plugin's pod is restarted.
+            advertises_gpus: status.is_some_and(|s| {
+                let names = [&s.capacity, &s.allocatable].into_iter().flatten().flat_map(Quantities::keys);
+                names.into_iter().any(|name| is_gpu(name))
+            }),
         }
     }
+}
+
+type Quantities = BTreeMap<String, Quantity>;
+
+/// A resource that a GPU's device plugin advertises.
+fn is_gpu(name: &str) -> bool {
+    matches!(name, "nvidia.com/gpu" | "amd.com/gpu") || name.starts_with("nvidia.com/mig-")
+}
+
+/// Thousandths of a quantity of CPUs as Kubernetes writes it: `4`, `3920m`, `0.5`.
+fn milli(quantity: &str) -> Option<u64> {
+    let (number, factor) = match quantity.strip_suffix('m') {
+        Some(number) => (number, 1.0),
+        None => (quantity, 1000.0),
+    };
+    let milli = number.parse::<f64>().ok()? * factor;
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a number of CPUs, checked")]
+    (0.0..1e9).contains(&milli).then(|| milli.round() as u64)
 }
 
 /// Why a node gets no rank.
@@ -106,17 +154,31 @@ pub fn eligible(node: &NodeView, spec: &Nodes) -> Result<(), Ineligible> {
     if node.cordoned {
         return Err(Ineligible::Cordoned);
     }
-    let keeps_out = |taint: &&Taint| {
-        matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute")
-            && !spec.tolerations.iter().any(|toleration| tolerates(toleration, taint))
-    };
-    if let Some(taint) = node.taints.iter().find(keeps_out) {
+    if let Some(taint) = node.taints.iter().find(|taint| keeps_pods_off(taint) && !is_tolerated(taint, spec)) {
         return Err(Ineligible::Tainted(format!("{}:{}", taint.key, taint.effect)));
     }
     if node.address.is_none() {
         return Err(Ineligible::NoAddress);
     }
     Ok(())
+}
+
+fn keeps_pods_off(taint: &Taint) -> bool {
+    matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute")
+}
+
+fn is_tolerated(taint: &Taint, spec: &Nodes) -> bool {
+    spec.tolerations.iter().any(|toleration| tolerates(toleration, taint))
+}
+
+/// A taint that the spec names keeps pods off the node. Those of conditions come and go, and those that name a GPU let the
+/// very pods in that ask for one (admission plugin ExtendedResourceToleration).
+pub fn is_dedicated(node: &NodeView, spec: &Nodes) -> bool {
+    let is_condition = |taint: &Taint| {
+        taint.key.starts_with("node.kubernetes.io/") || taint.key.starts_with("node.cloudprovider.kubernetes.io/")
+    };
+    let dedicates = |taint: &&Taint| keeps_pods_off(taint) && !is_condition(taint) && !is_gpu(&taint.key);
+    node.taints.iter().filter(dedicates).any(|taint| is_tolerated(taint, spec))
 }
 
 /// The node's labels fit the spec's selector. A member that no longer fits is released, by drain.

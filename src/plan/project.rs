@@ -105,11 +105,12 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
     spec
 }
 
-/// Who gets no new jobs: Flux keeps one reason for each rank.
+/// Who gets no new jobs: Flux keeps one reason for each rank, and none for those that it excludes.
 fn drains(roster: &Roster) -> BTreeMap<String, IdSet> {
     let mut drains = BTreeMap::<String, IdSet>::new();
     for (rank, entry) in &roster.ranks {
-        if let (Some(drain), Some(_)) = (&entry.drain, &entry.member) {
+        let is_excluded = entry.resources.as_ref().is_some_and(|declared| declared.excluded);
+        if let (Some(drain), Some(_), false) = (&entry.drain, &entry.member, is_excluded) {
             drains.entry(drain.reason.clone()).or_default().0.insert(*rank);
         }
     }

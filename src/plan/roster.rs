@@ -10,21 +10,28 @@ pub(super) mod epoch;
 mod epoch_tests;
 mod first;
 mod join;
+mod properties;
+#[cfg(test)]
+mod resources_tests;
 pub mod takeover;
 #[cfg(test)]
 mod takeover_tests;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use super::{
     eligibility::{NodeView, eligible},
+    resources::declared,
     topology::Topology,
 };
 use crate::api::{
-    Adopted, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, Member, NodePhase, ROSTER_FORMAT, Rank, Resources,
-    Roster, RosterEntry,
+    Adopted, Declared, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, Member, NodePhase, ROSTER_FORMAT, Rank,
+    Resources, Roster, RosterEntry,
 };
 
 /// A planner that has lost the roster waits so long for the agents of all Ready nodes before it believes that nothing runs.
@@ -165,6 +172,7 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
     drain::drain(seen, &mut next);
     join::relocate_stranded(seen, &mut next);
     join::join(seen, &mut next);
+    properties::tell(seen, &mut next);
     if next == *roster {
         return Decision::Keep;
     }
@@ -173,6 +181,7 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
         let before = roster.ranks.get(rank);
         let same = before.is_some_and(|before| {
             before.resources == entry.resources
+                && before.properties == entry.properties
                 && before.member.as_ref().map(|m| (&m.uid, m.address))
                     == entry.member.as_ref().map(|m| (&m.uid, m.address))
         });
@@ -183,11 +192,14 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
     Decision::Write(Box::new(next))
 }
 
-/// What changes for those who hold a rank: facts that have grown, a Node that is gone, one that is back.
+/// What changes for those who hold a rank: what they have to declare, a Node that is gone, one that is back.
 fn keep_members(seen: &Observed, roster: &mut Roster) {
     let retain = retain_secs(seen.spec);
     let established = roster.established;
     let running: Vec<Rank> = roster.ranks.keys().copied().filter(|rank| holds(seen, roster, *rank).is_some()).collect();
+    // Of a broker that is on its way up it is not known with what it compares what it finds.
+    let is_idle = |rank: &Rank| drain::has_no_jobs_for_sure(seen, roster, *rank) && is_online(seen, roster, *rank);
+    let idle: Vec<Rank> = roster.ranks.keys().copied().filter(is_idle).collect();
     for (rank, entry) in &mut roster.ranks {
         let Some(member) = &mut entry.member else { continue };
         // The lead's queue is on the host of that name and nowhere else; a host that hasn't got it is refused there.
@@ -210,10 +222,12 @@ fn keep_members(seen: &Observed, roster: &mut Roster) {
         if let Some(address) = node.address {
             member.address = address;
         }
-        if let Some(found) = facts(seen, node) {
-            let known = entry.resources.unwrap_or_default();
-            let grown = Resources { cores: found.cores.max(known.cores), gpus: found.gpus.max(known.gpus) };
-            entry.resources = Some(grown);
+        if let Some(now) = resources(seen, node, *rank, entry.resources.as_ref()) {
+            // A scheduler that is loaded again kills the jobs that hold what is no longer declared.
+            let takes_nothing = entry.resources.as_ref().is_none_or(|before| now.covers(before));
+            if takes_nothing || idle.contains(rank) {
+                entry.resources = Some(now);
+            }
         }
     }
 }
@@ -238,6 +252,13 @@ fn facts(seen: &Observed, node: &NodeView) -> Option<Resources> {
     seen.reports.get(&node.name).and_then(|report| report.facts.as_ref()).map(|facts| facts.resources)
 }
 
+/// What `rank` is to declare while `node` is its member; `before`: what it declares. None: not known now, and what was known
+/// stands.
+fn resources(seen: &Observed, node: &NodeView, rank: Rank, before: Option<&Declared>) -> Option<Declared> {
+    let found = facts(seen, node)?;
+    (before.is_none() || node.cpu.is_some()).then(|| declared(seen.spec, node, found, rank == 0))
+}
+
 /// `node` as a member; none where nobody could reach it.
 fn member(node: &NodeView) -> Option<Member> {
     let address = node.address?;
@@ -247,9 +268,18 @@ fn member(node: &NodeView) -> Option<Member> {
 fn entry(
     seen: &Observed,
     node: &NodeView,
+    rank: Rank,
     broker_name: String,
     reserved_for: Option<String>,
     revision: u64,
 ) -> RosterEntry {
-    RosterEntry { broker_name, reserved_for, member: member(node), resources: facts(seen, node), drain: None, revision }
+    RosterEntry {
+        broker_name,
+        reserved_for,
+        member: member(node),
+        resources: resources(seen, node, rank, None),
+        properties: BTreeSet::new(),
+        drain: None,
+        revision,
+    }
 }

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, time::Instant};
 
 use flux_distribute::api::{
-    CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxInstance, FluxNode, INSTANCE, Rank, Resources, Roster, SECRET_CURVE,
+    CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, Declared, FluxInstance, FluxNode, INSTANCE, Rank, Roster, SECRET_CURVE,
 };
 use k8s_openapi::api::core::v1::{ConfigMap, Node, Secret};
 use kube::{
@@ -120,9 +120,9 @@ fn roster(cluster: &Cluster) -> Option<Roster> {
 }
 
 /// What makes a rank what it is: name, Node UID, resources.
-fn given(roster: &Roster) -> BTreeMap<Rank, (String, Option<String>, Option<Resources>)> {
+fn given(roster: &Roster) -> BTreeMap<Rank, (String, Option<String>, Option<Declared>)> {
     let of = |entry: &flux_distribute::api::RosterEntry| {
-        (entry.broker_name.clone(), entry.member.as_ref().map(|member| member.uid.clone()), entry.resources)
+        (entry.broker_name.clone(), entry.member.as_ref().map(|member| member.uid.clone()), entry.resources.clone())
     };
     roster.ranks.iter().map(|(rank, entry)| (*rank, of(entry))).collect()
 }

@@ -11,6 +11,7 @@ mod epochs;
 mod harness;
 mod instance;
 mod keep;
+mod kinds;
 mod loss;
 mod peers;
 mod removal;

@@ -11,7 +11,7 @@ use tokio::{
     time::timeout,
 };
 
-use super::layout::Layout;
+use super::{kind::Kind, layout::Layout};
 use crate::{
     error_chain,
     local::{
@@ -62,7 +62,7 @@ pub(crate) enum Request {
     /// Nothing but the answer.
     Status,
     /// New nodes, under the lowest free numbers. The answer holds the new ones only.
-    Add { count: u32 },
+    Add { count: u32, kind: Kind },
     /// One node: powered off and gone, as a machine that is taken out.
     Remove { node: String },
     /// SIGTERM to the agent, then a new pod: what a rollout does.

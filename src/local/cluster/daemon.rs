@@ -22,6 +22,7 @@ use super::{
     api::ApiServer,
     cgroup,
     control::{Answer, NodeView, Request, tell},
+    kind::Kind,
     kubelet::{Action, Kubelet, Order, Views},
     layout::{Cluster, Layout, node_name, node_number},
     objects, proxy, root,
@@ -122,7 +123,9 @@ impl Daemon {
     async fn carry_out(&self, request: Request) -> Answer {
         let (node, action) = match request {
             Request::Status => return Ok(self.all()),
-            Request::Add { count } => return self.add(count).await.map_err(|error| error_chain(&error)),
+            Request::Add { count, kind } => {
+                return self.add(count, &kind).await.map_err(|error| error_chain(&error));
+            }
             Request::Remove { node } => (node, Action::Remove),
             Request::RestartAgent { node } => (node, Action::RestartAgent),
             Request::KillAgent { node } => (node, Action::KillAgent),
@@ -154,7 +157,7 @@ impl Daemon {
         self.kubelets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn add(&self, count: u32) -> Result<Vec<NodeView>, LocalError> {
+    async fn add(&self, count: u32, kind: &Kind) -> Result<Vec<NodeView>, LocalError> {
         let mut receivers = Vec::new();
         {
             let mut kubelets = self.kubelets();
@@ -169,8 +172,10 @@ impl Daemon {
         }
         let numbers: Vec<u32> = receivers.iter().map(|(number, _)| *number).collect();
         for number in &numbers {
+            let name = node_name(*number);
+            kind.save(&self.layout.node_kind(&name))?;
             // In the nodes' order, and so the ranks' too: they boot side by side.
-            objects::register(&self.client, &node_name(*number)).await?;
+            objects::register(&self.client, &name, kind).await?;
         }
         let hosts = self.hosts();
         let (all_up, others) = watch::channel(false);

@@ -148,7 +148,7 @@ impl Kubelet {
     async fn be_up(&self, reply: Reply, orders: &mut mpsc::Receiver<Order>) -> Off {
         let booted = async {
             let machine = self.boot().await?;
-            objects::register(&self.client, &self.name).await?;
+            objects::register(&self.client, &self.name, &self.layout.kind(&self.name)?).await?;
             self.report(true).await?;
             Ok::<_, LocalError>(machine)
         };
@@ -302,7 +302,8 @@ impl Kubelet {
     }
 
     async fn report(&self, ready: bool) -> Result<(), LocalError> {
-        objects::report(&self.client, &self.cluster, self.number, &self.name, ready).await
+        let kind = self.layout.kind(&self.name)?;
+        objects::report(&self.client, &self.cluster, self.number, &self.name, &kind, ready).await
     }
 
     /// The node's Node object and files, as if the machine had been carried away.

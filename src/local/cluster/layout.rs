@@ -9,6 +9,7 @@ use std::{
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use super::kind::Kind;
 use crate::local::error::{Context, LocalError};
 
 /// Overrides [`DEFAULT_DIRECTORY`], so that several local clusters can be up on one machine.
@@ -77,11 +78,22 @@ impl Layout {
     pub(crate) fn node_root(&self, name: &str) -> PathBuf {
         self.node(name).join("root")
     }
+    pub(crate) fn node_kind(&self, name: &str) -> PathBuf {
+        self.node(name).join("kind.json")
+    }
     pub(crate) fn node_log(&self, name: &str) -> PathBuf {
         self.node(name).join("node.log")
     }
     pub(crate) fn agent_log(&self, name: &str) -> PathBuf {
         self.node(name).join("agent.log")
+    }
+
+    /// In what a node differs from the machine.
+    ///
+    /// # Errors
+    /// The record is damaged.
+    pub(crate) fn kind(&self, name: &str) -> Result<Kind, LocalError> {
+        Ok(read_json(&self.node_kind(name))?.unwrap_or_default())
     }
 
     /// The cluster's record.

@@ -13,6 +13,7 @@ pub(crate) mod daemon;
 pub(crate) mod down;
 pub(crate) mod exec;
 pub(crate) mod init;
+pub(crate) mod kind;
 pub(crate) mod kubelet;
 pub(crate) mod layout;
 pub(crate) mod mounts;

@@ -20,7 +20,10 @@ use kube::{
 };
 use serde_json::json;
 
-use super::layout::{Cluster, Layout};
+use super::{
+    kind::Kind,
+    layout::{Cluster, Layout},
+};
 use crate::{
     api,
     local::error::{Context, LocalError},
@@ -76,15 +79,12 @@ fn daemon_set() -> DaemonSet {
 }
 
 /// Makes the Node object, or takes the one that is there: a node keeps it, and its uid, while it is off.
-pub(crate) async fn register(client: &Client, name: &str) -> Result<(), LocalError> {
+pub(crate) async fn register(client: &Client, name: &str, kind: &Kind) -> Result<(), LocalError> {
     let labels =
-        [("kubernetes.io/hostname", name), ("kubernetes.io/os", "linux"), ("kubernetes.io/arch", architecture())];
+        [("kubernetes.io/hostname", name), ("kubernetes.io/os", "linux"), ("kubernetes.io/arch", architecture(kind))];
+    let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into_iter().chain(kind.labels.clone());
     let node = Node {
-        metadata: ObjectMeta {
-            name: Some(name.to_owned()),
-            labels: Some(labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into()),
-            ..ObjectMeta::default()
-        },
+        metadata: ObjectMeta { name: Some(name.to_owned()), labels: Some(labels.collect()), ..ObjectMeta::default() },
         ..Node::default()
     };
     create(&Api::all(client.clone()), &node).await
@@ -96,12 +96,13 @@ pub(crate) async fn report(
     cluster: &Cluster,
     number: u32,
     name: &str,
+    kind: &Kind,
     ready: bool,
 ) -> Result<(), LocalError> {
     let now = Time(Timestamp::now());
     let address = |kind: &str, address: String| NodeAddress { type_: kind.to_owned(), address };
     let capacity: std::collections::BTreeMap<String, Quantity> = [
-        ("cpu".to_owned(), Quantity(std::thread::available_parallelism().map_or(1, usize::from).to_string())),
+        ("cpu".to_owned(), Quantity(kind.cores.unwrap_or_else(machine_cpus).to_string())),
         ("memory".to_owned(), Quantity(format!("{}Ki", memory_kib()))),
         ("pods".to_owned(), Quantity("110".to_owned())),
     ]
@@ -122,7 +123,7 @@ pub(crate) async fn report(
             last_transition_time: Some(now),
         }]),
         node_info: Some(NodeSystemInfo {
-            architecture: architecture().to_owned(),
+            architecture: architecture(kind).to_owned(),
             operating_system: "linux".to_owned(),
             kernel_version: read_line("/proc/sys/kernel/osrelease"),
             kubelet_version: concat!("v0.0.0-flux-distribute-local-", env!("CARGO_PKG_VERSION")).to_owned(),
@@ -172,12 +173,17 @@ where
     }
 }
 
-fn architecture() -> &'static str {
-    match std::env::consts::ARCH {
-        "x86_64" => "amd64",
-        "aarch64" => "arm64",
-        other => other,
+fn architecture(kind: &Kind) -> &str {
+    match (&kind.arch, std::env::consts::ARCH) {
+        (Some(given), _) => given,
+        (None, "x86_64") => "amd64",
+        (None, "aarch64") => "arm64",
+        (None, other) => other,
     }
+}
+
+fn machine_cpus() -> u32 {
+    std::thread::available_parallelism().map_or(1, |cpus| u32::try_from(cpus.get()).unwrap_or(u32::MAX))
 }
 
 fn memory_kib() -> u64 {

@@ -98,6 +98,7 @@ pub(crate) fn mount(
     }
     mounts::kernel("proc", &root.join("proc"), None)?;
     mounts::kernel("sysfs", &root.join("sys"), None)?;
+    layout.kind(name)?.mount(&root)?;
     mount_cgroups(&root, hierarchies)?;
     mounts::bind(Path::new("/dev"), &root.join("dev"))?;
     mounts::kernel("tmpfs", &root.join("dev/shm"), Some("mode=1777"))?;

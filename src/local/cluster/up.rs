@@ -26,6 +26,7 @@ use super::{
     api::{ASSETS_VARIABLE, certificate_file},
     control::{Client as Control, Request, listen},
     down,
+    kind::Kind,
     layout::{
         AGENT_VARIABLE, Cluster, DIRECTORY_VARIABLE, Layout, copy_executable, make_private_directory, write_private,
     },
@@ -216,7 +217,7 @@ async fn start(layout: &Layout, cluster: &Cluster, spec: &str, nodes: u32) -> Re
              -I FORWARD -i {bridge} -o {bridge} -j ACCEPT"
         ))?;
     }
-    for node in Control::connect(layout).await?.ask(Request::Add { count: nodes }).await? {
+    for node in Control::connect(layout).await?.ask(Request::Add { count: nodes, kind: Kind::default() }).await? {
         say(&format!("{} is up at {}", node.name, node.address))?;
     }
     Ok(())

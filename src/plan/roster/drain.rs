@@ -1,10 +1,18 @@
-//! Members that get no new jobs, and those that leave: drained, idle, stopped, and only then without rank.
+//! Members that get no new jobs: those that leave are drained, idle, stopped, and only then without rank; those that have
+//! less than they declare are drained, idle, and then declare what they have.
 
-use super::{Observed, holds, is_online};
+use super::{Observed, holds, is_online, resources};
 use crate::{
     api::{Draining, FluxNodeStatus, Rank, Roster},
-    plan::eligibility::{NodeView, selected},
+    plan::{
+        eligibility::{NodeView, selected},
+        resources::lack,
+    },
 };
+
+/// What the lead says of its drained ranks can be so old: its agent asks the broker every 2 s. A node that is uncordoned and
+/// at once drained again for another reason may have got a job in between.
+const REPORT_SECS: i64 = 5;
 
 /// Says who is to be drained and why, takes it back where the reason is gone, and frees the ranks of those who have left.
 pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
@@ -40,7 +48,12 @@ fn reason(seen: &Observed, roster: &Roster, rank: Rank, is_too_many: bool) -> Op
     if rank != 0 && !selected(node, &seen.spec.nodes) {
         return Some(("its labels don't match spec.nodes.selector".to_owned(), true));
     }
-    going(node).map(|reason| (reason.to_owned(), false))
+    if let Some(reason) = going(node) {
+        return Some((reason.to_owned(), false));
+    }
+    let declared = roster.ranks.get(&rank)?.resources.as_ref()?;
+    let now = resources(seen, node, rank, Some(declared))?;
+    lack(declared, &now).map(|reason| (reason, false))
 }
 
 /// What an administrator or an autoscaler says of a node before it goes. Taints that kubelet's conditions set are no such word.
@@ -54,9 +67,20 @@ fn going(node: &NodeView) -> Option<&'static str> {
 
 /// A leaving member may be stopped: the lead has drained it and no job runs there, or its time is over.
 pub fn may_stop(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let lead = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report);
     let leaves = roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref()).is_some_and(|drain| drain.leave);
-    leaves && (is_overdue(seen, roster, rank) || lead.is_some_and(|lead| is_idle(lead, rank)))
+    leaves && (is_overdue(seen, roster, rank) || gets_no_jobs(seen, roster, rank))
+}
+
+/// No job runs on `rank`, by the lead's word, and none will: it is to be drained, and the lead has done so.
+pub(super) fn gets_no_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    let Some(entry) = roster.ranks.get(&rank).filter(|entry| entry.drain.is_some()) else { return false };
+    let lead = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report);
+    // Flux drains nobody whom it has excluded.
+    let is_excluded = |lead: &FluxNodeStatus| {
+        entry.resources.as_ref().is_some_and(|declared| declared.excluded)
+            && lead.applied_revision >= Some(entry.revision)
+    };
+    lead.is_some_and(|lead| is_idle(lead, rank, is_excluded(lead)))
 }
 
 /// Its time is over: jobs that still run there are lost.
@@ -69,9 +93,15 @@ pub fn is_overdue(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     timeout.is_some_and(|timeout| waited >= timeout.as_secs())
 }
 
-fn is_idle(lead: &FluxNodeStatus, rank: Rank) -> bool {
+/// As [`gets_no_jobs`], and not by a word of the lead that is about an earlier drain.
+pub(super) fn has_no_jobs_for_sure(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    let drain = roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref());
+    drain.is_some_and(|drain| seen.now - drain.since > REPORT_SECS) && gets_no_jobs(seen, roster, rank)
+}
+
+fn is_idle(lead: &FluxNodeStatus, rank: Rank, is_excluded: bool) -> bool {
     let (Some(drained), Some(allocated)) = (&lead.drained, &lead.allocated) else { return false };
-    drained.contains(rank) && !allocated.contains(rank)
+    (is_excluded || drained.contains(rank)) && !allocated.contains(rank)
 }
 
 /// The agent of a member that was to stop its broker says that it has. That none runs is not enough: it may be between two

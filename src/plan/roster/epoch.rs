@@ -5,9 +5,9 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use super::{Observed, candidates, facts, first::is_broker_name, holds, is_online, member};
+use super::{Observed, candidates, facts, first::is_broker_name, holds, is_online, member, properties, resources};
 use crate::{
-    api::{Closing, EpochSettings, Member, OnFailure, Rank, Refused, Resources, Roster, RosterEntry},
+    api::{Closing, EpochSettings, Member, OnFailure, Rank, Refused, Roster, RosterEntry},
     plan::{
         broker_toml::spare_name,
         settings::{pending, settings, wanted},
@@ -163,27 +163,24 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     let is_replaced =
         |member: &Member| seen.nodes.iter().any(|node| node.name == member.node && node.uid != member.uid);
     for (rank, member, entry) in members.filter(|(_, member, _)| !is_replaced(member)).take(size as usize) {
-        let node = seen.nodes.iter().find(|node| node.uid == member.uid);
-        // Nothing runs now, so this is when resources may shrink.
-        let resources = node.and_then(|node| facts(seen, node)).or(entry.resources);
         match rank < settings.max_size {
-            true => drop(ranks.insert(rank, named(rank, member.clone(), resources, revision))),
-            false => homeless.push((member.clone(), resources)),
+            true => drop(ranks.insert(rank, named(seen, rank, member.clone(), Some(entry), revision))),
+            false => homeless.push((member.clone(), Some(entry))),
         }
     }
     for node in candidates(seen) {
         let known = roster.ranks.values().filter_map(|entry| entry.member.as_ref());
         let is_new = known.into_iter().all(|member| member.uid != node.uid) && facts(seen, node).is_some();
         if let (true, Some(member)) = (is_new, member(node)) {
-            homeless.push((member, facts(seen, node)));
+            homeless.push((member, None));
         }
     }
     let free: Vec<Rank> = (0..settings.max_size).filter(|rank| !ranks.contains_key(rank)).collect();
     let room = (size as usize).saturating_sub(ranks.len());
-    for (rank, (member, resources)) in free.into_iter().zip(homeless).take(room) {
-        ranks.insert(rank, named(rank, member, resources, revision));
+    for (rank, (member, before)) in free.into_iter().zip(homeless).take(room) {
+        ranks.insert(rank, named(seen, rank, member, before, revision));
     }
-    ranks.contains_key(&0).then(|| Roster {
+    let mut next = Roster {
         epoch: roster.epoch + 1,
         revision,
         previous: Some(roster.settings.clone()),
@@ -193,16 +190,24 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
         restart: seen.told.map(str::to_owned),
         ranks,
         ..roster.clone()
-    })
+    };
+    properties::tell(seen, &mut next);
+    next.ranks.contains_key(&0).then_some(next)
 }
 
-fn named(rank: Rank, member: Member, resources: Option<Resources>, revision: u64) -> RosterEntry {
+/// The entry of a member that had `before` in the epoch before, under its node's own name.
+fn named(seen: &Observed, rank: Rank, member: Member, before: Option<&RosterEntry>, revision: u64) -> RosterEntry {
     let real = is_broker_name(&member.node);
+    let known = before.and_then(|entry| entry.resources.as_ref());
+    let node = seen.nodes.iter().find(|node| node.uid == member.uid);
+    // Nothing runs now, so this is when resources may shrink.
+    let resources = node.and_then(|node| resources(seen, node, rank, known)).or(known.cloned());
     RosterEntry {
         broker_name: if real { member.node.clone() } else { spare_name(rank) },
         reserved_for: real.then(|| member.uid.clone()),
         member: Some(member),
         resources,
+        properties: before.map(|entry| entry.properties.clone()).unwrap_or_default(),
         drain: None,
         revision,
     }

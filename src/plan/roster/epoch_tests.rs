@@ -128,7 +128,7 @@ fn spares_take_their_nodes_names_and_the_dead_make_room_at_the_next_epoch() {
     let roster = world.roster.clone().unwrap();
     let members: Vec<_> = roster.ranks.iter().map(|(rank, entry)| (*rank, entry.broker_name.as_str())).collect();
     assert_eq!(members, [(0, "node1"), (2, "node3"), (3, "node4")]);
-    assert_eq!(roster.ranks[&2].resources.unwrap().cores, 1, "only now resources may shrink");
+    assert_eq!(roster.ranks[&2].resources.clone().unwrap().cores, 1, "only now resources may shrink");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, entry, facts, is_deep};
+use super::{Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, entry, facts, is_deep, properties};
 use crate::{
     api::{NodePhase, ROSTER_FORMAT, Roster},
     plan::{
@@ -87,8 +87,9 @@ fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Opt
         let real = is_broker_name(&node.name);
         let broker_name = if real { node.name.clone() } else { spare_name(rank) };
         let reserved_for = real.then(|| node.uid.clone());
-        roster.ranks.insert(rank, entry(seen, node, broker_name, reserved_for, 1));
+        roster.ranks.insert(rank, entry(seen, node, rank, broker_name, reserved_for, 1));
     }
+    properties::tell(seen, &mut roster);
     Decision::Write(Box::new(roster))
 }
 

@@ -27,9 +27,11 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
     for rank in stranded {
         let Some(free) = free_rank(seen, roster) else { return };
         let Some(old) = roster.ranks.get_mut(&rank) else { continue };
-        let (member, resources) = (old.member.take(), old.resources);
+        let (member, resources) = (old.member.take(), old.resources.clone());
+        let properties = std::mem::take(&mut old.properties);
         let broker_name = broker_name(roster, free);
-        let moved = RosterEntry { broker_name, reserved_for: None, member, resources, drain: None, revision: 0 };
+        let moved =
+            RosterEntry { broker_name, reserved_for: None, member, resources, properties, drain: None, revision: 0 };
         roster.ranks.insert(free, moved);
     }
 }
@@ -63,7 +65,7 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
         let Some(rank) = own.map(|(rank, _)| *rank).or_else(|| free_rank(seen, roster)) else { return };
         let broker_name = broker_name(roster, rank);
         let reserved_for = roster.ranks.get(&rank).and_then(|entry| entry.reserved_for.clone());
-        let joined = entry(seen, node, broker_name, reserved_for, 0);
+        let joined = entry(seen, node, rank, broker_name, reserved_for, 0);
         roster.ranks.insert(rank, joined);
     }
 }

@@ -4,6 +4,8 @@
 //! The word is left on the host of the node that shall lead, when all that it needs is there, and its agent reports it. It
 //! is about one epoch: the epoch that begins with it makes it a thing of the past, so it needs no taking back.
 
+use std::collections::BTreeSet;
+
 use super::{
     Observed, candidates,
     epoch::{closed_by, next_epoch},
@@ -134,8 +136,15 @@ fn led_by(roster: &Roster, node: &NodeView) -> Option<Roster> {
             let is_free = |rank: &Rank| roster.ranks.get(rank).is_none_or(|entry| entry.member.is_none());
             let rank = (1..roster.settings.max_size).find(is_free).unwrap_or(roster.settings.max_size);
             let (broker_name, revision) = (node.name.clone(), roster.revision);
-            let (member, resources) = (Some(member), None);
-            let entry = RosterEntry { broker_name, reserved_for: None, member, resources, drain: None, revision };
+            let entry = RosterEntry {
+                broker_name,
+                reserved_for: None,
+                member: Some(member),
+                resources: None,
+                properties: BTreeSet::new(),
+                drain: None,
+                revision,
+            };
             next.ranks.insert(rank, entry);
             rank
         }

@@ -1,0 +1,141 @@
+//! Nodes of different kinds: cores, GPUs, labels, architectures, and nodes that have less than before.
+
+use std::{collections::BTreeMap, fs};
+
+use flux_distribute::api::{FluxInstance, INSTANCE};
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api,
+    api::{Patch, PatchParams},
+};
+use serde_json::{Value, json};
+
+use crate::harness::Cluster;
+
+/// What `flux resource` says; nothing for the moment in which the lead takes in a change.
+fn resource(cluster: &Cluster, words: &[&str]) -> Option<String> {
+    let output = cluster.run(&[&["exec", "node1", "--", "flux", "resource"], words].concat());
+    output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
+}
+
+/// What Flux shows of each node that it would give to a job: cores, GPUs, and its properties but for its own name.
+fn shown(cluster: &Cluster) -> BTreeMap<String, (u32, u32, String)> {
+    let words = ["list", "-s", "free", "-no", "{ncores} {ngpus} {nodelist} {properties}"];
+    let list = resource(cluster, &words).unwrap_or_default();
+    let rows = list.lines().filter_map(|line| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        let [cores, gpus, name, ref properties @ ..] = words[..] else { return None };
+        let mut properties: Vec<_> = properties.iter().flat_map(|list| list.split(',')).collect();
+        properties.sort_unstable();
+        let own = properties.iter().position(|property| property.starts_with("node"));
+        let node = own.map_or(name, |at| properties.remove(at));
+        Some((node.to_owned(), (cores.parse().ok()?, gpus.parse().ok()?, properties.join(" "))))
+    });
+    rows.collect()
+}
+
+fn until_shown(cluster: &Cluster, node: &str, cores: u32, gpus: u32, properties: &str) {
+    let expected = (cores, gpus, properties.to_owned());
+    cluster.until(&format!("{node} as {expected:?}"), || {
+        let now = shown(cluster);
+        (now.get(node) == Some(&expected)).then_some(())
+    });
+}
+
+fn resources(cluster: &Cluster, resources: Value) {
+    let patch = Patch::Merge(json!({ "spec": { "resources": resources } }));
+    cluster.wait(cluster.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &patch)).unwrap();
+}
+
+/// State and reason of the nodes that get no jobs, as Flux says it.
+fn refused(cluster: &Cluster) -> Option<String> {
+    let words = ["status", "-s", "exclude,draining,drained", "-no", "{state} {nodelist} {reason}"];
+    let rows = resource(cluster, &words)?;
+    // A state in which nobody is has a row too.
+    Some(rows.lines().map(str::trim).filter(|row| row.contains(' ')).collect::<Vec<_>>().join("\n"))
+}
+
+fn until_refused(cluster: &Cluster, expected: &str) {
+    cluster.until(&format!("{expected:?}"), || (refused(cluster)? == expected).then_some(()));
+}
+
+#[test]
+fn each_of_four_kinds_of_nodes_shows_exactly_its_own() {
+    let directory = tempfile::tempdir().unwrap();
+    let instance = directory.path().join("instance.yaml");
+    let spec = json!({"apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxInstance",
+        "metadata": {"name": "flux"}, "spec": {"resources": {"properties": ["example.org/zone"]}}});
+    fs::write(&instance, spec.to_string()).unwrap();
+    let Some(cluster) = Cluster::up(1, &["--instance", instance.to_str().unwrap()]) else { return };
+    let (machine, ..) = shown(&cluster)["node1"];
+    cluster.must(&["add-node", "--cores", "1"]);
+    cluster.must(&["add-node", "--cores", "2", "--gpus", "2", "--label", "example.org/zone=a"]);
+    cluster.must(&["add-node", "--cores", "1", "--gpus", "1", "--label", "example.org/zone=b"]);
+    cluster.all_online(4);
+    for (node, cores, gpus, properties) in [
+        ("node1", machine, 0, ""),
+        ("node2", 1, 0, ""),
+        ("node3", 2, 2, "example.org/zone=a"),
+        ("node4", 1, 1, "example.org/zone=b"),
+    ] {
+        until_shown(&cluster, node, cores, gpus, properties);
+    }
+    let run = |shape: &str| cluster.exec("node1", &["flux", "run", "-n1", shape, "hostname"]);
+    assert_eq!(run("-g2"), "node3");
+    assert_eq!(run("--requires=example.org/zone=b"), "node4");
+
+    // What a label says changes beside a running job, and so does an architecture that is another one's.
+    let brokers = cluster.brokers();
+    let job = cluster.job(&["-n1", "--requires=example.org/zone=b"]);
+    cluster.must(&["add-node", "--cores", "1", "--arch", "arm64"]);
+    let label = Patch::Merge(json!({"metadata": {"labels": {"example.org/zone": "c"}}}));
+    cluster.wait(Api::<Node>::all(cluster.client()).patch("node2", &PatchParams::default(), &label)).unwrap();
+    cluster.all_online(5);
+    until_shown(&cluster, "node5", 1, 0, "arm64");
+    until_shown(&cluster, "node2", 1, 0, "amd64 example.org/zone=c");
+    assert_eq!(run("--requires=arm64"), "node5");
+    let now = cluster.brokers();
+    assert!(brokers.iter().all(|(node, broker)| now[node] == *broker), "{brokers:?} {now:?}");
+    job.finish();
+}
+
+#[test]
+fn a_node_with_less_than_before_is_drained_corrected_and_undrained() {
+    let Some(cluster) = Cluster::up(1, &[]) else { return };
+    cluster.must(&["add-node", "--cores", "2", "--gpus", "2"]);
+    cluster.all_online(2);
+    until_shown(&cluster, "node2", 2, 2, "");
+
+    cluster.must(&["node", "node2", "power-off"]);
+    cluster.must(&["node", "node2", "power-on", "--cores", "1", "--gpus", "1"]);
+    until_shown(&cluster, "node2", 1, 1, "");
+    until_refused(&cluster, "");
+    let log = cluster.exec("node1", &["flux", "kvs", "eventlog", "get", "resource.eventlog"]);
+    let reason = "flux-distribute: it has 1 GPUs for Flux, 2 are declared";
+    assert!(log.contains(reason), "{log}");
+    assert_eq!(cluster.exec("node1", &["flux", "run", "-n1", "-g1", "hostname"]), "node2");
+
+    cluster.must(&["node", "node2", "power-off"]);
+    cluster.must(&["node", "node2", "power-on", "--cores", "2", "--gpus", "3"]);
+    until_shown(&cluster, "node2", 2, 3, "");
+}
+
+#[test]
+fn the_lead_is_excluded_once_its_jobs_have_ended_and_taken_in_again() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let brokers = cluster.brokers();
+    let job = cluster.job(&["-n1", "--requires=rank:0"]);
+    resources(&cluster, json!({"exclude": {"lead": true}}));
+    let reason = "flux-distribute: spec.resources.exclude keeps it out of scheduling";
+    until_refused(&cluster, &format!("draining node1 {reason}"));
+    job.finish();
+    until_refused(&cluster, "exclude node1");
+    assert_eq!(cluster.exec("node1", &["flux", "run", "-n1", "hostname"]), "node2");
+
+    let beside = cluster.job(&["-n1"]);
+    resources(&cluster, Value::Null);
+    until_refused(&cluster, "");
+    assert_eq!(cluster.exec("node1", &["flux", "run", "-n1", "--requires=rank:0", "hostname"]), "node1");
+    beside.finish();
+    assert_eq!(cluster.brokers(), brokers);
+}
