@@ -55,7 +55,7 @@ fn agent() -> Container {
 /// Every call that the program makes: API group, resource, names it is made for (none: any, or one yet to be made), verbs.
 /// Cluster-wide ones first.
 const CLUSTER_CALLS: &[(&str, &str, &[&str], &[&str])] = &[
-    // The planner decides who is eligible.
+    // The planner decides who is eligible; an agent looks whether its own is the one that the planner speaks of.
     ("", "nodes", &[], &["list", "watch"]),
     // An agent learns of a teardown by its open watch, and asks once more at SIGTERM.
     ("", "namespaces", &[NAMESPACE], &["get", "list", "watch"]),

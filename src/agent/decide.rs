@@ -35,6 +35,8 @@ pub struct Seen<'a> {
     pub instance: Instance<'a>,
     /// Our Node's name.
     pub node: &'a str,
+    /// Our Node's uid; None: not known yet.
+    pub node_uid: Option<&'a str>,
     /// This agent has lived for some time and the API has not said a word yet.
     pub alone: bool,
     /// Our FluxNode's spec: the planner's words to us.
@@ -218,6 +220,14 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
         };
     }
     if seen.host.broker.is_none() {
+        // What the planner says by our name may be about the machine before us, which may even run, cut off. One that ran the
+        // broker of this rank is that machine, whatever uid its Node has now.
+        if seen.host.died.is_none() && seen.node_uid != Some(&assignment.node_uid) {
+            return Step::Wait(format!(
+                "rank {} is another machine's of this name: waiting for the planner",
+                assignment.rank
+            ));
+        }
         let digest = &roster.settings.digest;
         return if has(digest) { Step::Start(assignment) } else { install(seen, spec, digest) };
     }

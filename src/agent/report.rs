@@ -1,8 +1,9 @@
 //! The agent's words: its FluxNode's status, and Events on it.
 
+use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client, Resource,
-    api::{DeleteParams, Patch, PatchParams, PostParams},
+    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
 };
 use serde_json::json;
 
@@ -14,6 +15,7 @@ use crate::{
 /// Writes the status page of one node.
 pub struct Reporter {
     nodes: Api<FluxNode>,
+    client: Client,
     name: String,
     announcer: Announcer,
 }
@@ -26,7 +28,12 @@ impl Reporter {
 
     /// For node `name`, speaking as pod `pod`.
     pub fn new(client: Client, name: String, pod: &str) -> Self {
-        Self { nodes: Api::namespaced(client.clone(), NAMESPACE), name, announcer: Announcer::new(client, pod) }
+        Self {
+            nodes: Api::namespaced(client.clone(), NAMESPACE),
+            client: client.clone(),
+            name,
+            announcer: Announcer::new(client, pod),
+        }
     }
 
     /// Makes the FluxNode: the claim, before the first write on the host. One that is there already is fine.
@@ -40,6 +47,18 @@ impl Reporter {
             Err(error) if error.code() == Some(409) => Ok(()),
             other => other.map(drop),
         }
+    }
+
+    /// metadata.uid of the Node; None where it is gone. By a list of one: a role that lets agents get any Node by name would be
+    /// no narrower.
+    ///
+    /// # Errors
+    /// The API server's.
+    pub async fn node_uid(&self) -> Result<Option<String>, PlannerError> {
+        let nodes = Api::<Node>::all(self.client.clone());
+        let own = ListParams::default().fields(&format!("metadata.name={}", self.name));
+        let found = call(format!("list Node {}", self.name), nodes.list_metadata(&own)).await?;
+        Ok(found.items.into_iter().next().and_then(|node| node.metadata.uid))
     }
 
     /// Writes the status where it differs from what `node` has, and an Event where the phase changed.

@@ -123,6 +123,8 @@ pub(super) struct Agent {
     pub(super) spec: FluxInstanceSpec,
     /// metadata.generation of the FluxInstance: counts the changes of its spec.
     pub(super) generation: i64,
+    /// metadata.uid of our Node, read when the planner names another one.
+    pub(super) node_uid: Option<String>,
     pub(super) published: Published,
     /// Where the last installation was to fetch from.
     pub(super) told: Option<FetchFrom>,
@@ -161,6 +163,7 @@ impl Agent {
             preflight: None,
             spec: FluxInstanceSpec::default(),
             generation: 0,
+            node_uid: None,
             published: Published::default(),
             told: None,
             tries: Tries::default(),
@@ -278,6 +281,7 @@ impl Agent {
         Seen {
             instance,
             node: self.reporter.name(),
+            node_uid: self.node_uid.as_deref(),
             alone: self.began.elapsed() > ALONE,
             spec: world.node_spec(),
             roster: self.published.roster.as_ref(),
@@ -321,6 +325,12 @@ impl Agent {
         self.follow_log();
         if world.instance.here().is_some() && !world.is_over() {
             let spec = world.node_spec().cloned().unwrap_or_default();
+            if spec.node_uid.is_some() && spec.node_uid != self.node_uid {
+                match self.reporter.node_uid().await {
+                    Ok(uid) => self.node_uid = uid,
+                    Err(error) => debug!(error = error_chain(&error), "can't read our own Node"),
+                }
+            }
             if let Err(error) = self.published.refresh(&self.client, &spec, world.restart_pending(), &self.view).await {
                 // What runs goes on with what is known.
                 debug!(error = error_chain(&error), "can't read what the planner has published");

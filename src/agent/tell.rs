@@ -242,6 +242,7 @@ mod tests {
         let seen = Seen {
             instance: super::super::decide::Instance::Unknown,
             node: "n1",
+            node_uid: None,
             alone: false,
             spec: None,
             roster: None,

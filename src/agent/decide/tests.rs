@@ -18,6 +18,7 @@ struct World {
     leaving: Duration,
     holds: Vec<String>,
     alone: bool,
+    node_uid: Option<&'static str>,
 }
 
 fn preflight() -> Preflight {
@@ -81,6 +82,7 @@ impl World {
             unheard: Duration::ZERO,
             leaving: Duration::ZERO,
             alone: false,
+            node_uid: Some("uid-node2"),
             holds: Vec::new(),
         }
     }
@@ -94,6 +96,7 @@ impl World {
             },
             node: "node2",
             alone: self.alone,
+            node_uid: self.node_uid,
             spec: self.spec.as_ref(),
             roster: self.roster.as_ref(),
             published: self.published,
@@ -106,6 +109,22 @@ impl World {
             leaving: self.leaving,
             holds: &self.holds,
         })
+    }
+}
+
+#[test]
+fn what_is_said_of_another_machine_of_this_name_starts_nothing() {
+    for (uid, died, starts) in [
+        (Some("uid-node2"), None, true),
+        (Some("another"), None, false),
+        (None, None, false),
+        // It was registered again, and the planner has not seen it yet.
+        (Some("another"), Some("exit code 1"), true),
+    ] {
+        let mut world = World::new();
+        world.node_uid = uid;
+        world.host.died = died.map(str::to_owned);
+        assert_eq!(matches!(world.decide(), Step::Start(_)), starts, "{uid:?} {died:?}");
     }
 }
 
