@@ -31,7 +31,7 @@ impl std::fmt::Display for Effect {
 }
 
 /// The longest prefix of a field's path decides.
-const EFFECTS: [(&str, Effect); 16] = [
+const EFFECTS: [(&str, Effect); 17] = [
     ("packages", Effect::NextEpoch),
     ("packages.keep", Effect::Live),
     ("packages.mirror", Effect::Live),
@@ -44,6 +44,7 @@ const EFFECTS: [(&str, Effect); 16] = [
     ("spares", Effect::NextEpoch),
     ("ranks", Effect::Live),
     ("drain", Effect::Live),
+    ("autoscaling", Effect::Live),
     ("upgrade", Effect::Live),
     ("uninstall", Effect::Live),
     ("state", Effect::Live),
@@ -121,6 +122,7 @@ mod tests {
             (json!({"spares": {"shape": {"cores": 3}}}), "spares.shape", Effect::NextEpoch),
             (json!({"ranks": {"retain": "1h"}}), "ranks.retain", Effect::Live),
             (json!({"drain": {"timeout": "1h"}}), "drain.timeout", Effect::Live),
+            (json!({"autoscaling": {"protect": false}}), "autoscaling.protect", Effect::Live),
             (json!({"upgrade": {"deadline": "1h"}}), "upgrade.deadline", Effect::Live),
             (json!({"uninstall": {"keepState": true}}), "uninstall.keepState", Effect::Live),
             (json!({"nodes": {"selector": {"matchLabels": {"a": "b"}}}}), "nodes.selector", Effect::Live),

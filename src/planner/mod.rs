@@ -9,6 +9,7 @@ mod instance;
 mod lease;
 mod merge_patch;
 mod packages;
+mod protect;
 mod publish;
 mod reconcile;
 pub(crate) mod store;
