@@ -1,6 +1,8 @@
 //! Members that get no new jobs, and those that leave: drained, idle, stopped, and only then without rank.
 
-use super::{Observed, holds, is_online};
+use std::collections::HashMap;
+
+use super::{Observed, by_uid, holds, is_online};
 use crate::{
     api::{Draining, FluxNodeStatus, Rank, Roster},
     plan::eligibility::{NodeView, selected},
@@ -9,12 +11,13 @@ use crate::{
 /// Says who is to be drained and why, takes it back where the reason is gone, and frees the ranks of those who have left.
 pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
     let size = seen.spec.size.map_or(usize::MAX, |size| size as usize);
+    let nodes = by_uid(seen);
     let members: Vec<Rank> = roster.ranks.iter().filter(|(_, e)| e.member.is_some()).map(|(rank, _)| *rank).collect();
     for (place, rank) in members.into_iter().enumerate() {
-        let wanted = reason(seen, roster, rank, place >= size);
+        let wanted = reason(seen, &nodes, roster, rank, place >= size);
         let stopped = has_left(seen, roster, rank);
         let Some(entry) = roster.ranks.get_mut(&rank) else { continue };
-        if entry.member.as_ref().is_some_and(|member| !seen.nodes.iter().any(|node| node.uid == member.uid)) {
+        if entry.member.as_ref().is_some_and(|member| !nodes.contains_key(member.uid.as_str())) {
             // A Node that was deleted is no reason to give jobs to its broker again.
             continue;
         }
@@ -30,9 +33,15 @@ pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
 }
 
 /// Why rank `rank` is to be drained, and whether it is to leave.
-fn reason(seen: &Observed, roster: &Roster, rank: Rank, is_too_many: bool) -> Option<(String, bool)> {
+fn reason(
+    seen: &Observed,
+    nodes: &HashMap<&str, &NodeView>,
+    roster: &Roster,
+    rank: Rank,
+    is_too_many: bool,
+) -> Option<(String, bool)> {
     let member = roster.ranks.get(&rank)?.member.as_ref()?;
-    let node = seen.nodes.iter().find(|node| node.uid == member.uid)?;
+    let node = *nodes.get(member.uid.as_str())?;
     // The lead's statedir holds the queue: it never leaves.
     if rank != 0 && is_too_many {
         return Some((format!("size is {}", seen.spec.size.unwrap_or_default()), true));
