@@ -3,6 +3,7 @@
 //! [`crate::plan`]; here are the effects.
 
 pub(crate) mod access;
+mod caches;
 pub(crate) mod certificate;
 mod events;
 mod instance;

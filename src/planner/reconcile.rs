@@ -2,24 +2,22 @@
 
 use std::{collections::BTreeMap, collections::HashMap, pin::pin, time::Duration};
 
-use futures::{Stream, StreamExt, stream::select_all};
-use k8s_openapi::api::core::v1::{Namespace, Node};
-use kube::{
-    Api, Client, Resource, ResourceExt,
-    runtime::{WatchStreamExt, reflector, reflector::Store, watcher},
-};
+use futures::StreamExt;
+use kube::{Client, Resource, ResourceExt};
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, warn};
 
 use super::{
-    Announcer, PlannerError, certificate, instance,
+    Announcer, PlannerError,
+    caches::Caches,
+    certificate, instance,
     packages::{Published, Resolver},
     protect, publish,
 };
 use crate::{
     api::{
-        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, NAMESPACE,
-        PackageSet, ROSTER_FORMAT, Roster, validate,
+        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, PackageSet,
+        ROSTER_FORMAT, Roster, validate,
     },
     clock, error_chain,
     packages::lock_urls,
@@ -40,27 +38,10 @@ const TICK: Duration = Duration::from_secs(2);
 /// Nodes whose annotations can't be written are left alone for so long.
 const PROTECT_AGAIN: Duration = Duration::from_secs(60);
 
-/// What the planner watches, as the API server told it last.
-struct Caches {
-    nodes: Store<Node>,
-    flux_nodes: Store<FluxNode>,
-    instances: Store<FluxInstance>,
-    /// Ours alone.
-    namespaces: Store<Namespace>,
-}
-
 /// Plans until it is dropped.
 pub async fn run(client: Client, identity: &str) {
-    let all = watcher::Config::default;
-    let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()), all());
-    let (flux_nodes, flux_node_changes) = watch(Api::<FluxNode>::namespaced(client.clone(), NAMESPACE), all());
-    let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all());
-    let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
-    let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
-    let caches = Caches { nodes, flux_nodes, instances, namespaces };
-    let changes =
-        [node_changes.boxed(), flux_node_changes.boxed(), instance_changes.boxed(), namespace_changes.boxed()];
-    let mut changes = pin!(select_all(changes));
+    let (caches, changes) = Caches::watch(&client);
+    let mut changes = pin!(changes);
     let mut planner = Planner {
         announcer: Announcer::new(client.clone(), identity),
         client,
@@ -91,41 +72,6 @@ pub async fn run(client: Client, identity: &str) {
             Err(error) => planner.report(&caches, &error).await,
         }
     }
-}
-
-impl Caches {
-    /// There is no instance, or soon there will be none.
-    fn is_over(&self) -> bool {
-        let is_ending = self.namespaces.state().iter().any(|ours| ours.metadata.deletion_timestamp.is_some());
-        let stays = |flux: &FluxInstance| flux.name_any() == INSTANCE && flux.metadata.deletion_timestamp.is_none();
-        is_ending || !self.instances.state().iter().any(|flux| stays(flux))
-    }
-
-    /// All three lists have been read once: before, what is missing proves nothing.
-    async fn are_complete(&self) -> bool {
-        let ready = async {
-            let _ = tokio::join!(
-                self.nodes.wait_until_ready(),
-                self.flux_nodes.wait_until_ready(),
-                self.instances.wait_until_ready()
-            );
-        };
-        timeout(Duration::from_millis(1), ready).await.is_ok()
-    }
-}
-
-fn watch<K>(api: Api<K>, config: watcher::Config) -> (Store<K>, impl Stream<Item = ()> + Send)
-where
-    K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + Sync + 'static,
-{
-    let (store, writer) = reflector::store();
-    let changes = watcher(api, config).default_backoff().reflect(writer).filter_map(|event| async move {
-        if let Err(error) = &event {
-            debug!(%error, "a watch was interrupted");
-        }
-        event.is_ok().then_some(())
-    });
-    (store, changes)
 }
 
 struct Planner {

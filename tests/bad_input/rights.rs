@@ -28,7 +28,8 @@ where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + serde::Serialize + std::fmt::Debug,
 {
     let text = include_str!("../../deploy/daemonset-installer.yaml");
-    let documents = serde_norway::Deserializer::from_str(text).map(|one| serde_norway::Value::deserialize(one).unwrap());
+    let documents =
+        serde_norway::Deserializer::from_str(text).map(|one| serde_norway::Value::deserialize(one).unwrap());
     let kind = K::kind(&()).into_owned();
     let mut made = 0;
     for document in documents.filter(|document| document["kind"].as_str() == Some(&kind)) {
@@ -97,7 +98,11 @@ async fn an_agents_token_changes_no_more_of_a_node_than_the_annotations_for_auto
     for value in wrong {
         match patch(value.clone()).await {
             Err(kube::Error::Api(status)) if status.code == 403 => {
-                assert!(status.message.contains("no more of a Node than the annotations"), "{value}: {}", status.message);
+                assert!(
+                    status.message.contains("no more of a Node than the annotations"),
+                    "{value}: {}",
+                    status.message
+                );
             }
             other => panic!("{value}: {other:?}"),
         }
@@ -106,7 +111,10 @@ async fn an_agents_token_changes_no_more_of_a_node_than_the_annotations_for_auto
     assert!(own.patch_status("node1", &PatchParams::default(), &Patch::Merge(status)).await.is_err());
     assert!(own.delete("node1", &Default::default()).await.is_err());
     let after = all.get("node1").await.unwrap();
-    assert_eq!((&after.spec, after.labels(), after.annotations()), (&before.spec, before.labels(), before.annotations()));
+    assert_eq!(
+        (&after.spec, after.labels(), after.annotations()),
+        (&before.spec, before.labels(), before.annotations())
+    );
 
     let [first, second] = PROTECTING;
     let marks = json!({"metadata": {"annotations": {first: "true", second: "true", ANNOTATION_PROTECTS: "both"}}});

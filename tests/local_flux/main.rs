@@ -14,6 +14,7 @@ mod keep;
 mod loss;
 mod peers;
 mod removal;
+mod scale;
 mod sources;
 mod state;
 #[path = "../support/traces.rs"]

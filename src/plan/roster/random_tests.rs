@@ -418,7 +418,7 @@ fn run(seed: u64, most: usize, topology: Option<&str>, steps: usize) {
 
 #[test]
 fn whatever_happens_nobody_has_two_ranks_and_no_rank_two_members() {
-    for seed in 1..=20 {
+    for seed in 1..=80 {
         run(seed, 24, None, 400);
         run(seed, 24, Some("kary:2"), 400);
     }
