@@ -83,11 +83,10 @@ fn is_idle(lead: &FluxNodeStatus, rank: Rank) -> bool {
     drained.contains(rank) && !allocated.contains(rank)
 }
 
-/// The agent of a member that was to stop its broker says that it has. That none runs is not enough: it may be between two
-/// starts.
+/// The agent of a member that is to stop its broker says that it has. That none runs is not enough: it may be between two
+/// starts. And the lead has the last word: the agent's may be of an earlier time that the member was to leave.
 fn has_left(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.ranks.get(&rank).and_then(|entry| entry.member.as_ref()) else { return false };
     let report = seen.reports.get(&member.node);
-    report.is_some_and(|report| report.left && report.adopted.is_none())
-        && roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref()).is_some_and(|drain| drain.leave)
+    report.is_some_and(|report| report.left && report.adopted.is_none()) && may_stop(seen, roster, rank)
 }

@@ -308,37 +308,32 @@ impl Cluster {
         let member = entry.member.as_ref().unwrap();
         let runs = |machine: &Machine, rank: Rank| machine.broker.as_ref().is_some_and(|broker| broker.rank == rank);
         let is_running = |rank| self.machines.iter().any(|m| m.node.uid == member.uid && runs(m, rank));
+        let report = |node: &str| self.world.reports.get(node);
+        let lead = report(&before.ranks[&0].member.as_ref().unwrap().node);
+        let is_idle = lead.is_some_and(|lead| lead.allocated.as_ref().is_some_and(|ranks| !ranks.contains(rank)));
         match now {
             Some(now) if now == rank => {
                 let (was, is) = (entry.resources.unwrap_or_default(), next.ranks[&rank].resources.unwrap_or_default());
-                let is_idle = || {
-                    let lead = &self.world.reports[&before.ranks[&0].member.as_ref().unwrap().node];
-                    entry.drain.is_some() && lead.allocated.as_ref().is_some_and(|ranks| !ranks.contains(rank))
-                };
                 assert!(
-                    (is.cores >= was.cores && is.gpus >= was.gpus) || is_idle(),
+                    (is.cores >= was.cores && is.gpus >= was.gpus) || (entry.drain.is_some() && is_idle),
                     "rank {rank} has shrunk: {was:?} {is:?}"
                 );
             }
             Some(now) => {
                 let deep = is_deep(&next.settings.topology, next.settings.max_size);
-                let report = |node: &str| self.world.reports.get(node);
-                let lead = report(&before.ranks[&0].member.as_ref().unwrap().node).unwrap();
-                let is_out =
-                    lead.offline.contains(&rank) || report(&member.node).is_some_and(|own| own.adopted.is_none());
+                let told = report(&member.node).map(|own| own.adopted.as_ref().map(|broker| broker.rank));
+                let is_out = lead.is_some_and(|lead| lead.offline.contains(&rank))
+                    || told.is_some_and(|told| told != Some(rank));
                 // A machine that was registered again is known by its broker, if late.
-                assert!(
-                    (deep && is_out) || (is_running(now) && !is_running(rank)),
-                    "{} has moved from rank {rank} to {now}",
-                    member.node
-                );
+                let is_known_again = told == Some(Some(now)) && !is_running(rank);
+                assert!((deep && is_out) || is_known_again, "{} has moved from rank {rank} to {now}", member.node);
             }
             None => {
                 let now_here = next.ranks[&rank].member.as_ref();
                 let is_registered_again = now_here.is_some_and(|here| here.node == member.node);
                 let retain = retain_secs(&self.world.spec);
                 let is_gone = rank != 0 && member.gone_since.is_some_and(|since| self.world.now - since >= retain);
-                let has_left = entry.drain.as_ref().is_some_and(|drain| drain.leave) && !is_running(rank);
+                let has_left = entry.drain.as_ref().is_some_and(|drain| drain.leave) && is_idle;
                 assert!(is_registered_again || is_gone || has_left, "{} has lost rank {rank}", member.node);
             }
         }
@@ -418,7 +413,7 @@ fn run(seed: u64, most: usize, topology: Option<&str>, steps: usize) {
 
 #[test]
 fn whatever_happens_nobody_has_two_ranks_and_no_rank_two_members() {
-    for seed in 1..=80 {
+    for seed in 1..=8 {
         run(seed, 24, None, 400);
         run(seed, 24, Some("kary:2"), 400);
     }
