@@ -91,8 +91,18 @@ async fn scale_reads_and_writes_the_size() {
     instances.replace_scale(INSTANCE, &PostParams::default(), &scale).await.unwrap();
     assert_eq!(instances.get(INSTANCE).await.unwrap().spec.size, Some(5));
     assert_eq!(code(instances.replace_scale(INSTANCE, &PostParams::default(), &scale).await), refused(409, "Conflict"));
-    let none = Patch::Merge(json!({ "spec": { "replicas": 0 } }));
-    assert_eq!(code(instances.patch_scale(INSTANCE, &PatchParams::default(), &none).await), refused(422, "Invalid"));
+    let largest = Patch::Merge(json!({ "spec": { "maxSize": 6 } }));
+    instances.patch(INSTANCE, &PatchParams::default(), &largest).await.unwrap();
+    for (replicas, words) in [(0, "delete the FluxInstance"), (7, "is more than maxSize: raise maxSize too")] {
+        let patch = Patch::Merge(json!({ "spec": { "replicas": replicas } }));
+        match instances.patch_scale(INSTANCE, &PatchParams::default(), &patch).await {
+            Err(kube::Error::Api(status)) if status.code == 422 => {
+                assert!(status.message.contains(words), "{status:?}")
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(instances.get(INSTANCE).await.unwrap().spec.size, Some(5));
 }
 
 #[tokio::test]

@@ -8,9 +8,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use flux_distribute::api::{
-    CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, DAEMONSET,
-    FluxInstance, FluxInstanceSpec, GROUP, INSTANCE, LEASE_PLANNER, NAMESPACE, SECRET_CURVE, SECRET_PACKAGES, validate,
+use flux_distribute::{
+    api::{
+        ANNOTATION_PROTECTS, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, CONFIGMAP_PACKAGES,
+        CONFIGMAP_ROSTER, DAEMONSET, FluxInstance, FluxInstanceSpec, GROUP, INSTANCE, LEASE_PLANNER, NAMESPACE,
+        SECRET_CURVE, SECRET_PACKAGES, validate,
+    },
+    plan::protect::PROTECTING,
 };
 use k8s_openapi::api::{
     apps::v1::DaemonSet,
@@ -55,8 +59,9 @@ fn agent() -> Container {
 /// Every call that the program makes: API group, resource, names it is made for (none: any, or one yet to be made), verbs.
 /// Cluster-wide ones first.
 const CLUSTER_CALLS: &[(&str, &str, &[&str], &[&str])] = &[
-    // The planner decides who is eligible; an agent looks whether its own is the one that the planner speaks of.
-    ("", "nodes", &[], &["list", "watch"]),
+    // The planner decides who is eligible, and annotates nodes on which jobs run; an agent looks whether its own Node is the one
+    // that the planner speaks of.
+    ("", "nodes", &[], &["list", "watch", "patch"]),
     // An agent learns of a teardown by its open watch, and asks once more at SIGTERM.
     ("", "namespaces", &[NAMESPACE], &["get", "list", "watch"]),
 ];
@@ -146,8 +151,11 @@ fn the_rights_are_bound_to_the_account_that_the_pods_run_as() {
         .map(|p| serde_norway::to_string(p).unwrap())
         .collect::<Vec<_>>();
     let user = format!("system:serviceaccount:{NAMESPACE}:{}", account.unwrap());
-    assert!(policies.len() == 2 && policies.iter().all(|policy| policy.contains(&user)));
-    for name in [SECRET_CURVE, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER] {
+    assert!(policies.len() == 3 && policies.iter().all(|policy| policy.contains(&user)));
+    for name in [SECRET_CURVE, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, ANNOTATION_PROTECTS]
+        .into_iter()
+        .chain(PROTECTING)
+    {
         assert!(policies.iter().any(|policy| policy.contains(&format!("'{name}'"))), "{name}");
     }
 }

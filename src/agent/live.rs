@@ -17,6 +17,7 @@ use tracing::debug;
 use crate::{
     api::{BROKER_RUN_DIR, IdSet},
     broker::{
+        pending::pending_nodes,
         rfc3::{Client, RpcError},
         status::{Change, InstanceStatus, attribute, instance, online, online_line, overlay, state, watch as changes},
     },
@@ -44,6 +45,8 @@ pub struct Live {
     pub online: IdSet,
     /// On the lead: what jobs run on and what is drained; None: not known.
     pub instance: Option<InstanceStatus>,
+    /// On the lead: how many more nodes pending jobs wait for; None: not known.
+    pub pending_nodes: Option<u32>,
     /// Since when the lead has not answered this broker, or has not counted it in. A half-open connection looks well from
     /// here (flux-core #6626).
     pub unheard_since: Option<Instant>,
@@ -129,10 +132,14 @@ async fn follow_one(client: &Client, sender: &watch::Sender<Live>) -> Result<(),
             },
             _ = ask.tick() => {
                 let instance = if rank == "0" { instance(client).await.ok() } else { None };
+                let pending_nodes = match &instance {
+                    Some(instance) => pending_nodes(client, instance).await.ok(),
+                    None => None,
+                };
                 if let Ok((state, overlay)) = futures::try_join!(state(client), overlay(client)) {
                     sender.send_if_modified(|live| {
                         let health = Some(overlay.status);
-                        let mut next = Live { health, instance, ..live.clone() };
+                        let mut next = Live { health, instance, pending_nodes, ..live.clone() };
                         next.enter(state.state);
                         std::mem::replace(live, next.clone()) != next
                     });

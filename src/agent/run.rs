@@ -23,7 +23,7 @@ use super::{
     client,
     decide::{Instance, Seen, Step, decide},
     dump::Dumping,
-    health::{self, Readiness},
+    health::{self, Health},
     live::{self, Live},
     log::{self, Rejected},
     published::Published,
@@ -60,8 +60,8 @@ const LIVE_CHANGE: Duration = Duration::from_secs(60);
 /// What keeps it from beginning at all.
 pub async fn run(arguments: AgentArguments) -> Result<std::process::ExitCode, AgentError> {
     let mut terminate = signal(SignalKind::terminate()).map_err(AgentError::Signals)?;
-    let readiness = Readiness::default();
-    health::serve(arguments.health_address, readiness.clone())
+    let health = Health::default();
+    health::serve(arguments.health_address, health.clone())
         .await
         .map_err(|source| AgentError::Health { address: arguments.health_address, source })?;
     let client = client().await?;
@@ -71,7 +71,7 @@ pub async fn run(arguments: AgentArguments) -> Result<std::process::ExitCode, Ag
     let members = Arc::new(AtomicU32::new(0));
     let planner = tokio::spawn(planner::run(client.clone(), arguments.pod_name.clone(), members.clone()));
     let serving = Serving::begin(arguments.host_ip).await;
-    let mut agent = Agent::new(&client, host, &arguments, world.clone(), readiness, members, serving);
+    let mut agent = Agent::new(&client, host, &arguments, world.clone(), health, members, serving);
     let live_change = agent.live_change.clone();
     tokio::select! {
         () = agent.hold() => {}
@@ -111,7 +111,7 @@ pub(super) struct Agent {
     pub(super) began: Instant,
     pub(super) actor: Actor,
     pub(super) reporter: Reporter,
-    pub(super) readiness: Readiness,
+    pub(super) health: Health,
     pub(super) serving: Serving,
     pub(super) world: watch::Receiver<World>,
     pub(super) live: watch::Receiver<Live>,
@@ -142,7 +142,7 @@ impl Agent {
         host: Arc<dyn Host>,
         arguments: &AgentArguments,
         world: watch::Receiver<World>,
-        readiness: Readiness,
+        health: Health,
         members: Arc<AtomicU32>,
         serving: Serving,
     ) -> Self {
@@ -153,7 +153,7 @@ impl Agent {
             began: Instant::now(),
             actor: Actor { host, client: client.clone(), instance_uid: String::new(), uninstall: Uninstall::default() },
             reporter: Reporter::new(client.clone(), arguments.node_name.clone(), &arguments.pod_name),
-            readiness,
+            health,
             serving,
             world,
             live: live::follow(),
@@ -373,7 +373,8 @@ impl Agent {
         let facts = self.preflight.as_ref().map(facts);
         let seen = self.seen(world, uid.as_deref(), &live);
         let nothing_wanted = matches!(world.instance, Presence::Gone) && !self.first_instance_to_come().await;
-        self.readiness.set(tell::is_ready(&seen, &live) || nothing_wanted);
+        self.health.set_ready(tell::is_ready(&seen, &live) || nothing_wanted);
+        self.health.set_pending_nodes(live.pending_nodes);
         let Some(node) = world.node.here() else { return };
         let before = node.status.clone().unwrap_or_default();
         let next = tell::status(

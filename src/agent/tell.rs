@@ -85,6 +85,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
             digest: broker.record.digest.clone(),
         }),
         allocated: instance.map(|instance| instance.allocated.ranks.clone()),
+        pending_nodes: known.live.pending_nodes.filter(|_| is_lead),
         drained: instance.map(|instance| drain::in_effect(wanted_drains, &instance.drained)),
         closed: closed(seen),
         applied_revision: is_lead.then(|| Applied::of(seen.host)).flatten(),
@@ -120,13 +121,12 @@ fn closed(seen: &Seen) -> Option<u64> {
     agreed(seen.spec?, roster).filter(|own| own.rank == 0).map(|own| own.epoch)
 }
 
-/// Members that the lead's broker misses. Of a broker that has not told yet who is online nothing is known.
+/// Ranks that have or had a member, and that the lead's broker misses. Of a broker that has not told yet who is online nothing is known.
 fn offline(seen: &Seen, live: &Live) -> Vec<Rank> {
     let Some(roster) = seen.roster.filter(|_| is_online(seen.host, live) && live.online.contains(0)) else {
         return Vec::new();
     };
-    let members = roster.ranks.iter().filter(|(_, entry)| entry.member.is_some()).map(|(rank, _)| *rank);
-    members.filter(|rank| !live.online.contains(*rank)).collect()
+    roster.ranks.keys().copied().filter(|rank| !live.online.contains(*rank)).collect()
 }
 
 fn is_up(phase: NodePhase) -> bool {

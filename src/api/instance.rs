@@ -2,14 +2,21 @@ use k8s_openapi::{
     api::core::v1::Toleration,
     apimachinery::pkg::apis::meta::v1::{Condition, LabelSelector},
 };
-use kube::CustomResource;
+use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{Dump, Packages, Resources};
+use super::{
+    Dump, Packages, Resources,
+    validate::{LESS_THAN_ONE, MORE_THAN_MAX_SIZE},
+};
+
+/// In CEL. A field that is null is there, and is no number.
+const SIZE_FITS: &str = "!has(self.size) || type(self.size) != int || !has(self.maxSize) || type(self.maxSize) != int || \
+                         self.size <= self.maxSize";
 
 /// One Flux instance over the nodes of the Kubernetes cluster.
-#[derive(CustomResource, Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
+#[derive(CustomResource, Serialize, Deserialize, Clone, Debug, Default, PartialEq, KubeSchema)]
 #[kube(
     group = "distribute.flux-framework.org",
     version = "v1alpha1",
@@ -27,10 +34,12 @@ use super::{Dump, Packages, Resources};
     printcolumn(name = "Max", type_ = "integer", json_path = ".status.maxSize"),
     printcolumn(name = "Lead", type_ = "string", json_path = ".status.lead"),
     printcolumn(name = "Epoch", type_ = "integer", json_path = ".status.epoch"),
+    printcolumn(name = "Pending", type_ = "integer", json_path = ".status.pendingNodes", priority = 1),
     printcolumn(name = "Dump", type_ = "date", json_path = ".status.dump.time", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
     printcolumn(name = "Message", type_ = "string", json_path = ".status.message")
 )]
+#[x_kube(validation = Rule::new(SIZE_FITS).message(MORE_THAN_MAX_SIZE).field_path(".size"))]
 #[serde(rename_all = "camelCase")]
 pub struct FluxInstanceSpec {
     /// Where the packages come from.
@@ -41,9 +50,10 @@ pub struct FluxInstanceSpec {
     pub nodes: Nodes,
     /// How many members the instance has. Default: every eligible node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 1))]
+    #[x_kube(validation = Rule::new("self >= 1").message(LESS_THAN_ONE))]
     pub size: Option<u32>,
-    /// How many ranks are declared at each epoch's start; fixed within it (RFC 3). Default: max(64, 2 × nodes).
+    /// How many ranks are declared at each epoch's start; fixed within it (RFC 3). Default: max(64, 2 × nodes), which
+    /// `status.maxSize` tells.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 16384))]
     pub max_size: Option<u32>,
@@ -69,6 +79,9 @@ pub struct FluxInstanceSpec {
     /// How a member is drained before it is stopped.
     #[serde(default)]
     pub drain: Drain,
+    /// What autoscalers of the Kubernetes cluster are told.
+    #[serde(default)]
+    pub autoscaling: Autoscaling,
     /// How an upgrade to the next epoch goes.
     #[serde(default)]
     pub upgrade: Upgrade,
@@ -197,6 +210,26 @@ pub struct Drain {
     pub timeout: Option<String>,
 }
 
+/// What autoscalers of the Kubernetes cluster are told.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Autoscaling {
+    /// Nodes on which jobs run, and those that these jobs depend on, carry the annotations by which Cluster Autoscaler and
+    /// Karpenter leave a node alone: Kubernetes sees no pod of a job, and takes the node for idle. Default: true.
+    #[serde(default = "yes")]
+    pub protect: bool,
+}
+
+impl Default for Autoscaling {
+    fn default() -> Self {
+        Self { protect: yes() }
+    }
+}
+
+fn yes() -> bool {
+    true
+}
+
 /// The queue, which the lead's statedir holds.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -316,6 +349,10 @@ pub struct FluxInstanceStatus {
     /// Declared ranks of the running epoch.
     #[serde(default)]
     pub max_size: u32,
+    /// How many more nodes the largest of the jobs needs that wait for nodes which are down: the signal to add some. None:
+    /// not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pending_nodes: Option<u32>,
     /// Digest of the package set of the running epoch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
@@ -331,9 +368,8 @@ pub struct FluxInstanceStatus {
 }
 
 impl FluxInstanceStatus {
-    /// Since when condition `type_` is true, in seconds since the Unix epoch.
-    pub fn true_since(&self, type_: &str) -> Option<i64> {
-        let is_it = |condition: &&Condition| condition.type_ == type_ && condition.status == "True";
-        Some(self.conditions.iter().find(is_it)?.last_transition_time.0.as_second())
+    /// The condition of that type, where it is true.
+    pub fn holding(&self, type_: &str) -> Option<&Condition> {
+        self.conditions.iter().find(|condition| condition.type_ == type_ && condition.status == "True")
     }
 }

@@ -39,6 +39,8 @@ pub const CONFIGMAP_DEFAULT_KEY: &str = "spec.yaml";
 pub const ANNOTATION_CONSUMED: &str = "distribute.flux-framework.org/consumed-by";
 /// Annotation on the FluxInstance: a new word in it begins the next epoch at once, whatever runs.
 pub const ANNOTATION_RESTART: &str = "distribute.flux-framework.org/restart";
+/// Annotation on Nodes: which of the annotations that keep autoscalers away are ours, by name, with commas between.
+pub const ANNOTATION_PROTECTS: &str = "distribute.flux-framework.org/protects";
 /// ConfigMap with the [`Roster`].
 pub const CONFIGMAP_ROSTER: &str = "flux-roster";
 /// Key in [`CONFIGMAP_ROSTER`] that holds the roster as JSON.

@@ -231,7 +231,7 @@ pub struct FluxNodeStatus {
     /// Lead only: the roster's revision whose resources the running instance has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub applied_revision: Option<u64>,
-    /// Lead only: ranks of members that are not in the overlay, by its broker's word. A broker that is cut off from its parent
+    /// Lead only: ranks that have or had a member and are not in the overlay, by its broker's word. A broker that is cut off from its parent
     /// believes for minutes that it is.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub offline: Vec<u32>,
@@ -239,6 +239,9 @@ pub struct FluxNodeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub allocated: Option<IdSet>,
+    /// Lead only: how many more nodes the largest of the jobs needs that wait for nodes which are down. None: not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pending_nodes: Option<u32>,
     /// Lead only: ranks of [`FluxNodeSpec::drain`] that its broker gives no jobs to (RFC 22), and those that are still drained
     /// for a reason of ours.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -13,6 +13,12 @@ use crate::{
 /// The agents' probes (`--health-address`), on the same hosts.
 const HEALTH_PORT: u16 = 8051;
 
+/// The API server's words where `size` is 0, by a rule of the CRD.
+pub(super) const LESS_THAN_ONE: &str = "is 0: delete the FluxInstance to take everything off";
+/// The API server's words where `size` is more than a `maxSize` that the spec names, by a rule of the CRD.
+pub(super) const MORE_THAN_MAX_SIZE: &str =
+    "is more than maxSize: raise maxSize too, which takes effect at the next coordinated restart";
+
 /// Why a spec cannot be served.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("spec.{field}: {reason}")]
@@ -31,7 +37,7 @@ pub fn validate(spec: &FluxInstanceSpec) -> Result<(), SpecError> {
     let wrong = |field, reason: String| Err(SpecError { field, reason });
     validate_packages(&spec.packages)?;
     if spec.size == Some(0) {
-        return wrong("size", "is 0: delete the FluxInstance to take everything off".into());
+        return wrong("size", LESS_THAN_ONE.into());
     }
     if spec.max_size == Some(0) {
         return wrong("maxSize", "is 0: an instance has at least one rank".into());
@@ -39,7 +45,7 @@ pub fn validate(spec: &FluxInstanceSpec) -> Result<(), SpecError> {
     if let (Some(size), Some(max_size)) = (spec.size, spec.max_size)
         && size > max_size
     {
-        return wrong("size", format!("is {size}, more than maxSize {max_size}: raise maxSize too"));
+        return wrong("size", format!("{MORE_THAN_MAX_SIZE} (size {size}, maxSize {max_size})"));
     }
     if let Some(topology) = &spec.topology {
         Topology::parse(topology, spec.max_size.unwrap_or(1))

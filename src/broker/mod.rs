@@ -3,6 +3,7 @@
 pub mod command;
 pub mod log;
 pub mod message;
+pub mod pending;
 pub mod rfc3;
 pub mod status;
 pub mod unit;

@@ -14,7 +14,7 @@ use super::{
 use crate::api::IdSet;
 
 /// What asks the lead waits no longer: behind a lead that is gone nothing answers.
-const LEAD_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const LEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a broker rests that does not tell yet who is online.
 const ASK_AGAIN: Duration = Duration::from_millis(200);
 
@@ -349,6 +349,6 @@ impl ResourceSet {
     }
 }
 
-fn parse<T: DeserializeOwned>(topic: &str, value: Value) -> Result<T, RpcError> {
+pub(super) fn parse<T: DeserializeOwned>(topic: &str, value: Value) -> Result<T, RpcError> {
     serde_json::from_value(value).map_err(|source| RpcError::Payload { topic: topic.to_owned(), source })
 }

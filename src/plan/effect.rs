@@ -31,7 +31,7 @@ impl std::fmt::Display for Effect {
 }
 
 /// The longest prefix of a field's path decides.
-const EFFECTS: [(&str, Effect); 17] = [
+const EFFECTS: [(&str, Effect); 18] = [
     ("packages", Effect::NextEpoch),
     ("packages.keep", Effect::Live),
     ("packages.mirror", Effect::Live),
@@ -45,6 +45,7 @@ const EFFECTS: [(&str, Effect); 17] = [
     ("resources", Effect::Live),
     ("ranks", Effect::Live),
     ("drain", Effect::Live),
+    ("autoscaling", Effect::Live),
     ("upgrade", Effect::Live),
     ("uninstall", Effect::Live),
     ("state", Effect::Live),
@@ -126,6 +127,7 @@ mod tests {
             (json!({"resources": {"exclude": {"lead": true}}}), "resources.exclude.lead", Effect::Live),
             (json!({"ranks": {"retain": "1h"}}), "ranks.retain", Effect::Live),
             (json!({"drain": {"timeout": "1h"}}), "drain.timeout", Effect::Live),
+            (json!({"autoscaling": {"protect": false}}), "autoscaling.protect", Effect::Live),
             (json!({"upgrade": {"deadline": "1h"}}), "upgrade.deadline", Effect::Live),
             (json!({"uninstall": {"keepState": true}}), "uninstall.keepState", Effect::Live),
             (json!({"nodes": {"selector": {"matchLabels": {"a": "b"}}}}), "nodes.selector", Effect::Live),

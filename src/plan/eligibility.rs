@@ -8,7 +8,8 @@ use k8s_openapi::{
     apimachinery::pkg::{api::resource::Quantity, apis::meta::v1::LabelSelector},
 };
 
-use crate::api::Nodes;
+use super::protect::PROTECTING;
+use crate::api::{ANNOTATION_PROTECTS, Nodes};
 
 /// What planning needs to know of a Node.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -31,6 +32,8 @@ pub struct NodeView {
     pub linux: bool,
     /// metadata.labels
     pub labels: BTreeMap<String, String>,
+    /// Of metadata.annotations those about autoscalers.
+    pub annotations: BTreeMap<String, String>,
     /// spec.taints
     pub taints: Vec<Taint>,
     /// The first numeric InternalIP.
@@ -73,6 +76,11 @@ impl From<&Node> for NodeView {
                 .and_then(|s| s.node_info.as_ref())
                 .is_none_or(|info| matches!(info.operating_system.as_str(), "linux" | "")),
             labels: node.metadata.labels.clone().unwrap_or_default(),
+            annotations: PROTECTING
+                .into_iter()
+                .chain([ANNOTATION_PROTECTS])
+                .filter_map(|key| Some((key.to_owned(), node.metadata.annotations.as_ref()?.get(key)?.clone())))
+                .collect(),
             taints: spec.and_then(|s| s.taints.clone()).unwrap_or_default(),
             address: status.and_then(|s| s.addresses.as_ref()).and_then(|addresses| {
                 addresses.iter().filter(|a| a.type_ == "InternalIP").find_map(|a| a.address.parse().ok())

@@ -9,6 +9,7 @@ pub mod hostlist;
 pub mod lease;
 pub mod peers;
 pub mod project;
+pub mod protect;
 pub mod resources;
 pub mod roster;
 pub mod settings;

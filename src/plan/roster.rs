@@ -12,7 +12,11 @@ mod first;
 mod join;
 mod properties;
 #[cfg(test)]
+mod random_tests;
+#[cfg(test)]
 mod resources_tests;
+#[cfg(test)]
+mod scale_tests;
 pub mod takeover;
 #[cfg(test)]
 mod takeover_tests;
@@ -20,7 +24,7 @@ mod takeover_tests;
 pub(crate) mod tests;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     time::Duration,
 };
 
@@ -154,6 +158,11 @@ pub fn candidates<'a>(seen: &Observed<'a>) -> Vec<&'a NodeView> {
     nodes
 }
 
+/// The Nodes by uid.
+fn by_uid<'a>(seen: &Observed<'a>) -> HashMap<&'a str, &'a NodeView> {
+    seen.nodes.iter().map(|node| (node.uid.as_str(), node)).collect()
+}
+
 fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
     let mut next = roster.clone();
     if !roster.established {
@@ -196,25 +205,30 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
 fn keep_members(seen: &Observed, roster: &mut Roster) {
     let retain = retain_secs(seen.spec);
     let established = roster.established;
-    let running: Vec<Rank> = roster.ranks.keys().copied().filter(|rank| holds(seen, roster, *rank).is_some()).collect();
+    let (by_uid, by_name) = (by_uid(seen), seen.nodes.iter().map(|node| (node.name.as_str(), node)));
+    let by_name: HashMap<_, _> = by_name.collect();
+    let running: BTreeSet<Rank> =
+        roster.ranks.keys().copied().filter(|rank| holds(seen, roster, *rank).is_some()).collect();
+    let mut again = Vec::new();
     // Of a broker that is on its way up it is not known with what it compares what it finds.
     let is_idle = |rank: &Rank| drain::has_no_jobs_for_sure(seen, roster, *rank) && is_online(seen, roster, *rank);
     let idle: Vec<Rank> = roster.ranks.keys().copied().filter(is_idle).collect();
     for (rank, entry) in &mut roster.ranks {
         let Some(member) = &mut entry.member else { continue };
         // The lead's queue is on the host of that name and nowhere else; a host that hasn't got it is refused there.
-        let is_lead_again =
-            |node: &NodeView| *rank == 0 && established && node.name == member.node && node.uid != member.uid;
+        let is_lead_again = |node: &NodeView| *rank == 0 && established && node.uid != member.uid;
         let is_member_again = |node: &NodeView| running.contains(rank) && is_registered_again(seen, node, member);
-        if let Some(node) = seen.nodes.iter().find(|node| is_lead_again(node) || is_member_again(node)) {
+        let namesake = by_name.get(member.node.as_str());
+        if let Some(node) = namesake.filter(|node| is_lead_again(node) || is_member_again(node)) {
             entry.reserved_for = entry.reserved_for.take().map(|_| node.uid.clone());
             member.uid.clone_from(&node.uid);
+            again.push((*rank, node.uid.as_str()));
         }
-        let Some(node) = seen.nodes.iter().find(|node| node.uid == member.uid) else {
+        let Some(node) = by_uid.get(member.uid.as_str()) else {
             let since = *member.gone_since.get_or_insert(seen.now);
             // The lead's statedir holds the queue: nobody else can take its rank.
             if *rank != 0 && seen.now - since >= retain {
-                entry.member = None;
+                (entry.member, entry.drain) = (None, None);
             }
             continue;
         };
@@ -228,6 +242,13 @@ fn keep_members(seen: &Observed, roster: &mut Roster) {
             if takes_nothing || idle.contains(rank) {
                 entry.resources = Some(now);
             }
+        }
+    }
+    // One whose broker was not reported in time has been given another rank meanwhile. It runs nothing there.
+    for (rank, uid) in again {
+        let twice = |entry: &RosterEntry| entry.member.as_ref().is_some_and(|member| member.uid == uid);
+        for (_, entry) in roster.ranks.iter_mut().filter(|(other, entry)| **other != rank && twice(entry)) {
+            (entry.member, entry.drain) = (None, None);
         }
     }
 }

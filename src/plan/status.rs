@@ -53,6 +53,7 @@ pub fn status(
         }
         next.dump = newest_dump(seen);
     }
+    next.pending_nodes = roster.and_then(|roster| holds(seen, roster, 0)).and_then(|(lead, _)| lead.pending_nodes);
     if roster.is_none() {
         next.online = 0;
     }
@@ -94,7 +95,12 @@ pub fn status(
     }
     match (seen.spec.size, roster.map(|roster| roster.settings.max_size)) {
         (Some(size), Some(max_size)) if size > max_size => {
-            let words = format!("size {size} is more than maxSize {max_size} of the running epoch: {max_size} it is");
+            let more = match seen.spec.max_size {
+                Some(next) => format!("maxSize {next} comes with the next coordinated restart"),
+                None => "maxSize is the default, set spec.maxSize to have more".to_owned(),
+            };
+            let words =
+                format!("size {size} is more than maxSize {max_size} of the running epoch: {max_size} it is; {more}");
             set("ScaleDenied", true, "MoreThanMaxSize", &words);
         }
         _ => set("ScaleDenied", false, "Fits", ""),

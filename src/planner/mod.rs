@@ -3,12 +3,14 @@
 //! [`crate::plan`]; here are the effects.
 
 pub(crate) mod access;
+mod caches;
 pub(crate) mod certificate;
 mod events;
 mod instance;
 mod lease;
 mod merge_patch;
 mod packages;
+mod protect;
 mod publish;
 mod reconcile;
 pub(crate) mod store;

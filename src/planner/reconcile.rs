@@ -2,24 +2,22 @@
 
 use std::{collections::BTreeMap, collections::HashMap, pin::pin, time::Duration};
 
-use futures::{Stream, StreamExt, stream::select_all};
-use k8s_openapi::api::core::v1::Node;
-use kube::{
-    Api, Client, Resource, ResourceExt,
-    runtime::{WatchStreamExt, reflector, reflector::Store, watcher},
-};
+use futures::StreamExt;
+use kube::{Client, Resource, ResourceExt};
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, warn};
 
 use super::{
-    Announcer, PlannerError, certificate, instance,
+    Announcer, PlannerError,
+    caches::Caches,
+    certificate, instance,
     packages::{Published, Resolver},
-    publish,
+    protect, publish,
 };
 use crate::{
     api::{
-        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, INSTANCE, NAMESPACE, PackageSet, ROSTER_FORMAT,
-        Roster, validate,
+        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, PackageSet,
+        ROSTER_FORMAT, Roster, validate,
     },
     clock, error_chain,
     packages::lock_urls,
@@ -27,6 +25,7 @@ use crate::{
         eligibility::NodeView,
         peers::is_on_every_host,
         project::project_all,
+        protect::{Change, Protection},
         roster::{Decision, Observed, candidates, decide, retain_secs},
         status::{Obstacle, status},
     },
@@ -36,21 +35,12 @@ use crate::{
 const GATHER: Duration = Duration::from_millis(400);
 /// Time alone decides a few things (retain, patience): look at least this often.
 const TICK: Duration = Duration::from_secs(2);
-
-/// What the planner watches, as the API server told it last.
-struct Caches {
-    nodes: Store<Node>,
-    flux_nodes: Store<FluxNode>,
-    instances: Store<FluxInstance>,
-}
+/// Nodes whose annotations can't be written are left alone for so long.
+const PROTECT_AGAIN: Duration = Duration::from_secs(60);
 
 /// Plans until it is dropped.
 pub async fn run(client: Client, identity: &str) {
-    let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()));
-    let (flux_nodes, flux_node_changes) = watch(Api::<FluxNode>::namespaced(client.clone(), NAMESPACE));
-    let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE));
-    let caches = Caches { nodes, flux_nodes, instances };
-    let changes = select_all([node_changes.boxed(), flux_node_changes.boxed(), instance_changes.boxed()]);
+    let (caches, changes) = Caches::watch(&client);
     let mut changes = pin!(changes);
     let mut planner = Planner {
         announcer: Announcer::new(client.clone(), identity),
@@ -61,12 +51,15 @@ pub async fn run(client: Client, identity: &str) {
         sources: HashMap::new(),
         validated: None,
         forgotten: false,
+        protection: Protection::default(),
+        protect_again: None,
     };
     let mut complete = false;
     loop {
         // The stores fill while the streams are driven, so waiting and driving are one.
         let _ = timeout(TICK, changes.next()).await;
-        let gathered = Instant::now() + GATHER;
+        // At the end of everything the right to write is gone within half a second.
+        let gathered = Instant::now() + if caches.is_over() { Duration::ZERO } else { GATHER };
         while let Ok(Some(())) = timeout_at(gathered, changes.next()).await {}
         complete = complete || caches.are_complete().await;
         if !complete {
@@ -79,35 +72,6 @@ pub async fn run(client: Client, identity: &str) {
             Err(error) => planner.report(&caches, &error).await,
         }
     }
-}
-
-impl Caches {
-    /// All three lists have been read once: before, what is missing proves nothing.
-    async fn are_complete(&self) -> bool {
-        let ready = async {
-            let _ = tokio::join!(
-                self.nodes.wait_until_ready(),
-                self.flux_nodes.wait_until_ready(),
-                self.instances.wait_until_ready()
-            );
-        };
-        timeout(Duration::from_millis(1), ready).await.is_ok()
-    }
-}
-
-fn watch<K>(api: Api<K>) -> (Store<K>, impl Stream<Item = ()> + Send)
-where
-    K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + Sync + 'static,
-{
-    let (store, writer) = reflector::store();
-    let changes =
-        watcher(api, watcher::Config::default()).default_backoff().reflect(writer).filter_map(|event| async move {
-            if let Err(error) = &event {
-                debug!(%error, "a watch was interrupted");
-            }
-            event.is_ok().then_some(())
-        });
-    (store, changes)
 }
 
 struct Planner {
@@ -123,6 +87,9 @@ struct Planner {
     validated: Option<(String, i64, Option<String>)>,
     /// What was made for an instance that is over has been taken off.
     forgotten: bool,
+    protection: Protection,
+    /// Not before then.
+    protect_again: Option<Instant>,
 }
 
 /// Where a package set comes from.
@@ -143,18 +110,24 @@ impl From<&PackageSet> for Source {
 
 impl Planner {
     async fn once(&mut self, caches: &Caches) -> Result<(), PlannerError> {
+        let flux_nodes = caches.flux_nodes.state();
+        let nodes: Vec<_> = caches.nodes.state().iter().map(|node| NodeView::from(node.as_ref())).collect();
+        let reports: BTreeMap<_, _> =
+            flux_nodes.iter().map(|node| (node.name_any(), node.status.clone().unwrap_or_default())).collect();
+        if caches.is_over() {
+            let changes = self.protection.at_the_end(&nodes, &reports);
+            self.protect(caches, changes).await;
+        }
         let instances = caches.instances.state();
         for other in instances.iter().filter(|instance| instance.name_any() != INSTANCE) {
             instance::ignore(&self.client, other).await?;
         }
         let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
         instance::ensure(&self.client, flux.map(AsRef::as_ref)).await?;
-        let flux_nodes = caches.flux_nodes.state();
         match flux {
             Some(flux) if flux.meta().deletion_timestamp.is_none() => {
                 self.forgotten = false;
-                let nodes: Vec<_> = caches.nodes.state().iter().map(|node| NodeView::from(node.as_ref())).collect();
-                self.plan(flux, &nodes, &flux_nodes).await
+                self.plan(caches, flux, &nodes, &reports).await
             }
             // The agents clean; when the last FluxNode is gone nothing of the instance is left on any host.
             None if flux_nodes.is_empty() && !self.forgotten => {
@@ -168,22 +141,22 @@ impl Planner {
 
     async fn plan(
         &mut self,
+        caches: &Caches,
         flux: &FluxInstance,
         nodes: &[NodeView],
-        flux_nodes: &[std::sync::Arc<FluxNode>],
+        reports: &BTreeMap<String, FluxNodeStatus>,
     ) -> Result<(), PlannerError> {
+        let flux_nodes = caches.flux_nodes.state();
         let uid = flux.uid().unwrap_or_default();
         let empty = FluxInstanceStatus::default();
         let fresh_id = uuid::Uuid::new_v4().to_string();
-        let reports: BTreeMap<_, _> =
-            flux_nodes.iter().map(|node| (node.name_any(), node.status.clone().unwrap_or_default())).collect();
         let stored = publish::read_roster(&self.client).await?;
         let mut seen = Observed {
             instance_uid: &uid,
             spec: &flux.spec,
             status: flux.status.as_ref().unwrap_or(&empty),
             nodes,
-            reports: &reports,
+            reports,
             roster: stored.as_ref().map(|(roster, _)| roster),
             digest: None,
             certificate: None,
@@ -233,6 +206,10 @@ impl Planner {
         }
         let roster = written.as_ref().or(seen.roster.filter(own));
         seen.roster = roster;
+        if !caches.is_over() {
+            let changes = self.protection.changes(&seen, roster);
+            self.protect(caches, changes).await;
+        }
         // What a newer version has planned is not published in the words of this one.
         if !is_newer {
             if let Some(roster) = roster {
@@ -249,7 +226,7 @@ impl Planner {
             for (flux_node, spec) in project_all(&seen, roster, flux_nodes.iter().map(AsRef::as_ref), is_local) {
                 publish::write_node(&self.client, flux_node, &spec).await?;
             }
-            self.collect(&seen, roster, flux_nodes).await?;
+            self.collect(&seen, roster, &flux_nodes).await?;
         }
 
         let next = status(&seen, flux.meta().generation.unwrap_or_default(), roster, obstacle.as_ref());
@@ -342,6 +319,22 @@ impl Planner {
         }
     }
 
+    /// Keeps autoscalers away from Nodes, or lets them again. Whatever becomes of it, planning goes on.
+    async fn protect(&mut self, caches: &Caches, changes: Vec<Change>) {
+        if changes.is_empty() || self.protect_again.is_some_and(|again| Instant::now() < again) {
+            return;
+        }
+        self.protect_again = match protect::write(&self.client, &caches.nodes, changes).await {
+            Ok(()) => None,
+            // It is looked at again in a moment.
+            Err(error) if error.code() == Some(409) => None,
+            Err(error) => {
+                warn!(error = error_chain(&error), "Nodes could not be annotated for autoscalers");
+                Some(Instant::now() + PROTECT_AGAIN)
+            }
+        };
+    }
+
     /// FluxNodes whose Node has been gone for as long as a rank would be kept.
     async fn collect(
         &mut self,
@@ -387,6 +380,11 @@ impl Planner {
             self.announcer.say(&about, true, reason, message).await;
         } else if flux.status.as_ref().is_none_or(|before| before.phase != next.phase) {
             self.announcer.say(&about, false, &format!("{:?}", next.phase), message).await;
+        }
+        let denied = |status: &FluxInstanceStatus| status.holding("ScaleDenied").map(|denied| denied.message.clone());
+        if let Some(words) = denied(next).filter(|words| flux.status.as_ref().and_then(denied).as_ref() != Some(words))
+        {
+            self.announcer.say(&about, true, "ScaleDenied", &words).await;
         }
     }
 }

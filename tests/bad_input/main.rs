@@ -14,4 +14,5 @@ mod cluster;
 mod command_line;
 mod host;
 mod packages;
+mod rights;
 mod spec;

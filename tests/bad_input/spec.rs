@@ -23,7 +23,7 @@ fn refused(answer: Result<FluxInstance, kube::Error>) -> String {
 async fn a_spec_that_can_not_be_served_is_refused_in_the_validators_words() {
     let Some(case) = Case::on(1).await else { return };
     let wrong = [
-        (json!({"size": 5, "maxSize": 4}), "spec.size: is 5, more than maxSize 4"),
+        (json!({"size": 5, "maxSize": 4}), "is more than maxSize: raise maxSize too"),
         (json!({"topology": "ring"}), "spec.topology: "),
         (json!({"broker": {"runAs": "a b"}}), "spec.broker.runAs: "),
         (json!({"broker": {"checkpointPeriod": "soon"}}), "spec.broker.checkpointPeriod: "),

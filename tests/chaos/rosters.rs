@@ -67,8 +67,9 @@ impl Seen {
                 if now.is_some_and(|now| now != rank) {
                     self.moved.push(format!("{:?} from rank {rank} to {now:?}", entry.member));
                 }
-                let after = roster.ranks.get(rank).and_then(|after| after.resources);
-                if after < entry.resources {
+                let after = roster.ranks.get(rank).and_then(|after| after.resources.as_ref());
+                let covers = |before| after.is_some_and(|after| after.covers(before));
+                if !entry.resources.as_ref().is_none_or(covers) {
                     self.moved.push(format!("rank {rank} declares {after:?} after {:?}", entry.resources));
                 }
             }

@@ -15,6 +15,7 @@ mod kinds;
 mod loss;
 mod peers;
 mod removal;
+mod scale;
 mod sources;
 mod state;
 #[path = "../support/traces.rs"]

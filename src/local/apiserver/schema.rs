@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn what_breaks_the_schema_is_told_with_its_path() {
         for (spec, want) in [
-            (json!({"size": 0}), "spec.size: 0 should be greater than or equal to 1"),
+            (json!({"maxSize": 0}), "spec.maxSize: 0 should be greater than or equal to 1"),
             (json!({"maxSize": 20_000}), "spec.maxSize: 20000 should be less than or equal to 16384"),
             (json!({"size": "3"}), "spec.size: must be of type integer, not string"),
             (json!({"size": 1.5}), "spec.size: must be of type integer, not number"),

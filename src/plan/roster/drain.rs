@@ -1,7 +1,9 @@
 //! Members that get no new jobs: those that leave are drained, idle, stopped, and only then without rank; those that have
 //! less than they declare are drained, idle, and then declare what they have.
 
-use super::{Observed, holds, is_online, resources};
+use std::collections::HashMap;
+
+use super::{Observed, by_uid, holds, is_online, resources};
 use crate::{
     api::{Draining, FluxNodeStatus, Rank, Roster},
     plan::{
@@ -17,12 +19,13 @@ const REPORT_SECS: i64 = 5;
 /// Says who is to be drained and why, takes it back where the reason is gone, and frees the ranks of those who have left.
 pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
     let size = seen.spec.size.map_or(usize::MAX, |size| size as usize);
+    let nodes = by_uid(seen);
     let members: Vec<Rank> = roster.ranks.iter().filter(|(_, e)| e.member.is_some()).map(|(rank, _)| *rank).collect();
     for (place, rank) in members.into_iter().enumerate() {
-        let wanted = reason(seen, roster, rank, place >= size);
+        let wanted = reason(seen, &nodes, roster, rank, place >= size);
         let stopped = has_left(seen, roster, rank);
         let Some(entry) = roster.ranks.get_mut(&rank) else { continue };
-        if entry.member.as_ref().is_some_and(|member| !seen.nodes.iter().any(|node| node.uid == member.uid)) {
+        if entry.member.as_ref().is_some_and(|member| !nodes.contains_key(member.uid.as_str())) {
             // A Node that was deleted is no reason to give jobs to its broker again.
             continue;
         }
@@ -38,9 +41,15 @@ pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
 }
 
 /// Why rank `rank` is to be drained, and whether it is to leave.
-fn reason(seen: &Observed, roster: &Roster, rank: Rank, is_too_many: bool) -> Option<(String, bool)> {
+fn reason(
+    seen: &Observed,
+    nodes: &HashMap<&str, &NodeView>,
+    roster: &Roster,
+    rank: Rank,
+    is_too_many: bool,
+) -> Option<(String, bool)> {
     let member = roster.ranks.get(&rank)?.member.as_ref()?;
-    let node = seen.nodes.iter().find(|node| node.uid == member.uid)?;
+    let node = *nodes.get(member.uid.as_str())?;
     // The lead's statedir holds the queue: it never leaves.
     if rank != 0 && is_too_many {
         return Some((format!("size is {}", seen.spec.size.unwrap_or_default()), true));
@@ -104,11 +113,10 @@ fn is_idle(lead: &FluxNodeStatus, rank: Rank, is_excluded: bool) -> bool {
     (is_excluded || drained.contains(rank)) && !allocated.contains(rank)
 }
 
-/// The agent of a member that was to stop its broker says that it has. That none runs is not enough: it may be between two
-/// starts.
+/// The agent of a member that is to stop its broker says that it has. That none runs is not enough: it may be between two
+/// starts. And the lead has the last word: the agent's may be of an earlier time that the member was to leave.
 fn has_left(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.ranks.get(&rank).and_then(|entry| entry.member.as_ref()) else { return false };
     let report = seen.reports.get(&member.node);
-    report.is_some_and(|report| report.left && report.adopted.is_none())
-        && roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref()).is_some_and(|drain| drain.leave)
+    report.is_some_and(|report| report.left && report.adopted.is_none()) && may_stop(seen, roster, rank)
 }

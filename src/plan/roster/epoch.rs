@@ -139,11 +139,8 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
 
 fn deadline_has_come(seen: &Observed) -> bool {
     let deadline = seen.spec.upgrade.deadline.as_deref().and_then(crate::api::parse_duration);
-    let waited = seen
-        .status
-        .true_since("RestartPending")
-        .and_then(|since| u64::try_from(seen.now - since).ok())
-        .map(Duration::from_secs);
+    let since = seen.status.holding("RestartPending").map(|pending| pending.last_transition_time.0.as_second());
+    let waited = since.and_then(|since| u64::try_from(seen.now - since).ok()).map(Duration::from_secs);
     matches!((deadline, waited), (Some(deadline), Some(waited)) if waited >= deadline)
 }
 

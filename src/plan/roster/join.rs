@@ -1,8 +1,8 @@
 //! New members, and members of a deep tree that need another place.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
-use super::{Observed, candidates, entry, facts, is_deep, is_online, parent, rank_of};
+use super::{Observed, candidates, does_lead_miss, entry, facts, is_deep, is_online, parent};
 use crate::{
     api::{NodePhase, Rank, Roster, RosterEntry},
     plan::{broker_toml::broker_name, topology::Topology},
@@ -20,18 +20,19 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
         .filter_map(|(rank, entry)| {
             let member = entry.member.as_ref()?;
             let parent = parent(roster, *rank)?;
-            let here = member.gone_since.is_none() && !is_online(seen, roster, *rank);
-            (here && is_hopeless(seen, roster, parent)).then_some(*rank)
+            // That there is no word from its agent says nothing about its broker.
+            let is_silent = !seen.reports.contains_key(&member.node) && !does_lead_miss(seen, roster, *rank);
+            let is_out = member.gone_since.is_none() && !is_silent && !is_online(seen, roster, *rank);
+            (is_out && is_hopeless(seen, roster, parent)).then_some(*rank)
         })
         .collect();
     for rank in stranded {
         let Some(free) = free_rank(seen, roster) else { return };
         let Some(old) = roster.ranks.get_mut(&rank) else { continue };
-        let (member, resources) = (old.member.take(), old.resources.clone());
+        let (member, drain, resources) = (old.member.take(), old.drain.take(), old.resources.clone());
         let properties = std::mem::take(&mut old.properties);
         let broker_name = broker_name(roster, free);
-        let moved =
-            RosterEntry { broker_name, reserved_for: None, member, resources, properties, drain: None, revision: 0 };
+        let moved = RosterEntry { broker_name, reserved_for: None, member, resources, properties, drain, revision: 0 };
         roster.ranks.insert(free, moved);
     }
 }
@@ -47,15 +48,16 @@ fn is_hopeless(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
 /// New members: eligible, looked at, without a rank.
 pub(super) fn join(seen: &Observed, roster: &mut Roster) {
     let limit = seen.spec.size.unwrap_or(u32::MAX).min(roster.settings.max_size) as usize;
+    let members = roster.ranks.values().filter_map(|entry| entry.member.as_ref());
+    let mut members: HashSet<String> = members.map(|member| member.uid.clone()).collect();
     for node in candidates(seen) {
-        let members = roster.ranks.values().filter(|entry| entry.member.is_some()).count();
-        if members >= limit {
+        if members.len() >= limit {
             return;
         }
         // One whose broker runs, whatever it was started for, is not to be started for another rank.
         let runs = seen.reports.get(&node.name).and_then(|report| report.adopted.as_ref());
         let runs = runs.is_some_and(|adopted| adopted.instance_id == roster.instance_id);
-        if rank_of(roster, &node.uid).is_some() || facts(seen, node).is_none() || runs {
+        if members.contains(&node.uid) || facts(seen, node).is_none() || runs {
             continue;
         }
         let own = roster.ranks.iter().find(|(rank, entry)| {
@@ -67,11 +69,12 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
         let reserved_for = roster.ranks.get(&rank).and_then(|entry| entry.reserved_for.clone());
         let joined = entry(seen, node, rank, broker_name, reserved_for, 0);
         roster.ranks.insert(rank, joined);
+        members.insert(node.uid.clone());
     }
 }
 
-/// A rank that anybody may take: without member, waiting for nobody, claimed by no broker that runs, and under a parent that
-/// is online; interior ranks first, so that holes in a deep tree are filled before leaves are hung on.
+/// A rank that anybody may take: without member, waiting for nobody, claimed by no broker that runs (where it had a member,
+/// the lead must miss his: an agent whose Node is gone says nothing any more), and under a parent that is online; interior ranks first, so that holes in a deep tree are filled before leaves are hung on.
 fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
     let size = roster.settings.max_size;
     let claimed: BTreeSet<Rank> = seen
@@ -83,7 +86,8 @@ fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
         .collect();
     let topology = Topology::parse(&roster.settings.topology, size).ok()?;
     let free = (1..size).filter(|rank| {
-        roster.ranks.get(rank).is_none_or(|entry| entry.member.is_none() && entry.reserved_for.is_none())
+        let is_free = |entry: &RosterEntry| entry.member.is_none() && entry.reserved_for.is_none();
+        roster.ranks.get(rank).is_none_or(|entry| is_free(entry) && does_lead_miss(seen, roster, *rank))
             && !claimed.contains(rank)
             && topology.parent(*rank).is_none_or(|parent| can_carry(seen, roster, parent))
     });

@@ -41,14 +41,14 @@ pub(crate) fn roster(max_size: u32, nodes: &[(&str, u32)]) -> Roster {
 }
 
 /// A small world that the tests change step by step.
-pub(super) struct World {
+pub(crate) struct World {
     pub spec: FluxInstanceSpec,
     pub status: FluxInstanceStatus,
     pub nodes: Vec<NodeView>,
     pub reports: BTreeMap<String, FluxNodeStatus>,
     pub roster: Option<Roster>,
     pub now: i64,
-    waited: Duration,
+    pub waited: Duration,
     pub told: Option<&'static str>,
     pub digest: &'static str,
 }

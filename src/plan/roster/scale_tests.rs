@@ -1,0 +1,182 @@
+//! How many members there are, and what becomes of the ranks of those who go.
+
+use super::{
+    Decision,
+    epoch::{Restart, restart},
+    holds,
+    tests::World,
+};
+use crate::{
+    api::{Closing, FluxInstanceStatus, Want},
+    plan::{project::project, status::status},
+};
+
+fn told(world: &World) -> FluxInstanceStatus {
+    status(&world.seen(), 1, world.roster.as_ref(), None)
+}
+
+fn denied(world: &World) -> Option<String> {
+    told(world).holding("ScaleDenied").map(|condition| condition.message.clone())
+}
+
+fn members(world: &World) -> usize {
+    world.roster.as_ref().unwrap().ranks.values().filter(|entry| entry.member.is_some()).count()
+}
+
+#[test]
+fn the_default_size_is_every_eligible_node_and_the_default_max_size_is_told() {
+    for (nodes, max_size) in [(3, 64), (40, 80)] {
+        let world = World::up(nodes);
+        let told = told(&world);
+        assert_eq!((told.size, told.max_size), (u32::from(nodes), max_size));
+        assert_eq!(denied(&world), None);
+    }
+}
+
+#[test]
+fn more_than_a_default_max_size_is_as_many_as_there_is_room_for_and_said_with_both_numbers() {
+    let mut world = World::up(2);
+    world.roster.as_mut().unwrap().settings.max_size = 3;
+    (3..=6).for_each(|number| world.add(&format!("node{number}"), number));
+    (3..=6).for_each(|number| world.passed(&format!("node{number}"), 2));
+    world.spec.size = Some(5);
+    let asked = world.spec.clone();
+    world.settle();
+    assert_eq!(members(&world), 3);
+    let words = denied(&world).unwrap();
+    assert!(words.contains("size 5 is more than maxSize 3"), "{words}");
+    assert!(words.contains("set spec.maxSize"), "{words}");
+    assert_eq!(world.spec, asked);
+    world.spec.size = Some(3);
+    assert_eq!(denied(&world), None);
+}
+
+#[test]
+fn a_raised_max_size_is_announced_and_comes_with_the_next_epoch() {
+    let mut world = World::up(4);
+    world.reports.get_mut("node1").unwrap().allocated = Some("0-3".parse().unwrap());
+    world.roster.as_mut().unwrap().settings.max_size = 4;
+    (5..=6).for_each(|number| world.add(&format!("node{number}"), number));
+    (5..=6).for_each(|number| world.passed(&format!("node{number}"), 2));
+    (world.spec.size, world.spec.max_size) = (Some(6), Some(8));
+    world.settle();
+    let words = denied(&world).unwrap();
+    assert!(words.contains("size 6 is more than maxSize 4"), "{words}");
+    assert!(words.contains("maxSize 8 comes with the next coordinated restart"), "{words}");
+    let Restart::Waits { difference, .. } = restart(&world.seen(), world.roster.as_ref().unwrap()) else { panic!() };
+    assert_eq!(difference, "maxSize 4 -> 8");
+
+    world.reports.get_mut("node1").unwrap().allocated = Some("".parse().unwrap());
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::WhenIdle));
+    world.reports.values_mut().for_each(|report| report.adopted = None);
+    world.reports.get_mut("node1").unwrap().closed = Some(1);
+    world.settle();
+    assert_eq!((members(&world), world.roster.as_ref().unwrap().settings.max_size), (6, 8));
+    assert_eq!(denied(&world), None);
+}
+
+#[test]
+fn a_smaller_size_takes_the_highest_ranks_and_a_greater_one_brings_the_same_ranks_back() {
+    let mut world = World::up(4);
+    world.spec.size = Some(1);
+    world.settle();
+    let leaves = |world: &World| {
+        let ranks = &world.roster.as_ref().unwrap().ranks;
+        ranks
+            .iter()
+            .filter(|(_, entry)| entry.drain.as_ref().is_some_and(|drain| drain.leave))
+            .map(|(r, _)| *r)
+            .collect()
+    };
+    let leaving: Vec<_> = leaves(&world);
+    assert_eq!(leaving, [1, 2, 3]);
+    world.spec.size = Some(3);
+    world.settle();
+    let leaving: Vec<_> = leaves(&world);
+    assert_eq!(leaving, [3], "nobody has left yet, and those that stay are undrained");
+
+    // Drained and idle.
+    let lead = world.reports.get_mut("node1").unwrap();
+    (lead.drained, lead.allocated) = (Some("3".parse().unwrap()), Some("".parse().unwrap()));
+    assert_eq!(world.wants("node4"), Want::Leave);
+    let report = world.reports.get_mut("node4").unwrap();
+    (report.adopted, report.left) = (None, true);
+    world.settle();
+    assert_eq!(world.rank("node4"), None);
+    world.reports.get_mut("node4").unwrap().left = false;
+    world.spec.size = Some(4);
+    world.settle();
+    assert_eq!(world.rank("node4"), Some(3));
+    assert_eq!(world.roster.as_ref().unwrap().ranks[&3].drain, None);
+}
+
+#[test]
+fn a_node_that_returns_in_time_goes_on_with_its_rank_and_its_broker() {
+    let mut world = World::up(3);
+    world.spec.ranks.retain = Some("1h".into());
+    let mut node = world.nodes.remove(2);
+    node.deleting = true;
+    world.nodes.push(node.clone());
+    world.settle();
+    let drained = |world: &World| world.told("node1").drain.values().any(|ranks| ranks.contains(2));
+    assert!(drained(&world), "it is being deleted");
+    world.nodes.pop();
+    world.settle();
+    world.now += 3599;
+    world.settle();
+    assert!(drained(&world), "a Node that was deleted is no reason to give jobs to its broker");
+    node.deleting = false;
+    world.nodes.push(node);
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!(world.rank("node3"), Some(2));
+    assert!(holds(&world.seen(), roster, 2).is_some());
+    assert_eq!(world.wants("node3"), Want::Run);
+    assert!(!drained(&world));
+}
+
+#[test]
+fn a_node_that_stays_away_leaves_an_undrained_spare_behind() {
+    let mut world = World::up(3);
+    world.add("late", 9);
+    world.passed("late", 2);
+    world.settle();
+    world.online("node1");
+    world.online("late");
+    world.settle();
+    world.spec.ranks.retain = Some("1h".into());
+    for name in ["node3", "late"] {
+        let node = world.nodes.iter_mut().find(|node| node.name == name).unwrap();
+        node.deleting = true;
+    }
+    world.settle();
+    world.nodes.retain(|node| !node.deleting);
+    world.settle();
+    world.now += 3600;
+    world.settle();
+    let roster = world.roster.clone().unwrap();
+    for rank in [2, 3] {
+        assert_eq!((&roster.ranks[&rank].member, &roster.ranks[&rank].drain), (&None, &None));
+        assert!(roster.ranks[&rank].resources.is_some(), "what it declares stays");
+    }
+    let lead = world.nodes.iter().find(|node| node.name == "node1").unwrap();
+    assert!(project(&world.seen(), Some(&roster), lead).drain.is_empty());
+    assert_eq!(told(&world).size, 2);
+
+    // A name of a node's own waits for that node; a spare's is anybody's, once no broker runs under it.
+    world.add("new", 10);
+    world.passed("new", 2);
+    world.settle();
+    assert_eq!(world.rank("new"), Some(4), "the old broker has not ended by its agent's word");
+    world.reports.remove("late");
+    world.add("next", 12);
+    world.passed("next", 2);
+    world.settle();
+    assert_eq!(world.rank("next"), Some(5), "nor by the lead's");
+    world.reports.get_mut("node1").unwrap().offline = vec![2, 3];
+    world.add("newer", 11);
+    world.passed("newer", 2);
+    assert_ne!(world.settle(), Decision::Wait(String::new()));
+    assert_eq!(world.rank("newer"), Some(3));
+}

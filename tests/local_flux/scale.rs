@@ -1,0 +1,162 @@
+//! A smaller and a greater instance, and what autoscalers are told.
+
+use std::collections::BTreeMap;
+
+use flux_distribute::{
+    api::{ANNOTATION_PROTECTS, FluxInstance, INSTANCE},
+    plan::protect::PROTECTING,
+};
+use k8s_openapi::api::core::v1::{Event, Node};
+use kube::{
+    Api, ResourceExt,
+    api::{ListParams, Patch, PatchParams},
+};
+use serde_json::json;
+
+use crate::harness::Cluster;
+
+/// As `kubectl scale fxi/flux --replicas=N` does.
+fn scale(cluster: &Cluster, size: u32) -> Result<(), kube::Error> {
+    let patch = Patch::Merge(json!({"spec": {"replicas": size}}));
+    cluster.wait(cluster.api::<FluxInstance>().patch_scale(INSTANCE, &PatchParams::default(), &patch)).map(drop)
+}
+
+fn patch(cluster: &Cluster, spec: serde_json::Value) {
+    let patch = Patch::Merge(json!({ "spec": spec }));
+    cluster.wait(cluster.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &patch)).unwrap();
+}
+
+/// Waits until so many ranks are up and given jobs, and the others down or drained.
+fn up(cluster: &Cluster, free: usize, all: usize) {
+    let wanted = BTreeMap::from([("free", free), ("down", all - free)]);
+    cluster.until(&format!("{wanted:?}"), || {
+        let list = cluster.exec("node1", &["flux", "resource", "list", "-s", "free,down", "-no", "{state} {nnodes}"]);
+        let mut found = BTreeMap::from([("free", 0), ("down", 0)]);
+        for line in list.lines() {
+            let (state, count) = line.split_once(' ')?;
+            *found.get_mut(state)? += count.trim().parse::<usize>().ok()?;
+        }
+        let status = cluster.instance().status?;
+        (found == wanted && status.size as usize == free && status.online as usize == free).then_some(())
+    });
+    assert_eq!(cluster.exec("node1", &["flux", "run", &format!("-N{free}"), "hostname"]).lines().count(), free);
+}
+
+#[test]
+fn two_of_four_grow_and_shrink_and_never_exceed_the_maximum() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let instance = json!({
+        "apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxInstance",
+        "metadata": {"name": INSTANCE}, "spec": {"size": 2, "maxSize": 4},
+    });
+    std::fs::write(file.path(), instance.to_string()).unwrap();
+    let Some(bundle) = crate::harness::bundle() else { return };
+    let options = ["--instance", file.path().to_str().unwrap(), "--bundle", bundle.to_str().unwrap()];
+    let cluster = Cluster::begin(4, &options);
+    cluster.until("the instance", || cluster.wait(cluster.api::<FluxInstance>().get_opt(INSTANCE)).unwrap());
+    cluster.until("two members", || (cluster.instance().status?.online == 2).then_some(()));
+    up(&cluster, 2, 4);
+    let first = cluster.brokers();
+
+    scale(&cluster, 4).unwrap();
+    up(&cluster, 4, 4);
+    let before = cluster.brokers();
+    assert!(first.iter().all(|(node, broker)| before[node] == *broker), "{before:?}");
+    let ranks = cluster.ranks();
+
+    for (size, words) in [(5, "is more than maxSize: raise maxSize too"), (0, "delete the FluxInstance")] {
+        match scale(&cluster, size) {
+            Err(kube::Error::Api(status)) if status.code == 422 => {
+                assert!(status.message.contains(words), "{status:?}")
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    for (size, stays) in [(3, 3), (4, 3), (1, 1), (4, 1)] {
+        scale(&cluster, size).unwrap();
+        up(&cluster, size as usize, 4);
+        let now = cluster.brokers();
+        assert_eq!(now.len(), size as usize);
+        for broker in before.values().filter(|broker| broker.rank < stays) {
+            assert!(now.values().any(|still| still == broker), "{broker:?} is not in {now:?}");
+        }
+    }
+    assert_eq!(cluster.ranks(), ranks);
+}
+
+#[test]
+fn more_than_the_default_maximum_is_denied_in_words() {
+    let Some(cluster) = Cluster::up(1, &[]) else { return };
+    let before = cluster.brokers();
+    patch(&cluster, json!({"size": 65}));
+    let words = cluster.until("the condition", || {
+        let conditions = cluster.instance().status?.conditions;
+        conditions.into_iter().find(|c| c.type_ == "ScaleDenied" && c.status == "True").map(|c| c.message)
+    });
+    assert!(words.contains("size 65 is more than maxSize 64"), "{words}");
+    cluster.until("the Event", || {
+        let events = cluster.wait(cluster.api::<Event>().list(&ListParams::default())).unwrap();
+        events
+            .iter()
+            .any(|event| event.reason.as_deref() == Some("ScaleDenied") && event.message.as_ref() == Some(&words))
+            .then_some(())
+    });
+    let instance = cluster.instance();
+    assert_eq!((instance.spec.size, instance.spec.max_size, instance.status.unwrap().max_size), (Some(65), None, 64));
+    assert_eq!(cluster.brokers(), before);
+}
+
+fn annotations(cluster: &Cluster, node: &str) -> BTreeMap<String, String> {
+    let ours = |key: &String| PROTECTING.contains(&key.as_str()) || key == ANNOTATION_PROTECTS;
+    let node = cluster.wait(Api::<Node>::all(cluster.client()).get(node)).unwrap();
+    node.annotations().iter().filter(|(key, _)| ours(key)).map(|(key, value)| (key.clone(), value.clone())).collect()
+}
+
+#[test]
+fn nodes_with_jobs_tell_autoscalers_and_jobs_that_wait_for_nodes_are_counted() {
+    let Some(cluster) = Cluster::up(3, &[]) else { return };
+    let before = cluster.brokers();
+    let [lead, busy, idle] = [0, 1, 2].map(|rank| cluster.holder(rank));
+    // Karpenter's is somebody's own.
+    let own = json!({"metadata": {"annotations": {PROTECTING[1]: "true"}}});
+    let nodes = Api::<Node>::all(cluster.client());
+    cluster.wait(nodes.patch(&busy, &PatchParams::default(), &Patch::Merge(own))).unwrap();
+    let is_protected = |node: &str| PROTECTING.iter().all(|key| annotations(&cluster, node).contains_key(*key));
+    let requires = format!("--requires=host:{lead},{busy}");
+    let job = cluster.job(&["-N2", "-n2", &requires]);
+    cluster.until("the annotations", || (is_protected(&lead) && is_protected(&busy)).then_some(()));
+    assert_eq!(annotations(&cluster, &idle), BTreeMap::new());
+
+    let pending = |wanted: u32| {
+        cluster.until(&format!("{wanted} pending nodes"), || {
+            (cluster.instance().status?.pending_nodes? == wanted).then_some(())
+        });
+    };
+    pending(0);
+    let waiting = cluster.exec("node1", &["flux", "submit", "-N5", "-n5", "true"]);
+    pending(2);
+    let ask = "exec 3<>/dev/tcp/127.0.0.1/8051; printf 'GET /metrics HTTP/1.0\\r\\n\\r\\n' >&3; cat <&3";
+    let metrics = cluster.exec(&lead, &["bash", "-c", ask]);
+    assert!(metrics.lines().any(|line| line == "flux_distribute_pending_nodes 2"), "{metrics}");
+    cluster.must(&["add-node", "--count", "2"]);
+    job.finish();
+    cluster.exec("node1", &["flux", "job", "wait-event", "-t", "120", &waiting, "clean"]);
+    pending(0);
+    let left: BTreeMap<_, _> = [(PROTECTING[1].to_owned(), "true".to_owned())].into();
+    cluster.until("their end", || {
+        let (lead, busy) = (annotations(&cluster, &lead), annotations(&cluster, &busy));
+        (lead.is_empty() && busy == left).then_some(())
+    });
+    let after = cluster.brokers();
+    assert!(before.iter().all(|(node, broker)| after[node] == *broker), "{after:?}");
+
+    // At the end nothing of ours stays, without any rest.
+    let job = cluster.job(&["-N2", "-n2", &requires]);
+    cluster.until("the annotations", || is_protected(&lead).then_some(()));
+    job.finish();
+    cluster.wait(cluster.api::<FluxInstance>().delete(INSTANCE, &kube::api::DeleteParams::default())).unwrap();
+    let begin = std::time::Instant::now();
+    cluster.until("their end", || (annotations(&cluster, &lead).is_empty()).then_some(()));
+    assert!(begin.elapsed().as_secs() < 30, "{:?}", begin.elapsed());
+    assert_eq!(annotations(&cluster, &busy), left);
+}
