@@ -3,14 +3,14 @@
 
     BUNDLE=FILE scripts/bench_elastic.py [TURNS]
 
-1. A node that is Ready and has its packages gets a rank (`kubectl scale` to one more): seconds until Flux has it, by the
-   time that Flux's own resource.eventlog gives. TURNS times (default: 20), without and with a job on all other nodes.
+1. A node that is Ready and has its packages gets a rank (`kubectl scale` to one more): seconds until Fluxion has it
+   up, by its own time. TURNS times (default: 20), without and with a job on all other nodes.
 2. maxSize 1,024 beside maxSize 4, both with four members: seconds from the lead's broker's start until all four are
    there, and the resident memory of all processes of the lead's broker.
 
 BINARY is the flux-distribute to run (default: the release build), DIR where the nodes are (default: /var/tmp)."""
 
-import json, os, statistics, subprocess, sys, tempfile, time
+import datetime, json, os, re, statistics, subprocess, sys, tempfile, time
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -59,11 +59,13 @@ class Cluster:
     def lead(self, *words):
         return self.local("exec", "node1", "--", *words)
 
-    def events(self, name):
-        """Flux's own: when some ranks came up, or went."""
-        lines = self.lead("flux", "kvs", "eventlog", "get", "-u", "resource.eventlog").splitlines()
-        events = [json.loads(line) for line in lines]
-        return [event["timestamp"] for event in events if event["name"] == name]
+    def ups(self, rank):
+        """When the scheduler took `rank` as up, by its own word: once more each time that it is loaded again."""
+        lines = self.lead("flux", "dmesg").splitlines()
+        says = re.compile(r"(\S+)Z sched-fluxion-resource.*rankset=\[(.*)\] status=UP")
+        found = filter(None, map(says.match, lines))
+        ups = [found[1] for found in found if any(int(first) <= rank <= int(last or first) for first, last in re.findall(r"(\d+)-?(\d*)", found[2]))]
+        return [datetime.datetime.fromisoformat(up + "+00:00").timestamp() for up in ups]
 
     def scale(self, size):
         self.kubectl("scale", "fxi/flux", f"--replicas={size}")
@@ -76,14 +78,11 @@ def joins(cluster, turns):
     times = []
     for _ in range(turns):
         cluster.scale(3)
-        gone = lambda: "4" not in ranks(cluster) and len(ranks(cluster)) == 3
-        until("a node that has left", gone)
-        known = len(cluster.events("online"))
+        until("a node that has left", lambda: len(ranks(cluster)) == 3 and up(cluster) == 3)
         begin = time.time()
         cluster.scale(4)
-        when = until("its return", lambda: cluster.events("online")[known:])[0]
-        times.append(when - begin)
-        until("all nodes", lambda: cores(cluster) == 4)
+        until("all nodes", lambda: up(cluster) == 4)
+        times.append(cluster.ups(3)[-1] - begin)
     return times
 
 
@@ -92,7 +91,7 @@ def ranks(cluster):
     return {node["spec"]["rank"] for node in nodes if node["spec"].get("rank") is not None}
 
 
-def cores(cluster):
+def up(cluster):
     return int(cluster.lead("flux", "resource", "list", "-s", "up", "-no", "{nnodes}") or 0)
 
 
@@ -106,7 +105,7 @@ def memory(cluster):
 
 def start(cluster):
     """From the lead's broker's start to its last member."""
-    online = max(cluster.events("online"))
+    online = max(cluster.ups(rank)[-1] for rank in range(4))
     began = cluster.lead("sh", "-c", "stat -c %Y.%y /proc/$(pgrep -o flux-broker) | sed 's/^\\([0-9]*\\).*\\(\\.[0-9]*\\) .*/\\1\\2/'")
     return online - float(began)
 
@@ -121,7 +120,7 @@ def main():
         with tempfile.TemporaryDirectory(prefix="bench-elastic.", dir=os.environ.get("DIR", "/var/tmp")) as place:
             cluster = Cluster(place, {"maxSize": size, "size": 4})
             try:
-                until("all nodes", lambda: cores(cluster) == 4)
+                until("all nodes", lambda: up(cluster) == 4)
                 print(f"maxSize {size}: all four after {start(cluster):.2f} s, lead {memory(cluster):.0f} MiB", flush=True)
                 if size == 4:
                     print(f"a node joins: {figures(joins(cluster, turns))}", flush=True)
