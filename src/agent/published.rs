@@ -106,7 +106,7 @@ impl Published {
         match Certificate::parse(&text) {
             Ok(own) if own.fingerprint() == roster.settings.certificate => {
                 info!("bringing the certificate back from this host");
-                Ok(certificate::create(client, &own).await?)
+                Ok(certificate::create(client, &own, &roster.instance_uid).await?)
             }
             _ => Ok(()),
         }

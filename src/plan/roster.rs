@@ -4,6 +4,8 @@
 //! only where its broker is out of the overlay and its parent's rank can't come back; resources never shrink under a job;
 //! the lead never changes once the instance was online, unless an administrator says so ([`takeover`]).
 
+#[cfg(test)]
+mod another_tests;
 mod drain;
 pub(super) mod epoch;
 #[cfg(test)]
@@ -66,7 +68,7 @@ pub struct Observed<'a> {
     pub certificate: Option<&'a str>,
     /// Seconds since the Unix epoch.
     pub now: i64,
-    /// How long this planner has held the Lease.
+    /// How long this planner has held the Lease, and from the moment the roster is gone, how long it has been without.
     pub waited: Duration,
     /// The word of annotation [`ANNOTATION_RESTART`](crate::api::ANNOTATION_RESTART).
     pub told: Option<&'a str>,
@@ -134,6 +136,36 @@ pub fn holds<'a>(seen: &Observed<'a>, roster: &Roster, rank: Rank) -> Option<(&'
     let adopted = status.adopted.as_ref()?;
     let same = adopted.rank == rank && adopted.epoch == roster.epoch && adopted.instance_id == roster.instance_id;
     same.then_some((status, adopted))
+}
+
+/// The broker was started for this FluxInstance, not for one before it whose node was off when that was deleted. An older agent
+/// doesn't say so: it can't be of a FluxInstance that never had a roster, nor under another ID than the one that is known.
+pub fn is_of_instance(seen: &Observed, adopted: &Adopted) -> bool {
+    let by_id = || seen.status.instance_id.as_ref().map_or(seen.status.epoch > 0, |id| *id == adopted.instance_id);
+    adopted.instance_uid.as_ref().map_or_else(by_id, |uid| uid == seen.instance_uid)
+}
+
+/// The node's host has a broker of an instance before this one: what it says of itself may be from before, and it is cleaned
+/// first.
+pub fn holds_another(seen: &Observed, node: &str) -> bool {
+    let adopted = seen.reports.get(node).and_then(|report| report.adopted.as_ref());
+    adopted.is_some_and(|adopted| !is_of_instance(seen, adopted))
+}
+
+/// Brokers of this FluxInstance run, or may start any moment, with the certificate that was published.
+pub fn is_certificate_in_use(seen: &Observed) -> bool {
+    let own = |roster: &Roster| roster.instance_uid == seen.instance_uid && roster.established;
+    let mut adopted = seen.reports.values().filter_map(|report| report.adopted.as_ref());
+    seen.roster.is_some_and(own)
+        || seen.status.instance_id.is_some()
+        || adopted.any(|adopted| is_of_instance(seen, adopted))
+}
+
+/// A certificate that was made `made_for` a FluxInstance (None: not known) is of one before this, and nothing of this one has
+/// been started with it: it is made anew, else a broker of that instance which has been cut off could join this one.
+pub fn is_certificate_of_another(seen: &Observed, made_for: Option<&str>) -> bool {
+    let is_planned = seen.roster.is_some_and(|roster| roster.instance_uid == seen.instance_uid);
+    made_for != Some(seen.instance_uid) && !is_planned && !is_certificate_in_use(seen)
 }
 
 /// The rank that the Node with `uid` holds.

@@ -221,6 +221,7 @@ impl Cluster {
                 rank,
                 broker_name: broker_name(roster, rank),
                 node_uid: machine.node.uid.clone(),
+                instance_uid: Some(roster.instance_uid.clone()),
                 instance_id: roster.instance_id.clone(),
                 epoch: roster.epoch,
                 pid: 1,
