@@ -187,6 +187,9 @@ pub fn decide(seen: &Seen) -> Step {
             Some(_) => Step::Hold,
             None => Step::Wait("waiting for the packages to be resolved".to_owned()),
         },
+        Want::Leave if !seen.roster.is_some_and(|roster| may_leave(seen.host, spec, roster)) => {
+            Step::Wait("waiting for roster and FluxNode to say the same".to_owned())
+        }
         Want::Leave => match &seen.host.broker {
             Some(_) => Step::Stop { reason: "this node leaves the instance".to_owned(), waits_for_jobs: !spec.overdue },
             None => Step::Wait("this node has left the instance".to_owned()),
@@ -271,6 +274,16 @@ pub fn agreed(spec: &FluxNodeSpec, roster: &Roster) -> Option<Assignment> {
         epoch: roster.epoch,
         revision: spec.revision.max(entry.revision),
     })
+}
+
+/// The roster, too, wants this host's broker to leave, or has no such member: FluxNode.spec alone stops nothing.
+pub fn may_leave(host: &HostView, spec: &FluxNodeSpec, roster: &Roster) -> bool {
+    let is_same = spec.instance_uid.as_deref() == Some(&roster.instance_uid) && spec.epoch == roster.epoch;
+    let rank = host.broker.as_ref().map(|broker| broker.record.rank).or(spec.rank);
+    let entry = rank.and_then(|rank| roster.ranks.get(&rank));
+    let is_ours = |entry: &&RosterEntry| entry.member.as_ref().is_some_and(|member| member.node == spec.node_name);
+    let leaves = |entry: &RosterEntry| entry.drain.as_ref().is_some_and(|drain| drain.leave);
+    is_same && entry.filter(is_ours).is_none_or(leaves)
 }
 
 /// This host is the lead's: it runs rank 0, or it would by the roster that it was configured by last.
