@@ -99,7 +99,7 @@ pub fn decide(seen: &Observed) -> Decision {
     }
 }
 
-pub use drain::{is_overdue, may_stop};
+pub use drain::{is_former_idle, is_overdue, may_stop};
 
 /// The member of `rank` is in the overlay, by its own agent's word, and the lead does not miss it: under a parent that is
 /// gone a broker believes for minutes that it is online.
@@ -125,7 +125,8 @@ fn says_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     holds(seen, roster, rank).is_some_and(|(status, _)| matches!(status.phase, NodePhase::Online | NodePhase::Draining))
 }
 
-fn does_lead_miss(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+/// The lead says that `rank` is not in the overlay. Without a word from it nobody is missed.
+pub fn does_lead_miss(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     holds(seen, roster, 0).is_some_and(|(lead, _)| lead.offline.contains(&rank))
 }
 

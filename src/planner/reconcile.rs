@@ -24,7 +24,7 @@ use crate::{
     plan::{
         eligibility::NodeView,
         peers::is_on_every_host,
-        project::project_all,
+        project::{lingers, project_all},
         protect::{Change, Protection},
         roster::{
             Decision, Observed, candidates, decide, is_certificate_in_use, is_certificate_of_another, retain_secs,
@@ -361,8 +361,15 @@ impl Planner {
         let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
         let members: Vec<_> =
             roster.iter().flat_map(|roster| roster.ranks.values()).filter_map(|e| e.member.as_ref()).collect();
+        // While its broker runs, its report is what keeps the rank from being given out, and its spec what ends it.
+        let runs = |name: &String| {
+            let report = seen.reports.get(name);
+            roster.zip(report).is_some_and(|(roster, report)| lingers(seen, roster, report).is_some())
+        };
         let is_gone = |name: &String| {
-            !seen.nodes.iter().any(|node| node.name == *name) && !members.iter().any(|member| member.node == *name)
+            !seen.nodes.iter().any(|node| node.name == *name)
+                && !members.iter().any(|member| member.node == *name)
+                && !runs(name)
         };
         let gone: Vec<_> = flux_nodes.iter().map(|node| node.name_any()).filter(is_gone).collect();
         self.gone.retain(|name, _| gone.contains(name));

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use super::{Observed, by_uid, holds, is_online, resources};
 use crate::{
-    api::{Draining, FluxNodeStatus, Rank, Roster},
+    api::{Draining, FluxNodeStatus, Rank, Roster, RosterEntry},
     plan::{
         eligibility::{NodeView, selected},
         resources::lack,
@@ -82,7 +82,17 @@ pub fn may_stop(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
 
 /// No job runs on `rank`, by the lead's word, and none will: it is to be drained, and the lead has done so.
 pub(super) fn gets_no_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let Some(entry) = roster.ranks.get(&rank).filter(|entry| entry.drain.is_some()) else { return false };
+    let entry = roster.ranks.get(&rank).filter(|entry| entry.drain.is_some());
+    entry.is_some_and(|entry| does_lead_keep_idle(seen, roster, rank, entry))
+}
+
+/// As [`gets_no_jobs`], of a rank whose member is gone and whose broker is not.
+pub fn is_former_idle(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    let entry = roster.ranks.get(&rank).filter(|entry| entry.member.is_none());
+    entry.is_some_and(|entry| does_lead_keep_idle(seen, roster, rank, entry))
+}
+
+fn does_lead_keep_idle(seen: &Observed, roster: &Roster, rank: Rank, entry: &RosterEntry) -> bool {
     let lead = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report);
     // Flux drains nobody whom it has excluded.
     let is_excluded = |lead: &FluxNodeStatus| {
