@@ -29,7 +29,7 @@ use crate::{
         roster::{
             Decision, Observed, candidates, decide, is_certificate_in_use, is_certificate_of_another, retain_secs,
         },
-        status::{Obstacle, status},
+        status::{Obstacle, status, stopped},
     },
 };
 
@@ -387,11 +387,17 @@ impl Planner {
         warn!(error = words, "planning failed");
         // What somebody has to mend; all else is the API server's, and passes.
         if matches!(error, PlannerError::Content { .. }) || error.code() == Some(422) {
-            let about = match caches.instances.state().iter().find(|instance| instance.name_any() == INSTANCE) {
-                Some(flux) => flux.object_ref(&()),
-                None => instance::default_reference(),
-            };
-            self.announcer.say(&about, true, "Unusable", &words).await;
+            let instances = caches.instances.state();
+            let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
+            let about = flux.map_or_else(instance::default_reference, |flux| flux.object_ref(&()));
+            let reason = error.reason();
+            self.announcer.say(&about, true, reason, &words).await;
+            let Some(flux) = flux else { return };
+            let next =
+                stopped(flux.status.as_ref().unwrap_or(&FluxInstanceStatus::default()), reason, &words, clock::now());
+            if let Err(error) = instance::write_status(&self.client, flux, &next).await {
+                warn!(error = error_chain(&error), "the FluxInstance's status could not be written");
+            }
         }
     }
 
