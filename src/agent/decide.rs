@@ -293,7 +293,7 @@ pub fn leads(host: &HostView, spec: Option<&FluxNodeSpec>) -> bool {
     }
     let (Some(spec), Some(text)) = (spec, &host.roster) else { return false };
     serde_json::from_str::<Roster>(text).is_ok_and(|copy| {
-        let lead = copy.ranks.get(&0).and_then(|entry| entry.member.as_ref());
+        let lead = copy.lead();
         spec.instance_uid.as_deref() == Some(&copy.instance_uid) && lead.is_some_and(|lead| lead.node == spec.node_name)
     })
 }
@@ -304,7 +304,7 @@ fn superseded(broker: &RunningBroker, spec: &FluxNodeSpec, roster: &Roster) -> O
     if record.instance_id != roster.instance_id || record.epoch < roster.epoch {
         return Some(format!("the broker of epoch {} is running, the roster is at {}", record.epoch, roster.epoch));
     }
-    let holder = roster.ranks.get(&record.rank).and_then(|entry| entry.member.as_ref());
+    let holder = roster.member(record.rank);
     if holder.is_some_and(|member| member.node == spec.node_name) {
         return None;
     }

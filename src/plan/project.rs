@@ -170,7 +170,7 @@ fn may_run(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     if rank == 0 || super::roster::holds(seen, roster, rank).is_some() {
         return true;
     }
-    let lead = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref());
+    let lead = roster.lead();
     let applied = lead.and_then(|lead| seen.reports.get(&lead.node)).and_then(|report| report.applied_revision);
     let declared = roster.ranks.get(&rank).filter(|entry| entry.resources.is_some()).map(|entry| entry.revision);
     let taken_in = declared.is_some_and(|declared| applied >= Some(declared));

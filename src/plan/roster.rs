@@ -111,7 +111,7 @@ pub fn is_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
 /// The lead's agent can't take back its word when its machine goes off: its Node is not Ready, which alone is no evidence, and
 /// its broker doesn't answer the others.
 pub fn is_lead_silent(seen: &Observed, roster: &Roster) -> bool {
-    let Some(lead) = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref()) else { return false };
+    let Some(lead) = roster.lead() else { return false };
     let is_ready = seen.nodes.iter().any(|node| node.uid == lead.uid && node.ready);
     !is_ready && roster.ranks.keys().any(|rank| holds(seen, roster, *rank).is_some_and(|(report, _)| report.unheard))
 }
@@ -132,7 +132,7 @@ pub fn does_lead_miss(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
 
 /// The member of `rank` runs the broker of that rank in this epoch: its report.
 pub fn holds<'a>(seen: &Observed<'a>, roster: &Roster, rank: Rank) -> Option<(&'a FluxNodeStatus, &'a Adopted)> {
-    let member = roster.ranks.get(&rank)?.member.as_ref()?;
+    let member = roster.member(rank)?;
     let status = seen.reports.get(&member.node)?;
     let adopted = status.adopted.as_ref()?;
     let same = adopted.rank == rank && adopted.epoch == roster.epoch && adopted.instance_id == roster.instance_id;

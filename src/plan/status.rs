@@ -45,7 +45,7 @@ pub fn status(
         next.revision = roster.revision;
         next.max_size = roster.settings.max_size;
         next.digest = Some(roster.settings.digest.clone());
-        next.lead = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref()).map(|member| member.node.clone());
+        next.lead = roster.lead().map(|member| member.node.clone());
         next.size = count(members);
         next.online = count(roster.ranks.keys().filter(|rank| is_online(seen, roster, **rank)));
         if roster.established {

@@ -149,7 +149,7 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
 /// Until the lead was online once, nothing depends on the roster: a lost lead or a changed spec makes a new one.
 pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> {
     let (digest, certificate) = (seen.digest?, seen.certificate?);
-    let lead = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref())?;
+    let lead = roster.lead()?;
     let nodes = candidates(seen);
     let lead_is_there = nodes.iter().any(|node| node.uid == lead.uid)
         && seen.spec.lead.as_ref().is_none_or(|wanted| *wanted == lead.node);

@@ -39,7 +39,7 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
 
 /// Rank `rank` will not be in the overlay soon: nobody holds it, its Node is gone or not Ready, or its broker can't start.
 fn is_hopeless(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let Some(member) = roster.ranks.get(&rank).and_then(|entry| entry.member.as_ref()) else { return true };
+    let Some(member) = roster.member(rank) else { return true };
     let ready = seen.nodes.iter().any(|node| node.uid == member.uid && node.ready);
     let failed = seen.reports.get(&member.node).is_some_and(|report| report.phase == NodePhase::Failed);
     rank != 0 && (!ready || failed)
