@@ -187,6 +187,9 @@ pub fn decide(seen: &Seen) -> Step {
             Some(_) => Step::Hold,
             None => Step::Wait("waiting for the packages to be resolved".to_owned()),
         },
+        Want::Leave if !seen.roster.is_some_and(|roster| may_leave(seen.host, spec, roster)) => {
+            Step::Wait("waiting for roster and FluxNode to say the same".to_owned())
+        }
         Want::Leave => match &seen.host.broker {
             Some(_) => Step::Stop { reason: "this node leaves the instance".to_owned(), waits_for_jobs: !spec.overdue },
             None => Step::Wait("this node has left the instance".to_owned()),
@@ -273,6 +276,16 @@ pub fn agreed(spec: &FluxNodeSpec, roster: &Roster) -> Option<Assignment> {
     })
 }
 
+/// The roster, too, wants this host's broker to leave, or has no such member: FluxNode.spec alone stops nothing.
+pub fn may_leave(host: &HostView, spec: &FluxNodeSpec, roster: &Roster) -> bool {
+    let is_same = spec.instance_uid.as_deref() == Some(&roster.instance_uid) && spec.epoch == roster.epoch;
+    let rank = host.broker.as_ref().map(|broker| broker.record.rank).or(spec.rank);
+    let entry = rank.and_then(|rank| roster.ranks.get(&rank));
+    let is_ours = |entry: &&RosterEntry| entry.member.as_ref().is_some_and(|member| member.node == spec.node_name);
+    let leaves = |entry: &RosterEntry| entry.drain.as_ref().is_some_and(|drain| drain.leave);
+    is_same && entry.filter(is_ours).is_none_or(leaves)
+}
+
 /// This host is the lead's: it runs rank 0, or it would by the roster that it was configured by last.
 pub fn leads(host: &HostView, spec: Option<&FluxNodeSpec>) -> bool {
     if let Some(broker) = &host.broker {
@@ -280,7 +293,7 @@ pub fn leads(host: &HostView, spec: Option<&FluxNodeSpec>) -> bool {
     }
     let (Some(spec), Some(text)) = (spec, &host.roster) else { return false };
     serde_json::from_str::<Roster>(text).is_ok_and(|copy| {
-        let lead = copy.ranks.get(&0).and_then(|entry| entry.member.as_ref());
+        let lead = copy.lead();
         spec.instance_uid.as_deref() == Some(&copy.instance_uid) && lead.is_some_and(|lead| lead.node == spec.node_name)
     })
 }
@@ -291,7 +304,7 @@ fn superseded(broker: &RunningBroker, spec: &FluxNodeSpec, roster: &Roster) -> O
     if record.instance_id != roster.instance_id || record.epoch < roster.epoch {
         return Some(format!("the broker of epoch {} is running, the roster is at {}", record.epoch, roster.epoch));
     }
-    let holder = roster.ranks.get(&record.rank).and_then(|entry| entry.member.as_ref());
+    let holder = roster.member(record.rank);
     if holder.is_some_and(|member| member.node == spec.node_name) {
         return None;
     }

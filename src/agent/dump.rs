@@ -111,7 +111,7 @@ fn order(view: &HostView) -> Result<DumpOrder, EnterError> {
     let copy = view.roster.as_deref().and_then(|text| serde_json::from_str::<Roster>(text).ok());
     let copy = copy.ok_or_else(|| EnterError::Other("the host's etc/roster.json can't be read".to_owned()))?;
     if broker.record.rank != 0 {
-        let lead = copy.ranks.get(&0).and_then(|entry| entry.member.as_ref()).map_or("?", |lead| lead.node.as_str());
+        let lead = copy.lead().map_or("?", |lead| lead.node.as_str());
         let rank = broker.record.rank;
         return Err(EnterError::NotLead(format!("this node has rank {rank}; the queue is on the lead, node {lead}")));
     }

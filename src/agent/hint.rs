@@ -16,7 +16,7 @@ impl Agent {
             return None;
         }
         let roster = self.published.roster.as_ref()?;
-        let lead = roster.ranks.get(&0)?.member.as_ref()?;
+        let lead = roster.lead()?;
         let own = self.view.broker.as_ref().map(|broker| broker.record.broker_name.clone());
         let own = own.or_else(|| self.own_broker_name())?;
         let lead_node = self.reporter.of(&lead.node).await.ok()??;

@@ -8,7 +8,7 @@ use tracing::info;
 
 use super::{
     act::StepError,
-    decide::{agreed, leads},
+    decide::{agreed, leads, may_leave},
 };
 use crate::{
     api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet, Roster, Want},
@@ -44,9 +44,14 @@ impl Published {
         view: &HostView,
     ) -> Result<(), StepError> {
         let is_current = |roster: &Roster| roster.epoch == spec.epoch && roster.revision >= spec.revision;
-        let stale = spec.rank.is_some() && !self.roster.as_ref().is_some_and(is_current);
+        let is_stale = spec.rank.is_some() && !self.roster.as_ref().is_some_and(is_current);
+        // A drain is no new revision of the entry.
+        let is_unsaid =
+            spec.want == Want::Leave && !self.roster.as_ref().is_some_and(|roster| may_leave(view, spec, roster));
+        // The Node was registered again after its rank was nobody's any more: what was read before knows it as a member.
+        let has_lost_rank = spec.rank.is_none() && spec.instance_uid.is_some() && view.broker.is_some();
         let is_lead = leads(view, Some(spec));
-        if stale || is_lead {
+        if is_stale || is_unsaid || has_lost_rank || is_lead {
             let found = read_roster(client).await?;
             self.roster_is_gone = found.is_none();
             self.roster = found.or_else(|| self.roster.take());
@@ -106,7 +111,7 @@ impl Published {
         match Certificate::parse(&text) {
             Ok(own) if own.fingerprint() == roster.settings.certificate => {
                 info!("bringing the certificate back from this host");
-                Ok(certificate::create(client, &own).await?)
+                Ok(certificate::create(client, &own, &roster.instance_uid).await?)
             }
             _ => Ok(()),
         }

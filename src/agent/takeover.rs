@@ -295,7 +295,7 @@ async fn wait(client: &Client, before: &Roster, lead: &str, word: &Takeover) -> 
 /// What is missing.
 fn standing(seen: &Seen, before: &Roster, lead: &str, word: &Takeover) -> Result<(), String> {
     let roster = &seen.roster;
-    let holder = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref()).map(|member| member.node.as_str());
+    let holder = roster.lead().map(|member| member.node.as_str());
     let begun =
         if word.new_instance_id.is_some() { roster.instance_id != before.instance_id } else { holder == Some(lead) };
     if !begun {

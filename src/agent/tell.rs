@@ -79,6 +79,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
             rank: broker.record.rank,
             broker_name: broker.record.broker_name.clone(),
             node_uid: broker.record.node_uid.clone(),
+            instance_uid: Some(broker.record.instance_uid.clone()),
             instance_id: broker.record.instance_id.clone(),
             epoch: broker.record.epoch,
             pid: broker.pid,

@@ -65,6 +65,8 @@ pub const SECRET_PACKAGES_CA_KEY: &str = "ca.crt";
 pub const SECRET_PACKAGES_TOKEN_KEY: &str = "token";
 /// Secret with the CURVE certificate of the instance.
 pub const SECRET_CURVE: &str = "flux-curve";
+/// Annotation on [`SECRET_CURVE`]: uid of the FluxInstance that the certificate was made for. The next one gets its own.
+pub const ANNOTATION_INSTANCE: &str = "distribute.flux-framework.org/instance-uid";
 /// Key in [`SECRET_CURVE`].
 pub const SECRET_CURVE_KEY: &str = "curve.cert";
 /// Lease that elects the planner among the agents.

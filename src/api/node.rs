@@ -157,6 +157,9 @@ pub struct Adopted {
     /// uid of the Node it was started for.
     #[serde(rename = "nodeUID")]
     pub node_uid: String,
+    /// uid of the FluxInstance it was started for. None: an older agent's word.
+    #[serde(default, rename = "instanceUID", skip_serializing_if = "Option::is_none")]
+    pub instance_uid: Option<String>,
     /// The instance it belongs to.
     #[serde(rename = "instanceID")]
     pub instance_id: String,

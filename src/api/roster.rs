@@ -53,6 +53,18 @@ pub struct Roster {
     pub ranks: BTreeMap<Rank, RosterEntry>,
 }
 
+impl Roster {
+    /// Who holds `rank`.
+    pub fn member(&self, rank: Rank) -> Option<&Member> {
+        self.ranks.get(&rank)?.member.as_ref()
+    }
+
+    /// The member with rank 0.
+    pub fn lead(&self) -> Option<&Member> {
+        self.member(0)
+    }
+}
+
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde wants it so")]
 fn is_zero(number: &u64) -> bool {
     *number == 0

@@ -5,11 +5,17 @@ use std::collections::{BTreeMap, HashMap};
 use super::{
     eligibility::{NodeView, eligible},
     peers::{self, Fetcher},
-    roster::{LEAD_PATIENCE, Observed, is_missed, is_online, is_overdue, may_stop, parent, rank_of},
+    roster::{
+        LEAD_PATIENCE, Observed, does_lead_miss, is_former_idle, is_missed, is_online, is_overdue, may_stop, parent,
+        rank_of,
+    },
 };
 use crate::api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
 
-/// The specs of all `present` FluxNodes whose Node is there. `is_local`: see [`peers::decide`].
+/// Why a rank gets no new jobs that has no member any more, while its broker is in the overlay.
+const HAS_LEFT: &str = "its node has left the instance";
+
+/// The specs of all `present` FluxNodes whose Node is there, or whose broker is. `is_local`: see [`peers::decide`].
 pub fn project_all<'a>(
     seen: &Observed,
     roster: Option<&Roster>,
@@ -22,7 +28,11 @@ pub fn project_all<'a>(
         .into_iter()
         .map(|present| {
             let node = named(present);
-            (present, node, node.map(|node| project(seen, roster, node)))
+            let spec = match node {
+                Some(node) => Some(project(seen, roster, node)),
+                None => project_gone(seen, roster, present),
+            };
+            (present, node, spec)
         })
         .collect();
     rows.sort_by_key(|(_, node, spec)| precedence(seen, *node, spec.as_ref()));
@@ -94,7 +104,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         spec.missed = is_missed(seen, roster, rank);
         spec.overdue = is_overdue(seen, roster, rank);
         if rank == 0 {
-            spec.drain = drains(roster);
+            spec.drain = drains(seen, roster);
         }
     } else {
         match eligible(node, &seen.spec.nodes) {
@@ -105,13 +115,46 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
     spec
 }
 
+/// The broker that the node's agent reports is of this epoch, its rank has no member any more, and the lead has not told that
+/// it is out of the overlay: its rank.
+pub fn lingers(seen: &Observed, roster: &Roster, report: &FluxNodeStatus) -> Option<Rank> {
+    let adopted = report.adopted.as_ref()?;
+    let is_ours = adopted.instance_id == roster.instance_id && adopted.epoch == roster.epoch;
+    let has_no_member = roster.ranks.get(&adopted.rank).is_some_and(|entry| entry.member.is_none());
+    (is_ours && has_no_member && !does_lead_miss(seen, roster, adopted.rank)).then_some(adopted.rank)
+}
+
+/// The spec of a FluxNode whose Node is gone for good and whose broker is not: the broker is stopped once the lead has drained
+/// it and no job runs there.
+fn project_gone(seen: &Observed, roster: Option<&Roster>, present: &FluxNode) -> Option<FluxNodeSpec> {
+    let (roster, report) = (roster?, present.status.as_ref()?);
+    let rank = lingers(seen, roster, report)?;
+    Some(FluxNodeSpec {
+        node_name: present.metadata.name.clone()?,
+        instance_uid: Some(seen.instance_uid.to_owned()),
+        node_uid: report.adopted.as_ref().map(|adopted| adopted.node_uid.clone()),
+        rank: Some(rank),
+        epoch: roster.epoch,
+        revision: revision_for(roster, rank),
+        want: if is_former_idle(seen, roster, rank) { Want::Leave } else { Want::Nothing },
+        draining: Some(HAS_LEFT.to_owned()),
+        reason: Some("its Node is gone".to_owned()),
+        ..FluxNodeSpec::default()
+    })
+}
+
 /// Who gets no new jobs: Flux keeps one reason for each rank, and none for those that it excludes.
-fn drains(roster: &Roster) -> BTreeMap<String, IdSet> {
+fn drains(seen: &Observed, roster: &Roster) -> BTreeMap<String, IdSet> {
     let mut drains = BTreeMap::<String, IdSet>::new();
     for (rank, entry) in &roster.ranks {
-        let is_excluded = entry.resources.as_ref().is_some_and(|declared| declared.excluded);
-        if let (Some(drain), Some(_), false) = (&entry.drain, &entry.member, is_excluded) {
-            drains.entry(drain.reason.clone()).or_default().0.insert(*rank);
+        let reason = match (&entry.member, &entry.drain) {
+            (Some(_), Some(drain)) => drain.reason.as_str(),
+            // That its member is gone has not ended its broker.
+            (None, _) if !does_lead_miss(seen, roster, *rank) => HAS_LEFT,
+            _ => continue,
+        };
+        if !entry.resources.as_ref().is_some_and(|declared| declared.excluded) {
+            drains.entry(reason.to_owned()).or_default().0.insert(*rank);
         }
     }
     drains
@@ -127,7 +170,7 @@ fn may_run(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     if rank == 0 || super::roster::holds(seen, roster, rank).is_some() {
         return true;
     }
-    let lead = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref());
+    let lead = roster.lead();
     let applied = lead.and_then(|lead| seen.reports.get(&lead.node)).and_then(|report| report.applied_revision);
     let declared = roster.ranks.get(&rank).filter(|entry| entry.resources.is_some()).map(|entry| entry.revision);
     let taken_in = declared.is_some_and(|declared| applied >= Some(declared));

@@ -4,6 +4,8 @@
 //! only where its broker is out of the overlay and its parent's rank can't come back; resources never shrink under a job;
 //! the lead never changes once the instance was online, unless an administrator says so ([`takeover`]).
 
+#[cfg(test)]
+mod another_tests;
 mod drain;
 pub(super) mod epoch;
 #[cfg(test)]
@@ -66,7 +68,7 @@ pub struct Observed<'a> {
     pub certificate: Option<&'a str>,
     /// Seconds since the Unix epoch.
     pub now: i64,
-    /// How long this planner has held the Lease.
+    /// How long this planner has held the Lease, and from the moment the roster is gone, how long it has been without.
     pub waited: Duration,
     /// The word of annotation [`ANNOTATION_RESTART`](crate::api::ANNOTATION_RESTART).
     pub told: Option<&'a str>,
@@ -97,7 +99,7 @@ pub fn decide(seen: &Observed) -> Decision {
     }
 }
 
-pub use drain::{is_overdue, may_stop};
+pub use drain::{is_former_idle, is_overdue, may_stop};
 
 /// The member of `rank` is in the overlay, by its own agent's word, and the lead does not miss it: under a parent that is
 /// gone a broker believes for minutes that it is online.
@@ -109,7 +111,7 @@ pub fn is_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
 /// The lead's agent can't take back its word when its machine goes off: its Node is not Ready, which alone is no evidence, and
 /// its broker doesn't answer the others.
 pub fn is_lead_silent(seen: &Observed, roster: &Roster) -> bool {
-    let Some(lead) = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref()) else { return false };
+    let Some(lead) = roster.lead() else { return false };
     let is_ready = seen.nodes.iter().any(|node| node.uid == lead.uid && node.ready);
     !is_ready && roster.ranks.keys().any(|rank| holds(seen, roster, *rank).is_some_and(|(report, _)| report.unheard))
 }
@@ -123,17 +125,48 @@ fn says_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     holds(seen, roster, rank).is_some_and(|(status, _)| matches!(status.phase, NodePhase::Online | NodePhase::Draining))
 }
 
-fn does_lead_miss(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+/// The lead says that `rank` is not in the overlay. Without a word from it nobody is missed.
+pub fn does_lead_miss(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     holds(seen, roster, 0).is_some_and(|(lead, _)| lead.offline.contains(&rank))
 }
 
 /// The member of `rank` runs the broker of that rank in this epoch: its report.
 pub fn holds<'a>(seen: &Observed<'a>, roster: &Roster, rank: Rank) -> Option<(&'a FluxNodeStatus, &'a Adopted)> {
-    let member = roster.ranks.get(&rank)?.member.as_ref()?;
+    let member = roster.member(rank)?;
     let status = seen.reports.get(&member.node)?;
     let adopted = status.adopted.as_ref()?;
     let same = adopted.rank == rank && adopted.epoch == roster.epoch && adopted.instance_id == roster.instance_id;
     same.then_some((status, adopted))
+}
+
+/// The broker was started for this FluxInstance, not for one before it whose node was off when that was deleted. An older agent
+/// doesn't say so: it can't be of a FluxInstance that never had a roster, nor under another ID than the one that is known.
+pub fn is_of_instance(seen: &Observed, adopted: &Adopted) -> bool {
+    let by_id = || seen.status.instance_id.as_ref().map_or(seen.status.epoch > 0, |id| *id == adopted.instance_id);
+    adopted.instance_uid.as_ref().map_or_else(by_id, |uid| uid == seen.instance_uid)
+}
+
+/// The node's host has a broker of an instance before this one: what it says of itself may be from before, and it is cleaned
+/// first.
+pub fn holds_another(seen: &Observed, node: &str) -> bool {
+    let adopted = seen.reports.get(node).and_then(|report| report.adopted.as_ref());
+    adopted.is_some_and(|adopted| !is_of_instance(seen, adopted))
+}
+
+/// Brokers of this FluxInstance run, or may start any moment, with the certificate that was published.
+pub fn is_certificate_in_use(seen: &Observed) -> bool {
+    let own = |roster: &Roster| roster.instance_uid == seen.instance_uid && roster.established;
+    let mut adopted = seen.reports.values().filter_map(|report| report.adopted.as_ref());
+    seen.roster.is_some_and(own)
+        || seen.status.instance_id.is_some()
+        || adopted.any(|adopted| is_of_instance(seen, adopted))
+}
+
+/// A certificate that was made `made_for` a FluxInstance (None: not known) is of one before this, and nothing of this one has
+/// been started with it: it is made anew, else a broker of that instance which has been cut off could join this one.
+pub fn is_certificate_of_another(seen: &Observed, made_for: Option<&str>) -> bool {
+    let is_planned = seen.roster.is_some_and(|roster| roster.instance_uid == seen.instance_uid);
+    made_for != Some(seen.instance_uid) && !is_planned && !is_certificate_in_use(seen)
 }
 
 /// The rank that the Node with `uid` holds.

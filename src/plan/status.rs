@@ -45,7 +45,7 @@ pub fn status(
         next.revision = roster.revision;
         next.max_size = roster.settings.max_size;
         next.digest = Some(roster.settings.digest.clone());
-        next.lead = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref()).map(|member| member.node.clone());
+        next.lead = roster.lead().map(|member| member.node.clone());
         next.size = count(members);
         next.online = count(roster.ranks.keys().filter(|rank| is_online(seen, roster, **rank)));
         if roster.established {
@@ -119,6 +119,15 @@ pub fn status(
     next
 }
 
+/// The status while nothing can be planned at all: what was last seen of the nodes stands, with why it may be old.
+pub fn stopped(before: &FluxInstanceStatus, reason: &str, words: &str, now: Timestamp) -> FluxInstanceStatus {
+    let mut next = before.clone();
+    next.message = Some(words.to_owned());
+    // Of the spec there is now, nothing has been looked at.
+    set_condition(&mut next.conditions, "Degraded", true, reason, words, before.observed_generation, now);
+    next
+}
+
 /// Each node tells the newest that it has of this instance.
 fn newest_dump(seen: &Observed) -> Option<KeptDump> {
     let dumps = seen.reports.iter().filter_map(|(node, report)| Some((node, report.dump.as_ref()?)));
@@ -176,5 +185,28 @@ pub fn set_condition(
             *old = next;
         }
         None => conditions.push(next),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::roster::tests::World;
+
+    #[test]
+    fn while_nothing_can_be_planned_the_page_says_why_and_heals_when_it_can_again() {
+        let mut world = World::up(3);
+        world.status = status(&world.seen(), 1, world.roster.as_ref(), None);
+        let words = "ConfigMap flux-roster: can't be read; delete it to have it made again from the nodes";
+        let at = |second| Timestamp::from_second(second).unwrap();
+        let told = stopped(&world.status, "MalformedRoster", words, at(2000));
+        assert_eq!((told.phase, told.online, told.message.as_deref()), (InstancePhase::Running, 3, Some(words)));
+        let degraded = told.holding("Degraded").unwrap();
+        assert_eq!((degraded.reason.as_str(), degraded.message.as_str()), ("MalformedRoster", words));
+        assert_eq!(stopped(&told, "MalformedRoster", words, at(3000)), told, "it is written once");
+
+        world.status = told;
+        let healed = status(&world.seen(), 1, world.roster.as_ref(), None);
+        assert_eq!((healed.holding("Degraded"), healed.message.as_deref()), (None, Some("3 of 3 nodes online")));
     }
 }

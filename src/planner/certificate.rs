@@ -8,7 +8,7 @@ use kube::{
 
 use super::{PlannerError, call};
 use crate::{
-    api::{INSTANCE, NAMESPACE, SECRET_CURVE, SECRET_CURVE_KEY},
+    api::{ANNOTATION_INSTANCE, INSTANCE, NAMESPACE, SECRET_CURVE, SECRET_CURVE_KEY},
     plan::certificate::{Certificate, CertificateError},
 };
 
@@ -16,34 +16,65 @@ use crate::{
 const LABEL_MADE_BY: &str = "app.kubernetes.io/managed-by";
 const MADE_BY: &str = "flux-distribute";
 
+/// The certificate as it is published.
+pub struct Published {
+    /// What is in the Secret.
+    pub certificate: Certificate,
+    /// It was made here, not brought by an administrator.
+    made_here: bool,
+    made_for: Option<String>,
+    uid: Option<String>,
+    resource_version: Option<String>,
+}
+
+impl Published {
+    /// uid of the FluxInstance that it was made for. What an administrator has brought is for whoever is there: `present`.
+    pub fn made_for<'a>(&'a self, present: &'a str) -> Option<&'a str> {
+        if self.made_here { self.made_for.as_deref() } else { Some(present) }
+    }
+}
+
 /// Reads the certificate; None where the Secret isn't there.
 ///
 /// # Errors
 /// The API server's; [`PlannerError::Content`] where what is in it is no certificate.
 pub async fn read(client: &Client) -> Result<Option<Certificate>, PlannerError> {
+    Ok(read_published(client).await?.map(|published| published.certificate))
+}
+
+/// As [`read`], with where it comes from.
+///
+/// # Errors
+/// Those of [`read`].
+pub async fn read_published(client: &Client) -> Result<Option<Published>, PlannerError> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let Some(secret) = call("get Secret flux-curve", secrets.get_opt(SECRET_CURVE)).await? else { return Ok(None) };
     let malformed = |reason: String| PlannerError::Content {
         object: format!("Secret {SECRET_CURVE}"),
         reason: format!("{reason}; while nothing runs yet, delete it and a new one is made"),
     };
+    let (made_here, uid, resource_version) = (is_made_here(&secret), secret.uid(), secret.resource_version());
+    let made_for = secret.annotations().get(ANNOTATION_INSTANCE).cloned();
     let bytes = secret.data.and_then(|mut data| data.remove(SECRET_CURVE_KEY));
     let bytes = bytes.ok_or_else(|| malformed(format!("has no key {SECRET_CURVE_KEY}")))?;
     let text = String::from_utf8(bytes.0).map_err(|_| malformed(format!("{SECRET_CURVE_KEY} is not text")))?;
     let parsed = Certificate::parse(&text);
-    parsed.map(Some).map_err(|error: CertificateError| malformed(format!("{SECRET_CURVE_KEY} is malformed: {error}")))
+    let certificate =
+        parsed.map_err(|error: CertificateError| malformed(format!("{SECRET_CURVE_KEY} is malformed: {error}")))?;
+    Ok(Some(Published { certificate, made_here, made_for, uid, resource_version }))
 }
 
-/// Creates the Secret; one that is there already wins.
+/// Creates the Secret for the FluxInstance with `instance_uid`; one that is there already wins.
 ///
 /// # Errors
 /// The API server's.
-pub async fn create(client: &Client, certificate: &Certificate) -> Result<(), PlannerError> {
+pub async fn create(client: &Client, certificate: &Certificate, instance_uid: &str) -> Result<(), PlannerError> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let secret = Secret {
         metadata: ObjectMeta {
             name: Some(SECRET_CURVE.to_owned()),
             labels: Some([(LABEL_MADE_BY.to_owned(), MADE_BY.to_owned())].into()),
+            annotations: Some([(ANNOTATION_INSTANCE.to_owned(), instance_uid.to_owned())].into()),
             ..ObjectMeta::default()
         },
         data: Some([(SECRET_CURVE_KEY.to_owned(), ByteString(certificate.text().as_bytes().to_vec()))].into()),
@@ -63,13 +94,30 @@ pub async fn create(client: &Client, certificate: &Certificate) -> Result<(), Pl
 pub async fn forget(client: &Client) -> Result<(), PlannerError> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let found = call("get Secret flux-curve", secrets.get_opt(SECRET_CURVE)).await?;
-    let made_here = |secret: &Secret| secret.labels().get(LABEL_MADE_BY).is_some_and(|by| by == MADE_BY);
-    let Some(secret) = found.filter(made_here) else { return Ok(()) };
-    let params = DeleteParams::default().preconditions(Preconditions { uid: secret.uid(), resource_version: None });
+    let Some(secret) = found.filter(is_made_here) else { return Ok(()) };
+    delete(client, Preconditions { uid: secret.uid(), resource_version: None }).await
+}
+
+/// Deletes the Secret as it was read: somebody may have put another one there meanwhile.
+///
+/// # Errors
+/// The API server's.
+pub async fn discard(client: &Client, published: Published) -> Result<(), PlannerError> {
+    let Published { uid, resource_version, .. } = published;
+    delete(client, Preconditions { uid, resource_version }).await
+}
+
+async fn delete(client: &Client, preconditions: Preconditions) -> Result<(), PlannerError> {
+    let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
+    let params = DeleteParams::default().preconditions(preconditions);
     match call("delete Secret flux-curve", secrets.delete(SECRET_CURVE, &params)).await {
         Err(error) if matches!(error.code(), Some(404 | 409)) => Ok(()),
         other => other.map(drop),
     }
+}
+
+fn is_made_here(secret: &Secret) -> bool {
+    secret.labels().get(LABEL_MADE_BY).is_some_and(|by| by == MADE_BY)
 }
 
 /// A new certificate.

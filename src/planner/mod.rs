@@ -23,6 +23,8 @@ use std::{
 use kube::Client;
 use tracing::{info, warn};
 
+use crate::api::CONFIGMAP_ROSTER;
+
 pub use events::Announcer;
 pub use lease::release;
 pub(crate) use merge_patch::merge_patch;
@@ -87,6 +89,14 @@ impl PlannerError {
                 _ => None,
             },
             _ => None,
+        }
+    }
+
+    /// The reason of the condition and the Event where nothing can be planned because of it.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Content { object, .. } if object.ends_with(CONFIGMAP_ROSTER) => "MalformedRoster",
+            _ => "Unusable",
         }
     }
 }

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, collections::HashMap, pin::pin, time::Duration}
 use futures::StreamExt;
 use kube::{Client, Resource, ResourceExt};
 use tokio::time::{Instant, timeout, timeout_at};
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
 use super::{
     Announcer, PlannerError,
@@ -24,10 +24,12 @@ use crate::{
     plan::{
         eligibility::NodeView,
         peers::is_on_every_host,
-        project::project_all,
+        project::{lingers, project_all},
         protect::{Change, Protection},
-        roster::{Decision, Observed, candidates, decide, retain_secs},
-        status::{Obstacle, status},
+        roster::{
+            Decision, Observed, candidates, decide, is_certificate_in_use, is_certificate_of_another, retain_secs,
+        },
+        status::{Obstacle, status, stopped},
     },
 };
 
@@ -47,6 +49,7 @@ pub async fn run(client: Client, identity: &str) {
         client,
         resolver: Resolver::default(),
         since: Instant::now(),
+        had_roster: false,
         gone: HashMap::new(),
         sources: HashMap::new(),
         validated: None,
@@ -78,7 +81,10 @@ struct Planner {
     client: Client,
     announcer: Announcer,
     resolver: Resolver,
+    /// When planning began: with the Lease, and again where the roster is gone, be it with its FluxInstance.
     since: Instant,
+    /// The FluxInstance had a roster when last looked at.
+    had_roster: bool,
     /// FluxNodes without Node and without rank, and since when.
     gone: HashMap<String, Instant>,
     /// Where the published package sets come from, by digest.
@@ -151,6 +157,10 @@ impl Planner {
         let empty = FluxInstanceStatus::default();
         let fresh_id = uuid::Uuid::new_v4().to_string();
         let stored = publish::read_roster(&self.client).await?;
+        let has_roster = stored.as_ref().is_some_and(|(roster, _)| roster.instance_uid == uid);
+        if std::mem::replace(&mut self.had_roster, has_roster) && !has_roster {
+            self.since = Instant::now();
+        }
         let mut seen = Observed {
             instance_uid: &uid,
             spec: &flux.spec,
@@ -285,23 +295,21 @@ impl Planner {
         seen: &Observed<'_>,
         obstacle: &mut Option<Obstacle>,
     ) -> Result<Option<String>, PlannerError> {
-        match certificate::read(&self.client).await {
-            Ok(Some(certificate)) => Ok(Some(certificate.fingerprint())),
+        match certificate::read_published(&self.client).await {
+            Ok(Some(published)) if is_certificate_of_another(seen, published.made_for(seen.instance_uid)) => {
+                info!("the certificate is of the instance before: making another one");
+                certificate::discard(&self.client, published).await?;
+                self.make_certificate(seen.instance_uid).await?;
+                Ok(None)
+            }
+            Ok(Some(published)) => Ok(Some(published.certificate.fingerprint())),
             Ok(None) => {
-                let in_use =
-                    seen.roster.is_some_and(|roster| roster.established && roster.instance_uid == seen.instance_uid)
-                        || seen.status.instance_id.is_some()
-                        || seen.reports.values().any(|report| report.adopted.is_some());
-                if in_use {
+                if is_certificate_in_use(seen) {
                     let waiting =
                         "Secret flux-curve is gone: waiting for the lead's agent to bring the certificate back";
                     obstacle.get_or_insert_with(|| Obstacle::Waiting(waiting.to_owned()));
                 } else {
-                    let made = certificate::generate().map_err(|error| PlannerError::Content {
-                        object: "the kernel's randomness".to_owned(),
-                        reason: error.to_string(),
-                    })?;
-                    certificate::create(&self.client, &made).await?;
+                    self.make_certificate(seen.instance_uid).await?;
                 }
                 Ok(None)
             }
@@ -317,6 +325,14 @@ impl Planner {
             }
             Err(error) => Err(error),
         }
+    }
+
+    async fn make_certificate(&self, instance_uid: &str) -> Result<(), PlannerError> {
+        let made = certificate::generate().map_err(|error| PlannerError::Content {
+            object: "the kernel's randomness".to_owned(),
+            reason: error.to_string(),
+        })?;
+        certificate::create(&self.client, &made, instance_uid).await
     }
 
     /// Keeps autoscalers away from Nodes, or lets them again. Whatever becomes of it, planning goes on.
@@ -345,8 +361,15 @@ impl Planner {
         let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
         let members: Vec<_> =
             roster.iter().flat_map(|roster| roster.ranks.values()).filter_map(|e| e.member.as_ref()).collect();
+        // While its broker runs, its report is what keeps the rank from being given out, and its spec what ends it.
+        let runs = |name: &String| {
+            let report = seen.reports.get(name);
+            roster.zip(report).is_some_and(|(roster, report)| lingers(seen, roster, report).is_some())
+        };
         let is_gone = |name: &String| {
-            !seen.nodes.iter().any(|node| node.name == *name) && !members.iter().any(|member| member.node == *name)
+            !seen.nodes.iter().any(|node| node.name == *name)
+                && !members.iter().any(|member| member.node == *name)
+                && !runs(name)
         };
         let gone: Vec<_> = flux_nodes.iter().map(|node| node.name_any()).filter(is_gone).collect();
         self.gone.retain(|name, _| gone.contains(name));
@@ -364,11 +387,17 @@ impl Planner {
         warn!(error = words, "planning failed");
         // What somebody has to mend; all else is the API server's, and passes.
         if matches!(error, PlannerError::Content { .. }) || error.code() == Some(422) {
-            let about = match caches.instances.state().iter().find(|instance| instance.name_any() == INSTANCE) {
-                Some(flux) => flux.object_ref(&()),
-                None => instance::default_reference(),
-            };
-            self.announcer.say(&about, true, "Unusable", &words).await;
+            let instances = caches.instances.state();
+            let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
+            let about = flux.map_or_else(instance::default_reference, |flux| flux.object_ref(&()));
+            let reason = error.reason();
+            self.announcer.say(&about, true, reason, &words).await;
+            let Some(flux) = flux else { return };
+            let next =
+                stopped(flux.status.as_ref().unwrap_or(&FluxInstanceStatus::default()), reason, &words, clock::now());
+            if let Err(error) = instance::write_status(&self.client, flux, &next).await {
+                warn!(error = error_chain(&error), "the FluxInstance's status could not be written");
+            }
         }
     }
 

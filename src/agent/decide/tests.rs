@@ -354,3 +354,34 @@ fn a_follower_that_is_stuck_on_its_way_out_is_stopped() {
     world.leaving = Duration::from_secs(60);
     assert!(matches!(world.decide(), Step::Stop { waits_for_jobs: false, .. }), "{:?}", world.decide());
 }
+
+#[test]
+fn a_broker_is_stopped_for_leaving_only_where_fluxnode_and_roster_agree() {
+    let leaving = |leave| Some(crate::api::Draining { reason: "size is 1".into(), leave, since: 0 });
+    type Change = fn(&mut FluxNodeSpec, &mut Roster);
+    let cases: [(&str, Change, bool); 6] = [
+        ("patched by hand", |_, _| (), false),
+        ("drained only", |_, roster| roster.ranks.get_mut(&1).unwrap().drain.as_mut().unwrap().leave = false, false),
+        ("leaves", |_, _| (), true),
+        ("of another epoch", |spec, _| spec.epoch = 0, false),
+        ("no member any more", |_, roster| roster.ranks.get_mut(&1).unwrap().member = None, true),
+        ("another's rank in the FluxNode", |spec, _| spec.rank = Some(3), false),
+    ];
+    for (name, change, stops) in cases {
+        let mut world = World::new();
+        world.host.broker = Some(broker(1, 1));
+        let (spec, roster) = (world.spec.as_mut().unwrap(), world.roster.as_mut().unwrap());
+        spec.want = Want::Leave;
+        roster.ranks.get_mut(&1).unwrap().drain = match name {
+            "leaves" | "of another epoch" | "drained only" => leaving(true),
+            _ => None,
+        };
+        change(spec, roster);
+        let step = world.decide();
+        assert_eq!(matches!(step, Step::Stop { waits_for_jobs: true, .. }), stops, "{name}: {step:?}");
+        assert_eq!(matches!(step, Step::Wait(_)), !stops, "{name}: {step:?}");
+    }
+    let mut world = World::new();
+    (world.spec.as_mut().unwrap().want, world.roster) = (Want::Leave, None);
+    assert!(matches!(world.decide(), Step::Wait(reason) if reason.contains("say the same")));
+}

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use super::{Observed, by_uid, holds, is_online, resources};
 use crate::{
-    api::{Draining, FluxNodeStatus, Rank, Roster},
+    api::{Draining, FluxNodeStatus, Rank, Roster, RosterEntry},
     plan::{
         eligibility::{NodeView, selected},
         resources::lack,
@@ -48,7 +48,7 @@ fn reason(
     rank: Rank,
     is_too_many: bool,
 ) -> Option<(String, bool)> {
-    let member = roster.ranks.get(&rank)?.member.as_ref()?;
+    let member = roster.member(rank)?;
     let node = *nodes.get(member.uid.as_str())?;
     // The lead's statedir holds the queue: it never leaves.
     if rank != 0 && is_too_many {
@@ -74,15 +74,29 @@ fn going(node: &NodeView) -> Option<&'static str> {
     }
 }
 
+/// The member of `rank` is to leave.
+fn leaving(roster: &Roster, rank: Rank) -> Option<&Draining> {
+    roster.ranks.get(&rank)?.drain.as_ref().filter(|drain| drain.leave)
+}
+
 /// A leaving member may be stopped: the lead has drained it and no job runs there, or its time is over.
 pub fn may_stop(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let leaves = roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref()).is_some_and(|drain| drain.leave);
-    leaves && (is_overdue(seen, roster, rank) || gets_no_jobs(seen, roster, rank))
+    leaving(roster, rank).is_some() && (is_overdue(seen, roster, rank) || gets_no_jobs(seen, roster, rank))
 }
 
 /// No job runs on `rank`, by the lead's word, and none will: it is to be drained, and the lead has done so.
 pub(super) fn gets_no_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let Some(entry) = roster.ranks.get(&rank).filter(|entry| entry.drain.is_some()) else { return false };
+    let entry = roster.ranks.get(&rank).filter(|entry| entry.drain.is_some());
+    entry.is_some_and(|entry| does_lead_keep_idle(seen, roster, rank, entry))
+}
+
+/// As [`gets_no_jobs`], of a rank whose member is gone and whose broker is not.
+pub fn is_former_idle(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    let entry = roster.ranks.get(&rank).filter(|entry| entry.member.is_none());
+    entry.is_some_and(|entry| does_lead_keep_idle(seen, roster, rank, entry))
+}
+
+fn does_lead_keep_idle(seen: &Observed, roster: &Roster, rank: Rank, entry: &RosterEntry) -> bool {
     let lead = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report);
     // Flux drains nobody whom it has excluded.
     let is_excluded = |lead: &FluxNodeStatus| {
@@ -94,9 +108,7 @@ pub(super) fn gets_no_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool
 
 /// Its time is over: jobs that still run there are lost.
 pub fn is_overdue(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let Some(drain) = roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref()).filter(|drain| drain.leave) else {
-        return false;
-    };
+    let Some(drain) = leaving(roster, rank) else { return false };
     let timeout = seen.spec.drain.timeout.as_deref().and_then(crate::api::parse_duration);
     let waited = u64::try_from(seen.now - drain.since).unwrap_or(0);
     timeout.is_some_and(|timeout| waited >= timeout.as_secs())
@@ -116,7 +128,7 @@ fn is_idle(lead: &FluxNodeStatus, rank: Rank, is_excluded: bool) -> bool {
 /// The agent of a member that is to stop its broker says that it has. That none runs is not enough: it may be between two
 /// starts. And the lead has the last word: the agent's may be of an earlier time that the member was to leave.
 fn has_left(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let Some(member) = roster.ranks.get(&rank).and_then(|entry| entry.member.as_ref()) else { return false };
+    let Some(member) = roster.member(rank) else { return false };
     let report = seen.reports.get(&member.node);
     report.is_some_and(|report| report.left && report.adopted.is_none()) && may_stop(seen, roster, rank)
 }

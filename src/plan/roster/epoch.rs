@@ -44,7 +44,7 @@ pub enum Restart {
 
 /// The next roster, where this epoch is to end, has ended, or did not come up.
 pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
-    let lead = lead(roster)?;
+    let lead = roster.lead()?;
     let report = seen.reports.get(&lead.node)?;
     if let Some(closing) = roster.closing {
         // A job has slipped in between. It wins, and nothing else is held up until it ends.
@@ -126,7 +126,7 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     let without = roster.ranks.keys().filter(|rank| is_online(seen, roster, **rank));
     let mut without = without.filter_map(|rank| holds(seen, roster, *rank).map(|(report, _)| (rank, report)));
     if let Some((rank, _)) = without.find(|(_, report)| !has(report)) {
-        let member = roster.ranks.get(rank).and_then(|entry| entry.member.as_ref());
+        let member = roster.member(*rank);
         let node = member.map_or("", |member| member.node.as_str());
         return waits(format!("the packages to be installed on node {node}"));
     }
@@ -142,10 +142,6 @@ fn deadline_has_come(seen: &Observed) -> bool {
     let since = seen.status.holding("RestartPending").map(|pending| pending.last_transition_time.0.as_second());
     let waited = since.and_then(|since| u64::try_from(seen.now - since).ok()).map(Duration::from_secs);
     matches!((deadline, waited), (Some(deadline), Some(waited)) if waited >= deadline)
-}
-
-fn lead(roster: &Roster) -> Option<&Member> {
-    roster.ranks.get(&0)?.member.as_ref()
 }
 
 /// The roster of the epoch after `roster`'s: every member keeps its rank where there is room, under its node's own name and

@@ -2,9 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use super::{Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, entry, facts, is_deep, properties};
+use super::{
+    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, entry, facts, holds_another, is_deep,
+    is_of_instance, properties,
+};
 use crate::{
-    api::{NodePhase, ROSTER_FORMAT, Roster},
+    api::{FluxNodeStatus, NodePhase, ROSTER_FORMAT, Roster},
     plan::{
         broker_toml::spare_name,
         eligibility::{NodeView, eligible},
@@ -28,7 +31,8 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
         copy.established |= seen.status.instance_id.as_ref() == Some(&copy.instance_id);
         return Decision::Write(Box::new(copy));
     }
-    let running = seen.reports.iter().find(|(_, status)| status.adopted.is_some());
+    let runs = |status: &FluxNodeStatus| status.adopted.as_ref().is_some_and(|adopted| is_of_instance(seen, adopted));
+    let running = seen.reports.iter().find(|(_, status)| runs(status));
     if running.is_none() && seen.status.instance_id.is_none() {
         return first_roster(seen, seen.fresh_id, 1, None);
     }
@@ -39,6 +43,9 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
         ));
     }
     match (running, &seen.status.instance_id, &seen.status.lead) {
+        (Some(_), _, _) if seen.waited < REPORTS_TIMEOUT => {
+            Decision::Wait("the roster is gone: waiting for the lead's agent to tell its copy".to_owned())
+        }
         // Without the lead's table of names, any rank given out now could be refused or be somebody else's.
         (Some((node, _)), _, _) => Decision::Wait(format!(
             "the roster is gone and the lead's host has not told its copy, but a broker runs on node {node}: bring the lead's \
@@ -67,7 +74,8 @@ fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Opt
     let deep = is_deep(&settings.topology, settings.max_size);
     let limit = settings.max_size.min(seen.spec.size.unwrap_or(u32::MAX)) as usize;
     // In a deep tree an interior rank whose node never comes would strand its children.
-    let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || facts(seen, node).is_some()));
+    let is_known = |node: &NodeView| facts(seen, node).is_some() && !holds_another(seen, &node.name);
+    let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || is_known(node)));
     let mut roster = Roster {
         format: ROSTER_FORMAT,
         instance_uid: seen.instance_uid.to_owned(),
@@ -108,7 +116,10 @@ fn no_candidates(seen: &Observed) -> String {
 }
 
 fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>) -> Result<&'a NodeView, String> {
-    let passed = |node: &&&NodeView| facts(seen, node).is_some();
+    let passed = |node: &&&NodeView| facts(seen, node).is_some() && !holds_another(seen, &node.name);
+    if let Some(name) = wanted.filter(|name| holds_another(seen, name)) {
+        return Err(format!("waiting for node {name}, which is to be the lead and still holds the instance before"));
+    }
     if let Some(name) = wanted {
         let node = nodes.iter().find(|node| node.name == name);
         return node.filter(passed).copied().ok_or_else(|| format!("waiting for node {name}, which is to be the lead"));
@@ -125,7 +136,12 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
                 let report = seen.reports.get(&node.name).filter(|report| report.phase == NodePhase::Failed)?;
                 Some(format!("; {}: {}", node.name, report.message.as_deref()?))
             });
-            Err(format!("waiting for preflight on {} nodes{}", nodes.len(), failed.unwrap_or_default()))
+            let before = || {
+                let node = nodes.iter().find(|node| holds_another(seen, &node.name))?;
+                Some(format!("; {} still holds the instance before", node.name))
+            };
+            let detail = failed.or_else(before).unwrap_or_default();
+            Err(format!("waiting for preflight on {} nodes{detail}", nodes.len()))
         }
     }
 }
@@ -133,14 +149,16 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
 /// Until the lead was online once, nothing depends on the roster: a lost lead or a changed spec makes a new one.
 pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> {
     let (digest, certificate) = (seen.digest?, seen.certificate?);
-    let lead = roster.ranks.get(&0).and_then(|entry| entry.member.as_ref())?;
+    let lead = roster.lead()?;
     let nodes = candidates(seen);
     let lead_is_there = nodes.iter().any(|node| node.uid == lead.uid)
         && seen.spec.lead.as_ref().is_none_or(|wanted| *wanted == lead.node);
     let gives_way = seen.waited >= LEAD_PATIENCE
         && seen.spec.lead.is_none()
         && nodes.iter().any(|node| node.uid == lead.uid && failed(seen, node))
-        && nodes.iter().any(|node| facts(seen, node).is_some() && !failed(seen, node));
+        && nodes
+            .iter()
+            .any(|node| facts(seen, node).is_some() && !failed(seen, node) && !holds_another(seen, &node.name));
     if lead_is_there && !gives_way && pending(&roster.settings, seen.spec, digest, certificate).is_none() {
         return None;
     }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use super::{Observed, candidates, does_lead_miss, entry, facts, is_deep, is_online, parent};
+use super::{Observed, candidates, does_lead_miss, entry, facts, holds, is_deep, is_online, parent};
 use crate::{
     api::{NodePhase, Rank, Roster, RosterEntry},
     plan::{broker_toml::broker_name, topology::Topology},
@@ -39,7 +39,7 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
 
 /// Rank `rank` will not be in the overlay soon: nobody holds it, its Node is gone or not Ready, or its broker can't start.
 fn is_hopeless(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let Some(member) = roster.ranks.get(&rank).and_then(|entry| entry.member.as_ref()) else { return true };
+    let Some(member) = roster.member(rank) else { return true };
     let ready = seen.nodes.iter().any(|node| node.uid == member.uid && node.ready);
     let failed = seen.reports.get(&member.node).is_some_and(|report| report.phase == NodePhase::Failed);
     rank != 0 && (!ready || failed)
@@ -84,11 +84,14 @@ fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
         .filter(|adopted| adopted.instance_id == roster.instance_id)
         .map(|adopted| adopted.rank)
         .collect();
+    let allocated = holds(seen, roster, 0).and_then(|(lead, _)| lead.allocated.as_ref());
+    let has_jobs = |rank: &Rank| allocated.is_some_and(|ranks| ranks.contains(*rank));
     let topology = Topology::parse(&roster.settings.topology, size).ok()?;
     let free = (1..size).filter(|rank| {
         let is_free = |entry: &RosterEntry| entry.member.is_none() && entry.reserved_for.is_none();
         roster.ranks.get(rank).is_none_or(|entry| is_free(entry) && does_lead_miss(seen, roster, *rank))
             && !claimed.contains(rank)
+            && !has_jobs(rank)
             && topology.parent(*rank).is_none_or(|parent| can_carry(seen, roster, parent))
     });
     free.min_by_key(|rank| (!topology.is_interior(*rank, size), *rank))

@@ -209,7 +209,7 @@ impl Cluster {
         let spec = project(&self.world.seen(), Some(roster), &machine.node);
         let machine = &mut self.machines[index];
         let is_other = |broker: &Adopted| {
-            let holder = roster.ranks.get(&broker.rank).and_then(|entry| entry.member.as_ref());
+            let holder = roster.member(broker.rank);
             let is_ours = holder.is_some_and(|member| member.node == machine.node.name);
             !is_ours && spec.rank.map_or(holder.is_none(), |rank| rank != broker.rank)
         };
@@ -221,6 +221,7 @@ impl Cluster {
                 rank,
                 broker_name: broker_name(roster, rank),
                 node_uid: machine.node.uid.clone(),
+                instance_uid: Some(roster.instance_uid.clone()),
                 instance_id: roster.instance_id.clone(),
                 epoch: roster.epoch,
                 pid: 1,

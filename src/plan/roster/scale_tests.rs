@@ -7,8 +7,8 @@ use super::{
     tests::World,
 };
 use crate::{
-    api::{Closing, FluxInstanceStatus, Want},
-    plan::{project::project, status::status},
+    api::{Closing, FluxInstanceStatus, FluxNode, FluxNodeSpec, Want},
+    plan::{project::project_all, status::status},
 };
 
 fn told(world: &World) -> FluxInstanceStatus {
@@ -160,8 +160,13 @@ fn a_node_that_stays_away_leaves_an_undrained_spare_behind() {
         assert_eq!((&roster.ranks[&rank].member, &roster.ranks[&rank].drain), (&None, &None));
         assert!(roster.ranks[&rank].resources.is_some(), "what it declares stays");
     }
-    let lead = world.nodes.iter().find(|node| node.name == "node1").unwrap();
-    assert!(project(&world.seen(), Some(&roster), lead).drain.is_empty());
+    let drained = |world: &World| world.told("node1").drain.into_values().flat_map(|ranks| ranks.0).collect::<Vec<_>>();
+    assert_eq!(drained(&world), [2, 3], "the brokers may go on without their Nodes");
+    let mut without = world.reports["node1"].clone();
+    without.offline = vec![2, 3];
+    let before = world.reports.insert("node1".into(), without).unwrap();
+    assert!(drained(&world).is_empty());
+    world.reports.insert("node1".into(), before);
     assert_eq!(told(&world).size, 2);
 
     // A name of a node's own waits for that node; a spare's is anybody's, once no broker runs under it.
@@ -177,6 +182,52 @@ fn a_node_that_stays_away_leaves_an_undrained_spare_behind() {
     world.reports.get_mut("node1").unwrap().offline = vec![2, 3];
     world.add("newer", 11);
     world.passed("newer", 2);
+    world.reports.get_mut("node1").unwrap().allocated = Some("3".parse().unwrap());
+    world.settle();
+    assert_eq!(world.rank("newer"), Some(6), "a job there has not ended by the lead's word");
+    world.reports.get_mut("node1").unwrap().allocated = Some("".parse().unwrap());
+    world.add("newest", 13);
+    world.passed("newest", 2);
     assert_ne!(world.settle(), Decision::Wait(String::new()));
-    assert_eq!(world.rank("newer"), Some(3));
+    assert_eq!(world.rank("newest"), Some(3));
+}
+
+/// The FluxNode of `name` as it is in the API, and what it is told.
+fn told_to(world: &World, name: &str) -> Option<FluxNodeSpec> {
+    let mut present = FluxNode::new(name, FluxNodeSpec { node_name: name.to_owned(), ..FluxNodeSpec::default() });
+    present.status = world.reports.get(name).cloned();
+    let all = project_all(&world.seen(), world.roster.as_ref(), [&present], |_| false);
+    all.into_iter().map(|(_, spec)| spec).next()
+}
+
+#[test]
+fn a_broker_whose_node_is_gone_for_good_gets_no_jobs_and_is_stopped_once_it_is_idle() {
+    let mut world = World::up(3);
+    world.nodes.retain(|node| node.name != "node3");
+    world.settle();
+    assert_eq!(told_to(&world, "node3"), None, "it keeps its rank, and so what it was told, for ranks.retain");
+    world.now += 600;
+    world.settle();
+    assert_eq!(members(&world), 2);
+    for (drained, allocated, want) in [
+        (None, None, Want::Nothing),
+        (Some("2"), None, Want::Nothing),
+        (Some("2"), Some("2"), Want::Nothing),
+        (Some(""), Some(""), Want::Nothing),
+        (Some("2"), Some("0"), Want::Leave),
+    ] {
+        let lead = world.reports.get_mut("node1").unwrap();
+        (lead.drained, lead.allocated) =
+            (drained.map(|ranks| ranks.parse().unwrap()), allocated.map(|ranks| ranks.parse().unwrap()));
+        assert_eq!(world.told("node1").drain["its node has left the instance"].to_string(), "2");
+        let spec = told_to(&world, "node3").unwrap();
+        assert_eq!((spec.want, spec.rank), (want, Some(2)), "{drained:?} {allocated:?}");
+        assert!(spec.draining.is_some());
+    }
+    // The machine is off: its agent can't take its last word back.
+    world.reports.get_mut("node1").unwrap().offline = vec![2];
+    assert_eq!(told_to(&world, "node3"), None);
+    world.reports.get_mut("node1").unwrap().offline = Vec::new();
+    world.reports.get_mut("node3").unwrap().adopted = None;
+    assert_eq!(told_to(&world, "node3"), None);
 }

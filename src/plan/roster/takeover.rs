@@ -106,13 +106,13 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, word: &Takeover) ->
 /// The node that leads, where its broker is online and its Node is there to say so: a machine that is off has left its last
 /// words in the API.
 fn leads_and_is_there<'a>(seen: &Observed<'a>, roster: &'a Roster) -> Option<&'a str> {
-    let lead = roster.ranks.get(&0)?.member.as_ref()?;
+    let lead = roster.lead()?;
     (is_ready(seen, lead) && is_online(seen, roster, 0)).then_some(lead.node.as_str())
 }
 
 /// Members that say they are online although the lead's host says nothing any more. Where it does, its word counts.
 fn connected(seen: &Observed, roster: &Roster) -> IdSet {
-    let ready = |rank: Rank| roster.ranks.get(&rank)?.member.as_ref().map(|member| is_ready(seen, member));
+    let ready = |rank: Rank| roster.member(rank).map(|member| is_ready(seen, member));
     if ready(0) == Some(true) {
         return IdSet::default();
     }

@@ -54,7 +54,7 @@ pub(crate) struct World {
 }
 
 impl World {
-    fn new(count: u8) -> Self {
+    pub fn new(count: u8) -> Self {
         let mut world = Self {
             spec: FluxInstanceSpec::default(),
             status: FluxInstanceStatus::default(),
@@ -96,7 +96,7 @@ impl World {
         self.reports.entry(name.to_owned()).or_default().facts = Some(facts);
     }
 
-    fn all_passed(&mut self) {
+    pub fn all_passed(&mut self) {
         let names: Vec<_> = self.nodes.iter().map(|node| node.name.clone()).collect();
         names.iter().for_each(|name| self.passed(name, 2));
     }
@@ -111,6 +111,7 @@ impl World {
             rank,
             broker_name: roster.ranks[&rank].broker_name.clone(),
             node_uid: node.uid.clone(),
+            instance_uid: Some(roster.instance_uid.clone()),
             instance_id: roster.instance_id.clone(),
             epoch: roster.epoch,
             pid: 100,
@@ -363,7 +364,9 @@ fn a_lost_roster_comes_back_as_the_lead_has_it() {
     let mut world = World::up(3);
     let lost = world.roster.take().unwrap();
     world.reports.get_mut("node2").unwrap().adopted = None;
-    assert!(matches!(world.settle(), Decision::Wait(_)));
+    assert!(
+        matches!(world.settle(), Decision::Wait(reason) if reason.contains("waiting for the lead's agent to tell"))
+    );
     world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
     world.settle();
     let back = world.roster.unwrap();
