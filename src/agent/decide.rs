@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::drain;
 use crate::{
-    api::{Closing, FluxNodeSpec, ROSTER_FORMAT, Rank, Roster, RosterEntry, Want},
+    api::{BROKER_RUN_DIR, Closing, FluxNodeSpec, ROSTER_FORMAT, Rank, Roster, RosterEntry, Want},
     broker::status::Drained,
     host::{HostView, Preflight, RunningBroker},
 };
@@ -156,6 +156,10 @@ pub fn decide(seen: &Seen) -> Step {
         // Another instance's leavings: its brokers and files must not be mixed with ours.
         return Step::Remove;
     }
+    if let Some(unknown) = &seen.host.unknown {
+        // Nothing is written or begun beside it.
+        return Step::Wait(unknown.clone());
+    }
     if seen.preflight.is_none() {
         return Step::Preflight;
     }
@@ -230,6 +234,13 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
         }
         let digest = &roster.settings.digest;
         return if has(digest) { Step::Start(assignment) } else { install(seen, spec, digest) };
+    }
+    if let Some(broker) = seen.host.broker.as_ref().filter(|_| seen.host.rundir_lost) {
+        return Step::Wait(format!(
+            "{BROKER_RUN_DIR} was removed while the broker runs as process {0}, so nobody can ask it or give it jobs here: \
+             once its jobs have ended, end it by `kill {0}` on this host, and it is started again",
+            broker.pid
+        ));
     }
     if assignment.rank != 0 && seen.leaving >= STUCK {
         // It waits for a child that will never leave, and lets nobody in. Its parent has lost it, and so are its jobs.

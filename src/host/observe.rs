@@ -1,9 +1,9 @@
 use std::fs;
 
 use super::{HostView, Refusal, Root, dump, facts, remove::Brokers, state, takeover};
-use crate::packages;
+use crate::{api::BROKER_RUN_DIR, packages};
 
-/// Looks at the host; changes nothing, and needs no lock because everything it reads was renamed into place.
+/// Looks at the host; changes nothing but the broker's record, where that was lost, and needs no lock because everything it reads was renamed into place.
 ///
 /// # Errors
 /// Where `state.json` is there and can't be read.
@@ -20,8 +20,10 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         dumps: below.as_deref().map(dump::dumps).unwrap_or_default(),
         takeover: below.as_deref().and_then(takeover::read),
         state,
+        rundir_lost: broker.running.is_some() && !root.path(BROKER_RUN_DIR).is_dir(),
         broker: broker.running,
         died: broker.died,
+        unknown: broker.unknown.map(|broker| broker.to_string()),
         boot_id: facts::boot_id(root),
         job_shells: job_shells(root),
     })

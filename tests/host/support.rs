@@ -9,7 +9,9 @@ use std::{
 
 use flux_distribute::host::{
     Brokers, ClaimOrder, ConfigureOrder, HostFile, HostState, Refusal, RemoveOrder, Root, RunningBroker, StateDir,
-    StopOrder, claim, configure, launch::BrokerView, observe, remove,
+    StopOrder, claim, configure,
+    launch::{BrokerView, UnknownBroker},
+    observe, remove,
 };
 
 pub const PREFIX: &str = "/opt/flux-distribute";
@@ -19,12 +21,13 @@ pub const COMPILED: &str = "/usr/site/flux";
 #[derive(Default)]
 pub struct FakeBrokers {
     pub running: RefCell<Option<RunningBroker>>,
+    pub unknown: RefCell<Option<UnknownBroker>>,
     pub calls: RefCell<Vec<&'static str>>,
 }
 
 impl Brokers for FakeBrokers {
     fn observe(&self, _prefix: Option<&Path>) -> BrokerView {
-        BrokerView { running: self.running.borrow().clone(), died: None }
+        BrokerView { running: self.running.borrow().clone(), died: None, unknown: self.unknown.borrow().clone() }
     }
 
     fn stop(&self, _order: &StopOrder) -> Result<(), Refusal> {

@@ -354,3 +354,17 @@ fn a_follower_that_is_stuck_on_its_way_out_is_stopped() {
     world.leaving = Duration::from_secs(60);
     assert!(matches!(world.decide(), Step::Stop { waits_for_jobs: false, .. }), "{:?}", world.decide());
 }
+
+#[test]
+fn nothing_is_begun_beside_a_broker_that_nobody_knows_or_can_ask() {
+    let mut world = World::new();
+    world.host.unknown = Some("a broker runs".into());
+    assert_eq!(world.decide(), Step::Wait("a broker runs".into()));
+    world.instance = "over";
+    assert_eq!(world.decide(), Step::Remove);
+    let mut world = World::new();
+    world.host.broker = Some(broker(1, 1));
+    assert_eq!(world.decide(), Step::Hold);
+    world.host.rundir_lost = true;
+    assert!(matches!(world.decide(), Step::Wait(words) if words.contains("kill 7")));
+}
