@@ -49,6 +49,7 @@ pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result
     if let Some(state) = &state {
         undo_all(root, state)?;
     }
+    links::remove_unremembered(root, prefix)?;
     brokers.forget()?;
     if let Some(state) = &state {
         remove_prefix(root, state, order.keep_state)?;
