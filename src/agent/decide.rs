@@ -219,6 +219,8 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     };
     if let (0, Some(closing)) = (assignment.rank, roster.closing) {
         return match &seen.host.broker {
+            // The next lead would not start without it.
+            Some(broker) if seen.host.statedir_lost => statedir_lost(seen, broker),
             Some(_) => Step::Close(closing),
             None => Step::Wait("the epoch has ended; waiting for the planner to begin the next one".to_owned()),
         };
@@ -260,11 +262,23 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     {
         return Step::Drain(change);
     }
+    if let Some(broker) = seen.host.broker.as_ref().filter(|_| seen.host.statedir_lost) {
+        return statedir_lost(seen, broker);
+    }
     // Last of all: nothing that runs depends on it.
     match seen.published {
         Some(digest) if !has(digest) && is_fetchable(seen, spec, digest) => Step::Prepare { digest: digest.to_owned() },
         _ => Step::Hold,
     }
+}
+
+fn statedir_lost(seen: &Seen, broker: &RunningBroker) -> Step {
+    Step::Wait(format!(
+        "the statedir of instance {} is gone while the lead's broker runs, which alone has the queue now: dump it at once by \
+         `flux-distribute dump` in this node's pod; once the jobs have ended, end the broker by `kill {}` on this host and \
+         begin from the dump by `flux-distribute recover --lead {} --from DUMP`",
+        broker.record.instance_id, broker.pid, seen.node
+    ))
 }
 
 /// The assignment, where FluxNode and roster agree on rank, Node UID and epoch.

@@ -145,11 +145,16 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     if is_online(seen.host, known.live) && !matches!(known.step, Step::Remove) {
         // What can't be done beside a broker that is online is said, but it is online.
         // An agent that is too old leaves the broker alone, and says why it does nothing for it.
-        let too_old = || match known.step {
-            Step::Wait(reason) if seen.roster.is_some_and(|roster| roster.format > ROSTER_FORMAT) => words(reason),
+        // So is what only an administrator can do before the broker ends.
+        let must_be_known = || match known.step {
+            Step::Wait(reason)
+                if seen.host.statedir_lost || seen.roster.is_some_and(|roster| roster.format > ROSTER_FORMAT) =>
+            {
+                words(reason)
+            }
             _ => None,
         };
-        let said = trouble().or_else(progress).or_else(too_old);
+        let said = trouble().or_else(progress).or_else(must_be_known);
         return match seen.spec.and_then(|spec| spec.draining.clone()) {
             Some(reason) => (NodePhase::Draining, said.or(Some(reason))),
             None => (NodePhase::Online, said),

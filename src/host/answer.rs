@@ -73,6 +73,8 @@ pub struct HostView {
     pub environments: Vec<String>,
     /// The broker that runs here, verified by boot id, pid and start time.
     pub broker: Option<RunningBroker>,
+    /// The lead's broker runs and its statedir was removed: only the broker has the queue now.
+    pub statedir_lost: bool,
     /// The broker's rundir was removed while it runs, and its socket with it: nobody can ask it anything.
     pub rundir_lost: bool,
     /// A broker of ours was started in this boot and is not running: the last lines of its log that tell why.
