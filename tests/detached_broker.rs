@@ -11,12 +11,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flux_distribute::host::{
-    LaunchOrder, LaunchRecord, StopOrder,
-    launch::{
-        Places,
-        cgroup::{members, mounts, places_here},
-        process::Identity,
+use flux_distribute::{
+    broker::command::{BrokerIdentity, launch},
+    host::{
+        LaunchOrder, LaunchRecord, StopOrder,
+        launch::{
+            Places,
+            cgroup::{members, mounts, places_here},
+            process::Identity,
+        },
     },
 };
 
@@ -322,16 +325,92 @@ fn a_broker_that_died_left_word_why_and_nothing_of_it_holds_the_next_one_up() {
     assert_eq!(members(&cgroup).len(), 1);
 }
 
+/// A lead as it is started on a host, with a job's process beside it, and the roster that its host was configured by.
+fn lead(bed: &Bed) -> LaunchOrder {
+    let prefix = bed.directory.path().join("prefix");
+    let settings = serde_json::json!({
+        "maxSize": 4, "topology": "kary:256", "port": 8050, "digest": "0123456789abcdef", "certificate": "",
+        "runAs": "root", "config": "", "cpuWeight": 100, "checkpointPeriod": "1m",
+    });
+    let member = serde_json::json!({ "node": "node1", "uid": "uid-node1", "address": "10.0.0.1" });
+    let roster = serde_json::json!({
+        "format": 1, "instanceUID": "instance", "instanceID": "id", "established": true, "epoch": 3, "revision": 9,
+        "settings": settings, "ranks": { "0": { "brokerName": "node1", "member": member, "revision": 1 } },
+    });
+    fs::create_dir_all(prefix.join("etc")).unwrap();
+    fs::write(prefix.join("etc/roster.json"), roster.to_string()).unwrap();
+    let bin = prefix.join("envs/0123456789abcdef/bin");
+    fs::create_dir_all(&bin).unwrap();
+    fs::write(bin.join("flux"), "#!/bin/sh\nsleep 1000 & wait\n").unwrap();
+    fs::set_permissions(bin.join("flux"), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let identity = BrokerIdentity {
+        prefix: &prefix,
+        rank: 0,
+        broker_name: "node1",
+        node_uid: "uid-node1",
+        instance_uid: "instance",
+        instance_id: "id",
+        epoch: 3,
+    };
+    let mut order = launch(&serde_json::from_value(settings).unwrap(), &identity, None).unwrap();
+    for word in order.argv.iter_mut().filter(|word| word.starts_with("-Srundir=")) {
+        *word = format!("-Srundir={}", bed.places.broker_run_dir.display());
+    }
+    order
+}
+
 #[test]
-fn a_broker_without_a_record_is_left_alone() {
+fn a_broker_whose_record_was_removed_is_found_again_and_stopped() {
     let Some(bed) = Bed::new("unrecorded") else { return };
-    let order = bed.order(&["/bin/sleep", "1000"], "root");
+    let order = lead(&bed);
     bed.start(&order);
-    let record = bed.places.run_dir.join("broker.json");
-    let kept = fs::read(&record).unwrap();
-    fs::remove_file(&record).unwrap();
-    let refused = bed.places.start(&order).unwrap_err();
-    assert!(refused.message.contains("no record"), "{refused}");
-    fs::write(&record, kept).unwrap();
-    assert!(bed.places.observe(None).running.is_some());
+    let cgroup = places_here(&bed.places.cgroup).unwrap();
+    until("its job", || members(&cgroup).len() == 2);
+    let before = bed.places.observe(None).running.unwrap();
+
+    fs::remove_dir_all(&bed.places.run_dir).unwrap();
+    let found = bed.places.observe(None).running.unwrap();
+    assert_eq!((found.pid, found.start_time), (before.pid, before.start_time));
+    // Its rundir is the test's own: so it is none that would be started now.
+    assert_eq!(found.record, LaunchRecord { launch: String::new(), ..order.record.clone() });
+    assert!(bed.places.run_dir.join("broker.json").exists());
+    assert_eq!(bed.places.start(&order).unwrap(), found);
+    assert!(bed.places.forget().unwrap_err().message.contains("still runs"));
+
+    fs::remove_dir_all(&bed.places.run_dir).unwrap();
+    bed.stop();
+    assert!(members(&cgroup).is_empty());
+    assert_eq!(bed.places.observe(None), Default::default());
+}
+
+#[test]
+fn a_broker_that_nothing_tells_the_instance_of_is_named_and_left_alone() {
+    let Some(bed) = Bed::new("unknown") else { return };
+    let order = lead(&bed);
+    bed.start(&order);
+    let cgroup = places_here(&bed.places.cgroup).unwrap();
+    until("its job", || members(&cgroup).len() == 2);
+    let before = bed.places.observe(None).running.unwrap();
+
+    fs::remove_dir_all(&bed.places.run_dir).unwrap();
+    fs::remove_dir_all(order.prefix.join("etc")).unwrap();
+    let view = bed.places.observe(None);
+    assert_eq!((view.running, view.unknown.unwrap().pid), (None, before.pid));
+    for refused in [
+        bed.places.start(&order).unwrap_err(),
+        bed.places.stop(&StopOrder { grace_secs: 0 }).unwrap_err(),
+        bed.places.forget().unwrap_err(),
+    ] {
+        assert!(refused.message.contains(&format!("kill {}`", before.pid)), "{refused}");
+        assert!(refused.message.contains("roster.json"), "{refused}");
+    }
+    assert_eq!(members(&cgroup).len(), 2);
+
+    // It is ended as it was told: what it leaves behind is no broker.
+    let broker = Identity::of(before.pid).unwrap();
+    broker.signal(nix::sys::signal::Signal::SIGKILL).unwrap();
+    assert!(broker.wait_gone(Duration::from_secs(10)));
+    assert_eq!((bed.places.observe(None), members(&cgroup).len()), (Default::default(), 1));
+    bed.places.forget().unwrap();
+    assert!(members(&cgroup).is_empty() && bed.cgroups_that_are_there().is_empty());
 }

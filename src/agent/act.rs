@@ -16,8 +16,8 @@ use crate::{
         rfc3::RpcError,
     },
     host::{
-        Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
-        PreflightOrder, RemoveOrder, StateDir, StopOrder, look, open_host_file,
+        Answer, CONNECT_HEADER, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order,
+        Preflight, PreflightOrder, RemoveOrder, StateDir, StopOrder, look, open_host_file,
     },
     packages::{FetchError, estimate_bytes},
     plan::{broker_toml, certificate::Certificate},
@@ -293,7 +293,7 @@ fn connect_script(environment: &Path, run_as: &str) -> String {
         )
     };
     format!(
-        "#!/bin/sh\n# Opens a shell in the Flux instance of this node, or runs a command in it: flux-connect.sh [COMMAND...]\n\
+        "{CONNECT_HEADER}, or runs a command in it: flux-connect.sh [COMMAND...]\n\
          {become_owner}export PATH=\"{bin}:$PATH\" FLUX_URI=\"{uri}\"\n[ $# -eq 0 ] || exec \"$@\"\nexec \"${{SHELL:-/bin/sh}}\"\n"
     )
 }

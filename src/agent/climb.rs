@@ -213,8 +213,9 @@ pub(super) async fn jobs_may_run(view: &HostView) -> Option<&'static str> {
         Err(error) => Err(error),
     };
     // A broker that has no socket has not been up yet: it has given no job to anybody.
-    let nobody_listens = matches!(&answer, Err(RpcError::Connect { source, .. })
-        if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused));
+    let nobody_listens = !view.rundir_lost
+        && matches!(&answer, Err(RpcError::Connect { source, .. })
+            if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused));
     let is_lead = view.broker.as_ref().is_some_and(|broker| broker.record.rank == 0);
     match answer {
         Ok(instance) if instance.allocated.cores > 0 => Some("jobs are running"),

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::drain;
 use crate::{
-    api::{Closing, FluxNodeSpec, ROSTER_FORMAT, Rank, Roster, RosterEntry, Want},
+    api::{BROKER_RUN_DIR, Closing, FluxNodeSpec, ROSTER_FORMAT, Rank, Roster, RosterEntry, Want},
     broker::status::Drained,
     host::{HostView, Preflight, RunningBroker},
 };
@@ -156,6 +156,10 @@ pub fn decide(seen: &Seen) -> Step {
         // Another instance's leavings: its brokers and files must not be mixed with ours.
         return Step::Remove;
     }
+    if let Some(unknown) = &seen.host.unknown {
+        // Nothing is written or begun beside it.
+        return Step::Wait(unknown.clone());
+    }
     if seen.preflight.is_none() {
         return Step::Preflight;
     }
@@ -218,6 +222,8 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     };
     if let (0, Some(closing)) = (assignment.rank, roster.closing) {
         return match &seen.host.broker {
+            // The next lead would not start without it.
+            Some(broker) if seen.host.statedir_lost => statedir_lost(seen, broker),
             Some(_) => Step::Close(closing),
             None => Step::Wait("the epoch has ended; waiting for the planner to begin the next one".to_owned()),
         };
@@ -233,6 +239,13 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
         }
         let digest = &roster.settings.digest;
         return if has(digest) { Step::Start(assignment) } else { install(seen, spec, digest) };
+    }
+    if let Some(broker) = seen.host.broker.as_ref().filter(|_| seen.host.rundir_lost) {
+        return Step::Wait(format!(
+            "{BROKER_RUN_DIR} was removed while the broker runs as process {0}, so nobody can ask it or give it jobs here: \
+             once its jobs have ended, end it by `kill {0}` on this host, and it is started again",
+            broker.pid
+        ));
     }
     if assignment.rank != 0 && seen.leaving >= STUCK {
         // It waits for a child that will never leave, and lets nobody in. Its parent has lost it, and so are its jobs.
@@ -252,11 +265,23 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     {
         return Step::Drain(change);
     }
+    if let Some(broker) = seen.host.broker.as_ref().filter(|_| seen.host.statedir_lost) {
+        return statedir_lost(seen, broker);
+    }
     // Last of all: nothing that runs depends on it.
     match seen.published {
         Some(digest) if !has(digest) && is_fetchable(seen, spec, digest) => Step::Prepare { digest: digest.to_owned() },
         _ => Step::Hold,
     }
+}
+
+fn statedir_lost(seen: &Seen, broker: &RunningBroker) -> Step {
+    Step::Wait(format!(
+        "the statedir of instance {} is gone while the lead's broker runs, which alone has the queue now: dump it at once by \
+         `flux-distribute dump` in this node's pod; once the jobs have ended, end the broker by `kill {}` on this host and \
+         begin from the dump by `flux-distribute recover --lead {} --from DUMP`",
+        broker.record.instance_id, broker.pid, seen.node
+    ))
 }
 
 /// The assignment, where FluxNode and roster agree on rank, Node UID and epoch.

@@ -50,7 +50,8 @@ impl Agent {
         let every = self.spec.state.dump_every.as_deref().and_then(parse_duration);
         let now = Timestamp::now().as_second();
         let running = self.dumping.task.as_ref().is_some_and(|task| !task.is_finished());
-        if *step != Step::Hold || running || every.is_none() || !self.is_online() {
+        let is_wanted = *step == Step::Hold || self.view.statedir_lost;
+        if !is_wanted || running || every.is_none() || !self.is_online() {
             return;
         }
         let Ok(order) = order(&self.view) else { return };

@@ -95,7 +95,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         dump: newest_dump(seen).cloned(),
         takeover: takeover(seen).cloned(),
         restart_pending: restart_pending(seen),
-        left: seen.host.broker.is_none() && seen.spec.is_some_and(|spec| spec.want == Want::Leave),
+        left: nothing_runs(seen) && seen.spec.is_some_and(|spec| spec.want == Want::Leave),
         keeps_dying: known.keeps_dying.and(seen.roster).map(|roster| roster.epoch),
         unheard: known.live.unheard_since.is_some(),
         health: is_online(seen.host, known.live).then(|| known.live.health.clone()).flatten(),
@@ -116,9 +116,13 @@ fn takeover<'a>(seen: &Seen<'a>) -> Option<&'a Takeover> {
     seen.host.takeover.as_ref().filter(|takeover| seen.spec.is_none_or(|spec| spec.epoch <= takeover.epoch))
 }
 
+fn nothing_runs(seen: &Seen) -> bool {
+    seen.host.broker.is_none() && seen.host.unknown.is_none()
+}
+
 /// The epoch that has ended here: nothing of it runs, and nothing of it will be started.
 fn closed(seen: &Seen) -> Option<u64> {
-    let roster = seen.roster.filter(|roster| roster.closing.is_some() && seen.host.broker.is_none())?;
+    let roster = seen.roster.filter(|roster| roster.closing.is_some() && nothing_runs(seen))?;
     agreed(seen.spec?, roster).filter(|own| own.rank == 0).map(|own| own.epoch)
 }
 
@@ -142,11 +146,16 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     if is_online(seen.host, known.live) && !matches!(known.step, Step::Remove) {
         // What can't be done beside a broker that is online is said, but it is online.
         // An agent that is too old leaves the broker alone, and says why it does nothing for it.
-        let too_old = || match known.step {
-            Step::Wait(reason) if seen.roster.is_some_and(|roster| roster.format > ROSTER_FORMAT) => words(reason),
+        // So is what only an administrator can do before the broker ends.
+        let must_be_known = || match known.step {
+            Step::Wait(reason)
+                if seen.host.statedir_lost || seen.roster.is_some_and(|roster| roster.format > ROSTER_FORMAT) =>
+            {
+                words(reason)
+            }
             _ => None,
         };
-        let said = trouble().or_else(progress).or_else(too_old);
+        let said = trouble().or_else(progress).or_else(must_be_known);
         return match seen.spec.and_then(|spec| spec.draining.clone()) {
             Some(reason) => (NodePhase::Draining, said.or(Some(reason))),
             None => (NodePhase::Online, said),

@@ -73,8 +73,14 @@ pub struct HostView {
     pub environments: Vec<String>,
     /// The broker that runs here, verified by boot id, pid and start time.
     pub broker: Option<RunningBroker>,
+    /// The lead's broker runs and its statedir was removed: only the broker has the queue now.
+    pub statedir_lost: bool,
+    /// The broker's rundir was removed while it runs, and its socket with it: nobody can ask it anything.
+    pub rundir_lost: bool,
     /// A broker of ours was started in this boot and is not running: the last lines of its log that tell why.
     pub died: Option<String>,
+    /// A broker runs here that nothing tells the instance of, in words: it may lead, and have jobs.
+    pub unknown: Option<String>,
     /// `<prefix>/etc/roster.json`: the roster this host was configured by last.
     pub roster: Option<String>,
     /// `<prefix>/etc/applied.json`: what the lead's broker has taken in, and which broker that was.

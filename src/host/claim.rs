@@ -1,14 +1,16 @@
 use std::{
     fs,
-    path::{Component, Path},
+    path::{Component, Path, PathBuf},
 };
 
 use super::{
     ClaimOrder, HostState, Refusal, Root, Undo,
+    dump::DUMPS,
     files::{Owner, aside, make_dir, missing_parents},
+    links::CURRENT,
     lock::{HostLock, LOCK, WAIT},
-    state::{self, STATE},
-    statedir,
+    state::{self, POINTER, STATE},
+    statedir::{self, STATEDIR},
 };
 
 /// Directories below the prefix; `state` is made by [`super::configure`], on the lead alone.
@@ -24,7 +26,7 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
         may_have(&found, order)?;
     }
     let dir = root.path(&order.prefix);
-    check_content(&dir)?;
+    check_content(&dir, order)?;
     let parents = missing_parents(&dir);
     let mut state = state::fresh(order);
     state.undo.extend(parents.iter().map(|parent| Undo::Directory { path: root.unpath(parent) }));
@@ -96,21 +98,57 @@ fn check_prefix(prefix: &Path) -> Result<(), Refusal> {
     )))
 }
 
-/// What a claim that was cut short left is ours, and so are statedirs that a removal kept.
-fn check_content(dir: &Path) -> Result<(), Refusal> {
+/// What a claim that was cut short left is ours, and so are statedirs that a removal kept, and a prefix that has lost its
+/// `state.json` but holds nothing else than what we put there.
+fn check_content(dir: &Path, order: &ClaimOrder) -> Result<(), Refusal> {
     if dir.join(STATE).exists() {
         return Ok(());
     }
     let Ok(entries) = fs::read_dir(dir) else { return Ok(()) };
     let early = [dir.join(LOCK), aside(&dir.join(STATE))];
-    let foreign =
-        entries.flatten().map(|entry| entry.path()).find(|path| !early.contains(path) && !statedir::is_kept(path));
-    match foreign {
-        None => Ok(()),
-        Some(path) => Err(Refusal::new(format!(
+    let mut found: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    found.retain(|path| !early.contains(path) && !statedir::is_kept(path));
+    let Some(first) = found.first() else { return Ok(()) };
+    let Some(instance_uid) = configured_for(dir) else {
+        return Err(Refusal::new(format!(
             "{} exists and is not of flux-distribute (it holds {}); move it away, or choose another spec.prefix",
             dir.display(),
-            path.file_name().unwrap_or_default().display()
-        ))),
+            first.file_name().unwrap_or_default().display()
+        )));
+    };
+    if instance_uid != order.instance_uid {
+        return Err(Refusal::new(format!(
+            "{} is of the FluxInstance with uid {instance_uid} and its state.json is gone; move it away before {} can have it",
+            dir.display(),
+            order.instance_uid
+        )));
     }
+    found.retain(|path| !is_ours(path));
+    if found.is_empty() {
+        tracing::warn!(prefix = %dir.display(), "state.json is gone; what is here is ours, and it is claimed again");
+        return Ok(());
+    }
+    let mut names: Vec<_> = found.iter().map(|path| path.file_name().unwrap_or_default().to_string_lossy()).collect();
+    names.sort();
+    Err(Refusal::new(format!(
+        "{} is of flux-distribute but its state.json is gone, and it holds what is not: {}; move that away, and it is \
+         claimed again",
+        dir.display(),
+        names.join(", ")
+    )))
+}
+
+/// uid of the FluxInstance that a prefix without `state.json` was configured for; None where it is none of ours.
+fn configured_for(dir: &Path) -> Option<String> {
+    let roster: serde_json::Value = serde_json::from_slice(&fs::read(dir.join("etc/roster.json")).ok()?).ok()?;
+    Some(roster.get("instanceUID")?.as_str()?.to_owned())
+}
+
+fn is_ours(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let known =
+        |name: &str| DIRECTORIES.contains(&name) || [STATEDIR, DUMPS, CURRENT, LOCK, STATE, POINTER].contains(&name);
+    // What was being written when somebody was killed.
+    let written = name.strip_prefix('.').and_then(|name| name.strip_suffix(".new"));
+    known(&name) || written.is_some_and(known) || name.starts_with("state.")
 }

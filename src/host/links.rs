@@ -10,7 +10,10 @@ use super::{
     files::{Owner, make_dir, missing_parents, remove_if_there, symlink_atomic, write_atomic},
     state,
 };
-use crate::packages;
+use crate::{
+    api::{DEFAULT_PREFIX, PREFIX_CANDIDATES},
+    packages,
+};
 
 /// Name below the prefix: the newest environment, for people.
 pub const CURRENT: &str = "current";
@@ -18,6 +21,10 @@ pub const CURRENT: &str = "current";
 pub const CONNECT: &str = "bin/flux-connect.sh";
 /// The copy at the host's root.
 pub const CONNECT_AT_ROOT: &str = "/flux-connect.sh";
+/// How the script begins: a file at the host's root that does is ours, whatever is remembered of it.
+pub const CONNECT_HEADER: &str = "#!/bin/sh\n# Opens a shell in the Flux instance of this node";
+/// Where the compiled-in prefixes of tree bundles usually are.
+const USUAL: [&str; 4] = ["/", "/opt", "/usr", "/usr/local"];
 
 fn compiled_prefix(root: &Root, prefix: &Path, digest: &str) -> Result<Option<PathBuf>, Refusal> {
     let Some(linked) = packages::linked(&root.path(prefix), digest) else {
@@ -49,9 +56,8 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
         return Ok(());
     }
     let at = root.path(path);
-    let recorded = state.undo.iter().any(|undo| matches!(undo, Undo::Symlink { path: known, .. } if known == path));
     match fs::symlink_metadata(&at) {
-        Ok(_) if !(recorded && is_ours(&at, &state.prefix)) => {
+        Ok(_) if !is_ours(&at, &state.prefix) => {
             return Err(Refusal::new(format!(
                 "this bundle's Flux was built for {}, and there is something on this host already that is not of \
                  flux-distribute; move it away, or use a bundle with another prefix",
@@ -69,8 +75,34 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
     symlink_atomic(target, &at)
 }
 
+/// By its target, not by what is remembered: the undo list may have been lost with the prefix, and others have no reason to
+/// point there.
 fn is_ours(link: &Path, prefix: &Path) -> bool {
-    fs::read_link(link).is_ok_and(|target| target.starts_with(prefix.join("envs")))
+    let is_within = |target: &Path| {
+        let mut prefixes = PREFIX_CANDIDATES.into_iter().map(Path::new).chain([prefix]);
+        prefixes.any(|prefix| target.starts_with(prefix.join("envs")))
+    };
+    fs::read_link(link).is_ok_and(|target| is_within(&target))
+}
+
+fn is_our_script(path: &Path) -> bool {
+    let is_file = fs::symlink_metadata(path).is_ok_and(|found| found.is_file());
+    is_file && fs::read(path).is_ok_and(|text| text.starts_with(CONNECT_HEADER.as_bytes()))
+}
+
+/// Removes what is ours by its looks, though nothing is remembered of it: the undo list was lost with the prefix.
+///
+/// # Errors
+/// What the system says.
+pub fn remove_unremembered(root: &Root, prefix: Option<&Path>) -> Result<(), Refusal> {
+    let prefix = prefix.unwrap_or(Path::new(DEFAULT_PREFIX));
+    let entries = USUAL.iter().filter_map(|directory| fs::read_dir(root.path(directory)).ok()).flatten().flatten();
+    let links = entries.map(|entry| entry.path()).filter(|path| is_ours(path, prefix));
+    let script = Some(root.path(CONNECT_AT_ROOT)).filter(|path| is_our_script(path));
+    for path in links.chain(script) {
+        remove_if_there(&path).map_err(|error| Refusal::io("remove", &path, &error))?;
+    }
+    Ok(())
 }
 
 /// Removes a link of ours, and the directories that were made for it and are empty now.
@@ -104,7 +136,7 @@ pub fn connect_at_root(root: &Root, state: &mut HostState, content: &str) -> Res
     let at = root.path(CONNECT_AT_ROOT);
     let read_only = nix::sys::statvfs::statvfs(&root.path("/"))
         .is_ok_and(|found| found.flags().contains(nix::sys::statvfs::FsFlags::ST_RDONLY));
-    if read_only || (fs::symlink_metadata(&at).is_ok() && !state.undo.contains(&undo)) {
+    if read_only || (fs::symlink_metadata(&at).is_ok() && !state.undo.contains(&undo) && !is_our_script(&at)) {
         return Ok(());
     }
     state::record(root, state, undo)?;

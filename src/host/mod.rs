@@ -43,6 +43,7 @@ pub use enter::enter;
 pub use fake::FakeHost;
 pub use files::open_host_file;
 pub use flux::flux;
+pub use links::CONNECT_HEADER;
 pub use lock::HostLock;
 pub use observe::observe;
 pub use occupants::{Occupant, occupants};

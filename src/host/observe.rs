@@ -1,9 +1,12 @@
-use std::fs;
+use std::{fs, path::Path};
 
-use super::{HostView, Refusal, Root, dump, facts, remove::Brokers, state, takeover};
-use crate::packages;
+use super::{HostView, Refusal, Root, RunningBroker, dump, facts, remove::Brokers, state, statedir, takeover};
+use crate::{
+    api::{BROKER_RUN_DIR, PREFIX_CANDIDATES},
+    packages,
+};
 
-/// Looks at the host; changes nothing, and needs no lock because everything it reads was renamed into place.
+/// Looks at the host; changes nothing but the broker's record, where that was lost, and needs no lock because everything it reads was renamed into place.
 ///
 /// # Errors
 /// Where `state.json` is there and can't be read.
@@ -11,7 +14,7 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
     let state = state::find(root)?;
     let prefix = state.as_ref().map(|state| state.prefix.clone());
     let broker = brokers.observe(prefix.as_deref());
-    let below = prefix.map(|prefix| root.path(prefix));
+    let below = prefix.as_ref().map(|prefix| root.path(prefix));
     let read = |name: &str| below.as_ref().and_then(|prefix| fs::read_to_string(prefix.join(name)).ok());
     Ok(HostView {
         environments: below.as_deref().map(packages::ready).unwrap_or_default(),
@@ -20,11 +23,21 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         dumps: below.as_deref().map(dump::dumps).unwrap_or_default(),
         takeover: below.as_deref().and_then(takeover::read),
         state,
+        rundir_lost: broker.running.is_some() && !root.path(BROKER_RUN_DIR).is_dir(),
+        statedir_lost: broker.running.as_ref().is_some_and(|broker| is_statedir_lost(root, prefix.as_deref(), broker)),
         broker: broker.running,
         died: broker.died,
+        unknown: broker.unknown.map(|broker| broker.to_string()),
         boot_id: facts::boot_id(root),
         job_shells: job_shells(root),
     })
+}
+
+/// A prefix that has lost its `state.json` may hold it still.
+fn is_statedir_lost(root: &Root, prefix: Option<&Path>, broker: &RunningBroker) -> bool {
+    let mut prefixes = PREFIX_CANDIDATES.into_iter().map(Path::new).chain(prefix);
+    let record = &broker.record;
+    record.rank == 0 && !prefixes.any(|prefix| statedir::is_there(&root.path(prefix), &record.instance_id))
 }
 
 /// Processes named `flux-shell` (flux-shell(1)) that have not ended.

@@ -34,17 +34,22 @@ pub trait Brokers {
 /// removal that was cut short is finished by the next one.
 ///
 /// # Errors
-/// The first thing that could not be undone; then `state.json` is still there.
+/// A broker that nobody knows runs, or the first thing that could not be undone; then `state.json` is still there.
 pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result<(), Refusal> {
     let state = state::find(root)?;
     let prefix = state.as_ref().map(|state| state.prefix.as_path());
     let _lock = HostLock::take_if_there(root, state.as_ref())?;
-    if brokers.observe(prefix).running.is_some() {
+    let view = brokers.observe(prefix);
+    if let Some(unknown) = view.unknown {
+        return Err(Refusal::transient(unknown.to_string()));
+    }
+    if view.running.is_some() {
         brokers.stop(&StopOrder { grace_secs: LAST_GRACE })?;
     }
     if let Some(state) = &state {
         undo_all(root, state)?;
     }
+    links::remove_unremembered(root, prefix)?;
     brokers.forget()?;
     if let Some(state) = &state {
         remove_prefix(root, state, order.keep_state)?;

@@ -3,7 +3,7 @@
 use std::{
     fs, io,
     io::Read,
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::{OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
@@ -30,6 +30,7 @@ const CONTENT: &str = "content.sqlite";
 pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refusal> {
     let dir = prefix.join(STATEDIR);
     let there = fs::symlink_metadata(&dir).is_ok();
+    keep_private(&dir)?;
     let found = read_id(&dir);
     if found.as_deref() == Some(&order.instance_id) {
         return change_owner(&dir, owner);
@@ -94,6 +95,23 @@ fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Resul
         fs::rename(&dir, &aside).map_err(|error| Refusal::io("move aside", &dir, &error))?;
     }
     fs::rename(&new, &dir).and_then(|()| sync_parent(&dir)).map_err(|error| Refusal::io("make", &dir, &error))
+}
+
+/// True where the statedir of instance `id` is at `prefix`.
+pub fn is_there(prefix: &Path, id: &str) -> bool {
+    read_id(&prefix.join(STATEDIR)).as_deref() == Some(id)
+}
+
+/// A lead that ends after its statedir was removed makes it again for its dump, with all jobs' environments in it, and
+/// everybody could read them.
+fn keep_private(dir: &Path) -> Result<(), Refusal> {
+    match fs::symlink_metadata(dir) {
+        Ok(found) if found.is_dir() && found.permissions().mode() & 0o077 != 0 => {
+            let made = fs::set_permissions(dir, fs::Permissions::from_mode(0o700));
+            made.map_err(|error| Refusal::io("change the mode of", dir, &error))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn read_id(dir: &Path) -> Option<String> {

@@ -29,13 +29,16 @@ const TAR_END: usize = 1024;
 /// Prepares this host to lead. Killed anywhere, it is run again: nothing is done about it before the word is there.
 ///
 /// # Errors
-/// Where the lead's broker runs here, the dump is none or of another instance, or something can't be written.
+/// Where the lead's broker runs here or one that nobody knows, the dump is none or of another instance, or something can't be written.
 pub fn takeover(root: &Root, brokers: &dyn Brokers, order: &TakeoverOrder) -> Result<(), Refusal> {
     let _claimed = state::lock_claimed(root, &order.prefix)?;
     let prefix = root.path(&order.prefix);
+    let view = brokers.observe(Some(&order.prefix));
+    if let Some(unknown) = view.unknown {
+        return Err(Refusal::new(format!("it may be the lead's, and have the queue: {unknown}")));
+    }
     if let Some(dump) = &order.dump {
-        let running = brokers.observe(Some(&order.prefix)).running;
-        if let Some(broker) = running.filter(|broker| broker.record.rank == 0) {
+        if let Some(broker) = view.running.filter(|broker| broker.record.rank == 0) {
             return Err(Refusal::new(format!(
                 "the lead's broker runs here as process {}: it has the queue",
                 broker.pid

@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use flux_distribute::host::{ConfigureOrder, HostFile, StateDir, claim, observe};
+use flux_distribute::host::{CONNECT_HEADER, ConfigureOrder, HostFile, StateDir, claim, observe};
 
 use crate::support::*;
 
@@ -199,4 +199,65 @@ fn files_do_not_leave_the_prefix_and_secrets_do_not_leave_their_file() {
         assert!(refusal.message.contains("prefix") && !refusal.message.contains("hunter2"), "{refusal}");
     }
     assert!(!format!("{:?}", configure_order()).contains("secret"));
+}
+
+#[test]
+fn what_is_ours_is_known_by_its_looks_after_the_prefix_was_removed() {
+    need_root!();
+    const LINK: &str = "/opt/flux";
+    let order = || {
+        let mut order = configure_order();
+        let script = order.files.iter_mut().find(|file| file.path == Path::new("bin/flux-connect.sh")).unwrap();
+        script.content = format!("{CONNECT_HEADER}\n");
+        order
+    };
+    for claimed_again in [true, false] {
+        let host = TestHost::new();
+        host.claim().unwrap();
+        host.environment(DIGEST, Some(LINK));
+        host.configure(&order()).unwrap();
+        fs::remove_dir_all(host.below("")).unwrap();
+        symlink("/srv/their-flux", host.at("/opt/theirs")).unwrap();
+        if claimed_again {
+            host.claim().unwrap();
+            host.environment(DIGEST, Some(LINK));
+            host.configure(&order()).unwrap();
+        }
+        host.remove(false).unwrap();
+        for path in [LINK, "/flux-connect.sh"] {
+            assert!(fs::symlink_metadata(host.at(path)).is_err(), "{path} {claimed_again}");
+        }
+        assert!(fs::symlink_metadata(host.at("/opt/theirs")).is_ok());
+    }
+}
+
+#[test]
+fn a_statedir_that_was_made_again_by_a_lead_that_had_lost_it_is_nobodys_to_read() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    host.environment(DIGEST, None);
+    fs::create_dir_all(host.below("state/dump")).unwrap();
+    assert_eq!(mode(&host.below("state")), 0o755);
+    host.configure(&ConfigureOrder { statedir: established("id-1"), ..configure_order() }).unwrap_err();
+    assert_eq!(mode(&host.below("state")), 0o700);
+}
+
+#[test]
+fn a_lead_that_runs_without_its_statedir_is_seen() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    host.environment(DIGEST, None);
+    host.configure(&configure_order()).unwrap();
+    let lost = || observe(&host.root, &host.brokers).unwrap().statedir_lost;
+    for (rank, instance_id, expected) in [(0, "id-1", false), (0, "id-2", true), (1, "id-2", false)] {
+        *host.brokers.running.borrow_mut() = Some(running(rank, instance_id));
+        assert_eq!(lost(), expected, "{rank} {instance_id}");
+    }
+    *host.brokers.running.borrow_mut() = Some(running(0, "id-1"));
+    fs::remove_dir_all(host.below("state")).unwrap();
+    assert!(lost());
+    host.brokers.running.take();
+    assert!(!lost());
 }

@@ -2,7 +2,7 @@
 
 use std::{fs, os::unix::fs::MetadataExt, path::Path, sync::mpsc::channel, time::Duration};
 
-use flux_distribute::host::{HostLock, LaunchRecord, RunningBroker, Undo, claim, observe, state};
+use flux_distribute::host::{HostLock, Undo, claim, observe, state};
 
 use crate::support::*;
 
@@ -47,6 +47,35 @@ fn a_prefix_of_others_is_refused() {
     assert!(host.state().is_none());
     assert!(claim(&host.root, &claim_order("/opt/../etc", "uid-1")).is_err());
     assert!(claim(&host.root, &claim_order("/", "uid-1")).is_err());
+}
+
+#[test]
+fn a_prefix_that_lost_its_state_is_claimed_again_if_all_in_it_is_ours() {
+    need_root!();
+    let host = TestHost::new();
+    let roster = format!("{PREFIX}/etc/roster.json");
+    for (uid, other, told) in [
+        ("uid-1", None, None),
+        ("uid-1", Some("theirs"), Some("theirs")),
+        ("uid-1", Some(".state.json.new"), None),
+        ("uid-2", None, Some("uid-2")),
+    ] {
+        host.claim().unwrap();
+        host.environment(DIGEST, None);
+        host.configure(&configure_order()).unwrap();
+        fs::remove_file(host.below("state.json")).unwrap();
+        host.write(&roster, &format!("{{\"instanceUID\": \"{uid}\"}}"));
+        other.iter().for_each(|name| host.write(&format!("{PREFIX}/{name}"), ""));
+        let claimed = host.claim();
+        match told {
+            None => claimed.unwrap(),
+            Some(told) => {
+                let refusal = claimed.unwrap_err();
+                assert!(refusal.message.contains(told) && refusal.message.contains("state.json is gone"), "{refusal}");
+            }
+        }
+        fs::remove_dir_all(host.below("")).unwrap();
+    }
 }
 
 #[test]
@@ -151,17 +180,7 @@ fn a_broker_that_still_runs_is_stopped_before_its_host_is_cleaned() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
-    let record = LaunchRecord {
-        rank: 0,
-        broker_name: "n0".into(),
-        node_uid: "n".into(),
-        instance_uid: "uid-1".into(),
-        instance_id: "id-1".into(),
-        epoch: 1,
-        digest: DIGEST.into(),
-        launch: "l".into(),
-    };
-    *host.brokers.running.borrow_mut() = Some(RunningBroker { pid: 1, start_time: 1, systemd: false, record });
+    *host.brokers.running.borrow_mut() = Some(running(0, "id-1"));
     host.remove(false).unwrap();
     assert_eq!(*host.brokers.calls.borrow(), ["stop", "forget"]);
 }

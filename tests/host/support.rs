@@ -8,8 +8,10 @@ use std::{
 };
 
 use flux_distribute::host::{
-    Brokers, ClaimOrder, ConfigureOrder, HostFile, HostState, Refusal, RemoveOrder, Root, RunningBroker, StateDir,
-    StopOrder, claim, configure, launch::BrokerView, observe, remove,
+    Brokers, ClaimOrder, ConfigureOrder, HostFile, HostState, LaunchRecord, Refusal, RemoveOrder, Root, RunningBroker,
+    StateDir, StopOrder, claim, configure,
+    launch::{BrokerView, UnknownBroker},
+    observe, remove,
 };
 
 pub const PREFIX: &str = "/opt/flux-distribute";
@@ -19,12 +21,13 @@ pub const COMPILED: &str = "/usr/site/flux";
 #[derive(Default)]
 pub struct FakeBrokers {
     pub running: RefCell<Option<RunningBroker>>,
+    pub unknown: RefCell<Option<UnknownBroker>>,
     pub calls: RefCell<Vec<&'static str>>,
 }
 
 impl Brokers for FakeBrokers {
     fn observe(&self, _prefix: Option<&Path>) -> BrokerView {
-        BrokerView { running: self.running.borrow().clone(), died: None }
+        BrokerView { running: self.running.borrow().clone(), died: None, unknown: self.unknown.borrow().clone() }
     }
 
     fn stop(&self, _order: &StopOrder) -> Result<(), Refusal> {
@@ -117,6 +120,21 @@ impl TestHost {
         walk(self.dir.path(), &mut found);
         found
     }
+}
+
+/// A broker of `rank` and of the instance `instance_id`.
+pub fn running(rank: u32, instance_id: &str) -> RunningBroker {
+    let record = LaunchRecord {
+        rank,
+        broker_name: "n0".into(),
+        node_uid: "n".into(),
+        instance_uid: "uid-1".into(),
+        instance_id: instance_id.into(),
+        epoch: 1,
+        digest: DIGEST.into(),
+        launch: "l".into(),
+    };
+    RunningBroker { pid: 1, start_time: 1, systemd: false, record }
 }
 
 pub fn claim_order(prefix: &str, uid: &str) -> ClaimOrder {

@@ -9,7 +9,7 @@ use std::{
 use flate2::{Compression, write::GzEncoder};
 use flux_distribute::{
     api::Takeover,
-    host::{LaunchRecord, Refusal, RunningBroker, StateDir, TakeoverOrder, observe, takeover},
+    host::{LaunchRecord, Refusal, RunningBroker, StateDir, TakeoverOrder, launch::UnknownBroker, observe, takeover},
 };
 
 use crate::support::*;
@@ -159,4 +159,19 @@ fn dumps_stay_where_the_queue_stays() {
     host.claim().unwrap();
     host.remove(false).unwrap();
     assert!(!Path::new(&host.below("")).exists());
+}
+
+#[test]
+fn nobody_takes_over_from_or_cleans_up_under_a_broker_that_nobody_knows() {
+    need_root!();
+    let host = host();
+    let before = host.everything();
+    let unknown = UnknownBroker { pid: 590, place: "its unit".to_owned(), why: "nobody knows".to_owned() };
+    *host.brokers.unknown.borrow_mut() = Some(unknown);
+    for refusal in [take_over(&host, &order(None)), host.remove(false)] {
+        let refusal = refusal.unwrap_err();
+        assert!(refusal.message.contains("kill 590"), "{refusal}");
+    }
+    assert_eq!(host.everything(), before);
+    assert!(host.brokers.calls.borrow().is_empty());
 }

@@ -385,3 +385,35 @@ fn a_broker_is_stopped_for_leaving_only_where_fluxnode_and_roster_agree() {
     (world.spec.as_mut().unwrap().want, world.roster) = (Want::Leave, None);
     assert!(matches!(world.decide(), Step::Wait(reason) if reason.contains("say the same")));
 }
+
+#[test]
+fn nothing_is_begun_beside_a_broker_that_nobody_knows_or_can_ask() {
+    let mut world = World::new();
+    world.host.unknown = Some("a broker runs".into());
+    assert_eq!(world.decide(), Step::Wait("a broker runs".into()));
+    world.instance = "over";
+    assert_eq!(world.decide(), Step::Remove);
+    let mut world = World::new();
+    world.host.broker = Some(broker(1, 1));
+    assert_eq!(world.decide(), Step::Hold);
+    world.host.rundir_lost = true;
+    assert!(matches!(world.decide(), Step::Wait(words) if words.contains("kill 7")));
+}
+
+#[test]
+fn the_last_copy_of_the_queue_is_not_ended_by_the_end_of_its_epoch() {
+    for closing in [true, false] {
+        let mut world = World::new();
+        let spec = world.spec.as_mut().unwrap();
+        (spec.node_name, spec.node_uid, spec.rank) = ("node1".into(), Some("uid-node1".into()), Some(0));
+        world.applied = Some(1);
+        world.host.broker = Some(broker(0, 1));
+        world.host.broker.as_mut().unwrap().record.instance_id = world.roster.as_ref().unwrap().instance_id.clone();
+        world.roster.as_mut().unwrap().closing = closing.then_some(Closing::WhenIdle);
+        let is_as_ever = |step: &Step| if closing { matches!(step, Step::Close(_)) } else { *step == Step::Hold };
+        let step = world.decide();
+        assert!(is_as_ever(&step), "{step:?}");
+        world.host.statedir_lost = true;
+        assert!(matches!(world.decide(), Step::Wait(words) if words.contains("flux-distribute dump")));
+    }
+}

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::cgroup;
+use super::{cgroup, found::UnknownBroker};
 use crate::{broker::unit::UnknownUser, host::Refusal};
 
 /// Why a broker was not started or stopped.
@@ -82,12 +82,9 @@ pub enum LaunchError {
         /// From its log.
         why: String,
     },
-    /// Something runs where the broker should, and nothing tells what it is: it may have jobs.
-    #[error("process {pid} runs as the broker and no record tells since when; end it before another one is started")]
-    Unrecorded {
-        /// Which.
-        pid: i32,
-    },
+    /// A broker runs that may lead and have jobs.
+    #[error("{0}")]
+    Unrecorded(UnknownBroker),
     /// The kernel refused a signal.
     #[error("can't signal process {pid}")]
     Signal {

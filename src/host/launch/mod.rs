@@ -7,6 +7,7 @@
 pub mod cgroup;
 mod detached;
 mod error;
+mod found;
 pub mod log;
 pub mod process;
 mod record;
@@ -23,9 +24,10 @@ use nix::{errno::Errno, sys::signal::Signal};
 
 pub use detached::{LAUNCHER, launcher_main};
 pub use error::LaunchError;
+pub use found::UnknownBroker;
 pub use log::{MAX_LOG_BYTES, trim_log};
 
-use self::{error::file, process::Identity, record::RunRecord, systemd::Systemd};
+use self::{error::file, found::Found, process::Identity, record::RunRecord, systemd::Systemd};
 use super::{
     LaunchOrder, Refusal, Root, RunningBroker, StopOrder, facts,
     files::remove_all_if_there,
@@ -45,6 +47,8 @@ pub struct BrokerView {
     pub running: Option<RunningBroker>,
     /// A broker of ours was started in this boot and is gone: the last lines of its log that tell why.
     pub died: Option<String>,
+    /// A broker runs, and nothing tells for sure which.
+    pub unknown: Option<UnknownBroker>,
 }
 
 /// Where things are on a host.
@@ -91,7 +95,8 @@ pub fn stop(order: &StopOrder) -> Result<(), Refusal> {
     Places::of_host().stop(order)
 }
 
-/// Looks for the broker. Without `prefix`, its log is looked for where it was started.
+/// Looks for the broker, and makes its record again where that was lost. Without `prefix`, its log is looked for where it was
+/// started.
 pub fn observe(prefix: Option<&Path>) -> BrokerView {
     Places::of_host().observe(prefix)
 }
@@ -131,18 +136,44 @@ impl Places {
 
     /// See [`observe`].
     pub fn observe(&self, prefix: Option<&Path>) -> BrokerView {
-        let Some(record) = RunRecord::load(&self.run_dir) else {
-            return BrokerView::default();
+        let Some(record) = self.record() else {
+            return match self.find() {
+                None => BrokerView::default(),
+                Some(Found::Unknown(unknown)) => BrokerView { unknown: Some(unknown), ..BrokerView::default() },
+                Some(Found::Known(record)) => {
+                    self.remember(&record);
+                    let running = record.process.clone().map(|process| running(process, *record));
+                    BrokerView { running, ..BrokerView::default() }
+                }
+            };
         };
-        if facts::boot_id(&Root::host()) != record.boot_id {
-            return BrokerView::default();
-        }
         match self.process(&record) {
-            Some(process) => BrokerView { running: Some(running(process, record)), died: None },
+            Some(process) => BrokerView { running: Some(running(process, record)), ..BrokerView::default() },
             None => {
                 let log = log::path(prefix.unwrap_or(&record.prefix));
-                BrokerView { running: None, died: Some(log::why(&log::tail(&log, record.log_start))) }
+                let died = Some(log::why(&log::tail(&log, record.log_start)));
+                BrokerView { died, ..BrokerView::default() }
             }
+        }
+    }
+
+    /// The record of this boot.
+    fn record(&self) -> Option<RunRecord> {
+        RunRecord::load(&self.run_dir).filter(|record| facts::boot_id(&Root::host()) == record.boot_id)
+    }
+
+    /// Makes a record again that was lost. Whoever starts or stops the broker just now has the lock, and knows better.
+    fn remember(&self, record: &RunRecord) {
+        let stored = || -> Result<(), LaunchError> {
+            record::make_run_dir(&self.run_dir).map_err(|source| file("make", &self.run_dir, source))?;
+            let _lock = record::lock(&self.run_dir, Duration::ZERO).map_err(|_| LaunchError::UnderWay)?;
+            if self.record().is_none() && record.process.as_ref().is_some_and(Identity::lives) {
+                record.store(&self.run_dir)?;
+            }
+            Ok(())
+        };
+        if let Err(error) = stored() {
+            tracing::debug!(%error, "the broker's record is not made again yet");
         }
     }
 
@@ -163,8 +194,12 @@ impl Places {
         }
         record::make_run_dir(&self.run_dir).map_err(|source| file("make", &self.run_dir, source))?;
         let lock = self.lock()?;
-        if let Some(running) = self.observe(Some(&order.prefix)).running {
+        let BrokerView { running, unknown, .. } = self.observe(Some(&order.prefix));
+        if let Some(running) = running {
             return Ok(running);
+        }
+        if let Some(unknown) = unknown {
+            return Err(LaunchError::Unrecorded(unknown));
         }
         make_broker_run_dir(&self.broker_run_dir, &user)
             .map_err(|source| file("make", &self.broker_run_dir, source))?;
@@ -173,8 +208,9 @@ impl Places {
 
         match &self.systemd {
             Some(systemd) => {
+                // One that could not be asked while we looked: its main process is recorded by nobody.
                 if let Some(process) = systemd.process()? {
-                    return Err(LaunchError::Unrecorded { pid: process.pid });
+                    return Err(LaunchError::StillRuns { pid: process.pid });
                 }
                 // First the record: a unit that is started and then found must have one.
                 let (prefix, order_record) = (order.prefix.clone(), order.record.clone());
@@ -191,12 +227,8 @@ impl Places {
                 record.store(&self.run_dir)?;
             }
             None => {
-                // What a broker that crashed has left behind holds cores that the next one will give out. Without a
-                // record nobody knows that it crashed.
-                match (RunRecord::load(&self.run_dir), cgroup::members(&self.cgroups()?).first()) {
-                    (None, Some(pid)) => return Err(LaunchError::Unrecorded { pid: *pid }),
-                    _ => self.kill_left_behind()?,
-                }
+                // What a broker that crashed has left behind holds cores that the next one will give out.
+                self.kill_left_behind()?;
                 if let Err(error) = detached::start(order, &self.run_dir, &self.cgroup, &self.launcher, &lock) {
                     let _ = RunRecord::remove(&self.run_dir);
                     return Err(error);
@@ -208,12 +240,18 @@ impl Places {
     }
 
     fn try_stop(&self, grace: Duration) -> Result<(), LaunchError> {
-        if !self.run_dir.is_dir() {
+        if !self.run_dir.is_dir() && self.find().is_none() {
             return Ok(());
         }
+        record::make_run_dir(&self.run_dir).map_err(|source| file("make", &self.run_dir, source))?;
         let _lock = self.lock()?;
-        let Some(record) = RunRecord::load(&self.run_dir) else {
-            return Ok(());
+        let record = match self.record() {
+            Some(record) => record,
+            None => match self.find() {
+                Some(Found::Known(record)) => *record,
+                Some(Found::Unknown(unknown)) => return Err(LaunchError::Unrecorded(unknown)),
+                None => return Ok(()),
+            },
         };
         if let (Some(systemd), true) = (&self.systemd, record.systemd) {
             systemd.stop(grace)?;
@@ -241,12 +279,18 @@ impl Places {
 
     fn try_forget(&self) -> Result<(), LaunchError> {
         let lock = if self.run_dir.is_dir() { Some(self.lock()?) } else { None };
-        if let Some(running) = self.observe(None).running {
+        let BrokerView { running, unknown, .. } = self.observe(None);
+        if let Some(running) = running {
             return Err(LaunchError::StillRuns { pid: running.pid });
+        }
+        if let Some(unknown) = unknown {
+            return Err(LaunchError::Unrecorded(unknown));
         }
         if let Some(systemd) = &self.systemd {
             systemd.forget()?;
         }
+        // Of a broker that crashed and whose record was lost: nobody has stopped it.
+        self.kill_left_behind()?;
         cgroup::remove(&self.cgroups()?)?;
         if lock.is_none() {
             return Ok(());

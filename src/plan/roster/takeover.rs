@@ -93,6 +93,12 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, word: &Takeover) ->
             None => Some(format!("node {lead} leads, and its broker has not told yet whether jobs run")),
         };
     }
+    if let Some((lead, pid)) = runs_unasked(seen, roster).filter(|(lead, _)| *lead != name && !word.force) {
+        return Some(format!(
+            "the lead's broker runs on node {lead} as process {pid}, though it is not online: see that node's message; end it \
+             first, or add --force"
+        ));
+    }
     let connected = connected(seen, roster);
     if !connected.0.is_empty() && !word.force {
         return Some(format!(
@@ -108,6 +114,13 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, word: &Takeover) ->
 fn leads_and_is_there<'a>(seen: &Observed<'a>, roster: &'a Roster) -> Option<&'a str> {
     let lead = roster.lead()?;
     (is_ready(seen, lead) && is_online(seen, roster, 0)).then_some(lead.node.as_str())
+}
+
+/// The node whose agent says that it runs the lead's broker, and its process: two would lead.
+fn runs_unasked<'a>(seen: &Observed<'a>, roster: &'a Roster) -> Option<(&'a str, i32)> {
+    let lead = roster.ranks.get(&0)?.member.as_ref().filter(|lead| is_ready(seen, lead))?;
+    let adopted = seen.reports.get(lead.node.as_str())?.adopted.as_ref()?;
+    (adopted.rank == 0 && adopted.instance_id == roster.instance_id).then_some((&*lead.node, adopted.pid))
 }
 
 /// Members that say they are online although the lead's host says nothing any more. Where it does, its word counts.

@@ -136,7 +136,7 @@ fn each_refusal_is_one_sentence() {
     let busy: fn(&mut World) =
         |world| world.reports.get_mut("node1").unwrap().allocated = Some(IdSet([0, 1].into_iter().collect()));
     let off: fn(&mut World) = |world| world.nodes[0].ready = false;
-    let cases: [Case; 15] = [
+    let cases: [Case; 17] = [
         ("online", |_| {}, "node2", false, false, Some("node1 leads and is online")),
         ("lost", lose_the_disk, "node2", false, false, None),
         ("no such node", lose_the_disk, "node7", false, false, Some("there is no node node7")),
@@ -156,6 +156,22 @@ fn each_refusal_is_one_sentence() {
             false,
             false,
             Some("not been online"),
+        ),
+        (
+            "runs, and nobody can ask it",
+            |w| w.reports.get_mut("node1").unwrap().phase = NodePhase::Waiting,
+            "node2",
+            false,
+            false,
+            Some("runs on node node1"),
+        ),
+        (
+            "runs, and nobody can ask it, forced",
+            |w| w.reports.get_mut("node1").unwrap().phase = NodePhase::Waiting,
+            "node2",
+            false,
+            true,
+            None,
         ),
         ("off, by an administrator's word", off, "node2", false, true, None),
         ("off, still missed by nobody", off, "node2", false, false, Some("ranks 1-2 are connected")),

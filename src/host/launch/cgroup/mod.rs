@@ -39,6 +39,14 @@ pub enum CgroupError {
         /// Where this process still is.
         path: String,
     },
+    /// It can't be taken off before somebody has ended what is in it.
+    #[error("cgroup {} still holds {process}, which does not end; end it on the host, and this is tried again", path.display())]
+    Busy {
+        /// Which.
+        path: PathBuf,
+        /// One of its processes, in words.
+        process: String,
+    },
     /// A file of a cgroup.
     #[error("can't {what} {}", path.display())]
     File {
@@ -197,11 +205,25 @@ fn remove_one(directory: &Path) -> Result<(), CgroupError> {
     loop {
         match absent_is_fine(fs::remove_dir(directory)) {
             Err(error) if error.kind() == io::ErrorKind::ResourceBusy && Instant::now() < end => sleep(POLL),
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+                return Err(CgroupError::Busy { path: directory.to_owned(), process: first_in(directory) });
+            }
             done => {
                 let what = "remove cgroup";
                 return done.map_err(|source| CgroupError::File { what, path: directory.to_owned(), source });
             }
         }
+    }
+}
+
+fn first_in(directory: &Path) -> String {
+    match members_below([directory.to_owned()]).first() {
+        Some(pid) => {
+            let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            format!("process {pid} ({})", name.trim())
+        }
+        // One of a container has no number here.
+        None => "a process that can't be seen from here".to_owned(),
     }
 }
 
