@@ -23,6 +23,7 @@ use super::{
     client,
     decide::{Instance, Seen, Step, decide},
     dump::Dumping,
+    frozen::Memory,
     health::{self, Health},
     live::{self, Live},
     log::{self, Rejected},
@@ -126,6 +127,8 @@ pub(super) struct Agent {
     /// metadata.uid of our Node, read when the planner names another one.
     pub(super) node_uid: Option<String>,
     pub(super) published: Published,
+    /// Of what the API has said: that of an agent that stood still is none to start a broker by.
+    pub(super) memory: Memory,
     /// Where the last installation was to fetch from.
     pub(super) told: Option<FetchFrom>,
     pub(super) tries: Tries,
@@ -165,6 +168,7 @@ impl Agent {
             generation: 0,
             node_uid: None,
             published: Published::default(),
+            memory: Memory::begin(),
             told: None,
             tries: Tries::default(),
             starts: Starts::default(),
@@ -317,6 +321,12 @@ impl Agent {
             if let Presence::Gone = world.node {
                 self.reporter.create().await?;
             }
+        }
+        if self.memory.is_stale()
+            && let Ok(node) = self.reporter.of(self.reporter.name()).await
+            && node.as_ref().map(|node| &node.spec) == world.node_spec()
+        {
+            self.memory.refreshed();
         }
         self.view = self.actor.observe().await?;
         self.remember_the_end(world).await?;
