@@ -137,6 +137,8 @@ pub(super) struct Agent {
     /// Queues may be stopped by us, or by the agent before.
     pub(super) queues_are_ours: bool,
     pub(super) dumping: Dumping,
+    /// So many times in a row the host could not be looked at.
+    blind: u32,
 }
 
 impl Agent {
@@ -175,6 +177,7 @@ impl Agent {
             tidied: Tidied::default(),
             queues_are_ours: true,
             dumping: Dumping::default(),
+            blind: 0,
         }
     }
 
@@ -187,10 +190,13 @@ impl Agent {
             let mut live_changes = self.live.clone();
             live_changes.mark_unchanged();
             let pause = match self.round().await {
-                Ok(pause) => pause,
+                Ok(pause) => {
+                    self.blind = 0;
+                    pause
+                }
                 Err(error) => {
                     warn!(error = error_chain(&error), "this round was cut short");
-                    SOON
+                    self.tell_blindness(&error).await
                 }
             };
             tokio::select! {
@@ -204,10 +210,7 @@ impl Agent {
     /// Observes, decides, reports, acts; returns how long to rest.
     async fn round(&mut self) -> Result<Duration, StepError> {
         let world = self.world.borrow().clone();
-        self.observe(&world).await?;
-        let uid = world.instance_uid();
-        let live = self.live.borrow().clone();
-        let step = decide(&self.seen(&world, uid.as_deref(), &live));
+        let step = self.next_step(&world).await?;
         match step {
             // Before it is reported: the planner sends others here once it hears of it.
             Step::Install { .. } | Step::Prepare { .. } => self.serving.expect(true),
@@ -276,6 +279,38 @@ impl Agent {
         }
     }
 
+    /// Observes and decides.
+    ///
+    /// # Errors
+    /// The host can't be looked at; the API server's, for what has to be there first.
+    pub(super) async fn next_step(&mut self, world: &World) -> Result<Step, StepError> {
+        self.observe(world).await?;
+        let uid = world.instance_uid();
+        let live = self.live.borrow().clone();
+        Ok(decide(&self.seen(world, uid.as_deref(), &live)))
+    }
+
+    /// A host that can't be looked at may do well or not: nothing is done there, and that is said. Returns how long to rest.
+    async fn tell_blindness(&mut self, error: &StepError) -> Duration {
+        if error.is_waiting() {
+            return SOON;
+        }
+        self.blind = self.blind.saturating_add(1);
+        if self.blind == 1 {
+            // A stage that was killed is no news.
+            return SOON;
+        }
+        self.health.set_ready(false);
+        let world = self.world.borrow().clone();
+        if let Some(node) = world.node.here() {
+            let told = tell::blind(error_chain(error), node.status.as_ref());
+            if let Err(error) = self.reporter.write(node, &told).await {
+                debug!(error = error_chain(&error), "the status could not be written");
+            }
+        }
+        RESYNC
+    }
+
     pub(super) fn seen<'a>(&'a self, world: &'a World, uid: Option<&'a str>, live: &'a Live) -> Seen<'a> {
         let instance = match uid {
             _ if world.is_over() => Instance::Over,
@@ -303,7 +338,7 @@ impl Agent {
 
     /// The host, and what the planner has published as far as it concerns this node: read by name, and only when our own
     /// FluxNode says that there is something new.
-    pub(super) async fn observe(&mut self, world: &World) -> Result<(), StepError> {
+    async fn observe(&mut self, world: &World) -> Result<(), StepError> {
         if let Some(instance) = world.instance.here() {
             let place = |spec: &FluxInstanceSpec| (spec.prefix.clone(), spec.broker.port);
             if place(&self.spec) != place(&instance.spec) {
