@@ -376,7 +376,7 @@ impl Agent {
                     Err(error) => debug!(error = error_chain(&error), "can't read our own Node"),
                 }
             }
-            if let Err(error) = self.published.refresh(&self.client, &spec, world.restart_pending(), &self.view).await {
+            if let Err(error) = self.published.refresh(&self.client, &spec, world, &self.view).await {
                 // What runs goes on with what is known.
                 debug!(error = error_chain(&error), "can't read what the planner has published");
             }

@@ -16,6 +16,10 @@ use crate::{
 const LABEL_MADE_BY: &str = "app.kubernetes.io/managed-by";
 const MADE_BY: &str = "flux-distribute";
 
+/// What is said while it is gone; the agents know it by this.
+pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
+                                       member's that has the same certificate; if no host has it any more, put it back";
+
 /// Reads the certificate; None where the Secret isn't there.
 ///
 /// # Errors

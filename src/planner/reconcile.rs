@@ -10,7 +10,8 @@ use tracing::{debug, warn};
 use super::{
     Announcer, PlannerError,
     caches::Caches,
-    certificate, instance,
+    certificate::{self, CERTIFICATE_IS_GONE},
+    instance,
     packages::{Published, Resolver},
     protect, publish,
 };
@@ -293,9 +294,7 @@ impl Planner {
                         || seen.status.instance_id.is_some()
                         || seen.reports.values().any(|report| report.adopted.is_some());
                 if in_use {
-                    let waiting =
-                        "Secret flux-curve is gone: waiting for the lead's agent to bring the certificate back";
-                    obstacle.get_or_insert_with(|| Obstacle::Waiting(waiting.to_owned()));
+                    obstacle.get_or_insert_with(|| Obstacle::Waiting(CERTIFICATE_IS_GONE.to_owned()));
                 } else {
                     let made = certificate::generate().map_err(|error| PlannerError::Content {
                         object: "the kernel's randomness".to_owned(),
