@@ -21,7 +21,11 @@ use crate::{
     },
     packages::{FetchError, estimate_bytes},
     plan::{broker_toml, certificate::Certificate},
-    planner::{PlannerError, certificate, store},
+    planner::{
+        PlannerError,
+        certificate::{self, CERTIFICATE_IS_GONE},
+        store,
+    },
 };
 
 /// Job shells open inotify instances, and so do kubelet and containerd: the kernel's default of 128 is soon used up.
@@ -198,21 +202,22 @@ impl Actor {
         Ok(revision)
     }
 
-    /// The certificate that the running epoch was started with: from the Secret, or from this host where the Secret holds
-    /// another one by now, which is for the next epoch.
+    /// The certificate that the running epoch was started with: this host's own, or the Secret's where that is not another
+    /// one by now, for the next epoch.
     async fn certificate(&self, preflight: &Preflight, roster: &Roster) -> Result<Certificate, StepError> {
         let fits = |certificate: &Certificate| certificate.fingerprint() == roster.settings.certificate;
-        let published = certificate::read(&self.client).await?;
-        let published = published.ok_or_else(|| StepError::NotYet("waiting for Secret flux-curve".to_owned()))?;
-        if fits(&published) {
-            return Ok(published);
+        if let Some(own) = own_certificate(&preflight.prefix).filter(fits) {
+            return Ok(own);
         }
-        let own = open_host_file(&preflight.prefix.join("etc/curve.cert")).and_then(read_to_string).ok();
-        own.and_then(|text| Certificate::parse(&text).ok()).filter(fits).ok_or_else(|| {
-            let words = "Secret flux-curve holds another certificate than this epoch was started with; put the old one back, or \
-                         delete the Secret: the lead's agent brings it back";
-            StepError::Wrong(words.to_owned())
-        })
+        match certificate::read(&self.client).await? {
+            Some(published) if fits(&published) => Ok(published),
+            Some(_) => {
+                let words = "Secret flux-curve holds another certificate than this epoch was started with; put the old one \
+                             back, or delete the Secret: a node that has it brings it back";
+                Err(StepError::Wrong(words.to_owned()))
+            }
+            None => Err(StepError::NotYet(CERTIFICATE_IS_GONE.to_owned())),
+        }
     }
 
     /// The rung start.
@@ -256,6 +261,12 @@ impl Actor {
     pub(super) async fn order(&self, order: Order) -> Result<Answer, StepError> {
         Ok(self.host.run(order, &mut |_| {}).await?)
     }
+}
+
+/// The certificate that a broker of this host was started with last, where it is whole.
+pub(super) fn own_certificate(prefix: &Path) -> Option<Certificate> {
+    let text = open_host_file(&prefix.join("etc/curve.cert")).and_then(read_to_string).ok()?;
+    Certificate::parse(&text).ok()
 }
 
 /// How the broker of `assignment` is started.

@@ -8,9 +8,9 @@ use tracing::{debug, info, warn};
 
 use super::{
     act::StepError,
-    decide::{Step, host_roster},
+    decide::{Assignment, Step, confirmed, host_roster},
     drain, live,
-    published::Published,
+    published::{Published, read_roster},
     run::{Agent, SOON},
     watch::{Presence, World},
 };
@@ -20,6 +20,14 @@ use crate::{
     error_chain,
     host::{HostView, Preflight},
 };
+
+/// A broker that may be started.
+struct Startable {
+    assignment: Assignment,
+    roster: Roster,
+    /// What its files were made from.
+    revision: u64,
+}
 
 impl Agent {
     /// Carries out a step. It is dropped when the end of the instance overtakes it, an installation also when something else
@@ -47,28 +55,10 @@ impl Agent {
         };
         match step {
             Step::Install { digest } | Step::Prepare { digest } => self.install(step, digest).await,
-            Step::Start(assignment) => {
-                // Without API the files of the last start are still there.
-                let (roster, revision) = match self.unheard_roster() {
-                    Some(roster) => {
-                        warn!("no word from the API server: starting the broker with the files that are there");
-                        let revision = roster.revision;
-                        (roster, revision)
-                    }
-                    None => {
-                        let roster = self.published.roster()?;
-                        let revision = match self.actor.configure(&preflight, &roster, assignment, false).await {
-                            Err(StepError::Api(error)) if self.view.died.is_some() => {
-                                warn!(error = error_chain(&error), "starting the broker with the files that are there");
-                                roster.revision
-                            }
-                            other => other?,
-                        };
-                        (roster, revision)
-                    }
-                };
+            Step::Start(decided) => {
+                let Startable { assignment, roster, revision } = self.make_ready(&preflight, decided).await?;
                 self.starts.started(step, self.generation, Instant::now());
-                self.view = self.actor.start(&preflight, &roster, assignment).await?;
+                self.view = self.actor.start(&preflight, &roster, &assignment).await?;
                 if assignment.rank == 0 {
                     self.actor.remember(&preflight, &roster, &self.view, revision).await?;
                 }
@@ -113,6 +103,42 @@ impl Agent {
             }
             Step::Hold | Step::Wait(_) | Step::Preflight | Step::Remove => Ok(()),
         }
+    }
+
+    /// Everything that a broker reads at its start, by what the API says right now.
+    async fn make_ready(&mut self, preflight: &Preflight, decided: &Assignment) -> Result<Startable, StepError> {
+        // Without API the files of the last start are still there.
+        let roster = match self.unheard_roster() {
+            Some(roster) => roster,
+            None => match self.configure_by_api(preflight, decided).await {
+                Err(StepError::Api(error)) if self.view.died.is_some() => {
+                    debug!(error = error_chain(&error), "the API server has no answer");
+                    self.published.roster()?
+                }
+                other => return other,
+            },
+        };
+        if self.memory.is_stale() {
+            let words = "this agent stood still, and its rank may be another node's by now: waiting for the API server";
+            return Err(StepError::NotYet(words.to_owned()));
+        }
+        warn!("no word from the API server: starting the broker with the files that are there");
+        Ok(Startable { assignment: decided.clone(), revision: roster.revision, roster })
+    }
+
+    async fn configure_by_api(&mut self, preflight: &Preflight, decided: &Assignment) -> Result<Startable, StepError> {
+        let (node, roster) = futures::try_join!(self.reporter.of(self.reporter.name()), read_roster(&self.client))?;
+        // One that was deleted contradicts nobody.
+        self.published.roster = roster.or_else(|| self.published.roster.take());
+        let roster = self.published.roster()?;
+        let now = node.and_then(|node| confirmed(decided, &self.actor.instance_uid, &node.spec, &roster));
+        let assignment = now.ok_or_else(|| {
+            let words =
+                format!("waiting for the planner's word on rank {}: it is not this node's as it was", decided.rank);
+            StepError::NotYet(words)
+        })?;
+        let revision = self.actor.configure(preflight, &roster, &assignment, false).await?;
+        Ok(Startable { assignment, roster, revision })
     }
 
     /// Sees to it that no job runs and none will begin. A job that has slipped in between wins.

@@ -311,6 +311,15 @@ pub fn may_leave(host: &HostView, spec: &FluxNodeSpec, roster: &Roster) -> bool 
     is_same && entry.filter(is_ours).is_none_or(leaves)
 }
 
+/// `decided` by the FluxNode and the roster that stand now. What it was decided by may be the memory of an agent that was
+/// frozen for minutes: a broker of a rank that somebody else has by now would push that one's out.
+pub fn confirmed(decided: &Assignment, instance_uid: &str, spec: &FluxNodeSpec, roster: &Roster) -> Option<Assignment> {
+    let now = agreed(spec, roster).filter(|_| roster.format <= ROSTER_FORMAT && roster.instance_uid == instance_uid)?;
+    let is_over = spec.want != Want::Run || (now.rank == 0 && roster.closing.is_some());
+    let is_same = (now.rank, &now.node_uid, now.epoch) == (decided.rank, &decided.node_uid, decided.epoch);
+    (is_same && !is_over).then_some(now)
+}
+
 /// This host is the lead's: it runs rank 0, or it would by the roster that it was configured by last.
 pub fn leads(host: &HostView, spec: Option<&FluxNodeSpec>) -> bool {
     if let Some(broker) = &host.broker {

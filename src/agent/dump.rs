@@ -92,7 +92,11 @@ pub async fn dump(arguments: DumpArguments) -> Result<ExitCode, EnterError> {
             writeln!(stderr, "{words}")?;
         }
         Some(out) => {
-            copy_in_host_root(&dumped.path, out)?;
+            copy_in_host_root(&dumped.path, out).map_err(|source| EnterError::Copy {
+                out: out.to_owned(),
+                kept: dumped.path.clone(),
+                source,
+            })?;
             writeln!(io::stdout(), "{words}, and {}", out.display())?;
         }
     }

@@ -1,6 +1,11 @@
 //! The commands for people in the pod: `connect`, `shell`, `status`.
 
-use std::{ffi::OsString, io::Write, path::Path, process::ExitCode};
+use std::{
+    ffi::OsString,
+    io::Write,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 use super::live;
 use crate::{
@@ -37,6 +42,17 @@ pub enum EnterError {
     /// The broker's socket.
     #[error("the broker of this node does not answer")]
     Broker(#[from] RpcError),
+    /// The second copy of a dump.
+    #[error("can't write {out} on the host; the dump is kept there as {kept}")]
+    Copy {
+        /// Where it was to be.
+        out: PathBuf,
+        /// Where it is.
+        kept: PathBuf,
+        /// Cause.
+        #[source]
+        source: std::io::Error,
+    },
     /// stdout.
     #[error("can't write")]
     Write(#[from] std::io::Error),

@@ -6,6 +6,7 @@ pub mod decide;
 mod drain;
 mod dump;
 mod enter;
+mod frozen;
 mod health;
 mod hint;
 mod install;

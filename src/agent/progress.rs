@@ -12,7 +12,7 @@ use tracing::info;
 use super::{
     act::StepError,
     climb::peers_for,
-    decide::{Step, decide},
+    decide::Step,
     install::{Installing, Wanted},
     run::{Agent, RESYNC},
 };
@@ -157,10 +157,7 @@ impl Agent {
                 _ = clock.tick(), if beside => {}
             }
             let world = self.world.borrow().clone();
-            self.observe(&world).await?;
-            let uid = world.instance_uid();
-            let live = self.live.borrow().clone();
-            let next = decide(&self.seen(&world, uid.as_deref(), &live));
+            let next = self.next_step(&world).await?;
             if next != *step && next != Step::Hold {
                 info!(step = next.name(), "something else comes before the packages of the next start");
                 return Ok(());

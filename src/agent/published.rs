@@ -1,19 +1,19 @@
 //! What the planner has published, as far as it concerns this node: read by name, and only when our own FluxNode says that
 //! there is something new, so that the cost of a node does not grow with their number.
 
-use std::io::read_to_string;
+use std::time::{Duration, Instant};
 
 use kube::Client;
 use tracing::info;
 
 use super::{
-    act::StepError,
+    act::{StepError, own_certificate},
     decide::{agreed, leads, may_leave},
+    watch::World,
 };
 use crate::{
-    api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet, Roster, Want},
-    host::{HostView, open_host_file},
-    plan::certificate::Certificate,
+    api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet, Rank, Roster, Want},
+    host::HostView,
     planner::{PlannerError, certificate, read_packages, store},
 };
 
@@ -28,11 +28,13 @@ pub struct Published {
     packages: Vec<(String, PackageSet)>,
     /// The planner's word on the next epoch when they were read.
     pending: String,
+    /// Since when the planner has missed the certificate.
+    lacking: Option<Instant>,
 }
 
 impl Published {
-    /// Reads what `spec` says is new, and the packages where `pending`, the planner's word on the next epoch, is another
-    /// one. `view` is the host: the lead's agent also looks after what only it can bring back.
+    /// Reads what `spec` says is new, and the packages where the planner's word on the next epoch is another one. `view` is
+    /// the host: members also look after what only they can bring back.
     ///
     /// # Errors
     /// The API server's; what was read before stays.
@@ -40,7 +42,7 @@ impl Published {
         &mut self,
         client: &Client,
         spec: &FluxNodeSpec,
-        pending: &str,
+        world: &World,
         view: &HostView,
     ) -> Result<(), StepError> {
         let is_current = |roster: &Roster| roster.epoch == spec.epoch && roster.revision >= spec.revision;
@@ -59,14 +61,21 @@ impl Published {
         // What was read for another roster, or another instance, is none.
         let wanted = self.roster.as_ref().map(|roster| roster.settings.digest.as_str());
         let known = |digest: &str| self.packages.iter().any(|(known, _)| known == digest);
+        let pending = world.restart_pending();
         let missing = wanted.is_some_and(|wanted| !known(wanted) && !view.has_environment(wanted));
         if self.packages.is_empty() || missing || spec.want != Want::Run || self.pending != pending {
             self.packages = read_packages(client).await?.into_iter().map(|set| (set.digest(), set)).collect();
             pending.clone_into(&mut self.pending);
         }
-        // The lead's broker need not run for it: it may be waiting for just this.
-        let leads = self.roster.as_ref().and_then(|roster| agreed(spec, roster)).is_some_and(|own| own.rank == 0);
-        if leads { self.bring_back_certificate(client, view).await } else { Ok(()) }
+        // No broker need run for it: it may be waiting for just this.
+        let rank = self.roster.as_ref().and_then(|roster| agreed(spec, roster)).map(|own| own.rank);
+        self.lacking = world.lacks_certificate().then(|| self.lacking.unwrap_or_else(Instant::now));
+        let lacking = self.lacking.map(|since| since.elapsed());
+        if rank.is_some_and(|rank| brings_back(rank, lacking)) {
+            self.bring_back_certificate(client, view).await
+        } else {
+            Ok(())
+        }
     }
 
     /// All published package sets, by digest.
@@ -96,7 +105,7 @@ impl Published {
         self.roster.clone().ok_or_else(|| StepError::NotYet("waiting for the roster".to_owned()))
     }
 
-    /// The certificate comes back from the lead's host, never a new one while brokers run.
+    /// The certificate comes back from a host, never a new one while brokers run.
     async fn bring_back_certificate(&self, client: &Client, view: &HostView) -> Result<(), StepError> {
         let (Some(roster), Some(state)) = (&self.roster, &view.state) else { return Ok(()) };
         if state.instance_uid != roster.instance_uid {
@@ -106,16 +115,18 @@ impl Published {
             return Ok(());
         }
         // A host on which no broker was ever configured has none.
-        let own = open_host_file(&state.prefix.join("etc/curve.cert")).and_then(read_to_string);
-        let Ok(text) = own else { return Ok(()) };
-        match Certificate::parse(&text) {
-            Ok(own) if own.fingerprint() == roster.settings.certificate => {
-                info!("bringing the certificate back from this host");
-                Ok(certificate::create(client, &own, &roster.instance_uid).await?)
-            }
-            _ => Ok(()),
-        }
+        let own = own_certificate(&state.prefix);
+        let Some(own) = own.filter(|own| own.fingerprint() == roster.settings.certificate) else { return Ok(()) };
+        info!("bringing the certificate back from this host");
+        Ok(certificate::create(client, &own, &roster.instance_uid).await?)
     }
+}
+
+/// The lead looks after the Secret all the time. Its own certificate may be lost as well: another member looks once the
+/// planner has missed the Secret for a minute, each rank a second later, so that not all of them ask at once.
+fn brings_back(rank: Rank, lacking: Option<Duration>) -> bool {
+    let patience = Duration::from_secs(60 + u64::from(rank.min(60)));
+    rank == 0 || lacking.is_some_and(|lacking| lacking >= patience)
 }
 
 /// The roster as it is published.
@@ -125,4 +136,23 @@ impl Published {
 pub async fn read_roster(client: &Client) -> Result<Option<Roster>, PlannerError> {
     let document = store::read(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY).await?;
     document.map(|document| store::parse(CONFIGMAP_ROSTER, &document.text)).transpose()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lead_brings_the_certificate_back_at_once_and_the_others_one_after_another_when_it_has_not() {
+        for (rank, lacking, brings) in [
+            (0, None, true),
+            (1, None, false),
+            (1, Some(60), false),
+            (1, Some(61), true),
+            (9, Some(61), false),
+            (4000, Some(120), true),
+        ] {
+            assert_eq!(brings_back(rank, lacking.map(Duration::from_secs)), brings, "{rank} {lacking:?}");
+        }
+    }
 }

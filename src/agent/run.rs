@@ -23,6 +23,7 @@ use super::{
     client,
     decide::{Instance, Seen, Step, decide},
     dump::Dumping,
+    frozen::Memory,
     health::{self, Health},
     live::{self, Live},
     log::{self, Rejected},
@@ -126,6 +127,8 @@ pub(super) struct Agent {
     /// metadata.uid of our Node, read when the planner names another one.
     pub(super) node_uid: Option<String>,
     pub(super) published: Published,
+    /// Of what the API has said: that of an agent that stood still is none to start a broker by.
+    pub(super) memory: Memory,
     /// Where the last installation was to fetch from.
     pub(super) told: Option<FetchFrom>,
     pub(super) tries: Tries,
@@ -134,6 +137,8 @@ pub(super) struct Agent {
     /// Queues may be stopped by us, or by the agent before.
     pub(super) queues_are_ours: bool,
     pub(super) dumping: Dumping,
+    /// So many times in a row the host could not be looked at.
+    blind: u32,
 }
 
 impl Agent {
@@ -165,12 +170,14 @@ impl Agent {
             generation: 0,
             node_uid: None,
             published: Published::default(),
+            memory: Memory::begin(),
             told: None,
             tries: Tries::default(),
             starts: Starts::default(),
             tidied: Tidied::default(),
             queues_are_ours: true,
             dumping: Dumping::default(),
+            blind: 0,
         }
     }
 
@@ -183,10 +190,13 @@ impl Agent {
             let mut live_changes = self.live.clone();
             live_changes.mark_unchanged();
             let pause = match self.round().await {
-                Ok(pause) => pause,
+                Ok(pause) => {
+                    self.blind = 0;
+                    pause
+                }
                 Err(error) => {
                     warn!(error = error_chain(&error), "this round was cut short");
-                    SOON
+                    self.tell_blindness(&error).await
                 }
             };
             tokio::select! {
@@ -200,10 +210,7 @@ impl Agent {
     /// Observes, decides, reports, acts; returns how long to rest.
     async fn round(&mut self) -> Result<Duration, StepError> {
         let world = self.world.borrow().clone();
-        self.observe(&world).await?;
-        let uid = world.instance_uid();
-        let live = self.live.borrow().clone();
-        let step = decide(&self.seen(&world, uid.as_deref(), &live));
+        let step = self.next_step(&world).await?;
         match step {
             // Before it is reported: the planner sends others here once it hears of it.
             Step::Install { .. } | Step::Prepare { .. } => self.serving.expect(true),
@@ -272,6 +279,38 @@ impl Agent {
         }
     }
 
+    /// Observes and decides.
+    ///
+    /// # Errors
+    /// The host can't be looked at; the API server's, for what has to be there first.
+    pub(super) async fn next_step(&mut self, world: &World) -> Result<Step, StepError> {
+        self.observe(world).await?;
+        let uid = world.instance_uid();
+        let live = self.live.borrow().clone();
+        Ok(decide(&self.seen(world, uid.as_deref(), &live)))
+    }
+
+    /// A host that can't be looked at may do well or not: nothing is done there, and that is said. Returns how long to rest.
+    async fn tell_blindness(&mut self, error: &StepError) -> Duration {
+        if error.is_waiting() {
+            return SOON;
+        }
+        self.blind = self.blind.saturating_add(1);
+        if self.blind == 1 {
+            // A stage that was killed is no news.
+            return SOON;
+        }
+        self.health.set_ready(false);
+        let world = self.world.borrow().clone();
+        if let Some(node) = world.node.here() {
+            let told = tell::blind(error_chain(error), node.status.as_ref());
+            if let Err(error) = self.reporter.write(node, &told).await {
+                debug!(error = error_chain(&error), "the status could not be written");
+            }
+        }
+        RESYNC
+    }
+
     pub(super) fn seen<'a>(&'a self, world: &'a World, uid: Option<&'a str>, live: &'a Live) -> Seen<'a> {
         let instance = match uid {
             _ if world.is_over() => Instance::Over,
@@ -299,7 +338,7 @@ impl Agent {
 
     /// The host, and what the planner has published as far as it concerns this node: read by name, and only when our own
     /// FluxNode says that there is something new.
-    pub(super) async fn observe(&mut self, world: &World) -> Result<(), StepError> {
+    async fn observe(&mut self, world: &World) -> Result<(), StepError> {
         if let Some(instance) = world.instance.here() {
             let place = |spec: &FluxInstanceSpec| (spec.prefix.clone(), spec.broker.port);
             if place(&self.spec) != place(&instance.spec) {
@@ -318,6 +357,12 @@ impl Agent {
                 self.reporter.create().await?;
             }
         }
+        if self.memory.is_stale()
+            && let Ok(node) = self.reporter.of(self.reporter.name()).await
+            && node.as_ref().map(|node| &node.spec) == world.node_spec()
+        {
+            self.memory.refreshed();
+        }
         self.view = self.actor.observe().await?;
         self.remember_the_end(world).await?;
         let online = self.is_online();
@@ -331,7 +376,7 @@ impl Agent {
                     Err(error) => debug!(error = error_chain(&error), "can't read our own Node"),
                 }
             }
-            if let Err(error) = self.published.refresh(&self.client, &spec, world.restart_pending(), &self.view).await {
+            if let Err(error) = self.published.refresh(&self.client, &spec, world, &self.view).await {
                 // What runs goes on with what is known.
                 debug!(error = error_chain(&error), "can't read what the planner has published");
             }

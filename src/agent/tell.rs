@@ -104,6 +104,11 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
     }
 }
 
+/// The status where the host can't be looked at: what was known of it stands, but nobody sees to it.
+pub fn blind(why: String, before: Option<&FluxNodeStatus>) -> FluxNodeStatus {
+    FluxNodeStatus { phase: NodePhase::Failed, message: Some(why), ..before.cloned().unwrap_or_default() }
+}
+
 /// Of the instance that this host was told of last; a dump of another one is no help to it.
 fn newest_dump<'a>(seen: &Seen<'a>) -> Option<&'a Dump> {
     let running = seen.host.broker.as_ref().map(|broker| broker.record.instance_id.as_str());

@@ -13,7 +13,10 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tracing::debug;
 
-use crate::api::{DAEMONSET, FluxInstance, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE};
+use crate::{
+    api::{DAEMONSET, FluxInstance, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE},
+    planner::certificate::CERTIFICATE_IS_GONE,
+};
 
 /// One object that is watched.
 #[derive(Debug, Clone, Default)]
@@ -68,6 +71,12 @@ impl World {
     /// uid of the FluxInstance.
     pub fn instance_uid(&self) -> Option<String> {
         self.instance.here().and_then(ResourceExt::uid)
+    }
+
+    /// Secret `flux-curve` is gone, by the planner's word.
+    pub fn lacks_certificate(&self) -> bool {
+        let status = self.instance.here().and_then(|instance| instance.status.as_ref());
+        status.and_then(|status| status.message.as_deref()).is_some_and(|message| message.contains(CERTIFICATE_IS_GONE))
     }
 
     /// In which way the next epoch will be another one, by the planner's word; empty where it won't.

@@ -10,7 +10,8 @@ use tracing::{debug, info, warn};
 use super::{
     Announcer, PlannerError,
     caches::Caches,
-    certificate, instance,
+    certificate::{self, CERTIFICATE_IS_GONE},
+    instance,
     packages::{Published, Resolver},
     protect, publish,
 };
@@ -305,9 +306,7 @@ impl Planner {
             Ok(Some(published)) => Ok(Some(published.certificate.fingerprint())),
             Ok(None) => {
                 if is_certificate_in_use(seen) {
-                    let waiting =
-                        "Secret flux-curve is gone: waiting for the lead's agent to bring the certificate back";
-                    obstacle.get_or_insert_with(|| Obstacle::Waiting(waiting.to_owned()));
+                    obstacle.get_or_insert_with(|| Obstacle::Waiting(CERTIFICATE_IS_GONE.to_owned()));
                 } else {
                     self.make_certificate(seen.instance_uid).await?;
                 }

@@ -1,6 +1,6 @@
 //! A host that is not as it must be.
 
-use flux_distribute::api::NodePhase;
+use flux_distribute::api::{FluxNode, NodePhase};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -38,4 +38,33 @@ async fn a_port_that_is_taken_is_told_with_its_holder_until_it_is_free() {
     kill(Pid::from_raw(holder.id().cast_signed()), Signal::SIGTERM).unwrap();
     holder.wait().unwrap();
     case.is("node1", NodePhase::Starting).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_damaged_undo_list_is_told_by_its_path_until_it_is_mended_and_the_broker_goes_on() {
+    let Some(case) = Case::on(1).await else { return };
+    let served = tempfile::tempdir().unwrap();
+    let server = Server::start(served.path()).await;
+    let bytes = sleeper("/opt/flux-of-a-test");
+    std::fs::write(served.path().join("a.tar.gz"), &bytes).unwrap();
+    case.create(packages(&server, "a.tar.gz", &sha256(&bytes))).await;
+    let started = |node: &FluxNode| node.status.as_ref().is_some_and(|status| status.adopted.is_some());
+    let broker = case.until("node1", "started", started).await.status.unwrap().adopted;
+
+    let path = case.on_node("node1", "/opt/flux-distribute/state.json");
+    let whole = std::fs::read(&path).unwrap();
+    for damaged in ["", "{"] {
+        std::fs::write(&path, damaged).unwrap();
+        let message = case.node_says("node1", NodePhase::Failed, "/opt/flux-distribute/state.json").await;
+        assert!(message.contains("mend it by hand"), "{message}");
+        case.becomes_ready("node1", false).await;
+        let flapped = case.changes_of("node1", std::time::Duration::from_secs(3), |node: &FluxNode| {
+            !super::cluster::says(node, NodePhase::Failed, "state.json")
+        });
+        assert_eq!(flapped.await, 0);
+        std::fs::write(&path, &whole).unwrap();
+        case.is("node1", NodePhase::Starting).await;
+    }
+    case.warned("FluxNode/node1", "state.json").await;
+    assert_eq!(case.api::<FluxNode>().get("node1").await.unwrap().status.unwrap().adopted, broker);
 }

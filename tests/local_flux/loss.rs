@@ -1,6 +1,6 @@
 //! What is lost, killed or changed, and what must not notice.
 
-use std::{collections::BTreeMap, time::Instant};
+use std::{collections::BTreeMap, fs, time::Instant};
 
 use flux_distribute::api::{
     CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, Declared, FluxInstance, FluxNode, INSTANCE, Rank, Roster, SECRET_CURVE,
@@ -114,6 +114,47 @@ fn a_killed_broker_and_a_killed_planner_are_made_up_for_within_seconds() {
     assert_eq!(now, brokers);
 }
 
+#[test]
+fn an_agent_that_was_frozen_starts_no_broker_under_a_rank_that_it_has_lost() {
+    let Some(cluster) = Cluster::up(3, &[]) else { return };
+    let patch = Patch::Merge(json!({ "spec": { "ranks": { "retain": "5s" } } }));
+    cluster.wait(cluster.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &patch)).unwrap();
+    let planner = cluster.planner();
+    let frozen = [1, 2].map(|rank| cluster.holder(rank)).into_iter().find(|node| *node != planner).unwrap();
+    let rank = cluster.node(&frozen).rank.unwrap();
+    let agent = Pid::from_raw(cluster.node(&frozen).agent_pid.unwrap());
+    let broker = Pid::from_raw(cluster.brokers()[&frozen].pid);
+
+    kill(agent, Signal::SIGSTOP).unwrap();
+    kill(broker, Signal::SIGKILL).unwrap();
+    let nodes = Api::<Node>::all(cluster.client());
+    cluster.wait(nodes.delete(&frozen, &DeleteParams::default())).unwrap();
+    cluster.until("the rank to be free", || {
+        roster(&cluster)?.ranks.get(&rank).is_none_or(|entry| entry.member.is_none()).then_some(())
+    });
+    cluster.until("the FluxNode's end", || {
+        cluster.wait(cluster.api::<FluxNode>().get_opt(&frozen)).unwrap().is_none().then_some(())
+    });
+    cluster.must(&["add-node"]);
+    let newcomer = "node4";
+    cluster.until("the new node", || cluster.node(newcomer).is_online().then_some(()));
+    let brokers = cluster.brokers();
+    assert!(brokers.contains_key(newcomer) && !brokers.contains_key(&frozen), "{brokers:?}");
+
+    let log = cluster.state().join("nodes").join(&frozen).join("agent.log");
+    let starts = || fs::read_to_string(&log).unwrap().matches("starting the broker").count();
+    let before = starts();
+    kill(agent, Signal::SIGCONT).unwrap();
+    // By then it has heard where it stands.
+    cluster.until("the woken agent's word", || {
+        let node = cluster.wait(cluster.api::<FluxNode>().get_opt(&frozen)).unwrap()?;
+        (node.status?.message?.contains("planner")).then_some(())
+    });
+    assert_eq!(starts(), before);
+    assert_eq!(cluster.brokers(), brokers);
+    assert_eq!(cluster.node(&frozen).agent_pid, Some(agent.as_raw()), "it was to wake, not to begin anew");
+}
+
 fn roster(cluster: &Cluster) -> Option<Roster> {
     let map = cluster.wait(cluster.api::<ConfigMap>().get_opt(CONFIGMAP_ROSTER)).unwrap()?;
     serde_json::from_str(&map.data?[CONFIGMAP_ROSTER_KEY]).ok()
@@ -175,6 +216,30 @@ fn a_deleted_certificate_comes_back_as_the_very_same() {
     let mut now = cluster.brokers();
     now.remove("node3");
     assert_eq!(now, brokers);
+}
+
+#[test]
+fn a_certificate_that_the_lead_has_lost_too_comes_back_from_another_member() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let (lead, follower) = (cluster.holder(0), cluster.holder(1));
+    let secrets = cluster.api::<Secret>();
+    let read = || cluster.wait(secrets.get_opt(SECRET_CURVE)).unwrap();
+    let (before, brokers) = (read().unwrap(), cluster.brokers());
+    fs::write(cluster.root(&lead).join("opt/flux-distribute/etc/curve.cert"), "").unwrap();
+    cluster.wait(secrets.delete(SECRET_CURVE, &DeleteParams::default())).unwrap();
+    cluster.until("the planner's words", || {
+        cluster.instance().status?.message?.contains("if no host has it any more, put it back").then_some(())
+    });
+
+    // Its host has all that its broker needs.
+    kill(Pid::from_raw(brokers[&follower].pid), Signal::SIGKILL).unwrap();
+    cluster.until("the follower's next broker", || {
+        let next = cluster.brokers().get(&follower).is_some_and(|now| now.pid != brokers[&follower].pid);
+        (next && cluster.node(&follower).is_online()).then_some(())
+    });
+    let after = cluster.until("the certificate", read);
+    assert!(after.data == before.data, "it is another one");
+    assert_eq!(cluster.brokers()[&lead], brokers[&lead]);
 }
 
 #[test]

@@ -83,6 +83,10 @@ fn a_lead_whose_disk_is_gone_is_recovered_on_another_node_with_its_pending_jobs(
     let dump = in_pod(&cluster, &lead, &["dump", "--out", "-"], None);
     assert!(dump.status.success(), "{}", String::from_utf8_lossy(&dump.stderr));
     eprintln!("measured: {:.2} s for a dump of {} bytes", begin.elapsed().as_secs_f64(), dump.stdout.len());
+    let nowhere = in_pod(&cluster, &lead, &["dump", "--out", "/nonexist/x"], None);
+    let words = String::from_utf8_lossy(&nowhere.stderr);
+    assert_eq!(nowhere.status.code(), Some(1), "{words}");
+    assert!(words.contains("can't write /nonexist/x") && words.contains(&format!("/{PREFIX}/dump/{id}-")), "{words}");
     let saved = tempfile::NamedTempFile::new().unwrap();
     fs::write(saved.path(), &dump.stdout).unwrap();
     let broken = &dump.stdout[..dump.stdout.len() - 9];

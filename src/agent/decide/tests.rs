@@ -113,6 +113,39 @@ impl World {
 }
 
 #[test]
+fn a_start_that_was_decided_from_memory_needs_the_same_word_of_today() {
+    let decided = || {
+        let world = World::new();
+        agreed(world.spec.as_ref().unwrap(), world.roster.as_ref().unwrap()).unwrap()
+    };
+    type Change = fn(&mut FluxNodeSpec, &mut Roster);
+    let cases: [(&str, bool, Change); 8] = [
+        ("nothing has changed", true, |_, _| {}),
+        ("others have joined", true, |spec, roster| (spec.revision, roster.revision) = (7, 7)),
+        ("the rank is another node's", false, |_, roster| {
+            roster.ranks.get_mut(&1).unwrap().member.as_mut().unwrap().uid = "another".into();
+        }),
+        ("the rank is free", false, |spec, roster| {
+            spec.rank = None;
+            roster.ranks.get_mut(&1).unwrap().member = None;
+        }),
+        ("the next epoch has begun", false, |spec, roster| (spec.epoch, roster.epoch) = (2, 2)),
+        ("the node is to leave", false, |spec, _| spec.want = Want::Leave),
+        ("another instance has the name", false, |spec, roster| {
+            spec.instance_uid = Some("next".into());
+            roster.instance_uid = "next".into();
+        }),
+        ("the roster is a newer version's", false, |_, roster| roster.format = ROSTER_FORMAT + 1),
+    ];
+    for (what, starts, change) in cases {
+        let world = World::new();
+        let (mut spec, mut roster) = (world.spec.unwrap(), world.roster.unwrap());
+        change(&mut spec, &mut roster);
+        assert_eq!(confirmed(&decided(), "instance", &spec, &roster).is_some(), starts, "{what}");
+    }
+}
+
+#[test]
 fn what_is_said_of_another_machine_of_this_name_starts_nothing() {
     for (uid, died, starts) in [
         (Some("uid-node2"), None, true),
