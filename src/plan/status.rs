@@ -72,6 +72,9 @@ pub fn status(
     next.message = Some(match obstacle {
         Some(Obstacle::Problem { message, .. }) => message.clone(),
         Some(Obstacle::Waiting(message)) if !lead_online => message.clone(),
+        Some(Obstacle::Waiting(message)) if complete => {
+            format!("{} of {} nodes online; {message}", next.online, next.size)
+        }
         _ if complete => format!("{} of {} nodes online", next.online, next.size),
         _ => explain(seen, roster, &next),
     });
