@@ -215,7 +215,8 @@ fn a_broker_outlives_its_pod_and_is_found_stopped_and_forgotten() {
     let log = order.prefix.join("log/broker.log");
     assert_eq!((open("0"), open("1"), open("2")), ("/dev/null".into(), log.clone(), log.clone()));
     assert_eq!(fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count(), 3);
-    assert_eq!(fs::read_link(format!("/proc/{pid}/cwd")).unwrap(), Path::new("/"));
+    // A core that it leaves goes with everything else of ours.
+    assert!(fs::read_link(format!("/proc/{pid}/cwd")).unwrap().ends_with("log"));
     assert_eq!(fs::metadata(&log).unwrap().mode() & 0o777, 0o640);
     let session = proc(pid, "stat").rsplit_once(')').unwrap().1.split_whitespace().nth(3).unwrap().to_owned();
     assert_eq!(session, pid.to_string());

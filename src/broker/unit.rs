@@ -1,6 +1,9 @@
 //! The text of the broker's unit, for hosts with systemd. Pure.
 
-use std::{fmt::Write, path::Path};
+use std::{
+    fmt::Write,
+    path::{Path, PathBuf},
+};
 
 use crate::host::{LaunchOrder, launch::log, users::User};
 
@@ -60,10 +63,11 @@ Type=exec
     if user.uid != 0 && user.known {
         let _ = writeln!(text, "User={}", user.uid);
     }
-    let log = log::path(&order.prefix).display().to_string().replace('%', "%%");
+    let escaped = |path: PathBuf| path.display().to_string().replace('%', "%%");
+    let (log, home) = (escaped(log::path(&order.prefix)), escaped(log::directory(&order.prefix)));
     let _ = write!(
         text,
-        "WorkingDirectory=/
+        "WorkingDirectory=-{home}
 UMask=0022
 StandardInput=null
 StandardOutput=append:{log}
@@ -162,7 +166,7 @@ ExecStart=/opt/flux-distribute/envs/0123/bin/flux broker -Shostname=node1 -Sbrok
 Environment="LANG=C.UTF-8"
 Environment="ODD=a \"b\" 5%% $HOME \\"
 User=998
-WorkingDirectory=/
+WorkingDirectory=-/opt/flux-distribute/log
 UMask=0022
 StandardInput=null
 StandardOutput=append:/opt/flux-distribute/log/broker.log

@@ -124,13 +124,13 @@ fn become_broker() -> Result<Never, LaunchError> {
 
     cgroup::enter(&cgroup, order.cpu_weight)?;
     setsid().map_err(io::Error::from).map_err(step("start a session"))?;
-    std::env::set_current_dir("/").map_err(step("go to /"))?;
     umask(Mode::from_bits_truncate(0o022));
     // Inherited from the pod: 1000 (killed first) or -997 (killed last, with all its jobs).
     fs::write("/proc/self/oom_score_adj", "0").map_err(step("write oom_score_adj"))?;
     let log_start = log::length(&log::path(&order.prefix));
     let warnings = raise_limits();
     redirect(&order.prefix).map_err(step("redirect output to the broker's log"))?;
+    std::env::set_current_dir(log::directory(&order.prefix)).map_err(step("go to the log's directory"))?;
     if !warnings.is_empty() {
         let _ = writeln!(io::stderr(), "flux-distribute: can't raise the limits {} for jobs", warnings.join(", "));
     }

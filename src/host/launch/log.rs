@@ -21,7 +21,12 @@ const TELLING: [&str; 5] = [".crit[", ".err[", ".emerg", "rejecting connection",
 
 /// The broker's log below `prefix`.
 pub fn path(prefix: &Path) -> PathBuf {
-    prefix.join("log/broker.log")
+    directory(prefix).join("broker.log")
+}
+
+/// Where brokers are at home: a core that one leaves (core(5)) goes with everything else of ours, and does not lie in `/`.
+pub fn directory(prefix: &Path) -> PathBuf {
+    prefix.join("log")
 }
 
 /// Opens the log for appending; makes it and its directory where they are not there.

@@ -19,17 +19,21 @@ const WRITTEN: [&str; 2] = ["/opt/flux-distribute/etc", "/opt/flux-distribute/lo
 
 pub fn rows() -> Vec<Row> {
     vec![
-        row("disk full", |scene| {
-            let node = scene.pick_follower();
-            let _full = Full::new(scene, &node);
-            scene.agents()[&node].kill();
-            let pause = scene.dice.time(Duration::from_secs(3), Duration::from_secs(15));
-            sleep(pause);
-            Hit::nobody()
-        }),
+        Row {
+            fresh: true,
+            ..row("disk full", |scene| {
+                let node = scene.pick_follower();
+                let _full = Full::new(scene, &node);
+                scene.agents()[&node].kill();
+                let pause = scene.dice.time(Duration::from_secs(3), Duration::from_secs(15));
+                sleep(pause);
+                Hit::nobody()
+            })
+        },
         Row {
             runs: SELDOM,
             job_dies: true,
+            fresh: true,
             ..row("disk full, a follower's broker killed", |scene| {
                 let node = scene.pick_follower();
                 let before = scene.brokers()[&node];

@@ -12,8 +12,9 @@ use crate::{
 const TOO_LONG: Duration = Duration::from_secs(300);
 
 pub fn rows() -> Vec<Row> {
-    // TCP itself waits up to a minute between two tries.
-    let cut = |name, inject| Row { takes_outage: true, heals_in: 120, ..row(name, inject) };
+    // TCP itself waits up to a minute between two tries, and what it has not got through since the outage before counts
+    // towards tcp_user_timeout: each begins with new connections.
+    let cut = |name, inject| Row { takes_outage: true, heals_in: 120, fresh: true, ..row(name, inject) };
     let lost = |name, inject| Row { runs: 1, job_dies: true, heals_in: 180, ..cut(name, inject) };
     vec![
         cut("one node cut off for 60 s", |scene| {
