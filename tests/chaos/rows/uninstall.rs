@@ -129,8 +129,9 @@ fn is_its_own(line: &str) -> bool {
     let own = ["/", "/opt", "/var", "/var/lib", "/var/log", "/var/tmp", "/var/run", "/root", "/home", "/srv", "/tmp"];
     // Where the bundle of this machine is shown.
     let shown = env!("CARGO_TARGET_TMPDIR");
-    let is_shown = shown.starts_with(line) || line.starts_with(shown);
-    top.contains(&line) || own.contains(&line) || is_shown || line.starts_with("/root/end-")
+    let is_shown = shown.starts_with(line) || line.contains(shown);
+    let is_agent = line.ends_with(" flux-distribute");
+    top.contains(&line) || own.contains(&line) || is_shown || is_agent || line.starts_with("/root/end-")
 }
 
 fn nothing_is_left(scene: &Scene) -> Result<(), String> {
