@@ -14,10 +14,10 @@ use std::{
 use flux_distribute::{
     broker::command::{BrokerIdentity, launch},
     host::{
-        LaunchOrder, LaunchRecord, StopOrder,
+        LaunchOrder, LaunchRecord, RunningBroker, StopOrder,
         launch::{
             Places,
-            cgroup::{members, mounts, places_here},
+            cgroup::{Place, members, mounts, places_here},
             process::Identity,
         },
     },
@@ -360,14 +360,20 @@ fn lead(bed: &Bed) -> LaunchOrder {
     order
 }
 
-#[test]
-fn a_broker_whose_record_was_removed_is_found_again_and_stopped() {
-    let Some(bed) = Bed::new("unrecorded") else { return };
-    let order = lead(&bed);
+/// A lead's broker that runs a job: how it was started, where both are, and what is seen of it.
+fn start_lead(bed: &Bed) -> (LaunchOrder, Vec<Place>, RunningBroker) {
+    let order = lead(bed);
     bed.start(&order);
     let cgroup = places_here(&bed.places.cgroup).unwrap();
     until("its job", || members(&cgroup).len() == 2);
     let before = bed.places.observe(None).running.unwrap();
+    (order, cgroup, before)
+}
+
+#[test]
+fn a_broker_whose_record_was_removed_is_found_again_and_stopped() {
+    let Some(bed) = Bed::new("unrecorded") else { return };
+    let (order, cgroup, before) = start_lead(&bed);
 
     fs::remove_dir_all(&bed.places.run_dir).unwrap();
     let found = bed.places.observe(None).running.unwrap();
@@ -387,11 +393,7 @@ fn a_broker_whose_record_was_removed_is_found_again_and_stopped() {
 #[test]
 fn a_broker_that_nothing_tells_the_instance_of_is_named_and_left_alone() {
     let Some(bed) = Bed::new("unknown") else { return };
-    let order = lead(&bed);
-    bed.start(&order);
-    let cgroup = places_here(&bed.places.cgroup).unwrap();
-    until("its job", || members(&cgroup).len() == 2);
-    let before = bed.places.observe(None).running.unwrap();
+    let (order, cgroup, before) = start_lead(&bed);
 
     fs::remove_dir_all(&bed.places.run_dir).unwrap();
     fs::remove_dir_all(order.prefix.join("etc")).unwrap();
