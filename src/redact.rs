@@ -4,6 +4,9 @@ use std::io::{self, Write};
 
 use tracing_subscriber::fmt::MakeWriter;
 
+/// Environment variable: how much is logged, in tracing's words. Every process of ours hands it on to those it starts.
+pub(crate) const LOG_VARIABLE: &str = "FLUX_DISTRIBUTE_LOG";
+
 /// Makes writers to standard error that show no password, no conda token and no query of a URL.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Stderr;

@@ -205,6 +205,9 @@ pub struct Collected {
     pub environments: Vec<String>,
     /// Archives.
     pub archives: u64,
+    /// Dumps that Flux itself has written.
+    #[serde(default)]
+    pub dumps: u64,
     /// Bytes of all that.
     pub bytes: u64,
     /// What stays only because somebody uses it, and who, in words: worth another look later.

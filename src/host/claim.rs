@@ -1,6 +1,6 @@
 use std::{
     fs,
-    path::{Component, Path, PathBuf},
+    path::{Path, PathBuf},
 };
 
 use super::{
@@ -9,19 +9,20 @@ use super::{
     files::{Owner, aside, make_dir, missing_parents},
     links::CURRENT,
     lock::{HostLock, LOCK, WAIT},
-    state::{self, POINTER, STATE},
+    state::{self, ENVIRONMENTS, POINTER, STATE},
     statedir::{self, STATEDIR},
 };
+use crate::api::check_prefix;
 
 /// Directories below the prefix; `state` is made by [`super::configure`], on the lead alone.
-const DIRECTORIES: [&str; 5] = ["envs", "pkgs", "etc", "log", "bin"];
+const DIRECTORIES: [&str; 5] = [ENVIRONMENTS, "pkgs", "etc", "log", "bin"];
 
 /// Makes the prefix and `state.json` in it.
 ///
 /// # Errors
 /// Where the prefix holds what is not ours, or the host is claimed for another FluxInstance.
 pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
-    check_prefix(&order.prefix)?;
+    check_prefix(&order.prefix).map_err(|reason| Refusal::new(format!("spec.prefix: {reason}")))?;
     if let Some(found) = find_claim(root, &order.prefix)? {
         may_have(&found, order)?;
     }
@@ -82,20 +83,6 @@ fn may_have(found: &HostState, order: &ClaimOrder) -> Result<(), Refusal> {
         )));
     }
     Ok(())
-}
-
-fn check_prefix(prefix: &Path) -> Result<(), Refusal> {
-    let mut parts = prefix.components();
-    let plain = parts.next() == Some(Component::RootDir)
-        && prefix.components().count() > 1
-        && parts.all(|part| matches!(part, Component::Normal(_)));
-    if plain {
-        return Ok(());
-    }
-    Err(Refusal::new(format!(
-        "spec.prefix {} must be an absolute path without `..`, and a directory of its own",
-        prefix.display()
-    )))
 }
 
 /// What a claim that was cut short left is ours, and so are statedirs that a removal kept, and a prefix that has lost its

@@ -20,9 +20,12 @@ use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
 
 use super::{
     DumpOrder, Dumped, FluxOrder, Refusal, Root,
+    child::{Kept, kill_group, wait_until},
     files::{Owner, aside, host_path, make_dir, make_dirs_in_host_root, remove_if_there, sync_parent},
-    flux::{self, Kept, kill_group},
-    lock, state,
+    flux, lock,
+    preflight::Room,
+    state,
+    statedir::{CONTENT, STATEDIR},
 };
 use crate::api::Dump;
 
@@ -38,6 +41,8 @@ const LOCK: &str = ".lock";
 const LONGEST: Duration = Duration::from_secs(3600);
 /// For its end, after that of its output.
 const GRACE: Duration = Duration::from_secs(60);
+/// What must be free beyond the size of the store: the broker writes on beside the dump.
+const MARGIN: u64 = 64 << 20;
 const KEY_TIMEOUT_SECS: u64 = 60;
 const FORMAT: &str = "%Y%m%dT%H%M%SZ";
 const SUFFIX: &str = ".tgz";
@@ -87,7 +92,7 @@ impl Drop for Incoming {
 /// Has the broker's KVS dumped into a file of its own under the prefix: written aside and renamed. Older ones are removed.
 ///
 /// # Errors
-/// Where `flux` fails, or the disk is full; then nothing is left of it.
+/// Where `flux` fails, or the disk is full or would soon be; then nothing is left of it.
 pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
     let dir = root.path(&order.prefix).join(DUMPS);
     let _one = {
@@ -100,6 +105,9 @@ pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
         })?
     };
     remove_leavings(&dir);
+    let room = File::open(&dir).and_then(Room::of).map_err(|error| Refusal::io("look at", &dir, &error))?;
+    let store = fs::symlink_metadata(root.path(&order.prefix).join(STATEDIR).join(CONTENT));
+    check_room(&root.unpath(&dir), room, store.map_or(0, |store| store.len()))?;
     // Before the dump begins: what is younger is not in it.
     let time = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();
     name_instance(root, order)?;
@@ -139,6 +147,24 @@ fn named(path: &Path) -> Option<Dump> {
     let time = time.to_zoned(k8s_openapi::jiff::tz::TimeZone::UTC).ok()?.timestamp();
     let metadata = fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file)?;
     Some(Dump { name, time: Time(time), bytes: metadata.len() })
+}
+
+/// Whether a dump of a store of so many bytes finds room. One that fills the lead's disk to its end would take the store
+/// along, which is on it.
+fn check_room(dir: &Path, room: Room, store: u64) -> Result<(), Refusal> {
+    let wanted = store.saturating_add(MARGIN);
+    if room.available >= wanted {
+        return Ok(());
+    }
+    Err(Refusal::transient(format!(
+        "{} has too little room for a dump: {} MiB are free, and {} MiB may be needed ({} for what the queue is now, and {} \
+         that must stay free); make room on this file system",
+        dir.display(),
+        room.available >> 20,
+        wanted.div_ceil(1 << 20),
+        store.div_ceil(1 << 20),
+        MARGIN >> 20,
+    )))
 }
 
 /// What killed dumps have left; nobody else is at it while the lock is held.
@@ -185,7 +211,7 @@ fn write(root: &Root, order: &DumpOrder, path: &Path) -> Result<String, Refusal>
     }
     // Before it is reaped: its process group may be another's then. Its output has ended, so it will.
     watch.end();
-    let status = flux::wait_until(&mut child, Instant::now() + GRACE).map_err(cant_write)?;
+    let status = wait_until(&mut child, Instant::now() + GRACE).map_err(cant_write)?;
     copied.map_err(cant_write)?;
     let said = stderr.text();
     if status.is_some_and(|status| status.success()) { Ok(said.trim().to_owned()) } else { Err(failed("dump", &said)) }
@@ -263,5 +289,24 @@ mod tests {
         let left: Vec<_> = dumps(prefix.path()).into_iter().map(|dump| dump.name).collect();
         assert_eq!(left.len(), KEEP + 1);
         assert_eq!((left[0].as_str(), left[1].as_str()), ("other-20200101T000000Z.tgz", "id-20261120T222002Z.tgz"));
+    }
+
+    #[test]
+    fn a_dump_that_could_fill_the_disk_is_not_begun_and_both_figures_are_told() {
+        const MIB: u64 = 1 << 20;
+        for (free, store, fits) in [
+            (64 * MIB, 0, true),
+            (64 * MIB - 1, 0, false),
+            (1064 * MIB, 1000 * MIB, true),
+            (1063 * MIB, 1000 * MIB, false),
+            (u64::MAX, u64::MAX, true),
+        ] {
+            let checked = check_room(Path::new("/p/dump"), Room { available: free, total: u64::MAX }, store);
+            assert_eq!(checked.is_ok(), fits, "{free} {store}");
+        }
+        let refusal =
+            check_room(Path::new("/p/dump"), Room { available: 500 * MIB, total: 0 }, 1000 * MIB).unwrap_err();
+        let words = ["/p/dump", "500 MiB are free", "1064 MiB may be needed"];
+        assert!(refusal.transient && words.iter().all(|word| refusal.message.contains(word)), "{refusal}");
     }
 }

@@ -1,4 +1,10 @@
-use std::{collections::BTreeMap, ffi::OsString, io, path::Path, process::ExitCode};
+use std::{
+    collections::BTreeMap,
+    ffi::OsString,
+    io,
+    path::Path,
+    process::{ExitCode, ExitStatus},
+};
 
 use super::{
     boundary::{HOST_PATH, enter_command, ignore_terminal_signals, own_env},
@@ -29,6 +35,10 @@ pub fn enter(
     let mut command = enter_command(program, args, &all, run_as).map_err(io::Error::other)?;
     ignore_terminal_signals();
     let mut child = command.spawn()?;
-    let code = flux::code(child.wait()?);
-    Ok(ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX)))
+    Ok(exit_code(child.wait()?))
+}
+
+/// To end as a program did, as a shell tells it: 128 + signal where it was killed.
+pub fn exit_code(status: ExitStatus) -> ExitCode {
+    ExitCode::from(u8::try_from(flux::code(status)).unwrap_or(u8::MAX))
 }

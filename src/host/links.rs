@@ -8,10 +8,11 @@ use std::{
 use super::{
     ConfigureOrder, HostState, Refusal, Root, Undo,
     files::{Owner, make_dir, missing_parents, remove_if_there, symlink_atomic, write_atomic},
-    state,
+    state::{self, ENVIRONMENTS},
 };
 use crate::{
     api::{DEFAULT_PREFIX, PREFIX_CANDIDATES},
+    broker::command::CONNECT_HEADER,
     packages,
 };
 
@@ -21,8 +22,6 @@ pub const CURRENT: &str = "current";
 pub const CONNECT: &str = "bin/flux-connect.sh";
 /// The copy at the host's root.
 pub const CONNECT_AT_ROOT: &str = "/flux-connect.sh";
-/// How the script begins: a file at the host's root that does is ours, whatever is remembered of it.
-pub const CONNECT_HEADER: &str = "#!/bin/sh\n# Opens a shell in the Flux instance of this node";
 /// Where the compiled-in prefixes of tree bundles usually are.
 const USUAL: [&str; 4] = ["/", "/opt", "/usr", "/usr/local"];
 
@@ -48,7 +47,7 @@ pub fn flip(root: &Root, state: &mut HostState, order: &ConfigureOrder) -> Resul
     {
         link_compiled_prefix(root, state, &path, &state::environment(&order.prefix, &order.digest))?;
     }
-    symlink_atomic(&Path::new("envs").join(&order.digest), &current)
+    symlink_atomic(&Path::new(ENVIRONMENTS).join(&order.digest), &current)
 }
 
 fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target: &Path) -> Result<(), Refusal> {
@@ -80,7 +79,7 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
 fn is_ours(link: &Path, prefix: &Path) -> bool {
     let is_within = |target: &Path| {
         let mut prefixes = PREFIX_CANDIDATES.into_iter().map(Path::new).chain([prefix]);
-        prefixes.any(|prefix| target.starts_with(prefix.join("envs")))
+        prefixes.any(|prefix| target.starts_with(prefix.join(ENVIRONMENTS)))
     };
     fs::read_link(link).is_ok_and(|target| is_within(&target))
 }

@@ -6,6 +6,7 @@
 
 mod answer;
 pub mod boundary;
+mod child;
 mod claim;
 mod configure;
 pub mod dump;
@@ -23,12 +24,13 @@ mod observe;
 mod occupants;
 mod order;
 pub mod preflight;
+pub mod processes;
 mod progress;
 mod remove;
 mod root;
 pub mod stage;
 pub mod state;
-mod statedir;
+pub mod statedir;
 mod sysctl;
 mod takeover;
 pub mod users;
@@ -36,14 +38,13 @@ pub mod users;
 use futures::future::BoxFuture;
 
 pub use answer::*;
-pub use boundary::NsHost;
+pub use boundary::{HOST_PATH, NsHost};
 pub use claim::claim;
 pub use configure::configure;
-pub use enter::enter;
+pub use enter::{enter, exit_code};
 pub use fake::FakeHost;
 pub use files::open_host_file;
 pub use flux::flux;
-pub use links::CONNECT_HEADER;
 pub use lock::HostLock;
 pub use observe::observe;
 pub use occupants::{Occupant, occupants};
@@ -121,7 +122,16 @@ impl Answer {
 impl HostError {
     /// The stage has answered something else than it was asked: it is of another version, or broken.
     pub fn unexpected(answer: &Answer) -> Self {
-        Self::Refused(Refusal::new(format!("the host stage gave another answer than was asked for: {answer:?}")))
+        Self::Stage { what: format!("gave another answer than was asked for: {answer:?}"), source: None }
+    }
+
+    /// What a command ends with whose order was refused before anything was changed: 2 where trying again can't help, so
+    /// that the command, or what it found on the host, has to be another one; 1 for all else.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Refused(refusal) if !refusal.transient => 2,
+            _ => 1,
+        }
     }
 }
 

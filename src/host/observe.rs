@@ -1,12 +1,16 @@
 use std::{fs, path::Path};
 
-use super::{HostView, Refusal, Root, RunningBroker, dump, facts, remove::Brokers, state, statedir, takeover};
+use super::{
+    HostView, Refusal, Root, RunningBroker, dump, facts, processes::processes, remove::Brokers, state, statedir,
+    takeover,
+};
 use crate::{
     api::{BROKER_RUN_DIR, PREFIX_CANDIDATES},
     packages,
 };
 
-/// Looks at the host; changes nothing but the broker's record, where that was lost, and needs no lock because everything it reads was renamed into place.
+/// Looks at the host; changes nothing but the broker's record, where that was lost, and needs no lock because everything it
+/// reads was renamed into place.
 ///
 /// # Errors
 /// Where `state.json` is there and can't be read.
@@ -42,11 +46,11 @@ fn is_statedir_lost(root: &Root, prefix: Option<&Path>, broker: &RunningBroker) 
 
 /// Processes named `flux-shell` (flux-shell(1)) that have not ended.
 fn job_shells(root: &Root) -> usize {
-    let Ok(processes) = fs::read_dir(root.path("/proc")) else { return 0 };
     let is_shell = |stat: &str| {
         let (name, rest) = stat.split_once('(').and_then(|(_, rest)| rest.rsplit_once(')')).unwrap_or_default();
         name == "flux-shell" && !rest.trim_start().starts_with(['Z', 'X'])
     };
-    let stats = processes.flatten().filter_map(|process| fs::read_to_string(process.path().join("stat")).ok());
+    let processes = processes(root).unwrap_or_default();
+    let stats = processes.iter().filter_map(|process| fs::read_to_string(process.dir.join("stat")).ok());
     stats.filter(|stat| is_shell(stat)).count()
 }

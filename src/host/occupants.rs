@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fs, io, os::unix::ffi::OsStrExt, path::Path};
 
 use nix::libc;
 
-use super::Root;
+use super::{Root, processes::processes};
 
 /// A process that runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,18 +31,13 @@ impl std::fmt::Display for Occupant {
 /// Where a process can't be looked at: then nobody knows what it uses.
 pub fn occupants(root: &Root, names: &[String]) -> io::Result<BTreeMap<String, Occupant>> {
     let mut found = BTreeMap::new();
-    let own = std::process::id();
-    for entry in fs::read_dir(root.path("/proc"))? {
-        let entry = entry?;
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
-        if pid == own || found.len() == names.len() {
+    let own = i32::try_from(std::process::id()).ok();
+    for process in processes(root)? {
+        if Some(process.pid) == own || found.len() == names.len() {
             continue;
         }
-        for name in used_by(&entry.path(), names)? {
-            found.entry(name.clone()).or_insert_with(|| {
-                let called = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-                Occupant { pid: i32::try_from(pid).unwrap_or_default(), name: called.trim().to_owned() }
-            });
+        for name in used_by(&process.dir, names)? {
+            found.entry(name.clone()).or_insert_with(|| Occupant { pid: process.pid, name: process.name() });
         }
     }
     Ok(found)

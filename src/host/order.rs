@@ -1,7 +1,7 @@
 //! What the agent may ask of its host: the wire format of the host stage. What the host answers is in [`super::answer`].
 //!
 //! An order goes to the stage as one line of JSON on stdin; the stage answers with JSON lines on stdout, any number of
-//! [`Reply::Progress`] and then exactly one [`Reply::Done`] or [`Reply::Failed`].
+//! [`Reply::Progress`] and then exactly one [`Reply::Done`] or [`Reply::Failed`], and [`Reply::Alive`] all along.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -46,21 +46,17 @@ pub enum Order {
 }
 
 impl Order {
-    /// How long a stage may say nothing about it. One that hangs, on a dead disk or stopped by somebody, must not hang the
-    /// agent for ever: its broker would have no supervisor.
+    /// How long a stage may be at work on it without progress. One that hangs, on a dead disk, must not hang the agent for
+    /// ever: its broker would have no supervisor.
     pub fn patience(&self) -> Duration {
         let seconds = match self {
-            Self::Observe | Self::Preflight(_) | Self::Claim(_) | Self::Configure(_) => 60,
+            // One that collects is waited for by an agent whose broker runs, and what is cut short goes on the next time.
+            Self::Observe | Self::Preflight(_) | Self::Claim(_) | Self::Configure(_) | Self::Collect(_) => 60,
             Self::Start(_) => 120,
             Self::Stop(order) => order.grace_secs.saturating_add(60),
             Self::Flux(order) => order.timeout_secs.saturating_add(60),
             // Gigabytes may be read, written or unlinked without a word.
-            Self::Link(_)
-            | Self::Collect(_)
-            | Self::Verify(_)
-            | Self::Remove(_)
-            | Self::Dump(_)
-            | Self::Takeover(_) => 1800,
+            Self::Link(_) | Self::Verify(_) | Self::Remove(_) | Self::Dump(_) | Self::Takeover(_) => 1800,
         };
         Duration::from_secs(seconds)
     }
@@ -115,6 +111,10 @@ pub struct CollectOrder {
     pub wanted: BTreeSet<String>,
     /// Archives in `pkgs/` that stay besides those of the environments that stay.
     pub archives: BTreeSet<String>,
+    /// The lead's broker is up here, so it has restored what it was to restore: of the dumps that Flux itself has written
+    /// the newest stay.
+    #[serde(default)]
+    pub is_queue_up: bool,
 }
 
 /// See [`Order::Verify`].
@@ -191,7 +191,7 @@ pub struct LaunchOrder {
 }
 
 /// What is remembered of a started broker in `/run/flux-distribute/broker.json`.
-#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct LaunchRecord {
     /// Rank it was started for.
     pub rank: u32,
@@ -271,6 +271,8 @@ pub struct RemoveOrder {
 /// One line from the stage.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
+    /// It is not stopped: said all along.
+    Alive,
     /// How far it is.
     Progress(Progress),
     /// The end: it worked.

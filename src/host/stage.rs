@@ -6,6 +6,8 @@ use std::{
     os::fd::AsFd,
     path::Path,
     process::ExitCode,
+    thread,
+    time::Duration,
 };
 
 use nix::sys::stat::{Mode, umask};
@@ -16,19 +18,23 @@ use super::{
     lock::{HostLock, WAIT},
     observe, preflight, remove,
     remove::Brokers,
-    state, takeover,
+    state, statedir, takeover,
 };
 use crate::packages;
 
 /// Exit code of a stage that could not even answer (sysexits(3) EX_SOFTWARE).
 const BROKEN: u8 = 70;
 
+/// How often a stage says that it is alive: many times within an agent's patience with a silent one, which counts its own by
+/// these words.
+pub(super) const BEAT: Duration = Duration::from_secs(1);
+
 /// The subcommand `stage`.
 pub fn main() -> ExitCode {
     umask(Mode::from_bits_truncate(0o022));
     let _ = tracing_subscriber::fmt()
         .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_env("FLUX_DISTRIBUTE_LOG")
+            tracing_subscriber::EnvFilter::try_from_env(crate::redact::LOG_VARIABLE)
                 .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info")),
         )
         .with_writer(crate::redact::Stderr)
@@ -37,7 +43,7 @@ pub fn main() -> ExitCode {
         .log_internal_errors(false)
         .try_init();
     answer_panics();
-    let reply = match read_order().and_then(|order| {
+    let reply = match stay_alive().and_then(|()| read_order()).and_then(|order| {
         carry_out(&Root::host(), order, &mut |step| {
             let _ = say(&Reply::Progress(step));
         })
@@ -49,6 +55,17 @@ pub fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(_) => ExitCode::from(BROKEN),
     }
+}
+
+/// Says so, for as long as anybody hears: a removal goes on alone.
+fn stay_alive() -> Result<(), Refusal> {
+    let beat = || {
+        while say(&Reply::Alive).is_ok() {
+            thread::sleep(BEAT);
+        }
+    };
+    let begun = thread::Builder::new().spawn(beat);
+    begun.map(drop).map_err(|error| Refusal::transient(format!("can't start a thread on the host: {error}")))
 }
 
 fn read_order() -> Result<Order, Refusal> {
@@ -104,7 +121,12 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
         }
         Order::Collect(order) => {
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;
-            packages::collect(&order).map(Answer::Collected)
+            let mut collected = packages::collect(&order)?;
+            if order.is_queue_up {
+                let (dumps, bytes) = statedir::prune_dumps(&root.path(&order.prefix));
+                (collected.dumps, collected.bytes) = (dumps, collected.bytes + bytes);
+            }
+            Ok(Answer::Collected(collected))
         }
         Order::Verify(order) => packages::verify(&order).map(Answer::Verified),
         Order::Configure(order) => configure(root, &order).map(|()| Answer::Done),

@@ -21,6 +21,8 @@ use crate::api::{PREFIX_CANDIDATES, RUN_DIR};
 pub const FORMAT: u32 = 1;
 /// Name below the prefix.
 pub const STATE: &str = "state.json";
+/// Name below the prefix of what holds the environments.
+pub const ENVIRONMENTS: &str = "envs";
 /// Name below a prefix candidate: a [`HostState`] whose `prefix` is elsewhere.
 pub const POINTER: &str = "prefix.json";
 
@@ -191,7 +193,7 @@ pub fn is_candidate(prefix: &Path) -> bool {
     PREFIX_CANDIDATES.iter().any(|candidate| Path::new(candidate) == prefix)
 }
 
-/// `<prefix>/envs/<digest>` on the host.
+/// `<prefix>/envs/<digest>`.
 pub fn environment(prefix: &Path, digest: &str) -> PathBuf {
-    prefix.join("envs").join(digest)
+    prefix.join(ENVIRONMENTS).join(digest)
 }

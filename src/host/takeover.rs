@@ -29,7 +29,8 @@ const TAR_END: usize = 1024;
 /// Prepares this host to lead. Killed anywhere, it is run again: nothing is done about it before the word is there.
 ///
 /// # Errors
-/// Where the lead's broker runs here or one that nobody knows, the dump is none or of another instance, or something can't be written.
+/// Where the lead's broker runs here or one that nobody knows, the dump is none or of another instance, or something can't
+/// be written.
 pub fn takeover(root: &Root, brokers: &dyn Brokers, order: &TakeoverOrder) -> Result<(), Refusal> {
     let _claimed = state::lock_claimed(root, &order.prefix)?;
     let prefix = root.path(&order.prefix);

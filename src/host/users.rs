@@ -50,10 +50,13 @@ impl User {
     }
 }
 
+/// No user's number: chown(2) and setresuid(2) take it for "as it is", which is root.
+pub const NOBODYS: u32 = u32::MAX;
+
 /// Finds `run_as`, a name or a number, in texts as of passwd(5) and group(5). A number needs no entry, nor does root.
 ///
 /// # Errors
-/// A name that has no entry.
+/// A name that has no entry, [`NOBODYS`].
 pub fn resolve(run_as: &str, passwd: &str, group: &str) -> Result<User, Refusal> {
     let number: Option<u32> = run_as.parse().ok();
     let entry = passwd.lines().filter_map(parse_passwd).find(|user| match number {
@@ -66,6 +69,11 @@ pub fn resolve(run_as: &str, passwd: &str, group: &str) -> Result<User, Refusal>
             "this host has no user {run_as:?}; set spec.broker.runAs to a name of its /etc/passwd or to a number"
         )));
     };
+    if user.uid == NOBODYS || user.gid == NOBODYS {
+        return Err(Refusal::new(format!(
+            "user {run_as:?} has the number {NOBODYS}, which means no user or group at all; set spec.broker.runAs to another one"
+        )));
+    }
     let groups = group.lines().filter_map(|line| parse_group(line, &user.name));
     user.groups = groups.filter(|gid| *gid != user.gid).collect();
     user.groups.sort_unstable();
@@ -121,23 +129,10 @@ fn parse_group(line: &str, member: &str) -> Option<u32> {
 mod tests {
     use super::*;
 
-    const PASSWD: &str =
-        "root:x:0:0:root:/root:/bin/bash\n# odd\nflux:x:500:501:Flux:/var/lib/flux:/usr/sbin/nologin\n";
-    const GROUP: &str = "root:x:0:\nvideo:x:44:ann,flux\nrender:x:105:flux\nfluxless:x:9:fluxless\n";
-
-    #[test]
-    fn a_name_a_number_and_a_bare_number_are_users() {
-        let flux = resolve("flux", PASSWD, GROUP).unwrap();
-        assert_eq!((flux.uid, flux.gid, &flux.groups[..]), (500, 501, &[44, 105][..]));
-        assert_eq!(resolve("500", PASSWD, GROUP).unwrap(), flux);
-        let bare = resolve("4242", PASSWD, GROUP).unwrap();
-        assert_eq!((bare.uid, bare.gid, bare.name.as_str()), (4242, 4242, "4242"));
-        assert_eq!(resolve("0", "", "").unwrap().home, PathBuf::from("/root"));
-    }
-
     #[test]
     fn a_user_is_found_by_name_or_by_number_and_a_bare_number_needs_no_entry() {
-        let passwd = "root:x:0:0:root:/root:/bin/bash\nflux:x:998:997::/:/sbin/nologin\nbroken:x\n";
+        let passwd = "root:x:0:0:root:/root:/bin/bash\nflux:x:998:997::/:/sbin/nologin\nbroken:x\n\
+                      odd:x:4294967295:7::/:/bin/sh\nodder:x:7:4294967295::/:/bin/sh\n";
         let group = "root:x:0:\nvideo:x:44:flux,other\nrender:x:105:other, flux\nflux:x:997:flux\nbroken\n";
         let found = |user, passwd, group| {
             resolve(user, passwd, group).ok().map(|user| (user.uid, user.gid, user.groups, user.known))
@@ -152,15 +147,22 @@ mod tests {
             ("nobody-here", None),
             ("", None),
             ("-1", None),
+            ("4294967294", Some(bare(NOBODYS - 1, false))),
+            ("4294967295", None),
+            ("odd", None),
+            ("odder", None),
         ] {
             assert_eq!(found(user, passwd, group), expected, "{user}");
         }
-        assert_eq!(found("root", "", ""), Some(bare(0, false)));
+        for root in ["root", "0"] {
+            assert_eq!(found(root, "", ""), Some(bare(0, false)));
+            assert_eq!(resolve(root, "", "").unwrap().home, PathBuf::from("/root"));
+        }
     }
 
     #[test]
     fn an_unknown_name_is_refused_with_a_remedy() {
-        let refusal = resolve("nobody-here", PASSWD, GROUP).unwrap_err();
+        let refusal = resolve("nobody-here", "", "").unwrap_err();
         assert!(refusal.message.contains("nobody-here") && refusal.message.contains("number"), "{refusal}");
         assert!(!refusal.transient);
     }

@@ -22,12 +22,15 @@ fn words_that_can_not_be_served_end_with_2_and_change_nothing() {
     let at = |name: &str| directory.path().join(name).display().to_string();
     fs::write(at("bad.yaml"), "topology: ring\n").unwrap();
     fs::write(at("torn.yaml"), "{").unwrap();
+    fs::write(at("misspelt.yaml"), "kind: FluxInstance\nspec: {sise: 3}\n").unwrap();
     fs::create_dir(at("no-flux")).unwrap();
     let before = fs::read_dir(directory.path()).unwrap().count();
     for (words, expected) in [
         (vec!["local", "up", "--nodes", "0"], "0 is not in 1..=10000"),
         (vec!["local", "up", "--bundle", &at("gone.tar.gz")], "gone.tar.gz"),
         (vec!["local", "up", "--topology", "nonsense"], "spec.topology: "),
+        (vec!["local", "up", "--instance", &at("misspelt.yaml")], "misspelt.yaml: can't be served: spec.sise: "),
+        (vec!["validate", &at("misspelt.yaml")], "misspelt.yaml: can't be served: spec.sise: "),
         (vec!["bundle", "create", "--from-prefix", &at("no-flux"), "--out", &at("b.tar.gz")], "it has no bin/flux"),
         (
             vec!["bundle", "create", "--from-prefix", &at("gone"), "--out", &at("b.tar.gz")],

@@ -7,7 +7,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use flux_distribute::host::{CONNECT_HEADER, ConfigureOrder, HostFile, StateDir, claim, observe};
+use flux_distribute::{
+    broker::command::CONNECT_HEADER,
+    host::{ConfigureOrder, HostFile, StateDir, claim, observe},
+};
 
 use crate::support::*;
 

@@ -45,8 +45,9 @@ fn a_prefix_of_others_is_refused() {
     let refusal = host.claim().unwrap_err();
     assert!(refusal.message.contains("theirs") && refusal.message.contains("spec.prefix"), "{refusal}");
     assert!(host.state().is_none());
-    assert!(claim(&host.root, &claim_order("/opt/../etc", "uid-1")).is_err());
-    assert!(claim(&host.root, &claim_order("/", "uid-1")).is_err());
+    for prefix in ["/opt/../etc", "/", "/opt", "opt/flux"] {
+        assert!(claim(&host.root, &claim_order(prefix, "uid-1")).is_err(), "{prefix}");
+    }
 }
 
 #[test]

@@ -32,7 +32,8 @@ async fn host_with(count: usize) -> (Host, Vec<PackageSet>) {
 fn collect(host: &Host, keep: u32, wanted: &[&PackageSet]) -> Collected {
     let archives = wanted.iter().flat_map(|set| packages::archives(set, PLATFORM).unwrap()).collect();
     let wanted = wanted.iter().map(|set| set.digest()).collect();
-    packages::collect(&CollectOrder { prefix: host.prefix().to_owned(), keep, wanted, archives }).unwrap()
+    packages::collect(&CollectOrder { prefix: host.prefix().to_owned(), keep, wanted, archives, is_queue_up: false })
+        .unwrap()
 }
 
 fn digests(sets: &[&PackageSet]) -> BTreeSet<String> {

@@ -72,7 +72,8 @@ pub fn stage(order: &Order, temporary: &Path) -> Child {
 /// Lets it end.
 pub fn answer(mut child: Child) -> Result<Answer, Refusal> {
     let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    let last = lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap()).last();
+    let last =
+        lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap()).filter(|said| *said != Reply::Alive).last();
     child.wait().unwrap();
     match last {
         Some(Reply::Done(answer)) => Ok(*answer),

@@ -60,7 +60,7 @@ impl Stage {
                 Reply::Progress(Progress { what, done, .. }) if what == "unpacking packages" && done == wanted => {
                     return;
                 }
-                Reply::Progress(_) => {}
+                Reply::Progress(_) | Reply::Alive => {}
                 other => panic!("{other:?}"),
             }
         }

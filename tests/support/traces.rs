@@ -29,8 +29,13 @@ pub fn traces(state: &Path, bridge: &str) -> Vec<String> {
         let environment = fs::read(process.path().join("environ")).unwrap_or_default();
         let ours = String::from_utf8_lossy(&environment).contains(&format!("FLUX_DISTRIBUTE_LOCAL_DIR={path}\0"));
         let cgroup = fs::read_to_string(process.path().join("cgroup")).unwrap_or_default();
-        if ours || cgroup.contains(&format!("flux-distribute-local/{bridge}/")) {
-            traces.push(process.path().display().to_string());
+        let status = fs::read_to_string(process.path().join("status")).unwrap_or_default();
+        // A zombie holds nothing any more: the machine's PID 1 takes it off when it comes to it.
+        let is_dead = status.contains("State:\tZ");
+        if !is_dead && (ours || cgroup.contains(&format!("flux-distribute-local/{bridge}/"))) {
+            let told: Vec<_> =
+                status.lines().filter(|line| line.starts_with("Name:") || line.starts_with("State:")).collect();
+            traces.push(format!("{} {} {cgroup:?}", process.path().display(), told.join(" ")));
         }
     }
     traces

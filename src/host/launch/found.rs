@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{Places, cgroup, log, process::Identity, record::RunRecord};
+use super::{LaunchError, Places, cgroup, log, process::Identity, record::RunRecord, systemd::Systemd};
 use crate::{
     api::{ROSTER_FORMAT, Roster},
     broker::command::{BrokerIdentity, launch},
@@ -66,19 +66,16 @@ impl CommandLine {
 impl Places {
     /// Looks for the broker without its record: the unit's main process; else, among those in the broker's cgroup, where
     /// jobs are too, the first that has the command line of one.
-    pub(super) fn find(&self) -> Option<Found> {
-        let unit = self.systemd.as_ref().and_then(|systemd| systemd.process().ok().flatten());
-        let (process, systemd) = match unit {
-            Some(process) => (process, true),
-            None => (self.find_in_cgroup()?, false),
-        };
-        Some(match self.known(&process, systemd) {
+    pub(super) fn find(&self) -> Result<Option<Found>, LaunchError> {
+        let unit = self.systemd.as_ref().map_or(Ok(None), Systemd::process)?.map(|process| (process, true));
+        let Some((process, systemd)) = unit.or_else(|| Some((self.find_in_cgroup()?, false))) else { return Ok(None) };
+        Ok(Some(match self.known(&process, systemd) {
             Ok(record) => Found::Known(Box::new(record)),
             Err(why) => {
                 let place = if systemd { "its unit".to_owned() } else { format!("cgroup {}", self.cgroup) };
                 Found::Unknown(UnknownBroker { pid: process.pid, place, why })
             }
-        })
+        }))
     }
 
     fn find_in_cgroup(&self) -> Option<Identity> {
@@ -110,7 +107,7 @@ impl Places {
         let environment = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
         let environment = String::from_utf8_lossy(&environment);
         let mut texts = used.iter().map(String::as_str).chain(line.0.iter().map(String::as_str)).chain([&*environment]);
-        let environments = format!("{}/envs/", prefix.display());
+        let environments = format!("{}/", prefix.join(state::ENVIRONMENTS).display());
         let digest = texts.find_map(|text| text.split_once(&environments)?.1.split(['/', ':', '\0']).next());
         if digest != Some(&record.digest) {
             return Err("it does not run from the environment of the roster that is on this host".to_owned());
@@ -150,7 +147,7 @@ fn record(line: &CommandLine, prefix: &Path, roster: &Roster) -> Result<LaunchRe
         instance_id: &roster.instance_id,
         epoch: roster.epoch,
     };
-    let order = launch(&roster.settings, &identity, None).map_err(|error| error.to_string())?;
+    let order = launch(&roster.settings, &identity);
     let mut record = order.record;
     if !order.argv.get(2..).is_some_and(|words| line.0.ends_with(words)) {
         // Started by another version: no fingerprint of this one is its.
@@ -176,7 +173,7 @@ mod tests {
             instance_id: "",
             epoch: 0,
         };
-        let argv = launch(&roster.settings, &identity, None).unwrap().argv;
+        let argv = launch(&roster.settings, &identity).argv;
         CommandLine(
             ["/x/libexec/flux/cmd/flux-broker".to_owned()].into_iter().chain(argv.into_iter().skip(2)).collect(),
         )

@@ -137,7 +137,8 @@ impl Places {
     /// See [`observe`].
     pub fn observe(&self, prefix: Option<&Path>) -> BrokerView {
         let Some(record) = self.record() else {
-            return match self.find() {
+            // A systemd that does not answer for once says nothing.
+            return match self.find().ok().flatten() {
                 None => BrokerView::default(),
                 Some(Found::Unknown(unknown)) => BrokerView { unknown: Some(unknown), ..BrokerView::default() },
                 Some(Found::Known(record)) => {
@@ -177,7 +178,7 @@ impl Places {
         }
     }
 
-    /// Under systemd the unit's main process: after a restart it is another one than the record's. A systemd that does
+    /// Under systemd the unit's main process: after a restart by hand it is another one than the record's. A systemd that does
     /// not answer for once says nothing about the process that is recorded.
     fn process(&self, record: &RunRecord) -> Option<Identity> {
         let recorded = || record.process.clone().filter(Identity::lives);
@@ -240,14 +241,14 @@ impl Places {
     }
 
     fn try_stop(&self, grace: Duration) -> Result<(), LaunchError> {
-        if !self.run_dir.is_dir() && self.find().is_none() {
+        if !self.run_dir.is_dir() && self.find()?.is_none() {
             return Ok(());
         }
         record::make_run_dir(&self.run_dir).map_err(|source| file("make", &self.run_dir, source))?;
         let _lock = self.lock()?;
         let record = match self.record() {
             Some(record) => record,
-            None => match self.find() {
+            None => match self.find()? {
                 Some(Found::Known(record)) => *record,
                 Some(Found::Unknown(unknown)) => return Err(LaunchError::Unrecorded(unknown)),
                 None => return Ok(()),
@@ -287,6 +288,10 @@ impl Places {
             return Err(LaunchError::Unrecorded(unknown));
         }
         if let Some(systemd) = &self.systemd {
+            // It may not have answered while we looked.
+            if let Some(process) = systemd.process()? {
+                return Err(LaunchError::StillRuns { pid: process.pid });
+            }
             systemd.forget()?;
         }
         // Of a broker that crashed and whose record was lost: nobody has stopped it.

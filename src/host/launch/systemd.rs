@@ -2,21 +2,19 @@
 
 use std::{
     collections::BTreeMap,
-    fs,
-    io::{self, Read},
-    os::fd::AsFd,
+    fs, io,
+    os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::{Duration, Instant},
 };
-
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{LaunchError, log, process::Identity};
 use crate::{
     broker::unit::{SERVICE, SLICE_DROP_IN, service, slice},
     host::{
         LaunchOrder, Refusal,
+        child::{Kept, wait_until},
         files::{Owner, remove_if_there, write_atomic},
         users::User,
     },
@@ -67,7 +65,7 @@ impl Systemd {
         Ok(if pid > 0 { Identity::of(pid) } else { None })
     }
 
-    /// Writes the unit and starts it. A unit between two restarts is ended first: it would go on with the old text.
+    /// Writes the unit and starts it. One that was begun by hand, and is on its way up or down, is ended first.
     pub(super) fn start(&self, order: &LaunchOrder, user: &User) -> Result<Identity, LaunchError> {
         let write = |path: &Path, text: &str| {
             let made = path.parent().map_or(Ok(()), fs::create_dir_all);
@@ -106,9 +104,9 @@ impl Systemd {
                 self.run(&["kill", "--signal=SIGKILL", SERVICE], TIMEOUT)?;
                 self.run(&["stop", SERVICE], TIMEOUT).map(drop)
             }
-            // Never loaded, or forgotten already.
-            Err(error) if self.state().is_ok_and(|state| state.main_pid > 0) => Err(error),
-            _ => Ok(()),
+            // Never loaded, or forgotten already; who does not answer says neither.
+            Err(error) => self.process().ok().filter(Option::is_none).map(drop).ok_or(error),
+            Ok(_) => Ok(()),
         }
     }
 
@@ -132,7 +130,7 @@ impl Systemd {
     fn run(&self, arguments: &[&str], timeout: Duration) -> Result<String, LaunchError> {
         let command = || format!("systemctl {}", arguments.join(" "));
         let failed = |source| LaunchError::Step { what: format!("run {}", command()), source };
-        let (mut reader, writer) = io::pipe().map_err(failed)?;
+        let (reader, writer) = io::pipe().map_err(failed)?;
         let mut child = Command::new(&self.systemctl)
             .args(arguments)
             .env_clear()
@@ -140,44 +138,20 @@ impl Systemd {
             .stdin(Stdio::null())
             .stdout(writer.try_clone().map_err(failed)?)
             .stderr(writer)
+            .process_group(0)
             .spawn()
             .map_err(failed)?;
-        let output = read_within(&mut reader, timeout);
-        if !matches!(output, Ok(Some(_))) {
-            let _ = child.kill();
-        }
-        let status = child.wait().map_err(failed)?;
-        match output.map_err(failed)? {
+        let output = Kept::of(Some(reader));
+        match wait_until(&mut child, Instant::now() + timeout).map_err(failed)? {
             None => Err(LaunchError::Slow { command: command(), seconds: timeout.as_secs() }),
-            Some(text) if status.success() => Ok(text),
-            Some(text) => Err(LaunchError::Systemctl { command: command(), output: text.trim().to_owned() }),
+            Some(status) if status.success() => Ok(output.text()),
+            Some(_) => Err(LaunchError::Systemctl { command: command(), output: output.text().trim().to_owned() }),
         }
     }
 }
 
 fn program(root: &Path, name: &str) -> Option<PathBuf> {
     BIN.iter().map(|directory| root.join(directory).join(name)).find(|path| path.exists())
-}
-
-/// Reads to the end; None where that does not come within `timeout`.
-fn read_within(reader: &mut io::PipeReader, timeout: Duration) -> io::Result<Option<String>> {
-    let deadline = Instant::now() + timeout;
-    let mut output = Vec::new();
-    let mut buffer = [0; 4096];
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let left = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
-        match poll(&mut [PollFd::new(reader.as_fd(), PollFlags::POLLIN)], left) {
-            Ok(0) => return Ok(None),
-            Ok(_) => {}
-            Err(nix::errno::Errno::EINTR) => continue,
-            Err(errno) => return Err(errno.into()),
-        }
-        match reader.read(&mut buffer)? {
-            0 => return Ok(Some(String::from_utf8_lossy(&output).into_owned())),
-            length => output.extend_from_slice(&buffer[..length]),
-        }
-    }
 }
 
 /// Reads the answer of `systemctl show`.

@@ -5,7 +5,7 @@ use std::{
 };
 
 use super::PortUse;
-use crate::host::Root;
+use crate::host::{Root, processes::processes};
 
 /// Tries to listen, for an instant, as a broker would.
 pub(super) fn look(root: &Root, port: u16) -> PortUse {
@@ -29,12 +29,10 @@ fn holder(root: &Root, port: u16) -> Option<(i32, String)> {
     let read = |path| fs::read_to_string(root.path(path)).unwrap_or_default();
     let inode = listener(&read("/proc/net/tcp"), port).or_else(|| listener(&read("/proc/net/tcp6"), port))?;
     let socket = format!("socket:[{inode}]");
-    let processes = fs::read_dir(root.path("/proc")).ok()?;
-    processes.flatten().find_map(|process| {
-        let pid = process.file_name().to_str()?.parse().ok()?;
-        let mut descriptors = fs::read_dir(process.path().join("fd")).ok()?.flatten();
+    processes(root).ok()?.into_iter().find_map(|process| {
+        let mut descriptors = fs::read_dir(process.dir.join("fd")).ok()?.flatten();
         descriptors.find(|fd| fs::read_link(fd.path()).is_ok_and(|link| link.as_os_str() == socket.as_str()))?;
-        Some((pid, fs::read_to_string(process.path().join("comm")).unwrap_or_default().trim().to_owned()))
+        Some((process.pid, process.name()))
     })
 }
 

@@ -42,7 +42,7 @@ pub struct CreateBundle {
     #[arg(long, value_name = "DIR")]
     pub from_prefix: Option<PathBuf>,
     /// Download and pack all packages of a lock. What a run that was cut off has downloaded is kept beside --out, in
-    /// .<name>.download, and the next run goes on from there.
+    /// .NAME.download, and the next run goes on from there.
     #[arg(long, value_name = "FILE")]
     pub lock: Option<PathBuf>,
     /// The bundle to write, such as flux.tar.gz.

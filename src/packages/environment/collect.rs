@@ -11,7 +11,7 @@ use std::{
 
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::host::{CollectOrder, Collected, Occupant, Refusal, Root, occupants};
+use crate::host::{CollectOrder, Collected, Occupant, Refusal, Root, occupants, state::environment};
 use crate::packages::{
     ENVIRONMENT_MARKER,
     environment::transaction::Environments,
@@ -86,7 +86,7 @@ fn in_words(digest: &str, occupant: &Occupant) -> String {
 
 fn find(prefix: &Path) -> Vec<Found> {
     let made = |digest: &str| {
-        let marker = prefix.join("envs").join(digest).join(ENVIRONMENT_MARKER);
+        let marker = environment(prefix, digest).join(ENVIRONMENT_MARKER);
         fs::metadata(marker).and_then(|marker| marker.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
     };
     ready(prefix).into_iter().map(|digest| Found { made: made(&digest), digest }).collect()

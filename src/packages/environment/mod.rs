@@ -36,7 +36,11 @@ use crate::packages::{
 use crate::{
     api::PackageSet,
     error_chain,
-    host::{LinkOrder, Linked, Progress, Refusal, files::remove_if_there},
+    host::{
+        LinkOrder, Linked, Progress, Refusal,
+        files::remove_if_there,
+        state::{ENVIRONMENTS, environment},
+    },
 };
 
 /// Content of [`ENVIRONMENT_MARKER`].
@@ -53,7 +57,7 @@ pub(in crate::packages) struct Marker {
 
 /// The digests of all environments under `prefix` that are ready, sorted.
 pub fn ready(prefix: &Path) -> Vec<String> {
-    let entries = fs::read_dir(prefix.join("envs")).into_iter().flatten().flatten();
+    let entries = fs::read_dir(prefix.join(ENVIRONMENTS)).into_iter().flatten().flatten();
     let names = entries.filter_map(|e| e.file_name().into_string().ok());
     let mut digests = names.filter(|digest| linked(prefix, digest).is_some()).collect::<Vec<_>>();
     digests.sort();
@@ -73,7 +77,7 @@ impl Marker {
 
 /// The marker of an environment that is ready.
 pub(in crate::packages) fn marker(prefix: &Path, digest: &str) -> Option<Marker> {
-    let path = prefix.join("envs").join(digest).join(ENVIRONMENT_MARKER);
+    let path = environment(prefix, digest).join(ENVIRONMENT_MARKER);
     let marker: Marker = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
     (archive::is_digest(digest) && marker.digest == digest).then_some(marker)
 }

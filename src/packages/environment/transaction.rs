@@ -16,7 +16,7 @@ use nix::{
     fcntl::{Flock, FlockArg},
 };
 
-use crate::host::{Occupant, Refusal, Root, occupants};
+use crate::host::{Occupant, Refusal, Root, occupants, state::ENVIRONMENTS};
 use crate::packages::{
     environment::{failed, refused},
     fetch::archive,
@@ -54,7 +54,7 @@ impl Environments {
         if !prefix.is_absolute() {
             return Err(refused(format!("the prefix {} is not an absolute path", prefix.display())));
         }
-        let path = prefix.join("envs");
+        let path = prefix.join(ENVIRONMENTS);
         let error = |what: &str, error: io::Error| failed(format!("can't {what} {}: {error}", path.display()));
         fs::create_dir_all(&path).map_err(|e| error("make", e))?;
         let directory = File::open(&path).map_err(|e| error("open", e))?;

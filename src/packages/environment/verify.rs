@@ -9,7 +9,10 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::host::{Refusal, VerifyOrder};
+use crate::host::{
+    Refusal, VerifyOrder,
+    state::{ENVIRONMENTS, environment},
+};
 use crate::packages::{
     ENVIRONMENT_MARKER,
     environment::records::{RECORDS, Records, Tree, by_packages, can_be_told, digests, mode},
@@ -82,7 +85,7 @@ impl std::fmt::Display for What {
 /// # Errors
 /// There is nothing that could be looked at.
 pub fn verify(order: &VerifyOrder) -> Result<Vec<Verified>, Refusal> {
-    let envs = order.prefix.join("envs");
+    let envs = order.prefix.join(ENVIRONMENTS);
     let digests = match &order.digest {
         Some(digest) if !archive::is_digest(digest) => {
             return Err(Refusal::new(format!("`{digest}` is not the digest of a package set")));
@@ -97,7 +100,7 @@ pub fn verify(order: &VerifyOrder) -> Result<Vec<Verified>, Refusal> {
 }
 
 fn verify_one(prefix: &Path, digest: &str) -> Result<Verified, Refusal> {
-    let path = prefix.join("envs").join(digest);
+    let path = environment(prefix, digest);
     let name = path.display();
     if !path.is_dir() {
         let there = ready(prefix).join(", ");

@@ -239,6 +239,10 @@ fn own_memberships() -> io::Result<Vec<Membership>> {
     Ok(memberships(&fs::read_to_string("/proc/self/cgroup")?))
 }
 
-fn own_mounts() -> io::Result<Vec<Mount>> {
+/// The cgroup mounts that this thread sees.
+///
+/// # Errors
+/// No /proc.
+pub fn own_mounts() -> io::Result<Vec<Mount>> {
     Ok(cgroup_mounts(mountinfo::own()?))
 }

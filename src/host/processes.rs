@@ -1,0 +1,37 @@
+//! The processes of a host, as its /proc shows them.
+
+use std::{fs, io, path::PathBuf};
+
+use super::Root;
+
+/// A process that was there a moment ago.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Process {
+    /// In the PID namespace that /proc is of: in a host stage and in the agent the host's.
+    pub pid: i32,
+    /// Its directory below /proc.
+    pub dir: PathBuf,
+}
+
+impl Process {
+    /// What the kernel calls it; empty where it has ended.
+    pub fn name(&self) -> String {
+        fs::read_to_string(self.dir.join("comm")).unwrap_or_default().trim().to_owned()
+    }
+}
+
+/// All processes that can be seen at `root`.
+///
+/// # Errors
+/// /proc can't be read to its end: then nobody knows who is there.
+pub fn processes(root: &Root) -> io::Result<Vec<Process>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(root.path("/proc"))? {
+        let entry = entry?;
+        // Much else is there.
+        if let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) {
+            found.push(Process { pid, dir: entry.path() });
+        }
+    }
+    Ok(found)
+}

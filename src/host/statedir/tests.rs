@@ -1,0 +1,129 @@
+use std::os::unix::fs::symlink;
+
+use super::*;
+
+const FLUX: Owner = Owner { uid: 500, gid: 501 };
+
+/// The test's own; None where it is skipped, as only root can give files away.
+fn directory() -> Option<tempfile::TempDir> {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: needs root");
+        return None;
+    }
+    Some(tempfile::tempdir().unwrap())
+}
+
+fn owner(path: &Path) -> Owner {
+    Owner::of(&fs::symlink_metadata(path).unwrap())
+}
+
+#[test]
+fn what_is_made_of_a_dump_is_nobody_elses_before_it_is_whole_and_no_planted_symlink_gives_a_file_away() {
+    let Some(dir) = directory() else { return };
+    let (prefix, shadow) = (dir.path().join("prefix"), dir.path().join("shadow"));
+    fs::create_dir(&prefix).unwrap();
+    fs::write(&shadow, "secret").unwrap();
+    let read_dump = |path: &Path| {
+        for above in [path.parent().unwrap(), path.parent().unwrap().parent().unwrap()] {
+            assert_eq!(owner(above), Owner::ROOT);
+        }
+        // Were it the user's already, he could do this while the dump is read.
+        symlink(&shadow, path).unwrap();
+        Ok(())
+    };
+    prepare_from_dump(&prefix, "id-1", FLUX, read_dump).unwrap();
+    assert_eq!(owner(&shadow), Owner::ROOT);
+    for path in ["state", "state/instance-id", "state/dump", "state/dump/recovered.tgz", "state/dump/RESTORE"] {
+        assert_eq!(owner(&prefix.join(path)), FLUX, "{path}");
+    }
+}
+
+#[test]
+fn a_queue_that_was_kept_comes_back_with_its_instance_and_the_one_before_it_stays_beside() {
+    let Some(dir) = directory() else { return };
+    let prefix = dir.path();
+    let order = |id: &str, established| StateDir { instance_id: id.into(), established };
+    let queue = |path: &str| fs::read_to_string(prefix.join(path).join(CONTENT)).ok();
+    let ids = |ids: &[&str]| ids.iter().map(|id| (*id).to_owned()).collect();
+    for id in ["old", "new"] {
+        prepare(prefix, &order(id, false), FLUX).unwrap();
+        fs::write(prefix.join("state").join(CONTENT), id).unwrap();
+    }
+    assert_eq!((queue("state").as_deref(), queue("state.old").as_deref()), (Some("new"), Some("old")));
+    assert_eq!(kept(prefix), ids(&["new", "old"]));
+    assert!(prepare(prefix, &order("old", true), FLUX).is_err(), "what was lost is an administrator's to bring back");
+    for _ in 0..2 {
+        prepare(prefix, &order("old", false), FLUX).unwrap();
+        assert_eq!((queue("state").as_deref(), queue("state.new").as_deref()), (Some("old"), Some("new")));
+        assert_eq!(owner(&prefix.join("state").join(CONTENT)), Owner::ROOT, "only another owner changes it");
+        assert!(!prefix.join("state.old").exists());
+        assert_eq!(kept(prefix), ids(&["new", "old"]));
+        // Killed between the two renames.
+        fs::rename(prefix.join("state"), prefix.join("state.old")).unwrap();
+    }
+}
+
+#[test]
+fn another_owner_gets_all_of_the_statedir_and_nothing_that_it_leads_to() {
+    let Some(dir) = directory() else { return };
+    let prefix = dir.path();
+    fs::create_dir(prefix.join("etc")).unwrap();
+    fs::write(prefix.join("etc/shadow"), "secret").unwrap();
+    let order = StateDir { instance_id: "id-1".into(), established: false };
+    prepare(prefix, &order, FLUX).unwrap();
+    fs::create_dir(prefix.join("state/dump")).unwrap();
+    fs::write(prefix.join("state/dump/1.tgz"), "jobs").unwrap();
+    symlink("../etc/shadow", prefix.join("state/link")).unwrap();
+    symlink("../etc", prefix.join("state/etc")).unwrap();
+    fs::hard_link(prefix.join("etc/shadow"), prefix.join("state/hard")).unwrap();
+
+    let other = Owner { uid: 4242, gid: 4242 };
+    for _ in 0..2 {
+        prepare(prefix, &order, other).unwrap();
+        for path in ["state", "state/instance-id", "state/dump", "state/dump/1.tgz", "state/link", "state/etc"] {
+            assert_eq!(owner(&prefix.join(path)), other, "{path}");
+        }
+        for path in ["etc", "etc/shadow"] {
+            assert_eq!(owner(&prefix.join(path)), Owner::ROOT, "{path}");
+        }
+        // As a change that was cut short leaves it.
+        std::os::unix::fs::chown(prefix.join("state/dump"), Some(FLUX.uid), Some(FLUX.gid)).unwrap();
+        own(File::open(prefix.join("state")).unwrap(), Owner::ROOT).unwrap();
+        fs::set_permissions(prefix.join("state"), fs::Permissions::from_mode(UNFINISHED)).unwrap();
+    }
+}
+
+fn left(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn of_the_dumps_that_flux_writes_at_each_stop_the_newest_and_the_one_to_restore_stay() {
+    let prefix = tempfile::tempdir().unwrap();
+    let dir = prefix.path().join("state/dump");
+    assert_eq!(prune_dumps(prefix.path()), (0, 0), "there is none");
+    fs::create_dir_all(&dir).unwrap();
+    let day = |day: usize| format!("2026110{day}_080910.tgz");
+    let others = ["20261101.tgz", "RESTORE", "mine_20261101_080910.tgz", "recovered.tgz"];
+    (1..=6).for_each(|n| fs::write(dir.join(day(n)), "dump").unwrap());
+    others.iter().filter(|name| **name != "RESTORE").for_each(|name| fs::write(dir.join(name), "").unwrap());
+    symlink(day(2), dir.join("RESTORE")).unwrap();
+    assert_eq!(prune_dumps(prefix.path()), (2, 8));
+    let mut expected: Vec<_> = [2, 4, 5, 6].map(day).into_iter().chain(others.map(str::to_owned)).collect();
+    expected.sort();
+    assert_eq!(left(&dir), expected);
+    assert_eq!(prune_dumps(prefix.path()), (0, 0), "and so they do the next time");
+}
+
+#[test]
+fn a_link_in_place_of_the_dumps_is_not_followed() {
+    let (prefix, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    (1..=6).for_each(|n| fs::write(elsewhere.path().join(format!("2026110{n}_080910.tgz")), "").unwrap());
+    fs::create_dir(prefix.path().join("state")).unwrap();
+    symlink(elsewhere.path(), prefix.path().join("state/dump")).unwrap();
+    assert_eq!(prune_dumps(prefix.path()), (0, 0));
+    assert_eq!(left(elsewhere.path()).len(), 6);
+}
