@@ -122,7 +122,7 @@ pub struct Broker {
     /// Default: root.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub run_as: Option<String>,
-    /// More tables for broker.toml, as TOML text. Not `bootstrap`, `tbon`, `resource` and `kvs`, which are ours.
+    /// More tables for broker.toml, as TOML text. Not `access`, `bootstrap`, `kvs`, `resource` and `tbon`, which are ours.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub config: Option<String>,
     /// CPU weight of the brokers and their jobs against the pods of kubelet (systemd.resource-control(5)). Default: 1000.
@@ -214,8 +214,9 @@ pub struct Drain {
 #[derive(Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Autoscaling {
-    /// Nodes on which jobs run, and those that these jobs depend on, carry the annotations by which Cluster Autoscaler and
-    /// Karpenter leave a node alone: Kubernetes sees no pod of a job, and takes the node for idle. Default: true.
+    /// Nodes on which jobs run, those that these jobs depend on, and always the lead's carry the annotations by which
+    /// Cluster Autoscaler and Karpenter leave a node alone: Kubernetes sees no pod of a job, and takes the node for idle.
+    /// Default: true.
     #[serde(default = "yes")]
     pub protect: bool,
 }
@@ -303,8 +304,6 @@ pub enum InstancePhase {
     Failed,
     /// Another FluxInstance than `flux`.
     Ignored,
-    /// Being deleted.
-    Removing,
 }
 
 /// A dump, and where it is.
@@ -362,7 +361,7 @@ pub struct FluxInstanceStatus {
     /// `metadata.generation` that this status speaks of.
     #[serde(default)]
     pub observed_generation: i64,
-    /// `Ready`, `Progressing`, `Degraded`, `RestartPending`, `ScaleDenied`, `Ignored`.
+    /// `Ready`, `Progressing`, `Degraded`, `RestartPending`, `ScaleDenied`, `CertificateMissing`, `Ignored`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
 }

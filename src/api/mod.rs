@@ -9,6 +9,8 @@ mod instance;
 #[allow(clippy::duplicated_attributes, reason = "each printcolumn has a type_ of its own")]
 mod node;
 mod packages;
+pub(crate) mod packed;
+mod read;
 mod resources;
 mod roster;
 mod validate;
@@ -17,6 +19,7 @@ pub use idset::*;
 pub use instance::*;
 pub use node::*;
 pub use packages::*;
+pub use read::*;
 pub use resources::*;
 pub use roster::*;
 pub use validate::*;
@@ -86,3 +89,8 @@ pub const BROKER_URI: &str = "local:///run/flux-distribute/broker/local";
 pub const DEFAULT_BROKER_PORT: u16 = 8050;
 /// TCP port at which agents serve the archives they hold to each other, on their Node's InternalIP.
 pub const PEER_PORT: u16 = 8052;
+
+/// For serde's `skip_serializing_if`.
+fn is_zero<T: Default + PartialEq>(number: &T) -> bool {
+    *number == T::default()
+}

@@ -234,8 +234,8 @@ pub struct FluxNodeStatus {
     /// Lead only: the roster's revision whose resources the running instance has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub applied_revision: Option<u64>,
-    /// Lead only: ranks that have or had a member and are not in the overlay, by its broker's word. A broker that is cut off from its parent
-    /// believes for minutes that it is.
+    /// Lead only: ranks that have or had a member and are not in the overlay, by its broker's word. A broker that is cut
+    /// off from its parent believes for minutes that it is.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub offline: Vec<u32>,
     /// Lead only: ranks on which jobs run, by its broker's word (RFC 22); empty: the instance is idle. None: not known.
@@ -250,10 +250,15 @@ pub struct FluxNodeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub drained: Option<IdSet>,
+    /// Lead only: ranks that somebody else has drained, by its broker's last word. Flux keeps that by the brokers' names.
+    #[serde(default, skip_serializing_if = "IdSet::is_empty")]
+    #[schemars(with = "String")]
+    pub drained_by_others: IdSet,
     /// Lead only: the epoch whose broker was stopped here for the next one to begin.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub closed: Option<u64>,
-    /// Lead only, and only while ConfigMap `flux-roster` is gone: the roster as this host has it, as JSON.
+    /// Lead only, and only while ConfigMap `flux-roster` is gone: the roster as this host has it, as JSON; as
+    /// base64 of its gzip where it is large.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roster: Option<String>,
     /// The newest dump of the instance that is kept here.
@@ -265,9 +270,6 @@ pub struct FluxNodeStatus {
     /// In which way a broker started now would differ from the one that runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restart_pending: Option<String>,
-    /// The overlay's health as the broker tells it (flux-overlay(1)): full, partial, degraded, lost.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub health: Option<String>,
     /// `spec.want` is `Leave`, and no broker runs here nor will be started.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub left: bool,

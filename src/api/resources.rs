@@ -10,7 +10,7 @@ pub struct Resources {
     /// Physical cores as hwloc counts them (not the hardware threads of the Node's `capacity.cpu`).
     pub cores: u32,
     /// GPUs.
-    #[serde(default, skip_serializing_if = "is_zero")]
+    #[serde(default, skip_serializing_if = "super::is_zero")]
     pub gpus: u32,
 }
 
@@ -21,7 +21,7 @@ pub struct Declared {
     /// Cores of the node.
     pub cores: u32,
     /// GPUs that are declared, with ids from 0.
-    #[serde(default, skip_serializing_if = "is_zero")]
+    #[serde(default, skip_serializing_if = "super::is_zero")]
     pub gpus: u32,
     /// Cores among them that are not declared.
     #[serde(default, skip_serializing_if = "IdSet::is_empty")]
@@ -49,9 +49,4 @@ impl Declared {
         let has_all = || other.core_ids().0.is_subset(&self.core_ids().0) && other.gpus <= self.gpus;
         other.excluded || (!self.excluded && has_all())
     }
-}
-
-#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's skip_serializing_if hands out a reference")]
-fn is_zero(count: &u32) -> bool {
-    *count == 0
 }

@@ -47,7 +47,7 @@ pub struct Roster {
     pub restart: Option<String>,
     /// Another lead took over in this epoch, or an empty queue began: what brokers of earlier ones still run is lost, and
     /// is not waited for.
-    #[serde(default, rename = "jobsLostBefore", skip_serializing_if = "is_zero")]
+    #[serde(default, rename = "jobsLostBefore", skip_serializing_if = "super::is_zero")]
     pub jobs_lost_before: u64,
     /// Ranks that have or had a member in this epoch. All others are spares.
     pub ranks: BTreeMap<Rank, RosterEntry>,
@@ -63,11 +63,6 @@ impl Roster {
     pub fn lead(&self) -> Option<&Member> {
         self.member(0)
     }
-}
-
-#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde wants it so")]
-fn is_zero(number: &u64) -> bool {
-    *number == 0
 }
 
 /// What Flux reads only at start. A difference to what the spec now asks for never restarts a broker: it is
@@ -136,6 +131,10 @@ pub struct RosterEntry {
     /// Properties of the member (RFC 20): the chosen labels of its Node, and its architecture among others.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub properties: BTreeSet<String>,
+    /// The member's Node is a property of its rank, though by now it is the broker's name as well: it was one in an earlier
+    /// epoch, and jobs that wait since then may require it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub has_node_property: bool,
     /// The member gets no new jobs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drain: Option<Draining>,

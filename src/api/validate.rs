@@ -1,9 +1,9 @@
-use std::time::Duration;
+use std::{
+    path::{Component, Path},
+    time::Duration,
+};
 
-use kube::CustomResourceExt;
-use serde_json::Value;
-
-use super::{FluxInstance, FluxInstanceSpec, IdSet, InstanceResources, PEER_PORT, Packages};
+use super::{Broker, FluxInstanceSpec, IdSet, InstanceResources, PEER_PORT, Packages};
 use crate::{
     error_chain,
     packages::check_lock,
@@ -51,26 +51,7 @@ pub fn validate(spec: &FluxInstanceSpec) -> Result<(), SpecError> {
         Topology::parse(topology, spec.max_size.unwrap_or(1))
             .map_err(|reason| SpecError { field: "topology", reason })?;
     }
-    if spec.broker.port == Some(0) {
-        return wrong("broker.port", "is 0: brokers need a fixed port".into());
-    }
-    if spec.broker.port == Some(HEALTH_PORT) {
-        return wrong("broker.port", format!("{HEALTH_PORT} is where the agents answer kubelet's probes"));
-    }
-    if spec.broker.port == Some(PEER_PORT) {
-        return wrong("broker.port", format!("{PEER_PORT} is where the agents serve packages to each other"));
-    }
-    if let Some(user) = &spec.broker.run_as
-        && (user.is_empty()
-            || !user.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
-            || user.starts_with('-'))
-    {
-        return wrong("broker.runAs", format!("{user:?} is neither a user's name nor a number"));
-    }
-    if let Some(config) = &spec.broker.config {
-        broker_toml::extra_tables(config)
-            .map_err(|error| SpecError { field: "broker.config", reason: error.to_string() })?;
-    }
+    validate_broker(&spec.broker)?;
     if spec.spares.shape.is_some_and(|shape| shape.cores == 0) {
         return wrong("spares.shape.cores", "is 0: Flux wants at least one core of every rank".into());
     }
@@ -94,52 +75,52 @@ pub fn validate(spec: &FluxInstanceSpec) -> Result<(), SpecError> {
         return wrong("state.dumpEvery", "is shorter than a minute: a dump reads the whole queue".into());
     }
     if let Some(prefix) = &spec.prefix {
-        let path = std::path::Path::new(prefix);
-        let plain = |part| matches!(part, std::path::Component::RootDir | std::path::Component::Normal(_));
-        if !path.is_absolute() || path.components().count() < 3 || !path.components().all(plain) {
-            return wrong("prefix", format!("{prefix:?} is not an absolute path of at least two parts without dots"));
-        }
+        check_prefix(Path::new(prefix)).map_err(|reason| SpecError { field: "prefix", reason })?;
     }
     Ok(())
 }
 
-/// Reads the spec of a FluxInstance from a file (YAML or JSON) that no API server has checked.
+/// A prefix is a directory that can be ours alone, and is removed with all that is in it: deep enough to be nobody else's,
+/// and by its name the place that it is.
 ///
 /// # Errors
-/// It is no spec, has a field that a spec doesn't have (a misspelt one would silently leave its default), or can't be served.
-pub fn read_spec(text: &str) -> Result<FluxInstanceSpec, String> {
-    let no_spec = |error: &dyn std::fmt::Display| format!("is not a FluxInstance's spec: {error}");
-    let refused = |error: &dyn std::fmt::Display| format!("can't be served: {error}");
-    if text.trim().is_empty() {
-        return Ok(FluxInstanceSpec::default());
+/// In words, with the path.
+pub fn check_prefix(path: &Path) -> Result<(), String> {
+    let is_plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
+    match path.is_absolute() && path.components().count() > 2 && path.components().all(is_plain) {
+        true => Ok(()),
+        false => Err(format!("{path:?} is not an absolute path of at least two parts without `..`")),
     }
-    let value: Value = serde_norway::from_str(text).map_err(|error| no_spec(&error))?;
-    // A file of comments only.
-    let value = if value.is_null() { Value::Object(serde_json::Map::new()) } else { value };
-    let definition = serde_json::to_value(FluxInstance::crd()).map_err(|error| no_spec(&error))?;
-    let schema = &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"];
-    if let Some(field) = unknown_field(&value, schema) {
-        return Err(refused(&format!("spec.{field}: there is no such field")));
-    }
-    let spec: FluxInstanceSpec = serde_json::from_value(value).map_err(|error| no_spec(&error))?;
-    validate(&spec).map_err(|error| refused(&error))?;
-    Ok(spec)
 }
 
-/// The path of the first field that `schema` doesn't have.
-fn unknown_field(value: &Value, schema: &Value) -> Option<String> {
-    match value {
-        Value::Object(fields) => {
-            // Without properties it is a map, such as matchLabels.
-            let properties = schema["properties"].as_object()?;
-            fields.iter().find_map(|(name, value)| match properties.get(name) {
-                None => Some(name.clone()),
-                Some(schema) => unknown_field(value, schema).map(|below| format!("{name}.{below}")),
-            })
+fn validate_broker(broker: &Broker) -> Result<(), SpecError> {
+    let wrong = |field, reason: String| Err(SpecError { field, reason });
+    match broker.port {
+        Some(0) => return wrong("broker.port", "is 0: brokers need a fixed port".into()),
+        Some(HEALTH_PORT) => {
+            return wrong("broker.port", format!("{HEALTH_PORT} is where the agents answer kubelet's probes"));
         }
-        Value::Array(items) => items.iter().find_map(|item| unknown_field(item, &schema["items"])),
-        _ => None,
+        Some(PEER_PORT) => {
+            return wrong("broker.port", format!("{PEER_PORT} is where the agents serve packages to each other"));
+        }
+        _ => {}
     }
+    if let Some(user) = &broker.run_as {
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        if user.is_empty() || user.starts_with('-') || !user.chars().all(is_plain) {
+            return wrong("broker.runAs", format!("{user:?} is neither a user's name nor a number"));
+        }
+        // chown(2) and setresuid(2) take -1 for "as it is", which is root.
+        let is_number = user.chars().all(|c| c.is_ascii_digit());
+        if is_number && user.parse().map_or(true, |uid: u32| uid == u32::MAX) {
+            return wrong("broker.runAs", format!("{user} is no user's number: those end at {}", u32::MAX - 1));
+        }
+    }
+    if let Some(config) = &broker.config {
+        broker_toml::extra_tables(config)
+            .map_err(|error| SpecError { field: "broker.config", reason: error.to_string() })?;
+    }
+    Ok(())
 }
 
 fn validate_resources(resources: &InstanceResources) -> Result<(), SpecError> {
@@ -263,27 +244,12 @@ mod tests {
                 .replace("sha256: 0", "sha256: '0").replace("0}}}", "0'}}}").as_str(),
             "{packages: {channels: ['file:///srv/channel'], specs: ['flux-core 0.88.*']}}",
             "{broker: {runAs: '54321', config: '[exec]'}, ranks: {retain: 1.5h}}",
-            "{prefix: /data/flux, state: {dumpEvery: 1h}}",
+            "{prefix: /data/flux, state: {dumpEvery: 1h}, broker: {runAs: '4294967294'}}",
             "{resources: {properties: [topology.kubernetes.io/zone, pool, a_b], gpus: None}}",
             "{resources: {gpus: All, exclude: {cores: '0-1,8', lead: true, nodes: [node1.example.org]}}}",
             "{packages: {refresh: 2026-11-20, mirror: 'file:///srv/mirror', keep: 1}}",
         ] {
             assert_eq!(check(yaml), Ok(()), "{yaml}");
-        }
-    }
-
-    #[test]
-    fn a_misspelt_field_is_refused_wherever_it_stands() {
-        for (yaml, expected) in [
-            ("package: {}", "spec.package: there is no such field"),
-            ("packages: {bundel: {}}", "spec.packages.bundel: there is no such field"),
-            ("nodes: {tolerations: [{keys: a}]}", "spec.nodes.tolerations.keys: there is no such field"),
-            ("size: 0", "spec.size: is 0: delete the FluxInstance to take everything off"),
-        ] {
-            assert_eq!(read_spec(yaml).unwrap_err(), format!("can't be served: {expected}"));
-        }
-        for yaml in ["", "# comments only", "{}", "nodes: {selector: {matchLabels: {any/name: x}}}", "size: 3"] {
-            assert!(read_spec(yaml).is_ok(), "{yaml}");
         }
     }
 
@@ -299,8 +265,13 @@ mod tests {
             ("{broker: {port: 8052}}", "broker.port"),
             ("{broker: {runAs: 'a b'}}", "broker.runAs"),
             ("{broker: {runAs: ''}}", "broker.runAs"),
+            ("{broker: {runAs: '4294967295'}}", "broker.runAs"),
+            ("{broker: {runAs: '004294967295'}}", "broker.runAs"),
+            ("{broker: {runAs: '4294967296'}}", "broker.runAs"),
             ("{broker: {config: '[bootstrap]'}}", "broker.config"),
             ("{broker: {config: 'x ='}}", "broker.config"),
+            ("{broker: {config: 'sched-fluxion-qmanager = 5'}}", "broker.config"),
+            ("{broker: {config: '[[sched-fluxion-qmanager]]'}}", "broker.config"),
             ("{broker: {checkpointPeriod: soon}}", "broker.checkpointPeriod"),
             ("{ranks: {retain: -5m}}", "ranks.retain"),
             ("{drain: {timeout: 5 m}}", "drain.timeout"),

@@ -6,10 +6,12 @@ use std::{
 };
 
 use super::{hostlist, topology::Topology};
-use crate::api::{Declared, IdSet, Rank, Roster};
+use crate::api::{Declared, IdSet, Rank, Roster, RosterEntry};
 
 /// Tables that are ours: `kvs`, whose checkpoint-period is in the spec, and `access`, because guests stay out.
 pub const OWN_TABLES: [&str; 5] = ["bootstrap", "tbon", "resource", "kvs", "access"];
+/// Fluxion's table for its queues, to which a policy is added where it names none.
+const QUEUE_MANAGER: &str = "sched-fluxion-qmanager";
 /// Lost nodes are noticed after this; a node that is cut off for longer loses its jobs. flux-core's default of 20 s is
 /// shorter than many a switch's reboot.
 const TCP_USER_TIMEOUT: &str = "2m";
@@ -27,18 +29,24 @@ pub enum ExtraError {
     /// It names a table of ours.
     #[error("has the table [{0}], which is made by flux-distribute; take it out")]
     Ours(String),
+    /// It has something else where Flux and we have a table.
+    #[error("has {0} as something else than a table; write [{0}] above its keys")]
+    NotATable(String),
 }
 
 /// Reads extra tables.
 ///
 /// # Errors
-/// It is not TOML, or names a table of [`OWN_TABLES`].
+/// It is not TOML, names a table of [`OWN_TABLES`], or has no table where [`render`] adds to one.
 pub fn extra_tables(text: &str) -> Result<toml::Table, ExtraError> {
     let table: toml::Table =
         text.parse().map_err(|error: toml::de::Error| ExtraError::NotToml(error.message().replace('\n', ", ")))?;
-    match table.keys().find(|key| OWN_TABLES.contains(&key.as_str())) {
-        Some(ours) => Err(ExtraError::Ours(ours.clone())),
-        None => Ok(table),
+    if let Some(ours) = table.keys().find(|key| OWN_TABLES.contains(&key.as_str())) {
+        return Err(ExtraError::Ours(ours.clone()));
+    }
+    match table.get(QUEUE_MANAGER) {
+        Some(other) if !other.is_table() => Err(ExtraError::NotATable(QUEUE_MANAGER.to_owned())),
+        _ => Ok(table),
     }
 }
 
@@ -52,7 +60,7 @@ pub fn render(roster: &Roster) -> Result<String, String> {
     let mut file = extra_tables(&roster.settings.config).map_err(|error| format!("spec.broker.config {error}"))?;
 
     // Fluxion's own default refuses a job that is larger than what is up; with "easy" it waits for the nodes.
-    table(&mut file, "sched-fluxion-qmanager")?.entry("queue-policy").or_insert_with(|| "easy".into());
+    table(&mut file, QUEUE_MANAGER)?.entry("queue-policy").or_insert_with(|| "easy".into());
 
     let ipv6 = roster.ranks.values().any(|entry| entry.member.as_ref().is_some_and(|m| m.address.is_ipv6()));
     let bootstrap = table(&mut file, "bootstrap")?;
@@ -174,6 +182,11 @@ fn hosts(roster: &Roster, topology: Topology) -> Vec<toml::Value> {
     hosts.into_iter().map(toml::Value::from).collect()
 }
 
+/// The member's Node is a property of its rank.
+pub fn is_node_a_property(entry: &RosterEntry) -> bool {
+    entry.member.as_ref().is_some_and(|member| entry.has_node_property || member.node != entry.broker_name)
+}
+
 fn endpoint(address: IpAddr, port: u16) -> String {
     match address {
         IpAddr::V4(address) => format!("tcp://{address}:{port}"),
@@ -182,7 +195,8 @@ fn endpoint(address: IpAddr, port: u16) -> String {
 }
 
 /// One `[[resource.config]]` per kind of node. A member under a spare's name gets its node's name as a property too, so that
-/// `--requires=NODE` works; others don't, because each property makes a line of its own in `flux resource list`.
+/// `--requires=NODE` works, and keeps it in later epochs; others don't, because each property makes a line of its own in
+/// `flux resource list`.
 fn resource_config(roster: &Roster) -> Vec<toml::Value> {
     let shape = spare_shape(roster);
     let mut kinds: BTreeMap<(IdSet, u32, BTreeSet<&str>), Vec<Rank>> = BTreeMap::new();
@@ -192,7 +206,7 @@ fn resource_config(roster: &Roster) -> Vec<toml::Value> {
         let mut properties = BTreeSet::new();
         if let Some((entry, member)) = entry.and_then(|entry| Some((entry, entry.member.as_ref()?))) {
             properties.extend(entry.properties.iter().map(String::as_str));
-            properties.extend((member.node != entry.broker_name).then_some(member.node.as_str()));
+            properties.extend(is_node_a_property(entry).then_some(member.node.as_str()));
         }
         kinds.entry((declared.core_ids(), declared.gpus, properties)).or_default().push(rank);
     }
@@ -287,6 +301,7 @@ topo = "kary:256"
             member: Some(member("a.example", 9)),
             resources: Some(Resources { cores: 8, gpus: 2 }.into()),
             properties: ["zone=eu-1a".to_owned()].into(),
+            has_node_property: false,
             drain: None,
             revision: 2,
         };

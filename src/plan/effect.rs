@@ -31,10 +31,12 @@ impl std::fmt::Display for Effect {
 }
 
 /// The longest prefix of a field's path decides.
-const EFFECTS: [(&str, Effect); 18] = [
+const EFFECTS: [(&str, Effect); 19] = [
     ("packages", Effect::NextEpoch),
     ("packages.keep", Effect::Live),
     ("packages.mirror", Effect::Live),
+    // What must be in it is told by its sha256.
+    ("packages.bundle.url", Effect::Live),
     ("nodes", Effect::Live),
     ("size", Effect::Live),
     ("maxSize", Effect::NextEpoch),
@@ -100,7 +102,10 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::plan::settings::{pending, settings};
+    use crate::{
+        api::PackageSet,
+        plan::settings::{pending, settings},
+    };
 
     fn spec(value: &Value) -> FluxInstanceSpec {
         serde_json::from_value(value.clone()).unwrap()
@@ -156,10 +161,29 @@ mod tests {
 
     #[test]
     fn other_packages_are_for_the_next_epoch_but_not_where_they_come_from() {
-        let old = spec(&json!({"packages": {"specs": ["flux-core"]}}));
-        let new = spec(&json!({"packages": {"specs": ["flux-core >=0.88"], "mirror": "https://mirror.example.org"}}));
-        let told: Vec<_> = changes(&old, &new).into_iter().map(|change| (change.field, change.effect)).collect();
-        let expected = [("packages.mirror", Effect::Live), ("packages.specs", Effect::NextEpoch)];
-        assert_eq!(told, expected.map(|(field, effect)| (field.to_owned(), effect)));
+        let (a, b) = ("a".repeat(64), "b".repeat(64));
+        let bundle = |url: &str, sha256: &str| json!({"packages": {"bundle": {"url": url, "sha256": sha256}}});
+        let digest = |spec: &FluxInstanceSpec| {
+            let bundle = spec.packages.bundle.clone();
+            bundle.map_or_else(|| json!(spec.packages.specs).to_string(), |bundle| PackageSet::Bundle(bundle).digest())
+        };
+        let (url, sha256) = (("packages.bundle.url", Effect::Live), ("packages.bundle.sha256", Effect::NextEpoch));
+        for (old, new, expected) in [
+            (
+                json!({"packages": {"specs": ["flux-core"]}}),
+                json!({"packages": {"specs": ["flux-core >=0.88"], "mirror": "https://mirror.example.org"}}),
+                vec![("packages.mirror", Effect::Live), ("packages.specs", Effect::NextEpoch)],
+            ),
+            (bundle("https://old/b.tgz", &a), bundle("file:///srv/b.tgz", &a), vec![url]),
+            (bundle("https://old/b.tgz", &a), bundle("https://old/b.tgz", &b), vec![sha256]),
+            (bundle("https://old/b.tgz", &a), bundle("https://new/b.tgz", &b), vec![sha256, url]),
+            (json!({}), bundle("https://new/b.tgz", &a), vec![("packages.bundle", Effect::NextEpoch)]),
+        ] {
+            let (old, new) = (spec(&old), spec(&new));
+            let told: Vec<_> = changes(&old, &new).into_iter().map(|change| (change.field, change.effect)).collect();
+            let restarts = pending(&settings(&old, 3, &digest(&old), "c"), &new, &digest(&new), "c").is_some();
+            assert_eq!(restarts, expected.iter().any(|(_, effect)| *effect == Effect::NextEpoch), "{told:?}");
+            assert_eq!(told, expected.iter().map(|(field, effect)| ((*field).to_owned(), *effect)).collect::<Vec<_>>());
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! What shall be: pure functions from what was observed (and the time passed in) to what is to be written. They import
-//! nothing but the types of `api`, and nothing in here has an effect.
+//! nothing but the types of `api`, and nothing in here has an effect. One of them remembers:
+//! [`Protection`](protect::Protection) is told again and again, and knows since when a node has been needed no more.
 
 pub mod broker_toml;
 pub mod certificate;

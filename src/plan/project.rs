@@ -2,12 +2,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+pub use super::roster::lingers;
 use super::{
     eligibility::{NodeView, eligible},
     peers::{self, Fetcher},
     roster::{
-        LEAD_PATIENCE, Observed, does_lead_miss, is_former_idle, is_missed, is_online, is_overdue, may_stop, parent,
-        rank_of,
+        LEAD_PATIENCE, Observed, does_lead_miss, is_former_idle, is_missed, is_online, is_overdue, may_carry_jobs,
+        may_stop, parent, rank_of,
     },
 };
 use crate::api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
@@ -106,22 +107,21 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         if rank == 0 {
             spec.drain = drains(seen, roster);
         }
-    } else {
-        match eligible(node, &seen.spec.nodes) {
-            Ok(()) => spec.want = Want::Install,
-            Err(reason) => spec.reason = Some(reason.to_string()),
-        }
+        return spec;
+    }
+    // Without a rank its agent would end the broker that it had one for.
+    let former = |roster| Some((roster, lingers(seen, roster, seen.reports.get(&node.name)?)?));
+    if let Some((roster, rank)) = roster.and_then(former).filter(|(roster, rank)| may_carry_jobs(seen, roster, *rank)) {
+        (spec.rank, spec.epoch, spec.revision) = (Some(rank), roster.epoch, revision_for(roster, rank));
+        spec.reason =
+            Some(format!("jobs may run on ranks that hang on its broker of rank {rank}, which it had before"));
+        return spec;
+    }
+    match eligible(node, &seen.spec.nodes) {
+        Ok(()) => spec.want = Want::Install,
+        Err(reason) => spec.reason = Some(reason.to_string()),
     }
     spec
-}
-
-/// The broker that the node's agent reports is of this epoch, its rank has no member any more, and the lead has not told that
-/// it is out of the overlay: its rank.
-pub fn lingers(seen: &Observed, roster: &Roster, report: &FluxNodeStatus) -> Option<Rank> {
-    let adopted = report.adopted.as_ref()?;
-    let is_ours = adopted.instance_id == roster.instance_id && adopted.epoch == roster.epoch;
-    let has_no_member = roster.ranks.get(&adopted.rank).is_some_and(|entry| entry.member.is_none());
-    (is_ours && has_no_member && !does_lead_miss(seen, roster, adopted.rank)).then_some(adopted.rank)
 }
 
 /// The spec of a FluxNode whose Node is gone for good and whose broker is not: the broker is stopped once the lead has drained

@@ -6,10 +6,14 @@
 
 #[cfg(test)]
 mod another_tests;
+#[cfg(test)]
+mod deep_tests;
 mod drain;
 pub(super) mod epoch;
 #[cfg(test)]
 mod epoch_tests;
+#[cfg(test)]
+mod failed_tests;
 mod first;
 mod join;
 mod properties;
@@ -66,12 +70,14 @@ pub struct Observed<'a> {
     pub digest: Option<&'a str>,
     /// Fingerprint of the certificate in its Secret.
     pub certificate: Option<&'a str>,
+    /// The Secret is gone, and brokers may use what was in it.
+    pub is_certificate_gone: bool,
     /// Seconds since the Unix epoch.
     pub now: i64,
     /// How long this planner has held the Lease, and from the moment the roster is gone, how long it has been without.
     pub waited: Duration,
     /// The word of annotation [`ANNOTATION_RESTART`](crate::api::ANNOTATION_RESTART).
-    pub told: Option<&'a str>,
+    pub restart_word: Option<&'a str>,
     /// A random id, used if a new instance begins now.
     pub fresh_id: &'a str,
 }
@@ -99,7 +105,16 @@ pub fn decide(seen: &Observed) -> Decision {
     }
 }
 
-pub use drain::{is_former_idle, is_overdue, may_stop};
+/// The same where the spec can't be served: everything stays as it is, but nothing stays stopped for an epoch that does not
+/// come.
+pub fn decide_unserved(seen: &Observed) -> Decision {
+    let own = |roster: &&Roster| roster.format <= ROSTER_FORMAT && roster.instance_uid == seen.instance_uid;
+    let roster = seen.roster.filter(own).filter(|roster| roster.established);
+    let next = roster.and_then(|roster| epoch::carry_on(seen, roster));
+    next.map_or(Decision::Keep, |next| Decision::Write(Box::new(next)))
+}
+
+pub use drain::{is_former_idle, is_overdue, lingers, may_carry_jobs, may_stop};
 
 /// The member of `rank` is in the overlay, by its own agent's word, and the lead does not miss it: under a parent that is
 /// gone a broker believes for minutes that it is online.
@@ -295,7 +310,12 @@ fn is_registered_again(seen: &Observed, node: &NodeView, member: &Member) -> boo
 
 /// The parent of `rank` in the roster's tree.
 pub fn parent(roster: &Roster, rank: Rank) -> Option<Rank> {
-    Topology::parse(&roster.settings.topology, roster.settings.max_size).ok()?.parent(rank)
+    topology(roster)?.parent(rank)
+}
+
+/// The shape of the roster's tree.
+pub fn topology(roster: &Roster) -> Option<Topology> {
+    Topology::parse(&roster.settings.topology, roster.settings.max_size).ok()
 }
 
 fn is_deep(topology: &str, size: u32) -> bool {
@@ -333,6 +353,7 @@ fn entry(
         member: member(node),
         resources: resources(seen, node, rank, None),
         properties: BTreeSet::new(),
+        has_node_property: false,
         drain: None,
         revision,
     }

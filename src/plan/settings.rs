@@ -1,5 +1,7 @@
 //! What Flux reads only at start: made from the spec at each epoch's start and compared with it ever after.
 
+use std::fmt::Display;
+
 use super::topology::Topology;
 use crate::api::{DEFAULT_BROKER_PORT, EpochSettings, FluxInstanceSpec};
 
@@ -60,34 +62,38 @@ pub fn wanted(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, ce
 /// In which ways the running epoch differs from what the spec asks for now, in words; None where it doesn't.
 pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> Option<String> {
     let wanted = wanted(running, spec, digest, certificate);
-    let mut differences = Vec::new();
-    let mut compare = |name: &str, differs: bool, from: &dyn std::fmt::Display, to: &dyn std::fmt::Display| {
-        if differs {
-            differences.push(format!("{name} {from} -> {to}"));
-        }
-    };
-    compare("maxSize", running.max_size != wanted.max_size, &running.max_size, &wanted.max_size);
-    compare("topology", running.topology != wanted.topology, &running.topology, &wanted.topology);
-    compare("broker.port", running.port != wanted.port, &running.port, &wanted.port);
-    compare("packages", running.digest != wanted.digest, &running.digest, &wanted.digest);
-    compare("broker.runAs", running.run_as != wanted.run_as, &running.run_as, &wanted.run_as);
-    compare("broker.cpuWeight", running.cpu_weight != wanted.cpu_weight, &running.cpu_weight, &wanted.cpu_weight);
-    compare(
-        "broker.checkpointPeriod",
-        running.checkpoint_period != wanted.checkpoint_period,
-        &running.checkpoint_period,
-        &wanted.checkpoint_period,
-    );
-    if running.spare_shape != wanted.spare_shape {
-        differences.push("spares.shape changed".to_owned());
-    }
-    if running.certificate != wanted.certificate {
-        differences.push("certificate changed".to_owned());
-    }
-    if running.config != wanted.config {
-        differences.push("broker.config changed".to_owned());
-    }
+    // Taken apart, so that a field that is new can't be left out.
+    let EpochSettings {
+        max_size,
+        topology,
+        port,
+        digest,
+        certificate,
+        run_as,
+        config,
+        cpu_weight,
+        checkpoint_period,
+        spare_shape,
+    } = running;
+    let differences = [
+        told("maxSize", max_size, &wanted.max_size),
+        told("topology", topology, &wanted.topology),
+        told("broker.port", port, &wanted.port),
+        told("packages", digest, &wanted.digest),
+        told("broker.runAs", run_as, &wanted.run_as),
+        told("broker.cpuWeight", cpu_weight, &wanted.cpu_weight),
+        told("broker.checkpointPeriod", checkpoint_period, &wanted.checkpoint_period),
+        // Their values would be no help in a line.
+        (*spare_shape != wanted.spare_shape).then(|| "spares.shape changed".to_owned()),
+        (*certificate != wanted.certificate).then(|| "certificate changed".to_owned()),
+        (*config != wanted.config).then(|| "broker.config changed".to_owned()),
+    ];
+    let differences: Vec<_> = differences.into_iter().flatten().collect();
     (!differences.is_empty()).then(|| differences.join(", "))
+}
+
+fn told<T: PartialEq + Display>(name: &str, from: &T, to: &T) -> Option<String> {
+    (from != to).then(|| format!("{name} {from} -> {to}"))
 }
 
 #[cfg(test)]

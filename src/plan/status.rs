@@ -15,6 +15,12 @@ use crate::api::{FluxInstanceStatus, InstancePhase, KeptDump, Roster};
 /// Reason of RestartPending where an epoch was taken back.
 const REFUSED: &str = "TakenBack";
 
+/// What is said while the certificate's Secret is gone and brokers may use what was in it.
+pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
+                                       member's that has the same certificate; if no host has it any more, put it back";
+/// The condition that says so.
+pub const CERTIFICATE_MISSING: &str = "CertificateMissing";
+
 /// Why the planner can't go on, for the status and an Event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Obstacle {
@@ -29,6 +35,17 @@ pub enum Obstacle {
     },
 }
 
+/// How far the instance is.
+#[derive(Clone, Copy)]
+struct Standing {
+    lead_online: bool,
+    /// The lead was online once.
+    established: bool,
+}
+
+/// A condition's value, reason and message.
+type Holds = (bool, &'static str, String);
+
 /// The status as it shall be; equal to the present one where nothing has changed.
 pub fn status(
     seen: &Observed,
@@ -36,40 +53,13 @@ pub fn status(
     roster: Option<&Roster>,
     obstacle: Option<&Obstacle>,
 ) -> FluxInstanceStatus {
-    let mut next = seen.status.clone();
+    let mut next = counted(seen, roster);
     next.observed_generation = generation;
     let lead_online = roster.is_some_and(|roster| is_online(seen, roster, 0));
-    if let Some(roster) = roster {
-        let members = roster.ranks.values().filter_map(|entry| entry.member.as_ref());
-        next.epoch = roster.epoch;
-        next.revision = roster.revision;
-        next.max_size = roster.settings.max_size;
-        next.digest = Some(roster.settings.digest.clone());
-        next.lead = roster.lead().map(|member| member.node.clone());
-        next.size = count(members);
-        next.online = count(roster.ranks.keys().filter(|rank| is_online(seen, roster, **rank)));
-        if roster.established {
-            next.instance_id = Some(roster.instance_id.clone());
-        }
-        next.dump = newest_dump(seen);
-    }
-    next.pending_nodes = roster.and_then(|roster| holds(seen, roster, 0)).and_then(|(lead, _)| lead.pending_nodes);
-    if roster.is_none() {
-        next.online = 0;
-    }
-    let established = next.instance_id.is_some();
     let complete = lead_online && next.online == next.size;
-    next.phase = match obstacle {
-        Some(Obstacle::Problem { .. }) if !lead_online => InstancePhase::Failed,
-        _ if roster.is_some_and(|roster| roster.closing.is_some()) => InstancePhase::Restarting,
-        _ if lead_online => InstancePhase::Running,
-        _ if roster.is_some_and(|roster| roster.previous.is_some()) => InstancePhase::Restarting,
-        _ if established => InstancePhase::Degraded,
-        _ if roster.is_some() => InstancePhase::Starting,
-        _ => InstancePhase::Pending,
-    };
-    let restart = roster.map_or(Restart::None, |roster| restart(seen, roster));
-    next.message = Some(match obstacle {
+    let standing = Standing { lead_online, established: next.instance_id.is_some() };
+    next.phase = phase(roster, obstacle, standing);
+    let message = match obstacle {
         Some(Obstacle::Problem { message, .. }) => message.clone(),
         Some(Obstacle::Waiting(message)) if !lead_online => message.clone(),
         Some(Obstacle::Waiting(message)) if complete => {
@@ -77,25 +67,78 @@ pub fn status(
         }
         _ if complete => format!("{} of {} nodes online", next.online, next.size),
         _ => explain(seen, roster, &next),
-    });
-
-    let message = next.message.clone().unwrap_or_default();
-    let now = Timestamp::from_second(seen.now).unwrap_or_default();
-    let was_refused = |condition: &Condition| condition.type_ == "RestartPending" && condition.reason == REFUSED;
+    };
+    let restart = roster.map_or(Restart::None, |roster| restart(seen, roster));
     if !matches!(restart, Restart::Refused { .. }) {
         // The deadline counts from what is asked for now.
-        next.conditions.retain(|condition| !was_refused(condition));
+        next.conditions.retain(|condition| condition.type_ != "RestartPending" || condition.reason != REFUSED);
     }
-    let mut set = |type_: &str, holds: bool, reason: &str, message: &str| {
-        set_condition(&mut next.conditions, type_, holds, reason, message, generation, now);
+    let now = Timestamp::from_second(seen.now).unwrap_or_default();
+    for (type_, (holds, reason, words)) in [
+        ("Ready", (lead_online, if lead_online { "LeadOnline" } else { "LeadNotOnline" }, message.clone())),
+        ("Progressing", (!complete, if complete { "Complete" } else { "NodesToCome" }, message.clone())),
+        ("Degraded", degraded(obstacle, standing, &message)),
+        (CERTIFICATE_MISSING, certificate_missing(seen)),
+        ("ScaleDenied", scale_denied(seen, roster)),
+        ("RestartPending", restart_pending(restart)),
+    ] {
+        set_condition(&mut next.conditions, type_, holds, reason, &words, generation, now);
+    }
+    next.message = Some(message);
+    next
+}
+
+/// The status before with what the roster and the nodes' reports say by now.
+fn counted(seen: &Observed, roster: Option<&Roster>) -> FluxInstanceStatus {
+    let mut next = seen.status.clone();
+    let Some(roster) = roster else {
+        (next.online, next.pending_nodes) = (0, None);
+        return next;
     };
-    set("Ready", lead_online, if lead_online { "LeadOnline" } else { "LeadNotOnline" }, &message);
-    set("Progressing", !complete, if complete { "Complete" } else { "NodesToCome" }, &message);
-    match obstacle {
-        Some(Obstacle::Problem { reason, message }) => set("Degraded", true, reason, message),
-        _ if established && !lead_online => set("Degraded", true, "LeadNotOnline", &message),
-        _ => set("Degraded", false, "AsExpected", ""),
+    next.epoch = roster.epoch;
+    next.revision = roster.revision;
+    next.max_size = roster.settings.max_size;
+    next.digest = Some(roster.settings.digest.clone());
+    next.lead = roster.lead().map(|member| member.node.clone());
+    next.size = count(roster.ranks.values().filter_map(|entry| entry.member.as_ref()));
+    next.online = count(roster.ranks.keys().filter(|rank| is_online(seen, roster, **rank)));
+    if roster.established {
+        next.instance_id = Some(roster.instance_id.clone());
     }
+    next.dump = newest_dump(seen);
+    next.pending_nodes = holds(seen, roster, 0).and_then(|(lead, _)| lead.pending_nodes);
+    next
+}
+
+fn phase(roster: Option<&Roster>, obstacle: Option<&Obstacle>, standing: Standing) -> InstancePhase {
+    match obstacle {
+        Some(Obstacle::Problem { .. }) if !standing.lead_online => InstancePhase::Failed,
+        _ if roster.is_some_and(|roster| roster.closing.is_some()) => InstancePhase::Restarting,
+        _ if standing.lead_online => InstancePhase::Running,
+        _ if roster.is_some_and(|roster| roster.previous.is_some()) => InstancePhase::Restarting,
+        _ if standing.established => InstancePhase::Degraded,
+        _ if roster.is_some() => InstancePhase::Starting,
+        _ => InstancePhase::Pending,
+    }
+}
+
+fn degraded(obstacle: Option<&Obstacle>, standing: Standing, message: &str) -> Holds {
+    match obstacle {
+        Some(Obstacle::Problem { reason, message }) => (true, reason, message.clone()),
+        _ if standing.established && !standing.lead_online => (true, "LeadNotOnline", message.to_owned()),
+        _ => (false, "AsExpected", String::new()),
+    }
+}
+
+fn certificate_missing(seen: &Observed) -> Holds {
+    if seen.is_certificate_gone {
+        (true, "SecretGone", CERTIFICATE_IS_GONE.to_owned())
+    } else {
+        (false, "AsExpected", String::new())
+    }
+}
+
+fn scale_denied(seen: &Observed, roster: Option<&Roster>) -> Holds {
     match (seen.spec.size, roster.map(|roster| roster.settings.max_size)) {
         (Some(size), Some(max_size)) if size > max_size => {
             let more = match seen.spec.max_size {
@@ -104,22 +147,22 @@ pub fn status(
             };
             let words =
                 format!("size {size} is more than maxSize {max_size} of the running epoch: {max_size} it is; {more}");
-            set("ScaleDenied", true, "MoreThanMaxSize", &words);
+            (true, "MoreThanMaxSize", words)
         }
-        _ => set("ScaleDenied", false, "Fits", ""),
+        _ => (false, "Fits", String::new()),
     }
-    match &restart {
-        Restart::None => set("RestartPending", false, "Same", ""),
-        Restart::Waits { difference, reason } => {
-            set("RestartPending", true, "Waits", &format!("{difference}; waits for {reason}"));
-        }
+}
+
+fn restart_pending(restart: Restart) -> Holds {
+    match restart {
+        Restart::None => (false, "Same", String::new()),
+        Restart::Waits { difference, reason } => (true, "Waits", format!("{difference}; waits for {reason}")),
         Restart::Refused { difference, reason } => {
             let words = format!("{difference}; it did not come up and was taken back ({reason}): change the spec");
-            set("RestartPending", true, REFUSED, &words);
+            (true, REFUSED, words)
         }
-        Restart::Now { difference, .. } => set("RestartPending", true, "Begins", difference),
+        Restart::Now { difference, .. } => (true, "Begins", difference),
     }
-    next
 }
 
 /// The status while nothing can be planned at all: what was last seen of the nodes stands, with why it may be old.

@@ -64,6 +64,11 @@ impl Topology {
         })
     }
 
+    /// Those above `rank`, from its parent to rank 0.
+    pub fn ancestors(self, rank: Rank) -> impl Iterator<Item = Rank> {
+        std::iter::successors(self.parent(rank), move |above| self.parent(*above))
+    }
+
     /// `rank` has a child among `size` ranks, so its broker needs `bind` and its children need `connect`.
     pub fn is_interior(self, rank: Rank, size: u32) -> bool {
         let first_child = match self {

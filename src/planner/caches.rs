@@ -1,6 +1,6 @@
 //! What the planner watches, and remembers of it.
 
-use std::time::Duration;
+use std::{collections::HashMap, future::ready, time::Duration};
 
 use futures::{Stream, StreamExt, stream::select_all};
 use k8s_openapi::api::core::v1::{Namespace, Node};
@@ -11,7 +11,10 @@ use kube::{
 use tokio::time::timeout;
 use tracing::debug;
 
-use crate::api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE};
+use crate::{
+    api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE},
+    plan::eligibility::NodeView,
+};
 
 /// What the planner watches, as the API server told it last.
 pub(super) struct Caches {
@@ -23,7 +26,7 @@ pub(super) struct Caches {
 }
 
 impl Caches {
-    /// Empty ones, and a stream that fills them while it is driven: an item for each change.
+    /// Empty ones, and a stream that fills them while it is driven: an item for each change that may be one for planning.
     pub(super) fn watch(client: &Client) -> (Self, impl Stream<Item = ()> + Send + use<>) {
         let all = watcher::Config::default;
         let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()), all());
@@ -31,8 +34,14 @@ impl Caches {
         let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all());
         let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
         let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
-        let changes =
-            [node_changes.boxed(), flux_node_changes.boxed(), instance_changes.boxed(), namespace_changes.boxed()];
+        let mut known = HashMap::new();
+        let node_changes = node_changes.filter(move |event| ready(is_news(&mut known, event)));
+        let changes = [
+            node_changes.map(drop).boxed(),
+            flux_node_changes.map(drop).boxed(),
+            instance_changes.map(drop).boxed(),
+            namespace_changes.map(drop).boxed(),
+        ];
         (Self { nodes, flux_nodes, instances, namespaces }, select_all(changes))
     }
 
@@ -43,7 +52,8 @@ impl Caches {
         is_ending || !self.instances.state().iter().any(|flux| stays(flux))
     }
 
-    /// All three lists have been read once: before, what is missing proves nothing.
+    /// Nodes, FluxNodes and FluxInstances have been read once: before, what is missing proves nothing. The Namespace is not
+    /// waited for: only what it says counts, that it is being deleted, and nothing is planned because it is missing.
     pub(super) async fn are_complete(&self) -> bool {
         let ready = async {
             let _ = tokio::join!(
@@ -56,7 +66,19 @@ impl Caches {
     }
 }
 
-fn watch<K>(api: Api<K>, config: watcher::Config) -> (Store<K>, impl Stream<Item = ()> + Send)
+/// What a kubelet says again and again is none: its heartbeat, and its images.
+fn is_news(known: &mut HashMap<String, NodeView>, event: &watcher::Event<Node>) -> bool {
+    match event {
+        watcher::Event::Apply(node) | watcher::Event::InitApply(node) => {
+            let view = NodeView::from(node);
+            known.insert(view.name.clone(), view.clone()) != Some(view)
+        }
+        watcher::Event::Delete(node) => known.remove(&node.name_any()).is_some(),
+        watcher::Event::Init | watcher::Event::InitDone => true,
+    }
+}
+
+fn watch<K>(api: Api<K>, config: watcher::Config) -> (Store<K>, impl Stream<Item = watcher::Event<K>> + Send)
 where
     K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + Sync + 'static,
 {
@@ -65,7 +87,36 @@ where
         if let Err(error) = &event {
             debug!(%error, "a watch was interrupted");
         }
-        event.is_ok().then_some(())
+        event.ok()
     });
     (store, changes)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_heartbeat_is_no_news_of_a_node() {
+        let node = |uid: &str, ready: &str, heartbeat: &str| -> Node {
+            let condition = json!({"type": "Ready", "status": ready, "lastHeartbeatTime": heartbeat});
+            let node = json!({"metadata": {"name": "node1", "uid": uid}, "status": {"conditions": [condition]}});
+            serde_json::from_value(node).unwrap()
+        };
+        let (early, late) = ("2026-01-01T00:00:00Z", "2026-01-01T00:05:00Z");
+        let mut known = HashMap::new();
+        for (event, expected) in [
+            (watcher::Event::InitApply(node("a", "False", early)), true),
+            (watcher::Event::InitDone, true),
+            (watcher::Event::Apply(node("a", "False", late)), false),
+            (watcher::Event::Apply(node("a", "True", late)), true),
+            (watcher::Event::Delete(node("a", "True", late)), true),
+            (watcher::Event::Apply(node("a", "True", late)), true),
+            (watcher::Event::Apply(node("b", "True", late)), true),
+        ] {
+            assert_eq!(is_news(&mut known, &event), expected, "{event:?}");
+        }
+    }
 }

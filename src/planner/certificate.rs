@@ -34,10 +34,6 @@ impl Published {
     }
 }
 
-/// What is said while it is gone; the agents know it by this.
-pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
-                                       member's that has the same certificate; if no host has it any more, put it back";
-
 /// Reads the certificate; None where the Secret isn't there.
 ///
 /// # Errors

@@ -12,14 +12,15 @@ use super::{PlannerError, call};
 use crate::{
     api::{
         ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, FluxInstance, FluxInstanceSpec,
-        FluxInstanceStatus, INSTANCE, InstancePhase, NAMESPACE, read_spec,
+        FluxInstanceStatus, INSTANCE, InstancePhase, NAMESPACE, read_instance,
     },
     clock,
     plan::status::set_condition,
 };
 
 /// Makes the first FluxInstance from ConfigMap `flux-default`, once: a file can't hold an object beside its own new CRD.
-/// `existing` is the FluxInstance that is there.
+/// `existing` is the FluxInstance that is there. To be called in every round also while it is: a ConfigMap that was made
+/// anew beside it has no mark, and unless it gets one the FluxInstance comes back as soon as it is deleted.
 ///
 /// # Errors
 /// The API server's; [`PlannerError::Content`] where the ConfigMap holds no spec.
@@ -58,7 +59,7 @@ pub fn default_reference() -> ObjectReference {
 }
 
 fn parse_default(text: &str) -> Result<FluxInstanceSpec, PlannerError> {
-    read_spec(text).map_err(|reason| PlannerError::Content {
+    read_instance(text).map_err(|reason| PlannerError::Content {
         object: format!("ConfigMap {CONFIGMAP_DEFAULT}"),
         reason: format!("{CONFIGMAP_DEFAULT_KEY} {reason}"),
     })

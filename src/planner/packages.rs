@@ -52,8 +52,9 @@ pub enum Published {
 impl Resolver {
     /// The published package set; resolves and publishes one where there is none for the present question.
     ///
-    /// `platforms` are those of the nodes that are there, `running` is the digest of the running epoch's set. A set that is published answers for the platforms it was made
-    /// for: a node of another kind that comes later is a reason to resolve only when somebody asks.
+    /// `platforms` are those of the nodes that are there, `running` is the digest of the running epoch's set. A set that is
+    /// published answers for the platforms it was made for: a node of another kind that comes later is a reason to resolve
+    /// only when somebody asks.
     ///
     /// # Errors
     /// The API server's.

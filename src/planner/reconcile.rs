@@ -1,41 +1,35 @@
 //! The planner's loop: wake on any change, gather for a moment, observe everything, decide, write.
 
-use std::{collections::BTreeMap, collections::HashMap, pin::pin, time::Duration};
+mod needs;
+mod tell;
+
+use std::{collections::BTreeMap, collections::HashMap, pin::pin, sync::Arc, time::Duration};
 
 use futures::StreamExt;
 use kube::{Client, Resource, ResourceExt};
 use tokio::time::{Instant, timeout, timeout_at};
-use tracing::{debug, info, warn};
+use tracing::{debug, warn};
 
-use super::{
-    Announcer, PlannerError,
-    caches::Caches,
-    certificate::{self, CERTIFICATE_IS_GONE},
-    instance,
-    packages::{Published, Resolver},
-    protect, publish,
-};
+use self::needs::Sources;
+use super::{Announcer, PlannerError, caches::Caches, instance, packages::Resolver, protect, publish, store::Document};
 use crate::{
     api::{
-        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, PackageSet,
-        ROSTER_FORMAT, Roster, validate,
+        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, ROSTER_FORMAT,
+        Roster, validate,
     },
     clock, error_chain,
-    packages::lock_urls,
     plan::{
         eligibility::NodeView,
-        peers::is_on_every_host,
         project::{lingers, project_all},
         protect::{Change, Protection},
-        roster::{
-            Decision, Observed, candidates, decide, is_certificate_in_use, is_certificate_of_another, retain_secs,
-        },
-        status::{Obstacle, status, stopped},
+        roster::{Decision, Observed, candidates, decide, decide_unserved, retain_secs},
+        status::{Obstacle, status},
     },
 };
 
-/// A burst of joins becomes one revision.
-const GATHER: Duration = Duration::from_millis(400);
+/// What comes at once, as a burst of joins does, becomes one revision. What comes later is gathered by the lead: after a live
+/// change it takes in the newest roster, however many revisions that is ahead.
+const GATHER: Duration = Duration::from_millis(100);
 /// Time alone decides a few things (retain, patience): look at least this often.
 const TICK: Duration = Duration::from_secs(2);
 /// Nodes whose annotations can't be written are left alone for so long.
@@ -52,7 +46,7 @@ pub async fn run(client: Client, identity: &str) {
         since: Instant::now(),
         had_roster: false,
         gone: HashMap::new(),
-        sources: HashMap::new(),
+        sources: Sources::default(),
         validated: None,
         forgotten: false,
         protection: Protection::default(),
@@ -88,8 +82,7 @@ struct Planner {
     had_roster: bool,
     /// FluxNodes without Node and without rank, and since when.
     gone: HashMap<String, Instant>,
-    /// Where the published package sets come from, by digest.
-    sources: HashMap<String, Source>,
+    sources: Sources,
     /// The generation of the spec that was looked at, and what was wrong with it: a lock in it is long.
     validated: Option<(String, i64, Option<String>)>,
     /// What was made for an instance that is over has been taken off.
@@ -97,22 +90,6 @@ struct Planner {
     protection: Protection,
     /// Not before then.
     protect_again: Option<Instant>,
-}
-
-/// Where a package set comes from.
-struct Source {
-    /// A mirror stands in for a lock's channels, and for nothing else.
-    mirrored: bool,
-    urls: Vec<String>,
-}
-
-impl From<&PackageSet> for Source {
-    fn from(set: &PackageSet) -> Self {
-        match set {
-            PackageSet::Bundle(source) => Self { mirrored: false, urls: vec![source.url.clone()] },
-            PackageSet::Lock { lock, .. } => Self { mirrored: true, urls: lock_urls(lock).unwrap_or_default() },
-        }
-    }
 }
 
 impl Planner {
@@ -153,7 +130,6 @@ impl Planner {
         nodes: &[NodeView],
         reports: &BTreeMap<String, FluxNodeStatus>,
     ) -> Result<(), PlannerError> {
-        let flux_nodes = caches.flux_nodes.state();
         let uid = flux.uid().unwrap_or_default();
         let empty = FluxInstanceStatus::default();
         let fresh_id = uuid::Uuid::new_v4().to_string();
@@ -171,50 +147,26 @@ impl Planner {
             roster: stored.as_ref().map(|(roster, _)| roster),
             digest: None,
             certificate: None,
+            is_certificate_gone: false,
             now: clock::now().as_second(),
             waited: self.since.elapsed(),
-            told: flux.annotations().get(ANNOTATION_RESTART).map(String::as_str),
+            restart_word: flux.annotations().get(ANNOTATION_RESTART).map(String::as_str),
             fresh_id: &fresh_id,
         };
-        let own = |roster: &&Roster| roster.instance_uid == uid;
 
-        let generation = flux.metadata.generation.unwrap_or_default();
-        if self.validated.as_ref().is_none_or(|(of, seen, _)| (of, *seen) != (&uid, generation)) {
-            self.validated = Some((uid.clone(), generation, validate(&flux.spec).err().map(|error| error.to_string())));
-        }
-        let wrong = self.validated.as_ref().and_then(|(_, _, wrong)| wrong.clone());
-        let mut obstacle = wrong.map(|message| Obstacle::Problem { reason: "InvalidSpec", message });
-        let digest = match &obstacle {
-            None => self.packages(&seen, &mut obstacle).await?,
-            Some(_) => None,
-        };
-        let fingerprint = self.certificate(&seen, &mut obstacle).await?;
+        let mut obstacle = self.invalid_spec(flux, &uid);
+        // With a spec that can't be served, everything stays as it is.
+        let is_invalid = obstacle.is_some();
+        let digest = if is_invalid { None } else { self.packages(&seen, &mut obstacle).await? };
+        let fingerprint = self.certificate(&mut seen, &mut obstacle).await?;
         seen.digest = digest.as_deref();
         seen.certificate = fingerprint.as_deref();
 
-        // With a spec that can't be served, everything stays as it is.
-        let invalid = matches!(&obstacle, Some(Obstacle::Problem { reason: "InvalidSpec", .. }));
-        let decision = if invalid { Decision::Keep } else { decide(&seen) };
-        let is_newer = seen.roster.is_some_and(|roster| roster.format > ROSTER_FORMAT);
-        let mut written = None;
-        match decision {
-            Decision::Keep => {}
-            Decision::Wait(reason) => {
-                // What somebody has to mend is told before what will come by itself.
-                let has_problem = matches!(obstacle, Some(Obstacle::Problem { .. }));
-                if is_newer {
-                    obstacle = Some(Obstacle::Problem { reason: "NewerRoster", message: reason });
-                } else if candidates(&seen).is_empty() && !has_problem {
-                    obstacle = Some(Obstacle::Problem { reason: "NoEligibleNode", message: reason });
-                } else {
-                    obstacle.get_or_insert(Obstacle::Waiting(reason));
-                }
-            }
-            Decision::Write(next) => {
-                publish::write_roster(&self.client, &next, stored.as_ref().map(|(_, document)| document)).await?;
-                written = Some(*next);
-            }
-        }
+        let decision = if is_invalid { decide_unserved(&seen) } else { decide(&seen) };
+        let before = stored.as_ref().map(|(_, document)| document);
+        let written = self.follow(decision, &seen, before, &mut obstacle).await?;
+        let is_newer = is_newer(&seen);
+        let own = |roster: &&Roster| roster.instance_uid == uid;
         let roster = written.as_ref().or(seen.roster.filter(own));
         seen.roster = roster;
         if !caches.is_over() {
@@ -223,115 +175,61 @@ impl Planner {
         }
         // What a newer version has planned is not published in the words of this one.
         if !is_newer {
-            if let Some(roster) = roster {
-                publish::write_broker_toml(&self.client, roster).await?;
-            }
-            self.know_running_set(roster).await?;
-            let mirror = flux.spec.packages.mirror.as_slice();
-            let is_local = |digest: &str| {
-                self.sources.get(digest).is_some_and(|source| match mirror {
-                    [_] if source.mirrored => is_on_every_host(mirror),
-                    _ => is_on_every_host(&source.urls),
-                })
-            };
-            for (flux_node, spec) in project_all(&seen, roster, flux_nodes.iter().map(AsRef::as_ref), is_local) {
-                publish::write_node(&self.client, flux_node, &spec).await?;
-            }
-            self.collect(&seen, roster, &flux_nodes).await?;
+            self.publish(&seen, roster, &caches.flux_nodes.state()).await?;
         }
-
         let next = status(&seen, flux.meta().generation.unwrap_or_default(), roster, obstacle.as_ref());
         self.announce(flux, &next, obstacle.as_ref()).await;
         instance::write_status(&self.client, flux, &next).await
     }
 
-    /// Digest of the published package set.
-    async fn packages(
+    /// The roster that was written in place of `before`; None where that stays.
+    async fn follow(
+        &self,
+        decision: Decision,
+        seen: &Observed<'_>,
+        before: Option<&Document>,
+        obstacle: &mut Option<Obstacle>,
+    ) -> Result<Option<Roster>, PlannerError> {
+        match decision {
+            Decision::Keep => Ok(None),
+            Decision::Wait(reason) => {
+                *obstacle = Some(told_while_waiting(seen, obstacle.take(), reason));
+                Ok(None)
+            }
+            Decision::Write(next) => {
+                publish::write_roster(&self.client, &next, before).await?;
+                Ok(Some(*next))
+            }
+        }
+    }
+
+    /// What is wrong with the spec, which is looked at once.
+    fn invalid_spec(&mut self, flux: &FluxInstance, uid: &str) -> Option<Obstacle> {
+        let generation = flux.metadata.generation.unwrap_or_default();
+        if self.validated.as_ref().is_none_or(|(of, seen, _)| (of.as_str(), *seen) != (uid, generation)) {
+            let wrong = validate(&flux.spec).err().map(|error| error.to_string());
+            self.validated = Some((uid.to_owned(), generation, wrong));
+        }
+        let wrong = self.validated.as_ref().and_then(|(_, _, wrong)| wrong.clone());
+        wrong.map(|message| Obstacle::Problem { reason: "InvalidSpec", message })
+    }
+
+    /// What follows from the roster: the configuration, and the words to each node.
+    async fn publish(
         &mut self,
         seen: &Observed<'_>,
-        obstacle: &mut Option<Obstacle>,
-    ) -> Result<Option<String>, PlannerError> {
-        let mut platforms: Vec<_> =
-            seen.reports.values().filter_map(|report| Some(report.facts.as_ref()?.platform.clone())).collect();
-        platforms.sort();
-        platforms.dedup();
-        let running = seen.roster.map(|roster| roster.settings.digest.as_str());
-        Ok(match self.resolver.published(&self.client, &seen.spec.packages, &platforms, running).await? {
-            Published::Is(set) => Some(self.know(&set)),
-            Published::Pending => {
-                *obstacle = Some(Obstacle::Waiting("the packages are being resolved".to_owned()));
-                None
-            }
-            Published::Still(set, message) => {
-                *obstacle = Some(Obstacle::Problem { reason: "PackagesUnresolved", message });
-                Some(self.know(&set))
-            }
-            Published::Failed(message) => {
-                *obstacle = Some(Obstacle::Problem { reason: "PackagesUnresolved", message });
-                None
-            }
-        })
-    }
-
-    fn know(&mut self, set: &PackageSet) -> String {
-        let digest = set.digest();
-        self.sources.entry(digest.clone()).or_insert_with(|| Source::from(set));
-        digest
-    }
-
-    /// The package set of the running epoch, where the spec asks for another one by now.
-    async fn know_running_set(&mut self, roster: Option<&Roster>) -> Result<(), PlannerError> {
-        if roster.is_some_and(|roster| !self.sources.contains_key(&roster.settings.digest)) {
-            self.sources.clear();
-            for set in publish::read_packages(&self.client).await? {
-                self.know(&set);
-            }
+        roster: Option<&Roster>,
+        flux_nodes: &[Arc<FluxNode>],
+    ) -> Result<(), PlannerError> {
+        if let Some(roster) = roster {
+            publish::write_broker_toml(&self.client, roster).await?;
         }
-        Ok(())
-    }
-
-    /// Fingerprint of the certificate. One is made only where none can be in use.
-    async fn certificate(
-        &self,
-        seen: &Observed<'_>,
-        obstacle: &mut Option<Obstacle>,
-    ) -> Result<Option<String>, PlannerError> {
-        match certificate::read_published(&self.client).await {
-            Ok(Some(published)) if is_certificate_of_another(seen, published.made_for(seen.instance_uid)) => {
-                info!("the certificate is of the instance before: making another one");
-                certificate::discard(&self.client, published).await?;
-                self.make_certificate(seen.instance_uid).await?;
-                Ok(None)
-            }
-            Ok(Some(published)) => Ok(Some(published.certificate.fingerprint())),
-            Ok(None) => {
-                if is_certificate_in_use(seen) {
-                    obstacle.get_or_insert_with(|| Obstacle::Waiting(CERTIFICATE_IS_GONE.to_owned()));
-                } else {
-                    self.make_certificate(seen.instance_uid).await?;
-                }
-                Ok(None)
-            }
-            Err(PlannerError::Content { object, reason }) => {
-                let message = format!("{object}: {reason}");
-                obstacle.get_or_insert(Obstacle::Problem { reason: "MalformedCertificate", message });
-                Ok(None)
-            }
-            // Refused by the API server, such as a role that is not bound yet.
-            Err(error) if error.code().is_some() => {
-                obstacle.get_or_insert_with(|| Obstacle::Waiting(error_chain(&error)));
-                Ok(None)
-            }
-            Err(error) => Err(error),
+        self.know_running_set(roster).await?;
+        let is_local = |digest: &str| self.sources.is_local(digest, seen.spec.packages.mirror.as_ref());
+        for (flux_node, spec) in project_all(seen, roster, flux_nodes.iter().map(AsRef::as_ref), is_local) {
+            publish::write_node(&self.client, flux_node, &spec).await?;
         }
-    }
-
-    async fn make_certificate(&self, instance_uid: &str) -> Result<(), PlannerError> {
-        let made = certificate::generate().map_err(|error| PlannerError::Content {
-            object: "the kernel's randomness".to_owned(),
-            reason: error.to_string(),
-        })?;
-        certificate::create(&self.client, &made, instance_uid).await
+        self.collect(seen, roster, flux_nodes).await
     }
 
     /// Keeps autoscalers away from Nodes, or lets them again. Whatever becomes of it, planning goes on.
@@ -355,7 +253,7 @@ impl Planner {
         &mut self,
         seen: &Observed<'_>,
         roster: Option<&Roster>,
-        flux_nodes: &[std::sync::Arc<FluxNode>],
+        flux_nodes: &[Arc<FluxNode>],
     ) -> Result<(), PlannerError> {
         let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
         let members: Vec<_> =
@@ -379,40 +277,19 @@ impl Planner {
         }
         Ok(())
     }
+}
 
-    /// What keeps the planner from planning at all, where people look.
-    async fn report(&mut self, caches: &Caches, error: &PlannerError) {
-        let words = error_chain(error);
-        warn!(error = words, "planning failed");
-        // What somebody has to mend; all else is the API server's, and passes.
-        if matches!(error, PlannerError::Content { .. }) || error.code() == Some(422) {
-            let instances = caches.instances.state();
-            let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
-            let about = flux.map_or_else(instance::default_reference, |flux| flux.object_ref(&()));
-            let reason = error.reason();
-            self.announcer.say(&about, true, reason, &words).await;
-            let Some(flux) = flux else { return };
-            let next =
-                stopped(flux.status.as_ref().unwrap_or(&FluxInstanceStatus::default()), reason, &words, clock::now());
-            if let Err(error) = instance::write_status(&self.client, flux, &next).await {
-                warn!(error = error_chain(&error), "the FluxInstance's status could not be written");
-            }
-        }
-    }
+/// A newer version has written the roster.
+fn is_newer(seen: &Observed) -> bool {
+    seen.roster.is_some_and(|roster| roster.format > ROSTER_FORMAT)
+}
 
-    /// Problems as warnings, changes of phase as plain news.
-    async fn announce(&mut self, flux: &FluxInstance, next: &FluxInstanceStatus, obstacle: Option<&Obstacle>) {
-        let about = flux.object_ref(&());
-        let message = next.message.as_deref().unwrap_or_default();
-        if let Some(Obstacle::Problem { reason, message }) = obstacle {
-            self.announcer.say(&about, true, reason, message).await;
-        } else if flux.status.as_ref().is_none_or(|before| before.phase != next.phase) {
-            self.announcer.say(&about, false, &format!("{:?}", next.phase), message).await;
-        }
-        let denied = |status: &FluxInstanceStatus| status.holding("ScaleDenied").map(|denied| denied.message.clone());
-        if let Some(words) = denied(next).filter(|words| flux.status.as_ref().and_then(denied).as_ref() != Some(words))
-        {
-            self.announcer.say(&about, true, "ScaleDenied", &words).await;
-        }
+/// What is told where nothing can be planned for `reason`: what somebody has to mend goes before what will come by itself.
+fn told_while_waiting(seen: &Observed, obstacle: Option<Obstacle>, reason: String) -> Obstacle {
+    match obstacle {
+        _ if is_newer(seen) => Obstacle::Problem { reason: "NewerRoster", message: reason },
+        Some(problem @ Obstacle::Problem { .. }) => problem,
+        _ if candidates(seen).is_empty() => Obstacle::Problem { reason: "NoEligibleNode", message: reason },
+        waiting => waiting.unwrap_or(Obstacle::Waiting(reason)),
     }
 }

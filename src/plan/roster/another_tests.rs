@@ -1,10 +1,13 @@
 //! A FluxInstance that is made while hosts still hold the one before it.
 
 use super::{
-    Decision, LEAD_PATIENCE, REPORTS_TIMEOUT, is_certificate_in_use, is_certificate_of_another,
+    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, is_certificate_in_use, is_certificate_of_another,
     tests::{World, roster},
 };
-use crate::api::Adopted;
+use crate::{
+    api::{Adopted, NodePhase},
+    plan::status::{CERTIFICATE_MISSING, Obstacle, status},
+};
 
 fn adopted(rank: u32, instance_uid: Option<&str>, instance_id: &str) -> Adopted {
     Adopted {
@@ -103,4 +106,19 @@ fn a_new_instance_gets_a_certificate_of_its_own_and_a_running_one_keeps_what_it_
     world.reports.get_mut("node1").unwrap().adopted = None;
     world.status.instance_id = Some("id".into());
     assert!(!is_anothers(&world, None), "the lead was online, and will be again");
+}
+
+#[test]
+fn a_certificate_that_is_gone_is_told_whatever_else_is_to_be_told() {
+    let mut world = World::up(2);
+    let problem = Obstacle::Problem { reason: "InvalidSpec", message: "a word is misspelt".to_owned() };
+    for (obstacle, is_gone) in [(None, true), (Some(problem.clone()), true), (Some(problem), false), (None, false)] {
+        for name in ["node1", "node2"] {
+            let seen = Observed { is_certificate_gone: is_gone, ..world.seen() };
+            let told = status(&seen, 1, seen.roster, obstacle.as_ref());
+            assert_eq!(told.holding(CERTIFICATE_MISSING).is_some(), is_gone, "{obstacle:?} {name}");
+            world.reports.get_mut(name).unwrap().phase = NodePhase::Offline;
+        }
+        world = World::up(2);
+    }
 }

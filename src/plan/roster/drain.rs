@@ -1,11 +1,11 @@
 //! Members that get no new jobs: those that leave are drained, idle, stopped, and only then without rank; those that have
 //! less than they declare are drained, idle, and then declare what they have.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
-use super::{Observed, by_uid, holds, is_online, resources};
+use super::{Observed, by_uid, does_lead_miss, holds, is_online, resources, topology};
 use crate::{
-    api::{Draining, FluxNodeStatus, Rank, Roster, RosterEntry},
+    api::{Draining, FluxNodeStatus, IdSet, Rank, Roster, RosterEntry},
     plan::{
         eligibility::{NodeView, selected},
         resources::lack,
@@ -21,8 +21,13 @@ pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
     let size = seen.spec.size.map_or(usize::MAX, |size| size as usize);
     let nodes = by_uid(seen);
     let members: Vec<Rank> = roster.ranks.iter().filter(|(_, e)| e.member.is_some()).map(|(rank, _)| *rank).collect();
+    let topology = topology(roster);
+    // Those whose brokers end, and all below them with them.
+    let mut ending: BTreeSet<Rank> = seen.reports.values().filter_map(|report| lingers(seen, roster, report)).collect();
     for (place, rank) in members.into_iter().enumerate() {
-        let wanted = reason(seen, &nodes, roster, rank, place >= size);
+        let hangs_on = || topology?.ancestors(rank).find(|above| ending.contains(above));
+        let below = || hangs_on().map(|above| (format!("rank {above}, which it hangs on, leaves"), false));
+        let wanted = reason(seen, &nodes, roster, rank, place >= size).or_else(below);
         let stopped = has_left(seen, roster, rank);
         let Some(entry) = roster.ranks.get_mut(&rank) else { continue };
         if entry.member.as_ref().is_some_and(|member| !nodes.contains_key(member.uid.as_str())) {
@@ -34,8 +39,10 @@ pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
                 entry.drain.as_ref().filter(|before| before.leave == leave).map_or(seen.now, |before| before.since);
             Draining { reason, leave, since }
         });
-        if entry.drain.as_ref().is_some_and(|drain| drain.leave) && stopped {
-            (entry.member, entry.drain) = (None, None);
+        match &entry.drain {
+            Some(drain) if drain.leave && stopped => (entry.member, entry.drain) = (None, None),
+            Some(drain) if drain.leave => drop(ending.insert(rank)),
+            _ => {}
         }
     }
 }
@@ -75,13 +82,36 @@ fn going(node: &NodeView) -> Option<&'static str> {
 }
 
 /// The member of `rank` is to leave.
-fn leaving(roster: &Roster, rank: Rank) -> Option<&Draining> {
+pub(super) fn leaving(roster: &Roster, rank: Rank) -> Option<&Draining> {
     roster.ranks.get(&rank)?.drain.as_ref().filter(|drain| drain.leave)
 }
 
-/// A leaving member may be stopped: the lead has drained it and no job runs there, or its time is over.
+/// The broker that the node's agent reports is of this epoch, its rank has no member any more, and the lead has not told that
+/// it is out of the overlay: its rank.
+pub fn lingers(seen: &Observed, roster: &Roster, report: &FluxNodeStatus) -> Option<Rank> {
+    let adopted = report.adopted.as_ref()?;
+    let is_ours = adopted.instance_id == roster.instance_id && adopted.epoch == roster.epoch;
+    let has_no_member = roster.ranks.get(&adopted.rank).is_some_and(|entry| entry.member.is_none());
+    (is_ours && has_no_member && !does_lead_miss(seen, roster, adopted.rank)).then_some(adopted.rank)
+}
+
+/// A leaving member may be stopped: the lead has drained it and no job runs there nor below it, or its time is over.
 pub fn may_stop(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    leaving(roster, rank).is_some() && (is_overdue(seen, roster, rank) || gets_no_jobs(seen, roster, rank))
+    let is_of_no_use = || gets_no_jobs(seen, roster, rank) && !may_carry_jobs(seen, roster, rank);
+    leaving(roster, rank).is_some() && (is_overdue(seen, roster, rank) || is_of_no_use())
+}
+
+/// Jobs run below `rank` in a deep tree, or may be given to somebody there any moment: with its broker all those below it
+/// end, and their jobs.
+pub fn may_carry_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    let size = roster.settings.max_size;
+    let Some(topology) = topology(roster).filter(|topology| topology.is_interior(rank, size)) else { return false };
+    let lead = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report);
+    let allocated = lead.and_then(|lead| lead.allocated.as_ref());
+    let is_below = |other: Rank| topology.ancestors(other).any(|above| above == rank);
+    let gets_none = |rank, entry| does_lead_miss(seen, roster, rank) || does_lead_keep_idle(seen, roster, rank, entry);
+    allocated.is_none_or(|IdSet(ranks)| ranks.iter().any(|busy| is_below(*busy)))
+        || roster.ranks.iter().any(|(other, entry)| is_below(*other) && !gets_none(*other, entry))
 }
 
 /// No job runs on `rank`, by the lead's word, and none will: it is to be drained, and the lead has done so.
@@ -90,10 +120,10 @@ pub(super) fn gets_no_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool
     entry.is_some_and(|entry| does_lead_keep_idle(seen, roster, rank, entry))
 }
 
-/// As [`gets_no_jobs`], of a rank whose member is gone and whose broker is not.
+/// As [`may_stop`], of a rank whose member is gone and whose broker is not.
 pub fn is_former_idle(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let entry = roster.ranks.get(&rank).filter(|entry| entry.member.is_none());
-    entry.is_some_and(|entry| does_lead_keep_idle(seen, roster, rank, entry))
+    entry.is_some_and(|entry| does_lead_keep_idle(seen, roster, rank, entry)) && !may_carry_jobs(seen, roster, rank)
 }
 
 fn does_lead_keep_idle(seen: &Observed, roster: &Roster, rank: Rank, entry: &RosterEntry) -> bool {

@@ -7,9 +7,9 @@ use std::{collections::BTreeMap, time::Duration};
 
 use super::{Observed, candidates, facts, first::is_broker_name, holds, is_online, member, properties, resources};
 use crate::{
-    api::{Closing, EpochSettings, Member, OnFailure, Rank, Refused, Roster, RosterEntry},
+    api::{Closing, EpochSettings, FluxNodeStatus, Member, NodePhase, OnFailure, Rank, Refused, Roster, RosterEntry},
     plan::{
-        broker_toml::spare_name,
+        broker_toml::{is_node_a_property, spare_name},
         settings::{pending, settings, wanted},
     },
 };
@@ -50,35 +50,56 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
         // A job has slipped in between. It wins, and nothing else is held up until it ends.
         let is_busy = report.allocated.as_ref().is_some_and(|ranks| !ranks.is_empty());
         if closing == Closing::WhenIdle && report.adopted.is_some() && is_busy {
-            return Some(Roster { closing: None, revision: roster.revision + 1, ..roster.clone() });
+            return Some(with_closing(roster, None));
         }
         let closed = report.closed == Some(roster.epoch) && report.adopted.is_none();
-        let settings = settings(seen.spec, candidates(seen).len(), seen.digest?, seen.certificate?);
-        return closed.then(|| next_epoch(seen, roster, settings)).flatten();
+        if !closed {
+            return None;
+        }
+        let (Some(digest), Some(certificate)) = (seen.digest, seen.certificate) else {
+            // Nobody knows when what the next epoch needs can be had. The brokers of this one can start.
+            return Some(with_closing(roster, None));
+        };
+        return next_epoch(seen, roster, settings(seen.spec, candidates(seen).len(), digest, certificate));
     }
-    if let Some(previous) = &roster.previous {
-        if is_online(seen, roster, 0) {
-            return Some(Roster { previous: None, revision: roster.revision + 1, ..roster.clone() });
-        }
-        let keeps_dying = report.keeps_dying == Some(roster.epoch) && report.adopted.is_none();
-        if keeps_dying && seen.spec.upgrade.on_failure == OnFailure::GoBack {
-            let reason = report.message.clone().unwrap_or_default();
-            let refused = Some(Refused { settings: roster.settings.clone(), reason });
-            // The old certificate is nowhere any more, and there is nothing in one that a broker could stumble over.
-            let certificate = roster.settings.certificate.clone();
-            let back = next_epoch(seen, roster, EpochSettings { certificate, ..previous.clone() })?;
-            return Some(Roster { previous: None, refused, ..back });
-        }
+    if let Some(next) = come_up_or_go_back(seen, roster, report) {
+        return Some(next);
     }
     match restart(seen, roster) {
-        Restart::Now { closing, .. } => Some(closed_by(roster, closing)),
+        Restart::Now { closing, .. } => Some(with_closing(roster, Some(closing))),
         _ => None,
     }
 }
 
-/// `roster`, whose epoch is to end.
-pub(super) fn closed_by(roster: &Roster, closing: Closing) -> Roster {
-    let mut next = Roster { closing: Some(closing), revision: roster.revision + 1, ..roster.clone() };
+/// The next roster, where the spec can't be served: the epoch that was to end goes on, its lead stopped or not.
+pub(super) fn carry_on(seen: &Observed, roster: &Roster) -> Option<Roster> {
+    match roster.closing {
+        Some(_) => Some(with_closing(roster, None)),
+        None => come_up_or_go_back(seen, roster, seen.reports.get(&roster.lead()?.node)?),
+    }
+}
+
+/// Of an epoch whose lead was not online yet: it is, or it won't be.
+fn come_up_or_go_back(seen: &Observed, roster: &Roster, report: &FluxNodeStatus) -> Option<Roster> {
+    let previous = roster.previous.as_ref()?;
+    if is_online(seen, roster, 0) {
+        return Some(Roster { previous: None, revision: roster.revision + 1, ..roster.clone() });
+    }
+    let keeps_dying = report.keeps_dying == Some(roster.epoch) && report.adopted.is_none();
+    if !keeps_dying || seen.spec.upgrade.on_failure != OnFailure::GoBack {
+        return None;
+    }
+    let reason = report.message.clone().unwrap_or_default();
+    let refused = Some(Refused { settings: roster.settings.clone(), reason });
+    // The old certificate is nowhere any more, and there is nothing in one that a broker could stumble over.
+    let certificate = roster.settings.certificate.clone();
+    let back = next_epoch(seen, roster, EpochSettings { certificate, ..previous.clone() })?;
+    Some(Roster { previous: None, refused, ..back })
+}
+
+/// `roster`, whose epoch is to end in this way, or goes on.
+pub(super) fn with_closing(roster: &Roster, closing: Option<Closing>) -> Roster {
+    let mut next = Roster { closing, revision: roster.revision + 1, ..roster.clone() };
     // The lead is told by its own entry's revision.
     next.ranks.entry(0).and_modify(|entry| entry.revision = next.revision);
     next
@@ -87,20 +108,11 @@ pub(super) fn closed_by(roster: &Roster, closing: Closing) -> Roster {
 /// Whether a coordinated restart is due, and else what it waits for.
 pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     let (Some(digest), Some(certificate)) = (seen.digest, seen.certificate) else { return Restart::None };
-    let told = seen.told.is_some() && seen.told != roster.restart.as_deref();
+    let told = seen.restart_word.is_some() && seen.restart_word != roster.restart.as_deref();
     let by_spec = pending(&roster.settings, seen.spec, digest, certificate);
-    let by_agents = || {
-        // Only of those who run a broker of this epoch: others may have said so of an older one.
-        let members = roster
-            .ranks
-            .iter()
-            .filter_map(|(rank, entry)| Some((&entry.member.as_ref()?.node, holds(seen, roster, *rank)?.0)));
-        let mut differences = members.filter_map(|(node, report)| {
-            report.restart_pending.as_ref().map(|difference| format!("{node}: {difference}"))
-        });
-        differences.next()
-    };
-    let Some(difference) = by_spec.or_else(by_agents).or_else(|| told.then(|| "asked for".to_owned())) else {
+    let Some(difference) =
+        by_spec.or_else(|| pending_by_agents(seen, roster)).or_else(|| told.then(|| "asked for".to_owned()))
+    else {
         return Restart::None;
     };
     let waits = |reason: String| Restart::Waits { difference: difference.clone(), reason };
@@ -111,16 +123,20 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     {
         return Restart::Refused { difference, reason: refused.reason.clone() };
     }
+    let is_due = told || deadline_has_come(seen);
+    // Should a broker run there all the same, it keeps its jobs: it is not stopped before they have ended.
+    let closing = if is_due { Closing::AtOnce } else { Closing::WhenIdle };
     let Some((lead, _)) = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)) else {
-        return waits("the lead to be online".to_owned());
+        return match has_lead_failed(seen, roster) {
+            true => Restart::Now { difference, closing },
+            false => waits("the lead to be online".to_owned()),
+        };
     };
-    let has = |report: &crate::api::FluxNodeStatus| {
-        digest == roster.settings.digest || report.digest.as_deref() == Some(digest)
-    };
+    let has = |report: &FluxNodeStatus| digest == roster.settings.digest || report.digest.as_deref() == Some(digest);
     if !has(lead) {
         return waits("the packages to be installed on the lead".to_owned());
     }
-    if told || deadline_has_come(seen) {
+    if is_due {
         return Restart::Now { difference, closing: Closing::AtOnce };
     }
     let without = roster.ranks.keys().filter(|rank| is_online(seen, roster, **rank));
@@ -137,6 +153,24 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     }
 }
 
+/// As [`pending`], by the word of those who run a broker of this epoch: others may have said so of an older one.
+fn pending_by_agents(seen: &Observed, roster: &Roster) -> Option<String> {
+    roster.ranks.iter().find_map(|(rank, entry)| {
+        let node = &entry.member.as_ref()?.node;
+        let (report, _) = holds(seen, roster, *rank)?;
+        report.restart_pending.as_ref().map(|difference| format!("{node}: {difference}"))
+    })
+}
+
+/// The lead's broker can't be started, by its agent's word: what ran is lost already, and what the difference brings may be
+/// what mends it. One that is on its way up, or whose machine is off, is waited for.
+fn has_lead_failed(seen: &Observed, roster: &Roster) -> bool {
+    let Some(lead) = roster.lead() else { return false };
+    let is_ready = seen.nodes.iter().any(|node| node.uid == lead.uid && node.ready);
+    let failed = |report: &FluxNodeStatus| report.phase == NodePhase::Failed && report.adopted.is_none();
+    is_ready && seen.reports.get(&lead.node).is_some_and(failed)
+}
+
 fn deadline_has_come(seen: &Observed) -> bool {
     let deadline = seen.spec.upgrade.deadline.as_deref().and_then(crate::api::parse_duration);
     let since = seen.status.holding("RestartPending").map(|pending| pending.last_transition_time.0.as_second());
@@ -147,28 +181,35 @@ fn deadline_has_come(seen: &Observed) -> bool {
 /// The roster of the epoch after `roster`'s: every member keeps its rank where there is room, under its node's own name and
 /// with what it has now; the statedir, and so the lead, stays.
 pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettings) -> Option<Roster> {
-    let size = seen.spec.size.unwrap_or(u32::MAX).min(settings.max_size);
+    // A size that is no size counts for nothing: the spec may be one that can't be served.
+    let size = seen.spec.size.filter(|size| *size > 0).unwrap_or(u32::MAX).min(settings.max_size);
     let revision = roster.revision + 1;
     let members = roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?, entry)));
     let mut ranks = BTreeMap::<Rank, RosterEntry>::new();
     let mut homeless = Vec::new();
     // A Node that was made again under its name is another one: the old one never comes back, and a name is given out once.
-    let is_replaced =
-        |member: &Member| seen.nodes.iter().any(|node| node.name == member.node && node.uid != member.uid);
-    for (rank, member, entry) in members.filter(|(_, member, _)| !is_replaced(member)).take(size as usize) {
+    let namesake = |member: &Member| seen.nodes.iter().find(|node| node.name == member.node && node.uid != member.uid);
+    // Not so the lead: its queue is on the host of that name, and a host that hasn't got it is refused there.
+    let members = members.filter(|(rank, member, _)| *rank == 0 || namesake(member).is_none());
+    for (rank, known, entry) in members.take(size as usize) {
+        let mut member = known.clone();
+        if let Some(node) = namesake(known) {
+            (member.uid, member.gone_since) = (node.uid.clone(), None);
+        }
         match rank < settings.max_size {
-            true => drop(ranks.insert(rank, named(seen, rank, member.clone(), Some(entry), revision))),
-            false => homeless.push((member.clone(), Some(entry))),
+            true => drop(ranks.insert(rank, named(seen, rank, member, Some(entry), revision))),
+            false => homeless.push((member, Some(entry))),
         }
     }
     for node in candidates(seen) {
-        let known = roster.ranks.values().filter_map(|entry| entry.member.as_ref());
+        let known = roster.ranks.values().chain(ranks.get(&0)).filter_map(|entry| entry.member.as_ref());
         let is_new = known.into_iter().all(|member| member.uid != node.uid) && facts(seen, node).is_some();
         if let (true, Some(member)) = (is_new, member(node)) {
             homeless.push((member, None));
         }
     }
-    let free: Vec<Rank> = (0..settings.max_size).filter(|rank| !ranks.contains_key(rank)).collect();
+    // Rank 0 is never given to whoever comes along.
+    let free: Vec<Rank> = (1..settings.max_size).filter(|rank| !ranks.contains_key(rank)).collect();
     let room = (size as usize).saturating_sub(ranks.len());
     for (rank, (member, before)) in free.into_iter().zip(homeless).take(room) {
         ranks.insert(rank, named(seen, rank, member, before, revision));
@@ -176,11 +217,12 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     let mut next = Roster {
         epoch: roster.epoch + 1,
         revision,
-        previous: Some(roster.settings.clone()),
+        // An epoch that did not come up is nothing to go back to.
+        previous: roster.previous.clone().or_else(|| Some(roster.settings.clone())),
         settings,
         closing: None,
         refused: None,
-        restart: seen.told.map(str::to_owned),
+        restart: seen.restart_word.map(str::to_owned),
         ranks,
         ..roster.clone()
     };
@@ -188,9 +230,12 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     next.ranks.contains_key(&0).then_some(next)
 }
 
-/// The entry of a member that had `before` in the epoch before, under its node's own name.
+/// The entry of a member that had `before` in the epoch before, under its node's own name. Not where somebody has drained it
+/// as a spare: Flux keeps that by the broker's name, and would forget it.
 fn named(seen: &Observed, rank: Rank, member: Member, before: Option<&RosterEntry>, revision: u64) -> RosterEntry {
-    let real = is_broker_name(&member.node);
+    let is_spare = before.is_some_and(|entry| entry.broker_name == spare_name(rank));
+    let is_drained = is_spare && seen.reports.values().any(|report| report.drained_by_others.contains(rank));
+    let real = is_broker_name(&member.node) && !is_drained;
     let known = before.and_then(|entry| entry.resources.as_ref());
     let node = seen.nodes.iter().find(|node| node.uid == member.uid);
     // Nothing runs now, so this is when resources may shrink.
@@ -201,6 +246,7 @@ fn named(seen: &Observed, rank: Rank, member: Member, before: Option<&RosterEntr
         member: Some(member),
         resources,
         properties: before.map(|entry| entry.properties.clone()).unwrap_or_default(),
+        has_node_property: before.is_some_and(is_node_a_property),
         drain: None,
         revision,
     }

@@ -6,29 +6,29 @@ use super::{
     tests::World,
 };
 use crate::{
-    api::{Closing, InstancePhase, NodePhase, OnFailure, Want},
-    plan::status::status,
+    api::{Closing, InstancePhase, NodePhase, OnFailure, Roster, Want},
+    plan::{broker_toml::render, status::status},
 };
 
 /// Three members that are online and idle.
-fn idle() -> World {
+pub(super) fn idle() -> World {
     let mut world = World::up(3);
     jobs_on(&mut world, Some(""));
     world
 }
 
-fn jobs_on(world: &mut World, ranks: Option<&str>) {
+pub(super) fn jobs_on(world: &mut World, ranks: Option<&str>) {
     world.reports.get_mut("node1").unwrap().allocated = ranks.map(|ranks| ranks.parse().unwrap());
 }
 
 /// The lead's agent has stopped its broker; the others end with it.
-fn close(world: &mut World) {
+pub(super) fn close(world: &mut World) {
     let epoch = world.roster.as_ref().unwrap().epoch;
     world.reports.values_mut().for_each(|report| report.adopted = None);
     world.reports.get_mut("node1").unwrap().closed = Some(epoch);
 }
 
-fn waits_for(world: &World) -> String {
+pub(super) fn waits_for(world: &World) -> String {
     match restart(&world.seen(), world.roster.as_ref().unwrap()) {
         Restart::Waits { reason, .. } | Restart::Refused { reason, .. } => reason,
         other => panic!("{other:?}"),
@@ -86,7 +86,7 @@ fn packages_are_on_every_member_that_is_there_before_an_epoch_ends() {
 fn a_word_or_the_deadline_ends_an_epoch_whatever_runs() {
     let mut world = idle();
     jobs_on(&mut world, Some("0"));
-    world.told = Some("2026-01-01");
+    world.restart_word = Some("2026-01-01");
     world.settle();
     assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::AtOnce));
     close(&mut world);
@@ -129,6 +129,59 @@ fn spares_take_their_nodes_names_and_the_dead_make_room_at_the_next_epoch() {
     let members: Vec<_> = roster.ranks.iter().map(|(rank, entry)| (*rank, entry.broker_name.as_str())).collect();
     assert_eq!(members, [(0, "node1"), (2, "node3"), (3, "node4")]);
     assert_eq!(roster.ranks[&2].resources.clone().unwrap().cores, 1, "only now resources may shrink");
+}
+
+/// Three members under their own names, and node4 under a spare's.
+fn with_a_member_under_a_spares_name() -> World {
+    let mut world = idle();
+    world.add("node4", 4);
+    world.passed("node4", 2);
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().ranks[&3].broker_name, "flux-spare-3");
+    world
+}
+
+fn begin_an_epoch(world: &mut World, port: u16) -> Roster {
+    world.spec.broker.port = Some(port);
+    world.settle();
+    close(world);
+    world.settle();
+    (1..=world.nodes.len()).for_each(|number| world.online(&format!("node{number}")));
+    world.settle();
+    jobs_on(world, Some(""));
+    world.roster.clone().unwrap()
+}
+
+#[test]
+fn what_waiting_jobs_require_of_a_member_by_its_name_outlives_epochs() {
+    let mut world = with_a_member_under_a_spares_name();
+    let has_property = |roster: &Roster| render(roster).unwrap().contains("properties = [\"node4\"]");
+    for (epoch, port) in [(2, 9000), (3, 9001)] {
+        let roster = begin_an_epoch(&mut world, port);
+        assert_eq!((roster.epoch, roster.ranks[&3].broker_name.as_str()), (epoch, "node4"));
+        assert!(has_property(&roster), "epoch {epoch}");
+        assert_eq!(render(&roster).unwrap().matches("properties").count(), 1, "nobody else has one");
+    }
+    // Whoever has the rank next answers to another name.
+    world.nodes.pop();
+    world.settle();
+    world.now += 601;
+    world.settle();
+    assert!(!has_property(world.roster.as_ref().unwrap()));
+    let entry = &world.roster.as_ref().unwrap().ranks[&0];
+    assert!(!serde_json::to_string(entry).unwrap().contains("Property"), "what older versions read is the same");
+}
+
+#[test]
+fn a_member_that_somebody_has_drained_keeps_the_name_that_flux_knows_it_by() {
+    let mut world = with_a_member_under_a_spares_name();
+    world.reports.get_mut("node1").unwrap().drained_by_others = "0,3".parse().unwrap();
+    let roster = begin_an_epoch(&mut world, 9000);
+    let names: Vec<_> = roster.ranks.values().map(|entry| entry.broker_name.as_str()).collect();
+    assert_eq!(names, ["node1", "node2", "node3", "flux-spare-3"]);
+    assert_eq!(roster.ranks[&3].reserved_for, None);
+    world.reports.get_mut("node1").unwrap().drained_by_others = "0".parse().unwrap();
+    assert_eq!(begin_an_epoch(&mut world, 9001).ranks[&3].broker_name, "node4");
 }
 
 #[test]
@@ -254,7 +307,9 @@ fn a_job_that_slips_in_before_the_epoch_is_closed_keeps_it_open() {
     assert!(world.roster.as_ref().unwrap().closing.is_some());
     jobs_on(&mut world, Some("1"));
     world.settle();
-    assert_eq!(world.roster.as_ref().unwrap().closing, None);
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!(roster.closing, None);
+    assert_eq!(roster.ranks[&0].revision, roster.revision, "the lead is told");
     assert_eq!(waits_for(&world), "the jobs on ranks 1 to end");
     jobs_on(&mut world, Some(""));
     world.settle();
@@ -289,6 +344,26 @@ fn a_node_that_was_made_again_has_its_name_for_itself_in_the_next_epoch() {
     let roster = world.roster.as_ref().unwrap();
     let names: Vec<_> = roster.ranks.iter().map(|(rank, entry)| (*rank, entry.broker_name.as_str())).collect();
     assert_eq!((roster.epoch, names), (2, vec![(0, "node1"), (2, "node3"), (3, "node2")]));
+}
+
+#[test]
+fn rank_0_stays_where_the_queue_is_though_its_node_was_made_again_while_the_epoch_closed() {
+    let mut world = idle();
+    world.spec.size = Some(3);
+    world.add("node4", 4);
+    world.passed("node4", 2);
+    world.settle();
+    assert_eq!(world.rank("node4"), None);
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    close(&mut world);
+    (world.nodes[0].uid, world.nodes[0].created) = ("uid-again".into(), 100);
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    let places: Vec<_> = roster.ranks.iter().map(|(rank, entry)| (*rank, entry.broker_name.as_str())).collect();
+    assert_eq!((roster.epoch, places), (2, vec![(0, "node1"), (1, "node2"), (2, "node3")]));
+    let (lead, entry) = (roster.lead().unwrap(), &roster.ranks[&0]);
+    assert_eq!((lead.uid.as_str(), entry.reserved_for.as_deref()), ("uid-again", Some("uid-again")));
 }
 
 #[test]

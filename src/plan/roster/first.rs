@@ -7,7 +7,7 @@ use super::{
     is_of_instance, properties,
 };
 use crate::{
-    api::{FluxNodeStatus, NodePhase, ROSTER_FORMAT, Roster},
+    api::{FluxNodeStatus, NodePhase, ROSTER_FORMAT, Roster, packed},
     plan::{
         broker_toml::spare_name,
         eligibility::{NodeView, eligible},
@@ -23,8 +23,13 @@ const LOST_REVISIONS: u64 = 1000;
 pub(super) fn without_roster(seen: &Observed) -> Decision {
     // The lead's own copy has everybody in it: nobody is started before the lead has taken him in.
     let copies = seen.reports.values().filter_map(|status| status.roster.as_deref());
-    let copies = copies.filter_map(|text| serde_json::from_str::<Roster>(text).ok());
+    let copies = copies.filter_map(|field| serde_json::from_str::<Roster>(&packed::from_field(field)?).ok());
     let own = copies.filter(|copy| copy.instance_uid == seen.instance_uid && copy.format <= ROSTER_FORMAT);
+    // A host that led before another one took over has the names, and the queue, of an epoch that is over.
+    let adopted = seen.reports.values().filter_map(|status| status.adopted.as_ref());
+    let running = adopted.filter(|adopted| is_of_instance(seen, adopted)).map(|adopted| adopted.epoch);
+    let last_epoch = running.fold(seen.status.epoch, u64::max);
+    let own = own.filter(|copy| copy.epoch >= last_epoch);
     if let Some(mut copy) = own.max_by_key(|copy| (copy.epoch, copy.revision)) {
         copy.revision += LOST_REVISIONS;
         // The copy may be from before; what was online once is never thrown away.
@@ -87,7 +92,7 @@ fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Opt
         closing: None,
         previous: None,
         refused: None,
-        restart: seen.told.map(str::to_owned),
+        restart: seen.restart_word.map(str::to_owned),
         jobs_lost_before: 0,
         ranks: BTreeMap::new(),
     };
@@ -153,8 +158,10 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
     let nodes = candidates(seen);
     let lead_is_there = nodes.iter().any(|node| node.uid == lead.uid)
         && seen.spec.lead.as_ref().is_none_or(|wanted| *wanted == lead.node);
+    // An empty queue begins where somebody wanted it; what that node says may still be about the one before.
+    let was_named = seen.spec.lead.is_some() || roster.jobs_lost_before == roster.epoch;
     let gives_way = seen.waited >= LEAD_PATIENCE
-        && seen.spec.lead.is_none()
+        && !was_named
         && nodes.iter().any(|node| node.uid == lead.uid && failed(seen, node))
         && nodes
             .iter()

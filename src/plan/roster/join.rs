@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use super::{Observed, candidates, does_lead_miss, entry, facts, holds, is_deep, is_online, parent};
+use super::{Observed, candidates, does_lead_miss, drain::leaving, entry, facts, holds, is_deep, is_online, parent};
 use crate::{
     api::{NodePhase, Rank, Roster, RosterEntry},
     plan::{broker_toml::broker_name, topology::Topology},
@@ -29,11 +29,16 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
     for rank in stranded {
         let Some(free) = free_rank(seen, roster) else { return };
         let Some(old) = roster.ranks.get_mut(&rank) else { continue };
-        let (member, drain, resources) = (old.member.take(), old.drain.take(), old.resources.clone());
-        let properties = std::mem::take(&mut old.properties);
+        let left = RosterEntry {
+            member: None,
+            drain: None,
+            properties: BTreeSet::new(),
+            has_node_property: false,
+            ..old.clone()
+        };
+        let moved = std::mem::replace(old, left);
         let broker_name = broker_name(roster, free);
-        let moved = RosterEntry { broker_name, reserved_for: None, member, resources, properties, drain, revision: 0 };
-        roster.ranks.insert(free, moved);
+        roster.ranks.insert(free, RosterEntry { broker_name, reserved_for: None, revision: 0, ..moved });
     }
 }
 
@@ -74,7 +79,8 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
 }
 
 /// A rank that anybody may take: without member, waiting for nobody, claimed by no broker that runs (where it had a member,
-/// the lead must miss his: an agent whose Node is gone says nothing any more), and under a parent that is online; interior ranks first, so that holes in a deep tree are filled before leaves are hung on.
+/// the lead must miss his: an agent whose Node is gone says nothing any more), and under a parent that is online; interior
+/// ranks first, so that holes in a deep tree are filled before leaves are hung on.
 fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
     let size = roster.settings.max_size;
     let claimed: BTreeSet<Rank> = seen
@@ -97,7 +103,7 @@ fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
     free.min_by_key(|rank| (!topology.is_interior(*rank, size), *rank))
 }
 
-/// A rank may be given out under `parent`. Under the lead always: it is waited for anyway.
+/// A rank may be given out under `parent`, which does not leave. Under the lead always: it is waited for anyway.
 fn can_carry(seen: &Observed, roster: &Roster, parent: Rank) -> bool {
-    parent == 0 || is_online(seen, roster, parent)
+    parent == 0 || (is_online(seen, roster, parent) && leaving(roster, parent).is_none())
 }

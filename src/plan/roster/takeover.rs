@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 
 use super::{
     Observed, candidates,
-    epoch::{closed_by, next_epoch},
+    epoch::{next_epoch, with_closing},
     facts, is_online, member, rank_of,
 };
 use crate::{
@@ -155,6 +155,7 @@ fn led_by(roster: &Roster, node: &NodeView) -> Option<Roster> {
                 member: Some(member),
                 resources: None,
                 properties: BTreeSet::new(),
+                has_node_property: false,
                 drain: None,
                 revision,
             };
@@ -174,5 +175,5 @@ fn close(roster: &Roster, force: bool) -> Option<Roster> {
     if roster.closing == Some(Closing::AtOnce) || roster.closing == Some(closing) {
         return None;
     }
-    Some(closed_by(roster, closing))
+    Some(with_closing(roster, Some(closing)))
 }

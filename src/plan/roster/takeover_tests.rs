@@ -102,6 +102,8 @@ fn an_empty_queue_begins_with_another_id_where_the_lead_is_lost() {
     for lead in ["node1", "node2"] {
         let mut world = World::up(2);
         lose_the_disk(&mut world);
+        // A planner of long standing, and a lead that has not yet told anything but why it refused the old queue.
+        world.waited = Duration::from_secs(600);
         let said = word(&world, Some("new"));
         say(&mut world, lead, said);
         world.settle();

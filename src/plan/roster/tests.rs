@@ -17,6 +17,7 @@ pub(crate) fn roster(max_size: u32, nodes: &[(&str, u32)]) -> Roster {
             member: Some(member(node, number)),
             resources: Some(Resources { cores: *cores, gpus: 0 }.into()),
             properties: BTreeSet::new(),
+            has_node_property: false,
             drain: None,
             revision: 1,
         };
@@ -49,7 +50,7 @@ pub(crate) struct World {
     pub roster: Option<Roster>,
     pub now: i64,
     pub waited: Duration,
-    pub told: Option<&'static str>,
+    pub restart_word: Option<&'static str>,
     pub digest: &'static str,
 }
 
@@ -63,7 +64,7 @@ impl World {
             roster: None,
             now: 1000,
             waited: Duration::ZERO,
-            told: None,
+            restart_word: None,
             digest: "digest",
         };
         (1..=count).for_each(|number| world.add(&format!("node{number}"), number));
@@ -134,9 +135,10 @@ impl World {
             roster: self.roster.as_ref(),
             digest: Some(self.digest),
             certificate: Some("cert"),
+            is_certificate_gone: false,
             now: self.now,
             waited: self.waited,
-            told: self.told,
+            restart_word: self.restart_word,
             fresh_id: "fresh",
         }
     }
@@ -249,6 +251,23 @@ fn a_node_that_sorts_first_joins_without_moving_anybody() {
     let after = world.roster.clone().unwrap();
     assert_eq!(after.ranks[&3].broker_name, "flux-spare-3");
     (0..3).for_each(|rank| assert_eq!(after.ranks[&rank], before.ranks[&rank]));
+}
+
+#[test]
+fn a_burst_of_joins_is_one_live_change_and_one_more_for_all_who_come_during_it() {
+    let mut world = World::up(2);
+    for burst in [3..=5, 6..=8] {
+        for number in burst {
+            world.add(&format!("node{number}"), number);
+            world.passed(&format!("node{number}"), 2);
+        }
+        let before = world.roster.as_ref().unwrap().revision;
+        world.settle();
+        assert_eq!(world.roster.as_ref().unwrap().revision, before + 1);
+        assert_eq!((world.told("node1").revision, world.wants("node3")), (before + 1, Want::Install));
+    }
+    world.online("node1");
+    assert!((3..=8).all(|number| world.wants(&format!("node{number}")) == Want::Run));
 }
 
 #[test]
@@ -372,6 +391,39 @@ fn a_lost_roster_comes_back_as_the_lead_has_it() {
     let back = world.roster.unwrap();
     assert_eq!((back.ranks, back.settings, back.epoch), (lost.ranks, lost.settings, lost.epoch));
     assert!(back.revision > lost.revision);
+}
+
+#[test]
+fn a_lost_roster_does_not_come_back_as_a_former_lead_has_it() {
+    let mut world = World::up(3);
+    let former = world.roster.clone().unwrap();
+    let mut lost = former.clone();
+    lost.epoch = 2;
+    world.roster = Some(lost.clone());
+    // node3 leads by an administrator's word, with the queue of the lead before.
+    for number in 1..=3 {
+        world.online(&format!("node{number}"));
+    }
+    world.reports.get_mut("node1").unwrap().adopted = None;
+    world.reports.get_mut("node2").unwrap().adopted = None;
+    world.reports.get_mut("node3").unwrap().adopted.as_mut().unwrap().rank = 0;
+    world.roster = None;
+    world.waited = REPORTS_TIMEOUT;
+    world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&former).unwrap());
+    let by_broker = world.reports["node3"].adopted.clone();
+    for (status_epoch, adopted) in [(2, by_broker.clone()), (1, by_broker.clone()), (2, None)] {
+        world.status.epoch = status_epoch;
+        world.reports.get_mut("node3").unwrap().adopted = adopted;
+        match decide(&world.seen()) {
+            Decision::Wait(_) => {}
+            Decision::Write(roster) => assert!(roster.epoch > 2, "epoch {}", roster.epoch),
+            Decision::Keep => panic!("nothing to keep"),
+        }
+    }
+    world.reports.get_mut("node3").unwrap().adopted = by_broker;
+    world.reports.get_mut("node3").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
+    world.settle();
+    assert_eq!(world.roster.unwrap().epoch, 2);
 }
 
 #[test]

@@ -1,0 +1,141 @@
+//! What an epoch needs before it can begin: packages and a certificate. Also where the published packages come from.
+
+use std::collections::HashMap;
+
+use tracing::info;
+
+use super::{Planner, PlannerError, publish};
+use crate::{
+    api::{PackageSet, Roster},
+    error_chain,
+    packages::lock_urls,
+    plan::{
+        peers::is_on_every_host,
+        roster::{Observed, is_certificate_in_use, is_certificate_of_another},
+        status::{CERTIFICATE_IS_GONE, Obstacle},
+    },
+    planner::{certificate, packages::Published},
+};
+
+/// Where the published package sets come from, by digest.
+#[derive(Default)]
+pub(super) struct Sources(HashMap<String, Source>);
+
+/// Where a package set comes from.
+struct Source {
+    /// A mirror stands in for a lock's channels, and for nothing else.
+    mirrored: bool,
+    urls: Vec<String>,
+}
+
+impl From<&PackageSet> for Source {
+    fn from(set: &PackageSet) -> Self {
+        match set {
+            PackageSet::Bundle(source) => Self { mirrored: false, urls: vec![source.url.clone()] },
+            PackageSet::Lock { lock, .. } => Self { mirrored: true, urls: lock_urls(lock).unwrap_or_default() },
+        }
+    }
+}
+
+impl Sources {
+    /// Remembers the set; returns its digest.
+    fn know(&mut self, set: &PackageSet) -> String {
+        let digest = set.digest();
+        self.0.entry(digest.clone()).or_insert_with(|| Source::from(set));
+        digest
+    }
+
+    /// All of set `digest` is on every host already, where `mirror` stands in for the channels.
+    pub(super) fn is_local(&self, digest: &str, mirror: Option<&String>) -> bool {
+        self.0.get(digest).is_some_and(|source| match mirror {
+            Some(mirror) if source.mirrored => is_on_every_host(std::slice::from_ref(mirror)),
+            _ => is_on_every_host(&source.urls),
+        })
+    }
+}
+
+impl Planner {
+    /// Digest of the published package set.
+    pub(super) async fn packages(
+        &mut self,
+        seen: &Observed<'_>,
+        obstacle: &mut Option<Obstacle>,
+    ) -> Result<Option<String>, PlannerError> {
+        let mut platforms: Vec<_> =
+            seen.reports.values().filter_map(|report| Some(report.facts.as_ref()?.platform.clone())).collect();
+        platforms.sort();
+        platforms.dedup();
+        let running = seen.roster.map(|roster| roster.settings.digest.as_str());
+        Ok(match self.resolver.published(&self.client, &seen.spec.packages, &platforms, running).await? {
+            Published::Is(set) => Some(self.sources.know(&set)),
+            Published::Pending => {
+                *obstacle = Some(Obstacle::Waiting("the packages are being resolved".to_owned()));
+                None
+            }
+            Published::Still(set, message) => {
+                *obstacle = Some(Obstacle::Problem { reason: "PackagesUnresolved", message });
+                Some(self.sources.know(&set))
+            }
+            Published::Failed(message) => {
+                *obstacle = Some(Obstacle::Problem { reason: "PackagesUnresolved", message });
+                None
+            }
+        })
+    }
+
+    /// The package set of the running epoch, where the spec asks for another one by now.
+    pub(super) async fn know_running_set(&mut self, roster: Option<&Roster>) -> Result<(), PlannerError> {
+        if roster.is_some_and(|roster| !self.sources.0.contains_key(&roster.settings.digest)) {
+            self.sources.0.clear();
+            for set in publish::read_packages(&self.client).await? {
+                self.sources.know(&set);
+            }
+        }
+        Ok(())
+    }
+
+    /// Fingerprint of the certificate. One is made only where none can be in use.
+    pub(super) async fn certificate(
+        &self,
+        seen: &mut Observed<'_>,
+        obstacle: &mut Option<Obstacle>,
+    ) -> Result<Option<String>, PlannerError> {
+        match certificate::read_published(&self.client).await {
+            Ok(Some(published)) if is_certificate_of_another(seen, published.made_for(seen.instance_uid)) => {
+                info!("the certificate is of the instance before: making another one");
+                certificate::discard(&self.client, published).await?;
+                self.make_certificate(seen.instance_uid).await?;
+                Ok(None)
+            }
+            Ok(Some(published)) => Ok(Some(published.certificate.fingerprint())),
+            Ok(None) => {
+                seen.is_certificate_gone = is_certificate_in_use(seen);
+                if seen.is_certificate_gone {
+                    obstacle.get_or_insert_with(|| Obstacle::Waiting(CERTIFICATE_IS_GONE.to_owned()));
+                } else {
+                    self.make_certificate(seen.instance_uid).await?;
+                }
+                Ok(None)
+            }
+            Err(PlannerError::Content { object, reason }) => {
+                let message = format!("{object}: {reason}");
+                obstacle.get_or_insert(Obstacle::Problem { reason: "MalformedCertificate", message });
+                Ok(None)
+            }
+            // Refused by the API server, such as a role that is not bound yet.
+            Err(error) if error.code().is_some() => {
+                obstacle.get_or_insert_with(|| Obstacle::Waiting(error_chain(&error)));
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn make_certificate(&self, instance_uid: &str) -> Result<(), PlannerError> {
+        let made = certificate::generate().map_err(|error| PlannerError::Content {
+            object: "the kernel's randomness".to_owned(),
+            reason: error.to_string(),
+        })?;
+        certificate::create(&self.client, &made, instance_uid).await
+    }
+}

@@ -1,0 +1,54 @@
+//! What the planner tells people besides the status it computes: Events, and what keeps it from planning at all.
+
+use kube::{Resource, ResourceExt};
+use tracing::warn;
+
+use super::{Caches, Planner, PlannerError, instance};
+use crate::{
+    api::{FluxInstance, FluxInstanceStatus, INSTANCE},
+    clock, error_chain,
+    plan::status::{Obstacle, stopped},
+};
+
+impl Planner {
+    /// What keeps the planner from planning at all, where people look.
+    pub(super) async fn report(&mut self, caches: &Caches, error: &PlannerError) {
+        let words = error_chain(error);
+        warn!(error = words, "planning failed");
+        // What somebody has to mend; all else is the API server's, and passes.
+        if matches!(error, PlannerError::Content { .. }) || error.code() == Some(422) {
+            let instances = caches.instances.state();
+            let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
+            let about = flux.map_or_else(instance::default_reference, |flux| flux.object_ref(&()));
+            let reason = error.reason();
+            self.announcer.say(&about, true, reason, &words).await;
+            let Some(flux) = flux else { return };
+            let next =
+                stopped(flux.status.as_ref().unwrap_or(&FluxInstanceStatus::default()), reason, &words, clock::now());
+            if let Err(error) = instance::write_status(&self.client, flux, &next).await {
+                warn!(error = error_chain(&error), "the FluxInstance's status could not be written");
+            }
+        }
+    }
+
+    /// Problems as warnings, changes of phase as plain news.
+    pub(super) async fn announce(
+        &mut self,
+        flux: &FluxInstance,
+        next: &FluxInstanceStatus,
+        obstacle: Option<&Obstacle>,
+    ) {
+        let about = flux.object_ref(&());
+        let message = next.message.as_deref().unwrap_or_default();
+        if let Some(Obstacle::Problem { reason, message }) = obstacle {
+            self.announcer.say(&about, true, reason, message).await;
+        } else if flux.status.as_ref().is_none_or(|before| before.phase != next.phase) {
+            self.announcer.say(&about, false, &format!("{:?}", next.phase), message).await;
+        }
+        let denied = |status: &FluxInstanceStatus| status.holding("ScaleDenied").map(|denied| denied.message.clone());
+        if let Some(words) = denied(next).filter(|words| flux.status.as_ref().and_then(denied).as_ref() != Some(words))
+        {
+            self.announcer.say(&about, true, "ScaleDenied", &words).await;
+        }
+    }
+}
