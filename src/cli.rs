@@ -199,7 +199,7 @@ fn block_on(future: impl Future<Output = Result<ExitCode, Failure>>) -> Result<E
 
 fn init_tracing() {
     let filter =
-        EnvFilter::try_from_env("FLUX_DISTRIBUTE_LOG").unwrap_or_else(|_| EnvFilter::new("flux_distribute=info,warn"));
+        EnvFilter::try_from_env(redact::LOG_VARIABLE).unwrap_or_else(|_| EnvFilter::new("flux_distribute=info,warn"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(redact::Stderr);
     if std::env::var("FLUX_DISTRIBUTE_LOG_FORMAT").is_ok_and(|format| format == "json") {
         log.json().init();
@@ -230,15 +230,22 @@ fn validate(file: &Path, against: Option<&Path>) -> Result<ExitCode, Failure> {
 fn spec_of(file: &Path) -> Result<api::FluxInstanceSpec, Failure> {
     let wrong = |reason: String| Failure::bad_input(format!("{}: {reason}", file.display()));
     let text = std::fs::read_to_string(file).map_err(|error| wrong(error.to_string()))?;
-    let value: serde_norway::Value = serde_norway::from_str(&text).map_err(|error| wrong(error.to_string()))?;
-    let text = match value.get("spec").filter(|_| value.get("kind").is_some()) {
-        Some(spec) => serde_norway::to_string(spec).map_err(|error| wrong(error.to_string()))?,
-        None => text,
-    };
-    api::read_spec(&text).map_err(wrong)
+    api::read_instance(&text).map_err(wrong)
 }
 
 fn print(text: &str) -> Result<ExitCode, Failure> {
     std::io::stdout().write_all(text.as_bytes()).map_err(|error| Failure::new(&error))?;
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn no_command_has_two_arguments_of_one_name() {
+        Arguments::command().debug_assert();
+    }
 }

@@ -10,34 +10,34 @@ use tracing::info;
 
 use super::decide::Assignment;
 use crate::{
-    api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, RUN_DIR, Rank, Roster, Uninstall},
+    api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, Rank, Roster, Uninstall},
     broker::{
-        command::{BrokerIdentity, launch},
+        command::{BrokerIdentity, LEAD_STOP_SECS, connect_script, launch},
         rfc3::RpcError,
     },
     host::{
-        Answer, CONNECT_HEADER, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order,
-        Preflight, PreflightOrder, RemoveOrder, StateDir, StopOrder, look, open_host_file,
+        Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
+        PreflightOrder, RemoveOrder, StateDir, StopOrder, look, open_host_file, state,
     },
     packages::{FetchError, estimate_bytes},
-    plan::{broker_toml, certificate::Certificate},
-    planner::{
-        PlannerError,
-        certificate::{self, CERTIFICATE_IS_GONE},
-        store,
-    },
+    plan::{broker_toml, certificate::Certificate, status::CERTIFICATE_IS_GONE},
+    planner::{PlannerError, certificate, store},
 };
 
-/// Job shells open inotify instances, and so do kubelet and containerd: the kernel's default of 128 is soon used up.
-const SYSCTLS: [(&str, u64); 2] = [("fs.inotify.max_user_instances", 8192), ("fs.inotify.max_user_watches", 524_288)];
-/// SIGTERM to SIGKILL. The lead cancels jobs and writes its queue to disk in this time.
-pub(super) const STOP_GRACE_SECS: u64 = 60;
-/// The same at a removal: no job runs any more and the queue goes with the host, so a lead that waits for followers which
-/// are being removed beside it is not waited for; the pod's own grace is 120 s.
-pub(super) const REMOVE_GRACE_SECS: u64 = 15;
+/// Raised on the host as a whole. Job shells open inotify instances, and so do kubelet and containerd: the kernel's default
+/// of 128 is soon used up.
+pub const SYSCTLS: [(&str, u64); 2] =
+    [("fs.inotify.max_user_instances", 8192), ("fs.inotify.max_user_watches", 524_288)];
+/// SIGTERM to SIGKILL of a lead whose queue is nobody's any more, or is kept while the pod ends: the pod's
+/// own grace is 120 s, and a lead that is not done by then has written its queue as of its last checkpoint.
+const STOP_GRACE_SECS: u64 = 60;
+/// At a removal: no job runs any more, and the queue goes with the host or is another one's, so a lead that waits for followers
+/// which are being removed beside it is not waited for.
+const REMOVE_GRACE_SECS: u64 = 15;
 /// As long as a follower gets that is to take another rank: it has nothing to write, and one that is cut off from its parent
 /// never ends by itself.
 const FOLLOWER_GRACE_SECS: u64 = 10;
+
 /// Why a step was not done.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -182,7 +182,7 @@ impl Actor {
             mode,
             broker_owned,
         };
-        let environment = preflight.prefix.join("envs").join(&roster.settings.digest);
+        let environment = state::environment(&preflight.prefix, &roster.settings.digest);
         let order = ConfigureOrder {
             prefix: preflight.prefix.clone(),
             digest: roster.settings.digest.clone(),
@@ -230,12 +230,20 @@ impl Actor {
         roster: &Roster,
         assignment: &Assignment,
     ) -> Result<HostView, StepError> {
-        let order = launch_order(preflight, roster, assignment)?;
+        let order = launch_order(preflight, roster, assignment);
         info!(rank = assignment.rank, broker = assignment.entry.broker_name, "starting the broker");
         Ok(self.order(Order::Start(order)).await?.observed()?)
     }
 
-    /// Stops the broker of `rank`.
+    /// Lead: ends the epoch. The next one begins with its queue.
+    ///
+    /// # Errors
+    /// The stage's.
+    pub async fn close(&self) -> Result<HostView, StepError> {
+        self.stop_within(LEAD_STOP_SECS).await
+    }
+
+    /// Stops the broker of `rank`, which is none of this epoch.
     ///
     /// # Errors
     /// The stage's.
@@ -247,12 +255,12 @@ impl Actor {
         Ok(self.order(Order::Stop(StopOrder { grace_secs })).await?.observed()?)
     }
 
-    /// Takes everything off the host.
+    /// Takes everything off the host, after the broker has got `grace_secs` (see [`removal_grace`]).
     ///
     /// # Errors
     /// The stage's; what was done is done, the next run goes on from there.
-    pub async fn remove(&self, keep_state: bool) -> Result<(), StepError> {
-        self.stop_within(if keep_state { STOP_GRACE_SECS } else { REMOVE_GRACE_SECS }).await?;
+    pub async fn remove(&self, keep_state: bool, grace_secs: u64) -> Result<(), StepError> {
+        self.stop_within(grace_secs).await?;
         self.order(Order::Remove(RemoveOrder { keep_state })).await?;
         info!("the host is clean");
         Ok(())
@@ -263,6 +271,15 @@ impl Actor {
     }
 }
 
+/// Seconds from SIGTERM to SIGKILL at a removal of the host of `rank`. `pod_ends`: the time is the pod's.
+pub(super) fn removal_grace(rank: Option<Rank>, keep_state: bool, pod_ends: bool) -> u64 {
+    match rank {
+        Some(0) if keep_state && pod_ends => STOP_GRACE_SECS,
+        Some(0) if keep_state => LEAD_STOP_SECS,
+        _ => REMOVE_GRACE_SECS,
+    }
+}
+
 /// The certificate that a broker of this host was started with last, where it is whole.
 pub(super) fn own_certificate(prefix: &Path) -> Option<Certificate> {
     let text = open_host_file(&prefix.join("etc/curve.cert")).and_then(read_to_string).ok()?;
@@ -270,10 +287,7 @@ pub(super) fn own_certificate(prefix: &Path) -> Option<Certificate> {
 }
 
 /// How the broker of `assignment` is started.
-///
-/// # Errors
-/// The package set's Flux is too old.
-pub fn launch_order(preflight: &Preflight, roster: &Roster, assignment: &Assignment) -> Result<LaunchOrder, StepError> {
+pub fn launch_order(preflight: &Preflight, roster: &Roster, assignment: &Assignment) -> LaunchOrder {
     let identity = BrokerIdentity {
         prefix: &preflight.prefix,
         rank: assignment.rank,
@@ -283,36 +297,33 @@ pub fn launch_order(preflight: &Preflight, roster: &Roster, assignment: &Assignm
         instance_id: &roster.instance_id,
         epoch: roster.epoch,
     };
-    launch(&roster.settings, &identity, None).map_err(|error| StepError::Wrong(error.to_string()))
+    launch(&roster.settings, &identity)
 }
 
 pub(super) fn unexpected(answer: &Answer) -> StepError {
     HostError::unexpected(answer).into()
 }
 
-/// For people on the host. Only the owner of the brokers may use the instance, so root becomes him.
-fn connect_script(environment: &Path, run_as: &str) -> String {
-    let bin = environment.join("bin");
-    let bin = bin.display();
-    let uri = crate::api::BROKER_URI;
-    let become_owner = if run_as == "root" || run_as == "0" {
-        String::new()
-    } else {
-        format!(
-            "owner=$(stat -c %u {RUN_DIR}/broker) || exit 1\n[ \"$(id -u)\" != 0 ] || exec setpriv --reuid \"$owner\" \
-             --regid \"$(stat -c %g {RUN_DIR}/broker)\" --clear-groups \"$0\" \"$@\"\n"
-        )
-    };
-    format!(
-        "{CONNECT_HEADER}, or runs a command in it: flux-connect.sh [COMMAND...]\n\
-         {become_owner}export PATH=\"{bin}:$PATH\" FLUX_URI=\"{uri}\"\n[ $# -eq 0 ] || exec \"$@\"\nexec \"${{SHELL:-/bin/sh}}\"\n"
-    )
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::host::Refusal;
+
+    #[test]
+    fn a_lead_whose_queue_is_kept_outwaits_its_children_unless_the_pod_ends_before() {
+        let (rank_0, pod) = (Some(0), 120);
+        for (rank, keep_state, pod_ends, expected) in [
+            (rank_0, true, false, LEAD_STOP_SECS),
+            (rank_0, true, true, STOP_GRACE_SECS),
+            (rank_0, false, false, REMOVE_GRACE_SECS),
+            (Some(1), true, false, REMOVE_GRACE_SECS),
+            (Some(1), false, true, REMOVE_GRACE_SECS),
+        ] {
+            let grace = removal_grace(rank, keep_state, pod_ends);
+            assert_eq!(grace, expected, "{rank:?} {keep_state} {pod_ends}");
+            assert!(!pod_ends || grace < pod);
+        }
+    }
 
     #[test]
     fn what_others_will_see_to_is_waited_for() {

@@ -1,40 +1,42 @@
 //! Climbing: what the loop does for each step, and taking everything off again.
 
-use std::{io::ErrorKind, time::Instant};
+use std::io::ErrorKind;
 
 use futures::FutureExt;
 use tokio::time::{sleep, timeout};
 use tracing::{debug, info, warn};
 
 use super::{
-    act::StepError,
-    decide::{Assignment, Step, confirmed, host_roster},
+    act::{StepError, removal_grace},
+    copied::host_roster,
+    decide::Step,
     drain, live,
-    published::{Published, read_roster},
+    published::Published,
+    queues,
     run::{Agent, SOON},
     watch::{Presence, World},
 };
 use crate::{
     api::{Closing, FluxInstanceSpec, Roster, RunningJobs, Want},
-    broker::{rfc3::RpcError, status::instance as ask_instance},
+    broker::{
+        reload::reload,
+        rfc3::RpcError,
+        status::{InstanceStatus, instance as ask_instance},
+    },
     error_chain,
     host::{HostView, Preflight},
 };
-
-/// A broker that may be started.
-struct Startable {
-    assignment: Assignment,
-    roster: Roster,
-    /// What its files were made from.
-    revision: u64,
-}
 
 impl Agent {
     /// Carries out a step. It is dropped when the end of the instance overtakes it, an installation also when something else
     /// is wanted by now: a source that does not answer can take a minute to be given up.
     pub(super) async fn act(&mut self, world: &World, step: &Step) -> Result<(), StepError> {
         if *step == Step::Remove {
-            return self.remove().await;
+            return self.remove(false).await;
+        }
+        // Cut off between two of its steps, a live change would leave the instance without a scheduler.
+        if let Step::Reload(_) = step {
+            return self.climb(step).await;
         }
         let mut watched = self.world.clone();
         let (long, begun) = (matches!(step, Step::Install { .. }), wish(world));
@@ -55,21 +57,16 @@ impl Agent {
         };
         match step {
             Step::Install { digest } | Step::Prepare { digest } => self.install(step, digest).await,
-            Step::Start(decided) => {
-                let Startable { assignment, roster, revision } = self.make_ready(&preflight, decided).await?;
-                self.starts.started(step, self.generation, Instant::now());
-                self.view = self.actor.start(&preflight, &roster, &assignment).await?;
-                if assignment.rank == 0 {
-                    self.actor.remember(&preflight, &roster, &self.view, revision).await?;
-                }
-                Ok(())
-            }
+            Step::Start(decided) => self.start(step, &preflight, decided).await,
             Step::Reload(assignment) => {
                 let roster = self.published.roster()?;
                 let live_change = self.live_change.clone();
                 let _finished = live_change.lock().await;
                 let revision = self.actor.configure(&preflight, &roster, assignment, true).await?;
-                self.actor.reload(&preflight, &roster).await?;
+                reload(&live::connect().await?).await?;
+                info!(revision, "the lead has taken in the roster's resources");
+                // Asked without a scheduler, the broker has not told what is drained.
+                self.ask.notify_one();
                 self.actor.remember(&preflight, &roster, &self.view, revision).await
             }
             Step::Drain(change) => {
@@ -77,68 +74,37 @@ impl Agent {
                 let mut live = self.live.clone();
                 live.mark_unchanged();
                 drain::apply(&live::connect().await?, change).await?;
-                // Ordered again before the broker is asked anew, each time would be one more event in Flux's log for ever.
+                self.ask.notify_one();
+                // Ordered again before the broker has told of it, each time would be one more event in Flux's log for ever.
                 let _ = timeout(2 * live::ASK_EVERY, live.changed()).await;
                 Ok(())
             }
-            Step::Close(closing) => {
-                let roster = self.published.roster()?;
-                info!(epoch = roster.epoch, ?closing, "stopping the instance for the next epoch");
-                if *closing == Closing::WhenIdle {
-                    self.wait_for_jobs(&preflight, &roster).await?;
-                }
-                self.starts.forget();
-                self.view = self.actor.stop(0).await?;
-                Ok(())
-            }
-            Step::Stop { reason, waits_for_jobs } => {
-                if self.view.job_shells > 0 && *waits_for_jobs {
-                    return Err(StepError::NotYet(format!("{reason}; it is stopped when the jobs here have ended")));
-                }
-                info!(reason, "stopping the broker");
-                self.starts.forget();
-                let rank = self.view.broker.as_ref().map_or(0, |broker| broker.record.rank);
-                self.view = self.actor.stop(rank).await?;
-                Ok(())
-            }
+            Step::Close(closing) => self.close(&preflight, *closing).await,
+            Step::Stop { reason, waits_for_jobs } => self.stop(reason, *waits_for_jobs).await,
             Step::Hold | Step::Wait(_) | Step::Preflight | Step::Remove => Ok(()),
         }
     }
 
-    /// Everything that a broker reads at its start, by what the API says right now.
-    async fn make_ready(&mut self, preflight: &Preflight, decided: &Assignment) -> Result<Startable, StepError> {
-        // Without API the files of the last start are still there.
-        let roster = match self.unheard_roster() {
-            Some(roster) => roster,
-            None => match self.configure_by_api(preflight, decided).await {
-                Err(StepError::Api(error)) if self.view.died.is_some() => {
-                    debug!(error = error_chain(&error), "the API server has no answer");
-                    self.published.roster()?
-                }
-                other => return other,
-            },
-        };
-        if self.memory.is_stale() {
-            let words = "this agent stood still, and its rank may be another node's by now: waiting for the API server";
-            return Err(StepError::NotYet(words.to_owned()));
+    async fn close(&mut self, preflight: &Preflight, closing: Closing) -> Result<(), StepError> {
+        let roster = self.published.roster()?;
+        info!(epoch = roster.epoch, ?closing, "stopping the instance for the next epoch");
+        if closing == Closing::WhenIdle {
+            self.wait_for_jobs(preflight, &roster).await?;
         }
-        warn!("no word from the API server: starting the broker with the files that are there");
-        Ok(Startable { assignment: decided.clone(), revision: roster.revision, roster })
+        self.starts.forget();
+        self.view = self.actor.close().await?;
+        Ok(())
     }
 
-    async fn configure_by_api(&mut self, preflight: &Preflight, decided: &Assignment) -> Result<Startable, StepError> {
-        let (node, roster) = futures::try_join!(self.reporter.of(self.reporter.name()), read_roster(&self.client))?;
-        // One that was deleted contradicts nobody.
-        self.published.roster = roster.or_else(|| self.published.roster.take());
-        let roster = self.published.roster()?;
-        let now = node.and_then(|node| confirmed(decided, &self.actor.instance_uid, &node.spec, &roster));
-        let assignment = now.ok_or_else(|| {
-            let words =
-                format!("waiting for the planner's word on rank {}: it is not this node's as it was", decided.rank);
-            StepError::NotYet(words)
-        })?;
-        let revision = self.actor.configure(preflight, &roster, &assignment, false).await?;
-        Ok(Startable { assignment, roster, revision })
+    async fn stop(&mut self, reason: &str, waits_for_jobs: bool) -> Result<(), StepError> {
+        if self.view.job_shells > 0 && waits_for_jobs {
+            return Err(StepError::NotYet(format!("{reason}; it is stopped when the jobs here have ended")));
+        }
+        info!(reason, "stopping the broker");
+        self.starts.forget();
+        let rank = self.view.broker.as_ref().map_or(0, |broker| broker.record.rank);
+        self.view = self.actor.stop(rank).await?;
+        Ok(())
     }
 
     /// Sees to it that no job runs and none will begin. A job that has slipped in between wins.
@@ -148,9 +114,9 @@ impl Agent {
             return Err(runs());
         }
         self.queues_are_ours = true;
-        self.actor.stop_queues(preflight, roster).await?;
+        self.actor.stop_queues(&preflight.prefix, roster, queues::EPOCH_ENDS).await?;
         if jobs_may_run(&self.view).await.is_some() {
-            self.actor.start_queues(preflight, roster).await?;
+            self.actor.start_queues(&preflight.prefix, roster).await?;
             self.queues_are_ours = false;
             return Err(runs());
         }
@@ -164,7 +130,7 @@ impl Agent {
         if !(self.queues_are_ours && is_lead && self.is_online() && roster.closing.is_none()) {
             return;
         }
-        match self.actor.start_queues(preflight, roster).await {
+        match self.actor.start_queues(&preflight.prefix, roster).await {
             Ok(()) => self.queues_are_ours = false,
             Err(error) => warn!(error = error_chain(&error), "can't look at the queues"),
         }
@@ -184,26 +150,26 @@ impl Agent {
         spec
     }
 
-    /// What there is to go by while the API has said nothing at all: the roster that this host was configured by last.
+    /// What the broker is to be started by while the API has said nothing at all.
     fn unheard_roster(&self) -> Option<Roster> {
-        let unheard = matches!(self.world.borrow().instance, Presence::Unknown) && self.published.roster.is_none();
-        unheard.then(|| host_roster(&self.view)).flatten()
+        let is_silent = matches!(self.world.borrow().instance, Presence::Unknown);
+        (is_silent && self.published.roster.is_none()).then(|| host_roster(&self.view)).flatten()
     }
 
-    /// Removal, unless jobs run and the instance's word was that they win.
-    pub(super) async fn remove(&mut self) -> Result<(), StepError> {
+    /// Removal, unless jobs run and the instance's word was that they win. `pod_ends`: the time is the pod's.
+    pub(super) async fn remove(&mut self, pod_ends: bool) -> Result<(), StepError> {
         let end = self.view.state.as_ref().map(|state| state.uninstall).unwrap_or_default();
         if end.running_jobs == RunningJobs::Wait
-            && let Some(reason) = jobs_may_run(&self.view).await
+            && let Some(reason) = self.last_jobs().await
         {
-            let words =
-                format!("{reason}: this host is kept until they have ended (spec.uninstall.runningJobs is Wait)");
-            return Err(StepError::NotYet(words));
+            return Err(StepError::NotYet(waits_for_jobs(reason, self.queues_have_ended, end.keep_state)));
         }
         self.log = None;
-        self.actor.remove(end.keep_state).await?;
+        let rank = self.view.broker.as_ref().map(|broker| broker.record.rank);
+        self.actor.remove(end.keep_state, removal_grace(rank, end.keep_state, pod_ends)).await?;
         self.view = HostView::default();
         (self.published, self.preflight) = (Published::default(), None);
+        self.queues_have_ended = false;
         self.starts.forget();
         match self.reporter.delete().await {
             // At a teardown the right to ask goes first; the host is clean all the same.
@@ -215,6 +181,24 @@ impl Agent {
         Ok(())
     }
 
+    /// Sees to it that no further job begins, where that is possible, and looks whether one runs. Every agent does, so that none
+    /// stops its broker at an idle moment between two jobs because the lead's was slower; the first one finds queues to stop.
+    async fn last_jobs(&mut self) -> Option<&'static str> {
+        let answer = ask().await;
+        let reason = may_run(&self.view, &answer);
+        let is_known = reason.is_some() && self.queues_have_ended;
+        let (Some(state), Some(roster), true) =
+            (&self.view.state, host_roster(&self.view), answer.is_ok() && !is_known)
+        else {
+            return reason;
+        };
+        match self.actor.stop_queues(&state.prefix, &roster, queues::INSTANCE_ENDS).await {
+            Ok(()) => self.queues_have_ended = true,
+            Err(error) => warn!(error = error_chain(&error), "can't stop the queues"),
+        }
+        may_run(&self.view, &ask().await)
+    }
+
     /// Cleans at the end of the pod, as long as its grace lasts; needs no API.
     pub(super) async fn clean(&mut self) {
         loop {
@@ -222,7 +206,7 @@ impl Agent {
                 Ok(view) => self.view = view,
                 Err(error) => warn!(error = error_chain(&error), "can't look at the host"),
             }
-            match self.remove().await {
+            match self.remove(true).await {
                 Ok(()) => return,
                 Err(error) => warn!(error = error_chain(&error), "the host is not clean yet"),
             }
@@ -231,16 +215,21 @@ impl Agent {
     }
 }
 
-/// Why jobs may be running. The lead's word counts; where it can't be had, the job shells of this host tell, and on the
-/// lead's own host a broker that lives but is silent is no proof that nothing runs elsewhere.
+/// Why jobs may be running.
 pub(super) async fn jobs_may_run(view: &HostView) -> Option<&'static str> {
-    let answer = match live::connect().await {
-        Ok(client) => ask_instance(&client).await,
-        Err(error) => Err(error),
-    };
+    may_run(view, &ask().await)
+}
+
+async fn ask() -> Result<InstanceStatus, RpcError> {
+    ask_instance(&live::connect().await?).await
+}
+
+/// The lead's word counts; where it can't be had, the job shells of this host tell, and on the lead's own host a broker that
+/// lives but is silent is no proof that nothing runs elsewhere.
+fn may_run(view: &HostView, answer: &Result<InstanceStatus, RpcError>) -> Option<&'static str> {
     // A broker that has no socket has not been up yet: it has given no job to anybody.
     let nobody_listens = !view.rundir_lost
-        && matches!(&answer, Err(RpcError::Connect { source, .. })
+        && matches!(answer, Err(RpcError::Connect { source, .. })
             if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused));
     let is_lead = view.broker.as_ref().is_some_and(|broker| broker.record.rank == 0);
     match answer {
@@ -251,6 +240,16 @@ pub(super) async fn jobs_may_run(view: &HostView) -> Option<&'static str> {
         }
         _ => None,
     }
+}
+
+/// What a host that is to be cleaned waits for, and what its users have to expect.
+fn waits_for_jobs(reason: &str, queues_have_ended: bool, keep_state: bool) -> String {
+    let pending = match (queues_have_ended, keep_state) {
+        (false, _) => "",
+        (true, true) => "; pending jobs are not started any more, and stay in the queue that is kept",
+        (true, false) => "; pending jobs are not started any more, and end with the instance",
+    };
+    format!("{reason}: this host is kept until they have ended (spec.uninstall.runningJobs is Wait){pending}")
 }
 
 /// The peers that the planner has named for package set `digest`.
@@ -265,4 +264,55 @@ fn wish(world: &World) -> impl PartialEq + use<> {
     let generation = world.instance.here().and_then(|instance| instance.metadata.generation);
     let spec = world.node_spec().map(|spec| (spec.want == Want::Nothing, spec.fetch_from.clone()));
     (world.instance_uid(), generation, spec)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Error;
+
+    use super::*;
+    use crate::{
+        broker::status::Amount,
+        host::{LaunchRecord, RunningBroker},
+    };
+
+    fn view(rank: Option<u32>, job_shells: usize) -> HostView {
+        let record = |rank| LaunchRecord { rank, epoch: 1, ..LaunchRecord::default() };
+        let broker = rank.map(|rank| RunningBroker { pid: 7, start_time: 1, systemd: false, record: record(rank) });
+        HostView { broker, job_shells, ..HostView::default() }
+    }
+
+    #[test]
+    fn jobs_run_by_the_leads_word_or_by_what_this_host_shows_and_a_silent_lead_proves_nothing() {
+        let uses =
+            |cores| Ok(InstanceStatus { allocated: Amount { cores, ..Amount::default() }, ..Default::default() });
+        let silent = || Err(RpcError::Connect { path: "/s".into(), source: Error::from(ErrorKind::TimedOut) });
+        let no_socket = || Err(RpcError::Connect { path: "/s".into(), source: Error::from(ErrorKind::NotFound) });
+        let mut lost = view(Some(0), 0);
+        lost.rundir_lost = true;
+        for (view, answer, may) in [
+            (view(Some(0), 0), uses(0), false),
+            (view(Some(1), 0), uses(2), true),
+            (view(Some(1), 0), uses(0), false),
+            (view(Some(1), 1), uses(0), true),
+            (view(Some(1), 0), silent(), false),
+            (view(Some(1), 1), silent(), true),
+            (view(Some(0), 0), silent(), true),
+            (view(Some(0), 0), no_socket(), false),
+            (lost, no_socket(), true),
+            (view(None, 0), no_socket(), false),
+        ] {
+            assert_eq!(may_run(&view, &answer).is_some(), may, "{view:?} {answer:?}");
+        }
+    }
+
+    #[test]
+    fn who_waits_for_running_jobs_says_what_becomes_of_the_pending_ones() {
+        for (queues_have_ended, keep_state, expected) in
+            [(false, false, "is Wait)"), (true, false, "end with the instance"), (true, true, "queue that is kept")]
+        {
+            let words = waits_for_jobs("jobs are running", queues_have_ended, keep_state);
+            assert!(words.starts_with("jobs are running: ") && words.ends_with(expected), "{words}");
+        }
+    }
 }

@@ -6,7 +6,7 @@ mod tests;
 
 use std::time::Duration;
 
-use super::drain;
+use super::{copied::host_roster, drain};
 use crate::{
     api::{BROKER_RUN_DIR, Closing, FluxNodeSpec, ROSTER_FORMAT, Rank, Roster, RosterEntry, Want},
     broker::status::Drained,
@@ -39,6 +39,8 @@ pub struct Seen<'a> {
     pub node_uid: Option<&'a str>,
     /// This agent has lived for some time and the API has not said a word yet.
     pub alone: bool,
+    /// What is said to our name is for another machine, by `copied::is_replaced`.
+    pub replaced: bool,
     /// Our FluxNode's spec: the planner's words to us.
     pub spec: Option<&'a FluxNodeSpec>,
     /// The roster, read at least at `spec.revision`.
@@ -175,7 +177,13 @@ pub fn decide(seen: &Seen) -> Step {
     if let (Some(broker), Some(roster)) = (&seen.host.broker, seen.roster)
         && let Some(reason) = superseded(broker, spec, roster)
     {
-        return Step::Stop { reason, waits_for_jobs: broker.record.epoch >= roster.jobs_lost_before };
+        // The lead had lost it before it gave the rank to another one.
+        let is_anothers = roster.member(broker.record.rank).is_some_and(|member| member.node != spec.node_name);
+        let are_lost = is_anothers || broker.record.epoch < roster.jobs_lost_before;
+        return Step::Stop { reason, waits_for_jobs: !are_lost };
+    }
+    if seen.replaced {
+        return Step::Wait("another machine has this node's name: rename this one, or take it away".to_owned());
     }
     let has = |digest: &str| seen.host.has_environment(digest);
     match spec.want {
@@ -320,18 +328,6 @@ pub fn confirmed(decided: &Assignment, instance_uid: &str, spec: &FluxNodeSpec, 
     (is_same && !is_over).then_some(now)
 }
 
-/// This host is the lead's: it runs rank 0, or it would by the roster that it was configured by last.
-pub fn leads(host: &HostView, spec: Option<&FluxNodeSpec>) -> bool {
-    if let Some(broker) = &host.broker {
-        return broker.record.rank == 0;
-    }
-    let (Some(spec), Some(text)) = (spec, &host.roster) else { return false };
-    serde_json::from_str::<Roster>(text).is_ok_and(|copy| {
-        let lead = copy.lead();
-        spec.instance_uid.as_deref() == Some(&copy.instance_uid) && lead.is_some_and(|lead| lead.node == spec.node_name)
-    })
-}
-
 /// Why a running broker is none of this roster: only the roster's positive word counts, never its absence.
 fn superseded(broker: &RunningBroker, spec: &FluxNodeSpec, roster: &Roster) -> Option<String> {
     let record = &broker.record;
@@ -342,8 +338,9 @@ fn superseded(broker: &RunningBroker, spec: &FluxNodeSpec, roster: &Roster) -> O
     if holder.is_some_and(|member| member.node == spec.node_name) {
         return None;
     }
-    if spec.rank.is_none() && roster.ranks.get(&record.rank).is_some_and(|entry| entry.member.is_none()) {
-        return Some(format!("rank {} is nobody's any more", record.rank));
+    if spec.rank.is_none() && roster.ranks.contains_key(&record.rank) {
+        let holder = holder.map_or_else(|| "nobody".to_owned(), |member| format!("node {}", member.node));
+        return Some(format!("rank {} is no longer this node's: {holder} has it now", record.rank));
     }
     let assignment = agreed(spec, roster)?;
     // Not the Node's uid: a machine that was registered again has another, and the same broker.
@@ -355,11 +352,11 @@ fn superseded(broker: &RunningBroker, spec: &FluxNodeSpec, roster: &Roster) -> O
 /// word for how that was.
 fn restart_without_api(seen: &Seen) -> Step {
     let copy = host_roster(seen.host);
-    let last = match seen.spec {
-        Some(spec) => seen.roster.or(copy.as_ref()).and_then(|roster| agreed(spec, roster)),
-        None if seen.alone => copy.as_ref().and_then(|roster| held_by(roster, seen.node)),
+    let last = seen.roster.or(copy.as_ref()).and_then(|roster| match seen.spec {
+        Some(spec) => agreed(spec, roster),
+        None if seen.alone => held_by(roster, seen.node),
         None => None,
-    };
+    });
     match last {
         Some(assignment) if seen.host.broker.is_none() && seen.host.died.is_some() => match seen.preflight {
             Some(_) => Step::Start(assignment),
@@ -369,14 +366,8 @@ fn restart_without_api(seen: &Seen) -> Step {
     }
 }
 
-/// The roster that this host was configured by last.
-pub fn host_roster(host: &HostView) -> Option<Roster> {
-    let roster: Roster = serde_json::from_str(host.roster.as_deref()?).ok()?;
-    let ours = host.state.as_ref().is_some_and(|state| state.instance_uid == roster.instance_uid);
-    (ours && roster.format <= ROSTER_FORMAT).then_some(roster)
-}
-
-fn held_by(roster: &Roster, node: &str) -> Option<Assignment> {
+/// The rank that `node` holds by `roster`.
+pub fn held_by(roster: &Roster, node: &str) -> Option<Assignment> {
     let held = roster.ranks.iter().filter_map(|(rank, entry)| Some((rank, entry, entry.member.as_ref()?)));
     let (rank, entry, member) = held.into_iter().find(|(.., member)| member.node == node)?;
     Some(Assignment {

@@ -30,6 +30,11 @@ pub fn in_effect(wanted: &BTreeMap<String, IdSet>, drained: &[Drained]) -> IdSet
     ranks(drained, is_ours).0.into_iter().chain(theirs).collect()
 }
 
+/// Ranks that people have drained.
+pub fn by_others(drained: &[Drained]) -> IdSet {
+    ranks(drained, is_theirs)
+}
+
 fn is_ours(reason: &str) -> bool {
     reason.starts_with(PREFIX)
 }

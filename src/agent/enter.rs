@@ -66,7 +66,7 @@ impl EnterError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::NotClaimed | Self::NotLead(_) => 2,
-            Self::Host(HostError::Refused(refusal)) if !refusal.transient => 2,
+            Self::Host(error) => error.exit_code(),
             _ => 1,
         }
     }

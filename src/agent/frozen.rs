@@ -38,15 +38,15 @@ impl Memory {
         let beating = Arc::downgrade(&pulse);
         tokio::spawn(async move {
             while let Some(pulse) = beating.upgrade() {
-                Self(pulse).is_stale();
+                Self(pulse).stood_still();
                 sleep(BEAT_EVERY).await;
             }
         });
         Self(pulse)
     }
 
-    /// This process has stood still since it was [`refreshed`](Self::refreshed) last.
-    pub fn is_stale(&self) -> bool {
+    /// This process has stood still since it was [`refreshed`](Self::refreshed) last, the time since the last beat included.
+    pub fn stood_still(&self) -> bool {
         let mut pulse = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // Here too: the task that beats may not have run yet.
         pulse.beat(uptime());
@@ -76,8 +76,8 @@ mod tests {
             assert_eq!(pulse.stood_still, expected, "{beats:?}");
         }
         let memory = Memory(Arc::new(Mutex::new(Pulse { last: uptime(), stood_still: true })));
-        assert!(memory.is_stale());
+        assert!(memory.stood_still());
         memory.refreshed();
-        assert!(!memory.is_stale());
+        assert!(!memory.stood_still());
     }
 }

@@ -55,7 +55,8 @@ impl Health {
     }
 }
 
-/// Serves `/healthz`, `/readyz` and `/metrics`. The port is bound before any work begins, so that one that is taken is an early error.
+/// Serves `/healthz`, `/readyz` and `/metrics`. The port is bound before any work begins, so that one that is taken is an
+/// early error.
 ///
 /// # Errors
 /// The port can't be bound.

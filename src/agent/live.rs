@@ -4,12 +4,13 @@
 use std::{
     io::Write,
     path::Path,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use futures::StreamExt;
 use tokio::{
-    sync::watch,
+    sync::{Notify, watch},
     time::{interval, sleep},
 };
 use tracing::debug;
@@ -19,7 +20,7 @@ use crate::{
     broker::{
         pending::pending_nodes,
         rfc3::{Client, RpcError},
-        status::{Change, InstanceStatus, attribute, instance, online, online_line, overlay, state, watch as changes},
+        status::{Change, InstanceStatus, attribute, instance, online, online_line, state, watch as changes},
     },
     host::files::{host_path, open_in_host_root},
     plan::hostlist,
@@ -27,7 +28,7 @@ use crate::{
 
 /// How often a socket that isn't there yet is looked for.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// The overlay's health changes without an event on this socket; and a state that was missed is found again.
+/// What jobs run on and what is drained changes without an event on this socket; a state that was missed is found again.
 pub(super) const ASK_EVERY: Duration = Duration::from_secs(2);
 /// The lead is asked by each broker, so seldom.
 const ASK_LEAD_EVERY: Duration = Duration::from_secs(30);
@@ -39,8 +40,6 @@ pub struct Live {
     pub pid: Option<i32>,
     /// `join`, `quorum`, `run`, …
     pub state: String,
-    /// The overlay's health from here down.
-    pub health: Option<String>,
     /// Ranks that are online, by the lead's word.
     pub online: IdSet,
     /// On the lead: what jobs run on and what is drained; None: not known.
@@ -74,14 +73,15 @@ pub async fn connect() -> Result<Client, RpcError> {
 }
 
 /// Follows the broker of this host, whichever it is, until the receiver is dropped. On the lead each change of who is online
-/// is one line in the pod's log, in the broker's own form: the broker itself says it only until it has its quorum.
-pub fn follow() -> watch::Receiver<Live> {
+/// is one line in the pod's log, in the broker's own form: the broker itself says it only until it has its quorum. Who has
+/// changed something has it asked again at once, by `ask`.
+pub fn follow(ask: Arc<Notify>) -> watch::Receiver<Live> {
     let (sender, receiver) = watch::channel(Live::default());
     tokio::spawn(async move {
         while !sender.is_closed() {
             if let Ok(client) = connect().await
                 && let Err(error) = tokio::select! {
-                    ended = follow_one(&client, &sender) => ended,
+                    ended = follow_one(&client, &sender, &ask) => ended,
                     ended = hear_lead(&client, &sender) => ended,
                 }
             {
@@ -106,7 +106,7 @@ async fn hear_lead(client: &Client, sender: &watch::Sender<Live>) -> Result<(), 
     }
 }
 
-async fn follow_one(client: &Client, sender: &watch::Sender<Live>) -> Result<(), RpcError> {
+async fn follow_one(client: &Client, sender: &watch::Sender<Live>, ask: &Notify) -> Result<(), RpcError> {
     let now = state(client).await?.state;
     let (rank, names) = futures::try_join!(attribute(client, "rank"), attribute(client, "hostlist"))?;
     let names = hostlist::decode(&names);
@@ -116,7 +116,7 @@ async fn follow_one(client: &Client, sender: &watch::Sender<Live>) -> Result<(),
         live.enter(now);
     });
     let mut changes = changes(client)?;
-    let mut ask = interval(ASK_EVERY);
+    let mut every = interval(ASK_EVERY);
     loop {
         tokio::select! {
             change = changes.next() => match change {
@@ -130,16 +130,15 @@ async fn follow_one(client: &Client, sender: &watch::Sender<Live>) -> Result<(),
                 }
                 None => return Ok(()),
             },
-            _ = ask.tick() => {
+            () = async { tokio::select! { _ = every.tick() => {}, () = ask.notified() => {} } } => {
                 let instance = if rank == "0" { instance(client).await.ok() } else { None };
                 let pending_nodes = match &instance {
                     Some(instance) => pending_nodes(client, instance).await.ok(),
                     None => None,
                 };
-                if let Ok((state, overlay)) = futures::try_join!(state(client), overlay(client)) {
+                if let Ok(state) = state(client).await {
                     sender.send_if_modified(|live| {
-                        let health = Some(overlay.status);
-                        let mut next = Live { health, instance, pending_nodes, ..live.clone() };
+                        let mut next = Live { instance, pending_nodes, ..live.clone() };
                         next.enter(state.state);
                         std::mem::replace(live, next.clone()) != next
                     });

@@ -1,7 +1,9 @@
 //! The agent: the DaemonSet pod's process on each node. Observe, decide ([`decide`]), act ([`act`]), report.
 
 pub mod act;
+mod applied;
 mod climb;
+mod copied;
 pub mod decide;
 mod drain;
 mod dump;
@@ -15,11 +17,12 @@ mod log;
 mod progress;
 mod published;
 mod queues;
-mod reload;
 mod report;
+mod round;
 mod run;
 mod rung;
 mod serve;
+mod start;
 mod takeover;
 mod teardown;
 mod tell;
@@ -29,7 +32,10 @@ mod uninstall;
 mod verify;
 mod watch;
 
-use std::net::{IpAddr, SocketAddr};
+use std::{
+    io::{self, Write},
+    net::{IpAddr, SocketAddr},
+};
 
 use hyper::Response;
 use kube::{Client, Config, client::ClientBuilder};
@@ -125,4 +131,9 @@ async fn client() -> Result<Client, AgentError> {
     });
     let client = ClientBuilder::try_from(config).map_err(|error| AgentError::Client(Box::new(error)))?;
     Ok(client.with_layer(&listen).build())
+}
+
+/// For whoever runs a command. One who has closed stdout doesn't want to read it: what was begun goes on.
+fn say(line: &str) {
+    let _ = writeln!(io::stdout(), "{line}");
 }

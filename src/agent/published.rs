@@ -8,7 +8,8 @@ use tracing::info;
 
 use super::{
     act::{StepError, own_certificate},
-    decide::{agreed, leads, may_leave},
+    copied::leads,
+    decide::{agreed, may_leave},
     watch::World,
 };
 use crate::{
@@ -61,7 +62,8 @@ impl Published {
         // What was read for another roster, or another instance, is none.
         let wanted = self.roster.as_ref().map(|roster| roster.settings.digest.as_str());
         let known = |digest: &str| self.packages.iter().any(|(known, _)| known == digest);
-        let pending = world.restart_pending();
+        let pending = world.instance_status().and_then(|status| status.holding("RestartPending"));
+        let pending = pending.map_or("", |pending| pending.message.as_str());
         let missing = wanted.is_some_and(|wanted| !known(wanted) && !view.has_environment(wanted));
         if self.packages.is_empty() || missing || spec.want != Want::Run || self.pending != pending {
             self.packages = read_packages(client).await?.into_iter().map(|set| (set.digest(), set)).collect();

@@ -1,23 +1,33 @@
 //! The queues are stopped for the moment between the last look at the jobs and the end of the lead's broker. Only those that
 //! were started are, with words of ours, so that they are found and started again if the epoch doesn't end after all, by
-//! whichever agent; what an administrator has stopped is his.
+//! whichever agent; what an administrator has stopped is his. At the end of the instance they are stopped for good.
 
-use super::act::{Actor, StepError};
-use crate::{api::Roster, host::Preflight};
+use std::path::Path;
 
-/// What `flux queue status` shows of a queue that we have stopped.
-const MESSAGE: &str = "flux-distribute: the epoch ends";
+use super::act::{Actor, StepError, unexpected};
+use crate::{
+    api::Roster,
+    host::{Answer, FluxOrder, Order},
+};
+
+/// For one `flux` command.
+const FLUX_TIMEOUT_SECS: u64 = 60;
+
+/// What `flux queue status` shows of a queue that we have stopped for the end of an epoch.
+pub(super) const EPOCH_ENDS: &str = "flux-distribute: the epoch ends";
+/// The same for the end of the instance: nobody starts it again.
+pub(super) const INSTANCE_ENDS: &str = "flux-distribute: the instance is being removed";
 
 impl Actor {
     /// Has no further job begin.
     ///
     /// # Errors
     /// flux's.
-    pub async fn stop_queues(&self, preflight: &Preflight, roster: &Roster) -> Result<(), StepError> {
-        let list = self.flux(preflight, roster, &["queue", "list", "-no", "{queue}|{started}"]).await?;
+    pub async fn stop_queues(&self, prefix: &Path, roster: &Roster, message: &str) -> Result<(), StepError> {
+        let list = self.flux(prefix, roster, &["queue", "list", "-no", "{queue}|{started}"]).await?;
         for queue in started(&list) {
-            let stop = ["queue", "stop", "--nocheckpoint", "--message", MESSAGE];
-            self.flux(preflight, roster, &[&stop[..], queue.as_slice()].concat()).await?;
+            let stop = ["queue", "stop", "--nocheckpoint", "--message", message];
+            self.flux(prefix, roster, &[&stop[..], queue.as_slice()].concat()).await?;
         }
         Ok(())
     }
@@ -26,12 +36,30 @@ impl Actor {
     ///
     /// # Errors
     /// flux's.
-    pub async fn start_queues(&self, preflight: &Preflight, roster: &Roster) -> Result<(), StepError> {
-        let status = self.flux(preflight, roster, &["queue", "status"]).await?;
+    pub async fn start_queues(&self, prefix: &Path, roster: &Roster) -> Result<(), StepError> {
+        let status = self.flux(prefix, roster, &["queue", "status"]).await?;
         for queue in stopped_by_us(&status) {
-            self.flux(preflight, roster, &[&["queue", "start"], queue.as_slice()].concat()).await?;
+            self.flux(prefix, roster, &[&["queue", "start"], queue.as_slice()].concat()).await?;
         }
         Ok(())
+    }
+
+    async fn flux(&self, prefix: &Path, roster: &Roster, args: &[&str]) -> Result<String, StepError> {
+        let order = FluxOrder {
+            prefix: prefix.to_owned(),
+            digest: roster.settings.digest.clone(),
+            args: args.iter().map(|arg| (*arg).to_owned()).collect(),
+            run_as: roster.settings.run_as.clone(),
+            timeout_secs: FLUX_TIMEOUT_SECS,
+        };
+        match self.order(Order::Flux(order)).await? {
+            Answer::Ran(ran) if ran.code == 0 => Ok(ran.stdout + &ran.stderr),
+            Answer::Ran(ran) => {
+                let output = ran.stderr.trim().lines().last().unwrap_or("no output").to_owned();
+                Err(StepError::Flux { command: args.join(" "), output })
+            }
+            other => Err(unexpected(&other)),
+        }
     }
 }
 
@@ -42,7 +70,7 @@ fn started(list: &str) -> Vec<Option<&str>> {
 }
 
 fn stopped_by_us(status: &str) -> Vec<Option<&str>> {
-    let ours = format!("Scheduling is stopped: {MESSAGE}");
+    let ours = format!("Scheduling is stopped: {EPOCH_ENDS}");
     let rows = status.lines().filter_map(|line| line.trim().strip_suffix(ours.as_str()));
     rows.map(|queue| named(queue.trim_end_matches(": "))).collect()
 }
@@ -61,10 +89,10 @@ mod tests {
         assert_eq!(started("|✗\n"), []);
         assert_eq!(started("batch|✔\ndebug|✗\nlong|✔\n"), [Some("batch"), Some("long")]);
         let status = format!(
-            "batch: Job submission is enabled\nbatch: Scheduling is stopped: {MESSAGE}\nlong: Scheduling is stopped: \
-             maintenance\ndebug: Scheduling is started\n"
+            "batch: Job submission is enabled\nbatch: Scheduling is stopped: {EPOCH_ENDS}\nlong: Scheduling is stopped: \
+             maintenance\nlast: Scheduling is stopped: {INSTANCE_ENDS}\ndebug: Scheduling is started\n"
         );
         assert_eq!(stopped_by_us(&status), [Some("batch")]);
-        assert_eq!(stopped_by_us(&format!("Job submission is enabled\nScheduling is stopped: {MESSAGE}\n")), [None]);
+        assert_eq!(stopped_by_us(&format!("Job submission is enabled\nScheduling is stopped: {EPOCH_ENDS}\n")), [None]);
     }
 }

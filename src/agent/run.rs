@@ -1,4 +1,4 @@
-//! The agent's loop.
+//! The agent: what it knows between two rounds, and what it sees and tells in one.
 
 use std::{
     sync::{
@@ -11,30 +11,31 @@ use std::{
 use kube::{Api, Client, ResourceExt};
 use tokio::{
     signal::unix::{SignalKind, signal},
-    sync::{Mutex, watch},
+    sync::{Mutex, Notify, watch},
     task::JoinHandle,
-    time::{sleep, timeout},
+    time::timeout,
 };
 use tracing::{debug, info, warn};
 
 use super::{
     AgentArguments, AgentError,
     act::{Actor, StepError},
+    applied::Applied,
     client,
-    decide::{Instance, Seen, Step, decide},
+    copied::is_replaced,
+    decide::{Instance, Seen, Step},
     dump::Dumping,
     frozen::Memory,
     health::{self, Health},
     live::{self, Live},
     log::{self, Rejected},
     published::Published,
-    reload::Applied,
     report::Reporter,
     serve::Serving,
     teardown,
     tell::{self, Known, facts},
     tidy::Tidied,
-    tries::{Starts, Tries, Trouble},
+    tries::{Starts, Tries},
     watch::{Presence, World, world},
 };
 use crate::{
@@ -116,6 +117,8 @@ pub(super) struct Agent {
     pub(super) serving: Serving,
     pub(super) world: watch::Receiver<World>,
     pub(super) live: watch::Receiver<Live>,
+    /// Has the broker asked at once.
+    pub(super) ask: Arc<Notify>,
     pub(super) rejected: watch::Sender<Rejected>,
     pub(super) log: Option<LogTask>,
     // What is remembered between two rounds; all of it can be lost.
@@ -126,6 +129,8 @@ pub(super) struct Agent {
     pub(super) generation: i64,
     /// metadata.uid of our Node, read when the planner names another one.
     pub(super) node_uid: Option<String>,
+    /// metadata.uid of the Node of our name that is another machine.
+    replaced_as: Option<String>,
     pub(super) published: Published,
     /// Of what the API has said: that of an agent that stood still is none to start a broker by.
     pub(super) memory: Memory,
@@ -136,9 +141,11 @@ pub(super) struct Agent {
     pub(super) tidied: Tidied,
     /// Queues may be stopped by us, or by the agent before.
     pub(super) queues_are_ours: bool,
+    /// They are stopped for the end of the instance.
+    pub(super) queues_have_ended: bool,
     pub(super) dumping: Dumping,
     /// So many times in a row the host could not be looked at.
-    blind: u32,
+    pub(super) blind: u32,
 }
 
 impl Agent {
@@ -151,6 +158,7 @@ impl Agent {
         members: Arc<AtomicU32>,
         serving: Serving,
     ) -> Self {
+        let ask = Arc::<Notify>::default();
         Self {
             client: client.clone(),
             live_change: Arc::default(),
@@ -161,7 +169,8 @@ impl Agent {
             health,
             serving,
             world,
-            live: live::follow(),
+            live: live::follow(ask.clone()),
+            ask,
             rejected: watch::channel(Rejected::new()).0,
             log: None,
             view: HostView::default(),
@@ -169,6 +178,7 @@ impl Agent {
             spec: FluxInstanceSpec::default(),
             generation: 0,
             node_uid: None,
+            replaced_as: None,
             published: Published::default(),
             memory: Memory::begin(),
             told: None,
@@ -176,122 +186,14 @@ impl Agent {
             starts: Starts::default(),
             tidied: Tidied::default(),
             queues_are_ours: true,
+            queues_have_ended: false,
             dumping: Dumping::default(),
             blind: 0,
         }
     }
 
-    /// Climbs the ladder and holds it, for ever.
-    async fn hold(&mut self) {
-        loop {
-            // Taken before looking: what changes from here on ends the pause below.
-            let mut world_changes = self.world.clone();
-            world_changes.mark_unchanged();
-            let mut live_changes = self.live.clone();
-            live_changes.mark_unchanged();
-            let pause = match self.round().await {
-                Ok(pause) => {
-                    self.blind = 0;
-                    pause
-                }
-                Err(error) => {
-                    warn!(error = error_chain(&error), "this round was cut short");
-                    self.tell_blindness(&error).await
-                }
-            };
-            tokio::select! {
-                _ = world_changes.changed() => {}
-                _ = live_changes.changed() => {}
-                () = sleep(pause) => {}
-            }
-        }
-    }
-
-    /// Observes, decides, reports, acts; returns how long to rest.
-    async fn round(&mut self) -> Result<Duration, StepError> {
-        let world = self.world.borrow().clone();
-        let step = self.next_step(&world).await?;
-        match step {
-            // Before it is reported: the planner sends others here once it hears of it.
-            Step::Install { .. } | Step::Prepare { .. } => self.serving.expect(true),
-            // As long as nothing is known, nothing is said.
-            _ if self.preflight.is_none() || world.node_spec().is_none() || self.published.sets().is_empty() => {}
-            _ => self.serving.expect(false),
-        }
-        if let Step::Hold | Step::Wait(_) = step {
-            self.tries.succeeded();
-            self.report(&world, &step, None).await;
-            if step == Step::Hold {
-                self.open_queues().await;
-            }
-            if world.instance.here().is_some() {
-                self.tidy().await;
-                self.dump_if_due(&step);
-            }
-            // What others do is heard by a watch, but for the packages, which are not watched.
-            let on_its_way = self.view.broker.is_some() && !self.is_online();
-            return Ok(if on_its_way || self.published.digest().is_none() { SOON } else { RESYNC });
-        }
-        if let Step::Install { .. } = step
-            && let told = world.node_spec().and_then(|spec| spec.fetch_from.clone())
-            && self.told != told
-        {
-            // Another source is tried at once.
-            self.told = told;
-            self.tries.succeeded();
-        }
-        // A broker that has died is not kept waiting for an API server that is away.
-        let is_urgent = matches!(step, Step::Start(_)) && self.view.died.is_some();
-        if !is_urgent {
-            self.report(&world, &step, None).await;
-        }
-        let (now, generation) = (Instant::now(), self.generation);
-        let rest = self.tries.rest(&step, generation, now).max(self.starts.rest(&step, generation, now));
-        if let Some(rest) = rest {
-            if is_urgent {
-                self.report(&world, &step, None).await;
-            }
-            return Ok(rest.min(RESYNC));
-        }
-        let outcome = self.act(&world, &step).await;
-        match outcome {
-            Ok(()) => {
-                self.tries.succeeded();
-                Ok(Duration::ZERO)
-            }
-            Err(error) => {
-                let trouble = Trouble { words: error_chain(&error), waiting: error.is_waiting() };
-                if trouble.waiting {
-                    info!(step = step.name(), reason = trouble.words, "this step has to wait");
-                } else {
-                    let transient = error.is_transient();
-                    warn!(
-                        step = step.name(),
-                        error = trouble.words,
-                        transient,
-                        "this step failed and will be tried again"
-                    );
-                }
-                self.tries.failed(&step, generation, trouble, Instant::now());
-                self.report(&world, &step, None).await;
-                Ok(Duration::ZERO)
-            }
-        }
-    }
-
-    /// Observes and decides.
-    ///
-    /// # Errors
-    /// The host can't be looked at; the API server's, for what has to be there first.
-    pub(super) async fn next_step(&mut self, world: &World) -> Result<Step, StepError> {
-        self.observe(world).await?;
-        let uid = world.instance_uid();
-        let live = self.live.borrow().clone();
-        Ok(decide(&self.seen(world, uid.as_deref(), &live)))
-    }
-
     /// A host that can't be looked at may do well or not: nothing is done there, and that is said. Returns how long to rest.
-    async fn tell_blindness(&mut self, error: &StepError) -> Duration {
+    pub(super) async fn tell_blindness(&mut self, error: &StepError) -> Duration {
         if error.is_waiting() {
             return SOON;
         }
@@ -302,7 +204,7 @@ impl Agent {
         }
         self.health.set_ready(false);
         let world = self.world.borrow().clone();
-        if let Some(node) = world.node.here() {
+        if let Some(node) = world.node.here().filter(|_| !self.is_replaced(&world)) {
             let told = tell::blind(error_chain(error), node.status.as_ref());
             if let Err(error) = self.reporter.write(node, &told).await {
                 debug!(error = error_chain(&error), "the status could not be written");
@@ -322,6 +224,7 @@ impl Agent {
             node: self.reporter.name(),
             node_uid: self.node_uid.as_deref(),
             alone: self.began.elapsed() > ALONE,
+            replaced: self.is_replaced(world),
             spec: world.node_spec(),
             roster: self.published.roster.as_ref(),
             published: self.published.digest(),
@@ -338,7 +241,7 @@ impl Agent {
 
     /// The host, and what the planner has published as far as it concerns this node: read by name, and only when our own
     /// FluxNode says that there is something new.
-    async fn observe(&mut self, world: &World) -> Result<(), StepError> {
+    pub(super) async fn observe(&mut self, world: &World) -> Result<(), StepError> {
         if let Some(instance) = world.instance.here() {
             let place = |spec: &FluxInstanceSpec| (spec.prefix.clone(), spec.broker.port);
             if place(&self.spec) != place(&instance.spec) {
@@ -357,7 +260,7 @@ impl Agent {
                 self.reporter.create().await?;
             }
         }
-        if self.memory.is_stale()
+        if self.memory.stood_still()
             && let Ok(node) = self.reporter.of(self.reporter.name()).await
             && node.as_ref().map(|node| &node.spec) == world.node_spec()
         {
@@ -365,6 +268,7 @@ impl Agent {
         }
         self.view = self.actor.observe().await?;
         self.remember_the_end(world).await?;
+        self.look_for_another_machine(world);
         let online = self.is_online();
         self.starts.seen(self.view.broker.is_some(), online, self.view.died.as_deref(), Instant::now());
         self.follow_log();
@@ -383,6 +287,23 @@ impl Agent {
         }
         self.look_at_packages();
         Ok(())
+    }
+
+    /// Remembered: what it says of itself is gone for a moment when it is between two brokers.
+    fn look_for_another_machine(&mut self, world: &World) {
+        let (Some(spec), false) = (world.node_spec(), self.is_replaced(world)) else { return };
+        let told = world.node.here().and_then(|node| node.status.as_ref());
+        self.replaced_as = is_replaced(&self.view, spec, told).then(|| spec.node_uid.clone()).flatten();
+        if self.replaced_as.is_some() {
+            warn!(
+                "another machine has this node's name: nothing is begun or told here until this one has a name of its own"
+            );
+        }
+    }
+
+    /// The FluxNode of our name is another machine's.
+    fn is_replaced(&self, world: &World) -> bool {
+        self.replaced_as.is_some() && world.node_spec().map(|spec| &spec.node_uid) == Some(&self.replaced_as)
     }
 
     /// What is to happen at the end is asked for when the FluxInstance is gone: the host has to remember it.
@@ -417,6 +338,9 @@ impl Agent {
         let hint = self.look_for_a_hint(&live).await;
         let facts = self.preflight.as_ref().map(facts);
         let seen = self.seen(world, uid.as_deref(), &live);
+        if seen.replaced {
+            return self.health.set_ready(false);
+        }
         let nothing_wanted = matches!(world.instance, Presence::Gone) && !self.first_instance_to_come().await;
         self.health.set_ready(tell::is_ready(&seen, &live) || nothing_wanted);
         self.health.set_pending_nodes(live.pending_nodes);
@@ -428,7 +352,7 @@ impl Agent {
                 step,
                 live: &live,
                 trouble: self.tries.trouble(step, self.generation),
-                keeps_dying: self.starts.keeps_dying(),
+                keeps_dying: self.starts.keeps_dying().or(self.tries.keeps_refusing(step, self.generation)),
                 hint: hint.as_deref(),
                 progress,
                 facts: facts.as_ref().or(before.facts.as_ref()),
@@ -440,8 +364,14 @@ impl Agent {
             },
             &before,
         );
-        if let Err(error) = self.reporter.write(node, &next).await {
-            debug!(error = error_chain(&error), "the status could not be written");
+        let mut lives = self.live.clone();
+        let is_gone = |now: &Live| live.pid.is_some() && now.pid != live.pid;
+        tokio::select! {
+            written = self.reporter.write(node, &next) => if let Err(error) = written {
+                debug!(error = error_chain(&error), "the status could not be written");
+            },
+            // A broker that dies is not kept waiting for an API server that is away.
+            Ok(_) = lives.wait_for(is_gone) => {}
         }
     }
 

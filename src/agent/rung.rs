@@ -1,7 +1,7 @@
 //! Each rung of the ladder as a command of its own, for people who want to see where it breaks: `kubectl exec POD --
 //! /flux-distribute preflight`. What they do is what the agent does.
 
-use std::{io::Write, process::ExitCode, sync::Arc};
+use std::{process::ExitCode, sync::Arc};
 
 use kube::{Api, ResourceExt};
 use serde_json::json;
@@ -15,6 +15,7 @@ use super::{
     live,
     published::read_roster,
     report::Reporter,
+    say,
     tell::facts,
 };
 use crate::{
@@ -161,10 +162,6 @@ fn is_installed(preflight: &Preflight, set: &PackageSet) -> bool {
 fn assigned(node: &FluxNode, roster: Option<Roster>) -> Result<(Roster, Assignment), AgentError> {
     let pair = roster.and_then(|roster| agreed(&node.spec, &roster).map(|assignment| (roster, assignment)));
     pair.ok_or_else(|| AgentError::NotSo("this node has no rank by the word of both roster and FluxNode".to_owned()))
-}
-
-fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
 }
 
 #[cfg(test)]

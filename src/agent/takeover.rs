@@ -3,7 +3,7 @@
 
 use std::{
     collections::BTreeMap,
-    io::{self, Write},
+    io,
     path::{Path, PathBuf},
     process::ExitCode,
     time::{Duration, Instant},
@@ -13,7 +13,7 @@ use k8s_openapi::api::core::v1::Node;
 use kube::{Api, Client, ResourceExt, api::ListParams};
 use tokio::time::sleep;
 
-use super::{AgentError, client, live, published::read_roster};
+use super::{AgentError, client, live, published::read_roster, say};
 use crate::{
     api::{
         FluxInstance, FluxInstanceSpec, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, NAMESPACE, Roster,
@@ -21,7 +21,12 @@ use crate::{
     },
     broker::status::instance as ask_instance,
     clock,
-    host::{Host, HostError, NsHost, Order, TakeoverOrder, dump::Incoming, look},
+    host::{
+        Host, HostError, NsHost, Order, TakeoverOrder,
+        dump::Incoming,
+        files::{host_path, open_in_host_root},
+        look, statedir,
+    },
     plan::{
         eligibility::NodeView,
         roster::{Observed, is_online, takeover::refusal},
@@ -59,6 +64,9 @@ pub struct ResetArguments {
     /// The node that shall lead: the one in whose pod this is run
     #[arg(long, value_name = "NODE")]
     lead: String,
+    /// Go on with the queue of this earlier instance, which was kept on this host, instead of an empty one
+    #[arg(long, value_name = "INSTANCE_ID")]
+    kept: Option<String>,
     /// Yes, give up all pending and finished jobs
     #[arg(long)]
     yes: bool,
@@ -107,7 +115,7 @@ impl TakeoverError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Refused(_) => 2,
-            Self::Host(HostError::Refused(refusal)) if !refusal.transient => 2,
+            Self::Host(error) => error.exit_code(),
             _ => 1,
         }
     }
@@ -139,16 +147,21 @@ pub async fn recover(arguments: RecoverArguments) -> Result<ExitCode, TakeoverEr
     wait(&client, &seen.roster, &lead, &takeover).await
 }
 
-/// Begins an empty queue, with this node as lead.
+/// Begins an empty queue, or one that was kept on this host, with this node as lead.
 ///
 /// # Errors
 /// See [`TakeoverError`].
 pub async fn reset(arguments: ResetArguments) -> Result<ExitCode, TakeoverError> {
-    let ResetArguments { lead, yes, force, node_name } = arguments;
+    let ResetArguments { lead, kept, yes, force, node_name } = arguments;
     is_here(&lead, &node_name)?;
     let client = client().await?;
     let seen = Seen::read(&client).await?;
-    let new_instance_id = Some(uuid::Uuid::new_v4().to_string());
+    let host = NsHost::open()?;
+    let prefix = prefix(&host).await?;
+    if let Some(id) = &kept {
+        check_kept(id, &prefix, &seen.roster)?;
+    }
+    let new_instance_id = Some(kept.unwrap_or_else(|| uuid::Uuid::new_v4().to_string()));
     let takeover = Takeover { new_instance_id, force, ..seen.takeover() };
     seen.check(&lead, &takeover)?;
     if !yes {
@@ -160,13 +173,25 @@ pub async fn reset(arguments: ResetArguments) -> Result<ExitCode, TakeoverError>
     if !force && jobs_run().await {
         return Err(TakeoverError::Refused("jobs run: wait until they have ended, or add --force".to_owned()));
     }
-    let host = NsHost::open()?;
     let run_as = seen.roster.settings.run_as.clone();
-    let order =
-        TakeoverOrder { prefix: prefix(&host).await?, run_as, dump: None, unnamed: false, takeover: takeover.clone() };
+    let order = TakeoverOrder { prefix, run_as, dump: None, unnamed: false, takeover: takeover.clone() };
     host.run(Order::Takeover(order), &mut |_| {}).await?;
-    say(&format!("instance {} is given up; waiting for {lead} to lead an empty one", seen.roster.instance_id));
+    say(&format!("instance {} is given up; waiting for {lead} to lead another one", seen.roster.instance_id));
     wait(&client, &seen.roster, &lead, &takeover).await
+}
+
+/// The queue of instance `id` is on this host, and is not the one that is given up.
+fn check_kept(id: &str, prefix: &Path, roster: &Roster) -> Result<(), TakeoverError> {
+    let found = open_in_host_root(prefix).map(|fd| statedir::kept(&host_path(&fd))).unwrap_or_default();
+    let others: Vec<&str> = found.iter().map(String::as_str).filter(|found| *found != roster.instance_id).collect();
+    if others.contains(&id) {
+        return Ok(());
+    }
+    let here = if others.is_empty() { "there is none".to_owned() } else { format!("there are {}", others.join(", ")) };
+    Err(TakeoverError::Refused(format!(
+        "no queue of instance {id} was kept in {} on this host: {here}",
+        prefix.display()
+    )))
 }
 
 /// By the word of the lead's broker, where there is one: its agent's is seconds old.
@@ -233,9 +258,10 @@ impl Seen {
             roster: Some(&self.roster),
             digest: None,
             certificate: None,
+            is_certificate_gone: false,
             now: clock::now().as_second(),
             waited: Duration::ZERO,
-            told: None,
+            restart_word: None,
             fresh_id: "",
         }
     }
@@ -307,8 +333,4 @@ fn standing(seen: &Seen, before: &Roster, lead: &str, word: &Takeover) -> Result
     }
     let words = seen.reports.get(lead).and_then(|report| report.message.clone());
     Err(words.unwrap_or_else(|| format!("epoch {}: waiting for the broker", roster.epoch)))
-}
-
-fn say(text: &str) {
-    let _ = writeln!(io::stdout(), "{text}");
 }

@@ -4,15 +4,16 @@ use std::collections::BTreeMap;
 
 use super::{
     act::launch_order,
-    decide::{Assignment, Seen, Step, agreed, leads},
+    applied::Applied,
+    copied::leads,
+    decide::{Assignment, Seen, Step, agreed},
     drain,
     live::Live,
     log::Rejected,
-    reload::Applied,
     tries::Trouble,
 };
 use crate::{
-    api::{Adopted, Dump, Facts, FluxNodeStatus, NodePhase, ROSTER_FORMAT, Rank, Takeover, Want},
+    api::{Adopted, Dump, Facts, FluxNodeStatus, IdSet, NodePhase, ROSTER_FORMAT, Rank, Takeover, Want, packed},
     host::{HostView, Preflight, dump::is_of},
 };
 
@@ -24,7 +25,8 @@ pub struct Known<'a> {
     pub live: &'a Live,
     /// Why the last step failed, if it did.
     pub trouble: Option<&'a Trouble>,
-    /// The last words of a broker that was started several times in a row without coming up.
+    /// The last words of a broker that was started several times in a row without coming up, or of a host that refuses to
+    /// have it started.
     pub keeps_dying: Option<&'a str>,
     /// The lead's word on why it refuses us, or another hint on a broker that does not come up.
     pub hint: Option<&'a str>,
@@ -67,6 +69,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
     let instance = known.live.instance.as_ref().filter(|_| is_lead);
     let newest = || seen.host.environments.last().cloned();
     let no_drains = BTreeMap::new();
+    let copy = seen.host.roster.clone().filter(|_| known.roster_is_gone && leads(seen.host, seen.spec));
     let wanted_drains = seen.spec.map_or(&no_drains, |spec| &spec.drain);
     FluxNodeStatus {
         phase,
@@ -88,17 +91,22 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         allocated: instance.map(|instance| instance.allocated.ranks.clone()),
         pending_nodes: known.live.pending_nodes.filter(|_| is_lead),
         drained: instance.map(|instance| drain::in_effect(wanted_drains, &instance.drained)),
+        // The broker that is stopped for the next epoch still has them, and that is when they are asked for.
+        drained_by_others: match instance {
+            Some(instance) => drain::by_others(&instance.drained),
+            None if leads(seen.host, seen.spec) => before.drained_by_others.clone(),
+            None => IdSet::default(),
+        },
         closed: closed(seen),
         applied_revision: is_lead.then(|| Applied::of(seen.host)).flatten(),
         offline: if is_lead { offline(seen, known.live) } else { Vec::new() },
-        roster: (known.roster_is_gone && leads(seen.host, seen.spec)).then(|| seen.host.roster.clone()).flatten(),
+        roster: copy.map(packed::to_field),
         dump: newest_dump(seen).cloned(),
         takeover: takeover(seen).cloned(),
         restart_pending: restart_pending(seen),
         left: nothing_runs(seen) && seen.spec.is_some_and(|spec| spec.want == Want::Leave),
         keeps_dying: known.keeps_dying.and(seen.roster).map(|roster| roster.epoch),
         unheard: known.live.unheard_since.is_some(),
-        health: is_online(seen.host, known.live).then(|| known.live.health.clone()).flatten(),
         rejected: if is_lead { known.rejected.clone() } else { Rejected::new() },
         agent: Some(env!("CARGO_PKG_VERSION").to_owned()),
     }
@@ -131,7 +139,8 @@ fn closed(seen: &Seen) -> Option<u64> {
     agreed(seen.spec?, roster).filter(|own| own.rank == 0).map(|own| own.epoch)
 }
 
-/// Ranks that have or had a member, and that the lead's broker misses. Of a broker that has not told yet who is online nothing is known.
+/// Ranks that have or had a member, and that the lead's broker misses. Of a broker that has not told yet who is online
+/// nothing is known.
 fn offline(seen: &Seen, live: &Live) -> Vec<Rank> {
     let Some(roster) = seen.roster.filter(|_| is_online(seen.host, live) && live.online.contains(0)) else {
         return Vec::new();
@@ -213,7 +222,7 @@ fn restart_pending(seen: &Seen) -> Option<String> {
     // A broker that is to be stopped here, for another rank or epoch, is no reason to restart all of them.
     let is_the_same = |own: &Assignment| (own.rank, own.epoch) == (broker.record.rank, broker.record.epoch);
     let assignment = agreed(seen.spec?, roster).filter(is_the_same)?;
-    let order = launch_order(preflight, roster, &assignment).ok()?;
+    let order = launch_order(preflight, roster, &assignment);
     (order.record.launch != broker.record.launch)
         .then(|| "this version starts brokers with another command line".to_owned())
 }
@@ -234,7 +243,10 @@ pub fn facts(preflight: &Preflight) -> Facts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::{HostView, LaunchRecord, RunningBroker};
+    use crate::{
+        broker::status::{Drained, InstanceStatus},
+        host::{HostView, LaunchRecord, RunningBroker},
+    };
 
     fn told(
         step: &Step,
@@ -242,6 +254,18 @@ mod tests {
         keeps_dying: Option<&str>,
         before: NodePhase,
     ) -> (NodePhase, String) {
+        let before = FluxNodeStatus { phase: before, ..FluxNodeStatus::default() };
+        let status = of_lead(step, trouble, keeps_dying, &Live::default(), &before);
+        (status.phase, status.message.unwrap_or_default())
+    }
+
+    fn of_lead(
+        step: &Step,
+        trouble: Option<&Trouble>,
+        keeps_dying: Option<&str>,
+        live: &Live,
+        before: &FluxNodeStatus,
+    ) -> FluxNodeStatus {
         let record = LaunchRecord {
             rank: 0,
             broker_name: "node1".into(),
@@ -259,6 +283,7 @@ mod tests {
             node: "n1",
             node_uid: None,
             alone: false,
+            replaced: false,
             spec: None,
             roster: None,
             published: None,
@@ -273,7 +298,7 @@ mod tests {
         };
         let known = Known {
             step,
-            live: &Live::default(),
+            live,
             trouble,
             keeps_dying,
             hint: None,
@@ -285,9 +310,23 @@ mod tests {
             peer: None,
             roster_is_gone: false,
         };
-        let before = FluxNodeStatus { phase: before, ..FluxNodeStatus::default() };
-        let status = status(&seen, &known, &before);
-        (status.phase, status.message.unwrap_or_default())
+        status(&seen, &known, before)
+    }
+
+    #[test]
+    fn what_people_have_drained_is_told_as_long_as_the_broker_is_silent() {
+        let drained = |ranks: &str, reason: &str| Drained { ranks: ranks.parse().unwrap(), reason: reason.to_owned() };
+        let drained = vec![
+            drained("1", "flux-distribute: the node is cordoned"),
+            drained("2", "rank 2 (node3) missing resources: core[2-7]"),
+            drained("3", "bad disk"),
+        ];
+        let instance = Some(InstanceStatus { drained, ..InstanceStatus::default() });
+        let live = Live { instance, ..Live::default() };
+        let told = of_lead(&Step::Hold, None, None, &live, &FluxNodeStatus::default());
+        assert_eq!(told.drained_by_others.to_string(), "3");
+        let silent = of_lead(&Step::Hold, None, None, &Live::default(), &told);
+        assert_eq!(silent.drained_by_others.to_string(), "3");
     }
 
     #[test]

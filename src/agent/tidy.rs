@@ -1,5 +1,5 @@
 //! Takes away what the host keeps for nothing: environments and archives of package sets that are neither in use nor
-//! published, up to `packages.keep`.
+//! published, up to `packages.keep`, and on the lead old dumps that Flux itself has written.
 
 use std::{
     collections::BTreeSet,
@@ -35,6 +35,8 @@ struct Task {
     wanted: BTreeSet<String>,
     published: Vec<String>,
     environments: Vec<String>,
+    /// Pid and start time of the lead's broker once it is up: each stop before that has left a dump.
+    lead: Option<(i32, u64)>,
 }
 
 impl Agent {
@@ -52,7 +54,7 @@ impl Agent {
                 if collected.used.is_empty() {
                     self.tidied.again = None;
                 }
-                if collected.environments.is_empty() && collected.archives == 0 {
+                if collected.environments.is_empty() && collected.archives == 0 && collected.dumps == 0 {
                     return debug!(used, "nothing is kept in vain");
                 }
                 let environments = collected.environments.join(", ");
@@ -60,9 +62,10 @@ impl Agent {
                 info!(
                     environments,
                     archives = collected.archives,
+                    dumps = collected.dumps,
                     mebibytes,
                     used,
-                    "removed packages that nobody uses"
+                    "removed what nobody uses"
                 );
             }
             Ok(other) => warn!(error = %unexpected(&other), "can't remove old packages"),
@@ -76,12 +79,14 @@ impl Agent {
         let published: Vec<_> = self.published.sets().iter().map(|(digest, _)| digest.clone()).collect();
         let epoch = self.published.roster.as_ref().map(|roster| roster.settings.digest.clone());
         let running = self.view.broker.as_ref().map(|broker| broker.record.digest.clone());
+        let lead = self.view.broker.as_ref().filter(|broker| broker.record.rank == 0 && self.is_online());
         (!published.is_empty()).then(|| Task {
             prefix: claimed.prefix.clone(),
             keep: self.spec.packages.keep.unwrap_or(DEFAULT_KEEP),
             wanted: published.iter().cloned().chain(epoch).chain(running).collect(),
             published,
             environments: self.view.environments.clone(),
+            lead: lead.map(|broker| (broker.pid, broker.start_time)),
         })
     }
 
@@ -94,6 +99,7 @@ impl Agent {
             keep: task.keep,
             wanted: task.wanted.clone(),
             archives: named.into_iter().flatten().collect(),
+            is_queue_up: task.lead.is_some(),
         })
     }
 }

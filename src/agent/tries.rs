@@ -11,6 +11,9 @@ const MAX_WAIT: Duration = Duration::from_secs(10);
 /// A broker that lived longer than this is not one that dies at once.
 const GROWN_UP: Duration = Duration::from_secs(30);
 
+/// So many refusals in a row are no passing weakness of a host that has just come up.
+const REFUSALS: u32 = 3;
+
 /// Why a step was not done.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trouble {
@@ -66,6 +69,13 @@ impl Tries {
     /// Why this very step failed last.
     pub fn trouble(&self, step: &Step, generation: i64) -> Option<&Trouble> {
         self.last.as_ref().filter(|_| self.is_about(step, generation)).map(|(_, trouble, _)| trouble)
+    }
+
+    /// Why the host refuses to have a broker started at all, again and again.
+    pub fn keeps_refusing(&self, step: &Step, generation: i64) -> Option<&str> {
+        let is_start = matches!(step, Step::Preflight | Step::Start(_));
+        let trouble = self.trouble(step, generation)?;
+        (is_start && !trouble.waiting && self.failures >= REFUSALS).then_some(trouble.words.as_str())
     }
 
     /// How long this step still has to wait.
@@ -180,6 +190,26 @@ mod tests {
                 tries.rest(&install("a"), 1, now).map_or(0, |rest| rest.as_secs())
             });
             assert_eq!(rests, expected);
+        }
+    }
+
+    #[test]
+    fn a_start_that_is_refused_again_and_again_is_told_as_one() {
+        let now = Instant::now();
+        for (step, waiting, told) in [
+            (start(1, "node1"), false, true),
+            (Step::Preflight, false, true),
+            (start(1, "node1"), true, false),
+            (install("a"), false, false),
+        ] {
+            let mut tries = Tries::default();
+            for _ in 1..REFUSALS {
+                tries.failed(&step, 1, trouble(waiting), now);
+                assert_eq!(tries.keeps_refusing(&step, 1), None, "{step:?}: it may be over in a moment");
+            }
+            tries.failed(&step, 1, trouble(waiting), now);
+            assert_eq!(tries.keeps_refusing(&step, 1).is_some(), told, "{step:?}");
+            assert_eq!(tries.keeps_refusing(&step, 2), None, "another spec may be the cure");
         }
     }
 

@@ -2,11 +2,11 @@
 
 use std::{fs, io::Write, process::ExitCode};
 
-use super::{
-    act::{REMOVE_GRACE_SECS, STOP_GRACE_SECS},
-    climb::jobs_may_run,
+use super::{act::removal_grace, climb::jobs_may_run};
+use crate::host::{
+    Host, HostError, HostView, NsHost, Order, RemoveOrder, Root, StopOrder, look,
+    processes::{Process, processes},
 };
-use crate::host::{Host, HostError, HostView, NsHost, Order, RemoveOrder, StopOrder, look};
 
 /// See the command.
 #[derive(clap::Args, Debug, Clone)]
@@ -23,9 +23,12 @@ pub struct UninstallArguments {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum UninstallError {
-    /// The host.
+    /// The host; nothing was changed.
     #[error(transparent)]
     Host(#[from] HostError),
+    /// The host, when it had begun; what is done is done.
+    #[error(transparent)]
+    CutShort(HostError),
     /// Somebody computes.
     #[error("{0}: wait until they have ended, or add --force to end them")]
     Jobs(&'static str),
@@ -43,7 +46,11 @@ pub enum UninstallError {
 impl UninstallError {
     /// 2 where nothing was changed and nothing will be before somebody does something.
     pub fn exit_code(&self) -> u8 {
-        if matches!(self, Self::Jobs(_) | Self::Agent(_)) { 2 } else { 1 }
+        match self {
+            Self::Jobs(_) | Self::Agent(_) => 2,
+            Self::Host(error) => error.exit_code(),
+            Self::CutShort(_) | Self::Write(_) => 1,
+        }
     }
 }
 
@@ -63,9 +70,11 @@ pub async fn uninstall(arguments: UninstallArguments) -> Result<ExitCode, Uninst
             return Err(UninstallError::Agent(agent));
         }
     }
-    let grace_secs = if purge { REMOVE_GRACE_SECS } else { STOP_GRACE_SECS };
-    host.run(Order::Stop(StopOrder { grace_secs }), &mut |_| {}).await?;
-    host.run(Order::Remove(RemoveOrder { keep_state: !purge }), &mut |_| {}).await?;
+    let rank = view.broker.as_ref().map(|broker| broker.record.rank);
+    let grace_secs = removal_grace(rank, !purge, false);
+    for order in [Order::Stop(StopOrder { grace_secs }), Order::Remove(RemoveOrder { keep_state: !purge })] {
+        host.run(order, &mut |_| {}).await.map_err(UninstallError::CutShort)?;
+    }
     writeln!(std::io::stdout(), "{}", outcome(&view, purge))?;
     Ok(ExitCode::SUCCESS)
 }
@@ -80,12 +89,8 @@ fn outcome(view: &HostView, purge: bool) -> String {
 
 /// An agent on this host, in whichever pod: all processes can be seen from here.
 fn agent() -> Option<i32> {
-    let processes = fs::read_dir("/proc").ok()?.flatten();
-    let mut agents = processes.filter_map(|process| {
-        let pid = process.file_name().to_str()?.parse().ok()?;
-        is_agent(&fs::read(process.path().join("cmdline")).ok()?).then_some(pid)
-    });
-    agents.next()
+    let is_agent = |process: &Process| fs::read(process.dir.join("cmdline")).is_ok_and(|line| is_agent(&line));
+    processes(&Root::host()).ok()?.iter().find(|process| is_agent(process)).map(|process| process.pid)
 }
 
 fn is_agent(cmdline: &[u8]) -> bool {
@@ -97,6 +102,23 @@ fn is_agent(cmdline: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::{Answer, Refusal};
+
+    #[test]
+    fn only_a_host_on_which_nothing_was_changed_is_told_as_one() {
+        let wrong = || HostError::Refused(Refusal::new("state.json is of a newer version"));
+        let busy = || HostError::Refused(Refusal::transient("the host is locked"));
+        for (error, code) in [
+            (UninstallError::Jobs("jobs are running"), 2),
+            (UninstallError::Agent(7), 2),
+            (UninstallError::Host(wrong()), 2),
+            (UninstallError::Host(busy()), 1),
+            (UninstallError::Host(HostError::unexpected(&Answer::Done)), 1),
+            (UninstallError::CutShort(wrong()), 1),
+        ] {
+            assert_eq!(error.exit_code(), code, "{error}");
+        }
+    }
 
     #[test]
     fn an_agent_is_known_by_its_command_line() {

@@ -14,8 +14,8 @@ use tokio::sync::watch;
 use tracing::debug;
 
 use crate::{
-    api::{DAEMONSET, FluxInstance, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE},
-    planner::certificate::CERTIFICATE_IS_GONE,
+    api::{DAEMONSET, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE},
+    plan::status::CERTIFICATE_MISSING,
 };
 
 /// One object that is watched.
@@ -73,18 +73,14 @@ impl World {
         self.instance.here().and_then(ResourceExt::uid)
     }
 
-    /// Secret `flux-curve` is gone, by the planner's word.
-    pub fn lacks_certificate(&self) -> bool {
-        let status = self.instance.here().and_then(|instance| instance.status.as_ref());
-        status.and_then(|status| status.message.as_deref()).is_some_and(|message| message.contains(CERTIFICATE_IS_GONE))
+    /// What the planner says of the FluxInstance.
+    pub fn instance_status(&self) -> Option<&FluxInstanceStatus> {
+        self.instance.here()?.status.as_ref()
     }
 
-    /// In which way the next epoch will be another one, by the planner's word; empty where it won't.
-    pub fn restart_pending(&self) -> &str {
-        let status = self.instance.here().and_then(|instance| instance.status.as_ref());
-        let conditions = status.map(|status| status.conditions.as_slice()).unwrap_or_default();
-        let pending = conditions.iter().find(|condition| condition.type_ == "RestartPending");
-        pending.map_or("", |condition| condition.message.as_str())
+    /// Secret `flux-curve` is gone, by the planner's word.
+    pub fn lacks_certificate(&self) -> bool {
+        self.instance_status().is_some_and(|status| status.holding(CERTIFICATE_MISSING).is_some())
     }
 
     /// The planner's words to this node; words to another one, by an edit of somebody else's, are none.
@@ -96,26 +92,25 @@ impl World {
 /// Watches until the receiver is dropped.
 pub fn world(client: &Client, node_name: &str) -> watch::Receiver<World> {
     let (sender, receiver) = watch::channel(World::default());
-    let namespaced = |name: &str| name.to_owned();
     tokio::spawn(follow(
         Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE),
-        namespaced(INSTANCE),
+        INSTANCE.to_owned(),
         sender.clone(),
         |world, presence| world.instance = presence,
     ));
     tokio::spawn(follow(
         Api::<FluxNode>::namespaced(client.clone(), NAMESPACE),
-        namespaced(node_name),
+        node_name.to_owned(),
         sender.clone(),
         |world, presence| world.node = presence,
     ));
     tokio::spawn(follow(
         Api::<DaemonSet>::namespaced(client.clone(), NAMESPACE),
-        namespaced(DAEMONSET),
+        DAEMONSET.to_owned(),
         sender.clone(),
         |world, presence| world.daemonset = presence,
     ));
-    tokio::spawn(follow(Api::<Namespace>::all(client.clone()), namespaced(NAMESPACE), sender, |world, presence| {
+    tokio::spawn(follow(Api::<Namespace>::all(client.clone()), NAMESPACE.to_owned(), sender, |world, presence| {
         world.namespace = presence
     }));
     receiver

@@ -6,37 +6,19 @@ use sha2::{Digest, Sha256};
 
 use crate::{
     api::{BROKER_RUN_DIR, BROKER_URI, EpochSettings, Rank},
-    host::{LaunchOrder, LaunchRecord},
+    host::{HOST_PATH, LaunchOrder, LaunchRecord, state},
 };
 
-/// MAJOR and MINOR of flux-core, which all brokers of an instance share.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct CoreVersion(
-    /// MAJOR.
-    pub u32,
-    /// MINOR.
-    pub u32,
-);
-
-impl CoreVersion {
-    /// The oldest that can be told its broker's name: before, there was no attribute `hostname`.
-    pub const OLDEST: Self = Self(0, 82);
-
-    /// Reads `0.88.0`.
-    pub fn parse(version: &str) -> Option<Self> {
-        let mut numbers = version.trim_start_matches('v').split('.');
-        Some(Self(numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
-    }
-}
-
-/// Why there is no command line.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum CommandError {
-    /// See [`CoreVersion::OLDEST`].
-    #[error("flux-core {0}.{1} is too old, brokers can't be told their names; use 0.82 or newer")]
-    TooOld(u32, u32),
-}
+/// How the script for people begins: a file at the host's root that does is ours, whatever is remembered of it.
+pub const CONNECT_HEADER: &str = "#!/bin/sh\n# Opens a shell in the Flux instance of this node";
+/// How long the lead gives its jobs to end once it is to stop (`broker.cleanup-timeout`).
+const CLEANUP_SECS: u64 = 45;
+/// How long a broker waits for its children to leave (`broker.shutdown-timeout`). One that is cut off or hangs is given up
+/// by TCP (`tcp_user_timeout`, 2 minutes), or at the end of this.
+const SHUTDOWN_MINUTES: u64 = 5;
+/// SIGTERM to SIGKILL, seconds, of a lead whose queue is to be kept: first cleanup, then the wait for the children, and only
+/// then rc3 writes the KVS. One that is killed before has lost all since its last checkpoint, pending jobs too.
+pub const LEAD_STOP_SECS: u64 = CLEANUP_SECS + SHUTDOWN_MINUTES * 60 + 60;
 
 /// Which broker, where, for whom.
 #[derive(Clone, Copy, Debug)]
@@ -62,23 +44,19 @@ struct Attribute {
     name: &'static str,
     /// None: by its mere name.
     value: Option<String>,
-    /// The first version that knows it; an unknown one is fatal.
-    since: CoreVersion,
     /// Only the lead has use for it.
     lead_only: bool,
 }
 
-/// As flux-core's own unit starts a system instance (etc/flux.service.in), without what needs libsystemd. All names are
-/// in the attribute table of 0.82 and are there in 0.88 still.
+/// As flux-core's own unit starts a system instance (etc/flux.service.in), without what needs libsystemd. An attribute that
+/// a broker does not know is fatal since 0.82: all of these are in the attribute table of 0.82, the first with `hostname`,
+/// without which a broker can't be told its name, and are there in 0.88 still. One that is younger needs a look at the
+/// version that the package set has.
 fn attributes(identity: &BrokerIdentity<'_>) -> Vec<Attribute> {
-    let known = |name, value: Option<&str>| Attribute {
-        name,
-        value: value.map(str::to_owned),
-        since: CoreVersion::OLDEST,
-        lead_only: false,
-    };
+    let known = |name, value: Option<&str>| Attribute { name, value: value.map(str::to_owned), lead_only: false };
     let lead = |name, value| Attribute { lead_only: true, ..known(name, Some(value)) };
     let state = identity.prefix.join("state").display().to_string();
+    let (cleanup, shutdown) = (CLEANUP_SECS.to_string(), format!("{SHUTDOWN_MINUTES}m"));
     vec![
         known("hostname", Some(identity.broker_name)),
         known("rundir", Some(BROKER_RUN_DIR)),
@@ -92,8 +70,8 @@ fn attributes(identity: &BrokerIdentity<'_>) -> Vec<Attribute> {
         // The default is all ranks: the lead would wait for every spare.
         known("broker.quorum", Some("1")),
         known("broker.quorum-warn", Some("none")),
-        known("broker.cleanup-timeout", Some("45")),
-        known("broker.shutdown-timeout", Some("5m")),
+        known("broker.cleanup-timeout", Some(&cleanup)),
+        known("broker.shutdown-timeout", Some(&shutdown)),
         known("broker.exit-norestart", Some("42")),
         known("broker.module-nopanic", Some("1")),
         // Collects what the content store no longer needs, at every clean stop.
@@ -102,38 +80,23 @@ fn attributes(identity: &BrokerIdentity<'_>) -> Vec<Attribute> {
     ]
 }
 
-/// How the broker of `identity` is started under `settings`. `core` is the version of the package set's flux-core, where
-/// it is known.
-///
-/// # Errors
-/// A flux-core that can't be started this way.
-pub fn launch(
-    settings: &EpochSettings,
-    identity: &BrokerIdentity<'_>,
-    core: Option<CoreVersion>,
-) -> Result<LaunchOrder, CommandError> {
-    let core = core.unwrap_or(CoreVersion::OLDEST);
-    if core < CoreVersion::OLDEST {
-        return Err(CommandError::TooOld(core.0, core.1));
-    }
-    let bin = identity.prefix.join("envs").join(&settings.digest).join("bin");
+/// How the broker of `identity` is started under `settings`.
+pub fn launch(settings: &EpochSettings, identity: &BrokerIdentity<'_>) -> LaunchOrder {
+    let bin = state::environment(identity.prefix, &settings.digest).join("bin");
     let config = identity.prefix.join("etc/broker.toml");
     let mut argv = vec![
         bin.join("flux").display().to_string(),
         "broker".to_owned(),
         format!("--config-path={}", config.display()),
     ];
-    argv.extend(
-        attributes(identity)
-            .into_iter()
-            .filter(|attribute| attribute.since <= core && (identity.rank == 0 || !attribute.lead_only))
-            .map(|Attribute { name, value, .. }| match value {
-                Some(value) => format!("-S{name}={value}"),
-                None => format!("-S{name}"),
-            }),
-    );
+    argv.extend(attributes(identity).into_iter().filter(|attribute| identity.rank == 0 || !attribute.lead_only).map(
+        |Attribute { name, value, .. }| match value {
+            Some(value) => format!("-S{name}={value}"),
+            None => format!("-S{name}"),
+        },
+    ));
     let env: BTreeMap<String, String> = [
-        ("PATH", format!("{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", bin.display())),
+        ("PATH", format!("{}:{HOST_PATH}", bin.display())),
         // Not the user's home: the shells of Flux's rc scripts would read its start-up files.
         ("HOME", "/".to_owned()),
         ("LANG", "C.UTF-8".to_owned()),
@@ -152,14 +115,14 @@ pub fn launch(
         digest: settings.digest.clone(),
         launch: fingerprint(&argv, &env, &settings.run_as, settings.cpu_weight),
     };
-    Ok(LaunchOrder {
+    LaunchOrder {
         prefix: identity.prefix.to_owned(),
         argv,
         env,
         run_as: settings.run_as.clone(),
         cpu_weight: settings.cpu_weight,
         record,
-    })
+    }
 }
 
 /// Every part with its length before it, so that none can pass for a part of its neighbour.
@@ -178,6 +141,24 @@ fn fingerprint(argv: &[String], env: &BTreeMap<String, String>, run_as: &str, cp
     add(run_as);
     add(&cpu_weight.to_string());
     hex::encode(hash.finalize())
+}
+
+/// The script for people on the host. Only the owner of the brokers may use the instance, so root becomes him.
+pub fn connect_script(environment: &Path, run_as: &str) -> String {
+    let bin = environment.join("bin");
+    let bin = bin.display();
+    let become_owner = if run_as == "root" || run_as == "0" {
+        String::new()
+    } else {
+        format!(
+            "owner=$(stat -c %u {BROKER_RUN_DIR}) || exit 1\n[ \"$(id -u)\" != 0 ] || exec setpriv --reuid \"$owner\" \
+             --regid \"$(stat -c %g {BROKER_RUN_DIR})\" --clear-groups \"$0\" \"$@\"\n"
+        )
+    };
+    format!(
+        "{CONNECT_HEADER}, or runs a command in it: flux-connect.sh [COMMAND...]\n\
+         {become_owner}export PATH=\"{bin}:$PATH\" FLUX_URI=\"{BROKER_URI}\"\n[ $# -eq 0 ] || exec \"$@\"\nexec \"${{SHELL:-/bin/sh}}\"\n"
+    )
 }
 
 #[cfg(test)]
@@ -213,7 +194,7 @@ mod tests {
 
     #[test]
     fn the_command_line_is_as_it_was_tried_on_flux() {
-        let order = launch(&settings(), &identity(0), CoreVersion::parse("0.88.0")).unwrap();
+        let order = launch(&settings(), &identity(0));
         assert_eq!(
             order.argv,
             [
@@ -245,13 +226,13 @@ mod tests {
 
     #[test]
     fn only_the_lead_keeps_state() {
-        let order = launch(&settings(), &identity(1), None).unwrap();
+        let order = launch(&settings(), &identity(1));
         assert!(!order.argv.iter().any(|word| word.contains("statedir") || word.contains("content.")));
     }
 
     #[test]
     fn a_start_that_would_differ_is_told_by_its_fingerprint() {
-        let of = |settings: &EpochSettings, rank| launch(settings, &identity(rank), None).unwrap().record.launch;
+        let of = |settings: &EpochSettings, rank| launch(settings, &identity(rank)).record.launch;
         let first = of(&settings(), 1);
         assert_eq!(first, of(&settings(), 1));
         assert_eq!(first.len(), 64);
@@ -265,13 +246,5 @@ mod tests {
         }
         // What Flux reads from its configuration is compared elsewhere.
         assert_eq!(first, of(&EpochSettings { port: 9, ..settings() }, 1));
-    }
-
-    #[test]
-    fn a_flux_that_is_too_old_is_refused() {
-        for (version, fits) in [("0.81.0", false), ("0.82.0", true), ("0.88.0", true), ("v1.0.0", true)] {
-            assert_eq!(launch(&settings(), &identity(0), CoreVersion::parse(version)).is_ok(), fits, "{version}");
-        }
-        assert_eq!(CoreVersion::parse("garbage"), None);
     }
 }

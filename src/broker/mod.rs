@@ -4,6 +4,7 @@ pub mod command;
 pub mod log;
 pub mod message;
 pub mod pending;
+pub mod reload;
 pub mod rfc3;
 pub mod status;
 pub mod unit;

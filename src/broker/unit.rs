@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use super::command::LEAD_STOP_SECS;
 use crate::host::{LaunchOrder, launch::log, users::User};
 
 /// The broker's unit.
@@ -12,9 +13,9 @@ pub const SERVICE: &str = "flux-broker.service";
 /// Gives the unit's slice its weight; the slice itself may be another one's.
 pub const SLICE_DROP_IN: &str = "flux.slice.d/50-flux-distribute.conf";
 
-/// Seconds from SIGTERM to SIGKILL where the host stops the unit, such as at shutdown: more than
-/// `broker.cleanup-timeout`, so that the lead can end its jobs and write its state.
-const TIMEOUT_STOP_SECS: u32 = 120;
+/// Seconds from SIGTERM to SIGKILL of a follower, whoever stops the unit; the host does at its shutdown. The lead has to
+/// write its queue.
+const TIMEOUT_STOP_SECS: u64 = 120;
 
 /// Why there is no unit.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -29,8 +30,8 @@ pub struct UnknownUser {
 /// The unit of the broker that `order` describes. `setpriv` is the host's setpriv(1), which becomes a user without an
 /// entry in /etc/passwd and then the broker, in the same process; systemd refuses to (status 217/USER).
 ///
-/// Restart=always: brokers exit with any code when the lead comes back. But 42 is Flux's word for "not again": an
-/// intended shutdown or a broken configuration. Type=exec, since conda's Flux can't notify systemd. The default of
+/// Restart=no: the agent starts it again, which asks first whether the rank is still this node's. A host that was cut off for
+/// long would push another one out of its rank. Type=exec, since conda's Flux can't notify systemd. The default of
 /// IgnoreSIGPIPE would reach the jobs.
 ///
 /// # Errors
@@ -76,7 +77,7 @@ IgnoreSIGPIPE=no
 Slice=flux.slice
 CPUWeight={weight}
 KillMode=mixed
-TimeoutStopSec={TIMEOUT_STOP_SECS}
+TimeoutStopSec={stop}
 Delegate=yes
 OOMPolicy=continue
 OOMScoreAdjust=0
@@ -84,14 +85,11 @@ TasksMax=infinity
 LimitNOFILE=1048576
 LimitMEMLOCK=infinity
 LimitCORE=infinity
-Restart=always
-RestartSec=1
-RestartSteps=5
-RestartMaxDelaySec=30
-RestartPreventExitStatus=42
+Restart=no
 SuccessExitStatus=42
 ",
         weight = order.cpu_weight,
+        stop = if order.record.rank == 0 { LEAD_STOP_SECS } else { TIMEOUT_STOP_SECS },
     );
     Ok(text)
 }
@@ -136,16 +134,7 @@ mod tests {
                 .into(),
             run_as: run_as.to_owned(),
             cpu_weight: 500,
-            record: LaunchRecord {
-                rank: 1,
-                broker_name: "node1".to_owned(),
-                node_uid: String::new(),
-                instance_uid: String::new(),
-                instance_id: String::new(),
-                epoch: 1,
-                digest: String::new(),
-                launch: String::new(),
-            },
+            record: LaunchRecord { rank: 1, broker_name: "node1".to_owned(), epoch: 1, ..LaunchRecord::default() },
         }
     }
 
@@ -183,15 +172,14 @@ TasksMax=infinity
 LimitNOFILE=1048576
 LimitMEMLOCK=infinity
 LimitCORE=infinity
-Restart=always
-RestartSec=1
-RestartSteps=5
-RestartMaxDelaySec=30
-RestartPreventExitStatus=42
+Restart=no
 SuccessExitStatus=42
 "#;
         assert_eq!(service(&order(&argv, "flux"), &flux, None).unwrap(), expected);
         assert!(!service(&order(&argv, "root"), &User::root(), None).unwrap().contains("User="));
+        let mut lead = order(&argv, "root");
+        lead.record.rank = 0;
+        assert!(service(&lead, &User::root(), None).unwrap().contains("\nTimeoutStopSec=405\n"));
         assert!(slice(500).ends_with("[Slice]\nCPUWeight=500\n"));
     }
 

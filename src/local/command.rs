@@ -178,7 +178,8 @@ impl LocalCommand {
             Self::MakeNode { node } => return tell_failure(node::boot(&layout, &node).await),
             Self::NodeInit { node } => return tell_failure(init::run(&layout, &node).await),
             Self::MakePod { node, init, uid, name } => {
-                return tell_failure(pod::run(&layout, pod::Pod { node, init, uid, name }).await);
+                let node_name = layout.kind(&node)?.node_of(&node).to_owned();
+                return tell_failure(pod::run(&layout, pod::Pod { node, node_name, init, uid, name }).await);
             }
         }
         Ok(ExitCode::SUCCESS)

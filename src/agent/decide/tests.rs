@@ -1,6 +1,7 @@
 use super::*;
 use crate::{
-    api::{FetchFrom, Resources},
+    agent::copied::{is_replaced, leads},
+    api::{Adopted, FetchFrom, FluxNodeStatus, Resources},
     host::{HostState, LaunchRecord},
     plan::roster::tests::roster,
 };
@@ -19,6 +20,7 @@ struct World {
     holds: Vec<String>,
     alone: bool,
     node_uid: Option<&'static str>,
+    replaced: bool,
 }
 
 fn preflight() -> Preflight {
@@ -83,6 +85,7 @@ impl World {
             leaving: Duration::ZERO,
             alone: false,
             node_uid: Some("uid-node2"),
+            replaced: false,
             holds: Vec::new(),
         }
     }
@@ -95,6 +98,7 @@ impl World {
                 uid => Instance::Here { uid },
             },
             node: "node2",
+            replaced: self.replaced,
             alone: self.alone,
             node_uid: self.node_uid,
             spec: self.spec.as_ref(),
@@ -158,6 +162,58 @@ fn what_is_said_of_another_machine_of_this_name_starts_nothing() {
         world.node_uid = uid;
         world.host.died = died.map(str::to_owned);
         assert_eq!(matches!(world.decide(), Step::Start(_)), starts, "{uid:?} {died:?}");
+    }
+}
+
+#[test]
+fn a_machine_whose_name_is_anothers_ends_what_runs_and_begins_nothing() {
+    let mut world = World::new();
+    world.host.broker = Some(broker(3, 1));
+    world.replaced = true;
+    assert!(matches!(world.decide(), Step::Stop { .. }));
+    world.host.broker = Some(broker(1, 1));
+    assert!(matches!(world.decide(), Step::Wait(_)));
+    world.host.broker = None;
+    assert!(matches!(world.decide(), Step::Wait(_)));
+}
+
+#[test]
+fn a_name_is_anothers_where_a_broker_is_reported_for_a_node_that_this_host_never_was() {
+    let reported = |uid: &str| Adopted {
+        rank: 3,
+        broker_name: "flux-spare-3".into(),
+        node_uid: uid.to_owned(),
+        instance_uid: Some("instance".into()),
+        instance_id: "id".into(),
+        epoch: 1,
+        pid: 7,
+        digest: "digest".into(),
+    };
+    for (configured_as, now, reported, expected) in [
+        (Some("old"), "new", Some(reported("new")), true),
+        // It was registered again, and its own broker runs.
+        (Some("old"), "new", Some(reported("old")), false),
+        (Some("old"), "new", None, false),
+        // The one before has its rank still.
+        (Some("new"), "new", Some(reported("new")), false),
+        // It was installed anew under the same Node.
+        (None, "new", Some(reported("new")), false),
+    ] {
+        let mut world = World::new();
+        let spec = FluxNodeSpec { node_uid: Some(now.to_owned()), ..world.spec.take().unwrap() };
+        if let Some(uid) = configured_as {
+            let mut copy = world.roster.take().unwrap();
+            let own = copy.ranks.get_mut(&1).unwrap();
+            own.member.as_mut().unwrap().uid = uid.to_owned();
+            if uid == "new" {
+                let mut gone = own.clone();
+                gone.member.as_mut().unwrap().uid = "old".to_owned();
+                copy.ranks.insert(0, gone);
+            }
+            world.host.roster = serde_json::to_string(&copy).ok();
+        }
+        let told = FluxNodeStatus { adopted: reported, ..FluxNodeStatus::default() };
+        assert_eq!(is_replaced(&world.host, &spec, Some(&told)), expected, "{configured_as:?} {:?}", told.adopted);
     }
 }
 
@@ -275,6 +331,20 @@ fn a_broker_that_lost_its_rank_is_stopped_first() {
 }
 
 #[test]
+fn a_broker_whose_rank_another_node_has_is_stopped_though_its_own_node_has_none() {
+    let mut world = World::new();
+    world.host.broker = Some(broker(1, 1));
+    let spec = world.spec.as_mut().unwrap();
+    (spec.want, spec.rank) = (Want::Install, None);
+    let entry = world.roster.as_mut().unwrap().ranks.get_mut(&1).unwrap();
+    entry.member.as_mut().unwrap().node = "another".to_owned();
+    match world.decide() {
+        Step::Stop { reason, waits_for_jobs: false } => assert!(reason.contains("node another has it now"), "{reason}"),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
 fn jobs_are_waited_for_unless_their_queue_is_another_ones_now() {
     for (begun_by_takeover, now, lost) in [(0, 2, false), (2, 2, true), (2, 3, true), (1, 3, false)] {
         let mut world = World::new();
@@ -376,6 +446,11 @@ fn an_agent_that_never_heard_the_api_starts_a_dead_broker_as_the_host_has_it() {
     assert!(matches!(world.decide(), Step::Start(assignment) if assignment.rank == 1));
     world.host.state.as_mut().unwrap().instance_uid = "another".into();
     assert_eq!(world.decide(), Step::Hold, "the roster is of another instance");
+    world.host.state.as_mut().unwrap().instance_uid = "instance".into();
+    let mut heard = World::new().roster.unwrap();
+    heard.ranks.get_mut(&1).unwrap().member = None;
+    world.roster = Some(heard);
+    assert_eq!(world.decide(), Step::Hold, "what was heard later says that the rank is nobody's");
 }
 
 #[test]

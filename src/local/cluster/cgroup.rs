@@ -14,10 +14,7 @@ use nix::{
 };
 
 use crate::{
-    host::{
-        launch::cgroup::{make_tree, members_below, remove_tree},
-        mountinfo::{self, Mount},
-    },
+    host::launch::cgroup::{CgroupError, Mount, make_tree, members_below, own_mounts, remove_tree},
     local::error::{Context, LocalError},
 };
 
@@ -37,34 +34,30 @@ pub(crate) struct Hierarchy {
 /// # Errors
 /// None is, or /proc cannot be read.
 pub(crate) fn hierarchies() -> Result<Vec<Hierarchy>, LocalError> {
-    let mounts = mountinfo::own().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?;
-    let found = from_mounts(&mounts);
+    let found = from_mounts(own_mounts().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?);
     if found.is_empty() {
         return Err(LocalError::Refused("no cgroup file system is mounted on this machine".to_owned()));
     }
     Ok(found)
 }
 
-fn from_mounts(mounts: &[Mount]) -> Vec<Hierarchy> {
+fn from_mounts(mounts: Vec<Mount>) -> Vec<Hierarchy> {
     let mut found: Vec<Hierarchy> = Vec::new();
-    for mount in mounts {
-        let controllers = match mount.kind.as_str() {
-            "cgroup2" => None,
-            "cgroup" => Some(v1_options(&mount.super_options)),
-            _ => continue,
-        };
+    for Mount { point, options, .. } in mounts {
+        let controllers = options.map(|options| v1_options(&options));
         // The same hierarchy may be mounted more than once.
         if !found.iter().any(|known| known.controllers == controllers) {
-            found.push(Hierarchy { mount: mount.point.clone(), controllers });
+            found.push(Hierarchy { mount: point, controllers });
         }
     }
     found
 }
 
 /// What of a v1 mount's options names the hierarchy. `xattr`, `release_agent` and the like were its first mount's choice.
-fn v1_options(options: &str) -> String {
+fn v1_options(options: &[String]) -> String {
     let named: Vec<&str> = options
-        .split(',')
+        .iter()
+        .map(String::as_str)
         .filter(|option| !matches!(*option, "rw" | "ro" | "xattr" | "noprefix" | "clone_children"))
         .filter(|option| !option.starts_with("release_agent="))
         .collect();
@@ -128,13 +121,12 @@ pub(crate) fn remove(group: &str) -> Result<(), LocalError> {
     let end = Instant::now() + PATIENCE;
     for hierarchy in hierarchies()? {
         let path = hierarchy.mount.join(group);
-        // A cgroup stays busy for a moment after its last process has been reaped.
-        while let Err(error) = remove_tree(&path) {
-            if Instant::now() > end {
-                return Err(error).context(|| format!("can't remove the cgroup {}", path.display()));
-            }
-            std::thread::sleep(Duration::from_millis(10));
+        // It waits itself, but not for as long as a process with gigabytes of memory dies, and that is in no list any more.
+        let mut removed = remove_tree(&path);
+        while matches!(removed, Err(CgroupError::Busy { .. })) && Instant::now() < end {
+            removed = remove_tree(&path);
         }
+        removed.context(|| format!("can't remove the cgroup {}", path.display()))?;
     }
     Ok(())
 }
@@ -152,6 +144,7 @@ pub(crate) fn remove_empty_parents(group: &str) -> Result<(), LocalError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::launch::cgroup::mounts;
 
     #[test]
     fn hierarchies_are_found_on_v1_and_v2_machines() {
@@ -160,7 +153,7 @@ mod tests {
                       32 1 0:3 / /sys/fs/cgroup/unified rw - cgroup2 none rw,nsdelegate\n\
                       33 1 0:3 / /mnt/again rw - cgroup2 none rw,nsdelegate\n\
                       34 1 0:4 / /proc rw - proc proc rw\n";
-        let found: Vec<_> = from_mounts(&mountinfo::parse(hybrid))
+        let found: Vec<_> = from_mounts(mounts(hybrid))
             .into_iter()
             .map(|hierarchy| (hierarchy.mount.display().to_string(), hierarchy.controllers))
             .collect();

@@ -175,7 +175,7 @@ impl Daemon {
             let name = node_name(*number);
             kind.save(&self.layout.node_kind(&name))?;
             // In the nodes' order, and so the ranks' too: they boot side by side.
-            objects::register(&self.client, &name, kind).await?;
+            objects::register(&self.client, kind.node_of(&name), kind).await?;
         }
         let hosts = self.hosts();
         let (all_up, others) = watch::channel(false);

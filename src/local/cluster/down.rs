@@ -20,12 +20,11 @@ use super::{
     objects::read_line,
 };
 use crate::{
+    agent::act::SYSCTLS,
     host::{Root, facts},
     local::error::{Context, LocalError},
 };
 
-/// Sysctls of the machine as a whole that an agent raises for its host.
-const SYSCTLS: [&str; 3] = ["fs.inotify.max_user_instances", "fs.inotify.max_user_watches", "fs.file-max"];
 /// How long the daemon may take to end its nodes and reap them, before it is killed with them.
 const GRACE: Duration = Duration::from_secs(10);
 
@@ -66,11 +65,11 @@ fn end_processes(cluster: &Cluster) -> Result<(), LocalError> {
     cgroup::remove_empty_parents(&group)
 }
 
-/// The sysctls as they are, for [`put_back_sysctls`].
+/// What an agent raises, as it is on this machine, for [`put_back_sysctls`].
 pub(crate) fn sysctls() -> std::collections::BTreeMap<String, String> {
     SYSCTLS
         .iter()
-        .map(|name| ((*name).to_owned(), read_line(&sysctl(name))))
+        .map(|(name, _)| ((*name).to_owned(), read_line(&sysctl(name))))
         .filter(|(_, value)| !value.is_empty())
         .collect()
 }

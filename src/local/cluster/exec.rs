@@ -1,9 +1,8 @@
 //! `local exec`: a command in all namespaces of a node.
 
 use std::{
-    os::unix::process::ExitStatusExt,
     path::Path,
-    process::{Command, ExitCode, ExitStatus},
+    process::{Command, ExitCode},
 };
 
 use nix::{
@@ -23,11 +22,9 @@ use super::{
 };
 use crate::{
     api,
+    host::{HOST_PATH, exit_code},
     local::error::{Context, LocalError},
 };
-
-/// Where commands are found after the instance's own.
-const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// The node of this name.
 pub(crate) async fn known(layout: &Layout, node: &str) -> Result<NodeView, LocalError> {
@@ -81,7 +78,7 @@ pub(crate) async fn run(layout: &Layout, node: &str, words: Vec<String>) -> Resu
 fn command(prefix: &str, words: &[String]) -> Command {
     let mut command = Command::new(&words[0]);
     command.args(&words[1..]).env_clear();
-    command.env("PATH", format!("{prefix}/current/bin:{PATH}"));
+    command.env("PATH", format!("{prefix}/current/bin:{HOST_PATH}"));
     command.env("FLUX_URI", api::BROKER_URI).env("HOME", "/root").env("USER", "root").env("SHELL", "/bin/sh");
     for kept in ["TERM", "LANG", "LC_ALL"] {
         if let Some(value) = std::env::var_os(kept) {
@@ -89,10 +86,4 @@ fn command(prefix: &str, words: &[String]) -> Command {
         }
     }
     command
-}
-
-/// As a shell tells it: 128 + signal for a killed process.
-pub(crate) fn exit_code(status: ExitStatus) -> ExitCode {
-    let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0));
-    ExitCode::from(u8::try_from(code).unwrap_or(1))
 }

@@ -23,6 +23,10 @@ pub struct Kind {
     /// The Node's architecture, such as arm64 [default: the machine's]
     #[arg(long)]
     pub(crate) arch: Option<String>,
+    /// Register as this Node, as a machine that replaces another one under its name does
+    #[arg(long, hide = true)]
+    #[serde(default)]
+    pub(crate) registers_as: Option<String>,
 }
 
 fn label(text: &str) -> Result<(String, String), String> {
@@ -31,6 +35,11 @@ fn label(text: &str) -> Result<(String, String), String> {
 }
 
 impl Kind {
+    /// The name of the Node that `machine` registers as.
+    pub(crate) fn node_of<'a>(&'a self, machine: &'a str) -> &'a str {
+        self.registers_as.as_deref().unwrap_or(machine)
+    }
+
     /// Lays what differs over the node's /sys.
     pub(crate) fn mount(&self, root: &Path) -> Result<(), LocalError> {
         if let Some(cores) = self.cores {

@@ -3,7 +3,6 @@
 use std::{
     collections::BTreeMap,
     fs::File,
-    process::Stdio,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -15,7 +14,7 @@ use nix::{
 };
 use tokio::{
     io::{AsyncBufReadExt, BufReader, Lines},
-    process::{Child, ChildStdout, Command},
+    process::{Child, ChildStdout},
     sync::{mpsc, oneshot, watch},
     time::{Instant, sleep, timeout},
 };
@@ -24,7 +23,7 @@ use tracing::{info, warn};
 use super::{
     cgroup,
     control::{NodeView, listen},
-    layout::{Cluster, DIRECTORY_VARIABLE, Layout},
+    layout::{Cluster, Layout},
     objects,
 };
 use crate::{
@@ -148,7 +147,8 @@ impl Kubelet {
     async fn be_up(&self, reply: Reply, orders: &mut mpsc::Receiver<Order>) -> Off {
         let booted = async {
             let machine = self.boot().await?;
-            objects::register(&self.client, &self.name, &self.layout.kind(&self.name)?).await?;
+            let kind = self.layout.kind(&self.name)?;
+            objects::register(&self.client, kind.node_of(&self.name), &kind).await?;
             self.report(true).await?;
             Ok::<_, LocalError>(machine)
         };
@@ -303,12 +303,12 @@ impl Kubelet {
 
     async fn report(&self, ready: bool) -> Result<(), LocalError> {
         let kind = self.layout.kind(&self.name)?;
-        objects::report(&self.client, &self.cluster, self.number, &self.name, &kind, ready).await
+        objects::report(&self.client, &self.cluster, self.number, kind.node_of(&self.name), &kind, ready).await
     }
 
     /// The node's Node object and files, as if the machine had been carried away.
     async fn remove(&self) -> Result<(), LocalError> {
-        objects::unregister(&self.client, &self.name).await?;
+        objects::unregister(&self.client, self.layout.kind(&self.name)?.node_of(&self.name)).await?;
         let (group, directory) = (self.cluster.node_cgroup(&self.name), self.layout.node(&self.name));
         let removed = tokio::task::spawn_blocking(move || {
             cgroup::remove(&group)?;
@@ -333,13 +333,7 @@ impl Kubelet {
     ) -> Result<(Child, Lines<BufReader<ChildStdout>>), LocalError> {
         let failed = || format!("can't start {} of {}", words[0], self.name);
         let log = File::options().create(true).append(true).open(log).context(failed)?;
-        let mut command = Command::new(self.layout.executable());
-        command.arg("local").args(words).env_clear().env(DIRECTORY_VARIABLE, self.layout.directory());
-        if let Some(level) = std::env::var_os("FLUX_DISTRIBUTE_LOG") {
-            command.env("FLUX_DISTRIBUTE_LOG", level);
-        }
-        command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
-        let mut child = command.spawn().context(failed)?;
+        let mut child = self.layout.helper(words, log).spawn().context(failed)?;
         let stdout = child.stdout.take().ok_or_else(|| LocalError::Refused(failed()))?;
         Ok((child, BufReader::new(stdout).lines()))
     }

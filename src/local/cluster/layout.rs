@@ -1,16 +1,23 @@
 //! What is where: the state directory, and the two records from which everything can be found and taken down again.
 
 use std::{
+    fs::File,
     io::Write,
     net::Ipv4Addr,
     os::unix::fs::{DirBuilderExt, PermissionsExt},
     path::{Path, PathBuf},
+    process::Stdio,
 };
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use tokio::process::Command;
 
 use super::kind::Kind;
-use crate::local::error::{Context, LocalError};
+use crate::{
+    api::check_prefix,
+    local::error::{Context, LocalError},
+    redact::LOG_VARIABLE,
+};
 
 /// Overrides [`DEFAULT_DIRECTORY`], so that several local clusters can be up on one machine.
 pub(crate) const DIRECTORY_VARIABLE: &str = "FLUX_DISTRIBUTE_LOCAL_DIR";
@@ -33,12 +40,7 @@ impl Layout {
             _ => PathBuf::from(DEFAULT_DIRECTORY),
         };
         // `down` removes this directory with all that is in it.
-        if !directory.is_absolute() || directory.components().count() < 3 {
-            return Err(LocalError::Usage(format!(
-                "{DIRECTORY_VARIABLE} must be an absolute path at least two levels deep, not {}",
-                directory.display()
-            )));
-        }
+        check_prefix(&directory).map_err(|reason| LocalError::Usage(format!("{DIRECTORY_VARIABLE}: {reason}")))?;
         Ok(Self { directory })
     }
 
@@ -64,6 +66,14 @@ impl Layout {
     /// Our own executable as it was at `up`: a rebuilt one must not change a running cluster half-way.
     pub(crate) fn executable(&self) -> PathBuf {
         self.image().join("flux-distribute")
+    }
+    /// A process of ours behind the cluster, which answers on stdout.
+    pub(crate) fn helper(&self, words: &[&str], log: File) -> Command {
+        let mut command = Command::new(self.executable());
+        command.arg("local").args(words).env_clear().env(DIRECTORY_VARIABLE, &self.directory);
+        command.envs(std::env::var_os(LOG_VARIABLE).map(|level| (LOG_VARIABLE, level)));
+        command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
+        command
     }
     /// State of the API server.
     pub(crate) fn api(&self) -> PathBuf {

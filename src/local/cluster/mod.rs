@@ -1,10 +1,10 @@
 //! Simulated nodes: namespaces, cgroups and a root of their own for each, and the daemon that keeps them.
 //!
 //! What is made, and by whom:
-//! - `local up` writes `cluster.json`, which names everything that will ever be made, and starts the [`daemon`];
-//! - the daemon makes the bridge, serves the API and the [`proxy`], and keeps one [`kubelet`] for each node;
-//! - a kubelet boots its node ([`node`], whose PID 1 is [`init`]) and keeps the agent's [`pod`] running in it;
-//! - `local down` ([`down`]) needs none of them: it takes off what it finds on disk, in the cgroups and on the bridge.
+//! - `local up` writes `cluster.json`, which names everything that will ever be made, and starts the `daemon`;
+//! - the daemon makes the bridge, serves the API and the `proxy`, and keeps one `kubelet` for each node;
+//! - a kubelet boots its node (`node`, whose PID 1 is `init`) and keeps the agent's `pod` running in it;
+//! - `local down` (`down`) needs none of them: it takes off what it finds on disk, in the cgroups and on the bridge.
 
 pub(crate) mod api;
 pub(crate) mod cgroup;

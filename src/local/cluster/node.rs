@@ -22,7 +22,7 @@ use super::{
 };
 use crate::local::error::{Context, LocalError};
 
-/// Answers on stdout with the pid of the node's PID 1; that one writes [`super::init::READY`] after it. Ends with it.
+/// Answers on stdout with the pid of the node's PID 1; that one writes `ready` after it. Ends with it.
 pub(crate) async fn boot(layout: &Layout, name: &str) -> Result<ExitCode, LocalError> {
     let cluster = layout.load()?;
     let number = node_number(name).ok_or_else(|| LocalError::Usage(format!("{name} is no node's name")))?;

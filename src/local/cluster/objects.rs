@@ -26,6 +26,7 @@ use super::{
 };
 use crate::{
     api,
+    host::{Root, facts},
     local::error::{Context, LocalError},
 };
 
@@ -103,7 +104,7 @@ pub(crate) async fn report(
     let address = |kind: &str, address: String| NodeAddress { type_: kind.to_owned(), address };
     let capacity: std::collections::BTreeMap<String, Quantity> = [
         ("cpu".to_owned(), Quantity(kind.cores.unwrap_or_else(machine_cpus).to_string())),
-        ("memory".to_owned(), Quantity(format!("{}Ki", memory_kib()))),
+        ("memory".to_owned(), Quantity(format!("{}Mi", facts::memory_mib(&Root::host())))),
         ("pods".to_owned(), Quantity("110".to_owned())),
     ]
     .into();
@@ -184,12 +185,6 @@ fn architecture(kind: &Kind) -> &str {
 
 fn machine_cpus() -> u32 {
     std::thread::available_parallelism().map_or(1, |cpus| u32::try_from(cpus.get()).unwrap_or(u32::MAX))
-}
-
-fn memory_kib() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    total.and_then(|line| line.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0)
 }
 
 pub(crate) fn read_line(path: &str) -> String {

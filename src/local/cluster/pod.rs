@@ -18,9 +18,10 @@ use super::{
     mounts, root,
 };
 use crate::{
-    api,
     clock::OFF_VARIABLE,
+    host::exit_code,
     local::error::{Context, LocalError},
+    redact::LOG_VARIABLE,
 };
 
 /// Where the node's mount namespace is entered, its own /tmp is hidden by the pod's root.
@@ -55,6 +56,8 @@ pub(crate) fn enter_node(init: i32) -> Result<(), LocalError> {
 /// Which pod to start where.
 pub(crate) struct Pod {
     pub(crate) node: String,
+    /// Of the Node object.
+    pub(crate) node_name: String,
     /// Pid of the node's PID 1.
     pub(crate) init: i32,
     pub(crate) uid: String,
@@ -80,7 +83,7 @@ pub(crate) async fn run(layout: &Layout, pod: Pod) -> Result<ExitCode, LocalErro
         agent.wait().context(|| "lost the agent".to_owned())
     });
     let status = finished.await.context(|| "lost the agent".to_owned())??;
-    Ok(super::exec::exit_code(status))
+    Ok(exit_code(status))
 }
 
 fn start(cluster: &Cluster, pod: &Pod, log: File) -> Result<Child, LocalError> {
@@ -115,10 +118,8 @@ fn environment(cluster: &Cluster, pod: &Pod) -> Vec<(&'static str, String)> {
     // Behind, right, ahead.
     let clock = number.map(|number| (OFF_VARIABLE, ((i64::from(number) % 3 - 1) * cluster.clocks_off).to_string()));
     let mut environment = vec![
-        ("NODE_NAME", pod.node.clone()),
+        ("NODE_NAME", pod.node_name.clone()),
         ("POD_NAME", pod.name.clone()),
-        ("POD_NAMESPACE", api::NAMESPACE.to_owned()),
-        ("POD_UID", pod.uid.clone()),
         ("KUBECONFIG", "/kubeconfig".to_owned()),
         // Peers and the API server are reached directly.
         ("NO_PROXY", format!("{}/{}", cluster.network, Cluster::PREFIX)),
@@ -130,8 +131,6 @@ fn environment(cluster: &Cluster, pod: &Pod) -> Vec<(&'static str, String)> {
     for name in ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"] {
         environment.push((name, cluster.proxy()));
     }
-    if let Ok(level) = std::env::var("FLUX_DISTRIBUTE_LOG") {
-        environment.push(("FLUX_DISTRIBUTE_LOG", level));
-    }
+    environment.extend(std::env::var(LOG_VARIABLE).ok().map(|level| (LOG_VARIABLE, level)));
     environment
 }

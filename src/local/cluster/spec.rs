@@ -9,7 +9,7 @@ use url::Url;
 
 use super::up::Up;
 use crate::{
-    api::{self, FluxInstance, FluxInstanceSpec},
+    api::{self, FluxInstanceSpec},
     local::error::{Context, LocalError},
 };
 
@@ -20,9 +20,8 @@ pub(crate) async fn from_options(up: &Up) -> Result<FluxInstanceSpec, LocalError
         Some(file) => {
             let text = std::fs::read_to_string(file)
                 .map_err(|error| LocalError::Usage(format!("can't read {}: {error}", file.display())))?;
-            let instance: FluxInstance = serde_norway::from_str(&text)
-                .map_err(|error| LocalError::Usage(format!("{} is no FluxInstance: {error}", file.display())))?;
-            instance.spec
+            let wrong = |reason: String| LocalError::Usage(format!("{}: {reason}", file.display()));
+            api::read_instance(&text).map_err(wrong)?
         }
     };
     if let Some(given) = &up.bundle {

@@ -18,7 +18,6 @@ use kube::{
 use serde_json::json;
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
-    process::Command,
     time::{Instant, timeout_at},
 };
 
@@ -27,9 +26,7 @@ use super::{
     control::{Client as Control, Request, listen},
     down,
     kind::Kind,
-    layout::{
-        AGENT_VARIABLE, Cluster, DIRECTORY_VARIABLE, Layout, copy_executable, make_private_directory, write_private,
-    },
+    layout::{AGENT_VARIABLE, Cluster, Layout, copy_executable, make_private_directory, write_private},
     network::Network,
     objects, spec,
 };
@@ -75,7 +72,7 @@ pub struct Up {
     /// Shape of the overlay network, such as kary:2
     #[arg(long)]
     pub(super) topology: Option<String>,
-    /// A FluxInstance in YAML to start from; the other options go on top of it
+    /// A FluxInstance, or its spec alone, in YAML to start from; the other options go on top of it
     #[arg(long, value_name = "FILE")]
     pub(super) instance: Option<PathBuf>,
     /// How long to wait until all nodes are online, such as 90s or 10m
@@ -87,6 +84,9 @@ pub struct Up {
     /// Do not wait until the nodes are online
     #[arg(long)]
     no_wait: bool,
+    /// In what the nodes differ from the machine
+    #[command(flatten)]
+    kind: Kind,
     /// So many seconds the agents' clocks are off: of a third of them ahead, of a third behind
     #[arg(long, hide = true, default_value_t = 0)]
     clocks_off: i64,
@@ -114,7 +114,7 @@ pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
     while !settle(layout, &cluster, &network).await? {
         cluster = decide(&up, &spec, &network).await?;
     }
-    if let Err(error) = start(layout, &cluster, &text, up.nodes).await {
+    if let Err(error) = start(layout, &cluster, &text, &up).await {
         // Unless a `down` has been faster, and maybe another `up` after it.
         if layout.load().is_ok_and(|found| found.token == cluster.token) {
             down::run(layout).await?;
@@ -200,7 +200,7 @@ fn free_port(wanted: u16) -> Result<u16, LocalError> {
         .context(|| "can't find a free port".to_owned())
 }
 
-async fn start(layout: &Layout, cluster: &Cluster, spec: &str, nodes: u32) -> Result<(), LocalError> {
+async fn start(layout: &Layout, cluster: &Cluster, spec: &str, up: &Up) -> Result<(), LocalError> {
     let own = std::env::current_exe().context(|| "can't find our own executable".to_owned())?;
     make_private_directory(&layout.image())?;
     copy_executable(&own, &layout.executable())?;
@@ -217,7 +217,8 @@ async fn start(layout: &Layout, cluster: &Cluster, spec: &str, nodes: u32) -> Re
              -I FORWARD -i {bridge} -o {bridge} -j ACCEPT"
         ))?;
     }
-    for node in Control::connect(layout).await?.ask(Request::Add { count: nodes, kind: Kind::default() }).await? {
+    let add = Request::Add { count: up.nodes, kind: up.kind.clone() };
+    for node in Control::connect(layout).await?.ask(add).await? {
         say(&format!("{} is up at {}", node.name, node.address))?;
     }
     Ok(())
@@ -226,13 +227,7 @@ async fn start(layout: &Layout, cluster: &Cluster, spec: &str, nodes: u32) -> Re
 async fn start_daemon(layout: &Layout, spec: &str) -> Result<(), LocalError> {
     let failed = || "can't start the local cluster's daemon".to_owned();
     let log = File::options().create(true).append(true).open(layout.daemon_log()).context(failed)?;
-    let mut command = Command::new(layout.executable());
-    command.args(["local", "daemon"]).env_clear().env(DIRECTORY_VARIABLE, layout.directory());
-    if let Some(level) = std::env::var_os("FLUX_DISTRIBUTE_LOG") {
-        command.env("FLUX_DISTRIBUTE_LOG", level);
-    }
-    command.current_dir("/").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log);
-    let mut child = command.spawn().context(failed)?;
+    let mut child = layout.helper(&["daemon"], log).stdin(Stdio::piped()).spawn().context(failed)?;
     if let Some(mut stdin) = child.stdin.take() {
         stdin.write_all(spec.as_bytes()).await.context(failed)?;
     }

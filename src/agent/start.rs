@@ -1,0 +1,135 @@
+//! The start of a broker: by what the API says right now, or by the files of the last start while it says nothing.
+
+use std::time::{Duration, Instant};
+
+use tokio::{
+    net::TcpStream,
+    time::{sleep, timeout},
+};
+use tracing::warn;
+
+use super::{
+    act::StepError,
+    copied::host_roster,
+    decide::{Assignment, Step, confirmed, held_by},
+    published::read_roster,
+    run::{Agent, SOON},
+};
+use crate::{
+    api::{Rank, Roster},
+    error_chain,
+    host::Preflight,
+    plan::roster::parent,
+    planner::PlannerError,
+};
+
+/// A connection to another node is made within milliseconds, or a second if its first packet is lost.
+const PARENT_ANSWERS_IN: Duration = Duration::from_secs(2);
+/// A broker that has died is not kept waiting for longer, where there is something to start it by.
+const WORD_IN: Duration = Duration::from_secs(4);
+/// The supervisor of a broker looks after nothing else meanwhile.
+const PARENT_PATIENCE: Duration = Duration::from_secs(60);
+
+/// A broker that may be started.
+struct Startable {
+    assignment: Assignment,
+    roster: Roster,
+    /// What its files were made from.
+    revision: u64,
+}
+
+impl Agent {
+    pub(super) async fn start(
+        &mut self,
+        step: &Step,
+        preflight: &Preflight,
+        decided: &Assignment,
+    ) -> Result<(), StepError> {
+        let Startable { assignment, roster, revision } = self.make_ready(preflight, decided).await?;
+        self.starts.started(step, self.generation, Instant::now());
+        self.view = self.actor.start(preflight, &roster, &assignment).await?;
+        if assignment.rank == 0 {
+            self.actor.remember(preflight, &roster, &self.view, revision).await?;
+        }
+        Ok(())
+    }
+
+    /// Everything that a broker reads at its start, by what the API says right now. Without its word the files of the last
+    /// start are still there.
+    async fn make_ready(&mut self, preflight: &Preflight, decided: &Assignment) -> Result<Startable, StepError> {
+        // What was heard since they were written is not in them.
+        let is_same = |held: Assignment| (held.rank, held.epoch) == (decided.rank, decided.epoch);
+        let copy = host_roster(&self.view).filter(|_| self.view.died.is_some());
+        let Some(roster) = copy.filter(|copy| held_by(copy, self.reporter.name()).is_some_and(is_same)) else {
+            return self.configure_by_api(preflight, decided, Duration::MAX).await;
+        };
+        // Cut off, this host would come back as a rank that another one may have by then; and no broker gets in without its
+        // parent anyway. Asked before the API server, so that its silence later is no word on the network.
+        let is_in_reach = answers(&roster, decided.rank).await;
+        let mut word = self.configure_by_api(preflight, decided, WORD_IN).await;
+        if matches!(word, Err(StepError::Api(_))) && !is_in_reach {
+            self.wait_for_parent(&roster, decided.rank).await?;
+            word = self.configure_by_api(preflight, decided, WORD_IN).await;
+        }
+        let Err(StepError::Api(error)) = word else { return word };
+        if self.memory.stood_still() {
+            let words = "this agent stood still, and its rank may be another node's by now: waiting for the API server";
+            return Err(StepError::NotYet(words.to_owned()));
+        }
+        warn!(error = error_chain(&error), "starting the broker with the files that are there");
+        Ok(Startable { assignment: decided.clone(), revision: roster.revision, roster })
+    }
+
+    /// As long as the API server says nothing.
+    async fn wait_for_parent(&self, roster: &Roster, rank: Rank) -> Result<(), StepError> {
+        warn!(
+            "no word from the API server, nor from the parent's broker: this node may be cut off, and its rank another's soon"
+        );
+        let mut world = self.world.clone();
+        world.mark_unchanged();
+        let answer = async {
+            while !answers(roster, rank).await {
+                sleep(SOON).await;
+            }
+        };
+        let is_there = tokio::select! {
+            answered = timeout(PARENT_PATIENCE, answer) => answered.is_ok(),
+            _ = world.changed() => false,
+        };
+        let words = || "waiting for the parent's broker, or for the API server's word".to_owned();
+        is_there.then_some(()).ok_or_else(|| StepError::NotYet(words()))
+    }
+
+    /// The API server has to say its word within `limit`, if its own is longer.
+    async fn configure_by_api(
+        &mut self,
+        preflight: &Preflight,
+        decided: &Assignment,
+        limit: Duration,
+    ) -> Result<Startable, StepError> {
+        let words = async { futures::try_join!(self.reporter.of(self.reporter.name()), read_roster(&self.client)) };
+        let late = |_| PlannerError::Timeout("get FluxNode and roster".to_owned());
+        let (node, roster) = timeout(limit, words).await.map_err(late)??;
+        // One that was deleted contradicts nobody.
+        self.published.roster = roster.or_else(|| self.published.roster.take());
+        let roster = self.published.roster()?;
+        // A new agent may not have heard of the FluxInstance yet.
+        let claimed_by = self.view.state.as_ref().map_or(&self.actor.instance_uid, |state| &state.instance_uid);
+        let now = node.and_then(|node| confirmed(decided, claimed_by, &node.spec, &roster));
+        let assignment = now.ok_or_else(|| {
+            let words =
+                format!("waiting for the planner's word on rank {}: it is not this node's as it was", decided.rank);
+            StepError::NotYet(words)
+        })?;
+        let revision = self.actor.configure(preflight, &roster, &assignment, false).await?;
+        Ok(Startable { assignment, roster, revision })
+    }
+}
+
+/// The broker of `rank`'s parent can be reached. The lead has none that could be missing.
+async fn answers(roster: &Roster, rank: Rank) -> bool {
+    let Some(parent) = parent(roster, rank) else { return true };
+    let Some(member) = roster.member(parent) else { return false };
+    let connecting = TcpStream::connect((member.address, roster.settings.port));
+    timeout(PARENT_ANSWERS_IN, connecting).await.is_ok_and(|connected| connected.is_ok())
+}
