@@ -2,15 +2,17 @@
 """What a real cluster's administrator does to us, each thing several times: teardowns in any order must leave clean hosts
 and nothing in Terminating; rollouts and objects that vanish must leave the brokers and a job over all nodes alone.
 
-    KUBECONFIG=… scripts/cluster_faults.py --manifest FILE --node-shell 'COMMAND {node}' [--runs 5] [--rows WORD,…]
+    KUBECONFIG=… scripts/cluster_faults.py --manifest FILE --node-shell 'COMMAND {node}' [--power 'COMMAND {action} {node}']
+        [--other-image IMAGE] [--runs 5] [--rows WORD,…]
 
 FILE is an installer with an image that the nodes have and packages that they can reach; COMMAND runs `sh -c SCRIPT` on a
-node's host as root, such as 'docker exec {node}' for kind. --other-image names another build for the rows that have two.
-The cluster must be one that nobody needs."""
+node's host as root, such as 'docker exec {node}' for kind; --power cuts a node's power (kill) and boots it (start), such as
+'docker {action} {node}'. --other-image names another build for the rows that have two. The cluster must be one that nobody needs."""
 
-import argparse, concurrent.futures, json, re, shlex, statistics, subprocess, sys, time
+import concurrent.futures, json, re, time
 
-NAMESPACE = "flux-distribute"
+from cluster import NAMESPACE, Cluster, Wrong, kubectl, main, ours, until
+
 CRDS = ["fluxinstances.distribute.flux-framework.org", "fluxnodes.distribute.flux-framework.org"]
 # What changes on a host without us.
 OTHERS = r"^/(proc|sys|dev|tmp|var/log|var/lib/(containerd|kubelet|cni)|run/(containerd|containers|kubelet|netns|runc|cni)|etc/cni|root)(/|$)"
@@ -21,102 +23,32 @@ grep -h flux /proc/mounts
 for file in /proc/sys/fs/inotify/max_user_instances /proc/sys/fs/inotify/max_user_watches; do echo $file $(cat $file); done
 for process in /proc/[0-9]*; do read -r name < $process/comm; case $name in flux-distribute) ;; flux*) echo process $name;; esac; done 2>/dev/null
 true""".replace("{others}", OTHERS)
-BROKERS = r"""for process in /proc/[0-9]*; do read -r name < $process/comm; case $name in flux-broker*)
-echo $name ${process#/proc/} $(sed 's/.*) //' $process/stat | cut -d ' ' -f 20);; esac; done 2>/dev/null; true"""
 
 
-class Wrong(Exception):
-    pass
+class Faults(Cluster):
+    OWN = "hosts clean"
 
-
-def run(*words, check=True, stdin=None, limit=300):
-    try:
-        done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired as error:
-        raise Wrong(f"{shlex.join(words)} hangs") from error
-    if check and done.returncode:
-        raise Wrong(f"{shlex.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
-
-
-def kubectl(*words, **options):
-    return run("kubectl", *words, **options)
-
-
-def ours(*words, **options):
-    return kubectl("-n", NAMESPACE, *words, **options)
-
-
-def until(what, look, limit=120):
-    begin = time.monotonic()
-    end, told = begin + limit, begin + 15
-    while True:
-        try:
-            found = look()
-        except (Wrong, json.JSONDecodeError) as error:
-            found, what_now = None, error
-        else:
-            what_now = found
-        if found is True:
-            return
-        if time.monotonic() > end:
-            raise Wrong(f"waited {limit} s in vain for {what}: {what_now}")
-        if time.monotonic() > told:
-            print(f"waiting for {what}: {what_now}", flush=True)
-            told = end
-        time.sleep(0.1)
-
-
-class Hosts:
-    def __init__(self, shell):
-        self.shell = shell
-        nodes = json.loads(kubectl("get", "nodes", "-o", "json"))["items"]
-        self.nodes = [node["metadata"]["name"] for node in nodes]
-
-    def on(self, node, script):
-        return run(*shlex.split(self.shell.format(node=node)), "sh", "-c", script)
-
-    def look(self):
-        return {node: set(self.on(node, LOOK).splitlines()) for node in self.nodes}
-
-    def brokers(self):
-        return {node: self.on(node, BROKERS).strip() for node in self.nodes}
-
-
-class Faults:
     def __init__(self, arguments):
-        self.manifest = arguments.manifest
+        super().__init__(arguments)
         self.text = open(arguments.manifest).read()
         self.other_image = arguments.other_image
-        self.hosts = Hosts(arguments.node_shell)
-        self.before = self.hosts.look()
+        self.before = {node: self.look(node) for node in self.nodes}
 
-    # The cluster as it is to be.
+    def misses(self, fault):
+        if fault in TWO_BUILDS and not self.other_image:
+            return "--other-image"
+        return "--power" if fault in POWER_CUTS and not self.power_command else None
 
-    def up(self):
-        kubectl("apply", "-f", self.manifest)
-        self.all_online()
-
-    def all_online(self):
-        until("all nodes Online", self.is_online)
-        ours("rollout", "status", "daemonset/install-flux", "--timeout=120s")
-
-    def is_online(self):
-        found = json.loads(ours("get", "fluxnodes", "-o", "json"))["items"]
-        phases = {node["metadata"]["name"]: node.get("status", {}).get("phase") for node in found}
-        return phases == dict.fromkeys(self.hosts.nodes, "Online") or phases
-
-    def flux(self, *words):
-        """On the lead: a follower's view of a job's events may stay behind under load."""
-        lead = json.loads(ours("get", "fluxinstance", "flux", "-o", "json"))["status"]["lead"]
-        pods = json.loads(ours("get", "pods", "-o", "json", "--field-selector", f"spec.nodeName={lead}"))["items"]
-        pod = next(pod["metadata"]["name"] for pod in pods if "deletionTimestamp" not in pod["metadata"])
-        return ours("exec", pod, "--", "/flux-distribute", "connect", "--", "flux", *words)
+    def look(self, node):
+        return set(self.on(node, LOOK).splitlines())
 
     # What must hold after a fault.
 
     def is_clean(self):
-        left = {node: sorted(now - self.before[node]) for node, now in self.hosts.look().items()}
+        return self.are_clean(self.nodes)
+
+    def are_clean(self, nodes):
+        left = {node: sorted(self.look(node) - self.before[node]) for node in nodes}
         return not any(left.values()) or left
 
     def cleans(self, *words, **options):
@@ -132,20 +64,12 @@ class Faults:
 
     def kept(self, fault):
         """The brokers are the same processes, and the job over all of them goes on."""
-        size = str(len(self.hosts.nodes))
-        job = self.flux("submit", "-N", size, "-n", size, "sleep", "inf").strip()
-        self.flux("job", "wait-event", "-t", "20", "-p", "exec", job, "shell.start")
-        brokers = self.hosts.brokers()
+        job = self.job_on(len(self.nodes))
+        brokers = self.brokers()
         fault()
         self.all_online()
-        after = self.hosts.brokers()
-        events = self.flux("job", "eventlog", job)
-        self.flux("cancel", job)
-        self.flux("job", "wait-event", "-t", "30", job, "clean")
-        if after != brokers:
-            raise Wrong(f"other brokers: {brokers} before, {after} after")
-        if re.search(r" (exception|finish) ", events):
-            raise Wrong(f"the job is lost: {events}")
+        self.same_brokers(brokers)
+        self.end(job)
 
     # The faults: teardowns. Each tells how long the hosts took.
 
@@ -209,7 +133,7 @@ class Faults:
             ours("set", "image", "daemonset/install-flux", f"agent={self.other_image}")
             ours("delete", ours("get", "pods", "-o", "name").split()[0])
             until("a pod of the other build", lambda: self.other_image in self.images())
-            until("all nodes Online", self.is_online)
+            until("all nodes Online", lambda: self.are_online(self.nodes))
             time.sleep(10)
             ours("rollout", "undo", "daemonset/install-flux")
             update(strategy)
@@ -219,6 +143,65 @@ class Faults:
     def images(self):
         pods = json.loads(ours("get", "pods", "-o", "json"))["items"]
         return [pod["spec"]["containers"][0]["image"] for pod in pods]
+
+    def force_delete_all_pods(self):
+        self.kept(lambda: ours("delete", "pods", "--all", "--force", "--grace-period=0"))
+
+    # The faults: what heals, and costs a job that ran there.
+
+    def heals(self, fault):
+        """Until a job runs on all nodes again."""
+        size = str(len(self.nodes))
+        fault()
+        until("all nodes Online", lambda: self.are_online(self.nodes))
+        until("a job on all nodes", lambda: len(set(self.flux("run", "-N", size, "hostname").split())) == len(self.nodes))
+
+    def follower(self):
+        lead = self.instance()["status"]["lead"]
+        return next(node for node in self.nodes if node != lead)
+
+    def kill_a_follower_s_broker(self):
+        node = self.follower()
+        before = self.brokers()
+        pid = before[node].split()[1]
+
+        def fault():
+            self.on(node, f"kill -9 {pid}")
+            until("another broker", lambda: pid not in self.brokers()[node].split() or self.brokers())
+
+        self.heals(fault)
+        self.same_brokers(before, but=[node])
+
+    def cut_power(self, node):
+        def fault():
+            self.power("kill", node)
+            time.sleep(5)
+            self.power("start", node)
+            until("its broker", lambda: bool(self.brokers()[node]))
+
+        self.heals(fault)
+
+    def cut_a_follower_s_power(self):
+        self.cut_power(self.follower())
+
+    def cut_the_lead_s_power(self):
+        self.cut_power(self.instance()["status"]["lead"])
+
+    def delete_the_instance_with_a_node_down(self):
+        """It cleans itself when it returns; the others do at once."""
+        node = self.follower()
+        self.power("kill", node)
+        ours("delete", "fluxinstance", "flux")
+        others = [other for other in self.nodes if other != node]
+        until("clean hosts but for one", lambda: self.are_clean(others))
+        time.sleep(3)
+        begin = time.monotonic()
+        self.power("start", node)
+        until("clean hosts", self.is_clean)
+        clean = time.monotonic() - begin
+        # Who deletes an instance does not get it back by applying the file again.
+        kubectl("delete", "-f", self.manifest, "--ignore-not-found")
+        return clean
 
 
 ROWS = {
@@ -232,48 +215,13 @@ ROWS = {
     "label change of the pods": Faults.change_the_pods_labels,
     "rollback in the middle of an update": Faults.roll_back_in_the_middle,
     "two builds side by side": Faults.two_builds_side_by_side,
+    "all pods force-deleted": Faults.force_delete_all_pods,
+    "kill -9 of a follower's broker": Faults.kill_a_follower_s_broker,
+    "power cut and boot of a follower": Faults.cut_a_follower_s_power,
+    "power cut and boot of the lead": Faults.cut_the_lead_s_power,
+    "instance deleted with a node down": Faults.delete_the_instance_with_a_node_down,
 }
-# These need --other-image.
 TWO_BUILDS = [Faults.roll_back_in_the_middle, Faults.two_builds_side_by_side]
+POWER_CUTS = [Faults.cut_a_follower_s_power, Faults.cut_the_lead_s_power, Faults.delete_the_instance_with_a_node_down]
 
-
-def figures(seconds):
-    return f"{statistics.median(seconds):.1f} s | {max(seconds):.1f} s" if seconds else "- | -"
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--manifest", required=True)
-    parser.add_argument("--node-shell", required=True)
-    parser.add_argument("--other-image")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--rows", default="")
-    arguments = parser.parse_args()
-    faults, table, failed = Faults(arguments), [], 0
-    for name, inject in ROWS.items():
-        if not any(word in name for word in arguments.rows.split(",")):
-            continue
-        if inject in TWO_BUILDS and not arguments.other_image:
-            print(f"skipped: {name}: no --other-image")
-            continue
-        times, cleans, wrong = [], [], 0
-        for turn in range(arguments.runs):
-            try:
-                faults.up()
-                begin = time.monotonic()
-                clean = inject(faults)
-                times.append(time.monotonic() - begin)
-                cleans += [clean] if clean else []
-                print(f"{name} #{turn}: {times[-1]:.1f} s, clean hosts: {clean}", flush=True)
-            except (Wrong, json.JSONDecodeError) as error:
-                wrong += 1
-                print(f"{name} #{turn}: FAILED: {error}", flush=True)
-        failed += wrong
-        table.append(f"| {name} | {arguments.runs} | {wrong} | {figures(cleans)} | {figures(times)} |")
-    kubectl("delete", "-f", faults.manifest, "--ignore-not-found")
-    head = "| fault | runs | failed | hosts clean: median | max | all done: median | max |\n|---|--:|--:|--:|--:|--:|--:|"
-    print("\n".join([head, *table]))
-    sys.exit(1 if failed else 0)
-
-
-main()
+main(__doc__, ROWS, Faults, lambda parser: parser.add_argument("--other-image"))

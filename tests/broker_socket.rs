@@ -13,10 +13,11 @@ use std::{
 use flux_distribute::{
     api::EpochSettings,
     broker::{
-        command::{BrokerIdentity, CoreVersion, launch},
+        command::{BrokerIdentity, launch},
         message::{ANY, LEAD},
+        reload::reload,
         rfc3::{Client, RpcError},
-        status::{Change, status, watch},
+        status::{Change, instance, status, watch},
     },
 };
 use futures::{Stream, StreamExt};
@@ -191,7 +192,7 @@ fn start(flux: &Path, base: &Path, rank: u32) -> RealBroker {
     };
     let directory = base.join(format!("run{rank}"));
     std::fs::create_dir(&directory).unwrap();
-    let order = launch(&settings, &identity, CoreVersion::parse("0.88.0")).unwrap();
+    let order = launch(&settings, &identity);
     let moved = order.argv[1..]
         .iter()
         .map(|word| word.replace(flux_distribute::api::BROKER_RUN_DIR, &directory.display().to_string()));
@@ -221,31 +222,80 @@ async fn connect(broker: &RealBroker) -> Client {
     .await
 }
 
-#[tokio::test]
-async fn a_real_flux_of_four_declared_ranks_starts_with_one_and_is_followed() {
-    let Some(flux) = flux() else { return };
-    let base = tempfile::tempdir().unwrap();
-    let certificate = base.path().join("curve.cert");
-    let made = Command::new(&flux).args(["keygen", "-n", "test"]).arg(&certificate).output().unwrap();
+/// Four ranks with two cores each.
+fn configure(flux: &Path, base: &Path) {
+    let certificate = base.join("curve.cert");
+    let made = Command::new(flux).args(["keygen", "-n", "test"]).arg(&certificate).output().unwrap();
     assert!(made.status.success(), "{made:?}");
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    std::fs::create_dir_all(base.path().join("etc")).unwrap();
-    std::fs::create_dir_all(base.path().join("state")).unwrap();
+    std::fs::create_dir_all(base.join("etc")).unwrap();
+    std::fs::create_dir_all(base.join("state")).unwrap();
     let config = format!(
         "[bootstrap]\ncurve_cert = {certificate:?}\nhosts = [{{ host = \"node0\", bind = \"tcp://127.0.0.1:{port}\", \
          connect = \"tcp://127.0.0.1:{port}\" }}, {{ host = \"node[1-3]\" }}]\n\
          [resource]\nnoverify = true\n[[resource.config]]\nhosts = \"node[0-3]\"\ncores = \"0-1\"\n"
     );
-    std::fs::write(base.path().join("etc/broker.toml"), config).unwrap();
+    std::fs::write(base.join("etc/broker.toml"), config).unwrap();
+}
 
+async fn until_it_runs(changes: &mut (impl Stream<Item = Change> + Unpin)) {
+    let mut seen = Vec::new();
+    while !(seen.contains(&Change::State("run".to_owned())) && seen.contains(&online("0"))) {
+        seen.push(next(changes).await.expect("the lead ended"));
+    }
+}
+
+/// The modules of the scheduler, and the resources that it has, in the order in which they are removed.
+async fn schedulers(client: &Client) -> Vec<String> {
+    let loaded = client.rpc("module.list", ANY, Value::Null).await.unwrap();
+    let names = loaded["mods"].as_array().unwrap().iter().map(|module| module["name"].as_str().unwrap().to_owned());
+    let mut modules: Vec<_> = names.filter(|name| name.starts_with("sched-") || name == "resource").collect();
+    modules.sort_by_key(|name| (!name.ends_with("qmanager"), !name.starts_with("sched-"), name.clone()));
+    modules
+}
+
+#[tokio::test]
+async fn a_live_change_is_taken_in_whatever_an_earlier_one_has_left() {
+    let Some(flux) = flux() else { return };
+    let base = tempfile::tempdir().unwrap();
+    configure(&flux, base.path());
+    let lead = start(&flux, base.path(), 0);
+    let client = connect(&lead).await;
+    until_it_runs(&mut watch(&client).unwrap()).await;
+    let remove = async |module: &String| client.rpc("module.remove", ANY, json!({ "name": module })).await.unwrap();
+    let config = base.path().join("etc/broker.toml");
+    let modules = schedulers(&client).await;
+    for (killed_after, last_core) in (0..=modules.len()).zip(2..) {
+        for module in &modules[..killed_after] {
+            remove(module).await;
+        }
+        let cores = |last: usize| format!("cores = \"0-{last}\"");
+        let text = std::fs::read_to_string(&config).unwrap().replace(&cores(last_core - 1), &cores(last_core));
+        std::fs::write(&config, text).unwrap();
+        reload(&client).await.unwrap();
+        let queue = client.rpc("job-manager.queue-status", ANY, json!({})).await.unwrap();
+        assert_eq!(queue["start"], true, "{queue}");
+        assert_eq!(schedulers(&client).await, modules);
+        assert_eq!(instance(&client).await.unwrap().all.cores, 4 * (last_core + 1), "{killed_after}");
+    }
+    for module in modules.iter().filter(|module| *module != "resource") {
+        remove(module).await;
+    }
+    client.rpc("module.load", ANY, json!({ "path": "sched-simple", "args": [] })).await.unwrap();
+    reload(&client).await.unwrap();
+    assert_eq!(schedulers(&client).await, ["sched-simple", "resource"], "the scheduler that is there stays");
+}
+
+#[tokio::test]
+async fn a_real_flux_of_four_declared_ranks_starts_with_one_and_is_followed() {
+    let Some(flux) = flux() else { return };
+    let base = tempfile::tempdir().unwrap();
+    configure(&flux, base.path());
     let lead = start(&flux, base.path(), 0);
     let client = connect(&lead).await;
     assert_eq!(client.peer_pid(), i32::try_from(lead.child.id()).ok());
     let mut changes = watch(&client).unwrap();
-    let mut seen = Vec::new();
-    while !(seen.contains(&Change::State("run".to_owned())) && seen.contains(&online("0"))) {
-        seen.push(next(&mut changes).await.expect("the lead ended"));
-    }
+    until_it_runs(&mut changes).await;
     let follower = start(&flux, base.path(), 1);
     while next(&mut changes).await.expect("the lead ended") != online("0-1") {}
 

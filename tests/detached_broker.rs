@@ -353,7 +353,7 @@ fn lead(bed: &Bed) -> LaunchOrder {
         instance_id: "id",
         epoch: 3,
     };
-    let mut order = launch(&serde_json::from_value(settings).unwrap(), &identity, None).unwrap();
+    let mut order = launch(&serde_json::from_value(settings).unwrap(), &identity);
     for word in order.argv.iter_mut().filter(|word| word.starts_with("-Srundir=")) {
         *word = format!("-Srundir={}", bed.places.broker_run_dir.display());
     }

@@ -1,8 +1,13 @@
-//! What the documents claim to be tested is tested: every row of docs/failures.md names a test that is there.
+//! What the documents claim to be tested is tested: every row of docs/failures.md names a test that is there. The fields that
+//! README.md tells of are those that there are.
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 
-use std::{fs, path::Path};
+use std::{collections::BTreeSet, fs, path::Path};
+
+use flux_distribute::api::FluxInstance;
+use kube::CustomResourceExt;
+use serde_json::{Value, json};
 
 /// The source that holds `module`'s tests, such as `local_flux/loss`, or `lib/agent::decide` for the library's own.
 fn source(root: &Path, module: &str) -> String {
@@ -37,4 +42,50 @@ fn every_row_of_the_failure_table_has_its_test() {
         let is_there = name == "*" || words.iter().any(|word| source.contains(word));
         assert!(is_there, "there is no test {test}");
     }
+}
+
+/// The fields of README.md's table, as paths below `spec`; `.name` stands beside the one before it.
+fn told(readme: &str) -> BTreeSet<String> {
+    let rows = readme.lines().skip_while(|line| !line.starts_with("| field of `spec` |")).skip(2);
+    let cells = rows.take_while(|line| line.starts_with("| ")).map(|line| line.split('|').nth(1).unwrap());
+    let mut fields = BTreeSet::new();
+    for cell in cells {
+        let mut beside = String::new();
+        for field in cell.split(',').map(|field| field.trim().trim_matches('`')) {
+            let field = if field.starts_with('.') { format!("{beside}{field}") } else { field.to_owned() };
+            beside = field.rsplit_once('.').map(|(above, _)| above.to_owned()).unwrap_or_default();
+            fields.insert(field);
+        }
+    }
+    fields
+}
+
+/// Every path below `schema`, and those of them that have nothing below.
+fn paths(schema: &Value, above: &str, all: &mut BTreeSet<String>, leaves: &mut BTreeSet<String>) {
+    let Some(properties) = schema["properties"].as_object() else {
+        leaves.insert(above.to_owned());
+        return;
+    };
+    for (name, schema) in properties {
+        let path = if above.is_empty() { name.clone() } else { format!("{above}.{name}") };
+        all.insert(path.clone());
+        paths(schema, &path, all, leaves);
+    }
+}
+
+#[test]
+fn the_readme_tells_of_every_field_of_the_spec_and_of_no_other() {
+    let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();
+    let told = told(&readme);
+    let crd = json!(FluxInstance::crd());
+    let (mut all, mut leaves) = (BTreeSet::new(), BTreeSet::new());
+    paths(&crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"], "", &mut all, &mut leaves);
+    assert!(leaves.len() > 20, "{leaves:?}");
+    let strange: Vec<_> = told.difference(&all).collect();
+    assert!(strange.is_empty(), "README.md tells of {strange:?}, which is no field of the spec");
+    let is_told = |leaf: &str| {
+        told.iter().any(|field| leaf.strip_prefix(field).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
+    };
+    let missing: Vec<_> = leaves.iter().filter(|leaf| !is_told(leaf)).collect();
+    assert!(missing.is_empty(), "README.md's table lacks {missing:?}");
 }

@@ -186,7 +186,7 @@ fn an_agent_gets_what_a_pod_of_the_daemon_set_gets() {
     let Some(cluster) = Cluster::up(1) else { return };
     let (pid, _) = cluster.agent("node1", None);
     let environment = fs::read_to_string(cluster.state().join("nodes/node1/root/root/environment")).unwrap();
-    for line in ["NODE_NAME=node1", "POD_NAMESPACE=flux-distribute", "KUBECONFIG=/kubeconfig", "kubeconfig=600"] {
+    for line in ["NODE_NAME=node1", "KUBECONFIG=/kubeconfig", "kubeconfig=600"] {
         assert!(environment.lines().any(|found| found == line), "{line} is missing in {environment}");
     }
     let differs = |namespace: &str| {

@@ -72,6 +72,7 @@ fn the_hosts_systemd_keeps_the_broker() {
     let Some(places) = places(directory.path()) else { return };
     let prefix = directory.path().join("prefix");
     let order_of = |script| order(&prefix, script);
+    let systemd = || places.systemd.clone().unwrap();
     let first = order_of("printf '%s|' \"$@\" \"$ODD\"; echo; exec sleep 1000");
 
     let running = places.start(&first).unwrap();
@@ -90,19 +91,38 @@ fn the_hosts_systemd_keeps_the_broker() {
     assert_eq!(places.start(&order_of("exit 1")).unwrap(), running);
     assert!(places.forget().unwrap_err().message.contains("stop it first"));
 
-    // systemd starts it again, and it is found again.
+    // It is not systemd's to start again.
     Identity::of(running.pid).unwrap().signal(Signal::SIGKILL).unwrap();
-    let again = until("a restart", || places.observe(None).running.filter(|again| again.pid != running.pid));
+    until("its death", || places.observe(None).died);
+    assert_eq!(systemd().state().unwrap().active, "failed");
+    let again = places.start(&first).unwrap();
     assert_eq!(again.record, first.record);
 
-    places.stop(&StopOrder { grace_secs: 10 }).unwrap();
-    assert_eq!(places.observe(None), Default::default());
+    // A systemd that does not answer has stopped nothing, and nothing of the unit is taken off.
+    let mute = || Places { systemd: Some(Systemd { systemctl: "/bin/false".into(), ..systemd() }), ..places.clone() };
+    let stop = StopOrder { grace_secs: 10 };
+    assert!(mute().stop(&stop).is_err());
+    assert!(mute().forget().is_err());
+    fs::remove_file(places.run_dir.join("broker.json")).unwrap();
+    assert!(mute().stop(&stop).is_err());
+    assert!(mute().forget().is_err());
+    assert_eq!(systemd().state().unwrap().main_pid, again.pid);
+    assert!(Path::new("/run/systemd/system/flux-broker.service").exists());
+
+    // Without its record it is what the unit's main process says, which here is no broker of ours.
+    assert!(places.stop(&stop).unwrap_err().message.contains("its record is gone"));
+    Identity::of(again.pid).unwrap().signal(Signal::SIGKILL).unwrap();
+    until("its end", || (places.observe(None) == Default::default()).then_some(()));
 
     // A program that is not there is told at once.
     let mut absent = order_of("");
     absent.argv[0] = "/nowhere/flux".to_owned();
-    let refused = places.start(&absent).unwrap_err();
-    assert!(refused.message.contains("/nowhere/flux"), "{refused}");
+    // At once, or a moment after setpriv has been started in its place.
+    let said = match places.start(&absent) {
+        Err(refused) => refused.message,
+        Ok(_) => until("its death", || places.observe(None).died),
+    };
+    assert!(said.contains("/nowhere/flux"), "{said}");
 
     // One that ends by itself has died, and is tried again with another order.
     let refused = places.start(&order_of("echo '<2>broker.crit[3]: no'; exit 42"));

@@ -44,7 +44,6 @@ pub fn judge(scene: &mut Scene, row: &Row, before: &Before, hit: &Hit) -> Result
     let since = Timestamp::now() - SignedDuration::try_from(hit.since.elapsed()).unwrap_or_default();
     let healed = loop {
         keeps_brokers(scene, before, hit)?;
-        // TCP waits ever longer between two tries: for as long again as a node was cut off it may look well and hear nothing.
         match look(scene, since).and_then(|()| runs_jobs(scene)) {
             Ok(()) => break hit.since.elapsed(),
             Err(why) if hit.since.elapsed() > limit => {

@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 
 use crate::{
     dice::Dice,
-    harness::{Broker, Cluster},
+    harness::{Broker, Cluster, ran_well},
     processes::{self, Kind, Process},
     rosters::Rosters,
     rows::Shape,
@@ -55,7 +55,8 @@ pub struct Scene {
     pub nodes: u32,
     /// Of the last instance that was deleted.
     pub spec: FluxInstanceSpec,
-    /// Which run of its row this is.
+    /// The row that it is in, and which run of it.
+    pub row: &'static str,
     pub run: u32,
     pub dice: Dice,
     /// How long what is cut off stays so.
@@ -83,6 +84,7 @@ impl Scene {
             shape,
             nodes: shape.nodes,
             spec: FluxInstanceSpec::default(),
+            row: "",
             run: 0,
             dice,
             outage,
@@ -247,8 +249,7 @@ impl Scene {
         }
         self.ask(&["flux", "job", "wait-event", "-t", "15", &job.id, "clean"])?;
         let events = self.ask(&["flux", "job", "eventlog", &job.id])?;
-        let finish = events.lines().find(|line| line.contains(" finish ")).unwrap_or_default();
-        if finish.ends_with("status=0") && !events.contains(" exception ") { Ok(()) } else { Err(events) }
+        if ran_well(&events) { Ok(()) } else { Err(events) }
     }
 
     /// Logs and status, for who looks into a failure.

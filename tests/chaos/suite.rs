@@ -16,7 +16,7 @@ use crate::{
     dice::Dice,
     oracle::{Outcome, judge, look},
     rows::{Row, Shape},
-    scene::Scene,
+    scene::{COMMAND, Scene},
     table::{Results, markdown},
     traces,
 };
@@ -46,7 +46,7 @@ impl Settings {
             more: if get("")? == "long" { 5 } else { 1 },
             runs: number("_RUNS").map(|runs| u32::try_from(runs).unwrap()),
             outage: Duration::from_secs(number("_OUTAGE").unwrap_or(60)),
-            workers: usize::try_from(number("_WORKERS").unwrap_or(6)).unwrap(),
+            workers: usize::try_from(number("_WORKERS").unwrap_or(12)).unwrap(),
             seed: number("_SEED").unwrap_or(u64::from(now.subsec_nanos())),
             rows: get("_ROWS").map_or_else(Vec::new, |words| words.split(',').map(str::to_owned).collect()),
             table: get("_TABLE"),
@@ -85,7 +85,7 @@ pub fn run(settings: &Settings, rows: Vec<Row>) -> Vec<String> {
         queue.extend((0..runs).step_by(BATCH as usize).map(|first| Work { row, first, last: runs.min(first + BATCH) }));
     }
     // The longest first, so that nobody is left alone with one at the end.
-    queue.sort_by_key(|work| std::cmp::Reverse(rows[work.row].takes_outage));
+    queue.sort_by_key(|work| std::cmp::Reverse((rows[work.row].takes_outage, rows[work.row].fresh)));
     eprintln!("chaos: {} rows, seed {}, {} workers", rows.len(), settings.seed, settings.workers);
     let begin = Instant::now();
     let suite = Suite {
@@ -102,7 +102,7 @@ pub fn run(settings: &Settings, rows: Vec<Row>) -> Vec<String> {
         }
     });
     let results = suite.results.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let table = markdown(&suite.rows.iter().map(|row| row.name).zip(results).collect::<Vec<_>>());
+    let table = markdown(&suite.rows.iter().zip(results).collect::<Vec<_>>());
     eprintln!("chaos: {:.0} s, seed {}\n{table}", begin.elapsed().as_secs_f64(), settings.seed);
     if let Some(file) = &settings.table {
         std::fs::write(file, &table).unwrap();
@@ -119,7 +119,7 @@ impl Suite<'_> {
             let row = &self.rows[work.row];
             for run in work.first..work.last {
                 if row.fresh || scene.as_ref().is_some_and(|scene| scene.shape != row.shape) {
-                    self.close(row, &mut scene);
+                    self.close(&mut scene);
                 }
                 let done = self.once(row, run, &mut scene);
                 let mut results = self.results.lock().unwrap_or_else(PoisonError::into_inner);
@@ -131,17 +131,15 @@ impl Suite<'_> {
                     }
                     Err(why) => {
                         results.failed += 1;
-                        self.fail(row, run, &why, scene.take());
+                        self.fail(row.name, run, &why, scene.take());
                     }
                 }
                 if row.fresh {
-                    self.close(row, &mut scene);
+                    self.close(&mut scene);
                 }
             }
         }
-        if let Some(row) = self.rows.first() {
-            self.close(row, &mut scene);
-        }
+        self.close(&mut scene);
     }
 
     /// What fits the cluster that is there, else the next.
@@ -155,9 +153,10 @@ impl Suite<'_> {
     fn once(&self, row: &Row, run: u32, place: &mut Option<Scene>) -> Result<Outcome, String> {
         let done = catch_unwind(AssertUnwindSafe(|| {
             let scene = place.get_or_insert_with(|| Scene::set(row.shape, self.settings.outage));
-            scene.run = run;
+            (scene.row, scene.run) = (row.name, run);
             scene.dice = Dice::new(self.settings.seed, row.name, run);
-            look(scene, Timestamp::UNIX_EPOCH).map_err(|why| format!("not well before the fault: {why}"))?;
+            // For a moment, what an agent has just forked looks like another agent.
+            scene.until("a cluster that is well", COMMAND, |scene| look(scene, Timestamp::UNIX_EPOCH));
             let before = scene.brokers();
             let hit = (row.inject)(scene);
             judge(scene, row, &before, &hit)
@@ -165,29 +164,30 @@ impl Suite<'_> {
         done.unwrap_or_else(|panic| Err(words(panic.as_ref())))
     }
 
-    fn fail(&self, row: &Row, run: u32, why: &str, scene: Option<Scene>) {
-        let name: String = row.name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+    fn fail(&self, row: &str, run: u32, why: &str, scene: Option<Scene>) {
+        let name: String = row.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("chaos").join(format!("{name}-{run}"));
-        let failure = format!("{} #{run}, seed {}: {why}; see {}", row.name, self.settings.seed, directory.display());
+        let failure = format!("{row} #{run}, seed {}: {why}; see {}", self.settings.seed, directory.display());
         eprintln!("chaos: {failure}");
         self.failures.lock().unwrap_or_else(PoisonError::into_inner).push(failure);
         if let Some(scene) = scene {
             scene.save(&directory);
-            self.take_down(row, scene);
+            self.take_down(scene);
         }
     }
 
-    /// A good end: the job's, and the cluster's.
-    fn close(&self, row: &Row, place: &mut Option<Scene>) {
+    /// A good end: the job's, and the cluster's. A bad one is told of the last run that it was in.
+    fn close(&self, place: &mut Option<Scene>) {
         let Some(mut scene) = place.take() else { return };
         let ended = catch_unwind(AssertUnwindSafe(|| scene.end_job()));
         if let Err(why) = ended.unwrap_or_else(|panic| Err(words(panic.as_ref()))) {
-            return self.fail(row, 0, &format!("the job does not end well: {why}"), Some(scene));
+            return self.fail(scene.row, scene.run, &format!("the job does not end well: {why}"), Some(scene));
         }
-        self.take_down(row, scene);
+        self.take_down(scene);
     }
 
-    fn take_down(&self, row: &Row, scene: Scene) {
+    fn take_down(&self, scene: Scene) {
+        let row = scene.row;
         let (state, bridge) = (scene.cluster.state(), scene.cluster.bridge().to_owned());
         let index = || std::fs::read_to_string(format!("/sys/class/net/{bridge}/ifindex")).ok();
         let own = index();
@@ -196,7 +196,7 @@ impl Suite<'_> {
         // Another cluster may have taken the name at once.
         let is_taken = || index().is_some_and(|now| own != Some(now));
         if !left.is_empty() && !is_taken() {
-            self.failures.lock().unwrap_or_else(PoisonError::into_inner).push(format!("after {}: {left:?}", row.name));
+            self.failures.lock().unwrap_or_else(PoisonError::into_inner).push(format!("after {row}: {left:?}"));
         }
     }
 }

@@ -2,7 +2,10 @@
 
 use std::{fmt::Write, time::Duration};
 
-use crate::oracle::Outcome;
+use crate::{
+    oracle::Outcome,
+    rows::{OFTEN, Row},
+};
 
 /// What is known of one row.
 #[derive(Default, Clone)]
@@ -11,11 +14,14 @@ pub struct Results {
     pub failed: usize,
 }
 
-pub fn markdown(rows: &[(&str, Results)]) -> String {
+/// The faults that no job may notice are marked.
+pub fn markdown(rows: &[(&Row, Results)]) -> String {
     let mut text = "| fault | runs | failed | jobs lost | brokers restarted | healed after (median) | (max) |\n\
                     |---|---:|---:|---:|---:|---:|---:|\n"
         .to_owned();
-    for (name, results) in rows {
+    for (row, results) in rows {
+        let name = row.name;
+        let mark = if row.runs == OFTEN && !row.job_dies { " \\*" } else { "" };
         let mut times: Vec<Duration> = results.outcomes.iter().map(|outcome| outcome.healed).collect();
         times.sort_unstable();
         let seconds =
@@ -24,7 +30,7 @@ pub fn markdown(rows: &[(&str, Results)]) -> String {
         let brokers: usize = results.outcomes.iter().map(|outcome| outcome.brokers_restarted).sum();
         let _ = writeln!(
             text,
-            "| {name} | {} | {} | {jobs} | {brokers} | {} | {} |",
+            "| {name}{mark} | {} | {} | {jobs} | {brokers} | {} | {} |",
             times.len() + results.failed,
             results.failed,
             seconds(times.get(times.len().saturating_sub(1) / 2)),

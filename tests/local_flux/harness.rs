@@ -11,10 +11,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flux_distribute::api::{FluxInstance, INSTANCE, NAMESPACE};
+use flux_distribute::api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE};
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::{
     Api, Client, Config,
+    api::ListParams,
     config::{KubeConfigOptions, Kubeconfig},
 };
 use serde::Deserialize;
@@ -130,6 +131,13 @@ impl Cluster {
         self.must(&[&["exec", node, "--"], words].concat())
     }
 
+    #[allow(dead_code, reason = "each target takes what it needs")]
+    /// What a command says; None where it fails, as `flux resource` does for the moment in which the lead takes in a change.
+    pub fn ask(&self, node: &str, words: &[&str]) -> Option<String> {
+        let output = self.run(&[&["exec", node, "--"], words].concat());
+        output.status.success().then(|| String::from_utf8(output.stdout).unwrap().trim().to_owned())
+    }
+
     pub fn nodes(&self) -> Vec<NodeStatus> {
         serde_json::from_str(&self.must(&["status", "--output", "json"])).unwrap()
     }
@@ -192,6 +200,15 @@ impl Cluster {
         });
     }
 
+    #[allow(dead_code, reason = "each target takes what it needs")]
+    /// Each agent takes its FluxNode away when its host is clean.
+    pub fn until_deleted(&self) {
+        self.until("the FluxNodes' end", || {
+            let left = self.wait(self.api::<FluxNode>().list(&ListParams::default())).unwrap();
+            left.items.is_empty().then_some(())
+        });
+    }
+
     /// Waits for an API call.
     pub fn wait<T>(&self, future: impl Future<Output = T>) -> T {
         self.runtime.block_on(future)
@@ -249,7 +266,7 @@ impl Cluster {
             *jobs
         };
         let signal = format!("root/finish-{number}");
-        let script = format!("until test -e /{signal}; do sleep 0.1; done");
+        let script = format!("until test -e /{signal}; do sleep 0.3; done");
         let words = [&["flux", "submit"], shape, &["sh", "-c", &script]].concat();
         let ids: Vec<String> = self.exec("node1", &words).lines().map(str::to_owned).collect();
         for id in &ids {
@@ -281,19 +298,34 @@ pub struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Lets them end; each must end well, without any exception on its way.
-    pub fn finish(self) {
+    /// Lets those end that run on `node`.
+    pub fn finish_on(&self, node: &str) {
+        fs::write(self.cluster.root(node).join(&self.signal), "").unwrap();
+    }
+
+    /// Lets them end.
+    pub fn let_end(&self) {
         for node in self.cluster.nodes() {
-            fs::write(self.cluster.root(&node.name).join(&self.signal), "").unwrap();
+            self.finish_on(&node.name);
         }
+    }
+
+    /// Lets them end; each must have been started once and end well, without any exception on its way.
+    pub fn finish(self) {
+        self.let_end();
         for id in &self.ids {
             self.cluster.exec("node1", &["flux", "job", "wait-event", "-t", "60", id, "clean"]);
             let events = self.cluster.exec("node1", &["flux", "job", "eventlog", id]);
-            assert!(!events.contains("exception"), "{events}");
-            let finish = events.lines().find(|line| line.contains(" finish ")).unwrap_or_default();
-            assert!(finish.ends_with("status=0"), "{events}");
+            assert!(ran_well(&events), "{events}");
         }
     }
+}
+
+/// By its eventlog (RFC 21), a job was started once and ended well, without any exception on its way.
+pub fn ran_well(events: &str) -> bool {
+    let starts = events.lines().filter(|line| line.ends_with(" start")).count();
+    let finish = events.lines().find(|line| line.contains(" finish ")).unwrap_or_default();
+    !events.contains("exception") && starts == 1 && finish.ends_with("status=0")
 }
 
 struct Place;
@@ -351,17 +383,28 @@ pub fn bundle() -> Option<&'static Path> {
         if !is_able() {
             return None;
         }
-        let prefix = std::env::var("FLUX_PREFIX").unwrap_or_else(|_| "/opt/flux".to_owned());
-        if !Path::new(&prefix).join("bin/flux").exists() {
-            eprintln!("skipped: there is no Flux in {prefix}; FLUX_PREFIX names where it is");
+        let prefix = prefix();
+        if !prefix.join("bin/flux").exists() {
+            eprintln!("skipped: there is no Flux in {}; FLUX_PREFIX names where it is", prefix.display());
             return None;
         }
-        // Tests have no common end at which it could be removed: under one name it is replaced by the next run.
-        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join("flux.tar.gz");
-        let mut create = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
-        create.args(["bundle", "create", "--from-prefix", &prefix, "--out"]).arg(&file).stdout(Stdio::null());
-        assert!(create.status().unwrap().success(), "no bundle can be made of {prefix}");
-        Some(file)
+        Some(pack(&prefix, &prefix, "flux.tar.gz"))
     });
     made.as_deref()
+}
+
+/// Where the Flux of this machine is.
+pub fn prefix() -> PathBuf {
+    PathBuf::from(std::env::var_os("FLUX_PREFIX").unwrap_or_else(|| "/opt/flux".into()))
+}
+
+/// A bundle of the Flux in `tree`, which was built for `prefix`. Tests have no common end at which it could be removed:
+/// under one name it is replaced by the next run.
+pub fn pack(tree: &Path, prefix: &Path, name: &str) -> PathBuf {
+    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let mut create = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
+    create.args(["bundle", "create", "--from-prefix"]).arg(tree).arg("--compiled-prefix").arg(prefix);
+    create.arg("--out").arg(&file).stdout(Stdio::null());
+    assert!(create.status().unwrap().success(), "no bundle can be made of {}", tree.display());
+    file
 }

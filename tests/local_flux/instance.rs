@@ -36,7 +36,7 @@ fn calm() -> Option<(Arc<Cluster>, MutexGuard<'static, ()>)> {
 /// than others who is online.
 fn are_free(cluster: &Cluster, expected: &[&str]) {
     cluster.until(&format!("{expected:?}"), || {
-        let list = cluster.exec("node1", &["flux", "resource", "list", "-s", "free"]);
+        let list = cluster.ask("node1", &["flux", "resource", "list", "-s", "free"])?;
         list.lines().last()?.split_whitespace().eq(expected.iter().copied()).then_some(())
     });
 }

@@ -14,8 +14,7 @@ use crate::harness::Cluster;
 
 /// What `flux resource` says; nothing for the moment in which the lead takes in a change.
 fn resource(cluster: &Cluster, words: &[&str]) -> Option<String> {
-    let output = cluster.run(&[&["exec", "node1", "--", "flux", "resource"], words].concat());
-    output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
+    cluster.ask("node1", &[&["flux", "resource"], words].concat())
 }
 
 /// What Flux shows of each node that it would give to a job: cores, GPUs, and its properties but for its own name.

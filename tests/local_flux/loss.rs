@@ -220,15 +220,19 @@ fn a_deleted_certificate_comes_back_as_the_very_same() {
 
 #[test]
 fn a_certificate_that_the_lead_has_lost_too_comes_back_from_another_member() {
-    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let Some(cluster) = Cluster::up(3, &[]) else { return };
     let (lead, follower) = (cluster.holder(0), cluster.holder(1));
+    // What else there is to say must not hide it.
+    cluster.must(&["node", &cluster.holder(2), "power-off"]);
     let secrets = cluster.api::<Secret>();
     let read = || cluster.wait(secrets.get_opt(SECRET_CURVE)).unwrap();
     let (before, brokers) = (read().unwrap(), cluster.brokers());
     fs::write(cluster.root(&lead).join("opt/flux-distribute/etc/curve.cert"), "").unwrap();
     cluster.wait(secrets.delete(SECRET_CURVE, &DeleteParams::default())).unwrap();
     cluster.until("the planner's words", || {
-        cluster.instance().status?.message?.contains("if no host has it any more, put it back").then_some(())
+        let status = cluster.instance().status?;
+        let missing = status.holding("CertificateMissing")?;
+        missing.message.contains("if no host has it any more, put it back").then_some(())
     });
 
     // Its host has all that its broker needs.

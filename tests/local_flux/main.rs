@@ -7,6 +7,7 @@
 const CLUSTERS_AT_ONCE: u32 = 2;
 
 mod air_gap;
+mod elastic;
 mod epochs;
 mod harness;
 mod instance;
@@ -15,7 +16,9 @@ mod kinds;
 mod loss;
 mod peers;
 mod removal;
+mod replaced;
 mod scale;
+mod scheduler;
 mod sources;
 mod state;
 #[path = "../support/traces.rs"]

@@ -19,10 +19,7 @@ fn a_deleted_instance_leaves_clean_hosts_and_comes_up_again_when_it_is_made_anew
 
     let begin = Instant::now();
     cluster.wait(instances.delete(INSTANCE, &DeleteParams::default())).unwrap();
-    cluster.until("the FluxNodes' end", || {
-        let left = cluster.wait(cluster.api::<FluxNode>().list(&ListParams::default())).unwrap();
-        left.items.is_empty().then_some(())
-    });
+    cluster.until_deleted();
     eprintln!("measured: {:.1} s from the FluxInstance's deletion to clean hosts", begin.elapsed().as_secs_f64());
     assert!(cluster.brokers().is_empty());
     for node in cluster.nodes() {
@@ -45,4 +42,36 @@ fn a_deleted_instance_leaves_clean_hosts_and_comes_up_again_when_it_is_made_anew
     });
     is_one_instance(&cluster, 2);
     assert_ne!(cluster.instance().status.unwrap().instance_id, first);
+}
+
+#[test]
+fn a_deleted_instance_ends_its_running_jobs_in_peace_and_starts_no_pending_one() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let spec = cluster.instance().spec;
+    ends_in_peace(&cluster);
+    // The same agents, another instance.
+    let again = FluxInstance::new(INSTANCE, spec);
+    cluster.wait(cluster.api::<FluxInstance>().create(&PostParams::default(), &again)).unwrap();
+    cluster.all_online(2);
+    ends_in_peace(&cluster);
+}
+
+fn ends_in_peace(cluster: &Cluster) {
+    let job = cluster.job(&["-N2", "--exclusive"]);
+    let pending = cluster.exec("node1", &["flux", "submit", "-N1", "touch", "/root/pending-began"]);
+    cluster.wait(cluster.api::<FluxInstance>().delete(INSTANCE, &DeleteParams::default())).unwrap();
+    cluster.until("the word that no job is started any more, by both nodes", || {
+        let nodes = cluster.wait(cluster.api::<FluxNode>().list(&ListParams::default())).unwrap();
+        let told = |node: &FluxNode| node.status.as_ref()?.message.clone();
+        let words = "pending jobs are not started any more, and end with the instance";
+        nodes.iter().all(|node| told(node).is_some_and(|told| told.contains(words))).then_some(())
+    });
+    let later = cluster.exec("node2", &["flux", "submit", "-N1", "touch", "/root/pending-began"]);
+    assert_eq!(cluster.brokers().len(), 2);
+    job.let_end();
+    cluster.until_deleted();
+    assert!(cluster.brokers().is_empty());
+    for node in ["node1", "node2"] {
+        assert!(!cluster.root(node).join("root/pending-began").exists(), "{pending} or {later} ran on {node}");
+    }
 }

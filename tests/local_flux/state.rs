@@ -7,8 +7,8 @@ use std::{
     time::Instant,
 };
 
-use flux_distribute::api::{FluxInstance, FluxNode};
-use kube::api::{Patch, PatchParams};
+use flux_distribute::api::{FluxInstance, FluxInstanceSpec, FluxNode, INSTANCE};
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -53,6 +53,13 @@ fn lose_the_disk(cluster: &Cluster, lead: &str) {
         status.message.filter(|message| message.contains("is gone from this host"))
     });
     assert!(said.contains("flux-distribute recover --lead NODE --from DUMP"), "{said}");
+}
+
+/// Nothing is reset before the lead has told whether jobs run.
+fn until_told(cluster: &Cluster, lead: &str) {
+    cluster.until("the lead's word on jobs", || {
+        cluster.wait(cluster.api::<FluxNode>().get(lead)).unwrap().status?.allocated.map(drop)
+    });
 }
 
 fn instance_id(cluster: &Cluster) -> String {
@@ -166,7 +173,7 @@ fn an_empty_queue_begins_only_on_purpose() {
     must(&cluster, &other, &[&elsewhere[..], &["--force"]].concat());
     cluster.until("everybody", || (cluster.instance().status?.online == 2).then_some(()));
     assert_eq!(cluster.holder(0), other);
-    assert_ne!(instance_id(&cluster), second);
+    cluster.until("another one", || (instance_id(&cluster) != second).then_some(()));
     assert_eq!(cluster.exec(&other, &["flux", "jobs", "-ano", "{id}"]), "");
     // What was given up is still on its host.
     let kept = cluster.exec(&lead, &["find", &format!("/{PREFIX}"), "-maxdepth", "1", "-name", "state*"]);
@@ -230,4 +237,40 @@ fn a_purged_host_has_nothing_of_ours() {
         let nodes = cluster.nodes();
         (nodes.iter().all(|node| node.is_online()) && cluster.brokers().len() == 2).then_some(())
     });
+}
+
+#[test]
+fn a_queue_that_an_uninstall_has_kept_goes_on_in_the_next_instance_by_a_word() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let lead = cluster.holder(0);
+    let patch = Patch::Merge(json!({"spec": {"uninstall": {"keepState": true}}}));
+    let instances = cluster.api::<FluxInstance>();
+    cluster.wait(instances.patch(INSTANCE, &PatchParams::default(), &patch)).unwrap();
+    let remembers = cluster.root(&lead).join(PREFIX).join("state.json");
+    cluster.until("a host that remembers it", || {
+        fs::read_to_string(&remembers).unwrap().contains("\"keepState\": true").then_some(())
+    });
+    let pending = cluster.exec(&lead, &["flux", "submit", "-N2", "--urgency=hold", "hostname"]);
+    let (first, spec) = (instance_id(&cluster), cluster.instance().spec);
+
+    cluster.wait(instances.delete(INSTANCE, &DeleteParams::default())).unwrap();
+    cluster.until_deleted();
+    let left = cluster.exec(&lead, &["ls", "-A", &format!("/{PREFIX}")]);
+    assert_eq!(left, "state");
+    let spec = FluxInstanceSpec { lead: Some(lead.clone()), ..spec };
+    cluster.wait(instances.create(&PostParams::default(), &FluxInstance::new(INSTANCE, spec))).unwrap();
+    cluster.all_online(2);
+    assert_ne!(instance_id(&cluster), first);
+    assert_eq!(cluster.exec(&lead, &["flux", "jobs", "--no-header", "-a"]), "");
+
+    let reset = |id, more: &[&'static str]| [&["reset", "--lead", &lead, "--kept", id], more].concat();
+    until_told(&cluster, &lead);
+    refused(&cluster, &lead, &reset("nothing", &["--yes"]), &format!("there are {first}"));
+    refused(&cluster, &lead, &reset(&first, &[]), "add --yes");
+    must(&cluster, &lead, &reset(&first, &["--yes"]));
+    cluster.until("the instance of before", || (instance_id(&cluster) == first).then_some(()));
+    cluster.all_online(2);
+    cluster.exec(&lead, &["flux", "job", "urgency", &pending, "default"]);
+    cluster.exec(&lead, &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
+    refused(&cluster, &lead, &reset(&first, &["--yes"]), "no queue of instance");
 }

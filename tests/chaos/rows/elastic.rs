@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fs,
     time::Duration,
 };
 
@@ -14,7 +15,10 @@ use kube::{
 use serde_json::json;
 
 use super::{Row, Shape, objects::roster, row};
-use crate::scene::{Hit, Scene};
+use crate::{
+    harness::ran_well,
+    scene::{Hit, Scene},
+};
 
 static MANY: Shape = Shape { nodes: 8, options: &[] };
 /// In each run.
@@ -33,8 +37,10 @@ pub fn rows() -> Vec<Row> {
             let patch = Patch::Merge(json!({ "spec": { "ranks": { "retain": "5s" } } }));
             let instances = scene.cluster.api::<FluxInstance>();
             scene.cluster.wait(instances.patch(INSTANCE, &PatchParams::default(), &patch)).unwrap();
-            let (lead, all) = (scene.lead(), scene.names());
-            let mut nodes = Nodes { there: all.iter().cloned().collect(), ..Nodes::default() };
+            let (lead, spared) = (scene.lead(), scene.pick_follower());
+            let mut nodes = Nodes { there: scene.names().into_iter().collect(), ..Nodes::default() };
+            nodes.spared = spared.clone();
+            let job = Undisturbed::begin(scene, [&lead, &spared]);
             for _ in 0..CHANGES {
                 nodes.change(scene, &lead);
                 scene.dice.pause(Duration::from_secs(2));
@@ -44,7 +50,8 @@ pub fn rows() -> Vec<Row> {
             scene.until("Flux's own list", Duration::from_secs(180), |scene| is_flux_s_list(scene, &lead));
             let moved = scene.rosters.moved();
             assert!(moved.is_empty(), "{moved:?}");
-            Hit::brokers_of(all)
+            job.end(scene);
+            Hit::brokers_of(nodes.hit)
         })
     }]
 }
@@ -54,23 +61,30 @@ struct Nodes {
     there: BTreeSet<String>,
     off: BTreeSet<String>,
     cordoned: BTreeSet<String>,
+    /// Nothing happens to its machine.
+    spared: String,
+    /// Their machines have lost power, or are others.
+    hit: BTreeSet<String>,
 }
 
 impl Nodes {
     fn change(&mut self, scene: &mut Scene, lead: &str) {
         let on: Vec<_> = self.there.difference(&self.off).filter(|node| *node != lead).cloned().collect();
         let node = scene.dice.pick(&on);
+        let is_spared = node == self.spared;
         let is_full = self.there.len() >= *NODES.end();
         let may_leave = on.len() >= *NODES.start();
         match scene.dice.below(7) {
             0 if !is_full => self.add(scene),
-            1 if may_leave => self.remove(scene, &node),
-            2 if may_leave => {
+            1 if may_leave && !is_spared => self.remove(scene, &node),
+            2 if may_leave && !is_spared => {
                 scene.cluster.must(&["node", &node, "power-off"]);
+                self.hit.insert(node.clone());
                 self.off.insert(node);
             }
             3 => match self.off.pop_first() {
                 Some(node) => drop(scene.cluster.must(&["node", &node, "power-on"])),
+                None if is_spared => {}
                 None => self.replace(scene, &node),
             },
             4 => {
@@ -98,6 +112,7 @@ impl Nodes {
 
     fn remove(&mut self, scene: &Scene, node: &str) {
         scene.cluster.must(&["remove-node", node]);
+        self.hit.insert(node.to_owned());
         self.there.remove(node);
         self.cordoned.remove(node);
     }
@@ -115,6 +130,34 @@ impl Nodes {
         for node in std::mem::take(&mut self.cordoned) {
             set_cordon(scene, &node, false);
         }
+    }
+}
+
+/// A job on nodes whose machines nothing happens to.
+struct Undisturbed {
+    id: String,
+    nodes: [String; 2],
+}
+
+impl Undisturbed {
+    /// Ends the job, in its nodes' roots.
+    const SIGNAL: &str = "root/end-undisturbed";
+
+    fn begin(scene: &Scene, nodes: [&String; 2]) -> Self {
+        let requires = format!("--requires=host:{},{}", nodes[0], nodes[1]);
+        let script = format!("until test -e /{}; do sleep 0.5; done", Self::SIGNAL);
+        let id = scene.ask(&["flux", "submit", "-N2", "-n2", &requires, "sh", "-c", &script]).unwrap();
+        scene.ask(&["flux", "job", "wait-event", "-t", "15", "-W", "-p", "exec", &id, "shell.start"]).unwrap();
+        Self { id, nodes: nodes.map(Clone::clone) }
+    }
+
+    fn end(&self, scene: &Scene) {
+        for node in &self.nodes {
+            fs::write(scene.cluster.root(node).join(Self::SIGNAL), "").unwrap();
+        }
+        scene.ask(&["flux", "job", "wait-event", "-t", "15", &self.id, "clean"]).unwrap();
+        let events = scene.ask(&["flux", "job", "eventlog", &self.id]).unwrap();
+        assert!(ran_well(&events), "{events}");
     }
 }
 

@@ -15,15 +15,14 @@ pub fn rows() -> Vec<Row> {
     // TCP itself waits up to a minute between two tries, and what it has not got through since the outage before counts
     // towards tcp_user_timeout: each begins with new connections.
     let cut = |name, inject| Row { takes_outage: true, heals_in: 120, fresh: true, ..row(name, inject) };
-    let lost = |name, inject| Row { runs: 1, job_dies: true, heals_in: 180, ..cut(name, inject) };
+    let lost = |name, inject| Row { runs: SELDOM, job_dies: true, heals_in: 180, ..cut(name, inject) };
     vec![
         cut("one node cut off for 60 s", |scene| {
             let node = scene.pick_follower();
             cut_off(scene, &[node], scene.outage)
         }),
         cut("half the nodes cut off for 60 s", |scene| {
-            let lead = scene.lead();
-            let nodes: Vec<_> = scene.names().into_iter().filter(|node| *node != lead).take(2).collect();
+            let nodes = half(scene);
             cut_off(scene, &nodes, scene.outage)
         }),
         cut("the lead cut off for 60 s", |scene| cut_off(scene, &[scene.lead()], scene.outage)),
@@ -31,6 +30,11 @@ pub fn rows() -> Vec<Row> {
             let node = scene.pick_follower();
             cut_off(scene, std::slice::from_ref(&node), TOO_LONG);
             Hit::brokers_of([node])
+        }),
+        lost("half the nodes cut off for 5 minutes", |scene| {
+            let nodes = half(scene);
+            cut_off(scene, &nodes, TOO_LONG);
+            Hit::brokers_of(nodes)
         }),
         Row {
             shape: &DEEP,
@@ -69,6 +73,17 @@ pub fn rows() -> Vec<Row> {
             })
         },
     ]
+}
+
+/// Half of all, and not the lead.
+fn half(scene: &mut Scene) -> Vec<String> {
+    let one = scene.pick_follower();
+    loop {
+        let other = scene.pick_follower();
+        if other != one {
+            return vec![one, other];
+        }
+    }
 }
 
 /// Nothing comes to these nodes or from them, not even to each other.

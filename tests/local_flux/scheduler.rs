@@ -1,0 +1,68 @@
+//! The schedulers that an instance may have: Fluxion where the package set brings it, else flux-core's own.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    sync::OnceLock,
+};
+
+use crate::harness::{Cluster, bundle, pack, prefix};
+
+/// Who gives jobs their nodes.
+#[derive(Debug, Clone, Copy)]
+pub enum Scheduler {
+    Fluxion,
+    Simple,
+}
+
+impl Scheduler {
+    /// A cluster under it with all nodes online. None where the test can't run.
+    pub fn up(self, nodes: u32, options: &[&str]) -> Option<Cluster> {
+        let bundle = self.bundle()?;
+        let cluster = Cluster::start(nodes, &[&["--bundle", bundle.to_str().unwrap()], options].concat());
+        self.runs_on(&cluster);
+        Some(cluster)
+    }
+
+    /// It is what schedules there.
+    pub fn runs_on(self, cluster: &Cluster) {
+        let loaded = cluster.exec("node1", &["flux", "module", "list"]);
+        let module = self.module();
+        assert!(loaded.lines().any(|line| line.split_whitespace().next() == Some(module)), "no {module} in {loaded}");
+    }
+
+    /// A bundle with it. None where there is no such Flux, or no cluster can be made.
+    pub fn bundle(self) -> Option<&'static Path> {
+        match self {
+            Self::Simple => without_fluxion(),
+            Self::Fluxion if prefix().join("lib/flux/modules").join(format!("{}.so", self.module())).exists() => {
+                bundle()
+            }
+            Self::Fluxion => {
+                eprintln!("skipped: the Flux in {} has no Fluxion", prefix().display());
+                None
+            }
+        }
+    }
+
+    fn module(self) -> &'static str {
+        match self {
+            Self::Fluxion => "sched-fluxion-qmanager",
+            Self::Simple => "sched-simple",
+        }
+    }
+}
+
+/// The Flux of this machine without what flux-sched has put there.
+fn without_fluxion() -> Option<&'static Path> {
+    static BUNDLE: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let made = BUNDLE.get_or_init(|| {
+        bundle()?;
+        let directory = tempfile::tempdir().unwrap();
+        let run = |command: &mut Command| assert!(command.status().unwrap().success(), "{command:?}");
+        run(Command::new("cp").arg("-a").arg(prefix().join(".")).arg(directory.path()));
+        run(Command::new("find").arg(directory.path()).args(["-depth", "-path", "*fluxion*", "-delete"]));
+        Some(pack(directory.path(), &prefix(), "flux-simple.tar.gz"))
+    });
+    made.as_deref()
+}
