@@ -16,6 +16,7 @@ pub mod fake;
 pub mod files;
 mod first_process;
 mod flux;
+mod hear;
 pub mod launch;
 mod links;
 mod lock;

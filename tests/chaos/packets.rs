@@ -1,6 +1,9 @@
-//! Packets that do not arrive: rules of iptables, taken off again when they are dropped.
+//! Packets that do not arrive: rules of iptables, taken off again when they are dropped; and what TCP makes of it.
 
-use std::process::{Command, Stdio};
+use std::{
+    path::Path,
+    process::{Command, Stdio},
+};
 
 /// One rule in a network namespace.
 pub struct Rule {
@@ -18,17 +21,39 @@ impl Rule {
     }
 
     fn iptables(&self, verb: &str) -> bool {
-        let mut command = match self.within {
-            Some(pid) => {
-                let mut command = Command::new("nsenter");
-                command.args(["--target", &pid.to_string(), "--net", "iptables"]);
-                command
-            }
-            None => Command::new("iptables"),
-        };
+        let mut command = self.within.map_or_else(|| Command::new("iptables"), |pid| within(pid, "iptables"));
         command.args(["-w", "10", verb]).args(&self.rule).stdout(Stdio::null());
         command.status().is_ok_and(|status| status.success())
     }
+}
+
+/// Takes off what a suite that was killed has left: a later bridge of the same name would suffer from it.
+pub fn clear() {
+    let shown = Command::new("iptables").args(["-w", "10", "-S", "INPUT"]).output().expect("iptables");
+    for rule in String::from_utf8_lossy(&shown.stdout).lines() {
+        let words: Vec<_> = rule.split_whitespace().collect();
+        let bridge = words.iter().skip_while(|word| **word != "-i").nth(1);
+        let is_left = |bridge: &&str| bridge.starts_with("fxd") && !Path::new("/sys/class/net").join(bridge).exists();
+        if bridge.is_some_and(|bridge| is_left(bridge)) {
+            Command::new("iptables").args(["-w", "10", "-D"]).args(&words[1..]).status().expect("iptables");
+        }
+    }
+}
+
+/// A command in the network namespace of a process.
+fn within(pid: i32, program: &str) -> Command {
+    let mut command = Command::new("nsenter");
+    command.args(["--target", &pid.to_string(), "--net", program]);
+    command
+}
+
+/// The connections in a network namespace that sent something again without an answer so far, as ss(8) shows them.
+pub fn retries(pid: i32) -> String {
+    let shown = within(pid, "ss").args(["-Htno", "state", "established"]).output().expect("ss");
+    assert!(shown.status.success(), "ss: {}", String::from_utf8_lossy(&shown.stderr));
+    // timer:(on,<time to go>,<how often it was sent again>)
+    let waits = |line: &&str| line.contains("timer:(on,") && !line.trim_end().ends_with(",0)");
+    String::from_utf8_lossy(&shown.stdout).lines().filter(waits).collect::<Vec<_>>().join("; ")
 }
 
 impl Drop for Rule {

@@ -15,6 +15,7 @@ use k8s_openapi::jiff::Timestamp;
 use crate::{
     dice::Dice,
     oracle::{Outcome, judge, look},
+    packets,
     rows::{Row, Shape},
     scene::{COMMAND, Scene},
     table::{Results, markdown},
@@ -87,6 +88,7 @@ pub fn run(settings: &Settings, rows: Vec<Row>) -> Vec<String> {
     // The longest first, so that nobody is left alone with one at the end.
     queue.sort_by_key(|work| std::cmp::Reverse((rows[work.row].takes_outage, rows[work.row].fresh)));
     eprintln!("chaos: {} rows, seed {}, {} workers", rows.len(), settings.seed, settings.workers);
+    packets::clear();
     let begin = Instant::now();
     let suite = Suite {
         settings,
