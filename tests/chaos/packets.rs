@@ -34,7 +34,7 @@ pub fn clear() {
         let words: Vec<_> = rule.split_whitespace().collect();
         let bridge = words.iter().skip_while(|word| **word != "-i").nth(1);
         let is_left = |bridge: &&str| bridge.starts_with("fxd") && !Path::new("/sys/class/net").join(bridge).exists();
-        if bridge.is_some_and(|bridge| is_left(bridge)) {
+        if bridge.is_some_and(is_left) {
             Command::new("iptables").args(["-w", "10", "-D"]).args(&words[1..]).status().expect("iptables");
         }
     }
