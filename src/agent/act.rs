@@ -8,7 +8,7 @@ use std::{
 
 use tracing::info;
 
-use super::decide::Assignment;
+use super::{decide::Assignment, published::read_roster};
 use crate::{
     api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, Rank, Roster, Uninstall},
     broker::{
@@ -175,7 +175,11 @@ impl Actor {
         let certificate = self.certificate(preflight, roster).await?;
         let path = |name: &str| preflight.prefix.join(name).display().to_string();
         let toml = broker_toml::for_host(&published, &path("etc/curve.cert")).map_err(StepError::Wrong)?;
-        let roster_text = serde_json::to_string(roster).map_err(|error| StepError::Wrong(error.to_string()))?;
+        // From this copy a lost roster is made again: it has to know everybody whom broker.toml names.
+        let newer = if revision > roster.revision { read_roster(&self.client).await? } else { None };
+        let newer = newer.filter(|newer| (&newer.instance_id, newer.epoch) == (&roster.instance_id, roster.epoch));
+        let roster_text = serde_json::to_string(newer.as_ref().unwrap_or(roster))
+            .map_err(|error| StepError::Wrong(error.to_string()))?;
         let file = |path: &str, content: String, mode, broker_owned| HostFile {
             path: path.into(),
             content,

@@ -32,7 +32,7 @@ pub fn is_replaced(host: &HostView, spec: &FluxNodeSpec, told: Option<&FluxNodeS
     // The newcomer's copy may have both: the other's rank is kept for it.
     let is_known_otherwise = || {
         let copy = host_roster(host);
-        let members = copy.iter().flat_map(|copy| copy.ranks.values()).filter_map(|entry| entry.member.as_ref());
+        let members = copy.iter().flat_map(Roster::members);
         let uids: Vec<_> = members.filter(|member| member.node == spec.node_name).map(|member| &member.uid).collect();
         !uids.is_empty() && !uids.contains(&&adopted.node_uid)
     };

@@ -369,7 +369,9 @@ fn restart_without_api(seen: &Seen) -> Step {
 /// The rank that `node` holds by `roster`.
 pub fn held_by(roster: &Roster, node: &str) -> Option<Assignment> {
     let held = roster.ranks.iter().filter_map(|(rank, entry)| Some((rank, entry, entry.member.as_ref()?)));
-    let (rank, entry, member) = held.into_iter().find(|(.., member)| member.node == node)?;
+    // A machine that this one has replaced keeps its rank for a while.
+    let held = held.filter(|(.., member)| member.node == node);
+    let (rank, entry, member) = held.min_by_key(|(.., member)| member.gone_since.is_some())?;
     Some(Assignment {
         rank: *rank,
         entry: entry.clone(),

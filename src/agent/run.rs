@@ -267,6 +267,10 @@ impl Agent {
             self.memory.refreshed();
         }
         self.view = self.actor.observe().await?;
+        // What can't be read has not gone.
+        if let Some(preflight) = self.preflight.as_mut().filter(|_| self.view.resources.cores > 0) {
+            preflight.resources = self.view.resources;
+        }
         self.remember_the_end(world).await?;
         self.look_for_another_machine(world);
         let online = self.is_online();

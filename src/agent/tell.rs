@@ -158,9 +158,8 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     let trouble = || known.trouble.map(|trouble| trouble.words.clone());
     let progress = || known.progress.map(str::to_owned);
     if is_online(seen.host, known.live) && !matches!(known.step, Step::Remove) {
-        // What can't be done beside a broker that is online is said, but it is online.
-        // An agent that is too old leaves the broker alone, and says why it does nothing for it.
-        // So is what only an administrator can do before the broker ends.
+        // A reason to wait is said beside a broker that is online only where somebody has to act: an agent that is too old,
+        // a statedir that is gone.
         let must_be_known = || match known.step {
             Step::Wait(reason)
                 if seen.host.statedir_lost || seen.roster.is_some_and(|roster| roster.format > ROSTER_FORMAT) =>
@@ -169,6 +168,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
             }
             _ => None,
         };
+        // What can't be done beside it is said, but it is online.
         let said = trouble().or_else(progress).or_else(must_be_known);
         return match seen.spec.and_then(|spec| spec.draining.clone()) {
             Some(reason) => (NodePhase::Draining, said.or(Some(reason))),
@@ -212,7 +212,11 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
             }
         }
         Step::Wait(reason) => (NodePhase::Waiting, words(reason)),
-        _ => (NodePhase::Waiting, words("the packages are ready")),
+        _ => {
+            let reason = seen.spec.and_then(|spec| spec.reason.as_ref());
+            let no_rank = reason.map(|reason| format!("; this node gets no rank: {reason}")).unwrap_or_default();
+            (NodePhase::Waiting, Some(format!("the packages are ready{no_rank}")))
+        }
     }
 }
 

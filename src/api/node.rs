@@ -64,7 +64,7 @@ pub struct FluxNodeSpec {
     /// Where this node fetches the package set; without it, it waits until another node holds the archives.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fetch_from: Option<FetchFrom>,
-    /// Why this node gets no rank, where it is not eligible.
+    /// Why this node gets no rank: it is not eligible, or there is no room for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }
@@ -88,7 +88,7 @@ pub struct FetchFrom {
 /// What the planner wants of a node.
 #[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
 pub enum Want {
-    /// Nothing: not eligible, or the instance has no place for it. What runs there is left alone.
+    /// Nothing: it is not eligible. What runs there is left alone.
     #[default]
     Nothing,
     /// Have the packages ready.

@@ -59,6 +59,11 @@ impl Roster {
         self.ranks.get(&rank)?.member.as_ref()
     }
 
+    /// Who holds a rank, by rank.
+    pub fn members(&self) -> impl Iterator<Item = &Member> {
+        self.ranks.values().filter_map(|entry| entry.member.as_ref())
+    }
+
     /// The member with rank 0.
     pub fn lead(&self) -> Option<&Member> {
         self.member(0)
@@ -113,7 +118,7 @@ pub struct Refused {
 }
 
 /// One rank.
-#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub struct RosterEntry {
     /// The broker's `hostname` attribute, fixed within the epoch: the node's name, or `flux-spare-<rank>`.
@@ -140,6 +145,14 @@ pub struct RosterEntry {
     pub drain: Option<Draining>,
     /// The roster's revision at which this entry changed last.
     pub revision: u64,
+}
+
+impl RosterEntry {
+    /// Its member has gone, and what was said of it goes along; what the rank declares stays.
+    pub fn vacate(&mut self) {
+        (self.member, self.drain, self.has_node_property) = (None, None, false);
+        self.properties.clear();
+    }
 }
 
 /// A member that gets no new jobs.

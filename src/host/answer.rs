@@ -91,6 +91,8 @@ pub struct HostView {
     pub takeover: Option<Takeover>,
     /// /proc/sys/kernel/random/boot_id.
     pub boot_id: String,
+    /// Cores and GPUs by now: a driver may come after the agent, and go.
+    pub resources: Resources,
     /// Job shells of Flux that run here: each node of a running job has one.
     pub job_shells: usize,
 }

@@ -33,6 +33,7 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         died: broker.died,
         unknown: broker.unknown.map(|broker| broker.to_string()),
         boot_id: facts::boot_id(root),
+        resources: facts::resources(root),
         job_shells: job_shells(root),
     })
 }

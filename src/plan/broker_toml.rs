@@ -145,13 +145,11 @@ pub fn spare_shape(roster: &Roster) -> Declared {
     commonest.map_or(Declared { cores: 1, ..Declared::default() }, |(declared, _)| declared)
 }
 
-/// Ranks whose members get no jobs at all. None where it would be all ranks: Fluxion ends the broker if there is nothing for
+/// Ranks that get no jobs at all; one whose member is gone may still have its broker. None where it would be all ranks: Fluxion ends the broker if there is nothing for
 /// it to schedule (0.54: its resource module stops, and flux-core takes that for a crash).
 fn excluded(roster: &Roster) -> IdSet {
-    let is_excluded = |declared: &Declared| declared.excluded;
-    let members = roster.ranks.iter().filter(|(_, entry)| entry.member.is_some());
-    let excluded: IdSet =
-        members.filter(|(_, entry)| entry.resources.as_ref().is_some_and(is_excluded)).map(|(rank, _)| *rank).collect();
+    let is_excluded = |entry: &RosterEntry| entry.resources.as_ref().is_some_and(|declared| declared.excluded);
+    let excluded: IdSet = roster.ranks.iter().filter(|(_, entry)| is_excluded(entry)).map(|(rank, _)| *rank).collect();
     if excluded.len() == roster.settings.max_size as usize { IdSet::default() } else { excluded }
 }
 

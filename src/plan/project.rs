@@ -8,7 +8,7 @@ use super::{
     peers::{self, Fetcher},
     roster::{
         LEAD_PATIENCE, Observed, does_lead_miss, is_former_idle, is_missed, is_online, is_overdue, may_carry_jobs,
-        may_stop, parent, rank_of,
+        may_stop, no_room, parent, rank_of,
     },
 };
 use crate::api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
@@ -118,7 +118,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         return spec;
     }
     match eligible(node, &seen.spec.nodes) {
-        Ok(()) => spec.want = Want::Install,
+        Ok(()) => (spec.want, spec.reason) = (Want::Install, roster.and_then(|roster| no_room(seen, roster))),
         Err(reason) => spec.reason = Some(reason.to_string()),
     }
     spec

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     eligibility::NodeView,
-    roster::{Observed, holds, is_online, topology},
+    roster::{Observed, lead_report, topology},
 };
 use crate::api::{ANNOTATION_PROTECTS, FluxNodeStatus, IdSet, Rank, Roster, RunningJobs};
 
@@ -84,8 +84,7 @@ impl Protection {
 /// The ranks on which jobs run, and those above them in the tree: a job ends with the broker that its own hangs on. The lead
 /// always: the queue is on its disk. None: not known.
 fn needed(seen: &Observed, roster: &Roster) -> Option<BTreeSet<Rank>> {
-    let (lead, _) = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0))?;
-    let IdSet(busy) = lead.allocated.as_ref()?;
+    let IdSet(busy) = lead_report(seen, roster)?.allocated.as_ref()?;
     let topology = topology(roster)?;
     let mut needed = BTreeSet::from([0]);
     for rank in busy {

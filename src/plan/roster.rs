@@ -40,8 +40,8 @@ use super::{
     topology::Topology,
 };
 use crate::api::{
-    Adopted, Declared, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, Member, NodePhase, ROSTER_FORMAT, Rank,
-    Resources, Roster, RosterEntry,
+    Adopted, Declared, EpochSettings, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, Member, NodePhase,
+    ROSTER_FORMAT, Rank, Resources, Roster, RosterEntry,
 };
 
 /// A planner that has lost the roster waits so long for the agents of all Ready nodes before it believes that nothing runs.
@@ -127,8 +127,8 @@ pub fn is_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
 /// its broker doesn't answer the others.
 pub fn is_lead_silent(seen: &Observed, roster: &Roster) -> bool {
     let Some(lead) = roster.lead() else { return false };
-    let is_ready = seen.nodes.iter().any(|node| node.uid == lead.uid && node.ready);
-    !is_ready && roster.ranks.keys().any(|rank| holds(seen, roster, *rank).is_some_and(|(report, _)| report.unheard))
+    !is_ready(seen, lead)
+        && roster.ranks.keys().any(|rank| holds(seen, roster, *rank).is_some_and(|(report, _)| report.unheard))
 }
 
 /// Its agent and the lead's say the contrary of each other.
@@ -152,6 +152,44 @@ pub fn holds<'a>(seen: &Observed<'a>, roster: &Roster, rank: Rank) -> Option<(&'
     let adopted = status.adopted.as_ref()?;
     let same = adopted.rank == rank && adopted.epoch == roster.epoch && adopted.instance_id == roster.instance_id;
     same.then_some((status, adopted))
+}
+
+/// What the lead's agent says, while the lead is online: only then its word on the others is new.
+pub(super) fn lead_report<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<&'a FluxNodeStatus> {
+    holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report)
+}
+
+/// The Node of `member` is there and Ready.
+fn is_ready(seen: &Observed, member: &Member) -> bool {
+    seen.nodes.iter().any(|node| node.uid == member.uid && node.ready)
+}
+
+/// Somebody has drained `rank`, and Flux keeps that by rank and name: whoever takes the rank gets no jobs.
+fn is_drained(seen: &Observed, rank: Rank) -> bool {
+    seen.reports.values().any(|report| report.drained_by_others.contains(rank))
+}
+
+/// How many members there can be. A size that is no size counts for nothing: the spec may be one that can't be served.
+fn limit(spec: &FluxInstanceSpec, max_size: u32) -> usize {
+    spec.size.filter(|size| *size > 0).unwrap_or(u32::MAX).min(max_size) as usize
+}
+
+/// Why nodes that have no rank get none now: as many as there can be have one.
+pub(super) fn no_room(seen: &Observed, roster: &Roster) -> Option<String> {
+    let max_size = roster.settings.max_size;
+    if roster.members().count() >= limit(seen.spec, max_size) {
+        let size = seen.spec.size.filter(|size| *size <= max_size);
+        return Some(size.map_or_else(|| format!("maxSize is {max_size}"), |size| format!("size is {size}")));
+    }
+    let is_taken = |rank| {
+        let entry = roster.ranks.get(&rank);
+        entry.is_some_and(|entry| entry.member.is_some() || entry.reserved_for.is_some()) || is_drained(seen, rank)
+    };
+    (1..max_size).all(is_taken).then(|| {
+        format!(
+            "each of {max_size} ranks (maxSize) has a member, is kept for the node whose name it has, or was drained by somebody"
+        )
+    })
 }
 
 /// The broker was started for this FluxInstance, not for one before it whose node was off when that was deleted. An older agent
@@ -204,6 +242,13 @@ pub fn candidates<'a>(seen: &Observed<'a>) -> Vec<&'a NodeView> {
     let mut nodes: Vec<_> = seen.nodes.iter().filter(|node| eligible(node, &seen.spec.nodes).is_ok()).collect();
     nodes.sort_by(|a, b| (a.created, &a.name).cmp(&(b.created, &b.name)));
     nodes
+}
+
+/// For how many an epoch after `roster`'s is made by default: its members whatever they are like just now, since an epoch
+/// often begins when all of them are cordoned, and those that may join.
+fn takers(seen: &Observed, roster: &Roster) -> usize {
+    let members = roster.members().map(|member| member.uid.as_str());
+    members.chain(candidates(seen).into_iter().map(|node| node.uid.as_str())).collect::<BTreeSet<_>>().len()
 }
 
 /// The Nodes by uid.
@@ -261,8 +306,15 @@ fn keep_members(seen: &Observed, roster: &mut Roster) {
     // Of a broker that is on its way up it is not known with what it compares what it finds.
     let is_idle = |rank: &Rank| drain::has_no_jobs_for_sure(seen, roster, *rank) && is_online(seen, roster, *rank);
     let idle: Vec<Rank> = roster.ranks.keys().copied().filter(is_idle).collect();
+    let missed: Vec<Rank> = roster.ranks.keys().copied().filter(|rank| does_lead_miss(seen, roster, *rank)).collect();
     for (rank, entry) in &mut roster.ranks {
-        let Some(member) = &mut entry.member else { continue };
+        let Some(member) = &mut entry.member else {
+            // With its broker in the overlay it would get jobs that its member was not to get.
+            if let Some(declared) = entry.resources.as_mut().filter(|_| missed.contains(rank)) {
+                declared.excluded = false;
+            }
+            continue;
+        };
         // The lead's queue is on the host of that name and nowhere else; a host that hasn't got it is refused there.
         let is_lead_again = |node: &NodeView| *rank == 0 && established && node.uid != member.uid;
         let is_member_again = |node: &NodeView| running.contains(rank) && is_registered_again(seen, node, member);
@@ -276,7 +328,7 @@ fn keep_members(seen: &Observed, roster: &mut Roster) {
             let since = *member.gone_since.get_or_insert(seen.now);
             // The lead's statedir holds the queue: nobody else can take its rank.
             if *rank != 0 && seen.now - since >= retain {
-                (entry.member, entry.drain) = (None, None);
+                entry.vacate();
             }
             continue;
         };
@@ -296,7 +348,7 @@ fn keep_members(seen: &Observed, roster: &mut Roster) {
     for (rank, uid) in again {
         let twice = |entry: &RosterEntry| entry.member.as_ref().is_some_and(|member| member.uid == uid);
         for (_, entry) in roster.ranks.iter_mut().filter(|(other, entry)| **other != rank && twice(entry)) {
-            (entry.member, entry.drain) = (None, None);
+            entry.vacate();
         }
     }
 }
@@ -318,7 +370,8 @@ pub fn topology(roster: &Roster) -> Option<Topology> {
     Topology::parse(&roster.settings.topology, roster.settings.max_size).ok()
 }
 
-fn is_deep(topology: &str, size: u32) -> bool {
+fn is_deep(settings: &EpochSettings) -> bool {
+    let (topology, size) = (&settings.topology, settings.max_size);
     Topology::parse(topology, size).is_ok_and(|topology| (1..size).any(|rank| topology.parent(rank) != Some(0)))
 }
 
@@ -352,9 +405,7 @@ fn entry(
         reserved_for,
         member: member(node),
         resources: resources(seen, node, rank, None),
-        properties: BTreeSet::new(),
-        has_node_property: false,
-        drain: None,
         revision,
+        ..RosterEntry::default()
     }
 }

@@ -6,7 +6,7 @@ use k8s_openapi::{
 };
 
 use super::roster::{
-    Observed,
+    Observed, candidates,
     epoch::{Restart, restart},
     holds, is_lead_silent, is_online,
 };
@@ -100,7 +100,7 @@ fn counted(seen: &Observed, roster: Option<&Roster>) -> FluxInstanceStatus {
     next.max_size = roster.settings.max_size;
     next.digest = Some(roster.settings.digest.clone());
     next.lead = roster.lead().map(|member| member.node.clone());
-    next.size = count(roster.ranks.values().filter_map(|entry| entry.member.as_ref()));
+    next.size = count(roster.members());
     next.online = count(roster.ranks.keys().filter(|rank| is_online(seen, roster, **rank)));
     if roster.established {
         next.instance_id = Some(roster.instance_id.clone());
@@ -139,18 +139,22 @@ fn certificate_missing(seen: &Observed) -> Holds {
 }
 
 fn scale_denied(seen: &Observed, roster: Option<&Roster>) -> Holds {
-    match (seen.spec.size, roster.map(|roster| roster.settings.max_size)) {
-        (Some(size), Some(max_size)) if size > max_size => {
-            let more = match seen.spec.max_size {
-                Some(next) => format!("maxSize {next} comes with the next coordinated restart"),
-                None => "maxSize is the default, set spec.maxSize to have more".to_owned(),
-            };
-            let words =
-                format!("size {size} is more than maxSize {max_size} of the running epoch: {max_size} it is; {more}");
-            (true, "MoreThanMaxSize", words)
+    let fits = (false, "Fits", String::new());
+    let Some(max_size) = roster.map(|roster| roster.settings.max_size) else { return fits };
+    let asked = match (seen.spec.size, seen.spec.max_size) {
+        (Some(size), _) if size > max_size => format!("size {size} is"),
+        // By default every eligible node takes part. Who sets maxSize alone wants no more than that.
+        (None, None) if candidates(seen).len() > max_size as usize => {
+            format!("{} eligible nodes are", candidates(seen).len())
         }
-        _ => (false, "Fits", String::new()),
-    }
+        _ => return fits,
+    };
+    let more = match seen.spec.max_size {
+        Some(next) => format!("maxSize {next} comes with the next coordinated restart"),
+        None => "maxSize is the default, set spec.maxSize to have more".to_owned(),
+    };
+    let words = format!("{asked} more than maxSize {max_size} of the running epoch: {max_size} it is; {more}");
+    (true, "MoreThanMaxSize", words)
 }
 
 fn restart_pending(restart: Restart) -> Holds {

@@ -1,7 +1,7 @@
 use super::*;
 use crate::{
     agent::copied::{is_replaced, leads},
-    api::{Adopted, FetchFrom, FluxNodeStatus, Resources},
+    api::{Adopted, FetchFrom, FluxNodeStatus, Member, Resources},
     host::{HostState, LaunchRecord},
     plan::roster::tests::roster,
 };
@@ -524,4 +524,16 @@ fn the_last_copy_of_the_queue_is_not_ended_by_the_end_of_its_epoch() {
         world.host.statedir_lost = true;
         assert!(matches!(world.decide(), Step::Wait(words) if words.contains("flux-distribute dump")));
     }
+}
+
+#[test]
+fn by_the_hosts_copy_a_node_holds_the_rank_of_its_own_and_not_that_of_the_machine_it_has_replaced() {
+    let mut copy = roster(4, &[("node1", 2), ("node2", 2), ("node3", 2)]);
+    let new = crate::plan::roster::tests::member("node2", 9);
+    copy.ranks.get_mut(&2).unwrap().member = Some(Member { uid: "uid-new".into(), ..new });
+    let rank = |copy: &Roster| held_by(copy, "node2").map(|held| (held.rank, held.node_uid));
+    copy.ranks.get_mut(&1).unwrap().member.as_mut().unwrap().gone_since = Some(1);
+    assert_eq!(rank(&copy), Some((2, "uid-new".to_owned())));
+    copy.ranks.get_mut(&2).unwrap().vacate();
+    assert_eq!(rank(&copy), Some((1, "uid-node2".to_owned())));
 }

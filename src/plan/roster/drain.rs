@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::{Observed, by_uid, does_lead_miss, holds, is_online, resources, topology};
+use super::{Observed, by_uid, does_lead_miss, lead_report, resources, topology};
 use crate::{
     api::{Draining, FluxNodeStatus, IdSet, Rank, Roster, RosterEntry},
     plan::{
@@ -15,6 +15,10 @@ use crate::{
 /// What the lead says of its drained ranks can be so old: its agent asks the broker every 2 s. A node that is uncordoned and
 /// at once drained again for another reason may have got a job in between.
 const REPORT_SECS: i64 = 5;
+
+/// The taints by which autoscalers keep pods off a node that they are about to delete, and which they take back if they change
+/// their mind: Cluster Autoscaler's (utils/taints) and Karpenter's (v1, "Disruption").
+const DELETES: [&str; 2] = ["ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted"];
 
 /// Says who is to be drained and why, takes it back where the reason is gone, and frees the ranks of those who have left.
 pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
@@ -40,7 +44,7 @@ pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
             Draining { reason, leave, since }
         });
         match &entry.drain {
-            Some(drain) if drain.leave && stopped => (entry.member, entry.drain) = (None, None),
+            Some(drain) if drain.leave && stopped => entry.vacate(),
             Some(drain) if drain.leave => drop(ending.insert(rank)),
             _ => {}
         }
@@ -74,10 +78,13 @@ fn reason(
 
 /// What an administrator or an autoscaler says of a node before it goes. Taints that kubelet's conditions set are no such word.
 fn going(node: &NodeView) -> Option<&'static str> {
-    match (node.deleting, node.cordoned) {
-        (true, _) => Some("the node is being deleted"),
-        (_, true) => Some("the node is cordoned"),
-        _ => None,
+    match () {
+        () if node.deleting => Some("the node is being deleted"),
+        () if node.cordoned => Some("the node is cordoned"),
+        () if node.taints.iter().any(|taint| DELETES.contains(&taint.key.as_str())) => {
+            Some("an autoscaler is about to delete the node")
+        }
+        () => None,
     }
 }
 
@@ -106,8 +113,7 @@ pub fn may_stop(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
 pub fn may_carry_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let size = roster.settings.max_size;
     let Some(topology) = topology(roster).filter(|topology| topology.is_interior(rank, size)) else { return false };
-    let lead = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report);
-    let allocated = lead.and_then(|lead| lead.allocated.as_ref());
+    let allocated = lead_report(seen, roster).and_then(|lead| lead.allocated.as_ref());
     let is_below = |other: Rank| topology.ancestors(other).any(|above| above == rank);
     let gets_none = |rank, entry| does_lead_miss(seen, roster, rank) || does_lead_keep_idle(seen, roster, rank, entry);
     allocated.is_none_or(|IdSet(ranks)| ranks.iter().any(|busy| is_below(*busy)))
@@ -127,13 +133,12 @@ pub fn is_former_idle(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
 }
 
 fn does_lead_keep_idle(seen: &Observed, roster: &Roster, rank: Rank, entry: &RosterEntry) -> bool {
-    let lead = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report);
     // Flux drains nobody whom it has excluded.
     let is_excluded = |lead: &FluxNodeStatus| {
         entry.resources.as_ref().is_some_and(|declared| declared.excluded)
             && lead.applied_revision >= Some(entry.revision)
     };
-    lead.is_some_and(|lead| is_idle(lead, rank, is_excluded(lead)))
+    lead_report(seen, roster).is_some_and(|lead| is_idle(lead, rank, is_excluded(lead)))
 }
 
 /// Its time is over: jobs that still run there are lost.

@@ -5,7 +5,10 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use super::{Observed, candidates, facts, first::is_broker_name, holds, is_online, member, properties, resources};
+use super::{
+    Observed, candidates, facts, first::is_broker_name, holds, is_drained, is_online, is_ready, lead_report, limit,
+    member, properties, resources, takers,
+};
 use crate::{
     api::{Closing, EpochSettings, FluxNodeStatus, Member, NodePhase, OnFailure, Rank, Refused, Roster, RosterEntry},
     plan::{
@@ -60,7 +63,7 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
             // Nobody knows when what the next epoch needs can be had. The brokers of this one can start.
             return Some(with_closing(roster, None));
         };
-        return next_epoch(seen, roster, settings(seen.spec, candidates(seen).len(), digest, certificate));
+        return next_epoch(seen, roster, settings(seen.spec, takers(seen, roster), digest, certificate));
     }
     if let Some(next) = come_up_or_go_back(seen, roster, report) {
         return Some(next);
@@ -126,7 +129,7 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     let is_due = told || deadline_has_come(seen);
     // Should a broker run there all the same, it keeps its jobs: it is not stopped before they have ended.
     let closing = if is_due { Closing::AtOnce } else { Closing::WhenIdle };
-    let Some((lead, _)) = holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)) else {
+    let Some(lead) = lead_report(seen, roster) else {
         return match has_lead_failed(seen, roster) {
             true => Restart::Now { difference, closing },
             false => waits("the lead to be online".to_owned()),
@@ -166,9 +169,8 @@ fn pending_by_agents(seen: &Observed, roster: &Roster) -> Option<String> {
 /// what mends it. One that is on its way up, or whose machine is off, is waited for.
 fn has_lead_failed(seen: &Observed, roster: &Roster) -> bool {
     let Some(lead) = roster.lead() else { return false };
-    let is_ready = seen.nodes.iter().any(|node| node.uid == lead.uid && node.ready);
     let failed = |report: &FluxNodeStatus| report.phase == NodePhase::Failed && report.adopted.is_none();
-    is_ready && seen.reports.get(&lead.node).is_some_and(failed)
+    is_ready(seen, lead) && seen.reports.get(&lead.node).is_some_and(failed)
 }
 
 fn deadline_has_come(seen: &Observed) -> bool {
@@ -181,8 +183,7 @@ fn deadline_has_come(seen: &Observed) -> bool {
 /// The roster of the epoch after `roster`'s: every member keeps its rank where there is room, under its node's own name and
 /// with what it has now; the statedir, and so the lead, stays.
 pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettings) -> Option<Roster> {
-    // A size that is no size counts for nothing: the spec may be one that can't be served.
-    let size = seen.spec.size.filter(|size| *size > 0).unwrap_or(u32::MAX).min(settings.max_size);
+    let limit = limit(seen.spec, settings.max_size);
     let revision = roster.revision + 1;
     let members = roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?, entry)));
     let mut ranks = BTreeMap::<Rank, RosterEntry>::new();
@@ -191,7 +192,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     let namesake = |member: &Member| seen.nodes.iter().find(|node| node.name == member.node && node.uid != member.uid);
     // Not so the lead: its queue is on the host of that name, and a host that hasn't got it is refused there.
     let members = members.filter(|(rank, member, _)| *rank == 0 || namesake(member).is_none());
-    for (rank, known, entry) in members.take(size as usize) {
+    for (rank, known, entry) in members.take(limit) {
         let mut member = known.clone();
         if let Some(node) = namesake(known) {
             (member.uid, member.gone_since) = (node.uid.clone(), None);
@@ -210,7 +211,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     }
     // Rank 0 is never given to whoever comes along.
     let free: Vec<Rank> = (1..settings.max_size).filter(|rank| !ranks.contains_key(rank)).collect();
-    let room = (size as usize).saturating_sub(ranks.len());
+    let room = limit.saturating_sub(ranks.len());
     for (rank, (member, before)) in free.into_iter().zip(homeless).take(room) {
         ranks.insert(rank, named(seen, rank, member, before, revision));
     }
@@ -230,12 +231,12 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     next.ranks.contains_key(&0).then_some(next)
 }
 
-/// The entry of a member that had `before` in the epoch before, under its node's own name. Not where somebody has drained it
-/// as a spare: Flux keeps that by the broker's name, and would forget it.
+/// The entry of a member that had `before` in the epoch before, under its node's own name. Not where it is drained as a spare,
+/// by somebody or by us: Flux keeps that by the broker's name, and would give it jobs until it is drained anew.
 fn named(seen: &Observed, rank: Rank, member: Member, before: Option<&RosterEntry>, revision: u64) -> RosterEntry {
     let is_spare = before.is_some_and(|entry| entry.broker_name == spare_name(rank));
-    let is_drained = is_spare && seen.reports.values().any(|report| report.drained_by_others.contains(rank));
-    let real = is_broker_name(&member.node) && !is_drained;
+    let is_drained = before.is_some_and(|entry| entry.drain.is_some()) || is_drained(seen, rank);
+    let real = is_broker_name(&member.node) && !(is_spare && is_drained);
     let known = before.and_then(|entry| entry.resources.as_ref());
     let node = seen.nodes.iter().find(|node| node.uid == member.uid);
     // Nothing runs now, so this is when resources may shrink.

@@ -185,6 +185,28 @@ fn a_member_that_somebody_has_drained_keeps_the_name_that_flux_knows_it_by() {
 }
 
 #[test]
+fn a_member_that_we_drain_keeps_the_name_that_flux_knows_it_by() {
+    let mut world = with_a_member_under_a_spares_name();
+    world.nodes[3].cordoned = true;
+    assert_eq!(begin_an_epoch(&mut world, 9000).ranks[&3].broker_name, "flux-spare-3");
+    world.nodes[3].cordoned = false;
+    assert_eq!(begin_an_epoch(&mut world, 9001).ranks[&3].broker_name, "node4");
+}
+
+#[test]
+fn members_count_for_a_default_max_size_though_all_of_them_are_cordoned_for_the_restart() {
+    let mut world = World::up(70);
+    jobs_on(&mut world, Some(""));
+    world.nodes.iter_mut().for_each(|node| node.cordoned = true);
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    close(&mut world);
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!((roster.epoch, roster.settings.max_size, roster.members().count()), (2, 140, 70));
+}
+
+#[test]
 fn a_smaller_size_takes_the_highest_out_once_they_are_drained_and_idle() {
     let mut world = idle();
     world.spec.size = Some(2);
@@ -238,6 +260,13 @@ fn a_cordon_drains_and_an_uncordon_takes_it_back_but_conditions_do_neither() {
     world.nodes[1].taints =
         vec![Taint { key: "node.kubernetes.io/not-ready".into(), effect: "NoExecute".into(), ..Taint::default() }];
     assert_eq!(drained(&mut world), []);
+    for key in ["ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted"] {
+        let taint = |key: &str| Taint { key: key.into(), effect: "NoSchedule".into(), ..Taint::default() };
+        world.nodes[2].taints = vec![taint("example.org/maintenance"), taint(key)];
+        assert_eq!(drained(&mut world), [(2, "an autoscaler is about to delete the node".to_owned())], "{key}");
+        world.nodes[2].taints.pop();
+        assert_eq!(drained(&mut world), [], "it has changed its mind");
+    }
     world.nodes[0].cordoned = true;
     assert_eq!(drained(&mut world), [(0, "the node is cordoned".to_owned())]);
     assert_eq!(world.wants("node1"), Want::Run);

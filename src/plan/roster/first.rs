@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::{
     Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, entry, facts, holds_another, is_deep,
-    is_of_instance, properties,
+    is_of_instance, limit, properties,
 };
 use crate::{
     api::{FluxNodeStatus, NodePhase, ROSTER_FORMAT, Roster, packed},
@@ -76,8 +76,8 @@ fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Opt
         Err(reason) => return Decision::Wait(reason),
     };
     let settings = settings(seen.spec, nodes.len(), digest, certificate);
-    let deep = is_deep(&settings.topology, settings.max_size);
-    let limit = settings.max_size.min(seen.spec.size.unwrap_or(u32::MAX)) as usize;
+    let deep = is_deep(&settings);
+    let limit = limit(seen.spec, settings.max_size);
     // In a deep tree an interior rank whose node never comes would strand its children.
     let is_known = |node: &NodeView| facts(seen, node).is_some() && !holds_another(seen, &node.name);
     let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || is_known(node)));

@@ -2,16 +2,19 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use super::{Observed, candidates, does_lead_miss, drain::leaving, entry, facts, holds, is_deep, is_online, parent};
+use super::{
+    Observed, candidates, does_lead_miss, drain::leaving, entry, facts, holds, is_deep, is_drained, is_online,
+    is_ready, limit, parent, topology,
+};
 use crate::{
     api::{NodePhase, Rank, Roster, RosterEntry},
-    plan::{broker_toml::broker_name, topology::Topology},
+    plan::broker_toml::broker_name,
 };
 
 /// In a deep tree: a member whose broker is out of the overlay, under a parent that can't come back by itself, takes a free
 /// rank elsewhere.
 pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
-    if !is_deep(&roster.settings.topology, roster.settings.max_size) || !is_online(seen, roster, 0) {
+    if !is_deep(&roster.settings) || !is_online(seen, roster, 0) {
         return;
     }
     let stranded: Vec<Rank> = roster
@@ -29,14 +32,8 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
     for rank in stranded {
         let Some(free) = free_rank(seen, roster) else { return };
         let Some(old) = roster.ranks.get_mut(&rank) else { continue };
-        let left = RosterEntry {
-            member: None,
-            drain: None,
-            properties: BTreeSet::new(),
-            has_node_property: false,
-            ..old.clone()
-        };
-        let moved = std::mem::replace(old, left);
+        let moved = old.clone();
+        old.vacate();
         let broker_name = broker_name(roster, free);
         roster.ranks.insert(free, RosterEntry { broker_name, reserved_for: None, revision: 0, ..moved });
     }
@@ -45,17 +42,20 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
 /// Rank `rank` will not be in the overlay soon: nobody holds it, its Node is gone or not Ready, or its broker can't start.
 fn is_hopeless(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.member(rank) else { return true };
-    let ready = seen.nodes.iter().any(|node| node.uid == member.uid && node.ready);
     let failed = seen.reports.get(&member.node).is_some_and(|report| report.phase == NodePhase::Failed);
-    rank != 0 && (!ready || failed)
+    rank != 0 && (!is_ready(seen, member) || failed)
 }
 
 /// New members: eligible, looked at, without a rank.
 pub(super) fn join(seen: &Observed, roster: &mut Roster) {
-    let limit = seen.spec.size.unwrap_or(u32::MAX).min(roster.settings.max_size) as usize;
-    let members = roster.ranks.values().filter_map(|entry| entry.member.as_ref());
-    let mut members: HashSet<String> = members.map(|member| member.uid.clone()).collect();
-    for node in candidates(seen) {
+    let limit = limit(seen.spec, roster.settings.max_size);
+    let mut members: HashSet<String> = roster.members().map(|member| member.uid.clone()).collect();
+    let mut nodes = candidates(seen);
+    // Who comes back goes before who was never here.
+    let kept: HashSet<String> = roster.ranks.values().filter_map(|entry| entry.reserved_for.clone()).collect();
+    nodes.sort_by_key(|node| !kept.contains(&node.uid));
+    let mut is_full = false;
+    for node in nodes {
         if members.len() >= limit {
             return;
         }
@@ -66,10 +66,16 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
             continue;
         }
         let own = roster.ranks.iter().find(|(rank, entry)| {
-            let parent_is_there = parent(roster, **rank).is_none_or(|parent| can_carry(seen, roster, parent));
-            entry.member.is_none() && entry.reserved_for.as_deref() == Some(&node.uid) && parent_is_there
+            entry.member.is_none()
+                && entry.reserved_for.as_deref() == Some(&node.uid)
+                && parent(roster, **rank).is_none_or(|parent| can_carry(seen, roster, parent))
         });
-        let Some(rank) = own.map(|(rank, _)| *rank).or_else(|| free_rank(seen, roster)) else { return };
+        let free = || if is_full { None } else { free_rank(seen, roster) };
+        let Some(rank) = own.map(|(rank, _)| *rank).or_else(free) else {
+            // There may be others whose own rank waits for them.
+            is_full = true;
+            continue;
+        };
         let broker_name = broker_name(roster, rank);
         let reserved_for = roster.ranks.get(&rank).and_then(|entry| entry.reserved_for.clone());
         let joined = entry(seen, node, rank, broker_name, reserved_for, 0);
@@ -78,7 +84,7 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
     }
 }
 
-/// A rank that anybody may take: without member, waiting for nobody, claimed by no broker that runs (where it had a member,
+/// A rank that anybody may take: without member, waiting for nobody, drained by nobody, claimed by no broker that runs (where it had a member,
 /// the lead must miss his: an agent whose Node is gone says nothing any more), and under a parent that is online; interior
 /// ranks first, so that holes in a deep tree are filled before leaves are hung on.
 fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
@@ -92,11 +98,12 @@ fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
         .collect();
     let allocated = holds(seen, roster, 0).and_then(|(lead, _)| lead.allocated.as_ref());
     let has_jobs = |rank: &Rank| allocated.is_some_and(|ranks| ranks.contains(*rank));
-    let topology = Topology::parse(&roster.settings.topology, size).ok()?;
+    let topology = topology(roster)?;
     let free = (1..size).filter(|rank| {
         let is_free = |entry: &RosterEntry| entry.member.is_none() && entry.reserved_for.is_none();
         roster.ranks.get(rank).is_none_or(|entry| is_free(entry) && does_lead_miss(seen, roster, *rank))
             && !claimed.contains(rank)
+            && !is_drained(seen, *rank)
             && !has_jobs(rank)
             && topology.parent(*rank).is_none_or(|parent| can_carry(seen, roster, parent))
     });

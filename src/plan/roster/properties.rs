@@ -1,6 +1,6 @@
 //! What Flux calls the members by.
 
-use super::Observed;
+use super::{Observed, by_uid};
 use crate::{
     api::Roster,
     plan::{eligibility::NodeView, resources::properties},
@@ -8,7 +8,8 @@ use crate::{
 
 /// Gives every member its properties. Those of a Node that is gone stay while its rank is kept.
 pub(super) fn tell(seen: &Observed, roster: &mut Roster) {
-    let node = |uid: &str| seen.nodes.iter().find(|node| node.uid == uid);
+    let by_uid = by_uid(seen);
+    let node = |uid: &str| by_uid.get(uid).copied();
     let members = || roster.ranks.values().filter_map(|entry| Some((entry, node(&entry.member.as_ref()?.uid))));
     let told: Vec<&NodeView> =
         members().filter_map(|(_, node)| node).filter(|node| !node.architecture.is_empty()).collect();

@@ -319,7 +319,7 @@ impl Cluster {
                 assert!(covers || (entry.drain.is_some() && is_idle), "rank {rank} has shrunk: {was:?} {is:?}");
             }
             Some(now) => {
-                let deep = is_deep(&next.settings.topology, next.settings.max_size);
+                let deep = is_deep(&next.settings);
                 let told = report(&member.node).map(|own| own.adopted.as_ref().map(|broker| broker.rank));
                 let is_out = lead.is_some_and(|lead| lead.offline.contains(&rank))
                     || told.is_some_and(|told| told != Some(rank));

@@ -178,6 +178,30 @@ fn an_excluded_member_is_not_drained_and_may_leave_all_the_same() {
 }
 
 #[test]
+fn a_rank_stays_excluded_until_its_broker_is_out_of_the_overlay() {
+    let mut world = world();
+    exclude(&mut world, json!({"nodes": ["node2"]}));
+    world.settle();
+    says(&mut world, "0-1", "");
+    time_passes(&mut world);
+    world.settle();
+    assert!(declared(&world, 1).2);
+    let excluded = |world: &World| {
+        let text = crate::plan::broker_toml::render(world.roster.as_ref().unwrap()).unwrap();
+        text.contains("exclude = \"1\"")
+    };
+    world.nodes.pop();
+    world.settle();
+    world.now += 601;
+    world.settle();
+    assert_eq!(entry(&world, 1).member, None);
+    assert!(excluded(&world), "its broker may go on without its Node");
+    world.reports.get_mut("node1").unwrap().offline = vec![1];
+    world.settle();
+    assert!(!excluded(&world));
+}
+
+#[test]
 fn who_joins_or_begins_an_epoch_declares_what_it_has() {
     let mut world = world();
     exclude(&mut world, json!({"lead": true, "cores": "0"}));

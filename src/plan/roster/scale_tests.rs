@@ -52,6 +52,27 @@ fn more_than_a_default_max_size_is_as_many_as_there_is_room_for_and_said_with_bo
 }
 
 #[test]
+fn more_nodes_than_a_default_max_size_are_said_with_both_numbers_and_each_without_a_rank_says_why() {
+    let mut world = World::up(2);
+    world.roster.as_mut().unwrap().settings.max_size = 3;
+    (3..=6).for_each(|number| world.add(&format!("node{number}"), number));
+    assert_eq!(world.told("node6").reason, None, "there is room for one more");
+    (3..=6).for_each(|number| world.passed(&format!("node{number}"), 2));
+    world.settle();
+    assert_eq!(members(&world), 3);
+    let words = denied(&world).unwrap();
+    assert!(words.contains("6 eligible nodes are more than maxSize 3"), "{words}");
+    assert_eq!(
+        (world.told("node6").want, world.told("node6").reason.as_deref()),
+        (Want::Install, Some("maxSize is 3"))
+    );
+    world.spec.max_size = Some(3);
+    assert_eq!(denied(&world), None, "it is what was asked for");
+    world.spec.size = Some(3);
+    assert_eq!(world.told("node6").reason.as_deref(), Some("size is 3"));
+}
+
+#[test]
 fn a_raised_max_size_is_announced_and_comes_with_the_next_epoch() {
     let mut world = World::up(4);
     world.reports.get_mut("node1").unwrap().allocated = Some("0-3".parse().unwrap());
@@ -109,6 +130,47 @@ fn a_smaller_size_takes_the_highest_ranks_and_a_greater_one_brings_the_same_rank
     world.settle();
     assert_eq!(world.rank("node4"), Some(3));
     assert_eq!(world.roster.as_ref().unwrap().ranks[&3].drain, None);
+}
+
+#[test]
+fn who_comes_back_goes_before_an_older_node_that_was_never_here() {
+    for max_size in [4, 5] {
+        let mut world = World::up(4);
+        world.roster.as_mut().unwrap().settings.max_size = max_size;
+        world.roster.as_mut().unwrap().ranks.get_mut(&3).unwrap().vacate();
+        let report = world.reports.get_mut("node4").unwrap();
+        (report.adopted, report.left) = (None, false);
+        world.add("older", 0);
+        world.passed("older", 2);
+        world.spec.size = Some(4);
+        world.settle();
+        assert_eq!((world.rank("node4"), world.rank("older")), (Some(3), None), "maxSize {max_size}");
+        assert_eq!(world.told("older").reason.as_deref(), Some("size is 4"));
+    }
+}
+
+#[test]
+fn a_rank_that_waits_for_its_node_is_given_back_where_no_other_is_free() {
+    let mut world = World::up(4);
+    world.roster.as_mut().unwrap().settings.max_size = 4;
+    world.roster.as_mut().unwrap().ranks.get_mut(&3).unwrap().vacate();
+    world.nodes.pop();
+    world.add("other", 9);
+    world.passed("other", 2);
+    world.settle();
+    assert_eq!(world.rank("other"), None);
+    let words = world.told("other").reason.unwrap();
+    assert!(words.contains("kept for the node whose name it has"), "{words}");
+}
+
+#[test]
+fn a_spare_that_somebody_has_drained_is_given_to_nobody() {
+    let mut world = World::up(3);
+    world.reports.get_mut("node1").unwrap().drained_by_others = "1,3".parse().unwrap();
+    world.add("new", 9);
+    world.passed("new", 2);
+    world.settle();
+    assert_eq!(world.rank("new"), Some(4), "what was drained may be another machine, but Flux drains the rank");
 }
 
 #[test]
@@ -188,7 +250,7 @@ fn a_node_that_stays_away_leaves_an_undrained_spare_behind() {
     world.reports.get_mut("node1").unwrap().allocated = Some("".parse().unwrap());
     world.add("newest", 13);
     world.passed("newest", 2);
-    assert_ne!(world.settle(), Decision::Wait(String::new()));
+    assert_eq!(world.settle(), Decision::Keep);
     assert_eq!(world.rank("newest"), Some(3));
 }
 

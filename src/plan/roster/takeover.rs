@@ -4,15 +4,13 @@
 //! The word is left on the host of the node that shall lead, when all that it needs is there, and its agent reports it. It
 //! is about one epoch: the epoch that begins with it makes it a thing of the past, so it needs no taking back.
 
-use std::collections::BTreeSet;
-
 use super::{
-    Observed, candidates,
+    Observed,
     epoch::{next_epoch, with_closing},
-    facts, is_online, member, rank_of,
+    facts, is_online, is_ready, member, rank_of, takers,
 };
 use crate::{
-    api::{Closing, IdSet, Member, Rank, Roster, RosterEntry, Takeover},
+    api::{Closing, IdSet, Rank, Roster, RosterEntry, Takeover},
     plan::{
         eligibility::{NodeView, eligible},
         settings::settings,
@@ -41,7 +39,7 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
         return close(roster, takeover.force);
     }
     let settings = match (seen.digest, seen.certificate) {
-        (Some(digest), Some(certificate)) => settings(seen.spec, candidates(seen).len(), digest, certificate),
+        (Some(digest), Some(certificate)) => settings(seen.spec, takers(seen, roster), digest, certificate),
         _ => roster.settings.clone(),
     };
     let next = next_epoch(seen, &led_by(roster, node)?, settings)?;
@@ -133,10 +131,6 @@ fn connected(seen: &Observed, roster: &Roster) -> IdSet {
     IdSet(others.filter(|rank| is_online(seen, roster, *rank)).collect())
 }
 
-fn is_ready(seen: &Observed, member: &Member) -> bool {
-    seen.nodes.iter().any(|node| node.uid == member.uid && node.ready)
-}
-
 /// The same members with `node` as rank 0. The lead that was takes its place; where it had none, a free one.
 fn led_by(roster: &Roster, node: &NodeView) -> Option<Roster> {
     let mut next = roster.clone();
@@ -149,16 +143,7 @@ fn led_by(roster: &Roster, node: &NodeView) -> Option<Roster> {
             let is_free = |rank: &Rank| roster.ranks.get(rank).is_none_or(|entry| entry.member.is_none());
             let rank = (1..roster.settings.max_size).find(is_free).unwrap_or(roster.settings.max_size);
             let (broker_name, revision) = (node.name.clone(), roster.revision);
-            let entry = RosterEntry {
-                broker_name,
-                reserved_for: None,
-                member: Some(member),
-                resources: None,
-                properties: BTreeSet::new(),
-                has_node_property: false,
-                drain: None,
-                revision,
-            };
+            let entry = RosterEntry { broker_name, member: Some(member), revision, ..RosterEntry::default() };
             next.ranks.insert(rank, entry);
             rank
         }
