@@ -3,14 +3,14 @@
 
     BUNDLE=FILE scripts/bench_elastic.py [TURNS]
 
-1. A node that is Ready and has its packages gets a rank (`kubectl scale` to one more): seconds until Fluxion has it
-   up, by its own time. TURNS times (default: 20), without and with a job on all other nodes.
+1. A node that is Ready and has its packages gets a rank (`kubectl scale` to one more): seconds until the scheduler gives
+   it to a job that waits for it, by Flux's own time. TURNS times (default: 20), without and with a job on all other nodes.
 2. maxSize 1,024 beside maxSize 4, both with four members: seconds from the lead's broker's start until all four are
    there, and the resident memory of all processes of the lead's broker.
 
-BINARY is the flux-distribute to run (default: the release build), DIR where the nodes are (default: /var/tmp)."""
+The scheduler is Fluxion where BUNDLE has it, else sched-simple. BINARY is the flux-distribute to run (default: the release build), DIR where the nodes are (default: /var/tmp)."""
 
-import datetime, json, os, re, statistics, subprocess, sys, tempfile, time
+import json, os, statistics, subprocess, sys, tempfile, time
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -63,13 +63,10 @@ class Cluster:
     def lead(self, *words):
         return self.local("exec", "node1", "--", *words)
 
-    def ups(self, rank):
-        """When the scheduler took `rank` as up, by its own word: once more each time that it is loaded again."""
-        lines = self.lead("flux", "dmesg").splitlines()
-        says = re.compile(r"(\S+)Z sched-fluxion-resource.*rankset=\[(.*)\] status=UP")
-        found = filter(None, map(says.match, lines))
-        ups = [found[1] for found in found if any(int(first) <= rank <= int(last or first) for first, last in re.findall(r"(\d+)-?(\d*)", found[2]))]
-        return [datetime.datetime.fromisoformat(up + "+00:00").timestamp() for up in ups]
+    def online(self):
+        """When the last rank came online."""
+        events = map(json.loads, self.lead("flux", "resource", "eventlog", "--format=json").splitlines())
+        return max(event["timestamp"] for event in events if event["name"] == "online")
 
     def scale(self, size):
         self.kubectl("scale", "fxi/flux", f"--replicas={size}")
@@ -83,10 +80,12 @@ def joins(cluster, turns):
     for _ in range(turns):
         cluster.scale(3)
         until("a node that has left", lambda: len(ranks(cluster)) == 3 and up(cluster) == 3)
+        job = cluster.lead("flux", "submit", "-N4", "-n4", "true")
         begin = time.time()
         cluster.scale(4)
+        given = cluster.lead("flux", "job", "wait-event", "--timeout=60", "--format=json", job, "alloc")
+        times.append(json.loads(given)["timestamp"] - begin)
         until("all nodes", lambda: up(cluster) == 4)
-        times.append(cluster.ups(3)[-1] - begin)
     return times
 
 
@@ -113,9 +112,7 @@ def memory(cluster):
 
 def start(cluster):
     """From the lead's broker's start to its last member."""
-    online = max(cluster.ups(rank)[-1] for rank in range(4))
-    began = cluster.lead("sh", "-c", "stat -c %Y.%y /proc/$(pgrep -o flux-broker) | sed 's/^\\([0-9]*\\).*\\(\\.[0-9]*\\) .*/\\1\\2/'")
-    return online - float(began)
+    return cluster.online() - float(cluster.lead("flux", "getattr", "broker.starttime"))
 
 
 def figures(seconds):

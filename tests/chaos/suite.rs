@@ -85,7 +85,7 @@ pub fn run(settings: &Settings, rows: Vec<Row>) -> Vec<String> {
         let runs = settings.runs(of);
         queue.extend((0..runs).step_by(BATCH as usize).map(|first| Work { row, first, last: runs.min(first + BATCH) }));
     }
-    // The longest first, so that nobody is left alone with one at the end.
+    // From what rests for an outage to what keeps the processors busy: workers take from both ends.
     queue.sort_by_key(|work| std::cmp::Reverse((rows[work.row].takes_outage, rows[work.row].fresh)));
     eprintln!("chaos: {} rows, seed {}, {} workers", rows.len(), settings.seed, settings.workers);
     packets::clear();
@@ -117,7 +117,8 @@ pub fn run(settings: &Settings, rows: Vec<Row>) -> Vec<String> {
 impl Suite<'_> {
     fn work(&self, worker: usize) {
         let mut scene: Option<Scene> = None;
-        while let Some(work) = self.next(scene.as_ref().map(|scene| scene.shape)) {
+        let from_the_end = worker % 2 == 1;
+        while let Some(work) = self.next(scene.as_ref().map(|scene| scene.shape), from_the_end) {
             let row = &self.rows[work.row];
             for run in work.first..work.last {
                 if row.fresh || scene.as_ref().is_some_and(|scene| scene.shape != row.shape) {
@@ -145,11 +146,15 @@ impl Suite<'_> {
     }
 
     /// What fits the cluster that is there, else the next.
-    fn next(&self, shape: Option<&Shape>) -> Option<Work> {
+    fn next(&self, shape: Option<&Shape>, from_the_end: bool) -> Option<Work> {
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |work: &Work| Some(self.rows[work.row].shape) == shape;
-        let index = queue.iter().position(fits).unwrap_or(0);
-        queue.remove(index)
+        let (fitting, end) = if from_the_end {
+            (queue.iter().rposition(fits), queue.len().saturating_sub(1))
+        } else {
+            (queue.iter().position(fits), 0)
+        };
+        queue.remove(fitting.unwrap_or(end))
     }
 
     fn once(&self, row: &Row, run: u32, place: &mut Option<Scene>) -> Result<Outcome, String> {
