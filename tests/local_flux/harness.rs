@@ -270,7 +270,10 @@ impl Cluster {
         let words = [&["flux", "submit"], shape, &["sh", "-c", &script]].concat();
         let ids: Vec<String> = self.exec("node1", &words).lines().map(str::to_owned).collect();
         for id in &ids {
-            self.exec("node1", &["flux", "job", "wait-event", "-t", "60", "-W", "-p", "exec", id, "shell.start"]);
+            let waits = ["flux", "job", "wait-event", "-t", "60", "-W", "-p", "exec", id, "shell.start"];
+            if self.ask("node1", &waits).is_none() {
+                panic!("job {id} does not start: {}", self.exec("node1", &["flux", "job", "eventlog", id]));
+            }
         }
         Job { cluster: self, ids, signal }
     }
