@@ -191,6 +191,7 @@ class Elastic(Cluster):
     def come_and_go(self):
         """As many jobs of one core as there are cores; four nodes join; of two that have jobs and two that have none, all
         four are drained and then taken away."""
+        self.set(ranks={"retain": "5s"})
         others = self.followers()[-4:]
         stay = len(self.nodes) - len(others)
         self.take_away(others)
@@ -232,6 +233,7 @@ class Elastic(Cluster):
                 until(f"{node}'s Node", lambda: bool(self.about(node)))
                 kubectl("uncordon", node)
                 self.on(node, f"rm -f {END}")
+            self.set(ranks=None)
 
     def is_on(self, node):
         try:

@@ -2,7 +2,7 @@
 //! stdout, its log on stderr.
 
 use std::{
-    io::{self, BufRead, Write},
+    io::{self, BufRead, StdoutLock, Write},
     os::fd::AsFd,
     path::Path,
     process::ExitCode,
@@ -51,7 +51,11 @@ pub fn main() -> ExitCode {
         Ok(answer) => Reply::Done(Box::new(answer)),
         Err(refusal) => Reply::Failed(refusal),
     };
-    match say(&reply) {
+    let mut stdout = io::stdout().lock();
+    let said = write(&mut stdout, &reply);
+    // Nothing is said after the answer: who lives on for a moment never gets this lock.
+    std::mem::forget(stdout);
+    match said {
         Ok(()) => ExitCode::SUCCESS,
         Err(_) => ExitCode::from(BROKEN),
     }
@@ -81,9 +85,12 @@ fn read_order() -> Result<Order, Refusal> {
 }
 
 fn say(reply: &Reply) -> io::Result<()> {
+    write(&mut io::stdout().lock(), reply)
+}
+
+fn write(stdout: &mut StdoutLock<'_>, reply: &Reply) -> io::Result<()> {
     let mut line = serde_json::to_vec(reply)?;
     line.push(b'\n');
-    let mut stdout = io::stdout().lock();
     stdout.write_all(&line)?;
     stdout.flush()
 }
