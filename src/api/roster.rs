@@ -148,6 +148,11 @@ pub struct RosterEntry {
 }
 
 impl RosterEntry {
+    /// The rank is declared, and no job may have any of it.
+    pub fn is_excluded(&self) -> bool {
+        self.resources.as_ref().is_some_and(|declared| declared.excluded)
+    }
+
     /// Its member has gone, and what was said of it goes along; what the rank declares stays.
     pub fn vacate(&mut self) {
         (self.member, self.drain, self.has_node_property) = (None, None, false);

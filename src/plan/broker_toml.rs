@@ -62,7 +62,7 @@ pub fn render(roster: &Roster) -> Result<String, String> {
     // Fluxion's own default refuses a job that is larger than what is up; with "easy" it waits for the nodes.
     table(&mut file, QUEUE_MANAGER)?.entry("queue-policy").or_insert_with(|| "easy".into());
 
-    let ipv6 = roster.ranks.values().any(|entry| entry.member.as_ref().is_some_and(|m| m.address.is_ipv6()));
+    let ipv6 = roster.members().any(|member| member.address.is_ipv6());
     let bootstrap = table(&mut file, "bootstrap")?;
     bootstrap.insert("hosts".into(), hosts(roster, topology).into());
     if ipv6 {
@@ -145,11 +145,11 @@ pub fn spare_shape(roster: &Roster) -> Declared {
     commonest.map_or(Declared { cores: 1, ..Declared::default() }, |(declared, _)| declared)
 }
 
-/// Ranks that get no jobs at all; one whose member is gone may still have its broker. None where it would be all ranks: Fluxion ends the broker if there is nothing for
-/// it to schedule (0.54: its resource module stops, and flux-core takes that for a crash).
+/// Ranks that get no jobs at all; one whose member is gone may still have its broker. None where it would be all ranks: Fluxion
+/// ends the broker if there is nothing for it to schedule (0.54: its resource module stops, and flux-core takes that for a
+/// crash).
 fn excluded(roster: &Roster) -> IdSet {
-    let is_excluded = |entry: &RosterEntry| entry.resources.as_ref().is_some_and(|declared| declared.excluded);
-    let excluded: IdSet = roster.ranks.iter().filter(|(_, entry)| is_excluded(entry)).map(|(rank, _)| *rank).collect();
+    let excluded: IdSet = roster.ranks.iter().filter(|(_, entry)| entry.is_excluded()).map(|(rank, _)| *rank).collect();
     if excluded.len() == roster.settings.max_size as usize { IdSet::default() } else { excluded }
 }
 

@@ -153,7 +153,7 @@ fn drains(seen: &Observed, roster: &Roster) -> BTreeMap<String, IdSet> {
             (None, _) if !does_lead_miss(seen, roster, *rank) => HAS_LEFT,
             _ => continue,
         };
-        if !entry.resources.as_ref().is_some_and(|declared| declared.excluded) {
+        if !entry.is_excluded() {
             drains.entry(reason.to_owned()).or_default().0.insert(*rank);
         }
     }

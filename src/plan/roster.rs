@@ -16,6 +16,7 @@ mod epoch_tests;
 mod failed_tests;
 mod first;
 mod join;
+mod keep;
 mod properties;
 #[cfg(test)]
 mod random_tests;
@@ -40,7 +41,7 @@ use super::{
     topology::Topology,
 };
 use crate::api::{
-    Adopted, Declared, EpochSettings, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, Member, NodePhase,
+    Adopted, Declared, EpochSettings, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member, NodePhase,
     ROSTER_FORMAT, Rank, Resources, Roster, RosterEntry,
 };
 
@@ -164,9 +165,9 @@ fn is_ready(seen: &Observed, member: &Member) -> bool {
     seen.nodes.iter().any(|node| node.uid == member.uid && node.ready)
 }
 
-/// Somebody has drained `rank`, and Flux keeps that by rank and name: whoever takes the rank gets no jobs.
-fn is_drained(seen: &Observed, rank: Rank) -> bool {
-    seen.reports.values().any(|report| report.drained_by_others.contains(rank))
+/// Ranks that somebody has drained. Flux keeps that by rank and name: whoever takes such a rank gets no jobs.
+fn drained_by_others(seen: &Observed) -> IdSet {
+    IdSet(seen.reports.values().flat_map(|report| report.drained_by_others.0.iter().copied()).collect())
 }
 
 /// How many members there can be. A size that is no size counts for nothing: the spec may be one that can't be served.
@@ -181,9 +182,10 @@ pub(super) fn no_room(seen: &Observed, roster: &Roster) -> Option<String> {
         let size = seen.spec.size.filter(|size| *size <= max_size);
         return Some(size.map_or_else(|| format!("maxSize is {max_size}"), |size| format!("size is {size}")));
     }
+    let drained = drained_by_others(seen);
     let is_taken = |rank| {
         let entry = roster.ranks.get(&rank);
-        entry.is_some_and(|entry| entry.member.is_some() || entry.reserved_for.is_some()) || is_drained(seen, rank)
+        entry.is_some_and(|entry| entry.member.is_some() || entry.reserved_for.is_some()) || drained.contains(rank)
     };
     (1..max_size).all(is_taken).then(|| {
         format!(
@@ -270,7 +272,7 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
     {
         return Decision::Write(Box::new(next));
     }
-    keep_members(seen, &mut next);
+    keep::keep_members(seen, &mut next);
     drain::drain(seen, &mut next);
     join::relocate_stranded(seen, &mut next);
     join::join(seen, &mut next);
@@ -292,72 +294,6 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
         }
     }
     Decision::Write(Box::new(next))
-}
-
-/// What changes for those who hold a rank: what they have to declare, a Node that is gone, one that is back.
-fn keep_members(seen: &Observed, roster: &mut Roster) {
-    let retain = retain_secs(seen.spec);
-    let established = roster.established;
-    let (by_uid, by_name) = (by_uid(seen), seen.nodes.iter().map(|node| (node.name.as_str(), node)));
-    let by_name: HashMap<_, _> = by_name.collect();
-    let running: BTreeSet<Rank> =
-        roster.ranks.keys().copied().filter(|rank| holds(seen, roster, *rank).is_some()).collect();
-    let mut again = Vec::new();
-    // Of a broker that is on its way up it is not known with what it compares what it finds.
-    let is_idle = |rank: &Rank| drain::has_no_jobs_for_sure(seen, roster, *rank) && is_online(seen, roster, *rank);
-    let idle: Vec<Rank> = roster.ranks.keys().copied().filter(is_idle).collect();
-    let missed: Vec<Rank> = roster.ranks.keys().copied().filter(|rank| does_lead_miss(seen, roster, *rank)).collect();
-    for (rank, entry) in &mut roster.ranks {
-        let Some(member) = &mut entry.member else {
-            // With its broker in the overlay it would get jobs that its member was not to get.
-            if let Some(declared) = entry.resources.as_mut().filter(|_| missed.contains(rank)) {
-                declared.excluded = false;
-            }
-            continue;
-        };
-        // The lead's queue is on the host of that name and nowhere else; a host that hasn't got it is refused there.
-        let is_lead_again = |node: &NodeView| *rank == 0 && established && node.uid != member.uid;
-        let is_member_again = |node: &NodeView| running.contains(rank) && is_registered_again(seen, node, member);
-        let namesake = by_name.get(member.node.as_str());
-        if let Some(node) = namesake.filter(|node| is_lead_again(node) || is_member_again(node)) {
-            entry.reserved_for = entry.reserved_for.take().map(|_| node.uid.clone());
-            member.uid.clone_from(&node.uid);
-            again.push((*rank, node.uid.as_str()));
-        }
-        let Some(node) = by_uid.get(member.uid.as_str()) else {
-            let since = *member.gone_since.get_or_insert(seen.now);
-            // The lead's statedir holds the queue: nobody else can take its rank.
-            if *rank != 0 && seen.now - since >= retain {
-                entry.vacate();
-            }
-            continue;
-        };
-        member.gone_since = None;
-        if let Some(address) = node.address {
-            member.address = address;
-        }
-        if let Some(now) = resources(seen, node, *rank, entry.resources.as_ref()) {
-            // A scheduler that is loaded again kills the jobs that hold what is no longer declared.
-            let takes_nothing = entry.resources.as_ref().is_none_or(|before| now.covers(before));
-            if takes_nothing || idle.contains(rank) {
-                entry.resources = Some(now);
-            }
-        }
-    }
-    // One whose broker was not reported in time has been given another rank meanwhile. It runs nothing there.
-    for (rank, uid) in again {
-        let twice = |entry: &RosterEntry| entry.member.as_ref().is_some_and(|member| member.uid == uid);
-        for (_, entry) in roster.ranks.iter_mut().filter(|(other, entry)| **other != rank && twice(entry)) {
-            entry.vacate();
-        }
-    }
-}
-
-/// `node` is the very machine of `member` under a new Node object, as after `kubectl delete node` and a restart of kubelet:
-/// the agent that reports the member's broker speaks of the same boot. Another machine of that name has another.
-fn is_registered_again(seen: &Observed, node: &NodeView, member: &Member) -> bool {
-    let boot = seen.reports.get(&node.name).and_then(|report| report.facts.as_ref()).map(|facts| &facts.boot_id);
-    node.name == member.node && node.uid != member.uid && !node.boot_id.is_empty() && boot == Some(&node.boot_id)
 }
 
 /// The parent of `rank` in the roster's tree.

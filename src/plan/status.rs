@@ -141,19 +141,23 @@ fn certificate_missing(seen: &Observed) -> Holds {
 fn scale_denied(seen: &Observed, roster: Option<&Roster>) -> Holds {
     let fits = (false, "Fits", String::new());
     let Some(max_size) = roster.map(|roster| roster.settings.max_size) else { return fits };
-    let asked = match (seen.spec.size, seen.spec.max_size) {
-        (Some(size), _) if size > max_size => format!("size {size} is"),
+    let (asked, are) = match (seen.spec.size, seen.spec.max_size) {
+        (Some(size), _) => (size, format!("size {size} is")),
         // By default every eligible node takes part. Who sets maxSize alone wants no more than that.
-        (None, None) if candidates(seen).len() > max_size as usize => {
-            format!("{} eligible nodes are", candidates(seen).len())
+        (None, Some(_)) => return fits,
+        (None, None) => {
+            let eligible = count(candidates(seen).iter());
+            (eligible, format!("{eligible} eligible nodes are"))
         }
-        _ => return fits,
     };
+    if asked <= max_size {
+        return fits;
+    }
     let more = match seen.spec.max_size {
         Some(next) => format!("maxSize {next} comes with the next coordinated restart"),
         None => "maxSize is the default, set spec.maxSize to have more".to_owned(),
     };
-    let words = format!("{asked} more than maxSize {max_size} of the running epoch: {max_size} it is; {more}");
+    let words = format!("{are} more than maxSize {max_size} of the running epoch: {max_size} it is; {more}");
     (true, "MoreThanMaxSize", words)
 }
 

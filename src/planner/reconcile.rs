@@ -256,8 +256,7 @@ impl Planner {
         flux_nodes: &[Arc<FluxNode>],
     ) -> Result<(), PlannerError> {
         let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
-        let members: Vec<_> =
-            roster.iter().flat_map(|roster| roster.ranks.values()).filter_map(|e| e.member.as_ref()).collect();
+        let members: Vec<_> = roster.into_iter().flat_map(Roster::members).collect();
         // While its broker runs, its report is what keeps the rank from being given out, and its spec what ends it.
         let runs = |name: &String| {
             let report = seen.reports.get(name);

@@ -21,23 +21,28 @@ impl Rule {
     }
 
     fn iptables(&self, verb: &str) -> bool {
-        let mut command = self.within.map_or_else(|| Command::new("iptables"), |pid| within(pid, "iptables"));
-        command.args(["-w", "10", verb]).args(&self.rule).stdout(Stdio::null());
-        command.status().is_ok_and(|status| status.success())
+        iptables(self.within, verb).args(&self.rule).stdout(Stdio::null()).status().is_ok_and(|status| status.success())
     }
 }
 
 /// Takes off what a suite that was killed has left: a later bridge of the same name would suffer from it.
 pub fn clear() {
-    let shown = Command::new("iptables").args(["-w", "10", "-S", "INPUT"]).output().expect("iptables");
+    let shown = iptables(None, "-S").arg("INPUT").output().expect("iptables");
     for rule in String::from_utf8_lossy(&shown.stdout).lines() {
         let words: Vec<_> = rule.split_whitespace().collect();
         let bridge = words.iter().skip_while(|word| **word != "-i").nth(1);
         let is_left = |bridge: &&str| bridge.starts_with("fxd") && !Path::new("/sys/class/net").join(bridge).exists();
         if bridge.is_some_and(is_left) {
-            Command::new("iptables").args(["-w", "10", "-D"]).args(&words[1..]).status().expect("iptables");
+            iptables(None, "-D").args(&words[1..]).status().expect("iptables");
         }
     }
+}
+
+/// In the network namespace of a process, or in the machine's. It waits for its turn.
+fn iptables(place: Option<i32>, verb: &str) -> Command {
+    let mut command = place.map_or_else(|| Command::new("iptables"), |pid| within(pid, "iptables"));
+    command.args(["-w", "10", verb]);
+    command
 }
 
 /// A command in the network namespace of a process.

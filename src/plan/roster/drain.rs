@@ -134,10 +134,7 @@ pub fn is_former_idle(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
 
 fn does_lead_keep_idle(seen: &Observed, roster: &Roster, rank: Rank, entry: &RosterEntry) -> bool {
     // Flux drains nobody whom it has excluded.
-    let is_excluded = |lead: &FluxNodeStatus| {
-        entry.resources.as_ref().is_some_and(|declared| declared.excluded)
-            && lead.applied_revision >= Some(entry.revision)
-    };
+    let is_excluded = |lead: &FluxNodeStatus| entry.is_excluded() && lead.applied_revision >= Some(entry.revision);
     lead_report(seen, roster).is_some_and(|lead| is_idle(lead, rank, is_excluded(lead)))
 }
 

@@ -6,8 +6,8 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use super::{
-    Observed, candidates, facts, first::is_broker_name, holds, is_drained, is_online, is_ready, lead_report, limit,
-    member, properties, resources, takers,
+    Observed, candidates, drained_by_others, facts, first::is_broker_name, holds, is_online, is_ready, lead_report,
+    limit, member, properties, resources, takers,
 };
 use crate::{
     api::{Closing, EpochSettings, FluxNodeStatus, Member, NodePhase, OnFailure, Rank, Refused, Roster, RosterEntry},
@@ -235,7 +235,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
 /// by somebody or by us: Flux keeps that by the broker's name, and would give it jobs until it is drained anew.
 fn named(seen: &Observed, rank: Rank, member: Member, before: Option<&RosterEntry>, revision: u64) -> RosterEntry {
     let is_spare = before.is_some_and(|entry| entry.broker_name == spare_name(rank));
-    let is_drained = before.is_some_and(|entry| entry.drain.is_some()) || is_drained(seen, rank);
+    let is_drained = before.is_some_and(|entry| entry.drain.is_some()) || drained_by_others(seen).contains(rank);
     let real = is_broker_name(&member.node) && !(is_spare && is_drained);
     let known = before.and_then(|entry| entry.resources.as_ref());
     let node = seen.nodes.iter().find(|node| node.uid == member.uid);

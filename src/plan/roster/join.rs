@@ -1,9 +1,9 @@
 //! New members, and members of a deep tree that need another place.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use super::{
-    Observed, candidates, does_lead_miss, drain::leaving, entry, facts, holds, is_deep, is_drained, is_online,
+    Observed, candidates, does_lead_miss, drain::leaving, drained_by_others, entry, facts, holds, is_deep, is_online,
     is_ready, limit, parent, topology,
 };
 use crate::{
@@ -51,9 +51,11 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
     let limit = limit(seen.spec, roster.settings.max_size);
     let mut members: HashSet<String> = roster.members().map(|member| member.uid.clone()).collect();
     let mut nodes = candidates(seen);
+    let kept = roster.ranks.iter().filter(|(_, entry)| entry.member.is_none());
+    let kept: HashMap<String, Rank> =
+        kept.filter_map(|(rank, entry)| Some((entry.reserved_for.clone()?, *rank))).collect();
     // Who comes back goes before who was never here.
-    let kept: HashSet<String> = roster.ranks.values().filter_map(|entry| entry.reserved_for.clone()).collect();
-    nodes.sort_by_key(|node| !kept.contains(&node.uid));
+    nodes.sort_by_key(|node| !kept.contains_key(&node.uid));
     let mut is_full = false;
     for node in nodes {
         if members.len() >= limit {
@@ -65,13 +67,10 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
         if members.contains(&node.uid) || facts(seen, node).is_none() || runs {
             continue;
         }
-        let own = roster.ranks.iter().find(|(rank, entry)| {
-            entry.member.is_none()
-                && entry.reserved_for.as_deref() == Some(&node.uid)
-                && parent(roster, **rank).is_none_or(|parent| can_carry(seen, roster, parent))
-        });
+        let is_held = |rank: &Rank| parent(roster, *rank).is_none_or(|parent| can_carry(seen, roster, parent));
+        let own = kept.get(&node.uid).copied().filter(is_held);
         let free = || if is_full { None } else { free_rank(seen, roster) };
-        let Some(rank) = own.map(|(rank, _)| *rank).or_else(free) else {
+        let Some(rank) = own.or_else(free) else {
             // There may be others whose own rank waits for them.
             is_full = true;
             continue;
@@ -84,9 +83,9 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
     }
 }
 
-/// A rank that anybody may take: without member, waiting for nobody, drained by nobody, claimed by no broker that runs (where it had a member,
-/// the lead must miss his: an agent whose Node is gone says nothing any more), and under a parent that is online; interior
-/// ranks first, so that holes in a deep tree are filled before leaves are hung on.
+/// A rank that anybody may take: without member, waiting for nobody, drained by nobody, claimed by no broker that runs (where
+/// it had a member, the lead must miss his: an agent whose Node is gone says nothing any more), and under a parent that is
+/// online; interior ranks first, so that holes in a deep tree are filled before leaves are hung on.
 fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
     let size = roster.settings.max_size;
     let claimed: BTreeSet<Rank> = seen
@@ -98,12 +97,12 @@ fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
         .collect();
     let allocated = holds(seen, roster, 0).and_then(|(lead, _)| lead.allocated.as_ref());
     let has_jobs = |rank: &Rank| allocated.is_some_and(|ranks| ranks.contains(*rank));
-    let topology = topology(roster)?;
+    let (topology, drained) = (topology(roster)?, drained_by_others(seen));
     let free = (1..size).filter(|rank| {
         let is_free = |entry: &RosterEntry| entry.member.is_none() && entry.reserved_for.is_none();
         roster.ranks.get(rank).is_none_or(|entry| is_free(entry) && does_lead_miss(seen, roster, *rank))
             && !claimed.contains(rank)
-            && !is_drained(seen, *rank)
+            && !drained.contains(*rank)
             && !has_jobs(rank)
             && topology.parent(*rank).is_none_or(|parent| can_carry(seen, roster, parent))
     });

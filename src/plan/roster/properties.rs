@@ -20,11 +20,7 @@ pub(super) fn tell(seen: &Observed, roster: &mut Roster) {
         || members().any(|(entry, _)| told.iter().any(|other| entry.properties.contains(&other.architecture)));
     let among_others = differ || (somebody_is_gone && differed());
     for entry in roster.ranks.values_mut() {
-        let Some(member) = &entry.member else {
-            entry.properties.clear();
-            continue;
-        };
-        if let Some(node) = node(&member.uid) {
+        if let Some(node) = entry.member.as_ref().and_then(|member| node(&member.uid)) {
             entry.properties = properties(&seen.spec.resources, node, among_others);
         }
     }

@@ -159,14 +159,20 @@ fn facts_that_vanish_change_nothing() {
     assert_eq!((declared(&world, 1), drain(&world, 1)), (("0-7".to_owned(), 2, false), None));
 }
 
-#[test]
-fn an_excluded_member_is_not_drained_and_may_leave_all_the_same() {
+/// The second node gets no jobs, as it was idle when that was said.
+fn with_an_excluded_member() -> World {
     let mut world = world();
     exclude(&mut world, json!({"nodes": ["node2"]}));
     world.settle();
     says(&mut world, "0-1", "");
     time_passes(&mut world);
     world.settle();
+    world
+}
+
+#[test]
+fn an_excluded_member_is_not_drained_and_may_leave_all_the_same() {
+    let mut world = with_an_excluded_member();
     (world.spec.size, world.nodes[1].cordoned) = (Some(1), true);
     world.settle();
     says(&mut world, "", "");
@@ -179,12 +185,7 @@ fn an_excluded_member_is_not_drained_and_may_leave_all_the_same() {
 
 #[test]
 fn a_rank_stays_excluded_until_its_broker_is_out_of_the_overlay() {
-    let mut world = world();
-    exclude(&mut world, json!({"nodes": ["node2"]}));
-    world.settle();
-    says(&mut world, "0-1", "");
-    time_passes(&mut world);
-    world.settle();
+    let mut world = with_an_excluded_member();
     assert!(declared(&world, 1).2);
     let excluded = |world: &World| {
         let text = crate::plan::broker_toml::render(world.roster.as_ref().unwrap()).unwrap();

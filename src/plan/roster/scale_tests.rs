@@ -20,7 +20,7 @@ fn denied(world: &World) -> Option<String> {
 }
 
 fn members(world: &World) -> usize {
-    world.roster.as_ref().unwrap().ranks.values().filter(|entry| entry.member.is_some()).count()
+    world.roster.as_ref().unwrap().members().count()
 }
 
 #[test]
