@@ -1,4 +1,4 @@
-//! The processes of a cluster's nodes, from the machine's /proc: nobody's word is taken for them.
+//! The processes of a cluster's nodes, from the machine's cgroups and /proc: nobody's word is taken for them.
 
 use std::{fs, path::Path};
 
@@ -6,6 +6,8 @@ use nix::{
     sys::signal::{self, Signal},
     unistd::Pid,
 };
+
+use crate::traces;
 
 /// What a process is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -55,20 +57,12 @@ pub fn is_there(pid: i32) -> bool {
 
 /// All of them.
 pub fn of(bridge: &str) -> Vec<Process> {
-    let marker = format!("/flux-distribute-local/{bridge}/");
-    pids().filter_map(|pid| look(pid, &marker)).collect()
+    traces::processes(bridge).into_iter().filter_map(|(node, pid)| look(node, pid)).collect()
 }
 
-/// The machine's.
-fn pids() -> impl Iterator<Item = i32> {
-    fs::read_dir("/proc").unwrap().flatten().filter_map(|process| process.file_name().to_str()?.parse().ok())
-}
-
-fn look(pid: i32, marker: &str) -> Option<Process> {
+fn look(node: String, pid: i32) -> Option<Process> {
     let process = Path::new("/proc").join(pid.to_string());
     let read = |file: &str| fs::read_to_string(process.join(file)).unwrap_or_default();
-    let cgroup = read("cgroup");
-    let node = cgroup.lines().find_map(|line| Some(line.split_once(marker)?.1.split('/').next()?.to_owned()))?;
     // Kernel's word on the dead: no executable.
     fs::read_link(process.join("exe")).ok()?;
     let status = read("status");

@@ -2,12 +2,9 @@
 
 use std::{collections::BTreeMap, fs};
 
-use flux_distribute::api::{FluxInstance, INSTANCE, IdSet};
+use flux_distribute::api::{INSTANCE, IdSet};
 use k8s_openapi::api::core::v1::Node;
-use kube::{
-    Api,
-    api::{DeleteParams, Patch, PatchParams},
-};
+use kube::{Api, api::DeleteParams};
 use serde_json::{Value, json};
 
 use crate::{harness::Cluster, scheduler::Scheduler};
@@ -18,11 +15,6 @@ const JOBS: usize = 20;
 /// Ranks in this state: `draining` get no new jobs and have some, `drained` have none.
 fn ranks(cluster: &Cluster, state: &str) -> Option<String> {
     cluster.ask("node1", &["flux", "resource", "status", "-s", state, "--skip-empty", "-no", "{ranks}"])
-}
-
-fn patch_node(cluster: &Cluster, node: &str, patch: &Value) {
-    let patched = Api::<Node>::all(cluster.client());
-    cluster.wait(patched.patch(node, &PatchParams::default(), &Patch::Merge(patch))).unwrap();
 }
 
 #[test]
@@ -38,8 +30,8 @@ fn four_that_join_and_four_that_go_cost_no_job_under_sched_simple() {
 /// Drains ranks 2 and 3, which have jobs: `cordoned` as by `kubectl drain`, `deleted` as by an autoscaler whose finalizer holds
 /// its Node until it is idle.
 fn drain(cluster: &Cluster, cordoned: &str, deleted: &str) {
-    patch_node(cluster, cordoned, &json!({"spec": {"unschedulable": true}}));
-    patch_node(cluster, deleted, &json!({"metadata": {"finalizers": ["example.org/autoscaler"]}}));
+    cluster.patch_node(cordoned, json!({"spec": {"unschedulable": true}}));
+    cluster.patch_node(deleted, json!({"metadata": {"finalizers": ["example.org/autoscaler"]}}));
     cluster.wait(Api::<Node>::all(cluster.client()).delete(deleted, &DeleteParams::default())).unwrap();
     cluster.until("the drain", || (ranks(cluster, "draining")? == "2-3").then_some(()));
 }
@@ -64,8 +56,7 @@ fn come_and_go(scheduler: Scheduler) {
     drain(&cluster, &cordoned, &deleted);
     // And the two that have joined last go by a smaller size.
     let idle = [2, 3].map(|rank| cluster.holder(nodes + rank));
-    let size = Patch::Merge(json!({"spec": {"size": nodes + 2}}));
-    cluster.wait(cluster.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &size)).unwrap();
+    cluster.patch(json!({"spec": {"size": nodes + 2}}));
     for node in &idle {
         cluster.until("the end of one without jobs", || cluster.node(node).rank.is_none().then_some(()));
         cluster.must(&["remove-node", node]);
@@ -83,7 +74,7 @@ fn come_and_go(scheduler: Scheduler) {
     }
     cluster.until("the end of their jobs", || ranks(&cluster, "draining")?.is_empty().then_some(()));
     assert!(running() < JOBS);
-    patch_node(&cluster, &deleted, &json!({"metadata": {"finalizers": null}}));
+    cluster.patch_node(&deleted, json!({"metadata": {"finalizers": null}}));
     for node in [&cordoned, &deleted] {
         cluster.must(&["remove-node", node]);
     }

@@ -1,15 +1,9 @@
 //! What changes what Flux reads at start, and the coordinated restart that it takes.
 
-use flux_distribute::api::{FluxInstance, FluxInstanceSpec};
-use kube::api::{Patch, PatchParams};
-use serde_json::{Value, json};
+use flux_distribute::api::FluxInstanceSpec;
+use serde_json::json;
 
 use crate::harness::Cluster;
-
-fn patch(cluster: &Cluster, patch: Value) {
-    let api = cluster.api::<FluxInstance>();
-    cluster.wait(api.patch("flux", &PatchParams::default(), &Patch::Merge(patch))).unwrap();
-}
 
 /// Message of a condition that holds.
 fn condition(cluster: &Cluster, name: &str) -> Option<String> {
@@ -29,7 +23,7 @@ fn what_is_read_at_start_waits_for_the_running_jobs_and_keeps_the_pending_ones()
     let (before, job) = (cluster.brokers(), cluster.job(&["-N3", "-n3"]));
     let pending = cluster.exec("node1", &["flux", "submit", "-N3", "--urgency=hold", "true"]);
 
-    patch(&cluster, json!({"spec": {"broker": {"port": 8060}}}));
+    cluster.patch(json!({"spec": {"broker": {"port": 8060}}}));
     let waits = |said: &String| said.contains("broker.port 8050 -> 8060") && said.contains("jobs on ranks 0-2");
     cluster.until("the announcement", || condition(&cluster, "RestartPending").filter(waits));
     assert_eq!(cluster.brokers(), before);
@@ -50,7 +44,7 @@ fn a_word_is_enough_to_restart_whatever_runs() {
     let job = cluster.exec("node1", &["flux", "submit", "-N2", "-n2", "sleep", "inf"]);
     let pending = cluster.exec("node1", &["flux", "submit", "-N2", "--urgency=hold", "true"]);
     let word = json!({"metadata": {"annotations": {"distribute.flux-framework.org/restart": "now"}}});
-    patch(&cluster, word.clone());
+    cluster.patch(word.clone());
     epoch(&cluster, 2);
     let after = cluster.brokers();
     assert!(after.iter().all(|(node, now)| now.pid != before[node].pid), "{after:?}");
@@ -59,8 +53,8 @@ fn a_word_is_enough_to_restart_whatever_runs() {
     cluster.exec("node1", &["flux", "job", "urgency", &pending, "default"]);
     cluster.exec("node1", &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
     // The same word is heard once: the planner has seen everything that came before this change.
-    patch(&cluster, word);
-    patch(&cluster, json!({"spec": {"ranks": {"retain": "11m"}}}));
+    cluster.patch(word);
+    cluster.patch(json!({"spec": {"ranks": {"retain": "11m"}}}));
     let generation = cluster.instance().metadata.generation;
     cluster.until("the planner", || {
         (cluster.instance().status.map(|status| status.observed_generation) == generation).then_some(())
@@ -71,12 +65,9 @@ fn a_word_is_enough_to_restart_whatever_runs() {
 #[test]
 fn settings_that_no_broker_starts_with_are_taken_back() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
-    patch(
-        &cluster,
-        json!({"spec": {"broker": {"config": "[ingest]
+    cluster.patch(json!({"spec": {"broker": {"config": "[ingest]
 batch-count = \"many\"
-"}}}),
-    );
+"}}}));
     epoch(&cluster, 3);
     let said = cluster.until("why", || condition(&cluster, "RestartPending"));
     assert!(said.contains("was taken back"), "{said}");
@@ -90,7 +81,7 @@ fn fewer_are_drained_and_stopped_and_more_come_back() {
     let last = cluster.holder(2);
     let job = cluster.job(&["-N1", "-n1", &format!("--requires=host:{last}")]);
     let scale = |size: u32| {
-        patch(&cluster, json!({"spec": FluxInstanceSpec { size: Some(size), ..cluster.instance().spec }}));
+        cluster.patch(json!({"spec": FluxInstanceSpec { size: Some(size), ..cluster.instance().spec }}));
     };
     scale(2);
     cluster.until("the drain", || {
@@ -118,7 +109,7 @@ fn fewer_are_drained_and_stopped_and_more_come_back() {
 fn a_member_that_leaves_gives_its_jobs_no_longer_than_the_time_out() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     cluster.job(&["-N1", "-n1", &format!("--requires=host:{}", cluster.holder(1))]);
-    patch(&cluster, json!({"spec": {"size": 1, "drain": {"timeout": "5s"}}}));
+    cluster.patch(json!({"spec": {"size": 1, "drain": {"timeout": "5s"}}}));
     cluster.until("its end", || (cluster.brokers().len() == 1).then_some(()));
     assert_eq!(cluster.exec("node1", &["flux", "run", "-N1", "hostname"]), "node1");
 }
@@ -129,10 +120,8 @@ fn a_cordoned_node_gets_no_jobs_until_it_is_uncordoned() {
     let (before, job) = (cluster.brokers(), cluster.job(&["-N2", "-n2"]));
     let drained = || cluster.ask("node1", &["flux", "resource", "drain", "-no", "{ranks} {reason}"]);
     cluster.exec("node1", &["flux", "resource", "drain", "0", "the administrator's own"]);
-    let nodes = kube::Api::<k8s_openapi::api::core::v1::Node>::all(cluster.client());
     let cordon = |cordoned: bool| {
-        let patch = Patch::Merge(json!({"spec": {"unschedulable": cordoned}}));
-        cluster.wait(nodes.patch(&cluster.holder(1), &PatchParams::default(), &patch)).unwrap();
+        cluster.patch_node(&cluster.holder(1), json!({"spec": {"unschedulable": cordoned}}));
     };
     cordon(true);
     cluster.until("the drain", || drained()?.contains("1 flux-distribute: the node is cordoned").then_some(()));

@@ -12,13 +12,14 @@ use std::{
 };
 
 use flux_distribute::api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE};
-use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::{coordination::v1::Lease, core::v1::Node};
 use kube::{
     Api, Client, Config,
-    api::ListParams,
+    api::{ListParams, Patch, PatchParams},
     config::{KubeConfigOptions, Kubeconfig},
 };
 use serde::Deserialize;
+use serde_json::Value;
 
 use crate::traces;
 
@@ -158,23 +159,14 @@ impl Cluster {
 
     /// The brokers that run, by node: from the machine's processes, not from what anybody says of them.
     pub fn brokers(&self) -> BTreeMap<String, Broker> {
-        let mut brokers = BTreeMap::new();
-        for process in fs::read_dir("/proc").unwrap().flatten() {
-            let Ok(pid) = process.file_name().to_string_lossy().parse() else { continue };
-            let read = |file: &str| fs::read_to_string(process.path().join(file)).unwrap_or_default();
-            let Some(rank) = read("comm").trim().strip_prefix("flux-broker-").and_then(|rank| rank.parse().ok()) else {
-                continue;
-            };
-            let (cgroup, marker) = (read("cgroup"), format!("/flux-distribute-local/{}/", self.bridge));
-            let node = cgroup.lines().find_map(|line| Some(line.split_once(&marker)?.1.split('/').next()?.to_owned()));
+        let rank_of = |pid: i32| {
+            let process = Path::new("/proc").join(pid.to_string());
             // A zombie is no broker.
-            if let Some(node) = node
-                && fs::read_link(process.path().join("exe")).is_ok()
-            {
-                brokers.insert(node, Broker { rank, pid });
-            }
-        }
-        brokers
+            fs::read_link(process.join("exe")).ok()?;
+            fs::read_to_string(process.join("comm")).ok()?.trim().strip_prefix("flux-broker-")?.parse().ok()
+        };
+        let processes = traces::processes(&self.bridge).into_iter();
+        processes.filter_map(|(node, pid)| Some((node, Broker { rank: rank_of(pid)?, pid }))).collect()
     }
 
     /// Waits until `look` finds something.
@@ -234,6 +226,19 @@ impl Cluster {
 
     pub fn instance(&self) -> FluxInstance {
         self.wait(self.api::<FluxInstance>().get(INSTANCE)).unwrap()
+    }
+
+    /// The FluxInstance, changed by a merge patch.
+    pub fn patch(&self, patch: Value) -> FluxInstance {
+        let patch = Patch::Merge(patch);
+        self.wait(self.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &patch)).unwrap()
+    }
+
+    #[allow(dead_code, reason = "each target takes what it needs")]
+    /// Changes a Node of Kubernetes in the same way.
+    pub fn patch_node(&self, node: &str, patch: Value) {
+        let nodes = Api::<Node>::all(self.client());
+        self.wait(nodes.patch(node, &PatchParams::default(), &Patch::Merge(patch))).unwrap();
     }
 
     /// The node whose agent is the planner.

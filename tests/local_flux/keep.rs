@@ -2,8 +2,6 @@
 
 use std::{collections::BTreeSet, process::Stdio};
 
-use flux_distribute::api::FluxInstance;
-use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
 
 use crate::harness::{Cluster, is_able};
@@ -11,8 +9,7 @@ use crate::harness::{Cluster, is_able};
 const ENVIRONMENTS: &str = "/opt/flux-distribute/envs";
 
 fn set_packages(cluster: &Cluster, packages: Value) {
-    let patch = Patch::Merge(json!({"spec": {"packages": packages}}));
-    cluster.wait(cluster.api::<FluxInstance>().patch("flux", &PatchParams::default(), &patch)).unwrap();
+    cluster.patch(json!({"spec": {"packages": packages}}));
 }
 
 fn environments(cluster: &Cluster, node: &str) -> BTreeSet<String> {

@@ -2,12 +2,6 @@
 
 use std::{collections::BTreeMap, fs};
 
-use flux_distribute::api::{FluxInstance, INSTANCE};
-use k8s_openapi::api::core::v1::Node;
-use kube::{
-    Api,
-    api::{Patch, PatchParams},
-};
 use serde_json::{Value, json};
 
 use crate::harness::Cluster;
@@ -42,8 +36,7 @@ fn until_shown(cluster: &Cluster, node: &str, cores: u32, gpus: u32, properties:
 }
 
 fn resources(cluster: &Cluster, resources: Value) {
-    let patch = Patch::Merge(json!({ "spec": { "resources": resources } }));
-    cluster.wait(cluster.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &patch)).unwrap();
+    cluster.patch(json!({ "spec": { "resources": resources } }));
 }
 
 /// State and reason of the nodes that get no jobs, as Flux says it.
@@ -87,8 +80,7 @@ fn each_of_four_kinds_of_nodes_shows_exactly_its_own() {
     let brokers = cluster.brokers();
     let job = cluster.job(&["-n1", "--requires=example.org/zone=b"]);
     cluster.must(&["add-node", "--cores", "1", "--arch", "arm64"]);
-    let label = Patch::Merge(json!({"metadata": {"labels": {"example.org/zone": "c"}}}));
-    cluster.wait(Api::<Node>::all(cluster.client()).patch("node2", &PatchParams::default(), &label)).unwrap();
+    cluster.patch_node("node2", json!({"metadata": {"labels": {"example.org/zone": "c"}}}));
     cluster.all_online(5);
     until_shown(&cluster, "node5", 1, 0, "arm64");
     until_shown(&cluster, "node2", 1, 0, "amd64 example.org/zone=c");

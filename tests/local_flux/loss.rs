@@ -2,9 +2,7 @@
 
 use std::{collections::BTreeMap, fs, time::Instant};
 
-use flux_distribute::api::{
-    CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, Declared, FluxInstance, FluxNode, INSTANCE, Rank, Roster, SECRET_CURVE,
-};
+use flux_distribute::api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, Declared, FluxNode, Rank, Roster, SECRET_CURVE};
 use k8s_openapi::api::core::v1::{ConfigMap, Node, Secret};
 use kube::{
     Api,
@@ -117,8 +115,7 @@ fn a_killed_broker_and_a_killed_planner_are_made_up_for_within_seconds() {
 #[test]
 fn an_agent_that_was_frozen_starts_no_broker_under_a_rank_that_it_has_lost() {
     let Some(cluster) = Cluster::up(3, &[]) else { return };
-    let patch = Patch::Merge(json!({ "spec": { "ranks": { "retain": "5s" } } }));
-    cluster.wait(cluster.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &patch)).unwrap();
+    cluster.patch(json!({ "spec": { "ranks": { "retain": "5s" } } }));
     let planner = cluster.planner();
     let frozen = [1, 2].map(|rank| cluster.holder(rank)).into_iter().find(|node| *node != planner).unwrap();
     let rank = cluster.node(&frozen).rank.unwrap();
@@ -280,8 +277,7 @@ fn a_member_that_is_cordoned_tainted_or_not_ready_keeps_its_rank_and_its_job() {
         assert_eq!(cluster.ranks(), ranks, "{what}");
         assert_eq!(given(&roster(&cluster).unwrap()), given(&before), "{what}");
         job.finish();
-        let uncordon = Patch::Merge(json!({ "spec": { "unschedulable": false } }));
-        cluster.wait(async { nodes.patch("node2", &params, &uncordon).await }).unwrap();
+        cluster.patch_node("node2", json!({ "spec": { "unschedulable": false } }));
         cluster.all_online(2);
     }
     let said = cluster.exec("node1", &["flux", "run", "-N2", "hostname"]);
@@ -290,11 +286,8 @@ fn a_member_that_is_cordoned_tainted_or_not_ready_keeps_its_rank_and_its_job() {
 
 /// A change of the spec that means nothing; waits until the planner has taken it in, and so everything before it.
 fn nudge(cluster: &Cluster, generation: i64) {
-    let patch = json!({ "spec": { "drain": { "timeout": format!("{}m", generation + 1) } } });
-    let patched = cluster.wait(async {
-        cluster.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &Patch::Merge(patch)).await
-    });
-    let wanted = patched.unwrap().metadata.generation;
+    let patched = cluster.patch(json!({ "spec": { "drain": { "timeout": format!("{}m", generation + 1) } } }));
+    let wanted = patched.metadata.generation;
     assert!(wanted > Some(generation));
     cluster.until("the planner", || {
         (cluster.instance().status.map(|status| status.observed_generation) >= wanted).then_some(())
@@ -306,11 +299,7 @@ fn a_changed_spec_restarts_nothing_and_shows_as_restart_pending() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let job = cluster.job(&["-N2", "-n2"]);
     let brokers = cluster.brokers();
-    let patch = json!({ "spec": { "broker": { "cpuWeight": 321 } } });
-    let patched = cluster.wait(async {
-        cluster.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &Patch::Merge(patch)).await
-    });
-    patched.unwrap();
+    cluster.patch(json!({ "spec": { "broker": { "cpuWeight": 321 } } }));
     let message = cluster.until("RestartPending", || {
         let conditions = cluster.instance().status?.conditions;
         let pending = conditions.into_iter().find(|found| found.type_ == "RestartPending" && found.status == "True")?;

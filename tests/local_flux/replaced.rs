@@ -7,14 +7,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flux_distribute::api::{
-    CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxInstance, FluxNode, INSTANCE, NodePhase, Rank, Roster,
-};
+use flux_distribute::api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode, NodePhase, Rank, Roster};
 use k8s_openapi::api::core::v1::{ConfigMap, Node};
-use kube::{
-    Api,
-    api::{DeleteParams, Patch, PatchParams},
-};
+use kube::{Api, api::DeleteParams};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -72,8 +67,7 @@ fn joined(cluster: &Cluster, machine: &str, node: &str) -> Rank {
 #[test]
 fn a_machine_that_replaces_one_that_is_cut_off_gets_another_rank_and_both_keep_their_own() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
-    let retain = Patch::Merge(json!({"spec": {"ranks": {"retain": "5s"}}}));
-    cluster.wait(cluster.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &retain)).unwrap();
+    cluster.patch(json!({"spec": {"ranks": {"retain": "5s"}}}));
     // One that has joined later: its rank has a spare's name, so that it may be anybody's once it is free.
     cluster.must(&["add-node"]);
     cluster.all_online(3);

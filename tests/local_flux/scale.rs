@@ -21,11 +21,6 @@ fn scale(cluster: &Cluster, size: u32) -> Result<(), kube::Error> {
     cluster.wait(cluster.api::<FluxInstance>().patch_scale(INSTANCE, &PatchParams::default(), &patch)).map(drop)
 }
 
-fn patch(cluster: &Cluster, spec: serde_json::Value) {
-    let patch = Patch::Merge(json!({ "spec": spec }));
-    cluster.wait(cluster.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &patch)).unwrap();
-}
-
 /// Waits until so many ranks are up and given jobs, and the others down or drained.
 fn up(cluster: &Cluster, free: usize, all: usize) {
     let wanted = BTreeMap::from([("free", free), ("down", all - free)]);
@@ -98,7 +93,7 @@ fn two_of_four(scheduler: Scheduler) {
 fn more_than_the_default_maximum_is_denied_in_words() {
     let Some(cluster) = Cluster::up(1, &[]) else { return };
     let before = cluster.brokers();
-    patch(&cluster, json!({"size": 65}));
+    cluster.patch(json!({"spec": {"size": 65}}));
     let words = cluster.until("the condition", || {
         let conditions = cluster.instance().status?.conditions;
         conditions.into_iter().find(|c| c.type_ == "ScaleDenied" && c.status == "True").map(|c| c.message)
@@ -137,9 +132,7 @@ fn jobs_tell(scheduler: Scheduler) {
     let before = cluster.brokers();
     let [lead, busy, idle] = [0, 1, 2].map(|rank| cluster.holder(rank));
     // Karpenter's is somebody's own.
-    let own = json!({"metadata": {"annotations": {PROTECTING[1]: "true"}}});
-    let nodes = Api::<Node>::all(cluster.client());
-    cluster.wait(nodes.patch(&busy, &PatchParams::default(), &Patch::Merge(own))).unwrap();
+    cluster.patch_node(&busy, json!({"metadata": {"annotations": {PROTECTING[1]: "true"}}}));
     let is_protected = |node: &str| PROTECTING.iter().all(|key| annotations(&cluster, node).contains_key(*key));
     let requires = format!("--requires=host:{lead},{busy}");
     let job = cluster.job(&["-N2", "-n2", &requires]);

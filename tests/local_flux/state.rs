@@ -8,7 +8,7 @@ use std::{
 };
 
 use flux_distribute::api::{FluxInstance, FluxInstanceSpec, FluxNode, INSTANCE};
-use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, PostParams};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -184,8 +184,7 @@ fn an_empty_queue_begins_only_on_purpose() {
 fn dumps_are_made_as_often_as_the_spec_says() {
     let Some(cluster) = Cluster::up(1, &[]) else { return };
     assert_eq!(cluster.instance().status.unwrap().dump, None);
-    let patch = Patch::Merge(json!({"spec": {"state": {"dumpEvery": "1h"}}}));
-    cluster.wait(cluster.api::<FluxInstance>().patch("flux", &PatchParams::default(), &patch)).unwrap();
+    cluster.patch(json!({"spec": {"state": {"dumpEvery": "1h"}}}));
     let kept = cluster.until("a dump", || cluster.instance().status?.dump);
     assert_eq!(kept.node, "node1");
     assert!(kept.dump.name.starts_with(&instance_id(&cluster)), "{kept:?}");
@@ -243,9 +242,8 @@ fn a_purged_host_has_nothing_of_ours() {
 fn a_queue_that_an_uninstall_has_kept_goes_on_in_the_next_instance_by_a_word() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let lead = cluster.holder(0);
-    let patch = Patch::Merge(json!({"spec": {"uninstall": {"keepState": true}}}));
+    cluster.patch(json!({"spec": {"uninstall": {"keepState": true}}}));
     let instances = cluster.api::<FluxInstance>();
-    cluster.wait(instances.patch(INSTANCE, &PatchParams::default(), &patch)).unwrap();
     let remembers = cluster.root(&lead).join(PREFIX).join("state.json");
     cluster.until("a host that remembers it", || {
         fs::read_to_string(&remembers).unwrap().contains("\"keepState\": true").then_some(())

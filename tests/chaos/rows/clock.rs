@@ -2,12 +2,11 @@
 
 use std::time::Duration;
 
-use flux_distribute::api::{FluxInstance, FluxNode, INSTANCE, NodePhase};
-use kube::api::{Patch, PatchParams};
-use serde_json::{Value, json};
+use flux_distribute::api::{FluxNode, NodePhase};
+use serde_json::json;
 
 use super::{Row, Shape, row};
-use crate::scene::{Hit, Scene};
+use crate::scene::Hit;
 
 /// One node's clock is right, some are an hour ahead, some behind.
 static OFF: Shape = Shape { nodes: 4, options: &["--clocks-off", "3600"] };
@@ -19,7 +18,7 @@ pub fn rows() -> Vec<Row> {
         ..row("clocks an hour off, the API server's set during a drain", |scene| {
             let last = scene.holder(3);
             // Ten minutes, of which an hour must not be over before seconds are.
-            patch(scene, &json!({ "size": 3, "drain": { "timeout": "10m" } }));
+            scene.cluster.patch(json!({ "spec": { "size": 3, "drain": { "timeout": "10m" } } }));
             scene.until("the drain", Duration::from_secs(30), |scene| {
                 let node = scene.cluster.wait(scene.cluster.api::<FluxNode>().get(&last));
                 let phase = node.map_err(|error| error.to_string())?.status.unwrap_or_default().phase;
@@ -35,14 +34,8 @@ pub fn rows() -> Vec<Row> {
                     scene.dice.pause(Duration::from_secs(5));
                 }
             }
-            patch(scene, &json!({ "size": null, "drain": null }));
+            scene.cluster.patch(json!({ "spec": { "size": null, "drain": null } }));
             Hit::nobody()
         })
     }]
-}
-
-fn patch(scene: &Scene, spec: &Value) {
-    let instances = scene.cluster.api::<FluxInstance>();
-    let patch = Patch::Merge(json!({ "spec": spec }));
-    scene.cluster.wait(instances.patch(INSTANCE, &PatchParams::default(), &patch)).unwrap();
 }

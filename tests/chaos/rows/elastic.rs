@@ -6,12 +6,8 @@ use std::{
     time::Duration,
 };
 
-use flux_distribute::api::{FluxInstance, FluxNode, INSTANCE, IdSet};
-use k8s_openapi::api::core::v1::Node;
-use kube::{
-    Api,
-    api::{DeleteParams, Patch, PatchParams},
-};
+use flux_distribute::api::{FluxNode, IdSet};
+use kube::api::DeleteParams;
 use serde_json::json;
 
 use super::{Row, Shape, objects::roster, row};
@@ -34,9 +30,7 @@ pub fn rows() -> Vec<Row> {
         heals_in: 180,
         ..row("25 random joins, leaves, returns, replacements, planner deaths and lost FluxNodes", |scene| {
             // Short enough that ranks are freed on the way.
-            let patch = Patch::Merge(json!({ "spec": { "ranks": { "retain": "5s" } } }));
-            let instances = scene.cluster.api::<FluxInstance>();
-            scene.cluster.wait(instances.patch(INSTANCE, &PatchParams::default(), &patch)).unwrap();
+            scene.cluster.patch(json!({ "spec": { "ranks": { "retain": "5s" } } }));
             let (lead, spared) = (scene.lead(), scene.pick_follower());
             let mut nodes = Nodes { there: scene.names().into_iter().collect(), ..Nodes::default() };
             nodes.spared = spared.clone();
@@ -162,9 +156,7 @@ impl Undisturbed {
 }
 
 fn set_cordon(scene: &Scene, node: &str, cordon: bool) {
-    let nodes: Api<Node> = Api::all(scene.cluster.client());
-    let patch = Patch::Merge(json!({ "spec": { "unschedulable": cordon } }));
-    scene.cluster.wait(nodes.patch(node, &PatchParams::default(), &patch)).unwrap();
+    scene.cluster.patch_node(node, json!({ "spec": { "unschedulable": cordon } }));
 }
 
 /// The ranks that Flux has up are those that have a member, every node is one of these, and nobody is drained.

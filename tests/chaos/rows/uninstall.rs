@@ -3,8 +3,8 @@
 use std::{fs, time::Duration};
 
 use flux_distribute::api::{ANNOTATION_RESTART, FluxInstance, FluxNode, INSTANCE};
-use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
-use serde_json::{Value, json};
+use kube::api::{DeleteParams, ListParams, PostParams};
+use serde_json::json;
 
 use super::{Row, row};
 use crate::scene::{Hit, Scene};
@@ -32,13 +32,10 @@ pub fn rows() -> Vec<Row> {
             let all = cancelling(scene);
             let port = 8053 + scene.dice.below(100);
             let word = format!("now {port}");
-            patch(
-                scene,
-                &json!({
-                    "metadata": { "annotations": { ANNOTATION_RESTART: word } },
-                    "spec": { "broker": { "port": port } },
-                }),
-            );
+            scene.cluster.patch(json!({
+                "metadata": { "annotations": { ANNOTATION_RESTART: word } },
+                "spec": { "broker": { "port": port } },
+            }));
             scene.dice.pause(Duration::from_secs(10));
             again(scene, all)
         }),
@@ -59,7 +56,7 @@ pub fn rows() -> Vec<Row> {
 
 /// Jobs do not hold it up. Returns who is there.
 fn cancelling(scene: &mut Scene) -> Vec<String> {
-    patch(scene, &json!({ "spec": { "uninstall": { "runningJobs": "Cancel" } } }));
+    scene.cluster.patch(json!({ "spec": { "uninstall": { "runningJobs": "Cancel" } } }));
     let names = scene.names();
     // An agent at its pod's end has no other word than what its host remembers.
     scene.until("hosts that remember it", Duration::from_secs(30), |scene| {
@@ -68,11 +65,6 @@ fn cancelling(scene: &mut Scene) -> Vec<String> {
         forgetful.map_or(Ok(()), |state| Err(state.display().to_string()))
     });
     names
-}
-
-fn patch(scene: &Scene, patch: &Value) {
-    let instances = scene.cluster.api::<FluxInstance>();
-    scene.cluster.wait(instances.patch(INSTANCE, &PatchParams::default(), &Patch::Merge(patch))).unwrap();
 }
 
 fn again(scene: &mut Scene, all: Vec<String>) -> Hit {
