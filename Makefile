@@ -22,10 +22,10 @@ test: setup ## All tests, on a kind cluster too where Docker and kind are
 	scripts/test.sh
 
 chaos: setup ## Break things on purpose while a job runs, for up to an hour; TABLE=FILE for the results
-	FLUX_DISTRIBUTE_CHAOS=1 FLUX_DISTRIBUTE_CHAOS_TABLE=$(TABLE) scripts/test.sh --test chaos
+	FLUX_DISTRIBUTE_CHAOS=1 FLUX_DISTRIBUTE_CHAOS_TABLE=$(TABLE) scripts/test.sh --profile chaos --test chaos
 
 chaos-long: setup ## The same, five times as often
-	FLUX_DISTRIBUTE_CHAOS=long FLUX_DISTRIBUTE_CHAOS_TABLE=$(TABLE) scripts/test.sh --test chaos
+	FLUX_DISTRIBUTE_CHAOS=long FLUX_DISTRIBUTE_CHAOS_TABLE=$(TABLE) scripts/test.sh --profile chaos --test chaos
 
 lint: setup ## Format, clippy
 	cargo fmt --check

@@ -159,11 +159,14 @@ impl Suite<'_> {
 
     fn once(&self, row: &Row, run: u32, place: &mut Option<Scene>) -> Result<Outcome, String> {
         let done = catch_unwind(AssertUnwindSafe(|| {
-            let scene = place.get_or_insert_with(|| Scene::set(row.shape, self.settings.outage));
+            // One that is there has been found well at the end of its last run.
+            let scene = place.get_or_insert_with(|| {
+                let scene = Scene::set(row.shape, self.settings.outage);
+                scene.until("a cluster that is well", COMMAND, |scene| look(scene, Timestamp::UNIX_EPOCH));
+                scene
+            });
             (scene.row, scene.run) = (row.name, run);
             scene.dice = Dice::new(self.settings.seed, row.name, run);
-            // For a moment, what an agent has just forked looks like another agent.
-            scene.until("a cluster that is well", COMMAND, |scene| look(scene, Timestamp::UNIX_EPOCH));
             let before = scene.brokers();
             let hit = (row.inject)(scene);
             judge(scene, row, &before, &hit)
