@@ -266,9 +266,10 @@ impl Agent {
         {
             self.memory.refreshed();
         }
-        self.view = self.actor.observe().await?;
-        // What can't be read has not gone.
-        if let Some(preflight) = self.preflight.as_mut().filter(|_| self.view.resources.cores > 0) {
+        let before = std::mem::replace(&mut self.view, self.actor.observe().await?).resources;
+        // What can't be read has not gone, and what one look alone has seen may have been about to change.
+        let is_sure = self.view.resources.cores > 0 && self.view.resources == before;
+        if let Some(preflight) = self.preflight.as_mut().filter(|_| is_sure) {
             preflight.resources = self.view.resources;
         }
         self.remember_the_end(world).await?;

@@ -165,9 +165,11 @@ fn is_ready(seen: &Observed, member: &Member) -> bool {
     seen.nodes.iter().any(|node| node.uid == member.uid && node.ready)
 }
 
-/// Ranks that somebody has drained. Flux keeps that by rank and name: whoever takes such a rank gets no jobs.
-fn drained_by_others(seen: &Observed) -> IdSet {
-    IdSet(seen.reports.values().flat_map(|report| report.drained_by_others.0.iter().copied()).collect())
+/// Ranks that somebody has drained, by the last word of the lead that there is. Flux keeps that by rank and name: whoever takes
+/// such a rank gets no jobs.
+fn drained_by_others(seen: &Observed, roster: &Roster) -> IdSet {
+    let lead = roster.lead().and_then(|lead| seen.reports.get(&lead.node));
+    lead.map(|report| report.drained_by_others.clone()).unwrap_or_default()
 }
 
 /// How many members there can be. A size that is no size counts for nothing: the spec may be one that can't be served.
@@ -182,7 +184,7 @@ pub(super) fn no_room(seen: &Observed, roster: &Roster) -> Option<String> {
         let size = seen.spec.size.filter(|size| *size <= max_size);
         return Some(size.map_or_else(|| format!("maxSize is {max_size}"), |size| format!("size is {size}")));
     }
-    let drained = drained_by_others(seen);
+    let drained = drained_by_others(seen, roster);
     let is_taken = |rank| {
         let entry = roster.ranks.get(&rank);
         entry.is_some_and(|entry| entry.member.is_some() || entry.reserved_for.is_some()) || drained.contains(rank)
@@ -246,9 +248,9 @@ pub fn candidates<'a>(seen: &Observed<'a>) -> Vec<&'a NodeView> {
     nodes
 }
 
-/// For how many an epoch after `roster`'s is made by default: its members whatever they are like just now, since an epoch
-/// often begins when all of them are cordoned, and those that may join.
-fn takers(seen: &Observed, roster: &Roster) -> usize {
+/// How many take part by default: `roster`'s members whatever they are like just now, since an epoch often begins when all of
+/// them are cordoned, and those that may join.
+pub(super) fn takers(seen: &Observed, roster: &Roster) -> usize {
     let members = roster.members().map(|member| member.uid.as_str());
     members.chain(candidates(seen).into_iter().map(|node| node.uid.as_str())).collect::<BTreeSet<_>>().len()
 }

@@ -6,9 +6,9 @@ use k8s_openapi::{
 };
 
 use super::roster::{
-    Observed, candidates,
+    Observed,
     epoch::{Restart, restart},
-    holds, is_lead_silent, is_online,
+    holds, is_lead_silent, is_online, takers,
 };
 use crate::api::{FluxInstanceStatus, InstancePhase, KeptDump, Roster};
 
@@ -140,14 +140,15 @@ fn certificate_missing(seen: &Observed) -> Holds {
 
 fn scale_denied(seen: &Observed, roster: Option<&Roster>) -> Holds {
     let fits = (false, "Fits", String::new());
-    let Some(max_size) = roster.map(|roster| roster.settings.max_size) else { return fits };
+    let Some(roster) = roster else { return fits };
+    let max_size = roster.settings.max_size;
     let (asked, are) = match (seen.spec.size, seen.spec.max_size) {
         (Some(size), _) => (size, format!("size {size} is")),
         // By default every eligible node takes part. Who sets maxSize alone wants no more than that.
         (None, Some(_)) => return fits,
         (None, None) => {
-            let eligible = count(candidates(seen).iter());
-            (eligible, format!("{eligible} eligible nodes are"))
+            let takers = u32::try_from(takers(seen, roster)).unwrap_or(u32::MAX);
+            (takers, format!("{takers} members and eligible nodes are"))
         }
     };
     if asked <= max_size {

@@ -6,11 +6,14 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use super::{
-    Observed, candidates, drained_by_others, facts, first::is_broker_name, holds, is_online, is_ready, lead_report,
-    limit, member, properties, resources, takers,
+    Observed, candidates, facts, first::is_broker_name, holds, is_online, is_ready, lead_report, limit, member,
+    properties, resources, takers,
 };
 use crate::{
-    api::{Closing, EpochSettings, FluxNodeStatus, Member, NodePhase, OnFailure, Rank, Refused, Roster, RosterEntry},
+    api::{
+        Closing, Draining, EpochSettings, FluxNodeStatus, Member, NodePhase, OnFailure, Rank, Refused, Roster,
+        RosterEntry,
+    },
     plan::{
         broker_toml::{is_node_a_property, spare_name},
         settings::{pending, settings, wanted},
@@ -235,7 +238,9 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
 /// by somebody or by us: Flux keeps that by the broker's name, and would give it jobs until it is drained anew.
 fn named(seen: &Observed, rank: Rank, member: Member, before: Option<&RosterEntry>, revision: u64) -> RosterEntry {
     let is_spare = before.is_some_and(|entry| entry.broker_name == spare_name(rank));
-    let is_drained = before.is_some_and(|entry| entry.drain.is_some()) || drained_by_others(seen).contains(rank);
+    // Anybody's word counts: a lead that was taken over from has the only one.
+    let is_drained = before.is_some_and(|entry| entry.drain.is_some())
+        || seen.reports.values().any(|report| report.drained_by_others.contains(rank));
     let real = is_broker_name(&member.node) && !(is_spare && is_drained);
     let known = before.and_then(|entry| entry.resources.as_ref());
     let node = seen.nodes.iter().find(|node| node.uid == member.uid);
@@ -248,7 +253,8 @@ fn named(seen: &Observed, rank: Rank, member: Member, before: Option<&RosterEntr
         resources,
         properties: before.map(|entry| entry.properties.clone()).unwrap_or_default(),
         has_node_property: before.is_some_and(is_node_a_property),
-        drain: None,
+        // Until it is looked at anew, nobody may take it off: Flux would give the node jobs.
+        drain: before.and_then(|entry| entry.drain.clone()).map(|drain| Draining { since: seen.now, ..drain }),
         revision,
     }
 }

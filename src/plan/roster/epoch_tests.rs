@@ -1,7 +1,7 @@
 use k8s_openapi::api::core::v1::Taint;
 
 use super::{
-    Decision,
+    Decision, decide,
     epoch::{Restart, restart},
     tests::World,
 };
@@ -191,6 +191,20 @@ fn a_member_that_we_drain_keeps_the_name_that_flux_knows_it_by() {
     assert_eq!(begin_an_epoch(&mut world, 9000).ranks[&3].broker_name, "flux-spare-3");
     world.nodes[3].cordoned = false;
     assert_eq!(begin_an_epoch(&mut world, 9001).ranks[&3].broker_name, "node4");
+}
+
+#[test]
+fn a_cordoned_member_is_drained_from_an_epoch_s_first_roster_on() {
+    let mut world = idle();
+    world.nodes[2].cordoned = true;
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    close(&mut world);
+    let Decision::Write(next) = decide(&world.seen()) else { panic!("no epoch") };
+    assert_eq!(next.epoch, 2);
+    world.roster = Some(*next);
+    let drained: Vec<_> = world.told("node1").drain.into_values().collect();
+    assert_eq!(drained, ["2".parse().unwrap()], "a planner that dies here must not have it undrained");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::{
-    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, entry, facts, holds_another, is_deep,
+    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, facts, holds_another, is_deep,
     is_of_instance, limit, properties,
 };
 use crate::{
@@ -34,6 +34,9 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
         copy.revision += LOST_REVISIONS;
         // The copy may be from before; what was online once is never thrown away.
         copy.established |= seen.status.instance_id.as_ref() == Some(&copy.instance_id);
+        // So are its drains: who was to leave then may have stayed, and no time that was given is over for what begins now.
+        copy.ranks.values_mut().filter_map(|entry| entry.drain.as_mut()).for_each(|drain| drain.since = seen.now);
+        drain(seen, &mut copy);
         return Decision::Write(Box::new(copy));
     }
     let runs = |status: &FluxNodeStatus| status.adopted.as_ref().is_some_and(|adopted| is_of_instance(seen, adopted));

@@ -97,7 +97,7 @@ fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
         .collect();
     let allocated = holds(seen, roster, 0).and_then(|(lead, _)| lead.allocated.as_ref());
     let has_jobs = |rank: &Rank| allocated.is_some_and(|ranks| ranks.contains(*rank));
-    let (topology, drained) = (topology(roster)?, drained_by_others(seen));
+    let (topology, drained) = (topology(roster)?, drained_by_others(seen, roster));
     let free = (1..size).filter(|rank| {
         let is_free = |entry: &RosterEntry| entry.member.is_none() && entry.reserved_for.is_none();
         roster.ranks.get(rank).is_none_or(|entry| is_free(entry) && does_lead_miss(seen, roster, *rank))

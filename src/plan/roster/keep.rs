@@ -54,7 +54,9 @@ pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
         if let Some(address) = node.address {
             member.address = address;
         }
-        if let Some(now) = resources(seen, node, *rank, entry.resources.as_ref()) {
+        if let Some(mut now) = resources(seen, node, *rank, entry.resources.as_ref()) {
+            // Flux takes no drain of a rank that it has excluded: the rank would get jobs before it is drained.
+            now.excluded |= entry.is_excluded() && entry.drain.is_some();
             // A scheduler that is loaded again kills the jobs that hold what is no longer declared.
             let takes_nothing = entry.resources.as_ref().is_none_or(|before| now.covers(before));
             if takes_nothing || idle.contains(rank) {

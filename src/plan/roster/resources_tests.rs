@@ -184,6 +184,19 @@ fn an_excluded_member_is_not_drained_and_may_leave_all_the_same() {
 }
 
 #[test]
+fn a_cordoned_member_that_is_not_excluded_any_more_gets_no_jobs_before_it_is_uncordoned() {
+    let mut world = with_an_excluded_member();
+    world.nodes[1].cordoned = true;
+    world.settle();
+    exclude(&mut world, json!({}));
+    world.settle();
+    assert!(declared(&world, 1).2, "Flux has not drained whom it has excluded");
+    world.nodes[1].cordoned = false;
+    world.settle();
+    assert!(!declared(&world, 1).2);
+}
+
+#[test]
 fn a_rank_stays_excluded_until_its_broker_is_out_of_the_overlay() {
     let mut world = with_an_excluded_member();
     assert!(declared(&world, 1).2);

@@ -61,11 +61,13 @@ fn more_nodes_than_a_default_max_size_are_said_with_both_numbers_and_each_withou
     world.settle();
     assert_eq!(members(&world), 3);
     let words = denied(&world).unwrap();
-    assert!(words.contains("6 eligible nodes are more than maxSize 3"), "{words}");
+    assert!(words.contains("6 members and eligible nodes are more than maxSize 3"), "{words}");
     assert_eq!(
         (world.told("node6").want, world.told("node6").reason.as_deref()),
         (Want::Install, Some("maxSize is 3"))
     );
+    world.nodes.iter_mut().take(3).for_each(|member| member.cordoned = true);
+    assert_eq!(denied(&world), Some(words), "members that are cordoned keep their ranks");
     world.spec.max_size = Some(3);
     assert_eq!(denied(&world), None, "it is what was asked for");
     world.spec.size = Some(3);
@@ -171,6 +173,12 @@ fn a_spare_that_somebody_has_drained_is_given_to_nobody() {
     world.passed("new", 2);
     world.settle();
     assert_eq!(world.rank("new"), Some(4), "what was drained may be another machine, but Flux drains the rank");
+    // What one who led before has to say is about ranks of another Flux.
+    world.reports.get_mut("node2").unwrap().drained_by_others = "5".parse().unwrap();
+    world.add("newer", 10);
+    world.passed("newer", 2);
+    world.settle();
+    assert_eq!(world.rank("newer"), Some(5));
 }
 
 #[test]

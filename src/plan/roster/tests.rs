@@ -394,6 +394,35 @@ fn a_lost_roster_comes_back_as_the_lead_has_it() {
 }
 
 #[test]
+fn a_roster_that_comes_back_drains_those_who_are_to_be_drained_now() {
+    let mut world = World::up(3);
+    world.spec.drain.timeout = Some("1m".to_owned());
+    world.spec.size = Some(2);
+    world.settle();
+    let lost = world.roster.take().unwrap();
+    assert!(lost.ranks[&2].drain.as_ref().unwrap().leave);
+    world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
+    // Since the lead has taken its copy, one is to stay after all, and another one is cordoned.
+    world.spec.size = None;
+    world.nodes[1].cordoned = true;
+    world.now += 3600;
+    let Decision::Write(back) = decide(&world.seen()) else { panic!("no roster") };
+    world.roster = Some(*back);
+    let told = world.told("node3");
+    assert_eq!((told.want, told.overdue), (Want::Run, false));
+    let drained: Vec<_> = world.told("node1").drain.into_values().collect();
+    assert_eq!(drained, ["1".parse().unwrap()]);
+    // Who is to leave still has all of its time.
+    let lost = Roster { ranks: lost.ranks, ..world.roster.take().unwrap() };
+    world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
+    world.spec.size = Some(2);
+    world.settle();
+    assert_eq!(world.wants("node3"), Want::Run);
+    world.now += 60;
+    assert_eq!(world.wants("node3"), Want::Leave);
+}
+
+#[test]
 fn a_lost_roster_does_not_come_back_as_a_former_lead_has_it() {
     let mut world = World::up(3);
     let former = world.roster.clone().unwrap();
