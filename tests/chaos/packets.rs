@@ -1,4 +1,4 @@
-//! Packets that do not arrive: rules of iptables, taken off again when they are dropped; and what TCP makes of it.
+//! Packets that do not arrive: rules of iptables, taken off again when they are dropped.
 
 use std::{
     path::Path,
@@ -40,25 +40,16 @@ pub fn clear() {
 
 /// In the network namespace of a process, or in the machine's. It waits for its turn.
 fn iptables(place: Option<i32>, verb: &str) -> Command {
-    let mut command = place.map_or_else(|| Command::new("iptables"), |pid| within(pid, "iptables"));
+    let mut command = match place {
+        None => Command::new("iptables"),
+        Some(pid) => {
+            let mut command = Command::new("nsenter");
+            command.args(["--target", &pid.to_string(), "--net", "iptables"]);
+            command
+        }
+    };
     command.args(["-w", "10", verb]);
     command
-}
-
-/// A command in the network namespace of a process.
-fn within(pid: i32, program: &str) -> Command {
-    let mut command = Command::new("nsenter");
-    command.args(["--target", &pid.to_string(), "--net", program]);
-    command
-}
-
-/// The connections in a network namespace that sent something again without an answer so far, as ss(8) shows them.
-pub fn retries(pid: i32) -> String {
-    let shown = within(pid, "ss").args(["-Htno", "state", "established"]).output().expect("ss");
-    assert!(shown.status.success(), "ss: {}", String::from_utf8_lossy(&shown.stderr));
-    // timer:(on,<time to go>,<how often it was sent again>)
-    let waits = |line: &&str| line.contains("timer:(on,") && !line.trim_end().ends_with(",0)");
-    String::from_utf8_lossy(&shown.stdout).lines().filter(waits).collect::<Vec<_>>().join("; ")
 }
 
 impl Drop for Rule {

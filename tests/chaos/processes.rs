@@ -60,6 +60,16 @@ pub fn of(bridge: &str) -> Vec<Process> {
     traces::processes(bridge).into_iter().filter_map(|(node, pid)| look(node, pid)).collect()
 }
 
+/// A node's host stages. They last for some milliseconds: nothing else is looked at.
+pub fn stages(bridge: &str, node: &str) -> Vec<Process> {
+    let is_stage = |pid: i32| fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(STAGE));
+    let own = traces::processes(bridge).into_iter().filter(|(on, pid)| on == node && is_stage(*pid));
+    own.filter_map(|(node, pid)| look(node, pid)).filter(|found| found.kind == Kind::Stage).collect()
+}
+
+/// How the command line of a host stage begins.
+const STAGE: &[u8] = b"flux-distribute\0stage";
+
 fn look(node: String, pid: i32) -> Option<Process> {
     let process = Path::new("/proc").join(pid.to_string());
     let read = |file: &str| fs::read_to_string(process.join(file)).unwrap_or_default();

@@ -22,9 +22,6 @@ use crate::{
     traces,
 };
 
-/// Runs of one row that a worker takes at a time: few enough that all workers end at about the same time.
-const BATCH: u32 = 5;
-
 /// From the environment.
 pub struct Settings {
     more: u32,
@@ -63,10 +60,10 @@ impl Settings {
     }
 }
 
+/// One at a time, so that all workers end at about the same time.
 struct Work {
     row: usize,
-    first: u32,
-    last: u32,
+    run: u32,
 }
 
 struct Suite<'a> {
@@ -82,11 +79,13 @@ pub fn run(settings: &Settings, rows: Vec<Row>) -> Vec<String> {
     let rows: Vec<Row> = rows.into_iter().filter(|row| settings.takes(row)).collect();
     let mut queue: Vec<Work> = Vec::new();
     for (row, of) in rows.iter().enumerate() {
-        let runs = settings.runs(of);
-        queue.extend((0..runs).step_by(BATCH as usize).map(|first| Work { row, first, last: runs.min(first + BATCH) }));
+        queue.extend((0..settings.runs(of)).map(|run| Work { row, run }));
     }
-    // From what rests for an outage to what keeps the processors busy: workers take from both ends.
-    queue.sort_by_key(|work| std::cmp::Reverse((rows[work.row].takes_outage, rows[work.row].fresh)));
+    // From what rests for an outage, the longest first, to what keeps the processors busy: workers take from both ends.
+    queue.sort_by_key(|work| {
+        let row = &rows[work.row];
+        std::cmp::Reverse((row.takes_outage, row.fresh, row.heals_in))
+    });
     eprintln!("chaos: {} rows, seed {}, {} workers", rows.len(), settings.seed, settings.workers);
     packets::clear();
     let begin = Instant::now();
@@ -119,27 +118,24 @@ impl Suite<'_> {
         let mut scene: Option<Scene> = None;
         let from_the_end = worker % 2 == 1;
         while let Some(work) = self.next(scene.as_ref().map(|scene| scene.shape), from_the_end) {
-            let row = &self.rows[work.row];
-            for run in work.first..work.last {
-                if row.fresh || scene.as_ref().is_some_and(|scene| scene.shape != row.shape) {
-                    self.close(&mut scene);
+            let (row, run) = (&self.rows[work.row], work.run);
+            if row.fresh || scene.as_ref().is_some_and(|scene| scene.shape != row.shape) {
+                self.close(&mut scene);
+            }
+            // Nobody waits for the results while a cluster is taken down.
+            let results = || self.results.lock().unwrap_or_else(PoisonError::into_inner);
+            match self.once(row, run, &mut scene) {
+                Ok(outcome) => {
+                    eprintln!("chaos [{worker}] {} #{run}: {outcome:?}", row.name);
+                    results()[work.row].outcomes.push(outcome);
                 }
-                let done = self.once(row, run, &mut scene);
-                let mut results = self.results.lock().unwrap_or_else(PoisonError::into_inner);
-                let results = &mut results[work.row];
-                match done {
-                    Ok(outcome) => {
-                        eprintln!("chaos [{worker}] {} #{run}: {outcome:?}", row.name);
-                        results.outcomes.push(outcome);
-                    }
-                    Err(why) => {
-                        results.failed += 1;
-                        self.fail(row.name, run, &why, scene.take());
-                    }
+                Err(why) => {
+                    results()[work.row].failed += 1;
+                    self.fail(row.name, run, &why, scene.take());
                 }
-                if row.fresh {
-                    self.close(&mut scene);
-                }
+            }
+            if row.fresh {
+                self.close(&mut scene);
             }
         }
         self.close(&mut scene);

@@ -1,6 +1,6 @@
 //! Clocks that are wrong while something with a time limit is under way.
 
-use std::time::Duration;
+use std::{thread::sleep, time::Duration};
 
 use flux_distribute::api::{FluxNode, NodePhase};
 use serde_json::json;
@@ -31,7 +31,9 @@ pub fn rows() -> Vec<Row> {
                     // It gives the Lease away: the next planner has another clock.
                     let planner = scene.cluster.planner();
                     scene.cluster.must(&["agent", &planner, "restart"]);
-                    scene.dice.pause(Duration::from_secs(5));
+                    // An agent that has begun but not asked yet would take the next fault for the time.
+                    let pause = scene.dice.time(Duration::from_secs(2), Duration::from_secs(6));
+                    sleep(pause);
                 }
             }
             scene.cluster.patch(json!({ "spec": { "size": null, "drain": null } }));

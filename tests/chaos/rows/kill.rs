@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 
 use super::{DEEP, Row, SELDOM, row};
 use crate::{
-    processes::{Kind, Process},
+    processes::{self, Process},
     scene::{Hit, Scene},
 };
 
@@ -101,7 +101,7 @@ fn kill_broker(scene: &mut Scene, rank: u32) -> Hit {
     scene.dice.pause(Duration::from_secs(2));
     let nodes = scene.below(rank);
     let broker = scene.brokers()[&scene.holder(rank)];
-    crate::processes::send(broker.pid, Signal::SIGKILL);
+    processes::send(broker.pid, Signal::SIGKILL);
     Hit::brokers_of(nodes)
 }
 
@@ -120,8 +120,7 @@ fn stage(scene: &mut Scene) -> Process {
     let (skipped, end) = (scene.dice.below(4), Instant::now() + Duration::from_secs(60));
     let mut seen = BTreeSet::new();
     while Instant::now() < end {
-        let stages = scene.processes().into_iter().filter(|found| found.kind == Kind::Stage && found.node == node);
-        for stage in stages {
+        for stage in processes::stages(scene.cluster.bridge(), &node) {
             seen.insert(stage.pid);
             if seen.len() as u64 > skipped {
                 return stage;
