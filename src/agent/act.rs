@@ -259,7 +259,7 @@ impl Actor {
         Ok(self.order(Order::Stop(StopOrder { grace_secs })).await?.observed()?)
     }
 
-    /// Takes everything off the host, after the broker has got `grace_secs` (see [`removal_grace`]).
+    /// Takes everything off the host, after the broker has got `grace_secs` (see `removal_grace`).
     ///
     /// # Errors
     /// The stage's; what was done is done, the next run goes on from there.
