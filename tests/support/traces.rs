@@ -1,6 +1,9 @@
 //! What a local cluster has on the machine.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 /// The name of the cluster's bridge, after which everything else is named.
 pub fn bridge(state: &Path) -> String {
@@ -12,23 +15,30 @@ pub fn bridge(state: &Path) -> String {
 /// The processes of its nodes, each with its node's name, by the kernel's word; the dead among them, for the moment that they
 /// take. Every hierarchy knows all of them, and to ask one is far cheaper than to look through the whole of /proc.
 pub fn processes(bridge: &str) -> Vec<(String, i32)> {
-    let groups = |path: &Path| fs::read_dir(path).into_iter().flatten().flatten().filter(|entry| entry.path().is_dir());
-    let hierarchies = groups("/sys/fs/cgroup".as_ref()).map(|hierarchy| hierarchy.path());
-    let mut places = hierarchies.chain(["/sys/fs/cgroup".into()]).map(|place| place.join("flux-distribute-local"));
-    let Some(cluster) = places.find_map(|place| Some(place.join(bridge)).filter(|cluster| cluster.exists())) else {
-        return Vec::new();
-    };
+    let Some(cluster) = cgroups(bridge).into_iter().next() else { return Vec::new() };
     let mut found = Vec::new();
-    for node in groups(&cluster) {
-        let name = node.file_name().to_string_lossy().into_owned();
-        let mut left = vec![node.path()];
+    for node in below(&cluster) {
+        let name = node.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let mut left = vec![node];
         while let Some(group) = left.pop() {
             let members = fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
             found.extend(members.lines().filter_map(|pid| Some((name.clone(), pid.parse().ok()?))));
-            left.extend(groups(&group).map(|below| below.path()));
+            left.extend(below(&group));
         }
     }
     found
+}
+
+/// The cluster's cgroup in each hierarchy: v1 has several, v2 is one itself.
+fn cgroups(bridge: &str) -> Vec<PathBuf> {
+    let root = PathBuf::from("/sys/fs/cgroup");
+    let places = below(&root).chain([root]).map(|place| place.join("flux-distribute-local").join(bridge));
+    places.filter(|group| group.exists()).collect()
+}
+
+fn below(group: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    let entries = fs::read_dir(group).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).filter(|path| path.is_dir())
 }
 
 /// Files, mounts, links, cgroups and processes, anywhere on the machine.
@@ -42,12 +52,7 @@ pub fn traces(state: &Path, bridge: &str) -> Vec<String> {
     traces.extend(mounts.lines().filter(|line| line.contains(&path)).map(str::to_owned));
     let links = fs::read_dir("/sys/class/net").unwrap().map(|link| link.unwrap().file_name().into_string().unwrap());
     traces.extend(links.filter(|link| link == bridge || link.starts_with(&format!("{bridge}n"))));
-    for hierarchy in fs::read_dir("/sys/fs/cgroup").unwrap() {
-        let group = hierarchy.unwrap().path().join("flux-distribute-local").join(bridge);
-        if group.exists() {
-            traces.push(group.display().to_string());
-        }
-    }
+    traces.extend(cgroups(bridge).iter().map(|group| group.display().to_string()));
     for process in fs::read_dir("/proc").unwrap().flatten() {
         let environment = fs::read(process.path().join("environ")).unwrap_or_default();
         let ours = String::from_utf8_lossy(&environment).contains(&format!("FLUX_DISTRIBUTE_LOCAL_DIR={path}\0"));
