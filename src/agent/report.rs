@@ -6,9 +6,11 @@ use kube::{
     api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
 };
 use serde_json::json;
+use tracing::{debug, warn};
 
 use crate::{
     api::{FluxNode, FluxNodeSpec, FluxNodeStatus, NAMESPACE, NodePhase},
+    error_chain,
     planner::{Announcer, PlannerError, call, gone_is_fine, merge_patch},
 };
 
@@ -18,6 +20,8 @@ pub struct Reporter {
     client: Client,
     name: String,
     announcer: Announcer,
+    /// What the log has last heard of a status that was refused.
+    refused: Option<String>,
 }
 
 impl Reporter {
@@ -33,6 +37,7 @@ impl Reporter {
             client: client.clone(),
             name,
             announcer: Announcer::new(client, pod),
+            refused: None,
         }
     }
 
@@ -79,6 +84,23 @@ impl Reporter {
             self.announcer.say(&node.object_ref(&()), failed, &format!("{:?}", next.phase), &note).await;
         }
         Ok(())
+    }
+
+    /// [`Reporter::write`] for who goes on without it. What the API server refuses whenever it is asked (by a policy, a role, the
+    /// schema of another version) is told once in the log, since the status itself can't tell it; all else passes by itself.
+    pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus) {
+        let Err(error) = self.write(node, next).await else {
+            self.refused = None;
+            return;
+        };
+        let passes = !matches!(error.code(), Some(400..=403 | 422));
+        let error = error_chain(&error);
+        if passes || self.refused.as_ref() == Some(&error) {
+            debug!(error, "the status could not be written");
+        } else {
+            warn!(error, "the API server refuses this node's status: what it shows is old");
+            self.refused = Some(error);
+        }
     }
 
     /// Deletes the FluxNode: the host is clean.

@@ -206,9 +206,7 @@ impl Agent {
         let world = self.world.borrow().clone();
         if let Some(node) = world.node.here().filter(|_| !self.is_replaced(&world)) {
             let told = tell::blind(error_chain(error), node.status.as_ref());
-            if let Err(error) = self.reporter.write(node, &told).await {
-                debug!(error = error_chain(&error), "the status could not be written");
-            }
+            self.reporter.try_write(node, &told).await;
         }
         RESYNC
     }
@@ -372,9 +370,7 @@ impl Agent {
         let mut lives = self.live.clone();
         let is_gone = |now: &Live| live.pid.is_some() && now.pid != live.pid;
         tokio::select! {
-            written = self.reporter.write(node, &next) => if let Err(error) = written {
-                debug!(error = error_chain(&error), "the status could not be written");
-            },
+            () = self.reporter.try_write(node, &next) => {}
             // A broker that dies is not kept waiting for an API server that is away.
             Ok(_) = lives.wait_for(is_gone) => {}
         }
