@@ -35,9 +35,9 @@ use nix::{
     },
     unistd::chdir,
 };
-use tokio::io::AsyncWriteExt;
+use tokio::{io::AsyncWriteExt, time::timeout};
 
-use super::{Answer, Host, HostError, Order, Progress, Reply, first_process, hear::hear, users::User};
+use super::{Answer, Host, HostError, Order, Progress, Reply, first_process, hear::hear, stage, users::User};
 use crate::redact::LOG_VARIABLE;
 
 /// Where a host's own programs are.
@@ -122,11 +122,14 @@ impl NsHost {
             Either::Left((last, _)) => last,
             Either::Right(((), hearing)) => hearing.await,
         }?;
-        let status = child.wait().await.map_err(|error| failed("can't be waited for", Some(error)))?;
-        match last {
-            Some(Reply::Done(answer)) => Ok(*answer),
-            Some(Reply::Failed(refusal)) => Err(HostError::Refused(refusal)),
-            _ => Err(failed(&format!("ended without an answer ({status})"), None)),
+        // What it has answered is done. One that is stopped before its end is killed where `child` is dropped.
+        let ended = timeout(stage::BEAT, child.wait()).await;
+        match (last, ended) {
+            (Some(Reply::Done(answer)), _) => Ok(*answer),
+            (Some(Reply::Failed(refusal)), _) => Err(HostError::Refused(refusal)),
+            (_, Ok(Ok(status))) => Err(failed(&format!("ended without an answer ({status})"), None)),
+            (_, Ok(Err(error))) => Err(failed("can't be waited for", Some(error))),
+            (_, Err(_)) => Err(failed("says nothing more, and is ended", None)),
         }
     }
 }

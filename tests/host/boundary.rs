@@ -5,7 +5,7 @@ use std::{
     fs,
     io::{Read, Write},
     os::unix::{
-        fs::symlink,
+        fs::{PermissionsExt, symlink},
         net::{UnixListener, UnixStream},
     },
     path::Path,
@@ -18,7 +18,7 @@ use flux_distribute::{
     api::{DEFAULT_PREFIX, PackageSet},
     host::{
         Answer, ClaimOrder, ConfigureOrder, FakeHost, Host, HostError, HostFile, HostLock, HostView, LinkOrder, NsHost,
-        Order, PreflightOrder, Refusal, RemoveOrder, Root, StateDir,
+        Order, PreflightOrder, Refusal, RemoveOrder, Reply, Root, StateDir,
         boundary::enter_command,
         enter,
         files::{HostRoot, host_path},
@@ -90,6 +90,26 @@ async fn a_stage_that_says_nothing_or_nonsense_is_an_error() {
     fs::write(&nonsense, [0; 64]).unwrap();
     let host = NsHost::with_executable(&nonsense).unwrap();
     assert!(run(&host, Order::Observe).await.is_err());
+}
+
+#[tokio::test]
+async fn a_stage_that_is_stopped_before_or_after_its_answer_is_not_waited_for() {
+    if !in_pod("a_stage_that_is_stopped_before_or_after_its_answer_is_not_waited_for", OF_ITS_OWN) {
+        return;
+    }
+    // env(1) takes the stage's name for that of a program.
+    let host = NsHost::with_executable(Path::new("/usr/bin/env")).unwrap();
+    let done = serde_json::to_string(&Reply::Done(Box::new(Answer::Done))).unwrap();
+    let program = Path::new("/usr/local/sbin/stage");
+    let tell = |words: &str| {
+        fs::write(program, format!("#!/bin/sh\n{words}; exec >&-; kill -STOP $$\n")).unwrap();
+        fs::set_permissions(program, PermissionsExt::from_mode(0o755)).unwrap();
+    };
+    tell(&format!("echo '{done}'"));
+    assert_eq!(run(&host, Order::Observe).await.unwrap(), Answer::Done);
+    tell(":");
+    let error = run(&host, Order::Observe).await.unwrap_err();
+    assert!(error.to_string().contains("is ended"), "{error}");
 }
 
 /// Follows an archive that does not come, below a prefix of its own.
