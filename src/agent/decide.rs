@@ -264,13 +264,16 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
         let reason = "the lead has lost this broker, which doesn't know it".to_owned();
         return Step::Stop { reason, waits_for_jobs: true };
     }
+    let change = seen.drained.filter(|_| assignment.rank == 0).and_then(|drained| drain::change(&spec.drain, drained));
+    // Who leaves gets no new jobs, also where the resources can't be taken in; who comes back gets some only with its own.
+    if let Some(drain) = change.as_ref().and_then(drain::Change::less) {
+        return Step::Drain(drain);
+    }
     // One that is not up yet has read what was there at its start, and can't be told.
     if assignment.rank == 0 && seen.is_up && seen.applied < Some(spec.revision) {
         return Step::Reload(assignment);
     }
-    if let (0, Some(drained)) = (assignment.rank, seen.drained)
-        && let Some(change) = drain::change(&spec.drain, drained)
-    {
+    if let Some(change) = change {
         return Step::Drain(change);
     }
     if let Some(broker) = seen.host.broker.as_ref().filter(|_| seen.host.statedir_lost) {

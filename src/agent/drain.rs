@@ -23,6 +23,13 @@ pub struct Change {
     pub undrain: IdSet,
 }
 
+impl Change {
+    /// What of it takes ranks from the scheduler, where it does.
+    pub fn less(&self) -> Option<Self> {
+        (!self.drain.is_empty()).then(|| Self { drain: self.drain.clone(), undrain: IdSet::default() })
+    }
+}
+
 /// Ranks that are drained for a reason of ours, and those that somebody else has drained before we could.
 pub fn in_effect(wanted: &BTreeMap<String, IdSet>, drained: &[Drained]) -> IdSet {
     let is_wanted = |rank: &u32| wanted.values().any(|ranks| ranks.contains(*rank));

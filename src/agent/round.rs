@@ -112,6 +112,10 @@ impl Agent {
             Ok(()) => self.tries.succeeded(),
             Err(error) => {
                 self.tries.failed(step, generation, trouble(step, &error), Instant::now());
+                if let Step::Reload(_) = step {
+                    // It goes on with the resources that it has.
+                    self.open_queues().await;
+                }
                 self.report(world, step, None).await;
             }
         }

@@ -2,6 +2,7 @@ use super::*;
 use crate::{
     agent::copied::{is_replaced, leads},
     api::{Adopted, FetchFrom, FluxNodeStatus, Member, Resources},
+    broker::status::Drained,
     host::{HostState, LaunchRecord},
     plan::roster::tests::roster,
 };
@@ -14,6 +15,7 @@ struct World {
     preflight: Option<Preflight>,
     published: Option<&'static str>,
     applied: Option<u64>,
+    drained: Option<Vec<Drained>>,
     is_up: bool,
     unheard: Duration,
     leaving: Duration,
@@ -80,6 +82,7 @@ impl World {
             preflight: Some(preflight()),
             published: Some("digest"),
             applied: None,
+            drained: None,
             is_up: true,
             unheard: Duration::ZERO,
             leaving: Duration::ZERO,
@@ -107,7 +110,7 @@ impl World {
             host: &self.host,
             preflight: self.preflight.as_ref(),
             applied: self.applied,
-            drained: None,
+            drained: self.drained.as_deref(),
             is_up: self.is_up,
             unheard: self.unheard,
             leaving: self.leaving,
@@ -282,14 +285,33 @@ fn packages_are_fetched_only_by_the_planners_word_or_are_there_already() {
     }
 }
 
-#[test]
-fn a_lead_takes_in_a_new_revision_before_it_prepares_anything() {
+fn of_the_lead() -> World {
     let mut world = World::new();
-    world.published = Some("newer");
     let spec = world.spec.as_mut().unwrap();
     (spec.node_name, spec.rank, spec.node_uid) = ("node1".into(), Some(0), Some("uid-node1".into()));
-    spec.fetch_from = Some(FetchFrom { digest: "newer".into(), ..FetchFrom::default() });
     world.host.broker = Some(broker(0, 1));
+    world
+}
+
+#[test]
+fn a_lead_gives_no_jobs_to_who_leaves_before_it_takes_in_a_new_revision_and_some_to_who_comes_back_after_it() {
+    let mut world = of_the_lead();
+    let drained =
+        |ranks: &str| vec![Drained { ranks: ranks.parse().unwrap(), reason: "flux-distribute: c".to_owned() }];
+    world.spec.as_mut().unwrap().drain = [("c".to_owned(), "1".parse().unwrap())].into();
+    world.drained = Some(drained("2"));
+    assert!(matches!(world.decide(), Step::Drain(change) if change.undrain.is_empty() && !change.drain.is_empty()));
+    world.drained = Some(drained("1-2"));
+    assert!(matches!(world.decide(), Step::Reload(_)));
+    world.applied = Some(1);
+    assert!(matches!(world.decide(), Step::Drain(change) if change.undrain == "2".parse().unwrap()));
+}
+
+#[test]
+fn a_lead_takes_in_a_new_revision_before_it_prepares_anything() {
+    let mut world = of_the_lead();
+    world.published = Some("newer");
+    world.spec.as_mut().unwrap().fetch_from = Some(FetchFrom { digest: "newer".into(), ..FetchFrom::default() });
     assert!(matches!(world.decide(), Step::Reload(_)));
     world.applied = Some(1);
     assert!(matches!(world.decide(), Step::Prepare { .. }));
