@@ -35,6 +35,7 @@ mod watch;
 use std::{
     io::{self, Write},
     net::{IpAddr, SocketAddr},
+    time::Duration,
 };
 
 use hyper::Response;
@@ -118,6 +119,9 @@ pub enum AgentError {
 
 /// A client for the API server, in a pod or by kubeconfig. The proxy variables are for packages: in a cluster the API server
 /// is never behind them.
+/// Silence of the API server after which a connection is given up: longer than any watch, which ends by itself after 290 s.
+const LONGEST_ANSWER: Duration = Duration::from_secs(300);
+
 async fn client() -> Result<Client, AgentError> {
     let mut config = Config::infer().await.map_err(|error| AgentError::Config(Box::new(error)))?;
     config.proxy_url = None;
@@ -125,6 +129,9 @@ async fn client() -> Result<Client, AgentError> {
     config.root_cert.get_or_insert_with(|| {
         webpki_root_certs::TLS_SERVER_ROOT_CERTS.iter().map(|certificate| certificate.to_vec()).collect()
     });
+    // A watch has its own time; what opens it, lists or asks has none, and an API server that loses its power before it answers
+    // would be waited for for ever.
+    (config.read_timeout, config.reset_reader_on_write) = (Some(LONGEST_ANSWER), true);
     let listen = tower::util::MapResponseLayer::new(|answer: Response<_>| {
         clock::heard(answer.headers());
         answer
