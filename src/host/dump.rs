@@ -38,7 +38,7 @@ const KEEP: usize = 5;
 /// One at a time.
 const LOCK: &str = ".lock";
 /// A dump that takes longer hangs.
-const LONGEST: Duration = Duration::from_secs(3600);
+pub(super) const LONGEST: Duration = Duration::from_secs(3600);
 /// For its end, after that of its output.
 const GRACE: Duration = Duration::from_secs(60);
 /// What must be free beyond the size of the store: the broker writes on beside the dump.

@@ -11,7 +11,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::{Answer, Progress, Refusal};
+use super::{Answer, Progress, Refusal, dump};
 use crate::api::{Takeover, Uninstall};
 
 /// One piece of work in the host's namespaces. Every one can be killed at any instruction and given again.
@@ -56,7 +56,9 @@ impl Order {
             Self::Stop(order) => order.grace_secs.saturating_add(60),
             Self::Flux(order) => order.timeout_secs.saturating_add(60),
             // Gigabytes may be read, written or unlinked without a word.
-            Self::Link(_) | Self::Verify(_) | Self::Remove(_) | Self::Dump(_) | Self::Takeover(_) => 1800,
+            Self::Link(_) | Self::Verify(_) | Self::Remove(_) | Self::Takeover(_) => 1800,
+            // It watches its own time.
+            Self::Dump(_) => dump::LONGEST.as_secs() + 600,
         };
         Duration::from_secs(seconds)
     }

@@ -152,7 +152,9 @@ pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
     names.sort();
     let restored = fs::read_link(dir_path.join(RESTORE)).ok();
     let restored = restored.as_deref().and_then(Path::file_name);
-    let old = names.iter().rev().skip(KEEP).filter(|name| Some(name.as_os_str()) != restored);
+    // What a recovery has begun from is of no use either once Flux has written a dump of its own.
+    let recovered = restored.map(|_| OsString::from(RECOVERED));
+    let old = names.iter().rev().skip(KEEP).chain(&recovered).filter(|name| Some(name.as_os_str()) != restored);
     let removed = old.filter_map(|name| {
         let path = dir_path.join(name);
         let bytes = fs::symlink_metadata(&path).ok()?.len();

@@ -113,18 +113,17 @@ impl Systemd {
     /// Takes the unit off.
     pub(super) fn forget(&self) -> Result<(), LaunchError> {
         let (unit, drop_in) = (self.unit_dir.join(SERVICE), self.unit_dir.join(SLICE_DROP_IN));
-        if !unit.exists() && !drop_in.exists() {
-            return Ok(());
-        }
+        let is_off = !unit.exists() && !drop_in.exists();
         for path in [unit, drop_in.clone()] {
             let failed = |source| LaunchError::Step { what: format!("remove {}", path.display()), source };
             remove_if_there(&path).map_err(failed)?;
         }
         // An administrator's drop-ins may be beside ours.
         let _ = drop_in.parent().map(fs::remove_dir);
-        self.run(&["daemon-reload"], TIMEOUT)?;
+        let reloaded = self.run(&["daemon-reload"], TIMEOUT);
         let _ = self.run(&["reset-failed", SERVICE], TIMEOUT);
-        Ok(())
+        // Files that somebody has taken off already may still be in systemd's memory; whether they are is not asked for.
+        if is_off { Ok(()) } else { reloaded.map(drop) }
     }
 
     fn run(&self, arguments: &[&str], timeout: Duration) -> Result<String, LaunchError> {

@@ -107,15 +107,27 @@ fn of_the_dumps_that_flux_writes_at_each_stop_the_newest_and_the_one_to_restore_
     assert_eq!(prune_dumps(prefix.path()), (0, 0), "there is none");
     fs::create_dir_all(&dir).unwrap();
     let day = |day: usize| format!("2026110{day}_080910.tgz");
-    let others = ["20261101.tgz", "RESTORE", "mine_20261101_080910.tgz", "recovered.tgz"];
+    let others = ["20261101.tgz", "RESTORE", "mine_20261101_080910.tgz"];
     (1..=6).for_each(|n| fs::write(dir.join(day(n)), "dump").unwrap());
     others.iter().filter(|name| **name != "RESTORE").for_each(|name| fs::write(dir.join(name), "").unwrap());
+    fs::write(dir.join("recovered.tgz"), "theirs").unwrap();
     symlink(day(2), dir.join("RESTORE")).unwrap();
-    assert_eq!(prune_dumps(prefix.path()), (2, 8));
+    assert_eq!(prune_dumps(prefix.path()), (3, 14));
     let mut expected: Vec<_> = [2, 4, 5, 6].map(day).into_iter().chain(others.map(str::to_owned)).collect();
     expected.sort();
     assert_eq!(left(&dir), expected);
     assert_eq!(prune_dumps(prefix.path()), (0, 0), "and so they do the next time");
+}
+
+#[test]
+fn what_a_recovery_begins_from_stays_until_flux_has_another() {
+    let prefix = tempfile::tempdir().unwrap();
+    let dir = prefix.path().join("state/dump");
+    fs::create_dir_all(&dir).unwrap();
+    fs::write(dir.join("recovered.tgz"), "dump").unwrap();
+    assert_eq!(prune_dumps(prefix.path()), (0, 0), "nothing says that there is another");
+    symlink("recovered.tgz", dir.join("RESTORE")).unwrap();
+    assert_eq!(prune_dumps(prefix.path()), (0, 0));
 }
 
 #[test]
