@@ -21,10 +21,11 @@ use crate::{
     broker::{
         reload::reload,
         rfc3::RpcError,
-        status::{InstanceStatus, instance as ask_instance},
+        status::{InstanceStatus, instance as ask_instance, state},
     },
     error_chain,
     host::{HostView, Preflight},
+    plan::roster::topology,
 };
 
 impl Agent {
@@ -158,7 +159,9 @@ impl Agent {
 
     /// Removal, unless jobs run and the instance's word was that they win. `pod_ends`: the time is the pod's.
     pub(super) async fn remove(&mut self, pod_ends: bool) -> Result<(), StepError> {
-        let end = self.view.state.as_ref().map(|state| state.uninstall).unwrap_or_default();
+        let remembered = self.view.state.as_ref();
+        let told = remembered.and_then(|state| self.world.borrow().end_of(&state.instance_uid));
+        let end = told.or(remembered.map(|state| state.uninstall)).unwrap_or_default();
         if end.running_jobs == RunningJobs::Wait
             && let Some(reason) = self.last_jobs().await
         {
@@ -188,7 +191,7 @@ impl Agent {
         let reason = may_run(&self.view, &answer);
         let is_known = reason.is_some() && self.queues_have_ended;
         let (Some(state), Some(roster), true) =
-            (&self.view.state, host_roster(&self.view), answer.is_ok() && !is_known)
+            (&self.view.state, host_roster(&self.view), answer.lead.is_ok() && !is_known)
         else {
             return reason;
         };
@@ -220,23 +223,46 @@ pub(super) async fn jobs_may_run(view: &HostView) -> Option<&'static str> {
     may_run(view, &ask().await)
 }
 
-async fn ask() -> Result<InstanceStatus, RpcError> {
-    ask_instance(&live::connect().await?).await
+/// What is heard over the socket of this host's broker.
+struct Heard {
+    /// The lead's word.
+    lead: Result<InstanceStatus, RpcError>,
+    /// Others may hang on this broker: it is in state `run`, or says nothing of itself either.
+    may_carry_others: bool,
 }
 
-/// The lead's word counts; where it can't be had, the job shells of this host tell, and on the lead's own host a broker that
-/// lives but is silent is no proof that nothing runs elsewhere.
-fn may_run(view: &HostView, answer: &Result<InstanceStatus, RpcError>) -> Option<&'static str> {
+async fn ask() -> Heard {
+    let socket = match live::connect().await {
+        Ok(socket) => socket,
+        Err(error) => return Heard { lead: Err(error), may_carry_others: true },
+    };
+    let lead = ask_instance(&socket).await;
+    // Before it has joined nobody hangs on it, and on its way out it waits for those below by itself.
+    let may_carry_others = lead.is_ok() || state(&socket).await.map_or(true, |own| own.state == "run");
+    Heard { lead, may_carry_others }
+}
+
+/// The lead's word counts. Where it can't be had, the job shells of this host tell; and a broker that lives, of the lead or one
+/// that has others below it, is no proof that nothing runs elsewhere: with it would end all that hang on it.
+fn may_run(view: &HostView, heard: &Heard) -> Option<&'static str> {
     // A broker that has no socket has not been up yet: it has given no job to anybody.
     let nobody_listens = !view.rundir_lost
-        && matches!(answer, Err(RpcError::Connect { source, .. })
+        && matches!(&heard.lead, Err(RpcError::Connect { source, .. })
             if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused));
-    let is_lead = view.broker.as_ref().is_some_and(|broker| broker.record.rank == 0);
-    match answer {
+    let rank = view.broker.as_ref().map(|broker| broker.record.rank);
+    let has_others_below = |rank| {
+        let roster = host_roster(view);
+        let tree = roster.as_ref().and_then(|roster| Some((topology(roster)?, roster.settings.max_size)));
+        heard.may_carry_others && tree.is_some_and(|(topology, size)| topology.is_interior(rank, size))
+    };
+    match &heard.lead {
         Ok(instance) if instance.allocated.cores > 0 => Some("jobs are running"),
         _ if view.job_shells > 0 => Some("jobs are running here"),
-        Err(_) if is_lead && !nobody_listens => {
+        Err(_) if rank == Some(0) && !nobody_listens => {
             Some("the lead's broker lives but does not answer, so jobs may be running")
+        }
+        Err(_) if !nobody_listens && rank.is_some_and(has_others_below) => {
+            Some("the lead does not answer, and jobs may be running on ranks that hang on this node's broker")
         }
         _ => None,
     }
@@ -273,13 +299,19 @@ mod tests {
     use super::*;
     use crate::{
         broker::status::Amount,
-        host::{LaunchRecord, RunningBroker},
+        host::{HostState, LaunchRecord, RunningBroker},
+        plan::roster::tests::roster,
     };
 
+    /// Of a binary tree of eight.
     fn view(rank: Option<u32>, job_shells: usize) -> HostView {
         let record = |rank| LaunchRecord { rank, epoch: 1, ..LaunchRecord::default() };
         let broker = rank.map(|rank| RunningBroker { pid: 7, start_time: 1, systemd: false, record: record(rank) });
-        HostView { broker, job_shells, ..HostView::default() }
+        let mut roster = roster(8, &[]);
+        roster.settings.topology = "kary:2".to_owned();
+        let state = HostState { instance_uid: roster.instance_uid.clone(), ..HostState::default() };
+        let roster = Some(serde_json::to_string(&roster).unwrap());
+        HostView { broker, job_shells, roster, state: Some(state), ..HostView::default() }
     }
 
     #[test]
@@ -290,20 +322,25 @@ mod tests {
         let no_socket = || Err(RpcError::Connect { path: "/s".into(), source: Error::from(ErrorKind::NotFound) });
         let mut lost = view(Some(0), 0);
         lost.rundir_lost = true;
-        for (view, answer, may) in [
+        for (view, lead, may) in [
             (view(Some(0), 0), uses(0), false),
             (view(Some(1), 0), uses(2), true),
             (view(Some(1), 0), uses(0), false),
             (view(Some(1), 1), uses(0), true),
-            (view(Some(1), 0), silent(), false),
-            (view(Some(1), 1), silent(), true),
+            (view(Some(1), 0), silent(), true),
+            (view(Some(1), 0), no_socket(), false),
+            (view(Some(5), 0), silent(), false),
+            (view(Some(5), 1), silent(), true),
             (view(Some(0), 0), silent(), true),
             (view(Some(0), 0), no_socket(), false),
             (lost, no_socket(), true),
             (view(None, 0), no_socket(), false),
         ] {
-            assert_eq!(may_run(&view, &answer).is_some(), may, "{view:?} {answer:?}");
+            let heard = Heard { lead, may_carry_others: true };
+            assert_eq!(may_run(&view, &heard).is_some(), may, "{view:?} {:?}", heard.lead);
         }
+        let joins = Heard { lead: silent(), may_carry_others: false };
+        assert_eq!(may_run(&view(Some(1), 0), &joins), None);
     }
 
     #[test]

@@ -270,7 +270,7 @@ impl Agent {
         if let Some(preflight) = self.preflight.as_mut().filter(|_| is_sure) {
             preflight.resources = self.view.resources;
         }
-        self.remember_the_end(world).await?;
+        self.remember_the_end(world).await;
         self.look_for_another_machine(world);
         let online = self.is_online();
         self.starts.seen(self.view.broker.is_some(), online, self.view.died.as_deref(), Instant::now());
@@ -309,11 +309,17 @@ impl Agent {
         self.replaced_as.is_some() && world.node_spec().map(|spec| &spec.node_uid) == Some(&self.replaced_as)
     }
 
-    /// What is to happen at the end is asked for when the FluxInstance is gone: the host has to remember it.
-    async fn remember_the_end(&self, world: &World) -> Result<(), StepError> {
-        let (Some(state), Some(preflight)) = (&self.view.state, &self.preflight) else { return Ok(()) };
-        let ours = state.instance_uid == self.actor.instance_uid && world.instance.here().is_some() && !world.is_over();
-        if ours && state.uninstall != self.actor.uninstall { self.actor.claim(preflight).await } else { Ok(()) }
+    /// What is to happen at the end is asked for when the FluxInstance is gone: the host has to remember it. Nothing else waits
+    /// for that, where the disk is full.
+    async fn remember_the_end(&mut self, world: &World) {
+        let (Some(state), Some(preflight)) = (&self.view.state, &self.preflight) else { return };
+        let Some(end) = world.end_of(&state.instance_uid) else { return };
+        if state.instance_uid == self.actor.instance_uid && state.uninstall != end {
+            self.actor.uninstall = end;
+            if let Err(error) = self.actor.claim(preflight).await {
+                warn!(error = error_chain(&error), "this host does not remember yet how the instance is to end");
+            }
+        }
     }
 
     /// What this host has for others.

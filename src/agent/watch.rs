@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use tracing::debug;
 
 use crate::{
-    api::{DAEMONSET, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE},
+    api::{DAEMONSET, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE, Uninstall},
     plan::status::CERTIFICATE_MISSING,
 };
 
@@ -60,12 +60,20 @@ pub struct World {
     pub daemonset: Presence<DaemonSet>,
     /// Our Namespace.
     pub namespace: Presence<Namespace>,
+    /// uid and spec.uninstall of the FluxInstance as they were last seen: how an instance is to end may be said right before it
+    /// is deleted, and counts then.
+    end: Option<(String, Uninstall)>,
 }
 
 impl World {
     /// The FluxInstance is over, by a positive word.
     pub fn is_over(&self) -> bool {
         self.instance.is_ending() || self.namespace.is_ending()
+    }
+
+    /// How FluxInstance `uid` is to end, also when it is gone; None: it was not seen.
+    pub fn end_of(&self, uid: &str) -> Option<Uninstall> {
+        self.end.as_ref().filter(|(of, _)| of == uid).map(|(_, end)| *end)
     }
 
     /// uid of the FluxInstance.
@@ -96,7 +104,11 @@ pub fn world(client: &Client, node_name: &str) -> watch::Receiver<World> {
         Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE),
         INSTANCE.to_owned(),
         sender.clone(),
-        |world, presence| world.instance = presence,
+        |world, presence| {
+            let end = presence.here().and_then(|instance| Some((instance.uid()?, instance.spec.uninstall)));
+            world.end = end.or(world.end.take());
+            world.instance = presence;
+        },
     ));
     tokio::spawn(follow(
         Api::<FluxNode>::namespaced(client.clone(), NAMESPACE),
@@ -130,7 +142,11 @@ where
                 listed = true;
                 sender.send_modify(|world| set(world, Presence::Here(Box::new(object))));
             }
-            Ok(watcher::Event::Delete(_)) => sender.send_modify(|world| set(world, Presence::Gone)),
+            // Its last state may never have been seen.
+            Ok(watcher::Event::Delete(object)) => sender.send_modify(|world| {
+                set(world, Presence::Here(Box::new(object)));
+                set(world, Presence::Gone);
+            }),
             // An empty list proves little; a 404 that names the object proves it.
             Ok(watcher::Event::InitDone) if !listed => {
                 let presence = look(&api, &name).await;
