@@ -133,10 +133,11 @@ impl Starts {
         *self = Self::default();
     }
 
-    /// The last words of a broker that was started again and again and never came up: kept while the next one is tried, so
-    /// that the message stands still.
-    pub fn keeps_dying(&self) -> Option<&str> {
-        self.last_words.as_deref().filter(|_| self.stillborn > 0 && !self.was_online)
+    /// The last words of a broker of `epoch` that was started again and again and never came up: kept while the next one is
+    /// tried, so that the message stands still. Those of an epoch before are none: this one may be what mends it.
+    pub fn keeps_dying(&self, epoch: u64) -> Option<&str> {
+        let of_epoch = matches!(&self.last, Some((Attempt { step: Step::Start(own), .. }, _)) if own.epoch == epoch);
+        self.last_words.as_deref().filter(|_| of_epoch && self.stillborn > 0 && !self.was_online)
     }
 
     /// How long ago it was started.
@@ -244,12 +245,13 @@ mod tests {
         });
         assert_eq!(rests, [0, 1, 2, 4]);
         starts.seen(true, false, None, now);
-        assert_eq!(starts.keeps_dying(), Some("broker.err[0]: no"));
+        assert_eq!(starts.keeps_dying(1), Some("broker.err[0]: no"));
+        assert_eq!(starts.keeps_dying(2), None, "the next epoch has not been tried yet, and may be the cure");
         for (step, generation) in [(start(1, "node2"), 1), (start(1, "node1"), 2)] {
             assert_eq!(starts.rest(&step, generation, now), None);
         }
         starts.started(&start(1, "node1"), 2, now);
-        assert_eq!(starts.keeps_dying(), None);
+        assert_eq!(starts.keeps_dying(1), None);
     }
 
     #[test]
@@ -259,10 +261,10 @@ mod tests {
         starts.seen(true, true, None, now);
         starts.seen(false, false, Some("killed"), now);
         starts.started(&start(1, "node1"), 1, now);
-        assert_eq!(starts.keeps_dying(), None);
+        assert_eq!(starts.keeps_dying(1), None);
         starts.seen(false, false, Some("broker.err[0]: no"), now);
         starts.started(&start(1, "node1"), 1, now);
-        assert_eq!(starts.keeps_dying(), Some("broker.err[0]: no"));
+        assert_eq!(starts.keeps_dying(1), Some("broker.err[0]: no"));
     }
 
     #[test]
@@ -274,7 +276,7 @@ mod tests {
         }
         let later = now + Duration::from_secs(31);
         starts.seen(true, false, None, later);
-        assert_eq!(starts.keeps_dying(), None);
+        assert_eq!(starts.keeps_dying(1), None);
         starts.started(&start(1, "node1"), 1, later);
         assert_eq!(starts.rest(&start(1, "node1"), 1, later), None);
     }

@@ -86,6 +86,29 @@ fn a_lead_that_fails_long_after_it_was_online_is_mended_by_the_spec_too() {
 }
 
 #[test]
+fn a_mend_is_not_taken_back_by_the_words_of_what_it_mends() {
+    let mut world = idle();
+    world.spec.upgrade.on_failure = OnFailure::GoBack;
+    let lead = world.reports.get_mut("node1").unwrap();
+    (lead.phase, lead.adopted) = (NodePhase::Failed, None);
+    (lead.keeps_dying, lead.message) = (Some(1), Some("the broker has ended".into()));
+    world.digest = "new";
+    world.settle();
+    close(&mut world);
+    world.settle();
+    world.reports.get_mut("node1").unwrap().closed = None;
+    assert_eq!(world.settle(), Decision::Keep);
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!((roster.epoch, roster.settings.digest.as_str(), &roster.refused), (2, "new", &None));
+    // Its own are another matter.
+    world.reports.get_mut("node1").unwrap().keeps_dying = Some(2);
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!((roster.epoch, roster.settings.digest.as_str()), (3, "digest"));
+    assert!(roster.refused.is_some());
+}
+
+#[test]
 fn an_instance_that_was_stopped_for_another_epoch_goes_on_when_there_is_none_to_begin() {
     let mut world = idle();
     assert_eq!(decide_unserved(&world.seen()), Decision::Keep);
