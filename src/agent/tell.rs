@@ -26,7 +26,7 @@ pub struct Known<'a> {
     /// Why the last step failed, if it did.
     pub trouble: Option<&'a Trouble>,
     /// The last words of a broker that was started several times in a row without coming up, or of a host that refuses to
-    /// have it started.
+    /// have it started or never gets its packages.
     pub keeps_dying: Option<&'a str>,
     /// The lead's word on why it refuses us, or another hint on a broker that does not come up.
     pub hint: Option<&'a str>,

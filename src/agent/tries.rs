@@ -13,6 +13,8 @@ const GROWN_UP: Duration = Duration::from_secs(30);
 
 /// So many refusals in a row are no passing weakness of a host that has just come up.
 const REFUSALS: u32 = 3;
+/// So many installations that fail in a row, two minutes at the least, are none of a network or of a source.
+const INSTALLATIONS: u32 = 8;
 
 /// Why a step was not done.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,11 +73,15 @@ impl Tries {
         self.last.as_ref().filter(|_| self.is_about(step, generation)).map(|(_, trouble, _)| trouble)
     }
 
-    /// Why the host refuses to have a broker started at all, again and again.
+    /// Why no broker gets so far here as to be started, again and again.
     pub fn keeps_refusing(&self, step: &Step, generation: i64) -> Option<&str> {
-        let is_start = matches!(step, Step::Preflight | Step::Start(_));
+        let many = match step {
+            Step::Preflight | Step::Start(_) => REFUSALS,
+            Step::Install { .. } => INSTALLATIONS,
+            _ => return None,
+        };
         let trouble = self.trouble(step, generation)?;
-        (is_start && !trouble.waiting && self.failures >= REFUSALS).then_some(trouble.words.as_str())
+        (!trouble.waiting && self.failures >= many).then_some(trouble.words.as_str())
     }
 
     /// How long this step still has to wait.
@@ -197,14 +203,16 @@ mod tests {
     #[test]
     fn a_start_that_is_refused_again_and_again_is_told_as_one() {
         let now = Instant::now();
-        for (step, waiting, told) in [
-            (start(1, "node1"), false, true),
-            (Step::Preflight, false, true),
-            (start(1, "node1"), true, false),
-            (install("a"), false, false),
+        for (step, waiting, many, told) in [
+            (start(1, "node1"), false, 3, true),
+            (Step::Preflight, false, 3, true),
+            (start(1, "node1"), true, 3, false),
+            (install("a"), false, 8, true),
+            (install("a"), true, 8, false),
+            (Step::Prepare { digest: "a".to_owned() }, false, 100, false),
         ] {
             let mut tries = Tries::default();
-            for _ in 1..REFUSALS {
+            for _ in 1..many {
                 tries.failed(&step, 1, trouble(waiting), now);
                 assert_eq!(tries.keeps_refusing(&step, 1), None, "{step:?}: it may be over in a moment");
             }

@@ -273,7 +273,7 @@ pub struct FluxNodeStatus {
     /// `spec.want` is `Leave`, and no broker runs here nor will be started.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub left: bool,
-    /// The epoch whose broker doesn't come up here, however often it is started.
+    /// The epoch whose broker doesn't come up here, however often it is tried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keeps_dying: Option<u64>,
     /// The lead's broker doesn't answer this one, or doesn't count it in.

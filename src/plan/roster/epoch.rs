@@ -10,10 +10,7 @@ use super::{
     properties, resources, takers,
 };
 use crate::{
-    api::{
-        Closing, Draining, EpochSettings, FluxNodeStatus, Member, NodePhase, OnFailure, Rank, Refused, Roster,
-        RosterEntry,
-    },
+    api::{Closing, Draining, EpochSettings, FluxNodeStatus, Member, OnFailure, Rank, Refused, Roster, RosterEntry},
     plan::{
         broker_toml::{is_node_a_property, spare_name},
         settings::{pending, settings, wanted},
@@ -91,8 +88,7 @@ fn come_up_or_go_back(seen: &Observed, roster: &Roster, report: &FluxNodeStatus)
     if is_online(seen, roster, 0) {
         return Some(Roster { previous: None, revision: roster.revision + 1, ..roster.clone() });
     }
-    let keeps_dying = report.keeps_dying == Some(roster.epoch) && report.adopted.is_none();
-    if !keeps_dying || seen.spec.upgrade.on_failure != OnFailure::GoBack {
+    if !keeps_dying(roster, report) || seen.spec.upgrade.on_failure != OnFailure::GoBack {
         return None;
     }
     let reason = report.message.clone().unwrap_or_default();
@@ -169,11 +165,15 @@ fn pending_by_agents(seen: &Observed, roster: &Roster) -> Option<String> {
 }
 
 /// The lead's broker can't be started, by its agent's word: what ran is lost already, and what the difference brings may be
-/// what mends it. One that is on its way up, or whose machine is off, is waited for.
+/// what mends it. One that is on its way up, that has failed once, or whose machine is off, is waited for.
 fn has_lead_failed(seen: &Observed, roster: &Roster) -> bool {
     let Some(lead) = roster.lead() else { return false };
-    let failed = |report: &FluxNodeStatus| report.phase == NodePhase::Failed && report.adopted.is_none();
-    is_ready(seen, lead) && seen.reports.get(&lead.node).is_some_and(failed)
+    is_ready(seen, lead) && seen.reports.get(&lead.node).is_some_and(|report| keeps_dying(roster, report))
+}
+
+/// The broker of this epoch does not come up, however often it is tried.
+fn keeps_dying(roster: &Roster, report: &FluxNodeStatus) -> bool {
+    report.keeps_dying == Some(roster.epoch) && report.adopted.is_none()
 }
 
 fn deadline_has_come(seen: &Observed) -> bool {
