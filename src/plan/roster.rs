@@ -262,17 +262,16 @@ fn by_uid<'a>(seen: &Observed<'a>) -> HashMap<&'a str, &'a NodeView> {
 
 fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
     let mut next = roster.clone();
-    if !roster.established {
-        if is_online(seen, roster, 0) {
-            next.established = true;
-        } else if let Some(again) = first::begin_again(seen, roster) {
-            return again;
-        }
-    }
-    if roster.established
-        && let Some(next) = takeover::advance(seen, roster).or_else(|| epoch::advance(seen, roster))
-    {
+    if !roster.established && is_online(seen, roster, 0) {
+        next.established = true;
+    } else if let Some(next) = takeover::advance(seen, roster) {
         return Decision::Write(Box::new(next));
+    } else if roster.established {
+        if let Some(next) = epoch::advance(seen, roster) {
+            return Decision::Write(Box::new(next));
+        }
+    } else if let Some(again) = first::begin_again(seen, roster) {
+        return again;
     }
     keep::keep_members(seen, &mut next);
     drain::drain(seen, &mut next);
@@ -306,6 +305,17 @@ pub fn parent(roster: &Roster, rank: Rank) -> Option<Rank> {
 /// The shape of the roster's tree.
 pub fn topology(roster: &Roster) -> Option<Topology> {
     Topology::parse(&roster.settings.topology, roster.settings.max_size).ok()
+}
+
+/// Rank 0 has a queue that is on the host of its member and nowhere else: the instance was online, or an administrator has
+/// said whose queue this epoch begins with.
+fn is_lead_fixed(roster: &Roster) -> bool {
+    roster.established || was_named(roster)
+}
+
+/// An administrator has named the lead of this epoch.
+fn was_named(roster: &Roster) -> bool {
+    roster.jobs_lost_before == roster.epoch
 }
 
 fn is_deep(settings: &EpochSettings) -> bool {

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use super::{
-    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, facts, holds_another, is_deep,
-    is_of_instance, limit, properties,
+    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, epoch::next_epoch, facts,
+    holds_another, is_deep, is_of_instance, limit, properties, takers, was_named,
 };
 use crate::{
     api::{FluxNodeStatus, NodePhase, ROSTER_FORMAT, Roster, packed},
@@ -154,22 +154,28 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
     }
 }
 
-/// Until the lead was online once, nothing depends on the roster: a lost lead or a changed spec makes a new one.
+/// Until the lead was online once, nothing depends on the roster: a lost lead or a changed spec makes a new one. Not so where
+/// an administrator has named the queue: it is on that host, whatever its Node is like for a moment.
 pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> {
     let (digest, certificate) = (seen.digest?, seen.certificate?);
     let lead = roster.lead()?;
+    let is_pending = pending(&roster.settings, seen.spec, digest, certificate).is_some();
+    if was_named(roster) {
+        let settings = || settings(seen.spec, takers(seen, roster), digest, certificate);
+        let next = is_pending.then(|| next_epoch(seen, roster, settings())).flatten()?;
+        return Some(Decision::Write(Box::new(Roster { previous: None, jobs_lost_before: next.epoch, ..next })));
+    }
     let nodes = candidates(seen);
     let lead_is_there = nodes.iter().any(|node| node.uid == lead.uid)
         && seen.spec.lead.as_ref().is_none_or(|wanted| *wanted == lead.node);
     // An empty queue begins where somebody wanted it; what that node says may still be about the one before.
-    let was_named = seen.spec.lead.is_some() || roster.jobs_lost_before == roster.epoch;
     let gives_way = seen.waited >= LEAD_PATIENCE
-        && !was_named
+        && seen.spec.lead.is_none()
         && nodes.iter().any(|node| node.uid == lead.uid && failed(seen, node))
         && nodes
             .iter()
             .any(|node| facts(seen, node).is_some() && !failed(seen, node) && !holds_another(seen, &node.name));
-    if lead_is_there && !gives_way && pending(&roster.settings, seen.spec, digest, certificate).is_none() {
+    if lead_is_there && !gives_way && !is_pending {
         return None;
     }
     match first_roster(seen, seen.fresh_id, roster.epoch + 1, None) {

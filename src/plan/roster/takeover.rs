@@ -7,7 +7,7 @@
 use super::{
     Observed,
     epoch::{next_epoch, with_closing},
-    facts, is_online, is_ready, member, rank_of, takers,
+    facts, is_lead_fixed, is_online, is_ready, member, rank_of, takers,
 };
 use crate::{
     api::{Closing, IdSet, Rank, Roster, RosterEntry, Takeover},
@@ -58,7 +58,7 @@ fn asked<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<(&'a str, &'a Takeo
 /// Why node `name` can't become the lead now, as `word` wants it, in one sentence.
 pub fn refusal(seen: &Observed, roster: &Roster, name: &str, word: &Takeover) -> Option<String> {
     let is_empty = word.new_instance_id.is_some();
-    if !roster.established {
+    if !is_lead_fixed(roster) {
         return Some("the instance has not been online yet: it has no queue that could be lost".to_owned());
     }
     let Some(node) = seen.nodes.iter().find(|node| node.name == name) else {

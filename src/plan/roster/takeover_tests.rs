@@ -114,6 +114,50 @@ fn an_empty_queue_begins_with_another_id_where_the_lead_is_lost() {
 }
 
 #[test]
+fn a_queue_that_was_named_begins_on_the_named_host_or_not_at_all() {
+    type Bad = fn(&mut World);
+    let bad: [(&str, Bad, u64); 7] = [
+        ("NotReady", |w| w.nodes[1].ready = false, 2),
+        ("cordoned", |w| w.nodes[1].cordoned = true, 2),
+        ("gone", |w| drop(w.nodes.remove(1)), 2),
+        ("registered again", |w| w.nodes[1].uid = "again".into(), 2),
+        ("failed", |w| w.reports.get_mut("node2").unwrap().phase = NodePhase::Failed, 2),
+        ("a changed spec", |w| w.spec.broker.port = Some(9000), 3),
+        (
+            "a changed spec while it is NotReady",
+            |w| {
+                w.spec.broker.port = Some(9000);
+                w.nodes[1].ready = false;
+            },
+            3,
+        ),
+    ];
+    for (what, happens, epoch) in bad {
+        let mut world = World::up(3);
+        lose_the_disk(&mut world);
+        world.waited = Duration::from_secs(600);
+        let said = word(&world, Some("kept"));
+        say(&mut world, "node2", said);
+        world.settle();
+        happens(&mut world);
+        assert_eq!(world.settle(), Decision::Keep, "{what}");
+        let roster = world.roster.as_ref().unwrap();
+        assert_eq!((roster.instance_id.as_str(), roster.epoch, roster.established), ("kept", epoch, false), "{what}");
+        assert_eq!((roster.lead().unwrap().node.as_str(), &roster.previous), ("node2", &None), "{what}");
+        assert_eq!(roster.jobs_lost_before, epoch, "{what}: what the brokers before still run is lost");
+        if let Some(node) = world.nodes.iter().find(|node| node.name == "node2") {
+            assert_eq!(roster.lead().unwrap().uid, node.uid, "{what}");
+        }
+        // Should that host never come back, another one can be named.
+        let said = Takeover { force: true, ..word(&world, Some("another")) };
+        say(&mut world, "node3", said);
+        world.settle();
+        let roster = world.roster.as_ref().unwrap();
+        assert_eq!((roster.instance_id.as_str(), roster.lead().unwrap().node.as_str()), ("another", "node3"), "{what}");
+    }
+}
+
+#[test]
 fn an_instance_that_runs_is_stopped_before_it_begins_anew() {
     for (force, closing) in [(false, Closing::WhenIdle), (true, Closing::AtOnce)] {
         let mut world = World::up(2);
