@@ -88,6 +88,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
             pid: broker.pid,
             digest: broker.record.digest.clone(),
         }),
+        unknown_broker: seen.host.unknown.is_some(),
         allocated: instance.map(|instance| instance.allocated.ranks.clone()),
         pending_nodes: known.live.pending_nodes.filter(|_| is_lead),
         drained: instance.map(|instance| drain::in_effect(wanted_drains, &instance.drained)),

@@ -231,6 +231,9 @@ pub struct FluxNodeStatus {
     /// The broker that runs here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adopted: Option<Adopted>,
+    /// A broker runs here, and nothing on the host tells of which instance it is.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unknown_broker: bool,
     /// Lead only: the roster's revision whose resources the running instance has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub applied_revision: Option<u64>,

@@ -182,7 +182,11 @@ fn each_refusal_is_one_sentence() {
     let busy: fn(&mut World) =
         |world| world.reports.get_mut("node1").unwrap().allocated = Some(IdSet([0, 1].into_iter().collect()));
     let off: fn(&mut World) = |world| world.nodes[0].ready = false;
-    let cases: [Case; 17] = [
+    let unknown: fn(&mut World) = |world| {
+        lose_the_disk(world);
+        world.reports.get_mut("node1").unwrap().unknown_broker = true;
+    };
+    let cases: [Case; 21] = [
         ("online", |_| {}, "node2", false, false, Some("node1 leads and is online")),
         ("lost", lose_the_disk, "node2", false, false, None),
         ("no such node", lose_the_disk, "node7", false, false, Some("there is no node node7")),
@@ -219,6 +223,24 @@ fn each_refusal_is_one_sentence() {
             true,
             None,
         ),
+        (
+            "one runs of which nothing is known",
+            unknown,
+            "node2",
+            false,
+            false,
+            Some("a broker runs on node node1, and"),
+        ),
+        (
+            "one runs of which nothing is known, empty",
+            unknown,
+            "node2",
+            true,
+            false,
+            Some("a broker runs on node node1"),
+        ),
+        ("one runs of which nothing is known, forced", unknown, "node2", false, true, None),
+        ("one runs of which nothing is known, there", unknown, "node1", false, false, None),
         ("off, by an administrator's word", off, "node2", false, true, None),
         ("off, still missed by nobody", off, "node2", false, false, Some("ranks 1-2 are connected")),
         (
