@@ -15,8 +15,7 @@ impl Planner {
     pub(super) async fn report(&mut self, caches: &Caches, error: &PlannerError) {
         let words = error_chain(error);
         warn!(error = words, "planning failed");
-        // What somebody has to mend; all else is the API server's, and passes.
-        if matches!(error, PlannerError::Content { .. }) || error.code() == Some(422) {
+        if error.is_lasting() {
             let instances = caches.instances.state();
             let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
             let about = flux.map_or_else(instance::default_reference, |flux| flux.object_ref(&()));
