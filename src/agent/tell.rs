@@ -13,7 +13,7 @@ use super::{
     tries::Trouble,
 };
 use crate::{
-    api::{Adopted, Dump, Facts, FluxNodeStatus, IdSet, NodePhase, ROSTER_FORMAT, Rank, Takeover, Want, packed},
+    api::{Adopted, Dump, Facts, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, Takeover, Want, packed},
     host::{HostView, Preflight, dump::is_of},
 };
 
@@ -162,11 +162,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
         // A reason to wait is said beside a broker that is online only where somebody has to act: an agent that is too old,
         // a statedir that is gone.
         let must_be_known = || match known.step {
-            Step::Wait(reason)
-                if seen.host.statedir_lost || seen.roster.is_some_and(|roster| roster.format > ROSTER_FORMAT) =>
-            {
-                words(reason)
-            }
+            Step::Wait(reason) if seen.host.statedir_lost || seen.roster.is_some_and(Roster::is_newer) => words(reason),
             _ => None,
         };
         // What can't be done beside it is said, but it is online.

@@ -97,7 +97,7 @@ pub enum Decision {
 /// Decides the next roster.
 pub fn decide(seen: &Observed) -> Decision {
     match seen.roster {
-        Some(roster) if roster.format > ROSTER_FORMAT => Decision::Wait(format!(
+        Some(roster) if roster.is_newer() => Decision::Wait(format!(
             "the roster has format {}, which a newer flux-distribute made; this one knows {ROSTER_FORMAT}: finish the upgrade",
             roster.format
         )),
@@ -109,7 +109,7 @@ pub fn decide(seen: &Observed) -> Decision {
 /// The same where the spec can't be served: everything stays as it is, but nothing stays stopped for an epoch that does not
 /// come.
 pub fn decide_unserved(seen: &Observed) -> Decision {
-    let own = |roster: &&Roster| roster.format <= ROSTER_FORMAT && roster.instance_uid == seen.instance_uid;
+    let own = |roster: &&Roster| !roster.is_newer() && roster.instance_uid == seen.instance_uid;
     let roster = seen.roster.filter(own).filter(|roster| roster.established);
     let next = roster.and_then(|roster| epoch::carry_on(seen, roster));
     next.map_or(Decision::Keep, |next| Decision::Write(Box::new(next)))

@@ -24,7 +24,7 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     // The lead's own copy has everybody in it: nobody is started before the lead has taken him in.
     let copies = seen.reports.values().filter_map(|status| status.roster.as_deref());
     let copies = copies.filter_map(|field| serde_json::from_str::<Roster>(&packed::from_field(field)?).ok());
-    let own = copies.filter(|copy| copy.instance_uid == seen.instance_uid && copy.format <= ROSTER_FORMAT);
+    let own = copies.filter(|copy| copy.instance_uid == seen.instance_uid && !copy.is_newer());
     // A host that led before another one took over has the names, and the queue, of an epoch that is over.
     let adopted = seen.reports.values().filter_map(|status| status.adopted.as_ref());
     let running = adopted.filter(|adopted| is_of_instance(seen, adopted)).map(|adopted| adopted.epoch);
