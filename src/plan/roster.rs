@@ -210,6 +210,16 @@ pub fn holds_another(seen: &Observed, node: &str) -> bool {
     adopted.is_some_and(|adopted| !is_of_instance(seen, adopted))
 }
 
+/// Preflight has passed on `node`'s host, and by a word that is about this instance.
+fn has_passed(seen: &Observed, node: &NodeView) -> bool {
+    facts(seen, node).is_some() && !holds_another(seen, &node.name)
+}
+
+/// The last step on the host of `node` failed.
+fn has_failed(seen: &Observed, node: &str) -> bool {
+    seen.reports.get(node).is_some_and(|report| report.phase == NodePhase::Failed)
+}
+
 /// Brokers of this FluxInstance run, or may start any moment, with the certificate that was published.
 pub fn is_certificate_in_use(seen: &Observed) -> bool {
     let own = |roster: &Roster| roster.instance_uid == seen.instance_uid && roster.established;

@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use super::{
-    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, epoch::next_epoch, facts,
-    holds_another, is_deep, is_of_instance, limit, properties, takers, was_named,
+    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, epoch::next_epoch, has_failed,
+    has_passed, holds_another, is_deep, is_of_instance, limit, properties, takers, was_named,
 };
 use crate::{
-    api::{FluxNodeStatus, NodePhase, ROSTER_FORMAT, Roster, packed},
+    api::{FluxNodeStatus, ROSTER_FORMAT, Roster, packed},
     plan::{
         broker_toml::spare_name,
         eligibility::{NodeView, eligible},
@@ -82,8 +82,7 @@ fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Opt
     let deep = is_deep(&settings);
     let limit = limit(seen.spec, settings.max_size);
     // In a deep tree an interior rank whose node never comes would strand its children.
-    let is_known = |node: &NodeView| facts(seen, node).is_some() && !holds_another(seen, &node.name);
-    let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || is_known(node)));
+    let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || has_passed(seen, node)));
     let mut roster = Roster {
         format: ROSTER_FORMAT,
         instance_uid: seen.instance_uid.to_owned(),
@@ -124,7 +123,7 @@ fn no_candidates(seen: &Observed) -> String {
 }
 
 fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>) -> Result<&'a NodeView, String> {
-    let passed = |node: &&&NodeView| facts(seen, node).is_some() && !holds_another(seen, &node.name);
+    let passed = |node: &&&NodeView| has_passed(seen, node);
     if let Some(name) = wanted.filter(|name| holds_another(seen, name)) {
         return Err(format!("waiting for node {name}, which is to be the lead and still holds the instance before"));
     }
@@ -132,16 +131,15 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
         let node = nodes.iter().find(|node| node.name == name);
         return node.filter(passed).copied().ok_or_else(|| format!("waiting for node {name}, which is to be the lead"));
     }
-    let undecided =
-        |node: &&NodeView| seen.reports.get(&node.name).is_none_or(|report| report.phase != NodePhase::Failed);
-    let passed_and_well = |node: &&&NodeView| passed(node) && !failed(seen, node);
+    let undecided = |node: &&NodeView| !has_failed(seen, &node.name);
+    let passed_and_well = |node: &&&NodeView| passed(node) && undecided(node);
     let first = nodes.iter().find(passed_and_well).or_else(|| nodes.iter().find(passed)).copied();
     match first {
         Some(lead) if seen.waited >= LEAD_PATIENCE => Ok(lead),
         Some(lead) if !nodes.iter().take_while(|node| node.uid != lead.uid).any(undecided) => Ok(lead),
         _ => {
             let failed = nodes.iter().find_map(|node| {
-                let report = seen.reports.get(&node.name).filter(|report| report.phase == NodePhase::Failed)?;
+                let report = seen.reports.get(&node.name).filter(|_| has_failed(seen, &node.name))?;
                 Some(format!("; {}: {}", node.name, report.message.as_deref()?))
             });
             let before = || {
@@ -171,10 +169,8 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
     // An empty queue begins where somebody wanted it; what that node says may still be about the one before.
     let gives_way = seen.waited >= LEAD_PATIENCE
         && seen.spec.lead.is_none()
-        && nodes.iter().any(|node| node.uid == lead.uid && failed(seen, node))
-        && nodes
-            .iter()
-            .any(|node| facts(seen, node).is_some() && !failed(seen, node) && !holds_another(seen, &node.name));
+        && nodes.iter().any(|node| node.uid == lead.uid && has_failed(seen, &node.name))
+        && nodes.iter().any(|node| has_passed(seen, node) && !has_failed(seen, &node.name));
     if lead_is_there && !gives_way && !is_pending {
         return None;
     }
@@ -186,10 +182,6 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
         }
         other => Some(other),
     }
-}
-
-fn failed(seen: &Observed, node: &NodeView) -> bool {
-    seen.reports.get(&node.name).is_some_and(|report| report.phase == NodePhase::Failed)
 }
 
 /// flux-core takes names of RFC 1035 (conf_bootstrap_validate_domain_name); ours for spares are taken.
