@@ -57,7 +57,7 @@ const DEFAULT_RETAIN_SECS: i64 = 600;
 pub struct Observed<'a> {
     /// metadata.uid of the FluxInstance.
     pub instance_uid: &'a str,
-    /// Its spec, which has passed `validate`.
+    /// Its spec, which has passed `validate` but for [`decide_unserved`].
     pub spec: &'a FluxInstanceSpec,
     /// Its status.
     pub status: &'a FluxInstanceStatus,
