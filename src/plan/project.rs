@@ -112,6 +112,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
     // Without a rank its agent would end the broker that it had one for.
     let former = |roster| Some((roster, lingers(seen, roster, seen.reports.get(&node.name)?)?));
     if let Some((roster, rank)) = roster.and_then(former).filter(|(roster, rank)| may_carry_jobs(seen, roster, *rank)) {
+        spec.draining = Some(HAS_LEFT.to_owned());
         (spec.rank, spec.epoch, spec.revision) = (Some(rank), roster.epoch, revision_for(roster, rank));
         spec.reason =
             Some(format!("jobs may run on ranks that hang on its broker of rank {rank}, which it had before"));
