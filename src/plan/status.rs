@@ -10,7 +10,10 @@ use super::roster::{
     epoch::{Restart, restart},
     holds, is_lead_silent, is_online, takers,
 };
-use crate::api::{FluxInstanceStatus, InstancePhase, KeptDump, Roster};
+use crate::api::{
+    CONDITION_CERTIFICATE_MISSING, CONDITION_RESTART_PENDING, CONDITION_SCALE_DENIED, FluxInstanceStatus,
+    InstancePhase, KeptDump, Roster,
+};
 
 /// Reason of RestartPending where an epoch was taken back.
 const REFUSED: &str = "TakenBack";
@@ -18,8 +21,6 @@ const REFUSED: &str = "TakenBack";
 /// What is said while the certificate's Secret is gone and brokers may use what was in it.
 pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
                                        member's that has the same certificate; if no host has it any more, put it back";
-/// The condition that says so.
-pub const CERTIFICATE_MISSING: &str = "CertificateMissing";
 
 /// Why the planner can't go on, for the status and an Event.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,16 +72,16 @@ pub fn status(
     let restart = roster.map_or(Restart::None, |roster| restart(seen, roster));
     if !matches!(restart, Restart::Refused { .. }) {
         // The deadline counts from what is asked for now.
-        next.conditions.retain(|condition| condition.type_ != "RestartPending" || condition.reason != REFUSED);
+        next.conditions.retain(|condition| condition.type_ != CONDITION_RESTART_PENDING || condition.reason != REFUSED);
     }
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
     for (type_, (holds, reason, words)) in [
         ("Ready", (lead_online, if lead_online { "LeadOnline" } else { "LeadNotOnline" }, message.clone())),
         ("Progressing", (!complete, if complete { "Complete" } else { "NodesToCome" }, message.clone())),
         ("Degraded", degraded(obstacle, standing, &message)),
-        (CERTIFICATE_MISSING, certificate_missing(seen)),
-        ("ScaleDenied", scale_denied(seen, roster)),
-        ("RestartPending", restart_pending(restart)),
+        (CONDITION_CERTIFICATE_MISSING, certificate_missing(seen)),
+        (CONDITION_SCALE_DENIED, scale_denied(seen, roster)),
+        (CONDITION_RESTART_PENDING, restart_pending(restart)),
     ] {
         set_condition(&mut next.conditions, type_, holds, reason, &words, generation, now);
     }

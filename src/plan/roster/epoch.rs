@@ -10,7 +10,10 @@ use super::{
     properties, resources, takers,
 };
 use crate::{
-    api::{Closing, Draining, EpochSettings, FluxNodeStatus, Member, OnFailure, Rank, Refused, Roster, RosterEntry},
+    api::{
+        CONDITION_RESTART_PENDING, Closing, Draining, EpochSettings, FluxNodeStatus, Member, OnFailure, Rank, Refused,
+        Roster, RosterEntry,
+    },
     plan::{
         broker_toml::{is_node_a_property, spare_name},
         settings::{pending, settings, wanted},
@@ -178,7 +181,8 @@ fn keeps_dying(roster: &Roster, report: &FluxNodeStatus) -> bool {
 
 fn deadline_has_come(seen: &Observed) -> bool {
     let deadline = seen.spec.upgrade.deadline.as_deref().and_then(crate::api::parse_duration);
-    let since = seen.status.holding("RestartPending").map(|pending| pending.last_transition_time.0.as_second());
+    let since =
+        seen.status.holding(CONDITION_RESTART_PENDING).map(|pending| pending.last_transition_time.0.as_second());
     let waited = since.and_then(|since| u64::try_from(seen.now - since).ok()).map(Duration::from_secs);
     matches!((deadline, waited), (Some(deadline), Some(waited)) if waited >= deadline)
 }
