@@ -6,7 +6,7 @@ use k8s_openapi::{
 };
 
 use super::roster::{
-    Observed,
+    Observed, candidates,
     epoch::{Restart, restart},
     holds, is_lead_silent, is_online, takers,
 };
@@ -34,6 +34,21 @@ pub enum Obstacle {
         /// One sentence.
         message: String,
     },
+}
+
+/// Which of several obstacles is told: what somebody has to mend goes before what comes by itself.
+pub fn foremost(found: impl IntoIterator<Item = Obstacle>) -> Option<Obstacle> {
+    found.into_iter().min_by_key(|obstacle| matches!(obstacle, Obstacle::Waiting(_)))
+}
+
+/// Which is told where nothing can be planned for `reason`, and `found` was known before.
+pub fn told_while_waiting(seen: &Observed, found: Option<Obstacle>, reason: String) -> Obstacle {
+    match found {
+        _ if seen.roster.is_some_and(Roster::is_newer) => Obstacle::Problem { reason: "NewerRoster", message: reason },
+        Some(problem @ Obstacle::Problem { .. }) => problem,
+        _ if candidates(seen).is_empty() => Obstacle::Problem { reason: "NoEligibleNode", message: reason },
+        waiting => waiting.unwrap_or(Obstacle::Waiting(reason)),
+    }
 }
 
 /// How far the instance is.
@@ -248,6 +263,51 @@ pub fn set_condition(
 mod tests {
     use super::*;
     use crate::plan::roster::tests::World;
+
+    fn waiting(words: &str) -> Obstacle {
+        Obstacle::Waiting(words.to_owned())
+    }
+
+    fn problem(reason: &'static str) -> Obstacle {
+        Obstacle::Problem { reason, message: "no".to_owned() }
+    }
+
+    #[test]
+    fn what_somebody_has_to_mend_goes_before_what_comes_by_itself() {
+        let (packages, certificate) = (|| waiting("packages"), || waiting("certificate"));
+        let (unresolved, malformed) = (|| problem("PackagesUnresolved"), || problem("MalformedCertificate"));
+        for (found, told) in [
+            (vec![], None),
+            (vec![packages(), certificate()], Some(packages())),
+            (vec![packages(), malformed()], Some(malformed())),
+            (vec![unresolved(), certificate()], Some(unresolved())),
+            (vec![unresolved(), malformed()], Some(unresolved())),
+        ] {
+            assert_eq!(foremost(found.clone()), told, "{found:?}");
+        }
+    }
+
+    #[test]
+    fn what_the_plan_waits_for_is_told_where_nothing_else_is_known() {
+        type Change = fn(&mut World);
+        let newer: Change = |world| world.roster.as_mut().unwrap().format += 1;
+        let nobody: Change = |world| world.nodes.iter_mut().for_each(|node| node.cordoned = true);
+        let eligible_none = || Obstacle::Problem { reason: "NoEligibleNode", message: "the reason".to_owned() };
+        let newer_roster = || Obstacle::Problem { reason: "NewerRoster", message: "the reason".to_owned() };
+        for (change, found, told) in [
+            ((|_| {}) as Change, None, waiting("the reason")),
+            (|_| {}, Some(waiting("packages")), waiting("packages")),
+            (|_| {}, Some(problem("PackagesUnresolved")), problem("PackagesUnresolved")),
+            (nobody, None, eligible_none()),
+            (nobody, Some(waiting("packages")), eligible_none()),
+            (nobody, Some(problem("PackagesUnresolved")), problem("PackagesUnresolved")),
+            (newer, Some(problem("PackagesUnresolved")), newer_roster()),
+        ] {
+            let mut world = World::up(1);
+            change(&mut world);
+            assert_eq!(told_while_waiting(&world.seen(), found.clone(), "the reason".to_owned()), told, "{found:?}");
+        }
+    }
 
     #[test]
     fn while_nothing_can_be_planned_the_page_says_why_and_heals_when_it_can_again() {
