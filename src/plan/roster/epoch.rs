@@ -142,7 +142,7 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
         return waits("the packages to be installed on the lead".to_owned());
     }
     if is_due {
-        return Restart::Now { difference, closing: Closing::AtOnce };
+        return Restart::Now { difference, closing };
     }
     let without = roster.ranks.keys().filter(|rank| is_online(seen, roster, **rank));
     let mut without = without.filter_map(|rank| holds(seen, roster, *rank).map(|(report, _)| (rank, report)));
@@ -152,7 +152,7 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
         return waits(format!("the packages to be installed on node {node}"));
     }
     match &lead.allocated {
-        Some(ranks) if ranks.is_empty() => Restart::Now { difference, closing: Closing::WhenIdle },
+        Some(ranks) if ranks.is_empty() => Restart::Now { difference, closing },
         Some(ranks) => waits(format!("the jobs on ranks {ranks} to end")),
         None => waits("the lead to tell whether jobs run".to_owned()),
     }
