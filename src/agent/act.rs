@@ -94,7 +94,7 @@ impl StepError {
     pub fn is_waiting(&self) -> bool {
         match self {
             Self::NotYet(_) => true,
-            Self::Api(error) => !matches!(error, PlannerError::Content { .. }),
+            Self::Api(error) => !error.is_lasting(),
             _ => false,
         }
     }
@@ -332,13 +332,16 @@ mod tests {
     #[test]
     fn what_others_will_see_to_is_waited_for() {
         let what = || "get Secret flux-curve".to_owned();
-        let forbidden =
-            kube::Error::Api(Box::new(kube::core::Status::failure("forbidden", "Forbidden").with_code(403)));
+        let refused = |code| {
+            let status = kube::core::Status::failure("refused", "Refused").with_code(code);
+            StepError::Api(PlannerError::Api { what: what(), source: Box::new(kube::Error::Api(Box::new(status))) })
+        };
         let content = PlannerError::Content { object: "Secret flux-curve".to_owned(), reason: "malformed".to_owned() };
         for (error, waiting) in [
             (StepError::NotYet("waiting for Secret flux-curve".to_owned()), true),
             (StepError::Api(PlannerError::Timeout(what())), true),
-            (StepError::Api(PlannerError::Api { what: what(), source: Box::new(forbidden) }), true),
+            (refused(403), true),
+            (refused(422), false),
             (StepError::Api(content), false),
             (StepError::Wrong("another certificate".to_owned()), false),
             (StepError::Host(HostError::Refused(Refusal::transient("port 8050 is taken"))), false),

@@ -1,7 +1,7 @@
 //! What this host's own copy of the roster tells: the one that its broker was configured by last.
 
 use crate::{
-    api::{FluxNodeSpec, FluxNodeStatus, ROSTER_FORMAT, Roster},
+    api::{FluxNodeSpec, FluxNodeStatus, Roster},
     host::{HostView, RunningBroker},
 };
 
@@ -9,7 +9,7 @@ use crate::{
 pub fn host_roster(host: &HostView) -> Option<Roster> {
     let roster: Roster = serde_json::from_str(host.roster.as_deref()?).ok()?;
     let ours = host.state.as_ref().is_some_and(|state| state.instance_uid == roster.instance_uid);
-    (ours && roster.format <= ROSTER_FORMAT).then_some(roster)
+    (ours && !roster.is_newer()).then_some(roster)
 }
 
 /// This host is the lead's: it runs rank 0, or it would by the roster that it was configured by last.

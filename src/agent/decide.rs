@@ -168,7 +168,7 @@ pub fn decide(seen: &Seen) -> Step {
     let Some(spec) = seen.spec.filter(|spec| spec.instance_uid.as_deref() == Some(uid)) else {
         return Step::Wait("waiting for the planner".to_owned());
     };
-    if let Some(roster) = seen.roster.filter(|roster| roster.format > ROSTER_FORMAT) {
+    if let Some(roster) = seen.roster.filter(|roster| roster.is_newer()) {
         return Step::Wait(format!(
             "the roster has format {}, this agent knows {ROSTER_FORMAT}: finish the upgrade",
             roster.format
@@ -325,7 +325,7 @@ pub fn may_leave(host: &HostView, spec: &FluxNodeSpec, roster: &Roster) -> bool 
 /// `decided` by the FluxNode and the roster that stand now. What it was decided by may be the memory of an agent that was
 /// frozen for minutes: a broker of a rank that somebody else has by now would push that one's out.
 pub fn confirmed(decided: &Assignment, instance_uid: &str, spec: &FluxNodeSpec, roster: &Roster) -> Option<Assignment> {
-    let now = agreed(spec, roster).filter(|_| roster.format <= ROSTER_FORMAT && roster.instance_uid == instance_uid)?;
+    let now = agreed(spec, roster).filter(|_| !roster.is_newer() && roster.instance_uid == instance_uid)?;
     let is_over = spec.want != Want::Run || (now.rank == 0 && roster.closing.is_some());
     let is_same = (now.rank, &now.node_uid, now.epoch) == (decided.rank, &decided.node_uid, decided.epoch);
     (is_same && !is_over).then_some(now)

@@ -13,7 +13,9 @@ use super::{
     watch::World,
 };
 use crate::{
-    api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet, Rank, Roster, Want},
+    api::{
+        CONDITION_RESTART_PENDING, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet, Rank, Roster, Want,
+    },
     host::HostView,
     planner::{PlannerError, certificate, read_packages, store},
 };
@@ -62,7 +64,7 @@ impl Published {
         // What was read for another roster, or another instance, is none.
         let wanted = self.roster.as_ref().map(|roster| roster.settings.digest.as_str());
         let known = |digest: &str| self.packages.iter().any(|(known, _)| known == digest);
-        let pending = world.instance_status().and_then(|status| status.holding("RestartPending"));
+        let pending = world.instance_status().and_then(|status| status.holding(CONDITION_RESTART_PENDING));
         let pending = pending.map_or("", |pending| pending.message.as_str());
         let missing = wanted.is_some_and(|wanted| !known(wanted) && !view.has_environment(wanted));
         if self.packages.is_empty() || missing || spec.want != Want::Run || self.pending != pending {

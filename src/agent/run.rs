@@ -361,7 +361,8 @@ impl Agent {
                 step,
                 live: &live,
                 trouble: self.tries.trouble(step, self.generation),
-                keeps_dying: self.starts.keeps_dying().or(self.tries.keeps_refusing(step, self.generation)),
+                keeps_dying: (seen.roster.and_then(|roster| self.starts.keeps_dying(roster.epoch)))
+                    .or(self.tries.keeps_refusing(step, self.generation)),
                 hint: hint.as_deref(),
                 progress,
                 facts: facts.as_ref().or(before.facts.as_ref()),

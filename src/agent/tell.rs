@@ -13,7 +13,7 @@ use super::{
     tries::Trouble,
 };
 use crate::{
-    api::{Adopted, Dump, Facts, FluxNodeStatus, IdSet, NodePhase, ROSTER_FORMAT, Rank, Takeover, Want, packed},
+    api::{Adopted, Dump, Facts, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, Takeover, Want, packed},
     host::{HostView, Preflight, dump::is_of},
 };
 
@@ -26,7 +26,7 @@ pub struct Known<'a> {
     /// Why the last step failed, if it did.
     pub trouble: Option<&'a Trouble>,
     /// The last words of a broker that was started several times in a row without coming up, or of a host that refuses to
-    /// have it started.
+    /// have it started or never gets its packages.
     pub keeps_dying: Option<&'a str>,
     /// The lead's word on why it refuses us, or another hint on a broker that does not come up.
     pub hint: Option<&'a str>,
@@ -88,6 +88,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
             pid: broker.pid,
             digest: broker.record.digest.clone(),
         }),
+        unknown_broker: seen.host.unknown.is_some(),
         allocated: instance.map(|instance| instance.allocated.ranks.clone()),
         pending_nodes: known.live.pending_nodes.filter(|_| is_lead),
         drained: instance.map(|instance| drain::in_effect(wanted_drains, &instance.drained)),
@@ -161,11 +162,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
         // A reason to wait is said beside a broker that is online only where somebody has to act: an agent that is too old,
         // a statedir that is gone.
         let must_be_known = || match known.step {
-            Step::Wait(reason)
-                if seen.host.statedir_lost || seen.roster.is_some_and(|roster| roster.format > ROSTER_FORMAT) =>
-            {
-                words(reason)
-            }
+            Step::Wait(reason) if seen.host.statedir_lost || seen.roster.is_some_and(Roster::is_newer) => words(reason),
             _ => None,
         };
         // What can't be done beside it is said, but it is online.

@@ -13,6 +13,8 @@ const GROWN_UP: Duration = Duration::from_secs(30);
 
 /// So many refusals in a row are no passing weakness of a host that has just come up.
 const REFUSALS: u32 = 3;
+/// So many installations that fail in a row, two minutes at the least, are none of a network or of a source.
+const INSTALLATIONS: u32 = 8;
 
 /// Why a step was not done.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,11 +73,15 @@ impl Tries {
         self.last.as_ref().filter(|_| self.is_about(step, generation)).map(|(_, trouble, _)| trouble)
     }
 
-    /// Why the host refuses to have a broker started at all, again and again.
+    /// Why no broker gets so far here as to be started, again and again.
     pub fn keeps_refusing(&self, step: &Step, generation: i64) -> Option<&str> {
-        let is_start = matches!(step, Step::Preflight | Step::Start(_));
+        let many = match step {
+            Step::Preflight | Step::Start(_) => REFUSALS,
+            Step::Install { .. } => INSTALLATIONS,
+            _ => return None,
+        };
         let trouble = self.trouble(step, generation)?;
-        (is_start && !trouble.waiting && self.failures >= REFUSALS).then_some(trouble.words.as_str())
+        (!trouble.waiting && self.failures >= many).then_some(trouble.words.as_str())
     }
 
     /// How long this step still has to wait.
@@ -133,10 +139,11 @@ impl Starts {
         *self = Self::default();
     }
 
-    /// The last words of a broker that was started again and again and never came up: kept while the next one is tried, so
-    /// that the message stands still.
-    pub fn keeps_dying(&self) -> Option<&str> {
-        self.last_words.as_deref().filter(|_| self.stillborn > 0 && !self.was_online)
+    /// The last words of a broker of `epoch` that was started again and again and never came up: kept while the next one is
+    /// tried, so that the message stands still. Those of an epoch before are none: this one may be what mends it.
+    pub fn keeps_dying(&self, epoch: u64) -> Option<&str> {
+        let of_epoch = matches!(&self.last, Some((Attempt { step: Step::Start(own), .. }, _)) if own.epoch == epoch);
+        self.last_words.as_deref().filter(|_| of_epoch && self.stillborn > 0 && !self.was_online)
     }
 
     /// How long ago it was started.
@@ -196,14 +203,16 @@ mod tests {
     #[test]
     fn a_start_that_is_refused_again_and_again_is_told_as_one() {
         let now = Instant::now();
-        for (step, waiting, told) in [
-            (start(1, "node1"), false, true),
-            (Step::Preflight, false, true),
-            (start(1, "node1"), true, false),
-            (install("a"), false, false),
+        for (step, waiting, many, told) in [
+            (start(1, "node1"), false, 3, true),
+            (Step::Preflight, false, 3, true),
+            (start(1, "node1"), true, 3, false),
+            (install("a"), false, 8, true),
+            (install("a"), true, 8, false),
+            (Step::Prepare { digest: "a".to_owned() }, false, 100, false),
         ] {
             let mut tries = Tries::default();
-            for _ in 1..REFUSALS {
+            for _ in 1..many {
                 tries.failed(&step, 1, trouble(waiting), now);
                 assert_eq!(tries.keeps_refusing(&step, 1), None, "{step:?}: it may be over in a moment");
             }
@@ -244,12 +253,13 @@ mod tests {
         });
         assert_eq!(rests, [0, 1, 2, 4]);
         starts.seen(true, false, None, now);
-        assert_eq!(starts.keeps_dying(), Some("broker.err[0]: no"));
+        assert_eq!(starts.keeps_dying(1), Some("broker.err[0]: no"));
+        assert_eq!(starts.keeps_dying(2), None, "the next epoch has not been tried yet, and may be the cure");
         for (step, generation) in [(start(1, "node2"), 1), (start(1, "node1"), 2)] {
             assert_eq!(starts.rest(&step, generation, now), None);
         }
         starts.started(&start(1, "node1"), 2, now);
-        assert_eq!(starts.keeps_dying(), None);
+        assert_eq!(starts.keeps_dying(1), None);
     }
 
     #[test]
@@ -259,10 +269,10 @@ mod tests {
         starts.seen(true, true, None, now);
         starts.seen(false, false, Some("killed"), now);
         starts.started(&start(1, "node1"), 1, now);
-        assert_eq!(starts.keeps_dying(), None);
+        assert_eq!(starts.keeps_dying(1), None);
         starts.seen(false, false, Some("broker.err[0]: no"), now);
         starts.started(&start(1, "node1"), 1, now);
-        assert_eq!(starts.keeps_dying(), Some("broker.err[0]: no"));
+        assert_eq!(starts.keeps_dying(1), Some("broker.err[0]: no"));
     }
 
     #[test]
@@ -274,7 +284,7 @@ mod tests {
         }
         let later = now + Duration::from_secs(31);
         starts.seen(true, false, None, later);
-        assert_eq!(starts.keeps_dying(), None);
+        assert_eq!(starts.keeps_dying(1), None);
         starts.started(&start(1, "node1"), 1, later);
         assert_eq!(starts.rest(&start(1, "node1"), 1, later), None);
     }

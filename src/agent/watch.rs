@@ -13,9 +13,9 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tracing::debug;
 
-use crate::{
-    api::{DAEMONSET, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE, Uninstall},
-    plan::status::CERTIFICATE_MISSING,
+use crate::api::{
+    CONDITION_CERTIFICATE_MISSING, DAEMONSET, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeSpec, INSTANCE,
+    NAMESPACE, Uninstall,
 };
 
 /// One object that is watched.
@@ -88,7 +88,7 @@ impl World {
 
     /// Secret `flux-curve` is gone, by the planner's word.
     pub fn lacks_certificate(&self) -> bool {
-        self.instance_status().is_some_and(|status| status.holding(CERTIFICATE_MISSING).is_some())
+        self.instance_status().is_some_and(|status| status.holding(CONDITION_CERTIFICATE_MISSING).is_some())
     }
 
     /// The planner's words to this node; words to another one, by an edit of somebody else's, are none.

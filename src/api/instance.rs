@@ -317,6 +317,13 @@ pub struct KeptDump {
     pub dump: Dump,
 }
 
+/// Of [`FluxInstanceStatus::conditions`]: what runs is not what is wanted, and a coordinated restart would bring it.
+pub const CONDITION_RESTART_PENDING: &str = "RestartPending";
+/// More nodes are asked for than the running epoch has ranks.
+pub const CONDITION_SCALE_DENIED: &str = "ScaleDenied";
+/// The certificate's Secret is gone, and brokers may use what was in it.
+pub const CONDITION_CERTIFICATE_MISSING: &str = "CertificateMissing";
+
 /// What the planner says of the instance.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]

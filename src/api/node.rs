@@ -39,7 +39,7 @@ pub struct FluxNodeSpec {
     /// uid of the Node: an agent acts on a rank only when it is this Node's.
     #[serde(default, rename = "nodeUID", skip_serializing_if = "Option::is_none")]
     pub node_uid: Option<String>,
-    /// Broker rank, where this node is a member.
+    /// Broker rank, where this node is a member, or was one and its broker still runs under that rank.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rank: Option<u32>,
     /// The epoch that the rank belongs to.
@@ -64,7 +64,8 @@ pub struct FluxNodeSpec {
     /// Where this node fetches the package set; without it, it waits until another node holds the archives.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fetch_from: Option<FetchFrom>,
-    /// Why this node gets no rank: it is not eligible, or there is no room for it.
+    /// Why this node gets no rank: it is not eligible, there is no room for it, its Node is gone, or the broker that it had
+    /// one for must not end yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }
@@ -88,7 +89,7 @@ pub struct FetchFrom {
 /// What the planner wants of a node.
 #[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
 pub enum Want {
-    /// Nothing: it is not eligible. What runs there is left alone.
+    /// Nothing: it is not eligible, or was a member whose broker must not end yet. What runs there is left alone.
     #[default]
     Nothing,
     /// Have the packages ready.
@@ -231,6 +232,9 @@ pub struct FluxNodeStatus {
     /// The broker that runs here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adopted: Option<Adopted>,
+    /// A broker runs here, and nothing on the host tells of which instance it is.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unknown_broker: bool,
     /// Lead only: the roster's revision whose resources the running instance has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub applied_revision: Option<u64>,
@@ -273,7 +277,7 @@ pub struct FluxNodeStatus {
     /// `spec.want` is `Leave`, and no broker runs here nor will be started.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub left: bool,
-    /// The epoch whose broker doesn't come up here, however often it is started.
+    /// The epoch whose broker doesn't come up here, however often it is tried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keeps_dying: Option<u64>,
     /// The lead's broker doesn't answer this one, or doesn't count it in.

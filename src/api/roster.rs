@@ -54,6 +54,11 @@ pub struct Roster {
 }
 
 impl Roster {
+    /// A newer version has written it: this one can't know what it means.
+    pub fn is_newer(&self) -> bool {
+        self.format > ROSTER_FORMAT
+    }
+
     /// Who holds `rank`.
     pub fn member(&self, rank: Rank) -> Option<&Member> {
         self.ranks.get(&rank)?.member.as_ref()

@@ -2,13 +2,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-pub use super::roster::lingers;
 use super::{
     eligibility::{NodeView, eligible},
     peers::{self, Fetcher},
     roster::{
-        LEAD_PATIENCE, Observed, does_lead_miss, is_former_idle, is_missed, is_online, is_overdue, may_carry_jobs,
-        may_stop, no_room, parent, rank_of,
+        LEAD_PATIENCE, Observed, does_lead_miss, is_former_idle, is_missed, is_online, is_overdue, lingers,
+        may_carry_jobs, may_stop, no_room, parent, rank_of,
     },
 };
 use crate::api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
@@ -113,6 +112,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
     let former = |roster| Some((roster, lingers(seen, roster, seen.reports.get(&node.name)?)?));
     if let Some((roster, rank)) = roster.and_then(former).filter(|(roster, rank)| may_carry_jobs(seen, roster, *rank)) {
         (spec.rank, spec.epoch, spec.revision) = (Some(rank), roster.epoch, revision_for(roster, rank));
+        spec.draining = Some(HAS_LEFT.to_owned());
         spec.reason =
             Some(format!("jobs may run on ranks that hang on its broker of rank {rank}, which it had before"));
         return spec;

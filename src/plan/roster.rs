@@ -57,7 +57,7 @@ const DEFAULT_RETAIN_SECS: i64 = 600;
 pub struct Observed<'a> {
     /// metadata.uid of the FluxInstance.
     pub instance_uid: &'a str,
-    /// Its spec, which has passed `validate`.
+    /// Its spec, which has passed `validate` but for [`decide_unserved`].
     pub spec: &'a FluxInstanceSpec,
     /// Its status.
     pub status: &'a FluxInstanceStatus,
@@ -97,7 +97,7 @@ pub enum Decision {
 /// Decides the next roster.
 pub fn decide(seen: &Observed) -> Decision {
     match seen.roster {
-        Some(roster) if roster.format > ROSTER_FORMAT => Decision::Wait(format!(
+        Some(roster) if roster.is_newer() => Decision::Wait(format!(
             "the roster has format {}, which a newer flux-distribute made; this one knows {ROSTER_FORMAT}: finish the upgrade",
             roster.format
         )),
@@ -109,7 +109,7 @@ pub fn decide(seen: &Observed) -> Decision {
 /// The same where the spec can't be served: everything stays as it is, but nothing stays stopped for an epoch that does not
 /// come.
 pub fn decide_unserved(seen: &Observed) -> Decision {
-    let own = |roster: &&Roster| roster.format <= ROSTER_FORMAT && roster.instance_uid == seen.instance_uid;
+    let own = |roster: &&Roster| !roster.is_newer() && roster.instance_uid == seen.instance_uid;
     let roster = seen.roster.filter(own).filter(|roster| roster.established);
     let next = roster.and_then(|roster| epoch::carry_on(seen, roster));
     next.map_or(Decision::Keep, |next| Decision::Write(Box::new(next)))
@@ -210,6 +210,16 @@ pub fn holds_another(seen: &Observed, node: &str) -> bool {
     adopted.is_some_and(|adopted| !is_of_instance(seen, adopted))
 }
 
+/// Preflight has passed on `node`'s host, and by a word that is about this instance.
+fn has_passed(seen: &Observed, node: &NodeView) -> bool {
+    facts(seen, node).is_some() && !holds_another(seen, &node.name)
+}
+
+/// The last step on the host of `node` failed.
+fn has_failed(seen: &Observed, node: &str) -> bool {
+    seen.reports.get(node).is_some_and(|report| report.phase == NodePhase::Failed)
+}
+
 /// Brokers of this FluxInstance run, or may start any moment, with the certificate that was published.
 pub fn is_certificate_in_use(seen: &Observed) -> bool {
     let own = |roster: &Roster| roster.instance_uid == seen.instance_uid && roster.established;
@@ -262,17 +272,16 @@ fn by_uid<'a>(seen: &Observed<'a>) -> HashMap<&'a str, &'a NodeView> {
 
 fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
     let mut next = roster.clone();
-    if !roster.established {
-        if is_online(seen, roster, 0) {
-            next.established = true;
-        } else if let Some(again) = first::begin_again(seen, roster) {
-            return again;
-        }
-    }
-    if roster.established
-        && let Some(next) = takeover::advance(seen, roster).or_else(|| epoch::advance(seen, roster))
-    {
+    if !roster.established && is_online(seen, roster, 0) {
+        next.established = true;
+    } else if let Some(next) = takeover::advance(seen, roster) {
         return Decision::Write(Box::new(next));
+    } else if roster.established {
+        if let Some(next) = epoch::advance(seen, roster) {
+            return Decision::Write(Box::new(next));
+        }
+    } else if let Some(again) = first::begin_again(seen, roster) {
+        return again;
     }
     keep::keep_members(seen, &mut next);
     drain::drain(seen, &mut next);
@@ -306,6 +315,17 @@ pub fn parent(roster: &Roster, rank: Rank) -> Option<Rank> {
 /// The shape of the roster's tree.
 pub fn topology(roster: &Roster) -> Option<Topology> {
     Topology::parse(&roster.settings.topology, roster.settings.max_size).ok()
+}
+
+/// Rank 0 has a queue that is on the host of its member and nowhere else: the instance was online, or an administrator has
+/// said whose queue this epoch begins with.
+fn is_lead_fixed(roster: &Roster) -> bool {
+    roster.established || was_named(roster)
+}
+
+/// An administrator has named the lead of this epoch.
+fn was_named(roster: &Roster) -> bool {
+    roster.jobs_lost_before == roster.epoch
 }
 
 fn is_deep(settings: &EpochSettings) -> bool {

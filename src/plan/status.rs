@@ -6,11 +6,14 @@ use k8s_openapi::{
 };
 
 use super::roster::{
-    Observed,
+    Observed, candidates,
     epoch::{Restart, restart},
     holds, is_lead_silent, is_online, takers,
 };
-use crate::api::{FluxInstanceStatus, InstancePhase, KeptDump, Roster};
+use crate::api::{
+    CONDITION_CERTIFICATE_MISSING, CONDITION_RESTART_PENDING, CONDITION_SCALE_DENIED, FluxInstanceStatus,
+    InstancePhase, KeptDump, Roster,
+};
 
 /// Reason of RestartPending where an epoch was taken back.
 const REFUSED: &str = "TakenBack";
@@ -18,8 +21,6 @@ const REFUSED: &str = "TakenBack";
 /// What is said while the certificate's Secret is gone and brokers may use what was in it.
 pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
                                        member's that has the same certificate; if no host has it any more, put it back";
-/// The condition that says so.
-pub const CERTIFICATE_MISSING: &str = "CertificateMissing";
 
 /// Why the planner can't go on, for the status and an Event.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,6 +34,21 @@ pub enum Obstacle {
         /// One sentence.
         message: String,
     },
+}
+
+/// Which of several obstacles is told: what somebody has to mend goes before what comes by itself.
+pub fn foremost(found: impl IntoIterator<Item = Obstacle>) -> Option<Obstacle> {
+    found.into_iter().min_by_key(|obstacle| matches!(obstacle, Obstacle::Waiting(_)))
+}
+
+/// Which is told where nothing can be planned for `reason`, and `found` was known before.
+pub fn told_while_waiting(seen: &Observed, found: Option<Obstacle>, reason: String) -> Obstacle {
+    match found {
+        _ if seen.roster.is_some_and(Roster::is_newer) => Obstacle::Problem { reason: "NewerRoster", message: reason },
+        Some(problem @ Obstacle::Problem { .. }) => problem,
+        _ if candidates(seen).is_empty() => Obstacle::Problem { reason: "NoEligibleNode", message: reason },
+        waiting => waiting.unwrap_or(Obstacle::Waiting(reason)),
+    }
 }
 
 /// How far the instance is.
@@ -71,16 +87,16 @@ pub fn status(
     let restart = roster.map_or(Restart::None, |roster| restart(seen, roster));
     if !matches!(restart, Restart::Refused { .. }) {
         // The deadline counts from what is asked for now.
-        next.conditions.retain(|condition| condition.type_ != "RestartPending" || condition.reason != REFUSED);
+        next.conditions.retain(|condition| condition.type_ != CONDITION_RESTART_PENDING || condition.reason != REFUSED);
     }
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
     for (type_, (holds, reason, words)) in [
         ("Ready", (lead_online, if lead_online { "LeadOnline" } else { "LeadNotOnline" }, message.clone())),
         ("Progressing", (!complete, if complete { "Complete" } else { "NodesToCome" }, message.clone())),
         ("Degraded", degraded(obstacle, standing, &message)),
-        (CERTIFICATE_MISSING, certificate_missing(seen)),
-        ("ScaleDenied", scale_denied(seen, roster)),
-        ("RestartPending", restart_pending(restart)),
+        (CONDITION_CERTIFICATE_MISSING, certificate_missing(seen)),
+        (CONDITION_SCALE_DENIED, scale_denied(seen, roster)),
+        (CONDITION_RESTART_PENDING, restart_pending(restart)),
     ] {
         set_condition(&mut next.conditions, type_, holds, reason, &words, generation, now);
     }
@@ -247,6 +263,51 @@ pub fn set_condition(
 mod tests {
     use super::*;
     use crate::plan::roster::tests::World;
+
+    fn waiting(words: &str) -> Obstacle {
+        Obstacle::Waiting(words.to_owned())
+    }
+
+    fn problem(reason: &'static str) -> Obstacle {
+        Obstacle::Problem { reason, message: "no".to_owned() }
+    }
+
+    #[test]
+    fn what_somebody_has_to_mend_goes_before_what_comes_by_itself() {
+        let (packages, certificate) = (|| waiting("packages"), || waiting("certificate"));
+        let (unresolved, malformed) = (|| problem("PackagesUnresolved"), || problem("MalformedCertificate"));
+        for (found, told) in [
+            (vec![], None),
+            (vec![packages(), certificate()], Some(packages())),
+            (vec![packages(), malformed()], Some(malformed())),
+            (vec![unresolved(), certificate()], Some(unresolved())),
+            (vec![unresolved(), malformed()], Some(unresolved())),
+        ] {
+            assert_eq!(foremost(found.clone()), told, "{found:?}");
+        }
+    }
+
+    #[test]
+    fn what_the_plan_waits_for_is_told_where_nothing_else_is_known() {
+        type Change = fn(&mut World);
+        let newer: Change = |world| world.roster.as_mut().unwrap().format += 1;
+        let nobody: Change = |world| world.nodes.iter_mut().for_each(|node| node.cordoned = true);
+        let eligible_none = || Obstacle::Problem { reason: "NoEligibleNode", message: "the reason".to_owned() };
+        let newer_roster = || Obstacle::Problem { reason: "NewerRoster", message: "the reason".to_owned() };
+        for (change, found, told) in [
+            ((|_| {}) as Change, None, waiting("the reason")),
+            (|_| {}, Some(waiting("packages")), waiting("packages")),
+            (|_| {}, Some(problem("PackagesUnresolved")), problem("PackagesUnresolved")),
+            (nobody, None, eligible_none()),
+            (nobody, Some(waiting("packages")), eligible_none()),
+            (nobody, Some(problem("PackagesUnresolved")), problem("PackagesUnresolved")),
+            (newer, Some(problem("PackagesUnresolved")), newer_roster()),
+        ] {
+            let mut world = World::up(1);
+            change(&mut world);
+            assert_eq!(told_while_waiting(&world.seen(), found.clone(), "the reason".to_owned()), told, "{found:?}");
+        }
+    }
 
     #[test]
     fn while_nothing_can_be_planned_the_page_says_why_and_heals_when_it_can_again() {

@@ -92,6 +92,12 @@ impl PlannerError {
         }
     }
 
+    /// Somebody has to mend it: an object that can't be read, or what the API server refuses as wrong in itself. All else is the
+    /// API server's for now, and passes.
+    pub fn is_lasting(&self) -> bool {
+        matches!(self, Self::Content { .. }) || matches!(self.code(), Some(400 | 422))
+    }
+
     /// The reason of the condition and the Event where nothing can be planned because of it.
     pub fn reason(&self) -> &'static str {
         match self {

@@ -13,17 +13,14 @@ use tracing::{debug, warn};
 use self::needs::Sources;
 use super::{Announcer, PlannerError, caches::Caches, instance, packages::Resolver, protect, publish, store::Document};
 use crate::{
-    api::{
-        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, ROSTER_FORMAT,
-        Roster, validate,
-    },
+    api::{ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, Roster, validate},
     clock, error_chain,
     plan::{
         eligibility::NodeView,
-        project::{lingers, project_all},
+        project::project_all,
         protect::{Change, Protection},
-        roster::{Decision, Observed, candidates, decide, decide_unserved, retain_secs},
-        status::{Obstacle, status},
+        roster::{Decision, Observed, decide, decide_unserved, lingers, retain_secs},
+        status::{Obstacle, foremost, status, told_while_waiting},
     },
 };
 
@@ -154,18 +151,23 @@ impl Planner {
             fresh_id: &fresh_id,
         };
 
-        let mut obstacle = self.invalid_spec(flux, &uid);
+        let invalid = self.invalid_spec(flux, &uid);
         // With a spec that can't be served, everything stays as it is.
-        let is_invalid = obstacle.is_some();
-        let digest = if is_invalid { None } else { self.packages(&seen, &mut obstacle).await? };
-        let fingerprint = self.certificate(&mut seen, &mut obstacle).await?;
+        let is_invalid = invalid.is_some();
+        let (digest, lacks_packages) = if is_invalid { (None, None) } else { self.packages(&seen).await? };
+        let (fingerprint, lacks_certificate) = self.certificate(&mut seen).await?;
+        let found = foremost([invalid, lacks_packages, lacks_certificate].into_iter().flatten());
         seen.digest = digest.as_deref();
         seen.certificate = fingerprint.as_deref();
 
         let decision = if is_invalid { decide_unserved(&seen) } else { decide(&seen) };
+        let obstacle = match &decision {
+            Decision::Wait(reason) => Some(told_while_waiting(&seen, found, reason.clone())),
+            Decision::Keep | Decision::Write(_) => found,
+        };
         let before = stored.as_ref().map(|(_, document)| document);
-        let written = self.follow(decision, &seen, before, &mut obstacle).await?;
-        let is_newer = is_newer(&seen);
+        let written = self.follow(decision, before).await?;
+        let is_newer = seen.roster.is_some_and(Roster::is_newer);
         let own = |roster: &&Roster| roster.instance_uid == uid;
         let roster = written.as_ref().or(seen.roster.filter(own));
         seen.roster = roster;
@@ -183,19 +185,9 @@ impl Planner {
     }
 
     /// The roster that was written in place of `before`; None where that stays.
-    async fn follow(
-        &self,
-        decision: Decision,
-        seen: &Observed<'_>,
-        before: Option<&Document>,
-        obstacle: &mut Option<Obstacle>,
-    ) -> Result<Option<Roster>, PlannerError> {
+    async fn follow(&self, decision: Decision, before: Option<&Document>) -> Result<Option<Roster>, PlannerError> {
         match decision {
-            Decision::Keep => Ok(None),
-            Decision::Wait(reason) => {
-                *obstacle = Some(told_while_waiting(seen, obstacle.take(), reason));
-                Ok(None)
-            }
+            Decision::Keep | Decision::Wait(_) => Ok(None),
             Decision::Write(next) => {
                 publish::write_roster(&self.client, &next, before).await?;
                 Ok(Some(*next))
@@ -275,20 +267,5 @@ impl Planner {
             }
         }
         Ok(())
-    }
-}
-
-/// A newer version has written the roster.
-fn is_newer(seen: &Observed) -> bool {
-    seen.roster.is_some_and(|roster| roster.format > ROSTER_FORMAT)
-}
-
-/// What is told where nothing can be planned for `reason`: what somebody has to mend goes before what will come by itself.
-fn told_while_waiting(seen: &Observed, obstacle: Option<Obstacle>, reason: String) -> Obstacle {
-    match obstacle {
-        _ if is_newer(seen) => Obstacle::Problem { reason: "NewerRoster", message: reason },
-        Some(problem @ Obstacle::Problem { .. }) => problem,
-        _ if candidates(seen).is_empty() => Obstacle::Problem { reason: "NoEligibleNode", message: reason },
-        waiting => waiting.unwrap_or(Obstacle::Waiting(reason)),
     }
 }

@@ -9,7 +9,7 @@ use std::{
 
 use super::{LaunchError, Places, cgroup, log, process::Identity, record::RunRecord, systemd::Systemd};
 use crate::{
-    api::{ROSTER_FORMAT, Roster},
+    api::Roster,
     broker::command::{BrokerIdentity, launch},
     host::{LaunchRecord, Root, facts, state, users},
 };
@@ -96,7 +96,7 @@ impl Places {
         let roster: Roster = fs::read(&roster)
             .ok()
             .and_then(|text| serde_json::from_slice(&text).ok())
-            .filter(|roster: &Roster| roster.format <= ROSTER_FORMAT)
+            .filter(|roster: &Roster| !roster.is_newer())
             .ok_or_else(|| format!("{} can't be read", roster.display()))?;
         let record = record(&line, &prefix, &roster)?;
         let state = state::load(&Root::host(), &prefix).ok().flatten();

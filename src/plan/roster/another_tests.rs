@@ -5,8 +5,8 @@ use super::{
     tests::{World, roster},
 };
 use crate::{
-    api::{Adopted, NodePhase},
-    plan::status::{CERTIFICATE_MISSING, Obstacle, status},
+    api::{Adopted, CONDITION_CERTIFICATE_MISSING, NodePhase},
+    plan::status::{Obstacle, status},
 };
 
 fn adopted(rank: u32, instance_uid: Option<&str>, instance_id: &str) -> Adopted {
@@ -116,7 +116,7 @@ fn a_certificate_that_is_gone_is_told_whatever_else_is_to_be_told() {
         for name in ["node1", "node2"] {
             let seen = Observed { is_certificate_gone: is_gone, ..world.seen() };
             let told = status(&seen, 1, seen.roster, obstacle.as_ref());
-            assert_eq!(told.holding(CERTIFICATE_MISSING).is_some(), is_gone, "{obstacle:?} {name}");
+            assert_eq!(told.holding(CONDITION_CERTIFICATE_MISSING).is_some(), is_gone, "{obstacle:?} {name}");
             world.reports.get_mut(name).unwrap().phase = NodePhase::Offline;
         }
         world = World::up(2);

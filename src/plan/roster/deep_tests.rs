@@ -86,7 +86,13 @@ fn a_broker_whose_node_is_gone_for_good_stays_while_jobs_run_below_it() {
     let told = |world: &World| {
         let seen = world.seen();
         let rows = project_all(&seen, seen.roster, [&present], |_| true);
-        rows.into_iter().map(|(_, spec)| (spec.rank, spec.want)).next().unwrap()
+        let (_, spec) = rows.into_iter().next().unwrap();
+        assert_eq!(
+            spec.draining.is_some(),
+            spec.rank.is_some(),
+            "a broker that is to end gets no new jobs, and says so"
+        );
+        (spec.rank, spec.want)
     };
     assert_eq!(told(&world), (Some(2), Want::Nothing));
     // An agent without rank ends a broker of a rank that is nobody's.

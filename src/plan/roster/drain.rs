@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::{Observed, by_uid, does_lead_miss, lead_report, resources, topology};
+use super::{Observed, by_uid, does_lead_miss, lead_report, limit, resources, topology};
 use crate::{
     api::{Draining, FluxNodeStatus, IdSet, Rank, Roster, RosterEntry},
     plan::{
@@ -22,7 +22,7 @@ const DELETES: [&str; 2] = ["ToBeDeletedByClusterAutoscaler", "karpenter.sh/disr
 
 /// Says who is to be drained and why, takes it back where the reason is gone, and frees the ranks of those who have left.
 pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
-    let size = seen.spec.size.map_or(usize::MAX, |size| size as usize);
+    let limit = limit(seen.spec, roster.settings.max_size);
     let nodes = by_uid(seen);
     let members: Vec<Rank> = roster.ranks.iter().filter(|(_, e)| e.member.is_some()).map(|(rank, _)| *rank).collect();
     let topology = topology(roster);
@@ -31,7 +31,7 @@ pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
     for (place, rank) in members.into_iter().enumerate() {
         let hangs_on = || topology?.ancestors(rank).find(|above| ending.contains(above));
         let below = || hangs_on().map(|above| (format!("rank {above}, which it hangs on, leaves"), false));
-        let wanted = reason(seen, &nodes, roster, rank, place >= size).or_else(below);
+        let wanted = reason(seen, &nodes, roster, rank, place >= limit).or_else(below);
         let stopped = has_left(seen, roster, rank);
         let Some(entry) = roster.ranks.get_mut(&rank) else { continue };
         if entry.member.as_ref().is_some_and(|member| !nodes.contains_key(member.uid.as_str())) {

@@ -11,8 +11,8 @@ use super::{
 };
 use crate::{
     api::{
-        Closing, Draining, EpochSettings, FluxNodeStatus, Member, NodePhase, OnFailure, Rank, Refused, Roster,
-        RosterEntry,
+        CONDITION_RESTART_PENDING, Closing, Draining, EpochSettings, FluxNodeStatus, Member, OnFailure, Rank, Refused,
+        Roster, RosterEntry,
     },
     plan::{
         broker_toml::{is_node_a_property, spare_name},
@@ -91,8 +91,7 @@ fn come_up_or_go_back(seen: &Observed, roster: &Roster, report: &FluxNodeStatus)
     if is_online(seen, roster, 0) {
         return Some(Roster { previous: None, revision: roster.revision + 1, ..roster.clone() });
     }
-    let keeps_dying = report.keeps_dying == Some(roster.epoch) && report.adopted.is_none();
-    if !keeps_dying || seen.spec.upgrade.on_failure != OnFailure::GoBack {
+    if !keeps_dying(roster, report) || seen.spec.upgrade.on_failure != OnFailure::GoBack {
         return None;
     }
     let reason = report.message.clone().unwrap_or_default();
@@ -143,7 +142,7 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
         return waits("the packages to be installed on the lead".to_owned());
     }
     if is_due {
-        return Restart::Now { difference, closing: Closing::AtOnce };
+        return Restart::Now { difference, closing };
     }
     let without = roster.ranks.keys().filter(|rank| is_online(seen, roster, **rank));
     let mut without = without.filter_map(|rank| holds(seen, roster, *rank).map(|(report, _)| (rank, report)));
@@ -153,7 +152,7 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
         return waits(format!("the packages to be installed on node {node}"));
     }
     match &lead.allocated {
-        Some(ranks) if ranks.is_empty() => Restart::Now { difference, closing: Closing::WhenIdle },
+        Some(ranks) if ranks.is_empty() => Restart::Now { difference, closing },
         Some(ranks) => waits(format!("the jobs on ranks {ranks} to end")),
         None => waits("the lead to tell whether jobs run".to_owned()),
     }
@@ -169,16 +168,21 @@ fn pending_by_agents(seen: &Observed, roster: &Roster) -> Option<String> {
 }
 
 /// The lead's broker can't be started, by its agent's word: what ran is lost already, and what the difference brings may be
-/// what mends it. One that is on its way up, or whose machine is off, is waited for.
+/// what mends it. One that is on its way up, that has failed once, or whose machine is off, is waited for.
 fn has_lead_failed(seen: &Observed, roster: &Roster) -> bool {
     let Some(lead) = roster.lead() else { return false };
-    let failed = |report: &FluxNodeStatus| report.phase == NodePhase::Failed && report.adopted.is_none();
-    is_ready(seen, lead) && seen.reports.get(&lead.node).is_some_and(failed)
+    is_ready(seen, lead) && seen.reports.get(&lead.node).is_some_and(|report| keeps_dying(roster, report))
+}
+
+/// The broker of this epoch does not come up, however often it is tried.
+fn keeps_dying(roster: &Roster, report: &FluxNodeStatus) -> bool {
+    report.keeps_dying == Some(roster.epoch) && report.adopted.is_none()
 }
 
 fn deadline_has_come(seen: &Observed) -> bool {
     let deadline = seen.spec.upgrade.deadline.as_deref().and_then(crate::api::parse_duration);
-    let since = seen.status.holding("RestartPending").map(|pending| pending.last_transition_time.0.as_second());
+    let since =
+        seen.status.holding(CONDITION_RESTART_PENDING).map(|pending| pending.last_transition_time.0.as_second());
     let waited = since.and_then(|since| u64::try_from(seen.now - since).ok()).map(Duration::from_secs);
     matches!((deadline, waited), (Some(deadline), Some(waited)) if waited >= deadline)
 }

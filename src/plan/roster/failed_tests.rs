@@ -19,6 +19,7 @@ fn refused_by_the_host() -> World {
     assert_eq!(world.roster.as_ref().unwrap().epoch, 2);
     let lead = world.reports.get_mut("node1").unwrap();
     (lead.phase, lead.message, lead.closed) = (NodePhase::Failed, Some("there is no user nosuchuser".into()), None);
+    lead.keeps_dying = Some(2);
     world
 }
 
@@ -49,10 +50,13 @@ fn what_mends_a_lead_that_can_not_be_started_is_not_kept_waiting_for_it() {
 #[test]
 fn a_lead_that_is_only_slow_or_away_is_not_taken_for_one_that_can_not_be_started() {
     type Away = fn(&mut World);
-    let aways: [(&str, Away); 5] = [
-        ("on its way up", |world| world.reports.get_mut("node1").unwrap().phase = NodePhase::Starting),
-        ("looked at", |world| world.reports.get_mut("node1").unwrap().phase = NodePhase::Preflight),
-        ("waiting", |world| world.reports.get_mut("node1").unwrap().phase = NodePhase::Offline),
+    let aways: [(&str, Away); 4] = [
+        ("on its way up, or refused once, as by a port that is taken for a moment", |world| {
+            world.reports.get_mut("node1").unwrap().keeps_dying = None;
+        }),
+        ("refused again and again, in the epoch before", |world| {
+            world.reports.get_mut("node1").unwrap().keeps_dying = Some(1);
+        }),
         ("off", |world| world.nodes[0].ready = false),
         ("not to be seen", |world| {
             let broker = world.reports["node2"].adopted.clone().unwrap();
@@ -77,12 +81,35 @@ fn a_lead_that_fails_long_after_it_was_online_is_mended_by_the_spec_too() {
     let mut world = idle();
     jobs_on(&mut world, Some("1"));
     let lead = world.reports.get_mut("node1").unwrap();
-    (lead.phase, lead.adopted) = (NodePhase::Failed, None);
+    (lead.phase, lead.adopted, lead.keeps_dying) = (NodePhase::Failed, None, Some(1));
     assert_eq!(world.settle(), Decision::Keep);
     world.spec.broker.port = Some(9000);
     world.settle();
     let closing = world.roster.as_ref().unwrap().closing;
     assert_eq!(closing, Some(Closing::WhenIdle), "a broker that runs there after all, unseen, keeps its jobs");
+}
+
+#[test]
+fn a_mend_is_not_taken_back_by_the_words_of_what_it_mends() {
+    let mut world = idle();
+    world.spec.upgrade.on_failure = OnFailure::GoBack;
+    let lead = world.reports.get_mut("node1").unwrap();
+    (lead.phase, lead.adopted) = (NodePhase::Failed, None);
+    (lead.keeps_dying, lead.message) = (Some(1), Some("the broker has ended".into()));
+    world.digest = "new";
+    world.settle();
+    close(&mut world);
+    world.settle();
+    world.reports.get_mut("node1").unwrap().closed = None;
+    assert_eq!(world.settle(), Decision::Keep);
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!((roster.epoch, roster.settings.digest.as_str(), &roster.refused), (2, "new", &None));
+    // Its own are another matter.
+    world.reports.get_mut("node1").unwrap().keeps_dying = Some(2);
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!((roster.epoch, roster.settings.digest.as_str()), (3, "digest"));
+    assert!(roster.refused.is_some());
 }
 
 #[test]
@@ -116,8 +143,9 @@ fn an_instance_that_was_stopped_for_another_epoch_goes_on_when_there_is_none_to_
 fn an_epoch_that_does_not_come_up_is_taken_back_whatever_the_spec_says_by_then() {
     let mut world = refused_by_the_host();
     world.spec.upgrade.on_failure = OnFailure::GoBack;
+    let keeps_dying = world.reports.get_mut("node1").unwrap().keeps_dying.take();
     assert_eq!(decide_unserved(&world.seen()), Decision::Keep);
-    world.reports.get_mut("node1").unwrap().keeps_dying = Some(2);
+    world.reports.get_mut("node1").unwrap().keeps_dying = keeps_dying;
     world.spec.size = Some(0);
     let Decision::Write(next) = decide_unserved(&world.seen()) else { panic!("the instance stays down") };
     assert_eq!((next.epoch, next.settings.run_as.as_str(), next.ranks.len()), (3, "root", 3));

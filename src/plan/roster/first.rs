@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use super::{
-    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, facts, holds_another, is_deep,
-    is_of_instance, limit, properties,
+    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, epoch::next_epoch, has_failed,
+    has_passed, holds_another, is_deep, is_of_instance, limit, properties, takers, was_named,
 };
 use crate::{
-    api::{FluxNodeStatus, NodePhase, ROSTER_FORMAT, Roster, packed},
+    api::{FluxNodeStatus, ROSTER_FORMAT, Roster, packed},
     plan::{
         broker_toml::spare_name,
         eligibility::{NodeView, eligible},
@@ -24,7 +24,7 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     // The lead's own copy has everybody in it: nobody is started before the lead has taken him in.
     let copies = seen.reports.values().filter_map(|status| status.roster.as_deref());
     let copies = copies.filter_map(|field| serde_json::from_str::<Roster>(&packed::from_field(field)?).ok());
-    let own = copies.filter(|copy| copy.instance_uid == seen.instance_uid && copy.format <= ROSTER_FORMAT);
+    let own = copies.filter(|copy| copy.instance_uid == seen.instance_uid && !copy.is_newer());
     // A host that led before another one took over has the names, and the queue, of an epoch that is over.
     let adopted = seen.reports.values().filter_map(|status| status.adopted.as_ref());
     let running = adopted.filter(|adopted| is_of_instance(seen, adopted)).map(|adopted| adopted.epoch);
@@ -82,8 +82,7 @@ fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Opt
     let deep = is_deep(&settings);
     let limit = limit(seen.spec, settings.max_size);
     // In a deep tree an interior rank whose node never comes would strand its children.
-    let is_known = |node: &NodeView| facts(seen, node).is_some() && !holds_another(seen, &node.name);
-    let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || is_known(node)));
+    let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || has_passed(seen, node)));
     let mut roster = Roster {
         format: ROSTER_FORMAT,
         instance_uid: seen.instance_uid.to_owned(),
@@ -124,7 +123,7 @@ fn no_candidates(seen: &Observed) -> String {
 }
 
 fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>) -> Result<&'a NodeView, String> {
-    let passed = |node: &&&NodeView| facts(seen, node).is_some() && !holds_another(seen, &node.name);
+    let passed = |node: &&&NodeView| has_passed(seen, node);
     if let Some(name) = wanted.filter(|name| holds_another(seen, name)) {
         return Err(format!("waiting for node {name}, which is to be the lead and still holds the instance before"));
     }
@@ -132,16 +131,15 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
         let node = nodes.iter().find(|node| node.name == name);
         return node.filter(passed).copied().ok_or_else(|| format!("waiting for node {name}, which is to be the lead"));
     }
-    let undecided =
-        |node: &&NodeView| seen.reports.get(&node.name).is_none_or(|report| report.phase != NodePhase::Failed);
-    let passed_and_well = |node: &&&NodeView| passed(node) && !failed(seen, node);
+    let undecided = |node: &&NodeView| !has_failed(seen, &node.name);
+    let passed_and_well = |node: &&&NodeView| passed(node) && undecided(node);
     let first = nodes.iter().find(passed_and_well).or_else(|| nodes.iter().find(passed)).copied();
     match first {
         Some(lead) if seen.waited >= LEAD_PATIENCE => Ok(lead),
         Some(lead) if !nodes.iter().take_while(|node| node.uid != lead.uid).any(undecided) => Ok(lead),
         _ => {
             let failed = nodes.iter().find_map(|node| {
-                let report = seen.reports.get(&node.name).filter(|report| report.phase == NodePhase::Failed)?;
+                let report = seen.reports.get(&node.name).filter(|_| has_failed(seen, &node.name))?;
                 Some(format!("; {}: {}", node.name, report.message.as_deref()?))
             });
             let before = || {
@@ -154,22 +152,26 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
     }
 }
 
-/// Until the lead was online once, nothing depends on the roster: a lost lead or a changed spec makes a new one.
+/// Until the lead was online once, nothing depends on the roster: a lost lead or a changed spec makes a new one. Not so where
+/// an administrator has named the queue: it is on that host, whatever its Node is like for a moment.
 pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> {
     let (digest, certificate) = (seen.digest?, seen.certificate?);
     let lead = roster.lead()?;
+    let is_pending = pending(&roster.settings, seen.spec, digest, certificate).is_some();
+    if was_named(roster) {
+        let settings = || settings(seen.spec, takers(seen, roster), digest, certificate);
+        let next = is_pending.then(|| next_epoch(seen, roster, settings())).flatten()?;
+        return Some(Decision::Write(Box::new(Roster { previous: None, jobs_lost_before: next.epoch, ..next })));
+    }
     let nodes = candidates(seen);
     let lead_is_there = nodes.iter().any(|node| node.uid == lead.uid)
         && seen.spec.lead.as_ref().is_none_or(|wanted| *wanted == lead.node);
     // An empty queue begins where somebody wanted it; what that node says may still be about the one before.
-    let was_named = seen.spec.lead.is_some() || roster.jobs_lost_before == roster.epoch;
     let gives_way = seen.waited >= LEAD_PATIENCE
-        && !was_named
-        && nodes.iter().any(|node| node.uid == lead.uid && failed(seen, node))
-        && nodes
-            .iter()
-            .any(|node| facts(seen, node).is_some() && !failed(seen, node) && !holds_another(seen, &node.name));
-    if lead_is_there && !gives_way && pending(&roster.settings, seen.spec, digest, certificate).is_none() {
+        && seen.spec.lead.is_none()
+        && nodes.iter().any(|node| node.uid == lead.uid && has_failed(seen, &node.name))
+        && nodes.iter().any(|node| has_passed(seen, node) && !has_failed(seen, &node.name));
+    if lead_is_there && !gives_way && !is_pending {
         return None;
     }
     match first_roster(seen, seen.fresh_id, roster.epoch + 1, None) {
@@ -180,10 +182,6 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
         }
         other => Some(other),
     }
-}
-
-fn failed(seen: &Observed, node: &NodeView) -> bool {
-    seen.reports.get(&node.name).is_some_and(|report| report.phase == NodePhase::Failed)
 }
 
 /// flux-core takes names of RFC 1035 (conf_bootstrap_validate_domain_name); ours for spares are taken.

@@ -3,11 +3,11 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use super::{
-    Observed, candidates, does_lead_miss, drain::leaving, drained_by_others, entry, facts, holds, is_deep, is_online,
-    is_ready, limit, parent, topology,
+    Observed, candidates, does_lead_miss, drain::leaving, drained_by_others, entry, facts, has_failed, holds, is_deep,
+    is_online, is_ready, limit, parent, topology,
 };
 use crate::{
-    api::{NodePhase, Rank, Roster, RosterEntry},
+    api::{Rank, Roster, RosterEntry},
     plan::broker_toml::broker_name,
 };
 
@@ -42,8 +42,7 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
 /// Rank `rank` will not be in the overlay soon: nobody holds it, its Node is gone or not Ready, or its broker can't start.
 fn is_hopeless(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.member(rank) else { return true };
-    let failed = seen.reports.get(&member.node).is_some_and(|report| report.phase == NodePhase::Failed);
-    rank != 0 && (!is_ready(seen, member) || failed)
+    rank != 0 && (!is_ready(seen, member) || has_failed(seen, &member.node))
 }
 
 /// New members: eligible, looked at, without a rank.

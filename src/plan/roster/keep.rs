@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::{Observed, by_uid, does_lead_miss, drain::has_no_jobs_for_sure, holds, is_online, resources, retain_secs};
+use super::{
+    Observed, by_uid, does_lead_miss, drain::has_no_jobs_for_sure, holds, is_lead_fixed, is_online, resources,
+    retain_secs,
+};
 use crate::{
     api::{Member, Rank, Roster, RosterEntry},
     plan::eligibility::NodeView,
@@ -11,7 +14,7 @@ use crate::{
 /// What changes for those who hold a rank: what they have to declare, a Node that is gone, one that is back.
 pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
     let retain = retain_secs(seen.spec);
-    let established = roster.established;
+    let is_lead_fixed = is_lead_fixed(roster);
     let (by_uid, by_name) = (by_uid(seen), seen.nodes.iter().map(|node| (node.name.as_str(), node)));
     let by_name: HashMap<_, _> = by_name.collect();
     let running: BTreeSet<Rank> =
@@ -34,7 +37,7 @@ pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
             continue;
         };
         // The lead's queue is on the host of that name and nowhere else; a host that hasn't got it is refused there.
-        let is_lead_again = |node: &NodeView| *rank == 0 && established && node.uid != member.uid;
+        let is_lead_again = |node: &NodeView| *rank == 0 && is_lead_fixed && node.uid != member.uid;
         let is_member_again = |node: &NodeView| running.contains(rank) && is_registered_again(seen, node, member);
         let namesake = by_name.get(member.node.as_str());
         if let Some(node) = namesake.filter(|node| is_lead_again(node) || is_member_again(node)) {

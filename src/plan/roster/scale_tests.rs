@@ -7,7 +7,7 @@ use super::{
     tests::World,
 };
 use crate::{
-    api::{Closing, FluxInstanceStatus, FluxNode, FluxNodeSpec, Want},
+    api::{CONDITION_SCALE_DENIED, Closing, FluxInstanceStatus, FluxNode, FluxNodeSpec, Want},
     plan::{project::project_all, status::status},
 };
 
@@ -16,7 +16,7 @@ fn told(world: &World) -> FluxInstanceStatus {
 }
 
 fn denied(world: &World) -> Option<String> {
-    told(world).holding("ScaleDenied").map(|condition| condition.message.clone())
+    told(world).holding(CONDITION_SCALE_DENIED).map(|condition| condition.message.clone())
 }
 
 fn members(world: &World) -> usize {

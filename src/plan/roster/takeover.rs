@@ -7,10 +7,10 @@
 use super::{
     Observed,
     epoch::{next_epoch, with_closing},
-    facts, is_online, is_ready, member, rank_of, takers,
+    facts, is_lead_fixed, is_online, is_ready, member, rank_of, takers,
 };
 use crate::{
-    api::{Closing, IdSet, Rank, Roster, RosterEntry, Takeover},
+    api::{Adopted, Closing, IdSet, Rank, Roster, RosterEntry, Takeover},
     plan::{
         eligibility::{NodeView, eligible},
         settings::settings,
@@ -58,7 +58,7 @@ fn asked<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<(&'a str, &'a Takeo
 /// Why node `name` can't become the lead now, as `word` wants it, in one sentence.
 pub fn refusal(seen: &Observed, roster: &Roster, name: &str, word: &Takeover) -> Option<String> {
     let is_empty = word.new_instance_id.is_some();
-    if !roster.established {
+    if !is_lead_fixed(roster) {
         return Some("the instance has not been online yet: it has no queue that could be lost".to_owned());
     }
     let Some(node) = seen.nodes.iter().find(|node| node.name == name) else {
@@ -91,11 +91,8 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, word: &Takeover) ->
             None => Some(format!("node {lead} leads, and its broker has not told yet whether jobs run")),
         };
     }
-    if let Some((lead, pid)) = runs_unasked(seen, roster).filter(|(lead, _)| *lead != name && !word.force) {
-        return Some(format!(
-            "the lead's broker runs on node {lead} as process {pid}, though it is not online: see that node's message; end it \
-             first, or add --force"
-        ));
+    if let Some(runs) = runs_unasked(seen, roster, name).filter(|_| !word.force) {
+        return Some(format!("{runs}: see that node's message; end it first, or add --force"));
     }
     let connected = connected(seen, roster);
     if !connected.0.is_empty() && !word.force {
@@ -114,11 +111,21 @@ fn leads_and_is_there<'a>(seen: &Observed<'a>, roster: &'a Roster) -> Option<&'a
     (is_ready(seen, lead) && is_online(seen, roster, 0)).then_some(lead.node.as_str())
 }
 
-/// The node whose agent says that it runs the lead's broker, and its process: two would lead.
-fn runs_unasked<'a>(seen: &Observed<'a>, roster: &'a Roster) -> Option<(&'a str, i32)> {
-    let lead = roster.ranks.get(&0)?.member.as_ref().filter(|lead| is_ready(seen, lead))?;
-    let adopted = seen.reports.get(lead.node.as_str())?.adopted.as_ref()?;
-    (adopted.rank == 0 && adopted.instance_id == roster.instance_id).then_some((&*lead.node, adopted.pid))
+/// The lead's broker runs, or may, on another host than `name`'s, by its agent's word, though nobody can ask it: two would
+/// lead.
+fn runs_unasked(seen: &Observed, roster: &Roster, name: &str) -> Option<String> {
+    let lead = roster.lead().filter(|lead| lead.node != name && is_ready(seen, lead))?;
+    let (node, report) = (&lead.node, seen.reports.get(&lead.node)?);
+    let is_leads = |adopted: &&Adopted| adopted.rank == 0 && adopted.instance_id == roster.instance_id;
+    match report.adopted.as_ref().filter(is_leads) {
+        Some(Adopted { pid, .. }) => {
+            Some(format!("the lead's broker runs on node {node} as process {pid}, though it is not online"))
+        }
+        None if report.unknown_broker => {
+            Some(format!("a broker runs on node {node}, and nothing there tells whether it is the lead's"))
+        }
+        None => None,
+    }
 }
 
 /// Members that say they are online although the lead's host says nothing any more. Where it does, its word counts.

@@ -114,6 +114,50 @@ fn an_empty_queue_begins_with_another_id_where_the_lead_is_lost() {
 }
 
 #[test]
+fn a_queue_that_was_named_begins_on_the_named_host_or_not_at_all() {
+    type Bad = fn(&mut World);
+    let bad: [(&str, Bad, u64); 7] = [
+        ("NotReady", |w| w.nodes[1].ready = false, 2),
+        ("cordoned", |w| w.nodes[1].cordoned = true, 2),
+        ("gone", |w| drop(w.nodes.remove(1)), 2),
+        ("registered again", |w| w.nodes[1].uid = "again".into(), 2),
+        ("failed", |w| w.reports.get_mut("node2").unwrap().phase = NodePhase::Failed, 2),
+        ("a changed spec", |w| w.spec.broker.port = Some(9000), 3),
+        (
+            "a changed spec while it is NotReady",
+            |w| {
+                w.spec.broker.port = Some(9000);
+                w.nodes[1].ready = false;
+            },
+            3,
+        ),
+    ];
+    for (what, happens, epoch) in bad {
+        let mut world = World::up(3);
+        lose_the_disk(&mut world);
+        world.waited = Duration::from_secs(600);
+        let said = word(&world, Some("kept"));
+        say(&mut world, "node2", said);
+        world.settle();
+        happens(&mut world);
+        assert_eq!(world.settle(), Decision::Keep, "{what}");
+        let roster = world.roster.as_ref().unwrap();
+        assert_eq!((roster.instance_id.as_str(), roster.epoch, roster.established), ("kept", epoch, false), "{what}");
+        assert_eq!((roster.lead().unwrap().node.as_str(), &roster.previous), ("node2", &None), "{what}");
+        assert_eq!(roster.jobs_lost_before, epoch, "{what}: what the brokers before still run is lost");
+        if let Some(node) = world.nodes.iter().find(|node| node.name == "node2") {
+            assert_eq!(roster.lead().unwrap().uid, node.uid, "{what}");
+        }
+        // Should that host never come back, another one can be named.
+        let said = Takeover { force: true, ..word(&world, Some("another")) };
+        say(&mut world, "node3", said);
+        world.settle();
+        let roster = world.roster.as_ref().unwrap();
+        assert_eq!((roster.instance_id.as_str(), roster.lead().unwrap().node.as_str()), ("another", "node3"), "{what}");
+    }
+}
+
+#[test]
 fn an_instance_that_runs_is_stopped_before_it_begins_anew() {
     for (force, closing) in [(false, Closing::WhenIdle), (true, Closing::AtOnce)] {
         let mut world = World::up(2);
@@ -138,7 +182,11 @@ fn each_refusal_is_one_sentence() {
     let busy: fn(&mut World) =
         |world| world.reports.get_mut("node1").unwrap().allocated = Some(IdSet([0, 1].into_iter().collect()));
     let off: fn(&mut World) = |world| world.nodes[0].ready = false;
-    let cases: [Case; 17] = [
+    let unknown: fn(&mut World) = |world| {
+        lose_the_disk(world);
+        world.reports.get_mut("node1").unwrap().unknown_broker = true;
+    };
+    let cases: [Case; 21] = [
         ("online", |_| {}, "node2", false, false, Some("node1 leads and is online")),
         ("lost", lose_the_disk, "node2", false, false, None),
         ("no such node", lose_the_disk, "node7", false, false, Some("there is no node node7")),
@@ -175,6 +223,24 @@ fn each_refusal_is_one_sentence() {
             true,
             None,
         ),
+        (
+            "one runs of which nothing is known",
+            unknown,
+            "node2",
+            false,
+            false,
+            Some("a broker runs on node node1, and"),
+        ),
+        (
+            "one runs of which nothing is known, empty",
+            unknown,
+            "node2",
+            true,
+            false,
+            Some("a broker runs on node node1"),
+        ),
+        ("one runs of which nothing is known, forced", unknown, "node2", false, true, None),
+        ("one runs of which nothing is known, there", unknown, "node1", false, false, None),
         ("off, by an administrator's word", off, "node2", false, true, None),
         ("off, still missed by nobody", off, "node2", false, false, Some("ranks 1-2 are connected")),
         (

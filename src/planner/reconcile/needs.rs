@@ -17,6 +17,9 @@ use crate::{
     planner::{certificate, packages::Published},
 };
 
+/// What was found, and what there is to say of it.
+type Found = (Option<String>, Option<Obstacle>);
+
 /// Where the published package sets come from, by digest.
 #[derive(Default)]
 pub(super) struct Sources(HashMap<String, Source>);
@@ -55,31 +58,18 @@ impl Sources {
 }
 
 impl Planner {
-    /// Digest of the published package set.
-    pub(super) async fn packages(
-        &mut self,
-        seen: &Observed<'_>,
-        obstacle: &mut Option<Obstacle>,
-    ) -> Result<Option<String>, PlannerError> {
+    /// Digest of the published package set, and what keeps the one that is asked for from being it.
+    pub(super) async fn packages(&mut self, seen: &Observed<'_>) -> Result<Found, PlannerError> {
         let mut platforms: Vec<_> =
             seen.reports.values().filter_map(|report| Some(report.facts.as_ref()?.platform.clone())).collect();
         platforms.sort();
         platforms.dedup();
         let running = seen.roster.map(|roster| roster.settings.digest.as_str());
         Ok(match self.resolver.published(&self.client, &seen.spec.packages, &platforms, running).await? {
-            Published::Is(set) => Some(self.sources.know(&set)),
-            Published::Pending => {
-                *obstacle = Some(Obstacle::Waiting("the packages are being resolved".to_owned()));
-                None
-            }
-            Published::Still(set, message) => {
-                *obstacle = Some(Obstacle::Problem { reason: "PackagesUnresolved", message });
-                Some(self.sources.know(&set))
-            }
-            Published::Failed(message) => {
-                *obstacle = Some(Obstacle::Problem { reason: "PackagesUnresolved", message });
-                None
-            }
+            Published::Is(set) => (Some(self.sources.know(&set)), None),
+            Published::Pending => (None, Some(Obstacle::Waiting("the packages are being resolved".to_owned()))),
+            Published::Still(set, message) => (Some(self.sources.know(&set)), Some(unresolved(message))),
+            Published::Failed(message) => (None, Some(unresolved(message))),
         })
     }
 
@@ -94,39 +84,30 @@ impl Planner {
         Ok(())
     }
 
-    /// Fingerprint of the certificate. One is made only where none can be in use.
-    pub(super) async fn certificate(
-        &self,
-        seen: &mut Observed<'_>,
-        obstacle: &mut Option<Obstacle>,
-    ) -> Result<Option<String>, PlannerError> {
+    /// Fingerprint of the certificate, or what keeps it away. One is made only where none can be in use.
+    pub(super) async fn certificate(&self, seen: &mut Observed<'_>) -> Result<Found, PlannerError> {
         match certificate::read_published(&self.client).await {
             Ok(Some(published)) if is_certificate_of_another(seen, published.made_for(seen.instance_uid)) => {
                 info!("the certificate is of the instance before: making another one");
                 certificate::discard(&self.client, published).await?;
                 self.make_certificate(seen.instance_uid).await?;
-                Ok(None)
+                Ok((None, None))
             }
-            Ok(Some(published)) => Ok(Some(published.certificate.fingerprint())),
+            Ok(Some(published)) => Ok((Some(published.certificate.fingerprint()), None)),
+            Ok(None) if is_certificate_in_use(seen) => {
+                seen.is_certificate_gone = true;
+                Ok((None, Some(Obstacle::Waiting(CERTIFICATE_IS_GONE.to_owned()))))
+            }
             Ok(None) => {
-                seen.is_certificate_gone = is_certificate_in_use(seen);
-                if seen.is_certificate_gone {
-                    obstacle.get_or_insert_with(|| Obstacle::Waiting(CERTIFICATE_IS_GONE.to_owned()));
-                } else {
-                    self.make_certificate(seen.instance_uid).await?;
-                }
-                Ok(None)
+                self.make_certificate(seen.instance_uid).await?;
+                Ok((None, None))
             }
             Err(PlannerError::Content { object, reason }) => {
                 let message = format!("{object}: {reason}");
-                obstacle.get_or_insert(Obstacle::Problem { reason: "MalformedCertificate", message });
-                Ok(None)
+                Ok((None, Some(Obstacle::Problem { reason: "MalformedCertificate", message })))
             }
             // Refused by the API server, such as a role that is not bound yet.
-            Err(error) if error.code().is_some() => {
-                obstacle.get_or_insert_with(|| Obstacle::Waiting(error_chain(&error)));
-                Ok(None)
-            }
+            Err(error) if error.code().is_some() => Ok((None, Some(Obstacle::Waiting(error_chain(&error))))),
             Err(error) => Err(error),
         }
     }
@@ -138,4 +119,8 @@ impl Planner {
         })?;
         certificate::create(&self.client, &made, instance_uid).await
     }
+}
+
+fn unresolved(message: String) -> Obstacle {
+    Obstacle::Problem { reason: "PackagesUnresolved", message }
 }

@@ -5,7 +5,7 @@ use tracing::warn;
 
 use super::{Caches, Planner, PlannerError, instance};
 use crate::{
-    api::{FluxInstance, FluxInstanceStatus, INSTANCE},
+    api::{CONDITION_SCALE_DENIED, FluxInstance, FluxInstanceStatus, INSTANCE},
     clock, error_chain,
     plan::status::{Obstacle, stopped},
 };
@@ -15,8 +15,7 @@ impl Planner {
     pub(super) async fn report(&mut self, caches: &Caches, error: &PlannerError) {
         let words = error_chain(error);
         warn!(error = words, "planning failed");
-        // What somebody has to mend; all else is the API server's, and passes.
-        if matches!(error, PlannerError::Content { .. }) || error.code() == Some(422) {
+        if error.is_lasting() {
             let instances = caches.instances.state();
             let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
             let about = flux.map_or_else(instance::default_reference, |flux| flux.object_ref(&()));
@@ -45,10 +44,11 @@ impl Planner {
         } else if flux.status.as_ref().is_none_or(|before| before.phase != next.phase) {
             self.announcer.say(&about, false, &format!("{:?}", next.phase), message).await;
         }
-        let denied = |status: &FluxInstanceStatus| status.holding("ScaleDenied").map(|denied| denied.message.clone());
+        let denied =
+            |status: &FluxInstanceStatus| status.holding(CONDITION_SCALE_DENIED).map(|denied| denied.message.clone());
         if let Some(words) = denied(next).filter(|words| flux.status.as_ref().and_then(denied).as_ref() != Some(words))
         {
-            self.announcer.say(&about, true, "ScaleDenied", &words).await;
+            self.announcer.say(&about, true, CONDITION_SCALE_DENIED, &words).await;
         }
     }
 }
