@@ -5,6 +5,7 @@
 pub mod agent;
 pub mod api;
 pub mod broker;
+mod chance;
 pub mod cli;
 mod clock;
 pub mod host;

@@ -17,6 +17,7 @@ use super::{
 };
 use crate::{
     api::{Rank, Roster},
+    chance::chance,
     error_chain,
     host::Preflight,
     plan::roster::parent,
@@ -46,7 +47,7 @@ impl Agent {
         decided: &Assignment,
     ) -> Result<(), StepError> {
         let Startable { assignment, roster, revision } = self.make_ready(preflight, decided).await?;
-        self.starts.started(step, self.generation, Instant::now());
+        self.starts.started(step, self.generation, Instant::now(), chance());
         self.view = self.actor.start(preflight, &roster, &assignment).await?;
         if assignment.rank == 0 {
             self.actor.remember(preflight, &roster, &self.view, revision).await?;

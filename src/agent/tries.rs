@@ -1,4 +1,4 @@
-//! Failures in a row, and when to try again. Pure: the time is told.
+//! Failures in a row, and when to try again. Pure: time and chance are told.
 
 use std::time::{Duration, Instant};
 
@@ -55,11 +55,11 @@ pub struct Tries {
 }
 
 impl Tries {
-    /// The step failed.
-    pub fn failed(&mut self, step: &Step, generation: i64, trouble: Trouble, now: Instant) {
+    /// The step failed. By `chance`, from 0 to 1, it rests for up to half more: many nodes fail for one reason.
+    pub fn failed(&mut self, step: &Step, generation: i64, trouble: Trouble, now: Instant, chance: f64) {
         self.failures = if self.is_about(step, generation) { self.failures.saturating_add(1) } else { 1 };
         let longest = if trouble.waiting { MAX_WAIT } else { MAX_PAUSE };
-        let again = now + pause(self.failures).min(longest);
+        let again = now + spread(pause(self.failures).min(longest), chance);
         self.last = Some((Attempt { step: step.clone(), generation }, trouble, again));
     }
 
@@ -99,6 +99,7 @@ impl Tries {
 #[derive(Debug, Default)]
 pub struct Starts {
     last: Option<(Attempt, Instant)>,
+    chance: f64,
     /// So many in a row, each of which lived for a short time only.
     count: u32,
     /// So many in a row have ended without ever being online.
@@ -109,12 +110,13 @@ pub struct Starts {
 }
 
 impl Starts {
-    /// The broker was started.
-    pub fn started(&mut self, step: &Step, generation: i64, now: Instant) {
+    /// The broker was started. By `chance`, from 0 to 1, the next start waits for up to half more: those below a broker that
+    /// dies die with it.
+    pub fn started(&mut self, step: &Step, generation: i64, now: Instant, chance: f64) {
         let again = self.last.as_ref().is_some_and(|(attempt, _)| attempt.is(step, generation));
         self.count = if again && !self.is_grown_up(now) { self.count.saturating_add(1) } else { 1 };
         self.stillborn = if again && !self.was_online { self.stillborn.saturating_add(1) } else { 0 };
-        self.was_online = false;
+        (self.was_online, self.chance) = (false, chance);
         if !again {
             self.last_words = None;
         }
@@ -154,7 +156,9 @@ impl Starts {
     /// How long the next start has to wait: the first restart is free.
     pub fn rest(&self, step: &Step, generation: i64, now: Instant) -> Option<Duration> {
         let (_, started) = self.last.as_ref().filter(|(attempt, _)| attempt.is(step, generation) && self.count > 1)?;
-        (*started + pause(self.count - 1)).checked_duration_since(now).filter(|rest| !rest.is_zero())
+        (*started + spread(pause(self.count - 1), self.chance))
+            .checked_duration_since(now)
+            .filter(|rest| !rest.is_zero())
     }
 
     fn is_grown_up(&self, now: Instant) -> bool {
@@ -165,6 +169,10 @@ impl Starts {
 /// 1 s, 2 s, 4 s, … 60 s.
 fn pause(failures: u32) -> Duration {
     Duration::from_secs(1 << failures.saturating_sub(1).min(6)).min(MAX_PAUSE)
+}
+
+fn spread(pause: Duration, chance: f64) -> Duration {
+    pause.mul_f64(1.0 + 0.5 * chance)
 }
 
 #[cfg(test)]
@@ -193,11 +201,14 @@ mod tests {
         for (waiting, expected) in [(false, [1, 2, 4, 8, 16, 32, 60, 60]), (true, [1, 2, 4, 8, 10, 10, 10, 10])] {
             let mut tries = Tries::default();
             let rests = expected.map(|_| {
-                tries.failed(&install("a"), 1, trouble(waiting), now);
+                tries.failed(&install("a"), 1, trouble(waiting), now, 0.0);
                 tries.rest(&install("a"), 1, now).map_or(0, |rest| rest.as_secs())
             });
             assert_eq!(rests, expected);
         }
+        let mut tries = Tries::default();
+        tries.failed(&install("a"), 1, trouble(false), now, 1.0);
+        assert_eq!(tries.rest(&install("a"), 1, now), Some(Duration::from_millis(1500)), "half more, by chance");
     }
 
     #[test]
@@ -213,10 +224,10 @@ mod tests {
         ] {
             let mut tries = Tries::default();
             for _ in 1..many {
-                tries.failed(&step, 1, trouble(waiting), now);
+                tries.failed(&step, 1, trouble(waiting), now, 0.0);
                 assert_eq!(tries.keeps_refusing(&step, 1), None, "{step:?}: it may be over in a moment");
             }
-            tries.failed(&step, 1, trouble(waiting), now);
+            tries.failed(&step, 1, trouble(waiting), now, 0.0);
             assert_eq!(tries.keeps_refusing(&step, 1).is_some(), told, "{step:?}");
             assert_eq!(tries.keeps_refusing(&step, 2), None, "another spec may be the cure");
         }
@@ -225,7 +236,7 @@ mod tests {
     #[test]
     fn a_pause_ends() {
         let (mut tries, now) = (Tries::default(), Instant::now());
-        tries.failed(&install("a"), 1, trouble(false), now);
+        tries.failed(&install("a"), 1, trouble(false), now, 0.0);
         assert_eq!(tries.rest(&install("a"), 1, now + Duration::from_secs(1)), None);
         assert_eq!(tries.trouble(&install("a"), 1), Some(&trouble(false)));
     }
@@ -233,12 +244,12 @@ mod tests {
     #[test]
     fn another_step_or_another_spec_is_tried_at_once_and_without_the_old_words() {
         let (mut tries, now) = (Tries::default(), Instant::now());
-        tries.failed(&install("a"), 1, trouble(false), now);
+        tries.failed(&install("a"), 1, trouble(false), now, 0.0);
         for (step, generation) in [(install("b"), 1), (install("a"), 2), (Step::Preflight, 1)] {
             assert_eq!(tries.rest(&step, generation, now), None);
             assert_eq!(tries.trouble(&step, generation), None);
         }
-        tries.failed(&install("b"), 2, trouble(false), now);
+        tries.failed(&install("b"), 2, trouble(false), now, 0.0);
         assert_eq!(tries.rest(&install("b"), 2, now), Some(Duration::from_secs(1)));
     }
 
@@ -246,7 +257,7 @@ mod tests {
     fn a_broker_that_dies_at_once_is_started_again_ever_more_slowly() {
         let (mut starts, now) = (Starts::default(), Instant::now());
         let rests = [0, 1, 2, 4].map(|_| {
-            starts.started(&start(1, "node1"), 1, now);
+            starts.started(&start(1, "node1"), 1, now, 0.0);
             starts.seen(false, false, Some("broker.err[0]: no"), now);
             // Others have joined meanwhile.
             starts.rest(&start(2, "node1"), 1, now).map_or(0, |rest| rest.as_secs())
@@ -258,20 +269,20 @@ mod tests {
         for (step, generation) in [(start(1, "node2"), 1), (start(1, "node1"), 2)] {
             assert_eq!(starts.rest(&step, generation, now), None);
         }
-        starts.started(&start(1, "node1"), 2, now);
+        starts.started(&start(1, "node1"), 2, now, 0.0);
         assert_eq!(starts.keeps_dying(1), None);
     }
 
     #[test]
     fn a_broker_that_was_online_is_none_that_never_comes_up() {
         let (mut starts, now) = (Starts::default(), Instant::now());
-        starts.started(&start(1, "node1"), 1, now);
+        starts.started(&start(1, "node1"), 1, now, 0.0);
         starts.seen(true, true, None, now);
         starts.seen(false, false, Some("killed"), now);
-        starts.started(&start(1, "node1"), 1, now);
+        starts.started(&start(1, "node1"), 1, now, 0.0);
         assert_eq!(starts.keeps_dying(1), None);
         starts.seen(false, false, Some("broker.err[0]: no"), now);
-        starts.started(&start(1, "node1"), 1, now);
+        starts.started(&start(1, "node1"), 1, now, 0.0);
         assert_eq!(starts.keeps_dying(1), Some("broker.err[0]: no"));
     }
 
@@ -279,13 +290,13 @@ mod tests {
     fn a_broker_that_has_lived_is_started_again_at_once() {
         let (mut starts, now) = (Starts::default(), Instant::now());
         for _ in 0..3 {
-            starts.started(&start(1, "node1"), 1, now);
+            starts.started(&start(1, "node1"), 1, now, 0.0);
             starts.seen(false, false, Some("broker.err[0]: no"), now);
         }
         let later = now + Duration::from_secs(31);
         starts.seen(true, false, None, later);
         assert_eq!(starts.keeps_dying(1), None);
-        starts.started(&start(1, "node1"), 1, later);
+        starts.started(&start(1, "node1"), 1, later, 0.0);
         assert_eq!(starts.rest(&start(1, "node1"), 1, later), None);
     }
 }

@@ -22,6 +22,7 @@ use tracing::debug;
 
 use crate::{
     api::{LEASE_PLANNER, NAMESPACE},
+    chance::chance,
     plan::lease::{LEASE_DURATION, LeaseStep, LeaseView, RENEW_EVERY, decide, look_every},
 };
 
@@ -49,7 +50,8 @@ impl Candidate {
                 Ok(Err(error)) => debug!(%error, "looking at the Lease failed"),
                 Err(_) => debug!("looking at the Lease took too long"),
             }
-            sleep(jittered(look_every(self.members.load(Ordering::Relaxed)))).await;
+            // Candidates must not march in step.
+            sleep(look_every(self.members.load(Ordering::Relaxed)).mul_f64(0.5 + chance())).await;
         }
     }
 
@@ -138,12 +140,4 @@ pub async fn release(client: Client, identity: &str) -> Result<(), kube::Error> 
         _ => return Ok(()),
     }
     leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await.map(drop)
-}
-
-/// Between half and one and a half of `duration`: candidates must not march in step.
-fn jittered(duration: Duration) -> Duration {
-    let mut byte = [128];
-    // Without randomness there is just no jitter.
-    let _ = getrandom::fill(&mut byte);
-    duration.mul_f64(0.5 + f64::from(byte[0]) / 255.0)
 }

@@ -23,6 +23,7 @@ use serde_json::json;
 use tokio::{sync::watch, time::sleep};
 
 use super::tls::TlsListener;
+use crate::chance::chance;
 
 /// What is wrong.
 #[derive(clap::ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -93,8 +94,8 @@ pub async fn inject(State(faults): State<Faults>, request: Request, next: Next) 
         request.uri().query().unwrap_or_default().split('&').any(|part| matches!(part, "watch=true" | "watch=1"));
     match fault {
         Fault::Slow => sleep(SLOW).await,
-        Fault::Errors if dice() < 0.8 => return refuse(dice() < 0.5),
-        Fault::Conflicts if request.method() == Method::PUT && dice() < 0.7 => return conflict(),
+        Fault::Errors if chance() < 0.8 => return refuse(chance() < 0.5),
+        Fault::Conflicts if request.method() == Method::PUT && chance() < 0.7 => return conflict(),
         Fault::StaleLists if !watches && is_list(&request) => return faults.stale(request, next).await,
         _ => {}
     }
@@ -116,7 +117,7 @@ impl Faults {
             if switch.wait_for(ends).await.is_err() {
                 std::future::pending::<()>().await;
             }
-            sleep(WATCH.mul_f64(dice())).await;
+            sleep(WATCH.mul_f64(chance())).await;
         };
         let (parts, body) = answer.into_parts();
         Response::from_parts(parts, Body::from_stream(body.into_data_stream().take_until(Box::pin(end))))
@@ -169,11 +170,4 @@ fn status(code: StatusCode, reason: &str) -> Response {
 /// As RFC 9110 has it in `Date`.
 fn date(time: Timestamp) -> Result<HeaderValue, Box<dyn std::error::Error>> {
     Ok(rfc2822::DateTimePrinter::new().timestamp_to_rfc9110_string(&time)?.parse()?)
-}
-
-/// From 0 to 1; without randomness always in the middle.
-fn dice() -> f64 {
-    let mut byte = [128];
-    let _ = getrandom::fill(&mut byte);
-    f64::from(byte[0]) / 255.0
 }

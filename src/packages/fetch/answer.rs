@@ -78,13 +78,6 @@ pub(in crate::packages) fn may_pass(status: StatusCode) -> bool {
     status.is_server_error() || matches!(status.as_u16(), 408 | 425 | 429)
 }
 
-/// At least `time`, and for each caller another one, up to half more: nobody falls on a server in lockstep.
-pub(in crate::packages) fn jittered(time: Duration) -> Duration {
-    // Without a random number all still works.
-    let random = getrandom::u32().unwrap_or_default();
-    time + time.mul_f64(0.5 * f64::from(random) / f64::from(u32::MAX))
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {

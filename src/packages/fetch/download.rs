@@ -11,15 +11,18 @@ use reqwest::{RequestBuilder, StatusCode, header};
 use tokio::{io::AsyncReadExt, time::timeout};
 use url::Url;
 
-use crate::packages::{
-    FetchError, HttpClient,
-    fetch::Wanted,
-    fetch::answer::{Answer, Wrong, answer, jittered, may_pass, retry_after},
-    fetch::archive,
-    fetch::http::{shown, words},
-    fetch::part::{MOST_BYTES, Part, Sender},
-    fetch::source::Peers,
-    serve::COMING,
+use crate::{
+    chance::jittered,
+    packages::{
+        FetchError, HttpClient,
+        fetch::Wanted,
+        fetch::answer::{Answer, Wrong, answer, may_pass, retry_after},
+        fetch::archive,
+        fetch::http::{shown, words},
+        fetch::part::{MOST_BYTES, Part, Sender},
+        fetch::source::Peers,
+        serve::COMING,
+    },
 };
 
 /// Tries per archive at its source in one go; each goes on where the one before ended.

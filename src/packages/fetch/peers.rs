@@ -9,12 +9,14 @@ use std::{
 use reqwest::StatusCode;
 use tokio::time::{sleep, timeout};
 
-use crate::packages::{
-    FetchError,
-    fetch::answer::jittered,
-    fetch::download::{Download, Server, Taken},
-    fetch::part::{Part, Sender},
-    fetch::source::Peer,
+use crate::{
+    chance::jittered,
+    packages::{
+        FetchError,
+        fetch::download::{Download, Server, Taken},
+        fetch::part::{Part, Sender},
+        fetch::source::Peer,
+    },
 };
 
 /// What a peer may wish for with `Retry-After`.

@@ -8,7 +8,7 @@ use std::{
 use tokio::sync::{OnceCell, Semaphore};
 use url::Url;
 
-use crate::packages::fetch::answer::jittered;
+use crate::chance::jittered;
 
 /// Where archives come from, besides the host's own `pkgs/`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

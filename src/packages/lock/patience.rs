@@ -9,9 +9,12 @@ use reqwest::{
 };
 use reqwest_middleware::{ClientBuilder, Error, Next};
 
-use crate::packages::{
-    HttpClient,
-    fetch::answer::{jittered, may_pass, retry_after},
+use crate::{
+    chance::jittered,
+    packages::{
+        HttpClient,
+        fetch::answer::{may_pass, retry_after},
+    },
 };
 
 /// How often one file is asked for.
