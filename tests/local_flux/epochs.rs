@@ -7,8 +7,7 @@ use crate::harness::Cluster;
 
 /// Message of a condition that holds.
 fn condition(cluster: &Cluster, name: &str) -> Option<String> {
-    let status = cluster.instance().status?;
-    status.conditions.into_iter().find(|c| c.type_ == name && c.status == "True").map(|c| c.message)
+    Some(cluster.instance().status?.holding(name)?.message.clone())
 }
 
 fn epoch(cluster: &Cluster, wanted: u64) {

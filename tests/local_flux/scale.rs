@@ -94,10 +94,8 @@ fn more_than_the_default_maximum_is_denied_in_words() {
     let Some(cluster) = Cluster::up(1, &[]) else { return };
     let before = cluster.brokers();
     cluster.patch(json!({"spec": {"size": 65}}));
-    let words = cluster.until("the condition", || {
-        let conditions = cluster.instance().status?.conditions;
-        conditions.into_iter().find(|c| c.type_ == "ScaleDenied" && c.status == "True").map(|c| c.message)
-    });
+    let words =
+        cluster.until("the condition", || Some(cluster.instance().status?.holding("ScaleDenied")?.message.clone()));
     assert!(words.contains("size 65 is more than maxSize 64"), "{words}");
     cluster.until("the Event", || {
         let events = cluster.wait(cluster.api::<Event>().list(&ListParams::default())).unwrap();

@@ -9,7 +9,7 @@ use flux_distribute::api::{FluxNode, IdSet};
 use kube::api::DeleteParams;
 use serde_json::json;
 
-use super::{Row, Shape, objects::roster, row};
+use super::{Row, Shape, row};
 use crate::scene::{Hit, Scene};
 
 static MANY: Shape = Shape { nodes: 8, options: &[] };
@@ -130,7 +130,7 @@ fn set_cordon(scene: &Scene, node: &str, cordon: bool) {
 
 /// The ranks that Flux has up are those that have a member, every node is one of these, and nobody is drained.
 fn is_flux_s_list(scene: &Scene, lead: &str) -> Result<(), String> {
-    let roster = roster(scene).ok_or("no roster")?;
+    let roster = scene.cluster.roster().ok_or("no roster")?;
     let members: BTreeMap<u32, String> =
         roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?.node.clone()))).collect();
     if members[&0] != lead {
