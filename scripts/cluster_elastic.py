@@ -77,7 +77,7 @@ class Elastic(Cluster):
 
     # The rows. Some tell how long it took from a rank to free.
 
-    def transcript(self):
+    def resize(self):
         most = len(self.nodes)
         for size in [2, most, most - 1, most, 1, most]:
             before = self.brokers()
@@ -286,7 +286,7 @@ class Elastic(Cluster):
 # Ends the jobs of a node.
 END = "/tmp/end-of-the-jobs"
 ROWS = {
-    "fewer, more, one, too many": Elastic.transcript,
+    "fewer, more, one, too many": Elastic.resize,
     "one more beside a job": Elastic.grow,
     "one less under a job": Elastic.shrink,
     "cordon and uncordon under a job": Elastic.cordon,

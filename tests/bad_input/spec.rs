@@ -95,7 +95,7 @@ async fn a_spec_that_only_the_schema_lets_pass_is_told_by_the_planner() {
     let instance = case.instance_says("spec.topology: ").await;
     let status = instance.status.unwrap();
     assert_eq!(status.phase, InstancePhase::Failed);
-    assert!(status.conditions.iter().any(|c| c.type_ == "Degraded" && c.status == "True" && c.reason == "InvalidSpec"));
+    assert_eq!(status.holding("Degraded").unwrap().reason, "InvalidSpec");
     case.warned("FluxInstance/flux", "spec.topology: ").await;
     case.becomes_ready("node1", false).await;
     case.nothing_half_made_is_live("node1");

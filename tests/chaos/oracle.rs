@@ -53,10 +53,10 @@ pub fn judge(scene: &mut Scene, row: &Row, before: &Before, hit: &Hit) -> Result
         }
     };
     let lost = scene.job_is_lost();
-    if let Some(why) = &lost {
-        if !row.job_dies {
-            return Err(format!("the job is lost: {why}"));
-        }
+    if let Some(why) = lost.as_ref().filter(|_| !row.job_dies) {
+        return Err(format!("the job is lost: {why}"));
+    }
+    if lost.is_some() || scene.job_nodes() == 0 {
         scene.begin_job();
     }
     shells_end(scene)?;

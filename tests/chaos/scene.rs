@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
     thread::sleep,
     time::{Duration, Instant},
@@ -41,7 +41,8 @@ impl Hit {
     }
 }
 
-struct Job {
+/// A job that runs until it is let go, on a core of each of its nodes.
+pub struct Job {
     id: String,
     nodes: u32,
     /// Ends it, in every node's root.
@@ -211,18 +212,22 @@ impl Scene {
         pids.iter().for_each(|pid| processes::send(*pid, Signal::SIGCONT));
     }
 
-    /// Starts the job; it runs on a core of each node.
+    /// Starts the job; it is on all nodes.
     pub fn begin_job(&mut self) {
+        self.job = Some(self.submit(self.nodes, &[]));
+    }
+
+    /// Starts a job; returns once it runs. `options`: of flux-submit(1).
+    pub fn submit(&mut self, nodes: u32, options: &[&str]) -> Job {
         self.jobs += 1;
         let signal = format!("root/end-{}", self.jobs);
-        let script = format!("until test -e /{signal}; do sleep 0.5; done");
-        let nodes = format!("-N{}", self.nodes);
-        let id = self.until("the job", Duration::from_secs(30), |scene| {
-            scene.ask(&["flux", "submit", &nodes, "-n", &nodes[2..], "sh", "-c", &script])
-        });
+        let script = format!("until test -e /{signal}; do sleep 0.5; done; touch /{signal}-seen");
+        let number = nodes.to_string();
+        let words = [&["flux", "submit", "-N", &number, "-n", &number], options, &["sh", "-c", &script]].concat();
+        let id = self.until("the job", Duration::from_secs(30), |scene| scene.ask(&words));
         let begun = self.ask(&["flux", "job", "wait-event", "-t", "15", "-W", "-p", "exec", &id, "shell.start"]);
         begun.unwrap_or_else(|why| panic!("the job does not start: {why}"));
-        self.job = Some(Job { id, nodes: self.nodes, signal });
+        Job { id, nodes, signal }
     }
 
     /// How many nodes the job is on.
@@ -243,13 +248,29 @@ impl Scene {
 
     /// The job's end, which must be a good one.
     pub fn end_job(&mut self) -> Result<(), String> {
-        let Some(job) = self.job.take() else { return Ok(()) };
-        for node in self.names() {
-            let _ = fs::write(self.cluster.root(&node).join(&job.signal), "");
-        }
+        self.job.take().map_or(Ok(()), |job| self.end(&job))
+    }
+
+    /// A job's end, which must be a good one.
+    pub fn end(&self, job: &Job) -> Result<(), String> {
+        self.let_end(job);
         self.ask(&["flux", "job", "wait-event", "-t", "15", &job.id, "clean"])?;
         let events = self.ask(&["flux", "job", "eventlog", &job.id])?;
         if ran_well(&events) { Ok(()) } else { Err(events) }
+    }
+
+    /// For the job whose end may be Flux's as well, so that nobody can be asked about it: what it leaves on its nodes when it
+    /// ends by itself.
+    pub fn let_job_end(&mut self) -> Vec<PathBuf> {
+        let job = self.job.take().expect("a job");
+        self.let_end(&job);
+        self.names().iter().map(|node| self.cluster.root(node).join(format!("{}-seen", job.signal))).collect()
+    }
+
+    fn let_end(&self, job: &Job) {
+        for node in self.names() {
+            let _ = fs::write(self.cluster.root(&node).join(&job.signal), "");
+        }
     }
 
     /// Logs and status, for who looks into a failure.

@@ -1,14 +1,19 @@
 //! What changes what Flux reads at start, and the coordinated restart that it takes.
 
-use flux_distribute::api::FluxInstanceSpec;
+use std::fs;
+
+use flux_distribute::api::{ANNOTATION_RESTART, FluxInstanceSpec, InstancePhase};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use serde_json::json;
 
 use crate::harness::Cluster;
 
 /// Message of a condition that holds.
 fn condition(cluster: &Cluster, name: &str) -> Option<String> {
-    let status = cluster.instance().status?;
-    status.conditions.into_iter().find(|c| c.type_ == name && c.status == "True").map(|c| c.message)
+    Some(cluster.instance().status?.holding(name)?.message.clone())
 }
 
 fn epoch(cluster: &Cluster, wanted: u64) {
@@ -33,6 +38,27 @@ fn what_is_read_at_start_waits_for_the_running_jobs_and_keeps_the_pending_ones()
     let after = cluster.brokers();
     assert!(after.iter().all(|(node, now)| now.rank == before[node].rank && now.pid != before[node].pid), "{after:?}");
     assert_eq!(condition(&cluster, "RestartPending"), None);
+    cluster.exec("node1", &["flux", "job", "urgency", &pending, "default"]);
+    cluster.exec("node1", &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
+}
+
+#[test]
+fn a_lead_that_ends_its_epoch_waits_for_a_follower_that_hangs() {
+    let Some(cluster) = Cluster::up(3, &[]) else { return };
+    let before = cluster.brokers();
+    let [lead, hangs] = [0, 1].map(|rank| cluster.holder(rank));
+    let pending = cluster.exec("node1", &["flux", "submit", "-N3", "--urgency=hold", "true"]);
+    let stopped = Pid::from_raw(before[&hangs].pid);
+    kill(stopped, Signal::SIGSTOP).unwrap();
+    cluster.patch(json!({"metadata": {"annotations": {ANNOTATION_RESTART: "now"}}}));
+    // Flux says so after a minute, by which any other broker would have been killed.
+    let log = cluster.root(&lead).join("opt/flux-distribute/log/broker.log");
+    let words = format!("shutdown delayed: waiting for 1 peers: {hangs} ");
+    cluster.until("the lead's word", || fs::read_to_string(&log).unwrap().contains(&words).then_some(()));
+    assert_eq!(cluster.instance().status.unwrap().phase, InstancePhase::Restarting);
+    assert_eq!(cluster.brokers().get(&lead), Some(&before[&lead]));
+    kill(stopped, Signal::SIGCONT).unwrap();
+    epoch(&cluster, 2);
     cluster.exec("node1", &["flux", "job", "urgency", &pending, "default"]);
     cluster.exec("node1", &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
 }

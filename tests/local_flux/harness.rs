@@ -11,8 +11,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flux_distribute::api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE};
-use k8s_openapi::api::{coordination::v1::Lease, core::v1::Node};
+use flux_distribute::api::{
+    CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxInstance, FluxNode, INSTANCE, NAMESPACE, Roster,
+};
+use k8s_openapi::api::{
+    coordination::v1::Lease,
+    core::v1::{ConfigMap, Node},
+};
 use kube::{
     Api, Client, Config,
     api::{ListParams, Patch, PatchParams},
@@ -132,7 +137,6 @@ impl Cluster {
         self.must(&[&["exec", node, "--"], words].concat())
     }
 
-    #[allow(dead_code, reason = "each target takes what it needs")]
     /// What a command says; None where it fails, as `flux resource` does for the moment in which the lead takes in a change.
     pub fn ask(&self, node: &str, words: &[&str]) -> Option<String> {
         let output = self.run(&[&["exec", node, "--"], words].concat());
@@ -192,7 +196,6 @@ impl Cluster {
         });
     }
 
-    #[allow(dead_code, reason = "each target takes what it needs")]
     /// Each agent takes its FluxNode away when its host is clean.
     pub fn until_deleted(&self) {
         self.until("the FluxNodes' end", || {
@@ -228,13 +231,18 @@ impl Cluster {
         self.wait(self.api::<FluxInstance>().get(INSTANCE)).unwrap()
     }
 
+    /// None where there is none, or none that can be read.
+    pub fn roster(&self) -> Option<Roster> {
+        let map = self.wait(self.api::<ConfigMap>().get_opt(CONFIGMAP_ROSTER)).unwrap()?;
+        serde_json::from_str(&map.data?[CONFIGMAP_ROSTER_KEY]).ok()
+    }
+
     /// The FluxInstance, changed by a merge patch.
     pub fn patch(&self, patch: Value) -> FluxInstance {
         let patch = Patch::Merge(patch);
         self.wait(self.api::<FluxInstance>().patch(INSTANCE, &PatchParams::default(), &patch)).unwrap()
     }
 
-    #[allow(dead_code, reason = "each target takes what it needs")]
     /// Changes a Node of Kubernetes in the same way.
     pub fn patch_node(&self, node: &str, patch: Value) {
         let nodes = Api::<Node>::all(self.client());

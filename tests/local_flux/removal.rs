@@ -36,10 +36,7 @@ fn a_deleted_instance_leaves_clean_hosts_and_comes_up_again_when_it_is_made_anew
     }
 
     cluster.wait(instances.create(&PostParams::default(), &FluxInstance::new(INSTANCE, spec))).unwrap();
-    cluster.until("two nodes online again", || {
-        let nodes = cluster.nodes();
-        nodes.iter().all(crate::harness::NodeStatus::is_online).then_some(())
-    });
+    cluster.all_online(2);
     is_one_instance(&cluster, 2);
     assert_ne!(cluster.instance().status.unwrap().instance_id, first);
 }

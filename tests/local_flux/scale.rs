@@ -94,10 +94,8 @@ fn more_than_the_default_maximum_is_denied_in_words() {
     let Some(cluster) = Cluster::up(1, &[]) else { return };
     let before = cluster.brokers();
     cluster.patch(json!({"spec": {"size": 65}}));
-    let words = cluster.until("the condition", || {
-        let conditions = cluster.instance().status?.conditions;
-        conditions.into_iter().find(|c| c.type_ == "ScaleDenied" && c.status == "True").map(|c| c.message)
-    });
+    let words =
+        cluster.until("the condition", || Some(cluster.instance().status?.holding("ScaleDenied")?.message.clone()));
     assert!(words.contains("size 65 is more than maxSize 64"), "{words}");
     cluster.until("the Event", || {
         let events = cluster.wait(cluster.api::<Event>().list(&ListParams::default())).unwrap();
@@ -160,13 +158,11 @@ fn jobs_tell(scheduler: Scheduler) {
     let after = cluster.brokers();
     assert!(before.iter().all(|(node, broker)| after[node] == *broker), "{after:?}");
 
-    // At the end nothing of ours stays, without any rest.
+    // At the end nothing of ours stays.
     let job = cluster.job(&["-N2", "-n2", &requires]);
     cluster.until("the annotations", || is_protected(&lead).then_some(()));
     job.finish();
     cluster.wait(cluster.api::<FluxInstance>().delete(INSTANCE, &kube::api::DeleteParams::default())).unwrap();
-    let begin = std::time::Instant::now();
     cluster.until("their end", || (annotations(&cluster, &lead).is_empty()).then_some(()));
-    assert!(begin.elapsed().as_secs() < 30, "{:?}", begin.elapsed());
     assert_eq!(annotations(&cluster, &busy), left);
 }

@@ -33,15 +33,13 @@ pub fn rows() -> Vec<Row> {
                         scene.cluster.wait(nodes.list(&ListParams::default())).map_err(|error| error.to_string())?;
                     let said = |node: &FluxNode| node.status.as_ref().and_then(|status| status.message.clone());
                     let said: Vec<_> = nodes.iter().map(|node| said(node).unwrap_or_default()).collect();
-                    let conditions = scene.cluster.instance().status.unwrap_or_default().conditions;
-                    let is_newer = conditions.iter().any(|found| {
-                        found.type_ == "Degraded"
-                            && found.reason == "NewerRoster"
-                            && found.message.contains("format 99")
-                    });
+                    let status = scene.cluster.instance().status.unwrap_or_default();
+                    let degraded = status.holding("Degraded");
+                    let is_newer = degraded
+                        .is_some_and(|found| found.reason == "NewerRoster" && found.message.contains("format 99"));
                     // Those that were there have no reason to read the roster again.
                     let is_said = is_newer && said.iter().any(|said| said.contains("format 99"));
-                    if is_said { Ok(()) } else { Err(format!("{said:?}, {conditions:?}")) }
+                    if is_said { Ok(()) } else { Err(format!("{said:?}, {degraded:?}")) }
                 });
                 sleep(Duration::from_secs(2));
                 assert_eq!(set_format(scene, ours), json!(99), "somebody has written a roster that he can't read");

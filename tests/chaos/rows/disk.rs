@@ -6,6 +6,7 @@ use std::{
     time::Duration,
 };
 
+use flux_distribute::api::{FluxNode, NodePhase};
 use nix::sys::signal::Signal;
 
 use super::{Row, SELDOM, row};
@@ -14,15 +15,16 @@ use crate::{
     scene::{Hit, Scene},
 };
 
-/// What is written to after an installation, in a node's own mount namespace.
-const WRITTEN: [&str; 2] = ["/opt/flux-distribute/etc", "/opt/flux-distribute/log"];
+const PREFIX: &str = "/opt/flux-distribute";
+/// The file that takes the room.
+const FILLER: &str = "/opt/flux-distribute/filler";
 
 pub fn rows() -> Vec<Row> {
     vec![
         Row {
             fresh: true,
             ..row("disk full", |scene| {
-                let node = scene.pick_follower();
+                let node = scene.pick_node();
                 let _full = Full::new(scene, &node);
                 scene.agents()[&node].kill();
                 let pause = scene.dice.time(Duration::from_secs(3), Duration::from_secs(15));
@@ -46,20 +48,58 @@ pub fn rows() -> Vec<Row> {
                 Hit::brokers_of([node.clone()])
             })
         },
+        Row {
+            runs: SELDOM,
+            job_dies: true,
+            fresh: true,
+            ..row("disk full, a follower's broker killed after the roster has changed", |scene| {
+                let node = scene.pick_follower();
+                let full = Full::new(scene, &node);
+                scene.cluster.must(&["add-node"]);
+                scene.nodes += 1;
+                send(scene.brokers()[&node].pid, Signal::SIGKILL);
+                scene.until("the file that can't be written", Duration::from_secs(60), |scene| {
+                    let found = scene.cluster.wait(scene.cluster.api::<FluxNode>().get(&node));
+                    let status = found.map_err(|error| error.to_string())?.status.unwrap_or_default();
+                    let told = status.message.unwrap_or_default();
+                    let is_told = told.contains(PREFIX) && told.contains("No space");
+                    if is_told && status.phase != NodePhase::Online { Ok(()) } else { Err(told) }
+                });
+                assert!(!scene.brokers().contains_key(&node), "it runs by the roster before");
+                drop(full);
+                Hit::brokers_of([node])
+            })
+        },
     ]
 }
 
-/// A file system without room over each of these directories, with what was in them.
+/// The prefix on a file system without room. Only what holds the environments, to which nobody writes, stays where it is, and
+/// the lead's statedir: where that is full Flux itself says "content store: No space left on device" and loses its queue.
+const FILL: &str = r#"
+mkdir /run/beneath
+mount --bind "$0" /run/beneath
+mount -t tmpfs -o mode=755 full "$0"
+cd /run/beneath
+for name in *; do
+    case $name in
+    envs|state) mkdir "$0/$name"; mount --bind "$name" "$0/$name";;
+    *) cp -a "$name" "$0";;
+    esac
+done
+cd /
+umount /run/beneath
+rmdir /run/beneath
+mount -o remount,size=$(($(du -skx "$0" | cut -f 1) + 512))k "$0"
+dd if=/dev/zero of="$1" bs=4k 2>/dev/null || test -s "$1"
+"#;
+
+/// A node's prefix, until there is room again.
 struct Full(i32);
 
 impl Full {
     fn new(scene: &Scene, node: &str) -> Self {
         let full = Self(scene.init(node));
-        for path in WRITTEN {
-            let script = "cp -a \"$0\" /run/copy && mount -t tmpfs -o size=512k,mode=755 full \"$0\" && cp -a /run/copy/. \"$0\" \
-                          && rm -r /run/copy && (dd if=/dev/zero of=\"$0\"/filler bs=4k 2>/dev/null; test -s \"$0\"/filler)";
-            assert!(full.run(&["sh", "-c", script, path]), "{path} can't be filled on {node}");
-        }
+        assert!(full.run(&["sh", "-ec", FILL, PREFIX, FILLER]), "{PREFIX} can't be filled on {node}");
         full
     }
 
@@ -73,10 +113,8 @@ impl Full {
 impl Drop for Full {
     /// There is room again; what was written meanwhile stays.
     fn drop(&mut self) {
-        for path in WRITTEN {
-            if !self.run(&["rm", "-f", &format!("{path}/filler")]) {
-                eprintln!("{path} stays full");
-            }
+        if !self.run(&["rm", "-f", FILLER]) {
+            eprintln!("{PREFIX} stays full");
         }
     }
 }

@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
     time::Duration,
 };
 
@@ -10,11 +9,8 @@ use flux_distribute::api::{FluxNode, IdSet};
 use kube::api::DeleteParams;
 use serde_json::json;
 
-use super::{Row, Shape, objects::roster, row};
-use crate::{
-    harness::ran_well,
-    scene::{Hit, Scene},
-};
+use super::{Row, Shape, row};
+use crate::scene::{Hit, Scene};
 
 static MANY: Shape = Shape { nodes: 8, options: &[] };
 /// In each run.
@@ -34,7 +30,8 @@ pub fn rows() -> Vec<Row> {
             let (lead, spared) = (scene.lead(), scene.pick_follower());
             let mut nodes = Nodes { there: scene.names().into_iter().collect(), ..Nodes::default() };
             nodes.spared = spared.clone();
-            let job = Undisturbed::begin(scene, [&lead, &spared]);
+            // On nodes whose machines nothing happens to.
+            let job = scene.submit(2, &[&format!("--requires=host:{lead},{spared}")]);
             for _ in 0..CHANGES {
                 nodes.change(scene, &lead);
                 scene.dice.pause(Duration::from_secs(2));
@@ -44,7 +41,7 @@ pub fn rows() -> Vec<Row> {
             scene.until("Flux's own list", Duration::from_secs(180), |scene| is_flux_s_list(scene, &lead));
             let moved = scene.rosters.moved();
             assert!(moved.is_empty(), "{moved:?}");
-            job.end(scene);
+            scene.end(&job).unwrap();
             Hit::brokers_of(nodes.hit)
         })
     }]
@@ -127,41 +124,13 @@ impl Nodes {
     }
 }
 
-/// A job on nodes whose machines nothing happens to.
-struct Undisturbed {
-    id: String,
-    nodes: [String; 2],
-}
-
-impl Undisturbed {
-    /// Ends the job, in its nodes' roots.
-    const SIGNAL: &str = "root/end-undisturbed";
-
-    fn begin(scene: &Scene, nodes: [&String; 2]) -> Self {
-        let requires = format!("--requires=host:{},{}", nodes[0], nodes[1]);
-        let script = format!("until test -e /{}; do sleep 0.5; done", Self::SIGNAL);
-        let id = scene.ask(&["flux", "submit", "-N2", "-n2", &requires, "sh", "-c", &script]).unwrap();
-        scene.ask(&["flux", "job", "wait-event", "-t", "15", "-W", "-p", "exec", &id, "shell.start"]).unwrap();
-        Self { id, nodes: nodes.map(Clone::clone) }
-    }
-
-    fn end(&self, scene: &Scene) {
-        for node in &self.nodes {
-            fs::write(scene.cluster.root(node).join(Self::SIGNAL), "").unwrap();
-        }
-        scene.ask(&["flux", "job", "wait-event", "-t", "15", &self.id, "clean"]).unwrap();
-        let events = scene.ask(&["flux", "job", "eventlog", &self.id]).unwrap();
-        assert!(ran_well(&events), "{events}");
-    }
-}
-
 fn set_cordon(scene: &Scene, node: &str, cordon: bool) {
     scene.cluster.patch_node(node, json!({ "spec": { "unschedulable": cordon } }));
 }
 
 /// The ranks that Flux has up are those that have a member, every node is one of these, and nobody is drained.
 fn is_flux_s_list(scene: &Scene, lead: &str) -> Result<(), String> {
-    let roster = roster(scene).ok_or("no roster")?;
+    let roster = scene.cluster.roster().ok_or("no roster")?;
     let members: BTreeMap<u32, String> =
         roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?.node.clone()))).collect();
     if members[&0] != lead {

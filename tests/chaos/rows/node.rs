@@ -4,7 +4,7 @@ use std::{fs, thread::sleep, time::Duration};
 
 use flux_distribute::api::Member;
 
-use super::{DEEP, Row, SELDOM, objects::roster, row};
+use super::{DEEP, Row, SELDOM, row};
 use crate::scene::{Hit, Scene};
 
 pub fn rows() -> Vec<Row> {
@@ -23,13 +23,13 @@ pub fn rows() -> Vec<Row> {
         other("a node reinstalled under the same name", |scene| {
             let rank = scene.pick_rank(false);
             let name = scene.holder(rank);
-            let before = roster(scene).unwrap().ranks[&rank].member.clone().unwrap();
+            let before = scene.cluster.roster().unwrap().ranks[&rank].member.clone().unwrap();
             scene.cluster.must(&["remove-node", &name]);
             scene.dice.pause(Duration::from_secs(5));
             scene.cluster.must(&["add-node"]);
             let hit = Hit::brokers_of([name.clone()]);
             scene.until("another rank", Duration::from_secs(60), |scene| {
-                let ranks = roster(scene).ok_or("no roster")?.ranks;
+                let ranks = scene.cluster.roster().ok_or("no roster")?.ranks;
                 // The old machine's is kept for it.
                 assert_eq!(ranks[&rank].member.as_ref().map(|member| &member.uid), Some(&before.uid));
                 let is_new = |member: &Member| member.node == name && member.uid != before.uid;
@@ -53,9 +53,8 @@ pub fn rows() -> Vec<Row> {
             fs::rename(&state, &aside).unwrap();
             scene.cluster.must(&["node", &lead, "power-on"]);
             let said = scene.until("a word about it", Duration::from_secs(60), |scene| {
-                let conditions = scene.cluster.instance().status.unwrap_or_default().conditions;
-                let found = conditions.into_iter().find(|found| found.type_ == "Degraded" && found.status == "True");
-                let found = found.map(|found| found.message).unwrap_or_default();
+                let status = scene.cluster.instance().status.unwrap_or_default();
+                let found = status.holding("Degraded").map(|found| found.message.clone()).unwrap_or_default();
                 if found.contains("statedir") { Ok(found) } else { Err(format!("Degraded says {found:?}")) }
             });
             assert!(said.contains("put it back"), "{said}");

@@ -2,9 +2,7 @@
 
 use std::time::Duration;
 
-use flux_distribute::api::{
-    CONFIGMAP_BROKER, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode, LEASE_PLANNER, Roster, SECRET_CURVE,
-};
+use flux_distribute::api::{CONFIGMAP_BROKER, CONFIGMAP_ROSTER, FluxNode, LEASE_PLANNER, SECRET_CURVE};
 use k8s_openapi::{
     NamespaceResourceScope,
     api::{
@@ -25,10 +23,10 @@ pub fn rows() -> Vec<Row> {
     let deleted = |name, inject| Row { heals_in: 60, ..row(name, inject) };
     vec![
         deleted("roster deleted", |scene| {
-            let before = roster(scene).expect("a roster");
+            let before = scene.cluster.roster().expect("a roster");
             let hit = delete::<ConfigMap>(scene, CONFIGMAP_ROSTER);
-            let after =
-                scene.until("the roster", Duration::from_secs(60), |scene| roster(scene).ok_or_else(String::new));
+            let after = scene
+                .until("the roster", Duration::from_secs(60), |scene| scene.cluster.roster().ok_or_else(String::new));
             assert_eq!((after.instance_id, after.epoch), (before.instance_id, before.epoch));
             assert_eq!(after.ranks.len(), before.ranks.len());
             for (rank, entry) in before.ranks {
@@ -70,12 +68,6 @@ pub fn rows() -> Vec<Row> {
             hit
         }),
     ]
-}
-
-pub fn roster(scene: &Scene) -> Option<Roster> {
-    let maps = scene.cluster.api::<ConfigMap>();
-    let map = scene.cluster.wait(maps.get_opt(CONFIGMAP_ROSTER)).unwrap()?;
-    serde_json::from_str(&map.data?[CONFIGMAP_ROSTER_KEY]).ok()
 }
 
 trait Object:

@@ -6,7 +6,7 @@ use flux_distribute::api::{ANNOTATION_RESTART, FluxInstance, FluxNode, INSTANCE}
 use kube::api::{DeleteParams, ListParams, PostParams};
 use serde_json::json;
 
-use super::{Row, row};
+use super::{DEEP, Row, row};
 use crate::scene::{Hit, Scene};
 
 /// The removal's own grace, and a machine that does several things at once.
@@ -14,7 +14,7 @@ const CLEAN_IN: Duration = Duration::from_secs(120);
 
 pub fn rows() -> Vec<Row> {
     // Fifty moments in all.
-    let end = |name, inject| Row { runs: 13, job_dies: true, heals_in: 120, ..row(name, inject) };
+    let end = |name, inject| Row { runs: 9, job_dies: true, heals_in: 120, ..row(name, inject) };
     vec![
         end("uninstall in the middle of a run", |scene| {
             let all = cancelling(scene);
@@ -41,7 +41,7 @@ pub fn rows() -> Vec<Row> {
         }),
         end("uninstall with one node down", |scene| {
             let all = cancelling(scene);
-            let node = scene.pick_follower();
+            let node = scene.pick_node();
             scene.cluster.must(&["node", &node, "power-off"]);
             scene.dice.pause(Duration::from_secs(3));
             delete(scene);
@@ -51,20 +51,58 @@ pub fn rows() -> Vec<Row> {
             install(scene);
             Hit::brokers_of(all)
         }),
+        Row {
+            shape: &DEEP,
+            ..end("uninstall of a deep tree (kary:2)", |scene| {
+                let all = cancelling(scene);
+                scene.dice.pause(Duration::from_secs(3));
+                again(scene, all)
+            })
+        },
+        Row {
+            job_dies: false,
+            ..end("uninstall that waits for a running job", |scene| {
+                let (all, before) = (with_running_jobs(scene, "Wait"), scene.brokers());
+                delete(scene);
+                scene.until("everybody's word that it waits", Duration::from_secs(30), waits);
+                scene.dice.pause(Duration::from_secs(5));
+                assert_eq!(scene.job_is_lost(), None);
+                assert_eq!(scene.brokers(), before);
+                let ends = scene.let_job_end();
+                is_clean(scene);
+                assert!(ends.iter().all(|end| end.exists()), "its end was not its own");
+                install(scene);
+                Hit::brokers_of(all)
+            })
+        },
     ]
 }
 
 /// Jobs do not hold it up. Returns who is there.
 fn cancelling(scene: &mut Scene) -> Vec<String> {
-    scene.cluster.patch(json!({ "spec": { "uninstall": { "runningJobs": "Cancel" } } }));
+    with_running_jobs(scene, "Cancel")
+}
+
+/// What becomes of them at the end. Returns who is there.
+fn with_running_jobs(scene: &mut Scene, end: &str) -> Vec<String> {
+    scene.cluster.patch(json!({ "spec": { "uninstall": { "runningJobs": end } } }));
+    let word = format!("\"runningJobs\": \"{end}\"");
     let names = scene.names();
     // An agent at its pod's end has no other word than what its host remembers.
     scene.until("hosts that remember it", Duration::from_secs(30), |scene| {
         let states = names.iter().map(|node| scene.cluster.root(node).join("opt/flux-distribute/state.json"));
-        let forgetful = states.into_iter().find(|state| !fs::read_to_string(state).is_ok_and(|s| s.contains("Cancel")));
+        let forgetful = states.into_iter().find(|state| !fs::read_to_string(state).is_ok_and(|s| s.contains(&word)));
         forgetful.map_or(Ok(()), |state| Err(state.display().to_string()))
     });
     names
+}
+
+fn waits(scene: &Scene) -> Result<(), String> {
+    let nodes = scene.cluster.wait(scene.cluster.api::<FluxNode>().list(&ListParams::default()));
+    let told = nodes.map_err(|error| error.to_string())?.items.into_iter().map(|node| node.status?.message);
+    let told: Vec<_> = told.map(Option::unwrap_or_default).collect();
+    let all_wait = told.iter().all(|told| told.contains("pending jobs are not started any more"));
+    if all_wait { Ok(()) } else { Err(format!("{told:?}")) }
 }
 
 fn again(scene: &mut Scene, all: Vec<String>) -> Hit {
@@ -105,7 +143,9 @@ fn is_clean(scene: &Scene) {
     scene.until("nothing of ours", Duration::from_secs(10), nothing_is_left);
 }
 
-/// The whole root, but for what is the machine's; what is new in /etc; /run, cgroups, mounts, processes.
+/// The whole root, but for what is the machine's; what is new in /etc; /run, cgroups, mounts, processes. No sysctls: those that
+/// agents raise are the machine's, so that the first agent of all clusters has raised them for all. scripts/cluster_faults.py
+/// looks at them, on kubelets.
 const LOOK: &str = "
 find / -xdev -path /usr -prune -o -path /etc -prune -o -path /var/lib/kubelet -prune -o -print
 find /etc -newer /etc/hosts
