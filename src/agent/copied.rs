@@ -27,7 +27,7 @@ pub fn leads(host: &HostView, spec: Option<&FluxNodeSpec>) -> bool {
 /// Another machine has this node's name, as where ours was cut off and taken for lost: a broker is reported that was started
 /// for the Node that has the name now, and when this host was configured last its Node was another one. What runs here may be
 /// ended by what is said to that name, but never begun, or two machines answered under one rank.
-pub fn is_replaced(host: &HostView, spec: &FluxNodeSpec, told: Option<&FluxNodeStatus>) -> bool {
+pub fn names_another_machine(host: &HostView, spec: &FluxNodeSpec, told: Option<&FluxNodeStatus>) -> bool {
     let Some(adopted) = told.and_then(|told| told.adopted.as_ref()) else { return false };
     // The newcomer's copy may have both: the other's rank is kept for it.
     let is_known_otherwise = || {

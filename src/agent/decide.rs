@@ -39,7 +39,7 @@ pub struct Seen<'a> {
     pub node_uid: Option<&'a str>,
     /// This agent has lived for some time and the API has not said a word yet.
     pub alone: bool,
-    /// What is said to our name is for another machine, by `copied::is_replaced`.
+    /// What is said to our name is for another machine, by `copied::names_another_machine`.
     pub replaced: bool,
     /// Our FluxNode's spec: the planner's words to us.
     pub spec: Option<&'a FluxNodeSpec>,

@@ -41,7 +41,7 @@ use std::{
 use hyper::Response;
 use kube::{Client, Config, client::ClientBuilder};
 
-use crate::clock;
+use crate::{api::HEALTH_PORT, clock};
 
 pub use dump::{DumpArguments, dump};
 pub use enter::{EnterError, StatusArguments, connect, shell, status};
@@ -61,7 +61,7 @@ pub struct AgentArguments {
     #[arg(long, env = "POD_NAME", default_value = "agent")]
     pub pod_name: String,
     /// Where the probes are answered; loopback is enough for kubelet, which shares the host's network with us
-    #[arg(long, env = "HEALTH_ADDRESS", default_value = "127.0.0.1:8051")]
+    #[arg(long, env = "HEALTH_ADDRESS", default_value_t = SocketAddr::from(([127, 0, 0, 1], HEALTH_PORT)))]
     pub health_address: SocketAddr,
     /// The Node's InternalIP, where packages are served to other nodes; without it none are
     #[arg(long, env = "HOST_IP")]

@@ -22,7 +22,7 @@ use super::{
     act::{Actor, StepError},
     applied::Applied,
     client,
-    copied::is_replaced,
+    copied::names_another_machine,
     decide::{Instance, Seen, Step},
     dump::Dumping,
     frozen::Memory,
@@ -296,7 +296,7 @@ impl Agent {
     fn look_for_another_machine(&mut self, world: &World) {
         let (Some(spec), false) = (world.node_spec(), self.is_replaced(world)) else { return };
         let told = world.node.here().and_then(|node| node.status.as_ref());
-        self.replaced_as = is_replaced(&self.view, spec, told).then(|| spec.node_uid.clone()).flatten();
+        self.replaced_as = names_another_machine(&self.view, spec, told).then(|| spec.node_uid.clone()).flatten();
         if self.replaced_as.is_some() {
             warn!(
                 "another machine has this node's name: nothing is begun or told here until this one has a name of its own"

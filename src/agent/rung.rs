@@ -24,6 +24,7 @@ use crate::{
     host::{
         NsHost, Preflight,
         files::{host_path, open_in_host_root},
+        state::environment,
     },
     packages::{OutputFormat, Style, linked, shown},
     planner::{call, read_packages},
@@ -145,7 +146,7 @@ async fn install(
         shown(Style::of(output), events, actor.install(preflight, wanted, tell)).await?;
     }
     let digest = set.digest();
-    let environment = preflight.prefix.join("envs").join(&digest);
+    let environment = environment(&preflight.prefix, &digest);
     say(&match output {
         OutputFormat::Text => format!("installed at {}", environment.display()),
         OutputFormat::Json => json!({ "event": "done", "digest": digest, "environment": environment }).to_string(),

@@ -89,6 +89,8 @@ pub const BROKER_URI: &str = "local:///run/flux-distribute/broker/local";
 pub const DEFAULT_BROKER_PORT: u16 = 8050;
 /// TCP port at which agents serve the archives they hold to each other, on their Node's InternalIP.
 pub const PEER_PORT: u16 = 8052;
+/// TCP port at which an agent answers kubelet's probes and serves its metrics, unless told otherwise; on loopback.
+pub const HEALTH_PORT: u16 = 8051;
 
 /// For serde's `skip_serializing_if`.
 fn is_zero<T: Default + PartialEq>(number: &T) -> bool {

@@ -3,15 +3,12 @@ use std::{
     time::Duration,
 };
 
-use super::{Broker, FluxInstanceSpec, IdSet, InstanceResources, PEER_PORT, Packages};
+use super::{Broker, FluxInstanceSpec, HEALTH_PORT, IdSet, InstanceResources, PEER_PORT, Packages};
 use crate::{
     error_chain,
     packages::check_lock,
     plan::{broker_toml, topology::Topology},
 };
-
-/// The agents' probes (`--health-address`), on the same hosts.
-const HEALTH_PORT: u16 = 8051;
 
 /// The API server's words where `size` is 0, by a rule of the CRD.
 pub(super) const LESS_THAN_ONE: &str = "is 0: delete the FluxInstance to take everything off";

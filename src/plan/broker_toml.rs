@@ -126,9 +126,23 @@ pub fn broker_name(roster: &Roster, rank: Rank) -> String {
     roster.ranks.get(&rank).map_or_else(|| spare_name(rank), |entry| entry.broker_name.clone())
 }
 
+const SPARE: &str = "flux-spare-";
+
 /// The placeholder name of a spare.
 pub fn spare_name(rank: Rank) -> String {
-    format!("flux-spare-{rank}")
+    format!("{SPARE}{rank}")
+}
+
+/// A node may give its name to its broker: flux-core takes names of RFC 1035 (conf_bootstrap_validate_domain_name); ours for
+/// spares are taken.
+pub fn is_broker_name(name: &str) -> bool {
+    let label = |label: &str| {
+        (1..=63).contains(&label.len())
+            && !label.starts_with('-')
+            && !label.ends_with('-')
+            && label.chars().all(|c| c.is_ascii_alphanumeric() || c == '-')
+    };
+    name.len() <= 253 && name.split('.').all(label) && !name.starts_with(SPARE)
 }
 
 /// What a rank without facts declares: what the spec says, else the commonest resources among the members (the larger of

@@ -1,6 +1,6 @@
 use super::*;
 use crate::{
-    agent::copied::{is_replaced, leads},
+    agent::copied::{leads, names_another_machine},
     api::{Adopted, FetchFrom, FluxNodeStatus, Member, Resources},
     broker::status::Drained,
     host::{HostState, LaunchRecord},
@@ -216,7 +216,12 @@ fn a_name_is_anothers_where_a_broker_is_reported_for_a_node_that_this_host_never
             world.host.roster = serde_json::to_string(&copy).ok();
         }
         let told = FluxNodeStatus { adopted: reported, ..FluxNodeStatus::default() };
-        assert_eq!(is_replaced(&world.host, &spec, Some(&told)), expected, "{configured_as:?} {:?}", told.adopted);
+        assert_eq!(
+            names_another_machine(&world.host, &spec, Some(&told)),
+            expected,
+            "{configured_as:?} {:?}",
+            told.adopted
+        );
     }
 }
 

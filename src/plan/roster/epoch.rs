@@ -6,8 +6,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use super::{
-    Observed, candidates, facts, first::is_broker_name, holds, is_online, is_ready, lead_report, limit, member,
-    properties, resources, takers,
+    Observed, candidates, facts, holds, is_online, is_ready, lead_report, limit, member, properties, resources, takers,
 };
 use crate::{
     api::{
@@ -15,7 +14,7 @@ use crate::{
         Roster, RosterEntry,
     },
     plan::{
-        broker_toml::{is_node_a_property, spare_name},
+        broker_toml::{is_broker_name, is_node_a_property, spare_name},
         settings::{pending, settings, wanted},
     },
 };

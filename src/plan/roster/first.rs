@@ -9,7 +9,7 @@ use super::{
 use crate::{
     api::{FluxNodeStatus, ROSTER_FORMAT, Roster, packed},
     plan::{
-        broker_toml::spare_name,
+        broker_toml::{is_broker_name, spare_name},
         eligibility::{NodeView, eligible},
         settings::{pending, settings},
     },
@@ -182,15 +182,4 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
         }
         other => Some(other),
     }
-}
-
-/// flux-core takes names of RFC 1035 (conf_bootstrap_validate_domain_name); ours for spares are taken.
-pub(super) fn is_broker_name(name: &str) -> bool {
-    let label = |label: &str| {
-        (1..=63).contains(&label.len())
-            && !label.starts_with('-')
-            && !label.ends_with('-')
-            && label.chars().all(|c| c.is_ascii_alphanumeric() || c == '-')
-    };
-    name.len() <= 253 && name.split('.').all(label) && !name.starts_with("flux-spare-")
 }
