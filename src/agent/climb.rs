@@ -21,7 +21,7 @@ use crate::{
     broker::{
         reload::reload,
         rfc3::RpcError,
-        status::{InstanceStatus, instance as ask_instance, state},
+        status::{InstanceStatus, instance as ask_instance, overlay},
     },
     error_chain,
     host::{HostView, Preflight},
@@ -227,7 +227,7 @@ pub(super) async fn jobs_may_run(view: &HostView) -> Option<&'static str> {
 struct Heard {
     /// The lead's word.
     lead: Result<InstanceStatus, RpcError>,
-    /// Others may hang on this broker: it is in state `run`, or says nothing of itself either.
+    /// Others may hang on this broker: it says so, or nothing at all.
     may_carry_others: bool,
 }
 
@@ -237,8 +237,9 @@ async fn ask() -> Heard {
         Err(error) => return Heard { lead: Err(error), may_carry_others: true },
     };
     let lead = ask_instance(&socket).await;
-    // Before it has joined nobody hangs on it, and on its way out it waits for those below by itself.
-    let may_carry_others = lead.is_ok() || state(&socket).await.map_or(true, |own| own.state == "run");
+    // Those below that carry no jobs leave by themselves, and so a tree is cleaned from its leaves though its lead is dead.
+    let may_carry_others =
+        lead.is_ok() || overlay(&socket).await.map_or(true, |overlay| !overlay.connected.0.is_empty());
     Heard { lead, may_carry_others }
 }
 
@@ -261,9 +262,10 @@ fn may_run(view: &HostView, heard: &Heard) -> Option<&'static str> {
         Err(_) if rank == Some(0) && !nobody_listens => {
             Some("the lead's broker lives but does not answer, so jobs may be running")
         }
-        Err(_) if !nobody_listens && rank.is_some_and(has_others_below) => {
-            Some("the lead does not answer, and jobs may be running on ranks that hang on this node's broker")
-        }
+        Err(_) if !nobody_listens && rank.is_some_and(has_others_below) => Some(
+            "the lead does not answer, and jobs may be running on ranks that hang on this node's broker (if you know better: \
+                 `flux-distribute uninstall --force` in this node's pod)",
+        ),
         _ => None,
     }
 }

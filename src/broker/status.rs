@@ -54,6 +54,8 @@ pub struct Overlay {
     pub secs: f64,
     /// Children that are not full.
     pub not_full: Vec<Child>,
+    /// Ranks of the children that hang on the broker now.
+    pub connected: IdSet,
 }
 
 /// A child in the overlay.
@@ -80,6 +82,9 @@ pub struct InstanceStatus {
     pub online: IdSet,
     /// Ranks that no job is given to, with the reason.
     pub drained: Vec<Drained>,
+    /// Ranks that are excluded by configuration; they can't be drained.
+    #[serde(default)]
+    pub excluded: IdSet,
     /// Ranks that are slow to answer.
     pub torpid: IdSet,
     /// All there is to schedule.
@@ -194,8 +199,10 @@ pub async fn overlay(client: &Client) -> Result<Overlay, RpcError> {
         children: Vec<Child>,
     }
     let health: Health = parse("overlay.health", client.rpc("overlay.health", ANY, Value::Null).await?)?;
+    let is_connected = |child: &&Child| !matches!(child.status.as_str(), "offline" | "lost");
+    let connected = health.children.iter().filter(is_connected).map(|child| child.rank).collect();
     let not_full = health.children.into_iter().filter(|child| child.status != "full").collect();
-    Ok(Overlay { status: health.status, secs: health.duration, not_full })
+    Ok(Overlay { status: health.status, secs: health.duration, not_full, connected })
 }
 
 /// The ranks that are online.
@@ -216,6 +223,8 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     struct Resources {
         #[serde(default)]
         drain: BTreeMap<String, Reason>,
+        #[serde(default)]
+        exclude: IdSet,
         #[serde(default)]
         torpid: IdSet,
     }
@@ -243,6 +252,7 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     Ok(InstanceStatus {
         online,
         drained: drained.collect(),
+        excluded: resources.exclude,
         torpid: resources.torpid,
         all: amount(scheduler.all),
         down: amount(scheduler.down),

@@ -53,6 +53,23 @@ fn a_deleted_instance_ends_its_running_jobs_in_peace_and_starts_no_pending_one()
     ends_in_peace(&cluster);
 }
 
+#[test]
+fn a_tree_whose_lead_is_off_is_cleaned_from_its_leaves() {
+    // Nobody tells whether jobs run, and what is to be waited for is what hangs on a broker.
+    let Some(cluster) = Cluster::up(4, &["--topology", "kary:2"]) else { return };
+    let lead = cluster.holder(0);
+    cluster.must(&["node", &lead, "power-off"]);
+    cluster.wait(cluster.api::<FluxInstance>().delete(INSTANCE, &DeleteParams::default())).unwrap();
+    cluster.until("clean hosts but for the one that is off", || {
+        let nodes = cluster.wait(cluster.api::<FluxNode>().list(&ListParams::default())).unwrap();
+        nodes.iter().all(|node| node.spec.node_name == lead).then_some(())
+    });
+    assert!(cluster.brokers().is_empty());
+    cluster.must(&["node", &lead, "power-on"]);
+    cluster.until_deleted();
+    assert!(!cluster.root(&lead).join("opt/flux-distribute").exists());
+}
+
 fn ends_in_peace(cluster: &Cluster) {
     let job = cluster.job(&["-N2", "--exclusive"]);
     let pending = cluster.exec("node1", &["flux", "submit", "-N1", "touch", "/root/pending-began"]);
