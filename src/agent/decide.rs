@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::{copied::host_roster, drain};
 use crate::{
     api::{BROKER_RUN_DIR, Closing, FluxNodeSpec, ROSTER_FORMAT, Rank, Roster, RosterEntry, Want},
-    broker::status::Drained,
+    broker::status::InstanceStatus,
     host::{HostView, Preflight, RunningBroker},
 };
 
@@ -61,8 +61,8 @@ pub struct Seen<'a> {
     pub leaving: Duration,
     /// Digests of the package sets whose archives are on this host.
     pub holds: &'a [String],
-    /// Lead only: what is drained, by its broker's word.
-    pub drained: Option<&'a [Drained]>,
+    /// Lead only: what is drained and what is excluded, by its broker's word.
+    pub told: Option<&'a InstanceStatus>,
 }
 
 /// A broker that is cut off for so long is given up, if the lead has given it up: longer than any outage that the overlay
@@ -264,7 +264,7 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
         let reason = "the lead has lost this broker, which doesn't know it".to_owned();
         return Step::Stop { reason, waits_for_jobs: true };
     }
-    let change = seen.drained.filter(|_| assignment.rank == 0).and_then(|drained| drain::change(&spec.drain, drained));
+    let change = seen.told.filter(|_| assignment.rank == 0).and_then(|told| drain::change(&spec.drain, told));
     // Who leaves gets no new jobs, also where the resources can't be taken in; who comes back gets some only with its own.
     if let Some(drain) = change.as_ref().and_then(drain::Change::less) {
         return Step::Drain(drain);

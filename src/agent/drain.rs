@@ -7,7 +7,7 @@ use crate::{
     api::IdSet,
     broker::{
         rfc3::{Client, RpcError},
-        status::{self, Drained},
+        status::{self, Drained, InstanceStatus},
     },
 };
 
@@ -62,17 +62,20 @@ fn ranks(drained: &[Drained], by: fn(&str) -> bool) -> IdSet {
     drained.flat_map(|drained| drained.ranks.0.iter().copied()).collect()
 }
 
-/// What is to change; None where all is as it is wanted.
-pub fn change(wanted: &BTreeMap<String, IdSet>, drained: &[Drained]) -> Option<Change> {
+/// What is to change; None where all is as it is wanted. What the broker excludes is left until it doesn't: it would refuse
+/// all that is asked along with it.
+pub fn change(wanted: &BTreeMap<String, IdSet>, instance: &InstanceStatus) -> Option<Change> {
+    let drained = instance.drained.as_slice();
     let theirs = ranks(drained, is_theirs);
     let has = |rank: &u32, reason: &str| {
         drained.iter().any(|drained| drained.ranks.contains(*rank) && drained.reason == reason)
     };
+    let is_missing =
+        |rank: &u32, reason: &str| !theirs.contains(*rank) && !instance.excluded.contains(*rank) && !has(rank, reason);
     let mut change = Change::default();
     for (reason, ranks) in wanted {
         let reason = format!("{PREFIX}{reason}");
-        let missing: IdSet =
-            ranks.0.iter().copied().filter(|rank| !theirs.contains(*rank) && !has(rank, &reason)).collect();
+        let missing: IdSet = ranks.0.iter().copied().filter(|rank| is_missing(rank, &reason)).collect();
         if !missing.is_empty() {
             change.drain.insert(reason, missing);
         }
@@ -112,6 +115,8 @@ mod tests {
         let drained = |pairs: &[(&str, &str)]| -> Vec<Drained> {
             pairs.iter().map(|(ranks, reason)| Drained { ranks: set(ranks), reason: (*reason).to_owned() }).collect()
         };
+        let told =
+            |pairs: &[_]| InstanceStatus { drained: drained(pairs), excluded: set("9"), ..InstanceStatus::default() };
         for (want, there, drain, undrain) in [
             (&[][..], &[][..], &[][..], ""),
             (&[("cordoned", "1-2")], &[], &[("flux-distribute: cordoned", "1-2")], ""),
@@ -123,6 +128,7 @@ mod tests {
                 &[("flux-distribute: cordoned", "2")],
                 "",
             ),
+            (&[("cordoned", "1,9")], &[], &[("flux-distribute: cordoned", "1")], ""),
             (&[], &[("1", VERIFIED)], &[], ""),
             (&[("it has 1 cores", "1")], &[("1", VERIFIED)], &[("flux-distribute: it has 1 cores", "1")], ""),
             (
@@ -134,7 +140,7 @@ mod tests {
         ] {
             let expected = Change { drain: wanted(drain), undrain: set(undrain) };
             let expected = (expected != Change::default()).then_some(expected);
-            assert_eq!(change(&wanted(want), &drained(there)), expected, "{want:?} {there:?}");
+            assert_eq!(change(&wanted(want), &told(there)), expected, "{want:?} {there:?}");
         }
         let there = drained(&[("1", "flux-distribute: cordoned"), ("2-3", "bad disk"), ("4", VERIFIED)]);
         for (want, expected) in [(&[][..], "1"), (&[("cordoned", "2,4-5")], "1-2")] {

@@ -233,7 +233,7 @@ impl Agent {
             is_up: tell::is_online(&self.view, live),
             leaving: live.leaving_since.map_or(Duration::ZERO, |since| since.elapsed()),
             holds: self.serving.holds(),
-            drained: live.instance.as_ref().map(|instance| instance.drained.as_slice()),
+            told: live.instance.as_ref(),
         }
     }
 

@@ -292,7 +292,7 @@ mod tests {
             preflight: None,
             applied: None,
             holds: &[],
-            drained: None,
+            told: None,
             is_up: false,
             unheard: std::time::Duration::ZERO,
             leaving: std::time::Duration::ZERO,

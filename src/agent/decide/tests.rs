@@ -2,7 +2,7 @@ use super::*;
 use crate::{
     agent::copied::{leads, names_another_machine},
     api::{Adopted, FetchFrom, FluxNodeStatus, Member, Resources},
-    broker::status::Drained,
+    broker::status::{Drained, InstanceStatus},
     host::{HostState, LaunchRecord},
     plan::roster::tests::roster,
 };
@@ -15,7 +15,7 @@ struct World {
     preflight: Option<Preflight>,
     published: Option<&'static str>,
     applied: Option<u64>,
-    drained: Option<Vec<Drained>>,
+    told: Option<InstanceStatus>,
     is_up: bool,
     unheard: Duration,
     leaving: Duration,
@@ -82,7 +82,7 @@ impl World {
             preflight: Some(preflight()),
             published: Some("digest"),
             applied: None,
-            drained: None,
+            told: None,
             is_up: true,
             unheard: Duration::ZERO,
             leaving: Duration::ZERO,
@@ -110,7 +110,7 @@ impl World {
             host: &self.host,
             preflight: self.preflight.as_ref(),
             applied: self.applied,
-            drained: self.drained.as_deref(),
+            told: self.told.as_ref(),
             is_up: self.is_up,
             unheard: self.unheard,
             leaving: self.leaving,
@@ -301,15 +301,27 @@ fn of_the_lead() -> World {
 #[test]
 fn a_lead_gives_no_jobs_to_who_leaves_before_it_takes_in_a_new_revision_and_some_to_who_comes_back_after_it() {
     let mut world = of_the_lead();
-    let drained =
-        |ranks: &str| vec![Drained { ranks: ranks.parse().unwrap(), reason: "flux-distribute: c".to_owned() }];
+    let drained = |ranks: &str| {
+        let ours = Drained { ranks: ranks.parse().unwrap(), reason: "flux-distribute: c".to_owned() };
+        Some(InstanceStatus { drained: vec![ours], ..InstanceStatus::default() })
+    };
     world.spec.as_mut().unwrap().drain = [("c".to_owned(), "1".parse().unwrap())].into();
-    world.drained = Some(drained("2"));
+    world.told = drained("2");
     assert!(matches!(world.decide(), Step::Drain(change) if change.undrain.is_empty() && !change.drain.is_empty()));
-    world.drained = Some(drained("1-2"));
+    world.told = drained("1-2");
     assert!(matches!(world.decide(), Step::Reload(_)));
     world.applied = Some(1);
     assert!(matches!(world.decide(), Step::Drain(change) if change.undrain == "2".parse().unwrap()));
+}
+
+#[test]
+fn a_lead_that_excludes_a_rank_takes_in_that_it_shall_not_before_it_drains_it() {
+    let mut world = of_the_lead();
+    world.spec.as_mut().unwrap().drain = [("c".to_owned(), "1".parse().unwrap())].into();
+    world.told = Some(InstanceStatus { excluded: "1".parse().unwrap(), ..InstanceStatus::default() });
+    assert!(matches!(world.decide(), Step::Reload(_)));
+    world.told = Some(InstanceStatus::default());
+    assert!(matches!(world.decide(), Step::Drain(_)));
 }
 
 #[test]
