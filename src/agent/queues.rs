@@ -38,7 +38,8 @@ impl Actor {
     /// flux's.
     pub async fn start_queues(&self, prefix: &Path, roster: &Roster) -> Result<(), StepError> {
         let status = self.flux(prefix, roster, &["queue", "status"]).await?;
-        for queue in stopped_by_us(&status) {
+        let hidden = || StepError::NotYet("whose the queues are can't be seen while the scheduler is off".to_owned());
+        for queue in stopped_by_us(&status).ok_or_else(hidden)? {
             self.flux(prefix, roster, &[&["queue", "start"], queue.as_slice()].concat()).await?;
         }
         Ok(())
@@ -69,10 +70,14 @@ fn started(list: &str) -> Vec<Option<&str>> {
     rows.filter(|(_, started)| *started == "✔").map(|(queue, _)| named(queue)).collect()
 }
 
-fn stopped_by_us(status: &str) -> Vec<Option<&str>> {
+/// None: it can't be seen. Without a scheduler `flux queue status` says so of each queue, in place of who has stopped it.
+fn stopped_by_us(status: &str) -> Option<Vec<Option<&str>>> {
+    if status.contains("Scheduling is stopped: Scheduler is offline") {
+        return None;
+    }
     let ours = format!("Scheduling is stopped: {EPOCH_ENDS}");
     let rows = status.lines().filter_map(|line| line.trim().strip_suffix(ours.as_str()));
-    rows.map(|queue| named(queue.trim_end_matches(": "))).collect()
+    Some(rows.map(|queue| named(queue.trim_end_matches(": "))).collect())
 }
 
 fn named(queue: &str) -> Option<&str> {
@@ -92,7 +97,9 @@ mod tests {
             "batch: Job submission is enabled\nbatch: Scheduling is stopped: {EPOCH_ENDS}\nlong: Scheduling is stopped: \
              maintenance\nlast: Scheduling is stopped: {INSTANCE_ENDS}\ndebug: Scheduling is started\n"
         );
-        assert_eq!(stopped_by_us(&status), [Some("batch")]);
-        assert_eq!(stopped_by_us(&format!("Job submission is enabled\nScheduling is stopped: {EPOCH_ENDS}\n")), [None]);
+        assert_eq!(stopped_by_us(&status), Some(vec![Some("batch")]));
+        let without_name = format!("Job submission is enabled\nScheduling is stopped: {EPOCH_ENDS}\n");
+        assert_eq!(stopped_by_us(&without_name), Some(vec![None]));
+        assert_eq!(stopped_by_us("batch: Scheduling is stopped: Scheduler is offline\n"), None);
     }
 }
