@@ -117,11 +117,11 @@ pub enum AgentError {
     Signals(#[source] std::io::Error),
 }
 
-/// A client for the API server, in a pod or by kubeconfig. The proxy variables are for packages: in a cluster the API server
-/// is never behind them.
 /// Silence of the API server after which a connection is given up: longer than any watch, which ends by itself after 290 s.
 const LONGEST_ANSWER: Duration = Duration::from_secs(300);
 
+/// A client for the API server, in a pod or by kubeconfig. The proxy variables are for packages: in a cluster the API server
+/// is never behind them.
 async fn client() -> Result<Client, AgentError> {
     let mut config = Config::infer().await.map_err(|error| AgentError::Config(Box::new(error)))?;
     config.proxy_url = None;

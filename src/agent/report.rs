@@ -93,7 +93,7 @@ impl Reporter {
             self.refused = None;
             return;
         };
-        let passes = !error.is_lasting() && !matches!(error.code(), Some(401..=403));
+        let passes = !error.is_lasting() && !matches!(error.code(), Some(400..=403));
         let error = error_chain(&error);
         if passes || self.refused.as_ref() == Some(&error) {
             debug!(error, "the status could not be written");

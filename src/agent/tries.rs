@@ -13,7 +13,7 @@ const GROWN_UP: Duration = Duration::from_secs(30);
 
 /// So many refusals in a row are no passing weakness of a host that has just come up.
 const REFUSALS: u32 = 3;
-/// So many installations that fail in a row, two minutes at the least, are none of a network or of a source.
+/// So many installations that fail in a row, two minutes at the least, are not of a moment.
 const INSTALLATIONS: u32 = 8;
 
 /// Why a step was not done.

@@ -152,8 +152,8 @@ pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
     names.sort();
     let restored = fs::read_link(dir_path.join(RESTORE)).ok();
     let restored = restored.as_deref().and_then(Path::file_name);
-    // What a recovery has begun from is of no use either once Flux has written a dump of its own.
-    let recovered = restored.map(|_| OsString::from(RECOVERED));
+    // What a recovery has begun from is of no use either once Flux has written a dump of its own, which is younger.
+    let recovered = (!names.is_empty()).then(|| OsString::from(RECOVERED));
     let old = names.iter().rev().skip(KEEP).chain(&recovered).filter(|name| Some(name.as_os_str()) != restored);
     let removed = old.filter_map(|name| {
         let path = dir_path.join(name);

@@ -95,7 +95,7 @@ impl PlannerError {
     /// Somebody has to mend it: an object that can't be read, or what the API server refuses as wrong in itself. All else is the
     /// API server's for now, and passes.
     pub fn is_lasting(&self) -> bool {
-        matches!(self, Self::Content { .. }) || matches!(self.code(), Some(400 | 422))
+        matches!(self, Self::Content { .. }) || matches!(self.code(), Some(422))
     }
 
     /// The reason of the condition and the Event where nothing can be planned because of it.

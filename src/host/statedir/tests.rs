@@ -125,9 +125,14 @@ fn what_a_recovery_begins_from_stays_until_flux_has_another() {
     let dir = prefix.path().join("state/dump");
     fs::create_dir_all(&dir).unwrap();
     fs::write(dir.join("recovered.tgz"), "dump").unwrap();
-    assert_eq!(prune_dumps(prefix.path()), (0, 0), "nothing says that there is another");
+    assert_eq!(prune_dumps(prefix.path()), (0, 0), "it is the only one");
+    fs::write(dir.join("20261101_080910.tgz"), "dump").unwrap();
     symlink("recovered.tgz", dir.join("RESTORE")).unwrap();
-    assert_eq!(prune_dumps(prefix.path()), (0, 0));
+    assert_eq!(prune_dumps(prefix.path()), (0, 0), "it is to be restored");
+    // Flux takes the link off when it has restored it.
+    fs::remove_file(dir.join("RESTORE")).unwrap();
+    assert_eq!(prune_dumps(prefix.path()), (1, 4));
+    assert_eq!(left(&dir), ["20261101_080910.tgz"]);
 }
 
 #[test]

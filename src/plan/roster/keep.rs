@@ -36,7 +36,8 @@ pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
             }
             continue;
         };
-        // The lead's queue is on the host of that name and nowhere else; a host that hasn't got it is refused there.
+        // The lead's queue is on the host of that name and nowhere else; a host that hasn't got it is refused there, but for one
+        // that has yet to begin: it may be an empty queue that was asked for.
         let is_lead_again = |node: &NodeView| *rank == 0 && is_lead_fixed && node.uid != member.uid;
         let is_member_again = |node: &NodeView| running.contains(rank) && is_registered_again(seen, node, member);
         let namesake = by_name.get(member.node.as_str());
