@@ -14,6 +14,7 @@ mod hint;
 mod install;
 mod live;
 mod log;
+mod observe;
 mod progress;
 mod published;
 mod queues;
