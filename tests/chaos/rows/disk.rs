@@ -57,6 +57,7 @@ pub fn rows() -> Vec<Row> {
                 let full = Full::new(scene, &node);
                 scene.cluster.must(&["add-node"]);
                 scene.nodes += 1;
+                scene.cluster.all_online(scene.nodes);
                 send(scene.brokers()[&node].pid, Signal::SIGKILL);
                 scene.until("the file that can't be written", Duration::from_secs(60), |scene| {
                     let found = scene.cluster.wait(scene.cluster.api::<FluxNode>().get(&node));
