@@ -59,7 +59,7 @@ async fn the_status_of_a_broker_is_told_in_one_piece() {
     assert_eq!((instance.online.to_string().as_str(), instance.all.cores, instance.allocated.cores), ("0-2", 12, 0));
     let shown = serde_json::to_value(&status).unwrap();
     let not_full = json!([{"rank": 2, "status": "lost", "secs": 3.5, "error": "connection timed out"}]);
-    assert_eq!(shown["overlay"], json!({"status": "degraded", "secs": 3.5, "notFull": not_full}));
+    assert_eq!(shown["overlay"], json!({"status": "degraded", "secs": 3.5, "notFull": not_full, "connected": "1"}));
     assert_eq!(shown["instance"]["all"], json!({"ranks": "0-2", "cores": 12, "gpus": 0}));
 }
 
