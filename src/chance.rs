@@ -9,5 +9,10 @@ pub fn chance() -> f64 {
 
 /// At least `time`, and up to half more.
 pub fn jittered(time: Duration) -> Duration {
-    time.mul_f64(1.0 + 0.5 * chance())
+    spread(time, chance())
+}
+
+/// The same by a `chance` that is told, from 0 to 1.
+pub fn spread(time: Duration, chance: f64) -> Duration {
+    time.mul_f64(1.0 + 0.5 * chance)
 }

@@ -252,9 +252,8 @@ fn may_run(view: &HostView, heard: &Heard) -> Option<&'static str> {
             if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused));
     let rank = view.broker.as_ref().map(|broker| broker.record.rank);
     let has_others_below = |rank| {
-        let roster = host_roster(view);
-        let tree = roster.as_ref().and_then(|roster| Some((topology(roster)?, roster.settings.max_size)));
-        heard.may_carry_others && tree.is_some_and(|(topology, size)| topology.is_interior(rank, size))
+        let Some(roster) = host_roster(view).filter(|_| heard.may_carry_others) else { return false };
+        topology(&roster).is_some_and(|topology| topology.is_interior(rank, roster.settings.max_size))
     };
     match &heard.lead {
         Ok(instance) if instance.allocated.cores > 0 => Some("jobs are running"),

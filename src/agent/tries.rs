@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::decide::{Assignment, Step};
+use crate::chance::spread;
 
 /// The longest pause between two tries.
 const MAX_PAUSE: Duration = Duration::from_secs(60);
@@ -169,10 +170,6 @@ impl Starts {
 /// 1 s, 2 s, 4 s, … 60 s.
 fn pause(failures: u32) -> Duration {
     Duration::from_secs(1 << failures.saturating_sub(1).min(6)).min(MAX_PAUSE)
-}
-
-fn spread(pause: Duration, chance: f64) -> Duration {
-    pause.mul_f64(1.0 + 0.5 * chance)
 }
 
 #[cfg(test)]
