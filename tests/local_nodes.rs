@@ -112,6 +112,19 @@ impl Cluster {
         traces::traces(&self.state(), bridge)
     }
 
+    /// Dead processes stay visible until the machine's PID 1 has reaped them.
+    fn leaves_nothing(&self, bridge: &str) {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let traces = self.traces(bridge);
+            if traces.is_empty() {
+                return;
+            }
+            assert!(Instant::now() < end, "still there: {traces:#?}");
+            sleep(Duration::from_millis(20));
+        }
+    }
+
     fn bridge(&self) -> String {
         traces::bridge(&self.state())
     }
@@ -311,7 +324,7 @@ fn a_real_api_server_serves_the_same_nodes_where_there_is_one() {
     assert_eq!(cluster.status("node1")["phase"], serde_json::Value::Null);
     cluster.must(&["remove-node", "node1"]);
     cluster.must(&["down"]);
-    until("the last traces", || cluster.traces(&bridge).is_empty().then_some(()));
+    cluster.leaves_nothing(&bridge);
 }
 
 #[test]
@@ -371,8 +384,7 @@ fn down_leaves_nothing_even_when_the_daemon_was_killed() {
     assert!(said.contains("left over"), "{said}");
 
     cluster.must(&["down"]);
-    // Dead processes stay visible until the machine's PID 1 has reaped them.
-    until("the last traces", || cluster.traces(&bridge).is_empty().then_some(()));
+    cluster.leaves_nothing(&bridge);
     assert_eq!(cluster.must(&["down"]), "there is no local cluster");
 }
 
@@ -389,7 +401,7 @@ fn down_leaves_nothing_wherever_up_was_killed() {
         let bridge = bridge.or_else(|| cluster.state().join("cluster.json").exists().then(|| cluster.bridge()));
         cluster.must(&["down"]);
         if let Some(bridge) = bridge {
-            until("the last traces", || cluster.traces(&bridge).is_empty().then_some(()));
+            cluster.leaves_nothing(&bridge);
         }
         assert!(!cluster.state().exists(), "killed after {milliseconds} ms");
     }

@@ -49,10 +49,10 @@ pub(crate) async fn run(layout: &Layout) -> Result<ExitCode, LocalError> {
     // Fails where we lead a process group, started by hand: then the terminal's signals are welcome.
     let _ = setsid();
     let mut terminate = signal(SignalKind::terminate()).context(|| "can't handle signals".to_owned())?;
+    let entering = layout.lock()?;
     let cluster = Arc::new(layout.load()?);
     cgroup::enter(&cluster.daemon_cgroup())?;
-    // A `down` that came in between could not see us yet; from here on it does.
-    layout.load()?;
+    drop(entering);
     let mut spec = String::new();
     std::io::Read::read_to_string(&mut std::io::stdin(), &mut spec).context(|| "can't read the spec".to_owned())?;
 

@@ -30,9 +30,10 @@ const GRACE: Duration = Duration::from_secs(10);
 
 /// Returns false where there was nothing to take down.
 pub(crate) async fn run(layout: &Layout) -> Result<bool, LocalError> {
-    if !layout.directory().exists() {
-        return Ok(false);
-    }
+    let _lock = match layout.lock() {
+        Err(LocalError::NotUp) => return Ok(false),
+        taken => taken?,
+    };
     match layout.load() {
         Ok(cluster) => {
             let group = cluster.clone();

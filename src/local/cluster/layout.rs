@@ -7,8 +7,13 @@ use std::{
     os::unix::fs::{DirBuilderExt, PermissionsExt},
     path::{Path, PathBuf},
     process::Stdio,
+    time::{Duration, Instant},
 };
 
+use nix::{
+    errno::Errno,
+    fcntl::{Flock, FlockArg},
+};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::process::Command;
 
@@ -26,6 +31,9 @@ pub(crate) const AGENT_VARIABLE: &str = "FLUX_DISTRIBUTE_LOCAL_AGENT";
 const DEFAULT_DIRECTORY: &str = "/var/lib/flux-distribute-local";
 /// All cgroups of all local clusters are below this one.
 const CGROUP: &str = "flux-distribute-local";
+
+/// How long a `down` may wait for another one: more than that one's patience with processes that die slowly.
+const LOCK_LIMIT: Duration = Duration::from_secs(60);
 
 /// Paths in the state directory.
 #[derive(Clone, Debug)]
@@ -112,6 +120,32 @@ impl Layout {
     /// [`LocalError::NotUp`] where there is none.
     pub(crate) fn load(&self) -> Result<Cluster, LocalError> {
         read_json(&self.cluster())?.ok_or(LocalError::NotUp)
+    }
+
+    /// Held by a `down`, and by a daemon until it is in its cgroup: entering one takes long enough for a `down` to find
+    /// nobody there, and whose `up` was killed then lives on, or makes the cgroup anew. It is the directory itself, for a
+    /// file in it could be made anew while the directory is removed.
+    ///
+    /// # Errors
+    /// [`LocalError::NotUp`] where there is no directory; another one still holds it after [`LOCK_LIMIT`].
+    pub(crate) fn lock(&self) -> Result<Flock<File>, LocalError> {
+        let failed = || format!("can't lock {}", self.directory.display());
+        let end = Instant::now() + LOCK_LIMIT;
+        loop {
+            let directory = match File::open(&self.directory) {
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Err(LocalError::NotUp),
+                opened => opened.context(failed)?,
+            };
+            match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
+                Ok(lock) => return Ok(lock),
+                Err((_, Errno::EWOULDBLOCK)) if Instant::now() < end => std::thread::sleep(Duration::from_millis(20)),
+                Err((_, Errno::EWOULDBLOCK)) => {
+                    let message = format!("another `local` command is still at work in {}", self.directory.display());
+                    return Err(LocalError::Refused(message));
+                }
+                Err((_, errno)) => return Err(errno).context(failed),
+            }
+        }
     }
 }
 
