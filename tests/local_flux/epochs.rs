@@ -9,7 +9,7 @@ use nix::{
 };
 use serde_json::json;
 
-use crate::harness::Cluster;
+use crate::harness::{Cluster, Unplugged};
 
 /// Message of a condition that holds.
 fn condition(cluster: &Cluster, name: &str) -> Option<String> {
@@ -42,25 +42,50 @@ fn what_is_read_at_start_waits_for_the_running_jobs_and_keeps_the_pending_ones()
     cluster.exec("node1", &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
 }
 
-#[test]
-fn a_lead_that_ends_its_epoch_waits_for_a_follower_that_hangs() {
+/// A process that hangs until this is dropped.
+struct Stopped(Pid);
+
+impl Stopped {
+    fn new(pid: i32) -> Self {
+        kill(Pid::from_raw(pid), Signal::SIGSTOP).unwrap();
+        Self(Pid::from_raw(pid))
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        assert!(kill(self.0, Signal::SIGCONT).is_ok() || std::thread::panicking());
+    }
+}
+
+/// `leave` takes a follower out of its lead's hearing, until what it returns is dropped.
+fn a_lead_that_ends_its_epoch_waits<T>(leave: impl FnOnce(&Cluster, &str) -> T) {
     let Some(cluster) = Cluster::up(3, &[]) else { return };
     let before = cluster.brokers();
-    let [lead, hangs] = [0, 1].map(|rank| cluster.holder(rank));
-    let pending = cluster.exec("node1", &["flux", "submit", "-N3", "--urgency=hold", "true"]);
-    let stopped = Pid::from_raw(before[&hangs].pid);
-    kill(stopped, Signal::SIGSTOP).unwrap();
+    let [lead, away] = [0, 1].map(|rank| cluster.holder(rank));
+    let pending = cluster.exec(&lead, &["flux", "submit", "-N3", "--urgency=hold", "true"]);
+    let absence = leave(&cluster, &away);
     cluster.patch(json!({"metadata": {"annotations": {ANNOTATION_RESTART: "now"}}}));
     // Flux says so after a minute, by which any other broker would have been killed.
     let log = cluster.root(&lead).join("opt/flux-distribute/log/broker.log");
-    let words = format!("shutdown delayed: waiting for 1 peers: {hangs} ");
+    let words = format!("shutdown delayed: waiting for 1 peers: {away} ");
     cluster.until("the lead's word", || fs::read_to_string(&log).unwrap().contains(&words).then_some(()));
     assert_eq!(cluster.instance().status.unwrap().phase, InstancePhase::Restarting);
     assert_eq!(cluster.brokers().get(&lead), Some(&before[&lead]));
-    kill(stopped, Signal::SIGCONT).unwrap();
+    drop(absence);
     epoch(&cluster, 2);
-    cluster.exec("node1", &["flux", "job", "urgency", &pending, "default"]);
-    cluster.exec("node1", &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
+    cluster.exec(&lead, &["flux", "job", "urgency", &pending, "default"]);
+    cluster.exec(&lead, &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
+}
+
+#[test]
+fn a_lead_that_ends_its_epoch_waits_for_a_follower_that_hangs() {
+    a_lead_that_ends_its_epoch_waits(|cluster, node| Stopped::new(cluster.brokers()[node].pid));
+}
+
+#[test]
+fn a_lead_that_ends_its_epoch_waits_for_a_follower_that_is_cut_off() {
+    a_lead_that_ends_its_epoch_waits(Unplugged::new);
 }
 
 #[test]

@@ -344,6 +344,30 @@ pub fn ran_well(events: &str) -> bool {
     !events.contains("exception") && starts == 1 && finish.ends_with("status=0")
 }
 
+#[allow(dead_code, reason = "each target takes what it needs")]
+/// A node's cable, until it is plugged in again.
+pub struct Unplugged {
+    link: String,
+}
+
+impl Unplugged {
+    pub fn new(cluster: &Cluster, node: &str) -> Self {
+        let link = format!("{}n{}", cluster.bridge(), node.strip_prefix("node").unwrap());
+        assert!(set_link(&link, "down"));
+        Self { link }
+    }
+}
+
+impl Drop for Unplugged {
+    fn drop(&mut self) {
+        assert!(set_link(&self.link, "up") || std::thread::panicking());
+    }
+}
+
+fn set_link(link: &str, state: &str) -> bool {
+    Command::new("ip").args(["link", "set", link, state]).status().is_ok_and(|status| status.success())
+}
+
 struct Place;
 
 static FREE: (Mutex<u32>, Condvar) = (Mutex::new(crate::CLUSTERS_AT_ONCE), Condvar::new());

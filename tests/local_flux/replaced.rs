@@ -1,6 +1,6 @@
 //! Another machine under the name of one that is cut off, and still runs.
 
-use std::{collections::BTreeSet, fs, process::Command};
+use std::{collections::BTreeSet, fs};
 
 use flux_distribute::api::{FluxNode, NodePhase, Rank};
 use k8s_openapi::api::core::v1::Node;
@@ -11,30 +11,7 @@ use nix::{
 };
 use serde_json::json;
 
-use crate::harness::Cluster;
-
-/// A node's cable, until it is plugged in again.
-struct Unplugged {
-    link: String,
-}
-
-impl Unplugged {
-    fn new(cluster: &Cluster, node: &str) -> Self {
-        let link = format!("{}n{}", cluster.bridge(), node.strip_prefix("node").unwrap());
-        assert!(set(&link, "down"));
-        Self { link }
-    }
-}
-
-impl Drop for Unplugged {
-    fn drop(&mut self) {
-        assert!(set(&self.link, "up") || std::thread::panicking());
-    }
-}
-
-fn set(link: &str, state: &str) -> bool {
-    Command::new("ip").args(["link", "set", link, state]).status().is_ok_and(|status| status.success())
-}
+use crate::harness::{Cluster, Unplugged};
 
 /// Who holds `rank` by the roster: the Node's uid.
 fn holder(cluster: &Cluster, rank: Rank) -> Option<String> {
