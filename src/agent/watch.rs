@@ -1,7 +1,7 @@
 //! What the agent watches, from its start: its FluxNode, the FluxInstance, its DaemonSet and its Namespace. At a teardown
 //! the right to ask is gone within half a second, while open watches still deliver.
 
-use std::{fmt::Debug, pin::pin};
+use std::{fmt::Debug, pin::pin, time::Duration};
 
 use futures::StreamExt;
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Namespace};
@@ -10,13 +10,23 @@ use kube::{
     runtime::{WatchStreamExt, watcher},
 };
 use serde::de::DeserializeOwned;
-use tokio::sync::watch;
+use tokio::{
+    sync::watch,
+    time::{sleep, timeout},
+};
 use tracing::debug;
 
-use crate::api::{
-    CONDITION_CERTIFICATE_MISSING, DAEMONSET, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeSpec, INSTANCE,
-    NAMESPACE, Uninstall,
+use super::run::SOON;
+use crate::{
+    api::{
+        CONDITION_CERTIFICATE_MISSING, DAEMONSET, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeSpec, INSTANCE,
+        NAMESPACE, Uninstall,
+    },
+    chance::jittered,
 };
+
+/// A single question to an API server that may be silent.
+const LOOK: Duration = Duration::from_secs(10);
 
 /// One object that is watched.
 #[derive(Debug, Clone, Default)]
@@ -135,28 +145,40 @@ where
     let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
     let mut events = pin!(watcher(api.clone(), config).default_backoff());
     let mut listed = false;
-    while let Some(event) = events.next().await {
+    let mut is_unclear = false;
+    while !sender.is_closed() {
+        // An empty list proves little; a 404 that names the object proves it. Asked until there is an answer: a watch goes on
+        // after its last list, and says nothing of what is not there.
+        if is_unclear {
+            match timeout(LOOK, look(&api, &name)).await.unwrap_or_default() {
+                Presence::Unknown => {}
+                known => {
+                    is_unclear = false;
+                    sender.send_modify(|world| set(world, known));
+                }
+            }
+        }
+        let event = tokio::select! {
+            event = events.next() => event,
+            () = sleep(jittered(SOON)), if is_unclear => continue,
+        };
         match event {
-            Ok(watcher::Event::Init) => listed = false,
-            Ok(watcher::Event::InitApply(object) | watcher::Event::Apply(object)) => {
-                listed = true;
+            None => return,
+            Some(Ok(watcher::Event::Init)) => (listed, is_unclear) = (false, false),
+            Some(Ok(watcher::Event::InitApply(object) | watcher::Event::Apply(object))) => {
+                (listed, is_unclear) = (true, false);
                 sender.send_modify(|world| set(world, Presence::Here(Box::new(object))));
             }
             // Its last state may never have been seen.
-            Ok(watcher::Event::Delete(object)) => sender.send_modify(|world| {
-                set(world, Presence::Here(Box::new(object)));
-                set(world, Presence::Gone);
-            }),
-            // An empty list proves little; a 404 that names the object proves it.
-            Ok(watcher::Event::InitDone) if !listed => {
-                let presence = look(&api, &name).await;
-                sender.send_modify(|world| set(world, presence));
+            Some(Ok(watcher::Event::Delete(object))) => {
+                is_unclear = false;
+                sender.send_modify(|world| {
+                    set(world, Presence::Here(Box::new(object)));
+                    set(world, Presence::Gone);
+                });
             }
-            Ok(watcher::Event::InitDone) => {}
-            Err(error) => debug!(name, error = crate::error_chain(&error), "a watch was interrupted"),
-        }
-        if sender.is_closed() {
-            return;
+            Some(Ok(watcher::Event::InitDone)) => is_unclear = !listed,
+            Some(Err(error)) => debug!(name, error = crate::error_chain(&error), "a watch was interrupted"),
         }
     }
 }
@@ -183,5 +205,65 @@ fn is_named_404(error: &kube::Error, name: &str) -> bool {
                 && status.details.as_ref().is_some_and(|details| details.name == name)
         }
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    };
+
+    use http::{Request, Response};
+    use kube::client::Body;
+    use serde_json::json;
+
+    use super::*;
+
+    /// Lists no FluxInstance, and answers `answers` to those who ask for it by name, one after the other.
+    fn client(answers: Vec<(u16, serde_json::Value)>, asked: Arc<AtomicUsize>) -> Client {
+        let service = tower::service_fn(move |request: Request<Body>| {
+            let is_watch = request.uri().query().unwrap_or_default().contains("watch=");
+            let (code, body) = if request.uri().path().ends_with("/fluxinstances") {
+                let list = json!({ "metadata": { "resourceVersion": "1" }, "items": [] });
+                (200, list)
+            } else {
+                answers[asked.fetch_add(1, Ordering::SeqCst)].clone()
+            };
+            async move {
+                if is_watch {
+                    std::future::pending::<()>().await;
+                }
+                let response = Response::builder().status(code).body(Body::from(body.to_string().into_bytes()));
+                Ok::<_, std::io::Error>(response.unwrap())
+            }
+        });
+        Client::new(service, NAMESPACE)
+    }
+
+    fn status(code: u16, reason: &str, name: &str) -> (u16, serde_json::Value) {
+        let body = json!({ "kind": "Status", "apiVersion": "v1", "status": "Failure", "message": reason,
+                           "reason": reason, "code": code, "details": { "name": name } });
+        (code, body)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_in_no_list_is_asked_for_until_the_api_server_says_whether_it_is_there() {
+        let asked = Arc::<AtomicUsize>::default();
+        let answers = vec![
+            status(500, "InternalError", INSTANCE),
+            status(404, "NotFound", "the wrong one"),
+            status(404, "NotFound", INSTANCE),
+        ];
+        let (sender, mut world) = watch::channel(World::default());
+        let instances = Api::<FluxInstance>::namespaced(client(answers, asked.clone()), NAMESPACE);
+        let set: fn(&mut World, Presence<FluxInstance>) = |world, presence| world.instance = presence;
+        let following = tokio::spawn(follow(instances, INSTANCE.to_owned(), sender, set));
+        let told =
+            timeout(Duration::from_secs(60), world.wait_for(|world| !matches!(world.instance, Presence::Unknown)));
+        assert!(matches!(told.await.unwrap().unwrap().instance, Presence::Gone));
+        assert_eq!(asked.load(Ordering::SeqCst), 3);
+        following.abort();
     }
 }
