@@ -100,6 +100,19 @@ impl StepError {
     }
 }
 
+/// The broker's certificate, below the prefix.
+const CERTIFICATE: &str = "etc/curve.cert";
+
+/// What a broker reads at its start.
+pub(super) struct Content {
+    broker_toml: String,
+    certificate: Certificate,
+    /// The roster of which `broker_toml` was made, or a newer one.
+    roster: String,
+    /// What `broker_toml` was made from.
+    pub(super) revision: u64,
+}
+
 /// Acts on one host.
 #[derive(Clone)]
 pub struct Actor {
@@ -154,6 +167,7 @@ impl Actor {
     }
 
     /// The rung configure: everything that the broker of `assignment` reads at start, from what the planner has published.
+    /// Returns the revision that it was made from.
     ///
     /// # Errors
     /// Something is not published yet; the stage's.
@@ -164,6 +178,22 @@ impl Actor {
         assignment: &Assignment,
         live: bool,
     ) -> Result<u64, StepError> {
+        let content = self.content(preflight, roster, assignment).await?;
+        let revision = content.revision;
+        self.write(preflight, roster, assignment, content, live).await?;
+        Ok(revision)
+    }
+
+    /// What the planner has published for the broker of `assignment`. Nothing is changed on the host.
+    ///
+    /// # Errors
+    /// Something is not published yet; the API server's.
+    pub(super) async fn content(
+        &self,
+        preflight: &Preflight,
+        roster: &Roster,
+        assignment: &Assignment,
+    ) -> Result<Content, StepError> {
         let published = store::read(&self.client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?;
         let published =
             published.ok_or_else(|| StepError::NotYet("waiting for ConfigMap flux-broker".to_owned()))?.text;
@@ -173,13 +203,28 @@ impl Actor {
             return Err(StepError::NotYet("waiting for ConfigMap flux-broker to follow the roster".to_owned()));
         };
         let certificate = self.certificate(preflight, roster).await?;
-        let path = |name: &str| preflight.prefix.join(name).display().to_string();
-        let toml = broker_toml::for_host(&published, &path("etc/curve.cert")).map_err(StepError::Wrong)?;
+        let own_certificate = preflight.prefix.join(CERTIFICATE).display().to_string();
+        let broker_toml = broker_toml::for_host(&published, &own_certificate).map_err(StepError::Wrong)?;
         // From this copy a lost roster is made again: it has to know everybody whom broker.toml names.
         let newer = if revision > roster.revision { read_roster(&self.client).await? } else { None };
         let newer = newer.filter(|newer| (&newer.instance_id, newer.epoch) == (&roster.instance_id, roster.epoch));
-        let roster_text = serde_json::to_string(newer.as_ref().unwrap_or(roster))
+        let roster = serde_json::to_string(newer.as_ref().unwrap_or(roster))
             .map_err(|error| StepError::Wrong(error.to_string()))?;
+        Ok(Content { broker_toml, certificate, roster, revision })
+    }
+
+    /// Puts that on the host.
+    ///
+    /// # Errors
+    /// The stage's.
+    pub(super) async fn write(
+        &self,
+        preflight: &Preflight,
+        roster: &Roster,
+        assignment: &Assignment,
+        content: Content,
+        live: bool,
+    ) -> Result<(), StepError> {
         let file = |path: &str, content: String, mode, broker_owned| HostFile {
             path: path.into(),
             content,
@@ -191,9 +236,9 @@ impl Actor {
             prefix: preflight.prefix.clone(),
             digest: roster.settings.digest.clone(),
             files: vec![
-                file("etc/broker.toml", toml, 0o644, false),
-                file("etc/curve.cert", certificate.text().to_owned(), 0o600, true),
-                file("etc/roster.json", roster_text, 0o644, false),
+                file("etc/broker.toml", content.broker_toml, 0o644, false),
+                file(CERTIFICATE, content.certificate.text().to_owned(), 0o600, true),
+                file("etc/roster.json", content.roster, 0o644, false),
                 file("bin/flux-connect.sh", connect_script(&environment, &roster.settings.run_as), 0o755, false),
             ],
             run_as: roster.settings.run_as.clone(),
@@ -202,8 +247,7 @@ impl Actor {
             sysctls: SYSCTLS.map(|(name, value)| (name.to_owned(), value)).into(),
             live,
         };
-        self.order(Order::Configure(order)).await?;
-        Ok(revision)
+        self.order(Order::Configure(order)).await.map(drop)
     }
 
     /// The certificate that the running epoch was started with: this host's own, or the Secret's where that is not another
@@ -286,7 +330,7 @@ pub(super) fn removal_grace(rank: Option<Rank>, keep_state: bool, pod_ends: bool
 
 /// The certificate that a broker of this host was started with last, where it is whole.
 pub(super) fn own_certificate(prefix: &Path) -> Option<Certificate> {
-    let text = open_host_file(&prefix.join("etc/curve.cert")).and_then(read_to_string).ok()?;
+    let text = open_host_file(&prefix.join(CERTIFICATE)).and_then(read_to_string).ok()?;
     Certificate::parse(&text).ok()
 }
 

@@ -7,9 +7,9 @@ use crate::{
 
 /// The roster that this host was configured by last.
 pub fn host_roster(host: &HostView) -> Option<Roster> {
-    let roster: Roster = serde_json::from_str(host.roster.as_deref()?).ok()?;
+    let roster = Roster::parse(host.roster.as_deref()?).ok()?;
     let ours = host.state.as_ref().is_some_and(|state| state.instance_uid == roster.instance_uid);
-    (ours && !roster.is_newer()).then_some(roster)
+    ours.then_some(roster)
 }
 
 /// This host is the lead's: it runs rank 0, or it would by the roster that it was configured by last.
@@ -18,7 +18,7 @@ pub fn leads(host: &HostView, spec: Option<&FluxNodeSpec>) -> bool {
         return broker.record.rank == 0;
     }
     let (Some(spec), Some(text)) = (spec, &host.roster) else { return false };
-    serde_json::from_str::<Roster>(text).is_ok_and(|copy| {
+    Roster::parse(text).is_ok_and(|copy| {
         let lead = copy.lead();
         spec.instance_uid.as_deref() == Some(&copy.instance_uid) && lead.is_some_and(|lead| lead.node == spec.node_name)
     })

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::{copied::host_roster, drain};
 use crate::{
-    api::{BROKER_RUN_DIR, Closing, FluxNodeSpec, ROSTER_FORMAT, Rank, Roster, RosterEntry, Want},
+    api::{BROKER_RUN_DIR, Closing, FluxNodeSpec, Rank, Roster, RosterEntry, Want},
     broker::status::InstanceStatus,
     host::{HostView, Preflight, RunningBroker},
 };
@@ -45,6 +45,8 @@ pub struct Seen<'a> {
     pub spec: Option<&'a FluxNodeSpec>,
     /// The roster, read at least at `spec.revision`.
     pub roster: Option<&'a Roster>,
+    /// Why the published one can't be understood by this version; `roster` is older then.
+    pub newer_roster: Option<&'a str>,
     /// Digest of the published package set.
     pub published: Option<&'a str>,
     /// The host.
@@ -168,11 +170,8 @@ pub fn decide(seen: &Seen) -> Step {
     let Some(spec) = seen.spec.filter(|spec| spec.instance_uid.as_deref() == Some(uid)) else {
         return Step::Wait("waiting for the planner".to_owned());
     };
-    if let Some(roster) = seen.roster.filter(|roster| roster.is_newer()) {
-        return Step::Wait(format!(
-            "the roster has format {}, this agent knows {ROSTER_FORMAT}: finish the upgrade",
-            roster.format
-        ));
+    if let Some(reason) = seen.newer_roster {
+        return Step::Wait(reason.to_owned());
     }
     if let (Some(broker), Some(roster)) = (&seen.host.broker, seen.roster)
         && let Some(reason) = superseded(broker, spec, roster)
@@ -325,7 +324,7 @@ pub fn may_leave(host: &HostView, spec: &FluxNodeSpec, roster: &Roster) -> bool 
 /// `decided` by the FluxNode and the roster that stand now. What it was decided by may be the memory of an agent that was
 /// frozen for minutes: a broker of a rank that somebody else has by now would push that one's out.
 pub fn confirmed(decided: &Assignment, instance_uid: &str, spec: &FluxNodeSpec, roster: &Roster) -> Option<Assignment> {
-    let now = agreed(spec, roster).filter(|_| !roster.is_newer() && roster.instance_uid == instance_uid)?;
+    let now = agreed(spec, roster).filter(|_| roster.instance_uid == instance_uid)?;
     let is_over = spec.want != Want::Run || (now.rank == 0 && roster.closing.is_some());
     let is_same = (now.rank, &now.node_uid, now.epoch) == (decided.rank, &decided.node_uid, decided.epoch);
     (is_same && !is_over).then_some(now)

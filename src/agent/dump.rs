@@ -113,7 +113,7 @@ async fn ordered(host: &dyn Host, order: DumpOrder) -> Result<Dumped, EnterError
 /// Everything that a dump needs is on the host: no API server is asked.
 fn order(view: &HostView) -> Result<DumpOrder, EnterError> {
     let (Some(broker), Some(state)) = (&view.broker, &view.state) else { return Err(EnterError::NoBroker) };
-    let copy = view.roster.as_deref().and_then(|text| serde_json::from_str::<Roster>(text).ok());
+    let copy = view.roster.as_deref().and_then(|text| Roster::parse(text).ok());
     let copy = copy.ok_or_else(|| EnterError::Other("the host's etc/roster.json can't be read".to_owned()))?;
     if broker.record.rank != 0 {
         let lead = copy.lead().map_or("?", |lead| lead.node.as_str());

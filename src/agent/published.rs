@@ -13,11 +13,10 @@ use super::{
     watch::World,
 };
 use crate::{
-    api::{
-        CONDITION_RESTART_PENDING, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNodeSpec, PackageSet, Rank, Roster, Want,
-    },
+    api::{CONDITION_RESTART_PENDING, FluxNodeSpec, PackageSet, Rank, Roster, Want},
+    error_chain,
     host::HostView,
-    planner::{PlannerError, certificate, read_packages, store},
+    planner::{self, PlannerError, certificate, read_packages},
 };
 
 /// What was read last.
@@ -25,6 +24,8 @@ use crate::{
 pub struct Published {
     /// The roster, at least as new as our FluxNode's spec.
     pub roster: Option<Roster>,
+    /// Why the published roster can't be understood by this version.
+    pub newer: Option<String>,
     /// Lead only: there is none in the API any more.
     pub roster_is_gone: bool,
     /// The package sets and their digests: what the spec asks for, and what the running epoch has where that differs.
@@ -56,8 +57,15 @@ impl Published {
         // The Node was registered again after its rank was nobody's any more: what was read before knows it as a member.
         let has_lost_rank = spec.rank.is_none() && spec.instance_uid.is_some() && view.broker.is_some();
         let is_lead = leads(view, Some(spec));
-        if is_stale || is_unsaid || has_lost_rank || is_lead {
-            let found = read_roster(client).await?;
+        if is_stale || is_unsaid || has_lost_rank || is_lead || self.newer.is_some() {
+            let found = match read_roster(client).await {
+                Err(error @ PlannerError::NewerRoster(_)) => {
+                    self.newer = Some(error_chain(&error));
+                    return Ok(());
+                }
+                read => read?,
+            };
+            self.newer = None;
             self.roster_is_gone = found.is_none();
             self.roster = found.or_else(|| self.roster.take());
         }
@@ -138,8 +146,7 @@ fn brings_back(rank: Rank, lacking: Option<Duration>) -> bool {
 /// # Errors
 /// The API server's.
 pub async fn read_roster(client: &Client) -> Result<Option<Roster>, PlannerError> {
-    let document = store::read(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY).await?;
-    document.map(|document| store::parse(CONFIGMAP_ROSTER, &document.text)).transpose()
+    Ok(planner::read_roster(client).await?.map(|(roster, _)| roster))
 }
 
 #[cfg(test)]

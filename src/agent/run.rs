@@ -131,6 +131,8 @@ pub(super) struct Agent {
     /// They are stopped for the end of the instance.
     pub(super) queues_have_ended: bool,
     pub(super) dumping: Dumping,
+    /// When the lead's words on this broker were looked into, and why it refuses it.
+    pub(super) refusal: Option<(Instant, Option<String>)>,
     /// So many times in a row the host could not be looked at.
     pub(super) blind: u32,
 }
@@ -175,6 +177,7 @@ impl Agent {
             queues_are_ours: true,
             queues_have_ended: false,
             dumping: Dumping::default(),
+            refusal: None,
             blind: 0,
         }
     }
@@ -212,6 +215,7 @@ impl Agent {
             replaced: self.is_replaced(world),
             spec: world.node_spec(),
             roster: self.published.roster.as_ref(),
+            newer_roster: self.published.newer.as_deref(),
             published: self.published.digest(),
             host: &self.view,
             preflight: self.preflight.as_ref(),

@@ -9,7 +9,7 @@ use tokio::{
 use tracing::warn;
 
 use super::{
-    act::StepError,
+    act::{Content, StepError},
     copied::host_roster,
     decide::{Assignment, Step, confirmed, held_by},
     published::read_roster,
@@ -18,7 +18,6 @@ use super::{
 use crate::{
     api::{Rank, Roster},
     chance::chance,
-    error_chain,
     host::Preflight,
     plan::roster::parent,
     planner::PlannerError,
@@ -61,24 +60,30 @@ impl Agent {
         // What was heard since they were written is not in them.
         let is_same = |held: Assignment| (held.rank, held.epoch) == (decided.rank, decided.epoch);
         let copy = host_roster(&self.view).filter(|_| self.view.died.is_some());
-        let Some(roster) = copy.filter(|copy| held_by(copy, self.reporter.name()).is_some_and(is_same)) else {
+        let Some(copy) = copy.filter(|copy| held_by(copy, self.reporter.name()).is_some_and(is_same)) else {
             return self.configure_by_api(preflight, decided, Duration::MAX).await;
         };
-        // Cut off, this host would come back as a rank that another one may have by then; and no broker gets in without its
-        // parent anyway. Asked before the API server, so that its silence later is no word on the network.
-        let is_in_reach = answers(&roster, decided.rank).await;
-        let mut word = self.configure_by_api(preflight, decided, WORD_IN).await;
-        if matches!(word, Err(StepError::Api(_))) && !is_in_reach {
-            self.wait_for_parent(&roster, decided.rank).await?;
-            word = self.configure_by_api(preflight, decided, WORD_IN).await;
+        // Asked before the API server, so that its silence later is no word on the network.
+        let mut parent_answers = answers(&copy, decided.rank).await;
+        loop {
+            let word = self.configure_by_api(preflight, decided, WORD_IN).await;
+            match next(is_silence(&word), parent_answers, self.memory.stood_still()) {
+                Next::Follow => return word,
+                Next::WaitForParent => {
+                    self.wait_for_parent(&copy, decided.rank).await?;
+                    parent_answers = true;
+                }
+                Next::WaitForApi => {
+                    let words =
+                        "this agent stood still, and its rank may be another node's by now: waiting for the API server";
+                    return Err(StepError::NotYet(words.to_owned()));
+                }
+                Next::ByCopy => {
+                    warn!("no word from the API server: starting the broker with the files that are there");
+                    return Ok(Startable { assignment: decided.clone(), revision: copy.revision, roster: copy });
+                }
+            }
         }
-        let Err(StepError::Api(error)) = word else { return word };
-        if self.memory.stood_still() {
-            let words = "this agent stood still, and its rank may be another node's by now: waiting for the API server";
-            return Err(StepError::NotYet(words.to_owned()));
-        }
-        warn!(error = error_chain(&error), "starting the broker with the files that are there");
-        Ok(Startable { assignment: decided.clone(), revision: roster.revision, roster })
     }
 
     /// As long as the API server says nothing.
@@ -108,9 +113,20 @@ impl Agent {
         decided: &Assignment,
         limit: Duration,
     ) -> Result<Startable, StepError> {
-        let words = async { futures::try_join!(self.reporter.of(self.reporter.name()), read_roster(&self.client)) };
-        let late = |_| PlannerError::Timeout("get FluxNode and roster".to_owned());
-        let (node, roster) = timeout(limit, words).await.map_err(late)??;
+        let late = |_| PlannerError::Timeout("get FluxNode, roster and what the broker reads".to_owned());
+        let (assignment, roster, content) =
+            timeout(limit, self.content_by_api(preflight, decided)).await.map_err(late)??;
+        let revision = content.revision;
+        self.actor.write(preflight, &roster, &assignment, content, false).await?;
+        Ok(Startable { assignment, roster, revision })
+    }
+
+    async fn content_by_api(
+        &mut self,
+        preflight: &Preflight,
+        decided: &Assignment,
+    ) -> Result<(Assignment, Roster, Content), StepError> {
+        let (node, roster) = futures::try_join!(self.reporter.of(self.reporter.name()), read_roster(&self.client))?;
         // One that was deleted contradicts nobody.
         self.published.roster = roster.or_else(|| self.published.roster.take());
         let roster = self.published.roster()?;
@@ -122,9 +138,37 @@ impl Agent {
                 format!("waiting for the planner's word on rank {}: it is not this node's as it was", decided.rank);
             StepError::NotYet(words)
         })?;
-        let revision = self.actor.configure(preflight, &roster, &assignment, false).await?;
-        Ok(Startable { assignment, roster, revision })
+        let content = self.actor.content(preflight, &roster, &assignment).await?;
+        Ok((assignment, roster, content))
     }
+}
+
+/// What is to be done for a broker whose files of the last start are there.
+#[derive(Debug, PartialEq, Eq)]
+enum Next {
+    /// What the API server says, be it a word or a refusal.
+    Follow,
+    /// Cut off, this host would come back as a rank that another one may have by then; and no broker gets in without its
+    /// parent anyway.
+    WaitForParent,
+    /// An agent that stood still has missed what was said.
+    WaitForApi,
+    /// The broker begins by the files that are there.
+    ByCopy,
+}
+
+fn next(api_is_silent: bool, parent_answers: bool, stood_still: bool) -> Next {
+    match (api_is_silent, parent_answers, stood_still) {
+        (false, _, _) => Next::Follow,
+        (true, false, _) => Next::WaitForParent,
+        (true, true, true) => Next::WaitForApi,
+        (true, true, false) => Next::ByCopy,
+    }
+}
+
+/// A roster of a newer version is a word, though not for us; one that was spoilt says nothing.
+fn is_silence(word: &Result<Startable, StepError>) -> bool {
+    matches!(word, Err(StepError::Api(error)) if !matches!(error, PlannerError::NewerRoster(_)))
 }
 
 /// The broker of `rank`'s parent can be reached. The lead has none that could be missing.
@@ -133,4 +177,40 @@ async fn answers(roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.member(parent) else { return false };
     let connecting = TcpStream::connect((member.address, roster.settings.port));
     timeout(PARENT_ANSWERS_IN, connecting).await.is_ok_and(|connected| connected.is_ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::RosterError;
+
+    #[test]
+    fn a_broker_begins_by_its_files_only_where_the_api_is_silent_and_its_parent_is_not() {
+        for (api_is_silent, parent_answers, stood_still, expected) in [
+            (false, true, false, Next::Follow),
+            (false, false, true, Next::Follow),
+            (true, false, false, Next::WaitForParent),
+            (true, false, true, Next::WaitForParent),
+            (true, true, true, Next::WaitForApi),
+            (true, true, false, Next::ByCopy),
+        ] {
+            let found = next(api_is_silent, parent_answers, stood_still);
+            assert_eq!(found, expected, "{api_is_silent} {parent_answers} {stood_still}");
+        }
+    }
+
+    #[test]
+    fn a_roster_of_a_newer_version_is_no_silence() {
+        let late = PlannerError::Timeout("get roster".to_owned());
+        let spoilt = PlannerError::Content { object: "ConfigMap flux-roster".to_owned(), reason: String::new() };
+        let newer = PlannerError::NewerRoster(RosterError::Newer(2));
+        for (error, silence) in [
+            (StepError::Api(late), true),
+            (StepError::Api(spoilt), true),
+            (StepError::Api(newer), false),
+            (StepError::NotYet("waiting for the planner".to_owned()), false),
+        ] {
+            assert_eq!(is_silence(&Err(error)), silence);
+        }
+    }
 }

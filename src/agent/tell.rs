@@ -13,7 +13,7 @@ use super::{
     tries::Trouble,
 };
 use crate::{
-    api::{Adopted, Dump, Facts, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, Takeover, Want, packed},
+    api::{Adopted, Dump, Facts, FluxNodeStatus, IdSet, NodePhase, Rank, Takeover, Want, packed},
     host::{HostView, Preflight, dump::is_of},
 };
 
@@ -162,7 +162,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
         // A reason to wait is said beside a broker that is online only where somebody has to act: an agent that is too old,
         // a statedir that is gone.
         let must_be_known = || match known.step {
-            Step::Wait(reason) if seen.host.statedir_lost || seen.roster.is_some_and(Roster::is_newer) => words(reason),
+            Step::Wait(reason) if seen.host.statedir_lost || seen.newer_roster.is_some() => words(reason),
             _ => None,
         };
         // What can't be done beside it is said, but it is online.
@@ -287,6 +287,7 @@ mod tests {
             replaced: false,
             spec: None,
             roster: None,
+            newer_roster: None,
             published: None,
             host: &host,
             preflight: None,

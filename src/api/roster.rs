@@ -54,9 +54,21 @@ pub struct Roster {
 }
 
 impl Roster {
-    /// A newer version has written it: this one can't know what it means.
-    pub fn is_newer(&self) -> bool {
-        self.format > ROSTER_FORMAT
+    /// Reads one. The format is looked at first: one that this version doesn't know may have another shape, and what can't be
+    /// read because of that is not malformed.
+    ///
+    /// # Errors
+    /// A newer version has written it, or it is no roster.
+    pub fn parse(text: &str) -> Result<Self, RosterError> {
+        #[derive(Deserialize)]
+        struct Format {
+            format: u32,
+        }
+        let Format { format } = serde_json::from_str(text)?;
+        if format > ROSTER_FORMAT {
+            return Err(RosterError::Newer(format));
+        }
+        Ok(serde_json::from_str(text)?)
     }
 
     /// Who holds `rank`.
@@ -73,6 +85,18 @@ impl Roster {
     pub fn lead(&self) -> Option<&Member> {
         self.member(0)
     }
+}
+
+/// Why a text gives no roster.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RosterError {
+    /// It has this format: this version can't know what it means.
+    #[error("format {0}, which a newer flux-distribute made; this one knows {ROSTER_FORMAT}: finish the upgrade")]
+    Newer(u32),
+    /// It is no roster.
+    #[error("can't be read")]
+    Malformed(#[from] serde_json::Error),
 }
 
 /// What Flux reads only at start. A difference to what the spec now asks for never restarts a broker: it is
@@ -177,6 +201,13 @@ pub struct Draining {
     pub since: i64,
 }
 
+impl Draining {
+    /// As if it began at `now`: who was to leave may have stayed, and no time that was given is over for what begins then.
+    pub fn anew(self, now: i64) -> Self {
+        Self { since: now, ..self }
+    }
+}
+
 /// Who holds a rank.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
@@ -190,4 +221,18 @@ pub struct Member {
     /// When the Node object was first seen to be gone, seconds since the Unix epoch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gone_since: Option<i64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_newer_format_is_told_as_such_whatever_else_is_in_it() {
+        let newer = format!(r#"{{"format": {}, "ranks": "all of them"}}"#, ROSTER_FORMAT + 1);
+        assert!(matches!(Roster::parse(&newer), Err(RosterError::Newer(format)) if format == ROSTER_FORMAT + 1));
+        for text in ["", "{}", "[1]", r#"{"format": "1"}"#, &format!(r#"{{"format": {ROSTER_FORMAT}}}"#)] {
+            assert!(matches!(Roster::parse(text), Err(RosterError::Malformed(_))), "{text}");
+        }
+    }
 }

@@ -6,6 +6,7 @@ pub mod broker_toml;
 pub mod certificate;
 pub mod effect;
 pub mod eligibility;
+pub mod forsaken;
 pub mod hostlist;
 pub mod lease;
 pub mod peers;

@@ -42,7 +42,7 @@ use super::{
 };
 use crate::api::{
     Adopted, Declared, EpochSettings, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member, NodePhase,
-    ROSTER_FORMAT, Rank, Resources, Roster, RosterEntry,
+    Rank, Resources, Roster, RosterEntry,
 };
 
 /// A planner that has lost the roster waits so long for the agents of all Ready nodes before it believes that nothing runs.
@@ -97,10 +97,6 @@ pub enum Decision {
 /// Decides the next roster.
 pub fn decide(seen: &Observed) -> Decision {
     match seen.roster {
-        Some(roster) if roster.is_newer() => Decision::Wait(format!(
-            "the roster has format {}, which a newer flux-distribute made; this one knows {ROSTER_FORMAT}: finish the upgrade",
-            roster.format
-        )),
         Some(roster) if roster.instance_uid == seen.instance_uid => with_roster(seen, roster),
         _ => first::without_roster(seen),
     }
@@ -109,7 +105,7 @@ pub fn decide(seen: &Observed) -> Decision {
 /// The same where the spec can't be served: everything stays as it is, but nothing stays stopped for an epoch that does not
 /// come.
 pub fn decide_unserved(seen: &Observed) -> Decision {
-    let own = |roster: &&Roster| !roster.is_newer() && roster.instance_uid == seen.instance_uid;
+    let own = |roster: &&Roster| roster.instance_uid == seen.instance_uid;
     let roster = seen.roster.filter(own).filter(|roster| roster.established);
     let next = roster.and_then(|roster| epoch::carry_on(seen, roster));
     next.map_or(Decision::Keep, |next| Decision::Write(Box::new(next)))

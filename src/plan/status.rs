@@ -44,7 +44,6 @@ pub fn foremost(found: impl IntoIterator<Item = Obstacle>) -> Option<Obstacle> {
 /// Which is told where nothing can be planned for `reason`, and `found` was known before.
 pub fn told_while_waiting(seen: &Observed, found: Option<Obstacle>, reason: String) -> Obstacle {
     match found {
-        _ if seen.roster.is_some_and(Roster::is_newer) => Obstacle::Problem { reason: "NewerRoster", message: reason },
         Some(problem @ Obstacle::Problem { .. }) => problem,
         _ if candidates(seen).is_empty() => Obstacle::Problem { reason: "NoEligibleNode", message: reason },
         waiting => waiting.unwrap_or(Obstacle::Waiting(reason)),
@@ -290,10 +289,8 @@ mod tests {
     #[test]
     fn what_the_plan_waits_for_is_told_where_nothing_else_is_known() {
         type Change = fn(&mut World);
-        let newer: Change = |world| world.roster.as_mut().unwrap().format += 1;
         let nobody: Change = |world| world.nodes.iter_mut().for_each(|node| node.cordoned = true);
         let eligible_none = || Obstacle::Problem { reason: "NoEligibleNode", message: "the reason".to_owned() };
-        let newer_roster = || Obstacle::Problem { reason: "NewerRoster", message: "the reason".to_owned() };
         for (change, found, told) in [
             ((|_| {}) as Change, None, waiting("the reason")),
             (|_| {}, Some(waiting("packages")), waiting("packages")),
@@ -301,7 +298,6 @@ mod tests {
             (nobody, None, eligible_none()),
             (nobody, Some(waiting("packages")), eligible_none()),
             (nobody, Some(problem("PackagesUnresolved")), problem("PackagesUnresolved")),
-            (newer, Some(problem("PackagesUnresolved")), newer_roster()),
         ] {
             let mut world = World::up(1);
             change(&mut world);

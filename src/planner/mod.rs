@@ -23,12 +23,12 @@ use std::{
 use kube::Client;
 use tracing::{info, warn};
 
-use crate::api::CONFIGMAP_ROSTER;
+use crate::api::{CONFIGMAP_ROSTER, RosterError};
 
 pub use events::Announcer;
 pub use lease::release;
 pub(crate) use merge_patch::merge_patch;
-pub use publish::read_packages;
+pub use publish::{read_packages, read_roster};
 
 /// What happened in the API while the planner worked.
 #[derive(Debug, thiserror::Error)]
@@ -46,6 +46,9 @@ pub enum PlannerError {
     /// A call to the API server took too long.
     #[error("{0}: no answer from the API server in time")]
     Timeout(String),
+    /// A newer version has written the roster.
+    #[error("ConfigMap {CONFIGMAP_ROSTER}")]
+    NewerRoster(#[source] RosterError),
     /// An object holds what can't be read.
     #[error("{object}: {reason}")]
     Content {
@@ -95,13 +98,14 @@ impl PlannerError {
     /// Somebody has to mend it: an object that can't be read, or what the API server refuses as wrong in itself. All else is the
     /// API server's for now, and passes.
     pub fn is_lasting(&self) -> bool {
-        matches!(self, Self::Content { .. }) || matches!(self.code(), Some(422))
+        matches!(self, Self::Content { .. } | Self::NewerRoster(_)) || matches!(self.code(), Some(422))
     }
 
     /// The reason of the condition and the Event where nothing can be planned because of it.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Content { object, .. } if object.ends_with(CONFIGMAP_ROSTER) => "MalformedRoster",
+            Self::NewerRoster(_) => "NewerRoster",
             _ => "Unusable",
         }
     }

@@ -15,7 +15,7 @@ use crate::{
     api::{
         CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY,
         CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode, FluxNodeSpec, NAMESPACE, PackageSet,
-        Roster,
+        Roster, RosterError,
     },
     plan::broker_toml,
 };
@@ -23,12 +23,16 @@ use crate::{
 /// Reads the roster and the version it was read at.
 ///
 /// # Errors
-/// The API server's; [`PlannerError::Content`] where it can't be read: nothing is given out then.
+/// The API server's; [`PlannerError::Content`] where it can't be read, [`PlannerError::NewerRoster`] where another version
+/// can: nothing is given out then.
 pub async fn read_roster(client: &Client) -> Result<Option<(Roster, Document)>, PlannerError> {
     let Some(document) = store::read(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY).await? else { return Ok(None) };
-    let roster = serde_json::from_str(&document.text).map_err(|error| PlannerError::Content {
-        object: format!("ConfigMap {CONFIGMAP_ROSTER}"),
-        reason: format!("can't be read ({error}); delete it to have it made again from the nodes"),
+    let roster = Roster::parse(&document.text).map_err(|error| match error {
+        RosterError::Malformed(error) => PlannerError::Content {
+            object: format!("ConfigMap {CONFIGMAP_ROSTER}"),
+            reason: format!("can't be read ({error}); delete it to have it made again from the nodes"),
+        },
+        newer => PlannerError::NewerRoster(newer),
     })?;
     Ok(Some((roster, document)))
 }

@@ -17,9 +17,10 @@ use crate::{
     clock, error_chain,
     plan::{
         eligibility::NodeView,
+        forsaken::forsaken,
         project::project_all,
         protect::{Change, Protection},
-        roster::{Decision, Observed, decide, decide_unserved, lingers, retain_secs},
+        roster::{Decision, Observed, decide, decide_unserved, retain_secs},
         status::{Obstacle, foremost, status, told_while_waiting},
     },
 };
@@ -42,7 +43,7 @@ pub async fn run(client: Client, identity: &str) {
         resolver: Resolver::default(),
         since: Instant::now(),
         had_roster: false,
-        gone: HashMap::new(),
+        forsaken: HashMap::new(),
         sources: Sources::default(),
         validated: None,
         forgotten: false,
@@ -77,8 +78,8 @@ struct Planner {
     since: Instant,
     /// The FluxInstance had a roster when last looked at.
     had_roster: bool,
-    /// FluxNodes without Node and without rank, and since when.
-    gone: HashMap<String, Instant>,
+    /// FluxNodes that nobody needs, and since when.
+    forsaken: HashMap<String, Instant>,
     sources: Sources,
     /// The generation of the spec that was looked at, and what was wrong with it: a lock in it is long.
     validated: Option<(String, i64, Option<String>)>,
@@ -167,7 +168,6 @@ impl Planner {
         };
         let before = stored.as_ref().map(|(_, document)| document);
         let written = self.follow(decision, before).await?;
-        let is_newer = seen.roster.is_some_and(Roster::is_newer);
         let own = |roster: &&Roster| roster.instance_uid == uid;
         let roster = written.as_ref().or(seen.roster.filter(own));
         seen.roster = roster;
@@ -175,10 +175,7 @@ impl Planner {
             let changes = self.protection.changes(&seen, roster);
             self.protect(caches, changes).await;
         }
-        // What a newer version has planned is not published in the words of this one.
-        if !is_newer {
-            self.publish(&seen, roster, &caches.flux_nodes.state()).await?;
-        }
+        self.publish(&seen, roster, &caches.flux_nodes.state()).await?;
         let next = status(&seen, flux.meta().generation.unwrap_or_default(), roster, obstacle.as_ref());
         self.announce(flux, &next, obstacle.as_ref()).await;
         instance::write_status(&self.client, flux, &next).await
@@ -221,7 +218,7 @@ impl Planner {
         for (flux_node, spec) in project_all(seen, roster, flux_nodes.iter().map(AsRef::as_ref), is_local) {
             publish::write_node(&self.client, flux_node, &spec).await?;
         }
-        self.collect(seen, roster, flux_nodes).await
+        self.collect(seen, roster).await
     }
 
     /// Keeps autoscalers away from Nodes, or lets them again. Whatever becomes of it, planning goes on.
@@ -240,29 +237,13 @@ impl Planner {
         };
     }
 
-    /// FluxNodes whose Node has been gone for as long as a rank would be kept.
-    async fn collect(
-        &mut self,
-        seen: &Observed<'_>,
-        roster: Option<&Roster>,
-        flux_nodes: &[Arc<FluxNode>],
-    ) -> Result<(), PlannerError> {
+    /// FluxNodes that nobody has needed for as long as a rank would be kept.
+    async fn collect(&mut self, seen: &Observed<'_>, roster: Option<&Roster>) -> Result<(), PlannerError> {
         let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
-        let members: Vec<_> = roster.into_iter().flat_map(Roster::members).collect();
-        // While its broker runs, its report is what keeps the rank from being given out, and its spec what ends it.
-        let runs = |name: &String| {
-            let report = seen.reports.get(name);
-            roster.zip(report).is_some_and(|(roster, report)| lingers(seen, roster, report).is_some())
-        };
-        let is_gone = |name: &String| {
-            !seen.nodes.iter().any(|node| node.name == *name)
-                && !members.iter().any(|member| member.node == *name)
-                && !runs(name)
-        };
-        let gone: Vec<_> = flux_nodes.iter().map(|node| node.name_any()).filter(is_gone).collect();
-        self.gone.retain(|name, _| gone.contains(name));
-        for name in gone {
-            if self.gone.entry(name.clone()).or_insert_with(Instant::now).elapsed() >= retain {
+        let forsaken = forsaken(seen, roster);
+        self.forsaken.retain(|name, _| forsaken.contains(name));
+        for name in forsaken {
+            if self.forsaken.entry(name.clone()).or_insert_with(Instant::now).elapsed() >= retain {
                 publish::delete_node(&self.client, &name).await?;
             }
         }

@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use flux_distribute::api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, NAMESPACE, Roster};
+use flux_distribute::api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, NAMESPACE, Roster, RosterError};
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{
@@ -19,7 +19,7 @@ pub struct Rosters(Arc<Mutex<Seen>>);
 
 #[derive(Default)]
 struct Seen {
-    texts: BTreeMap<(u32, String, u64, u64), String>,
+    texts: BTreeMap<(String, u64, u64), String>,
     wrong: Vec<String>,
     last: Option<Roster>,
     moved: Vec<String>,
@@ -52,8 +52,11 @@ impl Rosters {
 
 impl Seen {
     fn take_in(&mut self, text: String) {
-        let Ok(roster) = serde_json::from_str::<Roster>(&text) else {
-            return self.wrong.push(format!("a roster that can't be read: {text}"));
+        let roster = match Roster::parse(&text) {
+            Ok(roster) => roster,
+            // One row gives it a format that nobody knows.
+            Err(RosterError::Newer(_)) => return,
+            Err(_) => return self.wrong.push(format!("a roster that can't be read: {text}")),
         };
         let mut members = BTreeMap::new();
         for (rank, member) in roster.ranks.iter().filter_map(|(rank, entry)| Some((rank, entry.member.as_ref()?))) {
@@ -75,8 +78,7 @@ impl Seen {
             }
         }
         self.last = Some(roster.clone());
-        // One row gives it a format that nobody knows.
-        let key = (roster.format, roster.instance_id, roster.epoch, roster.revision);
+        let key = (roster.instance_id, roster.epoch, roster.revision);
         match self.texts.get(&key) {
             Some(known) if *known != text => self.wrong.push(format!("two rosters {key:?}: {known} and {text}")),
             _ => {

@@ -93,10 +93,9 @@ impl Places {
         let prefix = line.prefix().ok_or("its command line names no configuration of ours")?;
         let directory = Root::host().path(&prefix);
         let roster = directory.join("etc/roster.json");
-        let roster: Roster = fs::read(&roster)
+        let roster = fs::read_to_string(&roster)
             .ok()
-            .and_then(|text| serde_json::from_slice(&text).ok())
-            .filter(|roster: &Roster| !roster.is_newer())
+            .and_then(|text| Roster::parse(&text).ok())
             .ok_or_else(|| format!("{} can't be read", roster.display()))?;
         let record = record(&line, &prefix, &roster)?;
         let state = state::load(&Root::host(), &prefix).ok().flatten();

@@ -10,8 +10,8 @@ use super::{
 };
 use crate::{
     api::{
-        CONDITION_RESTART_PENDING, Closing, Draining, EpochSettings, FluxNodeStatus, Member, OnFailure, Rank, Refused,
-        Roster, RosterEntry,
+        CONDITION_RESTART_PENDING, Closing, EpochSettings, FluxNodeStatus, Member, OnFailure, Rank, Refused, Roster,
+        RosterEntry,
     },
     plan::{
         broker_toml::{is_broker_name, is_node_a_property, spare_name},
@@ -257,7 +257,7 @@ fn named(seen: &Observed, rank: Rank, member: Member, before: Option<&RosterEntr
         properties: before.map(|entry| entry.properties.clone()).unwrap_or_default(),
         has_node_property: before.is_some_and(is_node_a_property),
         // Until it is looked at anew, nobody may take it off: Flux would give the node jobs.
-        drain: before.and_then(|entry| entry.drain.clone()).map(|drain| Draining { since: seen.now, ..drain }),
+        drain: before.and_then(|entry| entry.drain.clone()).map(|drain| drain.anew(seen.now)),
         revision,
     }
 }

@@ -23,8 +23,8 @@ const LOST_REVISIONS: u64 = 1000;
 pub(super) fn without_roster(seen: &Observed) -> Decision {
     // The lead's own copy has everybody in it: nobody is started before the lead has taken him in.
     let copies = seen.reports.values().filter_map(|status| status.roster.as_deref());
-    let copies = copies.filter_map(|field| serde_json::from_str::<Roster>(&packed::from_field(field)?).ok());
-    let own = copies.filter(|copy| copy.instance_uid == seen.instance_uid && !copy.is_newer());
+    let copies = copies.filter_map(|field| Roster::parse(&packed::from_field(field)?).ok());
+    let own = copies.filter(|copy| copy.instance_uid == seen.instance_uid);
     // A host that led before another one took over has the names, and the queue, of an epoch that is over.
     let adopted = seen.reports.values().filter_map(|status| status.adopted.as_ref());
     let running = adopted.filter(|adopted| is_of_instance(seen, adopted)).map(|adopted| adopted.epoch);
@@ -34,8 +34,9 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
         copy.revision += LOST_REVISIONS;
         // The copy may be from before; what was online once is never thrown away.
         copy.established |= seen.status.instance_id.as_ref() == Some(&copy.instance_id);
-        // So are its drains: who was to leave then may have stayed, and no time that was given is over for what begins now.
-        copy.ranks.values_mut().filter_map(|entry| entry.drain.as_mut()).for_each(|drain| drain.since = seen.now);
+        // So are its drains.
+        let entries = copy.ranks.values_mut();
+        entries.for_each(|entry| entry.drain = entry.drain.take().map(|drain| drain.anew(seen.now)));
         drain(seen, &mut copy);
         return Decision::Write(Box::new(copy));
     }
@@ -57,7 +58,7 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
         // Without the lead's table of names, any rank given out now could be refused or be somebody else's.
         (Some((node, _)), _, _) => Decision::Wait(format!(
             "the roster is gone and the lead's host has not told its copy, but a broker runs on node {node}: bring the lead's \
-             node back, or stop all brokers"
+             node back, or stop all brokers (one that is gone for good ends with its FluxNode: delete that)"
         )),
         (None, Some(id), Some(lead)) => first_roster(seen, id, seen.status.epoch + 1, Some(lead)),
         (None, _, _) => first_roster(seen, seen.fresh_id, seen.status.epoch + 1, None),

@@ -1,7 +1,7 @@
 use std::collections::BTreeSet;
 
 use super::*;
-use crate::api::{EpochSettings, Facts, FluxNodeSpec, Want};
+use crate::api::{EpochSettings, Facts, FluxNodeSpec, ROSTER_FORMAT, Want};
 use crate::plan::{eligibility::Cpu, project::project, settings::settings};
 
 pub(crate) fn member(node: &str, number: u8) -> Member {
@@ -553,13 +553,6 @@ fn a_rank_that_a_running_broker_claims_is_given_to_nobody() {
     world.reports.insert("node8".into(), FluxNodeStatus { adopted: Some(claim), ..Default::default() });
     world.settle();
     assert_eq!(world.rank("node9"), Some(3));
-}
-
-#[test]
-fn a_roster_of_a_newer_version_is_left_alone() {
-    let mut world = World::up(2);
-    world.roster.as_mut().unwrap().format = ROSTER_FORMAT + 1;
-    assert!(matches!(decide(&world.seen()), Decision::Wait(reason) if reason.contains("newer")));
 }
 
 #[test]

@@ -22,7 +22,9 @@ pub fn rows() -> Vec<Row> {
         Row {
             heals_in: 60,
             ..row("agents older than the roster's format", |scene| {
-                let ours = set_format(scene, json!(99));
+                let ours = roster(scene);
+                let newer = of_another_format(&ours);
+                set_roster(scene, &newer);
                 scene.dice.pause(Duration::from_secs(3));
                 // One that comes to it, and those that are there.
                 let node = scene.pick_node();
@@ -42,20 +44,30 @@ pub fn rows() -> Vec<Row> {
                     if is_said { Ok(()) } else { Err(format!("{said:?}, {degraded:?}")) }
                 });
                 sleep(Duration::from_secs(2));
-                assert_eq!(set_format(scene, ours), json!(99), "somebody has written a roster that he can't read");
+                assert_eq!(roster(scene), newer, "somebody has written a roster that he can't read");
+                set_roster(scene, &ours);
                 Hit::nobody()
             })
         },
     ]
 }
 
-/// Returns the one before.
-fn set_format(scene: &Scene, format: Value) -> Value {
+/// As a newer version would write it: another format, and another shape.
+fn of_another_format(text: &str) -> String {
+    let mut roster: Value = serde_json::from_str(text).unwrap();
+    let ranks = roster["ranks"].take();
+    roster["format"] = json!(99);
+    roster["table"] = ranks;
+    roster.to_string()
+}
+
+fn roster(scene: &Scene) -> String {
+    let map = scene.cluster.wait(scene.cluster.api::<ConfigMap>().get(CONFIGMAP_ROSTER)).unwrap();
+    map.data.unwrap().remove(CONFIGMAP_ROSTER_KEY).unwrap()
+}
+
+fn set_roster(scene: &Scene, text: &str) {
+    let patch = Patch::Merge(json!({ "data": { CONFIGMAP_ROSTER_KEY: text } }));
     let maps = scene.cluster.api::<ConfigMap>();
-    let map = scene.cluster.wait(maps.get(CONFIGMAP_ROSTER)).unwrap();
-    let mut roster: Value = serde_json::from_str(&map.data.unwrap()[CONFIGMAP_ROSTER_KEY]).unwrap();
-    let before = std::mem::replace(&mut roster["format"], format);
-    let patch = Patch::Merge(json!({ "data": { CONFIGMAP_ROSTER_KEY: roster.to_string() } }));
     scene.cluster.wait(maps.patch(CONFIGMAP_ROSTER, &PatchParams::default(), &patch)).unwrap();
-    before
 }
