@@ -205,13 +205,16 @@ impl Agent {
     /// Cleans at the end of the pod, as long as its grace lasts; needs no API.
     pub(super) async fn clean(&mut self) {
         loop {
+            // By what was seen before, or by nothing, it can't be told whether jobs run.
             match self.actor.observe().await {
-                Ok(view) => self.view = view,
                 Err(error) => warn!(error = error_chain(&error), "can't look at the host"),
-            }
-            match self.remove(true).await {
-                Ok(()) => return,
-                Err(error) => warn!(error = error_chain(&error), "the host is not clean yet"),
+                Ok(view) => {
+                    self.view = view;
+                    match self.remove(true).await {
+                        Ok(()) => return,
+                        Err(error) => warn!(error = error_chain(&error), "the host is not clean yet"),
+                    }
+                }
             }
             sleep(SOON).await;
         }

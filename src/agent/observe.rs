@@ -43,8 +43,11 @@ impl Agent {
                 self.actor.instance_uid = uid;
                 (self.published, self.preflight) = (Published::default(), None);
             }
-            if let Presence::Gone = world.node {
-                self.reporter.create().await?;
+            // Nothing is begun here without its words, but a host that is not looked at would not even be told of.
+            if let Presence::Gone = world.node
+                && let Err(error) = self.reporter.create().await
+            {
+                warn!(error = error_chain(&error), "this node has no FluxNode, and none can be made");
             }
         }
         if self.memory.stood_still()

@@ -1,5 +1,6 @@
 //! Each rung of the ladder as a command of its own, for people who want to see where it breaks: `kubectl exec POD --
-//! /flux-distribute preflight`. What they do is what the agent does.
+//! /flux-distribute preflight`. What they do is what the agent does, but for what it alone remembers: it finds a broker that
+//! was started here as any other one.
 
 use std::{process::ExitCode, sync::Arc};
 
@@ -10,7 +11,7 @@ use super::{
     AgentArguments, AgentError,
     act::{Actor, StepError},
     client,
-    decide::{Assignment, agreed},
+    decide::{Assignment, agreed, confirmed},
     install::{Installing, Wanted},
     live,
     published::read_roster,
@@ -98,7 +99,12 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
             } else {
                 let broker = match running {
                     Some(broker) => Some(broker),
-                    None => actor.start(&preflight, &roster, &assignment).await?.broker,
+                    None => {
+                        let now = confirmed(&assignment, &actor.instance_uid, &node.spec, &roster);
+                        let words =
+                            || AgentError::NotSo("no broker is to run on this node now: see its FluxNode".to_owned());
+                        actor.start(&preflight, &roster, &now.ok_or_else(words)?).await?.broker
+                    }
                 };
                 let pid = broker.map(|broker| broker.pid.to_string()).unwrap_or_default();
                 say(&format!("the broker of rank {} runs as process {pid}", assignment.rank));

@@ -54,7 +54,8 @@ impl UninstallError {
     }
 }
 
-/// Does what the agent does at the end of an instance.
+/// Stops the broker and takes everything off. Unlike the agent at the end of an instance it stops no queues: the others may go
+/// on without this host.
 ///
 /// # Errors
 /// Jobs or an agent run here; the stage's: what is done is done then, and the next run goes on from there.

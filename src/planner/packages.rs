@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kube::Client;
-use tokio::{task::JoinHandle, time::Instant};
+use tokio::{task::JoinSet, time::Instant};
 use tracing::info;
 
 use super::{
@@ -19,7 +19,8 @@ use crate::{
 /// Resolving goes on beside everything else: conda-forge's index alone can take minutes.
 #[derive(Default)]
 pub struct Resolver {
-    running: Option<(String, JoinHandle<Result<PackageSet, String>>)>,
+    /// The question, and who works on it: nobody goes on when the question is another one, or another agent plans.
+    running: Option<(String, JoinSet<Result<PackageSet, String>>)>,
     failed: Option<Failure>,
 }
 
@@ -73,13 +74,15 @@ impl Resolver {
         }
         let question = question(packages, platforms);
         let outcome = match self.running.take() {
-            Some((asked, task)) if asked == question && !task.is_finished() => {
-                self.running = Some((asked, task));
-                None
-            }
-            Some((asked, task)) if asked == question => {
-                Some(task.await.unwrap_or_else(|error| Err(format!("resolving the packages ended early: {error}"))))
-            }
+            Some((asked, mut work)) if asked == question => match work.try_join_next() {
+                None => {
+                    self.running = Some((asked, work));
+                    None
+                }
+                Some(ended) => {
+                    Some(ended.unwrap_or_else(|error| Err(format!("resolving the packages ended early: {error}"))))
+                }
+            },
             _ => self.ask(client.clone(), question.clone(), packages.clone(), platforms.to_vec()),
         };
         match outcome {
@@ -126,12 +129,12 @@ impl Resolver {
         }
         // Not the question itself: a channel's URL may hold a token.
         info!("resolving the packages");
-        let task = tokio::spawn(async move {
+        let work = async move {
             let http = access::http_client(&client, &packages).await.map_err(|error| error_chain(&error))?;
             let answer = resolve(&packages, &platforms, &http, None, |path| host::open_host_file(path.as_ref()));
             answer.await.map_err(|error: SolveError| error_chain(&error))
-        });
-        self.running = Some((question, task));
+        };
+        self.running = Some((question, JoinSet::from_iter([work])));
         None
     }
 }
