@@ -137,9 +137,12 @@ impl Agent {
         }
     }
 
-    /// The spec, with the port that the running epoch has: another one is for the next.
+    /// The spec, with the port that the running epoch has (another one is for the next) and the prefix of the instance.
     pub(super) fn running_spec(&self) -> FluxInstanceSpec {
         let mut spec = self.spec.clone();
+        if self.told_prefix.is_some() {
+            spec.prefix.clone_from(&self.told_prefix);
+        }
         let rank = self.world.borrow().node_spec().and_then(|own| own.rank);
         if let (Some(roster), Some(_)) = (&self.published.roster, rank) {
             spec.broker.port = Some(roster.settings.port);

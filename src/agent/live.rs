@@ -51,6 +51,8 @@ pub struct Live {
     pub unheard_since: Option<Instant>,
     /// Since when the broker has been on its way out.
     pub leaving_since: Option<Instant>,
+    /// Since when the broker itself has not answered: what it said before may be true no longer.
+    pub silent_since: Option<Instant>,
 }
 
 impl Live {
@@ -136,13 +138,21 @@ async fn follow_one(client: &Client, sender: &watch::Sender<Live>, ask: &Notify)
                     Some(instance) => pending_nodes(client, instance).await.ok(),
                     None => None,
                 };
-                if let Ok(state) = state(client).await {
-                    sender.send_if_modified(|live| {
-                        let mut next = Live { instance, pending_nodes, ..live.clone() };
-                        next.enter(state.state);
-                        std::mem::replace(live, next.clone()) != next
-                    });
-                }
+                let state = state(client).await;
+                sender.send_if_modified(|live| {
+                    let next = match state {
+                        Ok(state) => {
+                            let mut next = Live { instance, pending_nodes, silent_since: None, ..live.clone() };
+                            next.enter(state.state);
+                            next
+                        }
+                        Err(_) => {
+                            let since = live.silent_since.unwrap_or_else(Instant::now);
+                            Live { silent_since: Some(since), ..live.clone() }
+                        }
+                    };
+                    std::mem::replace(live, next.clone()) != next
+                });
             }
         }
     }

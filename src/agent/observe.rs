@@ -39,6 +39,13 @@ impl Agent {
             self.members.store(instance.status.as_ref().map_or(0, |status| status.size), Ordering::Relaxed);
             self.actor.uninstall = self.spec.uninstall;
             let uid = instance.uid().unwrap_or_default();
+            let told = world.node_spec().filter(|own| own.instance_uid.as_ref() == Some(&uid));
+            let told = told.and_then(|own| own.prefix.clone());
+            if told != self.told_prefix {
+                self.preflight =
+                    self.preflight.take().filter(|passed| told.as_ref().is_none_or(|told| passed.prefix == *told));
+                self.told_prefix = told;
+            }
             if self.actor.instance_uid != uid {
                 self.actor.instance_uid = uid;
                 (self.published, self.preflight) = (Published::default(), None);

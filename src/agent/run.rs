@@ -131,6 +131,8 @@ pub(super) struct Agent {
     /// They are stopped for the end of the instance.
     pub(super) queues_have_ended: bool,
     pub(super) dumping: Dumping,
+    /// The instance's prefix, as it was last told.
+    pub(super) told_prefix: Option<String>,
     /// When the lead's words on this broker were looked into, and why it refuses it.
     pub(super) refusal: Option<(Instant, Option<String>)>,
     /// So many times in a row the host could not be looked at.
@@ -177,6 +179,7 @@ impl Agent {
             queues_are_ours: true,
             queues_have_ended: false,
             dumping: Dumping::default(),
+            told_prefix: None,
             refusal: None,
             blind: 0,
         }

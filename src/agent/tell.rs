@@ -1,6 +1,6 @@
 //! What the node's status page says: pure.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
 use super::{
     act::launch_order,
@@ -140,6 +140,9 @@ fn closed(seen: &Seen) -> Option<u64> {
     agreed(seen.spec?, roster).filter(|own| own.rank == 0).map(|own| own.epoch)
 }
 
+/// A broker answers within milliseconds; the lead of a big instance may take seconds. So long none is merely slow.
+const SILENT: Duration = Duration::from_secs(60);
+
 /// Ranks that have or had a member, and that the lead's broker misses. Of a broker that has not told yet who is online
 /// nothing is known.
 fn offline(seen: &Seen, live: &Live) -> Vec<Rank> {
@@ -158,6 +161,17 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     let ended = |why: &str| Some(format!("the broker has ended; its log says: {why}"));
     let trouble = || known.trouble.map(|trouble| trouble.words.clone());
     let progress = || known.progress.map(str::to_owned);
+    let is_silent = known.live.silent_since.is_some_and(|since| since.elapsed() >= SILENT);
+    if let Some(broker) = seen.host.broker.as_ref().filter(|_| is_silent && !matches!(known.step, Step::Remove)) {
+        let pid = broker.pid;
+        return (
+            NodePhase::Offline,
+            Some(format!(
+                "the broker (process {pid}) has not answered for more than a minute: it hangs, or somebody has stopped it \
+                 (`kill -CONT {pid}`); it is not restarted, for jobs may be running"
+            )),
+        );
+    }
     if is_online(seen.host, known.live) && !matches!(known.step, Step::Remove) {
         // A reason to wait is said beside a broker that is online only where somebody has to act: an agent that is too old,
         // a statedir that is gone.
@@ -204,7 +218,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
                 _ if known.keeps_dying.is_some() => (NodePhase::Failed, known.keeps_dying.and_then(ended)),
                 (Some(why), _) if was_online => (NodePhase::Offline, ended(why)),
                 (_, Some(hint)) => (NodePhase::Starting, words(hint)),
-                _ if known.live.state.is_empty() => (NodePhase::Starting, None),
+                _ if known.live.state.is_empty() => (NodePhase::Starting, words("the broker has not answered yet")),
                 _ => (NodePhase::Starting, Some(format!("the broker is in state {}", known.live.state))),
             }
         }
@@ -329,6 +343,21 @@ mod tests {
         assert_eq!(told.drained_by_others.to_string(), "3");
         let silent = of_lead(&Step::Hold, None, None, &Live::default(), &told);
         assert_eq!(silent.drained_by_others.to_string(), "3");
+    }
+
+    #[test]
+    fn a_broker_that_has_stopped_answering_is_not_told_to_be_online() {
+        let before = FluxNodeStatus { phase: NodePhase::Online, ..FluxNodeStatus::default() };
+        let silent_for = |seconds| {
+            let since = std::time::Instant::now().checked_sub(Duration::from_secs(seconds));
+            let live = Live { pid: Some(7), state: "run".into(), silent_since: since, ..Live::default() };
+            of_lead(&Step::Hold, None, None, &live, &before)
+        };
+        assert_eq!(silent_for(10).phase, NodePhase::Online);
+        let told = silent_for(61);
+        assert_eq!(told.phase, NodePhase::Offline);
+        assert!(told.message.unwrap().contains("process 7"));
+        assert!(told.adopted.is_some(), "it runs, and its rank is nobody else's");
     }
 
     #[test]

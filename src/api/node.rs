@@ -19,6 +19,7 @@ use super::{IdSet, Resources};
     derive = "PartialEq",
     doc = "One node as a part of the Flux instance: the node's status page.",
     printcolumn(name = "Phase", type_ = "string", json_path = ".status.phase"),
+    printcolumn(name = "Missed", type_ = "boolean", json_path = ".spec.missed"),
     printcolumn(name = "Rank", type_ = "integer", json_path = ".spec.rank"),
     printcolumn(name = "Cores", type_ = "integer", json_path = ".status.facts.resources.cores"),
     printcolumn(name = "GPUs", type_ = "integer", json_path = ".status.facts.resources.gpus", priority = 1),
@@ -61,11 +62,14 @@ pub struct FluxNodeSpec {
     /// The lead misses this node's broker, while its agent says that it is online.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub missed: bool,
+    /// The prefix that the lead's host has, and all others must have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefix: Option<String>,
     /// Where this node fetches the package set; without it, it waits until another node holds the archives.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fetch_from: Option<FetchFrom>,
-    /// Why this node gets no rank: it is not eligible, there is no room for it, its Node is gone, or the broker that it had
-    /// one for must not end yet.
+    /// Why this node gets no rank, or starts no broker: it is not eligible, its prefix is another one, there is no room for it,
+    /// its Node is gone, or the broker that it had a rank for must not end yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }

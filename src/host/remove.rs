@@ -2,7 +2,7 @@ use std::{fs, io, path::Path};
 
 use super::{
     HostState, Refusal, RemoveOrder, Root, StopOrder, Undo,
-    files::{aside, remove_all_if_there, remove_if_there},
+    files::{aside, refuse_mounts, remove_all_if_there, remove_if_there},
     launch::BrokerView,
     links,
     lock::{HostLock, LOCK},
@@ -34,7 +34,8 @@ pub trait Brokers {
 /// removal that was cut short is finished by the next one.
 ///
 /// # Errors
-/// A broker that nobody knows runs, or the first thing that could not be undone; then `state.json` is still there.
+/// A broker that nobody knows runs, or something of somebody else's is mounted in what is ours: nothing was removed. Or the
+/// first thing that could not be undone; then `state.json` is still there.
 pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result<(), Refusal> {
     let state = state::find(root)?;
     let prefix = state.as_ref().map(|state| state.prefix.as_path());
@@ -45,6 +46,10 @@ pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result
     }
     if view.running.is_some() {
         brokers.stop(&StopOrder { grace_secs: LAST_GRACE })?;
+    }
+    for directory in prefix.into_iter().chain([Path::new(RUN_DIR)]) {
+        let directory = root.path(directory);
+        refuse_mounts(&directory, true).map_err(|error| Refusal::io("remove", &directory, &error))?;
     }
     if let Some(state) = &state {
         undo_all(root, state)?;

@@ -13,10 +13,10 @@ pub enum Effect {
     Live,
     /// Flux reads it at its start only: condition `RestartPending`, and the next epoch.
     NextEpoch,
+    /// At the next epoch, which takes jobs along: those that are pending are another user's then.
+    NextEpochNewOwner,
     /// It was asked for once: an instance that is there keeps what it has.
     FirstStart,
-    /// Hosts that are claimed keep what they have.
-    NewHosts,
 }
 
 impl std::fmt::Display for Effect {
@@ -24,14 +24,17 @@ impl std::fmt::Display for Effect {
         f.write_str(match self {
             Self::Live => "takes effect at once, and disturbs nothing that runs",
             Self::NextEpoch => "takes effect at the next coordinated restart (spec.upgrade tells when)",
+            Self::NextEpochNewOwner => {
+                "takes effect at the next coordinated restart (spec.upgrade tells when); jobs that are pending then will fail: they \
+                 are the owner's before"
+            }
             Self::FirstStart => "is for an instance that has not started yet",
-            Self::NewHosts => "takes effect on hosts on which nothing is installed yet; others keep what they have",
         })
     }
 }
 
 /// The longest prefix of a field's path decides.
-const EFFECTS: [(&str, Effect); 19] = [
+const EFFECTS: [(&str, Effect); 20] = [
     ("packages", Effect::NextEpoch),
     ("packages.keep", Effect::Live),
     ("packages.mirror", Effect::Live),
@@ -43,6 +46,7 @@ const EFFECTS: [(&str, Effect); 19] = [
     ("lead", Effect::FirstStart),
     ("topology", Effect::NextEpoch),
     ("broker", Effect::NextEpoch),
+    ("broker.runAs", Effect::NextEpochNewOwner),
     ("spares", Effect::NextEpoch),
     ("resources", Effect::Live),
     ("ranks", Effect::Live),
@@ -51,7 +55,7 @@ const EFFECTS: [(&str, Effect); 19] = [
     ("upgrade", Effect::Live),
     ("uninstall", Effect::Live),
     ("state", Effect::Live),
-    ("prefix", Effect::NewHosts),
+    ("prefix", Effect::FirstStart),
 ];
 
 /// One field that differs.
@@ -121,7 +125,7 @@ mod tests {
             (json!({"lead": "node1"}), "lead", Effect::FirstStart),
             (json!({"topology": "kary:2"}), "topology", Effect::NextEpoch),
             (json!({"broker": {"port": 9000}}), "broker.port", Effect::NextEpoch),
-            (json!({"broker": {"runAs": "flux"}}), "broker.runAs", Effect::NextEpoch),
+            (json!({"broker": {"runAs": "flux"}}), "broker.runAs", Effect::NextEpochNewOwner),
             (json!({"broker": {"config": "[archive]"}}), "broker.config", Effect::NextEpoch),
             (json!({"broker": {"cpuWeight": 5}}), "broker.cpuWeight", Effect::NextEpoch),
             (json!({"broker": {"checkpointPeriod": "5m"}}), "broker.checkpointPeriod", Effect::NextEpoch),
@@ -137,7 +141,7 @@ mod tests {
             (json!({"uninstall": {"keepState": true}}), "uninstall.keepState", Effect::Live),
             (json!({"nodes": {"selector": {"matchLabels": {"a": "b"}}}}), "nodes.selector", Effect::Live),
             (json!({"packages": {"keep": 3}}), "packages.keep", Effect::Live),
-            (json!({"prefix": "/srv/flux"}), "prefix", Effect::NewHosts),
+            (json!({"prefix": "/srv/flux"}), "prefix", Effect::FirstStart),
             (json!({"state": {"dumpEvery": "1h"}}), "state.dumpEvery", Effect::Live),
         ] {
             let new = spec(&value);
@@ -145,7 +149,8 @@ mod tests {
             assert_eq!(told.len(), 1, "{value}: {told:?}");
             assert_eq!((told[0].field.as_str(), told[0].effect), (field, effect));
             let restarts = pending(&running, &new, "digest", "certificate").is_some();
-            assert_eq!(effect == Effect::NextEpoch, restarts, "{value}");
+            let is_next = matches!(effect, Effect::NextEpoch | Effect::NextEpochNewOwner);
+            assert_eq!(is_next, restarts, "{value}");
         }
     }
 

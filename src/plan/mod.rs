@@ -10,6 +10,7 @@ pub mod forsaken;
 pub mod hostlist;
 pub mod lease;
 pub mod peers;
+pub mod prefix;
 pub mod project;
 pub mod protect;
 pub mod resources;

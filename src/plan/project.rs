@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use super::{
     eligibility::{NodeView, eligible},
     peers::{self, Fetcher},
+    prefix,
     roster::{
         LEAD_PATIENCE, Observed, does_lead_miss, is_former_idle, is_missed, is_online, is_overdue, lingers,
         may_carry_jobs, may_stop, no_room, parent, rank_of,
@@ -88,17 +89,22 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         node_name: node.name.clone(),
         instance_uid: Some(seen.instance_uid.to_owned()),
         node_uid: Some(node.uid.clone()),
+        prefix: roster.and_then(|roster| prefix::of_instance(seen, roster)).map(str::to_owned),
         ..FluxNodeSpec::default()
     };
+    let differs = roster.and_then(|roster| prefix::differs(seen, roster, &node.name));
     if let Some((roster, rank)) = roster.and_then(|roster| Some((roster, rank_of(roster, &node.uid)?))) {
         spec.rank = Some(rank);
         spec.epoch = roster.epoch;
         spec.revision = revision_for(roster, rank);
         spec.want = match () {
             () if may_stop(seen, roster, rank) => Want::Leave,
-            () if may_run(seen, roster, rank) => Want::Run,
+            () if is_held(seen, roster, rank) => Want::Run,
+            () if differs.is_some() => Want::Nothing,
+            () if may_start(seen, roster, rank) => Want::Run,
             () => Want::Install,
         };
+        spec.reason = differs.filter(|_| spec.want == Want::Nothing);
         let entry = roster.ranks.get(&rank);
         spec.draining = entry.and_then(|entry| entry.drain.as_ref()).map(|drain| drain.reason.clone());
         spec.missed = is_missed(seen, roster, rank);
@@ -118,6 +124,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         return spec;
     }
     match eligible(node, &seen.spec.nodes) {
+        Ok(()) if differs.is_some() => spec.reason = differs,
         Ok(()) => (spec.want, spec.reason) = (Want::Install, roster.and_then(|roster| no_room(seen, roster))),
         Err(reason) => spec.reason = Some(reason.to_string()),
     }
@@ -166,10 +173,11 @@ fn revision_for(roster: &Roster, rank: Rank) -> u64 {
     if rank == 0 { roster.ranks.keys().filter_map(own).max().unwrap_or(0) } else { own(&rank).unwrap_or(0) }
 }
 
-fn may_run(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    if rank == 0 || super::roster::holds(seen, roster, rank).is_some() {
-        return true;
-    }
+fn is_held(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    rank == 0 || super::roster::holds(seen, roster, rank).is_some()
+}
+
+fn may_start(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let lead = roster.lead();
     let applied = lead.and_then(|lead| seen.reports.get(&lead.node)).and_then(|report| report.applied_revision);
     let declared = roster.ranks.get(&rank).filter(|entry| entry.resources.is_some()).map(|entry| entry.revision);

@@ -157,7 +157,7 @@ pub(super) fn lead_report<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<&'
 }
 
 /// The Node of `member` is there and Ready.
-fn is_ready(seen: &Observed, member: &Member) -> bool {
+pub fn is_ready(seen: &Observed, member: &Member) -> bool {
     seen.nodes.iter().any(|node| node.uid == member.uid && node.ready)
 }
 

@@ -80,7 +80,8 @@ pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, c
         told("topology", topology, &wanted.topology),
         told("broker.port", port, &wanted.port),
         told("packages", digest, &wanted.digest),
-        told("broker.runAs", run_as, &wanted.run_as),
+        told("broker.runAs", run_as, &wanted.run_as)
+            .map(|words| format!("{words} (jobs of {run_as} that are pending then will fail)")),
         told("broker.cpuWeight", cpu_weight, &wanted.cpu_weight),
         told("broker.checkpointPeriod", checkpoint_period, &wanted.checkpoint_period),
         // Their values would be no help in a line.

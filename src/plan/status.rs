@@ -8,7 +8,7 @@ use k8s_openapi::{
 use super::roster::{
     Observed, candidates,
     epoch::{Restart, restart},
-    holds, is_lead_silent, is_online, takers,
+    holds, is_lead_silent, is_online, is_ready, takers,
 };
 use crate::api::{
     CONDITION_CERTIFICATE_MISSING, CONDITION_RESTART_PENDING, CONDITION_SCALE_DENIED, FluxInstanceStatus,
@@ -214,10 +214,10 @@ fn explain(seen: &Observed, roster: Option<&Roster>, next: &FluxInstanceStatus) 
         let report = seen.reports.get(&member.node);
         let silent = (*rank == 0 && is_lead_silent(seen, roster))
             .then_some("its Node is not Ready, and its broker does not answer the others");
-        let gone = member.gone_since.map(|_| "its Node is gone").or(silent);
-        let words = gone
-            .or_else(|| report.and_then(|report| report.message.as_deref()))
-            .unwrap_or("no word from its agent yet");
+        let unready = (!is_ready(seen, member)).then_some("its Node is not Ready");
+        let gone = member.gone_since.map(|_| "its Node is gone").or(silent).or(unready);
+        let unsaid = if report.is_some() { "its agent has said no more" } else { "no word from its agent yet" };
+        let words = gone.or_else(|| report.and_then(|report| report.message.as_deref())).unwrap_or(unsaid);
         let started = if holds(seen, roster, *rank).is_some() { "started" } else { "not started" };
         format!("; {} (rank {rank}, {started}): {words}", member.node)
     });

@@ -123,6 +123,57 @@ fn a_prefix_of_ones_own_is_found_without_being_told_and_removed_whole() {
     assert_eq!(host.everything(), before);
 }
 
+/// A file system of somebody else's, until this is dropped.
+struct Mounted(std::path::PathBuf);
+
+impl Mounted {
+    fn at(path: std::path::PathBuf) -> Self {
+        fs::create_dir_all(&path).unwrap();
+        nix::mount::mount(Some("theirs"), &path, Some("tmpfs"), nix::mount::MsFlags::empty(), None::<&str>).unwrap();
+        fs::write(path.join("precious"), "theirs").unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH).unwrap();
+    }
+}
+
+#[test]
+fn nothing_is_removed_while_something_is_mounted_in_what_is_ours() {
+    need_root!();
+    for place in ["data", "envs/deep/down"] {
+        let host = TestHost::new();
+        let before = host.everything();
+        host.claim().unwrap();
+        host.environment(DIGEST, None);
+        let all = host.everything();
+        let mounted = Mounted::at(host.below(place));
+        let refusal = host.remove(false).unwrap_err();
+        assert!(refusal.transient, "{refusal}");
+        assert!(refusal.message.contains(&format!("{}: unmount it", mounted.0.display())), "{refusal}");
+        assert_eq!(fs::read_to_string(mounted.0.join("precious")).unwrap(), "theirs");
+        assert!(all.keys().all(|path| path.symlink_metadata().is_ok()), "something was removed");
+        drop(mounted);
+        host.remove(false).unwrap();
+        assert_eq!(host.everything(), before);
+    }
+}
+
+#[test]
+fn a_prefix_on_a_disk_of_its_own_is_emptied() {
+    need_root!();
+    let host = TestHost::new();
+    let mounted = Mounted::at(host.root.path(Path::new(PREFIX)));
+    fs::remove_file(mounted.0.join("precious")).unwrap();
+    host.claim().unwrap();
+    host.environment(DIGEST, None);
+    host.remove(false).unwrap();
+    assert_eq!(fs::read_dir(&mounted.0).unwrap().count(), 0);
+}
+
 #[test]
 fn the_undo_list_is_written_before_the_thing_is_done() {
     need_root!();

@@ -11,6 +11,7 @@ use k8s_openapi::{
     api::core::v1::{ConfigMap, Event, Secret},
 };
 use kube::{Api, Resource, api::ListParams};
+use serde_json::json;
 
 use crate::harness::{Cluster, is_able};
 
@@ -188,6 +189,18 @@ fn a_single_node_is_an_instance_of_size_1_and_down_leaves_nothing_of_it() {
         assert!(std::time::Instant::now() < end, "{:?}", crate::traces::traces(&cluster.state(), &bridge));
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
+}
+
+#[test]
+fn a_prefix_that_is_changed_later_is_taken_by_no_node() {
+    let Some(cluster) = Cluster::up(1, &[]) else { return };
+    cluster.patch(json!({"spec": {"prefix": "/srv/elsewhere"}}));
+    cluster.must(&["add-node"]);
+    cluster.all_online(2);
+    for node in cluster.wait(cluster.api::<FluxNode>().list(&ListParams::default())).unwrap() {
+        assert_eq!(node.status.unwrap().facts.unwrap().prefix, "/opt/flux-distribute");
+    }
+    assert_eq!(cluster.exec("node1", &["flux", "run", "-N2", "hostname"]).lines().count(), 2);
 }
 
 #[test]

@@ -62,16 +62,23 @@ pub fn tail(path: &Path, since: u64) -> String {
     read().unwrap_or_default()
 }
 
-/// The line of a log's tail that tells why its broker ended: one of level err or above, else the last one.
+/// The line of a log's tail that tells why its broker ended: one of level err or above. Of one that was up and had no such
+/// word to say the last line tells nothing: it is said to be the last.
 pub fn why(tail: &str) -> String {
     let lines = || tail.lines().rev().map(str::trim).filter(|line| !line.is_empty());
     // What ends a broker that was up stands last. One that never came up was ended by the first trouble; the others follow
     // from it.
     let telling = || lines().filter(|line| TELLING.iter().any(|word| line.contains(word)));
-    let line = if lines().any(|line| line.contains(WAS_UP)) { telling().next() } else { telling().next_back() };
+    let was_up = lines().any(|line| line.contains(WAS_UP));
+    let line = if was_up { telling().next() } else { telling().next_back() };
+    let said = line.is_some() || !was_up;
     let line = line.or_else(|| lines().next());
     match line.map(without_level) {
-        Some(line) => line.chars().take(WHY_CHARS).collect(),
+        Some(line) if said => line.chars().take(WHY_CHARS).collect(),
+        Some(line) => format!(
+            "nothing of its end (was it killed?); the last line is: {}",
+            line.chars().take(WHY_CHARS).collect::<String>()
+        ),
         None => "the broker left no word in its log".to_owned(),
     }
 }
@@ -146,6 +153,10 @@ mod tests {
             (
                 "x.err[0]: old\nbroker.info[0]: quorum-full: quorum->run 0.1s\nbroker.err[0]: new\n".to_owned(),
                 "broker.err[0]: new",
+            ),
+            (
+                "<6>broker.info[0]: quorum-full: quorum->run 0.1s\n<6>x.info[0]: later\n".to_owned(),
+                "nothing of its end (was it killed?); the last line is: x.info[0]: later",
             ),
             ("\n \n".to_owned(), "the broker left no word in its log"),
             ("<60>kept <1>x".to_owned(), "<60>kept <1>x"),

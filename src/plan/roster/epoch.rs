@@ -15,6 +15,7 @@ use crate::{
     },
     plan::{
         broker_toml::{is_broker_name, is_node_a_property, spare_name},
+        prefix,
         settings::{pending, settings, wanted},
     },
 };
@@ -210,7 +211,9 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     }
     for node in candidates(seen) {
         let known = roster.ranks.values().chain(ranks.get(&0)).filter_map(|entry| entry.member.as_ref());
-        let is_new = known.into_iter().all(|member| member.uid != node.uid) && facts(seen, node).is_some();
+        let is_new = known.into_iter().all(|member| member.uid != node.uid)
+            && facts(seen, node).is_some()
+            && prefix::differs(seen, roster, &node.name).is_none();
         if let (true, Some(member)) = (is_new, member(node)) {
             homeless.push((member, None));
         }

@@ -11,6 +11,7 @@ use crate::{
     plan::{
         broker_toml::{is_broker_name, spare_name},
         eligibility::{NodeView, eligible},
+        prefix,
         settings::{pending, settings},
     },
 };
@@ -84,6 +85,10 @@ fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Opt
     let limit = limit(seen.spec, settings.max_size);
     // In a deep tree an interior rank whose node never comes would strand its children.
     let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || has_passed(seen, node)));
+    let others = others.filter(|node| {
+        let (own, leads) = (prefix::of(seen, &node.name), prefix::of(seen, &lead.name));
+        own.is_none() || own == leads
+    });
     let mut roster = Roster {
         format: ROSTER_FORMAT,
         instance_uid: seen.instance_uid.to_owned(),

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     api::{Rank, Roster, RosterEntry},
-    plan::broker_toml::broker_name,
+    plan::{broker_toml::broker_name, prefix},
 };
 
 /// In a deep tree: a member whose broker is out of the overlay, under a parent that can't come back by itself, takes a free
@@ -63,7 +63,8 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
         // One whose broker runs, whatever it was started for, is not to be started for another rank.
         let runs = seen.reports.get(&node.name).and_then(|report| report.adopted.as_ref());
         let runs = runs.is_some_and(|adopted| adopted.instance_id == roster.instance_id);
-        if members.contains(&node.uid) || facts(seen, node).is_none() || runs {
+        let differs = prefix::differs(seen, roster, &node.name).is_some();
+        if members.contains(&node.uid) || facts(seen, node).is_none() || runs || differs {
             continue;
         }
         let is_held = |rank: &Rank| parent(roster, *rank).is_none_or(|parent| can_carry(seen, roster, parent));

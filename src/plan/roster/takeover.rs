@@ -13,6 +13,7 @@ use crate::{
     api::{Adopted, Closing, IdSet, Rank, Roster, RosterEntry, Takeover},
     plan::{
         eligibility::{NodeView, eligible},
+        prefix,
         settings::settings,
     },
 };
@@ -73,6 +74,9 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, word: &Takeover) ->
             "node {name} has not passed preflight: {}",
             words.unwrap_or("no word from its agent yet")
         ));
+    }
+    if let Some(differs) = prefix::differs(seen, roster, name) {
+        return Some(format!("node {name} can't be the lead: {differs}"));
     }
     if let Some(wanted) = seen.spec.lead.as_ref().filter(|wanted| is_empty && *wanted != name) {
         return Some(format!("spec.lead is {wanted}: change it to {name} or leave it out first"));

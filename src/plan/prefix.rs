@@ -1,0 +1,65 @@
+//! One prefix for all hosts of an instance. Packages are linked for the place where they are, and a job is launched by the
+//! paths of the lead's Flux: on a host that has it elsewhere each job fails, and that host, always idle, would get them all.
+
+use super::roster::Observed;
+use crate::api::Roster;
+
+/// The prefix of node `name`'s host, once it is known.
+pub fn of<'a>(seen: &Observed<'a>, name: &str) -> Option<&'a str> {
+    let facts = seen.reports.get(name).and_then(|report| report.facts.as_ref());
+    facts.map(|facts| facts.prefix.as_str())
+}
+
+/// That of the instance: its lead's.
+pub fn of_instance<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<&'a str> {
+    of(seen, &roster.lead()?.node)
+}
+
+/// Why node `name` can't take part, in words; None also where a prefix is not known yet.
+pub fn differs(seen: &Observed, roster: &Roster, name: &str) -> Option<String> {
+    let (instance, own) = (of_instance(seen, roster)?, of(seen, name)?);
+    (instance != own).then(|| {
+        format!(
+            "its prefix is {own} and the lead's is {instance}, so jobs could not be started on both: let {instance} be \
+             written and executed there, and clean the host if {own} is in use on it (`flux-distribute uninstall`)"
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{
+        api::Want,
+        plan::roster::{Decision, decide, tests::World},
+    };
+
+    fn elsewhere(world: &mut World, name: &str) {
+        world.passed(name, 2);
+        world.reports.get_mut(name).unwrap().facts.as_mut().unwrap().prefix = "/var/lib/flux-distribute".to_owned();
+    }
+
+    #[test]
+    fn a_host_with_another_prefix_than_the_leads_gets_no_rank_and_is_told_why() {
+        let mut world = World::up(2);
+        world.add("node3", 3);
+        elsewhere(&mut world, "node3");
+        assert_eq!(world.settle(), Decision::Keep);
+        let told = world.told("node3");
+        assert_eq!((told.rank, told.want, told.prefix.as_deref()), (None, Want::Nothing, Some("/opt/flux-distribute")));
+        let reason = told.reason.unwrap();
+        assert!(reason.contains("/var/lib/flux-distribute") && reason.contains("/opt/flux-distribute"), "{reason}");
+        world.passed("node3", 2);
+        assert!(matches!(decide(&world.seen()), Decision::Write(_)));
+    }
+
+    #[test]
+    fn a_member_whose_prefix_turns_out_to_be_another_one_is_not_started_and_one_that_runs_is_left_alone() {
+        let mut world = World::up(3);
+        elsewhere(&mut world, "node2");
+        assert_eq!(world.wants("node2"), Want::Run, "its broker runs");
+        world.reports.get_mut("node2").unwrap().adopted = None;
+        let told = world.told("node2");
+        assert_eq!((told.rank, told.want, told.reason.is_some()), (Some(1), Want::Nothing, true));
+        assert_eq!(world.wants("node3"), Want::Run);
+    }
+}
