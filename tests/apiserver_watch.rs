@@ -219,7 +219,7 @@ async fn tables_have_the_columns_of_the_definition_in_lists_and_watches() {
     let list = server.raw("GET", &path, &table, Value::Null).await.unwrap();
     assert_eq!(list["kind"], "Table");
     assert_eq!(list["columnDefinitions"][1]["name"], "Phase");
-    assert_eq!(list["rows"][0]["cells"][2], 2);
+    assert_eq!(list["rows"][0]["cells"][3], 2);
     assert_eq!(list["rows"][0]["object"]["metadata"]["name"], "n1");
     let event = server.raw("GET", &format!("{path}?watch=true&timeoutSeconds=0"), &table, Value::Null).await.unwrap();
     assert_eq!((&event["type"], &event["object"]["rows"][0]["cells"][0]), (&json!("ADDED"), &json!("n1")));

@@ -2,7 +2,7 @@
 //! the broker, and an event.
 
 use std::{
-    io::Write,
+    io::{ErrorKind, Write},
     path::Path,
     sync::Arc,
     time::{Duration, Instant},
@@ -81,19 +81,34 @@ pub fn follow(ask: Arc<Notify>) -> watch::Receiver<Live> {
     let (sender, receiver) = watch::channel(Live::default());
     tokio::spawn(async move {
         while !sender.is_closed() {
-            if let Ok(client) = connect().await
-                && let Err(error) = tokio::select! {
+            let ended = match connect().await {
+                Ok(client) => tokio::select! {
                     ended = follow_one(&client, &sender, &ask) => ended,
                     ended = hear_lead(&client, &sender) => ended,
-                }
-            {
-                debug!(error = crate::error_chain(&error), "lost the broker's socket");
+                },
+                Err(error) => Err(error),
+            };
+            if let Err(error) = &ended {
+                debug!(error = crate::error_chain(error), "lost the broker's socket");
             }
-            sender.send_if_modified(|live| std::mem::take(live) != Live::default());
+            sender.send_if_modified(|live| {
+                let since = || live.silent_since.unwrap_or_else(Instant::now);
+                let next = Live { silent_since: is_silence(&ended).then(since), ..Live::default() };
+                std::mem::replace(live, next.clone()) != next
+            });
             sleep(LOOK_EVERY).await;
         }
     });
     receiver
+}
+
+/// Somebody holds the socket, and does not answer.
+fn is_silence(ended: &Result<(), RpcError>) -> bool {
+    match ended {
+        Err(RpcError::Timeout { .. }) => true,
+        Err(RpcError::Connect { source, .. }) => source.kind() == ErrorKind::TimedOut,
+        _ => false,
+    }
 }
 
 async fn hear_lead(client: &Client, sender: &watch::Sender<Live>) -> Result<(), RpcError> {

@@ -1,6 +1,6 @@
 //! What the agent sees in one round, and what it remembers of it.
 
-use std::{sync::atomic::Ordering, time::Instant};
+use std::{path::Path, sync::atomic::Ordering, time::Instant};
 
 use kube::ResourceExt;
 use tokio::task::JoinHandle;
@@ -14,7 +14,7 @@ use super::{
     run::Agent,
     watch::{Presence, World},
 };
-use crate::{api::FluxInstanceSpec, error_chain};
+use crate::{api::FluxInstanceSpec, error_chain, host::Preflight};
 
 /// What follows the broker's log, and below which prefix.
 pub(super) struct LogTask(std::path::PathBuf, JoinHandle<()>);
@@ -40,12 +40,7 @@ impl Agent {
             self.actor.uninstall = self.spec.uninstall;
             let uid = instance.uid().unwrap_or_default();
             let told = world.node_spec().filter(|own| own.instance_uid.as_ref() == Some(&uid));
-            let told = told.and_then(|own| own.prefix.clone());
-            if told != self.told_prefix {
-                self.preflight =
-                    self.preflight.take().filter(|passed| told.as_ref().is_none_or(|told| passed.prefix == *told));
-                self.told_prefix = told;
-            }
+            self.told_prefix = told.and_then(|own| own.prefix.clone());
             if self.actor.instance_uid != uid {
                 self.actor.instance_uid = uid;
                 (self.published, self.preflight) = (Published::default(), None);
@@ -64,6 +59,12 @@ impl Agent {
             self.memory.refreshed();
         }
         let before = std::mem::replace(&mut self.view, self.actor.observe().await?).resources;
+        // What is claimed stays where it is; a host that is not, or no longer, goes where the instance is.
+        let is_elsewhere =
+            |passed: &Preflight| self.told_prefix.as_ref().is_some_and(|told| passed.prefix != Path::new(told));
+        if self.view.state.is_none() && self.preflight.as_ref().is_some_and(is_elsewhere) {
+            self.preflight = None;
+        }
         // What can't be read has not gone, and what one look alone has seen may have been about to change.
         let is_sure = self.view.resources.cores > 0 && self.view.resources == before;
         if let Some(preflight) = self.preflight.as_mut().filter(|_| is_sure) {

@@ -19,13 +19,16 @@ use crate::{
     planner::{self, PlannerError, certificate, read_packages},
 };
 
+/// A roster of a newer version is looked at again after so long: all agents of an unfinished upgrade do.
+const NEWER_AGAIN: Duration = Duration::from_secs(20);
+
 /// What was read last.
 #[derive(Default)]
 pub struct Published {
     /// The roster, at least as new as our FluxNode's spec.
     pub roster: Option<Roster>,
-    /// Why the published roster can't be understood by this version.
-    pub newer: Option<String>,
+    /// Why the published roster can't be understood by this version, and when it was looked at.
+    newer: Option<(Instant, String)>,
     /// Lead only: there is none in the API any more.
     pub roster_is_gone: bool,
     /// The package sets and their digests: what the spec asks for, and what the running epoch has where that differs.
@@ -57,10 +60,13 @@ impl Published {
         // The Node was registered again after its rank was nobody's any more: what was read before knows it as a member.
         let has_lost_rank = spec.rank.is_none() && spec.instance_uid.is_some() && view.broker.is_some();
         let is_lead = leads(view, Some(spec));
+        if self.newer.as_ref().is_some_and(|(read, _)| read.elapsed() < NEWER_AGAIN) {
+            return Ok(());
+        }
         if is_stale || is_unsaid || has_lost_rank || is_lead || self.newer.is_some() {
             let found = match read_roster(client).await {
                 Err(error @ PlannerError::NewerRoster(_)) => {
-                    self.newer = Some(error_chain(&error));
+                    self.newer = Some((Instant::now(), error_chain(&error)));
                     return Ok(());
                 }
                 read => read?,
@@ -88,6 +94,11 @@ impl Published {
         } else {
             Ok(())
         }
+    }
+
+    /// Why the published roster can't be understood by this version.
+    pub fn newer_roster(&self) -> Option<&str> {
+        self.newer.as_ref().map(|(_, reason)| reason.as_str())
     }
 
     /// All published package sets, by digest.

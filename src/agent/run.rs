@@ -218,7 +218,7 @@ impl Agent {
             replaced: self.is_replaced(world),
             spec: world.node_spec(),
             roster: self.published.roster.as_ref(),
-            newer_roster: self.published.newer.as_deref(),
+            newer_roster: self.published.newer_roster(),
             published: self.published.digest(),
             host: &self.view,
             preflight: self.preflight.as_ref(),

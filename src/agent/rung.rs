@@ -68,7 +68,11 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
         uninstall: instance.spec.uninstall,
     };
     let set = read_packages(&client).await?.into_iter().next();
-    let preflight = actor.preflight(&instance.spec, set.as_ref()).await?;
+    let mut spec = instance.spec.clone();
+    let node = call(format!("get FluxNode {name}"), nodes.get_opt(name)).await?;
+    let told = node.filter(|node| node.spec.instance_uid == instance.uid()).and_then(|node| node.spec.prefix);
+    spec.prefix = told.or(spec.prefix);
+    let preflight = actor.preflight(&spec, set.as_ref()).await?;
     match rung {
         Rung::Preflight => {
             let text = serde_json::to_string_pretty(&facts(&preflight))

@@ -55,7 +55,7 @@ pub fn is_online(host: &HostView, live: &Live) -> bool {
 pub fn is_ready(seen: &Seen, live: &Live) -> bool {
     let Some(spec) = seen.spec.filter(|spec| spec.instance_uid.is_some()) else { return false };
     match (spec.rank, spec.want) {
-        (Some(_), _) => is_online(seen.host, live),
+        (Some(_), _) => is_online(seen.host, live) && !is_silent(live),
         (None, Want::Nothing) => true,
         (None, _) => seen.published.is_some_and(|digest| seen.host.has_environment(digest)),
     }
@@ -140,6 +140,10 @@ fn closed(seen: &Seen) -> Option<u64> {
     agreed(seen.spec?, roster).filter(|own| own.rank == 0).map(|own| own.epoch)
 }
 
+fn is_silent(live: &Live) -> bool {
+    live.silent_since.is_some_and(|since| since.elapsed() >= SILENT)
+}
+
 /// A broker answers within milliseconds; the lead of a big instance may take seconds. So long none is merely slow.
 const SILENT: Duration = Duration::from_secs(60);
 
@@ -161,8 +165,8 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     let ended = |why: &str| Some(format!("the broker has ended; its log says: {why}"));
     let trouble = || known.trouble.map(|trouble| trouble.words.clone());
     let progress = || known.progress.map(str::to_owned);
-    let is_silent = known.live.silent_since.is_some_and(|since| since.elapsed() >= SILENT);
-    if let Some(broker) = seen.host.broker.as_ref().filter(|_| is_silent && !matches!(known.step, Step::Remove)) {
+    let is_to_end = matches!(known.step, Step::Remove | Step::Stop { .. });
+    if let Some(broker) = seen.host.broker.as_ref().filter(|_| is_silent(known.live) && !is_to_end) {
         let pid = broker.pid;
         return (
             NodePhase::Offline,

@@ -112,26 +112,26 @@ pub fn remove_if_there(path: &Path) -> io::Result<()> {
 /// What the system says; [`refuse_mounts`], and then nothing was removed.
 pub fn remove_all_if_there(path: &Path) -> io::Result<()> {
     let removed = match fs::symlink_metadata(path) {
-        Ok(metadata) if metadata.is_dir() => refuse_mounts(path, false).and_then(|()| fs::remove_dir_all(path)),
+        Ok(metadata) if metadata.is_dir() => refuse_mounts(path, |_| false).and_then(|()| fs::remove_dir_all(path)),
         Ok(_) => fs::remove_file(path),
         Err(error) => Err(error),
     };
     absent_is_fine(removed)
 }
 
-/// What is mounted in a directory of ours is somebody else's, and a removal would go through it. `may_be_one`: the directory
-/// itself may be a mount point, as where it has a disk of its own.
+/// What is mounted in a directory of ours is somebody else's, and a removal would go through it. `is_spared`: what is not
+/// removed, of the paths as they are without symlinks.
 ///
 /// # Errors
 /// `ResourceBusy` with the first mount point; no /proc.
-pub fn refuse_mounts(directory: &Path, may_be_one: bool) -> io::Result<()> {
+pub fn refuse_mounts(directory: &Path, is_spared: impl Fn(&Path) -> bool) -> io::Result<()> {
     // mountinfo knows nothing of the symlinks that lead there.
     let directory = match directory.canonicalize() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         found => found?,
     };
     let points = mountinfo::own()?.into_iter().map(|mount| mount.point);
-    let mut inside = points.filter(|point| point.starts_with(&directory) && !(may_be_one && *point == directory));
+    let mut inside = points.filter(|point| point.starts_with(&directory) && !is_spared(point));
     match inside.next() {
         Some(point) => {
             let words = format!("something is mounted on {}: unmount it", point.display());

@@ -47,10 +47,11 @@ pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result
     if view.running.is_some() {
         brokers.stop(&StopOrder { grace_secs: LAST_GRACE })?;
     }
-    for directory in prefix.into_iter().chain([Path::new(RUN_DIR)]) {
-        let directory = root.path(directory);
-        refuse_mounts(&directory, true).map_err(|error| Refusal::io("remove", &directory, &error))?;
+    if let Some(prefix) = prefix.map(|prefix| root.path(prefix)) {
+        refuse_mounts_in_prefix(&prefix, order.keep_state)?;
     }
+    let run_dir = root.path(RUN_DIR);
+    refuse_mounts(&run_dir, |_| false).map_err(|error| Refusal::io("remove", &run_dir, &error))?;
     if let Some(state) = &state {
         undo_all(root, state)?;
     }
@@ -63,6 +64,16 @@ pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result
     remove_all(&root.path(RUN_DIR))?;
     remove_unfinished_claims(root);
     Ok(())
+}
+
+/// The prefix may have a disk of its own, and so may a statedir that is kept.
+fn refuse_mounts_in_prefix(prefix: &Path, keep_state: bool) -> Result<(), Refusal> {
+    let Ok(prefix) = prefix.canonicalize() else { return Ok(()) };
+    let is_spared = |point: &Path| {
+        let child = point.strip_prefix(&prefix).ok().and_then(|below| below.components().next());
+        child.is_none_or(|child| keep_state && statedir::is_kept(&prefix.join(child)))
+    };
+    refuse_mounts(&prefix, is_spared).map_err(|error| Refusal::io("remove", &prefix, &error))
 }
 
 /// Goes on after a failure, so that one thing that is stuck does not keep the others.

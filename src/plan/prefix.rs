@@ -2,12 +2,12 @@
 //! paths of the lead's Flux: on a host that has it elsewhere each job fails, and that host, always idle, would get them all.
 
 use super::roster::Observed;
-use crate::api::Roster;
+use crate::api::{NodePhase, Roster};
 
-/// The prefix of node `name`'s host, once it is known.
+/// The prefix of node `name`'s host, once it is known. What is being cleaned had the one of the instance before.
 pub fn of<'a>(seen: &Observed<'a>, name: &str) -> Option<&'a str> {
-    let facts = seen.reports.get(name).and_then(|report| report.facts.as_ref());
-    facts.map(|facts| facts.prefix.as_str())
+    let report = seen.reports.get(name).filter(|report| report.phase != NodePhase::Removing)?;
+    report.facts.as_ref().map(|facts| facts.prefix.as_str())
 }
 
 /// That of the instance: its lead's.
@@ -29,7 +29,7 @@ pub fn differs(seen: &Observed, roster: &Roster, name: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use crate::{
-        api::Want,
+        api::{NodePhase, Want},
         plan::roster::{Decision, decide, tests::World},
     };
 
@@ -50,6 +50,19 @@ mod tests {
         assert!(reason.contains("/var/lib/flux-distribute") && reason.contains("/opt/flux-distribute"), "{reason}");
         world.passed("node3", 2);
         assert!(matches!(decide(&world.seen()), Decision::Write(_)));
+    }
+
+    #[test]
+    fn the_lead_decides_the_prefix_until_it_was_online_once() {
+        let mut world = World::up(2);
+        for (established, told) in [(true, Some("/opt/flux-distribute")), (false, None)] {
+            world.roster.as_mut().unwrap().established = established;
+            assert_eq!(world.told("node1").prefix.as_deref(), told);
+            assert_eq!(world.told("node2").prefix.as_deref(), Some("/opt/flux-distribute"));
+        }
+        // What it says while it is being cleaned is about the instance before.
+        world.reports.get_mut("node1").unwrap().phase = NodePhase::Removing;
+        assert_eq!(world.told("node2").prefix, None);
     }
 
     #[test]

@@ -111,6 +111,8 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         spec.overdue = is_overdue(seen, roster, rank);
         if rank == 0 {
             spec.drain = drains(seen, roster);
+            // Until it was online once, its host is where the prefix is decided.
+            spec.prefix = spec.prefix.filter(|_| roster.established);
         }
         return spec;
     }

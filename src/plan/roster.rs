@@ -208,7 +208,8 @@ pub fn holds_another(seen: &Observed, node: &str) -> bool {
 
 /// Preflight has passed on `node`'s host, and by a word that is about this instance.
 fn has_passed(seen: &Observed, node: &NodeView) -> bool {
-    facts(seen, node).is_some() && !holds_another(seen, &node.name)
+    let is_removing = seen.reports.get(&node.name).is_some_and(|report| report.phase == NodePhase::Removing);
+    facts(seen, node).is_some() && !holds_another(seen, &node.name) && !is_removing
 }
 
 /// The last step on the host of `node` failed.

@@ -133,7 +133,7 @@ fn place(seen: &Observed, order: &PreflightOrder, warnings: &mut Vec<String>) ->
         && claimed != wanted
     {
         warnings.push(format!(
-            "spec.prefix {} takes effect when this host has been cleaned; until then {} is used",
+            "prefix {} takes effect when this host has been cleaned; until then {} is used",
             wanted.display(),
             claimed.display()
         ));

@@ -25,7 +25,9 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
             let parent = parent(roster, *rank)?;
             // That there is no word from its agent says nothing about its broker.
             let is_silent = !seen.reports.contains_key(&member.node) && !does_lead_miss(seen, roster, *rank);
-            let is_out = member.gone_since.is_none() && !is_silent && !is_online(seen, roster, *rank);
+            // One that does not answer may be in the overlay all the same.
+            let may_be_in = holds(seen, roster, *rank).is_some() && !does_lead_miss(seen, roster, *rank);
+            let is_out = member.gone_since.is_none() && !is_silent && !may_be_in && !is_online(seen, roster, *rank);
             (is_out && is_hopeless(seen, roster, parent)).then_some(*rank)
         })
         .collect();
@@ -42,7 +44,8 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
 /// Rank `rank` will not be in the overlay soon: nobody holds it, its Node is gone or not Ready, or its broker can't start.
 fn is_hopeless(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.member(rank) else { return true };
-    rank != 0 && (!is_ready(seen, member) || has_failed(seen, &member.node))
+    let never_starts = || holds(seen, roster, rank).is_none() && prefix::differs(seen, roster, &member.node).is_some();
+    rank != 0 && (!is_ready(seen, member) || has_failed(seen, &member.node) || never_starts())
 }
 
 /// New members: eligible, looked at, without a rank.
