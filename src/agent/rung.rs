@@ -70,8 +70,8 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
     let set = read_packages(&client).await?.into_iter().next();
     let mut spec = instance.spec.clone();
     let node = call(format!("get FluxNode {name}"), nodes.get_opt(name)).await?;
-    let told = node.filter(|node| node.spec.instance_uid == instance.uid()).and_then(|node| node.spec.prefix);
-    spec.prefix = told.or(spec.prefix);
+    let own = node.as_ref().filter(|node| node.spec.instance_uid == instance.uid());
+    spec.prefix = own.and_then(|node| node.spec.prefix.clone()).or(spec.prefix);
     let preflight = actor.preflight(&spec, set.as_ref()).await?;
     match rung {
         Rung::Preflight => {
@@ -87,7 +87,6 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
         }
         Rung::Install(output) => {
             let set = set.ok_or_else(|| AgentError::NotSo("no package set is published yet".to_owned()))?;
-            let node = call(format!("get FluxNode {name}"), nodes.get_opt(name)).await?;
             // By hand nobody is waited for: without a word of the planner it is the source.
             let told = node.and_then(|node| node.spec.fetch_from).filter(|told| told.digest == set.digest());
             let peers = told.map(|told| told.peers).unwrap_or_default();

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use super::roster::{Observed, is_of_instance, lingers};
 use crate::api::Roster;
 
-/// Their names. While a broker runs, its report is what keeps its rank from being given out, and its spec what ends it; and where there is
-/// no roster, it is made again from such reports, and no epoch begins while one of them tells of a broker.
+/// Their names. While a broker runs, its report is what keeps its rank from being given out, and its spec what ends it; and
+/// where there is no roster, it is made again from such reports, and no epoch begins while one of them tells of a broker.
 pub fn forsaken(seen: &Observed, roster: Option<&Roster>) -> BTreeSet<String> {
     let nodes: BTreeSet<&str> = seen.nodes.iter().map(|node| node.name.as_str()).collect();
     let members: BTreeSet<&str> =

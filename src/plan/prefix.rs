@@ -5,7 +5,7 @@ use super::roster::Observed;
 use crate::api::{NodePhase, Roster};
 
 /// The prefix of node `name`'s host, once it is known. What is being cleaned had the one of the instance before.
-pub fn of<'a>(seen: &Observed<'a>, name: &str) -> Option<&'a str> {
+fn of<'a>(seen: &Observed<'a>, name: &str) -> Option<&'a str> {
     let report = seen.reports.get(name).filter(|report| report.phase != NodePhase::Removing)?;
     report.facts.as_ref().map(|facts| facts.prefix.as_str())
 }
@@ -17,7 +17,12 @@ pub fn of_instance<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<&'a str> 
 
 /// Why node `name` can't take part, in words; None also where a prefix is not known yet.
 pub fn differs(seen: &Observed, roster: &Roster, name: &str) -> Option<String> {
-    let (instance, own) = (of_instance(seen, roster)?, of(seen, name)?);
+    differs_from(seen, &roster.lead()?.node, name)
+}
+
+/// The same where node `lead` is to be the lead.
+pub fn differs_from(seen: &Observed, lead: &str, name: &str) -> Option<String> {
+    let (instance, own) = (of(seen, lead)?, of(seen, name)?);
     (instance != own).then(|| {
         format!(
             "its prefix is {own} and the lead's is {instance}, so jobs could not be started on both: let {instance} be \

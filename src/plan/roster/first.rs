@@ -85,10 +85,7 @@ fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Opt
     let limit = limit(seen.spec, settings.max_size);
     // In a deep tree an interior rank whose node never comes would strand its children.
     let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || has_passed(seen, node)));
-    let others = others.filter(|node| {
-        let (own, leads) = (prefix::of(seen, &node.name), prefix::of(seen, &lead.name));
-        own.is_none() || own == leads
-    });
+    let others = others.filter(|node| prefix::differs_from(seen, &lead.name, &node.name).is_none());
     let mut roster = Roster {
         format: ROSTER_FORMAT,
         instance_uid: seen.instance_uid.to_owned(),
