@@ -4,33 +4,17 @@
 
 mod support;
 
-use std::{
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    time::Duration,
-};
-
-use flux_distribute::{
-    api::EpochSettings,
-    broker::{
-        command::{BrokerIdentity, launch},
-        message::{ANY, LEAD},
-        reload::reload,
-        rfc3::{Client, RpcError},
-        status::{Change, instance, status, watch},
-    },
+use flux_distribute::broker::{
+    message::{ANY, LEAD},
+    rfc3::{Client, RpcError},
+    status::{Change, status, watch},
 };
 use futures::{Stream, StreamExt};
 use serde_json::{Value, json};
-use support::stand_in::{Service, StandIn};
-use tokio::time::timeout;
-
-const PATIENCE: Duration = Duration::from_secs(30);
-
-async fn soon<T>(future: impl Future<Output = T>) -> T {
-    timeout(PATIENCE, future).await.expect("nothing came")
-}
-
+use support::{
+    real_broker::{configure, connect, flux, soon, start},
+    stand_in::{Service, StandIn},
+};
 async fn next(stream: &mut (impl Stream<Item = Change> + Unpin)) -> Option<Change> {
     soon(stream.next()).await
 }
@@ -137,107 +121,6 @@ async fn membership_is_followed_until_the_broker_dies() {
     soon(client.closed()).await;
 }
 
-/// A broker of a real Flux; killed when dropped.
-struct RealBroker {
-    child: Child,
-    directory: PathBuf,
-}
-
-impl RealBroker {
-    fn socket(&self) -> PathBuf {
-        self.directory.join("local")
-    }
-}
-
-impl Drop for RealBroker {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn flux() -> Option<PathBuf> {
-    let prefix = std::env::var("FLUX_PREFIX").unwrap_or_else(|_| "/opt/flux".to_owned());
-    let flux = Path::new(&prefix).join("bin/flux");
-    if !flux.exists() {
-        eprintln!("skipped: no Flux in {prefix}; set FLUX_PREFIX");
-        return None;
-    }
-    Some(flux)
-}
-
-/// Starts rank `rank` by the very command line of production, with its directories moved.
-fn start(flux: &Path, base: &Path, rank: u32) -> RealBroker {
-    let settings = EpochSettings {
-        max_size: 4,
-        topology: "custom".to_owned(),
-        port: 0,
-        digest: "env".to_owned(),
-        certificate: String::new(),
-        run_as: "root".to_owned(),
-        config: String::new(),
-        cpu_weight: 100,
-        checkpoint_period: "1m".to_owned(),
-        spare_shape: None,
-    };
-    let name = format!("node{rank}");
-    let identity = BrokerIdentity {
-        prefix: base,
-        rank,
-        broker_name: &name,
-        node_uid: "",
-        instance_uid: "",
-        instance_id: "",
-        epoch: 1,
-    };
-    let directory = base.join(format!("run{rank}"));
-    std::fs::create_dir(&directory).unwrap();
-    let order = launch(&settings, &identity);
-    let moved = order.argv[1..]
-        .iter()
-        .map(|word| word.replace(flux_distribute::api::BROKER_RUN_DIR, &directory.display().to_string()));
-    let log = std::fs::File::create(base.join(format!("log{rank}"))).unwrap();
-    let child = Command::new(flux)
-        .args(moved)
-        .env_clear()
-        .envs(&order.env)
-        .stdin(Stdio::null())
-        .stdout(log.try_clone().unwrap())
-        .stderr(log)
-        .spawn()
-        .unwrap();
-    RealBroker { child, directory }
-}
-
-async fn connect(broker: &RealBroker) -> Client {
-    soon(async {
-        loop {
-            match Client::connect(&broker.socket()).await {
-                Ok(client) => return client,
-                // There is no event for a socket that is listened at.
-                Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
-            }
-        }
-    })
-    .await
-}
-
-/// Four ranks with two cores each.
-fn configure(flux: &Path, base: &Path) {
-    let certificate = base.join("curve.cert");
-    let made = Command::new(flux).args(["keygen", "-n", "test"]).arg(&certificate).output().unwrap();
-    assert!(made.status.success(), "{made:?}");
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    std::fs::create_dir_all(base.join("etc")).unwrap();
-    std::fs::create_dir_all(base.join("state")).unwrap();
-    let config = format!(
-        "[bootstrap]\ncurve_cert = {certificate:?}\nhosts = [{{ host = \"node0\", bind = \"tcp://127.0.0.1:{port}\", \
-         connect = \"tcp://127.0.0.1:{port}\" }}, {{ host = \"node[1-3]\" }}]\n\
-         [resource]\nnoverify = true\n[[resource.config]]\nhosts = \"node[0-3]\"\ncores = \"0-1\"\n"
-    );
-    std::fs::write(base.join("etc/broker.toml"), config).unwrap();
-}
-
 async fn until_it_runs(changes: &mut (impl Stream<Item = Change> + Unpin)) {
     let mut seen = Vec::new();
     while !(seen.contains(&Change::State("run".to_owned())) && seen.contains(&online("0"))) {
@@ -245,52 +128,11 @@ async fn until_it_runs(changes: &mut (impl Stream<Item = Change> + Unpin)) {
     }
 }
 
-/// The modules of the scheduler, and the resources that it has, in the order in which they are removed.
-async fn schedulers(client: &Client) -> Vec<String> {
-    let loaded = client.rpc("module.list", ANY, Value::Null).await.unwrap();
-    let names = loaded["mods"].as_array().unwrap().iter().map(|module| module["name"].as_str().unwrap().to_owned());
-    let mut modules: Vec<_> = names.filter(|name| name.starts_with("sched-") || name == "resource").collect();
-    modules.sort_by_key(|name| (!name.ends_with("qmanager"), !name.starts_with("sched-"), name.clone()));
-    modules
-}
-
-#[tokio::test]
-async fn a_live_change_is_taken_in_whatever_an_earlier_one_has_left() {
-    let Some(flux) = flux() else { return };
-    let base = tempfile::tempdir().unwrap();
-    configure(&flux, base.path());
-    let lead = start(&flux, base.path(), 0);
-    let client = connect(&lead).await;
-    until_it_runs(&mut watch(&client).unwrap()).await;
-    let remove = async |module: &String| client.rpc("module.remove", ANY, json!({ "name": module })).await.unwrap();
-    let config = base.path().join("etc/broker.toml");
-    let modules = schedulers(&client).await;
-    for (killed_after, last_core) in (0..=modules.len()).zip(2..) {
-        for module in &modules[..killed_after] {
-            remove(module).await;
-        }
-        let cores = |last: usize| format!("cores = \"0-{last}\"");
-        let text = std::fs::read_to_string(&config).unwrap().replace(&cores(last_core - 1), &cores(last_core));
-        std::fs::write(&config, text).unwrap();
-        reload(&client).await.unwrap();
-        let queue = client.rpc("job-manager.queue-status", ANY, json!({})).await.unwrap();
-        assert_eq!(queue["start"], true, "{queue}");
-        assert_eq!(schedulers(&client).await, modules);
-        assert_eq!(instance(&client).await.unwrap().all.cores, 4 * (last_core + 1), "{killed_after}");
-    }
-    for module in modules.iter().filter(|module| *module != "resource") {
-        remove(module).await;
-    }
-    client.rpc("module.load", ANY, json!({ "path": "sched-simple", "args": [] })).await.unwrap();
-    reload(&client).await.unwrap();
-    assert_eq!(schedulers(&client).await, ["sched-simple", "resource"], "the scheduler that is there stays");
-}
-
 #[tokio::test]
 async fn a_real_flux_of_four_declared_ranks_starts_with_one_and_is_followed() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
-    configure(&flux, base.path());
+    configure(&flux, base.path(), 4, "0-1");
     let lead = start(&flux, base.path(), 0);
     let client = connect(&lead).await;
     assert_eq!(client.peer_pid(), i32::try_from(lead.child.id()).ok());

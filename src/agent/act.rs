@@ -1,6 +1,7 @@
 //! The rungs: what each [`Step`](super::decide::Step) does. Every one can be killed and done again.
 
 use std::{
+    collections::BTreeMap,
     io::read_to_string,
     path::{Path, PathBuf},
     sync::Arc,
@@ -12,7 +13,8 @@ use super::{decide::Assignment, published::read_roster};
 use crate::{
     api::{CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, Rank, Roster, Uninstall},
     broker::{
-        command::{BrokerIdentity, LEAD_STOP_SECS, connect_script, launch},
+        command::{BrokerIdentity, LEAD_STOP_SECS, LIVE_CONFIGURATION, RC1_TASK, connect_script, launch, rc1_task},
+        reload::ReloadError,
         rfc3::RpcError,
     },
     host::{
@@ -20,7 +22,7 @@ use crate::{
         PreflightOrder, RemoveOrder, StateDir, StopOrder, look, open_host_file, state,
     },
     packages::{FetchError, estimate_bytes},
-    plan::{broker_toml, certificate::Certificate, status::CERTIFICATE_IS_GONE},
+    plan::{broker_toml, certificate::Certificate, names::live_configuration, status::CERTIFICATE_IS_GONE},
     planner::{PlannerError, certificate, store},
 };
 
@@ -69,6 +71,9 @@ pub enum StepError {
     /// The broker did not do what it was told over its socket.
     #[error("the broker did not take the order")]
     Broker(#[from] RpcError),
+    /// The live change was not made in whole.
+    #[error("the lead did not take in what the roster declares")]
+    Reload(#[from] ReloadError),
     /// `flux` failed.
     #[error("flux {command}: {output}")]
     Flux {
@@ -104,11 +109,11 @@ impl StepError {
 const CERTIFICATE: &str = "etc/curve.cert";
 
 /// What a broker reads at its start.
-pub(super) struct Content {
+pub struct Content {
     broker_toml: String,
     certificate: Certificate,
     /// The roster of which `broker_toml` was made, or a newer one.
-    roster: String,
+    pub(super) roster: Roster,
     /// What `broker_toml` was made from.
     pub(super) revision: u64,
 }
@@ -167,7 +172,7 @@ impl Actor {
     }
 
     /// The rung configure: everything that the broker of `assignment` reads at start, from what the planner has published.
-    /// Returns the revision that it was made from.
+    /// Returns what it was made from.
     ///
     /// # Errors
     /// Something is not published yet; the stage's.
@@ -177,11 +182,10 @@ impl Actor {
         roster: &Roster,
         assignment: &Assignment,
         live: bool,
-    ) -> Result<u64, StepError> {
+    ) -> Result<Content, StepError> {
         let content = self.content(preflight, roster, assignment).await?;
-        let revision = content.revision;
-        self.write(preflight, roster, assignment, content, live).await?;
-        Ok(revision)
+        self.write(preflight, assignment, &content, live).await?;
+        Ok(content)
     }
 
     /// What the planner has published for the broker of `assignment`. Nothing is changed on the host.
@@ -208,8 +212,7 @@ impl Actor {
         // From this copy a lost roster is made again: it has to know everybody whom broker.toml names.
         let newer = if revision > roster.revision { read_roster(&self.client).await? } else { None };
         let newer = newer.filter(|newer| (&newer.instance_id, newer.epoch) == (&roster.instance_id, roster.epoch));
-        let roster = serde_json::to_string(newer.as_ref().unwrap_or(roster))
-            .map_err(|error| StepError::Wrong(error.to_string()))?;
+        let roster = newer.unwrap_or_else(|| roster.clone());
         Ok(Content { broker_toml, certificate, roster, revision })
     }
 
@@ -220,11 +223,11 @@ impl Actor {
     pub(super) async fn write(
         &self,
         preflight: &Preflight,
-        roster: &Roster,
         assignment: &Assignment,
-        content: Content,
+        content: &Content,
         live: bool,
     ) -> Result<(), StepError> {
+        let Content { broker_toml, certificate, roster, .. } = content;
         let file = |path: &str, content: String, mode, broker_owned| HostFile {
             path: path.into(),
             content,
@@ -232,15 +235,22 @@ impl Actor {
             broker_owned,
         };
         let environment = state::environment(&preflight.prefix, &roster.settings.digest);
+        let copy = serde_json::to_string(roster).map_err(|error| StepError::Wrong(error.to_string()))?;
+        let mut files = vec![
+            file("etc/broker.toml", broker_toml.clone(), 0o644, false),
+            file(CERTIFICATE, certificate.text().to_owned(), 0o600, true),
+            file("etc/roster.json", copy, 0o644, false),
+            file("bin/flux-connect.sh", connect_script(&environment, &roster.settings.run_as), 0o755, false),
+        ];
+        if assignment.rank == 0 && roster.declares_nodes() {
+            let configuration = live_configuration(roster, &BTreeMap::new()).map_err(StepError::Wrong)?;
+            files.push(file(LIVE_CONFIGURATION, configuration.to_string(), 0o644, false));
+            files.push(file(RC1_TASK, rc1_task(&preflight.prefix), 0o644, false));
+        }
         let order = ConfigureOrder {
             prefix: preflight.prefix.clone(),
             digest: roster.settings.digest.clone(),
-            files: vec![
-                file("etc/broker.toml", content.broker_toml, 0o644, false),
-                file(CERTIFICATE, content.certificate.text().to_owned(), 0o600, true),
-                file("etc/roster.json", content.roster, 0o644, false),
-                file("bin/flux-connect.sh", connect_script(&environment, &roster.settings.run_as), 0o755, false),
-            ],
+            files,
             run_as: roster.settings.run_as.clone(),
             statedir: (assignment.rank == 0)
                 .then(|| StateDir { instance_id: roster.instance_id.clone(), established: roster.established }),
@@ -344,6 +354,7 @@ pub fn launch_order(preflight: &Preflight, roster: &Roster, assignment: &Assignm
         instance_uid: &roster.instance_uid,
         instance_id: &roster.instance_id,
         epoch: roster.epoch,
+        loads_live_configuration: roster.declares_nodes(),
     };
     launch(&roster.settings, &identity)
 }

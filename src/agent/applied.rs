@@ -12,7 +12,7 @@ use crate::{
 
 /// What the lead's broker has taken in, `etc/applied.json`. It is about one process: a broker that was started since has
 /// read the file as it was then.
-#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Serialize, Deserialize, PartialEq, Eq)]
 pub struct Applied {
     /// The broker.
     pub pid: i32,
@@ -20,14 +20,17 @@ pub struct Applied {
     pub start_time: u64,
     /// The roster's revision.
     pub revision: u64,
+    /// It was a live change. At its start, a broker may have missed the live configuration ([`crate::plan::names`]).
+    #[serde(default)]
+    pub live: bool,
 }
 
 impl Applied {
-    /// The revision that the broker which runs has taken in.
-    pub fn of(view: &HostView) -> Option<u64> {
+    /// What the broker that runs has taken in.
+    pub fn of(view: &HostView) -> Option<Self> {
         let applied: Self = serde_json::from_str(view.applied.as_deref()?).ok()?;
         let broker = view.broker.as_ref()?;
-        ((applied.pid, applied.start_time) == (broker.pid, broker.start_time)).then_some(applied.revision)
+        ((applied.pid, applied.start_time) == (broker.pid, broker.start_time)).then_some(applied)
     }
 }
 
@@ -42,9 +45,10 @@ impl Actor {
         roster: &Roster,
         view: &HostView,
         revision: u64,
+        live: bool,
     ) -> Result<(), StepError> {
         let Some(broker) = &view.broker else { return Ok(()) };
-        let applied = Applied { pid: broker.pid, start_time: broker.start_time, revision };
+        let applied = Applied { pid: broker.pid, start_time: broker.start_time, revision, live };
         let content = serde_json::to_string(&applied).map_err(|error| StepError::Wrong(error.to_string()))?;
         let order = ConfigureOrder {
             prefix: preflight.prefix.clone(),

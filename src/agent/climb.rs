@@ -7,7 +7,7 @@ use tokio::time::{sleep, timeout};
 use tracing::{debug, info, warn};
 
 use super::{
-    act::{StepError, removal_grace},
+    act::{Content, StepError, removal_grace},
     copied::host_roster,
     decide::Step,
     drain, live,
@@ -25,7 +25,7 @@ use crate::{
     },
     error_chain,
     host::{HostView, Preflight},
-    plan::roster::topology,
+    plan::{names::live_configuration, roster::topology},
 };
 
 impl Agent {
@@ -63,12 +63,13 @@ impl Agent {
                 let roster = self.published.roster()?;
                 let live_change = self.live_change.clone();
                 let _finished = live_change.lock().await;
-                let revision = self.actor.configure(&preflight, &roster, assignment, true).await?;
-                reload(&live::connect().await?).await?;
+                let Content { roster, revision, .. } =
+                    self.actor.configure(&preflight, &roster, assignment, true).await?;
+                reload(&live::connect().await?, |held| live_configuration(&roster, held)).await?;
                 info!(revision, "the lead has taken in the roster's resources");
                 // Asked without a scheduler, the broker has not told what is drained.
                 self.ask.notify_one();
-                self.actor.remember(&preflight, &roster, &self.view, revision).await
+                self.actor.remember(&preflight, &roster, &self.view, revision, true).await
             }
             Step::Drain(change) => {
                 info!(?change, "draining");

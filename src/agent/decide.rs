@@ -6,11 +6,12 @@ mod tests;
 
 use std::time::Duration;
 
-use super::{copied::host_roster, drain};
+use super::{applied::Applied, copied::host_roster, drain};
 use crate::{
     api::{BROKER_RUN_DIR, Closing, FluxNodeSpec, Rank, Roster, RosterEntry, Want},
     broker::status::InstanceStatus,
     host::{HostView, Preflight, RunningBroker},
+    plan::names::misnamed,
 };
 
 /// What is known of the FluxInstance. Only the positive words count as evidence that it is over: no answer, 401, 403, 429,
@@ -53,8 +54,8 @@ pub struct Seen<'a> {
     pub host: &'a HostView,
     /// What preflight said, once it has passed.
     pub preflight: Option<&'a Preflight>,
-    /// Lead only: the revision whose resources the running broker has.
-    pub applied: Option<u64>,
+    /// Lead only: the resources that the running broker has taken in.
+    pub applied: Option<Applied>,
     /// The broker is in state `run`.
     pub is_up: bool,
     /// How long the lead has not answered this broker, or has not counted it in.
@@ -269,7 +270,9 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
         return Step::Drain(drain);
     }
     // One that is not up yet has read what was there at its start, and can't be told.
-    if assignment.rank == 0 && seen.is_up && seen.applied < Some(spec.revision) {
+    let is_current =
+        |applied: &Applied| applied.revision >= spec.revision && (applied.live || !misses_names(seen, roster));
+    if assignment.rank == 0 && seen.is_up && !seen.applied.as_ref().is_some_and(is_current) {
         return Step::Reload(assignment);
     }
     if let Some(change) = change {
@@ -283,6 +286,11 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
         Some(digest) if !has(digest) && is_fetchable(seen, spec, digest) => Step::Prepare { digest: digest.to_owned() },
         _ => Step::Hold,
     }
+}
+
+/// Flux knows members by their brokers' names: the lead's broker did not take in the live configuration at its start.
+fn misses_names(seen: &Seen, roster: &Roster) -> bool {
+    seen.told.is_some_and(|told| misnamed(roster, &told.names, |rank| told.allocated.ranks.contains(rank)))
 }
 
 fn statedir_lost(seen: &Seen, broker: &RunningBroker) -> Step {

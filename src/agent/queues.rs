@@ -7,6 +7,7 @@ use std::path::Path;
 use super::act::{Actor, StepError, unexpected};
 use crate::{
     api::Roster,
+    broker::reload::SCHEDULER_IS_OFFLINE,
     host::{Answer, FluxOrder, Order},
 };
 
@@ -72,7 +73,7 @@ fn started(list: &str) -> Vec<Option<&str>> {
 
 /// None: it can't be seen. Without a scheduler `flux queue status` says so of each queue, in place of who has stopped it.
 fn stopped_by_us(status: &str) -> Option<Vec<Option<&str>>> {
-    if status.contains("Scheduling is stopped: Scheduler is offline") {
+    if status.contains(&format!("Scheduling is stopped: {SCHEDULER_IS_OFFLINE}")) {
         return None;
     }
     let ours = format!("Scheduling is stopped: {EPOCH_ENDS}");

@@ -49,7 +49,7 @@ impl Agent {
         self.starts.started(step, self.generation, Instant::now(), chance());
         self.view = self.actor.start(preflight, &roster, &assignment).await?;
         if assignment.rank == 0 {
-            self.actor.remember(preflight, &roster, &self.view, revision).await?;
+            self.actor.remember(preflight, &roster, &self.view, revision, false).await?;
         }
         Ok(())
     }
@@ -117,7 +117,7 @@ impl Agent {
         let (assignment, roster, content) =
             timeout(limit, self.content_by_api(preflight, decided)).await.map_err(late)??;
         let revision = content.revision;
-        self.actor.write(preflight, &roster, &assignment, content, false).await?;
+        self.actor.write(preflight, &assignment, &content, false).await?;
         Ok(Startable { assignment, roster, revision })
     }
 

@@ -99,7 +99,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
             None => IdSet::default(),
         },
         closed: closed(seen),
-        applied_revision: is_lead.then(|| Applied::of(seen.host)).flatten(),
+        applied_revision: is_lead.then(|| Applied::of(seen.host)).flatten().map(|applied| applied.revision),
         offline: if is_lead { offline(seen, known.live) } else { Vec::new() },
         roster: copy.map(packed::to_field),
         dump: newest_dump(seen).cloned(),

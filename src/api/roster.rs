@@ -7,8 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use super::{Declared, Resources};
 
-/// The format this version reads and writes; an agent that is older than the roster does nothing and says so.
-pub const ROSTER_FORMAT: u32 = 1;
+/// The format in which this version begins an epoch; an agent that is older than the roster does nothing and says so. An epoch
+/// keeps the format that it began with, because the format also says under which names Flux knows the members: see
+/// [`Roster::declares_nodes`].
+pub const ROSTER_FORMAT: u32 = 2;
+/// The first format whose epochs declare members under their nodes' names.
+const DECLARES_NODES: u32 = 2;
 
 /// A broker rank, 0..maxSize-1.
 pub type Rank = u32;
@@ -17,7 +21,7 @@ pub type Rank = u32;
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub struct Roster {
-    /// [`ROSTER_FORMAT`].
+    /// At most [`ROSTER_FORMAT`].
     pub format: u32,
     /// uid of the FluxInstance.
     #[serde(rename = "instanceUID")]
@@ -69,6 +73,13 @@ impl Roster {
             return Err(RosterError::Newer(format));
         }
         Ok(serde_json::from_str(text)?)
+    }
+
+    /// Flux knows each member by its node's name, whatever its broker is called (see `plan::names`). In an epoch that an older
+    /// version began, Flux knows a member by the name of its broker: renaming it now would end its jobs, since Fluxion (0.54)
+    /// finds a running job's resources by name when it is loaded again.
+    pub fn declares_nodes(&self) -> bool {
+        self.format >= DECLARES_NODES
     }
 
     /// Who holds `rank`.
@@ -165,8 +176,8 @@ pub struct RosterEntry {
     /// Properties of the member (RFC 20): the chosen labels of its Node, and its architecture among others.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub properties: BTreeSet<String>,
-    /// The member's Node is a property of its rank, though by now it is the broker's name as well: it was one in an earlier
-    /// epoch, and jobs that wait since then may require it.
+    /// The member's Node is a property of its rank: it was one in an epoch of an older version, and jobs that have been waiting
+    /// since then may require it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub has_node_property: bool,
     /// The member gets no new jobs.

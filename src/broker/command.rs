@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, path::Path};
 
+use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use crate::{
@@ -11,6 +12,12 @@ use crate::{
 
 /// How the script for people begins: a file at the host's root that does is ours, whatever is remembered of it.
 pub const CONNECT_HEADER: &str = "#!/bin/sh\n# Opens a shell in the Flux instance of this node";
+/// What the lead's broker runs with, below the prefix: `plan::names::live_configuration`, JSON.
+pub const LIVE_CONFIGURATION: &str = "etc/live.json";
+/// Searched for more of Flux's rc1 tasks (flux-modprobe(1)), below the prefix.
+const MODPROBE: &str = "etc/modprobe";
+/// The task that loads [`LIVE_CONFIGURATION`], below the prefix.
+pub const RC1_TASK: &str = "etc/modprobe/rc1.d/flux-distribute.py";
 /// How long the lead gives its jobs to end once it is to stop (`broker.cleanup-timeout`).
 const CLEANUP_SECS: u64 = 45;
 /// How long a broker waits for its children to leave (`broker.shutdown-timeout`). One that is cut off or hangs is given up
@@ -37,6 +44,8 @@ pub struct BrokerIdentity<'a> {
     pub instance_id: &'a str,
     /// Epoch.
     pub epoch: u64,
+    /// The lead loads [`LIVE_CONFIGURATION`] at its start.
+    pub loads_live_configuration: bool,
 }
 
 /// A broker attribute (flux-broker-attributes(7)) on the command line.
@@ -80,6 +89,29 @@ fn attributes(identity: &BrokerIdentity<'_>) -> Vec<Attribute> {
     ]
 }
 
+/// A task of Flux's rc1 (flux-modprobe(1)), as Python: before the lead's broker looks at its resources, it loads the configuration in
+/// which members have their nodes' names. If it came later, jobs might have begun on ranks that are about to be renamed.
+pub fn rc1_task(prefix: &Path) -> String {
+    let file = json!(prefix.join(LIVE_CONFIGURATION));
+    format!(
+        r#"# Made by flux-distribute: changes are overwritten.
+import json
+
+from flux.modprobe import task
+
+
+@task("flux-distribute-configuration", ranks="0", before=["resource"], needs=["resource"])
+def load_configuration(context):
+    # Without it the broker comes up under other names, and the agent loads it then.
+    try:
+        with open({file}) as file:
+            context.rpc("config.load", json.load(file)).get()
+    except Exception as error:
+        print(f"flux-distribute: can't load the live configuration: {{error}}")
+"#
+    )
+}
+
 /// How the broker of `identity` is started under `settings`.
 pub fn launch(settings: &EpochSettings, identity: &BrokerIdentity<'_>) -> LaunchOrder {
     let bin = state::environment(identity.prefix, &settings.digest).join("bin");
@@ -95,7 +127,7 @@ pub fn launch(settings: &EpochSettings, identity: &BrokerIdentity<'_>) -> Launch
             None => format!("-S{name}"),
         },
     ));
-    let env: BTreeMap<String, String> = [
+    let mut env: BTreeMap<String, String> = [
         ("PATH", format!("{}:{HOST_PATH}", bin.display())),
         // Not the user's home: the shells of Flux's rc scripts would read its start-up files.
         ("HOME", "/".to_owned()),
@@ -104,6 +136,10 @@ pub fn launch(settings: &EpochSettings, identity: &BrokerIdentity<'_>) -> Launch
     .into_iter()
     .map(|(name, value)| (name.to_owned(), value))
     .collect();
+    if identity.rank == 0 && identity.loads_live_configuration {
+        let modprobe = identity.prefix.join(MODPROBE).display().to_string();
+        env.insert("FLUX_MODPROBE_PATH_APPEND".to_owned(), modprobe);
+    }
 
     let record = LaunchRecord {
         rank: identity.rank,
@@ -189,6 +225,7 @@ mod tests {
             instance_uid: "instance-uid",
             instance_id: "instance-id",
             epoch: 3,
+            loads_live_configuration: true,
         }
     }
 
@@ -221,13 +258,15 @@ mod tests {
         );
         let path = "/opt/flux-distribute/envs/0123456789abcdef/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
         let env: Vec<(&str, &str)> = order.env.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
-        assert_eq!(env, [("HOME", "/"), ("LANG", "C.UTF-8"), ("PATH", path)]);
+        let modprobe = ("FLUX_MODPROBE_PATH_APPEND", "/opt/flux-distribute/etc/modprobe");
+        assert_eq!(env, [modprobe, ("HOME", "/"), ("LANG", "C.UTF-8"), ("PATH", path)]);
     }
 
     #[test]
     fn only_the_lead_keeps_state() {
         let order = launch(&settings(), &identity(1));
         assert!(!order.argv.iter().any(|word| word.contains("statedir") || word.contains("content.")));
+        assert!(!order.env.contains_key("FLUX_MODPROBE_PATH_APPEND"));
     }
 
     #[test]

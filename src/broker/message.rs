@@ -15,6 +15,8 @@ pub const MAX_FRAME: usize = 64 << 20;
 pub const ANY: u32 = u32::MAX;
 /// `nodeid` of a request: the lead.
 pub const LEAD: u32 = 0;
+/// `matchtag` of a request that wants no response (RFC 6).
+pub const NO_RESPONSE: u32 = 0;
 /// errnum that ends a stream.
 pub const ENODATA: u32 = 61;
 
@@ -26,6 +28,7 @@ const REQUEST: u8 = 1;
 const RESPONSE: u8 = 2;
 const FLAG_TOPIC: u8 = 0x01;
 const FLAG_PAYLOAD: u8 = 0x02;
+const FLAG_NO_RESPONSE: u8 = 0x04;
 const FLAG_ROUTE: u8 = 0x08;
 const FLAG_STREAMING: u8 = 0x40;
 /// The broker replaces it by who is at the other end of the socket.
@@ -38,7 +41,7 @@ pub struct Request<'a> {
     pub topic: &'a str,
     /// [`ANY`], [`LEAD`], or a rank.
     pub nodeid: u32,
-    /// Comes back in the response.
+    /// Comes back in the response. [`NO_RESPONSE`]: none is wanted.
     pub matchtag: u32,
     /// Any number of responses, ended by an error.
     pub streaming: bool,
@@ -98,6 +101,9 @@ impl Request<'_> {
         }
         if self.streaming {
             flags |= FLAG_STREAMING;
+        }
+        if self.matchtag == NO_RESPONSE {
+            flags |= FLAG_NO_RESPONSE;
         }
         let mut header = vec![HEADER_MAGIC, VERSION, REQUEST, flags];
         for word in [USER_UNKNOWN, 0, self.nodeid, self.matchtag] {

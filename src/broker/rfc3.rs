@@ -23,7 +23,7 @@ use tokio::{
     time::{timeout, timeout_at},
 };
 
-use super::message::{DecodeError, ENODATA, Message, PREAMBLE, Request, frame_length};
+use super::message::{DecodeError, ENODATA, Message, NO_RESPONSE, PREAMBLE, Request, frame_length};
 
 /// A broker answers within milliseconds; a request that goes to a lead which is gone is never answered.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
@@ -126,8 +126,7 @@ impl Shared {
         }
         let mut tag = waiting.last_tag;
         loop {
-            // 0 is RFC 6's word for "no response".
-            tag = tag.wrapping_add(1).max(1);
+            tag = tag.wrapping_add(1).max(NO_RESPONSE + 1);
             if !waiting.by_tag.contains_key(&tag) {
                 break;
             }
@@ -246,6 +245,15 @@ impl Client {
                 },
             }
         })))
+    }
+
+    /// One request to which nobody responds. A service gets it before every later request of this connection.
+    ///
+    /// # Errors
+    /// [`RpcError::Closed`].
+    pub fn notify(&self, topic: &str, nodeid: u32, payload: &Value) -> Result<(), RpcError> {
+        let request = Request { topic, nodeid, matchtag: NO_RESPONSE, streaming: false, payload };
+        self.outgoing.send(request.encode()).map_err(|_| RpcError::Closed)
     }
 
     /// Waits until the broker has closed the connection.

@@ -11,7 +11,7 @@ use super::{
     message::{ANY, LEAD},
     rfc3::{Client, RpcError},
 };
-use crate::api::IdSet;
+use crate::{api::IdSet, plan::hostlist};
 
 /// What asks the lead waits no longer: behind a lead that is gone nothing answers.
 pub(super) const LEAD_TIMEOUT: Duration = Duration::from_secs(5);
@@ -93,6 +93,9 @@ pub struct InstanceStatus {
     pub down: Amount,
     /// Of it, in use by jobs.
     pub allocated: Amount,
+    /// The name of each rank, in rank order.
+    #[serde(skip)]
+    pub names: Vec<String>,
 }
 
 /// Ranks drained together.
@@ -233,21 +236,16 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
         #[serde(default)]
         reason: Option<String>,
     }
-    #[derive(Deserialize)]
-    struct Scheduler {
-        all: Option<ResourceSet>,
-        down: Option<ResourceSet>,
-        allocated: Option<ResourceSet>,
-    }
     let ask = |topic| client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null);
     let (online, resources) = futures::try_join!(online(client), ask("resource.status"))?;
     // What runs is asked after what is drained: a job that was started in between is seen.
     let scheduler = ask("resource.sched-status").await?;
     let resources: Resources = parse("resource.status", resources)?;
-    let scheduler: Scheduler = parse("resource.sched-status", scheduler)?;
+    let scheduler: Scheduled = parse("resource.sched-status", scheduler)?;
     let drained = resources.drain.into_iter().filter_map(|(ranks, why)| {
         Some(Drained { ranks: ranks.parse().ok()?, reason: why.reason.unwrap_or_default() })
     });
+    let names = scheduler.all.as_ref().map(ResourceSet::names).unwrap_or_default();
     let amount = |set: Option<ResourceSet>| set.map(|set| set.amount()).unwrap_or_default();
     Ok(InstanceStatus {
         online,
@@ -257,6 +255,7 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
         all: amount(scheduler.all),
         down: amount(scheduler.down),
         allocated: amount(scheduler.allocated),
+        names,
     })
 }
 
@@ -328,6 +327,59 @@ struct Members {
     members: IdSet,
 }
 
+/// The names of the ranks that jobs hold, by rank. It needs neither a scheduler nor the resource module.
+///
+/// # Errors
+/// [`RpcError`].
+pub async fn held_names(client: &Client) -> Result<BTreeMap<u32, String>, RpcError> {
+    #[derive(Deserialize)]
+    struct Held {
+        allocated: Option<ResourceSet>,
+    }
+    let topic = "job-manager.resource-status";
+    let Held { allocated } = parse(topic, client.rpc(topic, LEAD, Value::Null).await?)?;
+    let held = allocated.map(|set| set.amount().ranks).unwrap_or_default();
+    if held.is_empty() {
+        return Ok(BTreeMap::new());
+    }
+    let names = loaded_names(client).await?;
+    Ok((0..).zip(names).filter(|(rank, _)| held.contains(*rank)).collect())
+}
+
+/// The name of each rank, in rank order, by the configuration that is loaded: without a `[bootstrap]` table, ranks are in the order
+/// of `[[resource.config]]` (flux-core src/modules/resource/inventory.c).
+async fn loaded_names(client: &Client) -> Result<Vec<String>, RpcError> {
+    #[derive(Deserialize)]
+    struct Loaded {
+        #[serde(default)]
+        bootstrap: Option<Value>,
+        #[serde(default)]
+        resource: Declared,
+    }
+    #[derive(Deserialize, Default)]
+    struct Declared {
+        #[serde(default)]
+        config: Vec<Entry>,
+    }
+    #[derive(Deserialize)]
+    struct Entry {
+        hosts: String,
+    }
+    let Loaded { bootstrap, resource } = parse("config.get", client.rpc("config.get", LEAD, Value::Null).await?)?;
+    Ok(match bootstrap {
+        Some(_) => hostlist::decode(&attribute(client, "hostlist").await?),
+        None => resource.config.iter().flat_map(|entry| hostlist::decode(&entry.hosts)).collect(),
+    })
+}
+
+/// What `resource.sched-status` answers.
+#[derive(Deserialize)]
+struct Scheduled {
+    all: Option<ResourceSet>,
+    down: Option<ResourceSet>,
+    allocated: Option<ResourceSet>,
+}
+
 /// R (RFC 20), as much of it as is counted.
 #[derive(Deserialize)]
 struct ResourceSet {
@@ -338,6 +390,8 @@ struct ResourceSet {
 struct Execution {
     #[serde(rename = "R_lite", default)]
     entries: Vec<Entry>,
+    #[serde(default)]
+    nodelist: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -347,6 +401,11 @@ struct Entry {
 }
 
 impl ResourceSet {
+    /// Of the set of all ranks: their names in rank order.
+    fn names(&self) -> Vec<String> {
+        self.execution.nodelist.iter().flat_map(|names| hostlist::decode(names)).collect()
+    }
+
     fn amount(&self) -> Amount {
         let mut amount = Amount::default();
         for Entry { rank, children } in &self.execution.entries {

@@ -6,12 +6,14 @@ use std::{
 };
 
 use super::{hostlist, topology::Topology};
-use crate::api::{Declared, IdSet, Rank, Roster, RosterEntry};
+use crate::api::{Declared, IdSet, Member, Rank, Roster, RosterEntry};
 
 /// Tables that are ours: `kvs`, whose checkpoint-period is in the spec, and `access`, because guests stay out.
 pub const OWN_TABLES: [&str; 5] = ["bootstrap", "tbon", "resource", "kvs", "access"];
-/// Fluxion's table for its queues, to which a policy is added where it names none.
+/// Fluxion's table for its queues, to which a policy is added if it names none.
 const QUEUE_MANAGER: &str = "sched-fluxion-qmanager";
+/// Fluxion's table for its resource graph, to which a format is added if it names none.
+const RESOURCE_GRAPH: &str = "sched-fluxion-resource";
 /// Lost nodes are noticed after this; a node that is cut off for longer loses its jobs. flux-core's default of 20 s is
 /// shorter than many a switch's reboot.
 const TCP_USER_TIMEOUT: &str = "2m";
@@ -44,9 +46,10 @@ pub fn extra_tables(text: &str) -> Result<toml::Table, ExtraError> {
     if let Some(ours) = table.keys().find(|key| OWN_TABLES.contains(&key.as_str())) {
         return Err(ExtraError::Ours(ours.clone()));
     }
-    match table.get(QUEUE_MANAGER) {
-        Some(other) if !other.is_table() => Err(ExtraError::NotATable(QUEUE_MANAGER.to_owned())),
-        _ => Ok(table),
+    let is_no_table = |name: &&str| table.get(*name).is_some_and(|value| !value.is_table());
+    match [QUEUE_MANAGER, RESOURCE_GRAPH].into_iter().find(is_no_table) {
+        Some(name) => Err(ExtraError::NotATable(name.to_owned())),
+        None => Ok(table),
     }
 }
 
@@ -55,12 +58,28 @@ pub fn extra_tables(text: &str) -> Result<toml::Table, ExtraError> {
 /// # Errors
 /// The roster's extra tables are not what [`extra_tables`] takes, or its topology doesn't parse.
 pub fn render(roster: &Roster) -> Result<String, String> {
+    let text = toml::to_string(&tables(roster)?).map_err(|error| format!("broker.toml: {error}"))?;
+    let Roster { instance_id, epoch, revision, .. } = roster;
+    let made_from = format!("instance {instance_id} epoch {epoch} revision {revision}");
+    Ok(format!("{HEADER}{made_from}, made by flux-distribute: changes are overwritten\n{text}"))
+}
+
+/// The tables of [`render`].
+///
+/// # Errors
+/// As [`render`].
+pub(super) fn tables(roster: &Roster) -> Result<toml::Table, String> {
     let size = roster.settings.max_size;
     let topology = Topology::parse(&roster.settings.topology, size)?;
     let mut file = extra_tables(&roster.settings.config).map_err(|error| format!("spec.broker.config {error}"))?;
 
     // Fluxion's own default refuses a job that is larger than what is up; with "easy" it waits for the nodes.
     table(&mut file, QUEUE_MANAGER)?.entry("queue-policy").or_insert_with(|| "easy".into());
+    // With its default format, Fluxion 0.54 frees the cores of only one job on each node, of all the jobs that it takes back
+    // when it is loaded again. An epoch of an older version goes on as it began: its jobs have the other format.
+    if roster.declares_nodes() {
+        table(&mut file, RESOURCE_GRAPH)?.entry("match-format").or_insert_with(|| "rv1".into());
+    }
 
     let ipv6 = roster.members().any(|member| member.address.is_ipv6());
     let bootstrap = table(&mut file, "bootstrap")?;
@@ -86,16 +105,13 @@ pub fn render(roster: &Roster) -> Result<String, String> {
     verify.insert("hostname".into(), "ignore".into());
     verify.insert("gpu".into(), "ignore".into());
     resource.insert("verify".into(), verify.into());
-    resource.insert("config".into(), resource_config(roster).into());
+    let names: Vec<_> = (0..size).map(|rank| broker_name(roster, rank)).collect();
+    resource.insert("config".into(), resource_config(roster, &names).into());
     let excluded = excluded(roster);
     if !excluded.is_empty() {
         resource.insert("exclude".into(), excluded.to_string().into());
     }
-
-    let text = toml::to_string(&file).map_err(|error| format!("broker.toml: {error}"))?;
-    let Roster { instance_id, epoch, revision, .. } = roster;
-    let made_from = format!("instance {instance_id} epoch {epoch} revision {revision}");
-    Ok(format!("{HEADER}{made_from}, made by flux-distribute: changes are overwritten\n{text}"))
+    Ok(file)
 }
 
 /// The epoch and revision of the roster that a file of [`render`] was made from; None where that was another instance's,
@@ -194,9 +210,11 @@ fn hosts(roster: &Roster, topology: Topology) -> Vec<toml::Value> {
     hosts.into_iter().map(toml::Value::from).collect()
 }
 
-/// The member's Node is a property of its rank.
-pub fn is_node_a_property(entry: &RosterEntry) -> bool {
-    entry.member.as_ref().is_some_and(|member| entry.has_node_property || member.node != entry.broker_name)
+/// The member's Node is a property of its rank, so that jobs may require it by name. In an epoch that declares nodes nobody needs
+/// it, and each property makes a line of its own in `flux resource list`; it stays for jobs that have been waiting since then.
+pub fn is_node_a_property(roster: &Roster, entry: &RosterEntry) -> bool {
+    let differs = |member: &Member| !roster.declares_nodes() && member.node != entry.broker_name;
+    entry.member.as_ref().is_some_and(|member| entry.has_node_property || differs(member))
 }
 
 fn endpoint(address: IpAddr, port: u16) -> String {
@@ -206,38 +224,69 @@ fn endpoint(address: IpAddr, port: u16) -> String {
     }
 }
 
-/// One `[[resource.config]]` per kind of node. A member under a spare's name gets its node's name as a property too, so that
-/// `--requires=NODE` works, and keeps it in later epochs; others don't, because each property makes a line of its own in
-/// `flux resource list`.
-fn resource_config(roster: &Roster) -> Vec<toml::Value> {
+/// What the ranks of one kind declare.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Kind {
+    cores: IdSet,
+    gpus: u32,
+    properties: BTreeSet<String>,
+}
+
+impl Kind {
+    /// Its `[[resource.config]]` entry (flux-config-resource(5)).
+    fn entry(self, hosts: &[&String]) -> toml::Value {
+        let mut entry = toml::Table::new();
+        entry.insert("hosts".into(), hostlist::encode(hosts).into());
+        entry.insert("cores".into(), self.cores.to_string().into());
+        if self.gpus > 0 {
+            entry.insert("gpus".into(), (0..self.gpus).collect::<IdSet>().to_string().into());
+        }
+        if !self.properties.is_empty() {
+            entry.insert("properties".into(), self.properties.into_iter().collect::<Vec<_>>().into());
+        }
+        entry.into()
+    }
+}
+
+/// The kind of each rank, in rank order.
+fn kinds(roster: &Roster) -> impl Iterator<Item = Kind> {
     let shape = spare_shape(roster);
-    let mut kinds: BTreeMap<(IdSet, u32, BTreeSet<&str>), Vec<Rank>> = BTreeMap::new();
-    for rank in 0..roster.settings.max_size {
+    (0..roster.settings.max_size).map(move |rank| {
         let entry = roster.ranks.get(&rank);
         let declared = entry.and_then(|entry| entry.resources.as_ref()).unwrap_or(&shape);
         let mut properties = BTreeSet::new();
         if let Some((entry, member)) = entry.and_then(|entry| Some((entry, entry.member.as_ref()?))) {
-            properties.extend(entry.properties.iter().map(String::as_str));
-            properties.extend(is_node_a_property(entry).then_some(member.node.as_str()));
+            properties.extend(entry.properties.iter().cloned());
+            properties.extend(is_node_a_property(roster, entry).then(|| member.node.clone()));
         }
-        kinds.entry((declared.core_ids(), declared.gpus, properties)).or_default().push(rank);
+        Kind { cores: declared.core_ids(), gpus: declared.gpus, properties }
+    })
+}
+
+/// One `[[resource.config]]` entry for each kind, under these names. Flux finds the ranks by the names.
+fn resource_config(roster: &Roster, names: &[String]) -> Vec<toml::Value> {
+    let mut hosts: BTreeMap<Kind, Vec<&String>> = BTreeMap::new();
+    let mut in_order = Vec::new();
+    for (kind, name) in kinds(roster).zip(names) {
+        let known = hosts.entry(kind.clone()).or_default();
+        if known.is_empty() {
+            in_order.push(kind);
+        }
+        known.push(name);
     }
-    let mut kinds: Vec<_> = kinds.into_iter().collect();
-    kinds.sort_by_key(|(_, ranks)| ranks.first().copied());
-    let config = kinds.into_iter().map(|((cores, gpus, properties), ranks)| {
-        let names = ranks.into_iter().map(|rank| broker_name(roster, rank));
-        let mut kind = toml::Table::new();
-        kind.insert("hosts".into(), hostlist::encode(names).into());
-        kind.insert("cores".into(), cores.to_string().into());
-        if gpus > 0 {
-            kind.insert("gpus".into(), (0..gpus).collect::<IdSet>().to_string().into());
+    in_order.into_iter().filter_map(|kind| hosts.remove(&kind).map(|hosts| kind.entry(&hosts))).collect()
+}
+
+/// The same for a configuration without `[bootstrap]`, whose ranks are those of the order in which the names stand.
+pub(super) fn resource_config_in_rank_order(roster: &Roster, names: &[String]) -> Vec<toml::Value> {
+    let mut runs: Vec<(Kind, Vec<&String>)> = Vec::new();
+    for (kind, name) in kinds(roster).zip(names) {
+        match runs.last_mut() {
+            Some((last, hosts)) if *last == kind => hosts.push(name),
+            _ => runs.push((kind, vec![name])),
         }
-        if !properties.is_empty() {
-            kind.insert("properties".into(), properties.into_iter().collect::<Vec<_>>().into());
-        }
-        toml::Value::from(kind)
-    });
-    config.collect()
+    }
+    runs.into_iter().map(|(kind, hosts)| kind.entry(&hosts)).collect()
 }
 
 #[cfg(test)]
@@ -285,6 +334,9 @@ hostname = "ignore"
 [sched-fluxion-qmanager]
 queue-policy = "easy"
 
+[sched-fluxion-resource]
+match-format = "rv1"
+
 [tbon]
 connect_timeout = "5s"
 tcp_user_timeout = "2m"
@@ -305,8 +357,8 @@ topo = "kary:256"
     }
 
     #[test]
-    fn a_member_under_a_spares_name_gets_its_node_as_a_property() {
-        let mut roster = roster(4, &[("node1", 2)]);
+    fn in_an_epoch_of_an_older_version_a_member_under_a_spares_name_has_its_node_as_a_property() {
+        let mut roster = Roster { format: 1, ..roster(4, &[("node1", 2)]) };
         let entry = crate::api::RosterEntry {
             broker_name: spare_name(2),
             reserved_for: None,

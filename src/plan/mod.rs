@@ -9,6 +9,7 @@ pub mod eligibility;
 pub mod forsaken;
 pub mod hostlist;
 pub mod lease;
+pub mod names;
 pub mod peers;
 pub mod prefix;
 pub mod project;

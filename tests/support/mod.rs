@@ -2,4 +2,5 @@
 
 #![allow(dead_code, reason = "each test takes what it needs")]
 
+pub mod real_broker;
 pub mod stand_in;

@@ -14,7 +14,7 @@ struct World {
     host: HostView,
     preflight: Option<Preflight>,
     published: Option<&'static str>,
-    applied: Option<u64>,
+    applied: Option<Applied>,
     told: Option<InstanceStatus>,
     is_up: bool,
     unheard: Duration,
@@ -120,6 +120,11 @@ impl World {
             holds: &self.holds,
         })
     }
+}
+
+/// By a live change of this revision.
+fn applied(revision: u64) -> Option<Applied> {
+    Some(Applied { pid: 1, start_time: 1, revision, live: true })
 }
 
 #[test]
@@ -320,7 +325,7 @@ fn a_lead_gives_no_jobs_to_who_leaves_before_it_takes_in_a_new_revision_and_some
     assert!(matches!(world.decide(), Step::Drain(change) if change.undrain.is_empty() && !change.drain.is_empty()));
     world.told = drained("1-2");
     assert!(matches!(world.decide(), Step::Reload(_)));
-    world.applied = Some(1);
+    world.applied = applied(1);
     assert!(matches!(world.decide(), Step::Drain(change) if change.undrain == "2".parse().unwrap()));
 }
 
@@ -340,7 +345,7 @@ fn a_lead_takes_in_a_new_revision_before_it_prepares_anything() {
     world.published = Some("newer");
     world.spec.as_mut().unwrap().fetch_from = Some(FetchFrom { digest: "newer".into(), ..FetchFrom::default() });
     assert!(matches!(world.decide(), Step::Reload(_)));
-    world.applied = Some(1);
+    world.applied = applied(1);
     assert!(matches!(world.decide(), Step::Prepare { .. }));
 }
 
@@ -455,9 +460,9 @@ fn the_lead_takes_in_a_new_revision_live() {
     let mut running = broker(0, 1);
     running.record.node_uid = "uid-node1".into();
     world.host.broker = Some(running);
-    world.applied = Some(2);
+    world.applied = applied(2);
     assert!(matches!(world.decide(), Step::Reload(assignment) if assignment.rank == 0));
-    world.applied = Some(3);
+    world.applied = applied(3);
     assert_eq!(world.decide(), Step::Hold);
 }
 
@@ -563,7 +568,7 @@ fn the_last_copy_of_the_queue_is_not_ended_by_the_end_of_its_epoch() {
         let mut world = World::new();
         let spec = world.spec.as_mut().unwrap();
         (spec.node_name, spec.node_uid, spec.rank) = ("node1".into(), Some("uid-node1".into()), Some(0));
-        world.applied = Some(1);
+        world.applied = applied(1);
         world.host.broker = Some(broker(0, 1));
         world.host.broker.as_mut().unwrap().record.instance_id = world.roster.as_ref().unwrap().instance_id.clone();
         world.roster.as_mut().unwrap().closing = closing.then_some(Closing::WhenIdle);

@@ -145,6 +145,7 @@ fn record(line: &CommandLine, prefix: &Path, roster: &Roster) -> Result<LaunchRe
         instance_uid: &roster.instance_uid,
         instance_id: &roster.instance_id,
         epoch: roster.epoch,
+        loads_live_configuration: roster.declares_nodes(),
     };
     let order = launch(&roster.settings, &identity);
     let mut record = order.record;
@@ -171,6 +172,7 @@ mod tests {
             instance_uid: "",
             instance_id: "",
             epoch: 0,
+            loads_live_configuration: true,
         };
         let argv = launch(&roster.settings, &identity).argv;
         CommandLine(

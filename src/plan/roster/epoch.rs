@@ -10,8 +10,8 @@ use super::{
 };
 use crate::{
     api::{
-        CONDITION_RESTART_PENDING, Closing, EpochSettings, FluxNodeStatus, Member, OnFailure, Rank, Refused, Roster,
-        RosterEntry,
+        CONDITION_RESTART_PENDING, Closing, EpochSettings, FluxNodeStatus, Member, OnFailure, ROSTER_FORMAT, Rank,
+        Refused, Roster, RosterEntry,
     },
     plan::{
         broker_toml::{is_broker_name, is_node_a_property, spare_name},
@@ -115,8 +115,10 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     let (Some(digest), Some(certificate)) = (seen.digest, seen.certificate) else { return Restart::None };
     let told = seen.restart_word.is_some() && seen.restart_word != roster.restart.as_deref();
     let by_spec = pending(&roster.settings, seen.spec, digest, certificate);
-    let Some(difference) =
-        by_spec.or_else(|| pending_by_agents(seen, roster)).or_else(|| told.then(|| "asked for".to_owned()))
+    let Some(difference) = by_spec
+        .or_else(|| pending_by_agents(seen, roster))
+        .or_else(|| pending_by_format(roster))
+        .or_else(|| told.then(|| "asked for".to_owned()))
     else {
         return Restart::None;
     };
@@ -156,6 +158,12 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
         Some(ranks) => waits(format!("the jobs on ranks {ranks} to end")),
         None => waits("the lead to tell whether jobs run".to_owned()),
     }
+}
+
+/// As [`pending`], of an epoch that an older version began.
+fn pending_by_format(roster: &Roster) -> Option<String> {
+    let words = "nodes that join have their own names, and no core is lost when they do, from the next epoch on";
+    (roster.format < ROSTER_FORMAT).then(|| words.to_owned())
 }
 
 /// As [`pending`], by the word of those who run a broker of this epoch: others may have said so of an older one.
@@ -205,7 +213,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
             (member.uid, member.gone_since) = (node.uid.clone(), None);
         }
         match rank < settings.max_size {
-            true => drop(ranks.insert(rank, named(seen, rank, member, Some(entry), revision))),
+            true => drop(ranks.insert(rank, named(seen, roster, rank, member, Some(entry)))),
             false => homeless.push((member, Some(entry))),
         }
     }
@@ -222,9 +230,10 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     let free: Vec<Rank> = (1..settings.max_size).filter(|rank| !ranks.contains_key(rank)).collect();
     let room = limit.saturating_sub(ranks.len());
     for (rank, (member, before)) in free.into_iter().zip(homeless).take(room) {
-        ranks.insert(rank, named(seen, rank, member, before, revision));
+        ranks.insert(rank, named(seen, roster, rank, member, before));
     }
     let mut next = Roster {
+        format: ROSTER_FORMAT,
         epoch: roster.epoch + 1,
         revision,
         // An epoch that did not come up is nothing to go back to.
@@ -240,9 +249,10 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     next.ranks.contains_key(&0).then_some(next)
 }
 
-/// The entry of a member that had `before` in the epoch before, under its node's own name. Not where it is drained as a spare,
-/// by somebody or by us: Flux keeps that by the broker's name, and would give it jobs until it is drained anew.
-fn named(seen: &Observed, rank: Rank, member: Member, before: Option<&RosterEntry>, revision: u64) -> RosterEntry {
+/// The entry of a member in the epoch after `roster`'s, in which it had `before`. Its broker has its node's name, unless it is
+/// drained as a spare, by somebody or by us: Flux records drains by the brokers' names, and would give it jobs until it is drained
+/// anew.
+fn named(seen: &Observed, roster: &Roster, rank: Rank, member: Member, before: Option<&RosterEntry>) -> RosterEntry {
     let is_spare = before.is_some_and(|entry| entry.broker_name == spare_name(rank));
     // Anybody's word counts: a lead that was taken over from has the only one.
     let is_drained = before.is_some_and(|entry| entry.drain.is_some())
@@ -258,9 +268,9 @@ fn named(seen: &Observed, rank: Rank, member: Member, before: Option<&RosterEntr
         member: Some(member),
         resources,
         properties: before.map(|entry| entry.properties.clone()).unwrap_or_default(),
-        has_node_property: before.is_some_and(is_node_a_property),
+        has_node_property: before.is_some_and(|entry| is_node_a_property(roster, entry)),
         // Until it is looked at anew, nobody may take it off: Flux would give the node jobs.
         drain: before.and_then(|entry| entry.drain.clone()).map(|drain| drain.anew(seen.now)),
-        revision,
+        revision: roster.revision + 1,
     }
 }

@@ -6,7 +6,7 @@ use super::{
     tests::World,
 };
 use crate::{
-    api::{Closing, InstancePhase, NodePhase, OnFailure, Roster, Want},
+    api::{Closing, InstancePhase, NodePhase, OnFailure, ROSTER_FORMAT, Roster, Want},
     plan::{broker_toml::render, status::status},
 };
 
@@ -155,6 +155,8 @@ fn begin_an_epoch(world: &mut World, port: u16) -> Roster {
 #[test]
 fn what_waiting_jobs_require_of_a_member_by_its_name_outlives_epochs() {
     let mut world = with_a_member_under_a_spares_name();
+    // An older version had begun the first epoch.
+    world.roster.as_mut().unwrap().format = 1;
     let has_property = |roster: &Roster| render(roster).unwrap().contains("properties = [\"node4\"]");
     for (epoch, port) in [(2, 9000), (3, 9001)] {
         let roster = begin_an_epoch(&mut world, port);
@@ -170,6 +172,25 @@ fn what_waiting_jobs_require_of_a_member_by_its_name_outlives_epochs() {
     assert!(!has_property(world.roster.as_ref().unwrap()));
     let entry = &world.roster.as_ref().unwrap().ranks[&0];
     assert!(!serde_json::to_string(entry).unwrap().contains("Property"), "what older versions read is the same");
+}
+
+#[test]
+fn an_epoch_of_an_older_version_is_to_end_once_it_is_idle_and_goes_on_as_it_began_until_then() {
+    let mut world = with_a_member_under_a_spares_name();
+    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+    world.roster.as_mut().unwrap().format = 1;
+    jobs_on(&mut world, Some("0"));
+    let roster = world.roster.clone().unwrap();
+    let Restart::Waits { difference, reason } = restart(&world.seen(), &roster) else { panic!() };
+    assert!(difference.contains("own names") && reason.contains("jobs"), "{difference} {reason}");
+    assert!(!render(&roster).unwrap().contains("match-format"), "its running jobs have the other format");
+    jobs_on(&mut world, Some(""));
+    world.settle();
+    close(&mut world);
+    world.settle();
+    let next = world.roster.as_ref().unwrap();
+    assert_eq!((next.epoch, next.format), (2, ROSTER_FORMAT));
+    assert!(!render(next).unwrap().contains("flux-spare-3"));
 }
 
 #[test]

@@ -1,0 +1,126 @@
+//! Brokers of a real Flux, started by the very command line of production.
+
+use std::{
+    future::Future,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use flux_distribute::{
+    api::EpochSettings,
+    broker::{
+        command::{BrokerIdentity, launch},
+        rfc3::Client,
+    },
+};
+use tokio::time::{sleep, timeout};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+pub async fn soon<T>(future: impl Future<Output = T>) -> T {
+    timeout(PATIENCE, future).await.expect("nothing came")
+}
+
+/// A broker of a real Flux; killed when dropped.
+pub struct RealBroker {
+    pub child: Child,
+    directory: PathBuf,
+}
+
+impl RealBroker {
+    pub fn socket(&self) -> PathBuf {
+        self.directory.join("local")
+    }
+}
+
+impl Drop for RealBroker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub fn flux() -> Option<PathBuf> {
+    let prefix = std::env::var("FLUX_PREFIX").unwrap_or_else(|_| "/opt/flux".to_owned());
+    let flux = Path::new(&prefix).join("bin/flux");
+    if !flux.exists() {
+        eprintln!("skipped: no Flux in {prefix}; set FLUX_PREFIX");
+        return None;
+    }
+    Some(flux)
+}
+
+/// Starts rank `rank` by the very command line of production, with its directories moved.
+pub fn start(flux: &Path, base: &Path, rank: u32) -> RealBroker {
+    let settings = EpochSettings {
+        max_size: 4,
+        topology: "custom".to_owned(),
+        port: 0,
+        digest: "env".to_owned(),
+        certificate: String::new(),
+        run_as: "root".to_owned(),
+        config: String::new(),
+        cpu_weight: 100,
+        checkpoint_period: "1m".to_owned(),
+        spare_shape: None,
+    };
+    let name = format!("node{rank}");
+    let identity = BrokerIdentity {
+        prefix: base,
+        rank,
+        broker_name: &name,
+        node_uid: "",
+        instance_uid: "",
+        instance_id: "",
+        epoch: 1,
+        loads_live_configuration: false,
+    };
+    let directory = base.join(format!("run{rank}"));
+    std::fs::create_dir(&directory).unwrap();
+    let order = launch(&settings, &identity);
+    let moved = order.argv[1..]
+        .iter()
+        .map(|word| word.replace(flux_distribute::api::BROKER_RUN_DIR, &directory.display().to_string()));
+    let log = std::fs::File::create(base.join(format!("log{rank}"))).unwrap();
+    let child = Command::new(flux)
+        .args(moved)
+        .env_clear()
+        .envs(&order.env)
+        .stdin(Stdio::null())
+        .stdout(log.try_clone().unwrap())
+        .stderr(log)
+        .spawn()
+        .unwrap();
+    RealBroker { child, directory }
+}
+
+pub async fn connect(broker: &RealBroker) -> Client {
+    soon(async {
+        loop {
+            match Client::connect(&broker.socket()).await {
+                Ok(client) => return client,
+                // There is no event for a socket that is listened at.
+                Err(_) => sleep(Duration::from_millis(20)).await,
+            }
+        }
+    })
+    .await
+}
+
+/// Writes `etc/broker.toml` for `size` ranks with these cores each.
+pub fn configure(flux: &Path, base: &Path, size: u32, cores: &str) {
+    let certificate = base.join("curve.cert");
+    let made = Command::new(flux).args(["keygen", "-n", "test"]).arg(&certificate).output().unwrap();
+    assert!(made.status.success(), "{made:?}");
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    std::fs::create_dir_all(base.join("etc")).unwrap();
+    std::fs::create_dir_all(base.join("state")).unwrap();
+    let names = format!("node[0-{}]", size - 1);
+    let config = format!(
+        "[bootstrap]\ncurve_cert = {certificate:?}\nhosts = [{{ host = {names:?} }}, {{ host = \"node0\", bind = \"tcp://127.0.0.1:{port}\", \
+         connect = \"tcp://127.0.0.1:{port}\" }}]\n[resource]\nnoverify = true\n[[resource.config]]\nhosts = {names:?}\n\
+         cores = {cores:?}\n[sched-fluxion-resource]\nmatch-format = \"rv1\"\n"
+    );
+    std::fs::write(base.join("etc/broker.toml"), config).unwrap();
+}
