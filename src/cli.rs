@@ -73,6 +73,8 @@ enum Command {
     Configure(agent::AgentArguments),
     /// One rung of the ladder: start the broker unless it runs
     Start(agent::AgentArguments),
+    /// On the lead: take in what the roster declares once more, with the scheduler loaded again; running jobs stay
+    Reload(agent::AgentArguments),
     /// One rung of the ladder: fail unless the broker is online
     Online(agent::AgentArguments),
     /// One rung of the ladder: write what was found to this node's FluxNode
@@ -178,6 +180,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Install(arguments) => rung(Rung::Install(arguments.output), arguments.agent),
         Command::Configure(arguments) => rung(Rung::Configure, arguments),
         Command::Start(arguments) => rung(Rung::Start, arguments),
+        Command::Reload(arguments) => rung(Rung::Reload, arguments),
         Command::Online(arguments) => rung(Rung::Online, arguments),
         Command::Report(arguments) => rung(Rung::Report, arguments),
         Command::Crds => print(&crds().map_err(|error| Failure::new(&error))?),

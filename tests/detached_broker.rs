@@ -352,6 +352,7 @@ fn lead(bed: &Bed) -> LaunchOrder {
         instance_uid: "instance",
         instance_id: "id",
         epoch: 3,
+        loads_live_configuration: false,
     };
     let mut order = launch(&serde_json::from_value(settings).unwrap(), &identity);
     for word in order.argv.iter_mut().filter(|word| word.starts_with("-Srundir=")) {

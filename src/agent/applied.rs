@@ -20,9 +20,10 @@ pub struct Applied {
     pub start_time: u64,
     /// The roster's revision.
     pub revision: u64,
-    /// It was a live change. At its start, a broker may have missed the live configuration ([`crate::plan::names`]).
+    /// Flux knows each rank by its name in that roster. Not known of a broker that has just been started, and not so while a job
+    /// holds a rank under another name ([`crate::plan::names`]).
     #[serde(default)]
-    pub live: bool,
+    pub settled: bool,
 }
 
 impl Applied {
@@ -45,10 +46,10 @@ impl Actor {
         roster: &Roster,
         view: &HostView,
         revision: u64,
-        live: bool,
+        settled: bool,
     ) -> Result<(), StepError> {
         let Some(broker) = &view.broker else { return Ok(()) };
-        let applied = Applied { pid: broker.pid, start_time: broker.start_time, revision, live };
+        let applied = Applied { pid: broker.pid, start_time: broker.start_time, revision, settled };
         let content = serde_json::to_string(&applied).map_err(|error| StepError::Wrong(error.to_string()))?;
         let order = ConfigureOrder {
             prefix: preflight.prefix.clone(),

@@ -25,7 +25,10 @@ use crate::{
     },
     error_chain,
     host::{HostView, Preflight},
-    plan::{names::live_configuration, roster::topology},
+    plan::{
+        names::{are_settled, live_configuration},
+        roster::topology,
+    },
 };
 
 impl Agent {
@@ -65,11 +68,16 @@ impl Agent {
                 let _finished = live_change.lock().await;
                 let Content { roster, revision, .. } =
                     self.actor.configure(&preflight, &roster, assignment, true).await?;
-                reload(&live::connect().await?, |held| live_configuration(&roster, held)).await?;
+                let mut settled = true;
+                reload(&live::connect().await?, |held| {
+                    settled = are_settled(&roster, held);
+                    live_configuration(&roster, held)
+                })
+                .await?;
                 info!(revision, "the lead has taken in the roster's resources");
                 // Asked without a scheduler, the broker has not told what is drained.
                 self.ask.notify_one();
-                self.actor.remember(&preflight, &roster, &self.view, revision, true).await
+                self.actor.remember(&preflight, &roster, &self.view, revision, settled).await
             }
             Step::Drain(change) => {
                 info!(?change, "draining");

@@ -271,7 +271,7 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     }
     // One that is not up yet has read what was there at its start, and can't be told.
     let is_current =
-        |applied: &Applied| applied.revision >= spec.revision && (applied.live || !misses_names(seen, roster));
+        |applied: &Applied| applied.revision >= spec.revision && (applied.settled || !is_misnamed(seen, roster));
     if assignment.rank == 0 && seen.is_up && !seen.applied.as_ref().is_some_and(is_current) {
         return Step::Reload(assignment);
     }
@@ -288,9 +288,10 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     }
 }
 
-/// Flux knows members by their brokers' names: the lead's broker did not take in the live configuration at its start.
-fn misses_names(seen: &Seen, roster: &Roster) -> bool {
-    seen.told.is_some_and(|told| misnamed(roster, &told.names, |rank| told.allocated.ranks.contains(rank)))
+/// Flux could know members by other names than it does: the lead's broker did not take in the live configuration at its start, or a
+/// job kept a rank from having its name, and has ended.
+fn is_misnamed(seen: &Seen, roster: &Roster) -> bool {
+    seen.told.is_some_and(|told| misnamed(roster, &told.names, &told.allocated.ranks))
 }
 
 fn statedir_lost(seen: &Seen, broker: &RunningBroker) -> Step {

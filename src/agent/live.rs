@@ -18,7 +18,7 @@ use tracing::debug;
 use crate::{
     api::{BROKER_RUN_DIR, IdSet},
     broker::{
-        pending::pending_nodes,
+        pending::{Pending, pending},
         rfc3::{Client, RpcError},
         status::{Change, InstanceStatus, attribute, instance, online, online_line, state, watch as changes},
     },
@@ -44,8 +44,10 @@ pub struct Live {
     pub online: IdSet,
     /// On the lead: what jobs run on and what is drained; None: not known.
     pub instance: Option<InstanceStatus>,
-    /// On the lead: how many more nodes pending jobs wait for; None: not known.
-    pub pending_nodes: Option<u32>,
+    /// On the lead: what pending jobs wait for; None: not known.
+    pub pending: Option<Pending>,
+    /// On the lead: the job that has been at the head of the queue since then, while what it asks for was free.
+    pub fits_since: Option<(u64, Instant)>,
     /// Since when the lead has not answered this broker, or has not counted it in. A half-open connection looks well from
     /// here (flux-core #6626).
     pub unheard_since: Option<Instant>,
@@ -62,6 +64,12 @@ impl Live {
         self.leaving_since = is_leaving.then(|| self.leaving_since.unwrap_or_else(Instant::now));
         self.state = state;
     }
+}
+
+/// Since when that job has been known to fit.
+fn fits_since(before: Option<(u64, Instant)>, fits: Option<u64>) -> Option<(u64, Instant)> {
+    let job = fits?;
+    before.filter(|(known, _)| *known == job).or_else(|| Some((job, Instant::now())))
 }
 
 /// Connects to the broker of this host.
@@ -149,15 +157,16 @@ async fn follow_one(client: &Client, sender: &watch::Sender<Live>, ask: &Notify)
             },
             () = async { tokio::select! { _ = every.tick() => {}, () = ask.notified() => {} } } => {
                 let instance = if rank == "0" { instance(client).await.ok() } else { None };
-                let pending_nodes = match &instance {
-                    Some(instance) => pending_nodes(client, instance).await.ok(),
+                let pending = match &instance {
+                    Some(instance) => pending(client, instance).await.ok(),
                     None => None,
                 };
                 let state = state(client).await;
                 sender.send_if_modified(|live| {
                     let next = match state {
                         Ok(state) => {
-                            let mut next = Live { instance, pending_nodes, silent_since: None, ..live.clone() };
+                            let fits_since = fits_since(live.fits_since, pending.and_then(|pending| pending.fits));
+                            let mut next = Live { instance, pending, fits_since, silent_since: None, ..live.clone() };
                             next.enter(state.state);
                             next
                         }

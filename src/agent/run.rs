@@ -247,7 +247,7 @@ impl Agent {
         }
         let nothing_wanted = matches!(world.instance, Presence::Gone) && !self.first_instance_to_come().await;
         self.health.set_ready(tell::is_ready(&seen, &live) || nothing_wanted);
-        self.health.set_pending_nodes(live.pending_nodes);
+        self.health.set_pending_nodes(live.pending.map(|pending| pending.missing_nodes));
         let Some(node) = world.node.here() else { return };
         let before = node.status.clone().unwrap_or_default();
         let next = tell::status(

@@ -21,13 +21,17 @@ use super::{
 };
 use crate::{
     api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, PackageSet, Packages, Roster},
-    broker::status::state,
+    broker::{
+        reload::{ReloadError, reload},
+        status::state,
+    },
     host::{
         NsHost, Preflight,
         files::{host_path, open_in_host_root},
         state::environment,
     },
     packages::{OutputFormat, Style, linked, shown},
+    plan::names::live_configuration,
     planner::{call, read_packages},
 };
 
@@ -44,6 +48,8 @@ pub enum Rung {
     Configure,
     /// Start the broker unless it runs.
     Start,
+    /// On the lead: have its broker take in what the roster declares once more.
+    Reload,
     /// Fail unless the broker is online.
     Online,
     /// Write the facts to the FluxNode.
@@ -112,6 +118,19 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
                 let pid = broker.map(|broker| broker.pid.to_string()).unwrap_or_default();
                 say(&format!("the broker of rank {} runs as process {pid}", assignment.rank));
             }
+        }
+        Rung::Reload => {
+            let node = call(format!("get FluxNode {name}"), nodes.get(name)).await?;
+            let (roster, assignment) = assigned(&node, read_roster(&client).await?)?;
+            let running = actor.observe().await?.broker;
+            if assignment.rank != 0 || running.is_none() {
+                let lead = roster.lead().map_or("nobody", |lead| lead.node.as_str());
+                return Err(AgentError::NotSo(format!("no broker of rank 0 runs on this node; the lead is {lead}")));
+            }
+            let said = |error: ReloadError| AgentError::NotSo(crate::error_chain(&error));
+            let socket = live::connect().await.map_err(|error| AgentError::NotSo(crate::error_chain(&error)))?;
+            reload(&socket, |held| live_configuration(&roster, held)).await.map_err(said)?;
+            say("the scheduler was loaded again, and no job was ended");
         }
         Rung::Online => {
             let broker = actor.observe().await?.broker;

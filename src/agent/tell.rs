@@ -1,6 +1,9 @@
 //! What the node's status page says: pure.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
 
 use super::{
     act::launch_order,
@@ -90,7 +93,8 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         }),
         unknown_broker: seen.host.unknown.is_some(),
         allocated: instance.map(|instance| instance.allocated.ranks.clone()),
-        pending_nodes: known.live.pending_nodes.filter(|_| is_lead),
+        pending_nodes: known.live.pending.filter(|_| is_lead).map(|pending| pending.missing_nodes),
+        held_back: known.live.fits_since.filter(|_| is_lead).and_then(held_back),
         drained: instance.map(|instance| drain::in_effect(wanted_drains, &instance.drained)),
         // The broker that is stopped for the next epoch still has them, and that is when they are asked for.
         drained_by_others: match instance {
@@ -146,6 +150,19 @@ fn is_silent(live: &Live) -> bool {
 
 /// A broker answers within milliseconds; the lead of a big instance may take seconds. So long none is merely slow.
 const SILENT: Duration = Duration::from_secs(60);
+
+/// A job at the head of the queue gets cores that are free within seconds.
+const HELD_BACK: Duration = Duration::from_secs(60);
+
+/// What to say of a job that has been at the head of the queue since then, while what it asks for was free.
+fn held_back((job, since): (u64, Instant)) -> Option<String> {
+    (since.elapsed() >= HELD_BACK).then(|| {
+        format!(
+            "job {job} waits although Flux calls free what it asks for, so the scheduler has lost cores: run `flux-distribute \
+             reload` in the pod of the lead's node, which has the scheduler loaded again while jobs run on"
+        )
+    })
+}
 
 /// Ranks that have or had a member, and that the lead's broker misses. Of a broker that has not told yet who is online
 /// nothing is known.

@@ -253,6 +253,9 @@ pub struct FluxNodeStatus {
     /// Lead only: how many more nodes the largest of the jobs needs that wait for nodes which are down. None: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending_nodes: Option<u32>,
+    /// Lead only: a job waits for cores that Flux calls free, and the remedy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held_back: Option<String>,
     /// Lead only: ranks of [`FluxNodeSpec::drain`] that its broker gives no jobs to (RFC 22), and those that are still drained
     /// for a reason of ours.
     #[serde(default, skip_serializing_if = "Option::is_none")]

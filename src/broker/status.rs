@@ -96,6 +96,9 @@ pub struct InstanceStatus {
     /// The name of each rank, in rank order.
     #[serde(skip)]
     pub names: Vec<String>,
+    /// Cores that no job holds, by rank, of the ranks that are up and may be given jobs.
+    #[serde(skip)]
+    pub free: BTreeMap<u32, usize>,
 }
 
 /// Ranks drained together.
@@ -245,6 +248,7 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     let drained = resources.drain.into_iter().filter_map(|(ranks, why)| {
         Some(Drained { ranks: ranks.parse().ok()?, reason: why.reason.unwrap_or_default() })
     });
+    let free = scheduler.free();
     let names = scheduler.all.as_ref().map(ResourceSet::names).unwrap_or_default();
     let amount = |set: Option<ResourceSet>| set.map(|set| set.amount()).unwrap_or_default();
     Ok(InstanceStatus {
@@ -256,6 +260,7 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
         down: amount(scheduler.down),
         allocated: amount(scheduler.allocated),
         names,
+        free,
     })
 }
 
@@ -380,6 +385,18 @@ struct Scheduled {
     allocated: Option<ResourceSet>,
 }
 
+impl Scheduled {
+    fn free(&self) -> BTreeMap<u32, usize> {
+        let cores = |set: &Option<ResourceSet>| set.as_ref().map(ResourceSet::cores).unwrap_or_default();
+        let (mut free, down, allocated) = (cores(&self.all), cores(&self.down), cores(&self.allocated));
+        free.retain(|rank, cores| {
+            *cores = cores.saturating_sub(allocated.get(rank).copied().unwrap_or_default());
+            *cores > 0 && !down.contains_key(rank)
+        });
+        free
+    }
+}
+
 /// R (RFC 20), as much of it as is counted.
 #[derive(Deserialize)]
 struct ResourceSet {
@@ -404,6 +421,16 @@ impl ResourceSet {
     /// Of the set of all ranks: their names in rank order.
     fn names(&self) -> Vec<String> {
         self.execution.nodelist.iter().flat_map(|names| hostlist::decode(names)).collect()
+    }
+
+    /// How many cores, by rank.
+    fn cores(&self) -> BTreeMap<u32, usize> {
+        let mut cores = BTreeMap::new();
+        for Entry { rank, children } in &self.execution.entries {
+            let each = children.get("core").map_or(0, IdSet::len);
+            rank.0.iter().for_each(|rank| *cores.entry(*rank).or_default() += each);
+        }
+        cores
     }
 
     fn amount(&self) -> Amount {

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use serde_json::Value;
 
 use super::broker_toml::{broker_name, is_broker_name, resource_config_in_rank_order, spare_name, tables};
-use crate::api::{Member, Rank, Roster};
+use crate::api::{IdSet, Member, Rank, Roster};
 
 /// The name under which Flux knows each rank, in rank order: the member's node; a placeholder if the rank has no member, or if
 /// its node's name can't be used or is another rank's. Ranks in `keep` are known by that name whatever the roster says: a
@@ -68,11 +68,17 @@ pub fn live_configuration(roster: &Roster, keep: &BTreeMap<Rank, String>) -> Res
     serde_json::to_value(file).map_err(|error| format!("the live configuration: {error}"))
 }
 
-/// Ranks that Flux knows by another name than `roster` says, although no job holds them. `known`: Flux's names in rank order.
-pub fn misnamed(roster: &Roster, known: &[String], is_busy: impl Fn(Rank) -> bool) -> bool {
-    let wanted = declared_names(roster, &BTreeMap::new());
-    let differs = (0..).zip(known.iter().zip(&wanted)).any(|(rank, (known, wanted))| known != wanted && !is_busy(rank));
-    roster.declares_nodes() && known.len() == wanted.len() && differs
+/// The names differ that the ranks have and could have. `known`: Flux's names in rank order; the ranks in `busy` have jobs.
+pub fn misnamed(roster: &Roster, known: &[String], busy: &IdSet) -> bool {
+    let keep =
+        (0..).zip(known).filter(|(rank, _)| busy.contains(*rank)).map(|(rank, name)| (rank, name.clone())).collect();
+    let could_be = declared_names(roster, &keep);
+    roster.declares_nodes() && known.len() == could_be.len() && known != could_be
+}
+
+/// No job keeps a rank from having its name. `held`: the names of the ranks that jobs hold.
+pub fn are_settled(roster: &Roster, held: &BTreeMap<Rank, String>) -> bool {
+    declared_names(roster, held) == declared_names(roster, &BTreeMap::new())
 }
 
 #[cfg(test)]
@@ -133,7 +139,7 @@ mod tests {
         assert_eq!(names(&roster), ["node1", "flux-spare-1", "flux-spare-2"]);
         let live = live_configuration(&roster, &BTreeMap::new()).unwrap();
         assert!(live["bootstrap"]["hosts"].is_array() && live["sched-fluxion-resource"].is_null(), "{live}");
-        assert!(!misnamed(&roster, &["node1", "flux-spare-1", "node3"].map(str::to_owned), |_| false));
+        assert!(!misnamed(&roster, &["node1", "flux-spare-1", "node3"].map(str::to_owned), &IdSet::default()));
     }
 
     #[test]
@@ -152,12 +158,21 @@ mod tests {
 
     #[test]
     fn a_rank_is_misnamed_only_if_no_job_holds_it() {
-        let mut roster = roster(3, &[("node1", 2)]);
+        let mut roster = roster(4, &[("node1", 2)]);
         join(&mut roster, 2, "node3", None);
-        let known = |third: &str| ["node1", "flux-spare-1", third].map(str::to_owned);
-        assert!(!misnamed(&roster, &known("node3"), |_| false));
-        assert!(misnamed(&roster, &known("flux-spare-2"), |_| false));
-        assert!(!misnamed(&roster, &known("flux-spare-2"), |rank| rank == 2));
-        assert!(!misnamed(&roster, &[], |_| false), "nothing is known");
+        let known = |third: &str| ["node1", "flux-spare-1", third, "flux-spare-3"].map(str::to_owned);
+        let busy = |ranks: &str| ranks.parse().unwrap();
+        assert!(!misnamed(&roster, &known("node3"), &busy("")));
+        assert!(misnamed(&roster, &known("flux-spare-2"), &busy("")));
+        assert!(!misnamed(&roster, &known("flux-spare-2"), &busy("2")));
+        assert!(!misnamed(&roster, &[], &busy("")), "nothing is known");
+        assert!(!are_settled(&roster, &BTreeMap::from([(2, "flux-spare-2".to_owned())])));
+        assert!(are_settled(&roster, &BTreeMap::from([(2, "node3".to_owned())])));
+
+        // Its name is another's for as long as that one's job runs: then there is nothing to change.
+        roster.ranks.get_mut(&2).unwrap().member.as_mut().unwrap().gone_since = Some(9);
+        join(&mut roster, 3, "node3", None);
+        assert!(!misnamed(&roster, &known("node3"), &busy("2")));
+        assert!(misnamed(&roster, &known("node3"), &busy("")));
     }
 }

@@ -137,3 +137,50 @@ fn one_more(scheduler: Scheduler) {
     assert!(now.remove("node5").is_some());
     assert_eq!(now, before);
 }
+
+#[test]
+fn no_core_is_lost_to_jobs_that_end_while_nodes_join_under_fluxion() {
+    join_beside_short_jobs(Scheduler::Fluxion);
+}
+
+#[test]
+fn no_core_is_lost_to_jobs_that_end_while_nodes_join_under_sched_simple() {
+    join_beside_short_jobs(Scheduler::Simple);
+}
+
+/// A node joins, leaves and joins again so often.
+const JOINS: usize = 3;
+
+fn join_beside_short_jobs(scheduler: Scheduler) {
+    // No spare rank is left: its cores would hide that others are lost.
+    let instance = tempfile::Builder::new().suffix(".yaml").tempfile().unwrap();
+    let spec = json!({"apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxInstance",
+        "metadata": {"name": INSTANCE}, "spec": {"maxSize": 3, "size": 2}});
+    fs::write(instance.path(), spec.to_string()).unwrap();
+    let options = ["--instance", instance.path().to_str().unwrap(), "--cores", "2"];
+    let Some(cluster) = scheduler.up(2, &options) else { return };
+    cluster.must(&["add-node", "--cores", "2"]);
+    let until_members = |size: u32| {
+        cluster.patch(json!({"spec": {"size": size}}));
+        let wanted = (0..size).collect::<Vec<_>>();
+        cluster.until(&format!("{size} members"), || {
+            let mut online: Vec<_> =
+                cluster.nodes().iter().filter(|node| node.is_online()).filter_map(|node| node.rank).collect();
+            online.sort_unstable();
+            (online == wanted).then_some(())
+        });
+    };
+    for _ in 0..JOINS {
+        cluster.exec("node1", &["flux", "submit", "--cc=1-40", "-n1", "sleep", "0.2"]);
+        until_members(3);
+        cluster.exec("node1", &["flux", "submit", "--cc=1-40", "-n1", "sleep", "0.1"]);
+        until_members(2);
+    }
+    until_members(3);
+    cluster.exec("node1", &["flux", "queue", "idle"]);
+    let jobs = cluster.exec("node1", &["flux", "submit", "--cc=1-6", "-n1", "sleep", "600"]);
+    for job in jobs.lines() {
+        cluster.exec("node1", &["flux", "job", "wait-event", "-t", "30", job, "start"]);
+    }
+    cluster.exec("node1", &["flux", "cancel", "--all"]);
+}

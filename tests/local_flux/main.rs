@@ -14,6 +14,7 @@ mod instance;
 mod keep;
 mod kinds;
 mod loss;
+mod names;
 mod peers;
 mod removal;
 mod replaced;

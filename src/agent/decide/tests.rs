@@ -124,7 +124,7 @@ impl World {
 
 /// By a live change of this revision.
 fn applied(revision: u64) -> Option<Applied> {
-    Some(Applied { pid: 1, start_time: 1, revision, live: true })
+    Some(Applied { pid: 1, start_time: 1, revision, settled: true })
 }
 
 #[test]
