@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
 
+#[path = "support/needs.rs"]
+mod needs;
 mod support;
 
 use std::{
@@ -21,6 +23,7 @@ use flux_distribute::{
     },
 };
 use futures::{Stream, StreamExt};
+use needs::{Need, flux_prefix, skips_without};
 use serde_json::{Value, json};
 use support::stand_in::{Service, StandIn};
 use tokio::time::timeout;
@@ -156,14 +159,12 @@ impl Drop for RealBroker {
     }
 }
 
+/// None if the test can't run.
 fn flux() -> Option<PathBuf> {
-    let prefix = std::env::var("FLUX_PREFIX").unwrap_or_else(|_| "/opt/flux".to_owned());
-    let flux = Path::new(&prefix).join("bin/flux");
-    if !flux.exists() {
-        eprintln!("skipped: no Flux in {prefix}; set FLUX_PREFIX");
+    if skips_without([Need::Flux]) {
         return None;
     }
-    Some(flux)
+    Some(flux_prefix().join("bin/flux"))
 }
 
 /// Starts rank `rank` by the very command line of production, with its directories moved.

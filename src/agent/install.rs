@@ -144,7 +144,11 @@ mod tests {
     use std::{sync::Arc, time::Duration};
 
     use super::*;
-    use crate::host::{FakeHost, HostError, Linked, Refusal};
+    use crate::{
+        agent::fixture::{actor, preflight},
+        host::{FakeHost, HostError, Linked, Refusal},
+        needs::{Need, skips_without},
+    };
 
     /// A set of one archive that is at `url`, and its name in `pkgs/`.
     fn set(url: &str) -> (PackageSet, String) {
@@ -157,30 +161,13 @@ mod tests {
         (PackageSet::Lock { lock, question: String::new() }, format!("{sha256}.conda"))
     }
 
-    /// None where the host can't be looked into: then this is skipped.
+    /// None if the test can't run: an agent installs below the root directory of process 1.
     async fn install(prefix: &Path, host: FakeHost, set: &PackageSet, beside_a_broker: bool) -> Option<Installed> {
-        if let Err(error) = make_dirs_in_host_root(prefix) {
-            eprintln!("skipped: the root of process 1 can't be looked into: {error}");
+        if skips_without([Need::Process1]) {
             return None;
         }
-        // At this address is no API server.
-        let config = kube::Config::new("http://127.0.0.1:1".parse().unwrap());
-        let actor = Actor {
-            host: Arc::new(host),
-            client: kube::Client::try_from(config).unwrap(),
-            instance_uid: "uid".to_owned(),
-            uninstall: Default::default(),
-        };
-        let preflight = Preflight {
-            prefix: prefix.to_owned(),
-            resources: Default::default(),
-            memory_mib: 0,
-            platform: "linux-64".to_owned(),
-            glibc: String::new(),
-            boot_id: String::new(),
-            systemd: false,
-            warnings: Vec::new(),
-        };
+        let actor = actor(Arc::new(host));
+        let preflight = Preflight { platform: "linux-64".to_owned(), ..preflight(prefix) };
         let wanted = Wanted { set, packages: &Packages::default(), peers: Vec::new(), beside_a_broker };
         let mut was_fetched = false;
         let tell = |event| was_fetched |= matches!(event, Installing::Fetched);

@@ -14,6 +14,8 @@ mod instance;
 mod keep;
 mod kinds;
 mod loss;
+#[path = "../support/needs.rs"]
+mod needs;
 mod peers;
 mod removal;
 mod replaced;
