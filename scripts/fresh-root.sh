@@ -33,7 +33,8 @@ fi
 cp --remove-destination -L /etc/resolv.conf /etc/hosts "$root/etc/"
 apt-config dump Acquire >"$root/etc/apt/apt.conf.d/00machine"
 find /usr/local/share/ca-certificates -name '*.crt' -exec cp -t "$root/usr/local/share/ca-certificates/" {} + 2>/dev/null || true
-git -c safe.directory='*' bundle create --quiet "$root/var/tmp/source.bundle" HEAD
+rm -rf "$root/var/tmp/source.git"
+git clone --quiet --bare . "$root/var/tmp/source.git"
 
 environment=(HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 TERM="${TERM:-dumb}")
 for name in http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY REQUIRE; do
@@ -54,7 +55,7 @@ exec_in_root='
     mount --rbind /dev dev
     mount -t tmpfs -o mode=1777 tmp tmp
     mount -t tmpfs -o mode=755 run run
-    if [ -e sys/fs/cgroup/cgroup.procs ] || mountpoint -q /sys/fs/cgroup && [ "$(stat -f -c %T /sys/fs/cgroup)" = cgroup2fs ]; then
+    if [ "$(stat -f -c %T /sys/fs/cgroup)" = cgroup2fs ]; then
         mount -t cgroup2 cgroup sys/fs/cgroup
     else
         mount -t tmpfs -o mode=755 cgroup sys/fs/cgroup
@@ -73,7 +74,9 @@ exec_in_root='
         mount -t tmpfs -o size=100% rust root/.rust
         for part in cargo rustup; do
             mkdir -p root/.rust/$part root/.rust/$part.work root/.$part
-            mount -t overlay -o "lowerdir=$RUST_HOME/.$part,upperdir=root/.rust/$part,workdir=root/.rust/$part.work" overlay root/.$part
+            layers=lowerdir=$RUST_HOME/.$part,upperdir=root/.rust/$part,workdir=root/.rust/$part.work
+            # One overlay on another one is not always possible.
+            mount -t overlay -o "$layers" overlay root/.$part 2>/dev/null || cp -a "$RUST_HOME/.$part/." root/.$part
         done
     fi
     mkdir -p .machine
@@ -88,10 +91,10 @@ in_clone='
     set -e
     update-ca-certificates >/dev/null 2>&1
     if [ -d flux-distribute ]; then
-        git -C flux-distribute fetch --quiet /var/tmp/source.bundle HEAD
+        git -C flux-distribute fetch --quiet /var/tmp/source.git HEAD
         git -C flux-distribute -c advice.detachedHead=false checkout --quiet FETCH_HEAD
     else
-        git -c advice.detachedHead=false clone --quiet /var/tmp/source.bundle flux-distribute
+        git -c advice.detachedHead=false clone --quiet /var/tmp/source.git flux-distribute
     fi
     cd flux-distribute
     git log -1 --format="fresh-root: %h %s"

@@ -88,7 +88,6 @@ def main():
         more = outcomes.get(arguments.kind, (0, [], 1))
         passed, failed, skipped = passed + more[0], failed + more[1], skipped + more[2]
         if more[2]:
-            # None of its tests is left out on a machine that can run all of them.
             total = sum(program.counts[0] for program in ended if program.name == END_TO_END)
             left = sum(program == END_TO_END for program, _ in early)
             local = f"{total - left} of {total} end-to-end tests passed in local mode"

@@ -148,15 +148,18 @@ mod tests {
         agent::fixture::{actor, preflight},
         host::{FakeHost, HostError, Linked, Refusal},
         needs::{Need, skips_without},
+        packages::FetchError,
     };
 
-    /// A set of one archive that is at `url`, and its name in `pkgs/`.
+    const ARCHIVE: &str = "linux-64/flux-core-1.0-0.conda";
+
+    /// A set of one archive, [`ARCHIVE`] of the channel at `url`, and its name in `pkgs/`.
     fn set(url: &str) -> (PackageSet, String) {
         // sha256 of nothing.
         let sha256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
         let lock = format!(
             "version: 6\nenvironments:\n  default:\n    channels:\n    - url: {url}/\n    packages:\n      linux-64:\n      \
-             - conda: {url}/flux-core-1.0-0.conda\npackages:\n- conda: {url}/flux-core-1.0-0.conda\n  sha256: {sha256}\n"
+             - conda: {url}/{ARCHIVE}\npackages:\n- conda: {url}/{ARCHIVE}\n  sha256: {sha256}\n"
         );
         (PackageSet::Lock { lock, question: String::new() }, format!("{sha256}.conda"))
     }
@@ -187,7 +190,8 @@ mod tests {
     #[tokio::test]
     async fn the_environment_is_begun_before_the_archives_are_there_unless_a_broker_runs() {
         let source = tempfile::tempdir().unwrap();
-        std::fs::write(source.path().join("flux-core-1.0-0.conda"), "").unwrap();
+        std::fs::create_dir(source.path().join("linux-64")).unwrap();
+        std::fs::write(source.path().join(ARCHIVE), "").unwrap();
         for beside in [false, true] {
             let prefix = tempfile::tempdir().unwrap();
             let (set, name) = set(&format!("file://{}", source.path().display()));
@@ -212,7 +216,10 @@ mod tests {
         let host = FakeHost::new(|order| Ok(if matches!(order, Order::Link(_)) { linked() } else { Answer::Done }));
         let (set, _) = set("file:///nowhere");
         let Some(installed) = install(prefix.path(), host, &set, false).await else { return };
-        assert!(matches!(installed.outcome, Err(StepError::Fetch(_))), "{:?}", installed.outcome);
+        let Err(StepError::Fetch(FetchError::HostFile { url, .. })) = installed.outcome else {
+            panic!("{:?}", installed.outcome)
+        };
+        assert_eq!(url, format!("file:///nowhere/{ARCHIVE}"));
         assert!(!installed.was_fetched);
     }
 
