@@ -20,6 +20,8 @@ root=${FRESH_ROOT:-}
 if [ -z "$root" ]; then
     # Its mounts are in a namespace that ends before this does.
     root=$(mktemp -d)
+    # apt reads it as a user of its own.
+    chmod 755 "$root"
     trap 'rm -rf --one-file-system "$root"' EXIT
 fi
 if [ ! -e "$root/etc/debian_version" ]; then

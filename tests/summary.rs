@@ -5,7 +5,12 @@
 #[path = "support/needs.rs"]
 mod needs;
 
-use std::{fs, os::unix::fs::PermissionsExt, path::Path, process::Command};
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use needs::{Need, is_required};
 
@@ -75,7 +80,7 @@ fn failed_tests_are_named_again_right_before_the_last_line() {
         + "error: 2 targets failed:\n    `--test host`\n    `--test docs`\n";
     let (lines, code) = summary(&said, 101, &[]);
     let end = &lines[lines.len() - 5..];
-    assert!(end[0].ends_with("other tests have failed; 7 of 7 end-to-end tests passed in local mode"), "{end:?}");
+    assert!(end[0].ends_with("no kind here; 7 of 7 end-to-end tests passed in local mode"), "{end:?}");
     assert_eq!(
         end[1..],
         [
@@ -115,5 +120,21 @@ fn each_need_that_the_script_looks_for_is_one_of_the_tests() {
     assert!(looked.len() > 10);
     for need in looked {
         is_required(Need::Root, need);
+    }
+}
+
+/// All Rust files below `directory`.
+fn sources(directory: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    let below = entries.flat_map(|path| if path.is_dir() { sources(&path) } else { vec![path] });
+    below.filter(|path| path.extension().is_some_and(|extension| extension == "rs")).collect()
+}
+
+#[test]
+fn no_test_prints_a_skip_of_its_own() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    for path in ["src", "tests"].iter().flat_map(|directory| sources(&root.join(directory))) {
+        let is_ours = ["tests/support/needs.rs", "tests/summary.rs"].iter().any(|ours| path.ends_with(ours));
+        assert!(is_ours || !fs::read_to_string(&path).unwrap().contains("\"skipped: "), "{}", path.display());
     }
 }

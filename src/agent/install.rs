@@ -159,7 +159,7 @@ mod tests {
         let sha256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
         let lock = format!(
             "version: 6\nenvironments:\n  default:\n    channels:\n    - url: {url}/\n    packages:\n      linux-64:\n      \
-             - conda: {url}/{ARCHIVE}\npackages:\n- conda: {url}/{ARCHIVE}\n  sha256: {sha256}\n"
+             - conda: {url}/{ARCHIVE}\npackages:\n- conda: {url}/{ARCHIVE}\n  subdir: linux-64\n  sha256: {sha256}\n"
         );
         (PackageSet::Lock { lock, question: String::new() }, format!("{sha256}.conda"))
     }
