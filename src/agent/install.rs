@@ -143,6 +143,8 @@ impl Actor {
 mod tests {
     use std::{sync::Arc, time::Duration};
 
+    use sha2::{Digest, Sha256};
+
     use super::*;
     use crate::{
         agent::fixture::{actor, preflight},
@@ -152,11 +154,11 @@ mod tests {
     };
 
     const ARCHIVE: &str = "linux-64/flux-core-1.0-0.conda";
+    const CONTENT: &str = "an archive";
 
     /// A set of one archive, [`ARCHIVE`] of the channel at `url`, and its name in `pkgs/`.
     fn set(url: &str) -> (PackageSet, String) {
-        // sha256 of nothing.
-        let sha256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+        let sha256 = hex::encode(Sha256::digest(CONTENT));
         let lock = format!(
             "version: 6\nenvironments:\n  default:\n    channels:\n    - url: {url}/\n    packages:\n      linux-64:\n      \
              - conda: {url}/{ARCHIVE}\npackages:\n- conda: {url}/{ARCHIVE}\n  subdir: linux-64\n  sha256: {sha256}\n"
@@ -191,7 +193,7 @@ mod tests {
     async fn the_environment_is_begun_before_the_archives_are_there_unless_a_broker_runs() {
         let source = tempfile::tempdir().unwrap();
         std::fs::create_dir(source.path().join("linux-64")).unwrap();
-        std::fs::write(source.path().join(ARCHIVE), "").unwrap();
+        std::fs::write(source.path().join(ARCHIVE), CONTENT).unwrap();
         for beside in [false, true] {
             let prefix = tempfile::tempdir().unwrap();
             let (set, name) = set(&format!("file://{}", source.path().display()));

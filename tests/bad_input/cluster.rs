@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     fmt::Debug,
     fs,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Command, Output, Stdio},
     sync::{Arc, Mutex, PoisonError, Weak},
     time::Duration,
