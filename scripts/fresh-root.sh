@@ -7,12 +7,13 @@
 #   SUITE=trixie  MIRROR=http://deb.debian.org/debian  PACKAGES="make git ca-certificates"
 #   RUST_HOME=DIR   lend it the Rust toolchain and the crates of DIR/.cargo and DIR/.rustup (it sees copies), in place of rustup's
 #   FRESH_ROOT=DIR  keep the root there, with the clone in root/flux-distribute; the next run goes on in it, with HEAD of then
+# Ends as COMMAND ends; with 2 if this machine lacks what it needs, and with 75 if debootstrap fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 suite=${SUITE:-trixie} mirror=${MIRROR:-http://deb.debian.org/debian} packages=${PACKAGES:-make git ca-certificates}
 
 say() { echo "fresh-root: $*"; }
-[ $# != 0 ] || { sed -n 's/^# \?//p' "$0" | head -n 8 >&2; exit 2; }
+[ $# != 0 ] || { sed -n 's/^# \?//p' "$0" | head -n 10 >&2; exit 2; }
 [ "$(id -u)" = 0 ] || { say "run this as root" >&2; exit 2; }
 command -v debootstrap >/dev/null || { say "debootstrap is missing: apt install debootstrap" >&2; exit 2; }
 
@@ -27,7 +28,7 @@ fi
 if [ ! -e "$root/etc/debian_version" ]; then
     say "making $suite with $packages"
     debootstrap --variant=minbase --include="${packages// /,}" "$suite" "$root" "$mirror" >"$root.log" 2>&1 ||
-        { tail "$root.log" >&2; exit 1; }
+        { tail "$root.log" >&2; say "no $suite could be made from $mirror" >&2; exit 75; }
     rm -f "$root.log"
 fi
 
