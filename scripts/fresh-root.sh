@@ -23,7 +23,7 @@ if [ -z "$root" ]; then
     root=$(mktemp -d)
     # apt reads it as a user of its own.
     chmod 755 "$root"
-    trap 'rm -rf --one-file-system "$root"' EXIT
+    trap 'rm -rf --one-file-system "$root" "$root.log"' EXIT
 fi
 if [ ! -e "$root/etc/debian_version" ]; then
     say "making $suite with $packages"
