@@ -1,27 +1,38 @@
 #!/usr/bin/env bash
-# All tests, or those that the arguments name to `cargo test`. All of them: with Docker and
-# kind on a real cluster too; without, the same end-to-end tests run in local mode.
+# All tests, or those that the arguments name to `cargo test`. All of them: with Docker and kind on a real cluster too.
+# Ends with a summary, whose last line is "N passed, N failed, N skipped".
+#
+#   REQUIRE=NEED,…   fail the tests that end early for one of these needs (tests/support/needs.rs; scripts/needs.sh prints
+#                    what this machine has)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# The binaries are built as who we are; only the tests themselves run as root, for namespaces, cgroups and links.
-if [ "$(id -u)" != 0 ]; then
-    if sudo -n true 2>/dev/null; then
-        runner=CARGO_TARGET_$(rustc --print host-tuple | tr 'a-z-' 'A-Z_')_RUNNER
-        export "$runner=sudo -E env PATH=$PATH"
-    else
-        echo "skipped: not root and no sudo without a password: tests that make namespaces and cgroups"
-    fi
+# The binaries are built by the user that calls this; only the tests run as root, for namespaces, cgroups and links.
+if [ "$(id -u)" != 0 ] && sudo -n true 2>/dev/null; then
+    runner=CARGO_TARGET_$(rustc --print host-tuple | tr 'a-z-' 'A-Z_')_RUNNER
+    export "$runner=sudo -E env PATH=$PATH"
 fi
 
-# Not captured: a test that can't run here says why in a line that begins with "skipped: ".
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+# Not captured, since a test that ends early prints why, which the summary counts.
 code=0
-cargo test --locked --no-fail-fast "$@" -- --nocapture || code=$?
-[ $# = 0 ] || exit "$code"
-
-if command -v docker >/dev/null && command -v kind >/dev/null && docker info >/dev/null 2>&1; then
-    [ "$code" != 0 ] || scripts/kind-test.sh
-else
-    echo "skipped: kind: no Docker daemon or no kind here; the end-to-end tests ran in local mode"
+CARGO_TERM_COLOR=never cargo test --locked --no-fail-fast "$@" -- --nocapture 2>&1 | tee "$log" || code=${PIPESTATUS[0]}
+if [ $# != 0 ]; then
+    scripts/summary.py "$log" --status "$code"
+    exit "$code"
 fi
+
+if ! { command -v docker && command -v kind && docker info; } >/dev/null 2>&1; then
+    kind="there is no Docker daemon or no kind here"
+elif [ "$code" != 0 ]; then
+    kind="other tests have failed"
+elif scripts/kind-test.sh; then
+    kind=passed
+else
+    kind=failed
+    code=1
+fi
+# cargo itself has failed only if that was not the kind test.
+scripts/summary.py "$log" --status "$([ "$kind" = failed ] && echo 0 || echo "$code")" --kind "$kind"
 exit "$code"

@@ -10,6 +10,9 @@ pub mod cli;
 mod clock;
 pub mod host;
 pub mod local;
+#[cfg(test)]
+#[path = "../tests/support/needs.rs"]
+mod needs;
 pub mod packages;
 pub mod plan;
 pub mod planner;

@@ -1,21 +1,18 @@
 //! The API server of local mode under kubectl: `KUBECTL` names one, else the one in PATH is taken.
 #![allow(clippy::unwrap_used, reason = "a test that can't go on fails")]
 
+#[path = "support/needs.rs"]
+mod needs;
+
 use std::{path::PathBuf, process::Stdio, sync::Arc};
 
 use flux_distribute::local::apiserver::{Identity, Store, serve};
+use needs::{Need, kubectl, skips_without};
 use tokio::{io::AsyncWriteExt, net::TcpListener, process::Command};
 
 struct Kubectl {
     program: PathBuf,
     home: tempfile::TempDir,
-}
-
-fn find_kubectl() -> Option<PathBuf> {
-    let in_path =
-        std::env::var_os("PATH").into_iter().flat_map(|path| std::env::split_paths(&path).collect::<Vec<_>>());
-    let candidates = std::env::var_os("KUBECTL").map(PathBuf::from).into_iter();
-    candidates.chain(in_path.map(|directory| directory.join("kubectl"))).find(|program| program.is_file())
 }
 
 impl Kubectl {
@@ -48,12 +45,12 @@ impl Kubectl {
     }
 }
 
-/// A server, and kubectl with a kubeconfig for it; None where there is no kubectl.
+/// A server, and kubectl with a kubeconfig for it; None if the test can't run.
 async fn serve_kubectl() -> Option<Kubectl> {
-    let Some(program) = find_kubectl() else {
-        eprintln!("skipped: no kubectl (set KUBECTL to the path of one)");
+    if skips_without([Need::Kubectl]) {
         return None;
-    };
+    }
+    let program = kubectl()?;
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let identity = Identity::new(address.ip()).unwrap();

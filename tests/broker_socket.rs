@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
 
+#[path = "support/needs.rs"]
+mod needs;
 mod support;
 
 use flux_distribute::broker::{
@@ -15,6 +17,7 @@ use support::{
     real_broker::{configure, connect, flux, soon, start},
     stand_in::{Service, StandIn},
 };
+
 async fn next(stream: &mut (impl Stream<Item = Change> + Unpin)) -> Option<Change> {
     soon(stream.next()).await
 }

@@ -2,6 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
 
+#[path = "support/needs.rs"]
+mod needs;
+
 use std::{
     fs,
     io::Write,
@@ -22,6 +25,7 @@ use flux_distribute::{
         },
     },
 };
+use needs::{Need, skips_without};
 
 /// A host of its own within this one: directories and a cgroup's name.
 struct Bed {
@@ -35,17 +39,7 @@ const STAGE: &str = "FLUX_DISTRIBUTE_TEST_STAGE";
 
 impl Bed {
     fn new(name: &str) -> Option<Self> {
-        if !nix::unistd::geteuid().is_root() {
-            eprintln!("skipped: needs root to move processes between cgroups");
-            return None;
-        }
-        let writable = |place: &flux_distribute::host::launch::cgroup::Place| {
-            let probe = place.point.join(format!("fxd-probe-{name}-{}", std::process::id()));
-            fs::create_dir(&probe).and_then(|()| fs::remove_dir(&probe)).is_ok()
-        };
-        let all = places_here("probe").unwrap();
-        if all.is_empty() || !all.iter().all(writable) {
-            eprintln!("skipped: the cgroups of this machine can't be written");
+        if skips_without([Need::Cgroups]) {
             return None;
         }
         let directory = tempfile::tempdir().unwrap();

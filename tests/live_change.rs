@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
 
+#[path = "support/needs.rs"]
+mod needs;
 mod support;
 
 use std::{path::Path, process::Command, time::Duration};

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 
+#[path = "support/needs.rs"]
+mod needs;
 #[path = "support/traces.rs"]
 mod traces;
 
@@ -21,6 +23,7 @@ use kube::{
     Api, Client, Config,
     config::{KubeConfigOptions, Kubeconfig},
 };
+use needs::{NODES, Need, skips_without};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -33,10 +36,9 @@ struct Cluster {
 }
 
 impl Cluster {
-    /// None where the test can't run: local mode needs root.
+    /// None if the test can't run.
     fn new() -> Option<Self> {
-        if !nix::unistd::geteuid().is_root() {
-            eprintln!("skipped: needs root");
+        if skips_without(NODES) {
             return None;
         }
         let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
@@ -312,8 +314,8 @@ fn what_the_user_gives_is_seen_by_the_nodes_at_its_own_path() {
 
 #[test]
 fn a_real_api_server_serves_the_same_nodes_where_there_is_one() {
-    if std::env::var_os("KUBEBUILDER_ASSETS").is_none() {
-        return eprintln!("skipped: KUBEBUILDER_ASSETS names no directory with etcd and kube-apiserver");
+    if skips_without([Need::ApiServer]) {
+        return;
     }
     let Some(cluster) = Cluster::new() else { return };
     cluster.must(&["up", "--no-wait", "--api", "real", "--nodes", "1"]);

@@ -4,6 +4,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
 
+#[path = "support/needs.rs"]
+mod needs;
+
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -14,13 +17,13 @@ use flux_distribute::host::{
     LaunchOrder, LaunchRecord, StopOrder,
     launch::{Places, process::Identity, systemd::Systemd},
 };
+use needs::{Need, skips_without};
 use nix::sys::signal::Signal;
 
 const ODD: [&str; 6] = ["a b", "$HOME", "100%h", ";", "say \"x\\y\"", "two\nlines"];
 
 fn places(directory: &Path) -> Option<Places> {
-    if std::env::var_os("FLUX_DISTRIBUTE_TEST_SYSTEMD").is_none() {
-        eprintln!("skipped: set FLUX_DISTRIBUTE_TEST_SYSTEMD=1 on a machine whose systemd may be used");
+    if skips_without([Need::Systemd]) {
         return None;
     }
     Some(Places {

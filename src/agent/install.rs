@@ -143,44 +143,36 @@ impl Actor {
 mod tests {
     use std::{sync::Arc, time::Duration};
 
-    use super::*;
-    use crate::host::{FakeHost, HostError, Linked, Refusal};
+    use sha2::{Digest, Sha256};
 
-    /// A set of one archive that is at `url`, and its name in `pkgs/`.
+    use super::*;
+    use crate::{
+        agent::fixture::{actor, preflight},
+        host::{FakeHost, HostError, Linked, Refusal},
+        needs::{Need, skips_without},
+        packages::FetchError,
+    };
+
+    const ARCHIVE: &str = "linux-64/flux-core-1.0-0.conda";
+    const CONTENT: &str = "an archive";
+
+    /// A set of one archive, [`ARCHIVE`] of the channel at `url`, and its name in `pkgs/`.
     fn set(url: &str) -> (PackageSet, String) {
-        // sha256 of nothing.
-        let sha256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+        let sha256 = hex::encode(Sha256::digest(CONTENT));
         let lock = format!(
             "version: 6\nenvironments:\n  default:\n    channels:\n    - url: {url}/\n    packages:\n      linux-64:\n      \
-             - conda: {url}/flux-core-1.0-0.conda\npackages:\n- conda: {url}/flux-core-1.0-0.conda\n  sha256: {sha256}\n"
+             - conda: {url}/{ARCHIVE}\npackages:\n- conda: {url}/{ARCHIVE}\n  subdir: linux-64\n  sha256: {sha256}\n"
         );
         (PackageSet::Lock { lock, question: String::new() }, format!("{sha256}.conda"))
     }
 
-    /// None where the host can't be looked into: then this is skipped.
+    /// None if the test can't run: an agent installs below the root directory of process 1.
     async fn install(prefix: &Path, host: FakeHost, set: &PackageSet, beside_a_broker: bool) -> Option<Installed> {
-        if let Err(error) = make_dirs_in_host_root(prefix) {
-            eprintln!("skipped: the root of process 1 can't be looked into: {error}");
+        if skips_without([Need::Process1]) {
             return None;
         }
-        // At this address is no API server.
-        let config = kube::Config::new("http://127.0.0.1:1".parse().unwrap());
-        let actor = Actor {
-            host: Arc::new(host),
-            client: kube::Client::try_from(config).unwrap(),
-            instance_uid: "uid".to_owned(),
-            uninstall: Default::default(),
-        };
-        let preflight = Preflight {
-            prefix: prefix.to_owned(),
-            resources: Default::default(),
-            memory_mib: 0,
-            platform: "linux-64".to_owned(),
-            glibc: String::new(),
-            boot_id: String::new(),
-            systemd: false,
-            warnings: Vec::new(),
-        };
+        let actor = actor(Arc::new(host));
+        let preflight = Preflight { platform: "linux-64".to_owned(), ..preflight(prefix) };
         let wanted = Wanted { set, packages: &Packages::default(), peers: Vec::new(), beside_a_broker };
         let mut was_fetched = false;
         let tell = |event| was_fetched |= matches!(event, Installing::Fetched);
@@ -200,7 +192,8 @@ mod tests {
     #[tokio::test]
     async fn the_environment_is_begun_before_the_archives_are_there_unless_a_broker_runs() {
         let source = tempfile::tempdir().unwrap();
-        std::fs::write(source.path().join("flux-core-1.0-0.conda"), "").unwrap();
+        std::fs::create_dir(source.path().join("linux-64")).unwrap();
+        std::fs::write(source.path().join(ARCHIVE), CONTENT).unwrap();
         for beside in [false, true] {
             let prefix = tempfile::tempdir().unwrap();
             let (set, name) = set(&format!("file://{}", source.path().display()));
@@ -225,7 +218,10 @@ mod tests {
         let host = FakeHost::new(|order| Ok(if matches!(order, Order::Link(_)) { linked() } else { Answer::Done }));
         let (set, _) = set("file:///nowhere");
         let Some(installed) = install(prefix.path(), host, &set, false).await else { return };
-        assert!(matches!(installed.outcome, Err(StepError::Fetch(_))), "{:?}", installed.outcome);
+        let Err(StepError::Fetch(FetchError::HostFile { url, .. })) = installed.outcome else {
+            panic!("{:?}", installed.outcome)
+        };
+        assert_eq!(url, format!("file:///nowhere/{ARCHIVE}"));
         assert!(!installed.was_fetched);
     }
 

@@ -8,6 +8,8 @@ pub mod decide;
 mod drain;
 mod dump;
 mod enter;
+#[cfg(test)]
+mod fixture;
 mod frozen;
 mod health;
 mod hint;

@@ -197,34 +197,23 @@ fn assigned(node: &FluxNode, roster: Option<Roster>) -> Result<(Roster, Assignme
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::{host::FakeHost, packages::ENVIRONMENT_MARKER};
+    use crate::{
+        agent::fixture::{actor, preflight},
+        host::FakeHost,
+        needs::{Need, skips_without},
+        packages::ENVIRONMENT_MARKER,
+    };
 
     #[tokio::test]
     async fn what_is_installed_is_neither_fetched_nor_linked_again() {
-        let prefix = tempfile::tempdir().unwrap();
-        if let Err(error) = open_in_host_root(prefix.path()) {
-            return eprintln!("skipped: the root of process 1 can't be looked into: {error}");
+        if skips_without([Need::Process1]) {
+            return;
         }
+        let prefix = tempfile::tempdir().unwrap();
         let host = Arc::new(FakeHost::blank());
-        // At this address is no API server.
-        let config = kube::Config::new("http://127.0.0.1:1".parse().unwrap());
-        let actor = Actor {
-            host: host.clone(),
-            client: kube::Client::try_from(config).unwrap(),
-            instance_uid: "uid".to_owned(),
-            uninstall: Default::default(),
-        };
+        let actor = actor(host.clone());
         let set = PackageSet::Lock { lock: "not even a lock".to_owned(), question: String::new() };
-        let preflight = Preflight {
-            prefix: prefix.path().to_owned(),
-            resources: Default::default(),
-            memory_mib: 0,
-            platform: crate::packages::native_platform().to_owned(),
-            glibc: String::new(),
-            boot_id: String::new(),
-            systemd: false,
-            warnings: Vec::new(),
-        };
+        let preflight = preflight(prefix.path());
         let packages = Packages::default();
         let installing = || install(&actor, &preflight, &set, &packages, Vec::new(), OutputFormat::Text);
         assert!(installing().await.is_err(), "there is nothing yet");

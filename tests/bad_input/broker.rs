@@ -11,13 +11,17 @@ use serde_json::json;
 use super::{
     bundle::{bundle, packages, sha256, sleeper},
     channel::Server,
-    cluster::{Case, real_flux},
+    cluster::Case,
+    needs::{Need, flux_prefix, skips_without},
 };
 
-/// A server with the real Flux as `flux.tar.gz`, and its sha256.
+/// A server with the real Flux as `flux.tar.gz`, and its sha256. None if the test can't run.
 async fn real(directory: &std::path::Path) -> Option<(Server, String)> {
+    if skips_without([Need::Flux]) {
+        return None;
+    }
     let out = directory.join("flux.tar.gz");
-    let create = CreateBundle { from_prefix: Some(real_flux()?), out: out.clone(), ..CreateBundle::default() };
+    let create = CreateBundle { from_prefix: Some(flux_prefix()), out: out.clone(), ..CreateBundle::default() };
     create.run().unwrap();
     let digest = sha256(&std::fs::read(out).unwrap());
     Some((Server::start(directory).await, digest))

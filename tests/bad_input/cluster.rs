@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     fmt::Debug,
     fs,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Command, Output, Stdio},
     sync::{Arc, Mutex, PoisonError, Weak},
     time::Duration,
@@ -32,6 +32,8 @@ use kube::{
 };
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+
+use crate::needs::{NODES, Need, skips_without};
 
 pub const PATIENCE: Duration = Duration::from_secs(45);
 
@@ -113,14 +115,14 @@ pub struct Case {
 }
 
 impl Case {
-    /// None where the test can't run: local mode needs root.
+    /// None if the test can't run.
     pub async fn on(nodes: u32) -> Option<Self> {
         Self::with_api(nodes, "embedded").await
     }
 
     pub async fn with_api(nodes: u32, api: &'static str) -> Option<Self> {
-        if !nix::unistd::geteuid().is_root() {
-            eprintln!("skipped: needs root");
+        let api_server = (api == "real").then_some(Need::ApiServer);
+        if skips_without(NODES.into_iter().chain(api_server)) {
             return None;
         }
         let cluster = Cluster::shared(nodes, api);
@@ -334,14 +336,4 @@ pub fn says(node: &FluxNode, phase: NodePhase, words: &str) -> bool {
 
 pub fn assert_sentence(message: &str) {
     assert!(!message.contains('\n') && message.len() < 1000, "not one sentence: {message}");
-}
-
-/// FLUX_PREFIX, where a real Flux is.
-pub fn real_flux() -> Option<PathBuf> {
-    let prefix = std::env::var_os("FLUX_PREFIX").map_or_else(|| Path::new("/opt/flux").to_owned(), PathBuf::from);
-    let there = prefix.join("bin/flux").is_file();
-    if !there {
-        eprintln!("skipped: no Flux in {}", prefix.display());
-    }
-    there.then_some(prefix)
 }

@@ -2,7 +2,10 @@
 
 use std::{fs, path::Path, process::Command};
 
-use super::cluster::Case;
+use super::{
+    cluster::Case,
+    needs::{Need, skips_without},
+};
 
 fn refused(words: &[&str], state: &Path) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
@@ -15,8 +18,8 @@ fn refused(words: &[&str], state: &Path) -> String {
 
 #[test]
 fn words_that_can_not_be_served_end_with_2_and_change_nothing() {
-    if !nix::unistd::geteuid().is_root() {
-        return eprintln!("skipped: needs root");
+    if skips_without([Need::Root]) {
+        return;
     }
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name).display().to_string();

@@ -13,6 +13,8 @@ mod certificate;
 mod cluster;
 mod command_line;
 mod host;
+#[path = "../support/needs.rs"]
+mod needs;
 mod packages;
 mod rights;
 mod spec;

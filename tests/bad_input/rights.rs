@@ -61,9 +61,6 @@ async fn agent(case: &Case) -> Client {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agents_token_changes_no_more_of_a_node_than_the_annotations_for_autoscalers() {
-    if std::env::var_os("KUBEBUILDER_ASSETS").is_none() {
-        return eprintln!("skipped: KUBEBUILDER_ASSETS names no directory with etcd and kube-apiserver");
-    }
     let Some(case) = Case::with_api(1, "real").await else { return };
     let all = Api::<Node>::all(case.client.clone());
     let own = Api::<Node>::all(agent(&case).await);
@@ -125,9 +122,6 @@ async fn an_agents_token_changes_no_more_of_a_node_than_the_annotations_for_auto
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_size_that_does_not_fit_is_refused_by_the_kinds_own_rules() {
-    if std::env::var_os("KUBEBUILDER_ASSETS").is_none() {
-        return eprintln!("skipped: KUBEBUILDER_ASSETS names no directory with etcd and kube-apiserver");
-    }
     let Some(case) = Case::with_api(1, "real").await else { return };
     case.create(nobody()).await;
     case.patch(json!({"size": 3, "maxSize": 4})).await;

@@ -11,6 +11,8 @@ mod dice;
 #[allow(dead_code, reason = "each target takes what it needs")]
 #[path = "../local_flux/harness.rs"]
 mod harness;
+#[path = "../support/needs.rs"]
+mod needs;
 mod oracle;
 mod packets;
 mod processes;
@@ -27,12 +29,10 @@ const CLUSTERS_AT_ONCE: u32 = 64;
 
 #[test]
 fn every_fault_heals_by_itself_and_costs_no_more_than_is_said() {
-    let Some(settings) = suite::Settings::from_env() else {
-        return eprintln!("skipped: the fault suite runs with FLUX_DISTRIBUTE_CHAOS=1 only, as by `make chaos`");
-    };
-    if harness::bundle().is_none() {
+    if needs::skips_without([needs::Need::Chaos]) || harness::bundle().is_none() {
         return;
     }
+    let settings = suite::Settings::from_env();
     let failures = suite::run(&settings, rows::all());
     assert!(failures.is_empty(), "{} failures, the first: {}", failures.len(), failures[0]);
 }

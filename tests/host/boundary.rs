@@ -28,7 +28,10 @@ use flux_distribute::{
 
 use futures::future::{Either, FutureExt, select};
 
-use crate::pod::{IN_POD, OF_ITS_OWN, SHARING_ALL, in_pod};
+use crate::{
+    needs::{Need, skips_without},
+    pod::{IN_POD, OF_ITS_OWN, SHARING_ALL, in_pod},
+};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_flux-distribute");
 
@@ -227,12 +230,12 @@ async fn a_stage_runs_where_the_kernel_forbids_to_run_memory() {
     if !in_pod("a_stage_runs_where_the_kernel_forbids_to_run_memory", OF_ITS_OWN) {
         return;
     }
+    if skips_without([Need::MemfdNoexec]) {
+        return;
+    }
     // This setting belongs to the PID namespace, and can only be raised.
     for level in ["1", "2"] {
-        if fs::write("/proc/sys/vm/memfd_noexec", level).is_err() {
-            eprintln!("skipped: this kernel has no vm.memfd_noexec");
-            return;
-        }
+        fs::write("/proc/sys/vm/memfd_noexec", level).unwrap();
         let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
         assert!(matches!(run(&host, Order::Observe).await, Ok(Answer::Observed(_))), "{level}");
     }
@@ -335,8 +338,7 @@ async fn a_process_that_cant_see_the_host_is_refused() {
         assert!(error.to_string().contains("hostPID"), "{error}");
         return;
     }
-    if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: needs root");
+    if skips_without([Need::Namespaces]) {
         return;
     }
     let status = std::process::Command::new("unshare")

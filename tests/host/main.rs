@@ -1,11 +1,10 @@
 //! The host: its boundary, and all that a stage does there.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
-/// Without root neither owners nor users can be changed.
+/// Only root can change owners and users.
 macro_rules! need_root {
     () => {
-        if !nix::unistd::geteuid().is_root() {
-            eprintln!("skipped: needs root");
+        if crate::needs::skips_without([crate::needs::Need::Root]) {
             return;
         }
     };
@@ -15,6 +14,8 @@ mod boundary;
 mod configure;
 mod flux;
 mod lifecycle;
+#[path = "../support/needs.rs"]
+mod needs;
 mod pod;
 mod support;
 mod takeover;

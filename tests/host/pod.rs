@@ -1,5 +1,7 @@
 //! A host and a pod on it, made of namespaces.
 
+use crate::needs::{Need, skips_without};
+
 /// Set in a test process that already is in its pod.
 pub const IN_POD: &str = "FLUX_DISTRIBUTE_TEST_IN_POD";
 
@@ -12,8 +14,7 @@ pub fn in_pod(test: &str, namespaces: &[&str]) -> bool {
     if std::env::var_os(IN_POD).is_some() {
         return true;
     }
-    if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: needs root");
+    if skips_without([Need::Namespaces]) {
         return false;
     }
     // What is ours on a host is there, and programs of a test: this machine's own are covered.

@@ -6,18 +6,13 @@ use flux_distribute::{
 };
 
 use crate::{
-    harness::{Cluster, is_able},
+    harness::{Cluster, channel},
     instance::is_one_instance,
 };
 
 #[test]
 fn a_bundle_of_packages_gives_the_same_instance() {
-    if !is_able() {
-        return;
-    }
-    let Ok(channel) = std::env::var("FLUX_TEST_CHANNEL") else {
-        return eprintln!("skipped: FLUX_TEST_CHANNEL names no channel with flux-core, flux-sched and mpich");
-    };
+    let Some(channel) = channel() else { return };
     let channel = if channel.contains("://") { channel } else { format!("file://{channel}") };
     let directory = tempfile::tempdir().unwrap();
     let (lock, out) = (directory.path().join("lock.yml"), directory.path().join("flux.tar.gz"));

@@ -26,7 +26,10 @@ use kube::{
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::traces;
+use crate::{
+    needs::{self, FLUX_NODES, NODES, Need, flux_prefix, skips_without},
+    traces,
+};
 
 /// For whatever takes seconds on an idle machine.
 pub const PATIENCE: Duration = Duration::from_secs(120);
@@ -66,7 +69,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// All nodes are online. None where the test can't run.
+    /// All nodes are online. None if the test can't run.
     pub fn up(nodes: u32, options: &[&str]) -> Option<Self> {
         let bundle = bundle()?;
         Some(Self::start(nodes, &[&["--bundle", bundle.to_str().unwrap()], options].concat()))
@@ -398,44 +401,18 @@ fn local(directory: &Path, words: &[&str]) -> Command {
     command
 }
 
-/// Why no cluster can be made here, if that is so; said once.
-pub fn is_able() -> bool {
-    static ABLE: OnceLock<bool> = OnceLock::new();
-    *ABLE.get_or_init(|| {
-        let namespaces = ["mnt", "pid", "uts", "ipc", "net", "cgroup"];
-        let lacks = |namespace: &&&str| !Path::new("/proc/self/ns").join(namespace).exists();
-        let reason = if !nix::unistd::geteuid().is_root() {
-            "needs root".to_owned()
-        } else if let Some(missing) = namespaces.iter().find(lacks) {
-            format!("the kernel has no {missing} namespaces")
-        } else {
-            return true;
-        };
-        eprintln!("skipped: {reason}");
-        false
-    })
-}
-
-/// The bundle of the Flux of this machine, made once. None where there is no Flux, or no cluster can be made.
+/// The bundle of the Flux of this machine, made once. None if the test can't run.
 pub fn bundle() -> Option<&'static Path> {
-    static BUNDLE: OnceLock<Option<PathBuf>> = OnceLock::new();
-    let made = BUNDLE.get_or_init(|| {
-        if !is_able() {
-            return None;
-        }
-        let prefix = prefix();
-        if !prefix.join("bin/flux").exists() {
-            eprintln!("skipped: there is no Flux in {}; FLUX_PREFIX names where it is", prefix.display());
-            return None;
-        }
-        Some(pack(&prefix, &prefix, "flux.tar.gz"))
-    });
-    made.as_deref()
+    static BUNDLE: OnceLock<PathBuf> = OnceLock::new();
+    if skips_without(FLUX_NODES) {
+        return None;
+    }
+    Some(BUNDLE.get_or_init(|| pack(&flux_prefix(), &flux_prefix(), "flux.tar.gz")))
 }
 
-/// Where the Flux of this machine is.
-pub fn prefix() -> PathBuf {
-    PathBuf::from(std::env::var_os("FLUX_PREFIX").unwrap_or_else(|| "/opt/flux".into()))
+/// The channel for clusters that install packages. None if the test can't run.
+pub fn channel() -> Option<String> {
+    if skips_without(NODES.into_iter().chain([Need::Channel])) { None } else { needs::channel() }
 }
 
 /// A bundle of the Flux in `tree`, which was built for `prefix`. Tests have no common end at which it could be removed:

@@ -13,7 +13,10 @@ use k8s_openapi::{
 use kube::{Api, Resource, api::ListParams};
 use serde_json::json;
 
-use crate::harness::{Cluster, is_able};
+use crate::{
+    harness::Cluster,
+    needs::{Need, skips_without},
+};
 
 /// Four nodes that several tests look at, one after the other, and none disturbs; down when the last of them ends.
 fn calm() -> Option<(Arc<Cluster>, MutexGuard<'static, ()>)> {
@@ -205,11 +208,8 @@ fn a_prefix_that_is_changed_later_is_taken_by_no_node() {
 
 #[test]
 fn a_real_api_server_serves_the_same_instance_where_there_is_one() {
-    if !is_able() {
+    if skips_without([Need::ApiServer]) {
         return;
-    }
-    if std::env::var_os("KUBEBUILDER_ASSETS").is_none() {
-        return eprintln!("skipped: KUBEBUILDER_ASSETS names no directory with etcd and kube-apiserver");
     }
     let Some(cluster) = Cluster::up(2, &["--api", "real"]) else { return };
     is_one_instance(&cluster, 2);

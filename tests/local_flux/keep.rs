@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, process::Stdio};
 
 use serde_json::{Value, json};
 
-use crate::harness::{Cluster, is_able};
+use crate::harness::{Cluster, channel};
 
 const ENVIRONMENTS: &str = "/opt/flux-distribute/envs";
 
@@ -26,12 +26,7 @@ fn all_have(cluster: &Cluster, what: &str, wanted: impl Fn(&str) -> BTreeSet<Str
 
 #[test]
 fn two_locks_forth_and_back_leave_both_on_every_node_and_all_that_runs_untouched() {
-    if !is_able() {
-        return;
-    }
-    let Ok(channel) = std::env::var("FLUX_TEST_CHANNEL") else {
-        return eprintln!("skipped: FLUX_TEST_CHANNEL names no channel with flux-core, flux-sched and mpich");
-    };
+    let Some(channel) = channel() else { return };
     let cluster = Cluster::start(4, &["--channel", &channel]);
     let (before, job) = (cluster.brokers(), cluster.job(&["-N4", "-n4"]));
     let first = environments(&cluster, "node1");

@@ -15,6 +15,8 @@ mod keep;
 mod kinds;
 mod loss;
 mod names;
+#[path = "../support/needs.rs"]
+mod needs;
 mod peers;
 mod removal;
 mod replaced;

@@ -21,8 +21,9 @@ use sha2::{Digest, Sha256};
 use tokio::{net::TcpListener, task::JoinHandle, time::sleep};
 
 use crate::{
-    harness::{Cluster, bundle, is_able},
+    harness::{Cluster, bundle, channel},
     instance::is_one_instance,
+    needs::{Need, skips_without},
 };
 
 /// In so many pieces a file is sent.
@@ -171,15 +172,10 @@ fn one_bundle_leaves_its_server_once_for_all_nodes() {
 
 #[test]
 fn each_archive_leaves_its_channel_once_for_all_nodes() {
-    if !is_able() {
+    if skips_without([Need::ChannelDirectory]) {
         return;
     }
-    let Ok(channel) = std::env::var("FLUX_TEST_CHANNEL") else {
-        return eprintln!("skipped: FLUX_TEST_CHANNEL names no channel with flux-core, flux-sched and mpich");
-    };
-    if channel.contains("://") {
-        return eprintln!("skipped: FLUX_TEST_CHANNEL is no directory");
-    }
+    let Some(channel) = channel() else { return };
     let source = Source::of(Path::new(&channel), Duration::ZERO);
     let cluster = Cluster::start(4, &["--channel", &source.url]);
     is_a_tree(&cluster);

@@ -6,7 +6,10 @@ use std::{
     sync::OnceLock,
 };
 
-use crate::harness::{Cluster, bundle, pack, prefix};
+use crate::{
+    harness::{Cluster, bundle, pack},
+    needs::{Need, flux_prefix, skips_without},
+};
 
 /// Who gives jobs their nodes.
 #[derive(Debug, Clone, Copy)]
@@ -16,7 +19,7 @@ pub enum Scheduler {
 }
 
 impl Scheduler {
-    /// A cluster under it with all nodes online. None where the test can't run.
+    /// A cluster under it with all nodes online. None if the test can't run.
     pub fn up(self, nodes: u32, options: &[&str]) -> Option<Cluster> {
         let bundle = self.bundle()?;
         let cluster = Cluster::start(nodes, &[&["--bundle", bundle.to_str().unwrap()], options].concat());
@@ -31,17 +34,12 @@ impl Scheduler {
         assert!(loaded.lines().any(|line| line.split_whitespace().next() == Some(module)), "no {module} in {loaded}");
     }
 
-    /// A bundle with it. None where there is no such Flux, or no cluster can be made.
+    /// A bundle with it. None if the test can't run.
     pub fn bundle(self) -> Option<&'static Path> {
         match self {
             Self::Simple => without_fluxion(),
-            Self::Fluxion if prefix().join("lib/flux/modules").join(format!("{}.so", self.module())).exists() => {
-                bundle()
-            }
-            Self::Fluxion => {
-                eprintln!("skipped: the Flux in {} has no Fluxion", prefix().display());
-                None
-            }
+            Self::Fluxion if skips_without([Need::Fluxion]) => None,
+            Self::Fluxion => bundle(),
         }
     }
 
@@ -55,14 +53,14 @@ impl Scheduler {
 
 /// The Flux of this machine without what flux-sched has put there.
 fn without_fluxion() -> Option<&'static Path> {
-    static BUNDLE: OnceLock<Option<PathBuf>> = OnceLock::new();
+    static BUNDLE: OnceLock<PathBuf> = OnceLock::new();
+    bundle()?;
     let made = BUNDLE.get_or_init(|| {
-        bundle()?;
         let directory = tempfile::tempdir().unwrap();
         let run = |command: &mut Command| assert!(command.status().unwrap().success(), "{command:?}");
-        run(Command::new("cp").arg("-a").arg(prefix().join(".")).arg(directory.path()));
+        run(Command::new("cp").arg("-a").arg(flux_prefix().join(".")).arg(directory.path()));
         run(Command::new("find").arg(directory.path()).args(["-depth", "-path", "*fluxion*", "-delete"]));
-        Some(pack(directory.path(), &prefix(), "flux-simple.tar.gz"))
+        pack(directory.path(), &flux_prefix(), "flux-simple.tar.gz")
     });
-    made.as_deref()
+    Some(made)
 }

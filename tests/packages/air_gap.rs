@@ -147,8 +147,8 @@ fn a_bundle_for_two_platforms_installs_on_both_and_tells_others_which_it_has() {
 
 #[test]
 fn a_bundle_installs_where_there_is_no_network_at_all() {
-    if !nix::unistd::geteuid().is_root() {
-        return eprintln!("skipped: a network namespace needs root");
+    if skips_without([Need::Namespaces]) {
+        return;
     }
     let channel = Channel::with_flux();
     let desk = Desk::with(&lock(&channel.file_url(), &[PLATFORM]));

@@ -21,8 +21,7 @@ fn with_own_mounts(test: &str) -> bool {
         mount_tmpfs(&std::env::temp_dir(), "size=800m");
         return true;
     }
-    if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: needs root");
+    if skips_without([Need::Namespaces]) {
         return false;
     }
     let status = Command::new("unshare")
@@ -101,7 +100,7 @@ async fn after_a_power_cut_nothing_is_called_ready_that_is_not_whole() {
     let made = run_tool("mkfs.ext4", &["-q", "-F", base.to_str().unwrap()]);
     let disk = match made.and_then(|()| Disk::mount(&base, &at, "rw")) {
         Ok(disk) => disk,
-        Err(reason) => return eprintln!("skipped: no file system in a file here: {reason}"),
+        Err(reason) => return skip(Need::Disk, &reason),
     };
     let (_channel, [first, second]) = two_sets().await;
     let (fetched, prefix) = (Host::new(), at.join("prefix"));

@@ -144,8 +144,7 @@ impl Drop for Small {
 
 #[tokio::test]
 async fn a_disk_that_is_too_small_is_told_with_both_figures_and_waited_for() {
-    if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: mounting a small disk needs root");
+    if skips_without([Need::Namespaces]) {
         return;
     }
     let channel = Channel::with_flux();
@@ -163,8 +162,7 @@ async fn a_disk_that_is_too_small_is_told_with_both_figures_and_waited_for() {
 
 #[tokio::test]
 async fn a_disk_that_is_too_small_is_told_before_the_first_archive_comes() {
-    if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: mounting a small disk needs root");
+    if skips_without([Need::Namespaces]) {
         return;
     }
     let channel = Channel::with_flux();

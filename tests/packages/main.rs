@@ -14,6 +14,8 @@ mod lies;
 mod limits;
 mod link;
 mod lock;
+#[path = "../support/needs.rs"]
+mod needs;
 mod overlap;
 mod peers;
 mod serve;
@@ -39,6 +41,7 @@ use flux_distribute::{
     host::{LinkOrder, Linked, Refusal},
     packages::{self, FetchError, Fetched, HttpClient, SolveError, Sources},
 };
+use needs::{Need, skip, skips_without};
 
 const PLATFORM: &str = "linux-64";
 

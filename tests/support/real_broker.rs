@@ -16,6 +16,8 @@ use flux_distribute::{
 };
 use tokio::time::{sleep, timeout};
 
+use crate::needs::{Need, flux_prefix, skips_without};
+
 const PATIENCE: Duration = Duration::from_secs(30);
 
 pub async fn soon<T>(future: impl Future<Output = T>) -> T {
@@ -41,14 +43,12 @@ impl Drop for RealBroker {
     }
 }
 
+/// None if the test can't run.
 pub fn flux() -> Option<PathBuf> {
-    let prefix = std::env::var("FLUX_PREFIX").unwrap_or_else(|_| "/opt/flux".to_owned());
-    let flux = Path::new(&prefix).join("bin/flux");
-    if !flux.exists() {
-        eprintln!("skipped: no Flux in {prefix}; set FLUX_PREFIX");
+    if skips_without([Need::Flux]) {
         return None;
     }
-    Some(flux)
+    Some(flux_prefix().join("bin/flux"))
 }
 
 /// Starts rank `rank` by the very command line of production, with its directories moved.

@@ -1,16 +1,13 @@
 use std::os::unix::fs::symlink;
 
 use super::*;
+use crate::needs::{Need, skips_without};
 
 const FLUX: Owner = Owner { uid: 500, gid: 501 };
 
-/// The test's own; None where it is skipped, as only root can give files away.
+/// The test's own. None if the test can't run: only root can give files away.
 fn directory() -> Option<tempfile::TempDir> {
-    if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: needs root");
-        return None;
-    }
-    Some(tempfile::tempdir().unwrap())
+    if skips_without([Need::Root]) { None } else { Some(tempfile::tempdir().unwrap()) }
 }
 
 fn owner(path: &Path) -> Owner {
