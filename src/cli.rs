@@ -1,19 +1,15 @@
 //! The command line.
 
-use std::{
-    io::Write,
-    path::{Path, PathBuf},
-    process::ExitCode,
-};
+mod validate;
+
+use std::{io::Write, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::{
     agent::{self, Rung},
-    api, host, local, packages,
-    plan::effect::changes,
-    redact,
+    api, host, local, packages, redact,
 };
 
 /// What a shell is told: 2 for bad input (nothing was changed), 1 for everything else that went wrong.
@@ -79,14 +75,8 @@ enum Command {
     Report(agent::AgentArguments),
     /// Print the CustomResourceDefinitions as YAML
     Crds,
-    /// Check a FluxInstance's spec, or a whole FluxInstance, in a YAML file
-    Validate {
-        /// The file
-        file: PathBuf,
-        /// Say what would change, and when: a FluxInstance in a file, such as `kubectl get fxi flux -o yaml` shows it
-        #[arg(long, value_name = "FILE")]
-        against: Option<PathBuf>,
-    },
+    /// Check a file with a FluxInstance, and say what it would change
+    Validate(validate::ValidateArguments),
     /// Carry out one order in the host's namespaces
     #[command(hide = true)]
     Stage,
@@ -181,7 +171,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Online(arguments) => rung(Rung::Online, arguments),
         Command::Report(arguments) => rung(Rung::Report, arguments),
         Command::Crds => print(&crds().map_err(|error| Failure::new(&error))?),
-        Command::Validate { file, against } => validate(&file, against.as_deref()),
+        Command::Validate(arguments) => validate::validate(&arguments),
         Command::Stage | Command::Launch => Ok(ExitCode::FAILURE),
     }
 }
@@ -216,21 +206,6 @@ pub fn crds() -> Result<String, serde_norway::Error> {
     use kube::CustomResourceExt;
     let (instance, node) = (api::FluxInstance::crd(), api::FluxNode::crd());
     Ok(format!("---\n{}---\n{}", serde_norway::to_string(&instance)?, serde_norway::to_string(&node)?))
-}
-
-fn validate(file: &Path, against: Option<&Path>) -> Result<ExitCode, Failure> {
-    let new = spec_of(file)?;
-    let Some(against) = against else { return print("valid\n") };
-    let changes = changes(&spec_of(against)?, &new);
-    let lines = changes.iter().map(|change| format!("spec.{}: {}\n", change.field, change.effect));
-    print(&if changes.is_empty() { "nothing would change\n".to_owned() } else { lines.collect() })
-}
-
-/// Of a whole FluxInstance, or of its spec alone.
-fn spec_of(file: &Path) -> Result<api::FluxInstanceSpec, Failure> {
-    let wrong = |reason: String| Failure::bad_input(format!("{}: {reason}", file.display()));
-    let text = std::fs::read_to_string(file).map_err(|error| wrong(error.to_string()))?;
-    api::read_instance(&text).map_err(wrong)
 }
 
 fn print(text: &str) -> Result<ExitCode, Failure> {
