@@ -94,7 +94,7 @@ pub fn main() -> ExitCode {
         Command::Launch => return host::launch::launcher_main(),
         _ => {}
     }
-    init_tracing();
+    init_tracing(&arguments.command);
     // rustls has no default provider in this build; only the first call of a process does anything.
     let _ = rustls::crypto::ring::default_provider().install_default();
     match run(arguments.command) {
@@ -187,9 +187,16 @@ fn block_on(future: impl Future<Output = Result<ExitCode, Failure>>) -> Result<E
     runtime.map_err(|error| Failure::new(&error))?.block_on(future)
 }
 
-fn init_tracing() {
-    let filter =
-        EnvFilter::try_from_env(redact::LOG_VARIABLE).unwrap_or_else(|_| EnvFilter::new("flux_distribute=info,warn"));
+/// A command that ends with an answer tells people that answer, and not on which try it came: only a service writes a log.
+fn default_log(command: &Command) -> &'static str {
+    match command {
+        Command::Lock(_) | Command::Bundle(_) | Command::Validate(_) => "flux_distribute=warn,off",
+        _ => "flux_distribute=info,warn",
+    }
+}
+
+fn init_tracing(command: &Command) {
+    let filter = EnvFilter::try_from_env(redact::LOG_VARIABLE).unwrap_or_else(|_| EnvFilter::new(default_log(command)));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(redact::Stderr);
     if std::env::var("FLUX_DISTRIBUTE_LOG_FORMAT").is_ok_and(|format| format == "json") {
         log.json().init();
@@ -222,5 +229,48 @@ mod tests {
     #[test]
     fn no_command_has_two_arguments_of_one_name() {
         Arguments::command().debug_assert();
+    }
+
+    /// Every command below `command`, by its whole name.
+    fn all(command: &clap::Command, above: &str) -> Vec<(String, clap::Command)> {
+        let below = |command: &clap::Command| {
+            let name = format!("{above} {}", command.get_name()).trim().to_owned();
+            let mut found = all(command, &name);
+            found.push((name, command.clone()));
+            found
+        };
+        command.get_subcommands().flat_map(below).collect()
+    }
+
+    #[test]
+    fn every_command_that_reports_takes_the_same_output_option() {
+        let commands = all(&Arguments::command(), "");
+        for (name, command) in &commands {
+            for argument in command.get_arguments().filter(|argument| argument.get_short() == Some('o')) {
+                assert_eq!(argument.get_id(), "output", "-o of {name}");
+            }
+            if let Some(output) = command.get_arguments().find(|argument| argument.get_id() == "output") {
+                let words: Vec<_> =
+                    output.get_possible_values().iter().map(|word| word.get_name().to_owned()).collect();
+                assert_eq!((output.get_short(), words), (Some('o'), vec!["text".into(), "json".into()]), "{name}");
+            }
+        }
+        let reporting: Vec<_> = commands
+            .iter()
+            .filter(|(_, command)| command.get_arguments().any(|argument| argument.get_id() == "output"))
+            .map(|(name, _)| name.as_str())
+            .collect();
+        let expected =
+            ["local status", "lock diff", "bundle create", "bundle inspect", "status", "verify", "install", "validate"];
+        assert_eq!(reporting, expected);
+    }
+
+    #[test]
+    fn no_option_that_a_command_needs_is_hidden() {
+        for (name, command) in all(&Arguments::command(), "").iter().filter(|(_, command)| !command.is_hide_set()) {
+            for argument in command.get_arguments() {
+                assert!(!(argument.is_required_set() && argument.is_hide_set()), "{} of {name}", argument.get_id());
+            }
+        }
     }
 }

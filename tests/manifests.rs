@@ -11,8 +11,8 @@ use std::{
 use flux_distribute::{
     api::{
         ANNOTATION_PROTECTS, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, CONFIGMAP_PACKAGES,
-        CONFIGMAP_ROSTER, DAEMONSET, FluxInstance, FluxInstanceSpec, GROUP, LEASE_PLANNER, NAMESPACE,
-        SECRET_CURVE, SECRET_PACKAGES, by_line, read, read_instance,
+        CONFIGMAP_ROSTER, DAEMONSET, FluxInstance, FluxInstanceSpec, GROUP, LEASE_PLANNER, NAMESPACE, SECRET_CURVE,
+        SECRET_PACKAGES, by_line, read, read_instance,
     },
     plan::protect::PROTECTING,
 };

@@ -11,7 +11,7 @@ use super::{
     CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, Finding, FluxInstance, FluxInstanceSpec, GROUP, INSTANCE, NAMESPACE,
     VERSION,
     places::{self, Places},
-    schema::{self, nearest},
+    schema::{self, Findings, nearest},
     validate,
 };
 
@@ -177,9 +177,11 @@ static SCHEMA: LazyLock<Value> =
 
 /// The spec of `object`, and what is wrong with it: by the schema first, then by [`validate`].
 fn check_spec(object: &mut Value, findings: &mut Vec<Finding>) -> Option<FluxInstanceSpec> {
-    let found = schema::check(&SCHEMA, object, rules);
-    findings.extend(found.unknown);
-    findings.extend(found.errors);
+    let Findings { errors, unknown } = schema::check(&SCHEMA, object, rules);
+    // A selector with a misspelt field is not said to be empty as well.
+    let is_cause = |error: &Finding| unknown.iter().any(|unknown| error.covers(unknown));
+    findings.extend(errors.into_iter().filter(|error| !is_cause(error)));
+    findings.extend(unknown);
     FluxInstanceSpec::deserialize(&object["spec"]).ok()
 }
 

@@ -2,15 +2,15 @@ use super::*;
 
 /// The findings of a file's only document of ours, as `LINE: finding`.
 fn found(text: &str) -> Vec<String> {
-    let told = |finding: &Finding| format!("{}: {finding}", finding.line.map_or("?".to_owned(), |line| line.to_string()));
+    let told =
+        |finding: &Finding| format!("{}: {finding}", finding.line.map_or("?".to_owned(), |line| line.to_string()));
     match read(text) {
         Ok(documents) => documents.specs.iter().flat_map(|document| &document.findings).map(told).collect(),
         Err(finding) => vec![told(&finding)],
     }
 }
 
-const HEAD: &str =
-    "apiVersion: distribute.flux-framework.org/v1alpha1\nkind: FluxInstance\nmetadata: {name: flux, namespace: flux-distribute}\n";
+const HEAD: &str = "apiVersion: distribute.flux-framework.org/v1alpha1\nkind: FluxInstance\nmetadata: {name: flux, namespace: flux-distribute}\n";
 
 #[test]
 fn everything_that_is_wrong_is_found_at_once_with_its_line() {
@@ -56,15 +56,36 @@ fn everything_that_is_wrong_is_found_at_once_with_its_line() {
 fn only_the_instance_that_is_served_is_valid() {
     let served = "only FluxInstance flux in namespace flux-distribute is: write";
     for (text, expected) in [
-        (HEAD.replace("v1alpha1", "v1"), "1: apiVersion: \"distribute.flux-framework.org/v1\" is not served: write ".to_owned()),
-        (HEAD.replace("distribute.flux-framework.org/", ""), "1: apiVersion: \"v1alpha1\" is not served: write ".to_owned()),
-        (HEAD.replace("FluxInstance", "Fluxinstance"), "2: kind: \"Fluxinstance\" is not served: write FluxInstance".to_owned()),
+        (
+            HEAD.replace("v1alpha1", "v1"),
+            "1: apiVersion: \"distribute.flux-framework.org/v1\" is not served: write ".to_owned(),
+        ),
+        (
+            HEAD.replace("distribute.flux-framework.org/", ""),
+            "1: apiVersion: \"v1alpha1\" is not served: write ".to_owned(),
+        ),
+        (
+            HEAD.replace("FluxInstance", "Fluxinstance"),
+            "2: kind: \"Fluxinstance\" is not served: write FluxInstance".to_owned(),
+        ),
         (HEAD.replace("kind: FluxInstance\n", ""), "1: kind: is missing: write FluxInstance".to_owned()),
-        (HEAD.replace("apiVersion: distribute.flux-framework.org/v1alpha1\n", ""), "1: apiVersion: is missing: write ".to_owned()),
-        (HEAD.replace("name: flux,", "name: other,"), format!("3: metadata.name: \"other\" is not served: {served} flux")),
+        (
+            HEAD.replace("apiVersion: distribute.flux-framework.org/v1alpha1\n", ""),
+            "1: apiVersion: is missing: write ".to_owned(),
+        ),
+        (
+            HEAD.replace("name: flux,", "name: other,"),
+            format!("3: metadata.name: \"other\" is not served: {served} flux"),
+        ),
         (HEAD.replace("name: flux, ", ""), "3: metadata.name: is missing: write flux".to_owned()),
-        (HEAD.replace(": flux-distribute", ": default"), format!("3: metadata.namespace: \"default\" is not served: {served} flux-distribute")),
-        (HEAD.replace("{name", "{labls: {}, name"), "3: metadata.labls: there is no such field: did you mean labels?".to_owned()),
+        (
+            HEAD.replace(": flux-distribute", ": default"),
+            format!("3: metadata.namespace: \"default\" is not served: {served} flux-distribute"),
+        ),
+        (
+            HEAD.replace("{name", "{labls: {}, name"),
+            "3: metadata.labls: there is no such field: did you mean labels?".to_owned(),
+        ),
     ] {
         let found = found(&format!("{text}spec: {{}}\n"));
         assert!(found.len() == 1 && found[0].starts_with(&expected), "{text}{found:?}");
@@ -100,7 +121,10 @@ fn a_file_holds_a_whole_instance_or_its_spec_alone() {
         (HEAD.to_owned(), "1: spec: is missing"),
         (format!("{HEAD}spec:"), "4: spec: is missing"),
         ("sizes: 3".to_owned(), "1: spec.sizes: there is no such field: did you mean size?"),
-        ("nodes: {selector: {matchLabels: {any/name: x}}, size: 3}".to_owned(), "1: spec.nodes.size: there is no such field: did you mean spec.size?"),
+        (
+            "nodes: {selector: {matchLabels: {any/name: x}}, size: 3}".to_owned(),
+            "1: spec.nodes.size: there is no such field: did you mean spec.size?",
+        ),
         ("[]".to_owned(), "1: spec: must be of type object, not array"),
         ("size: 0".to_owned(), "1: spec.size: is 0: delete the FluxInstance to take everything off"),
     ] {
@@ -111,7 +135,8 @@ fn a_file_holds_a_whole_instance_or_its_spec_alone() {
 
 #[test]
 fn documents_of_other_kinds_are_named_and_not_looked_at() {
-    let text = format!("kind: Namespace\nmetadata: {{name: a}}\napiVersion: v1\n---\n{HEAD}spec:\n  size: 0\n---\nx: 1\n");
+    let text =
+        format!("kind: Namespace\nmetadata: {{name: a}}\napiVersion: v1\n---\n{HEAD}spec:\n  size: 0\n---\nx: 1\n");
     let documents = read(&text).unwrap();
     assert_eq!(documents.others, ["Namespace a", "a document without a kind"]);
     assert_eq!(documents.specs.len(), 1);
@@ -128,7 +153,10 @@ fn the_spec_in_config_map_flux_default_is_checked_in_its_place() {
     let map = |text: &str| {
         format!("apiVersion: v1\nkind: ConfigMap\nmetadata: {{name: flux-default}}\ndata:\n  spec.yaml: {text}\n")
     };
-    assert_eq!(found(&map("|\n    # a comment\n    size: 3\n    lead: A\n")), ["8: spec.lead: \"A\" is no node's name"]);
+    assert_eq!(
+        found(&map("|\n    # a comment\n    size: 3\n    lead: A\n")),
+        ["8: spec.lead: \"A\" is no node's name"]
+    );
     assert_eq!(found(&map("'{lead: A}'")), ["5: spec.lead: \"A\" is no node's name"]);
     assert_eq!(found(&map("''")), [""; 0]);
     assert!(found(&map("|\n    size: [\n"))[0].contains("is not YAML"));

@@ -37,11 +37,7 @@ pub fn apply(schema: &Value, object: &mut Value) -> Findings {
 /// [`apply`], and then `rules`, which reads the object into its type (the error is why it can't) and finds what no schema
 /// can say. Fields that break the schema are hidden from `rules`, so that one wrong field doesn't hide what is wrong with
 /// the others.
-pub fn check(
-    schema: &Value,
-    object: &mut Value,
-    rules: impl Fn(&Value) -> Result<Vec<Finding>, String>,
-) -> Findings {
+pub fn check(schema: &Value, object: &mut Value, rules: impl Fn(&Value) -> Result<Vec<Finding>, String>) -> Findings {
     let mut findings = apply(schema, object);
     let mut sound = object.clone();
     for finding in &findings.errors {
@@ -53,8 +49,7 @@ pub fn check(
         // The schema's findings say it already.
         Err(_) => Vec::new(),
     };
-    let is_new =
-        |broken: &Finding| !findings.errors.iter().chain(&findings.unknown).any(|known| broken.covers(known));
+    let is_new = |broken: &Finding| !findings.errors.iter().any(|known| broken.covers(known));
     let broken: Vec<_> = broken.into_iter().filter(is_new).collect();
     findings.errors.extend(broken);
     findings
@@ -250,7 +245,8 @@ mod tests {
         assert_eq!(object["spec"]["uninstall"]["runningJobs"], "Wait");
         assert_eq!(object["spec"]["broker"], json!({"port": 1}));
         assert_eq!(object["metadata"]["name"], "flux");
-        let expected = ["spec.sise: there is no such field: did you mean size?", "spec.broker.x: there is no such field"];
+        let expected =
+            ["spec.sise: there is no such field: did you mean size?", "spec.broker.x: there is no such field"];
         assert_eq!(told(&findings.unknown), expected);
         assert_eq!(findings.errors, []);
     }

@@ -110,7 +110,9 @@ impl Report<'_> {
         let mut text = match self.changes.as_deref() {
             None => "valid\n".to_owned(),
             Some([]) => "nothing would change\n".to_owned(),
-            Some(changes) => changes.iter().map(|change| format!("spec.{}: {}\n", change.field, change.effect)).collect(),
+            Some(changes) => {
+                changes.iter().map(|change| format!("spec.{}: {}\n", change.field, change.effect)).collect()
+            }
         };
         if !self.others.is_empty() {
             text.push_str(&format!("not looked at: {}\n", self.others.join(", ")));

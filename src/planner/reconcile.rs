@@ -14,7 +14,8 @@ use self::needs::Sources;
 use super::{Announcer, PlannerError, caches::Caches, instance, packages::Resolver, protect, publish, store::Document};
 use crate::{
     api::{
-        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, Roster, in_one_line, validate,
+        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, Roster, in_one_line,
+        validate,
     },
     clock, error_chain,
     plan::{
