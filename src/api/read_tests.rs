@@ -39,7 +39,7 @@ fn everything_that_is_wrong_is_found_at_once_with_its_line() {
         "5: spec.sise: there is no such field: did you mean size?",
         "6: spec.size: must be of type integer, not string",
         "7: spec.lead: \"Bad Name\" is no node's name",
-        "8: spec.topology: \"kary:0\" has no ranks below the lead: write flat",
+        "8: spec.topology: \"kary:0\" is Flux's word for a flat tree: write flat",
         "10: spec.packages.glibc: \"two\" is not a version such as 2.28",
         "13: spec.packages.specs[1]: ",
         "15: spec.broker.cpuWeight: 0 is less than 1",

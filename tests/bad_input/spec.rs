@@ -32,7 +32,7 @@ async fn a_spec_that_can_not_be_served_is_refused_in_the_validators_words() {
         (json!({"packages": {"specs": ["flux-core ==="], "bundle": null}}), "spec.packages.specs[0]: "),
         (json!({"packages": {"glibc": "two"}}), "spec.packages.glibc: "),
         (json!({"broker": {"cpuWeight": 0}}), "spec.broker.cpuWeight: 0 is less than 1"),
-        (json!({"topology": "kary:0"}), "spec.topology: \"kary:0\" has no ranks below the lead: write flat"),
+        (json!({"topology": "kary:0"}), "spec.topology: \"kary:0\" is Flux's word for a flat tree: write flat"),
         (json!({"lead": "Bad Name"}), "spec.lead: \"Bad Name\" is no node's name"),
         (
             json!({"nodes": {"tolerations": [{"key": "hpc", "operator": "Equals"}]}}),
@@ -44,12 +44,13 @@ async fn a_spec_that_can_not_be_served_is_refused_in_the_validators_words() {
         let message = refused(case.try_create(spec.clone()).await);
         assert!(message.contains(words), "{message}");
     }
-    // A plain map of labels is pruned to a selector of everything: that one is refused.
-    let pruned = refused(case.try_create(json!({"nodes": {"selector": {"pool": "hpc"}}})).await);
-    assert!(pruned.contains("spec.nodes.selector: has neither matchLabels nor matchExpressions"), "{pruned}");
-    let all = refused(case.try_create(json!({"size": "3", "topology": "ring", "lead": "Bad Name"})).await);
-    assert!(["spec.size: ", "spec.topology: ", "spec.lead: "].iter().all(|field| all.contains(field)), "{all}");
     case.create(nobody()).await;
+    let all = refused(case.try_patch(json!({"size": "3", "topology": "ring", "lead": "Bad Name"})).await);
+    assert!(["spec.size: ", "spec.topology: ", "spec.lead: "].iter().all(|field| all.contains(field)), "{all}");
+    // Of a plain map of labels, pruning leaves a selector of all nodes.
+    let plain_map = json!({"nodes": {"selector": {"matchLabels": null, "pool": "hpc"}}});
+    let pruned = refused(case.try_patch(plain_map).await);
+    assert!(pruned.contains("spec.nodes.selector: has neither matchLabels nor matchExpressions"), "{pruned}");
     for (spec, words) in &wrong {
         let message = refused(case.try_patch(spec.clone()).await);
         assert!(message.contains(words), "{message}");

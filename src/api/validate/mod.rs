@@ -75,7 +75,7 @@ fn sizes(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
 fn topology(text: &str, size: u32) -> Result<(), String> {
     match Topology::parse(text, size)? {
         Topology::Kary(0) if text != Topology::FLAT => {
-            Err(format!("{text:?} has no ranks below the lead: write {}", Topology::FLAT))
+            Err(format!("{text:?} is Flux's word for a flat tree: write {}", Topology::FLAT))
         }
         _ => Ok(()),
     }
