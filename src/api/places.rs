@@ -46,8 +46,8 @@ pub fn documents(text: &str) -> Vec<Places> {
     let mut documents = Vec::new();
     while let Some((event, _)) = events.next() {
         if matches!(event, Event::DocumentStart(..)) {
-            let mut places = Places::default();
-            places.start = events.peek().map_or(0, |(_, line)| *line);
+            let start = events.peek().map_or(0, |(_, line)| *line);
+            let mut places = Places { start, ..Places::default() };
             node(&mut events, "", &mut places);
             documents.push(places);
         }
