@@ -1,19 +1,15 @@
 //! The command line.
 
-use std::{
-    io::Write,
-    path::{Path, PathBuf},
-    process::ExitCode,
-};
+mod validate;
+
+use std::{io::Write, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::{
     agent::{self, Rung},
-    api, host, local, packages,
-    plan::effect::changes,
-    redact,
+    api, host, local, packages, redact,
 };
 
 /// What a shell is told: 2 for bad input (nothing was changed), 1 for everything else that went wrong.
@@ -81,14 +77,8 @@ enum Command {
     Report(agent::AgentArguments),
     /// Print the CustomResourceDefinitions as YAML
     Crds,
-    /// Check a FluxInstance's spec, or a whole FluxInstance, in a YAML file
-    Validate {
-        /// The file
-        file: PathBuf,
-        /// Say what would change, and when: a FluxInstance in a file, such as `kubectl get fxi flux -o yaml` shows it
-        #[arg(long, value_name = "FILE")]
-        against: Option<PathBuf>,
-    },
+    /// Check a file with a FluxInstance, and say what it would change
+    Validate(validate::ValidateArguments),
     /// Carry out one order in the host's namespaces
     #[command(hide = true)]
     Stage,
@@ -106,7 +96,7 @@ pub fn main() -> ExitCode {
         Command::Launch => return host::launch::launcher_main(),
         _ => {}
     }
-    init_tracing();
+    init_tracing(&arguments.command);
     // rustls has no default provider in this build; only the first call of a process does anything.
     let _ = rustls::crypto::ring::default_provider().install_default();
     match run(arguments.command) {
@@ -184,7 +174,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Online(arguments) => rung(Rung::Online, arguments),
         Command::Report(arguments) => rung(Rung::Report, arguments),
         Command::Crds => print(&crds().map_err(|error| Failure::new(&error))?),
-        Command::Validate { file, against } => validate(&file, against.as_deref()),
+        Command::Validate(arguments) => validate::validate(&arguments),
         Command::Stage | Command::Launch => Ok(ExitCode::FAILURE),
     }
 }
@@ -200,9 +190,16 @@ fn block_on(future: impl Future<Output = Result<ExitCode, Failure>>) -> Result<E
     runtime.map_err(|error| Failure::new(&error))?.block_on(future)
 }
 
-fn init_tracing() {
-    let filter =
-        EnvFilter::try_from_env(redact::LOG_VARIABLE).unwrap_or_else(|_| EnvFilter::new("flux_distribute=info,warn"));
+/// A command that ends with an answer tells people that answer, and not on which try it came: only a service writes a log.
+fn default_log(command: &Command) -> &'static str {
+    match command {
+        Command::Lock(_) | Command::Bundle(_) | Command::Validate(_) => "flux_distribute=warn,off",
+        _ => "flux_distribute=info,warn",
+    }
+}
+
+fn init_tracing(command: &Command) {
+    let filter = EnvFilter::try_from_env(redact::LOG_VARIABLE).unwrap_or_else(|_| EnvFilter::new(default_log(command)));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(redact::Stderr);
     if std::env::var("FLUX_DISTRIBUTE_LOG_FORMAT").is_ok_and(|format| format == "json") {
         log.json().init();
@@ -221,21 +218,6 @@ pub fn crds() -> Result<String, serde_norway::Error> {
     Ok(format!("---\n{}---\n{}", serde_norway::to_string(&instance)?, serde_norway::to_string(&node)?))
 }
 
-fn validate(file: &Path, against: Option<&Path>) -> Result<ExitCode, Failure> {
-    let new = spec_of(file)?;
-    let Some(against) = against else { return print("valid\n") };
-    let changes = changes(&spec_of(against)?, &new);
-    let lines = changes.iter().map(|change| format!("spec.{}: {}\n", change.field, change.effect));
-    print(&if changes.is_empty() { "nothing would change\n".to_owned() } else { lines.collect() })
-}
-
-/// Of a whole FluxInstance, or of its spec alone.
-fn spec_of(file: &Path) -> Result<api::FluxInstanceSpec, Failure> {
-    let wrong = |reason: String| Failure::bad_input(format!("{}: {reason}", file.display()));
-    let text = std::fs::read_to_string(file).map_err(|error| wrong(error.to_string()))?;
-    api::read_instance(&text).map_err(wrong)
-}
-
 fn print(text: &str) -> Result<ExitCode, Failure> {
     std::io::stdout().write_all(text.as_bytes()).map_err(|error| Failure::new(&error))?;
     Ok(ExitCode::SUCCESS)
@@ -250,5 +232,48 @@ mod tests {
     #[test]
     fn no_command_has_two_arguments_of_one_name() {
         Arguments::command().debug_assert();
+    }
+
+    /// Every command below `command`, by its whole name.
+    fn all(command: &clap::Command, above: &str) -> Vec<(String, clap::Command)> {
+        let below = |command: &clap::Command| {
+            let name = format!("{above} {}", command.get_name()).trim().to_owned();
+            let mut found = all(command, &name);
+            found.push((name, command.clone()));
+            found
+        };
+        command.get_subcommands().flat_map(below).collect()
+    }
+
+    #[test]
+    fn every_command_that_reports_takes_the_same_output_option() {
+        let commands = all(&Arguments::command(), "");
+        for (name, command) in &commands {
+            for argument in command.get_arguments().filter(|argument| argument.get_short() == Some('o')) {
+                assert_eq!(argument.get_id(), "output", "-o of {name}");
+            }
+            if let Some(output) = command.get_arguments().find(|argument| argument.get_id() == "output") {
+                let words: Vec<_> =
+                    output.get_possible_values().iter().map(|word| word.get_name().to_owned()).collect();
+                assert_eq!((output.get_short(), words), (Some('o'), vec!["text".into(), "json".into()]), "{name}");
+            }
+        }
+        let reporting: Vec<_> = commands
+            .iter()
+            .filter(|(_, command)| command.get_arguments().any(|argument| argument.get_id() == "output"))
+            .map(|(name, _)| name.as_str())
+            .collect();
+        let expected =
+            ["local status", "lock diff", "bundle create", "bundle inspect", "status", "verify", "install", "validate"];
+        assert_eq!(reporting, expected);
+    }
+
+    #[test]
+    fn no_option_that_a_command_needs_is_hidden() {
+        for (name, command) in all(&Arguments::command(), "").iter().filter(|(_, command)| !command.is_hide_set()) {
+            for argument in command.get_arguments() {
+                assert!(!(argument.is_required_set() && argument.is_hide_set()), "{} of {name}", argument.get_id());
+            }
+        }
     }
 }

@@ -30,6 +30,11 @@ impl Write for Stderr {
     }
 }
 
+/// Whether a segment of a URL's path is conda's token, `/t/<token>/`: never in a file's path, and never a file's name.
+pub(crate) fn is_token(scheme: &str, before: &str, segment: &str) -> bool {
+    scheme != "file" && before == "t" && !segment.is_empty() && !segment.contains('.')
+}
+
 /// `text` without user and password, `/t/<token>`, and query of the URLs in it.
 pub fn redacted(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
@@ -37,16 +42,18 @@ pub fn redacted(text: &str) -> String {
     while let Some(at) = rest.find("://") {
         let (before, after) = rest.split_at(at + 3);
         safe.push_str(before);
+        let scheme = &before[..at];
+        let scheme = scheme.rsplit(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default();
         let end = after.find(|c: char| c.is_whitespace() || "\"'`<>()[]{}\\,;".contains(c)).unwrap_or(after.len());
         let (url, next) = after.split_at(end);
-        push_url(&mut safe, url);
+        push_url(&mut safe, scheme, url);
         rest = next;
     }
     safe + rest
 }
 
 /// What stands behind a URL's `://`.
-fn push_url(safe: &mut String, url: &str) {
+fn push_url(safe: &mut String, scheme: &str, url: &str) {
     let (url, query) = url.split_once('?').map_or((url, false), |(url, _)| (url, true));
     let (authority, path) = url.find('/').map_or((url, ""), |at| url.split_at(at));
     if let Some((_, host)) = authority.rsplit_once('@') {
@@ -55,13 +62,13 @@ fn push_url(safe: &mut String, url: &str) {
     } else {
         safe.push_str(authority);
     }
-    let mut is_token = false;
+    let mut before = "";
     for (place, segment) in path.split('/').enumerate() {
         if place > 0 {
             safe.push('/');
         }
-        safe.push_str(if is_token && !segment.is_empty() { "***" } else { segment });
-        is_token = segment == "t";
+        safe.push_str(if is_token(scheme, before, segment) { "***" } else { segment });
+        before = segment;
     }
     if query {
         safe.push_str("?***");
@@ -77,7 +84,11 @@ mod tests {
         for (line, safe) in [
             ("GET 'http://me:s3cret@h:8/t/tk-1/linux-64/x.zst': no", "GET 'http://***@h:8/t/***/linux-64/x.zst': no"),
             ("(https://h/t/tk-1) and https://h/x?sig=1, twice", "(https://h/t/***) and https://h/x?***, twice"),
-            ("file:///srv/t/x and no://", "file:///srv/t/*** and no://"),
+            ("http://h/conda/t/tk-1/noarch", "http://h/conda/t/***/noarch"),
+            // No token: a directory, a file, and nothing at all.
+            ("file:///srv/t/x and no://", "file:///srv/t/x and no://"),
+            ("http://h/t/flux.tar.gz", "http://h/t/flux.tar.gz"),
+            ("(url=http://h/t/)", "(url=http://h/t/)"),
             ("http://a@b@h/x", "http://***@h/x"),
             ("nothing here: a/t/b?c", "nothing here: a/t/b?c"),
         ] {

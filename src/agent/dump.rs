@@ -25,7 +25,7 @@ use crate::{
 #[derive(clap::Args, Debug, Clone)]
 pub struct DumpArguments {
     /// Also write it to this file on the host (0600), or with - to stdout, to get it off the lead's disk
-    #[arg(long, short, value_name = "FILE")]
+    #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }
 

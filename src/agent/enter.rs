@@ -12,6 +12,7 @@ use crate::{
     api::BROKER_URI,
     broker::{rfc3::RpcError, status::status as broker_status},
     host::{HostError, HostView, NsHost, enter, look, users::User},
+    packages::OutputFormat,
 };
 
 /// Why a command could not be run.
@@ -76,16 +77,8 @@ impl EnterError {
 #[derive(clap::Args, Debug, Clone)]
 pub struct StatusArguments {
     /// Form
-    #[arg(long, value_enum, default_value = "text")]
-    output: OutputForm,
-}
-
-#[derive(clap::ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
-enum OutputForm {
-    /// For people
-    Text,
-    /// For programs
-    Json,
+    #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
+    output: OutputFormat,
 }
 
 /// Opens a shell in the instance, or runs `command` in it: as the owner of the brokers, on the host, with the packages of the
@@ -132,7 +125,7 @@ pub async fn status(arguments: StatusArguments) -> Result<ExitCode, EnterError> 
     let client = live::connect().await?;
     let status = broker_status(&client).await?;
     let mut out = std::io::stdout();
-    if arguments.output == OutputForm::Json {
+    if arguments.output == OutputFormat::Json {
         let text = serde_json::to_string_pretty(&status).map_err(|error| EnterError::Other(error.to_string()))?;
         writeln!(out, "{text}")?;
         return Ok(ExitCode::SUCCESS);

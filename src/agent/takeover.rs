@@ -53,8 +53,8 @@ pub struct RecoverArguments {
     /// The lead's machine is off, whatever other brokers still believe
     #[arg(long)]
     force: bool,
-    /// Name of the Node this runs on
-    #[arg(long, env = "NODE_NAME", hide = true)]
+    /// Name of the Node this runs on; in a pod of the DaemonSet it is known
+    #[arg(long, env = "NODE_NAME")]
     node_name: String,
 }
 
@@ -73,8 +73,8 @@ pub struct ResetArguments {
     /// Cancel running jobs
     #[arg(long)]
     force: bool,
-    /// Name of the Node this runs on
-    #[arg(long, env = "NODE_NAME", hide = true)]
+    /// Name of the Node this runs on; in a pod of the DaemonSet it is known
+    #[arg(long, env = "NODE_NAME")]
     node_name: String,
 }
 

@@ -8,12 +8,19 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Dump, Packages, Resources,
-    validate::{LESS_THAN_ONE, MORE_THAN_MAX_SIZE},
+    validate::{
+        DURATION, EMPTY_SELECTOR, LESS_THAN_ONE, MORE_THAN_MAX_SIZE, SUBDOMAIN, TOPOLOGY, USER, selector_words,
+        toleration_words,
+    },
 };
 
 /// In CEL. A field that is null is there, and is no number.
 const SIZE_FITS: &str = "!has(self.size) || type(self.size) != int || !has(self.maxSize) || type(self.maxSize) != int || \
                          self.size <= self.maxSize";
+/// In CEL. Fields that the schema doesn't know are gone by then: the API server prunes a plain map of labels to nothing.
+const SELECTS: &str = "has(self.matchLabels) || has(self.matchExpressions)";
+/// More ranks than that have never been tried.
+const MOST_RANKS: u32 = 16384;
 
 /// One Flux instance over the nodes of the Kubernetes cluster.
 #[derive(CustomResource, Serialize, Deserialize, Clone, Debug, Default, PartialEq, KubeSchema)]
@@ -50,19 +57,22 @@ pub struct FluxInstanceSpec {
     pub nodes: Nodes,
     /// How many members the instance has. Default: every eligible node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(max = MOST_RANKS))]
     #[x_kube(validation = Rule::new("self >= 1").message(LESS_THAN_ONE))]
     pub size: Option<u32>,
     /// How many ranks are declared at each epoch's start; fixed within it (RFC 3). Default: max(64, 2 × nodes), which
     /// `status.maxSize` tells.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 1, max = 16384))]
+    #[schemars(range(min = 1, max = MOST_RANKS))]
     pub max_size: Option<u32>,
     /// Name of the node that gets rank 0. Default: the first eligible one that has passed preflight.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 253), regex(pattern = SUBDOMAIN))]
     pub lead: Option<String>,
-    /// Shape of the TBON, as `tbon.topo` of flux-broker-attributes(7): `kary:K`, `mincrit[:K]`, `binomial`.
-    /// Default: `kary:256` up to 257 ranks, flat (`kary:0`) up to 1,024, `mincrit` beyond.
+    /// Shape of the TBON: `flat`, or as `tbon.topo` of flux-broker-attributes(7): `kary:K`, `mincrit[:K]`, `binomial`.
+    /// Default: flat up to 1,024 ranks, `mincrit` beyond.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = TOPOLOGY))]
     pub topology: Option<String>,
     /// The brokers.
     #[serde(default)]
@@ -99,14 +109,17 @@ pub struct FluxInstanceSpec {
 
 /// Which nodes take part. Linux nodes that are Ready and not cordoned, without other NoSchedule or NoExecute taints than
 /// those tolerated here.
-#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Nodes {
-    /// Only nodes with these labels.
+    /// Only nodes with these labels: a LabelSelector, such as `{matchLabels: {pool: hpc}}`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(transform = selector_words)]
+    #[x_kube(validation = Rule::new(SELECTS).message(EMPTY_SELECTOR))]
     pub selector: Option<LabelSelector>,
     /// Taints that do not keep a node out. (The DaemonSet must tolerate them too.)
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(transform = toleration_words)]
     pub tolerations: Vec<Toleration>,
 }
 
@@ -121,6 +134,7 @@ pub struct Broker {
     /// The user that owns the brokers, and as whom every job runs: a name of the hosts' /etc/passwd or a number.
     /// Default: root.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = USER))]
     pub run_as: Option<String>,
     /// More tables for broker.toml, as TOML text. Not `access`, `bootstrap`, `kvs`, `resource` and `tbon`, which are ours.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -131,6 +145,7 @@ pub struct Broker {
     pub cpu_weight: Option<u32>,
     /// How often the lead writes its KVS to disk (`[kvs] checkpoint-period`, FSD of RFC 23). Default: 1m.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = DURATION))]
     pub checkpoint_period: Option<String>,
 }
 
@@ -189,6 +204,7 @@ pub struct Exclude {
     pub lead: bool,
     /// Nodes as a whole, by name.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(inner(length(max = 253), regex(pattern = SUBDOMAIN)))]
     pub nodes: Vec<String>,
 }
 
@@ -198,6 +214,7 @@ pub struct Exclude {
 pub struct Ranks {
     /// How long a rank is kept after its Node object is gone, such as `10m`. Default: 10m.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = DURATION))]
     pub retain: Option<String>,
 }
 
@@ -207,6 +224,7 @@ pub struct Ranks {
 pub struct Drain {
     /// How long running jobs get before the member is stopped all the same, such as `1h`. Default: no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = DURATION))]
     pub timeout: Option<String>,
 }
 
@@ -238,6 +256,7 @@ pub struct State {
     /// How often the lead's agent makes a dump (flux-dump(1)) that `flux-distribute recover` can begin with, such as `1h`.
     /// It is kept on the lead's own disk: have it fetched from there. Default: never.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = DURATION))]
     pub dump_every: Option<String>,
 }
 
@@ -248,6 +267,7 @@ pub struct Upgrade {
     /// How long a pending restart waits for the instance to be idle, such as `24h`; running jobs are cancelled then.
     /// Default: for ever.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = DURATION))]
     pub deadline: Option<String>,
     /// What happens when the lead does not come up in the next epoch. Default: GoBack.
     #[serde(default)]

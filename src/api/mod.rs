@@ -1,8 +1,10 @@
-//! The Kubernetes objects of this project: types, their names, and one pure [`validate`]. No effects.
+//! The Kubernetes objects of this project: types, their names, and one pure validation for every door ([`read`] for files,
+//! [`schema::check`] and [`rules`] for an API server, [`validate`] for the planner). No effects.
 //!
 //! One writer for each: people write [`FluxInstance`] specs; the planner writes their status, the roster, the packages,
 //! `broker.toml`, and the spec of each [`FluxNode`]; an agent writes the status of its own `FluxNode`.
 
+mod finding;
 mod idset;
 #[allow(clippy::duplicated_attributes, reason = "each printcolumn has a type_ of its own")]
 mod instance;
@@ -10,11 +12,14 @@ mod instance;
 mod node;
 mod packages;
 pub(crate) mod packed;
+mod places;
 mod read;
 mod resources;
 mod roster;
+pub mod schema;
 mod validate;
 
+pub use finding::*;
 pub use idset::*;
 pub use instance::*;
 pub use node::*;
@@ -22,7 +27,7 @@ pub use packages::*;
 pub use read::*;
 pub use resources::*;
 pub use roster::*;
-pub use validate::*;
+pub use validate::{check_prefix, duration, is_subdomain, parse_duration, validate};
 
 /// The API group of both kinds.
 pub const GROUP: &str = "distribute.flux-framework.org";

@@ -1,6 +1,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::validate::{GLIBC, PLATFORM, SHA256, URL};
+
 /// The default channel.
 pub const DEFAULT_CHANNEL: &str = "https://conda.anaconda.org/conda-forge";
 /// The default specs. mpich because flux-core's conda package depends on an MPI and would otherwise pick one itself.
@@ -14,15 +16,18 @@ pub const DEFAULT_GLIBC: &str = "2.28";
 pub struct Packages {
     /// Conda channels, the first one wins: http(s) or file URLs. Default: conda-forge.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(inner(regex(pattern = URL)))]
     pub channels: Vec<String>,
     /// What to install, as conda match specs. Default: flux-core, flux-sched, mpich.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub specs: Vec<String>,
     /// Conda platforms that the lock covers. Default: those of the nodes that are there when the planner solves.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(inner(regex(pattern = PLATFORM)))]
     pub platforms: Vec<String>,
     /// The oldest glibc of any node, as the solver's `__glibc`. Default: 2.28.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = GLIBC))]
     pub glibc: Option<String>,
     /// A ready lock in place of channels and specs: what `flux-distribute lock` writes, a pixi.lock, or a conda `@EXPLICIT`
     /// list with sha256 digests.
@@ -34,11 +39,12 @@ pub struct Packages {
     /// Where archives are fetched in place of the channels that a lock names: an http, https or file URL below which the
     /// channels' own paths are found, such as `https://mirror.example.org/conda` for `https://…/conda-forge/linux-64/…`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = URL))]
     pub mirror: Option<String>,
     /// How many environments a node keeps, the one in use included; those that something runs from are never removed.
     /// Default: 2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 1))]
+    #[schemars(range(min = 1, max = u32::MAX))]
     pub keep: Option<u32>,
     /// A bundle in place of a channel, for sites without internet or with their own build of Flux.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -50,8 +56,10 @@ pub struct Packages {
 #[serde(rename_all = "camelCase")]
 pub struct BundleSource {
     /// `https://`, `http://`, or `file://` (a path on each node's host).
+    #[schemars(regex(pattern = URL))]
     pub url: String,
     /// sha256 of the file, 64 hex digits, as `flux-distribute bundle create` prints it.
+    #[schemars(regex(pattern = SHA256))]
     pub sha256: String,
 }
 

@@ -8,9 +8,11 @@ use super::IdSet;
 #[serde(rename_all = "camelCase")]
 pub struct Resources {
     /// Physical cores as hwloc counts them (not the hardware threads of the Node's `capacity.cpu`).
+    #[schemars(range(max = u32::MAX))]
     pub cores: u32,
     /// GPUs.
     #[serde(default, skip_serializing_if = "super::is_zero")]
+    #[schemars(range(max = u32::MAX))]
     pub gpus: u32,
 }
 

@@ -12,6 +12,7 @@ use super::{
     },
     error::{Context, LocalError},
 };
+use crate::packages::OutputFormat;
 
 /// N simulated nodes on this machine, with an API server of their own.
 #[derive(clap::Subcommand, Clone, Debug)]
@@ -28,9 +29,9 @@ pub enum LocalCommand {
     },
     /// Show the nodes
     Status {
-        /// How
-        #[arg(long, value_enum, default_value = "table")]
-        output: Output,
+        /// Form
+        #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
+        output: OutputFormat,
     },
     /// Add nodes
     AddNode {
@@ -103,15 +104,6 @@ pub enum LocalCommand {
     },
 }
 
-/// How `status` shows the nodes.
-#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Output {
-    /// For people.
-    Table,
-    /// For programs.
-    Json,
-}
-
 /// What to do with an agent.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AgentAction {
@@ -140,7 +132,7 @@ impl LocalCommand {
         match self {
             Self::Up(up) => up::run(&layout, *up).await?,
             Self::Exec { node, command } => return exec::run(&layout, &node, command).await,
-            Self::Status { output } => status::run(&layout, output == Output::Json).await?,
+            Self::Status { output } => status::run(&layout, output == OutputFormat::Json).await?,
             Self::AddNode { count, kind } => {
                 for node in Client::connect(&layout).await?.ask(Request::Add { count, kind }).await? {
                     say(&format!("{} is up at {}", node.name, node.address))?;

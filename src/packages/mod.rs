@@ -34,7 +34,7 @@ pub use fetch::{FetchError, Fetched, fetch};
 pub use files::FileError;
 pub use lock::command::{LockAction, LockCommand, LockCommandError, LockDiffArguments, SolveArguments};
 pub use lock::diff::{Change, ChangeKind, Download, LockDiff, MinorChange, Package, PlatformDiff, compare};
-pub use lock::question::question;
+pub use lock::question::{check_glibc, check_spec, question};
 pub use lock::solve::{SolveError, resolve};
 pub use lock::{LockError, check_lock, estimate_bytes, lock_urls, normalise_lock};
 pub use progress::show::{LINE_EVERY, Style, shown};

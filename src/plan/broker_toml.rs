@@ -89,7 +89,7 @@ pub(super) fn tables(roster: &Roster) -> Result<toml::Table, String> {
     }
 
     let tbon = table(&mut file, "tbon")?;
-    tbon.insert("topo".into(), roster.settings.topology.clone().into());
+    tbon.insert("topo".into(), Topology::for_flux(&roster.settings.topology, size).into());
     tbon.insert("tcp_user_timeout".into(), TCP_USER_TIMEOUT.into());
     tbon.insert("connect_timeout".into(), CONNECT_TIMEOUT.into());
 

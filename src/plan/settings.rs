@@ -42,21 +42,26 @@ fn max_size(spec: &FluxInstanceSpec, eligible: usize) -> u32 {
 }
 
 fn topology(spec: &FluxInstanceSpec, max_size: u32) -> String {
-    match spec.topology.as_deref() {
-        None => Topology::default_for(max_size).to_owned(),
-        Some("flat") => "kary:0".to_owned(),
-        Some(text) => text.to_owned(),
-    }
+    spec.topology.clone().unwrap_or_else(|| Topology::default_for(max_size).to_owned())
 }
 
-/// What the spec asks for, beside an epoch that runs: a default maxSize that has grown with the cluster is no difference.
+/// What the spec asks for, beside an epoch that runs: a default maxSize that has grown with the cluster is no difference, and
+/// neither is another name of a flat tree.
 pub fn wanted(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> EpochSettings {
     let mut wanted = settings(spec, 0, digest, certificate);
     if spec.max_size.is_none() {
         wanted.max_size = running.max_size;
         wanted.topology = topology(spec, running.max_size);
     }
+    if is_flat(running) && is_flat(&wanted) {
+        wanted.topology.clone_from(&running.topology);
+    }
     wanted
+}
+
+fn is_flat(settings: &EpochSettings) -> bool {
+    let size = settings.max_size;
+    Topology::parse(&settings.topology, size).is_ok_and(|topology| topology.is_flat(size))
 }
 
 /// In which ways the running epoch differs from what the spec asks for now, in words; None where it doesn't.
@@ -120,7 +125,17 @@ mod tests {
         assert_eq!(pending(&running, &spec, "d", "c"), None);
         assert_eq!(pending(&running, &spec, "e", "c").unwrap(), "packages d -> e");
         assert_eq!(pending(&running, &spec, "d", "x").unwrap(), "certificate changed");
-        let larger = FluxInstanceSpec { max_size: Some(300), topology: Some("flat".into()), ..spec };
-        assert_eq!(pending(&running, &larger, "d", "c").unwrap(), "maxSize 200 -> 300, topology kary:256 -> kary:0");
+        let larger = FluxInstanceSpec { max_size: Some(300), topology: Some("kary:2".into()), ..spec };
+        assert_eq!(pending(&running, &larger, "d", "c").unwrap(), "maxSize 200 -> 300, topology flat -> kary:2");
+    }
+
+    #[test]
+    fn a_flat_tree_under_another_name_is_no_difference() {
+        let spec = FluxInstanceSpec::default();
+        let named = |topology: &str| EpochSettings { topology: topology.to_owned(), ..settings(&spec, 4, "d", "c") };
+        for running in ["flat", "kary:256", "kary:0", "mincrit"] {
+            assert_eq!(pending(&named(running), &spec, "d", "c"), None, "{running}");
+        }
+        assert_eq!(pending(&named("kary:2"), &spec, "d", "c").unwrap(), "topology kary:2 -> flat");
     }
 }

@@ -19,7 +19,10 @@ pub enum Topology {
 }
 
 impl Topology {
-    /// Reads `tbon.topo` for an instance of `size` ranks. `flat` is taken too, as `kary:0`.
+    /// What people write and read if all ranks hang under the lead. Flux has no word for it.
+    pub const FLAT: &str = "flat";
+
+    /// Reads `tbon.topo` for an instance of `size` ranks. [`Self::FLAT`] is taken too, as `kary:0`.
     ///
     /// # Errors
     /// What is wrong with `text`.
@@ -29,7 +32,7 @@ impl Topology {
             what.parse().map_err(|_| format!("{text:?}: {what:?} is not a number of ranks"))
         };
         match (scheme, argument) {
-            ("flat", None) => Ok(Self::Kary(0)),
+            (Self::FLAT, None) => Ok(Self::Kary(0)),
             ("kary", Some(k)) => Ok(Self::Kary(number(k)?)),
             ("mincrit", Some(k)) => Ok(Self::Mincrit(number(k)?)),
             ("mincrit", None) => Ok(Self::Mincrit(mincrit_routers(size))),
@@ -38,14 +41,27 @@ impl Topology {
         }
     }
 
-    /// What is rendered where the spec names no topology.
+    /// What an instance of `size` ranks gets if the spec names no topology.
     pub fn default_for(size: u32) -> &'static str {
-        if size <= SEED_FANOUT + 1 {
-            "kary:256"
-        } else if size <= FLAT_LIMIT {
-            "kary:0"
-        } else {
-            "mincrit"
+        if size <= FLAT_LIMIT { Self::FLAT } else { "mincrit" }
+    }
+
+    /// `text` as broker.toml has it for an instance of `size` ranks, in Flux's words.
+    pub fn for_flux(text: &str, size: u32) -> &str {
+        match text {
+            Self::FLAT if size <= SEED_FANOUT + 1 => "kary:256",
+            Self::FLAT => "kary:0",
+            other => other,
+        }
+    }
+
+    /// Whether all of `size` ranks hang under the lead, whatever the shape is called.
+    pub fn is_flat(self, size: u32) -> bool {
+        match self {
+            Self::Kary(0) | Self::Mincrit(0) => true,
+            Self::Kary(k) => size <= k.saturating_add(1),
+            Self::Mincrit(k) => size <= k.saturating_add(1),
+            Self::Binomial => size <= 2,
         }
     }
 
@@ -122,9 +138,39 @@ mod tests {
         assert_eq!(Topology::parse("mincrit", 1025).unwrap(), Topology::Mincrit(0));
         assert_eq!(Topology::parse("mincrit", 1026).unwrap(), Topology::Mincrit(2));
         assert_eq!(Topology::parse("mincrit", 3000).unwrap(), Topology::Mincrit(3));
-        assert_eq!(Topology::default_for(64), "kary:256");
-        assert_eq!(Topology::default_for(258), "kary:0");
+        assert_eq!(Topology::default_for(64), "flat");
+        assert_eq!(Topology::default_for(1024), "flat");
         assert_eq!(Topology::default_for(1025), "mincrit");
+    }
+
+    #[test]
+    fn a_flat_tree_is_flat_under_every_name() {
+        for (text, size, flat) in [
+            ("flat", 1024, true),
+            ("kary:0", 1024, true),
+            ("kary:256", 257, true),
+            ("kary:256", 258, false),
+            ("kary:2", 3, true),
+            ("kary:2", 4, false),
+            ("mincrit", 64, true),
+            ("mincrit", 2000, false),
+            ("binomial", 4, false),
+        ] {
+            let topology = Topology::parse(text, size).unwrap();
+            assert_eq!(topology.is_flat(size), flat, "{text} of {size}");
+            assert_eq!((1..size).all(|rank| topology.parent(rank) == Some(0)), flat, "{text} of {size}");
+        }
+    }
+
+    #[test]
+    fn only_flux_reads_its_own_word_for_flat() {
+        for (text, size, expected) in
+            [("flat", 64, "kary:256"), ("flat", 258, "kary:0"), ("kary:2", 64, "kary:2"), ("mincrit", 2000, "mincrit")]
+        {
+            assert_eq!(Topology::for_flux(text, size), expected);
+            let read = |text| Topology::parse(text, size).unwrap();
+            assert_eq!(read(text).is_flat(size), read(expected).is_flat(size));
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::{PlannerError, call};
 use crate::{
     api::{
         ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, FluxInstance, FluxInstanceSpec,
-        FluxInstanceStatus, INSTANCE, InstancePhase, NAMESPACE, read_instance,
+        FluxInstanceStatus, INSTANCE, InstancePhase, NAMESPACE, in_one_line, read_instance,
     },
     clock,
     plan::status::set_condition,
@@ -59,9 +59,9 @@ pub fn default_reference() -> ObjectReference {
 }
 
 fn parse_default(text: &str) -> Result<FluxInstanceSpec, PlannerError> {
-    read_instance(text).map_err(|reason| PlannerError::Content {
+    read_instance(text).map_err(|findings| PlannerError::Content {
         object: format!("ConfigMap {CONFIGMAP_DEFAULT}"),
-        reason: format!("{CONFIGMAP_DEFAULT_KEY} {reason}"),
+        reason: format!("{CONFIGMAP_DEFAULT_KEY} can't be served: {}", in_one_line(&findings)),
     })
 }
 

@@ -13,7 +13,10 @@ use tracing::{debug, warn};
 use self::needs::Sources;
 use super::{Announcer, PlannerError, caches::Caches, instance, packages::Resolver, protect, publish, store::Document};
 use crate::{
-    api::{ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, Roster, validate},
+    api::{
+        ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, Roster, in_one_line,
+        validate,
+    },
     clock, error_chain,
     plan::{
         eligibility::NodeView,
@@ -196,7 +199,8 @@ impl Planner {
     fn invalid_spec(&mut self, flux: &FluxInstance, uid: &str) -> Option<Obstacle> {
         let generation = flux.metadata.generation.unwrap_or_default();
         if self.validated.as_ref().is_none_or(|(of, seen, _)| (of.as_str(), *seen) != (uid, generation)) {
-            let wrong = validate(&flux.spec).err().map(|error| error.to_string());
+            let wrong = validate(&flux.spec);
+            let wrong = (!wrong.is_empty()).then(|| in_one_line(&wrong));
             self.validated = Some((uid.to_owned(), generation, wrong));
         }
         let wrong = self.validated.as_ref().and_then(|(_, _, wrong)| wrong.clone());

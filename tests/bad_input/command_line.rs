@@ -25,15 +25,21 @@ fn words_that_can_not_be_served_end_with_2_and_change_nothing() {
     let at = |name: &str| directory.path().join(name).display().to_string();
     fs::write(at("bad.yaml"), "topology: ring\n").unwrap();
     fs::write(at("torn.yaml"), "{").unwrap();
-    fs::write(at("misspelt.yaml"), "kind: FluxInstance\nspec: {sise: 3}\n").unwrap();
+    fs::write(at("misspelt.yaml"), "sise: 3\n").unwrap();
+    fs::write(at("other.yaml"), "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: a}\n").unwrap();
     fs::create_dir(at("no-flux")).unwrap();
     let before = fs::read_dir(directory.path()).unwrap().count();
     for (words, expected) in [
         (vec!["local", "up", "--nodes", "0"], "0 is not in 1..=10000"),
         (vec!["local", "up", "--bundle", &at("gone.tar.gz")], "gone.tar.gz"),
         (vec!["local", "up", "--topology", "nonsense"], "spec.topology: "),
-        (vec!["local", "up", "--instance", &at("misspelt.yaml")], "misspelt.yaml: can't be served: spec.sise: "),
-        (vec!["validate", &at("misspelt.yaml")], "misspelt.yaml: can't be served: spec.sise: "),
+        (vec!["local", "up", "--timeout", "soon"], "is not a duration such as 30s, 10m or 24h"),
+        (vec!["local", "up", "--instance", &at("misspelt.yaml")], "misspelt.yaml:1: spec.sise: there is no such field"),
+        (
+            vec!["validate", &at("misspelt.yaml")],
+            "misspelt.yaml:1: spec.sise: there is no such field: did you mean size?",
+        ),
+        (vec!["validate", &at("other.yaml")], "other.yaml: holds no FluxInstance, but ConfigMap a"),
         (vec!["bundle", "create", "--from-prefix", &at("no-flux"), "--out", &at("b.tar.gz")], "it has no bin/flux"),
         (
             vec!["bundle", "create", "--from-prefix", &at("gone"), "--out", &at("b.tar.gz")],
@@ -49,6 +55,87 @@ fn words_that_can_not_be_served_end_with_2_and_change_nothing() {
         assert!(said.contains(expected), "{words:?}: {said}");
     }
     assert_eq!(fs::read_dir(directory.path()).unwrap().count(), before);
+}
+
+/// What the command says, and with which code it ends: stdout, stderr.
+fn said(words: &[&str]) -> (Option<i32>, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_flux-distribute")).args(words).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn validate_names_every_mistake_of_every_document_with_its_line() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("site.yaml");
+    let text = "apiVersion: v1\nkind: Namespace\nmetadata: {name: flux-distribute}\n---\n\
+                apiVersion: distribute.flux-framework.org/v1\nkind: FluxInstance\nmetadata:\n  name: mine\n\
+                spec:\n  broker:\n    cpuWeight: 0\n  nodes:\n    selector:\n      pool: hpc\n    tolerations:\n\
+                \x20   - {key: hpc, operator: Equals}\n  packages:\n    glibc: two\n    specs: [flux-core ===]\n";
+    fs::write(&file, text).unwrap();
+    let (code, out, complaints) = said(&["validate", file.to_str().unwrap()]);
+    assert_eq!((code, out.as_str()), (Some(2), ""));
+    let expected = [
+        (5, "apiVersion: \"distribute.flux-framework.org/v1\" is not served: write distribute"),
+        (8, "metadata.name: \"mine\" is not served: only FluxInstance flux"),
+        (11, "spec.broker.cpuWeight: 0 is less than 1"),
+        (14, "spec.nodes.selector.pool: there is no such field: write pool below matchLabels"),
+        (16, "spec.nodes.tolerations[0].operator: \"Equals\" is none of \"Equal\", \"Exists\""),
+        (18, "spec.packages.glibc: \"two\" is not a version such as 2.28"),
+        (19, "spec.packages.specs[0]: "),
+    ];
+    assert_eq!(complaints.lines().count(), expected.len(), "{complaints}");
+    for (line, (number, words)) in complaints.lines().zip(expected) {
+        assert!(line.starts_with(&format!("{}:{number}: {words}", file.display())), "{line}, not {number}: {words}");
+    }
+
+    let (code, out, complaints) = said(&["validate", file.to_str().unwrap(), "-o", "json"]);
+    assert_eq!((code, complaints.as_str()), (Some(2), ""));
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((&json["valid"], json["findings"].as_array().unwrap().len()), (&serde_json::json!(false), 7));
+    assert_eq!(
+        json["findings"][2],
+        serde_json::json!({"field": "spec.broker.cpuWeight", "line": 11, "problem": "0 is less than 1"})
+    );
+    assert_eq!(json["notLookedAt"], serde_json::json!(["Namespace flux-distribute"]));
+}
+
+#[test]
+fn validate_takes_the_file_that_is_applied_and_says_what_it_has_not_looked_at() {
+    let installer = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/daemonset-installer.yaml");
+    let (code, out, complaints) = said(&["validate", installer]);
+    assert_eq!((code, complaints.as_str()), (Some(0), ""), "{out}");
+    assert!(out.starts_with("valid\nnot looked at: Namespace flux-distribute, "), "{out}");
+    assert_eq!(out.lines().count(), 2, "{out}");
+}
+
+/// Today's rules must not keep anybody from comparing with what was made under older ones.
+#[test]
+fn an_instance_that_is_no_longer_valid_can_still_be_compared_with() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).display().to_string();
+    fs::write(at("old.yaml"), "topology: kary:0\n").unwrap();
+    fs::write(at("new.yaml"), "topology: flat\n").unwrap();
+    let (code, out, _) = said(&["validate", &at("new.yaml"), "--against", &at("old.yaml")]);
+    assert_eq!(code, Some(0));
+    assert!(out.starts_with("spec.topology: takes effect at the next coordinated restart"), "{out}");
+    assert_eq!(said(&["validate", &at("old.yaml"), "--against", &at("new.yaml")]).0, Some(2));
+}
+
+/// Nothing listens there; a server that can't be reached is tried again, and only the end is told.
+#[test]
+fn a_lock_without_a_network_ends_with_one_sentence() {
+    let (code, out, complaint) = said(&["lock", "--channel", "http://127.0.0.1:1/conda", "--spec", "flux-core"]);
+    assert_eq!((code, out.as_str()), (Some(1), ""), "{complaint}");
+    assert!(complaint.starts_with("flux-distribute: channel http://127.0.0.1:1/conda can't be read: "), "{complaint}");
+    assert_eq!(complaint.lines().count(), 1, "{complaint}");
+}
+
+#[test]
+fn what_a_command_needs_is_in_its_help() {
+    for words in [["recover", "--help"], ["reset", "--help"]] {
+        assert!(said(&words).1.contains("--node-name <NODE_NAME>"), "{words:?}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

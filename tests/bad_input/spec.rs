@@ -28,7 +28,16 @@ async fn a_spec_that_can_not_be_served_is_refused_in_the_validators_words() {
         (json!({"broker": {"runAs": "a b"}}), "spec.broker.runAs: "),
         (json!({"broker": {"checkpointPeriod": "soon"}}), "spec.broker.checkpointPeriod: "),
         (json!({"prefix": "opt/flux"}), "spec.prefix: "),
-        (json!({"packages": {"channels": ["conda-forge"], "bundle": null}}), "spec.packages.channels: "),
+        (json!({"packages": {"channels": ["conda-forge"], "bundle": null}}), "spec.packages.channels[0]: "),
+        (json!({"packages": {"specs": ["flux-core ==="], "bundle": null}}), "spec.packages.specs[0]: "),
+        (json!({"packages": {"glibc": "two"}}), "spec.packages.glibc: "),
+        (json!({"broker": {"cpuWeight": 0}}), "spec.broker.cpuWeight: 0 is less than 1"),
+        (json!({"topology": "kary:0"}), "spec.topology: \"kary:0\" is Flux's word for a flat tree: write flat"),
+        (json!({"lead": "Bad Name"}), "spec.lead: \"Bad Name\" is no node's name"),
+        (
+            json!({"nodes": {"tolerations": [{"key": "hpc", "operator": "Equals"}]}}),
+            "spec.nodes.tolerations[0].operator: ",
+        ),
         (json!({"packages": {"bundle": {"url": "file:///a.tar.gz", "sha256": "x"}}}), "spec.packages.bundle.sha256: "),
     ];
     for (spec, words) in &wrong {
@@ -36,6 +45,12 @@ async fn a_spec_that_can_not_be_served_is_refused_in_the_validators_words() {
         assert!(message.contains(words), "{message}");
     }
     case.create(nobody()).await;
+    let all = refused(case.try_patch(json!({"size": "3", "topology": "ring", "lead": "Bad Name"})).await);
+    assert!(["spec.size: ", "spec.topology: ", "spec.lead: "].iter().all(|field| all.contains(field)), "{all}");
+    // Of a plain map of labels, pruning leaves a selector of all nodes.
+    let plain_map = json!({"nodes": {"selector": {"matchLabels": null, "pool": "hpc"}}});
+    let pruned = refused(case.try_patch(plain_map).await);
+    assert!(pruned.contains("spec.nodes.selector: has neither matchLabels nor matchExpressions"), "{pruned}");
     for (spec, words) in &wrong {
         let message = refused(case.try_patch(spec.clone()).await);
         assert!(message.contains(words), "{message}");
@@ -72,9 +87,9 @@ async fn set_default(case: &Case, text: &str) {
 async fn a_first_spec_that_can_not_be_served_is_an_event_until_it_is_mended() {
     let Some(case) = Case::on(1).await else { return };
     for (text, words) in [
-        ("topology: ring", "spec.yaml can't be served: spec.topology: "),
-        ("size: many", "spec.yaml is not a FluxInstance's spec: "),
-        ("{", "spec.yaml is not a FluxInstance's spec: "),
+        ("topology: ring", "spec.yaml can't be served: line 1: spec.topology: "),
+        ("# how many\nsize: many", "spec.yaml can't be served: line 2: spec.size: must be of type integer"),
+        ("{", "is not YAML: "),
     ] {
         set_default(&case, text).await;
         case.warned("ConfigMap/flux-default", words).await;
@@ -88,15 +103,15 @@ async fn a_first_spec_that_can_not_be_served_is_an_event_until_it_is_mended() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_spec_that_only_the_schema_lets_pass_is_told_by_the_planner() {
     let Some(case) = Case::with_api(1, "real").await else { return };
-    case.create(json!({"topology": "ring"})).await;
-    let instance = case.instance_says("spec.topology: ").await;
+    case.create(json!({"packages": {"specs": ["flux-core ==="]}})).await;
+    let instance = case.instance_says("spec.packages.specs[0]: ").await;
     let status = instance.status.unwrap();
     assert_eq!(status.phase, InstancePhase::Failed);
     assert_eq!(status.holding("Degraded").unwrap().reason, "InvalidSpec");
-    case.warned("FluxInstance/flux", "spec.topology: ").await;
+    case.warned("FluxInstance/flux", "spec.packages.specs[0]: ").await;
     case.becomes_ready("node1", false).await;
     case.nothing_half_made_is_live("node1");
-    case.patch(json!({"topology": "flat"})).await;
+    case.patch(json!({"packages": {"specs": null}})).await;
     case.patch(nobody()).await;
     case.instance_says("no eligible node").await;
 }

@@ -195,8 +195,14 @@ fn inspect_tells_what_a_bundle_is() {
     assert_eq!(json["manifest"]["prefix"], "/opt/flux");
     assert_eq!(json["sha256"], sha256(&file));
     assert_eq!(json["files"], 11);
-    let text = InspectBundle { file, output: OutputFormat::Text }.run().unwrap();
+    let text = InspectBundle { file: file.clone(), output: OutputFormat::Text }.run().unwrap();
     assert!(text.contains("linux-64") && text.contains("/opt/flux"), "{text}");
+    // What it says to write into the FluxInstance can be written there, and names this very bundle.
+    let (_, spec) = text.split_once("spec:\n").unwrap();
+    let spec: serde_json::Value = serde_norway::from_str(spec).unwrap();
+    let bundle = serde_json::json!({"url": format!("file://{}", file.display()), "sha256": sha256(&file)});
+    assert_eq!(spec, serde_json::json!({"packages": {"bundle": bundle}}));
+    assert_eq!((&json["url"], &json["sha256"]), (&bundle["url"], &bundle["sha256"]));
 }
 
 #[test]

@@ -5,7 +5,8 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::ByteString;
 use serde_json::{Map, Value, json};
 
-use super::{error::ApiError, resources::Resource, schema};
+use super::{error::ApiError, resources::Resource};
+use crate::api::{in_one_line, is_subdomain, schema};
 
 /// Fields of `metadata` that only the server writes.
 const SERVER_FIELDS: [&str; 5] =
@@ -230,18 +231,19 @@ fn conform(resource: &Resource, name: &str, object: &mut Value, part: Part, stri
     let Some(custom) = &resource.custom else {
         return (resource.check)(object).map_err(|why| ApiError::BadRequest(format!("{}: {why}", resource.kind)));
     };
-    let findings = schema::apply(&custom.schema, object);
+    let rules = |object: &Value| match part {
+        Part::Whole => (custom.rules)(object),
+        // A spec that was let in once must never keep its own status from being written.
+        Part::Status | Part::Finalize => Ok(Vec::new()),
+    };
+    let findings = schema::check(&custom.schema, object, rules);
     if strict && !findings.unknown.is_empty() {
-        let unknown: Vec<String> = findings.unknown.iter().map(|path| format!("unknown field {path:?}")).collect();
+        let unknown: Vec<_> = findings.unknown.iter().map(|found| format!("unknown field {:?}", found.field)).collect();
         return Err(ApiError::BadRequest(format!("strict decoding error: {}", unknown.join(", "))));
     }
-    if !findings.errors.is_empty() {
-        return Err(ApiError::invalid(resource, name, findings.errors.join("; ")));
-    }
-    // Only when the spec is written: a spec that was let in once must never keep its own status from being told.
-    match part {
-        Part::Whole => (resource.check)(object).map_err(|why| ApiError::invalid(resource, name, why)),
-        Part::Status | Part::Finalize => Ok(()),
+    match findings.errors.as_slice() {
+        [] => Ok(()),
+        errors => Err(ApiError::invalid(resource, name, in_one_line(errors))),
     }
 }
 
@@ -300,14 +302,6 @@ fn set(object: &mut Value, field: &str, value: Option<Value>) {
             None => drop(fields.remove(field)),
         }
     }
-}
-
-fn is_subdomain(name: &str) -> bool {
-    let label = |label: &str| {
-        let plain = |letter: char| letter.is_ascii_lowercase() || letter.is_ascii_digit() || letter == '-';
-        !label.is_empty() && label.chars().all(plain) && !label.starts_with('-') && !label.ends_with('-')
-    };
-    name.len() <= 253 && name.split('.').all(label)
 }
 
 /// Five letters that make no words, as Kubernetes appends them to `generateName`.

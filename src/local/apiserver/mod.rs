@@ -13,7 +13,6 @@ mod openapi;
 mod patch;
 mod request;
 mod resources;
-mod schema;
 mod selector;
 mod store;
 mod table;

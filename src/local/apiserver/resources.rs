@@ -20,7 +20,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::{error::ResourceName, table::Column};
-use crate::api::{FluxInstance, FluxNode, validate};
+use crate::api::{self, Finding, FluxInstance, FluxNode};
 
 /// One kind.
 pub struct Resource {
@@ -50,7 +50,7 @@ pub struct Resource {
     pub columns: Vec<Column>,
     /// Set for the kinds that come out of a CustomResourceDefinition.
     pub custom: Option<Custom>,
-    /// Decodes an object into its type; the answer is what is wrong with it.
+    /// Decodes an object into its type; the error is what is wrong with it. See [`Custom::rules`] for kinds that have them.
     pub check: fn(&Value) -> Result<(), String>,
     /// Group it is stored in, where that is another one: both Event kinds are one resource.
     pub stored_in: &'static str,
@@ -62,6 +62,8 @@ pub struct Custom {
     pub definition: String,
     /// openAPIV3Schema.
     pub schema: Value,
+    /// In place of CEL: what else is wrong with an object. The error is why it can't be decoded into its type.
+    pub rules: fn(&Value) -> Result<Vec<Finding>, String>,
     /// Where the numbers of the `scale` subresource are.
     pub scale: Option<CustomResourceSubresourceScale>,
 }
@@ -223,11 +225,8 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
         },
         Resource { status: true, generation: true, ..builtin::<ValidatingAdmissionPolicy>(false) },
         Resource { generation: true, ..builtin::<ValidatingAdmissionPolicyBinding>(false) },
-        custom(&FluxInstance::crd(), |object| {
-            let instance: FluxInstance = decode(object)?;
-            validate(&instance.spec).map_err(|error| error.to_string())
-        }),
-        custom(&FluxNode::crd(), |object| decode::<FluxNode>(object).map(drop)),
+        custom(&FluxInstance::crd(), api::rules),
+        custom(&FluxNode::crd(), |object| decode::<FluxNode>(object).map(|_| Vec::new())),
     ]
 });
 
@@ -297,7 +296,7 @@ fn builtin<K: k8s_openapi::Resource + DeserializeOwned>(namespaced: bool) -> Res
     }
 }
 
-fn custom(definition: &CustomResourceDefinition, check: fn(&Value) -> Result<(), String>) -> Resource {
+fn custom(definition: &CustomResourceDefinition, rules: fn(&Value) -> Result<Vec<Finding>, String>) -> Resource {
     let spec = &definition.spec;
     let version = spec.versions.first();
     let subresources = version.and_then(|version| version.subresources.as_ref());
@@ -324,9 +323,10 @@ fn custom(definition: &CustomResourceDefinition, check: fn(&Value) -> Result<(),
         custom: Some(Custom {
             definition: definition.metadata.name.clone().unwrap_or_default(),
             schema: schema.map(|schema| json!(schema.open_api_v3_schema)).unwrap_or_default(),
+            rules,
             scale: subresources.and_then(|subresources| subresources.scale.clone()),
         }),
-        check,
+        check: |_| Ok(()),
         stored_in: group,
     }
 }

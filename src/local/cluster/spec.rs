@@ -20,8 +20,11 @@ pub(crate) async fn from_options(up: &Up) -> Result<FluxInstanceSpec, LocalError
         Some(file) => {
             let text = std::fs::read_to_string(file)
                 .map_err(|error| LocalError::Usage(format!("can't read {}: {error}", file.display())))?;
-            let wrong = |reason: String| LocalError::Usage(format!("{}: {reason}", file.display()));
-            api::read_instance(&text).map_err(wrong)?
+            let wrong = |findings: Vec<api::Finding>| match findings.as_slice() {
+                [_] => api::by_line(file, &findings),
+                _ => format!("{} can't be served:\n{}", file.display(), api::by_line(file, &findings)),
+            };
+            api::read_instance(&text).map_err(|findings| LocalError::Usage(wrong(findings)))?
         }
     };
     if let Some(given) = &up.bundle {

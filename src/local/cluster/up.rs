@@ -75,8 +75,8 @@ pub struct Up {
     /// A FluxInstance, or its spec alone, in YAML to start from; the other options go on top of it
     #[arg(long, value_name = "FILE")]
     pub(super) instance: Option<PathBuf>,
-    /// How long to wait until all nodes are online, such as 90s or 10m
-    #[arg(long, default_value = "10m", value_parser = duration)]
+    /// How long to wait until all nodes are online, such as 90s or 10m; a bare number counts seconds
+    #[arg(long, default_value = "10m", value_parser = api::duration)]
     timeout: Duration,
     /// Which API server [default: real where KUBEBUILDER_ASSETS is set, else embedded]
     #[arg(long, value_enum, value_name = "WHICH")]
@@ -92,11 +92,6 @@ pub struct Up {
     clocks_off: i64,
 }
 
-fn duration(text: &str) -> Result<Duration, String> {
-    let parsed = text.parse::<jiff::SignedDuration>().map_err(|error| error.to_string())?;
-    Duration::try_from(parsed).map_err(|_| "a duration can't be negative".to_owned())
-}
-
 /// Starts a cluster.
 pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
     if !nix::unistd::geteuid().is_root() {
@@ -104,7 +99,10 @@ pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
     }
     refuse_second(layout).await?;
     let spec = spec::from_options(&up).await?;
-    api::validate(&spec).map_err(|error| LocalError::Usage(error.to_string()))?;
+    let wrong = api::validate(&spec);
+    if !wrong.is_empty() {
+        return Err(LocalError::Usage(api::in_one_line(&wrong)));
+    }
     let text = serde_norway::to_string(&spec).context(|| "can't write the spec as YAML".to_owned())?;
     let end = Instant::now() + up.timeout;
 

@@ -20,6 +20,7 @@ use crate::packages::{
     bundle::manifest::check_prefix,
     bundle::pack::{self, PackError},
     bundle::packages::{self, ByPlatform, archives, by_platform},
+    bundle::{file_url, in_instance},
     fetch,
     fetch::archive::Hashing,
     files::{Aside, FileError, directory_of, free, open_plain, publish, rename_target},
@@ -272,7 +273,7 @@ impl Downloads {
 impl Made {
     fn told(&self, path: &Path, output: OutputFormat) -> String {
         let Self { manifest, sha256, bytes, packages } = self;
-        let url = url::Url::from_file_path(path).map_or_else(|()| "https://...".to_owned(), String::from);
+        let url = file_url(path);
         if output == OutputFormat::Json {
             let mut done = json!({
                 "event": "done", "file": path, "url": url, "size": bytes, "sha256": sha256,
@@ -288,12 +289,7 @@ impl Made {
             Some(packages) => format!("{packages} packages for {}", manifest.platforms.join(" and ")),
             None => format!("{}, for {}", manifest.platform, manifest.prefix.display()),
         };
-        format!(
-            "{}\n{bytes} bytes, {content}\nsha256 {sha256}\n\n\
-             In the FluxInstance (the url may as well be http or https; file:// is a path on every node):\n\
-             spec:\n  packages:\n    bundle:\n      url: {url}\n      sha256: {sha256}\n",
-            path.display(),
-        )
+        format!("{}\n{bytes} bytes, {content}\nsha256 {sha256}\n\n{}", path.display(), in_instance(&url, sha256),)
     }
 }
 

@@ -50,6 +50,7 @@ pub struct InspectBundle {
 pub enum OutputFormat {
     /// For people.
     #[default]
+    #[value(alias = "table")]
     Text,
     /// For programs.
     Json,
@@ -152,12 +153,14 @@ impl InspectBundle {
             other => BundleError::input(&self.file, crate::error_chain(&other)),
         })?;
         let (sha256, size) = archive::sha256_of(open()?).map_err(unread())?;
+        let url = file_url(&std::path::absolute(&self.file).map_err(unread())?);
         if self.output == OutputFormat::Json {
             let mut json = json!({
                 "manifest": found.manifest,
                 "files": found.entries,
                 "bytes": found.bytes,
                 "size": size,
+                "url": url,
                 "sha256": sha256,
             });
             if let Some(contents) = &found.contents {
@@ -167,7 +170,7 @@ impl InspectBundle {
         }
         let BundleManifest { kind, prefix, platform, created_by, .. } = &found.manifest;
         let (entries, bytes, created_by) = (found.entries, found.bytes, plain(created_by));
-        let end = format!("size        {size} bytes\nsha256      {sha256}\n");
+        let end = format!("size        {size} bytes\nsha256      {sha256}\n\n{}", in_instance(&url, &sha256));
         Ok(match &found.contents {
             Some(contents) => format!(
                 "kind        {kind}\nplatforms   {}\ncreated by  {created_by}\narchives    {entries}, {bytes} bytes\n\
@@ -183,6 +186,19 @@ impl InspectBundle {
             ),
         })
     }
+}
+
+/// A bundle's file as a URL, in case every node has it in the same place.
+fn file_url(path: &Path) -> String {
+    url::Url::from_file_path(path).map_or_else(|()| "https://...".to_owned(), String::from)
+}
+
+/// What to write into the FluxInstance for a bundle.
+fn in_instance(url: &str, sha256: &str) -> String {
+    format!(
+        "In the FluxInstance (the url may as well be http or https; file:// is a path on every node):\n\
+         spec:\n  packages:\n    bundle:\n      url: {url}\n      sha256: {sha256}\n"
+    )
 }
 
 /// What a stranger wrote, without what a terminal would obey.

@@ -5,7 +5,10 @@ use std::time::Duration;
 use reqwest::{RequestBuilder, redirect};
 use url::Url;
 
-use crate::packages::{Access, fetch::access::Bearer};
+use crate::{
+    packages::{Access, fetch::access::Bearer},
+    redact::is_token,
+};
 
 /// Long enough for a far proxy, short enough that a wrong address is told while somebody still looks.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
@@ -137,7 +140,8 @@ pub(in crate::packages) fn shown(url: &str) -> String {
     let _ = url.set_password(None);
     url.set_query(None);
     let mut segments = url.path().split('/').map(str::to_owned).collect::<Vec<_>>();
-    if let Some(token) = segments.iter().position(|s| s == "t").and_then(|at| segments.get_mut(at + 1)) {
+    let token = segments.windows(2).position(|pair| is_token(url.scheme(), &pair[0], &pair[1]));
+    if let Some(token) = token.and_then(|at| segments.get_mut(at + 1)) {
         *token = "***".to_owned();
         url.set_path(&segments.join("/"));
     }
@@ -159,7 +163,8 @@ mod tests {
             ("https://me:secret@host/channel", "https://host/channel"),
             ("https://host/t/secret/channel/x.conda", "https://host/t/***/channel/x.conda"),
             ("https://host/x.tar.gz?X-Amz-Signature=secret", "https://host/x.tar.gz"),
-            ("file:///srv/x.tar.gz", "file:///srv/x.tar.gz"),
+            ("file:///srv/t/x.tar.gz", "file:///srv/t/x.tar.gz"),
+            ("https://host/t/x.tar.gz", "https://host/t/x.tar.gz"),
             ("//me:secret@host/channel", "(not a URL)"),
             ("conda-forge", "conda-forge"),
         ] {

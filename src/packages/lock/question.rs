@@ -121,6 +121,23 @@ pub(in crate::packages) fn parse_spec(given: &str) -> Result<MatchSpec, SolveErr
     Ok(spec)
 }
 
+/// Whether the solver takes `given` as a spec.
+///
+/// # Errors
+/// Why it doesn't, with the spec in it.
+pub fn check_spec(given: &str) -> Result<(), String> {
+    match given.trim().is_empty() {
+        true => Err("is an empty spec".to_owned()),
+        false => parse_spec(given).map(drop).map_err(|error| error_chain(&error)),
+    }
+}
+
+/// Whether `glibc` is a version as the solver takes it for `__glibc`: numbers with dots between, at least two.
+pub fn check_glibc(glibc: &str) -> bool {
+    glibc.split('.').count() > 1
+        && glibc.split('.').all(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
 pub(in crate::packages) fn parse_platform(
     given: &str,
     glibc: &str,
@@ -135,9 +152,7 @@ pub(in crate::packages) fn parse_platform(
         other => other.strip_prefix("linux-").unwrap_or(other),
     };
     let version = |text: &str| text.parse::<Version>();
-    let is_glibc = glibc.split('.').count() > 1
-        && glibc.split('.').all(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()));
-    let parsed = version(glibc).ok().filter(|_| is_glibc);
+    let parsed = version(glibc).ok().filter(|_| check_glibc(glibc));
     let glibc = parsed.ok_or_else(|| SolveError::Glibc { glibc: glibc.to_owned() })?;
     let constant = |text: &str| version(text).map_err(|_| not_a_platform());
     let package = |name: &str, version: Version, build: &str| GenericVirtualPackage {

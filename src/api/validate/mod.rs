@@ -1,0 +1,210 @@
+//! What makes a spec valid, beyond what its schema says.
+
+mod nodes;
+mod packages;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    path::{Component, Path},
+    time::Duration,
+};
+
+use super::{Broker, Finding, FluxInstanceSpec, HEALTH_PORT, IdSet, InstanceResources, PEER_PORT};
+use crate::plan::{broker_toml, topology::Topology};
+
+/// The API server's words where `size` is 0, by a rule of the CRD.
+pub(super) const LESS_THAN_ONE: &str = "is 0: delete the FluxInstance to take everything off";
+/// The API server's words where `size` is more than a `maxSize` that the spec names, by a rule of the CRD.
+pub(super) const MORE_THAN_MAX_SIZE: &str =
+    "is more than maxSize: raise maxSize too, which takes effect at the next coordinated restart";
+/// The API server's words for a selector of which nothing is left after pruning, by a rule of the CRD.
+pub(super) const EMPTY_SELECTOR: &str = "has neither matchLabels nor matchExpressions: write `selector: {matchLabels: {KEY: VALUE}}`, or leave it out to \
+     select all nodes";
+
+/// In the CRD; [`is_subdomain`] in words for the API server.
+pub(super) const SUBDOMAIN: &str = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$";
+/// In the CRD; what [`Topology::parse`] takes, without `kary:0`.
+pub(super) const TOPOLOGY: &str = "^(flat|kary:0*[1-9][0-9]*|mincrit(:[0-9]+)?|binomial)$";
+/// In the CRD; what [`parse_duration`] takes.
+pub(super) const DURATION: &str = r"^[0-9]+(\.[0-9]+)?(ms|s|m|h|d)?$";
+/// In the CRD; what [`user`] takes, but for numbers that are too large.
+pub(super) const USER: &str = "^[A-Za-z0-9_.][-A-Za-z0-9_.]*$";
+pub(super) use nodes::{selector_words, toleration_words};
+pub(super) use packages::{GLIBC, PLATFORM, SHA256, URL};
+
+/// Finds everything that is wrong with a spec and that its schema can't say; empty if it can be served.
+pub fn validate(spec: &FluxInstanceSpec) -> Vec<Finding> {
+    let mut wrong = Vec::new();
+    packages::validate(&spec.packages, &mut wrong);
+    nodes::validate(&spec.nodes, &mut wrong);
+    sizes(spec, &mut wrong);
+    if let Some(lead) = spec.lead.as_ref().filter(|lead| !is_subdomain(lead)) {
+        wrong.push(Finding::new("spec.lead", format!("{lead:?} is no node's name")));
+    }
+    if let Some(Err(reason)) = spec.topology.as_deref().map(|text| topology(text, spec.max_size.unwrap_or(1))) {
+        wrong.push(Finding::new("spec.topology", reason));
+    }
+    broker(&spec.broker, &mut wrong);
+    if spec.spares.shape.is_some_and(|shape| shape.cores == 0) {
+        wrong.push(Finding::new("spec.spares.shape.cores", "is 0: Flux wants at least one core of every rank"));
+    }
+    resources(&spec.resources, &mut wrong);
+    durations(spec, &mut wrong);
+    if let Some(Err(reason)) = spec.prefix.as_ref().map(|prefix| check_prefix(Path::new(prefix))) {
+        wrong.push(Finding::new("spec.prefix", reason));
+    }
+    wrong
+}
+
+fn sizes(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
+    if spec.size == Some(0) {
+        wrong.push(Finding::new("spec.size", LESS_THAN_ONE));
+    }
+    if spec.max_size == Some(0) {
+        wrong.push(Finding::new("spec.maxSize", "is 0: an instance has at least one rank"));
+    } else if let (Some(size), Some(max_size)) = (spec.size, spec.max_size)
+        && size > max_size
+    {
+        let problem = format!("{MORE_THAN_MAX_SIZE} (size {size}, maxSize {max_size})");
+        wrong.push(Finding::new("spec.size", problem));
+    }
+}
+
+/// `kary:0` is Flux's word for a flat tree. An older epoch may run under it, but people have one word for it.
+fn topology(text: &str, size: u32) -> Result<(), String> {
+    match Topology::parse(text, size)? {
+        Topology::Kary(0) if text != Topology::FLAT => {
+            Err(format!("{text:?} is Flux's word for a flat tree: write {}", Topology::FLAT))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A prefix is a directory that can be ours alone, and is removed with all that is in it: deep enough to be nobody else's,
+/// and by its name the place that it is.
+///
+/// # Errors
+/// In words, with the path.
+pub fn check_prefix(path: &Path) -> Result<(), String> {
+    let is_plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
+    match path.is_absolute() && path.components().count() > 2 && path.components().all(is_plain) {
+        true => Ok(()),
+        false => Err(format!("{path:?} is not an absolute path of at least two parts without `..`")),
+    }
+}
+
+fn broker(broker: &Broker, wrong: &mut Vec<Finding>) {
+    let port = match broker.port {
+        Some(0) => Some("is 0: brokers need a fixed port".to_owned()),
+        Some(HEALTH_PORT) => Some(format!("{HEALTH_PORT} is where the agents answer kubelet's probes")),
+        Some(PEER_PORT) => Some(format!("{PEER_PORT} is where the agents serve packages to each other")),
+        _ => None,
+    };
+    wrong.extend(port.map(|problem| Finding::new("spec.broker.port", problem)));
+    if let Some(Err(problem)) = broker.run_as.as_deref().map(user) {
+        wrong.push(Finding::new("spec.broker.runAs", problem));
+    }
+    if let Some(weight) = broker.cpu_weight.filter(|weight| !(1..=10_000).contains(weight)) {
+        wrong.push(Finding::new("spec.broker.cpuWeight", format!("{weight} is not between 1 and 10000")));
+    }
+    if let Some(Err(error)) = broker.config.as_deref().map(broker_toml::extra_tables) {
+        wrong.push(Finding::new("spec.broker.config", error.to_string()));
+    }
+}
+
+/// A user's name or number.
+fn user(user: &str) -> Result<(), String> {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    if user.is_empty() || user.starts_with('-') || !user.chars().all(is_plain) {
+        return Err(format!("{user:?} is neither a user's name nor a number"));
+    }
+    // chown(2) and setresuid(2) take -1 for "as it is", which is root.
+    let is_number = user.chars().all(|c| c.is_ascii_digit());
+    match is_number && user.parse().map_or(true, |uid: u32| uid == u32::MAX) {
+        true => Err(format!("{user} is no user's number: those end at {}", u32::MAX - 1)),
+        false => Ok(()),
+    }
+}
+
+fn resources(resources: &InstanceResources, wrong: &mut Vec<Finding>) {
+    for (index, key) in resources.properties.iter().enumerate().filter(|(_, key)| !is_label_key(key)) {
+        let problem = format!("{key:?} is no label's key such as topology.kubernetes.io/zone");
+        wrong.push(Finding::new(format!("spec.resources.properties[{index}]"), problem));
+    }
+    if let Some(Err(error)) = resources.exclude.cores.as_deref().map(str::parse::<IdSet>) {
+        wrong.push(Finding::new("spec.resources.exclude.cores", error.to_string()));
+    }
+    for (index, name) in resources.exclude.nodes.iter().enumerate().filter(|(_, name)| !is_subdomain(name)) {
+        let field = format!("spec.resources.exclude.nodes[{index}]");
+        wrong.push(Finding::new(field, format!("{name:?} is no node's name")));
+    }
+}
+
+fn durations(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
+    for (field, text) in [
+        ("spec.broker.checkpointPeriod", &spec.broker.checkpoint_period),
+        ("spec.ranks.retain", &spec.ranks.retain),
+        ("spec.drain.timeout", &spec.drain.timeout),
+        ("spec.upgrade.deadline", &spec.upgrade.deadline),
+        ("spec.state.dumpEvery", &spec.state.dump_every),
+    ] {
+        if let Some(Err(problem)) = text.as_deref().map(duration) {
+            wrong.push(Finding::new(field, problem));
+        }
+    }
+    if let Some(every) = spec.state.dump_every.as_deref().and_then(parse_duration)
+        && every < Duration::from_secs(60)
+    {
+        wrong.push(Finding::new("spec.state.dumpEvery", "is shorter than a minute: a dump reads the whole queue"));
+    }
+}
+
+/// As Kubernetes takes them: nothing in it could be an operator of Flux's `--requires` (RFC 20, RFC 31).
+fn is_label_key(key: &str) -> bool {
+    let (prefix, name) = key.split_once('/').map_or((None, key), |(prefix, name)| (Some(prefix), name));
+    !name.is_empty() && is_label_value(name) && prefix.is_none_or(is_subdomain)
+}
+
+/// As Kubernetes takes them; an empty one too.
+fn is_label_value(value: &str) -> bool {
+    let is_edge = |c: Option<char>| c.is_none_or(|c| c.is_ascii_alphanumeric());
+    value.len() <= 63
+        && is_edge(value.chars().next())
+        && is_edge(value.chars().last())
+        && value.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+}
+
+/// A name of RFC 1123 with dots, as Kubernetes names nodes and most other objects.
+pub fn is_subdomain(name: &str) -> bool {
+    let label = |label: &str| {
+        let is_plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        !label.is_empty() && label.chars().all(is_plain) && !label.starts_with('-') && !label.ends_with('-')
+    };
+    name.len() <= 253 && name.split('.').all(label)
+}
+
+/// Reads a Flux Standard Duration (RFC 23) such as `30s`, `10m`, `1.5h`, `1d`; a bare number counts seconds.
+pub fn parse_duration(text: &str) -> Option<Duration> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let factor = match &text[digits.len()..] {
+        "ms" => 0.001,
+        "" | "s" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        "d" => 86400.0,
+        _ => return None,
+    };
+    let (whole, fraction) = digits.split_once('.').unwrap_or((digits, "0"));
+    let is_number = |part: &str| !part.is_empty() && part.chars().all(|c| c.is_ascii_digit());
+    let number: f64 = digits.parse().ok().filter(|_| is_number(whole) && is_number(fraction))?;
+    Duration::try_from_secs_f64(number * factor).ok()
+}
+
+/// [`parse_duration`] for an option of the command line or a field.
+///
+/// # Errors
+/// In words, with an example.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    parse_duration(text).ok_or_else(|| format!("{text:?} is not a duration such as 30s, 10m or 24h"))
+}
