@@ -93,6 +93,16 @@ pub struct InstanceStatus {
     pub down: Amount,
     /// Of it, in use by jobs.
     pub allocated: Amount,
+    /// What each rank declares, behind `all`.
+    #[serde(skip)]
+    pub declared: ResourceSet,
+}
+
+impl InstanceStatus {
+    /// What these ranks declare, whether they are up or down.
+    pub fn declared_by(&self, ranks: &IdSet) -> Amount {
+        self.declared.amount_on(|rank| ranks.contains(rank))
+    }
 }
 
 /// Ranks drained together.
@@ -249,14 +259,16 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
         Some(Drained { ranks: ranks.parse().ok()?, reason: why.reason.unwrap_or_default() })
     });
     let amount = |set: Option<ResourceSet>| set.map(|set| set.amount()).unwrap_or_default();
+    let declared = scheduler.all.unwrap_or_default();
     Ok(InstanceStatus {
         online,
         drained: drained.collect(),
         excluded: resources.exclude,
         torpid: resources.torpid,
-        all: amount(scheduler.all),
+        all: declared.amount(),
         down: amount(scheduler.down),
         allocated: amount(scheduler.allocated),
+        declared,
     })
 }
 
@@ -329,18 +341,18 @@ struct Members {
 }
 
 /// R (RFC 20), as much of it as is counted.
-#[derive(Deserialize)]
-struct ResourceSet {
+#[derive(Deserialize, Clone, Debug, Default, PartialEq)]
+pub struct ResourceSet {
     execution: Execution,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, Clone, Debug, Default, PartialEq)]
 struct Execution {
     #[serde(rename = "R_lite", default)]
     entries: Vec<Entry>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, Clone, Debug, PartialEq)]
 struct Entry {
     rank: IdSet,
     children: BTreeMap<String, IdSet>,
@@ -348,12 +360,17 @@ struct Entry {
 
 impl ResourceSet {
     fn amount(&self) -> Amount {
+        self.amount_on(|_| true)
+    }
+
+    fn amount_on(&self, is_meant: impl Fn(u32) -> bool) -> Amount {
         let mut amount = Amount::default();
         for Entry { rank, children } in &self.execution.entries {
-            let count = |kind| rank.len() * children.get(kind).map_or(0, IdSet::len);
+            let ranks = rank.0.iter().copied().filter(|rank| is_meant(*rank)).collect::<IdSet>();
+            let count = |kind| ranks.len() * children.get(kind).map_or(0, IdSet::len);
             amount.cores += count("core");
             amount.gpus += count("gpu");
-            amount.ranks.0.extend(&rank.0);
+            amount.ranks.0.extend(ranks.0);
         }
         amount
     }

@@ -14,6 +14,7 @@ use crate::{
         prefix,
         settings::{pending, settings},
     },
+    words::many,
 };
 
 /// The lead's copy is as old as the last change that was the lead's matter, and nobody knows how many came after it: none of
@@ -49,7 +50,8 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     let silent = seen.nodes.iter().filter(|node| node.ready && !seen.reports.contains_key(&node.name)).count();
     if silent > 0 && seen.waited < REPORTS_TIMEOUT {
         return Decision::Wait(format!(
-            "the roster is gone: waiting for the agents of {silent} nodes to tell what runs there"
+            "the roster is gone: waiting for the agents of {} to tell what runs there",
+            many(silent as u64, "node")
         ));
     }
     match (running, &seen.status.instance_id, &seen.status.lead) {
@@ -150,7 +152,7 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
                 Some(format!("; {} still holds the instance before", node.name))
             };
             let detail = failed.or_else(before).unwrap_or_default();
-            Err(format!("waiting for preflight on {} nodes{detail}", nodes.len()))
+            Err(format!("waiting for preflight on {}{detail}", many(nodes.len() as u64, "node")))
         }
     }
 }

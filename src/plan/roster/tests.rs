@@ -52,6 +52,7 @@ pub(crate) struct World {
     pub waited: Duration,
     pub restart_word: Option<&'static str>,
     pub digest: &'static str,
+    pub agentless: BTreeMap<String, String>,
 }
 
 impl World {
@@ -66,6 +67,7 @@ impl World {
             waited: Duration::ZERO,
             restart_word: None,
             digest: "digest",
+            agentless: BTreeMap::new(),
         };
         (1..=count).for_each(|number| world.add(&format!("node{number}"), number));
         world
@@ -140,6 +142,7 @@ impl World {
             waited: self.waited,
             restart_word: self.restart_word,
             fresh_id: "fresh",
+            agentless: &self.agentless,
         }
     }
 
