@@ -8,6 +8,10 @@ use kube::{
     Api,
     api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
 };
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use serde_json::{Value, json};
 
 use crate::harness::Cluster;
@@ -113,13 +117,10 @@ fn an_agent_tells_kubelet_on_its_own_pod_that_its_node_is_ready() {
     };
     cluster.until("the word that it is ready", || value(CONDITION_POD_READY).filter(|value| value == "True"));
     assert_eq!(value("Initialized").as_deref(), Some("True"), "what others say stays");
-    cluster.patch(json!({"spec": {"nodes": {"selector": {"matchLabels": {"no": "node"}}}}}));
-    fs::write(cluster.root("node1").join("opt/flux-distribute/etc/broker.toml"), "not = [toml").unwrap();
-    nix::sys::signal::kill(
-        nix::unistd::Pid::from_raw(cluster.brokers()["node1"].pid),
-        nix::sys::signal::Signal::SIGKILL,
-    )
-    .unwrap();
+    // A broker that dies now can't be started before everything is installed again.
+    let broker = cluster.brokers()["node1"].pid;
+    cluster.exec("node1", &["rm", "-rf", "/opt/flux-distribute/envs"]);
+    kill(Pid::from_raw(broker), Signal::SIGKILL).unwrap();
     cluster.until("the word that it is not", || value(CONDITION_POD_READY).filter(|value| value == "False"));
 }
 
