@@ -130,7 +130,10 @@ fn no_candidates(seen: &Observed) -> String {
 fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>) -> Result<&'a NodeView, String> {
     let passed = |node: &&&NodeView| has_passed(seen, node);
     if let Some(name) = wanted.filter(|name| holds_another(seen, name)) {
-        return Err(format!("waiting for node {name}, which is to be the lead and still holds the instance before"));
+        let words = own_words(seen, name);
+        return Err(format!(
+            "waiting for node {name}, which is to be the lead and still holds the instance before{words}"
+        ));
     }
     if let Some(name) = wanted {
         let node = nodes.iter().find(|node| node.name == name);
@@ -149,7 +152,7 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
             });
             let before = || {
                 let node = nodes.iter().find(|node| holds_another(seen, &node.name))?;
-                Some(format!("; {} still holds the instance before", node.name))
+                Some(format!("; {} still holds the instance before{}", node.name, own_words(seen, &node.name)))
             };
             let detail = failed.or_else(before).unwrap_or_default();
             Err(format!("waiting for preflight on {}{detail}", many(nodes.len() as u64, "node")))
@@ -187,4 +190,10 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
         }
         other => Some(other),
     }
+}
+
+/// What a node says of itself, as the end of a sentence about it: that jobs still run there, for one.
+fn own_words(seen: &Observed, node: &str) -> String {
+    let message = seen.reports.get(node).and_then(|report| report.message.as_ref());
+    message.map(|words| format!(": {words}")).unwrap_or_default()
 }
