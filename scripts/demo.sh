@@ -23,6 +23,7 @@ if [ "${1:-}" = down ]; then
 fi
 run local up --nodes "$nodes" --timeout "${TIMEOUT:-20m}" "${source[@]}"
 run local exec node1 -- flux resource list
+echo "(flux-spare-N: ranks kept free for nodes that may join; \`down\` is as it should be)"
 run local exec node1 -- flux run -N"$nodes" hostname
 echo
 echo "It is still up: ${sudo[*]:+${sudo[*]} }$binary local exec node1 -- flux …"

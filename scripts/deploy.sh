@@ -15,20 +15,32 @@ up() {
     "${in_namespace[@]}" get fluxinstances,fluxnodes
 }
 
+# One line for each host that is not clean yet, with its own words.
+left() {
+    "${in_namespace[@]}" get fluxnodes \
+        -o jsonpath='{range .items[*]}{.metadata.name}{": "}{.status.phase}{", "}{.status.message}{"\n"}{end}'
+}
+
 # First the hosts, while the agents are there to clean them; then the rest.
 down() {
     if "$kubectl" get crd fluxinstances.distribute.flux-framework.org >/dev/null 2>&1; then
         "${in_namespace[@]}" delete fluxinstance flux --ignore-not-found
-        echo "waiting until every host is clean"
-        if [ -n "$("${in_namespace[@]}" get fluxnodes -o name)" ] \
-            && ! "${in_namespace[@]}" wait --for=delete fluxnode --all --timeout="${TIMEOUT:-10m}"; then
-            "${in_namespace[@]}" get fluxnodes >&2 || true
-            cat >&2 <<'END'
-These hosts are not clean yet; the message of each says why. Where it waits for running jobs, let them end or cancel them
-(`flux cancel --all`) and run `make undeploy` again. A node that is gone for good: `kubectl -n flux-distribute delete fxn NODE`.
-To delete everything else now and leave these hosts as they are: `kubectl delete -f deploy/daemonset-installer.yaml`.
+        timeout=${TIMEOUT:-10m}
+        if [ -n "$(left)" ]; then
+            echo "waiting up to $timeout until every host is clean"
+            # What it says of a time-out is said better below; whatever else went wrong shows there as hosts that are left.
+            "${in_namespace[@]}" wait --for=delete fluxnode --all --timeout="$timeout" >/dev/null 2>&1 || true
+            still=$(left)
+            if [ -n "$still" ]; then
+                cat >&2 <<END
+Not clean after $timeout:
+$(sed 's/^/  /' <<<"$still")
+- A host that waits for running jobs: let them end or cancel them (flux cancel --all), then run make undeploy again.
+- A node that is gone for good: $kubectl -n flux-distribute delete fluxnode NODE
+- To delete the rest now and leave these hosts as they are: $kubectl delete -f $manifest
 END
-            exit 1
+                exit 1
+            fi
         fi
     fi
     "$kubectl" delete -f "$manifest" --ignore-not-found

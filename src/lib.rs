@@ -17,6 +17,7 @@ pub mod packages;
 pub mod plan;
 pub mod planner;
 mod redact;
+mod words;
 
 /// An error and its causes as one sentence, for a log, the wire, and errors that can't carry a source.
 pub fn error_chain(error: &dyn std::error::Error) -> String {

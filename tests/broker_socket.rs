@@ -44,6 +44,8 @@ async fn the_status_of_a_broker_is_told_in_one_piece() {
     assert_eq!((status.rank, status.size, status.state.as_str()), (0, 3, "run"));
     let instance = status.instance.as_ref().unwrap();
     assert_eq!((instance.online.to_string().as_str(), instance.all.cores, instance.allocated.cores), ("0-2", 12, 0));
+    let two = instance.declared_by(&"1-2,7".parse().unwrap());
+    assert_eq!((two.ranks.to_string().as_str(), two.cores), ("1-2", 8));
     let shown = serde_json::to_value(&status).unwrap();
     let not_full = json!([{"rank": 2, "status": "lost", "secs": 3.5, "error": "connection timed out"}]);
     assert_eq!(shown["overlay"], json!({"status": "degraded", "secs": 3.5, "notFull": not_full, "connected": "1"}));
@@ -122,6 +124,22 @@ async fn membership_is_followed_until_the_broker_dies() {
     broker.die();
     assert_eq!(next(&mut changes).await, None);
     soon(client.closed()).await;
+}
+
+#[tokio::test]
+async fn the_leads_heartbeat_is_heard_by_a_follower() {
+    let Some(flux) = flux() else { return };
+    let base = tempfile::tempdir().unwrap();
+    configure(&flux, base.path(), 4, "0-1");
+    let lead = start(&flux, base.path(), 0);
+    let client = connect(&lead).await;
+    until_it_runs(&mut watch(&client).unwrap()).await;
+    let follower = start(&flux, base.path(), 1);
+    let at_follower = connect(&follower).await;
+    let mut pulses = at_follower.subscribe("heartbeat.pulse").await.unwrap();
+    for _ in 0..2 {
+        assert_eq!(soon(pulses.recv()).await.unwrap(), "heartbeat.pulse");
+    }
 }
 
 async fn until_it_runs(changes: &mut (impl Stream<Item = Change> + Unpin)) {

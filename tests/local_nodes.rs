@@ -167,6 +167,14 @@ fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
 }
 
 #[test]
+fn what_up_advises_fits_the_nodes_that_are_there() {
+    let Some(cluster) = Cluster::new() else { return };
+    let said = cluster.must(&["up", "--no-wait", "--api", "embedded", "--nodes", "1"]);
+    assert!(said.contains("flux run -N1 hostname"), "{said}");
+    assert!(!said.contains("filters what goes over bridges"), "nothing goes over the bridge yet: {said}");
+}
+
+#[test]
 fn nodes_are_apart_from_each_other_and_from_the_machine() {
     let Some(cluster) = Cluster::up(2) else { return };
     for namespace in ["mnt", "pid", "uts", "ipc", "net", "cgroup"] {

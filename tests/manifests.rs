@@ -10,9 +10,9 @@ use std::{
 
 use flux_distribute::{
     api::{
-        ANNOTATION_PROTECTS, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, CONFIGMAP_PACKAGES,
-        CONFIGMAP_ROSTER, DAEMONSET, FluxInstance, FluxInstanceSpec, GROUP, LEASE_PLANNER, NAMESPACE, SECRET_CURVE,
-        SECRET_PACKAGES, by_line, read, read_instance,
+        ANNOTATION_PROTECTS, CONDITION_POD_READY, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY,
+        CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, DAEMONSET, FluxInstance, FluxInstanceSpec, GROUP, LEASE_PLANNER,
+        NAMESPACE, SECRET_CURVE, SECRET_PACKAGES, by_line, read, read_instance,
     },
     plan::protect::PROTECTING,
 };
@@ -88,6 +88,9 @@ const CALLS: &[(&str, &str, &[&str], &[&str])] = &[
     ("coordination.k8s.io", "leases", &[], &["create"]),
     // Evidence at the end of a pod.
     ("apps", "daemonsets", &[DAEMONSET], &["get", "list", "watch"]),
+    // The planner looks where agents run; each agent tells its own pod's readiness.
+    ("", "pods", &[], &["list", "watch"]),
+    ("", "pods/status", &[], &["patch"]),
     // An Event that comes again is patched into a series.
     ("events.k8s.io", "events", &[], &["create", "patch"]),
 ];
@@ -151,7 +154,7 @@ fn the_rights_are_bound_to_the_account_that_the_pods_run_as() {
         .map(|p| serde_norway::to_string(p).unwrap())
         .collect::<Vec<_>>();
     let user = format!("system:serviceaccount:{NAMESPACE}:{}", account.unwrap());
-    assert!(policies.len() == 3 && policies.iter().all(|policy| policy.contains(&user)));
+    assert!(policies.len() == 4 && policies.iter().all(|policy| policy.contains(&user)));
     for name in [SECRET_CURVE, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, ANNOTATION_PROTECTS]
         .into_iter()
         .chain(PROTECTING)
@@ -198,13 +201,20 @@ fn no_secret_config_map_or_host_path_is_mounted() {
 #[test]
 fn the_probes_ask_where_the_agent_answers() {
     let agent = agent();
-    for (probe, path) in
-        [(agent.startup_probe, "/healthz"), (agent.liveness_probe, "/healthz"), (agent.readiness_probe, "/readyz")]
-    {
+    for probe in [agent.startup_probe, agent.liveness_probe] {
         let get = probe.unwrap().http_get.unwrap();
-        assert_eq!((get.host.as_deref(), get.path.as_deref()), (Some("127.0.0.1"), Some(path)));
+        assert_eq!((get.host.as_deref(), get.path.as_deref()), (Some("127.0.0.1"), Some("/healthz")));
         assert_eq!(serde_norway::to_string(&get.port).unwrap().trim(), "8051");
     }
+}
+
+/// kubelet makes a Warning Event of each readiness probe that is answered "not yet".
+#[test]
+fn a_pod_is_ready_by_its_agents_own_word_and_no_probe_can_fail_while_a_node_is_installed() {
+    let gates: Vec<_> = pod().readiness_gates.unwrap().into_iter().map(|gate| gate.condition_type).collect();
+    assert_eq!(gates, [CONDITION_POD_READY]);
+    assert_eq!(agent().readiness_probe, None);
+    assert!(agent().startup_probe.unwrap().initial_delay_seconds >= Some(2), "the port is open by then");
 }
 
 /// A pod's end is no end of a broker, a teardown gets its time, and a full node does not evict what keeps it.

@@ -1,6 +1,10 @@
 //! Climbing: what the loop does for each step, and taking everything off again.
 
-use std::io::ErrorKind;
+use std::{
+    fs::OpenOptions,
+    io::{ErrorKind, Write},
+    path::Path,
+};
 
 use futures::FutureExt;
 use tokio::time::{sleep, timeout};
@@ -214,22 +218,41 @@ impl Agent {
         may_run(&self.view, &ask().await)
     }
 
-    /// Cleans at the end of the pod, as long as its grace lasts; needs no API.
+    /// Cleans at the end of the pod, as long as its grace lasts; needs no API. Why it takes long can be told by the pod alone then:
+    /// at a teardown nobody may write to the API any more.
     pub(super) async fn clean(&mut self) {
+        let mut told = String::new();
         loop {
             // By what was seen before, or by nothing, it can't be told whether jobs run.
-            match self.actor.observe().await {
-                Err(error) => warn!(error = error_chain(&error), "can't look at the host"),
+            let words = match self.actor.observe().await {
+                Err(error) => format!("can't look at the host: {}", error_chain(&error)),
                 Ok(view) => {
                     self.view = view;
                     match self.remove(true).await {
-                        Ok(()) => return,
-                        Err(error) => warn!(error = error_chain(&error), "the host is not clean yet"),
+                        Ok(()) => return last_words(&self.termination_log, "this host is clean"),
+                        Err(error) => error_chain(&error),
                     }
                 }
+            };
+            if words != told {
+                warn!(reason = words, "the host is not clean yet");
+                last_words(&self.termination_log, &format!("this host is not clean: {words}. {AFTERWARDS}"));
+                told = words;
             }
             sleep(SOON).await;
         }
+    }
+}
+
+/// What to do about a host that is not clean when the pod's grace is over.
+const AFTERWARDS: &str = "The pod ends within 120 s, and the host stays as it is. Afterwards: apply the manifest again, which \
+                          cleans the host once its jobs have ended, then run `make undeploy`.";
+
+/// What `kubectl describe pod` shows of this container when it has ended. Only a container has such a file.
+fn last_words(termination_log: &Path, words: &str) {
+    let written = OpenOptions::new().write(true).truncate(true).open(termination_log);
+    if let Err(error) = written.and_then(|mut file| file.write_all(words.as_bytes())) {
+        debug!(%error, "no last words");
     }
 }
 

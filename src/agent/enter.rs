@@ -7,7 +7,7 @@ use std::{
     process::ExitCode,
 };
 
-use super::live;
+use super::{copied::host_roster, live, summary::Summary};
 use crate::{
     api::BROKER_URI,
     broker::{rfc3::RpcError, status::status as broker_status},
@@ -124,24 +124,19 @@ fn view() -> Result<HostView, EnterError> {
 pub async fn status(arguments: StatusArguments) -> Result<ExitCode, EnterError> {
     let client = live::connect().await?;
     let status = broker_status(&client).await?;
-    let mut out = std::io::stdout();
-    if arguments.output == OutputFormat::Json {
-        let text = serde_json::to_string_pretty(&status).map_err(|error| EnterError::Other(error.to_string()))?;
-        writeln!(out, "{text}")?;
-        return Ok(ExitCode::SUCCESS);
-    }
-    writeln!(out, "broker   {} (rank {} of {}), state {}", status.broker_name, status.rank, status.size, status.state)?;
-    writeln!(out, "overlay  {}", status.overlay.status)?;
-    if let Some(instance) = &status.instance {
-        writeln!(out, "online   ranks {}", instance.online)?;
-        writeln!(
-            out,
-            "cores    {} in all, {} down, {} allocated",
-            instance.all.cores, instance.down.cores, instance.allocated.cores
-        )?;
-        for drained in &instance.drained {
-            writeln!(out, "drained  ranks {}: {}", drained.ranks, drained.reason)?;
+    // It alone knows which ranks are nobody's; without it the brokers' names tell.
+    let host = match NsHost::open() {
+        Ok(host) => look(&host).await.ok(),
+        Err(_) => None,
+    };
+    let summary = Summary::of(&status, host.as_ref().and_then(host_roster).as_ref());
+    let text = match arguments.output {
+        OutputFormat::Text => summary.text(),
+        OutputFormat::Json => {
+            let text = serde_json::to_string_pretty(&summary);
+            text.map_err(|error| EnterError::Other(error.to_string()))? + "\n"
         }
-    }
+    };
+    std::io::stdout().write_all(text.as_bytes())?;
     Ok(ExitCode::SUCCESS)
 }

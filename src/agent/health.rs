@@ -1,15 +1,16 @@
-//! Probes and metrics. Alive is the process; ready is that what the roster wants of this node holds.
+//! Probe and metrics. Alive is the process; ready is that what the roster wants of this node holds, which [`super::gate`] tells
+//! kubelet.
 
 use std::{
     net::SocketAddr,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicI64, Ordering},
+        atomic::{AtomicI64, Ordering},
     },
 };
 
 use axum::{Router, http::StatusCode, routing::get};
-use tokio::net::TcpListener;
+use tokio::{net::TcpListener, sync::watch};
 
 /// What is told to those who ask.
 #[derive(Debug, Clone)]
@@ -17,21 +18,27 @@ pub struct Health(Arc<Told>);
 
 #[derive(Debug)]
 struct Told {
-    is_ready: AtomicBool,
+    /// None: it is not known yet.
+    ready: watch::Sender<Option<bool>>,
     /// Negative: not known here.
     pending_nodes: AtomicI64,
 }
 
 impl Default for Health {
     fn default() -> Self {
-        Self(Arc::new(Told { is_ready: AtomicBool::new(false), pending_nodes: AtomicI64::new(-1) }))
+        Self(Arc::new(Told { ready: watch::channel(None).0, pending_nodes: AtomicI64::new(-1) }))
     }
 }
 
 impl Health {
     /// Whether the node is as it is wanted.
     pub fn set_ready(&self, ready: bool) {
-        self.0.is_ready.store(ready, Ordering::Relaxed);
+        self.0.ready.send_if_modified(|known| known.replace(ready) != Some(ready));
+    }
+
+    /// The same for whoever follows it.
+    pub fn ready(&self) -> watch::Receiver<Option<bool>> {
+        self.0.ready.subscribe()
     }
 
     /// For how many more nodes jobs wait; None where this is not the lead's agent.
@@ -40,7 +47,7 @@ impl Health {
     }
 
     fn is_ready(&self) -> bool {
-        self.0.is_ready.load(Ordering::Relaxed)
+        *self.0.ready.borrow() == Some(true)
     }
 
     /// In Prometheus' text format. Who doesn't know says nothing: so it is one series, whoever the lead is.

@@ -10,8 +10,8 @@ use std::{
 
 use futures::StreamExt;
 use tokio::{
-    sync::{Notify, watch},
-    time::{interval, sleep},
+    sync::{Notify, broadcast, watch},
+    time::{interval, sleep, sleep_until},
 };
 use tracing::debug;
 
@@ -30,8 +30,12 @@ use crate::{
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// What jobs run on and what is drained changes without an event on this socket; a state that was missed is found again.
 pub(super) const ASK_EVERY: Duration = Duration::from_secs(2);
-/// The lead is asked by each broker, so seldom.
+/// The lead is asked by each broker whether it counts it in, so seldom.
 const ASK_LEAD_EVERY: Duration = Duration::from_secs(30);
+/// What the lead publishes every two seconds, to all (flux-heartbeat(5)): that it is missing costs nobody a question.
+const HEARTBEAT: &str = "heartbeat.pulse";
+/// A lead that is silent for so long is gone, or cut off from here.
+const NO_HEARTBEAT: Duration = Duration::from_secs(10);
 
 /// The broker's own words.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -121,13 +125,66 @@ fn is_silence(ended: &Result<(), RpcError>) -> bool {
 
 async fn hear_lead(client: &Client, sender: &watch::Sender<Live>) -> Result<(), RpcError> {
     let rank = attribute(client, "rank").await?.parse::<u32>().ok();
+    let mut pulses = client.subscribe(HEARTBEAT).await.ok();
+    let mut pulse = Pulse::default();
+    let mut is_counted_in = true;
+    let mut ask_at = tokio::time::Instant::now() + ASK_LEAD_EVERY;
     loop {
-        sleep(ASK_LEAD_EVERY).await;
-        let is_heard = online(client).await.is_ok_and(|online| rank.is_some_and(|rank| online.contains(rank)));
+        let missed = pulse.missed_at();
+        tokio::select! {
+            () = next_pulse(&mut pulses) => {
+                if pulse.is_missed(Instant::now()) {
+                    // It is back: it need not wait for the next question to be heard again.
+                    ask_at = tokio::time::Instant::now();
+                }
+                pulse.beat(Instant::now());
+            }
+            // Once: what is missed already is waited for above.
+            () = sleep_until(missed.unwrap_or_else(Instant::now).into()), if missed > Some(Instant::now()) => {}
+            () = sleep_until(ask_at) => {
+                is_counted_in = online(client).await.is_ok_and(|online| rank.is_some_and(|rank| online.contains(rank)));
+                ask_at = tokio::time::Instant::now() + ASK_LEAD_EVERY;
+            }
+        }
+        let is_heard = is_counted_in && !pulse.is_missed(Instant::now());
         sender.send_if_modified(|live| {
             let since = (!is_heard).then(|| live.unheard_since.unwrap_or_else(Instant::now));
             std::mem::replace(&mut live.unheard_since, since).is_some() != since.is_some()
         });
+    }
+}
+
+/// Never, where there are none to be heard.
+async fn next_pulse(pulses: &mut Option<broadcast::Receiver<String>>) {
+    let Some(events) = pulses else { return std::future::pending().await };
+    // One that was missed was one.
+    if let Err(broadcast::error::RecvError::Closed) = events.recv().await {
+        std::future::pending().await
+    }
+}
+
+/// The lead's heartbeat as it is heard here.
+#[derive(Debug, Default, Clone, Copy)]
+struct Pulse {
+    last: Option<Instant>,
+    /// Between the last two.
+    interval: Duration,
+}
+
+impl Pulse {
+    fn beat(&mut self, now: Instant) {
+        self.interval = self.last.map_or(Duration::ZERO, |last| now.saturating_duration_since(last));
+        self.last = Some(now);
+    }
+
+    /// When it is missed, if none comes before. None: none was heard yet, as on an instance that has no heartbeat. A site may
+    /// have set another period.
+    fn missed_at(&self) -> Option<Instant> {
+        Some(self.last? + NO_HEARTBEAT.max(self.interval.min(ASK_LEAD_EVERY) * 3))
+    }
+
+    fn is_missed(&self, now: Instant) -> bool {
+        self.missed_at().is_some_and(|missed| missed <= now)
     }
 }
 
@@ -178,6 +235,25 @@ async fn follow_one(client: &Client, sender: &watch::Sender<Live>, ask: &Notify)
                     std::mem::replace(live, next.clone()) != next
                 });
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lead_is_missed_after_ten_seconds_or_three_of_its_own_periods_without_a_heartbeat() {
+        let begin = Instant::now();
+        let at = |secs| begin + Duration::from_secs(secs);
+        for (beats, missed) in [(vec![], None), (vec![0], Some(10)), (vec![0, 2, 4], Some(14)), (vec![0, 20], Some(80))]
+        {
+            let mut pulse = Pulse::default();
+            beats.iter().for_each(|secs| pulse.beat(at(*secs)));
+            assert_eq!(pulse.missed_at(), missed.map(at), "{beats:?}");
+            let Some(missed) = missed else { continue };
+            assert_eq!((pulse.is_missed(at(missed - 1)), pulse.is_missed(at(missed))), (false, true));
         }
     }
 }

@@ -11,6 +11,7 @@ mod enter;
 #[cfg(test)]
 mod fixture;
 mod frozen;
+mod gate;
 mod health;
 mod hint;
 mod install;
@@ -26,6 +27,7 @@ mod run;
 mod rung;
 mod serve;
 mod start;
+mod summary;
 mod takeover;
 mod teardown;
 mod tell;
@@ -38,6 +40,7 @@ mod watch;
 use std::{
     io::{self, Write},
     net::{IpAddr, SocketAddr},
+    path::PathBuf,
     time::Duration,
 };
 
@@ -66,6 +69,9 @@ pub struct AgentArguments {
     /// Where the probes are answered; loopback is enough for kubelet, which shares the host's network with us
     #[arg(long, env = "HEALTH_ADDRESS", default_value_t = SocketAddr::from(([127, 0, 0, 1], HEALTH_PORT)))]
     pub health_address: SocketAddr,
+    /// Where kubelet looks for a container's last words (terminationMessagePath)
+    #[arg(long, env = "TERMINATION_LOG", default_value = "/dev/termination-log", hide = true)]
+    pub termination_log: PathBuf,
     /// The Node's InternalIP, where packages are served to other nodes; without it none are
     #[arg(long, env = "HOST_IP")]
     pub host_ip: Option<IpAddr>,

@@ -66,7 +66,8 @@ impl Reporter {
         Ok(found.items.into_iter().next().and_then(|node| node.metadata.uid))
     }
 
-    /// Writes the status where it differs from what `node` has, and an Event where the phase changed.
+    /// Writes the status where it differs from what `node` has, and an Event where the phase changed, or what a failed node or one
+    /// that is to be cleaned waits for.
     ///
     /// # Errors
     /// The API server's.
@@ -79,7 +80,8 @@ impl Reporter {
         let (params, patch) = (PatchParams::default(), Patch::Merge(json!({"status": change})));
         call(format!("status of FluxNode {}", self.name), self.nodes.patch_status(&self.name, &params, &patch)).await?;
         let failed = next.phase == NodePhase::Failed;
-        if before.phase != next.phase || (failed && before.message != next.message) {
+        let waits = failed || next.phase == NodePhase::Removing;
+        if before.phase != next.phase || (waits && next.message.is_some() && before.message != next.message) {
             let note = next.message.clone().unwrap_or_else(|| format!("{:?}", next.phase));
             self.announcer.say(&node.object_ref(&()), failed, &format!("{:?}", next.phase), &note).await;
         }

@@ -1,6 +1,7 @@
 //! The agent: what it knows between two rounds, and what it tells in one.
 
 use std::{
+    path::PathBuf,
     sync::{Arc, atomic::AtomicU32},
     time::{Duration, Instant},
 };
@@ -21,6 +22,7 @@ use super::{
     decide::{Instance, Seen, Step},
     dump::Dumping,
     frozen::Memory,
+    gate,
     health::{self, Health},
     live::{self, Live},
     log::Rejected,
@@ -68,6 +70,7 @@ pub async fn run(arguments: AgentArguments) -> Result<std::process::ExitCode, Ag
     let world = world(&client, &arguments.node_name);
     let members = Arc::new(AtomicU32::new(0));
     let planner = tokio::spawn(planner::run(client.clone(), arguments.pod_name.clone(), members.clone()));
+    tokio::spawn(gate::follow(client.clone(), arguments.pod_name.clone(), health.ready()));
     let serving = Serving::begin(arguments.host_ip).await;
     let mut agent = Agent::new(&client, host, &arguments, world.clone(), health, members, serving);
     let live_change = agent.live_change.clone();
@@ -101,6 +104,7 @@ pub(super) struct Agent {
     pub(super) actor: Actor,
     pub(super) reporter: Reporter,
     pub(super) health: Health,
+    pub(super) termination_log: PathBuf,
     pub(super) serving: Serving,
     pub(super) world: watch::Receiver<World>,
     pub(super) live: watch::Receiver<Live>,
@@ -158,6 +162,7 @@ impl Agent {
             actor: Actor { host, client: client.clone(), instance_uid: String::new(), uninstall: Uninstall::default() },
             reporter: Reporter::new(client.clone(), arguments.node_name.clone(), &arguments.pod_name),
             health,
+            termination_log: arguments.termination_log.clone(),
             serving,
             world,
             live: live::follow(ask.clone()),
@@ -246,7 +251,11 @@ impl Agent {
             return self.health.set_ready(false);
         }
         let nothing_wanted = matches!(world.instance, Presence::Gone) && !self.first_instance_to_come().await;
-        self.health.set_ready(tell::is_ready(&seen, &live) || nothing_wanted);
+        let is_ready = tell::is_ready(&seen, &live) || nothing_wanted;
+        // A new agent has not heard the broker yet: what the one before has said of it stands.
+        if is_ready || self.began.elapsed() >= NEW || seen.host.broker.is_none() {
+            self.health.set_ready(is_ready);
+        }
         self.health.set_pending_nodes(live.pending.map(|pending| pending.missing_nodes));
         let Some(node) = world.node.here() else { return };
         let before = node.status.clone().unwrap_or_default();

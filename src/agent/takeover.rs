@@ -210,6 +210,9 @@ fn is_here(lead: &str, node_name: &str) -> Result<(), TakeoverError> {
     )))
 }
 
+/// Whether agents run plays no part in who may lead: the words of those that don't were read like all others.
+static NO_AGENTLESS: BTreeMap<String, String> = BTreeMap::new();
+
 /// What the planner would decide by.
 struct Seen {
     uid: String,
@@ -263,6 +266,7 @@ impl Seen {
             waited: Duration::ZERO,
             restart_word: None,
             fresh_id: "",
+            agentless: &NO_AGENTLESS,
         }
     }
 

@@ -109,6 +109,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         dump: newest_dump(seen).cloned(),
         takeover: takeover(seen).cloned(),
         restart_pending: restart_pending(seen),
+        lacks_packages: lacks_packages(known),
         left: nothing_runs(seen) && seen.spec.is_some_and(|spec| spec.want == Want::Leave),
         keeps_dying: known.keeps_dying.and(seen.roster).map(|roster| roster.epoch),
         unheard: known.live.unheard_since.is_some(),
@@ -250,6 +251,12 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
             (NodePhase::Waiting, Some(format!("the packages are ready{no_rank}")))
         }
     }
+}
+
+/// Why the package set that is asked for is not here, as the last try has shown.
+fn lacks_packages(known: &Known) -> Option<String> {
+    let installs = matches!(known.step, Step::Install { .. } | Step::Prepare { .. });
+    known.trouble.filter(|trouble| installs && !trouble.waiting).map(|trouble| trouble.words.clone())
 }
 
 /// A broker started now would be started in another way than the one that runs.

@@ -341,6 +341,10 @@ pub struct KeptDump {
 pub const CONDITION_RESTART_PENDING: &str = "RestartPending";
 /// More nodes are asked for than the running epoch has ranks.
 pub const CONDITION_SCALE_DENIED: &str = "ScaleDenied";
+/// A part of the spec that the running instance does not carry out.
+pub const CONDITION_NOT_APPLIED: &str = "NotApplied";
+/// Members have no agent.
+pub const CONDITION_AGENTS_MISSING: &str = "AgentsMissing";
 /// The certificate's Secret is gone, and brokers may use what was in it.
 pub const CONDITION_CERTIFICATE_MISSING: &str = "CertificateMissing";
 
@@ -351,7 +355,7 @@ pub struct FluxInstanceStatus {
     /// Where the instance as a whole stands.
     #[serde(default)]
     pub phase: InstancePhase,
-    /// The last thing worth telling a person, in one sentence.
+    /// The worst that is known, in one sentence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
     /// Set once the lead was online: from then on the roster is never thrown away.
@@ -388,7 +392,8 @@ pub struct FluxInstanceStatus {
     /// `metadata.generation` that this status speaks of.
     #[serde(default)]
     pub observed_generation: i64,
-    /// `Ready`, `Progressing`, `Degraded`, `RestartPending`, `ScaleDenied`, `CertificateMissing`, `Ignored`.
+    /// `Ready`, `Progressing`, `Degraded`, `RestartPending`, `ScaleDenied`, `NotApplied`, `AgentsMissing`,
+    /// `CertificateMissing`, `Ignored`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
 }

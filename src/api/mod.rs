@@ -96,6 +96,9 @@ pub const DEFAULT_BROKER_PORT: u16 = 8050;
 pub const PEER_PORT: u16 = 8052;
 /// TCP port at which an agent answers kubelet's probes and serves its metrics, unless told otherwise; on loopback.
 pub const HEALTH_PORT: u16 = 8051;
+/// Type of the condition by which an agent tells on its own pod that its node is as it is wanted; the DaemonSet's readiness
+/// gate.
+pub const CONDITION_POD_READY: &str = "distribute.flux-framework.org/ready";
 
 /// For serde's `skip_serializing_if`.
 fn is_zero<T: Default + PartialEq>(number: &T) -> bool {

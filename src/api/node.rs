@@ -281,6 +281,10 @@ pub struct FluxNodeStatus {
     /// In which way a broker started now would differ from the one that runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restart_pending: Option<String>,
+    /// Why the published package set could not be fetched or installed here at the last try. None: it was not tried yet, or it
+    /// is there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lacks_packages: Option<String>,
     /// `spec.want` is `Leave`, and no broker runs here nor will be started.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub left: bool,

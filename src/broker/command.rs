@@ -179,7 +179,11 @@ fn fingerprint(argv: &[String], env: &BTreeMap<String, String>, run_as: &str, cp
     hex::encode(hash.finalize())
 }
 
-/// The script for people on the host. Only the owner of the brokers may use the instance, so root becomes him.
+/// What Flux shows of ranks without a member looks like a failure to whoever doesn't know of them.
+pub const SPARES_EXPLAINED: &str = "flux-spare-N: a rank that is kept free for a node that may join; Flux lists it as down, and nothing is wrong with it";
+
+/// The script for people on the host. Only the owner of the brokers may use the instance, so root becomes the owner. A shell for
+/// a person begins with a greeting; a command's output is left alone.
 pub fn connect_script(environment: &Path, run_as: &str) -> String {
     let bin = environment.join("bin");
     let bin = bin.display();
@@ -193,7 +197,8 @@ pub fn connect_script(environment: &Path, run_as: &str) -> String {
     };
     format!(
         "{CONNECT_HEADER}, or runs a command in it: flux-connect.sh [COMMAND...]\n\
-         {become_owner}export PATH=\"{bin}:$PATH\" FLUX_URI=\"{BROKER_URI}\"\n[ $# -eq 0 ] || exec \"$@\"\nexec \"${{SHELL:-/bin/sh}}\"\n"
+         {become_owner}export PATH=\"{bin}:$PATH\" FLUX_URI=\"{BROKER_URI}\"\n[ $# -eq 0 ] || exec \"$@\"\n\
+         [ ! -t 1 ] || echo \"{SPARES_EXPLAINED}\"\nexec \"${{SHELL:-/bin/sh}}\"\n"
     )
 }
 

@@ -11,19 +11,19 @@ use std::{
 };
 
 use futures::Stream;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{
         UnixStream,
         unix::{OwnedReadHalf, OwnedWriteHalf},
     },
-    sync::{mpsc, watch},
+    sync::{broadcast, mpsc, watch},
     task::JoinHandle,
     time::{timeout, timeout_at},
 };
 
-use super::message::{DecodeError, ENODATA, Message, NO_RESPONSE, PREAMBLE, Request, frame_length};
+use super::message::{ANY, DecodeError, ENODATA, Message, NO_RESPONSE, PREAMBLE, Request, frame_length};
 
 /// A broker answers within milliseconds; a request that goes to a lead which is gone is never answered.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
@@ -100,8 +100,13 @@ pub struct Client {
     shared: Shared,
     gone: watch::Receiver<bool>,
     peer_pid: Option<i32>,
+    /// Topics of the events that come in.
+    events: broadcast::Sender<String>,
     reader: JoinHandle<()>,
 }
+
+/// More events than anybody is behind: what is missed is told by the next one.
+const EVENTS: usize = 16;
 
 #[derive(Clone, Default)]
 struct Shared(Arc<Mutex<Waiting>>);
@@ -174,10 +179,11 @@ impl Client {
         let shared = Shared::default();
         // It ends by itself with `outgoing`.
         tokio::spawn(write_all(writer, incoming));
+        let events = broadcast::channel(EVENTS).0;
         let reader = tokio::spawn({
-            let shared = shared.clone();
+            let (shared, events) = (shared.clone(), events.clone());
             async move {
-                read_all(reader, &shared).await;
+                read_all(reader, &shared, &events).await;
                 let mut waiting = shared.lock();
                 waiting.closed = true;
                 waiting.by_tag.clear();
@@ -185,7 +191,7 @@ impl Client {
                 let _ = tell_gone.send(true);
             }
         });
-        Ok(Self { outgoing, shared, gone, peer_pid, reader })
+        Ok(Self { outgoing, shared, gone, peer_pid, events, reader })
     }
 
     /// The broker's pid as the kernel tells it: what listens at the path is that process.
@@ -256,6 +262,16 @@ impl Client {
         self.outgoing.send(request.encode()).map_err(|_| RpcError::Closed)
     }
 
+    /// The topics of the events whose topic begins with `topic` (RFC 3), from now on, and of those that were subscribed to before.
+    ///
+    /// # Errors
+    /// [`RpcError`].
+    pub async fn subscribe(&self, topic: &str) -> Result<broadcast::Receiver<String>, RpcError> {
+        let events = self.events.subscribe();
+        self.rpc("event.subscribe", ANY, json!({ "topic": topic })).await?;
+        Ok(events)
+    }
+
     /// Waits until the broker has closed the connection.
     pub async fn closed(&self) {
         let mut gone = self.gone.clone();
@@ -287,7 +303,7 @@ async fn write_all(mut writer: OwnedWriteHalf, mut frames: mpsc::UnboundedReceiv
     }
 }
 
-async fn read_all(mut reader: OwnedReadHalf, shared: &Shared) {
+async fn read_all(mut reader: OwnedReadHalf, shared: &Shared, events: &broadcast::Sender<String>) {
     loop {
         let message = match read_message(&mut reader).await {
             Ok(message) => message,
@@ -297,9 +313,10 @@ async fn read_all(mut reader: OwnedReadHalf, shared: &Shared) {
             }
             Err(_) => return,
         };
-        if message.is_response
-            && let Some(answers) = shared.lock().by_tag.get(&message.matchtag)
-        {
+        if !message.is_response {
+            // Nobody may be listening any more.
+            let _ = events.send(message.topic);
+        } else if let Some(answers) = shared.lock().by_tag.get(&message.matchtag) {
             let _ = answers.send(message);
         }
     }

@@ -93,12 +93,24 @@ pub struct InstanceStatus {
     pub down: Amount,
     /// Of it, in use by jobs.
     pub allocated: Amount,
-    /// The name of each rank, in rank order.
+    /// What each rank declares, behind `all`.
     #[serde(skip)]
-    pub names: Vec<String>,
+    pub declared: ResourceSet,
     /// Cores that no job holds, by rank, of the ranks that are up and may be given jobs.
     #[serde(skip)]
     pub free: BTreeMap<u32, usize>,
+}
+
+impl InstanceStatus {
+    /// What these ranks declare, whether they are up or down.
+    pub fn declared_by(&self, ranks: &IdSet) -> Amount {
+        self.declared.amount_on(|rank| ranks.contains(rank))
+    }
+
+    /// The name of each rank, in rank order.
+    pub fn names(&self) -> Vec<String> {
+        self.declared.execution.nodelist.iter().flat_map(|names| hostlist::decode(names)).collect()
+    }
 }
 
 /// Ranks drained together.
@@ -249,17 +261,17 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
         Some(Drained { ranks: ranks.parse().ok()?, reason: why.reason.unwrap_or_default() })
     });
     let free = scheduler.free();
-    let names = scheduler.all.as_ref().map(ResourceSet::names).unwrap_or_default();
     let amount = |set: Option<ResourceSet>| set.map(|set| set.amount()).unwrap_or_default();
+    let declared = scheduler.all.unwrap_or_default();
     Ok(InstanceStatus {
         online,
         drained: drained.collect(),
         excluded: resources.exclude,
         torpid: resources.torpid,
-        all: amount(scheduler.all),
+        all: declared.amount(),
         down: amount(scheduler.down),
         allocated: amount(scheduler.allocated),
-        names,
+        declared,
         free,
     })
 }
@@ -398,12 +410,12 @@ impl Scheduled {
 }
 
 /// R (RFC 20), as much of it as is counted.
-#[derive(Deserialize)]
-struct ResourceSet {
+#[derive(Deserialize, Clone, Debug, Default, PartialEq)]
+pub struct ResourceSet {
     execution: Execution,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, Clone, Debug, Default, PartialEq)]
 struct Execution {
     #[serde(rename = "R_lite", default)]
     entries: Vec<Entry>,
@@ -411,18 +423,13 @@ struct Execution {
     nodelist: Vec<String>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, Clone, Debug, PartialEq)]
 struct Entry {
     rank: IdSet,
     children: BTreeMap<String, IdSet>,
 }
 
 impl ResourceSet {
-    /// Of the set of all ranks: their names in rank order.
-    fn names(&self) -> Vec<String> {
-        self.execution.nodelist.iter().flat_map(|names| hostlist::decode(names)).collect()
-    }
-
     /// How many cores, by rank.
     fn cores(&self) -> BTreeMap<u32, usize> {
         let mut cores = BTreeMap::new();
@@ -434,12 +441,17 @@ impl ResourceSet {
     }
 
     fn amount(&self) -> Amount {
+        self.amount_on(|_| true)
+    }
+
+    fn amount_on(&self, is_meant: impl Fn(u32) -> bool) -> Amount {
         let mut amount = Amount::default();
         for Entry { rank, children } in &self.execution.entries {
-            let count = |kind| rank.len() * children.get(kind).map_or(0, IdSet::len);
+            let ranks = rank.0.iter().copied().filter(|rank| is_meant(*rank)).collect::<IdSet>();
+            let count = |kind| ranks.len() * children.get(kind).map_or(0, IdSet::len);
             amount.cores += count("core");
             amount.gpus += count("gpu");
-            amount.ranks.0.extend(&rank.0);
+            amount.ranks.0.extend(ranks.0);
         }
         amount
     }

@@ -3,7 +3,10 @@
 use std::collections::BTreeSet;
 
 use super::eligibility::{Cpu, NodeView, is_dedicated};
-use crate::api::{Declared, FluxInstanceSpec, Gpus, IdSet, InstanceResources, Resources};
+use crate::{
+    api::{Declared, FluxInstanceSpec, Gpus, IdSet, InstanceResources, Resources},
+    words::many,
+};
 
 /// What a rank on `node`, whose host has `found`, is to declare.
 pub fn declared(spec: &FluxInstanceSpec, node: &NodeView, found: Resources, is_lead: bool) -> Declared {
@@ -47,8 +50,12 @@ pub fn lack(declared: &Declared, now: &Declared) -> Option<String> {
     let (before, after) = (declared.core_ids(), now.core_ids());
     Some(match () {
         () if now.excluded && !declared.excluded => "spec.resources.exclude keeps it out of scheduling".to_owned(),
-        () if now.gpus < declared.gpus => format!("it has {} GPUs for Flux, {} are declared", now.gpus, declared.gpus),
-        () if now.cores < declared.cores => format!("it has {} cores, {} are declared", now.cores, declared.cores),
+        () if now.gpus < declared.gpus => {
+            format!("it has {} for Flux, {} are declared", many(now.gpus, "GPU"), declared.gpus)
+        }
+        () if now.cores < declared.cores => {
+            format!("it has {}, {} are declared", many(now.cores, "core"), declared.cores)
+        }
         () => format!("it has cores {after} for Flux, {before} are declared"),
     })
 }
@@ -167,7 +174,7 @@ mod tests {
             (of(8, 0, "0-1", false), of(6, 0, "", false), Some("it has 6 cores, 8 are declared")),
             (of(8, 0, "", false), of(8, 0, "0-1", false), Some("it has cores 2-7 for Flux, 0-7 are declared")),
             (of(8, 0, "0", false), of(8, 0, "1", false), Some("it has cores 0,2-7 for Flux, 1-7 are declared")),
-            (of(8, 2, "", false), of(16, 1, "", false), Some("it has 1 GPUs for Flux, 2 are declared")),
+            (of(8, 2, "", false), of(16, 1, "", false), Some("it has 1 GPU for Flux, 2 are declared")),
             (of(8, 2, "", false), of(8, 2, "", true), Some("spec.resources.exclude keeps it out of scheduling")),
         ] {
             assert_eq!(lack(&declared, &now).as_deref(), expected, "{declared:?} {now:?}");

@@ -81,6 +81,8 @@ pub struct Observed<'a> {
     pub restart_word: Option<&'a str>,
     /// A random id, used if a new instance begins now.
     pub fresh_id: &'a str,
+    /// Nodes whose agent does not run, and why, by name.
+    pub agentless: &'a BTreeMap<String, String>,
 }
 
 /// What to do about the roster.
@@ -120,12 +122,21 @@ pub fn is_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     says_online(seen, roster, rank) && !does_lead_miss(seen, roster, rank) && !is_silent()
 }
 
-/// The lead's agent can't take back its word when its machine goes off: its Node is not Ready, which alone is no evidence, and
-/// its broker doesn't answer the others.
+/// The lead's agent can't take back its word when its machine goes off, and it takes Kubernetes most of a minute to see that
+/// the Node is not Ready. So most of the brokers that hang on the lead's own have to miss it, not counting those that it misses
+/// itself; if its Node is not Ready, which alone is no evidence, any broker's word is enough.
 pub fn is_lead_silent(seen: &Observed, roster: &Roster) -> bool {
-    let Some(lead) = roster.lead() else { return false };
-    !is_ready(seen, lead)
-        && roster.ranks.keys().any(|rank| holds(seen, roster, *rank).is_some_and(|(report, _)| report.unheard))
+    let Some(lead) = roster.lead().filter(|_| seen.reports.values().any(|report| report.unheard)) else { return false };
+    let reports = |rank: Rank| holds(seen, roster, rank).filter(|_| rank != 0).map(|(report, _)| report.unheard);
+    if !is_ready(seen, lead) {
+        return roster.ranks.keys().any(|rank| reports(*rank) == Some(true));
+    }
+    let topology = topology(roster);
+    let hangs_on_lead = |rank: &&Rank| topology.is_none_or(|topology| topology.parent(**rank) == Some(0));
+    let children = roster.ranks.keys().filter(hangs_on_lead).filter(|rank| !does_lead_miss(seen, roster, **rank));
+    let children = children.filter_map(|rank| reports(*rank));
+    let (missed, heard): (Vec<bool>, Vec<bool>) = children.partition(|is_unheard| *is_unheard);
+    missed.len() > heard.len()
 }
 
 /// Its agent and the lead's say the contrary of each other.
@@ -336,7 +347,7 @@ fn facts(seen: &Observed, node: &NodeView) -> Option<Resources> {
 
 /// What `rank` is to declare while `node` is its member; `before`: what it declares. None: not known now, and what was known
 /// stands.
-fn resources(seen: &Observed, node: &NodeView, rank: Rank, before: Option<&Declared>) -> Option<Declared> {
+pub(super) fn resources(seen: &Observed, node: &NodeView, rank: Rank, before: Option<&Declared>) -> Option<Declared> {
     let found = facts(seen, node)?;
     (before.is_none() || node.cpu.is_some()).then(|| declared(seen.spec, node, found, rank == 0))
 }

@@ -5,18 +5,26 @@ use k8s_openapi::{
     jiff::Timestamp,
 };
 
-use super::roster::{
-    Observed, candidates,
-    epoch::{Restart, restart},
-    holds, is_lead_silent, is_online, is_ready, takers,
+use super::{
+    findings::{Finding, NotApplied, Weight, line, not_applied},
+    roster::{
+        Observed, candidates,
+        epoch::{Restart, restart},
+        holds, is_lead_silent, is_online, is_ready, takers,
+    },
 };
-use crate::api::{
-    CONDITION_CERTIFICATE_MISSING, CONDITION_RESTART_PENDING, CONDITION_SCALE_DENIED, FluxInstanceStatus,
-    InstancePhase, KeptDump, Roster,
+use crate::{
+    api::{
+        CONDITION_AGENTS_MISSING, CONDITION_CERTIFICATE_MISSING, CONDITION_NOT_APPLIED, CONDITION_RESTART_PENDING,
+        CONDITION_SCALE_DENIED, FluxInstanceStatus, InstancePhase, KeptDump, Member, NodePhase, Roster,
+    },
+    words::many,
 };
 
-/// Reason of RestartPending where an epoch was taken back.
+/// Reason of RestartPending if an epoch was taken back.
 const REFUSED: &str = "TakenBack";
+/// Reason of RestartPending if it can't proceed before somebody mends something.
+const BLOCKED: &str = "PackagesUnavailable";
 
 /// What is said while the certificate's Secret is gone and brokers may use what was in it.
 pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
@@ -74,33 +82,89 @@ pub fn status(
     let complete = lead_online && next.online == next.size;
     let standing = Standing { lead_online, established: next.instance_id.is_some() };
     next.phase = phase(roster, obstacle, standing);
-    let message = match obstacle {
-        Some(Obstacle::Problem { message, .. }) => message.clone(),
-        Some(Obstacle::Waiting(message)) if !lead_online => message.clone(),
-        Some(Obstacle::Waiting(message)) if complete => {
-            format!("{} of {} nodes online; {message}", next.online, next.size)
-        }
-        _ if complete => format!("{} of {} nodes online", next.online, next.size),
-        _ => explain(seen, roster, &next),
-    };
     let restart = roster.map_or(Restart::None, |roster| restart(seen, roster));
     if !matches!(restart, Restart::Refused { .. }) {
         // The deadline counts from what is asked for now.
         next.conditions.retain(|condition| condition.type_ != CONDITION_RESTART_PENDING || condition.reason != REFUSED);
     }
+    let (scale, restart) = (scale_denied(seen, roster), restart_pending(restart));
+    let (unapplied, agentless) = (unapplied(seen, roster), agents_missing(seen, roster));
+    let mut findings = progress(seen, roster, obstacle, &next, standing);
+    let holding = |weight, (holds, _, words): &Holds| holds.then(|| Finding::new(weight, words.clone()));
+    findings.extend(holding(Weight::NotApplied, &unapplied));
+    findings.extend(holding(Weight::ScaleDenied, &scale));
+    findings.extend(holding(Weight::RestartBlocked, &restart).filter(|_| [BLOCKED, REFUSED].contains(&restart.1)));
+    findings.extend(holding(Weight::AgentsAway, &agentless));
+    let message = line(&findings);
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
     for (type_, (holds, reason, words)) in [
         ("Ready", (lead_online, if lead_online { "LeadOnline" } else { "LeadNotOnline" }, message.clone())),
         ("Progressing", (!complete, if complete { "Complete" } else { "NodesToCome" }, message.clone())),
         ("Degraded", degraded(obstacle, standing, &message)),
         (CONDITION_CERTIFICATE_MISSING, certificate_missing(seen)),
-        (CONDITION_SCALE_DENIED, scale_denied(seen, roster)),
-        (CONDITION_RESTART_PENDING, restart_pending(restart)),
+        (CONDITION_SCALE_DENIED, scale),
+        (CONDITION_RESTART_PENDING, restart),
+        (CONDITION_NOT_APPLIED, unapplied),
+        (CONDITION_AGENTS_MISSING, agentless),
     ] {
         set_condition(&mut next.conditions, type_, holds, reason, &words, generation, now);
     }
     next.message = Some(message);
     next
+}
+
+/// How far the instance is on its way to all nodes online, and what is in the way.
+fn progress(
+    seen: &Observed,
+    roster: Option<&Roster>,
+    obstacle: Option<&Obstacle>,
+    next: &FluxInstanceStatus,
+    standing: Standing,
+) -> Vec<Finding> {
+    let mut found = Vec::new();
+    let complete = standing.lead_online && next.online == next.size;
+    match obstacle {
+        Some(Obstacle::Problem { message, .. }) => found.push(Finding::new(Weight::Problem, message.clone())),
+        Some(Obstacle::Waiting(message)) if !standing.lead_online => {
+            found.push(Finding::new(Weight::LeadAway, message.clone()));
+        }
+        Some(Obstacle::Waiting(message)) if complete => {
+            found.push(Finding::new(Weight::Fine, format!("{}; {message}", online_of(next))));
+        }
+        _ => {}
+    }
+    let weight = match () {
+        () if !standing.lead_online => Weight::LeadAway,
+        () if !complete => Weight::NodesAway,
+        () => Weight::Fine,
+    };
+    found.push(Finding::new(weight, if complete { online_of(next) } else { explain(seen, roster, next) }));
+    found
+}
+
+fn online_of(status: &FluxInstanceStatus) -> String {
+    format!("{} of {} online", status.online, many(status.size, "node"))
+}
+
+fn unapplied(seen: &Observed, roster: Option<&Roster>) -> Holds {
+    let found = roster.map(|roster| not_applied(seen, roster)).unwrap_or_default();
+    let Some(NotApplied { reason, .. }) = found.first() else { return (false, "AsExpected", String::new()) };
+    let words: Vec<_> = found.iter().map(|part| part.words.as_str()).collect();
+    (true, reason, words.join("; "))
+}
+
+/// Members whose pod is gone: what they said last stands, and nobody would notice if it changed.
+fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> Holds {
+    let members = roster.into_iter().flat_map(Roster::members);
+    let mut missing = members.filter_map(|member| Some((&member.node, seen.agentless.get(&member.node)?)));
+    let Some((node, why)) = missing.next() else { return (false, "AsExpected", String::new()) };
+    let others = match count(missing) {
+        0 => String::new(),
+        more => format!(" (and {})", many(more, "other node")),
+    };
+    let words =
+        format!("{node} has no agent{others}: {why}; its broker and jobs go on, but nothing is mended or told there");
+    (true, "PodGone", words)
 }
 
 /// The status before with what the roster and the nodes' reports say by now.
@@ -181,12 +245,29 @@ fn restart_pending(restart: Restart) -> Holds {
     match restart {
         Restart::None => (false, "Same", String::new()),
         Restart::Waits { difference, reason } => (true, "Waits", format!("{difference}; waits for {reason}")),
+        Restart::Blocked { difference, reason } => (true, BLOCKED, format!("{difference}; {reason}")),
         Restart::Refused { difference, reason } => {
             let words = format!("{difference}; it did not come up and was taken back ({reason}): change the spec");
             (true, REFUSED, words)
         }
         Restart::Now { difference, .. } => (true, "Begins", difference),
     }
+}
+
+/// The conditions of `next` that somebody should hear of by an Event: those that need somebody, and did not say so `before`.
+pub fn warnings(before: Option<&FluxInstanceStatus>, next: &FluxInstanceStatus) -> Vec<Condition> {
+    let needs_somebody = |condition: &&Condition| match condition.type_.as_str() {
+        CONDITION_SCALE_DENIED | CONDITION_NOT_APPLIED | CONDITION_AGENTS_MISSING => true,
+        CONDITION_RESTART_PENDING => [BLOCKED, REFUSED].contains(&condition.reason.as_str()),
+        _ => false,
+    };
+    let is_news = |condition: &&Condition| {
+        before
+            .and_then(|before| before.holding(&condition.type_))
+            .is_none_or(|old| (&old.reason, &old.message) != (&condition.reason, &condition.message))
+    };
+    let holding = next.conditions.iter().filter(|condition| condition.status == "True");
+    holding.filter(needs_somebody).filter(is_news).cloned().collect()
 }
 
 /// The status while nothing can be planned at all: what was last seen of the nodes stands, with why it may be old.
@@ -205,23 +286,32 @@ fn newest_dump(seen: &Observed) -> Option<KeptDump> {
     Some(KeptDump { node: node.clone(), dump: dump.clone() })
 }
 
-/// One sentence on what is still missing, with the words of the first node that has some.
+/// One sentence on what is still missing, with the words of the node that matters most: a lead that answers nobody, one that
+/// has failed, or else the first.
 fn explain(seen: &Observed, roster: Option<&Roster>, next: &FluxInstanceStatus) -> String {
     let Some(roster) = roster else { return "no roster yet".to_owned() };
     let offline = roster.ranks.iter().filter(|(rank, _)| !is_online(seen, roster, **rank));
-    let first = offline.filter_map(|(rank, entry)| Some((rank, entry.member.as_ref()?))).next();
+    let offline = offline.filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?)));
+    let has_failed = |(_, member): &(_, &Member)| {
+        seen.reports.get(&member.node).is_some_and(|report| report.phase == NodePhase::Failed)
+    };
+    let is_silent = |rank| rank == 0 && is_lead_silent(seen, roster);
+    let first = offline.min_by_key(|found| (!is_silent(found.0), !has_failed(found)));
     let detail = first.map(|(rank, member)| {
         let report = seen.reports.get(&member.node);
-        let silent = (*rank == 0 && is_lead_silent(seen, roster))
-            .then_some("its Node is not Ready, and its broker does not answer the others");
-        let unready = (!is_ready(seen, member)).then_some("its Node is not Ready");
-        let gone = member.gone_since.map(|_| "its Node is gone").or(silent).or(unready);
+        let silent = is_silent(rank).then(|| match is_ready(seen, member) {
+            true => "its broker does not answer the others".to_owned(),
+            false => "its Node is not Ready, and its broker does not answer the others".to_owned(),
+        });
+        let unready = (!is_ready(seen, member)).then(|| "its Node is not Ready".to_owned());
+        let agentless = seen.agentless.get(&member.node).map(|why| format!("it has no agent: {why}"));
+        let gone = member.gone_since.map(|_| "its Node is gone".to_owned()).or(silent).or(unready).or(agentless);
         let unsaid = if report.is_some() { "its agent has said no more" } else { "no word from its agent yet" };
-        let words = gone.or_else(|| report.and_then(|report| report.message.as_deref())).unwrap_or(unsaid);
-        let started = if holds(seen, roster, *rank).is_some() { "started" } else { "not started" };
+        let words = gone.or_else(|| report?.message.clone()).unwrap_or_else(|| unsaid.to_owned());
+        let started = if holds(seen, roster, rank).is_some() { "started" } else { "not started" };
         format!("; {} (rank {rank}, {started}): {words}", member.node)
     });
-    format!("{} of {} nodes online{}", next.online, next.size, detail.unwrap_or_default())
+    format!("{}{}", online_of(next), detail.unwrap_or_default())
 }
 
 fn count<T>(items: impl Iterator<Item = T>) -> u32 {
@@ -303,6 +393,55 @@ mod tests {
             change(&mut world);
             assert_eq!(told_while_waiting(&world.seen(), found.clone(), "the reason".to_owned()), told, "{found:?}");
         }
+    }
+
+    fn told(world: &World) -> FluxInstanceStatus {
+        status(&world.seen(), 1, world.roster.as_ref(), None)
+    }
+
+    #[test]
+    fn the_line_and_a_condition_tell_what_is_wrong_beside_nodes_that_are_all_online() {
+        type Change = fn(&mut World);
+        let packages: Change = |world| {
+            world.digest = "next";
+            let why = "can't fetch http://example.org/flux.conda: 404 Not Found";
+            world.reports.get_mut("node2").unwrap().lacks_packages = Some(why.to_owned());
+        };
+        let evicted: Change =
+            |world| drop(world.agentless.insert("node2".to_owned(), "its pod was evicted".to_owned()));
+        for (change, condition, reason, words) in [
+            ((|_| {}) as Change, None, "", "2 of 2 nodes online"),
+            (|world| world.spec.size = Some(99), Some(CONDITION_SCALE_DENIED), "MoreThanMaxSize", "size 99 is more"),
+            (packages, Some(CONDITION_RESTART_PENDING), BLOCKED, "node2 can't install the packages: can't fetch http"),
+            (|world| world.spec.lead = Some("node2".into()), Some(CONDITION_NOT_APPLIED), "LeadIsFixed", "node1 leads"),
+            (evicted, Some(CONDITION_AGENTS_MISSING), "PodGone", "node2 has no agent: its pod was evicted; its broker"),
+            // It waits for others, who will come.
+            (|world| world.digest = "next", Some(CONDITION_RESTART_PENDING), "Waits", "2 of 2 nodes online"),
+        ] {
+            let mut world = World::up(2);
+            change(&mut world);
+            let told = told(&world);
+            assert!(told.message.as_ref().is_some_and(|message| message.contains(words)), "{words}: {told:?}");
+            let Some(condition) = condition else { continue };
+            let holding = told.holding(condition).unwrap_or_else(|| panic!("{condition}: {told:?}"));
+            assert_eq!(holding.reason, reason, "{told:?}");
+            let warned = warnings(None, &told);
+            assert_eq!(warned.iter().any(|warning| warning.type_ == condition), reason != "Waits", "{warned:?}");
+            assert_eq!(warnings(Some(&told), &told), [], "an Event comes once");
+        }
+    }
+
+    #[test]
+    fn of_the_nodes_that_are_not_online_the_one_that_has_failed_is_quoted() {
+        let mut world = World::up(3);
+        let report = |world: &mut World, name: &str, phase, words: &str| {
+            let report = world.reports.get_mut(name).unwrap();
+            (report.phase, report.message, report.adopted) = (phase, Some(words.to_owned()), None);
+        };
+        report(&mut world, "node2", NodePhase::Waiting, "waiting for another node to hold the packages");
+        report(&mut world, "node3", NodePhase::Failed, "404 Not Found");
+        let words = "1 of 3 nodes online; node3 (rank 2, not started): 404 Not Found";
+        assert_eq!(told(&world).message.as_deref(), Some(words));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, future::ready, time::Duration};
 
 use futures::{Stream, StreamExt, stream::select_all};
-use k8s_openapi::api::core::v1::{Namespace, Node};
+use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
 use kube::{
     Api, Client, Resource, ResourceExt,
     runtime::{WatchStreamExt, reflector, reflector::Store, watcher},
@@ -12,8 +12,8 @@ use tokio::time::timeout;
 use tracing::debug;
 
 use crate::{
-    api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE},
-    plan::eligibility::NodeView,
+    api::{DAEMONSET, FluxInstance, FluxNode, INSTANCE, NAMESPACE},
+    plan::{agents::AgentPod, eligibility::NodeView},
 };
 
 /// What the planner watches, as the API server told it last.
@@ -21,6 +21,8 @@ pub(super) struct Caches {
     pub(super) nodes: Store<Node>,
     pub(super) flux_nodes: Store<FluxNode>,
     pub(super) instances: Store<FluxInstance>,
+    /// The agents'.
+    pods: Store<Pod>,
     /// Ours alone.
     namespaces: Store<Namespace>,
 }
@@ -34,15 +36,24 @@ impl Caches {
         let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all());
         let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
         let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
-        let mut known = HashMap::new();
-        let node_changes = node_changes.filter(move |event| ready(is_news(&mut known, event)));
+        let agents = all().labels(&format!("app={DAEMONSET}"));
+        let (pods, pod_changes) = watch(Api::<Pod>::namespaced(client.clone(), NAMESPACE), agents);
+        let view = |node: &Node| Some(NodeView::from(node));
+        let node_changes = only_news(node_changes, view);
+        let pod_changes = only_news(pod_changes, AgentPod::of);
         let changes = [
             node_changes.map(drop).boxed(),
             flux_node_changes.map(drop).boxed(),
             instance_changes.map(drop).boxed(),
             namespace_changes.map(drop).boxed(),
+            pod_changes.map(drop).boxed(),
         ];
-        (Self { nodes, flux_nodes, instances, namespaces }, select_all(changes))
+        (Self { nodes, flux_nodes, instances, pods, namespaces }, select_all(changes))
+    }
+
+    /// The agents' pods that have a node. None at all where they can't be read: an older manifest gives no right to.
+    pub(super) fn agents(&self) -> Vec<AgentPod> {
+        self.pods.state().iter().filter_map(|pod| AgentPod::of(pod)).collect()
     }
 
     /// There is no instance, or soon there will be none.
@@ -66,14 +77,40 @@ impl Caches {
     }
 }
 
-/// What a kubelet says again and again is none: its heartbeat, and its images.
-fn is_news(known: &mut HashMap<String, NodeView>, event: &watcher::Event<Node>) -> bool {
+/// Without what a kubelet says again and again: its heartbeat, its images, a probe.
+fn only_news<K, V>(
+    changes: impl Stream<Item = watcher::Event<K>> + Send,
+    view: impl Fn(&K) -> Option<V> + Send + 'static,
+) -> impl Stream<Item = watcher::Event<K>> + Send
+where
+    K: Resource<DynamicType = ()> + Send,
+    V: PartialEq + Send,
+{
+    let mut known = HashMap::new();
+    changes.filter(move |event| ready(is_news(&mut known, event, &view)))
+}
+
+/// `view`: what planning needs to know of an object.
+fn is_news<K, V>(
+    known: &mut HashMap<String, Option<V>>,
+    event: &watcher::Event<K>,
+    view: impl Fn(&K) -> Option<V>,
+) -> bool
+where
+    K: Resource<DynamicType = ()>,
+    V: PartialEq,
+{
     match event {
-        watcher::Event::Apply(node) | watcher::Event::InitApply(node) => {
-            let view = NodeView::from(node);
-            known.insert(view.name.clone(), view.clone()) != Some(view)
+        watcher::Event::Apply(object) | watcher::Event::InitApply(object) => {
+            let seen = view(object);
+            let before = known.get(&object.name_any());
+            let is_news = before != Some(&seen);
+            if is_news {
+                known.insert(object.name_any(), seen);
+            }
+            is_news
         }
-        watcher::Event::Delete(node) => known.remove(&node.name_any()).is_some(),
+        watcher::Event::Delete(object) => known.remove(&object.name_any()).is_some(),
         watcher::Event::Init | watcher::Event::InitDone => true,
     }
 }
@@ -116,7 +153,7 @@ mod tests {
             (watcher::Event::Apply(node("a", "True", late)), true),
             (watcher::Event::Apply(node("b", "True", late)), true),
         ] {
-            assert_eq!(is_news(&mut known, &event), expected, "{event:?}");
+            assert_eq!(is_news(&mut known, &event, |node| Some(NodeView::from(node))), expected, "{event:?}");
         }
     }
 }

@@ -19,6 +19,7 @@ use crate::{
     },
     clock, error_chain,
     plan::{
+        agents::Agents,
         eligibility::NodeView,
         forsaken::forsaken,
         project::project_all,
@@ -50,6 +51,7 @@ pub async fn run(client: Client, identity: &str) {
         sources: Sources::default(),
         validated: None,
         forgotten: false,
+        agents: Agents::default(),
         protection: Protection::default(),
         protect_again: None,
     };
@@ -88,6 +90,7 @@ struct Planner {
     validated: Option<(String, i64, Option<String>)>,
     /// What was made for an instance that is over has been taken off.
     forgotten: bool,
+    agents: Agents,
     protection: Protection,
     /// Not before then.
     protect_again: Option<Instant>,
@@ -139,6 +142,8 @@ impl Planner {
         if std::mem::replace(&mut self.had_roster, has_roster) && !has_roster {
             self.since = Instant::now();
         }
+        let now = clock::now().as_second();
+        let agentless = self.agents.missing(&caches.agents(), nodes.iter().map(|node| node.name.as_str()), now);
         let mut seen = Observed {
             instance_uid: &uid,
             spec: &flux.spec,
@@ -149,10 +154,11 @@ impl Planner {
             digest: None,
             certificate: None,
             is_certificate_gone: false,
-            now: clock::now().as_second(),
+            now,
             waited: self.since.elapsed(),
             restart_word: flux.annotations().get(ANNOTATION_RESTART).map(String::as_str),
             fresh_id: &fresh_id,
+            agentless: &agentless,
         };
 
         let invalid = self.invalid_spec(flux, &uid);

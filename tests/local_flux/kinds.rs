@@ -102,7 +102,7 @@ fn a_node_with_less_than_before_is_drained_corrected_and_undrained() {
     until_shown(&cluster, "node2", 1, 1, "");
     until_refused(&cluster, "");
     let log = cluster.exec("node1", &["flux", "kvs", "eventlog", "get", "resource.eventlog"]);
-    let reason = "flux-distribute: it has 1 GPUs for Flux, 2 are declared";
+    let reason = "flux-distribute: it has 1 GPU for Flux, 2 are declared";
     assert!(log.contains(reason), "{log}");
     assert_eq!(cluster.exec("node1", &["flux", "run", "-n1", "-g1", "hostname"]), "node2");
 

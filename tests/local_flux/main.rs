@@ -24,6 +24,7 @@ mod scale;
 mod scheduler;
 mod sources;
 mod state;
+mod told;
 #[path = "../support/traces.rs"]
 mod traces;
 mod trees;

@@ -27,6 +27,9 @@ use crate::{
 /// Where the node's mount namespace is entered, its own /tmp is hidden by the pod's root.
 const POD_ROOT: &str = "/tmp";
 
+/// A pod of kubelet has it at /dev, which is the machine's here.
+const TERMINATION_LOG: &str = "/termination-log";
+
 /// Namespaces of a node's PID 1, in the order in which they are entered: after the last one our own /proc is gone.
 const NAMESPACES: [(&str, CloneFlags); 6] = [
     ("ipc", CloneFlags::CLONE_NEWIPC),
@@ -103,6 +106,8 @@ fn start(cluster: &Cluster, pod: &Pod, log: File) -> Result<Child, LocalError> {
     for directory in ["proc", "sys", "dev"] {
         mounts::bind(&Path::new("/").join(directory), &root.join(directory))?;
     }
+    let failed = || "can't make the pod's files".to_owned();
+    File::create(root.join(TERMINATION_LOG.trim_start_matches('/'))).context(failed)?;
     mounts::enter_root(root)?;
 
     let mut command = Command::new("/flux-distribute");
@@ -121,6 +126,7 @@ fn environment(cluster: &Cluster, pod: &Pod) -> Vec<(&'static str, String)> {
         ("NODE_NAME", pod.node_name.clone()),
         ("POD_NAME", pod.name.clone()),
         ("KUBECONFIG", "/kubeconfig".to_owned()),
+        ("TERMINATION_LOG", TERMINATION_LOG.to_owned()),
         // Peers and the API server are reached directly.
         ("NO_PROXY", format!("{}/{}", cluster.network, Cluster::PREFIX)),
         ("no_proxy", format!("{}/{}", cluster.network, Cluster::PREFIX)),

@@ -2,8 +2,8 @@
 
 use std::{
     fs::File,
-    io::Write,
-    net::{Ipv4Addr, TcpListener},
+    io::{ErrorKind, Write},
+    net::{Ipv4Addr, TcpListener, TcpStream},
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
@@ -15,6 +15,7 @@ use kube::{
     Api, Client,
     runtime::{WatchStreamExt, watcher},
 };
+use nix::sched::{CloneFlags, setns};
 use serde_json::json;
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
@@ -23,7 +24,7 @@ use tokio::{
 
 use super::{
     api::{ASSETS_VARIABLE, certificate_file},
-    control::{Client as Control, Request, listen},
+    control::{Client as Control, NodeView, Request, listen},
     down,
     kind::Kind,
     layout::{AGENT_VARIABLE, Cluster, Layout, copy_executable, make_private_directory, write_private},
@@ -32,6 +33,7 @@ use super::{
 };
 use crate::{
     api::{self, FluxInstance, FluxInstanceSpec, FluxInstanceStatus, InstancePhase},
+    broker::command::SPARES_EXPLAINED,
     host::{Root, facts},
     local::error::{Context, LocalError},
 };
@@ -41,6 +43,11 @@ const DAEMON_LIMIT: Duration = Duration::from_secs(120);
 
 /// 1: the rules for forwarded packets are applied to bridged ones too, and Docker's drop by default.
 const FILTERED_BRIDGES: &str = "/proc/sys/net/bridge/bridge-nf-call-iptables";
+
+/// tcpmux: nobody listens there.
+const UNUSED_PORT: u16 = 1;
+/// A bridge takes microseconds; what is dropped is never answered.
+const REACH_LIMIT: Duration = Duration::from_secs(2);
 
 /// Which API server to start.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,8 +129,9 @@ pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
     if !up.no_wait {
         wait(&objects::client(layout, &cluster)?, up.nodes, end).await?;
     }
-    say("run a job:    flux-distribute local exec node1 -- flux run -N2 hostname")?;
+    say(&format!("run a job:    flux-distribute local exec node1 -- flux run -N{} hostname", up.nodes))?;
     say("look at it:   flux-distribute local status")?;
+    say(&format!("               {SPARES_EXPLAINED}"))?;
     say("take it down: flux-distribute local down")
 }
 
@@ -208,18 +216,37 @@ async fn start(layout: &Layout, cluster: &Cluster, spec: &str, up: &Up) -> Resul
     start_daemon(layout, spec).await?;
     write_kubeconfig(layout, cluster)?;
     say(&format!("API server at {}; kubeconfig in {}", cluster.server(), layout.kubeconfig().display()))?;
-    if objects::read_line(FILTERED_BRIDGES) == "1" {
-        let bridge = &cluster.bridge;
-        say(&format!(
-            "this machine filters what goes over bridges, as with Docker; if nodes do not come online, let it pass: iptables \
-             -I FORWARD -i {bridge} -o {bridge} -j ACCEPT"
-        ))?;
-    }
     let add = Request::Add { count: up.nodes, kind: up.kind.clone() };
-    for node in Control::connect(layout).await?.ask(add).await? {
+    let nodes = Control::connect(layout).await?.ask(add).await?;
+    for node in &nodes {
         say(&format!("{} is up at {}", node.name, node.address))?;
     }
+    if objects::read_line(FILTERED_BRIDGES) == "1"
+        && let [first, .., last] = nodes.as_slice()
+        && !reaches(last, first).await
+    {
+        let bridge = &cluster.bridge;
+        say(&format!(
+            "the nodes can't reach each other, because this machine filters what goes over bridges (Docker's rules drop it): \
+             iptables -I FORWARD -i {bridge} -o {bridge} -j ACCEPT"
+        ))?;
+    }
     Ok(())
+}
+
+/// What one node sends arrives at the other: nobody listens there, which is an answer. What can't be tried is taken to work.
+async fn reaches(from: &NodeView, to: &NodeView) -> bool {
+    let (Some(init), Ok(address)) = (from.init_pid, to.address.parse::<Ipv4Addr>()) else { return true };
+    let attempt = move || -> std::io::Result<bool> {
+        let namespace = File::open(format!("/proc/{init}/ns/net"))?;
+        // Of this thread alone, which ends with it.
+        setns(namespace, CloneFlags::CLONE_NEWNET)?;
+        let refused = |error: &std::io::Error| error.kind() == ErrorKind::ConnectionRefused;
+        let tried = TcpStream::connect_timeout(&(address, UNUSED_PORT).into(), REACH_LIMIT);
+        Ok(tried.as_ref().err().is_none_or(refused))
+    };
+    let tried = tokio::task::spawn_blocking(move || std::thread::spawn(attempt).join());
+    tried.await.is_ok_and(|joined| joined.is_ok_and(|reached| reached.unwrap_or(true)))
 }
 
 async fn start_daemon(layout: &Layout, spec: &str) -> Result<(), LocalError> {
@@ -266,13 +293,17 @@ async fn wait(client: &Client, nodes: u32, end: Instant) -> Result<(), LocalErro
             Ok(Some(Ok(change))) => change,
             Err(_) => {
                 return Err(LocalError::Refused(format!(
-                    "not all of {nodes} nodes are online in time ({told}); see `flux-distribute local status`, then take it \
-                     down with `flux-distribute local down`"
+                    "not all of {} online in time ({told}); see `flux-distribute local status`, then take it \
+                     down with `flux-distribute local down`",
+                    match nodes {
+                        1 => "1 node is".to_owned(),
+                        more => format!("{more} nodes are"),
+                    }
                 )));
             }
         };
         let status = change.and_then(|instance| instance.status).unwrap_or_default();
-        let line = describe(&status, nodes);
+        let line = describe(&status);
         if line != told {
             say(&line)?;
             told = line;
@@ -288,7 +319,22 @@ async fn wait(client: &Client, nodes: u32, end: Instant) -> Result<(), LocalErro
     }
 }
 
-fn describe(status: &FluxInstanceStatus, nodes: u32) -> String {
-    let message = status.message.as_deref().map(|message| format!(": {message}")).unwrap_or_default();
-    format!("{:?}, {}/{nodes} online{message}", status.phase, status.online)
+/// The instance's line says how many are online unless there is something worse to say.
+fn describe(status: &FluxInstanceStatus) -> String {
+    let message = status.message.as_deref().unwrap_or("nothing is known of it yet");
+    format!("{:?}: {message}", status.phase)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn how_many_are_online_is_said_once() {
+        let message = Some("0 of 4 nodes online; node1 (rank 0, not started): fetching".to_owned());
+        let status = FluxInstanceStatus { message, phase: InstancePhase::Starting, ..FluxInstanceStatus::default() };
+        let line = describe(&status);
+        assert_eq!(line.matches("online").count(), 1, "{line}");
+        assert_eq!(describe(&FluxInstanceStatus::default()), "Pending: nothing is known of it yet");
+    }
 }

@@ -44,6 +44,9 @@ fn a_node_that_still_holds_the_instance_before_is_not_made_the_lead() {
     let mut world = after_another(1);
     let Decision::Wait(reason) = world.settle() else { panic!("node1 may be clean in a moment") };
     assert!(reason.contains("node1 still holds the instance before"), "{reason}");
+    world.reports.get_mut("node1").unwrap().message = Some("jobs are running".to_owned());
+    let Decision::Wait(reason) = world.settle() else { panic!("{:?}", world.roster) };
+    assert!(reason.contains("node1 still holds the instance before: jobs are running"), "{reason}");
     world.waited = LEAD_PATIENCE;
     world.settle();
     assert_eq!(world.rank("node2"), Some(0));

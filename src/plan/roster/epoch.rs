@@ -32,6 +32,13 @@ pub enum Restart {
         /// For what.
         reason: String,
     },
+    /// It would bring this difference, and can't before somebody mends what is in the way.
+    Blocked {
+        /// What would change.
+        difference: String,
+        /// What is in the way.
+        reason: String,
+    },
     /// It did not come up, and was taken back.
     Refused {
         /// What was changed.
@@ -140,8 +147,12 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
         };
     };
     let has = |report: &FluxNodeStatus| digest == roster.settings.digest || report.digest.as_deref() == Some(digest);
+    let lacks = |whose: String| match unavailable_packages(seen) {
+        Some(reason) => Restart::Blocked { difference: difference.clone(), reason },
+        None => waits(format!("the packages to be installed on {whose}")),
+    };
     if !has(lead) {
-        return waits("the packages to be installed on the lead".to_owned());
+        return lacks("the lead".to_owned());
     }
     if is_due {
         return Restart::Now { difference, closing };
@@ -151,7 +162,7 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     if let Some((rank, _)) = without.find(|(_, report)| !has(report)) {
         let member = roster.member(*rank);
         let node = member.map_or("", |member| member.node.as_str());
-        return waits(format!("the packages to be installed on node {node}"));
+        return lacks(format!("node {node}"));
     }
     match &lead.allocated {
         Some(ranks) if ranks.is_empty() => Restart::Now { difference, closing },
@@ -164,6 +175,12 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
 fn pending_by_format(roster: &Roster) -> Option<String> {
     let words = "nodes that join have their own names, and no core is lost when they do, from the next epoch on";
     (roster.format < ROSTER_FORMAT).then(|| words.to_owned())
+}
+
+/// Why the published packages can't be had, by the word of the first node that has tried: one asks the source for all.
+fn unavailable_packages(seen: &Observed) -> Option<String> {
+    let mut lacking = seen.reports.iter().filter_map(|(node, report)| Some((node, report.lacks_packages.as_ref()?)));
+    lacking.next().map(|(node, why)| format!("{node} can't install the packages: {why}"))
 }
 
 /// As [`pending`], by the word of those who run a broker of this epoch: others may have said so of an older one.

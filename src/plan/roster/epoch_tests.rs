@@ -30,7 +30,7 @@ pub(super) fn close(world: &mut World) {
 
 pub(super) fn waits_for(world: &World) -> String {
     match restart(&world.seen(), world.roster.as_ref().unwrap()) {
-        Restart::Waits { reason, .. } | Restart::Refused { reason, .. } => reason,
+        Restart::Waits { reason, .. } | Restart::Blocked { reason, .. } | Restart::Refused { reason, .. } => reason,
         other => panic!("{other:?}"),
     }
 }

@@ -14,6 +14,7 @@ use crate::{
         prefix,
         settings::{pending, settings},
     },
+    words::many,
 };
 
 /// The lead's copy is as old as the last change that was the lead's matter, and nobody knows how many came after it: none of
@@ -49,7 +50,8 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     let silent = seen.nodes.iter().filter(|node| node.ready && !seen.reports.contains_key(&node.name)).count();
     if silent > 0 && seen.waited < REPORTS_TIMEOUT {
         return Decision::Wait(format!(
-            "the roster is gone: waiting for the agents of {silent} nodes to tell what runs there"
+            "the roster is gone: waiting for the agents of {} to tell what runs there",
+            many(silent as u64, "node")
         ));
     }
     match (running, &seen.status.instance_id, &seen.status.lead) {
@@ -128,7 +130,10 @@ fn no_candidates(seen: &Observed) -> String {
 fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>) -> Result<&'a NodeView, String> {
     let passed = |node: &&&NodeView| has_passed(seen, node);
     if let Some(name) = wanted.filter(|name| holds_another(seen, name)) {
-        return Err(format!("waiting for node {name}, which is to be the lead and still holds the instance before"));
+        let words = own_words(seen, name);
+        return Err(format!(
+            "waiting for node {name}, which is to be the lead and still holds the instance before{words}"
+        ));
     }
     if let Some(name) = wanted {
         let node = nodes.iter().find(|node| node.name == name);
@@ -147,10 +152,10 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
             });
             let before = || {
                 let node = nodes.iter().find(|node| holds_another(seen, &node.name))?;
-                Some(format!("; {} still holds the instance before", node.name))
+                Some(format!("; {} still holds the instance before{}", node.name, own_words(seen, &node.name)))
             };
             let detail = failed.or_else(before).unwrap_or_default();
-            Err(format!("waiting for preflight on {} nodes{detail}", nodes.len()))
+            Err(format!("waiting for preflight on {}{detail}", many(nodes.len() as u64, "node")))
         }
     }
 }
@@ -185,4 +190,10 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
         }
         other => Some(other),
     }
+}
+
+/// What a node says of itself, as the end of a sentence about it: that jobs still run there, for one.
+fn own_words(seen: &Observed, node: &str) -> String {
+    let message = seen.reports.get(node).and_then(|report| report.message.as_ref());
+    message.map(|words| format!(": {words}")).unwrap_or_default()
 }

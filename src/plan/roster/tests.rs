@@ -52,6 +52,7 @@ pub(crate) struct World {
     pub waited: Duration,
     pub restart_word: Option<&'static str>,
     pub digest: &'static str,
+    pub agentless: BTreeMap<String, String>,
 }
 
 impl World {
@@ -66,6 +67,7 @@ impl World {
             waited: Duration::ZERO,
             restart_word: None,
             digest: "digest",
+            agentless: BTreeMap::new(),
         };
         (1..=count).for_each(|number| world.add(&format!("node{number}"), number));
         world
@@ -140,6 +142,7 @@ impl World {
             waited: self.waited,
             restart_word: self.restart_word,
             fresh_id: "fresh",
+            agentless: &self.agentless,
         }
     }
 
@@ -562,4 +565,28 @@ fn settings_of_the_running_epoch_outlive_a_changed_spec() {
     world.spec.broker.port = Some(9999);
     assert_eq!(world.settle(), Decision::Keep);
     assert_eq!(world.roster.as_ref().unwrap().settings, before);
+}
+
+#[test]
+fn a_lead_is_silent_if_most_of_those_that_hang_on_it_miss_it_or_anybody_does_and_its_node_is_not_ready() {
+    for (what, topology, unheard, missed, ready, silent) in [
+        ("nobody misses it", "kary:0", &[][..], &[][..], true, false),
+        ("nobody, and the Node is not Ready", "kary:0", &[], &[], false, false),
+        ("one of four is cut off", "kary:0", &["node2"], &[], true, false),
+        ("one, and the Node is not Ready", "kary:0", &["node2"], &[], false, true),
+        ("half of them", "kary:0", &["node2", "node3"], &[], true, false),
+        ("most of them", "kary:0", &["node2", "node3", "node4"], &[], true, true),
+        ("those that it has lost itself don't count", "kary:0", &["node2", "node3", "node4"], &[1, 2], true, false),
+        ("those below an interior broker that is gone", "kary:2", &["node4", "node5"], &[], true, false),
+        ("both that hang on it", "kary:2", &["node2", "node3"], &[], true, true),
+    ] {
+        let mut world = World::up(5);
+        world.roster.as_mut().unwrap().settings.topology = topology.to_owned();
+        unheard.iter().for_each(|node| world.reports.get_mut(*node).unwrap().unheard = true);
+        world.reports.get_mut("node1").unwrap().offline = missed.to_vec();
+        world.nodes[0].ready = ready;
+        let roster = world.roster.as_ref().unwrap();
+        assert_eq!(is_lead_silent(&world.seen(), roster), silent, "{what}");
+        assert_eq!(is_online(&world.seen(), roster, 0), !silent, "{what}");
+    }
 }

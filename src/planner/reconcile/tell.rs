@@ -1,13 +1,14 @@
 //! What the planner tells people besides the status it computes: Events, and what keeps it from planning at all.
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{Resource, ResourceExt};
 use tracing::warn;
 
 use super::{Caches, Planner, PlannerError, instance};
 use crate::{
-    api::{CONDITION_SCALE_DENIED, FluxInstance, FluxInstanceStatus, INSTANCE},
+    api::{FluxInstance, FluxInstanceStatus, INSTANCE},
     clock, error_chain,
-    plan::status::{Obstacle, stopped},
+    plan::status::{Obstacle, stopped, warnings},
 };
 
 impl Planner {
@@ -30,7 +31,7 @@ impl Planner {
         }
     }
 
-    /// Problems as warnings, changes of phase as plain news.
+    /// Problems and what somebody has to mend as warnings, changes of phase as plain news.
     pub(super) async fn announce(
         &mut self,
         flux: &FluxInstance,
@@ -44,11 +45,8 @@ impl Planner {
         } else if flux.status.as_ref().is_none_or(|before| before.phase != next.phase) {
             self.announcer.say(&about, false, &format!("{:?}", next.phase), message).await;
         }
-        let denied =
-            |status: &FluxInstanceStatus| status.holding(CONDITION_SCALE_DENIED).map(|denied| denied.message.clone());
-        if let Some(words) = denied(next).filter(|words| flux.status.as_ref().and_then(denied).as_ref() != Some(words))
-        {
-            self.announcer.say(&about, true, CONDITION_SCALE_DENIED, &words).await;
+        for Condition { type_, message, .. } in warnings(flux.status.as_ref(), next) {
+            self.announcer.say(&about, true, &type_, &message).await;
         }
     }
 }

@@ -1,0 +1,19 @@
+//! Small pieces of sentences.
+
+/// `count` things: `1 node`, `2 nodes`.
+pub fn many(count: impl Into<u64>, thing: &str) -> String {
+    let count = count.into();
+    format!("{count} {thing}{}", if count == 1 { "" } else { "s" })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_thing_is_no_plural() {
+        for (count, expected) in [(0_u32, "0 nodes"), (1, "1 node"), (2, "2 nodes")] {
+            assert_eq!(many(count, "node"), expected);
+        }
+    }
+}
