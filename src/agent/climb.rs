@@ -82,7 +82,7 @@ impl Agent {
             }
             Step::Close(closing) => self.close(&preflight, *closing).await,
             Step::Stop { reason, waits_for_jobs } => self.stop(reason, *waits_for_jobs).await,
-            Step::Hold | Step::Wait(_) | Step::Preflight | Step::Remove => Ok(()),
+            Step::Hold | Step::Wait(_) | Step::GiveWay(_) | Step::Preflight | Step::Remove => Ok(()),
         }
     }
 

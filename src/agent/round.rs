@@ -53,7 +53,7 @@ impl Agent {
             _ => self.serving.expect(false),
         }
         Ok(match step {
-            Step::Hold | Step::Wait(_) => self.stay(&world, &step).await,
+            Step::Hold | Step::Wait(_) | Step::GiveWay(_) => self.stay(&world, &step).await,
             _ => self.go(&world, &step).await,
         })
     }

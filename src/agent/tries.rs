@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::decide::{Assignment, Step};
-use crate::chance::spread;
+use crate::{api::RosterEntry, chance::spread};
 
 /// The longest pause between two tries.
 const MAX_PAUSE: Duration = Duration::from_secs(60);
@@ -36,9 +36,10 @@ struct Attempt {
 
 impl Attempt {
     fn is(&self, step: &Step, generation: i64) -> bool {
-        // A roster in which only others have changed is no news for this node.
+        // A roster in which only others have changed is no news for this node, nor is another attempt at the same.
+        let entry = |own: &Assignment| RosterEntry { revision: 0, ..own.entry.clone() };
         let own = |a: &Assignment, b: &Assignment| {
-            (a.rank, a.epoch, &a.entry, &a.node_uid) == (b.rank, b.epoch, &b.entry, &b.node_uid)
+            (a.rank, a.epoch, &a.node_uid) == (b.rank, b.epoch, &b.node_uid) && entry(a) == entry(b)
         };
         self.generation == generation
             && match (&self.step, step) {
@@ -135,6 +136,11 @@ impl Starts {
         if let Some(words) = died {
             self.last_words = Some(words.to_owned());
         }
+    }
+
+    /// The last one was online.
+    pub fn was_online(&self) -> bool {
+        self.was_online
     }
 
     /// It was stopped with intent.
