@@ -57,12 +57,14 @@ pub struct Tries {
 }
 
 impl Tries {
-    /// The step failed. By `chance`, from 0 to 1, it rests for up to half more: many nodes fail for one reason.
-    pub fn failed(&mut self, step: &Step, generation: i64, trouble: Trouble, now: Instant, chance: f64) {
+    /// The step failed. By `chance`, from 0 to 1, it rests for up to half more: many nodes fail for one reason. Returns how
+    /// long.
+    pub fn failed(&mut self, step: &Step, generation: i64, trouble: Trouble, now: Instant, chance: f64) -> Duration {
         self.failures = if self.is_about(step, generation) { self.failures.saturating_add(1) } else { 1 };
         let longest = if trouble.waiting { MAX_WAIT } else { MAX_PAUSE };
-        let again = now + spread(pause(self.failures).min(longest), chance);
-        self.last = Some((Attempt { step: step.clone(), generation }, trouble, again));
+        let pause = spread(pause(self.failures).min(longest), chance);
+        self.last = Some((Attempt { step: step.clone(), generation }, trouble, now + pause));
+        pause
     }
 
     /// It worked, or nothing is to be done.
@@ -73,6 +75,14 @@ impl Tries {
     /// Why this very step failed last.
     pub fn trouble(&self, step: &Step, generation: i64) -> Option<&Trouble> {
         self.last.as_ref().filter(|_| self.is_about(step, generation)).map(|(_, trouble, _)| trouble)
+    }
+
+    /// The step that has failed is being tried again, and this is in its way by now.
+    pub fn reword(&mut self, step: &Step, generation: i64, words: &str) {
+        let is_about = self.is_about(step, generation);
+        if let Some((_, trouble, _)) = self.last.as_mut().filter(|_| is_about) {
+            words.clone_into(&mut trouble.words);
+        }
     }
 
     /// Why no broker gets so far here as to be started, again and again.

@@ -1,8 +1,8 @@
 use std::{fs, path::Path};
 
 use super::{
-    HostView, Refusal, Root, RunningBroker, dump, facts, processes::processes, remove::Brokers, runnable, state, statedir,
-    takeover,
+    HostView, Refusal, Root, RunningBroker, dump, facts, processes::processes, remove::Brokers, runnable, state,
+    statedir, takeover,
 };
 use crate::{
     api::{BROKER_RUN_DIR, PREFIX_CANDIDATES},

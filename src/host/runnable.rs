@@ -113,9 +113,8 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
         }
         run(command)
     };
-    let cant_run = |what: String| {
-        Refusal::new(format!("the Flux of package set {digest:.12} can't run on this host: {what}"))
-    };
+    let cant_run =
+        |what: String| Refusal::new(format!("the Flux of package set {digest:.12} can't run on this host: {what}"));
     let (mut lacking, mut unsure) = (Vec::new(), None);
     for (name, option) in PROGRAMS {
         let program = environment.join(name);
@@ -134,7 +133,9 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
             }
             Ok(None) => unsure = Some(format!("{name} did not end within {} s", TIMEOUT.as_secs())),
             Err(error) if error.raw_os_error() == Some(Errno::ENOEXEC as i32) => {
-                return Err(cant_run(format!("{name} is built for another architecture; use a package set for this one")));
+                return Err(cant_run(format!(
+                    "{name} is built for another architecture; use a package set for this one"
+                )));
             }
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 return Err(cant_run(format!(
@@ -216,8 +217,7 @@ fn missing(list: &str) -> BTreeSet<String> {
 /// A file of this name is somewhere below `directory`.
 fn is_within(directory: &Path, name: &str) -> bool {
     fs::read_dir(directory).into_iter().flatten().flatten().any(|entry| {
-        entry.file_name() == name
-            || entry.file_type().is_ok_and(|kind| kind.is_dir()) && is_within(&entry.path(), name)
+        entry.file_name() == name || entry.file_type().is_ok_and(|kind| kind.is_dir()) && is_within(&entry.path(), name)
     })
 }
 

@@ -44,8 +44,8 @@ use super::{
     topology::Topology,
 };
 use crate::api::{
-    Adopted, Declared, EpochSettings, FailedLeads, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member, NodePhase,
-    Rank, Resources, Roster, RosterEntry,
+    Adopted, Declared, EpochSettings, FailedLeads, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member,
+    NodePhase, Rank, Resources, Roster, RosterEntry,
 };
 
 /// A planner that has lost the roster waits so long for the agents of all Ready nodes before it believes that nothing runs.

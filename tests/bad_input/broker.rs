@@ -67,6 +67,53 @@ async fn tables_that_flux_refuses_are_told_in_its_words_and_mended_ones_are_take
     assert!(case.is_ready("node1"));
 }
 
+/// The real Flux in `out`, but that its bin/flux needs a library which is nowhere.
+fn without_a_library(out: &std::path::Path) -> Option<String> {
+    let (prefix, directory) = (real_flux()?, tempfile::tempdir().unwrap());
+    let tree = directory.path().join("tree");
+    let must = |program: &str, words: &[&str]| match std::process::Command::new(program).args(words).status() {
+        Ok(status) => assert!(status.success(), "{program} {words:?}: {status}"),
+        Err(error) => panic!("{program}: {error}"),
+    };
+    if std::process::Command::new("patchelf").arg("--version").output().is_err() {
+        eprintln!("skipped: no patchelf");
+        return None;
+    }
+    must("cp", &["-a", prefix.to_str().unwrap(), tree.to_str().unwrap()]);
+    let flux = tree.join("bin/flux");
+    must("patchelf", &["--replace-needed", "libuuid.so.1", LACKING, flux.to_str().unwrap()]);
+    let create = CreateBundle {
+        from_prefix: Some(tree),
+        out: out.to_owned(),
+        compiled_prefix: Some(prefix),
+        ..CreateBundle::default()
+    };
+    create.run().unwrap();
+    Some(sha256(&std::fs::read(out).unwrap()))
+}
+
+const LACKING: &str = "libuuid-of-a-test.so.1";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_library_that_the_hosts_lack_is_named_before_any_broker_is_started_and_a_mended_bundle_is_taken() {
+    let served = tempfile::tempdir().unwrap();
+    let (Some((server, digest)), Some(case)) = (real(served.path()).await, Case::on(2).await) else { return };
+    let Some(lacking) = without_a_library(&served.path().join("lacking.tar.gz")) else { return };
+    case.create(packages(&server, "lacking.tar.gz", &lacking)).await;
+    for node in ["node1", "node2"] {
+        let message = case.node_says(node, NodePhase::Failed, LACKING).await;
+        assert!(message.contains("install that on the hosts, or use a bundle"), "{message}");
+        let log = case.on_node(node, "/opt/flux-distribute/log/broker.log");
+        assert!(!log.exists(), "a broker was started");
+    }
+    case.instance_says(LACKING).await;
+    assert!(!case.is_ready("node1"));
+
+    case.patch(packages(&server, "flux.tar.gz", &digest)).await;
+    case.is("node1", NodePhase::Online).await;
+    case.is("node2", NodePhase::Online).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_follower_that_the_lead_refuses_is_told_the_leads_reason() {
     let served = tempfile::tempdir().unwrap();

@@ -105,7 +105,9 @@ fn failure<'a>(seen: &Observed<'a>, roster: &'a Roster) -> Option<Failure<'a>> {
         // About the attempt before.
         Some(_) => None,
         // An older agent's word, or that of one that can't look at its host. It may still be about the instance before.
-        None => (has_failed(seen, &lead.node) && seen.waited >= LEAD_PATIENCE).then_some(Failure { lead, last_words: None }),
+        None => {
+            (has_failed(seen, &lead.node) && seen.waited >= LEAD_PATIENCE).then_some(Failure { lead, last_words: None })
+        }
     }
 }
 
@@ -113,8 +115,7 @@ fn failure<'a>(seen: &Observed<'a>, roster: &'a Roster) -> Option<Failure<'a>> {
 fn has_something_changed(seen: &Observed, roster: &Roster) -> bool {
     let failed = &roster.failed_leads;
     let is_told = seen.restart_word.is_some() && seen.restart_word != roster.restart.as_deref();
-    let has_changed =
-        |(uid, node): (&String, &FailedLead)| fingerprint(seen, uid).is_some_and(|now| now != node.facts);
+    let has_changed = |(uid, node): (&String, &FailedLead)| fingerprint(seen, uid).is_some_and(|now| now != node.facts);
     !failed.is_empty() && (is_told || failed.generation != seen.generation || failed.nodes.iter().any(has_changed))
 }
 

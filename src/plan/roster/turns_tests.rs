@@ -106,7 +106,9 @@ fn the_first_words_are_kept_and_told_whoever_plans_and_whatever_follows() {
     let before = hopeless.starts.len();
     hopeless.live(10);
     assert_eq!(hopeless.starts.len(), before);
-    let Some(Obstacle::Problem { reason: "NoLead", message }) = hopeless.told() else { panic!("{:?}", hopeless.told()) };
+    let Some(Obstacle::Problem { reason: "NoLead", message }) = hopeless.told() else {
+        panic!("{:?}", hopeless.told())
+    };
     assert!(message.contains(WORDS) && message.contains("on 4 of 4 nodes"), "{message}");
     assert!(hopeless.world.told("node3").reason.unwrap().contains(WORDS));
 }
