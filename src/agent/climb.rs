@@ -296,7 +296,7 @@ pub(super) fn peers_for(world: &World, digest: &str) -> Vec<String> {
 fn wish(world: &World) -> impl PartialEq + use<> {
     let generation = world.instance.here().and_then(|instance| instance.metadata.generation);
     let spec = world.node_spec().map(|spec| (spec.want == Want::Nothing, spec.fetch_from.clone()));
-    (world.instance_uid(), generation, spec)
+    (world.instance_uid(), generation, world.followed_generation(), spec)
 }
 
 #[cfg(test)]
