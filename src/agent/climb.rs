@@ -95,7 +95,7 @@ impl Agent {
             }
             Step::Close(closing) => self.close(&preflight, *closing).await,
             Step::Stop { reason, waits_for_jobs } => self.stop(reason, *waits_for_jobs).await,
-            Step::Hold | Step::Wait(_) | Step::Preflight | Step::Remove => Ok(()),
+            Step::Hold | Step::Wait(_) | Step::GiveWay(_) | Step::Preflight | Step::Remove => Ok(()),
         }
     }
 
@@ -328,7 +328,7 @@ pub(super) fn peers_for(world: &World, digest: &str) -> Vec<String> {
 fn wish(world: &World) -> impl PartialEq + use<> {
     let generation = world.instance.here().and_then(|instance| instance.metadata.generation);
     let spec = world.node_spec().map(|spec| (spec.want == Want::Nothing, spec.fetch_from.clone()));
-    (world.instance_uid(), generation, spec)
+    (world.instance_uid(), generation, world.followed_generation(), spec)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use crate::{
     api::{BROKER_RUN_DIR, Closing, FluxNodeSpec, Rank, Roster, RosterEntry, Want},
     broker::status::InstanceStatus,
     host::{HostView, Preflight, RunningBroker},
-    plan::names::misnamed,
+    plan::{names::misnamed, roster::is_lead_fixed},
 };
 
 /// What is known of the FluxInstance. Only the positive words count as evidence that it is over: no answer, 401, 403, 429,
@@ -58,6 +58,8 @@ pub struct Seen<'a> {
     pub applied: Option<Applied>,
     /// The broker is in state `run`.
     pub is_up: bool,
+    /// The broker that this agent started last was in state `run`.
+    pub was_up: bool,
     /// How long the lead has not answered this broker, or has not counted it in.
     pub unheard: Duration,
     /// How long the broker has been on its way out.
@@ -81,6 +83,9 @@ pub enum Step {
     Hold,
     /// Others have to do something first.
     Wait(String),
+    /// Lead: its broker has ended, with these words, before the instance was ever online. Which node tries next, and when, is
+    /// the planner's to say.
+    GiveWay(String),
     /// Look whether the host can carry a broker.
     Preflight,
     /// Claim the host, fetch and link this package set.
@@ -118,6 +123,7 @@ impl Step {
         match self {
             Self::Hold => "hold",
             Self::Wait(_) => "wait",
+            Self::GiveWay(_) => "give way",
             Self::Preflight => "preflight",
             Self::Install { .. } => "install",
             Self::Prepare { .. } => "prepare",
@@ -193,9 +199,10 @@ pub fn decide(seen: &Seen) -> Step {
         }),
         Want::Install => match seen.published {
             Some(digest) if !has(digest) => install(seen, spec, digest),
-            Some(_) if spec.rank.is_some() => {
-                Step::Wait("installed; waiting for the lead to take this node in".to_owned())
-            }
+            Some(_) if spec.rank.is_some() => Step::Wait(match &spec.reason {
+                Some(reason) => format!("installed; {reason}"),
+                None => "installed; waiting for the lead to take this node in".to_owned(),
+            }),
             Some(_) => Step::Hold,
             None => Step::Wait("waiting for the packages to be resolved".to_owned()),
         },
@@ -245,6 +252,9 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
                 assignment.rank
             ));
         }
+        if let Some(why) = failed_as_lead(seen, roster).filter(|_| assignment.rank == 0) {
+            return Step::GiveWay(why.to_owned());
+        }
         let digest = &roster.settings.digest;
         return if has(digest) { Step::Start(assignment) } else { install(seen, spec, digest) };
     }
@@ -292,6 +302,13 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
 /// job kept a rank from having its name, and has ended.
 fn is_misnamed(seen: &Seen, roster: &Roster) -> bool {
     seen.told.is_some_and(|told| misnamed(roster, &told.names(), &told.allocated.ranks))
+}
+
+/// The last words of the broker that was started for `roster`, where its lead was never online. One that was up has shown that
+/// it can be started here, and may have jobs.
+fn failed_as_lead<'a>(seen: &'a Seen, roster: &Roster) -> Option<&'a str> {
+    let is_of_roster = seen.host.died_of.as_ref() == Some(&roster.instance_id);
+    seen.host.died.as_deref().filter(|_| is_of_roster && !is_lead_fixed(roster) && !seen.was_up)
 }
 
 fn statedir_lost(seen: &Seen, broker: &RunningBroker) -> Step {

@@ -27,6 +27,8 @@ pub(super) struct Teller {
     title: &'static str,
     meter: Meter,
     reported: BTreeSet<String>,
+    /// What was reported last was in the way of the work.
+    is_in_trouble: bool,
     every: Interval,
 }
 
@@ -35,16 +37,18 @@ impl Teller {
         let mut every = interval_at(Instant::now() + LINE_EVERY, LINE_EVERY);
         // A slow API server must not have the same line written twice.
         every.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        Self { title, meter: Meter::default(), reported: BTreeSet::new(), every }
+        Self { title, meter: Meter::default(), reported: BTreeSet::new(), is_in_trouble: false, every }
     }
 
     /// Takes in what has happened. Gives the words for the status, each once: phases may overlap, and a part that has to
     /// come again takes a phase back.
     pub(super) fn see(&mut self, event: Progress) -> Option<String> {
         let words = quarters(&event);
+        // Once it goes on, that is to be read in place of what was in the way.
+        let is_over = std::mem::replace(&mut self.is_in_trouble, event.trouble.is_some()) && event.trouble.is_none();
         let ended = self.meter.see(event, Instant::now().into_std());
         self.say(ended);
-        self.reported.insert(words.clone()).then_some(words)
+        (self.reported.insert(words.clone()) || is_over).then_some(words)
     }
 
     /// Writes a line, as soon as it is time for one. Never ends.
@@ -145,6 +149,10 @@ impl Agent {
                         }
                     };
                     if let Some(words) = words {
+                        // By now there may be another reason than that of the try before.
+                        if teller.is_in_trouble {
+                            self.tries.reword(step, self.generation, &words);
+                        }
                         let words = if beside { format!("for the next start: {words}") } else { words };
                         let world = self.world.borrow().clone();
                         self.report(&world, step, Some(&words)).await;

@@ -35,6 +35,8 @@ pub struct Published {
     packages: Vec<(String, PackageSet)>,
     /// The planner's word on the next epoch when they were read.
     pending: String,
+    /// Which spec the planner had followed when they were read: the same set may be somewhere else by now.
+    followed: i64,
     /// Since when the planner has missed the certificate.
     lacking: Option<Instant>,
 }
@@ -81,9 +83,12 @@ impl Published {
         let pending = world.instance_status().and_then(|status| status.holding(CONDITION_RESTART_PENDING));
         let pending = pending.map_or("", |pending| pending.message.as_str());
         let missing = wanted.is_some_and(|wanted| !known(wanted) && !view.has_environment(wanted));
-        if self.packages.is_empty() || missing || spec.want != Want::Run || self.pending != pending {
+        let followed = world.followed_generation();
+        let is_old = self.pending != pending || self.followed != followed;
+        if self.packages.is_empty() || missing || spec.want != Want::Run || is_old {
             self.packages = read_packages(client).await?.into_iter().map(|set| (set.digest(), set)).collect();
             pending.clone_into(&mut self.pending);
+            self.followed = followed;
         }
         // No broker need run for it: it may be waiting for just this.
         let rank = self.roster.as_ref().and_then(|roster| agreed(spec, roster)).map(|own| own.rank);

@@ -12,7 +12,7 @@ use super::{
     tries::Trouble,
     watch::World,
 };
-use crate::{chance::chance, error_chain};
+use crate::{chance::chance, error_chain, packages::tried_again};
 
 impl Agent {
     /// Climbs the ladder and holds it, for ever.
@@ -53,7 +53,7 @@ impl Agent {
             _ => self.serving.expect(false),
         }
         Ok(match step {
-            Step::Hold | Step::Wait(_) => self.stay(&world, &step).await,
+            Step::Hold | Step::Wait(_) | Step::GiveWay(_) => self.stay(&world, &step).await,
             _ => self.go(&world, &step).await,
         })
     }
@@ -111,7 +111,11 @@ impl Agent {
         match self.act(world, step).await {
             Ok(()) => self.tries.succeeded(),
             Err(error) => {
-                self.tries.failed(step, generation, trouble(step, &error), Instant::now(), chance());
+                let pause = self.tries.failed(step, generation, trouble(step, &error), Instant::now(), chance());
+                if let StepError::Fetch(_) = error {
+                    let words = format!("{}; {}", error_chain(&error), tried_again(pause));
+                    self.tries.reword(step, generation, &words);
+                }
                 if let Step::Reload(_) = step {
                     // It goes on with the resources that it has.
                     self.open_queues().await;

@@ -230,6 +230,7 @@ impl Agent {
             applied: Applied::of(&self.view),
             unheard: live.unheard_since.map_or(Duration::ZERO, |since| since.elapsed()),
             is_up: tell::is_online(&self.view, live),
+            was_up: self.starts.was_online(),
             leaving: live.leaving_since.map_or(Duration::ZERO, |since| since.elapsed()),
             holds: self.serving.holds(),
             told: live.instance.as_ref(),

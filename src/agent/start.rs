@@ -59,7 +59,9 @@ impl Agent {
     async fn make_ready(&mut self, preflight: &Preflight, decided: &Assignment) -> Result<Startable, StepError> {
         // What was heard since they were written is not in them.
         let is_same = |held: Assignment| (held.rank, held.epoch) == (decided.rank, decided.epoch);
-        let copy = host_roster(&self.view).filter(|_| self.view.died.is_some());
+        let known = self.published.roster.as_ref();
+        let is_of_attempt = |copy: &Roster| known.is_none_or(|known| known.instance_id == copy.instance_id);
+        let copy = host_roster(&self.view).filter(|copy| self.view.died.is_some() && is_of_attempt(copy));
         let Some(copy) = copy.filter(|copy| held_by(copy, self.reporter.name()).is_some_and(is_same)) else {
             return self.configure_by_api(preflight, decided, Duration::MAX).await;
         };

@@ -255,6 +255,7 @@ impl Seen {
         Observed {
             instance_uid: &self.uid,
             spec: &self.spec,
+            generation: 0,
             status: &self.status,
             nodes: &self.nodes,
             reports: &self.reports,

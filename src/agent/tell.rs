@@ -16,8 +16,9 @@ use super::{
     tries::Trouble,
 };
 use crate::{
-    api::{Adopted, Dump, Facts, FluxNodeStatus, IdSet, NodePhase, Rank, Takeover, Want, packed},
+    api::{Adopted, Dump, Facts, FluxNodeStatus, IdSet, LeadFailed, NodePhase, Rank, Takeover, Want, packed},
     host::{HostView, Preflight, dump::is_of},
+    plan::roster::is_lead_fixed,
 };
 
 /// What the agent knows besides what it has seen.
@@ -112,10 +113,29 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         lacks_packages: lacks_packages(known),
         left: nothing_runs(seen) && seen.spec.is_some_and(|spec| spec.want == Want::Leave),
         keeps_dying: known.keeps_dying.and(seen.roster).map(|roster| roster.epoch),
+        lead_failed: lead_failed(seen, known),
         unheard: known.live.unheard_since.is_some(),
         rejected: if is_lead { known.rejected.clone() } else { Rejected::new() },
         agent: Some(env!("CARGO_PKG_VERSION").to_owned()),
     }
+}
+
+/// The attempt of this host to lead an instance that was never online has failed.
+fn lead_failed(seen: &Seen, known: &Known) -> Option<LeadFailed> {
+    let roster = seen.roster.filter(|roster| !is_lead_fixed(roster))?;
+    agreed(seen.spec?, roster).filter(|own| own.rank == 0)?;
+    let refused = known.trouble.filter(|trouble| !trouble.waiting).map(|trouble| trouble.words.clone());
+    let last_words = match (known.step, refused) {
+        (Step::GiveWay(why), _) => Some(has_ended(why)),
+        (Step::Start(_), Some(words)) => Some(words),
+        (Step::Preflight | Step::Install { .. }, Some(_)) => None,
+        _ => return None,
+    };
+    Some(LeadFailed { instance_id: roster.instance_id.clone(), last_words })
+}
+
+fn has_ended(why: &str) -> String {
+    format!("the broker has ended; its log says: {why}")
 }
 
 /// The status where the host can't be looked at: what was known of it stands, but nobody sees to it.
@@ -180,7 +200,7 @@ fn is_up(phase: NodePhase) -> bool {
 
 fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Option<String>) {
     let words = |text: &str| Some(text.to_owned());
-    let ended = |why: &str| Some(format!("the broker has ended; its log says: {why}"));
+    let ended = |why: &str| Some(has_ended(why));
     let trouble = || known.trouble.map(|trouble| trouble.words.clone());
     let progress = || known.progress.map(str::to_owned);
     let is_to_end = matches!(known.step, Step::Remove | Step::Stop { .. });
@@ -245,6 +265,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
             }
         }
         Step::Wait(reason) => (NodePhase::Waiting, words(reason)),
+        Step::GiveWay(why) => (NodePhase::Failed, ended(why)),
         _ => {
             let reason = seen.spec.and_then(|spec| spec.reason.as_ref());
             let no_rank = reason.map(|reason| format!("; this node gets no rank: {reason}")).unwrap_or_default();
@@ -337,6 +358,7 @@ mod tests {
             holds: &[],
             told: None,
             is_up: false,
+            was_up: false,
             unheard: std::time::Duration::ZERO,
             leaving: std::time::Duration::ZERO,
         };

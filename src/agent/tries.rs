@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::decide::{Assignment, Step};
-use crate::chance::spread;
+use crate::{api::RosterEntry, chance::spread};
 
 /// The longest pause between two tries.
 const MAX_PAUSE: Duration = Duration::from_secs(60);
@@ -36,9 +36,10 @@ struct Attempt {
 
 impl Attempt {
     fn is(&self, step: &Step, generation: i64) -> bool {
-        // A roster in which only others have changed is no news for this node.
+        // A roster in which only others have changed is no news for this node, nor is another attempt at the same.
+        let entry = |own: &Assignment| RosterEntry { revision: 0, ..own.entry.clone() };
         let own = |a: &Assignment, b: &Assignment| {
-            (a.rank, a.epoch, &a.entry, &a.node_uid) == (b.rank, b.epoch, &b.entry, &b.node_uid)
+            (a.rank, a.epoch, &a.node_uid) == (b.rank, b.epoch, &b.node_uid) && entry(a) == entry(b)
         };
         self.generation == generation
             && match (&self.step, step) {
@@ -56,12 +57,14 @@ pub struct Tries {
 }
 
 impl Tries {
-    /// The step failed. By `chance`, from 0 to 1, it rests for up to half more: many nodes fail for one reason.
-    pub fn failed(&mut self, step: &Step, generation: i64, trouble: Trouble, now: Instant, chance: f64) {
+    /// The step failed. By `chance`, from 0 to 1, it rests for up to half more: many nodes fail for one reason. Returns how
+    /// long.
+    pub fn failed(&mut self, step: &Step, generation: i64, trouble: Trouble, now: Instant, chance: f64) -> Duration {
         self.failures = if self.is_about(step, generation) { self.failures.saturating_add(1) } else { 1 };
         let longest = if trouble.waiting { MAX_WAIT } else { MAX_PAUSE };
-        let again = now + spread(pause(self.failures).min(longest), chance);
-        self.last = Some((Attempt { step: step.clone(), generation }, trouble, again));
+        let pause = spread(pause(self.failures).min(longest), chance);
+        self.last = Some((Attempt { step: step.clone(), generation }, trouble, now + pause));
+        pause
     }
 
     /// It worked, or nothing is to be done.
@@ -72,6 +75,14 @@ impl Tries {
     /// Why this very step failed last.
     pub fn trouble(&self, step: &Step, generation: i64) -> Option<&Trouble> {
         self.last.as_ref().filter(|_| self.is_about(step, generation)).map(|(_, trouble, _)| trouble)
+    }
+
+    /// The step that has failed is being tried again, and this is in its way by now.
+    pub fn reword(&mut self, step: &Step, generation: i64, words: &str) {
+        let is_about = self.is_about(step, generation);
+        if let Some((_, trouble, _)) = self.last.as_mut().filter(|_| is_about) {
+            words.clone_into(&mut trouble.words);
+        }
     }
 
     /// Why no broker gets so far here as to be started, again and again.
@@ -135,6 +146,11 @@ impl Starts {
         if let Some(words) = died {
             self.last_words = Some(words.to_owned());
         }
+    }
+
+    /// The last one was online.
+    pub fn was_online(&self) -> bool {
+        self.was_online
     }
 
     /// It was stopped with intent.

@@ -96,6 +96,11 @@ impl World {
         self.instance.here()?.status.as_ref()
     }
 
+    /// metadata.generation of the spec that the planner has followed.
+    pub fn followed_generation(&self) -> i64 {
+        self.instance_status().map_or(0, |status| status.observed_generation)
+    }
+
     /// Secret `flux-curve` is gone, by the planner's word.
     pub fn lacks_certificate(&self) -> bool {
         self.instance_status().is_some_and(|status| status.holding(CONDITION_CERTIFICATE_MISSING).is_some())

@@ -211,6 +211,18 @@ pub struct Takeover {
     pub force: bool,
 }
 
+/// A lead on whose host no broker came up.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct LeadFailed {
+    /// `instanceID` of the roster that it led: each attempt has its own.
+    #[serde(rename = "instanceID")]
+    pub instance_id: String,
+    /// The words of its broker, or why it could not be started. None: it did not get so far.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_words: Option<String>,
+}
+
 /// What the agent says of its node.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -291,6 +303,9 @@ pub struct FluxNodeStatus {
     /// The epoch whose broker doesn't come up here, however often it is tried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keeps_dying: Option<u64>,
+    /// Lead only, and only until the instance was online once: no broker came up here, or none could be started.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lead_failed: Option<LeadFailed>,
     /// The lead's broker doesn't answer this one, or doesn't count it in.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unheard: bool,

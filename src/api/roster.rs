@@ -53,6 +53,9 @@ pub struct Roster {
     /// is not waited for.
     #[serde(default, rename = "jobsLostBefore", skip_serializing_if = "super::is_zero")]
     pub jobs_lost_before: u64,
+    /// Which nodes have failed as the lead. Empty once one was online.
+    #[serde(default, rename = "failedLeads", skip_serializing_if = "FailedLeads::is_empty")]
+    pub failed_leads: FailedLeads,
     /// Ranks that have or had a member in this epoch. All others are spares.
     pub ranks: BTreeMap<Rank, RosterEntry>,
 }
@@ -155,6 +158,62 @@ pub struct Refused {
     pub settings: EpochSettings,
     /// The lead's words.
     pub reason: String,
+}
+
+/// Nodes that were to lead an instance which was never online, and on which no broker came up. Each counts as failed until
+/// something changes.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct FailedLeads {
+    /// metadata.generation of the FluxInstance under which they failed: another spec may be the cure.
+    pub generation: i64,
+    /// The first words of a broker, or of a host that refused to start it: what fails later may have another reason.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub first: Option<FirstFailure>,
+    /// By the Node's uid.
+    pub nodes: BTreeMap<String, FailedLead>,
+}
+
+impl FailedLeads {
+    /// None has failed.
+    pub fn is_empty(&self) -> bool {
+        self.nodes.is_empty()
+    }
+
+    /// How often the Node with `uid` has failed.
+    pub fn times(&self, uid: &str) -> u32 {
+        self.nodes.get(uid).map_or(0, |failed| failed.times)
+    }
+
+    /// How often all of them together have failed.
+    pub fn all_times(&self) -> u32 {
+        self.nodes.values().fold(0, |sum, failed| sum.saturating_add(failed.times))
+    }
+}
+
+/// The first failure of a lead.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct FirstFailure {
+    /// The Node's name.
+    pub node: String,
+    /// The words of its broker, or of its agent.
+    pub reason: String,
+}
+
+/// A node that has failed as the lead.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct FailedLead {
+    /// How often.
+    pub times: u32,
+    /// When it failed last, seconds since the Unix epoch.
+    pub at: i64,
+    /// `instanceID` of the roster in which it failed last.
+    #[serde(rename = "instanceID")]
+    pub instance_id: String,
+    /// sha256 over what the node was like then: a node that has changed has not failed.
+    pub facts: String,
 }
 
 /// One rank.

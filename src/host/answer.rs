@@ -79,6 +79,8 @@ pub struct HostView {
     pub rundir_lost: bool,
     /// A broker of ours was started in this boot and is not running: the last lines of its log that tell why.
     pub died: Option<String>,
+    /// The instance ID that the broker which has died was started with.
+    pub died_of: Option<String>,
     /// A broker runs here that nothing tells the instance of, in words: it may lead, and have jobs.
     pub unknown: Option<String>,
     /// `<prefix>/etc/roster.json`: the roster this host was configured by last.

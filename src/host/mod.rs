@@ -29,6 +29,7 @@ pub mod processes;
 mod progress;
 mod remove;
 mod root;
+mod runnable;
 pub mod stage;
 pub mod state;
 pub mod statedir;

@@ -1,8 +1,8 @@
 use std::{fs, path::Path};
 
 use super::{
-    HostView, Refusal, Root, RunningBroker, dump, facts, processes::processes, remove::Brokers, state, statedir,
-    takeover,
+    HostView, Refusal, Root, RunningBroker, dump, facts, processes::processes, remove::Brokers, runnable, state,
+    statedir, takeover,
 };
 use crate::{
     api::{BROKER_RUN_DIR, PREFIX_CANDIDATES},
@@ -21,7 +21,7 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
     let below = prefix.as_ref().map(|prefix| root.path(prefix));
     let read = |name: &str| below.as_ref().and_then(|prefix| fs::read_to_string(prefix.join(name)).ok());
     Ok(HostView {
-        environments: below.as_deref().map(packages::ready).unwrap_or_default(),
+        environments: below.as_deref().map(environments).unwrap_or_default(),
         roster: read("etc/roster.json"),
         applied: read("etc/applied.json"),
         dumps: below.as_deref().map(dump::dumps).unwrap_or_default(),
@@ -31,11 +31,17 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         statedir_lost: broker.running.as_ref().is_some_and(|broker| is_statedir_lost(root, prefix.as_deref(), broker)),
         broker: broker.running,
         died: broker.died,
+        died_of: broker.died_of,
         unknown: broker.unknown.map(|broker| broker.to_string()),
         boot_id: facts::boot_id(root),
         resources: facts::resources(root),
         job_shells: job_shells(root),
     })
+}
+
+/// Those that are whole, and not known to be of no use here.
+fn environments(prefix: &Path) -> Vec<String> {
+    packages::ready(prefix).into_iter().filter(|digest| !runnable::is_untried(prefix, digest)).collect()
 }
 
 /// A prefix that has lost its `state.json` may hold it still.

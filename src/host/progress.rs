@@ -17,6 +17,9 @@ pub struct Progress {
     /// Bytes, where the phase moves them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<Tally>,
+    /// What has failed and is tried again, in words, until it goes on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<String>,
 }
 
 /// How much of how much.
@@ -36,12 +39,16 @@ impl Progress {
 
     /// A phase that goes by packages.
     pub fn packages(what: &str, done: u64, total: u64) -> Self {
-        Self { what: what.to_owned(), done, total, packages: Some(Tally { done, total }), bytes: None }
+        Self { packages: Some(Tally { done, total }), ..Self::counted(what, done, total) }
     }
 
     /// A phase that goes by bytes.
     pub fn bytes(what: &str, done: u64, total: u64) -> Self {
-        Self { what: what.to_owned(), done, total, packages: None, bytes: Some(Tally { done, total }) }
+        Self { bytes: Some(Tally { done, total }), ..Self::counted(what, done, total) }
+    }
+
+    fn counted(what: &str, done: u64, total: u64) -> Self {
+        Self { what: what.to_owned(), done, total, ..Self::default() }
     }
 
     /// The bytes beside the packages.

@@ -18,7 +18,7 @@ use super::{
     lock::{HostLock, WAIT},
     observe, preflight, remove,
     remove::Brokers,
-    state, statedir, takeover,
+    runnable, state, statedir, takeover,
 };
 use crate::packages;
 
@@ -124,11 +124,12 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;
             let stdin = io::stdin();
             let more = order.follow.then(|| stdin.as_fd());
-            packages::link_while(&order, more, progress).map(Answer::Linked)
+            runnable::link_and_try(root, &order, more, progress).map(Answer::Linked)
         }
         Order::Collect(order) => {
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;
             let mut collected = packages::collect(&order)?;
+            collected.environments.iter().try_for_each(|digest| runnable::forget(&root.path(&order.prefix), digest))?;
             if order.is_queue_up {
                 let (dumps, bytes) = statedir::prune_dumps(&root.path(&order.prefix));
                 (collected.dumps, collected.bytes) = (dumps, collected.bytes + bytes);

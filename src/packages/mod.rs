@@ -28,6 +28,7 @@ pub use environment::verify::{Difference, Verified, What, verify};
 pub use environment::{link, link_while, linked, ready};
 pub use fetch::access::{Access, Token};
 pub use fetch::archive::{archive_names, archives, holds};
+pub(crate) use fetch::download::tried_again;
 pub use fetch::http::{HttpClient, HttpError};
 pub use fetch::source::Sources;
 pub use fetch::{FetchError, Fetched, fetch};

@@ -15,6 +15,8 @@ pub enum Weight {
     Problem,
     /// The lead is not online: no job can be submitted or started.
     LeadAway,
+    /// A job waits for cores that are free.
+    CoresLost,
     /// A part of the spec is not carried out.
     NotApplied,
     /// The spec asks for more nodes than the running epoch has ranks.

@@ -104,7 +104,11 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
             () if may_start(seen, roster, rank) => Want::Run,
             () => Want::Install,
         };
-        spec.reason = differs.filter(|_| spec.want == Want::Nothing);
+        spec.reason = match spec.want {
+            Want::Nothing => differs,
+            Want::Install => no_lead(roster),
+            _ => None,
+        };
         let entry = roster.ranks.get(&rank);
         spec.draining = entry.and_then(|entry| entry.drain.as_ref()).map(|drain| drain.reason.clone());
         spec.missed = is_missed(seen, roster, rank);
@@ -131,6 +135,12 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         Err(reason) => spec.reason = Some(reason.to_string()),
     }
     spec
+}
+
+/// Why nobody is taken in.
+fn no_lead(roster: &Roster) -> Option<String> {
+    let first = roster.failed_leads.first.as_ref()?;
+    Some(format!("no lead has come up: {}: {}", first.node, first.reason))
 }
 
 /// The spec of a FluxNode whose Node is gone for good and whose broker is not: the broker is stopped once the lead has drained

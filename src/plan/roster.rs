@@ -29,6 +29,9 @@ pub mod takeover;
 mod takeover_tests;
 #[cfg(test)]
 pub(crate) mod tests;
+mod turns;
+#[cfg(test)]
+mod turns_tests;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -41,8 +44,8 @@ use super::{
     topology::Topology,
 };
 use crate::api::{
-    Adopted, Declared, EpochSettings, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member, NodePhase,
-    Rank, Resources, Roster, RosterEntry,
+    Adopted, Declared, EpochSettings, FailedLeads, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member,
+    NodePhase, Rank, Resources, Roster, RosterEntry,
 };
 
 /// A planner that has lost the roster waits so long for the agents of all Ready nodes before it believes that nothing runs.
@@ -59,6 +62,8 @@ pub struct Observed<'a> {
     pub instance_uid: &'a str,
     /// Its spec, which has passed `validate` but for [`decide_unserved`].
     pub spec: &'a FluxInstanceSpec,
+    /// metadata.generation of the FluxInstance: counts the changes of its spec.
+    pub generation: i64,
     /// Its status.
     pub status: &'a FluxInstanceStatus,
     /// All Nodes.
@@ -112,6 +117,8 @@ pub fn decide_unserved(seen: &Observed) -> Decision {
     let next = roster.and_then(|roster| epoch::carry_on(seen, roster));
     next.map_or(Decision::Keep, |next| Decision::Write(Box::new(next)))
 }
+
+pub use turns::no_lead;
 
 pub use drain::{is_former_idle, is_overdue, lingers, may_carry_jobs, may_stop};
 
@@ -282,6 +289,7 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
     let mut next = roster.clone();
     if !roster.established && is_online(seen, roster, 0) {
         next.established = true;
+        next.failed_leads = FailedLeads::default();
     } else if let Some(next) = takeover::advance(seen, roster) {
         return Decision::Write(Box::new(next));
     } else if roster.established {
@@ -290,6 +298,8 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
         }
     } else if let Some(again) = first::begin_again(seen, roster) {
         return again;
+    } else if !is_lead_fixed(roster) {
+        next.failed_leads = turns::failed_leads(seen, roster);
     }
     keep::keep_members(seen, &mut next);
     drain::drain(seen, &mut next);
@@ -327,7 +337,7 @@ pub fn topology(roster: &Roster) -> Option<Topology> {
 
 /// Rank 0 has a queue that is on the host of its member and nowhere else: the instance was online, or an administrator has
 /// said whose queue this epoch begins with.
-fn is_lead_fixed(roster: &Roster) -> bool {
+pub(crate) fn is_lead_fixed(roster: &Roster) -> bool {
     roster.established || was_named(roster)
 }
 

@@ -21,6 +21,8 @@ use crate::{
     words::many,
 };
 
+/// Reason of Degraded if a job waits for cores that are free.
+const CORES_LOST: &str = "CoresLost";
 /// Reason of RestartPending if an epoch was taken back.
 const REFUSED: &str = "TakenBack";
 /// Reason of RestartPending if it can't proceed before somebody mends something.
@@ -89,7 +91,9 @@ pub fn status(
     }
     let (scale, restart) = (scale_denied(seen, roster), restart_pending(restart));
     let (unapplied, agentless) = (unapplied(seen, roster), agents_missing(seen, roster));
+    let cores_lost = roster.and_then(|roster| holds(seen, roster, 0)?.0.held_back.as_deref());
     let mut findings = progress(seen, roster, obstacle, &next, standing);
+    findings.extend(cores_lost.map(|words| Finding::new(Weight::CoresLost, words)));
     let holding = |weight, (holds, _, words): &Holds| holds.then(|| Finding::new(weight, words.clone()));
     findings.extend(holding(Weight::NotApplied, &unapplied));
     findings.extend(holding(Weight::ScaleDenied, &scale));
@@ -100,7 +104,7 @@ pub fn status(
     for (type_, (holds, reason, words)) in [
         ("Ready", (lead_online, if lead_online { "LeadOnline" } else { "LeadNotOnline" }, message.clone())),
         ("Progressing", (!complete, if complete { "Complete" } else { "NodesToCome" }, message.clone())),
-        ("Degraded", degraded(obstacle, standing, &message)),
+        ("Degraded", degraded(obstacle, cores_lost, standing, &message)),
         (CONDITION_CERTIFICATE_MISSING, certificate_missing(seen)),
         (CONDITION_SCALE_DENIED, scale),
         (CONDITION_RESTART_PENDING, restart),
@@ -201,10 +205,11 @@ fn phase(roster: Option<&Roster>, obstacle: Option<&Obstacle>, standing: Standin
     }
 }
 
-fn degraded(obstacle: Option<&Obstacle>, standing: Standing, message: &str) -> Holds {
+fn degraded(obstacle: Option<&Obstacle>, cores_lost: Option<&str>, standing: Standing, message: &str) -> Holds {
     match obstacle {
         Some(Obstacle::Problem { reason, message }) => (true, reason, message.clone()),
         _ if standing.established && !standing.lead_online => (true, "LeadNotOnline", message.to_owned()),
+        _ if cores_lost.is_some() => (true, CORES_LOST, cores_lost.unwrap_or_default().to_owned()),
         _ => (false, "AsExpected", String::new()),
     }
 }
@@ -259,6 +264,7 @@ pub fn warnings(before: Option<&FluxInstanceStatus>, next: &FluxInstanceStatus) 
     let needs_somebody = |condition: &&Condition| match condition.type_.as_str() {
         CONDITION_SCALE_DENIED | CONDITION_NOT_APPLIED | CONDITION_AGENTS_MISSING => true,
         CONDITION_RESTART_PENDING => [BLOCKED, REFUSED].contains(&condition.reason.as_str()),
+        "Degraded" => condition.reason == CORES_LOST,
         _ => false,
     };
     let is_news = |condition: &&Condition| {
@@ -442,6 +448,19 @@ mod tests {
         report(&mut world, "node3", NodePhase::Failed, "404 Not Found");
         let words = "1 of 3 nodes online; node3 (rank 2, not started): 404 Not Found";
         assert_eq!(told(&world).message.as_deref(), Some(words));
+    }
+
+    #[test]
+    fn a_job_that_waits_for_free_cores_is_the_line_and_a_condition_and_an_event() {
+        let mut world = World::up(2);
+        let fine = status(&world.seen(), 1, world.roster.as_ref(), None);
+        world.reports.get_mut("node1").unwrap().held_back = Some("job 7 waits".to_owned());
+        world.status = status(&world.seen(), 1, world.roster.as_ref(), None);
+        assert_eq!(world.status.message.as_deref(), Some("job 7 waits"));
+        let degraded = world.status.holding("Degraded").unwrap();
+        assert_eq!((degraded.reason.as_str(), degraded.message.as_str()), ("CoresLost", "job 7 waits"));
+        let told: Vec<_> = warnings(Some(&fine), &world.status).into_iter().map(|condition| condition.reason).collect();
+        assert_eq!(told, ["CoresLost"]);
     }
 
     #[test]

@@ -24,7 +24,7 @@ use crate::{
         forsaken::forsaken,
         project::project_all,
         protect::{Change, Protection},
-        roster::{Decision, Observed, decide, decide_unserved, retain_secs},
+        roster::{Decision, Observed, decide, decide_unserved, no_lead, retain_secs},
         status::{Obstacle, foremost, status, told_while_waiting},
     },
 };
@@ -147,6 +147,7 @@ impl Planner {
         let mut seen = Observed {
             instance_uid: &uid,
             spec: &flux.spec,
+            generation: flux.metadata.generation.unwrap_or_default(),
             status: flux.status.as_ref().unwrap_or(&empty),
             nodes,
             reports,
@@ -185,7 +186,8 @@ impl Planner {
             self.protect(caches, changes).await;
         }
         self.publish(&seen, roster, &caches.flux_nodes.state()).await?;
-        let next = status(&seen, flux.meta().generation.unwrap_or_default(), roster, obstacle.as_ref());
+        let obstacle = foremost(obstacle.into_iter().chain(roster.and_then(|roster| no_lead(&seen, roster))));
+        let next = status(&seen, seen.generation, roster, obstacle.as_ref());
         self.announce(flux, &next, obstacle.as_ref()).await;
         instance::write_status(&self.client, flux, &next).await
     }

@@ -71,6 +71,58 @@ async fn tables_that_flux_refuses_are_told_in_its_words_and_mended_ones_are_take
     assert!(case.is_ready("node1"));
 }
 
+/// The real Flux in `out`, but that its bin/flux needs a library which is nowhere.
+fn without_a_library(out: &std::path::Path) -> Option<String> {
+    if skips_without([Need::Flux]) {
+        return None;
+    }
+    let (prefix, directory) = (flux_prefix(), tempfile::tempdir().unwrap());
+    let tree = directory.path().join("tree");
+    let copied = std::process::Command::new("cp").arg("-a").args([&prefix, &tree]).status().unwrap();
+    assert!(copied.success(), "{copied}");
+    let flux = tree.join("bin/flux");
+    let mut program = std::fs::read(&flux).unwrap();
+    let places: Vec<_> =
+        (0..program.len() - NEEDED.len()).filter(|at| program[*at..].starts_with(NEEDED.as_bytes())).collect();
+    assert!(!places.is_empty(), "{} does not need {NEEDED}", flux.display());
+    for at in places {
+        program[at..at + LACKING.len()].copy_from_slice(LACKING.as_bytes());
+    }
+    std::fs::write(&flux, program).unwrap();
+    let create = CreateBundle {
+        from_prefix: Some(tree),
+        out: out.to_owned(),
+        compiled_prefix: Some(prefix),
+        ..CreateBundle::default()
+    };
+    create.run().unwrap();
+    Some(sha256(&std::fs::read(out).unwrap()))
+}
+
+/// A library that bin/flux needs, and one whose name is as long.
+const NEEDED: &str = "libuuid.so.1";
+const LACKING: &str = "libnone.so.1";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_library_that_the_hosts_lack_is_named_before_any_broker_is_started_and_a_mended_bundle_is_taken() {
+    let served = tempfile::tempdir().unwrap();
+    let (Some((server, digest)), Some(case)) = (real(served.path()).await, Case::on(2).await) else { return };
+    let Some(lacking) = without_a_library(&served.path().join("lacking.tar.gz")) else { return };
+    case.create(packages(&server, "lacking.tar.gz", &lacking)).await;
+    for node in ["node1", "node2"] {
+        let message = case.node_says(node, NodePhase::Failed, LACKING).await;
+        assert!(message.contains("install that on the hosts, or use a bundle"), "{message}");
+        let log = case.on_node(node, "/opt/flux-distribute/log/broker.log");
+        assert!(!log.exists(), "a broker was started");
+    }
+    case.instance_says(LACKING).await;
+    assert!(!case.is_ready("node1"));
+
+    case.patch(packages(&server, "flux.tar.gz", &digest)).await;
+    case.is("node1", NodePhase::Online).await;
+    case.is("node2", NodePhase::Online).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_follower_that_the_lead_refuses_is_told_the_leads_reason() {
     let served = tempfile::tempdir().unwrap();

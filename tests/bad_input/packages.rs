@@ -62,6 +62,22 @@ async fn a_spec_without_an_answer_is_named_with_its_channel_and_a_changed_one_is
     case.warned("FluxInstance/flux", "no-such-thing").await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_that_can_not_be_reached_is_told_by_node_and_instance_with_the_next_try() {
+    let Some(case) = Case::on(1).await else { return };
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let url = format!("http://127.0.0.1:{port}/flux.tar.gz");
+    case.create(json!({"packages": {"bundle": {"url": url, "sha256": "1".repeat(64)}}})).await;
+    // Already in the first round of tries, which takes half a minute.
+    let message = case.node_says("node1", NodePhase::Installing, &url).await;
+    // The proxy between the nodes and this machine says 502 of a port at which nobody listens.
+    for words in ["502", "it is tried again in "] {
+        assert!(message.contains(words), "{message}");
+    }
+    let instance = case.instance_says(&url).await;
+    assert!(instance.status.unwrap().message.unwrap().contains("it is tried again in "));
+}
+
 /// What `flux-distribute lock` would write.
 async fn lock_of(channel: &str) -> String {
     let packages =

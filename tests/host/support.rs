@@ -27,7 +27,11 @@ pub struct FakeBrokers {
 
 impl Brokers for FakeBrokers {
     fn observe(&self, _prefix: Option<&Path>) -> BrokerView {
-        BrokerView { running: self.running.borrow().clone(), died: None, unknown: self.unknown.borrow().clone() }
+        BrokerView {
+            running: self.running.borrow().clone(),
+            unknown: self.unknown.borrow().clone(),
+            ..BrokerView::default()
+        }
     }
 
     fn stop(&self, _order: &StopOrder) -> Result<(), Refusal> {

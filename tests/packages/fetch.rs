@@ -1,7 +1,7 @@
 //! What is in `pkgs/` is whole, whatever happened on the way.
 
 use std::{
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, atomic::AtomicBool},
     time::{Duration, Instant},
 };
 
@@ -153,6 +153,29 @@ async fn a_source_that_wishes_for_rest_gets_it() {
         assert!(times.len() == 2 && times[1] - times[0] >= Duration::from_secs(2), "{times:?}");
     };
     futures::join!(rest(StatusCode::TOO_MANY_REQUESTS), rest(StatusCode::SERVICE_UNAVAILABLE));
+}
+
+#[tokio::test]
+async fn what_is_tried_again_is_told_with_its_url_its_reason_and_its_pause_until_it_goes_on() {
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
+    let asked_before = AtomicBool::new(false);
+    server.hook(move |_| {
+        let is_first = !asked_before.swap(true, Ordering::Relaxed);
+        is_first.then(|| answer(StatusCode::BAD_GATEWAY, &[], "later")).flatten()
+    });
+    let (host, troubles) = (Host::new(), Mutex::new(Vec::new()));
+    let tell = |now: Progress| troubles.lock().unwrap().push(now.trouble);
+    let sources = Sources::default();
+    packages::fetch(&set, &set.digest(), PLATFORM, &host.pkgs(), host_file, &http(), &sources, tell).await.unwrap();
+    let mut troubles = troubles.into_inner().unwrap();
+    assert_eq!(troubles.last(), Some(&None), "it went on");
+    troubles.retain(Option::is_some);
+    let told = troubles[0].clone().unwrap();
+    for words in [server.url(), "libflux-1.0-0.tar.bz2", "502", "it is tried again in "] {
+        assert!(told.contains(words), "{told}");
+    }
 }
 
 #[tokio::test]

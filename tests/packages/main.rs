@@ -38,7 +38,7 @@ use axum::{
 use channel::{Channel, Content, Server, noise};
 use flux_distribute::{
     api::{PackageSet, Packages},
-    host::{LinkOrder, Linked, Refusal},
+    host::{LinkOrder, Linked, Progress, Refusal},
     packages::{self, FetchError, Fetched, HttpClient, SolveError, Sources},
 };
 use needs::{Need, skip, skips_without};

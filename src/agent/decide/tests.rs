@@ -17,6 +17,7 @@ struct World {
     applied: Option<Applied>,
     told: Option<InstanceStatus>,
     is_up: bool,
+    was_up: bool,
     unheard: Duration,
     leaving: Duration,
     holds: Vec<String>,
@@ -85,6 +86,7 @@ impl World {
             applied: None,
             told: None,
             is_up: true,
+            was_up: false,
             unheard: Duration::ZERO,
             leaving: Duration::ZERO,
             alone: false,
@@ -115,6 +117,7 @@ impl World {
             applied: self.applied,
             told: self.told.as_ref(),
             is_up: self.is_up,
+            was_up: self.was_up,
             unheard: self.unheard,
             leaving: self.leaving,
             holds: &self.holds,
@@ -590,4 +593,41 @@ fn by_the_hosts_copy_a_node_holds_the_rank_of_its_own_and_not_that_of_the_machin
     assert_eq!(rank(&copy), Some((2, "uid-new".to_owned())));
     copy.ranks.get_mut(&2).unwrap().vacate();
     assert_eq!(rank(&copy), Some((1, "uid-node2".to_owned())));
+}
+
+#[test]
+fn a_lead_that_was_never_online_gives_way_once_its_broker_has_ended_and_starts_no_other_by_itself() {
+    type Change = fn(&mut World);
+    let changes: [(&str, Change, bool); 7] = [
+        ("its broker of this attempt has ended", |_| {}, true),
+        ("of the attempt before", |world| world.host.died_of = Some("another".into()), false),
+        ("no broker has ended", |world| (world.host.died, world.host.died_of) = (None, None), false),
+        ("it was online", |world| world.was_up = true, false),
+        ("the instance was online", |world| world.roster.as_mut().unwrap().established = true, false),
+        ("an administrator has named it", |world| world.roster.as_mut().unwrap().jobs_lost_before = 1, false),
+        (
+            "it does not lead",
+            |world| {
+                let roster = world.roster.as_mut().unwrap();
+                let (lead, other) = (roster.ranks[&0].clone(), roster.ranks[&1].clone());
+                roster.ranks.extend([(0, other), (1, lead)]);
+                world.spec.as_mut().unwrap().rank = Some(1);
+            },
+            false,
+        ),
+    ];
+    for (what, change, gives_way) in changes {
+        let mut world = World::new();
+        let roster = world.roster.as_mut().unwrap();
+        roster.established = false;
+        let (lead, other) = (roster.ranks[&0].clone(), roster.ranks[&1].clone());
+        roster.ranks.extend([(0, other), (1, lead)]);
+        world.spec.as_mut().unwrap().rank = Some(0);
+        (world.host.died, world.host.died_of) = (Some("no".into()), Some("id".into()));
+        change(&mut world);
+        match world.decide() {
+            Step::GiveWay(why) => assert!(gives_way && why == "no", "{what}"),
+            step => assert!(!gives_way && matches!(step, Step::Start(_)), "{what}: {step:?}"),
+        }
+    }
 }

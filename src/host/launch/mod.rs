@@ -47,6 +47,8 @@ pub struct BrokerView {
     pub running: Option<RunningBroker>,
     /// A broker of ours was started in this boot and is gone: the last lines of its log that tell why.
     pub died: Option<String>,
+    /// The instance ID that the broker which is gone was started with.
+    pub died_of: Option<String>,
     /// A broker runs, and nothing tells for sure which.
     pub unknown: Option<UnknownBroker>,
 }
@@ -153,7 +155,7 @@ impl Places {
             None => {
                 let log = log::path(prefix.unwrap_or(&record.prefix));
                 let died = Some(log::why(&log::tail(&log, record.log_start)));
-                BrokerView { died, ..BrokerView::default() }
+                BrokerView { died, died_of: Some(record.record.instance_id), ..BrokerView::default() }
             }
         }
     }

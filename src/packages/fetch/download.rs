@@ -4,6 +4,7 @@ use std::{
     fs::File,
     io,
     path::Path,
+    pin::pin,
     time::{Duration, Instant},
 };
 
@@ -29,6 +30,14 @@ use crate::{
 const ATTEMPTS: usize = 6;
 /// What a source may wish for with `Retry-After`: longer rests are the caller's, who tells what it waits for.
 const LONGEST_REST: Duration = Duration::from_secs(30);
+/// A source that has not answered for so long is told of.
+const SLOW: Duration = Duration::from_secs(5);
+
+/// When something is tried again, for the end of a sentence.
+pub(crate) fn tried_again(pause: Duration) -> String {
+    format!("it is tried again in {} s", pause.as_secs_f64().ceil())
+}
+
 /// What one archive needs on its way.
 pub(in crate::packages) struct Download<'a> {
     pub one: &'a Wanted,
@@ -37,6 +46,8 @@ pub(in crate::packages) struct Download<'a> {
     pub peers: &'a Peers,
     /// Told how many bytes came; negative where some have to come again.
     pub advance: tokio::sync::mpsc::UnboundedSender<i64>,
+    /// Told what is in the way of the archive of this name, in words; None: nothing any more.
+    pub troubles: tokio::sync::mpsc::UnboundedSender<(String, Option<String>)>,
 }
 
 /// An archive that is there.
@@ -179,10 +190,16 @@ impl Download<'_> {
                 Taken::Coming => ("it has not come there yet".to_owned(), None),
             };
             let Some(delay) = delays.next() else { return Err(self.http_error(reason, true)) };
-            let delay = rest.map_or(delay, |rest| jittered(rest.min(LONGEST_REST)).max(delay));
+            let delay: Duration = rest.map_or(delay, |rest| jittered(rest.min(LONGEST_REST)).max(delay));
             tracing::info!(url = shown(&self.one.url), reason, ?delay, "download is taken up again");
+            self.tell(Some(format!("{}; {}", self.http_error(reason, true), tried_again(delay))));
             tokio::time::sleep(delay).await;
         }
+    }
+
+    /// Nobody listens any more only when the whole fetch is being dropped.
+    fn tell(&self, trouble: Option<String>) {
+        let _ = self.troubles.send((self.one.name.clone(), trouble));
     }
 
     /// Takes from `server` what is missing. Where the result is wrong and the beginning was somebody else's, that may be
@@ -216,7 +233,17 @@ impl Download<'_> {
         if have > 0 {
             request = request.header(header::RANGE, format!("bytes={have}-"));
         }
-        let mut response = match timeout(server.patience, request.send()).await {
+        let mut asking = pin!(timeout(server.patience, request.send()));
+        let answered = tokio::select! {
+            answered = &mut asking => answered,
+            () = tokio::time::sleep(SLOW) => {
+                if !server.is_peer() {
+                    self.tell(Some(format!("{} has not answered for {} s", shown(&self.one.url), SLOW.as_secs())));
+                }
+                asking.await
+            }
+        };
+        let mut response = match answered {
             Err(_) => return Ok(silent()),
             Ok(Ok(response)) => response,
             Ok(Err(e)) if e.is_builder() => return Ok(Taken::Unable(words(e))),
@@ -225,6 +252,7 @@ impl Download<'_> {
         let status = response.status();
         let length = match answer(status, response.headers(), have, self.one.size) {
             Answer::Body { from, length } => {
+                self.tell(None);
                 if from != have {
                     part.discard()?;
                 }

@@ -18,7 +18,7 @@ mod peers;
 pub(in crate::packages) mod source;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs::File,
     io,
     path::{Path, PathBuf},
@@ -193,12 +193,14 @@ pub async fn fetch(
     drop_leftovers(pkgs, &wanted).map_err(directory_unwritten)?;
 
     let (advance, mut advanced) = tokio::sync::mpsc::unbounded_channel::<i64>();
+    let (troubles, mut told) = tokio::sync::mpsc::unbounded_channel::<(String, Option<String>)>();
     let (host_file, peers, wanted) = (&host_file, &Peers::new(sources), &wanted);
     let (packages, all) = (&AtomicU64::new(0), wanted.len() as u64);
     let getting = async move {
         let each = wanted
             .iter()
-            .map(|one| Download { one, pkgs, http, peers, advance: advance.clone() }.get(host_file))
+            .map(|one| Download { one, pkgs, http, peers, advance: advance.clone(), troubles: troubles.clone() })
+            .map(|download| download.get(host_file))
             .collect::<Vec<_>>();
         let each = stream::iter(each).buffer_unordered(CONCURRENCY).inspect_ok(|_| {
             packages.fetch_add(1, Ordering::Relaxed);
@@ -208,14 +210,24 @@ pub async fn fetch(
         each.try_collect::<Vec<Got>>().await
     };
     let reporting = async {
-        let mut done = 0_u64;
-        while let Some(bytes) = advanced.recv().await {
-            done = done.saturating_add_signed(bytes);
-            let now = Progress::bytes("fetching packages", done, total);
+        let (mut done, mut in_the_way) = (0_u64, BTreeMap::new());
+        loop {
+            let trouble = in_the_way.values().next().cloned();
+            let now = Progress { trouble, ..Progress::bytes("fetching packages", done, total) };
             progress(match set {
                 PackageSet::Lock { .. } => now.with_packages(packages.load(Ordering::Relaxed), all),
                 PackageSet::Bundle(_) => now,
             });
+            tokio::select! {
+                Some((name, words)) = told.recv() => match words {
+                    Some(words) => drop(in_the_way.insert(name, words)),
+                    None => drop(in_the_way.remove(&name)),
+                },
+                bytes = advanced.recv() => match bytes {
+                    Some(bytes) => done = done.saturating_add_signed(bytes),
+                    None => break,
+                },
+            }
         }
     };
     let (got, ()) = futures::join!(getting, reporting);

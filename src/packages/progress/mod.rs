@@ -109,18 +109,19 @@ impl Tally {
     }
 }
 
-/// The phase and its quarters: for places where each word costs something, such as a status in the API. Written at each
-/// percent, it would be a load on the API server that grows with the nodes.
+/// The phase and its quarters, and what is in its way: for places where each word costs something, such as a status in the API.
+/// Written at each percent, it would be a load on the API server that grows with the nodes.
 pub fn quarters(now: &Progress) -> String {
-    match (u128::from(now.done.min(now.total)) * 4).checked_div(now.total.into()) {
+    let phase = match (u128::from(now.done.min(now.total)) * 4).checked_div(now.total.into()) {
         Some(quarters) => format!("{} {} %", now.what, quarters * 25),
         None => now.what.clone(),
-    }
+    };
+    now.trouble.iter().fold(phase, |phase, trouble| format!("{phase}; {trouble}"))
 }
 
 impl fmt::Display for Reading {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Progress { what, packages, bytes, .. } = &self.progress;
+        let Progress { what, packages, bytes, trouble, .. } = &self.progress;
         let part = |tally: &Tally, show: fn(u64) -> String| match tally.total {
             total if total > 0 && total != tally.done => format!("{} of {}", show(tally.done), show(total)),
             _ => show(tally.done),
@@ -131,6 +132,7 @@ impl fmt::Display for Reading {
         parts.extend(self.rate.map(|rate| size(rate) + "/s"));
         parts.extend(self.left.map(|left| time(left) + " left"));
         parts.extend(self.took.map(|took| format!("done in {}", time(took))));
+        parts.extend(trouble.clone());
         if parts.is_empty() { f.write_str(what) } else { write!(f, "{what}: {}", parts.join(", ")) }
     }
 }
@@ -174,6 +176,11 @@ mod tests {
         ] {
             assert_eq!(quarters(&Progress::bytes("fetching", done, total)), words);
         }
+        let trouble = Some("can't fetch http://h/x: connection refused; it is tried again in 4 s".to_owned());
+        assert_eq!(
+            quarters(&Progress { trouble, ..Progress::bytes("fetching", 0, 9) }),
+            "fetching 0 %; can't fetch http://h/x: connection refused; it is tried again in 4 s"
+        );
     }
 
     #[test]

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use super::{
     Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, epoch::next_epoch, has_failed,
-    has_passed, holds_another, is_deep, is_of_instance, limit, properties, takers, was_named,
+    has_passed, holds_another, is_deep, is_of_instance, limit, properties, takers, turns, was_named,
 };
 use crate::{
-    api::{FluxNodeStatus, ROSTER_FORMAT, Roster, packed},
+    api::{FailedLeads, FluxNodeStatus, ROSTER_FORMAT, Roster, packed},
     plan::{
         broker_toml::{is_broker_name, spare_name},
         eligibility::{NodeView, eligible},
@@ -45,7 +45,7 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     let runs = |status: &FluxNodeStatus| status.adopted.as_ref().is_some_and(|adopted| is_of_instance(seen, adopted));
     let running = seen.reports.iter().find(|(_, status)| runs(status));
     if running.is_none() && seen.status.instance_id.is_none() {
-        return first_roster(seen, seen.fresh_id, 1, None);
+        return first_roster(seen, seen.fresh_id, 1, None, FailedLeads::default());
     }
     let silent = seen.nodes.iter().filter(|node| node.ready && !seen.reports.contains_key(&node.name)).count();
     if silent > 0 && seen.waited < REPORTS_TIMEOUT {
@@ -63,14 +63,22 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
             "the roster is gone and the lead's host has not told its copy, but a broker runs on node {node}: bring the lead's \
              node back, or stop all brokers (one that is gone for good ends with its FluxNode: delete that)"
         )),
-        (None, Some(id), Some(lead)) => first_roster(seen, id, seen.status.epoch + 1, Some(lead)),
-        (None, _, _) => first_roster(seen, seen.fresh_id, seen.status.epoch + 1, None),
+        (None, Some(id), Some(lead)) => {
+            first_roster(seen, id, seen.status.epoch + 1, Some(lead), FailedLeads::default())
+        }
+        (None, _, _) => first_roster(seen, seen.fresh_id, seen.status.epoch + 1, None, FailedLeads::default()),
     }
 }
 
 /// A roster of all eligible nodes under their real names. `statedir_of`: the node whose statedir has the queue of an
-/// instance that was online before; nobody else can be its lead.
-fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Option<&str>) -> Decision {
+/// instance that was online before; nobody else can be its lead. `failed_leads`: those that are to lead only if no other can.
+fn first_roster(
+    seen: &Observed,
+    instance_id: &str,
+    epoch: u64,
+    statedir_of: Option<&str>,
+    failed_leads: FailedLeads,
+) -> Decision {
     let nodes = candidates(seen);
     if nodes.is_empty() {
         return Decision::Wait(no_candidates(seen));
@@ -78,7 +86,7 @@ fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Opt
     let (Some(digest), Some(certificate)) = (seen.digest, seen.certificate) else {
         return Decision::Wait("packages and certificate are not published yet".to_owned());
     };
-    let lead = match choose_lead(seen, &nodes, statedir_of.or(seen.spec.lead.as_deref())) {
+    let lead = match choose_lead(seen, &nodes, statedir_of.or(seen.spec.lead.as_deref()), &failed_leads) {
         Ok(lead) => lead,
         Err(reason) => return Decision::Wait(reason),
     };
@@ -101,6 +109,7 @@ fn first_roster(seen: &Observed, instance_id: &str, epoch: u64, statedir_of: Opt
         refused: None,
         restart: seen.restart_word.map(str::to_owned),
         jobs_lost_before: 0,
+        failed_leads,
         ranks: BTreeMap::new(),
     };
     for (rank, node) in (0..).zip(std::iter::once(&lead).chain(others).take(limit)) {
@@ -127,7 +136,12 @@ fn no_candidates(seen: &Observed) -> String {
     }
 }
 
-fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>) -> Result<&'a NodeView, String> {
+fn choose_lead<'a>(
+    seen: &Observed,
+    nodes: &[&'a NodeView],
+    wanted: Option<&str>,
+    failed_leads: &FailedLeads,
+) -> Result<&'a NodeView, String> {
     let passed = |node: &&&NodeView| has_passed(seen, node);
     if let Some(name) = wanted.filter(|name| holds_another(seen, name)) {
         let words = own_words(seen, name);
@@ -139,9 +153,10 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
         let node = nodes.iter().find(|node| node.name == name);
         return node.filter(passed).copied().ok_or_else(|| format!("waiting for node {name}, which is to be the lead"));
     }
-    let undecided = |node: &&NodeView| !has_failed(seen, &node.name);
-    let passed_and_well = |node: &&&NodeView| passed(node) && undecided(node);
-    let first = nodes.iter().find(passed_and_well).or_else(|| nodes.iter().find(passed)).copied();
+    let failures = |node: &NodeView| (has_failed(seen, &node.name), failed_leads.times(&node.uid));
+    let undecided = |node: &&NodeView| failures(node) == (false, 0);
+    // The first of those that have failed least.
+    let first = nodes.iter().filter(passed).min_by_key(|node| failures(node)).copied();
     match first {
         Some(lead) if seen.waited >= LEAD_PATIENCE => Ok(lead),
         Some(lead) if !nodes.iter().take_while(|node| node.uid != lead.uid).any(undecided) => Ok(lead),
@@ -160,8 +175,8 @@ fn choose_lead<'a>(seen: &Observed, nodes: &[&'a NodeView], wanted: Option<&str>
     }
 }
 
-/// Until the lead was online once, nothing depends on the roster: a lost lead or a changed spec makes a new one. Not so where
-/// an administrator has named the queue: it is on that host, whatever its Node is like for a moment.
+/// Until the lead was online once, nothing depends on the roster: a lost lead, one that has failed or a changed spec makes a
+/// new one. Not so where an administrator has named the queue: it is on that host, whatever its Node is like for a moment.
 pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> {
     let (digest, certificate) = (seen.digest?, seen.certificate?);
     let lead = roster.lead()?;
@@ -171,23 +186,23 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
         let next = is_pending.then(|| next_epoch(seen, roster, settings())).flatten()?;
         return Some(Decision::Write(Box::new(Roster { previous: None, jobs_lost_before: next.epoch, ..next })));
     }
-    let nodes = candidates(seen);
-    let lead_is_there = nodes.iter().any(|node| node.uid == lead.uid)
+    let lead_is_there = candidates(seen).iter().any(|node| node.uid == lead.uid)
         && seen.spec.lead.as_ref().is_none_or(|wanted| *wanted == lead.node);
-    // An empty queue begins where somebody wanted it; what that node says may still be about the one before.
-    let gives_way = seen.waited >= LEAD_PATIENCE
-        && seen.spec.lead.is_none()
-        && nodes.iter().any(|node| node.uid == lead.uid && has_failed(seen, &node.name))
-        && nodes.iter().any(|node| has_passed(seen, node) && !has_failed(seen, &node.name));
-    if lead_is_there && !gives_way && !is_pending {
+    let failed = turns::failed_leads(seen, roster);
+    let is_the_same = lead_is_there && !is_pending;
+    if is_the_same && !turns::is_next_due(seen, roster, &failed) {
         return None;
     }
-    match first_roster(seen, seen.fresh_id, roster.epoch + 1, None) {
+    // Another attempt at the same is no other epoch: it has an instance ID of its own.
+    let epoch = if is_the_same { roster.epoch } else { roster.epoch + 1 };
+    let failed = if is_pending { FailedLeads::default() } else { failed };
+    match first_roster(seen, seen.fresh_id, epoch, None, failed) {
         Decision::Write(mut next) => {
             next.revision = roster.revision + 1;
             next.ranks.values_mut().for_each(|entry| entry.revision = next.revision);
             Some(Decision::Write(next))
         }
+        _ if is_the_same => None,
         other => Some(other),
     }
 }

@@ -37,6 +37,7 @@ pub(crate) fn roster(max_size: u32, nodes: &[(&str, u32)]) -> Roster {
         refused: None,
         restart: None,
         jobs_lost_before: 0,
+        failed_leads: FailedLeads::default(),
         ranks: ranks.collect(),
     }
 }
@@ -44,6 +45,7 @@ pub(crate) fn roster(max_size: u32, nodes: &[(&str, u32)]) -> Roster {
 /// A small world that the tests change step by step.
 pub(crate) struct World {
     pub spec: FluxInstanceSpec,
+    pub generation: i64,
     pub status: FluxInstanceStatus,
     pub nodes: Vec<NodeView>,
     pub reports: BTreeMap<String, FluxNodeStatus>,
@@ -59,6 +61,7 @@ impl World {
     pub fn new(count: u8) -> Self {
         let mut world = Self {
             spec: FluxInstanceSpec::default(),
+            generation: 1,
             status: FluxInstanceStatus::default(),
             nodes: Vec::new(),
             reports: BTreeMap::new(),
@@ -131,6 +134,7 @@ impl World {
         Observed {
             instance_uid: "instance",
             spec: &self.spec,
+            generation: self.generation,
             status: &self.status,
             nodes: &self.nodes,
             reports: &self.reports,
@@ -363,6 +367,8 @@ fn a_lead_that_can_not_be_installed_gives_way_while_nothing_depends_on_it() {
     world.settle();
     assert_eq!(world.rank("node1"), Some(0), "it may be over in a moment");
     world.waited = LEAD_PATIENCE;
+    world.settle();
+    world.now += 2;
     world.settle();
     assert_eq!(world.rank("node2"), Some(0));
     assert_eq!(world.settle(), Decision::Keep);
