@@ -38,6 +38,8 @@ const ASK_LEAD_EVERY: Duration = Duration::from_secs(30);
 pub struct Live {
     /// Process that holds the socket; None: nobody does.
     pub pid: Option<i32>,
+    /// Its version of Flux; empty: not known.
+    pub version: String,
     /// `join`, `quorum`, `run`, …
     pub state: String,
     /// Ranks that are online, by the lead's word.
@@ -127,9 +129,10 @@ async fn follow_one(client: &Client, sender: &watch::Sender<Live>, ask: &Notify)
     let now = state(client).await?.state;
     let (rank, names) = futures::try_join!(attribute(client, "rank"), attribute(client, "hostlist"))?;
     let names = hostlist::decode(&names);
+    let version = attribute(client, "version").await.unwrap_or_default();
     let pid = client.peer_pid();
     sender.send_modify(|live| {
-        *live = Live { pid, ..Live::default() };
+        *live = Live { pid, version, ..Live::default() };
         live.enter(now);
     });
     let mut changes = changes(client)?;

@@ -23,6 +23,7 @@ use super::{IdSet, Resources};
     printcolumn(name = "Rank", type_ = "integer", json_path = ".spec.rank"),
     printcolumn(name = "Cores", type_ = "integer", json_path = ".status.facts.resources.cores"),
     printcolumn(name = "GPUs", type_ = "integer", json_path = ".status.facts.resources.gpus", priority = 1),
+    printcolumn(name = "Flux", type_ = "string", json_path = ".status.flux", priority = 1),
     printcolumn(name = "Packages", type_ = "string", json_path = ".status.digest", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
     printcolumn(name = "Message", type_ = "string", json_path = ".status.message")
@@ -221,6 +222,9 @@ pub struct FluxNodeStatus {
     /// The last thing worth telling a person, in one sentence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
+    /// `phase` is `Failed`, and time alone does not heal it: somebody has to change something.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub lasting: bool,
     /// What the host is; there once preflight has passed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<Facts>,
@@ -233,6 +237,9 @@ pub struct FluxNodeStatus {
     /// `address:port` at which this node's agent serves archives to others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peer: Option<String>,
+    /// Version of Flux, by the word of the broker that runs here or ran here last. `stand-in, no Flux`: local mode's stand-in.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub flux: Option<String>,
     /// The broker that runs here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adopted: Option<Adopted>,

@@ -10,10 +10,10 @@ use super::roster::{
     epoch::{Restart, restart},
     holds, is_lead_silent, is_online, is_ready, takers,
 };
-use crate::api::{
+use crate::{api::{
     CONDITION_CERTIFICATE_MISSING, CONDITION_RESTART_PENDING, CONDITION_SCALE_DENIED, FluxInstanceStatus,
     InstancePhase, KeptDump, Roster,
-};
+}, broker::STAND_IN};
 
 /// Reason of RestartPending where an epoch was taken back.
 const REFUSED: &str = "TakenBack";
@@ -82,6 +82,11 @@ pub fn status(
         }
         _ if complete => format!("{} of {} nodes online", next.online, next.size),
         _ => explain(seen, roster, &next),
+    };
+    let message = if seen.reports.values().any(|report| report.flux.as_deref() == Some(STAND_IN)) {
+        format!("{STAND_IN}: {message}")
+    } else {
+        message
     };
     let restart = roster.map_or(Restart::None, |roster| restart(seen, roster));
     if !matches!(restart, Restart::Refused { .. }) {
