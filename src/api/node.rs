@@ -20,6 +20,7 @@ use super::{IdSet, Resources};
     doc = "One node as a part of the Flux instance: the node's status page.",
     printcolumn(name = "Phase", type_ = "string", json_path = ".status.phase"),
     printcolumn(name = "Missed", type_ = "boolean", json_path = ".spec.missed"),
+    printcolumn(name = "Reason", type_ = "string", json_path = ".spec.reason"),
     printcolumn(name = "Rank", type_ = "integer", json_path = ".spec.rank"),
     printcolumn(name = "Cores", type_ = "integer", json_path = ".status.facts.resources.cores"),
     printcolumn(name = "GPUs", type_ = "integer", json_path = ".status.facts.resources.gpus", priority = 1),
@@ -60,7 +61,8 @@ pub struct FluxNodeSpec {
     /// With `Leave`: jobs that still run here are not waited for.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub overdue: bool,
-    /// The lead misses this node's broker, while its agent says that it is online.
+    /// The lead misses this node's broker, or the lead itself is missed by the others, while the last word of its agent is
+    /// that it is online.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub missed: bool,
     /// The prefix that the lead's host has, and all others must have.

@@ -7,6 +7,7 @@ pub mod certificate;
 pub mod effect;
 pub mod eligibility;
 pub mod forsaken;
+pub mod gone;
 pub mod hostlist;
 pub mod lease;
 pub mod peers;

@@ -5,15 +5,19 @@ use k8s_openapi::{
     jiff::Timestamp,
 };
 
+use super::gone;
 use super::roster::{
     Observed, candidates,
     epoch::{Restart, restart},
     holds, is_lead_silent, is_online, is_ready, takers,
 };
-use crate::{api::{
-    CONDITION_CERTIFICATE_MISSING, CONDITION_RESTART_PENDING, CONDITION_SCALE_DENIED, FluxInstanceStatus,
-    InstancePhase, KeptDump, Roster,
-}, broker::STAND_IN};
+use crate::{
+    api::{
+        CONDITION_CERTIFICATE_MISSING, CONDITION_RESTART_PENDING, CONDITION_SCALE_DENIED, FluxInstanceStatus,
+        InstancePhase, KeptDump, Roster,
+    },
+    broker::STAND_IN,
+};
 
 /// Reason of RestartPending where an epoch was taken back.
 const REFUSED: &str = "TakenBack";
@@ -220,7 +224,8 @@ fn explain(seen: &Observed, roster: Option<&Roster>, next: &FluxInstanceStatus) 
         let silent = (*rank == 0 && is_lead_silent(seen, roster))
             .then_some("its Node is not Ready, and its broker does not answer the others");
         let unready = (!is_ready(seen, member)).then_some("its Node is not Ready");
-        let gone = member.gone_since.map(|_| "its Node is gone").or(silent).or(unready);
+        let gone = gone::words(roster, *rank);
+        let gone = gone.as_deref().or(silent).or(unready);
         let unsaid = if report.is_some() { "its agent has said no more" } else { "no word from its agent yet" };
         let words = gone.or_else(|| report.and_then(|report| report.message.as_deref())).unwrap_or(unsaid);
         let started = if holds(seen, roster, *rank).is_some() { "started" } else { "not started" };
