@@ -13,8 +13,8 @@ use super::{
     tries::Trouble,
 };
 use crate::{
-    broker::STAND_IN,
     api::{Adopted, Dump, Facts, FluxNodeStatus, IdSet, NodePhase, Rank, Takeover, Want, packed},
+    broker::STAND_IN,
     host::{HostView, Preflight, dump::is_of},
 };
 

@@ -67,27 +67,29 @@ pub(crate) fn choose(flux: Flux, source: Source, is_named: bool, waits: bool) ->
         // It may be there by the time that a node asks.
         (_, Source::Unreachable(_)) if !waits => Choice::Packages,
         (_, Source::Unreachable(why)) if is_named => Choice::Refuse(why),
-        (_, Source::Unreachable(why)) => Choice::Refuse(format!("{why}; {REMEDIES}, or run without Flux (--flux none)")),
+        (_, Source::Unreachable(why)) => {
+            Choice::Refuse(format!("{why}; {REMEDIES}, or run without Flux (--flux none)"))
+        }
     }
 }
 
-/// Looks at the source that `packages` names, for nodes like this machine.
+/// Looks at the source that `packages` names, for nodes like this machine. `asks`: servers too, and not only files.
 ///
 /// # Errors
 /// Nothing that says anything about the source.
-pub(crate) async fn look(packages: &Packages) -> Result<Source, LocalError> {
+pub(crate) async fn look(packages: &Packages, asks: bool) -> Result<Source, LocalError> {
     if let Some(bundle) = &packages.bundle {
-        return look_at_bundle(bundle).await;
+        return look_at_bundle(bundle, asks).await;
     }
     if let Some(lock) = &packages.lock {
         // Its text was read when the spec was checked.
         let urls = lock_urls(lock).unwrap_or_default();
-        return Ok(if packages.mirror.is_some() { Source::Good } else { look_at_archives(&urls).await? });
+        return Ok(if packages.mirror.is_some() { Source::Good } else { look_at_archives(&urls, asks).await? });
     }
     let default = [DEFAULT_CHANNEL.to_owned()];
     let channels = if packages.channels.is_empty() { &default } else { packages.channels.as_slice() };
     for channel in channels {
-        let found = look_at_channel(channel).await?;
+        let found = look_at_channel(channel, asks).await?;
         if found != Source::Good {
             return Ok(found);
         }
@@ -95,11 +97,13 @@ pub(crate) async fn look(packages: &Packages) -> Result<Source, LocalError> {
     Ok(Source::Good)
 }
 
-async fn look_at_bundle(bundle: &BundleSource) -> Result<Source, LocalError> {
-    let Some(path) = file_of(&bundle.url) else { return get(&[bundle.url.clone()]).await };
+async fn look_at_bundle(bundle: &BundleSource, asks: bool) -> Result<Source, LocalError> {
+    let Some(path) = file_of(&bundle.url) else { return get(std::slice::from_ref(&bundle.url), asks).await };
     let wanted = bundle.sha256.to_ascii_lowercase();
     let inspected = tokio::task::spawn_blocking(move || inspect(&path, &wanted)).await;
-    Ok(inspected.context(|| "looking at the bundle broke off".to_owned())?.map_or_else(Source::Wrong, |()| Source::Good))
+    Ok(inspected
+        .context(|| "looking at the bundle broke off".to_owned())?
+        .map_or_else(Source::Wrong, |()| Source::Good))
 }
 
 /// Whether a host like this machine would install the bundle at `path`.
@@ -124,12 +128,12 @@ pub(crate) fn inspect(path: &Path, wanted: &str) -> Result<(), String> {
     Ok(())
 }
 
-async fn look_at_channel(channel: &str) -> Result<Source, LocalError> {
-    let indexes = ["noarch", native_platform()].into_iter().flat_map(|platform| {
-        INDEXES.map(|index| format!("{}/{platform}/{index}", channel.trim_end_matches('/')))
-    });
+async fn look_at_channel(channel: &str, asks: bool) -> Result<Source, LocalError> {
+    let indexes = ["noarch", native_platform()]
+        .into_iter()
+        .flat_map(|platform| INDEXES.map(|index| format!("{}/{platform}/{index}", channel.trim_end_matches('/'))));
     let indexes: Vec<String> = indexes.collect();
-    let Some(directory) = file_of(channel) else { return get(&indexes).await };
+    let Some(directory) = file_of(channel) else { return get(&indexes, asks).await };
     if indexes.iter().filter_map(|index| file_of(index)).any(|index| index.is_file()) {
         return Ok(Source::Good);
     }
@@ -140,7 +144,7 @@ async fn look_at_channel(channel: &str) -> Result<Source, LocalError> {
 }
 
 /// Every file of this machine, and one archive of each server.
-async fn look_at_archives(urls: &[String]) -> Result<Source, LocalError> {
+async fn look_at_archives(urls: &[String], asks: bool) -> Result<Source, LocalError> {
     let mut servers = std::collections::BTreeSet::new();
     for url in urls {
         let found = match file_of(url) {
@@ -148,7 +152,7 @@ async fn look_at_archives(urls: &[String]) -> Result<Source, LocalError> {
                 Ok(_) => Source::Good,
                 Err(error) => Source::Wrong(format!("the lock names {}, which can't be read: {error}", path.display())),
             },
-            None if servers.insert(host_of(url)) => get(std::slice::from_ref(url)).await?,
+            None if servers.insert(host_of(url)) => get(std::slice::from_ref(url), asks).await?,
             None => Source::Good,
         };
         if found != Source::Good {
@@ -167,7 +171,10 @@ fn file_of(url: &str) -> Option<PathBuf> {
 }
 
 /// Whether one of `urls` is there; of their content nothing is read.
-async fn get(urls: &[String]) -> Result<Source, LocalError> {
+async fn get(urls: &[String], asks: bool) -> Result<Source, LocalError> {
+    if !asks {
+        return Ok(Source::Good);
+    }
     let client = client()?;
     let mut last = Source::Good;
     for url in urls {

@@ -48,12 +48,7 @@ pub(crate) enum Place {
 ///
 /// # Errors
 /// There is no such node, it is off, or for [`Place::Pod`] no agent runs there just now.
-pub(crate) async fn run(
-    layout: &Layout,
-    node: &str,
-    place: Place,
-    words: Vec<String>,
-) -> Result<ExitCode, LocalError> {
+pub(crate) async fn run(layout: &Layout, node: &str, place: Place, words: Vec<String>) -> Result<ExitCode, LocalError> {
     let cluster = layout.load()?;
     let view = known(layout, node).await?;
     let Some(init) = view.init_pid else {

@@ -66,7 +66,8 @@ async fn digest(url: &Url) -> Result<String, LocalError> {
     if let Ok(path) = url.to_file_path() {
         return sha256_of(&path);
     }
-    let usage = |error: reqwest::Error| LocalError::Usage(format!("{}: {}", failed(), error_chain(&error.without_url())));
+    let usage =
+        |error: reqwest::Error| LocalError::Usage(format!("{}: {}", failed(), error_chain(&error.without_url())));
     let response = check::client()?.get(url.clone()).send().await.map_err(usage)?;
     let mut chunks = response.error_for_status().map_err(usage)?.bytes_stream();
     let (mut sha256, mut file) = (Sha256::new(), tempfile::NamedTempFile::new().context(failed)?);

@@ -188,8 +188,10 @@ async fn choose_packages(up: &Up, spec: &mut FluxInstanceSpec) -> Result<Option<
         // It installs nothing.
         return Ok(None);
     }
-    let source = if up.flux == Flux::None { Source::Good } else { check::look(&spec.packages).await? };
     let is_named = spec.packages != Packages::default();
+    // Without waiting, a source that the user names may come up later.
+    let asks = !(up.no_wait && is_named);
+    let source = if up.flux == Flux::None { Source::Good } else { check::look(&spec.packages, asks).await? };
     match check::choose(up.flux, source, is_named, !up.no_wait) {
         Choice::Packages => Ok(None),
         Choice::Refuse(why) => Err(LocalError::Usage(why)),

@@ -12,7 +12,12 @@ use kube::{
 };
 use tokio::time::{Instant, interval};
 
-use super::{control::Client as Control, layout::{Cluster, Layout}, objects, up::say};
+use super::{
+    control::Client as Control,
+    layout::{Cluster, Layout},
+    objects,
+    up::say,
+};
 use crate::{
     api::{self, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, InstancePhase, NodePhase},
     local::error::LocalError,
@@ -113,7 +118,7 @@ pub(crate) async fn run(layout: &Layout, cluster: &Cluster, nodes: u32, end: Ins
                 )));
             }
         }
-        let line = describe(&status, nodes);
+        let line = describe(&status);
         if line != told {
             say(&line)?;
             told = line;
@@ -137,9 +142,10 @@ fn ended(layout: &Layout, cluster: &Cluster) -> LocalError {
     LocalError::TakenDown
 }
 
-fn describe(status: &FluxInstanceStatus, nodes: u32) -> String {
-    let message = status.message.as_deref().map(|message| format!(": {message}")).unwrap_or_default();
-    format!("{:?}, {}/{nodes} online{message}", status.phase, status.online)
+/// The instance's line says how many are online unless there is something worse to say.
+fn describe(status: &FluxInstanceStatus) -> String {
+    let message = status.message.as_deref().unwrap_or("nothing is known of it yet");
+    format!("{:?}: {message}", status.phase)
 }
 
 #[cfg(test)]
@@ -151,7 +157,15 @@ mod tests {
     fn it_ends_on_what_somebody_has_to_mend_and_waits_for_what_time_heals() {
         type Case = (&'static str, Box<dyn Fn(&mut FluxInstanceStatus, &mut Report)>, Verdict);
         let degraded = |status: &mut FluxInstanceStatus, reason: &str| {
-            set_condition(&mut status.conditions, "Degraded", true, reason, "the bundle is broken", 1, Default::default());
+            set_condition(
+                &mut status.conditions,
+                "Degraded",
+                true,
+                reason,
+                "the bundle is broken",
+                1,
+                Default::default(),
+            );
         };
         let gives_up = |why: &str| Verdict::GiveUp { why: why.to_owned() };
         let failed = |report: &mut Report, seconds| {
@@ -194,11 +208,7 @@ mod tests {
                 }),
                 gives_up("node2 has failed: sha256 differs"),
             ),
-            (
-                "what lasted is over",
-                Box::new(|_, report| report.status.lasting = true),
-                Verdict::Wait,
-            ),
+            ("what lasted is over", Box::new(|_, report| report.status.lasting = true), Verdict::Wait),
         ];
         for (what, change, expected) in cases {
             let (mut status, mut report) = (FluxInstanceStatus::default(), Report::default());

@@ -153,7 +153,8 @@ pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
         (_, None) => return Err(wrong("it does not say where the lead listens")),
         (0, Some(address)) => {
             let listener = TcpListener::bind(address).await.context(|| format!("can't listen at {address}"))?;
-            let start = u64::from(std::process::id()) ^ std::time::UNIX_EPOCH.elapsed().map_or(0, |now| now.as_secs() << 32);
+            let start =
+                u64::from(std::process::id()) ^ std::time::UNIX_EPOCH.elapsed().map_or(0, |now| now.as_secs() << 32);
             Some(tokio::spawn(overlay::lead(listener, names.clone(), start, online.clone())))
         }
         (_, Some(address)) => Some(tokio::spawn(overlay::follow(address, rank, line.name.clone(), events))),
@@ -218,8 +219,7 @@ impl Broker {
     }
 
     fn take_in(&mut self, resource: Resources) {
-        let ranks: BTreeMap<&str, u32> =
-            self.names.iter().zip(0..).map(|(name, rank)| (name.as_str(), rank)).collect();
+        let ranks: BTreeMap<&str, u32> = self.names.iter().zip(0..).map(|(name, rank)| (name.as_str(), rank)).collect();
         let of = |kind: &Kind| {
             let ranks = hostlist::decode(&kind.hosts).into_iter().filter_map(|host| ranks.get(host.as_str()).copied());
             ranks.map(|rank| (rank, kind.cores.clone())).collect::<Vec<_>>()
@@ -284,7 +284,8 @@ impl Broker {
             0 => Service::Says(value),
             _ => Service::Refuses(ENOSYS, "only the lead answers this"),
         };
-        let offline: IdSet = (0..u32::try_from(size).unwrap_or(u32::MAX)).filter(|rank| !online.contains(*rank)).collect();
+        let offline: IdSet =
+            (0..u32::try_from(size).unwrap_or(u32::MAX)).filter(|rank| !online.contains(*rank)).collect();
         let drain: BTreeMap<String, Value> = (self.drained.iter())
             .map(|(rank, reason)| (rank.to_string(), json!({"timestamp": 0.0, "reason": reason})))
             .collect();
@@ -322,7 +323,8 @@ impl Broker {
     /// R (RFC 20) of the ranks that are `wanted`.
     fn r(&self, wanted: impl Fn(u32) -> bool) -> Value {
         let entries = self.cores.iter().filter(|(rank, _)| wanted(**rank) && !self.excluded.contains(**rank));
-        let entries = entries.map(|(rank, cores)| json!({"rank": rank.to_string(), "children": {"core": cores.to_string()}}));
+        let entries =
+            entries.map(|(rank, cores)| json!({"rank": rank.to_string(), "children": {"core": cores.to_string()}}));
         let entries: Vec<Value> = entries.collect();
         json!({
             "version": 1,
