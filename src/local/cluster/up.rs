@@ -288,7 +288,8 @@ async fn start(
 ) -> Result<(), LocalError> {
     let own = std::env::current_exe().context(|| "can't find our own executable".to_owned())?;
     // Never what is above it: a `down` may have been faster.
-    let image = std::fs::DirBuilder::new().mode(0o700).create(layout.image());
+    // On a node it is for every user, as the stand-in's broker may be anybody's; what is secret in it is root's.
+    let image = std::fs::DirBuilder::new().mode(0o755).create(layout.image());
     image.context(|| format!("can't make {}", layout.image().display()))?;
     if let Some(bundle) = bundle {
         let to = layout.image().join(stand_in::NAME);
