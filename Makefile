@@ -38,12 +38,13 @@ image: ## The container image, IMAGE=…: by Docker, or without it as target/ima
 		$(MAKE) build && IMAGE=$(IMAGE) scripts/image.sh target/image.tar; \
 	fi
 
-push: image ## Push IMAGE=…
+push: ## Make and push IMAGE=…
+	@command -v docker >/dev/null || { echo "there is no docker: install Docker, or load the file of \`make image\` by hand" >&2; exit 2; }
+	$(MAKE) image
 	docker push $(IMAGE)
 
-demo: setup ## Four simulated nodes that are one Flux instance; BUNDLE=… or CHANNEL=… for other than conda-forge
-	cargo build --locked
-	scripts/demo.sh
+demo: ## Four simulated nodes that are one Flux instance; BUNDLE=… or CHANNEL=… for other than conda-forge
+	@scripts/demo.sh
 
 demo-down: ## Take the demo down
 	scripts/demo.sh down

@@ -7,6 +7,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 manifest=deploy/daemonset-installer.yaml
 kubectl=${KUBECTL:-kubectl}
+command -v "$kubectl" >/dev/null || {
+    echo "there is no $kubectl: install kubectl (https://kubernetes.io/docs/tasks/tools), or set KUBECTL to where it is" >&2
+    exit 2
+}
 in_namespace=("$kubectl" -n flux-distribute)
 
 up() {

@@ -4,6 +4,10 @@
 #   KEEP=1  leave the cluster there
 set -euo pipefail
 cd "$(dirname "$0")/.."
+for program in docker kind kubectl; do
+    command -v "$program" >/dev/null || { echo "there is no $program: this needs docker, kind and kubectl" >&2; exit 2; }
+done
+docker info >/dev/null 2>&1 || { echo "docker is installed, but its daemon does not answer" >&2; exit 2; }
 cluster=flux-distribute-test
 image=localhost/flux-distribute:kind-test
 workers=$(grep -c 'role: worker' example/kind-config.yaml)

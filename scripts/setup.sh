@@ -26,6 +26,10 @@ if ! command -v cargo >/dev/null && ! command -v rustup >/dev/null; then
 fi
 
 if [ ${#missing[@]} != 0 ]; then
+    if [ "$(id -u)" != 0 ] && ! command -v sudo >/dev/null; then
+        say "installing ${missing[*]} needs root, and there is no sudo: run this as root, or install them first" >&2
+        exit 1
+    fi
     if ! command -v apt-get >/dev/null; then
         say "install these first (names as in Debian): ${missing[*]}" >&2
         exit 1

@@ -42,6 +42,8 @@ const NO_HEARTBEAT: Duration = Duration::from_secs(10);
 pub struct Live {
     /// Process that holds the socket; None: nobody does.
     pub pid: Option<i32>,
+    /// Its version of Flux; empty: not known.
+    pub version: String,
     /// `join`, `quorum`, `run`, …
     pub state: String,
     /// Ranks that are online, by the lead's word.
@@ -192,9 +194,10 @@ async fn follow_one(client: &Client, sender: &watch::Sender<Live>, ask: &Notify)
     let now = state(client).await?.state;
     let (rank, names) = futures::try_join!(attribute(client, "rank"), attribute(client, "hostlist"))?;
     let names = hostlist::decode(&names);
+    let version = attribute(client, "version").await.unwrap_or_default();
     let pid = client.peer_pid();
     sender.send_modify(|live| {
-        *live = Live { pid, ..Live::default() };
+        *live = Live { pid, version, ..Live::default() };
         live.enter(now);
     });
     let mut changes = changes(client)?;

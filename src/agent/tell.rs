@@ -17,6 +17,7 @@ use super::{
 };
 use crate::{
     api::{Adopted, Dump, Facts, FluxNodeStatus, IdSet, LeadFailed, NodePhase, Rank, Takeover, Want, packed},
+    broker::STAND_IN,
     host::{HostView, Preflight, dump::is_of},
     plan::roster::is_lead_fixed,
 };
@@ -68,6 +69,13 @@ pub fn is_ready(seen: &Seen, live: &Live) -> bool {
 /// The status.
 pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeStatus {
     let (phase, message) = phase(seen, known, before);
+    let flux = Some(&known.live.version).filter(|version| !version.is_empty()).or(before.flux.as_ref());
+    let flux = flux.filter(|_| !seen.host.environments.is_empty()).cloned();
+    let message = if flux.as_deref() == Some(STAND_IN) {
+        Some(message.map_or_else(|| STAND_IN.to_owned(), |message| format!("{STAND_IN}: {message}")))
+    } else {
+        message
+    };
     let broker = seen.host.broker.as_ref();
     let is_lead = broker.is_some_and(|broker| broker.record.rank == 0);
     let instance = known.live.instance.as_ref().filter(|_| is_lead);
@@ -78,10 +86,12 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
     FluxNodeStatus {
         phase,
         message,
+        lasting: phase == NodePhase::Failed && known.trouble.is_some_and(|trouble| trouble.lasting),
         facts: known.facts.cloned(),
         digest: seen.published.filter(|digest| seen.host.has_environment(digest)).map(str::to_owned).or_else(newest),
         holds: known.holds.unwrap_or(&before.holds).to_vec(),
         peer: known.peer.clone(),
+        flux,
         adopted: broker.map(|broker| Adopted {
             rank: broker.record.rank,
             broker_name: broker.record.broker_name.clone(),
@@ -230,7 +240,9 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     }
     if known.is_new && seen.host.broker.is_some() && known.live.pid.is_none() && is_up(before.phase) {
         // A new agent has not heard the broker yet: that is no news about the broker.
-        return (before.phase, before.message.clone());
+        let words = before.message.as_deref().map(|words| words.strip_prefix(STAND_IN).unwrap_or(words));
+        let words = words.map(|words| words.trim_start_matches(": ")).filter(|words| !words.is_empty());
+        return (before.phase, words.map(str::to_owned));
     }
     if let Step::Remove = known.step {
         return (NodePhase::Removing, trouble().or_else(progress));
@@ -419,7 +431,7 @@ mod tests {
             (false, NodePhase::Installing, NodePhase::Failed),
             (false, NodePhase::Online, NodePhase::Failed),
         ] {
-            let trouble = Trouble { words: "waiting for Secret flux-curve".to_owned(), waiting };
+            let trouble = Trouble { words: "waiting for Secret flux-curve".to_owned(), waiting, lasting: false };
             assert_eq!(told(&install, Some(&trouble), None, before), (expected, trouble.words.clone()));
         }
     }

@@ -24,6 +24,8 @@ pub struct Trouble {
     pub words: String,
     /// Nothing is wrong with this node.
     pub waiting: bool,
+    /// Time alone does not heal it.
+    pub lasting: bool,
 }
 
 /// What is tried: a step under a generation of the FluxInstance's spec. Another one is tried at once, whatever has failed
@@ -205,7 +207,7 @@ mod tests {
     }
 
     fn trouble(waiting: bool) -> Trouble {
-        Trouble { words: "it is broken".to_owned(), waiting }
+        Trouble { words: "it is broken".to_owned(), waiting, lasting: false }
     }
 
     #[test]

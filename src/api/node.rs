@@ -20,9 +20,11 @@ use super::{IdSet, Resources};
     doc = "One node as a part of the Flux instance: the node's status page.",
     printcolumn(name = "Phase", type_ = "string", json_path = ".status.phase"),
     printcolumn(name = "Missed", type_ = "boolean", json_path = ".spec.missed"),
+    printcolumn(name = "Reason", type_ = "string", json_path = ".spec.reason"),
     printcolumn(name = "Rank", type_ = "integer", json_path = ".spec.rank"),
     printcolumn(name = "Cores", type_ = "integer", json_path = ".status.facts.resources.cores"),
     printcolumn(name = "GPUs", type_ = "integer", json_path = ".status.facts.resources.gpus", priority = 1),
+    printcolumn(name = "Flux", type_ = "string", json_path = ".status.flux", priority = 1),
     printcolumn(name = "Packages", type_ = "string", json_path = ".status.digest", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
     printcolumn(name = "Message", type_ = "string", json_path = ".status.message")
@@ -59,7 +61,8 @@ pub struct FluxNodeSpec {
     /// With `Leave`: jobs that still run here are not waited for.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub overdue: bool,
-    /// The lead misses this node's broker, while its agent says that it is online.
+    /// The lead misses this node's broker, or the lead itself is missed by the others, while the last word of its agent is
+    /// that it is online.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub missed: bool,
     /// The prefix that the lead's host has, and all others must have.
@@ -233,6 +236,9 @@ pub struct FluxNodeStatus {
     /// The last thing worth telling a person, in one sentence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
+    /// `phase` is `Failed`, and time alone does not heal it: somebody has to change something.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub lasting: bool,
     /// What the host is; there once preflight has passed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<Facts>,
@@ -245,6 +251,9 @@ pub struct FluxNodeStatus {
     /// `address:port` at which this node's agent serves archives to others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peer: Option<String>,
+    /// Version of Flux, by the word of the broker that runs here or ran here last. `stand-in, no Flux`: local mode's stand-in.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub flux: Option<String>,
     /// The broker that runs here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adopted: Option<Adopted>,

@@ -7,10 +7,11 @@ use super::{
         daemon, down, exec, init,
         kind::Kind,
         layout::Layout,
-        node, pod, status,
+        logs, node, pod, status,
         up::{self, Up, say},
     },
     error::{Context, LocalError},
+    stand_in,
 };
 use crate::packages::OutputFormat;
 
@@ -23,11 +24,23 @@ pub enum LocalCommand {
     Exec {
         /// Such as node1
         node: String,
+        /// A command of flux-distribute in the agent's pod, such as `status` or `dump`: what a message says to run in a node's
+        /// pod, `kubectl exec` there included
+        #[arg(long)]
+        agent: bool,
         /// The command
         #[arg(last = true, required = true, value_name = "CMD")]
         command: Vec<String>,
     },
-    /// Show the nodes
+    /// Print the log of a node's agent, or of its broker
+    Logs {
+        /// Such as node1
+        node: String,
+        /// The broker's
+        #[arg(long)]
+        broker: bool,
+    },
+    /// Show the instance and its nodes
     Status {
         /// Form
         #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
@@ -90,6 +103,13 @@ pub enum LocalCommand {
         /// Which
         node: String,
     },
+    /// What a node runs in place of `flux` where no Flux can be had
+    #[command(hide = true, disable_help_flag = true)]
+    StandIn {
+        /// As for `flux`
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        words: Vec<String>,
+    },
     /// The parent of an agent
     #[command(hide = true)]
     MakePod {
@@ -128,10 +148,21 @@ impl LocalCommand {
     /// # Errors
     /// [`LocalError::exit_code`] says what to end with.
     pub async fn run(self) -> Result<ExitCode, LocalError> {
+        // A stand-in runs as the brokers' user.
+        if !matches!(self, Self::StandIn { .. }) && !nix::unistd::geteuid().is_root() {
+            let message = "`flux-distribute local` makes and looks into namespaces, cgroups and links: run it as root, such as \
+                           with sudo";
+            return Err(LocalError::Usage(message.to_owned()));
+        }
         let layout = Layout::from_env()?;
         match self {
             Self::Up(up) => up::run(&layout, *up).await?,
-            Self::Exec { node, command } => return exec::run(&layout, &node, command).await,
+            Self::Exec { node, agent, command } => {
+                let place = if agent { exec::Place::Pod } else { exec::Place::Node };
+                return exec::run(&layout, &node, place, command).await;
+            }
+            Self::Logs { node, broker } => logs::run(&layout, &node, broker)?,
+            Self::StandIn { words } => return stand_in::run(&words).await,
             Self::Status { output } => status::run(&layout, output == OutputFormat::Json).await?,
             Self::AddNode { count, kind } => {
                 for node in Client::connect(&layout).await?.ask(Request::Add { count, kind }).await? {

@@ -18,6 +18,21 @@ pub enum LocalError {
         /// The state directory.
         directory: String,
     },
+    /// The user has ended the command before it was done; what it had begun is taken off again.
+    #[error("interrupted; nothing is left of it")]
+    Interrupted {
+        /// The number of SIGINT or SIGTERM.
+        signal: i32,
+    },
+    /// Another command took the cluster down while this one brought it up.
+    #[error("`flux-distribute local down` has taken the cluster down while it came up")]
+    TakenDown,
+    /// Not all nodes are online in time; the cluster still runs.
+    #[error("{0}")]
+    Late(String),
+    /// The cluster never came to be what was wanted, and is taken down again.
+    #[error("{0}; the cluster is taken down again")]
+    GivenUp(String),
     /// The daemon refused or could not do what it was asked.
     #[error("{0}")]
     Refused(String),
@@ -33,11 +48,13 @@ pub enum LocalError {
 }
 
 impl LocalError {
-    /// What the process ends with: 2 for bad input, else 1.
+    /// What the process ends with: 2 for bad input, 128 and the signal's number after a signal, else 1.
     #[must_use]
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Self::Usage(_) => ExitCode::from(2),
+            // As a shell counts it.
+            Self::Interrupted { signal } => ExitCode::from(u8::try_from(128 + signal).unwrap_or(u8::MAX)),
             _ => ExitCode::FAILURE,
         }
     }

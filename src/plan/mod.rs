@@ -10,6 +10,7 @@ pub mod effect;
 pub mod eligibility;
 pub mod findings;
 pub mod forsaken;
+pub mod gone;
 pub mod hostlist;
 pub mod lease;
 pub mod names;

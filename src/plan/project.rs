@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::{
     eligibility::{NodeView, eligible},
+    gone,
     peers::{self, Fetcher},
     prefix,
     roster::{
@@ -41,7 +42,11 @@ pub fn project_all<'a>(
     let fetchers: Vec<_> = rows
         .iter()
         .map(|(present, node, spec)| Fetcher {
-            wants: spec.as_ref().and_then(|spec| wanted(seen, roster, spec.want, present.status.as_ref())),
+            // Nobody is sent to a machine that is gone.
+            wants: spec
+                .as_ref()
+                .filter(|_| node.is_some())
+                .and_then(|spec| wanted(seen, roster, spec.want, present.status.as_ref())),
             told: present.spec.fetch_from.as_ref(),
             report: present.status.as_ref().unwrap_or(&silent),
             address: node.filter(|node| node.ready).and_then(|node| node.address),
@@ -143,10 +148,13 @@ fn no_lead(roster: &Roster) -> Option<String> {
     Some(format!("no lead has come up: {}: {}", first.node, first.reason))
 }
 
-/// The spec of a FluxNode whose Node is gone for good and whose broker is not: the broker is stopped once the lead has drained
-/// it and no job runs there.
+/// The spec of a FluxNode whose Node is gone: while its rank is kept, that it is gone; if its broker outlives that, the broker
+/// is stopped once the lead has drained it and no job runs there.
 fn project_gone(seen: &Observed, roster: Option<&Roster>, present: &FluxNode) -> Option<FluxNodeSpec> {
     let (roster, report) = (roster?, present.status.as_ref()?);
+    if let Some(spec) = gone::spec(seen, roster, &present.spec) {
+        return Some(spec);
+    }
     let rank = lingers(seen, roster, report)?;
     Some(FluxNodeSpec {
         node_name: present.metadata.name.clone()?,

@@ -7,6 +7,7 @@ use k8s_openapi::{
 
 use super::{
     findings::{Finding, NotApplied, Weight, line, not_applied},
+    gone,
     roster::{
         Observed, candidates,
         epoch::{Restart, restart},
@@ -18,6 +19,7 @@ use crate::{
         CONDITION_AGENTS_MISSING, CONDITION_CERTIFICATE_MISSING, CONDITION_NOT_APPLIED, CONDITION_RESTART_PENDING,
         CONDITION_SCALE_DENIED, FluxInstanceStatus, InstancePhase, KeptDump, Member, NodePhase, Roster,
     },
+    broker::STAND_IN,
     words::many,
 };
 
@@ -99,7 +101,8 @@ pub fn status(
     findings.extend(holding(Weight::ScaleDenied, &scale));
     findings.extend(holding(Weight::RestartBlocked, &restart).filter(|_| [BLOCKED, REFUSED].contains(&restart.1)));
     findings.extend(holding(Weight::AgentsAway, &agentless));
-    let message = line(&findings);
+    let is_stand_in = seen.reports.values().any(|report| report.flux.as_deref() == Some(STAND_IN));
+    let message = if is_stand_in { format!("{STAND_IN}: {}", line(&findings)) } else { line(&findings) };
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
     for (type_, (holds, reason, words)) in [
         ("Ready", (lead_online, if lead_online { "LeadOnline" } else { "LeadNotOnline" }, message.clone())),
@@ -311,7 +314,7 @@ fn explain(seen: &Observed, roster: Option<&Roster>, next: &FluxInstanceStatus) 
         });
         let unready = (!is_ready(seen, member)).then(|| "its Node is not Ready".to_owned());
         let agentless = seen.agentless.get(&member.node).map(|why| format!("it has no agent: {why}"));
-        let gone = member.gone_since.map(|_| "its Node is gone".to_owned()).or(silent).or(unready).or(agentless);
+        let gone = gone::words(roster, rank).or(silent).or(unready).or(agentless);
         let unsaid = if report.is_some() { "its agent has said no more" } else { "no word from its agent yet" };
         let words = gone.or_else(|| report?.message.clone()).unwrap_or_else(|| unsaid.to_owned());
         let started = if holds(seen, roster, rank).is_some() { "started" } else { "not started" };

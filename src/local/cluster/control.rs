@@ -114,6 +114,13 @@ impl Client {
         Ok(Self { stream: BufReader::new(stream) })
     }
 
+    /// Returns once the daemon has ended.
+    pub(crate) async fn closed(&mut self) {
+        let mut line = String::new();
+        // It says nothing that it was not asked.
+        while self.stream.read_line(&mut line).await.is_ok_and(|read| read > 0) {}
+    }
+
     pub(crate) async fn ask(&mut self, request: Request) -> Result<Vec<NodeView>, LocalError> {
         let failed = || "the local cluster's daemon does not answer".to_owned();
         let mut line = serde_json::to_string(&request).context(failed)?;

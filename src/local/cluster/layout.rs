@@ -122,6 +122,12 @@ impl Layout {
         read_json(&self.cluster())?.ok_or(LocalError::NotUp)
     }
 
+    /// The cluster with this token is there, and no `down` is taking it off: one that is at work is waited for.
+    pub(crate) fn is_of(&self, token: &str) -> bool {
+        let _lock = self.lock();
+        self.load().is_ok_and(|found| found.token == token)
+    }
+
     /// Held by a `down`, and by a daemon until it is in its cgroup: entering one takes long enough for a `down` to find
     /// nobody there, and whose `up` was killed then lives on, or makes the cgroup anew. It is the directory itself, for a
     /// file in it could be made anew while the directory is removed.

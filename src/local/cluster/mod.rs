@@ -8,6 +8,7 @@
 
 pub(crate) mod api;
 pub(crate) mod cgroup;
+pub(crate) mod check;
 pub(crate) mod control;
 pub(crate) mod daemon;
 pub(crate) mod down;
@@ -16,6 +17,7 @@ pub(crate) mod init;
 pub(crate) mod kind;
 pub(crate) mod kubelet;
 pub(crate) mod layout;
+pub(crate) mod logs;
 pub(crate) mod mounts;
 pub(crate) mod network;
 pub(crate) mod node;
@@ -26,3 +28,4 @@ pub(crate) mod root;
 pub(crate) mod spec;
 pub(crate) mod status;
 pub(crate) mod up;
+pub(crate) mod wait;

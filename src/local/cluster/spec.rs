@@ -1,16 +1,21 @@
 //! What the first FluxInstance looks like, from the options of `local up`.
 
-use std::path::{Path, PathBuf};
+use std::{
+    fs::File,
+    io::{self, Read, Write},
+    path::{Path, PathBuf},
+};
 
 use futures::TryStreamExt;
 use sha2::{Digest, Sha256};
-use tokio::io::AsyncReadExt;
 use url::Url;
 
-use super::up::Up;
+use super::{check, root::IMAGE, up::Up};
 use crate::{
     api::{self, FluxInstanceSpec},
+    error_chain,
     local::error::{Context, LocalError},
+    redact::redacted,
 };
 
 /// The FluxInstance's spec: what the file says, and the options on top.
@@ -58,24 +63,40 @@ fn source(given: &str) -> Result<Url, LocalError> {
     Url::from_file_path(&path).map_err(|()| LocalError::Usage(format!("{given} can't be written as a URL")))
 }
 
+/// Of what is at `url` now. What comes from elsewhere is looked at as closely as a bundle of this machine.
 async fn digest(url: &Url) -> Result<String, LocalError> {
-    let failed = || format!("can't read {url}");
-    let mut sha256 = Sha256::new();
+    let failed = || format!("can't read {}", redacted(url.as_str()));
     if let Ok(path) = url.to_file_path() {
-        let mut file =
-            tokio::fs::File::open(&path).await.map_err(|error| LocalError::Usage(format!("{}: {error}", failed())))?;
-        let mut buffer = vec![0; 1 << 20];
-        loop {
-            match file.read(&mut buffer).await.context(failed)? {
-                0 => break,
-                length => sha256.update(&buffer[..length]),
-            }
-        }
-    } else {
-        let response = reqwest::get(url.clone()).await.and_then(reqwest::Response::error_for_status).context(failed)?;
-        let mut chunks = response.bytes_stream();
-        while let Some(chunk) = chunks.try_next().await.context(failed)? {
-            sha256.update(&chunk);
+        return sha256_of(&path);
+    }
+    let usage =
+        |error: reqwest::Error| LocalError::Usage(format!("{}: {}", failed(), error_chain(&error.without_url())));
+    let response = check::client()?.get(url.clone()).send().await.map_err(usage)?;
+    let mut chunks = response.error_for_status().map_err(usage)?.bytes_stream();
+    let (mut sha256, mut file) = (Sha256::new(), tempfile::NamedTempFile::new().context(failed)?);
+    while let Some(chunk) = chunks.try_next().await.map_err(usage)? {
+        sha256.update(&chunk);
+        file.write_all(&chunk).context(failed)?;
+    }
+    let sha256 = hex::encode(sha256.finalize());
+    let (wanted, shown) = (sha256.clone(), redacted(url.as_str()));
+    let inspected = tokio::task::spawn_blocking(move || {
+        let path = file.path().display().to_string();
+        check::inspect(file.path(), &wanted).map_err(|error| error.replace(&path, &shown))
+    });
+    inspected.await.context(failed)?.map_err(LocalError::Usage)?;
+    Ok(sha256)
+}
+
+/// In hex.
+pub(crate) fn sha256_of(path: &Path) -> Result<String, LocalError> {
+    let unread = |error: io::Error| LocalError::Usage(format!("can't read {}: {error}", path.display()));
+    let mut sha256 = Sha256::new();
+    let (mut file, mut buffer) = (File::open(path).map_err(unread)?, vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut buffer).map_err(unread)? {
+            0 => break,
+            length => sha256.update(&buffer[..length]),
         }
     }
     Ok(hex::encode(sha256.finalize()))
@@ -88,6 +109,10 @@ pub(crate) fn shown(spec: &FluxInstanceSpec) -> Result<Vec<PathBuf>, LocalError>
     for url in urls.filter(|url| url.starts_with("file:")) {
         let path = Url::parse(url).ok().and_then(|url| url.to_file_path().ok());
         let path = path.ok_or_else(|| LocalError::Usage(format!("{url} names no file")))?;
+        if path.starts_with(IMAGE) {
+            // There is no such path here; every node has it.
+            continue;
+        }
         // Links on the way would lead to other places in a node's root.
         if path.canonicalize().ok().as_ref() != Some(&path) {
             return Err(LocalError::Usage(format!("{url} does not exist, or there are links in its path")));

@@ -4,38 +4,40 @@ use std::{
     fs::File,
     io::{ErrorKind, Write},
     net::{Ipv4Addr, TcpListener, TcpStream},
+    os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     process::Stdio,
+    sync::OnceLock,
     time::Duration,
 };
 
-use futures::StreamExt;
 use k8s_openapi::ByteString;
-use kube::{
-    Api, Client,
-    runtime::{WatchStreamExt, watcher},
-};
 use nix::sched::{CloneFlags, setns};
 use serde_json::json;
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
-    time::{Instant, timeout_at},
+    signal::unix::{SignalKind, signal},
+    time::Instant,
 };
 
 use super::{
     api::{ASSETS_VARIABLE, certificate_file},
+    check::{self, Choice, Flux, Source},
     control::{Client as Control, NodeView, Request, listen},
     down,
     kind::Kind,
     layout::{AGENT_VARIABLE, Cluster, Layout, copy_executable, make_private_directory, write_private},
     network::Network,
-    objects, spec,
+    objects, root, spec, wait,
 };
 use crate::{
-    api::{self, FluxInstance, FluxInstanceSpec, FluxInstanceStatus, InstancePhase},
-    broker::command::SPARES_EXPLAINED,
+    api::{self, BundleSource, FluxInstanceSpec, Packages},
+    broker::{STAND_IN, command::SPARES_EXPLAINED},
     host::{Root, facts},
-    local::error::{Context, LocalError},
+    local::{
+        error::{Context, LocalError},
+        stand_in,
+    },
 };
 
 /// A kube-apiserver with its etcd takes some ten seconds to start.
@@ -82,6 +84,9 @@ pub struct Up {
     /// A FluxInstance, or its spec alone, in YAML to start from; the other options go on top of it
     #[arg(long, value_name = "FILE")]
     pub(super) instance: Option<PathBuf>,
+    /// What to do if no Flux can be had
+    #[arg(long, value_enum, value_name = "WHICH", default_value = "auto")]
+    flux: Flux,
     /// How long to wait until all nodes are online, such as 90s or 10m; a bare number counts seconds
     #[arg(long, default_value = "10m", value_parser = api::duration)]
     timeout: Duration,
@@ -99,40 +104,112 @@ pub struct Up {
     clocks_off: i64,
 }
 
-/// Starts a cluster.
+/// Starts a cluster. Whatever ends it before, but for a time-out, takes off what it had begun.
+///
+/// # Errors
+/// Bad input, with nothing begun; [`LocalError::Interrupted`] by SIGINT or SIGTERM; [`LocalError::TakenDown`] by another
+/// command; [`LocalError::GivenUp`]; [`LocalError::Late`], with the cluster left up.
 pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
-    if !nix::unistd::geteuid().is_root() {
-        return Err(LocalError::Usage("`local up` makes namespaces, cgroups and links: run it as root".to_owned()));
-    }
     refuse_second(layout).await?;
-    let spec = spec::from_options(&up).await?;
+    let failed = || "can't handle signals".to_owned();
+    let (mut interrupt, mut terminate) =
+        (signal(SignalKind::interrupt()).context(failed)?, signal(SignalKind::terminate()).context(failed)?);
+    let begun = OnceLock::new();
+    let ended = tokio::select! {
+        ended = bring_up(layout, &up, &begun) => ended,
+        _ = interrupt.recv() => Err(LocalError::Interrupted { signal: SignalKind::interrupt().as_raw_value() }),
+        _ = terminate.recv() => Err(LocalError::Interrupted { signal: SignalKind::terminate().as_raw_value() }),
+    };
+    match (ended, begun.get()) {
+        (Ok(()), _) => Ok(()),
+        (Err(error @ LocalError::Late(_)), _) => Err(error),
+        (Err(error), None) => {
+            // Nothing but the directory can be there.
+            let _ = std::fs::remove_dir(layout.directory());
+            Err(error)
+        }
+        (Err(error), Some(token)) if layout.is_of(token) => {
+            down::run(layout).await?;
+            Err(error)
+        }
+        (Err(error @ LocalError::Interrupted { .. }), _) => Err(error),
+        (Err(_), Some(_)) => Err(LocalError::TakenDown),
+    }
+}
+
+/// `begun`: the token of the cluster, from the moment in which its record may be there.
+async fn bring_up(layout: &Layout, up: &Up, begun: &OnceLock<String>) -> Result<(), LocalError> {
+    let end = Instant::now() + up.timeout;
+    let mut spec = spec::from_options(up).await?;
     let wrong = api::validate(&spec);
     if !wrong.is_empty() {
         return Err(LocalError::Usage(api::in_one_line(&wrong)));
     }
+    let stand_in = choose_packages(up, &mut spec).await?;
     let text = serde_norway::to_string(&spec).context(|| "can't write the spec as YAML".to_owned())?;
-    let end = Instant::now() + up.timeout;
 
     let network = Network::connect()?;
-    let mut cluster = decide(&up, &spec, &network).await?;
+    let mut cluster = decide(up, &spec, &network).await?;
     make_private_directory(layout.directory())?;
+    // It is set once: the token stays when another network is chosen.
+    let _ = begun.set(cluster.token.clone());
     while !settle(layout, &cluster, &network).await? {
-        cluster = decide(&up, &spec, &network).await?;
+        cluster = Cluster { token: cluster.token, ..decide(up, &spec, &network).await? };
     }
-    if let Err(error) = start(layout, &cluster, &text, &up).await {
-        // Unless a `down` has been faster, and maybe another `up` after it.
-        if layout.load().is_ok_and(|found| found.token == cluster.token) {
-            down::run(layout).await?;
-        }
-        return Err(error);
-    }
+    start(layout, &cluster, &text, up, stand_in.as_ref().map(StandIn::bundle)).await?;
     if !up.no_wait {
-        wait(&objects::client(layout, &cluster)?, up.nodes, end).await?;
+        wait::run(layout, &cluster, up.nodes, end).await?;
     }
-    say(&format!("run a job:    flux-distribute local exec node1 -- flux run -N{} hostname", up.nodes))?;
+    match stand_in {
+        None => say(&format!("run a job:    flux-distribute local exec node1 -- flux run -N{} hostname", up.nodes))?,
+        Some(stand_in) => say(&format!("{STAND_IN}: the nodes run no jobs ({})", stand_in.why))?,
+    }
     say("look at it:   flux-distribute local status")?;
     say(&format!("               {SPARES_EXPLAINED}"))?;
     say("take it down: flux-distribute local down")
+}
+
+/// A bundle of the stand-in for Flux, and why it is installed.
+struct StandIn {
+    directory: tempfile::TempDir,
+    why: String,
+}
+
+impl StandIn {
+    fn make(why: String) -> Result<Self, LocalError> {
+        let directory = tempfile::tempdir().context(|| "can't make a temporary directory".to_owned())?;
+        stand_in::make(directory.path())?;
+        Ok(Self { directory, why })
+    }
+
+    fn bundle(&self) -> PathBuf {
+        self.directory.path().join(stand_in::NAME)
+    }
+}
+
+/// Looks whether what `spec` names can be had, and puts the stand-in in its place where that is what is wanted.
+async fn choose_packages(up: &Up, spec: &mut FluxInstanceSpec) -> Result<Option<StandIn>, LocalError> {
+    if std::env::var_os(AGENT_VARIABLE).is_some() {
+        // It installs nothing.
+        return Ok(None);
+    }
+    let is_named = spec.packages != Packages::default();
+    // Without waiting, a source that the user names may come up later.
+    let asks = !(up.no_wait && is_named);
+    let source = if up.flux == Flux::None { Source::Good } else { check::look(&spec.packages, asks).await? };
+    match check::choose(up.flux, source, is_named, !up.no_wait) {
+        Choice::Packages => Ok(None),
+        Choice::Refuse(why) => Err(LocalError::Usage(why)),
+        Choice::StandIn(why) => {
+            say(&format!("{STAND_IN}: {why}"))?;
+            let made = tokio::task::spawn_blocking(|| StandIn::make(why)).await;
+            let made = made.context(|| "making the stand-in broke off".to_owned())??;
+            let url = format!("file://{}/{}", root::IMAGE, stand_in::NAME);
+            let sha256 = spec::sha256_of(&made.bundle())?;
+            spec.packages = Packages { bundle: Some(BundleSource { url, sha256 }), ..Packages::default() };
+            Ok(Some(made))
+        }
+    }
 }
 
 pub(crate) fn say(line: &str) -> Result<(), LocalError> {
@@ -206,9 +283,23 @@ fn free_port(wanted: u16) -> Result<u16, LocalError> {
         .context(|| "can't find a free port".to_owned())
 }
 
-async fn start(layout: &Layout, cluster: &Cluster, spec: &str, up: &Up) -> Result<(), LocalError> {
+/// `bundle`: one that the nodes are to see beside the agent.
+async fn start(
+    layout: &Layout,
+    cluster: &Cluster,
+    spec: &str,
+    up: &Up,
+    bundle: Option<PathBuf>,
+) -> Result<(), LocalError> {
     let own = std::env::current_exe().context(|| "can't find our own executable".to_owned())?;
-    make_private_directory(&layout.image())?;
+    // Never what is above it: a `down` may have been faster.
+    // On a node it is for every user, as the stand-in's broker may be anybody's; what is secret in it is root's.
+    let image = std::fs::DirBuilder::new().mode(0o755).create(layout.image());
+    image.context(|| format!("can't make {}", layout.image().display()))?;
+    if let Some(bundle) = bundle {
+        let to = layout.image().join(stand_in::NAME);
+        std::fs::copy(bundle, &to).context(|| format!("can't write {}", to.display()))?;
+    }
     copy_executable(&own, &layout.executable())?;
     if let Some(agent) = std::env::var_os(AGENT_VARIABLE) {
         copy_executable(Path::new(&agent), &layout.image().join("agent"))?;
@@ -279,62 +370,4 @@ fn write_kubeconfig(layout: &Layout, cluster: &Cluster) -> Result<(), LocalError
         write_private(&path, text.as_bytes(), true).context(failed)?;
     }
     Ok(())
-}
-
-/// Tells what changes until all nodes are online.
-async fn wait(client: &Client, nodes: u32, end: Instant) -> Result<(), LocalError> {
-    let instances: Api<FluxInstance> = Api::default_namespaced(client.clone());
-    let mut changes = watcher::watch_object(instances, api::INSTANCE).default_backoff().boxed();
-    let mut told = String::new();
-    loop {
-        let change = match timeout_at(end, changes.next()).await {
-            // The watch heals itself.
-            Ok(Some(Err(_)) | None) => continue,
-            Ok(Some(Ok(change))) => change,
-            Err(_) => {
-                return Err(LocalError::Refused(format!(
-                    "not all of {} online in time ({told}); see `flux-distribute local status`, then take it \
-                     down with `flux-distribute local down`",
-                    match nodes {
-                        1 => "1 node is".to_owned(),
-                        more => format!("{more} nodes are"),
-                    }
-                )));
-            }
-        };
-        let status = change.and_then(|instance| instance.status).unwrap_or_default();
-        let line = describe(&status);
-        if line != told {
-            say(&line)?;
-            told = line;
-        }
-        if status.online >= nodes {
-            return Ok(());
-        }
-        if status.phase == InstancePhase::Failed {
-            return Err(LocalError::Refused(
-                status.message.unwrap_or_else(|| "the instance can't be served".to_owned()),
-            ));
-        }
-    }
-}
-
-/// The instance's line says how many are online unless there is something worse to say.
-fn describe(status: &FluxInstanceStatus) -> String {
-    let message = status.message.as_deref().unwrap_or("nothing is known of it yet");
-    format!("{:?}: {message}", status.phase)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn how_many_are_online_is_said_once() {
-        let message = Some("0 of 4 nodes online; node1 (rank 0, not started): fetching".to_owned());
-        let status = FluxInstanceStatus { message, phase: InstancePhase::Starting, ..FluxInstanceStatus::default() };
-        let line = describe(&status);
-        assert_eq!(line.matches("online").count(), 1, "{line}");
-        assert_eq!(describe(&FluxInstanceStatus::default()), "Pending: nothing is known of it yet");
-    }
 }

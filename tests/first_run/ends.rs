@@ -1,0 +1,41 @@
+//! An end in the middle of `local up` is one clear end, and leaves nothing.
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::{Place, Said};
+
+#[test]
+fn a_signal_during_up_ends_it_with_one_word_and_leaves_nothing() {
+    for (signal, code, words) in [
+        (Signal::SIGINT, 130, "API server at"),
+        (Signal::SIGINT, 130, "node2 is up"),
+        (Signal::SIGTERM, 143, "Starting"),
+    ] {
+        let Some(place) = Place::new() else { return };
+        let up = place.begin(&["--api", "embedded"], words);
+        let bridge = place.bridge();
+        kill(Pid::from_raw(up.id().cast_signed()), signal).unwrap();
+        let said = Said::of(up.wait_with_output().unwrap());
+        assert_eq!(said.code, Some(code), "{signal} after {words}: {said:?}");
+        assert_eq!(said.err, "flux-distribute: interrupted; nothing is left of it\n");
+        place.leaves_nothing(&bridge);
+    }
+}
+
+#[test]
+fn a_down_during_up_ends_both_with_one_word_each() {
+    for words in ["API server at", "node2 is up", "Starting"] {
+        let Some(place) = Place::new() else { return };
+        let up = place.begin(&["--api", "embedded", "--timeout", "1h"], words);
+        let bridge = place.bridge();
+        assert_eq!(place.must(&["down"]), "the local cluster is down");
+        let said = Said::of(up.wait_with_output().unwrap());
+        assert_eq!(said.code, Some(1), "after {words}: {said:?}");
+        let expected = "flux-distribute: `flux-distribute local down` has taken the cluster down while it came up\n";
+        assert_eq!(said.err, expected, "after {words}");
+        place.leaves_nothing(&bridge);
+    }
+}
