@@ -72,7 +72,7 @@ pub async fn reload(
         remove(client, SIMPLE).await?;
     }
     load(client, SIMPLE).await?;
-    Ok(until_online(client).await?)
+    until_online(client).await
 }
 
 /// Why a live change was not made in whole. The next one does all of it again.
