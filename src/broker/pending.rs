@@ -108,7 +108,13 @@ async fn may_begin(client: &Client, id: u64) -> Result<bool, RpcError> {
     let topic = "job-info.lookup";
     let found: Looked =
         parse(topic, client.rpc(topic, LEAD, json!({ "id": id, "keys": ["jobspec"], "flags": 0 })).await?)?;
-    Ok(queue.start && asks_for_cores_alone(&serde_json::from_str(&found.jobspec).unwrap_or_default()))
+    let is_plain = queue.start && asks_for_cores_alone(&serde_json::from_str(&found.jobspec).unwrap_or_default());
+    Ok(is_plain && !gives_whole_nodes(&client.rpc("config.get", LEAD, Value::Null).await?))
+}
+
+/// Fluxion's match policies that end so give a job whole nodes, whatever it asks for (flux-config-sched-fluxion-resource(5)).
+fn gives_whole_nodes(configuration: &Value) -> bool {
+    configuration["sched-fluxion-resource"]["match-policy"].as_str().is_some_and(|policy| policy.ends_with("nodex"))
 }
 
 /// As RFC 14 has it: no constraints, and no resources but nodes, slots and cores that are not exclusive.
@@ -191,6 +197,14 @@ mod tests {
             (Value::Null, false),
         ] {
             assert_eq!(asks_for_cores_alone(&jobspec), expected, "{jobspec}");
+        }
+    }
+
+    #[test]
+    fn under_a_policy_of_whole_nodes_free_cores_prove_nothing() {
+        let with = |policy: &str| json!({"sched-fluxion-resource": {"match-policy": policy}});
+        for (configuration, expected) in [(with("lonodex"), true), (with("first"), false), (json!({}), false)] {
+            assert_eq!(gives_whole_nodes(&configuration), expected, "{configuration}");
         }
     }
 
