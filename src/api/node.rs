@@ -20,13 +20,13 @@ use super::{IdSet, Resources};
     doc = "One node as a part of the Flux instance: the node's status page.",
     printcolumn(name = "Phase", type_ = "string", json_path = ".status.phase"),
     printcolumn(name = "Missed", type_ = "boolean", json_path = ".spec.missed"),
-    printcolumn(name = "Reason", type_ = "string", json_path = ".spec.reason"),
     printcolumn(name = "Rank", type_ = "integer", json_path = ".spec.rank"),
     printcolumn(name = "Cores", type_ = "integer", json_path = ".status.facts.resources.cores"),
     printcolumn(name = "GPUs", type_ = "integer", json_path = ".status.facts.resources.gpus", priority = 1),
     printcolumn(name = "Flux", type_ = "string", json_path = ".status.flux", priority = 1),
     printcolumn(name = "Packages", type_ = "string", json_path = ".status.digest", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
+    printcolumn(name = "Reason", type_ = "string", json_path = ".spec.reason"),
     printcolumn(name = "Message", type_ = "string", json_path = ".status.message")
 )]
 #[serde(rename_all = "camelCase")]

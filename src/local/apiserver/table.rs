@@ -149,8 +149,11 @@ mod tests {
         let table = table(nodes, [&object], json!({}), Include::None, now);
         let names: Vec<&str> =
             table["columnDefinitions"].as_array().into_iter().flatten().filter_map(|c| c["name"].as_str()).collect();
-        assert_eq!(names, ["Name", "Phase", "Missed", "Rank", "Cores", "GPUs", "Packages", "Age", "Message"]);
-        assert_eq!(table["rows"][0]["cells"], json!(["n1", "Online", null, 3, 8, null, null, "5m", null]));
+        let columns =
+            ["Name", "Phase", "Missed", "Rank", "Cores", "GPUs", "Flux", "Packages", "Age", "Reason", "Message"];
+        assert_eq!(names, columns);
+        let cells = json!(["n1", "Online", null, 3, 8, null, null, null, "5m", null, null]);
+        assert_eq!(table["rows"][0]["cells"], cells);
         assert_eq!(table["columnDefinitions"][5]["priority"], 1);
         assert_eq!(table["rows"][0].get("object"), None);
     }

@@ -275,7 +275,10 @@ fn a_broker_whose_node_is_gone_for_good_gets_no_jobs_and_is_stopped_once_it_is_i
     let mut world = World::up(3);
     world.nodes.retain(|node| node.name != "node3");
     world.settle();
-    assert_eq!(told_to(&world, "node3"), None, "it keeps its rank, and so what it was told, for ranks.retain");
+    let told = told_to(&world, "node3").unwrap();
+    let expected = FluxNodeSpec { node_name: "node3".to_owned(), reason: told.reason.clone(), ..FluxNodeSpec::default() };
+    assert_eq!(told, expected, "it keeps its rank, and so what it was told, for ranks.retain");
+    assert_eq!(told.reason.as_deref(), Some("its Node is gone"));
     world.now += 600;
     world.settle();
     assert_eq!(members(&world), 2);
