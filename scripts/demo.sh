@@ -113,7 +113,13 @@ if [ -z "$why" ]; then
     run local exec node1 -- flux run -N"$nodes" hostname
 else
     more=node$((nodes + 1))
-    online() { until "${sudo[@]}" "$binary" local status | grep -q "^$1 .* Online "; do sleep 1; done; }
+    online() {
+        local end=$((SECONDS + 120))
+        until "${sudo[@]}" "$binary" local status | grep -q "^$1 .* Online "; do
+            [ "$SECONDS" -lt "$end" ] || fail "$1 does not come online: see \`$binary local logs $1\`"
+            sleep 1
+        done
+    }
     run local exec node1 --agent -- status
     run local add-node
     online "$more"

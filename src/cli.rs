@@ -194,6 +194,7 @@ fn block_on(future: impl Future<Output = Result<ExitCode, Failure>>) -> Result<E
 fn default_log(command: &Command) -> &'static str {
     match command {
         Command::Lock(_) | Command::Bundle(_) | Command::Validate(_) => "flux_distribute=warn,off",
+        Command::Local(command) if !command.is_service() => "flux_distribute=warn,off",
         _ => "flux_distribute=info,warn",
     }
 }

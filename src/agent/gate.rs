@@ -22,6 +22,8 @@ use crate::{
 
 /// Between two tries while the API server has no answer; many agents lose it at once.
 const AGAIN: Duration = Duration::from_secs(5);
+/// The same if the API server does not permit it.
+const FORBIDDEN_AGAIN: Duration = Duration::from_secs(300);
 
 /// Tells on pod `name` whether its node is as it is wanted, whenever that changes, until the sender is gone. None: it is not
 /// known yet, and what an agent before this one has said stands.
@@ -41,7 +43,9 @@ pub async fn follow(client: Client, name: String, mut ready: watch::Receiver<Opt
             }
             Err(error) => {
                 debug!(error = crate::error_chain(&error), "the pod's readiness could not be told");
-                timeout(jittered(AGAIN), ready.changed()).await.unwrap_or(Ok(()))
+                // An older manifest does not permit it, and nothing asks for it.
+                let pause = if error.code() == Some(403) { FORBIDDEN_AGAIN } else { AGAIN };
+                timeout(jittered(pause), ready.changed()).await.unwrap_or(Ok(()))
             }
         };
         if changed.is_err() {

@@ -4,6 +4,7 @@
 use std::{
     collections::BTreeMap,
     io,
+    io::ErrorKind,
     path::{Path, PathBuf},
     process::ExitCode,
     time::{Duration, Instant},
@@ -19,6 +20,7 @@ use crate::{
         FluxInstance, FluxInstanceSpec, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, NAMESPACE, Roster,
         Takeover,
     },
+    broker::rfc3::RpcError,
     broker::status::instance as ask_instance,
     clock,
     host::{
@@ -194,10 +196,16 @@ fn check_kept(id: &str, prefix: &Path, roster: &Roster) -> Result<(), TakeoverEr
     )))
 }
 
-/// By the word of the lead's broker, where there is one: its agent's is seconds old.
+/// Asks the lead's broker, if there is one: what its agent reports is seconds old. Of a broker that is there and does not answer,
+/// jobs may be running.
 async fn jobs_run() -> bool {
-    let Ok(broker) = live::connect().await else { return false };
-    ask_instance(&broker).await.is_ok_and(|instance| instance.allocated.cores > 0)
+    match live::connect().await {
+        Ok(broker) => ask_instance(&broker).await.map_or(true, |instance| instance.allocated.cores > 0),
+        Err(RpcError::Connect { source, .. }) => {
+            !matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused)
+        }
+        Err(_) => true,
+    }
 }
 
 /// What is prepared is prepared on the host that this runs on.

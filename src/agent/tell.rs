@@ -16,7 +16,9 @@ use super::{
     tries::Trouble,
 };
 use crate::{
-    api::{Adopted, Dump, Facts, FluxNodeStatus, IdSet, LeadFailed, NodePhase, Rank, Takeover, Want, packed},
+    api::{
+        Adopted, Dump, Facts, FluxNodeStatus, IdSet, LeadFailed, NodePhase, ROSTER_FORMAT, Rank, Takeover, Want, packed,
+    },
     broker::STAND_IN,
     host::{HostView, Preflight, dump::is_of},
     plan::roster::is_lead_fixed,
@@ -126,6 +128,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         lead_failed: lead_failed(seen, known),
         unheard: known.live.unheard_since.is_some(),
         rejected: if is_lead { known.rejected.clone() } else { Rejected::new() },
+        roster_format: ROSTER_FORMAT,
         agent: Some(env!("CARGO_PKG_VERSION").to_owned()),
     }
 }

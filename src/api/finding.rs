@@ -17,12 +17,21 @@ pub struct Finding {
     /// What to write instead, if the problem does not say it already.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
+    /// What it means is clear all the same: an instance that an older version took it from is served on.
+    #[serde(skip)]
+    pub is_servable: bool,
 }
 
 impl Finding {
     /// A finding without a line and without a remedy.
     pub fn new(field: impl Into<String>, problem: impl Into<String>) -> Self {
-        Self { field: field.into(), line: None, problem: problem.into(), remedy: None }
+        Self { field: field.into(), line: None, problem: problem.into(), remedy: None, is_servable: false }
+    }
+
+    /// The same; see [`Finding::is_servable`].
+    #[must_use]
+    pub fn servable(self) -> Self {
+        Self { is_servable: true, ..self }
     }
 
     /// The same, with what to write instead.

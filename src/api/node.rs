@@ -321,6 +321,9 @@ pub struct FluxNodeStatus {
     /// Lead only: whom the lead's broker has refused lately, by broker name, and why. The refused broker itself is not told.
     #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
     pub rejected: std::collections::BTreeMap<String, String>,
+    /// The newest format of the roster that the agent reads. 0: an older agent, which reads the first one.
+    #[serde(default)]
+    pub roster_format: u32,
     /// Version of the agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<String>,

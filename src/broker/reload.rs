@@ -14,11 +14,13 @@ use super::{
     status::{held_names, parse},
 };
 
-/// A scheduler that is loaded hears of all running jobs first: Fluxion takes 4 ms for each of them.
+/// For one step.
 const TIMEOUT: Duration = Duration::from_secs(60);
+/// A scheduler that is loaded hears of all running jobs first: Fluxion takes 4 ms for each of them.
+const ONLINE_TIMEOUT: Duration = Duration::from_secs(900);
 /// The job manager tells nobody that a scheduler is online.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
-/// How often flux-core's own scheduler is loaded at most until no job has ended meanwhile. It takes milliseconds each time.
+/// How often a scheduler is loaded at most until no job has ended meanwhile.
 const MAX_LOADS: usize = 8;
 /// In the order in which they are loaded.
 const FLUXION: [&str; 3] = ["sched-fluxion-resource", "sched-fluxion-feasibility", "sched-fluxion-qmanager"];
@@ -47,31 +49,42 @@ pub async fn reload(
     }
     // Only now no further job can begin on a rank whose name is about to change.
     let held = held_names(client).await?;
-    ask(client, "config.load", configuration(&held).map_err(ReloadError::Configuration)?).await?;
+    let configuration = configuration(&held).map_err(ReloadError::Configuration)?;
+    let has_housekeeping = configuration["job-manager"].get("housekeeping").is_some();
+    ask(client, "config.load", configuration).await?;
     if is_loaded(&RESOURCE) {
         remove(client, RESOURCE).await?;
     }
     load(client, RESOURCE).await?;
     let mut ended = EndedJobs::watch(client).await?;
     let is_fluxion = !simple && has_fluxion(load(client, FLUXION[0]).await)?;
-    if is_fluxion {
-        for module in &FLUXION[1..] {
-            load(client, module).await?;
+    let scheduler: &[&str] = if is_fluxion { &FLUXION } else { &[SIMPLE] };
+    let mut missing = &scheduler[usize::from(is_fluxion)..];
+    // After a job, housekeeping may go on on its cores: that the job has ended does not say that they are free.
+    let is_told_by_job = is_fluxion && !has_housekeeping;
+    for _ in 1..MAX_LOADS {
+        load_all(client, missing).await?;
+        let ended = ended.so_far();
+        if is_told_by_job {
+            return Ok(free_again(client, &ended).await?);
         }
-        until_online(client).await?;
-        free_again(client, &ended.so_far()).await?;
-        return Ok(());
-    }
-    for _ in 0..MAX_LOADS {
-        load(client, SIMPLE).await?;
-        until_online(client).await?;
-        if ended.so_far().is_empty() {
+        if ended.is_empty() {
             return Ok(());
         }
         // It may hold cores of jobs that have ended; loaded again, it hears of those that run.
-        remove(client, SIMPLE).await?;
+        for module in scheduler.iter().rev() {
+            remove(client, module).await?;
+        }
+        missing = scheduler;
     }
-    load(client, SIMPLE).await?;
+    load_all(client, missing).await
+}
+
+/// Loads the rest of a scheduler, and waits until the job manager has taken it.
+async fn load_all(client: &Client, modules: &[&str]) -> Result<(), ReloadError> {
+    for module in modules {
+        load(client, module).await?;
+    }
     until_online(client).await
 }
 
@@ -86,7 +99,7 @@ pub enum ReloadError {
     #[error("no configuration can be made for the running instance: {0}")]
     Configuration(String),
     /// A scheduler is loaded, and the job manager has not taken it.
-    #[error("the scheduler is loaded but still offline after {} s", TIMEOUT.as_secs())]
+    #[error("the scheduler is loaded but still offline after {} s", ONLINE_TIMEOUT.as_secs())]
     Offline,
 }
 
@@ -149,7 +162,7 @@ async fn until_online(client: &Client) -> Result<(), ReloadError> {
         }
         Ok(())
     };
-    timeout(TIMEOUT, look).await.map_err(|_| ReloadError::Offline)?
+    timeout(ONLINE_TIMEOUT, look).await.map_err(|_| ReloadError::Offline)?
 }
 
 /// Of a queue that somebody has stopped the job manager says this as well, in place of who has stopped it.

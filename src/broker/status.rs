@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use futures::{Stream, StreamExt, future, stream};
+use nix::errno::Errno;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 use tokio::time::sleep;
@@ -109,7 +110,7 @@ impl InstanceStatus {
 
     /// The name of each rank, in rank order.
     pub fn names(&self) -> Vec<String> {
-        self.declared.execution.nodelist.iter().flat_map(|names| hostlist::decode(names)).collect()
+        self.declared.names()
     }
 }
 
@@ -254,9 +255,8 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     let ask = |topic| client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null);
     let (online, resources) = futures::try_join!(online(client), ask("resource.status"))?;
     // What runs is asked after what is drained: a job that was started in between is seen.
-    let scheduler = ask("resource.sched-status").await?;
+    let scheduler = scheduled(client).await?;
     let resources: Resources = parse("resource.status", resources)?;
-    let scheduler: Scheduled = parse("resource.sched-status", scheduler)?;
     let drained = resources.drain.into_iter().filter_map(|(ranks, why)| {
         Some(Drained { ranks: ranks.parse().ok()?, reason: why.reason.unwrap_or_default() })
     });
@@ -344,7 +344,7 @@ struct Members {
     members: IdSet,
 }
 
-/// The names of the ranks that jobs hold, by rank. It needs neither a scheduler nor the resource module.
+/// The names of the ranks that jobs hold, by rank. It needs no scheduler.
 ///
 /// # Errors
 /// [`RpcError`].
@@ -359,7 +359,12 @@ pub async fn held_names(client: &Client) -> Result<BTreeMap<u32, String>, RpcErr
     if held.is_empty() {
         return Ok(BTreeMap::new());
     }
-    let names = loaded_names(client).await?;
+    let names = match scheduled(client).await {
+        Ok(scheduled) => scheduled.all.unwrap_or_default().names(),
+        // The resource module was removed by a live change that was killed: what that one had loaded keeps these names.
+        Err(RpcError::Service { errnum, .. }) if errnum == Errno::ENOSYS as u32 => loaded_names(client).await?,
+        Err(error) => return Err(error),
+    };
     Ok((0..).zip(names).filter(|(rank, _)| held.contains(*rank)).collect())
 }
 
@@ -387,6 +392,11 @@ async fn loaded_names(client: &Client) -> Result<Vec<String>, RpcError> {
         Some(_) => hostlist::decode(&attribute(client, "hostlist").await?),
         None => resource.config.iter().flat_map(|entry| hostlist::decode(&entry.hosts)).collect(),
     })
+}
+
+async fn scheduled(client: &Client) -> Result<Scheduled, RpcError> {
+    let topic = "resource.sched-status";
+    parse(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null).await?)
 }
 
 /// What `resource.sched-status` answers.
@@ -430,6 +440,11 @@ struct Entry {
 }
 
 impl ResourceSet {
+    /// Of the set of all ranks: their names in rank order.
+    fn names(&self) -> Vec<String> {
+        self.execution.nodelist.iter().flat_map(|names| hostlist::decode(names)).collect()
+    }
+
     /// How many cores, by rank.
     fn cores(&self) -> BTreeMap<u32, usize> {
         let mut cores = BTreeMap::new();

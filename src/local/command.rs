@@ -143,6 +143,12 @@ pub enum NodeAction {
 }
 
 impl LocalCommand {
+    /// A part of a cluster that writes a log, not a command that ends with an answer.
+    pub fn is_service(&self) -> bool {
+        let nodes = matches!(self, Self::MakeNode { .. } | Self::NodeInit { .. } | Self::MakePod { .. });
+        nodes || matches!(self, Self::Daemon | Self::StandIn { .. })
+    }
+
     /// Carries it out.
     ///
     /// # Errors

@@ -45,7 +45,7 @@ use super::{
 };
 use crate::api::{
     Adopted, Declared, EpochSettings, FailedLeads, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member,
-    NodePhase, Rank, Resources, Roster, RosterEntry,
+    NodePhase, ROSTER_FORMAT, Rank, Resources, Roster, RosterEntry,
 };
 
 /// A planner that has lost the roster waits so long for the agents of all Ready nodes before it believes that nothing runs.
@@ -222,6 +222,16 @@ pub fn is_of_instance(seen: &Observed, adopted: &Adopted) -> bool {
 pub fn holds_another(seen: &Observed, node: &str) -> bool {
     let adopted = seen.reports.get(node).and_then(|report| report.adopted.as_ref());
     adopted.is_some_and(|adopted| !is_of_instance(seen, adopted))
+}
+
+/// The format in which an epoch begins: this version's, once the agents of all nodes read it. In the middle of an upgrade, those
+/// that don't would start no broker.
+fn format(seen: &Observed) -> u32 {
+    let agents =
+        seen.nodes.iter().filter_map(|node| seen.reports.get(&node.name)).filter(|report| report.agent.is_some());
+    // Agents that don't say what they read, read the format before.
+    let oldest = agents.map(|report| report.roster_format.max(ROSTER_FORMAT - 1)).min();
+    oldest.unwrap_or(ROSTER_FORMAT).min(ROSTER_FORMAT)
 }
 
 /// Preflight has passed on `node`'s host, and by a word that is about this instance.

@@ -207,7 +207,8 @@ impl Planner {
     fn invalid_spec(&mut self, flux: &FluxInstance, uid: &str) -> Option<Obstacle> {
         let generation = flux.metadata.generation.unwrap_or_default();
         if self.validated.as_ref().is_none_or(|(of, seen, _)| (of.as_str(), *seen) != (uid, generation)) {
-            let wrong = validate(&flux.spec);
+            let mut wrong = validate(&flux.spec);
+            wrong.retain(|finding| !finding.is_servable);
             let wrong = (!wrong.is_empty()).then(|| in_one_line(&wrong));
             self.validated = Some((uid.to_owned(), generation, wrong));
         }

@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use flux_distribute::{
-    api::{ANNOTATION_PROTECTS, FluxInstance, INSTANCE, NAMESPACE},
+    api::{ANNOTATION_PROTECTS, CONDITION_POD_READY, FluxInstance, INSTANCE, NAMESPACE},
     plan::protect::PROTECTING,
 };
 use k8s_openapi::api::{
     admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
-    authentication::v1::TokenRequest,
-    core::v1::{Node, ServiceAccount},
-    rbac::v1::{ClusterRole, ClusterRoleBinding},
+    authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec},
+    core::v1::{Node, Pod, ServiceAccount},
+    rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
 };
 use kube::{
     Api, Client, Config, Resource, ResourceExt,
@@ -42,14 +42,26 @@ where
 
 /// A client with the token of the agents' account.
 async fn agent(case: &Case) -> Client {
+    rights(case).await;
+    token(case, TokenRequestSpec::default()).await
+}
+
+/// The agents' account, and what it may do.
+async fn rights(case: &Case) {
     let client = || case.client.clone();
     make(Api::<ServiceAccount>::namespaced(client(), NAMESPACE)).await;
+    make(Api::<Role>::namespaced(client(), NAMESPACE)).await;
+    make(Api::<RoleBinding>::namespaced(client(), NAMESPACE)).await;
     make(Api::<ClusterRole>::all(client())).await;
     make(Api::<ClusterRoleBinding>::all(client())).await;
     make(Api::<ValidatingAdmissionPolicy>::all(client())).await;
     make(Api::<ValidatingAdmissionPolicyBinding>::all(client())).await;
-    let accounts = Api::<ServiceAccount>::namespaced(client(), NAMESPACE);
-    let request = TokenRequest::default();
+}
+
+/// A client with such a token of that account.
+async fn token(case: &Case, spec: TokenRequestSpec) -> Client {
+    let accounts = Api::<ServiceAccount>::namespaced(case.client.clone(), NAMESPACE);
+    let request = TokenRequest { spec, ..TokenRequest::default() };
     let asked = accounts.create_token_request("install-flux", &PostParams::default(), &request).await.unwrap();
     let kubeconfig = Kubeconfig::from_yaml(&case.cluster.must(&["kubeconfig"])).unwrap();
     let mut config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await.unwrap();
@@ -156,4 +168,47 @@ async fn a_size_that_does_not_fit_is_refused_by_the_kinds_own_rules() {
     let stored = case.client.request::<Value>(request).await.unwrap();
     assert_eq!((&stored["spec"]["size"], &stored["spec"]["maxSize"]), (&json!(9), &Value::Null));
     case.patch(nobody()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agents_token_tells_the_readiness_of_its_own_pod_only() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    rights(&case).await;
+    let all = Api::<Pod>::namespaced(case.client.clone(), NAMESPACE);
+    let pod = |name: &str| -> Pod {
+        let container = json!({"name": "agent", "image": "localhost/none:1"});
+        let spec = json!({"serviceAccountName": "install-flux", "containers": [container]});
+        serde_json::from_value(json!({"metadata": {"name": name}, "spec": spec})).unwrap()
+    };
+    let own_pod = all.create(&PostParams::default(), &pod("own")).await.unwrap();
+    all.create(&PostParams::default(), &pod("another")).await.unwrap();
+    let bound = BoundObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("Pod".to_owned()),
+        name: Some("own".to_owned()),
+        uid: own_pod.uid(),
+    };
+    let bound = TokenRequestSpec { bound_object_ref: Some(bound), ..TokenRequestSpec::default() };
+    let pods = Api::<Pod>::namespaced(token(&case, bound).await, NAMESPACE);
+    let condition = json!([{"type": CONDITION_POD_READY, "status": "True"}]);
+    let ready = Patch::Strategic(json!({"status": {"conditions": condition}}));
+    // A policy is heard of a moment after it is made.
+    tokio::time::timeout(Duration::from_secs(30), async {
+        while pods.patch_status("another", &PatchParams::default(), &ready).await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    })
+    .await
+    .unwrap();
+    match pods.patch_status("another", &PatchParams::default(), &ready).await {
+        Err(kube::Error::Api(status)) if status.code == 403 => {
+            assert!(status.message.contains("no other pod than its own"), "{}", status.message);
+        }
+        other => panic!("{other:?}"),
+    }
+    let told = pods.patch_status("own", &PatchParams::default(), &ready).await.unwrap();
+    let conditions = told.status.unwrap().conditions.unwrap();
+    assert!(conditions.iter().any(|condition| condition.type_ == CONDITION_POD_READY && condition.status == "True"));
+    let label = Patch::Merge(json!({"metadata": {"labels": {"example.org/mine": "1"}}}));
+    assert!(pods.patch("own", &PatchParams::default(), &label).await.is_err());
 }

@@ -42,9 +42,7 @@ pub fn validate(spec: &FluxInstanceSpec) -> Vec<Finding> {
     if let Some(lead) = spec.lead.as_ref().filter(|lead| !is_subdomain(lead)) {
         wrong.push(Finding::new("spec.lead", format!("{lead:?} is no node's name")));
     }
-    if let Some(Err(reason)) = spec.topology.as_deref().map(|text| topology(text, spec.max_size.unwrap_or(1))) {
-        wrong.push(Finding::new("spec.topology", reason));
-    }
+    wrong.extend(spec.topology.as_deref().and_then(|text| topology(text, spec.max_size.unwrap_or(1))));
     broker(&spec.broker, &mut wrong);
     if spec.spares.shape.is_some_and(|shape| shape.cores == 0) {
         wrong.push(Finding::new("spec.spares.shape.cores", "is 0: Flux wants at least one core of every rank"));
@@ -71,13 +69,16 @@ fn sizes(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     }
 }
 
-/// `kary:0` is Flux's word for a flat tree. An older epoch may run under it, but people have one word for it.
-fn topology(text: &str, size: u32) -> Result<(), String> {
-    match Topology::parse(text, size)? {
-        Topology::Kary(0) if text != Topology::FLAT => {
-            Err(format!("{text:?} is Flux's word for a flat tree: write {}", Topology::FLAT))
+/// `kary:0` is Flux's word for a flat tree. Older versions took it, but people have one word for it.
+fn topology(text: &str, size: u32) -> Option<Finding> {
+    let field = "spec.topology";
+    match Topology::parse(text, size) {
+        Err(reason) => Some(Finding::new(field, reason)),
+        Ok(Topology::Kary(0)) if text != Topology::FLAT => {
+            let problem = format!("{text:?} is Flux's word for a flat tree: write {}", Topology::FLAT);
+            Some(Finding::new(field, problem).servable())
         }
-        _ => Ok(()),
+        Ok(_) => None,
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) fn validate(nodes: &Nodes, wrong: &mut Vec<Finding>) {
 fn validate_selector(selector: &LabelSelector, wrong: &mut Vec<Finding>) {
     let field = "spec.nodes.selector";
     if selector.match_labels.is_none() && selector.match_expressions.is_none() {
-        wrong.push(Finding::new(field, EMPTY_SELECTOR));
+        wrong.push(Finding::new(field, EMPTY_SELECTOR).servable());
     }
     for (key, value) in selector.match_labels.iter().flatten() {
         let field = format!("{field}.matchLabels.{key}");
@@ -71,7 +71,7 @@ fn validate_toleration(toleration: &Toleration, field: &str, wrong: &mut Vec<Fin
     }
     let tolerates_any_value = toleration.operator.as_deref() == Some("Exists");
     if tolerates_any_value && is_given(&toleration.value) {
-        wrong.push(Finding::new(format!("{field}.value"), "is given, and Exists takes none"));
+        wrong.push(Finding::new(format!("{field}.value"), "is given, and Exists takes none").servable());
     }
     match &toleration.key {
         Some(key) if !key.is_empty() && !is_label_key(key) => {

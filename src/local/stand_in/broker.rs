@@ -31,7 +31,7 @@ use crate::{
 /// errno of what only the lead answers.
 const ENOSYS: u32 = 38;
 /// What its lead carries out; the rest is answered from what is known.
-const ORDERS: [&str; 5] = ["config.reload", "resource.drain", "resource.undrain", "module.load", "module.remove"];
+const ORDERS: [&str; 5] = ["config.load", "resource.drain", "resource.undrain", "module.load", "module.remove"];
 
 /// As much of a broker's command line as counts here.
 struct CommandLine {
@@ -111,6 +111,8 @@ impl Config {
 struct Broker {
     rank: u32,
     names: Vec<String>,
+    /// Lead only: under which names the ranks are declared.
+    declared: Vec<String>,
     state: &'static str,
     since: Instant,
     /// None: the lead does not answer.
@@ -169,6 +171,7 @@ pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
         excluded: IdSet::default(),
         drained: BTreeMap::new(),
         told: None,
+        declared: names.clone(),
         names,
     };
     broker.take_in(config.resource);
@@ -181,7 +184,7 @@ pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
         tokio::select! {
             Ok(()) = members.changed() => broker.online = members.borrow_and_update().clone(),
             Some(Asked { topic, payload, reply }) = asked.recv() => {
-                broker.obey(&topic, &payload, &line.config);
+                broker.obey(&topic, &payload);
                 // Seen by whoever asks next.
                 broker.publish(&socket, &line.name);
                 let _ = reply.send(json!({}));
@@ -218,8 +221,18 @@ impl Broker {
         }
     }
 
+    /// As Flux does, takes the ranks by the brokers' names if the configuration has a `[bootstrap]` table, else by their order.
+    fn load(&mut self, resource: Resources, has_bootstrap: bool) {
+        self.declared = match has_bootstrap {
+            true => self.names.clone(),
+            false => resource.config.iter().flat_map(|kind| hostlist::decode(&kind.hosts)).collect(),
+        };
+        self.take_in(resource);
+    }
+
     fn take_in(&mut self, resource: Resources) {
-        let ranks: BTreeMap<&str, u32> = self.names.iter().zip(0..).map(|(name, rank)| (name.as_str(), rank)).collect();
+        let ranks: BTreeMap<&str, u32> =
+            self.declared.iter().zip(0..).map(|(name, rank)| (name.as_str(), rank)).collect();
         let of = |kind: &Kind| {
             let ranks = hostlist::decode(&kind.hosts).into_iter().filter_map(|host| ranks.get(host.as_str()).copied());
             ranks.map(|rank| (rank, kind.cores.clone())).collect::<Vec<_>>()
@@ -229,7 +242,7 @@ impl Broker {
     }
 
     /// Carries out one of [`ORDERS`]. What it does not understand changes nothing.
-    fn obey(&mut self, topic: &str, payload: &Value, config: &Path) {
+    fn obey(&mut self, topic: &str, payload: &Value) {
         let targets = || payload["targets"].as_str()?.parse::<IdSet>().ok();
         match topic {
             "resource.drain" => {
@@ -241,9 +254,9 @@ impl Broker {
                 let ranks = targets().unwrap_or_default();
                 self.drained.retain(|rank, _| !ranks.contains(*rank));
             }
-            "config.reload" => match Config::read(config) {
-                Ok(config) => self.take_in(config.resource),
-                Err(error) => tracing::warn!(error = crate::error_chain(&error), "the old configuration stays"),
+            "config.load" => match Resources::deserialize(&payload["resource"]) {
+                Ok(resource) => self.load(resource, payload.get("bootstrap").is_some()),
+                Err(error) => tracing::warn!(%error, "the old configuration stays"),
             },
             _ => {}
         }
@@ -305,6 +318,11 @@ impl Broker {
         socket.on("module.list", lead_only(json!({"mods": modules})));
         socket.on("sched-simple.ping", lead_only(json!({})));
         socket.on("job-list.list", lead_only(json!({"jobs": []})));
+        socket.on("job-manager.resource-status", lead_only(json!({"allocated": self.r(|_| false)})));
+        socket.on("job-manager.queue-list", lead_only(json!({"queues": []})));
+        socket.on("job-manager.queue-status", lead_only(json!({"enable": true, "start": true})));
+        // The end of a backlog in which nothing is.
+        socket.on("job-manager.events-journal", lead_only(json!({"id": -1, "events": []})));
     }
 
     fn health(&self, secs: f64) -> Value {
@@ -326,9 +344,11 @@ impl Broker {
         let entries =
             entries.map(|(rank, cores)| json!({"rank": rank.to_string(), "children": {"core": cores.to_string()}}));
         let entries: Vec<Value> = entries.collect();
+        let names = (0..).zip(&self.declared).filter(|(rank, _)| self.cores.contains_key(rank) && wanted(*rank));
+        let names = hostlist::encode(names.map(|(_, name)| name));
         json!({
             "version": 1,
-            "execution": {"R_lite": entries, "nodelist": [""], "starttime": 0.0, "expiration": 0.0},
+            "execution": {"R_lite": entries, "nodelist": [names], "starttime": 0.0, "expiration": 0.0},
         })
     }
 }

@@ -6,12 +6,13 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use super::{
-    Observed, candidates, facts, holds, is_online, is_ready, lead_report, limit, member, properties, resources, takers,
+    Observed, candidates, facts, format, holds, is_online, is_ready, lead_report, limit, member, properties, resources,
+    takers,
 };
 use crate::{
     api::{
-        CONDITION_RESTART_PENDING, Closing, EpochSettings, FluxNodeStatus, Member, OnFailure, ROSTER_FORMAT, Rank,
-        Refused, Roster, RosterEntry,
+        CONDITION_RESTART_PENDING, Closing, EpochSettings, FluxNodeStatus, Member, OnFailure, Rank, Refused, Roster,
+        RosterEntry,
     },
     plan::{
         broker_toml::{is_broker_name, is_node_a_property, spare_name},
@@ -122,9 +123,11 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     let (Some(digest), Some(certificate)) = (seen.digest, seen.certificate) else { return Restart::None };
     let told = seen.restart_word.is_some() && seen.restart_word != roster.restart.as_deref();
     let by_spec = pending(&roster.settings, seen.spec, digest, certificate);
+    // The deadline is for changes of the spec: that agents were upgraded must not end running jobs.
+    let has_deadline = by_spec.is_some();
     let Some(difference) = by_spec
         .or_else(|| pending_by_agents(seen, roster))
-        .or_else(|| pending_by_format(roster))
+        .or_else(|| pending_by_format(seen, roster))
         .or_else(|| told.then(|| "asked for".to_owned()))
     else {
         return Restart::None;
@@ -137,7 +140,7 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     {
         return Restart::Refused { difference, reason: refused.reason.clone() };
     }
-    let is_due = told || deadline_has_come(seen);
+    let is_due = told || (has_deadline && deadline_has_come(seen));
     // Should a broker run there all the same, it keeps its jobs: it is not stopped before they have ended.
     let closing = if is_due { Closing::AtOnce } else { Closing::WhenIdle };
     let Some(lead) = lead_report(seen, roster) else {
@@ -172,9 +175,9 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
 }
 
 /// As [`pending`], of an epoch that an older version began.
-fn pending_by_format(roster: &Roster) -> Option<String> {
+fn pending_by_format(seen: &Observed, roster: &Roster) -> Option<String> {
     let words = "nodes that join have their own names, and no core is lost when they do, from the next epoch on";
-    (roster.format < ROSTER_FORMAT).then(|| words.to_owned())
+    (roster.format < format(seen)).then(|| words.to_owned())
 }
 
 /// Why the published packages can't be had, by the word of the first node that has tried: one asks the source for all.
@@ -250,7 +253,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
         ranks.insert(rank, named(seen, roster, rank, member, before));
     }
     let mut next = Roster {
-        format: ROSTER_FORMAT,
+        format: format(seen).max(roster.format),
         epoch: roster.epoch + 1,
         revision,
         // An epoch that did not come up is nothing to go back to.

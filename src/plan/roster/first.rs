@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use super::{
-    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, epoch::next_epoch, has_failed,
-    has_passed, holds_another, is_deep, is_of_instance, limit, properties, takers, turns, was_named,
+    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, epoch::next_epoch, format,
+    has_failed, has_passed, holds_another, is_deep, is_of_instance, limit, properties, takers, turns, was_named,
 };
 use crate::{
-    api::{FailedLeads, FluxNodeStatus, ROSTER_FORMAT, Roster, packed},
+    api::{FailedLeads, FluxNodeStatus, Roster, packed},
     plan::{
         broker_toml::{is_broker_name, spare_name},
         eligibility::{NodeView, eligible},
@@ -97,7 +97,7 @@ fn first_roster(
     let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || has_passed(seen, node)));
     let others = others.filter(|node| prefix::differs_from(seen, &lead.name, &node.name).is_none());
     let mut roster = Roster {
-        format: ROSTER_FORMAT,
+        format: format(seen),
         instance_uid: seen.instance_uid.to_owned(),
         instance_id: instance_id.to_owned(),
         established: statedir_of.is_some(),

@@ -276,7 +276,8 @@ fn a_broker_whose_node_is_gone_for_good_gets_no_jobs_and_is_stopped_once_it_is_i
     world.nodes.retain(|node| node.name != "node3");
     world.settle();
     let told = told_to(&world, "node3").unwrap();
-    let expected = FluxNodeSpec { node_name: "node3".to_owned(), reason: told.reason.clone(), ..FluxNodeSpec::default() };
+    let expected =
+        FluxNodeSpec { node_name: "node3".to_owned(), reason: told.reason.clone(), ..FluxNodeSpec::default() };
     assert_eq!(told, expected, "it keeps its rank, and so what it was told, for ranks.retain");
     assert_eq!(told.reason.as_deref(), Some("its Node is gone"));
     world.now += 600;

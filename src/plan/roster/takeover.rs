@@ -7,7 +7,7 @@
 use super::{
     Observed,
     epoch::{next_epoch, with_closing},
-    facts, is_lead_fixed, is_online, is_ready, member, rank_of, takers,
+    facts, is_lead_fixed, is_online, is_ready, member, rank_of, says_online, takers,
 };
 use crate::{
     api::{Adopted, Closing, IdSet, Rank, Roster, RosterEntry, Takeover},
@@ -112,7 +112,8 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, word: &Takeover) ->
 /// words in the API.
 fn leads_and_is_there<'a>(seen: &Observed<'a>, roster: &'a Roster) -> Option<&'a str> {
     let lead = roster.lead()?;
-    (is_ready(seen, lead) && is_online(seen, roster, 0)).then_some(lead.node.as_str())
+    // Not `is_online`: that most of its children don't hear it proves nothing while its own agent says that it is online.
+    (is_ready(seen, lead) && says_online(seen, roster, 0)).then_some(lead.node.as_str())
 }
 
 /// The lead's broker runs, or may, on another host than `name`'s, by its agent's word, though nobody can ask it: two would
