@@ -245,3 +245,17 @@ fn durations_are_those_of_flux() {
         assert!(duration(text).is_err(), "{text}");
     }
 }
+
+#[test]
+fn what_older_versions_took_is_wrong_and_served_on_all_the_same() {
+    for (spec, expected) in [
+        ("{topology: 'kary:0'}", true),
+        ("{nodes: {selector: {}}}", true),
+        ("{nodes: {tolerations: [{key: a, operator: Exists, value: b}]}}", true),
+        ("{topology: 'ring'}", false),
+        ("{lead: 'Bad Name'}", false),
+    ] {
+        let found = found(spec);
+        assert_eq!((found.len(), found[0].is_servable), (1, expected), "{spec}: {found:?}");
+    }
+}

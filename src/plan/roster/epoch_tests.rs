@@ -181,6 +181,10 @@ fn an_epoch_of_an_older_version_is_to_end_once_it_is_idle_and_goes_on_as_it_bega
     world.roster.as_mut().unwrap().format = 1;
     jobs_on(&mut world, Some("0"));
     let roster = world.roster.clone().unwrap();
+    // Its end is no reason to end jobs, however long they run.
+    world.spec.upgrade.deadline = Some("1s".to_owned());
+    world.status = status(&world.seen(), 1, Some(&roster), None);
+    world.now += 3600;
     let Restart::Waits { difference, reason } = restart(&world.seen(), &roster) else { panic!() };
     assert!(difference.contains("own names") && reason.contains("jobs"), "{difference} {reason}");
     assert!(!render(&roster).unwrap().contains("match-format"), "its running jobs have the other format");
@@ -191,6 +195,25 @@ fn an_epoch_of_an_older_version_is_to_end_once_it_is_idle_and_goes_on_as_it_bega
     let next = world.roster.as_ref().unwrap();
     assert_eq!((next.epoch, next.format), (2, ROSTER_FORMAT));
     assert!(!render(next).unwrap().contains("flux-spare-3"));
+}
+
+#[test]
+fn no_epoch_begins_in_a_format_that_an_agent_does_not_read() {
+    let mut world = idle();
+    world.roster.as_mut().unwrap().format = 1;
+    let report = |world: &mut World, node: &str, roster_format| {
+        let report = world.reports.get_mut(node).unwrap();
+        (report.agent, report.roster_format) = (Some("0.1.0".to_owned()), roster_format);
+    };
+    // In the middle of an upgrade of the agents.
+    report(&mut world, "node1", ROSTER_FORMAT);
+    report(&mut world, "node2", 0);
+    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+    assert_eq!(begin_an_epoch(&mut world, 9000).format, 1);
+    report(&mut world, "node2", ROSTER_FORMAT);
+    assert_eq!(begin_an_epoch(&mut world, 9001).format, ROSTER_FORMAT);
+    report(&mut world, "node2", 0);
+    assert_eq!(begin_an_epoch(&mut world, 9002).format, ROSTER_FORMAT, "there is no way back");
 }
 
 #[test]
