@@ -43,7 +43,7 @@ push: ## Make and push IMAGE=…
 	$(MAKE) image
 	docker push $(IMAGE)
 
-demo: ## Four simulated nodes that are one Flux instance; BUNDLE=… or CHANNEL=… for other than conda-forge
+demo: ## Four simulated nodes that are one Flux instance; BUNDLE=…, CHANNEL=…, FLUX=none|required, BINARY=…
 	@scripts/demo.sh
 
 demo-down: ## Take the demo down

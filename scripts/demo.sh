@@ -67,6 +67,7 @@ if [ "${1:-}" = down ]; then
     exit
 fi
 
+[ -z "${BINARY:-}" ] || [ -x "$BINARY" ] || fail "there is no program $BINARY"
 case $flux in auto | required | none) ;; *) fail "FLUX is $flux; it may be auto, required or none" ;; esac
 [ ! -e "$state" ] || fail "a local cluster is up, or left over, in $state: take it down first with \`make demo-down\`"
 why=
@@ -93,30 +94,29 @@ source=()
 [ "$flux" != none ] || source=(--flux none)
 [ "$flux" != required ] || source+=(--flux required)
 
-# What ends before its end is taken down: it would be in the next one's way.
+# If the demo fails, take the cluster down, so that the next run can start.
+output=$(mktemp)
 finish() {
     local code=$?
     trap - EXIT
+    rm -f "$output"
     [ "$code" = 0 ] || { echo "demo: it did not get to its end, and is taken down"; "${sudo[@]}" "$binary" local down; }
     exit "$code"
 }
 trap finish EXIT
-output=$(mktemp)
-trap 'rm -f "$output"; finish' EXIT
 run local up --nodes "$nodes" --timeout "${TIMEOUT:-20m}" "${source[@]}" | tee "$output"
 if [ -z "$why" ] && grep -q '^stand-in, no Flux' "$output"; then
     why="conda-forge can't be reached; for Flux, give $remedies"
 fi
 if [ -z "$why" ]; then
     run local exec node1 -- flux resource list
-    echo "(flux-spare-N: ranks kept free for nodes that may join; \`down\` is as it should be)"
     run local exec node1 -- flux run -N"$nodes" hostname
 else
     more=node$((nodes + 1))
     online() {
         local end=$((SECONDS + 120))
         until "${sudo[@]}" "$binary" local status | grep -q "^$1 .* Online "; do
-            [ "$SECONDS" -lt "$end" ] || fail "$1 does not come online: see \`$binary local logs $1\`"
+            [ "$SECONDS" -lt "$end" ] || { run local logs "$1" | tail -n 20 >&2; fail "$1 does not come online"; }
             sleep 1
         done
     }

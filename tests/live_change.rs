@@ -168,7 +168,7 @@ async fn no_core_is_lost_of_jobs_that_end_while_sched_simple_is_away() {
 }
 
 #[tokio::test]
-async fn who_makes_the_configuration_knows_the_ranks_that_jobs_hold_and_the_jobs_go_on() {
+async fn the_configuration_is_made_from_the_ranks_that_jobs_hold_and_jobs_go_on() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
     let (lead, client) = lead(&flux, base.path(), 2, "0-1").await;

@@ -156,10 +156,10 @@ async fn hear_lead(client: &Client, sender: &watch::Sender<Live>) -> Result<(), 
     }
 }
 
-/// Never, where there are none to be heard.
+/// Waits for the next heartbeat; pends for ever if this instance has none.
 async fn next_pulse(pulses: &mut Option<broadcast::Receiver<String>>) {
     let Some(events) = pulses else { return std::future::pending().await };
-    // One that was missed was one.
+    // A lagged receiver means that a heartbeat came.
     if let Err(broadcast::error::RecvError::Closed) = events.recv().await {
         std::future::pending().await
     }

@@ -1,5 +1,4 @@
-//! What `flux-distribute status` tells: the broker's own words, with the ranks that nobody has told apart from nodes that are
-//! down. Pure.
+//! What `flux-distribute status` prints: the broker's status, with spare ranks kept apart from members that are down. Pure.
 
 use std::fmt::Write;
 

@@ -193,7 +193,7 @@ fn held_back((job, since): (u64, Instant)) -> Option<String> {
     (since.elapsed() >= HELD_BACK).then(|| {
         format!(
             "job {job} waits although Flux calls free what it asks for, so the scheduler has lost cores: run `flux-distribute \
-             reload` in the pod of the lead's node, which has the scheduler loaded again while jobs run on"
+             reload` in the pod of the lead's node; it reloads the scheduler while jobs keep running"
         )
     })
 }

@@ -77,7 +77,8 @@ pub async fn reload(
         }
         missing = scheduler;
     }
-    load_all(client, missing).await
+    load_all(client, missing).await?;
+    if ended.so_far().is_empty() { Ok(()) } else { Err(ReloadError::JobsKeptEnding) }
 }
 
 /// Loads the rest of a scheduler, and waits until the job manager has taken it.
@@ -98,6 +99,11 @@ pub enum ReloadError {
     /// There is no configuration to load.
     #[error("no configuration can be made for the running instance: {0}")]
     Configuration(String),
+    /// However often the scheduler was loaded, jobs ended meanwhile: it may hold their cores.
+    #[error(
+        "the scheduler was loaded {MAX_LOADS} times, and jobs ended each time before it was ready, so it may hold their cores"
+    )]
+    JobsKeptEnding,
     /// A scheduler is loaded, and the job manager has not taken it.
     #[error("the scheduler is loaded but still offline after {} s", ONLINE_TIMEOUT.as_secs())]
     Offline,
@@ -109,7 +115,7 @@ pub enum ReloadError {
 struct EndedJobs<S>(S);
 
 impl EndedJobs<()> {
-    /// From now on.
+    /// Watches from now on.
     async fn watch(
         client: &Client,
     ) -> Result<EndedJobs<impl Stream<Item = Result<Value, RpcError>> + Send + Unpin + use<>>, RpcError> {
@@ -131,7 +137,7 @@ impl EndedJobs<()> {
 }
 
 impl<S: Stream<Item = Result<Value, RpcError>> + Unpin> EndedJobs<S> {
-    /// Those since it was asked last. What the job manager has said before an answer of its own has come before that answer.
+    /// Jobs that ended since the last call. What the job manager says before it answers a request comes before that answer.
     fn so_far(&mut self) -> Vec<i64> {
         let mut ended = Vec::new();
         while let Some(Some(Ok(told))) = self.0.next().now_or_never() {
@@ -165,7 +171,7 @@ async fn until_online(client: &Client) -> Result<(), ReloadError> {
     timeout(ONLINE_TIMEOUT, look).await.map_err(|_| ReloadError::Offline)?
 }
 
-/// Of a queue that somebody has stopped the job manager says this as well, in place of who has stopped it.
+/// True if no scheduler is online. The job manager gives this reason even for a queue that somebody stopped.
 async fn is_scheduler_offline(client: &Client) -> Result<bool, RpcError> {
     #[derive(Deserialize)]
     struct Queues {

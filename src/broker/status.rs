@@ -440,7 +440,7 @@ struct Entry {
 }
 
 impl ResourceSet {
-    /// Of the set of all ranks: their names in rank order.
+    /// Names in rank order, if the set covers all ranks.
     fn names(&self) -> Vec<String> {
         self.execution.nodelist.iter().flat_map(|names| hostlist::decode(names)).collect()
     }

@@ -67,13 +67,13 @@ pub fn link_and_try(
     Ok(linked)
 }
 
-/// Nobody has seen yet that the Flux of environment `digest` runs on this host. Said by a file beside it, since an environment
+/// True until Flux of environment `digest` has run on this host. A file beside the environment marks it, since an environment
 /// never changes.
 pub fn is_untried(prefix: &Path, digest: &str) -> bool {
     untried(prefix, digest).is_file()
 }
 
-/// It runs, or is gone.
+/// Removes that mark: Flux ran, or the environment is gone.
 ///
 /// # Errors
 /// The file system's, in words.
@@ -86,7 +86,7 @@ fn untried(prefix: &Path, digest: &str) -> PathBuf {
     prefix.join(ENVIRONMENTS).join(format!(".{digest}.untried"))
 }
 
-/// What came of it, where nothing is wrong for sure.
+/// The result, unless something is certainly wrong.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Tried {
     /// It runs.

@@ -175,7 +175,10 @@ impl LocalCommand {
                     say(&format!("{} is up at {}", node.name, node.address))?;
                 }
             }
-            Self::RemoveNode { node } => ask(&layout, &node, |node| Request::Remove { node }).await?,
+            Self::RemoveNode { node } => {
+                ask(&layout, &node, |node| Request::Remove { node }).await?;
+                say(&format!("{node} is gone; its rank is kept for spec.ranks.retain (10m), the lead's for ever"))?;
+            }
             Self::Agent { node, action: AgentAction::Restart } => {
                 ask(&layout, &node, |node| Request::RestartAgent { node }).await?
             }

@@ -171,7 +171,7 @@ fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> Holds {
     };
     let words =
         format!("{node} has no agent{others}: {why}; its broker and jobs go on, but nothing is mended or told there");
-    (true, "PodGone", words)
+    (true, "AgentNotRunning", words)
 }
 
 /// The status before with what the roster and the nodes' reports say by now.
@@ -423,7 +423,12 @@ mod tests {
             (|world| world.spec.size = Some(99), Some(CONDITION_SCALE_DENIED), "MoreThanMaxSize", "size 99 is more"),
             (packages, Some(CONDITION_RESTART_PENDING), BLOCKED, "node2 can't install the packages: can't fetch http"),
             (|world| world.spec.lead = Some("node2".into()), Some(CONDITION_NOT_APPLIED), "LeadIsFixed", "node1 leads"),
-            (evicted, Some(CONDITION_AGENTS_MISSING), "PodGone", "node2 has no agent: its pod was evicted; its broker"),
+            (
+                evicted,
+                Some(CONDITION_AGENTS_MISSING),
+                "AgentNotRunning",
+                "node2 has no agent: its pod was evicted; its broker",
+            ),
             // It waits for others, who will come.
             (|world| world.digest = "next", Some(CONDITION_RESTART_PENDING), "Waits", "2 of 2 nodes online"),
         ] {

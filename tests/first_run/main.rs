@@ -5,6 +5,8 @@
 
 mod ends;
 mod mistakes;
+#[path = "../support/needs.rs"]
+mod needs;
 mod scripts;
 mod stand_in;
 #[path = "../support/traces.rs"]
@@ -21,6 +23,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use needs::{NODES, skips_without};
+
 const PATIENCE: Duration = Duration::from_secs(120);
 const BINARY: &str = env!("CARGO_BIN_EXE_flux-distribute");
 
@@ -36,8 +40,7 @@ struct Place {
 impl Place {
     /// None if the test can't run: local mode needs root.
     fn new() -> Option<Self> {
-        if !nix::unistd::geteuid().is_root() {
-            eprintln!("skipped: needs root");
+        if skips_without(NODES) {
             return None;
         }
         let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);

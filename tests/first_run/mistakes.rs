@@ -8,7 +8,10 @@ use std::{
     process::Command,
 };
 
-use crate::{BINARY, Place, Said};
+use crate::{
+    BINARY, Place, Said,
+    needs::{Need, skips_without},
+};
 
 /// `local up` refuses it as bad input, says why, and has begun nothing.
 fn is_refused(place: &Place, options: &[&str], words: &str) {
@@ -90,8 +93,8 @@ fn a_failure_of_a_node_that_no_time_heals_ends_up_at_once_and_takes_the_cluster_
 
 #[test]
 fn every_local_command_says_that_it_needs_root() {
-    if !nix::unistd::geteuid().is_root() {
-        return eprintln!("skipped: needs root to become somebody else");
+    if skips_without([Need::Root]) {
+        return;
     }
     let directory = tempfile::tempdir().unwrap();
     let program = directory.path().join("flux-distribute");

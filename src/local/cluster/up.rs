@@ -160,13 +160,19 @@ async fn bring_up(layout: &Layout, up: &Up, begun: &OnceLock<String>) -> Result<
     if !up.no_wait {
         wait::run(layout, &cluster, up.nodes, end).await?;
     }
+    let program = program();
     match stand_in {
-        None => say(&format!("run a job:    flux-distribute local exec node1 -- flux run -N{} hostname", up.nodes))?,
+        None => say(&format!("run a job:    {program} local exec node1 -- flux run -N{} hostname", up.nodes))?,
         Some(stand_in) => say(&format!("{STAND_IN}: the nodes run no jobs ({})", stand_in.why))?,
     }
-    say("look at it:   flux-distribute local status")?;
+    say(&format!("look at it:   {program} local status"))?;
     say(&format!("               {SPARES_EXPLAINED}"))?;
-    say("take it down: flux-distribute local down")
+    say(&format!("take it down: {program} local down"))
+}
+
+/// This program as it was called, so that what is printed can be typed again.
+fn program() -> String {
+    std::env::args().next().unwrap_or_else(|| "flux-distribute".to_owned())
 }
 
 /// A bundle of the stand-in for Flux, and why it is installed.

@@ -1,4 +1,4 @@
-//! How the stand-ins hang together: each follower holds one connection to the lead, which tells everybody who is online.
+//! The stand-ins' overlay: each follower keeps one connection to the lead, which announces who is online.
 //! One JSON line at a time; an empty line says that the sender is alive.
 
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};

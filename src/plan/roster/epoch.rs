@@ -180,7 +180,7 @@ fn pending_by_format(seen: &Observed, roster: &Roster) -> Option<String> {
     (roster.format < format(seen)).then(|| words.to_owned())
 }
 
-/// Why the published packages can't be had, by the word of the first node that has tried: one asks the source for all.
+/// Why the packages can't be fetched, as the first node that tried reports: one node asks the source for all.
 fn unavailable_packages(seen: &Observed) -> Option<String> {
     let mut lacking = seen.reports.iter().filter_map(|(node, report)| Some((node, report.lacks_packages.as_ref()?)));
     lacking.next().map(|(node, why)| format!("{node} can't install the packages: {why}"))

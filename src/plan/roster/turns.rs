@@ -1,4 +1,4 @@
-//! Who leads an instance that was never online, if brokers don't come up: each eligible node gets its turn, after pauses that
+//! Which node leads an instance that was never online, if brokers don't come up: each eligible node gets its turn, after pauses that
 //! grow. A node that has failed as the lead counts as failed until something changes: the spec, what the epoch is made from,
 //! an administrator's word, or the node itself.
 
@@ -10,6 +10,7 @@ use super::{LEAD_PATIENCE, Observed, candidates, has_failed, is_lead_fixed, is_o
 use crate::{
     api::{FailedLead, FailedLeads, FirstFailure, Member, NodePhase, Roster},
     plan::{eligibility::NodeView, status::Obstacle},
+    words::many,
 };
 
 /// The pause after the first failure.
@@ -83,11 +84,10 @@ pub fn no_lead(seen: &Observed, roster: &Roster) -> Option<Obstacle> {
     let may_lead: Vec<_> = eligible.into_iter().filter(is_meant).collect();
     let tried = may_lead.iter().filter(|node| failed.times(&node.uid) > 0).count();
     let message = format!(
-        "no lead has come up: {node}: {reason} (failed attempts: {}, on {} of {} nodes that may lead; the next one comes by \
-         itself after a pause, or at once if the spec, the packages or a node change)",
-        failed.all_times(),
-        tried,
-        may_lead.len(),
+        "no lead has come up: {node}: {reason} ({}, on {tried} of {} that may lead; the next attempt follows after a pause, or at \
+         once if the spec, the packages or a node changes)",
+        many(failed.all_times(), "failed attempt"),
+        many(may_lead.len() as u64, "node"),
     );
     Some(match failed.all_times() > 1 || tried == may_lead.len() {
         true => Obstacle::Problem { reason: "NoLead", message },

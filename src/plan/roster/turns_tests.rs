@@ -145,7 +145,7 @@ fn the_lead_of_the_spec_alone_is_tried_and_so_is_an_only_node() {
         let only = if count > 1 { "node2" } else { "node1" };
         assert!((4..=7).contains(&starts.len()) && starts.iter().all(|(_, node)| node == only), "{starts:?}");
         let Some(Obstacle::Problem { message, .. }) = hopeless.told() else { panic!("{:?}", hopeless.told()) };
-        assert!(message.contains("on 1 of 1 nodes"), "{message}");
+        assert!(message.contains("on 1 of 1 node"), "{message}");
     }
 }
 
