@@ -116,12 +116,14 @@ async fn a_live_change_is_taken_in_whatever_an_earlier_one_has_left() {
 }
 
 #[tokio::test]
-async fn a_live_change_without_a_configuration_changes_nothing_that_the_next_one_does_not_mend() {
+async fn a_live_change_that_fails_leaves_a_scheduler_that_schedules() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
     let (lead, client) = lead(&flux, base.path(), 1, "0-1").await;
     let error = reload(&client, |_| Err("no".to_owned())).await.unwrap_err();
     assert!(error.to_string().ends_with(": no"), "{error}");
+    all_run(&flux, &lead, &submit(&flux, &lead, 1, &[]).0);
+    run(&flux, &lead, &["cancel", "--all"]);
     reload(&client, |_| Ok(configuration(&[("node0", "0-1")]))).await.unwrap();
     all_run(&flux, &lead, &submit(&flux, &lead, 2, &[]).0);
 }

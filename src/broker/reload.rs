@@ -47,25 +47,42 @@ pub async fn reload(
     for module in [SIMPLE].iter().chain(FLUXION.iter().rev()).filter(|module| is_loaded(module)) {
         remove(client, module).await?;
     }
-    // Only now no further job can begin on a rank whose name is about to change.
+    // Whatever comes of it, the instance gets its scheduler back.
+    let taken_in = take_in(client, configuration).await;
+    if taken_in.is_ok() && is_loaded(&RESOURCE) {
+        remove(client, RESOURCE).await?;
+    }
+    if taken_in.is_ok() || !is_loaded(&RESOURCE) {
+        load(client, RESOURCE).await?;
+    }
+    load_scheduler(client, simple, taken_in.as_ref().is_ok_and(|has_housekeeping| !has_housekeeping)).await?;
+    taken_in.map(drop)
+}
+
+/// Loads what `configuration` makes; true if it has housekeeping after jobs.
+async fn take_in(
+    client: &Client,
+    configuration: impl FnOnce(&BTreeMap<u32, String>) -> Result<Value, String>,
+) -> Result<bool, ReloadError> {
+    // Without a scheduler, no further job can begin on a rank whose name is about to change.
     let held = held_names(client).await?;
     let configuration = configuration(&held).map_err(ReloadError::Configuration)?;
     let has_housekeeping = configuration["job-manager"].get("housekeeping").is_some();
     ask(client, "config.load", configuration).await?;
-    if is_loaded(&RESOURCE) {
-        remove(client, RESOURCE).await?;
-    }
-    load(client, RESOURCE).await?;
+    Ok(has_housekeeping)
+}
+
+/// Loads the scheduler, flux-core's own if it is `simple`, and sees to it that it holds no core of a job that has ended.
+/// `ends_free_cores`: the cores of a job are free as soon as it has ended; after it, housekeeping may go on on its cores.
+async fn load_scheduler(client: &Client, simple: bool, ends_free_cores: bool) -> Result<(), ReloadError> {
     let mut ended = EndedJobs::watch(client).await?;
     let is_fluxion = !simple && has_fluxion(load(client, FLUXION[0]).await)?;
     let scheduler: &[&str] = if is_fluxion { &FLUXION } else { &[SIMPLE] };
     let mut missing = &scheduler[usize::from(is_fluxion)..];
-    // After a job, housekeeping may go on on its cores: that the job has ended does not say that they are free.
-    let is_told_by_job = is_fluxion && !has_housekeeping;
     for _ in 1..MAX_LOADS {
         load_all(client, missing).await?;
         let ended = ended.so_far();
-        if is_told_by_job {
+        if is_fluxion && ends_free_cores {
             return Ok(free_again(client, &ended).await?);
         }
         if ended.is_empty() {
