@@ -6,7 +6,7 @@
 mod needs;
 mod support;
 
-use std::{path::Path, process::Command, time::Duration};
+use std::{collections::BTreeMap, path::Path, process::Command, time::Duration};
 
 use flux_distribute::broker::{
     message::ANY,
@@ -190,11 +190,22 @@ async fn the_configuration_is_made_from_the_ranks_that_jobs_hold_and_jobs_go_on(
     };
     assert_eq!(rename("renamed").await, [(1, "node1".to_owned())].into());
     let now = instance(&client).await.unwrap();
-    assert_eq!((now.names().join(","), now.all.cores, now.allocated.cores), ("node0,node1".to_owned(), 5, 1));
+    assert_eq!((now.names[&0].as_str(), now.names[&1].as_str()), ("node0", "node1"));
+    assert_eq!((now.all.cores, now.allocated.cores), (5, 1));
     assert_eq!(run(&flux, &lead, &["jobs", "-no", "{state}", &ids[0]]), "RUN");
+
+    // The names are those of the ranks though one of them is excluded, which the scheduler knows nothing of.
+    let exclude = |held: &BTreeMap<u32, String>| {
+        let mut configuration = configuration(&[("node0", "0-1"), (held.get(&1).map_or("?", String::as_str), "0-2")]);
+        configuration["resource"]["exclude"] = json!("0");
+        Ok(configuration)
+    };
+    reload(&client, exclude).await.unwrap();
+    assert_eq!(held_names(&client).await.unwrap(), [(1, "node1".to_owned())].into());
+    assert_eq!(instance(&client).await.unwrap().names[&1], "node1");
     cancel(&client, numbers[0]).await;
     run(&flux, &lead, &["job", "wait-event", "-t", "20", &ids[0], "clean"]);
     assert!(rename("renamed").await.is_empty());
-    assert_eq!(instance(&client).await.unwrap().names(), ["node0", "renamed"]);
+    assert_eq!(instance(&client).await.unwrap().names[&1], "renamed");
     assert!(held_names(&client).await.unwrap().is_empty());
 }

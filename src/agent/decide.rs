@@ -301,7 +301,7 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
 /// Flux could know members by other names than it does: the lead's broker did not take in the live configuration at its start, or a
 /// job kept a rank from having its name, and has ended.
 fn is_misnamed(seen: &Seen, roster: &Roster) -> bool {
-    seen.told.is_some_and(|told| misnamed(roster, &told.names(), &told.allocated.ranks))
+    seen.told.is_some_and(|told| misnamed(roster, &told.names, &told.allocated.ranks))
 }
 
 /// The last words of the broker that was started for `roster`, where its lead was never online. One that was up has shown that

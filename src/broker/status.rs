@@ -97,6 +97,9 @@ pub struct InstanceStatus {
     /// What each rank declares, behind `all`.
     #[serde(skip)]
     pub declared: ResourceSet,
+    /// The names of all ranks, excluded ones too.
+    #[serde(skip)]
+    pub names: BTreeMap<u32, String>,
     /// Cores that no job holds, by rank, of the ranks that are up and may be given jobs.
     #[serde(skip)]
     pub free: BTreeMap<u32, usize>,
@@ -106,11 +109,6 @@ impl InstanceStatus {
     /// What these ranks declare, whether they are up or down.
     pub fn declared_by(&self, ranks: &IdSet) -> Amount {
         self.declared.amount_on(|rank| ranks.contains(rank))
-    }
-
-    /// The name of each rank, in rank order.
-    pub fn names(&self) -> Vec<String> {
-        self.declared.names()
     }
 }
 
@@ -240,6 +238,8 @@ pub async fn online(client: &Client) -> Result<IdSet, RpcError> {
 pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     #[derive(Deserialize)]
     struct Resources {
+        #[serde(rename = "R", default)]
+        all: ResourceSet,
         #[serde(default)]
         drain: BTreeMap<String, Reason>,
         #[serde(default)]
@@ -272,6 +272,7 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
         down: amount(scheduler.down),
         allocated: amount(scheduler.allocated),
         declared,
+        names: resources.all.names(),
         free,
     })
 }
@@ -359,18 +360,25 @@ pub async fn held_names(client: &Client) -> Result<BTreeMap<u32, String>, RpcErr
     if held.is_empty() {
         return Ok(BTreeMap::new());
     }
-    let names = match scheduled(client).await {
-        Ok(scheduled) => scheduled.all.unwrap_or_default().names(),
+    #[derive(Deserialize)]
+    struct Resources {
+        #[serde(rename = "R", default)]
+        all: ResourceSet,
+    }
+    let topic = "resource.status";
+    let names = match client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null).await {
+        // Not what the scheduler has, which knows nothing of excluded ranks.
+        Ok(status) => parse::<Resources>(topic, status)?.all.names(),
         // The resource module was removed by a live change that was killed: what that one had loaded keeps these names.
         Err(RpcError::Service { errnum, .. }) if errnum == Errno::ENOSYS as u32 => loaded_names(client).await?,
         Err(error) => return Err(error),
     };
-    Ok((0..).zip(names).filter(|(rank, _)| held.contains(*rank)).collect())
+    Ok(names.into_iter().filter(|(rank, _)| held.contains(*rank)).collect())
 }
 
-/// The name of each rank, in rank order, by the configuration that is loaded: without a `[bootstrap]` table, ranks are in the order
+/// The name of each rank by the configuration that is loaded: without a `[bootstrap]` table, ranks are in the order
 /// of `[[resource.config]]` (flux-core src/modules/resource/inventory.c).
-async fn loaded_names(client: &Client) -> Result<Vec<String>, RpcError> {
+async fn loaded_names(client: &Client) -> Result<BTreeMap<u32, String>, RpcError> {
     #[derive(Deserialize)]
     struct Loaded {
         #[serde(default)]
@@ -388,10 +396,11 @@ async fn loaded_names(client: &Client) -> Result<Vec<String>, RpcError> {
         hosts: String,
     }
     let Loaded { bootstrap, resource } = parse("config.get", client.rpc("config.get", LEAD, Value::Null).await?)?;
-    Ok(match bootstrap {
+    let names = match bootstrap {
         Some(_) => hostlist::decode(&attribute(client, "hostlist").await?),
         None => resource.config.iter().flat_map(|entry| hostlist::decode(&entry.hosts)).collect(),
-    })
+    };
+    Ok((0..).zip(names).collect())
 }
 
 async fn scheduled(client: &Client) -> Result<Scheduled, RpcError> {
@@ -440,9 +449,10 @@ struct Entry {
 }
 
 impl ResourceSet {
-    /// Names in rank order, if the set covers all ranks.
-    fn names(&self) -> Vec<String> {
-        self.execution.nodelist.iter().flat_map(|names| hostlist::decode(names)).collect()
+    /// The names of its ranks: a nodelist is in the order of the ranks (RFC 20).
+    fn names(&self) -> BTreeMap<u32, String> {
+        let names = self.execution.nodelist.iter().flat_map(|names| hostlist::decode(names));
+        self.amount().ranks.0.into_iter().zip(names).collect()
     }
 
     /// How many cores, by rank.

@@ -68,12 +68,13 @@ pub fn live_configuration(roster: &Roster, keep: &BTreeMap<Rank, String>) -> Res
     serde_json::to_value(file).map_err(|error| format!("the live configuration: {error}"))
 }
 
-/// The names differ that the ranks have and could have. `known`: Flux's names in rank order; the ranks in `busy` have jobs.
-pub fn misnamed(roster: &Roster, known: &[String], busy: &IdSet) -> bool {
+/// The names differ that the ranks have and could have. `known`: the names by which Flux knows them; the ranks in `busy` have jobs.
+pub fn misnamed(roster: &Roster, known: &BTreeMap<Rank, String>, busy: &IdSet) -> bool {
     let keep =
-        (0..).zip(known).filter(|(rank, _)| busy.contains(*rank)).map(|(rank, name)| (rank, name.clone())).collect();
+        known.iter().filter(|(rank, _)| busy.contains(**rank)).map(|(rank, name)| (*rank, name.clone())).collect();
     let could_be = declared_names(roster, &keep);
-    roster.declares_nodes() && known.len() == could_be.len() && known != could_be
+    let differs = (0..).zip(&could_be).any(|(rank, name)| known.get(&rank).is_some_and(|known| known != name));
+    roster.declares_nodes() && differs
 }
 
 /// No job keeps a rank from having its name. `held`: the names of the ranks that jobs hold.
@@ -139,7 +140,8 @@ mod tests {
         assert_eq!(names(&roster), ["node1", "flux-spare-1", "flux-spare-2"]);
         let live = live_configuration(&roster, &BTreeMap::new()).unwrap();
         assert!(live["bootstrap"]["hosts"].is_array() && live["sched-fluxion-resource"].is_null(), "{live}");
-        assert!(!misnamed(&roster, &["node1", "flux-spare-1", "node3"].map(str::to_owned), &IdSet::default()));
+        let known = ["node1", "flux-spare-1", "node3"].map(str::to_owned);
+        assert!(!misnamed(&roster, &(0..).zip(known).collect(), &IdSet::default()));
     }
 
     #[test]
@@ -160,12 +162,14 @@ mod tests {
     fn a_rank_is_misnamed_only_if_no_job_holds_it() {
         let mut roster = roster(4, &[("node1", 2)]);
         join(&mut roster, 2, "node3", None);
-        let known = |third: &str| ["node1", "flux-spare-1", third, "flux-spare-3"].map(str::to_owned);
+        let known = |third: &str| -> BTreeMap<Rank, String> {
+            (0..).zip(["node1", "flux-spare-1", third, "flux-spare-3"].map(str::to_owned)).collect()
+        };
         let busy = |ranks: &str| ranks.parse().unwrap();
         assert!(!misnamed(&roster, &known("node3"), &busy("")));
         assert!(misnamed(&roster, &known("flux-spare-2"), &busy("")));
         assert!(!misnamed(&roster, &known("flux-spare-2"), &busy("2")));
-        assert!(!misnamed(&roster, &[], &busy("")), "nothing is known");
+        assert!(!misnamed(&roster, &BTreeMap::new(), &busy("")), "nothing is known");
         assert!(!are_settled(&roster, &BTreeMap::from([(2, "flux-spare-2".to_owned())])));
         assert!(are_settled(&roster, &BTreeMap::from([(2, "node3".to_owned())])));
 

@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, fs};
 
+use flux_distribute::{api::IdSet, plan::hostlist};
 use serde_json::{Value, json};
 
 use crate::harness::Cluster;
@@ -11,20 +12,30 @@ fn resource(cluster: &Cluster, words: &[&str]) -> Option<String> {
     cluster.ask("node1", &[&["flux", "resource"], words].concat())
 }
 
-/// What Flux shows of each node that it would give to a job: cores, GPUs, and its properties but for its own name.
+/// What Flux would give of each node to a job: cores, GPUs, and its properties. `flux resource list` has one row for nodes that
+/// differ in cores only.
 fn shown(cluster: &Cluster) -> BTreeMap<String, (u32, u32, String)> {
-    let words = ["list", "-s", "free", "-no", "{ncores} {ngpus} {nodelist} {properties}"];
-    let list = resource(cluster, &words).unwrap_or_default();
-    let rows = list.lines().filter_map(|line| {
-        let words: Vec<_> = line.split_whitespace().collect();
-        let [cores, gpus, name, ref properties @ ..] = words[..] else { return None };
-        let mut properties: Vec<_> = properties.iter().flat_map(|list| list.split(',')).collect();
-        properties.sort_unstable();
-        let own = properties.iter().position(|property| property.starts_with("node"));
-        let node = own.map_or(name, |at| properties.remove(at));
-        Some((node.to_owned(), (cores.parse().ok()?, gpus.parse().ok()?, properties.join(" "))))
-    });
-    rows.collect()
+    let Some(text) = resource(cluster, &["R", "-s", "free"]) else { return BTreeMap::new() };
+    let r: Value = serde_json::from_str(&text).unwrap();
+    let set = |value: &Value| value.as_str().unwrap_or_default().parse::<IdSet>().unwrap();
+    let mut ranks = BTreeMap::new();
+    for entry in r["execution"]["R_lite"].as_array().unwrap() {
+        let count = |kind: &str| u32::try_from(set(&entry["children"][kind]).len()).unwrap();
+        ranks.extend(set(&entry["rank"]).0.into_iter().map(|rank| (rank, (count("core"), count("gpu")))));
+    }
+    let properties = |rank: u32| {
+        let all = r["execution"]["properties"].as_object().into_iter().flatten();
+        let mut own: Vec<_> =
+            all.filter(|(_, ranks)| set(ranks).contains(rank)).map(|(name, _)| name.as_str()).collect();
+        own.sort_unstable();
+        own.join(" ")
+    };
+    let names = r["execution"]["nodelist"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .flat_map(|names| hostlist::decode(names.as_str().unwrap()));
+    names.zip(&ranks).map(|(name, (rank, (cores, gpus)))| (name, (*cores, *gpus, properties(*rank)))).collect()
 }
 
 fn until_shown(cluster: &Cluster, node: &str, cores: u32, gpus: u32, properties: &str) {

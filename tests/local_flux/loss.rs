@@ -30,7 +30,7 @@ fn a_node_that_joins_later_changes_no_rank_and_restarts_no_broker() {
     ranks_now.remove("node5");
     assert_eq!((brokers_now, ranks_now), (brokers, ranks));
     job.finish();
-    let said = cluster.exec("node5", &["flux", "run", "-N1", "--requires=node5", "hostname"]);
+    let said = cluster.exec("node5", &["flux", "run", "-N1", "--requires=rank:4", "hostname"]);
     assert_eq!(said, "node5");
     assert_eq!(cluster.exec("node1", &["flux", "run", "-N5", "hostname"]).lines().count(), 5);
 }

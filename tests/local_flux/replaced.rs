@@ -46,7 +46,7 @@ fn a_machine_that_replaces_one_that_is_cut_off_gets_another_rank_and_both_keep_t
     // One that has joined later: its rank has a spare's name, so that it may be anybody's once it is free.
     cluster.must(&["add-node"]);
     cluster.all_online(3);
-    let (before, job) = (cluster.brokers(), cluster.job(&["-n1", "--requires=node3"]));
+    let (before, job) = (cluster.brokers(), cluster.job(&["-n1", "--requires=rank:2"]));
     let rank = before["node3"].rank;
 
     let cut = Unplugged::new(&cluster, "node3");
