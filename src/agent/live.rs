@@ -34,7 +34,7 @@ pub(super) const ASK_EVERY: Duration = Duration::from_secs(2);
 const ASK_LEAD_EVERY: Duration = Duration::from_secs(30);
 /// What the lead publishes every two seconds, to all (flux-heartbeat(5)): that it is missing costs nobody a question.
 const HEARTBEAT: &str = "heartbeat.pulse";
-/// A lead that is silent for so long is gone, or cut off from here.
+/// A lead silent for this long is gone, or cut off from this node.
 const NO_HEARTBEAT: Duration = Duration::from_secs(10);
 
 /// The broker's own words.

@@ -127,7 +127,7 @@ pub enum ReloadError {
 }
 
 /// The jobs that end from a moment on. The job manager tells a scheduler which jobs hold resources when it says hello, and which
-/// jobs have given theirs back once it is ready. A job that ends in between is told to nobody (flux-core 0.88, job-manager
+/// jobs have given theirs back once it is ready. Nobody hears of a job that ends in between (flux-core 0.88, job-manager
 /// alloc.c: `hello_cb`, `ready_cb`, `alloc_send_free_request`), so the scheduler would hold its cores for ever.
 struct EndedJobs<S>(S);
 

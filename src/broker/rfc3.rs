@@ -105,7 +105,7 @@ pub struct Client {
     reader: JoinHandle<()>,
 }
 
-/// More events than anybody is behind: what is missed is told by the next one.
+/// A receiver that lags further behind misses events; the next event makes up for them.
 const EVENTS: usize = 16;
 
 #[derive(Clone, Default)]

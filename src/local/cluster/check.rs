@@ -17,7 +17,7 @@ use crate::{
     redact::redacted,
 };
 
-/// A source that does not answer for so long can't be reached.
+/// A source that does not answer within this time can't be reached.
 const LIMIT: Duration = Duration::from_secs(2);
 /// Of a channel's index, whose smallest form is not there everywhere.
 const INDEXES: [&str; 2] = ["repodata.json.zst", "repodata.json"];

@@ -24,7 +24,7 @@ use crate::{
     words::many,
 };
 
-/// A node that has failed for so long at one go is not about to heal.
+/// A node that has been failed for this long does not heal by itself.
 const FAILED_LIMIT: Duration = Duration::from_secs(60);
 
 /// A node's word, and for how long it has been `Failed`.

@@ -18,7 +18,7 @@ use crate::api::IdSet;
 
 /// How often each end says that it is alive.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
-/// Who has said nothing for so long is gone: a power cut closes no connection.
+/// A peer silent for this long is gone: a power cut closes no connection.
 const SILENCE: Duration = Duration::from_secs(5);
 /// How often a follower looks for its lead.
 const LOOK_EVERY: Duration = Duration::from_millis(200);

@@ -30,7 +30,7 @@ use crate::{
 const ATTEMPTS: usize = 6;
 /// What a source may wish for with `Retry-After`: longer rests are the caller's, who tells what it waits for.
 const LONGEST_REST: Duration = Duration::from_secs(30);
-/// A source that has not answered for so long is told of.
+/// A source that has not answered for this long is reported.
 const SLOW: Duration = Duration::from_secs(5);
 
 /// When something is tried again, for the end of a sentence.
