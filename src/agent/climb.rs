@@ -128,9 +128,9 @@ impl Agent {
             return Err(runs());
         }
         self.queues_are_ours = true;
-        self.actor.stop_queues(&preflight.prefix, roster, queues::EPOCH_ENDS).await?;
+        queues::stop(&*self.actor.host, &preflight.prefix, roster, queues::EPOCH_ENDS).await?;
         if jobs_may_run(&self.view).await.is_some() {
-            self.actor.start_queues(&preflight.prefix, roster).await?;
+            queues::start(&*self.actor.host, &preflight.prefix, roster, queues::EPOCH_ENDS).await?;
             self.queues_are_ours = false;
             return Err(runs());
         }
@@ -144,7 +144,7 @@ impl Agent {
         if !(self.queues_are_ours && is_lead && self.is_online() && roster.closing.is_none()) {
             return;
         }
-        match self.actor.start_queues(&preflight.prefix, roster).await {
+        match queues::start(&*self.actor.host, &preflight.prefix, roster, queues::EPOCH_ENDS).await {
             Ok(()) => self.queues_are_ours = false,
             Err(error) => warn!(error = error_chain(&error), "can't look at the queues"),
         }
@@ -211,7 +211,7 @@ impl Agent {
         else {
             return reason;
         };
-        match self.actor.stop_queues(&state.prefix, &roster, queues::INSTANCE_ENDS).await {
+        match queues::stop(&*self.actor.host, &state.prefix, &roster, queues::INSTANCE_ENDS).await {
             Ok(()) => self.queues_have_ended = true,
             Err(error) => warn!(error = error_chain(&error), "can't stop the queues"),
         }
@@ -262,14 +262,14 @@ pub(super) async fn jobs_may_run(view: &HostView) -> Option<&'static str> {
 }
 
 /// What is heard over the socket of this host's broker.
-struct Heard {
+pub(super) struct Heard {
     /// The lead's word.
-    lead: Result<InstanceStatus, RpcError>,
+    pub(super) lead: Result<InstanceStatus, RpcError>,
     /// Others may hang on this broker: it says so, or nothing at all.
     may_carry_others: bool,
 }
 
-async fn ask() -> Heard {
+pub(super) async fn ask() -> Heard {
     let socket = match live::connect().await {
         Ok(socket) => socket,
         Err(error) => return Heard { lead: Err(error), may_carry_others: true },

@@ -1,14 +1,14 @@
 //! The queues are stopped for the moment between the last look at the jobs and the end of the lead's broker. Only those that
 //! were started are, with words of ours, so that they are found and started again if the epoch doesn't end after all, by
-//! whichever agent; what an administrator has stopped is his. At the end of the instance they are stopped for good.
+//! whichever agent; what an administrator has stopped stays stopped. At the end of the instance they are stopped for good.
 
 use std::path::Path;
 
-use super::act::{Actor, StepError, unexpected};
+use super::act::{StepError, unexpected};
 use crate::{
     api::Roster,
     broker::reload::SCHEDULER_IS_OFFLINE,
-    host::{Answer, FluxOrder, Order},
+    host::{Answer, FluxOrder, Host, Order},
 };
 
 /// For one `flux` command.
@@ -18,50 +18,50 @@ const FLUX_TIMEOUT_SECS: u64 = 60;
 pub(super) const EPOCH_ENDS: &str = "flux-distribute: the epoch ends";
 /// The same for the end of the instance: nobody starts it again.
 pub(super) const INSTANCE_ENDS: &str = "flux-distribute: the instance is being removed";
+/// The same for `flux-distribute uninstall`.
+pub(super) const UNINSTALLED_BY_HAND: &str = "flux-distribute: a host is being uninstalled by hand";
 
-impl Actor {
-    /// Has no further job begin.
-    ///
-    /// # Errors
-    /// flux's.
-    pub async fn stop_queues(&self, prefix: &Path, roster: &Roster, message: &str) -> Result<(), StepError> {
-        let list = self.flux(prefix, roster, &["queue", "list", "-no", "{queue}|{started}"]).await?;
-        for queue in started(&list) {
-            let stop = ["queue", "stop", "--nocheckpoint", "--message", message];
-            self.flux(prefix, roster, &[&stop[..], queue.as_slice()].concat()).await?;
-        }
-        Ok(())
+/// Has no further job begin; `flux queue status` shows `message`.
+///
+/// # Errors
+/// flux's.
+pub(super) async fn stop(host: &dyn Host, prefix: &Path, roster: &Roster, message: &str) -> Result<(), StepError> {
+    let list = flux(host, prefix, roster, &["queue", "list", "-no", "{queue}|{started}"]).await?;
+    for queue in started(&list) {
+        let stop = ["queue", "stop", "--nocheckpoint", "--message", message];
+        flux(host, prefix, roster, &[&stop[..], queue.as_slice()].concat()).await?;
     }
+    Ok(())
+}
 
-    /// Takes that back.
-    ///
-    /// # Errors
-    /// flux's.
-    pub async fn start_queues(&self, prefix: &Path, roster: &Roster) -> Result<(), StepError> {
-        let status = self.flux(prefix, roster, &["queue", "status"]).await?;
-        let hidden = || StepError::NotYet("whose the queues are can't be seen while the scheduler is off".to_owned());
-        for queue in stopped_by_us(&status).ok_or_else(hidden)? {
-            self.flux(prefix, roster, &[&["queue", "start"], queue.as_slice()].concat()).await?;
-        }
-        Ok(())
+/// Starts those again that were stopped with `message`.
+///
+/// # Errors
+/// flux's.
+pub(super) async fn start(host: &dyn Host, prefix: &Path, roster: &Roster, message: &str) -> Result<(), StepError> {
+    let status = flux(host, prefix, roster, &["queue", "status"]).await?;
+    let hidden = || StepError::NotYet("whose the queues are can't be seen while the scheduler is off".to_owned());
+    for queue in stopped_with(message, &status).ok_or_else(hidden)? {
+        flux(host, prefix, roster, &[&["queue", "start"], queue.as_slice()].concat()).await?;
     }
+    Ok(())
+}
 
-    async fn flux(&self, prefix: &Path, roster: &Roster, args: &[&str]) -> Result<String, StepError> {
-        let order = FluxOrder {
-            prefix: prefix.to_owned(),
-            digest: roster.settings.digest.clone(),
-            args: args.iter().map(|arg| (*arg).to_owned()).collect(),
-            run_as: roster.settings.run_as.clone(),
-            timeout_secs: FLUX_TIMEOUT_SECS,
-        };
-        match self.order(Order::Flux(order)).await? {
-            Answer::Ran(ran) if ran.code == 0 => Ok(ran.stdout + &ran.stderr),
-            Answer::Ran(ran) => {
-                let output = ran.stderr.trim().lines().last().unwrap_or("no output").to_owned();
-                Err(StepError::Flux { command: args.join(" "), output })
-            }
-            other => Err(unexpected(&other)),
+async fn flux(host: &dyn Host, prefix: &Path, roster: &Roster, args: &[&str]) -> Result<String, StepError> {
+    let order = FluxOrder {
+        prefix: prefix.to_owned(),
+        digest: roster.settings.digest.clone(),
+        args: args.iter().map(|arg| (*arg).to_owned()).collect(),
+        run_as: roster.settings.run_as.clone(),
+        timeout_secs: FLUX_TIMEOUT_SECS,
+    };
+    match host.run(Order::Flux(order), &mut |_| {}).await? {
+        Answer::Ran(ran) if ran.code == 0 => Ok(ran.stdout + &ran.stderr),
+        Answer::Ran(ran) => {
+            let output = ran.stderr.trim().lines().last().unwrap_or("no output").to_owned();
+            Err(StepError::Flux { command: args.join(" "), output })
         }
+        other => Err(unexpected(&other)),
     }
 }
 
@@ -72,11 +72,11 @@ fn started(list: &str) -> Vec<Option<&str>> {
 }
 
 /// None: it can't be seen. Without a scheduler `flux queue status` says so of each queue, in place of who has stopped it.
-fn stopped_by_us(status: &str) -> Option<Vec<Option<&str>>> {
+fn stopped_with<'a>(message: &str, status: &'a str) -> Option<Vec<Option<&'a str>>> {
     if status.contains(&format!("Scheduling is stopped: {SCHEDULER_IS_OFFLINE}")) {
         return None;
     }
-    let ours = format!("Scheduling is stopped: {EPOCH_ENDS}");
+    let ours = format!("Scheduling is stopped: {message}");
     let rows = status.lines().filter_map(|line| line.trim().strip_suffix(ours.as_str()));
     Some(rows.map(|queue| named(queue.trim_end_matches(": "))).collect())
 }
@@ -98,9 +98,9 @@ mod tests {
             "batch: Job submission is enabled\nbatch: Scheduling is stopped: {EPOCH_ENDS}\nlong: Scheduling is stopped: \
              maintenance\nlast: Scheduling is stopped: {INSTANCE_ENDS}\ndebug: Scheduling is started\n"
         );
-        assert_eq!(stopped_by_us(&status), Some(vec![Some("batch")]));
+        assert_eq!(stopped_with(EPOCH_ENDS, &status), Some(vec![Some("batch")]));
         let without_name = format!("Job submission is enabled\nScheduling is stopped: {EPOCH_ENDS}\n");
-        assert_eq!(stopped_by_us(&without_name), Some(vec![None]));
-        assert_eq!(stopped_by_us("batch: Scheduling is stopped: Scheduler is offline\n"), None);
+        assert_eq!(stopped_with(EPOCH_ENDS, &without_name), Some(vec![None]));
+        assert_eq!(stopped_with(EPOCH_ENDS, "batch: Scheduling is stopped: Scheduler is offline\n"), None);
     }
 }

@@ -2,10 +2,18 @@
 
 use std::{fs, io::Write, process::ExitCode};
 
-use super::{act::removal_grace, climb::jobs_may_run};
-use crate::host::{
-    Host, HostError, HostView, NsHost, Order, RemoveOrder, Root, StopOrder, look,
-    processes::{Process, processes},
+use super::{
+    act::removal_grace,
+    climb::{ask, jobs_may_run},
+    copied::host_roster,
+    queues::{self, UNINSTALLED_BY_HAND},
+};
+use crate::{
+    error_chain,
+    host::{
+        Host, HostError, HostView, NsHost, Order, RemoveOrder, Root, StopOrder, look,
+        processes::{Process, processes},
+    },
 };
 
 /// See the command.
@@ -54,8 +62,8 @@ impl UninstallError {
     }
 }
 
-/// Stops the broker and takes everything off. Unlike the agent at the end of an instance it stops no queues: the others may go
-/// on without this host.
+/// Stops the broker and takes everything off, once no job runs and none can begin: it stops the queues, as the agents do at the
+/// end of an instance.
 ///
 /// # Errors
 /// Jobs or an agent run here; the stage's: what is done is done then, and the next run goes on from there.
@@ -70,6 +78,9 @@ pub async fn uninstall(arguments: UninstallArguments) -> Result<ExitCode, Uninst
         if let Some(agent) = agent() {
             return Err(UninstallError::Agent(agent));
         }
+        if let Some(reason) = last_jobs(&host, &view).await? {
+            return Err(UninstallError::Jobs(reason));
+        }
     }
     let rank = view.broker.as_ref().map(|broker| broker.record.rank);
     let grace_secs = removal_grace(rank, !purge, false);
@@ -78,6 +89,35 @@ pub async fn uninstall(arguments: UninstallArguments) -> Result<ExitCode, Uninst
     }
     writeln!(std::io::stdout(), "{}", outcome(&view, purge))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Sees to it that no further job begins, and looks once more whether one runs: a job that has slipped in wins, and the queues go
+/// on.
+async fn last_jobs(host: &dyn Host, view: &HostView) -> Result<Option<&'static str>, UninstallError> {
+    let (Some(state), Some(roster), Some(_)) = (&view.state, host_roster(view), &view.broker) else { return Ok(None) };
+    if ask().await.lead.is_err() {
+        // Cut off from the lead: no job begins here.
+        return Ok(None);
+    }
+    let warn = |error| say(&format!("the queues stay as they are: {}", error_chain(&error)));
+    let stopped = queues::stop(host, &state.prefix, &roster, UNINSTALLED_BY_HAND).await;
+    let reason = jobs_may_run(&look(host).await?).await;
+    match (stopped, reason) {
+        (Err(error), _) => warn(error),
+        (Ok(()), Some(_)) => {
+            queues::start(host, &state.prefix, &roster, UNINSTALLED_BY_HAND).await.unwrap_or_else(warn);
+        }
+        (Ok(()), None) => say(
+            "the queues are stopped, so that no job begins; if the instance goes on without this host, run `flux queue start \
+             --all` on another one",
+        ),
+    }
+    Ok(reason)
+}
+
+fn say(words: &str) {
+    // Nobody may be there to read it.
+    let _ = writeln!(std::io::stderr(), "flux-distribute: {words}");
 }
 
 fn outcome(view: &HostView, purge: bool) -> String {

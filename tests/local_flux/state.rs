@@ -190,6 +190,54 @@ fn dumps_are_made_as_often_as_the_spec_says() {
     assert!(kept.dump.name.starts_with(&instance_id(&cluster)), "{kept:?}");
 }
 
+/// A process that hangs until this is dropped.
+struct Hanging(Pid);
+
+impl Hanging {
+    fn parent_of(pid: i32) -> Self {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap().trim();
+        let parent = Pid::from_raw(parent.parse().unwrap());
+        kill(parent, Signal::SIGSTOP).unwrap();
+        Self(parent)
+    }
+}
+
+impl Drop for Hanging {
+    fn drop(&mut self) {
+        assert!(kill(self.0, Signal::SIGCONT).is_ok() || std::thread::panicking());
+    }
+}
+
+#[test]
+fn an_uninstall_by_hand_stops_the_queues_before_it_stops_the_broker() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let (lead, node) = (cluster.holder(0), cluster.holder(1));
+    let pending = cluster.exec(&lead, &["flux", "submit", "-N1", "--urgency=hold", "true"]);
+    let root = cluster.root(&node).join("root");
+    let script = format!(
+        "touch /root/began; until test -e /root/go; do sleep 0.1; done; exec {IMAGE}/flux-distribute uninstall"
+    );
+    let mut command = cluster.command(&["exec", &node, "--", "sh", "-c", &script]);
+    let uninstall = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    cluster.until("the shell", || root.join("began").exists().then_some(()));
+    // A kubelet that hangs starts no other agent, which would install again.
+    let agent = cluster.node(&node).agent_pid.unwrap();
+    let kubelet = Hanging::parent_of(agent);
+    kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
+    fs::write(root.join("go"), "").unwrap();
+    let output = uninstall.wait_with_output().unwrap();
+    drop(kubelet);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && stderr.contains("flux queue start --all"), "{output:?}");
+    let status = cluster.exec(&lead, &["flux", "queue", "status"]);
+    assert!(status.contains("Scheduling is stopped: flux-distribute: a host is being uninstalled by hand"), "{status}");
+    cluster.all_online(2);
+    cluster.exec(&lead, &["flux", "queue", "start", "--all"]);
+    cluster.exec(&lead, &["flux", "job", "urgency", &pending, "default"]);
+    cluster.exec(&lead, &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
+}
+
 #[test]
 fn a_purged_host_has_nothing_of_ours() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
