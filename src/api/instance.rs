@@ -175,6 +175,11 @@ pub struct InstanceResources {
     /// What no job ever gets.
     #[serde(default)]
     pub exclude: Exclude,
+    /// How long cores and GPUs stay declared that have vanished from their host, such as `10m`: a driver may only be loaded
+    /// again. The member is drained meanwhile, and jobs that wait for what it has go on waiting. Default: 10m.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = DURATION))]
+    pub retain: Option<String>,
 }
 
 /// Which GPUs of a host are declared.

@@ -232,6 +232,9 @@ pub struct RosterEntry {
     /// and it outlives its member. None: nobody has told yet, and the rank declares a spare's shape.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resources: Option<Declared>,
+    /// Since when the member's host has had fewer cores or GPUs than that, seconds since the Unix epoch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lacks_since: Option<i64>,
     /// Properties of the member (RFC 20): the chosen labels of its Node, and its architecture among others.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub properties: BTreeSet<String>,
@@ -255,6 +258,7 @@ impl RosterEntry {
     /// Its member has gone, and what was said of it goes along; what the rank declares stays.
     pub fn vacate(&mut self) {
         (self.member, self.drain, self.has_node_property) = (None, None, false);
+        self.lacks_since = None;
         self.properties.clear();
     }
 }

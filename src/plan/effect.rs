@@ -134,6 +134,7 @@ mod tests {
             (json!({"resources": {"gpus": "All"}}), "resources.gpus", Effect::Live),
             (json!({"resources": {"exclude": {"cores": "0"}}}), "resources.exclude.cores", Effect::Live),
             (json!({"resources": {"exclude": {"lead": true}}}), "resources.exclude.lead", Effect::Live),
+            (json!({"resources": {"retain": "1h"}}), "resources.retain", Effect::Live),
             (json!({"ranks": {"retain": "1h"}}), "ranks.retain", Effect::Live),
             (json!({"drain": {"timeout": "1h"}}), "drain.timeout", Effect::Live),
             (json!({"autoscaling": {"protect": false}}), "autoscaling.protect", Effect::Live),

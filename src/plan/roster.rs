@@ -52,7 +52,8 @@ use crate::api::{
 const REPORTS_TIMEOUT: Duration = Duration::from_secs(60);
 /// So long the first eligible node may take over preflight before the next one becomes lead.
 pub(super) const LEAD_PATIENCE: Duration = Duration::from_secs(10);
-/// How long a rank is kept for a Node that is gone, unless the spec says otherwise.
+/// How long a rank is kept for a Node that is gone, and what has vanished from a host is declared, unless the spec says
+/// otherwise.
 const DEFAULT_RETAIN_SECS: i64 = 600;
 
 /// Everything a planner has seen.
@@ -269,11 +270,17 @@ pub fn rank_of(roster: &Roster, uid: &str) -> Option<Rank> {
 
 /// How long a rank is kept for a Node that is gone, in seconds.
 pub fn retain_secs(spec: &FluxInstanceSpec) -> i64 {
-    spec.ranks
-        .retain
-        .as_deref()
-        .and_then(crate::api::parse_duration)
-        .map_or(DEFAULT_RETAIN_SECS, |duration| i64::try_from(duration.as_secs()).unwrap_or(i64::MAX))
+    secs(spec.ranks.retain.as_deref())
+}
+
+/// How long what has vanished from a host stays declared, in seconds.
+fn retain_resources_secs(spec: &FluxInstanceSpec) -> i64 {
+    secs(spec.resources.retain.as_deref())
+}
+
+fn secs(retain: Option<&str>) -> i64 {
+    let retain = retain.and_then(crate::api::parse_duration);
+    retain.map_or(DEFAULT_RETAIN_SECS, |duration| i64::try_from(duration.as_secs()).unwrap_or(i64::MAX))
 }
 
 /// Nodes that may get a rank, oldest first.
@@ -370,6 +377,19 @@ fn facts(seen: &Observed, node: &NodeView) -> Option<Resources> {
 pub(super) fn resources(seen: &Observed, node: &NodeView, rank: Rank, before: Option<&Declared>) -> Option<Declared> {
     let found = facts(seen, node)?;
     (before.is_none() || node.cpu.is_some()).then(|| declared(seen.spec, node, found, rank == 0))
+}
+
+/// Since when the host of `node` has had fewer cores or GPUs than the rank of `entry` declares; None: it has them all. What is
+/// not known now is as it was. What the spec, kubelet or a device plugin takes away has not vanished.
+pub(super) fn lacks_since(seen: &Observed, node: &NodeView, entry: &RosterEntry) -> Option<i64> {
+    let (Some(found), Some(declared)) = (facts(seen, node), &entry.resources) else { return entry.lacks_since };
+    let lacks = found.cores < declared.cores || found.gpus < declared.gpus;
+    lacks.then(|| entry.lacks_since.unwrap_or(seen.now))
+}
+
+/// What has been missing since then is declared no longer: a driver that is only loaded again is back by now.
+pub(super) fn is_for_good(seen: &Observed, lacks_since: Option<i64>) -> bool {
+    lacks_since.is_none_or(|since| seen.now - since >= retain_resources_secs(seen.spec))
 }
 
 /// `node` as a member; none where nobody could reach it.

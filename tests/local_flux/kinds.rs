@@ -102,8 +102,31 @@ fn each_of_four_kinds_of_nodes_shows_exactly_its_own() {
 }
 
 #[test]
+fn a_job_that_waits_for_a_gpu_outlives_a_driver_that_comes_late() {
+    let Some(cluster) = Cluster::up(1, &[]) else { return };
+    cluster.must(&["add-node", "--cores", "2", "--gpus", "2"]);
+    cluster.all_online(2);
+    until_shown(&cluster, "node2", 2, 2, "");
+    cluster.must(&["node", "node2", "power-off"]);
+    let pending = cluster.exec("node1", &["flux", "submit", "-n1", "-g2", "hostname"]);
+    cluster.must(&["node", "node2", "power-on", "--cores", "2", "--gpus", "1"]);
+    until_refused(&cluster, "drained node2 flux-distribute: it has 1 GPU for Flux, 2 are declared");
+    // By then the planner knows that no job runs there, and would declare what there is.
+    cluster.until("seconds of the drain", || {
+        let since = cluster.roster()?.ranks[&1].lacks_since?;
+        (k8s_openapi::jiff::Timestamp::now().as_second() - since > 10).then_some(())
+    });
+    cluster.must(&["node", "node2", "power-off"]);
+    cluster.must(&["node", "node2", "power-on", "--cores", "2", "--gpus", "2"]);
+    assert_eq!(cluster.exec("node1", &["flux", "job", "attach", &pending]), "node2");
+    until_refused(&cluster, "");
+    until_shown(&cluster, "node2", 2, 2, "");
+}
+
+#[test]
 fn a_node_with_less_than_before_is_drained_corrected_and_undrained() {
     let Some(cluster) = Cluster::up(1, &[]) else { return };
+    cluster.patch(json!({"spec": {"resources": {"retain": "1s"}}}));
     cluster.must(&["add-node", "--cores", "2", "--gpus", "2"]);
     cluster.all_online(2);
     until_shown(&cluster, "node2", 2, 2, "");

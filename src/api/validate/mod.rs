@@ -145,6 +145,7 @@ fn resources(resources: &InstanceResources, wrong: &mut Vec<Finding>) {
 fn durations(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     for (field, text) in [
         ("spec.broker.checkpointPeriod", &spec.broker.checkpoint_period),
+        ("spec.resources.retain", &spec.resources.retain),
         ("spec.ranks.retain", &spec.ranks.retain),
         ("spec.drain.timeout", &spec.drain.timeout),
         ("spec.upgrade.deadline", &spec.upgrade.deadline),

@@ -45,6 +45,7 @@ const BAD: &[(&str, &str)] = &[
     ("{broker: {config: '[[sched-fluxion-qmanager]]'}}", "broker.config"),
     ("{broker: {checkpointPeriod: soon}}", "broker.checkpointPeriod"),
     ("{ranks: {retain: -5m}}", "ranks.retain"),
+    ("{resources: {retain: soon}}", "resources.retain"),
     ("{drain: {timeout: 5 m}}", "drain.timeout"),
     ("{upgrade: {deadline: nan}}", "upgrade.deadline"),
     ("{state: {dumpEvery: daily}}", "state.dumpEvery"),

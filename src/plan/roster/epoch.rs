@@ -6,8 +6,8 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use super::{
-    Observed, candidates, facts, format, holds, is_online, is_ready, lead_report, limit, member, properties, resources,
-    takers,
+    Observed, candidates, facts, format, holds, is_for_good, is_online, is_ready, lacks_since, lead_report, limit,
+    member, properties, resources, takers,
 };
 use crate::{
     api::{
@@ -280,13 +280,16 @@ fn named(seen: &Observed, roster: &Roster, rank: Rank, member: Member, before: O
     let real = is_broker_name(&member.node) && !(is_spare && is_drained);
     let known = before.and_then(|entry| entry.resources.as_ref());
     let node = seen.nodes.iter().find(|node| node.uid == member.uid);
-    // Nothing runs now, so this is when resources may shrink.
-    let resources = node.and_then(|node| resources(seen, node, rank, known)).or(known.cloned());
+    // Nothing runs now, so this is when resources may shrink; but jobs may wait for what will be back in a moment.
+    let lacks_since = node.zip(before).and_then(|(node, entry)| lacks_since(seen, node, entry));
+    let found = node.filter(|_| is_for_good(seen, lacks_since)).and_then(|node| resources(seen, node, rank, known));
+    let (resources, lacks_since) = if found.is_some() { (found, None) } else { (known.cloned(), lacks_since) };
     RosterEntry {
         broker_name: if real { member.node.clone() } else { spare_name(rank) },
         reserved_for: real.then(|| member.uid.clone()),
         member: Some(member),
         resources,
+        lacks_since,
         properties: before.map(|entry| entry.properties.clone()).unwrap_or_default(),
         has_node_property: before.is_some_and(|entry| is_node_a_property(roster, entry)),
         // Until it is looked at anew, nobody may take it off: Flux would give the node jobs.

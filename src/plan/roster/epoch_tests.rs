@@ -121,6 +121,8 @@ fn spares_take_their_nodes_names_and_the_dead_make_room_at_the_next_epoch() {
     world.now += 601;
     world.settle();
     world.passed("node3", 1);
+    world.settle();
+    world.now += 600;
     world.spec.broker.port = Some(9000);
     world.settle();
     close(&mut world);

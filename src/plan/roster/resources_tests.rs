@@ -31,13 +31,13 @@ fn says(world: &mut World, drained: &str, allocated: &str) {
     (lead.drained, lead.allocated) = (Some(drained.parse().unwrap()), Some(allocated.parse().unwrap()));
 }
 
-/// What the lead says now is about the drain that is wanted now.
+/// What the lead says now is about the drain that is wanted now, and what is missing has been for long.
 fn time_passes(world: &mut World) {
-    world.now += 6;
+    world.now += 600;
 }
 
 fn exclude(world: &mut World, exclude: serde_json::Value) {
-    world.spec.resources = serde_json::from_value(json!({ "exclude": exclude })).unwrap();
+    world.spec.resources.exclude = serde_json::from_value(exclude).unwrap();
 }
 
 fn drain(world: &World, rank: Rank) -> Option<(String, bool)> {
@@ -142,6 +142,39 @@ fn a_node_that_has_again_what_it_declares_is_drained_no_more() {
     has(&mut world, "node2", 8, 2);
     world.settle();
     assert_eq!((drain(&world, 1), declared(&world, 1)), (None, ("0-7".to_owned(), 2, false)));
+}
+
+#[test]
+fn a_gpu_that_is_back_within_minutes_was_declared_all_the_time() {
+    let at_once: Change = |world| world.spec.resources.retain = Some("0s".to_owned());
+    for (what, change, secs, expected) in [
+        ("a driver that is loaded again", (|_| {}) as Change, 599, 2),
+        ("one that is gone", |_| {}, 600, 0),
+        ("the spec says how long", |world| world.spec.resources.retain = Some("1h".to_owned()), 3599, 2),
+        ("the spec says not at all", at_once, 6, 0),
+        ("a device plugin takes them", |world| world.nodes[1].advertises_gpus = true, 6, 0),
+    ] {
+        let mut world = world();
+        says(&mut world, "1", "");
+        // An old drain for another reason is no patience.
+        world.nodes[1].cordoned = true;
+        world.settle();
+        world.now += 86400;
+        change(&mut world);
+        has(&mut world, "node2", 8, if what.contains("plugin") { 2 } else { 0 });
+        world.settle();
+        world.now += secs;
+        world.settle();
+        assert_eq!(declared(&world, 1).1, expected, "{what}");
+        // Nor does an epoch that begins meanwhile take it.
+        let roster = world.roster.as_ref().unwrap();
+        world.roster = epoch::next_epoch(&world.seen(), roster, roster.settings.clone());
+        assert_eq!(declared(&world, 1).1, expected, "{what}, in the next epoch");
+        has(&mut world, "node2", 8, 2);
+        world.nodes[1].advertises_gpus = false;
+        world.settle();
+        assert_eq!((declared(&world, 1).1, entry(&world, 1).lacks_since), (2, None), "{what}: it is back");
+    }
 }
 
 #[test]
@@ -272,6 +305,7 @@ impl Dice {
 #[test]
 fn whatever_comes_no_rank_declares_less_while_a_job_may_hold_it() {
     let (mut dice, mut world, mut corrected) = (Dice(1), world(), 0);
+    world.spec.resources.retain = Some("3s".to_owned());
     for _ in 0..5000 {
         let before = world.roster.clone().unwrap();
         world.now += i64::from(dice.below(4));

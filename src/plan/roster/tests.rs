@@ -16,6 +16,7 @@ pub(crate) fn roster(max_size: u32, nodes: &[(&str, u32)]) -> Roster {
             reserved_for: Some(format!("uid-{node}")),
             member: Some(member(node, number)),
             resources: Some(Resources { cores: *cores, gpus: 0 }.into()),
+            lacks_since: None,
             properties: BTreeSet::new(),
             has_node_property: false,
             drain: None,
