@@ -3,11 +3,11 @@
 //! What one agent writes down (since when a member drains, when `recover` was asked for) another one reads, perhaps hours
 //! later and on a machine whose clock is wrong: a drain would be over at once, and its jobs lost. So it is told by the one
 //! clock that all of them can ask; and a clock that is set, the API server's or the machine's, moves nothing that is under
-//! way. What only one process measures needs no clock but [`std::time::Instant`].
+//! way. Neither does a planner that begins while the API server's clock is wrong ([`go_on_from`]). What only one process measures needs no clock but [`std::time::Instant`].
 
 use std::{
-    sync::OnceLock,
-    time::{Duration, Instant},
+    sync::{Mutex, PoisonError},
+    time::Instant,
 };
 
 use hyper::{HeaderMap, header};
@@ -17,31 +17,48 @@ use k8s_openapi::jiff::{SignedDuration, Timestamp, fmt::rfc2822};
 pub(crate) const OFF_VARIABLE: &str = "FLUX_DISTRIBUTE_CLOCK_OFF";
 
 /// One process asks one API server.
-static BEGAN: OnceLock<(Timestamp, Instant)> = OnceLock::new();
+static BEGAN: Mutex<Option<Begin>> = Mutex::new(None);
+
+/// A time that was known at an instant.
+#[derive(Clone, Copy)]
+struct Begin {
+    at: Timestamp,
+    since: Instant,
+}
+
+impl Begin {
+    fn now(self) -> Timestamp {
+        self.at.checked_add(self.since.elapsed()).unwrap_or(self.at)
+    }
+}
 
 /// The time in the cluster; this machine's until the API server has answered once.
 pub fn now() -> Timestamp {
-    BEGAN.get().map_or_else(machine_s, |(at, since)| after(*at, since.elapsed()))
+    let began = *BEGAN.lock().unwrap_or_else(PoisonError::into_inner);
+    began.map_or_else(machine_s, Begin::now)
 }
 
 /// An answer of the API server has come.
 pub fn heard(headers: &HeaderMap) {
-    if BEGAN.get().is_none()
-        && let Some(at) = date(headers)
-    {
-        // Who was first is as good.
-        let _ = BEGAN.set((at, Instant::now()));
+    let mut began = BEGAN.lock().unwrap_or_else(PoisonError::into_inner);
+    if began.is_none() {
+        *began = date(headers).map(|at| Begin { at, since: Instant::now() });
     }
+}
+
+/// A time limit is under way whose begin the planner before has written down, and by its clock it was `last` just now. An API
+/// server whose clock is ahead of that may be wrong, and would end the limit early: then this process goes on from `last`. The
+/// limit lasts longer by the time in which there was no planner.
+pub fn go_on_from(last: Timestamp) {
+    let mut began = BEGAN.lock().unwrap_or_else(PoisonError::into_inner);
+    let now = began.map_or_else(machine_s, Begin::now);
+    *began = Some(Begin { at: now.min(last), since: Instant::now() });
 }
 
 fn machine_s() -> Timestamp {
     let off = std::env::var(OFF_VARIABLE).ok().and_then(|off| off.parse().ok()).unwrap_or_default();
     let now = Timestamp::now();
     now.checked_add(SignedDuration::from_secs(off)).unwrap_or(now)
-}
-
-fn after(at: Timestamp, passed: Duration) -> Timestamp {
-    at.checked_add(passed).unwrap_or(at)
 }
 
 /// `Date` as RFC 9110, 6.6.1 has it: whole seconds.

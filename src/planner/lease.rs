@@ -23,6 +23,7 @@ use tracing::debug;
 use crate::{
     api::{LEASE_PLANNER, NAMESPACE},
     chance::chance,
+    clock,
     plan::lease::{LEASE_DURATION, LeaseStep, LeaseView, RENEW_EVERY, decide, look_every},
 };
 
@@ -33,19 +34,21 @@ pub struct Candidate {
     members: Arc<AtomicU32>,
     /// The version seen last, and when it was seen first, by our own clock.
     last: Option<(String, Instant)>,
+    /// The time by the clock of the planner before, as the Lease tells; kept when the Lease becomes ours.
+    time_before: Option<Timestamp>,
 }
 
 impl Candidate {
     /// A candidate under the name `identity`.
     pub fn new(client: Client, identity: String, members: Arc<AtomicU32>) -> Self {
-        Self { leases: Api::namespaced(client, NAMESPACE), identity, members, last: None }
+        Self { leases: Api::namespaced(client, NAMESPACE), identity, members, last: None, time_before: None }
     }
 
-    /// Waits until the Lease is ours.
-    pub async fn acquire(&mut self) {
+    /// Waits until the Lease is ours. Returns the time by the clock of the planner before; None: there was none, or it didn't say.
+    pub async fn acquire(&mut self) -> Option<Timestamp> {
         loop {
             match timeout(RENEW_EVERY, self.step()).await {
-                Ok(Ok(true)) => return,
+                Ok(Ok(true)) => return self.time_before,
                 Ok(Ok(false)) => {}
                 Ok(Err(error)) => debug!(%error, "looking at the Lease failed"),
                 Err(_) => debug!("looking at the Lease took too long"),
@@ -77,6 +80,7 @@ impl Candidate {
         let found = self.leases.get_opt(LEASE_PLANNER).await?;
         let view = found.as_ref().map(|lease| self.view(lease));
         let step = decide(view.as_ref(), &self.identity);
+        self.time_before = found.as_ref().zip(view.as_ref()).and_then(|(lease, view)| time_of(lease, view));
         let written = match (step, found) {
             (LeaseStep::Create, _) => {
                 let metadata = ObjectMeta { name: Some(LEASE_PLANNER.to_owned()), ..ObjectMeta::default() };
@@ -122,10 +126,16 @@ impl Candidate {
             holder_identity: Some(self.identity.clone()),
             lease_duration_seconds: i32::try_from(LEASE_DURATION.as_secs()).ok(),
             lease_transitions: Some(transitions),
-            renew_time: Some(MicroTime(Timestamp::now())),
+            renew_time: Some(MicroTime(clock::now())),
             ..LeaseSpec::default()
         }
     }
+}
+
+/// The time by the clock of the holder, which renewed the Lease no later than it was seen to change.
+fn time_of(lease: &Lease, view: &LeaseView) -> Option<Timestamp> {
+    let MicroTime(renewed) = lease.spec.as_ref()?.renew_time.as_ref()?;
+    renewed.checked_add(view.unchanged_for).ok()
 }
 
 /// Lets go of the Lease if it is ours, so that the next planner need not wait for it to expire.

@@ -6,6 +6,7 @@ mod tell;
 use std::{collections::BTreeMap, collections::HashMap, pin::pin, sync::Arc, time::Duration};
 
 use futures::StreamExt;
+use k8s_openapi::jiff::Timestamp;
 use kube::{Client, Resource, ResourceExt};
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, warn};
@@ -24,7 +25,7 @@ use crate::{
         forsaken::forsaken,
         project::project_all,
         protect::{Change, Protection},
-        roster::{Decision, Observed, decide, decide_unserved, no_lead, retain_secs},
+        roster::{Decision, Observed, decide, decide_unserved, is_limit_under_way, no_lead, retain_secs},
         status::{Obstacle, foremost, status, told_while_waiting},
     },
 };
@@ -37,14 +38,15 @@ const TICK: Duration = Duration::from_secs(2);
 /// Nodes whose annotations can't be written are left alone for so long.
 const PROTECT_AGAIN: Duration = Duration::from_secs(60);
 
-/// Plans until it is dropped.
-pub async fn run(client: Client, identity: &str) {
+/// Plans until it is dropped. `time_before`: by the clock of the planner before.
+pub async fn run(client: Client, identity: &str, time_before: Option<Timestamp>) {
     let (caches, changes) = Caches::watch(&client);
     let mut changes = pin!(changes);
     let mut planner = Planner {
         announcer: Announcer::new(client.clone(), identity),
         client,
         resolver: Resolver::default(),
+        time_before,
         since: Instant::now(),
         had_roster: false,
         forsaken: HashMap::new(),
@@ -79,6 +81,8 @@ struct Planner {
     client: Client,
     announcer: Announcer,
     resolver: Resolver,
+    /// By the clock of the planner before, when this one began to plan; None: it is taken in.
+    time_before: Option<Timestamp>,
     /// When planning began: with the Lease, and again where the roster is gone, be it with its FluxInstance.
     since: Instant,
     /// The FluxInstance had a roster when last looked at.
@@ -141,6 +145,12 @@ impl Planner {
         let has_roster = stored.as_ref().is_some_and(|(roster, _)| roster.instance_uid == uid);
         if std::mem::replace(&mut self.had_roster, has_roster) && !has_roster {
             self.since = Instant::now();
+        }
+        let own_roster = stored.as_ref().map(|(roster, _)| roster).filter(|roster| roster.instance_uid == uid);
+        if let Some(before) = self.time_before.take()
+            && is_limit_under_way(own_roster, flux.status.as_ref().unwrap_or(&empty))
+        {
+            clock::go_on_from(before);
         }
         let now = clock::now().as_second();
         let agentless = self.agents.missing(&caches.agents(), nodes.iter().map(|node| node.name.as_str()), now);

@@ -305,3 +305,23 @@ fn a_changed_spec_restarts_nothing_and_shows_as_restart_pending() {
     assert_eq!(cluster.brokers(), brokers);
     job.finish();
 }
+
+#[test]
+fn a_planner_that_begins_while_the_api_servers_clock_is_wrong_ends_no_drain_early() {
+    let Some(cluster) = Cluster::up(3, &[]) else { return };
+    let (last, brokers) = (cluster.holder(2), cluster.brokers());
+    let job = cluster.job(&["-N1", "--requires=rank:2"]);
+    cluster.patch(json!({"spec": {"size": 2, "drain": {"timeout": "10m"}}}));
+    let told = || cluster.wait(cluster.api::<FluxNode>().get(&last)).unwrap();
+    cluster.until("the drain", || told().spec.draining);
+    // An hour ahead, by which ten minutes are over. Whoever plans from here on has begun with that clock.
+    cluster.must(&["api", "clock-ahead"]);
+    kill_agents(&cluster, &["node1", "node2", "node3"]);
+    let generation = cluster.patch(json!({"spec": {"ranks": {"retain": "11m"}}})).metadata.generation.unwrap();
+    cluster.until("the next planner", || (cluster.instance().status?.observed_generation >= generation).then_some(()));
+    assert!(!told().spec.overdue, "{:?}", told().spec);
+    cluster.all_online(3);
+    assert_eq!(cluster.brokers(), brokers);
+    cluster.must(&["api", "none"]);
+    job.finish();
+}

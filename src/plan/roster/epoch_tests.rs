@@ -477,3 +477,24 @@ fn what_an_agent_once_said_of_another_epoch_restarts_nothing() {
     world.reports.get_mut("node3").unwrap().adopted.as_mut().unwrap().epoch = 1;
     assert_ne!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
 }
+
+#[test]
+fn a_limit_is_under_way_while_its_begin_is_written_down() {
+    type Change = fn(&mut World);
+    let pending: Change = |world| {
+        world.spec.broker.port = Some(9000);
+        jobs_on(world, Some("0"));
+    };
+    for (what, change, expected) in [
+        ("nothing", (|_| {}) as Change, false),
+        ("a member leaves", |world| world.spec.size = Some(2), true),
+        ("a Node is gone", |world| drop(world.nodes.pop()), true),
+        ("a restart is pending", pending, true),
+    ] {
+        let mut world = idle();
+        change(&mut world);
+        world.settle();
+        let told = status(&world.seen(), 1, world.roster.as_ref(), None);
+        assert_eq!(super::is_limit_under_way(world.roster.as_ref(), &told), expected, "{what}");
+    }
+}
