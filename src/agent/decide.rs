@@ -11,7 +11,7 @@ use crate::{
     api::{BROKER_RUN_DIR, Closing, FluxNodeSpec, Rank, Roster, RosterEntry, Want},
     broker::status::InstanceStatus,
     host::{HostView, Preflight, RunningBroker},
-    plan::{names::misnamed, roster::is_lead_fixed},
+    plan::{names::misnamed, roster::is_lead_fixed, status::SHUT_DOWN},
 };
 
 /// What is known of the FluxInstance. Only the positive words count as evidence that it is over: no answer, 401, 403, 429,
@@ -62,6 +62,8 @@ pub struct Seen<'a> {
     pub was_up: bool,
     /// How long the lead has not answered this broker, or has not counted it in.
     pub unheard: Duration,
+    /// How long the broker has not answered this agent.
+    pub silent: Duration,
     /// How long the broker has been on its way out.
     pub leaving: Duration,
     /// Digests of the package sets whose archives are on this host.
@@ -70,7 +72,7 @@ pub struct Seen<'a> {
     pub told: Option<&'a InstanceStatus>,
 }
 
-/// A broker that is cut off for so long is given up, if the lead has given it up: longer than any outage that the overlay
+/// A broker that is cut off or hangs for so long is given up, if the lead has given it up: longer than any outage that the overlay
 /// itself outlives (`tcp_user_timeout` is 2 minutes).
 const LOST: Duration = Duration::from_secs(150);
 /// A follower that is on its way out for so long is stuck: rc3 takes seconds.
@@ -243,6 +245,9 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
             None => Step::Wait("the epoch has ended; waiting for the planner to begin the next one".to_owned()),
         };
     }
+    if let (0, true) = (assignment.rank, is_shut_down(seen.host, roster)) {
+        return Step::Wait(SHUT_DOWN.to_owned());
+    }
     if seen.host.broker.is_none() {
         // What the planner says by our name may be about the machine before us, which may even run, cut off. One that ran the
         // broker of this rank is that machine, whatever uid its Node has now.
@@ -270,9 +275,11 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
         let reason = "the broker has been on its way out for more than a minute".to_owned();
         return Step::Stop { reason, waits_for_jobs: false };
     }
-    if assignment.rank != 0 && spec.missed && seen.unheard >= LOST {
-        let reason = "the lead has lost this broker, which doesn't know it".to_owned();
-        return Step::Stop { reason, waits_for_jobs: true };
+    if assignment.rank != 0
+        && spec.missed
+        && let Some(reason) = given_up(seen)
+    {
+        return Step::Stop { reason: reason.to_owned(), waits_for_jobs: true };
     }
     let change = seen.told.filter(|_| assignment.rank == 0).and_then(|told| drain::change(&spec.drain, told));
     // Who leaves gets no new jobs, also where the resources can't be taken in; who comes back gets some only with its own.
@@ -296,6 +303,23 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
         Some(digest) if !has(digest) && is_fetchable(seen, spec, digest) => Step::Prepare { digest: digest.to_owned() },
         _ => Step::Hold,
     }
+}
+
+/// Why a broker that the lead has given up is of no use any more. One that is on its way up is waited for.
+fn given_up(seen: &Seen) -> Option<&'static str> {
+    match () {
+        () if seen.silent >= LOST => Some("the broker has not answered for minutes, and the lead has given it up"),
+        () if seen.is_up && seen.unheard >= LOST => Some("the lead has lost this broker, which doesn't know it"),
+        () => None,
+    }
+}
+
+/// An administrator has ended this epoch by flux-shutdown(1) on its lead, which is this host. Only the next epoch takes that back.
+/// A signal or a crash is not such a word: the broker is started again.
+pub fn is_shut_down(host: &HostView, roster: &Roster) -> bool {
+    // The broker that the log is about was started by the roster on this host.
+    let is_of = |copy: Roster| (&copy.instance_id, copy.epoch) == (&roster.instance_id, roster.epoch);
+    host.shut_down && roster.established && host.broker.is_none() && host_roster(host).is_some_and(is_of)
 }
 
 /// Flux could know members by other names than it does: the lead's broker did not take in the live configuration at its start, or a
@@ -386,6 +410,9 @@ fn restart_without_api(seen: &Seen) -> Step {
         None => None,
     });
     match last {
+        Some(Assignment { rank: 0, .. }) if copy.as_ref().is_some_and(|copy| is_shut_down(seen.host, copy)) => {
+            Step::Hold
+        }
         Some(assignment) if seen.host.broker.is_none() && seen.host.died.is_some() => match seen.preflight {
             Some(_) => Step::Start(assignment),
             None => Step::Preflight,

@@ -229,6 +229,7 @@ impl Agent {
             preflight: self.preflight.as_ref(),
             applied: Applied::of(&self.view),
             unheard: live.unheard_since.map_or(Duration::ZERO, |since| since.elapsed()),
+            silent: live.silent_since.map_or(Duration::ZERO, |since| since.elapsed()),
             is_up: tell::is_online(&self.view, live),
             was_up: self.starts.was_online(),
             leaving: live.leaving_since.map_or(Duration::ZERO, |since| since.elapsed()),

@@ -9,7 +9,7 @@ use super::{
     act::launch_order,
     applied::Applied,
     copied::leads,
-    decide::{Assignment, Seen, Step, agreed},
+    decide::{Assignment, Seen, Step, agreed, is_shut_down},
     drain,
     live::Live,
     log::Rejected,
@@ -116,7 +116,9 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
             None => IdSet::default(),
         },
         closed: closed(seen),
+        shut_down: shut_down(seen),
         applied_revision: is_lead.then(|| Applied::of(seen.host)).flatten().map(|applied| applied.revision),
+        torpid: instance.map(|instance| instance.torpid.clone()).unwrap_or_default(),
         offline: if is_lead { offline(seen, known.live) } else { Vec::new() },
         roster: copy.map(packed::to_field),
         dump: newest_dump(seen).cloned(),
@@ -178,6 +180,12 @@ fn closed(seen: &Seen) -> Option<u64> {
     agreed(seen.spec?, roster).filter(|own| own.rank == 0).map(|own| own.epoch)
 }
 
+/// The epoch that an administrator has shut down here.
+fn shut_down(seen: &Seen) -> Option<u64> {
+    let roster = seen.roster.filter(|roster| nothing_runs(seen) && is_shut_down(seen.host, roster))?;
+    agreed(seen.spec?, roster).filter(|own| own.rank == 0).map(|own| own.epoch)
+}
+
 fn is_silent(live: &Live) -> bool {
     live.silent_since.is_some_and(|since| since.elapsed() >= SILENT)
 }
@@ -219,11 +227,15 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
     let is_to_end = matches!(known.step, Step::Remove | Step::Stop { .. });
     if let Some(broker) = seen.host.broker.as_ref().filter(|_| is_silent(known.live) && !is_to_end) {
         let pid = broker.pid;
+        let next = match broker.record.rank {
+            0 => "it is not restarted, because jobs may be running",
+            _ => "it is restarted once the lead has given it up, if it runs no job",
+        };
         return (
             NodePhase::Offline,
             Some(format!(
                 "the broker (process {pid}) has not answered for more than a minute: it hangs, or somebody has stopped it \
-                 (`kill -CONT {pid}`); it is not restarted, for jobs may be running"
+                 (`kill -CONT {pid}`); {next}"
             )),
         );
     }
@@ -375,6 +387,7 @@ mod tests {
             is_up: false,
             was_up: false,
             unheard: std::time::Duration::ZERO,
+            silent: std::time::Duration::ZERO,
             leaving: std::time::Duration::ZERO,
         };
         let known = Known {

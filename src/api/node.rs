@@ -62,7 +62,7 @@ pub struct FluxNodeSpec {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub overdue: bool,
     /// The lead misses this node's broker, or the lead itself is missed by the others, while the last word of its agent is
-    /// that it is online.
+    /// that it is online. Or the broker does not answer its agent, and the lead has given it up.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub missed: bool,
     /// The prefix that the lead's host has, and all others must have.
@@ -263,6 +263,10 @@ pub struct FluxNodeStatus {
     /// Lead only: the roster's revision whose resources the running instance has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub applied_revision: Option<u64>,
+    /// Lead only: ranks whose brokers are slow to answer (`flux overlay status`: torpid).
+    #[serde(default, skip_serializing_if = "IdSet::is_empty")]
+    #[schemars(with = "String")]
+    pub torpid: IdSet,
     /// Lead only: ranks that have or had a member and are not in the overlay, by its broker's word. A broker that is cut
     /// off from its parent believes for minutes that it is.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -289,6 +293,9 @@ pub struct FluxNodeStatus {
     /// Lead only: the epoch whose broker was stopped here for the next one to begin.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub closed: Option<u64>,
+    /// Lead only: the epoch that an administrator has ended by flux-shutdown(1). It stays ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shut_down: Option<u64>,
     /// Lead only, and only while ConfigMap `flux-roster` is gone: the roster as this host has it, as JSON; as
     /// base64 of its gzip where it is large.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -81,6 +81,8 @@ pub struct HostView {
     pub died: Option<String>,
     /// The instance ID that the broker which has died was started with.
     pub died_of: Option<String>,
+    /// No broker runs here, and the last one led and was shut down by flux-shutdown(1), by its own log: in this boot or before.
+    pub shut_down: bool,
     /// A broker runs here that nothing tells the instance of, in words: it may lead, and have jobs.
     pub unknown: Option<String>,
     /// `<prefix>/etc/roster.json`: the roster this host was configured by last.

@@ -1,8 +1,8 @@
 use std::{fs, path::Path};
 
 use super::{
-    HostView, Refusal, Root, RunningBroker, dump, facts, processes::processes, remove::Brokers, runnable, state,
-    statedir, takeover,
+    HostView, Refusal, Root, RunningBroker, dump, facts, launch::log, processes::processes, remove::Brokers, runnable,
+    state, statedir, takeover,
 };
 use crate::{
     api::{BROKER_RUN_DIR, PREFIX_CANDIDATES},
@@ -29,6 +29,7 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         state,
         rundir_lost: broker.running.is_some() && !root.path(BROKER_RUN_DIR).is_dir(),
         statedir_lost: broker.running.as_ref().is_some_and(|broker| is_statedir_lost(root, prefix.as_deref(), broker)),
+        shut_down: broker.running.is_none() && below.as_deref().is_some_and(was_shut_down),
         broker: broker.running,
         died: broker.died,
         died_of: broker.died_of,
@@ -37,6 +38,10 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         resources: facts::resources(root),
         job_shells: job_shells(root),
     })
+}
+
+fn was_shut_down(prefix: &Path) -> bool {
+    log::was_shut_down(&log::tail(&log::path(prefix), 0))
 }
 
 /// Those that are whole, and not known to be of no use here.

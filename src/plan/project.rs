@@ -8,9 +8,10 @@ use super::{
     peers::{self, Fetcher},
     prefix,
     roster::{
-        LEAD_PATIENCE, Observed, does_lead_miss, is_former_idle, is_missed, is_online, is_overdue, lingers,
-        may_carry_jobs, may_stop, no_room, parent, rank_of,
+        LEAD_PATIENCE, Observed, does_lead_miss, is_former_idle, is_missed, is_online, is_overdue, is_shut_down,
+        lingers, may_carry_jobs, may_stop, no_room, parent, rank_of,
     },
+    status::SHUT_DOWN,
 };
 use crate::api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
 
@@ -104,6 +105,8 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         spec.revision = revision_for(roster, rank);
         spec.want = match () {
             () if may_stop(seen, roster, rank) => Want::Leave,
+            // A follower that waits for a lead that won't come is no use.
+            () if rank != 0 && is_shut_down(seen, roster) => Want::Install,
             () if is_held(seen, roster, rank) => Want::Run,
             () if differs.is_some() => Want::Nothing,
             () if may_start(seen, roster, rank) => Want::Run,
@@ -111,6 +114,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         };
         spec.reason = match spec.want {
             Want::Nothing => differs,
+            Want::Install if is_shut_down(seen, roster) => Some(SHUT_DOWN.to_owned()),
             Want::Install => no_lead(roster),
             _ => None,
         };

@@ -147,9 +147,34 @@ pub fn is_lead_silent(seen: &Observed, roster: &Roster) -> bool {
     missed.len() > heard.len()
 }
 
-/// Its agent and the lead's say the contrary of each other.
+/// An administrator has ended the running epoch by flux-shutdown(1), by the word of the lead's agent.
+pub fn is_shut_down(seen: &Observed, roster: &Roster) -> bool {
+    let report = roster.lead().and_then(|lead| seen.reports.get(&lead.node));
+    report.is_some_and(|report| report.adopted.is_none() && report.shut_down == Some(roster.epoch))
+}
+
+/// Its agent and the lead's say the contrary of each other; or it does not answer its agent, and the lead has given it up.
 pub fn is_missed(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    says_online(seen, roster, rank) && does_lead_miss(seen, roster, rank)
+    let is_lost = does_lead_miss(seen, roster, rank);
+    (says_online(seen, roster, rank) && is_lost)
+        || (says_offline(seen, roster, rank) && (is_lost || is_idle_and_torpid(seen, roster, rank)))
+}
+
+/// A broker that was stopped keeps its connection, so the lead never loses it: it finds the broker slow to answer, and gives it
+/// no jobs. If none runs there nor below, nothing is lost with it.
+fn is_idle_and_torpid(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    let topology = topology(roster);
+    let hangs_on_it = |other: u32| {
+        other == rank || topology.is_none_or(|topology| topology.ancestors(other).any(|above| above == rank))
+    };
+    lead_report(seen, roster).is_some_and(|lead| {
+        let allocated = lead.allocated.as_ref();
+        lead.torpid.contains(rank) && allocated.is_some_and(|ranks| !ranks.0.iter().copied().any(hangs_on_it))
+    })
+}
+
+fn says_offline(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+    holds(seen, roster, rank).is_some_and(|(status, _)| status.phase == NodePhase::Offline)
 }
 
 fn says_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {

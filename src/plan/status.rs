@@ -11,7 +11,7 @@ use super::{
     roster::{
         Observed, candidates,
         epoch::{Restart, restart},
-        holds, is_lead_silent, is_online, is_ready, takers,
+        holds, is_lead_silent, is_online, is_ready, is_shut_down, takers,
     },
 };
 use crate::{
@@ -29,6 +29,13 @@ const CORES_LOST: &str = "CoresLost";
 const REFUSED: &str = "TakenBack";
 /// Reason of RestartPending if it can't proceed before somebody mends something.
 const BLOCKED: &str = "PackagesUnavailable";
+
+/// Reason of Degraded if an administrator has shut the instance down.
+const STOPPED: &str = "ShutDown";
+/// What is said while an instance is down that an administrator has shut down.
+pub const SHUT_DOWN: &str = "an administrator has shut the instance down (flux shutdown): to start it again, with its queue, run \
+                             `kubectl -n flux-distribute annotate fxi flux --overwrite \
+                             distribute.flux-framework.org/restart=\"$(date +%s)\"`";
 
 /// What is said while the certificate's Secret is gone and brokers may use what was in it.
 pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
@@ -68,6 +75,8 @@ struct Standing {
     lead_online: bool,
     /// The lead was online once.
     established: bool,
+    /// An administrator has shut the instance down.
+    shut_down: bool,
 }
 
 /// A condition's value, reason and message.
@@ -84,7 +93,8 @@ pub fn status(
     next.observed_generation = generation;
     let lead_online = roster.is_some_and(|roster| is_online(seen, roster, 0));
     let complete = lead_online && next.online == next.size;
-    let standing = Standing { lead_online, established: next.instance_id.is_some() };
+    let shut_down = roster.is_some_and(|roster| roster.closing.is_none() && is_shut_down(seen, roster));
+    let standing = Standing { lead_online, established: next.instance_id.is_some(), shut_down };
     next.phase = phase(roster, obstacle, standing);
     let restart = roster.map_or(Restart::None, |roster| restart(seen, roster));
     if !matches!(restart, Restart::Refused { .. }) {
@@ -129,6 +139,9 @@ fn progress(
     standing: Standing,
 ) -> Vec<Finding> {
     let mut found = Vec::new();
+    if standing.shut_down {
+        found.push(Finding::new(Weight::LeadAway, SHUT_DOWN));
+    }
     let complete = standing.lead_online && next.online == next.size;
     match obstacle {
         Some(Obstacle::Problem { message, .. }) => found.push(Finding::new(Weight::Problem, message.clone())),
@@ -211,6 +224,7 @@ fn phase(roster: Option<&Roster>, obstacle: Option<&Obstacle>, standing: Standin
 fn degraded(obstacle: Option<&Obstacle>, cores_lost: Option<&str>, standing: Standing, message: &str) -> Holds {
     match obstacle {
         Some(Obstacle::Problem { reason, message }) => (true, reason, message.clone()),
+        _ if standing.shut_down => (true, STOPPED, SHUT_DOWN.to_owned()),
         _ if standing.established && !standing.lead_online => (true, "LeadNotOnline", message.to_owned()),
         _ if cores_lost.is_some() => (true, CORES_LOST, cores_lost.unwrap_or_default().to_owned()),
         _ => (false, "AsExpected", String::new()),
@@ -267,7 +281,7 @@ pub fn warnings(before: Option<&FluxInstanceStatus>, next: &FluxInstanceStatus) 
     let needs_somebody = |condition: &&Condition| match condition.type_.as_str() {
         CONDITION_SCALE_DENIED | CONDITION_NOT_APPLIED | CONDITION_AGENTS_MISSING => true,
         CONDITION_RESTART_PENDING => [BLOCKED, REFUSED].contains(&condition.reason.as_str()),
-        "Degraded" => condition.reason == CORES_LOST,
+        "Degraded" => [CORES_LOST, STOPPED].contains(&condition.reason.as_str()),
         _ => false,
     };
     let is_news = |condition: &&Condition| {

@@ -22,6 +22,7 @@ mod removal;
 mod replaced;
 mod scale;
 mod scheduler;
+mod shutdown;
 mod sources;
 mod state;
 mod told;

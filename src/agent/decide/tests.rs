@@ -19,6 +19,7 @@ struct World {
     is_up: bool,
     was_up: bool,
     unheard: Duration,
+    silent: Duration,
     leaving: Duration,
     holds: Vec<String>,
     alone: bool,
@@ -88,6 +89,7 @@ impl World {
             is_up: true,
             was_up: false,
             unheard: Duration::ZERO,
+            silent: Duration::ZERO,
             leaving: Duration::ZERO,
             alone: false,
             node_uid: Some("uid-node2"),
@@ -119,6 +121,7 @@ impl World {
             is_up: self.is_up,
             was_up: self.was_up,
             unheard: self.unheard,
+            silent: self.silent,
             leaving: self.leaving,
             holds: &self.holds,
         })
@@ -486,6 +489,73 @@ fn a_broker_is_restarted_only_if_the_lead_has_lost_it_and_does_not_answer_it() {
         world.spec.as_mut().unwrap().missed = missed;
         world.unheard = Duration::from_secs(unheard);
         assert_eq!(matches!(world.decide(), Step::Stop { .. }), restarts, "{missed} {unheard}");
+    }
+}
+
+#[test]
+fn a_follower_that_hangs_is_restarted_once_the_lead_has_given_it_up() {
+    let mut world = World::new();
+    world.host.broker = Some(broker(1, 1));
+    for (missed, silent, restarts) in [(true, 149, false), (false, 9000, false), (true, 150, true)] {
+        world.spec.as_mut().unwrap().missed = missed;
+        world.silent = Duration::from_secs(silent);
+        let stops = matches!(world.decide(), Step::Stop { waits_for_jobs: true, .. });
+        assert_eq!(stops, restarts, "{missed} {silent}");
+    }
+    let spec = world.spec.as_mut().unwrap();
+    (spec.rank, spec.node_name, spec.node_uid) = (Some(0), "node1".into(), Some("uid-node1".into()));
+    world.host.broker = Some(broker(0, 1));
+    assert!(!matches!(world.decide(), Step::Stop { .. }), "nobody gives the lead up");
+}
+
+#[test]
+fn a_broker_on_its_way_up_is_not_restarted_because_the_lead_does_not_answer() {
+    let mut world = World::new();
+    world.host.broker = Some(broker(1, 1));
+    world.spec.as_mut().unwrap().missed = true;
+    (world.unheard, world.is_up) = (Duration::from_secs(9000), false);
+    assert!(!matches!(world.decide(), Step::Stop { .. }));
+}
+
+/// node1, rank 0, whose broker was shut down in epoch 1.
+fn shut_down() -> World {
+    let mut world = World::new();
+    let spec = world.spec.as_mut().unwrap();
+    (spec.rank, spec.node_name, spec.node_uid) = (Some(0), "node2".into(), Some("uid-node2".into()));
+    let roster = world.roster.as_mut().unwrap();
+    roster.ranks.get_mut(&0).unwrap().member = roster.ranks[&1].member.clone();
+    world.host.roster = serde_json::to_string(&world.roster).ok();
+    (world.host.shut_down, world.host.died) = (true, Some("the last line".into()));
+    world
+}
+
+#[test]
+fn a_lead_that_an_administrator_has_shut_down_stays_down_until_the_next_epoch() {
+    type Change = fn(&mut World);
+    for (what, change, stays) in [
+        ("shut down", (|_| {}) as Change, true),
+        ("after a reboot", |world| world.host.died = None, true),
+        ("without API", |world| world.instance = "", true),
+        ("a signal or a crash", |world| world.host.shut_down = false, false),
+        ("it was never online", |world| world.roster.as_mut().unwrap().established = false, false),
+        (
+            "the next epoch",
+            |world| {
+                world.roster.as_mut().unwrap().epoch = 2;
+                world.spec.as_mut().unwrap().epoch = 2;
+            },
+            false,
+        ),
+        ("the log is about a broker of another epoch", |world| world.host.roster = None, false),
+    ] {
+        let mut world = shut_down();
+        change(&mut world);
+        let step = world.decide();
+        assert_eq!(!matches!(step, Step::Start(_)), stays, "{what}: {step:?}");
+        if world.instance.is_empty() {
+            continue;
+        }
+        assert_eq!(step == Step::Wait(SHUT_DOWN.to_owned()), stays, "{what}: {step:?}");
     }
 }
 

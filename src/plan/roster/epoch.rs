@@ -6,8 +6,8 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use super::{
-    Observed, candidates, facts, format, holds, is_for_good, is_online, is_ready, lacks_since, lead_report, limit,
-    member, properties, resources, takers,
+    Observed, candidates, facts, format, holds, is_for_good, is_online, is_ready, is_shut_down, lacks_since,
+    lead_report, limit, member, properties, resources, takers,
 };
 use crate::{
     api::{
@@ -139,6 +139,12 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
         && refused.settings == wanted(&refused.settings, seen.spec, digest, certificate)
     {
         return Restart::Refused { difference, reason: refused.reason.clone() };
+    }
+    if is_shut_down(seen, roster) {
+        return match told {
+            true => Restart::Now { difference, closing: Closing::AtOnce },
+            false => waits("an administrator to start the instance again".to_owned()),
+        };
     }
     let is_due = told || (has_deadline && deadline_has_come(seen));
     // Should a broker run there all the same, it keeps its jobs: it is not stopped before they have ended.

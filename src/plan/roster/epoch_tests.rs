@@ -384,7 +384,8 @@ fn a_member_whose_lead_misses_it_is_told() {
     world.reports.get_mut("node1").unwrap().offline = vec![1];
     assert!(world.told("node2").missed && !world.told("node3").missed);
     // It says so itself.
-    world.reports.get_mut("node2").unwrap().phase = NodePhase::Offline;
+    let report = world.reports.get_mut("node2").unwrap();
+    (report.phase, report.adopted) = (NodePhase::Offline, None);
     assert!(!world.told("node2").missed);
 }
 
@@ -476,6 +477,85 @@ fn what_an_agent_once_said_of_another_epoch_restarts_nothing() {
     assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
     world.reports.get_mut("node3").unwrap().adopted.as_mut().unwrap().epoch = 1;
     assert_ne!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+}
+
+/// The lead's agent says that an administrator has shut the instance down.
+fn shut_down() -> World {
+    let mut world = idle();
+    world.reports.values_mut().for_each(|report| (report.phase, report.adopted) = (NodePhase::Waiting, None));
+    world.reports.get_mut("node1").unwrap().shut_down = Some(1);
+    world
+}
+
+#[test]
+fn an_instance_that_was_shut_down_begins_no_epoch_before_somebody_says_so() {
+    type Change = fn(&mut World);
+    for (what, change) in [
+        ("nothing", (|_| {}) as Change),
+        ("a change of the spec", |world| world.spec.broker.port = Some(9000)),
+        ("another package set", |world| world.digest = "other"),
+        ("a lead that would not come up", |world| world.reports.get_mut("node1").unwrap().keeps_dying = Some(1)),
+    ] {
+        let mut world = shut_down();
+        change(&mut world);
+        assert_eq!(world.settle(), Decision::Keep, "{what}");
+        let roster = world.roster.clone().unwrap();
+        assert_eq!((roster.epoch, roster.closing), (1, None), "{what}");
+        let told = status(&world.seen(), 1, Some(&roster), None);
+        let line = told.message.clone().unwrap();
+        assert!(line.contains("shut the instance down") && line.contains("annotate fxi flux"), "{what}: {line}");
+        assert_eq!(told.holding("Degraded").unwrap().reason, "ShutDown", "{what}");
+        assert_eq!([1, 2, 3].map(|n| world.wants(&format!("node{n}"))), [Want::Run, Want::Install, Want::Install]);
+        assert!(world.told("node2").reason.unwrap().contains("shut the instance down"));
+
+        world.restart_word = Some("go on");
+        world.settle();
+        assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::AtOnce), "{what}");
+        close(&mut world);
+        world.settle();
+        assert_eq!(world.roster.as_ref().unwrap().epoch, 2, "{what}");
+        let told = status(&world.seen(), 1, world.roster.as_ref(), None);
+        assert!(told.holding("Degraded").is_none_or(|degraded| degraded.reason != "ShutDown"), "{what}");
+    }
+}
+
+#[test]
+fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_gives_it_no_jobs() {
+    type Change = fn(&mut World);
+    for (what, change, missed) in [
+        ("nothing is known against it", (|_| {}) as Change, false),
+        ("the lead has lost it", |world| world.reports.get_mut("node1").unwrap().offline = vec![1], true),
+        ("it is slow, and idle", |world| world.reports.get_mut("node1").unwrap().torpid = "1".parse().unwrap(), true),
+        (
+            "it is slow, and has a job",
+            |world| {
+                jobs_on(world, Some("1"));
+                world.reports.get_mut("node1").unwrap().torpid = "1".parse().unwrap();
+            },
+            false,
+        ),
+        (
+            "it is slow, and nobody knows of its jobs",
+            |world| {
+                jobs_on(world, None);
+                world.reports.get_mut("node1").unwrap().torpid = "1".parse().unwrap();
+            },
+            false,
+        ),
+        (
+            "it is slow, and answers its agent",
+            |world| {
+                world.reports.get_mut("node2").unwrap().phase = NodePhase::Online;
+                world.reports.get_mut("node1").unwrap().torpid = "1".parse().unwrap();
+            },
+            false,
+        ),
+    ] {
+        let mut world = idle();
+        world.reports.get_mut("node2").unwrap().phase = NodePhase::Offline;
+        change(&mut world);
+        assert_eq!(world.told("node2").missed, missed, "{what}");
+    }
 }
 
 #[test]
