@@ -320,7 +320,6 @@ fn a_planner_that_begins_while_the_api_servers_clock_is_wrong_ends_no_drain_earl
     let generation = cluster.patch(json!({"spec": {"ranks": {"retain": "11m"}}})).metadata.generation.unwrap();
     cluster.until("the next planner", || (cluster.instance().status?.observed_generation >= generation).then_some(()));
     assert!(!told().spec.overdue, "{:?}", told().spec);
-    cluster.all_online(3);
     assert_eq!(cluster.brokers(), brokers);
     cluster.must(&["api", "none"]);
     job.finish();
