@@ -128,7 +128,8 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         left: nothing_runs(seen) && seen.spec.is_some_and(|spec| spec.want == Want::Leave),
         keeps_dying: known.keeps_dying.and(seen.roster).map(|roster| roster.epoch),
         lead_failed: lead_failed(seen, known),
-        unheard: known.live.unheard_since.is_some(),
+        // A broker that hangs hears nobody, which says nothing about the lead.
+        unheard: known.live.unheard_since.is_some() && known.live.silent_since.is_none(),
         rejected: if is_lead { known.rejected.clone() } else { Rejected::new() },
         roster_format: ROSTER_FORMAT,
         agent: Some(env!("CARGO_PKG_VERSION").to_owned()),
