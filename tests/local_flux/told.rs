@@ -137,6 +137,31 @@ fn a_planned_restart_raises_no_warning() {
     assert_eq!(warnings(&cluster), []);
 }
 
+/// The broker of an epoch that ends would join a lead that is on its way out.
+#[test]
+fn a_node_whose_broker_has_ended_waits_for_the_next_epoch() {
+    let Some(cluster) = Cluster::up(4, &[]) else { return };
+    let planner = cluster.planner();
+    cluster.patch(json!({"metadata": {"annotations": {ANNOTATION_RESTART: "now"}}}));
+    cluster.until("the end of the epoch", || cluster.roster()?.closing);
+    // Nobody begins the next one until another agent is the planner.
+    let stopped = Pid::from_raw(cluster.node(&planner).agent_pid.unwrap());
+    kill(stopped, Signal::SIGSTOP).unwrap();
+    let (lead, others) = (cluster.holder(0), ["node1", "node2", "node3", "node4"]);
+    for node in others.into_iter().filter(|node| *node != planner && *node != lead) {
+        cluster.until("the word that its node waits", || {
+            let told = cluster.wait(cluster.api::<FluxNode>().get(node)).unwrap().status?.message?;
+            told.contains("this epoch ends: waiting for the next one").then_some(())
+        });
+    }
+    kill(stopped, Signal::SIGCONT).unwrap();
+    cluster.until("epoch 2", || {
+        let status = cluster.instance().status?;
+        (status.epoch == 2 && status.online == 4).then_some(())
+    });
+    assert_eq!(warnings(&cluster), []);
+}
+
 #[test]
 fn what_a_running_instance_does_not_take_is_told_in_its_line_a_condition_and_an_event() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
