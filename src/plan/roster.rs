@@ -146,9 +146,9 @@ pub fn is_lead_silent(seen: &Observed, roster: &Roster) -> bool {
     missed.len() > heard.len()
 }
 
-/// Its agent and the lead's say the contrary of each other.
+/// The other brokers do not hear from the broker of `rank`, although the last word of its agent is that it is online.
 pub fn is_missed(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    says_online(seen, roster, rank) && does_lead_miss(seen, roster, rank)
+    says_online(seen, roster, rank) && !is_online(seen, roster, rank)
 }
 
 fn says_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {

@@ -85,6 +85,10 @@ fn a_lead_whose_power_is_cut_is_missed_before_kubernetes_misses_its_node() {
     );
     eprintln!("measured: {:.1} s from the lead's power cut to the line", begin.elapsed().as_secs_f64());
     assert!(holds(&cluster, "Degraded", "does not answer the others"));
+    cluster.until("the word on its FluxNode", || {
+        let told = cluster.wait(cluster.api::<FluxNode>().get(&lead)).unwrap().spec;
+        (told.missed && told.reason?.contains("do not hear from its broker")).then_some(())
+    });
 
     cluster.must(&["node", &lead, "power-on"]);
     cluster.all_online(3);
