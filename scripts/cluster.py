@@ -45,9 +45,9 @@ def until(what, look, limit=120):
         if found is True:
             return
         if time.monotonic() > end:
-            raise Wrong(f"waited {limit} s in vain for {what}: {what_now}")
+            raise Wrong(f"waited {limit} s in vain for {what}: {str(what_now)[:2000]}")
         if time.monotonic() > told:
-            print(f"waiting for {what}: {what_now}", flush=True)
+            print(f"waiting for {what}: {str(what_now)[:400]}", flush=True)
             told = end
         time.sleep(0.1)
 

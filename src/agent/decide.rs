@@ -375,7 +375,8 @@ pub fn may_leave(host: &HostView, spec: &FluxNodeSpec, roster: &Roster) -> bool 
 /// frozen for minutes: a broker of a rank that somebody else has by now would push that one's out.
 pub fn confirmed(decided: &Assignment, instance_uid: &str, spec: &FluxNodeSpec, roster: &Roster) -> Option<Assignment> {
     let now = agreed(spec, roster).filter(|_| roster.instance_uid == instance_uid)?;
-    let is_over = spec.want != Want::Run || (now.rank == 0 && roster.closing.is_some());
+    // A broker that joins a lead on its way out fails, and its agent would report that as trouble.
+    let is_over = spec.want != Want::Run || roster.closing.is_some();
     let is_same = (now.rank, &now.node_uid, now.epoch) == (decided.rank, &decided.node_uid, decided.epoch);
     (is_same && !is_over).then_some(now)
 }

@@ -136,9 +136,10 @@ impl Agent {
         let claimed_by = self.view.state.as_ref().map_or(&self.actor.instance_uid, |state| &state.instance_uid);
         let now = node.and_then(|node| confirmed(decided, claimed_by, &node.spec, &roster));
         let assignment = now.ok_or_else(|| {
-            let words =
-                format!("waiting for the planner's word on rank {}: it is not this node's as it was", decided.rank);
-            StepError::NotYet(words)
+            StepError::NotYet(match roster.closing {
+                Some(_) => "this epoch ends: waiting for the next one".to_owned(),
+                None => format!("waiting for the planner: rank {} is not this node's as it was", decided.rank),
+            })
         })?;
         let content = self.actor.content(preflight, &roster, &assignment).await?;
         Ok((assignment, roster, content))

@@ -112,15 +112,16 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
             () if may_start(seen, roster, rank) => Want::Run,
             () => Want::Install,
         };
+        spec.missed = is_missed(seen, roster, rank);
         spec.reason = match spec.want {
             Want::Nothing => differs,
             Want::Install if is_shut_down(seen, roster) => Some(SHUT_DOWN.to_owned()),
             Want::Install => no_lead(roster),
+            Want::Run if spec.missed => Some("the other brokers do not hear from its broker".to_owned()),
             _ => None,
         };
         let entry = roster.ranks.get(&rank);
         spec.draining = entry.and_then(|entry| entry.drain.as_ref()).map(|drain| drain.reason.clone());
-        spec.missed = is_missed(seen, roster, rank);
         spec.overdue = is_overdue(seen, roster, rank);
         if rank == 0 {
             spec.drain = drains(seen, roster);

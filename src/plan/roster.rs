@@ -153,10 +153,11 @@ pub fn is_shut_down(seen: &Observed, roster: &Roster) -> bool {
     report.is_some_and(|report| report.adopted.is_none() && report.shut_down == Some(roster.epoch))
 }
 
-/// Its agent and the lead's say the contrary of each other; or it does not answer its agent, and the lead has given it up.
+/// The other brokers do not hear from the broker of `rank`, although the last word of its agent is that it is online; or it does
+/// not answer its agent, and the lead has given it up.
 pub fn is_missed(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let is_lost = does_lead_miss(seen, roster, rank);
-    (says_online(seen, roster, rank) && is_lost)
+    (says_online(seen, roster, rank) && !is_online(seen, roster, rank))
         || (says_offline(seen, roster, rank) && (is_lost || is_idle_and_torpid(seen, roster, rank)))
 }
 

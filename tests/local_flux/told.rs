@@ -85,6 +85,10 @@ fn a_lead_whose_power_is_cut_is_missed_before_kubernetes_misses_its_node() {
     );
     eprintln!("measured: {:.1} s from the lead's power cut to the line", begin.elapsed().as_secs_f64());
     assert!(holds(&cluster, "Degraded", "does not answer the others"));
+    cluster.until("the word on its FluxNode", || {
+        let told = cluster.wait(cluster.api::<FluxNode>().get(&lead)).unwrap().spec;
+        (told.missed && told.reason?.contains("do not hear from its broker")).then_some(())
+    });
 
     cluster.must(&["node", &lead, "power-on"]);
     cluster.all_online(3);
@@ -130,6 +134,31 @@ fn a_planned_restart_raises_no_warning() {
     let before = warnings(&cluster);
     assert_eq!(before, [], "nor does a first start");
     cluster.patch(json!({"metadata": {"annotations": {ANNOTATION_RESTART: "now"}}}));
+    cluster.until("epoch 2", || {
+        let status = cluster.instance().status?;
+        (status.epoch == 2 && status.online == 4).then_some(())
+    });
+    assert_eq!(warnings(&cluster), []);
+}
+
+/// The broker of an epoch that ends would join a lead that is on its way out.
+#[test]
+fn a_node_whose_broker_has_ended_waits_for_the_next_epoch() {
+    let Some(cluster) = Cluster::up(4, &[]) else { return };
+    let planner = cluster.planner();
+    cluster.patch(json!({"metadata": {"annotations": {ANNOTATION_RESTART: "now"}}}));
+    cluster.until("the end of the epoch", || cluster.roster()?.closing);
+    // Nobody begins the next one until another agent is the planner.
+    let stopped = Pid::from_raw(cluster.node(&planner).agent_pid.unwrap());
+    kill(stopped, Signal::SIGSTOP).unwrap();
+    let (lead, others) = (cluster.holder(0), ["node1", "node2", "node3", "node4"]);
+    for node in others.into_iter().filter(|node| *node != planner && *node != lead) {
+        cluster.until("the word that its node waits", || {
+            let told = cluster.wait(cluster.api::<FluxNode>().get(node)).unwrap().status?.message?;
+            told.contains("this epoch ends: waiting for the next one").then_some(())
+        });
+    }
+    kill(stopped, Signal::SIGCONT).unwrap();
     cluster.until("epoch 2", || {
         let status = cluster.instance().status?;
         (status.epoch == 2 && status.online == 4).then_some(())

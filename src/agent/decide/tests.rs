@@ -148,8 +148,9 @@ fn a_start_that_was_decided_from_memory_needs_the_same_word_of_today() {
         agreed(world.spec.as_ref().unwrap(), world.roster.as_ref().unwrap()).unwrap()
     };
     type Change = fn(&mut FluxNodeSpec, &mut Roster);
-    let cases: [(&str, bool, Change); 7] = [
+    let cases: [(&str, bool, Change); 8] = [
         ("nothing has changed", true, |_, _| {}),
+        ("the epoch ends", false, |_, roster| roster.closing = Some(Closing::AtOnce)),
         ("others have joined", true, |spec, roster| (spec.revision, roster.revision) = (7, 7)),
         ("the rank is another node's", false, |_, roster| {
             roster.ranks.get_mut(&1).unwrap().member.as_mut().unwrap().uid = "another".into();

@@ -595,5 +595,7 @@ fn a_lead_is_silent_if_most_of_those_that_hang_on_it_miss_it_or_anybody_does_and
         let roster = world.roster.as_ref().unwrap();
         assert_eq!(is_lead_silent(&world.seen(), roster), silent, "{what}");
         assert_eq!(is_online(&world.seen(), roster, 0), !silent, "{what}");
+        let told = world.told("node1");
+        assert_eq!((told.missed, told.reason.is_some()), (silent, silent), "{what}");
     }
 }
