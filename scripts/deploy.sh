@@ -13,9 +13,27 @@ command -v "$kubectl" >/dev/null || {
 }
 in_namespace=("$kubectl" -n flux-distribute)
 
+# Older ones leave out the ValidatingAdmissionPolicies of the manifest, and apply the rest.
+refuse_old() {
+    local version major minor
+    version=$("$kubectl" get --raw /version)
+    major=$(sed -n 's/^ *"major": *"\([0-9]*\).*/\1/p' <<<"$version")
+    minor=$(sed -n 's/^ *"minor": *"\([0-9]*\).*/\1/p' <<<"$version")
+    # What is no version is not refused; the planner thinks so, too.
+    [ -n "$major" ] && [ -n "$minor" ] || return 0
+    if [ "$major" -lt 1 ] || { [ "$major" = 1 ] && [ "$minor" -lt 30 ]; }; then
+        echo "this is Kubernetes $major.$minor, which has no ValidatingAdmissionPolicy v1, and without the policies any agent's" \
+            "token may speak for every node: upgrade the cluster to Kubernetes 1.30 or newer" >&2
+        exit 2
+    fi
+}
+
 up() {
+    refuse_old
     sed "s|^\( *image: \).*|\1$1|" "$manifest" | "$kubectl" apply -f -
-    "${in_namespace[@]}" rollout status daemonset/install-flux --timeout="${TIMEOUT:-20m}"
+    for set in install-flux install-flux-control-planes; do
+        "${in_namespace[@]}" rollout status "daemonset/$set" --timeout="${TIMEOUT:-20m}"
+    done
     "${in_namespace[@]}" get fluxinstances,fluxnodes
 }
 

@@ -55,12 +55,19 @@ async fn a_replace_with_a_stale_version_is_a_conflict() {
     assert_eq!(code(maps.replace("a", &PostParams::default(), &stale).await), refused(409, "Conflict"));
     assert_eq!(maps.get("a").await.unwrap().data.unwrap()["text"], "2");
 
-    let version = stale.metadata.resource_version.unwrap();
+    let version = stale.metadata.resource_version.clone().unwrap();
     let patch = Patch::Merge(json!({ "metadata": { "resourceVersion": version } }));
     assert_eq!(code(maps.patch("a", &PatchParams::default(), &patch).await), refused(409, "Conflict"));
-    let only_if = Preconditions { uid: Some("another".into()), resource_version: None };
-    let params = DeleteParams { preconditions: Some(only_if), ..DeleteParams::default() };
-    assert_eq!(code(maps.delete("a", &params).await), refused(409, "Conflict"));
+    for only_if in [
+        Preconditions { uid: Some("another".into()), resource_version: None },
+        Preconditions { uid: stale.metadata.uid.clone(), resource_version: stale.metadata.resource_version.clone() },
+    ] {
+        let params = DeleteParams::default().preconditions(only_if);
+        assert_eq!(code(maps.delete("a", &params).await), refused(409, "Conflict"));
+    }
+    let there = maps.get("a").await.unwrap().metadata;
+    let as_read = Preconditions { uid: there.uid, resource_version: there.resource_version };
+    maps.delete("a", &DeleteParams::default().preconditions(as_read)).await.unwrap();
 
     let leases: Api<Lease> = server.api();
     let metadata = ObjectMeta { name: Some("l".into()), ..ObjectMeta::default() };

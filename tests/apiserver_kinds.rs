@@ -186,6 +186,8 @@ async fn our_kinds_go_with_their_definition_and_come_back_with_it() {
     let nodes: Api<FluxNode> = server.api();
     let definitions: Api<CustomResourceDefinition> = Api::all(server.client.clone());
     let spec = FluxNodeSpec { node_name: "n1".into(), ..FluxNodeSpec::default() };
+    let another = nodes.create(&PostParams::default(), &FluxNode::new("n2", spec.clone())).await;
+    assert!(another.unwrap_err().to_string().contains("spec.nodeName: is not the name of this FluxNode"));
     nodes.create(&PostParams::default(), &FluxNode::new("n1", spec)).await.unwrap();
     let name = "fluxnodes.distribute.flux-framework.org";
     let mut definition = definitions.get(name).await.unwrap();

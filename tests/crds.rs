@@ -5,6 +5,7 @@
 use std::{fs, path::Path};
 
 use flux_distribute::cli::crds;
+use serde_json::Value;
 
 /// The one file to apply: the namespace first, then the kinds, then what uses both.
 fn installer() -> String {
@@ -18,8 +19,17 @@ fn installer() -> String {
         part("4-admission.yaml"),
         part("5-default.yaml"),
         part("6-daemonset.yaml"),
+        merged(&part("6-daemonset.yaml"), &part("7-control-planes.yaml")),
     ]
     .concat()
+}
+
+/// The object that a merge patch (RFC 7396) makes of another one, under the patch's own comment.
+fn merged(object: &str, patch: &str) -> String {
+    let comment: String = patch.split_inclusive('\n').take_while(|line| line.starts_with('#')).collect();
+    let mut merged: Value = serde_norway::from_str(object).unwrap();
+    json_patch::merge(&mut merged, &serde_norway::from_str(patch).unwrap());
+    format!("{comment}---\n{}", serde_norway::to_string(&merged).unwrap())
 }
 
 /// With UPDATE_MANIFESTS set it is written, which is what `make manifests` does.

@@ -9,15 +9,19 @@ use std::{
     process::{Command, Output},
 };
 
-/// Runs `make undeploy`'s script beside a kubectl whose every call is answered by `script`, and logged.
 fn undeploy(script: &str) -> (Output, String) {
+    deploy(&["down"], script)
+}
+
+/// Runs the script of `make deploy` and `make undeploy` beside a kubectl whose every call is answered by `script`, and logged.
+fn deploy(words: &[&str], script: &str) -> (Output, String) {
     let directory = tempfile::tempdir().unwrap();
     let (kubectl, log) = (directory.path().join("kubectl"), directory.path().join("log"));
     fs::write(&kubectl, format!("#!/bin/sh\necho \"$*\" >> {}\ncase \"$*\" in\n{script}\nesac\n", log.display()))
         .unwrap();
     fs::set_permissions(&kubectl, fs::Permissions::from_mode(0o755)).unwrap();
-    let deploy = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/deploy.sh");
-    let output = Command::new(deploy).arg("down").env("KUBECTL", &kubectl).env("TIMEOUT", "7s").output().unwrap();
+    let script_file = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/deploy.sh");
+    let output = Command::new(script_file).args(words).env("KUBECTL", &kubectl).env("TIMEOUT", "7s").output().unwrap();
     (output, fs::read_to_string(log).unwrap())
 }
 
@@ -43,4 +47,41 @@ fn an_undeploy_deletes_the_rest_once_every_host_is_clean() {
     let (output, calls) = undeploy("*) ;;");
     assert!(output.status.success(), "{output:?}");
     assert!(calls.trim().ends_with("delete -f deploy/daemonset-installer.yaml --ignore-not-found"), "{calls}");
+}
+
+/// What that version answers, and an apply that takes in the whole manifest.
+fn version(minor: &str) -> String {
+    let answer = format!(r#"{{\n  "major": "1",\n  "minor": "{minor}",\n  "emulationMinor": "99"\n}}"#);
+    format!("*'get --raw /version'*) printf '{answer}';;\n*'apply -f -'*) cat > /dev/null;;")
+}
+
+#[test]
+fn a_kubernetes_without_admission_policies_is_refused_before_anything_is_applied() {
+    for minor in ["29", "29+", "9"] {
+        let (output, calls) = deploy(&["up", "localhost/x:1"], &version(minor));
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        let minor = minor.trim_end_matches('+');
+        assert!(said.contains(&format!("Kubernetes 1.{minor}, which")) && said.contains("1.30 or newer"), "{said}");
+        assert!(!calls.contains("apply"), "{calls}");
+    }
+}
+
+#[test]
+fn a_kubernetes_that_can_not_be_asked_is_no_reason_to_apply_anything() {
+    let (output, calls) = deploy(&["up", "localhost/x:1"], "*'get --raw /version'*) echo refused >&2; exit 1;;");
+    assert!(!output.status.success() && !calls.contains("apply"), "{calls}");
+}
+
+#[test]
+fn a_deploy_waits_for_the_agents_of_workers_and_of_control_planes() {
+    for minor in ["30", "30+", "36", ""] {
+        let (output, calls) = deploy(&["up", "localhost/x:1"], &version(minor));
+        assert!(output.status.success(), "{output:?}");
+        let of = |call: &str| {
+            calls.lines().position(|line| line.contains(call)).unwrap_or_else(|| panic!("{call}: {calls}"))
+        };
+        assert!(of("apply -f -") < of("rollout status daemonset/install-flux --timeout"), "{calls}");
+        assert!(of("apply -f -") < of("rollout status daemonset/install-flux-control-planes --timeout"), "{calls}");
+    }
 }

@@ -18,7 +18,7 @@ use flux_distribute::{
 };
 use k8s_openapi::api::{
     apps::v1::DaemonSet,
-    core::v1::{ConfigMap, Container, Namespace, PodSpec},
+    core::v1::{ConfigMap, Container, Namespace, PodSpec, ResourceQuota, Toleration},
     rbac::v1::{ClusterRole, ClusterRoleBinding, PolicyRule, Role, RoleBinding},
 };
 use serde::{Deserialize, de::DeserializeOwned};
@@ -46,8 +46,22 @@ fn one<K: DeserializeOwned>(kind: &str) -> K {
     found.remove(0)
 }
 
+/// The DaemonSet for workers.
+fn daemon_set() -> DaemonSet {
+    let [workers, _] = <[DaemonSet; 2]>::try_from(all("DaemonSet")).unwrap();
+    workers
+}
+
 fn pod() -> PodSpec {
-    one::<DaemonSet>("DaemonSet").spec.unwrap().template.spec.unwrap()
+    daemon_set().spec.unwrap().template.spec.unwrap()
+}
+
+/// One expression for each term: the label's key and the operator.
+fn places(pod: &PodSpec) -> Vec<(String, String)> {
+    let affinity = pod.affinity.clone().unwrap().node_affinity.unwrap();
+    let terms = affinity.required_during_scheduling_ignored_during_execution.unwrap().node_selector_terms;
+    let expressions = terms.into_iter().flat_map(|term| term.match_expressions.unwrap());
+    expressions.map(|expression| (expression.key, expression.operator)).collect()
 }
 
 fn agent() -> Container {
@@ -154,7 +168,7 @@ fn the_rights_are_bound_to_the_account_that_the_pods_run_as() {
         .map(|p| serde_norway::to_string(p).unwrap())
         .collect::<Vec<_>>();
     let user = format!("system:serviceaccount:{NAMESPACE}:{}", account.unwrap());
-    assert!(policies.len() == 4 && policies.iter().all(|policy| policy.contains(&user)));
+    assert!(policies.len() == 5 && policies.iter().all(|policy| policy.contains(&user)));
     for name in [SECRET_CURVE, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, ANNOTATION_PROTECTS]
         .into_iter()
         .chain(PROTECTING)
@@ -220,8 +234,7 @@ fn a_pod_is_ready_by_its_agents_own_word_and_no_probe_can_fail_while_a_node_is_i
 /// A pod's end is no end of a broker, a teardown gets its time, and a full node does not evict what keeps it.
 #[test]
 fn the_pod_can_be_replaced_and_is_not_evicted() {
-    let daemon_set: DaemonSet = one("DaemonSet");
-    let strategy = daemon_set.spec.unwrap().update_strategy.unwrap();
+    let strategy = daemon_set().spec.unwrap().update_strategy.unwrap();
     assert_eq!(strategy.type_.as_deref(), Some("RollingUpdate"));
     let pod = pod();
     assert_eq!(pod.priority_class_name.as_deref(), Some("system-node-critical"));
@@ -242,7 +255,7 @@ fn the_image_is_of_this_version() {
 
 #[test]
 fn everything_is_where_the_program_looks_for_it() {
-    let daemon_set: DaemonSet = one("DaemonSet");
+    let daemon_set = daemon_set();
     assert_eq!(daemon_set.metadata.name.as_deref(), Some(DAEMONSET));
     assert_eq!(daemon_set.metadata.namespace.as_deref(), Some(NAMESPACE));
     let default: ConfigMap = one("ConfigMap");
@@ -286,13 +299,43 @@ fn the_installers_first_spec_is_found_and_valid() {
     assert!(documents.others.contains(&"DaemonSet install-flux".to_owned()), "{:?}", documents.others);
 }
 
-/// The DaemonSet tolerates what the example tells people to taint their nodes with.
+/// Which node takes part is the planner's to decide, and who breaks into a member must find no agent on a control plane.
 #[test]
-fn dedicated_nodes_get_an_agent() {
-    let text = fs::read_to_string(root().join("example/fluxinstance-dedicated-nodes.yaml")).unwrap();
-    let instance: FluxInstance = serde_norway::from_str(&text).unwrap();
-    let tolerated: Vec<_> = pod().tolerations.unwrap().into_iter().map(|toleration| toleration.key).collect();
-    for toleration in instance.spec.nodes.tolerations {
-        assert!(tolerated.contains(&toleration.key));
+fn no_taint_takes_the_agent_from_a_worker_and_control_planes_get_one_only_without_their_taint() {
+    let every = Toleration { operator: Some("Exists".to_owned()), ..Toleration::default() };
+    assert_eq!(pod().tolerations.unwrap(), [every]);
+    let label = "node-role.kubernetes.io/control-plane";
+    assert_eq!(places(&pod()), [(label.to_owned(), "DoesNotExist".to_owned())]);
+
+    let control_planes = all::<DaemonSet>("DaemonSet").remove(1);
+    let pod_of = |set: &DaemonSet| set.spec.clone().unwrap().template.spec.unwrap();
+    assert_eq!(places(&pod_of(&control_planes)), [(label.to_owned(), "Exists".to_owned())]);
+    for toleration in pod_of(&control_planes).tolerations.unwrap() {
+        let key = toleration.key.unwrap();
+        let is_condition = key.starts_with("node.kubernetes.io/");
+        assert!(is_condition || key == "distribute.flux-framework.org/dedicated", "{key}");
     }
+    // All else is the same: the planner and `kubectl exec ds/install-flux` find its pods among the others.
+    let same = |pod: PodSpec| PodSpec { affinity: None, tolerations: None, ..pod };
+    assert_eq!(same(pod_of(&control_planes)), same(pod()));
+    for set in [daemon_set(), control_planes] {
+        let spec = set.spec.unwrap();
+        let labels = spec.template.metadata.unwrap().labels.unwrap();
+        assert_eq!(labels["app"], DAEMONSET);
+        for (key, value) in spec.selector.match_labels.unwrap() {
+            assert_eq!(labels.get(&key), Some(&value));
+        }
+    }
+}
+
+/// GKE admits such pods outside of kube-system only beside a quota for them.
+#[test]
+fn the_namespace_has_a_quota_for_the_priority_of_the_pods() {
+    let quota = one::<ResourceQuota>("ResourceQuota");
+    assert_eq!(quota.metadata.namespace.as_deref(), Some(NAMESPACE));
+    let spec = quota.spec.unwrap();
+    let scope = spec.scope_selector.unwrap().match_expressions.unwrap().remove(0);
+    assert_eq!((scope.scope_name.as_str(), scope.operator.as_str()), ("PriorityClass", "In"));
+    assert_eq!(scope.values.unwrap(), [pod().priority_class_name.unwrap()]);
+    assert!(spec.hard.unwrap().contains_key("pods"));
 }

@@ -166,7 +166,7 @@ impl Actor {
         let order = ClaimOrder {
             prefix: preflight.prefix.clone(),
             instance_uid: self.instance_uid.clone(),
-            uninstall: self.uninstall,
+            uninstall: self.uninstall.clone(),
         };
         self.order(Order::Claim(order)).await.map(drop)
     }

@@ -177,8 +177,8 @@ impl Agent {
     pub(super) async fn remove(&mut self, pod_ends: bool) -> Result<(), StepError> {
         let remembered = self.view.state.as_ref();
         let told = remembered.and_then(|state| self.world.borrow().end_of(&state.instance_uid));
-        let end = told.or(remembered.map(|state| state.uninstall)).unwrap_or_default();
-        if end.running_jobs == RunningJobs::Wait
+        let end = told.or(remembered.map(|state| state.uninstall.clone())).unwrap_or_default();
+        if end.running_jobs != RunningJobs::Cancel
             && let Some(reason) = self.last_jobs().await
         {
             return Err(StepError::NotYet(waits_for_jobs(reason, self.queues_have_ended, end.keep_state)));

@@ -194,8 +194,8 @@ pub fn decide(seen: &Seen) -> Step {
         return Step::Wait("another machine has this node's name: rename this one, or take it away".to_owned());
     }
     let has = |digest: &str| seen.host.has_environment(digest);
-    match spec.want {
-        Want::Nothing => Step::Wait(match &spec.reason {
+    match &spec.want {
+        Want::Nothing | Want::Other(_) => Step::Wait(match &spec.reason {
             Some(reason) => format!("this node gets no rank: {reason}"),
             None => "the planner has no use for this node".to_owned(),
         }),

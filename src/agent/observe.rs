@@ -37,7 +37,7 @@ impl Agent {
             self.spec = instance.spec.clone();
             self.generation = instance.metadata.generation.unwrap_or_default();
             self.members.store(instance.status.as_ref().map_or(0, |status| status.size), Ordering::Relaxed);
-            self.actor.uninstall = self.spec.uninstall;
+            self.actor.uninstall.clone_from(&self.spec.uninstall);
             let uid = instance.uid().unwrap_or_default();
             let told = world.node_spec().filter(|own| own.instance_uid.as_ref() == Some(&uid));
             self.told_prefix = told.and_then(|own| own.prefix.clone());

@@ -3,7 +3,7 @@
 use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client, Resource,
-    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
+    api::{ListParams, Patch, PatchParams, PostParams},
 };
 use serde_json::json;
 use tracing::{debug, warn};
@@ -11,8 +11,11 @@ use tracing::{debug, warn};
 use crate::{
     api::{FluxNode, FluxNodeSpec, FluxNodeStatus, NAMESPACE, NodePhase},
     error_chain,
-    planner::{Announcer, PlannerError, call, gone_is_fine, merge_patch},
+    planner::{Announcer, PlannerError, as_read, call, gone_is_fine, merge_patch},
 };
+
+/// How often a FluxNode that changes while it is deleted is read again.
+const DELETE_TRIES: u32 = 5;
 
 /// Writes the status page of one node.
 pub struct Reporter {
@@ -105,13 +108,21 @@ impl Reporter {
         }
     }
 
-    /// Deletes the FluxNode: the host is clean.
+    /// Deletes the FluxNode: the host is clean. The planner may write to it at the same moment.
     ///
     /// # Errors
-    /// The API server's.
+    /// The API server's; code 409 where it changes again and again.
     pub async fn delete(&self) -> Result<(), PlannerError> {
-        let params = DeleteParams::default();
-        gone_is_fine(call(format!("delete FluxNode {}", self.name), self.nodes.delete(&self.name, &params)).await)
+        let mut tries = 1..=DELETE_TRIES;
+        loop {
+            let found = call(format!("get FluxNode {}", self.name), self.nodes.get_metadata_opt(&self.name)).await?;
+            let Some(params) = found.as_ref().map(as_read) else { return Ok(()) };
+            let deleted = self.nodes.delete(&self.name, &params);
+            match gone_is_fine(call(format!("delete FluxNode {}", self.name), deleted).await) {
+                Err(error) if error.code() == Some(409) && tries.next().is_some() => {}
+                other => return other,
+            }
+        }
     }
 
     /// Reads another node's FluxNode.

@@ -71,7 +71,7 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
         host: Arc::new(NsHost::open()?),
         client: client.clone(),
         instance_uid: instance.uid().unwrap_or_default(),
-        uninstall: instance.spec.uninstall,
+        uninstall: instance.spec.uninstall.clone(),
     };
     let set = read_packages(&client).await?.into_iter().next();
     let mut spec = instance.spec.clone();

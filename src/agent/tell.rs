@@ -61,7 +61,7 @@ pub fn is_online(host: &HostView, live: &Live) -> bool {
 /// What the roster wants of this node holds.
 pub fn is_ready(seen: &Seen, live: &Live) -> bool {
     let Some(spec) = seen.spec.filter(|spec| spec.instance_uid.is_some()) else { return false };
-    match (spec.rank, spec.want) {
+    match (spec.rank, &spec.want) {
         (Some(_), _) => is_online(seen.host, live) && !is_silent(live),
         (None, Want::Nothing) => true,
         (None, _) => seen.published.is_some_and(|digest| seen.host.has_environment(digest)),
@@ -85,10 +85,11 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
     let no_drains = BTreeMap::new();
     let copy = seen.host.roster.clone().filter(|_| known.roster_is_gone && leads(seen.host, seen.spec));
     let wanted_drains = seen.spec.map_or(&no_drains, |spec| &spec.drain);
+    let is_lasting = known.trouble.is_some_and(|trouble| trouble.lasting);
     FluxNodeStatus {
+        lasting: phase == NodePhase::Failed && is_lasting,
         phase,
         message,
-        lasting: phase == NodePhase::Failed && known.trouble.is_some_and(|trouble| trouble.lasting),
         facts: known.facts.cloned(),
         digest: seen.published.filter(|digest| seen.host.has_environment(digest)).map(str::to_owned).or_else(newest),
         holds: known.holds.unwrap_or(&before.holds).to_vec(),
@@ -216,7 +217,7 @@ fn offline(seen: &Seen, live: &Live) -> Vec<Rank> {
     roster.ranks.keys().copied().filter(|rank| !live.online.contains(*rank)).collect()
 }
 
-fn is_up(phase: NodePhase) -> bool {
+fn is_up(phase: &NodePhase) -> bool {
     matches!(phase, NodePhase::Online | NodePhase::Draining)
 }
 
@@ -254,16 +255,16 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
             None => (NodePhase::Online, said),
         };
     }
-    if known.is_new && seen.host.broker.is_some() && known.live.pid.is_none() && is_up(before.phase) {
+    if known.is_new && seen.host.broker.is_some() && known.live.pid.is_none() && is_up(&before.phase) {
         // A new agent has not heard the broker yet: that is no news about the broker.
         let words = before.message.as_deref().map(|words| words.strip_prefix(STAND_IN).unwrap_or(words));
         let words = words.map(|words| words.trim_start_matches(": ")).filter(|words| !words.is_empty());
-        return (before.phase, words.map(str::to_owned));
+        return (before.phase.clone(), words.map(str::to_owned));
     }
     if let Step::Remove = known.step {
         return (NodePhase::Removing, trouble().or_else(progress));
     }
-    let was_online = is_up(before.phase) || before.phase == NodePhase::Offline;
+    let was_online = is_up(&before.phase) || before.phase == NodePhase::Offline;
     // What is for the next epoch says nothing about this one.
     let about_this_epoch = |_: &&Trouble| !matches!(known.step, Step::Prepare { .. });
     if let Some(trouble) = known.trouble.filter(about_this_epoch) {

@@ -83,7 +83,7 @@ impl World {
 
     /// How FluxInstance `uid` is to end, also when it is gone; None: it was not seen.
     pub fn end_of(&self, uid: &str) -> Option<Uninstall> {
-        self.end.as_ref().filter(|(of, _)| of == uid).map(|(_, end)| *end)
+        self.end.as_ref().filter(|(of, _)| of == uid).map(|(_, end)| end.clone())
     }
 
     /// uid of the FluxInstance.
@@ -120,7 +120,7 @@ pub fn world(client: &Client, node_name: &str) -> watch::Receiver<World> {
         INSTANCE.to_owned(),
         sender.clone(),
         |world, presence| {
-            let end = presence.here().and_then(|instance| Some((instance.uid()?, instance.spec.uninstall)));
+            let end = presence.here().and_then(|instance| Some((instance.uid()?, instance.spec.uninstall.clone())));
             world.end = end.or(world.end.take());
             world.instance = presence;
         },

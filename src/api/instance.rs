@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     Dump, Packages, Resources,
     validate::{
-        DURATION, EMPTY_SELECTOR, LESS_THAN_ONE, MORE_THAN_MAX_SIZE, SUBDOMAIN, TOPOLOGY, USER, selector_words,
+        DURATION, EMPTY_SELECTOR, LESS_THAN_ONE, MORE_THAN_MAX_SIZE, PREFIX, SUBDOMAIN, TOPOLOGY, USER, selector_words,
         toleration_words,
     },
 };
@@ -104,6 +104,7 @@ pub struct FluxInstanceSpec {
     /// Directory on the hosts that holds everything. Default: the first of /opt, /var/lib, /home/kubernetes that can be
     /// written and executed, with `flux-distribute` appended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = PREFIX))]
     pub prefix: Option<String>,
 }
 
@@ -117,7 +118,8 @@ pub struct Nodes {
     #[schemars(transform = selector_words)]
     #[x_kube(validation = Rule::new(SELECTS).message(EMPTY_SELECTOR))]
     pub selector: Option<LabelSelector>,
-    /// Taints that do not keep a node out. (The DaemonSet must tolerate them too.)
+    /// Taints that do not keep a node out. (On a control plane, DaemonSet
+    /// `install-flux-control-planes` must tolerate them too.)
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(transform = toleration_words)]
     pub tolerations: Vec<Toleration>,
@@ -171,6 +173,7 @@ pub struct InstanceResources {
     pub properties: Vec<String>,
     /// Which GPUs are declared. Default: Auto.
     #[serde(default)]
+    #[schemars(with = "String", extend("enum" = ["Auto", "All", "None"]))]
     pub gpus: Gpus,
     /// What no job ever gets.
     #[serde(default)]
@@ -183,7 +186,7 @@ pub struct InstanceResources {
 }
 
 /// Which GPUs of a host are declared.
-#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub enum Gpus {
     /// All, but none where a device plugin gives them to pods (the Node names `nvidia.com/gpu`, `nvidia.com/mig-…` or
     /// `amd.com/gpu` among its resources), unless the node is dedicated: it has a taint that `spec.nodes.tolerations` names,
@@ -194,6 +197,9 @@ pub enum Gpus {
     All,
     /// None.
     None,
+    /// Another version's word, which this one can't serve.
+    #[serde(untagged)]
+    Other(String),
 }
 
 /// What no job ever gets. Jobs that run on it are waited for, and nothing new is started there.
@@ -276,35 +282,43 @@ pub struct Upgrade {
     pub deadline: Option<String>,
     /// What happens when the lead does not come up in the next epoch. Default: GoBack.
     #[serde(default)]
+    #[schemars(with = "String", extend("enum" = ["GoBack", "Stay"]))]
     pub on_failure: OnFailure,
 }
 
 /// What happens when the lead does not come up in the next epoch.
-#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub enum OnFailure {
     /// One more epoch begins, with the packages and settings of the one before.
     #[default]
     GoBack,
     /// It is tried for ever, and somebody has to see to it.
     Stay,
+    /// Another version's word, which this one can't serve.
+    #[serde(untagged)]
+    Other(String),
 }
 
 /// What happens to running jobs when the instance is deleted.
-#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub enum RunningJobs {
     /// The host keeps running until they have ended.
     #[default]
     Wait,
     /// They are cancelled.
     Cancel,
+    /// Another version's word, which this one can't serve; jobs are waited for.
+    #[serde(untagged)]
+    Other(String),
 }
 
 /// What happens when the instance is deleted.
-#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Uninstall {
     /// What happens to running jobs. Default: Wait.
     #[serde(default)]
+    #[schemars(with = "String", extend("enum" = ["Wait", "Cancel"]))]
     pub running_jobs: RunningJobs,
     /// Leave the lead's statedir on its host.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -312,7 +326,7 @@ pub struct Uninstall {
 }
 
 /// Where the instance as a whole stands.
-#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub enum InstancePhase {
     /// No node is eligible yet, or packages or certificate are not there yet.
     #[default]
@@ -329,6 +343,9 @@ pub enum InstancePhase {
     Failed,
     /// Another FluxInstance than `flux`.
     Ignored,
+    /// Another version's word, kept as it was read: this version only knows that it is none of the above.
+    #[serde(untagged)]
+    Other(String),
 }
 
 /// A dump, and where it is.
@@ -357,8 +374,9 @@ pub const CONDITION_CERTIFICATE_MISSING: &str = "CertificateMissing";
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct FluxInstanceStatus {
-    /// Where the instance as a whole stands.
+    /// Where the instance as a whole stands: `Pending`, `Starting`, `Running`, `Restarting`, `Degraded`, `Failed` or `Ignored`.
     #[serde(default)]
+    #[schemars(with = "String")]
     pub phase: InstancePhase,
     /// The worst that is known, in one sentence.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -3,6 +3,9 @@
 //!
 //! One writer for each: people write [`FluxInstance`] specs; the planner writes their status, the roster, the packages,
 //! `broker.toml`, and the spec of each [`FluxNode`]; an agent writes the status of its own `FluxNode`.
+//!
+//! Agents of several versions run side by side during an upgrade, so what a newer one writes is read by older ones: fields are
+//! only ever added, and a word that a version doesn't know is its enum's `Other`, which is written back as it was read.
 
 mod finding;
 mod idset;

@@ -2,8 +2,22 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::CustomResource;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
-use super::{IdSet, Resources};
+use super::{Finding, IdSet, Resources};
+
+/// The API server's words for a FluxNode that names another Node than its own name does, by a rule of the CRD.
+const ANOTHER_NODE: &str = "is not the name of this FluxNode";
+
+/// What no schema can say of a FluxNode.
+///
+/// # Errors
+/// Why it can't be read.
+pub fn node_rules(object: &Value) -> Result<Vec<Finding>, String> {
+    let node = FluxNode::deserialize(object).map_err(|error| error.to_string())?;
+    let is_another = node.metadata.name.as_ref() != Some(&node.spec.node_name);
+    Ok(is_another.then(|| Finding::new("spec.nodeName", ANOTHER_NODE)).into_iter().collect())
+}
 
 /// One node as a part of the instance. Its status is the node's status page; the agent on the node makes it before its
 /// first write on the host and deletes it when the host is clean.
@@ -18,6 +32,7 @@ use super::{IdSet, Resources};
     status = "FluxNodeStatus",
     derive = "PartialEq",
     doc = "One node as a part of the Flux instance: the node's status page.",
+    validation = Rule::new("self.spec.nodeName == self.metadata.name").message(ANOTHER_NODE).field_path(".spec.nodeName"),
     printcolumn(name = "Phase", type_ = "string", json_path = ".status.phase"),
     printcolumn(name = "Missed", type_ = "boolean", json_path = ".spec.missed"),
     printcolumn(name = "Rank", type_ = "integer", json_path = ".spec.rank"),
@@ -31,10 +46,11 @@ use super::{IdSet, Resources};
 )]
 #[serde(rename_all = "camelCase")]
 pub struct FluxNodeSpec {
-    /// The Node this belongs to; the same as this object's name.
+    /// The Node this belongs to: the name of this object, and of no other Node.
     pub node_name: String,
-    /// What the planner wants of this node.
+    /// What the planner wants of this node: `Nothing`, `Install`, `Run` or `Leave`.
     #[serde(default)]
+    #[schemars(with = "String")]
     pub want: Want,
     /// uid of the FluxInstance this belongs to.
     #[serde(default, rename = "instanceUID", skip_serializing_if = "Option::is_none")]
@@ -94,7 +110,7 @@ pub struct FetchFrom {
 }
 
 /// What the planner wants of a node.
-#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub enum Want {
     /// Nothing: it is not eligible, or was a member whose broker must not end yet. What runs there is left alone.
     #[default]
@@ -105,10 +121,13 @@ pub enum Want {
     Run,
     /// Stop the broker: the member is drained and leaves.
     Leave,
+    /// Another version's word, kept as it was read: to be left alone, as with `Nothing`.
+    #[serde(untagged)]
+    Other(String),
 }
 
 /// Where a node stands on the way to a broker that is online.
-#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub enum NodePhase {
     /// For something that others do: the message says for what.
     #[default]
@@ -129,6 +148,9 @@ pub enum NodePhase {
     Removing,
     /// The last step failed; the message says why, and it is tried again where time can heal it.
     Failed,
+    /// Another version's word, kept as it was read: this version only knows that it is none of the above.
+    #[serde(untagged)]
+    Other(String),
 }
 
 /// What the host is.
@@ -230,8 +252,10 @@ pub struct LeadFailed {
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct FluxNodeStatus {
-    /// Where the node stands.
+    /// Where the node stands: `Waiting`, `Preflight`, `Installing`, `Starting`, `Online`, `Draining`, `Offline`, `Removing` or
+    /// `Failed`.
     #[serde(default)]
+    #[schemars(with = "String")]
     pub phase: NodePhase,
     /// The last thing worth telling a person, in one sentence.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -42,7 +42,7 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
         Some(mut found) => {
             may_have(&found, order)?;
             if found.uninstall != order.uninstall {
-                found.uninstall = order.uninstall;
+                found.uninstall.clone_from(&order.uninstall);
                 state::save(root, &found)?;
             }
         }

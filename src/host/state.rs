@@ -33,7 +33,7 @@ pub fn fresh(order: &ClaimOrder) -> HostState {
         instance_uid: order.instance_uid.clone(),
         prefix: order.prefix.clone(),
         undo: Vec::new(),
-        uninstall: order.uninstall,
+        uninstall: order.uninstall.clone(),
     }
 }
 

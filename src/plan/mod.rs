@@ -12,6 +12,7 @@ pub mod findings;
 pub mod forsaken;
 pub mod gone;
 pub mod hostlist;
+pub mod kubernetes;
 pub mod lease;
 pub mod names;
 pub mod peers;

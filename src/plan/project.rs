@@ -47,7 +47,7 @@ pub fn project_all<'a>(
             wants: spec
                 .as_ref()
                 .filter(|_| node.is_some())
-                .and_then(|spec| wanted(seen, roster, spec.want, present.status.as_ref())),
+                .and_then(|spec| wanted(seen, roster, &spec.want, present.status.as_ref())),
             told: present.spec.fetch_from.as_ref(),
             report: present.status.as_ref().unwrap_or(&silent),
             address: node.filter(|node| node.ready).and_then(|node| node.address),
@@ -71,12 +71,12 @@ fn precedence(seen: &Observed, node: Option<&NodeView>, spec: Option<&FluxNodeSp
 fn wanted<'a>(
     seen: &Observed<'a>,
     roster: Option<&'a Roster>,
-    want: Want,
+    want: &Want,
     report: Option<&FluxNodeStatus>,
 ) -> Option<&'a str> {
     let runs = report.is_some_and(|report| report.adopted.is_some());
     match want {
-        Want::Nothing | Want::Leave => None,
+        Want::Nothing | Want::Leave | Want::Other(_) => None,
         // Soon it will be known who is the lead.
         _ if roster.is_none() && seen.waited < LEAD_PATIENCE => None,
         Want::Install => seen.digest,
@@ -113,7 +113,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
             () => Want::Install,
         };
         spec.missed = is_missed(seen, roster, rank);
-        spec.reason = match spec.want {
+        spec.reason = match &spec.want {
             Want::Nothing => differs,
             Want::Install if is_shut_down(seen, roster) => Some(SHUT_DOWN.to_owned()),
             Want::Install => no_lead(roster),

@@ -43,7 +43,7 @@ pub struct Protection {
 impl Protection {
     /// What is to change while there is an instance. Nothing, where its lead is not heard: then nobody knows what runs.
     pub fn changes(&mut self, seen: &Observed, roster: Option<&Roster>) -> Vec<Change> {
-        self.running_jobs = seen.spec.uninstall.running_jobs;
+        self.running_jobs = seen.spec.uninstall.running_jobs.clone();
         if !seen.spec.autoscaling.protect {
             return seen.nodes.iter().filter_map(taken_off).collect();
         }
@@ -75,7 +75,7 @@ impl Protection {
         let runs = |report: &FluxNodeStatus| report.adopted.is_some();
         let lead = reports.values().find(|report| report.adopted.as_ref().is_some_and(|broker| broker.rank == 0));
         let are_jobs_left = lead.is_some_and(|lead| lead.allocated.as_ref().is_none_or(|ranks| !ranks.is_empty()));
-        let is_waited_for = self.running_jobs == RunningJobs::Wait && are_jobs_left;
+        let is_waited_for = self.running_jobs != RunningJobs::Cancel && are_jobs_left;
         let free = nodes.iter().filter(|node| !(is_waited_for && reports.get(&node.name).is_some_and(runs)));
         free.filter_map(taken_off).collect()
     }

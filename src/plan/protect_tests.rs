@@ -155,7 +155,7 @@ fn at_the_end_everything_of_ours_goes_but_from_hosts_that_still_run_jobs() {
         (RunningJobs::Cancel, "1", &[]),
     ] {
         let (mut world, mut protection) = (World::up(2), Protection::default());
-        world.spec.uninstall.running_jobs = policy;
+        world.spec.uninstall.running_jobs = policy.clone();
         busy(&mut world, "0-1");
         settle(&mut world, &mut protection);
         busy(&mut world, ranks);

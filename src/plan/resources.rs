@@ -20,10 +20,10 @@ pub fn declared(spec: &FluxInstanceSpec, node: &NodeView, found: Resources, is_l
         // Flux takes no node without a core, and kubelet doesn't want all of them: the last that the spec doesn't name stays.
         left_out = if has_no_other { IdSet::default() } else { left_out_but_one(left_out, &named) };
     }
-    let gpus = match spec.resources.gpus {
+    let gpus = match &spec.resources.gpus {
         Gpus::None => 0,
-        Gpus::Auto if node.advertises_gpus && !is_dedicated(node, &spec.nodes) => 0,
-        Gpus::Auto | Gpus::All => gpus,
+        Gpus::Auto | Gpus::Other(_) if node.advertises_gpus && !is_dedicated(node, &spec.nodes) => 0,
+        Gpus::Auto | Gpus::All | Gpus::Other(_) => gpus,
     };
     let excluded = has_no_other || (is_lead && exclude.lead) || exclude.nodes.contains(&node.name);
     Declared { cores, gpus, left_out, excluded }

@@ -492,7 +492,7 @@ mod tests {
         let words = "ConfigMap flux-roster: can't be read; delete it to have it made again from the nodes";
         let at = |second| Timestamp::from_second(second).unwrap();
         let told = stopped(&world.status, "MalformedRoster", words, at(2000));
-        assert_eq!((told.phase, told.online, told.message.as_deref()), (InstancePhase::Running, 3, Some(words)));
+        assert_eq!((&told.phase, told.online, told.message.as_deref()), (&InstancePhase::Running, 3, Some(words)));
         let degraded = told.holding("Degraded").unwrap();
         assert_eq!((degraded.reason.as_str(), degraded.message.as_str()), ("MalformedRoster", words));
         assert_eq!(stopped(&told, "MalformedRoster", words, at(3000)), told, "it is written once");

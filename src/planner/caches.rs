@@ -1,15 +1,16 @@
 //! What the planner watches, and remembers of it.
 
-use std::{collections::HashMap, future::ready, time::Duration};
+use std::{collections::HashMap, future::ready, sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt, stream::select_all};
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
 use kube::{
     Api, Client, Resource, ResourceExt,
+    core::{DeserializeGuard, error_boundary::InvalidObject},
     runtime::{WatchStreamExt, reflector, reflector::Store, watcher},
 };
 use tokio::time::timeout;
-use tracing::debug;
+use tracing::{debug, warn};
 
 use crate::{
     api::{DAEMONSET, FluxInstance, FluxNode, INSTANCE, NAMESPACE},
@@ -19,7 +20,8 @@ use crate::{
 /// What the planner watches, as the API server told it last.
 pub(super) struct Caches {
     pub(super) nodes: Store<Node>,
-    pub(super) flux_nodes: Store<FluxNode>,
+    /// One that this version can't read must not hide the others; see [`readable`].
+    pub(super) flux_nodes: Store<DeserializeGuard<FluxNode>>,
     pub(super) instances: Store<FluxInstance>,
     /// The agents'.
     pods: Store<Pod>,
@@ -32,7 +34,8 @@ impl Caches {
     pub(super) fn watch(client: &Client) -> (Self, impl Stream<Item = ()> + Send + use<>) {
         let all = watcher::Config::default;
         let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()), all());
-        let (flux_nodes, flux_node_changes) = watch(Api::<FluxNode>::namespaced(client.clone(), NAMESPACE), all());
+        let (flux_nodes, flux_node_changes) = watch(Api::namespaced(client.clone(), NAMESPACE), all());
+        let flux_node_changes = flux_node_changes.inspect(tell_if_unreadable);
         let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all());
         let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
         let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
@@ -74,6 +77,20 @@ impl Caches {
             );
         };
         timeout(Duration::from_millis(1), ready).await.is_ok()
+    }
+}
+
+/// The FluxNodes that this version can read. One of another version that it can't is left alone, as if its agent had said nothing
+/// yet: another version may know better.
+pub(super) fn readable(nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> impl Iterator<Item = &FluxNode> {
+    nodes.iter().filter_map(|node| node.0.as_ref().ok())
+}
+
+fn tell_if_unreadable(event: &watcher::Event<DeserializeGuard<FluxNode>>) {
+    if let watcher::Event::Apply(node) | watcher::Event::InitApply(node) = event
+        && let DeserializeGuard(Err(InvalidObject { error, .. })) = node
+    {
+        warn!(node = node.name_any(), error, "a FluxNode can't be read by this version: finish the upgrade");
     }
 }
 

@@ -3,10 +3,10 @@
 use k8s_openapi::{ByteString, api::core::v1::Secret};
 use kube::{
     Api, Client, ResourceExt,
-    api::{DeleteParams, ObjectMeta, PostParams, Preconditions},
+    api::{ObjectMeta, PostParams},
 };
 
-use super::{PlannerError, call};
+use super::{PlannerError, as_read, call, gone_is_fine};
 use crate::{
     api::{ANNOTATION_INSTANCE, INSTANCE, NAMESPACE, SECRET_CURVE, SECRET_CURVE_KEY},
     plan::certificate::{Certificate, CertificateError},
@@ -23,8 +23,8 @@ pub struct Published {
     /// It was made here, not brought by an administrator.
     made_here: bool,
     made_for: Option<String>,
-    uid: Option<String>,
-    resource_version: Option<String>,
+    /// Of the Secret.
+    metadata: ObjectMeta,
 }
 
 impl Published {
@@ -53,7 +53,7 @@ pub async fn read_published(client: &Client) -> Result<Option<Published>, Planne
         object: format!("Secret {SECRET_CURVE}"),
         reason: format!("{reason}; while nothing runs yet, delete it and a new one is made"),
     };
-    let (made_here, uid, resource_version) = (is_made_here(&secret), secret.uid(), secret.resource_version());
+    let (made_here, metadata) = (is_made_here(&secret), secret.metadata.clone());
     let made_for = secret.annotations().get(ANNOTATION_INSTANCE).cloned();
     let bytes = secret.data.and_then(|mut data| data.remove(SECRET_CURVE_KEY));
     let bytes = bytes.ok_or_else(|| malformed(format!("has no key {SECRET_CURVE_KEY}")))?;
@@ -61,7 +61,7 @@ pub async fn read_published(client: &Client) -> Result<Option<Published>, Planne
     let parsed = Certificate::parse(&text);
     let certificate =
         parsed.map_err(|error: CertificateError| malformed(format!("{SECRET_CURVE_KEY} is malformed: {error}")))?;
-    Ok(Some(Published { certificate, made_here, made_for, uid, resource_version }))
+    Ok(Some(Published { certificate, made_here, made_for, metadata }))
 }
 
 /// Creates the Secret for the FluxInstance with `instance_uid`; one that is there already wins.
@@ -90,30 +90,26 @@ pub async fn create(client: &Client, certificate: &Certificate, instance_uid: &s
 /// Deletes the Secret if it was made here.
 ///
 /// # Errors
-/// The API server's.
+/// The API server's; code 409 where it has changed meanwhile.
 pub async fn forget(client: &Client) -> Result<(), PlannerError> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let found = call("get Secret flux-curve", secrets.get_opt(SECRET_CURVE)).await?;
     let Some(secret) = found.filter(is_made_here) else { return Ok(()) };
-    delete(client, Preconditions { uid: secret.uid(), resource_version: None }).await
+    delete(client, secret.metadata).await
 }
 
 /// Deletes the Secret as it was read: somebody may have put another one there meanwhile.
 ///
 /// # Errors
-/// The API server's.
+/// The API server's; code 409 where somebody has.
 pub async fn discard(client: &Client, published: Published) -> Result<(), PlannerError> {
-    let Published { uid, resource_version, .. } = published;
-    delete(client, Preconditions { uid, resource_version }).await
+    delete(client, published.metadata).await
 }
 
-async fn delete(client: &Client, preconditions: Preconditions) -> Result<(), PlannerError> {
+async fn delete(client: &Client, read: ObjectMeta) -> Result<(), PlannerError> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
-    let params = DeleteParams::default().preconditions(preconditions);
-    match call("delete Secret flux-curve", secrets.delete(SECRET_CURVE, &params)).await {
-        Err(error) if matches!(error.code(), Some(404 | 409)) => Ok(()),
-        other => other.map(drop),
-    }
+    let read = Secret { metadata: read, ..Secret::default() };
+    gone_is_fine(call("delete Secret flux-curve", secrets.delete(SECRET_CURVE, &as_read(&read))).await)
 }
 
 fn is_made_here(secret: &Secret) -> bool {

@@ -20,7 +20,10 @@ use std::{
     time::Duration,
 };
 
-use kube::Client;
+use kube::{
+    Client, Resource,
+    api::{DeleteParams, ObjectMeta, Preconditions},
+};
 use tracing::{info, warn};
 
 use crate::api::{CONFIGMAP_ROSTER, RosterError};
@@ -73,6 +76,13 @@ pub(crate) async fn call<T>(
         Ok(Err(source)) => Err(PlannerError::Api { what, source: Box::new(source) }),
         Err(_) => Err(PlannerError::Timeout(what)),
     }
+}
+
+/// For the deletion of an object as it was read, and of no other: what has taken its place, or has changed meanwhile, stays, and
+/// the API server answers 409.
+pub(crate) fn as_read<K: Resource>(object: &K) -> DeleteParams {
+    let ObjectMeta { uid, resource_version, .. } = object.meta().clone();
+    DeleteParams::default().preconditions(Preconditions { uid, resource_version })
 }
 
 /// For a change or deletion of what may be gone already: that it isn't there is as good.

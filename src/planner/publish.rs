@@ -2,13 +2,13 @@
 
 use kube::{
     Api, Client, ResourceExt,
-    api::{DeleteParams, Patch, PatchParams},
+    api::{Patch, PatchParams},
 };
 use serde_json::json;
 use tracing::{debug, info};
 
 use super::{
-    PlannerError, call, certificate, gone_is_fine, merge_patch,
+    PlannerError, as_read, call, certificate, gone_is_fine, merge_patch,
     store::{self, Document},
 };
 use crate::{
@@ -97,17 +97,18 @@ pub async fn read_packages(client: &Client) -> Result<Vec<PackageSet>, PlannerEr
 /// Deletes the FluxNode of a Node that is gone.
 ///
 /// # Errors
-/// The API server's.
-pub async fn delete_node(client: &Client, name: &str) -> Result<(), PlannerError> {
+/// The API server's; code 409 where it has changed since it was read: its agent may be back.
+pub async fn delete_node(client: &Client, node: &FluxNode) -> Result<(), PlannerError> {
     let nodes: Api<FluxNode> = Api::namespaced(client.clone(), NAMESPACE);
+    let name = node.name_any();
     info!(node = name, "the Node is gone for good: deleting its FluxNode");
-    gone_is_fine(call(format!("delete FluxNode {name}"), nodes.delete(name, &DeleteParams::default())).await)
+    gone_is_fine(call(format!("delete FluxNode {name}"), nodes.delete(&name, &as_read(node))).await)
 }
 
 /// Takes off what the planner made for an instance that is gone from every host: the next one gets its own.
 ///
 /// # Errors
-/// The API server's.
+/// The API server's; code 409 where somebody has changed one of them meanwhile.
 pub async fn forget_instance(client: &Client) -> Result<(), PlannerError> {
     for map in [CONFIGMAP_ROSTER, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES] {
         store::delete(client, map).await?;

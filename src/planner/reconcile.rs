@@ -7,12 +7,19 @@ use std::{collections::BTreeMap, collections::HashMap, pin::pin, sync::Arc, time
 
 use futures::StreamExt;
 use k8s_openapi::jiff::Timestamp;
-use kube::{Client, Resource, ResourceExt};
+use kube::{Client, Resource, ResourceExt, core::DeserializeGuard};
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, warn};
 
 use self::needs::Sources;
-use super::{Announcer, PlannerError, caches::Caches, instance, packages::Resolver, protect, publish, store::Document};
+use super::{
+    Announcer, PlannerError,
+    caches::{Caches, readable},
+    call, instance,
+    packages::Resolver,
+    protect, publish,
+    store::Document,
+};
 use crate::{
     api::{
         ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, Roster, in_one_line,
@@ -23,6 +30,7 @@ use crate::{
         agents::Agents,
         eligibility::NodeView,
         forsaken::forsaken,
+        kubernetes::too_old,
         project::project_all,
         protect::{Change, Protection},
         roster::{Decision, Observed, decide, decide_unserved, is_limit_under_way, no_lead, retain_secs},
@@ -52,6 +60,7 @@ pub async fn run(client: Client, identity: &str, time_before: Option<Timestamp>)
         forsaken: HashMap::new(),
         sources: Sources::default(),
         validated: None,
+        new_enough: None,
         forgotten: false,
         agents: Agents::default(),
         protection: Protection::default(),
@@ -92,6 +101,8 @@ struct Planner {
     sources: Sources,
     /// The generation of the spec that was looked at, and what was wrong with it: a lock in it is long.
     validated: Option<(String, i64, Option<String>)>,
+    /// The generation of the spec for which the API server was found to be new enough.
+    new_enough: Option<(String, i64)>,
     /// What was made for an instance that is over has been taken off.
     forgotten: bool,
     agents: Agents,
@@ -105,7 +116,7 @@ impl Planner {
         let flux_nodes = caches.flux_nodes.state();
         let nodes: Vec<_> = caches.nodes.state().iter().map(|node| NodeView::from(node.as_ref())).collect();
         let reports: BTreeMap<_, _> =
-            flux_nodes.iter().map(|node| (node.name_any(), node.status.clone().unwrap_or_default())).collect();
+            readable(&flux_nodes).map(|node| (node.name_any(), node.status.clone().unwrap_or_default())).collect();
         if caches.is_over() {
             let changes = self.protection.at_the_end(&nodes, &reports);
             self.protect(caches, changes).await;
@@ -172,8 +183,8 @@ impl Planner {
             agentless: &agentless,
         };
 
-        let invalid = self.invalid_spec(flux, &uid);
-        // With a spec that can't be served, everything stays as it is.
+        let invalid = self.too_old(flux, &uid).await?.or(self.invalid_spec(flux, &uid));
+        // With a spec, or by a Kubernetes, that can't be served, everything stays as it is.
         let is_invalid = invalid.is_some();
         let (digest, lacks_packages) = if is_invalid { (None, None) } else { self.packages(&seen).await? };
         let (fingerprint, lacks_certificate) = self.certificate(&mut seen).await?;
@@ -213,6 +224,22 @@ impl Planner {
         }
     }
 
+    /// Why this Kubernetes can't be served, which is asked once if it can.
+    async fn too_old(&mut self, flux: &FluxInstance, uid: &str) -> Result<Option<Obstacle>, PlannerError> {
+        let asked = (uid.to_owned(), flux.metadata.generation.unwrap_or_default());
+        if self.new_enough.as_ref() == Some(&asked) {
+            return Ok(None);
+        }
+        let found = match call("get the API server's version", self.client.apiserver_version()).await {
+            Ok(version) => too_old(&version.major, &version.minor),
+            // It is kept from those who needn't know: that is no reason to refuse it.
+            Err(error) if matches!(error.code(), Some(401 | 403 | 404)) => None,
+            Err(error) => return Err(error),
+        };
+        self.new_enough = found.is_none().then_some(asked);
+        Ok(found)
+    }
+
     /// What is wrong with the spec, which is looked at once.
     fn invalid_spec(&mut self, flux: &FluxInstance, uid: &str) -> Option<Obstacle> {
         let generation = flux.metadata.generation.unwrap_or_default();
@@ -231,17 +258,17 @@ impl Planner {
         &mut self,
         seen: &Observed<'_>,
         roster: Option<&Roster>,
-        flux_nodes: &[Arc<FluxNode>],
+        flux_nodes: &[Arc<DeserializeGuard<FluxNode>>],
     ) -> Result<(), PlannerError> {
         if let Some(roster) = roster {
             publish::write_broker_toml(&self.client, roster).await?;
         }
         self.know_running_set(roster).await?;
         let is_local = |digest: &str| self.sources.is_local(digest, seen.spec.packages.mirror.as_ref());
-        for (flux_node, spec) in project_all(seen, roster, flux_nodes.iter().map(AsRef::as_ref), is_local) {
+        for (flux_node, spec) in project_all(seen, roster, readable(flux_nodes), is_local) {
             publish::write_node(&self.client, flux_node, &spec).await?;
         }
-        self.collect(seen, roster).await
+        self.collect(seen, roster, flux_nodes).await
     }
 
     /// Keeps autoscalers away from Nodes, or lets them again. Whatever becomes of it, planning goes on.
@@ -261,13 +288,20 @@ impl Planner {
     }
 
     /// FluxNodes that nobody has needed for as long as a rank would be kept.
-    async fn collect(&mut self, seen: &Observed<'_>, roster: Option<&Roster>) -> Result<(), PlannerError> {
+    async fn collect(
+        &mut self,
+        seen: &Observed<'_>,
+        roster: Option<&Roster>,
+        flux_nodes: &[Arc<DeserializeGuard<FluxNode>>],
+    ) -> Result<(), PlannerError> {
         let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
         let forsaken = forsaken(seen, roster);
         self.forsaken.retain(|name, _| forsaken.contains(name));
         for name in forsaken {
-            if self.forsaken.entry(name.clone()).or_insert_with(Instant::now).elapsed() >= retain {
-                publish::delete_node(&self.client, &name).await?;
+            let since = *self.forsaken.entry(name.clone()).or_insert_with(Instant::now);
+            let node = readable(flux_nodes).find(|node| node.name_any() == name);
+            if let Some(node) = node.filter(|_| since.elapsed() >= retain) {
+                publish::delete_node(&self.client, node).await?;
             }
         }
         Ok(())

@@ -6,11 +6,11 @@ use std::{collections::BTreeMap, io};
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{
     Api, Client,
-    api::{DeleteParams, ObjectMeta, PostParams},
+    api::{ObjectMeta, PostParams},
 };
 use serde::de::DeserializeOwned;
 
-use super::{PlannerError, call, gone_is_fine};
+use super::{PlannerError, as_read, call, gone_is_fine};
 use crate::api::{
     NAMESPACE,
     packed::{LARGE, pack, unpack},
@@ -99,7 +99,8 @@ pub async fn write(
 /// Deletes ConfigMap `name`; that it is not there is fine.
 pub async fn delete(client: &Client, name: &str) -> Result<(), PlannerError> {
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
-    gone_is_fine(call(format!("delete ConfigMap {name}"), maps.delete(name, &DeleteParams::default())).await)
+    let Some(map) = call(format!("get ConfigMap {name}"), maps.get_metadata_opt(name)).await? else { return Ok(()) };
+    gone_is_fine(call(format!("delete ConfigMap {name}"), maps.delete(name, &as_read(&map))).await)
 }
 
 #[cfg(test)]

@@ -44,7 +44,7 @@ async fn a_broker_that_exits_at_once_is_told_in_its_own_words_which_stand_still(
     assert!(!case.is_ready("node1"));
     // Through the next starts: the message stands.
     let flapped = case.changes_of("node1", std::time::Duration::from_secs(6), |node: &FluxNode| {
-        !super::cluster::says(node, NodePhase::Failed, words)
+        !super::cluster::says(node, &NodePhase::Failed, words)
     });
     assert_eq!(flapped.await, 0);
 

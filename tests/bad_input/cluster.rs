@@ -213,6 +213,20 @@ impl Case {
         }
     }
 
+    /// Waits until the object is gone.
+    pub async fn goes<K>(&self, name: &str)
+    where
+        K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>
+            + Clone
+            + Debug
+            + DeserializeOwned
+            + Send
+            + 'static,
+    {
+        let gone = await_condition(self.api(), name, |object: Option<&K>| object.is_none());
+        assert!(tokio::time::timeout(PATIENCE, gone).await.is_ok_and(|gone| gone.is_ok()), "{name} is still there");
+    }
+
     pub async fn instance_says(&self, words: &str) -> FluxInstance {
         let message = |instance: &FluxInstance| instance.status.as_ref().and_then(|status| status.message.clone());
         self.until(INSTANCE, words, move |instance| message(instance).is_some_and(|message| message.contains(words)))
@@ -222,7 +236,7 @@ impl Case {
     /// The node is in `phase`, and says a sentence with these words in it.
     pub async fn node_says(&self, node: &str, phase: NodePhase, words: &str) -> String {
         let what = format!("{phase:?}, saying {words}");
-        let found = self.until(node, &what, |node: &FluxNode| says(node, phase, words)).await;
+        let found = self.until(node, &what, |node: &FluxNode| says(node, &phase, words)).await;
         let message = found.status.unwrap().message.unwrap();
         assert_sentence(&message);
         message
@@ -328,9 +342,9 @@ impl Case {
     }
 }
 
-pub fn says(node: &FluxNode, phase: NodePhase, words: &str) -> bool {
+pub fn says(node: &FluxNode, phase: &NodePhase, words: &str) -> bool {
     node.status.as_ref().is_some_and(|status| {
-        status.phase == phase && status.message.as_deref().is_some_and(|message| message.contains(words))
+        status.phase == *phase && status.message.as_deref().is_some_and(|message| message.contains(words))
     })
 }
 

@@ -12,9 +12,11 @@ mod bundle;
 mod certificate;
 mod cluster;
 mod command_line;
+mod deletes;
 mod host;
 #[path = "../support/needs.rs"]
 mod needs;
+mod newer;
 mod packages;
 mod rights;
 mod spec;

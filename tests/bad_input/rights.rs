@@ -3,18 +3,20 @@
 use std::time::Duration;
 
 use flux_distribute::{
-    api::{ANNOTATION_PROTECTS, CONDITION_POD_READY, FluxInstance, INSTANCE, NAMESPACE},
+    api::{
+        ANNOTATION_PROTECTS, CONDITION_POD_READY, FluxInstance, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE, NodePhase,
+    },
     plan::protect::PROTECTING,
 };
 use k8s_openapi::api::{
     admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
     authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec},
-    core::v1::{Node, Pod, ServiceAccount},
+    core::v1::{Node, Pod, ResourceQuota, ServiceAccount},
     rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
 };
 use kube::{
     Api, Client, Config, Resource, ResourceExt,
-    api::{Patch, PatchParams, PostParams},
+    api::{DeleteParams, Patch, PatchParams, PostParams},
     config::{KubeConfigOptions, Kubeconfig},
 };
 use serde::{Deserialize, de::DeserializeOwned};
@@ -174,26 +176,168 @@ async fn a_size_that_does_not_fit_is_refused_by_the_kinds_own_rules() {
     case.patch(nobody()).await;
 }
 
+/// A client with the token of the agent that runs in pod `name`, on a node of the same name.
+async fn agent_on(case: &Case, name: &str) -> Client {
+    let container = json!({"name": "agent", "image": "localhost/none:1"});
+    let spec = json!({"serviceAccountName": "install-flux", "nodeName": name, "containers": [container]});
+    let pod = serde_json::from_value(json!({"metadata": {"name": name}, "spec": spec})).unwrap();
+    let pods = Api::<Pod>::namespaced(case.client.clone(), NAMESPACE);
+    let bound = BoundObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("Pod".to_owned()),
+        name: Some(name.to_owned()),
+        uid: pods.create(&PostParams::default(), &pod).await.unwrap().uid(),
+    };
+    token(case, TokenRequestSpec { bound_object_ref: Some(bound), ..TokenRequestSpec::default() }).await
+}
+
+/// What the API server refuses, and why.
+fn refused<T: std::fmt::Debug>(answer: Result<T, kube::Error>, what: &str) -> (u16, String) {
+    match answer {
+        Err(kube::Error::Api(status)) => (status.code, status.message),
+        other => panic!("{what}: {other:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agents_token_speaks_for_its_own_node_only() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    rights(&case).await;
+    let left = Api::<FluxNode>::namespaced(agent_on(&case, "left").await, NAMESPACE);
+    let right = Api::<FluxNode>::namespaced(agent_on(&case, "right").await, NAMESPACE);
+    let of = |name: &str, node: &str| {
+        FluxNode::new(name, FluxNodeSpec { node_name: node.to_owned(), ..FluxNodeSpec::default() })
+    };
+    let (merge, post) = (PatchParams::default(), PostParams::default());
+    let apply = PatchParams::apply("left").force();
+    left.create(&post, &of("left", "left")).await.unwrap();
+    right.create(&post, &of("right", "right")).await.unwrap();
+    let online = json!({"status": {"phase": "Online", "message": "by the other one's token"}});
+    // A policy is heard of a moment after it is made.
+    tokio::time::timeout(Duration::from_secs(30), async {
+        while left.patch_status("right", &merge, &Patch::Merge(&online)).await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    })
+    .await
+    .unwrap();
+
+    // It can't take the other one's name, nor give away its own.
+    for (name, node) in [("right", "left"), ("left", "right")] {
+        let renamed = Patch::Merge(json!({"spec": {"nodeName": node}}));
+        let (code, words) = refused(left.patch(name, &merge, &renamed).await, name);
+        assert!(code == 422 && words.contains("spec.nodeName") && words.contains("is not the name"), "{words}");
+    }
+    // It writes the other one's status in no way there is.
+    let mut whole = json!(of("right", "right"));
+    whole["status"] = online["status"].clone();
+    let json_patch = json!([{"op": "add", "path": "/status", "value": online["status"]}]);
+    let json_patch = Patch::Json::<()>(serde_json::from_value(json_patch).unwrap());
+    for (what, answer) in [
+        ("merge", left.patch_status("right", &merge, &Patch::Merge(&online)).await),
+        ("JSON patch", left.patch_status("right", &merge, &json_patch).await),
+        ("apply", left.patch_status("right", &apply, &Patch::Apply(&whole)).await),
+    ] {
+        let (code, words) = refused(answer, what);
+        assert!(code == 403 && words.contains("FluxNode right belongs to another node"), "{what}: {words}");
+    }
+    let there = right.get("right").await.unwrap();
+    assert_eq!(refused(left.replace_status("right", &post, &there).await, "replace").0, 403);
+    let nobody = Api::<FluxNode>::namespaced(token(&case, TokenRequestSpec::default()).await, NAMESPACE);
+    assert_eq!(refused(nobody.patch_status("left", &merge, &Patch::Merge(&online)).await, "no pod").0, 403);
+    // It makes no other one's FluxNode, not even after it has deleted it, which is the planner's right.
+    let mut generated = of("", "left");
+    (generated.metadata.name, generated.metadata.generate_name) = (None, Some("left".to_owned()));
+    left.delete("right", &Default::default()).await.unwrap();
+    for (what, answer) in [
+        ("create", left.create(&post, &of("right", "right")).await),
+        ("create with another nodeName", left.create(&post, &of("right", "left")).await),
+        ("create with generateName", left.create(&post, &generated).await),
+        ("apply", left.patch("right", &apply, &Patch::Apply(of("right", "right"))).await),
+    ] {
+        assert!(matches!(refused(answer, what).0, 403 | 422), "{what}");
+    }
+    right.create(&post, &of("right", "right")).await.unwrap();
+    // It keeps none from being deleted, and has none deleted by the garbage collector.
+    let owner = json!([{"apiVersion": "v1", "kind": "Node", "name": "nowhere", "uid": "1"}]);
+    for metadata in [json!({"finalizers": ["example.org/mine"]}), json!({"ownerReferences": owner})] {
+        let patch = Patch::Merge(json!({ "metadata": metadata }));
+        let (code, words) = refused(left.patch("right", &merge, &patch).await, "metadata");
+        assert!(code == 403 && words.contains("no finalizers and no owners"), "{words}");
+    }
+
+    // Its own status it writes, and by that nothing else.
+    let more = json!({
+        "metadata": {"labels": {"example.org/mine": "1"}, "finalizers": ["example.org/mine"]},
+        "spec": {"nodeName": "right", "want": "Run"}, "status": {"phase": "Waiting"},
+    });
+    let told = left.patch_status("left", &merge, &Patch::Merge(more)).await.unwrap();
+    assert_eq!(told.status.unwrap().phase, NodePhase::Waiting);
+    assert_eq!((told.spec, told.metadata.labels, told.metadata.finalizers), (of("left", "left").spec, None, None));
+    assert_eq!(right.get("right").await.unwrap().status, None);
+    // What the planner does, every agent may.
+    let told = Patch::Merge(json!({"spec": {"reason": "no room"}}));
+    left.patch("right", &merge, &told).await.unwrap();
+    for name in ["left", "right"] {
+        right.delete(name, &Default::default()).await.unwrap();
+        let pods = Api::<Pod>::namespaced(case.client.clone(), NAMESPACE);
+        pods.delete(name, &DeleteParams::default().grace_period(0)).await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_pods_are_admitted_where_a_provider_keeps_critical_ones_out_of_namespaces_without_a_quota() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    let quotas = Api::<ResourceQuota>::namespaced(case.client.clone(), NAMESPACE);
+    let pods = Api::<Pod>::namespaced(case.client.clone(), NAMESPACE);
+    let text = include_str!("../../deploy/daemonset-installer.yaml");
+    let of_kind = |kind: &str| {
+        let documents = serde_norway::Deserializer::from_str(text).map(|one| Value::deserialize(one).unwrap());
+        documents.filter(|one| one["kind"] == kind).collect::<Vec<_>>()
+    };
+    for mut daemon_set in of_kind("DaemonSet") {
+        let mut pod = daemon_set["spec"]["template"].take();
+        pod["metadata"]["name"] = "critical".into();
+        let pod: Pod = serde_json::from_value(pod).unwrap();
+        let (_, words) = refused(pods.create(&PostParams::default(), &pod).await, "no quota");
+        assert!(words.contains("insufficient quota to match these scopes"), "{words}");
+        for quota in of_kind("ResourceQuota") {
+            let made = quotas.create(&PostParams::default(), &serde_json::from_value(quota).unwrap()).await.unwrap();
+            // What kube-controller-manager does.
+            let status = json!({"status": {"hard": made.spec.unwrap().hard, "used": {"pods": "0"}}});
+            quotas
+                .patch_status(&made.metadata.name.unwrap(), &PatchParams::default(), &Patch::Merge(status))
+                .await
+                .unwrap();
+        }
+        // A quota is heard of a moment after it is made.
+        tokio::time::timeout(Duration::from_secs(30), async {
+            while pods.create(&PostParams::default(), &pod).await.is_err() {
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+        })
+        .await
+        .unwrap();
+        pods.delete("critical", &DeleteParams::default().grace_period(0)).await.unwrap();
+        for quota in quotas.list(&Default::default()).await.unwrap() {
+            quotas.delete(&quota.name_any(), &DeleteParams::default()).await.unwrap();
+        }
+        tokio::time::timeout(Duration::from_secs(30), async {
+            while pods.create(&PostParams { dry_run: true, ..PostParams::default() }, &pod).await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+        })
+        .await
+        .unwrap();
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agents_token_tells_the_readiness_of_its_own_pod_only() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     rights(&case).await;
-    let all = Api::<Pod>::namespaced(case.client.clone(), NAMESPACE);
-    let pod = |name: &str| -> Pod {
-        let container = json!({"name": "agent", "image": "localhost/none:1"});
-        let spec = json!({"serviceAccountName": "install-flux", "containers": [container]});
-        serde_json::from_value(json!({"metadata": {"name": name}, "spec": spec})).unwrap()
-    };
-    let own_pod = all.create(&PostParams::default(), &pod("own")).await.unwrap();
-    all.create(&PostParams::default(), &pod("another")).await.unwrap();
-    let bound = BoundObjectReference {
-        api_version: Some("v1".to_owned()),
-        kind: Some("Pod".to_owned()),
-        name: Some("own".to_owned()),
-        uid: own_pod.uid(),
-    };
-    let bound = TokenRequestSpec { bound_object_ref: Some(bound), ..TokenRequestSpec::default() };
-    let pods = Api::<Pod>::namespaced(token(&case, bound).await, NAMESPACE);
+    let pods = Api::<Pod>::namespaced(agent_on(&case, "own").await, NAMESPACE);
+    agent_on(&case, "another").await;
     let condition = json!([{"type": CONDITION_POD_READY, "status": "True"}]);
     let ready = Patch::Strategic(json!({"status": {"conditions": condition}}));
     // A policy is heard of a moment after it is made.
@@ -213,6 +357,13 @@ async fn an_agents_token_tells_the_readiness_of_its_own_pod_only() {
     let told = pods.patch_status("own", &PatchParams::default(), &ready).await.unwrap();
     let conditions = told.status.unwrap().conditions.unwrap();
     assert!(conditions.iter().any(|condition| condition.type_ == CONDITION_POD_READY && condition.status == "True"));
-    let label = Patch::Merge(json!({"metadata": {"labels": {"example.org/mine": "1"}}}));
-    assert!(pods.patch("own", &PatchParams::default(), &label).await.is_err());
+    for metadata in [
+        json!({"labels": {"example.org/mine": "1"}}),
+        json!({"annotations": {"example.org/mine": "1"}}),
+        json!({"finalizers": ["example.org/mine"]}),
+    ] {
+        let patch = Patch::Merge(json!({ "metadata": metadata }));
+        assert_eq!(refused(pods.patch("own", &PatchParams::default(), &patch).await, "its pod").0, 403);
+        assert_eq!(refused(pods.patch_status("own", &PatchParams::default(), &patch).await, "with its status").0, 403);
+    }
 }

@@ -28,6 +28,7 @@ async fn a_spec_that_can_not_be_served_is_refused_in_the_validators_words() {
         (json!({"broker": {"runAs": "a b"}}), "spec.broker.runAs: "),
         (json!({"broker": {"checkpointPeriod": "soon"}}), "spec.broker.checkpointPeriod: "),
         (json!({"prefix": "opt/flux"}), "spec.prefix: "),
+        (json!({"prefix": "/data/my flux"}), "spec.prefix: \"/data/my flux\" holds other characters than"),
         (json!({"packages": {"channels": ["conda-forge"], "bundle": null}}), "spec.packages.channels[0]: "),
         (json!({"packages": {"specs": ["flux-core ==="], "bundle": null}}), "spec.packages.specs[0]: "),
         (json!({"packages": {"glibc": "two"}}), "spec.packages.glibc: "),
@@ -113,6 +114,23 @@ async fn a_spec_that_only_the_schema_lets_pass_is_told_by_the_planner() {
     case.nothing_half_made_is_live("node1");
     case.patch(json!({"packages": {"specs": null}})).await;
     case.patch(nobody()).await;
+    case.instance_says("no eligible node").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kubernetes_without_admission_policies_is_refused_with_the_remedy() {
+    let Some(case) = Case::on(1).await else { return };
+    case.cluster.must(&["api", "old"]);
+    case.create(nobody()).await;
+    let instance = case.instance_says("Kubernetes 1.29 has no ValidatingAdmissionPolicy v1").await;
+    case.cluster.must(&["api", "none"]);
+    let status = instance.status.unwrap();
+    assert_eq!(status.phase, InstancePhase::Failed);
+    let degraded = status.holding("Degraded").unwrap();
+    assert_eq!(degraded.reason, "KubernetesTooOld");
+    assert!(degraded.message.ends_with("upgrade the cluster to Kubernetes 1.30 or newer"), "{}", degraded.message);
+    case.warned("FluxInstance/flux", "Kubernetes 1.29").await;
+    // Upgraded, it is served.
     case.instance_says("no eligible node").await;
 }
 

@@ -301,7 +301,7 @@ fn packages_are_fetched_only_by_the_planners_word_or_are_there_already() {
             let mut world = World::new();
             world.host.environments.clear();
             let spec = world.spec.as_mut().unwrap();
-            (spec.want, spec.fetch_from) = (want, fetch_from);
+            (spec.want, spec.fetch_from) = (want.clone(), fetch_from);
             world.holds = vec![holds.to_owned()];
             let expected = match installs {
                 true => Step::Install { digest: "digest".into() },

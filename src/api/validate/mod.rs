@@ -10,7 +10,9 @@ use std::{
     time::Duration,
 };
 
-use super::{Broker, Finding, FluxInstanceSpec, HEALTH_PORT, IdSet, InstanceResources, PEER_PORT};
+use super::{
+    Broker, Finding, FluxInstanceSpec, Gpus, HEALTH_PORT, IdSet, InstanceResources, OnFailure, PEER_PORT, RunningJobs,
+};
 use crate::plan::{broker_toml, topology::Topology};
 
 /// The API server's words where `size` is 0, by a rule of the CRD.
@@ -28,6 +30,8 @@ pub(super) const SUBDOMAIN: &str = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([
 pub(super) const TOPOLOGY: &str = "^(flat|kary:0*[1-9][0-9]*|mincrit(:[0-9]+)?|binomial)$";
 /// In the CRD; what [`parse_duration`] takes.
 pub(super) const DURATION: &str = r"^[0-9]+(\.[0-9]+)?(ms|s|m|h|d)?$";
+/// In the CRD; the characters that [`check_prefix`] takes.
+pub(super) const PREFIX: &str = "^/[A-Za-z0-9._/-]+$";
 /// In the CRD; what [`user`] takes, but for numbers that are too large.
 pub(super) const USER: &str = "^[A-Za-z0-9_.][-A-Za-z0-9_.]*$";
 pub(super) use nodes::{selector_words, toleration_words};
@@ -49,6 +53,7 @@ pub fn validate(spec: &FluxInstanceSpec) -> Vec<Finding> {
     }
     resources(&spec.resources, &mut wrong);
     durations(spec, &mut wrong);
+    words(spec, &mut wrong);
     if let Some(Err(reason)) = spec.prefix.as_ref().map(|prefix| check_prefix(Path::new(prefix))) {
         wrong.push(Finding::new("spec.prefix", reason));
     }
@@ -83,15 +88,50 @@ fn topology(text: &str, size: u32) -> Option<Finding> {
 }
 
 /// A prefix is a directory that can be ours alone, and is removed with all that is in it: deep enough to be nobody else's,
-/// and by its name the place that it is.
+/// and by its name the place that it is. It is written into units, scripts and configuration files, so it holds no character
+/// that means something in one of them.
 ///
 /// # Errors
 /// In words, with the path.
 pub fn check_prefix(path: &Path) -> Result<(), String> {
     let is_plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
-    match path.is_absolute() && path.components().count() > 2 && path.components().all(is_plain) {
+    if !(path.is_absolute() && path.components().count() > 2 && path.components().all(is_plain)) {
+        return Err(format!("{path:?} is not an absolute path of at least two parts without `..`"));
+    }
+    let is_allowed = |byte: &u8| byte.is_ascii_alphanumeric() || b"._/-".contains(byte);
+    match path.as_os_str().as_encoded_bytes().iter().all(is_allowed) {
         true => Ok(()),
-        false => Err(format!("{path:?} is not an absolute path of at least two parts without `..`")),
+        false => Err(format!("{path:?} holds other characters than A-Z, a-z, 0-9, `.`, `_`, `/` and `-`")),
+    }
+}
+
+/// What the schema of the API server's CRD knows may be newer than this program.
+fn words(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
+    let unknown = [
+        (
+            "spec.resources.gpus",
+            match &spec.resources.gpus {
+                Gpus::Other(word) => Some(word),
+                Gpus::Auto | Gpus::All | Gpus::None => None,
+            },
+        ),
+        (
+            "spec.upgrade.onFailure",
+            match &spec.upgrade.on_failure {
+                OnFailure::Other(word) => Some(word),
+                OnFailure::GoBack | OnFailure::Stay => None,
+            },
+        ),
+        (
+            "spec.uninstall.runningJobs",
+            match &spec.uninstall.running_jobs {
+                RunningJobs::Other(word) => Some(word),
+                RunningJobs::Wait | RunningJobs::Cancel => None,
+            },
+        ),
+    ];
+    for (field, word) in unknown {
+        wrong.extend(word.map(|word| Finding::new(field, format!("this version knows no {word:?}"))));
     }
 }
 

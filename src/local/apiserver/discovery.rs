@@ -14,10 +14,7 @@ const MINOR: &str = "33";
 pub fn answer(path: &str, serves: impl Fn(&Resource) -> bool) -> Option<Value> {
     let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
     match parts[..] {
-        ["version"] => Some(json!({
-            "major": "1", "minor": MINOR, "gitVersion": format!("v1.{MINOR}.0-flux-distribute"), "gitCommit": "",
-            "gitTreeState": "", "buildDate": "", "goVersion": "", "compiler": "", "platform": "linux/amd64",
-        })),
+        ["version"] => Some(version(MINOR)),
         ["api"] => Some(json!({
             "kind": "APIVersions", "versions": ["v1"],
             "serverAddressByClientCIDRs": [{ "clientCIDR": "0.0.0.0/0", "serverAddress": "" }],
@@ -37,6 +34,14 @@ pub fn answer(path: &str, serves: impl Fn(&Resource) -> bool) -> Option<Value> {
         ["openapi", "v3", ref path @ ..] => openapi::answer(path, serves),
         _ => None,
     }
+}
+
+/// The answer to a GET of `/version` by Kubernetes 1.`minor`.
+pub fn version(minor: &str) -> Value {
+    json!({
+        "major": "1", "minor": minor, "gitVersion": format!("v1.{minor}.0-flux-distribute"), "gitCommit": "",
+        "gitTreeState": "", "buildDate": "", "goVersion": "", "compiler": "", "platform": "linux/amd64",
+    })
 }
 
 /// One resource of each group.

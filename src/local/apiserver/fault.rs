@@ -9,6 +9,7 @@ use std::{
 };
 
 use axum::{
+    Json,
     body::{Body, Bytes, to_bytes},
     extract::{ConnectInfo, Request, State, connect_info::Connected},
     http::{HeaderValue, Method, StatusCode, header},
@@ -22,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tokio::{sync::watch, time::sleep};
 
-use super::tls::TlsListener;
+use super::{discovery, tls::TlsListener};
 use crate::chance::chance;
 
 /// What is wrong.
@@ -43,6 +44,8 @@ pub enum Fault {
     Conflicts,
     /// Its clock is an hour ahead of the machines'.
     ClockAhead,
+    /// It says that it is Kubernetes 1.29.
+    Old,
 }
 
 /// The switch.
@@ -96,6 +99,9 @@ pub async fn inject(State(faults): State<Faults>, request: Request, next: Next) 
         Fault::Slow => sleep(SLOW).await,
         Fault::Errors if chance() < 0.8 => return refuse(chance() < 0.5),
         Fault::Conflicts if request.method() == Method::PUT && chance() < 0.7 => return conflict(),
+        Fault::Old if request.uri().path() == "/version" => {
+            return Json(discovery::version("29")).into_response();
+        }
         Fault::StaleLists if !watches && is_list(&request) => return faults.stale(request, next).await,
         _ => {}
     }

@@ -7,7 +7,7 @@ use k8s_openapi::{
         admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
         apps::v1::DaemonSet,
         coordination::v1::Lease,
-        core::v1::{ConfigMap, Namespace, Node, Pod, Secret, ServiceAccount},
+        core::v1::{ConfigMap, Namespace, Node, Pod, ResourceQuota, Secret, ServiceAccount},
         rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
         scheduling::v1::PriorityClass,
     },
@@ -223,10 +223,11 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
             columns: columns(&[("Value", "integer", ".value"), AGE]),
             ..builtin::<PriorityClass>(false)
         },
+        Resource { status: true, short: names(&["quota"]), ..builtin::<ResourceQuota>(true) },
         Resource { status: true, generation: true, ..builtin::<ValidatingAdmissionPolicy>(false) },
         Resource { generation: true, ..builtin::<ValidatingAdmissionPolicyBinding>(false) },
         custom(&FluxInstance::crd(), api::rules),
-        custom(&FluxNode::crd(), |object| decode::<FluxNode>(object).map(|_| Vec::new())),
+        custom(&FluxNode::crd(), api::node_rules),
     ]
 });
 

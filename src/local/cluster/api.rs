@@ -38,6 +38,21 @@ pub(crate) const ASSETS_VARIABLE: &str = "KUBEBUILDER_ASSETS";
 /// A kube-apiserver serves some seconds after its start.
 const START_LIMIT: Duration = Duration::from_secs(90);
 
+/// As GKE has it.
+const CRITICAL_PODS_NEED_A_QUOTA: &str = "\
+apiVersion: apiserver.config.k8s.io/v1
+kind: AdmissionConfiguration
+plugins:
+  - name: ResourceQuota
+    configuration:
+      apiVersion: apiserver.config.k8s.io/v1
+      kind: ResourceQuotaConfiguration
+      limitedResources:
+        - resource: pods
+          matchScopes:
+            - {scopeName: PriorityClass, operator: In, values: [system-node-critical, system-cluster-critical]}
+";
+
 type Definition = k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 
 /// What serves the API.
@@ -128,6 +143,7 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
     let files = |name: &str| directory.join(name);
     let failed = || format!("can't write into {}", directory.display());
     write_private(&files("tokens.csv"), tokens(cluster).as_bytes(), true).context(failed)?;
+    write_private(&files("admission.yaml"), CRITICAL_PODS_NEED_A_QUOTA.as_bytes(), true).context(failed)?;
     let (private, public) = signing_key()?;
     write_private(&files("service-accounts.key"), private.as_bytes(), true).context(failed)?;
     write_private(&files("service-accounts.pub"), public.as_bytes(), true).context(failed)?;
@@ -164,6 +180,9 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
             "--service-account-issuer=https://flux-distribute.local".to_owned(),
             "--service-cluster-ip-range=10.0.0.0/24".to_owned(),
             "--authorization-mode=RBAC".to_owned(),
+            // As kubelets want it of the manifest's pods.
+            "--allow-privileged=true".to_owned(),
+            format!("--admission-control-config-file={}", files("admission.yaml").display()),
             // No controllers run here: nobody would make accounts, or take a new node's not-ready taint off.
             "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition".to_owned(),
         ],

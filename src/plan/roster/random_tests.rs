@@ -216,7 +216,7 @@ impl Cluster {
         if machine.broker.as_ref().is_some_and(is_other) || spec.want == Want::Leave {
             machine.broker = None;
         }
-        if let (Some(rank), Want::Run, None) = (spec.rank, spec.want, &machine.broker) {
+        if let (Some(rank), Want::Run, None) = (spec.rank, &spec.want, &machine.broker) {
             machine.broker = Some(Adopted {
                 rank,
                 broker_name: broker_name(roster, rank),

@@ -1,0 +1,101 @@
+//! What another version has written, by a real API server: it hides nothing else, and is not written over.
+
+use std::time::Duration;
+
+use flux_distribute::api::{FluxNode, NAMESPACE, NodePhase, Want};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::{
+    Api, ResourceExt,
+    api::{ApiResource, DeleteParams, DynamicObject, ObjectList, Patch, PatchParams, PostParams},
+    core::DeserializeGuard,
+};
+use serde_json::{Value, json};
+
+use super::cluster::{Case, PATIENCE, nobody};
+
+/// As a newer build may write it.
+fn of_a_newer_build(name: &str) -> Value {
+    json!({
+        "apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxNode", "metadata": {"name": name},
+        "spec": {"nodeName": name, "want": "Hibernate", "until": {"epoch": 7}},
+        "status": {"phase": "Hibernating", "message": "asleep", "temperature": 21, "facts": null},
+    })
+}
+
+#[test]
+fn a_newer_builds_words_and_fields_are_read_beside_all_others_and_kept_as_they_are() {
+    let mut retyped = of_a_newer_build("node3");
+    retyped["status"]["offline"] = "none".into();
+    let known = json!({"metadata": {"name": "node1"}, "spec": {"nodeName": "node1"}, "status": {"phase": "Online"}});
+    let items = [known, of_a_newer_build("node2"), retyped];
+    let list = json!({"metadata": {}, "items": items});
+    let list: ObjectList<DeserializeGuard<FluxNode>> = serde_json::from_value(list).unwrap();
+    let read = list.items;
+    assert_eq!(read[0].0.as_ref().unwrap().status.as_ref().unwrap().phase, NodePhase::Online);
+    let newer = read[1].0.as_ref().unwrap();
+    let status = newer.status.as_ref().unwrap();
+    assert_eq!(
+        (&newer.spec.want, &status.phase),
+        (&Want::Other("Hibernate".into()), &NodePhase::Other("Hibernating".into()))
+    );
+    assert_eq!(
+        (json!(newer.spec)["want"].as_str(), json!(status)["phase"].as_str()),
+        (Some("Hibernate"), Some("Hibernating"))
+    );
+    assert_eq!(read[2].0.as_ref().unwrap_err().metadata.name.as_deref(), Some("node3"));
+}
+
+const DEFINITION: &str = "fluxnodes.distribute.flux-framework.org";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_flux_node_of_a_newer_build_hides_no_other_one_from_an_older_planner() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    // The definitions are the newer build's, too.
+    let definitions = Api::<CustomResourceDefinition>::all(case.client.clone());
+    let schema = |part: &str| format!("/spec/versions/0/schema/openAPIV3Schema/properties/{part}");
+    let before = json!(definitions.get(DEFINITION).await.unwrap());
+    // A rule of the CRD is about nodeName.
+    let properties = json!({"nodeName": {"type": "string"}});
+    let open = json!({"type": "object", "x-kubernetes-preserve-unknown-fields": true, "properties": properties});
+    let patch = ["spec", "status"].map(|part| json!({"op": "replace", "path": schema(part), "value": open}));
+    let set = async |patch: Value| {
+        let patch = Patch::Json::<()>(serde_json::from_value(patch).unwrap());
+        definitions.patch(DEFINITION, &PatchParams::default(), &patch).await.unwrap();
+    };
+    set(json!(patch)).await;
+    case.create(nobody()).await;
+    let is_told = |node: &FluxNode| node.spec.instance_uid.is_some();
+    case.until("node1", "told", is_told).await;
+
+    let nodes =
+        Api::<DynamicObject>::namespaced_with(case.client.clone(), NAMESPACE, &ApiResource::erase::<FluxNode>(&()));
+    for name in ["newer", "retyped"] {
+        let mut node = of_a_newer_build(name);
+        if name == "retyped" {
+            node["status"]["offline"] = "none".into();
+        }
+        nodes.create(&PostParams::default(), &serde_json::from_value(node.clone()).unwrap()).await.unwrap();
+        let status = Patch::Merge(json!({"status": node["status"]}));
+        // A changed definition is heard of a moment later.
+        tokio::time::timeout(PATIENCE, async {
+            while nodes.patch_status(name, &PatchParams::default(), &status).await.unwrap().data["status"]["temperature"] != 21 {
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+        })
+        .await
+        .unwrap();
+    }
+    // The planner sees what happens to all others: a FluxNode that is new is told what is wanted of it.
+    let old = case.api::<FluxNode>().get("node1").await.unwrap().uid();
+    case.api::<FluxNode>().delete("node1", &DeleteParams::default()).await.unwrap();
+    case.until("node1", "told again", |node: &FluxNode| node.uid() != old && is_told(node)).await;
+    for name in ["newer", "retyped"] {
+        let kept = nodes.get(name).await.unwrap().data;
+        assert_eq!((&kept["status"]["phase"], &kept["status"]["temperature"]), (&json!("Hibernating"), &json!(21)));
+        nodes.delete(name, &DeleteParams::default()).await.unwrap();
+    }
+    case.delete_instance().await;
+    let before = &before["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"];
+    set(json!(["spec", "status"].map(|part| json!({"op": "replace", "path": schema(part), "value": before[part]}))))
+        .await;
+}
