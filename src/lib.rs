@@ -19,7 +19,8 @@ pub mod planner;
 mod redact;
 mod words;
 
-/// An error and its causes as one sentence, for a log, the wire, and errors that can't carry a source.
+/// An error and its causes as one sentence, for a log, the wire, and errors that can't carry a source. Without the
+/// credentials of URLs: the errors of libraries name what they asked.
 pub fn error_chain(error: &dyn std::error::Error) -> String {
     let mut sentence = error.to_string();
     for cause in std::iter::successors(error.source(), |cause| cause.source()) {
@@ -29,5 +30,5 @@ pub fn error_chain(error: &dyn std::error::Error) -> String {
             sentence = format!("{sentence}: {words}");
         }
     }
-    sentence
+    redact::redacted(&sentence)
 }

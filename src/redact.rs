@@ -30,54 +30,132 @@ impl Write for Stderr {
     }
 }
 
+/// Query parameters that let in whoever has the URL, in lower case: tokens, and the signatures of object stores.
+const SECRET_PARAMETERS: [&str; 11] = [
+    "access_token",
+    "api_key",
+    "apikey",
+    "key",
+    "password",
+    "sig",
+    "signature",
+    "token",
+    "x-amz-security-token",
+    "x-amz-signature",
+    "x-goog-signature",
+];
+
 /// Whether a segment of a URL's path is conda's token, `/t/<token>/`: never in a file's path, and never a file's name.
-pub(crate) fn is_token(scheme: &str, before: &str, segment: &str) -> bool {
-    scheme != "file" && before == "t" && !segment.is_empty() && !segment.contains('.')
+pub(crate) fn is_token(scheme: &str, before: &str, segment: &str, is_last: bool) -> bool {
+    scheme != "file" && before == "t" && !segment.is_empty() && !(is_last && segment.contains('.'))
+}
+
+/// Whether a query, such as `a=b&sig=c`, holds what lets in whoever has it.
+pub(crate) fn is_secret_query(query: &str) -> bool {
+    let names = query.split('&').map(|pair| pair.split('=').next().unwrap_or_default().to_ascii_lowercase());
+    names.into_iter().any(|name| SECRET_PARAMETERS.contains(&name.as_str()))
 }
 
 /// `text` without user and password, `/t/<token>`, and query of the URLs in it.
 pub fn redacted(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(at) = rest.find("://") {
-        let (before, after) = rest.split_at(at + 3);
+    let rest = each_url(text, |before, url| {
         safe.push_str(before);
-        let scheme = &before[..at];
-        let scheme = scheme.rsplit(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default();
-        let end = after.find(|c: char| c.is_whitespace() || "\"'`<>()[]{}\\,;".contains(c)).unwrap_or(after.len());
-        let (url, next) = after.split_at(end);
-        push_url(&mut safe, scheme, url);
-        rest = next;
-    }
+        url.push_to(&mut safe);
+    });
     safe + rest
 }
 
-/// What stands behind a URL's `://`.
-fn push_url(safe: &mut String, scheme: &str, url: &str) {
-    let (url, query) = url.split_once('?').map_or((url, false), |(url, _)| (url, true));
-    let (authority, path) = url.find('/').map_or((url, ""), |at| url.split_at(at));
-    if let Some((_, host)) = authority.rsplit_once('@') {
-        safe.push_str("***@");
-        safe.push_str(host);
-    } else {
-        safe.push_str(authority);
-    }
-    let mut before = "";
-    for (place, segment) in path.split('/').enumerate() {
-        if place > 0 {
-            safe.push('/');
+/// The first URL in `text` that holds a credential, [`redacted`].
+pub(crate) fn url_with_credentials(text: &str) -> Option<String> {
+    let mut found = None;
+    each_url(text, |_, url| {
+        if found.is_none() && url.has_credentials() {
+            let mut safe = format!("{}://", url.scheme);
+            url.push_to(&mut safe);
+            found = Some(safe);
         }
-        safe.push_str(if is_token(scheme, before, segment) { "***" } else { segment });
-        before = segment;
+    });
+    found
+}
+
+/// Calls `see` with each URL in `text`, and what is between it and the one before, its scheme and `://` included. Returns
+/// what follows the last one.
+fn each_url<'a>(text: &'a str, mut see: impl FnMut(&'a str, Pieces<'a>)) -> &'a str {
+    let mut rest = text;
+    while let Some(at) = rest.find("://") {
+        let (before, after) = rest.split_at(at + 3);
+        let scheme = before[..at].rsplit(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default();
+        let (url, next) = Pieces::at_start_of(scheme, after);
+        see(before, url);
+        rest = next;
     }
-    if query {
-        safe.push_str("?***");
+    rest
+}
+
+/// What stands behind a URL's `://`.
+struct Pieces<'a> {
+    scheme: &'a str,
+    user: Option<&'a str>,
+    /// Host, port and path.
+    place: &'a str,
+    query: Option<&'a str>,
+}
+
+impl<'a> Pieces<'a> {
+    fn at_start_of(scheme: &'a str, text: &'a str) -> (Self, &'a str) {
+        let is_end = |c: char| c.is_whitespace() || "\"`<>{}\\".contains(c);
+        let authority = &text[..text.find(|c| is_end(c) || "/?#".contains(c)).unwrap_or(text.len())];
+        // A password may hold what ends a URL elsewhere.
+        let (user, text) = match authority.rfind('@') {
+            Some(at) => (Some(&text[..at]), &text[at + 1..]),
+            None => (None, text),
+        };
+        // An address of IPv6 has brackets.
+        let host = if text.starts_with('[') { text.find(']').map_or(0, |at| at + 1) } else { 0 };
+        let end = text[host..].find(|c| is_end(c) || "',;()[]".contains(c)).map_or(text.len(), |end| host + end);
+        let (url, next) = text.split_at(end);
+        let (place, query) = url.split_once('?').map_or((url, None), |(place, query)| (place, Some(query)));
+        (Self { scheme, user, place, query }, next)
+    }
+
+    /// The path's segments, the host first, each with whether it is a token.
+    fn segments(&self) -> impl Iterator<Item = (&'a str, bool)> {
+        let count = self.place.split('/').count();
+        let before = std::iter::once("").chain(self.place.split('/'));
+        let numbered = self.place.split('/').zip(before).enumerate();
+        let scheme = self.scheme;
+        numbered.map(move |(number, (segment, before))| {
+            // A host may be called `t`.
+            (segment, number > 1 && is_token(scheme, before, segment, number + 1 == count))
+        })
+    }
+
+    fn has_credentials(&self) -> bool {
+        self.user.is_some_and(|user| !user.is_empty())
+            || self.segments().any(|(_, is_token)| is_token)
+            || self.query.is_some_and(is_secret_query)
+    }
+
+    fn push_to(&self, safe: &mut String) {
+        if self.user.is_some() {
+            safe.push_str("***@");
+        }
+        for (number, (segment, is_token)) in self.segments().enumerate() {
+            if number > 0 {
+                safe.push('/');
+            }
+            safe.push_str(if is_token { "***" } else { segment });
+        }
+        if self.query.is_some() {
+            safe.push_str("?***");
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::redacted;
+    use super::{redacted, url_with_credentials};
 
     #[test]
     fn a_line_of_a_library_shows_no_secret_of_a_url() {
@@ -91,8 +169,34 @@ mod tests {
             ("(url=http://h/t/)", "(url=http://h/t/)"),
             ("http://a@b@h/x", "http://***@h/x"),
             ("nothing here: a/t/b?c", "nothing here: a/t/b?c"),
+            // What ends a URL elsewhere may be in a password, and a token may have dots.
+            ("at http://me:a,b;(c)'@h/x, then", "at http://***@h/x, then"),
+            ("http://h/t/e.y.J/linux-64/x", "http://h/t/***/linux-64/x"),
+            (
+                "http://me@[::1]:8/t/tk/x, http://[::1], [http://[::1]:8/t/tk]",
+                "http://***@[::1]:8/t/***/x, http://[::1], [http://[::1]:8/t/***]",
+            ),
+            ("http://a,http://me:x@b/", "http://a,http://***@b/"),
+            ("[http://h] http://t/tk", "[http://h] http://t/tk"),
         ] {
             assert_eq!(redacted(line), safe);
+        }
+    }
+
+    #[test]
+    fn a_credential_of_a_url_is_found_in_any_text() {
+        for (text, found) in [
+            ("- conda: https://h/c/x.conda\n- conda: https://me:s3cret@h/c/x.conda", Some("https://***@h/c/x.conda")),
+            ("https://h/a/t/tk-1/c/linux-64/x.conda#0", Some("https://h/a/t/***/c/linux-64/x.conda#0")),
+            ("https://h/t/tk-1", Some("https://h/t/***")),
+            ("https://h/x?a=b&X-Amz-Signature=s3cret", Some("https://h/x?***")),
+            ("https://h/x?download=1", None),
+            ("https://h/t/flux.tar.gz", None),
+            ("https://@h/x", None),
+            ("file:///srv/t/x/flux.tar.gz", None),
+            ("me@h", None),
+        ] {
+            assert_eq!(url_with_credentials(text).as_deref(), found, "{text}");
         }
     }
 }

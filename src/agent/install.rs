@@ -97,6 +97,21 @@ impl Actor {
         }
     }
 
+    /// Puts back what is damaged in the environment of `set`, once the archives that it takes are there.
+    ///
+    /// # Errors
+    /// The first thing that failed.
+    pub(super) async fn mend(
+        &self,
+        preflight: &Preflight,
+        set: &PackageSet,
+        packages: &Packages,
+    ) -> Result<Answer, StepError> {
+        let wanted = Wanted { set, packages, peers: Vec::new(), beside_a_broker: true };
+        self.fetch(preflight, &wanted, |_| ()).await?;
+        self.order(Order::Mend(link_order(preflight, set, false))).await
+    }
+
     async fn fetch(
         &self,
         preflight: &Preflight,
@@ -122,19 +137,23 @@ impl Actor {
         coming: Option<BoxFuture<'_, ()>>,
         mut progress: impl FnMut(Progress) + Send,
     ) -> Result<(), StepError> {
-        let order = LinkOrder {
-            prefix: preflight.prefix.clone(),
-            digest: set.digest(),
-            set: set.clone(),
-            platform: preflight.platform.clone(),
-            follow: coming.is_some(),
-        };
+        let order = link_order(preflight, set, coming.is_some());
         let coming = coming.unwrap_or_else(|| ready(()).boxed());
         if let Answer::Linked(linked) = self.host.run_while(Order::Link(order), coming, &mut progress).await? {
             linked.warnings.iter().for_each(|warning| warn!("{warning}"));
         }
         info!("packages are installed");
         Ok(())
+    }
+}
+
+fn link_order(preflight: &Preflight, set: &PackageSet, follow: bool) -> LinkOrder {
+    LinkOrder {
+        prefix: preflight.prefix.clone(),
+        digest: set.digest(),
+        set: set.clone(),
+        platform: preflight.platform.clone(),
+        follow,
     }
 }
 

@@ -14,6 +14,7 @@ mod frozen;
 mod gate;
 mod health;
 mod hint;
+mod inspect;
 mod install;
 mod live;
 mod log;

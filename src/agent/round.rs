@@ -79,6 +79,7 @@ impl Agent {
         if world.instance.here().is_some() {
             self.tidy().await;
             self.dump_if_due(step);
+            self.inspect().await;
         }
         // What others do is heard by a watch, but for the packages, which are not watched.
         let on_its_way = self.view.broker.is_some() && !self.is_online();

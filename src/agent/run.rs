@@ -24,6 +24,7 @@ use super::{
     frozen::Memory,
     gate,
     health::{self, Health},
+    inspect::Inspecting,
     live::{self, Live},
     log::Rejected,
     observe::LogTask,
@@ -130,6 +131,7 @@ pub(super) struct Agent {
     pub(super) tries: Tries,
     pub(super) starts: Starts,
     pub(super) tidied: Tidied,
+    pub(super) inspecting: Inspecting,
     /// Queues may be stopped by us, or by the agent before.
     pub(super) queues_are_ours: bool,
     /// They are stopped for the end of the instance.
@@ -181,6 +183,7 @@ impl Agent {
             tries: Tries::default(),
             starts: Starts::default(),
             tidied: Tidied::default(),
+            inspecting: Inspecting::default(),
             queues_are_ours: true,
             queues_have_ended: false,
             dumping: Dumping::default(),
@@ -277,6 +280,7 @@ impl Agent {
                 holds: (!self.published.sets().is_empty()).then(|| self.serving.holds()),
                 peer: self.serving.peer(),
                 roster_is_gone: self.published.roster_is_gone,
+                damage: self.inspecting.damage.values().next().map(String::as_str),
             },
             &before,
         );

@@ -34,7 +34,10 @@ pub async fn verify(arguments: VerifyArguments) -> Result<ExitCode, EnterError> 
     let VerifyArguments { digest, prefix, output } = arguments;
     let verified = match prefix {
         Some(prefix) => {
-            let looked = tokio::task::spawn_blocking(move || packages::verify(&VerifyOrder { prefix, digest })).await;
+            let looked = tokio::task::spawn_blocking(move || {
+                packages::verify(&VerifyOrder { prefix, digest, ..VerifyOrder::default() })
+            })
+            .await;
             looked.map_err(|error| EnterError::Other(error.to_string()))?.map_err(crate::host::HostError::Refused)?
         }
         None => verify_host(&NsHost::open()?, digest).await?,
@@ -53,7 +56,7 @@ pub async fn verify(arguments: VerifyArguments) -> Result<ExitCode, EnterError> 
 
 async fn verify_host(host: &dyn Host, digest: Option<String>) -> Result<Vec<Verified>, EnterError> {
     let prefix = look(host).await?.state.ok_or(EnterError::NotClaimed)?.prefix;
-    match host.run(Order::Verify(VerifyOrder { prefix, digest }), &mut |_| {}).await? {
+    match host.run(Order::Verify(VerifyOrder { prefix, digest, ..VerifyOrder::default() }), &mut |_| {}).await? {
         Answer::Verified(verified) => Ok(verified),
         other => Err(HostError::unexpected(&other).into()),
     }

@@ -67,13 +67,16 @@ pub const CONFIGMAP_PACKAGES_KEY: &str = "packages.json";
 /// Key in [`CONFIGMAP_PACKAGES`] that holds the running epoch's package set, where the spec asks for another one by now:
 /// a node that joins installs what the others run.
 pub const CONFIGMAP_PACKAGES_EPOCH_KEY: &str = "epoch.json";
-/// Secret that an administrator may make for channels, mirrors and bundles that need one: [`SECRET_PACKAGES_CA_KEY`] and
-/// [`SECRET_PACKAGES_TOKEN_KEY`], each optional.
+/// Secret that an administrator may make for channels, mirrors and bundles that need one: [`SECRET_PACKAGES_CA_KEY`],
+/// [`SECRET_PACKAGES_TOKEN_KEY`] and [`SECRET_PACKAGES_CREDENTIALS_KEY`], each optional.
 pub const SECRET_PACKAGES: &str = "flux-packages-access";
 /// Key in [`SECRET_PACKAGES`]: PEM certificates of private authorities.
 pub const SECRET_PACKAGES_CA_KEY: &str = "ca.crt";
 /// Key in [`SECRET_PACKAGES`]: a bearer token (RFC 6750) for the hosts that the spec's URLs name, and for no others.
 pub const SECRET_PACKAGES_TOKEN_KEY: &str = "token";
+/// Key in [`SECRET_PACKAGES`]: credentials by host, in the form that pixi and rattler-build keep them in their file of that
+/// name.
+pub const SECRET_PACKAGES_CREDENTIALS_KEY: &str = "credentials.json";
 /// Secret with the CURVE certificate of the instance.
 pub const SECRET_CURVE: &str = "flux-curve";
 /// Annotation on [`SECRET_CURVE`]: uid of the FluxInstance that the certificate was made for. The next one gets its own.

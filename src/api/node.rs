@@ -337,6 +337,9 @@ pub struct FluxNodeStatus {
     /// is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lacks_packages: Option<String>,
+    /// What was found to differ from what was installed here, and what became of it. None: nothing, as far as it was looked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub damage: Option<String>,
     /// `spec.want` is `Leave`, and no broker runs here nor will be started.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub left: bool,

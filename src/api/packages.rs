@@ -1,7 +1,9 @@
-use schemars::JsonSchema;
+use kube::KubeSchema;
 use serde::{Deserialize, Serialize};
 
-use super::validate::{GLIBC, PLATFORM, SHA256, URL};
+use super::validate::{
+    GLIBC, HAS_CREDENTIALS, LONGEST_URL, MOST_CHANNELS, NO_CREDENTIALS, NONE_HAS_CREDENTIALS, PLATFORM, SHA256, URL,
+};
 
 /// The default channel.
 pub const DEFAULT_CHANNEL: &str = "https://conda.anaconda.org/conda-forge";
@@ -11,12 +13,13 @@ pub const DEFAULT_SPECS: [&str; 3] = ["flux-core", "flux-sched", "mpich"];
 pub const DEFAULT_GLIBC: &str = "2.28";
 
 /// Where the packages come from: a conda channel (the default), a lock, or a bundle.
-#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Packages {
     /// Conda channels, the first one wins: http(s) or file URLs. Default: conda-forge.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(inner(regex(pattern = URL)))]
+    #[schemars(length(max = MOST_CHANNELS), inner(regex(pattern = URL), length(max = LONGEST_URL)))]
+    #[x_kube(validation = Rule::new(NONE_HAS_CREDENTIALS).message(HAS_CREDENTIALS))]
     pub channels: Vec<String>,
     /// What to install, as conda match specs. Default: flux-core, flux-sched, mpich.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -39,8 +42,13 @@ pub struct Packages {
     /// Where archives are fetched in place of the channels that a lock names: an http, https or file URL below which the
     /// channels' own paths are found, such as `https://mirror.example.org/conda` for `https://…/conda-forge/linux-64/…`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(regex(pattern = URL))]
+    #[schemars(regex(pattern = URL), length(max = LONGEST_URL))]
+    #[x_kube(validation = Rule::new(NO_CREDENTIALS).message(HAS_CREDENTIALS))]
     pub mirror: Option<String>,
+    /// Whether what Secret `flux-packages-access` holds may be sent to http URLs, where everybody on the way can read it.
+    /// Default: false, to https URLs only.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub allow_http_credentials: bool,
     /// How many environments a node keeps, the one in use included; those that something runs from are never removed.
     /// Default: 2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -52,11 +60,12 @@ pub struct Packages {
 }
 
 /// Where a bundle is, and what must be in it.
-#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct BundleSource {
     /// `https://`, `http://`, or `file://` (a path on each node's host).
-    #[schemars(regex(pattern = URL))]
+    #[schemars(regex(pattern = URL), length(max = LONGEST_URL))]
+    #[x_kube(validation = Rule::new(NO_CREDENTIALS).message(HAS_CREDENTIALS))]
     pub url: String,
     /// sha256 of the file, 64 hex digits, as `flux-distribute bundle create` prints it.
     #[schemars(regex(pattern = SHA256))]

@@ -58,6 +58,8 @@ pub enum Answer {
     Collected(Collected),
     /// See [`Order::Verify`](super::Order::Verify).
     Verified(Vec<crate::packages::Verified>),
+    /// See [`Order::Mend`](super::Order::Mend).
+    Mended(crate::packages::Mended),
     /// See [`Order::Flux`](super::Order::Flux).
     Ran(Ran),
     /// See [`Order::Dump`](super::Order::Dump).

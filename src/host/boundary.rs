@@ -204,6 +204,21 @@ pub fn ignore_terminal_signals() {
     }
 }
 
+/// Lets this thread, and those that it starts from here on, use processor and disk only when nobody else wants them
+/// (`SCHED_IDLE` of sched(7), `IOPRIO_CLASS_IDLE` of ioprio_set(2)). A kernel that refuses does no harm: it takes longer for
+/// others then.
+pub(super) fn take_only_what_is_left() {
+    const WHO_PROCESS: libc::c_int = 1;
+    const CLASS_IDLE: libc::c_int = 3 << 13;
+    // struct sched_param of the kernel. Not by the C library: musl's function refuses.
+    let priority: libc::c_int = 0;
+    // SAFETY: the parameter is read during the call only; 0 is the calling thread in both.
+    unsafe {
+        libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_IDLE, &raw const priority);
+        libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, CLASS_IDLE);
+    }
+}
+
 /// The host's namespaces that are not ours too.
 struct Namespaces(Vec<(usize, OwnedFd)>);
 

@@ -29,6 +29,8 @@ pub enum Order {
     Collect(CollectOrder),
     /// Hash environments again and hold them against their records. → [`Answer::Verified`]
     Verify(VerifyOrder),
+    /// Put back what is damaged in an environment, from what `pkgs/` holds, beside those that use it. → [`Answer::Mended`]
+    Mend(LinkOrder),
     /// Write the files a broker reads at start. → [`Answer::Done`]
     Configure(ConfigureOrder),
     /// Start the broker, out of the pod's reach. → [`Answer::Observed`]
@@ -56,7 +58,7 @@ impl Order {
             Self::Stop(order) => order.grace_secs.saturating_add(60),
             Self::Flux(order) => order.timeout_secs.saturating_add(60),
             // Gigabytes may be read, written or unlinked without a word.
-            Self::Link(_) | Self::Verify(_) | Self::Remove(_) | Self::Takeover(_) => 1800,
+            Self::Link(_) | Self::Verify(_) | Self::Mend(_) | Self::Remove(_) | Self::Takeover(_) => 1800,
             // It watches its own time.
             Self::Dump(_) => dump::LONGEST.as_secs() + 600,
         };
@@ -120,12 +122,27 @@ pub struct CollectOrder {
 }
 
 /// See [`Order::Verify`].
-#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct VerifyOrder {
     /// Where everything is.
     pub prefix: PathBuf,
     /// Which environment; None: all that are ready.
     pub digest: Option<String>,
+    /// Which files are hashed; None: all of them. Whatever else there is to look at is looked at in any case.
+    #[serde(default)]
+    pub slice: Option<Slice>,
+    /// Only with what processor and disk have left over.
+    #[serde(default)]
+    pub idle: bool,
+}
+
+/// Some of an environment's files: one of `of` equal parts.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slice {
+    /// Which part, from 0.
+    pub number: u32,
+    /// How many parts there are, at least 1.
+    pub of: u32,
 }
 
 /// One file under the prefix.

@@ -13,7 +13,7 @@ use std::{
 use nix::sys::stat::{Mode, umask};
 
 use super::{
-    Answer, Order, Progress, Refusal, RemoveOrder, Reply, Root, StopOrder, claim, configure, dump, flux,
+    Answer, Order, Progress, Refusal, RemoveOrder, Reply, Root, StopOrder, boundary, claim, configure, dump, flux,
     launch::{self, BrokerView},
     lock::{HostLock, WAIT},
     observe, preflight, remove,
@@ -136,7 +136,16 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
             }
             Ok(Answer::Collected(collected))
         }
-        Order::Verify(order) => packages::verify(&order).map(Answer::Verified),
+        Order::Verify(order) => {
+            if order.idle {
+                boundary::take_only_what_is_left();
+            }
+            packages::verify_while(&order, progress).map(Answer::Verified)
+        }
+        Order::Mend(order) => {
+            let _lock = HostLock::take(root, &order.prefix, WAIT)?;
+            packages::mend(&order, progress).map(Answer::Mended)
+        }
         Order::Configure(order) => configure(root, &order).map(|()| Answer::Done),
         Order::Start(order) => {
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;

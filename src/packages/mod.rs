@@ -7,7 +7,7 @@
 //! - [`link`] runs in the host stage, without network, and makes `<prefix>/envs/<digest>` from those archives: built
 //!   aside, checked, synced, switched by one rename. [`link_while`] begins before the last archive is there.
 //! - [`collect`] runs there too and takes away what nobody needs any more; [`verify`] tells whether an environment still
-//!   is what was installed.
+//!   is what was installed, and [`mend`] puts back what is not.
 //!
 //! What is under its final name is whole. Everything else has a name that starts with a dot and may be thrown away.
 
@@ -24,7 +24,8 @@ pub use bundle::manifest::{BUNDLE_LOCK, BUNDLE_MANIFEST, BundleManifest};
 pub use bundle::{BundleCommand, BundleError, InspectBundle, OutputFormat};
 pub use environment::collect::{Found, collect, decide};
 pub use environment::limits::Limits;
-pub use environment::verify::{Difference, Verified, What, verify};
+pub use environment::mend::{Mended, mend};
+pub use environment::verify::{Difference, Verified, What, verify, verify_while};
 pub use environment::{link, link_while, linked, ready};
 pub use fetch::access::{Access, Token};
 pub use fetch::archive::{archive_names, archives, holds};
@@ -44,6 +45,15 @@ pub use serve::{Shelf, serve_peers, serve_peers_on};
 
 /// The marker in a finished environment: its last file to be written. A directory without it is not an environment.
 pub const ENVIRONMENT_MARKER: &str = ".flux-distribute.json";
+
+/// What to do about credentials in a URL, for the end of a sentence.
+pub(crate) fn credentials_remedy() -> String {
+    let (secret, key) = (crate::api::SECRET_PACKAGES, crate::api::SECRET_PACKAGES_CREDENTIALS_KEY);
+    format!(
+        "write it without them, and put them into Secret {secret}, key {key}: {{\"HOST\": {{\"CondaToken\": \"TOKEN\"}}}}, or \
+         {{\"BasicHTTP\": {{\"username\": \"USER\", \"password\": \"PASSWORD\"}}}}"
+    )
+}
 
 /// The conda platform of the machine this runs on, such as `linux-64`.
 pub fn native_platform() -> &'static str {

@@ -34,8 +34,9 @@ impl std::fmt::Display for Effect {
 }
 
 /// The longest prefix of a field's path decides.
-const EFFECTS: [(&str, Effect); 20] = [
+const EFFECTS: [(&str, Effect); 21] = [
     ("packages", Effect::NextEpoch),
+    ("packages.allowHttpCredentials", Effect::Live),
     ("packages.keep", Effect::Live),
     ("packages.mirror", Effect::Live),
     // What must be in it is told by its sha256.

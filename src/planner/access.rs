@@ -6,7 +6,10 @@ use kube::{Api, Client};
 
 use super::{PlannerError, call};
 use crate::{
-    api::{NAMESPACE, Packages, SECRET_PACKAGES, SECRET_PACKAGES_CA_KEY, SECRET_PACKAGES_TOKEN_KEY},
+    api::{
+        NAMESPACE, Packages, SECRET_PACKAGES, SECRET_PACKAGES_CA_KEY, SECRET_PACKAGES_CREDENTIALS_KEY,
+        SECRET_PACKAGES_TOKEN_KEY,
+    },
     error_chain,
     packages::{Access, HttpClient, lock_urls},
 };
@@ -20,8 +23,10 @@ pub async fn http_client(client: &Client, packages: &Packages) -> Result<HttpCli
     let found = call(format!("get Secret {SECRET_PACKAGES}"), secrets.get_opt(SECRET_PACKAGES)).await?;
     let data = found.and_then(|secret| secret.data).unwrap_or_default();
     let value = |key: &str| data.get(key).map(|value| value.0.as_slice());
-    Access::from_secret(value(SECRET_PACKAGES_CA_KEY), value(SECRET_PACKAGES_TOKEN_KEY))
-        .and_then(|access| HttpClient::with_access(&access, &named(packages)))
+    let keys = [SECRET_PACKAGES_CA_KEY, SECRET_PACKAGES_TOKEN_KEY, SECRET_PACKAGES_CREDENTIALS_KEY].map(value);
+    let allow_http = packages.allow_http_credentials;
+    Access::from_secret(keys[0], keys[1], keys[2])
+        .and_then(|access| HttpClient::with_access(&Access { allow_http, ..access }, &named(packages)))
         .map_err(|error| PlannerError::Content { object: "packages".to_owned(), reason: error_chain(&error) })
 }
 

@@ -7,6 +7,7 @@
 const CLUSTERS_AT_ONCE: u32 = 2;
 
 mod air_gap;
+mod damage;
 mod elastic;
 mod epochs;
 mod harness;

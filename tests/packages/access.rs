@@ -19,7 +19,7 @@ fn is_index(request: &axum::extract::Request) -> bool {
 async fn a_redirect_is_followed_and_never_with_the_token() {
     let channel = Channel::with_flux();
     let (server, other) = (Server::start(channel.path()).await, Server::start(channel.path()).await);
-    let access = Access { token: Some(Token::new("s3cret\n")), ..Access::default() };
+    let access = Access { token: Some(Token::new("s3cret\n")), allow_http: true, ..Access::default() };
     let http = HttpClient::with_access(&access, &[server.url().to_owned()]).unwrap();
     assert!(!format!("{access:?} {http:?}").contains("s3cret"));
     let elsewhere = other.url().trim_end_matches('/').to_owned();
@@ -76,7 +76,7 @@ async fn a_private_authority_and_a_token_open_a_site_of_its_own() {
     });
     let sha256 = hex::encode(Sha256::digest("a bundle"));
     let set = PackageSet::Bundle(BundleSource { url: url.clone(), sha256 });
-    let access = Access::from_secret(Some(pem.as_bytes()), Some(b"t\n")).unwrap();
+    let access = Access::from_secret(Some(pem.as_bytes()), Some(b"t\n"), None).unwrap();
     let fetch = async |access: &Access| {
         let http = HttpClient::with_access(access, std::slice::from_ref(&url)).unwrap();
         Host::new().fetch_from(&set, &http, &Sources::default()).await
@@ -97,7 +97,7 @@ fn a_secret_that_cannot_be_used_is_told_by_its_name_and_key_and_without_its_valu
         (b"", b"secret\nsecret", "token"),
         (b"", b"\xff", "token"),
     ] {
-        let access = Access::from_secret(Some(authorities), Some(token));
+        let access = Access::from_secret(Some(authorities), Some(token), None);
         let error = access.and_then(|access| HttpClient::with_access(&access, &[])).unwrap_err();
         let words = flux_distribute::error_chain(&error);
         assert!(
@@ -106,5 +106,5 @@ fn a_secret_that_cannot_be_used_is_told_by_its_name_and_key_and_without_its_valu
         );
         assert!(!words.contains("secret\n"), "{words}");
     }
-    assert_eq!(Access::from_secret(Some(b" \n"), None).unwrap(), Access::default());
+    assert_eq!(Access::from_secret(Some(b" \n"), None, Some(b"")).unwrap(), Access::default());
 }

@@ -8,12 +8,14 @@ mod bundle;
 mod channel;
 mod collect;
 mod crash;
+mod credentials;
 mod disk;
 mod fetch;
 mod lies;
 mod limits;
 mod link;
 mod lock;
+mod mend;
 #[path = "../support/needs.rs"]
 mod needs;
 mod overlap;

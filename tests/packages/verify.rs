@@ -7,7 +7,7 @@ use flux_distribute::{host::VerifyOrder, packages::Verified};
 use super::*;
 
 pub fn verify(prefix: &Path, digest: &str) -> Verified {
-    let order = VerifyOrder { prefix: prefix.to_owned(), digest: Some(digest.to_owned()) };
+    let order = VerifyOrder { prefix: prefix.to_owned(), digest: Some(digest.to_owned()), ..VerifyOrder::default() };
     packages::verify(&order).unwrap().remove(0)
 }
 

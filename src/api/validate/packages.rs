@@ -3,7 +3,8 @@
 use crate::{
     api::{BundleSource, Finding, Packages},
     error_chain,
-    packages::{check_glibc, check_lock, check_spec},
+    packages::{check_glibc, check_lock, check_spec, credentials_remedy},
+    redact::{redacted, url_with_credentials},
 };
 
 /// In the CRD; a URL by its scheme.
@@ -15,6 +16,33 @@ pub(in crate::api) const GLIBC: &str = r"^[0-9]+(\.[0-9]+)+$";
 /// In the CRD; [`PLATFORMS`].
 pub(in crate::api) const PLATFORM: &str = "^linux-(64|aarch64)$";
 const PLATFORMS: [&str; 2] = ["linux-64", "linux-aarch64"];
+
+/// The API server's words for a URL with credentials, by a rule of the CRD.
+pub(in crate::api) const HAS_CREDENTIALS: &str = "has credentials in the URL, which everybody who may read the FluxInstance or \
+    ConfigMap flux-packages could read: put them into Secret flux-packages-access, key credentials.json";
+/// In CEL, the rule that [`HAS_CREDENTIALS`] is said by: no user, and no `/t/TOKEN/`.
+pub(in crate::api) const NO_CREDENTIALS: &str =
+    "!self.matches('^https?://([^/?#]+@|[^?#]*/t/([^/?#.]+(/|$)|[^/?#]+/))')";
+/// The same for each of a list.
+pub(in crate::api) const NONE_HAS_CREDENTIALS: &str =
+    "self.all(url, !url.matches('^https?://([^/?#]+@|[^?#]*/t/([^/?#.]+(/|$)|[^/?#]+/))'))";
+/// In the CRD. The API server runs no rule on what may be endless.
+pub(in crate::api) const MOST_CHANNELS: usize = 32;
+/// As [`MOST_CHANNELS`], in characters.
+pub(in crate::api) const LONGEST_URL: usize = 2048;
+
+/// What is wrong with a URL of the spec at `field`, if something is.
+fn url(field: String, url: &str) -> Option<Finding> {
+    if let Some(safe) = url_with_credentials(url) {
+        let problem = format!(
+            "{safe} has credentials, which everybody who may read the FluxInstance or ConfigMap flux-packages could read"
+        );
+        return Some(Finding::new(field, problem).with_remedy(credentials_remedy()));
+    }
+    // Without its scheme, what it is can't be told.
+    let given = if url.contains('@') { "it".to_owned() } else { format!("{:?}", redacted(url)) };
+    (!is_url(url)).then(|| Finding::new(field, format!("{given} is not an http, https or file URL")))
+}
 
 pub(super) fn validate(packages: &Packages, wrong: &mut Vec<Finding>) {
     let asks = !(packages.channels.is_empty() && packages.specs.is_empty());
@@ -38,26 +66,23 @@ pub(super) fn validate(packages: &Packages, wrong: &mut Vec<Finding>) {
         wrong.push(Finding::new("spec.packages.refresh", problem));
     }
     if let Some(mirror) = &packages.mirror {
-        if !is_url(mirror) {
-            wrong.push(Finding::new("spec.packages.mirror", "is not an http, https or file URL"));
+        let field = || "spec.packages.mirror".to_owned();
+        if let Some(finding) = url(field(), mirror) {
+            wrong.push(finding);
         } else if mirror.contains(['?', '#']) {
-            let problem = "has a query or a fragment: the channels' paths are put behind it";
-            wrong.push(Finding::new("spec.packages.mirror", problem));
+            wrong.push(Finding::new(field(), "has a query or a fragment: the channels' paths are put behind it"));
         }
     }
     if packages.keep == Some(0) {
         let problem = "is 0: the environment in use is kept always, so write at least 1";
         wrong.push(Finding::new("spec.packages.keep", problem));
     }
-    for (index, url) in packages.channels.iter().enumerate().filter(|(_, url)| !is_url(url)) {
-        let finding = Finding::new(
-            format!("spec.packages.channels[{index}]"),
-            format!("{url:?} is not an http, https or file URL"),
-        );
-        wrong.push(match url.contains([':', '/', '.']) || url.is_empty() {
+    for (index, channel) in packages.channels.iter().enumerate() {
+        let finding = url(format!("spec.packages.channels[{index}]"), channel);
+        wrong.extend(finding.map(|finding| match channel.contains([':', '/', '.', '@']) || channel.is_empty() {
             true => finding,
-            false => finding.with_remedy(format!("write https://conda.anaconda.org/{url}")),
-        });
+            false => finding.with_remedy(format!("write https://conda.anaconda.org/{channel}")),
+        }));
     }
     for (index, spec) in packages.specs.iter().enumerate() {
         if let Err(reason) = check_spec(spec) {
@@ -73,10 +98,8 @@ pub(super) fn validate(packages: &Packages, wrong: &mut Vec<Finding>) {
     }
 }
 
-fn bundle(BundleSource { url, sha256 }: &BundleSource, wrong: &mut Vec<Finding>) {
-    if !is_url(url) {
-        wrong.push(Finding::new("spec.packages.bundle.url", format!("{url:?} is not an http, https or file URL")));
-    }
+fn bundle(BundleSource { url: source, sha256 }: &BundleSource, wrong: &mut Vec<Finding>) {
+    wrong.extend(url("spec.packages.bundle.url".to_owned(), source));
     let is_digest = sha256.len() == 64 && sha256.chars().all(|c| c.is_ascii_digit() || ('a'..='f').contains(&c));
     if !is_digest {
         let problem =

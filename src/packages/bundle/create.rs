@@ -16,7 +16,7 @@ use serde_json::json;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 use crate::packages::{
-    BundleError, BundleManifest, HttpClient, OutputFormat, Sources, Style,
+    Access, BundleError, BundleManifest, HttpClient, OutputFormat, Sources, Style,
     bundle::manifest::check_prefix,
     bundle::pack::{self, PackError},
     bundle::packages::{self, ByPlatform, archives, by_platform},
@@ -30,7 +30,7 @@ use crate::packages::{
     progress::size,
     shown,
 };
-use crate::{api::PackageSet, error_chain, host::Progress};
+use crate::{api::PackageSet, error_chain, host::Progress, redact::url_with_credentials};
 
 /// Between the small pieces of a bundle and the disk.
 const BUFFER: usize = 1 << 16;
@@ -43,7 +43,7 @@ pub struct CreateBundle {
     #[arg(long, value_name = "DIR")]
     pub from_prefix: Option<PathBuf>,
     /// Download and pack all packages of a lock. What a run that was cut off has downloaded is kept beside --out, in
-    /// .NAME.download, and the next run goes on from there.
+    /// .NAME.download, and the next run goes on from there. Credentials come from the file that RATTLER_AUTH_FILE names.
     #[arg(long, value_name = "FILE")]
     pub lock: Option<PathBuf>,
     /// The bundle to write, such as flux.tar.gz.
@@ -137,6 +137,10 @@ impl CreateBundle {
     fn packages(&self, given: &Path) -> Result<Made, BundleError> {
         let lock = open_plain(given).and_then(io::read_to_string).map_err(BundleError::unread(given, "lock"))?;
         let unusable = |e: LockError| BundleError::input(given, error_chain(&e));
+        // It becomes part of the bundle.
+        if let Some(url) = url_with_credentials(&lock) {
+            return Err(unusable(LockError::Credentials { url }));
+        }
         let lock = lock::normalise_lock(&lock).map_err(unusable)?;
         let mut platforms = match self.platform.as_slice() {
             [] => lock::platforms(&lock).map_err(unusable)?,
@@ -211,7 +215,8 @@ async fn download(
     progress: &UnboundedSender<Progress>,
 ) -> Result<(), BundleError> {
     let set = PackageSet::Lock { lock: lock.to_owned(), question: String::new() };
-    let (digest, pkgs, http) = (set.digest(), downloads.pkgs(), HttpClient::new()?);
+    let (digest, pkgs) = (set.digest(), downloads.pkgs());
+    let http = HttpClient::with_access(&Access::from_environment()?, &[])?;
     for (platform, _) in packages {
         // Fetching for one platform drops the halves of another's archives; so it is done with one after the other.
         if holds(&set, &digest, platform, &pkgs) {

@@ -12,6 +12,7 @@ pub(in crate::packages) mod conda;
 pub(in crate::packages) mod extract;
 pub(in crate::packages) mod guard;
 pub(in crate::packages) mod limits;
+pub(in crate::packages) mod mend;
 pub(in crate::packages) mod records;
 pub(in crate::packages) mod room;
 pub(in crate::packages) mod transaction;
@@ -115,7 +116,11 @@ pub fn link_while(
     environments.clear(digest)?;
     let partial = environments.partial(digest);
     let mut warnings = std::mem::take(&mut environments.warnings);
-    match make(order, more, &environments, &partial, archives, progress) {
+    let made = grow(order, more, &environments, &partial, archives, progress).and_then(|linked| {
+        let committed = environments.commit(&partial, digest).map(|()| linked);
+        committed.map_err(|e| environments.trouble("finish the environment in", &e))
+    });
+    match made {
         Ok(linked) => {
             warnings.extend(linked.warnings);
             Ok(Linked { warnings, ..linked })
@@ -130,7 +135,8 @@ pub fn link_while(
     }
 }
 
-fn make(
+/// Makes the environment of `order` in `partial`, with its records and its marker, as it is to be in its place.
+pub(in crate::packages) fn grow(
     order: &LinkOrder,
     more: Option<BorrowedFd<'_>>,
     environments: &Environments,
@@ -151,8 +157,7 @@ fn make(
     build.check_flux(compiled_prefix.as_deref())?;
     progress(Progress::begun("syncing"));
     let linked = build.finish(compiled_prefix, archives);
-    let committed = linked.and_then(|linked| environments.commit(partial, digest).map(|()| linked));
-    let linked = committed.map_err(|e| environments.trouble("finish the environment in", &e))?;
+    let linked = linked.map_err(|e| environments.trouble("finish the environment in", &e))?;
     Ok(Linked { warnings: warnings.into_inner().unwrap_or_else(PoisonError::into_inner), ..linked })
 }
 

@@ -10,12 +10,12 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use crate::host::{
-    Refusal, VerifyOrder,
+    Progress, Refusal, Slice, VerifyOrder,
     state::{ENVIRONMENTS, environment},
 };
 use crate::packages::{
     ENVIRONMENT_MARKER,
-    environment::records::{RECORDS, Records, Tree, by_packages, can_be_told, digests, mode},
+    environment::records::{RECORDS, Records, Tree, by_packages, can_be_told, digests_while, mode},
     environment::{marker, ready},
     fetch::archive,
 };
@@ -80,11 +80,26 @@ impl std::fmt::Display for What {
     }
 }
 
+impl std::fmt::Display for Difference {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // A name may hold anything, and must stay one line.
+        write!(f, "{} {}", self.what, self.path.to_string_lossy().replace(char::is_control, "?"))
+    }
+}
+
 /// Looks at the environment that `order` names, or at all that are ready.
 ///
 /// # Errors
 /// There is nothing that could be looked at.
 pub fn verify(order: &VerifyOrder) -> Result<Vec<Verified>, Refusal> {
+    verify_while(order, &mut |_| ())
+}
+
+/// The same; says how far it is.
+///
+/// # Errors
+/// As for [`verify`].
+pub fn verify_while(order: &VerifyOrder, progress: &mut dyn FnMut(Progress)) -> Result<Vec<Verified>, Refusal> {
     let envs = order.prefix.join(ENVIRONMENTS);
     let digests = match &order.digest {
         Some(digest) if !archive::is_digest(digest) => {
@@ -96,10 +111,15 @@ pub fn verify(order: &VerifyOrder) -> Result<Vec<Verified>, Refusal> {
     if digests.is_empty() {
         return Err(Refusal::new(format!("there is no environment in {}", envs.display())));
     }
-    digests.iter().map(|digest| verify_one(&order.prefix, digest)).collect()
+    digests.iter().map(|digest| verify_one(&order.prefix, digest, order.slice, progress)).collect()
 }
 
-fn verify_one(prefix: &Path, digest: &str) -> Result<Verified, Refusal> {
+fn verify_one(
+    prefix: &Path,
+    digest: &str,
+    slice: Option<Slice>,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Verified, Refusal> {
     let path = environment(prefix, digest);
     let name = path.display();
     if !path.is_dir() {
@@ -108,21 +128,51 @@ fn verify_one(prefix: &Path, digest: &str) -> Result<Verified, Refusal> {
         return Err(Refusal::new(format!("there is no environment {name}; there is {there}")));
     }
     let unreadable = |error: io::Error| Refusal::new(format!("can't read {name}: {error}"));
-    let tree = Tree::walk(&path).map_err(unreadable)?;
-    let mut differences = Vec::new();
-    let mut differs = |path: &Path, what| differences.push(Difference { path: path.to_owned(), what });
     let marker = marker(prefix, digest);
+    let conda = marker.as_ref().is_none_or(|marker| marker.compiled_prefix.is_none());
+    let compared = compare(&path, &path, conda, slice, progress).map_err(unreadable)?;
+    let Compared { files, bytes, mut differences, has_records } = compared;
+    let mut differs = |path: &str, what| differences.push(Difference { path: path.into(), what });
     if marker.is_none() {
         let there = fs::symlink_metadata(path.join(ENVIRONMENT_MARKER)).is_ok();
-        differs(Path::new(ENVIRONMENT_MARKER), if there { What::Changed } else { What::Missing });
+        differs(ENVIRONMENT_MARKER, if there { What::Changed } else { What::Missing });
     }
-    let records = Records::read(&path).ok();
-    if records.is_none() {
-        let there = tree.files.contains_key(Path::new(RECORDS));
-        differs(Path::new(RECORDS), if there { What::Changed } else { What::Missing });
+    if !has_records {
+        let there = path.join(RECORDS).is_file();
+        differs(RECORDS, if there { What::Changed } else { What::Missing });
     }
-    let conda = marker.is_none_or(|marker| marker.compiled_prefix.is_none());
-    let (told, broken) = if conda { by_packages(&path, &tree) } else { Default::default() };
+    differences.sort();
+    differences.dedup();
+    Ok(Verified { path, digest: digest.to_owned(), files, bytes, differences })
+}
+
+/// How a tree differs from what is recorded.
+pub(in crate::packages) struct Compared {
+    files: u64,
+    bytes: u64,
+    /// Sorted.
+    pub differences: Vec<Difference>,
+    has_records: bool,
+}
+
+/// Holds the tree at `root` against the records in the one at `recorded`, which may be the same. The marker and the records
+/// themselves are not looked at.
+pub(in crate::packages) fn compare(
+    root: &Path,
+    recorded: &Path,
+    conda: bool,
+    slice: Option<Slice>,
+    progress: &mut dyn FnMut(Progress),
+) -> io::Result<Compared> {
+    let tree = Tree::walk(root)?;
+    let mut differences = Vec::new();
+    let mut differs = |path: &Path, what| differences.push(Difference { path: path.to_owned(), what });
+    let records = Records::read(recorded).ok();
+    let (told, broken) = match conda {
+        true if root == recorded => by_packages(root, &tree),
+        true => by_packages(recorded, &Tree::walk(recorded)?),
+        false => Default::default(),
+    };
     let mut expected: BTreeMap<_, _> = told.into_iter().map(|(path, told)| (path, told.sha256)).collect();
     for record in &broken {
         differs(record, What::Changed);
@@ -150,11 +200,16 @@ fn verify_one(prefix: &Path, digest: &str) -> Result<Verified, Refusal> {
         }
     }
     if whole {
-        differences.extend(strangers(&path, &tree, &records, &expected).map_err(unreadable)?);
+        differences.extend(strangers(root, &tree, &records, &expected)?);
+    }
+    if let Some(Slice { number, of }) = slice {
+        let (number, of) = (number as usize, (of as usize).max(1));
+        hashed = hashed.into_iter().skip(number % of).step_by(of).collect();
     }
     let bytes = hashed.iter().filter_map(|path| tree.files.get(path)).map(|file| file.len()).sum();
     let files = hashed.len() as u64;
-    for (path, found) in digests(&path, hashed).map_err(unreadable)? {
+    let said = |done| progress(Progress { done, total: files, ..Progress::begun("hashing files") });
+    for (path, found) in digests_while(root, hashed, said)? {
         match (found, expected.get(&path)) {
             (Ok(found), Some(Some(wanted))) if !found.eq_ignore_ascii_case(wanted) => {
                 differences.push(Difference { path, what: What::Changed });
@@ -165,7 +220,7 @@ fn verify_one(prefix: &Path, digest: &str) -> Result<Verified, Refusal> {
     }
     differences.sort();
     differences.dedup();
-    Ok(Verified { path, digest: digest.to_owned(), files, bytes, differences })
+    Ok(Compared { files, bytes, differences, has_records: whole })
 }
 
 /// What is in no record, or has other permissions or another owner than when it was made.

@@ -1,31 +1,38 @@
 //! What a site's channels, mirrors and bundles demand of those who ask: Secret `flux-packages-access`.
 
-use std::{collections::HashSet, fmt, sync::Arc};
+use std::{fmt, path::Path};
 
-use reqwest::{
-    Request, Response,
-    header::{AUTHORIZATION, HeaderMap, HeaderValue},
-};
-use reqwest_middleware::{Middleware, Next};
 use rustls::{
     RootCertStore,
     pki_types::{CertificateDer, pem::PemObject},
 };
 use url::Url;
 
-use crate::api::{SECRET_PACKAGES_CA_KEY, SECRET_PACKAGES_TOKEN_KEY};
-use crate::packages::HttpError;
+use crate::api::{SECRET_PACKAGES_CA_KEY, SECRET_PACKAGES_CREDENTIALS_KEY, SECRET_PACKAGES_TOKEN_KEY};
+use crate::packages::{
+    HttpError,
+    fetch::credentials::{Credential, Opener, Unusable, taken_from},
+};
 
-/// The content of Secret `flux-packages-access`.
+/// The content of Secret `flux-packages-access`, and what the spec says about it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Access {
     /// PEM certificates of private authorities, besides those that are built in.
     pub authorities: Option<String>,
     /// Sent to the servers that the spec's URLs name, and to no others.
     pub token: Option<Token>,
+    /// `spec.packages.allowHttpCredentials`: credentials are sent to http URLs too, and not to https URLs only.
+    pub allow_http: bool,
+    /// Each for a server of its own; the text of `credentials.json`.
+    pub credentials: Option<Token>,
+    /// Those that URLs of the command line held.
+    pub given: Vec<Credential>,
 }
 
-/// A bearer token (RFC 6750).
+/// Environment variable: where pixi, rattler-build and we look for `credentials.json`.
+const AUTH_FILE: &str = "RATTLER_AUTH_FILE";
+
+/// A bearer token (RFC 6750), or another text that nobody may see.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(String);
 
@@ -43,11 +50,15 @@ impl fmt::Debug for Token {
 }
 
 impl Access {
-    /// From the values of the Secret's keys `ca.crt` and `token`; an empty value is as good as none.
+    /// From the values of the Secret's keys `ca.crt`, `token` and `credentials.json`; an empty value is as good as none.
     ///
     /// # Errors
-    /// A value is not text.
-    pub fn from_secret(authorities: Option<&[u8]>, token: Option<&[u8]>) -> Result<Self, HttpError> {
+    /// A value is not text, or `credentials.json` can't be read.
+    pub fn from_secret(
+        authorities: Option<&[u8]>,
+        token: Option<&[u8]>,
+        credentials: Option<&[u8]>,
+    ) -> Result<Self, HttpError> {
         let text = |key: &'static str, value: Option<&[u8]>| match value.map(std::str::from_utf8) {
             Some(Err(_)) => Err(HttpError::Secret { key, reason: "is not text".to_owned() }),
             Some(Ok(text)) if !text.trim().is_empty() => Ok(Some(text.to_owned())),
@@ -56,7 +67,33 @@ impl Access {
         Ok(Self {
             authorities: text(SECRET_PACKAGES_CA_KEY, authorities)?,
             token: text(SECRET_PACKAGES_TOKEN_KEY, token)?.as_deref().map(Token::new),
+            credentials: text(SECRET_PACKAGES_CREDENTIALS_KEY, credentials)?.as_deref().map(Token::new),
+            ..Self::default()
         })
+    }
+
+    /// For a command: the file that `RATTLER_AUTH_FILE` names, which pixi and rattler-build read too.
+    ///
+    /// # Errors
+    /// It can't be read.
+    pub fn from_environment() -> Result<Self, HttpError> {
+        let Some(path) = std::env::var_os(AUTH_FILE).filter(|path| !path.is_empty()) else {
+            return Ok(Self::default());
+        };
+        let text = std::fs::read_to_string(Path::new(&path)).map_err(HttpError::AuthFile)?;
+        Ok(Self { credentials: Some(Token::new(&text)), ..Self::default() })
+    }
+
+    /// Takes the credentials out of a URL, and shows them to its server from now on. What is not a URL comes back as it is.
+    ///
+    /// # Errors
+    /// The credentials can't be sent.
+    pub fn take_from(&mut self, url: &str) -> Result<String, HttpError> {
+        let Ok(parsed) = Url::parse(url) else { return Ok(url.to_owned()) };
+        let (plain, credentials) = taken_from(&parsed).map_err(|Unusable| HttpError::Credentials)?;
+        let is_plain = credentials.is_empty() && plain == parsed;
+        self.given.extend(credentials);
+        Ok(if is_plain { url.to_owned() } else { plain.to_string() })
     }
 
     pub(in crate::packages) fn certificates(&self) -> Result<Vec<reqwest::Certificate>, HttpError> {
@@ -76,60 +113,25 @@ impl Access {
         Ok(certificates)
     }
 
-    pub(in crate::packages) fn bearer(&self, urls: &[String]) -> Result<Bearer, HttpError> {
-        let Some(Token(token)) = &self.token else { return Ok(Bearer::default()) };
-        let reason = "is not a token: one line of letters, digits and -._~+/=";
-        let wrong = |_| HttpError::Secret { key: SECRET_PACKAGES_TOKEN_KEY, reason: reason.to_owned() };
-        let mut header = HeaderValue::from_str(&format!("Bearer {token}")).map_err(wrong)?;
-        header.set_sensitive(true);
-        let origins = urls.iter().filter_map(|url| Some(origin(&Url::parse(url).ok()?))).collect();
-        Ok(Bearer(Some(Arc::new((header, origins)))))
-    }
-}
-
-/// Scheme, host and port: whom a URL's server is.
-fn origin(url: &Url) -> String {
-    url.origin().ascii_serialization()
-}
-
-/// The token, and the servers it is for.
-#[derive(Clone, Default)]
-pub(in crate::packages) struct Bearer(Option<Arc<(HeaderValue, HashSet<String>)>>);
-
-impl fmt::Debug for Bearer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Bearer(***)")
-    }
-}
-
-impl Bearer {
-    /// What a request to `url` has to carry. A user and password that the URL itself names are stronger.
-    pub(in crate::packages) fn for_url(&self, url: &Url) -> HeaderMap {
-        let header = self.0.as_ref().filter(|all| all.1.contains(&origin(url)) && url.username().is_empty());
-        header.iter().map(|all| (AUTHORIZATION, all.0.clone())).collect()
-    }
-
-    /// The same for requests of others.
-    pub(in crate::packages) fn middleware(&self) -> impl Middleware {
-        let bearer = self.clone();
-        sending(move |mut request, extensions, next| {
-            if !request.headers().contains_key(AUTHORIZATION) {
-                let headers = bearer.for_url(request.url());
-                request.headers_mut().extend(headers);
+    /// `urls`: the servers that [`Self::token`] is for.
+    pub(in crate::packages) fn opener(&self, urls: &[String]) -> Result<Opener, HttpError> {
+        let wrong = |key, reason: String| HttpError::Secret { key, reason };
+        let mut credentials = self.given.clone();
+        if let Some(Token(json)) = &self.credentials {
+            let parsed = Credential::parse_all(json, self.allow_http);
+            credentials.extend(parsed.map_err(|reason| wrong(SECRET_PACKAGES_CREDENTIALS_KEY, reason))?);
+        }
+        if let Some(Token(token)) = &self.token {
+            let unfit = |Unusable| {
+                wrong(SECRET_PACKAGES_TOKEN_KEY, "is not a token: one line of letters, digits and -._~+/=".to_owned())
+            };
+            for url in urls.iter().filter_map(|url| Url::parse(url).ok()) {
+                credentials.extend(Credential::bearer(&url, token, self.allow_http).map_err(unfit)?);
             }
-            Box::pin(next.run(request, extensions))
-        })
+            // It is looked at even if nobody gets it.
+            let anywhere = Url::parse("https://localhost").map_err(|_| unfit(Unusable))?;
+            Credential::bearer(&anywhere, token, false).map_err(unfit)?;
+        }
+        Ok(Opener::new(credentials))
     }
-}
-
-/// Tells the compiler of which kind a closure is.
-fn sending<F>(closure: F) -> F
-where
-    F: for<'a> Fn(
-        Request,
-        &'a mut axum::http::Extensions,
-        Next<'a>,
-    ) -> futures::future::BoxFuture<'a, reqwest_middleware::Result<Response>>,
-{
-    closure
 }

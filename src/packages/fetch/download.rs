@@ -183,7 +183,9 @@ impl Download<'_> {
                 Taken::Wrong(wrong) => return Err(self.wrong(wrong)),
                 Taken::Unable(reason) => return Err(self.http_error(reason, false)),
                 Taken::Refused { status, reason, .. } if !may_pass(status) => {
-                    return Err(self.http_error(reason, false));
+                    let is_closed = matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
+                    let withheld = if is_closed { self.http.withheld(url) } else { String::new() };
+                    return Err(self.http_error(reason + &withheld, false));
                 }
                 Taken::Refused { rest, reason, .. } => (reason, rest),
                 Taken::Cut(reason) | Taken::Silent(reason) => (reason, None),
@@ -246,7 +248,7 @@ impl Download<'_> {
         let mut response = match answered {
             Err(_) => return Ok(silent()),
             Ok(Ok(response)) => response,
-            Ok(Err(e)) if e.is_builder() => return Ok(Taken::Unable(words(e))),
+            Ok(Err(e)) if e.is_builder() || e.is_redirect() => return Ok(Taken::Unable(words(e))),
             Ok(Err(e)) => return Ok(Taken::Cut(words(e))),
         };
         let status = response.status();

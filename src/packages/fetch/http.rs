@@ -6,7 +6,7 @@ use reqwest::{RequestBuilder, redirect};
 use url::Url;
 
 use crate::{
-    packages::{Access, fetch::access::Bearer},
+    packages::{Access, fetch::credentials::Opener},
     redact::is_token,
 };
 
@@ -29,7 +29,7 @@ const USER_AGENT: &str = concat!("flux-distribute/", env!("CARGO_PKG_VERSION"));
 pub struct HttpClient {
     client: reqwest::Client,
     peers: reqwest::Client,
-    bearer: Bearer,
+    opener: Opener,
     patience_with_peers: Duration,
 }
 
@@ -48,6 +48,12 @@ pub enum HttpError {
         /// What is wrong with the value, without the value.
         reason: String,
     },
+    /// The environment.
+    #[error("can't read the file that RATTLER_AUTH_FILE names")]
+    AuthFile(#[source] std::io::Error),
+    /// A URL of the command line.
+    #[error("the user or password of a URL can't be sent")]
+    Credentials,
 }
 
 impl HttpClient {
@@ -59,8 +65,9 @@ impl HttpClient {
         Self::with_access(&Access::default(), &[])
     }
 
-    /// Makes a client that trusts the authorities of `access`, and shows its token to the servers of `urls`: what the spec
-    /// names as channels, mirror and bundle. Never to another server, and so neither to peers nor along a redirect.
+    /// Makes a client that trusts the authorities of `access`, shows its token to the servers of `urls` (what the spec names
+    /// as channels, mirror and bundle), and its other credentials to the servers that they are for. Never to another server,
+    /// and so neither to peers nor along a redirect.
     ///
     /// # Errors
     /// Where the environment or the Secret holds something that can't be used.
@@ -76,7 +83,7 @@ impl HttpClient {
         Ok(Self {
             client: build(base().tls_certs_merge(access.certificates()?))?,
             peers: build(peers)?,
-            bearer: access.bearer(urls)?,
+            opener: access.opener(urls)?,
             patience_with_peers: PEERS_READ_TIMEOUT,
         })
     }
@@ -91,7 +98,13 @@ impl HttpClient {
     }
 
     pub(in crate::packages) fn ask(&self, url: &Url) -> RequestBuilder {
-        self.client.get(url.clone()).headers(self.bearer.for_url(url))
+        let (url, headers) = self.opener.open(url);
+        self.client.get(url).headers(headers)
+    }
+
+    /// For the end of a sentence on a request that `url`'s server refused; empty if nothing was withheld from it.
+    pub(in crate::packages) fn withheld(&self, url: &Url) -> String {
+        self.opener.withheld(url)
     }
 
     pub(in crate::packages) fn ask_peer(&self, url: &str) -> RequestBuilder {
@@ -104,7 +117,7 @@ impl HttpClient {
     }
 
     pub(in crate::packages) fn for_rattler(&self) -> rattler_networking::LazyClient {
-        reqwest_middleware::ClientBuilder::new(self.client.clone()).with(self.bearer.middleware()).build().into()
+        reqwest_middleware::ClientBuilder::new(self.client.clone()).with(self.opener.middleware()).build().into()
     }
 }
 
@@ -124,26 +137,66 @@ fn base() -> reqwest::ClientBuilder {
         .read_timeout(READ_TIMEOUT)
         // It would carry a URL's `/t/<token>` along a redirect.
         .referer(false)
+        .redirect(redirect::Policy::custom(|attempt| match redirected(attempt.previous(), attempt.url()) {
+            Ok(()) => attempt.follow(),
+            Err(refused) => attempt.error(refused),
+        }))
         .user_agent(USER_AGENT)
+}
+
+/// Redirects that are followed for one request.
+const MOST_REDIRECTS: usize = 10;
+
+/// Why a redirect is not followed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+enum Redirected {
+    #[error("it redirects more than {MOST_REDIRECTS} times")]
+    TooOften,
+    #[error("it redirects from https to http, where everybody on the way could read and change what is sent")]
+    ToHttp,
+    #[error("it redirects to another server with the token in the URL")]
+    WithToken,
+}
+
+/// Whether a request may go on to `next`. The client takes headers off by itself when the server is another one.
+fn redirected(previous: &[Url], next: &Url) -> Result<(), Redirected> {
+    let tokens = |url: &Url| tokens(url).map(str::to_owned).collect::<Vec<_>>();
+    let Some((first, last)) = previous.first().zip(previous.last()) else { return Ok(()) };
+    let is_other = |url: &Url| url.origin() != first.origin();
+    match () {
+        () if previous.len() > MOST_REDIRECTS => Err(Redirected::TooOften),
+        () if last.scheme() == "https" && next.scheme() != "https" => Err(Redirected::ToHttp),
+        () if is_other(next) && tokens(first).iter().any(|token| next.as_str().contains(token)) => {
+            Err(Redirected::WithToken)
+        }
+        () => Ok(()),
+    }
+}
+
+/// conda's tokens in the path of `url`.
+fn tokens(url: &Url) -> impl Iterator<Item = &str> {
+    let count = url.path().split('/').count();
+    let pairs = url.path().split('/').zip(url.path().split('/').skip(1)).zip(2..);
+    pairs
+        .filter(move |((before, segment), place)| is_token(url.scheme(), before, segment, *place == count))
+        .map(|((_, token), _)| token)
 }
 
 /// `url` as it may be shown: without user, password, query, and conda's `/t/<token>/`.
 pub(in crate::packages) fn shown(url: &str) -> String {
     let mut url = match url::Url::parse(url) {
-        Ok(parsed) => parsed,
+        Ok(parsed) if !parsed.cannot_be_a_base() => parsed,
         // A mere name, most likely; what looks like more may hold a secret.
-        Err(_) if !url.contains(['/', '@', ':']) => return url.to_owned(),
-        Err(_) => return "(not a URL)".to_owned(),
+        _ if !url.contains(['/', '@', ':']) => return url.to_owned(),
+        _ => return "(not a URL)".to_owned(),
     };
     // Both fail only for URLs that can't have them.
     let _ = url.set_username("");
     let _ = url.set_password(None);
     url.set_query(None);
-    let mut segments = url.path().split('/').map(str::to_owned).collect::<Vec<_>>();
-    let token = segments.windows(2).position(|pair| is_token(url.scheme(), &pair[0], &pair[1]));
-    if let Some(token) = token.and_then(|at| segments.get_mut(at + 1)) {
-        *token = "***".to_owned();
-        url.set_path(&segments.join("/"));
+    let token = tokens(&url).next().map(str::to_owned);
+    if let Some(token) = token {
+        url.set_path(&url.path().replacen(&format!("/t/{token}"), "/t/***", 1));
     }
     url.to_string()
 }
@@ -154,8 +207,30 @@ pub(in crate::packages) fn words(error: reqwest::Error) -> String {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
-    use super::shown;
+    use super::*;
+
+    #[test]
+    fn a_redirect_never_takes_a_credential_to_another_server_or_to_http() {
+        for (previous, next, expected) in [
+            (&["https://h/t/tk/c/x"][..], "https://h/t/tk/d/x", Ok(())),
+            (&["https://h/t/tk/c/x"], "https://cdn/c/x", Ok(())),
+            (&["https://h/t/tk/c/x"], "https://cdn/t/tk/c/x", Err(Redirected::WithToken)),
+            (&["https://h/t/tk/c/x"], "https://cdn/x?back=/t/tk/c/x", Err(Redirected::WithToken)),
+            (&["https://h/t/tk/c/x"], "https://h:8/t/tk/c/x", Err(Redirected::WithToken)),
+            (&["https://h/t/tk/c/x", "https://cdn/x"], "https://other/tk", Err(Redirected::WithToken)),
+            (&["https://h/c/x"], "http://h/c/x", Err(Redirected::ToHttp)),
+            (&["https://h:8/c/x"], "http://h:8/c/x", Err(Redirected::ToHttp)),
+            (&["http://h/c/x"], "http://cdn/c/x", Ok(())),
+            (&["http://h/c/x"], "https://h/c/x", Ok(())),
+            (&["https://h/x"; 11], "https://h/x", Err(Redirected::TooOften)),
+        ] {
+            let url = |url: &str| Url::parse(url).unwrap();
+            let before = previous.iter().map(|one| url(one)).collect::<Vec<_>>();
+            assert_eq!(redirected(&before, &url(next)), expected, "{previous:?} {next}");
+        }
+    }
 
     #[test]
     fn no_secret_of_a_url_is_shown() {
@@ -166,6 +241,7 @@ mod tests {
             ("file:///srv/t/x.tar.gz", "file:///srv/t/x.tar.gz"),
             ("https://host/t/x.tar.gz", "https://host/t/x.tar.gz"),
             ("//me:secret@host/channel", "(not a URL)"),
+            ("me:secret@host/channel", "(not a URL)"),
             ("conda-forge", "conda-forge"),
         ] {
             assert_eq!(shown(url), safe);

@@ -11,6 +11,7 @@
 pub(in crate::packages) mod access;
 pub(in crate::packages) mod answer;
 pub(in crate::packages) mod archive;
+pub(in crate::packages) mod credentials;
 pub(in crate::packages) mod download;
 pub(in crate::packages) mod http;
 pub(in crate::packages) mod part;

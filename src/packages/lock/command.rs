@@ -10,7 +10,7 @@ use clap::{Args, Subcommand};
 
 use crate::api::{PackageSet, Packages};
 use crate::packages::{
-    HttpClient, HttpError, LockError, OutputFormat, SolveError,
+    Access, HttpClient, HttpError, LockError, OutputFormat, SolveError,
     files::{Aside, FileError, directory_of, open_plain, print, rename_target},
     lock::diff::{self, Bytes, Contents, Count, compare},
     native_platform, normalise_lock, resolve,
@@ -21,6 +21,9 @@ Asks the channels which packages satisfy the specs, on all platforms, and writes
 lock: URL and sha256 of each package, in the YAML of rattler and pixi. Commit it, review it, and put
 its text into the FluxInstance as spec.packages.lock: nobody is then asked what to install. While the
 channels stay as they are, the lock is the same, byte by byte.
+
+Credentials for a channel come from the file that RATTLER_AUTH_FILE names, as for pixi, or from the
+channel's URL. The lock holds none: an instance takes them from Secret flux-packages-access.
 
 Exit code: 0 done, 2 the input can't be served, 1 anything else, such as a channel that can't be
 reached. Nothing is written unless it is 0.";
@@ -160,13 +163,10 @@ impl SolveArguments {
             [] => vec![native_platform().to_owned()],
             named => named.to_vec(),
         };
-        let asked = Packages {
-            channels: self.channels.clone(),
-            specs: self.specs.clone(),
-            glibc: self.glibc.clone(),
-            ..Packages::default()
-        };
-        let http = HttpClient::new()?;
+        let mut access = Access::from_environment()?;
+        let channels = self.channels.iter().map(|channel| access.take_from(channel)).collect::<Result<Vec<_>, _>>()?;
+        let asked = Packages { channels, specs: self.specs.clone(), glibc: self.glibc.clone(), ..Packages::default() };
+        let http = HttpClient::with_access(&access, &[])?;
         let open = |path: &str| File::open(path);
         let PackageSet::Lock { lock, .. } = resolve(&asked, &platforms, &http, None, open).await? else {
             return Ok(String::new());

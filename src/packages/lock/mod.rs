@@ -15,8 +15,13 @@ use std::{borrow::Cow, cmp::Reverse, collections::BTreeSet};
 use rattler_conda_types::{RepoDataRecord, Subdir};
 use rattler_lock::{Environment, LockFile, LockedPackage, ParseCondaLockError};
 
-use crate::api::PackageSet;
-use crate::packages::environment::room;
+use url::Url;
+
+use crate::{
+    api::PackageSet,
+    packages::{environment::room, fetch::credentials::stripped},
+    redact::url_with_credentials,
+};
 
 /// A ConfigMap holds 1 MiB, and `flux-packages` holds two sets while an upgrade waits for its epoch.
 pub(in crate::packages) const MAX_LOCK_BYTES: usize = 480 << 10;
@@ -130,6 +135,12 @@ pub enum LockError {
         /// Its name.
         name: String,
     },
+    /// What is published, everybody who may read ConfigMaps can read.
+    #[error("the lock has credentials in the URL {url}; {}", crate::packages::credentials_remedy())]
+    Credentials {
+        /// Without them.
+        url: String,
+    },
     /// Too big to be published.
     #[error(
         "the lock has {bytes} bytes and can have {MAX_LOCK_BYTES}, because it is published in a ConfigMap; \
@@ -180,6 +191,10 @@ pub fn normalise_lock(text: &str) -> Result<Cow<'_, str>, LockError> {
 pub fn check_lock(text: &str, platforms: &[String]) -> Result<(), LockError> {
     if text.len() > MAX_LOCK_BYTES {
         return Err(LockError::TooLarge { bytes: text.len() });
+    }
+    // Before it is parsed: an error of the parser may quote it.
+    if let Some(url) = url_with_credentials(text) {
+        return Err(LockError::Credentials { url });
     }
     let lock = read(text)?;
     let there = match platforms {
@@ -296,7 +311,7 @@ fn locked(package: &LockedPackage) -> Result<Locked, LockError> {
     let Some(binary) = package.as_binary_conda() else {
         return Err(LockError::Unsupported { name });
     };
-    let record = match RepoDataRecord::try_from(binary) {
+    let mut record = match RepoDataRecord::try_from(binary) {
         Ok(record) => record,
         Err(source) => {
             return Err(LockError::Location { name, source: Box::new(source) });
@@ -305,6 +320,9 @@ fn locked(package: &LockedPackage) -> Result<Locked, LockError> {
     if !["http", "https", "file"].contains(&record.url.scheme()) {
         return Err(LockError::Scheme { name });
     }
+    // It is written beside what is installed, for everybody on the host to read.
+    record.url = stripped(&record.url);
+    record.channel = record.channel.map(|channel| Url::parse(&channel).map_or(channel, |url| stripped(&url).into()));
     let Some(sha256) = record.package_record.sha256.map(hex::encode) else {
         return Err(LockError::NoSha256 { name });
     };

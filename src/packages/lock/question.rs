@@ -7,10 +7,14 @@ use rattler_conda_types::{
 };
 use url::Url;
 
-use crate::packages::{SolveError, fetch::http::shown};
+use crate::packages::{
+    SolveError,
+    fetch::{credentials::stripped, http::shown},
+};
 use crate::{
     api::{DEFAULT_CHANNEL, DEFAULT_GLIBC, DEFAULT_SPECS, Packages},
     error_chain,
+    redact::{redacted, url_with_credentials},
 };
 
 /// What is asked, in one stable line: a changed one is the only reason to solve again.
@@ -26,8 +30,12 @@ pub fn question(packages: &Packages, platforms: &[String]) -> String {
         use sha2::{Digest, Sha256};
         return serde_json::json!({ "lock": hex::encode(Sha256::digest(lock)), "platforms": platforms }).to_string();
     }
+    // It is published beside the lock.
+    let plain = |url: &str| Url::parse(url).ok().map(|url| (stripped(&url), url));
+    let plain =
+        |url: &str| plain(url).filter(|(plain, url)| plain != url).map_or(url.to_owned(), |(plain, _)| plain.into());
     let mut question = serde_json::json!({
-        "channels": channels(packages),
+        "channels": channels(packages).into_iter().map(plain).collect::<Vec<_>>(),
         "glibc": glibc(packages),
         "platforms": platforms,
         "specs": specs(packages),
@@ -80,6 +88,8 @@ impl Source {
     ) -> Result<Self, SolveError> {
         let not_a_channel = || SolveError::NotAChannel { channel: shown(given) };
         let url = Url::parse(given.trim_end_matches('/')).map_err(|_| not_a_channel())?;
+        // It is written into the lock.
+        let url = stripped(&url);
         match url.scheme() {
             "http" | "https" if url.has_host() => {
                 Ok(Self { read: Channel::from_url(url.clone()), given: url, _directory: None })
@@ -110,7 +120,10 @@ impl Source {
 }
 
 pub(in crate::packages) fn parse_spec(given: &str) -> Result<MatchSpec, SolveError> {
-    let unusable = |reason: String| SolveError::Spec { spec: given.to_owned(), reason };
+    let unusable = |reason: String| SolveError::Spec { spec: redacted(given), reason };
+    if url_with_credentials(given).is_some() {
+        return Err(unusable("a spec is a name and a version, without a URL that has credentials".into()));
+    }
     let spec = MatchSpec::from_str(given, ParseStrictness::Lenient).map_err(|e| unusable(error_chain(&e)))?;
     if spec.url.is_some() {
         return Err(unusable("a spec is a name and a version, not a URL; use packages.lock or packages.bundle".into()));

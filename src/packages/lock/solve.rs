@@ -218,7 +218,7 @@ impl Task {
             match query.await {
                 Ok(answer) => return Ok(answer.repodata),
                 Err(error) if attempt == ATTEMPTS => {
-                    return Err(self.blame(platform, &gateway, error_chain(&error)).await);
+                    return Err(self.blame(platform, http, &gateway, error_chain(&error)).await);
                 }
                 Err(error) => tracing::info!(attempt, error = error_chain(&error), "channels could not be read"),
             }
@@ -228,7 +228,7 @@ impl Task {
     }
 
     /// The gateway does not say which channel failed, so each is asked alone.
-    async fn blame(&self, platform: Subdir, gateway: &Gateway, reason: String) -> SolveError {
+    async fn blame(&self, platform: Subdir, http: &HttpClient, gateway: &Gateway, reason: String) -> SolveError {
         if self.sources.len() > 1 {
             for source in &self.sources {
                 let query = gateway.query(
@@ -239,12 +239,13 @@ impl Task {
                 if let Err(error) = query.await {
                     return SolveError::Channel {
                         channel: shown(source.given.as_str()),
-                        reason: clean(error_chain(&error)),
+                        reason: clean(error_chain(&error)) + &http.withheld(&source.given),
                     };
                 }
             }
         }
-        SolveError::Channel { channel: self.shown_channels(), reason: clean(reason) }
+        let withheld = self.sources.iter().map(|source| http.withheld(&source.given)).find(|words| !words.is_empty());
+        SolveError::Channel { channel: self.shown_channels(), reason: clean(reason) + &withheld.unwrap_or_default() }
     }
 
     async fn choose(

@@ -1,0 +1,211 @@
+//! Puts back what is damaged in an environment, beside the processes that use it.
+//!
+//! The environment is made again aside, from archives whose sha256 is right: the damaged one's own records are not believed.
+//! Each file that differs is replaced by one rename: it gets a new inode, and a process that has the old one open or mapped
+//! keeps that. No file is written in place, and nothing is removed that no package brought.
+//!
+//! Names are looked up one directory at a time and never through a symlink: a directory that was open to everybody for a
+//! while may hold links to anywhere.
+
+use std::{
+    fs::{self, File, Metadata},
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
+    path::{Component, Path, PathBuf},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{OFlag, openat, renameat},
+    sys::stat::{Mode, fchmod, mkdirat},
+    unistd::{Gid, Uid, fchown},
+};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    error_chain,
+    host::{LinkOrder, Progress, Refusal},
+    packages::{
+        Difference, ENVIRONMENT_MARKER, What,
+        environment::{
+            grow,
+            records::{RECORDS, mode},
+            refused,
+            transaction::Environments,
+            verify::compare,
+        },
+        fetch::archive::{self, archives},
+    },
+};
+
+/// What became of the damage.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct Mended {
+    /// What is as it was installed again.
+    pub mended: Vec<Difference>,
+    /// What is not: files that no package brought, and what could not be replaced.
+    pub left: Vec<Difference>,
+}
+
+/// Puts back what differs in the environment of `order`, which must be there.
+///
+/// # Errors
+/// A sentence for people; transient if an archive is missing (fetching helps) or the disk is full. What was put back until
+/// then stays so.
+pub fn mend(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Mended, Refusal> {
+    let LinkOrder { prefix, digest, set, platform, .. } = order;
+    if !archive::is_digest(digest) {
+        return Err(refused(format!("`{digest}` is not the digest of a package set")));
+    }
+    let environments = Environments::hold(prefix)?;
+    let (place, fresh) = (environments.place(digest), environments.partial(digest));
+    if !fs::symlink_metadata(&place).is_ok_and(|there| there.is_dir()) {
+        return Err(refused(format!("there is no environment {}", place.display())));
+    }
+    let archives = archives(set, platform).map_err(|e| refused(error_chain(&e)))?;
+    let mended = grow(order, None, &environments, &fresh, archives, progress).and_then(|linked| {
+        let conda = linked.compiled_prefix.is_none();
+        let mended = Mending { place: &place, fresh: &fresh, moved: 0 }.all(conda, progress);
+        mended.map_err(|e| environments.trouble("mend the environment in", &e))
+    });
+    // The damaged files, too.
+    environments.drop_leftovers();
+    mended
+}
+
+struct Mending<'a> {
+    place: &'a Path,
+    /// As [`Self::place`] is to be.
+    fresh: &'a Path,
+    /// What was in the way and is in [`Self::fresh`] now.
+    moved: u32,
+}
+
+impl Mending<'_> {
+    fn all(mut self, conda: bool, progress: &mut dyn FnMut(Progress)) -> io::Result<Mended> {
+        // Before a name leads to it.
+        nix::unistd::syncfs(File::open(self.fresh)?)?;
+        let differences = compare(self.place, self.fresh, conda, None, progress)?.differences;
+        // Last, so that a mending that was cut short is seen as damage.
+        let own = [RECORDS, ENVIRONMENT_MARKER].into_iter().filter_map(|name| self.own(name).transpose());
+        let own = own.collect::<io::Result<Vec<_>>>()?;
+        let mut mended = Mended::default();
+        for difference in differences.into_iter().chain(own) {
+            match self.one(&difference) {
+                Ok(true) => mended.mended.push(difference),
+                Ok(false) => mended.left.push(difference),
+                Err(error) => {
+                    tracing::warn!(%difference, error = error_chain(&error), "could not be put back");
+                    mended.left.push(difference);
+                }
+            }
+        }
+        nix::unistd::syncfs(File::open(self.place)?)?;
+        Ok(mended)
+    }
+
+    /// A file of ours beside what the packages brought.
+    fn own(&self, name: &str) -> io::Result<Option<Difference>> {
+        let what = match fs::read(self.place.join(name)) {
+            Ok(found) if found == fs::read(self.fresh.join(name))? => return Ok(None),
+            Ok(_) => What::Changed,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => What::Missing,
+            Err(_) => What::Replaced,
+        };
+        Ok(Some(Difference { path: name.into(), what }))
+    }
+
+    /// False: it is not ours to put back.
+    fn one(&mut self, difference: &Difference) -> io::Result<bool> {
+        let path = &difference.path;
+        let wanted = match (difference.what, fs::symlink_metadata(self.fresh.join(path))) {
+            (What::Extra, _) | (_, Err(_)) => return Ok(false),
+            (_, Ok(wanted)) => wanted,
+        };
+        let Some(name) = path.file_name() else {
+            set_rights(&open_root(self.place)?, &wanted)?;
+            return Ok(true);
+        };
+        let parent = path.parent().unwrap_or(Path::new(""));
+        let live = self.directory(parent)?;
+        if wanted.is_dir() {
+            self.directory(path)?;
+            return Ok(true);
+        }
+        let fresh = descend(self.fresh, parent)?;
+        match renameat(&fresh, name, &live, name) {
+            // A directory has its place.
+            Err(Errno::EISDIR) => {
+                self.move_away(&live, Path::new(name))?;
+                renameat(&fresh, name, &live, name)?;
+            }
+            other => other?,
+        }
+        Ok(true)
+    }
+
+    /// Opens a directory of the environment, and makes it and those above it what they are to be.
+    fn directory(&mut self, path: &Path) -> io::Result<OwnedFd> {
+        let (mut at, mut below) = (open_root(self.place)?, PathBuf::new());
+        for part in names(path) {
+            below.push(part);
+            let wanted = fs::symlink_metadata(self.fresh.join(&below))?;
+            at = match open_directory(&at, part) {
+                Ok(next) => next,
+                Err(error) => {
+                    if error != Errno::ENOENT {
+                        self.move_away(&at, part)?;
+                    }
+                    mkdirat(&at, part, Mode::S_IRWXU)?;
+                    open_directory(&at, part)?
+                }
+            };
+            set_rights(&at, &wanted)?;
+        }
+        Ok(at)
+    }
+
+    /// Takes what has `name` out of the environment.
+    fn move_away(&mut self, parent: &impl AsFd, name: &Path) -> io::Result<()> {
+        self.moved += 1;
+        let aside = format!(".replaced.{}", self.moved);
+        Ok(renameat(parent, name, &open_root(self.fresh)?, aside.as_str())?)
+    }
+}
+
+const DIRECTORY: OFlag = OFlag::O_DIRECTORY.union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC).union(OFlag::O_RDONLY);
+
+fn open_root(path: &Path) -> nix::Result<OwnedFd> {
+    nix::fcntl::open(path, DIRECTORY, Mode::empty())
+}
+
+fn open_directory(parent: &impl AsFd, name: &Path) -> nix::Result<OwnedFd> {
+    openat(parent, name, DIRECTORY, Mode::empty())
+}
+
+fn descend(root: &Path, path: &Path) -> nix::Result<OwnedFd> {
+    names(path).try_fold(open_root(root)?, |at, part| open_directory(&at, part))
+}
+
+fn names(path: &Path) -> impl Iterator<Item = &Path> {
+    path.components().filter_map(|part| match part {
+        Component::Normal(name) => Some(Path::new(name)),
+        _ => None,
+    })
+}
+
+/// Owner and permissions of a directory, if they differ.
+fn set_rights(directory: &OwnedFd, wanted: &Metadata) -> io::Result<()> {
+    let found = File::from(directory.try_clone()?).metadata()?;
+    if (found.uid(), found.gid()) != (wanted.uid(), wanted.gid()) {
+        fchown(directory, Some(Uid::from_raw(wanted.uid())), Some(Gid::from_raw(wanted.gid())))?;
+    }
+    if mode(&found) != mode(wanted) {
+        fchmod(directory, Mode::from_bits_truncate(mode(wanted)))?;
+    }
+    Ok(())
+}

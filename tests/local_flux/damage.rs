@@ -1,0 +1,34 @@
+//! A file of an installed package that is not what it was.
+
+use flux_distribute::api::FluxNode;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::harness::Cluster;
+
+#[test]
+fn a_flipped_byte_is_told_and_mended_beside_the_running_broker() {
+    let Some(cluster) = Cluster::up(1, &[]) else { return };
+    let (before, job) = (cluster.brokers(), cluster.job(&["-n1"]));
+    let find = "find /opt/flux-distribute/envs/ -type f -name 'libflux-core.so.*'";
+    let library = cluster.exec("node1", &["sh", "-c", find]).trim().to_owned();
+    let sum = || cluster.exec("node1", &["sha256sum", &library]);
+    let whole = sum();
+    // Of the padding in ELF's header, so that Flux can be run all the same.
+    let flip = format!("printf '\\001' | dd of={library} bs=1 seek=9 conv=notrunc status=none");
+    cluster.exec("node1", &["sh", "-c", &flip]);
+    assert_ne!(sum(), whole);
+
+    // A new agent reads everything.
+    kill(Pid::from_raw(cluster.node("node1").agent_pid.unwrap()), Signal::SIGKILL).unwrap();
+    let told = cluster.until("the damage in the status", || {
+        let node = cluster.wait(cluster.api::<FluxNode>().get("node1")).unwrap();
+        node.status?.damage.filter(|words| words.contains("was damaged and mended at"))
+    });
+    assert!(told.contains("changed ") && told.contains("libflux-core.so"), "{told}");
+    assert_eq!(sum(), whole);
+    assert_eq!(cluster.brokers(), before);
+    job.finish();
+}

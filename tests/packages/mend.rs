@@ -1,0 +1,172 @@
+//! What is damaged is put back beside those who use it.
+
+use std::{
+    io::{Read, Seek},
+    os::unix::fs::{MetadataExt, symlink},
+};
+
+use flux_distribute::host::{Slice, VerifyOrder};
+
+use super::{verify::verify, *};
+
+/// Two packages besides Flux; one has symlinks and a library with a compiled-in prefix.
+async fn installed() -> (Host, PackageSet, Channel) {
+    let mut channel = Channel::with_flux();
+    channel.add(
+        "one",
+        ".conda",
+        &[],
+        &[
+            Content::script("bin/one", "#!PREFIX/sh"),
+            Content::plain("share/deep/er/file", b"deep"),
+            Content::link("lib/libone.so", "libflux.so"),
+        ],
+    );
+    let set = resolve(&asked(&channel.file_url(), &["flux-core", "one"])).await.unwrap();
+    let host = Host::new();
+    host.fetch(&set).await.unwrap();
+    host.link(&set).await.unwrap();
+    (host, set, channel)
+}
+
+async fn mend(host: &Host, set: &PackageSet) -> Result<packages::Mended, Refusal> {
+    let order = LinkOrder {
+        prefix: host.prefix().to_owned(),
+        digest: set.digest(),
+        set: set.clone(),
+        platform: PLATFORM.to_owned(),
+        follow: false,
+    };
+    tokio::task::spawn_blocking(move || packages::mend(&order, &mut |_| ())).await.unwrap()
+}
+
+fn named(differences: &[packages::Difference]) -> Vec<String> {
+    differences.iter().map(ToString::to_string).collect()
+}
+
+fn flip(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    bytes[7] ^= 1;
+    fs::write(path, bytes).unwrap();
+}
+
+#[tokio::test]
+async fn damage_is_put_back_and_who_has_a_file_open_keeps_that() {
+    let (host, set, _channel) = installed().await;
+    let at = |path: &str| host.environment(&set).join(path);
+    let inode = |path: &str| fs::symlink_metadata(at(path)).unwrap().ino();
+    let library = fs::read(at("lib/libflux.so")).unwrap();
+
+    flip(&at("lib/libflux.so"));
+    let damaged = fs::read(at("lib/libflux.so")).unwrap();
+    let mut open = File::open(at("lib/libflux.so")).unwrap();
+    fs::remove_file(at("share/flux")).unwrap();
+    fs::set_permissions(at("bin/flux"), fs::Permissions::from_mode(0o4777)).unwrap();
+    fs::set_permissions(at("share/deep"), fs::Permissions::from_mode(0o777)).unwrap();
+    fs::remove_file(at("lib/libone.so")).unwrap();
+    symlink("/etc/passwd", at("lib/libone.so")).unwrap();
+    fs::remove_file(at("bin/one")).unwrap();
+    fs::create_dir_all(at("bin/one/in/the/way")).unwrap();
+    fs::write(at("share/mine"), "mine").unwrap();
+    let (touched, whole) = (inode("lib/libflux.so"), inode("share/big"));
+
+    let mended = mend(&host, &set).await.unwrap();
+    let expected = [
+        "mode bin/flux",
+        "replaced bin/one",
+        "changed lib/libflux.so",
+        "changed lib/libone.so",
+        "mode share/deep",
+        "missing share/flux",
+    ];
+    assert_eq!(named(&mended.mended), expected);
+    assert_eq!(named(&mended.left), ["extra share/mine"]);
+    assert_eq!(named(&verify(host.prefix(), &set.digest()).differences), ["extra share/mine"]);
+    assert_eq!(fs::read(at("lib/libflux.so")).unwrap(), library);
+    let mut kept = Vec::new();
+    open.rewind().unwrap();
+    open.read_to_end(&mut kept).unwrap();
+    assert_eq!(kept, damaged, "no file is written in place");
+    assert_ne!(inode("lib/libflux.so"), touched);
+    assert_eq!(inode("share/big"), whole, "what is whole is not touched");
+    assert_eq!(host.envs(), [set.digest()], "nothing is left beside it");
+    assert_eq!(mend(&host, &set).await.unwrap().mended, []);
+}
+
+#[tokio::test]
+async fn nothing_is_written_through_a_symlink_in_the_place_of_a_directory() {
+    let (host, set, _channel) = installed().await;
+    let outside = tempfile::tempdir().unwrap();
+    fs::create_dir(outside.path().join("er")).unwrap();
+    fs::write(outside.path().join("er/file"), "of somebody else").unwrap();
+    let deep = host.environment(&set).join("share/deep");
+    fs::remove_dir_all(&deep).unwrap();
+    symlink(outside.path(), &deep).unwrap();
+
+    mend(&host, &set).await.unwrap();
+    assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
+    assert_eq!(fs::read_to_string(deep.join("er/file")).unwrap(), "deep");
+    assert_eq!(fs::read_to_string(outside.path().join("er/file")).unwrap(), "of somebody else");
+}
+
+#[tokio::test]
+async fn records_that_are_damaged_or_lie_are_not_believed() {
+    let (host, set, _channel) = installed().await;
+    let at = |path: &str| host.environment(&set).join(path);
+    for damage in [
+        (&|| fs::write(at(packages::ENVIRONMENT_MARKER), "{").unwrap()) as &dyn Fn(),
+        &|| fs::remove_file(at(".flux-distribute.records.json")).unwrap(),
+        &|| fs::remove_file(at("conda-meta/one-1.0-0.json")).unwrap(),
+        // The file and what is written about it agree.
+        &|| {
+            let records = at(".flux-distribute.records.json");
+            let text = fs::read_to_string(&records).unwrap().replace("libflux.so\"", "libevil.so\"");
+            fs::write(records, text).unwrap();
+            fs::remove_file(at("lib/libone.so")).unwrap();
+            symlink("libevil.so", at("lib/libone.so")).unwrap();
+        },
+    ] {
+        damage();
+        mend(&host, &set).await.unwrap();
+        assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
+        assert_eq!(fs::read_link(at("lib/libone.so")).unwrap(), Path::new("libflux.so"));
+    }
+}
+
+#[tokio::test]
+async fn a_damaged_archive_is_fetched_again_before_anything_is_mended() {
+    let (host, set, _channel) = installed().await;
+    let library = host.environment(&set).join("lib/libflux.so");
+    flip(&library);
+    for archive in fs::read_dir(host.pkgs()).unwrap() {
+        flip(&archive.unwrap().path());
+    }
+    let refusal = mend(&host, &set).await.unwrap_err();
+    assert!(refusal.transient && refusal.message.contains("fetched again"), "{refusal}");
+    assert_eq!(host.envs(), [set.digest()]);
+    host.fetch(&set).await.unwrap();
+    assert_eq!(named(&mend(&host, &set).await.unwrap().mended), ["changed lib/libflux.so"]);
+}
+
+#[tokio::test]
+async fn each_damaged_file_is_found_in_one_part_of_the_looks() {
+    let (host, set, _channel) = installed().await;
+    let all = verify(host.prefix(), &set.digest()).files;
+    flip(&host.environment(&set).join("lib/libflux.so"));
+    flip(&host.environment(&set).join("share/big"));
+    let (mut found, mut files) = (Vec::new(), 0);
+    for number in 0..3 {
+        let order = VerifyOrder {
+            prefix: host.prefix().to_owned(),
+            digest: Some(set.digest()),
+            slice: Some(Slice { number, of: 3 }),
+            ..VerifyOrder::default()
+        };
+        let looked = packages::verify(&order).unwrap().remove(0);
+        found.extend(named(&looked.differences));
+        files += looked.files;
+    }
+    found.sort();
+    assert_eq!(found, ["changed lib/libflux.so", "changed share/big"]);
+    assert_eq!(files, all);
+}
