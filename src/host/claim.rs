@@ -32,13 +32,13 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     // Before anything is made: what is there and above it may be somebody else's.
     trust::nearest(root, &order.prefix)?;
     let dir = root.path(&order.prefix);
-    check_content(&dir, order)?;
+    check_content(root, order)?;
     let mut state = state::fresh(root, order);
     state.undo.extend(missing_parents(&dir).iter().map(|parent| Undo::Directory { path: root.unpath(parent) }));
     state::write_pointer(root, &state)?;
     trust::make_directory(root, &order.prefix, 0o755)?;
     // Until then others may have been able to write there.
-    check_content(&dir, order)?;
+    check_content(root, order)?;
 
     let _lock = HostLock::take(root, &order.prefix, WAIT)?;
     match state::load(root, &order.prefix)? {
@@ -103,16 +103,17 @@ fn may_have(found: &HostState, order: &ClaimOrder) -> Result<(), Refusal> {
 
 /// What a claim that was cut short left is ours, and so are statedirs that a removal kept, and a prefix that has lost its
 /// `state.json` but holds nothing else than what we put there.
-fn check_content(dir: &Path, order: &ClaimOrder) -> Result<(), Refusal> {
+fn check_content(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
+    let dir = root.path(&order.prefix);
     if dir.join(STATE).exists() {
         return Ok(());
     }
-    let Ok(entries) = fs::read_dir(dir) else { return Ok(()) };
+    let Ok(entries) = fs::read_dir(&dir) else { return Ok(()) };
     let early = [dir.join(LOCK), aside(&dir.join(STATE))];
     let mut found: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
     found.retain(|path| !early.contains(path) && !statedir::is_kept(path));
     let Some(first) = found.first() else { return Ok(()) };
-    let Some(instance_uid) = configured_for(dir) else {
+    let Some(instance_uid) = configured_for(root, &order.prefix) else {
         return Err(Refusal::new(format!(
             "{} exists and is not of flux-distribute (it holds {}); move it away, or choose another spec.prefix",
             dir.display(),
@@ -142,8 +143,10 @@ fn check_content(dir: &Path, order: &ClaimOrder) -> Result<(), Refusal> {
 }
 
 /// uid of the FluxInstance that a prefix without `state.json` was configured for; None where it is none of ours.
-fn configured_for(dir: &Path) -> Option<String> {
-    let roster: serde_json::Value = serde_json::from_slice(&fs::read(dir.join("etc/roster.json")).ok()?).ok()?;
+fn configured_for(root: &Root, prefix: &Path) -> Option<String> {
+    let etc = prefix.join("etc");
+    let text = trust::read(&trust::directory(root, &etc).ok()??, &etc, "roster.json").ok()??;
+    let roster: serde_json::Value = serde_json::from_slice(&text).ok()?;
     Some(roster.get("instanceUID")?.as_str()?.to_owned())
 }
 

@@ -2,13 +2,13 @@ use std::{fs, io, path::Path};
 
 use super::{
     HostState, Refusal, RemoveOrder, Root, StopOrder, Undo,
-    files::{aside, refuse_mounts, remove_all_if_there, remove_if_there},
+    files::{aside, host_path, refuse_mounts, remove_all_if_there, remove_if_there},
     launch::BrokerView,
     links,
     lock::{HostLock, LOCK},
     machine,
     state::{self, STATE},
-    statedir, sysctl,
+    statedir, sysctl, trust,
 };
 use crate::api::{PREFIX_CANDIDATES, RUN_DIR};
 
@@ -152,13 +152,15 @@ fn remove_all(path: &Path) -> Result<(), Refusal> {
 /// A claim that was cut short before `state.json` left a directory that is empty but for these.
 fn remove_unfinished_claims(root: &Root) {
     for candidate in PREFIX_CANDIDATES {
-        let dir = root.path(candidate);
+        // Not by a link, or in a place, of somebody else's.
+        let Ok(Some(opened)) = trust::directory(root, Path::new(candidate)) else { continue };
+        let dir = host_path(&opened);
         let early = [dir.join(LOCK), aside(&dir.join(STATE))];
         let only_early =
             fs::read_dir(&dir).is_ok_and(|entries| entries.flatten().all(|entry| early.contains(&entry.path())));
         if only_early {
             early.iter().for_each(|path| drop(remove_if_there(path)));
-            let _ = fs::remove_dir(&dir);
+            let _ = fs::remove_dir(root.path(candidate));
         }
     }
 }

@@ -27,8 +27,8 @@ use super::{Refusal, Root, files::host_path};
 
 /// As many symlinks as Linux follows.
 const MOST_LINKS: usize = 40;
-/// A file that is read whole. What we write has some hundred bytes.
-const MOST_BYTES: u64 = 1 << 20;
+/// Of a file that is read whole. A roster of ten thousand nodes has some megabytes.
+const MOST_BYTES: u64 = 64 << 20;
 /// Write permission of the group and of others.
 const OPEN: u32 = 0o022;
 
@@ -36,7 +36,7 @@ const OPEN: u32 = 0o022;
 #[derive(Debug, thiserror::Error)]
 pub enum Distrust {
     /// It is another user's.
-    #[error("{} belongs to the user with uid {uid}, so it is not believed; `chown root {}` if it is to be", path.display(), path.display())]
+    #[error("{} belongs to the user with uid {uid}, so it is not believed; if it is yours, `chown root {}`", path.display(), path.display())]
     Owner {
         /// What it is about.
         path: PathBuf,

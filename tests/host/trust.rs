@@ -171,6 +171,25 @@ fn no_directory_is_made_or_given_away_through_a_users_link() {
     assert_eq!(host.everything(), before);
 }
 
+#[test]
+fn what_a_user_put_into_a_prefix_while_it_was_open_is_neither_waited_for_nor_taken() {
+    need_root!();
+    let host = TestHost::new();
+    let open = || fs::set_permissions(host.below(""), fs::Permissions::from_mode(0o1777)).unwrap();
+    fs::create_dir(host.below("")).unwrap();
+    open();
+    host.claim().unwrap();
+    assert_eq!(fs::metadata(host.below("")).unwrap().permissions().mode() & 0o7777, 0o755);
+    host.remove(false).unwrap();
+
+    fs::create_dir_all(host.below("etc")).unwrap();
+    open();
+    mkfifo(&host.below("etc/roster.json"), Mode::from_bits_truncate(0o666)).unwrap();
+    chown(host.below("etc"), Some(USER), None).unwrap();
+    let refusal = host.claim().unwrap_err();
+    assert!(refusal.message.contains("is not of flux-distribute (it holds etc)"), "{refusal}");
+}
+
 /// What a machine says of itself.
 fn be(host: &TestHost, name: &str, id: &str, hardware: &str) {
     host.write("/proc/sys/kernel/hostname", name);
