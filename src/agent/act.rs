@@ -19,17 +19,13 @@ use crate::{
     },
     host::{
         Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
-        PreflightOrder, RemoveOrder, StateDir, StopOrder, look, open_host_file, state,
+        PreflightOrder, RemoveOrder, StateDir, StopOrder, look, open_host_file, state, sysctl,
     },
     packages::{FetchError, estimate_bytes},
     plan::{broker_toml, certificate::Certificate, names::live_configuration, status::CERTIFICATE_IS_GONE},
     planner::{PlannerError, certificate, store},
 };
 
-/// Raised on the host as a whole. Job shells open inotify instances, and so do kubelet and containerd: the kernel's default
-/// of 128 is soon used up.
-pub const SYSCTLS: [(&str, u64); 2] =
-    [("fs.inotify.max_user_instances", 8192), ("fs.inotify.max_user_watches", 524_288)];
 /// SIGTERM to SIGKILL of a lead whose queue is nobody's any more, or is kept while the pod ends: the pod's
 /// own grace is 120 s, and a lead that is not done by then has written its queue as of its last checkpoint.
 const STOP_GRACE_SECS: u64 = 60;
@@ -254,7 +250,7 @@ impl Actor {
             run_as: roster.settings.run_as.clone(),
             statedir: (assignment.rank == 0)
                 .then(|| StateDir { instance_id: roster.instance_id.clone(), established: roster.established }),
-            sysctls: SYSCTLS.map(|(name, value)| (name.to_owned(), value)).into(),
+            sysctls: sysctl::RAISED.map(|(name, value)| (name.to_owned(), value)).into(),
             live,
         };
         self.order(Order::Configure(order)).await.map(drop)

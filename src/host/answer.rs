@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::LaunchRecord;
+use super::{LaunchRecord, machine::Machine};
 use crate::api::{Dump, Resources, Takeover, Uninstall};
 
 /// Why an order was not carried out.
@@ -126,6 +126,9 @@ pub struct HostState {
     /// What the FluxInstance says of its own end: remembered, because it is gone when this is asked for.
     #[serde(default)]
     pub uninstall: Uninstall,
+    /// Whose host it is: nodes may share the directory. None: a version before this one has claimed it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<Machine>,
 }
 
 /// One thing we did to a host outside the prefix.

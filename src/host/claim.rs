@@ -6,11 +6,13 @@ use std::{
 use super::{
     ClaimOrder, HostState, Refusal, Root, Undo,
     dump::DUMPS,
-    files::{Owner, aside, make_dir, missing_parents},
+    files::{aside, missing_parents},
     links::CURRENT,
     lock::{HostLock, LOCK, WAIT},
+    machine::Machine,
     state::{self, ENVIRONMENTS, POINTER, STATE},
     statedir::{self, STATEDIR},
+    trust,
 };
 use crate::api::check_prefix;
 
@@ -20,36 +22,39 @@ const DIRECTORIES: [&str; 5] = [ENVIRONMENTS, "pkgs", "etc", "log", "bin"];
 /// Makes the prefix and `state.json` in it.
 ///
 /// # Errors
-/// Where the prefix holds what is not ours, or the host is claimed for another FluxInstance.
+/// The prefix holds what is not ours, lies where others than root can write, or is another machine's; or the host is claimed
+/// for another FluxInstance.
 pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     check_prefix(&order.prefix).map_err(|reason| Refusal::new(format!("spec.prefix: {reason}")))?;
     if let Some(found) = find_claim(root, &order.prefix)? {
         may_have(&found, order)?;
     }
+    // Before anything is made: what is there and above it may be somebody else's.
+    trust::nearest(root, &order.prefix)?;
     let dir = root.path(&order.prefix);
-    check_content(&dir, order)?;
-    let parents = missing_parents(&dir);
-    let mut state = state::fresh(order);
-    state.undo.extend(parents.iter().map(|parent| Undo::Directory { path: root.unpath(parent) }));
+    check_content(root, order)?;
+    let mut state = state::fresh(root, order);
+    state.undo.extend(missing_parents(&dir).iter().map(|parent| Undo::Directory { path: root.unpath(parent) }));
     state::write_pointer(root, &state)?;
-    for parent in &parents {
-        make_dir(parent, 0o755, Owner::ROOT)?;
-    }
-    make_dir(&dir, 0o755, Owner::ROOT)?;
+    trust::make_directory(root, &order.prefix, 0o755)?;
+    // Until then others may have been able to write there.
+    check_content(root, order)?;
 
     let _lock = HostLock::take(root, &order.prefix, WAIT)?;
     match state::load(root, &order.prefix)? {
-        Some(mut found) => {
+        Some(found) => {
             may_have(&found, order)?;
-            if found.uninstall != order.uninstall {
-                found.uninstall.clone_from(&order.uninstall);
-                state::save(root, &found)?;
+            let machine = state.machine.or_else(|| found.machine.clone());
+            let told = HostState { uninstall: order.uninstall.clone(), machine, ..found.clone() };
+            if told != found {
+                state::write_pointer(root, &told)?;
+                state::save(root, &told)?;
             }
         }
         None => state::save(root, &state)?,
     }
     for name in DIRECTORIES {
-        make_dir(&dir.join(name), 0o755, Owner::ROOT)?;
+        trust::make_directory(root, &order.prefix.join(name), 0o755)?;
     }
     Ok(())
 }
@@ -59,11 +64,22 @@ fn find_claim(root: &Root, prefix: &Path) -> Result<Option<HostState>, Refusal> 
     if let Some(found) = state::find(root)? {
         return Ok(Some(found));
     }
-    let found = state::load(root, prefix)?;
-    if let Some(found) = &found {
-        state::write_pointer(root, found)?;
+    match state::look(root, prefix)? {
+        state::Claim::None => Ok(None),
+        state::Claim::Ours(found) => state::write_pointer(root, &found).map(|()| Some(found)),
+        state::Claim::AnotherMachine(machine) => Err(Refusal::new(is_shared(prefix, &machine))),
     }
-    Ok(found)
+}
+
+/// What to say of a prefix that another machine has claimed.
+pub fn is_shared(prefix: &Path, machine: &Machine) -> String {
+    format!(
+        "{} is claimed by another machine (host name {}): nodes share this directory, or its disk was copied from there; set \
+         spec.prefix to a directory of a local disk, or remove {} if no other node uses it",
+        prefix.display(),
+        if machine.name.is_empty() { "not known" } else { &machine.name },
+        prefix.join(STATE).display()
+    )
 }
 
 fn may_have(found: &HostState, order: &ClaimOrder) -> Result<(), Refusal> {
@@ -87,16 +103,17 @@ fn may_have(found: &HostState, order: &ClaimOrder) -> Result<(), Refusal> {
 
 /// What a claim that was cut short left is ours, and so are statedirs that a removal kept, and a prefix that has lost its
 /// `state.json` but holds nothing else than what we put there.
-fn check_content(dir: &Path, order: &ClaimOrder) -> Result<(), Refusal> {
+fn check_content(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
+    let dir = root.path(&order.prefix);
     if dir.join(STATE).exists() {
         return Ok(());
     }
-    let Ok(entries) = fs::read_dir(dir) else { return Ok(()) };
+    let Ok(entries) = fs::read_dir(&dir) else { return Ok(()) };
     let early = [dir.join(LOCK), aside(&dir.join(STATE))];
     let mut found: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
     found.retain(|path| !early.contains(path) && !statedir::is_kept(path));
     let Some(first) = found.first() else { return Ok(()) };
-    let Some(instance_uid) = configured_for(dir) else {
+    let Some(instance_uid) = configured_for(root, &order.prefix) else {
         return Err(Refusal::new(format!(
             "{} exists and is not of flux-distribute (it holds {}); move it away, or choose another spec.prefix",
             dir.display(),
@@ -126,8 +143,10 @@ fn check_content(dir: &Path, order: &ClaimOrder) -> Result<(), Refusal> {
 }
 
 /// uid of the FluxInstance that a prefix without `state.json` was configured for; None where it is none of ours.
-fn configured_for(dir: &Path) -> Option<String> {
-    let roster: serde_json::Value = serde_json::from_slice(&fs::read(dir.join("etc/roster.json")).ok()?).ok()?;
+fn configured_for(root: &Root, prefix: &Path) -> Option<String> {
+    let etc = prefix.join("etc");
+    let text = trust::read(&trust::directory(root, &etc).ok()??, &etc, "roster.json").ok()??;
+    let roster: serde_json::Value = serde_json::from_slice(&text).ok()?;
     Some(roster.get("instanceUID")?.as_str()?.to_owned())
 }
 

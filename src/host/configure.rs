@@ -2,8 +2,9 @@ use std::path::Path;
 
 use super::{
     ConfigureOrder, HostFile, Refusal, Root,
-    files::{Owner, make_dir, stays_below, write_atomic},
+    files::{Owner, stays_below, write_atomic},
     links, state, statedir, sysctl,
+    trust::{self, Owners},
     users::{self, User},
 };
 
@@ -14,32 +15,28 @@ use super::{
 pub fn configure(root: &Root, order: &ConfigureOrder) -> Result<(), Refusal> {
     let (_lock, mut state) = state::lock_claimed(root, &order.prefix)?;
     let user = users::resolve_on(root, &order.run_as)?;
-    let prefix = root.path(&order.prefix);
     if let Some(wanted) = &order.statedir
         && !order.live
     {
-        statedir::prepare(&prefix, wanted, user.owner())?;
+        statedir::prepare(&root.path(&order.prefix), wanted, user.owner())?;
     }
     sysctl::raise(root, &mut state, &order.sysctls)?;
     for file in &order.files {
-        write(&prefix, file, &user)?;
+        write(root, &order.prefix, file, &user)?;
     }
-    links::flip(root, &mut state, order)?;
+    links::flip(root, &mut state, order, &user)?;
     if let Some(script) = order.files.iter().find(|file| file.path == Path::new(links::CONNECT)) {
         links::connect_at_root(root, &mut state, &script.content)?;
     }
     Ok(())
 }
 
-fn write(prefix: &Path, file: &HostFile, user: &User) -> Result<(), Refusal> {
+fn write(root: &Root, prefix: &Path, file: &HostFile, user: &User) -> Result<(), Refusal> {
     if !stays_below(&file.path) {
         return Err(Refusal::new(format!("{} does not stay below the prefix", file.path.display())));
     }
     let path = prefix.join(&file.path);
-    let above: Vec<_> = path.ancestors().skip(1).take_while(|dir| *dir != prefix).collect();
-    for dir in above.into_iter().rev().filter(|dir| !dir.exists()) {
-        make_dir(dir, 0o755, Owner::ROOT)?;
-    }
+    trust::make_directories(root, path.parent().unwrap_or(prefix), Owners::ROOT)?;
     let owner = if file.broker_owned { user.owner() } else { Owner::ROOT };
-    write_atomic(&path, file.content.as_bytes(), file.mode, owner)
+    write_atomic(&root.path(&path), file.content.as_bytes(), file.mode, owner)
 }

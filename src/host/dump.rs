@@ -21,11 +21,12 @@ use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
 use super::{
     DumpOrder, Dumped, FluxOrder, Refusal, Root,
     child::{Kept, kill_group, wait_until},
-    files::{Owner, aside, host_path, make_dir, make_dirs_in_host_root, remove_if_there, sync_parent},
+    files::{aside, host_path, make_dirs_in_host_root, remove_if_there, sync_parent},
     flux, lock,
     preflight::Room,
     state,
     statedir::{CONTENT, STATEDIR},
+    trust,
 };
 use crate::api::Dump;
 
@@ -98,7 +99,7 @@ pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
     let _one = {
         // A removal at the same time finds either no directory yet, or all that is in it.
         let _claimed = state::lock_claimed(root, &order.prefix)?;
-        make_dir(&dir, 0o700, Owner::ROOT)?;
+        trust::make_directory(root, &order.prefix.join(DUMPS), 0o700)?;
         lock::take(&dir.join(LOCK), Duration::ZERO).map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => Refusal::transient("another dump is being made on this host"),
             _ => Refusal::io("lock", &dir, &error),

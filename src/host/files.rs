@@ -152,7 +152,8 @@ pub fn absent_is_fine(result: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// Makes a directory with that mode and owner, or gives them to the one that is there.
+/// Makes a directory with that mode and owner, or gives them to the one that is there. A symlink in its place is not followed;
+/// what is above it must be trusted already.
 ///
 /// # Errors
 /// A [`Refusal`] that names the path.
@@ -162,11 +163,9 @@ pub fn make_dir(path: &Path, mode: u32, owner: Owner) -> Result<(), Refusal> {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             other => other?,
         }
-        let dir = File::open(path)?;
+        let flags = (OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits();
+        let dir = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
         let metadata = dir.metadata()?;
-        if !metadata.is_dir() {
-            return Err(Errno::ENOTDIR.into());
-        }
         if Owner::of(&metadata) != owner {
             std::os::unix::fs::fchown(&dir, Some(owner.uid), Some(owner.gid))?;
         }

@@ -1,14 +1,16 @@
 //! What we put outside the prefix: the link at a tree bundle's compiled-in prefix, and `/flux-connect.sh`.
 
 use std::{
-    fs,
+    fs::{self, File},
     path::{Path, PathBuf},
 };
 
 use super::{
     ConfigureOrder, HostState, Refusal, Root, Undo,
-    files::{Owner, make_dir, missing_parents, remove_if_there, symlink_atomic, write_atomic},
+    files::{Owner, host_path, missing_parents, remove_if_there, symlink_atomic, write_atomic},
     state::{self, ENVIRONMENTS},
+    trust::{self, Owners},
+    users::User,
 };
 use crate::{
     api::{DEFAULT_PREFIX, PREFIX_CANDIDATES},
@@ -37,7 +39,7 @@ fn compiled_prefix(root: &Root, prefix: &Path, digest: &str) -> Result<Option<Pa
 ///
 /// # Errors
 /// Where something that is not ours is at the compiled-in prefix.
-pub fn flip(root: &Root, state: &mut HostState, order: &ConfigureOrder) -> Result<(), Refusal> {
+pub fn flip(root: &Root, state: &mut HostState, order: &ConfigureOrder, user: &User) -> Result<(), Refusal> {
     let current = root.path(&order.prefix).join(CURRENT);
     if order.live && fs::symlink_metadata(&current).is_ok() {
         return Ok(());
@@ -45,12 +47,18 @@ pub fn flip(root: &Root, state: &mut HostState, order: &ConfigureOrder) -> Resul
     if !order.live
         && let Some(path) = compiled_prefix(root, &order.prefix, &order.digest)?
     {
-        link_compiled_prefix(root, state, &path, &state::environment(&order.prefix, &order.digest))?;
+        link_compiled_prefix(root, state, &path, &state::environment(&order.prefix, &order.digest), user)?;
     }
     symlink_atomic(&Path::new(ENVIRONMENTS).join(&order.digest), &current)
 }
 
-fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target: &Path) -> Result<(), Refusal> {
+fn link_compiled_prefix(
+    root: &Root,
+    state: &mut HostState,
+    path: &Path,
+    target: &Path,
+    user: &User,
+) -> Result<(), Refusal> {
     if path == target {
         return Ok(());
     }
@@ -68,8 +76,8 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
     let missing = missing_parents(&at);
     let made_parent = missing.first().map(|parent| root.unpath(parent));
     state::record(root, state, Undo::Symlink { path: path.to_owned(), made_parent })?;
-    for parent in missing {
-        make_dir(&parent, 0o755, Owner::ROOT)?;
+    if !missing.is_empty() {
+        trust::make_directories(root, path.parent().unwrap_or(path), Owners::root_and(user.uid))?;
     }
     symlink_atomic(target, &at)
 }
@@ -110,10 +118,14 @@ pub fn remove_unremembered(root: &Root, prefix: Option<&Path>) -> Result<(), Ref
 /// What the system says.
 pub fn unlink(root: &Root, prefix: &Path, path: &Path, made_parent: Option<&Path>) -> Result<(), Refusal> {
     let at = root.path(path);
-    if is_ours(&at, prefix) {
-        remove_if_there(&at).map_err(|error| Refusal::io("remove", &at, &error))?;
+    // Held open: what is looked at and what is removed are in one directory, whatever becomes of the way there.
+    if let (Some(Ok(parent)), Some(name)) = (at.parent().map(File::open), at.file_name()) {
+        let here = host_path(&parent).join(name);
+        if is_ours(&here, prefix) {
+            remove_if_there(&here).map_err(|error| Refusal::io("remove", &at, &error))?;
+        }
+        let _ = remove_if_there(&super::files::aside(&here));
     }
-    let _ = remove_if_there(&super::files::aside(&at));
     if let Some(topmost) = made_parent {
         let topmost = root.path(topmost);
         for parent in at.ancestors().skip(1).take_while(|parent| parent.starts_with(&topmost)) {

@@ -2,12 +2,13 @@ use std::{fs, io, path::Path};
 
 use super::{
     HostState, Refusal, RemoveOrder, Root, StopOrder, Undo,
-    files::{aside, refuse_mounts, remove_all_if_there, remove_if_there},
+    files::{aside, host_path, refuse_mounts, remove_all_if_there, remove_if_there},
     launch::BrokerView,
     links,
     lock::{HostLock, LOCK},
+    machine,
     state::{self, STATE},
-    statedir, sysctl,
+    statedir, sysctl, trust,
 };
 use crate::api::{PREFIX_CANDIDATES, RUN_DIR};
 
@@ -47,7 +48,9 @@ pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result
     if view.running.is_some() {
         brokers.stop(&StopOrder { grace_secs: LAST_GRACE })?;
     }
-    if let Some(prefix) = prefix.map(|prefix| root.path(prefix)) {
+    if let Some(state) = &state {
+        let prefix = root.path(&state.prefix);
+        refuse_shared(state, machine::shared_by_nodes(&prefix))?;
         refuse_mounts_in_prefix(&prefix, order.keep_state)?;
     }
     let run_dir = root.path(RUN_DIR);
@@ -66,6 +69,15 @@ pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result
     Ok(())
 }
 
+/// Versions before this one took prefixes that nodes share, and did not write which machine has one.
+fn refuse_shared(state: &HostState, file_system: Option<&str>) -> Result<(), Refusal> {
+    let (Some(kind), None) = (file_system, &state.machine) else { return Ok(()) };
+    Err(Refusal::new(format!(
+        "{} is on {kind}, and other nodes may use what is there: remove it by hand once no node does",
+        state.prefix.display()
+    )))
+}
+
 /// The prefix may have a disk of its own, and so may a statedir that is kept.
 fn refuse_mounts_in_prefix(prefix: &Path, keep_state: bool) -> Result<(), Refusal> {
     let Ok(prefix) = prefix.canonicalize() else { return Ok(()) };
@@ -79,7 +91,12 @@ fn refuse_mounts_in_prefix(prefix: &Path, keep_state: bool) -> Result<(), Refusa
 /// Goes on after a failure, so that one thing that is stuck does not keep the others.
 fn undo_all(root: &Root, state: &HostState) -> Result<(), Refusal> {
     let mut first = Ok(());
-    for undo in state.undo.iter().rev() {
+    let (ours, others): (Vec<_>, Vec<_>) =
+        state.undo.iter().rev().partition(|undo| state::is_ever_written(undo, &state.prefix));
+    if !others.is_empty() {
+        tracing::warn!(?others, "state.json lists what is never done on a host; it is left as it is");
+    }
+    for undo in ours {
         let undone = match undo {
             Undo::Sysctl { name, old, new } => sysctl::put_back(root, name, *old, *new),
             Undo::Symlink { path, made_parent } => links::unlink(root, &state.prefix, path, made_parent.as_deref()),
@@ -120,7 +137,7 @@ fn remove_prefix(root: &Root, state: &HostState, keep_state: bool) -> Result<(),
     }
     // Kept statedirs hold the prefix, and what others have put beside it holds the directories above.
     let _ = fs::remove_dir(&prefix);
-    for undo in state.undo.iter().rev() {
+    for undo in state.undo.iter().rev().filter(|undo| state::is_ever_written(undo, &state.prefix)) {
         if let Undo::Directory { path } = undo {
             let _ = fs::remove_dir(root.path(path));
         }
@@ -135,13 +152,32 @@ fn remove_all(path: &Path) -> Result<(), Refusal> {
 /// A claim that was cut short before `state.json` left a directory that is empty but for these.
 fn remove_unfinished_claims(root: &Root) {
     for candidate in PREFIX_CANDIDATES {
-        let dir = root.path(candidate);
+        // Not by a link, or in a place, of somebody else's.
+        let Ok(Some(opened)) = trust::directory(root, Path::new(candidate)) else { continue };
+        let dir = host_path(&opened);
         let early = [dir.join(LOCK), aside(&dir.join(STATE))];
         let only_early =
             fs::read_dir(&dir).is_ok_and(|entries| entries.flatten().all(|entry| early.contains(&entry.path())));
         if only_early {
             early.iter().for_each(|path| drop(remove_if_there(path)));
-            let _ = fs::remove_dir(&dir);
+            let _ = fs::remove_dir(root.path(candidate));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::machine::Machine;
+
+    #[test]
+    fn a_shared_prefix_of_which_nobody_knows_whose_it_is_stays() {
+        let known = Some(Machine { name: "n1".into(), ..Machine::default() });
+        for (machine, kind, is_refused) in
+            [(None, Some("NFS"), true), (None, None, false), (known.clone(), Some("NFS"), false), (known, None, false)]
+        {
+            let state = HostState { machine, ..HostState::default() };
+            assert_eq!(refuse_shared(&state, kind).is_err(), is_refused, "{kind:?}");
         }
     }
 }

@@ -6,16 +6,23 @@
 //! found too.
 
 use std::{
-    fs, io,
+    fs,
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
+
+use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
 
 use super::{
     ClaimOrder, HostState, Refusal, Root, Undo,
     files::{Owner, remove_if_there, sync_parent, write_atomic},
+    links::CONNECT_AT_ROOT,
     lock::{HostLock, WAIT},
+    machine::Machine,
+    sysctl,
+    trust::{self, Distrust},
 };
-use crate::api::{PREFIX_CANDIDATES, RUN_DIR};
+use crate::api::{PREFIX_CANDIDATES, RUN_DIR, check_prefix};
 
 /// Format of `state.json` that this version writes.
 pub const FORMAT: u32 = 1;
@@ -27,29 +34,53 @@ pub const ENVIRONMENTS: &str = "envs";
 pub const POINTER: &str = "prefix.json";
 
 /// A claim without anything to undo yet.
-pub fn fresh(order: &ClaimOrder) -> HostState {
+pub fn fresh(root: &Root, order: &ClaimOrder) -> HostState {
     HostState {
         format: FORMAT,
         instance_uid: order.instance_uid.clone(),
         prefix: order.prefix.clone(),
         undo: Vec::new(),
         uninstall: order.uninstall.clone(),
+        machine: Machine::here(root),
     }
 }
 
-/// Whose this host is, wherever its prefix is.
+/// What a prefix says of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Claim {
+    /// Nothing that is to be believed.
+    None,
+    /// This host is claimed there.
+    Ours(HostState),
+    /// Another machine's host is: nodes share the directory.
+    AnotherMachine(Machine),
+}
+
+/// Whose this host is, wherever its prefix is. What another machine has left in a directory that nodes share is not this
+/// host's.
 ///
 /// # Errors
-/// Where a file of ours can't be read.
+/// A file of ours can't be read, or it is in a place where others than root could have changed it.
 pub fn find(root: &Root) -> Result<Option<HostState>, Refusal> {
     for candidate in PREFIX_CANDIDATES {
         if let Some(state) = load(root, Path::new(candidate))? {
             return Ok(Some(state));
         }
     }
-    for dir in pointer_places() {
-        if let Some(pointer) = read(&root.path(dir).join(POINTER))? {
-            return Ok(Some(load(root, &pointer.prefix)?.unwrap_or(pointer)));
+    for dir in pointer_places().map(Path::new) {
+        let Some(pointer) = read(root, dir, POINTER)?.filter(|pointer| is_of_this_machine(root, pointer)) else {
+            continue;
+        };
+        check_prefix(&pointer.prefix)
+            .map_err(|reason| Refusal::new(format!("{}: {reason}; mend it by hand", dir.join(POINTER).display())))?;
+        match look(root, &pointer.prefix)? {
+            Claim::Ours(state) => return Ok(Some(state)),
+            // What is to be removed of a claim or a removal that was cut short.
+            Claim::None => {
+                trust::directory(root, &pointer.prefix)?;
+                return Ok(Some(pointer));
+            }
+            Claim::AnotherMachine(_) => {}
         }
     }
     Ok(None)
@@ -71,22 +102,74 @@ fn claimed(root: &Root, prefix: &Path) -> Result<HostState, Refusal> {
         .ok_or_else(|| Refusal::transient(format!("{} is not claimed: state.json is not there", prefix.display())))
 }
 
-/// The state at one prefix.
+/// This host's state at one prefix.
 ///
 /// # Errors
-/// Where it is there and can't be read.
+/// As for [`look`].
 pub fn load(root: &Root, prefix: &Path) -> Result<Option<HostState>, Refusal> {
-    read(&root.path(prefix).join(STATE))
+    match look(root, prefix)? {
+        Claim::Ours(state) => Ok(Some(state)),
+        Claim::None | Claim::AnotherMachine(_) => Ok(None),
+    }
 }
 
-fn read(path: &Path) -> Result<Option<HostState>, Refusal> {
-    let text = match fs::read(path) {
-        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+/// What is claimed at one prefix.
+///
+/// # Errors
+/// `state.json` is there and can't be read, is of another prefix, or others than root could have changed it.
+pub fn look(root: &Root, prefix: &Path) -> Result<Claim, Refusal> {
+    let Some(state) = read(root, prefix, STATE)? else { return Ok(Claim::None) };
+    if state.prefix != prefix {
+        return Err(Refusal::new(format!(
+            "{} lists what is to be undone below {}, which is another directory; mend it by hand",
+            prefix.join(STATE).display(),
+            state.prefix.display()
+        )));
+    }
+    Ok(match &state.machine {
+        Some(machine) if !is_of_this_machine(root, &state) => Claim::AnotherMachine(machine.clone()),
+        _ => Claim::Ours(state),
+    })
+}
+
+/// Versions before this one did not write which machine it was.
+fn is_of_this_machine(root: &Root, state: &HostState) -> bool {
+    let machines = state.machine.as_ref().zip(Machine::here(root));
+    machines.is_none_or(|(written, here)| written.may_be(&here))
+}
+
+/// The file `name` in `dir`. In a place where others than root can write, one that they may have put there is no file of ours:
+/// it is not believed, and it is in nobody's way.
+fn read(root: &Root, dir: &Path, name: &str) -> Result<Option<HostState>, Refusal> {
+    let path = dir.join(name);
+    let directory = match trust::directory(root, dir) {
+        Ok(Some(directory)) => directory,
+        Ok(None) => return Ok(None),
+        // On the way is no directory: then there is no file.
+        Err(Distrust::Kind { .. }) => return Ok(None),
+        // What can't be looked at has not gone.
+        Err(distrust @ Distrust::Io { .. }) => return Err(distrust.into()),
+        Err(distrust) if is_roots_own(root, dir, name) => return Err(distrust.into()),
+        Err(distrust) => {
+            tracing::debug!(path = %path.display(), %distrust, "not believed");
             return Ok(None);
         }
-        other => other.map_err(|error| Refusal::io("read", path, &error))?,
     };
-    let state: HostState = serde_json::from_slice(&text).map_err(|error| {
+    trust::read(&directory, dir, name)?.map(|text| parse(&path, &text)).transpose()
+}
+
+/// Root has written it for this very place: a version before this one may have claimed a host there.
+fn is_roots_own(root: &Root, dir: &Path, name: &str) -> bool {
+    let mut options = fs::OpenOptions::new();
+    let file = options.read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(root.path(dir).join(name));
+    let Ok(file) = file else { return false };
+    let is_roots = file.metadata().is_ok_and(|found| found.is_file() && found.uid() == 0);
+    let state = is_roots.then(|| serde_json::from_reader::<_, HostState>(file).ok()).flatten();
+    state.is_some_and(|state| name == POINTER || state.prefix == dir)
+}
+
+fn parse(path: &Path, text: &[u8]) -> Result<HostState, Refusal> {
+    let state: HostState = serde_json::from_slice(text).map_err(|error| {
         Refusal::new(format!(
             "{} lists what is to be undone on this host and can't be understood: {error}; mend it by hand",
             path.display()
@@ -99,7 +182,22 @@ fn read(path: &Path) -> Result<Option<HostState>, Refusal> {
             state.format
         )));
     }
-    Ok(Some(state))
+    Ok(state)
+}
+
+/// Whether `undo` is one of those that are written for `prefix`. Another one is not carried out, whoever has written it: root
+/// would remove or change what is not ours.
+pub fn is_ever_written(undo: &Undo, prefix: &Path) -> bool {
+    let is_above = |above: &Path, path: &Path| check_prefix(path).is_ok() && path != above && path.starts_with(above);
+    match undo {
+        Undo::Sysctl { name, .. } => sysctl::RAISED.iter().any(|(raised, _)| raised == name),
+        // Only a link into our environments is taken off there, and only empty directories.
+        Undo::Symlink { path, made_parent } => {
+            path.is_absolute() && made_parent.as_ref().is_none_or(|parent| is_above(parent, path))
+        }
+        Undo::File { path } => path == Path::new(CONNECT_AT_ROOT),
+        Undo::Directory { path } => is_above(path, prefix),
+    }
 }
 
 /// Writes `<prefix>/state.json`.
@@ -143,7 +241,7 @@ fn pointer_places() -> impl Iterator<Item = &'static str> {
 /// Remembers where a prefix is that is none of the candidates.
 ///
 /// # Errors
-/// Where none of them can be written.
+/// None of the places can be written, or can be trusted.
 pub fn write_pointer(root: &Root, state: &HostState) -> Result<(), Refusal> {
     if is_candidate(&state.prefix) {
         return Ok(());
@@ -151,13 +249,10 @@ pub fn write_pointer(root: &Root, state: &HostState) -> Result<(), Refusal> {
     let directories = state.undo.iter().filter(|undo| matches!(undo, Undo::Directory { .. })).cloned().collect();
     let pointer = HostState { undo: directories, ..state.clone() };
     let mut refusal = None;
-    for place in pointer_places() {
-        let dir = root.path(place);
-        if fs::create_dir(&dir).is_err_and(|error| error.kind() != io::ErrorKind::AlreadyExists) {
-            continue;
-        }
-        match write_json(&dir.join(POINTER), &pointer) {
-            Ok(()) => return Ok(()),
+    for place in pointer_places().map(Path::new) {
+        match write_pointer_at(root, place, &pointer) {
+            Ok(true) => return Ok(()),
+            Ok(false) => {}
             Err(error) => refusal = Some(error),
         }
     }
@@ -169,7 +264,20 @@ pub fn write_pointer(root: &Root, state: &HostState) -> Result<(), Refusal> {
     }))
 }
 
-/// Removes pointers, and directories that were made for them alone.
+/// False where it can't be: the directory above is missing, or nodes share the place and it is another machine's.
+fn write_pointer_at(root: &Root, place: &Path, pointer: &HostState) -> Result<bool, Refusal> {
+    let above = place.parent().unwrap_or(place);
+    if trust::directory(root, above)?.is_none() {
+        return Ok(false);
+    }
+    trust::make_directory(root, place, 0o755)?;
+    if read(root, place, POINTER)?.is_some_and(|there| !is_of_this_machine(root, &there)) {
+        return Ok(false);
+    }
+    write_json(&root.path(place).join(POINTER), pointer).map(|()| true)
+}
+
+/// Removes this host's pointers, and directories that were made for them alone.
 ///
 /// # Errors
 /// What the system says.
@@ -177,7 +285,9 @@ pub fn remove_pointer(root: &Root) -> Result<(), Refusal> {
     for place in pointer_places() {
         let dir = root.path(place);
         let path = dir.join(POINTER);
-        if fs::symlink_metadata(&path).is_ok() {
+        let is_ours = read(root, Path::new(place), POINTER)
+            .is_ok_and(|pointer| pointer.is_some_and(|pointer| is_of_this_machine(root, &pointer)));
+        if is_ours {
             remove_if_there(&path)
                 .and_then(|()| sync_parent(&path))
                 .map_err(|error| Refusal::io("remove", &path, &error))?;

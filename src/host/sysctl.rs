@@ -8,6 +8,11 @@ use std::{
 
 use super::{HostState, Refusal, Root, Undo, state};
 
+/// What is raised, and to what. It holds for the host as a whole: job shells open inotify instances, and so do kubelet and
+/// containerd, and the kernel's default of 128 is soon used up.
+pub const RAISED: [(&str, u64); 2] =
+    [("fs.inotify.max_user_instances", 8192), ("fs.inotify.max_user_watches", 524_288)];
+
 /// Raises each sysctl to its least value. One that this kernel does not have or does not let us set is left alone: a
 /// broker runs without it.
 ///

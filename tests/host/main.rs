@@ -19,3 +19,4 @@ mod needs;
 mod pod;
 mod support;
 mod takeover;
+mod trust;

@@ -18,8 +18,7 @@ pub fn in_pod(test: &str, namespaces: &[&str]) -> bool {
         return false;
     }
     // What is ours on a host is there, and programs of a test: this machine's own are covered.
-    let init =
-        r#"for dir in /opt /run /var/lib /usr/local/sbin; do mount -t tmpfs host $dir || exit 1; done; "$@"; exit $?"#;
+    let init = r#"for dir in /opt /run /var/lib /usr/local/sbin; do mount -t tmpfs -o mode=755 host $dir || exit 1; done; "$@"; exit $?"#;
     let status = std::process::Command::new("unshare")
         .args(["--fork", "--pid", "--mount-proc", "--kill-child", "sh", "-c", init, "sh", "unshare"])
         .args(namespaces)

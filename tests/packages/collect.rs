@@ -2,7 +2,11 @@
 
 use std::{collections::BTreeSet, process::Command, time::Duration};
 
-use flux_distribute::host::{CollectOrder, Collected};
+use flux_distribute::host::{CollectOrder, Collected, Refusal, lock};
+use nix::{
+    fcntl::{Flock, FlockArg},
+    mount::{MntFlags, MsFlags, mount, umount2},
+};
 
 use super::*;
 
@@ -29,11 +33,14 @@ async fn host_with(count: usize) -> (Host, Vec<PackageSet>) {
     (host, sets)
 }
 
-fn collect(host: &Host, keep: u32, wanted: &[&PackageSet]) -> Collected {
+fn try_to_collect(host: &Host, keep: u32, wanted: &[&PackageSet]) -> Result<Collected, Refusal> {
     let archives = wanted.iter().flat_map(|set| packages::archives(set, PLATFORM).unwrap()).collect();
     let wanted = wanted.iter().map(|set| set.digest()).collect();
     packages::collect(&CollectOrder { prefix: host.prefix().to_owned(), keep, wanted, archives, is_queue_up: false })
-        .unwrap()
+}
+
+fn collect(host: &Host, keep: u32, wanted: &[&PackageSet]) -> Collected {
+    try_to_collect(host, keep, wanted).unwrap()
 }
 
 fn digests(sets: &[&PackageSet]) -> BTreeSet<String> {
@@ -44,8 +51,10 @@ fn archives(sets: &[&PackageSet]) -> BTreeSet<String> {
     sets.iter().flat_map(|set| packages::archives(set, PLATFORM).unwrap()).collect()
 }
 
+/// What is in a directory besides its lock.
 fn names(directory: &Path) -> BTreeSet<String> {
-    fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    let names = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.filter(|name| name != ".lock").collect()
 }
 
 #[tokio::test]
@@ -151,9 +160,87 @@ async fn an_environment_that_was_made_again_goes_while_the_old_one_is_still_in_u
 #[tokio::test]
 async fn archives_are_left_alone_while_somebody_fetches() {
     let (host, sets) = host_with(1).await;
-    let lock = nix::fcntl::Flock::lock(File::open(host.pkgs()).unwrap(), nix::fcntl::FlockArg::LockExclusive).unwrap();
+    let lock = lock::take(&host.pkgs().join(lock::HIDDEN), Duration::ZERO).unwrap();
     fs::remove_dir_all(host.environment(&sets[0])).unwrap();
     assert_eq!(collect(&host, 1, &[]).archives, 0);
     drop(lock);
     assert_eq!(collect(&host, 1, &[]).archives, 3);
+}
+
+/// A file system of somebody else's in a directory, until this is dropped.
+struct Mounted(std::path::PathBuf);
+
+impl Mounted {
+    fn at(path: std::path::PathBuf) -> Self {
+        fs::create_dir_all(&path).unwrap();
+        mount(Some("theirs"), &path, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::write(path.join("precious"), "theirs").unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        umount2(&self.0, MntFlags::MNT_DETACH).unwrap();
+    }
+}
+
+#[tokio::test]
+async fn an_old_environment_in_which_something_is_mounted_stays_until_it_is_unmounted_and_the_others_go() {
+    if skips_without([Need::Root, Need::Namespaces]) {
+        return;
+    }
+    let (host, sets) = host_with(3).await;
+    let old = host.environment(&sets[0]);
+    let mounted = Mounted::at(old.join("share/data"));
+    for _ in 0..2 {
+        // Whoever sees the mount uses the environment, by what is known of processes; without that, the mount itself is told.
+        let said = match try_to_collect(&host, 1, &[&sets[2]]) {
+            Ok(collected) => collected.used.join(", "),
+            Err(refusal) => refusal.message,
+        };
+        assert!(said.contains(&sets[0].digest()), "{said}");
+        assert_eq!(fs::read_to_string(mounted.0.join("precious")).unwrap(), "theirs");
+        assert!(packages::linked(host.prefix(), &sets[0].digest()).is_some(), "it is as it was");
+        assert!(packages::linked(host.prefix(), &sets[1].digest()).is_none(), "the other one is gone");
+    }
+    drop(mounted);
+    assert_eq!(collect(&host, 1, &[&sets[2]]).environments, [sets[0].digest()]);
+}
+
+#[tokio::test]
+async fn what_an_earlier_run_left_with_something_mounted_in_it_stays_and_is_told() {
+    if skips_without([Need::Root, Need::Namespaces]) {
+        return;
+    }
+    let (host, sets) = host_with(1).await;
+    let left = host.prefix().join(format!("envs/.{}.partial", "0".repeat(64)));
+    let mounted = Mounted::at(left.join("data"));
+    let refusal = try_to_collect(&host, 1, &[&sets[0]]).unwrap_err();
+    assert!(refusal.message.contains("unmount it"), "{refusal}");
+    assert_eq!(fs::read_to_string(mounted.0.join("precious")).unwrap(), "theirs");
+    drop(mounted);
+    collect(&host, 1, &[&sets[0]]);
+    assert!(!left.exists());
+}
+
+#[tokio::test]
+async fn a_lock_that_everybody_can_hold_holds_nothing_up() {
+    let (mut channel, host) = (Channel::with_flux(), Host::new());
+    let sets = [numbered(&mut channel, 0).await, numbered(&mut channel, 1).await];
+    host.fetch(&sets[0]).await.unwrap();
+    host.link(&sets[0]).await.unwrap();
+    // As any user of the node can: these are open to everybody's reading.
+    let directories = ["envs", "pkgs"].map(|name| File::open(host.prefix().join(name)).unwrap());
+    let held = directories.map(|directory| Flock::lock(directory, FlockArg::LockExclusive).unwrap());
+    host.fetch(&sets[1]).await.unwrap();
+    host.link(&sets[1]).await.unwrap();
+    let collected = collect(&host, 1, &[&sets[1]]);
+    assert_eq!((collected.environments, collected.archives), (vec![sets[0].digest()], 1));
+    drop(held);
+    for lock in ["envs/.lock", "pkgs/.lock"] {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = fs::metadata(host.prefix().join(lock)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o7777, 0o600, "{lock}");
+    }
 }

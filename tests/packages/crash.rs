@@ -122,9 +122,10 @@ pub fn assert_same(found: &BTreeMap<PathBuf, String>, wanted: &BTreeMap<PathBuf,
 }
 
 /// All names in a directory.
+/// What is in a directory besides its lock.
 pub fn names(directory: &Path) -> Vec<String> {
-    let mut names: Vec<_> =
-        fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let names = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<_> = names.filter(|name| name != ".lock").collect();
     names.sort();
     names
 }

@@ -29,8 +29,7 @@ async fn a_package_that_changed_at_its_source_is_refused_with_both_digests() {
         assert!(url.ends_with("flux-core-1.0-0.conda"), "{url}");
         assert_ne!(wanted, found);
         assert!(!error.is_transient());
-        let left = fs::read_dir(host.pkgs()).unwrap().map(|e| e.unwrap().file_name());
-        assert!(!left.into_iter().any(|name| name.to_string_lossy().contains(wanted.as_str())));
+        assert!(!host.archives().iter().any(|path| path.to_string_lossy().contains(wanted.as_str())));
         fs::write(&archive, original).unwrap();
         host.fetch(&set).await.unwrap();
     }
@@ -66,7 +65,7 @@ async fn what_a_killed_fetch_left_is_used_or_thrown_away() {
     let set = resolve(&asked(server.url(), &["flux-core"])).await.unwrap();
     let host = Host::new();
     host.fetch(&set).await.unwrap();
-    let archive = fs::read_dir(host.pkgs()).unwrap().next().unwrap().unwrap().path();
+    let archive = host.archives().remove(0);
     let name = archive.file_name().unwrap().to_str().unwrap().to_owned();
     let content = fs::read(&archive).unwrap();
     let part = host.pkgs().join(format!(".{name}.part"));
@@ -112,7 +111,7 @@ async fn what_is_there_is_not_fetched_again_unless_it_is_damaged() {
     let host = Host::new();
     host.fetch(&set).await.unwrap();
     assert_eq!(host.fetch(&set).await.unwrap().fetched_bytes, 0);
-    let archive = fs::read_dir(host.pkgs()).unwrap().next().unwrap().unwrap().path();
+    let archive = host.archives().remove(0);
     let size = fs::metadata(&archive).unwrap().len();
     fs::write(&archive, "a power cut").unwrap();
 

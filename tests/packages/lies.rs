@@ -323,7 +323,7 @@ async fn a_flipped_bit_costs_a_download_and_never_goes_live() {
     let set = resolve(&asked(&channel.file_url(), &["flux-core"])).await.unwrap();
     let host = Host::new();
     host.fetch(&set).await.unwrap();
-    let archives = fs::read_dir(host.pkgs()).unwrap().map(|e| e.unwrap().path()).collect::<Vec<_>>();
+    let archives = host.archives();
     for archive in archives.iter().filter(|path| path.extension().is_some()) {
         let mut bytes = fs::read(archive).unwrap();
         let middle = bytes.len() / 2;

@@ -93,6 +93,12 @@ impl Host {
         self.prefix().join("pkgs")
     }
 
+    /// What is in `pkgs/` besides its lock.
+    fn archives(&self) -> Vec<PathBuf> {
+        let entries = fs::read_dir(self.pkgs()).unwrap().map(|entry| entry.unwrap());
+        entries.filter(|entry| entry.file_name() != ".lock").map(|entry| entry.path()).collect()
+    }
+
     fn environment(&self, set: &PackageSet) -> PathBuf {
         self.prefix().join("envs").join(set.digest())
     }
@@ -123,9 +129,10 @@ impl Host {
         tokio::task::spawn_blocking(move || packages::link(&order, &mut |_| ())).await.unwrap()
     }
 
-    /// Names in `envs/`, the hidden ones too.
+    /// Names in `envs/`, the hidden ones too, but not its lock.
     fn envs(&self) -> Vec<String> {
         let entries = fs::read_dir(self.prefix().join("envs")).into_iter().flatten();
-        entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
+        let names = entries.map(|e| e.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name != ".lock").collect()
     }
 }

@@ -218,7 +218,7 @@ async fn a_peer_that_lacks_one_archive_is_asked_for_the_others() {
     let (whole, partial) = (Host::new(), Host::new());
     let bytes = whole.fetch(&set).await.unwrap().bytes;
     partial.fetch(&set).await.unwrap();
-    let lost = fs::read_dir(partial.pkgs()).unwrap().next().unwrap().unwrap().path();
+    let lost = partial.archives().remove(0);
     fs::remove_file(lost).unwrap();
     let (whole, partial, before) = (agent(&whole, &set).await, agent(&partial, &set).await, server.sent());
     let log = Log::default();
@@ -283,12 +283,12 @@ async fn what_a_peer_is_fetching_itself_is_waited_for_and_taken_as_it_comes() {
     let (address, shelf) = fetching(&parent, &set).await;
     let child = Host::new();
     let arriving = async {
-        let names: Vec<_> = fs::read_dir(whole.pkgs()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        for (count, name) in names.iter().enumerate() {
-            fs::copy(whole.pkgs().join(name), parent.pkgs().join(name)).unwrap();
+        let archives = whole.archives();
+        for (count, archive) in archives.iter().enumerate() {
+            fs::copy(archive, parent.pkgs().join(archive.file_name().unwrap())).unwrap();
             shelf.arrived();
             // The last one is let come only when the child has all the others.
-            while count + 2 == names.len() && fs::read_dir(child.pkgs()).unwrap().count() < count + 1 {
+            while count + 2 == archives.len() && child.archives().len() < count + 1 {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         }

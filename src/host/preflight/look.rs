@@ -1,6 +1,6 @@
 use std::{
     fs::{self, File},
-    path::{Path, PathBuf},
+    path::PathBuf,
 };
 
 use nix::sys::{
@@ -9,17 +9,22 @@ use nix::sys::{
 };
 
 use super::{Observed, Place, PortUse, Room, candidates, port};
-use crate::host::{Brokers, PreflightOrder, Refusal, Root, facts, mountinfo, state};
+use crate::host::{
+    Brokers, PreflightOrder, Refusal, Root, claim::is_shared, facts, files::host_path, machine, mountinfo, state, trust,
+};
 
 /// Looks at everything that [`super::decide`] wants to know.
 ///
 /// # Errors
-/// Where `state.json` is there and can't be read.
+/// `state.json` is there and can't be read or believed.
 pub fn look(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Result<Observed, Refusal> {
     let claimed = state::find(root)?.map(|state| state.prefix);
     let ours = brokers.observe(claimed.as_deref()).running.is_some();
     Ok(Observed {
-        places: candidates(claimed.as_deref(), order).into_iter().map(|prefix| look_at(root, prefix)).collect(),
+        places: candidates(claimed.as_deref(), order)
+            .into_iter()
+            .map(|prefix| look_at(root, prefix, claimed.is_some()))
+            .collect::<Result<_, _>>()?,
         claimed,
         port: if ours { PortUse::Ours } else { port::look(root, order.port) },
         machine: nix::sys::utsname::uname().map(|name| name.machine().display().to_string()).unwrap_or_default(),
@@ -35,22 +40,36 @@ pub fn look(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Resul
     })
 }
 
-fn look_at(root: &Root, prefix: PathBuf) -> Place {
-    let there = root.path(&prefix);
+fn look_at(root: &Root, prefix: PathBuf, is_claimed: bool) -> Result<Place, Refusal> {
     // The nearest directory that exists is on the file system that the prefix will be on.
-    let parent = there.ancestors().find(|dir| dir.is_dir()).unwrap_or(Path::new("/"));
-    let flags_and_room = File::open(parent).ok().and_then(|dir| fstatvfs(&dir).ok());
+    let nearest = match trust::nearest(root, &prefix) {
+        Ok(nearest) => nearest,
+        Err(distrust) => return Ok(Place { trouble: Some(distrust.to_string()), ..Place::of(prefix) }),
+    };
+    let parent = host_path(&nearest);
+    let shared = machine::shared_by_nodes(&parent).map(|kind| {
+        format!(
+            "{} is on {kind}, which nodes share, and the first one to be removed would take all of it",
+            prefix.display()
+        )
+    });
+    let flags_and_room = File::open(&parent).ok().and_then(|dir| fstatvfs(&dir).ok());
     let room = flags_and_room.as_ref().map_or_else(Room::default, Room::from);
     let flag = |flag| flags_and_room.is_some_and(|found| found.flags().contains(flag));
-    let trouble = if flag(FsFlags::ST_RDONLY) {
+    let (shared, warning) = if is_claimed { (None, shared) } else { (shared, None) };
+    let trouble = if let state::Claim::AnotherMachine(machine) = state::look(root, &prefix)? {
+        Some(is_shared(&prefix, &machine))
+    } else if shared.is_some() {
+        shared
+    } else if flag(FsFlags::ST_RDONLY) {
         Some("mounted read-only".to_owned())
     } else if flag(FsFlags::ST_NOEXEC) {
         Some("mounted noexec".to_owned())
     } else {
         // Has no name, so nothing of it can stay.
-        tempfile::tempfile_in(parent).err().map(|error| format!("can't be written: {}", error.kind()))
+        tempfile::tempfile_in(&parent).err().map(|error| format!("can't be written: {}", error.kind()))
     };
-    Place { prefix, trouble, room }
+    Ok(Place { trouble, warning, room, ..Place::of(prefix) })
 }
 
 fn musl(root: &Root) -> bool {

@@ -49,10 +49,19 @@ pub struct Observed {
 pub struct Place {
     /// The directory, there or not.
     pub prefix: PathBuf,
-    /// Why nothing can be written or executed there.
+    /// Why it can't be the prefix.
     pub trouble: Option<String>,
+    /// What is wrong with it although this host is claimed there already.
+    pub warning: Option<String>,
     /// What its file system has.
     pub room: Room,
+}
+
+impl Place {
+    /// One of which nothing is known yet.
+    fn of(prefix: PathBuf) -> Self {
+        Self { prefix, trouble: None, warning: None, room: Room::default() }
+    }
 }
 
 /// Who has the TBON's port.
@@ -146,10 +155,12 @@ fn place(seen: &Observed, order: &PreflightOrder, warnings: &mut Vec<String>) ->
             .map(|place| format!("{}: {}", place.prefix.display(), place.trouble.as_deref().unwrap_or_default()))
             .collect();
         return Err(Refusal::new(format!(
-            "there is no place for Flux on this host ({}); set spec.prefix to a directory that can be written and executed",
+            "there is no place for Flux on this host ({}); set spec.prefix to a directory of a local disk that can be written \
+             and executed",
             troubles.join("; ")
         )));
     };
+    warnings.extend(first.warning.clone());
     // What is installed already needs no more room: a full disk must not take a running node out.
     if order.need_bytes == 0 {
         return Ok(first.prefix.clone());

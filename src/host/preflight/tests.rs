@@ -11,7 +11,7 @@ fn with(available: u64) -> Room {
 }
 
 fn good_place(prefix: &str) -> Place {
-    Place { prefix: prefix.into(), trouble: None, room: with(50 * GIB) }
+    Place { room: with(50 * GIB), ..Place::of(prefix.into()) }
 }
 
 fn good() -> Observed {
@@ -100,4 +100,15 @@ fn a_claimed_host_keeps_its_place_and_says_so() {
 fn a_host_without_systemd_will_do() {
     let found = decide(Observed { systemd: false, memlock: false, ..good() }, &order()).unwrap();
     assert!(!found.systemd && found.warnings.len() == 1);
+}
+
+#[test]
+fn a_file_system_that_nodes_share_keeps_a_host_out_but_for_one_that_is_claimed_there() {
+    let words = "/shared/flux is on NFS, which nodes share";
+    let refused = Place { trouble: Some(words.into()), ..good_place("/shared/flux") };
+    let refusal = decide(Observed { places: vec![refused], ..good() }, &order()).unwrap_err();
+    assert!(refusal.message.contains(words) && refusal.message.contains("spec.prefix"), "{refusal}");
+    let claimed = Place { warning: Some(words.into()), ..good_place("/shared/flux") };
+    let seen = Observed { claimed: Some("/shared/flux".into()), places: vec![claimed], ..good() };
+    assert_eq!(decide(seen, &order()).unwrap().warnings, [words]);
 }

@@ -20,8 +20,7 @@ use super::{
     objects::read_line,
 };
 use crate::{
-    agent::act::SYSCTLS,
-    host::{Root, facts},
+    host::{Root, facts, sysctl},
     local::error::{Context, LocalError},
 };
 
@@ -68,7 +67,7 @@ fn end_processes(cluster: &Cluster) -> Result<(), LocalError> {
 
 /// What an agent raises, as it is on this machine, for [`put_back_sysctls`].
 pub(crate) fn sysctls() -> std::collections::BTreeMap<String, String> {
-    SYSCTLS
+    sysctl::RAISED
         .iter()
         .map(|(name, _)| ((*name).to_owned(), read_line(&sysctl(name))))
         .filter(|(_, value)| !value.is_empty())

@@ -3,15 +3,12 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs::{self, File},
-    io,
+    fs, io,
     path::Path,
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
-use nix::fcntl::{Flock, FlockArg};
-
-use crate::host::{CollectOrder, Collected, Occupant, Refusal, Root, occupants, state::environment};
+use crate::host::{CollectOrder, Collected, Occupant, Refusal, Root, lock, occupants, state::environment};
 use crate::packages::{
     ENVIRONMENT_MARKER,
     environment::transaction::Environments,
@@ -94,12 +91,11 @@ fn find(prefix: &Path) -> Vec<Found> {
 
 /// Removes archives that nobody names, and downloads of such.
 fn sweep(prefix: &Path, pkgs: &Path, named: &BTreeSet<String>) -> io::Result<(u64, u64)> {
-    let directory = match File::open(pkgs) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok((0, 0)),
+    let _lock = match lock::take(&pkgs.join(lock::HIDDEN), Duration::ZERO) {
+        // Nothing is there, or an agent is filling it that may know of a set that we don't: another time.
+        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::WouldBlock) => return Ok((0, 0)),
         other => other?,
     };
-    // Somebody is filling it, and may know of a set that we don't: another time.
-    let Ok(_lock) = Flock::lock(directory, FlockArg::LockExclusiveNonblock) else { return Ok((0, 0)) };
     let mut kept = BTreeSet::new();
     for digest in ready(prefix) {
         match marker(prefix, &digest) {

@@ -11,12 +11,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use nix::{
-    errno::Errno,
-    fcntl::{Flock, FlockArg},
-};
+use nix::{errno::Errno, fcntl::Flock};
 
-use crate::host::{Occupant, Refusal, Root, occupants, state::ENVIRONMENTS};
+use crate::host::{
+    Occupant, Refusal, Root,
+    files::{refuse_mounts, remove_all_if_there},
+    lock, occupants,
+    state::ENVIRONMENTS,
+};
 use crate::packages::{
     environment::{failed, refused},
     fetch::archive,
@@ -42,13 +44,14 @@ const LEAST_FILES: u64 = 16;
 /// `<prefix>/envs`, held until dropped or, when this process is killed, by nobody.
 pub(in crate::packages) struct Environments {
     path: PathBuf,
-    directory: Flock<File>,
+    directory: File,
+    _lock: Flock<File>,
     /// What of earlier runs could not be removed.
     pub(in crate::packages) warnings: Vec<String>,
 }
 
 impl Environments {
-    /// Waits for its turn, and cleans up after who was killed.
+    /// Waits for its turn, for as long as an order waits for another one, and cleans up after runs that were killed.
     pub(in crate::packages) fn hold(prefix: &Path) -> Result<Self, Refusal> {
         // It is baked into what is installed.
         if !prefix.is_absolute() {
@@ -58,9 +61,9 @@ impl Environments {
         let error = |what: &str, error: io::Error| failed(format!("can't {what} {}: {error}", path.display()));
         fs::create_dir_all(&path).map_err(|e| error("make", e))?;
         let directory = File::open(&path).map_err(|e| error("open", e))?;
-        let directory =
-            Flock::lock(directory, FlockArg::LockExclusive).map_err(|(_, errno)| error("lock", errno.into()))?;
-        let mut held = Self { path, directory, warnings: Vec::new() };
+        let file = path.join(lock::HIDDEN);
+        let lock = lock::take(&file, lock::WAIT).map_err(|error| lock::refusal(&file, lock::WAIT, &error))?;
+        let mut held = Self { path, directory, _lock: lock, warnings: Vec::new() };
         held.warnings = held.drop_leftovers();
         Ok(held)
     }
@@ -115,8 +118,12 @@ impl Environments {
         })
     }
 
-    /// Removes an environment, unless somebody turns out to use it; then it is as before, and it is said who does.
+    /// Removes an environment, unless a process turns out to use it; then it is as before, and that process is told.
+    ///
+    /// # Errors
+    /// The file system's; `ResourceBusy` if something is mounted in it, and then it is as before.
     pub(in crate::packages) fn discard(&self, digest: &str) -> io::Result<Option<Occupant>> {
+        refuse_mounts(&self.place(digest), |_| false)?;
         // One that was set aside before may still be there, with who uses it.
         let names = std::iter::once(format!(".{digest}{OLD}")).chain((1..).map(|n| format!(".{digest}.{n}{OLD}")));
         let free = |path: &PathBuf| fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
@@ -135,7 +142,7 @@ impl Environments {
         let replaced = fs::symlink_metadata(self.place(digest)).is_ok();
         let looked_for = if replaced { &names[1..] } else { &names[..] };
         match occupants(&Root::host(), looked_for).map(|found| found.into_values().next()) {
-            Ok(None) => remove(aside).map(|()| None),
+            Ok(None) => remove_all_if_there(aside).map(|()| None),
             used_or_unknown => {
                 if !replaced {
                     fs::rename(aside, self.place(digest))?;
@@ -165,7 +172,7 @@ impl Environments {
         let digest = name.strip_suffix(OLD).map(|name| name.split_once('.').map_or(name, |(digest, _)| digest));
         match digest.filter(|digest| archive::is_digest(digest)) {
             Some(digest) => self.discard_aside(&entry.path(), digest).map(drop),
-            None if ASIDE.iter().any(|end| name.ends_with(end)) => remove(&entry.path()),
+            None if ASIDE.iter().any(|end| name.ends_with(end)) => remove_all_if_there(&entry.path()),
             None => Ok(()),
         }
     }
@@ -199,12 +206,5 @@ impl Environments {
             mebibytes(free),
             refusal.message
         ))
-    }
-}
-
-fn remove(path: &Path) -> io::Result<()> {
-    match fs::symlink_metadata(path)?.is_dir() {
-        true => fs::remove_dir_all(path),
-        false => fs::remove_file(path),
     }
 }

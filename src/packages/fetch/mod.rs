@@ -24,6 +24,7 @@ use std::{
     io,
     path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
 };
 
 use futures::{StreamExt, TryStreamExt, stream};
@@ -37,7 +38,10 @@ use crate::packages::{
     files::{Free, free},
     lock::{self, LockError},
 };
-use crate::{api::PackageSet, host::Progress};
+use crate::{
+    api::PackageSet,
+    host::{self, Progress},
+};
 
 /// Archives at a time: enough to hide latency, few enough for a mirror that a thousand nodes ask at once.
 const CONCURRENCY: usize = 6;
@@ -304,10 +308,9 @@ fn lacking(pkgs: &Path, wanted: &[Wanted]) -> String {
 
 /// Two agents that append to the same `.part` would only lose time, but they would lose all of it.
 fn lock_directory(pkgs: &Path) -> Result<nix::fcntl::Flock<File>, FetchError> {
-    let directory = File::open(pkgs).map_err(directory_unwritten)?;
-    nix::fcntl::Flock::lock(directory, nix::fcntl::FlockArg::LockExclusiveNonblock).map_err(|(_, error)| match error {
-        nix::errno::Errno::EWOULDBLOCK => FetchError::Busy,
-        error => directory_unwritten(error.into()),
+    host::lock::take(&pkgs.join(host::lock::HIDDEN), Duration::ZERO).map_err(|error| match error.kind() {
+        io::ErrorKind::WouldBlock => FetchError::Busy,
+        _ => directory_unwritten(error),
     })
 }
 
