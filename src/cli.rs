@@ -79,6 +79,9 @@ enum Command {
     Crds,
     /// Check a file with a FluxInstance, and say what it would change
     Validate(validate::ValidateArguments),
+    /// Fail unless the agent of this pod is alive: what kubelet asks
+    #[command(hide = true)]
+    Probe(agent::ProbeArguments),
     /// Carry out one order in the host's namespaces
     #[command(hide = true)]
     Stage,
@@ -90,6 +93,10 @@ enum Command {
 /// Parses the arguments, runs the command, and tells how it ended.
 pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    if matches!(arguments.command, Command::Agent(_) | Command::Stage) {
+        // If it can't be had, the agent is worth more than no agent.
+        let _ = host::core_dump::forbid();
+    }
     // Both are single-threaded processes on the host: no runtime, no TLS, and stdout belongs to the order.
     match arguments.command {
         Command::Stage => return host::stage::main(),
@@ -175,6 +182,9 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Report(arguments) => rung(Rung::Report, arguments),
         Command::Crds => print(&crds().map_err(|error| Failure::new(&error))?),
         Command::Validate(arguments) => validate::validate(&arguments),
+        Command::Probe(arguments) => {
+            agent::probe(&arguments).map(|()| ExitCode::SUCCESS).map_err(|error| Failure::new(&error))
+        }
         Command::Stage | Command::Launch => Ok(ExitCode::FAILURE),
     }
 }

@@ -209,14 +209,15 @@ fn a_broker_outlives_its_pod_and_is_found_stopped_and_forgotten() {
     let log = order.prefix.join("log/broker.log");
     assert_eq!((open("0"), open("1"), open("2")), ("/dev/null".into(), log.clone(), log.clone()));
     assert_eq!(fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count(), 3);
-    // A core that it leaves goes with everything else of ours.
     assert!(fs::read_link(format!("/proc/{pid}/cwd")).unwrap().ends_with("log"));
     assert_eq!(fs::metadata(&log).unwrap().mode() & 0o777, 0o640);
     let session = proc(pid, "stat").rsplit_once(')').unwrap().1.split_whitespace().nth(3).unwrap().to_owned();
     assert_eq!(session, pid.to_string());
     let limits = proc(pid, "limits");
     let limit = |name: &str| limits.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
-    assert!(limit("Max core file size").contains("unlimited"), "{limits}");
+    // None of the broker's own, neither as a file nor to a program; jobs may have as much as their users say.
+    let core: Vec<String> = limit("Max core file size").split_whitespace().skip(4).map(str::to_owned).collect();
+    assert_eq!(core, ["1", "unlimited", "bytes"]);
     const SYS_RESOURCE: u32 = 24;
     let capabilities = field(std::process::id().cast_signed(), "CapEff");
     if u64::from_str_radix(&capabilities, 16).unwrap() >> SYS_RESOURCE & 1 == 1 {
@@ -318,6 +319,40 @@ fn a_broker_that_died_left_word_why_and_nothing_of_it_holds_the_next_one_up() {
     assert_eq!((view.running, view.died.as_deref()), (None, Some("broker.crit[3]: it is over")));
     bed.start(&bed.order(&["/bin/sleep", "1000"], "root"));
     assert_eq!(members(&cgroup).len(), 1);
+}
+
+/// A copy of sleep(1) by the name of flux-shell(1).
+fn false_shell(bed: &Bed) -> PathBuf {
+    let program = bed.directory.path().join("flux-shell");
+    fs::copy("/bin/sleep", &program).unwrap();
+    program
+}
+
+#[test]
+fn a_job_is_what_runs_in_the_brokers_cgroup_and_is_found_after_the_brokers_death() {
+    let Some(bed) = Bed::new("jobs") else { return };
+    let shell = false_shell(&bed);
+    let mut stranger = Command::new(&shell).arg("1000").spawn().unwrap();
+    assert_eq!(bed.places.observe(None).job_shells, 0, "before there is a broker");
+
+    let script = format!("{} 1000 & sleep 1001", shell.display());
+    bed.start(&bed.order(&["/bin/sh", "-c", &script], "root"));
+    until("its job", || bed.places.observe(None).job_shells == 1);
+    let jobs = bed.places.members().unwrap();
+    assert!(!jobs.contains(&stranger.id().cast_signed()) && jobs.len() == 3, "{jobs:?}");
+
+    let broker = Identity::of(bed.places.observe(None).running.unwrap().pid).unwrap();
+    broker.signal(nix::sys::signal::Signal::SIGKILL).unwrap();
+    assert!(broker.wait_gone(Duration::from_secs(10)));
+    assert_eq!(bed.places.observe(None).job_shells, 1, "the broker is dead and its job is not");
+    // With its record, too.
+    fs::remove_dir_all(&bed.places.run_dir).unwrap();
+    assert_eq!(bed.places.observe(None).job_shells, 1);
+    bed.places.forget().unwrap();
+    assert_eq!(bed.places.observe(None).job_shells, 0);
+    assert_eq!(stranger.try_wait().unwrap(), None, "it was none of ours to end");
+    stranger.kill().unwrap();
+    stranger.wait().unwrap();
 }
 
 /// A lead as it is started on a host, with a job's process beside it, and the roster that its host was configured by.

@@ -212,13 +212,16 @@ fn no_secret_config_map_or_host_path_is_mounted() {
     }
 }
 
+/// Any user of a node could take a port before the agent, and keep it from ever being found alive.
 #[test]
-fn the_probes_ask_where_the_agent_answers() {
+fn the_probes_ask_at_a_socket_of_the_pods_own() {
     let agent = agent();
+    let is_tmp = |mount: &k8s_openapi::api::core::v1::VolumeMount| mount.mount_path == "/tmp";
+    assert!(agent.volume_mounts.unwrap().iter().any(is_tmp), "the socket is there");
     for probe in [agent.startup_probe, agent.liveness_probe] {
-        let get = probe.unwrap().http_get.unwrap();
-        assert_eq!((get.host.as_deref(), get.path.as_deref()), (Some("127.0.0.1"), Some("/healthz")));
-        assert_eq!(serde_norway::to_string(&get.port).unwrap().trim(), "8051");
+        let probe = probe.unwrap();
+        assert_eq!(probe.exec.unwrap().command.unwrap(), ["/flux-distribute", "probe"]);
+        assert!(probe.timeout_seconds >= Some(5), "longer than the command itself waits");
     }
 }
 
@@ -228,7 +231,7 @@ fn a_pod_is_ready_by_its_agents_own_word_and_no_probe_can_fail_while_a_node_is_i
     let gates: Vec<_> = pod().readiness_gates.unwrap().into_iter().map(|gate| gate.condition_type).collect();
     assert_eq!(gates, [CONDITION_POD_READY]);
     assert_eq!(agent().readiness_probe, None);
-    assert!(agent().startup_probe.unwrap().initial_delay_seconds >= Some(2), "the port is open by then");
+    assert!(agent().startup_probe.unwrap().initial_delay_seconds >= Some(2), "the socket is there by then");
 }
 
 /// A pod's end is no end of a broker, a teardown gets its time, and a full node does not evict what keeps it.

@@ -90,6 +90,9 @@ fn the_hosts_systemd_keeps_the_broker() {
     assert!(proc("status").contains("\nGid:\t54321\t54321\t54321\t54321\n"), "{}", proc("status"));
     assert!(proc("status").contains("\nSigIgn:\t0000000000000000\n"), "{}", proc("status"));
 
+    assert!(proc("limits").lines().any(|line| line.starts_with("Max core file size         1 ")), "{}", proc("limits"));
+    assert_eq!(places.members().unwrap().into_iter().collect::<Vec<_>>(), [running.pid]);
+
     // A second start, of something else even, finds the first.
     assert_eq!(places.start(&order_of("exit 1")).unwrap(), running);
     assert!(places.forget().unwrap_err().message.contains("stop it first"));

@@ -1,16 +1,31 @@
 //! Probe and metrics. Alive is the process; ready is that what the roster wants of this node holds, which [`super::gate`] tells
-//! kubelet.
+//! kubelet. kubelet asks at a socket that only root of this pod reaches, by the command `probe`: whoever could answer in the
+//! agent's place, or keep it from answering, could have it killed for ever. Metrics are for anybody on the host.
 
 use std::{
+    fs,
+    io::{self, Read, Write},
     net::SocketAddr,
+    os::unix::{fs::PermissionsExt, net::UnixStream},
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicI64, Ordering},
     },
+    time::Duration,
 };
 
 use axum::{Router, http::StatusCode, routing::get};
-use tokio::{net::TcpListener, sync::watch};
+use hyper::{Request, body::Incoming};
+use tokio::{
+    net::{TcpListener, UnixListener},
+    sync::watch,
+};
+use tower::ServiceExt;
+use tracing::warn;
+
+use super::port::Port;
+use crate::{host::files::remove_if_there, packages::bounded};
 
 /// What is told to those who ask.
 #[derive(Debug, Clone)]
@@ -62,26 +77,140 @@ impl Health {
     }
 }
 
-/// Serves `/healthz`, `/readyz` and `/metrics`. The port is bound before any work begins, so that one that is taken is an
-/// early error.
-///
-/// # Errors
-/// The port can't be bound.
-pub async fn serve(address: SocketAddr, health: Health) -> std::io::Result<()> {
-    let listener = TcpListener::bind(address).await?;
+/// Serves `/healthz`, `/readyz` and `/metrics`: at `address`, which any user may have taken, and at `socket`.
+pub async fn serve(address: SocketAddr, socket: &Path, health: Health) -> Port {
+    let router = router(health);
+    match listen(socket) {
+        Ok(listener) => drop(tokio::spawn(bounded::serve(listener, answer_by(router.clone())))),
+        Err(error) => warn!(socket = %socket.display(), %error, "can't answer kubelet's probes"),
+    }
+    Port::hold("metrics", address, move |listener: TcpListener| bounded::serve(listener, answer_by(router.clone())))
+        .await
+}
+
+fn router(health: Health) -> Router {
     let told = health.clone();
     let ready = move || async move {
         if health.is_ready() { (StatusCode::OK, "ready\n") } else { (StatusCode::SERVICE_UNAVAILABLE, "not ready\n") }
     };
     let router = Router::new().route("/healthz", get(|| async { "alive\n" })).route("/readyz", get(ready));
-    let router = router.route("/metrics", get(move || async move { told.metrics() }));
-    tokio::spawn(async move { axum::serve(listener, router).await });
-    Ok(())
+    router.route("/metrics", get(move || async move { told.metrics() }))
+}
+
+fn answer_by(router: Router) -> impl Fn(Request<Incoming>) -> Answer + Clone {
+    move |request| {
+        let router = router.clone();
+        Box::pin(async move { router.oneshot(request).await.unwrap_or_else(|never| match never {}) })
+    }
+}
+
+type Answer = std::pin::Pin<Box<dyn Future<Output = axum::response::Response> + Send>>;
+
+/// A socket of an agent that has ended is in nobody's way: its directory is the pod's own.
+fn listen(socket: &Path) -> io::Result<UnixListener> {
+    remove_if_there(socket)?;
+    let listener = UnixListener::bind(socket)?;
+    fs::set_permissions(socket, fs::Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+/// Where the agent answers probes.
+#[derive(clap::Args, Debug, Clone)]
+pub struct ProbeArguments {
+    /// The socket at which the agent of this pod answers probes
+    #[arg(long = "probe-socket", env = "PROBE_SOCKET", default_value = "/tmp/agent.sock")]
+    pub socket: PathBuf,
+}
+
+/// Why the agent does not count as alive.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ProbeError {
+    /// No answer.
+    #[error("the agent does not answer at {}", socket.display())]
+    Silent {
+        /// Where it was asked.
+        socket: PathBuf,
+        /// Cause.
+        #[source]
+        source: io::Error,
+    },
+    /// Another answer than that it is alive.
+    #[error("the agent does not say that it is alive")]
+    Wrong,
+}
+
+/// A probe of kubelet's ends after this long, and kubelet's own time-out is longer.
+const PROBE: Duration = Duration::from_secs(4);
+
+/// Asks the agent of this pod whether it is alive, for kubelet.
+///
+/// # Errors
+/// It does not say so in time.
+pub fn probe(arguments: &ProbeArguments) -> Result<(), ProbeError> {
+    match ask(&arguments.socket) {
+        Ok(answer) if answer.starts_with(b"HTTP/1.1 200 ") => Ok(()),
+        Ok(_) => Err(ProbeError::Wrong),
+        Err(source) => Err(ProbeError::Silent { socket: arguments.socket.clone(), source }),
+    }
+}
+
+fn ask(socket: &Path) -> io::Result<[u8; 13]> {
+    let mut stream = UnixStream::connect(socket)?;
+    stream.set_read_timeout(Some(PROBE))?;
+    stream.set_write_timeout(Some(PROBE))?;
+    stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n")?;
+    let mut begin = [0; 13];
+    stream.read_exact(&mut begin)?;
+    Ok(begin)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::TcpStream,
+    };
+
     use super::*;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn kubelet_is_answered_at_a_socket_of_roots_whoever_has_the_port() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("agent.sock");
+        let asked = ProbeArguments { socket: socket.clone() };
+        let ask = || tokio::task::block_in_place(|| probe(&asked));
+        assert!(matches!(ask(), Err(ProbeError::Silent { .. })));
+        // As one of an agent that was killed.
+        drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+        let stranger = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = serve(stranger.local_addr().unwrap(), &socket, Health::default()).await;
+        assert!(port.trouble().is_some_and(|said| said.contains("metrics")), "{:?}", port.trouble());
+        ask().unwrap();
+        assert_eq!(fs::metadata(&socket).unwrap().mode() & 0o777, 0o600);
+    }
+
+    /// Time is the test's own, and stands still as long as anything happens.
+    #[tokio::test(start_paused = true)]
+    async fn a_stranger_who_sends_without_end_or_nothing_is_cut_off() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(bounded::serve(listener, answer_by(router(Health::default()))));
+        let mut answer = String::new();
+
+        let mut slow = TcpStream::connect(address).await.unwrap();
+        slow.write_all(b"GET /healthz HTTP/1.1\r\nX: ").await.unwrap();
+        let ended = tokio::time::timeout(Duration::from_secs(60), slow.read_to_string(&mut answer)).await;
+        assert!(ended.is_ok(), "a head that never ends keeps its connection");
+
+        let mut big = TcpStream::connect(address).await.unwrap();
+        big.write_all(&[b"GET /healthz HTTP/1.1\r\nX: ", &*vec![b'x'; 100_000]].concat()).await.unwrap();
+        let mut status = [0; 12];
+        big.read_exact(&mut status).await.unwrap();
+        assert_eq!(&status, b"HTTP/1.1 431");
+    }
 
     #[test]
     fn the_nodes_that_jobs_wait_for_are_told_where_they_are_known() {

@@ -19,6 +19,7 @@ mod install;
 mod live;
 mod log;
 mod observe;
+mod port;
 mod progress;
 mod published;
 mod queues;
@@ -52,6 +53,7 @@ use crate::{api::HEALTH_PORT, clock};
 
 pub use dump::{DumpArguments, dump};
 pub use enter::{EnterError, StatusArguments, connect, shell, status};
+pub use health::{ProbeArguments, ProbeError, probe};
 pub use run::run;
 pub use rung::{Rung, rung};
 pub use takeover::{RecoverArguments, ResetArguments, TakeoverError, recover, reset};
@@ -67,9 +69,12 @@ pub struct AgentArguments {
     /// Name of this pod: the agent's name in the Lease and in Events
     #[arg(long, env = "POD_NAME", default_value = "agent")]
     pub pod_name: String,
-    /// Where the probes are answered; loopback is enough for kubelet, which shares the host's network with us
+    /// Where metrics are told: loopback is for those on the node
     #[arg(long, env = "HEALTH_ADDRESS", default_value_t = SocketAddr::from(([127, 0, 0, 1], HEALTH_PORT)))]
     pub health_address: SocketAddr,
+    /// Where probes are answered.
+    #[command(flatten)]
+    pub probe: ProbeArguments,
     /// Where kubelet looks for a container's last words (terminationMessagePath)
     #[arg(long, env = "TERMINATION_LOG", default_value = "/dev/termination-log", hide = true)]
     pub termination_log: PathBuf,
@@ -104,15 +109,6 @@ pub enum AgentError {
     /// The host.
     #[error(transparent)]
     Host(#[from] crate::host::HostError),
-    /// The port of the probes.
-    #[error("can't answer probes at {address}")]
-    Health {
-        /// Where.
-        address: SocketAddr,
-        /// Cause.
-        #[source]
-        source: std::io::Error,
-    },
     /// A rung failed.
     #[error(transparent)]
     Step(#[from] act::StepError),

@@ -28,6 +28,7 @@ use super::{
     live::{self, Live},
     log::Rejected,
     observe::LogTask,
+    port::Port,
     published::Published,
     report::Reporter,
     serve::Serving,
@@ -62,9 +63,7 @@ const LIVE_CHANGE: Duration = Duration::from_secs(60);
 pub async fn run(arguments: AgentArguments) -> Result<std::process::ExitCode, AgentError> {
     let mut terminate = signal(SignalKind::terminate()).map_err(AgentError::Signals)?;
     let health = Health::default();
-    health::serve(arguments.health_address, health.clone())
-        .await
-        .map_err(|source| AgentError::Health { address: arguments.health_address, source })?;
+    let metrics = health::serve(arguments.health_address, &arguments.probe.socket, health.clone()).await;
     let client = client().await?;
     let host: Arc<dyn Host> = Arc::new(NsHost::open()?);
     info!(node = arguments.node_name, version = env!("CARGO_PKG_VERSION"), "the agent begins");
@@ -73,7 +72,7 @@ pub async fn run(arguments: AgentArguments) -> Result<std::process::ExitCode, Ag
     let planner = tokio::spawn(planner::run(client.clone(), arguments.pod_name.clone(), members.clone()));
     tokio::spawn(gate::follow(client.clone(), arguments.pod_name.clone(), health.ready()));
     let serving = Serving::begin(arguments.host_ip).await;
-    let mut agent = Agent::new(&client, host, &arguments, world.clone(), health, members, serving);
+    let mut agent = Agent::new(&client, host, &arguments, world.clone(), health, members, serving, metrics);
     let live_change = agent.live_change.clone();
     tokio::select! {
         () = agent.hold() => {}
@@ -107,6 +106,8 @@ pub(super) struct Agent {
     pub(super) health: Health,
     pub(super) termination_log: PathBuf,
     pub(super) serving: Serving,
+    /// Where metrics are told.
+    pub(super) metrics: Port,
     pub(super) world: watch::Receiver<World>,
     pub(super) live: watch::Receiver<Live>,
     /// Has the broker asked at once.
@@ -154,6 +155,7 @@ impl Agent {
         health: Health,
         members: Arc<AtomicU32>,
         serving: Serving,
+        metrics: Port,
     ) -> Self {
         let ask = Arc::<Notify>::default();
         Self {
@@ -166,6 +168,7 @@ impl Agent {
             health,
             termination_log: arguments.termination_log.clone(),
             serving,
+            metrics,
             world,
             live: live::follow(ask.clone()),
             ask,
@@ -279,6 +282,7 @@ impl Agent {
                 is_new: self.began.elapsed() < NEW,
                 holds: (!self.published.sets().is_empty()).then(|| self.serving.holds()),
                 peer: self.serving.peer(),
+                ports: self.serving.trouble().into_iter().chain(self.metrics.trouble()).collect(),
                 roster_is_gone: self.published.roster_is_gone,
                 damage: self.inspecting.damage.values().next().map(String::as_str),
             },

@@ -5,36 +5,28 @@ use std::{
     collections::BTreeSet,
     net::{IpAddr, SocketAddr},
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
     time::{Duration, Instant},
 };
 
-use tokio::{task::JoinHandle, time::sleep};
-use tracing::{info, warn};
+use tracing::warn;
 
+use super::port::Port;
 use crate::{
     api::{PEER_PORT, PackageSet},
     host::{
         Progress,
         files::{host_path, open_host_file, open_in_host_root},
     },
-    packages::{Shelf, archive_names, holds, native_platform, serve_peers},
+    packages::{Shelf, archive_names, holds, native_platform, serve_peers_on},
 };
 
-/// How often a port that is taken is tried again.
-const TRY_AGAIN: Duration = Duration::from_secs(10);
 /// How often it is looked whether the archives are still there where nothing else says so.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
 
 /// The agent's side towards its peers.
 pub struct Serving {
     shelf: Shelf,
-    address: Option<SocketAddr>,
-    is_bound: Arc<AtomicBool>,
-    task: Option<JoinHandle<()>>,
+    port: Option<Port>,
     looked: Option<(Wares, Instant)>,
     holds: Vec<String>,
 }
@@ -48,64 +40,34 @@ struct Wares {
     environments: Vec<String>,
 }
 
-impl Drop for Serving {
-    fn drop(&mut self) {
-        if let Some(task) = &self.task {
-            task.abort();
-        }
-    }
-}
-
 impl Serving {
     /// Serves at `address`. A port that somebody else has is no reason not to go on: this node only fetches, then.
     pub async fn begin(address: Option<IpAddr>) -> Self {
-        let address = address.map(|address| SocketAddr::new(address, PEER_PORT));
-        let mut serving = Self {
-            shelf: Shelf::default(),
-            address,
-            is_bound: Arc::default(),
-            task: None,
-            looked: None,
-            holds: Vec::new(),
-        };
+        let shelf = Shelf::default();
         // Until it is known what this node has to do: others must not take an agent that has just begun for one without.
-        serving.shelf.expect(true);
-        let Some(address) = address else {
-            warn!("HOST_IP is not set: this agent serves no packages to other nodes");
-            return serving;
-        };
-        // The first try is awaited: what the node says of itself first shall be whole.
-        let first = match serve_peers(address, serving.shelf.clone()).await {
-            Ok(server) => {
-                serving.is_bound.store(true, Ordering::Relaxed);
-                Some(server)
-            }
-            Err(error) => {
-                warn!(%address, %error, "can't serve packages to other nodes; all else goes on");
+        shelf.expect(true);
+        let port = match address.map(|address| SocketAddr::new(address, PEER_PORT)) {
+            None => {
+                warn!("HOST_IP is not set: this agent serves no packages to other nodes");
                 None
             }
+            Some(address) => {
+                let shelf = shelf.clone();
+                let serve = move |listener| serve_peers_on(listener, shelf.clone());
+                Some(Port::hold("packages to other nodes", address, serve).await)
+            }
         };
-        let (shelf, is_bound) = (serving.shelf.clone(), serving.is_bound.clone());
-        serving.task = Some(tokio::spawn(async move {
-            if let Some(server) = first {
-                server.await;
-            }
-            loop {
-                is_bound.store(false, Ordering::Relaxed);
-                sleep(TRY_AGAIN).await;
-                if let Ok(server) = serve_peers(address, shelf.clone()).await {
-                    info!(%address, "serving packages to other nodes");
-                    is_bound.store(true, Ordering::Relaxed);
-                    server.await;
-                }
-            }
-        }));
-        serving
+        Self { shelf, port, looked: None, holds: Vec::new() }
     }
 
     /// Where others find it.
     pub fn peer(&self) -> Option<String> {
-        self.address.filter(|_| self.is_bound.load(Ordering::Relaxed)).map(|address| address.to_string())
+        self.port.as_ref()?.address().map(|address| address.to_string())
+    }
+
+    /// Why they don't, if a port is meant to be there.
+    pub fn trouble(&self) -> Option<String> {
+        self.port.as_ref()?.trouble()
     }
 
     /// Digests of the package sets whose archives are all here.
@@ -179,10 +141,11 @@ mod tests {
         // The whole of 127.0.0.0/8 is the machine's own: nobody else is at these two.
         let [taken, free] = [[127, 82, 5, 1], [127, 82, 5, 2]].map(IpAddr::from);
         let _somebody = std::net::TcpListener::bind((taken, PEER_PORT)).unwrap();
-        assert_eq!(Serving::begin(Some(taken)).await.peer(), None);
+        let serving = Serving::begin(Some(taken)).await;
+        assert!(serving.peer().is_none() && serving.trouble().is_some_and(|said| said.contains("127.82.5.1:8052")));
         assert_eq!(Serving::begin(None).await.peer(), None);
         let serving = Serving::begin(Some(free)).await;
-        assert_eq!(serving.peer().as_deref(), Some("127.82.5.2:8052"));
+        assert_eq!((serving.peer().as_deref(), serving.trouble()), (Some("127.82.5.2:8052"), None));
         assert!(std::net::TcpStream::connect((free, PEER_PORT)).is_ok());
         assert!(std::net::TcpStream::connect(("127.0.0.1", PEER_PORT)).is_err(), "at that address only");
     }

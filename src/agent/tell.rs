@@ -49,6 +49,8 @@ pub struct Known<'a> {
     pub holds: Option<&'a [String]>,
     /// Where the archives are served.
     pub peer: Option<String>,
+    /// Why the agent can't have ports of its own.
+    pub ports: Vec<String>,
     /// The roster is gone from the API: the lead tells its copy.
     pub roster_is_gone: bool,
     /// What was found to differ from what was installed here, and what became of it.
@@ -73,6 +75,7 @@ pub fn is_ready(seen: &Seen, live: &Live) -> bool {
 /// The status.
 pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeStatus {
     let (phase, message) = phase(seen, known, before);
+    let message = with_ports(&phase, message, &known.ports);
     let flux = Some(&known.live.version).filter(|version| !version.is_empty()).or(before.flux.as_ref());
     let flux = flux.filter(|_| !seen.host.environments.is_empty()).cloned();
     let message = if flux.as_deref() == Some(STAND_IN) {
@@ -138,6 +141,14 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         roster_format: ROSTER_FORMAT,
         agent: Some(env!("CARGO_PKG_VERSION").to_owned()),
     }
+}
+
+/// What a node has failed by is said alone. A new agent repeats the words of the one before, with these in them.
+fn with_ports(phase: &NodePhase, message: Option<String>, ports: &[String]) -> Option<String> {
+    let ports = ports.iter().filter(|_| *phase != NodePhase::Failed);
+    let new = ports.filter(|said| message.as_ref().is_none_or(|message| !message.contains(said.as_str())));
+    let all = message.iter().chain(new).cloned().collect::<Vec<_>>();
+    (!all.is_empty()).then(|| all.join("; "))
 }
 
 /// The attempt of this host to lead an instance that was never online has failed.
@@ -408,10 +419,26 @@ mod tests {
             rejected: &Rejected::new(),
             holds: None,
             peer: None,
+            ports: Vec::new(),
             roster_is_gone: false,
             damage: None,
         };
         status(&seen, &known, before)
+    }
+
+    #[test]
+    fn a_port_that_is_taken_is_said_once_beside_what_else_is_said() {
+        let ports = ["port 1 is taken".to_owned(), "port 2 is taken".to_owned()];
+        for (phase, message, ports, expected) in [
+            (NodePhase::Online, None, &ports[..0], None),
+            (NodePhase::Online, None, &ports[..], Some("port 1 is taken; port 2 is taken")),
+            (NodePhase::Waiting, Some("no rank"), &ports[..1], Some("no rank; port 1 is taken")),
+            (NodePhase::Online, Some("old; port 1 is taken"), &ports[..1], Some("old; port 1 is taken")),
+            (NodePhase::Failed, Some("no disk"), &ports[..], Some("no disk")),
+        ] {
+            let said = with_ports(&phase, message.map(str::to_owned), ports);
+            assert_eq!(said.as_deref(), expected, "{phase:?} {message:?}");
+        }
     }
 
     #[test]

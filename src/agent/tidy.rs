@@ -17,7 +17,7 @@ use crate::{
 
 /// spec.packages.keep where it is not said.
 const DEFAULT_KEEP: u32 = 2;
-/// What stays only because somebody uses it is looked at again after so long: every process of the host is looked at then.
+/// What stays only because the broker or a job uses it is looked at again after this long.
 const AGAIN: Duration = Duration::from_secs(600);
 
 /// When it was done last: for what, beside which environments, and whether it has to be done again without anything new.

@@ -128,10 +128,14 @@ fn outcome(view: &HostView, purge: bool) -> String {
     }
 }
 
-/// An agent on this host, in whichever pod: all processes can be seen from here.
+/// An agent on this host, in whichever pod: all processes can be seen from here. Only the host's root runs one: else any user
+/// could keep a host from being cleaned.
 fn agent() -> Option<i32> {
-    let is_agent = |process: &Process| fs::read(process.dir.join("cmdline")).is_ok_and(|line| is_agent(&line));
-    processes(&Root::host()).ok()?.iter().find(|process| is_agent(process)).map(|process| process.pid)
+    let root = Root::host();
+    let is_agent = |process: &Process| {
+        fs::read(process.dir.join("cmdline")).is_ok_and(|line| is_agent(&line)) && process.is_hosts_root(&root)
+    };
+    processes(&root).ok()?.iter().find(|process| is_agent(process)).map(|process| process.pid)
 }
 
 fn is_agent(cmdline: &[u8]) -> bool {

@@ -49,7 +49,7 @@ pub struct Packages {
     /// Default: false, to https URLs only.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub allow_http_credentials: bool,
-    /// How many environments a node keeps, the one in use included; those that something runs from are never removed.
+    /// How many environments a node keeps, the one in use included; those that the broker or a job uses are never removed.
     /// Default: 2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = u32::MAX))]

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::command::LEAD_STOP_SECS;
-use crate::host::{LaunchOrder, launch::log, users::User};
+use crate::host::{LaunchOrder, core_dump, launch::log, users::User};
 
 /// The broker's unit.
 pub const SERVICE: &str = "flux-broker.service";
@@ -84,10 +84,11 @@ OOMScoreAdjust=0
 TasksMax=infinity
 LimitNOFILE=1048576
 LimitMEMLOCK=infinity
-LimitCORE=infinity
+LimitCORE={core}:infinity
 Restart=no
 SuccessExitStatus=42
 ",
+        core = core_dump::SOFT_LIMIT,
         weight = order.cpu_weight,
         stop = if order.record.rank == 0 { LEAD_STOP_SECS } else { TIMEOUT_STOP_SECS },
     );
@@ -171,7 +172,7 @@ OOMScoreAdjust=0
 TasksMax=infinity
 LimitNOFILE=1048576
 LimitMEMLOCK=infinity
-LimitCORE=infinity
+LimitCORE=1:infinity
 Restart=no
 SuccessExitStatus=42
 "#;

@@ -99,7 +99,7 @@ pub struct HostView {
     pub boot_id: String,
     /// Cores and GPUs by now: a driver may come after the agent, and go.
     pub resources: Resources,
-    /// Job shells of Flux that run here: each node of a running job has one.
+    /// Job shells of Flux that run in the broker's unit or cgroup: each node of a running job has one.
     pub job_shells: usize,
 }
 

@@ -9,6 +9,7 @@ pub mod boundary;
 mod child;
 mod claim;
 mod configure;
+pub mod core_dump;
 pub mod dump;
 mod enter;
 pub mod facts;

@@ -1,8 +1,8 @@
 use std::{fs, path::Path};
 
 use super::{
-    HostView, Refusal, Root, RunningBroker, dump, facts, launch::log, processes::processes, remove::Brokers, runnable,
-    state, statedir, takeover,
+    HostView, Refusal, Root, RunningBroker, dump, facts, launch::log, remove::Brokers, runnable, state, statedir,
+    takeover,
 };
 use crate::{
     api::{BROKER_RUN_DIR, PREFIX_CANDIDATES},
@@ -36,7 +36,7 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         unknown: broker.unknown.map(|broker| broker.to_string()),
         boot_id: facts::boot_id(root),
         resources: facts::resources(root),
-        job_shells: job_shells(root),
+        job_shells: broker.job_shells,
     })
 }
 
@@ -54,15 +54,4 @@ fn is_statedir_lost(root: &Root, prefix: Option<&Path>, broker: &RunningBroker) 
     let mut prefixes = PREFIX_CANDIDATES.into_iter().map(Path::new).chain(prefix);
     let record = &broker.record;
     record.rank == 0 && !prefixes.any(|prefix| statedir::is_there(&root.path(prefix), &record.instance_id))
-}
-
-/// Processes named `flux-shell` (flux-shell(1)) that have not ended.
-fn job_shells(root: &Root) -> usize {
-    let is_shell = |stat: &str| {
-        let (name, rest) = stat.split_once('(').and_then(|(_, rest)| rest.rsplit_once(')')).unwrap_or_default();
-        name == "flux-shell" && !rest.trim_start().starts_with(['Z', 'X'])
-    };
-    let processes = processes(root).unwrap_or_default();
-    let stats = processes.iter().filter_map(|process| fs::read_to_string(process.dir.join("stat")).ok());
-    stats.filter(|stat| is_shell(stat)).count()
 }

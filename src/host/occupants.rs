@@ -1,6 +1,11 @@
-//! Who lives in an environment: the processes of this host that would miss it.
+//! Which processes would miss an environment.
 
-use std::{collections::BTreeMap, fs, io, os::unix::ffi::OsStrExt, path::Path};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    os::unix::ffi::OsStrExt,
+    path::Path,
+};
 
 use nix::libc;
 
@@ -21,35 +26,50 @@ impl std::fmt::Display for Occupant {
     }
 }
 
-/// For each of the directory names that somebody uses, one who does.
+/// For each of the directory names that is in use by a process which is to be believed, such a process.
 ///
 /// By name and not by path: a container sees the same directory at another place, and a digest is no word that is met by
-/// accident. Its executable, what it has mapped, where it is and what it has mounted hold a process to a directory; so do
-/// its arguments and its environment, because a script that has it in its PATH has nothing of it open between two commands.
+/// accident. `pids` are the broker's, see [`super::launch::Places::members`]: what each says counts. Its executable, what it
+/// has mapped, where it is and what it has mounted hold a process to a directory; so do its arguments and its environment,
+/// because a script that has it in its PATH has nothing of it open between two commands. What the host's root runs from there
+/// counts as well, but not its words: users choose those of their sudo(8). All others may name what they like.
 ///
 /// # Errors
-/// Where a process can't be looked at: then nobody knows what it uses.
-pub fn occupants(root: &Root, names: &[String]) -> io::Result<BTreeMap<String, Occupant>> {
+/// One of them can't be looked at: then nobody knows what it uses.
+pub fn occupants(root: &Root, pids: &BTreeSet<i32>, names: &[String]) -> io::Result<BTreeMap<String, Occupant>> {
     let mut found = BTreeMap::new();
     let own = i32::try_from(std::process::id()).ok();
     for process in processes(root)? {
-        if Some(process.pid) == own || found.len() == names.len() {
-            continue;
+        if found.len() == names.len() {
+            break;
         }
-        for name in used_by(&process.dir, names)? {
+        let evidence = match () {
+            () if Some(process.pid) == own => continue,
+            () if pids.contains(&process.pid) => EVIDENCE,
+            () if process.is_hosts_root(root) => WHAT_IT_RUNS,
+            () => continue,
+        };
+        for name in used_by(&process.dir, evidence, names)? {
             found.entry(name.clone()).or_insert_with(|| Occupant { pid: process.pid, name: process.name() });
         }
     }
     Ok(found)
 }
 
+/// Files of /proc/PID; those that are links are read as such.
+const EVIDENCE: &[&str] = &["exe", "maps", "cwd", "root", "mountinfo", "cmdline", "environ"];
+const WHAT_IT_RUNS: &[&str] = &["exe", "maps"];
+
 /// A process that ends meanwhile uses nothing.
-fn used_by<'a>(process: &Path, names: &'a [String]) -> io::Result<Vec<&'a String>> {
-    let links = ["exe", "cwd", "root"].into_iter().map(|link| fs::read_link(process.join(link)));
-    let links = links.map(|target| target.map(|target| target.as_os_str().as_bytes().to_vec()));
-    let texts = ["maps", "mountinfo", "cmdline", "environ"].into_iter().map(|file| fs::read(process.join(file)));
+fn used_by<'a>(process: &Path, evidence: &[&str], names: &'a [String]) -> io::Result<Vec<&'a String>> {
+    let texts = evidence.iter().map(|file| match *file {
+        "exe" | "cwd" | "root" => {
+            fs::read_link(process.join(file)).map(|target| target.as_os_str().as_bytes().to_vec())
+        }
+        _ => fs::read(process.join(file)),
+    });
     let mut used = Vec::new();
-    for text in links.chain(texts) {
+    for text in texts {
         let text = match text {
             // It has ended, is about to (EINVAL of mountinfo), is a thread of the kernel, or one that even root of this host may not
             // look at, such as the first process of a virtual machine.
@@ -79,6 +99,7 @@ mod tests {
         let host = tempfile::tempdir().unwrap();
         let root = Root::at(host.path());
         let names = [digest.to_owned(), "fedcba9876543210".to_owned()];
+        let pids = BTreeSet::from([7, 9]);
         for (file, text) in [
             ("exe", format!("/opt/flux-distribute/envs/{digest}/bin/flux")),
             ("cwd", format!("/mnt/envs/{digest}")),
@@ -90,14 +111,37 @@ mod tests {
         ] {
             let process = host.path().join("proc/7");
             fs::create_dir_all(&process).unwrap();
-            assert_eq!(occupants(&root, &names).unwrap(), BTreeMap::new());
+            assert_eq!(occupants(&root, &pids, &names).unwrap(), BTreeMap::new());
             match file {
                 "exe" | "cwd" | "root" => std::os::unix::fs::symlink(text, process.join(file)).unwrap(),
                 _ => fs::write(process.join(file), text).unwrap(),
             }
             fs::write(process.join("comm"), "sleep\n").unwrap();
             let expected = Occupant { pid: 7, name: "sleep".to_owned() };
-            assert_eq!(occupants(&root, &names).unwrap(), BTreeMap::from([(digest.to_owned(), expected)]), "{file}");
+            assert_eq!(
+                occupants(&root, &pids, &names).unwrap(),
+                BTreeMap::from([(digest.to_owned(), expected)]),
+                "{file}"
+            );
+            // The same of a process that is none of the broker's: of a user, of a set-user-ID program, of a pod's root, of root.
+            let init = host.path().join("proc/1/ns");
+            fs::create_dir_all(&init).unwrap();
+            fs::create_dir_all(process.join("ns")).unwrap();
+            std::os::unix::fs::symlink("pid:[1]", init.join("pid")).unwrap();
+            let runs = ["exe", "maps"].contains(&file);
+            for (uids, namespace, counts) in [
+                ("65534\t65534\t65534\t65534", "pid:[1]", false),
+                ("65534\t0\t0\t0", "pid:[1]", false),
+                ("0\t0\t0\t0", "pid:[2]", false),
+                ("0\t0\t0\t0", "pid:[1]", runs),
+            ] {
+                fs::write(process.join("status"), format!("Name:\tsleep\nUid:\t{uids}\n")).unwrap();
+                std::os::unix::fs::symlink(namespace, process.join("ns/pid")).unwrap();
+                let found = occupants(&root, &BTreeSet::from([9]), &names).unwrap();
+                assert_eq!(!found.is_empty(), counts, "{file} {uids} {namespace}");
+                fs::remove_file(process.join("ns/pid")).unwrap();
+            }
+            fs::remove_dir_all(host.path().join("proc/1")).unwrap();
             fs::remove_dir_all(process).unwrap();
         }
     }
@@ -108,6 +152,7 @@ mod tests {
         let process = host.path().join("proc/7");
         fs::create_dir_all(&process).unwrap();
         fs::write(process.join("cmdline"), "/envs/0123456789abcdef0/bin/flux").unwrap();
-        assert_eq!(occupants(&Root::at(host.path()), &["0123456789abcdef".to_owned()]).unwrap(), BTreeMap::new());
+        let found = occupants(&Root::at(host.path()), &BTreeSet::from([7]), &["0123456789abcdef".to_owned()]);
+        assert_eq!(found.unwrap(), BTreeMap::new());
     }
 }

@@ -20,6 +20,17 @@ impl Process {
     }
 }
 
+impl Process {
+    /// The host's root runs it: none of its ids is another user's, as the first is of what set-user-ID made root, and it is in the
+    /// PID namespace of the host, which a pod's root is not unless the pod is privileged. `root` is the host's.
+    pub fn is_hosts_root(&self, root: &Root) -> bool {
+        let status = fs::read_to_string(self.dir.join("status")).unwrap_or_default();
+        let namespace = |process: PathBuf| fs::read_link(process.join("ns/pid")).ok();
+        status.lines().any(|line| line == "Uid:\t0\t0\t0\t0")
+            && namespace(self.dir.clone()).is_some_and(|own| Some(own) == namespace(root.path("/proc/1")))
+    }
+}
+
 /// All processes that can be seen at `root`.
 ///
 /// # Errors

@@ -128,7 +128,7 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
         }
         Order::Collect(order) => {
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;
-            let mut collected = packages::collect(&order)?;
+            let mut collected = packages::collect(&order, &launch::Places::of_host())?;
             collected.environments.iter().try_for_each(|digest| runnable::forget(&root.path(&order.prefix), digest))?;
             if order.is_queue_up {
                 let (dumps, bytes) = statedir::prune_dumps(&root.path(&order.prefix));

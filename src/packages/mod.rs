@@ -41,6 +41,7 @@ pub use lock::solve::{SolveError, resolve};
 pub use lock::{LockError, check_lock, estimate_bytes, lock_urls, normalise_lock};
 pub use progress::show::{LINE_EVERY, Style, shown};
 pub use progress::{Meter, Reading, quarters};
+pub(crate) use serve::bounded;
 pub use serve::{Shelf, serve_peers, serve_peers_on};
 
 /// The marker in a finished environment: its last file to be written. A directory without it is not an environment.

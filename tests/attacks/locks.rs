@@ -11,10 +11,10 @@ use crate::{
 };
 
 /// Where the nodes find another package set with the same Flux.
-const NEXT: &str = "/srv/next.tar.gz";
+pub const NEXT: &str = "/srv/next.tar.gz";
 
 /// The same bundle with an empty member at its end, so that it has another digest. Its sha256.
-fn put_next_bundle(cluster: &Cluster) -> String {
+pub fn put_next_bundle(cluster: &Cluster) -> String {
     let mut bytes = fs::read(bundle().unwrap()).unwrap();
     let end = flate2::write::GzEncoder::new(&mut bytes, flate2::Compression::fast());
     end.finish().unwrap().flush().unwrap();

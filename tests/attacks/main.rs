@@ -13,6 +13,8 @@ mod harness;
 mod locks;
 #[path = "../support/needs.rs"]
 mod needs;
+mod ports;
+mod processes;
 mod state;
 #[allow(dead_code, reason = "each target takes what it needs")]
 #[path = "../support/traces.rs"]

@@ -1,11 +1,20 @@
 //! What nobody needs goes; what anybody uses stays.
 
-use std::{collections::BTreeSet, process::Command, time::Duration};
+use std::{collections::BTreeSet, os::unix::process::CommandExt, process::Command, time::Duration};
 
-use flux_distribute::host::{CollectOrder, Collected, Refusal, lock};
+use flux_distribute::host::{
+    CollectOrder, Collected, Refusal,
+    launch::{
+        Places,
+        cgroup::{Place, make_tree, members, places_here, remove},
+        process::Identity,
+    },
+    lock,
+};
 use nix::{
     fcntl::{Flock, FlockArg},
     mount::{MntFlags, MsFlags, mount, umount2},
+    sys::signal::Signal,
 };
 
 use super::*;
@@ -33,14 +42,72 @@ async fn host_with(count: usize) -> (Host, Vec<PackageSet>) {
     (host, sets)
 }
 
-fn try_to_collect(host: &Host, keep: u32, wanted: &[&PackageSet]) -> Result<Collected, Refusal> {
-    let archives = wanted.iter().flat_map(|set| packages::archives(set, PLATFORM).unwrap()).collect();
-    let wanted = wanted.iter().map(|set| set.digest()).collect();
-    packages::collect(&CollectOrder { prefix: host.prefix().to_owned(), keep, wanted, archives, is_queue_up: false })
-}
-
+/// No broker runs.
 fn collect(host: &Host, keep: u32, wanted: &[&PackageSet]) -> Collected {
     try_to_collect(host, keep, wanted).unwrap()
+}
+
+fn try_to_collect(host: &Host, keep: u32, wanted: &[&PackageSet]) -> Result<Collected, Refusal> {
+    try_to_collect_beside(&Broker::places(host, "none"), host, keep, wanted)
+}
+
+fn collect_beside(broker: &Places, host: &Host, keep: u32, wanted: &[&PackageSet]) -> Collected {
+    try_to_collect_beside(broker, host, keep, wanted).unwrap()
+}
+
+fn try_to_collect_beside(
+    broker: &Places,
+    host: &Host,
+    keep: u32,
+    wanted: &[&PackageSet],
+) -> Result<Collected, Refusal> {
+    let archives = wanted.iter().flat_map(|set| packages::archives(set, PLATFORM).unwrap()).collect();
+    let wanted = wanted.iter().map(|set| set.digest()).collect();
+    let order = CollectOrder { prefix: host.prefix().to_owned(), keep, wanted, archives, is_queue_up: false };
+    packages::collect(&order, broker)
+}
+
+/// The cgroup of a host's broker, and what runs in it.
+struct Broker {
+    places: Places,
+    cgroups: Vec<Place>,
+}
+
+impl Broker {
+    fn places(host: &Host, name: &str) -> Places {
+        let run_dir = host.prefix().join("run");
+        let cgroup = format!("fxd-test-{}-{name}/broker", std::process::id());
+        Places { broker_run_dir: run_dir.join("broker"), run_dir, cgroup, launcher: "/nowhere".into(), systemd: None }
+    }
+
+    fn of(host: &Host, name: &str) -> Option<Self> {
+        if skips_without([Need::Cgroups]) {
+            return None;
+        }
+        let places = Self::places(host, name);
+        let cgroups = places_here(&places.cgroup).unwrap();
+        for place in &cgroups {
+            make_tree(&place.point, &places.cgroup, place.unified).unwrap();
+        }
+        Some(Self { places, cgroups })
+    }
+
+    /// Takes a process in, as if the broker had started it.
+    fn adopt(&self, process: &std::process::Child) {
+        for place in &self.cgroups {
+            fs::write(place.directory.join("cgroup.procs"), process.id().to_string()).unwrap();
+        }
+    }
+}
+
+impl Drop for Broker {
+    fn drop(&mut self) {
+        for process in members(&self.cgroups).into_iter().filter_map(Identity::of) {
+            let _ = process.signal(Signal::SIGKILL);
+            process.wait_gone(Duration::from_secs(10));
+        }
+        let _ = remove(&self.cgroups);
+    }
 }
 
 fn digests(sets: &[&PackageSet]) -> BTreeSet<String> {
@@ -96,34 +163,59 @@ async fn where_current_leads_stays() {
     assert_eq!(collect(&host, 1, &[&sets[1]]), Collected::default());
 }
 
-#[tokio::test]
-async fn a_process_of_an_old_environment_keeps_it_and_goes_on() {
-    let (host, sets) = host_with(3).await;
-    let old = host.environment(&sets[0]);
-    let program = old.join("bin/sleep-of-its-own");
+/// One that runs a program of the environment, and one whose own words are enough: between two commands a script has
+/// nothing open. Both run as `uid`.
+fn users_of(host: &Host, program_of: &PackageSet, words_of: &PackageSet, uid: u32) -> [std::process::Child; 2] {
+    fs::set_permissions(host.prefix(), fs::Permissions::from_mode(0o755)).unwrap();
+    let program = host.environment(program_of).join("bin/sleep-of-its-own");
     fs::copy("/bin/sleep", &program).unwrap();
-    let mut process = Command::new(&program).arg("1000").spawn().unwrap();
-    // Its own words are enough: between two commands a script has nothing open.
-    let mut script = Command::new("/bin/sleep")
-        .arg("1000")
-        .env("PATH", format!("{}/bin:/bin", host.environment(&sets[1]).display()))
-        .spawn()
-        .unwrap();
+    let path = format!("{}/bin:/bin", host.environment(words_of).display());
+    [Command::new(&program).uid(uid).arg("1000"), Command::new("/bin/sleep").uid(uid).arg("1000").env("PATH", path)]
+        .map(|command| command.spawn().unwrap())
+}
 
-    let collected = collect(&host, 1, &[&sets[2]]);
+#[tokio::test]
+async fn a_process_of_the_broker_keeps_its_environment_and_goes_on() {
+    let (host, sets) = host_with(3).await;
+    let Some(broker) = Broker::of(&host, "keeps") else { return };
+    let mut processes = users_of(&host, &sets[0], &sets[1], 0);
+    processes.iter().for_each(|process| broker.adopt(process));
+
+    let collected = collect_beside(&broker.places, &host, 1, &[&sets[2]]);
     assert_eq!(collected.environments, Vec::<String>::new());
     let used = collected.used.join(", ");
-    assert!(used.contains(&format!("process {} (sleep-of-its-ow", process.id())), "{used}");
-    assert!(used.contains(&format!("process {} (sleep)", script.id())), "{used}");
-    assert_eq!(process.try_wait().unwrap(), None);
-    assert!(program.exists() && packages::linked(host.prefix(), &sets[0].digest()).is_some());
+    assert!(used.contains(&format!("process {} (sleep-of-its-ow", processes[0].id())), "{used}");
+    assert!(used.contains(&format!("process {} (sleep)", processes[1].id())), "{used}");
+    assert_eq!(processes[0].try_wait().unwrap(), None);
+    assert!(packages::linked(host.prefix(), &sets[0].digest()).is_some());
     assert!(archives(&sets.iter().collect::<Vec<_>>()).is_subset(&names(&host.pkgs())));
 
-    for child in [&mut process, &mut script] {
+    for child in &mut processes {
         child.kill().unwrap();
         child.wait().unwrap();
     }
-    assert_eq!(collect(&host, 1, &[&sets[2]]).environments.len(), 2);
+    assert_eq!(collect_beside(&broker.places, &host, 1, &[&sets[2]]).environments.len(), 2);
+}
+
+#[tokio::test]
+async fn a_users_process_holds_no_environment_and_roots_does_by_what_it_runs() {
+    let (host, sets) = host_with(3).await;
+    let Some(broker) = Broker::of(&host, "stranger") else { return };
+    let mut root = users_of(&host, &sets[0], &sets[1], 0);
+    let collected = collect_beside(&broker.places, &host, 1, &[&sets[2]]);
+    assert_eq!((collected.environments, collected.used.len()), (vec![sets[1].digest()], 1));
+    for process in &mut root {
+        process.kill().unwrap();
+        process.wait().unwrap();
+    }
+    let mut nobody = users_of(&host, &sets[0], &sets[0], 65534);
+    let collected = collect_beside(&broker.places, &host, 1, &[&sets[2]]);
+    assert_eq!((collected.environments, collected.used), (vec![sets[0].digest()], Vec::new()));
+    for process in &mut nobody {
+        assert_eq!(process.try_wait().unwrap(), None, "it goes on");
+        process.kill().unwrap();
+        process.wait().unwrap();
+    }
 }
 
 #[tokio::test]
@@ -140,15 +232,17 @@ async fn a_killed_collection_leaves_nothing_that_looks_ready_and_the_next_one_fi
 #[tokio::test]
 async fn an_environment_that_was_made_again_goes_while_the_old_one_is_still_in_use() {
     let (host, sets) = host_with(2).await;
+    let Some(broker) = Broker::of(&host, "again") else { return };
     let (old, digest) = (host.environment(&sets[0]), sets[0].digest());
     let aside = host.prefix().join("envs").join(format!(".{digest}.old"));
     fs::copy("/bin/sleep", old.join("bin/sleep-of-its-own")).unwrap();
     fs::rename(&old, &aside).unwrap();
     let mut process = Command::new(aside.join("bin/sleep-of-its-own")).arg("1000").spawn().unwrap();
+    broker.adopt(&process);
     // As one that was made again meanwhile.
     let copied = Command::new("/bin/cp").arg("-a").args([&aside, &old]).status().unwrap();
     assert!(copied.success());
-    let collected = collect(&host, 1, &[&sets[1]]);
+    let collected = collect_beside(&broker.places, &host, 1, &[&sets[1]]);
     assert_eq!((collected.environments, collected.archives), (vec![digest], 1));
     assert!(aside.exists() && process.try_wait().unwrap().is_none());
     process.kill().unwrap();

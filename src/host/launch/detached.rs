@@ -32,7 +32,7 @@ use serde::{Deserialize, Serialize};
 use super::{LaunchError, cgroup, log, process::Identity, record::RunRecord};
 use crate::{
     error_chain,
-    host::{LaunchOrder, Root, users},
+    host::{LaunchOrder, Root, core_dump, users},
 };
 
 /// The hidden subcommand of the launcher.
@@ -170,21 +170,22 @@ fn close_inherited() {
     }
 }
 
-/// What a login gives: jobs need it, and containerd's limits are lower. Returns what could not be raised.
+/// What a login gives: jobs need it, and containerd's limits are lower; and no core of a broker. Returns what could not be
+/// raised.
 fn raise_limits() -> Vec<&'static str> {
     const INFINITY: u64 = u64::MAX;
     let wanted = [
-        ("NOFILE", Resource::RLIMIT_NOFILE, 1_048_576),
-        ("MEMLOCK", Resource::RLIMIT_MEMLOCK, INFINITY),
-        ("CORE", Resource::RLIMIT_CORE, INFINITY),
+        ("NOFILE", Resource::RLIMIT_NOFILE, 1_048_576, 1_048_576),
+        ("MEMLOCK", Resource::RLIMIT_MEMLOCK, INFINITY, INFINITY),
+        ("CORE", Resource::RLIMIT_CORE, core_dump::SOFT_LIMIT, INFINITY),
     ];
-    let raise = |(name, resource, value)| {
-        if setrlimit(resource, value, value).is_ok() {
+    let raise = |(name, resource, soft, hard)| {
+        if setrlimit(resource, soft, hard).is_ok() {
             return None;
         }
         // A hard limit needs CAP_SYS_RESOURCE; the soft one may go as far as it.
         if let Ok((_, hard)) = getrlimit(resource) {
-            let _ = setrlimit(resource, hard.min(value), hard);
+            let _ = setrlimit(resource, hard.min(soft), hard);
         }
         Some(name)
     };

@@ -9,6 +9,7 @@ mod detached;
 mod error;
 mod found;
 pub mod log;
+mod members;
 pub mod process;
 mod record;
 pub mod systemd;
@@ -51,6 +52,8 @@ pub struct BrokerView {
     pub died_of: Option<String>,
     /// A broker runs, and nothing tells for sure which.
     pub unknown: Option<UnknownBroker>,
+    /// Shells of jobs that run in the broker's unit or cgroup, whether it lives or not.
+    pub job_shells: usize,
 }
 
 /// Where things are on a host.
@@ -138,6 +141,14 @@ impl Places {
 
     /// See [`observe`].
     pub fn observe(&self, prefix: Option<&Path>) -> BrokerView {
+        let view = self.observe_broker(prefix);
+        let unit = view.running.as_ref().filter(|broker| broker.systemd).map(|broker| broker.pid);
+        // If nobody can look, there may be one.
+        let job_shells = self.job_shells(unit).unwrap_or(1);
+        BrokerView { job_shells, ..view }
+    }
+
+    fn observe_broker(&self, prefix: Option<&Path>) -> BrokerView {
         let Some(record) = self.record() else {
             // A systemd that does not answer for once says nothing.
             return match self.find().ok().flatten() {

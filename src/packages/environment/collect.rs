@@ -8,7 +8,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use crate::host::{CollectOrder, Collected, Occupant, Refusal, Root, lock, occupants, state::environment};
+use crate::host::{CollectOrder, Collected, Occupant, Refusal, launch::Places, lock, state::environment};
 use crate::packages::{
     ENVIRONMENT_MARKER,
     environment::transaction::Environments,
@@ -34,12 +34,13 @@ pub fn decide<'a>(found: &'a [Found], used: &BTreeSet<String>, wanted: &BTreeSet
     others.iter().skip(keep.saturating_sub(stay.len())).map(|one| one.digest.as_str()).collect()
 }
 
-/// Carries out `order`. A name that is not one of ours is never touched.
+/// Carries out `order`. A name that is not one of ours is never touched, and no environment that a process of the broker
+/// uses which `places` leads to; nobody else holds one up.
 ///
 /// # Errors
 /// A sentence for people; what was removed is removed, the next run goes on.
-pub fn collect(order: &CollectOrder) -> Result<Collected, Refusal> {
-    let environments = Environments::hold(&order.prefix)?;
+pub fn collect(order: &CollectOrder, places: &Places) -> Result<Collected, Refusal> {
+    let environments = Environments::hold(&order.prefix, places)?;
     let mut wanted = order.wanted.clone();
     // Whoever follows it must not fall.
     let current = fs::read_link(order.prefix.join("current")).ok();
@@ -52,7 +53,7 @@ pub fn collect(order: &CollectOrder) -> Result<Collected, Refusal> {
     let names = without_use.into_iter().map(str::to_owned).collect::<Vec<_>>();
     let mut used = match names.as_slice() {
         [] => BTreeMap::new(),
-        names => occupants(&Root::host(), names).map_err(|e| environments.trouble("look who uses", &e))?,
+        names => environments.used(names).map_err(|e| environments.trouble("look who uses", &e))?,
     };
     let mut collected = Collected::default();
     let mut trouble = environments.warnings.first().map(|words| failed(words.clone()));

@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     error_chain,
-    host::{LinkOrder, Progress, Refusal},
+    host::{LinkOrder, Progress, Refusal, launch::Places},
     packages::{
         Difference, ENVIRONMENT_MARKER, What,
         environment::{
@@ -61,7 +61,8 @@ pub fn mend(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Men
     if !archive::is_digest(digest) {
         return Err(refused(format!("`{digest}` is not the digest of a package set")));
     }
-    let environments = Environments::hold(prefix)?;
+    let places = Places::of_host();
+    let environments = Environments::hold(prefix, &places)?;
     let (place, fresh) = (environments.place(digest), environments.partial(digest));
     if !fs::symlink_metadata(&place).is_ok_and(|there| there.is_dir()) {
         return Err(refused(format!("there is no environment {}", place.display())));

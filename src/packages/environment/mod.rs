@@ -40,6 +40,7 @@ use crate::{
     host::{
         LinkOrder, Linked, Progress, Refusal,
         files::remove_if_there,
+        launch::Places,
         state::{ENVIRONMENTS, environment},
     },
 };
@@ -108,7 +109,8 @@ pub fn link_while(
     if !archive::is_digest(digest) {
         return Err(refused(format!("`{digest}` is not the digest of a package set")));
     }
-    let mut environments = Environments::hold(prefix)?;
+    let places = Places::of_host();
+    let mut environments = Environments::hold(prefix, &places)?;
     if let Some(linked) = linked(prefix, digest) {
         return Ok(linked);
     }
@@ -139,7 +141,7 @@ pub fn link_while(
 pub(in crate::packages) fn grow(
     order: &LinkOrder,
     more: Option<BorrowedFd<'_>>,
-    environments: &Environments,
+    environments: &Environments<'_>,
     partial: &Path,
     archives: Vec<String>,
     progress: &mut dyn FnMut(Progress),

@@ -5,6 +5,7 @@
 //! such names only; the next one throws them away before it begins.
 
 use std::{
+    collections::BTreeMap,
     fs::{self, File},
     io,
     os::unix::fs::PermissionsExt,
@@ -16,6 +17,7 @@ use nix::{errno::Errno, fcntl::Flock};
 use crate::host::{
     Occupant, Refusal, Root,
     files::{refuse_mounts, remove_all_if_there},
+    launch::Places,
     lock, occupants,
     state::ENVIRONMENTS,
 };
@@ -42,17 +44,19 @@ const LEAST_BYTES: u64 = 1 << 20;
 const LEAST_FILES: u64 = 16;
 
 /// `<prefix>/envs`, held until dropped or, when this process is killed, by nobody.
-pub(in crate::packages) struct Environments {
+pub(in crate::packages) struct Environments<'a> {
     path: PathBuf,
+    /// Of the broker whose processes must not lose theirs.
+    places: &'a Places,
     directory: File,
     _lock: Flock<File>,
     /// What of earlier runs could not be removed.
     pub(in crate::packages) warnings: Vec<String>,
 }
 
-impl Environments {
+impl<'a> Environments<'a> {
     /// Waits for its turn, for as long as an order waits for another one, and cleans up after runs that were killed.
-    pub(in crate::packages) fn hold(prefix: &Path) -> Result<Self, Refusal> {
+    pub(in crate::packages) fn hold(prefix: &Path, places: &'a Places) -> Result<Self, Refusal> {
         // It is baked into what is installed.
         if !prefix.is_absolute() {
             return Err(refused(format!("the prefix {} is not an absolute path", prefix.display())));
@@ -63,9 +67,17 @@ impl Environments {
         let directory = File::open(&path).map_err(|e| error("open", e))?;
         let file = path.join(lock::HIDDEN);
         let lock = lock::take(&file, lock::WAIT).map_err(|error| lock::refusal(&file, lock::WAIT, &error))?;
-        let mut held = Self { path, directory, _lock: lock, warnings: Vec::new() };
+        let mut held = Self { path, places, directory, _lock: lock, warnings: Vec::new() };
         held.warnings = held.drop_leftovers();
         Ok(held)
+    }
+
+    /// For each of `names` in `envs/` that the broker or a job uses, a process that does.
+    ///
+    /// # Errors
+    /// Nobody knows.
+    pub(in crate::packages) fn used(&self, names: &[String]) -> io::Result<BTreeMap<String, Occupant>> {
+        occupants(&Root::host(), &self.places.members()?, names)
     }
 
     pub(in crate::packages) fn place(&self, digest: &str) -> PathBuf {
@@ -97,7 +109,7 @@ impl Environments {
     }
 
     /// Takes away what has the name of an environment without being one: whoever put it there, it was not
-    /// [`Self::commit`]. Nothing is taken from under a process.
+    /// [`Self::commit`]. Nothing is taken from under the broker or a job.
     pub(in crate::packages) fn clear(&self, digest: &str) -> Result<(), Refusal> {
         let place = self.place(digest);
         match fs::symlink_metadata(&place) {
@@ -105,20 +117,21 @@ impl Environments {
             other => other.map_err(|e| self.trouble("look into", &e))?,
         };
         let name = [digest.to_owned()];
-        let found = occupants(&Root::host(), &name).map_err(|e| self.trouble("look who uses", &e))?;
+        let found = self.used(&name).map_err(|e| self.trouble("look who uses", &e))?;
         let occupant = match found.into_values().next() {
             Some(occupant) => Some(occupant),
             None => self.discard(digest).map_err(|e| self.trouble("clean", &e))?,
         };
         occupant.map_or(Ok(()), |occupant| {
             Err(failed(format!(
-                "{} is not as it was installed and has to be made again, but {occupant} uses it; end that process",
+                "{} is not as it was installed and has to be made again, but {occupant} uses it; it is made again when that process has ended",
                 place.display()
             )))
         })
     }
 
-    /// Removes an environment, unless a process turns out to use it; then it is as before, and that process is told.
+    /// Removes an environment, unless the broker or a job turns out to use it; then it is as before, and the process that
+    /// does is named.
     ///
     /// # Errors
     /// The file system's; `ResourceBusy` if something is mounted in it, and then it is as before.
@@ -141,7 +154,7 @@ impl Environments {
         // Another one under the same name is not the one that was set aside.
         let replaced = fs::symlink_metadata(self.place(digest)).is_ok();
         let looked_for = if replaced { &names[1..] } else { &names[..] };
-        match occupants(&Root::host(), looked_for).map(|found| found.into_values().next()) {
+        match self.used(looked_for).map(|found| found.into_values().next()) {
             Ok(None) => remove_all_if_there(aside).map(|()| None),
             used_or_unknown => {
                 if !replaced {

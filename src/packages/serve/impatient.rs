@@ -9,21 +9,20 @@ use std::{
 
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::TcpStream,
     time::{Instant, Sleep},
 };
 
 /// Writes fail once nothing could be written for `patience`. A server can't else get rid of a client that sleeps: it is
 /// never asked for the next piece of the body.
-pub(in crate::packages) struct Impatient {
-    stream: TcpStream,
+pub(in crate::packages) struct Impatient<S> {
+    stream: S,
     patience: Duration,
     until: Pin<Box<Sleep>>,
     waiting: bool,
 }
 
-impl Impatient {
-    pub(in crate::packages) fn new(stream: TcpStream, patience: Duration) -> Self {
+impl<S> Impatient<S> {
+    pub(in crate::packages) fn new(stream: S, patience: Duration) -> Self {
         Self { stream, patience, until: Box::pin(tokio::time::sleep(patience)), waiting: false }
     }
 
@@ -41,13 +40,13 @@ impl Impatient {
     }
 }
 
-impl AsyncRead for Impatient {
+impl<S: AsyncRead + Unpin> AsyncRead for Impatient<S> {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_read(cx, buffer)
     }
 }
 
-impl AsyncWrite for Impatient {
+impl<S: AsyncWrite + Unpin> AsyncWrite for Impatient<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let poll = Pin::new(&mut self.stream).poll_write(cx, bytes);
         self.judge(cx, poll)

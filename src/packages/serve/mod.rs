@@ -4,30 +4,26 @@
 //! There is nothing to be kept secret in an archive, and who receives one checks its sha256, so this is plain HTTP. All of
 //! it is bounded: connections, uploads at a time, memory, and how long a client may sleep.
 
+pub(crate) mod bounded;
 pub(in crate::packages) mod impatient;
 
 use std::{
-    collections::BTreeSet, convert::Infallible, fs::File, future::Future, io, net::SocketAddr, path::PathBuf,
-    sync::Arc, time::Duration,
+    collections::BTreeSet, fs::File, future::Future, io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration,
 };
 
 use axum::{
     body::Body,
     http::{Method, Request, Response, StatusCode, header},
+    serve::ListenerExt,
 };
 use futures::StreamExt;
-use hyper::{server::conn::http1, service::service_fn};
-use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
     io::{AsyncReadExt, AsyncSeekExt},
-    net::{TcpListener, TcpStream},
+    net::TcpListener,
     sync::{Semaphore, watch},
-    task::JoinSet,
-    time::{Instant, sleep, timeout, timeout_at},
+    time::{Instant, timeout, timeout_at},
 };
 use tokio_util::io::ReaderStream;
-
-use crate::packages::serve::impatient::Impatient;
 
 /// Archives that are sent at a time. Others wait: the wire is not faster for more. A node has four children, and each of
 /// them asks for two at a time: they never find it busy.
@@ -38,12 +34,6 @@ const WAIT_FOR_AN_UPLOAD: Duration = Duration::from_secs(1);
 const WAIT_FOR_AN_ARCHIVE: Duration = Duration::from_secs(3);
 /// In an answer that says come again: not because others are being served, but because it is not here yet.
 pub(in crate::packages) const COMING: header::HeaderName = header::HeaderName::from_static("archive-is-coming");
-/// Further ones wait in the kernel.
-const CONNECTIONS: usize = 256;
-/// For a client's next request.
-const IDLE: Duration = Duration::from_secs(10);
-/// For a client that takes nothing of what it asked for.
-const STALL: Duration = Duration::from_secs(5);
 const BUFFER: usize = 1 << 18;
 
 /// What is served at the moment. Clones are the same shelf; a new one is empty.
@@ -122,40 +112,13 @@ pub async fn serve_peers(address: SocketAddr, shelf: Shelf) -> io::Result<impl F
 /// As [`serve_peers`], at a socket that is there already.
 pub async fn serve_peers_on(listener: TcpListener, shelf: Shelf) {
     let uploads = Arc::new(Semaphore::new(UPLOADS));
-    // Dropped with this future, and all connections with it.
-    let mut connections = JoinSet::new();
-    loop {
-        while connections.try_join_next().is_some() {}
-        if connections.len() >= CONNECTIONS {
-            connections.join_next().await;
-        }
-        match listener.accept().await {
-            Ok((stream, _)) => {
-                connections.spawn(connection(stream, shelf.clone(), uploads.clone()));
-            }
-            // Too many open files, most likely: they get fewer.
-            Err(error) => {
-                tracing::warn!(%error, "can't take a peer's connection");
-                sleep(Duration::from_secs(1)).await;
-            }
-        }
-    }
-}
-
-async fn connection(stream: TcpStream, shelf: Shelf, uploads: Arc<Semaphore>) {
     // An answer's head and the end of a body should not wait for each other.
-    let _ = stream.set_nodelay(true);
-    let service = service_fn(|request| {
+    let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
+    let respond = move |request| {
         let (shelf, uploads) = (shelf.clone(), uploads.clone());
-        async move { Ok::<_, Infallible>(respond(&request, &shelf, uploads).await) }
-    });
-    let served = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(IDLE)
-        .serve_connection(TokioIo::new(Impatient::new(stream, STALL)), service);
-    if let Err(error) = served.await {
-        tracing::debug!(error = crate::error_chain(&error), "a peer's connection ended");
-    }
+        async move { respond(&request, &shelf, uploads).await }
+    };
+    bounded::serve(listener, respond).await;
 }
 
 async fn respond<B>(request: &Request<B>, shelf: &Shelf, uploads: Arc<Semaphore>) -> Response<Body> {

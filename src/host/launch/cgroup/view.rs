@@ -1,6 +1,6 @@
 //! What /proc tells of cgroups, and where the broker's would be. Pure.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::CgroupError;
 use crate::host::mountinfo;
@@ -78,6 +78,14 @@ impl Membership {
         if self.controllers.is_empty() { "v2".to_owned() } else { self.controllers.join(",") }
     }
 
+    /// Where the hierarchy is mounted. A host may have further views of it, those of its containers: the host's own is below
+    /// /sys/fs/cgroup and shows most of it. The last one mounted hides those before it.
+    fn mount<'a>(&self, mounts: &'a [Mount]) -> Option<&'a Mount> {
+        mounts.iter().rev().filter(|mount| self.is_mounted_by(mount)).min_by_key(|mount| {
+            (!mount.point.starts_with("/sys/fs/cgroup"), mount.root.len(), mount.point.as_os_str().len())
+        })
+    }
+
     fn is_mounted_by(&self, mount: &Mount) -> bool {
         match &mount.options {
             None => self.controllers.is_empty(),
@@ -94,28 +102,31 @@ impl Membership {
 pub fn places(memberships: &[Membership], mounts: &[Mount], name: &str) -> Vec<(Membership, Option<Place>)> {
     memberships
         .iter()
-        .filter_map(|membership| {
-            // A host may have further views of a hierarchy, those of its containers: the host's own is below
-            // /sys/fs/cgroup and shows most of it. The last one mounted hides those before it.
-            let mount = mounts.iter().rev().filter(|mount| membership.is_mounted_by(mount)).min_by_key(|mount| {
-                (!mount.point.starts_with("/sys/fs/cgroup"), mount.root.len(), mount.point.as_os_str().len())
-            });
-            match mount {
-                None if membership.path == "/" => None,
-                None => Some((membership.clone(), None)),
-                Some(mount) => {
-                    let place = Place {
-                        hierarchy: membership.hierarchy(),
-                        unified: membership.controllers.is_empty(),
-                        directory: mount.point.join(name),
-                        point: mount.point.clone(),
-                        path: format!("{}/{name}", mount.root.trim_end_matches('/')),
-                    };
-                    Some((membership.clone(), Some(place)))
-                }
+        .filter_map(|membership| match membership.mount(mounts) {
+            None if membership.path == "/" => None,
+            None => Some((membership.clone(), None)),
+            Some(mount) => {
+                let place = Place {
+                    hierarchy: membership.hierarchy(),
+                    unified: membership.controllers.is_empty(),
+                    directory: mount.point.join(name),
+                    point: mount.point.clone(),
+                    path: format!("{}/{name}", mount.root.trim_end_matches('/')),
+                };
+                Some((membership.clone(), Some(place)))
             }
         })
         .collect()
+}
+
+/// The directories of those of `memberships` whose cgroup is called `name`, in whichever slice it is.
+pub fn directories(memberships: &[Membership], mounts: &[Mount], name: &str) -> Vec<PathBuf> {
+    let directory = |membership: &Membership| {
+        let path = Path::new(&membership.path);
+        let mount = membership.mount(mounts).filter(|_| path.ends_with(name))?;
+        Some(mount.point.join(path.strip_prefix(&mount.root).ok()?))
+    };
+    memberships.iter().filter_map(directory).collect()
 }
 
 /// Looks again after the move: the first hierarchy in which the process did not get out of its pod.
@@ -171,6 +182,16 @@ mod tests {
                 ("cpu,cpuacct".to_owned(), at("/sys/fs/cgroup/cpu,cpuacct/flux-distribute/broker", path)),
             ]
         );
+    }
+
+    #[test]
+    fn a_unit_is_found_in_another_slice_and_nothing_else_is_taken_for_it() {
+        let unit = |text: &str| super::directories(&memberships(text), &mounts(V1), "flux-broker.service");
+        let found = unit("9:name=systemd:/hpc.slice/flux-broker.service\n4:memory:/hpc.slice\n3:cpu,cpuacct:/\n0::/\n");
+        assert_eq!(found, [Path::new("/sys/fs/cgroup/systemd/hpc.slice/flux-broker.service")]);
+        for other in ["/", "/user.slice", "/hpc.slice/not-flux-broker.service", "/flux-broker.service/job"] {
+            assert_eq!(unit(&format!("9:name=systemd:{other}\n")), [] as [PathBuf; 0], "{other}");
+        }
     }
 
     #[test]

@@ -1,0 +1,92 @@
+//! Nobody runs processes that pass for ours, and brokers that crash.
+
+use std::{fs, path::PathBuf};
+
+use flux_distribute::{
+    api::{FluxInstance, FluxNode, INSTANCE},
+    packages::ENVIRONMENT_MARKER,
+};
+use kube::api::{DeleteParams, PostParams};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::json;
+
+use crate::{
+    attack::{Attack, in_the_hands_of_nobody, nothing_gained},
+    harness::Cluster,
+    locks::{NEXT, put_next_bundle},
+};
+
+const ENVIRONMENTS: &str = "opt/flux-distribute/envs";
+
+#[test]
+fn an_instance_ends_while_nobody_runs_what_is_called_a_jobs_shell() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let before = in_the_hands_of_nobody(&cluster);
+    let nodes = cluster.nodes();
+    let script = include_str!("pretend_job.sh");
+    let attacks: Vec<_> = nodes.iter().map(|node| Attack::begin(&cluster, &node.name, script, &[])).collect();
+
+    let (instances, spec) = (cluster.api::<FluxInstance>(), cluster.instance().spec);
+    cluster.wait(instances.delete(INSTANCE, &DeleteParams::default())).unwrap();
+    cluster.until_deleted();
+    assert!(cluster.brokers().is_empty());
+    cluster.wait(instances.create(&PostParams::default(), &FluxInstance::new(INSTANCE, spec))).unwrap();
+    cluster.all_online(2);
+    nothing_gained(&cluster, &before);
+    attacks.into_iter().for_each(|attack| drop(attack.end()));
+    nothing_gained(&cluster, &before);
+}
+
+#[test]
+fn an_environment_is_made_again_and_an_old_one_goes_whatever_nobody_says_to_use() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let before = in_the_hands_of_nobody(&cluster);
+    let sha256 = put_next_bundle(&cluster);
+    let next = sha256[..16].to_owned();
+    let envs = cluster.root("node2").join(ENVIRONMENTS);
+    let current = cluster.wait(cluster.api::<FluxNode>().get("node2")).unwrap().status.unwrap().digest.unwrap();
+    // One that was in use long ago, and is published no more; and one that is not whole, such as after a disk has lost something.
+    const OLD: &str = "0123456789abcdef";
+    let marker = fs::read_to_string(envs.join(&current).join(ENVIRONMENT_MARKER)).unwrap();
+    fs::create_dir(envs.join(OLD)).unwrap();
+    fs::write(envs.join(OLD).join(ENVIRONMENT_MARKER), marker.replace(&current, OLD)).unwrap();
+    fs::create_dir_all(envs.join(&next).join("bin")).unwrap();
+    let words = ["/opt/flux-distribute/envs", OLD, &next];
+    let attack = Attack::begin(&cluster, "node2", include_str!("name_environments.sh"), &words);
+
+    let bundle = json!({ "url": format!("file://{NEXT}"), "sha256": sha256 });
+    cluster.patch(json!({ "spec": { "packages": { "bundle": bundle, "keep": 1 } } }));
+    cluster.until("the next epoch", || (cluster.instance().status?.epoch == 2).then_some(()));
+    cluster.until("the end of the old environment", || (!envs.join(OLD).exists()).then_some(()));
+    nothing_gained(&cluster, &before);
+    attack.end();
+    nothing_gained(&cluster, &before);
+}
+
+/// An unprivileged user can't end a broker, but its crash must give nothing away either.
+#[test]
+fn a_broker_that_crashes_leaves_no_core_and_jobs_dump_theirs_as_their_users_say() {
+    let Some(cluster) = Cluster::up(1, &[]) else { return };
+    let before = in_the_hands_of_nobody(&cluster);
+    let broker = cluster.brokers()["node1"].pid;
+    let limits = fs::read_to_string(format!("/proc/{broker}/limits")).unwrap();
+    let core: Vec<_> = limits.lines().filter(|line| line.starts_with("Max core file size")).collect();
+    assert_eq!(core[0].split_whitespace().skip(4).collect::<Vec<_>>(), ["1", "unlimited", "bytes"]);
+    for limit in ["unlimited", "0"] {
+        let script = format!("ulimit -c {limit}; flux run sh -c 'ulimit -S -c'");
+        assert_eq!(cluster.exec("node1", &["sh", "-c", &script]), limit);
+    }
+
+    let log = cluster.root("node1").join("opt/flux-distribute/log");
+    assert_eq!(fs::read_link(format!("/proc/{broker}/cwd")).unwrap().file_name(), log.file_name());
+    kill(Pid::from_raw(broker), Signal::SIGSEGV).unwrap();
+    cluster.until("another broker", || cluster.brokers().get("node1").filter(|new| new.pid != broker).copied());
+    let files = fs::read_dir(&log).unwrap().map(|entry| entry.unwrap().path());
+    let cores: Vec<PathBuf> =
+        files.filter(|path| path.file_name().unwrap().as_encoded_bytes().starts_with(b"core")).collect();
+    assert_eq!(cores, [] as [PathBuf; 0]);
+    nothing_gained(&cluster, &before);
+}
