@@ -145,13 +145,21 @@ fn a_planned_restart_raises_no_warning() {
 #[test]
 fn a_node_whose_broker_has_ended_waits_for_the_next_epoch() {
     let Some(cluster) = Cluster::up(4, &[]) else { return };
-    let planner = cluster.planner();
+    let (lead, others) = (cluster.holder(0), ["node1", "node2", "node3", "node4"]);
+    let agent = |node: &str| Some(Pid::from_raw(cluster.node(node).agent_pid?));
+    // The lead's agent is needed: it stops the lead's broker.
+    let planner = cluster.until("a planner beside the lead's agent", || {
+        let planner = cluster.planner();
+        if planner == lead {
+            kill(agent(&lead)?, Signal::SIGTERM).ok()?;
+        }
+        (planner != lead).then_some(planner)
+    });
     cluster.patch(json!({"metadata": {"annotations": {ANNOTATION_RESTART: "now"}}}));
     cluster.until("the end of the epoch", || cluster.roster()?.closing);
     // Nobody begins the next one until another agent is the planner.
-    let stopped = Pid::from_raw(cluster.node(&planner).agent_pid.unwrap());
+    let stopped = agent(&planner).unwrap();
     kill(stopped, Signal::SIGSTOP).unwrap();
-    let (lead, others) = (cluster.holder(0), ["node1", "node2", "node3", "node4"]);
     for node in others.into_iter().filter(|node| *node != planner && *node != lead) {
         cluster.until("the word that its node waits", || {
             let told = cluster.wait(cluster.api::<FluxNode>().get(node)).unwrap().status?.message?;
