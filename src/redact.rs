@@ -30,20 +30,10 @@ impl Write for Stderr {
     }
 }
 
-/// Query parameters that let in whoever has the URL, in lower case: tokens, and the signatures of object stores.
-const SECRET_PARAMETERS: [&str; 11] = [
-    "access_token",
-    "api_key",
-    "apikey",
-    "key",
-    "password",
-    "sig",
-    "signature",
-    "token",
-    "x-amz-security-token",
-    "x-amz-signature",
-    "x-goog-signature",
-];
+/// What the name of a query's parameter holds, in lower case, if the parameter lets in whoever has the URL: tokens, and the
+/// signatures of object stores. Too many names are better than too few: such a URL is refused with a remedy.
+pub(crate) const SECRET_WORDS: [&str; 10] =
+    ["auth", "code", "credential", "jwt", "key", "pass", "secret", "session", "sig", "token"];
 
 /// Whether a segment of a URL's path is conda's token, `/t/<token>/`: never in a file's path, and never a file's name.
 pub(crate) fn is_token(scheme: &str, before: &str, segment: &str, is_last: bool) -> bool {
@@ -52,8 +42,10 @@ pub(crate) fn is_token(scheme: &str, before: &str, segment: &str, is_last: bool)
 
 /// Whether a query, such as `a=b&sig=c`, holds what lets in whoever has it.
 pub(crate) fn is_secret_query(query: &str) -> bool {
-    let names = query.split('&').map(|pair| pair.split('=').next().unwrap_or_default().to_ascii_lowercase());
-    names.into_iter().any(|name| SECRET_PARAMETERS.contains(&name.as_str()))
+    url::form_urlencoded::parse(query.as_bytes()).any(|(name, _)| {
+        let name = name.to_ascii_lowercase();
+        SECRET_WORDS.iter().any(|word| name.contains(word))
+    })
 }
 
 /// `text` without user and password, `/t/<token>`, and query of the URLs in it.
@@ -190,7 +182,10 @@ mod tests {
             ("https://h/a/t/tk-1/c/linux-64/x.conda#0", Some("https://h/a/t/***/c/linux-64/x.conda#0")),
             ("https://h/t/tk-1", Some("https://h/t/***")),
             ("https://h/x?a=b&X-Amz-Signature=s3cret", Some("https://h/x?***")),
-            ("https://h/x?download=1", None),
+            ("https://h/x?private_token=s3cret", Some("https://h/x?***")),
+            ("https://h/x?a=b&to%6ben=s3cret", Some("https://h/x?***")),
+            ("https://h/x?jwt=s3cret", Some("https://h/x?***")),
+            ("https://h/x?download=1&job=build", None),
             ("https://h/t/flux.tar.gz", None),
             ("https://@h/x", None),
             ("file:///srv/t/x/flux.tar.gz", None),

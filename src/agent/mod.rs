@@ -49,7 +49,10 @@ use std::{
 use hyper::Response;
 use kube::{Client, Config, client::ClientBuilder};
 
-use crate::{api::HEALTH_PORT, clock};
+use crate::{
+    api::{DAEMONSET, HEALTH_PORT},
+    clock,
+};
 
 pub use dump::{DumpArguments, dump};
 pub use enter::{EnterError, StatusArguments, connect, shell, status};
@@ -69,6 +72,9 @@ pub struct AgentArguments {
     /// Name of this pod: the agent's name in the Lease and in Events
     #[arg(long, env = "POD_NAME", default_value = "agent")]
     pub pod_name: String,
+    /// Name of the DaemonSet that this pod belongs to: its end is a sign that the host is to be cleaned
+    #[arg(long, env = "DAEMONSET", default_value = DAEMONSET)]
+    pub daemonset: String,
     /// Where metrics are told: loopback is for those on the node
     #[arg(long, env = "HEALTH_ADDRESS", default_value_t = SocketAddr::from(([127, 0, 0, 1], HEALTH_PORT)))]
     pub health_address: SocketAddr,

@@ -67,7 +67,7 @@ pub async fn run(arguments: AgentArguments) -> Result<std::process::ExitCode, Ag
     let client = client().await?;
     let host: Arc<dyn Host> = Arc::new(NsHost::open()?);
     info!(node = arguments.node_name, version = env!("CARGO_PKG_VERSION"), "the agent begins");
-    let world = world(&client, &arguments.node_name);
+    let world = world(&client, &arguments.node_name, &arguments.daemonset);
     let members = Arc::new(AtomicU32::new(0));
     let planner = tokio::spawn(planner::run(client.clone(), arguments.pod_name.clone(), members.clone()));
     tokio::spawn(gate::follow(client.clone(), arguments.pod_name.clone(), health.ready()));
@@ -86,7 +86,7 @@ pub async fn run(arguments: AgentArguments) -> Result<std::process::ExitCode, Ag
     planner.abort();
     let released = planner::release(client.clone(), &arguments.pod_name);
     let _ = timeout(teardown::LAST_QUESTION, released).await;
-    if teardown::evidence(&client, world).await {
+    if teardown::evidence(&client, &arguments.daemonset, world).await {
         info!("the instance is over: cleaning this host");
         agent.clean().await;
     }

@@ -8,7 +8,7 @@ use tokio::{sync::watch, time::timeout};
 use tracing::debug;
 
 use super::watch::{Presence, World, look};
-use crate::api::{DAEMONSET, FluxInstance, INSTANCE, NAMESPACE};
+use crate::api::{FluxInstance, INSTANCE, NAMESPACE};
 
 /// One question to the API server at SIGTERM: at a teardown the right to ask is soon gone.
 pub const LAST_QUESTION: Duration = Duration::from_secs(1);
@@ -50,14 +50,14 @@ pub fn decide(namespace: Word, instance: Word, daemonset: Word) -> Verdict {
     }
 }
 
-/// True where there is a positive word that the instance is over.
-pub async fn evidence(client: &Client, mut world: watch::Receiver<World>) -> bool {
+/// True if there is a positive word that the instance is over. `daemonset`: the name of the one that this agent belongs to.
+pub async fn evidence(client: &Client, daemonset: &str, mut world: watch::Receiver<World>) -> bool {
     let instances = Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE);
     let daemonsets = Api::<DaemonSet>::namespaced(client.clone(), NAMESPACE);
     let namespaces = Api::<Namespace>::all(client.clone());
     let (instance, daemonset, namespace) = tokio::join!(
         timeout(LAST_QUESTION, look(&instances, INSTANCE)),
-        timeout(LAST_QUESTION, look(&daemonsets, DAEMONSET)),
+        timeout(LAST_QUESTION, look(&daemonsets, daemonset)),
         timeout(LAST_QUESTION, look(&namespaces, NAMESPACE)),
     );
     let seen = world.borrow().clone();

@@ -19,8 +19,8 @@ use tracing::debug;
 use super::run::SOON;
 use crate::{
     api::{
-        CONDITION_CERTIFICATE_MISSING, DAEMONSET, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeSpec, INSTANCE,
-        NAMESPACE, Uninstall,
+        CONDITION_CERTIFICATE_MISSING, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE,
+        Uninstall,
     },
     chance::jittered,
 };
@@ -112,8 +112,8 @@ impl World {
     }
 }
 
-/// Watches until the receiver is dropped.
-pub fn world(client: &Client, node_name: &str) -> watch::Receiver<World> {
+/// Watches until the receiver is dropped. `daemonset`: the name of the one that this agent belongs to.
+pub fn world(client: &Client, node_name: &str, daemonset: &str) -> watch::Receiver<World> {
     let (sender, receiver) = watch::channel(World::default());
     tokio::spawn(follow(
         Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE),
@@ -133,7 +133,7 @@ pub fn world(client: &Client, node_name: &str) -> watch::Receiver<World> {
     ));
     tokio::spawn(follow(
         Api::<DaemonSet>::namespaced(client.clone(), NAMESPACE),
-        DAEMONSET.to_owned(),
+        daemonset.to_owned(),
         sender.clone(),
         |world, presence| world.daemonset = presence,
     ));

@@ -40,7 +40,7 @@ pub const VERSION: &str = "v1alpha1";
 pub const NAMESPACE: &str = "flux-distribute";
 /// The one name of a [`FluxInstance`] that is served; any other gets the condition `Ignored`.
 pub const INSTANCE: &str = "flux";
-/// The DaemonSet that runs the agents.
+/// The DaemonSet that runs the agents, except those on control planes; and label `app` of all of them.
 pub const DAEMONSET: &str = "install-flux";
 /// ConfigMap from which the planner creates the first [`FluxInstance`], once.
 pub const CONFIGMAP_DEFAULT: &str = "flux-default";

@@ -1,9 +1,7 @@
 use kube::KubeSchema;
 use serde::{Deserialize, Serialize};
 
-use super::validate::{
-    GLIBC, HAS_CREDENTIALS, LONGEST_URL, MOST_CHANNELS, NO_CREDENTIALS, NONE_HAS_CREDENTIALS, PLATFORM, SHA256, URL,
-};
+use super::validate::{GLIBC, HAS_CREDENTIALS, LONGEST_URL, MOST_CHANNELS, PLATFORM, SHA256, URL, no_credentials};
 
 /// The default channel.
 pub const DEFAULT_CHANNEL: &str = "https://conda.anaconda.org/conda-forge";
@@ -19,7 +17,7 @@ pub struct Packages {
     /// Conda channels, the first one wins: http(s) or file URLs. Default: conda-forge.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = MOST_CHANNELS), inner(regex(pattern = URL), length(max = LONGEST_URL)))]
-    #[x_kube(validation = Rule::new(NONE_HAS_CREDENTIALS).message(HAS_CREDENTIALS))]
+    #[x_kube(validation = Rule::new(format!("self.all(url, {})", no_credentials("url"))).message(HAS_CREDENTIALS))]
     pub channels: Vec<String>,
     /// What to install, as conda match specs. Default: flux-core, flux-sched, mpich.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -43,7 +41,7 @@ pub struct Packages {
     /// channels' own paths are found, such as `https://mirror.example.org/conda` for `https://…/conda-forge/linux-64/…`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = URL), length(max = LONGEST_URL))]
-    #[x_kube(validation = Rule::new(NO_CREDENTIALS).message(HAS_CREDENTIALS))]
+    #[x_kube(validation = Rule::new(no_credentials("self")).message(HAS_CREDENTIALS))]
     pub mirror: Option<String>,
     /// Whether what Secret `flux-packages-access` holds may be sent to http URLs, where everybody on the way can read it.
     /// Default: false, to https URLs only.
@@ -65,7 +63,7 @@ pub struct Packages {
 pub struct BundleSource {
     /// `https://`, `http://`, or `file://` (a path on each node's host).
     #[schemars(regex(pattern = URL), length(max = LONGEST_URL))]
-    #[x_kube(validation = Rule::new(NO_CREDENTIALS).message(HAS_CREDENTIALS))]
+    #[x_kube(validation = Rule::new(no_credentials("self")).message(HAS_CREDENTIALS))]
     pub url: String,
     /// sha256 of the file, 64 hex digits, as `flux-distribute bundle create` prints it.
     #[schemars(regex(pattern = SHA256))]

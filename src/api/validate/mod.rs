@@ -35,9 +35,7 @@ pub(super) const PREFIX: &str = "^/[A-Za-z0-9._/-]+$";
 /// In the CRD; what [`user`] takes, but for numbers that are too large.
 pub(super) const USER: &str = "^[A-Za-z0-9_.][-A-Za-z0-9_.]*$";
 pub(super) use nodes::{selector_words, toleration_words};
-pub(super) use packages::{
-    GLIBC, HAS_CREDENTIALS, LONGEST_URL, MOST_CHANNELS, NO_CREDENTIALS, NONE_HAS_CREDENTIALS, PLATFORM, SHA256, URL,
-};
+pub(super) use packages::{GLIBC, HAS_CREDENTIALS, LONGEST_URL, MOST_CHANNELS, PLATFORM, SHA256, URL, no_credentials};
 
 /// Finds everything that is wrong with a spec and that its schema can't say; empty if it can be served.
 pub fn validate(spec: &FluxInstanceSpec) -> Vec<Finding> {

@@ -4,7 +4,7 @@ use crate::{
     api::{BundleSource, Finding, Packages},
     error_chain,
     packages::{check_glibc, check_lock, check_spec, credentials_remedy},
-    redact::{redacted, url_with_credentials},
+    redact::{SECRET_WORDS, redacted, url_with_credentials},
 };
 
 /// In the CRD; a URL by its scheme.
@@ -20,12 +20,12 @@ const PLATFORMS: [&str; 2] = ["linux-64", "linux-aarch64"];
 /// The API server's words for a URL with credentials, by a rule of the CRD.
 pub(in crate::api) const HAS_CREDENTIALS: &str = "has credentials in the URL, which everybody who may read the FluxInstance or \
     ConfigMap flux-packages could read: put them into Secret flux-packages-access, key credentials.json";
-/// In CEL, the rule that [`HAS_CREDENTIALS`] is said by: no user, and no `/t/TOKEN/`.
-pub(in crate::api) const NO_CREDENTIALS: &str =
-    "!self.matches('^https?://([^/?#]+@|[^?#]*/t/([^/?#.]+(/|$)|[^/?#]+/))')";
-/// The same for each of a list.
-pub(in crate::api) const NONE_HAS_CREDENTIALS: &str =
-    "self.all(url, !url.matches('^https?://([^/?#]+@|[^?#]*/t/([^/?#.]+(/|$)|[^/?#]+/))'))";
+/// In CEL, the rule that [`HAS_CREDENTIALS`] is said by, of the URL in variable `name`: it has no user, no `/t/TOKEN/`, and no
+/// parameter with one of [`SECRET_WORDS`] in its name. Names that are written with `%` are found by [`url`] alone.
+pub(in crate::api) fn no_credentials(name: &str) -> String {
+    let secret = SECRET_WORDS.join("|");
+    format!("!{name}.matches('(?i)^https?://([^/?#]+@|[^?#]*/t/([^/?#.]+(/|$)|[^/?#]+/)|[^#]*[?&][^=&#]*({secret}))')")
+}
 /// In the CRD. The API server runs no rule on what may be endless.
 pub(in crate::api) const MOST_CHANNELS: usize = 32;
 /// As [`MOST_CHANNELS`], in characters.

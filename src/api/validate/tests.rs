@@ -80,6 +80,7 @@ const BAD: &[(&str, &str)] = &[
     ("{packages: {mirror: mirror.example.org}}", "packages.mirror"),
     ("{packages: {mirror: 'ftp://mirror.example.org'}}", "packages.mirror"),
     ("{packages: {mirror: 'https://mirror.example.org/?token=a'}}", "packages.mirror"),
+    ("{packages: {mirror: 'https://mirror.example.org/?Job_Token=a'}}", "packages.mirror"),
     ("{packages: {keep: 0}}", "packages.keep"),
     ("{packages: {specs: ['flux-core ===']}}", "packages.specs[0]"),
     ("{packages: {specs: [flux-core, 'https://example.org/a.conda']}}", "packages.specs[1]"),
