@@ -133,7 +133,7 @@ fn outcome(view: &HostView, purge: bool) -> String {
 fn agent() -> Option<i32> {
     let root = Root::host();
     let is_agent = |process: &Process| {
-        fs::read(process.dir.join("cmdline")).is_ok_and(|line| is_agent(&line)) && process.is_hosts_root(&root)
+        fs::read(process.dir.join("cmdline")).is_ok_and(|line| is_agent(&line)) && process.is_hosts_root()
     };
     processes(&root).ok()?.iter().find(|process| is_agent(process)).map(|process| process.pid)
 }

@@ -21,13 +21,16 @@ impl Process {
 }
 
 impl Process {
-    /// The host's root runs it: none of its ids is another user's, as the first is of what set-user-ID made root, and it is in the
-    /// PID namespace of the host, which a pod's root is not unless the pod is privileged. `root` is the host's.
-    pub fn is_hosts_root(&self, root: &Root) -> bool {
+    /// The host's root runs it: none of its user IDs is another user's, as the real one is of what set-user-ID made root, and it is
+    /// in the host's PID namespace, where a pod's root is not unless the pod is privileged. See proc_pid_status(5): NSpid has
+    /// one number for a process of the namespace that /proc is of.
+    pub fn is_hosts_root(&self) -> bool {
         let status = fs::read_to_string(self.dir.join("status")).unwrap_or_default();
-        let namespace = |process: PathBuf| fs::read_link(process.join("ns/pid")).ok();
-        status.lines().any(|line| line == "Uid:\t0\t0\t0\t0")
-            && namespace(self.dir.clone()).is_some_and(|own| Some(own) == namespace(root.path("/proc/1")))
+        let values = |key: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(key));
+            line.unwrap_or_default().split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+        };
+        values("Uid:") == ["0"; 4] && values("NSpid:").len() == 1
     }
 }
 

@@ -138,8 +138,8 @@ async fn a_damaged_archive_is_fetched_again_before_anything_is_mended() {
     let (host, set, _channel) = installed().await;
     let library = host.environment(&set).join("lib/libflux.so");
     flip(&library);
-    for archive in fs::read_dir(host.pkgs()).unwrap() {
-        flip(&archive.unwrap().path());
+    for archive in host.archives() {
+        flip(&archive);
     }
     let refusal = mend(&host, &set).await.unwrap_err();
     assert!(refusal.transient && refusal.message.contains("fetched again"), "{refusal}");
