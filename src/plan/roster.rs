@@ -422,7 +422,7 @@ pub(super) fn lacks_since(seen: &Observed, node: &NodeView, entry: &RosterEntry)
 }
 
 /// What has been missing since then is declared no longer: a driver that is only loaded again is back by now.
-pub(super) fn is_for_good(seen: &Observed, lacks_since: Option<i64>) -> bool {
+pub(super) fn may_declare_less(seen: &Observed, lacks_since: Option<i64>) -> bool {
     lacks_since.is_none_or(|since| seen.now - since >= retain_resources_secs(seen.spec))
 }
 

@@ -6,7 +6,7 @@ use kube::{
     api::{ObjectMeta, PostParams},
 };
 
-use super::{PlannerError, as_read, call, gone_is_fine};
+use super::{PlannerError, call, gone_is_fine, of_version};
 use crate::{
     api::{ANNOTATION_INSTANCE, INSTANCE, NAMESPACE, SECRET_CURVE, SECRET_CURVE_KEY},
     plan::certificate::{Certificate, CertificateError},
@@ -95,7 +95,7 @@ pub async fn forget(client: &Client) -> Result<(), PlannerError> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let found = call("get Secret flux-curve", secrets.get_opt(SECRET_CURVE)).await?;
     let Some(secret) = found.filter(is_made_here) else { return Ok(()) };
-    delete(client, secret.metadata).await
+    delete(client, &secret.metadata).await
 }
 
 /// Deletes the Secret as it was read: somebody may have put another one there meanwhile.
@@ -103,13 +103,12 @@ pub async fn forget(client: &Client) -> Result<(), PlannerError> {
 /// # Errors
 /// The API server's; code 409 where somebody has.
 pub async fn discard(client: &Client, published: Published) -> Result<(), PlannerError> {
-    delete(client, published.metadata).await
+    delete(client, &published.metadata).await
 }
 
-async fn delete(client: &Client, read: ObjectMeta) -> Result<(), PlannerError> {
+async fn delete(client: &Client, read: &ObjectMeta) -> Result<(), PlannerError> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
-    let read = Secret { metadata: read, ..Secret::default() };
-    gone_is_fine(call("delete Secret flux-curve", secrets.delete(SECRET_CURVE, &as_read(&read))).await)
+    gone_is_fine(call("delete Secret flux-curve", secrets.delete(SECRET_CURVE, &of_version(read))).await)
 }
 
 fn is_made_here(secret: &Secret) -> bool {

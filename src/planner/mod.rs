@@ -81,7 +81,12 @@ pub(crate) async fn call<T>(
 /// For the deletion of an object as it was read, and of no other: what has taken its place, or has changed meanwhile, stays, and
 /// the API server answers 409.
 pub(crate) fn as_read<K: Resource>(object: &K) -> DeleteParams {
-    let ObjectMeta { uid, resource_version, .. } = object.meta().clone();
+    of_version(object.meta())
+}
+
+/// As [`as_read`], of an object's metadata alone.
+pub(crate) fn of_version(metadata: &ObjectMeta) -> DeleteParams {
+    let ObjectMeta { uid, resource_version, .. } = metadata.clone();
     DeleteParams::default().preconditions(Preconditions { uid, resource_version })
 }
 

@@ -60,7 +60,7 @@ pub async fn run(client: Client, identity: &str, time_before: Option<Timestamp>)
         forsaken: HashMap::new(),
         sources: Sources::default(),
         validated: None,
-        new_enough: None,
+        is_new_enough: false,
         forgotten: false,
         agents: Agents::default(),
         protection: Protection::default(),
@@ -101,8 +101,8 @@ struct Planner {
     sources: Sources,
     /// The generation of the spec that was looked at, and what was wrong with it: a lock in it is long.
     validated: Option<(String, i64, Option<String>)>,
-    /// The generation of the spec for which the API server was found to be new enough.
-    new_enough: Option<(String, i64)>,
+    /// The API server was found to be new enough.
+    is_new_enough: bool,
     /// What was made for an instance that is over has been taken off.
     forgotten: bool,
     agents: Agents,
@@ -183,7 +183,7 @@ impl Planner {
             agentless: &agentless,
         };
 
-        let invalid = self.too_old(flux, &uid).await?.or(self.invalid_spec(flux, &uid));
+        let invalid = self.too_old().await?.or(self.invalid_spec(flux, &uid));
         // With a spec, or by a Kubernetes, that can't be served, everything stays as it is.
         let is_invalid = invalid.is_some();
         let (digest, lacks_packages) = if is_invalid { (None, None) } else { self.packages(&seen).await? };
@@ -224,10 +224,9 @@ impl Planner {
         }
     }
 
-    /// Why this Kubernetes can't be served, which is asked once if it can.
-    async fn too_old(&mut self, flux: &FluxInstance, uid: &str) -> Result<Option<Obstacle>, PlannerError> {
-        let asked = (uid.to_owned(), flux.metadata.generation.unwrap_or_default());
-        if self.new_enough.as_ref() == Some(&asked) {
+    /// Why this Kubernetes can't be served. Its version is asked until one is new enough.
+    async fn too_old(&mut self) -> Result<Option<Obstacle>, PlannerError> {
+        if self.is_new_enough {
             return Ok(None);
         }
         let found = match call("get the API server's version", self.client.apiserver_version()).await {
@@ -236,7 +235,7 @@ impl Planner {
             Err(error) if matches!(error.code(), Some(401 | 403 | 404)) => None,
             Err(error) => return Err(error),
         };
-        self.new_enough = found.is_none().then_some(asked);
+        self.is_new_enough = found.is_none();
         Ok(found)
     }
 

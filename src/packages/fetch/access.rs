@@ -1,6 +1,6 @@
 //! What a site's channels, mirrors and bundles demand of those who ask: Secret `flux-packages-access`.
 
-use std::{fmt, path::Path};
+use std::{fmt, path::PathBuf};
 
 use rustls::{
     RootCertStore,
@@ -11,7 +11,7 @@ use url::Url;
 use crate::api::{SECRET_PACKAGES_CA_KEY, SECRET_PACKAGES_CREDENTIALS_KEY, SECRET_PACKAGES_TOKEN_KEY};
 use crate::packages::{
     HttpError,
-    fetch::credentials::{Credential, Opener, Unusable, taken_from},
+    fetch::credentials::{Credential, CredentialStore, Unusable, taken_from},
 };
 
 /// The content of Secret `flux-packages-access`, and what the spec says about it.
@@ -23,9 +23,9 @@ pub struct Access {
     pub token: Option<Token>,
     /// `spec.packages.allowHttpCredentials`: credentials are sent to http URLs too, and not to https URLs only.
     pub allow_http: bool,
-    /// Each for a server of its own; the text of `credentials.json`.
+    /// Each for a server of its own; the text of the Secret's `credentials.json`.
     pub credentials: Option<Token>,
-    /// Those that URLs of the command line held.
+    /// Those that a command was given: in its URLs, and by the file that `RATTLER_AUTH_FILE` names.
     pub given: Vec<Credential>,
 }
 
@@ -75,13 +75,15 @@ impl Access {
     /// For a command: the file that `RATTLER_AUTH_FILE` names, which pixi and rattler-build read too.
     ///
     /// # Errors
-    /// It can't be read.
+    /// It can't be read, or is not such a file.
     pub fn from_environment() -> Result<Self, HttpError> {
-        let Some(path) = std::env::var_os(AUTH_FILE).filter(|path| !path.is_empty()) else {
+        let Some(path) = std::env::var_os(AUTH_FILE).filter(|path| !path.is_empty()).map(PathBuf::from) else {
             return Ok(Self::default());
         };
-        let text = std::fs::read_to_string(Path::new(&path)).map_err(HttpError::AuthFile)?;
-        Ok(Self { credentials: Some(Token::new(&text)), ..Self::default() })
+        let text =
+            std::fs::read_to_string(&path).map_err(|source| HttpError::AuthFile { path: path.clone(), source })?;
+        let given = Credential::parse_all(&text, false).map_err(|reason| HttpError::AuthContent { path, reason })?;
+        Ok(Self { given, ..Self::default() })
     }
 
     /// Takes the credentials out of a URL, and shows them to its server from now on. What is not a URL comes back as it is.
@@ -97,24 +99,24 @@ impl Access {
     }
 
     pub(in crate::packages) fn certificates(&self) -> Result<Vec<reqwest::Certificate>, HttpError> {
-        let wrong = |reason: &str| HttpError::Secret { key: SECRET_PACKAGES_CA_KEY, reason: reason.to_owned() };
+        let unusable = |reason: &str| HttpError::Secret { key: SECRET_PACKAGES_CA_KEY, reason: reason.to_owned() };
         let Some(pem) = &self.authorities else { return Ok(Vec::new()) };
         let mut certificates = Vec::new();
         for der in CertificateDer::pem_slice_iter(pem.as_bytes()) {
-            let der = der.map_err(|_| wrong("is not whole PEM: -----BEGIN CERTIFICATE----- up to the END line"))?;
+            let der = der.map_err(|_| unusable("is not whole PEM: -----BEGIN CERTIFICATE----- up to the END line"))?;
             // The client would say no more than that it could not be made.
             let added = RootCertStore::empty().add(der.clone());
             let certificate = added.ok().and_then(|()| reqwest::Certificate::from_der(&der).ok());
-            certificates.push(certificate.ok_or_else(|| wrong("holds something that is not a certificate"))?);
+            certificates.push(certificate.ok_or_else(|| unusable("holds something that is not a certificate"))?);
         }
         if certificates.is_empty() {
-            return Err(wrong("holds no certificate in PEM: -----BEGIN CERTIFICATE----- and so on"));
+            return Err(unusable("holds no certificate in PEM: -----BEGIN CERTIFICATE----- and so on"));
         }
         Ok(certificates)
     }
 
     /// `urls`: the servers that [`Self::token`] is for.
-    pub(in crate::packages) fn opener(&self, urls: &[String]) -> Result<Opener, HttpError> {
+    pub(in crate::packages) fn credentials(&self, urls: &[String]) -> Result<CredentialStore, HttpError> {
         let wrong = |key, reason: String| HttpError::Secret { key, reason };
         let mut credentials = self.given.clone();
         if let Some(Token(json)) = &self.credentials {
@@ -132,6 +134,6 @@ impl Access {
             let anywhere = Url::parse("https://localhost").map_err(|_| unfit(Unusable))?;
             Credential::bearer(&anywhere, token, false).map_err(unfit)?;
         }
-        Ok(Opener::new(credentials))
+        Ok(CredentialStore::new(credentials))
     }
 }

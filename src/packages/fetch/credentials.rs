@@ -1,4 +1,4 @@
-//! What opens a server, kept apart from the URLs that name it: a URL is written down in many places, a credential in none.
+//! What lets a client into a server, kept apart from the URLs that name it: a URL is written down in many places, a credential in none.
 
 use std::{collections::BTreeMap, fmt, sync::Arc};
 
@@ -16,33 +16,33 @@ use crate::{
     redact::{is_secret_query, is_token},
 };
 
-/// A part of a server, and what opens it.
+/// Which part of a server a client is let into, and by what.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Credential {
-    place: Place,
+    scope: Scope,
     /// It may be sent where everybody on the way can read it.
     over_http: bool,
-    opens: Opens,
+    presentation: Presentation,
 }
 
 /// How a credential is shown to a server.
 #[derive(Clone, PartialEq, Eq)]
-enum Opens {
+enum Presentation {
     /// `Authorization`.
     Header(HeaderValue),
-    /// conda's `/t/<token>`, before the part of the path that is below the place.
+    /// conda's `/t/<token>`, before the part of the path that is below the scope.
     Path(String),
 }
 
 impl fmt::Debug for Credential {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Credential({:?}, ***)", self.place)
+        write!(f, "Credential({:?}, ***)", self.scope)
     }
 }
 
 /// What a credential is for: `host`, `host:port`, either followed by a path, or `*.domain`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Place {
+struct Scope {
     /// In lower case; with `*.` before it, all hosts below this domain.
     host: String,
     /// None: the usual one of the URL's scheme.
@@ -51,10 +51,10 @@ struct Place {
     path: Vec<String>,
 }
 
-impl Place {
+impl Scope {
     fn parse(text: &str) -> Option<Self> {
         let (wildcard, rest) = text.strip_prefix("*.").map_or((false, text), |rest| (true, rest));
-        // Whatever the scheme: it is not part of a place.
+        // Whatever the scheme: it is not part of a scope.
         let url = Url::parse(&format!("https://{rest}")).ok()?;
         let is_plain = url.username().is_empty() && url.password().is_none() && url.query().is_none();
         let host = url.host_str().filter(|_| is_plain && !rest.contains(['@', '#', '?']))?;
@@ -90,8 +90,8 @@ impl Credential {
     /// # Errors
     /// No header can hold it.
     pub(in crate::packages) fn bearer(url: &Url, token: &str, over_http: bool) -> Result<Option<Self>, Unusable> {
-        let opens = Opens::header(&format!("Bearer {token}"))?;
-        Ok(Place::of(url, Vec::new()).map(|place| Self { place, over_http, opens }))
+        let presentation = Presentation::header(&format!("Bearer {token}"))?;
+        Ok(Scope::of(url, Vec::new()).map(|scope| Self { scope, over_http, presentation }))
     }
 
     /// Reads what pixi and rattler-build keep in `credentials.json`: `{"HOST": {"CondaToken": "…"}}`, and so on.
@@ -105,14 +105,14 @@ impl Credential {
             format!("is not JSON such as {{\"HOST\": {{\"CondaToken\": \"TOKEN\"}}}}: line {line}, column {column}")
         })?;
         let parse = |(key, authentication): (String, Authentication)| {
-            let place = Place::parse(&key).ok_or("has a key that is not HOST, HOST:PORT, HOST/PATH or *.DOMAIN")?;
-            let opens = Opens::from(&authentication).map_err(|Unusable| {
+            let scope = Scope::parse(&key).ok_or("has a key that is not HOST, HOST:PORT, HOST/PATH or *.DOMAIN")?;
+            let presentation = Presentation::from(&authentication).map_err(|Unusable| {
                 format!(
                     "has for {} something else than a usable BearerToken, BasicHTTP or CondaToken; nothing else is supported",
-                    place.host
+                    scope.host
                 )
             })?;
-            Ok(Self { place, over_http, opens })
+            Ok(Self { scope, over_http, presentation })
         };
         all.into_iter().map(parse).collect()
     }
@@ -122,7 +122,7 @@ impl Credential {
 #[derive(Debug)]
 pub(in crate::packages) struct Unusable;
 
-impl Opens {
+impl Presentation {
     fn header(value: &str) -> Result<Self, Unusable> {
         let mut value = HeaderValue::from_str(value).map_err(|_| Unusable)?;
         value.set_sensitive(true);
@@ -161,14 +161,14 @@ pub(in crate::packages) fn taken_from(url: &Url) -> Result<(Url, Vec<Credential>
     let over_http = url.scheme() == "http";
     let mut credentials = Vec::new();
     if let Some((user, password)) = user
-        && let Some(place) = Place::of(&plain, Vec::new())
+        && let Some(scope) = Scope::of(&plain, Vec::new())
     {
-        credentials.push(Credential { place, over_http, opens: Opens::basic(&user, &password)? });
+        credentials.push(Credential { scope, over_http, presentation: Presentation::basic(&user, &password)? });
     }
     if let Some((before, token)) = token
-        && let Some(place) = Place::of(&plain, before)
+        && let Some(scope) = Scope::of(&plain, before)
     {
-        credentials.push(Credential { place, over_http, opens: Opens::Path(token) });
+        credentials.push(Credential { scope, over_http, presentation: Presentation::Path(token) });
     }
     Ok((plain, credentials))
 }
@@ -198,36 +198,37 @@ fn take_apart(url: &Url) -> (Url, User, PathToken) {
 
 /// Attaches credentials to the requests that they are for, and to no others.
 #[derive(Clone, Debug, Default)]
-pub(in crate::packages) struct Opener(Arc<[Credential]>);
+pub(in crate::packages) struct CredentialStore(Arc<[Credential]>);
 
-impl Opener {
+impl CredentialStore {
     /// Of several that fit, the one that means a URL most exactly is sent; of two as exact ones the first.
     pub(in crate::packages) fn new(credentials: Vec<Credential>) -> Self {
         Self(credentials.into())
     }
 
     /// The most exact one for `url` that is of a kind.
-    fn find<T>(&self, url: &Url, kind: impl Fn(&Opens) -> Option<T>) -> Option<(&Credential, T)> {
-        let fitting = self.0.iter().filter_map(|one| Some((one.place.fits(url)?, one, kind(&one.opens)?)));
+    fn find<T>(&self, url: &Url, kind: impl Fn(&Presentation) -> Option<T>) -> Option<(&Credential, T)> {
+        let fitting = self.0.iter().filter_map(|one| Some((one.scope.fits(url)?, one, kind(&one.presentation)?)));
         let best = fitting.rev().max_by_key(|(fits, ..)| *fits);
-        best.filter(|(_, one, _)| one.over_http || url.scheme() == "https").map(|(_, one, opens)| (one, opens))
+        best.filter(|(_, one, _)| one.over_http || url.scheme() == "https")
+            .map(|(_, one, presentation)| (one, presentation))
     }
 
     /// What is really asked for `url`, and with which headers.
     pub(in crate::packages) fn open(&self, url: &Url) -> (Url, HeaderMap) {
-        let header = self.find(url, |opens| match opens {
-            Opens::Header(value) => Some(value.clone()),
-            Opens::Path(_) => None,
+        let header = self.find(url, |presentation| match presentation {
+            Presentation::Header(value) => Some(value.clone()),
+            Presentation::Path(_) => None,
         });
-        let token = self.find(url, |opens| match opens {
-            Opens::Path(token) => Some(token.clone()),
-            Opens::Header(_) => None,
+        let token = self.find(url, |presentation| match presentation {
+            Presentation::Path(token) => Some(token.clone()),
+            Presentation::Header(_) => None,
         });
         let mut asked = url.clone();
         if let Some((one, token)) = token {
             let path = url.path().split('/').collect::<Vec<_>>();
             // The first is what is before the first slash: nothing.
-            let (before, rest) = path.split_at((1 + one.place.path.len()).min(path.len()));
+            let (before, rest) = path.split_at((1 + one.scope.path.len()).min(path.len()));
             asked.set_path(&[before, &["t", &token], rest].concat().join("/"));
         }
         (asked, header.into_iter().map(|(_, value)| (AUTHORIZATION, value)).collect())
@@ -235,11 +236,11 @@ impl Opener {
 
     /// For the end of a sentence on a refused request: there is a credential for `url`, and it was not sent.
     pub(in crate::packages) fn withheld(&self, url: &Url) -> String {
-        let is_withheld = |one: &Credential| !one.over_http && one.place.fits(url).is_some();
+        let is_withheld = |one: &Credential| !one.over_http && one.scope.fits(url).is_some();
         match url.scheme() == "http" && self.0.iter().any(is_withheld) {
             true => format!(
-                "; the credential of Secret {SECRET_PACKAGES} was not sent, since http shows it to everybody on the way: use \
-                 https, or set spec.packages.allowHttpCredentials"
+                "; the credential for this server was not sent, since everybody on the way can read http: use https, or, for \
+                 those of Secret {SECRET_PACKAGES}, set spec.packages.allowHttpCredentials"
             ),
             false => String::new(),
         }
@@ -247,9 +248,9 @@ impl Opener {
 
     /// The same for requests of others.
     pub(in crate::packages) fn middleware(&self) -> impl Middleware {
-        let opener = self.clone();
+        let credentials = self.clone();
         sending(move |mut request, extensions, next| {
-            let (url, headers) = opener.open(request.url());
+            let (url, headers) = credentials.open(request.url());
             let given = std::mem::replace(request.url_mut(), url);
             request.headers_mut().extend(headers);
             Box::pin(async move {
@@ -282,8 +283,8 @@ mod tests {
     use super::*;
 
     /// What is asked for `url`, and the header that is sent.
-    fn asked(opener: &Opener, url: &str) -> (String, Option<String>) {
-        let (url, headers) = opener.open(&Url::parse(url).unwrap());
+    fn asked(credentials: &CredentialStore, url: &str) -> (String, Option<String>) {
+        let (url, headers) = credentials.open(&Url::parse(url).unwrap());
         (url.to_string(), headers.get(AUTHORIZATION).map(|value| value.to_str().unwrap().to_owned()))
     }
 
@@ -293,8 +294,8 @@ mod tests {
             "h": {"BearerToken": "b"}, "h:8": {"BasicHTTP": {"username": "me", "password": "pw"}},
             "*.d.org": {"CondaToken": "w"}, "a.d.org": {"CondaToken": "a"}, "p/conda": {"CondaToken": "p"}
         }"#;
-        let opener = Opener::new(Credential::parse_all(json, false).unwrap());
-        let allowed = Opener::new(Credential::parse_all(json, true).unwrap());
+        let credentials = CredentialStore::new(Credential::parse_all(json, false).unwrap());
+        let allowed = CredentialStore::new(Credential::parse_all(json, true).unwrap());
         for (url, url_asked, header) in [
             ("https://h/c/x", "https://h/c/x", Some("Bearer b")),
             ("https://h:443/x", "https://h/x", Some("Bearer b")),
@@ -310,13 +311,16 @@ mod tests {
             ("http://h/x", "http://h/x", None),
             ("http://a.d.org/x", "http://a.d.org/x", None),
         ] {
-            assert_eq!(asked(&opener, url), (url_asked.to_owned(), header.map(str::to_owned)), "{url}");
+            assert_eq!(asked(&credentials, url), (url_asked.to_owned(), header.map(str::to_owned)), "{url}");
         }
         assert_eq!(asked(&allowed, "http://a.d.org/x").0, "http://a.d.org/t/a/x");
         assert_eq!(asked(&allowed, "http://h/x").1.as_deref(), Some("Bearer b"));
-        let withheld = |opener: &Opener, url: &str| !opener.withheld(&Url::parse(url).unwrap()).is_empty();
+        let withheld =
+            |credentials: &CredentialStore, url: &str| !credentials.withheld(&Url::parse(url).unwrap()).is_empty();
         assert!(
-            withheld(&opener, "http://h/x") && !withheld(&opener, "http://i/x") && !withheld(&opener, "https://h/x")
+            withheld(&credentials, "http://h/x")
+                && !withheld(&credentials, "http://i/x")
+                && !withheld(&credentials, "https://h/x")
         );
         assert!(!withheld(&allowed, "http://h/x"));
         assert!(!format!("{allowed:?}").contains("pw"));
@@ -336,7 +340,7 @@ mod tests {
             assert_eq!(found.as_str(), plain);
             let mut expected = url;
             let _ = (expected.set_username(""), expected.set_password(None));
-            let (asked, sent) = asked(&Opener::new(credentials), plain);
+            let (asked, sent) = asked(&CredentialStore::new(credentials), plain);
             assert_eq!((asked.trim_end_matches('/'), sent.as_deref()), (expected.as_str(), header));
         }
         let signed = Url::parse("https://h/x.tar.gz?X-Amz-Signature=s").unwrap();

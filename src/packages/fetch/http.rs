@@ -1,12 +1,12 @@
 //! One HTTP client for the pod.
 
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 use reqwest::{RequestBuilder, redirect};
 use url::Url;
 
 use crate::{
-    packages::{Access, fetch::credentials::Opener},
+    packages::{Access, fetch::credentials::CredentialStore},
     redact::is_token,
 };
 
@@ -29,7 +29,7 @@ const USER_AGENT: &str = concat!("flux-distribute/", env!("CARGO_PKG_VERSION"));
 pub struct HttpClient {
     client: reqwest::Client,
     peers: reqwest::Client,
-    opener: Opener,
+    credentials: CredentialStore,
     patience_with_peers: Duration,
 }
 
@@ -48,11 +48,24 @@ pub enum HttpError {
         /// What is wrong with the value, without the value.
         reason: String,
     },
-    /// The environment.
-    #[error("can't read the file that RATTLER_AUTH_FILE names")]
-    AuthFile(#[source] std::io::Error),
+    /// The file that environment variable `RATTLER_AUTH_FILE` names is not there, or nobody may read it.
+    #[error("can't read {}, which RATTLER_AUTH_FILE names", path.display())]
+    AuthFile {
+        /// Its path.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// That file can be read, and not used.
+    #[error("{}, which RATTLER_AUTH_FILE names, can't be used: it {reason}", path.display())]
+    AuthContent {
+        /// Its path.
+        path: PathBuf,
+        /// What is wrong with the content, without the content.
+        reason: String,
+    },
     /// A URL of the command line.
-    #[error("the user or password of a URL can't be sent")]
+    #[error("the user or password of a URL can't be sent: no header can hold it")]
     Credentials,
 }
 
@@ -83,7 +96,7 @@ impl HttpClient {
         Ok(Self {
             client: build(base().tls_certs_merge(access.certificates()?))?,
             peers: build(peers)?,
-            opener: access.opener(urls)?,
+            credentials: access.credentials(urls)?,
             patience_with_peers: PEERS_READ_TIMEOUT,
         })
     }
@@ -98,13 +111,13 @@ impl HttpClient {
     }
 
     pub(in crate::packages) fn ask(&self, url: &Url) -> RequestBuilder {
-        let (url, headers) = self.opener.open(url);
+        let (url, headers) = self.credentials.open(url);
         self.client.get(url).headers(headers)
     }
 
     /// For the end of a sentence on a request that `url`'s server refused; empty if nothing was withheld from it.
     pub(in crate::packages) fn withheld(&self, url: &Url) -> String {
-        self.opener.withheld(url)
+        self.credentials.withheld(url)
     }
 
     pub(in crate::packages) fn ask_peer(&self, url: &str) -> RequestBuilder {
@@ -117,7 +130,7 @@ impl HttpClient {
     }
 
     pub(in crate::packages) fn for_rattler(&self) -> rattler_networking::LazyClient {
-        reqwest_middleware::ClientBuilder::new(self.client.clone()).with(self.opener.middleware()).build().into()
+        reqwest_middleware::ClientBuilder::new(self.client.clone()).with(self.credentials.middleware()).build().into()
     }
 }
 

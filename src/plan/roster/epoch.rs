@@ -6,8 +6,8 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use super::{
-    Observed, candidates, facts, format, holds, is_for_good, is_online, is_ready, is_shut_down, lacks_since,
-    lead_report, limit, member, properties, resources, takers,
+    Observed, candidates, facts, format, holds, is_online, is_ready, is_shut_down, lacks_since, lead_report, limit,
+    may_declare_less, member, properties, resources, takers,
 };
 use crate::{
     api::{
@@ -288,7 +288,8 @@ fn named(seen: &Observed, roster: &Roster, rank: Rank, member: Member, before: O
     let node = seen.nodes.iter().find(|node| node.uid == member.uid);
     // Nothing runs now, so this is when resources may shrink; but jobs may wait for what will be back in a moment.
     let lacks_since = node.zip(before).and_then(|(node, entry)| lacks_since(seen, node, entry));
-    let found = node.filter(|_| is_for_good(seen, lacks_since)).and_then(|node| resources(seen, node, rank, known));
+    let found =
+        node.filter(|_| may_declare_less(seen, lacks_since)).and_then(|node| resources(seen, node, rank, known));
     let (resources, lacks_since) = if found.is_some() { (found, None) } else { (known.cloned(), lacks_since) };
     RosterEntry {
         broker_name: if real { member.node.clone() } else { spare_name(rank) },

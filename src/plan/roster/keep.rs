@@ -3,8 +3,8 @@
 use std::collections::{BTreeSet, HashMap};
 
 use super::{
-    Observed, by_uid, does_lead_miss, drain::has_no_jobs_for_sure, holds, is_for_good, is_lead_fixed, is_online,
-    lacks_since, resources, retain_secs,
+    Observed, by_uid, does_lead_miss, drain::has_no_jobs_for_sure, holds, is_lead_fixed, is_online, lacks_since,
+    may_declare_less, resources, retain_secs,
 };
 use crate::{
     api::{Member, Rank, Roster, RosterEntry},
@@ -65,7 +65,7 @@ pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
             // A scheduler that is loaded again kills the jobs that hold what is no longer declared, and refuses those that wait
             // for it.
             let takes_nothing = entry.resources.as_ref().is_none_or(|before| now.covers(before));
-            if takes_nothing || (idle.contains(rank) && is_for_good(seen, entry.lacks_since)) {
+            if takes_nothing || (idle.contains(rank) && may_declare_less(seen, entry.lacks_since)) {
                 (entry.resources, entry.lacks_since) = (Some(now), None);
             }
         }
