@@ -18,11 +18,13 @@ use flux_distribute::{
 };
 use k8s_openapi::api::{
     apps::v1::DaemonSet,
-    core::v1::{ConfigMap, Container, Namespace, PodSpec, ResourceQuota, Toleration},
+    core::v1::{ConfigMap, Container, Namespace, NodeSelectorRequirement, PodSpec, ResourceQuota, Toleration},
     rbac::v1::{ClusterRole, ClusterRoleBinding, PolicyRule, Role, RoleBinding},
 };
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_norway::Value;
+
+const CONTROL_PLANES: &str = "install-flux-control-planes";
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).to_path_buf()
@@ -56,12 +58,27 @@ fn pod() -> PodSpec {
     daemon_set().spec.unwrap().template.spec.unwrap()
 }
 
-/// One expression for each term: the label's key and the operator.
-fn places(pod: &PodSpec) -> Vec<(String, String)> {
-    let affinity = pod.affinity.clone().unwrap().node_affinity.unwrap();
-    let terms = affinity.required_during_scheduling_ignored_during_execution.unwrap().node_selector_terms;
-    let expressions = terms.into_iter().flat_map(|term| term.match_expressions.unwrap());
-    expressions.map(|expression| (expression.key, expression.operator)).collect()
+/// The names of the DaemonSets that put an agent onto a node with `labels`, taints aside.
+fn on_node(labels: &[(&str, &str)]) -> Vec<String> {
+    let holds = |term: &NodeSelectorRequirement| {
+        let value = labels.iter().find(|(key, _)| *key == term.key).map(|(_, value)| (*value).to_owned());
+        match term.operator.as_str() {
+            "Exists" => value.is_some(),
+            "DoesNotExist" => value.is_none(),
+            "NotIn" => !value.is_some_and(|value| term.values.as_ref().unwrap().contains(&value)),
+            other => panic!("{other}"),
+        }
+    };
+    let is_for = |set: &DaemonSet| {
+        let affinity = pod_of(set).affinity.unwrap().node_affinity.unwrap();
+        let terms = affinity.required_during_scheduling_ignored_during_execution.unwrap().node_selector_terms;
+        terms.iter().any(|term| term.match_expressions.as_ref().unwrap().iter().all(holds))
+    };
+    all::<DaemonSet>("DaemonSet").into_iter().filter(is_for).map(|set| set.metadata.name.unwrap()).collect()
+}
+
+fn pod_of(set: &DaemonSet) -> PodSpec {
+    set.spec.clone().unwrap().template.spec.unwrap()
 }
 
 fn agent() -> Container {
@@ -101,7 +118,7 @@ const CALLS: &[(&str, &str, &[&str], &[&str])] = &[
     ("coordination.k8s.io", "leases", &[LEASE_PLANNER], &["get", "update"]),
     ("coordination.k8s.io", "leases", &[], &["create"]),
     // Evidence at the end of a pod.
-    ("apps", "daemonsets", &[DAEMONSET], &["get", "list", "watch"]),
+    ("apps", "daemonsets", &[DAEMONSET, CONTROL_PLANES], &["get", "list", "watch"]),
     // The planner looks where agents run; each agent tells its own pod's readiness.
     ("", "pods", &[], &["list", "watch"]),
     ("", "pods/status", &[], &["patch"]),
@@ -307,12 +324,20 @@ fn the_installers_first_spec_is_found_and_valid() {
 fn no_taint_takes_the_agent_from_a_worker_and_control_planes_get_one_only_without_their_taint() {
     let every = Toleration { operator: Some("Exists".to_owned()), ..Toleration::default() };
     assert_eq!(pod().tolerations.unwrap(), [every]);
-    let label = "node-role.kubernetes.io/control-plane";
-    assert_eq!(places(&pod()), [(label.to_owned(), "DoesNotExist".to_owned())]);
-
+    let control_plane = ("node-role.kubernetes.io/control-plane", "");
+    let etcd = ("node-role.kubernetes.io/etcd", "true");
+    for (labels, sets) in [
+        (&[("type", "compute")][..], &[DAEMONSET][..]),
+        (&[control_plane], &[CONTROL_PLANES]),
+        (&[etcd], &[CONTROL_PLANES]),
+        (&[control_plane, etcd], &[CONTROL_PLANES]),
+        // They have no host.
+        (&[("eks.amazonaws.com/compute-type", "fargate")], &[]),
+        (&[("type", "virtual-kubelet")], &[]),
+    ] {
+        assert_eq!(on_node(labels), sets, "{labels:?}");
+    }
     let control_planes = all::<DaemonSet>("DaemonSet").remove(1);
-    let pod_of = |set: &DaemonSet| set.spec.clone().unwrap().template.spec.unwrap();
-    assert_eq!(places(&pod_of(&control_planes)), [(label.to_owned(), "Exists".to_owned())]);
     for toleration in pod_of(&control_planes).tolerations.unwrap() {
         let key = toleration.key.unwrap();
         let is_condition = key.starts_with("node.kubernetes.io/");
@@ -328,6 +353,12 @@ fn no_taint_takes_the_agent_from_a_worker_and_control_planes_get_one_only_withou
         for (key, value) in spec.selector.match_labels.unwrap() {
             assert_eq!(labels.get(&key), Some(&value));
         }
+        // An agent asks for its own one at the end of its pod.
+        let label = "distribute.flux-framework.org/daemonset";
+        assert_eq!(labels[label], set.metadata.name.unwrap());
+        let environment = spec.template.spec.unwrap().containers.remove(0).env.unwrap();
+        let name = environment.into_iter().find(|variable| variable.name == "DAEMONSET").unwrap();
+        assert_eq!(name.value_from.unwrap().field_ref.unwrap().field_path, format!("metadata.labels['{label}']"));
     }
 }
 
