@@ -11,7 +11,7 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1::Node;
-use kube::{Api, Client, ResourceExt, api::ListParams};
+use kube::{Api, Client, ResourceExt, api::ListParams, core::DeserializeGuard};
 use tokio::time::sleep;
 
 use super::{AgentError, client, live, published::read_roster, say};
@@ -245,10 +245,12 @@ impl Seen {
             )
         })?;
         let nodes = Api::<Node>::all(client.clone());
-        let flux_nodes = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
+        let flux_nodes = Api::<DeserializeGuard<FluxNode>>::namespaced(client.clone(), NAMESPACE);
         let nodes = call("list Nodes", nodes.list(&all)).await?;
         let flux_nodes = call("list FluxNodes", flux_nodes.list(&all)).await?;
-        let reports = flux_nodes.items.into_iter().map(|node| (node.name_any(), node.status.unwrap_or_default()));
+        // One that this version can't read is as that of an agent that has said nothing.
+        let readable = flux_nodes.items.into_iter().filter_map(|node| node.0.ok());
+        let reports = readable.map(|node| (node.name_any(), node.status.unwrap_or_default()));
         Ok(Self {
             uid,
             spec: instance.spec,

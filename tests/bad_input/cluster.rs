@@ -30,12 +30,26 @@ use kube::{
         watcher::{self, watcher},
     },
 };
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::needs::{NODES, Need, skips_without};
 
 pub const PATIENCE: Duration = Duration::from_secs(45);
+
+/// Waits for what the API server acts by a moment after it was made, as a policy or a quota, and sends no event for.
+pub async fn until_true(what: &str, mut look: impl AsyncFnMut() -> bool) {
+    let looking = async {
+        while !look().await {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    };
+    assert!(tokio::time::timeout(PATIENCE, looking).await.is_ok(), "in vain: {what}");
+}
 
 /// Selects nobody, and asks nobody for packages.
 pub fn nobody() -> Value {
@@ -323,6 +337,19 @@ impl Case {
             probes.tick().await;
         }
         panic!("{node} is ready: {}", !ready);
+    }
+
+    /// The process of a node's agent.
+    fn agent(&self, node: &str) -> Option<i64> {
+        let nodes: Value = serde_json::from_str(&self.cluster.must(&["status", "--output", "json"])).unwrap();
+        nodes.as_array().unwrap().iter().find(|one| one["name"] == node)?["agentPid"].as_i64()
+    }
+
+    /// Has kubelet start a node's agent anew.
+    pub async fn restart_agent(&self, node: &str) {
+        let before = self.agent(node).unwrap();
+        kill(Pid::from_raw(before.try_into().unwrap()), Signal::SIGTERM).unwrap();
+        until_true("another agent", async || self.agent(node).is_some_and(|now| now != before)).await;
     }
 
     /// A path of the node, seen from the machine.

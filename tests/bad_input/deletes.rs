@@ -1,7 +1,5 @@
 //! What is deleted is what was read, by a real API server that refuses every delete without a uid and a resourceVersion.
 
-use std::time::Duration;
-
 use flux_distribute::api::{CONFIGMAP_BROKER, FluxNode, FluxNodeSpec, GROUP, SECRET_CURVE};
 use k8s_openapi::api::{
     admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
@@ -13,7 +11,7 @@ use kube::{
 };
 use serde_json::json;
 
-use super::cluster::{Case, PATIENCE, nobody};
+use super::cluster::{Case, nobody, until_true};
 
 const POLICY: &str = "as-it-was-read";
 
@@ -42,16 +40,11 @@ async fn agents_and_planner_delete_only_what_they_have_read() {
         metadata: ObjectMeta { name: Some(name.to_owned()), ..ObjectMeta::default() },
         ..ConfigMap::default()
     };
-    // A policy is heard of a moment after it is made.
-    tokio::time::timeout(PATIENCE, async {
-        maps.create(&PostParams::default(), &named("probe")).await.unwrap();
-        while maps.delete("probe", &DeleteParams::default()).await.is_ok() {
-            tokio::time::sleep(Duration::from_millis(200)).await;
-            maps.create(&PostParams::default(), &named("probe")).await.unwrap();
-        }
+    until_true("the policy to hold", async || {
+        let _ = maps.create(&PostParams::default(), &named("probe")).await;
+        maps.delete("probe", &DeleteParams::default()).await.is_err()
     })
-    .await
-    .unwrap();
+    .await;
 
     // A FluxNode whose Node is gone is deleted by the planner.
     let mut spec = nobody();
@@ -68,10 +61,6 @@ async fn agents_and_planner_delete_only_what_they_have_read() {
     case.goes::<Secret>(SECRET_CURVE).await;
     bindings.delete(POLICY, &DeleteParams::default()).await.unwrap();
     policies.delete(POLICY, &DeleteParams::default()).await.unwrap();
-    let probe_goes = async {
-        while maps.delete("probe", &DeleteParams::default()).await.is_err() {
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
-    };
-    tokio::time::timeout(PATIENCE, probe_goes).await.unwrap();
+    until_true("the policy to hold no longer", async || maps.delete("probe", &DeleteParams::default()).await.is_ok())
+        .await;
 }

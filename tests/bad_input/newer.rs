@@ -1,7 +1,5 @@
 //! What another version has written, by a real API server: it hides nothing else, and is not written over.
 
-use std::time::Duration;
-
 use flux_distribute::api::{FluxNode, NAMESPACE, NodePhase, Want};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::{
@@ -11,7 +9,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use super::cluster::{Case, PATIENCE, nobody};
+use super::cluster::{Case, nobody, until_true};
 
 /// As a newer build may write it.
 fn of_a_newer_build(name: &str) -> Value {
@@ -76,16 +74,14 @@ async fn the_flux_node_of_a_newer_build_hides_no_other_one_from_an_older_planner
         }
         nodes.create(&PostParams::default(), &serde_json::from_value(node.clone()).unwrap()).await.unwrap();
         let status = Patch::Merge(json!({"status": node["status"]}));
-        // A changed definition is heard of a moment later.
-        tokio::time::timeout(PATIENCE, async {
-            while nodes.patch_status(name, &PatchParams::default(), &status).await.unwrap().data["status"]["temperature"] != 21 {
-                tokio::time::sleep(Duration::from_millis(200)).await;
-            }
+        until_true("the changed definition to hold", async || {
+            let patched = nodes.patch_status(name, &PatchParams::default(), &status).await.unwrap();
+            patched.data["status"]["temperature"] == 21
         })
-        .await
-        .unwrap();
+        .await;
     }
-    // The planner sees what happens to all others: a FluxNode that is new is told what is wanted of it.
+    // A planner that begins has to list them all. It sees what happens to all others: a FluxNode that is new is told what is wanted of it.
+    case.restart_agent("node1").await;
     let old = case.api::<FluxNode>().get("node1").await.unwrap().uid();
     case.api::<FluxNode>().delete("node1", &DeleteParams::default()).await.unwrap();
     case.until("node1", "told again", |node: &FluxNode| node.uid() != old && is_told(node)).await;

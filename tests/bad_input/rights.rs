@@ -1,7 +1,5 @@
 //! An agent's token in the wrong hands: what the manifest's rules refuse, by a real API server.
 
-use std::time::Duration;
-
 use flux_distribute::{
     api::{
         ANNOTATION_PROTECTS, CONDITION_POD_READY, FluxInstance, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE, NodePhase,
@@ -22,7 +20,7 @@ use kube::{
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
-use super::cluster::{Case, nobody};
+use super::cluster::{Case, nobody, until_true};
 
 /// Makes all objects of a kind that the manifest has.
 async fn make<K>(api: Api<K>)
@@ -99,16 +97,13 @@ async fn an_agents_token_changes_no_more_of_a_node_than_the_annotations_for_auto
         json!({"metadata": {"annotations": {"example.org/theirs": null}}}),
         json!({"metadata": {"annotations": {ANNOTATION_PROTECTS: "x"}, "labels": {"example.org/pool": "b"}}}),
     ];
-    // A policy is heard of a moment after it is made.
-    tokio::time::timeout(Duration::from_secs(30), async {
-        while patch(wrong[6].clone()).await.is_ok() {
-            let clean = json!({"metadata": {"annotations": {"example.org/mine": null}}});
-            all.patch("node1", &PatchParams::default(), &Patch::Merge(clean)).await.unwrap();
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
+    until_true("the policy to hold", async || {
+        let is_refused = patch(wrong[6].clone()).await.is_err();
+        let clean = json!({"metadata": {"annotations": {"example.org/mine": null}}});
+        all.patch("node1", &PatchParams::default(), &Patch::Merge(clean)).await.unwrap();
+        is_refused
     })
-    .await
-    .unwrap();
+    .await;
     let before = all.get("node1").await.unwrap();
     for value in wrong {
         match patch(value.clone()).await {
@@ -213,14 +208,10 @@ async fn an_agents_token_speaks_for_its_own_node_only() {
     left.create(&post, &of("left", "left")).await.unwrap();
     right.create(&post, &of("right", "right")).await.unwrap();
     let online = json!({"status": {"phase": "Online", "message": "by the other one's token"}});
-    // A policy is heard of a moment after it is made.
-    tokio::time::timeout(Duration::from_secs(30), async {
-        while left.patch_status("right", &merge, &Patch::Merge(&online)).await.is_ok() {
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
+    until_true("the policy to hold", async || {
+        left.patch_status("right", &merge, &Patch::Merge(&online)).await.is_err()
     })
-    .await
-    .unwrap();
+    .await;
 
     // It can't take the other one's name, nor give away its own.
     for (name, node) in [("right", "left"), ("left", "right")] {
@@ -310,25 +301,13 @@ async fn the_pods_are_admitted_where_a_provider_keeps_critical_ones_out_of_names
                 .await
                 .unwrap();
         }
-        // A quota is heard of a moment after it is made.
-        tokio::time::timeout(Duration::from_secs(30), async {
-            while pods.create(&PostParams::default(), &pod).await.is_err() {
-                tokio::time::sleep(Duration::from_millis(200)).await;
-            }
-        })
-        .await
-        .unwrap();
+        until_true("the quota to be seen", async || pods.create(&PostParams::default(), &pod).await.is_ok()).await;
         pods.delete("critical", &DeleteParams::default().grace_period(0)).await.unwrap();
         for quota in quotas.list(&Default::default()).await.unwrap() {
             quotas.delete(&quota.name_any(), &DeleteParams::default()).await.unwrap();
         }
-        tokio::time::timeout(Duration::from_secs(30), async {
-            while pods.create(&PostParams { dry_run: true, ..PostParams::default() }, &pod).await.is_ok() {
-                tokio::time::sleep(Duration::from_millis(200)).await;
-            }
-        })
-        .await
-        .unwrap();
+        let dry = PostParams { dry_run: true, ..PostParams::default() };
+        until_true("the quota to be gone", async || pods.create(&dry, &pod).await.is_err()).await;
     }
 }
 
@@ -340,14 +319,10 @@ async fn an_agents_token_tells_the_readiness_of_its_own_pod_only() {
     agent_on(&case, "another").await;
     let condition = json!([{"type": CONDITION_POD_READY, "status": "True"}]);
     let ready = Patch::Strategic(json!({"status": {"conditions": condition}}));
-    // A policy is heard of a moment after it is made.
-    tokio::time::timeout(Duration::from_secs(30), async {
-        while pods.patch_status("another", &PatchParams::default(), &ready).await.is_ok() {
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
+    until_true("the policy to hold", async || {
+        pods.patch_status("another", &PatchParams::default(), &ready).await.is_err()
     })
-    .await
-    .unwrap();
+    .await;
     match pods.patch_status("another", &PatchParams::default(), &ready).await {
         Err(kube::Error::Api(status)) if status.code == 403 => {
             assert!(status.message.contains("no other pod than its own"), "{}", status.message);

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, io::Write};
 
-use kube::{Api, api::ListParams};
+use kube::{Api, ResourceExt, api::ListParams, core::DeserializeGuard};
 use serde::Serialize;
 
 use super::{
@@ -32,10 +32,11 @@ struct Line {
 pub(crate) async fn run(layout: &Layout, json: bool) -> Result<(), LocalError> {
     let cluster = layout.load()?;
     let nodes = Client::connect(layout).await?.ask(Request::Status).await?;
-    let told: Api<FluxNode> = Api::default_namespaced(objects::client(layout, &cluster)?);
+    let told: Api<DeserializeGuard<FluxNode>> = Api::default_namespaced(objects::client(layout, &cluster)?);
     let told = told.list(&ListParams::default()).await.context(|| "can't list the FluxNodes".to_owned())?;
-    let mut told: BTreeMap<String, FluxNode> =
-        told.items.into_iter().map(|node| (node.spec.node_name.clone(), node)).collect();
+    // Another version may have written one that this one can't read.
+    let readable = told.items.into_iter().filter_map(|node| node.0.ok());
+    let mut told: BTreeMap<String, FluxNode> = readable.map(|node| (node.name_any(), node)).collect();
     let lines: Vec<Line> = nodes.into_iter().map(|node| line(told.remove(&node.name), node)).collect();
     let text = if json {
         let mut text = serde_json::to_string_pretty(&lines).context(|| "can't write JSON".to_owned())?;
