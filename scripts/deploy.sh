@@ -48,7 +48,9 @@ down() {
     if "$kubectl" get crd fluxinstances.distribute.flux-framework.org >/dev/null 2>&1; then
         "${in_namespace[@]}" delete fluxinstance flux --ignore-not-found
         timeout=${TIMEOUT:-10m}
-        if [ -n "$(left)" ]; then
+        # In a condition, a failure of kubectl would look like hosts that are clean.
+        first=$(left)
+        if [ -n "$first" ]; then
             echo "waiting up to $timeout until every host is clean"
             # What it says of a time-out is said better below; whatever else went wrong shows there as hosts that are left.
             "${in_namespace[@]}" wait --for=delete fluxnode --all --timeout="$timeout" >/dev/null 2>&1 || true

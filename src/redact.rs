@@ -32,8 +32,23 @@ impl Write for Stderr {
 
 /// What the name of a query's parameter holds, in lower case, if the parameter lets in whoever has the URL: tokens, and the
 /// signatures of object stores. Too many names are better than too few: such a URL is refused with a remedy.
-pub(crate) const SECRET_WORDS: [&str; 10] =
-    ["auth", "code", "credential", "jwt", "key", "pass", "secret", "session", "sig", "token"];
+pub(crate) const SECRET_WORDS: [&str; 15] = [
+    "auth",
+    "code",
+    "credential",
+    "hash",
+    "hdnts",
+    "hmac",
+    "jwt",
+    "key",
+    "md5",
+    "pass",
+    "pwd",
+    "secret",
+    "session",
+    "sig",
+    "token",
+];
 
 /// Whether a segment of a URL's path is conda's token, `/t/<token>/`: never in a file's path, and never a file's name.
 pub(crate) fn is_token(scheme: &str, before: &str, segment: &str, is_last: bool) -> bool {
@@ -185,6 +200,7 @@ mod tests {
             ("https://h/x?private_token=s3cret", Some("https://h/x?***")),
             ("https://h/x?a=b&to%6ben=s3cret", Some("https://h/x?***")),
             ("https://h/x?jwt=s3cret", Some("https://h/x?***")),
+            ("https://h/x?md5=s3cret&expires=1", Some("https://h/x?***")),
             ("https://h/x?download=1&job=build", None),
             ("https://h/t/flux.tar.gz", None),
             ("https://@h/x", None),

@@ -32,13 +32,13 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     // Before anything is made: what is there and above it may be somebody else's.
     trust::nearest(root, &order.prefix)?;
     let dir = root.path(&order.prefix);
-    check_content(root, order)?;
+    check_content(root, &order.prefix, &order.instance_uid)?;
     let mut state = state::fresh(root, order);
     state.undo.extend(missing_parents(&dir).iter().map(|parent| Undo::Directory { path: root.unpath(parent) }));
     state::write_pointer(root, &state)?;
     trust::make_directory(root, &order.prefix, 0o755)?;
     // Until then others may have been able to write there.
-    check_content(root, order)?;
+    check_content(root, &order.prefix, &order.instance_uid)?;
 
     let _lock = HostLock::take(root, &order.prefix, WAIT)?;
     match state::load(root, &order.prefix)? {
@@ -103,8 +103,11 @@ fn may_have(found: &HostState, order: &ClaimOrder) -> Result<(), Refusal> {
 
 /// What a claim that was cut short left is ours, and so are statedirs that a removal kept, and a prefix that has lost its
 /// `state.json` but holds nothing else than what we put there.
-fn check_content(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
-    let dir = root.path(&order.prefix);
+///
+/// # Errors
+/// It holds what is not of the FluxInstance with uid `wanted`.
+pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Refusal> {
+    let dir = root.path(prefix);
     if dir.join(STATE).exists() {
         return Ok(());
     }
@@ -113,18 +116,17 @@ fn check_content(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     let mut found: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
     found.retain(|path| !early.contains(path) && !statedir::is_kept(path));
     let Some(first) = found.first() else { return Ok(()) };
-    let Some(instance_uid) = configured_for(root, &order.prefix) else {
+    let Some(instance_uid) = configured_for(root, prefix) else {
         return Err(Refusal::new(format!(
             "{} exists and is not of flux-distribute (it holds {}); move it away, or choose another spec.prefix",
             dir.display(),
             first.file_name().unwrap_or_default().display()
         )));
     };
-    if instance_uid != order.instance_uid {
+    if instance_uid != wanted {
         return Err(Refusal::new(format!(
-            "{} is of the FluxInstance with uid {instance_uid} and its state.json is gone; move it away before {} can have it",
-            dir.display(),
-            order.instance_uid
+            "{} is of the FluxInstance with uid {instance_uid} and its state.json is gone; move it away before {wanted} can have it",
+            dir.display()
         )));
     }
     found.retain(|path| !is_ours(path));

@@ -242,12 +242,17 @@ impl HostRoot {
         self.resolve(path, OFlag::O_PATH, 0)
     }
 
-    /// The file at `path`, to read.
+    /// The file or directory at `path`, to read. A pipe, which somebody may have put there, is not waited for.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system says; `InvalidInput` if it is neither a file nor a directory.
     pub fn open_file(&self, path: &Path) -> io::Result<File> {
-        Ok(self.resolve(path, OFlag::O_RDONLY, 0)?.into())
+        let file = File::from(self.resolve(path, OFlag::O_RDONLY | OFlag::O_NONBLOCK, 0)?);
+        let found = file.metadata()?;
+        if !(found.is_file() || found.is_dir()) {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is neither a file nor a directory"));
+        }
+        Ok(file)
     }
 
     /// The directory `path`, made with all those above it where they are missing (mode 0755).

@@ -13,7 +13,7 @@ use super::Root;
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Machine {
-    /// Its host name, up to the first dot.
+    /// Its host name, with its domain if the kernel knows one.
     pub name: String,
     /// Made from /etc/machine-id, which is not for everybody to know.
     pub id: String,
@@ -26,9 +26,8 @@ impl Machine {
     pub fn here(root: &Root) -> Option<Self> {
         let read = |path: &str| fs::read_to_string(root.path(path)).unwrap_or_default().trim().to_owned();
         let name = read("/proc/sys/kernel/hostname");
-        let name = name.split('.').next().unwrap_or_default().to_owned();
         let machine = Self {
-            name: Some(name).filter(|name| !["localhost", "(none)"].contains(&name.as_str())).unwrap_or_default(),
+            name: Some(name).filter(|name| !["localhost", "(none)"].contains(&first_label(name))).unwrap_or_default(),
             id: Some(read("/etc/machine-id")).filter(|id| is_id(id)).map(|id| digest(&id)).unwrap_or_default(),
             hardware: Some(read("/sys/class/dmi/id/product_uuid"))
                 .filter(|uuid| is_id(uuid))
@@ -41,14 +40,27 @@ impl Machine {
     /// Whether both can be one machine: most of what both tell is equal, and between two parts that contradict each other the
     /// host name decides.
     pub fn may_be(&self, other: &Self) -> bool {
-        let parts = [(&self.name, &other.name), (&self.id, &other.id), (&self.hardware, &other.hardware)];
-        let known = parts.iter().filter(|(one, other)| !one.is_empty() && !other.is_empty());
-        let (equal, known) = (known.clone().filter(|(one, other)| one == other).count(), known.count());
-        match equal.cmp(&(known - equal)) {
-            std::cmp::Ordering::Equal => self.name == other.name || self.name.is_empty() || other.name.is_empty(),
+        let known = |one: &str, other: &str, is_same: fn(&str, &str) -> bool| {
+            (!one.is_empty() && !other.is_empty()).then(|| is_same(one, other))
+        };
+        let is_equal: fn(&str, &str) -> bool = |one, other| one == other;
+        let name = known(&self.name, &other.name, is_one_name);
+        let parts = [name, known(&self.id, &other.id, is_equal), known(&self.hardware, &other.hardware, is_equal)];
+        let count = |wanted| parts.iter().filter(|part| **part == Some(wanted)).count();
+        match count(true).cmp(&count(false)) {
+            std::cmp::Ordering::Equal => name.unwrap_or(true),
             order => order.is_gt(),
         }
     }
+}
+
+fn first_label(name: &str) -> &str {
+    name.split_once('.').map_or(name, |(first, _)| first)
+}
+
+/// A host may tell its name with its domain at one time and without at another.
+fn is_one_name(one: &str, other: &str) -> bool {
+    one == other || [(one, other), (other, one)].into_iter().any(|(short, long)| short == first_label(long))
 }
 
 /// Firmware that was never given a UUID tells one letter over and over.
@@ -116,10 +128,13 @@ mod tests {
             (machine("n2", "id2", "hw1"), false, "two nodes of one host, as those of kind"),
             (machine("n1", "id2", ""), true, "its machine-id was made anew, and no firmware tells anything"),
             (machine("n2", "id1", ""), false, "a clone without firmware"),
+            (machine("n1.site", "id1", "hw2"), true, "it tells its domain now, in other hardware"),
         ] {
             assert_eq!(first.may_be(&other), is_it, "{what}");
             assert_eq!(other.may_be(&first), is_it, "{what}");
         }
+        // As two clones at two sites that share a directory.
+        assert!(!machine("n1.here", "id1", "").may_be(&machine("n1.there", "id1", "")));
     }
 
     #[test]
@@ -138,7 +153,7 @@ mod tests {
         write("/proc/sys/kernel/hostname", "n1.example.org\n");
         write("/etc/machine-id", "4d1f0c6f3a5e4b2f8d7c6b5a49382716\n");
         let told = Machine::here(&root).unwrap();
-        assert_eq!(told.name, "n1");
+        assert_eq!(told.name, "n1.example.org");
         assert!(!told.id.is_empty() && !told.id.contains("4d1f0c6f"), "{told:?}");
     }
 

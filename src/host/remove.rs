@@ -1,7 +1,7 @@
 use std::{fs, io, path::Path};
 
 use super::{
-    HostState, Refusal, RemoveOrder, Root, StopOrder, Undo,
+    HostState, Refusal, RemoveOrder, Root, StopOrder, Undo, claim,
     files::{aside, host_path, refuse_mounts, remove_all_if_there, remove_if_there},
     launch::BrokerView,
     links,
@@ -35,7 +35,8 @@ pub trait Brokers {
 /// removal that was cut short is finished by the next one.
 ///
 /// # Errors
-/// A broker that nobody knows runs, or something of somebody else's is mounted in what is ours: nothing was removed. Or the
+/// A broker that nobody knows runs, something of somebody else's is mounted in what is ours, or the prefix has become another
+/// directory than the claimed one: nothing was removed. Or the
 /// first thing that could not be undone; then `state.json` is still there.
 pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result<(), Refusal> {
     let state = state::find(root)?;
@@ -44,6 +45,10 @@ pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result
     let view = brokers.observe(prefix);
     if let Some(unknown) = view.unknown {
         return Err(Refusal::transient(unknown.to_string()));
+    }
+    if let Some(state) = &state {
+        // Only a pointer tells of a prefix without a state.json, and by now a disk may be mounted over what it was.
+        claim::check_content(root, &state.prefix, &state.instance_uid)?;
     }
     if view.running.is_some() {
         brokers.stop(&StopOrder { grace_secs: LAST_GRACE })?;

@@ -7,11 +7,11 @@
 
 use std::{
     fs,
-    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
-use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 
 use super::{
     ClaimOrder, HostState, Refusal, Root, Undo,
@@ -158,11 +158,15 @@ fn read(root: &Root, dir: &Path, name: &str) -> Result<Option<HostState>, Refusa
     trust::read(&directory, dir, name)?.map(|text| parse(&path, &text)).transpose()
 }
 
-/// Root has written it for this very place: a version before this one may have claimed a host there.
+/// Root has written it for this very place: a version before this one may have claimed a host there. A link on the way may lead
+/// to what root has written for another place, and may be anybody's.
 fn is_roots_own(root: &Root, dir: &Path, name: &str) -> bool {
-    let mut options = fs::OpenOptions::new();
-    let file = options.read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(root.path(dir).join(name));
-    let Ok(file) = file else { return false };
+    let how = OpenHow::new()
+        .flags(OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_NO_SYMLINKS);
+    let Ok(top) = fs::File::open(root.path(Path::new("/"))) else { return false };
+    let below = dir.strip_prefix("/").unwrap_or(dir).join(name);
+    let Ok(file) = openat2(&top, &below, how).map(fs::File::from) else { return false };
     let is_roots = file.metadata().is_ok_and(|found| found.is_file() && found.uid() == 0);
     let state = is_roots.then(|| serde_json::from_reader::<_, HostState>(file).ok()).flatten();
     state.is_some_and(|state| name == POINTER || state.prefix == dir)

@@ -27,6 +27,9 @@ use crate::{
     plan::lease::{LEASE_DURATION, LeaseStep, LeaseView, RENEW_EVERY, decide, look_every},
 };
 
+/// The longest promise that is believed.
+const LONGEST_LEASE: Duration = Duration::from_secs(60);
+
 /// One who wants the Lease.
 pub struct Candidate {
     leases: Api<Lease>,
@@ -117,7 +120,8 @@ impl Candidate {
         LeaseView {
             holder: spec.and_then(|spec| spec.holder_identity.clone()),
             unchanged_for: since.elapsed(),
-            duration: promised.map_or(LEASE_DURATION, Duration::from_secs),
+            // No version promises more, and nobody is to be without a planner for years.
+            duration: promised.map_or(LEASE_DURATION, Duration::from_secs).min(LONGEST_LEASE),
         }
     }
 

@@ -1,6 +1,12 @@
 //! From claim to removal.
 
-use std::{fs, os::unix::fs::MetadataExt, path::Path, sync::mpsc::channel, time::Duration};
+use std::{
+    fs,
+    os::unix::fs::{MetadataExt, PermissionsExt},
+    path::Path,
+    sync::mpsc::channel,
+    time::Duration,
+};
 
 use flux_distribute::host::{HostLock, Undo, claim, observe, state};
 
@@ -130,6 +136,7 @@ impl Mounted {
     fn at(path: std::path::PathBuf) -> Self {
         fs::create_dir_all(&path).unwrap();
         nix::mount::mount(Some("theirs"), &path, Some("tmpfs"), nix::mount::MsFlags::empty(), None::<&str>).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
         fs::write(path.join("precious"), "theirs").unwrap();
         Self(path)
     }
@@ -156,6 +163,26 @@ fn nothing_is_removed_while_something_is_mounted_in_what_is_ours() {
         assert!(refusal.message.contains(&format!("{}: unmount it", mounted.0.display())), "{refusal}");
         assert_eq!(fs::read_to_string(mounted.0.join("precious")).unwrap(), "theirs");
         assert!(all.keys().all(|path| path.symlink_metadata().is_ok()), "something was removed");
+        drop(mounted);
+        host.remove(false).unwrap();
+        assert_eq!(host.everything(), before);
+    }
+}
+
+#[test]
+fn what_a_disk_brings_to_the_place_of_a_prefix_is_not_removed() {
+    need_root!();
+    for point in ["/data/site", "/data/site/flux"] {
+        let host = TestHost::new();
+        let before = host.everything();
+        claim(&host.root, &claim_order("/data/site/flux", "uid-1")).unwrap();
+        let mounted = Mounted::at(host.at(point));
+        let precious = host.at("/data/site/flux/precious");
+        fs::create_dir_all(precious.parent().unwrap()).unwrap();
+        fs::write(&precious, "theirs").unwrap();
+        let refusal = host.remove(false).unwrap_err();
+        assert!(refusal.message.contains("it holds precious"), "{refusal}");
+        assert_eq!(fs::read_to_string(&precious).unwrap(), "theirs");
         drop(mounted);
         host.remove(false).unwrap();
         assert_eq!(host.everything(), before);

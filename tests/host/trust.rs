@@ -217,7 +217,10 @@ fn a_prefix_that_another_machine_has_claimed_is_refused_and_only_that_machine_re
             let refusal = claim(&host.root, &claim_order(prefix, "uid-1")).unwrap_err();
             let trouble = troubles(&host, Some(prefix)).remove(0).unwrap();
             for said in [refusal.message, trouble] {
-                assert!(said.contains(&format!("{prefix} is claimed by another machine (host name node1)")), "{said}");
+                assert!(
+                    said.contains(&format!("{prefix} is claimed by another machine (host name node1.example.org)")),
+                    "{said}"
+                );
             }
             host.remove(false).unwrap();
             assert_eq!(host.everything(), before);
@@ -257,7 +260,7 @@ fn a_host_that_a_version_before_has_claimed_is_the_one_that_finds_it_first() {
     fs::write(host.below("state.json"), text.to_string()).unwrap();
     assert_eq!(host.state().unwrap().machine, None);
     host.claim().unwrap();
-    assert_eq!(host.state().unwrap().machine.unwrap().name, "node1");
+    assert_eq!(host.state().unwrap().machine.unwrap().name, "node1.example.org");
     is(OTHER);
     assert_eq!(host.state(), None);
 }

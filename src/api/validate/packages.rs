@@ -32,16 +32,33 @@ pub(in crate::api) const MOST_CHANNELS: usize = 32;
 pub(in crate::api) const LONGEST_URL: usize = 2048;
 
 /// What is wrong with a URL of the spec at `field`, if something is.
-fn url(field: String, url: &str) -> Option<Finding> {
-    if let Some(safe) = url_with_credentials(url) {
-        let problem = format!(
-            "{safe} has credentials, which everybody who may read the FluxInstance or ConfigMap flux-packages could read"
-        );
-        return Some(Finding::new(field, problem).with_remedy(credentials_remedy()));
-    }
+fn url(field: &str, given: &str) -> Option<Finding> {
+    credentials_in(field, given).or_else(|| no_url(field, given))
+}
+
+/// The same of a URL that paths are put behind: its last part is a directory, and may be conda's token.
+fn base(field: &str, given: &str) -> Option<Finding> {
+    let has_more = || {
+        let problem = format!("{:?} has a query or a fragment, and paths are put behind it", redacted(given));
+        (is_url(given) && given.contains(['?', '#'])).then(|| Finding::new(field, problem))
+    };
+    credentials_in(field, &format!("{}/", given.trim_end_matches('/')))
+        .or_else(has_more)
+        .or_else(|| no_url(field, given))
+}
+
+fn credentials_in(field: &str, url: &str) -> Option<Finding> {
+    let safe = url_with_credentials(url)?;
+    let problem = format!(
+        "{safe} has credentials, which everybody who may read the FluxInstance or ConfigMap flux-packages could read"
+    );
+    Some(Finding::new(field, problem).with_remedy(credentials_remedy()))
+}
+
+fn no_url(field: &str, given: &str) -> Option<Finding> {
     // Without its scheme, what it is can't be told.
-    let given = if url.contains('@') { "it".to_owned() } else { format!("{:?}", redacted(url)) };
-    (!is_url(url)).then(|| Finding::new(field, format!("{given} is not an http, https or file URL")))
+    let shown = if given.contains('@') { "it".to_owned() } else { format!("{:?}", redacted(given)) };
+    (!is_url(given)).then(|| Finding::new(field, format!("{shown} is not an http, https or file URL")))
 }
 
 pub(super) fn validate(packages: &Packages, wrong: &mut Vec<Finding>) {
@@ -65,20 +82,13 @@ pub(super) fn validate(packages: &Packages, wrong: &mut Vec<Finding>) {
         let problem = "is empty: write any word, such as a date, or leave it out";
         wrong.push(Finding::new("spec.packages.refresh", problem));
     }
-    if let Some(mirror) = &packages.mirror {
-        let field = || "spec.packages.mirror".to_owned();
-        if let Some(finding) = url(field(), mirror) {
-            wrong.push(finding);
-        } else if mirror.contains(['?', '#']) {
-            wrong.push(Finding::new(field(), "has a query or a fragment: the channels' paths are put behind it"));
-        }
-    }
+    wrong.extend(packages.mirror.as_ref().and_then(|mirror| base("spec.packages.mirror", mirror)));
     if packages.keep == Some(0) {
         let problem = "is 0: the environment in use is kept always, so write at least 1";
         wrong.push(Finding::new("spec.packages.keep", problem));
     }
     for (index, channel) in packages.channels.iter().enumerate() {
-        let finding = url(format!("spec.packages.channels[{index}]"), channel);
+        let finding = base(&format!("spec.packages.channels[{index}]"), channel);
         wrong.extend(finding.map(|finding| match channel.contains([':', '/', '.', '@']) || channel.is_empty() {
             true => finding,
             false => finding.with_remedy(format!("write https://conda.anaconda.org/{channel}")),
@@ -99,7 +109,7 @@ pub(super) fn validate(packages: &Packages, wrong: &mut Vec<Finding>) {
 }
 
 fn bundle(BundleSource { url: source, sha256 }: &BundleSource, wrong: &mut Vec<Finding>) {
-    wrong.extend(url("spec.packages.bundle.url".to_owned(), source));
+    wrong.extend(url("spec.packages.bundle.url", source));
     let is_digest = sha256.len() == 64 && sha256.chars().all(|c| c.is_ascii_digit() || ('a'..='f').contains(&c));
     if !is_digest {
         let problem =
