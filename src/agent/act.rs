@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     io::read_to_string,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -19,10 +20,13 @@ use crate::{
     },
     host::{
         Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
-        PreflightOrder, RemoveOrder, StateDir, StopOrder, look, open_host_file, state, sysctl,
+        PreflightOrder, RemoveOrder, Root, StateDir, StopOrder, look, open_host_file, preflight::who_is_in_the_way,
+        state, sysctl,
     },
     packages::{FetchError, estimate_bytes},
-    plan::{broker_toml, certificate::Certificate, names::live_configuration, status::CERTIFICATE_IS_GONE},
+    plan::{
+        broker_toml, certificate::Certificate, names::live_configuration, roster::topology, status::CERTIFICATE_IS_GONE,
+    },
     planner::{PlannerError, certificate, store},
 };
 
@@ -125,6 +129,8 @@ pub struct Actor {
     pub instance_uid: String,
     /// Its spec.uninstall.
     pub uninstall: Uninstall,
+    /// The Node's InternalIP, where its broker listens; None: not known.
+    pub address: Option<IpAddr>,
 }
 
 impl Actor {
@@ -145,7 +151,10 @@ impl Actor {
         let need_bytes = set.map_or(0, |set| estimate_bytes(set, crate::packages::native_platform()));
         let order = PreflightOrder {
             prefix: spec.prefix.clone().map(PathBuf::from),
-            port: spec.broker.port.unwrap_or(crate::api::DEFAULT_BROKER_PORT),
+            endpoint: SocketAddr::new(
+                self.address.unwrap_or(Ipv4Addr::UNSPECIFIED.into()),
+                spec.broker.port.unwrap_or(crate::api::DEFAULT_BROKER_PORT),
+            ),
             need_bytes,
         };
         match self.order(Order::Preflight(order)).await? {
@@ -284,6 +293,15 @@ impl Actor {
         roster: &Roster,
         assignment: &Assignment,
     ) -> Result<HostView, StepError> {
+        if let Some(member) = &assignment.entry.member
+            && topology(roster).is_none_or(|tree| tree.is_interior(assignment.rank, roster.settings.max_size))
+        {
+            // A broker that can't listen dies, and one that keeps dying has its epoch given up: any user can take a free port.
+            let endpoint = SocketAddr::new(member.address, roster.settings.port);
+            if let Some(refusal) = who_is_in_the_way(&Root::host(), endpoint) {
+                return Err(StepError::NotYet(refusal.message));
+            }
+        }
         let order = launch_order(preflight, roster, assignment);
         info!(rank = assignment.rank, broker = assignment.entry.broker_name, "starting the broker");
         Ok(self.order(Order::Start(order)).await?.observed()?)

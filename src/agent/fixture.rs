@@ -30,6 +30,7 @@ pub(super) fn actor(host: Arc<FakeHost>) -> Actor {
         client: Client::new(has_no_secret, NAMESPACE),
         instance_uid: "uid".to_owned(),
         uninstall: Default::default(),
+        address: None,
     }
 }
 

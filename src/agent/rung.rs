@@ -72,6 +72,7 @@ pub async fn rung(rung: Rung, arguments: AgentArguments) -> Result<ExitCode, Age
         client: client.clone(),
         instance_uid: instance.uid().unwrap_or_default(),
         uninstall: instance.spec.uninstall.clone(),
+        address: arguments.host_ip,
     };
     let set = read_packages(&client).await?.into_iter().next();
     let mut spec = instance.spec.clone();

@@ -5,6 +5,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
     path::PathBuf,
     time::Duration,
 };
@@ -71,8 +72,8 @@ impl Order {
 pub struct PreflightOrder {
     /// The only prefix to try; None: `PREFIX_CANDIDATES` in order.
     pub prefix: Option<PathBuf>,
-    /// The TBON's port; it must be free unless our own broker holds it.
-    pub port: u16,
+    /// Where the broker will listen: free, unless our own broker holds it.
+    pub endpoint: SocketAddr,
     /// Bytes the packages need on disk, on top of what kubelet's eviction threshold keeps free.
     pub need_bytes: u64,
 }

@@ -2,7 +2,8 @@
 
 use std::{fs, process::Command};
 
-use flux_distribute::api::FluxNode;
+use flux_distribute::api::{ANNOTATION_RESTART, FluxNode};
+use serde_json::json;
 
 use crate::{
     attack::{Attack, in_the_hands_of_nobody, nothing_gained},
@@ -42,6 +43,26 @@ fn an_agent_whose_ports_nobody_has_taken_says_so_and_goes_on() {
     assert_eq!(took.len(), 2, "{took:?}");
     cluster.until("the agent to have its ports", || message().is_none().then_some(()));
     assert!(is_alive(first) && agent(&cluster) == first);
+    nothing_gained(&cluster, &before);
+}
+
+/// The lead's port is free for a moment while an epoch ends.
+#[test]
+fn an_epoch_waits_for_the_brokers_port_that_nobody_has_taken() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let before = in_the_hands_of_nobody(&cluster);
+    let lead = cluster.holder(0);
+    let attack = Attack::begin(&cluster, &lead, include_str!("take_ports.sh"), &[&format!("{lead}:8050")]);
+    cluster.patch(json!({"metadata": {"annotations": {ANNOTATION_RESTART: "now"}}}));
+    let message = || cluster.wait(cluster.api::<FluxNode>().get(&lead)).unwrap().status?.message;
+    cluster.until("the agent's words on the port", || {
+        message().filter(|said| said.contains("port 8050 of this host is taken by perl"))
+    });
+    assert_eq!(attack.end().len(), 1);
+    cluster.until("the next epoch", || {
+        let status = cluster.instance().status?;
+        (status.epoch == 2 && status.online == 2).then_some(())
+    });
     nothing_gained(&cluster, &before);
 }
 

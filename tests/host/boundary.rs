@@ -193,7 +193,7 @@ async fn preflight_leaves_nothing_behind() {
     let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let prefix = dir.path().join("not/there/yet");
-    let order = PreflightOrder { prefix: Some(prefix.clone()), port: 8050, need_bytes: 0 };
+    let order = PreflightOrder { prefix: Some(prefix.clone()), endpoint: ([0; 4], 8050).into(), need_bytes: 0 };
     match run(&host, Order::Preflight(order)).await {
         Ok(Answer::Preflight(found)) => {
             assert_eq!(found.prefix, prefix);

@@ -26,7 +26,7 @@ pub fn look(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Resul
             .map(|prefix| look_at(root, prefix, claimed.is_some()))
             .collect::<Result<_, _>>()?,
         claimed,
-        port: if ours { PortUse::Ours } else { port::look(root, order.port) },
+        port: if ours { PortUse::Ours } else { port::look(root, order.endpoint) },
         machine: nix::sys::utsname::uname().map(|name| name.machine().display().to_string()).unwrap_or_default(),
         glibc: facts::glibc(root),
         musl: musl(root),

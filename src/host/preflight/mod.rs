@@ -6,7 +6,10 @@ mod room;
 #[cfg(test)]
 mod tests;
 
-use std::path::{Path, PathBuf};
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+};
 
 use super::{Brokers, Preflight, PreflightOrder, Refusal, Root};
 use crate::api::Resources;
@@ -108,7 +111,7 @@ pub fn decide(seen: Observed, order: &PreflightOrder) -> Result<Preflight, Refus
     }
     let mut warnings = Vec::new();
     let prefix = place(&seen, order, &mut warnings)?;
-    port(&seen.port, order.port)?;
+    port(&seen.port, order.endpoint.port())?;
     if !seen.memlock {
         warnings.push("locked memory can't be made unlimited, so jobs that use RDMA can fail".to_owned());
     }
@@ -170,6 +173,13 @@ fn place(seen: &Observed, order: &PreflightOrder, warnings: &mut Vec<String>) ->
     }
     room(&first.prefix, first.room, order.need_bytes)?;
     Ok(first.prefix.clone())
+}
+
+/// Who listens at `endpoint`, where a broker is to, in a sentence with a remedy; None: nobody. What else is wrong with an address
+/// the broker says better.
+pub fn who_is_in_the_way(root: &Root, endpoint: SocketAddr) -> Option<Refusal> {
+    let found = port::look(root, endpoint);
+    matches!(found, PortUse::Taken(_)).then(|| port(&found, endpoint.port()).err())?
 }
 
 fn port(found: &PortUse, port: u16) -> Result<(), Refusal> {

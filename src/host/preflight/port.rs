@@ -1,28 +1,19 @@
 use std::{
     fs,
-    io::{self, ErrorKind},
-    net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener},
+    io::ErrorKind,
+    net::{SocketAddr, TcpListener},
 };
 
 use super::PortUse;
 use crate::host::{Root, processes::processes};
 
-/// Tries to listen, for an instant, as a broker would.
-pub(super) fn look(root: &Root, port: u16) -> PortUse {
-    for address in [SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)), SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))] {
-        match TcpListener::bind(address) {
-            Ok(_) => {}
-            Err(error) if error.kind() == ErrorKind::AddrInUse => return PortUse::Taken(holder(root, port)),
-            // A host without IPv6.
-            Err(error) if address.is_ipv6() && is_no_ipv6(&error) => {}
-            Err(error) => return PortUse::Unusable(error.to_string()),
-        }
+/// Tries to listen, for an instant, as a broker would. Whoever has the port at another address of the host is in nobody's way.
+pub(super) fn look(root: &Root, endpoint: SocketAddr) -> PortUse {
+    match TcpListener::bind(endpoint) {
+        Ok(_) => PortUse::Free,
+        Err(error) if error.kind() == ErrorKind::AddrInUse => PortUse::Taken(holder(root, endpoint.port())),
+        Err(error) => PortUse::Unusable(error.to_string()),
     }
-    PortUse::Free
-}
-
-fn is_no_ipv6(error: &io::Error) -> bool {
-    error.kind() == ErrorKind::AddrNotAvailable || error.raw_os_error() == Some(nix::errno::Errno::EAFNOSUPPORT as i32)
 }
 
 fn holder(root: &Root, port: u16) -> Option<(i32, String)> {
@@ -54,11 +45,12 @@ mod tests {
     fn a_port_that_somebody_holds_is_told_with_his_name() {
         let root = Root::host();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let PortUse::Taken(holder) = look(&root, port) else { panic!("port {port} should be taken") };
+        let endpoint = listener.local_addr().unwrap();
+        let PortUse::Taken(holder) = look(&root, endpoint) else { panic!("{endpoint} should be taken") };
         // Without the right to see other processes' descriptors, our own are still seen.
         assert_eq!(holder.map(|(pid, _)| pid), i32::try_from(std::process::id()).ok());
+        assert_eq!(look(&root, SocketAddr::from(([127, 0, 0, 2], endpoint.port()))), PortUse::Free);
         drop(listener);
-        assert_eq!(look(&root, port), PortUse::Free);
+        assert_eq!(look(&root, endpoint), PortUse::Free);
     }
 }

@@ -3,7 +3,7 @@ use super::*;
 const GIB: u64 = 1 << 30;
 
 fn order() -> PreflightOrder {
-    PreflightOrder { prefix: None, port: 8050, need_bytes: GIB }
+    PreflightOrder { prefix: None, endpoint: ([10, 0, 0, 1], 8050).into(), need_bytes: GIB }
 }
 
 fn with(available: u64) -> Room {
