@@ -526,7 +526,8 @@ fn shut_down() -> World {
     let roster = world.roster.as_mut().unwrap();
     roster.ranks.get_mut(&0).unwrap().member = roster.ranks[&1].member.clone();
     world.host.roster = serde_json::to_string(&world.roster).ok();
-    (world.host.shut_down, world.host.died) = (true, Some("the last line".into()));
+    world.host.shut_down = Some(EpochId { instance_id: "id".to_owned(), epoch: 1 });
+    world.host.died = Some("the last line".into());
     world
 }
 
@@ -537,8 +538,16 @@ fn a_lead_that_an_administrator_has_shut_down_stays_down_until_the_next_epoch() 
         ("shut down", (|_| {}) as Change, true),
         ("after a reboot", |world| world.host.died = None, true),
         ("without API", |world| world.instance = "", true),
-        ("a signal or a crash", |world| world.host.shut_down = false, false),
+        ("a signal or a crash", |world| world.host.shut_down = None, false),
         ("it was never online", |world| world.roster.as_mut().unwrap().established = false, false),
+        (
+            "without API, by files from before it was online",
+            |world| {
+                world.instance = "";
+                world.roster.as_mut().unwrap().established = false;
+            },
+            true,
+        ),
         (
             "the next epoch",
             |world| {
@@ -547,7 +556,18 @@ fn a_lead_that_an_administrator_has_shut_down_stays_down_until_the_next_epoch() 
             },
             false,
         ),
-        ("the log is about a broker of another epoch", |world| world.host.roster = None, false),
+        ("an epoch before was shut down", |world| world.host.shut_down.as_mut().unwrap().epoch = 0, false),
+        ("another instance was", |world| world.host.shut_down.as_mut().unwrap().instance_id.push('x'), false),
+        (
+            "the files of the next epoch are written, and its broker has never run",
+            |world| {
+                let roster = world.roster.as_mut().unwrap();
+                roster.epoch = 2;
+                world.spec.as_mut().unwrap().epoch = 2;
+                world.host.roster = serde_json::to_string(roster).ok();
+            },
+            false,
+        ),
     ] {
         let mut world = shut_down();
         change(&mut world);
@@ -556,7 +576,7 @@ fn a_lead_that_an_administrator_has_shut_down_stays_down_until_the_next_epoch() 
         if world.instance.is_empty() {
             continue;
         }
-        assert_eq!(step == Step::Wait(SHUT_DOWN.to_owned()), stays, "{what}: {step:?}");
+        assert_eq!(step == Step::Wait(SHUT_DOWN_MESSAGE.to_owned()), stays, "{what}: {step:?}");
     }
 }
 
