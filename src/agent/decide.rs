@@ -70,6 +70,8 @@ pub struct Seen<'a> {
     pub holds: &'a [String],
     /// Lead only: what is drained and what is excluded, by its broker's word.
     pub told: Option<&'a InstanceStatus>,
+    /// This host's clock, in seconds since 1970.
+    pub now: f64,
 }
 
 /// A broker that is cut off or hangs for so long is given up, if the lead has given it up: longer than any outage that the overlay
@@ -281,7 +283,7 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     {
         return Step::Stop { reason: reason.to_owned(), waits_for_jobs: true };
     }
-    let change = seen.told.filter(|_| assignment.rank == 0).and_then(|told| drain::change(&spec.drain, told));
+    let change = seen.told.filter(|_| assignment.rank == 0).and_then(|told| drain::change(&spec.drain, told, seen.now));
     // Who leaves gets no new jobs, also where the resources can't be taken in; who comes back gets some only with its own.
     if let Some(drain) = change.as_ref().and_then(drain::Change::less) {
         return Step::Drain(drain);

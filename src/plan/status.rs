@@ -32,7 +32,7 @@ const BLOCKED: &str = "PackagesUnavailable";
 
 /// Reason of Degraded if an administrator has shut the instance down.
 const SHUT_DOWN_REASON: &str = "ShutDown";
-/// What is said while an instance is down that an administrator has shut down.
+/// What FluxInstance and FluxNodes say meanwhile, with the remedy.
 pub const SHUT_DOWN_MESSAGE: &str = "an administrator has shut the instance down (flux shutdown): to start it again, with its queue, run \
                              `kubectl -n flux-distribute annotate fxi flux --overwrite \
                              distribute.flux-framework.org/restart=\"$(date +%s)\"`";

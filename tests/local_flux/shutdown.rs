@@ -7,6 +7,7 @@ use std::{
 };
 
 use flux_distribute::api::{ANNOTATION_RESTART, FluxNode, Roster};
+use kube::api::{Patch, PatchParams};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -15,8 +16,11 @@ use serde_json::json;
 
 use crate::harness::Cluster;
 
-/// Waits until the lead's agent says that the instance was shut down.
+/// Waits until the lead's agent says that the instance was shut down. What it, or the agent before, has said already does not count.
 fn until_lead_says_so(cluster: &Cluster, lead: &str) {
+    let nothing = Patch::Merge(json!({"status": {"message": null}}));
+    let nodes = cluster.api::<FluxNode>();
+    cluster.wait(nodes.patch_status(lead, &PatchParams::default(), &nothing)).unwrap();
     cluster.until("the lead's word", || {
         let node = cluster.wait(cluster.api::<FluxNode>().get(lead)).unwrap();
         let status = node.status?;

@@ -118,6 +118,7 @@ impl World {
             preflight: self.preflight.as_ref(),
             applied: self.applied,
             told: self.told.as_ref(),
+            now: 0.0,
             is_up: self.is_up,
             was_up: self.was_up,
             unheard: self.unheard,
@@ -324,7 +325,7 @@ fn of_the_lead() -> World {
 fn a_lead_gives_no_jobs_to_who_leaves_before_it_takes_in_a_new_revision_and_some_to_who_comes_back_after_it() {
     let mut world = of_the_lead();
     let drained = |ranks: &str| {
-        let ours = Drained { ranks: ranks.parse().unwrap(), reason: "flux-distribute: c".to_owned() };
+        let ours = Drained { ranks: ranks.parse().unwrap(), reason: "flux-distribute: c".to_owned(), since: 0.0 };
         Some(InstanceStatus { drained: vec![ours], ..InstanceStatus::default() })
     };
     world.spec.as_mut().unwrap().drain = [("c".to_owned(), "1".parse().unwrap())].into();
