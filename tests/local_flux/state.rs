@@ -289,7 +289,7 @@ fn an_uninstall_by_hand_that_is_cut_short_lets_the_queues_go_on() {
     let lock = || cluster.until("the host's lock", || Flock::lock(file(), FlockArg::LockExclusiveNonblock).ok());
 
     // Ctrl-C while the command waits for other work on the host.
-    let (held, uninstall) = (lock(), ByHand::begin(&cluster, &lead));
+    let (held, uninstall) = (lock(&lead), ByHand::begin(&cluster, &lead));
     uninstall.until_queue(&other, STOPPED_BY_HAND);
     uninstall.signal("INT");
     let output = uninstall.end();
@@ -301,7 +301,7 @@ fn an_uninstall_by_hand_that_is_cut_short_lets_the_queues_go_on() {
     cluster.all_online(2);
 
     // It fails: the other work takes too long.
-    let (held, uninstall) = (lock(), ByHand::begin(&cluster, &lead));
+    let (held, uninstall) = (lock(&lead), ByHand::begin(&cluster, &lead));
     uninstall.until_queue(&other, STOPPED_BY_HAND);
     let output = uninstall.end();
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -310,7 +310,7 @@ fn an_uninstall_by_hand_that_is_cut_short_lets_the_queues_go_on() {
     cluster.all_online(2);
 
     // Killed, it can't do that itself: the lead's agent does.
-    let (held, uninstall) = (lock(), ByHand::begin(&cluster, &lead));
+    let (held, uninstall) = (lock(&lead), ByHand::begin(&cluster, &lead));
     uninstall.until_queue(&other, STOPPED_BY_HAND);
     uninstall.signal("KILL");
     let output = uninstall.end();
