@@ -284,9 +284,11 @@ fn an_uninstall_by_hand_that_is_cut_short_lets_the_queues_go_on() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let (lead, other) = (cluster.holder(0), cluster.holder(1));
     let before = cluster.brokers();
-    let file =
-        || OpenOptions::new().read(true).write(true).open(cluster.root(&lead).join(PREFIX).join("lock")).unwrap();
-    let lock = || cluster.until("the host's lock", || Flock::lock(file(), FlockArg::LockExclusiveNonblock).ok());
+    let lock = |node: &str| {
+        let path = cluster.root(node).join(PREFIX).join("lock");
+        let file = || OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        cluster.until("the host's lock", || Flock::lock(file(), FlockArg::LockExclusiveNonblock).ok())
+    };
 
     // Ctrl-C while the command waits for other work on the host.
     let (held, uninstall) = (lock(&lead), ByHand::begin(&cluster, &lead));
@@ -298,6 +300,19 @@ fn an_uninstall_by_hand_that_is_cut_short_lets_the_queues_go_on() {
     drop(held);
     let status = cluster.exec(&other, &["flux", "queue", "status"]);
     assert!(status.contains("Scheduling is started"), "{status}");
+    cluster.all_online(2);
+
+    // The same on a follower.
+    let drained = || cluster.exec(&lead, &["flux", "resource", "drain", "-no", "{ranks} {reason}"]);
+    let (held, uninstall) = (lock(&other), ByHand::begin(&cluster, &other));
+    cluster
+        .until("the drain", || drained().contains("1 flux-distribute: this host is being uninstalled").then_some(()));
+    uninstall.signal("TERM");
+    let output = uninstall.end();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && stderr.contains("rank 1 gets jobs again"), "{output:?}");
+    drop(held);
+    assert_eq!(drained(), "");
     cluster.all_online(2);
 
     // It fails: the other work takes too long.
