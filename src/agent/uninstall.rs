@@ -47,6 +47,11 @@ pub enum UninstallError {
     /// The host, when it had begun; what is done is done.
     #[error(transparent)]
     CutShort(HostError),
+    /// A job could begin and be lost.
+    #[error(
+        "can't keep further jobs off this host: run the command again, or add --force, which ends what begins meanwhile"
+    )]
+    KeepOff(#[source] StepError),
     /// By a signal.
     #[error("interrupted before this host was clean: run the command again")]
     Interrupted,
@@ -73,7 +78,7 @@ impl UninstallError {
         match self {
             Self::Jobs(_) | Self::Agent(_) => 2,
             Self::Host(error) => error.exit_code(),
-            Self::CutShort(_) | Self::Interrupted | Self::Signals(_) | Self::Write(_) => 1,
+            Self::CutShort(_) | Self::KeepOff(_) | Self::Interrupted | Self::Signals(_) | Self::Write(_) => 1,
         }
     }
 }
@@ -97,11 +102,20 @@ pub async fn uninstall(arguments: UninstallArguments) -> Result<ExitCode, Uninst
             return Err(UninstallError::Agent(agent));
         }
         let mut signals = signals().map_err(UninstallError::Signals)?;
-        let barrier = Barrier::raise(&host, &view).await;
+        let barrier = Barrier::of(&view).await;
+        // To its end: a `flux` that is left alone may still stop the queues after they were started again.
+        let raised = match &barrier {
+            Some(barrier) => barrier.raise(&host).await.map_err(UninstallError::KeepOff),
+            None => Ok(()),
+        };
+        let done = async {
+            raised?;
+            take_off_if_idle(&host, &view, purge).await
+        };
         let done = tokio::select! {
             biased;
             _ = select_all(signals.iter_mut().map(|signal| signal.recv().boxed())) => Err(UninstallError::Interrupted),
-            done = take_off_if_idle(&host, &view, purge) => done,
+            done = done => done,
         };
         if let (Err(_), Some(barrier)) = (&done, barrier) {
             barrier.lower(&host).await;
@@ -143,19 +157,21 @@ enum Measure {
     Drain(IdSet),
 }
 
-/// None: the broker of this host carries no job. Ranks that are drained already stay as they are.
+/// None: the broker of this host carries no job. Ranks that others have drained stay as they are.
 fn measure(view: &HostView, instance: &InstanceStatus) -> Option<Measure> {
     let rank = view.broker.as_ref()?.record.rank;
     if rank == 0 {
         return Some(Measure::StopQueues);
     }
-    let is_drained = |rank: u32| instance.drained.iter().any(|drained| drained.ranks.contains(rank));
+    // What an earlier run has drained is drained again, so that nobody takes it for forgotten.
+    let by_others = || instance.drained.iter().filter(|drained| drained.reason != drain::UNINSTALLED_BY_HAND);
+    let is_drained = |rank: u32| by_others().any(|drained| drained.ranks.contains(rank));
     let gets_jobs = |rank: &u32| ends_with(view, *rank) && !is_drained(*rank) && !instance.excluded.contains(*rank);
     let ranks: IdSet = instance.online.0.iter().copied().filter(gets_jobs).collect();
     (!ranks.is_empty()).then_some(Measure::Drain(ranks))
 }
 
-/// A [`Measure`] that was taken.
+/// A [`Measure`], and where it is taken.
 struct Barrier<'a> {
     measure: Measure,
     prefix: &'a Path,
@@ -164,22 +180,18 @@ struct Barrier<'a> {
 
 impl<'a> Barrier<'a> {
     /// None: there is nothing to keep off, such as on a host that is cut off from the lead.
-    async fn raise(host: &dyn Host, view: &'a HostView) -> Option<Self> {
+    async fn of(view: &'a HostView) -> Option<Self> {
         let (prefix, roster) = (view.state.as_ref()?.prefix.as_path(), host_roster(view)?);
         let measure = measure(view, &ask().await.lead.ok()?)?;
-        let barrier = Self { measure, prefix, roster };
-        let (raised, what) = match &barrier.measure {
-            Measure::StopQueues => {
-                let stopped = queues::stop(host, barrier.prefix, &barrier.roster, UNINSTALLED_BY_HAND).await;
-                (stopped, "stop the queues")
-            }
-            Measure::Drain(ranks) => (drain(ranks).await.map_err(StepError::from), "drain this host"),
-        };
-        if let Err(error) = raised {
-            say(&format!("can't {what}, so a job that begins now is lost: {}", error_chain(&error)));
+        Some(Self { measure, prefix, roster })
+    }
+
+    /// After an error a part may be done, such as one of several queues.
+    async fn raise(&self, host: &dyn Host) -> Result<(), StepError> {
+        match &self.measure {
+            Measure::StopQueues => queues::stop(host, self.prefix, &self.roster, UNINSTALLED_BY_HAND).await,
+            Measure::Drain(ranks) => Ok(drain(ranks).await?),
         }
-        // Also one of which only a part was taken.
-        Some(barrier)
     }
 
     /// Lets jobs begin again, if the broker still runs.
@@ -299,10 +311,13 @@ mod tests {
             (Some(1), "0-2,4", "4", Some(Measure::Drain(set("1")))),
             (Some(5), "0-7", "", Some(Measure::Drain(set("5")))),
             (Some(5), "0-7", "5", None),
+            (Some(6), "0-7", "", Some(Measure::Drain(set("6")))),
             (None, "0-7", "", None),
         ] {
             let drained = Drained { ranks: set(drained), reason: "bad disk".to_owned(), since: 0.0 };
-            let told = InstanceStatus { drained: vec![drained], online: set(online), ..InstanceStatus::default() };
+            let by_hand = Drained { ranks: set("6"), reason: drain::UNINSTALLED_BY_HAND.to_owned(), since: 0.0 };
+            let told =
+                InstanceStatus { drained: vec![drained, by_hand], online: set(online), ..InstanceStatus::default() };
             assert_eq!(measure(&tree(rank, 0), &told), expected, "{rank:?} {online}");
         }
     }
