@@ -82,6 +82,14 @@ fn the_hosts_systemd_keeps_the_broker() {
     assert_eq!((running.systemd, &running.record), (true, &first.record));
     let log = prefix.join("log/broker.log");
     let said = until("its words", || Some(fs::read_to_string(&log).unwrap()).filter(|text| text.ends_with("|\n")));
+    let (mark, said) = said.split_once('\n').unwrap();
+    assert_eq!(
+        mark,
+        format!(
+            "flux-distribute: starting the broker of epoch {} of instance {}",
+            first.record.epoch, first.record.instance_id
+        )
+    );
     assert_eq!(said, format!("{}|a \"b\" 5% $HOME \\n|\n", ODD.join("|")));
     let proc = |file: &str| fs::read_to_string(format!("/proc/{}/{file}", running.pid)).unwrap();
     assert!(proc("cgroup").contains("/flux.slice/flux-broker.service"), "{}", proc("cgroup"));

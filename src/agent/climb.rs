@@ -18,10 +18,11 @@ use super::{
     published::Published,
     queues,
     run::{Agent, SOON},
+    uninstall,
     watch::{Presence, World},
 };
 use crate::{
-    api::{Closing, FluxInstanceSpec, Roster, RunningJobs, Want},
+    api::{Closing, FluxInstanceSpec, Rank, Roster, RunningJobs, Want},
     broker::{
         reload::reload,
         rfc3::RpcError,
@@ -130,22 +131,26 @@ impl Agent {
         self.queues_are_ours = true;
         queues::stop(&*self.actor.host, &preflight.prefix, roster, queues::EPOCH_ENDS).await?;
         if jobs_may_run(&self.view).await.is_some() {
-            queues::start(&*self.actor.host, &preflight.prefix, roster, queues::EPOCH_ENDS).await?;
+            queues::start(&*self.actor.host, &preflight.prefix, roster, &[queues::EPOCH_ENDS]).await?;
             self.queues_are_ours = false;
             return Err(runs());
         }
         Ok(())
     }
 
-    /// Lead: the epoch goes on, so its queues do. Once, unless it fails.
+    /// Lead: the epoch goes on, so its queues do. Once, unless it fails, or `flux-distribute uninstall` is at work on this host:
+    /// if that is killed, its queues would stay stopped.
     pub(super) async fn open_queues(&mut self) {
         let (Some(preflight), Some(roster)) = (&self.preflight, &self.published.roster) else { return };
         let is_lead = self.view.broker.as_ref().is_some_and(|broker| broker.record.rank == 0);
         if !(self.queues_are_ours && is_lead && self.is_online() && roster.closing.is_none()) {
             return;
         }
-        match queues::start(&*self.actor.host, &preflight.prefix, roster, queues::EPOCH_ENDS).await {
-            Ok(()) => self.queues_are_ours = false,
+        let is_uninstalled = uninstall::is_under_way();
+        let messages: &[&str] =
+            if is_uninstalled { &[queues::EPOCH_ENDS] } else { &[queues::EPOCH_ENDS, queues::UNINSTALLED_BY_HAND] };
+        match queues::start(&*self.actor.host, &preflight.prefix, roster, messages).await {
+            Ok(()) => self.queues_are_ours = is_uninstalled,
             Err(error) => warn!(error = error_chain(&error), "can't look at the queues"),
         }
     }
@@ -204,7 +209,7 @@ impl Agent {
     /// stops its broker at an idle moment between two jobs because the lead's was slower; the first one finds queues to stop.
     async fn last_jobs(&mut self) -> Option<&'static str> {
         let answer = ask().await;
-        let reason = may_run(&self.view, &answer);
+        let reason = may_run(&self.view, &answer, |_| true);
         let is_known = reason.is_some() && self.queues_have_ended;
         let (Some(state), Some(roster), true) =
             (&self.view.state, host_roster(&self.view), answer.lead.is_ok() && !is_known)
@@ -215,7 +220,7 @@ impl Agent {
             Ok(()) => self.queues_have_ended = true,
             Err(error) => warn!(error = error_chain(&error), "can't stop the queues"),
         }
-        may_run(&self.view, &ask().await)
+        may_run(&self.view, &ask().await, |_| true)
     }
 
     /// Cleans at the end of the pod, as long as its grace lasts; needs no API. Why it takes long can be told by the pod alone then:
@@ -256,9 +261,23 @@ fn last_words(termination_log: &Path, words: &str) {
     }
 }
 
-/// Why jobs may be running.
+/// Why jobs may be running, anywhere.
 pub(super) async fn jobs_may_run(view: &HostView) -> Option<&'static str> {
-    may_run(view, &ask().await)
+    may_run(view, &ask().await, |_| true)
+}
+
+/// Why jobs may be running that end with the broker of this host: those on its rank, and on ranks that hang on it.
+pub(super) async fn jobs_may_run_here(view: &HostView) -> Option<&'static str> {
+    may_run(view, &ask().await, |rank| ends_with(view, rank))
+}
+
+/// The broker of `rank` ends with the one of this host. If it isn't known which that is, each may.
+pub(super) fn ends_with(view: &HostView, rank: Rank) -> bool {
+    let (Some(broker), Some(roster)) = (&view.broker, host_roster(view)) else { return true };
+    let own = broker.record.rank;
+    own == 0
+        || own == rank
+        || topology(&roster).is_some_and(|topology| topology.ancestors(rank).any(|above| above == own))
 }
 
 /// What is heard over the socket of this host's broker.
@@ -282,8 +301,9 @@ pub(super) async fn ask() -> Heard {
 }
 
 /// The lead's word counts. Where it can't be had, the job shells of this host tell; and a broker that lives, of the lead or one
-/// that has others below it, is no proof that nothing runs elsewhere: with it would end all that hang on it.
-fn may_run(view: &HostView, heard: &Heard) -> Option<&'static str> {
+/// that has others below it, is no proof that nothing runs elsewhere: with it would end all that hang on it. `counts`: of which
+/// ranks the jobs matter.
+fn may_run(view: &HostView, heard: &Heard, counts: impl Fn(Rank) -> bool) -> Option<&'static str> {
     // A broker that has no socket has not been up yet: it has given no job to anybody.
     let nobody_listens = !view.rundir_lost
         && matches!(&heard.lead, Err(RpcError::Connect { source, .. })
@@ -294,7 +314,7 @@ fn may_run(view: &HostView, heard: &Heard) -> Option<&'static str> {
         topology(&roster).is_some_and(|topology| topology.is_interior(rank, roster.settings.max_size))
     };
     match &heard.lead {
-        Ok(instance) if instance.allocated.cores > 0 => Some("jobs are running"),
+        Ok(instance) if instance.allocated.ranks.0.iter().any(|rank| counts(*rank)) => Some("jobs are running"),
         _ if view.job_shells > 0 => Some("jobs are running here"),
         Err(_) if rank == Some(0) && !nobody_listens => {
             Some("the lead's broker lives but does not answer, so jobs may be running")
@@ -336,50 +356,42 @@ mod tests {
     use std::io::Error;
 
     use super::*;
-    use crate::{
-        broker::status::Amount,
-        host::{HostState, LaunchRecord, RunningBroker},
-        plan::roster::tests::roster,
-    };
-
-    /// Of a binary tree of eight.
-    fn view(rank: Option<u32>, job_shells: usize) -> HostView {
-        let record = |rank| LaunchRecord { rank, epoch: 1, ..LaunchRecord::default() };
-        let broker = rank.map(|rank| RunningBroker { pid: 7, start_time: 1, systemd: false, record: record(rank) });
-        let mut roster = roster(8, &[]);
-        roster.settings.topology = "kary:2".to_owned();
-        let state = HostState { instance_uid: roster.instance_uid.clone(), ..HostState::default() };
-        let roster = Some(serde_json::to_string(&roster).unwrap());
-        HostView { broker, job_shells, roster, state: Some(state), ..HostView::default() }
-    }
+    use crate::{agent::fixture::tree, broker::status::Amount};
 
     #[test]
     fn jobs_run_by_the_leads_word_or_by_what_this_host_shows_and_a_silent_lead_proves_nothing() {
-        let uses =
-            |cores| Ok(InstanceStatus { allocated: Amount { cores, ..Amount::default() }, ..Default::default() });
+        let uses = |ranks: u32| {
+            let allocated = Amount { ranks: (7..7 + ranks).collect(), cores: ranks as usize, gpus: 0 };
+            Ok(InstanceStatus { allocated, ..InstanceStatus::default() })
+        };
         let silent = || Err(RpcError::Connect { path: "/s".into(), source: Error::from(ErrorKind::TimedOut) });
         let no_socket = || Err(RpcError::Connect { path: "/s".into(), source: Error::from(ErrorKind::NotFound) });
-        let mut lost = view(Some(0), 0);
+        let mut lost = tree(Some(0), 0);
         lost.rundir_lost = true;
         for (view, lead, may) in [
-            (view(Some(0), 0), uses(0), false),
-            (view(Some(1), 0), uses(2), true),
-            (view(Some(1), 0), uses(0), false),
-            (view(Some(1), 1), uses(0), true),
-            (view(Some(1), 0), silent(), true),
-            (view(Some(1), 0), no_socket(), false),
-            (view(Some(5), 0), silent(), false),
-            (view(Some(5), 1), silent(), true),
-            (view(Some(0), 0), silent(), true),
-            (view(Some(0), 0), no_socket(), false),
+            (tree(Some(0), 0), uses(0), false),
+            (tree(Some(1), 0), uses(2), true),
+            (tree(Some(1), 0), uses(0), false),
+            (tree(Some(1), 1), uses(0), true),
+            (tree(Some(1), 0), silent(), true),
+            (tree(Some(1), 0), no_socket(), false),
+            (tree(Some(5), 0), silent(), false),
+            (tree(Some(5), 1), silent(), true),
+            (tree(Some(0), 0), silent(), true),
+            (tree(Some(0), 0), no_socket(), false),
             (lost, no_socket(), true),
-            (view(None, 0), no_socket(), false),
+            (tree(None, 0), no_socket(), false),
         ] {
             let heard = Heard { lead, may_carry_others: true };
-            assert_eq!(may_run(&view, &heard).is_some(), may, "{view:?} {:?}", heard.lead);
+            assert_eq!(may_run(&view, &heard, |_| true).is_some(), may, "{view:?} {:?}", heard.lead);
         }
         let joins = Heard { lead: silent(), may_carry_others: false };
-        assert_eq!(may_run(&view(Some(1), 0), &joins), None);
+        assert_eq!(may_run(&tree(Some(1), 0), &joins, |_| true), None);
+        // Rank 7 hangs on ranks 3, 1 and 0.
+        for (rank, ends) in [(0, true), (1, true), (3, true), (7, true), (2, false), (4, false)] {
+            let (view, heard) = (tree(Some(rank), 0), Heard { lead: uses(1), may_carry_others: true });
+            assert_eq!(may_run(&view, &heard, |busy| ends_with(&view, busy)).is_some(), ends, "{rank}");
+        }
     }
 
     #[test]

@@ -10,8 +10,8 @@ use super::{applied::Applied, copied::host_roster, drain};
 use crate::{
     api::{BROKER_RUN_DIR, Closing, FluxNodeSpec, Rank, Roster, RosterEntry, Want},
     broker::status::InstanceStatus,
-    host::{HostView, Preflight, RunningBroker},
-    plan::{names::misnamed, roster::is_lead_fixed, status::SHUT_DOWN},
+    host::{EpochId, HostView, Preflight, RunningBroker},
+    plan::{names::misnamed, roster::is_lead_fixed, status::SHUT_DOWN_MESSAGE},
 };
 
 /// What is known of the FluxInstance. Only the positive words count as evidence that it is over: no answer, 401, 403, 429,
@@ -70,6 +70,8 @@ pub struct Seen<'a> {
     pub holds: &'a [String],
     /// Lead only: what is drained and what is excluded, by its broker's word.
     pub told: Option<&'a InstanceStatus>,
+    /// This host's clock, in seconds since 1970.
+    pub now: f64,
 }
 
 /// A broker that is cut off or hangs for so long is given up, if the lead has given it up: longer than any outage that the overlay
@@ -246,7 +248,7 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
         };
     }
     if let (0, true) = (assignment.rank, is_shut_down(seen.host, roster)) {
-        return Step::Wait(SHUT_DOWN.to_owned());
+        return Step::Wait(SHUT_DOWN_MESSAGE.to_owned());
     }
     if seen.host.broker.is_none() {
         // What the planner says by our name may be about the machine before us, which may even run, cut off. One that ran the
@@ -281,7 +283,7 @@ fn run(seen: &Seen, spec: &FluxNodeSpec, has: impl Fn(&str) -> bool) -> Step {
     {
         return Step::Stop { reason: reason.to_owned(), waits_for_jobs: true };
     }
-    let change = seen.told.filter(|_| assignment.rank == 0).and_then(|told| drain::change(&spec.drain, told));
+    let change = seen.told.filter(|_| assignment.rank == 0).and_then(|told| drain::change(&spec.drain, told, seen.now));
     // Who leaves gets no new jobs, also where the resources can't be taken in; who comes back gets some only with its own.
     if let Some(drain) = change.as_ref().and_then(drain::Change::less) {
         return Step::Drain(drain);
@@ -314,12 +316,16 @@ fn given_up(seen: &Seen) -> Option<&'static str> {
     }
 }
 
-/// An administrator has ended this epoch by flux-shutdown(1) on its lead, which is this host. Only the next epoch takes that back.
-/// A signal or a crash is not such a word: the broker is started again.
+/// An administrator has ended the epoch of `roster` by flux-shutdown(1) on its lead, which is this host. Only the next epoch takes
+/// that back. After a signal or a crash the broker is started again.
 pub fn is_shut_down(host: &HostView, roster: &Roster) -> bool {
-    // The broker that the log is about was started by the roster on this host.
-    let is_of = |copy: Roster| (&copy.instance_id, copy.epoch) == (&roster.instance_id, roster.epoch);
-    host.shut_down && roster.established && host.broker.is_none() && host_roster(host).is_some_and(is_of)
+    roster.established && was_shut_down_here(host, roster)
+}
+
+/// As [`is_shut_down`], by a copy of the roster that may be older than the lead's first time online.
+fn was_shut_down_here(host: &HostView, roster: &Roster) -> bool {
+    let is_of = |ended: &EpochId| (&ended.instance_id, ended.epoch) == (&roster.instance_id, roster.epoch);
+    host.broker.is_none() && host.shut_down.as_ref().is_some_and(is_of)
 }
 
 /// Flux could know members by other names than it does: the lead's broker did not take in the live configuration at its start, or a
@@ -405,13 +411,14 @@ fn superseded(broker: &RunningBroker, spec: &FluxNodeSpec, roster: &Roster) -> O
 /// word for how that was.
 fn restart_without_api(seen: &Seen) -> Step {
     let copy = host_roster(seen.host);
-    let last = seen.roster.or(copy.as_ref()).and_then(|roster| match seen.spec {
+    let roster = seen.roster.or(copy.as_ref());
+    let last = roster.and_then(|roster| match seen.spec {
         Some(spec) => agreed(spec, roster),
         None if seen.alone => held_by(roster, seen.node),
         None => None,
     });
     match last {
-        Some(Assignment { rank: 0, .. }) if copy.as_ref().is_some_and(|copy| is_shut_down(seen.host, copy)) => {
+        Some(Assignment { rank: 0, .. }) if roster.is_some_and(|roster| was_shut_down_here(seen.host, roster)) => {
             Step::Hold
         }
         Some(assignment) if seen.host.broker.is_none() && seen.host.died.is_some() => match seen.preflight {

@@ -14,6 +14,12 @@ use crate::{
 /// How our reasons begin; what an administrator drains has other ones.
 const PREFIX: &str = "flux-distribute: ";
 
+/// Why `flux-distribute uninstall` drains a follower's rank until its broker has ended. It takes that back if it does not go on; if
+/// it was killed, the lead's agent does.
+pub(super) const UNINSTALLED_BY_HAND: &str = "flux-distribute: this host is being uninstalled by hand";
+/// Seconds from that drain after which the command must have been killed: it takes one more look and stops the broker.
+const LONGEST_BY_HAND: f64 = 300.0;
+
 /// What is to change.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Change {
@@ -63,8 +69,8 @@ fn ranks(drained: &[Drained], by: fn(&str) -> bool) -> IdSet {
 }
 
 /// What is to change; None where all is as it is wanted. What the broker excludes is left until it doesn't: it would refuse
-/// all that is asked along with it.
-pub fn change(wanted: &BTreeMap<String, IdSet>, instance: &InstanceStatus) -> Option<Change> {
+/// all that is asked along with it. `now`: seconds since 1970.
+pub fn change(wanted: &BTreeMap<String, IdSet>, instance: &InstanceStatus, now: f64) -> Option<Change> {
     let drained = instance.drained.as_slice();
     let theirs = ranks(drained, is_theirs);
     let has = |rank: &u32, reason: &str| {
@@ -81,8 +87,22 @@ pub fn change(wanted: &BTreeMap<String, IdSet>, instance: &InstanceStatus) -> Op
         }
     }
     let is_wanted = |rank: &u32| wanted.values().any(|ranks| ranks.contains(*rank));
-    change.undrain = ranks(drained, is_ours).0.into_iter().filter(|rank| !is_wanted(rank)).collect();
+    // A rank that is offline gets no jobs, and its next broker is to get some.
+    let is_by_hand = |drained: &Drained, rank: u32| {
+        let is_recent = now - drained.since < LONGEST_BY_HAND;
+        drained.reason == UNINSTALLED_BY_HAND && is_recent && instance.online.contains(rank)
+    };
+    for drained in drained.iter().filter(|drained| is_ours(&drained.reason)) {
+        let ranks = drained.ranks.0.iter().copied();
+        change.undrain.0.extend(ranks.filter(|rank| !is_wanted(rank) && !is_by_hand(drained, *rank)));
+    }
     (change != Change::default()).then_some(change)
+}
+
+/// Of `ranks`, those that are drained for `reason`.
+pub(super) fn drained_for(reason: &str, ranks: &IdSet, instance: &InstanceStatus) -> IdSet {
+    let drained = instance.drained.iter().filter(|drained| drained.reason == reason);
+    drained.flat_map(|drained| drained.ranks.0.iter().copied()).filter(|rank| ranks.contains(*rank)).collect()
 }
 
 /// Tells the lead's broker.
@@ -113,7 +133,8 @@ mod tests {
             pairs.iter().map(|(reason, ranks)| ((*reason).to_owned(), set(ranks))).collect()
         };
         let drained = |pairs: &[(&str, &str)]| -> Vec<Drained> {
-            pairs.iter().map(|(ranks, reason)| Drained { ranks: set(ranks), reason: (*reason).to_owned() }).collect()
+            let drained = |ranks, reason: &str| Drained { ranks: set(ranks), reason: reason.to_owned(), since: 1000.0 };
+            pairs.iter().map(|(ranks, reason)| drained(ranks, reason)).collect()
         };
         let told =
             |pairs: &[_]| InstanceStatus { drained: drained(pairs), excluded: set("9"), ..InstanceStatus::default() };
@@ -140,11 +161,23 @@ mod tests {
         ] {
             let expected = Change { drain: wanted(drain), undrain: set(undrain) };
             let expected = (expected != Change::default()).then_some(expected);
-            assert_eq!(change(&wanted(want), &told(there)), expected, "{want:?} {there:?}");
+            assert_eq!(change(&wanted(want), &told(there), 1000.0), expected, "{want:?} {there:?}");
         }
         let there = drained(&[("1", "flux-distribute: cordoned"), ("2-3", "bad disk"), ("4", VERIFIED)]);
         for (want, expected) in [(&[][..], "1"), (&[("cordoned", "2,4-5")], "1-2")] {
             assert_eq!(in_effect(&wanted(want), &there), set(expected), "{want:?}");
+        }
+    }
+
+    #[test]
+    fn what_an_uninstall_by_hand_drains_is_undrained_once_the_broker_has_left_or_the_command_was_killed() {
+        let set = |text: &str| text.parse::<IdSet>().unwrap();
+        for (online, now, undrained) in [("0-3", 1010.0, ""), ("0-1,3", 1010.0, "2"), ("0-3", 1400.0, "1-2")] {
+            let drained = Drained { ranks: set("1-2"), reason: UNINSTALLED_BY_HAND.to_owned(), since: 1000.0 };
+            let told = InstanceStatus { drained: vec![drained], online: set(online), ..InstanceStatus::default() };
+            let expected = Change { undrain: set(undrained), ..Change::default() };
+            let expected = (expected != Change::default()).then_some(expected);
+            assert_eq!(change(&BTreeMap::new(), &told, now), expected, "{online} {now}");
         }
     }
 }

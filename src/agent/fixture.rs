@@ -10,9 +10,21 @@ use serde_json::json;
 use super::act::Actor;
 use crate::{
     api::{NAMESPACE, SECRET_PACKAGES},
-    host::{FakeHost, Preflight},
+    host::{FakeHost, HostState, HostView, LaunchRecord, Preflight, RunningBroker},
     packages::native_platform,
+    plan::roster::tests::roster,
 };
+
+/// A host of a binary tree of eight, with the broker of `rank`.
+pub(super) fn tree(rank: Option<u32>, job_shells: usize) -> HostView {
+    let record = |rank| LaunchRecord { rank, epoch: 1, ..LaunchRecord::default() };
+    let broker = rank.map(|rank| RunningBroker { pid: 7, start_time: 1, systemd: false, record: record(rank) });
+    let mut roster = roster(8, &[]);
+    roster.settings.topology = "kary:2".to_owned();
+    let state = HostState { instance_uid: roster.instance_uid.clone(), ..HostState::default() };
+    let roster = Some(serde_json::to_string(&roster).unwrap());
+    HostView { broker, job_shells, roster, state: Some(state), ..HostView::default() }
+}
 
 /// An actor on `host`, in a cluster that has no Secret with access to package servers. It asks the API server for nothing
 /// else.

@@ -18,7 +18,7 @@ const FLUX_TIMEOUT_SECS: u64 = 60;
 pub(super) const EPOCH_ENDS: &str = "flux-distribute: the epoch ends";
 /// The same for the end of the instance: nobody starts it again.
 pub(super) const INSTANCE_ENDS: &str = "flux-distribute: the instance is being removed";
-/// The same for `flux-distribute uninstall`.
+/// The same for `flux-distribute uninstall` on the lead's host, until its broker has ended.
 pub(super) const UNINSTALLED_BY_HAND: &str = "flux-distribute: a host is being uninstalled by hand";
 
 /// Has no further job begin; `flux queue status` shows `message`.
@@ -34,14 +34,14 @@ pub(super) async fn stop(host: &dyn Host, prefix: &Path, roster: &Roster, messag
     Ok(())
 }
 
-/// Starts those again that were stopped with `message`.
+/// Starts those again that were stopped with one of `messages`.
 ///
 /// # Errors
 /// flux's.
-pub(super) async fn start(host: &dyn Host, prefix: &Path, roster: &Roster, message: &str) -> Result<(), StepError> {
+pub(super) async fn start(host: &dyn Host, prefix: &Path, roster: &Roster, messages: &[&str]) -> Result<(), StepError> {
     let status = flux(host, prefix, roster, &["queue", "status"]).await?;
     let hidden = || StepError::NotYet("whose the queues are can't be seen while the scheduler is off".to_owned());
-    for queue in stopped_with(message, &status).ok_or_else(hidden)? {
+    for queue in stopped_with(messages, &status).ok_or_else(hidden)? {
         flux(host, prefix, roster, &[&["queue", "start"], queue.as_slice()].concat()).await?;
     }
     Ok(())
@@ -72,13 +72,13 @@ fn started(list: &str) -> Vec<Option<&str>> {
 }
 
 /// None: it can't be seen. Without a scheduler `flux queue status` says so of each queue, in place of who has stopped it.
-fn stopped_with<'a>(message: &str, status: &'a str) -> Option<Vec<Option<&'a str>>> {
+fn stopped_with<'a>(messages: &[&str], status: &'a str) -> Option<Vec<Option<&'a str>>> {
     if status.contains(&format!("Scheduling is stopped: {SCHEDULER_IS_OFFLINE}")) {
         return None;
     }
-    let ours = format!("Scheduling is stopped: {message}");
-    let rows = status.lines().filter_map(|line| line.trim().strip_suffix(ours.as_str()));
-    Some(rows.map(|queue| named(queue.trim_end_matches(": "))).collect())
+    let stopped = status.lines().filter_map(|line| line.trim().split_once("Scheduling is stopped: "));
+    let ours = stopped.filter(|(_, message)| messages.contains(message));
+    Some(ours.map(|(queue, _)| named(queue.trim_end_matches(": "))).collect())
 }
 
 fn named(queue: &str) -> Option<&str> {
@@ -98,9 +98,12 @@ mod tests {
             "batch: Job submission is enabled\nbatch: Scheduling is stopped: {EPOCH_ENDS}\nlong: Scheduling is stopped: \
              maintenance\nlast: Scheduling is stopped: {INSTANCE_ENDS}\ndebug: Scheduling is started\n"
         );
-        assert_eq!(stopped_with(EPOCH_ENDS, &status), Some(vec![Some("batch")]));
+        assert_eq!(stopped_with(&[EPOCH_ENDS], &status), Some(vec![Some("batch")]));
+        assert_eq!(stopped_with(&[UNINSTALLED_BY_HAND], &status), Some(vec![]));
+        let both = stopped_with(&[EPOCH_ENDS, INSTANCE_ENDS], &status);
+        assert_eq!(both, Some(vec![Some("batch"), Some("last")]));
         let without_name = format!("Job submission is enabled\nScheduling is stopped: {EPOCH_ENDS}\n");
-        assert_eq!(stopped_with(EPOCH_ENDS, &without_name), Some(vec![None]));
-        assert_eq!(stopped_with(EPOCH_ENDS, "batch: Scheduling is stopped: Scheduler is offline\n"), None);
+        assert_eq!(stopped_with(&[EPOCH_ENDS], &without_name), Some(vec![None]));
+        assert_eq!(stopped_with(&[EPOCH_ENDS], "batch: Scheduling is stopped: Scheduler is offline\n"), None);
     }
 }

@@ -3,7 +3,7 @@
 use std::{
     path::PathBuf,
     sync::{Arc, atomic::AtomicU32},
-    time::{Duration, Instant},
+    time::{Duration, Instant, UNIX_EPOCH},
 };
 
 use kube::{Api, Client, ResourceExt};
@@ -245,6 +245,7 @@ impl Agent {
             leaving: live.leaving_since.map_or(Duration::ZERO, |since| since.elapsed()),
             holds: self.serving.holds(),
             told: live.instance.as_ref(),
+            now: UNIX_EPOCH.elapsed().map_or(0.0, |since| since.as_secs_f64()),
         }
     }
 

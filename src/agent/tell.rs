@@ -401,6 +401,7 @@ mod tests {
             applied: None,
             holds: &[],
             told: None,
+            now: 0.0,
             is_up: false,
             was_up: false,
             unheard: std::time::Duration::ZERO,
@@ -443,7 +444,11 @@ mod tests {
 
     #[test]
     fn what_people_have_drained_is_told_as_long_as_the_broker_is_silent() {
-        let drained = |ranks: &str, reason: &str| Drained { ranks: ranks.parse().unwrap(), reason: reason.to_owned() };
+        let drained = |ranks: &str, reason: &str| Drained {
+            ranks: ranks.parse().unwrap(),
+            reason: reason.to_owned(),
+            since: 0.0,
+        };
         let drained = vec![
             drained("1", "flux-distribute: the node is cordoned"),
             drained("2", "rank 2 (node3) missing resources: core[2-7]"),

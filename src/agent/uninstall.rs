@@ -1,14 +1,24 @@
 //! The command `uninstall`: takes everything off a host by hand. It asks nobody, so it works where the cluster is gone.
 
-use std::{fs, io::Write, process::ExitCode};
+use std::{fs, io::Write, path::Path, process::ExitCode};
+
+use futures::{FutureExt, future::select_all};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::{
-    act::removal_grace,
-    climb::{ask, jobs_may_run},
+    act::{StepError, removal_grace},
+    climb::{ask, ends_with, jobs_may_run_here},
     copied::host_roster,
+    drain::{self, drained_for},
+    live,
     queues::{self, UNINSTALLED_BY_HAND},
 };
 use crate::{
+    api::{IdSet, Roster},
+    broker::{
+        rfc3::RpcError,
+        status::{self, InstanceStatus},
+    },
     error_chain,
     host::{
         Host, HostError, HostView, NsHost, Order, RemoveOrder, Root, StopOrder, look,
@@ -37,6 +47,17 @@ pub enum UninstallError {
     /// The host, when it had begun; what is done is done.
     #[error(transparent)]
     CutShort(HostError),
+    /// A job could begin and be lost.
+    #[error(
+        "can't keep further jobs off this host: run the command again, or add --force, which ends what begins meanwhile"
+    )]
+    KeepOff(#[source] StepError),
+    /// By a signal.
+    #[error("interrupted before this host was clean: run the command again")]
+    Interrupted,
+    /// Signals can't be waited for; nothing was changed.
+    #[error("can't wait for signals")]
+    Signals(#[source] std::io::Error),
     /// Somebody computes.
     #[error("{0}: wait until they have ended, or add --force to end them")]
     Jobs(&'static str),
@@ -57,62 +78,154 @@ impl UninstallError {
         match self {
             Self::Jobs(_) | Self::Agent(_) => 2,
             Self::Host(error) => error.exit_code(),
-            Self::CutShort(_) | Self::Write(_) => 1,
+            Self::CutShort(_) | Self::KeepOff(_) | Self::Interrupted | Self::Signals(_) | Self::Write(_) => 1,
         }
     }
 }
 
-/// Stops the broker and takes everything off, once no job runs and none can begin: it stops the queues, as the agents do at the
-/// end of an instance.
+/// Stops the broker and takes everything off, once no job runs that would end with it and none can begin. If the command ends before
+/// that, jobs may begin again.
 ///
 /// # Errors
-/// Jobs or an agent run here; the stage's: what is done is done then, and the next run goes on from there.
+/// Jobs or an agent run here; a signal; the stage's: what is done is done then, and the next run goes on from there.
 pub async fn uninstall(arguments: UninstallArguments) -> Result<ExitCode, UninstallError> {
     let UninstallArguments { purge, force } = arguments;
     let host = NsHost::open()?;
     let view = look(&host).await?;
-    if !force {
-        if let Some(reason) = jobs_may_run(&view).await {
+    if force {
+        take_off(&host, &view, purge).await?;
+    } else {
+        if let Some(reason) = jobs_may_run_here(&view).await {
             return Err(UninstallError::Jobs(reason));
         }
-        if let Some(agent) = agent() {
+        if let Some(agent) = other_process("agent") {
             return Err(UninstallError::Agent(agent));
         }
-        if let Some(reason) = last_jobs(&host, &view).await? {
-            return Err(UninstallError::Jobs(reason));
+        let mut signals = signals().map_err(UninstallError::Signals)?;
+        let barrier = Barrier::of(&view).await;
+        // To its end: a `flux` that is left alone may still stop the queues after they were started again.
+        let raised = match &barrier {
+            Some(barrier) => barrier.raise(&host).await.map_err(UninstallError::KeepOff),
+            None => Ok(()),
+        };
+        let done = async {
+            raised?;
+            take_off_if_idle(&host, &view, purge).await
+        };
+        let done = tokio::select! {
+            biased;
+            _ = select_all(signals.iter_mut().map(|signal| signal.recv().boxed())) => Err(UninstallError::Interrupted),
+            done = done => done,
+        };
+        if let (Err(_), Some(barrier)) = (&done, barrier) {
+            barrier.lower(&host).await;
         }
-    }
-    let rank = view.broker.as_ref().map(|broker| broker.record.rank);
-    let grace_secs = removal_grace(rank, !purge, false);
-    for order in [Order::Stop(StopOrder { grace_secs }), Order::Remove(RemoveOrder { keep_state: !purge })] {
-        host.run(order, &mut |_| {}).await.map_err(UninstallError::CutShort)?;
+        done?;
     }
     writeln!(std::io::stdout(), "{}", outcome(&view, purge))?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Sees to it that no further job begins, and looks once more whether one runs: a job that has slipped in wins, and the queues go
-/// on.
-async fn last_jobs(host: &dyn Host, view: &HostView) -> Result<Option<&'static str>, UninstallError> {
-    let (Some(state), Some(roster), Some(_)) = (&view.state, host_roster(view), &view.broker) else { return Ok(None) };
-    if ask().await.lead.is_err() {
-        // Cut off from the lead: no job begins here.
-        return Ok(None);
+/// What ends a command by a terminal, a shell or a pod.
+fn signals() -> std::io::Result<Vec<Signal>> {
+    [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()].into_iter().map(signal).collect()
+}
+
+/// A job that has slipped in wins.
+async fn take_off_if_idle(host: &dyn Host, view: &HostView, purge: bool) -> Result<(), UninstallError> {
+    match jobs_may_run_here(&look(host).await?).await {
+        Some(reason) => Err(UninstallError::Jobs(reason)),
+        None => take_off(host, view, purge).await,
     }
-    let warn = |error| say(&format!("the queues stay as they are: {}", error_chain(&error)));
-    let stopped = queues::stop(host, &state.prefix, &roster, UNINSTALLED_BY_HAND).await;
-    let reason = jobs_may_run(&look(host).await?).await;
-    match (stopped, reason) {
-        (Err(error), _) => warn(error),
-        (Ok(()), Some(_)) => {
-            queues::start(host, &state.prefix, &roster, UNINSTALLED_BY_HAND).await.unwrap_or_else(warn);
+}
+
+async fn take_off(host: &dyn Host, view: &HostView, purge: bool) -> Result<(), UninstallError> {
+    let rank = view.broker.as_ref().map(|broker| broker.record.rank);
+    let grace_secs = removal_grace(rank, !purge, false);
+    for order in [Order::Stop(StopOrder { grace_secs }), Order::Remove(RemoveOrder { keep_state: !purge })] {
+        host.run(order, &mut |_| {}).await.map_err(UninstallError::CutShort)?;
+    }
+    Ok(())
+}
+
+/// What keeps jobs from beginning that would end with the broker of this host.
+#[derive(Debug, PartialEq, Eq)]
+enum Measure {
+    /// With the lead ends the whole instance.
+    StopQueues,
+    /// The rest of the instance goes on without these ranks.
+    Drain(IdSet),
+}
+
+/// None: the broker of this host carries no job. Ranks that others have drained stay as they are.
+fn measure(view: &HostView, instance: &InstanceStatus) -> Option<Measure> {
+    let rank = view.broker.as_ref()?.record.rank;
+    if rank == 0 {
+        return Some(Measure::StopQueues);
+    }
+    // What an earlier run has drained is drained again, so that nobody takes it for forgotten.
+    let by_others = || instance.drained.iter().filter(|drained| drained.reason != drain::UNINSTALLED_BY_HAND);
+    let is_drained = |rank: u32| by_others().any(|drained| drained.ranks.contains(rank));
+    let gets_jobs = |rank: &u32| ends_with(view, *rank) && !is_drained(*rank) && !instance.excluded.contains(*rank);
+    let ranks: IdSet = instance.online.0.iter().copied().filter(gets_jobs).collect();
+    (!ranks.is_empty()).then_some(Measure::Drain(ranks))
+}
+
+/// A [`Measure`], and where it is taken.
+struct Barrier<'a> {
+    measure: Measure,
+    prefix: &'a Path,
+    roster: Roster,
+}
+
+impl<'a> Barrier<'a> {
+    /// None: there is nothing to keep off, such as on a host that is cut off from the lead.
+    async fn of(view: &'a HostView) -> Option<Self> {
+        let (prefix, roster) = (view.state.as_ref()?.prefix.as_path(), host_roster(view)?);
+        let measure = measure(view, &ask().await.lead.ok()?)?;
+        Some(Self { measure, prefix, roster })
+    }
+
+    /// After an error a part may be done, such as one of several queues.
+    async fn raise(&self, host: &dyn Host) -> Result<(), StepError> {
+        match &self.measure {
+            Measure::StopQueues => queues::stop(host, self.prefix, &self.roster, UNINSTALLED_BY_HAND).await,
+            Measure::Drain(ranks) => Ok(drain(ranks).await?),
         }
-        (Ok(()), None) => say(
-            "the queues are stopped, so that no job begins; if the instance goes on without this host, run `flux queue start \
-             --all` on another one",
-        ),
     }
-    Ok(reason)
+
+    /// Lets jobs begin again, if the broker still runs.
+    async fn lower(&self, host: &dyn Host) {
+        if look(host).await.is_ok_and(|view| view.broker.is_none()) {
+            return say("the broker has ended: run the command again to take off what is left");
+        }
+        let (lowered, done, remedy) = match &self.measure {
+            Measure::StopQueues => {
+                let started = queues::start(host, self.prefix, &self.roster, &[UNINSTALLED_BY_HAND]).await;
+                let remedy = "run `flux queue status`, and `flux queue start NAME` for each queue that is stopped because a \
+                              host is being uninstalled by hand";
+                (started, "the queues are started again".to_owned(), remedy.to_owned())
+            }
+            Measure::Drain(ranks) => {
+                let undrained = undrain(ranks).await.map_err(StepError::from);
+                (undrained, format!("rank {ranks} gets jobs again"), format!("run `flux resource undrain {ranks}`"))
+            }
+        };
+        match lowered {
+            Ok(()) => say(&done),
+            Err(error) => say(&format!("if the instance goes on, {remedy}: {}", error_chain(&error))),
+        }
+    }
+}
+
+async fn drain(ranks: &IdSet) -> Result<(), RpcError> {
+    status::drain(&live::connect().await?, ranks, drain::UNINSTALLED_BY_HAND).await
+}
+
+async fn undrain(ranks: &IdSet) -> Result<(), RpcError> {
+    let socket = live::connect().await?;
+    let ours = drained_for(drain::UNINSTALLED_BY_HAND, ranks, &status::instance(&socket).await?);
+    if ours.is_empty() { Ok(()) } else { status::undrain(&socket, &ours).await }
 }
 
 fn say(words: &str) {
@@ -128,26 +241,41 @@ fn outcome(view: &HostView, purge: bool) -> String {
     }
 }
 
-/// An agent on this host, in whichever pod: all processes can be seen from here. Only the host's root runs one: else any user
-/// could keep a host from being cleaned.
-fn agent() -> Option<i32> {
-    let root = Root::host();
-    let is_agent = |process: &Process| {
-        fs::read(process.dir.join("cmdline")).is_ok_and(|line| is_agent(&line)) && process.is_hosts_root()
-    };
-    processes(&root).ok()?.iter().find(|process| is_agent(process)).map(|process| process.pid)
+/// `flux-distribute uninstall` runs on this host.
+pub(super) fn is_under_way() -> bool {
+    other_process("uninstall").is_some()
 }
 
-fn is_agent(cmdline: &[u8]) -> bool {
+/// Another process of this program on this host that runs `command`, in whichever pod: all processes can be seen from here. Only the
+/// host's root runs one, and not as what only has its words, as a user's sudo(8) may: else any user could keep a host from being
+/// cleaned.
+fn other_process(command: &str) -> Option<i32> {
+    let is_ours = |process: &Process| {
+        let program = fs::read_link(process.dir.join("exe")).unwrap_or_default();
+        program.file_name().is_some_and(|name| name.to_string_lossy().contains("flux-distribute"))
+    };
+    let runs_command = |process: &&Process| {
+        fs::read(process.dir.join("cmdline")).is_ok_and(|line| runs(&line, command))
+            && process.is_hosts_root()
+            && is_ours(process)
+    };
+    processes(&Root::host()).ok()?.iter().find(runs_command).map(|process| process.pid)
+}
+
+fn runs(cmdline: &[u8], command: &str) -> bool {
     let mut words = cmdline.split(|byte| *byte == 0);
     let program = words.next().unwrap_or_default();
-    program.rsplit(|byte| *byte == b'/').next() == Some(b"flux-distribute") && words.next() == Some(b"agent")
+    program.rsplit(|byte| *byte == b'/').next() == Some(b"flux-distribute") && words.next() == Some(command.as_bytes())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::{Answer, Refusal};
+    use crate::{
+        agent::fixture::tree,
+        broker::status::Drained,
+        host::{Answer, Refusal},
+    };
 
     #[test]
     fn only_a_host_on_which_nothing_was_changed_is_told_as_one() {
@@ -160,21 +288,43 @@ mod tests {
             (UninstallError::Host(busy()), 1),
             (UninstallError::Host(HostError::unexpected(&Answer::Done)), 1),
             (UninstallError::CutShort(wrong()), 1),
+            (UninstallError::Interrupted, 1),
         ] {
             assert_eq!(error.exit_code(), code, "{error}");
         }
     }
 
     #[test]
-    fn an_agent_is_known_by_its_command_line() {
-        for (cmdline, is) in [
-            (&b"/flux-distribute\0agent\0"[..], true),
-            (b"flux-distribute\0agent\0--node-name\0n\0", true),
-            (b"/flux-distribute\0uninstall\0", false),
-            (b"/usr/bin/other\0agent\0", false),
-            (b"", false),
+    fn a_command_is_known_by_its_command_line() {
+        for (cmdline, agent, uninstall) in [
+            (&b"/flux-distribute\0agent\0"[..], true, false),
+            (b"flux-distribute\0agent\0--node-name\0n\0", true, false),
+            (b"/flux-distribute\0uninstall\0", false, true),
+            (b"/usr/bin/other\0agent\0", false, false),
+            (b"", false, false),
         ] {
-            assert_eq!(is_agent(cmdline), is);
+            assert_eq!((runs(cmdline, "agent"), runs(cmdline, "uninstall")), (agent, uninstall));
+        }
+    }
+
+    #[test]
+    fn a_lead_stops_the_queues_and_a_follower_drains_what_ends_with_it() {
+        let set = |text: &str| text.parse::<IdSet>().unwrap();
+        // In a binary tree ranks 3 and 4 hang on rank 1, and 7 on rank 3.
+        for (rank, online, drained, expected) in [
+            (Some(0), "0-7", "", Some(Measure::StopQueues)),
+            (Some(1), "0-7", "", Some(Measure::Drain(set("1,3-4,7")))),
+            (Some(1), "0-2,4", "4", Some(Measure::Drain(set("1")))),
+            (Some(5), "0-7", "", Some(Measure::Drain(set("5")))),
+            (Some(5), "0-7", "5", None),
+            (Some(6), "0-7", "", Some(Measure::Drain(set("6")))),
+            (None, "0-7", "", None),
+        ] {
+            let drained = Drained { ranks: set(drained), reason: "bad disk".to_owned(), since: 0.0 };
+            let by_hand = Drained { ranks: set("6"), reason: drain::UNINSTALLED_BY_HAND.to_owned(), since: 0.0 };
+            let told =
+                InstanceStatus { drained: vec![drained, by_hand], online: set(online), ..InstanceStatus::default() };
+            assert_eq!(measure(&tree(rank, 0), &told), expected, "{rank:?} {online}");
         }
     }
 }

@@ -119,6 +119,9 @@ pub struct Drained {
     pub ranks: IdSet,
     /// Why.
     pub reason: String,
+    /// Since when, by the lead's clock, in seconds since 1970.
+    #[serde(skip)]
+    pub since: f64,
 }
 
 /// So much of resources, and where.
@@ -251,6 +254,8 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     struct Reason {
         #[serde(default)]
         reason: Option<String>,
+        #[serde(default)]
+        timestamp: f64,
     }
     let ask = |topic| client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null);
     let (online, resources) = futures::try_join!(online(client), ask("resource.status"))?;
@@ -258,7 +263,7 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     let scheduler = scheduled(client).await?;
     let resources: Resources = parse("resource.status", resources)?;
     let drained = resources.drain.into_iter().filter_map(|(ranks, why)| {
-        Some(Drained { ranks: ranks.parse().ok()?, reason: why.reason.unwrap_or_default() })
+        Some(Drained { ranks: ranks.parse().ok()?, reason: why.reason.unwrap_or_default(), since: why.timestamp })
     });
     let free = scheduler.free();
     let amount = |set: Option<ResourceSet>| set.map(|set| set.amount()).unwrap_or_default();

@@ -83,8 +83,8 @@ pub struct HostView {
     pub died: Option<String>,
     /// The instance ID that the broker which has died was started with.
     pub died_of: Option<String>,
-    /// No broker runs here, and the last one led and was shut down by flux-shutdown(1), by its own log: in this boot or before.
-    pub shut_down: bool,
+    /// No broker runs here, and the last one led and was shut down by flux-shutdown(1), in this boot or before: its epoch.
+    pub shut_down: Option<EpochId>,
     /// A broker runs here that nothing tells the instance of, in words: it may lead, and have jobs.
     pub unknown: Option<String>,
     /// `<prefix>/etc/roster.json`: the roster this host was configured by last.
@@ -108,6 +108,17 @@ impl HostView {
     pub fn has_environment(&self, digest: &str) -> bool {
         self.environments.iter().any(|ready| ready == digest)
     }
+}
+
+/// An epoch of one Flux instance.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct EpochId {
+    /// The Flux instance.
+    #[serde(rename = "instanceID")]
+    pub instance_id: String,
+    /// Its epoch.
+    pub epoch: u64,
 }
 
 /// What we did to a host: the undo list, `<prefix>/state.json`.

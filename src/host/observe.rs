@@ -1,7 +1,7 @@
 use std::{fs, path::Path};
 
 use super::{
-    HostView, Refusal, Root, RunningBroker, dump, facts, launch::log, remove::Brokers, runnable, state, statedir,
+    HostView, Refusal, Root, RunningBroker, dump, facts, launch::shutdown, remove::Brokers, runnable, state, statedir,
     takeover,
 };
 use crate::{
@@ -9,8 +9,8 @@ use crate::{
     packages,
 };
 
-/// Looks at the host; changes nothing but the broker's record, where that was lost, and needs no lock because everything it
-/// reads was renamed into place.
+/// Looks at the host. It changes nothing but the broker's record, if that was lost, and what is remembered of a shutdown; it needs
+/// no lock because everything it reads was renamed into place.
 ///
 /// # Errors
 /// Where `state.json` is there and can't be read.
@@ -29,19 +29,15 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         state,
         rundir_lost: broker.running.is_some() && !root.path(BROKER_RUN_DIR).is_dir(),
         statedir_lost: broker.running.as_ref().is_some_and(|broker| is_statedir_lost(root, prefix.as_deref(), broker)),
-        shut_down: broker.running.is_none() && below.as_deref().is_some_and(was_shut_down),
+        shut_down: below.as_deref().and_then(|prefix| shutdown::find(prefix, &broker)),
         broker: broker.running,
         died: broker.died,
-        died_of: broker.died_of,
+        died_of: broker.died_of.map(|record| record.instance_id),
         unknown: broker.unknown.map(|broker| broker.to_string()),
         boot_id: facts::boot_id(root),
         resources: facts::resources(root),
         job_shells: broker.job_shells,
     })
-}
-
-fn was_shut_down(prefix: &Path) -> bool {
-    log::was_shut_down(&log::tail(&log::path(prefix), 0))
 }
 
 /// Those that are whole, and not known to be of no use here.

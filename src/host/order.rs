@@ -12,7 +12,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::{Answer, Progress, Refusal, dump};
+use super::{Answer, EpochId, Progress, Refusal, dump};
 use crate::api::{Takeover, Uninstall};
 
 /// One piece of work in the host's namespaces. Every one can be killed at any instruction and given again.
@@ -229,6 +229,13 @@ pub struct LaunchRecord {
     pub digest: String,
     /// sha256 over argv, env, owner and limits: tells whether a start now would differ.
     pub launch: String,
+}
+
+impl LaunchRecord {
+    /// The epoch that it was started in.
+    pub fn epoch_id(&self) -> EpochId {
+        EpochId { instance_id: self.instance_id.clone(), epoch: self.epoch }
+    }
 }
 
 /// See [`Order::Stop`].

@@ -11,7 +11,7 @@ use super::{
         LEAD_PATIENCE, Observed, does_lead_miss, is_former_idle, is_missed, is_online, is_overdue, is_shut_down,
         lingers, may_carry_jobs, may_stop, no_room, parent, rank_of,
     },
-    status::SHUT_DOWN,
+    status::SHUT_DOWN_MESSAGE,
 };
 use crate::api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
 
@@ -115,7 +115,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         spec.missed = is_missed(seen, roster, rank);
         spec.reason = match &spec.want {
             Want::Nothing => differs,
-            Want::Install if is_shut_down(seen, roster) => Some(SHUT_DOWN.to_owned()),
+            Want::Install if is_shut_down(seen, roster) => Some(SHUT_DOWN_MESSAGE.to_owned()),
             Want::Install => no_lead(roster),
             Want::Run if spec.missed => Some("the other brokers do not hear from its broker".to_owned()),
             _ => None,

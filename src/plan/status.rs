@@ -31,9 +31,9 @@ const REFUSED: &str = "TakenBack";
 const BLOCKED: &str = "PackagesUnavailable";
 
 /// Reason of Degraded if an administrator has shut the instance down.
-const STOPPED: &str = "ShutDown";
-/// What is said while an instance is down that an administrator has shut down.
-pub const SHUT_DOWN: &str = "an administrator has shut the instance down (flux shutdown): to start it again, with its queue, run \
+const SHUT_DOWN_REASON: &str = "ShutDown";
+/// What FluxInstance and FluxNodes say meanwhile, with the remedy.
+pub const SHUT_DOWN_MESSAGE: &str = "an administrator has shut the instance down (flux shutdown): to start it again, with its queue, run \
                              `kubectl -n flux-distribute annotate fxi flux --overwrite \
                              distribute.flux-framework.org/restart=\"$(date +%s)\"`";
 
@@ -140,7 +140,7 @@ fn progress(
 ) -> Vec<Finding> {
     let mut found = Vec::new();
     if standing.shut_down {
-        found.push(Finding::new(Weight::LeadAway, SHUT_DOWN));
+        found.push(Finding::new(Weight::LeadAway, SHUT_DOWN_MESSAGE));
     }
     let complete = standing.lead_online && next.online == next.size;
     match obstacle {
@@ -224,7 +224,7 @@ fn phase(roster: Option<&Roster>, obstacle: Option<&Obstacle>, standing: Standin
 fn degraded(obstacle: Option<&Obstacle>, cores_lost: Option<&str>, standing: Standing, message: &str) -> Holds {
     match obstacle {
         Some(Obstacle::Problem { reason, message }) => (true, reason, message.clone()),
-        _ if standing.shut_down => (true, STOPPED, SHUT_DOWN.to_owned()),
+        _ if standing.shut_down => (true, SHUT_DOWN_REASON, SHUT_DOWN_MESSAGE.to_owned()),
         _ if standing.established && !standing.lead_online => (true, "LeadNotOnline", message.to_owned()),
         _ if cores_lost.is_some() => (true, CORES_LOST, cores_lost.unwrap_or_default().to_owned()),
         _ => (false, "AsExpected", String::new()),
@@ -281,7 +281,7 @@ pub fn warnings(before: Option<&FluxInstanceStatus>, next: &FluxInstanceStatus) 
     let needs_somebody = |condition: &&Condition| match condition.type_.as_str() {
         CONDITION_SCALE_DENIED | CONDITION_NOT_APPLIED | CONDITION_AGENTS_MISSING => true,
         CONDITION_RESTART_PENDING => [BLOCKED, REFUSED].contains(&condition.reason.as_str()),
-        "Degraded" => [CORES_LOST, STOPPED].contains(&condition.reason.as_str()),
+        "Degraded" => [CORES_LOST, SHUT_DOWN_REASON].contains(&condition.reason.as_str()),
         _ => false,
     };
     let is_news = |condition: &&Condition| {

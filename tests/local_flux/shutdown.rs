@@ -1,6 +1,13 @@
 //! What an administrator stops by hand.
 
-use flux_distribute::api::{ANNOTATION_RESTART, FluxNode};
+use std::{
+    fs::{self, OpenOptions},
+    io::Write,
+    path::PathBuf,
+};
+
+use flux_distribute::api::{ANNOTATION_RESTART, FluxNode, Roster};
+use kube::api::{Patch, PatchParams};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -9,8 +16,11 @@ use serde_json::json;
 
 use crate::harness::Cluster;
 
-/// Waits until the lead's agent says that the instance was shut down.
+/// Waits until the lead's agent says that the instance was shut down. What it, or the agent before, has said already does not count.
 fn until_lead_says_so(cluster: &Cluster, lead: &str) {
+    let nothing = Patch::Merge(json!({"status": {"message": null}}));
+    let nodes = cluster.api::<FluxNode>();
+    cluster.wait(nodes.patch_status(lead, &PatchParams::default(), &nothing)).unwrap();
     cluster.until("the lead's word", || {
         let node = cluster.wait(cluster.api::<FluxNode>().get(lead)).unwrap();
         let status = node.status?;
@@ -35,6 +45,17 @@ fn lead_is_down(cluster: &Cluster, lead: &str) -> bool {
     !cluster.brokers().contains_key(lead)
 }
 
+fn below_the_prefix(cluster: &Cluster, node: &str, path: &str) -> PathBuf {
+    cluster.root(node).join("opt/flux-distribute").join(path)
+}
+
+/// Fills the log below the prefix of `node` with words that say nothing of a shutdown, then empties it, as a trim does.
+fn forget_log(cluster: &Cluster, node: &str) {
+    let mut log = OpenOptions::new().append(true).open(below_the_prefix(cluster, node, "log/broker.log")).unwrap();
+    log.write_all("<6>cron.info[0]: nothing to do\n".repeat(10_000).as_bytes()).unwrap();
+    log.set_len(0).unwrap();
+}
+
 #[test]
 fn an_instance_that_was_shut_down_stays_down_until_somebody_says_restart() {
     let Some(cluster) = Cluster::up(3, &[]) else { return };
@@ -45,6 +66,7 @@ fn an_instance_that_was_shut_down_stays_down_until_somebody_says_restart() {
     until_planner_says_so(&cluster, "11m");
     assert!(lead_is_down(&cluster, &lead));
 
+    forget_log(&cluster, &lead);
     let before = cluster.node(&lead).restarts;
     cluster.must(&["agent", &lead, "kill"]);
     cluster.until("another agent", || (cluster.node(&lead).restarts > before).then_some(()));
@@ -74,6 +96,29 @@ fn an_instance_that_was_shut_down_stays_down_until_somebody_says_restart() {
     kill(Pid::from_raw(cluster.brokers()[&lead].pid), Signal::SIGKILL).unwrap();
     cluster.until("the lead again", || cluster.brokers().contains_key(&lead).then_some(()));
     cluster.all_online(3);
+}
+
+#[test]
+fn the_epoch_after_a_shutdown_begins_though_its_lead_could_not_be_started_at_once() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let lead = cluster.holder(0);
+    cluster.exec(&lead, &["flux", "shutdown"]);
+    until_lead_says_so(&cluster, &lead);
+    // The files of epoch 2 are written, and its broker says nothing.
+    let digest = cluster.roster().unwrap().settings.digest;
+    let flux = below_the_prefix(&cluster, &lead, &format!("envs/{digest}/bin/flux"));
+    let away = flux.with_extension("away");
+    fs::rename(&flux, &away).unwrap();
+    cluster.patch(json!({"metadata": {"annotations": {ANNOTATION_RESTART: "go on"}}}));
+    let copy = below_the_prefix(&cluster, &lead, "etc/roster.json");
+    cluster.until("the files of epoch 2", || {
+        let roster = Roster::parse(&fs::read_to_string(&copy).ok()?).ok()?;
+        (roster.epoch == 2).then_some(())
+    });
+    until_told(&cluster, &lead, "bin/flux");
+    fs::rename(&away, &flux).unwrap();
+    cluster.all_online(2);
+    assert_eq!(cluster.instance().status.unwrap().epoch, 2);
 }
 
 #[test]

@@ -1,15 +1,17 @@
 //! The queue: dumped, brought up again on another node, given up on purpose; and a host that is cleaned by hand.
 
 use std::{
-    fs,
+    fs::{self, OpenOptions},
     os::unix::fs::PermissionsExt,
-    process::{Output, Stdio},
+    path::PathBuf,
+    process::{Child, Output, Stdio},
     time::Instant,
 };
 
 use flux_distribute::api::{FluxInstance, FluxInstanceSpec, FluxNode, INSTANCE};
 use kube::api::{DeleteParams, PostParams};
 use nix::{
+    fcntl::{Flock, FlockArg},
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
@@ -209,33 +211,131 @@ impl Drop for Hanging {
     }
 }
 
+/// `flux-distribute uninstall` on a node whose agent is gone, and where a kubelet that hangs starts no other one, which would
+/// install again.
+struct ByHand<'a> {
+    cluster: &'a Cluster,
+    root: PathBuf,
+    shell: Child,
+    kubelet: Hanging,
+}
+
+impl<'a> ByHand<'a> {
+    fn begin(cluster: &'a Cluster, node: &str) -> Self {
+        let root = cluster.root(node).join("root");
+        for name in ["began", "go", "signal"] {
+            let _ = fs::remove_file(root.join(name));
+        }
+        let wait_for = |name: &str| format!("until test -s /root/{name}; do sleep 0.1; done");
+        let script = format!(
+            "echo > /root/began; {}; {IMAGE}/flux-distribute uninstall & pid=$!
+             ({}; kill -s $(cat /root/signal) $pid) & signals=$!
+             wait $pid; code=$?; kill $signals; exit $code",
+            wait_for("go"),
+            wait_for("signal"),
+        );
+        let mut command = cluster.command(&["exec", node, "--", "sh", "-c", &script]);
+        let shell = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        cluster.until("the shell", || root.join("began").exists().then_some(()));
+        let agent = cluster.node(node).agent_pid.unwrap();
+        let kubelet = Hanging::parent_of(agent);
+        kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
+        fs::write(root.join("go"), "go").unwrap();
+        Self { cluster, root, shell, kubelet }
+    }
+
+    fn signal(&self, name: &str) {
+        fs::write(self.root.join("signal"), name).unwrap();
+    }
+
+    /// The kubelet goes on, and starts another agent.
+    fn end(self) -> Output {
+        let Self { shell, kubelet, .. } = self;
+        let output = shell.wait_with_output().unwrap();
+        drop(kubelet);
+        output
+    }
+
+    fn until_queue(&self, other: &str, words: &str) {
+        self.cluster
+            .until(words, || self.cluster.exec(other, &["flux", "queue", "status"]).contains(words).then_some(()));
+    }
+}
+
+const STOPPED_BY_HAND: &str = "Scheduling is stopped: flux-distribute: a host is being uninstalled by hand";
+
 #[test]
-fn an_uninstall_by_hand_stops_the_queues_before_it_stops_the_broker() {
+fn an_uninstall_by_hand_of_a_follower_keeps_jobs_off_that_host_alone() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let (lead, node) = (cluster.holder(0), cluster.holder(1));
-    let pending = cluster.exec(&lead, &["flux", "submit", "-N1", "--urgency=hold", "true"]);
-    let root = cluster.root(&node).join("root");
-    let script = format!(
-        "touch /root/began; until test -e /root/go; do sleep 0.1; done; exec {IMAGE}/flux-distribute uninstall"
-    );
-    let mut command = cluster.command(&["exec", &node, "--", "sh", "-c", &script]);
-    let uninstall = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    cluster.until("the shell", || root.join("began").exists().then_some(()));
-    // A kubelet that hangs starts no other agent, which would install again.
-    let agent = cluster.node(&node).agent_pid.unwrap();
-    let kubelet = Hanging::parent_of(agent);
-    kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
-    fs::write(root.join("go"), "").unwrap();
-    let output = uninstall.wait_with_output().unwrap();
-    drop(kubelet);
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && stderr.contains("flux queue start --all"), "{output:?}");
+    let output = ByHand::begin(&cluster, &node).end();
+    assert!(output.status.success(), "{output:?}");
+    let events = cluster.exec(&lead, &["flux", "kvs", "get", "resource.eventlog"]);
+    assert!(events.contains("this host is being uninstalled by hand"), "{events}");
     let status = cluster.exec(&lead, &["flux", "queue", "status"]);
-    assert!(status.contains("Scheduling is stopped: flux-distribute: a host is being uninstalled by hand"), "{status}");
+    assert!(status.contains("Scheduling is started"), "{status}");
+    // Installed again, it gets jobs again.
     cluster.all_online(2);
-    cluster.exec(&lead, &["flux", "queue", "start", "--all"]);
-    cluster.exec(&lead, &["flux", "job", "urgency", &pending, "default"]);
-    cluster.exec(&lead, &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
+    cluster.exec(&lead, &["flux", "run", "-N2", "true"]);
+}
+
+#[test]
+fn an_uninstall_by_hand_that_is_cut_short_lets_the_queues_go_on() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let (lead, other) = (cluster.holder(0), cluster.holder(1));
+    let before = cluster.brokers();
+    let lock = |node: &str| {
+        let path = cluster.root(node).join(PREFIX).join("lock");
+        let file = || OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        cluster.until("the host's lock", || Flock::lock(file(), FlockArg::LockExclusiveNonblock).ok())
+    };
+
+    // Ctrl-C while the command waits for other work on the host.
+    let (held, uninstall) = (lock(&lead), ByHand::begin(&cluster, &lead));
+    uninstall.until_queue(&other, STOPPED_BY_HAND);
+    uninstall.signal("INT");
+    let output = uninstall.end();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && stderr.contains("the queues are started again"), "{output:?}");
+    drop(held);
+    let status = cluster.exec(&other, &["flux", "queue", "status"]);
+    assert!(status.contains("Scheduling is started"), "{status}");
+    cluster.all_online(2);
+
+    // The same on a follower.
+    let drained = || cluster.exec(&lead, &["flux", "resource", "drain", "-no", "{ranks} {reason}"]);
+    let (held, uninstall) = (lock(&other), ByHand::begin(&cluster, &other));
+    cluster
+        .until("the drain", || drained().contains("1 flux-distribute: this host is being uninstalled").then_some(()));
+    uninstall.signal("TERM");
+    let output = uninstall.end();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && stderr.contains("rank 1 gets jobs again"), "{output:?}");
+    drop(held);
+    assert_eq!(drained(), "");
+    cluster.all_online(2);
+
+    // It fails: the other work takes too long.
+    let (held, uninstall) = (lock(&lead), ByHand::begin(&cluster, &lead));
+    uninstall.until_queue(&other, STOPPED_BY_HAND);
+    let output = uninstall.end();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(stderr.contains("the queues are started again") && stderr.contains("other work"), "{output:?}");
+    drop(held);
+    cluster.all_online(2);
+
+    // Killed, it can't do that itself: the lead's agent does.
+    let (held, uninstall) = (lock(&lead), ByHand::begin(&cluster, &lead));
+    uninstall.until_queue(&other, STOPPED_BY_HAND);
+    uninstall.signal("KILL");
+    let output = uninstall.end();
+    assert!(!output.status.success(), "{output:?}");
+    drop(held);
+    cluster.until("the queue", || {
+        cluster.exec(&other, &["flux", "queue", "status"]).contains("Scheduling is started").then_some(())
+    });
+    cluster.exec(&lead, &["flux", "run", "-N2", "true"]);
+    assert_eq!(cluster.brokers(), before);
 }
 
 #[test]

@@ -118,6 +118,7 @@ impl World {
             preflight: self.preflight.as_ref(),
             applied: self.applied,
             told: self.told.as_ref(),
+            now: 0.0,
             is_up: self.is_up,
             was_up: self.was_up,
             unheard: self.unheard,
@@ -324,7 +325,7 @@ fn of_the_lead() -> World {
 fn a_lead_gives_no_jobs_to_who_leaves_before_it_takes_in_a_new_revision_and_some_to_who_comes_back_after_it() {
     let mut world = of_the_lead();
     let drained = |ranks: &str| {
-        let ours = Drained { ranks: ranks.parse().unwrap(), reason: "flux-distribute: c".to_owned() };
+        let ours = Drained { ranks: ranks.parse().unwrap(), reason: "flux-distribute: c".to_owned(), since: 0.0 };
         Some(InstanceStatus { drained: vec![ours], ..InstanceStatus::default() })
     };
     world.spec.as_mut().unwrap().drain = [("c".to_owned(), "1".parse().unwrap())].into();
@@ -526,7 +527,8 @@ fn shut_down() -> World {
     let roster = world.roster.as_mut().unwrap();
     roster.ranks.get_mut(&0).unwrap().member = roster.ranks[&1].member.clone();
     world.host.roster = serde_json::to_string(&world.roster).ok();
-    (world.host.shut_down, world.host.died) = (true, Some("the last line".into()));
+    world.host.shut_down = Some(EpochId { instance_id: "id".to_owned(), epoch: 1 });
+    world.host.died = Some("the last line".into());
     world
 }
 
@@ -537,8 +539,16 @@ fn a_lead_that_an_administrator_has_shut_down_stays_down_until_the_next_epoch() 
         ("shut down", (|_| {}) as Change, true),
         ("after a reboot", |world| world.host.died = None, true),
         ("without API", |world| world.instance = "", true),
-        ("a signal or a crash", |world| world.host.shut_down = false, false),
+        ("a signal or a crash", |world| world.host.shut_down = None, false),
         ("it was never online", |world| world.roster.as_mut().unwrap().established = false, false),
+        (
+            "without API, by files from before it was online",
+            |world| {
+                world.instance = "";
+                world.roster.as_mut().unwrap().established = false;
+            },
+            true,
+        ),
         (
             "the next epoch",
             |world| {
@@ -547,7 +557,18 @@ fn a_lead_that_an_administrator_has_shut_down_stays_down_until_the_next_epoch() 
             },
             false,
         ),
-        ("the log is about a broker of another epoch", |world| world.host.roster = None, false),
+        ("an epoch before was shut down", |world| world.host.shut_down.as_mut().unwrap().epoch = 0, false),
+        ("another instance was", |world| world.host.shut_down.as_mut().unwrap().instance_id.push('x'), false),
+        (
+            "the files of the next epoch are written, and its broker has never run",
+            |world| {
+                let roster = world.roster.as_mut().unwrap();
+                roster.epoch = 2;
+                world.spec.as_mut().unwrap().epoch = 2;
+                world.host.roster = serde_json::to_string(roster).ok();
+            },
+            false,
+        ),
     ] {
         let mut world = shut_down();
         change(&mut world);
@@ -556,7 +577,7 @@ fn a_lead_that_an_administrator_has_shut_down_stays_down_until_the_next_epoch() 
         if world.instance.is_empty() {
             continue;
         }
-        assert_eq!(step == Step::Wait(SHUT_DOWN.to_owned()), stays, "{what}: {step:?}");
+        assert_eq!(step == Step::Wait(SHUT_DOWN_MESSAGE.to_owned()), stays, "{what}: {step:?}");
     }
 }
 

@@ -19,12 +19,20 @@ const WAS_UP: &str = "quorum->run";
 /// What a broker says before it gives up, besides lines of level err and above.
 const TELLING: [&str; 5] = [".crit[", ".err[", ".emerg", "rejecting connection", "Config file error"];
 
-/// SIGHUP, SIGINT, SIGQUIT, SIGALRM and SIGTERM end a broker (broker.c, signal_is_deadly); the lead passes others on to the jobs.
-const DEADLY: [&str; 5] = ["1", "2", "3", "14", "15"];
-
 /// The broker's log below `prefix`.
 pub fn path(prefix: &Path) -> PathBuf {
     directory(prefix).join("broker.log")
+}
+
+/// What was cut off from the log at `path` when it was trimmed last.
+pub fn trimmed(path: &Path) -> PathBuf {
+    with_suffix(path, ".1")
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    PathBuf::from(name)
 }
 
 /// Where brokers are at home: a core that one leaves (core(5)) goes with everything else of ours, and does not lie in `/`.
@@ -86,27 +94,6 @@ pub fn why(tail: &str) -> String {
     }
 }
 
-/// The last broker of rank 0 in a log's tail was shut down by flux-shutdown(1). The broker logs the same for a deadly signal, but
-/// names the signal before (broker.c, signal_cb); one that crashed or was killed logs neither.
-pub fn was_shut_down(tail: &str) -> bool {
-    let (mut has_signal, mut was_shut_down) = (false, false);
-    for line in tail.lines() {
-        let Some(said) = without_level(line.trim()).strip_prefix("broker.info[0]: ") else { continue };
-        match said {
-            // It begins, or another one does.
-            _ if said.contains("->join") || said.contains("->run") => (has_signal, was_shut_down) = (false, false),
-            _ if is_deadly(said) => has_signal = true,
-            _ if said.starts_with("shutdown: run->cleanup") => was_shut_down = !has_signal,
-            _ => {}
-        }
-    }
-    was_shut_down
-}
-
-fn is_deadly(said: &str) -> bool {
-    said.strip_prefix("signal ").is_some_and(|number| DEADLY.contains(&number.trim()))
-}
-
 /// A broker that logs to its own stderr marks each line with its level, `<6>`, for systemd's journal.
 pub fn without_level(line: &str) -> &str {
     match line.strip_prefix('<').and_then(|rest| rest.split_once('>')) {
@@ -129,12 +116,7 @@ pub fn trim_log(path: &Path, max_bytes: u64) -> io::Result<bool> {
     if length <= max_bytes {
         return Ok(false);
     }
-    let beside = |suffix: &str| {
-        let mut name = path.as_os_str().to_owned();
-        name.push(suffix);
-        PathBuf::from(name)
-    };
-    let (aside, kept) = (beside(".1.new"), beside(".1"));
+    let (aside, kept) = (with_suffix(path, ".1.new"), trimmed(path));
     let file = OpenOptions::new().read(true).write(true).open(path)?;
     let mut copy = OpenOptions::new().write(true).create(true).truncate(true).mode(0o640).open(&aside)?;
     io::copy(&mut &file, &mut copy)?;
@@ -188,30 +170,6 @@ mod tests {
             assert_eq!(why(&tail), expected, "{tail}");
         }
         assert_eq!(why(&"é".repeat(1000)).chars().count(), WHY_CHARS);
-    }
-
-    #[test]
-    fn a_lead_was_shut_down_only_if_no_signal_and_no_crash_ended_it() {
-        let (begin, up) = ("builtins-success: load-builtins->join 1ms", "quorum-full: quorum->run 0.1s");
-        let (shutdown, end) = ("shutdown: run->cleanup 3.2m", "builtins-done: unload-builtins->exit 1ms");
-        for (said, expected) in [
-            (vec![begin, up, shutdown, end], true),
-            (vec![begin, up, "signal 15", shutdown, end], false),
-            // The lead passes SIGUSR1 on to its jobs.
-            (vec![begin, up, "signal 10", shutdown, end], true),
-            (vec![begin, up, shutdown, "signal 15", end], true),
-            (vec![begin, up, shutdown, end, begin, up], false),
-            (vec![begin, up, "signal 15", shutdown, end, begin, up, shutdown], true),
-            (vec![begin, up, "panic: run->shutdown 1s"], false),
-            (vec![begin, up], false),
-            (vec![], false),
-        ] {
-            let tail: String = said.iter().map(|said| format!("<6>broker.info[0]: {said}\n")).collect();
-            assert_eq!(was_shut_down(&tail), expected, "{tail}");
-            let follower = tail.replace("[0]", "[1]");
-            assert!(!was_shut_down(&follower), "a follower's end is its lead's doing");
-        }
-        assert!(!was_shut_down("<6>x.info[0]: broker.info[0]: shutdown: run->cleanup"));
     }
 
     #[test]

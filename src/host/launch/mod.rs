@@ -12,6 +12,7 @@ pub mod log;
 mod members;
 pub mod process;
 mod record;
+pub mod shutdown;
 pub mod systemd;
 
 use std::{
@@ -30,7 +31,7 @@ pub use log::{MAX_LOG_BYTES, trim_log};
 
 use self::{error::file, found::Found, process::Identity, record::RunRecord, systemd::Systemd};
 use super::{
-    LaunchOrder, Refusal, Root, RunningBroker, StopOrder, facts,
+    LaunchOrder, LaunchRecord, Refusal, Root, RunningBroker, StopOrder, facts,
     files::remove_all_if_there,
     users::{self, User},
 };
@@ -48,8 +49,8 @@ pub struct BrokerView {
     pub running: Option<RunningBroker>,
     /// A broker of ours was started in this boot and is gone: the last lines of its log that tell why.
     pub died: Option<String>,
-    /// The instance ID that the broker which is gone was started with.
-    pub died_of: Option<String>,
+    /// What the broker that is gone was started with.
+    pub died_of: Option<LaunchRecord>,
     /// A broker runs, and nothing tells for sure which.
     pub unknown: Option<UnknownBroker>,
     /// Shells of jobs that run in the broker's unit or cgroup, whether it lives or not.
@@ -166,7 +167,7 @@ impl Places {
             None => {
                 let log = log::path(prefix.unwrap_or(&record.prefix));
                 let died = Some(log::why(&log::tail(&log, record.log_start)));
-                BrokerView { died, died_of: Some(record.record.instance_id), ..BrokerView::default() }
+                BrokerView { died, died_of: Some(record.record), ..BrokerView::default() }
             }
         }
     }
@@ -218,7 +219,11 @@ impl Places {
         make_broker_run_dir(&self.broker_run_dir, &user)
             .map_err(|source| file("make", &self.broker_run_dir, source))?;
         let log = log::open(&order.prefix);
-        log.map_err(|source| file("open", &log::path(&order.prefix), source))?;
+        let log = log.map_err(|source| file("open", &log::path(&order.prefix), source))?;
+        // A full disk keeps no broker from being started.
+        if let Err(error) = shutdown::mark(&log, &order.record) {
+            tracing::warn!(%error, "can't write to the broker's log");
+        }
 
         match &self.systemd {
             Some(systemd) => {
