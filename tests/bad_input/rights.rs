@@ -2,14 +2,15 @@
 
 use flux_distribute::{
     api::{
-        ANNOTATION_PROTECTS, CONDITION_POD_READY, FluxInstance, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE, NodePhase,
+        ANNOTATION_CONSUMED, ANNOTATION_PROTECTS, CONDITION_POD_READY, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER,
+        FluxInstance, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE, NodePhase, SECRET_CURVE,
     },
     plan::protect::PROTECTING,
 };
 use k8s_openapi::api::{
     admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
     authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec},
-    core::v1::{Node, Pod, ResourceQuota, ServiceAccount},
+    core::v1::{ConfigMap, Node, Pod, ResourceQuota, Secret, ServiceAccount},
     rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
 };
 use kube::{
@@ -192,6 +193,39 @@ fn refused<T: std::fmt::Debug>(answer: Result<T, kube::Error>, what: &str) -> (u
         Err(kube::Error::Api(status)) => (status.code, status.message),
         other => panic!("{what}: {other:?}"),
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agents_token_leaves_nothing_behind_that_outlives_it() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    let client = agent(&case).await;
+    let (maps, secrets) =
+        (Api::<ConfigMap>::namespaced(client.clone(), NAMESPACE), Api::<Secret>::namespaced(client, NAMESPACE));
+    let patch = async |value: Value| maps.patch(CONFIGMAP_DEFAULT, &PatchParams::default(), &Patch::Merge(value)).await;
+    let of_its_own = json!({"data": {"spec.yaml": "packages: {channels: ['https://example.org/mine']}"}});
+    until_true("the policy to hold", async || patch(of_its_own.clone()).await.is_err()).await;
+    for wrong in [of_its_own, json!({"data": null}), json!({"binaryData": {"spec.yaml": "eA=="}})] {
+        let (code, words) = refused(patch(wrong.clone()).await, &wrong.to_string());
+        assert!(code == 403 && words.contains("does not change what is in it"), "{words}");
+    }
+    patch(json!({"metadata": {"annotations": {ANNOTATION_CONSUMED: "uid"}}})).await.unwrap();
+
+    let object = |name: &str| json!({"metadata": {"name": name}, "immutable": true});
+    let map: ConfigMap = serde_json::from_value(object(CONFIGMAP_ROSTER)).unwrap();
+    let secret: Secret = serde_json::from_value(object(SECRET_CURVE)).unwrap();
+    let post = PostParams::default();
+    let open = ConfigMap { immutable: None, ..map.clone() };
+    for (code, words) in [
+        refused(maps.create(&post, &map).await, "an immutable roster"),
+        refused(secrets.create(&post, &secret).await, "an immutable certificate"),
+        {
+            maps.create(&post, &open).await.unwrap();
+            refused(maps.replace(CONFIGMAP_ROSTER, &post, &map).await, "a roster made immutable")
+        },
+    ] {
+        assert!(code == 403 && words.contains("makes nothing immutable"), "{words}");
+    }
+    maps.delete(CONFIGMAP_ROSTER, &DeleteParams::default()).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
