@@ -161,7 +161,7 @@ async fn an_environment_that_goes_while_it_is_mended_is_not_made_again_in_part()
             }
         }
     };
-    let refusal = mend_while(&host, &set, move |now| takes_it_away(now)).await.unwrap_err();
+    let refusal = mend_while(&host, &set, takes_it_away).await.unwrap_err();
     assert!(refusal.transient, "{refusal}");
     assert_eq!(fs::read_dir(&place).unwrap().count(), 0);
 }

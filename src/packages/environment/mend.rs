@@ -88,7 +88,10 @@ pub fn mend(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Men
         let places = Places::of_host();
         let _environments = Environments::hold(prefix, &places)?;
         if identity(&place) != Some(before) {
-            return Err(failed(format!("{} was removed while it was being mended", place.display())));
+            return Err(failed(format!(
+                "{} was removed while it was being mended; nothing was changed, and what is there now is looked at again",
+                place.display()
+            )));
         }
         Mending { place: &place, fresh: &fresh, moved: 0 }.put_back(found)
     };
@@ -104,12 +107,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 }
 
 /// How `place` differs from `fresh`, our own files last: if putting back is cut short, the damage can still be seen.
-fn damage(
-    place: &Path,
-    fresh: &Path,
-    conda: bool,
-    progress: &mut dyn FnMut(Progress),
-) -> io::Result<Vec<Difference>> {
+fn damage(place: &Path, fresh: &Path, conda: bool, progress: &mut dyn FnMut(Progress)) -> io::Result<Vec<Difference>> {
     // Before a name leads to it.
     nix::unistd::syncfs(File::open(fresh)?)?;
     let mut found = compare(place, fresh, conda, None, progress)?.differences;
