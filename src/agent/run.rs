@@ -68,11 +68,10 @@ pub async fn run(arguments: AgentArguments) -> Result<std::process::ExitCode, Ag
     let host: Arc<dyn Host> = Arc::new(NsHost::open()?);
     info!(node = arguments.node_name, version = env!("CARGO_PKG_VERSION"), "the agent begins");
     let world = world(&client, &arguments.node_name);
-    let members = Arc::new(AtomicU32::new(0));
-    let planner = tokio::spawn(planner::run(client.clone(), arguments.pod_name.clone(), members.clone()));
     tokio::spawn(gate::follow(client.clone(), arguments.pod_name.clone(), health.ready()));
     let serving = Serving::begin(arguments.host_ip).await;
-    let mut agent = Agent::new(&client, host, &arguments, world.clone(), health, members, serving, metrics);
+    let mut agent = Agent::new(&client, host, &arguments, world.clone(), health, serving, metrics);
+    let planner = tokio::spawn(planner::run(client.clone(), arguments.pod_name.clone(), agent.members.clone()));
     let live_change = agent.live_change.clone();
     tokio::select! {
         () = agent.hold() => {}
@@ -153,7 +152,6 @@ impl Agent {
         arguments: &AgentArguments,
         world: watch::Receiver<World>,
         health: Health,
-        members: Arc<AtomicU32>,
         serving: Serving,
         metrics: Port,
     ) -> Self {
@@ -161,7 +159,7 @@ impl Agent {
         Self {
             client: client.clone(),
             live_change: Arc::default(),
-            members,
+            members: Arc::default(),
             began: Instant::now(),
             actor: Actor { host, client: client.clone(), instance_uid: String::new(), uninstall: Uninstall::default() },
             reporter: Reporter::new(client.clone(), arguments.node_name.clone(), &arguments.pod_name),
