@@ -212,7 +212,7 @@ fn a_link_in_what_has_become_a_users_is_left_and_holds_no_removal_up() {
     fs::create_dir_all(host.at("/srv/site")).unwrap();
     fs::rename(host.at(COMPILED), host.at("/srv/site/flux")).unwrap();
     fs::remove_dir(host.at("/usr/site")).unwrap();
-    symlink("/srv/site", host.at("/usr/site")).unwrap();
+    symlink("../srv/site", host.at("/usr/site")).unwrap();
     lchown(host.at("/usr/site"), Some(500), None).unwrap();
     host.remove(false).unwrap();
     assert!(host.state().is_none());
