@@ -251,11 +251,12 @@ impl Agent {
     pub(super) async fn inspect(&mut self) {
         let here = |digest: &String| self.view.environments.contains(digest);
         let installed = self.published.sets().iter().map(|(digest, _)| digest.clone()).filter(here).collect::<Vec<_>>();
-        let now = Instant::now();
-        self.inspecting.keep(&installed, now, chance());
+        self.inspecting.keep(&installed, Instant::now(), chance());
         if self.inspecting.is_at_work().await {
             return;
         }
+        // What has just been found is due at once.
+        let now = Instant::now();
         let Some((digest, work)) = next(&self.inspecting.sets, now) else { return };
         let digest = digest.to_owned();
         match work {
