@@ -1,9 +1,14 @@
-//! The cluster's time: what the API server's clock said when this process asked it first, and what has passed since.
+//! The cluster's time: what the API server's clock showed when this process first had an answer from it, plus the time that has
+//! passed since.
 //!
-//! What one agent writes down (since when a member drains, when `recover` was asked for) another one reads, perhaps hours
-//! later and on a machine whose clock is wrong: a drain would be over at once, and its jobs lost. So it is told by the one
-//! clock that all of them can ask; and a clock that is set, the API server's or the machine's, moves nothing that is under
-//! way. Neither does a planner that begins while the API server's clock is wrong ([`go_on_from`]). What only one process measures needs no clock but [`std::time::Instant`].
+//! One agent writes down a time (since when a member drains, when `recover` was asked for), and another one reads it, perhaps
+//! hours later and on a machine whose clock is wrong. By the machines' clocks a drain could be over at once, and its jobs lost.
+//! The API server's clock is the one that all agents can ask. If somebody sets that clock, or a machine's, a process that runs
+//! does not notice.
+//!
+//! A process that begins later does. A planner therefore moves the time limits that it takes over from the planner before
+//! ([`crate::plan::roster::move_limits`]); its own clock stays the API server's. What only one process measures needs no clock
+//! but [`std::time::Instant`].
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -13,7 +18,7 @@ use std::{
 use hyper::{HeaderMap, header};
 use k8s_openapi::jiff::{SignedDuration, Timestamp, fmt::rfc2822};
 
-/// For tests: how many seconds this machine's clock is to be ahead.
+/// For tests: by how many seconds this machine's clock is to be ahead.
 pub(crate) const OFF_VARIABLE: &str = "FLUX_DISTRIBUTE_CLOCK_OFF";
 
 /// One process asks one API server.
@@ -38,21 +43,12 @@ pub fn now() -> Timestamp {
     began.map_or_else(machine_s, Begin::now)
 }
 
-/// An answer of the API server has come.
+/// Takes the time from an answer of the API server, if it is the first one.
 pub fn heard(headers: &HeaderMap) {
     let mut began = BEGAN.lock().unwrap_or_else(PoisonError::into_inner);
     if began.is_none() {
         *began = date(headers).map(|at| Begin { at, since: Instant::now() });
     }
-}
-
-/// A time limit is under way whose begin the planner before has written down, and by its clock it was `last` just now. An API
-/// server whose clock is ahead of that may be wrong, and would end the limit early: then this process goes on from `last`. The
-/// limit lasts longer by the time in which there was no planner.
-pub fn go_on_from(last: Timestamp) {
-    let mut began = BEGAN.lock().unwrap_or_else(PoisonError::into_inner);
-    let now = began.map_or_else(machine_s, Begin::now);
-    *began = Some(Begin { at: now.min(last), since: Instant::now() });
 }
 
 fn machine_s() -> Timestamp {

@@ -189,6 +189,7 @@ impl Agent {
             return Err(StepError::NotYet(waits_for_jobs(reason, self.queues_have_ended, end.keep_state)));
         }
         self.log = None;
+        self.inspecting.stop_mending().await;
         let rank = self.view.broker.as_ref().map(|broker| broker.record.rank);
         self.actor.remove(end.keep_state, removal_grace(rank, end.keep_state, pod_ends)).await?;
         self.view = HostView::default();

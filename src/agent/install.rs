@@ -97,7 +97,7 @@ impl Actor {
         }
     }
 
-    /// Puts back what is damaged in the environment of `set`, once the archives that it takes are there.
+    /// Puts back what is damaged in the environment of `set`, once the archives that it takes are there, from `peers` first.
     ///
     /// # Errors
     /// The first thing that failed.
@@ -106,8 +106,9 @@ impl Actor {
         preflight: &Preflight,
         set: &PackageSet,
         packages: &Packages,
+        peers: Vec<String>,
     ) -> Result<Answer, StepError> {
-        let wanted = Wanted { set, packages, peers: Vec::new(), beside_a_broker: true };
+        let wanted = Wanted { set, packages, peers, beside_a_broker: true };
         self.fetch(preflight, &wanted, |_| ()).await?;
         self.order(Order::Mend(link_order(preflight, set, false))).await
     }

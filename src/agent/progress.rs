@@ -89,6 +89,7 @@ impl Agent {
     /// The first thing that failed; what is live is untouched.
     pub(super) async fn install(&mut self, step: &Step, digest: &str) -> Result<(), StepError> {
         let set = self.published.packages(digest)?;
+        self.inspecting.stop_mending().await;
         // Once more, now that it is known how much room they need.
         let preflight = self.actor.preflight(&self.running_spec(), Some(&set)).await?;
         self.preflight = Some(preflight.clone());

@@ -289,7 +289,7 @@ impl Agent {
                 peer: self.serving.peer(),
                 ports: self.serving.trouble().into_iter().chain(self.metrics.trouble()).collect(),
                 roster_is_gone: self.published.roster_is_gone,
-                damage: self.inspecting.damage.values().next().map(String::as_str),
+                damage: self.inspecting.damage(),
             },
             &before,
         );

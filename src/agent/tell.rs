@@ -54,7 +54,7 @@ pub struct Known<'a> {
     /// The roster is gone from the API: the lead tells its copy.
     pub roster_is_gone: bool,
     /// What was found to differ from what was installed here, and what became of it.
-    pub damage: Option<&'a str>,
+    pub damage: Option<String>,
 }
 
 /// The broker of this host is in the overlay.
@@ -131,7 +131,7 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
         takeover: takeover(seen).cloned(),
         restart_pending: restart_pending(seen),
         lacks_packages: lacks_packages(known),
-        damage: known.damage.map(str::to_owned),
+        damage: known.damage.clone(),
         left: nothing_runs(seen) && seen.spec.is_some_and(|spec| spec.want == Want::Leave),
         keeps_dying: known.keeps_dying.and(seen.roster).map(|roster| roster.epoch),
         lead_failed: lead_failed(seen, known),
@@ -263,7 +263,7 @@ fn phase(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> (NodePhase, Opt
             _ => None,
         };
         // What can't be done beside it is said, but it is online.
-        let damage = || known.damage.map(str::to_owned);
+        let damage = || known.damage.clone();
         let said = trouble().or_else(progress).or_else(must_be_known).or_else(damage);
         return match seen.spec.and_then(|spec| spec.draining.clone()) {
             Some(reason) => (NodePhase::Draining, said.or(Some(reason))),

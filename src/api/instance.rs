@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::{
     Dump, Packages, Resources,
     validate::{
-        DURATION, EMPTY_SELECTOR, LESS_THAN_ONE, MORE_THAN_MAX_SIZE, PREFIX, SUBDOMAIN, TOPOLOGY, USER, selector_words,
-        toleration_words,
+        DURATION, EMPTY_SELECTOR, LESS_THAN_ONE, LONGEST_PREFIX, MORE_THAN_MAX_SIZE, PREFIX, PREFIX_CHARACTERS,
+        PREFIX_RULE, SUBDOMAIN, TOPOLOGY, USER, selector_words, toleration_words,
     },
 };
 
@@ -104,7 +104,8 @@ pub struct FluxInstanceSpec {
     /// Directory on the hosts that holds everything. Default: the first of /opt, /var/lib, /home/kubernetes that can be
     /// written and executed, with `flux-distribute` appended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(regex(pattern = PREFIX))]
+    #[schemars(regex(pattern = PREFIX), length(max = LONGEST_PREFIX))]
+    #[x_kube(validation = Rule::new(PREFIX_RULE).message(PREFIX_CHARACTERS).optional_old_self(true))]
     pub prefix: Option<String>,
 }
 

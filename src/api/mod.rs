@@ -30,7 +30,7 @@ pub use packages::*;
 pub use read::*;
 pub use resources::*;
 pub use roster::*;
-pub use validate::{check_prefix, duration, is_subdomain, parse_duration, validate};
+pub use validate::{check_prefix, check_prefix_characters, duration, is_subdomain, parse_duration, validate};
 
 /// The API group of both kinds.
 pub const GROUP: &str = "distribute.flux-framework.org";

@@ -14,7 +14,7 @@ use super::{
     statedir::{self, STATEDIR},
     trust,
 };
-use crate::api::check_prefix;
+use crate::api::{check_prefix, check_prefix_characters};
 
 /// Directories below the prefix; `state` is made by [`super::configure`], on the lead alone.
 const DIRECTORIES: [&str; 5] = [ENVIRONMENTS, "pkgs", "etc", "log", "bin"];
@@ -25,9 +25,11 @@ const DIRECTORIES: [&str; 5] = [ENVIRONMENTS, "pkgs", "etc", "log", "bin"];
 /// The prefix holds what is not ours, lies where others than root can write, or is another machine's; or the host is claimed
 /// for another FluxInstance.
 pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
-    check_prefix(&order.prefix).map_err(|reason| Refusal::new(format!("spec.prefix: {reason}")))?;
-    if let Some(found) = find_claim(root, &order.prefix)? {
-        may_have(&found, order)?;
+    let refused = |reason| Refusal::new(format!("spec.prefix: {reason}"));
+    check_prefix(&order.prefix).map_err(refused)?;
+    match find_claim(root, &order.prefix)? {
+        Some(found) => may_have(&found, order)?,
+        None => check_prefix_characters(&order.prefix).map_err(refused)?,
     }
     // Before anything is made: what is there and above it may be somebody else's.
     trust::nearest(root, &order.prefix)?;

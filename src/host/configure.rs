@@ -3,8 +3,7 @@ use std::path::Path;
 use super::{
     ConfigureOrder, HostFile, Refusal, Root,
     files::{Owner, stays_below, write_atomic},
-    links, state, statedir, sysctl,
-    trust::{self, Owners},
+    links, state, statedir, sysctl, trust,
     users::{self, User},
 };
 
@@ -24,7 +23,7 @@ pub fn configure(root: &Root, order: &ConfigureOrder) -> Result<(), Refusal> {
     for file in &order.files {
         write(root, &order.prefix, file, &user)?;
     }
-    links::flip(root, &mut state, order, &user)?;
+    links::flip(root, &mut state, order)?;
     if let Some(script) = order.files.iter().find(|file| file.path == Path::new(links::CONNECT)) {
         links::connect_at_root(root, &mut state, &script.content)?;
     }
@@ -36,7 +35,7 @@ fn write(root: &Root, prefix: &Path, file: &HostFile, user: &User) -> Result<(),
         return Err(Refusal::new(format!("{} does not stay below the prefix", file.path.display())));
     }
     let path = prefix.join(&file.path);
-    trust::make_directories(root, path.parent().unwrap_or(prefix), Owners::ROOT)?;
+    trust::make_directories(root, path.parent().unwrap_or(prefix))?;
     let owner = if file.broker_owned { user.owner() } else { Owner::ROOT };
     write_atomic(&root.path(&path), file.content.as_bytes(), file.mode, owner)
 }

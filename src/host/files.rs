@@ -80,14 +80,19 @@ pub fn symlink_atomic(target: &Path, path: &Path) -> Result<(), Refusal> {
     if fs::read_link(path).is_ok_and(|found| found == target) {
         return Ok(());
     }
+    link_aside(target, path).map_err(|error| Refusal::io("make the link", path, &error))
+}
+
+/// As [`symlink_atomic`].
+///
+/// # Errors
+/// What the system says.
+pub fn link_aside(target: &Path, path: &Path) -> io::Result<()> {
     let aside = aside(path);
-    let make = || -> io::Result<()> {
-        remove_if_there(&aside)?;
-        std::os::unix::fs::symlink(target, &aside)?;
-        fs::rename(&aside, path)?;
-        sync_parent(path)
-    };
-    make().map_err(|error| Refusal::io("make the link", path, &error))
+    remove_if_there(&aside)?;
+    std::os::unix::fs::symlink(target, &aside)?;
+    fs::rename(&aside, path)?;
+    sync_parent(path)
 }
 
 /// Where [`write_atomic`] and [`symlink_atomic`] prepare what they then rename to `path`.

@@ -1,16 +1,17 @@
 //! What we put outside the prefix: the link at a tree bundle's compiled-in prefix, and `/flux-connect.sh`.
 
 use std::{
-    fs::{self, File},
+    ffi::OsStr,
+    fs,
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
 };
 
 use super::{
     ConfigureOrder, HostState, Refusal, Root, Undo,
-    files::{Owner, host_path, missing_parents, remove_if_there, symlink_atomic, write_atomic},
+    files::{Owner, host_path, link_aside, missing_parents, remove_if_there, symlink_atomic, write_atomic},
     state::{self, ENVIRONMENTS},
-    trust::{self, Owners},
-    users::User,
+    trust,
 };
 use crate::{
     api::{DEFAULT_PREFIX, PREFIX_CANDIDATES},
@@ -38,8 +39,8 @@ fn compiled_prefix(root: &Root, prefix: &Path, digest: &str) -> Result<Option<Pa
 /// Points `current` and the compiled-in prefix to the order's environment, unless a running broker uses them.
 ///
 /// # Errors
-/// Where something that is not ours is at the compiled-in prefix.
-pub fn flip(root: &Root, state: &mut HostState, order: &ConfigureOrder, user: &User) -> Result<(), Refusal> {
+/// Something that is not ours is at the compiled-in prefix, or others than root can write to a directory above it.
+pub fn flip(root: &Root, state: &mut HostState, order: &ConfigureOrder) -> Result<(), Refusal> {
     let current = root.path(&order.prefix).join(CURRENT);
     if order.live && fs::symlink_metadata(&current).is_ok() {
         return Ok(());
@@ -47,39 +48,47 @@ pub fn flip(root: &Root, state: &mut HostState, order: &ConfigureOrder, user: &U
     if !order.live
         && let Some(path) = compiled_prefix(root, &order.prefix, &order.digest)?
     {
-        link_compiled_prefix(root, state, &path, &state::environment(&order.prefix, &order.digest), user)?;
+        link_compiled_prefix(root, state, &path, &state::environment(&order.prefix, &order.digest))?;
     }
     symlink_atomic(&Path::new(ENVIRONMENTS).join(&order.digest), &current)
 }
 
-fn link_compiled_prefix(
-    root: &Root,
-    state: &mut HostState,
-    path: &Path,
-    target: &Path,
-    user: &User,
-) -> Result<(), Refusal> {
+/// The directory of the link is opened, or made, before anything is recorded: root alone may be able to change what is in it
+/// and above it, else somebody could lead Flux, and our removal, elsewhere.
+fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target: &Path) -> Result<(), Refusal> {
     if path == target {
         return Ok(());
     }
-    let at = root.path(path);
-    match fs::symlink_metadata(&at) {
-        Ok(_) if !is_ours(&at, &state.prefix) => {
-            return Err(Refusal::new(format!(
-                "this bundle's Flux was built for {}, and there is something on this host already that is not of \
-                 flux-distribute; move it away, or use a bundle with another prefix",
-                path.display()
-            )));
-        }
-        _ => {}
+    let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(Refusal::new(format!(
+            "this bundle's Flux was built for {}, where no link can be; use a bundle with another prefix",
+            path.display()
+        )));
+    };
+    let refused = |distrust| {
+        let Refusal { message, transient } = Refusal::from(distrust);
+        let message = format!("this bundle's Flux was built for {}, where a link is needed: {message}", path.display());
+        Refusal { message, transient }
+    };
+    let found = trust::directory(root, above).map_err(refused)?;
+    let is_others = |directory: &OwnedFd| {
+        let at = host_path(directory).join(name);
+        fs::symlink_metadata(&at).is_ok() && !is_ours(&at, &state.prefix)
+    };
+    if found.as_ref().is_some_and(is_others) {
+        return Err(Refusal::new(format!(
+            "this bundle's Flux was built for {}, and there is something on this host already that is not of \
+             flux-distribute; move it away, or use a bundle with another prefix",
+            path.display()
+        )));
     }
-    let missing = missing_parents(&at);
-    let made_parent = missing.first().map(|parent| root.unpath(parent));
+    let made_parent = missing_parents(&root.path(path)).first().map(|parent| root.unpath(parent));
     state::record(root, state, Undo::Symlink { path: path.to_owned(), made_parent })?;
-    if !missing.is_empty() {
-        trust::make_directories(root, path.parent().unwrap_or(path), Owners::root_and(user.uid))?;
-    }
-    symlink_atomic(target, &at)
+    let directory = match found {
+        Some(directory) => directory,
+        None => trust::make_directories(root, above).map_err(refused)?,
+    };
+    link_aside(target, &host_path(&directory).join(name)).map_err(|error| Refusal::io("make the link", path, &error))
 }
 
 /// By its target, not by what is remembered: the undo list may have been lost with the prefix, and others have no reason to
@@ -103,38 +112,60 @@ fn is_our_script(path: &Path) -> bool {
 /// What the system says.
 pub fn remove_unremembered(root: &Root, prefix: Option<&Path>) -> Result<(), Refusal> {
     let prefix = prefix.unwrap_or(Path::new(DEFAULT_PREFIX));
-    let entries = USUAL.iter().filter_map(|directory| fs::read_dir(root.path(directory)).ok()).flatten().flatten();
-    let links = entries.map(|entry| entry.path()).filter(|path| is_ours(path, prefix));
-    let script = Some(root.path(CONNECT_AT_ROOT)).filter(|path| is_our_script(path));
-    for path in links.chain(script) {
-        remove_if_there(&path).map_err(|error| Refusal::io("remove", &path, &error))?;
+    for path in USUAL.map(Path::new) {
+        // No link of ours is made where others could have changed it.
+        let Ok(Some(directory)) = trust::directory(root, path) else { continue };
+        for entry in fs::read_dir(host_path(&directory)).into_iter().flatten().flatten() {
+            if is_ours(&entry.path(), prefix) {
+                let removed = remove_if_there(&entry.path());
+                removed.map_err(|error| Refusal::io("remove", &path.join(entry.file_name()), &error))?;
+            }
+        }
+    }
+    let script = root.path(CONNECT_AT_ROOT);
+    if is_our_script(&script) {
+        remove_if_there(&script).map_err(|error| Refusal::io("remove", &script, &error))?;
     }
     Ok(())
 }
 
-/// Removes a link of ours, and the directories that were made for it and are empty now.
+/// Removes a link of ours, and the directories that were made for it and are empty now. In a directory that others than root
+/// can change by now, the link stays, and the log says so: root removes nothing by a way that somebody else can turn.
 ///
 /// # Errors
 /// What the system says.
 pub fn unlink(root: &Root, prefix: &Path, path: &Path, made_parent: Option<&Path>) -> Result<(), Refusal> {
-    let at = root.path(path);
+    let Some((directory, name)) = directory_of(root, path) else { return Ok(()) };
     // Held open: what is looked at and what is removed are in one directory, whatever becomes of the way there.
-    if let (Some(Ok(parent)), Some(name)) = (at.parent().map(File::open), at.file_name()) {
-        let here = host_path(&parent).join(name);
-        if is_ours(&here, prefix) {
-            remove_if_there(&here).map_err(|error| Refusal::io("remove", &at, &error))?;
-        }
-        let _ = remove_if_there(&super::files::aside(&here));
+    let here = host_path(&directory).join(name);
+    if is_ours(&here, prefix) {
+        remove_if_there(&here).map_err(|error| Refusal::io("remove", path, &error))?;
     }
-    if let Some(topmost) = made_parent {
-        let topmost = root.path(topmost);
-        for parent in at.ancestors().skip(1).take_while(|parent| parent.starts_with(&topmost)) {
-            if fs::remove_dir(parent).is_err() {
-                break;
-            }
+    let _ = remove_if_there(&super::files::aside(&here));
+    let Some(topmost) = made_parent else { return Ok(()) };
+    for made in path.ancestors().skip(1).take_while(|made| made.starts_with(topmost)) {
+        let Some((above, name)) = directory_of(root, made) else { break };
+        if fs::remove_dir(host_path(&above).join(name)).is_err() {
+            break;
         }
     }
     Ok(())
+}
+
+/// The directory that `path` is in, if it is there and only root can change it, and the name of `path` in it.
+fn directory_of<'a>(root: &Root, path: &'a Path) -> Option<(OwnedFd, &'a OsStr)> {
+    let (above, name) = (path.parent()?, path.file_name()?);
+    match trust::directory(root, above) {
+        Ok(directory) => Some((directory?, name)),
+        Err(distrust) => {
+            tracing::warn!(
+                "{} is not removed: {}; remove it by hand if it leads into flux-distribute",
+                path.display(),
+                crate::error_chain(&distrust)
+            );
+            None
+        }
+    }
 }
 
 /// Copies the connect script to the host's root. Somebody else's file stays, and a root that can't be written is fine:

@@ -142,10 +142,8 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
             }
             packages::verify_while(&order, progress).map(Answer::Verified)
         }
-        Order::Mend(order) => {
-            let _lock = HostLock::take(root, &order.prefix, WAIT)?;
-            packages::mend(&order, progress).map(Answer::Mended)
-        }
+        // It takes the lock itself, once everything is prepared.
+        Order::Mend(order) => packages::mend(&order, progress).map(Answer::Mended),
         Order::Configure(order) => configure(root, &order).map(|()| Answer::Done),
         Order::Start(order) => {
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;

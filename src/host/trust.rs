@@ -89,29 +89,22 @@ impl From<Distrust> for Refusal {
     }
 }
 
-/// Who may own what is believed besides root: a user for whom alone it is read. This process's own user is one.
+/// What is believed: what belongs to root, or to this process's own user, and is closed to the writes of others.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Owners {
-    also: Option<u32>,
+struct Rule {
     /// The end of the path may be open to the writes of others.
     is_last_open: bool,
 }
 
-impl Owners {
-    /// Root alone.
-    pub const ROOT: Self = Self { also: None, is_last_open: false };
+impl Rule {
+    const CLOSED: Self = Self { is_last_open: false };
 
-    /// Root alone, for a directory that is to be closed to others, as [`make_directory`] does: a new file system may be open.
-    const ROOT_BEFORE_IT_IS_CLOSED: Self = Self { is_last_open: true, ..Self::ROOT };
-
-    /// Root, and the user `uid`.
-    pub fn root_and(uid: u32) -> Self {
-        Self { also: Some(uid), ..Self::ROOT }
-    }
+    /// For a directory that is to be closed to others, as [`make_directory`] does: a new file system may be open.
+    const BEFORE_IT_IS_CLOSED: Self = Self { is_last_open: true };
 
     fn check(self, path: &Path, found: &FileStat, is_last: bool) -> Result<(), Distrust> {
         let uid = found.st_uid;
-        if uid != 0 && uid != geteuid().as_raw() && Some(uid) != self.also {
+        if uid != 0 && uid != geteuid().as_raw() {
             return Err(Distrust::Owner { path: path.to_owned(), uid });
         }
         // A symlink has no permissions of its own.
@@ -132,7 +125,7 @@ fn kind(found: &FileStat) -> SFlag {
 /// # Errors
 /// [`Distrust`] of the first thing on the way that others than root have, could have, or can change.
 pub fn directory(root: &Root, path: &Path) -> Result<Option<OwnedFd>, Distrust> {
-    let walked = walk(root, path, Owners::ROOT, false)?;
+    let walked = walk(root, path, Rule::CLOSED, false)?;
     Ok(walked.is_whole.then_some(walked.last))
 }
 
@@ -141,25 +134,25 @@ pub fn directory(root: &Root, path: &Path) -> Result<Option<OwnedFd>, Distrust> 
 /// # Errors
 /// As for [`directory`]; others may be able to write to `path` itself.
 pub fn nearest(root: &Root, path: &Path) -> Result<OwnedFd, Distrust> {
-    walk(root, path, Owners::ROOT_BEFORE_IT_IS_CLOSED, false).map(|walked| walked.last)
+    walk(root, path, Rule::BEFORE_IT_IS_CLOSED, false).map(|walked| walked.last)
 }
 
-/// The directory `path` of the host, made with all those above it where they are missing (mode 0755). Nothing is made in what
-/// belongs to others than `owners`.
+/// The directory `path` of the host, made with all those above it that are missing (mode 0755). Nothing is made in what is
+/// not believed.
 ///
 /// # Errors
 /// As for [`directory`].
-pub fn make_directories(root: &Root, path: &Path, owners: Owners) -> Result<OwnedFd, Distrust> {
-    walk(root, path, owners, true).map(|walked| walked.last)
+pub fn make_directories(root: &Root, path: &Path) -> Result<OwnedFd, Distrust> {
+    walk(root, path, Rule::CLOSED, true).map(|walked| walked.last)
 }
 
-/// The directory `path` of the host, made as by [`make_directories`] for root alone, with the permission bits `mode`. If it is
+/// The directory `path` of the host, made as by [`make_directories`], with the permission bits `mode`. If it is
 /// there and others can write to it, it is closed to them: what they have put into it before is not trusted by that.
 ///
 /// # Errors
 /// As for [`directory`], in words.
 pub fn make_directory(root: &Root, path: &Path, mode: u32) -> Result<(), Refusal> {
-    let directory = make_directories(root, path, Owners::ROOT_BEFORE_IT_IS_CLOSED)?;
+    let Walked { last: directory, .. } = walk(root, path, Rule::BEFORE_IT_IS_CLOSED, true)?;
     let made = host_path(&directory);
     let has = |found: fs::Metadata| found.mode() & 0o7777 == mode;
     let set =
@@ -182,7 +175,7 @@ pub fn read(directory: &OwnedFd, path: &Path, name: &str) -> Result<Option<Vec<u
     if kind(&status) != SFlag::S_IFREG {
         return Err(Distrust::Kind { path, wanted: "a plain file" });
     }
-    Owners::ROOT.check(&path, &status, false)?;
+    Rule::CLOSED.check(&path, &status, false)?;
     let mut content = Vec::new();
     let read = File::open(host_path(&found)).and_then(|file| file.take(MOST_BYTES).read_to_end(&mut content));
     read.map(|_| Some(content)).map_err(|source| Distrust::Io { path, source })
@@ -194,12 +187,12 @@ struct Walked {
     is_whole: bool,
 }
 
-fn walk(root: &Root, path: &Path, owners: Owners, makes: bool) -> Result<Walked, Distrust> {
+fn walk(root: &Root, path: &Path, rule: Rule, makes: bool) -> Result<Walked, Distrust> {
     const LOOK: OFlag = OFlag::O_PATH.union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
     let at_top = PathBuf::from("/");
     let top = open(&root.path("/"), OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty());
     let top = top.map_err(|errno| Distrust::io(&at_top, errno))?;
-    owners.check(&at_top, &fstat(&top).map_err(|errno| Distrust::io(&at_top, errno))?, false)?;
+    rule.check(&at_top, &fstat(&top).map_err(|errno| Distrust::io(&at_top, errno))?, false)?;
     // What is open, from the top to where the walk is.
     let mut open = vec![(at_top, top)];
     // What is still to be walked, the next part last.
@@ -232,7 +225,7 @@ fn walk(root: &Root, path: &Path, owners: Owners, makes: bool) -> Result<Walked,
             found => found.map_err(failed)?,
         };
         let status = fstat(&found).map_err(failed)?;
-        owners.check(&here, &status, left.is_empty())?;
+        rule.check(&here, &status, left.is_empty())?;
         if kind(&status) == SFlag::S_IFLNK {
             links += 1;
             if links > MOST_LINKS {
@@ -339,11 +332,11 @@ mod tests {
             fs::rename(root.path("/opt"), root.path("/var/opt")).unwrap();
             symlink(target, root.path("/opt")).unwrap();
             assert_eq!(read_state(&root).unwrap().as_deref(), Some(b"ours".as_slice()), "{target}");
-            make_directories(&root, Path::new("/opt/new/deep"), Owners::ROOT).unwrap();
+            make_directories(&root, Path::new("/opt/new/deep")).unwrap();
             assert!(root.path("/var/opt/new/deep").is_dir(), "{target}");
             std::os::unix::fs::lchown(root.path("/opt"), Some(500), None).unwrap();
             assert!(told(read_state(&root)).contains("/opt belongs to the user with uid 500"), "{target}");
-            assert!(make_directories(&root, Path::new("/opt/other"), Owners::ROOT).is_err());
+            assert!(make_directories(&root, Path::new("/opt/other")).is_err());
             assert!(!root.path("/var/opt/other").exists());
         }
         let (_dir, root) = host();
@@ -352,17 +345,16 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_is_made_for_its_user_in_what_is_his_and_in_nobody_elses() {
+    fn no_directory_is_made_in_what_belongs_to_a_user() {
         if skips_without([Need::Root]) {
             return;
         }
         let (_dir, root) = host();
-        chown(root.path("/opt/ours"), Some(500), None).unwrap();
-        let path = Path::new("/opt/ours/new");
-        for (owners, is_made) in [(Owners::ROOT, false), (Owners::root_and(501), false), (Owners::root_and(500), true)]
-        {
-            assert_eq!(make_directories(&root, path, owners).is_ok(), is_made, "{owners:?}");
-            assert_eq!(root.path(path).exists(), is_made, "{owners:?}");
+        for (uid, is_made) in [(500, false), (0, true)] {
+            chown(root.path("/opt/ours"), Some(uid), None).unwrap();
+            let path = Path::new("/opt/ours/new");
+            assert_eq!(make_directories(&root, path).is_ok(), is_made, "{uid}");
+            assert_eq!(root.path(path).exists(), is_made, "{uid}");
         }
     }
 }

@@ -17,6 +17,7 @@ mod failed_tests;
 mod first;
 mod join;
 mod keep;
+mod limits;
 mod properties;
 #[cfg(test)]
 mod random_tests;
@@ -43,9 +44,11 @@ use super::{
     resources::declared,
     topology::Topology,
 };
+pub use limits::{MovedDeadline, move_limits};
+
 use crate::api::{
-    Adopted, CONDITION_RESTART_PENDING, Declared, EpochSettings, FailedLeads, FluxInstanceSpec, FluxInstanceStatus,
-    FluxNodeStatus, IdSet, Member, NodePhase, ROSTER_FORMAT, Rank, Resources, Roster, RosterEntry,
+    Adopted, Declared, EpochSettings, FailedLeads, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member,
+    NodePhase, ROSTER_FORMAT, Rank, Resources, Roster, RosterEntry,
 };
 
 /// A planner that has lost the roster waits so long for the agents of all Ready nodes before it believes that nothing runs.
@@ -292,14 +295,6 @@ pub fn is_certificate_of_another(seen: &Observed, made_for: Option<&str>) -> boo
 pub fn rank_of(roster: &Roster, uid: &str) -> Option<Rank> {
     let holds = |entry: &RosterEntry| entry.member.as_ref().is_some_and(|member| member.uid == uid);
     roster.ranks.iter().find(|(_, entry)| holds(entry)).map(|(rank, _)| *rank)
-}
-
-/// Something ends after a time, and its begin is written down.
-pub fn is_limit_under_way(roster: Option<&Roster>, status: &FluxInstanceStatus) -> bool {
-    let gone = |entry: &RosterEntry| entry.member.as_ref().is_some_and(|member| member.gone_since.is_some());
-    let counts = |entry: &RosterEntry| entry.drain.is_some() || entry.lacks_since.is_some() || gone(entry);
-    let in_roster = roster.is_some_and(|roster| roster.ranks.values().any(counts));
-    in_roster || status.holding(CONDITION_RESTART_PENDING).is_some()
 }
 
 /// How long a rank is kept for a Node that is gone, in seconds.

@@ -33,7 +33,7 @@ use crate::{
         kubernetes::too_old,
         project::project_all,
         protect::{Change, Protection},
-        roster::{Decision, Observed, decide, decide_unserved, is_limit_under_way, no_lead, retain_secs},
+        roster::{Decision, MovedDeadline, Observed, decide, decide_unserved, move_limits, no_lead, retain_secs},
         status::{Obstacle, foremost, status, told_while_waiting},
     },
 };
@@ -55,6 +55,7 @@ pub async fn run(client: Client, identity: &str, time_before: Option<Timestamp>)
         client,
         resolver: Resolver::default(),
         time_before,
+        deadline: None,
         since: Instant::now(),
         had_roster: false,
         forsaken: HashMap::new(),
@@ -90,8 +91,10 @@ struct Planner {
     client: Client,
     announcer: Announcer,
     resolver: Resolver,
-    /// By the clock of the planner before, when this one began to plan; None: it is taken in.
+    /// The time by the clock of the planner before, when this one took over; None once its time limits are taken over.
     time_before: Option<Timestamp>,
+    /// The deadline that was under way then.
+    deadline: Option<MovedDeadline>,
     /// When planning began: with the Lease, and again where the roster is gone, be it with its FluxInstance.
     since: Instant,
     /// The FluxInstance had a roster when last looked at.
@@ -150,18 +153,18 @@ impl Planner {
         reports: &BTreeMap<String, FluxNodeStatus>,
     ) -> Result<(), PlannerError> {
         let uid = flux.uid().unwrap_or_default();
-        let empty = FluxInstanceStatus::default();
+        let mut told = flux.status.clone().unwrap_or_default();
         let fresh_id = uuid::Uuid::new_v4().to_string();
-        let stored = publish::read_roster(&self.client).await?;
+        let mut stored = publish::read_roster(&self.client).await?;
+        if self.take_over_limits(stored.as_ref(), &told).await? {
+            stored = publish::read_roster(&self.client).await?;
+        }
+        if let Some(deadline) = &self.deadline {
+            deadline.apply(&mut told);
+        }
         let has_roster = stored.as_ref().is_some_and(|(roster, _)| roster.instance_uid == uid);
         if std::mem::replace(&mut self.had_roster, has_roster) && !has_roster {
             self.since = Instant::now();
-        }
-        let own_roster = stored.as_ref().map(|(roster, _)| roster).filter(|roster| roster.instance_uid == uid);
-        if let Some(before) = self.time_before.take()
-            && is_limit_under_way(own_roster, flux.status.as_ref().unwrap_or(&empty))
-        {
-            clock::go_on_from(before);
         }
         let now = clock::now().as_second();
         let agentless = self.agents.missing(&caches.agents(), nodes.iter().map(|node| node.name.as_str()), now);
@@ -169,7 +172,7 @@ impl Planner {
             instance_uid: &uid,
             spec: &flux.spec,
             generation: flux.metadata.generation.unwrap_or_default(),
-            status: flux.status.as_ref().unwrap_or(&empty),
+            status: &told,
             nodes,
             reports,
             roster: stored.as_ref().map(|(roster, _)| roster),
@@ -211,6 +214,23 @@ impl Planner {
         let next = status(&seen, seen.generation, roster, obstacle.as_ref());
         self.announce(flux, &next, obstacle.as_ref()).await;
         instance::write_status(&self.client, flux, &next).await
+    }
+
+    /// Takes over the time limits of the planner before, once; see [`move_limits`]. True if the roster was written.
+    async fn take_over_limits(
+        &mut self,
+        stored: Option<&(Roster, Document)>,
+        status: &FluxInstanceStatus,
+    ) -> Result<bool, PlannerError> {
+        let Some(before) = self.time_before else { return Ok(false) };
+        let secs = clock::now().as_second() - before.as_second();
+        self.deadline = MovedDeadline::new(status, secs);
+        let moved = stored.and_then(|(roster, document)| Some((move_limits(roster, secs)?, document)));
+        if let Some((roster, document)) = &moved {
+            publish::write_roster(&self.client, roster, Some(document)).await?;
+        }
+        self.time_before = None;
+        Ok(moved.is_some())
     }
 
     /// The roster that was written in place of `before`; None where that stays.

@@ -1,16 +1,22 @@
 //! A spec that can't be served, and a cluster without a node for it.
 
+use std::time::Duration;
+
 use flux_distribute::api::{
     ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, FluxInstance, INSTANCE, InstancePhase, NAMESPACE, NodePhase,
 };
-use k8s_openapi::api::core::v1::ConfigMap;
+use k8s_openapi::{
+    api::core::v1::ConfigMap,
+    apiextensions_apiserver::pkg::apis::apiextensions::v1::{CustomResourceDefinition, ValidationRule},
+};
 use kube::{
-    Api,
-    api::{Patch, PatchParams},
+    Api, CustomResourceExt,
+    api::{Patch, PatchParams, PostParams},
+    runtime::wait::await_condition,
 };
 use serde_json::{Value, json};
 
-use super::cluster::{Case, nobody};
+use super::cluster::{Case, PATIENCE, nobody};
 
 fn refused(answer: Result<FluxInstance, kube::Error>) -> String {
     match answer {
@@ -117,10 +123,66 @@ async fn a_spec_that_only_the_schema_lets_pass_is_told_by_the_planner() {
     case.instance_says("no eligible node").await;
 }
 
+/// Sets the rules that the API server has for spec.prefix, and returns those that it had.
+async fn set_prefix_rules(case: &Case, rules: Option<Vec<ValidationRule>>) -> Option<Vec<ValidationRule>> {
+    let definitions = Api::<CustomResourceDefinition>::all(case.client.clone());
+    let mut definition = definitions.get(FluxInstance::crd_name()).await.unwrap();
+    let schema = definition.spec.versions[0].schema.as_mut().unwrap().open_api_v3_schema.as_mut().unwrap();
+    let spec = schema.properties.as_mut().unwrap().get_mut("spec").unwrap();
+    let prefix = spec.properties.as_mut().unwrap().get_mut("prefix").unwrap();
+    let before = std::mem::replace(&mut prefix.x_kubernetes_validations, rules);
+    definitions.replace(FluxInstance::crd_name(), &PostParams::default(), &definition).await.unwrap();
+    before
+}
+
+/// An API server follows its CRDs a moment later, and tells nobody when.
+async fn until_refused(wanted: bool, attempt: impl AsyncFn() -> Result<FluxInstance, kube::Error>) {
+    let follows = async {
+        while attempt().await.is_err() != wanted {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, follows).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_instance_keeps_a_prefix_that_an_older_version_took_and_no_other_one_gets_such() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    let words = "holds other characters than";
+    let mut odd = nobody();
+    odd["prefix"] = json!("/data/my flux");
+    let message = refused(case.try_create(odd.clone()).await);
+    assert!(message.contains(words), "{message}");
+
+    let rules = set_prefix_rules(&case, None).await;
+    until_refused(false, async || case.try_create(odd.clone()).await).await;
+    set_prefix_rules(&case, rules).await;
+    let dry = PatchParams { dry_run: true, ..PatchParams::default() };
+    let another = Patch::Merge(json!({"spec": {"prefix": "/data/another one"}}));
+    until_refused(true, async || case.api::<FluxInstance>().patch(INSTANCE, &dry, &another).await).await;
+    let message = refused(case.try_patch(json!({"prefix": "/data/another one"})).await);
+    assert!(message.contains(words), "{message}");
+
+    // It goes on: its spec can be changed, its status is written, and it can be deleted.
+    case.instance_says("no eligible node").await;
+    let generation = case.try_patch(json!({"size": 3})).await.unwrap().metadata.generation;
+    let follows = |instance: &FluxInstance| {
+        instance.status.as_ref().is_some_and(|status| Some(status.observed_generation) == generation)
+    };
+    case.until(INSTANCE, "the changed spec is followed", follows).await;
+    case.instance_says("no eligible node").await;
+    case.delete_instance().await;
+    let gone = await_condition(case.api::<FluxInstance>(), INSTANCE, |found: Option<&FluxInstance>| found.is_none());
+    tokio::time::timeout(PATIENCE, gone).await.unwrap().unwrap();
+    assert!(refused(case.try_create(odd).await).contains(words));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_kubernetes_without_admission_policies_is_refused_with_the_remedy() {
     let Some(case) = Case::on(1).await else { return };
     case.cluster.must(&["api", "old"]);
+    // A planner asks for the version until one is new enough.
+    case.restart_agent("node1").await;
     case.create(nobody()).await;
     let instance = case.instance_says("Kubernetes 1.29 has no ValidatingAdmissionPolicy v1").await;
     case.cluster.must(&["api", "none"]);

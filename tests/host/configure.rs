@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs,
-    os::unix::fs::{MetadataExt, symlink},
+    os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink},
     path::{Path, PathBuf},
 };
 
@@ -157,6 +157,66 @@ fn the_compiled_in_prefix_of_others_is_refused_and_survives_our_removal() {
         host.remove(false).unwrap();
         assert!(fs::symlink_metadata(host.at(COMPILED)).is_ok());
     }
+}
+
+#[test]
+fn the_compiled_in_prefix_is_linked_only_where_root_alone_could_have_changed_the_way() {
+    need_root!();
+    type Change = fn(&TestHost);
+    let wrong: [(&str, Change, &str); 4] = [
+        ("it is a user's", |host| chown(host.at("/usr/site"), Some(500), None).unwrap(), "chown root /usr/site"),
+        (
+            "the group can write",
+            |host| fs::set_permissions(host.at("/usr/site"), fs::Permissions::from_mode(0o775)).unwrap(),
+            "chmod go-w /usr/site",
+        ),
+        (
+            "all can write above it",
+            |host| fs::set_permissions(host.at("/usr"), fs::Permissions::from_mode(0o1777)).unwrap(),
+            "chmod go-w /usr",
+        ),
+        (
+            "a user's link leads there",
+            |host| {
+                fs::rename(host.at("/usr/site"), host.at("/srv/site")).unwrap();
+                symlink("/srv/site", host.at("/usr/site")).unwrap();
+                lchown(host.at("/usr/site"), Some(500), None).unwrap();
+            },
+            "/usr/site belongs to the user with uid 500",
+        ),
+    ];
+    for (what, change, words) in wrong {
+        let host = TestHost::new();
+        for directory in ["/usr/site", "/srv"] {
+            fs::create_dir_all(host.at(directory)).unwrap();
+        }
+        host.claim().unwrap();
+        host.environment(DIGEST, Some(COMPILED));
+        change(&host);
+        let refusal = host.configure(&configure_order()).unwrap_err();
+        assert!(refusal.message.contains(words), "{what}: {refusal}");
+        assert!(fs::symlink_metadata(host.at(COMPILED)).is_err(), "{what}");
+        host.remove(false).unwrap();
+    }
+}
+
+/// As a link of an older version can lie, or one whose directory was opened afterwards.
+#[test]
+fn a_link_in_what_has_become_a_users_is_left_and_holds_no_removal_up() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    host.environment(DIGEST, Some(COMPILED));
+    host.configure(&configure_order()).unwrap();
+    // The user leads the way to a directory with a link of ours that another instance needs.
+    fs::create_dir_all(host.at("/srv/site")).unwrap();
+    fs::rename(host.at(COMPILED), host.at("/srv/site/flux")).unwrap();
+    fs::remove_dir(host.at("/usr/site")).unwrap();
+    symlink("../srv/site", host.at("/usr/site")).unwrap();
+    lchown(host.at("/usr/site"), Some(500), None).unwrap();
+    host.remove(false).unwrap();
+    assert!(host.state().is_none());
+    assert!(fs::symlink_metadata(host.at("/srv/site/flux")).is_ok());
 }
 
 #[test]

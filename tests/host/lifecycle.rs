@@ -129,6 +129,28 @@ fn a_prefix_of_ones_own_is_found_without_being_told_and_removed_whole() {
     assert_eq!(host.everything(), before);
 }
 
+/// Versions before this one took any character.
+#[test]
+fn a_host_that_has_an_odd_prefix_keeps_it_until_it_is_cleaned_and_no_other_host_claims_it() {
+    need_root!();
+    const ODD: &str = "/data/my flux";
+    let host = TestHost::new();
+    let before = host.everything();
+    let refusal = claim(&host.root, &claim_order(ODD, "uid-1")).unwrap_err();
+    assert!(refusal.message.contains("spec.prefix: \"/data/my flux\" holds other characters than"), "{refusal}");
+    assert_eq!(host.everything(), before);
+
+    claim(&host.root, &claim_order("/data/our_flux", "uid-1")).unwrap();
+    fs::rename(host.at("/data/our_flux"), host.at(ODD)).unwrap();
+    for (path, text) in host.everything().into_iter().filter(|(_, text)| text.contains("our_flux")) {
+        fs::write(path, text.replace("our_flux", "my flux")).unwrap();
+    }
+    assert_eq!(host.state().unwrap().prefix, Path::new(ODD));
+    claim(&host.root, &claim_order(ODD, "uid-1")).unwrap();
+    host.remove(false).unwrap();
+    assert_eq!(host.everything(), before);
+}
+
 /// A file system of somebody else's, until this is dropped.
 struct Mounted(std::path::PathBuf);
 

@@ -23,10 +23,10 @@ fn a_flipped_byte_is_told_and_mended_beside_the_running_broker() {
 
     // A new agent reads everything.
     kill(Pid::from_raw(cluster.node("node1").agent_pid.unwrap()), Signal::SIGKILL).unwrap();
-    let told = cluster.until("the damage in the status", || {
-        let node = cluster.wait(cluster.api::<FluxNode>().get("node1")).unwrap();
-        node.status?.damage.filter(|words| words.contains("was damaged and mended at"))
-    });
+    let damage = || cluster.wait(cluster.api::<FluxNode>().get("node1")).unwrap().status?.damage;
+    cluster.until("the damage in the status", damage);
+    let told = cluster
+        .until("the mending in the status", || damage().filter(|words| words.contains("was damaged and mended at")));
     assert!(told.contains("changed ") && told.contains("libflux-core.so"), "{told}");
     assert_eq!(sum(), whole);
     assert_eq!(cluster.brokers(), before);

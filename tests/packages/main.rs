@@ -129,10 +129,10 @@ impl Host {
         tokio::task::spawn_blocking(move || packages::link(&order, &mut |_| ())).await.unwrap()
     }
 
-    /// Names in `envs/`, the hidden ones too, but not its lock.
+    /// Names in `envs/`, the hidden ones too, but not its locks.
     fn envs(&self) -> Vec<String> {
         let entries = fs::read_dir(self.prefix().join("envs")).into_iter().flatten();
         let names = entries.map(|e| e.unwrap().file_name().into_string().unwrap());
-        names.filter(|name| name != ".lock").collect()
+        names.filter(|name| ![".lock", ".mending.lock"].contains(&name.as_str())).collect()
     }
 }

@@ -1,11 +1,13 @@
 //! What is damaged is put back beside those who use it.
 
 use std::{
+    collections::BTreeSet,
     io::{Read, Seek},
     os::unix::fs::{MetadataExt, symlink},
+    time::Duration,
 };
 
-use flux_distribute::host::{Slice, VerifyOrder};
+use flux_distribute::host::{CollectOrder, HostLock, Root, Slice, VerifyOrder, launch::Places};
 
 use super::{verify::verify, *};
 
@@ -29,15 +31,41 @@ async fn installed() -> (Host, PackageSet, Channel) {
     (host, set, channel)
 }
 
-async fn mend(host: &Host, set: &PackageSet) -> Result<packages::Mended, Refusal> {
-    let order = LinkOrder {
+fn link_order(host: &Host, set: &PackageSet) -> LinkOrder {
+    LinkOrder {
         prefix: host.prefix().to_owned(),
         digest: set.digest(),
         set: set.clone(),
         platform: PLATFORM.to_owned(),
         follow: false,
-    };
-    tokio::task::spawn_blocking(move || packages::mend(&order, &mut |_| ())).await.unwrap()
+    }
+}
+
+async fn mend(host: &Host, set: &PackageSet) -> Result<packages::Mended, Refusal> {
+    mend_while(host, set, |_| ()).await
+}
+
+async fn mend_while(
+    host: &Host,
+    set: &PackageSet,
+    mut progress: impl FnMut(Progress) + Send + 'static,
+) -> Result<packages::Mended, Refusal> {
+    let order = link_order(host, set);
+    tokio::task::spawn_blocking(move || packages::mend(&order, &mut progress)).await.unwrap()
+}
+
+/// What an agent orders that keeps all environments.
+fn collect_nothing(prefix: &Path, digest: &str) -> CollectOrder {
+    CollectOrder {
+        prefix: prefix.to_owned(),
+        keep: 9,
+        wanted: [digest.to_owned()].into(),
+        archives: fs::read_dir(prefix.join("pkgs"))
+            .unwrap()
+            .map(|one| one.unwrap().file_name().into_string().unwrap())
+            .collect(),
+        is_queue_up: false,
+    }
 }
 
 fn named(differences: &[packages::Difference]) -> Vec<String> {
@@ -91,6 +119,67 @@ async fn damage_is_put_back_and_who_has_a_file_open_keeps_that() {
     assert_eq!(inode("share/big"), whole, "what is whole is not touched");
     assert_eq!(host.envs(), [set.digest()], "nothing is left beside it");
     assert_eq!(mend(&host, &set).await.unwrap().mended, []);
+}
+
+/// An agent that starts a broker takes the host's lock; one that installs another set takes that of `envs/`, too.
+#[tokio::test]
+async fn a_mending_holds_up_neither_an_installation_nor_a_broker() {
+    let (host, set, mut channel) = installed().await;
+    channel.add("two", ".conda", &[], &[Content::plain("share/two", b"two")]);
+    let other = resolve(&asked(&channel.file_url(), &["flux-core", "two"])).await.unwrap();
+    host.fetch(&other).await.unwrap();
+    flip(&host.environment(&set).join("lib/libflux.so"));
+
+    let (prefix, second) = (host.prefix().to_owned(), link_order(&host, &other));
+    let mut tried = BTreeSet::new();
+    let beside = move |now: Progress| {
+        if tried.insert(now.what.clone()) {
+            HostLock::take(&Root::host(), &prefix, Duration::ZERO).unwrap();
+            packages::link(&second, &mut |_| ()).unwrap();
+            packages::collect(&collect_nothing(&prefix, &second.digest), &Places::of_host()).unwrap();
+        }
+    };
+    assert_eq!(named(&mend_while(&host, &set, beside).await.unwrap().mended), ["changed lib/libflux.so"]);
+    for set in [&set, &other] {
+        assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
+    }
+    assert_eq!(host.envs().len(), 2, "nothing is left beside them");
+}
+
+#[tokio::test]
+async fn an_environment_that_goes_while_it_is_mended_is_not_made_again_in_part() {
+    let (host, set, _channel) = installed().await;
+    let place = host.environment(&set);
+    flip(&place.join("lib/libflux.so"));
+    let gone = place.with_file_name("gone");
+    let takes_it_away = {
+        let place = place.clone();
+        move |now: Progress| {
+            if now.what == "hashing files" && place.exists() {
+                fs::rename(&place, &gone).unwrap();
+                fs::create_dir(&place).unwrap();
+            }
+        }
+    };
+    let refusal = mend_while(&host, &set, takes_it_away).await.unwrap_err();
+    assert!(refusal.transient, "{refusal}");
+    assert_eq!(fs::read_dir(&place).unwrap().count(), 0);
+}
+
+#[tokio::test]
+async fn what_a_killed_mending_leaves_is_removed_by_whoever_comes_next() {
+    let (host, set, _channel) = installed().await;
+    let left = host.prefix().join(format!("envs/.{}.mending/tree", set.digest()));
+    let leave = || {
+        fs::create_dir_all(&left).unwrap();
+        fs::write(left.join("half"), "half").unwrap();
+    };
+    leave();
+    assert_eq!(mend(&host, &set).await.unwrap().mended, []);
+    assert_eq!(host.envs(), [set.digest()]);
+    leave();
+    host.link(&set).await.unwrap();
+    assert_eq!(host.envs(), [set.digest()]);
 }
 
 #[tokio::test]

@@ -30,8 +30,17 @@ pub(super) const SUBDOMAIN: &str = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([
 pub(super) const TOPOLOGY: &str = "^(flat|kary:0*[1-9][0-9]*|mincrit(:[0-9]+)?|binomial)$";
 /// In the CRD; what [`parse_duration`] takes.
 pub(super) const DURATION: &str = r"^[0-9]+(\.[0-9]+)?(ms|s|m|h|d)?$";
-/// In the CRD; the characters that [`check_prefix`] takes.
-pub(super) const PREFIX: &str = "^/[A-Za-z0-9._/-]+$";
+/// In the CRD; what [`check_prefix`] wants of the first character.
+pub(super) const PREFIX: &str = "^/";
+/// As long as Linux takes a path (PATH_MAX). The API server refuses a rule on a text that has no limit.
+pub(super) const LONGEST_PREFIX: u64 = 4096;
+/// In the CRD, in CEL: [`check_prefix_characters`], for a prefix that is new. One that an instance has had since an older version
+/// stays, or nothing of that instance could be changed any more, not even to remove it.
+pub(super) const PREFIX_RULE: &str =
+    "self.matches('^[A-Za-z0-9._/-]+$') || (oldSelf.hasValue() && oldSelf.value() == self)";
+/// The API server's words for other characters, by that rule.
+pub(super) const PREFIX_CHARACTERS: &str =
+    "holds other characters than A-Z, a-z, 0-9, `.`, `_`, `/` and `-`: choose another directory";
 /// In the CRD; what [`user`] takes, but for numbers that are too large.
 pub(super) const USER: &str = "^[A-Za-z0-9_.][-A-Za-z0-9_.]*$";
 pub(super) use nodes::{selector_words, toleration_words};
@@ -54,9 +63,7 @@ pub fn validate(spec: &FluxInstanceSpec) -> Vec<Finding> {
     resources(&spec.resources, &mut wrong);
     durations(spec, &mut wrong);
     words(spec, &mut wrong);
-    if let Some(Err(reason)) = spec.prefix.as_ref().map(|prefix| check_prefix(Path::new(prefix))) {
-        wrong.push(Finding::new("spec.prefix", reason));
-    }
+    wrong.extend(spec.prefix.as_deref().and_then(|text| prefix(Path::new(text))));
     wrong
 }
 
@@ -74,6 +81,13 @@ fn sizes(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     }
 }
 
+/// Older versions took all characters. A host refuses a new claim of such a prefix, whatever the API server has let in.
+fn prefix(path: &Path) -> Option<Finding> {
+    let finding = |problem| Finding::new("spec.prefix", problem);
+    let shape = check_prefix(path).map_err(finding);
+    shape.and_then(|()| check_prefix_characters(path).map_err(|problem| finding(problem).servable())).err()
+}
+
 /// `kary:0` is Flux's word for a flat tree. Older versions took it, but people have one word for it.
 fn topology(text: &str, size: u32) -> Option<Finding> {
     let field = "spec.topology";
@@ -88,8 +102,7 @@ fn topology(text: &str, size: u32) -> Option<Finding> {
 }
 
 /// A prefix is a directory that can be ours alone, and is removed with all that is in it: deep enough to be nobody else's,
-/// and by its name the place that it is. It is written into units, scripts and configuration files, so it holds no character
-/// that means something in one of them.
+/// and by its name the place that it is.
 ///
 /// # Errors
 /// In words, with the path.
@@ -98,10 +111,19 @@ pub fn check_prefix(path: &Path) -> Result<(), String> {
     if !(path.is_absolute() && path.components().count() > 2 && path.components().all(is_plain)) {
         return Err(format!("{path:?} is not an absolute path of at least two parts without `..`"));
     }
+    Ok(())
+}
+
+/// A prefix is written into units, scripts and configuration files, so a new one holds no character that means something in
+/// one of them. Instances and hosts that have such a prefix already go on, and are removed like others.
+///
+/// # Errors
+/// In words, with the path.
+pub fn check_prefix_characters(path: &Path) -> Result<(), String> {
     let is_allowed = |byte: &u8| byte.is_ascii_alphanumeric() || b"._/-".contains(byte);
     match path.as_os_str().as_encoded_bytes().iter().all(is_allowed) {
         true => Ok(()),
-        false => Err(format!("{path:?} holds other characters than A-Z, a-z, 0-9, `.`, `_`, `/` and `-`")),
+        false => Err(format!("{path:?} {PREFIX_CHARACTERS}")),
     }
 }
 

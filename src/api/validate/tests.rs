@@ -207,7 +207,6 @@ fn a_real_api_server_refuses_what_a_schema_can_say() {
         "{ranks: {retain: -5m}}",
         "{drain: {timeout: 5 m}}",
         "{prefix: opt/flux}",
-        "{prefix: /data/my flux}",
         "{uninstall: {runningJobs: Move}}",
         "{upgrade: {deadline: nan}}",
         "{state: {dumpEvery: daily}}",
@@ -247,6 +246,9 @@ fn the_rules_in_cel_are_where_they_belong() {
     assert_eq!(found("{nodes: {selector: {}}}")[0].problem, EMPTY_SELECTOR);
     assert_eq!(rules(&spec["properties"]["size"])[0]["message"], LESS_THAN_ONE);
     assert_eq!(rules(&spec)[0]["message"], MORE_THAN_MAX_SIZE);
+    let prefix = &rules(&spec["properties"]["prefix"])[0];
+    assert_eq!((&prefix["message"], &prefix["optionalOldSelf"]), (&json!(PREFIX_CHARACTERS), &json!(true)));
+    assert!(found("{prefix: /data/my flux}")[0].problem.ends_with(PREFIX_CHARACTERS));
 }
 
 #[test]
@@ -267,6 +269,8 @@ fn what_older_versions_took_is_wrong_and_served_on_all_the_same() {
         ("{topology: 'kary:0'}", true),
         ("{nodes: {selector: {}}}", true),
         ("{nodes: {tolerations: [{key: a, operator: Exists, value: b}]}}", true),
+        ("{prefix: /data/my flux}", true),
+        ("{prefix: data/flux}", false),
         ("{topology: 'ring'}", false),
         ("{lead: 'Bad Name'}", false),
     ] {

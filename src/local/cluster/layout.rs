@@ -19,7 +19,7 @@ use tokio::process::Command;
 
 use super::kind::Kind;
 use crate::{
-    api::check_prefix,
+    api::{check_prefix, check_prefix_characters},
     local::error::{Context, LocalError},
     redact::LOG_VARIABLE,
 };
@@ -48,7 +48,8 @@ impl Layout {
             _ => PathBuf::from(DEFAULT_DIRECTORY),
         };
         // `down` removes this directory with all that is in it.
-        check_prefix(&directory).map_err(|reason| LocalError::Usage(format!("{DIRECTORY_VARIABLE}: {reason}")))?;
+        let refused = |reason| LocalError::Usage(format!("{DIRECTORY_VARIABLE}: {reason}"));
+        check_prefix(&directory).and_then(|()| check_prefix_characters(&directory)).map_err(refused)?;
         Ok(Self { directory })
     }
 

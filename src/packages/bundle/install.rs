@@ -10,7 +10,6 @@ use crate::packages::{
     Limits,
     bundle::unpack::{self, Target, UnpackError},
     environment::room,
-    environment::transaction::UNPACKED,
     environment::{Build, failed, refused},
     fetch::archive::{self, Hashing},
     fetch::http::shown,
@@ -28,8 +27,7 @@ impl Build<'_> {
         source: &BundleSource,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Option<PathBuf>, Refusal> {
-        // Under a name that the next run knows for a leftover.
-        let archives = self.ready.with_file_name(format!(".{}.bundle{UNPACKED}", self.digest));
+        let archives = self.beside(".bundle");
         let done = self.bundle_by(source, &archives, progress);
         match fs::remove_dir_all(&archives) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {

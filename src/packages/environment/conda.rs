@@ -30,7 +30,6 @@ use crate::packages::{
     environment::extract::{check_metadata, check_paths, extract},
     environment::limits::Memory,
     environment::room,
-    environment::transaction::UNPACKED,
     environment::{Build, failed, refused},
     fetch::archive,
     fetch::http::shown,
@@ -70,7 +69,7 @@ impl Build<'_> {
         lock::biggest_first(&mut packages);
         room::check(self.prefix(), packages.iter().map(|p| self.room_for(p)).fold(0, u64::saturating_add))?;
         // On the file system of the environment, so that files can be linked.
-        let unpacked = self.ready.with_file_name(format!(".{}{UNPACKED}", self.digest));
+        let unpacked = self.beside("");
         fs::create_dir(&unpacked).map_err(|e| failed(format!("can't make {}: {e}", unpacked.display())))?;
         let done = self.unpack_and_link(&packages, &unpacked, progress);
         let removed = remove_all(&unpacked);

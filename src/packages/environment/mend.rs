@@ -27,14 +27,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     error_chain,
-    host::{LinkOrder, Progress, Refusal, launch::Places},
+    host::{
+        HostLock, LinkOrder, Progress, Refusal, Root,
+        launch::Places,
+        lock::WAIT,
+        state::{ENVIRONMENTS, environment},
+    },
     packages::{
         Difference, ENVIRONMENT_MARKER, What,
         environment::{
-            grow,
+            failed, grow,
             records::{RECORDS, mode},
             refused,
-            transaction::Environments,
+            transaction::{Environments, Workshop},
             verify::compare,
         },
         fetch::archive::{self, archives},
@@ -53,29 +58,74 @@ pub struct Mended {
 
 /// Puts back what differs in the environment of `order`, which must be there.
 ///
+/// Unpacking all packages again and hashing the damaged environment takes minutes and holds only the lock of [`Workshop`],
+/// which keeps other mendings out. The locks that an installation, a collection, or a broker's start needs ([`HostLock`],
+/// [`Environments`]) are held only for the renames: while these are held, nobody removes the host's prefix or the environment
+/// from under them.
+///
 /// # Errors
-/// A sentence for people; transient if an archive is missing (fetching helps) or the disk is full. What was put back until
-/// then stays so.
+/// A sentence for people; transient if an archive is missing (fetching helps), the disk is full, or the environment went away
+/// meanwhile. What was put back until then stays so.
 pub fn mend(order: &LinkOrder, progress: &mut dyn FnMut(Progress)) -> Result<Mended, Refusal> {
     let LinkOrder { prefix, digest, set, platform, .. } = order;
     if !archive::is_digest(digest) {
         return Err(refused(format!("`{digest}` is not the digest of a package set")));
     }
-    let places = Places::of_host();
-    let environments = Environments::hold(prefix, &places)?;
-    let (place, fresh) = (environments.place(digest), environments.partial(digest));
-    if !fs::symlink_metadata(&place).is_ok_and(|there| there.is_dir()) {
-        return Err(refused(format!("there is no environment {}", place.display())));
-    }
+    let place = environment(prefix, digest);
+    let trouble = |what: &str, error: &io::Error| failed(format!("can't {what} {}: {error}", place.display()));
+    let before = identity(&place).ok_or_else(|| refused(format!("there is no environment {}", place.display())))?;
     let archives = archives(set, platform).map_err(|e| refused(error_chain(&e)))?;
-    let mended = grow(order, None, &environments, &fresh, archives, progress).and_then(|linked| {
-        let conda = linked.compiled_prefix.is_none();
-        let mended = Mending { place: &place, fresh: &fresh, moved: 0 }.all(conda, progress);
-        mended.map_err(|e| environments.trouble("mend the environment in", &e))
-    });
-    // The damaged files, too.
-    environments.drop_leftovers();
-    mended
+    let workshop = Workshop::hold(&prefix.join(ENVIRONMENTS), digest)?;
+    let fresh = workshop.tree();
+    let linked = grow(order, None, &fresh, archives, progress)?;
+    let conda = linked.compiled_prefix.is_none();
+    let found = damage(&place, &fresh, conda, progress).map_err(|e| trouble("compare", &e))?;
+    if found.is_empty() {
+        return Ok(Mended::default());
+    }
+    let mended = {
+        let _host = HostLock::take(&Root::host(), prefix, WAIT)?;
+        let places = Places::of_host();
+        let _environments = Environments::hold(prefix, &places)?;
+        if identity(&place) != Some(before) {
+            return Err(failed(format!(
+                "{} was removed while it was being mended; nothing was changed, and what is there now is looked at again",
+                place.display()
+            )));
+        }
+        Mending { place: &place, fresh: &fresh, moved: 0 }.put_back(found)
+    };
+    let synced = File::open(&place).and_then(|place| Ok(nix::unistd::syncfs(place)?));
+    synced.map_err(|e| trouble("sync", &e))?;
+    Ok(mended)
+}
+
+/// What tells the directory `path` from another one that gets its name.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let there = fs::symlink_metadata(path).ok().filter(Metadata::is_dir)?;
+    Some((there.dev(), there.ino()))
+}
+
+/// How `place` differs from `fresh`, our own files last: if putting back is cut short, the damage can still be seen.
+fn damage(place: &Path, fresh: &Path, conda: bool, progress: &mut dyn FnMut(Progress)) -> io::Result<Vec<Difference>> {
+    // Before a name leads to it.
+    nix::unistd::syncfs(File::open(fresh)?)?;
+    let mut found = compare(place, fresh, conda, None, progress)?.differences;
+    for name in [RECORDS, ENVIRONMENT_MARKER] {
+        found.extend(own_damage(place, fresh, name)?);
+    }
+    Ok(found)
+}
+
+/// How a file of ours beside what the packages brought differs.
+fn own_damage(place: &Path, fresh: &Path, name: &str) -> io::Result<Option<Difference>> {
+    let what = match fs::read(place.join(name)) {
+        Ok(found) if found == fs::read(fresh.join(name))? => return Ok(None),
+        Ok(_) => What::Changed,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => What::Missing,
+        Err(_) => What::Replaced,
+    };
+    Ok(Some(Difference { path: name.into(), what }))
 }
 
 struct Mending<'a> {
@@ -87,15 +137,9 @@ struct Mending<'a> {
 }
 
 impl Mending<'_> {
-    fn all(mut self, conda: bool, progress: &mut dyn FnMut(Progress)) -> io::Result<Mended> {
-        // Before a name leads to it.
-        nix::unistd::syncfs(File::open(self.fresh)?)?;
-        let differences = compare(self.place, self.fresh, conda, None, progress)?.differences;
-        // Last, so that a mending that was cut short is seen as damage.
-        let own = [RECORDS, ENVIRONMENT_MARKER].into_iter().filter_map(|name| self.own(name).transpose());
-        let own = own.collect::<io::Result<Vec<_>>>()?;
+    fn put_back(mut self, found: Vec<Difference>) -> Mended {
         let mut mended = Mended::default();
-        for difference in differences.into_iter().chain(own) {
+        for difference in found {
             match self.one(&difference) {
                 Ok(true) => mended.mended.push(difference),
                 Ok(false) => mended.left.push(difference),
@@ -105,19 +149,7 @@ impl Mending<'_> {
                 }
             }
         }
-        nix::unistd::syncfs(File::open(self.place)?)?;
-        Ok(mended)
-    }
-
-    /// A file of ours beside what the packages brought.
-    fn own(&self, name: &str) -> io::Result<Option<Difference>> {
-        let what = match fs::read(self.place.join(name)) {
-            Ok(found) if found == fs::read(self.fresh.join(name))? => return Ok(None),
-            Ok(_) => What::Changed,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => What::Missing,
-            Err(_) => What::Replaced,
-        };
-        Ok(Some(Difference { path: name.into(), what }))
+        mended
     }
 
     /// False: it is not ours to put back.

@@ -30,7 +30,7 @@ use serde::{Deserialize, Serialize};
 use crate::packages::{
     ENVIRONMENT_MARKER,
     environment::records::{RECORDS, Records, Tree, settle_clobbers, write_public},
-    environment::transaction::Environments,
+    environment::transaction::{Environments, UNPACKED, make_public_directory},
     fetch::archive::{self, archives},
     lock::estimate_bytes,
 };
@@ -118,7 +118,7 @@ pub fn link_while(
     environments.clear(digest)?;
     let partial = environments.partial(digest);
     let mut warnings = std::mem::take(&mut environments.warnings);
-    let made = grow(order, more, &environments, &partial, archives, progress).and_then(|linked| {
+    let made = grow(order, more, &partial, archives, progress).and_then(|linked| {
         let committed = environments.commit(&partial, digest).map(|()| linked);
         committed.map_err(|e| environments.trouble("finish the environment in", &e))
     });
@@ -137,18 +137,18 @@ pub fn link_while(
     }
 }
 
-/// Makes the environment of `order` in `partial`, with its records and its marker, as it is to be in its place.
+/// Makes the environment of `order` in `partial`, which is not there yet, with its records and its marker, as it is to be in
+/// its place. What it needs meanwhile is beside `partial`, under a name that begins with that of `partial`.
 pub(in crate::packages) fn grow(
     order: &LinkOrder,
     more: Option<BorrowedFd<'_>>,
-    environments: &Environments<'_>,
     partial: &Path,
     archives: Vec<String>,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Linked, Refusal> {
     let LinkOrder { prefix, digest, set, platform, .. } = order;
-    environments.begin(partial)?;
-    let ready = environments.place(digest);
+    make_public_directory(partial)?;
+    let ready = environment(prefix, digest);
     let warnings = Mutex::default();
     let build =
         Build { pkgs: prefix.join("pkgs"), more, digest, platform, ready: &ready, partial, warnings: &warnings };
@@ -159,7 +159,7 @@ pub(in crate::packages) fn grow(
     build.check_flux(compiled_prefix.as_deref())?;
     progress(Progress::begun("syncing"));
     let linked = build.finish(compiled_prefix, archives);
-    let linked = linked.map_err(|e| environments.trouble("finish the environment in", &e))?;
+    let linked = linked.map_err(|e| failed(format!("can't finish the environment in {}: {e}", partial.display())))?;
     Ok(Linked { warnings: warnings.into_inner().unwrap_or_else(PoisonError::into_inner), ..linked })
 }
 
@@ -179,6 +179,12 @@ pub(in crate::packages) struct Build<'a> {
 }
 
 impl Build<'_> {
+    /// Beside the tree: where `what` of it is unpacked. The next run knows its name for a leftover.
+    pub(in crate::packages) fn beside(&self, what: &str) -> PathBuf {
+        let name = self.partial.file_name().unwrap_or_default().to_string_lossy();
+        self.partial.with_file_name(format!("{name}{what}{UNPACKED}"))
+    }
+
     /// For people: where room is needed.
     pub(in crate::packages) fn prefix(&self) -> &Path {
         self.pkgs.parent().unwrap_or(&self.pkgs)

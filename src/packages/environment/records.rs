@@ -214,26 +214,35 @@ pub(in crate::packages) fn can_be_told(path: &Path) -> bool {
 /// A file, and its sha256.
 pub(in crate::packages) type Hashed = (PathBuf, io::Result<String>);
 
-/// As [`digests`], `AT_A_TIME` files at a time: `said` hears before each time how many are done.
+/// As [`digests`], `AT_A_TIME` files at a time: before each time, `said` is called with the number of files that are done.
 pub(in crate::packages) fn digests_while(
     root: &Path,
     paths: Vec<PathBuf>,
     mut said: impl FnMut(u64),
 ) -> io::Result<Vec<Hashed>> {
     const AT_A_TIME: usize = 64;
+    let pool = pool()?;
     let mut all = Vec::with_capacity(paths.len());
     for some in paths.chunks(AT_A_TIME) {
         said(all.len() as u64);
-        all.extend(digests(root, some.to_vec())?);
+        all.extend(hash(&pool, root, some.to_vec()));
     }
     Ok(all)
 }
 
 /// sha256 of each file below `root`.
 pub(in crate::packages) fn digests(root: &Path, paths: Vec<PathBuf>) -> io::Result<Vec<Hashed>> {
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(THREADS).build().map_err(io::Error::other)?;
+    Ok(hash(&pool()?, root, paths))
+}
+
+/// Its threads have the priority of the thread that calls this.
+fn pool() -> io::Result<rayon::ThreadPool> {
+    rayon::ThreadPoolBuilder::new().num_threads(THREADS).build().map_err(io::Error::other)
+}
+
+fn hash(pool: &rayon::ThreadPool, root: &Path, paths: Vec<PathBuf>) -> Vec<Hashed> {
     let digest = |path: &Path| File::open(root.join(path)).and_then(archive::sha256_of).map(|(digest, _)| digest);
-    Ok(pool.install(|| {
+    pool.install(|| {
         paths
             .into_par_iter()
             .map(|path| {
@@ -241,5 +250,5 @@ pub(in crate::packages) fn digests(root: &Path, paths: Vec<PathBuf>) -> io::Resu
                 (path, digest)
             })
             .collect()
-    }))
+    })
 }

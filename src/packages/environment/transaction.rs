@@ -1,8 +1,11 @@
 //! The frame around everything that changes `envs/`: one at a time, nothing half-done under a final name, nothing taken
 //! away from who uses it.
 //!
-//! Whatever has not its final name yet, or no longer, begins with a dot and ends with one of [`ASIDE`]. Killed runs leave
-//! such names only; the next one throws them away before it begins.
+//! Whatever does not have its final name yet, or no longer, begins with a dot and ends with one of [`ASIDE`] or with
+//! [`MENDING`]. Killed runs leave only such names; the next run removes them before it begins.
+//!
+//! A mending ([`super::mend`]) prepares what it needs in a directory of its own, under a lock of its own, so that it holds
+//! nobody up while it does; see [`Workshop`].
 
 use std::{
     collections::BTreeMap,
@@ -10,6 +13,7 @@ use std::{
     io,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use nix::{errno::Errno, fcntl::Flock};
@@ -37,11 +41,53 @@ const OLD: &str = ".old";
 const MOST_OLD: usize = 100;
 /// Ends of all names that are none yet, or no longer.
 const ASIDE: [&str; 3] = [PARTIAL, UNPACKED, OLD];
+/// A [`Workshop`].
+const MENDING: &str = ".mending";
+/// Name of the lock of the [`Workshop`] in `envs/`.
+const MENDING_LOCK: &str = ".mending.lock";
 
 /// With less than this nothing can be made.
 const LEAST_BYTES: u64 = 1 << 20;
 /// As [`LEAST_BYTES`].
 const LEAST_FILES: u64 = 16;
+
+/// Makes `path`: an empty directory that all may read.
+pub(in crate::packages) fn make_public_directory(path: &Path) -> Result<(), Refusal> {
+    let readable = || fs::set_permissions(path, fs::Permissions::from_mode(0o755));
+    fs::create_dir(path).and_then(|()| readable()).map_err(|e| failed(format!("can't make {}: {e}", path.display())))
+}
+
+/// A directory in `envs/` in which one mending at a time prepares what it needs. Its lock keeps other mendings out, and keeps
+/// [`Environments::drop_leftovers`] from removing it. It keeps nobody from installing, collecting, or starting a broker.
+pub(in crate::packages) struct Workshop {
+    path: PathBuf,
+    _lock: Flock<File>,
+}
+
+impl Workshop {
+    /// Waits for another mending for as long as an order waits for another one, and removes what one that was killed left.
+    pub(in crate::packages) fn hold(envs: &Path, digest: &str) -> Result<Self, Refusal> {
+        let file = envs.join(MENDING_LOCK);
+        let lock = lock::take(&file, lock::WAIT).map_err(|error| lock::refusal(&file, lock::WAIT, &error))?;
+        let path = envs.join(format!(".{digest}{MENDING}"));
+        remove_all_if_there(&path).map_err(|e| failed(format!("can't remove {}: {e}", path.display())))?;
+        make_public_directory(&path)?;
+        Ok(Self { path, _lock: lock })
+    }
+
+    /// Where the tree grows that is held against the damaged one.
+    pub(in crate::packages) fn tree(&self) -> PathBuf {
+        self.path.join("tree")
+    }
+}
+
+impl Drop for Workshop {
+    fn drop(&mut self) {
+        if let Err(error) = remove_all_if_there(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "can't remove what a mending needed; the next order does");
+        }
+    }
+}
 
 /// `<prefix>/envs`, held until dropped or, when this process is killed, by nobody.
 pub(in crate::packages) struct Environments<'a> {
@@ -87,14 +133,6 @@ impl<'a> Environments<'a> {
     /// Where an environment grows.
     pub(in crate::packages) fn partial(&self, digest: &str) -> PathBuf {
         self.path.join(format!(".{digest}{PARTIAL}"))
-    }
-
-    /// Makes `partial`: an empty directory.
-    pub(in crate::packages) fn begin(&self, partial: &Path) -> Result<(), Refusal> {
-        let readable = || fs::set_permissions(partial, fs::Permissions::from_mode(0o755));
-        fs::create_dir(partial)
-            .and_then(|()| readable())
-            .map_err(|e| failed(format!("can't make {}: {e}", partial.display())))
     }
 
     /// Gives what was begun its name.
@@ -185,6 +223,11 @@ impl<'a> Environments<'a> {
         let digest = name.strip_suffix(OLD).map(|name| name.split_once('.').map_or(name, |(digest, _)| digest));
         match digest.filter(|digest| archive::is_digest(digest)) {
             Some(digest) => self.discard_aside(&entry.path(), digest).map(drop),
+            None if name.ends_with(MENDING) => match lock::take(&self.path.join(MENDING_LOCK), Duration::ZERO) {
+                Ok(_nobody_mends) => remove_all_if_there(&entry.path()),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(()),
+                Err(e) => Err(e),
+            },
             None if ASIDE.iter().any(|end| name.ends_with(end)) => remove_all_if_there(&entry.path()),
             None => Ok(()),
         }

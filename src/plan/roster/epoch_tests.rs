@@ -557,24 +557,3 @@ fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_gives_it_no_jobs
         assert_eq!(world.told("node2").missed, missed, "{what}");
     }
 }
-
-#[test]
-fn a_limit_is_under_way_while_its_begin_is_written_down() {
-    type Change = fn(&mut World);
-    let pending: Change = |world| {
-        world.spec.broker.port = Some(9000);
-        jobs_on(world, Some("0"));
-    };
-    for (what, change, expected) in [
-        ("nothing", (|_| {}) as Change, false),
-        ("a member leaves", |world| world.spec.size = Some(2), true),
-        ("a Node is gone", |world| drop(world.nodes.pop()), true),
-        ("a restart is pending", pending, true),
-    ] {
-        let mut world = idle();
-        change(&mut world);
-        world.settle();
-        let told = status(&world.seen(), 1, world.roster.as_ref(), None);
-        assert_eq!(super::is_limit_under_way(world.roster.as_ref(), &told), expected, "{what}");
-    }
-}
