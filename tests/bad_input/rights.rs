@@ -209,7 +209,7 @@ async fn an_agents_token_leaves_nothing_behind_that_outlives_it() {
         patch(json!({"data": {"try": tries.to_string()}})).await.is_err()
     })
     .await;
-    for wrong in [of_its_own, json!({"data": null}), json!({"binaryData": {"spec.yaml": "eA=="}})] {
+    for wrong in [of_its_own, json!({"data": null}), json!({"binaryData": {"more": "eA=="}})] {
         let (code, words) = refused(patch(wrong.clone()).await, &wrong.to_string());
         assert!(code == 403 && words.contains("does not change what is in it"), "{words}");
     }
