@@ -51,8 +51,15 @@ pub(crate) const SECRET_WORDS: [&str; 15] = [
 ];
 
 /// Whether a segment of a URL's path is conda's token, `/t/<token>/`: never in a file's path, and never a file's name.
-pub(crate) fn is_token(scheme: &str, before: &str, segment: &str, is_last: bool) -> bool {
+fn is_token(scheme: &str, before: &str, segment: &str, is_last: bool) -> bool {
     scheme != "file" && before == "t" && !segment.is_empty() && !(is_last && segment.contains('.'))
+}
+
+/// The positions of conda's tokens among the segments of a URL's path, which begins with a slash.
+pub(crate) fn token_positions(scheme: &str, path: &str) -> impl Iterator<Item = usize> {
+    let segments: Vec<_> = path.split('/').collect();
+    let is_here = |at: &usize| is_token(scheme, segments[at - 1], segments[*at], at + 1 == segments.len());
+    (2..segments.len()).filter(is_here).collect::<Vec<_>>().into_iter()
 }
 
 /// Whether a query, such as `a=b&sig=c`, holds what lets in whoever has it.
@@ -128,14 +135,9 @@ impl<'a> Pieces<'a> {
 
     /// The path's segments, the host first, each with whether it is a token.
     fn segments(&self) -> impl Iterator<Item = (&'a str, bool)> {
-        let count = self.place.split('/').count();
-        let before = std::iter::once("").chain(self.place.split('/'));
-        let numbered = self.place.split('/').zip(before).enumerate();
-        let scheme = self.scheme;
-        numbered.map(move |(number, (segment, before))| {
-            // A host may be called `t`.
-            (segment, number > 1 && is_token(scheme, before, segment, number + 1 == count))
-        })
+        // The host stands where a path has the nothing before its first slash, so one that is called `t` is no word before a token.
+        let tokens: Vec<_> = token_positions(self.scheme, self.place).collect();
+        self.place.split('/').enumerate().map(move |(at, segment)| (segment, tokens.contains(&at)))
     }
 
     fn has_credentials(&self) -> bool {

@@ -321,7 +321,7 @@ fn the_installers_first_spec_is_found_and_valid() {
 
 /// Which node takes part is the planner's to decide, and who breaks into a member must find no agent on a control plane.
 #[test]
-fn no_taint_takes_the_agent_from_a_worker_and_control_planes_get_one_only_without_their_taint() {
+fn workers_keep_their_agent_under_any_taint_and_tainted_control_planes_get_none() {
     let every = Toleration { operator: Some("Exists".to_owned()), ..Toleration::default() };
     assert_eq!(pod().tolerations.unwrap(), [every]);
     let control_plane = ("node-role.kubernetes.io/control-plane", "");

@@ -20,7 +20,7 @@ use crate::{
     },
     host::{
         Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
-        PreflightOrder, RemoveOrder, Root, StateDir, StopOrder, look, open_host_file, preflight::who_is_in_the_way,
+        PreflightOrder, RemoveOrder, Root, StateDir, StopOrder, look, open_host_file, preflight::port_taken,
         state, sysctl,
     },
     packages::{FetchError, estimate_bytes},
@@ -296,9 +296,10 @@ impl Actor {
         if let Some(member) = &assignment.entry.member
             && topology(roster).is_none_or(|tree| tree.is_interior(assignment.rank, roster.settings.max_size))
         {
-            // A broker that can't listen dies, and one that keeps dying has its epoch given up: any user can take a free port.
+            // Any user can take a free port. A broker that can't listen exits, and the planner gives up an epoch whose lead keeps
+            // exiting.
             let endpoint = SocketAddr::new(member.address, roster.settings.port);
-            if let Some(refusal) = who_is_in_the_way(&Root::host(), endpoint) {
+            if let Some(refusal) = port_taken(&Root::host(), endpoint) {
                 return Err(StepError::NotYet(refusal.message));
             }
         }

@@ -337,7 +337,7 @@ fn is_misnamed(seen: &Seen, roster: &Roster) -> bool {
 /// The last words of the broker that was started for `roster`, where its lead was never online. One that was up has shown that
 /// it can be started here, and may have jobs.
 fn failed_as_lead<'a>(seen: &'a Seen, roster: &Roster) -> Option<&'a str> {
-    let is_of_roster = seen.host.died_of.as_ref() == Some(&roster.instance_id);
+    let is_of_roster = seen.host.died_instance_id.as_ref() == Some(&roster.instance_id);
     seen.host.died.as_deref().filter(|_| is_of_roster && !is_lead_fixed(roster) && !seen.was_up)
 }
 

@@ -16,7 +16,7 @@ const PREFIX: &str = "flux-distribute: ";
 
 /// Why `flux-distribute uninstall` drains a follower's rank until its broker has ended. It takes that back if it does not go on; if
 /// it was killed, the lead's agent does.
-pub(super) const UNINSTALLED_BY_HAND: &str = "flux-distribute: this host is being uninstalled by hand";
+pub(super) const THIS_HOST_UNINSTALLED: &str = "flux-distribute: this host is being uninstalled by hand";
 /// Seconds from that drain after which the command must have been killed: it takes one more look and stops the broker.
 const LONGEST_BY_HAND: f64 = 300.0;
 
@@ -90,7 +90,7 @@ pub fn change(wanted: &BTreeMap<String, IdSet>, instance: &InstanceStatus, now: 
     // A rank that is offline gets no jobs, and its next broker is to get some.
     let is_by_hand = |drained: &Drained, rank: u32| {
         let is_recent = now - drained.since < LONGEST_BY_HAND;
-        drained.reason == UNINSTALLED_BY_HAND && is_recent && instance.online.contains(rank)
+        drained.reason == THIS_HOST_UNINSTALLED && is_recent && instance.online.contains(rank)
     };
     for drained in drained.iter().filter(|drained| is_ours(&drained.reason)) {
         let ranks = drained.ranks.0.iter().copied();
@@ -173,7 +173,7 @@ mod tests {
     fn what_an_uninstall_by_hand_drains_is_undrained_once_the_broker_has_left_or_the_command_was_killed() {
         let set = |text: &str| text.parse::<IdSet>().unwrap();
         for (online, now, undrained) in [("0-3", 1010.0, ""), ("0-1,3", 1010.0, "2"), ("0-3", 1400.0, "1-2")] {
-            let drained = Drained { ranks: set("1-2"), reason: UNINSTALLED_BY_HAND.to_owned(), since: 1000.0 };
+            let drained = Drained { ranks: set("1-2"), reason: THIS_HOST_UNINSTALLED.to_owned(), since: 1000.0 };
             let told = InstanceStatus { drained: vec![drained], online: set(online), ..InstanceStatus::default() };
             let expected = Change { undrain: set(undrained), ..Change::default() };
             let expected = (expected != Change::default()).then_some(expected);

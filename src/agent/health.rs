@@ -1,6 +1,7 @@
-//! Probe and metrics. Alive is the process; ready is that what the roster wants of this node holds, which [`super::gate`] tells
-//! kubelet. kubelet asks at a socket that only root of this pod reaches, by the command `probe`: whoever could answer in the
-//! agent's place, or keep it from answering, could have it killed for ever. Metrics are for anybody on the host.
+//! Probe and metrics. The agent is alive if it answers, and ready if the node is as the roster wants it; [`super::gate`] tells
+//! kubelet the latter. kubelet runs the command `probe`, which asks at a socket that only root in this pod can reach: at a TCP
+//! port, any user of the host could block the agent's answer, and kubelet would kill the agent again and again. Metrics are for
+//! anybody on the host.
 
 use std::{
     fs,

@@ -1,9 +1,9 @@
 //! Checks now and then whether what is installed still is what was installed, and mends it: disks and people damage files, and
 //! a library that differs on one node fails the jobs of all.
 //!
-//! A look takes only what processor and disk have left over. Looks and mendings run in one task beside the agent's rounds, one
-//! at a time, so the broker is supervised meanwhile. An installation and a removal end a mending, which begins again
-//! afterwards: all three write below the same prefix, and the others are what somebody waits for.
+//! A look runs at idle priority. Looks and mendings run in one task beside the agent's rounds, one at a time, so the broker is
+//! supervised meanwhile. An installation or a removal stops a mending, which begins again afterwards: all write below one
+//! prefix, and people wait for the other two.
 
 use std::{
     collections::BTreeMap,
@@ -218,13 +218,12 @@ impl Inspecting {
         self.task = Some(Task { digest: digest.to_owned(), work, outcome: tokio::spawn(task) });
     }
 
-    /// Takes in what the task has found out, if it has ended. True while it goes on.
+    /// Takes in the task's outcome if it has ended. True while it goes on.
     async fn is_at_work(&mut self) -> bool {
-        match self.task.take_if(|task| task.outcome.is_finished()) {
-            Some(ended) => self.take_in(ended).await,
-            None => return self.task.is_some(),
+        if let Some(ended) = self.task.take_if(|task| task.outcome.is_finished()) {
+            self.take_in(ended).await;
         }
-        false
+        self.task.is_some()
     }
 
     /// Ends a mending, which begins again when there is time for it, and waits until it holds nothing any more.

@@ -72,10 +72,10 @@ pub struct AgentArguments {
     /// Name of this pod: the agent's name in the Lease and in Events
     #[arg(long, env = "POD_NAME", default_value = "agent")]
     pub pod_name: String,
-    /// Name of the DaemonSet that this pod belongs to: its end is a sign that the host is to be cleaned
+    /// Name of the DaemonSet that this pod belongs to; its deletion is one sign that the host is to be cleaned
     #[arg(long, env = "DAEMONSET", default_value = DAEMONSET)]
     pub daemonset: String,
-    /// Where metrics are told: loopback is for those on the node
+    /// Where metrics are served: on loopback, for processes of this node only
     #[arg(long, env = "HEALTH_ADDRESS", default_value_t = SocketAddr::from(([127, 0, 0, 1], HEALTH_PORT)))]
     pub health_address: SocketAddr,
     /// Where probes are answered.

@@ -45,7 +45,7 @@ impl Agent {
                 self.actor.instance_uid = uid;
                 (self.published, self.preflight) = (Published::default(), None);
             }
-            // Nothing is begun here without its words, but a host that is not looked at would not even be told of.
+            // Without a FluxNode nothing starts, but the agent keeps observing so that it can report the state.
             if let Presence::Gone = world.node
                 && let Err(error) = self.reporter.create().await
             {

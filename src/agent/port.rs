@@ -1,5 +1,5 @@
-//! A TCP port that this agent serves at. Any user of the host may have taken it: then that is said, it is tried again for as
-//! long as the agent runs, and all else goes on.
+//! A TCP port that this agent serves. If another process has it, the node's message says so, the agent tries again, and
+//! everything else goes on.
 
 use std::{future::Future, io, net::SocketAddr, time::Duration};
 
@@ -19,8 +19,8 @@ pub struct Port {
 }
 
 impl Port {
-    /// Serves at `address`, by `serve`, what `what` names. The first try is awaited: what the agent says of itself first is
-    /// whole then.
+    /// Binds `address` and hands the listener to `serve`; `what` names the service in messages. Awaits the first try, so that the
+    /// agent's first status already tells its result.
     pub async fn hold<S>(
         what: &'static str,
         address: SocketAddr,

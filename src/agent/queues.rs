@@ -21,7 +21,7 @@ pub(super) const INSTANCE_ENDS: &str = "flux-distribute: the instance is being r
 /// The same for `flux-distribute uninstall` on the lead's host, until its broker has ended.
 pub(super) const UNINSTALLED_BY_HAND: &str = "flux-distribute: a host is being uninstalled by hand";
 
-/// Has no further job begin; `flux queue status` shows `message`.
+/// Lets no further job begin; `flux queue status` shows `message`.
 ///
 /// # Errors
 /// flux's.
@@ -40,7 +40,7 @@ pub(super) async fn stop(host: &dyn Host, prefix: &Path, roster: &Roster, messag
 /// flux's.
 pub(super) async fn start(host: &dyn Host, prefix: &Path, roster: &Roster, messages: &[&str]) -> Result<(), StepError> {
     let status = flux(host, prefix, roster, &["queue", "status"]).await?;
-    let hidden = || StepError::NotYet("whose the queues are can't be seen while the scheduler is off".to_owned());
+    let hidden = || StepError::NotYet("can't see who stopped the queues while the scheduler is offline; the agent tries again".to_owned());
     for queue in stopped_with(messages, &status).ok_or_else(hidden)? {
         flux(host, prefix, roster, &[&["queue", "start"], queue.as_slice()].concat()).await?;
     }

@@ -48,7 +48,7 @@ impl Agent {
         match step {
             // Before it is reported: the planner sends others here once it hears of it.
             Step::Install { .. } | Step::Prepare { .. } => self.serving.expect(true),
-            // As long as nothing is known, nothing is said.
+            // Leaves the pending flag alone until preflight, spec and package set are known.
             _ if self.preflight.is_none() || world.node_spec().is_none() || self.published.sets().is_empty() => {}
             _ => self.serving.expect(false),
         }

@@ -124,7 +124,7 @@ pub(super) struct Agent {
     /// metadata.uid of the Node of our name that is another machine.
     pub(super) replaced_as: Option<String>,
     pub(super) published: Published,
-    /// Of what the API has said: that of an agent that stood still is none to start a broker by.
+    /// Tracks whether this process was suspended. Data that the API sent before that must not start a broker.
     pub(super) memory: Memory,
     /// Where the last installation was to fetch from.
     pub(super) told: Option<FetchFrom>,

@@ -143,7 +143,8 @@ pub fn status(seen: &Seen, known: &Known, before: &FluxNodeStatus) -> FluxNodeSt
     }
 }
 
-/// What a node has failed by is said alone. A new agent repeats the words of the one before, with these in them.
+/// Adds `ports` to the message; a Failed node's message stays alone. A new agent repeats its predecessor's message, which may have
+/// them already.
 fn with_ports(phase: &NodePhase, message: Option<String>, ports: &[String]) -> Option<String> {
     let ports = ports.iter().filter(|_| *phase != NodePhase::Failed);
     let new = ports.filter(|said| message.as_ref().is_none_or(|message| !message.contains(said.as_str())));
@@ -192,13 +193,16 @@ fn nothing_runs(seen: &Seen) -> bool {
 
 /// The epoch that has ended here: nothing of it runs, and nothing of it will be started.
 fn closed(seen: &Seen) -> Option<u64> {
-    let roster = seen.roster.filter(|roster| roster.closing.is_some() && nothing_runs(seen))?;
-    agreed(seen.spec?, roster).filter(|own| own.rank == 0).map(|own| own.epoch)
+    seen.roster.filter(|roster| roster.closing.is_some() && nothing_runs(seen)).and_then(|roster| led_epoch(seen, roster))
 }
 
 /// The epoch that an administrator has shut down here.
 fn shut_down(seen: &Seen) -> Option<u64> {
-    let roster = seen.roster.filter(|roster| nothing_runs(seen) && is_shut_down(seen.host, roster))?;
+    seen.roster.filter(|roster| is_shut_down(seen.host, roster)).and_then(|roster| led_epoch(seen, roster))
+}
+
+/// The epoch of `roster`, if this node leads it.
+fn led_epoch(seen: &Seen, roster: &Roster) -> Option<u64> {
     agreed(seen.spec?, roster).filter(|own| own.rank == 0).map(|own| own.epoch)
 }
 

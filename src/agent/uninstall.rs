@@ -29,10 +29,10 @@ use crate::{
 /// See the command.
 #[derive(clap::Args, Debug, Clone)]
 pub struct UninstallArguments {
-    /// Also the queue: statedirs and dumps, which stay otherwise
+    /// Also remove the queue (statedirs and dumps), which is kept otherwise
     #[arg(long)]
     purge: bool,
-    /// Whatever runs: jobs, and an agent that will install everything again
+    /// Uninstall even while jobs run, which ends them, or while an agent runs here that will install everything again
     #[arg(long)]
     force: bool,
 }
@@ -44,36 +44,37 @@ pub enum UninstallError {
     /// The host; nothing was changed.
     #[error(transparent)]
     Host(#[from] HostError),
-    /// The host, when it had begun; what is done is done.
+    /// The host, after the removal began: what was removed stays removed.
     #[error(transparent)]
     CutShort(HostError),
     /// A job could begin and be lost.
     #[error(
-        "can't keep further jobs off this host: run the command again, or add --force, which ends what begins meanwhile"
+        "can't keep new jobs from starting on this host: run the command again, or add --force, which ends any job that starts \
+         meanwhile"
     )]
     KeepOff(#[source] StepError),
-    /// By a signal.
+    /// A signal ended the command.
     #[error("interrupted before this host was clean: run the command again")]
     Interrupted,
     /// Signals can't be waited for; nothing was changed.
     #[error("can't wait for signals")]
     Signals(#[source] std::io::Error),
-    /// Somebody computes.
+    /// Jobs run that would end with this host's broker.
     #[error("{0}: wait until they have ended, or add --force to end them")]
     Jobs(&'static str),
-    /// Somebody would install again.
+    /// An agent on this host would install everything again.
     #[error(
         "an agent (process {0}) runs on this host and would install again: delete the FluxInstance, which cleans all hosts, or \
          keep the DaemonSet off this node; or add --force"
     )]
     Agent(i32),
     /// stdout.
-    #[error("can't write")]
+    #[error("can't write to standard output")]
     Write(#[from] std::io::Error),
 }
 
 impl UninstallError {
-    /// 2 where nothing was changed and nothing will be before somebody does something.
+    /// 2 if nothing was changed and trying again alone won't help.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Jobs(_) | Self::Agent(_) => 2,
@@ -163,8 +164,8 @@ fn measure(view: &HostView, instance: &InstanceStatus) -> Option<Measure> {
     if rank == 0 {
         return Some(Measure::StopQueues);
     }
-    // What an earlier run has drained is drained again, so that nobody takes it for forgotten.
-    let by_others = || instance.drained.iter().filter(|drained| drained.reason != drain::UNINSTALLED_BY_HAND);
+    // What an earlier run drained is drained again: the lead's agent undrains ranks whose drain is old.
+    let by_others = || instance.drained.iter().filter(|drained| drained.reason != drain::THIS_HOST_UNINSTALLED);
     let is_drained = |rank: u32| by_others().any(|drained| drained.ranks.contains(rank));
     let gets_jobs = |rank: &u32| ends_with(view, *rank) && !is_drained(*rank) && !instance.excluded.contains(*rank);
     let ranks: IdSet = instance.online.0.iter().copied().filter(gets_jobs).collect();
@@ -190,14 +191,14 @@ impl<'a> Barrier<'a> {
     async fn raise(&self, host: &dyn Host) -> Result<(), StepError> {
         match &self.measure {
             Measure::StopQueues => queues::stop(host, self.prefix, &self.roster, UNINSTALLED_BY_HAND).await,
-            Measure::Drain(ranks) => Ok(drain(ranks).await?),
+            Measure::Drain(ranks) => Ok(drain_ranks(ranks).await?),
         }
     }
 
     /// Lets jobs begin again, if the broker still runs.
     async fn lower(&self, host: &dyn Host) {
         if look(host).await.is_ok_and(|view| view.broker.is_none()) {
-            return say("the broker has ended: run the command again to take off what is left");
+            return say("the broker has ended: run the command again to remove what is left");
         }
         let (lowered, done, remedy) = match &self.measure {
             Measure::StopQueues => {
@@ -207,24 +208,24 @@ impl<'a> Barrier<'a> {
                 (started, "the queues are started again".to_owned(), remedy.to_owned())
             }
             Measure::Drain(ranks) => {
-                let undrained = undrain(ranks).await.map_err(StepError::from);
+                let undrained = undrain_ranks(ranks).await.map_err(StepError::from);
                 (undrained, format!("rank {ranks} gets jobs again"), format!("run `flux resource undrain {ranks}`"))
             }
         };
         match lowered {
             Ok(()) => say(&done),
-            Err(error) => say(&format!("if the instance goes on, {remedy}: {}", error_chain(&error))),
+            Err(error) => say(&format!("can't let jobs begin again: {}; if the instance goes on, {remedy}", error_chain(&error))),
         }
     }
 }
 
-async fn drain(ranks: &IdSet) -> Result<(), RpcError> {
-    status::drain(&live::connect().await?, ranks, drain::UNINSTALLED_BY_HAND).await
+async fn drain_ranks(ranks: &IdSet) -> Result<(), RpcError> {
+    status::drain(&live::connect().await?, ranks, drain::THIS_HOST_UNINSTALLED).await
 }
 
-async fn undrain(ranks: &IdSet) -> Result<(), RpcError> {
+async fn undrain_ranks(ranks: &IdSet) -> Result<(), RpcError> {
     let socket = live::connect().await?;
-    let ours = drained_for(drain::UNINSTALLED_BY_HAND, ranks, &status::instance(&socket).await?);
+    let ours = drained_for(drain::THIS_HOST_UNINSTALLED, ranks, &status::instance(&socket).await?);
     if ours.is_empty() { Ok(()) } else { status::undrain(&socket, &ours).await }
 }
 
@@ -237,7 +238,7 @@ fn outcome(view: &HostView, purge: bool) -> String {
     match &view.state {
         None => "nothing was claimed on this host; it is clean".to_owned(),
         Some(_) if purge => "this host is clean".to_owned(),
-        Some(state) => format!("this host is clean but for the queue, if it had it: see {}", state.prefix.display()),
+        Some(state) => format!("this host is clean, except for the queue if it was here: see {}", state.prefix.display()),
     }
 }
 
@@ -246,9 +247,8 @@ pub(super) fn is_under_way() -> bool {
     other_process("uninstall").is_some()
 }
 
-/// Another process of this program on this host that runs `command`, in whichever pod: all processes can be seen from here. Only the
-/// host's root runs one, and not as what only has its words, as a user's sudo(8) may: else any user could keep a host from being
-/// cleaned.
+/// The pid of another process on this host, in any pod, that runs `command` of this program. Only processes of the host's root
+/// whose executable is ours count: arguments alone prove nothing, and any user could keep a host from being cleaned.
 fn other_process(command: &str) -> Option<i32> {
     let is_ours = |process: &Process| {
         let program = fs::read_link(process.dir.join("exe")).unwrap_or_default();
@@ -321,7 +321,7 @@ mod tests {
             (None, "0-7", "", None),
         ] {
             let drained = Drained { ranks: set(drained), reason: "bad disk".to_owned(), since: 0.0 };
-            let by_hand = Drained { ranks: set("6"), reason: drain::UNINSTALLED_BY_HAND.to_owned(), since: 0.0 };
+            let by_hand = Drained { ranks: set("6"), reason: drain::THIS_HOST_UNINSTALLED.to_owned(), since: 0.0 };
             let told =
                 InstanceStatus { drained: vec![drained, by_hand], online: set(online), ..InstanceStatus::default() };
             assert_eq!(measure(&tree(rank, 0), &told), expected, "{rank:?} {online}");

@@ -77,8 +77,8 @@ pub struct FluxNodeSpec {
     /// With `Leave`: jobs that still run here are not waited for.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub overdue: bool,
-    /// The lead misses this node's broker, or the lead itself is missed by the others, while the last word of its agent is
-    /// that it is online. Or the broker does not answer its agent, and the lead has given it up.
+    /// The lead does not hear from this node's broker (or, for the lead's node, the others don't), although its agent reports it
+    /// online; or the broker does not answer its agent, and the lead has given it up.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub missed: bool,
     /// The prefix that the lead's host has, and all others must have.
@@ -337,7 +337,7 @@ pub struct FluxNodeStatus {
     /// is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lacks_packages: Option<String>,
-    /// What was found to differ from what was installed here, and what became of it. None: nothing, as far as it was looked.
+    /// Installed files that were found damaged, and whether they were mended. Unset: no check has found damage.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub damage: Option<String>,
     /// `spec.want` is `Leave`, and no broker runs here nor will be started.

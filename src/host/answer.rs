@@ -82,7 +82,7 @@ pub struct HostView {
     /// A broker of ours was started in this boot and is not running: the last lines of its log that tell why.
     pub died: Option<String>,
     /// The instance ID that the broker which has died was started with.
-    pub died_of: Option<String>,
+    pub died_instance_id: Option<String>,
     /// No broker runs here, and the last one led and was shut down by flux-shutdown(1), in this boot or before: its epoch.
     pub shut_down: Option<EpochId>,
     /// A broker runs here that nothing tells the instance of, in words: it may lead, and have jobs.

@@ -207,7 +207,7 @@ pub fn ignore_terminal_signals() {
 /// Lets this thread, and those that it starts from here on, use processor and disk only when nobody else wants them
 /// (`SCHED_IDLE` of sched(7), `IOPRIO_CLASS_IDLE` of ioprio_set(2)). A kernel that refuses does no harm: it takes longer for
 /// others then.
-pub(super) fn take_only_what_is_left() {
+pub(super) fn use_idle_priority() {
     const WHO_PROCESS: libc::c_int = 1;
     const CLASS_IDLE: libc::c_int = 3 << 13;
     // struct sched_param of the kernel. Not by the C library: musl's function refuses.

@@ -38,7 +38,7 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     let mut state = state::fresh(root, order);
     state.undo.extend(missing_parents(&dir).iter().map(|parent| Undo::Directory { path: root.unpath(parent) }));
     state::write_pointer(root, &state)?;
-    trust::make_directory(root, &order.prefix, 0o755)?;
+    trust::make_closed_directory(root, &order.prefix, 0o755)?;
     // Until then others may have been able to write there.
     check_content(root, &order.prefix, &order.instance_uid)?;
 
@@ -56,7 +56,7 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
         None => state::save(root, &state)?,
     }
     for name in DIRECTORIES {
-        trust::make_directory(root, &order.prefix.join(name), 0o755)?;
+        trust::make_closed_directory(root, &order.prefix.join(name), 0o755)?;
     }
     Ok(())
 }
@@ -69,12 +69,12 @@ fn find_claim(root: &Root, prefix: &Path) -> Result<Option<HostState>, Refusal> 
     match state::look(root, prefix)? {
         state::Claim::None => Ok(None),
         state::Claim::Ours(found) => state::write_pointer(root, &found).map(|()| Some(found)),
-        state::Claim::AnotherMachine(machine) => Err(Refusal::new(is_shared(prefix, &machine))),
+        state::Claim::AnotherMachine(machine) => Err(Refusal::new(claimed_by_another(prefix, &machine))),
     }
 }
 
 /// What to say of a prefix that another machine has claimed.
-pub fn is_shared(prefix: &Path, machine: &Machine) -> String {
+pub fn claimed_by_another(prefix: &Path, machine: &Machine) -> String {
     format!(
         "{} is claimed by another machine (host name {}): nodes share this directory, or its disk was copied from there; set \
          spec.prefix to a directory of a local disk, or remove {} if no other node uses it",

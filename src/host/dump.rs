@@ -99,7 +99,7 @@ pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
     let _one = {
         // A removal at the same time finds either no directory yet, or all that is in it.
         let _claimed = state::lock_claimed(root, &order.prefix)?;
-        trust::make_directory(root, &order.prefix.join(DUMPS), 0o700)?;
+        trust::make_closed_directory(root, &order.prefix.join(DUMPS), 0o700)?;
         lock::take(&dir.join(LOCK), Duration::ZERO).map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => Refusal::transient("another dump is being made on this host"),
             _ => Refusal::io("lock", &dir, &error),

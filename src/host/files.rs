@@ -80,14 +80,14 @@ pub fn symlink_atomic(target: &Path, path: &Path) -> Result<(), Refusal> {
     if fs::read_link(path).is_ok_and(|found| found == target) {
         return Ok(());
     }
-    link_aside(target, path).map_err(|error| Refusal::io("make the link", path, &error))
+    replace_symlink(target, path).map_err(|error| Refusal::io("make the link", path, &error))
 }
 
 /// As [`symlink_atomic`].
 ///
 /// # Errors
 /// What the system says.
-pub fn link_aside(target: &Path, path: &Path) -> io::Result<()> {
+pub fn replace_symlink(target: &Path, path: &Path) -> io::Result<()> {
     let aside = aside(path);
     remove_if_there(&aside)?;
     std::os::unix::fs::symlink(target, &aside)?;

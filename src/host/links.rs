@@ -9,7 +9,7 @@ use std::{
 
 use super::{
     ConfigureOrder, HostState, Refusal, Root, Undo,
-    files::{Owner, host_path, link_aside, missing_parents, remove_if_there, symlink_atomic, write_atomic},
+    files::{Owner, host_path, replace_symlink, missing_parents, remove_if_there, symlink_atomic, write_atomic},
     state::{self, ENVIRONMENTS},
     trust,
 };
@@ -88,7 +88,7 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
         Some(directory) => directory,
         None => trust::make_directories(root, above).map_err(refused)?,
     };
-    link_aside(target, &host_path(&directory).join(name)).map_err(|error| Refusal::io("make the link", path, &error))
+    replace_symlink(target, &host_path(&directory).join(name)).map_err(|error| Refusal::io("make the link", path, &error))
 }
 
 /// By its target, not by what is remembered: the undo list may have been lost with the prefix, and others have no reason to

@@ -1,5 +1,5 @@
 //! Locks: plain files that root alone can open, for a lock can be held by whoever can open its file, without any right to
-//! write. Each is waited for for a limited time.
+//! write. Every wait has a limit.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -82,7 +82,7 @@ pub fn take(path: &Path, wait: Duration) -> io::Result<Flock<File>> {
         options.read(true).write(true).create(true).truncate(false).mode(0o600).custom_flags(O_NOFOLLOW | O_NONBLOCK);
         let file = options.open(path)?;
         if !is_ours_alone(&file.metadata()?) {
-            tracing::warn!(path = %path.display(), "this lock could be held by anybody; it is made anew");
+            tracing::warn!(path = %path.display(), "other users could hold this lock; its file is replaced");
             remove_if_there(path)?;
             continue;
         }

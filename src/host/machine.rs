@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_many_machines_say_of_themselves_says_nothing() {
+    fn placeholders_identify_no_machine() {
         let dir = tempfile::tempdir().unwrap();
         let root = Root::at(dir.path());
         assert_eq!(Machine::here(&root), None);

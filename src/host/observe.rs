@@ -32,7 +32,7 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         shut_down: below.as_deref().and_then(|prefix| shutdown::find(prefix, &broker)),
         broker: broker.running,
         died: broker.died,
-        died_of: broker.died_of.map(|record| record.instance_id),
+        died_instance_id: broker.last_record.map(|record| record.instance_id),
         unknown: broker.unknown.map(|broker| broker.to_string()),
         boot_id: facts::boot_id(root),
         resources: facts::resources(root),

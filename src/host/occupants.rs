@@ -26,16 +26,15 @@ impl std::fmt::Display for Occupant {
     }
 }
 
-/// For each of the directory names that is in use by a process which is to be believed, such a process.
+/// Maps each of `names` that is in use to one process that uses it.
 ///
-/// By name and not by path: a container sees the same directory at another place, and a digest is no word that is met by
-/// accident. `pids` are the broker's, see [`super::launch::Places::members`]: what each says counts. Its executable, what it
-/// has mapped, where it is and what it has mounted hold a process to a directory; so do its arguments and its environment,
-/// because a script that has it in its PATH has nothing of it open between two commands. What the host's root runs from there
-/// counts as well, but not its words: users choose those of their sudo(8). All others may name what they like.
+/// Compares names, not paths: a container sees the same directory at another place, and a digest occurs nowhere by accident. For the
+/// broker's processes (`pids`, see [`super::launch::Places::members`]) all [`EVIDENCE`] counts: a script that has the directory
+/// in its PATH has nothing of it open between two commands. For other processes of the host's root only what they run counts:
+/// users choose the arguments and environment of their sudo(8). Processes of other users don't count.
 ///
 /// # Errors
-/// One of them can't be looked at: then nobody knows what it uses.
+/// A process can't be looked at, so what it uses is not known.
 pub fn occupants(root: &Root, pids: &BTreeSet<i32>, names: &[String]) -> io::Result<BTreeMap<String, Occupant>> {
     let mut found = BTreeMap::new();
     let own = i32::try_from(std::process::id()).ok();

@@ -18,12 +18,10 @@ impl Process {
     pub fn name(&self) -> String {
         fs::read_to_string(self.dir.join("comm")).unwrap_or_default().trim().to_owned()
     }
-}
 
-impl Process {
-    /// The host's root runs it: none of its user IDs is another user's, as the real one is of what set-user-ID made root, and it is
-    /// in the host's PID namespace, where a pod's root is not unless the pod is privileged. See proc_pid_status(5): NSpid has
-    /// one number for a process of the namespace that /proc is of.
+    /// True if the host's root runs it. All four user IDs must be 0, because a set-user-ID program keeps its caller's real one. And
+    /// it must be in the host's PID namespace, where a pod's root is only with hostPID: then NSpid has one number
+    /// (proc_pid_status(5)).
     pub fn is_hosts_root(&self) -> bool {
         let status = fs::read_to_string(self.dir.join("status")).unwrap_or_default();
         let values = |key: &str| {

@@ -99,7 +99,7 @@ fn undo_all(root: &Root, state: &HostState) -> Result<(), Refusal> {
     let (ours, others): (Vec<_>, Vec<_>) =
         state.undo.iter().rev().partition(|undo| state::is_ever_written(undo, &state.prefix));
     if !others.is_empty() {
-        tracing::warn!(?others, "state.json lists what is never done on a host; it is left as it is");
+        tracing::warn!(?others, "state.json lists changes that flux-distribute never makes; they are not undone");
     }
     for undo in ours {
         let undone = match undo {

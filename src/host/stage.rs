@@ -138,9 +138,9 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
         }
         Order::Verify(order) => {
             if order.idle {
-                boundary::take_only_what_is_left();
+                boundary::use_idle_priority();
             }
-            packages::verify_while(&order, progress).map(Answer::Verified)
+            packages::verify(&order, progress).map(Answer::Verified)
         }
         // It takes the lock itself, once everything is prepared.
         Order::Mend(order) => packages::mend(&order, progress).map(Answer::Mended),

@@ -72,7 +72,7 @@ pub fn find(root: &Root) -> Result<Option<HostState>, Refusal> {
             continue;
         };
         check_prefix(&pointer.prefix)
-            .map_err(|reason| Refusal::new(format!("{}: {reason}; mend it by hand", dir.join(POINTER).display())))?;
+            .map_err(|reason| Refusal::new(format!("{}: {reason}; correct it by hand, or move it away", dir.join(POINTER).display())))?;
         match look(root, &pointer.prefix)? {
             Claim::Ours(state) => return Ok(Some(state)),
             // What is to be removed of a claim or a removal that was cut short.
@@ -121,7 +121,7 @@ pub fn look(root: &Root, prefix: &Path) -> Result<Claim, Refusal> {
     let Some(state) = read(root, prefix, STATE)? else { return Ok(Claim::None) };
     if state.prefix != prefix {
         return Err(Refusal::new(format!(
-            "{} lists what is to be undone below {}, which is another directory; mend it by hand",
+            "{} lists what is to be undone below {}, which is another directory; correct it by hand, or move it away",
             prefix.join(STATE).display(),
             state.prefix.display()
         )));
@@ -175,7 +175,7 @@ fn is_roots_own(root: &Root, dir: &Path, name: &str) -> bool {
 fn parse(path: &Path, text: &[u8]) -> Result<HostState, Refusal> {
     let state: HostState = serde_json::from_slice(text).map_err(|error| {
         Refusal::new(format!(
-            "{} lists what is to be undone on this host and can't be understood: {error}; mend it by hand",
+            "{} lists what is to be undone on this host and can't be understood: {error}; correct it by hand, or move it away",
             path.display()
         ))
     })?;
@@ -274,7 +274,7 @@ fn write_pointer_at(root: &Root, place: &Path, pointer: &HostState) -> Result<bo
     if trust::directory(root, above)?.is_none() {
         return Ok(false);
     }
-    trust::make_directory(root, place, 0o755)?;
+    trust::make_closed_directory(root, place, 0o755)?;
     if read(root, place, POINTER)?.is_some_and(|there| !is_of_this_machine(root, &there)) {
         return Ok(false);
     }

@@ -36,7 +36,7 @@ const OPEN: u32 = 0o022;
 #[derive(Debug, thiserror::Error)]
 pub enum Distrust {
     /// It is another user's.
-    #[error("{} belongs to the user with uid {uid}, so it is not believed; if it is yours, `chown root {}`", path.display(), path.display())]
+    #[error("{} belongs to the user with uid {uid}, so root does not trust it; if it is yours, run `chown root {}`", path.display(), path.display())]
     Owner {
         /// What it is about.
         path: PathBuf,
@@ -45,7 +45,7 @@ pub enum Distrust {
     },
     /// Others than root can change what is in it.
     #[error(
-        "others than root can write to {} (its mode is {mode:04o}), so what is in it is not believed; `chmod go-w {}`",
+        "users other than root can write to {} (its mode is {mode:04o}), so root does not trust what is in it; run `chmod go-w {}`",
         path.display(),
         path.display()
     )]
@@ -93,14 +93,14 @@ impl From<Distrust> for Refusal {
 #[derive(Clone, Copy, Debug, Default)]
 struct Rule {
     /// The end of the path may be open to the writes of others.
-    is_last_open: bool,
+    may_last_be_open: bool,
 }
 
 impl Rule {
-    const CLOSED: Self = Self { is_last_open: false };
+    const CLOSED: Self = Self { may_last_be_open: false };
 
-    /// For a directory that is to be closed to others, as [`make_directory`] does: a new file system may be open.
-    const BEFORE_IT_IS_CLOSED: Self = Self { is_last_open: true };
+    /// For a directory that is to be closed to others, as [`make_closed_directory`] does: a new file system may be open.
+    const BEFORE_IT_IS_CLOSED: Self = Self { may_last_be_open: true };
 
     fn check(self, path: &Path, found: &FileStat, is_last: bool) -> Result<(), Distrust> {
         let uid = found.st_uid;
@@ -108,7 +108,7 @@ impl Rule {
             return Err(Distrust::Owner { path: path.to_owned(), uid });
         }
         // A symlink has no permissions of its own.
-        let may_be_open = kind(found) == SFlag::S_IFLNK || (is_last && self.is_last_open);
+        let may_be_open = kind(found) == SFlag::S_IFLNK || (is_last && self.may_last_be_open);
         if !may_be_open && found.st_mode & OPEN != 0 {
             return Err(Distrust::Open { path: path.to_owned(), mode: found.st_mode & 0o7777 });
         }
@@ -129,7 +129,7 @@ pub fn directory(root: &Root, path: &Path) -> Result<Option<OwnedFd>, Distrust> 
     Ok(walked.is_whole.then_some(walked.last))
 }
 
-/// The directory `path` of the host, or the nearest one above it that is there, for [`make_directory`].
+/// The directory `path` of the host, or the nearest one above it that is there, for [`make_closed_directory`].
 ///
 /// # Errors
 /// As for [`directory`]; others may be able to write to `path` itself.
@@ -151,12 +151,13 @@ pub fn make_directories(root: &Root, path: &Path) -> Result<OwnedFd, Distrust> {
 ///
 /// # Errors
 /// As for [`directory`], in words.
-pub fn make_directory(root: &Root, path: &Path, mode: u32) -> Result<(), Refusal> {
+pub fn make_closed_directory(root: &Root, path: &Path, mode: u32) -> Result<(), Refusal> {
     let Walked { last: directory, .. } = walk(root, path, Rule::BEFORE_IT_IS_CLOSED, true)?;
     let made = host_path(&directory);
-    let has = |found: fs::Metadata| found.mode() & 0o7777 == mode;
-    let set =
-        || if has(fs::metadata(&made)?) { Ok(()) } else { fs::set_permissions(&made, Permissions::from_mode(mode)) };
+    let set = || match fs::metadata(&made)?.mode() & 0o7777 == mode {
+        true => Ok(()),
+        false => fs::set_permissions(&made, Permissions::from_mode(mode)),
+    };
     set().map_err(|error| Refusal::io("make the directory", path, &error))
 }
 

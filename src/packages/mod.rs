@@ -25,7 +25,7 @@ pub use bundle::{BundleCommand, BundleError, InspectBundle, OutputFormat};
 pub use environment::collect::{Found, collect, decide};
 pub use environment::limits::Limits;
 pub use environment::mend::{Mended, mend};
-pub use environment::verify::{Difference, Verified, What, verify, verify_while};
+pub use environment::verify::{Difference, Verified, What, verify};
 pub use environment::{link, link_while, linked, ready};
 pub use fetch::access::{Access, Token};
 pub use fetch::archive::{archive_names, archives, holds};
@@ -42,7 +42,7 @@ pub use lock::{LockError, check_lock, estimate_bytes, lock_urls, normalise_lock}
 pub use progress::show::{LINE_EVERY, Style, shown};
 pub use progress::{Meter, Reading, quarters};
 pub(crate) use serve::bounded;
-pub use serve::{Shelf, serve_peers, serve_peers_on};
+pub use serve::{Shelf, serve_peers_on};
 
 /// The marker in a finished environment: its last file to be written. A directory without it is not an environment.
 pub const ENVIRONMENT_MARKER: &str = ".flux-distribute.json";

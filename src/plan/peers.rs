@@ -29,7 +29,7 @@ const ASK_AGAIN: i64 = 10;
 /// The longest of these pauses.
 const LONGEST_PAUSE: i64 = 600;
 
-/// Every node has on its own disk what comes from these URLs, by the word of the spec. Of what isn't known nothing is said.
+/// True if every URL is a `file:` URL; false for an empty list.
 pub fn is_on_every_host(urls: &[String]) -> bool {
     !urls.is_empty() && urls.iter().all(|url| url.starts_with("file:"))
 }

@@ -192,7 +192,7 @@ fn drains(seen: &Observed, roster: &Roster) -> BTreeMap<String, IdSet> {
     drains
 }
 
-/// The lead follows every change of what is declared, anybody else only his own.
+/// The lead follows every change of what is declared, each follower only changes of its own rank.
 fn revision_for(roster: &Roster, rank: Rank) -> u64 {
     let own = |rank: &Rank| roster.ranks.get(rank).map(|entry| entry.revision);
     if rank == 0 { roster.ranks.keys().filter_map(own).max().unwrap_or(0) } else { own(&rank).unwrap_or(0) }

@@ -106,7 +106,7 @@ fn put_on(node: &NodeView) -> Option<Change> {
 
 fn taken_off(node: &NodeView) -> Option<Change> {
     node.annotations.get(ANNOTATION_PROTECTS)?;
-    // A value that somebody has changed is his.
+    // A value that somebody else has changed stays.
     let ours = PROTECTING
         .iter()
         .filter(|key| is_ours(node, key) && node.annotations.get(**key).is_some_and(|value| value == SAYS_SO));

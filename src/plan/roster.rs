@@ -416,7 +416,7 @@ pub(super) fn lacks_since(seen: &Observed, node: &NodeView, entry: &RosterEntry)
     lacks.then(|| entry.lacks_since.unwrap_or(seen.now))
 }
 
-/// What has been missing since then is declared no longer: a driver that is only loaded again is back by now.
+/// True once `spec.resources.retain` has passed: a reloaded driver would be back by now.
 pub(super) fn may_declare_less(seen: &Observed, lacks_since: Option<i64>) -> bool {
     lacks_since.is_none_or(|since| seen.now - since >= retain_resources_secs(seen.spec))
 }

@@ -38,20 +38,20 @@ pub struct Candidate {
     /// The version seen last, and when it was seen first, by our own clock.
     last: Option<(String, Instant)>,
     /// The time by the clock of the planner before, as the Lease tells; kept when the Lease becomes ours.
-    time_before: Option<Timestamp>,
+    predecessor_time: Option<Timestamp>,
 }
 
 impl Candidate {
     /// A candidate under the name `identity`.
     pub fn new(client: Client, identity: String, members: Arc<AtomicU32>) -> Self {
-        Self { leases: Api::namespaced(client, NAMESPACE), identity, members, last: None, time_before: None }
+        Self { leases: Api::namespaced(client, NAMESPACE), identity, members, last: None, predecessor_time: None }
     }
 
     /// Waits until the Lease is ours. Returns the time by the clock of the planner before; None: there was none, or it didn't say.
     pub async fn acquire(&mut self) -> Option<Timestamp> {
         loop {
             match timeout(RENEW_EVERY, self.step()).await {
-                Ok(Ok(true)) => return self.time_before,
+                Ok(Ok(true)) => return self.predecessor_time,
                 Ok(Ok(false)) => {}
                 Ok(Err(error)) => debug!(%error, "looking at the Lease failed"),
                 Err(_) => debug!("looking at the Lease took too long"),
@@ -83,7 +83,7 @@ impl Candidate {
         let found = self.leases.get_opt(LEASE_PLANNER).await?;
         let view = found.as_ref().map(|lease| self.view(lease));
         let step = decide(view.as_ref(), &self.identity);
-        self.time_before = found.as_ref().zip(view.as_ref()).and_then(|(lease, view)| time_of(lease, view));
+        self.predecessor_time = found.as_ref().zip(view.as_ref()).and_then(|(lease, view)| time_of(lease, view));
         let written = match (step, found) {
             (LeaseStep::Create, _) => {
                 let metadata = ObjectMeta { name: Some(LEASE_PLANNER.to_owned()), ..ObjectMeta::default() };

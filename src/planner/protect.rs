@@ -16,8 +16,8 @@ use crate::plan::protect::Change;
 /// At the end of a job many nodes are given back at once, and at the end of an instance there is little time.
 const AT_ONCE: usize = 16;
 
-/// Writes `changes` to the very versions of the Nodes that they were made from: what somebody else annotates meanwhile is
-/// his. What can be written is, whatever happens to the others.
+/// Writes `changes` to the very versions of the Nodes that they were made from: what somebody else annotates meanwhile
+/// stays. A change that fails does not keep the others from being written.
 ///
 /// # Errors
 /// The API server's last; code 409 where a Node has changed meanwhile.

@@ -46,15 +46,15 @@ const TICK: Duration = Duration::from_secs(2);
 /// Nodes whose annotations can't be written are left alone for so long.
 const PROTECT_AGAIN: Duration = Duration::from_secs(60);
 
-/// Plans until it is dropped. `time_before`: by the clock of the planner before.
-pub async fn run(client: Client, identity: &str, time_before: Option<Timestamp>) {
+/// Plans until it is dropped. `predecessor_time`: by the clock of the planner before.
+pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timestamp>) {
     let (caches, changes) = Caches::watch(&client);
     let mut changes = pin!(changes);
     let mut planner = Planner {
         announcer: Announcer::new(client.clone(), identity),
         client,
         resolver: Resolver::default(),
-        time_before,
+        predecessor_time,
         deadline: None,
         since: Instant::now(),
         had_roster: false,
@@ -92,7 +92,7 @@ struct Planner {
     announcer: Announcer,
     resolver: Resolver,
     /// The time by the clock of the planner before, when this one took over; None once its time limits are taken over.
-    time_before: Option<Timestamp>,
+    predecessor_time: Option<Timestamp>,
     /// The deadline that was under way then.
     deadline: Option<MovedDeadline>,
     /// When planning began: with the Lease, and again where the roster is gone, be it with its FluxInstance.
@@ -222,14 +222,14 @@ impl Planner {
         stored: Option<&(Roster, Document)>,
         status: &FluxInstanceStatus,
     ) -> Result<bool, PlannerError> {
-        let Some(before) = self.time_before else { return Ok(false) };
+        let Some(before) = self.predecessor_time else { return Ok(false) };
         let secs = clock::now().as_second() - before.as_second();
         self.deadline = MovedDeadline::new(status, secs);
         let moved = stored.and_then(|(roster, document)| Some((move_limits(roster, secs)?, document)));
         if let Some((roster, document)) = &moved {
             publish::write_roster(&self.client, roster, Some(document)).await?;
         }
-        self.time_before = None;
+        self.predecessor_time = None;
         Ok(moved.is_some())
     }
 

@@ -9,7 +9,7 @@ use std::{
 use crate::harness::Cluster;
 
 /// The attacker: a user of the node without any right, as `nobody` is.
-pub const NOBODY: &str = "65534";
+pub const USER: &str = "65534";
 
 /// What a script prints once its attack is under way.
 const UNDER_WAY: &str = "under way";
@@ -27,7 +27,7 @@ impl Attack {
     /// Starts `script`, the text of a file of this directory, as nobody on `node`, with `words` as its arguments. Returns once
     /// the script says that it is under way.
     pub fn begin(cluster: &Cluster, node: &str, script: &str, words: &[&str]) -> Self {
-        let shell = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"];
+        let shell = ["setpriv", "--reuid", USER, "--regid", USER, "--clear-groups"];
         let clean = ["env", "--ignore-environment", "--chdir=/tmp", "HOME=/tmp", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"];
         let command = [&["exec", node, "--"], &shell[..], &clean, &["sh", "-uc", script, "attack"], words].concat();
         let mut script = cluster.command(&command).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
@@ -60,9 +60,9 @@ impl Drop for Attack {
 }
 
 /// Files and directories of the nodes that nobody owns or may write, outside of what is everybody's.
-pub fn in_the_hands_of_nobody(cluster: &Cluster) -> BTreeSet<(String, String)> {
+pub fn owned_or_writable_by_users(cluster: &Cluster) -> BTreeSet<(String, String)> {
     let places = ["/etc", "/home", "/opt", "/root", "/run", "/srv", "/var/lib", "/var/log"];
-    let theirs = ["(", "-uid", NOBODY, "-o", "-gid", NOBODY, "-o", "-perm", "-o=w", "!", "-type", "l", ")"];
+    let theirs = ["(", "-uid", USER, "-o", "-gid", USER, "-o", "-perm", "-o=w", "!", "-type", "l", ")"];
     let look = |node: String| {
         let words = [&["find"], &places[..], &["-xdev"], &theirs, &["!", "-type", "s"]].concat();
         let found = cluster.exec(&node, &words);
@@ -71,11 +71,11 @@ pub fn in_the_hands_of_nobody(cluster: &Cluster) -> BTreeSet<(String, String)> {
     cluster.nodes().into_iter().flat_map(|node| look(node.name)).collect()
 }
 
-/// The verdict: nobody has no more in his hands than `before`, all nodes are online, the FluxInstance is Ready, and a job runs
+/// The verdict: the user owns and can write no more than `before`, all nodes are online, the FluxInstance is Ready, and a job runs
 /// on all nodes.
 pub fn nothing_gained(cluster: &Cluster, before: &BTreeSet<(String, String)>) {
-    let gained: Vec<_> = in_the_hands_of_nobody(cluster).difference(before).cloned().collect();
-    assert!(gained.is_empty(), "nobody has gained {gained:?}");
+    let gained: Vec<_> = owned_or_writable_by_users(cluster).difference(before).cloned().collect();
+    assert!(gained.is_empty(), "the user has gained {gained:?}");
     let nodes = cluster.nodes().len();
     cluster.all_online(u32::try_from(nodes).unwrap());
     cluster.until("the instance Ready", || cluster.instance().status?.holding("Ready").map(drop));

@@ -1,4 +1,4 @@
-//! Nobody holds locks.
+//! A user holds locks.
 
 use std::{fs, io::Write};
 
@@ -6,7 +6,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use crate::{
-    attack::{Attack, in_the_hands_of_nobody, nothing_gained},
+    attack::{Attack, owned_or_writable_by_users, nothing_gained},
     harness::{Cluster, bundle},
 };
 
@@ -25,9 +25,9 @@ pub fn put_next_bundle(cluster: &Cluster) -> String {
 }
 
 #[test]
-fn an_upgrade_goes_on_while_nobody_holds_every_lock_that_he_can_get() {
+fn an_upgrade_goes_on_while_a_user_holds_every_lock_within_reach() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
-    let before = in_the_hands_of_nobody(&cluster);
+    let before = owned_or_writable_by_users(&cluster);
     let sha256 = put_next_bundle(&cluster);
     let script = include_str!("hold_locks.sh");
     let attack = Attack::begin(&cluster, "node2", script, &["/opt/flux-distribute", "/run/flux-distribute"]);

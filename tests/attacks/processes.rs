@@ -1,4 +1,4 @@
-//! Nobody runs processes that pass for ours, and brokers that crash.
+//! A user runs processes that pass for ours, and brokers crash.
 
 use std::{fs, path::PathBuf};
 
@@ -14,7 +14,7 @@ use nix::{
 use serde_json::json;
 
 use crate::{
-    attack::{Attack, in_the_hands_of_nobody, nothing_gained},
+    attack::{Attack, owned_or_writable_by_users, nothing_gained},
     harness::Cluster,
     locks::{NEXT, put_next_bundle},
 };
@@ -22,9 +22,9 @@ use crate::{
 const ENVIRONMENTS: &str = "opt/flux-distribute/envs";
 
 #[test]
-fn an_instance_ends_while_nobody_runs_what_is_called_a_jobs_shell() {
+fn an_instance_ends_while_a_user_runs_a_program_called_flux_shell() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
-    let before = in_the_hands_of_nobody(&cluster);
+    let before = owned_or_writable_by_users(&cluster);
     let nodes = cluster.nodes();
     let script = include_str!("pretend_job.sh");
     let attacks: Vec<_> = nodes.iter().map(|node| Attack::begin(&cluster, &node.name, script, &[])).collect();
@@ -41,9 +41,9 @@ fn an_instance_ends_while_nobody_runs_what_is_called_a_jobs_shell() {
 }
 
 #[test]
-fn an_environment_is_made_again_and_an_old_one_goes_whatever_nobody_says_to_use() {
+fn a_user_who_names_an_environment_keeps_neither_an_old_nor_a_broken_one() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
-    let before = in_the_hands_of_nobody(&cluster);
+    let before = owned_or_writable_by_users(&cluster);
     let sha256 = put_next_bundle(&cluster);
     let next = sha256[..16].to_owned();
     let envs = cluster.root("node2").join(ENVIRONMENTS);
@@ -70,7 +70,7 @@ fn an_environment_is_made_again_and_an_old_one_goes_whatever_nobody_says_to_use(
 #[test]
 fn a_broker_that_crashes_leaves_no_core_and_jobs_dump_theirs_as_their_users_say() {
     let Some(cluster) = Cluster::up(1, &[]) else { return };
-    let before = in_the_hands_of_nobody(&cluster);
+    let before = owned_or_writable_by_users(&cluster);
     let broker = cluster.brokers()["node1"].pid;
     let limits = fs::read_to_string(format!("/proc/{broker}/limits")).unwrap();
     let core: Vec<_> = limits.lines().filter(|line| line.starts_with("Max core file size")).collect();

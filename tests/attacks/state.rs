@@ -1,4 +1,4 @@
-//! Nobody decides what a host was claimed for.
+//! A user plants a host's state.
 
 use std::os::unix::fs::chown;
 
@@ -6,7 +6,7 @@ use flux_distribute::api::{ANNOTATION_RESTART, INSTANCE};
 use serde_json::json;
 
 use crate::{
-    attack::{Attack, NOBODY, in_the_hands_of_nobody, nothing_gained},
+    attack::{Attack, USER, owned_or_writable_by_users, nothing_gained},
     harness::{Cluster, bundle},
 };
 
@@ -27,12 +27,12 @@ fn cluster() -> Option<Cluster> {
 }
 
 #[test]
-fn a_state_or_a_pipe_that_nobody_plants_stops_no_broker_deletes_nothing_and_holds_nothing_up() {
+fn a_state_or_a_pipe_that_a_user_plants_changes_nothing() {
     let Some(cluster) = cluster() else { return };
     let root = cluster.root("node2");
     let (home, precious) = (root.join("home/kubernetes"), root.join("srv/victim/precious"));
     std::fs::create_dir(&home).unwrap();
-    let nobody = NOBODY.parse().unwrap();
+    let nobody = USER.parse().unwrap();
     chown(&home, Some(nobody), Some(nobody)).unwrap();
     std::fs::create_dir(precious.parent().unwrap()).unwrap();
     std::fs::write(&precious, "theirs").unwrap();
@@ -43,7 +43,7 @@ fn a_state_or_a_pipe_that_nobody_plants_stops_no_broker_deletes_nothing_and_hold
     ];
     for (script, words, epoch) in attacks {
         let attack = Attack::begin(&cluster, "node2", script, words);
-        let before = in_the_hands_of_nobody(&cluster);
+        let before = owned_or_writable_by_users(&cluster);
         // Each agent looks at its host again for that.
         cluster.patch(json!({"metadata": {"annotations": {ANNOTATION_RESTART: format!("for {epoch}")}}}));
         cluster.until("the next epoch", || {

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    os::unix::fs::{PermissionsExt, chown},
+    os::unix::fs::{PermissionsExt, chown, lchown, symlink},
     path::Path,
 };
 
@@ -163,7 +163,7 @@ fn no_directory_is_made_or_given_away_through_a_users_link() {
     need_root!();
     let host = host_with_a_user();
     fs::remove_dir(host.at(HOME).join("flux-distribute")).unwrap();
-    std::os::unix::fs::symlink("/srv/victim", host.at(HOME).join("flux-distribute")).unwrap();
+    symlink("/srv/victim", host.at(HOME).join("flux-distribute")).unwrap();
     std::os::unix::fs::lchown(host.at(HOME).join("flux-distribute"), Some(USER), None).unwrap();
     let before = host.everything();
     assert!(claim(&host.root, &claim_order("/home/kubernetes/flux-distribute", "uid-1")).is_err());
@@ -230,6 +230,24 @@ fn a_prefix_that_another_machine_has_claimed_is_refused_and_only_that_machine_re
         host.remove(false).unwrap();
         assert!(!host.at(prefix).exists());
     }
+}
+
+/// A user who may write a directory above can put a link to our own file there.
+#[test]
+fn a_users_link_to_what_is_ours_is_in_nobodys_way() {
+    need_root!();
+    let host = host_with_a_user();
+    fs::create_dir_all(host.at("/opt")).unwrap();
+    chown(host.at("/opt"), Some(USER), None).unwrap();
+    claim(&host.root, &claim_order("/data/flux", "uid-1")).unwrap();
+    let pointer = host.at("/var/lib/flux-distribute/prefix.json");
+    assert!(pointer.exists());
+    let link = host.at("/opt/flux-distribute");
+    symlink("/var/lib/flux-distribute", &link).unwrap();
+    lchown(&link, Some(USER), None).unwrap();
+    assert_eq!(host.state().unwrap().prefix, Path::new("/data/flux"));
+    host.remove(false).unwrap();
+    assert!(!pointer.exists() && !host.at("/data/flux").exists());
 }
 
 #[test]

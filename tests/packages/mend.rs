@@ -79,7 +79,7 @@ fn flip(path: &Path) {
 }
 
 #[tokio::test]
-async fn damage_is_put_back_and_who_has_a_file_open_keeps_that() {
+async fn damage_is_put_back_and_a_process_keeps_the_file_it_has_open() {
     let (host, set, _channel) = installed().await;
     let at = |path: &str| host.environment(&set).join(path);
     let inode = |path: &str| fs::symlink_metadata(at(path)).unwrap().ino();
@@ -167,7 +167,7 @@ async fn an_environment_that_goes_while_it_is_mended_is_not_made_again_in_part()
 }
 
 #[tokio::test]
-async fn what_a_killed_mending_leaves_is_removed_by_whoever_comes_next() {
+async fn the_next_run_removes_what_a_killed_mending_left() {
     let (host, set, _channel) = installed().await;
     let left = host.prefix().join(format!("envs/.{}.mending/tree", set.digest()));
     let leave = || {

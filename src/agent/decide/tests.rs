@@ -692,8 +692,8 @@ fn a_lead_that_was_never_online_gives_way_once_its_broker_has_ended_and_starts_n
     type Change = fn(&mut World);
     let changes: [(&str, Change, bool); 7] = [
         ("its broker of this attempt has ended", |_| {}, true),
-        ("of the attempt before", |world| world.host.died_of = Some("another".into()), false),
-        ("no broker has ended", |world| (world.host.died, world.host.died_of) = (None, None), false),
+        ("of the attempt before", |world| world.host.died_instance_id = Some("another".into()), false),
+        ("no broker has ended", |world| (world.host.died, world.host.died_instance_id) = (None, None), false),
         ("it was online", |world| world.was_up = true, false),
         ("the instance was online", |world| world.roster.as_mut().unwrap().established = true, false),
         ("an administrator has named it", |world| world.roster.as_mut().unwrap().jobs_lost_before = 1, false),
@@ -715,7 +715,7 @@ fn a_lead_that_was_never_online_gives_way_once_its_broker_has_ended_and_starts_n
         let (lead, other) = (roster.ranks[&0].clone(), roster.ranks[&1].clone());
         roster.ranks.extend([(0, other), (1, lead)]);
         world.spec.as_mut().unwrap().rank = Some(0);
-        (world.host.died, world.host.died_of) = (Some("no".into()), Some("id".into()));
+        (world.host.died, world.host.died_instance_id) = (Some("no".into()), Some("id".into()));
         change(&mut world);
         match world.decide() {
             Step::GiveWay(why) => assert!(gives_way && why == "no", "{what}"),

@@ -50,7 +50,7 @@ pub struct BrokerView {
     /// A broker of ours was started in this boot and is gone: the last lines of its log that tell why.
     pub died: Option<String>,
     /// What the broker that is gone was started with.
-    pub died_of: Option<LaunchRecord>,
+    pub last_record: Option<LaunchRecord>,
     /// A broker runs, and nothing tells for sure which.
     pub unknown: Option<UnknownBroker>,
     /// Shells of jobs that run in the broker's unit or cgroup, whether it lives or not.
@@ -167,7 +167,7 @@ impl Places {
             None => {
                 let log = log::path(prefix.unwrap_or(&record.prefix));
                 let died = Some(log::why(&log::tail(&log, record.log_start)));
-                BrokerView { died, died_of: Some(record.record), ..BrokerView::default() }
+                BrokerView { died, last_record: Some(record.record), ..BrokerView::default() }
             }
         }
     }

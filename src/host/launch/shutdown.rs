@@ -1,6 +1,6 @@
-//! Which epoch an administrator has ended by flux-shutdown(1) on the lead. The broker's log tells it: each start marks it with the
-//! epoch that begins, so that the words of one epoch are never taken for another's. What was found is kept in a file, since the
-//! log is trimmed, and the machine may boot before anybody starts the instance again.
+//! Finds the epoch that an administrator ended by flux-shutdown(1) on the lead. The broker's log shows it: each start writes a line
+//! with its epoch, so that a shutdown of one epoch is not taken for another's. The result is kept in a file, because the log is
+//! trimmed and the machine may reboot before the instance is started again.
 
 use std::{
     fs::{self, File},
@@ -15,7 +15,7 @@ use crate::host::{
 };
 
 /// Below the prefix: the [`EpochId`] that was found last.
-const FOUND: &str = "etc/shutdown.json";
+const SHUTDOWN_FILE: &str = "etc/shutdown.json";
 /// How the line begins that marks a start.
 const MARK: &str = "flux-distribute: starting the broker of epoch ";
 /// What stands in it between epoch and instance ID.
@@ -36,7 +36,7 @@ pub fn mark(mut log: &File, record: &LaunchRecord) -> io::Result<()> {
 
 /// The epoch that was shut down on this host, if no broker has run here since. `prefix` is as this process sees it.
 pub fn find(prefix: &Path, broker: &BrokerView) -> Option<EpochId> {
-    let path = prefix.join(FOUND);
+    let path = prefix.join(SHUTDOWN_FILE);
     let found = fs::read(&path).ok().and_then(|text| serde_json::from_slice(&text).ok());
     if broker.running.is_some() || broker.unknown.is_some() {
         if found.is_some()
@@ -46,13 +46,13 @@ pub fn find(prefix: &Path, broker: &BrokerView) -> Option<EpochId> {
         }
         return None;
     }
-    let last = broker.died_of.as_ref().map(LaunchRecord::epoch_id);
+    let last = broker.last_record.as_ref().map(LaunchRecord::epoch_id);
     let logged = log_lines(prefix).ok().and_then(|lines| shut_down_in(lines, last));
     if logged.is_some() && logged != found {
-        // Without the host's lock: whoever looks at the same time writes the same.
+        // Needs no lock: two processes that look at once write the same.
         let text = serde_json::to_vec(&logged).unwrap_or_default();
         if let Err(refusal) = write_atomic(&path, &text, 0o644, Owner::ROOT) {
-            tracing::warn!(%refusal, "a shutdown is remembered by the broker's log alone");
+            tracing::warn!(%refusal, "can't write etc/shutdown.json: the shutdown is forgotten once the broker's log is trimmed");
         }
     }
     logged.or(found)
@@ -186,7 +186,7 @@ mod tests {
 
     fn gone(epoch: u64) -> BrokerView {
         let record = LaunchRecord { instance_id: "id".to_owned(), epoch, ..LaunchRecord::default() };
-        BrokerView { died: Some(String::new()), died_of: Some(record), ..BrokerView::default() }
+        BrokerView { died: Some(String::new()), last_record: Some(record), ..BrokerView::default() }
     }
 
     #[test]
@@ -195,7 +195,7 @@ mod tests {
         fs::create_dir(prefix.path().join("etc")).unwrap();
         let path = log::path(prefix.path());
         let mut writer = log::open(prefix.path()).unwrap();
-        mark(&writer, gone(1).died_of.as_ref().unwrap()).unwrap();
+        mark(&writer, gone(1).last_record.as_ref().unwrap()).unwrap();
         logged(&[BEGIN, UP, SHUTDOWN, END]).iter().for_each(|line| writeln!(writer, "{line}").unwrap());
         // More than the end of a log, and trimmed once.
         (0..20_000).for_each(|_| writer.write_all(b"something else\n").unwrap());

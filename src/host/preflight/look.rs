@@ -10,7 +10,7 @@ use nix::sys::{
 
 use super::{Observed, Place, PortUse, Room, candidates, port};
 use crate::host::{
-    Brokers, PreflightOrder, Refusal, Root, claim::is_shared, facts, files::host_path, machine, mountinfo, state, trust,
+    Brokers, PreflightOrder, Refusal, Root, claim::claimed_by_another, facts, files::host_path, machine, mountinfo, state, trust,
 };
 
 /// Looks at everything that [`super::decide`] wants to know.
@@ -49,7 +49,7 @@ fn look_at(root: &Root, prefix: PathBuf, is_claimed: bool) -> Result<Place, Refu
     let parent = host_path(&nearest);
     let shared = machine::shared_by_nodes(&parent).map(|kind| {
         format!(
-            "{} is on {kind}, which nodes share, and the first one to be removed would take all of it",
+            "{} is on {kind}, which nodes share: the first node to be uninstalled would delete it for all",
             prefix.display()
         )
     });
@@ -58,7 +58,7 @@ fn look_at(root: &Root, prefix: PathBuf, is_claimed: bool) -> Result<Place, Refu
     let flag = |flag| flags_and_room.is_some_and(|found| found.flags().contains(flag));
     let (shared, warning) = if is_claimed { (None, shared) } else { (shared, None) };
     let trouble = if let state::Claim::AnotherMachine(machine) = state::look(root, &prefix)? {
-        Some(is_shared(&prefix, &machine))
+        Some(claimed_by_another(&prefix, &machine))
     } else if shared.is_some() {
         shared
     } else if flag(FsFlags::ST_RDONLY) {

@@ -25,7 +25,7 @@ pub struct Observed {
     pub claimed: Option<PathBuf>,
     /// The places to try, in order.
     pub places: Vec<Place>,
-    /// Who has the TBON's port.
+    /// Which process has the brokers' port.
     pub port: PortUse,
     /// uname(2)'s machine.
     pub machine: String,
@@ -67,14 +67,14 @@ impl Place {
     }
 }
 
-/// Who has the TBON's port.
+/// Which process has the brokers' port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PortUse {
-    /// Nobody.
+    /// No process.
     Free,
     /// Our own broker.
     Ours,
-    /// Somebody else: pid and name, where that can be told.
+    /// Another process: pid and name, if they are known.
     Taken(Option<(i32, String)>),
     /// It can't be listened on for another reason.
     Unusable(String),
@@ -175,11 +175,13 @@ fn place(seen: &Observed, order: &PreflightOrder, warnings: &mut Vec<String>) ->
     Ok(first.prefix.clone())
 }
 
-/// Who listens at `endpoint`, where a broker is to, in a sentence with a remedy; None: nobody. What else is wrong with an address
-/// the broker says better.
-pub fn who_is_in_the_way(root: &Root, endpoint: SocketAddr) -> Option<Refusal> {
-    let found = port::look(root, endpoint);
-    matches!(found, PortUse::Taken(_)).then(|| port(&found, endpoint.port()).err())?
+/// The refusal if another process listens at `endpoint`, where a broker is to listen. For other problems with the address, the
+/// broker's own message is better.
+pub fn port_taken(root: &Root, endpoint: SocketAddr) -> Option<Refusal> {
+    match port::look(root, endpoint) {
+        found @ PortUse::Taken(_) => port(&found, endpoint.port()).err(),
+        _ => None,
+    }
 }
 
 fn port(found: &PortUse, port: u16) -> Result<(), Refusal> {

@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_that_somebody_holds_is_told_with_his_name() {
+    fn a_taken_port_is_reported_with_the_process_that_has_it() {
         let root = Root::host();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = listener.local_addr().unwrap();

@@ -83,7 +83,7 @@ impl ApiServer {
         let failed = || "can't make the API server's certificate".to_owned();
         let identity = apiserver::Identity::new(cluster.gateway().into()).context(failed)?;
         let file = certificate_file(layout);
-        file.parent().map_or(Ok(()), mounts::make_directory)?;
+        file.parent().map_or(Ok(()), mounts::make_closed_directory)?;
         write_private(&file, identity.authority().as_bytes(), true)
             .context(|| format!("can't write {}", file.display()))?;
         let listener = bind(SocketAddr::from((cluster.gateway(), cluster.api_port))).await?;
@@ -139,7 +139,7 @@ pub(crate) fn certificate_file(layout: &Layout) -> PathBuf {
 
 async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result<ApiServer, LocalError> {
     let directory = layout.api();
-    mounts::make_directory(&directory)?;
+    mounts::make_closed_directory(&directory)?;
     let files = |name: &str| directory.join(name);
     let failed = || format!("can't write into {}", directory.display());
     write_private(&files("tokens.csv"), tokens(cluster).as_bytes(), true).context(failed)?;

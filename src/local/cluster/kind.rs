@@ -50,7 +50,7 @@ impl Kind {
             }
             for cpu in 0..cores {
                 let topology = directory.join(format!("cpu{cpu}/topology"));
-                mounts::make_directory(&topology)?;
+                mounts::make_closed_directory(&topology)?;
                 // hwloc reads the masks, others the lists.
                 for (file, content) in [
                     ("core_cpus", format!("{:x}", 1_u64 << cpu)),
@@ -69,7 +69,7 @@ impl Kind {
             mounts::kernel("tmpfs", &bus, Some("mode=755"))?;
             for number in 0..self.gpus {
                 let device = bus.join(format!("pci/devices/0000:00:{number:02x}.0"));
-                mounts::make_directory(&device)?;
+                mounts::make_closed_directory(&device)?;
                 write(&device.join("class"), "0x030200\n")?;
                 write(&device.join("vendor"), "0x10de\n")?;
                 let driver = device.join("driver");
@@ -84,7 +84,7 @@ impl Kind {
         let failed = || format!("can't write {}", path.display());
         let text = serde_json::to_vec(self).context(failed)?;
         if let Some(directory) = path.parent() {
-            mounts::make_directory(directory)?;
+            mounts::make_closed_directory(directory)?;
         }
         fs::write(path, text).context(failed)
     }

@@ -24,7 +24,7 @@ pub(crate) fn make_private() -> Result<(), LocalError> {
 
 /// Mounts a file system of the kernel, such as proc.
 pub(crate) fn kernel(kind: &str, target: &Path, options: Option<&str>) -> Result<(), LocalError> {
-    make_directory(target)?;
+    make_closed_directory(target)?;
     mount(Some(kind), target, Some(kind), MsFlags::empty(), options)
         .context(|| format!("can't mount {kind} on {}", target.display()))
 }
@@ -32,10 +32,10 @@ pub(crate) fn kernel(kind: &str, target: &Path, options: Option<&str>) -> Result
 /// Shows `source` with all that is mounted in it at `target`.
 pub(crate) fn bind(source: &Path, target: &Path) -> Result<(), LocalError> {
     if source.is_dir() {
-        make_directory(target)?;
+        make_closed_directory(target)?;
     } else if !target.exists() {
         if let Some(parent) = target.parent() {
-            make_directory(parent)?;
+            make_closed_directory(parent)?;
         }
         fs::File::create(target).context(|| format!("can't make {}", target.display()))?;
     }
@@ -91,6 +91,6 @@ pub(crate) fn unmount_all(directory: &Path) -> Result<(), LocalError> {
     Ok(())
 }
 
-pub(crate) fn make_directory(path: &Path) -> Result<(), LocalError> {
+pub(crate) fn make_closed_directory(path: &Path) -> Result<(), LocalError> {
     fs::create_dir_all(path).context(|| format!("can't make {}", path.display()))
 }

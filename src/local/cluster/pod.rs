@@ -100,9 +100,9 @@ fn start(cluster: &Cluster, pod: &Pod, log: File) -> Result<Child, LocalError> {
     let agent = if cluster.foreign_agent { "agent" } else { "flux-distribute" };
     mounts::bind_read_only(&image.join(agent), &root.join("flux-distribute"))?;
     mounts::bind_read_only(&image.join("kubeconfig"), &root.join("kubeconfig"))?;
-    mounts::make_directory(&root.join("etc"))?;
+    mounts::make_closed_directory(&root.join("etc"))?;
     let _ = fs::copy("/etc/resolv.conf", root.join("etc/resolv.conf"));
-    mounts::make_directory(&root.join("tmp"))?;
+    mounts::make_closed_directory(&root.join("tmp"))?;
     for directory in ["proc", "sys", "dev"] {
         mounts::bind(&Path::new("/").join(directory), &root.join(directory))?;
     }

@@ -54,12 +54,12 @@ pub(crate) const IMAGE: &str = "/var/lib/kubelet/flux-distribute-local";
 pub(crate) fn prepare(root: &Path, name: &str, hosts: &str) -> Result<(), LocalError> {
     for (directory, mode) in WRITABLE {
         let path = root.join(directory);
-        mounts::make_directory(&path)?;
+        mounts::make_closed_directory(&path)?;
         fs::set_permissions(&path, fs::Permissions::from_mode(mode))
             .context(|| format!("can't set the mode of {}", path.display()))?;
     }
     for directory in MOUNTED {
-        mounts::make_directory(&root.join(directory))?;
+        mounts::make_closed_directory(&root.join(directory))?;
     }
     for name in MERGED {
         let machine = Path::new("/").join(name);
@@ -67,7 +67,7 @@ pub(crate) fn prepare(root: &Path, name: &str, hosts: &str) -> Result<(), LocalE
             let target = fs::read_link(&machine).context(|| format!("can't read the link {}", machine.display()))?;
             replace_link(&target, &root.join(name))?;
         } else if machine.is_dir() {
-            mounts::make_directory(&root.join(name))?;
+            mounts::make_closed_directory(&root.join(name))?;
         }
     }
     replace_link(Path::new("../run"), &root.join("var/run"))?;
@@ -175,7 +175,7 @@ fn copy_tree(from: &Path, to: &Path, not_copied: &[PathBuf]) -> Result<(), Local
                 replace_link(&link, &target)?;
             }
         } else if kind.is_dir() {
-            mounts::make_directory(&target)?;
+            mounts::make_closed_directory(&target)?;
             let mode = fs::metadata(&source).context(failed)?.permissions();
             fs::set_permissions(&target, mode).context(|| format!("can't set the mode of {}", target.display()))?;
             copy_tree(&source, &target, not_copied)?;

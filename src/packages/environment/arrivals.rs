@@ -38,7 +38,7 @@ pub(in crate::packages) struct Arrivals<'a> {
 }
 
 struct Left<'a> {
-    /// With the inode of a file that has the name and is not what is wanted.
+    /// Indexes still pending. `Some(inode)` marks a file whose sha256 was wrong.
     numbers: BTreeMap<usize, Option<u64>>,
     /// None once no more come.
     coming: Option<Coming<'a>>,

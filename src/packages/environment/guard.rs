@@ -145,11 +145,11 @@ impl<'a> Tree<'a> {
             self.privileged = Some(path.clone());
         }
         if let What::Directory = what {
-            self.make_directory(path, path)?;
+            self.make_closed_directory(path, path)?;
             self.directories.push((full, mode | 0o700, *mtime));
             return Ok(());
         }
-        self.make_directory(path.parent().unwrap_or(Path::new("")), path)?;
+        self.make_closed_directory(path.parent().unwrap_or(Path::new("")), path)?;
         match what {
             What::Directory => Ok(()),
             What::File => {
@@ -195,11 +195,11 @@ impl<'a> Tree<'a> {
     }
 
     /// Makes `directory` and those above it, for `entry`: nothing is written through what is not a directory.
-    fn make_directory(&mut self, directory: &Path, entry: &Path) -> Result<(), UnpackError> {
+    fn make_closed_directory(&mut self, directory: &Path, entry: &Path) -> Result<(), UnpackError> {
         if directory.as_os_str().is_empty() || self.made.contains(directory) {
             return Ok(());
         }
-        self.make_directory(directory.parent().unwrap_or(Path::new("")), entry)?;
+        self.make_closed_directory(directory.parent().unwrap_or(Path::new("")), entry)?;
         let full = self.root.join(directory);
         match fs::create_dir(&full) {
             Ok(()) => {}

@@ -89,7 +89,7 @@ impl Drop for Workshop {
     }
 }
 
-/// `<prefix>/envs`, held until dropped or, when this process is killed, by nobody.
+/// `<prefix>/envs`, under an exclusive lock that is released on drop or when the process exits.
 pub(in crate::packages) struct Environments<'a> {
     path: PathBuf,
     /// Of the broker whose processes must not lose theirs.

@@ -91,15 +91,7 @@ impl std::fmt::Display for Difference {
 ///
 /// # Errors
 /// There is nothing that could be looked at.
-pub fn verify(order: &VerifyOrder) -> Result<Vec<Verified>, Refusal> {
-    verify_while(order, &mut |_| ())
-}
-
-/// The same; says how far it is.
-///
-/// # Errors
-/// As for [`verify`].
-pub fn verify_while(order: &VerifyOrder, progress: &mut dyn FnMut(Progress)) -> Result<Vec<Verified>, Refusal> {
+pub fn verify(order: &VerifyOrder, progress: &mut dyn FnMut(Progress)) -> Result<Vec<Verified>, Refusal> {
     let envs = order.prefix.join(ENVIRONMENTS);
     let digests = match &order.digest {
         Some(digest) if !archive::is_digest(digest) => {

@@ -87,15 +87,12 @@ impl Access {
     }
 
     /// Takes the credentials out of a URL, and shows them to its server from now on. What is not a URL comes back as it is.
-    ///
-    /// # Errors
-    /// The credentials can't be sent.
-    pub fn take_from(&mut self, url: &str) -> Result<String, HttpError> {
-        let Ok(parsed) = Url::parse(url) else { return Ok(url.to_owned()) };
-        let (plain, credentials) = taken_from(&parsed).map_err(|Unusable| HttpError::Credentials)?;
+    pub fn take_from(&mut self, url: &str) -> String {
+        let Ok(parsed) = Url::parse(url) else { return url.to_owned() };
+        let (plain, credentials) = taken_from(&parsed);
         let is_plain = credentials.is_empty() && plain == parsed;
         self.given.extend(credentials);
-        Ok(if is_plain { url.to_owned() } else { plain.to_string() })
+        if is_plain { url.to_owned() } else { plain.to_string() }
     }
 
     pub(in crate::packages) fn certificates(&self) -> Result<Vec<reqwest::Certificate>, HttpError> {

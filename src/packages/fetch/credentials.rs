@@ -13,7 +13,7 @@ use url::Url;
 
 use crate::{
     api::SECRET_PACKAGES,
-    redact::{is_secret_query, is_token},
+    redact::{is_secret_query, token_positions},
 };
 
 /// Which part of a server a client is let into, and by what.
@@ -108,7 +108,7 @@ impl Credential {
             let scope = Scope::parse(&key).ok_or("has a key that is not HOST, HOST:PORT, HOST/PATH or *.DOMAIN")?;
             let presentation = Presentation::from(&authentication).map_err(|Unusable| {
                 format!(
-                    "has for {} something else than a usable BearerToken, BasicHTTP or CondaToken; nothing else is supported",
+                    "has an entry for {} that is not a usable BearerToken, BasicHTTP or CondaToken",
                     scope.host
                 )
             })?;
@@ -153,24 +153,22 @@ pub(in crate::packages) fn stripped(url: &Url) -> Url {
 }
 
 /// `url` as it may be written down, and what it holds besides.
-///
-/// # Errors
-/// It holds a credential that can't be sent.
-pub(in crate::packages) fn taken_from(url: &Url) -> Result<(Url, Vec<Credential>), Unusable> {
+pub(in crate::packages) fn taken_from(url: &Url) -> (Url, Vec<Credential>) {
     let (plain, user, token) = take_apart(url);
     let over_http = url.scheme() == "http";
     let mut credentials = Vec::new();
     if let Some((user, password)) = user
         && let Some(scope) = Scope::of(&plain, Vec::new())
+        && let Ok(presentation) = Presentation::basic(&user, &password)
     {
-        credentials.push(Credential { scope, over_http, presentation: Presentation::basic(&user, &password)? });
+        credentials.push(Credential { scope, over_http, presentation });
     }
     if let Some((before, token)) = token
         && let Some(scope) = Scope::of(&plain, before)
     {
         credentials.push(Credential { scope, over_http, presentation: Presentation::Path(token) });
     }
-    Ok((plain, credentials))
+    (plain, credentials)
 }
 
 type User = Option<(String, String)>;
@@ -188,8 +186,7 @@ fn take_apart(url: &Url) -> (Url, User, PathToken) {
         plain.set_query(None);
     }
     let path = url.path().split('/').map(str::to_owned).collect::<Vec<_>>();
-    let is_here = |at: &usize| is_token(url.scheme(), &path[at - 1], &path[*at], at + 1 == path.len());
-    let Some(at) = (2..path.len()).find(is_here) else { return (plain, user, None) };
+    let Some(at) = token_positions(url.scheme(), url.path()).next() else { return (plain, user, None) };
     let (before, rest) = (&path[..at - 1], &path[at + 1..]);
     plain.set_path(&[before, rest].concat().join("/"));
     let before = before.iter().filter(|segment| !segment.is_empty()).cloned().collect();
@@ -336,7 +333,7 @@ mod tests {
             ("https://me@h/conda/t/e.y.J/c/x", "https://h/conda/c/x", Some("Basic bWU6")),
         ] {
             let url = Url::parse(given).unwrap();
-            let (found, credentials) = taken_from(&url).unwrap();
+            let (found, credentials) = taken_from(&url);
             assert_eq!(found.as_str(), plain);
             let mut expected = url;
             let _ = (expected.set_username(""), expected.set_password(None));

@@ -7,7 +7,7 @@ use url::Url;
 
 use crate::{
     packages::{Access, fetch::credentials::CredentialStore},
-    redact::is_token,
+    redact::token_positions,
 };
 
 /// Long enough for a far proxy, short enough that a wrong address is told while somebody still looks.
@@ -64,9 +64,6 @@ pub enum HttpError {
         /// What is wrong with the content, without the content.
         reason: String,
     },
-    /// A URL of the command line.
-    #[error("the user or password of a URL can't be sent: no header can hold it")]
-    Credentials,
 }
 
 impl HttpClient {
@@ -187,12 +184,9 @@ fn redirected(previous: &[Url], next: &Url) -> Result<(), Redirected> {
 }
 
 /// conda's tokens in the path of `url`.
-fn tokens(url: &Url) -> impl Iterator<Item = &str> {
-    let count = url.path().split('/').count();
-    let pairs = url.path().split('/').zip(url.path().split('/').skip(1)).zip(2..);
-    pairs
-        .filter(move |((before, segment), place)| is_token(url.scheme(), before, segment, *place == count))
-        .map(|((_, token), _)| token)
+fn tokens(url: &Url) -> Vec<&str> {
+    let segments: Vec<_> = url.path().split('/').collect();
+    token_positions(url.scheme(), url.path()).map(|at| segments[at]).collect()
 }
 
 /// `url` as it may be shown: without user, password, query, and conda's `/t/<token>/`.
@@ -207,10 +201,11 @@ pub(in crate::packages) fn shown(url: &str) -> String {
     let _ = url.set_username("");
     let _ = url.set_password(None);
     url.set_query(None);
-    let token = tokens(&url).next().map(str::to_owned);
-    if let Some(token) = token {
-        url.set_path(&url.path().replacen(&format!("/t/{token}"), "/t/***", 1));
+    let mut segments: Vec<_> = url.path().split('/').map(str::to_owned).collect();
+    for at in token_positions(url.scheme(), url.path()) {
+        "***".clone_into(&mut segments[at]);
     }
+    url.set_path(&segments.join("/"));
     url.to_string()
 }
 

@@ -164,7 +164,7 @@ impl SolveArguments {
             named => named.to_vec(),
         };
         let mut access = Access::from_environment()?;
-        let channels = self.channels.iter().map(|channel| access.take_from(channel)).collect::<Result<Vec<_>, _>>()?;
+        let channels = self.channels.iter().map(|channel| access.take_from(channel)).collect::<Vec<_>>();
         let asked = Packages { channels, specs: self.specs.clone(), glibc: self.glibc.clone(), ..Packages::default() };
         let http = HttpClient::with_access(&access, &[])?;
         let open = |path: &str| File::open(path);

@@ -31,9 +31,10 @@ pub fn question(packages: &Packages, platforms: &[String]) -> String {
         return serde_json::json!({ "lock": hex::encode(Sha256::digest(lock)), "platforms": platforms }).to_string();
     }
     // It is published beside the lock.
-    let plain = |url: &str| Url::parse(url).ok().map(|url| (stripped(&url), url));
-    let plain =
-        |url: &str| plain(url).filter(|(plain, url)| plain != url).map_or(url.to_owned(), |(plain, _)| plain.into());
+    let plain = |text: &str| match Url::parse(text) {
+        Ok(url) if stripped(&url) != url => stripped(&url).into(),
+        _ => text.to_owned(),
+    };
     let mut question = serde_json::json!({
         "channels": channels(packages).into_iter().map(plain).collect::<Vec<_>>(),
         "glibc": glibc(packages),

@@ -101,15 +101,7 @@ impl Wares {
     }
 }
 
-/// Serves `shelf` at `address` until the future is dropped: `GET` and `HEAD` of `/archives/<name>`.
-///
-/// # Errors
-/// The address can't be had.
-pub async fn serve_peers(address: SocketAddr, shelf: Shelf) -> io::Result<impl Future<Output = ()> + Send> {
-    Ok(serve_peers_on(TcpListener::bind(address).await?, shelf))
-}
-
-/// As [`serve_peers`], at a socket that is there already.
+/// Serves `shelf` at `listener` until the future is dropped: `GET` and `HEAD` of `/archives/<name>`.
 pub async fn serve_peers_on(listener: TcpListener, shelf: Shelf) {
     let uploads = Arc::new(Semaphore::new(UPLOADS));
     // An answer's head and the end of a body should not wait for each other.

@@ -23,7 +23,7 @@ const LOST_REVISIONS: u64 = 1000;
 
 /// There is none: it is made again from what the nodes tell, or made for the first time.
 pub(super) fn without_roster(seen: &Observed) -> Decision {
-    // The lead's own copy has everybody in it: nobody is started before the lead has taken him in.
+    // The lead's own copy has every member in it: no broker starts before the lead has taken it in.
     let copies = seen.reports.values().filter_map(|status| status.roster.as_deref());
     let copies = copies.filter_map(|field| Roster::parse(&packed::from_field(field)?).ok());
     let own = copies.filter(|copy| copy.instance_uid == seen.instance_uid);

@@ -86,9 +86,9 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
     }
 }
 
-/// A rank that anybody may take: without member, waiting for nobody, drained by nobody, claimed by no broker that runs (where
-/// it had a member, the lead must miss his: an agent whose Node is gone says nothing any more), and under a parent that is
-/// online; interior ranks first, so that holes in a deep tree are filled before leaves are hung on.
+/// A rank that any node may take: without a member, kept for no node, not drained, claimed by no broker that runs, and under a
+/// parent that is online. If the rank was held before, the lead must report the old broker offline first: that node's agent no
+/// longer reports. It returns interior ranks first, so that holes in a deep tree are filled before leaves are hung on.
 fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
     let size = roster.settings.max_size;
     let claimed: BTreeSet<Rank> = seen

@@ -20,7 +20,7 @@ pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
     let running: BTreeSet<Rank> =
         roster.ranks.keys().copied().filter(|rank| holds(seen, roster, *rank).is_some()).collect();
     let mut again = Vec::new();
-    // Of a broker that is on its way up it is not known with what it compares what it finds.
+    // While a broker starts, we don't know which R it will verify its hardware against.
     let is_idle = |rank: &Rank| has_no_jobs_for_sure(seen, roster, *rank) && is_online(seen, roster, *rank);
     let idle: Vec<Rank> = roster.ranks.keys().copied().filter(is_idle).collect();
     // While its broker is in the overlay, it would get the jobs that its member was not to get.

@@ -1,15 +1,15 @@
 //! Time limits that one planner has begun and another one takes over.
 //!
-//! A limit is written down as the time of its begin, by the clock of the planner that began it. The next planner's clock may
-//! show another time: the API server's clock was set meanwhile, and each planner knows it as it was when its process began
-//! ([`crate::clock`]). Moving the begin by the difference leaves each limit as much time as it had when the planner before was
-//! last seen at work. So no limit ends early, and one lasts longer by no more than the time in which there was no planner.
+//! A limit is stored as its start time, by the clock of the planner that started it. The next planner's clock may differ: somebody
+//! may have set the API server's clock, and each planner reads that clock when its process starts ([`crate::clock`]). Moving the
+//! start by the difference leaves each limit the time it had when the previous planner last renewed its Lease. So no limit ends
+//! early, and it lasts longer by at most the time without a planner.
 
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::SignedDuration};
 
 use crate::api::{CONDITION_RESTART_PENDING, FluxInstanceStatus, Roster};
 
-/// `roster` with all that it knows the begin of begun `secs` later; None if it knows of no such thing.
+/// Moves every start time in `roster` by `secs`; None if there is none.
 pub fn move_limits(roster: &Roster, secs: i64) -> Option<Roster> {
     let mut moved = roster.clone();
     let begins = moved.ranks.values_mut().flat_map(|entry| {
@@ -22,10 +22,9 @@ pub fn move_limits(roster: &Roster, secs: i64) -> Option<Roster> {
     (moved != *roster).then_some(moved)
 }
 
-/// The begin of the deadline of an upgrade that waits for jobs, moved as by [`move_limits`].
+/// The start of an upgrade's deadline, moved as by [`move_limits`].
 ///
-/// It is in the status, which a planner writes at the end of each round and reads from a watch that may be behind. So it is
-/// moved at each reading, by the time that was read at first.
+/// It is in the status, which is read from a watch that may be behind, so each reading that still shows the old value is moved.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MovedDeadline {
     from: Time,
