@@ -61,6 +61,7 @@ Not clean after $timeout:
 $(sed 's/^/  /' <<<"$still")
 - A host that waits for running jobs: let them end or cancel them (flux cancel --all), then run make undeploy again.
 - A node that is gone for good: $kubectl -n flux-distribute delete fluxnode NODE
+- A node without an agent, as by a taint or label that came later: take that off, or run flux-distribute uninstall there
 - To delete the rest now and leave these hosts as they are: $kubectl delete -f $manifest
 END
                 exit 1

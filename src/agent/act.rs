@@ -20,8 +20,8 @@ use crate::{
     },
     host::{
         Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
-        PreflightOrder, RemoveOrder, Root, StateDir, StopOrder, look, open_host_file, preflight::port_taken,
-        state, sysctl,
+        PreflightOrder, RemoveOrder, Root, StateDir, StopOrder, look, open_host_file, preflight::port_taken, state,
+        sysctl,
     },
     packages::{FetchError, estimate_bytes},
     plan::{
@@ -283,6 +283,20 @@ impl Actor {
         }
     }
 
+    /// Whether the broker of `assignment` can listen. To be asked before it is started: any user can take a free port, a broker that
+    /// can't listen exits, and the planner gives up an epoch whose lead keeps exiting.
+    ///
+    /// # Errors
+    /// Which process listens there.
+    pub fn can_listen(roster: &Roster, assignment: &Assignment) -> Result<(), StepError> {
+        let Some(member) = &assignment.entry.member else { return Ok(()) };
+        if topology(roster).is_some_and(|tree| !tree.is_interior(assignment.rank, roster.settings.max_size)) {
+            return Ok(());
+        }
+        let endpoint = SocketAddr::new(member.address, roster.settings.port);
+        port_taken(&Root::host(), endpoint).map_or(Ok(()), |refusal| Err(StepError::NotYet(refusal.message)))
+    }
+
     /// The rung start.
     ///
     /// # Errors
@@ -293,16 +307,6 @@ impl Actor {
         roster: &Roster,
         assignment: &Assignment,
     ) -> Result<HostView, StepError> {
-        if let Some(member) = &assignment.entry.member
-            && topology(roster).is_none_or(|tree| tree.is_interior(assignment.rank, roster.settings.max_size))
-        {
-            // Any user can take a free port. A broker that can't listen exits, and the planner gives up an epoch whose lead keeps
-            // exiting.
-            let endpoint = SocketAddr::new(member.address, roster.settings.port);
-            if let Some(refusal) = port_taken(&Root::host(), endpoint) {
-                return Err(StepError::NotYet(refusal.message));
-            }
-        }
         let order = launch_order(preflight, roster, assignment);
         info!(rank = assignment.rank, broker = assignment.entry.broker_name, "starting the broker");
         Ok(self.order(Order::Start(order)).await?.observed()?)

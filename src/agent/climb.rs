@@ -278,7 +278,7 @@ pub(super) fn ends_with(view: &HostView, rank: Rank) -> bool {
     let own = broker.record.rank;
     own == 0
         || own == rank
-        || topology(&roster).is_some_and(|topology| topology.ancestors(rank).any(|above| above == own))
+        || topology(&roster).is_none_or(|topology| topology.ancestors(rank).any(|above| above == own))
 }
 
 /// What is heard over the socket of this host's broker.

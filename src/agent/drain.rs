@@ -15,8 +15,9 @@ use crate::{
 const PREFIX: &str = "flux-distribute: ";
 
 /// Why `flux-distribute uninstall` drains a follower's rank until its broker has ended. It takes that back if it does not go on; if
-/// it was killed, the lead's agent does.
-pub(super) const THIS_HOST_UNINSTALLED: &str = "flux-distribute: this host is being uninstalled by hand";
+/// it was killed, the lead's agent does. Without [`PREFIX`], because a lead's agent of an older version undrains all that begins
+/// with that.
+pub(super) const THIS_HOST_UNINSTALLED: &str = "flux-distribute uninstall: this host is being uninstalled by hand";
 /// Seconds from that drain after which the command must have been killed: it takes one more look and stops the broker.
 const LONGEST_BY_HAND: f64 = 300.0;
 
@@ -49,7 +50,7 @@ pub fn by_others(drained: &[Drained]) -> IdSet {
 }
 
 fn is_ours(reason: &str) -> bool {
-    reason.starts_with(PREFIX)
+    reason.starts_with(PREFIX) || reason == THIS_HOST_UNINSTALLED
 }
 
 /// A broker that finds less than its rank declares drains itself (`rank 3 (node4) missing resources: core[2-7]`, flux-core's

@@ -40,7 +40,11 @@ pub(super) async fn stop(host: &dyn Host, prefix: &Path, roster: &Roster, messag
 /// flux's.
 pub(super) async fn start(host: &dyn Host, prefix: &Path, roster: &Roster, messages: &[&str]) -> Result<(), StepError> {
     let status = flux(host, prefix, roster, &["queue", "status"]).await?;
-    let hidden = || StepError::NotYet("can't see who stopped the queues while the scheduler is offline; the agent tries again".to_owned());
+    let hidden = || {
+        StepError::NotYet(
+            "can't see who stopped the queues while the scheduler is offline; the agent tries again".to_owned(),
+        )
+    };
     for queue in stopped_with(messages, &status).ok_or_else(hidden)? {
         flux(host, prefix, roster, &[&["queue", "start"], queue.as_slice()].concat()).await?;
     }

@@ -256,6 +256,10 @@ impl Agent {
     pub(super) async fn report(&mut self, world: &World, step: &Step, progress: Option<&str>) {
         let uid = world.instance_uid();
         let live = self.live.borrow().clone();
+        if tell::is_online(&self.view, &live) {
+            // A broker that dies between this report and the next look was online all the same.
+            self.starts.seen(true, true, None, Instant::now());
+        }
         let rejected = self.rejected.borrow().clone();
         let hint = self.look_for_a_hint(&live).await;
         let facts = self.preflight.as_ref().map(facts);

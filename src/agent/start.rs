@@ -9,7 +9,7 @@ use tokio::{
 use tracing::warn;
 
 use super::{
-    act::{Content, StepError},
+    act::{Actor, Content, StepError},
     copied::host_roster,
     decide::{Assignment, Step, confirmed, held_by},
     published::read_roster,
@@ -46,6 +46,7 @@ impl Agent {
         decided: &Assignment,
     ) -> Result<(), StepError> {
         let Startable { assignment, roster, revision } = self.make_ready(preflight, decided).await?;
+        Actor::can_listen(&roster, &assignment)?;
         self.starts.started(step, self.generation, Instant::now(), chance());
         self.view = self.actor.start(preflight, &roster, &assignment).await?;
         if assignment.rank == 0 {

@@ -228,6 +228,8 @@ struct Seen {
     status: FluxInstanceStatus,
     nodes: Vec<NodeView>,
     reports: BTreeMap<String, FluxNodeStatus>,
+    /// FluxNodes that this version can't read.
+    unreadable: Vec<String>,
     roster: Roster,
 }
 
@@ -248,15 +250,20 @@ impl Seen {
         let flux_nodes = Api::<DeserializeGuard<FluxNode>>::namespaced(client.clone(), NAMESPACE);
         let nodes = call("list Nodes", nodes.list(&all)).await?;
         let flux_nodes = call("list FluxNodes", flux_nodes.list(&all)).await?;
-        // One that this version can't read is as that of an agent that has said nothing.
-        let readable = flux_nodes.items.into_iter().filter_map(|node| node.0.ok());
-        let reports = readable.map(|node| (node.name_any(), node.status.unwrap_or_default()));
+        let (mut reports, mut unreadable) = (BTreeMap::new(), Vec::new());
+        for node in flux_nodes.items {
+            match node.0 {
+                Ok(node) => drop(reports.insert(node.name_any(), node.status.unwrap_or_default())),
+                Err(invalid) => unreadable.extend(invalid.metadata.name),
+            }
+        }
         Ok(Self {
             uid,
             spec: instance.spec,
             status: instance.status.unwrap_or_default(),
             nodes: nodes.items.iter().map(NodeView::from).collect(),
-            reports: reports.collect(),
+            reports,
+            unreadable,
             roster,
         })
     }
@@ -282,6 +289,14 @@ impl Seen {
     }
 
     fn check(&self, lead: &str, word: &Takeover) -> Result<(), TakeoverError> {
+        let members = || self.roster.ranks.values().filter_map(|entry| entry.member.as_ref());
+        let is_member = |name: &&String| members().any(|member| member.node == **name);
+        if let Some(name) = self.unreadable.iter().find(is_member).filter(|_| !word.force) {
+            return Err(TakeoverError::Refused(format!(
+                "this version can't read FluxNode {name}, so whether that node's broker runs is not known: use the version that \
+                 wrote it, or add --force"
+            )));
+        }
         match refusal(&self.observed(), &self.roster, lead, word) {
             Some(reason) => Err(TakeoverError::Refused(reason)),
             None => Ok(()),

@@ -17,7 +17,8 @@ use super::{
 };
 use crate::{
     api::{
-        Adopted, Dump, Facts, FluxNodeStatus, IdSet, LeadFailed, NodePhase, ROSTER_FORMAT, Rank, Takeover, Want, packed,
+        Adopted, Dump, Facts, FluxNodeStatus, IdSet, LeadFailed, NodePhase, ROSTER_FORMAT, Rank, Roster, Takeover,
+        Want, packed,
     },
     broker::STAND_IN,
     host::{HostView, Preflight, dump::is_of},
@@ -193,7 +194,9 @@ fn nothing_runs(seen: &Seen) -> bool {
 
 /// The epoch that has ended here: nothing of it runs, and nothing of it will be started.
 fn closed(seen: &Seen) -> Option<u64> {
-    seen.roster.filter(|roster| roster.closing.is_some() && nothing_runs(seen)).and_then(|roster| led_epoch(seen, roster))
+    seen.roster
+        .filter(|roster| roster.closing.is_some() && nothing_runs(seen))
+        .and_then(|roster| led_epoch(seen, roster))
 }
 
 /// The epoch that an administrator has shut down here.

@@ -197,8 +197,13 @@ impl<'a> Barrier<'a> {
 
     /// Lets jobs begin again, if the broker still runs.
     async fn lower(&self, host: &dyn Host) {
-        if look(host).await.is_ok_and(|view| view.broker.is_none()) {
-            return say("the broker has ended: run the command again to remove what is left");
+        // A stop that was cut short may have told the broker to end: a job that began now would end with it.
+        let is_ending = match live::connect().await {
+            Ok(socket) => status::state(&socket).await.is_ok_and(|state| state.state != "run"),
+            Err(_) => look(host).await.is_ok_and(|view| view.broker.is_none()),
+        };
+        if is_ending {
+            return say("the broker has ended, or is about to: run the command again to remove what is left");
         }
         let (lowered, done, remedy) = match &self.measure {
             Measure::StopQueues => {
@@ -214,7 +219,9 @@ impl<'a> Barrier<'a> {
         };
         match lowered {
             Ok(()) => say(&done),
-            Err(error) => say(&format!("can't let jobs begin again: {}; if the instance goes on, {remedy}", error_chain(&error))),
+            Err(error) => {
+                say(&format!("can't let jobs begin again: {}; if the instance goes on, {remedy}", error_chain(&error)))
+            }
         }
     }
 }
@@ -238,7 +245,9 @@ fn outcome(view: &HostView, purge: bool) -> String {
     match &view.state {
         None => "nothing was claimed on this host; it is clean".to_owned(),
         Some(_) if purge => "this host is clean".to_owned(),
-        Some(state) => format!("this host is clean, except for the queue if it was here: see {}", state.prefix.display()),
+        Some(state) => {
+            format!("this host is clean, except for the queue if it was here: see {}", state.prefix.display())
+        }
     }
 }
 

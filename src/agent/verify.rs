@@ -35,7 +35,7 @@ pub async fn verify(arguments: VerifyArguments) -> Result<ExitCode, EnterError> 
     let verified = match prefix {
         Some(prefix) => {
             let looked = tokio::task::spawn_blocking(move || {
-                packages::verify(&VerifyOrder { prefix, digest, ..VerifyOrder::default() })
+                packages::verify(&VerifyOrder { prefix, digest, ..VerifyOrder::default() }, &mut |_| {})
             })
             .await;
             looked.map_err(|error| EnterError::Other(error.to_string()))?.map_err(crate::host::HostError::Refused)?

@@ -9,7 +9,7 @@ use std::{
 
 use super::{
     ConfigureOrder, HostState, Refusal, Root, Undo,
-    files::{Owner, host_path, replace_symlink, missing_parents, remove_if_there, symlink_atomic, write_atomic},
+    files::{Owner, host_path, missing_parents, remove_if_there, replace_symlink, symlink_atomic, write_atomic},
     state::{self, ENVIRONMENTS},
     trust,
 };
@@ -39,7 +39,8 @@ fn compiled_prefix(root: &Root, prefix: &Path, digest: &str) -> Result<Option<Pa
 /// Points `current` and the compiled-in prefix to the order's environment, unless a running broker uses them.
 ///
 /// # Errors
-/// Something that is not ours is at the compiled-in prefix, or others than root can write to a directory above it.
+/// Something that is not ours is at the compiled-in prefix, or there is no link of ours yet and others than root can write to a
+/// directory above it.
 pub fn flip(root: &Root, state: &mut HostState, order: &ConfigureOrder) -> Result<(), Refusal> {
     let current = root.path(&order.prefix).join(CURRENT);
     if order.live && fs::symlink_metadata(&current).is_ok() {
@@ -70,7 +71,18 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
         let message = format!("this bundle's Flux was built for {}, where a link is needed: {message}", path.display());
         Refusal { message, transient }
     };
-    let found = trust::directory(root, above).map_err(refused)?;
+    let found = match trust::directory(root, above) {
+        Ok(found) => found,
+        // A version before this one made links there, and an instance that runs must come up again. A link of ours that leads to
+        // another environment of ours gives nobody more.
+        Err(distrust) => match with_our_link(root, above, name, &state.prefix) {
+            Some(directory) => {
+                tracing::warn!("the link {} can be led elsewhere: {}", path.display(), crate::error_chain(&distrust));
+                Some(directory)
+            }
+            None => return Err(refused(distrust)),
+        },
+    };
     let is_others = |directory: &OwnedFd| {
         let at = host_path(directory).join(name);
         fs::symlink_metadata(&at).is_ok() && !is_ours(&at, &state.prefix)
@@ -88,7 +100,14 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
         Some(directory) => directory,
         None => trust::make_directories(root, above).map_err(refused)?,
     };
-    replace_symlink(target, &host_path(&directory).join(name)).map_err(|error| Refusal::io("make the link", path, &error))
+    replace_symlink(target, &host_path(&directory).join(name))
+        .map_err(|error| Refusal::io("make the link", path, &error))
+}
+
+/// The directory `above`, whoever can change it, if there is a link of ours called `name` in it.
+fn with_our_link(root: &Root, above: &Path, name: &OsStr, prefix: &Path) -> Option<OwnedFd> {
+    let directory = OwnedFd::from(fs::File::open(root.path(above)).ok()?);
+    is_ours(&host_path(&directory).join(name), prefix).then_some(directory)
 }
 
 /// By its target, not by what is remembered: the undo list may have been lost with the prefix, and others have no reason to

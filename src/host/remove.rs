@@ -48,7 +48,9 @@ pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result
     }
     if let Some(state) = &state {
         // Only a pointer tells of a prefix without a state.json, and by now a disk may be mounted over what it was.
-        claim::check_content(root, &state.prefix, &state.instance_uid)?;
+        claim::check_content(root, &state.prefix, &state.instance_uid).map_err(|refusal| {
+            Refusal::new(format!("nothing was removed: {}; the removal goes on once that is done", refusal.message))
+        })?;
     }
     if view.running.is_some() {
         brokers.stop(&StopOrder { grace_secs: LAST_GRACE })?;

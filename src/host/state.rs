@@ -11,7 +11,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use nix::{
+    fcntl::{OFlag, openat},
+    sys::stat::Mode,
+};
 
 use super::{
     ClaimOrder, HostState, Refusal, Root, Undo,
@@ -71,8 +74,9 @@ pub fn find(root: &Root) -> Result<Option<HostState>, Refusal> {
         let Some(pointer) = read(root, dir, POINTER)?.filter(|pointer| is_of_this_machine(root, pointer)) else {
             continue;
         };
-        check_prefix(&pointer.prefix)
-            .map_err(|reason| Refusal::new(format!("{}: {reason}; correct it by hand, or move it away", dir.join(POINTER).display())))?;
+        check_prefix(&pointer.prefix).map_err(|reason| {
+            Refusal::new(format!("{}: {reason}; correct it by hand, or move it away", dir.join(POINTER).display()))
+        })?;
         match look(root, &pointer.prefix)? {
             Claim::Ours(state) => return Ok(Some(state)),
             // What is to be removed of a claim or a removal that was cut short.
@@ -158,15 +162,12 @@ fn read(root: &Root, dir: &Path, name: &str) -> Result<Option<HostState>, Refusa
     trust::read(&directory, dir, name)?.map(|text| parse(&path, &text)).transpose()
 }
 
-/// Root has written it for this very place: a version before this one may have claimed a host there. A link on the way may lead
-/// to what root has written for another place, and may be anybody's.
+/// True if root wrote the file for this very place, as a version before this one may have done. A user's link on the way may lead
+/// to what root wrote for another place.
 fn is_roots_own(root: &Root, dir: &Path, name: &str) -> bool {
-    let how = OpenHow::new()
-        .flags(OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC)
-        .resolve(ResolveFlag::RESOLVE_NO_SYMLINKS);
-    let Ok(top) = fs::File::open(root.path(Path::new("/"))) else { return false };
-    let below = dir.strip_prefix("/").unwrap_or(dir).join(name);
-    let Ok(file) = openat2(&top, &below, how).map(fs::File::from) else { return false };
+    let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
+    let Some(directory) = trust::by_roots_links(root, dir) else { return false };
+    let Ok(file) = openat(&directory, name, flags, Mode::empty()).map(fs::File::from) else { return false };
     let is_roots = file.metadata().is_ok_and(|found| found.is_file() && found.uid() == 0);
     let state = is_roots.then(|| serde_json::from_reader::<_, HostState>(file).ok()).flatten();
     state.is_some_and(|state| name == POINTER || state.prefix == dir)

@@ -94,16 +94,24 @@ impl From<Distrust> for Refusal {
 struct Rule {
     /// The end of the path may be open to the writes of others.
     may_last_be_open: bool,
+    /// Directories may be anybody's. Symlinks may not.
+    may_directories_be_anybodys: bool,
 }
 
 impl Rule {
-    const CLOSED: Self = Self { may_last_be_open: false };
+    const CLOSED: Self = Self { may_last_be_open: false, may_directories_be_anybodys: false };
 
     /// For a directory that is to be closed to others, as [`make_closed_directory`] does: a new file system may be open.
-    const BEFORE_IT_IS_CLOSED: Self = Self { may_last_be_open: true };
+    const BEFORE_IT_IS_CLOSED: Self = Self { may_last_be_open: true, ..Self::CLOSED };
+
+    /// For a look at who has written what is there.
+    const LINKS_ALONE: Self = Self { may_directories_be_anybodys: true, ..Self::CLOSED };
 
     fn check(self, path: &Path, found: &FileStat, is_last: bool) -> Result<(), Distrust> {
         let uid = found.st_uid;
+        if self.may_directories_be_anybodys && kind(found) != SFlag::S_IFLNK {
+            return Ok(());
+        }
         if uid != 0 && uid != geteuid().as_raw() {
             return Err(Distrust::Owner { path: path.to_owned(), uid });
         }
@@ -127,6 +135,12 @@ fn kind(found: &FileStat) -> SFlag {
 pub fn directory(root: &Root, path: &Path) -> Result<Option<OwnedFd>, Distrust> {
     let walked = walk(root, path, Rule::CLOSED, false)?;
     Ok(walked.is_whole.then_some(walked.last))
+}
+
+/// The directory `path` of the host, whoever can change it, if no symlink on the way there is another user's.
+pub fn by_roots_links(root: &Root, path: &Path) -> Option<OwnedFd> {
+    let walked = walk(root, path, Rule::LINKS_ALONE, false).ok()?;
+    walked.is_whole.then_some(walked.last)
 }
 
 /// The directory `path` of the host, or the nearest one above it that is there, for [`make_closed_directory`].

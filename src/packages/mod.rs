@@ -51,7 +51,7 @@ pub const ENVIRONMENT_MARKER: &str = ".flux-distribute.json";
 pub(crate) fn credentials_remedy() -> String {
     let (secret, key) = (crate::api::SECRET_PACKAGES, crate::api::SECRET_PACKAGES_CREDENTIALS_KEY);
     format!(
-        "write it without them, and put them into Secret {secret}, key {key}: {{\"HOST\": {{\"CondaToken\": \"TOKEN\"}}}}, or \
+        "write it without them (a file that needs one in a query has to be put elsewhere), and put them into Secret {secret}, key {key}: {{\"HOST\": {{\"CondaToken\": \"TOKEN\"}}}}, or \
          {{\"BasicHTTP\": {{\"username\": \"USER\", \"password\": \"PASSWORD\"}}}}"
     )
 }

@@ -55,6 +55,7 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
         client,
         resolver: Resolver::default(),
         predecessor_time,
+        moved: None,
         deadline: None,
         since: Instant::now(),
         had_roster: false,
@@ -93,6 +94,8 @@ struct Planner {
     resolver: Resolver,
     /// The time by the clock of the planner before, when this one took over; None once its time limits are taken over.
     predecessor_time: Option<Timestamp>,
+    /// The roster with the limits that were taken over, while it is being written.
+    moved: Option<Roster>,
     /// The deadline that was under way then.
     deadline: Option<MovedDeadline>,
     /// When planning began: with the Lease, and again where the roster is gone, be it with its FluxInstance.
@@ -225,12 +228,15 @@ impl Planner {
         let Some(before) = self.predecessor_time else { return Ok(false) };
         let secs = clock::now().as_second() - before.as_second();
         self.deadline = MovedDeadline::new(status, secs);
-        let moved = stored.and_then(|(roster, document)| Some((move_limits(roster, secs)?, document)));
-        if let Some((roster, document)) = &moved {
+        // A write that timed out may have been made.
+        let is_written = self.moved.is_some() && stored.map(|(roster, _)| roster) == self.moved.as_ref();
+        let to_move = stored.filter(|_| !is_written);
+        self.moved = to_move.and_then(|(roster, _)| move_limits(roster, secs));
+        if let (Some(roster), Some((_, document))) = (&self.moved, to_move) {
             publish::write_roster(&self.client, roster, Some(document)).await?;
         }
         self.predecessor_time = None;
-        Ok(moved.is_some())
+        Ok(is_written || self.moved.take().is_some())
     }
 
     /// The roster that was written in place of `before`; None where that stays.

@@ -6,7 +6,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use crate::{
-    attack::{Attack, owned_or_writable_by_users, nothing_gained},
+    attack::{Attack, nothing_gained, owned_or_writable_by_users},
     harness::{Cluster, bundle},
 };
 

@@ -6,7 +6,7 @@ use flux_distribute::api::{ANNOTATION_RESTART, FluxNode};
 use serde_json::json;
 
 use crate::{
-    attack::{Attack, owned_or_writable_by_users, nothing_gained},
+    attack::{Attack, nothing_gained, owned_or_writable_by_users},
     harness::Cluster,
 };
 

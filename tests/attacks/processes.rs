@@ -14,7 +14,7 @@ use nix::{
 use serde_json::json;
 
 use crate::{
-    attack::{Attack, owned_or_writable_by_users, nothing_gained},
+    attack::{Attack, nothing_gained, owned_or_writable_by_users},
     harness::Cluster,
     locks::{NEXT, put_next_bundle},
 };

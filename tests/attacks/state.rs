@@ -6,7 +6,7 @@ use flux_distribute::api::{ANNOTATION_RESTART, INSTANCE};
 use serde_json::json;
 
 use crate::{
-    attack::{Attack, USER, owned_or_writable_by_users, nothing_gained},
+    attack::{Attack, USER, nothing_gained, owned_or_writable_by_users},
     harness::{Cluster, bundle},
 };
 

@@ -219,6 +219,23 @@ fn a_link_in_what_has_become_a_users_is_left_and_holds_no_removal_up() {
     assert!(fs::symlink_metadata(host.at("/srv/site/flux")).is_ok());
 }
 
+/// A version before this one made links in such directories, and an instance that runs must come up again.
+#[test]
+fn a_link_of_ours_is_flipped_wherever_it_is() {
+    need_root!();
+    const NEXT: &str = "fedcba9876543210";
+    let host = TestHost::new();
+    host.claim().unwrap();
+    for digest in [DIGEST, NEXT] {
+        host.environment(digest, Some(COMPILED));
+    }
+    host.configure(&configure_order()).unwrap();
+    fs::set_permissions(host.at("/usr/site"), fs::Permissions::from_mode(0o2775)).unwrap();
+    host.configure(&configure_order()).unwrap();
+    host.configure(&ConfigureOrder { digest: NEXT.into(), ..configure_order() }).unwrap();
+    assert_eq!(fs::read_link(host.at(COMPILED)).unwrap(), Path::new(PREFIX).join("envs").join(NEXT));
+}
+
 #[test]
 fn links_are_flipped_between_epochs_and_left_alone_under_a_running_broker() {
     need_root!();

@@ -237,7 +237,9 @@ fn a_prefix_that_another_machine_has_claimed_is_refused_and_only_that_machine_re
 fn a_users_link_to_what_is_ours_is_in_nobodys_way() {
     need_root!();
     let host = host_with_a_user();
-    fs::create_dir_all(host.at("/opt")).unwrap();
+    for directory in ["/opt", "/var/lib"] {
+        fs::create_dir_all(host.at(directory)).unwrap();
+    }
     chown(host.at("/opt"), Some(USER), None).unwrap();
     claim(&host.root, &claim_order("/data/flux", "uid-1")).unwrap();
     let pointer = host.at("/var/lib/flux-distribute/prefix.json");

@@ -8,7 +8,7 @@ use super::*;
 
 pub fn verify(prefix: &Path, digest: &str) -> Verified {
     let order = VerifyOrder { prefix: prefix.to_owned(), digest: Some(digest.to_owned()), ..VerifyOrder::default() };
-    packages::verify(&order).unwrap().remove(0)
+    packages::verify(&order, &mut |_| ()).unwrap().remove(0)
 }
 
 fn differences(host: &Host, set: &PackageSet) -> Vec<String> {

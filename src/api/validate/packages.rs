@@ -39,7 +39,10 @@ fn url(field: &str, given: &str) -> Option<Finding> {
 /// The same of a URL that paths are put behind: its last part is a directory, and may be conda's token.
 fn base(field: &str, given: &str) -> Option<Finding> {
     let has_more = || {
-        let problem = format!("{:?} has a query or a fragment: remove it, because paths are appended to the URL", redacted(given));
+        let problem = format!(
+            "{:?} has a query or a fragment: remove it, because paths are appended to the URL",
+            redacted(given)
+        );
         (is_url(given) && given.contains(['?', '#'])).then(|| Finding::new(field, problem))
     };
     credentials_in(field, &format!("{}/", given.trim_end_matches('/')))

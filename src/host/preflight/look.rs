@@ -10,7 +10,8 @@ use nix::sys::{
 
 use super::{Observed, Place, PortUse, Room, candidates, port};
 use crate::host::{
-    Brokers, PreflightOrder, Refusal, Root, claim::claimed_by_another, facts, files::host_path, machine, mountinfo, state, trust,
+    Brokers, PreflightOrder, Refusal, Root, claim::claimed_by_another, facts, files::host_path, machine, mountinfo,
+    state, trust,
 };
 
 /// Looks at everything that [`super::decide`] wants to know.

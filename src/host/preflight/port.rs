@@ -12,6 +12,8 @@ pub(super) fn look(root: &Root, endpoint: SocketAddr) -> PortUse {
     match TcpListener::bind(endpoint) {
         Ok(_) => PortUse::Free,
         Err(error) if error.kind() == ErrorKind::AddrInUse => PortUse::Taken(holder(root, endpoint.port())),
+        // An address that is on no interface, as behind NAT. Only brokers that others hang on listen, and those say it themselves.
+        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => PortUse::Free,
         Err(error) => PortUse::Unusable(error.to_string()),
     }
 }

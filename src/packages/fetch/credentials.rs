@@ -107,10 +107,7 @@ impl Credential {
         let parse = |(key, authentication): (String, Authentication)| {
             let scope = Scope::parse(&key).ok_or("has a key that is not HOST, HOST:PORT, HOST/PATH or *.DOMAIN")?;
             let presentation = Presentation::from(&authentication).map_err(|Unusable| {
-                format!(
-                    "has an entry for {} that is not a usable BearerToken, BasicHTTP or CondaToken",
-                    scope.host
-                )
+                format!("has an entry for {} that is not a usable BearerToken, BasicHTTP or CondaToken", scope.host)
             })?;
             Ok(Self { scope, over_http, presentation })
         };

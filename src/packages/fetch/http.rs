@@ -170,7 +170,6 @@ enum Redirected {
 
 /// Whether a request may go on to `next`. The client takes headers off by itself when the server is another one.
 fn redirected(previous: &[Url], next: &Url) -> Result<(), Redirected> {
-    let tokens = |url: &Url| tokens(url).map(str::to_owned).collect::<Vec<_>>();
     let Some((first, last)) = previous.first().zip(previous.last()) else { return Ok(()) };
     let is_other = |url: &Url| url.origin() != first.origin();
     match () {

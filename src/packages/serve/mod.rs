@@ -7,9 +7,7 @@
 pub(crate) mod bounded;
 pub(in crate::packages) mod impatient;
 
-use std::{
-    collections::BTreeSet, fs::File, future::Future, io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration,
-};
+use std::{collections::BTreeSet, fs::File, io, path::PathBuf, sync::Arc, time::Duration};
 
 use axum::{
     body::Body,
