@@ -185,7 +185,7 @@ fn the_rights_are_bound_to_the_account_that_the_pods_run_as() {
         .map(|p| serde_norway::to_string(p).unwrap())
         .collect::<Vec<_>>();
     let user = format!("system:serviceaccount:{NAMESPACE}:{}", account.unwrap());
-    assert!(policies.len() == 5 && policies.iter().all(|policy| policy.contains(&user)));
+    assert!(policies.len() == 6 && policies.iter().all(|policy| policy.contains(&user)));
     for name in [SECRET_CURVE, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, ANNOTATION_PROTECTS]
         .into_iter()
         .chain(PROTECTING)
