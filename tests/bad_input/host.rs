@@ -56,7 +56,7 @@ async fn a_damaged_undo_list_is_told_by_its_path_until_it_is_mended_and_the_brok
     for damaged in ["", "{"] {
         std::fs::write(&path, damaged).unwrap();
         let message = case.node_says("node1", NodePhase::Failed, "/opt/flux-distribute/state.json").await;
-        assert!(message.contains("mend it by hand"), "{message}");
+        assert!(message.contains("correct it by hand"), "{message}");
         case.becomes_ready("node1", false).await;
         let flapped = case.changes_of("node1", std::time::Duration::from_secs(3), |node: &FluxNode| {
             !super::cluster::says(node, &NodePhase::Failed, "state.json")

@@ -175,7 +175,7 @@ async fn a_disk_that_is_too_small_for_the_packages_is_told_before_anything_is_wr
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     case.exec("node1", &["mkdir", "-p", "/srv/small"]);
-    case.exec("node1", &["mount", "-t", "tmpfs", "-o", "size=1m", "small", "/srv/small"]);
+    case.exec("node1", &["mount", "-t", "tmpfs", "-o", "size=1m,mode=755", "small", "/srv/small"]);
     let packages = json!({"channels": [server.url()], "specs": ["flux-core"]});
     case.create(json!({"prefix": "/srv/small/flux", "packages": packages})).await;
     let message = case.node_says("node1", NodePhase::Failed, "/srv/small/flux has too little room").await;
