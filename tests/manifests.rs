@@ -324,13 +324,17 @@ fn the_installers_first_spec_is_found_and_valid() {
 fn workers_keep_their_agent_under_any_taint_and_tainted_control_planes_get_none() {
     let every = Toleration { operator: Some("Exists".to_owned()), ..Toleration::default() };
     assert_eq!(pod().tolerations.unwrap(), [every]);
-    let control_plane = ("node-role.kubernetes.io/control-plane", "");
-    let etcd = ("node-role.kubernetes.io/etcd", "true");
+    // The last two are those of kubeadm before 1.20, and of Rancher's RKE1.
+    let roles =
+        ["control-plane", "etcd", "master", "controlplane"].map(|role| format!("node-role.kubernetes.io/{role}"));
+    for some in 0..1 << roles.len() {
+        let labels = (0..roles.len()).filter(|at| some >> at & 1 == 1).map(|at| (roles[at].as_str(), "true"));
+        let labels = labels.collect::<Vec<_>>();
+        assert_eq!(on_node(&labels), [if some == 0 { DAEMONSET } else { CONTROL_PLANES }], "{labels:?}");
+    }
     for (labels, sets) in [
         (&[("type", "compute")][..], &[DAEMONSET][..]),
-        (&[control_plane], &[CONTROL_PLANES]),
-        (&[etcd], &[CONTROL_PLANES]),
-        (&[control_plane, etcd], &[CONTROL_PLANES]),
+        (&[("node-role.kubernetes.io/worker", "true")], &[DAEMONSET]),
         // They have no host.
         (&[("eks.amazonaws.com/compute-type", "fargate")], &[]),
         (&[("type", "virtual-kubelet")], &[]),
