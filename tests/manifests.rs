@@ -11,8 +11,8 @@ use std::{
 use flux_distribute::{
     api::{
         ANNOTATION_PROTECTS, CONDITION_POD_READY, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY,
-        CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, DAEMONSET, FluxInstance, FluxInstanceSpec, GROUP, LEASE_PLANNER,
-        NAMESPACE, SECRET_CURVE, SECRET_PACKAGES, by_line, read, read_instance,
+        CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, DAEMONSET, FluxInstance, FluxInstanceSpec, GROUP, INSTANCE,
+        LEASE_PLANNER, NAMESPACE, SECRET_CURVE, SECRET_PACKAGES, by_line, read, read_instance,
     },
     plan::protect::PROTECTING,
 };
@@ -186,10 +186,8 @@ fn the_rights_are_bound_to_the_account_that_the_pods_run_as() {
         .collect::<Vec<_>>();
     let user = format!("system:serviceaccount:{NAMESPACE}:{}", account.unwrap());
     assert!(policies.len() == 6 && policies.iter().all(|policy| policy.contains(&user)));
-    for name in [SECRET_CURVE, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, ANNOTATION_PROTECTS]
-        .into_iter()
-        .chain(PROTECTING)
-    {
+    let own = [SECRET_CURVE, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, LEASE_PLANNER, INSTANCE];
+    for name in own.into_iter().chain([ANNOTATION_PROTECTS]).chain(PROTECTING) {
         assert!(policies.iter().any(|policy| policy.contains(&format!("'{name}'"))), "{name}");
     }
 }
