@@ -31,14 +31,15 @@ pub async fn http_client(client: &Client, packages: &Packages) -> Result<HttpCli
         .map_err(|error| PlannerError::Content { object: "packages".to_owned(), reason: error_chain(&error) })
 }
 
-/// The URLs that a spec names, but for those at the server of the default channel: it is public, and names itself in any spec or
-/// lock that has a package of conda-forge.
+/// The URLs that a spec names, but for those at the default channel's server: it is public, and a spec or a lock with packages of
+/// conda-forge names it.
 fn named(packages: &Packages) -> Vec<String> {
     let bundle = packages.bundle.iter().map(|bundle| bundle.url.as_str());
     let named = packages.channels.iter().chain(&packages.mirror).map(String::as_str).chain(bundle);
     // A lock that can't be read is told by those who install it.
     let locked = packages.lock.iter().flat_map(|lock| lock_urls(lock).unwrap_or_default());
-    let server = |url: &str| Url::parse(url).ok().and_then(|url| url.host_str().map(str::to_owned));
+    let server =
+        |url: &str| Url::parse(url).ok().and_then(|url| Some(url.host_str()?.trim_end_matches('.').to_owned()));
     let public = server(DEFAULT_CHANNEL);
     named.map(str::to_owned).chain(locked).filter(|url| server(url) != public).collect()
 }
@@ -72,6 +73,7 @@ mod tests {
                 "https://a/c".into(),
                 DEFAULT_CHANNEL.into(),
                 "https://CONDA.anaconda.org:443/bioconda".into(),
+                "https://conda.anaconda.org./nvidia".into(),
             ],
             lock: Some(locked(&["https://conda.anaconda.org/conda-forge/linux-64/x-1-0.conda", private])),
             ..Packages::default()
