@@ -1,5 +1,5 @@
-//! What the documents claim to be tested is tested: every row of docs/failures.md names tests that are there. The fields that
-//! README.md tells of are those that there are.
+//! What the documents claim to be tested is tested: every row of docs/failures.md names tests that are there, and so does
+//! docs/threat-model.md. The fields that README.md tells of are those that there are.
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 
@@ -9,8 +9,9 @@ use flux_distribute::api::FluxInstance;
 use kube::CustomResourceExt;
 use serde_json::{Value, json};
 
-/// The source that holds `module`'s tests, such as `local_flux/loss`, or `lib/agent::decide` for the library's own.
-fn source(root: &Path, module: &str) -> String {
+/// The source that holds `module`'s tests, such as `local_flux/loss`, or `lib/agent::decide` for the library's own. `document`
+/// names it.
+fn source(root: &Path, document: &str, module: &str) -> String {
     let candidates = match (module.strip_prefix("lib/"), module.strip_prefix("scripts/")) {
         (Some(path), _) => {
             let path = format!("src/{}", path.replace("::", "/"));
@@ -21,13 +22,23 @@ fn source(root: &Path, module: &str) -> String {
         _ => vec![format!("tests/{module}.rs"), format!("tests/{module}/main.rs")],
     };
     let found = candidates.iter().find_map(|path| fs::read_to_string(root.join(path)).ok());
-    found.unwrap_or_else(|| panic!("docs/failures.md names {module}, which is none of {candidates:?}"))
+    found.unwrap_or_else(|| panic!("{document} names {module}, which is none of {candidates:?}"))
+}
+
+/// Looks for `test`, such as `local_flux/loss::NAME`, which `document` names. `*` stands for all of a module.
+fn assert_is_there(root: &Path, document: &str, test: &str) {
+    let (module, name) = test.rsplit_once("::").unwrap_or_else(|| panic!("{document}: {test} is no test's name"));
+    let source = source(root, document, module);
+    let words = [format!("fn {name}("), format!("def {name}("), format!("\"{name}\"")];
+    let is_there = name == "*" || words.iter().any(|word| source.contains(word));
+    assert!(is_there, "{document}: there is no test {test}");
 }
 
 #[test]
 fn every_row_of_the_failure_table_has_its_test() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let text = fs::read_to_string(root.join("docs/failures.md")).unwrap();
+    let document = "docs/failures.md";
+    let text = fs::read_to_string(root.join(document)).unwrap();
     let rows: Vec<&str> = text
         .lines()
         .filter(|line| line.starts_with("| ") && !line.starts_with("| situation"))
@@ -35,12 +46,31 @@ fn every_row_of_the_failure_table_has_its_test() {
         .collect();
     assert!(rows.len() > 20, "{rows:?}");
     for test in rows.iter().flat_map(|row| row.trim_matches('`').split("`, `")) {
-        let (module, name) = test.rsplit_once("::").unwrap_or_else(|| panic!("{test} is no test's name"));
-        let source = source(root, module);
-        let words = [format!("fn {name}("), format!("def {name}("), format!("\"{name}\"")];
-        let is_there = name == "*" || words.iter().any(|word| source.contains(word));
-        assert!(is_there, "there is no test {test}");
+        assert_is_there(root, document, test);
     }
+}
+
+/// It names whole files and modules too, such as `tests/deploy.rs` and `host/trust`.
+#[test]
+fn the_threat_model_names_tests_that_are_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let document = "docs/threat-model.md";
+    let text = fs::read_to_string(root.join(document)).unwrap();
+    let is_module = |word: &str| {
+        let directory = word.split_once('/').map(|(directory, _)| directory).filter(|directory| !directory.is_empty());
+        directory.is_some_and(|directory| root.join("tests").join(directory).is_dir())
+    };
+    let mut tests = Vec::new();
+    for word in text.split('`').skip(1).step_by(2) {
+        match word.strip_prefix("tests/") {
+            Some(file) => tests.push(format!("{}::*", file.trim_end_matches(".rs"))),
+            None if word.contains("::") => tests.push(word.to_owned()),
+            None if is_module(word) => tests.push(format!("{word}::*")),
+            None => assert!(!word.ends_with(".rs"), "{document}: name {word} from `tests/` on"),
+        }
+    }
+    assert!(tests.len() > 20, "{tests:?}");
+    tests.iter().for_each(|test| assert_is_there(root, document, test));
 }
 
 /// The fields of README.md's table, as paths below `spec`; `.name` stands beside the one before it.

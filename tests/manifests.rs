@@ -11,8 +11,8 @@ use std::{
 use flux_distribute::{
     api::{
         ANNOTATION_PROTECTS, CONDITION_POD_READY, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY,
-        CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, DAEMONSET, FluxInstance, FluxInstanceSpec, GROUP, LEASE_PLANNER,
-        NAMESPACE, SECRET_CURVE, SECRET_PACKAGES, by_line, read, read_instance,
+        CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, DAEMONSET, FluxInstance, FluxInstanceSpec, GROUP, INSTANCE,
+        LEASE_PLANNER, NAMESPACE, SECRET_CURVE, SECRET_PACKAGES, by_line, read, read_instance,
     },
     plan::protect::PROTECTING,
 };
@@ -186,10 +186,8 @@ fn the_rights_are_bound_to_the_account_that_the_pods_run_as() {
         .collect::<Vec<_>>();
     let user = format!("system:serviceaccount:{NAMESPACE}:{}", account.unwrap());
     assert!(policies.len() == 6 && policies.iter().all(|policy| policy.contains(&user)));
-    for name in [SECRET_CURVE, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, ANNOTATION_PROTECTS]
-        .into_iter()
-        .chain(PROTECTING)
-    {
+    let own = [SECRET_CURVE, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, LEASE_PLANNER, INSTANCE];
+    for name in own.into_iter().chain([ANNOTATION_PROTECTS]).chain(PROTECTING) {
         assert!(policies.iter().any(|policy| policy.contains(&format!("'{name}'"))), "{name}");
     }
 }
@@ -324,13 +322,17 @@ fn the_installers_first_spec_is_found_and_valid() {
 fn workers_keep_their_agent_under_any_taint_and_tainted_control_planes_get_none() {
     let every = Toleration { operator: Some("Exists".to_owned()), ..Toleration::default() };
     assert_eq!(pod().tolerations.unwrap(), [every]);
-    let control_plane = ("node-role.kubernetes.io/control-plane", "");
-    let etcd = ("node-role.kubernetes.io/etcd", "true");
+    // The last two are those of kubeadm before 1.20, and of Rancher's RKE1.
+    let roles =
+        ["control-plane", "etcd", "master", "controlplane"].map(|role| format!("node-role.kubernetes.io/{role}"));
+    for some in 0..1 << roles.len() {
+        let labels = (0..roles.len()).filter(|at| some >> at & 1 == 1).map(|at| (roles[at].as_str(), "true"));
+        let labels = labels.collect::<Vec<_>>();
+        assert_eq!(on_node(&labels), [if some == 0 { DAEMONSET } else { CONTROL_PLANES }], "{labels:?}");
+    }
     for (labels, sets) in [
         (&[("type", "compute")][..], &[DAEMONSET][..]),
-        (&[control_plane], &[CONTROL_PLANES]),
-        (&[etcd], &[CONTROL_PLANES]),
-        (&[control_plane, etcd], &[CONTROL_PLANES]),
+        (&[("node-role.kubernetes.io/worker", "true")], &[DAEMONSET]),
         // They have no host.
         (&[("eks.amazonaws.com/compute-type", "fargate")], &[]),
         (&[("type", "virtual-kubelet")], &[]),

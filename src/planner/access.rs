@@ -3,11 +3,12 @@
 
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client};
+use url::Url;
 
 use super::{PlannerError, call};
 use crate::{
     api::{
-        NAMESPACE, Packages, SECRET_PACKAGES, SECRET_PACKAGES_CA_KEY, SECRET_PACKAGES_CREDENTIALS_KEY,
+        DEFAULT_CHANNEL, NAMESPACE, Packages, SECRET_PACKAGES, SECRET_PACKAGES_CA_KEY, SECRET_PACKAGES_CREDENTIALS_KEY,
         SECRET_PACKAGES_TOKEN_KEY,
     },
     error_chain,
@@ -30,13 +31,17 @@ pub async fn http_client(client: &Client, packages: &Packages) -> Result<HttpCli
         .map_err(|error| PlannerError::Content { object: "packages".to_owned(), reason: error_chain(&error) })
 }
 
-/// All URLs that a spec names.
+/// The URLs that a spec names, but for those at the default channel's server: it is public, and a spec or a lock with packages of
+/// conda-forge names it.
 fn named(packages: &Packages) -> Vec<String> {
     let bundle = packages.bundle.iter().map(|bundle| bundle.url.as_str());
     let named = packages.channels.iter().chain(&packages.mirror).map(String::as_str).chain(bundle);
     // A lock that can't be read is told by those who install it.
     let locked = packages.lock.iter().flat_map(|lock| lock_urls(lock).unwrap_or_default());
-    named.map(str::to_owned).chain(locked).collect()
+    let server =
+        |url: &str| Url::parse(url).ok().and_then(|url| Some(url.host_str()?.trim_end_matches('.').to_owned()));
+    let public = server(DEFAULT_CHANNEL);
+    named.map(str::to_owned).chain(locked).filter(|url| server(url) != public).collect()
 }
 
 #[cfg(test)]
@@ -50,7 +55,7 @@ mod tests {
         let packages = Packages {
             channels: vec!["https://a/c".into()],
             mirror: Some("https://b/m".into()),
-            lock: Some(format!("@EXPLICIT\nhttps://c/linux-64/x-1-0.conda#sha256:{}\n", "0".repeat(64))),
+            lock: Some(locked(&["https://c/linux-64/x-1-0.conda"])),
             bundle: Some(BundleSource { url: "https://d/b.tar.gz".into(), sha256: String::new() }),
             ..Packages::default()
         };
@@ -58,5 +63,26 @@ mod tests {
             named(&packages),
             ["https://a/c", "https://b/m", "https://d/b.tar.gz", "https://c/linux-64/x-1-0.conda"]
         );
+    }
+
+    #[test]
+    fn the_token_is_not_for_the_default_channel_even_if_the_spec_or_its_lock_names_it() {
+        let private = "https://a/linux-64/y-1-0.conda";
+        let packages = Packages {
+            channels: vec![
+                "https://a/c".into(),
+                DEFAULT_CHANNEL.into(),
+                "https://CONDA.anaconda.org:443/bioconda".into(),
+                "https://conda.anaconda.org./nvidia".into(),
+            ],
+            lock: Some(locked(&["https://conda.anaconda.org/conda-forge/linux-64/x-1-0.conda", private])),
+            ..Packages::default()
+        };
+        assert_eq!(named(&packages), ["https://a/c", private]);
+    }
+
+    fn locked(urls: &[&str]) -> String {
+        let lines = urls.iter().map(|url| format!("{url}#sha256:{}\n", "0".repeat(64)));
+        ["@EXPLICIT\n".to_owned()].into_iter().chain(lines).collect()
     }
 }

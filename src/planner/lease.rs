@@ -116,12 +116,10 @@ impl Candidate {
         };
         self.last = Some((version, since));
         let spec = lease.spec.as_ref();
-        let promised = spec.and_then(|spec| spec.lease_duration_seconds).and_then(|secs| u64::try_from(secs).ok());
         LeaseView {
             holder: spec.and_then(|spec| spec.holder_identity.clone()),
             unchanged_for: since.elapsed(),
-            // No version promises more, and nobody is to be without a planner for years.
-            duration: promised.map_or(LEASE_DURATION, Duration::from_secs).min(LONGEST_LEASE),
+            duration: promised(spec),
         }
     }
 
@@ -134,6 +132,13 @@ impl Candidate {
             ..LeaseSpec::default()
         }
     }
+}
+
+/// How long the holder may be silent, by its own word. No version promises more than the longest, and nobody is to be without a
+/// planner for years.
+fn promised(spec: Option<&LeaseSpec>) -> Duration {
+    let seconds = spec.and_then(|spec| spec.lease_duration_seconds).and_then(|seconds| u64::try_from(seconds).ok());
+    seconds.map_or(LEASE_DURATION, Duration::from_secs).min(LONGEST_LEASE)
 }
 
 /// The time by the clock of the holder, which renewed the Lease no later than it was seen to change.
@@ -154,4 +159,29 @@ pub async fn release(client: Client, identity: &str) -> Result<(), kube::Error> 
         _ => return Ok(()),
     }
     leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await.map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_holder_is_believed_for_longer_than_a_minute_whatever_it_promises() {
+        let minute = Duration::from_secs(60);
+        for (seconds, believed) in [
+            (None, LEASE_DURATION),
+            (Some(-1), LEASE_DURATION),
+            (Some(5), Duration::from_secs(5)),
+            (Some(60), minute),
+            (Some(61), minute),
+            (Some(i32::MAX), minute),
+        ] {
+            let spec = LeaseSpec { lease_duration_seconds: seconds, ..LeaseSpec::default() };
+            assert_eq!(promised(Some(&spec)), believed, "{seconds:?}");
+            let seen =
+                LeaseView { holder: Some("other".into()), unchanged_for: believed, duration: promised(Some(&spec)) };
+            assert_eq!(decide(Some(&seen), "me"), LeaseStep::Take, "{seconds:?}");
+        }
+        assert_eq!(promised(None), LEASE_DURATION);
+    }
 }

@@ -17,6 +17,7 @@ mod host;
 #[path = "../support/needs.rs"]
 mod needs;
 mod newer;
+mod objects;
 mod packages;
 mod rights;
 mod spec;

@@ -46,7 +46,7 @@ where
 }
 
 /// A client with the token of the agents' account.
-async fn agent(case: &Case) -> Client {
+pub async fn agent(case: &Case) -> Client {
     rights(case).await;
     token(case, TokenRequestSpec::default()).await
 }
@@ -188,7 +188,7 @@ async fn agent_on(case: &Case, name: &str) -> Client {
 }
 
 /// What the API server refuses, and why.
-fn refused<T: std::fmt::Debug>(answer: Result<T, kube::Error>, what: &str) -> (u16, String) {
+pub fn refused<T: std::fmt::Debug>(answer: Result<T, kube::Error>, what: &str) -> (u16, String) {
     match answer {
         Err(kube::Error::Api(status)) => (status.code, status.message),
         other => panic!("{what}: {other:?}"),

@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use flate2::{Compression, write::GzEncoder};
+use flate2::{Compression, read::GzDecoder, write::GzEncoder};
 use flux_distribute::{
     api::{BundleSource, PackageSet},
     host::{LinkOrder, Linked, Refusal},
@@ -323,6 +323,47 @@ fn no_entry_gets_out_of_its_directory() {
         assert_eq!(fs::read_to_string(&victim).unwrap(), "safe");
     }
     assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn nobody_but_root_can_write_what_a_bundle_brought() {
+    use EntryType::{Directory, Regular};
+    let mut forged = Forged::new();
+    for (kind, path, mode) in
+        [(Directory, "share/", 0o777), (Regular, "share/open", 0o666), (Regular, "share/group", 0o464)]
+    {
+        let mut header = Header::new_gnu();
+        header.set_entry_type(kind);
+        header.set_mode(mode);
+        header.set_size(0);
+        forged.0.append_data(&mut header, path, io::empty()).unwrap();
+    }
+    let host = forged.host();
+    host.link().unwrap();
+    for (path, mode) in [("share", 0o755), ("share/open", 0o644), ("share/group", 0o444)] {
+        assert_eq!(fs::metadata(host.environment().join(path)).unwrap().mode() & 0o7777, mode, "{path}");
+    }
+}
+
+#[test]
+fn a_bundle_gives_nobody_but_the_owner_the_right_to_write() {
+    let directory = tempfile::tempdir().unwrap();
+    let (from, bundle) = (directory.path().join("flux"), directory.path().join("flux.tar.gz"));
+    installed_flux(&from);
+    for (path, mode) in [("share", 0o2777), ("bin", 0o775), ("lib/libflux.so.1", 0o666), ("bin/flux", 0o777)] {
+        fs::set_permissions(from.join(path), PermissionsExt::from_mode(mode)).unwrap();
+    }
+    create(&from, &bundle).unwrap();
+    let mut tar = tar::Archive::new(GzDecoder::new(File::open(&bundle).unwrap()));
+    let mut modes = std::collections::BTreeMap::new();
+    for entry in tar.entries().unwrap() {
+        let entry = entry.unwrap();
+        let path = entry.path().unwrap().display().to_string();
+        modes.insert(path.trim_end_matches('/').to_owned(), entry.header().mode().unwrap());
+    }
+    let of = |path: &str| modes[path];
+    assert_eq!(["share", "bin", "bin/flux", "bin/flux-again"].map(of), [0o755; 4]);
+    assert_eq!(of("lib/libflux.so.1"), 0o644);
 }
 
 #[test]

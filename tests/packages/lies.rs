@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tar::EntryType;
 
-use super::*;
+use super::{verify::verify, *};
 
 /// Where the archives are said to be from.
 const SOURCE: &str = "http://channel.invalid/linux-64";
@@ -205,6 +205,49 @@ async fn a_program_never_gets_another_s_rights_from_a_package_and_that_is_said()
         }
         assert_eq!(host.link(&set).await.unwrap().warnings, Vec::<String>::new(), "it is said once");
     }
+}
+
+#[tokio::test]
+async fn nobody_but_root_can_write_what_a_package_brought() {
+    let with_mode = |path: &str, mode| Entry { mode, ..Entry::file(path, b"#!/bin/sh\n") };
+    let directory = Entry { mode: 0o777, ..Entry::link(EntryType::Directory, "share/", "") };
+    let files = [with_mode("bin/flux", 0o777), with_mode("share/open", 0o666), with_mode("share/group", 0o2464)];
+    let (listed, content) = (honest(&files), files.into_iter().chain([directory]).collect::<Vec<_>>());
+    for lie in Lie::both(&info("evil", &listed), &content) {
+        let (host, set) = fetched(&[lie]);
+        host.link(&set).await.unwrap();
+        for (path, mode) in [("bin/flux", 0o755), ("share/open", 0o644), ("share/group", 0o444), ("share", 0o755)] {
+            let found = fs::metadata(host.environment(&set).join(path)).unwrap();
+            assert_eq!(found.permissions().mode() & 0o7777, mode, "{path}");
+        }
+        assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
+    }
+}
+
+#[tokio::test]
+async fn nobody_but_root_can_write_the_scripts_that_a_python_package_asks_for() {
+    let python = [Entry::file("bin/flux", b"#!/bin/sh\n"), Entry::file("bin/python1.0", b"")];
+    let index = json!({"name": "evil", "version": "1.0", "build": "0", "build_number": 0, "depends": [],
+                       "subdir": "noarch", "noarch": "python"});
+    let links =
+        json!({"noarch": {"type": "python", "entry_points": ["evil = evil:main"]}, "package_metadata_version": 1});
+    let evil = [
+        Entry::file("info/index.json", index.to_string().as_bytes()),
+        Entry::file("info/link.json", links.to_string().as_bytes()),
+        Entry::file("info/paths.json", json!({"paths": [], "paths_version": 1}).to_string().as_bytes()),
+    ];
+    let packages = [
+        Lie::new("python-1.0-0.conda", conda(&info("python", &honest(&python)), &python)),
+        Lie::new("evil-1.0-0.conda", conda(&evil, &[])),
+    ];
+    let (host, set) = (Host::new(), lock(&packages));
+    for lie in &packages {
+        fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
+    }
+    host.link(&set).await.unwrap();
+    let script = fs::metadata(host.environment(&set).join("bin/evil")).unwrap();
+    assert_eq!(script.permissions().mode() & 0o7777, 0o755);
+    assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
 }
 
 #[tokio::test]

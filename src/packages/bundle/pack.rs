@@ -12,7 +12,8 @@ use flate2::{Compression, GzBuilder};
 use tar::{Builder, EntryType, Header};
 
 use crate::packages::{
-    BUNDLE_MANIFEST, BundleManifest, ENVIRONMENT_MARKER, environment::guard::stays_inside,
+    BUNDLE_MANIFEST, BundleManifest, ENVIRONMENT_MARKER,
+    environment::guard::{KEPT_MODE, stays_inside},
     environment::records::RECORDS,
 };
 
@@ -152,10 +153,11 @@ impl<W: Write> Packing<'_, W> {
     }
 }
 
+/// With what hosts keep of `mode`; nobody looks at that of a symlink.
 pub(in crate::packages) fn header(kind: EntryType, mode: u32, mtime: i64) -> Header {
     let mut header = Header::new_gnu();
     header.set_entry_type(kind);
-    header.set_mode(mode & 0o777);
+    header.set_mode(if kind == EntryType::Symlink { mode } else { mode & KEPT_MODE });
     header.set_mtime(mtime.try_into().unwrap_or(0));
     header.set_uid(0);
     header.set_gid(0);

@@ -21,6 +21,10 @@ use tar::{Entry, EntryType};
 
 use crate::packages::bundle::unpack::{UnpackError, broken};
 
+/// What is kept of a mode. Everything is unpacked as root, so nothing runs as its owner or group, and nobody but root may write:
+/// root runs what is there.
+pub(in crate::packages) const KEPT_MODE: u32 = 0o755;
+
 /// An entry that may be unpacked.
 pub(in crate::packages) struct Checked {
     /// Below the tree; empty for the tree itself.
@@ -81,9 +85,8 @@ impl Checked {
         if path.as_os_str().is_empty() && !matches!(what, What::Directory) {
             return Err(refuse("would replace the tree itself".to_owned()));
         }
-        // Neither set-user-ID nor the like: everything is unpacked as root.
         let given = header.mode().map_err(broken)?;
-        let (mode, privileged) = (given & 0o777, given & 0o6000 != 0 && matches!(what, What::File));
+        let (mode, privileged) = (given & KEPT_MODE, given & 0o6000 != 0 && matches!(what, What::File));
         let mtime = header.mtime().ok().and_then(|t| i64::try_from(t).ok()).unwrap_or(0);
         Ok(Self { path, what, mode, mtime, privileged })
     }

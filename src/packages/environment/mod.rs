@@ -227,7 +227,11 @@ impl Build<'_> {
         if conda {
             settle_clobbers(self.partial)?;
         }
-        let tree = Tree::walk(self.partial)?;
+        let mut tree = Tree::walk(self.partial)?;
+        // rattler lets the group write to the scripts that it makes for Python packages.
+        if tree.close_to_others(self.partial)? {
+            tree = Tree::walk(self.partial)?;
+        }
         if let Some(shared) = tree.shared() {
             return Err(io::Error::other(format!("{} shares its content with a file outside", shared.display())));
         }

@@ -23,6 +23,9 @@ const USUAL_OF_FILE: u32 = 0o644;
 /// … and of most directories.
 const USUAL_OF_DIRECTORY: u32 = 0o755;
 
+/// Permission of group and others to write.
+const WRITABLE_BY_OTHERS: u32 = 0o022;
+
 /// Everything in a tree, by its path below it.
 #[derive(Debug, Default)]
 pub(in crate::packages) struct Tree {
@@ -56,6 +59,16 @@ impl Tree {
             }
         }
         Ok(tree)
+    }
+
+    /// Takes the permission to write from all but the owner. True: the tree at `root` is another one now.
+    pub(in crate::packages) fn close_to_others(&self, root: &Path) -> io::Result<bool> {
+        let all = self.files.iter().chain(&self.directories).map(|(path, found)| (path, mode(found)));
+        let open: Vec<_> = all.filter(|(_, mode)| mode & WRITABLE_BY_OTHERS != 0).collect();
+        for (path, mode) in &open {
+            fs::set_permissions(root.join(path), fs::Permissions::from_mode(mode & !WRITABLE_BY_OTHERS))?;
+        }
+        Ok(!open.is_empty())
     }
 
     /// Bytes of all files and of the targets of symlinks.
@@ -175,10 +188,11 @@ impl Records {
         Ok(Self { files, links, modes: tree.modes(), owner: (made.uid(), made.gid()) })
     }
 
-    /// Whether what is now at `path` has the permissions that it was made with.
+    /// Whether what is now at `path` has the permissions that it was made with. What lets others write is not right: an older
+    /// version may have made and recorded it.
     pub(in crate::packages) fn has_its_mode(&self, path: &Path, found: &fs::Metadata) -> bool {
         let usual = if found.is_dir() { USUAL_OF_DIRECTORY } else { USUAL_OF_FILE };
-        mode(found) == *self.modes.get(path).unwrap_or(&usual)
+        mode(found) == self.modes.get(path).unwrap_or(&usual) & !WRITABLE_BY_OTHERS
     }
 
     /// Whether it still belongs to whom the environment was made for.
