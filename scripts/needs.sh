@@ -41,6 +41,7 @@ look namespaces "root can't make namespaces and mounts" namespaces
 look cgroups "root can't make a cgroup in each hierarchy" cgroups
 look process1 "root can't read the root directory of process 1" root ls /proc/1/root/
 look disk "a file can't be made into an ext4 file system and mounted" disk
+look fuse "there is no /dev/fuse" test -e /dev/fuse
 look memfd-noexec "this kernel has no vm.memfd_noexec" test -e /proc/sys/vm/memfd_noexec
 look flux "no Flux in $flux (FLUX_PREFIX)" test -x "$flux/bin/flux"
 look fluxion "no Fluxion in $flux (FLUX_PREFIX)" test -e "$flux/lib/flux/modules/sched-fluxion-qmanager.so"

@@ -1,5 +1,6 @@
 use std::{
-    fs,
+    fs::{self, Permissions},
+    os::unix::fs::{MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
@@ -10,9 +11,9 @@ use super::{
     links::CURRENT,
     lock::{HostLock, LOCK, WAIT},
     machine::Machine,
-    state::{self, ENVIRONMENTS, POINTER, STATE},
+    state::{self, Claim, ENVIRONMENTS, POINTER, STATE},
     statedir::{self, STATEDIR},
-    trust,
+    trust::{self, Distrust},
 };
 use crate::api::{check_prefix, check_prefix_characters};
 
@@ -34,17 +35,33 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     // Before anything is made: what is there and above it may be somebody else's.
     trust::nearest(root, &order.prefix)?;
     let dir = root.path(&order.prefix);
-    check_content(root, &order.prefix, &order.instance_uid)?;
+    let open = match trust::directory(root, &order.prefix) {
+        Ok(_) => None,
+        Err(Distrust::Open { mode, .. }) => Some(mode),
+        Err(distrust) => return Err(distrust.into()),
+    };
+    let check = || {
+        check_content(root, &order.prefix, &order.instance_uid)?;
+        if open.is_some() { check_owners(root, &order.prefix) } else { Ok(()) }
+    };
+    check()?;
     let mut state = state::fresh(root, order);
     state.undo.extend(missing_parents(&dir).iter().map(|parent| Undo::Directory { path: root.unpath(parent) }));
     state::write_pointer(root, &state)?;
     trust::make_closed_directory(root, &order.prefix, 0o755)?;
     // Until then others may have been able to write there.
-    check_content(root, &order.prefix, &order.instance_uid)?;
+    if let Err(refusal) = check() {
+        if let Some(mode) = open {
+            // What they have put there would pass for root's in a closed one.
+            let _ = fs::set_permissions(&dir, Permissions::from_mode(mode));
+        }
+        return Err(refusal);
+    }
 
     let _lock = HostLock::take(root, &order.prefix, WAIT)?;
-    match state::load(root, &order.prefix)? {
-        Some(found) => {
+    // Again: another machine that shares the directory may have had the lock.
+    match state::look(root, &order.prefix)? {
+        Claim::Ours(found) => {
             may_have(&found, order)?;
             let machine = state.machine.or_else(|| found.machine.clone());
             let told = HostState { uninstall: order.uninstall.clone(), machine, ..found.clone() };
@@ -53,7 +70,8 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
                 state::save(root, &told)?;
             }
         }
-        None => state::save(root, &state)?,
+        Claim::None => state::save(root, &state)?,
+        Claim::AnotherMachine(machine) => return Err(Refusal::new(claimed_by_another(&order.prefix, &machine))),
     }
     for name in DIRECTORIES {
         trust::make_closed_directory(root, &order.prefix.join(name), 0o755)?;
@@ -67,9 +85,9 @@ fn find_claim(root: &Root, prefix: &Path) -> Result<Option<HostState>, Refusal> 
         return Ok(Some(found));
     }
     match state::look(root, prefix)? {
-        state::Claim::None => Ok(None),
-        state::Claim::Ours(found) => state::write_pointer(root, &found).map(|()| Some(found)),
-        state::Claim::AnotherMachine(machine) => Err(Refusal::new(claimed_by_another(prefix, &machine))),
+        Claim::None => Ok(None),
+        Claim::Ours(found) => state::write_pointer(root, &found).map(|()| Some(found)),
+        Claim::AnotherMachine(machine) => Err(Refusal::new(claimed_by_another(prefix, &machine))),
     }
 }
 
@@ -144,6 +162,25 @@ pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Ref
         dir.display(),
         names.join(", ")
     )))
+}
+
+/// What a removal has kept is told by its looks, and is whichever brokers' user's. In a prefix that is open to others, it may be
+/// something that they have put there, so all in it must be root's.
+fn check_owners(root: &Root, prefix: &Path) -> Result<(), Refusal> {
+    let dir = root.path(prefix);
+    for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let uid = fs::symlink_metadata(&path).map_err(|error| Refusal::io("look at", &path, &error))?.uid();
+        if !trust::is_roots(uid) {
+            return Err(Refusal::new(format!(
+                "users other than root can write to {prefix}, and it holds {name} of the user with uid {uid}; move that away, or \
+                 run `chmod go-w {prefix}` if it is what a removal has kept there",
+                prefix = prefix.display(),
+                name = entry.file_name().display()
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// uid of the FluxInstance that a prefix without `state.json` was configured for; None where it is none of ours.

@@ -3,7 +3,7 @@
 use std::{
     ffi::OsStr,
     fs,
-    os::fd::OwnedFd,
+    os::{fd::OwnedFd, unix::fs::MetadataExt},
     path::{Path, PathBuf},
 };
 
@@ -73,9 +73,8 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
     };
     let found = match trust::directory(root, above) {
         Ok(found) => found,
-        // A version before this one made links there, and an instance that runs must come up again. A link of ours that leads to
-        // another environment of ours gives nobody more.
-        Err(distrust) => match with_our_link(root, above, name, &state.prefix) {
+        // A version before this one made links there, and an instance that has one must come up again.
+        Err(distrust) => match with_remembered_link(root, state, above, name) {
             Some(directory) => {
                 tracing::warn!("the link {} can be led elsewhere: {}", path.display(), crate::error_chain(&distrust));
                 Some(directory)
@@ -104,10 +103,17 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
         .map_err(|error| Refusal::io("make the link", path, &error))
 }
 
-/// The directory `above`, whoever can change it, if there is a link of ours called `name` in it.
-fn with_our_link(root: &Root, above: &Path, name: &OsStr, prefix: &Path) -> Option<OwnedFd> {
-    let directory = OwnedFd::from(fs::File::open(root.path(above)).ok()?);
-    is_ours(&host_path(&directory).join(name), prefix).then_some(directory)
+/// The directory `above`, whoever can change it, if the link called `name` in it is the one that root made there and remembers.
+/// Anybody can make a link that looks like ours, and exchange it later.
+fn with_remembered_link(root: &Root, state: &HostState, above: &Path, name: &OsStr) -> Option<OwnedFd> {
+    let path = above.join(name);
+    if !state.undo.iter().any(|undo| matches!(undo, Undo::Symlink { path: known, .. } if *known == path)) {
+        return None;
+    }
+    let directory = trust::by_roots_links(root, above)?;
+    let link = host_path(&directory).join(name);
+    let is_roots = fs::symlink_metadata(&link).is_ok_and(|found| found.uid() == 0);
+    (is_roots && is_ours(&link, &state.prefix)).then_some(directory)
 }
 
 /// By its target, not by what is remembered: the undo list may have been lost with the prefix, and others have no reason to

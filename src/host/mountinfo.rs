@@ -1,10 +1,20 @@
 //! The mounts that a thread sees: proc_pid_mountinfo(5).
 
-use std::{ffi::OsString, fs, io, os::unix::ffi::OsStringExt, path::PathBuf};
+use std::{
+    ffi::OsString,
+    fs, io,
+    os::{
+        fd::{AsFd, AsRawFd},
+        unix::ffi::OsStringExt,
+    },
+    path::PathBuf,
+};
 
 /// One line of mountinfo.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
+    /// Number of this mount, while it is there.
+    pub id: u64,
     /// What of the file system is at the mount point.
     pub root: PathBuf,
     /// Where it is mounted.
@@ -32,14 +42,39 @@ pub fn own() -> io::Result<Vec<Mount>> {
     Ok(parse(&fs::read_to_string("/proc/thread-self/mountinfo")?))
 }
 
+/// Number of the mount that `file` was opened in (proc_pid_fdinfo(5)). Its file system is not asked: that may hang.
+///
+/// # Errors
+/// No /proc.
+pub fn id(file: impl AsFd) -> io::Result<u64> {
+    let text = fs::read_to_string(format!("/proc/thread-self/fdinfo/{}", file.as_fd().as_raw_fd()))?;
+    let id = text.lines().find_map(|line| line.strip_prefix("mnt_id:")?.trim().parse().ok());
+    id.ok_or_else(|| io::Error::other("its mount has no number in /proc"))
+}
+
+/// The user that has mounted the file system of mount `id` by FUSE (mount.fuse3(8), `user_id`); None for another file system.
+///
+/// # Errors
+/// No /proc.
+pub fn fuse_user(id: u64) -> io::Result<Option<u32>> {
+    let mounts = own()?;
+    let fuse = mounts.iter().find(|mount| mount.id == id && mount.kind.starts_with("fuse"));
+    Ok(fuse.and_then(|mount| {
+        mount.super_options.split(',').find_map(|option| option.strip_prefix("user_id=")?.parse().ok())
+    }))
+}
+
 /// Reads mountinfo; lines that are none are left out.
 pub fn parse(text: &str) -> Vec<Mount> {
     text.lines()
         .filter_map(|line| {
             let (mount, file_system) = line.split_once(" - ")?;
-            let mut mount = mount.split(' ').skip(3);
+            let mut mount = mount.split(' ');
+            let id = mount.next()?.parse().ok()?;
+            let mut mount = mount.skip(2);
             let mut file_system = file_system.split(' ');
             Some(Mount {
+                id,
                 root: unescape(mount.next()?),
                 point: unescape(mount.next()?),
                 options: mount.next().unwrap_or_default().to_owned(),
@@ -81,7 +116,7 @@ mod tests {
     fn a_mount_point_with_blanks_is_read_as_it_is() {
         let table = parse("36 35 98:0 / /mnt/a\\040b\\134 rw,noatime shared:1 - ext3 /dev/root rw,errors=continue\n");
         assert_eq!(table[0].point, Path::new("/mnt/a b\\"));
-        assert_eq!(table[0].kind, "ext3");
+        assert_eq!((table[0].id, table[0].kind.as_str()), (36, "ext3"));
         assert_eq!(table[0].super_options, "rw,errors=continue");
     }
 }

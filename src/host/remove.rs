@@ -39,9 +39,14 @@ pub trait Brokers {
 /// directory than the claimed one: nothing was removed. Or the
 /// first thing that could not be undone; then `state.json` is still there.
 pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result<(), Refusal> {
+    let seen = state::find(root)?;
+    let _lock = HostLock::take_if_there(root, seen.as_ref())?;
+    // Again: while we waited, another stage may have removed it, and another machine that shares the directory claimed it.
     let state = state::find(root)?;
     let prefix = state.as_ref().map(|state| state.prefix.as_path());
-    let _lock = HostLock::take_if_there(root, state.as_ref())?;
+    if prefix.is_some() && prefix != seen.as_ref().map(|seen| seen.prefix.as_path()) {
+        return Err(Refusal::transient("this host was claimed at another place just now"));
+    }
     let view = brokers.observe(prefix);
     if let Some(unknown) = view.unknown {
         return Err(Refusal::transient(unknown.to_string()));

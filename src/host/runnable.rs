@@ -6,7 +6,10 @@ use std::{
     collections::BTreeSet,
     fs::{self, File},
     io::{self, ErrorKind, Read},
-    os::{fd::BorrowedFd, unix::process::CommandExt},
+    os::{
+        fd::BorrowedFd,
+        unix::process::{CommandExt, ExitStatusExt},
+    },
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::{Duration, Instant},
@@ -18,7 +21,6 @@ use super::{
     LinkOrder, Linked, Progress, Refusal, Root, boundary,
     child::{Kept, wait_until},
     files::{remove_if_there, sync_parent},
-    flux::code,
     state::{ENVIRONMENTS, environment},
     users::User,
 };
@@ -28,8 +30,11 @@ use crate::packages;
 const PROGRAMS: [(&str, &str); 2] = [("bin/flux", "--version"), ("libexec/flux/cmd/flux-broker", "--help")];
 /// A slow disk is no reason to refuse anything.
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// nobody(5): what a package set brings gets no right that its broker would not have.
-const NOBODY: u32 = 65534;
+/// What a package set brings gets no right that its broker would not have, and a user and group that no other process has: a user
+/// of the same number could end it, or speak for it by ptrace(2), as whoever is nobody(5). The number is of a range that is nobody's:
+/// above systemd's for containers, which end at 1879048191, and SSSD's for directories, which end at 2000200000, and below
+/// systemd's for foreign images, which begin at 2147352576 (https://systemd.io/UIDS-GIDS/, sssd-ldap(5)).
+const NOBODY_ELSE: u32 = 2_100_000_000;
 /// Has the loader list the libraries of a program in place of starting it (ld.so(8)).
 const TRACE: &str = "LD_TRACE_LOADED_OBJECTS";
 const WORDS: usize = 300;
@@ -122,8 +127,8 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
             continue;
         }
         match ask(&program, option, true) {
-            Ok(Some(said)) => {
-                let missing = missing(&said.text);
+            Ok(Ended::Itself { text, .. }) => {
+                let missing = missing(&text);
                 let (there, absent): (Vec<_>, Vec<_>) =
                     missing.into_iter().partition(|library| libraries.is_some() && is_within(environment, library));
                 if let Some(library) = there.first() {
@@ -131,7 +136,7 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
                 }
                 lacking.extend(absent.into_iter().map(|library| format!("{library} (for {name})")));
             }
-            Ok(None) => unsure = Some(format!("{name} did not end within {} s", TIMEOUT.as_secs())),
+            Ok(Ended::Otherwise(how)) => unsure = Some(format!("{name} {how}")),
             Err(error) if error.raw_os_error() == Some(Errno::ENOEXEC as i32) => {
                 return Err(cant_run(format!(
                     "{name} is built for another architecture; use a package set for this one"
@@ -154,43 +159,48 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
     let flux = environment.join("bin/flux");
     if unsure.is_none() && is_elf(&flux) {
         match ask(&flux, "--version", false) {
-            Ok(Some(said)) if said.code != 0 => {
-                let last = said.text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("without a word");
+            Ok(Ended::Itself { code, text }) if code != 0 => {
+                let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("without a word");
                 let last: String = last.trim().chars().take(WORDS).collect();
-                return Err(cant_run(format!("`flux --version` ended with code {}: {last}", said.code)));
+                return Err(cant_run(format!("`flux --version` ended with code {code}: {last}")));
             }
-            Ok(Some(_)) => {}
-            Ok(None) => unsure = Some(format!("`flux --version` did not end within {} s", TIMEOUT.as_secs())),
+            Ok(Ended::Itself { .. }) => {}
+            Ok(Ended::Otherwise(how)) => unsure = Some(format!("`flux --version` {how}")),
             Err(error) => unsure = Some(format!("`flux --version` can't be started: {error}")),
         }
     }
     Ok(unsure.map_or(Tried::Runs, Tried::Unknown))
 }
 
-struct Said {
-    code: i32,
-    /// stdout, then stderr.
-    text: String,
+/// How what was tried has ended.
+enum Ended {
+    /// With an exit code; stdout, then stderr.
+    Itself { code: i32, text: String },
+    /// In a way that says nothing certain of it, in words. A signal may come from the kernel that lacks memory, or from a person.
+    Otherwise(String),
 }
 
-/// None: it did not end in time.
-fn run(mut command: Command) -> io::Result<Option<Said>> {
+fn run(mut command: Command) -> io::Result<Ended> {
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
-    let nobody = User {
-        name: NOBODY.to_string(),
-        uid: NOBODY,
-        gid: NOBODY,
+    let nobody_else = User {
+        name: NOBODY_ELSE.to_string(),
+        uid: NOBODY_ELSE,
+        gid: NOBODY_ELSE,
         home: PathBuf::from("/"),
         shell: PathBuf::new(),
         groups: Vec::new(),
         known: false,
     };
-    boundary::become_user(&mut command, &nobody);
+    boundary::become_user(&mut command, &nobody_else);
     let mut child = command.spawn()?;
     let (stdout, stderr) = (Kept::of(child.stdout.take()), Kept::of(child.stderr.take()));
     let status = wait_until(&mut child, Instant::now() + TIMEOUT)?;
     let text = stdout.text() + &stderr.text();
-    Ok(status.map(|status| Said { code: code(status), text }))
+    Ok(match status.map(|status| (status.code(), status.signal())) {
+        Some((Some(code), _)) => Ended::Itself { code, text },
+        Some((None, signal)) => Ended::Otherwise(format!("was ended by signal {}", signal.unwrap_or_default())),
+        None => Ended::Otherwise(format!("did not end within {} s", TIMEOUT.as_secs())),
+    })
 }
 
 /// A script has no libraries, and what it would do is not known.
@@ -224,7 +234,10 @@ fn is_within(directory: &Path, name: &str) -> bool {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
+    use crate::needs::{Need, skips_without};
 
     #[test]
     fn what_the_loader_misses_is_read_from_its_list() {
@@ -233,6 +246,23 @@ mod tests {
                     \tlibarchive.so.13 => not found\n";
         assert_eq!(Vec::from_iter(missing(list)), ["GLIBC_2.99 of libc.so.6", "libarchive.so.13"]);
         assert!(missing("\tlibc.so.6 => /lib/libc.so.6 (0x7f)\n").is_empty());
+    }
+
+    /// What the kernel and the loader miss of a file that breaks off ends its process.
+    #[test]
+    fn a_program_that_a_signal_ends_is_not_said_to_be_unable_to_run() {
+        if skips_without([Need::Root]) {
+            return;
+        }
+        let environment = tempfile::tempdir().unwrap();
+        // Another user than root looks into it.
+        fs::set_permissions(environment.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let flux = environment.path().join("bin/flux");
+        fs::create_dir(environment.path().join("bin")).unwrap();
+        fs::copy("/bin/sleep", &flux).unwrap();
+        File::options().write(true).open(&flux).unwrap().set_len(4096).unwrap();
+        let tried = try_flux(environment.path(), "digest", None).unwrap();
+        assert!(matches!(&tried, Tried::Unknown(why) if why.contains("bin/flux was ended by signal ")), "{tried:?}");
     }
 
     #[test]

@@ -3,7 +3,8 @@
 //!
 //! A path is walked component by component. Each directory on the way must belong to root and be closed to the writes of group
 //! and others, so nobody can exchange what follows it. A symlink is followed only if root made it, as the one from /opt to
-//! /var/opt that image-based distributions have; where it leads is walked in the same way.
+//! /var/opt that image-based distributions have; where it leads is walked in the same way. A file system that a user has mounted
+//! by FUSE is not looked into: its owners and modes are that user's inventions, and the kernel may refuse root a look.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -23,7 +24,7 @@ use nix::{
     unistd::geteuid,
 };
 
-use super::{Refusal, Root, files::host_path};
+use super::{Refusal, Root, files::host_path, mountinfo};
 
 /// As many symlinks as Linux follows.
 const MOST_LINKS: usize = 40;
@@ -62,6 +63,14 @@ pub enum Distrust {
         path: PathBuf,
         /// What it must be.
         wanted: &'static str,
+    },
+    /// It is in a file system of which another user's program says what is in it.
+    #[error("{} is on a file system that the user with uid {uid} has mounted, so root does not trust what is in it; unmount it", path.display())]
+    Mounted {
+        /// What it is about.
+        path: PathBuf,
+        /// That user.
+        uid: u32,
     },
     /// It can't be looked at.
     #[error("can't open {}", path.display())]
@@ -112,7 +121,7 @@ impl Rule {
         if self.may_directories_be_anybodys && kind(found) != SFlag::S_IFLNK {
             return Ok(());
         }
-        if uid != 0 && uid != geteuid().as_raw() {
+        if !is_roots(uid) {
             return Err(Distrust::Owner { path: path.to_owned(), uid });
         }
         // A symlink has no permissions of its own.
@@ -122,6 +131,11 @@ impl Rule {
         }
         Ok(())
     }
+}
+
+/// True for root, and for this process's own user.
+pub fn is_roots(uid: u32) -> bool {
+    uid == 0 || uid == geteuid().as_raw()
 }
 
 fn kind(found: &FileStat) -> SFlag {
@@ -208,6 +222,7 @@ fn walk(root: &Root, path: &Path, rule: Rule, makes: bool) -> Result<Walked, Dis
     let top = open(&root.path("/"), OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty());
     let top = top.map_err(|errno| Distrust::io(&at_top, errno))?;
     rule.check(&at_top, &fstat(&top).map_err(|errno| Distrust::io(&at_top, errno))?, false)?;
+    let mut mount = mountinfo::id(&top).map_err(|source| Distrust::Io { path: at_top.clone(), source })?;
     // What is open, from the top to where the walk is.
     let mut open = vec![(at_top, top)];
     // What is still to be walked, the next part last.
@@ -239,6 +254,14 @@ fn walk(root: &Root, path: &Path, rule: Rule, makes: bool) -> Result<Walked, Dis
             }
             found => found.map_err(failed)?,
         };
+        let of_mount = |source| Distrust::Io { path: here.clone(), source };
+        let above = std::mem::replace(&mut mount, mountinfo::id(&found).map_err(of_mount)?);
+        if mount != above
+            && let Some(uid) = mountinfo::fuse_user(mount).map_err(of_mount)?
+            && !is_roots(uid)
+        {
+            return Err(Distrust::Mounted { path: here, uid });
+        }
         let status = fstat(&found).map_err(failed)?;
         rule.check(&here, &status, left.is_empty())?;
         if kind(&status) == SFlag::S_IFLNK {

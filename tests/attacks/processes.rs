@@ -66,6 +66,26 @@ fn a_user_who_names_an_environment_keeps_neither_an_old_nor_a_broken_one() {
     nothing_gained(&cluster, &before);
 }
 
+/// What a new environment brings is tried on the host, by a process without rights: it must be of no user that others can be.
+#[test]
+fn an_upgrade_goes_on_while_a_user_kills_all_processes_of_its_own() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let before = owned_or_writable_by_users(&cluster);
+    let sha256 = put_next_bundle(&cluster);
+    let attack = Attack::begin(&cluster, "node2", include_str!("kill_all.sh"), &[]);
+    let bundle = json!({ "url": format!("file://{NEXT}"), "sha256": sha256 });
+    cluster.patch(json!({ "spec": { "packages": { "bundle": bundle } } }));
+    cluster.until("the next epoch", || (cluster.instance().status?.epoch == 2).then_some(()));
+    nothing_gained(&cluster, &before);
+    let log = fs::read_to_string(cluster.state().join("nodes/node2/agent.log")).unwrap();
+    assert!(
+        log.contains("trying Flux on this host") && !log.contains("whether Flux runs on this host is not known"),
+        "{log}"
+    );
+    attack.end();
+    nothing_gained(&cluster, &before);
+}
+
 /// An unprivileged user can't end a broker, but its crash must give nothing away either.
 #[test]
 fn a_broker_that_crashes_leaves_no_core_and_jobs_dump_theirs_as_their_users_say() {

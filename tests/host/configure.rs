@@ -236,6 +236,66 @@ fn a_link_of_ours_is_flipped_wherever_it_is() {
     assert_eq!(fs::read_link(host.at(COMPILED)).unwrap(), Path::new(PREFIX).join("envs").join(NEXT));
 }
 
+/// Whoever can write there could exchange it for a Flux of their own, which root's broker would run.
+#[test]
+fn a_link_that_a_user_has_put_in_the_place_of_ours_is_refused() {
+    need_root!();
+    type Plant = fn(&TestHost);
+    let link = |host: &TestHost, at: &str, owner: u32| {
+        symlink(Path::new(PREFIX).join("envs/x"), host.at(at)).unwrap();
+        lchown(host.at(at), Some(owner), None).unwrap();
+    };
+    let plants: [(&str, Plant, &str); 3] = [
+        (
+            "a user's, in a directory of the same user",
+            |host| chown(host.at("/usr/site"), Some(500), None).unwrap(),
+            "chown root /usr/site",
+        ),
+        (
+            "a user's, in the place of one that we have made",
+            |host| {
+                host.configure(&configure_order()).unwrap();
+                fs::set_permissions(host.at("/usr/site"), fs::Permissions::from_mode(0o2775)).unwrap();
+                fs::remove_file(host.at(COMPILED)).unwrap();
+            },
+            "chmod go-w /usr/site",
+        ),
+        (
+            "root's, but nothing is remembered of it",
+            |host| fs::set_permissions(host.at("/usr/site"), fs::Permissions::from_mode(0o2775)).unwrap(),
+            "chmod go-w /usr/site",
+        ),
+    ];
+    for (what, plant, words) in plants {
+        let host = TestHost::new();
+        fs::create_dir_all(host.at("/usr/site")).unwrap();
+        host.claim().unwrap();
+        host.environment(DIGEST, Some(COMPILED));
+        plant(&host);
+        link(&host, COMPILED, if what.starts_with("root's") { 0 } else { 500 });
+        let refusal = host.configure(&configure_order()).unwrap_err();
+        assert!(refusal.message.contains(words), "{what}: {refusal}");
+        assert_eq!(fs::read_link(host.at(COMPILED)).unwrap().file_name().unwrap(), "x", "{what}");
+    }
+}
+
+/// The user leads the way to a link of ours that another bundle needs.
+#[test]
+fn a_link_of_ours_is_not_sought_by_a_users_way() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    host.environment(DIGEST, Some(COMPILED));
+    host.configure(&configure_order()).unwrap();
+    fs::create_dir_all(host.at("/srv/site")).unwrap();
+    fs::rename(host.at(COMPILED), host.at("/srv/site/flux")).unwrap();
+    fs::remove_dir(host.at("/usr/site")).unwrap();
+    symlink("../srv/site", host.at("/usr/site")).unwrap();
+    lchown(host.at("/usr/site"), Some(500), None).unwrap();
+    let refusal = host.configure(&configure_order()).unwrap_err();
+    assert!(refusal.message.contains("/usr/site belongs to the user with uid 500"), "{refusal}");
+}
+
 #[test]
 fn links_are_flipped_between_epochs_and_left_alone_under_a_running_broker() {
     need_root!();

@@ -1,15 +1,33 @@
 //! What is believed of a host's own files, and of whose they are.
 
 use std::{
-    fs,
-    os::unix::fs::{PermissionsExt, chown, lchown, symlink},
-    path::Path,
+    fs::{self, File, OpenOptions},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink},
+    },
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
 };
 
-use flux_distribute::host::{PreflightOrder, Undo, claim, observe, preflight, state};
-use nix::{sys::stat::Mode, unistd::mkfifo};
+use flux_distribute::host::{
+    HostLock, PreflightOrder, RemoveOrder, Root, Undo, claim, observe, preflight, remove, state,
+};
+use nix::{
+    errno::Errno,
+    mount::{MntFlags, MsFlags, mount, umount2},
+    sys::{
+        inotify::{AddWatchFlags, InitFlags, Inotify},
+        stat::Mode,
+    },
+    unistd::mkfifo,
+};
 
-use crate::support::*;
+use crate::{
+    needs::{Need, skips_without},
+    support::*,
+};
 
 /// A user of the host, whose home is where GKE's containerized tools are on other hosts.
 const USER: u32 = 500;
@@ -190,6 +208,111 @@ fn what_a_user_put_into_a_prefix_while_it_was_open_is_neither_waited_for_nor_tak
     assert!(refusal.message.contains("is not of flux-distribute (it holds etc)"), "{refusal}");
 }
 
+/// What a removal keeps looks the same, and its owner is any brokers' user: in an open prefix nobody knows who has put it there.
+#[test]
+fn an_open_prefix_is_taken_only_if_all_in_it_is_roots() {
+    need_root!();
+    let planted: [(&str, &str); 4] = [
+        ("dump/id-1-20261120T222003Z.tgz", "dump"),
+        ("state.id-1/instance-id", "id-1\n"),
+        ("state/instance-id", "id-1\n"),
+        ("state.json", "{}"),
+    ];
+    for (path, content) in planted {
+        let host = TestHost::new();
+        let top = Path::new(path).iter().next().unwrap().to_str().unwrap();
+        host.write(&format!("{PREFIX}/{path}"), content);
+        chown(host.below(top), Some(USER), None).unwrap();
+        fs::set_permissions(host.below(""), fs::Permissions::from_mode(0o1777)).unwrap();
+        let before = host.everything();
+        let refusal = host.claim().unwrap_err();
+        let words = [format!("holds {top} of the user with uid {USER}"), format!("chmod go-w {PREFIX}")];
+        assert!(words.iter().all(|word| refusal.message.contains(word)), "{refusal}");
+        assert_eq!(host.everything(), before);
+        assert_eq!(fs::metadata(host.below("")).unwrap().permissions().mode() & 0o7777, 0o1777);
+
+        chown(host.below(top), Some(0), None).unwrap();
+        let is_kept = top != "state.json";
+        assert_eq!(host.claim().is_ok(), is_kept, "{top}");
+    }
+}
+
+#[test]
+fn what_a_removal_kept_is_known_whoever_the_brokers_user_was() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    host.environment(DIGEST, None);
+    host.configure(&configure_order()).unwrap();
+    host.remove(true).unwrap();
+    assert_eq!(fs::metadata(host.below("state")).unwrap().uid(), USER);
+    host.claim().unwrap();
+}
+
+/// A user may mount a file system over a home, and then even root is refused a look at what is there.
+#[test]
+fn a_file_system_that_a_user_has_mounted_is_in_nobodys_way() {
+    if skips_without([Need::Fuse]) {
+        return;
+    }
+    for prefix in [PREFIX, "/data/flux"] {
+        let host = host_with_a_user();
+        let before = host.everything();
+        let mounted = UsersMount::at(host.at(HOME));
+        assert_eq!(fs::metadata(&mounted.point).unwrap_err().raw_os_error(), Some(Errno::EACCES as i32));
+        assert_eq!(host.state(), None);
+        assert!(troubles(&host, Some(prefix))[0].is_none());
+        assert!(troubles(&host, None)[2].as_ref().unwrap().contains(HOME));
+        claim(&host.root, &claim_order(prefix, "uid-1")).unwrap();
+        assert_eq!(host.state().unwrap().prefix, Path::new(prefix));
+        let refusal = claim(&host.root, &claim_order("/home/kubernetes/flux-distribute", "uid-1")).unwrap_err();
+        assert!(refusal.message.contains("is already claimed"), "{refusal}");
+        host.remove(false).unwrap();
+        let refusal = claim(&host.root, &claim_order("/home/kubernetes/flux-distribute", "uid-1")).unwrap_err();
+        assert!(refusal.message.contains(HOME), "{refusal}");
+        drop(mounted);
+        assert_eq!(host.everything(), before);
+    }
+}
+
+/// What is claimed where nobody can look has not gone.
+#[test]
+fn a_host_that_is_claimed_below_what_a_user_has_mounted_is_not_taken_for_a_free_one() {
+    if skips_without([Need::Fuse]) {
+        return;
+    }
+    let host = TestHost::new();
+    claim(&host.root, &claim_order("/data/flux", "uid-1")).unwrap();
+    let mounted = UsersMount::at(host.at("/data"));
+    let refusal = observe(&host.root, &host.brokers).unwrap_err();
+    assert!(refusal.message.contains("/data"), "{refusal}");
+    drop(mounted);
+    host.remove(false).unwrap();
+}
+
+/// A FUSE file system as fusermount3(1) mounts it for [`USER`], until this is dropped. Nobody serves it: the kernel refuses other
+/// users, root too, before it asks.
+struct UsersMount {
+    point: PathBuf,
+    _device: File,
+}
+
+impl UsersMount {
+    fn at(point: PathBuf) -> Self {
+        let device = OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
+        let options = format!("fd={},rootmode=40000,user_id={USER},group_id={USER}", device.as_raw_fd());
+        mount(Some("theirs"), &point, Some("fuse"), MsFlags::MS_NOSUID | MsFlags::MS_NODEV, Some(options.as_str()))
+            .unwrap();
+        Self { point, _device: device }
+    }
+}
+
+impl Drop for UsersMount {
+    fn drop(&mut self) {
+        umount2(&self.point, MntFlags::MNT_DETACH).unwrap();
+    }
+}
+
 /// What a machine says of itself.
 fn be(host: &TestHost, name: &str, id: &str, hardware: &str) {
     host.write("/proc/sys/kernel/hostname", name);
@@ -230,6 +353,47 @@ fn a_prefix_that_another_machine_has_claimed_is_refused_and_only_that_machine_re
         host.remove(false).unwrap();
         assert!(!host.at(prefix).exists());
     }
+}
+
+/// Does `work` while this test has the lock of the prefix, and makes `change` once it waits for it.
+fn before_it_has_the_lock<T: Send>(root: &Root, work: impl FnOnce(&Root) -> T + Send, change: impl FnOnce()) -> T {
+    let lock = HostLock::take(root, Path::new(PREFIX), Duration::ZERO).unwrap();
+    let opened = Inotify::init(InitFlags::IN_CLOEXEC).unwrap();
+    opened.add_watch(&root.path(PREFIX).join("lock"), AddWatchFlags::IN_OPEN).unwrap();
+    thread::scope(|scope| {
+        let working = scope.spawn(|| work(root));
+        opened.read_events().unwrap();
+        change();
+        drop(lock);
+        working.join().unwrap()
+    })
+}
+
+#[test]
+fn what_another_machine_claims_while_we_wait_is_neither_claimed_nor_removed() {
+    need_root!();
+    let host = TestHost::new();
+    let [name, id, hardware] = OTHER;
+    be(&host, name, id, hardware);
+    host.claim().unwrap();
+    let theirs = fs::read_to_string(host.below("state.json")).unwrap();
+    host.remove(false).unwrap();
+    let claimed_by_them = || fs::write(host.below("state.json"), &theirs).unwrap();
+
+    let [name, id, hardware] = FIRST;
+    be(&host, name, id, hardware);
+    fs::create_dir(host.below("")).unwrap();
+    let order = claim_order(PREFIX, "uid-2");
+    let refusal = before_it_has_the_lock(&host.root, |root| claim(root, &order).unwrap_err(), claimed_by_them);
+    assert!(refusal.message.contains("claimed by another machine (host name node2.example.org)"), "{refusal}");
+    assert_eq!(fs::read_to_string(host.below("state.json")).unwrap(), theirs);
+
+    fs::remove_file(host.below("state.json")).unwrap();
+    host.claim().unwrap();
+    let clean = |root: &Root| remove(root, &FakeBrokers::default(), &RemoveOrder { keep_state: false });
+    before_it_has_the_lock(&host.root, clean, claimed_by_them).unwrap();
+    assert!(host.below("envs").exists());
+    assert_eq!(fs::read_to_string(host.below("state.json")).unwrap(), theirs);
 }
 
 /// A user who may write a directory above can put a link to our own file there.

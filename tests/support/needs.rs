@@ -27,6 +27,8 @@ pub enum Need {
     Process1,
     /// A file can be made into an ext4 file system and mounted.
     Disk,
+    /// Root may mount a file system as FUSE does for a user.
+    Fuse,
     /// The kernel can forbid to execute memory (Linux 6.3).
     MemfdNoexec,
     /// Flux is at [`flux_prefix`].
@@ -48,12 +50,13 @@ pub enum Need {
 }
 
 impl Need {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::Root,
         Self::Namespaces,
         Self::Cgroups,
         Self::Process1,
         Self::Disk,
+        Self::Fuse,
         Self::MemfdNoexec,
         Self::Flux,
         Self::Fluxion,
@@ -87,6 +90,9 @@ impl Need {
             }
             // Only an attempt shows it: the test makes it, and calls `skip`.
             Self::Disk => Self::Namespaces.lacking(),
+            Self::Fuse => Self::Namespaces
+                .lacking()
+                .or_else(|| unless(Path::new("/dev/fuse").exists(), "this machine has no /dev/fuse")),
             Self::MemfdNoexec => {
                 unless(Path::new("/proc/sys/vm/memfd_noexec").exists(), "this kernel has no vm.memfd_noexec")
             }

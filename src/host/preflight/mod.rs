@@ -74,7 +74,7 @@ pub enum PortUse {
     Free,
     /// Our own broker.
     Ours,
-    /// Another process: pid and name, if they are known.
+    /// Another process: pid and name, if it listens there and they are known.
     Taken(Option<(i32, String)>),
     /// It can't be listened on for another reason.
     Unusable(String),
@@ -189,7 +189,9 @@ fn port(found: &PortUse, port: u16) -> Result<(), Refusal> {
     let who = match found {
         PortUse::Free | PortUse::Ours => return Ok(()),
         PortUse::Taken(Some((pid, name))) => format!("is taken by {name} (pid {pid})"),
-        PortUse::Taken(None) => "is taken".to_owned(),
+        PortUse::Taken(None) => {
+            "is taken by a process that can't be named (`ss --tcp --bound-inactive --processes` may list it)".to_owned()
+        }
         PortUse::Unusable(why) => format!("can't be listened on: {why}"),
     };
     Err(Refusal::transient(format!("port {port} of this host {who}; {remedy}")))

@@ -18,6 +18,7 @@ pub(super) fn look(root: &Root, endpoint: SocketAddr) -> PortUse {
     }
 }
 
+/// A socket that is bound and does not listen has the port too, but no line in these tables.
 fn holder(root: &Root, port: u16) -> Option<(i32, String)> {
     let read = |path| fs::read_to_string(root.path(path)).unwrap_or_default();
     let inode = listener(&read("/proc/net/tcp"), port).or_else(|| listener(&read("/proc/net/tcp6"), port))?;
@@ -54,5 +55,12 @@ mod tests {
         assert_eq!(look(&root, SocketAddr::from(([127, 0, 0, 2], endpoint.port()))), PortUse::Free);
         drop(listener);
         assert_eq!(look(&root, endpoint), PortUse::Free);
+    }
+
+    #[test]
+    fn a_port_is_taken_by_a_socket_that_does_not_listen_too_and_nobody_is_named() {
+        let socket = tokio::net::TcpSocket::new_v4().unwrap();
+        socket.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+        assert_eq!(look(&Root::host(), socket.local_addr().unwrap()), PortUse::Taken(None));
     }
 }
