@@ -52,8 +52,10 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     // Until then others may have been able to write there.
     if let Err(refusal) = check() {
         if let Some(mode) = open {
-            // What they have put there would pass for root's in a closed one.
+            // Once the prefix is closed, the next claim would take it for root's.
             let _ = fs::set_permissions(&dir, Permissions::from_mode(mode));
+            // It would lead each later order to a directory that is not believed.
+            let _ = state::remove_pointer(root);
         }
         return Err(refusal);
     }

@@ -54,8 +54,14 @@ impl HostLock {
     /// # Errors
     /// As [`Self::take`].
     pub fn take_if_there(root: &Root, state: Option<&HostState>) -> Result<Option<Self>, Refusal> {
-        let prefix = state.map(|state| state.prefix.as_path()).filter(|prefix| root.path(prefix).is_dir());
-        prefix.map(|prefix| Self::take(root, prefix, WAIT)).transpose()
+        let is_there = |prefix: &&Path| root.path(prefix).is_dir();
+        let Some(prefix) = state.map(|state| state.prefix.as_path()).filter(is_there) else { return Ok(None) };
+        match Self::take(root, prefix, WAIT) {
+            Ok(lock) => Ok(Some(lock)),
+            // Another stage removed it while we waited.
+            Err(_) if !is_there(&prefix) => Ok(None),
+            Err(refusal) => Err(refusal),
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use std::{
         fd::{AsFd, AsRawFd},
         unix::ffi::OsStringExt,
     },
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 /// One line of mountinfo.
@@ -39,7 +39,16 @@ impl Mount {
 /// # Errors
 /// No /proc.
 pub fn own() -> io::Result<Vec<Mount>> {
-    Ok(parse(&fs::read_to_string("/proc/thread-self/mountinfo")?))
+    Ok(parse(&read(Path::new("/proc/thread-self/mountinfo"))?))
+}
+
+/// The text of a mountinfo. The kernel escapes blanks and line ends only, and a user may give a FUSE mount any other byte for a
+/// name: what is no UTF-8 must not hide all other mounts.
+///
+/// # Errors
+/// The kernel's.
+pub fn read(path: &Path) -> io::Result<String> {
+    Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
 }
 
 /// Number of the mount that `file` was opened in (proc_pid_fdinfo(5)). Its file system is not asked: that may hang.
@@ -108,8 +117,6 @@ fn unescape(field: &str) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
 
     #[test]
@@ -118,5 +125,15 @@ mod tests {
         assert_eq!(table[0].point, Path::new("/mnt/a b\\"));
         assert_eq!((table[0].id, table[0].kind.as_str()), (36, "ext3"));
         assert_eq!(table[0].super_options, "rw,errors=continue");
+    }
+
+    #[test]
+    fn a_name_that_is_no_utf_8_hides_no_other_mount() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("mountinfo");
+        let table = b"36 35 98:0 / /mnt/\xff rw - fuse \xff rw,user_id=1000\n37 35 98:0 / /opt rw - ext4 /dev/sda rw\n";
+        fs::write(&path, table).unwrap();
+        let points: Vec<_> = parse(&read(&path).unwrap()).into_iter().map(|mount| (mount.id, mount.point)).collect();
+        assert_eq!(points, [(36, "/mnt/\u{fffd}".into()), (37, "/opt".into())]);
     }
 }

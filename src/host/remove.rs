@@ -36,8 +36,8 @@ pub trait Brokers {
 ///
 /// # Errors
 /// A broker that nobody knows runs, something of somebody else's is mounted in what is ours, or the prefix has become another
-/// directory than the claimed one: nothing was removed. Or the
-/// first thing that could not be undone; then `state.json` is still there.
+/// directory than the claimed one: nothing was removed. Or the first thing that could not be undone; then `state.json` is still
+/// there.
 pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result<(), Refusal> {
     let seen = state::find(root)?;
     let _lock = HostLock::take_if_there(root, seen.as_ref())?;

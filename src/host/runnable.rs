@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::errno::Errno;
+use nix::{errno::Errno, sys::signal::Signal};
 
 use super::{
     LinkOrder, Linked, Progress, Refusal, Root, boundary,
@@ -34,7 +34,9 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 /// of the same number could end it, or speak for it by ptrace(2), as whoever is nobody(5). The number is of a range that is nobody's:
 /// above systemd's for containers, which end at 1879048191, and SSSD's for directories, which end at 2000200000, and below
 /// systemd's for foreign images, which begin at 2147352576 (https://systemd.io/UIDS-GIDS/, sssd-ldap(5)).
-const NOBODY_ELSE: u32 = 2_100_000_000;
+const TRIAL_ID: u32 = 2_100_000_000;
+/// nobody(5), for a user namespace that does not have [`TRIAL_ID`].
+const NOBODY: u32 = 65534;
 /// Has the loader list the libraries of a program in place of starting it (ld.so(8)).
 const TRACE: &str = "LD_TRACE_LOADED_OBJECTS";
 const WORDS: usize = 300;
@@ -127,7 +129,7 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
             continue;
         }
         match ask(&program, option, true) {
-            Ok(Ended::Itself { text, .. }) => {
+            Ok(Ended::Exited { text, .. }) => {
                 let missing = missing(&text);
                 let (there, absent): (Vec<_>, Vec<_>) =
                     missing.into_iter().partition(|library| libraries.is_some() && is_within(environment, library));
@@ -136,7 +138,7 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
                 }
                 lacking.extend(absent.into_iter().map(|library| format!("{library} (for {name})")));
             }
-            Ok(Ended::Otherwise(how)) => unsure = Some(format!("{name} {how}")),
+            Ok(Ended::Inconclusive(how)) => unsure = Some(format!("{name} {how}")),
             Err(error) if error.raw_os_error() == Some(Errno::ENOEXEC as i32) => {
                 return Err(cant_run(format!(
                     "{name} is built for another architecture; use a package set for this one"
@@ -159,13 +161,13 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
     let flux = environment.join("bin/flux");
     if unsure.is_none() && is_elf(&flux) {
         match ask(&flux, "--version", false) {
-            Ok(Ended::Itself { code, text }) if code != 0 => {
+            Ok(Ended::Exited { code, text }) if code != 0 => {
                 let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("without a word");
                 let last: String = last.trim().chars().take(WORDS).collect();
                 return Err(cant_run(format!("`flux --version` ended with code {code}: {last}")));
             }
-            Ok(Ended::Itself { .. }) => {}
-            Ok(Ended::Otherwise(how)) => unsure = Some(format!("`flux --version` {how}")),
+            Ok(Ended::Exited { .. }) => {}
+            Ok(Ended::Inconclusive(how)) => unsure = Some(format!("`flux --version` {how}")),
             Err(error) => unsure = Some(format!("`flux --version` can't be started: {error}")),
         }
     }
@@ -175,17 +177,20 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
 /// How what was tried has ended.
 enum Ended {
     /// With an exit code; stdout, then stderr.
-    Itself { code: i32, text: String },
+    Exited { code: i32, text: String },
     /// In a way that says nothing certain of it, in words. A signal may come from the kernel that lacks memory, or from a person.
-    Otherwise(String),
+    Inconclusive(String),
 }
 
 fn run(mut command: Command) -> io::Result<Ended> {
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    let id = trial_id(
+        &["uid_map", "gid_map"].map(|map| fs::read_to_string(format!("/proc/self/{map}")).unwrap_or_default()),
+    );
     let nobody_else = User {
-        name: NOBODY_ELSE.to_string(),
-        uid: NOBODY_ELSE,
-        gid: NOBODY_ELSE,
+        name: id.to_string(),
+        uid: id,
+        gid: id,
         home: PathBuf::from("/"),
         shell: PathBuf::new(),
         groups: Vec::new(),
@@ -197,10 +202,25 @@ fn run(mut command: Command) -> io::Result<Ended> {
     let status = wait_until(&mut child, Instant::now() + TIMEOUT)?;
     let text = stdout.text() + &stderr.text();
     Ok(match status.map(|status| (status.code(), status.signal())) {
-        Some((Some(code), _)) => Ended::Itself { code, text },
-        Some((None, signal)) => Ended::Otherwise(format!("was ended by signal {}", signal.unwrap_or_default())),
-        None => Ended::Otherwise(format!("did not end within {} s", TIMEOUT.as_secs())),
+        Some((Some(code), _)) => Ended::Exited { code, text },
+        // No other user's doing: the processor lacks an instruction, and a broker would end in the same way.
+        Some((None, Some(signal))) if signal == Signal::SIGILL as i32 => {
+            Ended::Exited { code: 128 + signal, text: "it is built for a newer processor (SIGILL)".to_owned() }
+        }
+        Some((None, signal)) => Ended::Inconclusive(format!("was ended by signal {}", signal.unwrap_or_default())),
+        None => Ended::Inconclusive(format!("did not end within {} s", TIMEOUT.as_secs())),
     })
+}
+
+/// User and group of the trial: [`TRIAL_ID`] if this namespace has it by its uid_map and gid_map (user_namespaces(7)).
+fn trial_id(maps: &[String; 2]) -> u32 {
+    let has_it = |map: &String| {
+        map.lines().any(|line| {
+            let numbers: Vec<u64> = line.split_whitespace().filter_map(|number| number.parse().ok()).collect();
+            matches!(numbers[..], [first, _, count] if (first..first.saturating_add(count)).contains(&TRIAL_ID.into()))
+        })
+    };
+    if maps.iter().all(has_it) { TRIAL_ID } else { NOBODY }
 }
 
 /// A script has no libraries, and what it would do is not known.
@@ -246,6 +266,57 @@ mod tests {
                     \tlibarchive.so.13 => not found\n";
         assert_eq!(Vec::from_iter(missing(list)), ["GLIBC_2.99 of libc.so.6", "libarchive.so.13"]);
         assert!(missing("\tlibc.so.6 => /lib/libc.so.6 (0x7f)\n").is_empty());
+    }
+
+    /// The smallest program there is, of one instruction that no processor has.
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn a_program_for_a_newer_processor_is_refused() {
+        if skips_without([Need::Root]) {
+            return;
+        }
+        let words = |words: &[u64]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
+        let program = [
+            b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec(),
+            words(&[
+                0x40_0078,
+                64,
+                0,
+                0x38_0040_0000_0000,
+                1,
+                0x5_0000_0001,
+                0,
+                0x40_0000,
+                0x40_0000,
+                0x7a,
+                0x7a,
+                0x1000,
+            ]),
+            b"\x0f\x0b".to_vec(),
+        ]
+        .concat();
+        let environment = tempfile::tempdir().unwrap();
+        fs::set_permissions(environment.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        fs::create_dir(environment.path().join("bin")).unwrap();
+        let flux = environment.path().join("bin/flux");
+        fs::write(&flux, program).unwrap();
+        fs::set_permissions(&flux, fs::Permissions::from_mode(0o755)).unwrap();
+        let refusal = try_flux(environment.path(), "digest", None).unwrap_err();
+        assert!(refusal.message.contains("it is built for a newer processor"), "{refusal}");
+        assert!(!refusal.transient);
+    }
+
+    #[test]
+    fn the_trial_has_a_user_of_its_own_wherever_there_is_one() {
+        let whole = "         0          0 4294967295\n";
+        for (maps, expected) in [
+            ([whole, whole], TRIAL_ID),
+            (["0 100000 65536\n", "0 100000 65536\n"], NOBODY),
+            ([whole, "0 0 1\n1 100000 65536\n"], NOBODY),
+            (["", ""], NOBODY),
+        ] {
+            assert_eq!(trial_id(&maps.map(str::to_owned)), expected, "{maps:?}");
+        }
     }
 
     /// What the kernel and the loader miss of a file that breaks off ends its process.

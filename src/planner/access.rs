@@ -31,7 +31,7 @@ pub async fn http_client(client: &Client, packages: &Packages) -> Result<HttpCli
         .map_err(|error| PlannerError::Content { object: "packages".to_owned(), reason: error_chain(&error) })
 }
 
-/// The URLs that a spec names, but for those at the default channel's server: it is public, and a spec or a lock with packages of
+/// The URLs that a spec names, without those at the default channel's server, which is public: a spec or a lock with packages of
 /// conda-forge names it.
 fn named(packages: &Packages) -> Vec<String> {
     let bundle = packages.bundle.iter().map(|bundle| bundle.url.as_str());

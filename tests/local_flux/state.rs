@@ -305,8 +305,9 @@ fn an_uninstall_by_hand_that_is_cut_short_lets_the_queues_go_on() {
     // The same on a follower.
     let drained = || cluster.exec(&lead, &["flux", "resource", "drain", "-no", "{ranks} {reason}"]);
     let (held, uninstall) = (lock(&other), ByHand::begin(&cluster, &other));
-    cluster
-        .until("the drain", || drained().contains("1 flux-distribute uninstall: this host is being uninstalled").then_some(()));
+    cluster.until("the drain", || {
+        drained().contains("1 flux-distribute uninstall: this host is being uninstalled").then_some(())
+    });
     uninstall.signal("TERM");
     let output = uninstall.end();
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();

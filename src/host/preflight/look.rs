@@ -32,7 +32,7 @@ pub fn look(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Resul
         glibc: facts::glibc(root),
         musl: musl(root),
         systemd: facts::systemd(root),
-        cgroup_writable: fs::read_to_string(root.path("/proc/self/mountinfo"))
+        cgroup_writable: mountinfo::read(&root.path("/proc/self/mountinfo"))
             .is_ok_and(|text| cgroup_is_writable(&text)),
         memlock: memlock(),
         resources: facts::resources(root),

@@ -153,7 +153,7 @@ impl<W: Write> Packing<'_, W> {
     }
 }
 
-/// With what hosts keep of `mode`; nobody looks at that of a symlink.
+/// With what hosts keep of `mode`. A symlink's mode stays 0777, so that a tree that has not changed keeps its sha256.
 pub(in crate::packages) fn header(kind: EntryType, mode: u32, mtime: i64) -> Header {
     let mut header = Header::new_gnu();
     header.set_entry_type(kind);

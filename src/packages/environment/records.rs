@@ -25,6 +25,8 @@ const USUAL_OF_DIRECTORY: u32 = 0o755;
 
 /// Permission of group and others to write.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
+/// Permission of all users to write.
+const WRITABLE_BY_ALL: u32 = 0o002;
 
 /// Everything in a tree, by its path below it.
 #[derive(Debug, Default)]
@@ -61,7 +63,7 @@ impl Tree {
         Ok(tree)
     }
 
-    /// Takes the permission to write from all but the owner. True: the tree at `root` is another one now.
+    /// Takes the permission to write from all but the owner. Returns true if it changed a mode: then walk the tree again.
     pub(in crate::packages) fn close_to_others(&self, root: &Path) -> io::Result<bool> {
         let all = self.files.iter().chain(&self.directories).map(|(path, found)| (path, mode(found)));
         let open: Vec<_> = all.filter(|(_, mode)| mode & WRITABLE_BY_OTHERS != 0).collect();
@@ -188,11 +190,13 @@ impl Records {
         Ok(Self { files, links, modes: tree.modes(), owner: (made.uid(), made.gid()) })
     }
 
-    /// Whether what is now at `path` has the permissions that it was made with. What lets others write is not right: an older
-    /// version may have made and recorded it.
+    /// Whether what is now at `path` has the permissions that it was made with. Older versions recorded permissions that let
+    /// others write. Those are wrong all the same, except for root's group: many packages were built with a umask of 002, and
+    /// replacing all their files beside running jobs would protect from nobody.
     pub(in crate::packages) fn has_its_mode(&self, path: &Path, found: &fs::Metadata) -> bool {
         let usual = if found.is_dir() { USUAL_OF_DIRECTORY } else { USUAL_OF_FILE };
-        mode(found) == self.modes.get(path).unwrap_or(&usual) & !WRITABLE_BY_OTHERS
+        let wrong = if self.owner.1 == 0 { WRITABLE_BY_ALL } else { WRITABLE_BY_OTHERS };
+        mode(found) == self.modes.get(path).unwrap_or(&usual) & !wrong
     }
 
     /// Whether it still belongs to whom the environment was made for.
