@@ -237,7 +237,8 @@ impl<'a> ByHand<'a> {
         let mut command = cluster.command(&["exec", node, "--", "sh", "-c", &script]);
         let shell = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         cluster.until("the shell", || root.join("began").exists().then_some(()));
-        let agent = cluster.node(node).agent_pid.unwrap();
+        // The kubelet starts another agent some time after the one before has ended.
+        let agent = cluster.until("an agent", || cluster.node(node).agent_pid);
         let kubelet = Hanging::parent_of(agent);
         kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
         fs::write(root.join("go"), "go").unwrap();
