@@ -1,5 +1,5 @@
 //! What the documents claim to be tested is tested: every row of docs/failures.md names tests that are there, and so does
-//! docs/threat-model.md. The fields that README.md tells of are those that there are.
+//! docs/threat-model.md. README.md lists exactly the fields that the kind has.
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 

@@ -166,14 +166,14 @@ pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Ref
     )))
 }
 
-/// What a removal has kept is told by its looks, and is whichever brokers' user's. In a prefix that is open to others, it may be
-/// something that they have put there, so all in it must be root's.
+/// We recognise what a removal has kept by name and content; any brokers' user may own it. In a prefix that is open to others, they
+/// may have put it there, so root must own everything in it.
 fn check_owners(root: &Root, prefix: &Path) -> Result<(), Refusal> {
     let dir = root.path(prefix);
     for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
         let path = entry.path();
         let uid = fs::symlink_metadata(&path).map_err(|error| Refusal::io("look at", &path, &error))?.uid();
-        if !trust::is_roots(uid) {
+        if !trust::is_trusted(uid) {
             return Err(Refusal::new(format!(
                 "users other than root can write to {prefix}, and it holds {name} of the user with uid {uid}; move that away, or \
                  run `chmod go-w {prefix}` if it is what a removal has kept there",

@@ -21,6 +21,7 @@ use super::{
     LinkOrder, Linked, Progress, Refusal, Root, boundary,
     child::{Kept, wait_until},
     files::{remove_if_there, sync_parent},
+    flux::code,
     state::{ENVIRONMENTS, environment},
     users::User,
 };
@@ -201,14 +202,16 @@ fn run(mut command: Command) -> io::Result<Ended> {
     let (stdout, stderr) = (Kept::of(child.stdout.take()), Kept::of(child.stderr.take()));
     let status = wait_until(&mut child, Instant::now() + TIMEOUT)?;
     let text = stdout.text() + &stderr.text();
-    Ok(match status.map(|status| (status.code(), status.signal())) {
-        Some((Some(code), _)) => Ended::Exited { code, text },
+    let Some(status) = status else {
+        return Ok(Ended::Inconclusive(format!("did not end within {} s", TIMEOUT.as_secs())));
+    };
+    Ok(match status.signal() {
+        None => Ended::Exited { code: code(status), text },
         // No other user's doing: the processor lacks an instruction, and a broker would end in the same way.
-        Some((None, Some(signal))) if signal == Signal::SIGILL as i32 => {
-            Ended::Exited { code: 128 + signal, text: "it is built for a newer processor (SIGILL)".to_owned() }
+        Some(signal) if signal == Signal::SIGILL as i32 => {
+            Ended::Exited { code: code(status), text: "it is built for a newer processor (SIGILL)".to_owned() }
         }
-        Some((None, signal)) => Ended::Inconclusive(format!("was ended by signal {}", signal.unwrap_or_default())),
-        None => Ended::Inconclusive(format!("did not end within {} s", TIMEOUT.as_secs())),
+        Some(signal) => Ended::Inconclusive(format!("was ended by signal {signal}")),
     })
 }
 

@@ -121,7 +121,7 @@ impl Rule {
         if self.may_directories_be_anybodys && kind(found) != SFlag::S_IFLNK {
             return Ok(());
         }
-        if !is_roots(uid) {
+        if !is_trusted(uid) {
             return Err(Distrust::Owner { path: path.to_owned(), uid });
         }
         // A symlink has no permissions of its own.
@@ -133,8 +133,8 @@ impl Rule {
     }
 }
 
-/// True for root, and for this process's own user.
-pub fn is_roots(uid: u32) -> bool {
+/// True for root and for this process's own user: nobody else may own what root trusts.
+pub fn is_trusted(uid: u32) -> bool {
     uid == 0 || uid == geteuid().as_raw()
 }
 
@@ -258,7 +258,7 @@ fn walk(root: &Root, path: &Path, rule: Rule, makes: bool) -> Result<Walked, Dis
         let above = std::mem::replace(&mut mount, mountinfo::id(&found).map_err(of_mount)?);
         if mount != above
             && let Some(uid) = mountinfo::fuse_user(mount).map_err(of_mount)?
-            && !is_roots(uid)
+            && !is_trusted(uid)
         {
             return Err(Distrust::Mounted { path: here, uid });
         }

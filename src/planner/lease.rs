@@ -134,8 +134,8 @@ impl Candidate {
     }
 }
 
-/// How long the holder may be silent, by its own word. No version promises more than the longest, and nobody is to be without a
-/// planner for years.
+/// How long the holder may be silent, as it says itself, but at most [`LONGEST_LEASE`]: no version asks for more, and a forged Lease
+/// must not keep the instance without a planner for years.
 fn promised(spec: Option<&LeaseSpec>) -> Duration {
     let seconds = spec.and_then(|spec| spec.lease_duration_seconds).and_then(|seconds| u64::try_from(seconds).ok());
     seconds.map_or(LEASE_DURATION, Duration::from_secs).min(LONGEST_LEASE)

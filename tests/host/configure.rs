@@ -200,20 +200,26 @@ fn the_compiled_in_prefix_is_linked_only_where_root_alone_could_have_changed_the
     }
 }
 
-/// As a link of an older version can lie, or one whose directory was opened afterwards.
-#[test]
-fn a_link_in_what_has_become_a_users_is_left_and_holds_no_removal_up() {
-    need_root!();
+/// A host on which a user has put a link in the place of the directory above our link: the user leads the way to another directory,
+/// with a link of ours that another instance needs.
+fn with_a_users_way_to_our_link() -> TestHost {
     let host = TestHost::new();
     host.claim().unwrap();
     host.environment(DIGEST, Some(COMPILED));
     host.configure(&configure_order()).unwrap();
-    // The user leads the way to a directory with a link of ours that another instance needs.
     fs::create_dir_all(host.at("/srv/site")).unwrap();
     fs::rename(host.at(COMPILED), host.at("/srv/site/flux")).unwrap();
     fs::remove_dir(host.at("/usr/site")).unwrap();
     symlink("../srv/site", host.at("/usr/site")).unwrap();
     lchown(host.at("/usr/site"), Some(500), None).unwrap();
+    host
+}
+
+/// As a link of an older version can lie, or one whose directory was opened afterwards.
+#[test]
+fn a_link_in_what_has_become_a_users_is_left_and_holds_no_removal_up() {
+    need_root!();
+    let host = with_a_users_way_to_our_link();
     host.remove(false).unwrap();
     assert!(host.state().is_none());
     assert!(fs::symlink_metadata(host.at("/srv/site/flux")).is_ok());
@@ -279,19 +285,10 @@ fn a_link_that_a_user_has_put_in_the_place_of_ours_is_refused() {
     }
 }
 
-/// The user leads the way to a link of ours that another bundle needs.
 #[test]
 fn a_link_of_ours_is_not_sought_by_a_users_way() {
     need_root!();
-    let host = TestHost::new();
-    host.claim().unwrap();
-    host.environment(DIGEST, Some(COMPILED));
-    host.configure(&configure_order()).unwrap();
-    fs::create_dir_all(host.at("/srv/site")).unwrap();
-    fs::rename(host.at(COMPILED), host.at("/srv/site/flux")).unwrap();
-    fs::remove_dir(host.at("/usr/site")).unwrap();
-    symlink("../srv/site", host.at("/usr/site")).unwrap();
-    lchown(host.at("/usr/site"), Some(500), None).unwrap();
+    let host = with_a_users_way_to_our_link();
     let refusal = host.configure(&configure_order()).unwrap_err();
     assert!(refusal.message.contains("/usr/site belongs to the user with uid 500"), "{refusal}");
 }

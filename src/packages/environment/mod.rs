@@ -229,9 +229,7 @@ impl Build<'_> {
         }
         let mut tree = Tree::walk(self.partial)?;
         // rattler lets the group write to the scripts that it makes for Python packages.
-        if tree.close_to_others(self.partial)? {
-            tree = Tree::walk(self.partial)?;
-        }
+        tree.close_to_others(self.partial)?;
         if let Some(shared) = tree.shared() {
             return Err(io::Error::other(format!("{} shares its content with a file outside", shared.display())));
         }

@@ -24,7 +24,7 @@ const USUAL_OF_FILE: u32 = 0o644;
 const USUAL_OF_DIRECTORY: u32 = 0o755;
 
 /// Permission of group and others to write.
-const WRITABLE_BY_OTHERS: u32 = 0o022;
+pub(in crate::packages) const WRITABLE_BY_OTHERS: u32 = 0o022;
 /// Permission of all users to write.
 const WRITABLE_BY_ALL: u32 = 0o002;
 
@@ -63,14 +63,16 @@ impl Tree {
         Ok(tree)
     }
 
-    /// Takes the permission to write from all but the owner. Returns true if it changed a mode: then walk the tree again.
-    pub(in crate::packages) fn close_to_others(&self, root: &Path) -> io::Result<bool> {
-        let all = self.files.iter().chain(&self.directories).map(|(path, found)| (path, mode(found)));
-        let open: Vec<_> = all.filter(|(_, mode)| mode & WRITABLE_BY_OTHERS != 0).collect();
-        for (path, mode) in &open {
-            fs::set_permissions(root.join(path), fs::Permissions::from_mode(mode & !WRITABLE_BY_OTHERS))?;
+    /// Takes the permission to write from all but the owner.
+    pub(in crate::packages) fn close_to_others(&mut self, root: &Path) -> io::Result<()> {
+        for (path, found) in self.files.iter_mut().chain(&mut self.directories) {
+            if mode(found) & WRITABLE_BY_OTHERS != 0 {
+                let path = root.join(path);
+                fs::set_permissions(&path, fs::Permissions::from_mode(mode(found) & !WRITABLE_BY_OTHERS))?;
+                *found = fs::symlink_metadata(&path)?;
+            }
         }
-        Ok(!open.is_empty())
+        Ok(())
     }
 
     /// Bytes of all files and of the targets of symlinks.

@@ -15,7 +15,7 @@ use crate::host::{
 };
 use crate::packages::{
     ENVIRONMENT_MARKER,
-    environment::records::{RECORDS, Records, Tree, by_packages, can_be_told, digests_while, mode},
+    environment::records::{RECORDS, Records, Tree, WRITABLE_BY_OTHERS, by_packages, can_be_told, digests_while, mode},
     environment::{marker, ready},
     fetch::archive,
 };
@@ -256,7 +256,7 @@ fn strangers(
 /// Where Python keeps its byte code, beside a module.
 const CACHE: &str = "__pycache__";
 /// Write permission for others, set-user-ID and set-group-ID.
-const OPEN_TO_OTHERS: u32 = 0o6022;
+const OPEN_TO_OTHERS: u32 = 0o6000 | WRITABLE_BY_OTHERS;
 
 /// What Python leaves when its owner runs a module: `__pycache__/NAME.TAG.pyc` beside NAME.py, which must be there and
 /// `known`.
