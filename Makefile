@@ -7,7 +7,7 @@ IMAGE ?= localhost/flux-distribute:$(VERSION)
 # Where rustup puts cargo.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build test chaos chaos-long lint image push demo demo-down kind-test deploy undeploy manifests clean
+.PHONY: help setup build image-binary test chaos chaos-long lint image push demo demo-down kind-test deploy undeploy manifests clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,8 +15,12 @@ help: ## This list
 setup: ## Install what building and testing need (the others do this first)
 	@scripts/setup.sh
 
-build: setup ## The static binary, target/<host>/release/flux-distribute
+build: setup ## The static binary, with local mode: target/<host>/release/flux-distribute
 	cargo build --release --locked
+
+# The image's binary: without local mode, its API server, and the switches of tests.
+image-binary: setup
+	cargo build --release --locked --no-default-features
 
 test: setup ## All tests, on a kind cluster too where Docker and kind are
 	scripts/test.sh
@@ -29,13 +33,13 @@ chaos-long: setup ## The same, five times as often
 
 lint: setup ## Format, clippy
 	cargo fmt --check
-	cargo clippy --all-targets --locked -- -D warnings
+	cargo clippy --workspace --all-targets --locked -- -D warnings
 
 image: ## The container image, IMAGE=…: by Docker, or without it as target/image.tar
 	@if docker info >/dev/null 2>&1; then \
 		docker build -f docker/Dockerfile -t $(IMAGE) .; \
 	else \
-		$(MAKE) build && IMAGE=$(IMAGE) scripts/image.sh target/image.tar; \
+		$(MAKE) image-binary && IMAGE=$(IMAGE) scripts/image.sh target/image.tar; \
 	fi
 
 push: ## Make and push IMAGE=…

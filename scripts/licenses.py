@@ -18,7 +18,7 @@ def texts(package):
     return [file.read_text(errors="replace").strip() for file in files]
 
 
-command = ["cargo", "metadata", "--locked", "--format-version=1", f"--filter-platform={sys.argv[1]}"]
+command = ["cargo", "metadata", "--locked", "--no-default-features", "--format-version=1", f"--filter-platform={sys.argv[1]}"]
 metadata = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 packages = {package["id"]: package for package in metadata["packages"]}
 nodes = {node["id"]: node for node in metadata["resolve"]["nodes"]}
@@ -32,7 +32,8 @@ while queue:
         continue
     linked.add(node)
     queue += [dep["pkg"] for dep in nodes[node]["deps"] if any(kind["kind"] is None for kind in dep["dep_kinds"])]
-linked.discard(root)
+# Our own.
+linked = {node for node in linked if packages[node]["source"]}
 
 found = sorted((packages[node] for node in linked), key=lambda package: (package["name"], package["version"]))
 print("Crates that are linked into flux-distribute, and their licences.\n")

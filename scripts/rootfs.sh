@@ -10,6 +10,10 @@ if readelf --program-headers "$binary" | grep -q INTERP; then
     echo "$binary is not static: it would look for a dynamic loader, and the image has none" >&2
     exit 1
 fi
+if "$binary" local --help >/dev/null 2>&1; then
+    echo "$binary has local mode, which does not belong into an image: build it with --no-default-features (\`make image-binary\`)" >&2
+    exit 1
+fi
 certificates=/etc/ssl/certs/ca-certificates.crt
 [ -s "$certificates" ] || { echo "no $certificates: install ca-certificates" >&2; exit 1; }
 

@@ -17,7 +17,7 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 # Not captured, since a test that ends early prints why, which the summary counts.
 code=0
-CARGO_TERM_COLOR=never cargo test --locked --no-fail-fast "$@" -- --nocapture 2>&1 | tee "$log" || code=${PIPESTATUS[0]}
+CARGO_TERM_COLOR=never cargo test --workspace --locked --no-fail-fast "$@" -- --nocapture 2>&1 | tee "$log" || code=${PIPESTATUS[0]}
 if [ $# != 0 ]; then
     scripts/summary.py "$log" --status "$code"
     exit "$code"

@@ -2,15 +2,18 @@
 
 mod validate;
 
-use std::{io::Write, process::ExitCode};
+use std::{
+    io::Write,
+    process::ExitCode,
+    sync::{Arc, atomic::AtomicU32},
+};
 
 use clap::{Parser, Subcommand};
+use futures::future::BoxFuture;
 use tracing_subscriber::EnvFilter;
 
-use crate::{
-    agent::{self, Rung},
-    api, host, local, packages, redact,
-};
+use agent::Rung;
+use base::{error_chain, redact};
 
 /// What a shell is told: 2 for bad input (nothing was changed), 1 for everything else that went wrong.
 const BAD_INPUT: u8 = 2;
@@ -26,6 +29,7 @@ struct Arguments {
 #[derive(Subcommand, Debug)]
 enum Command {
     /// Simulated nodes on this machine that are one Flux instance: try it here first
+    #[cfg(feature = "local")]
     #[command(subcommand)]
     Local(local::LocalCommand),
     /// Write down which packages to install, or say what another such list would change
@@ -99,8 +103,8 @@ pub fn main() -> ExitCode {
     }
     // Both are single-threaded processes on the host: no runtime, no TLS, and stdout belongs to the order.
     match arguments.command {
-        Command::Stage => return host::stage::main(),
-        Command::Launch => return host::launch::launcher_main(),
+        Command::Stage => return stage::main(),
+        Command::Launch => return stage::launch::launcher_main(),
         _ => {}
     }
     init_tracing(&arguments.command);
@@ -124,7 +128,7 @@ struct Failure {
 
 impl Failure {
     fn new(error: &dyn std::error::Error) -> Self {
-        Self { message: crate::error_chain(error), code: ExitCode::FAILURE }
+        Self { message: error_chain(error), code: ExitCode::FAILURE }
     }
 
     fn coded(code: impl Into<ExitCode>, error: &dyn std::error::Error) -> Self {
@@ -138,6 +142,7 @@ impl Failure {
 
 fn run(command: Command) -> Result<ExitCode, Failure> {
     match command {
+        #[cfg(feature = "local")]
         Command::Local(command) => {
             block_on(async { command.run().await.map_err(|error| Failure::coded(error.exit_code(), &error)) })
         }
@@ -170,7 +175,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Connect { command } => agent::connect(&command).map_err(|error| Failure::new(&error)),
         Command::Shell { command } => agent::shell(&command).map_err(|error| Failure::new(&error)),
         Command::Agent(arguments) => {
-            block_on(async { agent::run(arguments).await.map_err(|error| Failure::new(&error)) })
+            block_on(async { agent::run(arguments, plan).await.map_err(|error| Failure::new(&error)) })
         }
         Command::Preflight(arguments) => rung(Rung::Preflight, arguments),
         Command::Claim(arguments) => rung(Rung::Claim, arguments),
@@ -180,13 +185,18 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Reload(arguments) => rung(Rung::Reload, arguments),
         Command::Online(arguments) => rung(Rung::Online, arguments),
         Command::Report(arguments) => rung(Rung::Report, arguments),
-        Command::Crds => print(&crds().map_err(|error| Failure::new(&error))?),
+        Command::Crds => print(&api::crds().map_err(|error| Failure::new(&error))?),
         Command::Validate(arguments) => validate::validate(&arguments),
         Command::Probe(arguments) => {
             agent::probe(&arguments).map(|()| ExitCode::SUCCESS).map_err(|error| Failure::new(&error))
         }
         Command::Stage | Command::Launch => Ok(ExitCode::FAILURE),
     }
+}
+
+/// What plans while an agent holds the Lease.
+fn plan(client: kube::Client, identity: String, members: Arc<AtomicU32>) -> BoxFuture<'static, ()> {
+    Box::pin(planner::run(client, identity, members))
 }
 
 fn rung(rung: Rung, arguments: agent::AgentArguments) -> Result<ExitCode, Failure> {
@@ -200,13 +210,34 @@ fn block_on(future: impl Future<Output = Result<ExitCode, Failure>>) -> Result<E
     runtime.map_err(|error| Failure::new(&error))?.block_on(future)
 }
 
+/// The crates of this project, whose log is worth more than that of others.
+const OURS: [&str; 15] = [
+    "flux_distribute",
+    "agent",
+    "api",
+    "apiserver",
+    "base",
+    "broker",
+    "cluster",
+    "host",
+    "hostapi",
+    "local",
+    "locks",
+    "model",
+    "packages",
+    "planner",
+    "stage",
+];
+
 /// A command that ends with an answer tells people that answer, and not on which try it came: only a service writes a log.
-fn default_log(command: &Command) -> &'static str {
-    match command {
-        Command::Lock(_) | Command::Bundle(_) | Command::Validate(_) => "flux_distribute=warn,off",
-        Command::Local(command) if !command.is_service() => "flux_distribute=warn,off",
-        _ => "flux_distribute=info,warn",
-    }
+fn default_log(command: &Command) -> String {
+    let (ours, others) = match command {
+        Command::Lock(_) | Command::Bundle(_) | Command::Validate(_) => ("warn", "off"),
+        #[cfg(feature = "local")]
+        Command::Local(command) if !command.is_service() => ("warn", "off"),
+        _ => ("info", "warn"),
+    };
+    OURS.iter().map(|name| format!("{name}={ours},")).chain([others.to_owned()]).collect()
 }
 
 fn init_tracing(command: &Command) {
@@ -217,16 +248,6 @@ fn init_tracing(command: &Command) {
     } else {
         log.with_ansi(false).with_target(false).init();
     }
-}
-
-/// Both CustomResourceDefinitions as YAML documents.
-///
-/// # Errors
-/// None that a caller could mend.
-pub fn crds() -> Result<String, serde_norway::Error> {
-    use kube::CustomResourceExt;
-    let (instance, node) = (api::FluxInstance::crd(), api::FluxNode::crd());
-    Ok(format!("---\n{}---\n{}", serde_norway::to_string(&instance)?, serde_norway::to_string(&node)?))
 }
 
 fn print(text: &str) -> Result<ExitCode, Failure> {

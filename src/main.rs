@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    flux_distribute::cli::main()
+    flux_distribute::main()
 }

@@ -5,7 +5,7 @@ mod apiserver_support;
 
 use std::{collections::BTreeMap, time::Duration};
 
-use flux_distribute::api::NAMESPACE;
+use api::NAMESPACE;
 use k8s_openapi::api::{
     coordination::v1::Lease,
     core::v1::{ConfigMap, Node},

@@ -3,7 +3,7 @@
 
 mod apiserver_support;
 
-use flux_distribute::api::{FluxInstance, FluxInstanceSpec, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE};
+use api::{FluxInstance, FluxInstanceSpec, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE};
 use k8s_openapi::{
     api::core::v1::{ConfigMap, Namespace},
     apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
@@ -23,7 +23,7 @@ async fn spec_and_status_are_written_apart_and_only_the_spec_counts_as_a_generat
     let server = start().await;
     let instances: Api<FluxInstance> = server.api();
     let mut wanted = FluxInstance::new(INSTANCE, FluxInstanceSpec { max_size: Some(8), ..FluxInstanceSpec::default() });
-    wanted.status = Some(flux_distribute::api::FluxInstanceStatus { online: 7, ..Default::default() });
+    wanted.status = Some(api::FluxInstanceStatus { online: 7, ..Default::default() });
     let made = instances.create(&PostParams::default(), &wanted).await.unwrap();
     assert_eq!((made.metadata.generation, made.status), (Some(1), None));
 

@@ -6,7 +6,7 @@ mod needs;
 
 use std::{path::PathBuf, process::Stdio, sync::Arc};
 
-use flux_distribute::local::apiserver::{Identity, Store, serve};
+use apiserver::{Identity, Store, serve};
 use needs::{Need, kubectl, skips_without};
 use tokio::{io::AsyncWriteExt, net::TcpListener, process::Command};
 

@@ -5,10 +5,8 @@ mod apiserver_support;
 
 use std::{collections::BTreeMap, time::Duration};
 
-use flux_distribute::{
-    api::{FluxNode, FluxNodeSpec, NAMESPACE},
-    local::apiserver::{LOG_LENGTH, Mode, Part, Store, find},
-};
+use api::{FluxNode, FluxNodeSpec, NAMESPACE};
+use apiserver::{LOG_LENGTH, Mode, Part, Store, find};
 use futures::{StreamExt, TryStreamExt};
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{

@@ -6,7 +6,7 @@
 mod needs;
 mod support;
 
-use flux_distribute::broker::{
+use broker::{
     message::{ANY, LEAD},
     rfc3::{Client, RpcError},
     status::{Change, status, watch},

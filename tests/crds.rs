@@ -4,7 +4,7 @@
 
 use std::{fs, path::Path};
 
-use flux_distribute::cli::crds;
+use api::crds;
 use serde_json::Value;
 
 /// The one file to apply: the namespace first, then the kinds, then what uses both.

@@ -14,18 +14,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flux_distribute::{
-    broker::command::{BrokerIdentity, launch},
-    host::{
-        LaunchOrder, LaunchRecord, RunningBroker, StopOrder,
-        launch::{
-            Places,
-            cgroup::{Place, members, mounts, places_here},
-            process::Identity,
-        },
-    },
+use broker::command::{BrokerIdentity, launch};
+use host::BrokerProcesses;
+use host::{
+    cgroup::{Place, members, mounts, places_here},
+    process::Identity,
 };
+use hostapi::{LaunchOrder, LaunchRecord, RunningBroker, StopOrder};
 use needs::{Need, skips_without};
+use stage::launch::Places;
 
 /// A host of its own within this one: directories and a cgroup's name.
 struct Bed {

@@ -5,16 +5,17 @@
 
 use std::{collections::BTreeSet, fs, path::Path};
 
-use flux_distribute::api::FluxInstance;
+use api::FluxInstance;
 use kube::CustomResourceExt;
 use serde_json::{Value, json};
 
-/// The source that holds `module`'s tests, such as `local_flux/loss`, or `lib/agent::decide` for the library's own. `document`
-/// names it.
+/// The source that holds `module`'s tests, such as `local_flux/loss`, or `lib/agent::decide` for the own ones of the crate `agent`.
+/// `document` names it.
 fn source(root: &Path, document: &str, module: &str) -> String {
     let candidates = match (module.strip_prefix("lib/"), module.strip_prefix("scripts/")) {
         (Some(path), _) => {
-            let path = format!("src/{}", path.replace("::", "/"));
+            let (name, path) = path.split_once("::").unwrap_or((path, "lib"));
+            let path = format!("crates/{name}/src/{}", path.replace("::", "/"));
             vec![format!("{path}/tests.rs"), format!("{path}.rs")]
         }
         // On a real cluster.

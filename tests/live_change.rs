@@ -8,7 +8,7 @@ mod support;
 
 use std::{collections::BTreeMap, path::Path, process::Command, time::Duration};
 
-use flux_distribute::broker::{
+use broker::{
     message::ANY,
     reload::reload,
     rfc3::Client,

@@ -8,18 +8,19 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use flux_distribute::{
-    api::{
-        ANNOTATION_PROTECTS, CONDITION_POD_READY, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY,
-        CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, DAEMONSET, FluxInstance, FluxInstanceSpec, GROUP, INSTANCE,
-        LEASE_PLANNER, NAMESPACE, SECRET_CURVE, SECRET_PACKAGES, by_line, read, read_instance,
-    },
-    plan::protect::PROTECTING,
+use api::{
+    ANNOTATION_PROTECTS, CONDITION_POD_READY, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY,
+    CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, DAEMONSET, FluxInstance, FluxInstanceSpec, GROUP, INSTANCE, LEASE_PLANNER,
+    NAMESPACE, SECRET_CURVE, SECRET_PACKAGES, by_line,
 };
 use k8s_openapi::api::{
     apps::v1::DaemonSet,
     core::v1::{ConfigMap, Container, Namespace, NodeSelectorRequirement, PodSpec, ResourceQuota, Toleration},
     rbac::v1::{ClusterRole, ClusterRoleBinding, PolicyRule, Role, RoleBinding},
+};
+use model::{
+    protect::PROTECTING,
+    read::{read, read_instance},
 };
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_norway::Value;

@@ -13,12 +13,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flux_distribute::host::{
-    LaunchOrder, LaunchRecord, StopOrder,
-    launch::{Places, process::Identity, systemd::Systemd},
-};
+use host::BrokerProcesses;
+use host::process::Identity;
+use hostapi::{LaunchOrder, LaunchRecord, StopOrder};
 use needs::{Need, skips_without};
 use nix::sys::signal::Signal;
+use stage::launch::{Places, systemd::Systemd};
 
 const ODD: [&str; 6] = ["a b", "$HOME", "100%h", ";", "say \"x\\y\"", "two\nlines"];
 

@@ -6,10 +6,8 @@ use std::{
     task::{Context, Poll, Waker},
 };
 
-use flux_distribute::{
-    broker::log::{LogFollower, rejection},
-    host::launch::log::{tail, why},
-};
+use broker::log::{LogFollower, rejection};
+use host::log::{tail, why};
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let file = tempfile::NamedTempFile::new().expect("a temporary file");

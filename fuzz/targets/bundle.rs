@@ -4,11 +4,10 @@
 use std::{fs, io::Write, path::Path};
 
 use flate2::{Compression, write::GzEncoder};
-use flux_distribute::{
-    api::{BundleSource, PackageSet},
-    host::LinkOrder,
-    packages::{InspectBundle, OutputFormat, archives, link, native_platform},
-};
+use api::{BundleSource, PackageSet};
+use hostapi::LinkOrder;
+use stage::launch::Places;
+use packages::{InspectBundle, OutputFormat, archives, link, native_platform};
 use sha2::{Digest, Sha256};
 
 libfuzzer_sys::fuzz_target!(|tar: &[u8]| {
@@ -29,7 +28,7 @@ libfuzzer_sys::fuzz_target!(|tar: &[u8]| {
     for archive in archives(&set, native_platform()).into_iter().flatten() {
         fs::copy(&file, pkgs.join(archive)).expect("a temporary file");
     }
-    let _ = link(&order, &mut |_| {});
+    let _ = link(&order, &Places::of_host(), &mut |_| {});
     assert!(only(directory.path(), &["bundle.tar.gz", "prefix"]), "something is outside of the prefix");
 });
 

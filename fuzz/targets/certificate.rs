@@ -1,7 +1,7 @@
 //! CURVE certificates out of a Secret or from a host.
 #![no_main]
 
-use flux_distribute::plan::certificate::Certificate;
+use api::certificate::Certificate;
 
 libfuzzer_sys::fuzz_target!(|text: &str| {
     if let Ok(certificate) = Certificate::parse(text) {

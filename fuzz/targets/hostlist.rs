@@ -1,7 +1,8 @@
 //! Hostlists (RFC 29) and idsets (RFC 22) as brokers write them.
 #![no_main]
 
-use flux_distribute::{api::IdSet, plan::hostlist};
+use api::IdSet;
+use model::hostlist;
 
 libfuzzer_sys::fuzz_target!(|text: &str| {
     let hosts = hostlist::decode(text);

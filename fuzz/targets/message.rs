@@ -1,7 +1,7 @@
 //! RFC 3 messages as a broker's socket gives them.
 #![no_main]
 
-use flux_distribute::broker::message::{Message, PREAMBLE, frame_length};
+use broker::message::{Message, PREAMBLE, frame_length};
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     if let Some((preamble, rest)) = bytes.split_first_chunk::<PREAMBLE>() {

@@ -10,11 +10,12 @@ use clap::Args;
 use serde_json::json;
 
 use super::{BAD_INPUT, Failure, print};
-use crate::{
-    api::{Documents, Finding, FluxInstanceSpec, by_line, nothing_of_ours, read},
-    packages::OutputFormat,
-    plan::effect::{Change, changes},
+use api::{Finding, FluxInstanceSpec, by_line};
+use model::{
+    effect::{Change, changes},
+    read::{Documents, nothing_of_ours, read},
 };
+use packages::OutputFormat;
 
 const ABOUT: &str = "\
 FILE holds a FluxInstance, its spec alone, or several documents, of which those of kind FluxInstance and

@@ -4,10 +4,8 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use flux_distribute::{
-    api::NAMESPACE,
-    local::apiserver::{Identity, Store, serve},
-};
+use api::NAMESPACE;
+use apiserver::{Identity, Store, serve};
 use k8s_openapi::{
     NamespaceResourceScope,
     api::core::v1::{ConfigMap, Namespace},

@@ -2,7 +2,7 @@
 
 use std::{fs, process::Command};
 
-use flux_distribute::api::{ANNOTATION_RESTART, FluxNode};
+use api::{ANNOTATION_RESTART, FluxNode};
 use serde_json::json;
 
 use crate::{

@@ -2,15 +2,13 @@
 
 use std::{fs, path::PathBuf};
 
-use flux_distribute::{
-    api::{FluxInstance, FluxNode, INSTANCE},
-    packages::ENVIRONMENT_MARKER,
-};
+use api::{FluxInstance, FluxNode, INSTANCE};
 use kube::api::{DeleteParams, PostParams};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
+use packages::ENVIRONMENT_MARKER;
 use serde_json::json;
 
 use crate::{

@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::chown;
 
-use flux_distribute::api::{ANNOTATION_RESTART, INSTANCE};
+use api::{ANNOTATION_RESTART, INSTANCE};
 use serde_json::json;
 
 use crate::{

@@ -1,11 +1,9 @@
 //! A broker that does not live, or that the lead does not take.
 
-use flux_distribute::{
-    api::{FluxNode, NodePhase, SECRET_CURVE},
-    packages::CreateBundle,
-};
+use api::{FluxNode, NodePhase, SECRET_CURVE};
 use k8s_openapi::api::core::v1::Secret;
 use kube::api::DeleteParams;
+use packages::CreateBundle;
 use serde_json::json;
 
 use super::{

@@ -2,11 +2,9 @@
 
 use std::{fs, io::Write, os::unix::fs::PermissionsExt, path::Path};
 
+use api::NodePhase;
 use flate2::{Compression, write::GzEncoder};
-use flux_distribute::{
-    api::NodePhase,
-    packages::{BUNDLE_MANIFEST, CreateBundle},
-};
+use packages::{BUNDLE_MANIFEST, CreateBundle};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -91,7 +89,7 @@ async fn a_bundle_that_is_cut_off_never_goes_live_and_another_one_is_taken_at_on
 async fn a_package_set_without_flux_never_goes_live() {
     let Some(case) = Case::on(1).await else { return };
     let manifest = json!({
-        "format": 1, "kind": "tree", "prefix": "/opt/flux-of-a-test", "platform": flux_distribute::packages::native_platform(),
+        "format": 1, "kind": "tree", "prefix": "/opt/flux-of-a-test", "platform": packages::native_platform(),
         "created_by": "a test",
     });
     let mut tar = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));

@@ -1,6 +1,6 @@
 //! Secret flux-curve: malformed, or not there yet.
 
-use flux_distribute::api::{FluxNode, INSTANCE, InstancePhase, NodePhase, SECRET_CURVE};
+use api::{FluxNode, INSTANCE, InstancePhase, NodePhase, SECRET_CURVE};
 use k8s_openapi::api::core::v1::Secret;
 use kube::api::{DeleteParams, PostParams};
 use serde_json::json;
@@ -46,11 +46,11 @@ async fn an_administrators_own_certificate_is_not_deleted_with_the_instance() {
     let own: Secret = serde_json::from_value(json!({"metadata": {"name": SECRET_CURVE}})).unwrap();
     case.api::<Secret>().create(&PostParams::default(), &own).await.unwrap();
     case.create(nobody()).await;
-    case.until(INSTANCE, "looked at", |flux: &flux_distribute::api::FluxInstance| flux.status.is_some()).await;
+    case.until(INSTANCE, "looked at", |flux: &api::FluxInstance| flux.status.is_some()).await;
     case.until("node1", "there", |_: &FluxNode| true).await;
     case.delete_instance().await;
     // The planner has forgotten the instance when it has taken the next one up.
     case.create(nobody()).await;
-    case.until(INSTANCE, "looked at", |flux: &flux_distribute::api::FluxInstance| flux.status.is_some()).await;
+    case.until(INSTANCE, "looked at", |flux: &api::FluxInstance| flux.status.is_some()).await;
     assert!(case.api::<Secret>().get_opt(SECRET_CURVE).await.unwrap().is_some());
 }

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use flux_distribute::api::{
+use api::{
     ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase, SECRET_CURVE,
 };
 use k8s_openapi::{

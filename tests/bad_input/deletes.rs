@@ -1,6 +1,6 @@
 //! What is deleted is what was read, by a real API server that refuses every delete without a uid and a resourceVersion.
 
-use flux_distribute::api::{CONFIGMAP_BROKER, FluxNode, FluxNodeSpec, GROUP, SECRET_CURVE};
+use api::{CONFIGMAP_BROKER, FluxNode, FluxNodeSpec, GROUP, SECRET_CURVE};
 use k8s_openapi::api::{
     admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
     core::v1::{ConfigMap, Secret},

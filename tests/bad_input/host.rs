@@ -1,6 +1,6 @@
 //! A host that is not as it must be.
 
-use flux_distribute::api::{FluxNode, NodePhase};
+use api::{FluxNode, NodePhase};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,

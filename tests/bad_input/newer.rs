@@ -1,6 +1,6 @@
 //! What another version has written, by a real API server: it hides nothing else, and is not written over.
 
-use flux_distribute::api::{FluxNode, NAMESPACE, NodePhase, Want};
+use api::{FluxNode, NAMESPACE, NodePhase, Want};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::{
     Api, ResourceExt,

@@ -1,6 +1,6 @@
 //! An agent's token in the wrong hands: which objects it makes, and what it can't hang onto them, by a real API server.
 
-use flux_distribute::api::{
+use api::{
     CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, FluxInstance, INSTANCE, LEASE_PLANNER,
     NAMESPACE, SECRET_CURVE, SECRET_PACKAGES,
 };

@@ -1,9 +1,7 @@
 //! Channels and locks: unreachable, without an answer, wrong; and a disk that is too small for the answer.
 
-use flux_distribute::{
-    api::{FluxInstance, INSTANCE, InstancePhase, NodePhase, PackageSet, Packages},
-    packages::{HttpClient, resolve},
-};
+use api::{FluxInstance, INSTANCE, InstancePhase, NodePhase, PackageSet, Packages};
+use packages::{HttpClient, resolve};
 use serde_json::{Value, json};
 
 use super::{
@@ -13,7 +11,7 @@ use super::{
 
 /// Waits until some package set is installed.
 async fn installed(case: &Case) {
-    let has = |node: &flux_distribute::api::FluxNode| {
+    let has = |node: &api::FluxNode| {
         node.status.as_ref().is_some_and(|status| status.digest.is_some() && status.phase != NodePhase::Failed)
     };
     case.until("node1", "installed", has).await;

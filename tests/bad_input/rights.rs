@@ -1,11 +1,8 @@
 //! An agent's token in the wrong hands: what the manifest's rules refuse, by a real API server.
 
-use flux_distribute::{
-    api::{
-        ANNOTATION_CONSUMED, ANNOTATION_PROTECTS, CONDITION_POD_READY, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER,
-        FluxInstance, FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE, NodePhase, SECRET_CURVE,
-    },
-    plan::protect::PROTECTING,
+use api::{
+    ANNOTATION_CONSUMED, ANNOTATION_PROTECTS, CONDITION_POD_READY, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, FluxInstance,
+    FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE, NodePhase, SECRET_CURVE,
 };
 use k8s_openapi::api::{
     admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
@@ -18,6 +15,7 @@ use kube::{
     api::{DeleteParams, Patch, PatchParams, PostParams},
     config::{KubeConfigOptions, Kubeconfig},
 };
+use model::protect::PROTECTING;
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 

@@ -2,9 +2,7 @@
 
 use std::time::Duration;
 
-use flux_distribute::api::{
-    ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, FluxInstance, INSTANCE, InstancePhase, NAMESPACE, NodePhase,
-};
+use api::{ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, FluxInstance, INSTANCE, InstancePhase, NAMESPACE, NodePhase};
 use k8s_openapi::{
     api::core::v1::ConfigMap,
     apiextensions_apiserver::pkg::apis::apiextensions::v1::{CustomResourceDefinition, ValidationRule},

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flux_distribute::api::{FluxNode, NodePhase};
+use api::{FluxNode, NodePhase};
 use k8s_openapi::{
     api::coordination::v1::Lease,
     jiff::{SignedDuration, Timestamp},

@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use flux_distribute::api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, NAMESPACE, Roster, RosterError};
+use api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, NAMESPACE, Roster, RosterError};
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{

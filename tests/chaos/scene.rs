@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flux_distribute::api::FluxInstanceSpec;
+use api::FluxInstanceSpec;
 use nix::sys::signal::Signal;
 
 use crate::{

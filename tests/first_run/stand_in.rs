@@ -1,9 +1,6 @@
 //! Nodes without Flux: everything but jobs, and nobody can take it for Flux.
 
-use flux_distribute::{
-    api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase},
-    broker::STAND_IN,
-};
+use api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase, STAND_IN};
 use kube::{
     Api, Client, Config, ResourceExt,
     config::{KubeConfigOptions, Kubeconfig},

@@ -14,16 +14,17 @@ use std::{
     time::Duration,
 };
 
-use flux_distribute::{
-    api::{DEFAULT_PREFIX, PackageSet},
-    host::{
-        Answer, ClaimOrder, ConfigureOrder, FakeHost, Host, HostError, HostFile, HostLock, HostView, LinkOrder, NsHost,
-        Order, PreflightOrder, Refusal, RemoveOrder, Reply, Root, StateDir,
-        boundary::enter_command,
-        enter,
-        files::{HostRoot, host_path},
-        users,
-    },
+use api::{DEFAULT_PREFIX, PackageSet};
+use host::{
+    HostLock, NsHost, Root,
+    boundary::enter_command,
+    enter,
+    files::{HostRoot, host_path},
+    users,
+};
+use hostapi::{
+    Answer, ClaimOrder, ConfigureOrder, FakeHost, Host, HostError, HostFile, HostView, LinkOrder, Order,
+    PreflightOrder, Refusal, RemoveOrder, Reply, StateDir,
 };
 
 use futures::future::{Either, FutureExt, select};

@@ -7,10 +7,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use flux_distribute::{
-    broker::command::CONNECT_HEADER,
-    host::{ConfigureOrder, HostFile, StateDir, claim, observe},
-};
+use broker::command::CONNECT_HEADER;
+use hostapi::{ConfigureOrder, HostFile, StateDir};
+use stage::{claim, observe};
 
 use crate::support::*;
 

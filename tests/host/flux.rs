@@ -2,7 +2,8 @@
 
 use std::{fs, os::unix::fs::PermissionsExt};
 
-use flux_distribute::host::{FluxOrder, flux};
+use hostapi::FluxOrder;
+use stage::flux;
 
 use crate::support::*;
 

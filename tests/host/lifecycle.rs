@@ -8,7 +8,9 @@ use std::{
     time::Duration,
 };
 
-use flux_distribute::host::{HostLock, Undo, claim, observe, state};
+use host::{HostLock, state};
+use hostapi::Undo;
+use stage::{claim, observe};
 
 use crate::support::*;
 

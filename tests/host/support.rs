@@ -7,9 +7,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use flux_distribute::host::{
-    Brokers, ClaimOrder, ConfigureOrder, HostFile, HostState, LaunchRecord, Refusal, RemoveOrder, Root, RunningBroker,
-    StateDir, StopOrder, claim, configure,
+use host::Root;
+use hostapi::{
+    ClaimOrder, ConfigureOrder, HostFile, HostState, LaunchRecord, Refusal, RemoveOrder, RunningBroker, StateDir,
+    StopOrder,
+};
+use stage::{
+    Brokers, claim, configure,
     launch::{BrokerView, UnknownBroker},
     observe, remove,
 };

@@ -6,11 +6,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use api::Takeover;
 use flate2::{Compression, write::GzEncoder};
-use flux_distribute::{
-    api::Takeover,
-    host::{LaunchRecord, Refusal, RunningBroker, StateDir, TakeoverOrder, launch::UnknownBroker, observe, takeover},
-};
+use hostapi::{LaunchRecord, Refusal, RunningBroker, StateDir, TakeoverOrder};
+use stage::{launch::UnknownBroker, observe, takeover};
 
 use crate::support::*;
 

@@ -11,9 +11,8 @@ use std::{
     time::Duration,
 };
 
-use flux_distribute::host::{
-    HostLock, PreflightOrder, RemoveOrder, Root, Undo, claim, observe, preflight, remove, state,
-};
+use host::{HostLock, Root, state};
+use hostapi::{PreflightOrder, RemoveOrder, Undo};
 use nix::{
     errno::Errno,
     mount::{MntFlags, MsFlags, mount, umount2},
@@ -23,6 +22,7 @@ use nix::{
     },
     unistd::mkfifo,
 };
+use stage::{claim, observe, preflight, remove};
 
 use crate::{
     needs::{Need, skips_without},

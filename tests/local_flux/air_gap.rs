@@ -1,9 +1,7 @@
 //! Sites without internet: a bundle of a lock is a file, and the nodes' network leads nowhere.
 
-use flux_distribute::{
-    api::{PackageSet, Packages},
-    packages::{CreateBundle, HttpClient, native_platform, resolve},
-};
+use api::{PackageSet, Packages};
+use packages::{CreateBundle, HttpClient, native_platform, resolve};
 
 use crate::{
     harness::{Cluster, channel},

@@ -1,6 +1,6 @@
 //! A file of an installed package that is not what it was.
 
-use flux_distribute::api::FluxNode;
+use api::FluxNode;
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,

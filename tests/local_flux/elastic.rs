@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fs};
 
-use flux_distribute::api::{INSTANCE, IdSet};
+use api::{INSTANCE, IdSet};
 use k8s_openapi::api::core::v1::Node;
 use kube::{Api, api::DeleteParams};
 use serde_json::{Value, json};

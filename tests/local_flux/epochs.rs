@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use flux_distribute::api::{ANNOTATION_RESTART, FluxInstanceSpec, InstancePhase};
+use api::{ANNOTATION_RESTART, FluxInstanceSpec, InstancePhase};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,

@@ -11,9 +11,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flux_distribute::api::{
-    CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxInstance, FluxNode, INSTANCE, NAMESPACE, Roster,
+use crate::{
+    needs::{self, FLUX_NODES, NODES, Need, flux_prefix, skips_without},
+    traces,
 };
+use api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxInstance, FluxNode, INSTANCE, NAMESPACE, Roster};
 use k8s_openapi::api::{
     coordination::v1::Lease,
     core::v1::{ConfigMap, Node},
@@ -25,11 +27,6 @@ use kube::{
 };
 use serde::Deserialize;
 use serde_json::Value;
-
-use crate::{
-    needs::{self, FLUX_NODES, NODES, Need, flux_prefix, skips_without},
-    traces,
-};
 
 /// For whatever takes seconds on an idle machine.
 pub const PATIENCE: Duration = Duration::from_secs(120);

@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
 
-use flux_distribute::api::{FluxInstance, FluxNode};
+use api::{FluxInstance, FluxNode};
 use k8s_openapi::{
     ByteString,
     api::core::v1::{ConfigMap, Event, Secret},

@@ -2,7 +2,8 @@
 
 use std::{collections::BTreeMap, fs};
 
-use flux_distribute::{api::IdSet, plan::hostlist};
+use api::IdSet;
+use model::hostlist;
 use serde_json::{Value, json};
 
 use crate::harness::Cluster;

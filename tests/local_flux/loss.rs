@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fs, time::Instant};
 
-use flux_distribute::api::{CONFIGMAP_ROSTER, Declared, FluxNode, Rank, Roster, SECRET_CURVE};
+use api::{CONFIGMAP_ROSTER, Declared, FluxNode, Rank, Roster, SECRET_CURVE};
 use k8s_openapi::api::core::v1::{ConfigMap, Node, Secret};
 use kube::{
     Api,
@@ -152,7 +152,7 @@ fn an_agent_that_was_frozen_starts_no_broker_under_a_rank_that_it_has_lost() {
 
 /// What makes a rank what it is: name, Node UID, resources.
 fn given(roster: &Roster) -> BTreeMap<Rank, (String, Option<String>, Option<Declared>)> {
-    let of = |entry: &flux_distribute::api::RosterEntry| {
+    let of = |entry: &api::RosterEntry| {
         (entry.broker_name.clone(), entry.member.as_ref().map(|member| member.uid.clone()), entry.resources.clone())
     };
     roster.ranks.iter().map(|(rank, entry)| (*rank, of(entry))).collect()

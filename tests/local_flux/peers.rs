@@ -8,13 +8,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use api::{FluxNode, FluxNodeSpec};
 use axum::{
     body::{Body, Bytes},
     extract::{Request, State},
     http::{StatusCode, header},
     response::Response,
 };
-use flux_distribute::api::{FluxNode, FluxNodeSpec};
 use futures::StreamExt;
 use kube::api::ListParams;
 use sha2::{Digest, Sha256};

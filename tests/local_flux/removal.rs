@@ -2,7 +2,7 @@
 
 use std::{fs, time::Instant};
 
-use flux_distribute::api::{FluxInstance, FluxNode, INSTANCE};
+use api::{FluxInstance, FluxNode, INSTANCE};
 use kube::api::{DeleteParams, ListParams, PostParams};
 
 use crate::{harness::Cluster, instance::is_one_instance};

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, fs};
 
-use flux_distribute::api::{FluxNode, NodePhase, Rank};
+use api::{FluxNode, NodePhase, Rank};
 use k8s_openapi::api::core::v1::Node;
 use kube::{Api, api::DeleteParams};
 use nix::{

@@ -2,15 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use flux_distribute::{
-    api::{ANNOTATION_PROTECTS, FluxInstance, INSTANCE},
-    plan::protect::PROTECTING,
-};
+use api::{ANNOTATION_PROTECTS, FluxInstance, INSTANCE};
 use k8s_openapi::api::core::v1::{Event, Node};
 use kube::{
     Api, ResourceExt,
     api::{ListParams, Patch, PatchParams},
 };
+use model::protect::PROTECTING;
 use serde_json::json;
 
 use crate::{harness::Cluster, scheduler::Scheduler};

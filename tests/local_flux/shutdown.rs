@@ -6,7 +6,7 @@ use std::{
     path::PathBuf,
 };
 
-use flux_distribute::api::{ANNOTATION_RESTART, FluxNode, Roster};
+use api::{ANNOTATION_RESTART, FluxNode, Roster};
 use kube::api::{Patch, PatchParams};
 use nix::{
     sys::signal::{Signal, kill},

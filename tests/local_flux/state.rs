@@ -8,7 +8,7 @@ use std::{
     time::Instant,
 };
 
-use flux_distribute::api::{FluxInstance, FluxInstanceSpec, FluxNode, INSTANCE};
+use api::{FluxInstance, FluxInstanceSpec, FluxNode, INSTANCE};
 use kube::api::{DeleteParams, PostParams};
 use nix::{
     fcntl::{Flock, FlockArg},

@@ -2,7 +2,7 @@
 
 use std::{fs, process::Stdio, time::Instant};
 
-use flux_distribute::api::{ANNOTATION_RESTART, CONDITION_POD_READY, FluxInstance, FluxNode, INSTANCE};
+use api::{ANNOTATION_RESTART, CONDITION_POD_READY, FluxInstance, FluxNode, INSTANCE};
 use k8s_openapi::api::core::v1::{Event, Node, Pod};
 use kube::{
     Api,

@@ -2,11 +2,9 @@
 
 use std::sync::{Arc, atomic::AtomicU64};
 
+use api::BundleSource;
 use axum::http::{StatusCode, header};
-use flux_distribute::{
-    api::BundleSource,
-    packages::{Access, Token},
-};
+use packages::{Access, Token};
 use sha2::{Digest, Sha256};
 
 use super::*;
@@ -99,7 +97,7 @@ fn a_secret_that_cannot_be_used_is_told_by_its_name_and_key_and_without_its_valu
     ] {
         let access = Access::from_secret(Some(authorities), Some(token), None);
         let error = access.and_then(|access| HttpClient::with_access(&access, &[])).unwrap_err();
-        let words = flux_distribute::error_chain(&error);
+        let words = base::error_chain(&error);
         assert!(
             words.contains("flux-packages-access") && words.contains(key) && !words.contains("c2VjcmV0"),
             "{words}"

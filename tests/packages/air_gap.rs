@@ -5,11 +5,9 @@ use std::{
     process::{Command, Output},
 };
 
+use api::BundleSource;
 use flate2::{Compression, write::GzEncoder};
-use flux_distribute::{
-    api::BundleSource,
-    packages::{BUNDLE_LOCK, BUNDLE_MANIFEST, BundleError, CreateBundle, InspectBundle, OutputFormat},
-};
+use packages::{BUNDLE_LOCK, BUNDLE_MANIFEST, BundleError, CreateBundle, InspectBundle, OutputFormat};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use tar::{EntryType, Header};
@@ -179,7 +177,7 @@ fn what_a_run_that_was_cut_off_has_downloaded_is_not_downloaded_again() {
     let gone = channel.path().join("gone");
     fs::rename(&flux_core, &gone).unwrap();
     let error = desk.create(&[]).unwrap_err();
-    let said = flux_distribute::error_chain(&error);
+    let said = base::error_chain(&error);
     assert!(said.contains("flux-core-1.0-0.conda") && said.contains(".flux.tar.gz.download"), "{said}");
     assert_eq!(error.exit_code(), 1);
     assert!(!desk.out().exists());

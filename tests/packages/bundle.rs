@@ -7,13 +7,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use api::{BundleSource, PackageSet};
 use flate2::{Compression, read::GzDecoder, write::GzEncoder};
-use flux_distribute::{
-    api::{BundleSource, PackageSet},
-    host::{LinkOrder, Linked, Refusal},
-    packages::{self, BUNDLE_MANIFEST, BundleError, CreateBundle, HttpClient, InspectBundle, OutputFormat, Sources},
-};
+use hostapi::{LinkOrder, Linked, Refusal};
+use packages::{BUNDLE_MANIFEST, BundleError, CreateBundle, HttpClient, InspectBundle, OutputFormat, Sources};
 use sha2::{Digest, Sha256};
+use stage::launch::Places;
 use tar::{EntryType, Header};
 
 const PLATFORM: &str = "linux-64";
@@ -82,7 +81,7 @@ impl Host {
             platform: PLATFORM.to_owned(),
             follow: false,
         };
-        packages::link(&order, &mut |_| ())
+        packages::link(&order, &Places::of_host(), &mut |_| ())
     }
 
     fn refused(&self) -> Refusal {

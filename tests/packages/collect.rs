@@ -2,20 +2,18 @@
 
 use std::{collections::BTreeSet, os::unix::process::CommandExt, process::Command, time::Duration};
 
-use flux_distribute::host::{
-    CollectOrder, Collected, Refusal,
-    launch::{
-        Places,
-        cgroup::{Place, make_tree, members, places_here, remove},
-        process::Identity,
-    },
+use host::{
+    cgroup::{Place, make_tree, members, places_here, remove},
     lock,
+    process::Identity,
 };
+use hostapi::{CollectOrder, Collected, Refusal};
 use nix::{
     fcntl::{Flock, FlockArg},
     mount::{MntFlags, MsFlags, mount, umount2},
     sys::signal::Signal,
 };
+use stage::launch::Places;
 
 use super::*;
 

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flux_distribute::host::{Answer, Order, Reply};
+use hostapi::{Answer, Order, Reply};
 use sha2::{Digest, Sha256};
 
 use super::{verify::verify, *};

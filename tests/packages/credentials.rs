@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use axum::http::StatusCode;
-use flux_distribute::packages::Access;
+use packages::Access;
 
 use super::*;
 
@@ -111,12 +111,12 @@ async fn a_closed_channel_is_opened_by_the_secret_and_nothing_on_the_host_holds_
     // Without the spec's word nothing is sent over http, and that is said.
     let http = HttpClient::with_access(&access, &[]).unwrap();
     let error = Host::new().fetch_from(&set, &http, &Sources::default()).await.unwrap_err();
-    let words = flux_distribute::error_chain(&error);
+    let words = base::error_chain(&error);
     assert!(words.contains("403") && words.contains("spec.packages.allowHttpCredentials"), "{words}");
     assert!(!error.is_transient());
     let question = asked(server.url(), &["flux-core"]);
     let error = packages::resolve(&question, &[PLATFORM.to_owned()], &http, None, host_file).await.unwrap_err();
-    let words = flux_distribute::error_chain(&error);
+    let words = base::error_chain(&error);
     assert!(words.contains("spec.packages.allowHttpCredentials"), "{words}");
     assert_clean("the error", &words);
 }
@@ -137,7 +137,7 @@ async fn a_redirect_that_would_carry_the_token_to_another_server_is_not_followed
     });
     other.trouble().asked.lock().unwrap().clear();
     let error = Host::new().fetch_from(&set, &http, &Sources::default()).await.unwrap_err();
-    let words = flux_distribute::error_chain(&error);
+    let words = base::error_chain(&error);
     assert!(words.contains("redirects to another server with the token"), "{words}");
     assert_clean("the error", &words);
     assert_eq!(*other.trouble().asked.lock().unwrap(), [""; 0]);
@@ -155,8 +155,8 @@ fn a_lock_with_credentials_is_refused_without_them_in_the_words() {
             "version: 6\nenvironments:\n  default:\n    channels:\n    - url: {url}\n    packages:\n      linux-64:\n      - conda: {url}\n"
         );
         for lock in [list, yaml] {
-            let error = packages::check_lock(&lock, &[]).unwrap_err();
-            let words = flux_distribute::error_chain(&error);
+            let error = locks::check_lock(&lock, &[]).unwrap_err();
+            let words = base::error_chain(&error);
             assert!(
                 words.contains("has credentials in the URL https://") && words.contains("flux-packages-access"),
                 "{words}"
@@ -178,7 +178,7 @@ fn a_spec_with_credentials_is_refused_and_says_where_they_belong() {
             serde_json::json!({"packages": {"bundle": {"url": url, "sha256": sha256}}}),
             serde_json::json!({"packages": {"specs": [format!("{url}::flux-core")]}}),
         ] {
-            let found = flux_distribute::api::validate(&serde_json::from_value(spec.clone()).unwrap());
+            let found = model::validate(&serde_json::from_value(spec.clone()).unwrap());
             assert_eq!(found.len(), 1, "{spec}: {found:?}");
             let words = found[0].to_string();
             assert_clean("the finding", &words);

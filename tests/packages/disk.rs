@@ -261,7 +261,7 @@ async fn a_fetch_goes_on_once_there_is_room() {
     fs::write(host.prefix().join("filler"), vec![0; 1_900_000]).unwrap();
     let error = host.fetch(&first).await.unwrap_err();
     assert!(error.is_transient(), "{error}");
-    let words = flux_distribute::error_chain(&error);
+    let words = base::error_chain(&error);
     assert!(words.contains("No space left on device"), "{words}");
     fs::remove_file(host.prefix().join("filler")).unwrap();
     host.fetch(&first).await.unwrap();

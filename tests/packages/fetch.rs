@@ -129,7 +129,7 @@ async fn what_is_there_is_not_fetched_again_unless_it_is_damaged() {
 fn both_stages_of_the_pod_can_run_on_any_thread() {
     fn sendable(_: impl Send) {}
     let (http, packages) = (http(), Packages::default());
-    let set = PackageSet::Bundle(flux_distribute::api::BundleSource::default());
+    let set = PackageSet::Bundle(api::BundleSource::default());
     sendable(packages::resolve(&packages, &[], &http, None, host_file));
     sendable(packages::fetch(&set, "", PLATFORM, Path::new("/"), host_file, &http, &Sources::default(), |_| ()));
 }

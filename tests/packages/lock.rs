@@ -72,7 +72,7 @@ async fn a_lock_for_two_platforms_is_the_same_each_time_and_can_be_given_to_an_i
     assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
     assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o644);
 
-    flux_distribute::packages::check_lock(&lock, &[]).unwrap();
+    locks::check_lock(&lock, &[]).unwrap();
     let both = ["linux-64".to_owned(), "linux-aarch64".to_owned()];
     let set = packages::resolve(&given(&lock), &both, &http(), None, host_file).await.unwrap();
     assert_eq!(lock_of(set.clone()), lock);
@@ -147,7 +147,7 @@ fn a_killed_lock_command_leaves_nothing_once_the_next_one_has_run() {
 async fn a_byte_order_mark_is_no_part_of_a_lock() {
     for text in [pixi(&["default"]), list(&[("linux-64/flux-core-0.88.0-h_0.conda", 'a')])] {
         let marked = format!("\u{feff}{text}");
-        packages::check_lock(&marked, &[]).unwrap();
+        locks::check_lock(&marked, &[]).unwrap();
         let (marked, plain) = (resolve(&given(&marked)).await.unwrap(), resolve(&given(&text)).await.unwrap());
         assert_eq!(marked.digest(), plain.digest());
         assert_eq!(lock_of(marked), lock_of(plain));
@@ -165,7 +165,7 @@ fn a_diff_says_what_an_upgrade_changes_whatever_the_locks_are_written_as() {
     let old = list(&[("linux-64/flux-core-0.87.0-h_0.conda", 'a'), ("noarch/gone-1-0.conda", 'b')]);
     let new = list(&[("linux-64/flux-core-0.88.0-h_0.conda", 'c'), ("linux-64/come-1-0.conda", 'd')]);
     let old = write("old.txt", &old);
-    let new = write("new.lock", &packages::normalise_lock(&new).unwrap());
+    let new = write("new.lock", &locks::normalise_lock(&new).unwrap());
     let output = run(&["diff", &old, &new]);
     assert!(output.status.success(), "{output:?}");
     let text = said(&output);
@@ -239,7 +239,7 @@ fn a_package_for_any_platform_goes_where_its_list_is_for() {
     let [x86, arm] = ["linux-64", "linux-aarch64"].map(core);
     let both = ["linux-64".to_owned(), "linux-aarch64".to_owned()];
     let holds = |text: &str, platform: &str| {
-        let lock = packages::normalise_lock(text).unwrap().into_owned();
+        let lock = locks::normalise_lock(text).unwrap().into_owned();
         let lock = rattler_lock::LockFile::from_str_with_base_directory(&lock, None).unwrap();
         let found = lock.default_environment().unwrap();
         let platform = lock.platform(platform).unwrap();
@@ -250,8 +250,8 @@ fn a_package_for_any_platform_goes_where_its_list_is_for() {
     let marked =
         format!("# platform: linux-64\n@EXPLICIT\n{x86}\n{any}\n# platform: linux-aarch64\n@EXPLICIT\n{arm}\n");
     assert!(holds(&marked, "linux-64") && !holds(&marked, "linux-aarch64"));
-    packages::check_lock(&marked, &both).unwrap();
-    packages::check_lock(&format!("# platform: linux-64\n@EXPLICIT\n{any}\n"), &both[..1]).unwrap();
+    locks::check_lock(&marked, &both).unwrap();
+    locks::check_lock(&format!("# platform: linux-64\n@EXPLICIT\n{any}\n"), &both[..1]).unwrap();
 }
 
 #[test]
@@ -277,7 +277,7 @@ fn a_list_that_can_not_be_used_is_refused_in_one_sentence_that_names_the_package
         (line(core, &sha256) + &line("linux-64/flux-core-0.87.0-h_0.conda", &sha256), "flux-core is there twice"),
         (line(core, &sha256).replace("https", "ftp"), "package flux-core is not at an http, https or file URL"),
     ] {
-        let error = packages::check_lock(&text, &[]).unwrap_err().to_string();
+        let error = locks::check_lock(&text, &[]).unwrap_err().to_string();
         assert!(error.contains(expected) && !error.contains('\n'), "{text}: {error}");
     }
 }
@@ -308,7 +308,7 @@ async fn a_lock_of_pixi_is_taken_if_it_says_which_environment() {
 #[test]
 fn a_lock_that_can_not_be_used_is_refused_in_one_sentence_that_names_what_is_wrong() {
     let good = pixi(&["default"]);
-    packages::check_lock(&good, &[]).unwrap();
+    locks::check_lock(&good, &[]).unwrap();
     let pypi = "https://files/x-1-py3-none-any.whl";
     let with_pypi =
         good.replace("packages:\n- conda", &format!("packages:\n- pypi: {pypi}\n  name: x\n  version: '1'\n- conda"));
@@ -338,8 +338,8 @@ fn a_lock_that_can_not_be_used_is_refused_in_one_sentence_that_names_what_is_wro
         (String::new(), "the lock can't be read"),
         (good + &"# more\n".repeat(100_000), "published in a ConfigMap"),
     ] {
-        let error = packages::check_lock(&text, &[]).unwrap_err();
-        let error = flux_distribute::error_chain(&error);
+        let error = locks::check_lock(&text, &[]).unwrap_err();
+        let error = base::error_chain(&error);
         assert!(error.contains(expected) && !error.contains('\n'), "{expected}: {error}");
     }
 }

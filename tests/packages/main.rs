@@ -32,18 +32,17 @@ use std::{
     sync::atomic::Ordering,
 };
 
+use api::{PackageSet, Packages};
 use axum::{
     body::Body,
     http::{StatusCode, header},
     response::Response,
 };
 use channel::{Channel, Content, Server, noise};
-use flux_distribute::{
-    api::{PackageSet, Packages},
-    host::{LinkOrder, Linked, Progress, Refusal},
-    packages::{self, FetchError, Fetched, HttpClient, SolveError, Sources},
-};
+use hostapi::{LinkOrder, Linked, Progress, Refusal};
 use needs::{Need, skip, skips_without};
+use packages::{FetchError, Fetched, HttpClient, SolveError, Sources};
+use stage::launch::Places;
 
 const PLATFORM: &str = "linux-64";
 
@@ -126,7 +125,7 @@ impl Host {
             platform: platform.to_owned(),
             follow: false,
         };
-        tokio::task::spawn_blocking(move || packages::link(&order, &mut |_| ())).await.unwrap()
+        tokio::task::spawn_blocking(move || packages::link(&order, &Places::of_host(), &mut |_| ())).await.unwrap()
     }
 
     /// Names in `envs/`, the hidden ones too, but not its locks.

@@ -7,7 +7,9 @@ use std::{
     time::Duration,
 };
 
-use flux_distribute::host::{CollectOrder, HostLock, Root, Slice, VerifyOrder, launch::Places};
+use host::{HostLock, Root};
+use hostapi::{CollectOrder, Slice, VerifyOrder};
+use stage::launch::Places;
 
 use super::{verify::verify, *};
 
@@ -41,7 +43,7 @@ fn link_order(host: &Host, set: &PackageSet) -> LinkOrder {
     }
 }
 
-async fn mend(host: &Host, set: &PackageSet) -> Result<packages::Mended, Refusal> {
+async fn mend(host: &Host, set: &PackageSet) -> Result<hostapi::Mended, Refusal> {
     mend_while(host, set, |_| ()).await
 }
 
@@ -49,9 +51,9 @@ async fn mend_while(
     host: &Host,
     set: &PackageSet,
     mut progress: impl FnMut(Progress) + Send + 'static,
-) -> Result<packages::Mended, Refusal> {
+) -> Result<hostapi::Mended, Refusal> {
     let order = link_order(host, set);
-    tokio::task::spawn_blocking(move || packages::mend(&order, &mut progress)).await.unwrap()
+    tokio::task::spawn_blocking(move || packages::mend(&order, &Places::of_host(), &mut progress)).await.unwrap()
 }
 
 /// What an agent orders that keeps all environments.
@@ -68,7 +70,7 @@ fn collect_nothing(prefix: &Path, digest: &str) -> CollectOrder {
     }
 }
 
-fn named(differences: &[packages::Difference]) -> Vec<String> {
+fn named(differences: &[hostapi::Difference]) -> Vec<String> {
     differences.iter().map(ToString::to_string).collect()
 }
 
@@ -162,7 +164,7 @@ async fn a_mending_holds_up_neither_an_installation_nor_a_broker() {
     let beside = move |now: Progress| {
         if tried.insert(now.what.clone()) {
             HostLock::take(&Root::host(), &prefix, Duration::ZERO).unwrap();
-            packages::link(&second, &mut |_| ()).unwrap();
+            packages::link(&second, &Places::of_host(), &mut |_| ()).unwrap();
             packages::collect(&collect_nothing(&prefix, &second.digest), &Places::of_host()).unwrap();
         }
     };

@@ -8,13 +8,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flux_distribute::host::{Answer, HostLock, Order, Progress, Reply, Root};
+use host::{HostLock, Root};
+use hostapi::{Answer, Order, Progress, Reply};
 
 use super::{
     crash::{BINARY, any_moment, assert_same, kills, link_order, names, sorted, tree, two_sets},
     verify::verify,
     *,
 };
+use stage::launch::Places;
 
 /// Nothing here takes as long.
 const LONG: Duration = Duration::from_secs(60);
@@ -170,7 +172,9 @@ async fn what_is_missing_at_the_end_is_told_by_name() {
 async fn install(host: &Host, set: &PackageSet) -> (Result<Fetched, FetchError>, Result<Linked, Refusal>) {
     let (more, until) = io::pipe().unwrap();
     let Order::Link(order) = following_order(host.prefix(), set) else { unreachable!() };
-    let linking = tokio::task::spawn_blocking(move || packages::link_while(&order, Some(more.as_fd()), &mut |_| ()));
+    let linking = tokio::task::spawn_blocking(move || {
+        packages::link_while(&order, &Places::of_host(), Some(more.as_fd()), &mut |_| ())
+    });
     let fetched = host.fetch(set).await;
     drop(until);
     (fetched, linking.await.unwrap())

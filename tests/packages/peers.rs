@@ -13,8 +13,8 @@ use axum::{
     http::{StatusCode, header},
     response::Response,
 };
-use flux_distribute::packages::{Access, Shelf, Token, serve_peers_on};
 use futures::StreamExt;
+use packages::{Access, Shelf, Token, serve_peers_on};
 
 use super::*;
 
@@ -467,7 +467,7 @@ async fn a_bundle_on_the_host_is_nearer_than_any_peer_and_a_damaged_one_is_not()
     fs::write(&path, "a bundle").unwrap();
     let sha256 = hex::encode(<sha2::Sha256 as sha2::Digest>::digest("a bundle"));
     let url = url::Url::from_file_path(&path).unwrap().to_string();
-    let set = PackageSet::Bundle(flux_distribute::api::BundleSource { url, sha256 });
+    let set = PackageSet::Bundle(api::BundleSource { url, sha256 });
     let first = Host::new();
     first.fetch(&set).await.unwrap();
     let sources = from(&[&agent(&first, &set).await]);

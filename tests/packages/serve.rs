@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, time::Duration};
 
-use flux_distribute::packages::{Shelf, serve_peers_on};
+use packages::{Shelf, serve_peers_on};
 use reqwest::{Response, StatusCode, header};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 

@@ -10,8 +10,8 @@ async fn a_lock_names_the_channel_that_was_asked_and_no_path_of_ours() {
     assert!(lock.contains(&channel.path().display().to_string()), "{lock}");
     assert!(!lock.contains("/proc/"), "{lock}");
     let asked = asked(&channel.file_url(), &["flux-core"]);
-    assert_eq!(*question, packages::question(&asked, &[PLATFORM.to_owned()]));
-    assert!(packages::estimate_bytes(&set, PLATFORM) > 4 * 300_000);
+    assert_eq!(*question, locks::question::question(&asked, &[PLATFORM.to_owned()]));
+    assert!(locks::estimate_bytes(&set, PLATFORM) > 4 * 300_000);
 }
 
 #[tokio::test]
@@ -24,7 +24,7 @@ async fn solving_twice_gives_the_same_digest() {
 #[test]
 fn the_question_changes_with_what_is_asked_and_with_nothing_else() {
     let ask = |packages: &Packages, platforms: &[&str]| {
-        packages::question(packages, &platforms.iter().map(|p| (*p).to_owned()).collect::<Vec<_>>())
+        locks::question::question(packages, &platforms.iter().map(|p| (*p).to_owned()).collect::<Vec<_>>())
     };
     let default = ask(&Packages::default(), &["linux-64"]);
     assert_eq!(default, ask(&Packages::default(), &["linux-64", "linux-64"]));

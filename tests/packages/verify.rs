@@ -2,7 +2,7 @@
 
 use std::{os::unix::fs::symlink, process::Command};
 
-use flux_distribute::{host::VerifyOrder, packages::Verified};
+use hostapi::{Verified, VerifyOrder};
 
 use super::*;
 

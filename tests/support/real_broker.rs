@@ -7,12 +7,10 @@ use std::{
     time::Duration,
 };
 
-use flux_distribute::{
-    api::EpochSettings,
-    broker::{
-        command::{BrokerIdentity, launch},
-        rfc3::Client,
-    },
+use api::EpochSettings;
+use broker::{
+    command::{BrokerIdentity, launch},
+    rfc3::Client,
 };
 use tokio::time::{sleep, timeout};
 
@@ -79,9 +77,7 @@ pub fn start(flux: &Path, base: &Path, rank: u32) -> RealBroker {
     let directory = base.join(format!("run{rank}"));
     std::fs::create_dir(&directory).unwrap();
     let order = launch(&settings, &identity);
-    let moved = order.argv[1..]
-        .iter()
-        .map(|word| word.replace(flux_distribute::api::BROKER_RUN_DIR, &directory.display().to_string()));
+    let moved = order.argv[1..].iter().map(|word| word.replace(api::BROKER_RUN_DIR, &directory.display().to_string()));
     let log = std::fs::File::create(base.join(format!("log{rank}"))).unwrap();
     let child = Command::new(flux)
         .args(moved)

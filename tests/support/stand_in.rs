@@ -2,8 +2,8 @@
 
 use std::{ops::Deref, path::Path};
 
-pub use flux_distribute::local::stand_in::Service;
-use flux_distribute::local::stand_in::Socket;
+pub use local::stand_in::Service;
+use local::stand_in::Socket;
 use serde_json::{Value, json};
 
 /// A stand-in broker; it ends when it is dropped.

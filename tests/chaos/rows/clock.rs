@@ -2,7 +2,7 @@
 
 use std::{thread::sleep, time::Duration};
 
-use flux_distribute::api::{FluxNode, NodePhase};
+use api::{FluxNode, NodePhase};
 use serde_json::json;
 
 use super::{Row, Shape, row};

@@ -2,7 +2,7 @@
 
 use std::{thread::sleep, time::Duration};
 
-use flux_distribute::api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode};
+use api::{CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode};
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::{ListParams, Patch, PatchParams};
 use serde_json::{Value, json};

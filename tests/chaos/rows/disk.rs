@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use flux_distribute::api::{FluxNode, NodePhase};
+use api::{FluxNode, NodePhase};
 use nix::sys::signal::Signal;
 
 use super::{Row, SELDOM, row};

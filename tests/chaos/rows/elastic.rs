@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use flux_distribute::api::{FluxNode, IdSet};
+use api::{FluxNode, IdSet};
 use kube::api::DeleteParams;
 use serde_json::json;
 

@@ -12,10 +12,8 @@ use std::{
     time::Duration,
 };
 
-use flux_distribute::{
-    api::BROKER_RUN_DIR,
-    broker::message::{PREAMBLE, frame_length, parts},
-};
+use api::BROKER_RUN_DIR;
+use broker::message::{PREAMBLE, frame_length, parts};
 
 use super::{Row, SELDOM, row};
 use crate::{oracle::schedules, scene::Hit};

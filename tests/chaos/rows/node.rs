@@ -2,7 +2,7 @@
 
 use std::{fs, thread::sleep, time::Duration};
 
-use flux_distribute::api::Member;
+use api::Member;
 
 use super::{DEEP, Row, SELDOM, row};
 use crate::scene::{Hit, Scene};

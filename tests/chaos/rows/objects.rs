@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use flux_distribute::api::{CONFIGMAP_BROKER, CONFIGMAP_ROSTER, FluxNode, LEASE_PLANNER, SECRET_CURVE};
+use api::{CONFIGMAP_BROKER, CONFIGMAP_ROSTER, FluxNode, LEASE_PLANNER, SECRET_CURVE};
 use k8s_openapi::{
     NamespaceResourceScope,
     api::{

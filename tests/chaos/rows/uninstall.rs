@@ -2,7 +2,7 @@
 
 use std::{fs, time::Duration};
 
-use flux_distribute::api::{ANNOTATION_RESTART, FluxInstance, FluxNode, INSTANCE};
+use api::{ANNOTATION_RESTART, FluxInstance, FluxNode, INSTANCE};
 use kube::api::{DeleteParams, ListParams, PostParams};
 use serde_json::json;
 

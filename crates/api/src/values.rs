@@ -1,0 +1,68 @@
+//! How texts in a spec's fields are read.
+
+use std::{
+    path::{Component, Path},
+    time::Duration,
+};
+
+use crate::rules::PREFIX_CHARACTERS;
+
+/// A prefix is a directory that can be ours alone, and is removed with all that is in it: deep enough to be nobody else's,
+/// and by its name the place that it is.
+///
+/// # Errors
+/// In words, with the path.
+pub fn check_prefix(path: &Path) -> Result<(), String> {
+    let is_plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
+    if !(path.is_absolute() && path.components().count() > 2 && path.components().all(is_plain)) {
+        return Err(format!("{path:?} is not an absolute path of at least two parts without `..`"));
+    }
+    Ok(())
+}
+
+/// A prefix is written into units, scripts and configuration files, so a new one holds no character that means something in
+/// one of them. Instances and hosts that have such a prefix already go on, and are removed like others.
+///
+/// # Errors
+/// In words, with the path.
+pub fn check_prefix_characters(path: &Path) -> Result<(), String> {
+    let is_allowed = |byte: &u8| byte.is_ascii_alphanumeric() || b"._/-".contains(byte);
+    match path.as_os_str().as_encoded_bytes().iter().all(is_allowed) {
+        true => Ok(()),
+        false => Err(format!("{path:?} {PREFIX_CHARACTERS}")),
+    }
+}
+
+/// A name of RFC 1123 with dots, as Kubernetes names nodes and most other objects.
+pub fn is_subdomain(name: &str) -> bool {
+    let label = |label: &str| {
+        let is_plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        !label.is_empty() && label.chars().all(is_plain) && !label.starts_with('-') && !label.ends_with('-')
+    };
+    name.len() <= 253 && name.split('.').all(label)
+}
+
+/// Reads a Flux Standard Duration (RFC 23) such as `30s`, `10m`, `1.5h`, `1d`; a bare number counts seconds.
+pub fn parse_duration(text: &str) -> Option<Duration> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let factor = match &text[digits.len()..] {
+        "ms" => 0.001,
+        "" | "s" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        "d" => 86400.0,
+        _ => return None,
+    };
+    let (whole, fraction) = digits.split_once('.').unwrap_or((digits, "0"));
+    let is_number = |part: &str| !part.is_empty() && part.chars().all(|c| c.is_ascii_digit());
+    let number: f64 = digits.parse().ok().filter(|_| is_number(whole) && is_number(fraction))?;
+    Duration::try_from_secs_f64(number * factor).ok()
+}
+
+/// [`parse_duration`] for an option of the command line or a field.
+///
+/// # Errors
+/// In words, with an example.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    parse_duration(text).ok_or_else(|| format!("{text:?} is not a duration such as 30s, 10m or 24h"))
+}

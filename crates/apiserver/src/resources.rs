@@ -1,0 +1,337 @@
+//! The table of kinds that are served. Everything that differs between kinds is a column of this table.
+
+use std::{borrow::Cow, sync::LazyLock};
+
+use k8s_openapi::{
+    api::{
+        admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
+        apps::v1::DaemonSet,
+        coordination::v1::Lease,
+        core::v1::{ConfigMap, Namespace, Node, Pod, ResourceQuota, Secret, ServiceAccount},
+        rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
+        scheduling::v1::PriorityClass,
+    },
+    apiextensions_apiserver::pkg::apis::apiextensions::v1::{
+        CustomResourceColumnDefinition, CustomResourceDefinition, CustomResourceSubresourceScale,
+    },
+};
+use kube::CustomResourceExt;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use super::{error::ResourceName, table::Column};
+use api::{Finding, FluxInstance, FluxNode};
+
+/// One kind.
+pub struct Resource {
+    /// Group, empty for core.
+    pub group: &'static str,
+    /// The one version that is served.
+    pub version: &'static str,
+    /// Kind.
+    pub kind: &'static str,
+    /// Plural.
+    pub plural: &'static str,
+    /// Short names.
+    pub short: Vec<String>,
+    /// Names of groups of kinds it belongs to, such as `all`.
+    pub categories: Vec<String>,
+    /// Lives in a namespace.
+    pub namespaced: bool,
+    /// Has the subresource `status`: writes to the object leave `.status` alone, and the other way round.
+    pub status: bool,
+    /// `metadata.generation` counts the changes of what people want.
+    pub generation: bool,
+    /// Replaces without a resourceVersion are refused.
+    pub guarded: bool,
+    /// Fields it can be selected by, beside name and namespace.
+    pub fields: &'static [&'static str],
+    /// Columns of its Table, beside the name.
+    pub columns: Vec<Column>,
+    /// Set for the kinds that come out of a CustomResourceDefinition.
+    pub custom: Option<Custom>,
+    /// Decodes an object into its type; the error is what is wrong with it. See [`Custom::rules`] for kinds that have them.
+    pub check: fn(&Value) -> Result<(), String>,
+    /// Group it is stored in, where that is another one: both Event kinds are one resource.
+    pub stored_in: &'static str,
+}
+
+/// What a CustomResourceDefinition says of its kind.
+pub struct Custom {
+    /// Name of the CustomResourceDefinition.
+    pub definition: String,
+    /// openAPIV3Schema.
+    pub schema: Value,
+    /// In place of CEL: what else is wrong with an object. The error is why it can't be decoded into its type.
+    pub rules: fn(&Value) -> Result<Vec<Finding>, String>,
+    /// Where the numbers of the `scale` subresource are.
+    pub scale: Option<CustomResourceSubresourceScale>,
+}
+
+impl Resource {
+    /// Plural and group.
+    pub fn name(&self) -> ResourceName {
+        ResourceName { group: self.group, plural: self.plural }
+    }
+
+    /// `apiVersion` of its objects.
+    pub fn api_version(&self) -> String {
+        match self.group {
+            "" => self.version.to_owned(),
+            group => format!("{group}/{}", self.version),
+        }
+    }
+
+    /// The resource whose objects are in the store.
+    pub fn stored(&'static self) -> &'static Self {
+        if self.stored_in == self.group { self } else { find(self.stored_in, self.plural).unwrap_or(self) }
+    }
+
+    /// An object of the store, as this kind is spoken.
+    pub fn spoken<'a>(&self, object: &'a Value) -> Cow<'a, Value> {
+        if self.stored_in == self.group {
+            Cow::Borrowed(object)
+        } else {
+            Cow::Owned(self.rename(object, |(old, new)| (old, new)))
+        }
+    }
+
+    /// An object as this kind is spoken, for the store.
+    pub fn unspoken(&'static self, object: Value) -> Value {
+        if self.stored_in == self.group { object } else { self.stored().rename(&object, |(old, new)| (new, old)) }
+    }
+
+    fn rename(
+        &self,
+        object: &Value,
+        direction: fn((&'static str, &'static str)) -> (&'static str, &'static str),
+    ) -> Value {
+        let mut object = object.clone();
+        if let Value::Object(fields) = &mut object {
+            for (from, to) in EVENT_FIELDS.map(direction) {
+                if let Some(value) = fields.remove(from) {
+                    fields.insert(to.into(), value);
+                }
+            }
+            fields.insert("apiVersion".into(), self.api_version().into());
+        }
+        object
+    }
+
+    /// `scale` of the CustomResourceDefinition.
+    pub fn scale(&self) -> Option<&CustomResourceSubresourceScale> {
+        self.custom.as_ref()?.scale.as_ref()
+    }
+
+    /// Its objects hold others, which go before they do.
+    pub fn is_container(&self) -> bool {
+        matches!(self.kind, "Namespace" | "CustomResourceDefinition")
+    }
+}
+
+static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
+    vec![
+        Resource { status: true, fields: &["spec.unschedulable"], short: names(&["no"]), ..builtin::<Node>(false) },
+        Resource {
+            status: true,
+            short: names(&["ns"]),
+            fields: &["status.phase"],
+            columns: columns(&[("Status", "string", ".status.phase"), AGE]),
+            ..builtin::<Namespace>(false)
+        },
+        Resource { short: names(&["cm"]), ..builtin::<ConfigMap>(true) },
+        Resource {
+            fields: &["type"],
+            columns: columns(&[("Type", "string", ".type"), AGE]),
+            ..builtin::<Secret>(true)
+        },
+        Resource { short: names(&["sa"]), ..builtin::<ServiceAccount>(true) },
+        // Nobody makes pods here; `kubectl describe node` and `kubectl drain` ask for them.
+        Resource {
+            status: true,
+            short: names(&["po"]),
+            categories: names(&["all"]),
+            fields: &["spec.nodeName", "status.phase"],
+            ..builtin::<Pod>(true)
+        },
+        Resource {
+            short: names(&["ev"]),
+            fields: &[
+                "involvedObject.kind",
+                "involvedObject.namespace",
+                "involvedObject.name",
+                "involvedObject.uid",
+                "involvedObject.apiVersion",
+                "involvedObject.resourceVersion",
+                "involvedObject.fieldPath",
+                "reason",
+                "reportingComponent",
+                "type",
+            ],
+            columns: columns(&[
+                ("Last Seen", "date", ".metadata.creationTimestamp"),
+                ("Type", "string", ".type"),
+                ("Reason", "string", ".reason"),
+                ("Kind", "string", ".involvedObject.kind"),
+                ("Object", "string", ".involvedObject.name"),
+                ("Message", "string", ".message"),
+            ]),
+            ..builtin::<k8s_openapi::api::core::v1::Event>(true)
+        },
+        Resource {
+            short: names(&["ev"]),
+            stored_in: "",
+            fields: &["regarding.kind", "regarding.namespace", "regarding.name", "regarding.uid", "reason", "type"],
+            columns: columns(&[
+                ("Last Seen", "date", ".metadata.creationTimestamp"),
+                ("Type", "string", ".type"),
+                ("Reason", "string", ".reason"),
+                ("Kind", "string", ".regarding.kind"),
+                ("Object", "string", ".regarding.name"),
+                ("Message", "string", ".note"),
+            ]),
+            ..builtin::<k8s_openapi::api::events::v1::Event>(true)
+        },
+        Resource {
+            guarded: true,
+            columns: columns(&[("Holder", "string", ".spec.holderIdentity"), AGE]),
+            ..builtin::<Lease>(true)
+        },
+        Resource {
+            status: true,
+            generation: true,
+            short: names(&["ds"]),
+            categories: names(&["all"]),
+            ..builtin::<DaemonSet>(true)
+        },
+        Resource {
+            status: true,
+            generation: true,
+            guarded: true,
+            short: names(&["crd", "crds"]),
+            ..builtin::<CustomResourceDefinition>(false)
+        },
+        // The rest of a manifest for a real cluster is only kept: whoever has the token may do everything, and nothing is
+        // scheduled.
+        builtin::<ClusterRole>(false),
+        builtin::<ClusterRoleBinding>(false),
+        builtin::<Role>(true),
+        builtin::<RoleBinding>(true),
+        Resource {
+            generation: true,
+            short: names(&["pc"]),
+            columns: columns(&[("Value", "integer", ".value"), AGE]),
+            ..builtin::<PriorityClass>(false)
+        },
+        Resource { status: true, short: names(&["quota"]), ..builtin::<ResourceQuota>(true) },
+        Resource { status: true, generation: true, ..builtin::<ValidatingAdmissionPolicy>(false) },
+        Resource { generation: true, ..builtin::<ValidatingAdmissionPolicyBinding>(false) },
+        custom(&FluxInstance::crd(), model::read::rules),
+        custom(&FluxNode::crd(), api::node_rules),
+    ]
+});
+
+/// Every kind.
+pub fn all() -> &'static [Resource] {
+    &RESOURCES
+}
+
+/// The kind with this group and plural.
+pub fn find(group: &str, plural: &str) -> Option<&'static Resource> {
+    RESOURCES.iter().find(|resource| resource.group == group && resource.plural == plural)
+}
+
+/// The kind of an object.
+pub fn of(object: &Value) -> Option<&'static Resource> {
+    let (api_version, kind) = (object["apiVersion"].as_str()?, object["kind"].as_str()?);
+    RESOURCES.iter().find(|resource| resource.kind == kind && resource.api_version() == api_version)
+}
+
+/// The CustomResourceDefinitions of our kinds, as objects to be created.
+pub fn definitions() -> Vec<Value> {
+    [FluxInstance::crd(), FluxNode::crd()].iter().map(|definition| json!(definition)).collect()
+}
+
+/// What core/v1 and events.k8s.io/v1 call the same fields of an Event.
+const EVENT_FIELDS: [(&str, &str); 7] = [
+    ("involvedObject", "regarding"),
+    ("message", "note"),
+    ("reportingComponent", "reportingController"),
+    ("source", "deprecatedSource"),
+    ("count", "deprecatedCount"),
+    ("firstTimestamp", "deprecatedFirstTimestamp"),
+    ("lastTimestamp", "deprecatedLastTimestamp"),
+];
+
+const AGE: (&str, &str, &str) = ("Age", "date", ".metadata.creationTimestamp");
+
+fn columns(columns: &[(&str, &str, &str)]) -> Vec<Column> {
+    columns.iter().map(|(name, type_, path)| Column::new(name, type_, path, 0)).collect()
+}
+
+fn names(names: &[&str]) -> Vec<String> {
+    names.iter().map(ToString::to_string).collect()
+}
+
+fn decode<K: DeserializeOwned>(object: &Value) -> Result<K, String> {
+    K::deserialize(object).map_err(|error| error.to_string())
+}
+
+fn builtin<K: k8s_openapi::Resource + DeserializeOwned>(namespaced: bool) -> Resource {
+    Resource {
+        group: K::GROUP,
+        version: K::VERSION,
+        kind: K::KIND,
+        plural: K::URL_PATH_SEGMENT,
+        short: Vec::new(),
+        categories: Vec::new(),
+        namespaced,
+        status: false,
+        generation: false,
+        guarded: false,
+        fields: &[],
+        columns: columns(&[AGE]),
+        custom: None,
+        check: |object| decode::<K>(object).map(drop),
+        stored_in: K::GROUP,
+    }
+}
+
+fn custom(definition: &CustomResourceDefinition, rules: fn(&Value) -> Result<Vec<Finding>, String>) -> Resource {
+    let spec = &definition.spec;
+    let version = spec.versions.first();
+    let subresources = version.and_then(|version| version.subresources.as_ref());
+    let schema = version.and_then(|version| version.schema.as_ref());
+    // The table lives as long as the process, so its names may.
+    let forever = |text: &str| -> &'static str { text.to_owned().leak() };
+    let group = forever(&spec.group);
+    Resource {
+        group,
+        version: forever(version.map_or("", |version| version.name.as_str())),
+        kind: forever(&spec.names.kind),
+        plural: forever(&spec.names.plural),
+        short: spec.names.short_names.clone().unwrap_or_default(),
+        categories: spec.names.categories.clone().unwrap_or_default(),
+        namespaced: spec.scope == "Namespaced",
+        status: subresources.is_some_and(|subresources| subresources.status.is_some()),
+        generation: true,
+        guarded: true,
+        fields: &[],
+        columns: match version.and_then(|version| version.additional_printer_columns.as_ref()) {
+            Some(columns) => columns.iter().map(column).collect(),
+            None => columns(&[AGE]),
+        },
+        custom: Some(Custom {
+            definition: definition.metadata.name.clone().unwrap_or_default(),
+            schema: schema.map(|schema| json!(schema.open_api_v3_schema)).unwrap_or_default(),
+            rules,
+            scale: subresources.and_then(|subresources| subresources.scale.clone()),
+        }),
+        check: |_| Ok(()),
+        stored_in: group,
+    }
+}
+
+fn column(column: &CustomResourceColumnDefinition) -> Column {
+    Column::new(&column.name, &column.type_, &column.json_path, column.priority.unwrap_or_default())
+}

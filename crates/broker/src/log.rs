@@ -1,0 +1,216 @@
+//! The broker's log as it grows, for the pod's stdout.
+
+use std::{
+    fs::{File, Metadata},
+    io::{self, Read, Seek, SeekFrom},
+    os::{fd::OwnedFd, unix::fs::MetadataExt},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+use tokio::io::unix::AsyncFd;
+
+use host::log::without_level;
+
+/// How often the file is looked at where the kernel can't tell of changes.
+const POLL: Duration = Duration::from_millis(250);
+/// A line that is longer is given out in pieces.
+const MAX_LINE: usize = 16 << 10;
+
+/// Follows a log by its path: through a writer that appends, a trim that cuts it to nothing, a file that comes later.
+#[derive(Debug)]
+pub struct LogFollower {
+    path: PathBuf,
+    file: Option<File>,
+    offset: u64,
+    partial: Vec<u8>,
+    ready: std::collections::VecDeque<String>,
+    changes: Option<AsyncFd<OwnedFd>>,
+}
+
+impl LogFollower {
+    /// Follows `path` from its end as it is now: what was there before was given out by an earlier agent.
+    pub fn from_end(path: &Path) -> Self {
+        let mut follower = Self::from_start(path);
+        follower.reopen();
+        follower.offset = follower.metadata().map_or(0, |metadata| metadata.len());
+        follower
+    }
+
+    /// Follows `path` from its first line.
+    pub fn from_start(path: &Path) -> Self {
+        Self {
+            path: path.to_owned(),
+            file: None,
+            offset: 0,
+            partial: Vec::new(),
+            ready: std::collections::VecDeque::new(),
+            changes: None,
+        }
+    }
+
+    /// The next line, without the level that a broker puts before it for systemd. Pending until there is one; giving up
+    /// in between loses nothing.
+    pub async fn next_line(&mut self) -> String {
+        loop {
+            if let Some(line) = self.ready.pop_front() {
+                return line;
+            }
+            // First the watch, then the look: a change in between is seen by one of them.
+            if self.changes.is_none() {
+                self.changes = watch_directory(&self.path).ok();
+            }
+            let more = self.read_more();
+            if more.is_err() {
+                self.file = None;
+            }
+            if self.ready.is_empty() && !matches!(more, Ok(true)) {
+                self.wait().await;
+            }
+        }
+    }
+
+    async fn wait(&mut self) {
+        let Some(changes) = &self.changes else {
+            return tokio::time::sleep(POLL).await;
+        };
+        let Ok(mut ready) = changes.readable().await else {
+            self.changes = None;
+            return tokio::time::sleep(POLL).await;
+        };
+        // Which change it was is of no interest: the file itself is looked at.
+        let read = ready.try_io(|changes| Ok(nix::unistd::read(changes.get_ref(), &mut [0; 4096])?));
+        // A directory that was taken away gives no more changes.
+        if !matches!(read, Ok(Ok(_)) | Err(_)) || !self.path.parent().is_some_and(Path::is_dir) {
+            self.changes = None;
+        }
+    }
+
+    fn metadata(&self) -> Option<Metadata> {
+        self.file.as_ref().and_then(|file| file.metadata().ok())
+    }
+
+    fn reopen(&mut self) {
+        self.file = File::open(&self.path).ok();
+        self.offset = 0;
+    }
+
+    /// Reads what is new; true where there was something.
+    fn read_more(&mut self) -> io::Result<bool> {
+        let there = std::fs::metadata(&self.path).map(|metadata| (metadata.dev(), metadata.ino())).ok();
+        let held = self.metadata().map(|metadata| (metadata.dev(), metadata.ino()));
+        if held.is_none() || (there.is_some() && there != held) {
+            self.reopen();
+        }
+        let Some(file) = &mut self.file else { return Ok(false) };
+        let length = file.metadata()?.len();
+        if length < self.offset {
+            self.offset = 0;
+            self.partial.clear();
+        }
+        file.seek(SeekFrom::Start(self.offset))?;
+        let mut chunk = vec![0; 64 << 10];
+        let count = file.read(&mut chunk)?;
+        self.offset += count as u64;
+        for byte in &chunk[..count] {
+            if *byte == b'\n' || self.partial.len() >= MAX_LINE {
+                let line = String::from_utf8_lossy(&std::mem::take(&mut self.partial)).into_owned();
+                self.ready.push_back(without_level(&line).to_owned());
+            }
+            if *byte != b'\n' {
+                self.partial.push(*byte);
+            }
+        }
+        Ok(count > 0)
+    }
+}
+
+/// The directory tells of its files too, and also of one that is not there yet.
+#[allow(
+    deprecated,
+    reason = "its successor is an unsafe fn; what it asks for, an OwnedFd keeps: the descriptor stays open"
+)]
+fn watch_directory(path: &Path) -> io::Result<AsyncFd<OwnedFd>> {
+    let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?;
+    let flags = AddWatchFlags::IN_MODIFY
+        | AddWatchFlags::IN_CREATE
+        | AddWatchFlags::IN_MOVED_TO
+        | AddWatchFlags::IN_DELETE_SELF
+        | AddWatchFlags::IN_MOVE_SELF;
+    inotify.add_watch(path.parent().unwrap_or(Path::new(".")), flags)?;
+    AsyncFd::new(OwnedFd::from(inotify))
+}
+
+/// Whom the lead's broker says it refuses, by broker name, and why:
+/// `… rejecting connection from nodeX (rank 2): slot2 is configured as rank 2: mismatched config?` (overlay.c)
+pub fn rejection(line: &str) -> Option<(String, String)> {
+    let (_, rest) = line.split_once("rejecting connection from ")?;
+    let (who, reason) = rest.split_once(": ")?;
+    let name = who.split(' ').next()?;
+    Some((name.to_owned(), reason.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, io::Write};
+
+    use super::*;
+    use host::log::{self, trim_log};
+
+    async fn next(follower: &mut LogFollower) -> String {
+        tokio::time::timeout(Duration::from_secs(10), follower.next_line()).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn lines_are_followed_over_a_trim() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = log::path(directory.path());
+        let mut follower = LogFollower::from_start(&path);
+        let waiting = tokio::spawn(async move {
+            let first = next(&mut follower).await;
+            (first, follower)
+        });
+        let mut writer = log::open(directory.path()).unwrap();
+        writeln!(writer, "<6>broker.info[0]: online: node1 (ranks 0)\n<6>two").unwrap();
+        let (first, mut follower) = waiting.await.unwrap();
+        assert_eq!(first, "broker.info[0]: online: node1 (ranks 0)");
+        assert_eq!(next(&mut follower).await, "two");
+        assert!(trim_log(&path, 1).unwrap());
+        writeln!(writer, "three").unwrap();
+        assert_eq!(next(&mut follower).await, "three");
+        write!(writer, "fo").unwrap();
+        writeln!(writer, "ur").unwrap();
+        assert_eq!(next(&mut follower).await, "four");
+    }
+
+    #[tokio::test]
+    async fn a_new_agent_does_not_repeat_what_an_earlier_one_gave_out() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut writer = log::open(directory.path()).unwrap();
+        writeln!(writer, "old").unwrap();
+        let mut follower = LogFollower::from_end(&log::path(directory.path()));
+        writeln!(writer, "new").unwrap();
+        assert_eq!(next(&mut follower).await, "new");
+    }
+
+    #[tokio::test]
+    async fn a_file_that_takes_the_place_of_the_log_is_followed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = log::path(directory.path());
+        writeln!(log::open(directory.path()).unwrap(), "one").unwrap();
+        let mut follower = LogFollower::from_start(&path);
+        assert_eq!(next(&mut follower).await, "one");
+        fs::write(directory.path().join("log/aside"), "two\n").unwrap();
+        fs::rename(directory.path().join("log/aside"), &path).unwrap();
+        assert_eq!(next(&mut follower).await, "two");
+    }
+
+    #[test]
+    fn the_leads_reason_is_found_in_its_log() {
+        let line = "overlay.err[0]: rejecting connection from nodeX (rank 2): slot2 is configured as rank 2: mismatched config?";
+        let reason = "slot2 is configured as rank 2: mismatched config?";
+        assert_eq!(rejection(line), Some(("nodeX".into(), reason.into())));
+        assert_eq!(rejection("broker.info[0]: online: node1 (ranks 0)"), None);
+    }
+}

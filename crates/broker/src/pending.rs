@@ -1,0 +1,223 @@
+//! What the pending jobs wait for.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::{
+    message::{ANY, LEAD},
+    rfc3::{Client, RpcError},
+    status::{InstanceStatus, LEAD_TIMEOUT, parse},
+};
+
+/// The first ones are those that the scheduler looks at first, and a queue may hold a hundred thousand.
+const MAX_JOBS: u32 = 1000;
+
+/// What there is to say about the pending jobs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Pending {
+    /// How many more nodes the largest of the jobs needs that wait for nodes which are down; 0: none does.
+    pub missing_nodes: u32,
+    /// The job at the head of the queue, if what it asks for is free: the scheduler gives it that in a moment, or has lost it.
+    pub fits: Option<u64>,
+}
+
+/// A job in state SCHED, as `job-list.list` tells it.
+#[derive(Deserialize, Debug, Clone, Default, PartialEq, Eq)]
+struct Job {
+    #[serde(default)]
+    id: u64,
+    /// 0: held (RFC 30).
+    #[serde(default)]
+    priority: i64,
+    /// Of those that ask for nodes only.
+    #[serde(default)]
+    nnodes: Option<usize>,
+    /// Not of those that ask for whole nodes.
+    #[serde(default)]
+    ncores: Option<usize>,
+    #[serde(default)]
+    ntasks: Option<usize>,
+    /// Not in an instance without queues.
+    #[serde(default)]
+    queue: Option<String>,
+}
+
+/// What the pending jobs wait for. `instance`: what the lead says of its resources.
+///
+/// # Errors
+/// [`RpcError`]; a time-out where the lead is gone.
+pub async fn pending(client: &Client, instance: &InstanceStatus) -> Result<Pending, RpcError> {
+    #[derive(Deserialize)]
+    struct Jobs {
+        jobs: Vec<Job>,
+    }
+    let topic = "job-list.list";
+    let query = json!({
+        "max_entries": MAX_JOBS,
+        "attrs": ["priority", "nnodes", "ncores", "ntasks", "queue"],
+        "constraint": { "states": ["sched"] },
+    });
+    let Jobs { jobs } = parse(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?)?;
+    let fits = match jobs.first().filter(|job| fits(job, &instance.free)) {
+        Some(job) if may_begin(client, job.id).await? => Some(job.id),
+        _ => None,
+    };
+    Ok(Pending { missing_nodes: missing_nodes(&jobs, instance), fits })
+}
+
+/// What is drained counts as down: no job gets it.
+fn missing_nodes(jobs: &[Job], instance: &InstanceStatus) -> u32 {
+    let (all, down) = (&instance.all, &instance.down);
+    let nodes_up = all.ranks.len().saturating_sub(down.ranks.len());
+    let cores_up = all.cores.saturating_sub(down.cores);
+    let cores_each = all.cores.div_ceil(all.ranks.len().max(1)).max(1);
+    let missing = jobs.iter().filter(|job| job.priority > 0).map(|job| match job.nnodes {
+        Some(nodes) => nodes.saturating_sub(nodes_up),
+        None => job.ncores.or(job.ntasks).unwrap_or(1).saturating_sub(cores_up).div_ceil(cores_each),
+    });
+    u32::try_from(missing.max().unwrap_or(0)).unwrap_or(u32::MAX)
+}
+
+/// The cores that `job` asks for are free. A job in a queue may be meant for some nodes only, and one that asks for whole nodes
+/// doesn't say for how many cores.
+fn fits(job: &Job, free: &BTreeMap<u32, usize>) -> bool {
+    let (Some(cores), None) = (job.ncores, &job.queue) else { return false };
+    let slots = job.nnodes.or(job.ntasks).unwrap_or(1).max(1);
+    let each = cores.div_ceil(slots).max(1);
+    // A job that asks for nodes gets that many different ones.
+    let on = |free: &usize| if job.nnodes.is_some() { usize::from(*free >= each) } else { free / each };
+    job.priority > 0 && free.values().map(on).sum::<usize>() >= slots
+}
+
+/// Nothing but the scheduler keeps the job from its cores: it asks for cores alone, on whatever nodes, and its queue is started.
+async fn may_begin(client: &Client, id: u64) -> Result<bool, RpcError> {
+    #[derive(Deserialize)]
+    struct Queue {
+        #[serde(default)]
+        start: bool,
+    }
+    #[derive(Deserialize)]
+    struct Looked {
+        #[serde(default)]
+        jobspec: String,
+    }
+    let topic = "job-manager.queue-status";
+    let queue: Queue = parse(topic, client.rpc(topic, ANY, json!({})).await?)?;
+    let topic = "job-info.lookup";
+    let found: Looked =
+        parse(topic, client.rpc(topic, LEAD, json!({ "id": id, "keys": ["jobspec"], "flags": 0 })).await?)?;
+    let is_plain = queue.start && asks_for_cores_alone(&serde_json::from_str(&found.jobspec).unwrap_or_default());
+    Ok(is_plain && !gives_whole_nodes(&client.rpc("config.get", LEAD, Value::Null).await?))
+}
+
+/// Fluxion's match policies that end so give a job whole nodes, whatever it asks for (flux-config-sched-fluxion-resource(5)).
+fn gives_whole_nodes(configuration: &Value) -> bool {
+    configuration["sched-fluxion-resource"]["match-policy"].as_str().is_some_and(|policy| policy.ends_with("nodex"))
+}
+
+/// As RFC 14 has it: no constraints, and no resources but nodes, slots and cores that are not exclusive.
+fn asks_for_cores_alone(jobspec: &Value) -> bool {
+    fn all_plain(resources: &Value) -> bool {
+        let Some(resources) = resources.as_array() else { return false };
+        resources.iter().all(|resource| {
+            matches!(resource["type"].as_str(), Some("node" | "slot" | "core"))
+                && resource["exclusive"].as_bool() != Some(true)
+                && resource.get("with").is_none_or(all_plain)
+        })
+    }
+    jobspec["attributes"]["system"].get("constraints").is_none() && all_plain(&jobspec["resources"])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::status::Amount;
+
+    #[test]
+    fn a_job_waits_for_the_nodes_that_are_not_up() {
+        let amount = |ranks: u32, cores: usize| Amount { ranks: (0..ranks).collect(), cores, gpus: 0 };
+        // Six nodes of four cores, two of them up.
+        let instance = InstanceStatus { all: amount(6, 24), down: amount(4, 16), ..InstanceStatus::default() };
+        let job = |nnodes, ncores| Job { priority: 16, nnodes, ncores, ..Job::default() };
+        for (jobs, expected) in [
+            (vec![], 0),
+            (vec![job(Some(2), Some(8))], 0),
+            (vec![job(Some(5), None)], 3),
+            (vec![job(Some(3), Some(3)), job(Some(6), Some(6)), job(Some(4), None)], 4),
+            (vec![Job { priority: 0, ..job(Some(6), None) }], 0),
+            (vec![job(None, Some(8))], 0),
+            (vec![job(None, Some(9))], 1),
+            (vec![job(None, Some(24))], 4),
+            (vec![Job { priority: 16, ntasks: Some(13), ..Job::default() }], 2),
+            (vec![Job { priority: 16, ..Job::default() }], 0),
+        ] {
+            assert_eq!(missing_nodes(&jobs, &instance), expected, "{jobs:?}");
+        }
+        assert_eq!(missing_nodes(&[job(None, Some(3))], &InstanceStatus::default()), 3, "no scheduler: nothing is up");
+    }
+
+    #[test]
+    fn a_job_fits_if_each_of_its_slots_finds_cores_on_one_node() {
+        let free = BTreeMap::from([(0, 1), (1, 3), (2, 4)]);
+        let job = |nnodes, ntasks, ncores| Job { priority: 16, nnodes, ntasks, ncores, ..Job::default() };
+        for (job, expected) in [
+            (job(None, Some(1), Some(1)), true),
+            (job(None, Some(8), Some(8)), true),
+            (job(None, Some(9), Some(9)), false),
+            (job(None, Some(2), Some(6)), true),
+            (job(None, Some(2), Some(8)), false),
+            (job(Some(3), Some(3), Some(3)), true),
+            (job(Some(3), Some(6), Some(6)), false),
+            (job(Some(4), Some(4), Some(4)), false),
+            (job(Some(1), Some(1), None), false),
+            (Job { priority: 0, ..job(None, Some(1), Some(1)) }, false),
+            (Job { queue: Some("debug".to_owned()), ..job(None, Some(1), Some(1)) }, false),
+        ] {
+            assert_eq!(fits(&job, &free), expected, "{job:?}");
+        }
+        assert!(!fits(&job(None, Some(1), Some(1)), &BTreeMap::new()));
+    }
+
+    #[test]
+    fn only_a_job_that_asks_for_cores_alone_must_get_cores_that_are_free() {
+        let slot = |with: Value| json!([{"type": "slot", "count": 1, "label": "task", "with": with}]);
+        let core = json!([{"type": "core", "count": 1}]);
+        let with = |resources: Value, system: Value| json!({"resources": resources, "attributes": {"system": system}});
+        for (jobspec, expected) in [
+            (with(slot(core.clone()), json!({"duration": 0})), true),
+            (with(json!([{"type": "node", "count": 2, "with": slot(core.clone())}]), json!({})), true),
+            (
+                with(json!([{"type": "node", "count": 1, "exclusive": true, "with": slot(core.clone())}]), json!({})),
+                false,
+            ),
+            (with(slot(json!([{"type": "core", "count": 1}, {"type": "gpu", "count": 1}])), json!({})), false),
+            (with(slot(core), json!({"constraints": {"ranks": ["1"]}})), false),
+            (Value::Null, false),
+        ] {
+            assert_eq!(asks_for_cores_alone(&jobspec), expected, "{jobspec}");
+        }
+    }
+
+    #[test]
+    fn under_a_policy_of_whole_nodes_free_cores_prove_nothing() {
+        let with = |policy: &str| json!({"sched-fluxion-resource": {"match-policy": policy}});
+        for (configuration, expected) in [(with("lonodex"), true), (with("first"), false), (json!({}), false)] {
+            assert_eq!(gives_whole_nodes(&configuration), expected, "{configuration}");
+        }
+    }
+
+    #[test]
+    fn what_flux_says_of_a_job_is_read() {
+        // As flux-core 0.88 answers for `flux submit -N1 -x`, `-N1` and `-n400`.
+        let jobs: Vec<Job> = serde_json::from_str(
+            r#"[{"id": 23924310016, "nnodes": 1, "ntasks": 1, "priority": 16},
+                {"id": 16424894464, "nnodes": 1, "ncores": 1, "ntasks": 1, "priority": 0},
+                {"id": 16424894465, "ncores": 400, "ntasks": 400, "priority": 4294967295}]"#,
+        )
+        .unwrap();
+        let read: Vec<_> = jobs.iter().map(|job| (job.priority > 0, job.nnodes, job.ncores)).collect();
+        assert_eq!(read, [(true, Some(1), None), (false, Some(1), Some(1)), (true, None, Some(400))]);
+    }
+}

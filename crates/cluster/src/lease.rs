@@ -1,0 +1,187 @@
+//! Holding the Lease `flux-planner`.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
+};
+
+use k8s_openapi::{
+    api::coordination::v1::{Lease, LeaseSpec},
+    apimachinery::pkg::apis::meta::v1::MicroTime,
+    jiff::Timestamp,
+};
+use kube::{
+    Api, Client,
+    api::{ObjectMeta, PostParams},
+};
+use tokio::time::{Instant, sleep, timeout};
+use tracing::debug;
+
+use crate::{
+    clock,
+    lease_rules::{LEASE_DURATION, LeaseStep, LeaseView, RENEW_EVERY, decide, look_every},
+};
+use api::{LEASE_PLANNER, NAMESPACE};
+use base::chance::chance;
+
+/// The longest promise that is believed.
+const LONGEST_LEASE: Duration = Duration::from_secs(60);
+
+/// One who wants the Lease.
+pub struct Candidate {
+    leases: Api<Lease>,
+    identity: String,
+    members: Arc<AtomicU32>,
+    /// The version seen last, and when it was seen first, by our own clock.
+    last: Option<(String, Instant)>,
+    /// The time by the clock of the planner before, as the Lease tells; kept when the Lease becomes ours.
+    predecessor_time: Option<Timestamp>,
+}
+
+impl Candidate {
+    /// A candidate under the name `identity`.
+    pub fn new(client: Client, identity: String, members: Arc<AtomicU32>) -> Self {
+        Self { leases: Api::namespaced(client, NAMESPACE), identity, members, last: None, predecessor_time: None }
+    }
+
+    /// Waits until the Lease is ours. Returns the time by the clock of the planner before; None: there was none, or it didn't say.
+    pub async fn acquire(&mut self) -> Option<Timestamp> {
+        loop {
+            match timeout(RENEW_EVERY, self.step()).await {
+                Ok(Ok(true)) => return self.predecessor_time,
+                Ok(Ok(false)) => {}
+                Ok(Err(error)) => debug!(%error, "looking at the Lease failed"),
+                Err(_) => debug!("looking at the Lease took too long"),
+            }
+            // Candidates must not march in step.
+            sleep(look_every(self.members.load(Ordering::Relaxed)).mul_f64(0.5 + chance())).await;
+        }
+    }
+
+    /// Renews the Lease for as long as that works; returns when it is lost, or could be by the clock of others.
+    pub async fn keep(&mut self) {
+        let mut renewed = Instant::now();
+        loop {
+            sleep(RENEW_EVERY).await;
+            match timeout(RENEW_EVERY, self.step()).await {
+                Ok(Ok(true)) => renewed = Instant::now(),
+                Ok(Ok(false)) => return,
+                Ok(Err(error)) => debug!(%error, "renewing the Lease failed"),
+                Err(_) => debug!("renewing the Lease took too long"),
+            }
+            if renewed.elapsed() + RENEW_EVERY >= LEASE_DURATION {
+                return;
+            }
+        }
+    }
+
+    /// Looks once and does what is decided: true when the Lease is ours afterwards.
+    async fn step(&mut self) -> Result<bool, kube::Error> {
+        let found = self.leases.get_opt(LEASE_PLANNER).await?;
+        let view = found.as_ref().map(|lease| self.view(lease));
+        let step = decide(view.as_ref(), &self.identity);
+        self.predecessor_time = found.as_ref().zip(view.as_ref()).and_then(|(lease, view)| time_of(lease, view));
+        let written = match (step, found) {
+            (LeaseStep::Create, _) => {
+                let metadata = ObjectMeta { name: Some(LEASE_PLANNER.to_owned()), ..ObjectMeta::default() };
+                let lease = Lease { metadata, spec: Some(self.spec(0)) };
+                self.leases.create(&PostParams::default(), &lease).await
+            }
+            (LeaseStep::Renew | LeaseStep::Take, Some(mut lease)) => {
+                let transitions = lease.spec.as_ref().and_then(|spec| spec.lease_transitions).unwrap_or(0);
+                lease.spec = Some(self.spec(transitions + i32::from(step == LeaseStep::Take)));
+                // With the resourceVersion it was read at: of two who take it at once, one gets 409.
+                self.leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await
+            }
+            _ => return Ok(false),
+        };
+        match written {
+            Ok(lease) => {
+                self.view(&lease);
+                Ok(true)
+            }
+            Err(kube::Error::Api(status)) if status.code == 409 => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn view(&mut self, lease: &Lease) -> LeaseView {
+        let version = lease.metadata.resource_version.clone().unwrap_or_default();
+        let since = match &self.last {
+            Some((last, since)) if *last == version => *since,
+            _ => Instant::now(),
+        };
+        self.last = Some((version, since));
+        let spec = lease.spec.as_ref();
+        LeaseView {
+            holder: spec.and_then(|spec| spec.holder_identity.clone()),
+            unchanged_for: since.elapsed(),
+            duration: promised(spec),
+        }
+    }
+
+    fn spec(&self, transitions: i32) -> LeaseSpec {
+        LeaseSpec {
+            holder_identity: Some(self.identity.clone()),
+            lease_duration_seconds: i32::try_from(LEASE_DURATION.as_secs()).ok(),
+            lease_transitions: Some(transitions),
+            renew_time: Some(MicroTime(clock::now())),
+            ..LeaseSpec::default()
+        }
+    }
+}
+
+/// How long the holder may be silent, as it says itself, but at most [`LONGEST_LEASE`]: no version asks for more, and a forged Lease
+/// must not keep the instance without a planner for years.
+fn promised(spec: Option<&LeaseSpec>) -> Duration {
+    let seconds = spec.and_then(|spec| spec.lease_duration_seconds).and_then(|seconds| u64::try_from(seconds).ok());
+    seconds.map_or(LEASE_DURATION, Duration::from_secs).min(LONGEST_LEASE)
+}
+
+/// The time by the clock of the holder, which renewed the Lease no later than it was seen to change.
+fn time_of(lease: &Lease, view: &LeaseView) -> Option<Timestamp> {
+    let MicroTime(renewed) = lease.spec.as_ref()?.renew_time.as_ref()?;
+    renewed.checked_add(view.unchanged_for).ok()
+}
+
+/// Lets go of the Lease if it is ours, so that the next planner need not wait for it to expire.
+///
+/// # Errors
+/// The API server's.
+pub async fn release(client: Client, identity: &str) -> Result<(), kube::Error> {
+    let leases: Api<Lease> = Api::namespaced(client, NAMESPACE);
+    let Some(mut lease) = leases.get_opt(LEASE_PLANNER).await? else { return Ok(()) };
+    match &mut lease.spec {
+        Some(spec) if spec.holder_identity.as_deref() == Some(identity) => spec.holder_identity = Some(String::new()),
+        _ => return Ok(()),
+    }
+    leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await.map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_holder_is_believed_for_longer_than_a_minute_whatever_it_promises() {
+        let minute = Duration::from_secs(60);
+        for (seconds, believed) in [
+            (None, LEASE_DURATION),
+            (Some(-1), LEASE_DURATION),
+            (Some(5), Duration::from_secs(5)),
+            (Some(60), minute),
+            (Some(61), minute),
+            (Some(i32::MAX), minute),
+        ] {
+            let spec = LeaseSpec { lease_duration_seconds: seconds, ..LeaseSpec::default() };
+            assert_eq!(promised(Some(&spec)), believed, "{seconds:?}");
+            let seen =
+                LeaseView { holder: Some("other".into()), unchanged_for: believed, duration: promised(Some(&spec)) };
+            assert_eq!(decide(Some(&seen), "me"), LeaseStep::Take, "{seconds:?}");
+        }
+        assert_eq!(promised(None), LEASE_DURATION);
+    }
+}

@@ -1,0 +1,165 @@
+//! The ConfigMaps that the planner writes. A value that is large is kept gzip'd, under its key with `.gz` behind it, in
+//! `binaryData`.
+
+use std::{collections::BTreeMap, io};
+
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::{
+    Api, Client,
+    api::{ObjectMeta, PostParams},
+};
+use serde::de::DeserializeOwned;
+
+use super::{as_read, call, gone_is_fine};
+use crate::ApiError;
+use api::{
+    NAMESPACE,
+    packed::{LARGE, pack, unpack},
+};
+
+const PACKED: &str = ".gz";
+
+/// One key of a ConfigMap, as it was read.
+#[derive(Debug, Clone)]
+pub struct Document {
+    /// The key's value.
+    pub text: String,
+    /// All other keys.
+    pub others: BTreeMap<String, String>,
+    /// metadata.resourceVersion it was read at.
+    pub version: Option<String>,
+}
+
+/// Reads the `key` of ConfigMap `name`.
+pub async fn read(client: &Client, name: &str, key: &str) -> Result<Option<Document>, ApiError> {
+    let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
+    let found = call(format!("get ConfigMap {name}"), maps.get_opt(name)).await?;
+    found.map(|map| document(map, key)).transpose().map_err(|error| ApiError::Content {
+        object: format!("ConfigMap {name}"),
+        reason: format!("can't be unpacked ({error})"),
+    })
+}
+
+fn document(map: ConfigMap, key: &str) -> io::Result<Document> {
+    let mut others = map.data.unwrap_or_default();
+    for (key, packed) in map.binary_data.unwrap_or_default() {
+        if let Some(key) = key.strip_suffix(PACKED) {
+            others.insert(key.to_owned(), unpack(&packed)?);
+        }
+    }
+    Ok(Document { text: others.remove(key).unwrap_or_default(), others, version: map.metadata.resource_version })
+}
+
+fn config_map(values: BTreeMap<String, String>) -> io::Result<ConfigMap> {
+    let (large, small): (BTreeMap<_, _>, _) = values.into_iter().partition(|(_, text)| text.len() > LARGE);
+    let packed = large.into_iter().map(|(key, text): (String, String)| Ok((key + PACKED, pack(&text)?)));
+    let packed = packed.collect::<io::Result<BTreeMap<_, _>>>()?;
+    Ok(ConfigMap { data: Some(small), binary_data: Some(packed).filter(|p| !p.is_empty()), ..ConfigMap::default() })
+}
+
+/// What can't be read is not the same as what isn't there.
+///
+/// # Errors
+/// [`ApiError::Content`]
+pub fn parse<T: DeserializeOwned>(map: &str, text: &str) -> Result<T, ApiError> {
+    serde_json::from_str(text).map_err(|error| ApiError::Content {
+        object: format!("ConfigMap {map}"),
+        reason: format!("can't be read by this version ({error})"),
+    })
+}
+
+/// Writes the `key` of ConfigMap `name` and leaves its other keys as `before` has them: creates it where `before` is None,
+/// else replaces the very version that was read. A planner that is no longer the only one gets 409 here, and nothing is
+/// written.
+pub async fn write(
+    client: &Client,
+    name: &str,
+    key: &str,
+    text: String,
+    before: Option<&Document>,
+) -> Result<(), ApiError> {
+    let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
+    let mut data = before.map(|before| before.others.clone()).unwrap_or_default();
+    data.insert(key.to_owned(), text);
+    let mut map = config_map(data).map_err(|error| ApiError::Content {
+        object: format!("ConfigMap {name}"),
+        reason: format!("can't be packed ({error})"),
+    })?;
+    map.metadata = ObjectMeta {
+        name: Some(name.to_owned()),
+        resource_version: before.and_then(|before| before.version.clone()),
+        ..ObjectMeta::default()
+    };
+    let params = PostParams::default();
+    match before {
+        None => call(format!("create ConfigMap {name}"), maps.create(&params, &map)).await.map(drop),
+        Some(_) => call(format!("replace ConfigMap {name}"), maps.replace(name, &params, &map)).await.map(drop),
+    }
+}
+
+/// Deletes ConfigMap `name`; that it is not there is fine.
+pub async fn delete(client: &Client, name: &str) -> Result<(), ApiError> {
+    let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
+    let Some(map) = call(format!("get ConfigMap {name}"), maps.get_metadata_opt(name)).await? else { return Ok(()) };
+    gone_is_fine(call(format!("delete ConfigMap {name}"), maps.delete(name, &as_read(&map))).await)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use uuid::Uuid;
+
+    use super::*;
+    use api::{CONFIGMAP_ROSTER_KEY, Member, Roster, RosterEntry};
+    use model::fixture::roster;
+
+    /// What the API server counts (k8s.io/kubernetes, ValidateConfigMap).
+    fn size(map: &ConfigMap) -> usize {
+        let text = map.data.iter().flatten().map(|(_, text)| text.len());
+        text.chain(map.binary_data.iter().flatten().map(|(_, bytes)| bytes.0.len())).sum()
+    }
+
+    /// Names and uids as clouds make them: random in part, which no packing makes smaller.
+    fn of_members(count: u32) -> Roster {
+        let mut roster = roster(count, &[("node1", 64)]);
+        let entry = roster.ranks[&0].clone();
+        roster.ranks = (0..count)
+            .map(|rank| {
+                let (uid, random) = (Uuid::new_v4().to_string(), Uuid::new_v4().to_string());
+                let name = format!("gke-production-pool-{}.europe-west3-a.c.our-own-project.internal", &random[..13]);
+                let address = Ipv4Addr::from_bits(0x0a00_0000 + rank).into();
+                let member = Member { node: name.clone(), uid: uid.clone(), address, gone_since: None };
+                let (broker_name, reserved_for, member) = (name, Some(uid), Some(member));
+                (rank, RosterEntry { broker_name, reserved_for, member, ..entry.clone() })
+            })
+            .collect();
+        roster
+    }
+
+    #[test]
+    fn the_roster_of_as_many_members_as_there_can_be_fits_into_its_config_map() {
+        let roster = of_members(16_384);
+        let text = serde_json::to_string(&roster).unwrap();
+        let map = config_map([(CONFIGMAP_ROSTER_KEY.to_owned(), text.clone())].into()).unwrap();
+        assert!(text.len() > 4 << 20 && size(&map) < 1 << 20, "{} of {}", size(&map), text.len());
+        assert_eq!(document(map, CONFIGMAP_ROSTER_KEY).unwrap().text, text);
+    }
+
+    #[test]
+    fn only_what_is_large_is_packed_and_all_of_it_comes_back() {
+        let long = "x".repeat(LARGE + 1);
+        let values: BTreeMap<String, String> =
+            [("a", "small"), ("b", &long)].map(|(key, text)| (key.to_owned(), text.to_owned())).into();
+        let map = config_map(values.clone()).unwrap();
+        assert_eq!(map.data.as_ref().unwrap().keys().collect::<Vec<_>>(), ["a"]);
+        assert_eq!(map.binary_data.as_ref().unwrap().keys().collect::<Vec<_>>(), ["b.gz"]);
+        let read = document(map.clone(), "b").unwrap();
+        assert_eq!((read.text == long, &read.others["a"]), (true, &values["a"]));
+        assert_eq!(config_map([("a".to_owned(), "small".to_owned())].into()).unwrap().binary_data, None);
+
+        let mut cut = map;
+        cut.binary_data.as_mut().unwrap().get_mut("b.gz").unwrap().0.truncate(20);
+        assert!(document(cut, "b").is_err());
+    }
+}

@@ -1,0 +1,95 @@
+//! Child processes that get only so much time, and of whose output only so much is kept.
+
+use std::{
+    io::{ErrorKind, Read},
+    os::unix::process::ExitStatusExt,
+    process::{Child, ExitCode, ExitStatus},
+    sync::{
+        Arc, Mutex, PoisonError,
+        mpsc::{Receiver, channel},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    sys::signal::{Signal, killpg},
+    unistd::Pid,
+};
+
+/// What is kept of an output.
+const KEEP: usize = 64 << 10;
+const POLL: Duration = Duration::from_millis(10);
+/// How long output may still come after the end: a child of the command can hold the pipe for ever.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// None: it was killed, with its children. Only this thread reaps it, so its process group can't be another's.
+pub fn wait_until(child: &mut Child, deadline: Instant) -> std::io::Result<Option<ExitStatus>> {
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        if Instant::now() >= deadline {
+            kill_group(child.id());
+            child.wait()?;
+            return Ok(None);
+        }
+        thread::sleep(POLL);
+    }
+}
+
+/// Ends a child that has not been reaped, and its children.
+pub fn kill_group(pid: u32) {
+    if let Ok(pid) = i32::try_from(pid) {
+        let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
+    }
+}
+
+/// The beginning of a stream that is read to its end.
+pub struct Kept {
+    bytes: Arc<Mutex<Vec<u8>>>,
+    end: Receiver<()>,
+}
+
+impl Kept {
+    /// Begins to read it, on a thread of its own.
+    pub fn of(stream: Option<impl Read + Send + 'static>) -> Self {
+        let bytes = Arc::new(Mutex::new(Vec::new()));
+        let (tell, end) = channel();
+        let kept = Arc::clone(&bytes);
+        thread::spawn(move || {
+            let mut buffer = [0; 8192];
+            let mut stream = stream;
+            while let Some(stream) = &mut stream {
+                match stream.read(&mut buffer) {
+                    Ok(0) => break,
+                    Ok(length) => {
+                        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+                        let room = KEEP.saturating_sub(kept.len()).min(length);
+                        kept.extend_from_slice(&buffer[..room]);
+                    }
+                    Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                    Err(_) => break,
+                }
+            }
+            let _ = tell.send(());
+        });
+        Self { bytes, end }
+    }
+
+    /// What was kept, once the stream has ended or has had its time to.
+    pub fn text(self) -> String {
+        let _ = self.end.recv_timeout(LINGER);
+        String::from_utf8_lossy(&self.bytes.lock().unwrap_or_else(PoisonError::into_inner)).into_owned()
+    }
+}
+
+/// Exit code as a shell counts it: 128 + signal where it was killed.
+pub fn code(status: ExitStatus) -> i32 {
+    status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(255)
+}
+
+/// To end as a program did, as a shell tells it: 128 + signal where it was killed.
+pub fn exit_code(status: ExitStatus) -> ExitCode {
+    ExitCode::from(u8::try_from(code(status)).unwrap_or(u8::MAX))
+}

@@ -1,0 +1,147 @@
+//! Locks: plain files that root alone can open, for a lock can be held by whoever can open its file, without any right to
+//! write. Every wait has a limit.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{Flock, FlockArg},
+    libc::{O_NOFOLLOW, O_NONBLOCK},
+    unistd::geteuid,
+};
+
+use super::{Root, files::remove_if_there};
+use hostapi::{HostState, Refusal};
+
+/// Name of the lock below the prefix.
+pub const LOCK: &str = "lock";
+
+/// Name of the lock in a directory that everybody may read.
+pub const HIDDEN: &str = ".lock";
+
+/// How long an order waits for another one: longer than a start takes, shorter than an agent's patience.
+pub const WAIT: Duration = Duration::from_secs(30);
+
+const POLL: Duration = Duration::from_millis(20);
+
+/// Permission bits of group and others.
+const OTHERS: u32 = 0o077;
+
+/// The right to write below the prefix, held by one stage at a time; given back when dropped, or by the kernel when its
+/// process is killed.
+#[derive(Debug)]
+pub struct HostLock {
+    _file: Flock<File>,
+}
+
+impl HostLock {
+    /// Takes the lock of a prefix that is there.
+    ///
+    /// # Errors
+    /// A transient refusal when it is still held after `wait`.
+    pub fn take(root: &Root, prefix: &Path, wait: Duration) -> Result<Self, Refusal> {
+        let path = root.path(prefix).join(LOCK);
+        take(&path, wait).map(|file| Self { _file: file }).map_err(|error| refusal(&path, wait, &error))
+    }
+
+    /// Takes the lock of a host whose prefix may be gone, and then none.
+    ///
+    /// # Errors
+    /// As [`Self::take`].
+    pub fn take_if_there(root: &Root, state: Option<&HostState>) -> Result<Option<Self>, Refusal> {
+        let is_there = |prefix: &&Path| root.path(prefix).is_dir();
+        let Some(prefix) = state.map(|state| state.prefix.as_path()).filter(is_there) else { return Ok(None) };
+        match Self::take(root, prefix, WAIT) {
+            Ok(lock) => Ok(Some(lock)),
+            // Another stage removed it while we waited.
+            Err(_) if !is_there(&prefix) => Ok(None),
+            Err(refusal) => Err(refusal),
+        }
+    }
+}
+
+/// Why the lock at `path` could not be taken within `wait`; transient if another one held it.
+pub fn refusal(path: &Path, wait: Duration, error: &io::Error) -> Refusal {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => Refusal::transient(format!(
+            "other work on this host still holds {} after {} s",
+            path.display(),
+            wait.as_secs()
+        )),
+        _ => Refusal::io("lock", path, error),
+    }
+}
+
+/// Takes the lock whose file is `path`, and makes that file where it is missing. One that others can open is replaced.
+///
+/// # Errors
+/// `WouldBlock` when another one still holds it after `wait`.
+pub fn take(path: &Path, wait: Duration) -> io::Result<Flock<File>> {
+    let deadline = Instant::now() + wait;
+    loop {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(0o600).custom_flags(O_NOFOLLOW | O_NONBLOCK);
+        let file = options.open(path)?;
+        if !is_ours_alone(&file.metadata()?) {
+            tracing::warn!(path = %path.display(), "other users could hold this lock; its file is replaced");
+            remove_if_there(path)?;
+            continue;
+        }
+        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            // The file is held by the process that removes it: one that has waited for that must look again.
+            Ok(lock) if is_still_at(&lock, path) => return Ok(lock),
+            Ok(_) => continue,
+            Err((_, Errno::EWOULDBLOCK)) if Instant::now() < deadline => std::thread::sleep(POLL),
+            Err((_, errno)) => return Err(errno.into()),
+        }
+    }
+}
+
+/// Nobody else can open it, now or since it was made.
+fn is_ours_alone(found: &fs::Metadata) -> bool {
+    found.is_file() && found.uid() == geteuid().as_raw() && found.mode() & OTHERS == 0
+}
+
+fn is_still_at(file: &File, path: &Path) -> bool {
+    match (file.metadata(), fs::symlink_metadata(path)) {
+        (Ok(held), Ok(there)) => (held.dev(), held.ino()) == (there.dev(), there.ino()),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_lock_that_others_could_open_is_made_anew_and_none_is_waited_for_longer_than_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(LOCK);
+        fs::write(&path, "").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+        let others = Flock::lock(File::open(&path).unwrap(), FlockArg::LockExclusive).unwrap();
+        let ours = take(&path, Duration::ZERO).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
+        drop(others);
+        assert_eq!(take(&path, Duration::ZERO).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        drop(ours);
+        take(&path, Duration::ZERO).unwrap();
+    }
+
+    #[test]
+    fn a_link_in_the_place_of_a_lock_leads_nowhere() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, target) = (dir.path().join(LOCK), dir.path().join("target"));
+        std::os::unix::fs::symlink(&target, &path).unwrap();
+        assert!(take(&path, Duration::ZERO).is_err());
+        assert!(!target.exists());
+    }
+}

@@ -1,0 +1,150 @@
+//! Which process is ours. A pid alone says nothing: it is used again, and a zombie keeps it.
+
+use std::{
+    fs, io,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::{Root, facts};
+
+/// One process of one boot. A reboot can repeat pid and start time, hence the boot id.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// /proc/sys/kernel/random/boot_id.
+    pub boot_id: String,
+    /// Process id in the host's PID namespace.
+    pub pid: i32,
+    /// Field 22 of `/proc/<pid>/stat`, clock ticks after boot.
+    pub start_time: u64,
+}
+
+/// What `/proc/<pid>/stat` says of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stat {
+    /// `R`, `S`, `D`, `Z`, …
+    pub state: char,
+    /// Clock ticks after boot.
+    pub start_time: u64,
+}
+
+impl Stat {
+    /// Reads one line of `/proc/<pid>/stat`. The second field is free text in brackets, so the fields are counted from the
+    /// last `)`.
+    pub fn parse(line: &str) -> Option<Self> {
+        let (_, rest) = line.rsplit_once(')')?;
+        let mut fields = rest.split_ascii_whitespace();
+        let state = fields.next()?.chars().next()?;
+        let start_time = fields.nth(18)?.parse().ok()?;
+        Some(Self { state, start_time })
+    }
+
+    /// A zombie keeps pid and start time for as long as its parent does not reap it.
+    pub fn is_dead(&self) -> bool {
+        matches!(self.state, 'Z' | 'X' | 'x')
+    }
+}
+
+impl Identity {
+    /// The process that has `pid` now; None where there is none that lives.
+    pub fn of(pid: i32) -> Option<Self> {
+        let stat = stat(pid).filter(|stat| !stat.is_dead())?;
+        Some(Self { boot_id: facts::boot_id(&Root::host()), pid, start_time: stat.start_time })
+    }
+
+    /// The caller.
+    ///
+    /// # Errors
+    /// /proc is not that of this PID namespace.
+    pub fn own() -> io::Result<Self> {
+        Self::of(nix::unistd::getpid().as_raw()).ok_or_else(|| {
+            io::Error::new(
+                io::ErrorKind::NotFound,
+                "/proc does not show this process; it belongs to another PID namespace",
+            )
+        })
+    }
+
+    /// True while exactly this process lives.
+    pub fn lives(&self) -> bool {
+        stat(self.pid).is_some_and(|stat| stat.start_time == self.start_time && !stat.is_dead())
+            && facts::boot_id(&Root::host()) == self.boot_id
+    }
+
+    /// Sends `signal` if this process still lives. Between look and signal the pid would have to be freed and given out
+    /// again, once around `pid_max`; that window is microseconds.
+    ///
+    /// # Errors
+    /// The kernel's, except that a process which is gone is no error.
+    pub fn signal(&self, signal: Signal) -> io::Result<()> {
+        if !self.lives() {
+            return Ok(());
+        }
+        match kill(Pid::from_raw(self.pid), signal) {
+            Ok(()) | Err(Errno::ESRCH) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Waits until the process is gone; false where it is not within `timeout`. It is nobody's child here, so there is
+    /// nothing to wait for but /proc.
+    pub fn wait_gone(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        while self.lives() {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        true
+    }
+}
+
+fn stat(pid: i32) -> Option<Stat> {
+    Stat::parse(&fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat")).ok()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_with_brackets_and_spaces_does_not_shift_the_fields() {
+        let tail = "S 1 2 3 0 -1 4194560 1 0 0 0 5 6 0 0 20 0 1 0 538384 1000 200";
+        for name in ["flux-broker-0", "a b", ") R 1 (", "((("] {
+            let stat = Stat::parse(&format!("590 ({name}) {tail}"));
+            assert_eq!(stat, Some(Stat { state: 'S', start_time: 538_384 }), "{name}");
+        }
+        for cut in ["", "590", "590 (x", "590 (x) S 1 2", "590 (x) S 1 2 3 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 nonsense"] {
+            assert_eq!(Stat::parse(cut), None, "{cut}");
+        }
+    }
+
+    #[test]
+    fn a_zombie_is_dead() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while stat(pid).unwrap().state != 'Z' {
+            assert!(Instant::now() < deadline);
+            std::thread::yield_now();
+        }
+        assert_eq!(Identity::of(pid), None);
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn the_same_pid_of_another_start_or_boot_is_another_process() {
+        let own = Identity::own().unwrap();
+        assert!(own.lives());
+        assert!(!Identity { start_time: own.start_time + 1, ..own.clone() }.lives());
+        assert!(!Identity { boot_id: "another".to_owned(), ..own }.lives());
+    }
+}

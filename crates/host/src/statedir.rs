@@ -1,0 +1,277 @@
+//! The lead's statedir: the one directory of a host whose loss loses something, the queue.
+
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::BTreeSet,
+    ffi::{CStr, OsString},
+    fs::{self, File},
+    io,
+    io::Read,
+    os::{
+        fd::AsFd,
+        unix::fs::{OpenOptionsExt, PermissionsExt},
+    },
+    path::{Path, PathBuf},
+};
+
+use k8s_openapi::jiff::civil::DateTime;
+use nix::{
+    dir::Dir,
+    fcntl::{AtFlags, OFlag, open, openat},
+    libc::{O_NOFOLLOW, O_NONBLOCK},
+    sys::stat::{Mode, SFlag, fstat},
+    unistd::{Gid, Uid, fchownat},
+};
+
+use super::files::{Owner, host_path, make_dir, remove_all_if_there, remove_if_there, sync_parent, write_atomic};
+use crate::dumps::DUMPS;
+use hostapi::{Refusal, StateDir};
+
+/// Name below the prefix.
+pub const STATEDIR: &str = "state";
+const ID: &str = "instance-id";
+/// Of a statedir that was made from a dump: the dump.
+const RECOVERED: &str = "recovered.tgz";
+/// Where flux-core's rc3 writes dumps at a clean stop (`content.dump=auto`).
+const OWN_DUMPS: &str = "dump";
+/// What they are called, in local time.
+const OWN_DUMP: &str = "%Y%m%d_%H%M%S.tgz";
+/// The link among them by which rc3 tells rc1 which one to restore.
+const RESTORE: &str = "RESTORE";
+/// So many of them are kept.
+const KEEP: usize = 3;
+/// Where flux-core's content-sqlite keeps everything.
+pub const CONTENT: &str = "content.sqlite";
+const MODE: u32 = 0o700;
+/// Of a statedir whose owner is being changed: it is nobody's yet.
+const UNFINISHED: u32 = 0;
+
+/// Sees to it that `<prefix>/state` is the instance's, and the broker user's. `prefix` is as this process sees it.
+///
+/// # Errors
+/// Where the instance was online once and its statedir is not here: an empty one would be an empty queue.
+pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refusal> {
+    let dir = prefix.join(STATEDIR);
+    let there = fs::symlink_metadata(&dir).is_ok();
+    keep_private(&dir)?;
+    let found = read_id(&dir);
+    if found.as_deref() == Some(&order.instance_id) {
+        return change_owner(&dir, owner);
+    }
+    if order.established {
+        let instead = match (there, &found) {
+            (false, _) => "there is none".to_owned(),
+            (true, None) => "the one here has no instance-id".to_owned(),
+            (true, Some(other)) => format!("the one here is of instance {other}"),
+        };
+        return Err(Refusal::new(format!(
+            "the statedir of instance {} is gone from this host ({} should be it, {instead}), and with it the queue: \
+             put it back; or run `flux-distribute recover --lead NODE --from DUMP` in the pod of the node that shall lead; \
+             or give the queue up with `flux-distribute reset --lead NODE`",
+            order.instance_id,
+            dir.display()
+        )));
+    }
+    if bring_back(prefix, &order.instance_id)? {
+        return change_owner(&dir, owner);
+    }
+    make(prefix, &order.instance_id, owner, |_| Ok(()))
+}
+
+/// An instance that was kept, and was moved aside for another one, goes on. False where there is none such.
+fn bring_back(prefix: &Path, id: &str) -> Result<bool, Refusal> {
+    let kept = prefix.join(format!("{STATEDIR}.{id}"));
+    if read_id(&kept).as_deref() != Some(id) {
+        return Ok(false);
+    }
+    let dir = prefix.join(STATEDIR);
+    move_aside(prefix, &dir)?;
+    let moved = fs::rename(&kept, &dir).and_then(|()| sync_parent(&dir));
+    moved.map(|()| true).map_err(|error| Refusal::io("bring back", &kept, &error))
+}
+
+/// Makes a statedir that the broker fills from a dump when it starts: with `content.restore=auto` its rc1 restores what
+/// `dump/RESTORE` points to, and removes the link when that is done. `read_dump` writes the dump to the path it is given.
+///
+/// # Errors
+/// Those of `read_dump`; what is there stays then.
+pub fn prepare_from_dump(
+    prefix: &Path,
+    instance_id: &str,
+    owner: Owner,
+    read_dump: impl FnOnce(&Path) -> Result<(), Refusal>,
+) -> Result<(), Refusal> {
+    make(prefix, instance_id, owner, |new| {
+        let dumps = new.join(OWN_DUMPS);
+        make_dir(&dumps, MODE, Owner::ROOT)?;
+        let file = dumps.join(RECOVERED);
+        read_dump(&file)?;
+        let link = dumps.join(RESTORE);
+        let made = || -> io::Result<()> {
+            std::os::unix::fs::symlink(RECOVERED, &link)?;
+            sync_parent(&link)
+        };
+        made().map_err(|error| Refusal::io("make", &link, &error))
+    })
+}
+
+/// Made whole under another name, so that a statedir without id is never ours, and given away as the last thing: what root
+/// writes and reads in it takes long, and its owner could put a symlink in the place of any of it. One that is there is
+/// moved aside.
+fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Result<(), Refusal>) -> Result<(), Refusal> {
+    let (dir, new) = (prefix.join(STATEDIR), prefix.join(format!(".{STATEDIR}.new")));
+    let remove = |path: &Path| remove_all_if_there(path).map_err(|error| Refusal::io("remove", path, &error));
+    remove(&new)?;
+    make_dir(&new, MODE, Owner::ROOT)?;
+    fill(&new).inspect_err(|_| drop(remove_all_if_there(&new)))?;
+    write_atomic(&new.join(ID), format!("{id}\n").as_bytes(), 0o644, Owner::ROOT)?;
+    give(&new, owner).map_err(|error| Refusal::io("change the owner of", &new, &error))?;
+    // What was made from a dump and never used: the dump is there still.
+    if dir.join(OWN_DUMPS).join(RECOVERED).is_file() && !dir.join(CONTENT).exists() {
+        remove(&dir)?;
+    }
+    move_aside(prefix, &dir)?;
+    fs::rename(&new, &dir).and_then(|()| sync_parent(&dir)).map_err(|error| Refusal::io("make", &dir, &error))
+}
+
+/// Removes old dumps that Flux itself has written: it adds one at each clean stop and removes none. To be called only
+/// while the lead's broker is up: one that can't restore its dump may leave another at each try, and the good ones would go
+/// for them. How many were removed, and their bytes.
+pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
+    // The broker's user owns what is above it: a link that he puts there must not make root remove other files.
+    let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let Ok(dir) = open(&prefix.join(STATEDIR).join(OWN_DUMPS), flags, Mode::empty()) else { return (0, 0) };
+    let dir_path = host_path(&dir);
+    let names = fs::read_dir(&dir_path).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let is_own = |name: &OsString| name.to_str().is_some_and(|name| DateTime::strptime(OWN_DUMP, name).is_ok());
+    let mut names: Vec<_> = names.filter(is_own).collect();
+    names.sort();
+    let restored = fs::read_link(dir_path.join(RESTORE)).ok();
+    let restored = restored.as_deref().and_then(Path::file_name);
+    // What a recovery has begun from is of no use either once Flux has written a dump of its own, which is younger.
+    let recovered = (!names.is_empty()).then(|| OsString::from(RECOVERED));
+    let old = names.iter().rev().skip(KEEP).chain(&recovered).filter(|name| Some(name.as_os_str()) != restored);
+    let removed = old.filter_map(|name| {
+        let path = dir_path.join(name);
+        let bytes = fs::symlink_metadata(&path).ok()?.len();
+        remove_if_there(&path).is_ok().then_some(bytes)
+    });
+    removed.fold((0, 0), |(count, sum), bytes| (count + 1, sum + bytes))
+}
+
+fn move_aside(prefix: &Path, dir: &Path) -> Result<(), Refusal> {
+    if fs::symlink_metadata(dir).is_err() {
+        return Ok(());
+    }
+    let aside = free_name(prefix, read_id(dir).as_deref().unwrap_or("unnamed"));
+    fs::rename(dir, &aside).map_err(|error| Refusal::io("move aside", dir, &error))
+}
+
+/// Instances whose statedirs were kept or moved aside below `prefix`, as this process sees it; `state` counts as one.
+pub fn kept(prefix: &Path) -> BTreeSet<String> {
+    let entries = fs::read_dir(prefix).into_iter().flatten().flatten();
+    let found = entries.filter_map(|entry| {
+        let id = read_id(&entry.path())?;
+        let name = entry.file_name();
+        (name == STATEDIR || name.to_str() == Some(&format!("{STATEDIR}.{id}"))).then_some(id)
+    });
+    found.collect()
+}
+
+/// True where the statedir of instance `id` is at `prefix`.
+pub fn is_there(prefix: &Path, id: &str) -> bool {
+    read_id(&prefix.join(STATEDIR)).as_deref() == Some(id)
+}
+
+/// A lead that ends after its statedir was removed makes it again for its dump, with all jobs' environments in it, and
+/// everybody could read them.
+fn keep_private(dir: &Path) -> Result<(), Refusal> {
+    match fs::symlink_metadata(dir) {
+        Ok(found) if found.is_dir() && found.permissions().mode() & 0o077 != 0 => {
+            let made = fs::set_permissions(dir, fs::Permissions::from_mode(0o700));
+            made.map_err(|error| Refusal::io("change the mode of", dir, &error))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn read_id(dir: &Path) -> Option<String> {
+    // The broker's user owns the directory; what he puts there must not make root read other files, or wait for ever.
+    let file = fs::OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(dir.join(ID)).ok()?;
+    let mut id = String::new();
+    file.take(256).read_to_string(&mut id).ok()?;
+    let id = id.trim();
+    let plain =
+        !id.is_empty() && !id.starts_with('.') && id.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+    plain.then(|| id.to_owned())
+}
+
+fn free_name(prefix: &Path, id: &str) -> PathBuf {
+    let name = |n: u32| match n {
+        0 => prefix.join(format!("{STATEDIR}.{id}")),
+        n => prefix.join(format!("{STATEDIR}.{id}.{n}")),
+    };
+    (0..).map(name).find(|path| fs::symlink_metadata(path).is_err()).unwrap_or_else(|| name(0))
+}
+
+/// What a removal keeps where it is told to keep the queue: `state`, `state.<id>` that was moved aside, and dumps.
+pub fn is_kept(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    (name == DUMPS && path.is_dir())
+        || ((name == STATEDIR || name.starts_with("state.")) && path.is_dir() && path.join(ID).is_file())
+}
+
+/// Owner and mode of the top tell whether a change was finished.
+fn change_owner(dir: &Path, owner: Owner) -> Result<(), Refusal> {
+    let failed = |error: io::Error| Refusal::io("change the owner of", dir, &error);
+    let found = fs::symlink_metadata(dir).map_err(failed)?;
+    if Owner::of(&found) == owner && found.permissions().mode() & 0o7777 == MODE {
+        return Ok(());
+    }
+    give(dir, owner).map_err(failed)
+}
+
+/// Gives `dir` and all that is in it to `owner`. The former owner's processes may live on, and change what is there while we
+/// walk: he is shut out of each directory before it is read, what is changed is held open, and no symlink is followed.
+fn give(dir: &Path, owner: Owner) -> io::Result<()> {
+    let mut options = fs::OpenOptions::new();
+    let top = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_DIRECTORY).bits()).open(dir)?;
+    own(&top, Owner::ROOT)?;
+    top.set_permissions(fs::Permissions::from_mode(UNFINISHED))?;
+    give_below(&top, owner)?;
+    own(&top, owner)?;
+    top.set_permissions(fs::Permissions::from_mode(MODE))
+}
+
+fn give_below(dir: &File, owner: Owner) -> io::Result<()> {
+    for entry in Dir::from_fd(dir.try_clone()?.into())?.iter() {
+        let entry = entry?;
+        let name: &CStr = entry.file_name();
+        if name == c"." || name == c".." {
+            continue;
+        }
+        let found = openat(dir, name, OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty())?;
+        let status = fstat(&found)?;
+        let kind = SFlag::from_bits_truncate(status.st_mode) & SFlag::S_IFMT;
+        if kind == SFlag::S_IFDIR {
+            let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+            let below = File::from(openat(&found, c".", flags, Mode::empty())?);
+            own(&below, Owner::ROOT)?;
+            below.set_permissions(fs::Permissions::from_mode(MODE))?;
+            give_below(&below, owner)?;
+        } else if kind == SFlag::S_IFREG && status.st_nlink > 1 {
+            // Flux makes no hard links: its other name is a file of somebody else's.
+            continue;
+        }
+        own(&found, owner)?;
+    }
+    Ok(())
+}
+
+/// Of what `file` holds, be it a symlink.
+fn own(file: impl AsFd, owner: Owner) -> io::Result<()> {
+    let (uid, gid) = (Uid::from_raw(owner.uid), Gid::from_raw(owner.gid));
+    Ok(fchownat(file, c"", Some(uid), Some(gid), AtFlags::AT_EMPTY_PATH)?)
+}

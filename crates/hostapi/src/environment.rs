@@ -1,0 +1,82 @@
+//! What an environment is found to be, and what became of it.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// One environment, looked at.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct Verified {
+    /// Its directory.
+    pub path: PathBuf,
+    /// Its digest.
+    pub digest: String,
+    /// Files that were hashed.
+    pub files: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// What is not as it was installed, by path; empty: nothing.
+    pub differences: Vec<Difference>,
+}
+
+/// One thing that is not as it was installed.
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[serde(rename_all = "camelCase")]
+pub struct Difference {
+    /// Below the environment.
+    pub path: PathBuf,
+    /// In which way.
+    pub what: What,
+}
+
+/// In which way something differs.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[serde(rename_all = "camelCase")]
+pub enum What {
+    /// It is gone.
+    Missing,
+    /// It has another content, or, a symlink, another target.
+    Changed,
+    /// It is a file where a symlink was, or the like.
+    Replaced,
+    /// It can't be read.
+    Unreadable,
+    /// It is in no record.
+    Extra,
+    /// It has other permissions.
+    Mode,
+    /// It belongs to somebody else.
+    Owner,
+}
+
+impl std::fmt::Display for What {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Missing => "missing",
+            Self::Changed => "changed",
+            Self::Replaced => "replaced",
+            Self::Unreadable => "unreadable",
+            Self::Extra => "extra",
+            Self::Mode => "mode",
+            Self::Owner => "owner",
+        })
+    }
+}
+
+impl std::fmt::Display for Difference {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // A name may hold anything, and must stay one line.
+        write!(f, "{} {}", self.what, self.path.to_string_lossy().replace(char::is_control, "?"))
+    }
+}
+
+/// What became of the damage.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "camelCase")]
+pub struct Mended {
+    /// What is as it was installed again.
+    pub mended: Vec<Difference>,
+    /// What is not: files that no package brought, and what could not be replaced.
+    pub left: Vec<Difference>,
+}

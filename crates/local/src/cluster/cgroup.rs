@@ -1,0 +1,167 @@
+//! The cgroups that local mode makes: the same path in every hierarchy of the machine, v1 and v2 alike. Whatever is in
+//! them is ours, and nothing outside of them is ever killed.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::error::{Context, LocalError};
+use host::cgroup::{CgroupError, Mount, make_tree, members_below, own_mounts, remove_tree};
+
+/// How long killed processes may take to go: more than a dying process with gigabytes of memory needs.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// One cgroup hierarchy of this mount namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Hierarchy {
+    pub(crate) mount: PathBuf,
+    /// None: cgroup v2; else v1's mount options, which name the hierarchy.
+    pub(crate) controllers: Option<String>,
+}
+
+/// The hierarchies that are mounted here.
+///
+/// # Errors
+/// None is, or /proc cannot be read.
+pub(crate) fn hierarchies() -> Result<Vec<Hierarchy>, LocalError> {
+    let found = from_mounts(own_mounts().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?);
+    if found.is_empty() {
+        return Err(LocalError::Refused("no cgroup file system is mounted on this machine".to_owned()));
+    }
+    Ok(found)
+}
+
+fn from_mounts(mounts: Vec<Mount>) -> Vec<Hierarchy> {
+    let mut found: Vec<Hierarchy> = Vec::new();
+    for Mount { point, options, .. } in mounts {
+        let controllers = options.map(|options| v1_options(&options));
+        // The same hierarchy may be mounted more than once.
+        if !found.iter().any(|known| known.controllers == controllers) {
+            found.push(Hierarchy { mount: point, controllers });
+        }
+    }
+    found
+}
+
+/// What of a v1 mount's options names the hierarchy. `xattr`, `release_agent` and the like were its first mount's choice.
+fn v1_options(options: &[String]) -> String {
+    let named: Vec<&str> = options
+        .iter()
+        .map(String::as_str)
+        .filter(|option| !matches!(*option, "rw" | "ro" | "xattr" | "noprefix" | "clone_children"))
+        .filter(|option| !option.starts_with("release_agent="))
+        .collect();
+    match named.as_slice() {
+        // A hierarchy without controllers is mounted by its name alone.
+        [name] if name.starts_with("name=") => format!("none,{name}"),
+        _ => named.join(","),
+    }
+}
+
+/// Makes `group` where it is missing and moves this process, all its threads, into it in every hierarchy.
+///
+/// # Errors
+/// A cgroup cannot be made or entered.
+pub(crate) fn enter(group: &str) -> Result<(), LocalError> {
+    for hierarchy in hierarchies()? {
+        make_tree(&hierarchy.mount, group, hierarchy.controllers.is_none())
+            .context(|| "can't make a cgroup; is its file system mounted read-only?".to_owned())?;
+        let procs = hierarchy.mount.join(group).join("cgroup.procs");
+        fs::write(&procs, "0").context(|| format!("can't enter the cgroup {}", procs.display()))?;
+    }
+    Ok(())
+}
+
+/// The processes in `group` and below.
+pub(crate) fn processes(group: &str) -> Result<BTreeSet<i32>, LocalError> {
+    Ok(members_below(hierarchies()?.iter().map(|hierarchy| hierarchy.mount.join(group))))
+}
+
+/// SIGKILLs everything in `group` and below, again and again until nothing is left: what forks in between dies in the
+/// next round.
+///
+/// # Errors
+/// Something is still there after [`PATIENCE`].
+pub(crate) fn kill_all(group: &str) -> Result<(), LocalError> {
+    let own = std::process::id().cast_signed();
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let mut pids = processes(group)?;
+        pids.remove(&own);
+        if pids.is_empty() {
+            return Ok(());
+        }
+        if Instant::now() > end {
+            return Err(LocalError::Refused(format!("processes {pids:?} in the cgroup {group} do not die")));
+        }
+        for pid in pids {
+            // ESRCH: it was faster.
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+        // The kernel offers no event for an empty v1 cgroup.
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Removes `group` and all below it, in every hierarchy.
+///
+/// # Errors
+/// It is still busy after [`PATIENCE`].
+pub(crate) fn remove(group: &str) -> Result<(), LocalError> {
+    let end = Instant::now() + PATIENCE;
+    for hierarchy in hierarchies()? {
+        let path = hierarchy.mount.join(group);
+        // It waits itself, but not for as long as a process with gigabytes of memory dies, and that is in no list any more.
+        let mut removed = remove_tree(&path);
+        while matches!(removed, Err(CgroupError::Busy { .. })) && Instant::now() < end {
+            removed = remove_tree(&path);
+        }
+        removed.context(|| format!("can't remove the cgroup {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Removes `group`'s parents where they are empty: other local clusters share them.
+pub(crate) fn remove_empty_parents(group: &str) -> Result<(), LocalError> {
+    for hierarchy in hierarchies()? {
+        for parent in Path::new(group).ancestors().skip(1).filter(|path| !path.as_os_str().is_empty()) {
+            let _ = fs::remove_dir(hierarchy.mount.join(parent));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use host::cgroup::mounts;
+
+    #[test]
+    fn hierarchies_are_found_on_v1_and_v2_machines() {
+        let hybrid = "30 1 0:1 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n\
+                      31 1 0:2 / /sys/fs/cgroup/systemd rw - cgroup systemd rw,xattr,name=systemd\n\
+                      32 1 0:3 / /sys/fs/cgroup/unified rw - cgroup2 none rw,nsdelegate\n\
+                      33 1 0:3 / /mnt/again rw - cgroup2 none rw,nsdelegate\n\
+                      34 1 0:4 / /proc rw - proc proc rw\n";
+        let found: Vec<_> = from_mounts(mounts(hybrid))
+            .into_iter()
+            .map(|hierarchy| (hierarchy.mount.display().to_string(), hierarchy.controllers))
+            .collect();
+        assert_eq!(
+            found,
+            [
+                ("/sys/fs/cgroup/cpu,cpuacct".to_owned(), Some("cpu,cpuacct".to_owned())),
+                ("/sys/fs/cgroup/systemd".to_owned(), Some("none,name=systemd".to_owned())),
+                ("/sys/fs/cgroup/unified".to_owned(), None),
+            ]
+        );
+    }
+}

@@ -1,0 +1,91 @@
+//! Nodes of different kinds on one machine: what a node shows of itself in place of what the machine has. Nothing but the
+//! facts is made up; a job that is given a GPU finds none.
+
+use std::{fs, os::unix::fs::symlink, path::Path};
+
+use serde::{Deserialize, Serialize};
+
+use super::{mounts, root::write};
+use crate::error::{Context, LocalError};
+
+/// In what a node differs from the machine.
+#[derive(clap::Args, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct Kind {
+    /// Show only so many cores [default: the machine's]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=32))]
+    pub(crate) cores: Option<u32>,
+    /// Show so many GPUs
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=16))]
+    pub(crate) gpus: u32,
+    /// A label of the Node; may be repeated
+    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = label)]
+    pub(crate) labels: Vec<(String, String)>,
+    /// The Node's architecture, such as arm64 [default: the machine's]
+    #[arg(long)]
+    pub(crate) arch: Option<String>,
+    /// Register as this Node, as a machine that replaces another one under its name does
+    #[arg(long, hide = true)]
+    #[serde(default)]
+    pub(crate) registers_as: Option<String>,
+}
+
+fn label(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or("it has no =")?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+impl Kind {
+    /// The name of the Node that `machine` registers as.
+    pub(crate) fn node_of<'a>(&'a self, machine: &'a str) -> &'a str {
+        self.registers_as.as_deref().unwrap_or(machine)
+    }
+
+    /// Lays what differs over the node's /sys.
+    pub(crate) fn mount(&self, root: &Path) -> Result<(), LocalError> {
+        if let Some(cores) = self.cores {
+            let directory = root.join("sys/devices/system/cpu");
+            mounts::kernel("tmpfs", &directory, Some("mode=755"))?;
+            for list in ["online", "possible", "present"] {
+                write(&directory.join(list), &format!("0-{}\n", cores - 1))?;
+            }
+            for cpu in 0..cores {
+                let topology = directory.join(format!("cpu{cpu}/topology"));
+                mounts::make_closed_directory(&topology)?;
+                // hwloc reads the masks, others the lists.
+                for (file, content) in [
+                    ("core_cpus", format!("{:x}", 1_u64 << cpu)),
+                    ("core_cpus_list", cpu.to_string()),
+                    ("core_id", cpu.to_string()),
+                    ("package_cpus", format!("{:x}", (1_u64 << cores) - 1)),
+                    ("physical_package_id", "0".to_owned()),
+                ] {
+                    write(&topology.join(file), &format!("{content}\n"))?;
+                }
+            }
+        }
+        if self.gpus > 0 {
+            // No directory can be made in sysfs, and a machine need not have a PCI bus.
+            let bus = root.join("sys/bus");
+            mounts::kernel("tmpfs", &bus, Some("mode=755"))?;
+            for number in 0..self.gpus {
+                let device = bus.join(format!("pci/devices/0000:00:{number:02x}.0"));
+                mounts::make_closed_directory(&device)?;
+                write(&device.join("class"), "0x030200\n")?;
+                write(&device.join("vendor"), "0x10de\n")?;
+                let driver = device.join("driver");
+                symlink("../../drivers/nvidia", &driver).context(|| format!("can't make {}", driver.display()))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes it where the node's processes look for it.
+    pub(crate) fn save(&self, path: &Path) -> Result<(), LocalError> {
+        let failed = || format!("can't write {}", path.display());
+        let text = serde_json::to_vec(self).context(failed)?;
+        if let Some(directory) = path.parent() {
+            mounts::make_closed_directory(directory)?;
+        }
+        fs::write(path, text).context(failed)
+    }
+}

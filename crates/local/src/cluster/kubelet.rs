@@ -1,0 +1,360 @@
+//! Keeps one node: boots it, keeps the agent's pod running in it, and tells the API how the node is.
+
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use kube::Client;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use tokio::{
+    io::{AsyncBufReadExt, BufReader, Lines},
+    process::{Child, ChildStdout},
+    sync::{mpsc, oneshot, watch},
+    time::{Instant, sleep, timeout},
+};
+use tracing::{info, warn};
+
+use super::{
+    cgroup,
+    control::{NodeView, listen},
+    layout::{Cluster, Layout},
+    objects,
+};
+use crate::error::{Context, LocalError};
+use base::error_chain;
+
+/// Least and most between two starts of an agent: shorter than kubelet's, so that what is tested with it ends soon.
+const BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+/// An agent that ran so long is started again after the least back-off.
+const STEADY: Duration = Duration::from_secs(10);
+/// The DaemonSet's terminationGracePeriodSeconds.
+const GRACE: Duration = Duration::from_secs(120);
+/// A node boots in tens of milliseconds, and an agent starts in as many; this is for a machine that is swamped.
+const START_LIMIT: Duration = Duration::from_secs(60);
+
+/// What a kubelet can be told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Action {
+    RestartAgent,
+    KillAgent,
+    PowerOff,
+    PowerOn,
+    Remove,
+    /// The daemon ends: as [`Action::PowerOff`], and nobody is told.
+    Shutdown,
+}
+
+/// Says that an action is done.
+pub(crate) type Reply = oneshot::Sender<Result<(), String>>;
+pub(crate) type Order = (Action, Reply);
+/// All nodes, by number.
+pub(crate) type Views = Arc<Mutex<BTreeMap<u32, NodeView>>>;
+
+/// What one kubelet knows.
+pub(crate) struct Kubelet {
+    pub(crate) layout: Layout,
+    pub(crate) cluster: Arc<Cluster>,
+    pub(crate) client: Client,
+    pub(crate) number: u32,
+    pub(crate) name: String,
+    pub(crate) views: Views,
+    /// True once the nodes that were made together are all up.
+    pub(crate) others: watch::Receiver<bool>,
+}
+
+/// A node that is up.
+struct Machine {
+    helper: Child,
+    init: i32,
+}
+
+/// An agent that runs.
+struct Pod {
+    shim: Child,
+    agent: i32,
+}
+
+/// Why a node is no longer up.
+enum Off {
+    /// Its PID 1 is gone, or it never came up.
+    Died,
+    Told(Action, Reply),
+}
+
+/// Why a pod is to end, or has.
+enum PodEnd {
+    Ended,
+    Restart(Reply),
+    Node(Off),
+}
+
+impl Kubelet {
+    /// Until the node is removed or the daemon ends. `first`: the order that made the node.
+    pub(crate) async fn run(self, mut orders: mpsc::Receiver<Order>, first: Reply) {
+        let mut booting = Some(first);
+        while let Some(reply) = booting.take() {
+            let off = self.be_up(reply, &mut orders).await;
+            if let Err(error) = self.kill(&self.cluster.node_cgroup(&self.name)).await {
+                warn!(node = self.name, error = error_chain(&error), "can't kill what is left of the node");
+            }
+            self.show(|view| (view.init_pid, view.agent_pid) = (None, None));
+            let next = match off {
+                Off::Told(Action::Shutdown, reply) => return answer(reply, Ok(())),
+                Off::Told(Action::Remove, reply) => return answer(reply, self.remove().await),
+                Off::Told(_, reply) => {
+                    answer(reply, self.report(false).await);
+                    self.wait_for_power(&mut orders).await
+                }
+                Off::Died => {
+                    warn!(node = self.name, "the node is down");
+                    if let Err(error) = self.report(false).await {
+                        warn!(node = self.name, error = error_chain(&error), "can't report");
+                    }
+                    self.wait_for_power(&mut orders).await
+                }
+            };
+            match next {
+                Some((Action::PowerOn, reply)) => booting = Some(reply),
+                Some((Action::Remove, reply)) => return answer(reply, self.remove().await),
+                Some((_, reply)) => return answer(reply, Ok(())),
+                None => return,
+            }
+        }
+    }
+
+    /// The first order that a node which is off can follow.
+    async fn wait_for_power(&self, orders: &mut mpsc::Receiver<Order>) -> Option<Order> {
+        loop {
+            match orders.recv().await? {
+                (Action::PowerOff, reply) => answer(reply, Ok(())),
+                (Action::RestartAgent | Action::KillAgent, reply) => {
+                    answer(reply, Err(LocalError::Refused(format!("{} is powered off", self.name))));
+                }
+                order => return Some(order),
+            }
+        }
+    }
+
+    /// Boots, and stays until the node is off again.
+    async fn be_up(&self, reply: Reply, orders: &mut mpsc::Receiver<Order>) -> Off {
+        let booted = async {
+            let machine = self.boot().await?;
+            let kind = self.layout.kind(&self.name)?;
+            objects::register(&self.client, kind.node_of(&self.name), &kind).await?;
+            self.report(true).await?;
+            Ok::<_, LocalError>(machine)
+        };
+        let mut machine = match booted.await {
+            Ok(machine) => machine,
+            Err(error) => {
+                self.show(|view| view.error = Some(error_chain(&error)));
+                answer(reply, Err(error));
+                return Off::Died;
+            }
+        };
+        info!(node = self.name, pid = machine.init, "the node is up");
+        self.show(|view| (view.init_pid, view.error) = (Some(machine.init), None));
+        answer(reply, Ok(()));
+        // As where a DaemonSet is applied to a cluster that is there: a planner that came sooner would take a node that
+        // boots slowly for one that joins later, and those are named as spares.
+        let _ = self.others.clone().wait_for(|all_up| *all_up).await;
+        let off = self.keep_agent(&mut machine, orders).await;
+        // PID 1 takes its whole PID namespace along; then its parent ends too.
+        let _ = kill(Pid::from_raw(machine.init), Signal::SIGKILL);
+        let _ = machine.helper.wait().await;
+        off
+    }
+
+    async fn boot(&self) -> Result<Machine, LocalError> {
+        let log = self.layout.node_log(&self.name);
+        let (helper, mut lines) = self.start(&["make-node", &self.name], &log)?;
+        let init = read_pid(&mut lines, &self.name).await?;
+        // From PID 1 itself.
+        listen(&mut lines, START_LIMIT, &self.name).await?;
+        Ok(Machine { helper, init })
+    }
+
+    /// Keeps an agent running until the node goes off.
+    async fn keep_agent(&self, machine: &mut Machine, orders: &mut mpsc::Receiver<Order>) -> Off {
+        let mut uid = uuid::Uuid::new_v4().to_string();
+        let mut backoff = BACKOFF.0;
+        let mut waiting: Option<Reply> = None;
+        loop {
+            let since = Instant::now();
+            let mut pod = match self.start_pod(machine.init, &uid).await {
+                Ok(pod) => {
+                    self.show(|view| (view.agent_pid, view.error) = (Some(pod.agent), None));
+                    if let Some(reply) = waiting.take() {
+                        answer(reply, Ok(()));
+                    }
+                    Some(pod)
+                }
+                Err(error) => {
+                    warn!(node = self.name, error = error_chain(&error), "the pod does not start");
+                    self.show(|view| view.error = Some(error_chain(&error)));
+                    if let Some(reply) = waiting.take() {
+                        answer(reply, Err(error));
+                    }
+                    None
+                }
+            };
+            let mut end = match &mut pod {
+                Some(pod) => self.watch(machine, pod, orders).await,
+                None => PodEnd::Ended,
+            };
+            if let (Some(pod), PodEnd::Restart(_)) = (&mut pod, &end) {
+                // A rollout: kubelet's SIGTERM, and the end of its patience below.
+                let _ = kill(Pid::from_raw(pod.agent), Signal::SIGTERM);
+                let _ = timeout(GRACE, pod.shim.wait()).await;
+            }
+            self.clear(&uid, pod).await;
+            self.show(|view| (view.agent_pid, view.restarts) = (None, view.restarts + 1));
+            if matches!(end, PodEnd::Ended) {
+                backoff = if since.elapsed() >= STEADY { BACKOFF.0 } else { backoff };
+                end = self.pause(backoff, machine, orders).await;
+                backoff = (backoff * 2).min(BACKOFF.1);
+            }
+            match end {
+                PodEnd::Ended => {}
+                PodEnd::Restart(reply) => {
+                    uid = uuid::Uuid::new_v4().to_string();
+                    backoff = BACKOFF.0;
+                    waiting = Some(reply);
+                }
+                PodEnd::Node(off) => return off,
+            }
+        }
+    }
+
+    async fn start_pod(&self, init: i32, uid: &str) -> Result<Pod, LocalError> {
+        // As a DaemonSet's pods are named, with five letters that nobody else has.
+        let pod = format!("{}-{}", api::DAEMONSET, &uid[..5]);
+        let log = self.layout.agent_log(&self.name);
+        let (shim, mut lines) = self.start(&["make-pod", &self.name, &init.to_string(), uid, &pod], &log)?;
+        let agent = read_pid(&mut lines, &format!("the agent of {}", self.name)).await?;
+        Ok(Pod { shim, agent })
+    }
+
+    async fn watch(&self, machine: &mut Machine, pod: &mut Pod, orders: &mut mpsc::Receiver<Order>) -> PodEnd {
+        loop {
+            tokio::select! {
+                _ = machine.helper.wait() => return PodEnd::Node(Off::Died),
+                status = pod.shim.wait() => {
+                    info!(node = self.name, status = status.map(|s| s.to_string()).unwrap_or_default(), "the agent ended");
+                    return PodEnd::Ended;
+                }
+                order = orders.recv() => match order {
+                    Some((Action::KillAgent, reply)) => {
+                        let killed = kill(Pid::from_raw(pod.agent), Signal::SIGKILL);
+                        answer(reply, killed.context(|| format!("can't kill the agent of {}", self.name)));
+                    }
+                    Some(order) => if let Some(end) = after(order) { return end },
+                    None => return PodEnd::Node(Off::Died),
+                },
+            }
+        }
+    }
+
+    async fn pause(&self, backoff: Duration, machine: &mut Machine, orders: &mut mpsc::Receiver<Order>) -> PodEnd {
+        let end = Instant::now() + backoff;
+        loop {
+            tokio::select! {
+                () = sleep(end.saturating_duration_since(Instant::now())) => return PodEnd::Ended,
+                _ = machine.helper.wait() => return PodEnd::Node(Off::Died),
+                order = orders.recv() => match order {
+                    Some((Action::KillAgent, reply)) => {
+                        answer(reply, Err(LocalError::Refused(format!("no agent runs on {}", self.name))));
+                    }
+                    Some(order) => if let Some(end) = after(order) { return end },
+                    None => return PodEnd::Node(Off::Died),
+                },
+            }
+        }
+    }
+
+    /// Kills whatever is left in the pod's cgroup, as the container runtime does, and forgets the pod.
+    async fn clear(&self, uid: &str, pod: Option<Pod>) {
+        let group = self.cluster.pod_cgroup(&self.name, uid);
+        if let Err(error) = self.kill(&group).await {
+            warn!(node = self.name, error = error_chain(&error), "can't clear the pod");
+        }
+        if let Some(mut pod) = pod {
+            let _ = pod.shim.wait().await;
+        }
+        let removed = tokio::task::spawn_blocking(move || cgroup::remove(&group)).await;
+        if let Ok(Err(error)) = removed {
+            warn!(node = self.name, error = error_chain(&error), "can't remove the pod's cgroup");
+        }
+    }
+
+    async fn kill(&self, group: &str) -> Result<(), LocalError> {
+        let group = group.to_owned();
+        let killed = tokio::task::spawn_blocking(move || cgroup::kill_all(&group)).await;
+        killed.context(|| "killing broke off".to_owned())?
+    }
+
+    async fn report(&self, ready: bool) -> Result<(), LocalError> {
+        let kind = self.layout.kind(&self.name)?;
+        objects::report(&self.client, &self.cluster, self.number, kind.node_of(&self.name), &kind, ready).await
+    }
+
+    /// The node's Node object and files, as if the machine had been carried away.
+    async fn remove(&self) -> Result<(), LocalError> {
+        objects::unregister(&self.client, self.layout.kind(&self.name)?.node_of(&self.name)).await?;
+        let (group, directory) = (self.cluster.node_cgroup(&self.name), self.layout.node(&self.name));
+        let removed = tokio::task::spawn_blocking(move || {
+            cgroup::remove(&group)?;
+            super::down::remove_files(&directory)
+        });
+        removed.await.context(|| "removing broke off".to_owned())??;
+        self.views.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.number);
+        Ok(())
+    }
+
+    fn show(&self, change: impl FnOnce(&mut NodeView)) {
+        if let Some(view) = self.views.lock().unwrap_or_else(PoisonError::into_inner).get_mut(&self.number) {
+            change(view);
+        }
+    }
+
+    /// Starts one of our own helpers, which answers on stdout.
+    fn start(
+        &self,
+        words: &[&str],
+        log: &std::path::Path,
+    ) -> Result<(Child, Lines<BufReader<ChildStdout>>), LocalError> {
+        let failed = || format!("can't start {} of {}", words[0], self.name);
+        let log = File::options().create(true).append(true).open(log).context(failed)?;
+        let mut child = self.layout.helper(words, log).spawn().context(failed)?;
+        let stdout = child.stdout.take().ok_or_else(|| LocalError::Refused(failed()))?;
+        Ok((child, BufReader::new(stdout).lines()))
+    }
+}
+
+/// What an order means to a pod that runs or is about to.
+fn after(order: Order) -> Option<PodEnd> {
+    match order {
+        (Action::RestartAgent, reply) => Some(PodEnd::Restart(reply)),
+        (Action::PowerOn | Action::KillAgent, reply) => {
+            answer(reply, Ok(()));
+            None
+        }
+        (action, reply) => Some(PodEnd::Node(Off::Told(action, reply))),
+    }
+}
+
+fn answer(reply: Reply, result: Result<(), LocalError>) {
+    // Whoever asked may have gone.
+    let _ = reply.send(result.map_err(|error| error_chain(&error)));
+}
+
+async fn read_pid(lines: &mut Lines<BufReader<ChildStdout>>, who: &str) -> Result<i32, LocalError> {
+    let line = listen(lines, START_LIMIT, who).await?;
+    line.parse().context(|| format!("{who} does not tell its pid"))
+}

@@ -1,0 +1,288 @@
+//! What is where: the state directory, and the two records from which everything can be found and taken down again.
+
+use std::{
+    fs::File,
+    io::Write,
+    net::Ipv4Addr,
+    os::unix::fs::{DirBuilderExt, PermissionsExt},
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{Flock, FlockArg},
+};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use tokio::process::Command;
+
+use super::kind::Kind;
+use crate::error::{Context, LocalError};
+use api::{check_prefix, check_prefix_characters};
+use base::redact::LOG_VARIABLE;
+
+/// Overrides [`DEFAULT_DIRECTORY`], so that several local clusters can be up on one machine.
+pub(crate) const DIRECTORY_VARIABLE: &str = "FLUX_DISTRIBUTE_LOCAL_DIR";
+/// For tests: a program to run in place of ours as each node's agent.
+pub(crate) const AGENT_VARIABLE: &str = "FLUX_DISTRIBUTE_LOCAL_AGENT";
+const DEFAULT_DIRECTORY: &str = "/var/lib/flux-distribute-local";
+/// All cgroups of all local clusters are below this one.
+const CGROUP: &str = "flux-distribute-local";
+
+/// How long a `down` may wait for another one: more than that one's patience with processes that die slowly.
+const LOCK_LIMIT: Duration = Duration::from_secs(60);
+
+/// Paths in the state directory.
+#[derive(Clone, Debug)]
+pub(crate) struct Layout {
+    directory: PathBuf,
+}
+
+impl Layout {
+    pub(crate) fn from_env() -> Result<Self, LocalError> {
+        let directory = match std::env::var_os(DIRECTORY_VARIABLE) {
+            Some(given) if !given.is_empty() => PathBuf::from(given),
+            _ => PathBuf::from(DEFAULT_DIRECTORY),
+        };
+        // `down` removes this directory with all that is in it.
+        let refused = |reason| LocalError::Usage(format!("{DIRECTORY_VARIABLE}: {reason}"));
+        check_prefix(&directory).and_then(|()| check_prefix_characters(&directory)).map_err(refused)?;
+        Ok(Self { directory })
+    }
+
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
+    }
+    pub(crate) fn cluster(&self) -> PathBuf {
+        self.directory.join("cluster.json")
+    }
+    pub(crate) fn control(&self) -> PathBuf {
+        self.directory.join("control.sock")
+    }
+    pub(crate) fn daemon_log(&self) -> PathBuf {
+        self.directory.join("daemon.log")
+    }
+    pub(crate) fn kubeconfig(&self) -> PathBuf {
+        self.directory.join("kubeconfig")
+    }
+    /// The stand-in for the agent's container image: what the nodes' pods are made of.
+    pub(crate) fn image(&self) -> PathBuf {
+        self.directory.join("image")
+    }
+    /// Our own executable as it was at `up`: a rebuilt one must not change a running cluster half-way.
+    pub(crate) fn executable(&self) -> PathBuf {
+        self.image().join("flux-distribute")
+    }
+    /// A process of ours behind the cluster, which answers on stdout.
+    pub(crate) fn helper(&self, words: &[&str], log: File) -> Command {
+        let mut command = Command::new(self.executable());
+        command.arg("local").args(words).env_clear().env(DIRECTORY_VARIABLE, &self.directory);
+        command.envs(std::env::var_os(LOG_VARIABLE).map(|level| (LOG_VARIABLE, level)));
+        command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
+        command
+    }
+    /// State of the API server.
+    pub(crate) fn api(&self) -> PathBuf {
+        self.directory.join("api")
+    }
+    pub(crate) fn nodes(&self) -> PathBuf {
+        self.directory.join("nodes")
+    }
+    pub(crate) fn node(&self, name: &str) -> PathBuf {
+        self.nodes().join(name)
+    }
+    pub(crate) fn node_root(&self, name: &str) -> PathBuf {
+        self.node(name).join("root")
+    }
+    pub(crate) fn node_kind(&self, name: &str) -> PathBuf {
+        self.node(name).join("kind.json")
+    }
+    pub(crate) fn node_log(&self, name: &str) -> PathBuf {
+        self.node(name).join("node.log")
+    }
+    pub(crate) fn agent_log(&self, name: &str) -> PathBuf {
+        self.node(name).join("agent.log")
+    }
+
+    /// In what a node differs from the machine.
+    ///
+    /// # Errors
+    /// The record is damaged.
+    pub(crate) fn kind(&self, name: &str) -> Result<Kind, LocalError> {
+        Ok(read_json(&self.node_kind(name))?.unwrap_or_default())
+    }
+
+    /// The cluster's record.
+    ///
+    /// # Errors
+    /// [`LocalError::NotUp`] where there is none.
+    pub(crate) fn load(&self) -> Result<Cluster, LocalError> {
+        read_json(&self.cluster())?.ok_or(LocalError::NotUp)
+    }
+
+    /// The cluster with this token is there, and no `down` is taking it off: one that is at work is waited for.
+    pub(crate) fn is_of(&self, token: &str) -> bool {
+        let _lock = self.lock();
+        self.load().is_ok_and(|found| found.token == token)
+    }
+
+    /// Held by a `down`, and by a daemon until it is in its cgroup: entering one takes long enough for a `down` to find
+    /// nobody there, and whose `up` was killed then lives on, or makes the cgroup anew. It is the directory itself, for a
+    /// file in it could be made anew while the directory is removed.
+    ///
+    /// # Errors
+    /// [`LocalError::NotUp`] where there is no directory; another one still holds it after [`LOCK_LIMIT`].
+    pub(crate) fn lock(&self) -> Result<Flock<File>, LocalError> {
+        let failed = || format!("can't lock {}", self.directory.display());
+        let end = Instant::now() + LOCK_LIMIT;
+        loop {
+            let directory = match File::open(&self.directory) {
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Err(LocalError::NotUp),
+                opened => opened.context(failed)?,
+            };
+            match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
+                Ok(lock) => return Ok(lock),
+                Err((_, Errno::EWOULDBLOCK)) if Instant::now() < end => std::thread::sleep(Duration::from_millis(20)),
+                Err((_, Errno::EWOULDBLOCK)) => {
+                    let message = format!("another `local` command is still at work in {}", self.directory.display());
+                    return Err(LocalError::Refused(message));
+                }
+                Err((_, errno)) => return Err(errno).context(failed),
+            }
+        }
+    }
+}
+
+/// Everything that is decided at `up`, written before the first side effect. Holds the API's token: 0600.
+#[derive(Serialize, Deserialize, Clone)]
+pub(crate) struct Cluster {
+    /// Name of the bridge; the cgroup's name and the links' names are made from it.
+    pub(crate) bridge: String,
+    /// Network address of the nodes' /16.
+    pub(crate) network: Ipv4Addr,
+    pub(crate) api_port: u16,
+    pub(crate) proxy_port: u16,
+    /// Bearer token of the API.
+    pub(crate) token: String,
+    /// Directory with etcd and kube-apiserver; None: the embedded API server.
+    pub(crate) assets: Option<PathBuf>,
+    /// Shown read-only in each node at the same path: where bundles and channels of this machine are.
+    pub(crate) shown: Vec<PathBuf>,
+    /// `spec.prefix`, where it is given.
+    pub(crate) prefix: Option<String>,
+    /// Each pod runs `image/agent` in place of our own executable.
+    pub(crate) foreign_agent: bool,
+    /// So many seconds the nodes' clocks are off, some behind and some ahead.
+    pub(crate) clocks_off: i64,
+    /// The machine's boot, and the sysctls as they were: an agent raises them for the machine as a whole.
+    pub(crate) boot_id: String,
+    pub(crate) sysctls: std::collections::BTreeMap<String, String>,
+}
+
+impl Cluster {
+    /// Prefix length of the nodes' network.
+    pub(crate) const PREFIX: u8 = 16;
+
+    /// The machine's own address on the bridge.
+    pub(crate) fn gateway(&self) -> Ipv4Addr {
+        Ipv4Addr::from(u32::from(self.network) + 1)
+    }
+    pub(crate) fn address(&self, number: u32) -> Ipv4Addr {
+        Ipv4Addr::from(u32::from(self.network) + 10 + number)
+    }
+    pub(crate) fn holds(&self, address: Ipv4Addr) -> bool {
+        address.octets()[..2] == self.network.octets()[..2]
+    }
+    pub(crate) fn cgroup(&self) -> String {
+        format!("{CGROUP}/{}", self.bridge)
+    }
+    pub(crate) fn daemon_cgroup(&self) -> String {
+        format!("{}/daemon", self.cgroup())
+    }
+    pub(crate) fn node_cgroup(&self, name: &str) -> String {
+        format!("{}/{name}", self.cgroup())
+    }
+    pub(crate) fn pod_cgroup(&self, name: &str, pod: &str) -> String {
+        format!("{}/kubepods/pod{pod}", self.node_cgroup(name))
+    }
+    /// The machine's end of a node's veth pair.
+    pub(crate) fn link(&self, number: u32) -> String {
+        format!("{}n{number}", self.bridge)
+    }
+    pub(crate) fn server(&self) -> String {
+        format!("https://{}:{}", self.gateway(), self.api_port)
+    }
+    pub(crate) fn proxy(&self) -> String {
+        format!("http://{}:{}", self.gateway(), self.proxy_port)
+    }
+}
+
+/// The number in a node's name.
+pub(crate) fn node_number(name: &str) -> Option<u32> {
+    let digits = name.strip_prefix("node")?;
+    let number: u32 = digits.parse().ok()?;
+    (number > 0 && number.to_string() == digits).then_some(number)
+}
+
+pub(crate) fn node_name(number: u32) -> String {
+    format!("node{number}")
+}
+
+pub(crate) fn make_private_directory(path: &Path) -> Result<(), LocalError> {
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(path)
+        .context(|| format!("can't make {}", path.display()))
+}
+
+/// Writes a file that only root can read, whole or not at all. `replace`: else an existing one is an error.
+pub(crate) fn write_private(path: &Path, content: &[u8], replace: bool) -> std::io::Result<()> {
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    // tempfile makes its files 0600.
+    let mut file = tempfile::NamedTempFile::new_in(directory)?;
+    file.write_all(content)?;
+    if replace {
+        file.persist(path)?;
+    } else {
+        file.persist_noclobber(path)?;
+    }
+    Ok(())
+}
+
+pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, LocalError> {
+    let text = match std::fs::read(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error).context(|| format!("can't read {}", path.display())),
+    };
+    serde_json::from_slice(&text).map(Some).context(|| format!("{} is damaged", path.display()))
+}
+
+/// Copies an executable; a hard link would change under us when it is rebuilt in place.
+pub(crate) fn copy_executable(from: &Path, to: &Path) -> Result<(), LocalError> {
+    std::fs::copy(from, to)
+        .and_then(|_| std::fs::set_permissions(to, std::fs::Permissions::from_mode(0o755)))
+        .context(|| format!("can't copy {} to {}", from.display(), to.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_that_local_mode_gives_are_node_names() {
+        for (name, number) in [
+            ("node1", Some(1)),
+            ("node42", Some(42)),
+            ("node0", None),
+            ("node01", None),
+            ("node", None),
+            ("../node1", None),
+            ("node1/..", None),
+        ] {
+            assert_eq!(node_number(name), number, "{name}");
+        }
+    }
+}

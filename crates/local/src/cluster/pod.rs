@@ -1,0 +1,140 @@
+//! The agent's pod, as kubelet and containerd would make it of the DaemonSet: privileged, hostPID, hostNetwork, an image
+//! made `FROM scratch`, and a cgroup below the node's `kubepods`.
+//!
+//! This is the stand-in for containerd's shim: a process that enters the node, starts the agent and ends with it.
+
+use std::{
+    fs::{self, File},
+    path::Path,
+    process::{Child, Command, ExitCode, Stdio},
+};
+
+use nix::sched::{CloneFlags, setns, unshare};
+
+use super::{
+    cgroup,
+    control::tell,
+    layout::{Cluster, Layout, node_number},
+    mounts, root,
+};
+use crate::error::{Context, LocalError};
+use ::cluster::clock::OFF_VARIABLE;
+use base::redact::LOG_VARIABLE;
+use host::exit_code;
+
+/// Where the node's mount namespace is entered, its own /tmp is hidden by the pod's root.
+const POD_ROOT: &str = "/tmp";
+
+/// A pod of kubelet has it at /dev, which is the machine's here.
+const TERMINATION_LOG: &str = "/termination-log";
+
+/// Namespaces of a node's PID 1, in the order in which they are entered: after the last one our own /proc is gone.
+const NAMESPACES: [(&str, CloneFlags); 6] = [
+    ("ipc", CloneFlags::CLONE_NEWIPC),
+    ("uts", CloneFlags::CLONE_NEWUTS),
+    ("net", CloneFlags::CLONE_NEWNET),
+    ("cgroup", CloneFlags::CLONE_NEWCGROUP),
+    ("pid", CloneFlags::CLONE_NEWPID),
+    ("mnt", CloneFlags::CLONE_NEWNS),
+];
+
+/// Enters all namespaces of a node with the calling thread, which must be one that nobody else uses. Children that it
+/// starts are in the node's PID namespace.
+pub(crate) fn enter_node(init: i32) -> Result<(), LocalError> {
+    let mut open = Vec::new();
+    for (name, flag) in NAMESPACES {
+        let path = format!("/proc/{init}/ns/{name}");
+        open.push((name, flag, File::open(&path).context(|| format!("can't open {path}"))?));
+    }
+    // A mount namespace can't be entered by a thread that shares its root and working directory with others.
+    unshare(CloneFlags::CLONE_FS).context(|| "can't part from the other threads".to_owned())?;
+    for (name, flag, namespace) in open {
+        setns(&namespace, flag).context(|| format!("can't enter the node's {name} namespace"))?;
+    }
+    Ok(())
+}
+
+/// Which pod to start where.
+pub(crate) struct Pod {
+    pub(crate) node: String,
+    /// Of the Node object.
+    pub(crate) node_name: String,
+    /// Pid of the node's PID 1.
+    pub(crate) init: i32,
+    pub(crate) uid: String,
+    pub(crate) name: String,
+}
+
+/// Answers on stdout with the agent's pid; ends with it, with its exit code.
+pub(crate) async fn run(layout: &Layout, pod: Pod) -> Result<ExitCode, LocalError> {
+    let cluster = layout.load()?;
+    let log = File::options()
+        .create(true)
+        .append(true)
+        .open(layout.agent_log(&pod.node))
+        .context(|| format!("can't open {}", layout.agent_log(&pod.node).display()))?;
+    cgroup::enter(&cluster.pod_cgroup(&pod.node, &pod.uid))?;
+    let finished = tokio::task::spawn_blocking(move || {
+        let thread = std::thread::spawn(move || start(&cluster, &pod, log));
+        let mut agent = match thread.join() {
+            Ok(started) => started?,
+            Err(_) => return Err(LocalError::Refused("starting the pod broke off".to_owned())),
+        };
+        tell(&agent.id().to_string())?;
+        agent.wait().context(|| "lost the agent".to_owned())
+    });
+    let status = finished.await.context(|| "lost the agent".to_owned())??;
+    Ok(exit_code(status))
+}
+
+fn start(cluster: &Cluster, pod: &Pod, log: File) -> Result<Child, LocalError> {
+    enter_node(pod.init)?;
+    unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWIPC)
+        .context(|| "can't make the pod's namespaces".to_owned())?;
+    mounts::make_private()?;
+    let root = Path::new(POD_ROOT);
+    mounts::kernel("tmpfs", root, Some("mode=755"))?;
+    let image = Path::new(root::IMAGE);
+    let agent = if cluster.foreign_agent { "agent" } else { "flux-distribute" };
+    mounts::bind_read_only(&image.join(agent), &root.join("flux-distribute"))?;
+    mounts::bind_read_only(&image.join("kubeconfig"), &root.join("kubeconfig"))?;
+    mounts::make_closed_directory(&root.join("etc"))?;
+    let _ = fs::copy("/etc/resolv.conf", root.join("etc/resolv.conf"));
+    mounts::make_closed_directory(&root.join("tmp"))?;
+    for directory in ["proc", "sys", "dev"] {
+        mounts::bind(&Path::new("/").join(directory), &root.join(directory))?;
+    }
+    let failed = || "can't make the pod's files".to_owned();
+    File::create(root.join(TERMINATION_LOG.trim_start_matches('/'))).context(failed)?;
+    mounts::enter_root(root)?;
+
+    let mut command = Command::new("/flux-distribute");
+    command.arg("agent").env_clear().current_dir("/").stdin(Stdio::null());
+    command.stdout(log.try_clone().context(|| "can't open the agent's log".to_owned())?).stderr(log);
+    command.envs(environment(cluster, pod));
+    command.spawn().context(|| format!("can't start the agent of {}", pod.node))
+}
+
+fn environment(cluster: &Cluster, pod: &Pod) -> Vec<(&'static str, String)> {
+    let number = node_number(&pod.node);
+    let address = number.map(|number| ("HOST_IP", cluster.address(number).to_string()));
+    // Behind, right, ahead.
+    let clock = number.map(|number| (OFF_VARIABLE, ((i64::from(number) % 3 - 1) * cluster.clocks_off).to_string()));
+    let mut environment = vec![
+        ("NODE_NAME", pod.node_name.clone()),
+        ("POD_NAME", pod.name.clone()),
+        ("KUBECONFIG", "/kubeconfig".to_owned()),
+        ("TERMINATION_LOG", TERMINATION_LOG.to_owned()),
+        // Peers and the API server are reached directly.
+        ("NO_PROXY", format!("{}/{}", cluster.network, Cluster::PREFIX)),
+        ("no_proxy", format!("{}/{}", cluster.network, Cluster::PREFIX)),
+    ];
+    environment.extend(address);
+    environment.extend(clock);
+    // For https it is ALL_PROXY and not HTTPS_PROXY, which the Kubernetes client would take for itself and refuse.
+    for name in ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"] {
+        environment.push((name, cluster.proxy()));
+    }
+    environment.extend(std::env::var(LOG_VARIABLE).ok().map(|level| (LOG_VARIABLE, level)));
+    environment
+}

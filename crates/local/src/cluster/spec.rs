@@ -1,0 +1,122 @@
+//! What the first FluxInstance looks like, from the options of `local up`.
+
+use std::{
+    fs::File,
+    io::{self, Read, Write},
+    path::{Path, PathBuf},
+};
+
+use futures::TryStreamExt;
+use sha2::{Digest, Sha256};
+use url::Url;
+
+use super::{check, root::IMAGE, up::Up};
+use crate::error::{Context, LocalError};
+use api::FluxInstanceSpec;
+use base::{error_chain, redact::redacted};
+
+/// The FluxInstance's spec: what the file says, and the options on top.
+pub(crate) async fn from_options(up: &Up) -> Result<FluxInstanceSpec, LocalError> {
+    let mut spec = match &up.instance {
+        None => FluxInstanceSpec::default(),
+        Some(file) => {
+            let text = std::fs::read_to_string(file)
+                .map_err(|error| LocalError::Usage(format!("can't read {}: {error}", file.display())))?;
+            let wrong = |findings: Vec<api::Finding>| match findings.as_slice() {
+                [_] => api::by_line(file, &findings),
+                _ => format!("{} can't be served:\n{}", file.display(), api::by_line(file, &findings)),
+            };
+            model::read::read_instance(&text).map_err(|findings| LocalError::Usage(wrong(findings)))?
+        }
+    };
+    if let Some(given) = &up.bundle {
+        let url = source(given)?;
+        let sha256 = match &up.sha256 {
+            Some(given) => given.to_ascii_lowercase(),
+            None => digest(&url).await?,
+        };
+        spec.packages.bundle = Some(api::BundleSource { url: url.to_string(), sha256 });
+    }
+    if !up.channel.is_empty() {
+        let channels = up.channel.iter().map(|given| Ok(source(given)?.to_string().trim_end_matches('/').to_owned()));
+        spec.packages.channels = channels.collect::<Result<_, LocalError>>()?;
+    }
+    if !up.spec.is_empty() {
+        spec.packages.specs.clone_from(&up.spec);
+    }
+    if up.topology.is_some() {
+        spec.topology.clone_from(&up.topology);
+    }
+    Ok(spec)
+}
+
+/// A URL as it is, or that of a file or directory of this machine.
+fn source(given: &str) -> Result<Url, LocalError> {
+    if given.contains("://") {
+        return Url::parse(given).map_err(|error| LocalError::Usage(format!("{given} is no URL: {error}")));
+    }
+    let path = Path::new(given).canonicalize();
+    let path = path.map_err(|error| LocalError::Usage(format!("can't find {given}: {error}")))?;
+    Url::from_file_path(&path).map_err(|()| LocalError::Usage(format!("{given} can't be written as a URL")))
+}
+
+/// Of what is at `url` now. What comes from elsewhere is looked at as closely as a bundle of this machine.
+async fn digest(url: &Url) -> Result<String, LocalError> {
+    let failed = || format!("can't read {}", redacted(url.as_str()));
+    if let Ok(path) = url.to_file_path() {
+        return sha256_of(&path);
+    }
+    let usage =
+        |error: reqwest::Error| LocalError::Usage(format!("{}: {}", failed(), error_chain(&error.without_url())));
+    let response = check::client()?.get(url.clone()).send().await.map_err(usage)?;
+    let mut chunks = response.error_for_status().map_err(usage)?.bytes_stream();
+    let (mut sha256, mut file) = (Sha256::new(), tempfile::NamedTempFile::new().context(failed)?);
+    while let Some(chunk) = chunks.try_next().await.map_err(usage)? {
+        sha256.update(&chunk);
+        file.write_all(&chunk).context(failed)?;
+    }
+    let sha256 = hex::encode(sha256.finalize());
+    let (wanted, shown) = (sha256.clone(), redacted(url.as_str()));
+    let inspected = tokio::task::spawn_blocking(move || {
+        let path = file.path().display().to_string();
+        check::inspect(file.path(), &wanted).map_err(|error| error.replace(&path, &shown))
+    });
+    inspected.await.context(failed)?.map_err(LocalError::Usage)?;
+    Ok(sha256)
+}
+
+/// In hex.
+pub(crate) fn sha256_of(path: &Path) -> Result<String, LocalError> {
+    let unread = |error: io::Error| LocalError::Usage(format!("can't read {}: {error}", path.display()));
+    let mut sha256 = Sha256::new();
+    let (mut file, mut buffer) = (File::open(path).map_err(unread)?, vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut buffer).map_err(unread)? {
+            0 => break,
+            length => sha256.update(&buffer[..length]),
+        }
+    }
+    Ok(hex::encode(sha256.finalize()))
+}
+
+/// What of this machine the nodes must see: /usr they see anyway.
+pub(crate) fn shown(spec: &FluxInstanceSpec) -> Result<Vec<PathBuf>, LocalError> {
+    let urls = spec.packages.channels.iter().chain(spec.packages.bundle.as_ref().map(|bundle| &bundle.url));
+    let mut shown = Vec::new();
+    for url in urls.filter(|url| url.starts_with("file:")) {
+        let path = Url::parse(url).ok().and_then(|url| url.to_file_path().ok());
+        let path = path.ok_or_else(|| LocalError::Usage(format!("{url} names no file")))?;
+        if path.starts_with(IMAGE) {
+            // There is no such path here; every node has it.
+            continue;
+        }
+        // Links on the way would lead to other places in a node's root.
+        if path.canonicalize().ok().as_ref() != Some(&path) {
+            return Err(LocalError::Usage(format!("{url} does not exist, or there are links in its path")));
+        }
+        if !path.starts_with("/usr") {
+            shown.push(path);
+        }
+    }
+    Ok(shown)
+}

@@ -1,0 +1,88 @@
+//! `local status`: the nodes as the daemon sees them, beside what their agents say.
+
+use std::{collections::BTreeMap, io::Write};
+
+use kube::{Api, ResourceExt, api::ListParams, core::DeserializeGuard};
+use serde::Serialize;
+
+use super::{
+    control::{Client, NodeView, Request},
+    layout::Layout,
+    objects,
+};
+use crate::error::{Context, LocalError};
+use api::FluxNode;
+
+/// One line of the table.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Line {
+    #[serde(flatten)]
+    node: NodeView,
+    phase: Option<String>,
+    rank: Option<u32>,
+    /// In the node's PID namespace.
+    broker_pid: Option<i32>,
+    message: Option<String>,
+}
+
+/// Prints it.
+pub(crate) async fn run(layout: &Layout, json: bool) -> Result<(), LocalError> {
+    let cluster = layout.load()?;
+    let nodes = Client::connect(layout).await?.ask(Request::Status).await?;
+    let told: Api<DeserializeGuard<FluxNode>> = Api::default_namespaced(objects::client(layout, &cluster)?);
+    let told = told.list(&ListParams::default()).await.context(|| "can't list the FluxNodes".to_owned())?;
+    // Another version may have written one that this one can't read.
+    let readable = told.items.into_iter().filter_map(|node| node.0.ok());
+    let mut told: BTreeMap<String, FluxNode> = readable.map(|node| (node.name_any(), node)).collect();
+    let lines: Vec<Line> = nodes.into_iter().map(|node| line(told.remove(&node.name), node)).collect();
+    let text = if json {
+        let mut text = serde_json::to_string_pretty(&lines).context(|| "can't write JSON".to_owned())?;
+        text.push('\n');
+        text
+    } else {
+        table(&lines)
+    };
+    std::io::stdout().write_all(text.as_bytes()).context(|| "can't write to stdout".to_owned())
+}
+
+fn line(told: Option<FluxNode>, node: NodeView) -> Line {
+    let rank = told.as_ref().and_then(|told| told.spec.rank);
+    let status = told.and_then(|told| told.status);
+    Line {
+        rank,
+        phase: status.as_ref().map(|status| format!("{:?}", status.phase)),
+        broker_pid: status.as_ref().and_then(|status| status.adopted.as_ref()).map(|broker| broker.pid),
+        message: node.error.clone().or_else(|| status.and_then(|status| status.message)),
+        node,
+    }
+}
+
+fn table(lines: &[Line]) -> String {
+    const HEAD: [&str; 7] = ["NODE", "ADDRESS", "AGENT", "PHASE", "RANK", "BROKER", "MESSAGE"];
+    let absent = || "-".to_owned();
+    let rows: Vec<[String; 7]> = std::iter::once(HEAD.map(str::to_owned))
+        .chain(lines.iter().map(|line| {
+            let off = line.node.init_pid.is_none();
+            [
+                line.node.name.clone(),
+                line.node.address.clone(),
+                line.node.agent_pid.map_or_else(absent, |pid| pid.to_string()),
+                if off { "Off".to_owned() } else { line.phase.clone().unwrap_or_else(absent) },
+                line.rank.map_or_else(absent, |rank| rank.to_string()),
+                line.broker_pid.map_or_else(absent, |pid| pid.to_string()),
+                line.message.clone().unwrap_or_default(),
+            ]
+        }))
+        .collect();
+    let widths: Vec<usize> =
+        (0..HEAD.len()).map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0)).collect();
+    let mut text = String::new();
+    for row in rows {
+        let cells: Vec<String> =
+            row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}", width = *width)).collect();
+        text.push_str(cells.join("  ").trim_end());
+        text.push('\n');
+    }
+    text
+}

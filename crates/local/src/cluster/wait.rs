@@ -1,0 +1,220 @@
+//! Waits until all nodes are online, or until it is known that they won't be.
+
+use std::{collections::BTreeMap, pin::pin, time::Duration};
+
+use futures::{StreamExt, stream};
+use kube::{
+    Api, Client, ResourceExt,
+    runtime::{
+        WatchStreamExt,
+        watcher::{self, watcher},
+    },
+};
+use tokio::time::{Instant, interval};
+
+use super::{
+    control::Client as Control,
+    layout::{Cluster, Layout},
+    objects,
+    up::say,
+};
+use crate::error::LocalError;
+use api::{FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, InstancePhase, NodePhase};
+use base::words::many;
+
+/// A node that has been failed for this long does not heal by itself.
+const FAILED_LIMIT: Duration = Duration::from_secs(60);
+
+/// A node's word, and for how long it has been `Failed`.
+#[derive(Clone, Debug, Default)]
+struct Report {
+    status: FluxNodeStatus,
+    failed_for: Option<Duration>,
+}
+
+/// What is to be done after a look.
+#[derive(Debug, PartialEq, Eq)]
+enum Verdict {
+    /// It may still come.
+    Wait,
+    /// All nodes are.
+    Online,
+    /// It does not come by itself.
+    GiveUp {
+        /// In words.
+        why: String,
+    },
+}
+
+/// Decides it for `wanted` nodes. Pure.
+fn decide(wanted: u32, instance: &FluxInstanceStatus, reports: &BTreeMap<String, Report>) -> Verdict {
+    if instance.online >= wanted {
+        return Verdict::Online;
+    }
+    let message = || instance.message.clone().unwrap_or_else(|| "the instance can't be served".to_owned());
+    // LeadNotOnline tells of a lead that was online and may come back.
+    let degraded = instance.holding("Degraded").filter(|condition| condition.reason != "LeadNotOnline");
+    if instance.phase == InstancePhase::Failed || degraded.is_some() {
+        let why = degraded.map(|condition| condition.message.clone()).filter(|words| !words.is_empty());
+        return Verdict::GiveUp { why: why.unwrap_or_else(message) };
+    }
+    let is_lasting = |report: &Report| {
+        let failed = report.status.phase == NodePhase::Failed;
+        failed && (report.status.lasting || report.failed_for.is_some_and(|time| time >= FAILED_LIMIT))
+    };
+    match reports.iter().find(|(_, report)| is_lasting(report)) {
+        Some((node, report)) => {
+            let words = report.status.message.as_deref().unwrap_or("its agent does not say why");
+            Verdict::GiveUp { why: format!("{node} has failed: {words}") }
+        }
+        None => Verdict::Wait,
+    }
+}
+
+enum Change {
+    Instance(Option<Box<FluxInstance>>),
+    Node(Box<FluxNode>),
+}
+
+/// Tells what changes until all of `nodes` are online.
+///
+/// # Errors
+/// [`LocalError::GivenUp`]: they won't be. [`LocalError::TakenDown`] by another command. [`LocalError::Late`] at
+/// `end`.
+pub(crate) async fn run(layout: &Layout, cluster: &Cluster, nodes: u32, end: Instant) -> Result<(), LocalError> {
+    let client: Client = objects::client(layout, cluster)?;
+    let mut daemon = Control::connect(layout).await?;
+    let instances: Api<FluxInstance> = Api::default_namespaced(client.clone());
+    let flux_nodes: Api<FluxNode> = Api::default_namespaced(client);
+    let instances = watcher::watch_object(instances, api::INSTANCE).default_backoff();
+    // Watches heal themselves.
+    let instances = instances.filter_map(async |change| Some(Change::Instance(change.ok()?.map(Box::new))));
+    let flux_nodes = watcher(flux_nodes, watcher::Config::default()).default_backoff().applied_objects();
+    let flux_nodes = flux_nodes.filter_map(async |change| Some(Change::Node(Box::new(change.ok()?))));
+    let mut changes = pin!(stream::select(Box::pin(instances), Box::pin(flux_nodes)));
+    let mut closed = pin!(daemon.closed());
+    let mut every = interval(Duration::from_secs(1));
+    let mut status = FluxInstanceStatus::default();
+    let mut seen: BTreeMap<String, (FluxNodeStatus, Option<Instant>)> = BTreeMap::new();
+    let mut told = String::new();
+    loop {
+        tokio::select! {
+            Some(change) = changes.next() => match change {
+                Change::Instance(instance) => status = instance.and_then(|found| found.status).unwrap_or_default(),
+                Change::Node(node) => {
+                    let now = node.status.clone().unwrap_or_default();
+                    let (before, since) = seen.entry(node.name_any()).or_default();
+                    *since = (now.phase == NodePhase::Failed).then(|| since.unwrap_or_else(Instant::now));
+                    *before = now;
+                }
+            },
+            _ = every.tick() => {}
+            () = &mut closed => return Err(ended(layout, cluster)),
+            () = tokio::time::sleep_until(end) => {
+                return Err(LocalError::Late(format!(
+                    "not all of {} are online in time ({told}). The cluster still runs: see `flux-distribute local \
+                     status`, and take it down with `flux-distribute local down`",
+                    many(nodes, "node")
+                )));
+            }
+        }
+        let line = describe(&status);
+        if line != told {
+            say(&line)?;
+            told = line;
+        }
+        let report = |(name, (status, since)): (&String, &(FluxNodeStatus, Option<Instant>))| {
+            (name.clone(), Report { status: status.clone(), failed_for: since.map(|since| since.elapsed()) })
+        };
+        match decide(nodes, &status, &seen.iter().map(report).collect()) {
+            Verdict::Wait => {}
+            Verdict::Online => return Ok(()),
+            Verdict::GiveUp { why } => return Err(LocalError::GivenUp(why)),
+        }
+    }
+}
+
+/// Why the daemon has ended.
+fn ended(layout: &Layout, cluster: &Cluster) -> LocalError {
+    if layout.is_of(&cluster.token) {
+        return LocalError::GivenUp("the local cluster's daemon has ended".to_owned());
+    }
+    LocalError::TakenDown
+}
+
+/// The instance's line says how many are online unless there is something worse to say.
+fn describe(status: &FluxInstanceStatus) -> String {
+    let message = status.message.as_deref().unwrap_or("nothing is known of it yet");
+    format!("{:?}: {message}", status.phase)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use model::status::set_condition;
+
+    #[test]
+    fn it_ends_on_what_somebody_has_to_mend_and_waits_for_what_time_heals() {
+        type Case = (&'static str, Box<dyn Fn(&mut FluxInstanceStatus, &mut Report)>, Verdict);
+        let degraded = |status: &mut FluxInstanceStatus, reason: &str| {
+            set_condition(
+                &mut status.conditions,
+                "Degraded",
+                true,
+                reason,
+                "the bundle is broken",
+                1,
+                Default::default(),
+            );
+        };
+        let gives_up = |why: &str| Verdict::GiveUp { why: why.to_owned() };
+        let failed = |report: &mut Report, seconds| {
+            report.status.phase = NodePhase::Failed;
+            report.status.message = Some("sha256 differs".to_owned());
+            report.failed_for = Some(Duration::from_secs(seconds));
+        };
+        let cases: Vec<Case> = vec![
+            ("nothing is known yet", Box::new(|_, _| {}), Verdict::Wait),
+            ("all are online", Box::new(|status, _| status.online = 4), Verdict::Online),
+            ("some are online", Box::new(|status, _| status.online = 3), Verdict::Wait),
+            (
+                "the spec can't be served",
+                Box::new(|status, _| {
+                    status.phase = InstancePhase::Failed;
+                    status.message = Some("no".to_owned());
+                }),
+                gives_up("no"),
+            ),
+            (
+                "a condition has to be mended, and the lead is online",
+                Box::new(move |status, _| {
+                    (status.phase, status.online) = (InstancePhase::Running, 1);
+                    degraded(status, "NoLead");
+                }),
+                gives_up("the bundle is broken"),
+            ),
+            ("the lead is away", Box::new(move |status, _| degraded(status, "LeadNotOnline")), Verdict::Wait),
+            ("a node failed just now", Box::new(move |_, report| failed(report, 1)), Verdict::Wait),
+            (
+                "a node keeps failing",
+                Box::new(move |_, report| failed(report, 60)),
+                gives_up("node2 has failed: sha256 differs"),
+            ),
+            (
+                "a node has failed for good",
+                Box::new(move |_, report| {
+                    failed(report, 0);
+                    report.status.lasting = true;
+                }),
+                gives_up("node2 has failed: sha256 differs"),
+            ),
+            ("what lasted is over", Box::new(|_, report| report.status.lasting = true), Verdict::Wait),
+        ];
+        for (what, change, expected) in cases {
+            let (mut status, mut report) = (FluxInstanceStatus::default(), Report::default());
+            change(&mut status, &mut report);
+            let reports = [("node1".to_owned(), Report::default()), ("node2".to_owned(), report)].into();
+            assert_eq!(decide(4, &status, &reports), expected, "{what}");
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! The stand-in's broker: takes the command line and the configuration that a broker of Flux is given, and answers on the
+//! same socket.
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Instant,
+};
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::{
+    net::TcpListener,
+    signal::unix::{SignalKind, signal},
+    sync::{mpsc, watch},
+};
+
+use super::{
+    overlay::{self, Event},
+    socket::{Asked, Service, Socket},
+};
+use crate::error::{Context, LocalError};
+use api::{IdSet, STAND_IN};
+use model::hostlist;
+
+/// errno of what only the lead answers.
+const ENOSYS: u32 = 38;
+/// What its lead carries out; the rest is answered from what is known.
+const ORDERS: [&str; 5] = ["config.load", "resource.drain", "resource.undrain", "module.load", "module.remove"];
+
+/// As much of a broker's command line as counts here.
+struct CommandLine {
+    config: PathBuf,
+    name: String,
+    rundir: PathBuf,
+}
+
+impl CommandLine {
+    fn parse(words: &[String]) -> Result<Self, LocalError> {
+        let value = |option: &str| {
+            let found = words.iter().find_map(|word| word.strip_prefix(option)?.strip_prefix('='));
+            found.map(str::to_owned).ok_or_else(|| LocalError::Usage(format!("{STAND_IN}: {option} is missing")))
+        };
+        Ok(Self {
+            config: value("--config-path")?.into(),
+            name: value("-Shostname")?,
+            rundir: value("-Srundir")?.into(),
+        })
+    }
+}
+
+/// As much of broker.toml as counts here.
+#[derive(Deserialize)]
+struct Config {
+    bootstrap: Bootstrap,
+    #[serde(default)]
+    resource: Resources,
+}
+
+#[derive(Deserialize)]
+struct Bootstrap {
+    hosts: Vec<Host>,
+}
+
+#[derive(Deserialize)]
+struct Host {
+    host: String,
+    connect: Option<String>,
+}
+
+#[derive(Deserialize, Default)]
+struct Resources {
+    #[serde(default)]
+    config: Vec<Kind>,
+    #[serde(default)]
+    exclude: IdSet,
+}
+
+#[derive(Deserialize)]
+struct Kind {
+    hosts: String,
+    #[serde(default)]
+    cores: IdSet,
+}
+
+impl Config {
+    fn read(path: &Path) -> Result<Self, LocalError> {
+        let failed = || format!("can't read {}", path.display());
+        toml::from_str(&std::fs::read_to_string(path).context(failed)?).context(failed)
+    }
+
+    /// Broker names by rank.
+    fn names(&self) -> Vec<String> {
+        let entries = self.bootstrap.hosts.iter().filter(|host| host.connect.is_none());
+        entries.flat_map(|host| hostlist::decode(&host.host)).collect()
+    }
+
+    /// Where the lead listens. In a deep tree, too, everybody hangs on the lead.
+    fn lead(&self, names: &[String]) -> Option<SocketAddr> {
+        let lead = self.bootstrap.hosts.iter().find(|host| Some(&host.host) == names.first() && host.connect.is_some());
+        lead?.connect.as_ref()?.strip_prefix("tcp://")?.parse().ok()
+    }
+}
+
+/// What this broker knows of itself and of the instance.
+struct Broker {
+    rank: u32,
+    names: Vec<String>,
+    /// Lead only: under which names the ranks are declared.
+    declared: Vec<String>,
+    state: &'static str,
+    since: Instant,
+    /// None: the lead does not answer.
+    online: Option<IdSet>,
+    /// Lead only: cores by rank, and ranks that get no jobs, with the reason.
+    cores: BTreeMap<u32, IdSet>,
+    excluded: IdSet,
+    drained: BTreeMap<u32, String>,
+    /// What those who follow it have heard last.
+    told: Option<(&'static str, Option<IdSet>)>,
+}
+
+/// Runs until SIGTERM or the lead's end.
+///
+/// # Errors
+/// The command line or the configuration is not what an agent gives; the socket or the port can't be had.
+pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
+    let failed = || "can't handle signals".to_owned();
+    let (mut terminate, mut interrupt) =
+        (signal(SignalKind::terminate()).context(failed)?, signal(SignalKind::interrupt()).context(failed)?);
+    let line = CommandLine::parse(words)?;
+    let config = Config::read(&line.config)?;
+    let names = config.names();
+    let wrong = |what: &str| LocalError::Usage(format!("{STAND_IN}: {}: {what}", line.config.display()));
+    let rank = names.iter().position(|name| *name == line.name).and_then(|rank| u32::try_from(rank).ok());
+    let rank = rank.ok_or_else(|| wrong(&format!("it knows no broker {}", line.name)))?;
+    // Not Flux's own name for its brokers.
+    let _ = std::fs::write("/proc/self/comm", format!("no-flux-{rank}"));
+    let path = line.rundir.join("local");
+    // Of a broker that was killed.
+    let _ = std::fs::remove_file(&path);
+    let socket = Socket::listen(&path).context(|| format!("can't listen at {}", path.display()))?;
+
+    let (events, mut heard) = mpsc::unbounded_channel();
+    let (online, mut members) = watch::channel(Some(IdSet::from_iter([0])));
+    let lead = config.lead(&names);
+    let links = match (rank, lead) {
+        // Alone in an instance of one rank.
+        (0, None) if names.len() == 1 => None,
+        (_, None) => return Err(wrong("it does not say where the lead listens")),
+        (0, Some(address)) => {
+            let listener = TcpListener::bind(address).await.context(|| format!("can't listen at {address}"))?;
+            let start =
+                u64::from(std::process::id()) ^ std::time::UNIX_EPOCH.elapsed().map_or(0, |now| now.as_secs() << 32);
+            Some(tokio::spawn(overlay::lead(listener, names.clone(), start, online.clone())))
+        }
+        (_, Some(address)) => Some(tokio::spawn(overlay::follow(address, rank, line.name.clone(), events))),
+    };
+    let (orders, mut asked) = mpsc::unbounded_channel();
+    let mut broker = Broker {
+        rank,
+        state: if rank == 0 { "run" } else { "join" },
+        since: Instant::now(),
+        online: (rank == 0).then(|| IdSet::from_iter([0])),
+        cores: BTreeMap::new(),
+        excluded: IdSet::default(),
+        drained: BTreeMap::new(),
+        told: None,
+        declared: names.clone(),
+        names,
+    };
+    broker.take_in(config.resource);
+    if rank == 0 {
+        ORDERS.iter().for_each(|topic| socket.on(topic, Service::Hands(orders.clone())));
+    }
+    tracing::info!(rank, "{STAND_IN}");
+    loop {
+        broker.publish(&socket, &line.name);
+        tokio::select! {
+            Ok(()) = members.changed() => broker.online = members.borrow_and_update().clone(),
+            Some(Asked { topic, payload, reply }) = asked.recv() => {
+                broker.obey(&topic, &payload);
+                // Seen by whoever asks next.
+                broker.publish(&socket, &line.name);
+                let _ = reply.send(json!({}));
+            }
+            Some(event) = heard.recv() => match event {
+                Event::Joined => broker.enter("run"),
+                Event::Online(online) => broker.online = Some(online),
+                Event::Lost => broker.online = None,
+                Event::End(code, reason) => {
+                    tracing::warn!("{reason}");
+                    return Ok(ExitCode::from(code));
+                }
+            },
+            _ = terminate.recv() => break,
+            _ = interrupt.recv() => break,
+        }
+    }
+    broker.enter("cleanup");
+    broker.publish(&socket, &line.name);
+    let _ = online.send(None);
+    match links {
+        // The others get its last word.
+        Some(links) if rank == 0 => drop(links.await),
+        Some(links) => links.abort(),
+        None => {}
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Broker {
+    fn enter(&mut self, state: &'static str) {
+        if self.state != state {
+            (self.state, self.since) = (state, Instant::now());
+        }
+    }
+
+    /// As Flux does, takes the ranks by the brokers' names if the configuration has a `[bootstrap]` table, else by their order.
+    fn load(&mut self, resource: Resources, has_bootstrap: bool) {
+        self.declared = match has_bootstrap {
+            true => self.names.clone(),
+            false => resource.config.iter().flat_map(|kind| hostlist::decode(&kind.hosts)).collect(),
+        };
+        self.take_in(resource);
+    }
+
+    fn take_in(&mut self, resource: Resources) {
+        let ranks: BTreeMap<&str, u32> =
+            self.declared.iter().zip(0..).map(|(name, rank)| (name.as_str(), rank)).collect();
+        let of = |kind: &Kind| {
+            let ranks = hostlist::decode(&kind.hosts).into_iter().filter_map(|host| ranks.get(host.as_str()).copied());
+            ranks.map(|rank| (rank, kind.cores.clone())).collect::<Vec<_>>()
+        };
+        self.cores = resource.config.iter().flat_map(of).collect();
+        self.excluded = resource.exclude;
+    }
+
+    /// Carries out one of [`ORDERS`]. What it does not understand changes nothing.
+    fn obey(&mut self, topic: &str, payload: &Value) {
+        let targets = || payload["targets"].as_str()?.parse::<IdSet>().ok();
+        match topic {
+            "resource.drain" => {
+                let reason = payload["reason"].as_str().unwrap_or_default();
+                let ranks = targets().unwrap_or_default();
+                self.drained.extend(ranks.0.into_iter().map(|rank| (rank, reason.to_owned())));
+            }
+            "resource.undrain" => {
+                let ranks = targets().unwrap_or_default();
+                self.drained.retain(|rank, _| !ranks.contains(*rank));
+            }
+            "config.load" => match Resources::deserialize(&payload["resource"]) {
+                Ok(resource) => self.load(resource, payload.get("bootstrap").is_some()),
+                Err(error) => tracing::warn!(%error, "the old configuration stays"),
+            },
+            _ => {}
+        }
+    }
+
+    /// Answers from now on as things are now.
+    fn publish(&mut self, socket: &Socket, name: &str) {
+        let size = self.names.len();
+        for (attribute, value) in [
+            ("version", STAND_IN),
+            ("rank", &self.rank.to_string()),
+            ("size", &size.to_string()),
+            ("hostlist", &hostlist::encode(&self.names)),
+            ("hostname", name),
+        ] {
+            socket.attribute(attribute, value);
+        }
+        let secs = self.since.elapsed().as_secs_f64();
+        let is_news = self.told.replace((self.state, self.online.clone())) != Some((self.state, self.online.clone()));
+        socket.on("state-machine.get", Service::Says(json!({"state": self.state, "duration": secs})));
+        // Whoever follows it asks for the name of the state.
+        socket.on("state-machine.monitor", Service::Says(json!({"state": 0})));
+        if is_news {
+            socket.tell("state-machine.monitor", json!({"state": 0}));
+        }
+        socket.on("overlay.health", Service::Says(self.health(secs)));
+        let Some(online) = &self.online else {
+            // Behind a lead that is gone nobody answers.
+            socket.on("groups.get", Service::Silent);
+            return;
+        };
+        let members = json!({"members": online.to_string()});
+        socket.on("groups.get", Service::Says(members.clone()));
+        if is_news {
+            socket.tell("groups.get", members);
+        }
+        let lead_only = |value: Value| match self.rank {
+            0 => Service::Says(value),
+            _ => Service::Refuses(ENOSYS, "only the lead answers this"),
+        };
+        let offline: IdSet =
+            (0..u32::try_from(size).unwrap_or(u32::MAX)).filter(|rank| !online.contains(*rank)).collect();
+        let drain: BTreeMap<String, Value> = (self.drained.iter())
+            .map(|(rank, reason)| (rank.to_string(), json!({"timestamp": 0.0, "reason": reason})))
+            .collect();
+        socket.on(
+            "resource.status",
+            lead_only(json!({
+                "R": self.r(|_| true), "drain": drain, "online": online.to_string(), "offline": offline.to_string(),
+                "exclude": self.excluded.to_string(), "torpid": "",
+            })),
+        );
+        let is_down = |rank: u32| offline.contains(rank) || self.drained.contains_key(&rank);
+        socket.on(
+            "resource.sched-status",
+            lead_only(json!({"all": self.r(|_| true), "down": self.r(is_down), "allocated": self.r(|_| false)})),
+        );
+        let modules = ["resource", "sched-simple"].map(|name| json!({"name": name}));
+        socket.on("module.list", lead_only(json!({"mods": modules})));
+        socket.on("sched-simple.ping", lead_only(json!({})));
+        socket.on("job-list.list", lead_only(json!({"jobs": []})));
+        socket.on("job-manager.resource-status", lead_only(json!({"allocated": self.r(|_| false)})));
+        socket.on("job-manager.queue-list", lead_only(json!({"queues": []})));
+        socket.on("job-manager.queue-status", lead_only(json!({"enable": true, "start": true})));
+        // The end of a backlog in which nothing is.
+        socket.on("job-manager.events-journal", lead_only(json!({"id": -1, "events": []})));
+    }
+
+    fn health(&self, secs: f64) -> Value {
+        let is_online = |rank: u32| self.online.as_ref().is_some_and(|online| online.contains(rank));
+        let below = if self.rank == 0 { 1..u32::try_from(self.names.len()).unwrap_or(u32::MAX) } else { 0..0 };
+        let status = |is_full| if is_full { "full" } else { "partial" };
+        let all = below.clone().all(is_online);
+        let child = |rank| {
+            let status = if is_online(rank) { "full" } else { "offline" };
+            json!({"rank": rank, "status": status, "duration": secs})
+        };
+        let children: Vec<Value> = below.map(child).collect();
+        json!({"rank": self.rank, "status": status(all), "duration": secs, "children": children})
+    }
+
+    /// R (RFC 20) of the ranks that are `wanted`.
+    fn r(&self, wanted: impl Fn(u32) -> bool) -> Value {
+        let entries = self.cores.iter().filter(|(rank, _)| wanted(**rank) && !self.excluded.contains(**rank));
+        let entries =
+            entries.map(|(rank, cores)| json!({"rank": rank.to_string(), "children": {"core": cores.to_string()}}));
+        let entries: Vec<Value> = entries.collect();
+        let names = (0..).zip(&self.declared).filter(|(rank, _)| self.cores.contains_key(rank) && wanted(*rank));
+        let names = hostlist::encode(names.map(|(_, name)| name));
+        json!({
+            "version": 1,
+            "execution": {"R_lite": entries, "nodelist": [names], "starttime": 0.0, "expiration": 0.0},
+        })
+    }
+}

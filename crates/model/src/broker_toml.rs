@@ -1,0 +1,424 @@
+//! `broker.toml`, rendered from the roster alone: the same for all nodes of an epoch but for the certificate's path.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+use super::{hostlist, topology::Topology};
+use api::{Declared, IdSet, Member, Rank, Roster, RosterEntry};
+
+/// Tables that are ours: `kvs`, whose checkpoint-period is in the spec, and `access`, because guests stay out.
+pub const OWN_TABLES: [&str; 5] = ["bootstrap", "tbon", "resource", "kvs", "access"];
+/// Fluxion's table for its queues, to which a policy is added if it names none.
+const QUEUE_MANAGER: &str = "sched-fluxion-qmanager";
+/// Fluxion's table for its resource graph, to which a format is added if it names none.
+const RESOURCE_GRAPH: &str = "sched-fluxion-resource";
+/// Lost nodes are noticed after this; a node that is cut off for longer loses its jobs. flux-core's default of 20 s is
+/// shorter than many a switch's reboot.
+const TCP_USER_TIMEOUT: &str = "2m";
+/// zmq's own back-off would let nodes join minutes late (flux-core issue 5134).
+const CONNECT_TIMEOUT: &str = "5s";
+/// How the first line begins.
+const HEADER: &str = "# flux-distribute: ";
+
+/// Why extra tables are refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ExtraError {
+    /// It doesn't parse.
+    #[error("is not TOML: {0}")]
+    NotToml(String),
+    /// It names a table of ours.
+    #[error("has the table [{0}], which is made by flux-distribute; take it out")]
+    Ours(String),
+    /// It has something else where Flux and we have a table.
+    #[error("has {0} as something else than a table; write [{0}] above its keys")]
+    NotATable(String),
+}
+
+/// Reads extra tables.
+///
+/// # Errors
+/// It is not TOML, names a table of [`OWN_TABLES`], or has no table where [`render`] adds to one.
+pub fn extra_tables(text: &str) -> Result<toml::Table, ExtraError> {
+    let table: toml::Table =
+        text.parse().map_err(|error: toml::de::Error| ExtraError::NotToml(error.message().replace('\n', ", ")))?;
+    if let Some(ours) = table.keys().find(|key| OWN_TABLES.contains(&key.as_str())) {
+        return Err(ExtraError::Ours(ours.clone()));
+    }
+    let is_no_table = |name: &&str| table.get(*name).is_some_and(|value| !value.is_table());
+    match [QUEUE_MANAGER, RESOURCE_GRAPH].into_iter().find(is_no_table) {
+        Some(name) => Err(ExtraError::NotATable(name.to_owned())),
+        None => Ok(table),
+    }
+}
+
+/// Renders the epoch's broker.toml, without `curve_cert` (see [`for_host`]).
+///
+/// # Errors
+/// The roster's extra tables are not what [`extra_tables`] takes, or its topology doesn't parse.
+pub fn render(roster: &Roster) -> Result<String, String> {
+    let text = toml::to_string(&tables(roster)?).map_err(|error| format!("broker.toml: {error}"))?;
+    let Roster { instance_id, epoch, revision, .. } = roster;
+    let made_from = format!("instance {instance_id} epoch {epoch} revision {revision}");
+    Ok(format!("{HEADER}{made_from}, made by flux-distribute: changes are overwritten\n{text}"))
+}
+
+/// The tables of [`render`].
+///
+/// # Errors
+/// As [`render`].
+pub(super) fn tables(roster: &Roster) -> Result<toml::Table, String> {
+    let size = roster.settings.max_size;
+    let topology = Topology::parse(&roster.settings.topology, size)?;
+    let mut file = extra_tables(&roster.settings.config).map_err(|error| format!("spec.broker.config {error}"))?;
+
+    // Fluxion's own default refuses a job that is larger than what is up; with "easy" it waits for the nodes.
+    table(&mut file, QUEUE_MANAGER)?.entry("queue-policy").or_insert_with(|| "easy".into());
+    // With its default format, Fluxion 0.54 frees the cores of only one job on each node, of all the jobs that it takes back
+    // when it is loaded again. An epoch of an older version goes on as it began: its jobs have the other format.
+    if roster.declares_nodes() {
+        table(&mut file, RESOURCE_GRAPH)?.entry("match-format").or_insert_with(|| "rv1".into());
+    }
+
+    let ipv6 = roster.members().any(|member| member.address.is_ipv6());
+    let bootstrap = table(&mut file, "bootstrap")?;
+    bootstrap.insert("hosts".into(), hosts(roster, topology).into());
+    if ipv6 {
+        bootstrap.insert("enable_ipv6".into(), true.into());
+    }
+
+    let tbon = table(&mut file, "tbon")?;
+    tbon.insert("topo".into(), Topology::for_flux(&roster.settings.topology, size).into());
+    tbon.insert("tcp_user_timeout".into(), TCP_USER_TIMEOUT.into());
+    tbon.insert("connect_timeout".into(), CONNECT_TIMEOUT.into());
+
+    table(&mut file, "kvs")?.insert("checkpoint-period".into(), roster.settings.checkpoint_period.clone().into());
+
+    // The agent is root, and looks after brokers that somebody else owns.
+    table(&mut file, "access")?.insert("allow-root-owner".into(), true.into());
+
+    let resource = table(&mut file, "resource")?;
+    let mut verify = toml::Table::new();
+    // A broker's name need not be its host's; more cores than declared are no fault; hwloc rarely sees GPUs.
+    verify.insert("default".into(), "allow-extra".into());
+    verify.insert("hostname".into(), "ignore".into());
+    verify.insert("gpu".into(), "ignore".into());
+    resource.insert("verify".into(), verify.into());
+    let names: Vec<_> = (0..size).map(|rank| broker_name(roster, rank)).collect();
+    resource.insert("config".into(), resource_config(roster, &names).into());
+    let excluded = excluded(roster);
+    if !excluded.is_empty() {
+        resource.insert("exclude".into(), excluded.to_string().into());
+    }
+    Ok(file)
+}
+
+/// The epoch and revision of the roster that a file of [`render`] was made from; None where that was another instance's,
+/// which says nothing about this one.
+pub fn made_from(text: &str, instance_id: &str) -> Option<(u64, u64)> {
+    let mut words = text.strip_prefix(HEADER)?.lines().next()?.split([' ', ',']);
+    let mut word = |name| if words.next() == Some(name) { words.next() } else { None };
+    if word("instance")? != instance_id {
+        return None;
+    }
+    Some((word("epoch")?.parse().ok()?, word("revision")?.parse().ok()?))
+}
+
+/// Makes one host's file out of the epoch's: only the certificate's path depends on the host.
+///
+/// # Errors
+/// `text` is not what [`render`] made.
+pub fn for_host(text: &str, certificate: &str) -> Result<String, String> {
+    let mut file: toml::Table = text.parse().map_err(|error| format!("published broker.toml: {error}"))?;
+    table(&mut file, "bootstrap")?.insert("curve_cert".into(), certificate.into());
+    let made = toml::to_string(&file).map_err(|error| format!("broker.toml: {error}"))?;
+    let header = text.lines().next().filter(|line| line.starts_with(HEADER)).unwrap_or_default();
+    Ok(format!("{header}\n{made}"))
+}
+
+/// The broker name of a rank in this epoch.
+pub fn broker_name(roster: &Roster, rank: Rank) -> String {
+    roster.ranks.get(&rank).map_or_else(|| spare_name(rank), |entry| entry.broker_name.clone())
+}
+
+const SPARE: &str = "flux-spare-";
+
+/// The placeholder name of a spare.
+pub fn spare_name(rank: Rank) -> String {
+    format!("{SPARE}{rank}")
+}
+
+/// A node may give its name to its broker: flux-core takes names of RFC 1035 (conf_bootstrap_validate_domain_name); ours for
+/// spares are taken.
+pub fn is_broker_name(name: &str) -> bool {
+    let label = |label: &str| {
+        (1..=63).contains(&label.len())
+            && !label.starts_with('-')
+            && !label.ends_with('-')
+            && label.chars().all(|c| c.is_ascii_alphanumeric() || c == '-')
+    };
+    name.len() <= 253 && name.split('.').all(label) && !name.starts_with(SPARE)
+}
+
+/// What a rank without facts declares: what the spec says, else the commonest resources among the members (the larger of
+/// two equally common ones, so that the answer is the same everywhere), else one core.
+pub fn spare_shape(roster: &Roster) -> Declared {
+    if let Some(shape) = roster.settings.spare_shape {
+        return shape.into();
+    }
+    let mut counts: BTreeMap<Declared, usize> = BTreeMap::new();
+    for declared in roster.ranks.values().filter_map(|entry| entry.resources.clone()) {
+        *counts.entry(Declared { excluded: false, ..declared }).or_default() += 1;
+    }
+    let commonest = counts.into_iter().max_by_key(|(declared, count)| (*count, declared.clone()));
+    commonest.map_or(Declared { cores: 1, ..Declared::default() }, |(declared, _)| declared)
+}
+
+/// Ranks that get no jobs at all; one whose member is gone may still have its broker. None where it would be all ranks: Fluxion
+/// ends the broker if there is nothing for it to schedule (0.54: its resource module stops, and flux-core takes that for a
+/// crash).
+fn excluded(roster: &Roster) -> IdSet {
+    let excluded: IdSet = roster.ranks.iter().filter(|(_, entry)| entry.is_excluded()).map(|(rank, _)| *rank).collect();
+    if excluded.len() == roster.settings.max_size as usize { IdSet::default() } else { excluded }
+}
+
+fn table<'a>(file: &'a mut toml::Table, name: &str) -> Result<&'a mut toml::Table, String> {
+    file.entry(name)
+        .or_insert_with(|| toml::Table::new().into())
+        .as_table_mut()
+        .ok_or_else(|| format!("spec.broker.config: {name} is not a table"))
+}
+
+/// All names in rank order, then once more those that children connect to: flux merges entries of one name, and only
+/// parents need addresses (flux-config-bootstrap(5)).
+fn hosts(roster: &Roster, topology: Topology) -> Vec<toml::Value> {
+    let size = roster.settings.max_size;
+    let names = (0..size).map(|rank| broker_name(roster, rank));
+    let mut hosts = vec![toml::Table::from_iter([("host".to_owned(), hostlist::encode(names).into())])];
+    for (rank, entry) in &roster.ranks {
+        let Some(member) = &entry.member else { continue };
+        if *rank < size && topology.is_interior(*rank, size) {
+            let endpoint = endpoint(member.address, roster.settings.port);
+            hosts.push(toml::Table::from_iter([
+                ("host".to_owned(), entry.broker_name.clone().into()),
+                ("bind".to_owned(), endpoint.clone().into()),
+                ("connect".to_owned(), endpoint.into()),
+            ]));
+        }
+    }
+    hosts.into_iter().map(toml::Value::from).collect()
+}
+
+/// The member's Node is a property of its rank, so that jobs may require it by name. In an epoch that declares nodes nobody needs
+/// it, and each property makes a line of its own in `flux resource list`; it stays for jobs that have been waiting since then.
+pub fn is_node_a_property(roster: &Roster, entry: &RosterEntry) -> bool {
+    let differs = |member: &Member| !roster.declares_nodes() && member.node != entry.broker_name;
+    entry.member.as_ref().is_some_and(|member| entry.has_node_property || differs(member))
+}
+
+fn endpoint(address: IpAddr, port: u16) -> String {
+    match address {
+        IpAddr::V4(address) => format!("tcp://{address}:{port}"),
+        IpAddr::V6(address) => format!("tcp://[{address}]:{port}"),
+    }
+}
+
+/// What the ranks of one kind declare.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Kind {
+    cores: IdSet,
+    gpus: u32,
+    properties: BTreeSet<String>,
+}
+
+impl Kind {
+    /// Its `[[resource.config]]` entry (flux-config-resource(5)).
+    fn entry(self, hosts: &[&String]) -> toml::Value {
+        let mut entry = toml::Table::new();
+        entry.insert("hosts".into(), hostlist::encode(hosts).into());
+        entry.insert("cores".into(), self.cores.to_string().into());
+        if self.gpus > 0 {
+            entry.insert("gpus".into(), (0..self.gpus).collect::<IdSet>().to_string().into());
+        }
+        if !self.properties.is_empty() {
+            entry.insert("properties".into(), self.properties.into_iter().collect::<Vec<_>>().into());
+        }
+        entry.into()
+    }
+}
+
+/// The kind of each rank, in rank order.
+fn kinds(roster: &Roster) -> impl Iterator<Item = Kind> {
+    let shape = spare_shape(roster);
+    (0..roster.settings.max_size).map(move |rank| {
+        let entry = roster.ranks.get(&rank);
+        let declared = entry.and_then(|entry| entry.resources.as_ref()).unwrap_or(&shape);
+        let mut properties = BTreeSet::new();
+        if let Some((entry, member)) = entry.and_then(|entry| Some((entry, entry.member.as_ref()?))) {
+            properties.extend(entry.properties.iter().cloned());
+            properties.extend(is_node_a_property(roster, entry).then(|| member.node.clone()));
+        }
+        Kind { cores: declared.core_ids(), gpus: declared.gpus, properties }
+    })
+}
+
+/// One `[[resource.config]]` entry for each kind, under these names. Flux finds the ranks by the names.
+fn resource_config(roster: &Roster, names: &[String]) -> Vec<toml::Value> {
+    let mut hosts: BTreeMap<Kind, Vec<&String>> = BTreeMap::new();
+    let mut in_order = Vec::new();
+    for (kind, name) in kinds(roster).zip(names) {
+        let known = hosts.entry(kind.clone()).or_default();
+        if known.is_empty() {
+            in_order.push(kind);
+        }
+        known.push(name);
+    }
+    in_order.into_iter().filter_map(|kind| hosts.remove(&kind).map(|hosts| kind.entry(&hosts))).collect()
+}
+
+/// The same for a configuration without `[bootstrap]`, whose ranks are those of the order in which the names stand.
+pub(super) fn resource_config_in_rank_order(roster: &Roster, names: &[String]) -> Vec<toml::Value> {
+    let mut runs: Vec<(Kind, Vec<&String>)> = Vec::new();
+    for (kind, name) in kinds(roster).zip(names) {
+        match runs.last_mut() {
+            Some((last, hosts)) if *last == kind => hosts.push(name),
+            _ => runs.push((kind, vec![name])),
+        }
+    }
+    runs.into_iter().map(|(kind, hosts)| kind.entry(&hosts)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture::{member, roster};
+    use api::Resources;
+
+    #[test]
+    fn a_flat_instance_needs_one_address() {
+        let text = render(&roster(4, &[("node1", 2), ("node2", 2), ("node3", 4)])).unwrap();
+        let id = roster(1, &[]).instance_id;
+        assert_eq!(made_from(&text, &id), Some((1, 1)));
+        assert_eq!(made_from(&text, "another"), None);
+        let text = text.split_once('\n').unwrap().1;
+        let expected = r#"[access]
+allow-root-owner = true
+
+[[bootstrap.hosts]]
+host = "node[1-3],flux-spare-3"
+
+[[bootstrap.hosts]]
+bind = "tcp://10.0.0.1:8050"
+connect = "tcp://10.0.0.1:8050"
+host = "node1"
+
+[kvs]
+checkpoint-period = "1m"
+
+[[resource.config]]
+cores = "0-1"
+hosts = "node[1-2],flux-spare-3"
+
+[[resource.config]]
+cores = "0-3"
+hosts = "node3"
+
+[resource.verify]
+default = "allow-extra"
+gpu = "ignore"
+hostname = "ignore"
+
+[sched-fluxion-qmanager]
+queue-policy = "easy"
+
+[sched-fluxion-resource]
+match-format = "rv1"
+
+[tbon]
+connect_timeout = "5s"
+tcp_user_timeout = "2m"
+topo = "kary:256"
+"#;
+        assert_eq!(text, expected);
+        let host = for_host(text, "/opt/flux-distribute/etc/curve.cert").unwrap();
+        assert!(host.contains("curve_cert = \"/opt/flux-distribute/etc/curve.cert\""));
+    }
+
+    #[test]
+    fn every_interior_rank_of_a_deep_tree_has_an_address() {
+        let mut roster = roster(5, &[("a", 1), ("b", 1), ("c", 1)]);
+        roster.settings.topology = "kary:2".into();
+        let text = render(&roster).unwrap();
+        assert!(text.contains("bind = \"tcp://10.0.0.2:8050\""), "{text}");
+        assert!(!text.contains("10.0.0.3"), "{text}");
+    }
+
+    #[test]
+    fn in_an_epoch_of_an_older_version_a_member_under_a_spares_name_has_its_node_as_a_property() {
+        let mut roster = Roster { format: 1, ..roster(4, &[("node1", 2)]) };
+        let entry = api::RosterEntry {
+            broker_name: spare_name(2),
+            reserved_for: None,
+            member: Some(member("a.example", 9)),
+            resources: Some(Resources { cores: 8, gpus: 2 }.into()),
+            lacks_since: None,
+            properties: ["zone=eu-1a".to_owned()].into(),
+            has_node_property: false,
+            drain: None,
+            revision: 2,
+        };
+        roster.ranks.insert(2, entry);
+        let text = render(&roster).unwrap();
+        let kind =
+            "cores = \"0-7\"\ngpus = \"0-1\"\nhosts = \"flux-spare-2\"\nproperties = [\"a.example\", \"zone=eu-1a\"]";
+        assert!(text.contains(kind), "{text}");
+        roster.ranks.get_mut(&2).unwrap().member = None;
+        assert!(!render(&roster).unwrap().contains("properties"));
+    }
+
+    #[test]
+    fn what_is_left_out_is_not_declared_and_who_is_excluded_is_named() {
+        let mut roster = roster(3, &[("node1", 4), ("node2", 4), ("node3", 4)]);
+        assert!(!render(&roster).unwrap().contains("exclude"));
+        let declared = |roster: &mut Roster, rank, left_out: &str, excluded| {
+            let resources = roster.ranks.get_mut(&rank).unwrap().resources.as_mut().unwrap();
+            (resources.left_out, resources.excluded) = (left_out.parse().unwrap(), excluded);
+        };
+        declared(&mut roster, 0, "0-1", true);
+        declared(&mut roster, 1, "", true);
+        let text = render(&roster).unwrap();
+        assert!(text.contains("exclude = \"0-1\"") && text.contains("cores = \"2-3\"\nhosts = \"node1\""), "{text}");
+        declared(&mut roster, 2, "", true);
+        assert!(!render(&roster).unwrap().contains("exclude"), "somebody must run the jobs");
+    }
+
+    #[test]
+    fn ipv6_addresses_stand_in_brackets() {
+        let mut roster = roster(2, &[("node1", 2)]);
+        roster.ranks.get_mut(&0).unwrap().member.as_mut().unwrap().address = "fd00::1".parse().unwrap();
+        let text = render(&roster).unwrap();
+        assert!(text.contains("tcp://[fd00::1]:8050") && text.contains("enable_ipv6 = true"), "{text}");
+    }
+
+    #[test]
+    fn extra_tables_are_merged_but_ours_are_ours() {
+        let mut roster = roster(2, &[("node1", 2)]);
+        roster.settings.config =
+            "[sched-fluxion-qmanager]\nqueue-policy = \"fcfs\"\n[exec]\nkill-timeout = \"1m\"".into();
+        let text = render(&roster).unwrap();
+        assert!(text.contains("queue-policy = \"fcfs\"") && text.contains("[exec]"), "{text}");
+        for ours in OWN_TABLES {
+            assert_eq!(extra_tables(&format!("[{ours}]")), Err(ExtraError::Ours(ours.into())));
+        }
+        assert!(matches!(extra_tables("[unclosed"), Err(ExtraError::NotToml(_))));
+    }
+
+    #[test]
+    fn a_spare_has_the_commonest_shape_unless_the_spec_says_one() {
+        let mut roster = roster(8, &[("a", 2), ("b", 4), ("c", 4), ("d", 2), ("e", 8)]);
+        assert_eq!(spare_shape(&roster).cores, 4);
+        roster.settings.spare_shape = Some(Resources { cores: 16, gpus: 1 });
+        assert_eq!(spare_shape(&roster).cores, 16);
+    }
+}

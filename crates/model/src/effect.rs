@@ -1,0 +1,194 @@
+//! What a changed spec will do, in one place: each field of a FluxInstance's spec and when a change of it takes effect.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+use api::FluxInstanceSpec;
+
+/// When a changed field takes effect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Effect {
+    /// Now, beside whatever runs.
+    Live,
+    /// Flux reads it at its start only: condition `RestartPending`, and the next epoch.
+    NextEpoch,
+    /// At the next epoch, which takes jobs along: those that are pending are another user's then.
+    NextEpochNewOwner,
+    /// It was asked for once: an instance that is there keeps what it has.
+    FirstStart,
+}
+
+impl std::fmt::Display for Effect {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Live => "takes effect at once, and disturbs nothing that runs",
+            Self::NextEpoch => "takes effect at the next coordinated restart (spec.upgrade tells when)",
+            Self::NextEpochNewOwner => {
+                "takes effect at the next coordinated restart (spec.upgrade tells when); jobs that are pending then will fail: they \
+                 are the owner's before"
+            }
+            Self::FirstStart => "is for an instance that has not started yet",
+        })
+    }
+}
+
+/// The longest prefix of a field's path decides.
+const EFFECTS: [(&str, Effect); 21] = [
+    ("packages", Effect::NextEpoch),
+    ("packages.allowHttpCredentials", Effect::Live),
+    ("packages.keep", Effect::Live),
+    ("packages.mirror", Effect::Live),
+    // What must be in it is told by its sha256.
+    ("packages.bundle.url", Effect::Live),
+    ("nodes", Effect::Live),
+    ("size", Effect::Live),
+    ("maxSize", Effect::NextEpoch),
+    ("lead", Effect::FirstStart),
+    ("topology", Effect::NextEpoch),
+    ("broker", Effect::NextEpoch),
+    ("broker.runAs", Effect::NextEpochNewOwner),
+    ("spares", Effect::NextEpoch),
+    ("resources", Effect::Live),
+    ("ranks", Effect::Live),
+    ("drain", Effect::Live),
+    ("autoscaling", Effect::Live),
+    ("upgrade", Effect::Live),
+    ("uninstall", Effect::Live),
+    ("state", Effect::Live),
+    ("prefix", Effect::FirstStart),
+];
+
+/// One field that differs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Change {
+    /// Its path below `spec`, such as `broker.port`.
+    pub field: String,
+    /// When it takes effect.
+    pub effect: Effect,
+}
+
+/// What differs between two specs, by field.
+pub fn changes(old: &FluxInstanceSpec, new: &FluxInstanceSpec) -> Vec<Change> {
+    let mut fields = BTreeSet::new();
+    let value = |spec: &FluxInstanceSpec| serde_json::to_value(spec).unwrap_or_default();
+    differing(&value(old), &value(new), String::new(), &mut fields);
+    fields.into_iter().map(|field| Change { effect: effect(&field), field }).collect()
+}
+
+/// When a change of `field` takes effect. What isn't known is taken to need a restart: better announced than denied.
+pub fn effect(field: &str) -> Effect {
+    let is_below =
+        |prefix: &str| field.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+    let known = EFFECTS.iter().filter(|(prefix, _)| is_below(prefix)).max_by_key(|(prefix, _)| prefix.len());
+    known.map_or(Effect::NextEpoch, |(_, effect)| *effect)
+}
+
+fn differing(old: &Value, new: &Value, path: String, found: &mut BTreeSet<String>) {
+    match (old, new) {
+        _ if old == new => {}
+        (Value::Object(before), Value::Object(after)) => {
+            for key in before.keys().chain(after.keys()) {
+                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                differing(
+                    &before.get(key).cloned().unwrap_or_default(),
+                    &after.get(key).cloned().unwrap_or_default(),
+                    path,
+                    found,
+                );
+            }
+        }
+        _ => drop(found.insert(path)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::settings::{pending, settings};
+    use api::PackageSet;
+
+    fn spec(value: &Value) -> FluxInstanceSpec {
+        serde_json::from_value(value.clone()).unwrap()
+    }
+
+    #[test]
+    fn what_is_told_of_a_field_is_what_is_done_about_it() {
+        let old = FluxInstanceSpec::default();
+        let running = settings(&old, 3, "digest", "certificate");
+        for (value, field, effect) in [
+            (json!({"size": 2}), "size", Effect::Live),
+            (json!({"maxSize": 100}), "maxSize", Effect::NextEpoch),
+            (json!({"lead": "node1"}), "lead", Effect::FirstStart),
+            (json!({"topology": "kary:2"}), "topology", Effect::NextEpoch),
+            (json!({"broker": {"port": 9000}}), "broker.port", Effect::NextEpoch),
+            (json!({"broker": {"runAs": "flux"}}), "broker.runAs", Effect::NextEpochNewOwner),
+            (json!({"broker": {"config": "[archive]"}}), "broker.config", Effect::NextEpoch),
+            (json!({"broker": {"cpuWeight": 5}}), "broker.cpuWeight", Effect::NextEpoch),
+            (json!({"broker": {"checkpointPeriod": "5m"}}), "broker.checkpointPeriod", Effect::NextEpoch),
+            (json!({"spares": {"shape": {"cores": 3}}}), "spares.shape", Effect::NextEpoch),
+            (json!({"resources": {"properties": ["pool"]}}), "resources.properties", Effect::Live),
+            (json!({"resources": {"gpus": "All"}}), "resources.gpus", Effect::Live),
+            (json!({"resources": {"exclude": {"cores": "0"}}}), "resources.exclude.cores", Effect::Live),
+            (json!({"resources": {"exclude": {"lead": true}}}), "resources.exclude.lead", Effect::Live),
+            (json!({"resources": {"retain": "1h"}}), "resources.retain", Effect::Live),
+            (json!({"ranks": {"retain": "1h"}}), "ranks.retain", Effect::Live),
+            (json!({"drain": {"timeout": "1h"}}), "drain.timeout", Effect::Live),
+            (json!({"autoscaling": {"protect": false}}), "autoscaling.protect", Effect::Live),
+            (json!({"upgrade": {"deadline": "1h"}}), "upgrade.deadline", Effect::Live),
+            (json!({"uninstall": {"keepState": true}}), "uninstall.keepState", Effect::Live),
+            (json!({"nodes": {"selector": {"matchLabels": {"a": "b"}}}}), "nodes.selector", Effect::Live),
+            (json!({"packages": {"keep": 3}}), "packages.keep", Effect::Live),
+            (json!({"prefix": "/srv/flux"}), "prefix", Effect::FirstStart),
+            (json!({"state": {"dumpEvery": "1h"}}), "state.dumpEvery", Effect::Live),
+        ] {
+            let new = spec(&value);
+            let told = changes(&old, &new);
+            assert_eq!(told.len(), 1, "{value}: {told:?}");
+            assert_eq!((told[0].field.as_str(), told[0].effect), (field, effect));
+            let restarts = pending(&running, &new, "digest", "certificate").is_some();
+            let is_next = matches!(effect, Effect::NextEpoch | Effect::NextEpochNewOwner);
+            assert_eq!(is_next, restarts, "{value}");
+        }
+    }
+
+    #[test]
+    fn every_field_is_classified() {
+        let schema = schemars::schema_for!(FluxInstanceSpec);
+        let fields = schema.as_value()["properties"].as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+        assert!(fields.len() > 10);
+        for field in fields {
+            assert!(EFFECTS.iter().any(|(known, _)| *known == field), "{field}");
+        }
+    }
+
+    #[test]
+    fn other_packages_are_for_the_next_epoch_but_not_where_they_come_from() {
+        let (a, b) = ("a".repeat(64), "b".repeat(64));
+        let bundle = |url: &str, sha256: &str| json!({"packages": {"bundle": {"url": url, "sha256": sha256}}});
+        let digest = |spec: &FluxInstanceSpec| {
+            let bundle = spec.packages.bundle.clone();
+            bundle.map_or_else(|| json!(spec.packages.specs).to_string(), |bundle| PackageSet::Bundle(bundle).digest())
+        };
+        let (url, sha256) = (("packages.bundle.url", Effect::Live), ("packages.bundle.sha256", Effect::NextEpoch));
+        for (old, new, expected) in [
+            (
+                json!({"packages": {"specs": ["flux-core"]}}),
+                json!({"packages": {"specs": ["flux-core >=0.88"], "mirror": "https://mirror.example.org"}}),
+                vec![("packages.mirror", Effect::Live), ("packages.specs", Effect::NextEpoch)],
+            ),
+            (bundle("https://old/b.tgz", &a), bundle("file:///srv/b.tgz", &a), vec![url]),
+            (bundle("https://old/b.tgz", &a), bundle("https://old/b.tgz", &b), vec![sha256]),
+            (bundle("https://old/b.tgz", &a), bundle("https://new/b.tgz", &b), vec![sha256, url]),
+            (json!({}), bundle("https://new/b.tgz", &a), vec![("packages.bundle", Effect::NextEpoch)]),
+        ] {
+            let (old, new) = (spec(&old), spec(&new));
+            let told: Vec<_> = changes(&old, &new).into_iter().map(|change| (change.field, change.effect)).collect();
+            let restarts = pending(&settings(&old, 3, &digest(&old), "c"), &new, &digest(&new), "c").is_some();
+            assert_eq!(restarts, expected.iter().any(|(_, effect)| *effect == Effect::NextEpoch), "{told:?}");
+            assert_eq!(told, expected.iter().map(|(field, effect)| ((*field).to_owned(), *effect)).collect::<Vec<_>>());
+        }
+    }
+}

@@ -1,0 +1,307 @@
+//! Which nodes may get a rank. Who *loses* one is a different question, answered in [`super::roster`]: NotReady, cordon and
+//! taints never take a rank away.
+
+use std::{collections::BTreeMap, net::IpAddr};
+
+use k8s_openapi::{
+    api::core::v1::{Node, Taint, Toleration},
+    apimachinery::pkg::{api::resource::Quantity, apis::meta::v1::LabelSelector},
+};
+
+use super::protect::PROTECTING;
+use api::{ANNOTATION_PROTECTS, Nodes};
+
+/// What planning needs to know of a Node.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct NodeView {
+    /// metadata.name
+    pub name: String,
+    /// metadata.uid
+    pub uid: String,
+    /// status.nodeInfo.bootID; empty where kubelet has not told.
+    pub boot_id: String,
+    /// metadata.creationTimestamp, seconds since the Unix epoch.
+    pub created: i64,
+    /// Condition Ready is True.
+    pub ready: bool,
+    /// spec.unschedulable
+    pub cordoned: bool,
+    /// metadata.deletionTimestamp is set.
+    pub deleting: bool,
+    /// status.nodeInfo.operatingSystem is linux (or not told).
+    pub linux: bool,
+    /// metadata.labels
+    pub labels: BTreeMap<String, String>,
+    /// Of metadata.annotations those about autoscalers.
+    pub annotations: BTreeMap<String, String>,
+    /// spec.taints
+    pub taints: Vec<Taint>,
+    /// The first numeric InternalIP.
+    pub address: Option<IpAddr>,
+    /// status.nodeInfo.architecture, or label kubernetes.io/arch, such as `amd64`; empty where neither is told.
+    pub architecture: String,
+    /// Hardware threads of status.capacity and of status.allocatable, in thousandths.
+    pub cpu: Option<Cpu>,
+    /// A device plugin gives the node's GPUs to pods.
+    pub advertises_gpus: bool,
+}
+
+/// The Node's hardware threads, in thousandths.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Cpu {
+    /// status.capacity.cpu
+    pub capacity: u64,
+    /// status.allocatable.cpu
+    pub allocatable: u64,
+}
+
+impl From<&Node> for NodeView {
+    fn from(node: &Node) -> Self {
+        let spec = node.spec.as_ref();
+        let status = node.status.as_ref();
+        let is_ready = |conditions: &Vec<_>| {
+            conditions
+                .iter()
+                .any(|c: &k8s_openapi::api::core::v1::NodeCondition| c.type_ == "Ready" && c.status == "True")
+        };
+        Self {
+            name: node.metadata.name.clone().unwrap_or_default(),
+            uid: node.metadata.uid.clone().unwrap_or_default(),
+            boot_id: status.and_then(|s| s.node_info.as_ref()).map(|info| info.boot_id.clone()).unwrap_or_default(),
+            created: node.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
+            ready: status.and_then(|s| s.conditions.as_ref()).is_some_and(is_ready),
+            cordoned: spec.and_then(|s| s.unschedulable).unwrap_or(false),
+            deleting: node.metadata.deletion_timestamp.is_some(),
+            linux: status
+                .and_then(|s| s.node_info.as_ref())
+                .is_none_or(|info| matches!(info.operating_system.as_str(), "linux" | "")),
+            labels: node.metadata.labels.clone().unwrap_or_default(),
+            annotations: PROTECTING
+                .into_iter()
+                .chain([ANNOTATION_PROTECTS])
+                .filter_map(|key| Some((key.to_owned(), node.metadata.annotations.as_ref()?.get(key)?.clone())))
+                .collect(),
+            taints: spec.and_then(|s| s.taints.clone()).unwrap_or_default(),
+            address: status.and_then(|s| s.addresses.as_ref()).and_then(|addresses| {
+                addresses.iter().filter(|a| a.type_ == "InternalIP").find_map(|a| a.address.parse().ok())
+            }),
+            architecture: status
+                .and_then(|s| s.node_info.as_ref())
+                .map(|info| info.architecture.clone())
+                .filter(|architecture| !architecture.is_empty())
+                .or_else(|| node.metadata.labels.as_ref()?.get("kubernetes.io/arch").cloned())
+                .unwrap_or_default(),
+            cpu: status.and_then(|s| {
+                let cpu = |list: &Option<Quantities>| milli(&list.as_ref()?.get("cpu")?.0);
+                Some(Cpu { capacity: cpu(&s.capacity)?, allocatable: cpu(&s.allocatable)? })
+            }),
+            // Named with 0 it counts too: so it stands while the plugin's pod is restarted.
+            advertises_gpus: status.is_some_and(|s| {
+                let names = [&s.capacity, &s.allocatable].into_iter().flatten().flat_map(Quantities::keys);
+                names.into_iter().any(|name| is_gpu(name))
+            }),
+        }
+    }
+}
+
+type Quantities = BTreeMap<String, Quantity>;
+
+/// A resource that a GPU's device plugin advertises.
+fn is_gpu(name: &str) -> bool {
+    matches!(name, "nvidia.com/gpu" | "amd.com/gpu") || name.starts_with("nvidia.com/mig-")
+}
+
+/// Thousandths of a quantity of CPUs as Kubernetes writes it: `4`, `3920m`, `0.5`.
+fn milli(quantity: &str) -> Option<u64> {
+    let (number, factor) = match quantity.strip_suffix('m') {
+        Some(number) => (number, 1.0),
+        None => (quantity, 1000.0),
+    };
+    let milli = number.parse::<f64>().ok()? * factor;
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a number of CPUs, checked")]
+    (0.0..1e9).contains(&milli).then(|| milli.round() as u64)
+}
+
+/// Why a node gets no rank.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Ineligible {
+    /// Not a linux node.
+    #[error("not a linux node")]
+    NotLinux,
+    /// Condition Ready is not True.
+    #[error("the node is not Ready")]
+    NotReady,
+    /// spec.unschedulable
+    #[error("the node is cordoned")]
+    Cordoned,
+    /// spec.nodes.selector
+    #[error("its labels don't match spec.nodes.selector")]
+    NotSelected,
+    /// A taint that spec.nodes.tolerations doesn't name.
+    #[error("taint {0} is not in spec.nodes.tolerations")]
+    Tainted(String),
+    /// No InternalIP.
+    #[error("the node has no numeric InternalIP")]
+    NoAddress,
+}
+
+/// Whether a node without a rank may get one.
+///
+/// # Errors
+/// The first reason why it may not.
+pub fn eligible(node: &NodeView, spec: &Nodes) -> Result<(), Ineligible> {
+    if !node.linux {
+        return Err(Ineligible::NotLinux);
+    }
+    if !selected(node, spec) {
+        return Err(Ineligible::NotSelected);
+    }
+    if !node.ready {
+        return Err(Ineligible::NotReady);
+    }
+    if node.cordoned {
+        return Err(Ineligible::Cordoned);
+    }
+    if let Some(taint) = node.taints.iter().find(|taint| keeps_pods_off(taint) && !is_tolerated(taint, spec)) {
+        return Err(Ineligible::Tainted(format!("{}:{}", taint.key, taint.effect)));
+    }
+    if node.address.is_none() {
+        return Err(Ineligible::NoAddress);
+    }
+    Ok(())
+}
+
+fn keeps_pods_off(taint: &Taint) -> bool {
+    matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute")
+}
+
+fn is_tolerated(taint: &Taint, spec: &Nodes) -> bool {
+    spec.tolerations.iter().any(|toleration| tolerates(toleration, taint))
+}
+
+/// A taint that the spec names keeps pods off the node. Those of conditions come and go, and those that name a GPU let the
+/// very pods in that ask for one (admission plugin ExtendedResourceToleration).
+pub fn is_dedicated(node: &NodeView, spec: &Nodes) -> bool {
+    let is_condition = |taint: &Taint| {
+        taint.key.starts_with("node.kubernetes.io/") || taint.key.starts_with("node.cloudprovider.kubernetes.io/")
+    };
+    let dedicates = |taint: &&Taint| keeps_pods_off(taint) && !is_condition(taint) && !is_gpu(&taint.key);
+    node.taints.iter().filter(dedicates).any(|taint| is_tolerated(taint, spec))
+}
+
+/// The node's labels fit the spec's selector. A member that no longer fits is released, by drain.
+pub fn selected(node: &NodeView, spec: &Nodes) -> bool {
+    spec.selector.as_ref().is_none_or(|selector| matches(selector, &node.labels))
+}
+
+/// Label selection as Kubernetes does it; an operator that does not exist selects nothing.
+fn matches(selector: &LabelSelector, labels: &BTreeMap<String, String>) -> bool {
+    let equal = selector.match_labels.iter().flatten().all(|(key, value)| labels.get(key) == Some(value));
+    let set_based = selector.match_expressions.iter().flatten().all(|requirement| {
+        let value = labels.get(&requirement.key);
+        let listed = value.is_some_and(|value| requirement.values.iter().flatten().any(|listed| listed == value));
+        match requirement.operator.as_str() {
+            "In" => listed,
+            "NotIn" => !listed,
+            "Exists" => value.is_some(),
+            "DoesNotExist" => value.is_none(),
+            _ => false,
+        }
+    });
+    equal && set_based
+}
+
+/// Toleration of a taint as Kubernetes decides it.
+fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
+    let effect = toleration.effect.as_deref().unwrap_or("");
+    let key = toleration.key.as_deref().unwrap_or("");
+    if !effect.is_empty() && effect != taint.effect {
+        return false;
+    }
+    match toleration.operator.as_deref().unwrap_or("Equal") {
+        "Exists" => key.is_empty() || key == taint.key,
+        "Equal" => {
+            key == taint.key && toleration.value.as_deref().unwrap_or("") == taint.value.as_deref().unwrap_or("")
+        }
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node() -> NodeView {
+        NodeView {
+            name: "node1".into(),
+            ready: true,
+            linux: true,
+            labels: [("pool".to_owned(), "hpc".to_owned())].into(),
+            address: Some([10, 0, 0, 1].into()),
+            ..NodeView::default()
+        }
+    }
+
+    fn taint(key: &str, value: &str, effect: &str) -> Taint {
+        Taint { key: key.into(), value: Some(value.into()), effect: effect.into(), time_added: None }
+    }
+
+    fn spec(yaml: &str) -> Nodes {
+        serde_norway::from_str(yaml).unwrap()
+    }
+
+    #[test]
+    fn a_control_plane_label_alone_never_excludes() {
+        let mut node = node();
+        node.labels.insert("node-role.kubernetes.io/control-plane".into(), String::new());
+        assert_eq!(eligible(&node, &Nodes::default()), Ok(()));
+    }
+
+    #[test]
+    fn each_reason_is_told() {
+        let none = Nodes::default();
+        for (change, expected) in [
+            ((|n: &mut NodeView| n.linux = false) as fn(&mut NodeView), Ineligible::NotLinux),
+            (|n| n.ready = false, Ineligible::NotReady),
+            (|n| n.cordoned = true, Ineligible::Cordoned),
+            (|n| n.address = None, Ineligible::NoAddress),
+            (|n| n.taints = vec![taint("a", "b", "NoSchedule")], Ineligible::Tainted("a:NoSchedule".into())),
+            (|n| n.taints = vec![taint("a", "b", "NoExecute")], Ineligible::Tainted("a:NoExecute".into())),
+        ] {
+            let mut node = node();
+            change(&mut node);
+            assert_eq!(eligible(&node, &none), Err(expected));
+        }
+    }
+
+    #[test]
+    fn taints_that_are_tolerated_or_only_preferences_do_not_exclude() {
+        for (taints, tolerations, expected) in [
+            (vec![taint("a", "b", "PreferNoSchedule")], "{}", true),
+            (vec![taint("hpc", "flux", "NoSchedule")], "tolerations: [{key: hpc, value: flux}]", true),
+            (vec![taint("hpc", "flux", "NoSchedule")], "tolerations: [{key: hpc, value: other}]", false),
+            (vec![taint("hpc", "flux", "NoSchedule")], "tolerations: [{key: hpc, operator: Exists}]", true),
+            (vec![taint("hpc", "flux", "NoSchedule")], "tolerations: [{operator: Exists, effect: NoExecute}]", false),
+            (vec![taint("hpc", "flux", "NoSchedule")], "tolerations: [{operator: Exists}]", true),
+        ] {
+            let node = NodeView { taints, ..node() };
+            assert_eq!(eligible(&node, &spec(tolerations)).is_ok(), expected, "{tolerations}");
+        }
+    }
+
+    #[test]
+    fn selectors_select_as_in_kubernetes() {
+        for (selector, expected) in [
+            ("selector: {matchLabels: {pool: hpc}}", true),
+            ("selector: {matchLabels: {pool: web}}", false),
+            ("selector: {matchExpressions: [{key: pool, operator: In, values: [hpc, gpu]}]}", true),
+            ("selector: {matchExpressions: [{key: pool, operator: NotIn, values: [hpc]}]}", false),
+            ("selector: {matchExpressions: [{key: zone, operator: NotIn, values: [a]}]}", true),
+            ("selector: {matchExpressions: [{key: zone, operator: Exists}]}", false),
+            ("selector: {matchExpressions: [{key: zone, operator: DoesNotExist}]}", true),
+            ("selector: {matchExpressions: [{key: zone, operator: Gt, values: ['1']}]}", false),
+        ] {
+            assert_eq!(selected(&node(), &spec(selector)), expected, "{selector}");
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! What there is to say about an instance, and which of it becomes its one line.
+
+use std::path::Path;
+
+use super::{
+    prefix,
+    roster::{Observed, resources},
+};
+use api::{FluxInstanceSpec, Rank, Roster, RosterEntry};
+
+/// How much a finding matters, the worst first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Weight {
+    /// The planner can't go on before somebody mends it.
+    Problem,
+    /// The lead is not online: no job can be submitted or started.
+    LeadAway,
+    /// A job waits for cores that are free.
+    CoresLost,
+    /// A part of the spec is not carried out.
+    NotApplied,
+    /// The spec asks for more nodes than the running epoch has ranks.
+    ScaleDenied,
+    /// A restart is pending and can't proceed before somebody mends something.
+    RestartBlocked,
+    /// Members are not online.
+    NodesAway,
+    /// Members have no agent: their brokers go on, but nobody looks after them.
+    AgentsAway,
+    /// All is as it is wanted.
+    Fine,
+}
+
+/// One thing that was found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finding {
+    /// How much it matters.
+    pub weight: Weight,
+    /// One sentence.
+    pub words: String,
+}
+
+impl Finding {
+    /// A finding.
+    pub fn new(weight: Weight, words: impl Into<String>) -> Self {
+        Self { weight, words: words.into() }
+    }
+}
+
+/// The instance's one line: the worst that was found; of several that weigh the same, the first.
+pub fn line(findings: &[Finding]) -> String {
+    findings.iter().min_by_key(|finding| finding.weight).map(|worst| worst.words.clone()).unwrap_or_default()
+}
+
+/// A part of the spec that the running instance does not carry out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NotApplied {
+    /// CamelCase, for the condition and the Event.
+    pub reason: &'static str,
+    /// One sentence with the remedy.
+    pub words: String,
+}
+
+/// The parts of the spec that an instance which was online once does not carry out.
+pub fn not_applied(seen: &Observed, roster: &Roster) -> Vec<NotApplied> {
+    let fixed = [fixed_prefix(seen, roster), fixed_lead(seen, roster)];
+    fixed.into_iter().filter(|_| roster.established).chain([nobody_left(seen, roster)]).flatten().collect()
+}
+
+fn fixed_prefix(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
+    let (wanted, has) = (seen.spec.prefix.as_deref()?, prefix::of_instance(seen, roster)?);
+    (Path::new(wanted) != Path::new(has)).then(|| NotApplied {
+        reason: "PrefixIsFixed",
+        words: format!(
+            "spec.prefix is {wanted}, but the instance is in {has} on every host and stays there, because a prefix counts \
+             at the first start only: set spec.prefix to {has}, or delete the FluxInstance and create it again"
+        ),
+    })
+}
+
+fn fixed_lead(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
+    let (wanted, leads) = (seen.spec.lead.as_deref()?, &roster.lead()?.node);
+    (wanted != leads).then(|| NotApplied {
+        reason: "LeadIsFixed",
+        words: format!(
+            "spec.lead is {wanted}, but {leads} leads and stays the lead, because the queue is on its disk: set spec.lead to \
+             {leads}, or remove it (if {leads} is lost for good: docs/state.md, `flux-distribute recover`)"
+        ),
+    })
+}
+
+/// `spec.resources.exclude` names every member: Flux has no rank left that could run a job.
+fn nobody_left(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
+    let mut members = roster.ranks.iter().filter(|(_, entry)| entry.member.is_some()).peekable();
+    members.peek()?;
+    members.all(|(rank, entry)| is_to_be_excluded(seen, *rank, entry)).then(|| NotApplied {
+        reason: "AllExcluded",
+        words: "spec.resources.exclude names every member, so no job can run: leave out at least one node, or add one"
+            .to_owned(),
+    })
+}
+
+fn is_to_be_excluded(seen: &Observed, rank: Rank, entry: &RosterEntry) -> bool {
+    let Some(member) = &entry.member else { return false };
+    let node = seen.nodes.iter().find(|node| node.uid == member.uid);
+    let declares = node.and_then(|node| resources(seen, node, rank, None));
+    declares.map_or_else(|| is_named(seen.spec, rank, &member.node), |declares| declares.excluded)
+}
+
+fn is_named(spec: &FluxInstanceSpec, rank: Rank, node: &str) -> bool {
+    let exclude = &spec.resources.exclude;
+    (rank == 0 && exclude.lead) || exclude.nodes.iter().any(|name| name == node)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::roster::tests::World;
+
+    #[test]
+    fn the_line_is_the_worst_that_was_found() {
+        use Weight::*;
+        let order = [Problem, LeadAway, NotApplied, ScaleDenied, RestartBlocked, NodesAway, AgentsAway, Fine];
+        let all: Vec<_> = order.iter().rev().map(|weight| Finding::new(*weight, format!("{weight:?}"))).collect();
+        for (healed, worst) in order.iter().enumerate() {
+            let left = &all[..all.len() - healed];
+            assert_eq!(line(left), format!("{worst:?}"), "{left:?}");
+        }
+        let twice = [Finding::new(ScaleDenied, "first"), Finding::new(ScaleDenied, "second")];
+        assert_eq!((line(&twice), line(&[])), ("first".to_owned(), String::new()));
+    }
+
+    #[test]
+    fn what_a_running_instance_does_not_take_from_the_spec_is_named_with_the_remedy() {
+        type Change = fn(&mut World);
+        for (what, change, expected) in [
+            ("nothing", (|_| {}) as Change, None),
+            ("the same lead", |world| world.spec.lead = Some("node1".into()), None),
+            (
+                "another lead",
+                |world| world.spec.lead = Some("node2".into()),
+                Some(("LeadIsFixed", "set spec.lead to node1")),
+            ),
+            ("the same prefix", |world| world.spec.prefix = Some("/opt/flux-distribute/".into()), None),
+            (
+                "another prefix",
+                |world| world.spec.prefix = Some("/srv/flux".into()),
+                Some(("PrefixIsFixed", "set spec.prefix to /opt/flux-distribute")),
+            ),
+            ("one excluded", |world| world.spec.resources.exclude.nodes = vec!["node1".into()], None),
+            (
+                "all excluded by name",
+                |world| world.spec.resources.exclude.nodes = vec!["node1".into(), "node2".into()],
+                Some(("AllExcluded", "leave out at least one node")),
+            ),
+            (
+                "all excluded as lead, and by name",
+                |world| {
+                    world.spec.resources.exclude.lead = true;
+                    world.spec.resources.exclude.nodes = vec!["node2".into()];
+                },
+                Some(("AllExcluded", "no job can run")),
+            ),
+            (
+                "all excluded by their cores",
+                |world| world.spec.resources.exclude.cores = Some("0-7".into()),
+                Some(("AllExcluded", "no job can run")),
+            ),
+        ] {
+            let mut world = World::up(2);
+            change(&mut world);
+            let found = not_applied(&world.seen(), world.roster.as_ref().unwrap());
+            match (expected, found.as_slice()) {
+                (None, []) => {}
+                (Some((reason, words)), [found]) if found.reason == reason && found.words.contains(words) => {}
+                _ => panic!("{what}: {found:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn before_the_first_start_lead_and_prefix_can_still_be_chosen() {
+        let mut world = World::up(2);
+        world.roster.as_mut().unwrap().established = false;
+        world.spec.lead = Some("node2".into());
+        world.spec.prefix = Some("/srv/flux".into());
+        assert_eq!(not_applied(&world.seen(), world.roster.as_ref().unwrap()), []);
+    }
+}

@@ -1,0 +1,168 @@
+use super::*;
+use crate::roster::tests::World;
+
+const CLUSTER_AUTOSCALER: &str = PROTECTING[0];
+const KARPENTER: &str = PROTECTING[1];
+
+/// A world in which jobs run on `ranks`.
+fn busy(world: &mut World, ranks: &str) {
+    world.reports.get_mut("node1").unwrap().allocated = Some(ranks.parse().unwrap());
+}
+
+/// Does what is to be done, and names the Nodes.
+fn settle(world: &mut World, protection: &mut Protection) -> Vec<String> {
+    let changes = protection.changes(&world.seen(), world.roster.as_ref());
+    apply(world, changes)
+}
+
+fn apply(world: &mut World, changes: Vec<Change>) -> Vec<String> {
+    for change in &changes {
+        let node = world.nodes.iter_mut().find(|node| node.uid == change.uid).unwrap();
+        assert_eq!(node.name, change.node);
+        for (key, value) in &change.annotations {
+            match value {
+                Some(value) => drop(node.annotations.insert(key.clone(), value.clone())),
+                None => drop(node.annotations.remove(key)),
+            }
+        }
+    }
+    changes.into_iter().map(|change| change.node).collect()
+}
+
+fn annotate(world: &mut World, node: &str, key: &str, value: &str) {
+    let node = world.nodes.iter_mut().find(|view| view.name == node).unwrap();
+    node.annotations.insert(key.to_owned(), value.to_owned());
+}
+
+fn protected(world: &World) -> Vec<&str> {
+    let has = |node: &&crate::eligibility::NodeView| PROTECTING.iter().all(|key| node.annotations.contains_key(*key));
+    world.nodes.iter().filter(has).map(|node| node.name.as_str()).collect()
+}
+
+#[test]
+fn nodes_with_jobs_are_protected_at_once_and_given_back_after_a_rest_but_the_lead_never() {
+    let (mut world, mut protection) = (World::up(4), Protection::default());
+    busy(&mut world, "");
+    // Pending jobs are lost with its disk.
+    assert_eq!(settle(&mut world, &mut protection), ["node1"]);
+    busy(&mut world, "2");
+    assert_eq!(settle(&mut world, &mut protection), ["node3"]);
+    assert_eq!(protected(&world), ["node1", "node3"]);
+    assert_eq!(settle(&mut world, &mut protection), [""; 0], "one write");
+
+    // Jobs that come and go cost nothing.
+    for second in 0..200 {
+        world.now += 1;
+        busy(&mut world, if second % 2 == 0 { "" } else { "2" });
+        assert_eq!(settle(&mut world, &mut protection), [""; 0]);
+    }
+    busy(&mut world, "");
+    world.now += REST_SECS - 1;
+    assert_eq!(settle(&mut world, &mut protection), [""; 0]);
+    world.now += 1;
+    assert_eq!(settle(&mut world, &mut protection), ["node3"]);
+    assert_eq!(protected(&world), ["node1"]);
+    assert!(world.nodes[1..].iter().all(|node| node.annotations.is_empty()));
+    assert_eq!(settle(&mut world, &mut protection), [""; 0]);
+}
+
+#[test]
+fn in_a_deep_tree_those_between_the_lead_and_a_job_are_protected_too() {
+    let (mut world, mut protection) = (World::up(8), Protection::default());
+    world.roster.as_mut().unwrap().settings.topology = "kary:2".into();
+    busy(&mut world, "7");
+    assert_eq!(settle(&mut world, &mut protection), ["node1", "node2", "node4", "node8"]);
+}
+
+#[test]
+fn what_somebody_else_has_annotated_stays_as_it_is() {
+    for (key, value) in [(CLUSTER_AUTOSCALER, "true"), (KARPENTER, "true"), (KARPENTER, "false")] {
+        let (mut world, mut protection) = (World::up(2), Protection::default());
+        annotate(&mut world, "node2", key, value);
+        busy(&mut world, "0-1");
+        settle(&mut world, &mut protection);
+        assert_eq!(protected(&world), ["node1", "node2"]);
+        busy(&mut world, "");
+        world.now += REST_SECS;
+        settle(&mut world, &mut protection);
+        assert_eq!(world.nodes[1].annotations, [(key.to_owned(), value.to_owned())].into());
+    }
+    // Both: there is nothing to do.
+    let (mut world, mut protection) = (World::up(1), Protection::default());
+    PROTECTING.iter().for_each(|key| annotate(&mut world, "node1", key, "true"));
+    busy(&mut world, "0");
+    assert_eq!(settle(&mut world, &mut protection), [""; 0]);
+}
+
+#[test]
+fn a_value_that_was_changed_later_is_his_who_changed_it_and_one_that_was_taken_off_comes_back() {
+    let (mut world, mut protection) = (World::up(2), Protection::default());
+    busy(&mut world, "1");
+    settle(&mut world, &mut protection);
+    annotate(&mut world, "node2", KARPENTER, "false");
+    world.nodes[1].annotations.remove(CLUSTER_AUTOSCALER);
+    assert_eq!(settle(&mut world, &mut protection), ["node2"]);
+    assert_eq!(protected(&world), ["node1", "node2"]);
+    busy(&mut world, "");
+    world.now += REST_SECS;
+    settle(&mut world, &mut protection);
+    assert_eq!(world.nodes[1].annotations, [(KARPENTER.to_owned(), "false".to_owned())].into());
+}
+
+#[test]
+fn nothing_is_taken_off_while_nobody_knows_what_runs() {
+    let (mut world, mut protection) = (World::up(3), Protection::default());
+    busy(&mut world, "1");
+    settle(&mut world, &mut protection);
+    world.now += 10 * REST_SECS;
+    let lead = world.reports["node1"].clone();
+    let silent = FluxNodeStatus { allocated: None, ..lead.clone() };
+    let offline = FluxNodeStatus { phase: api::NodePhase::Offline, allocated: Some(IdSet::default()), ..lead.clone() };
+    for report in [FluxNodeStatus::default(), silent, offline] {
+        world.reports.insert("node1".into(), report);
+        assert_eq!(settle(&mut world, &mut protection), [""; 0]);
+    }
+    world.reports.insert("node1".into(), lead);
+    let roster = world.roster.take();
+    assert_eq!(settle(&mut world, &mut protection), [""; 0]);
+    world.roster = roster;
+    // A planner that is new knows not since when a node rests.
+    let mut another = Protection::default();
+    busy(&mut world, "");
+    assert_eq!(settle(&mut world, &mut another), [""; 0]);
+    world.now += REST_SECS;
+    assert_eq!(settle(&mut world, &mut another), ["node2"]);
+}
+
+#[test]
+fn switched_off_everything_of_ours_goes_at_once() {
+    let (mut world, mut protection) = (World::up(2), Protection::default());
+    busy(&mut world, "0-1");
+    settle(&mut world, &mut protection);
+    world.spec.autoscaling.protect = false;
+    assert_eq!(settle(&mut world, &mut protection), ["node1", "node2"]);
+    assert_eq!(protected(&world), [""; 0]);
+    assert_eq!(settle(&mut world, &mut protection), [""; 0]);
+}
+
+#[test]
+fn at_the_end_everything_of_ours_goes_but_from_hosts_that_still_run_jobs() {
+    for (policy, ranks, kept) in [
+        (RunningJobs::Wait, "", &[][..]),
+        (RunningJobs::Wait, "1", &["node1", "node2"]),
+        (RunningJobs::Cancel, "1", &[]),
+    ] {
+        let (mut world, mut protection) = (World::up(2), Protection::default());
+        world.spec.uninstall.running_jobs = policy.clone();
+        busy(&mut world, "0-1");
+        settle(&mut world, &mut protection);
+        busy(&mut world, ranks);
+        let changes = protection.at_the_end(&world.nodes, &world.reports);
+        apply(&mut world, changes);
+        assert_eq!(protected(&world), kept, "{policy:?} {ranks}");
+        // The hosts are clean.
+        let changes = protection.at_the_end(&world.nodes, &BTreeMap::new());
+        apply(&mut world, changes);
+        assert_eq!(protected(&world), [""; 0]);
+    }
+}

@@ -1,0 +1,127 @@
+//! A FluxInstance that is made while hosts still hold the one before it.
+
+use super::{
+    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, is_certificate_in_use, is_certificate_of_another, tests::World,
+};
+use crate::{
+    fixture::roster,
+    status::{Obstacle, status},
+};
+use api::{Adopted, CONDITION_CERTIFICATE_MISSING, NodePhase};
+
+fn adopted(rank: u32, instance_uid: Option<&str>, instance_id: &str) -> Adopted {
+    Adopted {
+        rank,
+        broker_name: format!("node{}", rank + 1),
+        node_uid: format!("uid-node{}", rank + 1),
+        instance_uid: instance_uid.map(str::to_owned),
+        instance_id: instance_id.to_owned(),
+        epoch: 1,
+        pid: 7,
+        digest: "digest".into(),
+    }
+}
+
+/// Nothing of this FluxInstance yet; `node` was a member of the one before.
+fn after_another(node: usize) -> World {
+    let mut world = World::new(3);
+    world.all_passed();
+    let report = world.reports.get_mut(&format!("node{node}")).unwrap();
+    report.adopted = Some(adopted(u32::try_from(node).unwrap() - 1, Some("before"), "its-id"));
+    world
+}
+
+#[test]
+fn a_node_that_is_off_with_the_instance_before_keeps_nobody_from_starting() {
+    let mut world = after_another(2);
+    world.nodes[1].ready = false;
+    assert_eq!(world.settle(), Decision::Keep);
+    assert_eq!((world.rank("node1"), world.rank("node2"), world.rank("node3")), (Some(0), None, Some(1)));
+}
+
+#[test]
+fn a_node_that_still_holds_the_instance_before_is_not_made_the_lead() {
+    let mut world = after_another(1);
+    let Decision::Wait(reason) = world.settle() else { panic!("node1 may be clean in a moment") };
+    assert!(reason.contains("node1 still holds the instance before"), "{reason}");
+    world.reports.get_mut("node1").unwrap().message = Some("jobs are running".to_owned());
+    let Decision::Wait(reason) = world.settle() else { panic!("{:?}", world.roster) };
+    assert!(reason.contains("node1 still holds the instance before: jobs are running"), "{reason}");
+    world.waited = LEAD_PATIENCE;
+    world.settle();
+    assert_eq!(world.rank("node2"), Some(0));
+
+    let mut world = after_another(1);
+    world.waited = LEAD_PATIENCE;
+    world.spec.lead = Some("node1".into());
+    let Decision::Wait(reason) = world.settle() else { panic!("{:?}", world.roster) };
+    assert!(reason.contains("node1") && reason.contains("still holds the instance before"), "{reason}");
+    world.reports.get_mut("node1").unwrap().adopted = None;
+    world.settle();
+    assert_eq!(world.rank("node1"), Some(0));
+}
+
+#[test]
+fn a_lost_roster_is_not_made_anew_beside_a_broker_that_may_be_of_this_instance() {
+    // What the broker was started for, what is known of this FluxInstance (its ID, its epoch), whether it counts.
+    for (uid, id, known, epoch, counts) in [
+        (Some("instance"), "id", Some("id"), 1, true),
+        (Some("instance"), "id", None, 0, true),
+        (Some("before"), "its-id", None, 0, false),
+        (Some("before"), "its-id", Some("id"), 1, false),
+        (None, "id", Some("id"), 1, true),
+        (None, "its-id", Some("id"), 1, false),
+        // The lead has not been online yet, or nobody has seen it.
+        (None, "id", None, 1, true),
+        (None, "its-id", None, 0, false),
+    ] {
+        let mut world = World::new(2);
+        world.all_passed();
+        (world.status.instance_id, world.status.epoch) = (known.map(str::to_owned), epoch);
+        world.reports.get_mut("node2").unwrap().adopted = Some(adopted(1, uid, id));
+        world.waited = REPORTS_TIMEOUT;
+        let waits = matches!(world.settle(), Decision::Wait(reason) if reason.contains("a broker runs on node node2"));
+        assert_eq!(waits, counts, "{uid:?} {id} {known:?} {epoch}");
+        let in_use = known.is_some() || counts || world.roster.is_some_and(|roster| roster.established);
+        world.roster = None;
+        assert_eq!(is_certificate_in_use(&world.seen()), in_use, "{uid:?} {id} {known:?} {epoch}");
+    }
+}
+
+#[test]
+fn a_new_instance_gets_a_certificate_of_its_own_and_a_running_one_keeps_what_it_has() {
+    let is_anothers = |world: &World, made_for| is_certificate_of_another(&world.seen(), made_for);
+    let mut world = after_another(2);
+    assert!(is_anothers(&world, Some("before")));
+    assert!(is_anothers(&world, None), "an older version made it, for whom is not known");
+    assert!(!is_anothers(&world, Some("instance")));
+
+    world.roster = Some(roster(3, &[("node1", 2)]));
+    world.roster.as_mut().unwrap().instance_uid = "before".into();
+    assert!(is_anothers(&world, Some("before")), "the roster is of the instance before too");
+    world.roster.as_mut().unwrap().instance_uid = "instance".into();
+    world.roster.as_mut().unwrap().established = false;
+    assert!(!is_anothers(&world, None), "the lead may be starting with it");
+
+    world.roster = None;
+    world.reports.get_mut("node1").unwrap().adopted = Some(adopted(0, Some("instance"), "id"));
+    assert!(!is_anothers(&world, Some("before")), "a broker of this instance runs");
+    world.reports.get_mut("node1").unwrap().adopted = None;
+    world.status.instance_id = Some("id".into());
+    assert!(!is_anothers(&world, None), "the lead was online, and will be again");
+}
+
+#[test]
+fn a_certificate_that_is_gone_is_told_whatever_else_is_to_be_told() {
+    let mut world = World::up(2);
+    let problem = Obstacle::Problem { reason: "InvalidSpec", message: "a word is misspelt".to_owned() };
+    for (obstacle, is_gone) in [(None, true), (Some(problem.clone()), true), (Some(problem), false), (None, false)] {
+        for name in ["node1", "node2"] {
+            let seen = Observed { is_certificate_gone: is_gone, ..world.seen() };
+            let told = status(&seen, 1, seen.roster, obstacle.as_ref());
+            assert_eq!(told.holding(CONDITION_CERTIFICATE_MISSING).is_some(), is_gone, "{obstacle:?} {name}");
+            world.reports.get_mut(name).unwrap().phase = NodePhase::Offline;
+        }
+        world = World::up(2);
+    }
+}

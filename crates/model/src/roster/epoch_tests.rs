@@ -1,0 +1,557 @@
+use k8s_openapi::api::core::v1::Taint;
+
+use super::{
+    Decision, decide,
+    epoch::{Restart, restart},
+    tests::World,
+};
+use crate::{broker_toml::render, status::status};
+use api::{Closing, InstancePhase, NodePhase, OnFailure, ROSTER_FORMAT, Roster, Want};
+
+/// Three members that are online and idle.
+pub(super) fn idle() -> World {
+    let mut world = World::up(3);
+    jobs_on(&mut world, Some(""));
+    world
+}
+
+pub(super) fn jobs_on(world: &mut World, ranks: Option<&str>) {
+    world.reports.get_mut("node1").unwrap().allocated = ranks.map(|ranks| ranks.parse().unwrap());
+}
+
+/// The lead's agent has stopped its broker; the others end with it.
+pub(super) fn close(world: &mut World) {
+    let epoch = world.roster.as_ref().unwrap().epoch;
+    world.reports.values_mut().for_each(|report| report.adopted = None);
+    world.reports.get_mut("node1").unwrap().closed = Some(epoch);
+}
+
+pub(super) fn waits_for(world: &World) -> String {
+    match restart(&world.seen(), world.roster.as_ref().unwrap()) {
+        Restart::Waits { reason, .. } | Restart::Blocked { reason, .. } | Restart::Refused { reason, .. } => reason,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_flux_reads_at_start_waits_until_the_instance_is_idle() {
+    let mut world = idle();
+    world.spec.broker.port = Some(9000);
+    for (jobs, words) in [(Some("0-2"), "the jobs on ranks 0-2 to end"), (None, "the lead to tell whether jobs run")] {
+        jobs_on(&mut world, jobs);
+        assert_eq!(world.settle(), Decision::Keep);
+        assert_eq!(waits_for(&world), words);
+    }
+    jobs_on(&mut world, Some(""));
+    world.settle();
+    let roster = world.roster.clone().unwrap();
+    assert_eq!((roster.epoch, roster.closing), (1, Some(Closing::WhenIdle)));
+    assert_eq!(roster.ranks[&0].revision, roster.revision, "the lead is told");
+
+    // Nothing begins before the lead's broker has ended by its own agent's word.
+    assert_eq!(world.settle(), Decision::Keep);
+    world.reports.get_mut("node1").unwrap().closed = Some(1);
+    assert_eq!(world.settle(), Decision::Keep);
+    close(&mut world);
+    world.settle();
+    let next = world.roster.clone().unwrap();
+    assert_eq!((next.epoch, next.closing, next.settings.port), (2, None, 9000));
+    assert_eq!(next.previous, Some(roster.settings));
+    assert_eq!(next.instance_id, roster.instance_id);
+    assert!(next.established);
+    assert!(next.ranks.keys().eq([0, 1, 2].iter()));
+
+    world.online("node1");
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().previous, None);
+}
+
+#[test]
+fn packages_are_on_every_member_that_is_there_before_an_epoch_ends() {
+    let mut world = idle();
+    world.digest = "new";
+    assert_eq!(waits_for(&world), "the packages to be installed on the lead");
+    world.reports.get_mut("node1").unwrap().digest = Some("new".to_owned());
+    assert_eq!(waits_for(&world), "the packages to be installed on node node2");
+    // One that is away is not waited for.
+    world.reports.get_mut("node2").unwrap().phase = NodePhase::Offline;
+    world.reports.get_mut("node3").unwrap().digest = Some("new".to_owned());
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::WhenIdle));
+}
+
+#[test]
+fn a_word_or_the_deadline_ends_an_epoch_whatever_runs() {
+    let mut world = idle();
+    jobs_on(&mut world, Some("0"));
+    world.restart_word = Some("2026-01-01");
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::AtOnce));
+    close(&mut world);
+    world.settle();
+    let roster = world.roster.clone().unwrap();
+    assert_eq!((roster.epoch, roster.restart.as_deref()), (2, Some("2026-01-01")));
+    // The same word is heard once.
+    (1..=3).for_each(|number| world.online(&format!("node{number}")));
+    world.settle();
+    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+
+    jobs_on(&mut world, Some("0"));
+    world.spec.broker.port = Some(9000);
+    world.spec.upgrade.deadline = Some("1h".to_owned());
+    world.status = status(&world.seen(), 1, world.roster.as_ref(), None);
+    world.now += 3599;
+    assert_eq!(world.settle(), Decision::Keep);
+    world.now += 1;
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::AtOnce));
+}
+
+#[test]
+fn spares_take_their_nodes_names_and_the_dead_make_room_at_the_next_epoch() {
+    let mut world = idle();
+    world.add("node4", 4);
+    world.passed("node4", 8);
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().ranks[&3].broker_name, "flux-spare-3");
+    world.nodes.retain(|node| node.name != "node2");
+    world.settle();
+    world.now += 601;
+    world.settle();
+    world.passed("node3", 1);
+    world.settle();
+    world.now += 600;
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    close(&mut world);
+    world.settle();
+    let roster = world.roster.clone().unwrap();
+    let members: Vec<_> = roster.ranks.iter().map(|(rank, entry)| (*rank, entry.broker_name.as_str())).collect();
+    assert_eq!(members, [(0, "node1"), (2, "node3"), (3, "node4")]);
+    assert_eq!(roster.ranks[&2].resources.clone().unwrap().cores, 1, "only now resources may shrink");
+}
+
+/// Three members under their own names, and node4 under a spare's.
+fn with_a_member_under_a_spares_name() -> World {
+    let mut world = idle();
+    world.add("node4", 4);
+    world.passed("node4", 2);
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().ranks[&3].broker_name, "flux-spare-3");
+    world
+}
+
+fn begin_an_epoch(world: &mut World, port: u16) -> Roster {
+    world.spec.broker.port = Some(port);
+    world.settle();
+    close(world);
+    world.settle();
+    (1..=world.nodes.len()).for_each(|number| world.online(&format!("node{number}")));
+    world.settle();
+    jobs_on(world, Some(""));
+    world.roster.clone().unwrap()
+}
+
+#[test]
+fn what_waiting_jobs_require_of_a_member_by_its_name_outlives_epochs() {
+    let mut world = with_a_member_under_a_spares_name();
+    // An older version had begun the first epoch.
+    world.roster.as_mut().unwrap().format = 1;
+    let has_property = |roster: &Roster| render(roster).unwrap().contains("properties = [\"node4\"]");
+    for (epoch, port) in [(2, 9000), (3, 9001)] {
+        let roster = begin_an_epoch(&mut world, port);
+        assert_eq!((roster.epoch, roster.ranks[&3].broker_name.as_str()), (epoch, "node4"));
+        assert!(has_property(&roster), "epoch {epoch}");
+        assert_eq!(render(&roster).unwrap().matches("properties").count(), 1, "nobody else has one");
+    }
+    // Whoever has the rank next answers to another name.
+    world.nodes.pop();
+    world.settle();
+    world.now += 601;
+    world.settle();
+    assert!(!has_property(world.roster.as_ref().unwrap()));
+    let entry = &world.roster.as_ref().unwrap().ranks[&0];
+    assert!(!serde_json::to_string(entry).unwrap().contains("Property"), "what older versions read is the same");
+}
+
+#[test]
+fn an_epoch_of_an_older_version_is_to_end_once_it_is_idle_and_goes_on_as_it_began_until_then() {
+    let mut world = with_a_member_under_a_spares_name();
+    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+    world.roster.as_mut().unwrap().format = 1;
+    jobs_on(&mut world, Some("0"));
+    let roster = world.roster.clone().unwrap();
+    // Its end is no reason to end jobs, however long they run.
+    world.spec.upgrade.deadline = Some("1s".to_owned());
+    world.status = status(&world.seen(), 1, Some(&roster), None);
+    world.now += 3600;
+    let Restart::Waits { difference, reason } = restart(&world.seen(), &roster) else { panic!() };
+    assert!(difference.contains("own names") && reason.contains("jobs"), "{difference} {reason}");
+    assert!(!render(&roster).unwrap().contains("match-format"), "its running jobs have the other format");
+    jobs_on(&mut world, Some(""));
+    world.settle();
+    close(&mut world);
+    world.settle();
+    let next = world.roster.as_ref().unwrap();
+    assert_eq!((next.epoch, next.format), (2, ROSTER_FORMAT));
+    assert!(!render(next).unwrap().contains("flux-spare-3"));
+}
+
+#[test]
+fn no_epoch_begins_in_a_format_that_an_agent_does_not_read() {
+    let mut world = idle();
+    world.roster.as_mut().unwrap().format = 1;
+    let report = |world: &mut World, node: &str, roster_format| {
+        let report = world.reports.get_mut(node).unwrap();
+        (report.agent, report.roster_format) = (Some("0.1.0".to_owned()), roster_format);
+    };
+    // In the middle of an upgrade of the agents.
+    report(&mut world, "node1", ROSTER_FORMAT);
+    report(&mut world, "node2", 0);
+    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+    assert_eq!(begin_an_epoch(&mut world, 9000).format, 1);
+    report(&mut world, "node2", ROSTER_FORMAT);
+    assert_eq!(begin_an_epoch(&mut world, 9001).format, ROSTER_FORMAT);
+    report(&mut world, "node2", 0);
+    assert_eq!(begin_an_epoch(&mut world, 9002).format, ROSTER_FORMAT, "there is no way back");
+}
+
+#[test]
+fn a_member_that_somebody_has_drained_keeps_the_name_that_flux_knows_it_by() {
+    let mut world = with_a_member_under_a_spares_name();
+    world.reports.get_mut("node1").unwrap().drained_by_others = "0,3".parse().unwrap();
+    let roster = begin_an_epoch(&mut world, 9000);
+    let names: Vec<_> = roster.ranks.values().map(|entry| entry.broker_name.as_str()).collect();
+    assert_eq!(names, ["node1", "node2", "node3", "flux-spare-3"]);
+    assert_eq!(roster.ranks[&3].reserved_for, None);
+    world.reports.get_mut("node1").unwrap().drained_by_others = "0".parse().unwrap();
+    assert_eq!(begin_an_epoch(&mut world, 9001).ranks[&3].broker_name, "node4");
+}
+
+#[test]
+fn a_member_that_we_drain_keeps_the_name_that_flux_knows_it_by() {
+    let mut world = with_a_member_under_a_spares_name();
+    world.nodes[3].cordoned = true;
+    assert_eq!(begin_an_epoch(&mut world, 9000).ranks[&3].broker_name, "flux-spare-3");
+    world.nodes[3].cordoned = false;
+    assert_eq!(begin_an_epoch(&mut world, 9001).ranks[&3].broker_name, "node4");
+}
+
+#[test]
+fn a_cordoned_member_is_drained_from_an_epoch_s_first_roster_on() {
+    let mut world = idle();
+    world.nodes[2].cordoned = true;
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    close(&mut world);
+    let Decision::Write(next) = decide(&world.seen()) else { panic!("no epoch") };
+    assert_eq!(next.epoch, 2);
+    world.roster = Some(*next);
+    let drained: Vec<_> = world.told("node1").drain.into_values().collect();
+    assert_eq!(drained, ["2".parse().unwrap()], "a planner that dies here must not have it undrained");
+}
+
+#[test]
+fn members_count_for_a_default_max_size_though_all_of_them_are_cordoned_for_the_restart() {
+    let mut world = World::up(70);
+    jobs_on(&mut world, Some(""));
+    world.nodes.iter_mut().for_each(|node| node.cordoned = true);
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    close(&mut world);
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!((roster.epoch, roster.settings.max_size, roster.members().count()), (2, 140, 70));
+}
+
+#[test]
+fn a_smaller_size_takes_the_highest_out_once_they_are_drained_and_idle() {
+    let mut world = idle();
+    world.spec.size = Some(2);
+    world.settle();
+    let entry = world.roster.as_ref().unwrap().ranks[&2].clone();
+    assert!(entry.drain.unwrap().leave);
+    assert_eq!(world.wants("node3"), Want::Run);
+    let lead = world.reports.get_mut("node1").unwrap();
+    (lead.drained, lead.allocated) = (Some("2".parse().unwrap()), Some("2".parse().unwrap()));
+    assert_eq!(world.wants("node3"), Want::Run, "a job runs there");
+    jobs_on(&mut world, Some("0"));
+    assert_eq!(world.wants("node3"), Want::Leave);
+    world.settle();
+    assert_eq!(world.rank("node3"), Some(2), "its broker runs");
+    world.reports.get_mut("node3").unwrap().adopted = None;
+    world.settle();
+    assert_eq!(world.rank("node3"), Some(2), "it may be between two starts");
+    world.reports.get_mut("node3").unwrap().left = true;
+    world.settle();
+    assert_eq!((world.rank("node3"), world.rank("node2"), world.rank("node1")), (None, Some(1), Some(0)));
+    assert_eq!(world.wants("node3"), Want::Install);
+    // And it gets its rank back.
+    world.spec.size = None;
+    world.settle();
+    assert_eq!(world.rank("node3"), Some(2));
+    assert_eq!(world.roster.as_ref().unwrap().ranks[&2].drain, None);
+}
+
+#[test]
+fn a_member_that_leaves_gets_no_longer_than_the_time_out() {
+    let mut world = idle();
+    world.spec.size = Some(1);
+    world.spec.drain.timeout = Some("1m".to_owned());
+    world.settle();
+    jobs_on(&mut world, Some("1-2"));
+    world.now += 59;
+    assert_eq!(world.wants("node2"), Want::Run);
+    world.now += 1;
+    assert_eq!((world.wants("node2"), world.wants("node1")), (Want::Leave, Want::Run));
+}
+
+#[test]
+fn a_cordon_drains_and_an_uncordon_takes_it_back_but_conditions_do_neither() {
+    let mut world = idle();
+    let drained = |world: &mut World| {
+        world.settle();
+        let roster = world.roster.clone().unwrap();
+        roster.ranks.into_iter().filter_map(|(rank, entry)| Some((rank, entry.drain?.reason))).collect::<Vec<_>>()
+    };
+    world.nodes[1].ready = false;
+    world.nodes[1].taints =
+        vec![Taint { key: "node.kubernetes.io/not-ready".into(), effect: "NoExecute".into(), ..Taint::default() }];
+    assert_eq!(drained(&mut world), []);
+    for key in ["ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted"] {
+        let taint = |key: &str| Taint { key: key.into(), effect: "NoSchedule".into(), ..Taint::default() };
+        world.nodes[2].taints = vec![taint("example.org/maintenance"), taint(key)];
+        assert_eq!(drained(&mut world), [(2, "an autoscaler is about to delete the node".to_owned())], "{key}");
+        world.nodes[2].taints.pop();
+        assert_eq!(drained(&mut world), [], "it has changed its mind");
+    }
+    world.nodes[0].cordoned = true;
+    assert_eq!(drained(&mut world), [(0, "the node is cordoned".to_owned())]);
+    assert_eq!(world.wants("node1"), Want::Run);
+    world.nodes[0].cordoned = false;
+    world.nodes[2].deleting = true;
+    assert_eq!(drained(&mut world), [(2, "the node is being deleted".to_owned())]);
+    assert_eq!(world.told("node3").draining.as_deref(), Some("the node is being deleted"));
+    assert_eq!(world.told("node2").draining, None);
+    assert_eq!((world.wants("node3"), world.rank("node3")), (Want::Run, Some(2)));
+}
+
+#[test]
+fn fewer_ranks_than_members_keep_the_lowest() {
+    let mut world = idle();
+    world.spec.max_size = Some(2);
+    world.settle();
+    close(&mut world);
+    world.settle();
+    assert!(world.roster.as_ref().unwrap().ranks.keys().eq([0, 1].iter()));
+}
+
+#[test]
+fn a_lead_that_does_not_come_up_takes_the_instance_back_once() {
+    let fail = |on_failure| {
+        let mut world = idle();
+        world.spec.upgrade.on_failure = on_failure;
+        world.spec.broker.config = Some("[content]\nwrong = 1".to_owned());
+        world.settle();
+        close(&mut world);
+        world.settle();
+        let lead = world.reports.get_mut("node1").unwrap();
+        (lead.phase, lead.message) = (NodePhase::Failed, Some("exit code 1".to_owned()));
+        lead.keeps_dying = Some(2);
+        world.settle();
+        world
+    };
+    let mut world = fail(OnFailure::GoBack);
+    let roster = world.roster.clone().unwrap();
+    assert_eq!((roster.epoch, roster.settings.config.as_str(), roster.previous), (3, "", None));
+    assert_eq!(roster.refused.unwrap().reason, "exit code 1");
+    (1..=3).for_each(|number| world.online(&format!("node{number}")));
+    jobs_on(&mut world, Some(""));
+    assert_eq!(world.settle(), Decision::Keep);
+    assert!(waits_for(&world).contains("exit code 1"), "{}", waits_for(&world));
+    world.spec.broker.config = None;
+    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+
+    assert_eq!(fail(OnFailure::Stay).roster.unwrap().epoch, 2);
+}
+
+#[test]
+fn a_member_whose_lead_misses_it_is_told() {
+    let mut world = idle();
+    assert!(!world.told("node2").missed);
+    world.reports.get_mut("node1").unwrap().offline = vec![1];
+    assert!(world.told("node2").missed && !world.told("node3").missed);
+    // It says so itself.
+    let report = world.reports.get_mut("node2").unwrap();
+    (report.phase, report.adopted) = (NodePhase::Offline, None);
+    assert!(!world.told("node2").missed);
+}
+
+#[test]
+fn a_job_that_slips_in_before_the_epoch_is_closed_keeps_it_open() {
+    let mut world = idle();
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    assert!(world.roster.as_ref().unwrap().closing.is_some());
+    jobs_on(&mut world, Some("1"));
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!(roster.closing, None);
+    assert_eq!(roster.ranks[&0].revision, roster.revision, "the lead is told");
+    assert_eq!(waits_for(&world), "the jobs on ranks 1 to end");
+    jobs_on(&mut world, Some(""));
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::WhenIdle));
+}
+
+#[test]
+fn a_lead_whose_machine_is_off_is_not_online_by_its_own_last_word() {
+    let mut world = idle();
+    let phase = |world: &World| status(&world.seen(), 1, world.roster.as_ref(), None).phase;
+    world.nodes[0].ready = false;
+    assert_eq!(phase(&world), InstancePhase::Running, "kubelet alone is no evidence");
+    world.reports.get_mut("node2").unwrap().unheard = true;
+    assert_eq!(phase(&world), InstancePhase::Degraded);
+    let words = status(&world.seen(), 1, world.roster.as_ref(), None).message.unwrap();
+    assert!(words.contains("node1 (rank 0, started): its Node is not Ready"), "{words}");
+    world.nodes[0].ready = true;
+    assert_eq!(phase(&world), InstancePhase::Running);
+}
+
+#[test]
+fn a_node_that_was_made_again_has_its_name_for_itself_in_the_next_epoch() {
+    let mut world = idle();
+    world.nodes[1].uid = "uid-other".into();
+    world.reports.get_mut("node2").unwrap().adopted = None;
+    world.settle();
+    world.online("node2");
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    close(&mut world);
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    let names: Vec<_> = roster.ranks.iter().map(|(rank, entry)| (*rank, entry.broker_name.as_str())).collect();
+    assert_eq!((roster.epoch, names), (2, vec![(0, "node1"), (2, "node3"), (3, "node2")]));
+}
+
+#[test]
+fn rank_0_stays_where_the_queue_is_though_its_node_was_made_again_while_the_epoch_closed() {
+    let mut world = idle();
+    world.spec.size = Some(3);
+    world.add("node4", 4);
+    world.passed("node4", 2);
+    world.settle();
+    assert_eq!(world.rank("node4"), None);
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    close(&mut world);
+    (world.nodes[0].uid, world.nodes[0].created) = ("uid-again".into(), 100);
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    let places: Vec<_> = roster.ranks.iter().map(|(rank, entry)| (*rank, entry.broker_name.as_str())).collect();
+    assert_eq!((roster.epoch, places), (2, vec![(0, "node1"), (1, "node2"), (2, "node3")]));
+    let (lead, entry) = (roster.lead().unwrap(), &roster.ranks[&0]);
+    assert_eq!((lead.uid.as_str(), entry.reserved_for.as_deref()), ("uid-again", Some("uid-again")));
+}
+
+#[test]
+fn a_node_that_was_deleted_stays_drained() {
+    let mut world = idle();
+    world.nodes[1].cordoned = true;
+    world.settle();
+    let drain = world.roster.as_ref().unwrap().ranks[&1].drain.clone();
+    assert!(drain.is_some());
+    world.nodes.retain(|node| node.name != "node2");
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().ranks[&1].drain, drain);
+}
+
+#[test]
+fn what_an_agent_once_said_of_another_epoch_restarts_nothing() {
+    let mut world = idle();
+    let report = world.reports.get_mut("node3").unwrap();
+    report.restart_pending = Some("another command line".to_owned());
+    report.adopted.as_mut().unwrap().epoch = 0;
+    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+    world.reports.get_mut("node3").unwrap().adopted.as_mut().unwrap().epoch = 1;
+    assert_ne!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+}
+
+/// The lead's agent says that an administrator has shut the instance down.
+fn shut_down() -> World {
+    let mut world = idle();
+    world.reports.values_mut().for_each(|report| (report.phase, report.adopted) = (NodePhase::Waiting, None));
+    world.reports.get_mut("node1").unwrap().shut_down = Some(1);
+    world
+}
+
+#[test]
+fn an_instance_that_was_shut_down_begins_no_epoch_before_somebody_says_so() {
+    type Change = fn(&mut World);
+    for (what, change) in [
+        ("nothing", (|_| {}) as Change),
+        ("a change of the spec", |world| world.spec.broker.port = Some(9000)),
+        ("another package set", |world| world.digest = "other"),
+        ("a lead that would not come up", |world| world.reports.get_mut("node1").unwrap().keeps_dying = Some(1)),
+    ] {
+        let mut world = shut_down();
+        change(&mut world);
+        assert_eq!(world.settle(), Decision::Keep, "{what}");
+        let roster = world.roster.clone().unwrap();
+        assert_eq!((roster.epoch, roster.closing), (1, None), "{what}");
+        let told = status(&world.seen(), 1, Some(&roster), None);
+        let line = told.message.clone().unwrap();
+        assert!(line.contains("shut the instance down") && line.contains("annotate fxi flux"), "{what}: {line}");
+        assert_eq!(told.holding("Degraded").unwrap().reason, "ShutDown", "{what}");
+        assert_eq!([1, 2, 3].map(|n| world.wants(&format!("node{n}"))), [Want::Run, Want::Install, Want::Install]);
+        assert!(world.told("node2").reason.unwrap().contains("shut the instance down"));
+
+        world.restart_word = Some("go on");
+        world.settle();
+        assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::AtOnce), "{what}");
+        close(&mut world);
+        world.settle();
+        assert_eq!(world.roster.as_ref().unwrap().epoch, 2, "{what}");
+        let told = status(&world.seen(), 1, world.roster.as_ref(), None);
+        assert!(told.holding("Degraded").is_none_or(|degraded| degraded.reason != "ShutDown"), "{what}");
+    }
+}
+
+#[test]
+fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_gives_it_no_jobs() {
+    type Change = fn(&mut World);
+    for (what, change, missed) in [
+        ("nothing is known against it", (|_| {}) as Change, false),
+        ("the lead has lost it", |world| world.reports.get_mut("node1").unwrap().offline = vec![1], true),
+        ("it is slow, and idle", |world| world.reports.get_mut("node1").unwrap().torpid = "1".parse().unwrap(), true),
+        (
+            "it is slow, and has a job",
+            |world| {
+                jobs_on(world, Some("1"));
+                world.reports.get_mut("node1").unwrap().torpid = "1".parse().unwrap();
+            },
+            false,
+        ),
+        (
+            "it is slow, and nobody knows of its jobs",
+            |world| {
+                jobs_on(world, None);
+                world.reports.get_mut("node1").unwrap().torpid = "1".parse().unwrap();
+            },
+            false,
+        ),
+        (
+            "it is slow, and answers its agent",
+            |world| {
+                world.reports.get_mut("node2").unwrap().phase = NodePhase::Online;
+                world.reports.get_mut("node1").unwrap().torpid = "1".parse().unwrap();
+            },
+            false,
+        ),
+    ] {
+        let mut world = idle();
+        world.reports.get_mut("node2").unwrap().phase = NodePhase::Offline;
+        change(&mut world);
+        assert_eq!(world.told("node2").missed, missed, "{what}");
+    }
+}

@@ -1,0 +1,153 @@
+//! A lead that can't be started, and what mends it.
+
+use super::{
+    Decision, Observed, decide, decide_unserved,
+    epoch::{Restart, restart},
+    epoch_tests::{close, idle, jobs_on, waits_for},
+    tests::World,
+};
+use api::{Closing, NodePhase, OnFailure};
+
+/// The second epoch has begun with a user whom the lead's host doesn't know, and its broker was never started there.
+fn refused_by_the_host() -> World {
+    let mut world = idle();
+    world.spec.upgrade.on_failure = OnFailure::Stay;
+    world.spec.broker.run_as = Some("nosuchuser".into());
+    world.settle();
+    close(&mut world);
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().epoch, 2);
+    let lead = world.reports.get_mut("node1").unwrap();
+    (lead.phase, lead.message, lead.closed) = (NodePhase::Failed, Some("there is no user nosuchuser".into()), None);
+    lead.keeps_dying = Some(2);
+    world
+}
+
+#[test]
+fn what_mends_a_lead_that_can_not_be_started_is_not_kept_waiting_for_it() {
+    type Mend = fn(&mut World);
+    let mends: [(&str, Mend, Closing); 3] = [
+        ("the spec", |world| world.spec.broker.run_as = None, Closing::WhenIdle),
+        ("other packages, which are not there yet", |world| world.digest = "new", Closing::WhenIdle),
+        ("a word", |world| world.restart_word = Some("2026-01-01"), Closing::AtOnce),
+    ];
+    for (what, mend, closing) in mends {
+        let mut world = refused_by_the_host();
+        let before = world.roster.as_ref().unwrap().previous.clone();
+        assert_eq!(world.settle(), Decision::Keep, "{what}: nothing is asked for yet");
+        mend(&mut world);
+        world.settle();
+        assert_eq!(world.roster.as_ref().unwrap().closing, Some(closing), "{what}");
+        close(&mut world);
+        world.settle();
+        let roster = world.roster.as_ref().unwrap();
+        assert_eq!((roster.epoch, roster.closing), (3, None), "{what}");
+        assert_eq!(roster.previous, before, "{what}: what never came up is nothing to go back to");
+        assert_eq!(restart(&world.seen(), roster), Restart::None, "{what}: once");
+    }
+}
+
+#[test]
+fn a_lead_that_is_only_slow_or_away_is_not_taken_for_one_that_can_not_be_started() {
+    type Away = fn(&mut World);
+    let aways: [(&str, Away); 4] = [
+        ("on its way up, or refused once, as by a port that is taken for a moment", |world| {
+            world.reports.get_mut("node1").unwrap().keeps_dying = None;
+        }),
+        ("refused again and again, in the epoch before", |world| {
+            world.reports.get_mut("node1").unwrap().keeps_dying = Some(1);
+        }),
+        ("off", |world| world.nodes[0].ready = false),
+        ("not to be seen", |world| {
+            let broker = world.reports["node2"].adopted.clone().unwrap();
+            let lead = world.reports.get_mut("node1").unwrap();
+            lead.adopted = Some(api::Adopted { rank: 0, epoch: 2, ..broker });
+        }),
+    ];
+    for (what, away) in aways {
+        let mut world = idle();
+        let broker = world.reports["node2"].adopted.clone();
+        world = refused_by_the_host();
+        world.reports.get_mut("node2").unwrap().adopted = broker;
+        away(&mut world);
+        world.spec.broker.run_as = None;
+        assert_eq!(world.settle(), Decision::Keep, "{what}");
+        assert_eq!(waits_for(&world), "the lead to be online", "{what}");
+    }
+}
+
+#[test]
+fn a_lead_that_fails_long_after_it_was_online_is_mended_by_the_spec_too() {
+    let mut world = idle();
+    jobs_on(&mut world, Some("1"));
+    let lead = world.reports.get_mut("node1").unwrap();
+    (lead.phase, lead.adopted, lead.keeps_dying) = (NodePhase::Failed, None, Some(1));
+    assert_eq!(world.settle(), Decision::Keep);
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    let closing = world.roster.as_ref().unwrap().closing;
+    assert_eq!(closing, Some(Closing::WhenIdle), "a broker that runs there after all, unseen, keeps its jobs");
+}
+
+#[test]
+fn a_mend_is_not_taken_back_by_the_words_of_what_it_mends() {
+    let mut world = idle();
+    world.spec.upgrade.on_failure = OnFailure::GoBack;
+    let lead = world.reports.get_mut("node1").unwrap();
+    (lead.phase, lead.adopted) = (NodePhase::Failed, None);
+    (lead.keeps_dying, lead.message) = (Some(1), Some("the broker has ended".into()));
+    world.digest = "new";
+    world.settle();
+    close(&mut world);
+    world.settle();
+    world.reports.get_mut("node1").unwrap().closed = None;
+    assert_eq!(world.settle(), Decision::Keep);
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!((roster.epoch, roster.settings.digest.as_str(), &roster.refused), (2, "new", &None));
+    // Its own are another matter.
+    world.reports.get_mut("node1").unwrap().keeps_dying = Some(2);
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!((roster.epoch, roster.settings.digest.as_str()), (3, "digest"));
+    assert!(roster.refused.is_some());
+}
+
+#[test]
+fn an_instance_that_was_stopped_for_another_epoch_goes_on_when_there_is_none_to_begin() {
+    let mut world = idle();
+    assert_eq!(decide_unserved(&world.seen()), Decision::Keep);
+    world.spec.broker.port = Some(9000);
+    world.settle();
+    let closing = world.roster.clone().unwrap();
+    // It is not stopped for packages that are still to be resolved, and not kept from stopping either.
+    assert_eq!(decide(&Observed { digest: None, ..world.seen() }), Decision::Keep);
+    let unserved = |world: &World| decide_unserved(&world.seen());
+    let unresolved = |world: &World| decide(&Observed { digest: None, ..world.seen() });
+    let unserved_and_not_stopped_yet = unserved(&world);
+    close(&mut world);
+    for (what, decision) in [
+        ("the spec can't be served, and the lead still runs", unserved_and_not_stopped_yet),
+        ("the spec can't be served", unserved(&world)),
+        ("its packages can't be had", unresolved(&world)),
+    ] {
+        let Decision::Write(next) = decision else { panic!("{what}: {decision:?}") };
+        assert_eq!((next.epoch, next.closing, &next.settings), (1, None, &closing.settings), "{what}");
+        assert_eq!(next.ranks[&0].revision, next.revision, "{what}: the lead is told");
+        assert!(next.revision > closing.revision, "{what}");
+    }
+    world.roster.as_mut().unwrap().instance_uid = "another".into();
+    assert_eq!(decide_unserved(&world.seen()), Decision::Keep);
+}
+
+#[test]
+fn an_epoch_that_does_not_come_up_is_taken_back_whatever_the_spec_says_by_then() {
+    let mut world = refused_by_the_host();
+    world.spec.upgrade.on_failure = OnFailure::GoBack;
+    let keeps_dying = world.reports.get_mut("node1").unwrap().keeps_dying.take();
+    assert_eq!(decide_unserved(&world.seen()), Decision::Keep);
+    world.reports.get_mut("node1").unwrap().keeps_dying = keeps_dying;
+    world.spec.size = Some(0);
+    let Decision::Write(next) = decide_unserved(&world.seen()) else { panic!("the instance stays down") };
+    assert_eq!((next.epoch, next.settings.run_as.as_str(), next.ranks.len()), (3, "root", 3));
+    assert_eq!(next.refused.unwrap().reason, "there is no user nosuchuser");
+}

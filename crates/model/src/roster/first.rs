@@ -1,0 +1,212 @@
+//! The first roster of an epoch: who leads, and who is in it from the start.
+
+use std::collections::BTreeMap;
+
+use super::{
+    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, epoch::next_epoch, format,
+    has_failed, has_passed, holds_another, is_deep, is_of_instance, limit, properties, takers, turns, was_named,
+};
+use crate::{
+    broker_toml::{is_broker_name, spare_name},
+    eligibility::{NodeView, eligible},
+    prefix,
+    settings::{pending, settings},
+};
+use api::{FailedLeads, FluxNodeStatus, Roster, packed};
+use base::words::many;
+
+/// The lead's copy is as old as the last change that was the lead's matter, and nobody knows how many came after it: none of
+/// them may come again with other content.
+const LOST_REVISIONS: u64 = 1000;
+
+/// There is none: it is made again from what the nodes tell, or made for the first time.
+pub(super) fn without_roster(seen: &Observed) -> Decision {
+    // The lead's own copy has every member in it: no broker starts before the lead has taken it in.
+    let copies = seen.reports.values().filter_map(|status| status.roster.as_deref());
+    let copies = copies.filter_map(|field| Roster::parse(&packed::from_field(field)?).ok());
+    let own = copies.filter(|copy| copy.instance_uid == seen.instance_uid);
+    // A host that led before another one took over has the names, and the queue, of an epoch that is over.
+    let adopted = seen.reports.values().filter_map(|status| status.adopted.as_ref());
+    let running = adopted.filter(|adopted| is_of_instance(seen, adopted)).map(|adopted| adopted.epoch);
+    let last_epoch = running.fold(seen.status.epoch, u64::max);
+    let own = own.filter(|copy| copy.epoch >= last_epoch);
+    if let Some(mut copy) = own.max_by_key(|copy| (copy.epoch, copy.revision)) {
+        copy.revision += LOST_REVISIONS;
+        // The copy may be from before; what was online once is never thrown away.
+        copy.established |= seen.status.instance_id.as_ref() == Some(&copy.instance_id);
+        // So are its drains.
+        let entries = copy.ranks.values_mut();
+        entries.for_each(|entry| entry.drain = entry.drain.take().map(|drain| drain.anew(seen.now)));
+        drain(seen, &mut copy);
+        return Decision::Write(Box::new(copy));
+    }
+    let runs = |status: &FluxNodeStatus| status.adopted.as_ref().is_some_and(|adopted| is_of_instance(seen, adopted));
+    let running = seen.reports.iter().find(|(_, status)| runs(status));
+    if running.is_none() && seen.status.instance_id.is_none() {
+        return first_roster(seen, seen.fresh_id, 1, None, FailedLeads::default());
+    }
+    let silent = seen.nodes.iter().filter(|node| node.ready && !seen.reports.contains_key(&node.name)).count();
+    if silent > 0 && seen.waited < REPORTS_TIMEOUT {
+        return Decision::Wait(format!(
+            "the roster is gone: waiting for the agents of {} to tell what runs there",
+            many(silent as u64, "node")
+        ));
+    }
+    match (running, &seen.status.instance_id, &seen.status.lead) {
+        (Some(_), _, _) if seen.waited < REPORTS_TIMEOUT => {
+            Decision::Wait("the roster is gone: waiting for the lead's agent to tell its copy".to_owned())
+        }
+        // Without the lead's table of names, any rank given out now could be refused or be somebody else's.
+        (Some((node, _)), _, _) => Decision::Wait(format!(
+            "the roster is gone and the lead's host has not told its copy, but a broker runs on node {node}: bring the lead's \
+             node back, or stop all brokers (one that is gone for good ends with its FluxNode: delete that)"
+        )),
+        (None, Some(id), Some(lead)) => {
+            first_roster(seen, id, seen.status.epoch + 1, Some(lead), FailedLeads::default())
+        }
+        (None, _, _) => first_roster(seen, seen.fresh_id, seen.status.epoch + 1, None, FailedLeads::default()),
+    }
+}
+
+/// A roster of all eligible nodes under their real names. `statedir_of`: the node whose statedir has the queue of an
+/// instance that was online before; nobody else can be its lead. `failed_leads`: those that are to lead only if no other can.
+fn first_roster(
+    seen: &Observed,
+    instance_id: &str,
+    epoch: u64,
+    statedir_of: Option<&str>,
+    failed_leads: FailedLeads,
+) -> Decision {
+    let nodes = candidates(seen);
+    if nodes.is_empty() {
+        return Decision::Wait(no_candidates(seen));
+    }
+    let (Some(digest), Some(certificate)) = (seen.digest, seen.certificate) else {
+        return Decision::Wait("packages and certificate are not published yet".to_owned());
+    };
+    let lead = match choose_lead(seen, &nodes, statedir_of.or(seen.spec.lead.as_deref()), &failed_leads) {
+        Ok(lead) => lead,
+        Err(reason) => return Decision::Wait(reason),
+    };
+    let settings = settings(seen.spec, nodes.len(), digest, certificate);
+    let deep = is_deep(&settings);
+    let limit = limit(seen.spec, settings.max_size);
+    // In a deep tree an interior rank whose node never comes would strand its children.
+    let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || has_passed(seen, node)));
+    let others = others.filter(|node| prefix::differs_from(seen, &lead.name, &node.name).is_none());
+    let mut roster = Roster {
+        format: format(seen),
+        instance_uid: seen.instance_uid.to_owned(),
+        instance_id: instance_id.to_owned(),
+        established: statedir_of.is_some(),
+        epoch,
+        revision: 1,
+        settings,
+        closing: None,
+        previous: None,
+        refused: None,
+        restart: seen.restart_word.map(str::to_owned),
+        jobs_lost_before: 0,
+        failed_leads,
+        ranks: BTreeMap::new(),
+    };
+    for (rank, node) in (0..).zip(std::iter::once(&lead).chain(others).take(limit)) {
+        let real = is_broker_name(&node.name);
+        let broker_name = if real { node.name.clone() } else { spare_name(rank) };
+        let reserved_for = real.then(|| node.uid.clone());
+        roster.ranks.insert(rank, entry(seen, node, rank, broker_name, reserved_for, 1));
+    }
+    properties::tell(seen, &mut roster);
+    Decision::Write(Box::new(roster))
+}
+
+fn no_candidates(seen: &Observed) -> String {
+    let reasons: Vec<_> = seen
+        .nodes
+        .iter()
+        .filter_map(|node| eligible(node, &seen.spec.nodes).err().map(|reason| format!("{}: {reason}", node.name)))
+        .take(3)
+        .collect();
+    match seen.nodes.len() {
+        0 => "no eligible node: the cluster has no nodes".to_owned(),
+        count if count > reasons.len() => format!("no eligible node among {count}: {}, …", reasons.join("; ")),
+        _ => format!("no eligible node: {}", reasons.join("; ")),
+    }
+}
+
+fn choose_lead<'a>(
+    seen: &Observed,
+    nodes: &[&'a NodeView],
+    wanted: Option<&str>,
+    failed_leads: &FailedLeads,
+) -> Result<&'a NodeView, String> {
+    let passed = |node: &&&NodeView| has_passed(seen, node);
+    if let Some(name) = wanted.filter(|name| holds_another(seen, name)) {
+        let words = own_words(seen, name);
+        return Err(format!(
+            "waiting for node {name}, which is to be the lead and still holds the instance before{words}"
+        ));
+    }
+    if let Some(name) = wanted {
+        let node = nodes.iter().find(|node| node.name == name);
+        return node.filter(passed).copied().ok_or_else(|| format!("waiting for node {name}, which is to be the lead"));
+    }
+    let failures = |node: &NodeView| (has_failed(seen, &node.name), failed_leads.times(&node.uid));
+    let undecided = |node: &&NodeView| failures(node) == (false, 0);
+    // The first of those that have failed least.
+    let first = nodes.iter().filter(passed).min_by_key(|node| failures(node)).copied();
+    match first {
+        Some(lead) if seen.waited >= LEAD_PATIENCE => Ok(lead),
+        Some(lead) if !nodes.iter().take_while(|node| node.uid != lead.uid).any(undecided) => Ok(lead),
+        _ => {
+            let failed = nodes.iter().find_map(|node| {
+                let report = seen.reports.get(&node.name).filter(|_| has_failed(seen, &node.name))?;
+                Some(format!("; {}: {}", node.name, report.message.as_deref()?))
+            });
+            let before = || {
+                let node = nodes.iter().find(|node| holds_another(seen, &node.name))?;
+                Some(format!("; {} still holds the instance before{}", node.name, own_words(seen, &node.name)))
+            };
+            let detail = failed.or_else(before).unwrap_or_default();
+            Err(format!("waiting for preflight on {}{detail}", many(nodes.len() as u64, "node")))
+        }
+    }
+}
+
+/// Until the lead was online once, nothing depends on the roster: a lost lead, one that has failed or a changed spec makes a
+/// new one. Not so where an administrator has named the queue: it is on that host, whatever its Node is like for a moment.
+pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> {
+    let (digest, certificate) = (seen.digest?, seen.certificate?);
+    let lead = roster.lead()?;
+    let is_pending = pending(&roster.settings, seen.spec, digest, certificate).is_some();
+    if was_named(roster) {
+        let settings = || settings(seen.spec, takers(seen, roster), digest, certificate);
+        let next = is_pending.then(|| next_epoch(seen, roster, settings())).flatten()?;
+        return Some(Decision::Write(Box::new(Roster { previous: None, jobs_lost_before: next.epoch, ..next })));
+    }
+    let lead_is_there = candidates(seen).iter().any(|node| node.uid == lead.uid)
+        && seen.spec.lead.as_ref().is_none_or(|wanted| *wanted == lead.node);
+    let failed = turns::failed_leads(seen, roster);
+    let is_the_same = lead_is_there && !is_pending;
+    if is_the_same && !turns::is_next_due(seen, roster, &failed) {
+        return None;
+    }
+    // Another attempt at the same is no other epoch: it has an instance ID of its own.
+    let epoch = if is_the_same { roster.epoch } else { roster.epoch + 1 };
+    let failed = if is_pending { FailedLeads::default() } else { failed };
+    match first_roster(seen, seen.fresh_id, epoch, None, failed) {
+        Decision::Write(mut next) => {
+            next.revision = roster.revision + 1;
+            next.ranks.values_mut().for_each(|entry| entry.revision = next.revision);
+            Some(Decision::Write(next))
+        }
+        _ if is_the_same => None,
+        other => Some(other),
+    }
+}
+
+/// What a node says of itself, as the end of a sentence about it: that jobs still run there, for one.
+fn own_words(seen: &Observed, node: &str) -> String {
+    let message = seen.reports.get(node).and_then(|report| report.message.as_ref());
+    message.map(|words| format!(": {words}")).unwrap_or_default()
+}

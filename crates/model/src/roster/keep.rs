@@ -1,0 +1,85 @@
+//! Members that stay, come back, or are gone for good.
+
+use std::collections::{BTreeSet, HashMap};
+
+use super::{
+    Observed, by_uid, does_lead_miss, drain::has_no_jobs_for_sure, holds, is_lead_fixed, is_online, lacks_since,
+    may_declare_less, resources, retain_secs,
+};
+use crate::eligibility::NodeView;
+use api::{Member, Rank, Roster, RosterEntry};
+
+/// What changes for those who hold a rank: what they have to declare, a Node that is gone, one that is back.
+pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
+    let retain = retain_secs(seen.spec);
+    let is_lead_fixed = is_lead_fixed(roster);
+    let (by_uid, by_name) = (by_uid(seen), seen.nodes.iter().map(|node| (node.name.as_str(), node)));
+    let by_name: HashMap<_, _> = by_name.collect();
+    let running: BTreeSet<Rank> =
+        roster.ranks.keys().copied().filter(|rank| holds(seen, roster, *rank).is_some()).collect();
+    let mut again = Vec::new();
+    // While a broker starts, we don't know which R it will verify its hardware against.
+    let is_idle = |rank: &Rank| has_no_jobs_for_sure(seen, roster, *rank) && is_online(seen, roster, *rank);
+    let idle: Vec<Rank> = roster.ranks.keys().copied().filter(is_idle).collect();
+    // While its broker is in the overlay, it would get the jobs that its member was not to get.
+    let is_excluded_in_vain = |(rank, entry): &(&Rank, &RosterEntry)| {
+        entry.member.is_none() && entry.is_excluded() && does_lead_miss(seen, roster, **rank)
+    };
+    let excluded_in_vain = roster.ranks.iter().filter(is_excluded_in_vain);
+    let excluded_in_vain: BTreeSet<Rank> = excluded_in_vain.map(|(rank, _)| *rank).collect();
+    for (rank, entry) in &mut roster.ranks {
+        let Some(member) = &mut entry.member else {
+            if let Some(declared) = entry.resources.as_mut().filter(|_| excluded_in_vain.contains(rank)) {
+                declared.excluded = false;
+            }
+            continue;
+        };
+        // The lead's queue is on the host of that name and nowhere else; a host that hasn't got it is refused there, but for one
+        // that has yet to begin: it may be an empty queue that was asked for.
+        let is_lead_again = |node: &NodeView| *rank == 0 && is_lead_fixed && node.uid != member.uid;
+        let is_member_again = |node: &NodeView| running.contains(rank) && is_registered_again(seen, node, member);
+        let namesake = by_name.get(member.node.as_str());
+        if let Some(node) = namesake.filter(|node| is_lead_again(node) || is_member_again(node)) {
+            entry.reserved_for = entry.reserved_for.take().map(|_| node.uid.clone());
+            member.uid.clone_from(&node.uid);
+            again.push((*rank, node.uid.as_str()));
+        }
+        let Some(node) = by_uid.get(member.uid.as_str()) else {
+            let since = *member.gone_since.get_or_insert(seen.now);
+            // The lead's statedir holds the queue: nobody else can take its rank.
+            if *rank != 0 && seen.now - since >= retain {
+                entry.vacate();
+            }
+            continue;
+        };
+        member.gone_since = None;
+        if let Some(address) = node.address {
+            member.address = address;
+        }
+        if let Some(mut now) = resources(seen, node, *rank, entry.resources.as_ref()) {
+            // Flux takes no drain of a rank that it has excluded: the rank would get jobs before it is drained.
+            now.excluded |= entry.is_excluded() && entry.drain.is_some();
+            entry.lacks_since = lacks_since(seen, node, entry);
+            // A scheduler that is loaded again kills the jobs that hold what is no longer declared, and refuses those that wait
+            // for it.
+            let takes_nothing = entry.resources.as_ref().is_none_or(|before| now.covers(before));
+            if takes_nothing || (idle.contains(rank) && may_declare_less(seen, entry.lacks_since)) {
+                (entry.resources, entry.lacks_since) = (Some(now), None);
+            }
+        }
+    }
+    // One whose broker was not reported in time has been given another rank meanwhile. It runs nothing there.
+    for (rank, uid) in again {
+        let twice = |entry: &RosterEntry| entry.member.as_ref().is_some_and(|member| member.uid == uid);
+        for (_, entry) in roster.ranks.iter_mut().filter(|(other, entry)| **other != rank && twice(entry)) {
+            entry.vacate();
+        }
+    }
+}
+
+/// `node` is the very machine of `member` under a new Node object, as after `kubectl delete node` and a restart of kubelet:
+/// the agent that reports the member's broker speaks of the same boot. Another machine of that name has another.
+fn is_registered_again(seen: &Observed, node: &NodeView, member: &Member) -> bool {
+    let boot = seen.reports.get(&node.name).and_then(|report| report.facts.as_ref()).map(|facts| &facts.boot_id);
+    node.name == member.node && node.uid != member.uid && !node.boot_id.is_empty() && boot == Some(&node.boot_id)
+}

@@ -1,0 +1,562 @@
+use std::collections::BTreeSet;
+
+use super::*;
+use crate::{eligibility::Cpu, project::project};
+use api::{EpochSettings, Facts, FluxNodeSpec, Want};
+
+/// A small world that the tests change step by step.
+pub(crate) struct World {
+    pub spec: FluxInstanceSpec,
+    pub generation: i64,
+    pub status: FluxInstanceStatus,
+    pub nodes: Vec<NodeView>,
+    pub reports: BTreeMap<String, FluxNodeStatus>,
+    pub roster: Option<Roster>,
+    pub now: i64,
+    pub waited: Duration,
+    pub restart_word: Option<&'static str>,
+    pub digest: &'static str,
+    pub agentless: BTreeMap<String, String>,
+}
+
+impl World {
+    pub fn new(count: u8) -> Self {
+        let mut world = Self {
+            spec: FluxInstanceSpec::default(),
+            generation: 1,
+            status: FluxInstanceStatus::default(),
+            nodes: Vec::new(),
+            reports: BTreeMap::new(),
+            roster: None,
+            now: 1000,
+            waited: Duration::ZERO,
+            restart_word: None,
+            digest: "digest",
+            agentless: BTreeMap::new(),
+        };
+        (1..=count).for_each(|number| world.add(&format!("node{number}"), number));
+        world
+    }
+
+    pub fn add(&mut self, name: &str, number: u8) {
+        self.nodes.push(NodeView {
+            name: name.to_owned(),
+            uid: format!("uid-{name}"),
+            created: i64::from(number),
+            ready: true,
+            linux: true,
+            address: Some([10, 0, 0, number].into()),
+            cpu: Some(Cpu { capacity: 8000, allocatable: 8000 }),
+            ..NodeView::default()
+        });
+    }
+
+    pub fn passed(&mut self, name: &str, cores: u32) {
+        let facts = Facts {
+            resources: Resources { cores, gpus: 0 },
+            memory_mib: 1024,
+            platform: "linux-64".into(),
+            glibc: "2.36".into(),
+            boot_id: "boot".into(),
+            systemd: false,
+            prefix: "/opt/flux-distribute".into(),
+        };
+        self.reports.entry(name.to_owned()).or_default().facts = Some(facts);
+    }
+
+    pub fn all_passed(&mut self) {
+        let names: Vec<_> = self.nodes.iter().map(|node| node.name.clone()).collect();
+        names.iter().for_each(|name| self.passed(name, 2));
+    }
+
+    pub fn online(&mut self, name: &str) {
+        let roster = self.roster.clone().unwrap();
+        let node = self.nodes.iter().find(|node| node.name == name).unwrap();
+        let rank = rank_of(&roster, &node.uid).unwrap();
+        let report = self.reports.entry(name.to_owned()).or_default();
+        report.phase = NodePhase::Online;
+        report.adopted = Some(Adopted {
+            rank,
+            broker_name: roster.ranks[&rank].broker_name.clone(),
+            node_uid: node.uid.clone(),
+            instance_uid: Some(roster.instance_uid.clone()),
+            instance_id: roster.instance_id.clone(),
+            epoch: roster.epoch,
+            pid: 100,
+            digest: "digest".into(),
+        });
+        if rank == 0 {
+            report.applied_revision = Some(roster.revision);
+            self.status.instance_id = Some(roster.instance_id.clone());
+            self.status.lead = Some(name.to_owned());
+        }
+    }
+
+    pub fn seen(&self) -> Observed<'_> {
+        Observed {
+            instance_uid: "instance",
+            spec: &self.spec,
+            generation: self.generation,
+            status: &self.status,
+            nodes: &self.nodes,
+            reports: &self.reports,
+            roster: self.roster.as_ref(),
+            digest: Some(self.digest),
+            certificate: Some("cert"),
+            is_certificate_gone: false,
+            now: self.now,
+            waited: self.waited,
+            restart_word: self.restart_word,
+            fresh_id: "fresh",
+            agentless: &self.agentless,
+        }
+    }
+
+    /// Decides until nothing changes any more.
+    pub fn settle(&mut self) -> Decision {
+        loop {
+            match decide(&self.seen()) {
+                Decision::Write(next) => self.roster = Some(*next),
+                other => return other,
+            }
+        }
+    }
+
+    pub fn up(count: u8) -> Self {
+        let mut world = Self::new(count);
+        world.all_passed();
+        assert_eq!(world.settle(), Decision::Keep);
+        for number in 1..=count {
+            world.online(&format!("node{number}"));
+            world.settle();
+        }
+        world
+    }
+
+    pub fn rank(&self, node: &str) -> Option<Rank> {
+        rank_of(self.roster.as_ref()?, &format!("uid-{node}"))
+    }
+
+    pub fn wants(&self, node: &str) -> Want {
+        self.told(node).want
+    }
+
+    pub fn told(&self, node: &str) -> FluxNodeSpec {
+        let node = self.nodes.iter().find(|view| view.name == node).unwrap();
+        project(&self.seen(), self.roster.as_ref(), node)
+    }
+}
+
+/// What the roster says of a rank.
+pub(super) fn entry_of(world: &World, rank: Rank) -> RosterEntry {
+    world.roster.as_ref().unwrap().ranks[&rank].clone()
+}
+
+#[test]
+fn the_first_eligible_node_leads_and_all_get_their_real_names() {
+    let mut world = World::new(3);
+    world.passed("node1", 2);
+    assert_eq!(world.settle(), Decision::Keep);
+    let roster = world.roster.as_ref().unwrap();
+    let names: Vec<_> = roster.ranks.values().map(|entry| entry.broker_name.as_str()).collect();
+    assert_eq!(names, ["node1", "node2", "node3"]);
+    assert_eq!((world.wants("node1"), world.wants("node2")), (Want::Run, Want::Install));
+}
+
+#[test]
+fn a_slow_first_node_is_waited_for_but_not_for_ever() {
+    let mut world = World::new(2);
+    world.passed("node2", 2);
+    assert!(matches!(world.settle(), Decision::Wait(_)));
+    world.waited = LEAD_PATIENCE;
+    world.settle();
+    assert_eq!(world.rank("node2"), Some(0));
+}
+
+#[test]
+fn a_failed_first_node_is_not_waited_for() {
+    let mut world = World::new(2);
+    world.passed("node2", 2);
+    world.reports.insert("node1".into(), FluxNodeStatus { phase: NodePhase::Failed, ..Default::default() });
+    world.settle();
+    assert_eq!(world.rank("node2"), Some(0));
+}
+
+#[test]
+fn the_lead_of_the_spec_wins() {
+    let mut world = World::new(3);
+    world.spec.lead = Some("node2".into());
+    world.passed("node1", 2);
+    assert!(matches!(world.settle(), Decision::Wait(reason) if reason.contains("node2")));
+    world.passed("node2", 2);
+    world.settle();
+    assert_eq!(world.rank("node2"), Some(0));
+}
+
+#[test]
+fn nobody_runs_before_the_lead_is_online_and_has_his_resources() {
+    let mut world = World::new(2);
+    world.passed("node1", 2);
+    world.settle();
+    world.online("node1");
+    world.settle();
+    world.passed("node2", 4);
+    world.settle();
+    assert_eq!(world.wants("node2"), Want::Install, "the lead has not applied the new revision");
+    world.online("node1");
+    assert_eq!(world.wants("node2"), Want::Run);
+}
+
+#[test]
+fn a_node_that_sorts_first_joins_without_moving_anybody() {
+    let mut world = World::up(3);
+    let before = world.roster.clone().unwrap();
+    world.add("aaa", 9);
+    world.settle();
+    assert_eq!(world.rank("aaa"), None, "no facts yet");
+    world.passed("aaa", 8);
+    world.settle();
+    assert_eq!(world.rank("aaa"), Some(3));
+    let after = world.roster.clone().unwrap();
+    assert_eq!(after.ranks[&3].broker_name, "flux-spare-3");
+    (0..3).for_each(|rank| assert_eq!(after.ranks[&rank], before.ranks[&rank]));
+}
+
+#[test]
+fn a_burst_of_joins_is_one_live_change_and_one_more_for_all_who_come_during_it() {
+    let mut world = World::up(2);
+    for burst in [3..=5, 6..=8] {
+        for number in burst {
+            world.add(&format!("node{number}"), number);
+            world.passed(&format!("node{number}"), 2);
+        }
+        let before = world.roster.as_ref().unwrap().revision;
+        world.settle();
+        assert_eq!(world.roster.as_ref().unwrap().revision, before + 1);
+        assert_eq!((world.told("node1").revision, world.wants("node3")), (before + 1, Want::Install));
+    }
+    world.online("node1");
+    assert!((3..=8).all(|number| world.wants(&format!("node{number}")) == Want::Run));
+}
+
+#[test]
+fn not_ready_cordoned_and_tainted_members_keep_their_rank_and_run() {
+    let mut world = World::up(2);
+    let node = &mut world.nodes[1];
+    node.ready = false;
+    node.cordoned = true;
+    node.taints = serde_json::from_str(r#"[{"key":"node.kubernetes.io/unreachable","effect":"NoExecute"}]"#).unwrap();
+    assert_eq!(world.settle(), Decision::Keep);
+    assert_eq!((world.rank("node2"), world.wants("node2")), (Some(1), Want::Run));
+}
+
+#[test]
+fn a_gone_node_keeps_its_rank_for_retain_and_gets_it_back() {
+    let mut world = World::up(3);
+    let node = world.nodes.remove(1);
+    world.settle();
+    assert_eq!(world.rank("node2"), Some(1));
+    world.now += DEFAULT_RETAIN_SECS - 1;
+    world.nodes.push(node);
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().ranks[&1].member.as_ref().unwrap().gone_since, None);
+    world.nodes.pop();
+    world.settle();
+    world.now += DEFAULT_RETAIN_SECS;
+    world.settle();
+    assert_eq!(world.rank("node2"), None);
+}
+
+#[test]
+fn a_gone_lead_keeps_rank_0_for_ever() {
+    let mut world = World::up(2);
+    world.nodes.remove(0);
+    world.settle();
+    world.now += 100 * DEFAULT_RETAIN_SECS;
+    world.settle();
+    assert_eq!(world.rank("node1"), Some(0));
+}
+
+#[test]
+fn another_node_under_the_same_name_gets_another_rank() {
+    let mut world = World::up(3);
+    world.nodes[1].uid = "uid-other".into();
+    world.reports.get_mut("node2").unwrap().adopted = None;
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!(rank_of(roster, "uid-other"), Some(3));
+    assert_eq!(rank_of(roster, "uid-node2"), Some(1));
+    assert_eq!(roster.ranks[&3].broker_name, "flux-spare-3");
+}
+
+#[test]
+fn the_same_machine_under_a_new_node_object_keeps_its_rank_and_its_broker() {
+    for (node, rank) in [("node1", 0), ("node2", 1)] {
+        let mut world = World::up(2);
+        let view = world.nodes.iter_mut().find(|view| view.name == node).unwrap();
+        view.uid = "uid-again".into();
+        world.settle();
+        let at_once = (rank == 0).then_some(0);
+        assert_eq!(rank_of(world.roster.as_ref().unwrap(), "uid-again"), at_once, "a follower may be another machine");
+        world.nodes.iter_mut().find(|view| view.name == node).unwrap().boot_id = "boot".into();
+        world.settle();
+        let roster = world.roster.as_ref().unwrap();
+        assert_eq!(rank_of(roster, "uid-again"), Some(rank));
+        assert_eq!(roster.ranks[&rank].reserved_for.as_deref(), Some("uid-again"));
+        assert_eq!(world.wants(node), Want::Run);
+    }
+}
+
+#[test]
+fn a_lead_that_was_off_leads_again_under_a_new_node_object() {
+    let mut world = World::up(3);
+    let mut lead = world.nodes.remove(0);
+    world.settle();
+    lead.uid = "uid-again".into();
+    world.nodes.insert(0, lead);
+    world.reports.get_mut("node1").unwrap().adopted = None;
+    world.settle();
+    assert_eq!(rank_of(world.roster.as_ref().unwrap(), "uid-again"), Some(0));
+    assert_eq!(world.wants("node1"), Want::Run);
+}
+
+#[test]
+fn a_lead_that_can_not_be_installed_gives_way_while_nothing_depends_on_it() {
+    let mut world = World::new(3);
+    world.all_passed();
+    world.settle();
+    world.reports.get_mut("node1").unwrap().phase = NodePhase::Failed;
+    world.settle();
+    assert_eq!(world.rank("node1"), Some(0), "it may be over in a moment");
+    world.waited = LEAD_PATIENCE;
+    world.settle();
+    world.now += 2;
+    world.settle();
+    assert_eq!(world.rank("node2"), Some(0));
+    assert_eq!(world.settle(), Decision::Keep);
+}
+
+#[test]
+fn a_lead_lost_in_its_first_install_is_replaced_by_another() {
+    let mut world = World::new(3);
+    world.all_passed();
+    world.settle();
+    assert_eq!(world.rank("node1"), Some(0));
+    world.nodes.remove(0);
+    world.settle();
+    let roster = world.roster.as_ref().unwrap();
+    assert_eq!(world.rank("node2"), Some(0));
+    assert_eq!((roster.epoch, roster.instance_id.as_str(), roster.revision), (2, "fresh", 2));
+}
+
+#[test]
+fn a_lost_roster_comes_back_as_the_lead_has_it() {
+    let mut world = World::up(3);
+    let lost = world.roster.take().unwrap();
+    world.reports.get_mut("node2").unwrap().adopted = None;
+    assert!(
+        matches!(world.settle(), Decision::Wait(reason) if reason.contains("waiting for the lead's agent to tell"))
+    );
+    world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
+    world.settle();
+    let back = world.roster.unwrap();
+    assert_eq!((back.ranks, back.settings, back.epoch), (lost.ranks, lost.settings, lost.epoch));
+    assert!(back.revision > lost.revision);
+}
+
+#[test]
+fn a_roster_that_comes_back_drains_those_who_are_to_be_drained_now() {
+    let mut world = World::up(3);
+    world.spec.drain.timeout = Some("1m".to_owned());
+    world.spec.size = Some(2);
+    world.settle();
+    let lost = world.roster.take().unwrap();
+    assert!(lost.ranks[&2].drain.as_ref().unwrap().leave);
+    world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
+    // Since the lead has taken its copy, one is to stay after all, and another one is cordoned.
+    world.spec.size = None;
+    world.nodes[1].cordoned = true;
+    world.now += 3600;
+    let Decision::Write(back) = decide(&world.seen()) else { panic!("no roster") };
+    world.roster = Some(*back);
+    let told = world.told("node3");
+    assert_eq!((told.want, told.overdue), (Want::Run, false));
+    let drained: Vec<_> = world.told("node1").drain.into_values().collect();
+    assert_eq!(drained, ["1".parse().unwrap()]);
+    // Who is to leave still has all of its time.
+    let lost = Roster { ranks: lost.ranks, ..world.roster.take().unwrap() };
+    world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
+    world.spec.size = Some(2);
+    world.settle();
+    assert_eq!(world.wants("node3"), Want::Run);
+    world.now += 60;
+    assert_eq!(world.wants("node3"), Want::Leave);
+}
+
+#[test]
+fn a_lost_roster_does_not_come_back_as_a_former_lead_has_it() {
+    let mut world = World::up(3);
+    let former = world.roster.clone().unwrap();
+    let mut lost = former.clone();
+    lost.epoch = 2;
+    world.roster = Some(lost.clone());
+    // node3 leads by an administrator's word, with the queue of the lead before.
+    for number in 1..=3 {
+        world.online(&format!("node{number}"));
+    }
+    world.reports.get_mut("node1").unwrap().adopted = None;
+    world.reports.get_mut("node2").unwrap().adopted = None;
+    world.reports.get_mut("node3").unwrap().adopted.as_mut().unwrap().rank = 0;
+    world.roster = None;
+    world.waited = REPORTS_TIMEOUT;
+    world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&former).unwrap());
+    let by_broker = world.reports["node3"].adopted.clone();
+    for (status_epoch, adopted) in [(2, by_broker.clone()), (1, by_broker.clone()), (2, None)] {
+        world.status.epoch = status_epoch;
+        world.reports.get_mut("node3").unwrap().adopted = adopted;
+        match decide(&world.seen()) {
+            Decision::Wait(_) => {}
+            Decision::Write(roster) => assert!(roster.epoch > 2, "epoch {}", roster.epoch),
+            Decision::Keep => panic!("nothing to keep"),
+        }
+    }
+    world.reports.get_mut("node3").unwrap().adopted = by_broker;
+    world.reports.get_mut("node3").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
+    world.settle();
+    assert_eq!(world.roster.unwrap().epoch, 2);
+}
+
+#[test]
+fn without_roster_nothing_is_given_out_while_brokers_run_or_agents_are_silent() {
+    let mut world = World::up(2);
+    world.roster = None;
+    world.reports.remove("node2");
+    assert!(matches!(world.settle(), Decision::Wait(reason) if reason.contains("waiting for the agents of 1")));
+    world.waited = REPORTS_TIMEOUT;
+    assert!(matches!(world.settle(), Decision::Wait(reason) if reason.contains("a broker runs on node node1")));
+    world.reports.values_mut().for_each(|report| report.adopted = None);
+    world.settle();
+    let roster = world.roster.unwrap();
+    assert_eq!((roster.instance_id.as_str(), roster.established), ("fresh", true));
+}
+
+#[test]
+fn a_second_planner_sees_what_the_first_has_done_and_changes_nothing() {
+    let world = World::up(4);
+    assert_eq!(decide(&world.seen()), Decision::Keep);
+    assert_eq!(decide(&Observed { waited: Duration::ZERO, fresh_id: "another", ..world.seen() }), Decision::Keep);
+}
+
+#[test]
+fn size_limits_the_members() {
+    let mut world = World::new(4);
+    world.spec.size = Some(2);
+    world.all_passed();
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().ranks.len(), 2);
+    world.spec.size = Some(3);
+    world.online("node1");
+    world.settle();
+    assert_eq!(world.rank("node3"), Some(2));
+    assert_eq!(world.rank("node4"), None);
+}
+
+#[test]
+fn in_a_deep_tree_an_empty_interior_rank_strands_nobody() {
+    let mut world = World::new(8);
+    world.spec.topology = Some("kary:2".into());
+    world.all_passed();
+    world.settle();
+    world.online("node1");
+    world.settle();
+    assert_eq!((world.wants("node2"), world.wants("node4")), (Want::Run, Want::Install));
+    // node2 (rank 1, parent of 3 and 4) dies before it is up; those under it move under those who are there.
+    world.nodes.retain(|node| node.name != "node2");
+    let names: Vec<_> = world.nodes.iter().map(|node| node.name.clone()).collect();
+    for _round in 0..4 {
+        world.settle();
+        for name in &names {
+            if world.wants(name) == Want::Run {
+                world.online(name);
+            }
+        }
+    }
+    let roster = world.roster.clone().unwrap();
+    for name in &names {
+        assert!(is_online(&world.seen(), &roster, world.rank(name).unwrap()), "{name}");
+    }
+    let members: BTreeSet<_> = roster.ranks.values().filter_map(|e| e.member.as_ref()).map(|m| &m.uid).collect();
+    assert_eq!(members.len(), 8);
+}
+
+#[test]
+fn a_broker_that_believes_itself_online_under_a_parent_that_is_gone_moves_when_the_lead_misses_it() {
+    let mut world = World::new(8);
+    world.spec.topology = Some("kary:2".into());
+    world.all_passed();
+    world.settle();
+    for number in 1..=8 {
+        world.settle();
+        world.online(&format!("node{number}"));
+    }
+    world.settle();
+    // node2 (rank 1) is gone, with 3, 4 and 7 under it.
+    world.nodes.retain(|node| node.name != "node2");
+    world.settle();
+    assert_eq!(world.rank("node4"), Some(3));
+    world.reports.get_mut("node1").unwrap().offline = vec![1, 3, 4, 7];
+    world.settle();
+    let roster = world.roster.clone().unwrap();
+    for name in ["node4", "node5"] {
+        let rank = world.rank(name).unwrap();
+        assert!(is_online(&world.seen(), &roster, parent(&roster, rank).unwrap()), "{name} has rank {rank}");
+    }
+    assert_eq!(["node1", "node3", "node6", "node7"].map(|name| world.rank(name).unwrap()), [0, 2, 5, 6]);
+}
+
+#[test]
+fn a_rank_that_a_running_broker_claims_is_given_to_nobody() {
+    let mut world = World::up(2);
+    world.add("node9", 9);
+    world.passed("node9", 2);
+    let mut claim = world.reports["node2"].adopted.clone().unwrap();
+    (claim.rank, claim.node_uid) = (2, "uid-node8".into());
+    world.reports.insert("node8".into(), FluxNodeStatus { adopted: Some(claim), ..Default::default() });
+    world.settle();
+    assert_eq!(world.rank("node9"), Some(3));
+}
+
+#[test]
+fn settings_of_the_running_epoch_outlive_a_changed_spec() {
+    let mut world = World::up(2);
+    let before: EpochSettings = world.roster.as_ref().unwrap().settings.clone();
+    world.spec.broker.port = Some(9999);
+    assert_eq!(world.settle(), Decision::Keep);
+    assert_eq!(world.roster.as_ref().unwrap().settings, before);
+}
+
+#[test]
+fn a_lead_is_silent_if_most_of_those_that_hang_on_it_miss_it_or_anybody_does_and_its_node_is_not_ready() {
+    for (what, topology, unheard, missed, ready, silent) in [
+        ("nobody misses it", "kary:0", &[][..], &[][..], true, false),
+        ("nobody, and the Node is not Ready", "kary:0", &[], &[], false, false),
+        ("one of four is cut off", "kary:0", &["node2"], &[], true, false),
+        ("one, and the Node is not Ready", "kary:0", &["node2"], &[], false, true),
+        ("half of them", "kary:0", &["node2", "node3"], &[], true, false),
+        ("most of them", "kary:0", &["node2", "node3", "node4"], &[], true, true),
+        ("those that it has lost itself don't count", "kary:0", &["node2", "node3", "node4"], &[1, 2], true, false),
+        ("those below an interior broker that is gone", "kary:2", &["node4", "node5"], &[], true, false),
+        ("both that hang on it", "kary:2", &["node2", "node3"], &[], true, true),
+    ] {
+        let mut world = World::up(5);
+        world.roster.as_mut().unwrap().settings.topology = topology.to_owned();
+        unheard.iter().for_each(|node| world.reports.get_mut(*node).unwrap().unheard = true);
+        world.reports.get_mut("node1").unwrap().offline = missed.to_vec();
+        world.nodes[0].ready = ready;
+        let roster = world.roster.as_ref().unwrap();
+        assert_eq!(is_lead_silent(&world.seen(), roster), silent, "{what}");
+        assert_eq!(is_online(&world.seen(), roster, 0), !silent, "{what}");
+        let told = world.told("node1");
+        assert_eq!((told.missed, told.reason.is_some()), (silent, silent), "{what}");
+    }
+}

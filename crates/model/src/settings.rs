@@ -1,0 +1,141 @@
+//! What Flux reads only at start: made from the spec at each epoch's start and compared with it ever after.
+
+use std::fmt::Display;
+
+use super::topology::Topology;
+use api::{DEFAULT_BROKER_PORT, EpochSettings, FluxInstanceSpec};
+
+/// CPUWeight of the brokers and their jobs unless the spec says otherwise. kubepods has 1000s on a big node, a single
+/// service 100: jobs must not starve beside a busy kubelet.
+const DEFAULT_CPU_WEIGHT: u32 = 1000;
+/// A lead that is killed loses what was not checkpointed.
+const DEFAULT_CHECKPOINT_PERIOD: &str = "1m";
+/// A thousand spares cost nothing, so there is room for growth before an epoch is needed.
+const LEAST_MAX_SIZE: u32 = 64;
+
+/// The settings of an epoch that would start now.
+pub fn settings(spec: &FluxInstanceSpec, eligible: usize, digest: &str, certificate: &str) -> EpochSettings {
+    let max_size = max_size(spec, eligible);
+    EpochSettings {
+        max_size,
+        topology: topology(spec, max_size),
+        port: spec.broker.port.unwrap_or(DEFAULT_BROKER_PORT),
+        digest: digest.to_owned(),
+        certificate: certificate.to_owned(),
+        run_as: spec.broker.run_as.clone().unwrap_or_else(|| "root".to_owned()),
+        config: spec.broker.config.clone().unwrap_or_default(),
+        cpu_weight: spec.broker.cpu_weight.unwrap_or(DEFAULT_CPU_WEIGHT),
+        checkpoint_period: spec
+            .broker
+            .checkpoint_period
+            .clone()
+            .unwrap_or_else(|| DEFAULT_CHECKPOINT_PERIOD.to_owned()),
+        spare_shape: spec.spares.shape,
+    }
+}
+
+fn max_size(spec: &FluxInstanceSpec, eligible: usize) -> u32 {
+    spec.max_size.unwrap_or_else(|| {
+        let nodes = u32::try_from(eligible).unwrap_or(u32::MAX).max(spec.size.unwrap_or(0));
+        nodes.saturating_mul(2).max(LEAST_MAX_SIZE)
+    })
+}
+
+fn topology(spec: &FluxInstanceSpec, max_size: u32) -> String {
+    spec.topology.clone().unwrap_or_else(|| Topology::default_for(max_size).to_owned())
+}
+
+/// What the spec asks for, beside an epoch that runs: a default maxSize that has grown with the cluster is no difference, and
+/// neither is another name of a flat tree.
+pub fn wanted(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> EpochSettings {
+    let mut wanted = settings(spec, 0, digest, certificate);
+    if spec.max_size.is_none() {
+        wanted.max_size = running.max_size;
+        wanted.topology = topology(spec, running.max_size);
+    }
+    if is_flat(running) && is_flat(&wanted) {
+        wanted.topology.clone_from(&running.topology);
+    }
+    wanted
+}
+
+fn is_flat(settings: &EpochSettings) -> bool {
+    let size = settings.max_size;
+    Topology::parse(&settings.topology, size).is_ok_and(|topology| topology.is_flat(size))
+}
+
+/// In which ways the running epoch differs from what the spec asks for now, in words; None where it doesn't.
+pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> Option<String> {
+    let wanted = wanted(running, spec, digest, certificate);
+    // Taken apart, so that a field that is new can't be left out.
+    let EpochSettings {
+        max_size,
+        topology,
+        port,
+        digest,
+        certificate,
+        run_as,
+        config,
+        cpu_weight,
+        checkpoint_period,
+        spare_shape,
+    } = running;
+    let differences = [
+        told("maxSize", max_size, &wanted.max_size),
+        told("topology", topology, &wanted.topology),
+        told("broker.port", port, &wanted.port),
+        told("packages", digest, &wanted.digest),
+        told("broker.runAs", run_as, &wanted.run_as)
+            .map(|words| format!("{words} (jobs of {run_as} that are pending then will fail)")),
+        told("broker.cpuWeight", cpu_weight, &wanted.cpu_weight),
+        told("broker.checkpointPeriod", checkpoint_period, &wanted.checkpoint_period),
+        // Their values would be no help in a line.
+        (*spare_shape != wanted.spare_shape).then(|| "spares.shape changed".to_owned()),
+        (*certificate != wanted.certificate).then(|| "certificate changed".to_owned()),
+        (*config != wanted.config).then(|| "broker.config changed".to_owned()),
+    ];
+    let differences: Vec<_> = differences.into_iter().flatten().collect();
+    (!differences.is_empty()).then(|| differences.join(", "))
+}
+
+fn told<T: PartialEq + Display>(name: &str, from: &T, to: &T) -> Option<String> {
+    (from != to).then(|| format!("{name} {from} -> {to}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn room_for_growth_is_declared() {
+        for (spec, nodes, expected) in [
+            (FluxInstanceSpec::default(), 4, 64),
+            (FluxInstanceSpec::default(), 100, 200),
+            (FluxInstanceSpec { size: Some(80), ..Default::default() }, 4, 160),
+            (FluxInstanceSpec { max_size: Some(4), ..Default::default() }, 100, 4),
+        ] {
+            assert_eq!(settings(&spec, nodes, "d", "c").max_size, expected);
+        }
+    }
+
+    #[test]
+    fn a_growing_cluster_is_no_difference_but_a_changed_spec_is() {
+        let spec = FluxInstanceSpec::default();
+        let running = settings(&spec, 100, "d", "c");
+        assert_eq!(pending(&running, &spec, "d", "c"), None);
+        assert_eq!(pending(&running, &spec, "e", "c").unwrap(), "packages d -> e");
+        assert_eq!(pending(&running, &spec, "d", "x").unwrap(), "certificate changed");
+        let larger = FluxInstanceSpec { max_size: Some(300), topology: Some("kary:2".into()), ..spec };
+        assert_eq!(pending(&running, &larger, "d", "c").unwrap(), "maxSize 200 -> 300, topology flat -> kary:2");
+    }
+
+    #[test]
+    fn a_flat_tree_under_another_name_is_no_difference() {
+        let spec = FluxInstanceSpec::default();
+        let named = |topology: &str| EpochSettings { topology: topology.to_owned(), ..settings(&spec, 4, "d", "c") };
+        for running in ["flat", "kary:256", "kary:0", "mincrit"] {
+            assert_eq!(pending(&named(running), &spec, "d", "c"), None, "{running}");
+        }
+        assert_eq!(pending(&named("kary:2"), &spec, "d", "c").unwrap(), "topology kary:2 -> flat");
+    }
+}

@@ -1,0 +1,186 @@
+//! What makes a spec valid, beyond what its schema says.
+
+mod nodes;
+mod packages;
+#[cfg(test)]
+mod tests;
+
+use std::{path::Path, time::Duration};
+
+use crate::{broker_toml, topology::Topology};
+use api::{
+    Broker, Finding, FluxInstanceSpec, Gpus, HEALTH_PORT, IdSet, InstanceResources, OnFailure, PEER_PORT, RunningJobs,
+    check_prefix, check_prefix_characters, duration, is_subdomain, parse_duration,
+    rules::{LESS_THAN_ONE, MORE_THAN_MAX_SIZE},
+};
+
+/// Finds everything that is wrong with a spec and that its schema can't say; empty if it can be served.
+pub fn validate(spec: &FluxInstanceSpec) -> Vec<Finding> {
+    let mut wrong = Vec::new();
+    packages::validate(&spec.packages, &mut wrong);
+    nodes::validate(&spec.nodes, &mut wrong);
+    sizes(spec, &mut wrong);
+    if let Some(lead) = spec.lead.as_ref().filter(|lead| !is_subdomain(lead)) {
+        wrong.push(Finding::new("spec.lead", format!("{lead:?} is no node's name")));
+    }
+    wrong.extend(spec.topology.as_deref().and_then(|text| topology(text, spec.max_size.unwrap_or(1))));
+    broker(&spec.broker, &mut wrong);
+    if spec.spares.shape.is_some_and(|shape| shape.cores == 0) {
+        wrong.push(Finding::new("spec.spares.shape.cores", "is 0: Flux wants at least one core of every rank"));
+    }
+    resources(&spec.resources, &mut wrong);
+    durations(spec, &mut wrong);
+    words(spec, &mut wrong);
+    wrong.extend(spec.prefix.as_deref().and_then(|text| prefix(Path::new(text))));
+    wrong
+}
+
+fn sizes(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
+    if spec.size == Some(0) {
+        wrong.push(Finding::new("spec.size", LESS_THAN_ONE));
+    }
+    if spec.max_size == Some(0) {
+        wrong.push(Finding::new("spec.maxSize", "is 0: an instance has at least one rank"));
+    } else if let (Some(size), Some(max_size)) = (spec.size, spec.max_size)
+        && size > max_size
+    {
+        let problem = format!("{MORE_THAN_MAX_SIZE} (size {size}, maxSize {max_size})");
+        wrong.push(Finding::new("spec.size", problem));
+    }
+}
+
+/// Older versions took all characters. A host refuses a new claim of such a prefix, whatever the API server has let in.
+fn prefix(path: &Path) -> Option<Finding> {
+    let finding = |problem| Finding::new("spec.prefix", problem);
+    let shape = check_prefix(path).map_err(finding);
+    shape.and_then(|()| check_prefix_characters(path).map_err(|problem| finding(problem).servable())).err()
+}
+
+/// `kary:0` is Flux's word for a flat tree. Older versions took it, but people have one word for it.
+fn topology(text: &str, size: u32) -> Option<Finding> {
+    let field = "spec.topology";
+    match Topology::parse(text, size) {
+        Err(reason) => Some(Finding::new(field, reason)),
+        Ok(Topology::Kary(0)) if text != Topology::FLAT => {
+            let problem = format!("{text:?} is Flux's word for a flat tree: write {}", Topology::FLAT);
+            Some(Finding::new(field, problem).servable())
+        }
+        Ok(_) => None,
+    }
+}
+
+/// What the schema of the API server's CRD knows may be newer than this program.
+fn words(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
+    let unknown = [
+        (
+            "spec.resources.gpus",
+            match &spec.resources.gpus {
+                Gpus::Other(word) => Some(word),
+                Gpus::Auto | Gpus::All | Gpus::None => None,
+            },
+        ),
+        (
+            "spec.upgrade.onFailure",
+            match &spec.upgrade.on_failure {
+                OnFailure::Other(word) => Some(word),
+                OnFailure::GoBack | OnFailure::Stay => None,
+            },
+        ),
+        (
+            "spec.uninstall.runningJobs",
+            match &spec.uninstall.running_jobs {
+                RunningJobs::Other(word) => Some(word),
+                RunningJobs::Wait | RunningJobs::Cancel => None,
+            },
+        ),
+    ];
+    for (field, word) in unknown {
+        wrong.extend(word.map(|word| {
+            Finding::new(field, format!("this version of flux-distribute knows no {word:?}")).with_remedy(
+                "write one of the words that README lists, or finish the upgrade to a version that knows it",
+            )
+        }));
+    }
+}
+
+fn broker(broker: &Broker, wrong: &mut Vec<Finding>) {
+    let port = match broker.port {
+        Some(0) => Some("is 0: brokers need a fixed port".to_owned()),
+        Some(HEALTH_PORT) => Some(format!("{HEALTH_PORT} is where the agents answer kubelet's probes")),
+        Some(PEER_PORT) => Some(format!("{PEER_PORT} is where the agents serve packages to each other")),
+        _ => None,
+    };
+    wrong.extend(port.map(|problem| Finding::new("spec.broker.port", problem)));
+    if let Some(Err(problem)) = broker.run_as.as_deref().map(user) {
+        wrong.push(Finding::new("spec.broker.runAs", problem));
+    }
+    if let Some(weight) = broker.cpu_weight.filter(|weight| !(1..=10_000).contains(weight)) {
+        wrong.push(Finding::new("spec.broker.cpuWeight", format!("{weight} is not between 1 and 10000")));
+    }
+    if let Some(Err(error)) = broker.config.as_deref().map(broker_toml::extra_tables) {
+        wrong.push(Finding::new("spec.broker.config", error.to_string()));
+    }
+}
+
+/// A user's name or number.
+fn user(user: &str) -> Result<(), String> {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    if user.is_empty() || user.starts_with('-') || !user.chars().all(is_plain) {
+        return Err(format!("{user:?} is neither a user's name nor a number"));
+    }
+    // chown(2) and setresuid(2) take -1 for "as it is", which is root.
+    let is_number = user.chars().all(|c| c.is_ascii_digit());
+    match is_number && user.parse().map_or(true, |uid: u32| uid == u32::MAX) {
+        true => Err(format!("{user} is no user's number: those end at {}", u32::MAX - 1)),
+        false => Ok(()),
+    }
+}
+
+fn resources(resources: &InstanceResources, wrong: &mut Vec<Finding>) {
+    for (index, key) in resources.properties.iter().enumerate().filter(|(_, key)| !is_label_key(key)) {
+        let problem = format!("{key:?} is no label's key such as topology.kubernetes.io/zone");
+        wrong.push(Finding::new(format!("spec.resources.properties[{index}]"), problem));
+    }
+    if let Some(Err(error)) = resources.exclude.cores.as_deref().map(str::parse::<IdSet>) {
+        wrong.push(Finding::new("spec.resources.exclude.cores", error.to_string()));
+    }
+    for (index, name) in resources.exclude.nodes.iter().enumerate().filter(|(_, name)| !is_subdomain(name)) {
+        let field = format!("spec.resources.exclude.nodes[{index}]");
+        wrong.push(Finding::new(field, format!("{name:?} is no node's name")));
+    }
+}
+
+fn durations(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
+    for (field, text) in [
+        ("spec.broker.checkpointPeriod", &spec.broker.checkpoint_period),
+        ("spec.resources.retain", &spec.resources.retain),
+        ("spec.ranks.retain", &spec.ranks.retain),
+        ("spec.drain.timeout", &spec.drain.timeout),
+        ("spec.upgrade.deadline", &spec.upgrade.deadline),
+        ("spec.state.dumpEvery", &spec.state.dump_every),
+    ] {
+        if let Some(Err(problem)) = text.as_deref().map(duration) {
+            wrong.push(Finding::new(field, problem));
+        }
+    }
+    if let Some(every) = spec.state.dump_every.as_deref().and_then(parse_duration)
+        && every < Duration::from_secs(60)
+    {
+        wrong.push(Finding::new("spec.state.dumpEvery", "is shorter than a minute: a dump reads the whole queue"));
+    }
+}
+
+/// As Kubernetes takes them: nothing in it could be an operator of Flux's `--requires` (RFC 20, RFC 31).
+fn is_label_key(key: &str) -> bool {
+    let (prefix, name) = key.split_once('/').map_or((None, key), |(prefix, name)| (Some(prefix), name));
+    !name.is_empty() && is_label_value(name) && prefix.is_none_or(is_subdomain)
+}
+
+/// As Kubernetes takes them; an empty one too.
+fn is_label_value(value: &str) -> bool {
+    let is_edge = |c: Option<char>| c.is_none_or(|c| c.is_ascii_alphanumeric());
+    value.len() <= 63
+        && is_edge(value.chars().next())
+        && is_edge(value.chars().last())
+        && value.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+}

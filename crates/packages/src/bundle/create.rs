@@ -1,0 +1,310 @@
+//! `flux-distribute bundle create`: from an installed Flux, or from a lock.
+
+use std::{
+    fs::{self, File},
+    io::{self, BufWriter, Write},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use clap::{ArgGroup, Args};
+use nix::{
+    errno::Errno,
+    fcntl::{Flock, FlockArg},
+};
+use serde_json::json;
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+
+use crate::{
+    Access, BundleError, BundleManifest, HttpClient, OutputFormat, Sources, Style,
+    bundle::{
+        file_url, in_instance,
+        manifest::check_prefix,
+        pack::{self, PackError},
+        packages::{self, ByPlatform, archives, by_platform},
+    },
+    fetch::{archive::Hashing, fetch},
+    files::{Aside, FileError, directory_of, free, open_plain, publish, rename_target},
+    holds, native_platform,
+    progress::size,
+    shown,
+};
+use api::PackageSet;
+use base::{error_chain, redact::url_with_credentials};
+use hostapi::Progress;
+use locks::LockError;
+
+/// Between the small pieces of a bundle and the disk.
+const BUFFER: usize = 1 << 16;
+
+/// See [`BundleCommand::Create`](super::BundleCommand::Create).
+#[derive(Args, Debug, Clone, Default)]
+#[command(group = ArgGroup::new("content").required(true).args(["from_prefix", "lock"]))]
+pub struct CreateBundle {
+    /// Pack an installed Flux: the directory with bin/flux.
+    #[arg(long, value_name = "DIR")]
+    pub from_prefix: Option<PathBuf>,
+    /// Download and pack all packages of a lock. What a run that was cut off has downloaded is kept beside --out, in
+    /// .NAME.download, and the next run goes on from there. Credentials come from the file that RATTLER_AUTH_FILE names.
+    #[arg(long, value_name = "FILE")]
+    pub lock: Option<PathBuf>,
+    /// The bundle to write, such as flux.tar.gz.
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+    /// The prefix Flux was configured with, if it was installed into a staging directory. Default: --from-prefix.
+    #[arg(long, value_name = "DIR", conflicts_with = "lock")]
+    pub compiled_prefix: Option<PathBuf>,
+    /// Conda's name of a platform; may be repeated with --lock. Default: this machine's, and with --lock all of the lock.
+    #[arg(long, value_name = "PLATFORM")]
+    pub platform: Vec<String>,
+    /// How to print the result, and on the way how far it is. json: one object a line on stdout, each with `event`:
+    /// `progress` and `phase-ended` (phase, packages and bytes with done and total, bytesPerSecond, secondsLeft, seconds),
+    /// then `done` (file, url, size, sha256, kind, platforms, prefix or packages).
+    #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
+    pub output: OutputFormat,
+}
+
+/// A bundle that was written.
+struct Made {
+    manifest: BundleManifest,
+    sha256: String,
+    bytes: u64,
+    /// Archives, where it holds some.
+    packages: Option<usize>,
+}
+
+impl CreateBundle {
+    /// Writes the bundle and returns what is to be printed. Brings its own runtime, so it must not be called from within
+    /// another one.
+    ///
+    /// # Errors
+    /// Nothing is changed at the bundle's place then.
+    pub fn run(&self) -> Result<String, BundleError> {
+        if self.out.is_dir() {
+            return Err(BundleError::input(&self.out, "it is a directory; name the file to write"));
+        }
+        // Before anything is fetched or packed.
+        self.target()?;
+        let made = match (&self.from_prefix, &self.lock) {
+            (Some(from), None) => self.tree(from)?,
+            (None, Some(lock)) => self.packages(lock)?,
+            _ => return Err(BundleError::input(&self.out, "a bundle is made either of --from-prefix or of --lock")),
+        };
+        let path = fs::canonicalize(&self.out).map_err(FileError::on("read", &self.out))?;
+        Ok(made.told(&path, self.output))
+    }
+
+    fn parent(&self) -> &Path {
+        directory_of(&self.out)
+    }
+
+    fn tree(&self, given: &Path) -> Result<Made, BundleError> {
+        let from = fs::canonicalize(given).map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => BundleError::input(given, "there is no such directory"),
+            _ => FileError::on("read", given)(e).into(),
+        })?;
+        if !from.join("bin/flux").is_file() {
+            return Err(BundleError::input(given, "it has no bin/flux; give the directory that has it"));
+        }
+        let prefix = match &self.compiled_prefix {
+            Some(prefix) => prefix.clone(),
+            None => std::path::absolute(given).map_err(FileError::on("read", given))?,
+        };
+        check_prefix(&prefix).map_err(|reason| BundleError::input(&prefix, reason))?;
+        let parent = self.parent();
+        let parent_real = fs::canonicalize(parent).map_err(FileError::on("write to", parent))?;
+        if parent_real.starts_with(&from) {
+            return Err(BundleError::input(&self.out, "the bundle can't be inside of what it holds"));
+        }
+        let platform = match self.platform.as_slice() {
+            [] => native_platform().to_owned(),
+            [one] => one.clone(),
+            _ => return Err(BundleError::input(given, "an installed Flux is for one --platform")),
+        };
+        let manifest = BundleManifest::tree(prefix, platform);
+        let write = || FileError::on("write", &self.out);
+        let target = self.target()?;
+        let aside = Aside::in_directory(directory_of(&target)).map_err(write())?;
+        let out = Hashing::new(BufWriter::with_capacity(BUFFER, aside.file().map_err(write())?));
+        let packed = pack::pack(&from, &manifest, out).map_err(|e| not_packed(e, &self.out))?;
+        let (sha256, bytes) = finish(packed).map_err(write())?;
+        aside.keep(&target).map_err(write())?;
+        Ok(Made { manifest, sha256, bytes, packages: None })
+    }
+
+    fn target(&self) -> Result<PathBuf, BundleError> {
+        rename_target(&self.out).map_err(|e| BundleError::input(&self.out, e.to_string()))
+    }
+
+    fn packages(&self, given: &Path) -> Result<Made, BundleError> {
+        let lock = open_plain(given).and_then(io::read_to_string).map_err(BundleError::unread(given, "lock"))?;
+        let unusable = |e: LockError| BundleError::input(given, error_chain(&e));
+        // It becomes part of the bundle.
+        if let Some(url) = url_with_credentials(&lock) {
+            return Err(unusable(LockError::Credentials { url }));
+        }
+        let lock = locks::normalise_lock(&lock).map_err(unusable)?;
+        let mut platforms = match self.platform.as_slice() {
+            [] => locks::platforms(&lock).map_err(unusable)?,
+            asked => asked.to_vec(),
+        };
+        platforms.sort_unstable();
+        platforms.dedup();
+        let packages = Arc::new(by_platform(&lock, &platforms).map_err(unusable)?);
+        if archives(&packages).is_empty() {
+            return Err(BundleError::input(given, "the lock has no packages"));
+        }
+        let downloads = Downloads::beside(&self.out, self.parent())?;
+        self.check_room(&packages, &downloads)?;
+
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        let runtime = runtime.map_err(FileError::on("start threads for", &self.out))?;
+        let packed = downloads.path.join("bundle");
+        let (sender, events) = unbounded_channel();
+        let work = async {
+            download(&lock, &packages, &downloads, &sender).await?;
+            let (lock, packages, pkgs) = (lock.to_string(), Arc::clone(&packages), downloads.pkgs());
+            let (out, packed) = (self.out.clone(), packed.clone());
+            let packing = tokio::task::spawn_blocking(move || {
+                let file = File::create(&packed).map_err(FileError::on("write", &packed))?;
+                let hashing = Hashing::new(BufWriter::with_capacity(BUFFER, file));
+                let mut progress = |now| drop(sender.send(now));
+                let hashed =
+                    packages::pack(&lock, &packages, &pkgs, hashing, &mut progress).map_err(|e| not_packed(e, &out))?;
+                progress(Progress::begun("syncing"));
+                let finished = finish(hashed).map_err(FileError::on("write", &packed))?;
+                Ok::<_, BundleError>(finished)
+            });
+            packing.await.map_err(|e| FileError::on("write", &self.out)(io::Error::other(e)))?
+        };
+        let (sha256, bytes) = runtime.block_on(async { shown(Style::of(self.output), events, work).await })?;
+        fs::rename(&packed, self.target()?).map_err(FileError::on("write", &self.out))?;
+        downloads.remove()?;
+        let packages = Some(archives(&packages).len());
+        Ok(Made { manifest: BundleManifest::packages(platforms), sha256, bytes, packages })
+    }
+
+    /// The archives are there twice before the bundle is whole. Nothing is said where the lock does not tell their sizes.
+    fn check_room(&self, packages: &ByPlatform, downloads: &Downloads) -> Result<(), BundleError> {
+        let archives = archives(packages);
+        let mut sizes = archives.values().map(|package| package.record.package_record.size);
+        let Some(bytes) = sizes.try_fold(0_u64, |sum, size| Some(sum.saturating_add(size?))) else { return Ok(()) };
+        let there = archives.keys().filter_map(|name| fs::metadata(downloads.pkgs().join(name)).ok());
+        let there = there.map(|there| there.len()).fold(0, u64::saturating_add);
+        let needed = bytes.saturating_mul(2).saturating_sub(there);
+        let free = free(&downloads.path).map_err(FileError::on("look at", &downloads.path))?.bytes;
+        if needed <= free {
+            return Ok(());
+        }
+        let (path, needed, free) = (self.parent().display().to_string(), size(needed), size(free));
+        Err(BundleError::Room { path, needed, free })
+    }
+}
+
+fn not_packed(error: PackError, out: &Path) -> BundleError {
+    match error {
+        PackError::Entry { path, reason } => BundleError::input(&path, reason),
+        PackError::Read { path, source } => FileError::on("read", &path)(source).into(),
+        PackError::Write(source) => FileError::on("write", out)(source).into(),
+    }
+}
+
+/// Fills `downloads` with the archives of all platforms.
+async fn download(
+    lock: &str,
+    packages: &ByPlatform,
+    downloads: &Downloads,
+    progress: &UnboundedSender<Progress>,
+) -> Result<(), BundleError> {
+    let set = PackageSet::Lock { lock: lock.to_owned(), question: String::new() };
+    let (digest, pkgs) = (set.digest(), downloads.pkgs());
+    let http = HttpClient::with_access(&Access::from_environment()?, &[])?;
+    for (platform, _) in packages {
+        // Fetching for one platform drops the halves of another's archives; so it is done with one after the other.
+        if holds(&set, &digest, platform, &pkgs) {
+            continue;
+        }
+        let tell = |now: Progress| {
+            let what = format!("{} for {platform}", now.what);
+            // Whoever shows it has ended only when all else has, too.
+            let _ = progress.send(Progress { what, ..now });
+        };
+        let open = |path: &str| File::open(path);
+        fetch(&set, &digest, platform, &pkgs, open, &http, &Sources::default(), tell)
+            .await
+            .map_err(|source| BundleError::Fetch { kept: downloads.path.display().to_string(), source })?;
+    }
+    Ok(())
+}
+
+/// Where archives wait until they are a bundle: beside it, so that a rename makes it one, and under a name that the next
+/// run finds.
+struct Downloads {
+    path: PathBuf,
+    _lock: Flock<File>,
+}
+
+impl Downloads {
+    fn beside(out: &Path, parent: &Path) -> Result<Self, BundleError> {
+        let Some(name) = out.file_name() else {
+            return Err(BundleError::input(out, "it is no name of a file"));
+        };
+        let path = parent.join(format!(".{}.download", name.to_string_lossy()));
+        let write = || FileError::on("write to", &path);
+        if let Err(e) = fs::create_dir(&path)
+            && e.kind() != io::ErrorKind::AlreadyExists
+        {
+            return Err(match e.kind() {
+                io::ErrorKind::NotFound => BundleError::input(parent, "there is no such directory"),
+                _ => write()(e).into(),
+            });
+        }
+        let lock = File::open(&path).map_err(write())?;
+        let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, error)| match error {
+            Errno::EWOULDBLOCK => BundleError::Busy { path: out.display().to_string() },
+            error => write()(error.into()).into(),
+        })?;
+        fs::create_dir_all(path.join("pkgs")).map_err(write())?;
+        Ok(Self { path, _lock: lock })
+    }
+
+    fn pkgs(&self) -> PathBuf {
+        self.path.join("pkgs")
+    }
+
+    fn remove(self) -> Result<(), BundleError> {
+        Ok(fs::remove_dir_all(&self.path).map_err(FileError::on("remove", &self.path))?)
+    }
+}
+
+impl Made {
+    fn told(&self, path: &Path, output: OutputFormat) -> String {
+        let Self { manifest, sha256, bytes, packages } = self;
+        let url = file_url(path);
+        if output == OutputFormat::Json {
+            let mut done = json!({
+                "event": "done", "file": path, "url": url, "size": bytes, "sha256": sha256,
+                "kind": manifest.kind, "platforms": manifest.platforms(),
+            });
+            match packages {
+                Some(packages) => done["packages"] = json!(packages),
+                None => done["prefix"] = json!(manifest.prefix),
+            }
+            return format!("{done}\n");
+        }
+        let content = match packages {
+            Some(packages) => format!("{packages} packages for {}", manifest.platforms.join(" and ")),
+            None => format!("{}, for {}", manifest.platform, manifest.prefix.display()),
+        };
+        format!("{}\n{bytes} bytes, {content}\nsha256 {sha256}\n\n{}", path.display(), in_instance(&url, sha256),)
+    }
+}
+
+/// Puts a bundle on the disk, for everybody to read. Gives sha256 in hex, and the bytes.
+fn finish(mut written: Hashing<BufWriter<File>>) -> io::Result<(String, u64)> {
+    written.flush()?;
+    let file = written.inner.get_ref();
+    publish(file)?;
+    let bytes = file.metadata()?.len();
+    Ok((written.sha256(), bytes))
+}

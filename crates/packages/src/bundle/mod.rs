@@ -1,0 +1,248 @@
+//! `flux-distribute bundle`: makes and shows bundles, for sites without internet or with their own build of Flux.
+
+pub(crate) mod create;
+pub(crate) mod install;
+pub(crate) mod manifest;
+pub(crate) mod pack;
+pub(crate) mod packages;
+pub(crate) mod unpack;
+
+use std::{
+    fmt::Write as _,
+    io::{self, BufReader},
+    path::{Path, PathBuf},
+};
+
+use clap::{Args, Subcommand, ValueEnum};
+use serde_json::json;
+
+use crate::{
+    BundleManifest, CreateBundle, FetchError, HttpError, Limits,
+    bundle::{packages::Contents, unpack::UnpackError},
+    fetch::archive,
+    files::{FileError, open_plain, print},
+    progress::size,
+};
+use locks::Locked;
+
+/// Make or look at a bundle: one file that holds a whole installation of Flux.
+#[derive(Subcommand, Debug, Clone)]
+pub enum BundleCommand {
+    /// Pack an installed Flux, or all packages of a lock, into a bundle. The same input gives the same bundle, bit by bit.
+    Create(CreateBundle),
+    /// Show what a bundle is, and what to write into the FluxInstance for it.
+    Inspect(InspectBundle),
+}
+
+/// See [`BundleCommand::Inspect`].
+#[derive(Args, Debug, Clone)]
+pub struct InspectBundle {
+    /// The bundle.
+    pub file: PathBuf,
+    /// How to print it.
+    #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
+    pub output: OutputFormat,
+}
+
+/// How to print something.
+#[derive(ValueEnum, Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OutputFormat {
+    /// For people.
+    #[default]
+    #[value(alias = "table")]
+    Text,
+    /// For programs.
+    Json,
+}
+
+/// Why there is no bundle.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BundleError {
+    /// What was given can't be made a bundle, or isn't one.
+    #[error("{path}: {reason}")]
+    Input {
+        /// What was given.
+        path: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// Reading or writing failed.
+    #[error(transparent)]
+    Io(#[from] FileError),
+    /// The packages can't be downloaded.
+    #[error("can't download the packages; what came is kept in {kept}, and the next run goes on from there")]
+    Fetch {
+        /// Where.
+        kept: String,
+        /// Cause.
+        #[source]
+        source: FetchError,
+    },
+    /// The client could not be made.
+    #[error(transparent)]
+    Http(#[from] HttpError),
+    /// The disk is too full.
+    #[error("{path}: the packages and the bundle need {needed}, but {free} are free; make room or write it elsewhere")]
+    Room {
+        /// Where.
+        path: String,
+        /// So much.
+        needed: String,
+        /// So little.
+        free: String,
+    },
+    /// Two at the same would spoil each other's work.
+    #[error("another `bundle create` is writing {path}")]
+    Busy {
+        /// What.
+        path: String,
+    },
+}
+
+impl BundleError {
+    /// 2 where another input helps, 1 for all else.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Input { .. } | Self::Fetch { source: FetchError::Lock(_) | FetchError::NotAUrl { .. }, .. } => 2,
+            _ => 1,
+        }
+    }
+
+    pub(crate) fn input(path: &Path, reason: impl Into<String>) -> Self {
+        Self::Input { path: path.display().to_string(), reason: reason.into() }
+    }
+
+    /// `path` was given as a `kind`.
+    pub(crate) fn unread(path: &Path, kind: &'static str) -> impl Fn(io::Error) -> Self {
+        move |error| match error.kind() {
+            io::ErrorKind::NotFound => Self::input(path, "there is no such file"),
+            io::ErrorKind::IsADirectory => Self::input(path, format!("it is a directory and no {kind}")),
+            io::ErrorKind::InvalidInput => Self::input(path, error.to_string()),
+            io::ErrorKind::InvalidData => Self::input(path, format!("it is not text, so it is no {kind}")),
+            _ => FileError::on("read", path)(error).into(),
+        }
+    }
+}
+
+impl BundleCommand {
+    /// Does it, and prints to stdout.
+    ///
+    /// # Errors
+    /// See [`BundleError::exit_code`].
+    pub fn run(self) -> Result<(), BundleError> {
+        let text = match self {
+            Self::Create(create) => create.run()?,
+            Self::Inspect(inspect) => inspect.run()?,
+        };
+        Ok(print(&text)?)
+    }
+}
+
+impl InspectBundle {
+    /// Reads the whole bundle, with the checks a host makes, and returns what is to be printed.
+    ///
+    /// # Errors
+    /// Where a host would refuse it.
+    pub fn run(&self) -> Result<String, BundleError> {
+        let open = || open_plain(&self.file).map(BufReader::new).map_err(BundleError::unread(&self.file, "bundle"));
+        let unread = || FileError::on("read", &self.file);
+        let found = unpack::unpack(open()?, 0, None, Limits::default(), &mut |_| ()).map_err(|e| match e {
+            UnpackError::Write { source, .. } => unread()(source).into(),
+            other => BundleError::input(&self.file, base::error_chain(&other)),
+        })?;
+        let (sha256, size) = archive::sha256_of(open()?).map_err(unread())?;
+        let url = file_url(&std::path::absolute(&self.file).map_err(unread())?);
+        if self.output == OutputFormat::Json {
+            let mut json = json!({
+                "manifest": found.manifest,
+                "files": found.entries,
+                "bytes": found.bytes,
+                "size": size,
+                "url": url,
+                "sha256": sha256,
+            });
+            if let Some(contents) = &found.contents {
+                json["packages"] = contents.json();
+            }
+            return Ok(format!("{json:#}\n"));
+        }
+        let BundleManifest { kind, prefix, platform, created_by, .. } = &found.manifest;
+        let (entries, bytes, created_by) = (found.entries, found.bytes, plain(created_by));
+        let end = format!("size        {size} bytes\nsha256      {sha256}\n\n{}", in_instance(&url, &sha256));
+        Ok(match &found.contents {
+            Some(contents) => format!(
+                "kind        {kind}\nplatforms   {}\ncreated by  {created_by}\narchives    {entries}, {bytes} bytes\n\
+                 {end}{}",
+                plain(&found.manifest.platforms().join(", ")),
+                contents.text(),
+            ),
+            None => format!(
+                "kind        {kind}\nprefix      {}\nplatform    {}\ncreated by  {created_by}\n\
+                 files       {entries}\nunpacked    {bytes} bytes\n{end}",
+                plain(&prefix.display().to_string()),
+                plain(platform),
+            ),
+        })
+    }
+}
+
+/// A bundle's file as a URL, in case every node has it in the same place.
+fn file_url(path: &Path) -> String {
+    url::Url::from_file_path(path).map_or_else(|()| "https://...".to_owned(), String::from)
+}
+
+/// What to write into the FluxInstance for a bundle.
+fn in_instance(url: &str, sha256: &str) -> String {
+    format!(
+        "In the FluxInstance (the url may as well be http or https; file:// is a path on every node):\n\
+         spec:\n  packages:\n    bundle:\n      url: {url}\n      sha256: {sha256}\n"
+    )
+}
+
+/// What a stranger wrote, without what a terminal would obey.
+fn plain(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).collect()
+}
+
+/// What of a package is shown, in columns.
+fn columns(package: &Locked) -> [String; 4] {
+    let record = &package.record.package_record;
+    let text = [record.name.as_normalized().to_owned(), record.version.to_string(), record.build.to_string()];
+    let [name, version, build] = text.map(|text| plain(&text));
+    [name, version, build, record.size.map_or_else(|| "?".to_owned(), size)]
+}
+
+impl Contents {
+    fn json(&self) -> serde_json::Value {
+        let platforms = self.packages.iter().map(|(platform, packages)| {
+            let packages = packages.iter().map(|package| {
+                let record = &package.record.package_record;
+                json!({
+                    "name": record.name.as_normalized(), "version": record.version.to_string(),
+                    "build": record.build.to_string(), "size": record.size, "sha256": package.sha256,
+                })
+            });
+            (platform.clone(), packages.collect())
+        });
+        serde_json::Value::Object(platforms.collect())
+    }
+
+    fn text(&self) -> String {
+        let mut text = String::new();
+        for (platform, packages) in &self.packages {
+            let total = packages.iter().filter_map(|package| package.record.package_record.size);
+            let total = size(total.fold(0, u64::saturating_add));
+            let mut rows = packages.iter().map(columns).collect::<Vec<_>>();
+            rows.sort();
+            let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+            let [name, version, build, bytes] = [0, 1, 2, 3].map(width);
+            // Writing to a string can't fail.
+            let _ = writeln!(text, "\n{}: {} packages, {total}", plain(platform), packages.len());
+            for [a, b, c, d] in &rows {
+                let _ = writeln!(text, "  {a:name$}  {b:version$}  {c:build$}  {d:>bytes$}");
+            }
+        }
+        text
+    }
+}

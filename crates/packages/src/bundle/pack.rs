@@ -1,0 +1,189 @@
+//! Packs a tree into a bundle. The same tree gives the same bytes: sorted, without owners, without a time of packing.
+
+use std::{
+    collections::HashMap,
+    fs::{self, File},
+    io::{self, Read, Write},
+    os::unix::fs::{FileTypeExt, MetadataExt},
+    path::{Path, PathBuf},
+};
+
+use flate2::{Compression, GzBuilder};
+use tar::{Builder, EntryType, Header};
+
+use crate::{
+    BUNDLE_MANIFEST, BundleManifest, ENVIRONMENT_MARKER,
+    environment::{
+        guard::{KEPT_MODE, stays_inside},
+        records::RECORDS,
+    },
+};
+
+/// Why a tree could not be packed.
+#[derive(Debug)]
+pub(crate) enum PackError {
+    /// Something that no host would unpack.
+    Entry { path: PathBuf, reason: String },
+    /// The tree.
+    Read { path: PathBuf, source: io::Error },
+    /// The bundle.
+    Write(io::Error),
+}
+
+impl PackError {
+    pub(crate) fn read(path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::Read { path, source }
+    }
+}
+
+/// Writes the tree at `root` as a bundle and returns the writer.
+pub(crate) fn pack<W: Write>(root: &Path, manifest: &BundleManifest, out: W) -> Result<W, PackError> {
+    // The header's time stays 0: gzip would otherwise store when it was packed.
+    let gzip = GzBuilder::new().write(out, Compression::default());
+    let mut packing = Packing { root, tar: Builder::new(gzip), hard_links: HashMap::new() };
+    append_manifest(&mut packing.tar, manifest)?;
+    packing.directory(Path::new(""))?;
+    packing.tar.into_inner().and_then(|gzip| gzip.finish()).map_err(PackError::Write)
+}
+
+/// Every bundle begins with it.
+pub(crate) fn append_manifest<W: Write>(tar: &mut Builder<W>, manifest: &BundleManifest) -> Result<(), PackError> {
+    let json = serde_json::to_vec_pretty(manifest).map_err(|e| PackError::Write(e.into()))?;
+    append_bytes(tar, BUNDLE_MANIFEST, &json)
+}
+
+/// A small file of our own.
+pub(crate) fn append_bytes<W: Write>(tar: &mut Builder<W>, path: &str, bytes: &[u8]) -> Result<(), PackError> {
+    let mut header = header(EntryType::Regular, 0o644, 0);
+    header.set_size(bytes.len() as u64);
+    tar.append_data(&mut header, path, bytes).map_err(PackError::Write)
+}
+
+/// The file at `full`, of `size` bytes, read through `from`, which comes back.
+pub(crate) fn append_file<W: Write, R: Read>(
+    tar: &mut Builder<W>,
+    mut header: Header,
+    path: &Path,
+    (full, size): (&Path, u64),
+    from: R,
+) -> Result<R, PackError> {
+    header.set_size(size);
+    // Exactly the size in the header, whatever happens to the file meanwhile.
+    let mut content = Exact { from, left: size, failed: None };
+    let appended = tar.append_data(&mut header, path, &mut content);
+    match content.failed {
+        Some(source) if source.kind() == io::ErrorKind::UnexpectedEof => {
+            let reason = "it changed while it was packed".to_owned();
+            Err(PackError::Entry { path: full.to_owned(), reason })
+        }
+        Some(source) => Err(PackError::Read { path: full.to_owned(), source }),
+        None => appended.map(|()| content.from).map_err(PackError::Write),
+    }
+}
+
+struct Packing<'a, W: Write> {
+    root: &'a Path,
+    tar: Builder<W>,
+    /// (device, inode) → where it was packed first.
+    hard_links: HashMap<(u64, u64), PathBuf>,
+}
+
+impl<W: Write> Packing<'_, W> {
+    fn directory(&mut self, below: &Path) -> Result<(), PackError> {
+        let full = self.root.join(below);
+        let entries = fs::read_dir(&full).and_then(|entries| entries.map(|e| e.map(|e| e.file_name())).collect());
+        let mut names: Vec<_> = entries.map_err(PackError::read(&full))?;
+        names.sort();
+        for name in names {
+            // Ours, of the place the tree comes from, and not part of it.
+            let ours = [ENVIRONMENT_MARKER, RECORDS, BUNDLE_MANIFEST].iter().any(|ours| name == *ours);
+            let ours = ours && below.as_os_str().is_empty();
+            if !ours {
+                self.entry(&below.join(name))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn entry(&mut self, path: &Path) -> Result<(), PackError> {
+        let full = self.root.join(path);
+        let metadata = fs::symlink_metadata(&full).map_err(PackError::read(&full))?;
+        let kind = metadata.file_type();
+        if kind.is_dir() {
+            let mut header = header(EntryType::Directory, metadata.mode(), metadata.mtime());
+            self.tar.append_data(&mut header, path.join(""), io::empty()).map_err(PackError::Write)?;
+            self.directory(path)
+        } else if kind.is_symlink() {
+            let target = fs::read_link(&full).map_err(PackError::read(&full))?;
+            if target.is_relative() && !stays_inside(path.parent().unwrap_or(Path::new("")), &target) {
+                let reason = format!("it is a symlink to {}, out of the tree", target.display());
+                return Err(PackError::Entry { path: full, reason });
+            }
+            let mut header = header(EntryType::Symlink, 0o777, metadata.mtime());
+            self.tar.append_link(&mut header, path, target).map_err(PackError::Write)
+        } else if kind.is_file() {
+            self.file(path, &full, &metadata)
+        } else {
+            let what = if kind.is_socket() { "a socket" } else { "a device or a fifo" };
+            Err(PackError::Entry { path: full, reason: format!("it is {what}; remove it") })
+        }
+    }
+
+    fn file(&mut self, path: &Path, full: &Path, metadata: &fs::Metadata) -> Result<(), PackError> {
+        if metadata.nlink() > 1 {
+            let inode = (metadata.dev(), metadata.ino());
+            if let Some(first) = self.hard_links.get(&inode) {
+                let mut header = header(EntryType::Link, metadata.mode(), metadata.mtime());
+                return self.tar.append_link(&mut header, path, first).map_err(PackError::Write);
+            }
+            self.hard_links.insert(inode, path.to_owned());
+        }
+        if metadata.mode() & 0o6000 != 0 {
+            tracing::warn!(path = %full.display(), "its set-user-ID or set-group-ID bit is left out, as hosts install it");
+        }
+        let header = header(EntryType::Regular, metadata.mode(), metadata.mtime());
+        let file = File::open(full).map_err(PackError::read(full))?;
+        append_file(&mut self.tar, header, path, (full, metadata.len()), file).map(drop)
+    }
+}
+
+/// With what hosts keep of `mode`. A symlink's mode stays 0777, so that a tree that has not changed keeps its sha256.
+pub(crate) fn header(kind: EntryType, mode: u32, mtime: i64) -> Header {
+    let mut header = Header::new_gnu();
+    header.set_entry_type(kind);
+    header.set_mode(if kind == EntryType::Symlink { mode } else { mode & KEPT_MODE });
+    header.set_mtime(mtime.try_into().unwrap_or(0));
+    header.set_uid(0);
+    header.set_gid(0);
+    header.set_size(0);
+    header
+}
+
+/// Reads exactly so many bytes, and remembers why it couldn't: to the tar crate a bad file and a full disk are the same.
+struct Exact<R> {
+    from: R,
+    left: u64,
+    failed: Option<io::Error>,
+}
+
+impl<R: Read> Read for Exact<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = match (&mut self.from).take(self.left).read(buffer) {
+            Ok(0) if self.left > 0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Err(error),
+            read => read,
+        };
+        match read {
+            Ok(n) => {
+                self.left -= n as u64;
+                Ok(n)
+            }
+            Err(error) => {
+                let kind = error.kind();
+                self.failed = Some(error);
+                Err(kind.into())
+            }
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! Unpacks a bundle. What is in it was made elsewhere, so nothing of it is believed: it may neither leave its directory nor
+//! fill the disk.
+
+use std::{
+    fs::File,
+    io::{self, Read, Write},
+    path::{Path, PathBuf},
+};
+
+use tar::{Archive, Entry, EntryType};
+
+use crate::{
+    Limits,
+    bundle::{
+        manifest::{BUNDLE_MANIFEST, BundleManifest, MAX_MANIFEST_BYTES},
+        packages::{self, Contents},
+    },
+    environment::{
+        guard::{Checked, Tree, stays_inside},
+        limits::{Entries, Guarded, reached},
+    },
+};
+use hostapi::Progress;
+use locks::LockError;
+
+/// Why a bundle was not unpacked.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UnpackError {
+    /// Not a `.tar.gz`, or one that ends early.
+    #[error("{0}")]
+    Archive(String),
+    /// A tarball of something else.
+    #[error(
+        "it does not begin with {BUNDLE_MANIFEST}, so it is not a bundle; make one with `flux-distribute bundle create`"
+    )]
+    NotABundle,
+    /// Its manifest.
+    #[error("{0}")]
+    Manifest(String),
+    /// For other machines.
+    #[error("it is for {found}, but this host is {wanted}")]
+    Platform { found: String, wanted: String },
+    /// An entry that must not be unpacked.
+    #[error("its entry {path} {reason}")]
+    Entry { path: String, reason: String },
+    /// A packages bundle whose lock can't be used.
+    #[error("its lock can't be used")]
+    Lock(#[from] LockError),
+    /// An archive that is another one than that in its lock.
+    #[error("its archive of package {package} is not the one that its lock names; make the bundle again")]
+    Differs { package: String },
+    /// An archive that is not there.
+    #[error("it lacks the archive of package {package}, which its lock names; make the bundle again")]
+    Lacks { package: String },
+    /// A bomb.
+    #[error("it holds more than {limit}")]
+    Limit { limit: String },
+    /// The disk.
+    #[error("can't write {path}: {source}")]
+    Write {
+        path: String,
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl UnpackError {
+    pub(crate) fn write(path: &Path, source: io::Error) -> Self {
+        Self::Write { path: path.display().to_string(), source }
+    }
+}
+
+/// Where a bundle goes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Target<'a> {
+    /// What the host is.
+    pub platform: &'a str,
+    /// For a tree: an empty directory that nobody else writes to.
+    pub tree: &'a Path,
+    /// For archives: is made if there are any.
+    pub archives: &'a Path,
+}
+
+/// What was unpacked.
+pub(crate) struct Unpacked {
+    pub manifest: BundleManifest,
+    /// Files, directories and links of a tree, or archives.
+    pub entries: u64,
+    /// Bytes of files.
+    pub bytes: u64,
+    /// What else a packages bundle holds.
+    pub contents: Option<Contents>,
+    /// Of a tree, the first file that lost a set-user-ID or set-group-ID bit.
+    pub privileged: Option<PathBuf>,
+}
+
+/// Unpacks a bundle of `size` bytes. Without `into` it only looks, as closely.
+pub(crate) fn unpack(
+    archive: impl Read,
+    size: u64,
+    into: Option<Target<'_>>,
+    limits: Limits,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Unpacked, UnpackError> {
+    let mut guarded = Guarded::gzip(archive, limits);
+    let position = guarded.position();
+    let now = || Progress::bytes("unpacking the bundle", position.get(), size);
+
+    let allowed = guarded.allowed();
+    let mut tar = Archive::new(&mut guarded);
+    let mut entries = Entries::new(tar.entries().map_err(broken)?, allowed);
+    let first = entries.next().ok_or(UnpackError::NotABundle)?.map_err(|e| not_tar(&e))?;
+    let manifest = read_manifest(first)?;
+    if let Some(wanted) = into.map(|into| into.platform).filter(|w| !manifest.platforms().iter().any(|p| p == w)) {
+        return Err(UnpackError::Platform { found: manifest.platforms().join(" and "), wanted: wanted.to_owned() });
+    }
+    let unpacked = if manifest.is_packages() {
+        let archives = |_| progress(now());
+        let contents = packages::unpack(entries, &manifest, into, limits, archives)?;
+        Unpacked {
+            manifest,
+            entries: contents.entries,
+            bytes: contents.bytes,
+            contents: Some(contents),
+            privileged: None,
+        }
+    } else {
+        let each = |entry: u64| {
+            if entry.is_multiple_of(256) {
+                progress(now());
+            }
+        };
+        unpack_tree(entries, manifest, into.map(|into| into.tree), limits, each)?
+    };
+    // What follows the last entry belongs to the checksum too.
+    io::copy(&mut guarded, &mut io::sink()).map_err(broken)?;
+    Ok(unpacked)
+}
+
+/// Reads all that follows the manifest; without `into` it only looks.
+fn unpack_tree<R: Read>(
+    entries: Entries<'_, R>,
+    manifest: BundleManifest,
+    into: Option<&Path>,
+    limits: Limits,
+    mut progress: impl FnMut(u64),
+) -> Result<Unpacked, UnpackError> {
+    let mut tree = into.map(Tree::new);
+    let mut unpacked = Unpacked { manifest, entries: 0, bytes: 0, contents: None, privileged: None };
+    for entry in entries {
+        let mut entry = entry.map_err(broken)?;
+        if entry.header().entry_type() == EntryType::XGlobalHeader {
+            continue;
+        }
+        unpacked.entries += 1;
+        if unpacked.entries > limits.entries {
+            return Err(UnpackError::Limit { limit: format!("{} files", limits.entries) });
+        }
+        if entry.header().entry_type().is_file() {
+            unpacked.bytes += entry.size();
+        }
+        let checked = Checked::new(&entry, |path, target| {
+            // An absolute one is looked up on the host, where the compiled-in prefix will be a symlink to this tree.
+            let parent = path.parent().unwrap_or(Path::new(""));
+            let out = target.is_relative() && !stays_inside(parent, target);
+            out.then(|| format!("is a symlink out of {}", unpacked.manifest.prefix.display()))
+        })?;
+        if let Some(tree) = &mut tree {
+            tree.add(&checked, &mut entry)?;
+            progress(unpacked.entries);
+        }
+    }
+    if let Some(tree) = tree {
+        unpacked.privileged = tree.finish()?;
+    }
+    Ok(unpacked)
+}
+
+fn read_manifest(mut entry: Entry<'_, impl Read>) -> Result<BundleManifest, UnpackError> {
+    if entry.path_bytes().as_ref() != BUNDLE_MANIFEST.as_bytes() || !entry.header().entry_type().is_file() {
+        return Err(UnpackError::NotABundle);
+    }
+    let mut json = Vec::new();
+    entry.by_ref().take(MAX_MANIFEST_BYTES).read_to_end(&mut json).map_err(broken)?;
+    BundleManifest::parse(&json).map_err(UnpackError::Manifest)
+}
+
+/// Like [`io::copy`], but tells a bad bundle from a bad disk.
+pub(crate) fn copy(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackError> {
+    let mut buffer = [0; 1 << 15];
+    loop {
+        match from.read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(n) => to.write_all(&buffer[..n]).map_err(|source| UnpackError::write(path, source))?,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(broken(e)),
+        }
+    }
+}
+
+fn not_tar(error: &io::Error) -> UnpackError {
+    match reached(error) {
+        Some(limit) => UnpackError::Limit { limit },
+        None if error.kind() == io::ErrorKind::UnexpectedEof => truncated(),
+        None => UnpackError::Archive(format!("it is not a .tar.gz: {error}")),
+    }
+}
+
+pub(crate) fn broken(error: io::Error) -> UnpackError {
+    // The tar crate has its own words for an archive that ends early, and keeps no kind for them.
+    let early = error.kind() == io::ErrorKind::UnexpectedEof
+        || ["unexpected EOF", "failed to read entire block"].iter().any(|words| error.to_string().contains(words));
+    match reached(&error) {
+        Some(limit) => UnpackError::Limit { limit },
+        None if early => truncated(),
+        None => UnpackError::Archive(format!("it is damaged: {error}")),
+    }
+}
+
+fn truncated() -> UnpackError {
+    UnpackError::Archive("it is truncated: the archive ends early".to_owned())
+}

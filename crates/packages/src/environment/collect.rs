@@ -1,0 +1,160 @@
+//! Takes away what nobody needs any more, in the host stage: environments beyond `packages.keep`, and archives that no
+//! environment and no published package set names.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    path::Path,
+    time::{Duration, SystemTime},
+};
+
+use crate::{
+    ENVIRONMENT_MARKER,
+    environment::{failed, marker, ready, transaction::Environments},
+    fetch::archive,
+};
+use host::{BrokerProcesses, Occupant, lock, state::environment};
+use hostapi::{CollectOrder, Collected, Refusal};
+
+/// An environment that is ready.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Found {
+    /// Its digest.
+    pub digest: String,
+    /// When it became ready.
+    pub made: SystemTime,
+}
+
+/// Which environments go: all but those that are `wanted` or `used`, and the newest of the others until `keep` are there.
+pub fn decide<'a>(found: &'a [Found], used: &BTreeSet<String>, wanted: &BTreeSet<String>, keep: usize) -> Vec<&'a str> {
+    let stays = |one: &&Found| wanted.contains(&one.digest) || used.contains(&one.digest);
+    let (stay, mut others): (Vec<_>, Vec<_>) = found.iter().partition(stays);
+    // Of two that are equally old, it must not depend on the order in which they were found.
+    others.sort_by(|a, b| (b.made, &b.digest).cmp(&(a.made, &a.digest)));
+    others.iter().skip(keep.saturating_sub(stay.len())).map(|one| one.digest.as_str()).collect()
+}
+
+/// Carries out `order`. A name that is not one of ours is never touched, and no environment that a process of the broker
+/// uses which `broker` knows; nobody else holds one up.
+///
+/// # Errors
+/// A sentence for people; what was removed is removed, the next run goes on.
+pub fn collect(order: &CollectOrder, broker: &dyn BrokerProcesses) -> Result<Collected, Refusal> {
+    let environments = Environments::hold(&order.prefix, broker)?;
+    let mut wanted = order.wanted.clone();
+    // Whoever follows it must not fall.
+    let current = fs::read_link(order.prefix.join("current")).ok();
+    wanted.extend(current.and_then(|target| Some(target.file_name()?.to_str()?.to_owned())));
+
+    let found = find(&order.prefix);
+    let keep = usize::try_from(order.keep).unwrap_or(usize::MAX);
+    // The processes are only looked at where something would go.
+    let without_use = decide(&found, &BTreeSet::new(), &wanted, keep);
+    let names = without_use.into_iter().map(str::to_owned).collect::<Vec<_>>();
+    let mut used = match names.as_slice() {
+        [] => BTreeMap::new(),
+        names => environments.used(names).map_err(|e| environments.trouble("look who uses", &e))?,
+    };
+    let mut collected = Collected::default();
+    let mut trouble = environments.warnings.first().map(|words| failed(words.clone()));
+    for digest in decide(&found, &used.keys().cloned().collect(), &wanted, keep) {
+        let bytes = marker(&order.prefix, digest).map_or(0, |marker| marker.bytes);
+        match environments.discard(digest) {
+            // The others can go nonetheless.
+            Err(e) => drop(trouble.get_or_insert(environments.trouble("remove an old environment in", &e))),
+            Ok(Some(occupant)) => drop(used.insert(digest.to_owned(), occupant)),
+            Ok(None) => {
+                collected.environments.push(digest.to_owned());
+                collected.bytes += bytes;
+            }
+        }
+    }
+    collected.used = used.iter().map(|(digest, occupant)| in_words(digest, occupant)).collect();
+    let pkgs = order.prefix.join("pkgs");
+    let swept = sweep(&order.prefix, &pkgs, &order.archives);
+    let (archives, bytes) = swept.map_err(|e| failed(format!("can't clean {}: {e}", pkgs.display())))?;
+    collected.archives = archives;
+    collected.bytes += bytes;
+    trouble.map_or(Ok(collected), Err)
+}
+
+fn in_words(digest: &str, occupant: &Occupant) -> String {
+    format!("{digest} by {occupant}")
+}
+
+fn find(prefix: &Path) -> Vec<Found> {
+    let made = |digest: &str| {
+        let marker = environment(prefix, digest).join(ENVIRONMENT_MARKER);
+        fs::metadata(marker).and_then(|marker| marker.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
+    };
+    ready(prefix).into_iter().map(|digest| Found { made: made(&digest), digest }).collect()
+}
+
+/// Removes archives that nobody names, and downloads of such.
+fn sweep(prefix: &Path, pkgs: &Path, named: &BTreeSet<String>) -> io::Result<(u64, u64)> {
+    let _lock = match lock::take(&pkgs.join(lock::HIDDEN), Duration::ZERO) {
+        // Nothing is there, or an agent is filling it that may know of a set that we don't: another time.
+        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::WouldBlock) => return Ok((0, 0)),
+        other => other?,
+    };
+    let mut kept = BTreeSet::new();
+    for digest in ready(prefix) {
+        match marker(prefix, &digest) {
+            Some(marker) => kept.extend(marker.archives),
+            // It was ready a moment ago, so who knows what is going on there.
+            None => return Ok((0, 0)),
+        }
+    }
+    let (mut count, mut bytes) = (0, 0);
+    for entry in fs::read_dir(pkgs)? {
+        let entry = entry?;
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        let part = archive::of_part(&name);
+        let of = part.unwrap_or(&name);
+        if archive::is_archive(of) && !named.contains(of) && !kept.contains(of) {
+            bytes += entry.metadata()?.len();
+            count += u64::from(part.is_none());
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok((count, bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_wanted_or_used_stays_and_the_newest_of_the_others_up_to_keep() {
+        // Oldest first.
+        let all = ["a", "b", "c", "d"];
+        for (used, wanted, keep, expected) in [
+            ("", "d", 2, "a b"),
+            ("", "d", 1, "a b c"),
+            ("", "d", 4, ""),
+            ("", "d", 9, ""),
+            ("", "a", 2, "b c"),
+            ("a", "d", 2, "b c"),
+            ("a", "d", 1, "b c"),
+            ("a b", "c d", 1, ""),
+            ("", "c d", 2, "a b"),
+            ("", "c d", 3, "a"),
+            ("", "not-here", 1, "a b c"),
+            ("", "", 0, "a b c d"),
+        ] {
+            let found: Vec<_> = (0..)
+                .zip(all)
+                .map(|(age, digest)| Found {
+                    digest: digest.to_owned(),
+                    made: SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(age),
+                })
+                .collect();
+            let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<BTreeSet<_>>();
+            for found in [found.clone(), found.into_iter().rev().collect()] {
+                let goes = decide(&found, &words(used), &words(wanted), keep);
+                let goes = goes.into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
+                assert_eq!(goes, words(expected), "used {used:?}, wanted {wanted:?}, keep {keep}");
+            }
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! Unpacks a conda archive, and checks what the package says of its own files. Nothing of either is believed, see
+//! [`crate::environment::guard`].
+
+use std::{
+    collections::HashMap,
+    fs::{self, File},
+    io::{self, Read, Seek, SeekFrom},
+    path::{Path, PathBuf},
+};
+
+use rattler_conda_types::package::{PathType, PathsJson};
+use tar::{Archive, EntryType};
+use zip::{CompressionMethod, ZipArchive};
+
+use crate::{
+    Limits,
+    bundle::unpack::{UnpackError, broken},
+    environment::{
+        guard::{Checked, Tree, What, inside, stays_inside},
+        limits::{Entries, Guarded, Memory, zstd_window},
+    },
+};
+
+/// zstd's own limit for those who read what others have packed; its decoder must hold as much.
+const MAX_WINDOW: u64 = 128 << 20;
+
+/// The window of most packages. A later frame may have another one than the first, and may have this one at least.
+const USUAL_WINDOW: u64 = 8 << 20;
+
+/// What a decoder holds besides its window: blocks, buffers, tables.
+const DECODER: u64 = 2 << 20;
+
+/// What the linker reads whole of a package, in `info/`.
+const METADATA: [&str; 7] = ["index.json", "paths.json", "link.json", "files", "has_prefix", "no_link", "no_softlink"];
+/// Each of it. A package of 100,000 files has some 20 MiB.
+const MAX_METADATA: u64 = 64 << 20;
+
+/// Below a package, by path.
+pub(crate) type Contents = HashMap<PathBuf, Kind>;
+
+/// What is at a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    File,
+    Symlink,
+    Directory,
+}
+
+/// Unpacks `archive` into `into`, an empty directory that nobody else writes to. It is told by its own first bytes which
+/// kind it is. Gives also what [`Tree::finish`] gives.
+pub(crate) fn extract(
+    archive: &mut File,
+    into: &Path,
+    limits: Limits,
+    memory: &Memory,
+) -> Result<(Contents, Option<PathBuf>), UnpackError> {
+    let mut unpacking = Unpacking { tree: Tree::new(into), contents: Contents::new(), limits };
+    let mut magic = [0; 2];
+    let read = archive.read(&mut magic).and_then(|_| archive.rewind());
+    read.map_err(broken)?;
+    match &magic {
+        b"PK" => {
+            for (offset, size) in members(archive)? {
+                let mut start = [0; 18];
+                archive.seek(SeekFrom::Start(offset)).map_err(broken)?;
+                let read = archive.by_ref().take(size).read(&mut start).map_err(broken)?;
+                let Some(window) = zstd_window(&start[..read]) else {
+                    return Err(UnpackError::Archive("it is damaged: a part of it is not zstd".to_owned()));
+                };
+                if window > MAX_WINDOW {
+                    let limit = format!("{} MiB of window for its unpacking", MAX_WINDOW >> 20);
+                    return Err(UnpackError::Limit { limit });
+                }
+                let window = window.max(USUAL_WINDOW).next_power_of_two();
+                let _held = memory.take(window + DECODER);
+                archive.seek(SeekFrom::Start(offset)).map_err(broken)?;
+                let tar = Guarded::zstd(archive.by_ref().take(size), window, limits).map_err(broken)?;
+                unpacking.tar(tar)?;
+            }
+        }
+        b"BZ" => {
+            // A block is 900 kB, and is held five times at most.
+            let _held = memory.take(3 * DECODER);
+            unpacking.tar(Guarded::bzip2(archive, limits))?;
+        }
+        _ => return Err(UnpackError::Archive("it is neither a .conda nor a .tar.bz2 archive".to_owned())),
+    }
+    Ok((unpacking.contents, unpacking.tree.finish()?))
+}
+
+/// Where in a `.conda` its two tars are: (offset, bytes).
+fn members(archive: &mut File) -> Result<Vec<(u64, u64)>, UnpackError> {
+    let wrong = |error: zip::result::ZipError| {
+        UnpackError::Archive(format!("it is damaged or truncated: its table of contents can't be read: {error}"))
+    };
+    let mut zip = ZipArchive::new(archive).map_err(wrong)?;
+    let mut members = Vec::new();
+    for part in ["info-", "pkg-"] {
+        let is_part = |name: &str| name.starts_with(part) && name.ends_with(".tar.zst");
+        let name = zip.file_names().filter_map(Result::ok).find(|name| is_part(name)).map(|name| name.into_owned());
+        let Some(name) = name else {
+            return Err(UnpackError::Archive(format!("it has no {part}*.tar.zst, so it is not a conda package")));
+        };
+        let member = zip.by_name(&name).map_err(wrong)?;
+        match member.data_start() {
+            Some(start) if member.compression() == CompressionMethod::Stored => members.push((start, member.size())),
+            _ => return Err(UnpackError::Archive(format!("its {name} is compressed twice"))),
+        }
+    }
+    Ok(members)
+}
+
+struct Unpacking<'a> {
+    tree: Tree<'a>,
+    contents: Contents,
+    limits: Limits,
+}
+
+impl Unpacking<'_> {
+    fn tar(&mut self, mut guarded: Guarded<'_>) -> Result<(), UnpackError> {
+        let allowed = guarded.allowed();
+        let mut tar = Archive::new(&mut guarded);
+        for entry in Entries::new(tar.entries().map_err(broken)?, allowed) {
+            let mut entry = entry.map_err(broken)?;
+            if entry.header().entry_type() == EntryType::XGlobalHeader {
+                continue;
+            }
+            let checked = Checked::new(&entry, symlink)?;
+            self.tree.add(&checked, &mut entry)?;
+            let kind = match checked.what {
+                What::File | What::HardLink(_) => Kind::File,
+                What::Symlink(_) => Kind::Symlink,
+                What::Directory => Kind::Directory,
+            };
+            self.contents.insert(checked.path, kind);
+            if self.contents.len() as u64 > self.limits.entries {
+                return Err(UnpackError::Limit { limit: format!("{} files", self.limits.entries) });
+            }
+        }
+        // What follows the last entry belongs to the checksum too.
+        io::copy(&mut guarded, &mut io::sink()).map_err(broken)?;
+        Ok(())
+    }
+}
+
+/// Packages do have absolute symlinks to what a host has, and nothing is ever written through one.
+fn symlink(path: &Path, target: &Path) -> Option<String> {
+    let from = match path.strip_prefix("site-packages") {
+        // Python's own directory is lib/pythonX.Y/site-packages.
+        Ok(below) => Path::new("lib/python/site-packages").join(below),
+        Err(_) => path.to_owned(),
+    };
+    let out = target.is_relative() && !stays_inside(from.parent().unwrap_or(Path::new("")), target);
+    out.then(|| format!("is a symlink out of the environment, to {}", target.display()))
+}
+
+/// Whether what a package says of itself can be read: into memory, and from nowhere else on the host.
+pub(crate) fn check_metadata(directory: &Path, contents: &Contents) -> Result<(), UnpackError> {
+    let info = Path::new("info");
+    if contents.get(info) == Some(&Kind::Symlink) {
+        return Err(UnpackError::Archive("its info is a symlink".to_owned()));
+    }
+    for path in METADATA.map(|name| info.join(name)) {
+        match contents.get(&path) {
+            None => {}
+            Some(Kind::File) => {
+                let file = fs::symlink_metadata(directory.join(&path));
+                let bytes = file.map_err(|source| UnpackError::write(&path, source))?.len();
+                if bytes > MAX_METADATA {
+                    let limit = format!("{} MiB in {}", MAX_METADATA >> 20, path.display());
+                    return Err(UnpackError::Limit { limit });
+                }
+            }
+            Some(_) => return Err(UnpackError::Archive(format!("its {} is not a file", path.display()))),
+        }
+    }
+    Ok(())
+}
+
+/// Whether what a package says of its files can be followed: the linker takes it at its word.
+pub(crate) fn check_paths(paths: &PathsJson, contents: &Contents) -> Result<(), UnpackError> {
+    for entry in &paths.paths {
+        let path = &entry.relative_path;
+        let refuse = |reason: &str| {
+            Err(UnpackError::Entry { path: path.display().to_string(), reason: format!("in info/paths.json {reason}") })
+        };
+        // Bytes and not components: what is linked is the path as it is written.
+        if !inside(path).is_some_and(|clean| !clean.as_os_str().is_empty() && clean.as_os_str() == path.as_os_str()) {
+            return refuse("would be outside of the tree");
+        }
+        if path.parent() == Some(Path::new("conda-meta")) && path.extension().is_some_and(|e| e == "json") {
+            return refuse("would be the record of a package");
+        }
+        // What is patched or copied is read, and through a symlink that would be a file of the host.
+        let is_read = entry.prefix_placeholder.is_some() || entry.no_link;
+        match (entry.path_type, contents.get(path)) {
+            (PathType::HardLink, Some(Kind::File)) | (PathType::SoftLink, Some(Kind::Symlink)) => {}
+            (PathType::HardLink, Some(Kind::Symlink)) if !is_read => {}
+            (PathType::Directory, Some(Kind::Directory) | None) => {}
+            (_, None) => return refuse("is not in the archive"),
+            (_, Some(_)) => return refuse("is something else in the archive"),
+        }
+        if entry.path_type == PathType::SoftLink && is_read {
+            return refuse("is a symlink that should be patched");
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_package_says_of_itself_is_read_only_where_it_fits_into_memory() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::create_dir(directory.path().join("info")).unwrap();
+        let told = |path: &str, kind, bytes| {
+            File::create(directory.path().join("info/paths.json")).unwrap().set_len(bytes).unwrap();
+            check_metadata(directory.path(), &Contents::from([(path.into(), kind)])).map_err(|e| e.to_string())
+        };
+        let list = "info/paths.json";
+        assert_eq!(told(list, Kind::File, MAX_METADATA), Ok(()));
+        assert_eq!(
+            told(list, Kind::File, MAX_METADATA + 1),
+            Err("it holds more than 64 MiB in info/paths.json".to_owned())
+        );
+        assert_eq!(told(list, Kind::Symlink, 0), Err("its info/paths.json is not a file".to_owned()));
+        assert_eq!(told("info", Kind::Symlink, 0), Err("its info is a symlink".to_owned()));
+    }
+}

@@ -1,0 +1,284 @@
+//! The one place where an entry of an archive becomes a file. What is in an archive was made elsewhere, so nothing of it
+//! is believed: no entry may end up outside the tree, be written through a symlink, or be anything else than a file, a
+//! directory or a link. The limits of an archive's size are those of [`crate::environment::limits`].
+
+use std::{
+    collections::HashSet,
+    fs::{self, File},
+    io::{self, Read, Write},
+    os::{
+        fd::AsFd,
+        unix::fs::{OpenOptionsExt, PermissionsExt, symlink},
+    },
+    path::{Component, Path, PathBuf},
+};
+
+use nix::sys::{
+    stat::{UtimensatFlags, futimens, utimensat},
+    time::TimeSpec,
+};
+use tar::{Entry, EntryType};
+
+use crate::bundle::unpack::{UnpackError, broken};
+
+/// What is kept of a mode. Everything is unpacked as root, so nothing runs as its owner or group, and nobody but root may write:
+/// root runs what is there.
+pub(crate) const KEPT_MODE: u32 = 0o755;
+
+/// An entry that may be unpacked.
+pub(crate) struct Checked {
+    /// Below the tree; empty for the tree itself.
+    pub path: PathBuf,
+    pub what: What,
+    mode: u32,
+    mtime: i64,
+    /// A program that would run as its owner, or as its group.
+    privileged: bool,
+}
+
+/// What an entry is.
+pub(crate) enum What {
+    Directory,
+    File,
+    Symlink(PathBuf),
+    HardLink(PathBuf),
+}
+
+impl Checked {
+    /// `symlink` says what is wrong with a symlink at a path to a target, if something is.
+    pub(crate) fn new(
+        entry: &Entry<'_, impl Read>,
+        symlink: impl Fn(&Path, &Path) -> Option<String>,
+    ) -> Result<Self, UnpackError> {
+        let given = entry.path().map_err(broken)?.into_owned();
+        let refuse = |reason: String| UnpackError::Entry { path: given.display().to_string(), reason };
+        let path = inside(&given).ok_or_else(|| refuse("would be outside of the tree".to_owned()))?;
+        let target = |what: &str| {
+            let target = entry.link_name().map_err(broken)?.filter(|target| !target.as_os_str().is_empty());
+            Ok::<_, UnpackError>(target.ok_or_else(|| refuse(format!("is a {what} to nothing")))?.into_owned())
+        };
+        let header = entry.header();
+        let what = match header.entry_type() {
+            EntryType::Directory => What::Directory,
+            // Old tars mark a directory by its name only.
+            EntryType::Regular if header.as_ustar().is_none() && entry.path_bytes().ends_with(b"/") => What::Directory,
+            EntryType::Regular | EntryType::Continuous => What::File,
+            EntryType::Symlink => {
+                let target = target("symlink")?;
+                if let Some(reason) = symlink(&path, &target) {
+                    return Err(refuse(reason));
+                }
+                What::Symlink(target)
+            }
+            EntryType::Link => {
+                let target = inside(&target("hard link")?).filter(|t| !t.as_os_str().is_empty());
+                What::HardLink(target.ok_or_else(|| refuse("is a hard link out of the tree".to_owned()))?)
+            }
+            EntryType::GNUSparse => {
+                return Err(refuse("is a sparse file; pack it without sparse files".to_owned()));
+            }
+            _ => {
+                let reason = "is a device, a fifo or something else that is no part of an installation";
+                return Err(refuse(reason.to_owned()));
+            }
+        };
+        if path.as_os_str().is_empty() && !matches!(what, What::Directory) {
+            return Err(refuse("would replace the tree itself".to_owned()));
+        }
+        let given = header.mode().map_err(broken)?;
+        let (mode, privileged) = (given & KEPT_MODE, given & 0o6000 != 0 && matches!(what, What::File));
+        let mtime = header.mtime().ok().and_then(|t| i64::try_from(t).ok()).unwrap_or(0);
+        Ok(Self { path, what, mode, mtime, privileged })
+    }
+}
+
+/// A path below the tree, or None if it leads out or is absolute.
+pub(crate) fn inside(path: &Path) -> Option<PathBuf> {
+    let mut clean = PathBuf::new();
+    for component in path.components() {
+        match component {
+            Component::Normal(name) => clean.push(name),
+            Component::CurDir => {}
+            Component::ParentDir | Component::RootDir | Component::Prefix(_) => return None,
+        }
+    }
+    Some(clean)
+}
+
+/// Whether a symlink's relative target, seen from `from`, never climbs above the tree.
+pub(crate) fn stays_inside(from: &Path, target: &Path) -> bool {
+    let mut depth = from.components().count();
+    target.components().all(|component| match component {
+        Component::Normal(_) => {
+            depth += 1;
+            true
+        }
+        Component::CurDir => true,
+        Component::ParentDir if depth > 0 => {
+            depth -= 1;
+            true
+        }
+        _ => false,
+    })
+}
+
+/// The tree that grows.
+pub(crate) struct Tree<'a> {
+    root: &'a Path,
+    /// Directories that were made or found here: nothing replaces one, so each is looked at once.
+    made: HashSet<PathBuf>,
+    /// Modes and times are set at the end: a directory may be read-only, and every file in it changes its time.
+    directories: Vec<(PathBuf, u32, i64)>,
+    /// The first file that was made without the set-user-ID or set-group-ID bit that it had.
+    privileged: Option<PathBuf>,
+    buffer: Vec<u8>,
+}
+
+impl<'a> Tree<'a> {
+    /// Grows in `root`, an empty directory that nobody else writes to.
+    pub(crate) fn new(root: &'a Path) -> Self {
+        Self { root, made: HashSet::new(), directories: Vec::new(), privileged: None, buffer: vec![0; 1 << 17] }
+    }
+
+    pub(crate) fn add(&mut self, entry: &Checked, content: &mut impl Read) -> Result<(), UnpackError> {
+        let Checked { path, what, mode, mtime, privileged } = entry;
+        let full = self.root.join(path);
+        let write = |source| UnpackError::Write { path: path.display().to_string(), source };
+        if *privileged && self.privileged.is_none() {
+            self.privileged = Some(path.clone());
+        }
+        if let What::Directory = what {
+            self.make_closed_directory(path, path)?;
+            self.directories.push((full, mode | 0o700, *mtime));
+            return Ok(());
+        }
+        self.make_closed_directory(path.parent().unwrap_or(Path::new("")), path)?;
+        match what {
+            What::Directory => Ok(()),
+            What::File => {
+                let file = in_place_of(&full, path, || {
+                    let mut options = File::options();
+                    options.write(true).create_new(true).custom_flags(nix::libc::O_NOFOLLOW).mode(0o600).open(&full)
+                })?;
+                self.fill(&file, content).map_err(|e| e.at(path))?;
+                file.set_permissions(fs::Permissions::from_mode(*mode)).map_err(write)?;
+                let time = TimeSpec::new(*mtime, 0);
+                futimens(file.as_fd(), &time, &time).map_err(|e| write(e.into()))
+            }
+            What::Symlink(target) => {
+                in_place_of(&full, path, || symlink(target, &full))?;
+                set_mtime(&full, *mtime).map_err(write)
+            }
+            What::HardLink(target) => {
+                self.check_parents(target, path)?;
+                let from = self.root.join(target);
+                if !fs::symlink_metadata(&from).is_ok_and(|m| m.is_file()) {
+                    return Err(UnpackError::Entry {
+                        path: path.display().to_string(),
+                        reason: format!("is a hard link to {}, which is not a file before it", target.display()),
+                    });
+                }
+                if target == path {
+                    return Ok(());
+                }
+                in_place_of(&full, path, || fs::hard_link(&from, &full))
+            }
+        }
+    }
+
+    fn fill(&mut self, mut file: &File, content: &mut impl Read) -> Result<(), CopyError> {
+        loop {
+            match content.read(&mut self.buffer) {
+                Ok(0) => return Ok(()),
+                Ok(n) => file.write_all(&self.buffer[..n]).map_err(CopyError::Write)?,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(CopyError::Read(e)),
+            }
+        }
+    }
+
+    /// Makes `directory` and those above it, for `entry`: nothing is written through what is not a directory.
+    fn make_closed_directory(&mut self, directory: &Path, entry: &Path) -> Result<(), UnpackError> {
+        if directory.as_os_str().is_empty() || self.made.contains(directory) {
+            return Ok(());
+        }
+        self.make_closed_directory(directory.parent().unwrap_or(Path::new("")), entry)?;
+        let full = self.root.join(directory);
+        match fs::create_dir(&full) {
+            Ok(()) => {}
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                if !fs::symlink_metadata(&full).is_ok_and(|m| m.is_dir()) {
+                    let reason = match directory == entry {
+                        true => "is a directory in the place of a file".to_owned(),
+                        false => through(directory),
+                    };
+                    return Err(UnpackError::Entry { path: entry.display().to_string(), reason });
+                }
+            }
+            Err(source) => return Err(UnpackError::Write { path: directory.display().to_string(), source }),
+        }
+        self.made.insert(directory.to_owned());
+        Ok(())
+    }
+
+    /// Every parent that is there must be a directory and no symlink.
+    fn check_parents(&self, target: &Path, entry: &Path) -> Result<(), UnpackError> {
+        for parent in target.ancestors().skip(1).filter(|p| !p.as_os_str().is_empty()) {
+            if fs::symlink_metadata(self.root.join(parent)).is_ok_and(|m| !m.is_dir()) {
+                return Err(UnpackError::Entry { path: entry.display().to_string(), reason: through(parent) });
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the first file that lost a set-user-ID or set-group-ID bit.
+    pub(crate) fn finish(self) -> Result<Option<PathBuf>, UnpackError> {
+        for (path, mode, mtime) in self.directories.into_iter().rev() {
+            let write = |source| UnpackError::Write { path: path.display().to_string(), source };
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).map_err(write)?;
+            set_mtime(&path, mtime).map_err(write)?;
+        }
+        Ok(self.privileged)
+    }
+}
+
+fn through(parent: &Path) -> String {
+    format!("would be written through {}, which is not a directory", parent.display())
+}
+
+/// Makes something where nothing is yet. Later entries win, as with tar, but never over a directory.
+fn in_place_of<T>(full: &Path, path: &Path, make: impl Fn() -> io::Result<T>) -> Result<T, UnpackError> {
+    let write = |source| UnpackError::Write { path: path.display().to_string(), source };
+    match make() {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+            if fs::symlink_metadata(full).is_ok_and(|there| there.is_dir()) {
+                return Err(UnpackError::Entry {
+                    path: path.display().to_string(),
+                    reason: "would replace a directory".to_owned(),
+                });
+            }
+            fs::remove_file(full).map_err(write)?;
+            make().map_err(write)
+        }
+        made => made.map_err(write),
+    }
+}
+
+fn set_mtime(path: &Path, mtime: i64) -> io::Result<()> {
+    let time = TimeSpec::new(mtime, 0);
+    Ok(utimensat(nix::fcntl::AT_FDCWD, path, &time, &time, UtimensatFlags::NoFollowSymlink)?)
+}
+
+enum CopyError {
+    Read(io::Error),
+    Write(io::Error),
+}
+
+impl CopyError {
+    fn at(self, path: &Path) -> UnpackError {
+        match self {
+            Self::Read(error) => broken(error),
+            Self::Write(source) => UnpackError::Write { path: path.display().to_string(), source },
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Puts back what is damaged in an environment, beside the processes that use it.
+//!
+//! The environment is made again aside, from archives whose sha256 is right: the damaged one's own records are not believed.
+//! Each file that differs is replaced by one rename: it gets a new inode, and a process that has the old one open or mapped
+//! keeps that. No file is written in place, and nothing is removed that no package brought.
+//!
+//! Names are looked up one directory at a time and never through a symlink: a directory that was open to everybody for a
+//! while may hold links to anywhere.
+
+use std::{
+    fs::{self, File, Metadata},
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
+    path::{Component, Path, PathBuf},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{OFlag, openat, renameat},
+    sys::stat::{Mode, fchmod, mkdirat},
+    unistd::{Gid, Uid, fchown},
+};
+
+use crate::{
+    ENVIRONMENT_MARKER,
+    environment::{
+        failed, grow,
+        records::{RECORDS, mode},
+        refused,
+        transaction::{Environments, Workshop},
+        verify::compare,
+    },
+    fetch::archive::{self, archives},
+};
+use base::error_chain;
+use host::{
+    BrokerProcesses, HostLock, Root,
+    lock::WAIT,
+    state::{ENVIRONMENTS, environment},
+};
+use hostapi::{Difference, LinkOrder, Mended, Progress, Refusal, What};
+
+/// Puts back what differs in the environment of `order`, which must be there.
+///
+/// Unpacking all packages again and hashing the damaged environment takes minutes and holds only the lock of [`Workshop`],
+/// which keeps other mendings out. The locks that an installation, a collection, or a broker's start needs ([`HostLock`],
+/// [`Environments`]) are held only for the renames: while these are held, nobody removes the host's prefix or the environment
+/// from under them.
+///
+/// # Errors
+/// A sentence for people; transient if an archive is missing (fetching helps), the disk is full, or the environment went away
+/// meanwhile. What was put back until then stays so.
+pub fn mend(
+    order: &LinkOrder,
+    broker: &dyn BrokerProcesses,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Mended, Refusal> {
+    let LinkOrder { prefix, digest, set, platform, .. } = order;
+    if !archive::is_digest(digest) {
+        return Err(refused(format!("`{digest}` is not the digest of a package set")));
+    }
+    let place = environment(prefix, digest);
+    let trouble = |what: &str, error: &io::Error| failed(format!("can't {what} {}: {error}", place.display()));
+    let before = identity(&place).ok_or_else(|| refused(format!("there is no environment {}", place.display())))?;
+    let archives = archives(set, platform).map_err(|e| refused(error_chain(&e)))?;
+    let workshop = Workshop::hold(&prefix.join(ENVIRONMENTS), digest)?;
+    let fresh = workshop.tree();
+    let linked = grow(order, None, &fresh, archives, progress)?;
+    let conda = linked.compiled_prefix.is_none();
+    let found = damage(&place, &fresh, conda, progress).map_err(|e| trouble("compare", &e))?;
+    if found.is_empty() {
+        return Ok(Mended::default());
+    }
+    let mended = {
+        let _host = HostLock::take(&Root::host(), prefix, WAIT)?;
+        let _environments = Environments::hold(prefix, broker)?;
+        if identity(&place) != Some(before) {
+            return Err(failed(format!(
+                "{} was removed while it was being mended; nothing was changed, and what is there now is looked at again",
+                place.display()
+            )));
+        }
+        Mending { place: &place, fresh: &fresh, moved: 0 }.put_back(found)
+    };
+    let synced = File::open(&place).and_then(|place| Ok(nix::unistd::syncfs(place)?));
+    synced.map_err(|e| trouble("sync", &e))?;
+    Ok(mended)
+}
+
+/// What tells the directory `path` from another one that gets its name.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let there = fs::symlink_metadata(path).ok().filter(Metadata::is_dir)?;
+    Some((there.dev(), there.ino()))
+}
+
+/// How `place` differs from `fresh`, our own files last: if putting back is cut short, the damage can still be seen.
+fn damage(place: &Path, fresh: &Path, conda: bool, progress: &mut dyn FnMut(Progress)) -> io::Result<Vec<Difference>> {
+    // Before a name leads to it.
+    nix::unistd::syncfs(File::open(fresh)?)?;
+    let mut found = compare(place, fresh, conda, None, progress)?.differences;
+    for name in [RECORDS, ENVIRONMENT_MARKER] {
+        found.extend(own_damage(place, fresh, name)?);
+    }
+    Ok(found)
+}
+
+/// How a file of ours beside what the packages brought differs.
+fn own_damage(place: &Path, fresh: &Path, name: &str) -> io::Result<Option<Difference>> {
+    let what = match fs::read(place.join(name)) {
+        Ok(found) if found == fs::read(fresh.join(name))? => return Ok(None),
+        Ok(_) => What::Changed,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => What::Missing,
+        Err(_) => What::Replaced,
+    };
+    Ok(Some(Difference { path: name.into(), what }))
+}
+
+struct Mending<'a> {
+    place: &'a Path,
+    /// As [`Self::place`] is to be.
+    fresh: &'a Path,
+    /// What was in the way and is in [`Self::fresh`] now.
+    moved: u32,
+}
+
+impl Mending<'_> {
+    fn put_back(mut self, found: Vec<Difference>) -> Mended {
+        let mut mended = Mended::default();
+        for difference in found {
+            match self.one(&difference) {
+                Ok(true) => mended.mended.push(difference),
+                Ok(false) => mended.left.push(difference),
+                Err(error) => {
+                    tracing::warn!(%difference, error = error_chain(&error), "could not be put back");
+                    mended.left.push(difference);
+                }
+            }
+        }
+        mended
+    }
+
+    /// False: it is not ours to put back.
+    fn one(&mut self, difference: &Difference) -> io::Result<bool> {
+        let path = &difference.path;
+        let wanted = match (difference.what, fs::symlink_metadata(self.fresh.join(path))) {
+            (What::Extra, _) | (_, Err(_)) => return Ok(false),
+            (_, Ok(wanted)) => wanted,
+        };
+        let Some(name) = path.file_name() else {
+            set_rights(&open_root(self.place)?, &wanted)?;
+            return Ok(true);
+        };
+        let parent = path.parent().unwrap_or(Path::new(""));
+        let live = self.directory(parent)?;
+        if wanted.is_dir() {
+            self.directory(path)?;
+            return Ok(true);
+        }
+        let fresh = descend(self.fresh, parent)?;
+        match renameat(&fresh, name, &live, name) {
+            // A directory has its place.
+            Err(Errno::EISDIR) => {
+                self.move_away(&live, Path::new(name))?;
+                renameat(&fresh, name, &live, name)?;
+            }
+            other => other?,
+        }
+        Ok(true)
+    }
+
+    /// Opens a directory of the environment, and makes it and those above it what they are to be.
+    fn directory(&mut self, path: &Path) -> io::Result<OwnedFd> {
+        let (mut at, mut below) = (open_root(self.place)?, PathBuf::new());
+        for part in names(path) {
+            below.push(part);
+            let wanted = fs::symlink_metadata(self.fresh.join(&below))?;
+            at = match open_directory(&at, part) {
+                Ok(next) => next,
+                Err(error) => {
+                    if error != Errno::ENOENT {
+                        self.move_away(&at, part)?;
+                    }
+                    mkdirat(&at, part, Mode::S_IRWXU)?;
+                    open_directory(&at, part)?
+                }
+            };
+            set_rights(&at, &wanted)?;
+        }
+        Ok(at)
+    }
+
+    /// Takes what has `name` out of the environment.
+    fn move_away(&mut self, parent: &impl AsFd, name: &Path) -> io::Result<()> {
+        self.moved += 1;
+        let aside = format!(".replaced.{}", self.moved);
+        Ok(renameat(parent, name, &open_root(self.fresh)?, aside.as_str())?)
+    }
+}
+
+const DIRECTORY: OFlag = OFlag::O_DIRECTORY.union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC).union(OFlag::O_RDONLY);
+
+fn open_root(path: &Path) -> nix::Result<OwnedFd> {
+    nix::fcntl::open(path, DIRECTORY, Mode::empty())
+}
+
+fn open_directory(parent: &impl AsFd, name: &Path) -> nix::Result<OwnedFd> {
+    openat(parent, name, DIRECTORY, Mode::empty())
+}
+
+fn descend(root: &Path, path: &Path) -> nix::Result<OwnedFd> {
+    names(path).try_fold(open_root(root)?, |at, part| open_directory(&at, part))
+}
+
+fn names(path: &Path) -> impl Iterator<Item = &Path> {
+    path.components().filter_map(|part| match part {
+        Component::Normal(name) => Some(Path::new(name)),
+        _ => None,
+    })
+}
+
+/// Owner and permissions of a directory, if they differ.
+fn set_rights(directory: &OwnedFd, wanted: &Metadata) -> io::Result<()> {
+    let found = File::from(directory.try_clone()?).metadata()?;
+    if (found.uid(), found.gid()) != (wanted.uid(), wanted.gid()) {
+        fchown(directory, Some(Uid::from_raw(wanted.uid())), Some(Gid::from_raw(wanted.gid())))?;
+    }
+    if mode(&found) != mode(wanted) {
+        fchmod(directory, Mode::from_bits_truncate(mode(wanted)))?;
+    }
+    Ok(())
+}

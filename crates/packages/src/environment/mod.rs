@@ -1,0 +1,283 @@
+//! Makes `envs/<digest>` from what `pkgs/` holds, without network: in the host stage.
+//!
+//! Built as `.<digest>.partial`, with every path in it already that of its final place, checked, marked, synced, and
+//! switched by one rename. Before that rename it does not exist for anybody, so a kill at any instruction costs nothing
+//! but time: the next run removes what it finds and begins again.
+//!
+//! Packages' link scripts are not run: they are shell, and nothing that Flux needs has one.
+
+pub(crate) mod arrivals;
+pub(crate) mod collect;
+pub(crate) mod conda;
+pub(crate) mod extract;
+pub(crate) mod guard;
+pub(crate) mod limits;
+pub(crate) mod mend;
+pub(crate) mod records;
+pub(crate) mod room;
+pub(crate) mod transaction;
+pub(crate) mod verify;
+
+use std::{
+    fs, io,
+    os::{fd::BorrowedFd, unix::fs::PermissionsExt},
+    path::{Component, Path, PathBuf},
+    sync::{Mutex, PoisonError},
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    ENVIRONMENT_MARKER,
+    environment::{
+        records::{RECORDS, Records, Tree, settle_clobbers, write_public},
+        transaction::{Environments, UNPACKED, make_public_directory},
+    },
+    fetch::archive::{self, archives},
+};
+use api::PackageSet;
+use base::error_chain;
+use host::{
+    BrokerProcesses,
+    files::remove_if_there,
+    state::{ENVIRONMENTS, environment},
+};
+use hostapi::{LinkOrder, Linked, Progress, Refusal};
+use locks::estimate_bytes;
+
+/// Content of [`ENVIRONMENT_MARKER`].
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct Marker {
+    digest: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) compiled_prefix: Option<PathBuf>,
+    pub(crate) bytes: u64,
+    /// From which archives in `pkgs/` it was made.
+    pub(crate) archives: Vec<String>,
+}
+
+/// The digests of all environments under `prefix` that are ready, sorted.
+pub fn ready(prefix: &Path) -> Vec<String> {
+    let entries = fs::read_dir(prefix.join(ENVIRONMENTS)).into_iter().flatten().flatten();
+    let names = entries.filter_map(|e| e.file_name().into_string().ok());
+    let mut digests = names.filter(|digest| linked(prefix, digest).is_some()).collect::<Vec<_>>();
+    digests.sort();
+    digests
+}
+
+/// What is in the environment `digest` under `prefix`, if it is ready.
+pub fn linked(prefix: &Path, digest: &str) -> Option<Linked> {
+    marker(prefix, digest).map(Marker::linked)
+}
+
+impl Marker {
+    fn linked(self) -> Linked {
+        Linked { compiled_prefix: self.compiled_prefix, bytes: self.bytes, warnings: Vec::new() }
+    }
+}
+
+/// The marker of an environment that is ready.
+pub(crate) fn marker(prefix: &Path, digest: &str) -> Option<Marker> {
+    let path = environment(prefix, digest).join(ENVIRONMENT_MARKER);
+    let marker: Marker = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
+    (archive::is_digest(digest) && marker.digest == digest).then_some(marker)
+}
+
+/// Makes the environment of `order`, or finds it ready.
+///
+/// Brings its own small runtime, so it must not be called from within another one.
+///
+/// # Errors
+/// A sentence for people. Transient where fetching or trying again can help: an archive that is missing or damaged (it
+/// is removed, so that the next fetch brings it again), or the disk.
+pub fn link(
+    order: &LinkOrder,
+    broker: &dyn BrokerProcesses,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Linked, Refusal> {
+    link_while(order, broker, None, progress)
+}
+
+/// As [`link`], of archives that may still come until `more`, the reading end of a pipe, has ended. Those of a lock are
+/// unpacked as they come; what is missing or damaged at that end is refused then.
+///
+/// # Errors
+/// As for [`link`].
+pub fn link_while(
+    order: &LinkOrder,
+    broker: &dyn BrokerProcesses,
+    more: Option<BorrowedFd<'_>>,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Linked, Refusal> {
+    let LinkOrder { prefix, digest, set, platform, .. } = order;
+    if !archive::is_digest(digest) {
+        return Err(refused(format!("`{digest}` is not the digest of a package set")));
+    }
+    let mut environments = Environments::hold(prefix, broker)?;
+    if let Some(linked) = linked(prefix, digest) {
+        return Ok(linked);
+    }
+    let archives = archives(set, platform).map_err(|e| refused(error_chain(&e)))?;
+    environments.clear(digest)?;
+    let partial = environments.partial(digest);
+    let mut warnings = std::mem::take(&mut environments.warnings);
+    let made = grow(order, more, &partial, archives, progress).and_then(|linked| {
+        let committed = environments.commit(&partial, digest).map(|()| linked);
+        committed.map_err(|e| environments.trouble("finish the environment in", &e))
+    });
+    match made {
+        Ok(linked) => {
+            warnings.extend(linked.warnings);
+            Ok(Linked { warnings, ..linked })
+        }
+        Err(refusal) => {
+            let refusal = environments.with_room(refusal, estimate_bytes(set, platform));
+            // Only to give back the space; the next run would do it. By now nobody writes there any more, not even the
+            // threads of an unpacking that was given up.
+            environments.drop_leftovers();
+            Err(refusal)
+        }
+    }
+}
+
+/// Makes the environment of `order` in `partial`, which is not there yet, with its records and its marker, as it is to be in
+/// its place. What it needs meanwhile is beside `partial`, under a name that begins with that of `partial`.
+pub(crate) fn grow(
+    order: &LinkOrder,
+    more: Option<BorrowedFd<'_>>,
+    partial: &Path,
+    archives: Vec<String>,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Linked, Refusal> {
+    let LinkOrder { prefix, digest, set, platform, .. } = order;
+    make_public_directory(partial)?;
+    let ready = environment(prefix, digest);
+    let warnings = Mutex::default();
+    let build =
+        Build { pkgs: prefix.join("pkgs"), more, digest, platform, ready: &ready, partial, warnings: &warnings };
+    let compiled_prefix = match set {
+        PackageSet::Lock { lock, .. } => build.conda(lock, progress).map(|()| None),
+        PackageSet::Bundle(source) => build.bundle(source, progress),
+    }?;
+    build.check_flux(compiled_prefix.as_deref())?;
+    progress(Progress::begun("syncing"));
+    let linked = build.finish(compiled_prefix, archives);
+    let linked = linked.map_err(|e| failed(format!("can't finish the environment in {}: {e}", partial.display())))?;
+    Ok(Linked { warnings: warnings.into_inner().unwrap_or_else(PoisonError::into_inner), ..linked })
+}
+
+/// An environment that is being made.
+pub(crate) struct Build<'a> {
+    pub(crate) pkgs: PathBuf,
+    /// Until its end more archives may come. None: all that will ever come are there.
+    pub(crate) more: Option<BorrowedFd<'a>>,
+    pub(crate) digest: &'a str,
+    pub(crate) platform: &'a str,
+    /// Its final place.
+    pub(crate) ready: &'a Path,
+    /// Where it grows.
+    pub(crate) partial: &'a Path,
+    /// For [`Linked::warnings`].
+    pub(crate) warnings: &'a Mutex<Vec<String>>,
+}
+
+impl Build<'_> {
+    /// Beside the tree: where `what` of it is unpacked. The next run knows its name for a leftover.
+    pub(crate) fn beside(&self, what: &str) -> PathBuf {
+        let name = self.partial.file_name().unwrap_or_default().to_string_lossy();
+        self.partial.with_file_name(format!("{name}{what}{UNPACKED}"))
+    }
+
+    /// For people: where room is needed.
+    pub(crate) fn prefix(&self) -> &Path {
+        self.pkgs.parent().unwrap_or(&self.pkgs)
+    }
+
+    /// `privileged` is a file of `name` that would have run as its owner, or as its group.
+    pub(crate) fn warn_of(&self, name: &str, privileged: Option<&Path>) {
+        let Some(path) = privileged else { return };
+        self.warnings.lock().unwrap_or_else(PoisonError::into_inner).push(format!(
+            "{name} has files with set-user-ID or set-group-ID bits, such as {}; they are installed without, as conda does",
+            path.display(),
+        ));
+    }
+
+    pub(crate) fn missing_or_damaged(&self, archive: &Path, name: &str) -> Refusal {
+        match fs::remove_file(archive) {
+            Ok(()) => failed(format!("the archive of {name} on this host was damaged; it has to be fetched again")),
+            Err(_) => failed(format!("the archive of {name} is not on this host; it has to be fetched")),
+        }
+    }
+
+    fn check_flux(&self, compiled_prefix: Option<&Path>) -> Result<(), Refusal> {
+        let found = find_in_tree(self.partial, Path::new("bin/flux"), &[Some(self.ready), compiled_prefix]);
+        match found.and_then(|path| fs::symlink_metadata(path).ok()) {
+            Some(flux) if flux.is_file() && flux.permissions().mode() & 0o111 != 0 => Ok(()),
+            Some(_) => Err(refused(format!("package set {} has a bin/flux that can't be executed", self.digest))),
+            None => Err(refused(format!(
+                "package set {} has no bin/flux; add flux-core to packages.specs, or make the bundle from Flux's prefix",
+                self.digest
+            ))),
+        }
+    }
+
+    /// The last files of the tree, and what they vouch for: the marker is worth nothing before it is all on the disk.
+    fn finish(&self, compiled_prefix: Option<PathBuf>, archives: Vec<String>) -> io::Result<Linked> {
+        // A bundle may have brought files of these names.
+        remove_if_there(&self.partial.join(RECORDS))?;
+        remove_if_there(&self.partial.join(ENVIRONMENT_MARKER))?;
+        let conda = compiled_prefix.is_none();
+        if conda {
+            settle_clobbers(self.partial)?;
+        }
+        let mut tree = Tree::walk(self.partial)?;
+        // rattler lets the group write to the scripts that it makes for Python packages.
+        tree.close_to_others(self.partial)?;
+        if let Some(shared) = tree.shared() {
+            return Err(io::Error::other(format!("{} shares its content with a file outside", shared.display())));
+        }
+        Records::of(self.partial, &tree, conda)?.write(self.partial)?;
+        let bytes = tree.bytes();
+        let marker = Marker { digest: self.digest.to_owned(), compiled_prefix, bytes, archives };
+        write_public(&self.partial.join(ENVIRONMENT_MARKER), &serde_json::to_vec(&marker)?)?;
+        Ok(marker.linked())
+    }
+}
+
+/// Follows symlinks within the tree as they will be followed once the tree is in its place.
+fn find_in_tree(tree: &Path, path: &Path, places: &[Option<&Path>]) -> Option<PathBuf> {
+    let mut path = path.to_owned();
+    // As many as Linux follows.
+    for _ in 0..40 {
+        let full = tree.join(&path);
+        let Ok(target) = fs::read_link(&full) else {
+            return full.exists().then_some(full);
+        };
+        let next = if target.is_absolute() {
+            places.iter().flatten().find_map(|place| target.strip_prefix(place).ok())?.to_owned()
+        } else {
+            path.parent().unwrap_or(Path::new("")).join(target)
+        };
+        path = PathBuf::new();
+        for component in next.components() {
+            match component {
+                Component::Normal(name) => path.push(name),
+                Component::CurDir => {}
+                _ if path.pop() => {}
+                _ => return None,
+            }
+        }
+    }
+    None
+}
+
+/// Trying again can help.
+pub(crate) fn failed(message: String) -> Refusal {
+    Refusal { message, transient: true }
+}
+
+/// Only a change can help.
+pub(crate) fn refused(message: String) -> Refusal {
+    Refusal { message, transient: false }
+}

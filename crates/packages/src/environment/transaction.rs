@@ -1,0 +1,266 @@
+//! The frame around everything that changes `envs/`: one at a time, nothing half-done under a final name, nothing taken
+//! away from who uses it.
+//!
+//! Whatever does not have its final name yet, or no longer, begins with a dot and ends with one of [`ASIDE`] or with
+//! [`MENDING`]. Killed runs leave only such names; the next run removes them before it begins.
+//!
+//! A mending ([`super::mend`]) prepares what it needs in a directory of its own, under a lock of its own, so that it holds
+//! nobody up while it does; see [`Workshop`].
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use nix::{errno::Errno, fcntl::Flock};
+
+use crate::{
+    environment::{failed, refused},
+    fetch::archive,
+    files::{Free, free},
+};
+use host::{
+    BrokerProcesses, Occupant, Root,
+    files::{refuse_mounts, remove_all_if_there},
+    lock, occupants,
+    state::ENVIRONMENTS,
+};
+use hostapi::Refusal;
+
+/// An environment that is being made.
+const PARTIAL: &str = ".partial";
+/// Its packages, unpacked.
+pub(crate) const UNPACKED: &str = ".unpacked";
+/// An environment that is on its way out.
+const OLD: &str = ".old";
+/// Of one digest.
+const MOST_OLD: usize = 100;
+/// Ends of all names that are none yet, or no longer.
+const ASIDE: [&str; 3] = [PARTIAL, UNPACKED, OLD];
+/// A [`Workshop`].
+const MENDING: &str = ".mending";
+/// Name of the lock of the [`Workshop`] in `envs/`.
+const MENDING_LOCK: &str = ".mending.lock";
+
+/// With less than this nothing can be made.
+const LEAST_BYTES: u64 = 1 << 20;
+/// As [`LEAST_BYTES`].
+const LEAST_FILES: u64 = 16;
+
+/// Makes `path`: an empty directory that all may read.
+pub(crate) fn make_public_directory(path: &Path) -> Result<(), Refusal> {
+    let readable = || fs::set_permissions(path, fs::Permissions::from_mode(0o755));
+    fs::create_dir(path).and_then(|()| readable()).map_err(|e| failed(format!("can't make {}: {e}", path.display())))
+}
+
+/// A directory in `envs/` in which one mending at a time prepares what it needs. Its lock keeps other mendings out, and keeps
+/// [`Environments::drop_leftovers`] from removing it. It keeps nobody from installing, collecting, or starting a broker.
+pub(crate) struct Workshop {
+    path: PathBuf,
+    _lock: Flock<File>,
+}
+
+impl Workshop {
+    /// Waits for another mending for as long as an order waits for another one, and removes what one that was killed left.
+    pub(crate) fn hold(envs: &Path, digest: &str) -> Result<Self, Refusal> {
+        let file = envs.join(MENDING_LOCK);
+        let lock = lock::take(&file, lock::WAIT).map_err(|error| lock::refusal(&file, lock::WAIT, &error))?;
+        let path = envs.join(format!(".{digest}{MENDING}"));
+        remove_all_if_there(&path).map_err(|e| failed(format!("can't remove {}: {e}", path.display())))?;
+        make_public_directory(&path)?;
+        Ok(Self { path, _lock: lock })
+    }
+
+    /// Where the tree grows that is held against the damaged one.
+    pub(crate) fn tree(&self) -> PathBuf {
+        self.path.join("tree")
+    }
+}
+
+impl Drop for Workshop {
+    fn drop(&mut self) {
+        if let Err(error) = remove_all_if_there(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "can't remove what a mending needed; the next order does");
+        }
+    }
+}
+
+/// `<prefix>/envs`, under an exclusive lock that is released on drop or when the process exits.
+pub(crate) struct Environments<'a> {
+    path: PathBuf,
+    /// Of the broker whose processes must not lose theirs.
+    broker: &'a dyn BrokerProcesses,
+    directory: File,
+    _lock: Flock<File>,
+    /// What of earlier runs could not be removed.
+    pub(crate) warnings: Vec<String>,
+}
+
+impl<'a> Environments<'a> {
+    /// Waits for its turn, for as long as an order waits for another one, and cleans up after runs that were killed.
+    pub(crate) fn hold(prefix: &Path, broker: &'a dyn BrokerProcesses) -> Result<Self, Refusal> {
+        // It is baked into what is installed.
+        if !prefix.is_absolute() {
+            return Err(refused(format!("the prefix {} is not an absolute path", prefix.display())));
+        }
+        let path = prefix.join(ENVIRONMENTS);
+        let error = |what: &str, error: io::Error| failed(format!("can't {what} {}: {error}", path.display()));
+        fs::create_dir_all(&path).map_err(|e| error("make", e))?;
+        let directory = File::open(&path).map_err(|e| error("open", e))?;
+        let file = path.join(lock::HIDDEN);
+        let lock = lock::take(&file, lock::WAIT).map_err(|error| lock::refusal(&file, lock::WAIT, &error))?;
+        let mut held = Self { path, broker, directory, _lock: lock, warnings: Vec::new() };
+        held.warnings = held.drop_leftovers();
+        Ok(held)
+    }
+
+    /// For each of `names` in `envs/` that the broker or a job uses, a process that does.
+    ///
+    /// # Errors
+    /// Nobody knows.
+    pub(crate) fn used(&self, names: &[String]) -> io::Result<BTreeMap<String, Occupant>> {
+        occupants(&Root::host(), &self.broker.members()?, names)
+    }
+
+    pub(crate) fn place(&self, digest: &str) -> PathBuf {
+        self.path.join(digest)
+    }
+
+    /// Where an environment grows.
+    pub(crate) fn partial(&self, digest: &str) -> PathBuf {
+        self.path.join(format!(".{digest}{PARTIAL}"))
+    }
+
+    /// Gives what was begun its name.
+    ///
+    /// `syncfs` because there are thousands of files: what is in `partial` is on the disk, its marker too, before there is
+    /// a name under which anybody would believe it. That name itself may be lost by a power cut until its directory is
+    /// synced: then nothing was made, which is as true.
+    pub(crate) fn commit(&self, partial: &Path, digest: &str) -> io::Result<()> {
+        nix::unistd::syncfs(File::open(partial)?)?;
+        fs::rename(partial, self.place(digest))?;
+        self.directory.sync_all()
+    }
+
+    /// Takes away what has the name of an environment without being one: whoever put it there, it was not
+    /// [`Self::commit`]. Nothing is taken from under the broker or a job.
+    pub(crate) fn clear(&self, digest: &str) -> Result<(), Refusal> {
+        let place = self.place(digest);
+        match fs::symlink_metadata(&place) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            other => other.map_err(|e| self.trouble("look into", &e))?,
+        };
+        let name = [digest.to_owned()];
+        let found = self.used(&name).map_err(|e| self.trouble("look who uses", &e))?;
+        let occupant = match found.into_values().next() {
+            Some(occupant) => Some(occupant),
+            None => self.discard(digest).map_err(|e| self.trouble("clean", &e))?,
+        };
+        occupant.map_or(Ok(()), |occupant| {
+            Err(failed(format!(
+                "{} is not as it was installed and has to be made again, but {occupant} uses it; it is made again when that process has ended",
+                place.display()
+            )))
+        })
+    }
+
+    /// Removes an environment, unless the broker or a job turns out to use it; then it is as before, and the process that
+    /// does is named.
+    ///
+    /// # Errors
+    /// The file system's; `ResourceBusy` if something is mounted in it, and then it is as before.
+    pub(crate) fn discard(&self, digest: &str) -> io::Result<Option<Occupant>> {
+        refuse_mounts(&self.place(digest), |_| false)?;
+        // One that was set aside before may still be there, with who uses it.
+        let names = std::iter::once(format!(".{digest}{OLD}")).chain((1..).map(|n| format!(".{digest}.{n}{OLD}")));
+        let free = |path: &PathBuf| fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
+        let aside = names.take(MOST_OLD).map(|name| self.path.join(name)).find(free);
+        let aside = aside.ok_or_else(|| io::Error::other(format!("{MOST_OLD} of {digest} are still in use")))?;
+        fs::rename(self.place(digest), &aside)?;
+        // From here on nobody finds it, so whoever is not seen now never comes.
+        self.directory.sync_all()?;
+        self.discard_aside(&aside, digest)
+    }
+
+    fn discard_aside(&self, aside: &Path, digest: &str) -> io::Result<Option<Occupant>> {
+        let set_aside = aside.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let names = [digest.to_owned(), set_aside];
+        // Another one under the same name is not the one that was set aside.
+        let replaced = fs::symlink_metadata(self.place(digest)).is_ok();
+        let looked_for = if replaced { &names[1..] } else { &names[..] };
+        match self.used(looked_for).map(|found| found.into_values().next()) {
+            Ok(None) => remove_all_if_there(aside).map(|()| None),
+            used_or_unknown => {
+                if !replaced {
+                    fs::rename(aside, self.place(digest))?;
+                }
+                used_or_unknown
+            }
+        }
+    }
+
+    /// Throws away all that has no final name. What can't be removed is in nobody's way unless it has the place of what is
+    /// to be made: it is told, and stays for the next run.
+    pub(crate) fn drop_leftovers(&self) -> Vec<String> {
+        let entries = match fs::read_dir(&self.path) {
+            Ok(entries) => entries.flatten(),
+            Err(e) => return vec![self.trouble("read", &e).message],
+        };
+        let left = entries.filter_map(|entry| {
+            let error = self.drop_leftover(&entry).err()?;
+            Some(format!("can't remove {}, which an earlier run left behind: {error}", entry.path().display()))
+        });
+        left.collect()
+    }
+
+    fn drop_leftover(&self, entry: &fs::DirEntry) -> io::Result<()> {
+        let name = entry.file_name();
+        let Some(name) = name.to_str().and_then(|name| name.strip_prefix('.')) else { return Ok(()) };
+        let digest = name.strip_suffix(OLD).map(|name| name.split_once('.').map_or(name, |(digest, _)| digest));
+        match digest.filter(|digest| archive::is_digest(digest)) {
+            Some(digest) => self.discard_aside(&entry.path(), digest).map(drop),
+            None if name.ends_with(MENDING) => match lock::take(&self.path.join(MENDING_LOCK), Duration::ZERO) {
+                Ok(_nobody_mends) => remove_all_if_there(&entry.path()),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(()),
+                Err(e) => Err(e),
+            },
+            None if ASIDE.iter().any(|end| name.ends_with(end)) => remove_all_if_there(&entry.path()),
+            None => Ok(()),
+        }
+    }
+
+    /// `what` failed here.
+    pub(crate) fn trouble(&self, what: &str, error: &io::Error) -> Refusal {
+        failed(format!("can't {what} {}: {error}", self.path.display()))
+    }
+
+    /// Tells of a full disk how much room there is, and how much is needed as far as that is known. To be called before
+    /// what was begun is removed: not every failure for want of room says so itself.
+    pub(crate) fn with_room(&self, refusal: Refusal, need_bytes: u64) -> Refusal {
+        let Some(Free { bytes: free, files }) = free(&self.path).ok().filter(|_| refusal.transient) else {
+            return refusal;
+        };
+        let says_so = [Errno::ENOSPC, Errno::EDQUOT]
+            .into_iter()
+            .any(|errno| refusal.message.contains(&io::Error::from(errno).to_string()));
+        if !(says_so || free < LEAST_BYTES || files.is_some_and(|files| files < LEAST_FILES)) {
+            return refusal;
+        }
+        let mebibytes = |bytes: u64| bytes.div_ceil(1 << 20);
+        let files = files.map_or(String::new(), |files| format!(" and room for {files} files"));
+        let need = match need_bytes {
+            0 => String::new(),
+            bytes => format!(", and this package set needs about {} MiB", mebibytes(bytes)),
+        };
+        failed(format!(
+            "the file system of {} is full: {} MiB{files} are left{need}; it is tried again ({})",
+            self.path.display(),
+            mebibytes(free),
+            refusal.message
+        ))
+    }
+}

@@ -1,0 +1,201 @@
+//! Whether an environment still is what was installed: every file is hashed again and held against its records, and so are
+//! permissions and owners.
+
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use crate::{
+    ENVIRONMENT_MARKER,
+    environment::{
+        marker, ready,
+        records::{RECORDS, Records, Tree, WRITABLE_BY_OTHERS, by_packages, can_be_told, digests_while, mode},
+    },
+    fetch::archive,
+};
+use host::state::{ENVIRONMENTS, environment};
+use hostapi::{Difference, Progress, Refusal, Slice, Verified, VerifyOrder, What};
+
+/// Looks at the environment that `order` names, or at all that are ready.
+///
+/// # Errors
+/// There is nothing that could be looked at.
+pub fn verify(order: &VerifyOrder, progress: &mut dyn FnMut(Progress)) -> Result<Vec<Verified>, Refusal> {
+    let envs = order.prefix.join(ENVIRONMENTS);
+    let digests = match &order.digest {
+        Some(digest) if !archive::is_digest(digest) => {
+            return Err(Refusal::new(format!("`{digest}` is not the digest of a package set")));
+        }
+        Some(digest) => vec![digest.clone()],
+        None => ready(&order.prefix),
+    };
+    if digests.is_empty() {
+        return Err(Refusal::new(format!("there is no environment in {}", envs.display())));
+    }
+    digests.iter().map(|digest| verify_one(&order.prefix, digest, order.slice, progress)).collect()
+}
+
+fn verify_one(
+    prefix: &Path,
+    digest: &str,
+    slice: Option<Slice>,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Verified, Refusal> {
+    let path = environment(prefix, digest);
+    let name = path.display();
+    if !path.is_dir() {
+        let there = ready(prefix).join(", ");
+        let there = if there.is_empty() { "none" } else { &there };
+        return Err(Refusal::new(format!("there is no environment {name}; there is {there}")));
+    }
+    let unreadable = |error: io::Error| Refusal::new(format!("can't read {name}: {error}"));
+    let marker = marker(prefix, digest);
+    let conda = marker.as_ref().is_none_or(|marker| marker.compiled_prefix.is_none());
+    let compared = compare(&path, &path, conda, slice, progress).map_err(unreadable)?;
+    let Compared { files, bytes, mut differences, has_records } = compared;
+    let mut differs = |path: &str, what| differences.push(Difference { path: path.into(), what });
+    if marker.is_none() {
+        let there = fs::symlink_metadata(path.join(ENVIRONMENT_MARKER)).is_ok();
+        differs(ENVIRONMENT_MARKER, if there { What::Changed } else { What::Missing });
+    }
+    if !has_records {
+        let there = path.join(RECORDS).is_file();
+        differs(RECORDS, if there { What::Changed } else { What::Missing });
+    }
+    differences.sort();
+    differences.dedup();
+    Ok(Verified { path, digest: digest.to_owned(), files, bytes, differences })
+}
+
+/// How a tree differs from what is recorded.
+pub(crate) struct Compared {
+    files: u64,
+    bytes: u64,
+    /// Sorted.
+    pub differences: Vec<Difference>,
+    has_records: bool,
+}
+
+/// Holds the tree at `root` against the records in the one at `recorded`, which may be the same. The marker and the records
+/// themselves are not looked at.
+pub(crate) fn compare(
+    root: &Path,
+    recorded: &Path,
+    conda: bool,
+    slice: Option<Slice>,
+    progress: &mut dyn FnMut(Progress),
+) -> io::Result<Compared> {
+    let tree = Tree::walk(root)?;
+    let mut differences = Vec::new();
+    let mut differs = |path: &Path, what| differences.push(Difference { path: path.to_owned(), what });
+    let records = Records::read(recorded).ok();
+    let (told, broken) = match conda {
+        true if root == recorded => by_packages(root, &tree),
+        true => by_packages(recorded, &Tree::walk(recorded)?),
+        false => Default::default(),
+    };
+    let mut expected: BTreeMap<_, _> = told.into_iter().map(|(path, told)| (path, told.sha256)).collect();
+    for record in &broken {
+        differs(record, What::Changed);
+    }
+    let whole = records.is_some();
+    // Without them, only what the packages' own records tell can be looked at.
+    let records = records.unwrap_or_else(|| Records { links: tree.links.clone(), ..Records::default() });
+    expected.extend(records.files.iter().map(|(path, digest)| (path.clone(), Some(digest.clone()))));
+
+    let mut hashed = Vec::new();
+    for path in expected.keys().chain(records.links.keys()) {
+        let is_link = records.links.get(path);
+        match (tree.files.contains_key(path), tree.links.get(path)) {
+            (true, _) if is_link.is_none() => hashed.push(path.clone()),
+            (false, Some(target)) if is_link.is_some() => {
+                if is_link != Some(target) {
+                    differs(path, What::Changed);
+                }
+            }
+            (false, None) if tree.directories.contains_key(path) && expected.get(path) == Some(&None) => {}
+            (false, None) if !tree.directories.contains_key(path) && !tree.others.contains(path) => {
+                differs(path, What::Missing);
+            }
+            _ => differs(path, What::Replaced),
+        }
+    }
+    if whole {
+        differences.extend(strangers(root, &tree, &records, &expected)?);
+    }
+    if let Some(Slice { number, of }) = slice {
+        let (number, of) = (number as usize, (of as usize).max(1));
+        hashed = hashed.into_iter().skip(number % of).step_by(of).collect();
+    }
+    let bytes = hashed.iter().filter_map(|path| tree.files.get(path)).map(|file| file.len()).sum();
+    let files = hashed.len() as u64;
+    let said = |done| progress(Progress { done, total: files, ..Progress::begun("hashing files") });
+    for (path, found) in digests_while(root, hashed, said)? {
+        match (found, expected.get(&path)) {
+            (Ok(found), Some(Some(wanted))) if !found.eq_ignore_ascii_case(wanted) => {
+                differences.push(Difference { path, what: What::Changed });
+            }
+            (Ok(_), _) => {}
+            (Err(_), _) => differences.push(Difference { path, what: What::Unreadable }),
+        }
+    }
+    differences.sort();
+    differences.dedup();
+    Ok(Compared { files, bytes, differences, has_records: whole })
+}
+
+/// What is in no record, or has other permissions or another owner than when it was made.
+fn strangers(
+    root: &Path,
+    tree: &Tree,
+    records: &Records,
+    expected: &BTreeMap<PathBuf, Option<String>>,
+) -> io::Result<Vec<Difference>> {
+    let mut differences = Vec::new();
+    let mut differs = |path: &Path, what| differences.push(Difference { path: path.to_owned(), what });
+    let is_ours = |path: &Path| [ENVIRONMENT_MARKER, RECORDS].iter().any(|ours| path == Path::new(ours));
+    let known = |path: &Path| expected.contains_key(path) || records.links.contains_key(path) || is_ours(path);
+    let by_python = |path: &Path| is_byte_code(path, |source| tree.files.contains_key(source) && known(source));
+
+    let links = tree.links.iter().filter(|(_, target)| can_be_told(target)).map(|(path, _)| path);
+    let there = tree.files.keys().chain(links).chain(&tree.others).filter(|path| can_be_told(path));
+    for path in there.filter(|path| !known(path) && !by_python(path)) {
+        differs(path, What::Extra);
+    }
+    for (path, found) in tree.files.iter().chain(&tree.directories).filter(|(path, _)| can_be_told(path)) {
+        // Python follows the umask of who runs it.
+        let may_be_python_s = if found.is_dir() { path.ends_with(CACHE) } else { !known(path) };
+        let is_closed = mode(found) & OPEN_TO_OTHERS == 0;
+        let is_right = records.has_its_mode(path, found) || (may_be_python_s && is_closed);
+        let is_told = !found.is_dir() && !known(path) && !by_python(path);
+        if !is_right && !is_told {
+            differs(path, What::Mode);
+        }
+    }
+    let links = tree.links.keys().map(|path| Ok((path, fs::symlink_metadata(root.join(path))?)));
+    let links = links.collect::<io::Result<Vec<_>>>()?;
+    let links = links.iter().map(|(path, found)| (*path, found));
+    for (path, _) in tree.files.iter().chain(&tree.directories).chain(links).filter(|(_, f)| !records.has_its_owner(f))
+    {
+        differs(path, What::Owner);
+    }
+    Ok(differences)
+}
+
+/// Where Python keeps its byte code, beside a module.
+const CACHE: &str = "__pycache__";
+/// Write permission for others, set-user-ID and set-group-ID.
+const OPEN_TO_OTHERS: u32 = 0o6000 | WRITABLE_BY_OTHERS;
+
+/// What Python leaves when its owner runs a module: `__pycache__/NAME.TAG.pyc` beside NAME.py, which must be there and
+/// `known`.
+fn is_byte_code(path: &Path, known: impl Fn(&Path) -> bool) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".pyc"));
+    // Optimised code says so behind the tag.
+    let name = name.map(|name| name.rsplit_once(".opt-").map_or(name, |(name, _)| name));
+    let module = name.and_then(|name| name.rsplit_once('.')).map(|(module, _)| module);
+    let beside = path.parent().filter(|parent| parent.ends_with(CACHE)).and_then(Path::parent);
+    beside.zip(module).is_some_and(|(beside, module)| known(&beside.join(format!("{module}.py"))))
+}

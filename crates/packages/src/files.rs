@@ -1,0 +1,191 @@
+//! Files that people name on the command line, and those that are written for them.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, Write},
+    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
+    path::{Path, PathBuf},
+};
+
+use nix::{
+    fcntl::{Flock, FlockArg},
+    libc::O_NONBLOCK,
+    sys::statvfs::statvfs,
+};
+
+/// Begins the name of what is not whole yet; six letters or digits follow.
+const ASIDE: &str = ".flux-distribute-";
+
+/// Reading or writing failed.
+#[derive(Debug, thiserror::Error)]
+#[error("can't {what} {path}")]
+pub struct FileError {
+    /// What was being done.
+    pub what: &'static str,
+    /// To which.
+    pub path: String,
+    /// Cause.
+    #[source]
+    pub source: io::Error,
+}
+
+impl FileError {
+    pub(crate) fn on(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.display().to_string();
+        move |source| Self { what, path, source }
+    }
+}
+
+/// Prints to stdout, which is the interface.
+pub(crate) fn print(text: &str) -> Result<(), FileError> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(FileError::on("write to", Path::new("stdout")))
+}
+
+/// Opens a plain file. A pipe would be waited for, and a device has no end.
+pub(crate) fn open_plain(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(path)?;
+    match file.metadata()? {
+        found if found.is_file() => Ok(file),
+        found if found.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
+        _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a plain file")),
+    }
+}
+
+/// Where a file that is wanted at `path` is to be renamed to: a symlink stays one, and what is no plain file, such as a
+/// device, is never replaced.
+pub(crate) fn rename_target(path: &Path) -> io::Result<PathBuf> {
+    let target = match fs::canonicalize(path) {
+        Ok(target) => target,
+        Err(e) if e.kind() == io::ErrorKind::NotFound && fs::symlink_metadata(path).is_err() => {
+            return Ok(path.to_owned());
+        }
+        Err(e) => return Err(e),
+    };
+    match fs::metadata(&target)?.is_file() {
+        true => Ok(target),
+        false => Err(io::Error::new(io::ErrorKind::AlreadyExists, "something else than a plain file is there")),
+    }
+}
+
+/// The directory that a file is in.
+pub(crate) fn directory_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// A file that is written aside, so that what has its name is whole. Removed unless it is kept; what a killed run leaves is
+/// removed by the next one that writes to the same directory.
+pub(crate) struct Aside {
+    file: Flock<File>,
+    path: tempfile::TempPath,
+}
+
+impl Aside {
+    /// In `directory`, so that a rename is all that is needed in the end.
+    pub(crate) fn in_directory(directory: &Path) -> io::Result<Self> {
+        drop_leftovers(directory);
+        loop {
+            let (file, path) = tempfile::Builder::new().prefix(ASIDE).tempfile_in(directory)?.into_parts();
+            let file = Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, errno)| io::Error::from(errno))?;
+            // Until it was locked, another run could take it for a leftover.
+            if file.metadata()?.nlink() > 0 {
+                return Ok(Self { file, path });
+            }
+        }
+    }
+
+    /// To write to.
+    pub(crate) fn file(&self) -> io::Result<File> {
+        self.file.try_clone()
+    }
+
+    /// Gives it its name, for everybody to read.
+    pub(crate) fn keep(self, target: &Path) -> io::Result<()> {
+        publish(&self.file)?;
+        self.path.persist(target).map_err(|error| error.error)
+    }
+}
+
+/// Puts `file` on the disk, for everybody to read.
+pub(crate) fn publish(file: &File) -> io::Result<()> {
+    file.set_permissions(fs::Permissions::from_mode(0o644))?;
+    file.sync_all()
+}
+
+/// Removes what killed runs left: who lives holds its own. What can't be removed is in nobody's way.
+fn drop_leftovers(directory: &Path) {
+    let is_ours = |name: &str| {
+        let end = name.strip_prefix(ASIDE).filter(|end| end.len() == 6);
+        end.is_some_and(|end| end.bytes().all(|letter| letter.is_ascii_alphanumeric()))
+    };
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        if entry.file_name().to_str().is_some_and(is_ours)
+            && let Ok(file) = open_plain(&entry.path())
+            && let Ok(_held) = Flock::lock(file, FlockArg::LockExclusiveNonblock)
+        {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// What is free on a file system.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Free {
+    pub bytes: u64,
+    /// None where the file system has no end of them.
+    pub files: Option<u64>,
+}
+
+/// What is free at `path`.
+pub(crate) fn free(path: &Path) -> io::Result<Free> {
+    let found = statvfs(path)?;
+    let bytes = found.blocks_available().saturating_mul(found.fragment_size());
+    // Those without an end say 0 of 0.
+    Ok(Free { bytes, files: Some(found.files_available()).filter(|_| found.files() > 0) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_plain_file_is_replaced_and_a_link_stays_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        fs::write(path("plain"), "").unwrap();
+        std::os::unix::fs::symlink("plain", path("link")).unwrap();
+        std::os::unix::fs::symlink("nowhere", path("dangling")).unwrap();
+        nix::unistd::mkfifo(&path("pipe"), nix::sys::stat::Mode::S_IRUSR).unwrap();
+        let real = fs::canonicalize(path("plain")).unwrap();
+        assert_eq!(rename_target(&path("new")).unwrap(), path("new"));
+        assert_eq!(rename_target(&path("plain")).unwrap(), real);
+        assert_eq!(rename_target(&path("link")).unwrap(), real);
+        for name in ["dangling", "pipe", "."] {
+            assert!(rename_target(&path(name)).is_err(), "{name}");
+        }
+        assert!(open_plain(&path("link")).is_ok());
+        for name in ["pipe", ".", "new"] {
+            assert!(open_plain(&path(name)).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_a_killed_run_left_aside_goes_and_what_a_living_one_writes_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let others = [".flux-distribute-other", ".flux-distribute-a.b.c", ".lock-abcdef", ".flux-distribute.json"];
+        for name in others.iter().chain(&[".flux-distribute-abc123"]) {
+            fs::write(dir.path().join(name), "").unwrap();
+        }
+        fs::create_dir(dir.path().join(".flux-distribute-direct")).unwrap();
+        let living = Aside::in_directory(dir.path()).unwrap();
+        let second = Aside::in_directory(dir.path()).unwrap();
+        assert!(living.path.exists() && second.path.exists());
+        assert!(!dir.path().join(".flux-distribute-abc123").exists());
+        assert!(others.iter().all(|name| dir.path().join(name).exists()));
+        drop(second);
+        living.file().unwrap().write_all(b"whole").unwrap();
+        living.keep(&dir.path().join("named")).unwrap();
+        assert_eq!(fs::read(dir.path().join("named")).unwrap(), b"whole");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), others.len() + 2);
+    }
+}

@@ -1,0 +1,35 @@
+//! The planner: the one agent that holds the Lease. It alone reads all nodes, and it writes the roster, the packages, the
+//! certificate, `broker.toml`, each FluxNode's spec and the FluxInstance's status. What to write is decided in
+//! [`model`]; here are the effects.
+//!
+//! It gives no order to a host: what agents are told goes through objects of the API server. Of its own host it reads the
+//! directories that `file:` channels name.
+
+mod caches;
+mod instance;
+mod package_set;
+mod protect;
+mod publish;
+mod reconcile;
+
+use std::sync::{Arc, atomic::AtomicU32};
+
+use cluster::lease;
+use kube::Client;
+use tracing::{info, warn};
+
+/// Candidate and planner by turns, for as long as the agent lives. `identity` is the pod's name.
+/// `members` is the size of the instance as this agent knows it: the more candidates, the more rarely each asks.
+pub async fn run(client: Client, identity: String, members: Arc<AtomicU32>) {
+    let mut lease = lease::Candidate::new(client.clone(), identity.clone(), members);
+    loop {
+        let predecessor_time = lease.acquire().await;
+        info!(identity, "this agent is the planner now");
+        // Whatever is under way when the Lease is lost is dropped; a write that is already out is fenced by its
+        // resourceVersion.
+        tokio::select! {
+            () = lease.keep() => warn!("the Lease is lost: another agent plans from here on"),
+            () = reconcile::run(client.clone(), &identity, predecessor_time) => {}
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! ConfigMap `flux-packages`: resolved once; a restart never resolves again.
+
+use std::time::Duration;
+
+use kube::Client;
+use tokio::{task::JoinSet, time::Instant};
+use tracing::info;
+
+use api::{CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY, CONFIGMAP_PACKAGES_KEY, PackageSet, Packages};
+use base::error_chain;
+use cluster::{
+    ApiError, access,
+    store::{self, Document},
+};
+use locks::question::question;
+use packages::{Access, SolveError, resolve};
+
+/// Resolving goes on beside everything else: conda-forge's index alone can take minutes.
+#[derive(Default)]
+pub struct Resolver {
+    /// The question, and who works on it: nobody goes on when the question is another one, or another agent plans.
+    running: Option<(String, JoinSet<Result<PackageSet, String>>)>,
+    failed: Option<Failure>,
+}
+
+/// A question that had no answer. A changed one is asked at once.
+struct Failure {
+    question: String,
+    reason: String,
+    /// So many times in a row.
+    count: u32,
+    again: Instant,
+}
+
+/// How long an unanswered question rests at first; twice as long after each failure.
+const ASK_AGAIN: Duration = Duration::from_secs(5);
+/// The longest rest: a channel's full index is a big download.
+const LONGEST_REST: Duration = Duration::from_secs(120);
+
+/// What is known of the package set.
+pub enum Published {
+    /// This one.
+    Is(PackageSet),
+    /// None yet: it is being resolved.
+    Pending,
+    /// None yet, and why.
+    Failed(String),
+    /// Still this one, because the spec's new question has no answer, and why.
+    Still(PackageSet, String),
+}
+
+impl Resolver {
+    /// The published package set; resolves and publishes one where there is none for the present question.
+    ///
+    /// `platforms` are those of the nodes that are there, `running` is the digest of the running epoch's set. A set that is
+    /// published answers for the platforms it was made for: a node of another kind that comes later is a reason to resolve
+    /// only when somebody asks.
+    ///
+    /// # Errors
+    /// The API server's.
+    pub async fn published(
+        &mut self,
+        client: &Client,
+        packages: &Packages,
+        platforms: &[String],
+        running: Option<&str>,
+    ) -> Result<Published, ApiError> {
+        let document = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await?;
+        let present = document.as_ref().and_then(|document| serde_json::from_str::<PackageSet>(&document.text).ok());
+        if let Some(set) = present.as_ref().filter(|set| answers(set, packages)) {
+            (self.running, self.failed) = (None, None);
+            return Ok(Published::Is(set.clone()));
+        }
+        let question = question(packages, platforms);
+        let outcome = match self.running.take() {
+            Some((asked, mut work)) if asked == question => match work.try_join_next() {
+                None => {
+                    self.running = Some((asked, work));
+                    None
+                }
+                Some(ended) => {
+                    Some(ended.unwrap_or_else(|error| Err(format!("resolving the packages ended early: {error}"))))
+                }
+            },
+            _ => self.ask(client.clone(), question.clone(), packages.clone(), platforms.to_vec()),
+        };
+        match outcome {
+            Some(Ok(set)) => {
+                let mut document = document;
+                if let (Some(document), Some(present)) = (&mut document, &present)
+                    && running == Some(present.digest().as_str())
+                {
+                    let text = std::mem::take(&mut document.text);
+                    document.others.insert(CONFIGMAP_PACKAGES_EPOCH_KEY.to_owned(), text);
+                }
+                publish(client, &set, document.as_ref()).await?;
+                Ok(Published::Is(set))
+            }
+            Some(Err(reason)) => {
+                let before = self.failed.take().filter(|failure| failure.question == question);
+                let count = before.map_or(0, |failure| failure.count) + 1;
+                let rest = ASK_AGAIN.saturating_mul(1 << (count - 1).min(8)).min(LONGEST_REST);
+                self.failed = Some(Failure { question, reason: reason.clone(), count, again: Instant::now() + rest });
+                Ok(until_answered(present, reason))
+            }
+            None => match &self.failed {
+                Some(failure) if failure.question == question => Ok(until_answered(present, failure.reason.clone())),
+                _ => Ok(present.map_or(Published::Pending, Published::Is)),
+            },
+        }
+    }
+
+    fn ask(
+        &mut self,
+        client: Client,
+        question: String,
+        packages: Packages,
+        platforms: Vec<String>,
+    ) -> Option<Result<PackageSet, String>> {
+        if packages.bundle.is_none() && packages.platforms.is_empty() && platforms.is_empty() {
+            return None;
+        }
+        if let Some(failure) = &self.failed
+            && failure.question == question
+            && Instant::now() < failure.again
+        {
+            return None;
+        }
+        // Not the question itself: a channel's URL may hold a token.
+        info!("resolving the packages");
+        let work = async move {
+            let access = access::read(&client).await.map_err(|error| error_chain(&error))?;
+            let http = Access::from_secret(
+                access.authorities.as_deref(),
+                access.token.as_deref(),
+                access.credentials.as_deref(),
+            );
+            let http = http.and_then(|access| access.client_for(&packages));
+            let http = http.map_err(|error| format!("packages: {}", error_chain(&error)))?;
+            let answer = resolve(&packages, &platforms, &http, None, |path| host::open_host_file(path.as_ref()));
+            answer.await.map_err(|error: SolveError| error_chain(&error))
+        };
+        self.running = Some((question, JoinSet::from_iter([work])));
+        None
+    }
+}
+
+/// A changed question that has no answer leaves the old set in force.
+fn until_answered(present: Option<PackageSet>, reason: String) -> Published {
+    match present {
+        Some(set) => Published::Still(set, reason),
+        None => Published::Failed(reason),
+    }
+}
+
+fn answers(set: &PackageSet, packages: &Packages) -> bool {
+    match set {
+        PackageSet::Bundle(source) => packages.bundle.as_ref() == Some(source),
+        PackageSet::Lock { question: asked, .. } => {
+            let solved_for = serde_json::from_str::<serde_json::Value>(asked)
+                .ok()
+                .and_then(|asked| serde_json::from_value::<Vec<String>>(asked.get("platforms")?.clone()).ok());
+            *asked == question(packages, &solved_for.unwrap_or_default())
+        }
+    }
+}
+
+async fn publish(client: &Client, set: &PackageSet, before: Option<&Document>) -> Result<(), ApiError> {
+    let text = serde_json::to_string(set).map_err(|error| ApiError::Content {
+        object: format!("ConfigMap {CONFIGMAP_PACKAGES}"),
+        reason: error.to_string(),
+    })?;
+    store::write(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, text, before).await
+}
+
+#[cfg(test)]
+mod tests;

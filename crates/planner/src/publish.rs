@@ -1,0 +1,85 @@
+//! Writing what was decided: the roster, `broker.toml`, and each FluxNode's spec.
+
+use kube::{
+    Api, Client, ResourceExt,
+    api::{Patch, PatchParams},
+};
+use serde_json::json;
+use tracing::{debug, info};
+
+use api::{
+    CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode,
+    FluxNodeSpec, NAMESPACE, Roster,
+};
+use cluster::{
+    ApiError, as_read, call, certificate, gone_is_fine, merge_patch,
+    store::{self, Document},
+};
+use model::broker_toml;
+
+/// Writes the roster by compare-and-swap.
+///
+/// # Errors
+/// The API server's; code 409 where another planner was faster.
+pub async fn write_roster(client: &Client, roster: &Roster, before: Option<&Document>) -> Result<(), ApiError> {
+    let broken = |reason: String| ApiError::Content { object: format!("ConfigMap {CONFIGMAP_ROSTER}"), reason };
+    let text = serde_json::to_string(roster).map_err(|error| broken(error.to_string()))?;
+    info!(revision = roster.revision, epoch = roster.epoch, ranks = roster.ranks.len(), "writing the roster");
+    store::write(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, text, before).await
+}
+
+/// Writes `broker.toml` where it is not what the roster says.
+///
+/// # Errors
+/// The API server's.
+pub async fn write_broker_toml(client: &Client, roster: &Roster) -> Result<(), ApiError> {
+    let text = broker_toml::render(roster)
+        .map_err(|reason| ApiError::Content { object: format!("ConfigMap {CONFIGMAP_BROKER}"), reason })?;
+    let before = store::read(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?;
+    // What a planner that has just lost its Lease renders late must not take the place of what its successor has.
+    let made_from = |document: &Document| broker_toml::made_from(&document.text, &roster.instance_id);
+    let is_newer = |document: &Document| made_from(document) > Some((roster.epoch, roster.revision));
+    if before.as_ref().is_some_and(|before| before.text == text || is_newer(before)) {
+        return Ok(());
+    }
+    store::write(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, text, before.as_ref()).await
+}
+
+/// Writes a FluxNode's spec where it differs.
+///
+/// # Errors
+/// The API server's.
+pub async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -> Result<(), ApiError> {
+    if node.spec == *spec {
+        return Ok(());
+    }
+    let name = node.name_any();
+    debug!(node = name, ?spec, "projecting the roster");
+    let nodes: Api<FluxNode> = Api::namespaced(client.clone(), NAMESPACE);
+    let change = merge_patch(&json!(node.spec), &json!(spec));
+    let (params, patch) = (PatchParams::default(), Patch::Merge(json!({"spec": change})));
+    // Deleted by its agent or by hand: whoever it belongs to will be back.
+    gone_is_fine(call(format!("spec of FluxNode {name}"), nodes.patch(&name, &params, &patch)).await)
+}
+
+/// Deletes the FluxNode of a Node that is gone.
+///
+/// # Errors
+/// The API server's; code 409 where it has changed since it was read: its agent may be back.
+pub async fn delete_node(client: &Client, node: &FluxNode) -> Result<(), ApiError> {
+    let nodes: Api<FluxNode> = Api::namespaced(client.clone(), NAMESPACE);
+    let name = node.name_any();
+    info!(node = name, "the Node is gone for good: deleting its FluxNode");
+    gone_is_fine(call(format!("delete FluxNode {name}"), nodes.delete(&name, &as_read(node))).await)
+}
+
+/// Takes off what the planner made for an instance that is gone from every host: the next one gets its own.
+///
+/// # Errors
+/// The API server's; code 409 where somebody has changed one of them meanwhile.
+pub async fn forget_instance(client: &Client) -> Result<(), ApiError> {
+    for map in [CONFIGMAP_ROSTER, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES] {
+        store::delete(client, map).await?;
+    }
+    certificate::forget(client).await
+}

@@ -1,0 +1,331 @@
+//! The planner's loop: wake on any change, gather for a moment, observe everything, decide, write.
+
+mod needs;
+mod tell;
+
+use std::{collections::BTreeMap, collections::HashMap, pin::pin, sync::Arc, time::Duration};
+
+use futures::StreamExt;
+use k8s_openapi::jiff::Timestamp;
+use kube::{Client, Resource, ResourceExt, core::DeserializeGuard};
+use tokio::time::{Instant, timeout, timeout_at};
+use tracing::{debug, warn};
+
+use self::needs::Sources;
+use super::{
+    caches::{Caches, readable},
+    instance,
+    package_set::Resolver,
+    protect, publish,
+};
+use api::{
+    ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, Roster, in_one_line,
+};
+use base::error_chain;
+use cluster::{Announcer, ApiError, call, clock, published, store::Document};
+use model::{
+    agents::Agents,
+    eligibility::NodeView,
+    forsaken::forsaken,
+    kubernetes::too_old,
+    project::project_all,
+    protect::{Change, Protection},
+    roster::{Decision, MovedDeadline, Observed, decide, decide_unserved, move_limits, no_lead, retain_secs},
+    status::{Obstacle, foremost, status, told_while_waiting},
+    validate,
+};
+
+/// What comes at once, as a burst of joins does, becomes one revision. What comes later is gathered by the lead: after a live
+/// change it takes in the newest roster, however many revisions that is ahead.
+const GATHER: Duration = Duration::from_millis(100);
+/// Time alone decides a few things (retain, patience): look at least this often.
+const TICK: Duration = Duration::from_secs(2);
+/// Nodes whose annotations can't be written are left alone for so long.
+const PROTECT_AGAIN: Duration = Duration::from_secs(60);
+
+/// Plans until it is dropped. `predecessor_time`: by the clock of the planner before.
+pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timestamp>) {
+    let (caches, changes) = Caches::watch(&client);
+    let mut changes = pin!(changes);
+    let mut planner = Planner {
+        announcer: Announcer::new(client.clone(), identity),
+        client,
+        resolver: Resolver::default(),
+        predecessor_time,
+        moved: None,
+        deadline: None,
+        since: Instant::now(),
+        had_roster: false,
+        forsaken: HashMap::new(),
+        sources: Sources::default(),
+        validated: None,
+        is_new_enough: false,
+        forgotten: false,
+        agents: Agents::default(),
+        protection: Protection::default(),
+        protect_again: None,
+    };
+    let mut complete = false;
+    loop {
+        // The stores fill while the streams are driven, so waiting and driving are one.
+        let _ = timeout(TICK, changes.next()).await;
+        // At the end of everything the right to write is gone within half a second.
+        let gathered = Instant::now() + if caches.is_over() { Duration::ZERO } else { GATHER };
+        while let Ok(Some(())) = timeout_at(gathered, changes.next()).await {}
+        complete = complete || caches.are_complete().await;
+        if !complete {
+            continue;
+        }
+        match planner.once(&caches).await {
+            Ok(()) => {}
+            // Another planner, or an agent, was faster: look again.
+            Err(error) if error.code() == Some(409) => debug!(%error, "written by somebody else meanwhile"),
+            Err(error) => planner.report(&caches, &error).await,
+        }
+    }
+}
+
+struct Planner {
+    client: Client,
+    announcer: Announcer,
+    resolver: Resolver,
+    /// The time by the clock of the planner before, when this one took over; None once its time limits are taken over.
+    predecessor_time: Option<Timestamp>,
+    /// The roster with the limits that were taken over, while it is being written.
+    moved: Option<Roster>,
+    /// The deadline that was under way then.
+    deadline: Option<MovedDeadline>,
+    /// When planning began: with the Lease, and again where the roster is gone, be it with its FluxInstance.
+    since: Instant,
+    /// The FluxInstance had a roster when last looked at.
+    had_roster: bool,
+    /// FluxNodes that nobody needs, and since when.
+    forsaken: HashMap<String, Instant>,
+    sources: Sources,
+    /// The generation of the spec that was looked at, and what was wrong with it: a lock in it is long.
+    validated: Option<(String, i64, Option<String>)>,
+    /// The API server was found to be new enough.
+    is_new_enough: bool,
+    /// What was made for an instance that is over has been taken off.
+    forgotten: bool,
+    agents: Agents,
+    protection: Protection,
+    /// Not before then.
+    protect_again: Option<Instant>,
+}
+
+impl Planner {
+    async fn once(&mut self, caches: &Caches) -> Result<(), ApiError> {
+        let flux_nodes = caches.flux_nodes.state();
+        let nodes: Vec<_> = caches.nodes.state().iter().map(|node| NodeView::from(node.as_ref())).collect();
+        let reports: BTreeMap<_, _> =
+            readable(&flux_nodes).map(|node| (node.name_any(), node.status.clone().unwrap_or_default())).collect();
+        if caches.is_over() {
+            let changes = self.protection.at_the_end(&nodes, &reports);
+            self.protect(caches, changes).await;
+        }
+        let instances = caches.instances.state();
+        for other in instances.iter().filter(|instance| instance.name_any() != INSTANCE) {
+            instance::ignore(&self.client, other).await?;
+        }
+        let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
+        instance::ensure(&self.client, flux.map(AsRef::as_ref)).await?;
+        match flux {
+            Some(flux) if flux.meta().deletion_timestamp.is_none() => {
+                self.forgotten = false;
+                self.plan(caches, flux, &nodes, &reports).await
+            }
+            // The agents clean; when the last FluxNode is gone nothing of the instance is left on any host.
+            None if flux_nodes.is_empty() && !self.forgotten => {
+                publish::forget_instance(&self.client).await?;
+                self.forgotten = true;
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    async fn plan(
+        &mut self,
+        caches: &Caches,
+        flux: &FluxInstance,
+        nodes: &[NodeView],
+        reports: &BTreeMap<String, FluxNodeStatus>,
+    ) -> Result<(), ApiError> {
+        let uid = flux.uid().unwrap_or_default();
+        let mut told = flux.status.clone().unwrap_or_default();
+        let fresh_id = uuid::Uuid::new_v4().to_string();
+        let mut stored = published::read_roster(&self.client).await?;
+        if self.take_over_limits(stored.as_ref(), &told).await? {
+            stored = published::read_roster(&self.client).await?;
+        }
+        if let Some(deadline) = &self.deadline {
+            deadline.apply(&mut told);
+        }
+        let has_roster = stored.as_ref().is_some_and(|(roster, _)| roster.instance_uid == uid);
+        if std::mem::replace(&mut self.had_roster, has_roster) && !has_roster {
+            self.since = Instant::now();
+        }
+        let now = clock::now().as_second();
+        let agentless = self.agents.missing(&caches.agents(), nodes.iter().map(|node| node.name.as_str()), now);
+        let mut seen = Observed {
+            instance_uid: &uid,
+            spec: &flux.spec,
+            generation: flux.metadata.generation.unwrap_or_default(),
+            status: &told,
+            nodes,
+            reports,
+            roster: stored.as_ref().map(|(roster, _)| roster),
+            digest: None,
+            certificate: None,
+            is_certificate_gone: false,
+            now,
+            waited: self.since.elapsed(),
+            restart_word: flux.annotations().get(ANNOTATION_RESTART).map(String::as_str),
+            fresh_id: &fresh_id,
+            agentless: &agentless,
+        };
+
+        let invalid = self.too_old().await?.or(self.invalid_spec(flux, &uid));
+        // With a spec, or by a Kubernetes, that can't be served, everything stays as it is.
+        let is_invalid = invalid.is_some();
+        let (digest, lacks_packages) = if is_invalid { (None, None) } else { self.packages(&seen).await? };
+        let (fingerprint, lacks_certificate) = self.certificate(&mut seen).await?;
+        let found = foremost([invalid, lacks_packages, lacks_certificate].into_iter().flatten());
+        seen.digest = digest.as_deref();
+        seen.certificate = fingerprint.as_deref();
+
+        let decision = if is_invalid { decide_unserved(&seen) } else { decide(&seen) };
+        let obstacle = match &decision {
+            Decision::Wait(reason) => Some(told_while_waiting(&seen, found, reason.clone())),
+            Decision::Keep | Decision::Write(_) => found,
+        };
+        let before = stored.as_ref().map(|(_, document)| document);
+        let written = self.follow(decision, before).await?;
+        let own = |roster: &&Roster| roster.instance_uid == uid;
+        let roster = written.as_ref().or(seen.roster.filter(own));
+        seen.roster = roster;
+        if !caches.is_over() {
+            let changes = self.protection.changes(&seen, roster);
+            self.protect(caches, changes).await;
+        }
+        self.publish(&seen, roster, &caches.flux_nodes.state()).await?;
+        let obstacle = foremost(obstacle.into_iter().chain(roster.and_then(|roster| no_lead(&seen, roster))));
+        let next = status(&seen, seen.generation, roster, obstacle.as_ref());
+        self.announce(flux, &next, obstacle.as_ref()).await;
+        instance::write_status(&self.client, flux, &next).await
+    }
+
+    /// Takes over the time limits of the planner before, once; see [`move_limits`]. True if the roster was written.
+    async fn take_over_limits(
+        &mut self,
+        stored: Option<&(Roster, Document)>,
+        status: &FluxInstanceStatus,
+    ) -> Result<bool, ApiError> {
+        let Some(before) = self.predecessor_time else { return Ok(false) };
+        let secs = clock::now().as_second() - before.as_second();
+        self.deadline = MovedDeadline::new(status, secs);
+        // A write that timed out may have been made.
+        let is_written = self.moved.is_some() && stored.map(|(roster, _)| roster) == self.moved.as_ref();
+        let to_move = stored.filter(|_| !is_written);
+        self.moved = to_move.and_then(|(roster, _)| move_limits(roster, secs));
+        if let (Some(roster), Some((_, document))) = (&self.moved, to_move) {
+            publish::write_roster(&self.client, roster, Some(document)).await?;
+        }
+        self.predecessor_time = None;
+        Ok(is_written || self.moved.take().is_some())
+    }
+
+    /// The roster that was written in place of `before`; None where that stays.
+    async fn follow(&self, decision: Decision, before: Option<&Document>) -> Result<Option<Roster>, ApiError> {
+        match decision {
+            Decision::Keep | Decision::Wait(_) => Ok(None),
+            Decision::Write(next) => {
+                publish::write_roster(&self.client, &next, before).await?;
+                Ok(Some(*next))
+            }
+        }
+    }
+
+    /// Why this Kubernetes can't be served. Its version is asked until one is new enough.
+    async fn too_old(&mut self) -> Result<Option<Obstacle>, ApiError> {
+        if self.is_new_enough {
+            return Ok(None);
+        }
+        let found = match call("get the API server's version", self.client.apiserver_version()).await {
+            Ok(version) => too_old(&version.major, &version.minor),
+            // It is kept from those who needn't know: that is no reason to refuse it.
+            Err(error) if matches!(error.code(), Some(401 | 403 | 404)) => None,
+            Err(error) => return Err(error),
+        };
+        self.is_new_enough = found.is_none();
+        Ok(found)
+    }
+
+    /// What is wrong with the spec, which is looked at once.
+    fn invalid_spec(&mut self, flux: &FluxInstance, uid: &str) -> Option<Obstacle> {
+        let generation = flux.metadata.generation.unwrap_or_default();
+        if self.validated.as_ref().is_none_or(|(of, seen, _)| (of.as_str(), *seen) != (uid, generation)) {
+            let mut wrong = validate(&flux.spec);
+            wrong.retain(|finding| !finding.is_servable);
+            let wrong = (!wrong.is_empty()).then(|| in_one_line(&wrong));
+            self.validated = Some((uid.to_owned(), generation, wrong));
+        }
+        let wrong = self.validated.as_ref().and_then(|(_, _, wrong)| wrong.clone());
+        wrong.map(|message| Obstacle::Problem { reason: "InvalidSpec", message })
+    }
+
+    /// What follows from the roster: the configuration, and the words to each node.
+    async fn publish(
+        &mut self,
+        seen: &Observed<'_>,
+        roster: Option<&Roster>,
+        flux_nodes: &[Arc<DeserializeGuard<FluxNode>>],
+    ) -> Result<(), ApiError> {
+        if let Some(roster) = roster {
+            publish::write_broker_toml(&self.client, roster).await?;
+        }
+        self.know_running_set(roster).await?;
+        let is_local = |digest: &str| self.sources.is_local(digest, seen.spec.packages.mirror.as_ref());
+        for (flux_node, spec) in project_all(seen, roster, readable(flux_nodes), is_local) {
+            publish::write_node(&self.client, flux_node, &spec).await?;
+        }
+        self.collect(seen, roster, flux_nodes).await
+    }
+
+    /// Keeps autoscalers away from Nodes, or lets them again. Whatever becomes of it, planning goes on.
+    async fn protect(&mut self, caches: &Caches, changes: Vec<Change>) {
+        if changes.is_empty() || self.protect_again.is_some_and(|again| Instant::now() < again) {
+            return;
+        }
+        self.protect_again = match protect::write(&self.client, &caches.nodes, changes).await {
+            Ok(()) => None,
+            // It is looked at again in a moment.
+            Err(error) if error.code() == Some(409) => None,
+            Err(error) => {
+                warn!(error = error_chain(&error), "Nodes could not be annotated for autoscalers");
+                Some(Instant::now() + PROTECT_AGAIN)
+            }
+        };
+    }
+
+    /// FluxNodes that nobody has needed for as long as a rank would be kept.
+    async fn collect(
+        &mut self,
+        seen: &Observed<'_>,
+        roster: Option<&Roster>,
+        flux_nodes: &[Arc<DeserializeGuard<FluxNode>>],
+    ) -> Result<(), ApiError> {
+        let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
+        let forsaken = forsaken(seen, roster);
+        self.forsaken.retain(|name, _| forsaken.contains(name));
+        for name in forsaken {
+            let since = *self.forsaken.entry(name.clone()).or_insert_with(Instant::now);
+            let node = readable(flux_nodes).find(|node| node.name_any() == name);
+            if let Some(node) = node.filter(|_| since.elapsed() >= retain) {
+                publish::delete_node(&self.client, node).await?;
+            }
+        }
+        Ok(())
+    }
+}

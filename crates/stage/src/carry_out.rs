@@ -1,0 +1,196 @@
+//! The host stage: the child of the agent that has entered the host's namespaces. One order from stdin, JSON lines on
+//! stdout, its log on stderr.
+
+use std::{
+    io::{self, BufRead, StdoutLock, Write},
+    os::fd::AsFd,
+    path::Path,
+    process::ExitCode,
+    thread,
+};
+
+use nix::sys::stat::{Mode, umask};
+
+use super::{
+    claim, configure, dump, flux,
+    launch::{self, BrokerView},
+    observe, preflight,
+    remove::{self, Brokers},
+    runnable, takeover,
+};
+use host::{
+    Root, boundary, cgroup,
+    lock::{HostLock, WAIT},
+    state, statedir,
+};
+use hostapi::{Answer, BEAT, Order, Progress, Refusal, RemoveOrder, Reply, StopOrder};
+
+/// Exit code of a stage that could not even answer (sysexits(3) EX_SOFTWARE).
+const BROKEN: u8 = 70;
+
+/// The subcommand `stage`.
+pub fn main() -> ExitCode {
+    umask(Mode::from_bits_truncate(0o022));
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_env(base::redact::LOG_VARIABLE)
+                .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info")),
+        )
+        .with_writer(base::redact::Stderr)
+        .with_ansi(false)
+        // A removal outlives the agent, and who would read its log.
+        .log_internal_errors(false)
+        .try_init();
+    answer_panics();
+    let reply = match stay_alive().and_then(|()| read_order()).and_then(|order| {
+        carry_out(&Root::host(), order, &mut |step| {
+            let _ = say(&Reply::Progress(step));
+        })
+    }) {
+        Ok(answer) => Reply::Done(Box::new(answer)),
+        Err(refusal) => Reply::Failed(refusal),
+    };
+    let mut stdout = io::stdout().lock();
+    let said = write(&mut stdout, &reply);
+    // Nothing is said after the answer: who lives on for a moment never gets this lock.
+    std::mem::forget(stdout);
+    match said {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::from(BROKEN),
+    }
+}
+
+/// Says so, for as long as anybody hears: a removal goes on alone.
+fn stay_alive() -> Result<(), Refusal> {
+    let beat = || {
+        while say(&Reply::Alive).is_ok() {
+            thread::sleep(BEAT);
+        }
+    };
+    let begun = thread::Builder::new().spawn(beat);
+    begun.map(drop).map_err(|error| Refusal::transient(format!("can't start a thread on the host: {error}")))
+}
+
+fn read_order() -> Result<Order, Refusal> {
+    let mut text = Vec::new();
+    // Not to the end, which is a word of its own for an order that says so.
+    io::stdin()
+        .lock()
+        .read_until(b'\n', &mut text)
+        .map_err(|error| Refusal::new(format!("the order can't be read: {error}")))?;
+    // The cause's own words could quote the order, and with it a secret.
+    serde_json::from_slice(&text)
+        .map_err(|error| Refusal::new(format!("the order can't be understood (column {})", error.column())))
+}
+
+fn say(reply: &Reply) -> io::Result<()> {
+    write(&mut io::stdout().lock(), reply)
+}
+
+fn write(stdout: &mut StdoutLock<'_>, reply: &Reply) -> io::Result<()> {
+    let mut line = serde_json::to_vec(reply)?;
+    line.push(b'\n');
+    stdout.write_all(&line)?;
+    stdout.flush()
+}
+
+/// A panic becomes an answer, with its place and without its words: they may hold anything.
+fn answer_panics() {
+    std::panic::set_hook(Box::new(|panic| {
+        let place = panic.location().map_or_else(String::new, |at| format!(" at {}:{}", at.file(), at.line()));
+        let refusal = Refusal::new(format!("the host stage has a bug{place}; please report it"));
+        // Not through `say`: the lock of stdout may be held by who panicked.
+        if let Ok(mut line) = serde_json::to_vec(&Reply::Failed(refusal)) {
+            line.push(b'\n');
+            let _ = nix::unistd::write(io::stdout(), &line);
+        }
+        std::process::exit(i32::from(BROKEN));
+    }));
+}
+
+/// Carries an order out, on the host at `root`.
+///
+/// # Errors
+/// Why it was not.
+pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) -> Result<Answer, Refusal> {
+    let brokers = HostBrokers;
+    let observed = || Ok(Answer::Observed(Box::new(observe(root, &brokers)?)));
+    match order {
+        Order::Observe => observed(),
+        Order::Preflight(order) => preflight::preflight(root, &brokers, &order).map(Answer::Preflight),
+        Order::Claim(order) => claim(root, &order).map(|()| Answer::Done),
+        Order::Link(order) => {
+            let _lock = HostLock::take(root, &order.prefix, WAIT)?;
+            let stdin = io::stdin();
+            let more = order.follow.then(|| stdin.as_fd());
+            runnable::link_and_try(root, &order, more, progress).map(Answer::Linked)
+        }
+        Order::Collect(order) => {
+            let _lock = HostLock::take(root, &order.prefix, WAIT)?;
+            let mut collected = packages::collect(&order, &launch::Places::of_host())?;
+            collected.environments.iter().try_for_each(|digest| runnable::forget(&root.path(&order.prefix), digest))?;
+            if order.is_queue_up {
+                let (dumps, bytes) = statedir::prune_dumps(&root.path(&order.prefix));
+                (collected.dumps, collected.bytes) = (dumps, collected.bytes + bytes);
+            }
+            Ok(Answer::Collected(collected))
+        }
+        Order::Verify(order) => {
+            if order.idle {
+                boundary::use_idle_priority();
+            }
+            packages::verify(&order, progress).map(Answer::Verified)
+        }
+        // It takes the lock itself, once everything is prepared.
+        Order::Mend(order) => packages::mend(&order, &launch::Places::of_host(), progress).map(Answer::Mended),
+        Order::Configure(order) => configure(root, &order).map(|()| Answer::Done),
+        Order::Start(order) => {
+            let _lock = HostLock::take(root, &order.prefix, WAIT)?;
+            launch::start(&order)?;
+            observed()
+        }
+        Order::Stop(order) => {
+            let _lock = HostLock::take_if_there(root, state::find(root)?.as_ref())?;
+            brokers.stop(&order)?;
+            observed()
+        }
+        Order::Flux(order) => flux(root, &order).map(Answer::Ran),
+        Order::Dump(order) => dump::dump(root, &order).map(Answer::Dumped),
+        Order::Takeover(order) => takeover(root, &brokers, &order).map(|()| Answer::Done),
+        Order::Remove(order) => remove_outside_the_pod(root, &order).map(|()| Answer::Done),
+    }
+}
+
+struct HostBrokers;
+
+impl Brokers for HostBrokers {
+    fn observe(&self, prefix: Option<&Path>) -> BrokerView {
+        launch::observe(prefix)
+    }
+
+    fn stop(&self, order: &StopOrder) -> Result<(), Refusal> {
+        launch::stop(order)
+    }
+
+    fn forget(&self) -> Result<(), Refusal> {
+        launch::forget()
+    }
+}
+
+/// The cgroup of a removal: the end of the pod, and of its grace, must not end it half-way.
+const REMOVAL_CGROUP: &str = "flux-distribute-removal";
+
+/// Removes from a cgroup of its own. Where there is none to be had, a removal that is cut off is finished by the next one.
+fn remove_outside_the_pod(root: &Root, order: &RemoveOrder) -> Result<(), Refusal> {
+    if let Err(error) = cgroup::enter(REMOVAL_CGROUP, NORMAL_WEIGHT) {
+        tracing::warn!(%error, "the removal stays in the pod's cgroup");
+    }
+    let removed = remove::remove(root, &HostBrokers, order);
+    if let Err(error) = cgroup::leave(REMOVAL_CGROUP) {
+        tracing::warn!(%error, "the removal's own cgroup stays");
+    }
+    removed
+}
+
+/// cpu.weight of everybody who asks for nothing (cgroups(7)).
+const NORMAL_WEIGHT: u32 = 100;

@@ -1,0 +1,216 @@
+//! Dumps of the running instance's KVS (flux-dump(1)), kept on the lead's host. They hold the jobs of all users, so nobody
+//! but root reads them, whoever owns the brokers.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+    process::Child,
+    sync::mpsc::{RecvTimeoutError, Sender, channel},
+    thread,
+    time::{Duration, Instant},
+};
+
+use flate2::{Compression, write::GzEncoder};
+use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
+
+use super::flux;
+use api::Dump;
+use host::{
+    Root,
+    child::{Kept, kill_group, wait_until},
+    dumps::{DUMPS, FORMAT, ID_KEY, SUFFIX, dumps, files, is_of},
+    files::{aside, remove_if_there, sync_parent},
+    lock,
+    room::Room,
+    state,
+    statedir::{CONTENT, STATEDIR},
+    trust,
+};
+use hostapi::{DumpOrder, Dumped, FluxOrder, LONGEST_DUMP, Refusal};
+
+/// So many of one instance are kept.
+const KEEP: usize = 5;
+/// One at a time.
+const LOCK: &str = ".lock";
+/// For its end, after that of its output.
+const GRACE: Duration = Duration::from_secs(60);
+/// What must be free beyond the size of the store: the broker writes on beside the dump.
+const MARGIN: u64 = 64 << 20;
+const KEY_TIMEOUT_SECS: u64 = 60;
+
+/// Has the broker's KVS dumped into a file of its own under the prefix: written aside and renamed. Older ones are removed.
+///
+/// # Errors
+/// Where `flux` fails, or the disk is full or would soon be; then nothing is left of it.
+pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
+    let dir = root.path(&order.prefix).join(DUMPS);
+    let _one = {
+        // A removal at the same time finds either no directory yet, or all that is in it.
+        let _claimed = state::lock_claimed(root, &order.prefix)?;
+        trust::make_closed_directory(root, &order.prefix.join(DUMPS), 0o700)?;
+        lock::take(&dir.join(LOCK), Duration::ZERO).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => Refusal::transient("another dump is being made on this host"),
+            _ => Refusal::io("lock", &dir, &error),
+        })?
+    };
+    remove_leavings(&dir);
+    let room = File::open(&dir).and_then(Room::of).map_err(|error| Refusal::io("look at", &dir, &error))?;
+    let store = fs::symlink_metadata(root.path(&order.prefix).join(STATEDIR).join(CONTENT));
+    check_room(&root.unpath(&dir), room, store.map_or(0, |store| store.len()))?;
+    // Before the dump begins: what is younger is not in it.
+    let time = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();
+    name_instance(root, order)?;
+    let path = dir.join(format!("{}-{}{SUFFIX}", order.instance_id, time.strftime(FORMAT)));
+    let new = aside(&path);
+    let made = write(root, order, &new).and_then(|warnings| {
+        let failed = |error: io::Error| Refusal::io("keep", &path, &error);
+        fs::rename(&new, &path).and_then(|()| sync_parent(&path)).map_err(failed)?;
+        Ok((fs::metadata(&path).map_err(failed)?.len(), warnings))
+    });
+    let (bytes, warnings) = made.inspect_err(|_| drop(remove_if_there(&new)))?;
+    prune(&dir, &order.instance_id);
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok(Dumped { path: root.unpath(&path), dump: Dump { name, time: Time(time), bytes }, warnings })
+}
+
+/// Whether a dump of a store of so many bytes finds room. One that fills the lead's disk to its end would take the store
+/// along, which is on it.
+fn check_room(dir: &Path, room: Room, store: u64) -> Result<(), Refusal> {
+    let wanted = store.saturating_add(MARGIN);
+    if room.available >= wanted {
+        return Ok(());
+    }
+    Err(Refusal::transient(format!(
+        "{} has too little room for a dump: {} MiB are free, and {} MiB may be needed ({} for what the queue is now, and {} \
+         that must stay free); make room on this file system",
+        dir.display(),
+        room.available >> 20,
+        wanted.div_ceil(1 << 20),
+        store.div_ceil(1 << 20),
+        MARGIN >> 20,
+    )))
+}
+
+/// What killed dumps have left; nobody else is at it while the lock is held.
+fn remove_leavings(dir: &Path) {
+    let is_aside = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "new");
+    files(dir).filter(is_aside).for_each(|path| drop(remove_if_there(&path)));
+}
+
+fn prune(dir: &Path, instance_id: &str) {
+    let own: Vec<_> = dumps(dir.parent().unwrap_or(dir)).into_iter().filter(|dump| is_of(dump, instance_id)).collect();
+    for dump in own.iter().rev().skip(KEEP) {
+        let _ = remove_if_there(&dir.join(&dump.name));
+    }
+}
+
+/// In the KVS, and so in every dump from here on, also in those that Flux itself makes when it stops.
+fn name_instance(root: &Root, order: &DumpOrder) -> Result<(), Refusal> {
+    let pair = format!("{ID_KEY}={}", order.instance_id);
+    let ran = flux::flux(
+        root,
+        &FluxOrder {
+            prefix: order.prefix.clone(),
+            digest: order.digest.clone(),
+            args: ["kvs", "put", "--raw", &pair].map(str::to_owned).into(),
+            run_as: order.run_as.clone(),
+            timeout_secs: KEY_TIMEOUT_SECS,
+        },
+    )?;
+    if ran.code == 0 { Ok(()) } else { Err(failed("kvs put", &ran.stderr)) }
+}
+
+/// Through our own hands: flux runs as the brokers' owner, and the file is not his.
+fn write(root: &Root, order: &DumpOrder, path: &Path) -> Result<String, Refusal> {
+    let cant_write = |error: io::Error| Refusal::io("write", path, &error);
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(cant_write)?;
+    // As flux-core's own etc/kvs-backup.cron: what a full disk has damaged before must not keep all else from being saved.
+    let args = ["dump", "--quiet", "--ignore-failed-read", "-"].map(str::to_owned);
+    let mut child = flux::spawn(root, &order.prefix, &order.digest, &args, &order.run_as)?;
+    let stderr = Kept::of(child.stderr.take());
+    let watch = Watch::over(&child, LONGEST_DUMP);
+    let copied = compress(&mut child, file);
+    if copied.is_err() {
+        kill_group(child.id());
+    }
+    // Before it is reaped: its process group may be another's then. Its output has ended, so it will.
+    watch.end();
+    let status = wait_until(&mut child, Instant::now() + GRACE).map_err(cant_write)?;
+    copied.map_err(cant_write)?;
+    let said = stderr.text();
+    if status.is_some_and(|status| status.success()) { Ok(said.trim().to_owned()) } else { Err(failed("dump", &said)) }
+}
+
+fn compress(child: &mut Child, file: File) -> io::Result<()> {
+    let mut encoder = GzEncoder::new(file, Compression::fast());
+    if let Some(stdout) = &mut child.stdout {
+        io::copy(stdout, &mut encoder)?;
+    }
+    encoder.finish()?.sync_all()
+}
+
+/// Kills a child after some time.
+struct Watch(Sender<()>, thread::JoinHandle<()>);
+
+impl Watch {
+    fn over(child: &Child, longest: Duration) -> Self {
+        let (sender, ended) = channel();
+        let pid = child.id();
+        let thread = thread::spawn(move || {
+            if ended.recv_timeout(longest) == Err(RecvTimeoutError::Timeout) {
+                kill_group(pid);
+            }
+        });
+        Self(sender, thread)
+    }
+
+    fn end(self) {
+        drop(self.0);
+        // A thread that has panicked has killed nobody.
+        let _ = self.1.join();
+    }
+}
+
+fn failed(command: &str, said: &str) -> Refusal {
+    let last = said.trim().lines().last().unwrap_or("it said nothing");
+    Refusal::transient(format!("flux {command} failed: {last}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn so_many_are_kept_and_those_of_other_instances_too() {
+        let prefix = tempfile::tempdir().unwrap();
+        let dir = prefix.path().join(DUMPS);
+        fs::create_dir(&dir).unwrap();
+        fs::write(dir.join("other-20200101T000000Z.tgz"), "").unwrap();
+        (0..KEEP + 2).for_each(|n| fs::write(dir.join(format!("id-20261120T22200{n}Z.tgz")), "").unwrap());
+        prune(&dir, "id");
+        let left: Vec<_> = dumps(prefix.path()).into_iter().map(|dump| dump.name).collect();
+        assert_eq!(left.len(), KEEP + 1);
+        assert_eq!((left[0].as_str(), left[1].as_str()), ("other-20200101T000000Z.tgz", "id-20261120T222002Z.tgz"));
+    }
+
+    #[test]
+    fn a_dump_that_could_fill_the_disk_is_not_begun_and_both_figures_are_told() {
+        const MIB: u64 = 1 << 20;
+        for (free, store, fits) in [
+            (64 * MIB, 0, true),
+            (64 * MIB - 1, 0, false),
+            (1064 * MIB, 1000 * MIB, true),
+            (1063 * MIB, 1000 * MIB, false),
+            (u64::MAX, u64::MAX, true),
+        ] {
+            let checked = check_room(Path::new("/p/dump"), Room { available: free, total: u64::MAX }, store);
+            assert_eq!(checked.is_ok(), fits, "{free} {store}");
+        }
+        let refusal =
+            check_room(Path::new("/p/dump"), Room { available: 500 * MIB, total: 0 }, 1000 * MIB).unwrap_err();
+        let words = ["/p/dump", "500 MiB are free", "1064 MiB may be needed"];
+        assert!(refusal.transient && words.iter().all(|word| refusal.message.contains(word)), "{refusal}");
+    }
+}

@@ -1,0 +1,201 @@
+//! A broker whose record is gone, such as with all of /run/flux-distribute by a cleaner of temporary files. It is known by
+//! where it runs and by its command line; what it was started with is made again from what the prefix says.
+
+use std::{
+    fs,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+use super::{LaunchError, Places, record::RunRecord, systemd::Systemd};
+use api::Roster;
+use broker::command::{BrokerIdentity, launch};
+use host::{Root, cgroup, facts, log, process::Identity, state, users};
+use hostapi::LaunchRecord;
+
+/// The broker that runs without a record.
+pub(super) enum Found {
+    /// All of it is known.
+    Known(Box<RunRecord>),
+    /// It is a broker, and nothing tells for sure which.
+    Unknown(UnknownBroker),
+}
+
+/// A broker that runs here, and nothing tells for sure of which instance: it may lead, and have jobs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnknownBroker {
+    /// In the host's PID namespace.
+    pub pid: i32,
+    /// Where it runs: a unit or a cgroup.
+    pub place: String,
+    /// What is missing.
+    pub why: String,
+}
+
+impl std::fmt::Display for UnknownBroker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "a broker runs on this host as process {} in {}, its record is gone and {}: once its jobs have ended, end it \
+             by `kill {}` on the host",
+            self.pid, self.place, self.why, self.pid
+        )
+    }
+}
+
+/// The words of a broker's command line, see [`broker::command`].
+struct CommandLine(Vec<String>);
+
+impl CommandLine {
+    fn of(pid: i32) -> Option<Self> {
+        let text = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        let words = text.strip_suffix(b"\0")?.split(|byte| *byte == 0);
+        Some(Self(words.map(|word| String::from_utf8_lossy(word).into_owned()).collect()))
+    }
+
+    fn value(&self, option: &str) -> Option<&str> {
+        self.0.iter().find_map(|word| word.strip_prefix(option)?.strip_prefix('='))
+    }
+
+    fn prefix(&self) -> Option<PathBuf> {
+        Some(Path::new(self.value("--config-path")?).parent()?.parent()?.to_owned())
+    }
+}
+
+impl Places {
+    /// Looks for the broker without its record: the unit's main process; else, among those in the broker's cgroup, where
+    /// jobs are too, the first that has the command line of one.
+    pub(super) fn find(&self) -> Result<Option<Found>, LaunchError> {
+        let unit = self.systemd.as_ref().map_or(Ok(None), Systemd::process)?.map(|process| (process, true));
+        let Some((process, systemd)) = unit.or_else(|| Some((self.find_in_cgroup()?, false))) else { return Ok(None) };
+        Ok(Some(match self.known(&process, systemd) {
+            Ok(record) => Found::Known(Box::new(record)),
+            Err(why) => {
+                let place = if systemd { "its unit".to_owned() } else { format!("cgroup {}", self.cgroup) };
+                Found::Unknown(UnknownBroker { pid: process.pid, place, why })
+            }
+        }))
+    }
+
+    fn find_in_cgroup(&self) -> Option<Identity> {
+        let is_broker = |process: &Identity| {
+            let line = CommandLine::of(process.pid);
+            line.is_some_and(|line| line.value("-Srundir").map(Path::new) == Some(&self.broker_run_dir))
+        };
+        let members = cgroup::members(&self.cgroups().ok()?).into_iter().filter_map(Identity::of);
+        // What a broker has just forked has its command line still.
+        members.filter(is_broker).min_by_key(|process| (process.start_time, process.pid))
+    }
+
+    fn known(&self, process: &Identity, systemd: bool) -> Result<RunRecord, String> {
+        let line = CommandLine::of(process.pid).ok_or("its command line can't be read")?;
+        let prefix = line.prefix().ok_or("its command line names no configuration of ours")?;
+        let directory = Root::host().path(&prefix);
+        let roster = directory.join("etc/roster.json");
+        let roster = fs::read_to_string(&roster)
+            .ok()
+            .and_then(|text| Roster::parse(&text).ok())
+            .ok_or_else(|| format!("{} can't be read", roster.display()))?;
+        let record = record(&line, &prefix, &roster)?;
+        let state = state::load(&Root::host(), &prefix).ok().flatten();
+        if state.is_some_and(|state| state.instance_uid != roster.instance_uid) {
+            return Err(format!("{} is of another FluxInstance than its roster", prefix.display()));
+        }
+        let used = [fs::read_link(format!("/proc/{}/exe", process.pid)).unwrap_or_default().display().to_string()];
+        let environment = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
+        let environment = String::from_utf8_lossy(&environment);
+        let mut texts = used.iter().map(String::as_str).chain(line.0.iter().map(String::as_str)).chain([&*environment]);
+        let environments = format!("{}/", prefix.join(state::ENVIRONMENTS).display());
+        let digest = texts.find_map(|text| text.split_once(&environments)?.1.split(['/', ':', '\0']).next());
+        if digest != Some(&record.digest) {
+            return Err("it does not run from the environment of the roster that is on this host".to_owned());
+        }
+        let owner = users::resolve_on(&Root::host(), &roster.settings.run_as).ok().map(|user| user.uid);
+        if fs::metadata(format!("/proc/{}", process.pid)).ok().map(|process| process.uid()) != owner {
+            return Err(format!("it does not run as {}", roster.settings.run_as));
+        }
+        Ok(RunRecord {
+            process: Some(process.clone()),
+            boot_id: facts::boot_id(&Root::host()),
+            systemd,
+            // What it says from now on.
+            log_start: log::length(&log::path(&prefix)),
+            prefix,
+            record,
+        })
+    }
+}
+
+/// What a broker of this command line was started with, by the roster that its host was configured by last.
+fn record(line: &CommandLine, prefix: &Path, roster: &Roster) -> Result<LaunchRecord, String> {
+    let name = line.value("-Shostname").ok_or("its command line tells no broker's name")?;
+    let entry = roster.ranks.iter().find(|(_, entry)| entry.broker_name == name);
+    let (rank, entry) = entry.ok_or_else(|| format!("the roster on this host knows no broker {name}"))?;
+    // Only the lead is told of a statedir.
+    if line.value("-Sstatedir").is_some() != (*rank == 0) {
+        return Err(format!("it was not started for rank {rank}, which {name} has in the roster on this host"));
+    }
+    let member = entry.member.as_ref().ok_or_else(|| format!("rank {rank} is nobody's in the roster on this host"))?;
+    let identity = BrokerIdentity {
+        prefix,
+        rank: *rank,
+        broker_name: name,
+        node_uid: &member.uid,
+        instance_uid: &roster.instance_uid,
+        instance_id: &roster.instance_id,
+        epoch: roster.epoch,
+        loads_live_configuration: roster.declares_nodes(),
+    };
+    let order = launch(&roster.settings, &identity);
+    let mut record = order.record;
+    if !order.argv.get(2..).is_some_and(|words| line.0.ends_with(words)) {
+        // Started by another version: no fingerprint of this one is its.
+        record.launch = String::new();
+    }
+    Ok(record)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use model::fixture::roster;
+
+    const PREFIX: &str = "/opt/flux-distribute";
+
+    fn line(roster: &Roster, rank: u32, name: &str) -> CommandLine {
+        let identity = BrokerIdentity {
+            prefix: Path::new(PREFIX),
+            rank,
+            broker_name: name,
+            node_uid: "",
+            instance_uid: "",
+            instance_id: "",
+            epoch: 0,
+            loads_live_configuration: true,
+        };
+        let argv = launch(&roster.settings, &identity).argv;
+        CommandLine(
+            ["/x/libexec/flux/cmd/flux-broker".to_owned()].into_iter().chain(argv.into_iter().skip(2)).collect(),
+        )
+    }
+
+    #[test]
+    fn what_a_broker_was_started_with_is_told_by_its_command_line_and_the_roster_beside_it() {
+        let roster = roster(4, &[("node1", 2), ("node2", 2)]);
+        for (rank, name) in [(0, "node1"), (1, "node2")] {
+            let line = line(&roster, rank, name);
+            assert_eq!(line.prefix().unwrap(), Path::new(PREFIX));
+            let found = record(&line, Path::new(PREFIX), &roster).unwrap();
+            assert_eq!((found.rank, found.broker_name.as_str(), found.epoch), (rank, name, roster.epoch));
+            assert_eq!(found.node_uid, format!("uid-{name}"));
+            assert_eq!((&found.instance_id, &found.digest), (&roster.instance_id, &roster.settings.digest));
+            assert_eq!(found.launch.len(), 64);
+        }
+        // The rank's next holder was named already; it is another version's; the roster is of another epoch.
+        assert!(record(&line(&roster, 1, "node1"), Path::new(PREFIX), &roster).unwrap_err().contains("rank 0"));
+        assert!(record(&line(&roster, 1, "node9"), Path::new(PREFIX), &roster).unwrap_err().contains("node9"));
+        let mut older = line(&roster, 1, "node2");
+        older.0.pop();
+        assert_eq!(record(&older, Path::new(PREFIX), &roster).unwrap().launch, "");
+    }
+}

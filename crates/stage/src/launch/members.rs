@@ -1,0 +1,50 @@
+//! Which processes are the broker's: those that the kernel shows in its unit or its cgroup. A name, arguments or an
+//! environment prove nothing, since any user and any pod can give them to a process of its own; into these cgroups only root
+//! moves a process, and all that is started there stays there. So jobs are found after their broker has died, too, and
+//! those of a broker that an older version has started.
+
+use std::{collections::BTreeSet, fs, io};
+
+use super::Places;
+use broker::unit::SERVICE;
+use host::{BrokerProcesses, cgroup, process::Stat};
+
+/// Where systemd puts the unit, below the mount of each hierarchy.
+const UNIT_CGROUP: &str = "flux.slice/flux-broker.service";
+/// What the kernel calls flux-shell(1): on each node of a job one runs for as long as the job does.
+const JOB_SHELL: &str = "flux-shell";
+
+impl BrokerProcesses for Places {
+    fn members(&self) -> io::Result<BTreeSet<i32>> {
+        let broker = self.record().and_then(|record| Some((self.process(&record)?.pid, record.systemd)));
+        let mut members = self.members_with(broker.filter(|(_, systemd)| *systemd).map(|(pid, _)| pid))?;
+        members.extend(broker.map(|(pid, _)| pid));
+        Ok(members)
+    }
+}
+
+impl Places {
+    /// How many jobs have a shell here. `unit` is the main process of the broker's unit, if it has one.
+    pub(super) fn job_shells(&self, unit: Option<i32>) -> io::Result<usize> {
+        Ok(self.members_with(unit)?.into_iter().filter(|pid| is_job_shell(*pid)).count())
+    }
+
+    fn members_with(&self, unit: Option<i32>) -> io::Result<BTreeSet<i32>> {
+        let mut directories = Vec::new();
+        for name in [&self.cgroup, UNIT_CGROUP] {
+            directories.extend(cgroup::places_here(name)?.into_iter().map(|place| place.directory));
+        }
+        // An administrator's drop-in may have put the unit into another slice.
+        if let Some(text) = unit.and_then(|pid| fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()) {
+            directories.extend(cgroup::directories(&cgroup::memberships(&text), &cgroup::own_mounts()?, SERVICE));
+        }
+        Ok(cgroup::members_below(directories))
+    }
+}
+
+/// One that has ended, and whose parent has not noticed yet, holds no job up.
+fn is_job_shell(pid: i32) -> bool {
+    let Ok(line) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    let name = line.split_once('(').and_then(|(_, rest)| Some(rest.rsplit_once(')')?.0));
+    name == Some(JOB_SHELL) && Stat::parse(&line).is_some_and(|stat| !stat.is_dead())
+}

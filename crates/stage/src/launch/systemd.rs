@@ -1,0 +1,188 @@
+//! A broker on a host with systemd: a unit of the host, driven by the host's own systemctl.
+
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use super::LaunchError;
+use broker::unit::{SERVICE, SLICE_DROP_IN, service, slice};
+use host::{
+    child::{Kept, wait_until},
+    facts,
+    files::{Owner, remove_if_there, write_atomic},
+    log,
+    process::Identity,
+    users::User,
+};
+use hostapi::{LaunchOrder, Refusal};
+
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// `start` of a unit of Type=exec ends with the exec.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The host's systemd.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Systemd {
+    /// Where units go that last until the next boot.
+    pub unit_dir: PathBuf,
+    /// The host's systemctl.
+    pub systemctl: PathBuf,
+}
+
+/// What systemd says of the unit.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct UnitState {
+    /// `active`, `activating`, `deactivating`, `inactive`, `failed`.
+    pub active: String,
+    /// 0 where there is none.
+    pub main_pid: i32,
+}
+
+impl Systemd {
+    /// systemd of the host whose root is `root`; None where it does not run: it must have booted the host, and answer on
+    /// its own socket or on D-Bus.
+    pub fn of(root: &Path) -> Option<Self> {
+        Some(Self { systemctl: facts::systemctl(root)?, unit_dir: root.join("run/systemd/system") })
+    }
+
+    /// The unit as it is.
+    pub fn state(&self) -> Result<UnitState, LaunchError> {
+        Ok(parse_show(&self.run(&["show", "-p", "ActiveState,MainPID", SERVICE], TIMEOUT)?))
+    }
+
+    /// The unit's main process; None where it has none.
+    pub fn process(&self) -> Result<Option<Identity>, LaunchError> {
+        let pid = self.state()?.main_pid;
+        Ok(if pid > 0 { Identity::of(pid) } else { None })
+    }
+
+    /// Writes the unit and starts it. One that was begun by hand, and is on its way up or down, is ended first.
+    pub(super) fn start(&self, order: &LaunchOrder, user: &User) -> Result<Identity, LaunchError> {
+        let write = |path: &Path, text: &str| {
+            let made = path.parent().map_or(Ok(()), fs::create_dir_all);
+            made.map_err(|error| Refusal::io("write", path, &error))?;
+            write_atomic(path, text.as_bytes(), 0o644, Owner::ROOT)
+        };
+        let setpriv = facts::program(Path::new("/"), "setpriv");
+        let text = service(order, user, setpriv.as_deref())?;
+        if self.state()?.active != "inactive" {
+            self.run(&["stop", SERVICE], START_TIMEOUT)?;
+        }
+        write(&self.unit_dir.join(SERVICE), &text)?;
+        write(&self.unit_dir.join(SLICE_DROP_IN), &slice(order.cpu_weight))?;
+        self.run(&["daemon-reload"], TIMEOUT)?;
+        // Counts from earlier failures; there is nothing to reset on a unit that never failed.
+        let _ = self.run(&["reset-failed", SERVICE], TIMEOUT);
+        let path = log::path(&order.prefix);
+        let since = log::length(&path);
+        let started = self.run(&["start", SERVICE], START_TIMEOUT);
+        let said = || log::tail(&path, since);
+        match (started, self.process()?) {
+            (Ok(_), Some(process)) => Ok(process),
+            (Ok(_), None) => Err(LaunchError::Gone { why: log::why(&said()) }),
+            // What the program itself said tells more than where to look for it.
+            (Err(LaunchError::Systemctl { .. }), _) if !said().trim().is_empty() => {
+                Err(LaunchError::Gone { why: log::why(&said()) })
+            }
+            (Err(error), _) => Err(error),
+        }
+    }
+
+    /// Stops the unit; after `grace`, by force.
+    pub(super) fn stop(&self, grace: Duration) -> Result<(), LaunchError> {
+        match self.run(&["stop", SERVICE], grace) {
+            Err(LaunchError::Slow { .. }) => {
+                self.run(&["kill", "--signal=SIGKILL", SERVICE], TIMEOUT)?;
+                self.run(&["stop", SERVICE], TIMEOUT).map(drop)
+            }
+            // Never loaded, or forgotten already; who does not answer says neither.
+            Err(error) => self.process().ok().filter(Option::is_none).map(drop).ok_or(error),
+            Ok(_) => Ok(()),
+        }
+    }
+
+    /// Takes the unit off.
+    pub(super) fn forget(&self) -> Result<(), LaunchError> {
+        let (unit, drop_in) = (self.unit_dir.join(SERVICE), self.unit_dir.join(SLICE_DROP_IN));
+        let is_off = !unit.exists() && !drop_in.exists();
+        for path in [unit, drop_in.clone()] {
+            let failed = |source| LaunchError::Step { what: format!("remove {}", path.display()), source };
+            remove_if_there(&path).map_err(failed)?;
+        }
+        // An administrator's drop-ins may be beside ours.
+        let _ = drop_in.parent().map(fs::remove_dir);
+        let reloaded = self.run(&["daemon-reload"], TIMEOUT);
+        let _ = self.run(&["reset-failed", SERVICE], TIMEOUT);
+        // Files that somebody has taken off already may still be in systemd's memory; whether they are is not asked for.
+        if is_off { Ok(()) } else { reloaded.map(drop) }
+    }
+
+    fn run(&self, arguments: &[&str], timeout: Duration) -> Result<String, LaunchError> {
+        let command = || format!("systemctl {}", arguments.join(" "));
+        let failed = |source| LaunchError::Step { what: format!("run {}", command()), source };
+        let (reader, writer) = io::pipe().map_err(failed)?;
+        let mut child = Command::new(&self.systemctl)
+            .args(arguments)
+            .env_clear()
+            .envs([("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"), ("LC_ALL", "C"), ("SYSTEMD_PAGER", "")])
+            .stdin(Stdio::null())
+            .stdout(writer.try_clone().map_err(failed)?)
+            .stderr(writer)
+            .process_group(0)
+            .spawn()
+            .map_err(failed)?;
+        let output = Kept::of(Some(reader));
+        match wait_until(&mut child, Instant::now() + timeout).map_err(failed)? {
+            None => Err(LaunchError::Slow { command: command(), seconds: timeout.as_secs() }),
+            Some(status) if status.success() => Ok(output.text()),
+            Some(_) => Err(LaunchError::Systemctl { command: command(), output: output.text().trim().to_owned() }),
+        }
+    }
+}
+
+/// Reads the answer of `systemctl show`.
+pub fn parse_show(text: &str) -> UnitState {
+    let fields: BTreeMap<&str, &str> = text.lines().filter_map(|line| line.split_once('=')).collect();
+    UnitState {
+        active: fields.get("ActiveState").copied().unwrap_or_default().to_owned(),
+        main_pid: fields.get("MainPID").and_then(|pid| pid.trim().parse().ok()).unwrap_or_default(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_systemd_shows_is_read_in_any_order_and_missing_is_none() {
+        for (text, active, main_pid) in [
+            ("MainPID=42\nActiveState=active\n", "active", 42),
+            ("ActiveState=activating\nMainPID=0\n", "activating", 0),
+            ("Warning: something\nActiveState=failed\n", "failed", 0),
+            ("", "", 0),
+        ] {
+            assert_eq!(parse_show(text), UnitState { active: active.to_owned(), main_pid });
+        }
+    }
+
+    #[test]
+    fn systemd_runs_only_where_it_booted_the_host_and_answers() {
+        let root = tempfile::tempdir().unwrap();
+        let make = |path: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, "").unwrap();
+        };
+        assert_eq!(Systemd::of(root.path()), None);
+        make("usr/bin/systemctl");
+        fs::create_dir_all(root.path().join("run/systemd/system")).unwrap();
+        assert_eq!(Systemd::of(root.path()), None);
+        make("run/systemd/private");
+        assert_eq!(Systemd::of(root.path()).unwrap().systemctl, root.path().join("usr/bin/systemctl"));
+    }
+}

@@ -1,0 +1,49 @@
+use std::{fs, path::Path};
+
+use super::{launch::shutdown, remove::Brokers, runnable, takeover};
+use api::{BROKER_RUN_DIR, PREFIX_CANDIDATES};
+use host::{Root, dumps, facts, state, statedir};
+use hostapi::{HostView, Refusal, RunningBroker};
+
+/// Looks at the host. It changes nothing but the broker's record, if that was lost, and what is remembered of a shutdown; it needs
+/// no lock because everything it reads was renamed into place.
+///
+/// # Errors
+/// Where `state.json` is there and can't be read.
+pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> {
+    let state = state::find(root)?;
+    let prefix = state.as_ref().map(|state| state.prefix.clone());
+    let broker = brokers.observe(prefix.as_deref());
+    let below = prefix.as_ref().map(|prefix| root.path(prefix));
+    let read = |name: &str| below.as_ref().and_then(|prefix| fs::read_to_string(prefix.join(name)).ok());
+    Ok(HostView {
+        environments: below.as_deref().map(environments).unwrap_or_default(),
+        roster: read("etc/roster.json"),
+        applied: read("etc/applied.json"),
+        dumps: below.as_deref().map(dumps::dumps).unwrap_or_default(),
+        takeover: below.as_deref().and_then(takeover::read),
+        state,
+        rundir_lost: broker.running.is_some() && !root.path(BROKER_RUN_DIR).is_dir(),
+        statedir_lost: broker.running.as_ref().is_some_and(|broker| is_statedir_lost(root, prefix.as_deref(), broker)),
+        shut_down: below.as_deref().and_then(|prefix| shutdown::find(prefix, &broker)),
+        broker: broker.running,
+        died: broker.died,
+        died_instance_id: broker.last_record.map(|record| record.instance_id),
+        unknown: broker.unknown.map(|broker| broker.to_string()),
+        boot_id: facts::boot_id(root),
+        resources: facts::resources(root),
+        job_shells: broker.job_shells,
+    })
+}
+
+/// Those that are whole, and not known to be of no use here.
+fn environments(prefix: &Path) -> Vec<String> {
+    packages::ready(prefix).into_iter().filter(|digest| !runnable::is_untried(prefix, digest)).collect()
+}
+
+/// A prefix that has lost its `state.json` may hold it still.
+fn is_statedir_lost(root: &Root, prefix: Option<&Path>, broker: &RunningBroker) -> bool {
+    let mut prefixes = PREFIX_CANDIDATES.into_iter().map(Path::new).chain(prefix);
+    let record = &broker.record;
+    record.rank == 0 && !prefixes.any(|prefix| statedir::is_there(&root.path(prefix), &record.instance_id))
+}

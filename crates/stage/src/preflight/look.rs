@@ -1,0 +1,122 @@
+use std::{
+    fs::{self, File},
+    path::PathBuf,
+};
+
+use nix::sys::{
+    resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit},
+    statvfs::{FsFlags, fstatvfs},
+};
+
+use super::{Observed, Place, candidates};
+use crate::{Brokers, claim::claimed_by_another};
+use host::{
+    Root, facts,
+    files::host_path,
+    machine, mountinfo,
+    port::{self, PortUse},
+    room::Room,
+    state, trust,
+};
+use hostapi::{PreflightOrder, Refusal};
+
+/// Looks at everything that [`super::decide`] wants to know.
+///
+/// # Errors
+/// `state.json` is there and can't be read or believed.
+pub fn look(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Result<Observed, Refusal> {
+    let claimed = state::find(root)?.map(|state| state.prefix);
+    let ours = brokers.observe(claimed.as_deref()).running.is_some();
+    Ok(Observed {
+        places: candidates(claimed.as_deref(), order)
+            .into_iter()
+            .map(|prefix| look_at(root, prefix, claimed.is_some()))
+            .collect::<Result<_, _>>()?,
+        claimed,
+        port: if ours { PortUse::Ours } else { port::look(root, order.endpoint) },
+        machine: nix::sys::utsname::uname().map(|name| name.machine().display().to_string()).unwrap_or_default(),
+        glibc: facts::glibc(root),
+        musl: musl(root),
+        systemd: facts::systemd(root),
+        cgroup_writable: mountinfo::read(&root.path("/proc/self/mountinfo"))
+            .is_ok_and(|text| cgroup_is_writable(&text)),
+        memlock: memlock(),
+        resources: facts::resources(root),
+        memory_mib: facts::memory_mib(root),
+        boot_id: facts::boot_id(root),
+    })
+}
+
+fn look_at(root: &Root, prefix: PathBuf, is_claimed: bool) -> Result<Place, Refusal> {
+    // The nearest directory that exists is on the file system that the prefix will be on.
+    let nearest = match trust::nearest(root, &prefix) {
+        Ok(nearest) => nearest,
+        Err(distrust) => return Ok(Place { trouble: Some(distrust.to_string()), ..Place::of(prefix) }),
+    };
+    let parent = host_path(&nearest);
+    let shared = machine::shared_by_nodes(&parent).map(|kind| {
+        format!(
+            "{} is on {kind}, which nodes share: the first node to be uninstalled would delete it for all",
+            prefix.display()
+        )
+    });
+    let flags_and_room = File::open(&parent).ok().and_then(|dir| fstatvfs(&dir).ok());
+    let room = flags_and_room.as_ref().map_or_else(Room::default, Room::from);
+    let flag = |flag| flags_and_room.is_some_and(|found| found.flags().contains(flag));
+    let (shared, warning) = if is_claimed { (None, shared) } else { (shared, None) };
+    let trouble = if let state::Claim::AnotherMachine(machine) = state::look(root, &prefix)? {
+        Some(claimed_by_another(&prefix, &machine))
+    } else if shared.is_some() {
+        shared
+    } else if flag(FsFlags::ST_RDONLY) {
+        Some("mounted read-only".to_owned())
+    } else if flag(FsFlags::ST_NOEXEC) {
+        Some("mounted noexec".to_owned())
+    } else {
+        // Has no name, so nothing of it can stay.
+        tempfile::tempfile_in(&parent).err().map(|error| format!("can't be written: {}", error.kind()))
+    };
+    Ok(Place { trouble, warning, room, ..Place::of(prefix) })
+}
+
+fn musl(root: &Root) -> bool {
+    fs::read_dir(root.path("/lib"))
+        .is_ok_and(|entries| entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with("ld-musl-")))
+}
+
+/// A writable cgroup file system under /sys/fs/cgroup, by mountinfo of proc(5).
+pub fn cgroup_is_writable(mountinfo: &str) -> bool {
+    mountinfo::parse(mountinfo).iter().any(|mount| {
+        matches!(mount.kind.as_str(), "cgroup" | "cgroup2")
+            && mount.point.starts_with("/sys/fs/cgroup")
+            && mount.is_writable()
+    })
+}
+
+/// Tried on this process, which is a child that ends soon.
+fn memlock() -> bool {
+    getrlimit(Resource::RLIMIT_MEMLOCK).is_ok_and(|(_, hard)| hard == RLIM_INFINITY)
+        || setrlimit(Resource::RLIMIT_MEMLOCK, RLIM_INFINITY, RLIM_INFINITY).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_writable_cgroup_mount_is_one() {
+        let v2 = "35 24 0:30 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate";
+        let v1 = "30 25 0:27 / /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory";
+        for (mountinfo, expected) in [
+            (v2, true),
+            (v1, true),
+            (&v2.replace("rw,nosuid", "ro,nosuid"), false),
+            (&v2.replace("rw,nsdelegate", "ro,nsdelegate"), false),
+            (&v2.replace("/sys/fs/cgroup", "/mnt"), false),
+            ("29 25 0:26 / /sys/fs/cgroup rw - tmpfs tmpfs rw", false),
+            ("", false),
+        ] {
+            assert_eq!(cgroup_is_writable(mountinfo), expected, "{mountinfo}");
+        }
+    }
+}

@@ -1,0 +1,349 @@
+//! Whether the Flux of an environment can be run on this host. A bundle often relies on libraries of the machine it was built
+//! on, and a broker that lacks one dies before it can say so to anybody. The host's own loader is asked, as it will be asked at
+//! the broker's start.
+
+use std::{
+    collections::BTreeSet,
+    fs::{self, File},
+    io::{self, ErrorKind, Read},
+    os::{
+        fd::BorrowedFd,
+        unix::process::{CommandExt, ExitStatusExt},
+    },
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use nix::{errno::Errno, sys::signal::Signal};
+
+use crate::launch::Places;
+use host::{
+    Root, boundary,
+    child::{Kept, code, wait_until},
+    files::{remove_if_there, sync_parent},
+    state::{ENVIRONMENTS, environment},
+    users::User,
+};
+use hostapi::{LinkOrder, Linked, Progress, Refusal};
+
+/// What is tried, below the environment, and an option that makes it end at once where a loader starts it after all.
+const PROGRAMS: [(&str, &str); 2] = [("bin/flux", "--version"), ("libexec/flux/cmd/flux-broker", "--help")];
+/// A slow disk is no reason to refuse anything.
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// What a package set brings gets no right that its broker would not have, and a user and group that no other process has: a user
+/// of the same number could end it, or speak for it by ptrace(2), as whoever is nobody(5). The number is of a range that is nobody's:
+/// above systemd's for containers, which end at 1879048191, and SSSD's for directories, which end at 2000200000, and below
+/// systemd's for foreign images, which begin at 2147352576 (https://systemd.io/UIDS-GIDS/, sssd-ldap(5)).
+const TRIAL_ID: u32 = 2_100_000_000;
+/// nobody(5), for a user namespace that does not have [`TRIAL_ID`].
+const NOBODY: u32 = 65534;
+/// Has the loader list the libraries of a program in place of starting it (ld.so(8)).
+const TRACE: &str = "LD_TRACE_LOADED_OBJECTS";
+const WORDS: usize = 300;
+
+/// Makes the environment of `order` ([`packages::link_while`]), and tries its Flux. One that can't be used here is kept, and
+/// tried again with the next order: the host may have changed.
+///
+/// # Errors
+/// As for [`packages::link_while`] and [`try_flux`].
+pub fn link_and_try(
+    root: &Root,
+    order: &LinkOrder,
+    more: Option<BorrowedFd<'_>>,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Linked, Refusal> {
+    let LinkOrder { prefix, digest, .. } = order;
+    let below = root.path(prefix);
+    if packages::linked(&below, digest).is_none() {
+        // Before there is an environment that could be taken for one that runs.
+        let path = untried(&below, digest);
+        let envs = fs::create_dir_all(below.join(ENVIRONMENTS));
+        let made = envs.and_then(|()| File::create(&path)).and_then(|_| sync_parent(&path));
+        made.map_err(|error| Refusal::io("make", &path, &error))?;
+    }
+    let linked = packages::link_while(order, &Places::of_host(), more, progress);
+    let mut linked = linked.inspect_err(|_| drop(forget(&below, digest)))?;
+    if is_untried(&below, digest) {
+        progress(Progress::begun("trying Flux on this host"));
+        let tried = try_flux(&root.path(environment(prefix, digest)), digest, linked.compiled_prefix.as_deref())?;
+        if let Tried::Unknown(why) = tried {
+            linked.warnings.push(format!("whether Flux runs on this host is not known: {why}"));
+        }
+        forget(&below, digest)?;
+    }
+    Ok(linked)
+}
+
+/// True until Flux of environment `digest` has run on this host. A file beside the environment marks it, since an environment
+/// never changes.
+pub fn is_untried(prefix: &Path, digest: &str) -> bool {
+    untried(prefix, digest).is_file()
+}
+
+/// Removes that mark: Flux ran, or the environment is gone.
+///
+/// # Errors
+/// The file system's, in words.
+pub fn forget(prefix: &Path, digest: &str) -> Result<(), Refusal> {
+    let path = untried(prefix, digest);
+    remove_if_there(&path).map_err(|error| Refusal::io("remove", &path, &error))
+}
+
+fn untried(prefix: &Path, digest: &str) -> PathBuf {
+    prefix.join(ENVIRONMENTS).join(format!(".{digest}.untried"))
+}
+
+/// The result, unless something is certainly wrong.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Tried {
+    /// It runs.
+    Runs,
+    /// It could not be found out, and why.
+    Unknown(String),
+}
+
+/// Tries the programs of `environment`, which is package set `digest`. `compiled_prefix`: where it believes to be, if that is
+/// elsewhere; at this moment another one may be there.
+///
+/// # Errors
+/// What this host lacks, each library by its name, and the remedy.
+pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>) -> Result<Tried, Refusal> {
+    let libraries = compiled_prefix.map(|_| ["lib", "lib64"].map(|name| environment.join(name)));
+    let ask = |program: &Path, option: &str, traced: bool| {
+        let mut command = Command::new(program);
+        command.arg(option).env_clear().env("PATH", "/usr/bin:/bin").env("LANG", "C.UTF-8");
+        if let Some([lib, lib64]) = &libraries {
+            command.env("LD_LIBRARY_PATH", format!("{}:{}", lib.display(), lib64.display()));
+        }
+        if traced {
+            command.env(TRACE, "1");
+        }
+        run(command)
+    };
+    let cant_run =
+        |what: String| Refusal::new(format!("the Flux of package set {digest:.12} can't run on this host: {what}"));
+    let (mut lacking, mut unsure) = (Vec::new(), None);
+    for (name, option) in PROGRAMS {
+        let program = environment.join(name);
+        if !is_elf(&program) {
+            continue;
+        }
+        match ask(&program, option, true) {
+            Ok(Ended::Exited { text, .. }) => {
+                let missing = missing(&text);
+                let (there, absent): (Vec<_>, Vec<_>) =
+                    missing.into_iter().partition(|library| libraries.is_some() && is_within(environment, library));
+                if let Some(library) = there.first() {
+                    unsure = Some(format!("{library} is in the package set, but its loader does not find it yet"));
+                }
+                lacking.extend(absent.into_iter().map(|library| format!("{library} (for {name})")));
+            }
+            Ok(Ended::Inconclusive(how)) => unsure = Some(format!("{name} {how}")),
+            Err(error) if error.raw_os_error() == Some(Errno::ENOEXEC as i32) => {
+                return Err(cant_run(format!(
+                    "{name} is built for another architecture; use a package set for this one"
+                )));
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                return Err(cant_run(format!(
+                    "the loader that {name} names is not there; use a bundle or a channel for this host's C library"
+                )));
+            }
+            Err(error) => unsure = Some(format!("{name} can't be started: {error}")),
+        }
+    }
+    if !lacking.is_empty() {
+        return Err(cant_run(format!(
+            "it lacks {}; install that on the hosts, or use a bundle or a channel that carries it",
+            lacking.join(", ")
+        )));
+    }
+    let flux = environment.join("bin/flux");
+    if unsure.is_none() && is_elf(&flux) {
+        match ask(&flux, "--version", false) {
+            Ok(Ended::Exited { code, text }) if code != 0 => {
+                let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("without a word");
+                let last: String = last.trim().chars().take(WORDS).collect();
+                return Err(cant_run(format!("`flux --version` ended with code {code}: {last}")));
+            }
+            Ok(Ended::Exited { .. }) => {}
+            Ok(Ended::Inconclusive(how)) => unsure = Some(format!("`flux --version` {how}")),
+            Err(error) => unsure = Some(format!("`flux --version` can't be started: {error}")),
+        }
+    }
+    Ok(unsure.map_or(Tried::Runs, Tried::Unknown))
+}
+
+/// How what was tried has ended.
+enum Ended {
+    /// With an exit code; stdout, then stderr.
+    Exited { code: i32, text: String },
+    /// In a way that says nothing certain of it, in words. A signal may come from the kernel that lacks memory, or from a person.
+    Inconclusive(String),
+}
+
+fn run(mut command: Command) -> io::Result<Ended> {
+    command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    let id = trial_id(
+        &["uid_map", "gid_map"].map(|map| fs::read_to_string(format!("/proc/self/{map}")).unwrap_or_default()),
+    );
+    let nobody_else = User {
+        name: id.to_string(),
+        uid: id,
+        gid: id,
+        home: PathBuf::from("/"),
+        shell: PathBuf::new(),
+        groups: Vec::new(),
+        known: false,
+    };
+    boundary::become_user(&mut command, &nobody_else);
+    let mut child = command.spawn()?;
+    let (stdout, stderr) = (Kept::of(child.stdout.take()), Kept::of(child.stderr.take()));
+    let status = wait_until(&mut child, Instant::now() + TIMEOUT)?;
+    let text = stdout.text() + &stderr.text();
+    let Some(status) = status else {
+        return Ok(Ended::Inconclusive(format!("did not end within {} s", TIMEOUT.as_secs())));
+    };
+    Ok(match status.signal() {
+        None => Ended::Exited { code: code(status), text },
+        // No other user's doing: the processor lacks an instruction, and a broker would end in the same way.
+        Some(signal) if signal == Signal::SIGILL as i32 => {
+            Ended::Exited { code: code(status), text: "it is built for a newer processor (SIGILL)".to_owned() }
+        }
+        Some(signal) => Ended::Inconclusive(format!("was ended by signal {signal}")),
+    })
+}
+
+/// User and group of the trial: [`TRIAL_ID`] if this namespace has it by its uid_map and gid_map (user_namespaces(7)).
+fn trial_id(maps: &[String; 2]) -> u32 {
+    let has_it = |map: &String| {
+        map.lines().any(|line| {
+            let numbers: Vec<u64> = line.split_whitespace().filter_map(|number| number.parse().ok()).collect();
+            matches!(numbers[..], [first, _, count] if (first..first.saturating_add(count)).contains(&TRIAL_ID.into()))
+        })
+    };
+    if maps.iter().all(has_it) { TRIAL_ID } else { NOBODY }
+}
+
+/// A script has no libraries, and what it would do is not known.
+fn is_elf(path: &Path) -> bool {
+    let mut magic = [0; 4];
+    File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"\x7fELF"
+}
+
+/// What the loader did not find, from its list: `libx.so.1 => not found`, and
+/// ``/lib/libc.so.6: version `GLIBC_2.38' not found (required by flux)``.
+fn missing(list: &str) -> BTreeSet<String> {
+    let of_line = |line: &str| {
+        if let Some(name) = line.trim().strip_suffix("=> not found") {
+            return Some(name.trim().to_owned());
+        }
+        let (before, after) = line.split_once("version `")?;
+        let (version, rest) = after.split_once('\'')?;
+        let library = Path::new(before.trim().trim_end_matches(':').rsplit(": ").next()?).file_name()?;
+        rest.starts_with(" not found").then(|| format!("{version} of {}", library.to_string_lossy()))
+    };
+    list.lines().filter_map(of_line).collect()
+}
+
+/// A file of this name is somewhere below `directory`.
+fn is_within(directory: &Path, name: &str) -> bool {
+    fs::read_dir(directory).into_iter().flatten().flatten().any(|entry| {
+        entry.file_name() == name || entry.file_type().is_ok_and(|kind| kind.is_dir()) && is_within(&entry.path(), name)
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use crate::needs::{Need, skips_without};
+
+    #[test]
+    fn what_the_loader_misses_is_read_from_its_list() {
+        let list = "\tlinux-vdso.so.1 (0x7f)\n\tlibarchive.so.13 => not found\n\tlibc.so.6 => /lib/libc.so.6 (0x7f)\n\
+                    bin/flux: /lib/x86_64-linux-gnu/libc.so.6: version `GLIBC_2.99' not found (required by bin/flux)\n\
+                    \tlibarchive.so.13 => not found\n";
+        assert_eq!(Vec::from_iter(missing(list)), ["GLIBC_2.99 of libc.so.6", "libarchive.so.13"]);
+        assert!(missing("\tlibc.so.6 => /lib/libc.so.6 (0x7f)\n").is_empty());
+    }
+
+    /// The smallest program there is, of one instruction that no processor has.
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn a_program_for_a_newer_processor_is_refused() {
+        if skips_without([Need::Root]) {
+            return;
+        }
+        let words = |words: &[u64]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
+        let program = [
+            b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec(),
+            words(&[
+                0x40_0078,
+                64,
+                0,
+                0x38_0040_0000_0000,
+                1,
+                0x5_0000_0001,
+                0,
+                0x40_0000,
+                0x40_0000,
+                0x7a,
+                0x7a,
+                0x1000,
+            ]),
+            b"\x0f\x0b".to_vec(),
+        ]
+        .concat();
+        let environment = tempfile::tempdir().unwrap();
+        fs::set_permissions(environment.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        fs::create_dir(environment.path().join("bin")).unwrap();
+        let flux = environment.path().join("bin/flux");
+        fs::write(&flux, program).unwrap();
+        fs::set_permissions(&flux, fs::Permissions::from_mode(0o755)).unwrap();
+        let refusal = try_flux(environment.path(), "digest", None).unwrap_err();
+        assert!(refusal.message.contains("it is built for a newer processor"), "{refusal}");
+        assert!(!refusal.transient);
+    }
+
+    #[test]
+    fn the_trial_has_a_user_of_its_own_wherever_there_is_one() {
+        let whole = "         0          0 4294967295\n";
+        for (maps, expected) in [
+            ([whole, whole], TRIAL_ID),
+            (["0 100000 65536\n", "0 100000 65536\n"], NOBODY),
+            ([whole, "0 0 1\n1 100000 65536\n"], NOBODY),
+            (["", ""], NOBODY),
+        ] {
+            assert_eq!(trial_id(&maps.map(str::to_owned)), expected, "{maps:?}");
+        }
+    }
+
+    /// What the kernel and the loader miss of a file that breaks off ends its process.
+    #[test]
+    fn a_program_that_a_signal_ends_is_not_said_to_be_unable_to_run() {
+        if skips_without([Need::Root]) {
+            return;
+        }
+        let environment = tempfile::tempdir().unwrap();
+        // Another user than root looks into it.
+        fs::set_permissions(environment.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let flux = environment.path().join("bin/flux");
+        fs::create_dir(environment.path().join("bin")).unwrap();
+        fs::copy("/bin/sleep", &flux).unwrap();
+        File::options().write(true).open(&flux).unwrap().set_len(4096).unwrap();
+        let tried = try_flux(environment.path(), "digest", None).unwrap();
+        assert!(matches!(&tried, Tried::Unknown(why) if why.contains("bin/flux was ended by signal ")), "{tried:?}");
+    }
+
+    #[test]
+    fn scripts_are_not_run() {
+        let environment = tempfile::tempdir().unwrap();
+        fs::create_dir(environment.path().join("bin")).unwrap();
+        fs::write(environment.path().join("bin/flux"), "#!/bin/sh\nexit 1\n").unwrap();
+        assert_eq!(try_flux(environment.path(), "digest", None).unwrap(), Tried::Runs);
+    }
+}

@@ -1,0 +1,97 @@
+//! Which crate may know which: a crate depends only on those that stand above it in [`LAYERS`]. And what the image must not have.
+
+#![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+    process::Command,
+};
+
+use serde_json::Value;
+
+/// Every crate of the workspace, from those that know nothing to the program. Those in one line know nothing of each other.
+const LAYERS: &[&[&str]] = &[
+    &["base"],
+    &["api"],
+    &["locks", "hostapi"],
+    &["model", "cluster", "host"],
+    &["broker", "packages", "apiserver"],
+    &["stage", "planner", "agent", "local"],
+    &["flux-distribute"],
+];
+/// The only ones that may depend on a crate that must not be in the image, and only if feature `local` is on.
+const LOCAL_MODE: [&str; 2] = ["local", "apiserver"];
+/// What each of these must not know, though it stands below: pure crates know no client, and a host no cluster.
+const APART: &[(&str, &[&str])] = &[
+    ("model", &["cluster", "host", "hostapi", "kube-runtime", "tokio", "nix", "reqwest"]),
+    ("locks", &["hostapi", "tokio", "nix", "reqwest", "kube"]),
+    ("api", &["tokio", "nix", "reqwest"]),
+    ("hostapi", &["tokio", "nix", "reqwest", "kube"]),
+    ("host", &["model", "cluster", "kube", "reqwest"]),
+    ("broker", &["cluster", "kube", "reqwest"]),
+    ("packages", &["cluster", "kube", "model"]),
+    ("stage", &["cluster", "kube", "reqwest"]),
+    ("cluster", &["model", "hostapi", "host", "locks", "nix"]),
+    ("planner", &["hostapi", "stage", "broker", "nix"]),
+    ("agent", &["planner", "stage"]),
+];
+
+fn cargo(words: &[&str]) -> String {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let output = Command::new(env!("CARGO")).args(words).current_dir(root).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// What each crate of the workspace depends on itself, but for its tests.
+fn dependencies() -> BTreeMap<String, BTreeSet<String>> {
+    let metadata = cargo(&["metadata", "--locked", "--offline", "--no-deps", "--format-version=1"]);
+    let metadata: Value = serde_json::from_str(&metadata).unwrap();
+    let names = |package: &Value| {
+        let dependencies = package["dependencies"].as_array().unwrap().iter();
+        let shipped = dependencies.filter(|dependency| dependency["kind"] != "dev");
+        shipped.map(|dependency| dependency["name"].as_str().unwrap().to_owned()).collect()
+    };
+    let packages = metadata["packages"].as_array().unwrap().iter();
+    packages.map(|package| (package["name"].as_str().unwrap().to_owned(), names(package))).collect()
+}
+
+#[test]
+fn a_crate_depends_only_on_layers_below_its_own() {
+    let layer = |name: &str| LAYERS.iter().position(|layer| layer.contains(&name));
+    let all = dependencies();
+    for (name, dependencies) in &all {
+        let own = layer(name).unwrap_or_else(|| panic!("tests/layers.rs has no layer for the crate {name}"));
+        for below in dependencies.iter().filter(|below| all.contains_key(*below)) {
+            assert!(layer(below) < Some(own), "{name} must not depend on {below}, which is not in a layer below");
+        }
+    }
+    let listed: BTreeSet<_> = LAYERS.iter().flat_map(|layer| layer.iter().map(|name| (*name).to_owned())).collect();
+    assert_eq!(listed, all.into_keys().collect());
+}
+
+#[test]
+fn crates_know_nothing_of_what_is_not_theirs() {
+    let all = dependencies();
+    for (name, apart) in APART {
+        let known: Vec<_> = apart.iter().filter(|other| all[*name].contains(**other)).collect();
+        assert!(known.is_empty(), "{name} must not depend on {known:?}");
+    }
+}
+
+/// As `cargo tree` resolves it for the image's build (docker/Dockerfile, `make image-binary`).
+#[test]
+fn the_image_s_program_has_no_local_mode_and_no_switches_of_tests() {
+    let tree = |features: &[&str]| {
+        let words = ["tree", "--locked", "--offline", "--edges=normal,build", "--prefix=none", "--format={p} [{f}]"];
+        cargo(&[&words, features].concat())
+    };
+    let has = |tree: &str, name: &str| tree.lines().any(|line| line.split(' ').next() == Some(name));
+    let (whole, image) = (tree(&[]), tree(&["--no-default-features"]));
+    for name in LOCAL_MODE {
+        assert!(has(&whole, name) && !has(&image, name), "{name}");
+    }
+    assert!(whole.contains("test-switches") && !image.contains("test-switches"));
+    assert!(!image.contains("test-support"));
+}
