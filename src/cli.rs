@@ -12,7 +12,7 @@ use clap::{Parser, Subcommand};
 use futures::future::BoxFuture;
 use tracing_subscriber::EnvFilter;
 
-use agent::Rung;
+use agent::ManualStep;
 use base::{error_chain, redact};
 
 /// What a shell is told: 2 for bad input (nothing was changed), 1 for everything else that went wrong.
@@ -63,21 +63,21 @@ enum Command {
     Uninstall(agent::UninstallArguments),
     /// Run on a node as the DaemonSet does: climb the ladder and hold it
     Agent(agent::AgentArguments),
-    /// One rung of the ladder: look whether this host can carry a broker; changes nothing
+    /// One step of the ladder: look whether this host can carry a broker; changes nothing
     Preflight(agent::AgentArguments),
-    /// One rung of the ladder: make the prefix and its undo list on this host
+    /// One step of the ladder: make the prefix and its undo list on this host
     Claim(agent::AgentArguments),
-    /// One rung of the ladder: fetch and link the packages
+    /// One step of the ladder: fetch and link the packages
     Install(agent::InstallArguments),
-    /// One rung of the ladder: write the files that the broker reads at start
+    /// One step of the ladder: write the files that the broker reads at start
     Configure(agent::AgentArguments),
-    /// One rung of the ladder: start the broker unless it runs
+    /// One step of the ladder: start the broker unless it runs
     Start(agent::AgentArguments),
     /// On the lead: take in what the roster declares once more, with the scheduler loaded again; running jobs stay
     Reload(agent::AgentArguments),
-    /// One rung of the ladder: fail unless the broker is online
+    /// One step of the ladder: fail unless the broker is online
     Online(agent::AgentArguments),
-    /// One rung of the ladder: write what was found to this node's FluxNode
+    /// One step of the ladder: write what was found to this node's FluxNode
     Report(agent::AgentArguments),
     /// Print the CustomResourceDefinitions as YAML
     Crds,
@@ -177,14 +177,14 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Agent(arguments) => {
             block_on(async { agent::run(arguments, plan).await.map_err(|error| Failure::new(&error)) })
         }
-        Command::Preflight(arguments) => rung(Rung::Preflight, arguments),
-        Command::Claim(arguments) => rung(Rung::Claim, arguments),
-        Command::Install(arguments) => rung(Rung::Install(arguments.output), arguments.agent),
-        Command::Configure(arguments) => rung(Rung::Configure, arguments),
-        Command::Start(arguments) => rung(Rung::Start, arguments),
-        Command::Reload(arguments) => rung(Rung::Reload, arguments),
-        Command::Online(arguments) => rung(Rung::Online, arguments),
-        Command::Report(arguments) => rung(Rung::Report, arguments),
+        Command::Preflight(arguments) => manual_step(ManualStep::Preflight, arguments),
+        Command::Claim(arguments) => manual_step(ManualStep::Claim, arguments),
+        Command::Install(arguments) => manual_step(ManualStep::Install(arguments.output), arguments.agent),
+        Command::Configure(arguments) => manual_step(ManualStep::Configure, arguments),
+        Command::Start(arguments) => manual_step(ManualStep::Start, arguments),
+        Command::Reload(arguments) => manual_step(ManualStep::Reload, arguments),
+        Command::Online(arguments) => manual_step(ManualStep::Online, arguments),
+        Command::Report(arguments) => manual_step(ManualStep::Report, arguments),
         Command::Crds => print(&api::crds().map_err(|error| Failure::new(&error))?),
         Command::Validate(arguments) => validate::validate(&arguments),
         Command::Probe(arguments) => {
@@ -199,8 +199,8 @@ fn plan(client: kube::Client, identity: String, members: Arc<AtomicU32>) -> BoxF
     Box::pin(planner::run(client, identity, members))
 }
 
-fn rung(rung: Rung, arguments: agent::AgentArguments) -> Result<ExitCode, Failure> {
-    block_on(async { agent::rung(rung, arguments).await.map_err(|error| Failure::new(&error)) })
+fn manual_step(step: ManualStep, arguments: agent::AgentArguments) -> Result<ExitCode, Failure> {
+    block_on(async { agent::manual_step(step, arguments).await.map_err(|error| Failure::new(&error)) })
 }
 
 /// Two workers suffice for an agent; one per core would cost 2 MiB of stack each on a node with 200 of them.

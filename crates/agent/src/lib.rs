@@ -1,49 +1,30 @@
-//! The agent: the DaemonSet pod's process on each node. Observe, decide ([`decide`]), act ([`act`]), report.
+//! The agent: the DaemonSet pod's process on each node. Each round observes ([`inputs`]), decides ([`decide`]), reports ([`status`])
+//! and carries out one step ([`execute`]).
 //!
-//! It knows no planner: whoever runs an agent says what plans while it does ([`Plan`]). It touches its host only through orders
+//! It knows no planner: the program that runs an agent passes the planner in ([`Plan`]). It touches its host only through orders
 //! ([`hostapi::Host`]) and the files below the host's root that it reads.
 
-pub mod act;
-mod applied;
-mod climb;
-mod copied;
-pub mod decide;
-mod drain;
-mod dump;
-mod enter;
+mod agent;
+mod background;
+mod commands;
+mod decide;
+mod drains;
+mod error;
+mod execute;
 #[cfg(test)]
 mod fixture;
-mod frozen;
-mod gate;
-mod health;
-mod hint;
-mod inspect;
-mod install;
-mod live;
-mod log;
+mod inputs;
+mod memory;
 #[cfg(test)]
 #[path = "../../../tests/support/needs.rs"]
 mod needs;
-mod observe;
-mod port;
-mod progress;
-mod published;
-mod queues;
-mod report;
-mod round;
+mod node_ops;
+mod other_process;
+mod queue_dump;
+mod reporter;
 mod run;
-mod rung;
-mod serve;
-mod start;
-mod summary;
-mod takeover;
-mod teardown;
-mod tell;
-mod tidy;
-mod tries;
-mod uninstall;
-mod verify;
-mod watch;
+mod status;
+mod step;
 
 use std::{
     io::{self, Write},
@@ -58,16 +39,18 @@ use kube::{Client, Config, client::ClientBuilder};
 use api::{DAEMONSET, HEALTH_PORT};
 use cluster::clock;
 
-pub use dump::{DumpArguments, dump};
-pub use enter::{EnterError, StatusArguments, connect, shell, status};
-pub use health::{ProbeArguments, ProbeError, probe};
+pub use background::health::{ProbeArguments, ProbeError, probe};
+pub use commands::{
+    dump::{DumpArguments, dump},
+    enter::{EnterError, StatusArguments, connect, shell, status},
+    ladder::{ManualStep, manual_step},
+    takeover::{RecoverArguments, ResetArguments, TakeoverError, recover, reset},
+    uninstall::{UninstallArguments, UninstallError, uninstall},
+    verify::{VerifyArguments, verify},
+};
 pub use run::{Plan, run};
-pub use rung::{Rung, rung};
-pub use takeover::{RecoverArguments, ResetArguments, TakeoverError, recover, reset};
-pub use uninstall::{UninstallArguments, UninstallError, uninstall};
-pub use verify::{VerifyArguments, verify};
 
-/// What an agent has to be told; the DaemonSet tells it by the downward API.
+/// Arguments of an agent; the DaemonSet passes them by the downward API.
 #[derive(clap::Args, Debug, Clone)]
 pub struct AgentArguments {
     /// Name of the Node this runs on
@@ -85,7 +68,7 @@ pub struct AgentArguments {
     /// Where probes are answered.
     #[command(flatten)]
     pub probe: ProbeArguments,
-    /// Where kubelet looks for a container's last words (terminationMessagePath)
+    /// The file from which kubelet takes a container's last message (terminationMessagePath)
     #[arg(long, env = "TERMINATION_LOG", default_value = "/dev/termination-log", hide = true)]
     pub termination_log: PathBuf,
     /// The Node's InternalIP, where packages are served to other nodes; without it none are
@@ -93,10 +76,10 @@ pub struct AgentArguments {
     pub host_ip: Option<IpAddr>,
 }
 
-/// What the rung install has to be told.
+/// Arguments of the command `install`.
 #[derive(clap::Args, Debug, Clone)]
 pub struct InstallArguments {
-    /// The agent's own.
+    /// Those of an agent.
     #[command(flatten)]
     pub agent: AgentArguments,
     /// How to show how far it is: text is a bar on a terminal, and lines elsewhere. json: one object a line on stdout, each
@@ -110,34 +93,34 @@ pub struct InstallArguments {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AgentError {
-    /// There is no way to the API server.
+    /// No configuration leads to an API server.
     #[error("can't find the API server: run this in a pod, or set KUBECONFIG")]
     Config(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The client could not be made.
-    #[error("can't make a client for the API server")]
+    /// The client could not be created.
+    #[error("can't create a client for the API server")]
     Client(#[source] Box<kube::Error>),
-    /// The host.
+    /// The host stage failed.
     #[error(transparent)]
     Host(#[from] hostapi::HostError),
-    /// A rung failed.
+    /// A step failed.
     #[error(transparent)]
-    Step(#[from] act::StepError),
-    /// The API.
+    Step(#[from] error::StepError),
+    /// An API call failed.
     #[error(transparent)]
     Api(#[from] cluster::ApiError),
-    /// What is asked for does not hold.
+    /// Something that the command needs is not so; the text says what, for people.
     #[error("{0}")]
-    NotSo(String),
-    /// Signals can't be waited for.
+    Precondition(String),
+    /// Signal handlers can't be installed.
     #[error("can't wait for signals")]
     Signals(#[source] std::io::Error),
 }
 
-/// Silence of the API server after which a connection is given up: longer than any watch, which ends by itself after 290 s.
+/// The client gives up a connection after this much silence. Longer than any watch, which ends by itself after 290 s.
 const LONGEST_ANSWER: Duration = Duration::from_secs(300);
 
-/// A client for the API server, in a pod or by kubeconfig. The proxy variables are for packages: in a cluster the API server
-/// is never behind them.
+/// A client for the API server, in a pod or by kubeconfig. It ignores the proxy variables, which are for packages: in a cluster the
+/// API server is never behind a proxy.
 async fn client() -> Result<Client, AgentError> {
     let mut config = Config::infer().await.map_err(|error| AgentError::Config(Box::new(error)))?;
     config.proxy_url = None;
@@ -145,8 +128,8 @@ async fn client() -> Result<Client, AgentError> {
     config.root_cert.get_or_insert_with(|| {
         webpki_root_certs::TLS_SERVER_ROOT_CERTS.iter().map(|certificate| certificate.to_vec()).collect()
     });
-    // A watch has its own time; what opens it, lists or asks has none, and an API server that loses its power before it answers
-    // would be waited for for ever.
+    // A watch has a time limit of its own. Other calls have none, and would wait for ever for an API server that loses its power
+    // before it answers.
     (config.read_timeout, config.reset_reader_on_write) = (Some(LONGEST_ANSWER), true);
     let listen = tower::util::MapResponseLayer::new(|answer: Response<_>| {
         clock::heard(answer.headers());
@@ -156,7 +139,7 @@ async fn client() -> Result<Client, AgentError> {
     Ok(client.with_layer(&listen).build())
 }
 
-/// For whoever runs a command. One who has closed stdout doesn't want to read it: what was begun goes on.
+/// Prints a line of a command. A closed stdout does not end what the command began.
 fn say(line: &str) {
     let _ = writeln!(io::stdout(), "{line}");
 }

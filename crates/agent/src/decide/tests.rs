@@ -1,9 +1,29 @@
-use super::*;
-use crate::copied::{leads, names_another_machine};
-use api::{Adopted, FetchFrom, FluxNodeStatus, Member, Resources};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::{
+    decide,
+    next_step::next_step,
+    start::{FreshLook, confirm},
+};
+use crate::{
+    fixture::{broker, inputs},
+    inputs::{
+        applied::Applied,
+        assignment::{agreed, held_by},
+        broker_state::BrokerState,
+        local_roster::{host_roster, leads, names_another_machine},
+        node_inputs::{Instance, NodeInputs},
+    },
+    memory::{Memory, Trouble},
+    step::Step,
+};
+use api::{Adopted, Closing, FetchFrom, FluxNode, FluxNodeSpec, FluxNodeStatus, Member, NodePhase, Roster, Want};
 use broker::status::{Drained, InstanceStatus};
-use hostapi::{HostState, LaunchRecord};
-use model::fixture::roster;
+use hostapi::{EpochId, HostState, HostView, Preflight};
+use model::{fixture::roster, status::SHUT_DOWN_MESSAGE};
 
 struct World {
     instance: &'static str,
@@ -24,37 +44,6 @@ struct World {
     node_uid: Option<&'static str>,
     replaced: bool,
     newer_roster: Option<&'static str>,
-}
-
-fn preflight() -> Preflight {
-    Preflight {
-        prefix: "/opt/flux-distribute".into(),
-        resources: Resources { cores: 2, gpus: 0 },
-        memory_mib: 1,
-        platform: "linux-64".into(),
-        glibc: "2.36".into(),
-        boot_id: "boot".into(),
-        systemd: false,
-        warnings: vec![],
-    }
-}
-
-fn broker(rank: Rank, epoch: u64) -> RunningBroker {
-    RunningBroker {
-        pid: 7,
-        start_time: 1,
-        systemd: false,
-        record: LaunchRecord {
-            rank,
-            broker_name: format!("node{}", rank + 1),
-            node_uid: "uid-node2".into(),
-            instance_uid: "instance".into(),
-            instance_id: "id".into(),
-            epoch,
-            digest: "digest".into(),
-            launch: "hash".into(),
-        },
-    }
 }
 
 impl World {
@@ -80,7 +69,7 @@ impl World {
                 environments: vec!["digest".into()],
                 ..Default::default()
             },
-            preflight: Some(preflight()),
+            preflight: inputs().preflight,
             published: Some("digest"),
             applied: None,
             told: None,
@@ -98,32 +87,51 @@ impl World {
     }
 
     fn decide(&self) -> Step {
-        decide(&Seen {
+        next_step(&self.inputs(), &self.memory())
+    }
+
+    fn memory(&self) -> Memory {
+        let mut memory = Memory::default();
+        if self.was_up {
+            memory.starts.seen(true, true, None, Instant::now());
+        }
+        memory
+    }
+
+    fn inputs(&self) -> NodeInputs {
+        // Later than now, since a machine that has just booted has no earlier instant.
+        let at = Instant::now() + Duration::from_secs(10_000);
+        let begin = |time: Duration| (!time.is_zero()).then(|| at - time);
+        NodeInputs {
+            at,
             instance: match self.instance {
                 "" => Instance::Unknown,
                 "over" => Instance::Over,
-                uid => Instance::Here { uid },
+                uid => Instance::Here { uid: uid.to_owned() },
             },
-            node: "node2",
-            replaced: self.replaced,
-            alone: self.alone,
-            node_uid: self.node_uid,
-            spec: self.spec.as_ref(),
-            roster: self.roster.as_ref(),
-            newer_roster: self.newer_roster,
-            published: self.published,
-            host: &self.host,
-            preflight: self.preflight.as_ref(),
+            agent_age: Duration::from_secs(if self.alone { 6 } else { 1 }),
+            node_uid: self.node_uid.map(str::to_owned),
+            is_replaced: self.replaced,
+            flux_node: self.spec.clone().map(|spec| FluxNode::new(&spec.node_name.clone(), spec)),
+            roster: self.roster.clone().map(Arc::new),
+            newer_roster: self.newer_roster.map(str::to_owned),
+            published: self.published.map(str::to_owned).into_iter().collect(),
+            held_archives: self.holds.clone(),
+            host: self.host.clone(),
+            local_roster: host_roster(&self.host),
+            preflight: self.preflight.clone(),
             applied: self.applied,
-            told: self.told.as_ref(),
-            now: 0.0,
-            is_up: self.is_up,
-            was_up: self.was_up,
-            unheard: self.unheard,
-            silent: self.silent,
-            leaving: self.leaving,
-            holds: &self.holds,
-        })
+            broker: BrokerState {
+                pid: Some(7),
+                state: if self.is_up { "run" } else { "join" }.to_owned(),
+                instance: self.told.clone(),
+                lead_unreachable_since: begin(self.unheard),
+                silent_since: begin(self.silent),
+                leaving_since: begin(self.leaving),
+                ..BrokerState::default()
+            },
+            ..inputs()
+        }
     }
 }
 
@@ -133,7 +141,7 @@ fn applied(revision: u64) -> Option<Applied> {
 }
 
 #[test]
-fn an_agent_that_is_older_than_the_roster_does_nothing_and_says_so() {
+fn an_agent_older_than_the_roster_does_nothing_and_says_so() {
     let mut world = World::new();
     assert!(matches!(world.decide(), Step::Start(_)));
     world.newer_roster = Some("finish the upgrade");
@@ -141,7 +149,7 @@ fn an_agent_that_is_older_than_the_roster_does_nothing_and_says_so() {
 }
 
 #[test]
-fn a_start_that_was_decided_from_memory_needs_the_same_word_of_today() {
+fn a_start_must_be_confirmed_by_a_fresh_look() {
     let decided = || {
         let world = World::new();
         agreed(world.spec.as_ref().unwrap(), world.roster.as_ref().unwrap()).unwrap()
@@ -167,14 +175,17 @@ fn a_start_that_was_decided_from_memory_needs_the_same_word_of_today() {
     ];
     for (what, starts, change) in cases {
         let world = World::new();
-        let (mut spec, mut roster) = (world.spec.unwrap(), world.roster.unwrap());
+        let (mut spec, mut roster) = (world.spec.clone().unwrap(), world.roster.clone().unwrap());
         change(&mut spec, &mut roster);
-        assert_eq!(confirmed(&decided(), "instance", &spec, &roster).is_some(), starts, "{what}");
+        let flux_node = Some(FluxNode::new("node2", spec));
+        let fresh = FreshLook { flux_node, roster: Some(Arc::new(roster)) };
+        let confirmed = confirm(&world.inputs(), &world.memory(), &decided(), fresh);
+        assert_eq!(confirmed.is_ok(), starts, "{what}: {confirmed:?}");
     }
 }
 
 #[test]
-fn what_is_said_of_another_machine_of_this_name_starts_nothing() {
+fn what_the_planner_wants_of_another_machine_of_this_name_starts_nothing() {
     for (uid, died, starts) in [
         (Some("uid-node2"), None, true),
         (Some("another"), None, false),
@@ -190,7 +201,7 @@ fn what_is_said_of_another_machine_of_this_name_starts_nothing() {
 }
 
 #[test]
-fn a_machine_whose_name_is_anothers_ends_what_runs_and_begins_nothing() {
+fn a_machine_whose_name_another_has_stops_its_broker_and_starts_nothing() {
     let mut world = World::new();
     world.host.broker = Some(broker(3, 1));
     world.replaced = true;
@@ -202,7 +213,7 @@ fn a_machine_whose_name_is_anothers_ends_what_runs_and_begins_nothing() {
 }
 
 #[test]
-fn a_name_is_anothers_where_a_broker_is_reported_for_a_node_that_this_host_never_was() {
+fn another_machine_has_the_name_if_a_broker_is_reported_for_a_node_this_host_never_was() {
     let reported = |uid: &str| Adopted {
         rank: 3,
         broker_name: "flux-spare-3".into(),
@@ -247,12 +258,12 @@ fn a_name_is_anothers_where_a_broker_is_reported_for_a_node_that_this_host_never
 }
 
 #[test]
-fn the_ladder_is_climbed_rung_by_rung() {
+fn the_ladder_is_climbed_step_by_step() {
     let mut world = World::new();
     world.preflight = None;
     world.host.environments.clear();
     assert_eq!(world.decide(), Step::Preflight);
-    world.preflight = Some(preflight());
+    world.preflight = inputs().preflight;
     assert_eq!(world.decide(), Step::Install { digest: "digest".into() });
     world.host.environments.push("digest".into());
     assert!(matches!(world.decide(), Step::Start(assignment) if assignment.rank == 1));
@@ -261,7 +272,7 @@ fn the_ladder_is_climbed_rung_by_rung() {
 }
 
 #[test]
-fn the_next_epochs_packages_are_prepared_when_nothing_else_is_to_be_done() {
+fn packages_of_the_next_epoch_are_prepared_if_nothing_else_is_to_do() {
     let mut world = World::new();
     world.published = Some("newer");
     assert!(matches!(world.decide(), Step::Start(_)), "{:?}", world.decide());
@@ -287,7 +298,7 @@ fn the_next_epochs_packages_are_prepared_when_nothing_else_is_to_be_done() {
 }
 
 #[test]
-fn packages_are_fetched_only_by_the_planners_word_or_are_there_already() {
+fn packages_are_fetched_only_if_the_planner_names_a_source() {
     let other = FetchFrom { digest: "other".into(), ..FetchFrom::default() };
     for want in [Want::Install, Want::Run] {
         for (fetch_from, holds, installs) in [
@@ -320,7 +331,7 @@ fn of_the_lead() -> World {
 }
 
 #[test]
-fn a_lead_gives_no_jobs_to_who_leaves_before_it_takes_in_a_new_revision_and_some_to_who_comes_back_after_it() {
+fn a_lead_drains_before_it_reloads_and_undrains_after() {
     let mut world = of_the_lead();
     let drained = |ranks: &str| {
         let ours = Drained { ranks: ranks.parse().unwrap(), reason: "flux-distribute: c".to_owned(), since: 0.0 };
@@ -336,7 +347,7 @@ fn a_lead_gives_no_jobs_to_who_leaves_before_it_takes_in_a_new_revision_and_some
 }
 
 #[test]
-fn a_lead_that_excludes_a_rank_takes_in_that_it_shall_not_before_it_drains_it() {
+fn a_lead_stops_excluding_a_rank_before_it_drains_it() {
     let mut world = of_the_lead();
     world.spec.as_mut().unwrap().drain = [("c".to_owned(), "1".parse().unwrap())].into();
     world.told = Some(InstanceStatus { excluded: "1".parse().unwrap(), ..InstanceStatus::default() });
@@ -346,7 +357,7 @@ fn a_lead_that_excludes_a_rank_takes_in_that_it_shall_not_before_it_drains_it() 
 }
 
 #[test]
-fn a_lead_takes_in_a_new_revision_before_it_prepares_anything() {
+fn a_lead_reloads_before_it_prepares_packages() {
     let mut world = of_the_lead();
     world.published = Some("newer");
     world.spec.as_mut().unwrap().fetch_from = Some(FetchFrom { digest: "newer".into(), ..FetchFrom::default() });
@@ -391,7 +402,7 @@ fn a_broker_that_lost_its_rank_is_stopped_first() {
 }
 
 #[test]
-fn a_broker_whose_rank_another_node_has_is_stopped_though_its_own_node_has_none() {
+fn a_broker_whose_rank_moved_is_stopped_although_its_node_has_none() {
     let mut world = World::new();
     world.host.broker = Some(broker(1, 1));
     let spec = world.spec.as_mut().unwrap();
@@ -405,7 +416,7 @@ fn a_broker_whose_rank_another_node_has_is_stopped_though_its_own_node_has_none(
 }
 
 #[test]
-fn jobs_are_waited_for_unless_their_queue_is_another_ones_now() {
+fn a_stop_waits_for_jobs_unless_their_queue_is_lost() {
     for (begun_by_takeover, now, lost) in [(0, 2, false), (2, 2, true), (2, 3, true), (1, 3, false)] {
         let mut world = World::new();
         world.host.broker = Some(broker(1, 1));
@@ -416,7 +427,7 @@ fn jobs_are_waited_for_unless_their_queue_is_another_ones_now() {
 }
 
 #[test]
-fn words_that_give_a_node_the_rank_of_another_are_no_words() {
+fn a_fluxnode_that_claims_another_nodes_rank_has_no_effect() {
     let mut world = World::new();
     world.host.broker = Some(broker(1, 1));
     let spec = world.spec.as_mut().unwrap();
@@ -438,7 +449,7 @@ fn a_lead_whose_broker_is_down_is_still_the_lead() {
 }
 
 #[test]
-fn only_a_positive_word_removes() {
+fn only_positive_evidence_removes() {
     let mut world = World::new();
     world.host.broker = Some(broker(1, 1));
     world.instance = "over";
@@ -454,7 +465,7 @@ fn only_a_positive_word_removes() {
 }
 
 #[test]
-fn the_lead_takes_in_a_new_revision_live() {
+fn the_lead_loads_a_new_revision_live() {
     let mut world = World::new();
     world.spec = Some(FluxNodeSpec {
         node_name: "node1".into(),
@@ -482,7 +493,7 @@ fn without_api_a_dead_broker_is_started_as_it_was() {
 }
 
 #[test]
-fn a_broker_is_restarted_only_if_the_lead_has_lost_it_and_does_not_answer_it() {
+fn a_broker_is_restarted_only_if_the_lead_lost_it_and_is_unreachable() {
     let mut world = World::new();
     world.host.broker = Some(broker(1, 1));
     for (missed, unheard, restarts) in [(true, 149, false), (false, 9000, false), (true, 150, true)] {
@@ -580,7 +591,7 @@ fn a_lead_that_an_administrator_has_shut_down_stays_down_until_the_next_epoch() 
 }
 
 #[test]
-fn an_agent_that_never_heard_the_api_starts_a_dead_broker_as_the_host_has_it() {
+fn an_agent_without_api_starts_a_dead_broker_from_the_hosts_files() {
     let mut world = World::new();
     world.instance = "";
     world.host.died = Some("killed".into());
@@ -589,7 +600,7 @@ fn an_agent_that_never_heard_the_api_starts_a_dead_broker_as_the_host_has_it() {
     assert_eq!(world.decide(), Step::Hold, "the API may answer yet");
     world.alone = true;
     assert_eq!(world.decide(), Step::Preflight);
-    world.preflight = Some(preflight());
+    world.preflight = inputs().preflight;
     assert!(matches!(world.decide(), Step::Start(assignment) if assignment.rank == 1));
     world.host.state.as_mut().unwrap().instance_uid = "another".into();
     assert_eq!(world.decide(), Step::Hold, "the roster is of another instance");
@@ -638,11 +649,11 @@ fn a_broker_is_stopped_for_leaving_only_where_fluxnode_and_roster_agree() {
     }
     let mut world = World::new();
     (world.spec.as_mut().unwrap().want, world.roster) = (Want::Leave, None);
-    assert!(matches!(world.decide(), Step::Wait(reason) if reason.contains("say the same")));
+    assert!(matches!(world.decide(), Step::Wait(reason) if reason.contains("agree")));
 }
 
 #[test]
-fn nothing_is_begun_beside_a_broker_that_nobody_knows_or_can_ask() {
+fn nothing_starts_beside_a_broker_that_is_unknown_or_unreachable() {
     let mut world = World::new();
     world.host.unknown = Some("a broker runs".into());
     assert_eq!(world.decide(), Step::Wait("a broker runs".into()));
@@ -656,7 +667,7 @@ fn nothing_is_begun_beside_a_broker_that_nobody_knows_or_can_ask() {
 }
 
 #[test]
-fn the_last_copy_of_the_queue_is_not_ended_by_the_end_of_its_epoch() {
+fn the_end_of_an_epoch_does_not_stop_the_last_copy_of_the_queue() {
     for closing in [true, false] {
         let mut world = World::new();
         let spec = world.spec.as_mut().unwrap();
@@ -674,7 +685,7 @@ fn the_last_copy_of_the_queue_is_not_ended_by_the_end_of_its_epoch() {
 }
 
 #[test]
-fn by_the_hosts_copy_a_node_holds_the_rank_of_its_own_and_not_that_of_the_machine_it_has_replaced() {
+fn a_node_holds_its_own_rank_and_not_that_of_the_machine_it_replaced() {
     let mut copy = roster(4, &[("node1", 2), ("node2", 2), ("node3", 2)]);
     let new = model::fixture::member("node2", 9);
     copy.ranks.get_mut(&2).unwrap().member = Some(Member { uid: "uid-new".into(), ..new });
@@ -686,7 +697,7 @@ fn by_the_hosts_copy_a_node_holds_the_rank_of_its_own_and_not_that_of_the_machin
 }
 
 #[test]
-fn a_lead_that_was_never_online_gives_way_once_its_broker_has_ended_and_starts_no_other_by_itself() {
+fn a_lead_that_was_never_online_gives_way_once_its_broker_has_ended() {
     type Change = fn(&mut World);
     let changes: [(&str, Change, bool); 7] = [
         ("its broker of this attempt has ended", |_| {}, true),
@@ -720,4 +731,40 @@ fn a_lead_that_was_never_online_gives_way_once_its_broker_has_ended_and_starts_n
             step => assert!(!gives_way && matches!(step, Step::Start(_)), "{what}: {step:?}"),
         }
     }
+}
+
+#[test]
+fn a_decision_holds_step_report_and_pause() {
+    let mut world = World::new();
+    // A new agent says nothing about a broker to which it has not connected yet.
+    world.alone = true;
+    let memory = Memory::default();
+    let first = decide(&world.inputs(), &memory);
+    assert!(matches!(first.step, Step::Start(_)));
+    assert_eq!((first.retry, first.readiness), (None, Some(false)), "a start begins at once");
+    assert_eq!(first.status.map(|status| status.phase), Some(NodePhase::Starting));
+
+    let mut failed = Memory::default();
+    let trouble = Trouble { words: "port 8050 is taken".to_owned(), waiting: false, lasting: false };
+    let inputs = world.inputs();
+    failed.attempts.failed(&first.step, inputs.generation, trouble, inputs.at, 0.0);
+    let second = decide(&inputs, &failed);
+    assert_eq!(second.retry, Some(Duration::from_secs(1)), "a step that failed just now pauses");
+    assert_eq!(second.status.and_then(|status| status.message).as_deref(), Some("port 8050 is taken"));
+
+    world.host.broker = Some(broker(1, 1));
+    let held = decide(&world.inputs(), &memory);
+    assert_eq!((held.step, held.readiness, held.retry), (Step::Hold, Some(true), Some(super::RESYNC)));
+
+    world.is_up = false;
+    let coming_up = decide(&world.inputs(), &memory);
+    assert_eq!((coming_up.readiness, coming_up.retry), (Some(false), Some(super::SOON)));
+
+    world.replaced = true;
+    let replaced = decide(&world.inputs(), &memory);
+    assert_eq!(
+        (replaced.status, replaced.readiness),
+        (None, Some(false)),
+        "another machine's FluxNode is not ours to write"
+    );
 }

@@ -1,0 +1,73 @@
+//! The agent of one node: its parts, how it observes and how it reports. [`super::run`] drives it, [`super::execute`] carries out
+//! its steps.
+
+use std::{path::PathBuf, sync::Arc};
+
+use tokio::sync::Mutex;
+
+use super::{
+    background::Background,
+    error::StepError,
+    inputs::{broker_state::BrokerState, node_inputs::NodeInputs, sources::Sources},
+    memory::Memory,
+    node_ops::NodeOps,
+    reporter::Reporter,
+    status::node_status,
+    step::Step,
+};
+use api::FluxNodeStatus;
+
+/// The agent of one node.
+pub struct Agent {
+    /// Operations on the host.
+    pub ops: NodeOps,
+    /// Writes the FluxNode's status.
+    pub reporter: Reporter,
+    /// Where a round's inputs come from.
+    pub sources: Sources,
+    /// What is remembered between two rounds.
+    pub memory: Memory,
+    /// What goes on beside the rounds.
+    pub background: Background,
+    /// The file from which kubelet takes a container's last message.
+    pub termination_log: PathBuf,
+    /// Held during a live change, which must not be cut off by the end of this process.
+    pub live_change: Arc<Mutex<()>>,
+}
+
+impl Agent {
+    /// Observes what the next decision needs.
+    ///
+    /// # Errors
+    /// The host can't be observed.
+    pub async fn observe(&mut self) -> Result<NodeInputs, StepError> {
+        let started = self.memory.starts.started_at();
+        let mut inputs = self.sources.observe(&self.ops, &self.reporter, started).await?;
+        self.background.add_to(&mut inputs, self.sources.published.sets(), self.sources.instance_uid());
+        self.memory.observed(&inputs);
+        Ok(inputs)
+    }
+
+    /// Reports status and readiness.
+    pub async fn report(&mut self, inputs: &NodeInputs, status: Option<&FluxNodeStatus>, readiness: Option<bool>) {
+        if let Some(ready) = readiness {
+            self.background.health.set_ready(ready);
+        }
+        self.background.health.set_pending_nodes(inputs.broker.pending.map(|pending| pending.missing_nodes));
+        let (Some(node), Some(status)) = (&inputs.flux_node, status) else { return };
+        let mut broker = self.sources.broker.clone();
+        let pid = inputs.broker.pid;
+        let is_gone = |now: &BrokerState| pid.is_some() && now.pid != pid;
+        tokio::select! {
+            () = self.reporter.try_write(node, status) => {}
+            // A broker that dies must not wait for an API server that is away.
+            Ok(_) = broker.wait_for(is_gone) => {}
+        }
+    }
+
+    /// Reports how far `step` is.
+    pub async fn report_progress(&mut self, inputs: &NodeInputs, step: &Step, progress: &str) {
+        let status = node_status::node_status(inputs, &self.memory, step, Some(progress));
+        self.report(inputs, status.as_ref(), node_status::readiness(inputs)).await;
+    }
+}

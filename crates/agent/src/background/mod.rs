@@ -1,0 +1,72 @@
+//! What goes on beside the agent's rounds. Nothing waits for it.
+
+pub(super) mod dump;
+pub(super) mod gate;
+pub(super) mod health;
+mod inspect;
+mod port;
+pub(super) mod serve;
+mod tidy;
+
+use dump::Dumping;
+use health::Health;
+use inspect::Inspecting;
+use port::Port;
+use serve::Serving;
+use tidy::Tidied;
+
+use super::{
+    inputs::{node_inputs::NodeInputs, sources::Sources},
+    node_ops::NodeOps,
+    step::Step,
+};
+use api::PackageSet;
+
+/// Servers and tasks beside the rounds.
+pub struct Background {
+    /// Answers probes, and serves metrics.
+    pub health: Health,
+    /// Serves archives to other nodes.
+    pub serving: Serving,
+    metrics: Port,
+    tidied: Tidied,
+    inspecting: Inspecting,
+    dumping: Dumping,
+}
+
+impl Background {
+    /// With the servers that run already.
+    pub fn new(health: Health, serving: Serving, metrics: Port) -> Self {
+        Self {
+            health,
+            serving,
+            metrics,
+            tidied: Tidied::default(),
+            inspecting: Inspecting::default(),
+            dumping: Dumping::default(),
+        }
+    }
+
+    /// Looks which of the published `sets` this host holds, offers their archives to other nodes, and adds to `inputs` what is
+    /// known here. `instance_uid`: the instance whose packages may be offered.
+    pub fn add_to(&mut self, inputs: &mut NodeInputs, sets: &[(String, PackageSet)], instance_uid: &str) {
+        let ours = inputs.host.state.as_ref().filter(|state| state.instance_uid == instance_uid);
+        self.serving.look(ours.map(|state| state.prefix.as_path()), sets, &inputs.host.environments);
+        inputs.held_archives = self.serving.holds().to_vec();
+        inputs.peer = self.serving.peer();
+        inputs.port_problems = self.serving.trouble().into_iter().chain(self.metrics.trouble()).collect();
+        inputs.damage = self.inspecting.damage();
+    }
+
+    /// Does what is due, in a round without a step to carry out.
+    pub async fn upkeep(&mut self, ops: &NodeOps, sources: &Sources, inputs: &NodeInputs, step: &Step) {
+        self.tidied.tidy(ops, sources, inputs).await;
+        self.dumping.begin_if_due(&ops.host, inputs, step);
+        self.inspecting.inspect(ops, sources, inputs).await;
+    }
+
+    /// Stops what writes below the prefix: an installation or a removal is about to begin.
+    pub async fn stop_mending(&mut self) {
+        self.inspecting.stop_mending().await;
+    }
+}

@@ -1,0 +1,88 @@
+//! The agent's one decision: from what a round observed to what it does, reports and waits for. Pure.
+//!
+//! [`next_step`](next_step::next_step) holds the rules of the ladder. The rules that a step needs while it is carried out, with
+//! what only then is known, stand beside it: job safety in [`jobs`], the fresh look before a start in [`start`], the end of the
+//! pod in [`teardown`].
+
+pub(super) mod jobs;
+pub(super) mod next_step;
+pub(super) mod start;
+pub(super) mod teardown;
+#[cfg(test)]
+mod tests;
+
+use std::time::Duration;
+
+use next_step::next_step;
+
+use super::{inputs::node_inputs::NodeInputs, memory::Memory, status::node_status, step::Step};
+use api::{FluxNodeStatus, Uninstall};
+
+/// A round begins at least this often, also if nothing has changed.
+pub const RESYNC: Duration = Duration::from_secs(10);
+/// The same while something is on its way.
+pub const SOON: Duration = Duration::from_secs(1);
+
+/// What one round does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Decision {
+    /// The next step.
+    pub step: Step,
+    /// What the FluxNode says; None if this agent must not write it.
+    pub status: Option<FluxNodeStatus>,
+    /// Whether the node is as the planner wants it; None if a new agent does not know yet, and the last report stands.
+    pub readiness: Option<bool>,
+    /// Rest for this long instead of carrying out the step: there is nothing to carry out, or it failed just now.
+    pub retry: Option<Duration>,
+}
+
+impl Decision {
+    /// A broker that has died must not wait for an API server that is away: the step comes before its report.
+    pub fn is_urgent(&self, inputs: &NodeInputs) -> bool {
+        matches!(self.step, Step::Start(_)) && inputs.host.died.is_some()
+    }
+}
+
+/// Decides.
+pub fn decide(inputs: &NodeInputs, memory: &Memory) -> Decision {
+    let step = next_step(inputs, memory);
+    let retry = if step.is_rest() {
+        let is_on_its_way = inputs.host.broker.is_some() && !inputs.is_online();
+        Some(if is_on_its_way || inputs.published.is_empty() { SOON } else { RESYNC })
+    } else {
+        memory.pause(&step, inputs.generation, inputs.at).map(|pause| pause.min(RESYNC))
+    };
+    Decision {
+        status: node_status::node_status(inputs, memory, &step, None),
+        readiness: node_status::readiness(inputs),
+        retry,
+        step,
+    }
+}
+
+/// Whether archives are on their way to this node, so that other nodes which ask for one wait instead of asking the source. None:
+/// not known yet.
+pub fn expects_archives(inputs: &NodeInputs, step: &Step) -> Option<bool> {
+    match step {
+        Step::Install { .. } | Step::Prepare { .. } => Some(true),
+        _ if inputs.preflight.is_none() || inputs.own_spec().is_none() || inputs.published.is_empty() => None,
+        _ => Some(false),
+    }
+}
+
+/// How the instance is to end, if the host must remember another answer than it does: when that is asked for, the FluxInstance is
+/// gone.
+pub fn uninstall_to_remember<'a>(inputs: &'a NodeInputs, instance_uid: &str) -> Option<&'a Uninstall> {
+    let state = inputs.host.state.as_ref().filter(|state| state.instance_uid == instance_uid)?;
+    (inputs.preflight.is_some() && state.uninstall != inputs.uninstall).then_some(&inputs.uninstall)
+}
+
+/// Lead: the epoch goes on, so the queues that an agent may have stopped for its end must be started again.
+pub fn must_start_queues(inputs: &NodeInputs, memory: &Memory) -> bool {
+    let is_closing = inputs.roster.as_ref().is_none_or(|roster| roster.closing.is_some());
+    memory.queues.may_be_stopped
+        && inputs.runs_lead()
+        && inputs.is_online()
+        && !is_closing
+        && inputs.preflight.is_some()
+}

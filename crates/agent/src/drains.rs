@@ -1,0 +1,183 @@
+//! Which ranks the lead's broker must drain or undrain: the difference between what the planner wants and what the broker reports.
+//! Ranks that people have drained stay as they are.
+
+use std::collections::BTreeMap;
+
+use api::IdSet;
+use broker::{
+    rfc3::{Client, RpcError},
+    status::{self, Drained, InstanceStatus},
+};
+
+/// Prefix of our drain reasons; reasons of administrators have another one.
+const PREFIX: &str = "flux-distribute: ";
+
+/// Reason by which `flux-distribute uninstall` drains a follower's rank until its broker has ended. The command undrains the rank if
+/// it does not go on; if the command was killed, the lead's agent does. The reason lacks [`PREFIX`], because the lead's agent of an
+/// older version undrains every rank whose reason begins with that.
+pub(super) const THIS_HOST_UNINSTALLED: &str = "flux-distribute uninstall: this host is being uninstalled by hand";
+/// Seconds after which the command that drained a rank must have been killed: it only observes the host once more and stops the
+/// broker.
+const LONGEST_BY_HAND: f64 = 300.0;
+
+/// What the broker must drain and undrain.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DrainChange {
+    /// Ranks to drain, by reason.
+    pub drain: BTreeMap<String, IdSet>,
+    /// Ranks to undrain.
+    pub undrain: IdSet,
+}
+
+impl DrainChange {
+    /// The part that takes ranks away from the scheduler, if there is one.
+    pub fn only_drains(&self) -> Option<Self> {
+        (!self.drain.is_empty()).then(|| Self { drain: self.drain.clone(), undrain: IdSet::default() })
+    }
+}
+
+/// Ranks that are drained for a reason of ours, and wanted ones that people had drained before.
+pub fn in_effect(wanted: &BTreeMap<String, IdSet>, drained: &[Drained]) -> IdSet {
+    let is_wanted = |rank: &u32| wanted.values().any(|ranks| ranks.contains(*rank));
+    let theirs = ranks(drained, is_theirs).0.into_iter().filter(is_wanted);
+    ranks(drained, is_ours).0.into_iter().chain(theirs).collect()
+}
+
+/// Ranks that people have drained.
+pub fn by_others(drained: &[Drained]) -> IdSet {
+    ranks(drained, is_theirs)
+}
+
+fn is_ours(reason: &str) -> bool {
+    reason.starts_with(PREFIX) || reason == THIS_HOST_UNINSTALLED
+}
+
+/// A broker whose host has less than its rank declares drains itself (`rank 3 (node4) missing resources: core[2-7]`, flux-core's
+/// topo.c). The planner then drains the rank for its own reason, and undrains it later.
+fn is_its_own(reason: &str) -> bool {
+    reason.starts_with("rank ") && reason.contains(" missing resources: ")
+}
+
+/// Drained by people.
+fn is_theirs(reason: &str) -> bool {
+    !is_ours(reason) && !is_its_own(reason)
+}
+
+fn ranks(drained: &[Drained], by: fn(&str) -> bool) -> IdSet {
+    let drained = drained.iter().filter(|drained| by(&drained.reason));
+    drained.flat_map(|drained| drained.ranks.0.iter().copied()).collect()
+}
+
+/// What to change; None if nothing. Ranks that the broker excludes stay as they are for now: it would refuse the whole request.
+/// `now`: seconds since 1970.
+pub fn change(wanted: &BTreeMap<String, IdSet>, instance: &InstanceStatus, now: f64) -> Option<DrainChange> {
+    let drained = instance.drained.as_slice();
+    let theirs = ranks(drained, is_theirs);
+    let has = |rank: &u32, reason: &str| {
+        drained.iter().any(|drained| drained.ranks.contains(*rank) && drained.reason == reason)
+    };
+    let is_missing =
+        |rank: &u32, reason: &str| !theirs.contains(*rank) && !instance.excluded.contains(*rank) && !has(rank, reason);
+    let mut change = DrainChange::default();
+    for (reason, ranks) in wanted {
+        let reason = format!("{PREFIX}{reason}");
+        let missing: IdSet = ranks.0.iter().copied().filter(|rank| is_missing(rank, &reason)).collect();
+        if !missing.is_empty() {
+            change.drain.insert(reason, missing);
+        }
+    }
+    let is_wanted = |rank: &u32| wanted.values().any(|ranks| ranks.contains(*rank));
+    // A rank that is offline gets no jobs, and its next broker should get some.
+    let is_by_hand = |drained: &Drained, rank: u32| {
+        let is_recent = now - drained.since < LONGEST_BY_HAND;
+        drained.reason == THIS_HOST_UNINSTALLED && is_recent && instance.online.contains(rank)
+    };
+    for drained in drained.iter().filter(|drained| is_ours(&drained.reason)) {
+        let ranks = drained.ranks.0.iter().copied();
+        change.undrain.0.extend(ranks.filter(|rank| !is_wanted(rank) && !is_by_hand(drained, *rank)));
+    }
+    (change != DrainChange::default()).then_some(change)
+}
+
+/// Of `ranks`, those that are drained for `reason`.
+pub(super) fn drained_for(reason: &str, ranks: &IdSet, instance: &InstanceStatus) -> IdSet {
+    let drained = instance.drained.iter().filter(|drained| drained.reason == reason);
+    drained.flat_map(|drained| drained.ranks.0.iter().copied()).filter(|rank| ranks.contains(*rank)).collect()
+}
+
+/// Makes the lead's broker drain and undrain.
+///
+/// # Errors
+/// The broker refused or did not answer; what it did before stays.
+pub async fn apply(client: &Client, change: &DrainChange) -> Result<(), RpcError> {
+    if !change.undrain.is_empty() {
+        status::undrain(client, &change.undrain).await?;
+    }
+    for (reason, ranks) in &change.drain {
+        status::drain(client, ranks, reason).await?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A reason in flux-core's own form.
+    const VERIFIED: &str = "rank 1 (node2) missing resources: core1";
+
+    #[test]
+    fn only_ranks_that_we_drained_are_undrained() {
+        let set = |text: &str| text.parse::<IdSet>().unwrap();
+        let wanted = |pairs: &[(&str, &str)]| -> BTreeMap<String, IdSet> {
+            pairs.iter().map(|(reason, ranks)| ((*reason).to_owned(), set(ranks))).collect()
+        };
+        let drained = |pairs: &[(&str, &str)]| -> Vec<Drained> {
+            let drained = |ranks, reason: &str| Drained { ranks: set(ranks), reason: reason.to_owned(), since: 1000.0 };
+            pairs.iter().map(|(ranks, reason)| drained(ranks, reason)).collect()
+        };
+        let told =
+            |pairs: &[_]| InstanceStatus { drained: drained(pairs), excluded: set("9"), ..InstanceStatus::default() };
+        for (want, there, drain, undrain) in [
+            (&[][..], &[][..], &[][..], ""),
+            (&[("cordoned", "1-2")], &[], &[("flux-distribute: cordoned", "1-2")], ""),
+            (&[("cordoned", "1-2")], &[("1-2", "flux-distribute: cordoned")], &[], ""),
+            (&[], &[("1-2", "flux-distribute: cordoned"), ("3", "bad disk")], &[], "1-2"),
+            (
+                &[("cordoned", "1-3")],
+                &[("1", "flux-distribute: cordoned"), ("3", "bad disk")],
+                &[("flux-distribute: cordoned", "2")],
+                "",
+            ),
+            (&[("cordoned", "1,9")], &[], &[("flux-distribute: cordoned", "1")], ""),
+            (&[], &[("1", VERIFIED)], &[], ""),
+            (&[("it has 1 cores", "1")], &[("1", VERIFIED)], &[("flux-distribute: it has 1 cores", "1")], ""),
+            (
+                &[("size is 1", "1")],
+                &[("1-2", "flux-distribute: cordoned")],
+                &[("flux-distribute: size is 1", "1")],
+                "2",
+            ),
+        ] {
+            let expected = DrainChange { drain: wanted(drain), undrain: set(undrain) };
+            let expected = (expected != DrainChange::default()).then_some(expected);
+            assert_eq!(change(&wanted(want), &told(there), 1000.0), expected, "{want:?} {there:?}");
+        }
+        let there = drained(&[("1", "flux-distribute: cordoned"), ("2-3", "bad disk"), ("4", VERIFIED)]);
+        for (want, expected) in [(&[][..], "1"), (&[("cordoned", "2,4-5")], "1-2")] {
+            assert_eq!(in_effect(&wanted(want), &there), set(expected), "{want:?}");
+        }
+    }
+
+    #[test]
+    fn a_drain_by_uninstall_ends_with_the_broker_or_with_a_killed_command() {
+        let set = |text: &str| text.parse::<IdSet>().unwrap();
+        for (online, now, undrained) in [("0-3", 1010.0, ""), ("0-1,3", 1010.0, "2"), ("0-3", 1400.0, "1-2")] {
+            let drained = Drained { ranks: set("1-2"), reason: THIS_HOST_UNINSTALLED.to_owned(), since: 1000.0 };
+            let told = InstanceStatus { drained: vec![drained], online: set(online), ..InstanceStatus::default() };
+            let expected = DrainChange { undrain: set(undrained), ..DrainChange::default() };
+            let expected = (expected != DrainChange::default()).then_some(expected);
+            assert_eq!(change(&BTreeMap::new(), &told, now), expected, "{online} {now}");
+        }
+    }
+}

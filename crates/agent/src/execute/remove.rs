@@ -1,0 +1,95 @@
+//! Removes everything from the host: as a step, and at the end of the pod.
+
+use std::{fs::OpenOptions, io::Write, path::Path};
+
+use tokio::time::sleep;
+use tracing::{debug, warn};
+
+use super::{Outcome, ask::ask, queues};
+use crate::{
+    agent::Agent,
+    decide::{
+        SOON,
+        jobs::{Removal, removal, running_jobs},
+    },
+    error::StepError,
+    inputs::local_roster::host_roster,
+    node_ops::removal_grace,
+};
+use base::error_chain;
+use hostapi::HostView;
+
+/// What to do about a host that is not clean when the pod's grace is over.
+const AFTERWARDS: &str = "The pod ends within 120 s, and the host stays as it is. Afterwards: apply the manifest again, which \
+                          cleans the host once its jobs have ended, then run `make undeploy`.";
+
+/// Removes everything from the host `view`, unless jobs run and spec.uninstall says that they win. `pod_ends`: within the grace of
+/// the pod.
+///
+/// # Errors
+/// [`StepError::NotYet`] while jobs may be running; what the host stage refuses.
+pub async fn remove(agent: &mut Agent, view: &HostView, pod_ends: bool) -> Result<Outcome, StepError> {
+    let state = view.state.as_ref();
+    let known = state.and_then(|state| agent.sources.watched.borrow().uninstall_of(&state.instance_uid));
+    let uninstall = known.or(state.map(|state| state.uninstall.clone())).unwrap_or_default();
+    let mut has_tried = false;
+    loop {
+        let answer = ask().await;
+        let jobs = running_jobs(view, &answer, |_| true);
+        let roster = host_roster(view).filter(|_| answer.lead.is_ok());
+        let are_ended = agent.memory.queues.are_ended;
+        match removal(&uninstall, jobs, state.is_some() && roster.is_some(), has_tried, are_ended) {
+            Removal::Wait(reason) => return Err(StepError::NotYet(reason)),
+            Removal::Remove => break,
+            Removal::StopQueues => has_tried = true,
+        }
+        let (Some(state), Some(roster)) = (state, roster) else { continue };
+        match queues::stop(&*agent.ops.host, &state.prefix, &roster, queues::INSTANCE_ENDS).await {
+            Ok(()) => agent.memory.queues.are_ended = true,
+            Err(error) => warn!(error = error_chain(&error), "can't stop the queues"),
+        }
+    }
+    agent.sources.stop_log();
+    agent.background.stop_mending().await;
+    let rank = view.broker.as_ref().map(|broker| broker.record.rank);
+    agent.ops.remove(uninstall.keep_state, removal_grace(rank, uninstall.keep_state, pod_ends)).await?;
+    agent.sources.forget_instance();
+    match agent.reporter.delete().await {
+        // At a teardown the agent's rights go first; the host is clean all the same.
+        Err(error) if error.code() != Some(403) && error.code() != Some(401) => {
+            debug!(error = error_chain(&error), "the FluxNode stays")
+        }
+        _ => {}
+    }
+    Ok(Outcome::Removed)
+}
+
+/// Cleans the host at the end of the pod, within its grace; needs no API. Why it takes long can be said by the pod alone then: at a
+/// teardown nothing of ours may write to the API any more.
+pub async fn clean(agent: &mut Agent) {
+    let mut said = String::new();
+    loop {
+        // Whether jobs run must not be judged by an old observation, nor by none.
+        let words = match agent.ops.observe().await {
+            Err(error) => format!("can't observe the host: {}", error_chain(&error)),
+            Ok(view) => match remove(agent, &view, true).await {
+                Ok(_) => return last_words(&agent.termination_log, "this host is clean"),
+                Err(error) => error_chain(&error),
+            },
+        };
+        if words != said {
+            warn!(reason = words, "the host is not clean yet");
+            last_words(&agent.termination_log, &format!("this host is not clean: {words}. {AFTERWARDS}"));
+            said = words;
+        }
+        sleep(SOON).await;
+    }
+}
+
+/// Writes what `kubectl describe pod` shows of this container when it has ended. Only a container has such a file.
+fn last_words(termination_log: &Path, words: &str) {
+    let written = OpenOptions::new().write(true).truncate(true).open(termination_log);
+    if let Err(error) = written.and_then(|mut file| file.write_all(words.as_bytes())) {
+        debug!(%error, "no message for kubelet");
+    }
+}

@@ -1,0 +1,292 @@
+//! What the broker of this host says over its socket (RFC 3). When the broker ends, the socket closes, and that is an event.
+
+use std::{
+    io::{ErrorKind, Write},
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use futures::StreamExt;
+use tokio::{
+    sync::{Notify, broadcast, watch},
+    time::{interval, sleep, sleep_until},
+};
+use tracing::debug;
+
+use api::{BROKER_RUN_DIR, IdSet};
+use broker::{
+    pending::{Pending, pending},
+    rfc3::{Client, RpcError},
+    status::{Change, InstanceStatus, attribute, instance, online, online_line, state, watch as changes},
+};
+use host::files::{host_path, open_in_host_root};
+use hostapi::HostView;
+use model::hostlist;
+
+/// Pause between two attempts to connect to a socket that does not exist yet.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// Allocated and drained ranks change without an event on this socket, and a missed event is found again.
+pub const ASK_EVERY: Duration = Duration::from_secs(2);
+/// Each node asks the lead whether it counts this broker as online, so this is rare.
+const ASK_LEAD_EVERY: Duration = Duration::from_secs(30);
+/// The event that the lead publishes to all every two seconds (flux-heartbeat(5)): its absence shows without a request.
+const HEARTBEAT: &str = "heartbeat.pulse";
+/// A lead silent for this long is gone, or cut off from this node.
+const NO_HEARTBEAT: Duration = Duration::from_secs(10);
+
+/// State of the broker on this host, from its own socket.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct BrokerState {
+    /// Process that listens at the socket; None if there is none.
+    pub pid: Option<i32>,
+    /// Its version of Flux; empty if not known.
+    pub version: String,
+    /// `join`, `quorum`, `run`, …
+    pub state: String,
+    /// Ranks that the lead counts as online.
+    pub online: IdSet,
+    /// Lead only: allocated and drained ranks; None if not known.
+    pub instance: Option<InstanceStatus>,
+    /// Lead only: what pending jobs wait for; None if not known.
+    pub pending: Option<Pending>,
+    /// Lead only: the job that has been first in the queue since then, although what it asks for was free.
+    pub fits_since: Option<(u64, Instant)>,
+    /// Since when the lead has not answered this broker, or has not counted it as online. On a half-open connection, the broker
+    /// itself sees no error (flux-core #6626).
+    pub lead_unreachable_since: Option<Instant>,
+    /// Since when the broker has been shutting down.
+    pub leaving_since: Option<Instant>,
+    /// Since when the broker itself has not answered: the other fields may be out of date.
+    pub silent_since: Option<Instant>,
+}
+
+/// A broker answers within milliseconds, the lead of a big instance within seconds. One that takes longer than this hangs.
+const SILENT: Duration = Duration::from_secs(60);
+
+impl BrokerState {
+    /// The broker that runs on `host` is in the overlay.
+    pub fn is_online(&self, host: &HostView) -> bool {
+        host.broker.as_ref().is_some_and(|broker| self.pid == Some(broker.pid) && self.state == "run")
+    }
+
+    /// The broker has not answered for longer than any that works takes.
+    pub fn hangs(&self, now: Instant) -> bool {
+        since(self.silent_since, now) >= SILENT
+    }
+
+    /// How long the lead has not answered this broker, or has not counted it as online.
+    pub fn lead_unreachable_for(&self, now: Instant) -> Duration {
+        since(self.lead_unreachable_since, now)
+    }
+
+    /// How long the broker has not answered this agent.
+    pub fn silent_for(&self, now: Instant) -> Duration {
+        since(self.silent_since, now)
+    }
+
+    /// How long the broker has been shutting down.
+    pub fn leaving_for(&self, now: Instant) -> Duration {
+        since(self.leaving_since, now)
+    }
+
+    fn enter(&mut self, state: String) {
+        // flux-broker(7)'s states after run.
+        let is_leaving = matches!(state.as_str(), "cleanup" | "shutdown" | "finalize" | "goodbye" | "exit");
+        self.leaving_since = is_leaving.then(|| self.leaving_since.unwrap_or_else(Instant::now));
+        self.state = state;
+    }
+}
+
+fn since(begin: Option<Instant>, now: Instant) -> Duration {
+    begin.map_or(Duration::ZERO, |begin| now.saturating_duration_since(begin))
+}
+
+/// Since when that job has been known to fit.
+fn fits_since(before: Option<(u64, Instant)>, fits: Option<u64>) -> Option<(u64, Instant)> {
+    let job = fits?;
+    before.filter(|(known, _)| *known == job).or_else(|| Some((job, Instant::now())))
+}
+
+/// Connects to the broker of this host.
+///
+/// # Errors
+/// No broker listens, or it refuses this process.
+pub async fn connect() -> Result<Client, RpcError> {
+    let socket = Path::new(BROKER_RUN_DIR).join("local");
+    let file = open_in_host_root(&socket).map_err(|source| RpcError::Connect { path: socket.clone(), source })?;
+    Client::connect(&host_path(&file)).await
+}
+
+/// Follows whichever broker runs on this host, until the receiver is dropped. On the lead, each change of the online ranks is one
+/// line in the pod's log, in the broker's own form: the broker itself logs them only until it has its quorum. A notification of
+/// `ask` makes it ask the broker at once.
+pub fn follow(ask: Arc<Notify>) -> watch::Receiver<BrokerState> {
+    let (sender, receiver) = watch::channel(BrokerState::default());
+    tokio::spawn(async move {
+        while !sender.is_closed() {
+            let ended = match connect().await {
+                Ok(client) => tokio::select! {
+                    ended = follow_one(&client, &sender, &ask) => ended,
+                    ended = follow_lead(&client, &sender) => ended,
+                },
+                Err(error) => Err(error),
+            };
+            if let Err(error) = &ended {
+                debug!(error = base::error_chain(error), "lost the broker's socket");
+            }
+            sender.send_if_modified(|live| {
+                let since = || live.silent_since.unwrap_or_else(Instant::now);
+                let next = BrokerState { silent_since: is_silence(&ended).then(since), ..BrokerState::default() };
+                std::mem::replace(live, next.clone()) != next
+            });
+            sleep(LOOK_EVERY).await;
+        }
+    });
+    receiver
+}
+
+/// A process listens at the socket and does not answer.
+fn is_silence(ended: &Result<(), RpcError>) -> bool {
+    match ended {
+        Err(RpcError::Timeout { .. }) => true,
+        Err(RpcError::Connect { source, .. }) => source.kind() == ErrorKind::TimedOut,
+        _ => false,
+    }
+}
+
+async fn follow_lead(client: &Client, sender: &watch::Sender<BrokerState>) -> Result<(), RpcError> {
+    let rank = attribute(client, "rank").await?.parse::<u32>().ok();
+    let mut pulses = client.subscribe(HEARTBEAT).await.ok();
+    let mut pulse = Pulse::default();
+    let mut counts_us = true;
+    let mut ask_at = tokio::time::Instant::now() + ASK_LEAD_EVERY;
+    loop {
+        let missed = pulse.missed_at();
+        tokio::select! {
+            () = next_pulse(&mut pulses) => {
+                if pulse.is_missed(Instant::now()) {
+                    // The lead is back: ask it now instead of at the next interval.
+                    ask_at = tokio::time::Instant::now();
+                }
+                pulse.beat(Instant::now());
+            }
+            // Only once per missed heartbeat.
+            () = sleep_until(missed.unwrap_or_else(Instant::now).into()), if missed > Some(Instant::now()) => {}
+            () = sleep_until(ask_at) => {
+                counts_us = online(client).await.is_ok_and(|online| rank.is_some_and(|rank| online.contains(rank)));
+                ask_at = tokio::time::Instant::now() + ASK_LEAD_EVERY;
+            }
+        }
+        let is_reachable = counts_us && !pulse.is_missed(Instant::now());
+        sender.send_if_modified(|live| {
+            let since = (!is_reachable).then(|| live.lead_unreachable_since.unwrap_or_else(Instant::now));
+            std::mem::replace(&mut live.lead_unreachable_since, since).is_some() != since.is_some()
+        });
+    }
+}
+
+/// Waits for the next heartbeat; pends for ever if this instance has none.
+async fn next_pulse(pulses: &mut Option<broadcast::Receiver<String>>) {
+    let Some(events) = pulses else { return std::future::pending().await };
+    // A lagged receiver means that a heartbeat came.
+    if let Err(broadcast::error::RecvError::Closed) = events.recv().await {
+        std::future::pending().await
+    }
+}
+
+/// The lead's heartbeat as it arrives here.
+#[derive(Debug, Default, Clone, Copy)]
+struct Pulse {
+    last: Option<Instant>,
+    /// Time between the last two.
+    interval: Duration,
+}
+
+impl Pulse {
+    fn beat(&mut self, now: Instant) {
+        self.interval = self.last.map_or(Duration::ZERO, |last| now.saturating_duration_since(last));
+        self.last = Some(now);
+    }
+
+    /// When the next heartbeat is overdue. None before the first one, as on an instance that has no heartbeat. A site may have set
+    /// another period.
+    fn missed_at(&self) -> Option<Instant> {
+        Some(self.last? + NO_HEARTBEAT.max(self.interval.min(ASK_LEAD_EVERY) * 3))
+    }
+
+    fn is_missed(&self, now: Instant) -> bool {
+        self.missed_at().is_some_and(|missed| missed <= now)
+    }
+}
+
+async fn follow_one(client: &Client, sender: &watch::Sender<BrokerState>, ask: &Notify) -> Result<(), RpcError> {
+    let now = state(client).await?.state;
+    let (rank, names) = futures::try_join!(attribute(client, "rank"), attribute(client, "hostlist"))?;
+    let names = hostlist::decode(&names);
+    let version = attribute(client, "version").await.unwrap_or_default();
+    let pid = client.peer_pid();
+    sender.send_modify(|live| {
+        *live = BrokerState { pid, version, ..BrokerState::default() };
+        live.enter(now);
+    });
+    let mut changes = changes(client)?;
+    let mut every = interval(ASK_EVERY);
+    loop {
+        tokio::select! {
+            change = changes.next() => match change {
+                Some(Change::State(state)) => sender.send_modify(|live| live.enter(state)),
+                Some(Change::Online(online)) => {
+                    if rank == "0" {
+                        let named = online.0.iter().filter_map(|rank| names.get(usize::try_from(*rank).ok()?));
+                        let _ = writeln!(std::io::stdout(), "{}", online_line(&hostlist::encode(named), &online));
+                    }
+                    sender.send_modify(|live| live.online = online);
+                }
+                None => return Ok(()),
+            },
+            () = async { tokio::select! { _ = every.tick() => {}, () = ask.notified() => {} } } => {
+                let instance = if rank == "0" { instance(client).await.ok() } else { None };
+                let pending = match &instance {
+                    Some(instance) => pending(client, instance).await.ok(),
+                    None => None,
+                };
+                let state = state(client).await;
+                sender.send_if_modified(|live| {
+                    let next = match state {
+                        Ok(state) => {
+                            let fits_since = fits_since(live.fits_since, pending.and_then(|pending| pending.fits));
+                            let mut next = BrokerState { instance, pending, fits_since, silent_since: None, ..live.clone() };
+                            next.enter(state.state);
+                            next
+                        }
+                        Err(_) => {
+                            let since = live.silent_since.unwrap_or_else(Instant::now);
+                            BrokerState { silent_since: Some(since), ..live.clone() }
+                        }
+                    };
+                    std::mem::replace(live, next.clone()) != next
+                });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lead_is_missed_after_ten_seconds_or_three_periods_without_a_heartbeat() {
+        let begin = Instant::now();
+        let at = |secs| begin + Duration::from_secs(secs);
+        for (beats, missed) in [(vec![], None), (vec![0], Some(10)), (vec![0, 2, 4], Some(14)), (vec![0, 20], Some(80))]
+        {
+            let mut pulse = Pulse::default();
+            beats.iter().for_each(|secs| pulse.beat(at(*secs)));
+            assert_eq!(pulse.missed_at(), missed.map(at), "{beats:?}");
+            let Some(missed) = missed else { continue };
+            assert_eq!((pulse.is_missed(at(missed - 1)), pulse.is_missed(at(missed))), (false, true));
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! The objects that the agent watches from its start: its FluxNode, the FluxInstance, its DaemonSet and its Namespace. At a
+//! teardown the agent's rights are gone within half a second, while open watches still deliver.
+
+use std::{fmt::Debug, pin::pin, time::Duration};
+
+use futures::StreamExt;
+use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Namespace};
+use kube::{
+    Api, Client, Resource, ResourceExt,
+    runtime::{WatchStreamExt, watcher},
+};
+use serde::de::DeserializeOwned;
+use tokio::{
+    sync::watch,
+    time::{sleep, timeout},
+};
+use tracing::debug;
+
+use api::{
+    CONDITION_CERTIFICATE_MISSING, FetchFrom, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeSpec, INSTANCE,
+    NAMESPACE, Uninstall, Want,
+};
+use base::chance::jittered;
+
+/// Pause before the same GET again.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+/// Time limit of one GET, since the API server may not answer.
+const LOOK: Duration = Duration::from_secs(10);
+
+/// What is known of one watched object.
+#[derive(Debug, Clone, Default)]
+pub enum Presence<K> {
+    /// The API server has not answered yet.
+    #[default]
+    Unknown,
+    /// It exists.
+    Here(Box<K>),
+    /// It does not exist: the watch delivered DELETED, or the API server's own 404 names it.
+    Gone,
+}
+
+impl<K: Resource> Presence<K> {
+    /// The object, if it exists.
+    pub fn here(&self) -> Option<&K> {
+        match self {
+            Self::Here(object) => Some(object),
+            _ => None,
+        }
+    }
+
+    /// It is gone, or has a deletionTimestamp.
+    pub fn is_ending(&self) -> bool {
+        match self {
+            Self::Unknown => false,
+            Self::Here(object) => object.meta().deletion_timestamp.is_some(),
+            Self::Gone => true,
+        }
+    }
+}
+
+/// All watched objects.
+#[derive(Debug, Clone, Default)]
+pub struct WatchedObjects {
+    /// FluxInstance `flux`.
+    pub instance: Presence<FluxInstance>,
+    /// Our FluxNode.
+    pub flux_node: Presence<FluxNode>,
+    /// Our DaemonSet.
+    pub daemonset: Presence<DaemonSet>,
+    /// Our Namespace.
+    pub namespace: Presence<Namespace>,
+    /// uid and spec.uninstall of the FluxInstance as they were last seen: people may change spec.uninstall right before they
+    /// delete the FluxInstance, and the change counts.
+    uninstall: Option<(String, Uninstall)>,
+}
+
+impl WatchedObjects {
+    /// There is positive evidence that the FluxInstance is over.
+    pub fn is_over(&self) -> bool {
+        self.instance.is_ending() || self.namespace.is_ending()
+    }
+
+    /// spec.uninstall of FluxInstance `uid`, also when it is gone; None if this agent never saw it.
+    pub fn uninstall_of(&self, uid: &str) -> Option<Uninstall> {
+        self.uninstall.as_ref().filter(|(of, _)| of == uid).map(|(_, uninstall)| uninstall.clone())
+    }
+
+    /// metadata.uid of the FluxInstance.
+    pub fn instance_uid(&self) -> Option<String> {
+        self.instance.here().and_then(ResourceExt::uid)
+    }
+
+    /// Status of the FluxInstance, which the planner writes.
+    pub fn instance_status(&self) -> Option<&FluxInstanceStatus> {
+        self.instance.here()?.status.as_ref()
+    }
+
+    /// metadata.generation of the spec that the planner acted on last.
+    pub fn followed_generation(&self) -> i64 {
+        self.instance_status().map_or(0, |status| status.observed_generation)
+    }
+
+    /// The planner reports that Secret `flux-curve` is gone.
+    pub fn lacks_certificate(&self) -> bool {
+        self.instance_status().is_some_and(|status| status.holding(CONDITION_CERTIFICATE_MISSING).is_some())
+    }
+
+    /// What the planner wants of this node.
+    pub fn own_spec(&self) -> Option<&FluxNodeSpec> {
+        self.flux_node.here().and_then(own_spec)
+    }
+
+    /// What an installation depends on.
+    pub fn wish(&self) -> Wish {
+        Wish {
+            instance_uid: self.instance_uid(),
+            generation: self.instance.here().and_then(|instance| instance.metadata.generation),
+            followed_generation: self.followed_generation(),
+            source: self.own_spec().map(|spec| (spec.want == Want::Nothing, spec.fetch_from.clone())),
+        }
+    }
+}
+
+/// What an installation depends on: which package set, and from where. A new rank, or a lead that has taken this node in, is no
+/// reason to begin an installation again.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Wish {
+    instance_uid: Option<String>,
+    generation: Option<i64>,
+    followed_generation: i64,
+    source: Option<(bool, Option<FetchFrom>)>,
+}
+
+/// Spec of a FluxNode. None if it names another node, by somebody's edit: then it wants nothing of this one.
+pub fn own_spec(node: &FluxNode) -> Option<&FluxNodeSpec> {
+    (node.spec.node_name == node.name_any()).then_some(&node.spec)
+}
+
+/// Watches until the receiver is dropped. `daemonset`: the DaemonSet that this agent's pod belongs to.
+pub fn watch_objects(client: &Client, node_name: &str, daemonset: &str) -> watch::Receiver<WatchedObjects> {
+    let (sender, receiver) = watch::channel(WatchedObjects::default());
+    tokio::spawn(follow(
+        Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE),
+        INSTANCE.to_owned(),
+        sender.clone(),
+        |watched, presence| {
+            let uninstall =
+                presence.here().and_then(|instance| Some((instance.uid()?, instance.spec.uninstall.clone())));
+            watched.uninstall = uninstall.or(watched.uninstall.take());
+            watched.instance = presence;
+        },
+    ));
+    tokio::spawn(follow(
+        Api::<FluxNode>::namespaced(client.clone(), NAMESPACE),
+        node_name.to_owned(),
+        sender.clone(),
+        |watched, presence| watched.flux_node = presence,
+    ));
+    tokio::spawn(follow(
+        Api::<DaemonSet>::namespaced(client.clone(), NAMESPACE),
+        daemonset.to_owned(),
+        sender.clone(),
+        |watched, presence| watched.daemonset = presence,
+    ));
+    tokio::spawn(follow(Api::<Namespace>::all(client.clone()), NAMESPACE.to_owned(), sender, |watched, presence| {
+        watched.namespace = presence
+    }));
+    receiver
+}
+
+async fn follow<K>(
+    api: Api<K>,
+    name: String,
+    sender: watch::Sender<WatchedObjects>,
+    set: fn(&mut WatchedObjects, Presence<K>),
+) where
+    K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
+{
+    let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
+    let mut events = pin!(watcher(api.clone(), config).default_backoff());
+    let mut listed = false;
+    let mut is_unclear = false;
+    while !sender.is_closed() {
+        // An empty list proves little; a 404 that names the object proves that it does not exist. A watch goes on after its
+        // list and never reports what does not exist, so this asks until there is an answer.
+        if is_unclear {
+            match timeout(LOOK, read_presence(&api, &name)).await.unwrap_or_default() {
+                Presence::Unknown => {}
+                known => {
+                    is_unclear = false;
+                    sender.send_modify(|watched| set(watched, known));
+                }
+            }
+        }
+        let event = tokio::select! {
+            event = events.next() => event,
+            () = sleep(jittered(ASK_AGAIN)), if is_unclear => continue,
+        };
+        match event {
+            None => return,
+            Some(Ok(watcher::Event::Init)) => (listed, is_unclear) = (false, false),
+            Some(Ok(watcher::Event::InitApply(object) | watcher::Event::Apply(object))) => {
+                (listed, is_unclear) = (true, false);
+                sender.send_modify(|watched| set(watched, Presence::Here(Box::new(object))));
+            }
+            // Its last state may never have been seen.
+            Some(Ok(watcher::Event::Delete(object))) => {
+                is_unclear = false;
+                sender.send_modify(|watched| {
+                    set(watched, Presence::Here(Box::new(object)));
+                    set(watched, Presence::Gone);
+                });
+            }
+            Some(Ok(watcher::Event::InitDone)) => is_unclear = !listed,
+            Some(Err(error)) => debug!(name, error = base::error_chain(&error), "a watch was interrupted"),
+        }
+    }
+}
+
+/// Reads object `name` once.
+pub async fn read_presence<K>(api: &Api<K>, name: &str) -> Presence<K>
+where
+    K: Clone + Debug + DeserializeOwned,
+{
+    match api.get(name).await {
+        Ok(object) => Presence::Here(Box::new(object)),
+        Err(error) if is_named_404(&error, name) => Presence::Gone,
+        Err(_) => Presence::Unknown,
+    }
+}
+
+/// The API server itself says that the object `name` does not exist. A proxy's 404, or that of a deleted CRD, does not name it.
+fn is_named_404(error: &kube::Error, name: &str) -> bool {
+    match error {
+        kube::Error::Api(status) => {
+            status.code == 404
+                && status.reason == "NotFound"
+                && status.details.as_ref().is_some_and(|details| details.name == name)
+        }
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    };
+
+    use http::{Request, Response};
+    use kube::client::Body;
+    use serde_json::json;
+
+    use super::*;
+
+    /// A client whose API server lists no FluxInstance, and answers GETs of it with `answers`, in this order.
+    fn client(answers: Vec<(u16, serde_json::Value)>, asked: Arc<AtomicUsize>) -> Client {
+        let service = tower::service_fn(move |request: Request<Body>| {
+            let is_watch = request.uri().query().unwrap_or_default().contains("watch=");
+            let (code, body) = if request.uri().path().ends_with("/fluxinstances") {
+                let list = json!({ "metadata": { "resourceVersion": "1" }, "items": [] });
+                (200, list)
+            } else {
+                answers[asked.fetch_add(1, Ordering::SeqCst)].clone()
+            };
+            async move {
+                if is_watch {
+                    std::future::pending::<()>().await;
+                }
+                let response = Response::builder().status(code).body(Body::from(body.to_string().into_bytes()));
+                Ok::<_, std::io::Error>(response.unwrap())
+            }
+        });
+        Client::new(service, NAMESPACE)
+    }
+
+    fn status(code: u16, reason: &str, name: &str) -> (u16, serde_json::Value) {
+        let body = json!({ "kind": "Status", "apiVersion": "v1", "status": "Failure", "message": reason,
+                           "reason": reason, "code": code, "details": { "name": name } });
+        (code, body)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_unlisted_object_is_read_until_the_api_server_says_whether_it_exists() {
+        let asked = Arc::<AtomicUsize>::default();
+        let answers = vec![
+            status(500, "InternalError", INSTANCE),
+            status(404, "NotFound", "the wrong one"),
+            status(404, "NotFound", INSTANCE),
+        ];
+        let (sender, mut watched) = watch::channel(WatchedObjects::default());
+        let instances = Api::<FluxInstance>::namespaced(client(answers, asked.clone()), NAMESPACE);
+        let set: fn(&mut WatchedObjects, Presence<FluxInstance>) = |watched, presence| watched.instance = presence;
+        let following = tokio::spawn(follow(instances, INSTANCE.to_owned(), sender, set));
+        let told = timeout(
+            Duration::from_secs(60),
+            watched.wait_for(|watched| !matches!(watched.instance, Presence::Unknown)),
+        );
+        assert!(matches!(told.await.unwrap().unwrap().instance, Presence::Gone));
+        assert_eq!(asked.load(Ordering::SeqCst), 3);
+        following.abort();
+    }
+}

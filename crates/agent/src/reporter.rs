@@ -1,0 +1,133 @@
+//! Writes this node's FluxNode, and Events on it.
+
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api, Client, Resource,
+    api::{ListParams, Patch, PatchParams, PostParams},
+};
+use serde_json::json;
+use tracing::{debug, warn};
+
+use api::{FluxNode, FluxNodeSpec, FluxNodeStatus, NAMESPACE, NodePhase};
+use base::error_chain;
+use cluster::{Announcer, ApiError, as_read, call, gone_is_fine, merge_patch};
+
+/// How often a FluxNode that changes while it is deleted is read again.
+const DELETE_TRIES: u32 = 5;
+
+/// Writes the FluxNode of one node.
+pub struct Reporter {
+    nodes: Api<FluxNode>,
+    client: Client,
+    name: String,
+    announcer: Announcer,
+    /// The refusal of a status that was logged last.
+    refused: Option<String>,
+}
+
+impl Reporter {
+    /// The node's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// For node `name`; Events name pod `pod` as their source.
+    pub fn new(client: Client, name: String, pod: &str) -> Self {
+        Self {
+            nodes: Api::namespaced(client.clone(), NAMESPACE),
+            client: client.clone(),
+            name,
+            announcer: Announcer::new(client, pod),
+            refused: None,
+        }
+    }
+
+    /// Creates the FluxNode, which claims the node before the first write on the host. An existing one is fine.
+    ///
+    /// # Errors
+    /// The API call failed.
+    pub async fn create(&self) -> Result<(), ApiError> {
+        let spec = FluxNodeSpec { node_name: self.name.clone(), ..FluxNodeSpec::default() };
+        let (params, node) = (PostParams::default(), FluxNode::new(&self.name, spec));
+        match call(format!("create FluxNode {}", self.name), self.nodes.create(&params, &node)).await {
+            Err(error) if error.code() == Some(409) => Ok(()),
+            other => other.map(drop),
+        }
+    }
+
+    /// metadata.uid of the Node; None if there is none. Lists Nodes of this name, because a role that lets agents get any Node by name
+    /// would be no narrower.
+    ///
+    /// # Errors
+    /// The API call failed.
+    pub async fn node_uid(&self) -> Result<Option<String>, ApiError> {
+        let nodes = Api::<Node>::all(self.client.clone());
+        let own = ListParams::default().fields(&format!("metadata.name={}", self.name));
+        let found = call(format!("list Node {}", self.name), nodes.list_metadata(&own)).await?;
+        Ok(found.items.into_iter().next().and_then(|node| node.metadata.uid))
+    }
+
+    /// Writes the status if it differs from that of `node`, and an Event if the phase changed, or the message of a node that failed or
+    /// is being cleaned.
+    ///
+    /// # Errors
+    /// The API call failed.
+    pub async fn write(&mut self, node: &FluxNode, next: &FluxNodeStatus) -> Result<(), ApiError> {
+        let before = node.status.clone().unwrap_or_default();
+        if node.status.as_ref() == Some(next) {
+            return Ok(());
+        }
+        let change = merge_patch(&json!(before), &json!(next));
+        let (params, patch) = (PatchParams::default(), Patch::Merge(json!({"status": change})));
+        call(format!("status of FluxNode {}", self.name), self.nodes.patch_status(&self.name, &params, &patch)).await?;
+        let failed = next.phase == NodePhase::Failed;
+        let waits = failed || next.phase == NodePhase::Removing;
+        if before.phase != next.phase || (waits && next.message.is_some() && before.message != next.message) {
+            let note = next.message.clone().unwrap_or_else(|| format!("{:?}", next.phase));
+            self.announcer.say(&node.object_ref(&()), failed, &format!("{:?}", next.phase), &note).await;
+        }
+        Ok(())
+    }
+
+    /// [`Reporter::write`] for callers that go on without it. A refusal that repeating can't change (by a policy, a role, the schema of
+    /// another version) is logged once, since the status can't show it; all other errors pass by themselves.
+    pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus) {
+        let Err(error) = self.write(node, next).await else {
+            self.refused = None;
+            return;
+        };
+        let passes = !error.is_lasting() && !matches!(error.code(), Some(400..=403));
+        let error = error_chain(&error);
+        if passes || self.refused.as_ref() == Some(&error) {
+            debug!(error, "the status could not be written");
+        } else {
+            warn!(error, "the API server refuses this node's status: what it shows is old");
+            self.refused = Some(error);
+        }
+    }
+
+    /// Deletes the FluxNode, because the host is clean. The planner may write to it at the same moment.
+    ///
+    /// # Errors
+    /// The API call failed; with code 409 if the FluxNode keeps changing.
+    pub async fn delete(&self) -> Result<(), ApiError> {
+        let mut tries = 1..=DELETE_TRIES;
+        loop {
+            let found = call(format!("get FluxNode {}", self.name), self.nodes.get_metadata_opt(&self.name)).await?;
+            let Some(params) = found.as_ref().map(as_read) else { return Ok(()) };
+            let deleted = self.nodes.delete(&self.name, &params);
+            match gone_is_fine(call(format!("delete FluxNode {}", self.name), deleted).await) {
+                Err(error) if error.code() == Some(409) && tries.next().is_some() => {}
+                other => return other,
+            }
+        }
+    }
+
+    /// Reads the FluxNode of node `name`.
+    ///
+    /// # Errors
+    /// The API call failed.
+    pub async fn of(&self, name: &str) -> Result<Option<FluxNode>, ApiError> {
+        call(format!("get FluxNode {name}"), self.nodes.get_opt(name)).await
+    }
+}
