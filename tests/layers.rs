@@ -4,6 +4,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fs,
     path::Path,
     process::Command,
 };
@@ -77,6 +78,16 @@ fn crates_know_nothing_of_what_is_not_theirs() {
     for (name, apart) in APART {
         let known: Vec<_> = apart.iter().filter(|other| all[*name].contains(**other)).collect();
         assert!(known.is_empty(), "{name} must not depend on {known:?}");
+    }
+}
+
+/// Without a crate's manifest the layer with the dependencies can't be built.
+#[test]
+fn the_dockerfile_copies_the_manifest_of_every_crate() {
+    let file = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docker/Dockerfile")).unwrap();
+    for name in dependencies().into_keys().filter(|name| name != "flux-distribute") {
+        let line = format!("COPY crates/{name}/Cargo.toml crates/{name}/");
+        assert!(file.lines().any(|copied| copied == line), "docker/Dockerfile lacks: {line}");
     }
 }
 
