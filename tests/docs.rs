@@ -1,21 +1,23 @@
-//! What the documents claim to be tested is tested: every row of docs/failures.md names tests that are there, and so does
-//! docs/threat-model.md. README.md lists exactly the fields that the kind has.
+//! What the documents claim to be tested is tested: every row of docs/failures.md has tests in tests/failures.txt, and
+//! docs/threat-model.md names tests that exist. Links between documents lead somewhere.
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 
-use std::{collections::BTreeSet, fs, path::Path};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+};
 
-use flux_distribute::api::FluxInstance;
-use kube::CustomResourceExt;
-use serde_json::{Value, json};
-
-/// The source that holds `module`'s tests, such as `local_flux/loss`, or `lib/agent::decide` for the library's own. `document`
+/// The source that holds `module`'s tests, such as `local_flux/loss`, or `lib/agent::decide` for a library's own. `document`
 /// names it.
 fn source(root: &Path, document: &str, module: &str) -> String {
     let candidates = match (module.strip_prefix("lib/"), module.strip_prefix("scripts/")) {
         (Some(path), _) => {
-            let path = format!("src/{}", path.replace("::", "/"));
-            vec![format!("{path}/tests.rs"), format!("{path}.rs")]
+            let path = path.replace("::", "/");
+            let (library, below) = path.split_once('/').unwrap_or((&path, "lib"));
+            let paths = [format!("src/{path}"), format!("crates/{library}/src/{below}")];
+            paths.iter().flat_map(|path| [format!("{path}/tests.rs"), format!("{path}.rs")]).collect()
         }
         // On a real cluster.
         (_, Some(_)) => vec![format!("{module}.py")],
@@ -34,20 +36,36 @@ fn assert_is_there(root: &Path, document: &str, test: &str) {
     assert!(is_there, "{document}: there is no test {test}");
 }
 
-#[test]
-fn every_row_of_the_failure_table_has_its_test() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let document = "docs/failures.md";
-    let text = fs::read_to_string(root.join(document)).unwrap();
-    let rows: Vec<&str> = text
-        .lines()
-        .filter(|line| line.starts_with("| ") && !line.starts_with("| situation"))
-        .map(|line| line.trim_end_matches(" |").rsplit(" | ").next().unwrap())
-        .collect();
-    assert!(rows.len() > 20, "{rows:?}");
-    for test in rows.iter().flat_map(|row| row.trim_matches('`').split("`, `")) {
-        assert_is_there(root, document, test);
+/// The causes in the tables of docs/failures.md, which are unique.
+fn causes(text: &str) -> Vec<&str> {
+    let rows = text.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| what you see"));
+    rows.map(|line| line.split(" | ").nth(1).unwrap()).collect()
+}
+
+/// The tests of each cause, from tests/failures.txt.
+fn tests_by_cause(text: &str) -> BTreeMap<&str, Vec<&str>> {
+    let mut tests: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    let mut cause = "";
+    for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        match line.strip_prefix("    ") {
+            Some(test) => tests.entry(cause).or_default().push(test),
+            None => cause = line,
+        }
     }
+    tests
+}
+
+#[test]
+fn every_row_of_the_failure_tables_has_tests() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let list = "tests/failures.txt";
+    let [document, tests] = ["docs/failures.md", list].map(|file| fs::read_to_string(root.join(file)).unwrap());
+    let (causes, tests) = (causes(&document), tests_by_cause(&tests));
+    assert!(causes.len() > 20, "{causes:?}");
+    let unique: BTreeSet<&str> = causes.iter().copied().collect();
+    assert_eq!(unique.len(), causes.len(), "two rows of docs/failures.md have the same cause");
+    assert_eq!(unique, tests.keys().copied().collect(), "docs/failures.md (left) and {list} (right) differ");
+    tests.values().flatten().for_each(|test| assert_is_there(root, list, test));
 }
 
 /// It names whole files and modules too, such as `tests/deploy.rs` and `host/trust`.
@@ -73,48 +91,30 @@ fn the_threat_model_names_tests_that_are_there() {
     tests.iter().for_each(|test| assert_is_there(root, document, test));
 }
 
-/// The fields of README.md's table, as paths below `spec`; `.name` stands beside the one before it.
-fn told(readme: &str) -> BTreeSet<String> {
-    let rows = readme.lines().skip_while(|line| !line.starts_with("| field of `spec` |")).skip(2);
-    let cells = rows.take_while(|line| line.starts_with("| ")).map(|line| line.split('|').nth(1).unwrap());
-    let mut fields = BTreeSet::new();
-    for cell in cells {
-        let mut beside = String::new();
-        for field in cell.split(',').map(|field| field.trim().trim_matches('`')) {
-            let field = if field.starts_with('.') { format!("{beside}{field}") } else { field.to_owned() };
-            beside = field.rsplit_once('.').map(|(above, _)| above.to_owned()).unwrap_or_default();
-            fields.insert(field);
-        }
-    }
-    fields
-}
-
-/// Every path below `schema`, and those of them that have nothing below.
-fn paths(schema: &Value, above: &str, all: &mut BTreeSet<String>, leaves: &mut BTreeSet<String>) {
-    let Some(properties) = schema["properties"].as_object() else {
-        leaves.insert(above.to_owned());
-        return;
-    };
-    for (name, schema) in properties {
-        let path = if above.is_empty() { name.clone() } else { format!("{above}.{name}") };
-        all.insert(path.clone());
-        paths(schema, &path, all, leaves);
-    }
+/// The anchor that GitHub gives a heading.
+fn anchor(heading: &str) -> String {
+    let kept = heading.to_lowercase().replace(' ', "-");
+    kept.chars().filter(|c| c.is_alphanumeric() || matches!(c, '-' | '_')).collect()
 }
 
 #[test]
-fn the_readme_tells_of_every_field_of_the_spec_and_of_no_other() {
-    let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();
-    let told = told(&readme);
-    let crd = json!(FluxInstance::crd());
-    let (mut all, mut leaves) = (BTreeSet::new(), BTreeSet::new());
-    paths(&crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"], "", &mut all, &mut leaves);
-    assert!(leaves.len() > 20, "{leaves:?}");
-    let strange: Vec<_> = told.difference(&all).collect();
-    assert!(strange.is_empty(), "README.md tells of {strange:?}, which is no field of the spec");
-    let is_told = |leaf: &str| {
-        told.iter().any(|field| leaf.strip_prefix(field).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
-    };
-    let missing: Vec<_> = leaves.iter().filter(|leaf| !is_told(leaf)).collect();
-    assert!(missing.is_empty(), "README.md's table lacks {missing:?}");
+fn links_between_documents_lead_somewhere() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let documents = fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    for path in documents.chain([root.join("README.md")]) {
+        let text = fs::read_to_string(&path).unwrap();
+        let links = text.split("](").skip(1).map(|rest| rest.split(')').next().unwrap());
+        for link in links.filter(|link| !link.starts_with("http")) {
+            let (file, heading) = link.split_once('#').unwrap_or((link, ""));
+            let target = if file.is_empty() { path.clone() } else { path.parent().unwrap().join(file) };
+            assert!(target.exists(), "{}: {link} leads nowhere", path.display());
+            let has_heading = || {
+                let target = fs::read_to_string(&target).unwrap();
+                target
+                    .lines()
+                    .any(|line| line.starts_with('#') && anchor(line.trim_start_matches('#').trim()) == heading)
+            };
+            assert!(heading.is_empty() || has_heading(), "{}: {link} has no such heading", path.display());
+        }
+    }
 }
