@@ -118,3 +118,31 @@ fn links_between_documents_lead_somewhere() {
         }
     }
 }
+
+/// All of the program's sources, and those of its libraries.
+fn sources(directory: &Path, all: &mut String) {
+    for entry in fs::read_dir(directory).into_iter().flatten().map(Result::unwrap) {
+        let path = entry.path();
+        if path.is_dir() {
+            sources(&path, all);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            all.push_str(&fs::read_to_string(path).unwrap());
+        }
+    }
+}
+
+#[test]
+fn the_constants_in_the_architecture_are_in_the_sources() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let text = fs::read_to_string(root.join("docs/architecture.md")).unwrap();
+    let (_, tables) = text.split_once("\n## Constants").unwrap();
+    let cells = tables.lines().filter_map(|line| line.strip_prefix("| `")?.split(" | ").next());
+    let names = cells.flat_map(|cell| cell.split('`')).map(|name| name.trim_matches('`'));
+    let names: Vec<_> =
+        names.filter(|name| name.len() > 3 && name.chars().all(|c| c.is_ascii_uppercase() || c == '_')).collect();
+    assert!(names.len() > 40, "{names:?}");
+    let mut all = String::new();
+    ["src", "crates"].iter().for_each(|directory| sources(&root.join(directory), &mut all));
+    let missing: Vec<_> = names.iter().filter(|name| !all.contains(&format!("const {name}: "))).collect();
+    assert!(missing.is_empty(), "docs/architecture.md explains {missing:?}, which are no constants any more");
+}
