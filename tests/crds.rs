@@ -69,6 +69,8 @@ const FLUX_INSTANCE_SPEC: &str = "\
 Only the FluxInstance named `flux` is served. Every field is optional, but a bundle needs both of its fields. The last column says when a
 change of a running instance takes effect: *at once*, beside running jobs; at the *next epoch*, which is a coordinated restart
 ([operations.md](operations.md#coordinated-restarts)); or *never*, because only the first start reads the field.
+
+A duration is a number with `ms`, `s`, `m`, `h` or `d`, or a number of seconds (RFC 23).
 ";
 
 /// One row of a table.
@@ -126,19 +128,22 @@ fn type_of(field: &Value) -> String {
         let choices: Vec<_> = choices.iter().filter_map(Value::as_str).map(|choice| format!("`{choice}`")).collect();
         return choices.join(", ");
     }
-    let limit = |name: &str| {
-        field[name].as_f64().map(|limit| limit as u64).filter(|limit| (1..u64::from(u32::MAX)).contains(limit))
-    };
+    // The numbers of a schema are floating-point. Those of the type itself tell nobody anything.
+    let limit = |name: &str| field[name].as_f64().filter(|limit| (1.0..f64::from(u32::MAX)).contains(limit));
     match (field["type"].as_str().unwrap_or("any"), field["format"].as_str()) {
         ("array", _) => format!("list of {}", type_of(&field["items"])),
         ("object", _) if field["additionalProperties"].is_object() => {
             format!("map of {}", type_of(&field["additionalProperties"]))
         }
         ("string", Some("date-time")) => "time".to_owned(),
+        ("string", _) if field["pattern"].as_str().is_some_and(|pattern| pattern.ends_with("(ms|s|m|h|d)?$")) => {
+            "duration".to_owned()
+        }
         ("integer", _) => match (limit("minimum"), limit("maximum")) {
             (None, None) => "integer".to_owned(),
-            (least, None) => format!("integer, from {}", least.unwrap_or_default()),
-            (least, Some(most)) => format!("integer, {} to {most}", least.unwrap_or_default()),
+            (Some(least), None) => format!("integer, from {least}"),
+            (None, Some(most)) => format!("integer, up to {most}"),
+            (Some(least), Some(most)) => format!("integer, {least} to {most}"),
         },
         (type_, _) => type_.to_owned(),
     }
