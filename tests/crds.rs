@@ -56,8 +56,8 @@ const INTRODUCTION: &str = "\
 
 # Reference: the fields of FluxInstance and FluxNode
 
-Both kinds are in API group `distribute.flux-framework.org/v1alpha1` and namespace `flux-distribute`. `kubectl explain fxi.spec` prints
-the same descriptions. [architecture.md](architecture.md#glossary) defines the words that are used here.
+Both kinds are in API group `distribute.flux-framework.org/v1alpha1` and namespace `flux-distribute`. Their CRDs carry the same
+descriptions. [architecture.md](architecture.md#glossary) defines the words that are used here.
 
 - [FluxInstance: spec](#fluxinstance-spec), written by an administrator
 - [FluxInstance: status](#fluxinstance-status), written by the planner
