@@ -1,13 +1,13 @@
-//! What the documents claim to be tested is tested: every row of docs/failures.md names tests that are there, and so does
-//! docs/threat-model.md. README.md lists exactly the fields that the kind has.
+//! What the documents claim to be tested is tested: every row of docs/failures.md has tests in tests/failures.txt, and
+//! docs/threat-model.md names tests that exist. Links between documents lead somewhere.
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 
-use std::{collections::BTreeSet, fs, path::Path};
-
-use api::FluxInstance;
-use kube::CustomResourceExt;
-use serde_json::{Value, json};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+};
 
 /// The source that holds `module`'s tests, such as `local_flux/loss`, or `lib/agent::decide` for the own ones of the crate `agent`.
 /// `document` names it.
@@ -35,20 +35,36 @@ fn assert_is_there(root: &Path, document: &str, test: &str) {
     assert!(is_there, "{document}: there is no test {test}");
 }
 
-#[test]
-fn every_row_of_the_failure_table_has_its_test() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let document = "docs/failures.md";
-    let text = fs::read_to_string(root.join(document)).unwrap();
-    let rows: Vec<&str> = text
-        .lines()
-        .filter(|line| line.starts_with("| ") && !line.starts_with("| situation"))
-        .map(|line| line.trim_end_matches(" |").rsplit(" | ").next().unwrap())
-        .collect();
-    assert!(rows.len() > 20, "{rows:?}");
-    for test in rows.iter().flat_map(|row| row.trim_matches('`').split("`, `")) {
-        assert_is_there(root, document, test);
+/// The causes in the tables of docs/failures.md, which are unique.
+fn causes(text: &str) -> Vec<&str> {
+    let rows = text.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| what you see"));
+    rows.map(|line| line.split(" | ").nth(1).unwrap()).collect()
+}
+
+/// The tests of each cause, from tests/failures.txt.
+fn tests_by_cause(text: &str) -> BTreeMap<&str, Vec<&str>> {
+    let mut tests: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    let mut cause = "";
+    for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        match line.strip_prefix("    ") {
+            Some(test) => tests.entry(cause).or_default().push(test),
+            None => cause = line,
+        }
     }
+    tests
+}
+
+#[test]
+fn every_row_of_the_failure_tables_has_tests() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let list = "tests/failures.txt";
+    let [document, tests] = ["docs/failures.md", list].map(|file| fs::read_to_string(root.join(file)).unwrap());
+    let (causes, tests) = (causes(&document), tests_by_cause(&tests));
+    assert!(causes.len() > 20, "{causes:?}");
+    let unique: BTreeSet<&str> = causes.iter().copied().collect();
+    assert_eq!(unique.len(), causes.len(), "two rows of docs/failures.md have the same cause");
+    assert_eq!(unique, tests.keys().copied().collect(), "docs/failures.md (left) and {list} (right) differ");
+    tests.values().flatten().for_each(|test| assert_is_there(root, list, test));
 }
 
 /// It names whole files and modules too, such as `tests/deploy.rs` and `host/trust`.
@@ -74,48 +90,58 @@ fn the_threat_model_names_tests_that_are_there() {
     tests.iter().for_each(|test| assert_is_there(root, document, test));
 }
 
-/// The fields of README.md's table, as paths below `spec`; `.name` stands beside the one before it.
-fn told(readme: &str) -> BTreeSet<String> {
-    let rows = readme.lines().skip_while(|line| !line.starts_with("| field of `spec` |")).skip(2);
-    let cells = rows.take_while(|line| line.starts_with("| ")).map(|line| line.split('|').nth(1).unwrap());
-    let mut fields = BTreeSet::new();
-    for cell in cells {
-        let mut beside = String::new();
-        for field in cell.split(',').map(|field| field.trim().trim_matches('`')) {
-            let field = if field.starts_with('.') { format!("{beside}{field}") } else { field.to_owned() };
-            beside = field.rsplit_once('.').map(|(above, _)| above.to_owned()).unwrap_or_default();
-            fields.insert(field);
-        }
-    }
-    fields
+/// The anchor that GitHub gives a heading.
+fn anchor(heading: &str) -> String {
+    let kept = heading.to_lowercase().replace(' ', "-");
+    kept.chars().filter(|c| c.is_alphanumeric() || matches!(c, '-' | '_')).collect()
 }
 
-/// Every path below `schema`, and those of them that have nothing below.
-fn paths(schema: &Value, above: &str, all: &mut BTreeSet<String>, leaves: &mut BTreeSet<String>) {
-    let Some(properties) = schema["properties"].as_object() else {
-        leaves.insert(above.to_owned());
-        return;
-    };
-    for (name, schema) in properties {
-        let path = if above.is_empty() { name.clone() } else { format!("{above}.{name}") };
-        all.insert(path.clone());
-        paths(schema, &path, all, leaves);
+#[test]
+fn links_between_documents_lead_somewhere() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let documents = fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    for path in documents.chain([root.join("README.md")]) {
+        let text = fs::read_to_string(&path).unwrap();
+        let links = text.split("](").skip(1).map(|rest| rest.split(')').next().unwrap());
+        for link in links.filter(|link| !link.starts_with("http")) {
+            let (file, heading) = link.split_once('#').unwrap_or((link, ""));
+            let target = if file.is_empty() { path.clone() } else { path.parent().unwrap().join(file) };
+            assert!(target.exists(), "{}: {link} leads nowhere", path.display());
+            let has_heading = || {
+                let target = fs::read_to_string(&target).unwrap();
+                target
+                    .lines()
+                    .any(|line| line.starts_with('#') && anchor(line.trim_start_matches('#').trim()) == heading)
+            };
+            assert!(heading.is_empty() || has_heading(), "{}: {link} has no such heading", path.display());
+        }
+    }
+}
+
+/// All of the program's sources, and those of its libraries.
+fn sources(directory: &Path, all: &mut String) {
+    for entry in fs::read_dir(directory).into_iter().flatten().map(Result::unwrap) {
+        let path = entry.path();
+        if path.is_dir() {
+            sources(&path, all);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            all.push_str(&fs::read_to_string(path).unwrap());
+        }
     }
 }
 
 #[test]
-fn the_readme_tells_of_every_field_of_the_spec_and_of_no_other() {
-    let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();
-    let told = told(&readme);
-    let crd = json!(FluxInstance::crd());
-    let (mut all, mut leaves) = (BTreeSet::new(), BTreeSet::new());
-    paths(&crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"], "", &mut all, &mut leaves);
-    assert!(leaves.len() > 20, "{leaves:?}");
-    let strange: Vec<_> = told.difference(&all).collect();
-    assert!(strange.is_empty(), "README.md tells of {strange:?}, which is no field of the spec");
-    let is_told = |leaf: &str| {
-        told.iter().any(|field| leaf.strip_prefix(field).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
-    };
-    let missing: Vec<_> = leaves.iter().filter(|leaf| !is_told(leaf)).collect();
-    assert!(missing.is_empty(), "README.md's table lacks {missing:?}");
+fn the_constants_in_the_architecture_are_in_the_sources() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let text = fs::read_to_string(root.join("docs/architecture.md")).unwrap();
+    let (_, tables) = text.split_once("\n## Constants").unwrap();
+    let cells = tables.lines().filter_map(|line| line.strip_prefix("| `")?.split(" | ").next());
+    let names = cells.flat_map(|cell| cell.split('`')).map(|name| name.trim_matches('`'));
+    let names: Vec<_> =
+        names.filter(|name| name.len() > 3 && name.chars().all(|c| c.is_ascii_uppercase() || c == '_')).collect();
+    assert!(names.len() > 40, "{names:?}");
+    let mut all = String::new();
+    ["src", "crates"].iter().for_each(|directory| sources(&root.join(directory), &mut all));
+    let missing: Vec<_> = names.iter().filter(|name| !all.contains(&format!("const {name}: "))).collect();
+    assert!(missing.is_empty(), "docs/architecture.md explains {missing:?}, which are no constants any more");
 }

@@ -47,138 +47,147 @@ const MOST_RANKS: u32 = 16384;
 #[x_kube(validation = Rule::new(SIZE_FITS).message(MORE_THAN_MAX_SIZE).field_path(".size"))]
 #[serde(rename_all = "camelCase")]
 pub struct FluxInstanceSpec {
-    /// Where the packages come from.
+    /// Where the packages come from: conda channels, a lock, or a bundle.
     #[serde(default)]
     pub packages: Packages,
     /// Which nodes take part.
     #[serde(default)]
     pub nodes: Nodes,
-    /// How many members the instance has. Default: every eligible node.
+    /// How many members the instance has. `kubectl scale fxi/flux --replicas=N` sets it. Default: every eligible node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(max = MOST_RANKS))]
     #[x_kube(validation = Rule::new("self >= 1").message(LESS_THAN_ONE))]
     pub size: Option<u32>,
-    /// How many ranks are declared at each epoch's start; fixed within it (RFC 3). Default: max(64, 2 × nodes), which
-    /// `status.maxSize` tells.
+    /// How many ranks an epoch declares at its start, so that nodes can join without a restart (RFC 3). `status.maxSize`
+    /// shows what the running epoch has. Default: the greater of 64 and twice the eligible nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = MOST_RANKS))]
     pub max_size: Option<u32>,
-    /// Name of the node that gets rank 0. Default: the first eligible one that has passed preflight.
+    /// Name of the node that gets rank 0. A running instance keeps its lead. Default: the first eligible node that has
+    /// passed preflight.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 253), regex(pattern = SUBDOMAIN))]
     pub lead: Option<String>,
-    /// Shape of the TBON: `flat`, or as `tbon.topo` of flux-broker-attributes(7): `kary:K`, `mincrit[:K]`, `binomial`.
-    /// Default: flat up to 1,024 ranks, `mincrit` beyond.
+    /// Shape of the tree of brokers (the TBON): `flat`, or as `tbon.topo` in flux-broker-attributes(7) `kary:K`, `mincrit`,
+    /// `mincrit:K` or `binomial`. Default: `flat` up to 1,024 ranks, `mincrit` beyond.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = TOPOLOGY))]
     pub topology: Option<String>,
-    /// The brokers.
+    /// Settings of the brokers.
     #[serde(default)]
     pub broker: Broker,
-    /// Ranks without a member.
+    /// Ranks that have no member yet.
     #[serde(default)]
     pub spares: Spares,
-    /// What of its members Flux may use, and what it calls them by. Cores that kubelet reserves are left out always.
+    /// Which resources of its members Flux may use, and which Node labels it knows them by. Cores that kubelet reserves are
+    /// always left out.
     #[serde(default)]
     pub resources: InstanceResources,
-    /// How ranks are kept for members that are away.
+    /// How long a rank is kept for a member that is away.
     #[serde(default)]
     pub ranks: Ranks,
-    /// How a member is drained before it is stopped.
+    /// How a member is drained before its broker is stopped.
     #[serde(default)]
     pub drain: Drain,
-    /// What autoscalers of the Kubernetes cluster are told.
+    /// How autoscalers of the Kubernetes cluster are kept from removing nodes that run jobs.
     #[serde(default)]
     pub autoscaling: Autoscaling,
-    /// How an upgrade to the next epoch goes.
+    /// When a pending restart happens, and what happens if the next epoch does not start.
     #[serde(default)]
     pub upgrade: Upgrade,
     /// What happens when this object is deleted.
     #[serde(default)]
     pub uninstall: Uninstall,
-    /// The queue.
+    /// The queue of jobs, which is on the lead's disk.
     #[serde(default)]
     pub state: State,
-    /// Directory on the hosts that holds everything. Default: the first of /opt, /var/lib, /home/kubernetes that can be
-    /// written and executed, with `flux-distribute` appended.
+    /// Directory on the hosts that holds everything that is installed. It is fixed at the first start and the same on all
+    /// hosts. Default: `flux-distribute` below the first of /opt, /var/lib and /home/kubernetes in which the lead's host can
+    /// write and execute files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = PREFIX), length(max = LONGEST_PREFIX))]
     #[x_kube(validation = Rule::new(PREFIX_RULE).message(PREFIX_CHARACTERS).optional_old_self(true))]
     pub prefix: Option<String>,
 }
 
-/// Which nodes take part. Linux nodes that are Ready and not cordoned, without other NoSchedule or NoExecute taints than
+/// Which nodes take part: Linux nodes that are Ready and not cordoned, and have no NoSchedule or NoExecute taint except
 /// those tolerated here.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Nodes {
-    /// Only nodes with these labels: a LabelSelector, such as `{matchLabels: {pool: hpc}}`.
+    /// Only nodes with these labels take part. This is a LabelSelector: write `{matchLabels: {pool: hpc}}`, not `{pool:
+    /// hpc}`. Default: all nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(transform = selector_words)]
     #[x_kube(validation = Rule::new(SELECTS).message(EMPTY_SELECTOR))]
     pub selector: Option<LabelSelector>,
-    /// Taints that do not keep a node out. (On a control plane, DaemonSet
-    /// `install-flux-control-planes` must tolerate them too.)
+    /// Taints that do not keep a node out. On a control plane, DaemonSet `install-flux-control-planes` must tolerate them
+    /// too. Default: none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(transform = toleration_words)]
     pub tolerations: Vec<Toleration>,
 }
 
-/// The brokers' settings.
+/// Settings of the brokers.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Broker {
-    /// TCP port of the TBON. Default: 8050.
+    /// TCP port of the brokers. Default: 8050.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     pub port: Option<u16>,
-    /// The user that owns the brokers, and as whom every job runs: a name of the hosts' /etc/passwd or a number.
-    /// Default: root.
+    /// The user that owns the brokers and runs every job: a name in the hosts' /etc/passwd, or a number. Default: root.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = USER))]
     pub run_as: Option<String>,
-    /// More tables for broker.toml, as TOML text. Not `access`, `bootstrap`, `kvs`, `resource` and `tbon`, which are ours.
+    /// More tables for broker.toml, as TOML text. The tables `access`, `bootstrap`, `kvs`, `resource` and `tbon` are
+    /// refused, because flux-distribute writes them. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub config: Option<String>,
-    /// CPU weight of the brokers and their jobs against the pods of kubelet (systemd.resource-control(5)). Default: 1000.
+    /// CPU weight of the brokers and their jobs against kubelet's pods (systemd.resource-control(5)). Default: 1000.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 10000))]
     pub cpu_weight: Option<u32>,
-    /// How often the lead writes its KVS to disk (`[kvs] checkpoint-period`, FSD of RFC 23). Default: 1m.
+    /// How often the lead writes its state to disk, as a duration such as `1m` (`[kvs] checkpoint-period`; FSD of RFC 23).
+    /// Default: 1m.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = DURATION))]
     pub checkpoint_period: Option<String>,
 }
 
-/// Ranks without a member.
+/// Ranks that have no member yet.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Spares {
-    /// What a spare declares to the scheduler: a request that fits no declared resources is refused at once instead of
-    /// waiting for a node. Default: the commonest member's resources.
+    /// The resources that a rank without a node declares to the scheduler. A job that fits no declared resources is refused
+    /// at once; one that fits a spare waits for a node. Default: the resources that most members have.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shape: Option<Resources>,
 }
 
-/// What of its members Flux may use, and what it calls them by. Cores that kubelet reserves for itself and the system
-/// (`status.capacity.cpu` of the Node without `status.allocatable.cpu`) are never declared: whole physical cores, the
-/// first ones, rounded down, because many a cloud reserves some 60m that must not cost a core. One core stays always.
+/// Which resources of its members Flux may use, and which Node labels it knows them by. Cores that kubelet reserves for
+/// itself and the system (`status.capacity.cpu` of the Node minus `status.allocatable.cpu`) are never declared: whole
+/// physical cores, the first ones, rounded down, because many clouds reserve some 60m, which must not cost a core. At least
+/// one core is always declared.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct InstanceResources {
-    /// Keys of Node labels that become properties of the members that carry them, such as `topology.kubernetes.io/zone`:
-    /// `KEY=VALUE`, and `KEY` where the value is empty. `flux run --requires=topology.kubernetes.io/zone=eu-1a` asks for one.
+    /// Keys of Node labels that become properties of the members that carry them, such as `topology.kubernetes.io/zone`. The
+    /// property is `KEY=VALUE`, or `KEY` if the value is empty. `flux run --requires=topology.kubernetes.io/zone=eu-1a` asks
+    /// for one. Default: none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub properties: Vec<String>,
-    /// Which GPUs are declared. Default: Auto.
+    /// Which GPUs are declared: `All` that the host has, `None`, or `Auto`. `Auto` declares none on a node whose device
+    /// plugin gives them to pods, unless the node is dedicated by a taint that `nodes.tolerations` names; otherwise all.
+    /// Default: `Auto`.
     #[serde(default)]
     #[schemars(with = "String", extend("enum" = ["Auto", "All", "None"]))]
     pub gpus: Gpus,
-    /// What no job ever gets.
+    /// Cores and nodes that no job gets.
     #[serde(default)]
     pub exclude: Exclude,
-    /// How long cores and GPUs stay declared that have vanished from their host, such as `10m`: a driver may only be loaded
-    /// again. The member is drained meanwhile, and jobs that wait for what it has go on waiting. Default: 10m.
+    /// How long cores and GPUs that a host no longer shows stay declared, such as `10m`: the driver of a GPU may only be
+    /// reloaded. The member is drained meanwhile, and jobs that need these resources keep waiting. Default: 10m.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = DURATION))]
     pub retain: Option<String>,
@@ -201,50 +210,51 @@ pub enum Gpus {
     Other(String),
 }
 
-/// What no job ever gets. Jobs that run on it are waited for, and nothing new is started there.
+/// Cores and nodes that no job gets. Jobs that run there may end first; no new ones start there.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Exclude {
-    /// Cores of every member, as hwloc's logical ids (RFC 22), such as `0-1`. A member that has no others is excluded as a
-    /// whole.
+    /// Cores of every member, as hwloc's logical ids (RFC 22), such as `0-1`. A member that has no other cores is excluded
+    /// as a whole. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cores: Option<String>,
-    /// The lead as a whole. Nobody is excluded where it would leave no rank to run jobs on.
+    /// Exclude the lead as a whole. Nothing is excluded if that would leave no rank to run jobs on. Default: false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lead: bool,
-    /// Nodes as a whole, by name.
+    /// Exclude these nodes, by name. Default: none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(inner(length(max = 253), regex(pattern = SUBDOMAIN)))]
     pub nodes: Vec<String>,
 }
 
-/// How ranks are kept.
+/// How long a rank is kept for a member that is away.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Ranks {
-    /// How long a rank is kept after its Node object is gone, such as `10m`. Default: 10m.
+    /// How long a rank is kept after its Node object was deleted, such as `10m`. Default: 10m.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = DURATION))]
     pub retain: Option<String>,
 }
 
-/// How a member is drained.
+/// How a member is drained before its broker is stopped.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Drain {
-    /// How long running jobs get before the member is stopped all the same, such as `1h`. Default: no limit.
+    /// How long running jobs get on a member that leaves (a smaller `size`, another selector) before its broker is stopped
+    /// all the same, such as `1h`. Default: no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = DURATION))]
     pub timeout: Option<String>,
 }
 
-/// What autoscalers of the Kubernetes cluster are told.
+/// How autoscalers of the Kubernetes cluster are kept from removing nodes that run jobs.
 #[derive(Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Autoscaling {
-    /// Nodes on which jobs run, those that these jobs depend on, and always the lead's carry the annotations by which
-    /// Cluster Autoscaler and Karpenter leave a node alone: Kubernetes sees no pod of a job, and takes the node for idle.
-    /// Default: true.
+    /// Annotate the nodes on which jobs run, the nodes that these jobs depend on, and the lead's node, so that Cluster
+    /// Autoscaler and Karpenter leave them alone. Kubernetes sees no pod of a Flux job and takes the node for idle. Default:
+    /// true.
     #[serde(default = "yes")]
     pub protect: bool,
 }
@@ -259,27 +269,28 @@ fn yes() -> bool {
     true
 }
 
-/// The queue, which the lead's statedir holds.
+/// The queue of jobs, which is in the statedir on the lead's disk.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct State {
-    /// How often the lead's agent makes a dump (flux-dump(1)) that `flux-distribute recover` can begin with, such as `1h`.
-    /// It is kept on the lead's own disk: have it fetched from there. Default: never.
+    /// How often the lead's agent keeps a dump of the queue (flux-dump(1)) with which `flux-distribute recover` can begin,
+    /// such as `1h`. The dump is on the lead's own disk: copy it elsewhere. Default: never.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = DURATION))]
     pub dump_every: Option<String>,
 }
 
-/// How an upgrade goes.
+/// When a pending restart happens, and what happens if the next epoch does not start.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Upgrade {
-    /// How long a pending restart waits for the instance to be idle, such as `24h`; running jobs are cancelled then.
-    /// Default: for ever.
+    /// How long a pending restart waits for the instance to be idle, such as `24h`. After that, running jobs are cancelled.
+    /// Default: no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = DURATION))]
     pub deadline: Option<String>,
-    /// What happens when the lead does not come up in the next epoch. Default: GoBack.
+    /// What happens if the lead does not come up in the next epoch: `GoBack` starts one more epoch with the packages and
+    /// settings of the one before; `Stay` keeps trying until somebody intervenes. Default: `GoBack`.
     #[serde(default)]
     #[schemars(with = "String", extend("enum" = ["GoBack", "Stay"]))]
     pub on_failure: OnFailure,
@@ -315,11 +326,12 @@ pub enum RunningJobs {
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Uninstall {
-    /// What happens to running jobs. Default: Wait.
+    /// What happens to running jobs: with `Wait` the hosts stay as they are until the jobs have ended; `Cancel` cancels the
+    /// jobs. Default: `Wait`.
     #[serde(default)]
     #[schemars(with = "String", extend("enum" = ["Wait", "Cancel"]))]
     pub running_jobs: RunningJobs,
-    /// Leave the lead's statedir on its host.
+    /// Leave the lead's queue on its host, for `flux-distribute reset --kept`. Default: false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub keep_state: bool,
 }
@@ -369,53 +381,56 @@ pub const CONDITION_AGENTS_MISSING: &str = "AgentsMissing";
 /// The certificate's Secret is gone, and brokers may use what was in it.
 pub const CONDITION_CERTIFICATE_MISSING: &str = "CertificateMissing";
 
-/// What the planner says of the instance.
+/// State of the instance. The planner writes it.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct FluxInstanceStatus {
-    /// Where the instance as a whole stands: `Pending`, `Starting`, `Running`, `Restarting`, `Degraded`, `Failed` or `Ignored`.
+    /// State of the instance as a whole: `Pending`, `Starting`, `Running`, `Restarting`, `Degraded`, `Failed`, or `Ignored`
+    /// for another name than `flux`.
     #[serde(default)]
     #[schemars(with = "String")]
     pub phase: InstancePhase,
-    /// The worst that is known, in one sentence.
+    /// The most serious known problem, in one sentence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
-    /// Set once the lead was online: from then on the roster is never thrown away.
+    /// Identity of the Flux instance. Set once the lead was online; from then on the roster is never thrown away.
     #[serde(default, rename = "instanceID", skip_serializing_if = "Option::is_none")]
     pub instance_id: Option<String>,
-    /// Counts the coordinated starts.
+    /// The current epoch; counts the coordinated starts.
     #[serde(default)]
     pub epoch: u64,
-    /// Counts the changes of the roster.
+    /// The roster's revision; counts its changes.
     #[serde(default)]
     pub revision: u64,
-    /// Node with rank 0.
+    /// Name of the node with rank 0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lead: Option<String>,
-    /// Members.
+    /// Number of members.
     #[serde(default)]
     pub size: u32,
-    /// Members whose broker is online.
+    /// Number of members whose broker is online.
     #[serde(default)]
     pub online: u32,
-    /// Declared ranks of the running epoch.
+    /// Number of ranks that the running epoch declares.
     #[serde(default)]
     pub max_size: u32,
-    /// How many more nodes the largest of the jobs needs that wait for nodes which are down: the signal to add some. None:
+    /// How many more nodes the largest of the jobs needs that wait for nodes which are down: the signal to add some. Unset:
     /// not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending_nodes: Option<u32>,
     /// Digest of the package set of the running epoch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
-    /// The newest dump that a node has.
+    /// The newest dump of the queue.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dump: Option<KeptDump>,
-    /// `metadata.generation` that this status speaks of.
+    /// The `metadata.generation` of the spec that this status describes.
     #[serde(default)]
     pub observed_generation: i64,
-    /// `Ready`, `Progressing`, `Degraded`, `RestartPending`, `ScaleDenied`, `NotApplied`, `AgentsMissing`,
-    /// `CertificateMissing`, `Ignored`.
+    /// `Ready`, `Progressing`, `Degraded`, `RestartPending` (the next coordinated restart brings what differs from the
+    /// spec), `ScaleDenied` (more nodes are asked for than the epoch has ranks), `NotApplied` (the running instance does not
+    /// carry out a part of the spec), `AgentsMissing` (members have no agent), `CertificateMissing` (Secret `flux-curve` is
+    /// gone), `Ignored` (another name than `flux`).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
 }

@@ -46,65 +46,66 @@ pub fn node_rules(object: &Value) -> Result<Vec<Finding>, String> {
 )]
 #[serde(rename_all = "camelCase")]
 pub struct FluxNodeSpec {
-    /// The Node this belongs to: the name of this object, and of no other Node.
+    /// Name of the Node that this object is about; the same as the name of this object.
     pub node_name: String,
-    /// What the planner wants of this node: `Nothing`, `Install`, `Run` or `Leave`.
+    /// What the planner wants of this node: `Nothing`, `Install` (have the packages ready), `Run` (run the broker of `rank`)
+    /// or `Leave` (stop the broker).
     #[serde(default)]
     #[schemars(with = "String")]
     pub want: Want,
-    /// uid of the FluxInstance this belongs to.
+    /// uid of the FluxInstance that this node belongs to.
     #[serde(default, rename = "instanceUID", skip_serializing_if = "Option::is_none")]
     pub instance_uid: Option<String>,
-    /// uid of the Node: an agent acts on a rank only when it is this Node's.
+    /// uid of the Node. An agent acts on a rank only if this is its own Node's uid.
     #[serde(default, rename = "nodeUID", skip_serializing_if = "Option::is_none")]
     pub node_uid: Option<String>,
-    /// Broker rank, where this node is a member, or was one and its broker still runs under that rank.
+    /// Broker rank, if this node is a member, or was one and its broker still runs under that rank.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rank: Option<u32>,
     /// The epoch that the rank belongs to.
     #[serde(default)]
     pub epoch: u64,
-    /// The roster's revision that concerned this node last; the lead applies it live.
+    /// The last revision of the roster that concerned this node. The lead's agent applies it live.
     #[serde(default)]
     pub revision: u64,
-    /// Lead only: ranks that get no new jobs, by reason (RFC 22).
+    /// Lead only: ranks that get no new jobs, by reason (idsets as in RFC 22).
     #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
     #[schemars(with = "std::collections::BTreeMap<String, String>")]
     pub drain: std::collections::BTreeMap<String, IdSet>,
     /// Why this node gets no new jobs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub draining: Option<String>,
-    /// With `Leave`: jobs that still run here are not waited for.
+    /// With `Leave`: the broker is stopped even if jobs still run here.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub overdue: bool,
-    /// The lead does not hear from this node's broker (or, for the lead's node, the others don't), although its agent reports it
-    /// online; or the broker does not answer its agent, and the lead has given it up.
+    /// The lead does not hear from this node's broker (for the lead's node: the others do not), although its agent reports
+    /// it online; or the broker does not answer its agent, and the lead has given it up.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub missed: bool,
-    /// The prefix that the lead's host has, and all others must have.
+    /// The prefix of the lead's host, which all others must have.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefix: Option<String>,
-    /// Where this node fetches the package set; without it, it waits until another node holds the archives.
+    /// Where this node fetches the package set. If unset, it waits until another node has the archives.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fetch_from: Option<FetchFrom>,
-    /// Why this node gets no rank, or starts no broker: it is not eligible, its prefix is another one, there is no room for it,
-    /// its Node is gone, or the broker that it had a rank for must not end yet.
+    /// Why this node gets no rank, or starts no broker: it is not eligible, its prefix differs, there is no room for it, its
+    /// Node is gone, or the broker that it had a rank for must not end yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }
 
-/// Where a node fetches a package set: from these peers in this order, then from the set's own source. The archives' sha256
-/// are checked whoever sends them.
+/// Where a node fetches a package set: from these peers in this order, then from the set's own source. The node checks the
+/// sha256 of each archive, whoever sent it.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct FetchFrom {
     /// Digest of the package set.
     pub digest: String,
-    /// `address:port` of other nodes' agents, the first is this node's parent in the tree of downloads. Empty: this node is
-    /// the one that asks the source.
+    /// `address:port` of other nodes' agents. The first is this node's parent in the tree of downloads. Empty: this node
+    /// asks the source.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub peers: Vec<String>,
-    /// When this was told, seconds since the Unix epoch: a node that takes too long is not waited for.
+    /// When the planner wrote this, in seconds since the Unix epoch. A node that takes too long is not waited for.
     #[serde(default)]
     pub since: i64,
 }
@@ -153,7 +154,7 @@ pub enum NodePhase {
     Other(String),
 }
 
-/// What the host is.
+/// What preflight found out about the host.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Facts {
@@ -166,34 +167,34 @@ pub struct Facts {
     pub platform: String,
     /// Version of the host's glibc, such as `2.36`.
     pub glibc: String,
-    /// /proc/sys/kernel/random/boot_id.
+    /// The content of /proc/sys/kernel/random/boot_id.
     #[serde(rename = "bootID")]
     pub boot_id: String,
-    /// systemd supervises the broker (else the agent does).
+    /// True if systemd supervises the broker, false if the agent does.
     pub systemd: bool,
-    /// Where everything of ours lives on this host.
+    /// Directory of everything that is installed on this host.
     pub prefix: String,
 }
 
-/// A broker that an agent found running, and what it was started with. From these a planner that has lost the roster
-/// makes it again.
+/// A running broker that the agent found, and what it was started with. A planner that has lost the roster rebuilds it from
+/// this.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Adopted {
-    /// Rank it was started for.
+    /// Rank that the broker was started for.
     pub rank: u32,
-    /// Its `hostname` attribute.
+    /// The broker's `hostname` attribute.
     pub broker_name: String,
-    /// uid of the Node it was started for.
+    /// uid of the Node that it was started for.
     #[serde(rename = "nodeUID")]
     pub node_uid: String,
-    /// uid of the FluxInstance it was started for. None: an older agent's word.
+    /// uid of the FluxInstance that it was started for. Unset: an older agent started it.
     #[serde(default, rename = "instanceUID", skip_serializing_if = "Option::is_none")]
     pub instance_uid: Option<String>,
-    /// The instance it belongs to.
+    /// Identity of the Flux instance that it belongs to.
     #[serde(rename = "instanceID")]
     pub instance_id: String,
-    /// Epoch it was started in.
+    /// Epoch that it was started in.
     pub epoch: u64,
     /// Process id on the host.
     pub pid: i32,
@@ -201,20 +202,20 @@ pub struct Adopted {
     pub digest: String,
 }
 
-/// A dump of the instance's KVS (flux-dump(1)) that is kept on a host.
+/// A dump of the queue (flux-dump(1)) that is kept on a host.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Dump {
-    /// Name of the file below `<prefix>/dump`.
+    /// Name of the file in `<prefix>/dump`.
     pub name: String,
-    /// When it was begun: it holds nothing that is younger.
+    /// When the dump was begun. It holds nothing newer.
     pub time: Time,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
-/// An administrator's word, left on a host by `flux-distribute recover` or `reset`: this node shall lead. It is about one
-/// epoch, so that it is acted on once.
+/// The request that `flux-distribute recover` or `reset` left on a host: this node shall lead. It names one epoch, so that
+/// the planner acts on it once.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Takeover {
@@ -223,139 +224,142 @@ pub struct Takeover {
     pub instance_id: String,
     /// The epoch that ends with it.
     pub epoch: u64,
-    /// When it was said, seconds since the Unix epoch: the last word counts.
+    /// When it was requested, in seconds since the Unix epoch. The latest request counts.
     pub at: i64,
-    /// The dump that this host's statedir was made from. None: the queue is given up.
+    /// The dump that this host's statedir was made from. Unset: the queue is given up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dump: Option<String>,
-    /// The instance that begins with an empty queue. None: the one that was.
+    /// The new instance, which begins with an empty queue. Unset: the instance stays the same.
     #[serde(default, rename = "newInstanceID", skip_serializing_if = "Option::is_none")]
     pub new_instance_id: Option<String>,
-    /// Neither running jobs nor brokers that are connected to the lead are a reason to wait.
+    /// Do not wait for running jobs, or for brokers that are connected to the lead.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub force: bool,
 }
 
-/// A lead on whose host no broker came up.
+/// A node that was to lead, and whose broker did not come up.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct LeadFailed {
-    /// `instanceID` of the roster that it led: each attempt has its own.
+    /// `instanceID` of the roster in which this node led. Each attempt has its own.
     #[serde(rename = "instanceID")]
     pub instance_id: String,
-    /// The words of its broker, or why it could not be started. None: it did not get so far.
+    /// The last words in the log of its broker, or why it could not be started. Unset: it did not get so far.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_words: Option<String>,
 }
 
-/// What the agent says of its node.
+/// State of the node. Its own agent writes it.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct FluxNodeStatus {
-    /// Where the node stands: `Waiting`, `Preflight`, `Installing`, `Starting`, `Online`, `Draining`, `Offline`, `Removing` or
+    /// State of the node: `Waiting`, `Preflight`, `Installing`, `Starting`, `Online`, `Draining`, `Offline`, `Removing` or
     /// `Failed`.
     #[serde(default)]
     #[schemars(with = "String")]
     pub phase: NodePhase,
-    /// The last thing worth telling a person, in one sentence.
+    /// What the node does, waits for, or lacks, in one sentence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
-    /// `phase` is `Failed`, and time alone does not heal it: somebody has to change something.
+    /// `phase` is `Failed`, and waiting does not help: somebody has to change something.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lasting: bool,
-    /// What the host is; there once preflight has passed.
+    /// What preflight found out about the host. Unset until preflight has passed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<Facts>,
     /// Digest of the newest environment that is ready.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
-    /// Digests of the published package sets whose archives this node holds and serves to others.
+    /// Digests of the published package sets whose archives this node has and serves to other nodes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub holds: Vec<String>,
-    /// `address:port` at which this node's agent serves archives to others.
+    /// `address:port` at which this node's agent serves archives to other nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peer: Option<String>,
-    /// Version of Flux, by the word of the broker that runs here or ran here last. `stand-in, no Flux`: local mode's stand-in.
+    /// Version of Flux that the running broker reported, or the last one that ran here. `stand-in, no Flux` in local mode
+    /// without Flux.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub flux: Option<String>,
-    /// The broker that runs here.
+    /// The broker that runs here, and what it was started with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adopted: Option<Adopted>,
-    /// A broker runs here, and nothing on the host tells of which instance it is.
+    /// A broker runs here, and nothing on the host shows which instance it belongs to.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unknown_broker: bool,
-    /// Lead only: the roster's revision whose resources the running instance has.
+    /// Lead only: revision of the roster whose resources the running instance has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub applied_revision: Option<u64>,
-    /// Lead only: ranks whose brokers are slow to answer (`flux overlay status`: torpid).
+    /// Lead only: ranks whose brokers are slow to answer (torpid in `flux overlay status`).
     #[serde(default, skip_serializing_if = "IdSet::is_empty")]
     #[schemars(with = "String")]
     pub torpid: IdSet,
-    /// Lead only: ranks that have or had a member and are not in the overlay, by its broker's word. A broker that is cut
-    /// off from its parent believes for minutes that it is.
+    /// Lead only: ranks that have or had a member and are not in the overlay, as the lead's broker reports. A broker that is
+    /// cut off from its parent believes for minutes that it is online.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub offline: Vec<u32>,
-    /// Lead only: ranks on which jobs run, by its broker's word (RFC 22); empty: the instance is idle. None: not known.
+    /// Lead only: ranks on which jobs run (idset, RFC 22), as the lead's broker reports. Empty: the instance is idle. Unset:
+    /// not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub allocated: Option<IdSet>,
-    /// Lead only: how many more nodes the largest of the jobs needs that wait for nodes which are down. None: not known.
+    /// Lead only: how many more nodes the largest of the jobs needs that wait for nodes which are down. Unset: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending_nodes: Option<u32>,
-    /// Lead only: a job waits for cores that Flux calls free, and the remedy.
+    /// Lead only: a job waits for cores that Flux calls free; names the job and the remedy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_back: Option<String>,
-    /// Lead only: ranks of [`FluxNodeSpec::drain`] that its broker gives no jobs to (RFC 22), and those that are still drained
-    /// for a reason of ours.
+    /// Lead only: ranks of `spec.drain` to which the lead's broker gives no jobs (idset, RFC 22), and ranks that are still
+    /// drained for one of our reasons.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub drained: Option<IdSet>,
-    /// Lead only: ranks that somebody else has drained, by its broker's last word. Flux keeps that by the brokers' names.
+    /// Lead only: ranks that somebody else has drained, as the lead's broker last reported. Flux records drains by broker
+    /// name.
     #[serde(default, skip_serializing_if = "IdSet::is_empty")]
     #[schemars(with = "String")]
     pub drained_by_others: IdSet,
-    /// Lead only: the epoch whose broker was stopped here for the next one to begin.
+    /// Lead only: the epoch whose broker was stopped here so that the next one can begin.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub closed: Option<u64>,
-    /// Lead only: the epoch that an administrator has ended by flux-shutdown(1). It stays ended.
+    /// Lead only: the epoch that an administrator has ended with flux-shutdown(1). It stays ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shut_down: Option<u64>,
-    /// Lead only, and only while ConfigMap `flux-roster` is gone: the roster as this host has it, as JSON; as
-    /// base64 of its gzip where it is large.
+    /// Lead only, and only while ConfigMap `flux-roster` is gone: this host's copy of the roster, as JSON, or as base64 of
+    /// its gzip if it is large.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roster: Option<String>,
-    /// The newest dump of the instance that is kept here.
+    /// The newest dump of the queue that is kept here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dump: Option<Dump>,
-    /// This node shall lead, by an administrator's word.
+    /// An administrator has asked for this node to lead.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub takeover: Option<Takeover>,
-    /// In which way a broker started now would differ from the one that runs.
+    /// How a broker started now would differ from the one that runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restart_pending: Option<String>,
-    /// Why the published package set could not be fetched or installed here at the last try. None: it was not tried yet, or it
-    /// is there.
+    /// Why the last attempt to fetch or install the published package set failed. Unset: no attempt yet, or it succeeded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lacks_packages: Option<String>,
     /// Installed files that were found damaged, and whether they were mended. Unset: no check has found damage.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub damage: Option<String>,
-    /// `spec.want` is `Leave`, and no broker runs here nor will be started.
+    /// `spec.want` is `Leave`, no broker runs here, and none will be started.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub left: bool,
-    /// The epoch whose broker doesn't come up here, however often it is tried.
+    /// The epoch whose broker does not come up here, however often it is tried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keeps_dying: Option<u64>,
-    /// Lead only, and only until the instance was online once: no broker came up here, or none could be started.
+    /// Lead only, until the instance was online once: no broker came up here, or none could be started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lead_failed: Option<LeadFailed>,
-    /// The lead's broker doesn't answer this one, or doesn't count it in.
+    /// The lead's broker does not answer this node's broker, or does not count it as online.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unheard: bool,
-    /// Lead only: whom the lead's broker has refused lately, by broker name, and why. The refused broker itself is not told.
+    /// Lead only: brokers that the lead's broker has refused lately, by broker name, and why. Flux does not tell the refused
+    /// broker.
     #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
     pub rejected: std::collections::BTreeMap<String, String>,
-    /// The newest format of the roster that the agent reads. 0: an older agent, which reads the first one.
+    /// The newest format of the roster that this agent reads. 0: an older agent, which reads the first format.
     #[serde(default)]
     pub roster_format: u32,
     /// Version of the agent.

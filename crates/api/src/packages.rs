@@ -10,58 +10,61 @@ pub const DEFAULT_SPECS: [&str; 3] = ["flux-core", "flux-sched", "mpich"];
 /// The `__glibc` that the solver assumes. A fixed one, so that the answer does not depend on where the planner runs.
 pub const DEFAULT_GLIBC: &str = "2.28";
 
-/// Where the packages come from: a conda channel (the default), a lock, or a bundle.
+/// Where the packages come from: conda channels (the default), a lock, or a bundle.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Packages {
-    /// Conda channels, the first one wins: http(s) or file URLs. Default: conda-forge.
+    /// Conda channels, as http, https or file URLs. The first channel that has a package wins. Default: conda-forge.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = MOST_CHANNELS), inner(regex(pattern = URL), length(max = LONGEST_URL)))]
     #[x_kube(validation = Rule::new(format!("self.all(url, {})", no_credentials("url"))).message(HAS_CREDENTIALS))]
     pub channels: Vec<String>,
-    /// What to install, as conda match specs. Default: flux-core, flux-sched, mpich.
+    /// What to install from the channels, as conda match specs. Default: `flux-core`, `flux-sched`, `mpich`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub specs: Vec<String>,
-    /// Conda platforms that the lock covers. Default: those of the nodes that are there when the planner solves.
+    /// Conda platforms to resolve the packages for. Default: the platforms of the nodes that are there when the planner
+    /// resolves.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(inner(regex(pattern = PLATFORM)))]
     pub platforms: Vec<String>,
-    /// The oldest glibc of any node, as the solver's `__glibc`. Default: 2.28.
+    /// Oldest glibc of all nodes, which the solver assumes as `__glibc`. Default: 2.28.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = GLIBC))]
     pub glibc: Option<String>,
-    /// A ready lock in place of channels and specs: what `flux-distribute lock` writes, a pixi.lock, or a conda `@EXPLICIT`
-    /// list with sha256 digests.
+    /// A ready lock in place of channels and specs: the output of `flux-distribute lock`, a pixi.lock, or a conda
+    /// `@EXPLICIT` list with sha256 digests. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lock: Option<String>,
-    /// Any word, such as a date: a changed one has the channels asked again. Time alone and restarts never do.
+    /// Any word, such as a date. A changed word makes the planner resolve again; otherwise it does so only if channels,
+    /// specs, platforms or glibc change. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refresh: Option<String>,
-    /// Where archives are fetched in place of the channels that a lock names: an http, https or file URL below which the
+    /// Where archives are fetched in place of the channels that the lock names: an http, https or file URL below which the
     /// channels' own paths are found, such as `https://mirror.example.org/conda` for `https://…/conda-forge/linux-64/…`.
+    /// Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = URL), length(max = LONGEST_URL))]
     #[x_kube(validation = Rule::new(no_credentials("self")).message(HAS_CREDENTIALS))]
     pub mirror: Option<String>,
-    /// Whether what Secret `flux-packages-access` holds may be sent to http URLs, where everybody on the way can read it.
-    /// Default: false, to https URLs only.
+    /// Send the credentials in Secret `flux-packages-access` to http URLs too, where everybody on the way can read them.
+    /// Default: false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub allow_http_credentials: bool,
-    /// How many environments a node keeps, the one in use included; those that the broker or a job uses are never removed.
+    /// How many environments a node keeps, including the one in use. One that the broker or a job uses is never removed.
     /// Default: 2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = u32::MAX))]
     pub keep: Option<u32>,
-    /// A bundle in place of a channel, for sites without internet or with their own build of Flux.
+    /// A bundle in place of a channel, for sites without internet or with their own build of Flux. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bundle: Option<BundleSource>,
 }
 
-/// Where a bundle is, and what must be in it.
+/// Where a bundle is, and its sha256.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct BundleSource {
-    /// `https://`, `http://`, or `file://` (a path on each node's host).
+    /// URL of the bundle: `https://`, `http://`, or `file://`, which is a path on each node's host.
     #[schemars(regex(pattern = URL), length(max = LONGEST_URL))]
     #[x_kube(validation = Rule::new(no_credentials("self")).message(HAS_CREDENTIALS))]
     pub url: String,

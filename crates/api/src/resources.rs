@@ -3,14 +3,14 @@ use serde::{Deserialize, Serialize};
 
 use super::IdSet;
 
-/// What a node has for Flux: counts of hwloc's logical ids, each counted from 0.
+/// What a node has for Flux: counts of hwloc's logical ids, which begin at 0.
 #[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Resources {
-    /// Physical cores as hwloc counts them (not the hardware threads of the Node's `capacity.cpu`).
+    /// Physical cores as hwloc counts them, not the hardware threads of the Node's `capacity.cpu`.
     #[schemars(range(max = u32::MAX))]
     pub cores: u32,
-    /// GPUs.
+    /// Number of GPUs.
     #[serde(default, skip_serializing_if = "super::is_zero")]
     #[schemars(range(max = u32::MAX))]
     pub gpus: u32,

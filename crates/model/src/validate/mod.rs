@@ -97,7 +97,7 @@ fn words(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     for (field, word) in unknown {
         wrong.extend(word.map(|word| {
             Finding::new(field, format!("this version of flux-distribute knows no {word:?}")).with_remedy(
-                "write one of the words that README lists, or finish the upgrade to a version that knows it",
+                "write one of the words that docs/reference.md lists, or finish the upgrade to a version that knows it",
             )
         }));
     }
