@@ -20,8 +20,9 @@ use crate::{
     },
     host::{
         Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
-        PreflightOrder, RemoveOrder, Root, StateDir, StopOrder, look, open_host_file, preflight::port_taken, state,
-        sysctl,
+        PreflightOrder, Refusal, RemoveOrder, Root, StateDir, StopOrder, look, open_host_file,
+        preflight::{is_port_taken, port_taken},
+        state, sysctl,
     },
     packages::{FetchError, estimate_bytes},
     plan::{
@@ -62,6 +63,9 @@ pub enum StepError {
         #[source]
         source: std::io::Error,
     },
+    /// Preflight's word that another process has the brokers' port.
+    #[error(transparent)]
+    PortTaken(Refusal),
     /// Something is not there yet: others will see to it.
     #[error("{0}")]
     NotYet(String),
@@ -157,9 +161,13 @@ impl Actor {
             ),
             need_bytes,
         };
-        match self.order(Order::Preflight(order)).await? {
-            Answer::Preflight(preflight) => Ok(preflight),
-            other => Err(unexpected(&other)),
+        match self.order(Order::Preflight(order)).await {
+            Ok(Answer::Preflight(preflight)) => Ok(preflight),
+            Ok(other) => Err(unexpected(&other)),
+            Err(StepError::Host(HostError::Refused(refusal))) if is_port_taken(&refusal) => {
+                Err(StepError::PortTaken(refusal))
+            }
+            Err(error) => Err(error),
         }
     }
 
@@ -385,7 +393,22 @@ pub(super) fn unexpected(answer: &Answer) -> StepError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::Refusal;
+    use crate::{agent::fixture::actor, host::FakeHost};
+
+    #[tokio::test]
+    async fn a_port_that_another_process_has_is_told_apart_from_what_is_wrong_with_the_host() {
+        let seen = [
+            ("port 8050 of this host is taken by perl (pid 7); free it, or set spec.broker.port to another", true),
+            ("port 8050 of this host can't be listened on: denied", false),
+            ("this host has no glibc", false),
+        ];
+        for (words, is_taken) in seen {
+            let host = FakeHost::answering([Err(Refusal::transient(words))]);
+            let error = actor(Arc::new(host)).preflight(&FluxInstanceSpec::default(), None).await.unwrap_err();
+            assert_eq!(matches!(error, StepError::PortTaken(_)), is_taken, "{words}");
+            assert!(error.to_string() == words && !error.is_waiting() && error.is_transient(), "{error}");
+        }
+    }
 
     #[test]
     fn a_lead_whose_queue_is_kept_outwaits_its_children_unless_the_pod_ends_before() {

@@ -130,7 +130,12 @@ impl Agent {
 
 /// What is told of a step that was not done; it is logged here.
 fn trouble(step: &Step, error: &StepError) -> Trouble {
-    let trouble = Trouble { words: error_chain(error), waiting: error.is_waiting(), lasting: !error.is_transient() };
+    let trouble = Trouble {
+        words: error_chain(error),
+        waiting: error.is_waiting(),
+        lasting: !error.is_transient(),
+        by_others: matches!(error, StepError::PortTaken(_)),
+    };
     if trouble.waiting {
         info!(step = step.name(), reason = trouble.words, "this step has to wait");
     } else {

@@ -493,7 +493,12 @@ mod tests {
             (false, NodePhase::Installing, NodePhase::Failed),
             (false, NodePhase::Online, NodePhase::Failed),
         ] {
-            let trouble = Trouble { words: "waiting for Secret flux-curve".to_owned(), waiting, lasting: false };
+            let trouble = Trouble {
+                words: "waiting for Secret flux-curve".to_owned(),
+                waiting,
+                lasting: false,
+                by_others: false,
+            };
             assert_eq!(told(&install, Some(&trouble), None, before), (expected, trouble.words.clone()));
         }
     }

@@ -26,6 +26,8 @@ pub struct Trouble {
     pub waiting: bool,
     /// Time alone does not heal it.
     pub lasting: bool,
+    /// Any user of the host can bring it about: it is no reason to give an epoch up.
+    pub by_others: bool,
 }
 
 /// What is tried: a step under a generation of the FluxInstance's spec. Another one is tried at once, whatever has failed
@@ -95,7 +97,7 @@ impl Tries {
             _ => return None,
         };
         let trouble = self.trouble(step, generation)?;
-        (!trouble.waiting && self.failures >= many).then_some(trouble.words.as_str())
+        (!trouble.waiting && !trouble.by_others && self.failures >= many).then_some(trouble.words.as_str())
     }
 
     /// How long this step still has to wait.
@@ -207,7 +209,7 @@ mod tests {
     }
 
     fn trouble(waiting: bool) -> Trouble {
-        Trouble { words: "it is broken".to_owned(), waiting, lasting: false }
+        Trouble { words: "it is broken".to_owned(), waiting, lasting: false, by_others: false }
     }
 
     #[test]
@@ -246,6 +248,15 @@ mod tests {
             assert_eq!(tries.keeps_refusing(&step, 1).is_some(), told, "{step:?}");
             assert_eq!(tries.keeps_refusing(&step, 2), None, "another spec may be the cure");
         }
+    }
+
+    #[test]
+    fn a_port_that_a_user_keeps_is_never_what_an_epoch_is_given_up_for() {
+        let (mut tries, now) = (Tries::default(), Instant::now());
+        for _ in 0..100 {
+            tries.failed(&Step::Preflight, 1, Trouble { by_others: true, ..trouble(false) }, now, 0.0);
+        }
+        assert_eq!(tries.keeps_refusing(&Step::Preflight, 1), None);
     }
 
     #[test]
