@@ -412,6 +412,12 @@ fn a_users_link_to_what_is_ours_is_in_nobodys_way() {
     symlink("/var/lib/flux-distribute", &link).unwrap();
     lchown(&link, Some(USER), None).unwrap();
     assert_eq!(host.state().unwrap().prefix, Path::new("/data/flux"));
+    // A hard link, too, which a user can make where the kernel does not protect what is root's.
+    fs::remove_file(&link).unwrap();
+    fs::create_dir(&link).unwrap();
+    chown(&link, Some(USER), None).unwrap();
+    fs::hard_link(&pointer, link.join("prefix.json")).unwrap();
+    assert_eq!(host.state().unwrap().prefix, Path::new("/data/flux"));
     host.remove(false).unwrap();
     assert!(!pointer.exists() && !host.at("/data/flux").exists());
 }
