@@ -56,6 +56,13 @@ pub(crate) fn credentials_remedy() -> String {
     )
 }
 
+/// `url` as it may be shown, if what asks for it would find a credential in it: a parser of URLs takes more for one than whoever
+/// reads the text, such as `https:///USER:PASSWORD@HOST/`.
+pub(crate) fn with_hidden_credentials(url: &str) -> Option<String> {
+    let url = url::Url::parse(url).ok()?;
+    (fetch::credentials::stripped(&url) != url).then(|| fetch::http::shown(url.as_str()))
+}
+
 /// The conda platform of the machine this runs on, such as `linux-64`.
 pub fn native_platform() -> &'static str {
     crate::host::facts::platform(std::env::consts::ARCH).unwrap_or("linux-unknown")

@@ -3,7 +3,7 @@
 use crate::{
     api::{BundleSource, Finding, Packages},
     error_chain,
-    packages::{check_glibc, check_lock, check_spec, credentials_remedy},
+    packages::{check_glibc, check_lock, check_spec, credentials_remedy, with_hidden_credentials},
     redact::{SECRET_WORDS, redacted, url_with_credentials},
 };
 
@@ -21,10 +21,13 @@ const PLATFORMS: [&str; 2] = ["linux-64", "linux-aarch64"];
 pub(in crate::api) const HAS_CREDENTIALS: &str = "has credentials in the URL, which everybody who may read the FluxInstance or \
     ConfigMap flux-packages could read: put them into Secret flux-packages-access, key credentials.json";
 /// In CEL, the rule that [`HAS_CREDENTIALS`] is said by, of the URL in variable `name`: it has no user, no `/t/TOKEN/`, and no
-/// parameter with one of [`SECRET_WORDS`] in its name. Names that are written with `%` are found by [`url`] alone.
+/// parameter with one of [`SECRET_WORDS`] in its name, however many slashes it begins with. Names that are written with `%` are
+/// found by [`url`] alone.
 pub(in crate::api) fn no_credentials(name: &str) -> String {
     let secret = SECRET_WORDS.join("|");
-    format!("!{name}.matches('(?i)^https?://([^/?#]+@|[^?#]*/t/([^/?#.]+(/|$)|[^/?#]+/)|[^#]*[?&][^=&#]*({secret}))')")
+    format!(
+        "!{name}.matches('(?i)^https?:[/\\\\\\\\]*([^/?#]+@|[^?#]*/t/([^/?#.]+(/|$)|[^/?#]+/)|[^#]*[?&][^=&#]*({secret}))')"
+    )
 }
 /// In the CRD. The API server runs no rule on what may be endless.
 pub(in crate::api) const MOST_CHANNELS: usize = 32;
@@ -51,7 +54,7 @@ fn base(field: &str, given: &str) -> Option<Finding> {
 }
 
 fn credentials_in(field: &str, url: &str) -> Option<Finding> {
-    let safe = url_with_credentials(url)?;
+    let safe = url_with_credentials(url).or_else(|| with_hidden_credentials(url))?;
     let problem = format!(
         "{safe} has credentials, which everybody who may read the FluxInstance or ConfigMap flux-packages could read"
     );

@@ -19,7 +19,7 @@ use url::Url;
 
 use crate::{
     api::PackageSet,
-    packages::{environment::room, fetch::credentials::stripped},
+    packages::{environment::room, fetch::credentials::stripped, with_hidden_credentials},
     redact::url_with_credentials,
 };
 
@@ -197,11 +197,24 @@ pub fn check_lock(text: &str, platforms: &[String]) -> Result<(), LockError> {
         return Err(LockError::Credentials { url });
     }
     let lock = read(text)?;
+    if let Some(url) = hidden_credentials(&lock) {
+        return Err(LockError::Credentials { url });
+    }
     let there = match platforms {
         [] => linux_platforms(&lock)?,
         wanted => wanted.to_vec(),
     };
     there.iter().try_for_each(|platform| of_platform(&lock, platform).map(drop))
+}
+
+/// The first URL with a credential that nobody sees in the lock's text, such as in `https:/USER:PASSWORD@HOST/`.
+fn hidden_credentials(lock: &LockFile) -> Option<String> {
+    lock.environments().find_map(|(_, environment)| {
+        let mut packages = environment.packages_by_platform().flat_map(|(_, packages)| packages);
+        let in_packages = packages.find_map(|package| with_hidden_credentials(package.location().as_url()?.as_str()));
+        let mut channels = environment.channels().iter();
+        in_packages.or_else(|| channels.find_map(|channel| with_hidden_credentials(&channel.url)))
+    })
 }
 
 /// The platforms of Linux that a lock has packages for, at least one.

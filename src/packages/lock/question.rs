@@ -10,6 +10,7 @@ use url::Url;
 use crate::packages::{
     SolveError,
     fetch::{credentials::stripped, http::shown},
+    with_hidden_credentials,
 };
 use crate::{
     api::{DEFAULT_CHANNEL, DEFAULT_GLIBC, DEFAULT_SPECS, Packages},
@@ -122,10 +123,19 @@ impl Source {
 
 pub(in crate::packages) fn parse_spec(given: &str) -> Result<MatchSpec, SolveError> {
     let unusable = |reason: String| SolveError::Spec { spec: redacted(given), reason };
+    let with_credentials = "a spec is a name and a version, without a URL that has credentials";
     if url_with_credentials(given).is_some() {
-        return Err(unusable("a spec is a name and a version, without a URL that has credentials".into()));
+        return Err(unusable(with_credentials.into()));
+    }
+    // Before it is parsed: an error of the parser may quote it.
+    if let Some(safe) = given.split("::").next().and_then(with_hidden_credentials) {
+        return Err(SolveError::Spec { spec: safe, reason: with_credentials.to_owned() });
     }
     let spec = MatchSpec::from_str(given, ParseStrictness::Lenient).map_err(|e| unusable(error_chain(&e)))?;
+    let channel = spec.channel.as_ref().map(|channel| channel.base_url.as_str());
+    if let Some(safe) = channel.and_then(with_hidden_credentials) {
+        return Err(SolveError::Spec { spec: safe, reason: with_credentials.to_owned() });
+    }
     if spec.url.is_some() {
         return Err(unusable("a spec is a name and a version, not a URL; use packages.lock or packages.bundle".into()));
     }
