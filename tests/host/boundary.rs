@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use api::{DEFAULT_PREFIX, PackageSet};
+use api::{DEFAULT_PREFIX, PackageSet, RUN_DIR};
 use host::{
     HostLock, NsHost, Root,
     boundary::enter_command,
@@ -23,8 +23,8 @@ use host::{
     users,
 };
 use hostapi::{
-    Answer, ClaimOrder, ConfigureOrder, FakeHost, Host, HostError, HostFile, HostView, LinkOrder, Order,
-    PreflightOrder, Refusal, RemoveOrder, Reply, StateDir,
+    Answer, ClaimOrder, ConfigureOrder, FakeHost, Host, HostError, HostFile, HostView, LaunchRecord, LinkOrder, Order,
+    PreflightOrder, Refusal, RemoveOrder, Reply, StateDir, StopOrder,
 };
 
 use futures::future::{Either, FutureExt, select};
@@ -256,6 +256,51 @@ fn killed_stage(order: &Order, after: Duration) {
     std::thread::sleep(after);
     let _ = child.kill();
     child.wait().unwrap();
+}
+
+/// What is recorded of a broker is one by that.
+fn record_as_broker(pid: u32, prefix: &Path) {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let start_time: u64 = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().parse().unwrap();
+    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    let boot_id = boot_id.trim();
+    let record = serde_json::json!({
+        "process": {"boot_id": boot_id, "pid": pid, "start_time": start_time}, "boot_id": boot_id, "systemd": false,
+        "prefix": prefix, "log_start": 0, "record": LaunchRecord::default(),
+    });
+    fs::create_dir_all(RUN_DIR).unwrap();
+    fs::write(Path::new(RUN_DIR).join("broker.json"), record.to_string()).unwrap();
+}
+
+#[tokio::test]
+async fn a_stop_that_nobody_waits_for_any_more_ends_no_broker() {
+    if !in_pod("a_stop_that_nobody_waits_for_any_more_ends_no_broker", SHARING_ALL) {
+        return;
+    }
+    let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
+    let prefix = Path::new(DEFAULT_PREFIX);
+    let claim = ClaimOrder { prefix: prefix.into(), instance_uid: "u".into(), uninstall: Default::default() };
+    run(&host, Order::Claim(claim)).await.unwrap();
+    let mut broker = std::process::Command::new("sleep").arg("infinity").spawn().unwrap();
+    record_as_broker(broker.id(), prefix);
+    let order = Order::Stop(StopOrder { grace_secs: 5 });
+
+    let lock = HostLock::take(&Root::host(), prefix, Duration::ZERO).unwrap();
+    let mut stage = std::process::Command::new(BINARY);
+    let mut stage = stage.arg("stage").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    stage.stdin.take().unwrap().write_all(&serde_json::to_vec(&order).unwrap()).unwrap();
+    // It waits for the lock, and whoever gave the order is gone.
+    let open = |fd: fs::DirEntry| fs::read_link(fd.path()).is_ok_and(|path| path == prefix.join("lock"));
+    while !fs::read_dir(format!("/proc/{}/fd", stage.id())).unwrap().flatten().any(open) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(stage.stdout.take());
+    drop(lock);
+    stage.wait().unwrap();
+    assert_eq!(broker.try_wait().unwrap(), None, "the broker was ended");
+
+    run(&host, order).await.unwrap();
+    assert!(broker.wait().unwrap().code().is_none(), "a signal ends it");
 }
 
 #[tokio::test]

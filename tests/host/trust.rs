@@ -290,6 +290,42 @@ fn a_host_that_is_claimed_below_what_a_user_has_mounted_is_not_taken_for_a_free_
     host.remove(false).unwrap();
 }
 
+/// The brokers' user owns the statedir, and may mount over it: root goes through none of that.
+#[test]
+fn what_the_brokers_user_mounts_below_the_prefix_is_told_and_nothing_is_removed_before_it_is_gone() {
+    if skips_without([Need::Fuse]) {
+        return;
+    }
+    let host = TestHost::new();
+    host.claim().unwrap();
+    host.environment(DIGEST, None);
+    host.configure(&configure_order()).unwrap();
+    fs::create_dir(host.below("state/mine")).unwrap();
+    for point in ["state/mine", "state"] {
+        let mounted = UsersMount::at(host.below(point));
+        assert!(host.state().is_some());
+        for keep_state in [false, true] {
+            let refusal = host.remove(keep_state).err();
+            // What is kept is not gone through.
+            let is_spared = keep_state && point == "state/mine";
+            let words = format!("something is mounted on {}", mounted.point.canonicalize().unwrap().display());
+            assert_eq!(
+                refusal.map(|refusal| refusal.message.contains(&words)),
+                (!is_spared).then_some(true),
+                "{point}"
+            );
+            if is_spared {
+                host.claim().unwrap();
+                host.environment(DIGEST, None);
+                host.configure(&configure_order()).unwrap();
+            }
+        }
+        assert!(host.below("envs").exists());
+    }
+    host.remove(false).unwrap();
+    assert!(!host.below("").exists());
+}
+
 /// A FUSE file system as fusermount3(1) mounts it for [`USER`], until this is dropped. Nobody serves it: the kernel refuses other
 /// users, root too, before it asks.
 struct UsersMount {
@@ -411,6 +447,12 @@ fn a_users_link_to_what_is_ours_is_in_nobodys_way() {
     let link = host.at("/opt/flux-distribute");
     symlink("/var/lib/flux-distribute", &link).unwrap();
     lchown(&link, Some(USER), None).unwrap();
+    assert_eq!(host.state().unwrap().prefix, Path::new("/data/flux"));
+    // A hard link, too, which a user can make where the kernel does not protect what is root's.
+    fs::remove_file(&link).unwrap();
+    fs::create_dir(&link).unwrap();
+    chown(&link, Some(USER), None).unwrap();
+    fs::hard_link(&pointer, link.join("prefix.json")).unwrap();
     assert_eq!(host.state().unwrap().prefix, Path::new("/data/flux"));
     host.remove(false).unwrap();
     assert!(!pointer.exists() && !host.at("/data/flux").exists());

@@ -149,10 +149,15 @@ fn a_lock_with_credentials_is_refused_without_them_in_the_words() {
     for url in [
         format!("https://me:{PASSWORD}@h/c/linux-64/flux-core-1.0-0.conda"),
         format!("https://h/t/{TOKEN}/c/linux-64/flux-core-1.0-0.conda"),
+        // What a parser of URLs takes for a user, and a reader does not.
+        format!("https:///me:{PASSWORD}@h/c/linux-64/flux-core-1.0-0.conda"),
+        format!("https:/me:{PASSWORD}@h/c/linux-64/flux-core-1.0-0.conda"),
+        format!("https://me:{PASSWORD}\"@h/c/linux-64/flux-core-1.0-0.conda"),
     ] {
         let list = format!("@EXPLICIT\n{url}#{sha256}\n");
         let yaml = format!(
-            "version: 6\nenvironments:\n  default:\n    channels:\n    - url: {url}\n    packages:\n      linux-64:\n      - conda: {url}\n"
+            "version: 6\nenvironments:\n  default:\n    channels:\n    - url: {url}\n    packages:\n      linux-64:\n      - conda: {url}\n\
+             packages:\n- conda: {url}\n  sha256: '{sha256}'\n"
         );
         for lock in [list, yaml] {
             let error = locks::check_lock(&lock, &[]).unwrap_err();
@@ -169,8 +174,14 @@ fn a_lock_with_credentials_is_refused_without_them_in_the_words() {
 #[test]
 fn a_spec_with_credentials_is_refused_and_says_where_they_belong() {
     let sha256 = "0".repeat(64);
-    let with =
-        [format!("https://me:{PASSWORD}@h/c"), format!("http://h/t/{TOKEN}/c"), "https://h/x?sig=tk-5ecret".to_owned()];
+    let with = [
+        format!("https://me:{PASSWORD}@h/c"),
+        format!("http://h/t/{TOKEN}/c"),
+        "https://h/x?sig=tk-5ecret".to_owned(),
+        // What a parser of URLs takes for a user, and a reader does not.
+        format!("https:///me:{PASSWORD}@h/c"),
+        format!("https://me:{PASSWORD}\"@h/c"),
+    ];
     for url in with {
         for spec in [
             serde_json::json!({"packages": {"channels": ["https://h/c", url]}}),

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use broker::{reload::ReloadError, rfc3::RpcError};
 use cluster::ApiError;
-use hostapi::{Answer, HostError};
+use hostapi::{Answer, HostError, Refusal};
 use packages::FetchError;
 
 /// Why a step was not carried out.
@@ -29,6 +29,9 @@ pub enum StepError {
         #[source]
         source: std::io::Error,
     },
+    /// Another process has the brokers' port. Any user of the host can bring that about.
+    #[error(transparent)]
+    PortTaken(Refusal),
     /// Something else must happen first, and nothing is wrong with this node; the text says what.
     #[error("{0}")]
     NotYet(String),
@@ -98,7 +101,6 @@ pub fn unexpected(answer: &Answer) -> StepError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hostapi::Refusal;
 
     #[test]
     fn only_what_others_must_do_first_counts_as_waiting() {

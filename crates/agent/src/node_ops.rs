@@ -20,10 +20,14 @@ use api::{
 };
 use broker::command::{BrokerIdentity, LEAD_STOP_SECS, LIVE_CONFIGURATION, RC1_TASK, connect_script, launch, rc1_task};
 use cluster::{certificate, published::read_roster, store};
-use host::{Root, open_host_file, port::port_taken, state, sysctl};
+use host::{
+    Root, open_host_file,
+    port::{is_port_taken, port_taken},
+    state, sysctl,
+};
 use hostapi::{
-    Answer, ClaimOrder, ConfigureOrder, Host, HostFile, HostView, LaunchOrder, Order, Preflight, PreflightOrder,
-    RemoveOrder, StateDir, StopOrder, look,
+    Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
+    PreflightOrder, RemoveOrder, StateDir, StopOrder, look,
 };
 use locks::estimate_bytes;
 use model::{broker_toml, names::live_configuration, roster::topology, status::CERTIFICATE_IS_GONE};
@@ -86,9 +90,13 @@ impl NodeOps {
             ),
             need_bytes,
         };
-        match self.order(Order::Preflight(order)).await? {
-            Answer::Preflight(preflight) => Ok(preflight),
-            other => Err(unexpected(&other)),
+        match self.order(Order::Preflight(order)).await {
+            Ok(Answer::Preflight(preflight)) => Ok(preflight),
+            Ok(other) => Err(unexpected(&other)),
+            Err(StepError::Host(HostError::Refused(refusal))) if is_port_taken(&refusal) => {
+                Err(StepError::PortTaken(refusal))
+            }
+            Err(error) => Err(error),
         }
     }
 
@@ -344,7 +352,25 @@ pub fn launch_order(preflight: &Preflight, roster: &Roster, assignment: &Assignm
 
 #[cfg(test)]
 mod tests {
+    use hostapi::{FakeHost, Refusal};
+
     use super::*;
+    use crate::fixture::ops;
+
+    #[tokio::test]
+    async fn a_taken_port_is_told_apart_from_what_is_wrong_with_the_host() {
+        let refusals = [
+            ("port 8050 of this host is taken by perl (pid 7); free it, or set spec.broker.port to another", true),
+            ("port 8050 of this host can't be listened on: denied", false),
+            ("this host has no glibc", false),
+        ];
+        for (words, is_taken) in refusals {
+            let host = FakeHost::answering([Err(Refusal::transient(words))]);
+            let error = ops(Arc::new(host)).preflight(&FluxInstanceSpec::default(), None).await.unwrap_err();
+            assert_eq!(matches!(error, StepError::PortTaken(_)), is_taken, "{words}");
+            assert!(error.to_string() == words && !error.is_waiting() && error.is_transient(), "{error}");
+        }
+    }
 
     #[test]
     fn a_lead_whose_queue_is_kept_gets_time_for_its_children_unless_the_pod_ends() {

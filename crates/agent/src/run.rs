@@ -237,7 +237,12 @@ async fn report_unobserved(agent: &mut Agent, error: &StepError) -> Duration {
 
 /// Logs why `step` was not carried out, and puts it into words for people.
 fn trouble(step: &Step, error: &StepError) -> Trouble {
-    let trouble = Trouble { words: error_chain(error), waiting: error.is_waiting(), lasting: !error.is_transient() };
+    let trouble = Trouble {
+        words: error_chain(error),
+        waiting: error.is_waiting(),
+        lasting: !error.is_transient(),
+        by_others: matches!(error, StepError::PortTaken(_)),
+    };
     if trouble.waiting {
         info!(step = step.name(), reason = trouble.words, "this step has to wait");
     } else {

@@ -48,10 +48,13 @@ pub const PLATFORMS: [&str; 2] = ["linux-64", "linux-aarch64"];
 pub const HAS_CREDENTIALS: &str = "has credentials in the URL, which everybody who may read the FluxInstance or \
     ConfigMap flux-packages could read: put them into Secret flux-packages-access, key credentials.json";
 /// In CEL, the rule that [`HAS_CREDENTIALS`] is said by, of the URL in variable `name`: it has no user, no `/t/TOKEN/`, and no
-/// parameter with one of [`SECRET_WORDS`] in its name. Names that are written with `%` are found by [`url`] alone.
+/// parameter with one of [`SECRET_WORDS`] in its name, however many slashes it begins with. Names that are written with `%` are
+/// found by [`url`] alone.
 pub fn no_credentials(name: &str) -> String {
     let secret = SECRET_WORDS.join("|");
-    format!("!{name}.matches('(?i)^https?://([^/?#]+@|[^?#]*/t/([^/?#.]+(/|$)|[^/?#]+/)|[^#]*[?&][^=&#]*({secret}))')")
+    format!(
+        "!{name}.matches('(?i)^https?:[/\\\\\\\\]*([^/?#]+@|[^?#]*/t/([^/?#.]+(/|$)|[^/?#]+/)|[^#]*[?&][^=&#]*({secret}))')"
+    )
 }
 /// In the CRD. The API server runs no rule on what may be endless.
 pub const MOST_CHANNELS: usize = 32;

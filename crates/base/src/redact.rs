@@ -124,6 +124,13 @@ pub fn take_apart(url: &Url) -> (Url, User, PathToken) {
     (plain, user, Some((before, path[at].clone())))
 }
 
+/// `url` as it may be shown, if whatever asks for it would find a credential in it: a parser of URLs takes more for one than a reader
+/// of the text, such as `https:///USER:PASSWORD@HOST/`.
+pub fn with_hidden_credentials(url: &str) -> Option<String> {
+    let url = Url::parse(url).ok()?;
+    (stripped(&url) != url).then(|| shown(url.as_str()))
+}
+
 /// `url` as it may be shown: without user, password, query, and conda's `/t/<token>/`.
 pub fn shown(url: &str) -> String {
     let mut url = match Url::parse(url) {

@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
     time::Duration,
 };
@@ -39,16 +39,26 @@ pub struct Candidate {
     last: Option<(String, Instant)>,
     /// The time by the clock of the planner before, as the Lease tells; kept when the Lease becomes ours.
     predecessor_time: Option<Timestamp>,
+    /// This planner has taken over the time limits of the one before.
+    has_limits: Arc<AtomicBool>,
 }
 
 impl Candidate {
     /// A candidate under the name `identity`.
     pub fn new(client: Client, identity: String, members: Arc<AtomicU32>) -> Self {
-        Self { leases: Api::namespaced(client, NAMESPACE), identity, members, last: None, predecessor_time: None }
+        let leases = Api::namespaced(client, NAMESPACE);
+        Self { leases, identity, members, last: None, predecessor_time: None, has_limits: Arc::default() }
+    }
+
+    /// To be set once the time limits of the planner before are taken over. Until then the Lease tells its time, or they would end
+    /// early if this planner ended before.
+    pub fn has_limits(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.has_limits)
     }
 
     /// Waits until the Lease is ours. Returns the time by the clock of the planner before; None: there was none, or it didn't say.
     pub async fn acquire(&mut self) -> Option<Timestamp> {
+        self.has_limits.store(false, Ordering::Relaxed);
         loop {
             match timeout(RENEW_EVERY, self.step()).await {
                 Ok(Ok(true)) => return self.predecessor_time,
@@ -123,12 +133,22 @@ impl Candidate {
         }
     }
 
+    /// By the clock of the planner whose time limits are in the roster. A clock that is ahead of ours is not carried on: by ours
+    /// these limits end late, and if one planner moved them and ended before it said so, they would end early.
+    fn time(&self) -> Timestamp {
+        let now = clock::now();
+        match self.predecessor_time {
+            Some(time) if !self.has_limits.load(Ordering::Relaxed) => time.min(now),
+            _ => now,
+        }
+    }
+
     fn spec(&self, transitions: i32) -> LeaseSpec {
         LeaseSpec {
             holder_identity: Some(self.identity.clone()),
             lease_duration_seconds: i32::try_from(LEASE_DURATION.as_secs()).ok(),
             lease_transitions: Some(transitions),
-            renew_time: Some(MicroTime(clock::now())),
+            renew_time: Some(MicroTime(self.time())),
             ..LeaseSpec::default()
         }
     }
@@ -162,7 +182,14 @@ pub async fn release(client: Client, identity: &str) -> Result<(), kube::Error> 
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
 mod tests {
+    use std::sync::Mutex;
+
+    use http::{Request, Response};
+    use k8s_openapi::jiff::SignedDuration;
+    use kube::client::Body;
+
     use super::*;
 
     #[test]
@@ -183,5 +210,51 @@ mod tests {
             assert_eq!(decide(Some(&seen), "me"), LeaseStep::Take, "{seconds:?}");
         }
         assert_eq!(promised(None), LEASE_DURATION);
+    }
+
+    /// An API server that has one Lease, and nothing else.
+    fn with_lease(time: Timestamp) -> Client {
+        let spec = LeaseSpec { renew_time: Some(MicroTime(time)), ..LeaseSpec::default() };
+        let metadata = ObjectMeta { resource_version: Some("1".into()), ..ObjectMeta::default() };
+        let lease = Arc::new(Mutex::new(Lease { metadata, spec: Some(spec) }));
+        let serve = tower::service_fn(move |request: Request<Body>| {
+            let lease = Arc::clone(&lease);
+            async move {
+                let is_write = request.method() == "PUT";
+                let sent = request.into_body().collect_bytes().await.unwrap();
+                let mut lease = lease.lock().unwrap();
+                if is_write {
+                    let next: u32 = lease.metadata.resource_version.as_ref().unwrap().parse().unwrap();
+                    *lease = serde_json::from_slice(&sent).unwrap();
+                    lease.metadata.resource_version = Some((next + 1).to_string());
+                }
+                Response::builder().body(Body::from(serde_json::to_vec(&*lease).unwrap()))
+            }
+        });
+        Client::new(serve, NAMESPACE)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_planner_that_ends_before_it_has_taken_the_time_limits_over_leaves_them_to_the_next_one() {
+        for hours in [-1, 1] {
+            let before = clock::now() + SignedDuration::from_hours(hours);
+            let client = with_lease(before);
+            let candidate = |name: &str| Candidate::new(client.clone(), name.to_owned(), Arc::default());
+            let is_near = |time: Option<Timestamp>, other| time.unwrap().duration_since(other).abs().as_secs() < 300;
+
+            let mut first = candidate("first");
+            assert!(is_near(first.acquire().await, before));
+            // It ends, after it has renewed the Lease.
+            let _ = timeout(RENEW_EVERY * 2, first.keep()).await;
+            let mut second = candidate("second");
+            let told = second.acquire().await;
+            // By a clock that was ahead they end late at worst.
+            assert!(is_near(told, if hours < 0 { before } else { clock::now() }), "{hours}: {told:?}");
+            // This one has taken them over when it ends.
+            second.has_limits().store(true, Ordering::Relaxed);
+            let _ = timeout(RENEW_EVERY * 2, second.keep()).await;
+            let told = candidate("third").acquire().await;
+            assert!(is_near(told, clock::now()), "{hours}: {told:?}");
+        }
     }
 }

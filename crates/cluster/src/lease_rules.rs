@@ -43,10 +43,14 @@ pub fn decide(seen: Option<&LeaseView>, me: &str) -> LeaseStep {
     }
 }
 
+/// The longest that a candidate waits between two looks. The number of members is in the FluxInstance's status, which every
+/// agent's token may write: a forged one must not put all other candidates to sleep for years.
+const LONGEST_LOOK: Duration = Duration::from_secs(300);
+
 /// How long a candidate waits between two looks, when `members` others look too: all together ask about twenty times a
-/// second at most, whatever their number.
+/// second at most, up to the number for which that is [`LONGEST_LOOK`].
 pub fn look_every(members: u32) -> Duration {
-    RENEW_EVERY.max(Duration::from_millis(u64::from(members) * 50))
+    Duration::from_millis(u64::from(members) * 50).clamp(RENEW_EVERY, LONGEST_LOOK)
 }
 
 #[cfg(test)]
@@ -80,5 +84,10 @@ mod tests {
     fn a_thousand_candidates_ask_no_more_than_twenty_times_a_second() {
         assert_eq!(look_every(4), RENEW_EVERY);
         assert!(1000.0 / look_every(1000).as_secs_f64() <= 20.0);
+    }
+
+    #[test]
+    fn a_forged_number_of_members_puts_no_candidate_to_sleep_for_long() {
+        assert_eq!(look_every(u32::MAX), Duration::from_secs(300));
     }
 }

@@ -30,6 +30,9 @@ pub const WAIT: Duration = Duration::from_secs(30);
 
 const POLL: Duration = Duration::from_millis(20);
 
+/// More replacements of one lock's file than there are others who could be at the same.
+const MOST_REPLACED: u32 = 10;
+
 /// Permission bits of group and others.
 const OTHERS: u32 = 0o077;
 
@@ -81,14 +84,23 @@ pub fn refusal(path: &Path, wait: Duration, error: &io::Error) -> Refusal {
 /// Takes the lock whose file is `path`, and makes that file where it is missing. One that others can open is replaced.
 ///
 /// # Errors
-/// `WouldBlock` when another one still holds it after `wait`.
+/// `WouldBlock` when another one still holds it after `wait`; `PermissionDenied` where even a new file is not ours alone, as on
+/// a file system that keeps no owners or modes.
 pub fn take(path: &Path, wait: Duration) -> io::Result<Flock<File>> {
     let deadline = Instant::now() + wait;
+    let mut replaced = 0;
     loop {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600).custom_flags(O_NOFOLLOW | O_NONBLOCK);
         let file = options.open(path)?;
         if !is_ours_alone(&file.metadata()?) {
+            if replaced == MOST_REPLACED {
+                return Err(io::Error::new(
+                    io::ErrorKind::PermissionDenied,
+                    "its file can't be closed to other users; this file system keeps no owners or modes",
+                ));
+            }
+            replaced += 1;
             tracing::warn!(path = %path.display(), "other users could hold this lock; its file is replaced");
             remove_if_there(path)?;
             continue;
@@ -119,7 +131,10 @@ fn is_still_at(file: &File, path: &Path) -> bool {
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 
+    use nix::unistd::{Uid, setfsuid};
+
     use super::*;
+    use crate::needs::{Need, skips_without};
 
     #[test]
     fn a_lock_that_others_could_open_is_made_anew_and_none_is_waited_for_longer_than_told() {
@@ -134,6 +149,23 @@ mod tests {
         assert_eq!(take(&path, Duration::ZERO).unwrap_err().kind(), io::ErrorKind::WouldBlock);
         drop(ours);
         take(&path, Duration::ZERO).unwrap();
+    }
+
+    /// As on vfat, or on a network file system that makes nobody of root.
+    #[test]
+    fn a_file_system_that_gives_every_file_to_somebody_else_is_refused_and_not_tried_for_ever() {
+        if skips_without([Need::Root]) {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        let path = dir.path().join(LOCK);
+        // Of this thread alone.
+        setfsuid(Uid::from_raw(65534));
+        let taken = take(&path, Duration::ZERO);
+        setfsuid(geteuid());
+        let error = taken.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
     }
 
     #[test]

@@ -43,17 +43,25 @@ pub fn port_taken(root: &Root, endpoint: SocketAddr) -> Option<Refusal> {
     }
 }
 
+/// Whether `refusal` is that of [`check`] for a port that another process has: any user can take a free one.
+pub fn is_port_taken(refusal: &Refusal) -> bool {
+    refusal.message.starts_with("port ") && refusal.message.contains(TAKEN)
+}
+
+const TAKEN: &str = " of this host is taken by ";
+
 /// Whether a broker can listen on it.
 ///
 /// # Errors
 /// Who or what is in its way, with the remedy.
 pub fn check(found: &PortUse, port: u16) -> Result<(), Refusal> {
     let remedy = "free it, or set spec.broker.port to another";
+    let taken = |who: &str| Err(Refusal::transient(format!("port {port}{TAKEN}{who}; {remedy}")));
     let who = match found {
         PortUse::Free | PortUse::Ours => return Ok(()),
-        PortUse::Taken(Some((pid, name))) => format!("is taken by {name} (pid {pid})"),
+        PortUse::Taken(Some((pid, name))) => return taken(&format!("{name} (pid {pid})")),
         PortUse::Taken(None) => {
-            "is taken by a process that can't be named (`ss --tcp --bound-inactive --processes` may list it)".to_owned()
+            return taken("a process that can't be named (`ss --tcp --bound-inactive --processes` may list it)");
         }
         PortUse::Unusable(why) => format!("can't be listened on: {why}"),
     };

@@ -164,12 +164,12 @@ fn read(root: &Root, dir: &Path, name: &str) -> Result<Option<HostState>, Refusa
 }
 
 /// True if root wrote the file for this very place, as a version before this one may have done. A user's link on the way may lead
-/// to what root wrote for another place.
+/// to what root wrote for another place, and so may a hard link, which a user can make where `fs.protected_hardlinks` is 0.
 fn is_roots_own(root: &Root, dir: &Path, name: &str) -> bool {
     let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
     let Some(directory) = trust::by_roots_links(root, dir) else { return false };
     let Ok(file) = openat(&directory, name, flags, Mode::empty()).map(fs::File::from) else { return false };
-    let is_roots = file.metadata().is_ok_and(|found| found.is_file() && found.uid() == 0);
+    let is_roots = file.metadata().is_ok_and(|found| found.is_file() && found.uid() == 0 && found.nlink() == 1);
     let state = is_roots.then(|| serde_json::from_reader::<_, HostState>(file).ok()).flatten();
     state.is_some_and(|state| name == POINTER || state.prefix == dir)
 }

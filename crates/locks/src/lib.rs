@@ -16,7 +16,7 @@ use rattler_lock::{Environment, LockFile, LockedPackage, ParseCondaLockError};
 use url::Url;
 
 use api::PackageSet;
-use base::redact::{stripped, url_with_credentials};
+use base::redact::{stripped, url_with_credentials, with_hidden_credentials};
 
 /// A ConfigMap holds 1 MiB, and `flux-packages` holds two sets while an upgrade waits for its epoch.
 pub const MAX_LOCK_BYTES: usize = 480 << 10;
@@ -193,11 +193,24 @@ pub fn check_lock(text: &str, platforms: &[String]) -> Result<(), LockError> {
         return Err(LockError::Credentials { url });
     }
     let lock = read(text)?;
+    if let Some(url) = hidden_credentials(&lock) {
+        return Err(LockError::Credentials { url });
+    }
     let there = match platforms {
         [] => linux_platforms(&lock)?,
         wanted => wanted.to_vec(),
     };
     there.iter().try_for_each(|platform| of_platform(&lock, platform).map(drop))
+}
+
+/// The first URL with a credential that nobody sees in the lock's text, such as in `https:/USER:PASSWORD@HOST/`.
+fn hidden_credentials(lock: &LockFile) -> Option<String> {
+    lock.environments().find_map(|(_, environment)| {
+        let mut packages = environment.packages_by_platform().flat_map(|(_, packages)| packages);
+        let in_packages = packages.find_map(|package| with_hidden_credentials(package.location().as_url()?.as_str()));
+        let mut channels = environment.channels().iter();
+        in_packages.or_else(|| channels.find_map(|channel| with_hidden_credentials(&channel.url)))
+    })
 }
 
 /// The platforms of Linux that a lock has packages for, at least one.

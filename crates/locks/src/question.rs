@@ -6,7 +6,7 @@ use url::Url;
 use api::{DEFAULT_CHANNEL, DEFAULT_GLIBC, DEFAULT_SPECS, Packages};
 use base::{
     error_chain,
-    redact::{redacted, stripped, url_with_credentials},
+    redact::{redacted, stripped, url_with_credentials, with_hidden_credentials},
 };
 
 /// Why something can't be asked. Only another question helps.
@@ -102,10 +102,19 @@ pub fn wanted_platforms<'a>(packages: &'a Packages, nodes: &'a [String]) -> Vec<
 /// [`QuestionError::Spec`].
 pub fn parse_spec(given: &str) -> Result<MatchSpec, QuestionError> {
     let unusable = |reason: String| QuestionError::Spec { spec: redacted(given), reason };
+    let with_credentials = "a spec is a name and a version, without a URL that has credentials";
     if url_with_credentials(given).is_some() {
-        return Err(unusable("a spec is a name and a version, without a URL that has credentials".into()));
+        return Err(unusable(with_credentials.into()));
+    }
+    // Before it is parsed: an error of the parser may quote it.
+    if let Some(safe) = given.split("::").next().and_then(with_hidden_credentials) {
+        return Err(QuestionError::Spec { spec: safe, reason: with_credentials.to_owned() });
     }
     let spec = MatchSpec::from_str(given, ParseStrictness::Lenient).map_err(|e| unusable(error_chain(&e)))?;
+    let channel = spec.channel.as_ref().map(|channel| channel.base_url.as_str());
+    if let Some(safe) = channel.and_then(with_hidden_credentials) {
+        return Err(QuestionError::Spec { spec: safe, reason: with_credentials.to_owned() });
+    }
     if spec.url.is_some() {
         return Err(unusable("a spec is a name and a version, not a URL; use packages.lock or packages.bundle".into()));
     }

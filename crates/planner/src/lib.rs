@@ -24,12 +24,13 @@ pub async fn run(client: Client, identity: String, members: Arc<AtomicU32>) {
     let mut lease = lease::Candidate::new(client.clone(), identity.clone(), members);
     loop {
         let predecessor_time = lease.acquire().await;
+        let has_limits = lease.has_limits();
         info!(identity, "this agent is the planner now");
         // Whatever is under way when the Lease is lost is dropped; a write that is already out is fenced by its
         // resourceVersion.
         tokio::select! {
             () = lease.keep() => warn!("the Lease is lost: another agent plans from here on"),
-            () = reconcile::run(client.clone(), &identity, predecessor_time) => {}
+            () = reconcile::run(client.clone(), &identity, predecessor_time, &has_limits) => {}
         }
     }
 }

@@ -3,7 +3,15 @@
 mod needs;
 mod tell;
 
-use std::{collections::BTreeMap, collections::HashMap, pin::pin, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, HashMap},
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use futures::StreamExt;
 use k8s_openapi::jiff::Timestamp;
@@ -43,8 +51,9 @@ const TICK: Duration = Duration::from_secs(2);
 /// Nodes whose annotations can't be written are left alone for so long.
 const PROTECT_AGAIN: Duration = Duration::from_secs(60);
 
-/// Plans until it is dropped. `predecessor_time`: by the clock of the planner before.
-pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timestamp>) {
+/// Plans until it is dropped. `predecessor_time`: by the clock of the planner before. `has_limits` is set once its time limits are
+/// taken over.
+pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timestamp>, has_limits: &AtomicBool) {
     let (caches, changes) = Caches::watch(&client);
     let mut changes = pin!(changes);
     let mut planner = Planner {
@@ -77,7 +86,8 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
             continue;
         }
         match planner.once(&caches).await {
-            Ok(()) => {}
+            // A deadline that was moved is in the status, which is written last.
+            Ok(()) => has_limits.store(planner.predecessor_time.is_none(), Ordering::Relaxed),
             // Another planner, or an agent, was faster: look again.
             Err(error) if error.code() == Some(409) => debug!(%error, "written by somebody else meanwhile"),
             Err(error) => planner.report(&caches, &error).await,

@@ -94,6 +94,12 @@ fn write(stdout: &mut StdoutLock<'_>, reply: &Reply) -> io::Result<()> {
     stdout.flush()
 }
 
+/// Whoever gave the order still hears. One that was killed while the stage waited for the host's lock can't take the order back,
+/// and what has been decided since would be undone: a broker ended that runs jobs again, or one begun that must not.
+fn still_wanted() -> Result<(), Refusal> {
+    say(&Reply::Alive).map_err(|_| Refusal::transient("the process that gave this order has ended"))
+}
+
 /// A panic becomes an answer, with its place and without its words: they may hold anything.
 fn answer_panics() {
     std::panic::set_hook(Box::new(|panic| {
@@ -146,11 +152,13 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
         Order::Configure(order) => configure(root, &order).map(|()| Answer::Done),
         Order::Start(order) => {
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;
+            still_wanted()?;
             launch::start(&order)?;
             observed()
         }
         Order::Stop(order) => {
             let _lock = HostLock::take_if_there(root, state::find(root)?.as_ref())?;
+            still_wanted()?;
             brokers.stop(&order)?;
             observed()
         }

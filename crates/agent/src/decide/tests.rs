@@ -745,7 +745,7 @@ fn a_decision_holds_step_report_and_pause() {
     assert_eq!(first.status.map(|status| status.phase), Some(NodePhase::Starting));
 
     let mut failed = Memory::default();
-    let trouble = Trouble { words: "port 8050 is taken".to_owned(), waiting: false, lasting: false };
+    let trouble = Trouble { words: "port 8050 is taken".to_owned(), waiting: false, lasting: false, by_others: false };
     let inputs = world.inputs();
     failed.attempts.failed(&first.step, inputs.generation, trouble, inputs.at, 0.0);
     let second = decide(&inputs, &failed);

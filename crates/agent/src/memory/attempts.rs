@@ -27,6 +27,8 @@ pub struct Trouble {
     pub waiting: bool,
     /// Trying again does not help until somebody changes something.
     pub lasting: bool,
+    /// Any user of the host can bring it about, so it is no reason to give an epoch up.
+    pub by_others: bool,
 }
 
 /// A step under a generation of the FluxInstance's spec. A different attempt begins at once, whatever failed before it: it may be
@@ -96,7 +98,7 @@ impl Attempts {
             _ => return None,
         };
         let trouble = self.trouble(step, generation)?;
-        (!trouble.waiting && self.failures >= many).then_some(trouble.words.as_str())
+        (!trouble.waiting && !trouble.by_others && self.failures >= many).then_some(trouble.words.as_str())
     }
 
     /// The rest of the pause before this step.
@@ -213,7 +215,7 @@ mod tests {
     }
 
     fn trouble(waiting: bool) -> Trouble {
-        Trouble { words: "it is broken".to_owned(), waiting, lasting: false }
+        Trouble { words: "it is broken".to_owned(), waiting, lasting: false, by_others: false }
     }
 
     #[test]
@@ -252,6 +254,15 @@ mod tests {
             assert_eq!(attempts.step_keeps_failing(&step, 1).is_some(), told, "{step:?}");
             assert_eq!(attempts.step_keeps_failing(&step, 2), None, "another spec may be the cure");
         }
+    }
+
+    #[test]
+    fn a_port_that_a_user_keeps_never_ends_an_epoch() {
+        let (mut attempts, now) = (Attempts::default(), Instant::now());
+        for _ in 0..100 {
+            attempts.failed(&Step::Preflight, 1, Trouble { by_others: true, ..trouble(false) }, now, 0.0);
+        }
+        assert_eq!(attempts.step_keeps_failing(&Step::Preflight, 1), None);
     }
 
     #[test]

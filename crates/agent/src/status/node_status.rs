@@ -317,7 +317,12 @@ mod tests {
             (false, NodePhase::Installing, NodePhase::Failed),
             (false, NodePhase::Online, NodePhase::Failed),
         ] {
-            let trouble = Trouble { words: "waiting for Secret flux-curve".to_owned(), waiting, lasting: false };
+            let trouble = Trouble {
+                words: "waiting for Secret flux-curve".to_owned(),
+                waiting,
+                lasting: false,
+                by_others: false,
+            };
             let mut memory = Memory::default();
             memory.attempts.failed(&install, 0, trouble.clone(), Instant::now(), 0.0);
             assert_eq!(said(&memory, &install, before), (expected, trouble.words.clone()));

@@ -3,7 +3,7 @@
 use api::{BundleSource, Finding, Packages, rules::PLATFORMS};
 use base::{
     error_chain,
-    redact::{redacted, url_with_credentials},
+    redact::{redacted, url_with_credentials, with_hidden_credentials},
 };
 use locks::{
     check_lock, credentials_remedy,
@@ -30,7 +30,7 @@ fn base(field: &str, given: &str) -> Option<Finding> {
 }
 
 fn credentials_in(field: &str, url: &str) -> Option<Finding> {
-    let safe = url_with_credentials(url)?;
+    let safe = url_with_credentials(url).or_else(|| with_hidden_credentials(url))?;
     let problem = format!(
         "{safe} has credentials, which everybody who may read the FluxInstance or ConfigMap flux-packages could read"
     );
