@@ -109,7 +109,7 @@ impl World {
                 "over" => Instance::Over,
                 uid => Instance::Here { uid: uid.to_owned() },
             },
-            agent_age: Duration::from_secs(if self.alone { 6 } else { 1 }),
+            agent_age: Duration::from_secs(if self.alone { 60 } else { 1 }),
             node_uid: self.node_uid.map(str::to_owned),
             is_replaced: self.replaced,
             flux_node: self.spec.clone().map(|spec| FluxNode::new(&spec.node_name.clone(), spec)),
