@@ -78,7 +78,7 @@ impl Roster {
         Ok(serde_json::from_str(text)?)
     }
 
-    /// Flux knows each member by its node's name, whatever its broker is called (see `plan::names`). In an epoch that an older
+    /// Flux knows each member by its node's name, whatever its broker is called (see `model::names`). In an epoch that an older
     /// version began, Flux knows a member by the name of its broker: renaming it now would end its jobs, since Fluxion (0.54)
     /// finds a running job's resources by name when it is loaded again.
     pub fn declares_nodes(&self) -> bool {

@@ -14,30 +14,30 @@ pub const MORE_THAN_MAX_SIZE: &str =
 pub const EMPTY_SELECTOR: &str = "has neither matchLabels nor matchExpressions: write `selector: {matchLabels: {KEY: VALUE}}`, or leave it out to \
      select all nodes";
 
-/// In the CRD; [`is_subdomain`] in words for the API server.
+/// In the CRD; [`is_subdomain`](crate::is_subdomain) in words for the API server.
 pub const SUBDOMAIN: &str = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$";
-/// In the CRD; what [`Topology::parse`] takes, without `kary:0`.
+/// In the CRD; what the model's `Topology::parse` takes, without `kary:0`.
 pub const TOPOLOGY: &str = "^(flat|kary:0*[1-9][0-9]*|mincrit(:[0-9]+)?|binomial)$";
-/// In the CRD; what [`parse_duration`] takes.
+/// In the CRD; what [`parse_duration`](crate::parse_duration) takes.
 pub const DURATION: &str = r"^[0-9]+(\.[0-9]+)?(ms|s|m|h|d)?$";
-/// In the CRD; what [`check_prefix`] wants of the first character.
+/// In the CRD; what [`check_prefix`](crate::check_prefix) wants of the first character.
 pub const PREFIX: &str = "^/";
 /// As long as Linux takes a path (PATH_MAX). The API server refuses a rule on a text that has no limit.
 pub const LONGEST_PREFIX: u64 = 4096;
-/// In the CRD, in CEL: [`check_prefix_characters`], for a prefix that is new. One that an instance has had since an older version
+/// In the CRD, in CEL: [`check_prefix_characters`](crate::check_prefix_characters), for a prefix that is new. One that an instance has had since an older version
 /// stays, or nothing of that instance could be changed any more, not even to remove it.
 pub const PREFIX_RULE: &str = "self.matches('^[A-Za-z0-9._/-]+$') || (oldSelf.hasValue() && oldSelf.value() == self)";
 /// The API server's words for other characters, by that rule.
 pub const PREFIX_CHARACTERS: &str =
     "holds other characters than A-Z, a-z, 0-9, `.`, `_`, `/` and `-`: choose another directory";
-/// In the CRD; what [`user`] takes, but for numbers that are too large.
+/// In the CRD; what the model takes as a user, but for numbers that are too large.
 pub const USER: &str = "^[A-Za-z0-9_.][-A-Za-z0-9_.]*$";
 
 /// In the CRD; a URL by its scheme.
 pub const URL: &str = "^(https?|file)://.+$";
-/// In the CRD; what [`sha256`] takes.
+/// In the CRD; a digest in lower-case hex.
 pub const SHA256: &str = "^[0-9a-f]{64}$";
-/// In the CRD; what [`check_glibc`] takes.
+/// In the CRD; what `locks::question::check_glibc` takes.
 pub const GLIBC: &str = r"^[0-9]+(\.[0-9]+)+$";
 /// In the CRD; [`PLATFORMS`].
 pub const PLATFORM: &str = "^linux-(64|aarch64)$";
@@ -48,8 +48,7 @@ pub const PLATFORMS: [&str; 2] = ["linux-64", "linux-aarch64"];
 pub const HAS_CREDENTIALS: &str = "has credentials in the URL, which everybody who may read the FluxInstance or \
     ConfigMap flux-packages could read: put them into Secret flux-packages-access, key credentials.json";
 /// In CEL, the rule that [`HAS_CREDENTIALS`] is said by, of the URL in variable `name`: it has no user, no `/t/TOKEN/`, and no
-/// parameter with one of [`SECRET_WORDS`] in its name, however many slashes it begins with. Names that are written with `%` are
-/// found by [`url`] alone.
+/// parameter with one of [`SECRET_WORDS`] in its name. Names that are written with `%` are found by the model alone.
 pub fn no_credentials(name: &str) -> String {
     let secret = SECRET_WORDS.join("|");
     format!(
