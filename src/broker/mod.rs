@@ -9,6 +9,6 @@ pub mod rfc3;
 pub mod status;
 pub mod unit;
 
-/// The version (`version` of flux-broker-attributes(7)) that local mode's stand-in for a broker has, and what everybody who
-/// speaks of such an instance begins with: no Flux runs there.
+/// The version (`version` in flux-broker-attributes(7)) of local mode's stand-in for a broker. Every report about such
+/// an instance begins with it, because no Flux runs there.
 pub const STAND_IN: &str = "stand-in, no Flux";

@@ -14,10 +14,10 @@ use super::{
 
 /// Runs a program of the host in the host's namespaces with our own stdin, stdout and stderr, and waits for it.
 ///
-/// Of our environment only TERM goes along; `env` is added to it and to a usual PATH.
+/// Of our environment it gets only TERM, with `env` and a standard PATH added.
 ///
 /// # Errors
-/// Where the host can't be entered or the program can't be started.
+/// If the host's namespaces can't be entered or the program can't be started.
 pub fn enter(
     program: &Path,
     args: &[OsString],
@@ -38,7 +38,7 @@ pub fn enter(
     Ok(exit_code(child.wait()?))
 }
 
-/// To end as a program did, as a shell tells it: 128 + signal where it was killed.
+/// The exit code that a shell would report for `status`: 128 + signal if a signal killed the program.
 pub fn exit_code(status: ExitStatus) -> ExitCode {
     ExitCode::from(u8::try_from(flux::code(status)).unwrap_or(u8::MAX))
 }

@@ -12,10 +12,10 @@ use super::{
 };
 use crate::api::BROKER_URI;
 
-/// Runs `flux` of an environment to its end, as the broker's user.
+/// Runs an environment's `flux` as the broker's user, and waits for its end.
 ///
 /// # Errors
-/// Where it can't be started, or has not ended in time.
+/// If it can't be started, or does not end within the order's timeout.
 pub fn flux(root: &Root, order: &FluxOrder) -> Result<Ran, Refusal> {
     let mut child = spawn(root, &order.prefix, &order.digest, &order.args, &order.run_as)?;
     let stdout = Kept::of(child.stdout.take());
@@ -33,10 +33,10 @@ pub fn flux(root: &Root, order: &FluxOrder) -> Result<Ran, Refusal> {
     Ok(Ran { code: code(status), stdout: stdout.text(), stderr: stderr.text() })
 }
 
-/// Starts `flux` of an environment as the broker's user, in a process group of its own.
+/// Starts an environment's `flux` as the broker's user, in a process group of its own.
 ///
 /// # Errors
-/// Where it can't be started.
+/// If the user is unknown, or it can't be started.
 pub(super) fn spawn(root: &Root, prefix: &Path, digest: &str, args: &[String], run_as: &str) -> Result<Child, Refusal> {
     let user = users::resolve_on(root, run_as)?;
     let bin = root.path(state::environment(prefix, digest)).join("bin");
@@ -58,7 +58,7 @@ pub(super) fn spawn(root: &Root, prefix: &Path, digest: &str, args: &[String], r
     command.spawn().map_err(|error| Refusal::io("run", &program, &error))
 }
 
-/// Exit code as a shell counts it: 128 + signal where it was killed.
+/// Exit code as a shell counts it: 128 + signal if a signal killed the process.
 pub fn code(status: ExitStatus) -> i32 {
     status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(255)
 }

@@ -1,4 +1,4 @@
-//! Which machine this is: what is below a prefix may be another one's, if nodes share that directory.
+//! Identifies this machine: if nodes share a directory, the files below a prefix may belong to another machine.
 
 use std::{fs, path::Path};
 
@@ -7,22 +7,22 @@ use sha2::{Digest, Sha256};
 
 use super::Root;
 
-/// What a machine says of itself. No part of it is certain: images are cloned with their machine-id(5), which may be made anew;
-/// nodes of one host share its hardware; hosts are renamed. So [`Machine::may_be`] goes by the majority. A part that is empty is
-/// not known.
+/// What identifies a machine. No part is certain: images are cloned with their machine-id(5), which may be replaced
+/// later; nodes of one host share its hardware; hosts are renamed. So [`Machine::may_be`] goes by the majority. An
+/// empty part is unknown.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Machine {
-    /// Its host name, with its domain if the kernel knows one.
+    /// Host name, with the domain if the kernel's host name has one.
     pub name: String,
-    /// Made from /etc/machine-id, which is not for everybody to know.
+    /// Digest of /etc/machine-id, which should stay private to the machine.
     pub id: String,
-    /// Made from the UUID that the firmware tells, which root alone can read.
+    /// Digest of the firmware's product UUID, which only root can read.
     pub hardware: String,
 }
 
 impl Machine {
-    /// The machine of this host. None if it tells nothing of itself.
+    /// This machine; None if no part is known.
     pub fn here(root: &Root) -> Option<Self> {
         let read = |path: &str| fs::read_to_string(root.path(path)).unwrap_or_default().trim().to_owned();
         let name = read("/proc/sys/kernel/hostname");
@@ -37,8 +37,8 @@ impl Machine {
         (machine != Self::default()).then_some(machine)
     }
 
-    /// Whether both can be one machine: most of what both tell is equal, and between two parts that contradict each other the
-    /// host name decides.
+    /// True if both can be the same machine: most of the parts that both know are equal. On a tie the host name
+    /// decides, and if it is unknown, they may be the same.
     pub fn may_be(&self, other: &Self) -> bool {
         let known = |one: &str, other: &str, is_same: fn(&str, &str) -> bool| {
             (!one.is_empty() && !other.is_empty()).then(|| is_same(one, other))
@@ -58,12 +58,12 @@ fn first_label(name: &str) -> &str {
     name.split_once('.').map_or(name, |(first, _)| first)
 }
 
-/// A host may tell its name with its domain at one time and without at another.
+/// True if the host names are equal, or one is the other without its domain.
 fn is_one_name(one: &str, other: &str) -> bool {
     one == other || [(one, other), (other, one)].into_iter().any(|(short, long)| short == first_label(long))
 }
 
-/// Firmware that was never given a UUID tells one letter over and over.
+/// False for a firmware UUID that was never set: it repeats one character.
 fn is_id(text: &str) -> bool {
     if !text.chars().all(|letter| letter.is_ascii_hexdigit() || letter == '-') {
         return false;
@@ -72,12 +72,12 @@ fn is_id(text: &str) -> bool {
     letters.next().is_some_and(|first| letters.any(|letter| letter != first))
 }
 
-/// Half of a SHA-256.
+/// The first half of a SHA-256, in hex.
 fn digest(text: &str) -> String {
     hex::encode(&Sha256::digest(format!("flux-distribute {text}"))[..16])
 }
 
-/// The file system of `kind` (statfs(2) `f_type`), if it is one that nodes share.
+/// Name of the file system with magic number `kind` (statfs(2) `f_type`), if nodes can share it.
 pub fn shared_file_system(kind: u64) -> Option<&'static str> {
     Some(match kind {
         0x6969 => "NFS",
@@ -97,11 +97,11 @@ pub fn shared_file_system(kind: u64) -> Option<&'static str> {
     })
 }
 
-/// The same of what is at `directory`, as this process sees it.
+/// Name of the file system at `directory` (this process's path), if nodes can share it.
 pub fn shared_by_nodes(directory: &Path) -> Option<&'static str> {
     let found = nix::sys::statfs::statfs(directory).ok()?;
-    // Magic numbers have 32 bits; some C libraries widen them with their sign.
-    #[allow(clippy::unnecessary_cast, reason = "the type is another one on each platform")]
+    // Magic numbers have 32 bits, but some C libraries sign-extend them.
+    #[allow(clippy::unnecessary_cast, reason = "the type differs by platform")]
     shared_file_system(found.filesystem_type().0 as u64 & 0xFFFF_FFFF)
 }
 
@@ -114,26 +114,26 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_is_known_again_by_most_of_what_it_says() {
+    fn a_machine_is_recognized_by_the_majority_of_its_parts() {
         let first = machine("n1", "id1", "hw1");
         for (other, is_it, what) in [
             (machine("n1", "id1", "hw1"), true, "itself"),
-            (machine("n1", "new", "hw1"), true, "its machine-id was made anew"),
+            (machine("n1", "new", "hw1"), true, "it has a new machine-id"),
             (machine("new", "id1", "hw1"), true, "it was renamed"),
             (machine("n1", "id1", "new"), true, "its disks are in other hardware"),
-            (machine("n1", "id1", ""), true, "its firmware can't be asked any more"),
-            (machine("", "", ""), true, "it tells nothing"),
+            (machine("n1", "id1", ""), true, "its firmware can no longer be read"),
+            (machine("", "", ""), true, "nothing is known of it"),
             (machine("n2", "id2", "hw2"), false, "another node"),
             (machine("n2", "id1", "hw2"), false, "a clone with the same machine-id"),
-            (machine("n2", "id2", "hw1"), false, "two nodes of one host, as those of kind"),
-            (machine("n1", "id2", ""), true, "its machine-id was made anew, and no firmware tells anything"),
+            (machine("n2", "id2", "hw1"), false, "two nodes of one host, as with kind"),
+            (machine("n1", "id2", ""), true, "it has a new machine-id, and its firmware is unknown"),
             (machine("n2", "id1", ""), false, "a clone without firmware"),
-            (machine("n1.site", "id1", "hw2"), true, "it tells its domain now, in other hardware"),
+            (machine("n1.site", "id1", "hw2"), true, "it has its domain in its name now, on other hardware"),
         ] {
             assert_eq!(first.may_be(&other), is_it, "{what}");
             assert_eq!(other.may_be(&first), is_it, "{what}");
         }
-        // As two clones at two sites that share a directory.
+        // Like two clones at two sites that share a directory.
         assert!(!machine("n1.here", "id1", "").may_be(&machine("n1.there", "id1", "")));
     }
 
@@ -152,13 +152,13 @@ mod tests {
         assert_eq!(Machine::here(&root), None);
         write("/proc/sys/kernel/hostname", "n1.example.org\n");
         write("/etc/machine-id", "4d1f0c6f3a5e4b2f8d7c6b5a49382716\n");
-        let told = Machine::here(&root).unwrap();
-        assert_eq!(told.name, "n1.example.org");
-        assert!(!told.id.is_empty() && !told.id.contains("4d1f0c6f"), "{told:?}");
+        let machine = Machine::here(&root).unwrap();
+        assert_eq!(machine.name, "n1.example.org");
+        assert!(!machine.id.is_empty() && !machine.id.contains("4d1f0c6f"), "{machine:?}");
     }
 
     #[test]
-    fn file_systems_of_disks_and_memory_are_not_shared_and_those_of_networks_are() {
+    fn nodes_can_share_network_file_systems_but_not_disks_or_memory() {
         for (kind, expected) in [(0xEF53, None), (0x5846_5342, None), (0x9123_683E, None), (0x0102_1994, None)] {
             assert_eq!(shared_file_system(kind), expected, "{kind:x}");
         }

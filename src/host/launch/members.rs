@@ -1,23 +1,23 @@
-//! Which processes are the broker's: those that the kernel shows in its unit or its cgroup. A name, arguments or an
-//! environment prove nothing, since any user and any pod can give them to a process of its own; into these cgroups only root
-//! moves a process, and all that is started there stays there. So jobs are found after their broker has died, too, and
-//! those of a broker that an older version has started.
+//! Determines which processes are the broker's: those in its unit or its cgroup. A name, arguments or an environment
+//! prove nothing, because any user and any pod can choose them for a process. But only root moves processes into these
+//! cgroups, and whatever a process starts there stays there. So we find jobs even after their broker has died, and
+//! those of a broker that an older version started.
 
 use std::{collections::BTreeSet, fs, io};
 
 use super::{Places, cgroup, process::Stat};
 use crate::broker::unit::SERVICE;
 
-/// Where systemd puts the unit, below the mount of each hierarchy.
+/// The unit's cgroup, relative to the mount of each hierarchy.
 const UNIT_CGROUP: &str = "flux.slice/flux-broker.service";
-/// What the kernel calls flux-shell(1): on each node of a job one runs for as long as the job does.
+/// The kernel's name for flux-shell(1); one runs on each node of a job until the job ends.
 const JOB_SHELL: &str = "flux-shell";
 
 impl Places {
-    /// The broker and all that it has started and that still runs, jobs too: pids in the PID namespace of /proc.
+    /// Pids, in /proc's PID namespace, of the broker and of all its descendants that still run, including jobs.
     ///
     /// # Errors
-    /// This process' own cgroups or mounts can't be read: then nobody knows.
+    /// If this process's own cgroups or mounts can't be read: the members are then unknown.
     pub fn members(&self) -> io::Result<BTreeSet<i32>> {
         let broker = self.record().and_then(|record| Some((self.process(&record)?.pid, record.systemd)));
         let mut members = self.members_with(broker.filter(|(_, systemd)| *systemd).map(|(pid, _)| pid))?;
@@ -25,7 +25,7 @@ impl Places {
         Ok(members)
     }
 
-    /// How many jobs have a shell here. `unit` is the main process of the broker's unit, if it has one.
+    /// Number of job shells here. `unit` is the main process of the broker's unit, if there is one.
     pub(super) fn job_shells(&self, unit: Option<i32>) -> io::Result<usize> {
         Ok(self.members_with(unit)?.into_iter().filter(|pid| is_job_shell(*pid)).count())
     }
@@ -35,7 +35,7 @@ impl Places {
         for name in [&self.cgroup, UNIT_CGROUP] {
             directories.extend(cgroup::places_here(name)?.into_iter().map(|place| place.directory));
         }
-        // An administrator's drop-in may have put the unit into another slice.
+        // An administrator's drop-in may have moved the unit to another slice.
         if let Some(text) = unit.and_then(|pid| fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()) {
             directories.extend(cgroup::directories(&cgroup::memberships(&text), &cgroup::own_mounts()?, SERVICE));
         }
@@ -43,7 +43,7 @@ impl Places {
     }
 }
 
-/// One that has ended, and whose parent has not noticed yet, holds no job up.
+/// True for a job shell, unless it is a zombie: that one delays no job.
 fn is_job_shell(pid: i32) -> bool {
     let Ok(line) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
     let name = line.split_once('(').and_then(|(_, rest)| Some(rest.rsplit_once(')')?.0));

@@ -1,4 +1,4 @@
-//! A broker on a host with systemd: a unit of the host, driven by the host's own systemctl.
+//! Runs a broker on a host with systemd: as a unit of the host, controlled by the host's own systemctl.
 
 use std::{
     collections::BTreeMap,
@@ -20,33 +20,33 @@ use crate::{
     },
 };
 
-/// Where hosts keep their programs.
+/// Directories of a host's programs.
 const BIN: [&str; 3] = ["usr/bin", "bin", "run/current-system/sw/bin"];
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// `start` of a unit of Type=exec ends with the exec.
+/// Longer, because `start` of a Type=exec unit waits for the exec.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The host's systemd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Systemd {
-    /// Where units go that last until the next boot.
+    /// Directory for units that last until the next boot.
     pub unit_dir: PathBuf,
-    /// The host's systemctl.
+    /// Path of the host's systemctl.
     pub systemctl: PathBuf,
 }
 
-/// What systemd says of the unit.
+/// The state of the unit, from `systemctl show`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct UnitState {
     /// `active`, `activating`, `deactivating`, `inactive`, `failed`.
     pub active: String,
-    /// 0 where there is none.
+    /// Pid of the main process; 0 if there is none.
     pub main_pid: i32,
 }
 
 impl Systemd {
-    /// systemd of the host whose root is `root`; None where it does not run: it must have booted the host, and answer on
-    /// its own socket or on D-Bus.
+    /// The systemd of the host whose root is `root`; None if it does not run there: it must have booted the host, and
+    /// answer on its own socket or on D-Bus.
     pub fn of(root: &Path) -> Option<Self> {
         let booted = root.join("run/systemd/system").is_dir();
         let answers = ["run/systemd/private", "run/dbus/system_bus_socket"].iter().any(|path| root.join(path).exists());
@@ -54,18 +54,18 @@ impl Systemd {
         (booted && answers).then(|| Self { unit_dir: root.join("run/systemd/system"), systemctl })
     }
 
-    /// The unit as it is.
+    /// The unit's present state.
     pub fn state(&self) -> Result<UnitState, LaunchError> {
         Ok(parse_show(&self.run(&["show", "-p", "ActiveState,MainPID", SERVICE], TIMEOUT)?))
     }
 
-    /// The unit's main process; None where it has none.
+    /// The unit's main process; None if it has none.
     pub fn process(&self) -> Result<Option<Identity>, LaunchError> {
         let pid = self.state()?.main_pid;
         Ok(if pid > 0 { Identity::of(pid) } else { None })
     }
 
-    /// Writes the unit and starts it. One that was begun by hand, and is on its way up or down, is ended first.
+    /// Writes the unit and starts it. If somebody started it by hand, and it is starting or stopping, stops it first.
     pub(super) fn start(&self, order: &LaunchOrder, user: &User) -> Result<Identity, LaunchError> {
         let write = |path: &Path, text: &str| {
             let made = path.parent().map_or(Ok(()), fs::create_dir_all);
@@ -80,7 +80,7 @@ impl Systemd {
         write(&self.unit_dir.join(SERVICE), &text)?;
         write(&self.unit_dir.join(SLICE_DROP_IN), &slice(order.cpu_weight))?;
         self.run(&["daemon-reload"], TIMEOUT)?;
-        // Counts from earlier failures; there is nothing to reset on a unit that never failed.
+        // Resets the failure counter. Fails on a unit that never failed.
         let _ = self.run(&["reset-failed", SERVICE], TIMEOUT);
         let path = log::path(&order.prefix);
         let since = log::length(&path);
@@ -89,7 +89,7 @@ impl Systemd {
         match (started, self.process()?) {
             (Ok(_), Some(process)) => Ok(process),
             (Ok(_), None) => Err(LaunchError::Gone { why: log::why(&said()) }),
-            // What the program itself said tells more than where to look for it.
+            // The program's own log tells more than systemctl's advice where to look.
             (Err(LaunchError::Systemctl { .. }), _) if !said().trim().is_empty() => {
                 Err(LaunchError::Gone { why: log::why(&said()) })
             }
@@ -97,20 +97,20 @@ impl Systemd {
         }
     }
 
-    /// Stops the unit; after `grace`, by force.
+    /// Stops the unit; kills it after `grace`.
     pub(super) fn stop(&self, grace: Duration) -> Result<(), LaunchError> {
         match self.run(&["stop", SERVICE], grace) {
             Err(LaunchError::Slow { .. }) => {
                 self.run(&["kill", "--signal=SIGKILL", SERVICE], TIMEOUT)?;
                 self.run(&["stop", SERVICE], TIMEOUT).map(drop)
             }
-            // Never loaded, or forgotten already; who does not answer says neither.
+            // The unit was never loaded or is forgotten already, and systemd confirms that no process is left.
             Err(error) => self.process().ok().filter(Option::is_none).map(drop).ok_or(error),
             Ok(_) => Ok(()),
         }
     }
 
-    /// Takes the unit off.
+    /// Removes the unit.
     pub(super) fn forget(&self) -> Result<(), LaunchError> {
         let (unit, drop_in) = (self.unit_dir.join(SERVICE), self.unit_dir.join(SLICE_DROP_IN));
         let is_off = !unit.exists() && !drop_in.exists();
@@ -118,11 +118,11 @@ impl Systemd {
             let failed = |source| LaunchError::Step { what: format!("remove {}", path.display()), source };
             remove_if_there(&path).map_err(failed)?;
         }
-        // An administrator's drop-ins may be beside ours.
+        // Fails if an administrator's drop-ins are beside ours; then the directory stays.
         let _ = drop_in.parent().map(fs::remove_dir);
         let reloaded = self.run(&["daemon-reload"], TIMEOUT);
         let _ = self.run(&["reset-failed", SERVICE], TIMEOUT);
-        // Files that somebody has taken off already may still be in systemd's memory; whether they are is not asked for.
+        // If the files were removed before, systemd may still know the unit; then its reload is only tried.
         if is_off { Ok(()) } else { reloaded.map(drop) }
     }
 
@@ -153,7 +153,7 @@ fn program(root: &Path, name: &str) -> Option<PathBuf> {
     BIN.iter().map(|directory| root.join(directory).join(name)).find(|path| path.exists())
 }
 
-/// Reads the answer of `systemctl show`.
+/// Parses the output of `systemctl show`.
 pub fn parse_show(text: &str) -> UnitState {
     let fields: BTreeMap<&str, &str> = text.lines().filter_map(|line| line.split_once('=')).collect();
     UnitState {
@@ -167,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_systemd_shows_is_read_in_any_order_and_missing_is_none() {
+    fn systemctl_show_is_parsed_in_any_order_and_with_missing_fields() {
         for (text, active, main_pid) in [
             ("MainPID=42\nActiveState=active\n", "active", 42),
             ("ActiveState=activating\nMainPID=0\n", "activating", 0),
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn systemd_runs_only_where_it_booted_the_host_and_answers() {
+    fn systemd_counts_as_running_if_it_booted_the_host_and_answers() {
         let root = tempfile::tempdir().unwrap();
         let make = |path: &str| {
             let path = root.path().join(path);
