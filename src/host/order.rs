@@ -283,7 +283,7 @@ pub struct TakeoverOrder {
     pub prefix: PathBuf,
     /// The broker's user, who owns the statedir.
     pub run_as: String,
-    /// The dump, a path on the host. Its content becomes the statedir; without a dump the planner starts an empty
+    /// The dump, a path on the host; the broker restores it when it starts. Without a dump the planner starts an empty
     /// queue.
     pub dump: Option<PathBuf>,
     /// Accept a dump that does not name its instance.

@@ -57,7 +57,7 @@ fn plant(host: &TestHost, prefix: &str) {
 
 fn troubles(host: &TestHost, prefix: Option<&str>) -> Vec<Option<String>> {
     let order = PreflightOrder { prefix: prefix.map(Into::into), endpoint: ([0; 4], 8050).into(), need_bytes: 0 };
-    let seen = preflight::look(&host.root, &host.brokers, &order).unwrap();
+    let seen = preflight::examine(&host.root, &host.brokers, &order).unwrap();
     seen.places.into_iter().map(|place| place.trouble).collect()
 }
 

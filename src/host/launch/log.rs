@@ -76,7 +76,7 @@ pub fn tail(path: &Path, since: u64) -> String {
 
 /// The line of a log's tail that explains why its broker ended: one of [`TELLING`]. If a broker was up and logged no
 /// such line, the last line explains nothing, and the text says so.
-pub fn why(tail: &str) -> String {
+pub fn explain_end(tail: &str) -> String {
     let lines = || tail.lines().rev().map(str::trim).filter(|line| !line.is_empty());
     // If the broker was up, the last such line is about its end. If it never came up, the first one is the cause and
     // the others follow from it.
@@ -168,9 +168,9 @@ mod tests {
             ("\n \n".to_owned(), "the broker's log is empty"),
             ("<60>kept <1>x".to_owned(), "<60>kept <1>x"),
         ] {
-            assert_eq!(why(&tail), expected, "{tail}");
+            assert_eq!(explain_end(&tail), expected, "{tail}");
         }
-        assert_eq!(why(&"é".repeat(1000)).chars().count(), WHY_CHARS);
+        assert_eq!(explain_end(&"é".repeat(1000)).chars().count(), WHY_CHARS);
     }
 
     #[test]
@@ -194,7 +194,7 @@ mod tests {
         let mut writer = open(directory.path()).unwrap();
         writer.write_all(&vec![b'x'; 100_000]).unwrap();
         writer.write_all(b"\nthe end\n").unwrap();
-        assert_eq!(why(&tail(&path(directory.path()), 0)), "the end");
+        assert_eq!(explain_end(&tail(&path(directory.path()), 0)), "the end");
         assert_eq!(tail(&directory.path().join("absent"), 5), "");
     }
 
@@ -206,9 +206,9 @@ mod tests {
         writeln!(writer, "broker.crit[0]: earlier").unwrap();
         let since = length(&path);
         writeln!(writer, "later").unwrap();
-        assert_eq!(why(&tail(&path, since)), "later");
+        assert_eq!(explain_end(&tail(&path, since)), "later");
         trim_log(&path, 1).unwrap();
         writeln!(writer, "after").unwrap();
-        assert_eq!(why(&tail(&path, since)), "after");
+        assert_eq!(explain_end(&tail(&path, since)), "after");
     }
 }

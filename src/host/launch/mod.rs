@@ -168,7 +168,7 @@ impl Places {
             Some(process) => BrokerView { running: Some(running(process, record)), ..BrokerView::default() },
             None => {
                 let log = log::path(prefix.unwrap_or(&record.prefix));
-                let died = Some(log::why(&log::tail(&log, record.log_start)));
+                let died = Some(log::explain_end(&log::tail(&log, record.log_start)));
                 BrokerView { died, last_record: Some(record.record), ..BrokerView::default() }
             }
         }

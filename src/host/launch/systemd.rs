@@ -88,10 +88,10 @@ impl Systemd {
         let said = || log::tail(&path, since);
         match (started, self.process()?) {
             (Ok(_), Some(process)) => Ok(process),
-            (Ok(_), None) => Err(LaunchError::Gone { why: log::why(&said()) }),
+            (Ok(_), None) => Err(LaunchError::Gone { why: log::explain_end(&said()) }),
             // The program's own log tells more than systemctl's advice where to look.
             (Err(LaunchError::Systemctl { .. }), _) if !said().trim().is_empty() => {
-                Err(LaunchError::Gone { why: log::why(&said()) })
+                Err(LaunchError::Gone { why: log::explain_end(&said()) })
             }
             (Err(error), _) => Err(error),
         }

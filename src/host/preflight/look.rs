@@ -18,13 +18,13 @@ use crate::host::{
 ///
 /// # Errors
 /// If `state.json` can't be read or trusted.
-pub fn look(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Result<Observed, Refusal> {
+pub fn examine(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Result<Observed, Refusal> {
     let claimed = state::find(root)?.map(|state| state.prefix);
     let ours = brokers.observe(claimed.as_deref()).running.is_some();
     Ok(Observed {
         places: candidates(claimed.as_deref(), order)
             .into_iter()
-            .map(|prefix| look_at(root, prefix, claimed.is_some()))
+            .map(|prefix| examine_place(root, prefix, claimed.is_some()))
             .collect::<Result<_, _>>()?,
         claimed,
         port: if ours { PortUse::Ours } else { port::port_use(root, order.endpoint) },
@@ -41,7 +41,7 @@ pub fn look(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Resul
     })
 }
 
-fn look_at(root: &Root, prefix: PathBuf, is_claimed: bool) -> Result<Place, Refusal> {
+fn examine_place(root: &Root, prefix: PathBuf, is_claimed: bool) -> Result<Place, Refusal> {
     // The nearest directory that exists is on the file system that the prefix will be on.
     let nearest = match trust::nearest(root, &prefix) {
         Ok(nearest) => nearest,

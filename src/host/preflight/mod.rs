@@ -14,7 +14,7 @@ use std::{
 use super::{Brokers, Preflight, PreflightOrder, Refusal, Root};
 use crate::api::Resources;
 
-pub use look::{cgroup_is_writable, look};
+pub use look::{cgroup_is_writable, examine};
 pub use room::Room;
 use room::room;
 
@@ -85,7 +85,7 @@ pub enum PortUse {
 /// # Errors
 /// What prevents a broker on this host, with the remedy.
 pub fn preflight(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Result<Preflight, Refusal> {
-    assess(look(root, brokers, order)?, order)
+    assess(examine(root, brokers, order)?, order)
 }
 
 /// Decides from what was observed. Checks first what can't be changed about a host.
