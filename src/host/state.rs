@@ -102,11 +102,7 @@ pub fn lock_claimed(root: &Root, prefix: &Path) -> Result<(HostLock, HostState),
 
 fn claimed(root: &Root, prefix: &Path) -> Result<HostState, Refusal> {
     load(root, prefix)?.ok_or_else(|| {
-        Refusal::transient(format!(
-            "{} is not claimed: it has no state.json; run the step `claim` \
-                                                   first",
-            prefix.display()
-        ))
+        Refusal::transient(format!("{} is not claimed: it has no state.json; run `claim` first", prefix.display()))
     })
 }
 

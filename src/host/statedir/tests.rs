@@ -52,12 +52,7 @@ fn a_kept_queue_comes_back_with_its_instance_and_the_other_is_kept() {
     for _ in 0..2 {
         prepare(prefix, &order("old", false), FLUX).unwrap();
         assert_eq!((queue("state").as_deref(), queue("state.new").as_deref()), (Some("old"), Some("new")));
-        assert_eq!(
-            owner(&prefix.join("state").join(CONTENT)),
-            Owner::ROOT,
-            "files change hands only for another \
-                                       owner"
-        );
+        assert_eq!(owner(&prefix.join("state").join(CONTENT)), Owner::ROOT, "files change only with the owner");
         assert!(!prefix.join("state.old").exists());
         assert_eq!(kept(prefix), ids(&["new", "old"]));
         // As if killed between the two renames.
