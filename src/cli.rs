@@ -15,7 +15,7 @@ use tracing_subscriber::EnvFilter;
 use agent::ManualStep;
 use base::{error_chain, redact};
 
-/// What a shell is told: 2 for bad input (nothing was changed), 1 for everything else that went wrong.
+/// Exit code for bad input, when nothing was changed yet. Every other failure is 1.
 const BAD_INPUT: u8 = 2;
 
 /// Turns the nodes of a Kubernetes cluster into one Flux system.
@@ -32,12 +32,12 @@ enum Command {
     #[cfg(feature = "local")]
     #[command(subcommand)]
     Local(local::LocalCommand),
-    /// Write down which packages to install, or say what another such list would change
+    /// Write a lock: the exact packages to install. Or show what another lock would change
     Lock(packages::LockCommand),
-    /// Make or look at a bundle: a whole package set in one file
+    /// Create or inspect a bundle: a whole package set in one file
     #[command(subcommand)]
     Bundle(packages::BundleCommand),
-    /// What the broker on this node says of itself and, on the lead, of the instance
+    /// Show what the broker on this node reports and, on the lead, the state of the instance
     Status(agent::StatusArguments),
     /// Open a shell in the Flux instance on this node, or run a command in it
     Connect {
@@ -51,39 +51,39 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
     },
-    /// Hash what is installed on this node again, and name what is not as it was installed
+    /// Hash the files installed on this node again, and list those that differ from what was installed
     Verify(agent::VerifyArguments),
-    /// Keep a dump of the instance's queue on the lead's host; run it there
+    /// Dump the instance's queue to a file on the lead's host; run it there
     Dump(agent::DumpArguments),
-    /// The lead's disk is gone: have another node lead, with the queue of a dump
+    /// Make another node the lead when the lead's disk is lost, with the queue from a dump
     Recover(agent::RecoverArguments),
-    /// Give up the queue, and begin an empty one
+    /// Discard the queue and start with an empty one
     Reset(agent::ResetArguments),
-    /// Take everything off this host, without a Kubernetes cluster
+    /// Remove everything that was installed on this host, without a Kubernetes cluster
     Uninstall(agent::UninstallArguments),
-    /// Run on a node as the DaemonSet does: climb the ladder and hold it
+    /// Run the agent, as the DaemonSet does: take every step below and keep the node in that state
     Agent(agent::AgentArguments),
-    /// One step of the ladder: look whether this host can carry a broker; changes nothing
+    /// Step by hand: check whether this host can run a broker; changes nothing
     Preflight(agent::AgentArguments),
-    /// One step of the ladder: make the prefix and its undo list on this host
+    /// Step by hand: create the prefix and its undo list on this host
     Claim(agent::AgentArguments),
-    /// One step of the ladder: fetch and link the packages
+    /// Step by hand: fetch and link the packages
     Install(agent::InstallArguments),
-    /// One step of the ladder: write the files that the broker reads at start
+    /// Step by hand: write the files that the broker reads at start
     Configure(agent::AgentArguments),
-    /// One step of the ladder: start the broker unless it runs
+    /// Step by hand: start the broker unless it already runs
     Start(agent::AgentArguments),
-    /// On the lead: take in what the roster declares once more, with the scheduler loaded again; running jobs stay
+    /// Reload the roster's resources and the scheduler on the lead; running jobs continue
     Reload(agent::AgentArguments),
-    /// One step of the ladder: fail unless the broker is online
+    /// Step by hand: fail unless the broker is online
     Online(agent::AgentArguments),
-    /// One step of the ladder: write what was found to this node's FluxNode
+    /// Step by hand: write this node's state to its FluxNode
     Report(agent::AgentArguments),
     /// Print the CustomResourceDefinitions as YAML
     Crds,
-    /// Check a file with a FluxInstance, and say what it would change
+    /// Check a FluxInstance in a file, and show what applying it would change
     Validate(validate::ValidateArguments),
-    /// Fail unless the agent of this pod is alive: what kubelet asks
+    /// Fail unless the agent in this pod is alive; the kubelet's probe
     #[command(hide = true)]
     Probe(agent::ProbeArguments),
     /// Carry out one order in the host's namespaces
@@ -94,14 +94,14 @@ enum Command {
     Launch,
 }
 
-/// Parses the arguments, runs the command, and tells how it ended.
+/// Parses the arguments, runs the command, and returns its exit code.
 pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
     if matches!(arguments.command, Command::Agent(_) | Command::Stage) {
-        // If it can't be had, the agent is worth more than no agent.
+        // An agent without this protection is better than no agent.
         let _ = host::core_dump::forbid();
     }
-    // Both are single-threaded processes on the host: no runtime, no TLS, and stdout belongs to the order.
+    // Both are single-threaded processes on the host: no runtime, no TLS, and stdout carries their replies.
     match arguments.command {
         Command::Stage => return stage::main(),
         Command::Launch => return stage::launch::launcher_main(),
@@ -113,7 +113,7 @@ pub fn main() -> ExitCode {
     match run(arguments.command) {
         Ok(code) => code,
         Err(failure) => {
-            // Whoever has closed it does not want to read it.
+            // A closed stderr has no reader: there is nobody to report that to.
             let _ = writeln!(std::io::stderr(), "flux-distribute: {}", failure.message);
             failure.code
         }
@@ -203,7 +203,7 @@ fn manual_step(step: ManualStep, arguments: agent::AgentArguments) -> Result<Exi
     block_on(async { agent::manual_step(step, arguments).await.map_err(|error| Failure::new(&error)) })
 }
 
-/// Two workers suffice for an agent; one per core would cost 2 MiB of stack each on a node with 200 of them.
+/// Two workers suffice for an agent; one per core would cost 2 MiB of stack each on a node with 200 cores.
 fn block_on(future: impl Future<Output = Result<ExitCode, Failure>>) -> Result<ExitCode, Failure> {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).max_blocking_threads(16).enable_all().build();
@@ -262,11 +262,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_command_has_two_arguments_of_one_name() {
+    fn no_command_has_two_arguments_with_the_same_name() {
         Arguments::command().debug_assert();
     }
 
-    /// Every command below `command`, by its whole name.
+    /// Every command below `command`, with its full name.
     fn all(command: &clap::Command, above: &str) -> Vec<(String, clap::Command)> {
         let below = |command: &clap::Command| {
             let name = format!("{above} {}", command.get_name()).trim().to_owned();

@@ -1,4 +1,4 @@
-//! `flux-distribute validate`: what an API server, the planner or the solver would refuse, before they do.
+//! `flux-distribute validate`: reports what the API server, the planner or the solver would refuse, before they do.
 
 use std::{
     io::Write,
@@ -18,11 +18,11 @@ use model::{
 use packages::OutputFormat;
 
 const ABOUT: &str = "\
-FILE holds a FluxInstance, its spec alone, or several documents, of which those of kind FluxInstance and
-ConfigMap flux-default are checked: deploy/daemonset-installer.yaml is fine. Packages are not looked for,
-and bundles not read.
+FILE holds a FluxInstance, only its spec, or several documents; of those, the ones of kind FluxInstance and
+ConfigMap flux-default are checked, so deploy/daemonset-installer.yaml works too. The command does not look
+up packages and does not read bundles.
 
-Exit code: 0 valid, 2 not: every finding is a line, FILE:LINE: FIELD: what is wrong.";
+Exit code: 0 if the file is valid, else 2 with one line per finding, FILE:LINE: FIELD: what is wrong.";
 
 /// What to check.
 #[derive(Args, Debug, Clone)]
@@ -30,10 +30,11 @@ Exit code: 0 valid, 2 not: every finding is a line, FILE:LINE: FIELD: what is wr
 pub struct ValidateArguments {
     /// The file, YAML or JSON
     file: PathBuf,
-    /// Say what would change, and when: a FluxInstance in a file, such as `kubectl get fxi flux -o yaml` shows it
+    /// Show what would change, and when, against the FluxInstance in this file, such as the output of `kubectl get fxi
+    /// flux -o yaml`
     #[arg(long, value_name = "FILE")]
     against: Option<PathBuf>,
-    /// Form
+    /// Output format
     #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
     output: OutputFormat,
 }
@@ -41,7 +42,7 @@ pub struct ValidateArguments {
 /// Checks the file and prints what it found.
 pub(super) fn validate(arguments: &ValidateArguments) -> Result<ExitCode, Failure> {
     let ValidateArguments { file, against, output } = arguments;
-    let (documents, findings) = look(&text_of(file)?);
+    let (documents, findings) = check(&text_of(file)?);
     let changes = match (against, documents.specs.last()) {
         (Some(against), Some(new)) => new.spec.as_ref().map(|new| spec_of(against).map(|old| changes(&old, new))),
         _ => None,
@@ -49,13 +50,13 @@ pub(super) fn validate(arguments: &ValidateArguments) -> Result<ExitCode, Failur
     let report = Report { file, findings, others: documents.others, changes: changes.transpose()? };
     match output {
         OutputFormat::Json => print(&report.json()).map(drop)?,
-        OutputFormat::Text => report.tell()?,
+        OutputFormat::Text => report.print()?,
     };
     Ok(if report.findings.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(BAD_INPUT) })
 }
 
-/// Everything in the text, and everything that is wrong with it.
-fn look(text: &str) -> (Documents, Vec<Finding>) {
+/// Every document in the text, and every error in them.
+fn check(text: &str) -> (Documents, Vec<Finding>) {
     match read(text) {
         Err(not_yaml) => (Documents::default(), vec![not_yaml]),
         Ok(documents) if documents.specs.is_empty() => {
@@ -69,9 +70,9 @@ fn look(text: &str) -> (Documents, Vec<Finding>) {
     }
 }
 
-/// Of an instance that is there already: today's rules need not have been those that it was made under.
+/// The spec of an instance that exists already: it may break today's rules and still be compared.
 fn spec_of(file: &Path) -> Result<FluxInstanceSpec, Failure> {
-    let (mut documents, findings) = look(&text_of(file)?);
+    let (mut documents, findings) = check(&text_of(file)?);
     let spec = documents.specs.pop().and_then(|document| document.spec);
     spec.ok_or_else(|| Failure::bad_input(by_line(file, &findings)))
 }
@@ -84,7 +85,7 @@ struct Report<'a> {
     file: &'a Path,
     findings: Vec<Finding>,
     others: Vec<String>,
-    /// None unless a comparison was asked for.
+    /// None if no comparison was asked for.
     changes: Option<Vec<Change>>,
 }
 
@@ -103,7 +104,7 @@ impl Report<'_> {
         format!("{json:#}\n")
     }
 
-    fn tell(&self) -> Result<(), Failure> {
+    fn print(&self) -> Result<(), Failure> {
         if !self.findings.is_empty() {
             let written = writeln!(std::io::stderr(), "{}", by_line(self.file, &self.findings));
             return written.map_err(|error| Failure::new(&error));
@@ -116,7 +117,7 @@ impl Report<'_> {
             }
         };
         if !self.others.is_empty() {
-            text.push_str(&format!("not looked at: {}\n", self.others.join(", ")));
+            text.push_str(&format!("not checked: {}\n", self.others.join(", ")));
         }
         print(&text).map(drop)
     }

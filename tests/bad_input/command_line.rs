@@ -105,7 +105,7 @@ fn validate_takes_the_file_that_is_applied_and_says_what_it_has_not_looked_at() 
     let installer = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/daemonset-installer.yaml");
     let (code, out, complaints) = said(&["validate", installer]);
     assert_eq!((code, complaints.as_str()), (Some(0), ""), "{out}");
-    assert!(out.starts_with("valid\nnot looked at: Namespace flux-distribute, "), "{out}");
+    assert!(out.starts_with("valid\nnot checked: Namespace flux-distribute, "), "{out}");
     assert_eq!(out.lines().count(), 2, "{out}");
 }
 

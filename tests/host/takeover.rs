@@ -120,7 +120,7 @@ fn a_takeover_that_is_refused_changes_nothing() {
         assert_eq!(everything(&host), before);
         assert_eq!(word(&host), None);
     };
-    refused(DUMP, "is a dump of instance id-9, and the one that lacks its lead is id-1");
+    refused(DUMP, "is a dump of instance id-9, but the instance without a lead is id-1");
     fs::write(host.at(DUMP), &bytes[..bytes.len() - 4]).unwrap();
     refused(DUMP, "can't be read to its end");
     refused("/root/nothing.tgz", "/root/nothing.tgz");

@@ -57,7 +57,7 @@ fn plant(host: &TestHost, prefix: &str) {
 
 fn troubles(host: &TestHost, prefix: Option<&str>) -> Vec<Option<String>> {
     let order = PreflightOrder { prefix: prefix.map(Into::into), endpoint: ([0; 4], 8050).into(), need_bytes: 0 };
-    let seen = preflight::look(&host.root, &host.brokers, &order).unwrap();
+    let seen = preflight::examine(&host.root, &host.brokers, &order).unwrap();
     seen.places.into_iter().map(|place| place.trouble).collect()
 }
 
@@ -205,7 +205,7 @@ fn what_a_user_put_into_a_prefix_while_it_was_open_is_neither_waited_for_nor_tak
     mkfifo(&host.below("etc/roster.json"), Mode::from_bits_truncate(0o666)).unwrap();
     chown(host.below("etc"), Some(USER), None).unwrap();
     let refusal = host.claim().unwrap_err();
-    assert!(refusal.message.contains("is not of flux-distribute (it holds etc)"), "{refusal}");
+    assert!(refusal.message.contains("does not belong to flux-distribute (it holds etc)"), "{refusal}");
 }
 
 /// What a removal keeps looks the same, and its owner is any brokers' user: in an open prefix nobody knows who has put it there.
@@ -226,7 +226,7 @@ fn an_open_prefix_is_taken_only_if_all_in_it_is_roots() {
         fs::set_permissions(host.below(""), fs::Permissions::from_mode(0o1777)).unwrap();
         let before = host.everything();
         let refusal = host.claim().unwrap_err();
-        let words = [format!("holds {top} of the user with uid {USER}"), format!("chmod go-w {PREFIX}")];
+        let words = [format!("holds {top}, owned by uid {USER}"), format!("chmod go-w {PREFIX}")];
         assert!(words.iter().all(|word| refusal.message.contains(word)), "{refusal}");
         assert_eq!(host.everything(), before);
         assert_eq!(fs::metadata(host.below("")).unwrap().permissions().mode() & 0o7777, 0o1777);

@@ -114,7 +114,7 @@ fn a_lead_whose_disk_is_gone_is_recovered_on_another_node_with_its_pending_jobs(
     let other = ["recover", "--lead", &next, "--from", "/root/other.tgz"];
     refused(&cluster, &next, &other, "is a dump of instance other");
     let unnamed = ["recover", "--lead", &next, "--from", "/root/unnamed.tgz"];
-    refused(&cluster, &next, &unnamed, "does not say of which instance it is");
+    refused(&cluster, &next, &unnamed, "does not name its instance");
     assert_eq!(cluster.holder(0), lead, "nothing by itself");
 
     let begin = Instant::now();

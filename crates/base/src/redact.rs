@@ -1,14 +1,15 @@
-//! The last door before the log: URLs lose what may be a secret, whoever wrote the line. Libraries write the URLs they ask.
+//! Removes credentials from URLs just before a line is logged. Libraries log the URLs they request, so every line
+//! passes here.
 
 use std::io::{self, Write};
 
 use tracing_subscriber::fmt::MakeWriter;
 use url::Url;
 
-/// Environment variable: how much is logged, in tracing's words. Every process of ours hands it on to those it starts.
+/// Environment variable with the log filter, in tracing's syntax. Each of our processes passes it on to its children.
 pub const LOG_VARIABLE: &str = "FLUX_DISTRIBUTE_LOG";
 
-/// Makes writers to standard error that show no password, no conda token and no query of a URL.
+/// Makes writers to standard error that mask the passwords, conda tokens and queries of URLs.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Stderr;
 
@@ -21,7 +22,7 @@ impl MakeWriter<'_> for Stderr {
 }
 
 impl Write for Stderr {
-    // The subscriber writes each event in one piece.
+    // Safe for URLs, because the subscriber writes each event in one call.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         io::stderr().write_all(redacted(&String::from_utf8_lossy(line)).as_bytes()).map(|()| line.len())
     }
@@ -31,8 +32,9 @@ impl Write for Stderr {
     }
 }
 
-/// What the name of a query's parameter holds, in lower case, if the parameter lets in whoever has the URL: tokens, and the
-/// signatures of object stores. Too many names are better than too few: such a URL is refused with a remedy.
+/// Lower-case parts of the names of query parameters that grant access to whoever has the URL: tokens, and the
+/// signatures of object stores. A false match costs little, because such a URL is refused with a remedy; a missed
+/// secret leaks.
 pub const SECRET_WORDS: [&str; 15] = [
     "auth",
     "code",
@@ -51,19 +53,19 @@ pub const SECRET_WORDS: [&str; 15] = [
     "token",
 ];
 
-/// Whether a segment of a URL's path is conda's token, `/t/<token>/`: never in a file's path, and never a file's name.
+/// True if a segment of a URL's path is a conda token, `/t/<token>/`. A `file:` URL has none, and no file name is one.
 fn is_token(scheme: &str, before: &str, segment: &str, is_last: bool) -> bool {
     scheme != "file" && before == "t" && !segment.is_empty() && !(is_last && segment.contains('.'))
 }
 
-/// The positions of conda's tokens among the segments of a URL's path, which begins with a slash.
+/// Positions of conda tokens among the segments of a URL's path, which begins with a slash.
 pub fn token_positions(scheme: &str, path: &str) -> impl Iterator<Item = usize> {
     let segments: Vec<_> = path.split('/').collect();
     let is_here = |at: &usize| is_token(scheme, segments[at - 1], segments[*at], at + 1 == segments.len());
     (2..segments.len()).filter(is_here).collect::<Vec<_>>().into_iter()
 }
 
-/// Whether a query, such as `a=b&sig=c`, holds what lets in whoever has it.
+/// True if a query, such as `a=b&sig=c`, has a parameter with a credential.
 pub fn is_secret_query(query: &str) -> bool {
     url::form_urlencoded::parse(query.as_bytes()).any(|(name, _)| {
         let name = name.to_ascii_lowercase();
@@ -71,7 +73,7 @@ pub fn is_secret_query(query: &str) -> bool {
     })
 }
 
-/// `text` without user and password, `/t/<token>`, and query of the URLs in it.
+/// `text` with user and password, conda token and query of each URL in it masked.
 pub fn redacted(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     let rest = each_url(text, |before, url| {
@@ -81,7 +83,7 @@ pub fn redacted(text: &str) -> String {
     safe + rest
 }
 
-/// The first URL in `text` that holds a credential, [`redacted`].
+/// The first URL in `text` that holds a credential, masked as by [`redacted`].
 pub fn url_with_credentials(text: &str) -> Option<String> {
     let mut found = None;
     each_url(text, |_, url| {
@@ -165,7 +167,7 @@ fn each_url<'a>(text: &'a str, mut see: impl FnMut(&'a str, Pieces<'a>)) -> &'a 
     rest
 }
 
-/// What stands behind a URL's `://`.
+/// The parts of a URL after `://`.
 struct Pieces<'a> {
     scheme: &'a str,
     user: Option<&'a str>,
@@ -178,12 +180,12 @@ impl<'a> Pieces<'a> {
     fn at_start_of(scheme: &'a str, text: &'a str) -> (Self, &'a str) {
         let is_end = |c: char| c.is_whitespace() || "\"`<>{}\\".contains(c);
         let authority = &text[..text.find(|c| is_end(c) || "/?#".contains(c)).unwrap_or(text.len())];
-        // A password may hold what ends a URL elsewhere.
+        // A password may contain characters that would end a URL elsewhere.
         let (user, text) = match authority.rfind('@') {
             Some(at) => (Some(&text[..at]), &text[at + 1..]),
             None => (None, text),
         };
-        // An address of IPv6 has brackets.
+        // An IPv6 address is in brackets, which would otherwise end the URL.
         let host = if text.starts_with('[') { text.find(']').map_or(0, |at| at + 1) } else { 0 };
         let end = text[host..].find(|c| is_end(c) || "',;()[]".contains(c)).map_or(text.len(), |end| host + end);
         let (url, next) = text.split_at(end);
@@ -191,9 +193,9 @@ impl<'a> Pieces<'a> {
         (Self { scheme, user, place, query }, next)
     }
 
-    /// The path's segments, the host first, each with whether it is a token.
+    /// The path's segments with the host first, and whether each is a token.
     fn segments(&self) -> impl Iterator<Item = (&'a str, bool)> {
-        // The host stands where a path has the nothing before its first slash, so one that is called `t` is no word before a token.
+        // Index 0 is the host, so a host named `t` does not make the next segment a token.
         let tokens: Vec<_> = token_positions(self.scheme, self.place).collect();
         self.place.split('/').enumerate().map(move |(at, segment)| (segment, tokens.contains(&at)))
     }
@@ -225,18 +227,18 @@ mod tests {
     use super::{redacted, url_with_credentials};
 
     #[test]
-    fn a_line_of_a_library_shows_no_secret_of_a_url() {
+    fn a_logged_line_shows_no_secret_of_a_url() {
         for (line, safe) in [
             ("GET 'http://me:s3cret@h:8/t/tk-1/linux-64/x.zst': no", "GET 'http://***@h:8/t/***/linux-64/x.zst': no"),
             ("(https://h/t/tk-1) and https://h/x?sig=1, twice", "(https://h/t/***) and https://h/x?***, twice"),
             ("http://h/conda/t/tk-1/noarch", "http://h/conda/t/***/noarch"),
-            // No token: a directory, a file, and nothing at all.
+            // No token: a directory, a file, or nothing at all.
             ("file:///srv/t/x and no://", "file:///srv/t/x and no://"),
             ("http://h/t/flux.tar.gz", "http://h/t/flux.tar.gz"),
             ("(url=http://h/t/)", "(url=http://h/t/)"),
             ("http://a@b@h/x", "http://***@h/x"),
             ("nothing here: a/t/b?c", "nothing here: a/t/b?c"),
-            // What ends a URL elsewhere may be in a password, and a token may have dots.
+            // A password may contain what ends a URL elsewhere, and a token may contain dots.
             ("at http://me:a,b;(c)'@h/x, then", "at http://***@h/x, then"),
             ("http://h/t/e.y.J/linux-64/x", "http://h/t/***/linux-64/x"),
             (

@@ -1,4 +1,4 @@
-//! How a broker is started: its command line and environment, out of the roster. Pure.
+//! Builds a broker's command line and environment from the roster. Pure.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -9,57 +9,58 @@ use api::{BROKER_RUN_DIR, BROKER_URI, EpochSettings, Rank};
 use host::{HOST_PATH, state};
 use hostapi::{LaunchOrder, LaunchRecord};
 
-/// How the script for people begins: a file at the host's root that does is ours, whatever is remembered of it.
+/// First lines of the connect script. Any file at the host's root that begins so is ours, whatever the undo list says.
 pub const CONNECT_HEADER: &str = "#!/bin/sh\n# Opens a shell in the Flux instance of this node";
-/// What the lead's broker runs with, below the prefix: `model::names::live_configuration`, JSON.
+/// Path below the prefix of the lead's live configuration: the JSON of `plan::names::live_configuration`.
 pub const LIVE_CONFIGURATION: &str = "etc/live.json";
-/// Searched for more of Flux's rc1 tasks (flux-modprobe(1)), below the prefix.
+/// Directory below the prefix that Flux searches for more rc1 tasks (flux-modprobe(1)).
 const MODPROBE: &str = "etc/modprobe";
-/// The task that loads [`LIVE_CONFIGURATION`], below the prefix.
+/// Path below the prefix of the task that loads [`LIVE_CONFIGURATION`].
 pub const RC1_TASK: &str = "etc/modprobe/rc1.d/flux-distribute.py";
-/// How long the lead gives its jobs to end once it is to stop (`broker.cleanup-timeout`).
+/// How long a stopping lead waits for its jobs to end (`broker.cleanup-timeout`).
 const CLEANUP_SECS: u64 = 45;
-/// How long a broker waits for its children to leave (`broker.shutdown-timeout`). One that is cut off or hangs is given up
-/// by TCP (`tcp_user_timeout`, 2 minutes), or at the end of this.
+/// How long a broker waits for its children to leave (`broker.shutdown-timeout`). A child that is cut off or hangs is
+/// dropped by TCP (`tcp_user_timeout`, 2 minutes), or at the end of this time.
 const SHUTDOWN_MINUTES: u64 = 5;
-/// SIGTERM to SIGKILL, seconds, of a lead whose queue is to be kept: first cleanup, then the wait for the children, and only
-/// then rc3 writes the KVS. One that is killed before has lost all since its last checkpoint, pending jobs too.
+/// Seconds from SIGTERM to SIGKILL for a lead whose queue must survive: first cleanup, then the wait for the children,
+/// and only then rc3 writes the KVS. A lead that is killed earlier loses everything since its last checkpoint,
+/// including pending jobs.
 pub const LEAD_STOP_SECS: u64 = CLEANUP_SECS + SHUTDOWN_MINUTES * 60 + 60;
 
-/// Which broker, where, for whom.
+/// Identifies a broker: its host, its rank and its instance.
 #[derive(Clone, Copy, Debug)]
 pub struct BrokerIdentity<'a> {
-    /// From preflight.
+    /// The prefix on its host.
     pub prefix: &'a Path,
-    /// Rank.
+    /// The rank that it runs for.
     pub rank: Rank,
     /// Its `hostname` attribute.
     pub broker_name: &'a str,
-    /// uid of the Node.
+    /// uid of the node's Node object.
     pub node_uid: &'a str,
     /// uid of the FluxInstance.
     pub instance_uid: &'a str,
-    /// The Flux instance.
+    /// ID of the Flux instance.
     pub instance_id: &'a str,
-    /// Epoch.
+    /// The epoch in which it runs.
     pub epoch: u64,
-    /// The lead loads [`LIVE_CONFIGURATION`] at its start.
+    /// True if the lead loads [`LIVE_CONFIGURATION`] at its start.
     pub loads_live_configuration: bool,
 }
 
 /// A broker attribute (flux-broker-attributes(7)) on the command line.
 struct Attribute {
     name: &'static str,
-    /// None: by its mere name.
+    /// None for an attribute without a value.
     value: Option<String>,
-    /// Only the lead has use for it.
+    /// True if only the lead gets it.
     lead_only: bool,
 }
 
-/// As flux-core's own unit starts a system instance (etc/flux.service.in), without what needs libsystemd. An attribute that
-/// a broker does not know is fatal since 0.82: all of these are in the attribute table of 0.82, the first with `hostname`,
-/// without which a broker can't be told its name, and are there in 0.88 still. One that is younger needs a look at the
-/// version that the package set has.
+/// The attributes of flux-core's own unit for a system instance (etc/flux.service.in), without those that need
+/// libsystemd. An attribute that a broker does not know is fatal since 0.82. All of these are in the attribute tables
+/// of 0.82 (the first version with `hostname`, which we need to name a broker) and 0.88. Before you add a newer one,
+/// check which versions of Flux have it.
 fn attributes(identity: &BrokerIdentity<'_>) -> Vec<Attribute> {
     let known = |name, value: Option<&str>| Attribute { name, value: value.map(str::to_owned), lead_only: false };
     let lead = |name, value| Attribute { lead_only: true, ..known(name, Some(value)) };
@@ -70,7 +71,7 @@ fn attributes(identity: &BrokerIdentity<'_>) -> Vec<Attribute> {
         known("rundir", Some(BROKER_RUN_DIR)),
         known("local-uri", Some(BROKER_URI)),
         lead("statedir", &state),
-        // A broker says on its own node why it does not come up; nothing is sent to the lead's log.
+        // Each broker logs on its own node why it does not come up; nothing is forwarded to the lead's log.
         known("log-stderr-level", Some("6")),
         known("log-stderr-mode", Some("local")),
         known("log-forward-level", Some("-1")),
@@ -82,14 +83,14 @@ fn attributes(identity: &BrokerIdentity<'_>) -> Vec<Attribute> {
         known("broker.shutdown-timeout", Some(&shutdown)),
         known("broker.exit-norestart", Some("42")),
         known("broker.module-nopanic", Some("1")),
-        // Collects what the content store no longer needs, at every clean stop.
+        // At every clean stop, drops what the content store no longer needs.
         lead("content.dump", "auto"),
         lead("content.restore", "auto"),
     ]
 }
 
-/// A task of Flux's rc1 (flux-modprobe(1)), as Python: before the lead's broker looks at its resources, it loads the configuration in
-/// which members have their nodes' names. If it came later, jobs might have begun on ranks that are about to be renamed.
+/// An rc1 task (flux-modprobe(1)) in Python. Before the lead's resource module starts, it loads the configuration in
+/// which members have their nodes' names. Later, jobs could already have started on ranks that are about to be renamed.
 pub fn rc1_task(prefix: &Path) -> String {
     let file = json!(prefix.join(LIVE_CONFIGURATION));
     format!(
@@ -111,7 +112,7 @@ def load_configuration(context):
     )
 }
 
-/// How the broker of `identity` is started under `settings`.
+/// The order to start the broker of `identity` with `settings`.
 pub fn launch(settings: &EpochSettings, identity: &BrokerIdentity<'_>) -> LaunchOrder {
     let bin = state::environment(identity.prefix, &settings.digest).join("bin");
     let config = identity.prefix.join("etc/broker.toml");
@@ -128,7 +129,7 @@ pub fn launch(settings: &EpochSettings, identity: &BrokerIdentity<'_>) -> Launch
     ));
     let mut env: BTreeMap<String, String> = [
         ("PATH", format!("{}:{HOST_PATH}", bin.display())),
-        // Not the user's home: the shells of Flux's rc scripts would read its start-up files.
+        // Not the user's home, because the shells of Flux's rc scripts would read its start-up files.
         ("HOME", "/".to_owned()),
         ("LANG", "C.UTF-8".to_owned()),
     ]
@@ -160,7 +161,7 @@ pub fn launch(settings: &EpochSettings, identity: &BrokerIdentity<'_>) -> Launch
     }
 }
 
-/// Every part with its length before it, so that none can pass for a part of its neighbour.
+/// Hashes each part after its length, so that moving text from one part to the next changes the result.
 fn fingerprint(argv: &[String], env: &BTreeMap<String, String>, run_as: &str, cpu_weight: u32) -> String {
     let mut hash = Sha256::new();
     let mut add = |part: &str| {
@@ -178,11 +179,11 @@ fn fingerprint(argv: &[String], env: &BTreeMap<String, String>, run_as: &str, cp
     hex::encode(hash.finalize())
 }
 
-/// What Flux shows of ranks without a member looks like a failure to whoever doesn't know of them.
+/// Tells a user why Flux lists ranks without a member as down.
 pub const SPARES_EXPLAINED: &str = "flux-spare-N: a rank that is kept free for a node that may join; Flux lists it as down, and nothing is wrong with it";
 
-/// The script for people on the host. Only the owner of the brokers may use the instance, so root becomes the owner. A shell for
-/// a person begins with a greeting; a command's output is left alone.
+/// The connect script for users of the host. Only the brokers' owner may use the instance, so root becomes that owner.
+/// The script prints a greeting only before an interactive shell, not before a command's output.
 pub fn connect_script(environment: &Path, run_as: &str) -> String {
     let bin = environment.join("bin");
     let bin = bin.display();
@@ -234,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_is_as_it_was_tried_on_flux() {
+    fn the_command_line_is_the_one_that_was_tested_with_flux() {
         let order = launch(&settings(), &identity(0));
         assert_eq!(
             order.argv,
@@ -274,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_start_that_would_differ_is_told_by_its_fingerprint() {
+    fn a_start_that_would_differ_has_another_fingerprint() {
         let of = |settings: &EpochSettings, rank| launch(settings, &identity(rank)).record.launch;
         let first = of(&settings(), 1);
         assert_eq!(first, of(&settings(), 1));
@@ -287,7 +288,7 @@ mod tests {
         ] {
             assert_ne!(first, other);
         }
-        // What Flux reads from its configuration is compared elsewhere.
+        // Settings that Flux reads from its configuration are compared elsewhere.
         assert_eq!(first, of(&EpochSettings { port: 9, ..settings() }, 1));
     }
 }

@@ -1,4 +1,4 @@
-//! The broker's log as it grows, for the pod's stdout.
+//! Follows the broker's log as it grows, for the pod's stdout.
 
 use std::{
     fs::{File, Metadata},
@@ -13,12 +13,12 @@ use tokio::io::unix::AsyncFd;
 
 use host::log::without_level;
 
-/// How often the file is looked at where the kernel can't tell of changes.
+/// How often the file is checked if inotify is not available.
 const POLL: Duration = Duration::from_millis(250);
-/// A line that is longer is given out in pieces.
+/// Most bytes in a line; a longer one is split.
 const MAX_LINE: usize = 16 << 10;
 
-/// Follows a log by its path: through a writer that appends, a trim that cuts it to nothing, a file that comes later.
+/// Follows the log at a path: while a writer appends, after a trim truncates it, and before it exists.
 #[derive(Debug)]
 pub struct LogFollower {
     path: PathBuf,
@@ -30,7 +30,7 @@ pub struct LogFollower {
 }
 
 impl LogFollower {
-    /// Follows `path` from its end as it is now: what was there before was given out by an earlier agent.
+    /// Follows `path` from its present end: an earlier agent has printed what is before.
     pub fn from_end(path: &Path) -> Self {
         let mut follower = Self::from_start(path);
         follower.reopen();
@@ -50,14 +50,14 @@ impl LogFollower {
         }
     }
 
-    /// The next line, without the level that a broker puts before it for systemd. Pending until there is one; giving up
-    /// in between loses nothing.
+    /// The next line, without the level that a broker puts before it for systemd. Waits until there is one.
+    /// Cancellation loses nothing.
     pub async fn next_line(&mut self) -> String {
         loop {
             if let Some(line) = self.ready.pop_front() {
                 return line;
             }
-            // First the watch, then the look: a change in between is seen by one of them.
+            // Watch before reading, so that a change between the two is seen by one of them.
             if self.changes.is_none() {
                 self.changes = watch_directory(&self.path).ok();
             }
@@ -79,9 +79,9 @@ impl LogFollower {
             self.changes = None;
             return tokio::time::sleep(POLL).await;
         };
-        // Which change it was is of no interest: the file itself is looked at.
+        // The kind of change does not matter, because the file itself is examined next.
         let read = ready.try_io(|changes| Ok(nix::unistd::read(changes.get_ref(), &mut [0; 4096])?));
-        // A directory that was taken away gives no more changes.
+        // A directory that was removed sends no more changes.
         if !matches!(read, Ok(Ok(_)) | Err(_)) || !self.path.parent().is_some_and(Path::is_dir) {
             self.changes = None;
         }
@@ -96,7 +96,7 @@ impl LogFollower {
         self.offset = 0;
     }
 
-    /// Reads what is new; true where there was something.
+    /// Reads new content; true if there was any.
     fn read_more(&mut self) -> io::Result<bool> {
         let there = std::fs::metadata(&self.path).map(|metadata| (metadata.dev(), metadata.ino())).ok();
         let held = self.metadata().map(|metadata| (metadata.dev(), metadata.ino()));
@@ -126,10 +126,10 @@ impl LogFollower {
     }
 }
 
-/// The directory tells of its files too, and also of one that is not there yet.
+/// Watches the directory, which also reports a file that does not exist yet.
 #[allow(
     deprecated,
-    reason = "its successor is an unsafe fn; what it asks for, an OwnedFd keeps: the descriptor stays open"
+    reason = "its successor is an unsafe fn, whose condition an OwnedFd fulfils: the descriptor stays open"
 )]
 fn watch_directory(path: &Path) -> io::Result<AsyncFd<OwnedFd>> {
     let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?;
@@ -142,8 +142,8 @@ fn watch_directory(path: &Path) -> io::Result<AsyncFd<OwnedFd>> {
     AsyncFd::new(OwnedFd::from(inotify))
 }
 
-/// Whom the lead's broker says it refuses, by broker name, and why:
-/// `… rejecting connection from nodeX (rank 2): slot2 is configured as rank 2: mismatched config?` (overlay.c)
+/// The broker name and the reason in a line in which the lead's broker reports that it refuses another one (overlay.c):
+/// `… rejecting connection from nodeX (rank 2): slot2 is configured as rank 2: mismatched config?`
 pub fn rejection(line: &str) -> Option<(String, String)> {
     let (_, rest) = line.split_once("rejecting connection from ")?;
     let (who, reason) = rest.split_once(": ")?;
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn lines_are_followed_over_a_trim() {
+    async fn lines_are_followed_across_a_trim() {
         let directory = tempfile::tempdir().unwrap();
         let path = log::path(directory.path());
         let mut follower = LogFollower::from_start(&path);
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_new_agent_does_not_repeat_what_an_earlier_one_gave_out() {
+    async fn a_new_agent_does_not_repeat_what_an_earlier_one_printed() {
         let directory = tempfile::tempdir().unwrap();
         let mut writer = log::open(directory.path()).unwrap();
         writeln!(writer, "old").unwrap();
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_that_takes_the_place_of_the_log_is_followed() {
+    async fn a_file_that_replaces_the_log_is_followed() {
         let directory = tempfile::tempdir().unwrap();
         let path = log::path(directory.path());
         writeln!(log::open(directory.path()).unwrap(), "one").unwrap();

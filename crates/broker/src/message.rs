@@ -1,23 +1,23 @@
-//! Messages on a broker's local socket (RFC 3), as flux-core writes them. Pure.
+//! Messages on a broker's local socket (RFC 3), in the format that flux-core really writes. Pure.
 //!
 //! A frame is `12 00 ee ff`, the length of the rest as a big-endian u32 that does not count these eight bytes (the text
-//! of RFC 3 counts them; src/common/librouter/sendfd.c does not), and parts. A part is one length byte below 255, or 255
-//! and a big-endian u32. The parts are: the route and an empty part that ends it, the topic, the payload, and 20 bytes
-//! of header.
+//! of RFC 3 counts them; src/common/librouter/sendfd.c does not), and parts. A part is its length, either as one byte
+//! below 255 or as 255 and a big-endian u32, and its bytes. The parts are: the route and an empty part that ends it,
+//! the topic, the payload, and a header of 20 bytes.
 
 use serde_json::Value;
 
-/// Length of what precedes a frame's parts.
+/// Bytes before a frame's parts.
 pub const PREAMBLE: usize = 8;
-/// No status is larger; what claims to be is not read.
+/// Most bytes in a frame. No status is larger; a larger frame is not read.
 pub const MAX_FRAME: usize = 64 << 20;
-/// `nodeid` of a request: whichever broker has the service, this one first.
+/// `nodeid` of a request for any broker with the service, beginning with this one.
 pub const ANY: u32 = u32::MAX;
 /// `nodeid` of a request: the lead.
 pub const LEAD: u32 = 0;
-/// `matchtag` of a request that wants no response (RFC 6).
+/// `matchtag` of a request without response (RFC 6).
 pub const NO_RESPONSE: u32 = 0;
-/// errnum that ends a stream.
+/// errnum that ends a stream without error.
 pub const ENODATA: u32 = 61;
 
 const MAGIC: [u8; 4] = 0xffee_0012_u32.to_le_bytes();
@@ -31,7 +31,7 @@ const FLAG_PAYLOAD: u8 = 0x02;
 const FLAG_NO_RESPONSE: u8 = 0x04;
 const FLAG_ROUTE: u8 = 0x08;
 const FLAG_STREAMING: u8 = 0x40;
-/// The broker replaces it by who is at the other end of the socket.
+/// The broker replaces it with the user id of the socket's peer.
 const USER_UNKNOWN: u32 = u32::MAX;
 
 /// A request.
@@ -41,43 +41,43 @@ pub struct Request<'a> {
     pub topic: &'a str,
     /// [`ANY`], [`LEAD`], or a rank.
     pub nodeid: u32,
-    /// Comes back in the response. [`NO_RESPONSE`]: none is wanted.
+    /// Copied to the response. [`NO_RESPONSE`] requests none.
     pub matchtag: u32,
-    /// Any number of responses, ended by an error.
+    /// True for any number of responses, ended by an error.
     pub streaming: bool,
-    /// `Null` for none.
+    /// JSON; `Null` for no payload.
     pub payload: &'a Value,
 }
 
-/// A message that is not one of ours to send.
+/// A message from the broker.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Message {
-    /// A response (else an event or a control message, which nobody asked for).
+    /// True for a response, false for an event or a control message.
     pub is_response: bool,
-    /// Of the request.
+    /// The request's matchtag.
     pub matchtag: u32,
     /// 0 for success.
     pub errnum: u32,
     /// Service and method.
     pub topic: String,
-    /// JSON, or text with an error; without the NUL that ends it.
+    /// JSON, or text if there is an error; without the final NUL.
     pub payload: Option<Vec<u8>>,
 }
 
-/// Bytes that are not a message.
+/// The bytes are no valid message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecodeError {
-    /// Not Flux at the other end, or out of step.
+    /// The peer is not Flux, or a frame boundary was missed.
     #[error("a frame does not begin with RFC 3's magic number")]
     Magic,
     /// See [`MAX_FRAME`].
-    #[error("a frame of {0} bytes is larger than any that is read")]
+    #[error("a frame of {0} bytes is larger than the limit")]
     TooLarge(usize),
     /// A part reaches beyond the frame, or is missing.
     #[error("a frame is cut short")]
     Truncated,
-    /// The header is not version 1's.
+    /// The header is not one of RFC 3 version 1.
     #[error("a message's header is not that of RFC 3 version 1")]
     Header,
     /// The topic is not text.
@@ -86,11 +86,11 @@ pub enum DecodeError {
 }
 
 impl Request<'_> {
-    /// The whole frame.
+    /// The request as a whole frame.
     pub fn encode(&self) -> Vec<u8> {
         let mut flags = FLAG_TOPIC | FLAG_ROUTE;
         let mut parts = Vec::new();
-        // No route yet: the broker adds its hops.
+        // An empty route; the broker adds its hops.
         push_part(&mut parts, &[]);
         push_part(&mut parts, self.topic.as_bytes());
         if !self.payload.is_null() {
@@ -118,13 +118,13 @@ impl Request<'_> {
 pub fn frame(parts: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(PREAMBLE + parts.len());
     out.extend(MAGIC);
-    // A request is far below 4 GiB; a length that would not fit is sent as one that the broker refuses.
+    // Requests are far below 4 GiB. The broker refuses the largest length, so a longer request can't be misread.
     out.extend(u32::try_from(parts.len()).unwrap_or(u32::MAX).to_be_bytes());
     out.extend(parts);
     out
 }
 
-/// Appends a part.
+/// Appends `part` with its length to `out`.
 pub fn push_part(out: &mut Vec<u8>, part: &[u8]) {
     match u8::try_from(part.len()) {
         Ok(length) if length < u8::MAX => out.push(length),
@@ -136,7 +136,7 @@ pub fn push_part(out: &mut Vec<u8>, part: &[u8]) {
     out.extend(part);
 }
 
-/// How long the parts are that follow this preamble.
+/// Length in bytes of the parts that follow this preamble.
 ///
 /// # Errors
 /// [`DecodeError::Magic`], [`DecodeError::TooLarge`].
@@ -149,7 +149,7 @@ pub fn frame_length(preamble: [u8; PREAMBLE]) -> Result<usize, DecodeError> {
     if length > MAX_FRAME { Err(DecodeError::TooLarge(length)) } else { Ok(length) }
 }
 
-/// Splits what follows the preamble into its parts.
+/// Splits the bytes after the preamble into parts.
 ///
 /// # Errors
 /// [`DecodeError::Truncated`].
@@ -171,10 +171,10 @@ pub fn parts(mut bytes: &[u8]) -> Result<Vec<&[u8]>, DecodeError> {
 }
 
 impl Message {
-    /// Reads what follows the preamble.
+    /// Decodes the bytes after the preamble.
     ///
     /// # Errors
-    /// [`DecodeError`].
+    /// [`DecodeError`] if they are no valid message.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         let parts = parts(bytes)?;
         let (header, parts) = parts.split_last().ok_or(DecodeError::Truncated)?;
@@ -216,7 +216,7 @@ mod tests {
         hex::decode(text.replace(' ', "")).unwrap()
     }
 
-    /// What flux-core 0.88 answered to `attr.get {"name":"rank"}`.
+    /// The answer of flux-core 0.88 to `attr.get {"name":"rank"}`.
     fn recorded() -> Vec<u8> {
         let mut bytes = b"\x00\x08attr.get\x18{\"value\":\"0\",\"flags\":1}\x00\x14".to_vec();
         bytes.extend(unhex("8e01020b 00000000 00000005 00000000 00000001"));
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recorded_answer_is_understood() {
+    fn a_recorded_answer_is_decoded() {
         assert_eq!(recorded().len(), 0x38);
         assert_eq!(frame_length([0x12, 0, 0xee, 0xff, 0, 0, 0, 0x38]), Ok(0x38));
         let expected = Message {
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recorded_refusal_is_understood() {
+    fn a_recorded_refusal_is_decoded() {
         let mut bytes = b"\x00\x08attr.get\x14".to_vec();
         bytes.extend(unhex("8e010209 00000000 00000005 00000002 00000007"));
         let message = Message::decode(&bytes).unwrap();
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_written_as_flux_reads_it() {
+    fn a_request_is_encoded_as_flux_expects_it() {
         let payload = json!({"name": "rank"});
         let request = Request { topic: "attr.get", nodeid: ANY, matchtag: 3, streaming: false, payload: &payload };
         let mut expected = unhex("1200eeff 00000030 00 08");
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn no_cut_of_a_message_is_taken_for_one() {
+    fn a_truncated_message_is_refused() {
         let whole = recorded();
         for length in 0..whole.len() {
             assert!(Message::decode(&whole[..length]).is_err(), "{length}");
@@ -304,7 +304,7 @@ mod tests {
 
     #[test]
     fn no_bytes_make_the_reader_panic() {
-        // A fixed sequence of changes to a good message: every single byte, to every value of a few.
+        // Changes each byte of a valid message to a few values.
         let good = recorded();
         for at in 0..good.len() {
             for value in [0, 1, 0x7f, 0xfe, 0xff] {

@@ -1,4 +1,4 @@
-//! What the pending jobs wait for.
+//! Finds out what pending jobs wait for.
 
 use std::collections::BTreeMap;
 
@@ -11,43 +11,44 @@ use super::{
     status::{InstanceStatus, LEAD_TIMEOUT, parse},
 };
 
-/// The first ones are those that the scheduler looks at first, and a queue may hold a hundred thousand.
+/// Most jobs to examine. The scheduler considers the first ones first, and a queue may hold a hundred thousand.
 const MAX_JOBS: u32 = 1000;
 
-/// What there is to say about the pending jobs.
+/// What the pending jobs wait for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pending {
-    /// How many more nodes the largest of the jobs needs that wait for nodes which are down; 0: none does.
+    /// Of the jobs that wait for nodes which are down: how many more nodes the largest one needs. 0 if there is none.
     pub missing_nodes: u32,
-    /// The job at the head of the queue, if what it asks for is free: the scheduler gives it that in a moment, or has lost it.
+    /// ID of the first job in the queue, if the resources that it requests are free: the scheduler will start it in a
+    /// moment, or has lost those resources.
     pub fits: Option<u64>,
 }
 
-/// A job in state SCHED, as `job-list.list` tells it.
+/// A job in state SCHED, from `job-list.list`.
 #[derive(Deserialize, Debug, Clone, Default, PartialEq, Eq)]
 struct Job {
     #[serde(default)]
     id: u64,
-    /// 0: held (RFC 30).
+    /// 0 for a held job (RFC 30).
     #[serde(default)]
     priority: i64,
-    /// Of those that ask for nodes only.
+    /// Only present if the job requests nodes.
     #[serde(default)]
     nnodes: Option<usize>,
-    /// Not of those that ask for whole nodes.
+    /// Missing if the job requests whole nodes.
     #[serde(default)]
     ncores: Option<usize>,
     #[serde(default)]
     ntasks: Option<usize>,
-    /// Not in an instance without queues.
+    /// Missing in an instance without named queues.
     #[serde(default)]
     queue: Option<String>,
 }
 
-/// What the pending jobs wait for. `instance`: what the lead says of its resources.
+/// Finds out what the pending jobs wait for. `instance` is the lead's report about its resources.
 ///
 /// # Errors
-/// [`RpcError`]; a time-out where the lead is gone.
+/// [`RpcError`]; a timeout if the lead is gone.
 pub async fn pending(client: &Client, instance: &InstanceStatus) -> Result<Pending, RpcError> {
     #[derive(Deserialize)]
     struct Jobs {
@@ -67,7 +68,7 @@ pub async fn pending(client: &Client, instance: &InstanceStatus) -> Result<Pendi
     Ok(Pending { missing_nodes: missing_nodes(&jobs, instance), fits })
 }
 
-/// What is drained counts as down: no job gets it.
+/// Nodes that the largest waiting job lacks. Drained nodes count as down, because they get no jobs.
 fn missing_nodes(jobs: &[Job], instance: &InstanceStatus) -> u32 {
     let (all, down) = (&instance.all, &instance.down);
     let nodes_up = all.ranks.len().saturating_sub(down.ranks.len());
@@ -80,18 +81,19 @@ fn missing_nodes(jobs: &[Job], instance: &InstanceStatus) -> u32 {
     u32::try_from(missing.max().unwrap_or(0)).unwrap_or(u32::MAX)
 }
 
-/// The cores that `job` asks for are free. A job in a queue may be meant for some nodes only, and one that asks for whole nodes
-/// doesn't say for how many cores.
+/// True if the cores that `job` requests are free. False for a job in a named queue, which may be limited to some
+/// nodes, and for one that requests whole nodes, because it does not name a number of cores.
 fn fits(job: &Job, free: &BTreeMap<u32, usize>) -> bool {
     let (Some(cores), None) = (job.ncores, &job.queue) else { return false };
     let slots = job.nnodes.or(job.ntasks).unwrap_or(1).max(1);
     let each = cores.div_ceil(slots).max(1);
-    // A job that asks for nodes gets that many different ones.
+    // A job that requests nodes gets that many different ones.
     let on = |free: &usize| if job.nnodes.is_some() { usize::from(*free >= each) } else { free / each };
     job.priority > 0 && free.values().map(on).sum::<usize>() >= slots
 }
 
-/// Nothing but the scheduler keeps the job from its cores: it asks for cores alone, on whatever nodes, and its queue is started.
+/// True if only the scheduler keeps the job from its cores: it requests only cores, on any nodes, and its queue is
+/// started.
 async fn may_begin(client: &Client, id: u64) -> Result<bool, RpcError> {
     #[derive(Deserialize)]
     struct Queue {
@@ -99,25 +101,26 @@ async fn may_begin(client: &Client, id: u64) -> Result<bool, RpcError> {
         start: bool,
     }
     #[derive(Deserialize)]
-    struct Looked {
+    struct Lookup {
         #[serde(default)]
         jobspec: String,
     }
     let topic = "job-manager.queue-status";
     let queue: Queue = parse(topic, client.rpc(topic, ANY, json!({})).await?)?;
     let topic = "job-info.lookup";
-    let found: Looked =
+    let lookup: Lookup =
         parse(topic, client.rpc(topic, LEAD, json!({ "id": id, "keys": ["jobspec"], "flags": 0 })).await?)?;
-    let is_plain = queue.start && asks_for_cores_alone(&serde_json::from_str(&found.jobspec).unwrap_or_default());
+    let is_plain = queue.start && asks_for_cores_alone(&serde_json::from_str(&lookup.jobspec).unwrap_or_default());
     Ok(is_plain && !gives_whole_nodes(&client.rpc("config.get", LEAD, Value::Null).await?))
 }
 
-/// Fluxion's match policies that end so give a job whole nodes, whatever it asks for (flux-config-sched-fluxion-resource(5)).
+/// True for Fluxion's match policies that give a job whole nodes, whatever it requests
+/// (flux-config-sched-fluxion-resource(5)).
 fn gives_whole_nodes(configuration: &Value) -> bool {
     configuration["sched-fluxion-resource"]["match-policy"].as_str().is_some_and(|policy| policy.ends_with("nodex"))
 }
 
-/// As RFC 14 has it: no constraints, and no resources but nodes, slots and cores that are not exclusive.
+/// True for a jobspec (RFC 14) without constraints that requests only nodes, slots and cores, none of them exclusively.
 fn asks_for_cores_alone(jobspec: &Value) -> bool {
     fn all_plain(resources: &Value) -> bool {
         let Some(resources) = resources.as_array() else { return false };
@@ -136,7 +139,7 @@ mod tests {
     use crate::status::Amount;
 
     #[test]
-    fn a_job_waits_for_the_nodes_that_are_not_up() {
+    fn missing_nodes_are_those_that_the_largest_job_lacks() {
         let amount = |ranks: u32, cores: usize| Amount { ranks: (0..ranks).collect(), cores, gpus: 0 };
         // Six nodes of four cores, two of them up.
         let instance = InstanceStatus { all: amount(6, 24), down: amount(4, 16), ..InstanceStatus::default() };
@@ -181,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_job_that_asks_for_cores_alone_must_get_cores_that_are_free() {
+    fn only_a_job_that_requests_nothing_but_cores_must_get_free_cores() {
         let slot = |with: Value| json!([{"type": "slot", "count": 1, "label": "task", "with": with}]);
         let core = json!([{"type": "core", "count": 1}]);
         let with = |resources: Value, system: Value| json!({"resources": resources, "attributes": {"system": system}});
@@ -201,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn under_a_policy_of_whole_nodes_free_cores_prove_nothing() {
+    fn free_cores_prove_nothing_if_the_policy_gives_whole_nodes() {
         let with = |policy: &str| json!({"sched-fluxion-resource": {"match-policy": policy}});
         for (configuration, expected) in [(with("lonodex"), true), (with("first"), false), (json!({}), false)] {
             assert_eq!(gives_whole_nodes(&configuration), expected, "{configuration}");
@@ -209,8 +212,8 @@ mod tests {
     }
 
     #[test]
-    fn what_flux_says_of_a_job_is_read() {
-        // As flux-core 0.88 answers for `flux submit -N1 -x`, `-N1` and `-n400`.
+    fn jobs_are_parsed_from_fluxs_answer() {
+        // The answers of flux-core 0.88 for `flux submit -N1 -x`, `-N1` and `-n400`.
         let jobs: Vec<Job> = serde_json::from_str(
             r#"[{"id": 23924310016, "nnodes": 1, "ntasks": 1, "priority": 16},
                 {"id": 16424894464, "nnodes": 1, "ncores": 1, "ntasks": 1, "priority": 0},

@@ -1,4 +1,4 @@
-//! The live change of what a running instance declares (flux-config(1), flux-module(1)).
+//! Changes the resources that a running instance declares (flux-config(1), flux-module(1)).
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -14,40 +14,41 @@ use super::{
     status::{held_names, parse},
 };
 
-/// For one step.
+/// Limit for one step.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// A scheduler that is loaded hears of all running jobs first: Fluxion takes 4 ms for each of them.
+/// Limit for a scheduler to come online. It first hears of all running jobs: Fluxion takes 4 ms for each of them.
 const ONLINE_TIMEOUT: Duration = Duration::from_secs(900);
-/// The job manager tells nobody that a scheduler is online.
+/// The job manager does not announce that a scheduler is online, so it has to be polled.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
-/// How often a scheduler is loaded at most until no job has ended meanwhile.
+/// How often to load a scheduler until no job ends while it loads.
 const MAX_LOADS: usize = 8;
-/// In the order in which they are loaded.
+/// Fluxion's modules in the order of loading.
 const FLUXION: [&str; 3] = ["sched-fluxion-resource", "sched-fluxion-feasibility", "sched-fluxion-qmanager"];
 const SIMPLE: &str = "sched-simple";
 const RESOURCE: &str = "resource";
-/// Why no queue is started while no scheduler is (job-manager queues.c).
+/// Why a queue is stopped if no scheduler is online (job-manager queues.c).
 pub const SCHEDULER_IS_OFFLINE: &str = "Scheduler is offline";
 
-/// Loads what `configuration` makes (flux-config(1) `load`) and has the lead take it in; `configuration` gets the names of the
-/// ranks that jobs hold. The scheduler is away for a moment, and running jobs stay. If this is killed in between, the next run
-/// does all of it again, so it ends with a scheduler that schedules.
+/// Builds a configuration, loads it into the lead's broker (flux-config(1) `load`), and restarts the resource and
+/// scheduler modules with it. `configuration` gets the names of the ranks that jobs hold. The scheduler is absent for a
+/// moment; running jobs continue. If this is interrupted, the next run repeats all of it, so it ends with a scheduler
+/// that works.
 ///
 /// # Errors
-/// The step that failed; [`ReloadError::Configuration`] if `configuration` makes none.
+/// The step that failed; [`ReloadError::Configuration`] if `configuration` fails.
 pub async fn reload(
     client: &Client,
     configuration: impl FnOnce(&BTreeMap<u32, String>) -> Result<Value, String>,
 ) -> Result<(), ReloadError> {
     let loaded = modules(client).await?;
     let is_loaded = |module: &&str| loaded.iter().any(|loaded| loaded == module);
-    // Which scheduler this instance has, if it is off right now because an earlier run was killed: Fluxion where the
-    // package set brings it (its modprobe priority says so, flux-sched etc/modprobe/modprobe.d/fluxion.toml).
+    // Determines which scheduler to load. If none is loaded because an earlier run was interrupted, it is Fluxion if
+    // the package set has it (its modprobe priority says so, flux-sched etc/modprobe/modprobe.d/fluxion.toml).
     let simple = is_loaded(&SIMPLE);
     for module in [SIMPLE].iter().chain(FLUXION.iter().rev()).filter(|module| is_loaded(module)) {
         remove(client, module).await?;
     }
-    // Whatever comes of it, the instance gets its scheduler back.
+    // Even if this fails, the instance gets its scheduler back.
     let taken_in = take_in(client, configuration).await;
     if taken_in.is_ok() && is_loaded(&RESOURCE) {
         remove(client, RESOURCE).await?;
@@ -59,12 +60,12 @@ pub async fn reload(
     taken_in.map(drop)
 }
 
-/// Loads what `configuration` makes; true if it has housekeeping after jobs.
+/// Builds and loads the configuration; returns true if it has housekeeping after jobs.
 async fn take_in(
     client: &Client,
     configuration: impl FnOnce(&BTreeMap<u32, String>) -> Result<Value, String>,
 ) -> Result<bool, ReloadError> {
-    // Without a scheduler, no further job can begin on a rank whose name is about to change.
+    // No scheduler is loaded, so no further job can start on a rank whose name is about to change.
     let held = held_names(client).await?;
     let configuration = configuration(&held).map_err(ReloadError::Configuration)?;
     let has_housekeeping = configuration["job-manager"].get("housekeeping").is_some();
@@ -72,8 +73,8 @@ async fn take_in(
     Ok(has_housekeeping)
 }
 
-/// Loads the scheduler, flux-core's own if it is `simple`, and sees to it that it holds no core of a job that has ended.
-/// `ends_free_cores`: the cores of a job are free as soon as it has ended; after it, housekeeping may go on on its cores.
+/// Loads the scheduler, flux-core's own if `simple`, and ensures that it holds no cores of jobs that have ended. If
+/// `ends_free_cores`, the cores of a job are free when it ends; otherwise its housekeeping may still use them.
 async fn load_scheduler(client: &Client, simple: bool, ends_free_cores: bool) -> Result<(), ReloadError> {
     let mut ended = EndedJobs::watch(client).await?;
     let is_fluxion = !simple && has_fluxion(load(client, FLUXION[0]).await)?;
@@ -88,7 +89,7 @@ async fn load_scheduler(client: &Client, simple: bool, ends_free_cores: bool) ->
         if ended.is_empty() {
             return Ok(());
         }
-        // It may hold cores of jobs that have ended; loaded again, it hears of those that run.
+        // The scheduler may hold cores of jobs that have ended. If it is loaded again, it hears only of those that run.
         for module in scheduler.iter().rev() {
             remove(client, module).await?;
         }
@@ -98,7 +99,7 @@ async fn load_scheduler(client: &Client, simple: bool, ends_free_cores: bool) ->
     if ended.so_far().is_empty() { Ok(()) } else { Err(ReloadError::JobsKeptEnding) }
 }
 
-/// Loads the rest of a scheduler, and waits until the job manager has taken it.
+/// Loads the other modules of a scheduler, and waits until the job manager has accepted it.
 async fn load_all(client: &Client, modules: &[&str]) -> Result<(), ReloadError> {
     for module in modules {
         load(client, module).await?;
@@ -106,29 +107,30 @@ async fn load_all(client: &Client, modules: &[&str]) -> Result<(), ReloadError> 
     until_online(client).await
 }
 
-/// Why a live change was not made in whole. The next one does all of it again.
+/// Why a live change is incomplete. The next one repeats all of it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReloadError {
-    /// The broker.
+    /// A request to the broker failed.
     #[error(transparent)]
     Broker(#[from] RpcError),
-    /// There is no configuration to load.
-    #[error("no configuration can be made for the running instance: {0}")]
+    /// The configuration could not be built.
+    #[error("can't make a configuration for the running instance: {0}")]
     Configuration(String),
-    /// However often the scheduler was loaded, jobs ended meanwhile: it may hold their cores.
+    /// Jobs ended each time while the scheduler was loading, so it may hold their cores.
     #[error(
         "the scheduler was loaded {MAX_LOADS} times, and jobs ended each time before it was ready, so it may hold their cores"
     )]
     JobsKeptEnding,
-    /// A scheduler is loaded, and the job manager has not taken it.
+    /// A scheduler is loaded, but the job manager has not accepted it.
     #[error("the scheduler is loaded but still offline after {} s", ONLINE_TIMEOUT.as_secs())]
     Offline,
 }
 
-/// The jobs that end from a moment on. The job manager tells a scheduler which jobs hold resources when it says hello, and which
-/// jobs have given theirs back once it is ready. Nobody hears of a job that ends in between (flux-core 0.88, job-manager
-/// alloc.c: `hello_cb`, `ready_cb`, `alloc_send_free_request`), so the scheduler would hold its cores for ever.
+/// The jobs that end after a certain moment. The job manager tells a scheduler which jobs hold resources when it says
+/// hello, and which jobs have freed theirs once it is ready. A job that ends in between is in neither (flux-core 0.88,
+/// job-manager alloc.c: `hello_cb`, `ready_cb`, `alloc_send_free_request`), so the scheduler would hold its cores for
+/// ever.
 struct EndedJobs<S>(S);
 
 impl EndedJobs<()> {
@@ -139,9 +141,9 @@ impl EndedJobs<()> {
         let topic = "job-manager.events-journal";
         let mut journal = client.stream(topic, ANY, &json!({ "full": false, "allow": { "free": 1 } }))?;
         let sentinel = async {
-            while let Some(told) = journal.next().await {
-                let told: Told = parse(topic, told?)?;
-                if told.id == SENTINEL {
+            while let Some(entry) = journal.next().await {
+                let entry: JournalEntry = parse(topic, entry?)?;
+                if entry.id == SENTINEL {
                     return Ok(());
                 }
             }
@@ -154,12 +156,15 @@ impl EndedJobs<()> {
 }
 
 impl<S: Stream<Item = Result<Value, RpcError>> + Unpin> EndedJobs<S> {
-    /// Jobs that ended since the last call. What the job manager says before it answers a request comes before that answer.
+    /// Jobs that ended since the last call. The job manager sends these events before it answers a later request.
     fn so_far(&mut self) -> Vec<i64> {
         let mut ended = Vec::new();
-        while let Some(Some(Ok(told))) = self.0.next().now_or_never() {
+        while let Some(Some(Ok(entry))) = self.0.next().now_or_never() {
             ended.extend(
-                serde_json::from_value::<Told>(told).ok().filter(|told| !told.events.is_empty()).map(|told| told.id),
+                serde_json::from_value::<JournalEntry>(entry)
+                    .ok()
+                    .filter(|entry| !entry.events.is_empty())
+                    .map(|entry| entry.id),
             );
         }
         ended
@@ -168,16 +173,16 @@ impl<S: Stream<Item = Result<Value, RpcError>> + Unpin> EndedJobs<S> {
 
 /// One response of the job manager's journal.
 #[derive(Deserialize)]
-struct Told {
+struct JournalEntry {
     id: i64,
     #[serde(default)]
     events: Vec<Value>,
 }
 
-/// Ends the backlog: from here on the journal tells what happens (job-manager journal.c).
+/// ID that ends the backlog: everything after it in the journal is new (job-manager journal.c).
 const SENTINEL: i64 = -1;
 
-/// Waits until the job manager has taken the scheduler, which answers a ping earlier than that.
+/// Waits until the job manager has accepted the scheduler. A ping is no test, because the scheduler answers it earlier.
 async fn until_online(client: &Client) -> Result<(), ReloadError> {
     let look = async {
         while is_scheduler_offline(client).await? {
@@ -188,7 +193,7 @@ async fn until_online(client: &Client) -> Result<(), ReloadError> {
     timeout(ONLINE_TIMEOUT, look).await.map_err(|_| ReloadError::Offline)?
 }
 
-/// True if no scheduler is online. The job manager gives this reason even for a queue that somebody stopped.
+/// True if no scheduler is online. The job manager gives this reason even for a queue that an administrator stopped.
 async fn is_scheduler_offline(client: &Client) -> Result<bool, RpcError> {
     #[derive(Deserialize)]
     struct Queues {
@@ -202,14 +207,14 @@ async fn is_scheduler_offline(client: &Client) -> Result<bool, RpcError> {
     let topic = "job-manager.queue-list";
     let Queues { queues } = parse(topic, ask(client, topic, Value::Null).await?)?;
     let topic = "job-manager.queue-status";
-    // An instance without queues has one without a name.
+    // An instance without named queues has one without a name.
     let which = queues.first().map_or_else(|| json!({}), |name| json!({ "name": name }));
     let queue: Queue = parse(topic, ask(client, topic, which).await?)?;
     Ok(queue.stop_reason == SCHEDULER_IS_OFFLINE)
 }
 
-/// Tells Fluxion which jobs have ended, as the job manager would have. Fluxion finds a job by its id, and only complains in its
-/// log about a job that it does not hold (0.54, qmanager `jobmanager_free_cb`, `queue_policy_base_t::remove`).
+/// Tells Fluxion which jobs have ended, as the job manager would have done. Fluxion finds a job by its ID, and only
+/// logs an error for a job that it does not hold (0.54, qmanager `jobmanager_free_cb`, `queue_policy_base_t::remove`).
 async fn free_again(client: &Client, ended: &[i64]) -> Result<(), RpcError> {
     for id in ended {
         client.notify("sched.free", ANY, &json!({ "id": id, "R": {}, "final": true }))?;
@@ -217,11 +222,11 @@ async fn free_again(client: &Client, ended: &[i64]) -> Result<(), RpcError> {
     if ended.is_empty() {
         return Ok(());
     }
-    // Its answer says that it has heard all of them.
+    // The answer shows that it has received all of them.
     ask(client, &format!("{}.ping", FLUXION[2]), json!({})).await.map(drop)
 }
 
-/// Only where there is no such module: whatever else is in its way, Fluxion is not exchanged for another scheduler.
+/// False only if there is no such module. After any other error, Fluxion must not be replaced by another scheduler.
 fn has_fluxion(loaded: Result<(), RpcError>) -> Result<bool, RpcError> {
     match loaded {
         Err(RpcError::Service { errnum, .. }) if errnum == Errno::ENOENT as u32 => Ok(false),
@@ -260,7 +265,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fluxion_is_never_exchanged_for_another_scheduler_because_it_fails_or_is_slow() {
+    fn fluxion_is_not_replaced_by_another_scheduler_if_it_fails_or_is_slow() {
         let topic = || "module.load".to_owned();
         let refused = |errno: Errno| RpcError::Service { topic: topic(), errnum: errno as u32, text: String::new() };
         assert!(has_fluxion(Ok(())).unwrap());

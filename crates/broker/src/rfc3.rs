@@ -1,7 +1,7 @@
-//! A client of a broker's local socket (RFC 3, RFC 6).
+//! A client for a broker's local socket (RFC 3, RFC 6).
 //!
-//! Any number of calls may be under way on one connection: one task writes, one reads and gives each response to who
-//! waits for its matchtag. The end of the socket is the end of the broker, and everybody who waits is told.
+//! Any number of calls can be pending on one connection: one task writes, another reads and passes each response to the
+//! caller with its matchtag. If the socket closes, the broker has ended, and all pending calls fail.
 
 use std::{
     collections::HashMap,
@@ -25,7 +25,7 @@ use tokio::{
 
 use super::message::{ANY, DecodeError, ENODATA, Message, NO_RESPONSE, PREAMBLE, Request, frame_length};
 
-/// A broker answers within milliseconds; a request that goes to a lead which is gone is never answered.
+/// A broker answers within milliseconds; a request to a lead that is gone is never answered.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a broker did not answer.
@@ -37,48 +37,48 @@ pub enum RpcError {
     Connect {
         /// The socket.
         path: PathBuf,
-        /// Cause.
+        /// The system's error.
         #[source]
         source: std::io::Error,
     },
-    /// The broker is not ours: it serves another user.
+    /// Another user owns the broker, so it refuses ours.
     #[error("the broker at {} refuses this user (error {errnum})", path.display())]
     Denied {
         /// The socket.
         path: PathBuf,
-        /// errno.
+        /// The error number.
         errnum: u8,
     },
-    /// The service said no.
+    /// The service returned an error.
     #[error("{topic}: {text}")]
     Service {
         /// Service and method.
         topic: String,
-        /// errno.
+        /// The error number.
         errnum: u32,
-        /// Its words, or those of errno.
+        /// The service's message, or the description of the error number.
         text: String,
     },
-    /// No answer in time.
+    /// There was no answer within the time limit.
     #[error("{topic}: no answer within {seconds} s")]
     Timeout {
         /// Service and method.
         topic: String,
-        /// It had so many.
+        /// The time limit.
         seconds: u64,
     },
-    /// The broker has closed the socket.
+    /// The broker closed the socket.
     #[error("the broker has closed the connection")]
     Closed,
-    /// Bytes that are not RFC 3.
-    #[error("the broker's answer is not understood")]
+    /// The bytes do not follow RFC 3.
+    #[error("the broker's answer does not follow RFC 3")]
     Malformed(#[from] DecodeError),
-    /// The payload is not the JSON that was expected.
-    #[error("{topic}: the answer is not understood")]
+    /// The payload is not the expected JSON.
+    #[error("{topic}: the answer is not the expected JSON")]
     Payload {
         /// Service and method.
         topic: String,
-        /// Cause.
+        /// The parser's error.
         #[source]
         source: serde_json::Error,
     },
@@ -100,12 +100,13 @@ pub struct Client {
     shared: Shared,
     gone: watch::Receiver<bool>,
     peer_pid: Option<i32>,
-    /// Topics of the events that come in.
+    /// Sends the topics of incoming events.
     events: broadcast::Sender<String>,
     reader: JoinHandle<()>,
 }
 
-/// A receiver that lags further behind misses events; the next event makes up for them.
+/// Number of events that a receiver may lag behind; it misses older ones. That is harmless: the next event makes
+/// up for them.
 const EVENTS: usize = 16;
 
 #[derive(Clone, Default)]
@@ -119,7 +120,7 @@ impl std::fmt::Debug for Shared {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Waiting> {
-        // The map is whole between any two of its calls, whoever panicked.
+        // No panic can leave the map inconsistent, so a poisoned lock is fine.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -142,7 +143,7 @@ impl Shared {
     }
 }
 
-/// A call under way; whoever gives it up is no longer waited for.
+/// A pending call; dropping it cancels it.
 struct Call {
     tag: u32,
     answers: mpsc::UnboundedReceiver<Message>,
@@ -159,7 +160,7 @@ impl Client {
     /// Connects to the socket at `path`.
     ///
     /// # Errors
-    /// Nobody listens, or not for us.
+    /// [`RpcError::Connect`] if no broker listens, [`RpcError::Denied`] if it serves another user.
     pub async fn connect(path: &Path) -> Result<Self, RpcError> {
         let failed = |source| RpcError::Connect { path: path.to_owned(), source };
         let open = async {
@@ -177,7 +178,7 @@ impl Client {
         let (outgoing, incoming) = mpsc::unbounded_channel();
         let (tell_gone, gone) = watch::channel(false);
         let shared = Shared::default();
-        // It ends by itself with `outgoing`.
+        // Ends when `outgoing` is dropped.
         tokio::spawn(write_all(writer, incoming));
         let events = broadcast::channel(EVENTS).0;
         let reader = tokio::spawn({
@@ -194,7 +195,7 @@ impl Client {
         Ok(Self { outgoing, shared, gone, peer_pid, events, reader })
     }
 
-    /// The broker's pid as the kernel tells it: what listens at the path is that process.
+    /// Pid of the process that listens at the path, from the kernel.
     pub fn peer_pid(&self) -> Option<i32> {
         self.peer_pid
     }
@@ -208,7 +209,7 @@ impl Client {
         self.rpc_within(TIMEOUT, topic, nodeid, payload).await
     }
 
-    /// As [`Client::rpc`], with another time limit.
+    /// Like [`Client::rpc`], with another time limit.
     ///
     /// # Errors
     /// [`RpcError`].
@@ -228,11 +229,11 @@ impl Client {
         }
     }
 
-    /// One request and responses until the service ends them (which is no error), an error, or the end of the broker
-    /// ([`RpcError::Closed`]).
+    /// Sends one request, and returns its responses until the service ends them (which is no error), an error, or the
+    /// end of the broker ([`RpcError::Closed`]).
     ///
     /// # Errors
-    /// [`RpcError::Closed`] at once.
+    /// [`RpcError::Closed`] if the broker has ended already.
     pub fn stream(
         &self,
         topic: &str,
@@ -253,7 +254,7 @@ impl Client {
         })))
     }
 
-    /// One request to which nobody responds. A service gets it before every later request of this connection.
+    /// Sends a request without response. A service gets it before any later request of this connection.
     ///
     /// # Errors
     /// [`RpcError::Closed`].
@@ -262,7 +263,8 @@ impl Client {
         self.outgoing.send(request.encode()).map_err(|_| RpcError::Closed)
     }
 
-    /// The topics of the events whose topic begins with `topic` (RFC 3), from now on, and of those that were subscribed to before.
+    /// Subscribes to the events whose topic begins with `topic` (RFC 3). Returns their topics, and those of earlier
+    /// subscriptions.
     ///
     /// # Errors
     /// [`RpcError`].
@@ -275,7 +277,7 @@ impl Client {
     /// Waits until the broker has closed the connection.
     pub async fn closed(&self) {
         let mut gone = self.gone.clone();
-        // An error says that the reader is no more, which is the same.
+        // An error means that the reader has ended, which is the same.
         let _ = gone.wait_for(|gone| *gone).await;
     }
 
@@ -293,11 +295,11 @@ impl Drop for Client {
     }
 }
 
-/// A task of its own, so that a caller who gives up never leaves half a frame behind.
+/// Writes in a task of its own, so that a cancelled caller never leaves half a frame behind.
 async fn write_all(mut writer: OwnedWriteHalf, mut frames: mpsc::UnboundedReceiver<Vec<u8>>) {
     while let Some(frame) = frames.recv().await {
         if writer.write_all(&frame).await.is_err() {
-            // The reader sees the end as well, and tells everybody.
+            // The reader notices the end too, and fails all pending calls.
             return;
         }
     }
@@ -308,13 +310,13 @@ async fn read_all(mut reader: OwnedReadHalf, shared: &Shared, events: &broadcast
         let message = match read_message(&mut reader).await {
             Ok(message) => message,
             Err(RpcError::Malformed(error)) => {
-                tracing::warn!(%error, "broker connection given up");
+                tracing::warn!(%error, "closing the connection to the broker");
                 return;
             }
             Err(_) => return,
         };
         if !message.is_response {
-            // Nobody may be listening any more.
+            // Fails if there is no receiver, which is fine.
             let _ = events.send(message.topic);
         } else if let Some(answers) = shared.lock().by_tag.get(&message.matchtag) {
             let _ = answers.send(message);
@@ -327,7 +329,7 @@ async fn read_message(reader: &mut OwnedReadHalf) -> Result<Message, RpcError> {
     let mut preamble = [0; PREAMBLE];
     reader.read_exact(&mut preamble).await.map_err(closed)?;
     let length = frame_length(preamble)?;
-    // Grows with what comes, not with what is promised.
+    // The buffer grows with the data received, not with the length that the preamble claims.
     let mut bytes = Vec::new();
     reader.take(length as u64).read_to_end(&mut bytes).await.map_err(closed)?;
     if bytes.len() < length {

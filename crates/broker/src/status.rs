@@ -1,4 +1,4 @@
-//! What a running broker says of itself and of the instance, live.
+//! The live status of a running broker and, from the lead, of the instance.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -15,18 +15,18 @@ use super::{
 use api::IdSet;
 use model::hostlist;
 
-/// What asks the lead waits no longer: behind a lead that is gone nothing answers.
+/// Limit for requests to the lead: if the lead is gone, nothing answers.
 pub(super) const LEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a broker rests that does not tell yet who is online.
+/// Pause before repeating a request that a broker can't answer yet.
 const ASK_AGAIN: Duration = Duration::from_millis(200);
 
-/// A broker, and the instance as it sees it.
+/// A broker's status, and its view of the instance.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq)]
 #[serde(rename_all = "camelCase")]
 pub struct BrokerStatus {
     /// Its rank.
     pub rank: u32,
-    /// Declared ranks.
+    /// Number of declared ranks.
     pub size: u32,
     /// Broker names by rank, in RFC 29's form.
     pub hostlist: String,
@@ -34,14 +34,14 @@ pub struct BrokerStatus {
     pub broker_name: String,
     /// `join`, `config-sync`, `init`, `quorum`, `run`, `cleanup`, `shutdown`, `finalize`, `goodbye`, `exit`.
     pub state: String,
-    /// Seconds in that state.
+    /// Seconds since it entered that state.
     pub state_secs: f64,
-    /// Process id, as the kernel tells it.
+    /// Process id of the socket's peer, from the kernel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<i32>,
     /// The tree below it.
     pub overlay: Overlay,
-    /// What only the lead knows; None where it did not answer.
+    /// The lead's report; None if it did not answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instance: Option<InstanceStatus>,
 }
@@ -52,11 +52,11 @@ pub struct BrokerStatus {
 pub struct Overlay {
     /// `full`, `partial`, `degraded`, `lost`.
     pub status: String,
-    /// Seconds in that status.
+    /// Seconds since it has that status.
     pub secs: f64,
-    /// Children that are not full.
+    /// Children whose status is not `full`.
     pub not_full: Vec<Child>,
-    /// Ranks of the children that hang on the broker now.
+    /// Ranks of the children that are connected to this broker.
     pub connected: IdSet,
 }
 
@@ -68,87 +68,87 @@ pub struct Child {
     pub rank: u32,
     /// See [`Overlay::status`]; also `offline`.
     pub status: String,
-    /// Seconds in that status.
+    /// Seconds since it has that status.
     #[serde(rename = "secs", alias = "duration", default)]
     pub secs: f64,
-    /// Why.
+    /// Flux's explanation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// What the lead says of the instance.
+/// The lead's report about the instance.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
 #[serde(rename_all = "camelCase")]
 pub struct InstanceStatus {
     /// Ranks that are online.
     pub online: IdSet,
-    /// Ranks that no job is given to, with the reason.
+    /// Drained ranks, which get no jobs.
     pub drained: Vec<Drained>,
-    /// Ranks that are excluded by configuration; they can't be drained.
+    /// Ranks that the configuration excludes; they can't be drained.
     #[serde(default)]
     pub excluded: IdSet,
     /// Ranks that are slow to answer.
     pub torpid: IdSet,
-    /// All there is to schedule.
+    /// All schedulable resources.
     pub all: Amount,
-    /// Of it, on ranks that are down.
+    /// Those of them on ranks that are down.
     pub down: Amount,
-    /// Of it, in use by jobs.
+    /// Those of them that jobs use.
     pub allocated: Amount,
-    /// What each rank declares, behind `all`.
+    /// The resources behind `all`, by rank.
     #[serde(skip)]
     pub declared: ResourceSet,
-    /// The names of all ranks, excluded ones too.
+    /// The names of all ranks, including excluded ones.
     #[serde(skip)]
     pub names: BTreeMap<u32, String>,
-    /// Cores that no job holds, by rank, of the ranks that are up and may be given jobs.
+    /// Number of cores that no job holds, for each rank that is up and may get jobs.
     #[serde(skip)]
     pub free: BTreeMap<u32, usize>,
 }
 
 impl InstanceStatus {
-    /// What these ranks declare, whether they are up or down.
+    /// The resources that these ranks declare, whether they are up or down.
     pub fn declared_by(&self, ranks: &IdSet) -> Amount {
         self.declared.amount_on(|rank| ranks.contains(rank))
     }
 }
 
-/// Ranks drained together.
+/// Ranks that were drained together.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub struct Drained {
-    /// Which.
+    /// The drained ranks.
     pub ranks: IdSet,
-    /// Why.
+    /// The reason that was given.
     pub reason: String,
-    /// Since when, by the lead's clock, in seconds since 1970.
+    /// When they were drained, by the lead's clock, in seconds since 1970.
     #[serde(skip)]
     pub since: f64,
 }
 
-/// So much of resources, and where.
+/// An amount of resources, and the ranks that have them.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Amount {
-    /// Ranks.
+    /// Ranks that have any of it.
     pub ranks: IdSet,
-    /// Cores.
+    /// Number of cores.
     pub cores: usize,
-    /// GPUs.
+    /// Number of GPUs.
     pub gpus: usize,
 }
 
-/// What changes in the life of a broker.
+/// A change of a broker's state or of the instance's membership.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Change {
-    /// Its state (see [`BrokerStatus::state`]).
+    /// The broker's new state (see [`BrokerStatus::state`]).
     State(String),
-    /// The ranks that are online, as the lead tells.
+    /// The ranks that are online now, according to the lead.
     Online(IdSet),
 }
 
-/// Asks the broker for all of it. What the lead does not tell is left out.
+/// Queries the broker's status. Leaves out what the lead does not answer.
 ///
 /// # Errors
-/// The broker itself does not answer.
+/// If the broker itself does not answer.
 pub async fn status(client: &Client) -> Result<BrokerStatus, RpcError> {
     let (rank, size, hostlist, broker_name) = futures::try_join!(
         attribute(client, "rank"),
@@ -178,7 +178,7 @@ pub async fn status(client: &Client) -> Result<BrokerStatus, RpcError> {
 /// One attribute of the broker (flux-broker-attributes(7)).
 ///
 /// # Errors
-/// [`RpcError::Service`] where it has none of that name.
+/// [`RpcError::Service`] if it has no such attribute.
 pub async fn attribute(client: &Client, name: &str) -> Result<String, RpcError> {
     #[derive(Deserialize)]
     struct Attribute {
@@ -188,12 +188,12 @@ pub async fn attribute(client: &Client, name: &str) -> Result<String, RpcError> 
     Ok(parse::<Attribute>("attr.get", answer)?.value)
 }
 
-/// The broker's state and the seconds it is in it.
+/// The broker's state and its duration.
 #[derive(Deserialize, Clone, Debug, PartialEq)]
 pub struct State {
     /// See [`BrokerStatus::state`].
     pub state: String,
-    /// Seconds.
+    /// Seconds since the broker entered it.
     #[serde(default)]
     pub duration: f64,
 }
@@ -229,16 +229,16 @@ pub async fn overlay(client: &Client) -> Result<Overlay, RpcError> {
 /// The ranks that are online.
 ///
 /// # Errors
-/// [`RpcError`]; a time-out where the lead is gone.
+/// [`RpcError`]; a timeout if the lead is gone.
 pub async fn online(client: &Client) -> Result<IdSet, RpcError> {
     let answer = client.rpc_within(LEAD_TIMEOUT, "groups.get", LEAD, json!({ "name": "broker.online" })).await?;
     Ok(parse::<Members>("groups.get", answer)?.members)
 }
 
-/// What only the lead knows.
+/// The lead's report about the instance.
 ///
 /// # Errors
-/// [`RpcError`]; a time-out where the lead is gone.
+/// [`RpcError`]; a timeout if the lead is gone.
 pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     #[derive(Deserialize)]
     struct Resources {
@@ -260,7 +260,7 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     }
     let ask = |topic| client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null);
     let (online, resources) = futures::try_join!(online(client), ask("resource.status"))?;
-    // What runs is asked after what is drained: a job that was started in between is seen.
+    // Jobs are queried after drained ranks, so that a job that starts in between is not missed.
     let scheduler = scheduled(client).await?;
     let resources: Resources = parse("resource.status", resources)?;
     let drained = resources.drain.into_iter().filter_map(|(ranks, why)| {
@@ -283,31 +283,33 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     })
 }
 
-/// Gives no new jobs to `ranks`, for `reason`; running ones stay. A rank that is drained already gets the new reason.
+/// Drains `ranks`, so that they get no new jobs; running ones continue. A rank that is already drained gets the new
+/// reason.
 ///
 /// # Errors
-/// [`RpcError`]; a time-out where the lead is gone.
+/// [`RpcError`]; a timeout if the lead is gone.
 pub async fn drain(client: &Client, ranks: &IdSet, reason: &str) -> Result<(), RpcError> {
     let order = json!({ "targets": ranks.to_string(), "reason": reason, "mode": "overwrite" });
     client.rpc_within(LEAD_TIMEOUT, "resource.drain", LEAD, order).await.map(drop)
 }
 
-/// Gives jobs to `ranks` again, as many of them as are drained: Flux undrains those itself that it excludes.
+/// Undrains those of `ranks` that are drained. (Flux itself undrains ranks that it excludes.)
 ///
 /// # Errors
-/// [`RpcError`]; a time-out where the lead is gone.
+/// [`RpcError`]; a timeout if the lead is gone.
 pub async fn undrain(client: &Client, ranks: &IdSet) -> Result<(), RpcError> {
     let order = json!({ "targets": ranks.to_string(), "mode": "update" });
     client.rpc_within(LEAD_TIMEOUT, "resource.undrain", LEAD, order).await.map(drop)
 }
 
-/// Every change of state and membership, from the present one on; ends with the broker. A membership that the lead does
-/// not tell, or ceases to, is left out.
+/// All changes of state and membership, beginning with the present values; ends with the broker. Leaves out the
+/// membership while the lead does not answer.
 ///
 /// # Errors
-/// The broker has closed already.
+/// If the broker has closed the connection already.
 pub fn watch(client: &Client) -> Result<impl Stream<Item = Change> + Send + Unpin + '_, RpcError> {
-    // The monitor tells states by numbers that differ between versions of Flux; their names do not.
+    // The monitor sends numbers for states, which differ between versions of Flux. So each message only triggers a
+    // query of the name.
     let states = answers(client, "state-machine.monitor", ANY, json!({ "final": i32::MAX }))?;
     let states = states.filter_map(async |_| state(client).await.ok().map(|now| Change::State(now.state)));
     let members = answers(client, "groups.get", LEAD, json!({ "name": "broker.online" }))?;
@@ -315,12 +317,12 @@ pub fn watch(client: &Client) -> Result<impl Stream<Item = Change> + Send + Unpi
         future::ready(parse::<Members>("groups.get", answer).ok().map(|answer| Change::Online(answer.members)))
     });
     let changes = stream::select(Box::pin(states), Box::pin(members));
-    // Both may end before the broker does: its end is the socket's.
+    // Both streams may end before the broker does; only the end of the socket ends the broker.
     Ok(Box::pin(changes.chain(stream::once(client.closed()).filter_map(|()| future::ready(None)))))
 }
 
-/// Every answer to `topic` for as long as the broker lives. It takes connections before its services are there, and behind a
-/// lead that is gone nobody answers: then it is asked again.
+/// All answers to `topic` while the broker lives. Asks again if a request fails: a broker accepts connections before
+/// its services are up, and requests to a lead that is gone are not answered.
 fn answers<'a>(
     client: &'a Client,
     topic: &'static str,
@@ -340,8 +342,8 @@ fn answers<'a>(
         .flatten())
 }
 
-/// What an administrator looks for in a log: which brokers are online. Flux itself says it only until it has its quorum,
-/// which is one.
+/// The log line that tells an administrator which brokers are online. Flux itself logs it only until it has its quorum,
+/// which is one broker.
 pub fn online_line(names: &str, online: &IdSet) -> String {
     format!("broker.info[0]: online: {names} (ranks {online})")
 }
@@ -351,7 +353,7 @@ struct Members {
     members: IdSet,
 }
 
-/// The names of the ranks that jobs hold, by rank. It needs no scheduler.
+/// The names of the ranks that jobs hold, by rank. Works without a scheduler.
 ///
 /// # Errors
 /// [`RpcError`].
@@ -373,17 +375,18 @@ pub async fn held_names(client: &Client) -> Result<BTreeMap<u32, String>, RpcErr
     }
     let topic = "resource.status";
     let names = match client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null).await {
-        // Not what the scheduler has, which knows nothing of excluded ranks.
+        // Not the scheduler's resources, which lack excluded ranks.
         Ok(status) => parse::<Resources>(topic, status)?.all.names(),
-        // The resource module was removed by a live change that was killed: what that one had loaded keeps these names.
+        // An interrupted live change removed the resource module; the configuration that it had loaded keeps these
+        // names.
         Err(RpcError::Service { errnum, .. }) if errnum == Errno::ENOSYS as u32 => loaded_names(client).await?,
         Err(error) => return Err(error),
     };
     Ok(names.into_iter().filter(|(rank, _)| held.contains(*rank)).collect())
 }
 
-/// The name of each rank by the configuration that is loaded: without a `[bootstrap]` table, ranks are in the order
-/// of `[[resource.config]]` (flux-core src/modules/resource/inventory.c).
+/// The name of each rank in the loaded configuration. Without a `[bootstrap]` table, ranks are in the order of
+/// `[[resource.config]]` (flux-core src/modules/resource/inventory.c).
 async fn loaded_names(client: &Client) -> Result<BTreeMap<u32, String>, RpcError> {
     #[derive(Deserialize)]
     struct Loaded {
@@ -414,7 +417,7 @@ async fn scheduled(client: &Client) -> Result<Scheduled, RpcError> {
     parse(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null).await?)
 }
 
-/// What `resource.sched-status` answers.
+/// The answer of `resource.sched-status`.
 #[derive(Deserialize)]
 struct Scheduled {
     all: Option<ResourceSet>,
@@ -434,7 +437,7 @@ impl Scheduled {
     }
 }
 
-/// R (RFC 20), as much of it as is counted.
+/// The parts of R (RFC 20) that we count.
 #[derive(Deserialize, Clone, Debug, Default, PartialEq)]
 pub struct ResourceSet {
     execution: Execution,
@@ -455,13 +458,13 @@ struct Entry {
 }
 
 impl ResourceSet {
-    /// The names of its ranks: a nodelist is in the order of the ranks (RFC 20).
+    /// The names of its ranks. A nodelist is in rank order (RFC 20).
     fn names(&self) -> BTreeMap<u32, String> {
         let names = self.execution.nodelist.iter().flat_map(|names| hostlist::decode(names));
         self.amount().ranks.0.into_iter().zip(names).collect()
     }
 
-    /// How many cores, by rank.
+    /// Number of cores by rank.
     fn cores(&self) -> BTreeMap<u32, usize> {
         let mut cores = BTreeMap::new();
         for Entry { rank, children } in &self.execution.entries {

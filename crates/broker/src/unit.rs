@@ -1,4 +1,4 @@
-//! The text of the broker's unit, for hosts with systemd. Pure.
+//! Builds the text of the broker's unit, for hosts with systemd. Pure.
 
 use std::{
     fmt::Write,
@@ -11,32 +11,33 @@ use hostapi::LaunchOrder;
 
 /// The broker's unit.
 pub const SERVICE: &str = "flux-broker.service";
-/// Gives the unit's slice its weight; the slice itself may be another one's.
+/// Drop-in that sets the slice's weight, because the slice itself may belong to other software.
 pub const SLICE_DROP_IN: &str = "flux.slice.d/50-flux-distribute.conf";
 
-/// Seconds from SIGTERM to SIGKILL of a follower, whoever stops the unit; the host does at its shutdown. The lead has to
-/// write its queue.
+/// Seconds from SIGTERM to SIGKILL for a follower, whatever stops the unit (the host does at its shutdown). The lead
+/// needs more time, to write its queue.
 const TIMEOUT_STOP_SECS: u64 = 120;
 
-/// Why there is no unit.
+/// systemd can't start a service as this user.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error(
     "systemd starts nothing as user {uid}, which has no entry in the host's /etc/passwd, and the host has no setpriv; add an entry, or set spec.broker.runAs to a user that has one"
 )]
 pub struct UnknownUser {
-    /// Its id.
+    /// uid of the user.
     pub uid: u32,
 }
 
-/// The unit of the broker that `order` describes. `setpriv` is the host's setpriv(1), which becomes a user without an
-/// entry in /etc/passwd and then the broker, in the same process; systemd refuses to (status 217/USER).
+/// The unit for the broker that `order` describes. systemd refuses a user without an entry in /etc/passwd (status
+/// 217/USER), so the host's setpriv(1), at the path `setpriv`, becomes that user and then the broker, in the same
+/// process.
 ///
-/// Restart=no: the agent starts it again, which asks first whether the rank is still this node's. A host that was cut off for
-/// long would push another one out of its rank. Type=exec, since conda's Flux can't notify systemd. The default of
-/// IgnoreSIGPIPE would reach the jobs.
+/// Restart=no, because only the agent may restart the broker: it checks first whether the rank still belongs to this
+/// node. A host that was cut off for long would push another node out of its rank. Type=exec, because conda's Flux
+/// can't notify systemd. IgnoreSIGPIPE=no, because jobs would inherit the default.
 ///
 /// # Errors
-/// [`UnknownUser`] without setpriv.
+/// [`UnknownUser`] if the user has no entry and there is no setpriv.
 pub fn service(order: &LaunchOrder, user: &User, setpriv: Option<&Path>) -> Result<String, UnknownUser> {
     let mut text = String::from(
         "# Made by flux-distribute; gone with the next boot.
@@ -96,12 +97,12 @@ SuccessExitStatus=42
     Ok(text)
 }
 
-/// The weight of flux.slice: it is the slice that stands beside kubepods.
+/// Drop-in with the weight of flux.slice, because that slice competes with kubepods.
 pub fn slice(cpu_weight: u32) -> String {
     format!("# Made by flux-distribute; gone with the next boot.\n[Slice]\nCPUWeight={cpu_weight}\n")
 }
 
-/// A word of ExecStart, in which systemd also expands `$`.
+/// Quotes a word for ExecStart, in which systemd also expands `$`.
 fn command_word(word: &str) -> String {
     let plain = |character: char| character.is_ascii_alphanumeric() || "/.,:=_+@-".contains(character);
     if !word.is_empty() && word.chars().all(plain) { word.to_owned() } else { quoted(&word.replace('$', "$$")) }
@@ -141,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn the_unit_is_as_it_was_tried() {
+    fn the_unit_is_the_one_that_was_tested() {
         let argv = ["/opt/flux-distribute/envs/0123/bin/flux", "broker", "-Shostname=node1", "-Sbroker.rc2_none"];
         let flux = User { uid: 998, gid: 997, groups: vec![44], known: true, ..User::root() };
         let expected = r#"# Made by flux-distribute; gone with the next boot.
@@ -186,7 +187,7 @@ SuccessExitStatus=42
     }
 
     #[test]
-    fn a_user_without_an_entry_is_not_left_to_systemd() {
+    fn setpriv_becomes_a_user_without_an_entry() {
         let bare = User { uid: 54321, gid: 54321, ..User::root() };
         let order = order(&["/env/bin/flux", "broker"], "54321");
         let text = service(&order, &bare, Some(Path::new("/usr/bin/setpriv"))).unwrap();
@@ -197,7 +198,7 @@ SuccessExitStatus=42
     }
 
     #[test]
-    fn words_reach_the_broker_as_they_are() {
+    fn words_reach_the_broker_unchanged() {
         for (word, expected) in [
             ("-Stbon.topo=kary:256", "-Stbon.topo=kary:256"),
             ("a b", r#""a b""#),

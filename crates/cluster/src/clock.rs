@@ -1,14 +1,14 @@
-//! The cluster's time: what the API server's clock showed when this process first had an answer from it, plus the time that has
-//! passed since.
+//! The cluster's time: the API server's clock, as its first answer to this process showed it, plus the time elapsed
+//! since then.
 //!
-//! One agent writes down a time (since when a member drains, when `recover` was asked for), and another one reads it, perhaps
-//! hours later and on a machine whose clock is wrong. By the machines' clocks a drain could be over at once, and its jobs lost.
-//! The API server's clock is the one that all agents can ask. If somebody sets that clock, or a machine's, a process that runs
-//! does not notice.
+//! One agent writes a time (when a member began to drain, when `recover` was requested) and another reads it, perhaps
+//! hours later and on a machine whose clock is wrong. With the machines' clocks, a drain could look finished at once
+//! and its jobs would be lost. The API server's clock is the one that all agents can read. A running process does not
+//! notice if somebody sets that clock or a machine's.
 //!
-//! A process that begins later does. A planner therefore moves the time limits that it takes over from the planner before
-//! (`model::roster::move_limits`); its own clock stays the API server's. What only one process measures needs no clock
-//! but [`std::time::Instant`].
+//! A process that starts later does. A new planner therefore moves the time limits that it takes over from the previous
+//! one ([`crate::plan::roster::move_limits`]); its own clock stays the API server's. Code that measures time within one
+//! process uses [`std::time::Instant`].
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -24,33 +24,33 @@ use k8s_openapi::jiff::{Timestamp, fmt::rfc2822};
 #[cfg(feature = "test-switches")]
 pub const OFF_VARIABLE: &str = "FLUX_DISTRIBUTE_CLOCK_OFF";
 
-/// One process asks one API server.
-static BEGAN: Mutex<Option<Begin>> = Mutex::new(None);
+/// One for the whole process, because a process talks to one API server.
+static START: Mutex<Option<Start>> = Mutex::new(None);
 
-/// A time that was known at an instant.
+/// A time, and the instant at which it was read.
 #[derive(Clone, Copy)]
-struct Begin {
+struct Start {
     at: Timestamp,
     since: Instant,
 }
 
-impl Begin {
+impl Start {
     fn now(self) -> Timestamp {
         self.at.checked_add(self.since.elapsed()).unwrap_or(self.at)
     }
 }
 
-/// The time in the cluster; this machine's until the API server has answered once.
+/// The cluster's time; this machine's time until the API server has answered once.
 pub fn now() -> Timestamp {
-    let began = *BEGAN.lock().unwrap_or_else(PoisonError::into_inner);
-    began.map_or_else(machine_s, Begin::now)
+    let start = *START.lock().unwrap_or_else(PoisonError::into_inner);
+    start.map_or_else(machine_time, Start::now)
 }
 
-/// Takes the time from an answer of the API server, if it is the first one.
+/// Sets the clock from the header `Date` of an answer of the API server, if this is the first answer with one.
 pub fn heard(headers: &HeaderMap) {
-    let mut began = BEGAN.lock().unwrap_or_else(PoisonError::into_inner);
-    if began.is_none() {
-        *began = date(headers).map(|at| Begin { at, since: Instant::now() });
+    let mut start = START.lock().unwrap_or_else(PoisonError::into_inner);
+    if start.is_none() {
+        *start = date(headers).map(|at| Start { at, since: Instant::now() });
     }
 }
 
@@ -66,7 +66,7 @@ fn machine_s() -> Timestamp {
     now.checked_add(SignedDuration::from_secs(off)).unwrap_or(now)
 }
 
-/// `Date` as RFC 9110, 6.6.1 has it: whole seconds.
+/// The time in the header `Date` (RFC 9110, 6.6.1), in whole seconds.
 fn date(headers: &HeaderMap) -> Option<Timestamp> {
     Some(rfc2822::parse(headers.get(header::DATE)?.to_str().ok()?).ok()?.timestamp())
 }
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_date_of_an_answer_is_read() {
+    fn the_date_of_an_answer_is_parsed() {
         for (text, expected) in [
             (Some("Sun, 01 Mar 2026 12:00:00 GMT"), Some("2026-03-01T12:00:00Z")),
             (Some("yesterday"), None),

@@ -1,7 +1,7 @@
-//! The step from the pod to the host: the one place with `unsafe` code.
+//! The step from the pod into the host: the one module with `unsafe` code.
 //!
 //! A process with more than one thread can't join a mount namespace, so a child does it between fork and exec, where
-//! only async-signal-safe calls are allowed: everything is opened and every string is made before the fork.
+//! only async-signal-safe calls are allowed: all files are opened and all strings allocated before the fork.
 #![allow(unsafe_code)]
 
 use std::{
@@ -41,14 +41,14 @@ use super::{first_process, hear::hear, users::User};
 use base::redact::LOG_VARIABLE;
 use hostapi::{Answer, BEAT, Host, HostError, Order, Progress, Reply};
 
-/// Where a host's own programs are.
+/// PATH of the host's own programs.
 pub const HOST_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// The hidden subcommand that is the stage.
+/// The hidden subcommand that runs the host stage.
 pub const STAGE: &CStr = c"stage";
 
-/// In the order of joining. The mount namespace is last: after it, /proc/self is the host's view. Never the user
-/// namespace, which refuses even its own.
+/// Joined in this order. The mount namespace is last, because after it /proc/self is the host's view. The user
+/// namespace is missing, because joining even one's own fails.
 const NAMESPACES: [(&str, CloneFlags); 5] = [
     ("ipc", CloneFlags::CLONE_NEWIPC),
     ("uts", CloneFlags::CLONE_NEWUTS),
@@ -57,17 +57,18 @@ const NAMESPACES: [(&str, CloneFlags); 5] = [
     ("mnt", CloneFlags::CLONE_NEWNS),
 ];
 
-/// The host that this pod runs on: orders are carried out by a child that has entered its namespaces.
+/// The host that this pod runs on; a child that has entered the host's namespaces carries out each order.
 #[derive(Debug)]
 pub struct NsHost {
     executable: Arc<OwnedFd>,
 }
 
 impl NsHost {
-    /// To be opened once, at start: the stages run what this process runs, whatever becomes of its image.
+    /// Keeps a copy of our own executable. Call it once, at start: each stage then runs the same code as this process,
+    /// even if the image is gone.
     ///
     /// # Errors
-    /// Without hostPID, or where our own executable can't be kept.
+    /// If the pod lacks hostPID, or our own executable can't be kept.
     pub fn open() -> Result<Self, HostError> {
         Self::with_executable(Path::new("/proc/self/exe"))
     }
@@ -90,14 +91,13 @@ impl NsHost {
         progress: &mut (dyn FnMut(Progress) + Send),
     ) -> Result<Answer, HostError> {
         let patience = order.patience();
-        let mut order =
-            serde_json::to_vec(order).map_err(|error| failed("can't be told its order", Some(error.into())))?;
+        let mut order = serde_json::to_vec(order).map_err(|error| failed("got no order", Some(error.into())))?;
         order.push(b'\n');
         let namespaces = Namespaces::open()?;
         let exec = Exec::new(Arc::clone(&self.executable), stage_env());
         let mut command = tokio::process::Command::new(format!("/proc/self/fd/{}", self.executable.as_raw_fd()));
         command.env_clear().stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::inherit()).kill_on_drop(true);
-        // SAFETY: both calls only make system calls with what was prepared before the fork.
+        // SAFETY: both calls only make system calls, with data that was prepared before the fork.
         unsafe {
             command.pre_exec(move || {
                 namespaces.join()?;
@@ -108,29 +108,29 @@ impl NsHost {
             command.spawn().map_err(|error| spawn_error(error, |source| failed("can't be started", source)))?;
         let stdin = child.stdin.take();
         let may_wait = AtomicBool::new(false);
-        let telling = async {
+        let feed = async {
             if let Some(mut stdin) = stdin {
-                // A stage that has died tells so by its missing answer.
+                // If the stage has died, its missing answer shows that.
                 let _ = stdin.write_all(&order).await;
                 may_wait.store(true, Ordering::Relaxed);
                 coming.await;
                 may_wait.store(false, Ordering::Relaxed);
             }
         };
-        let hearing = hear(child.stdout.take(), patience, &may_wait, progress);
-        // Its answer may come before the end of what it could have followed.
-        let last = match select(pin!(hearing), pin!(telling)).await {
+        let reading = read_stage_reply(child.stdout.take(), patience, &may_wait, progress);
+        // The answer may come before `coming` ends.
+        let last = match select(pin!(reading), pin!(feed)).await {
             Either::Left((last, _)) => last,
-            Either::Right(((), hearing)) => hearing.await,
+            Either::Right(((), reading)) => reading.await,
         }?;
-        // What it has answered is done. One that is stopped before its end is killed where `child` is dropped.
+        // Its answer counts, even if it does not exit in time: dropping `child` kills it then.
         let ended = timeout(BEAT, child.wait()).await;
         match (last, ended) {
             (Some(Reply::Done(answer)), _) => Ok(*answer),
             (Some(Reply::Failed(refusal)), _) => Err(HostError::Refused(refusal)),
-            (_, Ok(Ok(status))) => Err(failed(&format!("ended without an answer ({status})"), None)),
+            (_, Ok(Ok(status))) => Err(failed(&format!("exited without an answer ({status})"), None)),
             (_, Ok(Err(error))) => Err(failed("can't be waited for", Some(error))),
-            (_, Err(_)) => Err(failed("says nothing more, and is ended", None)),
+            (_, Err(_)) => Err(failed("closed its stdout without an answer and was killed", None)),
         }
     }
 }
@@ -158,10 +158,10 @@ pub(super) fn failed(what: &str, source: Option<io::Error>) -> HostError {
     HostError::Stage { what: what.to_owned(), source }
 }
 
-/// A command that will run `program`, a path on the host, in the host's namespaces, with `env` as its whole environment.
+/// A command that runs `program`, a path on the host, in the host's namespaces, with `env` as its whole environment.
 ///
 /// # Errors
-/// Where the host's namespaces can't be opened.
+/// If the host's namespaces can't be opened.
 pub fn enter_command(
     program: &Path,
     args: &[OsString],
@@ -172,23 +172,24 @@ pub fn enter_command(
     let namespaces = Namespaces::open()?;
     let mut command = Command::new(program);
     command.args(args).env_clear().envs(env);
-    // SAFETY: only system calls, with what was prepared before the fork; signal dispositions of the child are its own.
+    // SAFETY: only system calls, with data that was prepared before the fork; they change the child's signal
+    // dispositions only.
     unsafe {
         command.pre_exec(move || {
-            // The parent ignores these while it waits.
+            // Back to the default: the parent ignores both while it waits, and a child inherits that.
             libc::signal(libc::SIGINT, libc::SIG_DFL);
             libc::signal(libc::SIGQUIT, libc::SIG_DFL);
             namespaces.join()
         });
     }
-    // After the above: who is not root any more can't join.
+    // After the hook above: only root can join namespaces.
     if let Some(user) = run_as {
         become_user(&mut command, user);
     }
     Ok(command)
 }
 
-/// Has `command` run as `user`, with the user's groups.
+/// Makes `command` run as `user`, with the user's groups.
 pub fn become_user(command: &mut Command, user: &User) {
     // SAFETY: only system calls; the groups were collected before the fork.
     unsafe {
@@ -196,31 +197,31 @@ pub fn become_user(command: &mut Command, user: &User) {
     }
 }
 
-/// Ignores what a terminal sends to everybody in its foreground, for as long as a child there is to hear it.
+/// Ignores the signals that a terminal sends to its whole foreground process group: they are meant for the child.
 pub fn ignore_terminal_signals() {
-    // SAFETY: ignoring runs no code of ours.
+    // SAFETY: to ignore a signal runs no code of ours.
     unsafe {
         libc::signal(libc::SIGINT, libc::SIG_IGN);
         libc::signal(libc::SIGQUIT, libc::SIG_IGN);
     }
 }
 
-/// Lets this thread, and those that it starts from here on, use processor and disk only when nobody else wants them
-/// (`SCHED_IDLE` of sched(7), `IOPRIO_CLASS_IDLE` of ioprio_set(2)). A kernel that refuses does no harm: it takes longer for
-/// others then.
+/// Lets this thread, and the threads that it starts from now on, use processor and disk only when no other process
+/// wants them (`SCHED_IDLE` of sched(7), `IOPRIO_CLASS_IDLE` of ioprio_set(2)). Ignores a kernel's refusal, which only
+/// makes the work compete with the host's.
 pub fn use_idle_priority() {
     const WHO_PROCESS: libc::c_int = 1;
     const CLASS_IDLE: libc::c_int = 3 << 13;
-    // struct sched_param of the kernel. Not by the C library: musl's function refuses.
+    // The kernel's struct sched_param. A direct system call, because musl's sched_setscheduler() always fails.
     let priority: libc::c_int = 0;
-    // SAFETY: the parameter is read during the call only; 0 is the calling thread in both.
+    // SAFETY: the kernel reads the parameter only during the call; 0 means the calling thread in both calls.
     unsafe {
         libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_IDLE, &raw const priority);
         libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, CLASS_IDLE);
     }
 }
 
-/// The host's namespaces that are not ours too.
+/// The namespaces of the host that this process is not in, as (index in [`NAMESPACES`], descriptor).
 struct Namespaces(Vec<(usize, OwnedFd)>);
 
 impl Namespaces {
@@ -238,7 +239,8 @@ impl Namespaces {
         Ok(Self(differing))
     }
 
-    /// In the child: no allocation. The error that crosses the fork is one number, so it carries the namespace along.
+    /// Runs in the child, so it must not allocate. Only one number crosses the fork as an error, so it encodes the
+    /// namespace too.
     fn join(&self) -> io::Result<()> {
         for (index, fd) in &self.0 {
             setns(fd, NAMESPACES[*index].1)
@@ -249,7 +251,7 @@ impl Namespaces {
     }
 }
 
-/// Above every errno.
+/// The namespace's index is encoded above the bits of any errno.
 const NAMESPACE_SHIFT: i32 = 16;
 
 fn spawn_error(error: io::Error, other: impl FnOnce(Option<io::Error>) -> HostError) -> HostError {
@@ -264,7 +266,7 @@ fn spawn_error(error: io::Error, other: impl FnOnce(Option<io::Error>) -> HostEr
     }
 }
 
-/// Everything that execveat(2) wants, made before the fork.
+/// The arguments of execveat(2), allocated before the fork.
 struct Exec {
     executable: Arc<OwnedFd>,
     argv: Vec<*const libc::c_char>,
@@ -272,9 +274,9 @@ struct Exec {
     _strings: [Vec<CString>; 2],
 }
 
-// SAFETY: the pointers lead into `_strings`, which is never changed, and whose heap memory does not move with it.
+// SAFETY: the pointers lead into `_strings`, which never changes, and whose heap memory stays in place when it moves.
 unsafe impl Send for Exec {}
-// SAFETY: as above; nothing is ever written.
+// SAFETY: as above; nothing is written after `new`.
 unsafe impl Sync for Exec {}
 
 impl Exec {
@@ -285,10 +287,9 @@ impl Exec {
         Self { executable, argv, envp, _strings: [args, env] }
     }
 
-    /// Through the descriptor itself, so that it does not matter what is at /proc in the host's mount namespace. Returns
-    /// only if it fails.
+    /// Executes the descriptor itself, whatever /proc is in the host's mount namespace. Returns only on failure.
     fn now(&self) -> io::Error {
-        // SAFETY: both arrays end with a null pointer and lead to strings that live as long as `self`.
+        // SAFETY: both arrays end with a null pointer, and their strings live as long as `self`.
         unsafe {
             libc::syscall(
                 libc::SYS_execveat,
@@ -303,7 +304,7 @@ impl Exec {
     }
 }
 
-/// The stage's environment: nothing of the pod's but how much to log.
+/// The stage's environment: of the pod's variables only the log filter.
 fn stage_env() -> Vec<CString> {
     let log = std::env::var(LOG_VARIABLE).ok().map(|log| format!("{LOG_VARIABLE}={log}"));
     [format!("PATH={HOST_PATH}"), "LANG=C.UTF-8".to_owned()]
@@ -313,13 +314,13 @@ fn stage_env() -> Vec<CString> {
         .collect()
 }
 
-/// A copy of `executable` that needs no file system. Where the kernel forbids to run memory (vm.memfd_noexec=2), the file
-/// itself, which pins its file system for as long.
+/// Copies `executable` to memory, so that it needs no file system. If the kernel forbids executing memory
+/// (vm.memfd_noexec=2), returns the file itself, which keeps its file system busy.
 fn keep(executable: &Path) -> io::Result<OwnedFd> {
     let exec = MFdFlags::from_bits_retain(libc::MFD_EXEC);
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let made = match memfd_create(c"flux-distribute", flags | exec) {
-        // Kernels before 6.3 don't know the flag, and don't need it.
+        // Kernels before 6.3 neither know nor need the flag.
         Err(Errno::EINVAL) => memfd_create(c"flux-distribute", flags),
         other => other,
     };
@@ -334,12 +335,12 @@ fn keep(executable: &Path) -> io::Result<OwnedFd> {
     io::copy(&mut File::open(executable)?, &mut memory)?;
     let seals = SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_SEAL;
     fcntl(memory.as_fd(), FcntlArg::F_ADD_SEALS(seals))?;
-    // A descriptor that is open for writing can't be executed (ETXTBSY).
+    // Reopened, because a descriptor that is open for writing can't be executed (ETXTBSY).
     let path = super::files::host_path(&memory);
     Ok(nix::fcntl::open(&path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?)
 }
 
-/// The value of one variable of our own environment, to hand on.
+/// A variable of our own environment, to pass on.
 pub(super) fn own_env(name: &str) -> Option<(OsString, OsString)> {
     Some((OsStr::new(name).to_owned(), std::env::var_os(name)?))
 }

@@ -1,4 +1,4 @@
-//! Child processes that get only so much time, and of whose output only so much is kept.
+//! Child processes with a deadline, and the first part of their output.
 
 use std::{
     io::{ErrorKind, Read},
@@ -17,13 +17,14 @@ use nix::{
     unistd::Pid,
 };
 
-/// What is kept of an output.
+/// Bytes of an output that are kept.
 const KEEP: usize = 64 << 10;
 const POLL: Duration = Duration::from_millis(10);
-/// How long output may still come after the end: a child of the command can hold the pipe for ever.
+/// How long to wait for more output after the command has ended: one of its children can hold the pipe open for ever.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// None: it was killed, with its children. Only this thread reaps it, so its process group can't be another's.
+/// Waits for the child's end. At the deadline it kills the child's process group and returns None. Only this thread
+/// reaps the child, so its process group id can't have been reused.
 pub fn wait_until(child: &mut Child, deadline: Instant) -> std::io::Result<Option<ExitStatus>> {
     loop {
         if let Some(status) = child.try_wait()? {
@@ -38,14 +39,14 @@ pub fn wait_until(child: &mut Child, deadline: Instant) -> std::io::Result<Optio
     }
 }
 
-/// Ends a child that has not been reaped, and its children.
+/// Kills the process group of a child that has not been reaped.
 pub fn kill_group(pid: u32) {
     if let Ok(pid) = i32::try_from(pid) {
         let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
     }
 }
 
-/// The beginning of a stream that is read to its end.
+/// The first part of a stream that a thread reads to its end.
 pub struct Kept {
     bytes: Arc<Mutex<Vec<u8>>>,
     end: Receiver<()>,

@@ -8,10 +8,10 @@ use super::{
 
 /// Runs a program of the host in the host's namespaces with our own stdin, stdout and stderr, and waits for it.
 ///
-/// Of our environment only TERM goes along; `env` is added to it and to a usual PATH.
+/// Of our environment it gets only TERM, with `env` and a standard PATH added.
 ///
 /// # Errors
-/// Where the host can't be entered or the program can't be started.
+/// If the host's namespaces can't be entered or the program can't be started.
 pub fn enter(
     program: &Path,
     args: &[OsString],

@@ -1,4 +1,4 @@
-//! Writing on the host so that nothing half-done is ever visible, and, for the pod's side, finding the host's files
+//! Writes files on the host so that nothing half-done is ever visible. For the pod's side: opens the host's files
 //! without following the host's symlinks into our own root.
 
 use std::{
@@ -20,12 +20,12 @@ use nix::{
 use super::mountinfo;
 use hostapi::Refusal;
 
-/// Owner of a file.
+/// Owner of a file, as numeric ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner {
-    /// User.
+    /// User id.
     pub uid: u32,
-    /// Group.
+    /// Group id.
     pub gid: u32,
 }
 
@@ -33,15 +33,16 @@ impl Owner {
     /// root:root.
     pub const ROOT: Self = Self { uid: 0, gid: 0 };
 
-    /// The owner of what `metadata` speaks of.
+    /// The owner in `metadata`.
     pub fn of(metadata: &fs::Metadata) -> Self {
         Self { uid: metadata.uid(), gid: metadata.gid() }
     }
 }
 
-/// Writes `content` aside and renames it to `path`, durably. A file that is already just so is not touched.
+/// Writes `content` to a temporary file and renames it to `path`, durably. Leaves a file alone that already is as
+/// wanted.
 ///
-/// Writers of one path must hold the host's lock: what a killed one left aside is overwritten.
+/// Writers of one path must hold the host's lock, because each overwrites the temporary file that a killed one left.
 ///
 /// # Errors
 /// A [`Refusal`] that names the path.
@@ -52,7 +53,7 @@ pub fn write_atomic(path: &Path, content: &[u8], mode: u32, owner: Owner) -> Res
     let aside = aside(path);
     let write = || -> io::Result<()> {
         remove_if_there(&aside)?;
-        // create_new does not follow a symlink, so a directory's owner can't lead us elsewhere.
+        // create_new does not follow a symlink, so the directory's owner can't redirect the write.
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&aside)?;
         file.write_all(content)?;
         std::os::unix::fs::fchown(&file, Some(owner.uid), Some(owner.gid))?;
@@ -73,7 +74,7 @@ fn is_already(path: &Path, content: &[u8], mode: u32, owner: Owner) -> bool {
     }) && fs::read(path).is_ok_and(|found| found == content)
 }
 
-/// Makes the symlink `path` → `target`, in place of whatever symlink or file is there, by one rename.
+/// Makes the symlink `path` → `target` by one rename, replacing a symlink or file.
 ///
 /// # Errors
 /// A [`Refusal`] that names the path.
@@ -84,10 +85,10 @@ pub fn symlink_atomic(target: &Path, path: &Path) -> Result<(), Refusal> {
     replace_symlink(target, path).map_err(|error| Refusal::io("make the link", path, &error))
 }
 
-/// As [`symlink_atomic`].
+/// Like [`symlink_atomic`], but does not check first whether the link is already there.
 ///
 /// # Errors
-/// What the system says.
+/// If the link can't be made or renamed.
 pub fn replace_symlink(target: &Path, path: &Path) -> io::Result<()> {
     let aside = aside(path);
     remove_if_there(&aside)?;
@@ -96,7 +97,7 @@ pub fn replace_symlink(target: &Path, path: &Path) -> io::Result<()> {
     sync_parent(path)
 }
 
-/// Where [`write_atomic`] and [`symlink_atomic`] prepare what they then rename to `path`.
+/// The temporary name that [`write_atomic`] and [`symlink_atomic`] then rename to `path`.
 pub fn aside(path: &Path) -> PathBuf {
     let mut name = std::ffi::OsString::from(".");
     name.push(path.file_name().unwrap_or_default());
@@ -104,18 +105,18 @@ pub fn aside(path: &Path) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// Removes a file or symlink; that there is none is success.
+/// Removes a file or symlink; succeeds if there is none.
 ///
 /// # Errors
-/// What the system says.
+/// If it can't be removed.
 pub fn remove_if_there(path: &Path) -> io::Result<()> {
     absent_is_fine(fs::remove_file(path))
 }
 
-/// Removes a directory with all that is in it, or a file; that there is none is success.
+/// Removes a directory with its content, or a file; succeeds if there is none.
 ///
 /// # Errors
-/// What the system says; [`refuse_mounts`], and then nothing was removed.
+/// If it can't be removed; as for [`refuse_mounts`], and then nothing was removed.
 pub fn remove_all_if_there(path: &Path) -> io::Result<()> {
     let removed = match fs::symlink_metadata(path) {
         Ok(metadata) if metadata.is_dir() => refuse_mounts(path, |_| false).and_then(|()| fs::remove_dir_all(path)),
@@ -125,13 +126,13 @@ pub fn remove_all_if_there(path: &Path) -> io::Result<()> {
     absent_is_fine(removed)
 }
 
-/// What is mounted in a directory of ours is somebody else's, and a removal would go through it. `is_spared`: what is not
-/// removed, of the paths as they are without symlinks.
+/// Fails if something is mounted inside `directory`: it is not ours, and a removal would go through the mount point.
+/// `is_spared` gets each mount point (without symlinks) and is true if the removal leaves it alone.
 ///
 /// # Errors
-/// `ResourceBusy` with the first mount point; no /proc.
+/// `ResourceBusy` with the first mount point; or if /proc can't be read.
 pub fn refuse_mounts(directory: &Path, is_spared: impl Fn(&Path) -> bool) -> io::Result<()> {
-    // mountinfo knows nothing of the symlinks that lead there.
+    // mountinfo lists paths without symlinks.
     let directory = match directory.canonicalize() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         found => found?,
@@ -140,17 +141,17 @@ pub fn refuse_mounts(directory: &Path, is_spared: impl Fn(&Path) -> bool) -> io:
     let mut inside = points.filter(|point| point.starts_with(&directory) && !is_spared(point));
     match inside.next() {
         Some(point) => {
-            let words = format!("something is mounted on {}: unmount it", point.display());
-            Err(io::Error::new(io::ErrorKind::ResourceBusy, words))
+            let message = format!("something is mounted on {}: unmount it", point.display());
+            Err(io::Error::new(io::ErrorKind::ResourceBusy, message))
         }
         None => Ok(()),
     }
 }
 
-/// What is not there need not be taken off.
+/// Turns `NotFound` into success, for removals.
 ///
 /// # Errors
-/// Any but `NotFound`.
+/// Every other error of `result`.
 pub fn absent_is_fine(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -158,8 +159,8 @@ pub fn absent_is_fine(result: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// Makes a directory with that mode and owner, or gives them to the one that is there. A symlink in its place is not followed;
-/// what is above it must be trusted already.
+/// Makes a directory with this mode and owner, or sets them on the directory that is there. Does not follow a symlink
+/// at `path`; the directories above must be trusted already.
 ///
 /// # Errors
 /// A [`Refusal`] that names the path.
@@ -183,7 +184,7 @@ pub fn make_dir(path: &Path, mode: u32, owner: Owner) -> Result<(), Refusal> {
     make().map_err(|error| Refusal::io("make the directory", path, &error))
 }
 
-/// The directories above `path` that are not there yet, topmost first.
+/// The directories above `path` that do not exist, topmost first.
 pub fn missing_parents(path: &Path) -> Vec<PathBuf> {
     let mut missing: Vec<_> =
         path.ancestors().skip(1).take_while(|parent| !parent.exists()).map(Path::to_path_buf).collect();
@@ -191,20 +192,20 @@ pub fn missing_parents(path: &Path) -> Vec<PathBuf> {
     missing
 }
 
-/// Makes what is renamed or made in `path`'s directory durable.
+/// Makes entries of `path`'s directory durable: what was created or renamed there.
 ///
 /// # Errors
-/// What the system says.
+/// If the directory can't be opened or synced.
 pub fn sync_parent(path: &Path) -> io::Result<()> {
     path.parent().map_or(Ok(()), |parent| File::open(parent)?.sync_all())
 }
 
-/// True for a relative path that stays below where it starts.
+/// True for a relative path without `..` or other special parts.
 pub fn stays_below(path: &Path) -> bool {
     !path.as_os_str().is_empty() && path.components().all(|part| matches!(part, Component::Normal(_)))
 }
 
-/// The host's root directory as the pod sees it. Every path is resolved inside it, symlinks too, as if it were `/`.
+/// The host's root directory as the pod sees it. Paths and symlinks are resolved inside it, as if it were `/`.
 #[derive(Debug)]
 pub struct HostRoot(OwnedFd);
 
@@ -212,15 +213,15 @@ impl HostRoot {
     /// The root of PID 1.
     ///
     /// # Errors
-    /// Without hostPID and privileged.
+    /// If the pod lacks hostPID or is not privileged.
     pub fn open() -> io::Result<Self> {
         Self::at(Path::new("/proc/1/root"))
     }
 
-    /// Some other directory.
+    /// Another directory in place of the host's root.
     ///
     /// # Errors
-    /// What the system says.
+    /// If it can't be opened.
     pub fn at(dir: &Path) -> io::Result<Self> {
         let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
         Ok(Self(nix::fcntl::open(dir, flags, Mode::empty())?))
@@ -233,38 +234,39 @@ impl HostRoot {
             .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
         loop {
             match openat2(&self.0, path, how) {
-                // The kernel could not rule out that a rename moved us out of the root meanwhile.
+                // The kernel could not rule out that a concurrent rename led out of the root. Try again.
                 Err(Errno::EAGAIN) => {}
                 other => return Ok(other?),
             }
         }
     }
 
-    /// What is at `path`, without opening it: for [`host_path`], and to connect to a socket.
+    /// A descriptor of what is at `path`, without opening it: for [`host_path`], and to connect to a socket.
     ///
     /// # Errors
-    /// What the system says.
+    /// If the path can't be resolved.
     pub fn open_path(&self, path: &Path) -> io::Result<OwnedFd> {
         self.resolve(path, OFlag::O_PATH, 0)
     }
 
-    /// The file or directory at `path`, to read. A pipe, which somebody may have put there, is not waited for.
+    /// Opens the file or directory at `path` for reading. Does not block on a pipe, which other users may have put
+    /// there.
     ///
     /// # Errors
-    /// What the system says; `InvalidInput` if it is neither a file nor a directory.
+    /// If it can't be opened; `InvalidInput` if it is neither a file nor a directory.
     pub fn open_file(&self, path: &Path) -> io::Result<File> {
         let file = File::from(self.resolve(path, OFlag::O_RDONLY | OFlag::O_NONBLOCK, 0)?);
         let found = file.metadata()?;
         if !(found.is_file() || found.is_dir()) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is neither a file nor a directory"));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "neither a file nor a directory"));
         }
         Ok(file)
     }
 
-    /// The directory `path`, made with all those above it where they are missing (mode 0755).
+    /// Opens the directory `path`, after making it and the missing directories above it (mode 0755).
     ///
     /// # Errors
-    /// What the system says.
+    /// If one can't be made or opened.
     pub fn make_dirs(&self, path: &Path) -> io::Result<OwnedFd> {
         let mut so_far = PathBuf::from("/");
         let mut dir = self.resolve(&so_far, OFlag::O_PATH | OFlag::O_DIRECTORY, 0)?;
@@ -281,10 +283,10 @@ impl HostRoot {
     }
 }
 
-/// The host's `path` for the pod's side, found inside the host's root; see [`host_path`].
+/// Resolves the host's `path` for the pod's side; see [`host_path`].
 ///
 /// # Errors
-/// What the system says.
+/// As for [`HostRoot::open`] and [`HostRoot::open_path`].
 pub fn open_in_host_root(path: &Path) -> io::Result<OwnedFd> {
     HostRoot::open()?.open_path(path)
 }
@@ -292,7 +294,7 @@ pub fn open_in_host_root(path: &Path) -> io::Result<OwnedFd> {
 /// Opens a file of the host for reading, from the pod's side.
 ///
 /// # Errors
-/// What the system says.
+/// As for [`HostRoot::open`] and [`HostRoot::open_file`].
 pub fn open_host_file(path: &Path) -> io::Result<File> {
     HostRoot::open()?.open_file(path)
 }
@@ -300,20 +302,21 @@ pub fn open_host_file(path: &Path) -> io::Result<File> {
 /// Makes a directory of the host from the pod's side; see [`HostRoot::make_dirs`].
 ///
 /// # Errors
-/// What the system says.
+/// As for [`HostRoot::open`] and [`HostRoot::make_dirs`].
 pub fn make_dirs_in_host_root(path: &Path) -> io::Result<OwnedFd> {
     HostRoot::open()?.make_dirs(path)
 }
 
-/// Copies the host's file `from` to the host's path `to`: written aside and renamed, readable by root alone.
+/// Copies the host's file `from` to the host's path `to`, under a temporary name that is then renamed; only root can
+/// read it.
 ///
 /// # Errors
-/// Either file's; then `to` is as it was.
+/// If either file can't be opened, read or written; then `to` is unchanged.
 pub fn copy_in_host_root(from: &Path, to: &Path) -> io::Result<()> {
     let name = to.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::IsADirectory))?;
     let dir = open_in_host_root(to.parent().unwrap_or(Path::new("/")))?;
     let (to, new) = (host_path(&dir).join(name), aside(&host_path(&dir).join(name)));
-    // A copy that was killed.
+    // Left by a copy that was killed.
     remove_if_there(&new)?;
     let written = || -> io::Result<()> {
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
@@ -324,7 +327,7 @@ pub fn copy_in_host_root(from: &Path, to: &Path) -> io::Result<()> {
     written().inspect_err(|_| drop(fs::remove_file(&new)))
 }
 
-/// A path that leads to what `fd` holds, for as long as `fd` is open.
+/// A path to what `fd` refers to, valid while `fd` is open.
 pub fn host_path(fd: &impl AsFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()))
 }

@@ -1,10 +1,10 @@
-//! Is PID 1, as we see it, the host's?
+//! Checks that the PID 1 that we see is the host's.
 
 use std::{fs, io};
 
 use hostapi::HostError;
 
-/// Refuses to take a pod's first process for the host's.
+/// Refuses to run if /proc/1 is not the host's first process: its namespaces would be a pod's.
 pub fn check() -> Result<(), HostError> {
     let failed = |source| HostError::Namespace { namespace: "pid", source };
     let link = |path: &str| fs::read_link(path).map_err(failed);
@@ -14,7 +14,7 @@ pub fn check() -> Result<(), HostError> {
         return another("this process is PID 1 itself");
     }
     if link("/proc/1/ns/pid")? != link("/proc/self/ns/pid")? {
-        return another("/proc/1 is of another PID namespace");
+        return another("/proc/1 belongs to another PID namespace");
     }
     if is_same_pod(&cgroup("/proc/1/cgroup")?, &cgroup("/proc/self/cgroup")?) {
         return another("PID 1 belongs to this same pod");
@@ -22,7 +22,7 @@ pub fn check() -> Result<(), HostError> {
     Ok(())
 }
 
-/// With a PID namespace shared among its containers, a pod's PID 1 is its own sandbox process.
+/// If a pod's containers share a PID namespace, PID 1 is the pod's own sandbox process.
 fn is_same_pod(first: &str, own: &str) -> bool {
     fn pods(text: &str) -> impl Iterator<Item = &str> {
         text.lines()
@@ -45,7 +45,7 @@ mod tests {
             ("0::/kubepods.slice/kubepods-pod1f.slice/cri-pause.scope\n", true),
             ("0::/init.scope\n", false),
             ("4:memory:/\n", false),
-            // A node that is itself a container of a pod.
+            // The node itself is a container of a pod.
             ("4:memory:/kubepods/besteffort/pod77/node\n", false),
         ] {
             assert_eq!(is_same_pod(first, own), expected, "{first}");

@@ -1,5 +1,5 @@
-//! Locks: plain files that root alone can open, for a lock can be held by whoever can open its file, without any right to
-//! write. Every wait has a limit.
+//! Lock files that only root can open: whoever can open a file can lock it, even without the right to write. Every wait
+//! has a limit.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -22,10 +22,10 @@ use hostapi::{HostState, Refusal};
 /// Name of the lock below the prefix.
 pub const LOCK: &str = "lock";
 
-/// Name of the lock in a directory that everybody may read.
+/// Name of the lock in a directory that all users may read.
 pub const HIDDEN: &str = ".lock";
 
-/// How long an order waits for another one: longer than a start takes, shorter than an agent's patience.
+/// How long an order waits for another one: longer than a start takes, shorter than an agent's patience with a stage.
 pub const WAIT: Duration = Duration::from_secs(30);
 
 const POLL: Duration = Duration::from_millis(20);
@@ -36,27 +36,27 @@ const MOST_REPLACED: u32 = 10;
 /// Permission bits of group and others.
 const OTHERS: u32 = 0o077;
 
-/// The right to write below the prefix, held by one stage at a time; given back when dropped, or by the kernel when its
-/// process is killed.
+/// The right to write below the prefix, for one stage at a time. Released on drop, and by the kernel if the process is
+/// killed.
 #[derive(Debug)]
 pub struct HostLock {
     _file: Flock<File>,
 }
 
 impl HostLock {
-    /// Takes the lock of a prefix that is there.
+    /// Takes the lock of an existing prefix.
     ///
     /// # Errors
-    /// A transient refusal when it is still held after `wait`.
+    /// A transient refusal if it is still held after `wait`.
     pub fn take(root: &Root, prefix: &Path, wait: Duration) -> Result<Self, Refusal> {
         let path = root.path(prefix).join(LOCK);
         take(&path, wait).map(|file| Self { _file: file }).map_err(|error| refusal(&path, wait, &error))
     }
 
-    /// Takes the lock of a host whose prefix may be gone, and then none.
+    /// Takes the lock of a host's prefix; None if the prefix is gone.
     ///
     /// # Errors
-    /// As [`Self::take`].
+    /// As for [`Self::take`].
     pub fn take_if_there(root: &Root, state: Option<&HostState>) -> Result<Option<Self>, Refusal> {
         let is_there = |prefix: &&Path| root.path(prefix).is_dir();
         let Some(prefix) = state.map(|state| state.prefix.as_path()).filter(is_there) else { return Ok(None) };
@@ -69,7 +69,7 @@ impl HostLock {
     }
 }
 
-/// Why the lock at `path` could not be taken within `wait`; transient if another one held it.
+/// The refusal for a lock at `path` that could not be taken within `wait`; transient if another process held it.
 pub fn refusal(path: &Path, wait: Duration, error: &io::Error) -> Refusal {
     match error.kind() {
         io::ErrorKind::WouldBlock => Refusal::transient(format!(
@@ -81,11 +81,10 @@ pub fn refusal(path: &Path, wait: Duration, error: &io::Error) -> Refusal {
     }
 }
 
-/// Takes the lock whose file is `path`, and makes that file where it is missing. One that others can open is replaced.
+/// Locks the file `path`, which it creates if missing and replaces if other users could open it.
 ///
 /// # Errors
-/// `WouldBlock` when another one still holds it after `wait`; `PermissionDenied` where even a new file is not ours alone, as on
-/// a file system that keeps no owners or modes.
+/// `WouldBlock` if another process still holds the lock after `wait`; else why the file can't be opened or locked.
 pub fn take(path: &Path, wait: Duration) -> io::Result<Flock<File>> {
     let deadline = Instant::now() + wait;
     let mut replaced = 0;
@@ -106,7 +105,8 @@ pub fn take(path: &Path, wait: Duration) -> io::Result<Flock<File>> {
             continue;
         }
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            // The file is held by the process that removes it: one that has waited for that must look again.
+            // A process removes the file while it holds the lock, so a lock that was waited for may be of a file that
+            // is gone.
             Ok(lock) if is_still_at(&lock, path) => return Ok(lock),
             Ok(_) => continue,
             Err((_, Errno::EWOULDBLOCK)) if Instant::now() < deadline => std::thread::sleep(POLL),
@@ -115,7 +115,7 @@ pub fn take(path: &Path, wait: Duration) -> io::Result<Flock<File>> {
     }
 }
 
-/// Nobody else can open it, now or since it was made.
+/// True if no other user can open the file, now or since it was made.
 fn is_ours_alone(found: &fs::Metadata) -> bool {
     found.is_file() && found.uid() == geteuid().as_raw() && found.mode() & OTHERS == 0
 }
@@ -137,7 +137,7 @@ mod tests {
     use crate::needs::{Need, skips_without};
 
     #[test]
-    fn a_lock_that_others_could_open_is_made_anew_and_none_is_waited_for_longer_than_told() {
+    fn a_lock_that_others_could_open_is_replaced_and_waits_have_a_limit() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(LOCK);
         fs::write(&path, "").unwrap();
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_in_the_place_of_a_lock_leads_nowhere() {
+    fn a_symlink_in_place_of_a_lock_is_not_followed() {
         let dir = tempfile::tempdir().unwrap();
         let (path, target) = (dir.path().join(LOCK), dir.path().join("target"));
         std::os::unix::fs::symlink(&target, &path).unwrap();

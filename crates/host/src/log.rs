@@ -9,22 +9,22 @@ use std::{
 
 use crate::files::absent_is_fine;
 
-/// A log that is larger is trimmed; what is cut off is kept once, as `broker.log.1`.
+/// A larger log is trimmed; the part that is cut off is kept as `broker.log.1` until the next time.
 pub const MAX_LOG_BYTES: u64 = 8 << 20;
 
 const TAIL_BYTES: u64 = 64 << 10;
 const WHY_CHARS: usize = 300;
-/// A broker that is up says so (state_machine.c).
+/// Logged when a broker has come up (state_machine.c).
 const WAS_UP: &str = "quorum->run";
-/// What a broker says before it gives up, besides lines of level err and above.
+/// Marks of lines that explain a broker's end: lines of level err and above, and two kinds of lower level.
 const TELLING: [&str; 5] = [".crit[", ".err[", ".emerg", "rejecting connection", "Config file error"];
 
-/// The broker's log below `prefix`.
+/// Path of the broker's log below `prefix`.
 pub fn path(prefix: &Path) -> PathBuf {
     directory(prefix).join("broker.log")
 }
 
-/// What was cut off from the log at `path` when it was trimmed last.
+/// Path of the part that was last cut off from the log at `path`.
 pub fn trimmed(path: &Path) -> PathBuf {
     with_suffix(path, ".1")
 }
@@ -35,15 +35,16 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// Where brokers are at home: a core that one leaves (core(5)) goes with everything else of ours, and does not lie in `/`.
+/// The directory of the log. Brokers run in it, so that a core file (core(5)) does not lie in `/` and is removed with
+/// all else.
 pub fn directory(prefix: &Path) -> PathBuf {
     prefix.join("log")
 }
 
-/// Opens the log for appending; makes it and its directory where they are not there.
+/// Opens the log for appending. Makes it and its directory if they do not exist.
 ///
 /// # Errors
-/// The file system's.
+/// If the directory or file can't be made or opened.
 pub fn open(prefix: &Path) -> io::Result<File> {
     let path = path(prefix);
     if let Some(directory) = path.parent().filter(|directory| !directory.is_dir()) {
@@ -53,13 +54,13 @@ pub fn open(prefix: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).mode(0o640).open(path)
 }
 
-/// How long a log is; 0 where there is none.
+/// Size of a log in bytes; 0 if there is none.
 pub fn length(path: &Path) -> u64 {
     fs::metadata(path).map_or(0, |metadata| metadata.len())
 }
 
-/// The last lines of a log, none of those before `since` (unless it was trimmed meanwhile: then all are newer, or the
-/// difference is not known); empty where there is none.
+/// The end of a log, from byte `since` on; empty if there is none. If the log is shorter than `since`, it was trimmed:
+/// then its whole content is newer, or its age is unknown.
 pub fn tail(path: &Path, since: u64) -> String {
     let read = || -> io::Result<String> {
         let mut file = File::open(path)?;
@@ -73,12 +74,12 @@ pub fn tail(path: &Path, since: u64) -> String {
     read().unwrap_or_default()
 }
 
-/// The line of a log's tail that tells why its broker ended: one of level err or above. Of one that was up and had no such
-/// word to say the last line tells nothing: it is said to be the last.
-pub fn why(tail: &str) -> String {
+/// The line of a log's tail that explains why its broker ended: one of [`TELLING`]. If a broker was up and logged no
+/// such line, the last line explains nothing, and the text says so.
+pub fn explain_end(tail: &str) -> String {
     let lines = || tail.lines().rev().map(str::trim).filter(|line| !line.is_empty());
-    // What ends a broker that was up stands last. One that never came up was ended by the first trouble; the others follow
-    // from it.
+    // If the broker was up, the last such line is about its end. If it never came up, the first one is the cause and
+    // the others follow from it.
     let telling = || lines().filter(|line| TELLING.iter().any(|word| line.contains(word)));
     let was_up = lines().any(|line| line.contains(WAS_UP));
     let line = if was_up { telling().next() } else { telling().next_back() };
@@ -87,14 +88,14 @@ pub fn why(tail: &str) -> String {
     match line.map(without_level) {
         Some(line) if said => line.chars().take(WHY_CHARS).collect(),
         Some(line) => format!(
-            "nothing of its end (was it killed?); the last line is: {}",
+            "its log does not say why it ended (was it killed?); the last line is: {}",
             line.chars().take(WHY_CHARS).collect::<String>()
         ),
-        None => "the broker left no word in its log".to_owned(),
+        None => "the broker's log is empty".to_owned(),
     }
 }
 
-/// A broker that logs to its own stderr marks each line with its level, `<6>`, for systemd's journal.
+/// Removes the log level, such as `<6>`, with which a broker marks each line on stderr for systemd's journal.
 pub fn without_level(line: &str) -> &str {
     match line.strip_prefix('<').and_then(|rest| rest.split_once('>')) {
         Some((level, rest)) if level.len() == 1 && level.starts_with(|digit: char| digit.is_ascii_digit()) => rest,
@@ -102,12 +103,12 @@ pub fn without_level(line: &str) -> &str {
     }
 }
 
-/// Keeps a log below `max_bytes` while its writer lives on: its content goes to `<path>.1`, and the file itself, which the
-/// writer has open for appending, is cut to nothing. What is written between copy and cut is lost: lines of a log, against
-/// a broker that would have to be restarted. True where it was trimmed.
+/// Keeps a log below `max_bytes` while its writer keeps running: moves its content to `<path>.1` and truncates the
+/// file, which the writer has open for appending. Lines written between copy and truncation are lost; the alternative
+/// would be to restart the broker. Returns true if it was trimmed.
 ///
 /// # Errors
-/// The file system's; a log that is not there is no error.
+/// If a file can't be read or written. A missing log is no error.
 pub fn trim_log(path: &Path, max_bytes: u64) -> io::Result<bool> {
     let length = match fs::metadata(path) {
         Err(error) => return absent_is_fine(Err(error)).map(|()| false),
@@ -162,18 +163,18 @@ mod tests {
             ),
             (
                 "<6>broker.info[0]: quorum-full: quorum->run 0.1s\n<6>x.info[0]: later\n".to_owned(),
-                "nothing of its end (was it killed?); the last line is: x.info[0]: later",
+                "its log does not say why it ended (was it killed?); the last line is: x.info[0]: later",
             ),
-            ("\n \n".to_owned(), "the broker left no word in its log"),
+            ("\n \n".to_owned(), "the broker's log is empty"),
             ("<60>kept <1>x".to_owned(), "<60>kept <1>x"),
         ] {
-            assert_eq!(why(&tail), expected, "{tail}");
+            assert_eq!(explain_end(&tail), expected, "{tail}");
         }
-        assert_eq!(why(&"é".repeat(1000)).chars().count(), WHY_CHARS);
+        assert_eq!(explain_end(&"é".repeat(1000)).chars().count(), WHY_CHARS);
     }
 
     #[test]
-    fn a_log_is_trimmed_under_a_writer_that_lives_on() {
+    fn a_log_is_trimmed_while_its_writer_keeps_running() {
         let directory = tempfile::tempdir().unwrap();
         let mut writer = open(directory.path()).unwrap();
         let path = path(directory.path());
@@ -193,21 +194,21 @@ mod tests {
         let mut writer = open(directory.path()).unwrap();
         writer.write_all(&vec![b'x'; 100_000]).unwrap();
         writer.write_all(b"\nthe end\n").unwrap();
-        assert_eq!(why(&tail(&path(directory.path()), 0)), "the end");
+        assert_eq!(explain_end(&tail(&path(directory.path()), 0)), "the end");
         assert_eq!(tail(&directory.path().join("absent"), 5), "");
     }
 
     #[test]
-    fn what_an_earlier_broker_said_explains_nothing() {
+    fn lines_of_an_earlier_broker_do_not_explain_the_end() {
         let directory = tempfile::tempdir().unwrap();
         let path = path(directory.path());
         let mut writer = open(directory.path()).unwrap();
         writeln!(writer, "broker.crit[0]: earlier").unwrap();
         let since = length(&path);
         writeln!(writer, "later").unwrap();
-        assert_eq!(why(&tail(&path, since)), "later");
+        assert_eq!(explain_end(&tail(&path, since)), "later");
         trim_log(&path, 1).unwrap();
         writeln!(writer, "after").unwrap();
-        assert_eq!(why(&tail(&path, since)), "after");
+        assert_eq!(explain_end(&tail(&path, since)), "after");
     }
 }

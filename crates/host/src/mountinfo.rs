@@ -1,4 +1,4 @@
-//! The mounts that a thread sees: proc_pid_mountinfo(5).
+//! The mounts that a thread sees, from proc_pid_mountinfo(5).
 
 use std::{
     ffi::OsString,
@@ -13,58 +13,59 @@ use std::{
 /// One line of mountinfo.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// Number of this mount, while it is there.
+    /// Number of the mount; unique while it exists, then reused.
     pub id: u64,
-    /// What of the file system is at the mount point.
+    /// The directory of the file system that is mounted.
     pub root: PathBuf,
-    /// Where it is mounted.
+    /// Mount point.
     pub point: PathBuf,
-    /// Options of this mount.
+    /// Options of this mount, such as `rw,noatime`.
     pub options: String,
     /// File system type.
     pub kind: String,
-    /// Options of the file system, the same wherever it is mounted.
+    /// Options of the file system, shared by all of its mounts.
     pub super_options: String,
 }
 
 impl Mount {
-    /// It can be written through this mount.
+    /// True if neither the mount nor its file system is read-only.
     pub fn is_writable(&self) -> bool {
         [&self.options, &self.super_options].iter().all(|options| options.split(',').any(|option| option == "rw"))
     }
 }
 
-/// The mounts that this thread sees, in the order of mounting.
+/// The mounts that this thread sees, in mount order.
 ///
 /// # Errors
-/// No /proc.
+/// If /proc can't be read.
 pub fn own() -> io::Result<Vec<Mount>> {
     Ok(parse(&read(Path::new("/proc/thread-self/mountinfo"))?))
 }
 
-/// The text of a mountinfo. The kernel escapes blanks and line ends only, and a user may give a FUSE mount any other byte for a
-/// name: what is no UTF-8 must not hide all other mounts.
+/// Reads a mountinfo file. The kernel escapes only blanks, line ends and backslashes, and a user may give a FUSE mount
+/// any other byte as its name: a name that is not UTF-8 must not hide the other mounts.
 ///
 /// # Errors
-/// The kernel's.
+/// If the file can't be read.
 pub fn read(path: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
 }
 
-/// Number of the mount that `file` was opened in (proc_pid_fdinfo(5)). Its file system is not asked: that may hang.
+/// Number of the mount through which `file` was opened, from proc_pid_fdinfo(5). Does not query the file system, which
+/// may hang.
 ///
 /// # Errors
-/// No /proc.
+/// If /proc can't be read, or has no such number.
 pub fn id(file: impl AsFd) -> io::Result<u64> {
     let text = fs::read_to_string(format!("/proc/thread-self/fdinfo/{}", file.as_fd().as_raw_fd()))?;
     let id = text.lines().find_map(|line| line.strip_prefix("mnt_id:")?.trim().parse().ok());
-    id.ok_or_else(|| io::Error::other("its mount has no number in /proc"))
+    id.ok_or_else(|| io::Error::other("/proc shows no mount number for the file"))
 }
 
-/// The user that has mounted the file system of mount `id` by FUSE (mount.fuse3(8), `user_id`); None for another file system.
+/// uid of the user who mounted mount `id`, if it is a FUSE mount (`user_id` in mount.fuse3(8)).
 ///
 /// # Errors
-/// No /proc.
+/// If /proc can't be read.
 pub fn fuse_user(id: u64) -> io::Result<Option<u32>> {
     let mounts = own()?;
     let fuse = mounts.iter().find(|mount| mount.id == id && mount.kind.starts_with("fuse"));
@@ -73,7 +74,7 @@ pub fn fuse_user(id: u64) -> io::Result<Option<u32>> {
     }))
 }
 
-/// Reads mountinfo; lines that are none are left out.
+/// Parses mountinfo, without the lines that have another format.
 pub fn parse(text: &str) -> Vec<Mount> {
     text.lines()
         .filter_map(|line| {
@@ -94,7 +95,7 @@ pub fn parse(text: &str) -> Vec<Mount> {
         .collect()
 }
 
-/// Blanks, tabs, line ends and backslashes are written as three octal digits.
+/// Decodes the kernel's escapes: a backslash and three octal digits.
 fn unescape(field: &str) -> PathBuf {
     let bytes = field.as_bytes();
     let mut plain = Vec::with_capacity(bytes.len());
@@ -120,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mount_point_with_blanks_is_read_as_it_is() {
+    fn an_escaped_mount_point_is_decoded() {
         let table = parse("36 35 98:0 / /mnt/a\\040b\\134 rw,noatime shared:1 - ext3 /dev/root rw,errors=continue\n");
         assert_eq!(table[0].point, Path::new("/mnt/a b\\"));
         assert_eq!((table[0].id, table[0].kind.as_str()), (36, "ext3"));
@@ -128,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_no_utf_8_hides_no_other_mount() {
+    fn a_mount_name_that_is_not_utf_8_hides_no_other_mount() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("mountinfo");
         let table = b"36 35 98:0 / /mnt/\xff rw - fuse \xff rw,user_id=1000\n37 35 98:0 / /opt rw - ext4 /dev/sda rw\n";

@@ -1,4 +1,4 @@
-//! Which processes would miss an environment.
+//! Finds the processes that use an environment.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,12 +11,12 @@ use nix::libc;
 
 use super::{Root, processes::processes};
 
-/// A process that runs.
+/// A process that uses an environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Occupant {
-    /// In the host's PID namespace.
+    /// Process id in the host's PID namespace.
     pub pid: i32,
-    /// What the kernel calls it.
+    /// The kernel's name for it (`comm`).
     pub name: String,
 }
 
@@ -37,13 +37,14 @@ pub trait BrokerProcesses {
 
 /// Maps each of `names` that is in use to one process that uses it.
 ///
-/// Compares names, not paths: a container sees the same directory at another place, and a digest occurs nowhere by accident. For the
-/// broker's processes (`pids`, see [`BrokerProcesses`]) all [`EVIDENCE`] counts: a script that has the directory
-/// in its PATH has nothing of it open between two commands. For other processes of the host's root only what they run counts:
-/// users choose the arguments and environment of their sudo(8). Processes of other users don't count.
+/// Compares names, not paths: a container sees the directory at another path, and a digest occurs nowhere by accident.
+/// For the broker's processes (`pids`, see [`super::launch::Places::members`]) all [`EVIDENCE`] counts: a script with
+/// the directory in its PATH has nothing in it open between two commands. For other processes of the host's root only
+/// the files that they run count, because users choose the arguments and environment of their sudo(8). Other users'
+/// processes don't count.
 ///
 /// # Errors
-/// A process can't be looked at, so what it uses is not known.
+/// If a process can't be examined: what it uses is then unknown.
 pub fn occupants(root: &Root, pids: &BTreeSet<i32>, names: &[String]) -> io::Result<BTreeMap<String, Occupant>> {
     let mut found = BTreeMap::new();
     let own = i32::try_from(std::process::id()).ok();
@@ -64,11 +65,11 @@ pub fn occupants(root: &Root, pids: &BTreeSet<i32>, names: &[String]) -> io::Res
     Ok(found)
 }
 
-/// Files of /proc/PID; those that are links are read as such.
+/// Files of /proc/PID that name what a process uses. `exe`, `cwd` and `root` are links.
 const EVIDENCE: &[&str] = &["exe", "maps", "cwd", "root", "mountinfo", "cmdline", "environ"];
 const WHAT_IT_RUNS: &[&str] = &["exe", "maps"];
 
-/// A process that ends meanwhile uses nothing.
+/// The `names` that occur in the `evidence` about a process; none if it ends meanwhile.
 fn used_by<'a>(process: &Path, evidence: &[&str], names: &'a [String]) -> io::Result<Vec<&'a String>> {
     let texts = evidence.iter().map(|file| match *file {
         "exe" | "cwd" | "root" => {
@@ -79,8 +80,8 @@ fn used_by<'a>(process: &Path, evidence: &[&str], names: &'a [String]) -> io::Re
     let mut used = Vec::new();
     for text in texts {
         let text = match text {
-            // It has ended, is about to (EINVAL of mountinfo), is a thread of the kernel, or one that even root of this host may not
-            // look at, such as the first process of a virtual machine.
+            // The process has ended, is about to (EINVAL of mountinfo), is a kernel thread, or is one that even this
+            // host's root may not examine, such as the first process of a virtual machine.
             Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ESRCH | libc::EINVAL | libc::EACCES)) => {
                 continue;
             }
@@ -102,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whatever_holds_a_process_to_a_directory_is_seen() {
+    fn every_way_in_which_a_process_uses_a_directory_is_found() {
         let digest = "0123456789abcdef";
         let host = tempfile::tempdir().unwrap();
         let root = Root::at(host.path());
@@ -131,7 +132,8 @@ mod tests {
                 BTreeMap::from([(digest.to_owned(), expected)]),
                 "{file}"
             );
-            // The same of a process that is none of the broker's: of a user, of a set-user-ID program, of a pod's root, of root.
+            // The same for a process outside the broker's: a user's, a set-user-ID program's, a pod's root's, the
+            // host's root's.
             let runs = ["exe", "maps"].contains(&file);
             for (uids, pids, counts) in [
                 ("65534\t65534\t65534\t65534", "7", false),
@@ -148,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn another_digest_that_begins_alike_is_another_one() {
+    fn a_digest_with_the_same_beginning_does_not_match() {
         let host = tempfile::tempdir().unwrap();
         let process = host.path().join("proc/7");
         fs::create_dir_all(&process).unwrap();

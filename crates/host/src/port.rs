@@ -28,7 +28,8 @@ pub fn look(root: &Root, endpoint: SocketAddr) -> PortUse {
     match TcpListener::bind(endpoint) {
         Ok(_) => PortUse::Free,
         Err(error) if error.kind() == ErrorKind::AddrInUse => PortUse::Taken(holder(root, endpoint.port())),
-        // An address that is on no interface, as behind NAT. Only brokers that others hang on listen, and those say it themselves.
+        // The address is on no interface, as behind NAT. Only brokers with children listen, and those report the
+        // problem.
         Err(error) if error.kind() == ErrorKind::AddrNotAvailable => PortUse::Free,
         Err(error) => PortUse::Unusable(error.to_string()),
     }
@@ -80,7 +81,7 @@ fn holder(root: &Root, port: u16) -> Option<(i32, String)> {
     })
 }
 
-/// Inode of the socket that listens (state 0A) on `port`, in a table as of proc(5) /proc/net/tcp.
+/// Inode of the socket that listens (state 0A) on `port`, from a table in the format of /proc/net/tcp (proc(5)).
 fn listener(table: &str, port: u16) -> Option<u64> {
     table.lines().skip(1).find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
@@ -99,18 +100,18 @@ mod tests {
         let root = Root::host();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = listener.local_addr().unwrap();
-        let PortUse::Taken(holder) = look(&root, endpoint) else { panic!("{endpoint} should be taken") };
-        // Without the right to see other processes' descriptors, our own are still seen.
+        let PortUse::Taken(holder) = port_use(&root, endpoint) else { panic!("{endpoint} should be taken") };
+        // Even without the right to see other processes' descriptors, we see our own.
         assert_eq!(holder.map(|(pid, _)| pid), i32::try_from(std::process::id()).ok());
-        assert_eq!(look(&root, SocketAddr::from(([127, 0, 0, 2], endpoint.port()))), PortUse::Free);
+        assert_eq!(port_use(&root, SocketAddr::from(([127, 0, 0, 2], endpoint.port()))), PortUse::Free);
         drop(listener);
-        assert_eq!(look(&root, endpoint), PortUse::Free);
+        assert_eq!(port_use(&root, endpoint), PortUse::Free);
     }
 
     #[test]
-    fn a_port_is_taken_by_a_socket_that_does_not_listen_too_and_nobody_is_named() {
+    fn a_bound_socket_that_does_not_listen_takes_the_port_too() {
         let socket = tokio::net::TcpSocket::new_v4().unwrap();
         socket.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
-        assert_eq!(look(&Root::host(), socket.local_addr().unwrap()), PortUse::Taken(None));
+        assert_eq!(port_use(&Root::host(), socket.local_addr().unwrap()), PortUse::Taken(None));
     }
 }

@@ -1,4 +1,4 @@
-//! Which process is ours. A pid alone says nothing: it is used again, and a zombie keeps it.
+//! Identifies processes. A pid alone proves nothing: it is reused, and a zombie keeps it.
 
 use std::{
     fs, io,
@@ -15,29 +15,29 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Root, facts};
 
-/// One process of one boot. A reboot can repeat pid and start time, hence the boot id.
+/// One process of one boot. Pid and start time may repeat after a reboot, hence the boot id.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// /proc/sys/kernel/random/boot_id.
+    /// Content of /proc/sys/kernel/random/boot_id.
     pub boot_id: String,
     /// Process id in the host's PID namespace.
     pub pid: i32,
-    /// Field 22 of `/proc/<pid>/stat`, clock ticks after boot.
+    /// Clock ticks from boot to its start: field 22 of `/proc/<pid>/stat`.
     pub start_time: u64,
 }
 
-/// What `/proc/<pid>/stat` says of a process.
+/// Two fields of `/proc/<pid>/stat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stat {
-    /// `R`, `S`, `D`, `Z`, …
+    /// State: `R`, `S`, `D`, `Z` and others.
     pub state: char,
-    /// Clock ticks after boot.
+    /// Clock ticks from boot to the process's start.
     pub start_time: u64,
 }
 
 impl Stat {
-    /// Reads one line of `/proc/<pid>/stat`. The second field is free text in brackets, so the fields are counted from the
-    /// last `)`.
+    /// Parses `/proc/<pid>/stat`. The second field is free text in parentheses, so the fields are counted from the last
+    /// `)`.
     pub fn parse(line: &str) -> Option<Self> {
         let (_, rest) = line.rsplit_once(')')?;
         let mut fields = rest.split_ascii_whitespace();
@@ -46,23 +46,24 @@ impl Stat {
         Some(Self { state, start_time })
     }
 
-    /// A zombie keeps pid and start time for as long as its parent does not reap it.
+    /// True for a zombie, which keeps pid and start time until its parent reaps it, and for a process in its last
+    /// moments.
     pub fn is_dead(&self) -> bool {
         matches!(self.state, 'Z' | 'X' | 'x')
     }
 }
 
 impl Identity {
-    /// The process that has `pid` now; None where there is none that lives.
+    /// The process that has `pid` now; None if there is none, or it is a zombie.
     pub fn of(pid: i32) -> Option<Self> {
         let stat = stat(pid).filter(|stat| !stat.is_dead())?;
         Some(Self { boot_id: facts::boot_id(&Root::host()), pid, start_time: stat.start_time })
     }
 
-    /// The caller.
+    /// The calling process.
     ///
     /// # Errors
-    /// /proc is not that of this PID namespace.
+    /// If /proc belongs to another PID namespace.
     pub fn own() -> io::Result<Self> {
         Self::of(nix::unistd::getpid().as_raw()).ok_or_else(|| {
             io::Error::new(
@@ -78,11 +79,11 @@ impl Identity {
             && facts::boot_id(&Root::host()) == self.boot_id
     }
 
-    /// Sends `signal` if this process still lives. Between look and signal the pid would have to be freed and given out
-    /// again, once around `pid_max`; that window is microseconds.
+    /// Sends `signal` if this process still lives. For a wrong process to get it, the pid would have to be freed and
+    /// reused between check and signal, after a full cycle of `pid_max`; that window is microseconds.
     ///
     /// # Errors
-    /// The kernel's, except that a process which is gone is no error.
+    /// If the kernel refuses the signal. A process that is gone is no error.
     pub fn signal(&self, signal: Signal) -> io::Result<()> {
         if !self.lives() {
             return Ok(());
@@ -93,8 +94,8 @@ impl Identity {
         }
     }
 
-    /// Waits until the process is gone; false where it is not within `timeout`. It is nobody's child here, so there is
-    /// nothing to wait for but /proc.
+    /// Waits for the end of the process; false if it still lives after `timeout`. It polls /proc, because the process
+    /// is not a child of this one.
     pub fn wait_gone(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         while self.lives() {
@@ -116,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_with_brackets_and_spaces_does_not_shift_the_fields() {
+    fn a_name_with_parentheses_and_spaces_does_not_shift_the_fields() {
         let tail = "S 1 2 3 0 -1 4194560 1 0 0 0 5 6 0 0 20 0 1 0 538384 1000 200";
         for name in ["flux-broker-0", "a b", ") R 1 (", "((("] {
             let stat = Stat::parse(&format!("590 ({name}) {tail}"));
@@ -141,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_pid_of_another_start_or_boot_is_another_process() {
+    fn the_same_pid_with_another_start_or_boot_is_another_process() {
         let own = Identity::own().unwrap();
         assert!(own.lives());
         assert!(!Identity { start_time: own.start_time + 1, ..own.clone() }.lives());

@@ -1,27 +1,27 @@
-//! The processes of a host, as its /proc shows them.
+//! The processes of a host, from its /proc.
 
 use std::{fs, io, path::PathBuf};
 
 use super::Root;
 
-/// A process that was there a moment ago.
+/// A process that existed when /proc was read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// In the PID namespace that /proc is of: in a host stage and in the agent the host's.
+    /// Process id in /proc's PID namespace: the host's, in a host stage and in the agent.
     pub pid: i32,
     /// Its directory below /proc.
     pub dir: PathBuf,
 }
 
 impl Process {
-    /// What the kernel calls it; empty where it has ended.
+    /// The kernel's name for it (`comm`); empty if it has ended.
     pub fn name(&self) -> String {
         fs::read_to_string(self.dir.join("comm")).unwrap_or_default().trim().to_owned()
     }
 
-    /// True if the host's root runs it. All four user IDs must be 0, because a set-user-ID program keeps its caller's real one. And
-    /// it must be in the host's PID namespace, where a pod's root is only with hostPID: then NSpid has one number
-    /// (proc_pid_status(5)).
+    /// True if the host's root runs it. All four user IDs must be 0, because a set-user-ID program keeps its caller's
+    /// real one. And it must be in the host's PID namespace, which a pod's root is in only with hostPID: then NSpid has
+    /// just one number (proc_pid_status(5)).
     pub fn is_hosts_root(&self) -> bool {
         let status = fs::read_to_string(self.dir.join("status")).unwrap_or_default();
         let values = |key: &str| {
@@ -32,15 +32,15 @@ impl Process {
     }
 }
 
-/// All processes that can be seen at `root`.
+/// All processes in the /proc of `root`.
 ///
 /// # Errors
-/// /proc can't be read to its end: then nobody knows who is there.
+/// If /proc can't be read completely: a partial list would hide processes.
 pub fn processes(root: &Root) -> io::Result<Vec<Process>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(root.path("/proc"))? {
         let entry = entry?;
-        // Much else is there.
+        // /proc has many other entries.
         if let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) {
             found.push(Process { pid, dir: entry.path() });
         }

@@ -1,4 +1,4 @@
-//! Is there room for packages, beside what kubelet wants to keep free?
+//! Is there room for the packages, above what the kubelet keeps free?
 
 use std::{io, os::fd::AsFd, path::Path};
 
@@ -6,23 +6,23 @@ use nix::sys::statvfs::{Statvfs, fstatvfs};
 
 use hostapi::Refusal;
 
-/// kubelet's `nodefs.available<10%`: below it, kubelet evicts pods, ours among them.
+/// The kubelet's default `nodefs.available<10%`: below it, the kubelet evicts pods, including ours.
 const KEPT_FREE_PERCENT: u64 = 10;
 
-/// What a file system has.
+/// Space on a file system.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Room {
     /// Bytes that are free.
     pub available: u64,
-    /// Bytes, free or not.
+    /// Bytes in all.
     pub total: u64,
 }
 
 impl Room {
-    /// Of the file system that `file` is on.
+    /// Space on the file system that `file` is on.
     ///
     /// # Errors
-    /// fstatvfs(3)'s.
+    /// If fstatvfs(3) fails.
     pub fn of(file: impl AsFd) -> io::Result<Self> {
         Ok(Self::from(&fstatvfs(file)?))
     }
@@ -35,10 +35,10 @@ impl From<&Statvfs> for Room {
     }
 }
 
-/// Whether `need` more bytes can be written below `place`.
+/// Checks that `need` more bytes fit below `place`.
 ///
 /// # Errors
-/// Both figures, and a remedy.
+/// A transient refusal with both figures and a remedy.
 pub fn room(place: &Path, room: Room, need: u64) -> Result<(), Refusal> {
     let wanted = (room.total / 100 * KEPT_FREE_PERCENT).saturating_add(need);
     if room.available >= wanted {

@@ -1,6 +1,6 @@
 use std::path::{Path, PathBuf};
 
-/// The host's root directory as this process sees it: `/` in a host stage, some other directory in a test.
+/// The host's root directory as this process sees it: `/` in a host stage, another directory in a test.
 #[derive(Clone, Debug)]
 pub struct Root(PathBuf);
 
@@ -10,18 +10,18 @@ impl Root {
         Self(PathBuf::from("/"))
     }
 
-    /// A directory that stands for the host's root.
+    /// A directory in place of the host's root.
     pub fn at(dir: impl Into<PathBuf>) -> Self {
         Self(dir.into())
     }
 
-    /// Where the host's `path` is for this process.
+    /// This process's path for the host's `path`.
     pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {
         let path = path.as_ref();
         self.0.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    /// What the host calls what this process sees at `path`.
+    /// The host's path for this process's `path`: the reverse of [`Self::path`].
     pub fn unpath(&self, path: &Path) -> PathBuf {
         Path::new("/").join(path.strip_prefix(&self.0).unwrap_or(path))
     }

@@ -1,8 +1,8 @@
-//! `state.json`: whose this host is, and what we did here that must be undone.
+//! `state.json`: which FluxInstance has claimed this host, and what must be undone here.
 //!
-//! It is at `<prefix>/state.json`. The prefix is found again without anybody's help, also after a reboot and when the
+//! It is at `<prefix>/state.json`. The prefix can be found without any input, even after a reboot and when the
 //! FluxInstance is gone: it is one of the [`PREFIX_CANDIDATES`], or one of those directories holds a [`POINTER`] to it.
-//! The pointer is written before the prefix is made and removed after it, so a claim or a removal that was cut short is
+//! The pointer is written before the prefix is made and removed after it, so that an interrupted claim or removal is
 //! found too.
 
 use std::{
@@ -26,18 +26,18 @@ use super::{
 use api::{PREFIX_CANDIDATES, RUN_DIR, check_prefix};
 use hostapi::{ClaimOrder, HostState, Machine, Refusal, Undo};
 
-/// Format of `state.json` that this version writes.
+/// The format of `state.json` that this version writes.
 pub const FORMAT: u32 = 1;
-/// Name below the prefix.
+/// Name of the file below the prefix.
 pub const STATE: &str = "state.json";
-/// Name below the prefix of what holds the environments.
+/// Name of the directory of environments below the prefix.
 pub const ENVIRONMENTS: &str = "envs";
-/// Name below a prefix candidate: a [`HostState`] whose `prefix` is elsewhere.
+/// Name of the file below a prefix candidate that holds a [`HostState`] whose `prefix` is elsewhere.
 pub const POINTER: &str = "prefix.json";
 /// The script for people at the host's root.
 pub const CONNECT_AT_ROOT: &str = "/flux-connect.sh";
 
-/// A claim without anything to undo yet.
+/// A new claim, with nothing to undo yet.
 pub fn fresh(root: &Root, order: &ClaimOrder) -> HostState {
     HostState {
         format: FORMAT,
@@ -49,22 +49,21 @@ pub fn fresh(root: &Root, order: &ClaimOrder) -> HostState {
     }
 }
 
-/// What a prefix says of itself.
+/// The claim at a prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Claim {
-    /// Nothing that is to be believed.
+    /// None, or none that can be trusted.
     None,
-    /// This host is claimed there.
+    /// This host's.
     Ours(HostState),
-    /// Another machine's host is: nodes share the directory.
+    /// Another machine's: nodes share the directory.
     AnotherMachine(Machine),
 }
 
-/// Whose this host is, wherever its prefix is. What another machine has left in a directory that nodes share is not this
-/// host's.
+/// Finds this host's claim, wherever its prefix is. Skips what another machine left in a directory that nodes share.
 ///
 /// # Errors
-/// A file of ours can't be read, or it is in a place where others than root could have changed it.
+/// If a file of ours can't be read, or is in a place where users other than root could have changed it.
 pub fn find(root: &Root) -> Result<Option<HostState>, Refusal> {
     for candidate in PREFIX_CANDIDATES {
         if let Some(state) = load(root, Path::new(candidate))? {
@@ -78,9 +77,9 @@ pub fn find(root: &Root) -> Result<Option<HostState>, Refusal> {
         check_prefix(&pointer.prefix).map_err(|reason| {
             Refusal::new(format!("{}: {reason}; correct it by hand, or move it away", dir.join(POINTER).display()))
         })?;
-        match look(root, &pointer.prefix)? {
+        match claim_at(root, &pointer.prefix)? {
             Claim::Ours(state) => return Ok(Some(state)),
-            // What is to be removed of a claim or a removal that was cut short.
+            // An interrupted claim or removal: the pointer says what to clean.
             Claim::None => {
                 trust::directory(root, &pointer.prefix)?;
                 return Ok(Some(pointer));
@@ -91,42 +90,43 @@ pub fn find(root: &Root) -> Result<Option<HostState>, Refusal> {
     Ok(None)
 }
 
-/// The state at a prefix that an order names, and the right to write below it.
+/// Takes the host's lock and loads the state of the prefix that an order names.
 ///
 /// # Errors
-/// This host is not claimed there: the rung claim comes first.
+/// If this host is not claimed there (claim it first), or the lock can't be taken.
 pub fn lock_claimed(root: &Root, prefix: &Path) -> Result<(HostLock, HostState), Refusal> {
     claimed(root, prefix)?;
     let lock = HostLock::take(root, prefix, WAIT)?;
-    // Again: a removal may have had the lock.
+    // Loaded again: a removal may have held the lock.
     Ok((lock, claimed(root, prefix)?))
 }
 
 fn claimed(root: &Root, prefix: &Path) -> Result<HostState, Refusal> {
-    load(root, prefix)?
-        .ok_or_else(|| Refusal::transient(format!("{} is not claimed: state.json is not there", prefix.display())))
+    load(root, prefix)?.ok_or_else(|| {
+        Refusal::transient(format!("{} is not claimed: it has no state.json; run `claim` first", prefix.display()))
+    })
 }
 
-/// This host's state at one prefix.
+/// The state at one prefix, if it is this host's.
 ///
 /// # Errors
-/// As for [`look`].
+/// As for [`claim_at`].
 pub fn load(root: &Root, prefix: &Path) -> Result<Option<HostState>, Refusal> {
-    match look(root, prefix)? {
+    match claim_at(root, prefix)? {
         Claim::Ours(state) => Ok(Some(state)),
         Claim::None | Claim::AnotherMachine(_) => Ok(None),
     }
 }
 
-/// What is claimed at one prefix.
+/// The claim at one prefix.
 ///
 /// # Errors
-/// `state.json` is there and can't be read, is of another prefix, or others than root could have changed it.
-pub fn look(root: &Root, prefix: &Path) -> Result<Claim, Refusal> {
+/// If `state.json` can't be read, is for another prefix, or users other than root could have changed it.
+pub fn claim_at(root: &Root, prefix: &Path) -> Result<Claim, Refusal> {
     let Some(state) = read(root, prefix, STATE)? else { return Ok(Claim::None) };
     if state.prefix != prefix {
         return Err(Refusal::new(format!(
-            "{} lists what is to be undone below {}, which is another directory; correct it by hand, or move it away",
+            "{} lists what to undo below {}, which is another directory; correct it by hand, or move it away",
             prefix.join(STATE).display(),
             state.prefix.display()
         )));
@@ -137,34 +137,34 @@ pub fn look(root: &Root, prefix: &Path) -> Result<Claim, Refusal> {
     })
 }
 
-/// Versions before this one did not write which machine it was.
+/// Older versions did not record the machine: a state without it counts as this machine's.
 fn is_of_this_machine(root: &Root, state: &HostState) -> bool {
     let machines = state.machine.as_ref().zip(machine::here(root));
     machines.is_none_or(|(written, here)| written.may_be(&here))
 }
 
-/// The file `name` in `dir`. In a place where others than root can write, one that they may have put there is no file of ours:
-/// it is not believed, and it is in nobody's way.
+/// Reads the file `name` in `dir`. If users other than root can write there, a file that root did not write for this
+/// place is ignored: it can't be trusted, and it must not block a claim either.
 fn read(root: &Root, dir: &Path, name: &str) -> Result<Option<HostState>, Refusal> {
     let path = dir.join(name);
     let directory = match trust::directory(root, dir) {
         Ok(Some(directory)) => directory,
         Ok(None) => return Ok(None),
-        // On the way is no directory: then there is no file.
+        // Something on the way is no directory, so the file can't exist.
         Err(Distrust::Kind { .. }) => return Ok(None),
-        // What can't be looked at has not gone.
+        // A directory that can't be examined may still be there.
         Err(distrust @ Distrust::Io { .. }) => return Err(distrust.into()),
         Err(distrust) if is_roots_own(root, dir, name) => return Err(distrust.into()),
         Err(distrust) => {
-            tracing::debug!(path = %path.display(), %distrust, "not believed");
+            tracing::debug!(path = %path.display(), %distrust, "ignoring a file that other users may have written");
             return Ok(None);
         }
     };
     trust::read(&directory, dir, name)?.map(|text| parse(&path, &text)).transpose()
 }
 
-/// True if root wrote the file for this very place, as a version before this one may have done. A user's link on the way may lead
-/// to what root wrote for another place, and so may a hard link, which a user can make where `fs.protected_hardlinks` is 0.
+/// True if root wrote the file for this place, as an older version may have done. A link that another user made may
+/// lead to a file that root wrote for another place.
 fn is_roots_own(root: &Root, dir: &Path, name: &str) -> bool {
     let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
     let Some(directory) = trust::by_roots_links(root, dir) else { return false };
@@ -177,13 +177,13 @@ fn is_roots_own(root: &Root, dir: &Path, name: &str) -> bool {
 fn parse(path: &Path, text: &[u8]) -> Result<HostState, Refusal> {
     let state: HostState = serde_json::from_slice(text).map_err(|error| {
         Refusal::new(format!(
-            "{} lists what is to be undone on this host and can't be understood: {error}; correct it by hand, or move it away",
+            "{} lists what to undo on this host and can't be parsed: {error}; correct it by hand, or move it away",
             path.display()
         ))
     })?;
     if state.format > FORMAT {
         return Err(Refusal::new(format!(
-            "{} has format {}, this version knows {FORMAT}: use the newer flux-distribute that wrote it",
+            "{} has format {}, and this version knows only {FORMAT}: use the newer flux-distribute that wrote it",
             path.display(),
             state.format
         )));
@@ -191,13 +191,13 @@ fn parse(path: &Path, text: &[u8]) -> Result<HostState, Refusal> {
     Ok(state)
 }
 
-/// Whether `undo` is one of those that are written for `prefix`. Another one is not carried out, whoever has written it: root
+/// True if this program writes such an entry for `prefix`. Any other entry, whoever wrote it, is not carried out: root
 /// would remove or change what is not ours.
 pub fn is_ever_written(undo: &Undo, prefix: &Path) -> bool {
     let is_above = |above: &Path, path: &Path| check_prefix(path).is_ok() && path != above && path.starts_with(above);
     match undo {
         Undo::Sysctl { name, .. } => sysctl::RAISED.iter().any(|(raised, _)| raised == name),
-        // Only a link into our environments is taken off there, and only empty directories.
+        // Any absolute path is fine: we only remove a link into our environments, and empty directories.
         Undo::Symlink { path, made_parent } => {
             path.is_absolute() && made_parent.as_ref().is_none_or(|parent| is_above(parent, path))
         }
@@ -209,7 +209,7 @@ pub fn is_ever_written(undo: &Undo, prefix: &Path) -> bool {
 /// Writes `<prefix>/state.json`.
 ///
 /// # Errors
-/// Where it can't be written.
+/// If it can't be written.
 pub fn save(root: &Root, state: &HostState) -> Result<(), Refusal> {
     write_json(&root.path(&state.prefix).join(STATE), state)
 }
@@ -220,10 +220,10 @@ fn write_json(path: &Path, state: &HostState) -> Result<(), Refusal> {
     write_atomic(path, &text, 0o644, Owner::ROOT)
 }
 
-/// Remembers `undo` durably: to be called before the thing itself is done.
+/// Adds `undo` to the undo list, durably. Call it before the change itself.
 ///
 /// # Errors
-/// Where it can't be written.
+/// If `state.json` can't be written.
 pub fn record(root: &Root, state: &mut HostState, undo: Undo) -> Result<(), Refusal> {
     if state.undo.iter().any(|known| same_thing(known, &undo)) {
         return Ok(());
@@ -232,7 +232,8 @@ pub fn record(root: &Root, state: &mut HostState, undo: Undo) -> Result<(), Refu
     save(root, state)
 }
 
-/// The first record of a link or file knows what was there before us, so a later one adds nothing.
+/// Only the first record of a link knows which parents were missing before, so a later one for the same path adds
+/// nothing.
 fn same_thing(a: &Undo, b: &Undo) -> bool {
     match (a, b) {
         (Undo::Symlink { path: a, .. }, Undo::Symlink { path: b, .. }) => a == b,
@@ -244,10 +245,10 @@ fn pointer_places() -> impl Iterator<Item = &'static str> {
     PREFIX_CANDIDATES.into_iter().chain([RUN_DIR])
 }
 
-/// Remembers where a prefix is that is none of the candidates.
+/// Writes a pointer to a prefix that is not one of the candidates.
 ///
 /// # Errors
-/// None of the places can be written, or can be trusted.
+/// If none of the places can be written, or trusted.
 pub fn write_pointer(root: &Root, state: &HostState) -> Result<(), Refusal> {
     if is_candidate(&state.prefix) {
         return Ok(());
@@ -264,13 +265,14 @@ pub fn write_pointer(root: &Root, state: &HostState) -> Result<(), Refusal> {
     }
     Err(refusal.unwrap_or_else(|| {
         Refusal::new(format!(
-            "none of {} can be written, so this host could not be cleaned after a reboot",
+            "can't write to any of {}, so this host could not be cleaned after a reboot; make one of them writable",
             PREFIX_CANDIDATES.join(", ")
         ))
     }))
 }
 
-/// False where it can't be: the directory above is missing, or nodes share the place and it is another machine's.
+/// Returns false if it can't be written here: the directory above is missing, or the place holds another machine's
+/// pointer.
 fn write_pointer_at(root: &Root, place: &Path, pointer: &HostState) -> Result<bool, Refusal> {
     let above = place.parent().unwrap_or(place);
     if trust::directory(root, above)?.is_none() {
@@ -283,10 +285,10 @@ fn write_pointer_at(root: &Root, place: &Path, pointer: &HostState) -> Result<bo
     write_json(&root.path(place).join(POINTER), pointer).map(|()| true)
 }
 
-/// Removes this host's pointers, and directories that were made for them alone.
+/// Removes this host's pointers, and the directories that were made only for them.
 ///
 /// # Errors
-/// What the system says.
+/// If a pointer can't be removed.
 pub fn remove_pointer(root: &Root) -> Result<(), Refusal> {
     for place in pointer_places() {
         let dir = root.path(place);
@@ -297,14 +299,14 @@ pub fn remove_pointer(root: &Root) -> Result<(), Refusal> {
             remove_if_there(&path)
                 .and_then(|()| sync_parent(&path))
                 .map_err(|error| Refusal::io("remove", &path, &error))?;
-            // Not empty: it holds more than the pointer, and is not ours.
+            // Fails if the directory holds more than the pointer; then it stays.
             let _ = fs::remove_dir(&dir);
         }
     }
     Ok(())
 }
 
-/// True for a prefix that is found without a pointer.
+/// True for a prefix that can be found without a pointer.
 pub fn is_candidate(prefix: &Path) -> bool {
     PREFIX_CANDIDATES.iter().any(|candidate| Path::new(candidate) == prefix)
 }

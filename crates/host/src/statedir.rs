@@ -1,4 +1,5 @@
-//! The lead's statedir: the one directory of a host whose loss loses something, the queue.
+//! The lead's statedir. It holds the queue, so it is the one directory of a host that can't be made again if it is
+//! lost.
 
 #[cfg(test)]
 mod tests;
@@ -29,29 +30,30 @@ use super::files::{Owner, host_path, make_dir, remove_all_if_there, remove_if_th
 use crate::dumps::DUMPS;
 use hostapi::{Refusal, StateDir};
 
-/// Name below the prefix.
+/// Name of the statedir below the prefix.
 pub const STATEDIR: &str = "state";
 const ID: &str = "instance-id";
-/// Of a statedir that was made from a dump: the dump.
+/// Name of the dump in a statedir that was made from a dump.
 const RECOVERED: &str = "recovered.tgz";
-/// Where flux-core's rc3 writes dumps at a clean stop (`content.dump=auto`).
+/// Directory in which flux-core's rc3 writes dumps at a clean stop (`content.dump=auto`).
 const OWN_DUMPS: &str = "dump";
-/// What they are called, in local time.
+/// Name format of those dumps, in local time.
 const OWN_DUMP: &str = "%Y%m%d_%H%M%S.tgz";
-/// The link among them by which rc3 tells rc1 which one to restore.
+/// Link in that directory by which rc3 tells rc1 which dump to restore.
 const RESTORE: &str = "RESTORE";
-/// So many of them are kept.
+/// Number of those dumps that are kept.
 const KEEP: usize = 3;
-/// Where flux-core's content-sqlite keeps everything.
+/// Database of flux-core's content-sqlite module, which holds the whole KVS.
 pub const CONTENT: &str = "content.sqlite";
 const MODE: u32 = 0o700;
-/// Of a statedir whose owner is being changed: it is nobody's yet.
+/// Mode of a statedir while its owner is being changed: no user can enter it.
 const UNFINISHED: u32 = 0;
 
-/// Sees to it that `<prefix>/state` is the instance's, and the broker user's. `prefix` is as this process sees it.
+/// Ensures that `<prefix>/state` is the instance's statedir and belongs to the broker's user. `prefix` is this
+/// process's path.
 ///
 /// # Errors
-/// Where the instance was online once and its statedir is not here: an empty one would be an empty queue.
+/// If the instance was online once and its statedir is not here: an empty one would mean an empty queue.
 pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refusal> {
     let dir = prefix.join(STATEDIR);
     let there = fs::symlink_metadata(&dir).is_ok();
@@ -67,9 +69,9 @@ pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refu
             (true, Some(other)) => format!("the one here is of instance {other}"),
         };
         return Err(Refusal::new(format!(
-            "the statedir of instance {} is gone from this host ({} should be it, {instead}), and with it the queue: \
-             put it back; or run `flux-distribute recover --lead NODE --from DUMP` in the pod of the node that shall lead; \
-             or give the queue up with `flux-distribute reset --lead NODE`",
+            "the statedir of instance {} is gone from this host ({} should be it, but {instead}), and with it the \
+             queue: put it back; or run `flux-distribute recover --lead NODE --from DUMP` in the pod of the node that \
+             shall lead; or give the queue up with `flux-distribute reset --lead NODE`",
             order.instance_id,
             dir.display()
         )));
@@ -80,7 +82,7 @@ pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refu
     make(prefix, &order.instance_id, owner, |_| Ok(()))
 }
 
-/// An instance that was kept, and was moved aside for another one, goes on. False where there is none such.
+/// Moves the statedir of a kept instance back, which was moved aside for another instance. False if there is none.
 fn bring_back(prefix: &Path, id: &str) -> Result<bool, Refusal> {
     let kept = prefix.join(format!("{STATEDIR}.{id}"));
     if read_id(&kept).as_deref() != Some(id) {
@@ -92,11 +94,11 @@ fn bring_back(prefix: &Path, id: &str) -> Result<bool, Refusal> {
     moved.map(|()| true).map_err(|error| Refusal::io("bring back", &kept, &error))
 }
 
-/// Makes a statedir that the broker fills from a dump when it starts: with `content.restore=auto` its rc1 restores what
-/// `dump/RESTORE` points to, and removes the link when that is done. `read_dump` writes the dump to the path it is given.
+/// Makes a statedir that the broker fills from a dump when it starts: with `content.restore=auto` its rc1 restores the
+/// dump that `dump/RESTORE` points to, and then removes the link. `read_dump` must write the dump to its argument.
 ///
 /// # Errors
-/// Those of `read_dump`; what is there stays then.
+/// If `read_dump` fails, or the statedir can't be made; the present statedir stays then.
 pub fn prepare_from_dump(
     prefix: &Path,
     instance_id: &str,
@@ -117,9 +119,9 @@ pub fn prepare_from_dump(
     })
 }
 
-/// Made whole under another name, so that a statedir without id is never ours, and given away as the last thing: what root
-/// writes and reads in it takes long, and its owner could put a symlink in the place of any of it. One that is there is
-/// moved aside.
+/// Makes a new statedir, and moves the present one aside. The new one is made under a temporary name, so that a
+/// statedir without an ID is never ours. Its owner is changed last: root reads and writes in it for a long time, and
+/// its owner could put a symlink in place of any file meanwhile.
 fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Result<(), Refusal>) -> Result<(), Refusal> {
     let (dir, new) = (prefix.join(STATEDIR), prefix.join(format!(".{STATEDIR}.new")));
     let remove = |path: &Path| remove_all_if_there(path).map_err(|error| Refusal::io("remove", path, &error));
@@ -128,7 +130,7 @@ fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Resul
     fill(&new).inspect_err(|_| drop(remove_all_if_there(&new)))?;
     write_atomic(&new.join(ID), format!("{id}\n").as_bytes(), 0o644, Owner::ROOT)?;
     give(&new, owner).map_err(|error| Refusal::io("change the owner of", &new, &error))?;
-    // What was made from a dump and never used: the dump is there still.
+    // A statedir that was made from a dump and never used can go: it holds only a copy of the dump.
     if dir.join(OWN_DUMPS).join(RECOVERED).is_file() && !dir.join(CONTENT).exists() {
         remove(&dir)?;
     }
@@ -136,11 +138,12 @@ fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Resul
     fs::rename(&new, &dir).and_then(|()| sync_parent(&dir)).map_err(|error| Refusal::io("make", &dir, &error))
 }
 
-/// Removes old dumps that Flux itself has written: it adds one at each clean stop and removes none. To be called only
-/// while the lead's broker is up: one that can't restore its dump may leave another at each try, and the good ones would go
-/// for them. How many were removed, and their bytes.
+/// Removes old dumps that Flux itself wrote: it adds one at each clean stop and removes none. Call it only while the
+/// lead's broker is up: a broker that can't restore its dump may write another one at each try, and they would displace
+/// the good ones. Returns how many were removed, and their bytes.
 pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
-    // The broker's user owns what is above it: a link that he puts there must not make root remove other files.
+    // The broker's user owns the directories above and could put a link there; root must not remove other files through
+    // it.
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     let Ok(dir) = open(&prefix.join(STATEDIR).join(OWN_DUMPS), flags, Mode::empty()) else { return (0, 0) };
     let dir_path = host_path(&dir);
@@ -150,7 +153,7 @@ pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
     names.sort();
     let restored = fs::read_link(dir_path.join(RESTORE)).ok();
     let restored = restored.as_deref().and_then(Path::file_name);
-    // What a recovery has begun from is of no use either once Flux has written a dump of its own, which is younger.
+    // The dump that a recovery started from has no use either, once Flux has written a younger one.
     let recovered = (!names.is_empty()).then(|| OsString::from(RECOVERED));
     let old = names.iter().rev().skip(KEEP).chain(&recovered).filter(|name| Some(name.as_os_str()) != restored);
     let removed = old.filter_map(|name| {
@@ -169,7 +172,7 @@ fn move_aside(prefix: &Path, dir: &Path) -> Result<(), Refusal> {
     fs::rename(dir, &aside).map_err(|error| Refusal::io("move aside", dir, &error))
 }
 
-/// Instances whose statedirs were kept or moved aside below `prefix`, as this process sees it; `state` counts as one.
+/// IDs of the instances whose statedirs are below `prefix` (this process's path): in use, kept or moved aside.
 pub fn kept(prefix: &Path) -> BTreeSet<String> {
     let entries = fs::read_dir(prefix).into_iter().flatten().flatten();
     let found = entries.filter_map(|entry| {
@@ -180,13 +183,13 @@ pub fn kept(prefix: &Path) -> BTreeSet<String> {
     found.collect()
 }
 
-/// True where the statedir of instance `id` is at `prefix`.
+/// True if the statedir of instance `id` is at `prefix`.
 pub fn is_there(prefix: &Path, id: &str) -> bool {
     read_id(&prefix.join(STATEDIR)).as_deref() == Some(id)
 }
 
-/// A lead that ends after its statedir was removed makes it again for its dump, with all jobs' environments in it, and
-/// everybody could read them.
+/// Closes the statedir to other users. If a statedir was removed under a running lead, Flux makes a new one for its
+/// dump when it stops, readable for all users, with all jobs' environments in it.
 fn keep_private(dir: &Path) -> Result<(), Refusal> {
     match fs::symlink_metadata(dir) {
         Ok(found) if found.is_dir() && found.permissions().mode() & 0o077 != 0 => {
@@ -198,7 +201,7 @@ fn keep_private(dir: &Path) -> Result<(), Refusal> {
 }
 
 fn read_id(dir: &Path) -> Option<String> {
-    // The broker's user owns the directory; what he puts there must not make root read other files, or wait for ever.
+    // The broker's user owns the directory, and could make root read another file by a link, or block on a pipe.
     let file = fs::OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(dir.join(ID)).ok()?;
     let mut id = String::new();
     file.take(256).read_to_string(&mut id).ok()?;
@@ -216,14 +219,14 @@ fn free_name(prefix: &Path, id: &str) -> PathBuf {
     (0..).map(name).find(|path| fs::symlink_metadata(path).is_err()).unwrap_or_else(|| name(0))
 }
 
-/// What a removal keeps where it is told to keep the queue: `state`, `state.<id>` that was moved aside, and dumps.
+/// True for what a removal keeps if it shall keep the queue: `state`, a `state.<id>` that was moved aside, and dumps.
 pub fn is_kept(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     (name == DUMPS && path.is_dir())
         || ((name == STATEDIR || name.starts_with("state.")) && path.is_dir() && path.join(ID).is_file())
 }
 
-/// Owner and mode of the top tell whether a change was finished.
+/// Gives the statedir to `owner`, unless owner and mode of its top directory show that this was completed before.
 fn change_owner(dir: &Path, owner: Owner) -> Result<(), Refusal> {
     let failed = |error: io::Error| Refusal::io("change the owner of", dir, &error);
     let found = fs::symlink_metadata(dir).map_err(failed)?;
@@ -233,8 +236,9 @@ fn change_owner(dir: &Path, owner: Owner) -> Result<(), Refusal> {
     give(dir, owner).map_err(failed)
 }
 
-/// Gives `dir` and all that is in it to `owner`. The former owner's processes may live on, and change what is there while we
-/// walk: he is shut out of each directory before it is read, what is changed is held open, and no symlink is followed.
+/// Gives `dir` and its content to `owner`. Processes of the former owner may still run and change files during the
+/// walk. So each directory is closed to them before it is read, files are changed through open descriptors, and no
+/// symlink is followed.
 fn give(dir: &Path, owner: Owner) -> io::Result<()> {
     let mut options = fs::OpenOptions::new();
     let top = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_DIRECTORY).bits()).open(dir)?;
@@ -262,7 +266,7 @@ fn give_below(dir: &File, owner: Owner) -> io::Result<()> {
             below.set_permissions(fs::Permissions::from_mode(MODE))?;
             give_below(&below, owner)?;
         } else if kind == SFlag::S_IFREG && status.st_nlink > 1 {
-            // Flux makes no hard links: its other name is a file of somebody else's.
+            // Flux makes no hard links: the other name belongs to another user's file.
             continue;
         }
         own(&found, owner)?;
@@ -270,7 +274,7 @@ fn give_below(dir: &File, owner: Owner) -> io::Result<()> {
     Ok(())
 }
 
-/// Of what `file` holds, be it a symlink.
+/// Sets the owner of the open `file` itself, even if it is a symlink.
 fn own(file: impl AsFd, owner: Owner) -> io::Result<()> {
     let (uid, gid) = (Uid::from_raw(owner.uid), Gid::from_raw(owner.gid));
     Ok(fchownat(file, c"", Some(uid), Some(gid), AtFlags::AT_EMPTY_PATH)?)

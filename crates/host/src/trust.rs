@@ -1,10 +1,10 @@
-//! Whose word a path on the host is: what root alone could have put there is believed, as sshd's StrictModes has it, and
-//! nothing else.
+//! Which paths on the host root can trust: those that only root could have changed, as in sshd's StrictModes.
 //!
-//! A path is walked component by component. Each directory on the way must belong to root and be closed to the writes of group
-//! and others, so nobody can exchange what follows it. A symlink is followed only if root made it, as the one from /opt to
-//! /var/opt that image-based distributions have; where it leads is walked in the same way. A file system that a user has mounted
-//! by FUSE is not looked into: its owners and modes are that user's inventions, and the kernel may refuse root a look.
+//! A path is walked component by component. Each directory on the way must belong to root and be closed to writes of
+//! group and others, so that no other user can replace the next component. A symlink is followed only if root made it,
+//! like the one from /opt to /var/opt on image-based distributions, and its target is walked in the same way. A file
+//! system that another user mounted by FUSE is not entered: that user's program invents its owners and modes, and the
+//! kernel may deny root access.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -27,58 +27,58 @@ use nix::{
 use super::{Root, files::host_path, mountinfo};
 use hostapi::Refusal;
 
-/// As many symlinks as Linux follows.
+/// The number of symlinks that Linux follows.
 const MOST_LINKS: usize = 40;
-/// Of a file that is read whole. A roster of ten thousand nodes has some megabytes.
+/// Most bytes read of a file. A roster of ten thousand nodes has some megabytes.
 const MOST_BYTES: u64 = 64 << 20;
 /// Write permission of the group and of others.
 const OPEN: u32 = 0o022;
 
-/// Why a path is not believed, with the remedy.
+/// Why a path is not trusted, with the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Distrust {
-    /// It is another user's.
+    /// It belongs to another user.
     #[error("{} belongs to the user with uid {uid}, so root does not trust it; if it is yours, run `chown root {}`", path.display(), path.display())]
     Owner {
-        /// What it is about.
+        /// The path, on the host.
         path: PathBuf,
         /// Its owner.
         uid: u32,
     },
-    /// Others than root can change what is in it.
+    /// Users other than root can change its content.
     #[error(
         "users other than root can write to {} (its mode is {mode:04o}), so root does not trust what is in it; run `chmod go-w {}`",
         path.display(),
         path.display()
     )]
     Open {
-        /// What it is about.
+        /// The path, on the host.
         path: PathBuf,
         /// Its permission bits.
         mode: u32,
     },
-    /// It is something else than it must be.
+    /// It is another kind of file than expected.
     #[error("{} is not {wanted}; move it away", path.display())]
     Kind {
-        /// What it is about.
+        /// The path, on the host.
         path: PathBuf,
-        /// What it must be.
+        /// The expected kind, such as `a directory`.
         wanted: &'static str,
     },
-    /// It is in a file system of which another user's program says what is in it.
+    /// It is on a FUSE file system, whose content another user's program decides.
     #[error("{} is on a file system that the user with uid {uid} has mounted, so root does not trust what is in it; unmount it", path.display())]
     Mounted {
-        /// What it is about.
+        /// The path, on the host.
         path: PathBuf,
-        /// That user.
+        /// The user who mounted it.
         uid: u32,
     },
-    /// It can't be looked at.
+    /// It can't be opened or examined.
     #[error("can't open {}", path.display())]
     Io {
-        /// What it is about.
+        /// The path, on the host.
         path: PathBuf,
-        /// Cause.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
@@ -99,22 +99,22 @@ impl From<Distrust> for Refusal {
     }
 }
 
-/// What is believed: what belongs to root, or to this process's own user, and is closed to the writes of others.
+/// What is trusted: files of root or of this process's own user that are closed to writes of others.
 #[derive(Clone, Copy, Debug, Default)]
 struct Rule {
-    /// The end of the path may be open to the writes of others.
+    /// The last component may be open to writes of others.
     may_last_be_open: bool,
-    /// Directories may be anybody's. Symlinks may not.
+    /// Directories may belong to any user. Symlinks may not.
     may_directories_be_anybodys: bool,
 }
 
 impl Rule {
     const CLOSED: Self = Self { may_last_be_open: false, may_directories_be_anybodys: false };
 
-    /// For a directory that is to be closed to others, as [`make_closed_directory`] does: a new file system may be open.
+    /// For a directory that is about to be closed, as [`make_closed_directory`] does: a new file system may be open.
     const BEFORE_IT_IS_CLOSED: Self = Self { may_last_be_open: true, ..Self::CLOSED };
 
-    /// For a look at who has written what is there.
+    /// To find out which user wrote what is there.
     const LINKS_ALONE: Self = Self { may_directories_be_anybodys: true, ..Self::CLOSED };
 
     fn check(self, path: &Path, found: &FileStat, is_last: bool) -> Result<(), Distrust> {
@@ -134,7 +134,7 @@ impl Rule {
     }
 }
 
-/// True for root and for this process's own user: nobody else may own what root trusts.
+/// True for root and for this process's own user: no other user may own what root trusts.
 pub fn is_trusted(uid: u32) -> bool {
     uid == 0 || uid == geteuid().as_raw()
 }
@@ -143,31 +143,32 @@ fn kind(found: &FileStat) -> SFlag {
     SFlag::from_bits_truncate(found.st_mode) & SFlag::S_IFMT
 }
 
-/// The directory `path` of the host, or None where it is missing.
+/// Opens the directory `path` of the host; None if it does not exist.
 ///
 /// # Errors
-/// [`Distrust`] of the first thing on the way that others than root have, could have, or can change.
+/// [`Distrust`] of the first component that users other than root own or can change.
 pub fn directory(root: &Root, path: &Path) -> Result<Option<OwnedFd>, Distrust> {
     let walked = walk(root, path, Rule::CLOSED, false)?;
     Ok(walked.is_whole.then_some(walked.last))
 }
 
-/// The directory `path` of the host, whoever can change it, if no symlink on the way there is another user's.
+/// Opens the directory `path` of the host, even if other users can change it, unless a symlink on the way is another
+/// user's.
 pub fn by_roots_links(root: &Root, path: &Path) -> Option<OwnedFd> {
     let walked = walk(root, path, Rule::LINKS_ALONE, false).ok()?;
     walked.is_whole.then_some(walked.last)
 }
 
-/// The directory `path` of the host, or the nearest one above it that is there, for [`make_closed_directory`].
+/// Opens the directory `path` of the host, or the nearest existing one above it, for [`make_closed_directory`].
 ///
 /// # Errors
-/// As for [`directory`]; others may be able to write to `path` itself.
+/// As for [`directory`], except that others may be able to write to `path` itself.
 pub fn nearest(root: &Root, path: &Path) -> Result<OwnedFd, Distrust> {
     walk(root, path, Rule::BEFORE_IT_IS_CLOSED, false).map(|walked| walked.last)
 }
 
-/// The directory `path` of the host, made with all those above it that are missing (mode 0755). Nothing is made in what is
-/// not believed.
+/// Opens the directory `path` of the host, after making it and the missing directories above it (mode 0755). Makes
+/// nothing in a directory that is not trusted.
 ///
 /// # Errors
 /// As for [`directory`].
@@ -175,11 +176,11 @@ pub fn make_directories(root: &Root, path: &Path) -> Result<OwnedFd, Distrust> {
     walk(root, path, Rule::CLOSED, true).map(|walked| walked.last)
 }
 
-/// The directory `path` of the host, made as by [`make_directories`], with the permission bits `mode`. If it is
-/// there and others can write to it, it is closed to them: what they have put into it before is not trusted by that.
+/// Makes the directory `path` of the host as [`make_directories`] does, with the permission bits `mode`. If it exists
+/// and others can write to it, it is closed to them; that does not make its present content trustworthy.
 ///
 /// # Errors
-/// As for [`directory`], in words.
+/// As for [`directory`].
 pub fn make_closed_directory(root: &Root, path: &Path, mode: u32) -> Result<(), Refusal> {
     let Walked { last: directory, .. } = walk(root, path, Rule::BEFORE_IT_IS_CLOSED, true)?;
     let made = host_path(&directory);
@@ -190,13 +191,13 @@ pub fn make_closed_directory(root: &Root, path: &Path, mode: u32) -> Result<(), 
     set().map_err(|error| Refusal::io("make the directory", path, &error))
 }
 
-/// The content of the plain file `name` in `directory`, which is the host's `path`; None where there is none.
+/// Reads the plain file `name` in `directory`, which is the host's `path`; None if there is none.
 ///
 /// # Errors
-/// [`Distrust`] of the file; it was not read then.
+/// [`Distrust`] of the file, which was then not read.
 pub fn read(directory: &OwnedFd, path: &Path, name: &str) -> Result<Option<Vec<u8>>, Distrust> {
     let path = path.join(name);
-    // Looked at before it is opened: a pipe would be waited for, and a device does things.
+    // Examined before it is opened for reading: a pipe would block, and opening a device may have effects.
     let found = match openat(directory, name, OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty()) {
         Err(Errno::ENOENT) => return Ok(None),
         found => found.map_err(|errno| Distrust::io(&path, errno))?,
@@ -213,7 +214,7 @@ pub fn read(directory: &OwnedFd, path: &Path, name: &str) -> Result<Option<Vec<u
 
 struct Walked {
     last: OwnedFd,
-    /// `last` is the end of the path, and not only the nearest directory above it.
+    /// True if `last` is the end of the path, false if it is only the nearest directory above it.
     is_whole: bool,
 }
 
@@ -224,9 +225,9 @@ fn walk(root: &Root, path: &Path, rule: Rule, makes: bool) -> Result<Walked, Dis
     let top = top.map_err(|errno| Distrust::io(&at_top, errno))?;
     rule.check(&at_top, &fstat(&top).map_err(|errno| Distrust::io(&at_top, errno))?, false)?;
     let mut mount = mountinfo::id(&top).map_err(|source| Distrust::Io { path: at_top.clone(), source })?;
-    // What is open, from the top to where the walk is.
+    // The open directories, from the top to where the walk is.
     let mut open = vec![(at_top, top)];
-    // What is still to be walked, the next part last.
+    // The components that are still to be walked, the next one last.
     let mut left = Vec::new();
     push_parts(&mut left, path);
     let mut links = 0;
@@ -241,7 +242,7 @@ fn walk(root: &Root, path: &Path, rule: Rule, makes: bool) -> Result<Walked, Dis
         let found = match openat(directory, part.as_os_str(), LOOK, Mode::empty()) {
             Err(Errno::ENOENT) if makes => {
                 match mkdirat(directory, part.as_os_str(), Mode::from_bits_truncate(0o755)) {
-                    // It is opened as whatever it is then.
+                    // Opened as whatever is there now, and checked below.
                     Ok(()) | Err(Errno::EEXIST) => openat(directory, part.as_os_str(), LOOK, Mode::empty()),
                     Err(errno) => Err(errno),
                 }
@@ -300,11 +301,11 @@ mod tests {
     use super::*;
     use crate::needs::{Need, skips_without};
 
-    fn told<T>(result: Result<T, Distrust>) -> String {
-        result.map_or_else(|distrust| distrust.to_string(), |_| "believed".to_owned())
+    fn verdict<T>(result: Result<T, Distrust>) -> String {
+        result.map_or_else(|distrust| distrust.to_string(), |_| "trusted".to_owned())
     }
 
-    /// A root directory with /opt/ours in it, in which the file `state` says "ours".
+    /// A root directory with /opt/ours in it, and in that the file `state` with the content "ours".
     fn host() -> (tempfile::TempDir, Root) {
         let dir = tempfile::tempdir().unwrap();
         let root = Root::at(dir.path());
@@ -322,46 +323,46 @@ mod tests {
     }
 
     #[test]
-    fn what_others_than_root_could_have_put_there_is_not_believed_and_the_remedy_is_told() {
+    fn what_other_users_could_have_changed_is_not_trusted_and_has_a_remedy() {
         if skips_without([Need::Root]) {
             return;
         }
         for (path, mode, uid, expected) in [
-            ("/opt", 0o755, 0, "believed"),
-            ("/opt", 0o700, 0, "believed"),
+            ("/opt", 0o755, 0, "trusted"),
+            ("/opt", 0o700, 0, "trusted"),
             ("/", 0o777, 0, "chmod go-w /`"),
             ("/opt", 0o775, 0, "chmod go-w /opt`"),
             ("/opt", 0o1777, 0, "its mode is 1777"),
             ("/opt/ours", 0o757, 0, "chmod go-w /opt/ours`"),
             ("/opt", 0o755, 500, "/opt belongs to the user with uid 500"),
-            ("/opt/ours/state", 0o644, 0, "believed"),
+            ("/opt/ours/state", 0o644, 0, "trusted"),
             ("/opt/ours/state", 0o664, 0, "chmod go-w /opt/ours/state`"),
             ("/opt/ours/state", 0o644, 500, "chown root /opt/ours/state`"),
         ] {
             let (_dir, root) = host();
             chown(root.path(path), Some(uid), None).unwrap();
             fs::set_permissions(root.path(path), fs::Permissions::from_mode(mode)).unwrap();
-            let told = told(read_state(&root));
-            assert!(told.contains(expected), "{path} {mode:o} {uid}: {told}");
+            let verdict = verdict(read_state(&root));
+            assert!(verdict.contains(expected), "{path} {mode:o} {uid}: {verdict}");
         }
     }
 
     #[test]
-    fn what_is_no_plain_file_is_neither_read_nor_waited_for() {
+    fn a_file_that_is_not_plain_is_neither_read_nor_waited_for() {
         let (_dir, root) = host();
         let state = root.path("/opt/ours/state");
         fs::remove_file(&state).unwrap();
         assert!(read_state(&root).unwrap().is_none());
         nix::unistd::mkfifo(&state, Mode::S_IRUSR).unwrap();
-        assert!(told(read_state(&root)).contains("is not a plain file"));
+        assert!(verdict(read_state(&root)).contains("is not a plain file"));
         fs::remove_file(&state).unwrap();
         fs::write(root.path("/secret"), "secret").unwrap();
         symlink("../../secret", &state).unwrap();
-        assert!(told(read_state(&root)).contains("is not a plain file"));
+        assert!(verdict(read_state(&root)).contains("is not a plain file"));
     }
 
     #[test]
-    fn roots_own_links_are_followed_inside_the_root_and_no_other_ones() {
+    fn only_links_of_root_are_followed_and_only_inside_the_root() {
         if skips_without([Need::Root]) {
             return;
         }
@@ -374,7 +375,7 @@ mod tests {
             make_directories(&root, Path::new("/opt/new/deep")).unwrap();
             assert!(root.path("/var/opt/new/deep").is_dir(), "{target}");
             std::os::unix::fs::lchown(root.path("/opt"), Some(500), None).unwrap();
-            assert!(told(read_state(&root)).contains("/opt belongs to the user with uid 500"), "{target}");
+            assert!(verdict(read_state(&root)).contains("/opt belongs to the user with uid 500"), "{target}");
             assert!(make_directories(&root, Path::new("/opt/other")).is_err());
             assert!(!root.path("/var/opt/other").exists());
         }
@@ -384,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn no_directory_is_made_in_what_belongs_to_a_user() {
+    fn no_directory_is_made_in_a_directory_of_another_user() {
         if skips_without([Need::Root]) {
             return;
         }

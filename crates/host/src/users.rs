@@ -1,4 +1,4 @@
-//! The broker's user, from the host's own files: a name service would need the host's libraries.
+//! Looks up the broker's user in the host's own files: a name service would need the host's libraries.
 
 use std::{io, path::PathBuf};
 
@@ -10,35 +10,35 @@ use hostapi::Refusal;
 /// A user of the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct User {
-    /// Login name; the number where it has none.
+    /// Login name; the uid as text if there is none.
     pub name: String,
-    /// User.
+    /// User id.
     pub uid: u32,
-    /// Primary group.
+    /// Primary group id.
     pub gid: u32,
     /// Home directory.
     pub home: PathBuf,
     /// Login shell.
     pub shell: PathBuf,
-    /// Supplementary groups, without the primary one.
+    /// Ids of the supplementary groups, without the primary one.
     pub groups: Vec<u32>,
-    /// It has an entry in /etc/passwd; systemd starts nothing as a user that has none.
+    /// True if /etc/passwd has the user: systemd starts nothing as a user without an entry.
     pub known: bool,
 }
 
 impl User {
-    /// The superuser, who is everywhere the same.
+    /// The superuser, who is the same on every host.
     pub fn root() -> Self {
         Self { name: "root".to_owned(), home: "/root".into(), ..without_entry(0) }
     }
 
-    /// Owner of this user's files.
+    /// Owner ids for this user's files.
     pub fn owner(&self) -> Owner {
         Owner { uid: self.uid, gid: self.gid }
     }
 
-    /// What makes the calling process this user's, with the user's groups. It only makes system calls, so it may be
-    /// called between fork and exec.
+    /// A function that makes the calling process run as this user, with the user's groups. It only makes system calls,
+    /// so it may run between fork and exec.
     pub fn becoming(&self) -> impl Fn() -> io::Result<()> + Send + Sync + use<> {
         let (uid, gid) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));
         let groups: Vec<Gid> = self.groups.iter().copied().map(Gid::from_raw).collect();
@@ -51,13 +51,13 @@ impl User {
     }
 }
 
-/// No user's number: chown(2) and setresuid(2) take it for "as it is", which is root.
+/// An id that no user has: chown(2) and setresuid(2) take it for "unchanged", which would be root.
 pub const NOBODYS: u32 = u32::MAX;
 
-/// Finds `run_as`, a name or a number, in texts as of passwd(5) and group(5). A number needs no entry, nor does root.
+/// Finds `run_as`, a name or a uid, in the texts of passwd(5) and group(5). A uid needs no entry, nor does root.
 ///
 /// # Errors
-/// A name that has no entry, [`NOBODYS`].
+/// If the name has no entry, or its uid or gid is [`NOBODYS`].
 pub fn resolve(run_as: &str, passwd: &str, group: &str) -> Result<User, Refusal> {
     let number: Option<u32> = run_as.parse().ok();
     let entry = passwd.lines().filter_map(parse_passwd).find(|user| match number {
@@ -67,12 +67,13 @@ pub fn resolve(run_as: &str, passwd: &str, group: &str) -> Result<User, Refusal>
     let without_entry = || number.map(without_entry).or_else(|| (run_as == "root").then(User::root));
     let Some(mut user) = entry.or_else(without_entry) else {
         return Err(Refusal::new(format!(
-            "this host has no user {run_as:?}; set spec.broker.runAs to a name of its /etc/passwd or to a number"
+            "this host has no user {run_as:?}; set spec.broker.runAs to a name in its /etc/passwd, or to a number"
         )));
     };
     if user.uid == NOBODYS || user.gid == NOBODYS {
         return Err(Refusal::new(format!(
-            "user {run_as:?} has the number {NOBODYS}, which means no user or group at all; set spec.broker.runAs to another one"
+            "user {run_as:?} has the number {NOBODYS}, which means no user or group; set spec.broker.runAs to another \
+             user"
         )));
     }
     let groups = group.lines().filter_map(|line| parse_group(line, &user.name));
@@ -82,10 +83,10 @@ pub fn resolve(run_as: &str, passwd: &str, group: &str) -> Result<User, Refusal>
     Ok(user)
 }
 
-/// [`resolve`] with the host's own files.
+/// [`resolve`] with the host's /etc/passwd and /etc/group.
 ///
 /// # Errors
-/// A name that has no entry.
+/// As for [`resolve`].
 pub fn resolve_on(root: &Root, run_as: &str) -> Result<User, Refusal> {
     let read = |path| std::fs::read(root.path(path)).unwrap_or_default();
     resolve(run_as, &String::from_utf8_lossy(&read("/etc/passwd")), &String::from_utf8_lossy(&read("/etc/group")))

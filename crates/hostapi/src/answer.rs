@@ -1,4 +1,4 @@
-//! What the host answers to an [`Order`](super::Order), and why it doesn't.
+//! The host's answer to an [`Order`](super::Order), or its reason for a refusal.
 
 use std::path::PathBuf;
 
@@ -8,28 +8,28 @@ use super::LaunchRecord;
 use crate::Machine;
 use api::{Dump, Resources, Takeover, Uninstall};
 
-/// Why an order was not carried out.
+/// Why an order was not carried out, or failed.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Refusal {
-    /// One sentence: what failed on which object, and the remedy where the user has one.
+    /// One sentence: what failed on which object, and the remedy if the user has one.
     pub message: String,
-    /// Trying again later can help without anybody changing anything.
+    /// True if a later retry can succeed without a change by an administrator.
     pub transient: bool,
 }
 
 impl Refusal {
-    /// Nothing changes by trying again.
+    /// A permanent refusal: a retry fails again.
     pub fn new(message: impl Into<String>) -> Self {
         Self { message: message.into(), transient: false }
     }
 
-    /// Trying again later can help.
+    /// A transient refusal: a later retry can succeed.
     pub fn transient(message: impl Into<String>) -> Self {
         Self { message: message.into(), transient: true }
     }
 
-    /// `what` failed on `path`. Transient, except where the error says that this place will never do.
+    /// `what` failed on `path`. Transient, unless the kind of error shows that this path will never work.
     pub fn io(what: &str, path: &std::path::Path, error: &std::io::Error) -> Self {
         use std::io::ErrorKind;
         let transient = !matches!(
@@ -44,10 +44,10 @@ impl Refusal {
     }
 }
 
-/// What an order brought.
+/// The result of an order.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// It is done.
+    /// The order was carried out; there is nothing to report.
     Done,
     /// See [`Order::Observe`](super::Order::Observe).
     Observed(Box<HostView>),
@@ -67,45 +67,45 @@ pub enum Answer {
     Dumped(Dumped),
 }
 
-/// What a host looks like to us.
+/// What the stage observed on a host.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostView {
-    /// `state.json`, where this host is claimed.
+    /// `state.json`, if this host is claimed.
     pub state: Option<HostState>,
-    /// Environments that are ready, by digest.
+    /// Digests of the environments that are ready.
     pub environments: Vec<String>,
     /// The broker that runs here, verified by boot id, pid and start time.
     pub broker: Option<RunningBroker>,
-    /// The lead's broker runs and its statedir was removed: only the broker has the queue now.
+    /// True if the lead's broker runs but its statedir was removed: only the broker has the queue now.
     pub statedir_lost: bool,
-    /// The broker's rundir was removed while it runs, and its socket with it: nobody can ask it anything.
+    /// True if a running broker's rundir was removed with its socket: no process can connect to it.
     pub rundir_lost: bool,
-    /// A broker of ours was started in this boot and is not running: the last lines of its log that tell why.
+    /// If a broker of ours was started in this boot and no longer runs: the last lines of its log.
     pub died: Option<String>,
-    /// The instance ID that the broker which has died was started with.
+    /// The instance ID with which that broker was started.
     pub died_instance_id: Option<String>,
-    /// No broker runs here, and the last one led and was shut down by flux-shutdown(1), in this boot or before: its epoch.
+    /// If no broker runs, and the last one was a lead that flux-shutdown(1) stopped, in this boot or before: its epoch.
     pub shut_down: Option<EpochId>,
-    /// A broker runs here that nothing tells the instance of, in words: it may lead, and have jobs.
+    /// Description of a running broker whose instance is unknown: it may be a lead, and have jobs.
     pub unknown: Option<String>,
-    /// `<prefix>/etc/roster.json`: the roster this host was configured by last.
+    /// `<prefix>/etc/roster.json`: the roster that this host was last configured with.
     pub roster: Option<String>,
-    /// `<prefix>/etc/applied.json`: what the lead's broker has taken in, and which broker that was.
+    /// `<prefix>/etc/applied.json`: what the lead's broker has loaded, and which broker that was.
     pub applied: Option<String>,
-    /// Dumps that are kept here, oldest first.
+    /// The dumps kept here, oldest first.
     pub dumps: Vec<Dump>,
-    /// An administrator's word that this node shall lead.
+    /// An administrator's request that this node become the lead.
     pub takeover: Option<Takeover>,
-    /// /proc/sys/kernel/random/boot_id.
+    /// Content of /proc/sys/kernel/random/boot_id.
     pub boot_id: String,
-    /// Cores and GPUs by now: a driver may come after the agent, and go.
+    /// Cores and GPUs at this moment: a driver may be loaded after the agent starts, or be unloaded.
     pub resources: Resources,
-    /// Job shells of Flux that run in the broker's unit or cgroup: each node of a running job has one.
+    /// Number of Flux job shells in the broker's unit or cgroup: each node of a running job has one.
     pub job_shells: usize,
 }
 
 impl HostView {
-    /// The environment `digest` is ready.
+    /// True if the environment `digest` is ready.
     pub fn has_environment(&self, digest: &str) -> bool {
         self.environments.iter().any(|ready| ready == digest)
     }
@@ -115,14 +115,14 @@ impl HostView {
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub struct EpochId {
-    /// The Flux instance.
+    /// The Flux instance's ID.
     #[serde(rename = "instanceID")]
     pub instance_id: String,
-    /// Its epoch.
+    /// The number of the epoch.
     pub epoch: u64,
 }
 
-/// What we did to a host: the undo list, `<prefix>/state.json`.
+/// The claim and undo list of a host, `<prefix>/state.json`.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub struct HostState {
@@ -131,46 +131,46 @@ pub struct HostState {
     /// uid of the FluxInstance that claimed the host.
     #[serde(rename = "instanceUID")]
     pub instance_uid: String,
-    /// Where everything is.
+    /// The prefix, an absolute path on the host.
     pub prefix: PathBuf,
-    /// What to undo, oldest first; written before the thing itself is done.
+    /// What to undo, oldest first. Each entry is written before the change itself.
     pub undo: Vec<Undo>,
-    /// What the FluxInstance says of its own end: remembered, because it is gone when this is asked for.
+    /// The FluxInstance's spec.uninstall, kept here because the FluxInstance is gone when it is needed.
     #[serde(default)]
     pub uninstall: Uninstall,
-    /// Whose host it is: nodes may share the directory. None: a version before this one has claimed it.
+    /// The machine that was claimed, because nodes may share the directory. None if an older version claimed it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<Machine>,
 }
 
-/// One thing we did to a host outside the prefix.
+/// One change to a host outside the prefix.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 #[serde(rename_all = "camelCase", tag = "kind")]
 pub enum Undo {
-    /// A sysctl that we raised: put back if it still has our value.
+    /// A sysctl that we raised; restored if it still has our value.
     Sysctl {
-        /// Such as `fs.inotify.max_user_instances`.
+        /// Name, such as `fs.inotify.max_user_instances`.
         name: String,
-        /// Value found.
+        /// Value before the change.
         old: u64,
-        /// Value set.
+        /// Value that we set.
         new: u64,
     },
-    /// A symlink that we made: removed if it still points where we let it point.
+    /// A symlink that we made; removed if it still links into one of our environments.
     Symlink {
-        /// Where it is.
+        /// Path of the link.
         path: PathBuf,
-        /// Directory above the link that we had to make for it, topmost.
+        /// The topmost directory above the link that we had to make for it.
         made_parent: Option<PathBuf>,
     },
-    /// A file that we wrote.
+    /// A file that we wrote; removed.
     File {
-        /// Where it is.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// A directory that we made on the way to something else: removed if it is empty.
+    /// A directory above the prefix that we made; removed if it is empty.
     Directory {
-        /// Where it is.
+        /// Path of the directory.
         path: PathBuf,
     },
 }
@@ -180,78 +180,78 @@ pub enum Undo {
 pub struct RunningBroker {
     /// Process id in the host's PID namespace.
     pub pid: i32,
-    /// Field 22 of `/proc/<pid>/stat`, clock ticks after boot.
+    /// Clock ticks from boot to its start: field 22 of `/proc/<pid>/stat`.
     pub start_time: u64,
-    /// systemd is its supervisor.
+    /// True if systemd supervises it.
     pub systemd: bool,
-    /// What it was started with.
+    /// The record written when it was started.
     pub record: LaunchRecord,
 }
 
-/// A host that can carry a broker.
+/// The result of preflight for a host that can run a broker.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct Preflight {
-    /// Where everything goes.
+    /// The prefix to use.
     pub prefix: PathBuf,
     /// Cores as hwloc counts them, and GPUs.
     pub resources: Resources,
     /// Memory in MiB.
     pub memory_mib: u64,
-    /// Conda platform.
+    /// Conda platform, such as `linux-64`.
     pub platform: String,
-    /// glibc's version.
+    /// Version of the host's glibc.
     pub glibc: String,
-    /// This boot.
+    /// Content of /proc/sys/kernel/random/boot_id.
     pub boot_id: String,
-    /// systemd will supervise.
+    /// True if systemd will supervise the broker.
     pub systemd: bool,
-    /// What is not as good as it could be but no reason to refuse.
+    /// Shortcomings that are no reason to refuse, one sentence each.
     pub warnings: Vec<String>,
 }
 
-/// An environment that is ready.
+/// A linked environment, ready for use.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct Linked {
-    /// Tree bundles: the prefix that is compiled into it.
+    /// For a tree bundle: the prefix compiled into its files.
     pub compiled_prefix: Option<PathBuf>,
     /// Bytes on disk.
     pub bytes: u64,
-    /// What people should know though nothing is wrong with it; empty where it was ready before.
+    /// Warnings that do not make the environment unusable; empty if it was ready before.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
 }
 
-/// What was taken away.
+/// What a collection removed.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Collected {
-    /// Digests of environments.
+    /// Digests of the removed environments.
     pub environments: Vec<String>,
-    /// Archives.
+    /// Number of removed archives.
     pub archives: u64,
-    /// Dumps that Flux itself has written.
+    /// Number of removed dumps that Flux itself had written.
     #[serde(default)]
     pub dumps: u64,
-    /// Bytes of all that.
+    /// Bytes freed in all.
     pub bytes: u64,
-    /// What stays only because somebody uses it, and who, in words: worth another look later.
+    /// What was kept only because it is in use, and by what; a later collection may remove it.
     pub used: Vec<String>,
 }
 
-/// A dump that was made.
+/// A new dump.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct Dumped {
-    /// Where it is on the host.
+    /// Path on the host.
     pub path: PathBuf,
-    /// What it is.
+    /// Its name, time and size.
     pub dump: Dump,
-    /// What flux-dump(1) could not read and has left out, in its words.
+    /// What flux-dump(1) printed about entries that it could not read and left out.
     pub warnings: String,
 }
 
-/// What `flux` said.
+/// The result of a `flux` command.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct Ran {
-    /// Exit code; 128 + signal where it was killed.
+    /// Exit code; 128 + signal if a signal killed it.
     pub code: i32,
     /// First 64 KiB of stdout.
     pub stdout: String,

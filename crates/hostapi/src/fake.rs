@@ -1,4 +1,4 @@
-//! A host that only remembers what was asked of it.
+//! A host that only records its orders.
 
 use std::{
     collections::VecDeque,
@@ -11,19 +11,19 @@ use super::{Answer, Host, HostError, HostView, Order, Progress, Refusal};
 
 type Script = Box<dyn FnMut(&Order) -> Result<Answer, Refusal> + Send>;
 
-/// Records orders and answers them by a script.
+/// Records orders and answers them from a script.
 pub struct FakeHost {
     orders: Mutex<Vec<Order>>,
     script: Mutex<Script>,
 }
 
 impl FakeHost {
-    /// Answers as `script` says.
+    /// A host that answers with `script`.
     pub fn new(script: impl FnMut(&Order) -> Result<Answer, Refusal> + Send + 'static) -> Self {
         Self { orders: Mutex::default(), script: Mutex::new(Box::new(script)) }
     }
 
-    /// Answers with these, one after the other; then refuses.
+    /// A host that gives these answers, one after the other, and then refuses.
     pub fn answering(answers: impl IntoIterator<Item = Result<Answer, Refusal>>) -> Self {
         let mut answers: VecDeque<_> = answers.into_iter().collect();
         Self::new(move |order| {
@@ -31,7 +31,7 @@ impl FakeHost {
         })
     }
 
-    /// A host on which nothing has happened yet, and on which everything that answers with [`Answer::Done`] works.
+    /// A host without any state, on which every order that is answered with [`Answer::Done`] succeeds.
     pub fn blank() -> Self {
         Self::new(|order| match order {
             Order::Observe => Ok(Answer::Observed(Box::<HostView>::default())),
@@ -40,7 +40,7 @@ impl FakeHost {
         })
     }
 
-    /// All orders so far, oldest first.
+    /// All orders up to now, oldest first.
     pub fn orders(&self) -> Vec<Order> {
         guard(&self.orders).clone()
     }
@@ -66,7 +66,7 @@ impl Host for FakeHost {
         Box::pin(async move { answer.map_err(HostError::Refused) })
     }
 
-    /// One that works ends when nothing is coming any more, one that does not ends at once.
+    /// A successful order ends after `coming`, a failed one at once.
     fn run_while<'a>(
         &'a self,
         order: Order,

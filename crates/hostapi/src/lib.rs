@@ -1,8 +1,8 @@
 //! Orders to the host stage, and its answers: types only, and the trait [`Host`] that stands between the agent and the two.
 //!
-//! The agent's process stays in its pod. Work on the host is done by a short-lived child, the *host stage*, which has
-//! entered the host's namespaces; it reads one [`Order`] and answers. [`FakeHost`] records orders for tests. Nothing in here
-//! touches a host.
+//! The agent's process stays in its pod. A short-lived child, the *host stage*, enters the host's namespaces
+//! ([`boundary`]), reads one [`Order`], carries it out and answers. The trait [`Host`] stands between the two;
+//! [`fake::FakeHost`] records orders for tests.
 
 mod answer;
 mod environment;
@@ -26,20 +26,20 @@ pub use progress::{Progress, Tally};
 /// these words.
 pub const BEAT: Duration = Duration::from_secs(1);
 
-/// What the agent asks of its host.
+/// Carries out the agent's orders on its host.
 pub trait Host: Send + Sync {
-    /// Has `order` carried out; `progress` is called while it goes on.
+    /// Has a stage carry out `order`, and calls `progress` whenever the stage reports some.
     ///
     /// # Errors
-    /// [`HostError::Refused`] with the stage's own words; the other variants where the stage could not be run.
+    /// [`HostError::Refused`] with the stage's refusal; the other variants if the stage could not run.
     fn run<'a>(
         &'a self,
         order: Order,
         progress: &'a mut (dyn FnMut(Progress) + Send),
     ) -> BoxFuture<'a, Result<Answer, HostError>>;
 
-    /// As [`Self::run`], and the stage is told when `coming` has ended: by the end of its stdin, which comes also when this
-    /// process ends. An order that does not follow anything ([`LinkOrder::follow`]) takes no notice.
+    /// Like [`Self::run`], and signals the end of `coming` to the stage by closing its stdin (as the end of this
+    /// process does). Only an order with [`LinkOrder::follow`] reads that signal.
     ///
     /// # Errors
     /// As for [`Self::run`].
@@ -55,34 +55,34 @@ pub trait Host: Send + Sync {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum HostError {
-    /// The stage ran and said no.
+    /// The stage ran and refused the order.
     #[error(transparent)]
     Refused(#[from] Refusal),
     /// A namespace of the host could not be opened or entered.
     #[error("can't enter the host's {namespace} namespace; the pod needs hostPID and privileged")]
     Namespace {
-        /// Which.
+        /// Namespace: `ipc`, `uts`, `net`, `cgroup`, `mnt` or `pid`.
         namespace: &'static str,
-        /// Cause.
+        /// What the system call reported.
         #[source]
         source: std::io::Error,
     },
     /// The stage could not be started, or ended without an answer.
     #[error("host stage {what}")]
     Stage {
-        /// What happened.
+        /// What happened, as a continuation of "host stage ".
         what: String,
-        /// Cause.
+        /// The error behind it, if there is one.
         #[source]
         source: Option<std::io::Error>,
     },
 }
 
 impl Answer {
-    /// What was seen, of an order that is answered so.
+    /// The view in the answer to an order that reports [`Answer::Observed`].
     ///
     /// # Errors
-    /// [`HostError::unexpected`].
+    /// [`HostError::unexpected`] if it is another answer.
     pub fn observed(self) -> Result<HostView, HostError> {
         match self {
             Self::Observed(view) => Ok(*view),
@@ -92,13 +92,13 @@ impl Answer {
 }
 
 impl HostError {
-    /// The stage has answered something else than it was asked: it is of another version, or broken.
+    /// The stage's answer does not fit the order: the stage is of another version, or broken.
     pub fn unexpected(answer: &Answer) -> Self {
-        Self::Stage { what: format!("gave another answer than was asked for: {answer:?}"), source: None }
+        Self::Stage { what: format!("gave an answer that does not fit its order: {answer:?}"), source: None }
     }
 
-    /// What a command ends with whose order was refused before anything was changed: 2 where trying again can't help, so
-    /// that the command, or what it found on the host, has to be another one; 1 for all else.
+    /// Exit code for a command whose order was refused before anything changed: 2 if a retry can't help, because the
+    /// command's arguments or the host have to change first; otherwise 1.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Refused(refusal) if !refusal.transient => 2,
@@ -107,10 +107,10 @@ impl HostError {
     }
 }
 
-/// Looks at the host.
+/// Observes the host.
 ///
 /// # Errors
-/// The stage's.
+/// If the stage refuses, or could not run.
 pub async fn look(host: &dyn Host) -> Result<HostView, HostError> {
     host.run(Order::Observe, &mut |_| {}).await?.observed()
 }

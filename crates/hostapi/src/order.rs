@@ -1,7 +1,8 @@
-//! What the agent may ask of its host: the wire format of the host stage. What the host answers is in [`Answer`].
+//! The orders of the agent to the host stage, in their wire format. [`super::answer`] has the answers.
 //!
-//! An order goes to the stage as one line of JSON on stdin; the stage answers with JSON lines on stdout, any number of
-//! [`Reply::Progress`] and then exactly one [`Reply::Done`] or [`Reply::Failed`], and [`Reply::Alive`] all along.
+//! The stage gets one order as a line of JSON on stdin. It writes JSON lines to stdout: any number of
+//! [`Reply::Progress`], a [`Reply::Alive`] every second, and at the end exactly one [`Reply::Done`] or
+//! [`Reply::Failed`].
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,50 +16,51 @@ use serde::{Deserialize, Serialize};
 use super::{Answer, EpochId, Progress, Refusal};
 use api::{Takeover, Uninstall};
 
-/// One piece of work in the host's namespaces. Every one can be killed at any instruction and given again.
+/// One piece of work in the host's namespaces. Each can be killed at any instruction and given again.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Look only. → [`Answer::Observed`]
+    /// Observe the host; changes nothing. → [`Answer::Observed`]
     Observe,
-    /// Look whether this host can carry a broker, and where. Changes nothing. → [`Answer::Preflight`]
+    /// Check whether this host can run a broker, and where; changes nothing. → [`Answer::Preflight`]
     Preflight(PreflightOrder),
-    /// Make the prefix and `state.json` in it: from here on this host is ours to clean. → [`Answer::Done`]
+    /// Create the prefix and its `state.json`: from then on we must clean this host. → [`Answer::Done`]
     Claim(ClaimOrder),
-    /// Make `envs/<digest>` from what `pkgs/` holds. → [`Answer::Linked`]
+    /// Create `envs/<digest>` from the archives in `pkgs/`. → [`Answer::Linked`]
     Link(LinkOrder),
-    /// Take away environments and archives that nobody needs any more. → [`Answer::Collected`]
+    /// Remove environments and archives that are no longer needed. → [`Answer::Collected`]
     Collect(CollectOrder),
-    /// Hash environments again and hold them against their records. → [`Answer::Verified`]
+    /// Hash environments again and compare them with their records. → [`Answer::Verified`]
     Verify(VerifyOrder),
-    /// Put back what is damaged in an environment, from what `pkgs/` holds, beside those that use it. → [`Answer::Mended`]
+    /// Repair damaged files of an environment from `pkgs/`, while processes may use it. → [`Answer::Mended`]
     Mend(LinkOrder),
-    /// Write the files a broker reads at start. → [`Answer::Done`]
+    /// Write the files that a broker reads at start. → [`Answer::Done`]
     Configure(ConfigureOrder),
-    /// Start the broker, out of the pod's reach. → [`Answer::Observed`]
+    /// Start the broker outside the pod's cgroup. → [`Answer::Observed`]
     Start(LaunchOrder),
-    /// Stop the broker and wait until it is gone. → [`Answer::Observed`]
+    /// Stop the broker and wait for its end. → [`Answer::Observed`]
     Stop(StopOrder),
-    /// Run `<prefix>/envs/<digest>/bin/flux` to its end, as the broker's user. → [`Answer::Ran`]
+    /// Run `<prefix>/envs/<digest>/bin/flux` as the broker's user, and wait for its end. → [`Answer::Ran`]
     Flux(FluxOrder),
-    /// Lead: have a dump of the running instance made and kept. → [`Answer::Dumped`]
+    /// Lead only: dump the running instance's queue, and keep the dump. → [`Answer::Dumped`]
     Dump(DumpOrder),
-    /// Prepare this host to lead: a statedir out of a dump, and the word for the planner. → [`Answer::Done`]
+    /// Prepare this host to lead: a statedir from a dump, and the request for the planner. → [`Answer::Done`]
     Takeover(TakeoverOrder),
-    /// Take off everything that `state.json` says we did. → [`Answer::Done`]
+    /// Undo everything that `state.json` lists. → [`Answer::Done`]
     Remove(RemoveOrder),
 }
 
 impl Order {
-    /// How long a stage may be at work on it without progress. One that hangs, on a dead disk, must not hang the agent for
-    /// ever: its broker would have no supervisor.
+    /// How long a stage may work on this order without progress. A stage that hangs, on a dead disk, must not block the
+    /// agent for ever: its broker would have no supervisor.
     pub fn patience(&self) -> Duration {
         let seconds = match self {
-            // One that collects is waited for by an agent whose broker runs, and what is cut short goes on the next time.
+            // The agent supervises a running broker and waits for a collection; one that is cut short continues the
+            // next time.
             Self::Observe | Self::Preflight(_) | Self::Claim(_) | Self::Configure(_) | Self::Collect(_) => 60,
             Self::Start(_) => 120,
             Self::Stop(order) => order.grace_secs.saturating_add(60),
             Self::Flux(order) => order.timeout_secs.saturating_add(60),
-            // Gigabytes may be read, written or unlinked without a word.
+            // These may read, write or unlink gigabytes without reporting progress.
             Self::Link(_) | Self::Verify(_) | Self::Mend(_) | Self::Remove(_) | Self::Takeover(_) => 1800,
             // It watches its own time.
             Self::Dump(_) => LONGEST_DUMP.as_secs() + 600,
@@ -73,37 +75,37 @@ pub const LONGEST_DUMP: Duration = Duration::from_secs(3600);
 /// See [`Order::Preflight`].
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct PreflightOrder {
-    /// The only prefix to try; None: `PREFIX_CANDIDATES` in order.
+    /// The only prefix to try; None: each of `PREFIX_CANDIDATES` in order.
     pub prefix: Option<PathBuf>,
-    /// Where the broker will listen: free, unless our own broker holds it.
+    /// Where the broker will listen. It must be free, unless our own broker listens there.
     pub endpoint: SocketAddr,
-    /// Bytes the packages need on disk, on top of what kubelet's eviction threshold keeps free.
+    /// Bytes that the packages need on disk, above what the kubelet's eviction threshold keeps free.
     pub need_bytes: u64,
 }
 
 /// See [`Order::Claim`].
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct ClaimOrder {
-    /// From preflight.
+    /// The prefix that preflight chose.
     pub prefix: PathBuf,
-    /// uid of the FluxInstance the host is claimed for.
+    /// uid of the FluxInstance that claims the host.
     pub instance_uid: String,
-    /// Its spec.uninstall.
+    /// The FluxInstance's spec.uninstall.
     pub uninstall: Uninstall,
 }
 
 /// See [`Order::Link`].
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct LinkOrder {
-    /// From preflight.
+    /// The prefix that preflight chose.
     pub prefix: PathBuf,
-    /// Names the environment.
+    /// Digest of the package set, which names the environment.
     pub digest: String,
-    /// What is in it.
+    /// The package set.
     pub set: api::PackageSet,
-    /// Conda platform of this host.
+    /// Conda platform of this host, such as `linux-64`.
     pub platform: String,
-    /// Archives of a lock may still come: until the stage's stdin ends, see [`super::Host::run_while`].
+    /// True if archives of a lock may still arrive, until the stage's stdin ends: see [`super::Host::run_while`].
     #[serde(default)]
     pub follow: bool,
 }
@@ -111,16 +113,16 @@ pub struct LinkOrder {
 /// See [`Order::Collect`].
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct CollectOrder {
-    /// From preflight.
+    /// The prefix that preflight chose.
     pub prefix: PathBuf,
-    /// So many environments stay, and more only where more are wanted or used.
+    /// Number of environments to keep; more stay only if they are wanted or in use.
     pub keep: u32,
-    /// Environments that stay in any case: the running epoch's, the published package set's.
+    /// Digests of environments that always stay: the running epoch's and the published package set's.
     pub wanted: BTreeSet<String>,
-    /// Archives in `pkgs/` that stay besides those of the environments that stay.
+    /// Archives in `pkgs/` that stay, besides those of the environments that stay.
     pub archives: BTreeSet<String>,
-    /// The lead's broker is up here, so it has restored what it was to restore: of the dumps that Flux itself has written
-    /// the newest stay.
+    /// The lead's broker is up here, so it has restored its queue: all but the newest of the dumps that Flux itself
+    /// wrote can go.
     #[serde(default)]
     pub is_queue_up: bool,
 }
@@ -128,37 +130,37 @@ pub struct CollectOrder {
 /// See [`Order::Verify`].
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct VerifyOrder {
-    /// Where everything is.
+    /// The prefix.
     pub prefix: PathBuf,
-    /// Which environment; None: all that are ready.
+    /// Digest of the environment; None: all that are ready.
     pub digest: Option<String>,
-    /// Which files are hashed; None: all of them. Whatever else there is to look at is looked at in any case.
+    /// Which files to hash; None: all. Everything else is checked in any case.
     #[serde(default)]
     pub slice: Option<Slice>,
-    /// Only with what processor and disk have left over.
+    /// Use only idle processor and disk time.
     #[serde(default)]
     pub idle: bool,
 }
 
-/// Some of an environment's files: one of `of` equal parts.
+/// One of `of` equal parts of an environment's files.
 #[derive(Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slice {
-    /// Which part, from 0.
+    /// Which part, counted from 0.
     pub number: u32,
-    /// How many parts there are, at least 1.
+    /// Number of parts, at least 1.
     pub of: u32,
 }
 
 /// One file under the prefix.
 #[derive(Serialize, Deserialize, Clone, PartialEq, Eq)]
 pub struct HostFile {
-    /// Path below the prefix, such as `etc/broker.toml`.
+    /// Path relative to the prefix, such as `etc/broker.toml`.
     pub path: PathBuf,
-    /// Content. May be a secret: never logged (see this type's `Debug`).
+    /// Content. It may be a secret, so this type's `Debug` does not show it.
     pub content: String,
     /// Permission bits.
     pub mode: u32,
-    /// Owned by the broker's user instead of root.
+    /// True if the broker's user owns it, false for root.
     pub broker_owned: bool,
 }
 
@@ -171,71 +173,72 @@ impl std::fmt::Debug for HostFile {
 /// See [`Order::Configure`].
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct ConfigureOrder {
-    /// From preflight.
+    /// The prefix that preflight chose.
     pub prefix: PathBuf,
-    /// The environment that `current` and, for a tree bundle, the compiled-in prefix shall point to.
+    /// The environment to which `current` and, for a tree bundle, the compiled-in prefix shall point.
     pub digest: String,
-    /// Each written aside and renamed.
+    /// Files to write, each under a temporary name that is then renamed.
     pub files: Vec<HostFile>,
-    /// Owner of broker-owned files and of the statedir: a name of the host's /etc/passwd or a number.
+    /// Owner of broker-owned files and of the statedir: a name in the host's /etc/passwd, or a uid.
     pub run_as: String,
-    /// Lead only: the instance whose statedir must be here.
+    /// Lead only: the statedir that must be here.
     pub statedir: Option<StateDir>,
-    /// Raised if they are lower, never lowered, and put back at removal: sysctl name → least value.
+    /// Least values: sysctl name → value. A lower one is raised, a higher one kept; removal restores the old value.
     pub sysctls: BTreeMap<String, u64>,
-    /// True while our own broker runs: links that a running broker uses are left alone.
+    /// True while our own broker runs: links that it uses are then left alone.
     pub live: bool,
 }
 
-/// The lead's statedir (`<prefix>/state`, flux-broker-attributes(7) `statedir`), which holds the queue.
+/// The lead's statedir (`<prefix>/state`; `statedir` in flux-broker-attributes(7)), which holds the queue.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct StateDir {
-    /// Written into it when it is made.
+    /// The instance's ID, written into a new statedir.
     pub instance_id: String,
-    /// The instance was online once, so a statedir without its id is refused: its queue would be empty.
+    /// True once the instance has been online: a statedir without its ID is then refused, because its queue would be
+    /// empty.
     pub established: bool,
 }
 
 /// How to start a broker.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct LaunchOrder {
-    /// From preflight.
+    /// The prefix that preflight chose.
     pub prefix: PathBuf,
-    /// Full command line; the first word is an absolute path on the host.
+    /// The whole command line; the first word is an absolute path on the host.
     pub argv: Vec<String>,
     /// The whole environment of the process.
     pub env: BTreeMap<String, String>,
-    /// Owner of the process.
+    /// User of the process: a name in the host's /etc/passwd, or a uid.
     pub run_as: String,
     /// systemd's CPUWeight (cgroup v2 `cpu.weight`), 1..10000.
     pub cpu_weight: u32,
-    /// What to remember of it, so that a later agent finds it again.
+    /// Data to store with the broker, so that a later agent recognizes it.
     pub record: LaunchRecord,
 }
 
-/// What is remembered of a started broker in `/run/flux-distribute/broker.json`.
+/// What `/run/flux-distribute/broker.json` records about a started broker.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct LaunchRecord {
-    /// Rank it was started for.
+    /// The rank that it was started for.
     pub rank: u32,
     /// Its `hostname` attribute.
     pub broker_name: String,
-    /// uid of the Node.
+    /// uid of the node's Node object.
     pub node_uid: String,
     /// uid of the FluxInstance.
     pub instance_uid: String,
-    /// The Flux instance.
+    /// ID of the Flux instance.
     pub instance_id: String,
-    /// Epoch.
+    /// The epoch in which it was started.
     pub epoch: u64,
-    /// Environment.
+    /// Digest of its environment.
     pub digest: String,
-    /// sha256 over argv, env, owner and limits: tells whether a start now would differ.
+    /// sha256 over argv, env, owner and limits: it differs if a start now would differ.
     pub launch: String,
 }
 
 impl LaunchRecord {
-    /// The epoch that it was started in.
+    /// The instance and epoch in which it was started.
     pub fn epoch_id(&self) -> EpochId {
         EpochId { instance_id: self.instance_id.clone(), epoch: self.epoch }
     }
@@ -251,7 +254,7 @@ pub struct StopOrder {
 /// See [`Order::Flux`].
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct FluxOrder {
-    /// From preflight.
+    /// The prefix that preflight chose.
     pub prefix: PathBuf,
     /// Environment to take `bin/flux` from.
     pub digest: String,
@@ -259,18 +262,18 @@ pub struct FluxOrder {
     pub args: Vec<String>,
     /// The broker's user.
     pub run_as: String,
-    /// Killed after so many seconds.
+    /// Seconds after which it is killed.
     pub timeout_secs: u64,
 }
 
 /// See [`Order::Dump`].
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct DumpOrder {
-    /// From preflight.
+    /// The prefix that preflight chose.
     pub prefix: PathBuf,
     /// Environment to take `bin/flux` from.
     pub digest: String,
-    /// The instance that runs: the dump says whose it is.
+    /// ID of the running instance, which the dump names.
     pub instance_id: String,
     /// The broker's user.
     pub run_as: String,
@@ -279,34 +282,35 @@ pub struct DumpOrder {
 /// See [`Order::Takeover`].
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct TakeoverOrder {
-    /// From preflight.
+    /// The prefix that preflight chose.
     pub prefix: PathBuf,
-    /// The broker's user, whose the statedir is.
+    /// The broker's user, who owns the statedir.
     pub run_as: String,
-    /// The dump, a path on the host; with it the statedir is made, without it the planner's roster begins an empty one.
+    /// The dump, a path on the host; the broker restores it when it starts. Without a dump the planner starts an empty
+    /// queue.
     pub dump: Option<PathBuf>,
-    /// The dump need not say of which instance it is.
+    /// Accept a dump that does not name its instance.
     pub unnamed: bool,
-    /// The word.
+    /// The request for the planner.
     pub takeover: Takeover,
 }
 
 /// See [`Order::Remove`].
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct RemoveOrder {
-    /// Leave `state/` where it is.
+    /// Keep `state/`, the lead's statedir.
     pub keep_state: bool,
 }
 
 /// One line from the stage.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
-    /// It is not stopped: said all along.
+    /// The stage is alive; sent every second until the end.
     Alive,
-    /// How far it is.
+    /// How far the work has come.
     Progress(Progress),
-    /// The end: it worked.
+    /// Last line: the order was carried out.
     Done(Box<Answer>),
-    /// The end: it did not.
+    /// Last line: it was not.
     Failed(Refusal),
 }

@@ -1,33 +1,33 @@
-//! How far a long order is: what the stage tells while it works.
+//! Progress of a long order, as the stage reports it.
 
 use serde::{Deserialize, Serialize};
 
-/// How far a long order is.
+/// How far a long order has come.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// The phase: what is being done, such as `linking packages`.
+    /// The phase, such as `linking packages`.
     pub what: String,
-    /// So much of the phase …
+    /// Units of the phase that are done.
     pub done: u64,
-    /// … of so much; 0 where unknown.
+    /// Units in all; 0 if unknown.
     pub total: u64,
-    /// Packages, where the phase goes by them.
+    /// Packages, if the phase counts them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub packages: Option<Tally>,
-    /// Bytes, where the phase moves them.
+    /// Bytes, if the phase moves them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<Tally>,
-    /// What has failed and is tried again, in words, until it goes on.
+    /// What failed and is being retried, in words; cleared once work continues.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<String>,
 }
 
-/// How much of how much.
+/// A count and its total.
 #[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// So much …
+    /// How much is done.
     pub done: u64,
-    /// … of so much; 0 where unknown.
+    /// How much there is in all; 0 if unknown.
     pub total: u64,
 }
 
@@ -39,17 +39,17 @@ impl Tally {
 }
 
 impl Progress {
-    /// A phase of which nobody knows how long it takes.
+    /// A phase of unknown length.
     pub fn begun(what: &str) -> Self {
         Self { what: what.to_owned(), ..Self::default() }
     }
 
-    /// A phase that goes by packages.
+    /// A phase that counts packages.
     pub fn packages(what: &str, done: u64, total: u64) -> Self {
         Self { packages: Some(Tally { done, total }), ..Self::counted(what, done, total) }
     }
 
-    /// A phase that goes by bytes.
+    /// A phase that counts bytes.
     pub fn bytes(what: &str, done: u64, total: u64) -> Self {
         Self { bytes: Some(Tally { done, total }), ..Self::counted(what, done, total) }
     }
@@ -58,12 +58,12 @@ impl Progress {
         Self { what: what.to_owned(), done, total, ..Self::default() }
     }
 
-    /// The bytes beside the packages.
+    /// Adds the bytes to a phase that counts packages.
     pub fn with_bytes(self, done: u64, total: u64) -> Self {
         Self { bytes: Some(Tally { done, total }), ..self }
     }
 
-    /// The packages beside the bytes.
+    /// Adds the packages to a phase that counts bytes.
     pub fn with_packages(self, done: u64, total: u64) -> Self {
         Self { packages: Some(Tally { done, total }), ..self }
     }

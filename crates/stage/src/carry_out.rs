@@ -1,5 +1,5 @@
-//! The host stage: the child of the agent that has entered the host's namespaces. One order from stdin, JSON lines on
-//! stdout, its log on stderr.
+//! The host stage: a child of the agent that has entered the host's namespaces. It reads one order from stdin, writes
+//! JSON lines to stdout and its log to stderr.
 
 use std::{
     io::{self, BufRead, StdoutLock, Write},
@@ -25,7 +25,7 @@ use host::{
 };
 use hostapi::{Answer, BEAT, Order, Progress, Refusal, RemoveOrder, Reply, StopOrder};
 
-/// Exit code of a stage that could not even answer (sysexits(3) EX_SOFTWARE).
+/// Exit code if the stage could not write its answer (sysexits(3) EX_SOFTWARE).
 const BROKEN: u8 = 70;
 
 /// The subcommand `stage`.
@@ -38,7 +38,7 @@ pub fn main() -> ExitCode {
         )
         .with_writer(base::redact::Stderr)
         .with_ansi(false)
-        // A removal outlives the agent, and who would read its log.
+        // A removal outlives the agent: its stderr may be closed then, and a failed write is not worth an error.
         .log_internal_errors(false)
         .try_init();
     answer_panics();
@@ -52,7 +52,7 @@ pub fn main() -> ExitCode {
     };
     let mut stdout = io::stdout().lock();
     let said = write(&mut stdout, &reply);
-    // Nothing is said after the answer: who lives on for a moment never gets this lock.
+    // Keep the lock: a thread that still runs for a moment must not write anything after the answer.
     std::mem::forget(stdout);
     match said {
         Ok(()) => ExitCode::SUCCESS,
@@ -60,7 +60,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Says so, for as long as anybody hears: a removal goes on alone.
+/// Starts the thread that writes [`Reply::Alive`] until stdout is closed: a removal continues without the agent.
 fn stay_alive() -> Result<(), Refusal> {
     let beat = || {
         while say(&Reply::Alive).is_ok() {
@@ -68,19 +68,19 @@ fn stay_alive() -> Result<(), Refusal> {
         }
     };
     let begun = thread::Builder::new().spawn(beat);
-    begun.map(drop).map_err(|error| Refusal::transient(format!("can't start a thread on the host: {error}")))
+    begun.map(drop).map_err(|error| Refusal::transient(format!("the host stage can't start a thread: {error}")))
 }
 
 fn read_order() -> Result<Order, Refusal> {
     let mut text = Vec::new();
-    // Not to the end, which is a word of its own for an order that says so.
+    // One line, not to the end of stdin: the end is a signal of its own (`LinkOrder::follow`).
     io::stdin()
         .lock()
         .read_until(b'\n', &mut text)
-        .map_err(|error| Refusal::new(format!("the order can't be read: {error}")))?;
-    // The cause's own words could quote the order, and with it a secret.
+        .map_err(|error| Refusal::new(format!("the host stage can't read its order: {error}")))?;
+    // Only the column: serde's message could quote the order, and with it a secret.
     serde_json::from_slice(&text)
-        .map_err(|error| Refusal::new(format!("the order can't be understood (column {})", error.column())))
+        .map_err(|error| Refusal::new(format!("the host stage can't parse its order (column {})", error.column())))
 }
 
 fn say(reply: &Reply) -> io::Result<()> {
@@ -105,7 +105,7 @@ fn answer_panics() {
     std::panic::set_hook(Box::new(|panic| {
         let place = panic.location().map_or_else(String::new, |at| format!(" at {}:{}", at.file(), at.line()));
         let refusal = Refusal::new(format!("the host stage has a bug{place}; please report it"));
-        // Not through `say`: the lock of stdout may be held by who panicked.
+        // Not through `say`: the panicking thread may hold the lock of stdout.
         if let Ok(mut line) = serde_json::to_vec(&Reply::Failed(refusal)) {
             line.push(b'\n');
             let _ = nix::unistd::write(io::stdout(), &line);
@@ -114,10 +114,10 @@ fn answer_panics() {
     }));
 }
 
-/// Carries an order out, on the host at `root`.
+/// Carries out an order on the host at `root`.
 ///
 /// # Errors
-/// Why it was not.
+/// If the order was refused or failed; each order's function names its cases.
 pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) -> Result<Answer, Refusal> {
     let brokers = HostBrokers;
     let observed = || Ok(Answer::Observed(Box::new(observe(root, &brokers)?)));
@@ -185,10 +185,11 @@ impl Brokers for HostBrokers {
     }
 }
 
-/// The cgroup of a removal: the end of the pod, and of its grace, must not end it half-way.
+/// Cgroup that a removal moves to, so that the end of the pod or of its grace period does not kill it half-way.
 const REMOVAL_CGROUP: &str = "flux-distribute-removal";
 
-/// Removes from a cgroup of its own. Where there is none to be had, a removal that is cut off is finished by the next one.
+/// Runs the removal in a cgroup of its own, so that the pod's end can't kill it. If there is none, the next run resumes
+/// it.
 fn remove_outside_the_pod(root: &Root, order: &RemoveOrder) -> Result<(), Refusal> {
     if let Err(error) = cgroup::enter(REMOVAL_CGROUP, NORMAL_WEIGHT) {
         tracing::warn!(%error, "the removal stays in the pod's cgroup");
@@ -200,5 +201,5 @@ fn remove_outside_the_pod(root: &Root, order: &RemoveOrder) -> Result<(), Refusa
     removed
 }
 
-/// cpu.weight of everybody who asks for nothing (cgroups(7)).
+/// The kernel's default cpu.weight (cgroups(7)).
 const NORMAL_WEIGHT: u32 = 100;

@@ -17,22 +17,22 @@ use host::{
 };
 use hostapi::{ClaimOrder, HostState, Machine, Refusal, Undo};
 
-/// Directories below the prefix; `state` is made by [`super::configure`], on the lead alone.
+/// Directories below the prefix. [`super::configure`] makes `state`, on the lead only.
 const DIRECTORIES: [&str; 5] = [ENVIRONMENTS, "pkgs", "etc", "log", "bin"];
 
-/// Makes the prefix and `state.json` in it.
+/// Makes the prefix and its `state.json`.
 ///
 /// # Errors
-/// The prefix holds what is not ours, lies where others than root can write, or is another machine's; or the host is claimed
-/// for another FluxInstance.
+/// If the prefix holds files that are not ours, lies where users other than root can write, or belongs to another
+/// machine; or if the host is claimed for another FluxInstance.
 pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     let refused = |reason| Refusal::new(format!("spec.prefix: {reason}"));
     check_prefix(&order.prefix).map_err(refused)?;
     match find_claim(root, &order.prefix)? {
-        Some(found) => may_have(&found, order)?,
+        Some(found) => check_same_claim(&found, order)?,
         None => check_prefix_characters(&order.prefix).map_err(refused)?,
     }
-    // Before anything is made: what is there and above it may be somebody else's.
+    // Before anything is made: the directories may belong to other users.
     trust::nearest(root, &order.prefix)?;
     let dir = root.path(&order.prefix);
     let open = match trust::directory(root, &order.prefix) {
@@ -49,27 +49,27 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     state.undo.extend(missing_parents(&dir).iter().map(|parent| Undo::Directory { path: root.unpath(parent) }));
     state::write_pointer(root, &state)?;
     trust::make_closed_directory(root, &order.prefix, 0o755)?;
-    // Until then others may have been able to write there.
+    // Checked again now that the prefix is closed: until then others may have been able to write there.
     if let Err(refusal) = check() {
         if let Some(mode) = open {
-            // Once the prefix is closed, the next claim would take it for root's.
+            // Restored, else the next claim would take the closed prefix for root's own.
             let _ = fs::set_permissions(&dir, Permissions::from_mode(mode));
-            // It would lead each later order to a directory that is not believed.
+            // The pointer would lead every later order to a directory that can't be trusted.
             let _ = state::remove_pointer(root);
         }
         return Err(refusal);
     }
 
     let _lock = HostLock::take(root, &order.prefix, WAIT)?;
-    // Again: another machine that shares the directory may have had the lock.
-    match state::look(root, &order.prefix)? {
+    // Looked up again: another machine that shares the directory may have held the lock.
+    match state::claim_at(root, &order.prefix)? {
         Claim::Ours(found) => {
-            may_have(&found, order)?;
+            check_same_claim(&found, order)?;
             let machine = state.machine.or_else(|| found.machine.clone());
-            let told = HostState { uninstall: order.uninstall.clone(), machine, ..found.clone() };
-            if told != found {
-                state::write_pointer(root, &told)?;
-                state::save(root, &told)?;
+            let updated = HostState { uninstall: order.uninstall.clone(), machine, ..found.clone() };
+            if updated != found {
+                state::write_pointer(root, &updated)?;
+                state::save(root, &updated)?;
             }
         }
         Claim::None => state::save(root, &state)?,
@@ -81,30 +81,31 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// A prefix outside the candidates may have lost its pointer: then what is there says whose it is.
+/// The claim of this host. A prefix outside the candidates may have lost its pointer: then its own state.json counts,
+/// and the pointer is written again.
 fn find_claim(root: &Root, prefix: &Path) -> Result<Option<HostState>, Refusal> {
     if let Some(found) = state::find(root)? {
         return Ok(Some(found));
     }
-    match state::look(root, prefix)? {
+    match state::claim_at(root, prefix)? {
         Claim::None => Ok(None),
         Claim::Ours(found) => state::write_pointer(root, &found).map(|()| Some(found)),
         Claim::AnotherMachine(machine) => Err(Refusal::new(claimed_by_another(prefix, &machine))),
     }
 }
 
-/// What to say of a prefix that another machine has claimed.
+/// The message for a prefix that another machine has claimed.
 pub fn claimed_by_another(prefix: &Path, machine: &Machine) -> String {
     format!(
-        "{} is claimed by another machine (host name {}): nodes share this directory, or its disk was copied from there; set \
-         spec.prefix to a directory of a local disk, or remove {} if no other node uses it",
+        "{} is claimed by another machine (host name {}): nodes share this directory, or its disk was copied from it; \
+         set spec.prefix to a directory of a local disk, or remove {} if no other node uses it",
         prefix.display(),
-        if machine.name.is_empty() { "not known" } else { &machine.name },
+        if machine.name.is_empty() { "unknown" } else { &machine.name },
         prefix.join(STATE).display()
     )
 }
 
-fn may_have(found: &HostState, order: &ClaimOrder) -> Result<(), Refusal> {
+fn check_same_claim(found: &HostState, order: &ClaimOrder) -> Result<(), Refusal> {
     if found.prefix != order.prefix {
         return Err(Refusal::new(format!(
             "this host is already claimed at {}; it must be cleaned before {} can be used",
@@ -114,7 +115,8 @@ fn may_have(found: &HostState, order: &ClaimOrder) -> Result<(), Refusal> {
     }
     if found.instance_uid != order.instance_uid {
         return Err(Refusal::new(format!(
-            "{} belongs to the FluxInstance with uid {}; it must be removed before {} can have it",
+            "{} belongs to the FluxInstance with uid {}; it must be removed before the FluxInstance with uid {} can \
+             claim the host",
             found.prefix.display(),
             found.instance_uid,
             order.instance_uid
@@ -123,11 +125,11 @@ fn may_have(found: &HostState, order: &ClaimOrder) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// What a claim that was cut short left is ours, and so are statedirs that a removal kept, and a prefix that has lost its
-/// `state.json` but holds nothing else than what we put there.
+/// Accepts a prefix without `state.json` if it holds only the remains of an interrupted claim, statedirs that a removal
+/// kept, or files that we put there before its `state.json` was lost.
 ///
 /// # Errors
-/// It holds what is not of the FluxInstance with uid `wanted`.
+/// If the prefix holds anything else, or was configured for a FluxInstance with a uid other than `wanted`.
 pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Refusal> {
     let dir = root.path(prefix);
     if dir.join(STATE).exists() {
@@ -140,43 +142,45 @@ pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Ref
     let Some(first) = found.first() else { return Ok(()) };
     let Some(instance_uid) = configured_for(root, prefix) else {
         return Err(Refusal::new(format!(
-            "{} exists and is not of flux-distribute (it holds {}); move it away, or choose another spec.prefix",
+            "{} exists and does not belong to flux-distribute (it holds {}); move it away, or choose another \
+             spec.prefix",
             dir.display(),
             first.file_name().unwrap_or_default().display()
         )));
     };
     if instance_uid != wanted {
         return Err(Refusal::new(format!(
-            "{} is of the FluxInstance with uid {instance_uid} and its state.json is gone; move it away before {wanted} can have it",
+            "{} belongs to the FluxInstance with uid {instance_uid} and its state.json is gone; move it away before \
+             {wanted} can claim it",
             dir.display()
         )));
     }
     found.retain(|path| !is_ours(path));
     if found.is_empty() {
-        tracing::warn!(prefix = %dir.display(), "state.json is gone; what is here is ours, and it is claimed again");
+        tracing::warn!(prefix = %dir.display(), "state.json is gone, but everything in it is ours: claiming it again");
         return Ok(());
     }
     let mut names: Vec<_> = found.iter().map(|path| path.file_name().unwrap_or_default().to_string_lossy()).collect();
     names.sort();
     Err(Refusal::new(format!(
-        "{} is of flux-distribute but its state.json is gone, and it holds what is not: {}; move that away, and it is \
-         claimed again",
+        "{} belongs to flux-distribute, but its state.json is gone and it holds other files: {}; move those away, and \
+         the prefix is claimed again",
         dir.display(),
         names.join(", ")
     )))
 }
 
-/// We recognise what a removal has kept by name and content; any brokers' user may own it. In a prefix that is open to others, they
-/// may have put it there, so root must own everything in it.
+/// Requires that root owns everything in the prefix. What a removal kept is recognised by name and content and may
+/// belong to any brokers' user, but if others can write to the prefix, they may have put it there.
 fn check_owners(root: &Root, prefix: &Path) -> Result<(), Refusal> {
     let dir = root.path(prefix);
     for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
         let path = entry.path();
-        let uid = fs::symlink_metadata(&path).map_err(|error| Refusal::io("look at", &path, &error))?.uid();
+        let uid = fs::symlink_metadata(&path).map_err(|error| Refusal::io("examine", &path, &error))?.uid();
         if !trust::is_trusted(uid) {
             return Err(Refusal::new(format!(
-                "users other than root can write to {prefix}, and it holds {name} of the user with uid {uid}; move that away, or \
-                 run `chmod go-w {prefix}` if it is what a removal has kept there",
+                "users other than root can write to {prefix}, and it holds {name}, owned by uid {uid}; move that \
+                 away, or run `chmod go-w {prefix}` if a removal kept it there",
                 prefix = prefix.display(),
                 name = entry.file_name().display()
             )));
@@ -185,7 +189,7 @@ fn check_owners(root: &Root, prefix: &Path) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// uid of the FluxInstance that a prefix without `state.json` was configured for; None where it is none of ours.
+/// uid of the FluxInstance that a prefix without `state.json` was configured for; None if it is not ours.
 fn configured_for(root: &Root, prefix: &Path) -> Option<String> {
     let etc = prefix.join("etc");
     let text = trust::read(&trust::directory(root, &etc).ok()??, &etc, "roster.json").ok()??;
@@ -197,7 +201,7 @@ fn is_ours(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let known =
         |name: &str| DIRECTORIES.contains(&name) || [STATEDIR, DUMPS, CURRENT, LOCK, STATE, POINTER].contains(&name);
-    // What was being written when somebody was killed.
+    // A temporary file of a writer that was killed.
     let written = name.strip_prefix('.').and_then(|name| name.strip_suffix(".new"));
     known(&name) || written.is_some_and(known) || name.starts_with("state.")
 }

@@ -9,10 +9,11 @@ use host::{
 };
 use hostapi::{ConfigureOrder, HostFile, Refusal};
 
-/// Writes what a broker reads at start. The one thing that can be refused for good, a lost statedir, comes first.
+/// Writes the files that a broker reads at start. Prepares the statedir first: it is the only step whose failure is
+/// permanent.
 ///
 /// # Errors
-/// Where the prefix is not claimed, the user is unknown, the statedir is lost, or something can't be written.
+/// If the prefix is not claimed, the user is unknown, the statedir is lost, or a file can't be written.
 pub fn configure(root: &Root, order: &ConfigureOrder) -> Result<(), Refusal> {
     let (_lock, mut state) = state::lock_claimed(root, &order.prefix)?;
     let user = users::resolve_on(root, &order.run_as)?;
@@ -34,7 +35,7 @@ pub fn configure(root: &Root, order: &ConfigureOrder) -> Result<(), Refusal> {
 
 fn write(root: &Root, prefix: &Path, file: &HostFile, user: &User) -> Result<(), Refusal> {
     if !stays_below(&file.path) {
-        return Err(Refusal::new(format!("{} does not stay below the prefix", file.path.display())));
+        return Err(Refusal::new(format!("{} is no path below the prefix", file.path.display())));
     }
     let path = prefix.join(&file.path);
     trust::make_directories(root, path.parent().unwrap_or(prefix))?;

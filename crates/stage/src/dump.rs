@@ -1,5 +1,5 @@
-//! Dumps of the running instance's KVS (flux-dump(1)), kept on the lead's host. They hold the jobs of all users, so nobody
-//! but root reads them, whoever owns the brokers.
+//! Dumps of the running instance's KVS (flux-dump(1)), kept on the lead's host. They hold the jobs of all users, so
+//! only root can read them, whoever owns the brokers.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -32,22 +32,23 @@ use hostapi::{DumpOrder, Dumped, FluxOrder, LONGEST_DUMP, Refusal};
 
 /// So many of one instance are kept.
 const KEEP: usize = 5;
-/// One at a time.
+/// Lock file: one dump at a time.
 const LOCK: &str = ".lock";
 /// For its end, after that of its output.
 const GRACE: Duration = Duration::from_secs(60);
-/// What must be free beyond the size of the store: the broker writes on beside the dump.
+/// Bytes that must stay free beyond the size of the store, because the broker keeps writing during the dump.
 const MARGIN: u64 = 64 << 20;
 const KEY_TIMEOUT_SECS: u64 = 60;
 
-/// Has the broker's KVS dumped into a file of its own under the prefix: written aside and renamed. Older ones are removed.
+/// Dumps the broker's KVS to a file below the prefix, under a temporary name that is then renamed, and removes the
+/// oldest dumps.
 ///
 /// # Errors
-/// Where `flux` fails, or the disk is full or would soon be; then nothing is left of it.
+/// If `flux` fails, or the disk is full or the dump could fill it; then nothing of the dump remains.
 pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
     let dir = root.path(&order.prefix).join(DUMPS);
     let _one = {
-        // A removal at the same time finds either no directory yet, or all that is in it.
+        // Taken under the host's lock, so that a concurrent removal sees either no directory yet or all of its content.
         let _claimed = state::lock_claimed(root, &order.prefix)?;
         trust::make_closed_directory(root, &order.prefix.join(DUMPS), 0o700)?;
         lock::take(&dir.join(LOCK), Duration::ZERO).map_err(|error| match error.kind() {
@@ -56,10 +57,10 @@ pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
         })?
     };
     remove_leavings(&dir);
-    let room = File::open(&dir).and_then(Room::of).map_err(|error| Refusal::io("look at", &dir, &error))?;
+    let room = File::open(&dir).and_then(Room::of).map_err(|error| Refusal::io("examine", &dir, &error))?;
     let store = fs::symlink_metadata(root.path(&order.prefix).join(STATEDIR).join(CONTENT));
     check_room(&root.unpath(&dir), room, store.map_or(0, |store| store.len()))?;
-    // Before the dump begins: what is younger is not in it.
+    // The time before the dump begins: later changes are not in it.
     let time = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();
     name_instance(root, order)?;
     let path = dir.join(format!("{}-{}{SUFFIX}", order.instance_id, time.strftime(FORMAT)));
@@ -83,7 +84,7 @@ fn check_room(dir: &Path, room: Room, store: u64) -> Result<(), Refusal> {
         return Ok(());
     }
     Err(Refusal::transient(format!(
-        "{} has too little room for a dump: {} MiB are free, and {} MiB may be needed ({} for what the queue is now, and {} \
+        "{} has too little room for a dump: {} MiB are free, and {} MiB may be needed ({} for today's queue, and {} \
          that must stay free); make room on this file system",
         dir.display(),
         room.available >> 20,
@@ -93,7 +94,7 @@ fn check_room(dir: &Path, room: Room, store: u64) -> Result<(), Refusal> {
     )))
 }
 
-/// What killed dumps have left; nobody else is at it while the lock is held.
+/// Removes what killed dumps left. The caller holds the lock, so no other dump is running.
 fn remove_leavings(dir: &Path) {
     let is_aside = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "new");
     files(dir).filter(is_aside).for_each(|path| drop(remove_if_there(&path)));
@@ -106,7 +107,8 @@ fn prune(dir: &Path, instance_id: &str) {
     }
 }
 
-/// In the KVS, and so in every dump from here on, also in those that Flux itself makes when it stops.
+/// Stores the instance's ID in the KVS, and so in every later dump, including those that Flux itself makes when it
+/// stops.
 fn name_instance(root: &Root, order: &DumpOrder) -> Result<(), Refusal> {
     let pair = format!("{ID_KEY}={}", order.instance_id);
     let ran = flux::flux(
@@ -122,11 +124,12 @@ fn name_instance(root: &Root, order: &DumpOrder) -> Result<(), Refusal> {
     if ran.code == 0 { Ok(()) } else { Err(failed("kvs put", &ran.stderr)) }
 }
 
-/// Through our own hands: flux runs as the brokers' owner, and the file is not his.
+/// Writes flux-dump's output through this process: flux runs as the brokers' user, who must not own the file.
 fn write(root: &Root, order: &DumpOrder, path: &Path) -> Result<String, Refusal> {
     let cant_write = |error: io::Error| Refusal::io("write", path, &error);
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(cant_write)?;
-    // As flux-core's own etc/kvs-backup.cron: what a full disk has damaged before must not keep all else from being saved.
+    // Like flux-core's own etc/kvs-backup.cron: an entry that a full disk damaged must not keep the rest from being
+    // saved.
     let args = ["dump", "--quiet", "--ignore-failed-read", "-"].map(str::to_owned);
     let mut child = flux::spawn(root, &order.prefix, &order.digest, &args, &order.run_as)?;
     let stderr = Kept::of(child.stderr.take());
@@ -135,7 +138,8 @@ fn write(root: &Root, order: &DumpOrder, path: &Path) -> Result<String, Refusal>
     if copied.is_err() {
         kill_group(child.id());
     }
-    // Before it is reaped: its process group may be another's then. Its output has ended, so it will.
+    // Before the child is reaped: its process group id could be reused after that. Its output has ended, so it exits
+    // soon.
     watch.end();
     let status = wait_until(&mut child, Instant::now() + GRACE).map_err(cant_write)?;
     copied.map_err(cant_write)?;
@@ -151,7 +155,7 @@ fn compress(child: &mut Child, file: File) -> io::Result<()> {
     encoder.finish()?.sync_all()
 }
 
-/// Kills a child after some time.
+/// Kills a child's process group if it runs too long.
 struct Watch(Sender<()>, thread::JoinHandle<()>);
 
 impl Watch {
@@ -168,13 +172,13 @@ impl Watch {
 
     fn end(self) {
         drop(self.0);
-        // A thread that has panicked has killed nobody.
+        // If the thread panicked, it killed nothing.
         let _ = self.1.join();
     }
 }
 
 fn failed(command: &str, said: &str) -> Refusal {
-    let last = said.trim().lines().last().unwrap_or("it said nothing");
+    let last = said.trim().lines().last().unwrap_or("no message");
     Refusal::transient(format!("flux {command} failed: {last}"))
 }
 
@@ -196,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dump_that_could_fill_the_disk_is_not_begun_and_both_figures_are_told() {
+    fn a_dump_that_could_fill_the_disk_is_refused_with_both_figures() {
         const MIB: u64 = 1 << 20;
         for (free, store, fits) in [
             (64 * MIB, 0, true),

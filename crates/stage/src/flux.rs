@@ -13,10 +13,10 @@ use host::{
 };
 use hostapi::{FluxOrder, Ran, Refusal};
 
-/// Runs `flux` of an environment to its end, as the broker's user.
+/// Runs an environment's `flux` as the broker's user, and waits for its end.
 ///
 /// # Errors
-/// Where it can't be started, or has not ended in time.
+/// If it can't be started, or does not end within the order's timeout.
 pub fn flux(root: &Root, order: &FluxOrder) -> Result<Ran, Refusal> {
     let mut child = spawn(root, &order.prefix, &order.digest, &order.args, &order.run_as)?;
     let stdout = Kept::of(child.stdout.take());
@@ -34,10 +34,10 @@ pub fn flux(root: &Root, order: &FluxOrder) -> Result<Ran, Refusal> {
     Ok(Ran { code: code(status), stdout: stdout.text(), stderr: stderr.text() })
 }
 
-/// Starts `flux` of an environment as the broker's user, in a process group of its own.
+/// Starts an environment's `flux` as the broker's user, in a process group of its own.
 ///
 /// # Errors
-/// Where it can't be started.
+/// If the user is unknown, or it can't be started.
 pub(super) fn spawn(root: &Root, prefix: &Path, digest: &str, args: &[String], run_as: &str) -> Result<Child, Refusal> {
     let user = users::resolve_on(root, run_as)?;
     let bin = root.path(state::environment(prefix, digest)).join("bin");

@@ -1,4 +1,4 @@
-//! What we put outside the prefix: the link at a tree bundle's compiled-in prefix, and `/flux-connect.sh`.
+//! What we create outside the prefix: the link at a tree bundle's compiled-in prefix, and `/flux-connect.sh`.
 
 use std::{
     ffi::OsStr,
@@ -17,9 +17,9 @@ use host::{
 };
 use hostapi::{ConfigureOrder, HostState, Refusal, Undo};
 
-/// Name below the prefix: the newest environment, for people.
+/// Name below the prefix of the link to the newest environment, for people.
 pub const CURRENT: &str = "current";
-/// Below the prefix, and copied to the host's root.
+/// Path below the prefix of the connect script, which is copied to the host's root.
 pub const CONNECT: &str = "bin/flux-connect.sh";
 /// Where the compiled-in prefixes of tree bundles usually are.
 const USUAL: [&str; 4] = ["/", "/opt", "/usr", "/usr/local"];
@@ -35,8 +35,8 @@ fn compiled_prefix(root: &Root, prefix: &Path, digest: &str) -> Result<Option<Pa
 /// Points `current` and the compiled-in prefix to the order's environment, unless a running broker uses them.
 ///
 /// # Errors
-/// Something that is not ours is at the compiled-in prefix, or there is no link of ours yet and others than root can write to a
-/// directory above it.
+/// If there is something at the compiled-in prefix that is not ours, or no link of ours yet and users other than root
+/// can write to a directory above it.
 pub fn flip(root: &Root, state: &mut HostState, order: &ConfigureOrder) -> Result<(), Refusal> {
     let current = root.path(&order.prefix).join(CURRENT);
     if order.live && fs::symlink_metadata(&current).is_ok() {
@@ -50,15 +50,15 @@ pub fn flip(root: &Root, state: &mut HostState, order: &ConfigureOrder) -> Resul
     symlink_atomic(&Path::new(ENVIRONMENTS).join(&order.digest), &current)
 }
 
-/// The directory of the link is opened, or made, before anything is recorded: root alone may be able to change what is in it
-/// and above it, else somebody could lead Flux, and our removal, elsewhere.
+/// Opens or makes the link's directory before it records anything: only root may be able to change it and the
+/// directories above, else another user could redirect Flux, and our removal, elsewhere.
 fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target: &Path) -> Result<(), Refusal> {
     if path == target {
         return Ok(());
     }
     let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(Refusal::new(format!(
-            "this bundle's Flux was built for {}, where no link can be; use a bundle with another prefix",
+            "this bundle's Flux was built for {}, where no link can be made; use a bundle with another prefix",
             path.display()
         )));
     };
@@ -69,10 +69,10 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
     };
     let found = match trust::directory(root, above) {
         Ok(found) => found,
-        // A version before this one made links there, and an instance that has one must come up again.
+        // An older version made links in such places, and an instance with such a link must be able to start again.
         Err(distrust) => match with_remembered_link(root, state, above, name) {
             Some(directory) => {
-                tracing::warn!("the link {} can be led elsewhere: {}", path.display(), base::error_chain(&distrust));
+                tracing::warn!("other users could redirect {}: {}", path.display(), base::error_chain(&distrust));
                 Some(directory)
             }
             None => return Err(refused(distrust)),
@@ -84,7 +84,7 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
     };
     if found.as_ref().is_some_and(is_others) {
         return Err(Refusal::new(format!(
-            "this bundle's Flux was built for {}, and there is something on this host already that is not of \
+            "this bundle's Flux was built for {}, where this host already has something that does not belong to \
              flux-distribute; move it away, or use a bundle with another prefix",
             path.display()
         )));
@@ -99,8 +99,8 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
         .map_err(|error| Refusal::io("make the link", path, &error))
 }
 
-/// The directory `above`, whoever can change it, if the link called `name` in it is the one that root made there and remembers.
-/// Anybody can make a link that looks like ours, and exchange it later.
+/// Opens the directory `above`, even if other users can change it, if `name` in it is a link of ours that root owns and
+/// the undo list has. Any user can make a link that looks like ours, and replace it later.
 fn with_remembered_link(root: &Root, state: &HostState, above: &Path, name: &OsStr) -> Option<OwnedFd> {
     let path = above.join(name);
     if !state.undo.iter().any(|undo| matches!(undo, Undo::Symlink { path: known, .. } if *known == path)) {
@@ -112,8 +112,8 @@ fn with_remembered_link(root: &Root, state: &HostState, above: &Path, name: &OsS
     (is_roots && is_ours(&link, &state.prefix)).then_some(directory)
 }
 
-/// By its target, not by what is remembered: the undo list may have been lost with the prefix, and others have no reason to
-/// point there.
+/// True if the link's target is one of our environments. The undo list does not count, because it may have been lost
+/// with the prefix; and others have no reason to link there.
 fn is_ours(link: &Path, prefix: &Path) -> bool {
     let is_within = |target: &Path| {
         let mut prefixes = PREFIX_CANDIDATES.into_iter().map(Path::new).chain([prefix]);
@@ -127,14 +127,14 @@ fn is_our_script(path: &Path) -> bool {
     is_file && fs::read(path).is_ok_and(|text| text.starts_with(CONNECT_HEADER.as_bytes()))
 }
 
-/// Removes what is ours by its looks, though nothing is remembered of it: the undo list was lost with the prefix.
+/// Removes links and a script that look like ours but are in no undo list, because it was lost with the prefix.
 ///
 /// # Errors
-/// What the system says.
+/// If one can't be removed.
 pub fn remove_unremembered(root: &Root, prefix: Option<&Path>) -> Result<(), Refusal> {
     let prefix = prefix.unwrap_or(Path::new(DEFAULT_PREFIX));
     for path in USUAL.map(Path::new) {
-        // No link of ours is made where others could have changed it.
+        // We never make a link where other users could have changed it.
         let Ok(Some(directory)) = trust::directory(root, path) else { continue };
         for entry in fs::read_dir(host_path(&directory)).into_iter().flatten().flatten() {
             if is_ours(&entry.path(), prefix) {
@@ -150,14 +150,15 @@ pub fn remove_unremembered(root: &Root, prefix: Option<&Path>) -> Result<(), Ref
     Ok(())
 }
 
-/// Removes a link of ours, and the directories that were made for it and are empty now. In a directory that others than root
-/// can change by now, the link stays, and the log says so: root removes nothing by a way that somebody else can turn.
+/// Removes a link of ours, and the directories that were made for it if they are empty. If users other than root can
+/// change its directory by now, leaves the link and logs a warning: root must not remove anything by a path that
+/// another user can redirect.
 ///
 /// # Errors
-/// What the system says.
+/// If the link can't be removed.
 pub fn unlink(root: &Root, prefix: &Path, path: &Path, made_parent: Option<&Path>) -> Result<(), Refusal> {
     let Some((directory, name)) = directory_of(root, path) else { return Ok(()) };
-    // Held open: what is looked at and what is removed are in one directory, whatever becomes of the way there.
+    // The open descriptor ensures that the link that was checked and the one that is removed are in the same directory.
     let here = host_path(&directory).join(name);
     if is_ours(&here, prefix) {
         remove_if_there(&here).map_err(|error| Refusal::io("remove", path, &error))?;
@@ -173,14 +174,15 @@ pub fn unlink(root: &Root, prefix: &Path, path: &Path, made_parent: Option<&Path
     Ok(())
 }
 
-/// The directory that `path` is in, if it is there and only root can change it, and the name of `path` in it.
+/// Opens the directory that contains `path`, and returns it with the last part of `path`. None if it does not exist, or
+/// if users other than root can change it.
 fn directory_of<'a>(root: &Root, path: &'a Path) -> Option<(OwnedFd, &'a OsStr)> {
     let (above, name) = (path.parent()?, path.file_name()?);
     match trust::directory(root, above) {
         Ok(directory) => Some((directory?, name)),
         Err(distrust) => {
             tracing::warn!(
-                "{} is not removed: {}; remove it by hand if it leads into flux-distribute",
+                "can't remove {}: {}; remove it by hand if it links into flux-distribute",
                 path.display(),
                 base::error_chain(&distrust)
             );
@@ -189,11 +191,11 @@ fn directory_of<'a>(root: &Root, path: &'a Path) -> Option<(OwnedFd, &'a OsStr)>
     }
 }
 
-/// Copies the connect script to the host's root. Somebody else's file stays, and a root that can't be written is fine:
-/// the script is at `<prefix>/bin/flux-connect.sh` in any case.
+/// Copies the connect script to the host's root. Leaves another file there alone, and does without the copy if the root
+/// is read-only: the script is also at `<prefix>/bin/flux-connect.sh`.
 ///
 /// # Errors
-/// Where it can't be remembered.
+/// If the undo list can't be written.
 pub fn connect_at_root(root: &Root, state: &mut HostState, content: &str) -> Result<(), Refusal> {
     let undo = Undo::File { path: CONNECT_AT_ROOT.into() };
     let at = root.path(CONNECT_AT_ROOT);
@@ -204,7 +206,7 @@ pub fn connect_at_root(root: &Root, state: &mut HostState, content: &str) -> Res
     }
     state::record(root, state, undo)?;
     if let Err(refusal) = write_atomic(&at, content.as_bytes(), 0o755, Owner::ROOT) {
-        tracing::debug!(%refusal, "no script at the host's root");
+        tracing::debug!(%refusal, "can't write the connect script at the host's root");
     }
     Ok(())
 }

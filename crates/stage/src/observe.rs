@@ -5,11 +5,11 @@ use api::{BROKER_RUN_DIR, PREFIX_CANDIDATES};
 use host::{Root, dumps, facts, state, statedir};
 use hostapi::{HostView, Refusal, RunningBroker};
 
-/// Looks at the host. It changes nothing but the broker's record, if that was lost, and what is remembered of a shutdown; it needs
-/// no lock because everything it reads was renamed into place.
+/// Observes the host. It changes only the broker's record, if that was lost, and the record of a shutdown. It needs no
+/// lock, because every file it reads was renamed into place.
 ///
 /// # Errors
-/// Where `state.json` is there and can't be read.
+/// If `state.json` can't be read or trusted.
 pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> {
     let state = state::find(root)?;
     let prefix = state.as_ref().map(|state| state.prefix.clone());
@@ -36,12 +36,12 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
     })
 }
 
-/// Those that are whole, and not known to be of no use here.
+/// Digests of the environments that are ready, except those whose Flux has not been tried on this host.
 fn environments(prefix: &Path) -> Vec<String> {
     packages::ready(prefix).into_iter().filter(|digest| !runnable::is_untried(prefix, digest)).collect()
 }
 
-/// A prefix that has lost its `state.json` may hold it still.
+/// A prefix without `state.json` may still hold the statedir, so all candidates count.
 fn is_statedir_lost(root: &Root, prefix: Option<&Path>, broker: &RunningBroker) -> bool {
     let mut prefixes = PREFIX_CANDIDATES.into_iter().map(Path::new).chain(prefix);
     let record = &broker.record;

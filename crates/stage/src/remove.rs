@@ -12,49 +12,51 @@ use host::{
 };
 use hostapi::{HostState, Refusal, RemoveOrder, StopOrder, Undo};
 
-/// Seconds a broker gets that still runs when its host is cleaned: the agent has stopped it in peace before.
+/// SIGTERM to SIGKILL, in seconds, for a broker that still runs at removal. The agent has already tried to stop it
+/// gracefully.
 const LAST_GRACE: u64 = 30;
 
-/// What removing needs of the broker's side.
+/// What a removal needs of the launch side; tests replace it.
 pub trait Brokers {
-    /// See [`super::launch`].
+    /// See [`super::launch::observe`].
     fn observe(&self, prefix: Option<&Path>) -> BrokerView;
-    /// Stops the broker and waits until it is gone.
+    /// Stops the broker and waits for its end.
     ///
     /// # Errors
-    /// Where it does not go.
+    /// If it does not end.
     fn stop(&self, order: &StopOrder) -> Result<(), Refusal>;
-    /// Takes off units and cgroups.
+    /// Removes our units and cgroups.
     ///
     /// # Errors
-    /// Where they can't be removed.
+    /// If they can't be removed.
     fn forget(&self) -> Result<(), Refusal>;
 }
 
-/// Takes off everything that we did to this host. `state.json` goes last, and after it only what names the prefix, so a
-/// removal that was cut short is finished by the next one.
+/// Undoes everything that we did to this host. `state.json` goes almost last, and after it only the pointer to the
+/// prefix, so that the next run resumes an interrupted removal.
 ///
 /// # Errors
-/// A broker that nobody knows runs, something of somebody else's is mounted in what is ours, or the prefix has become another
-/// directory than the claimed one: nothing was removed. Or the first thing that could not be undone; then `state.json` is still
-/// there.
+/// If an unknown broker runs, something is mounted inside our directories, or the prefix now is another directory than
+/// the one that was claimed: then nothing was removed. Else the first thing that could not be undone: then `state.json`
+/// is still there.
 pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result<(), Refusal> {
     let seen = state::find(root)?;
     let _lock = HostLock::take_if_there(root, seen.as_ref())?;
-    // Again: while we waited, another stage may have removed it, and another machine that shares the directory claimed it.
+    // Looked up again: while we waited, another stage may have removed the claim, or another machine may have claimed
+    // the shared directory.
     let state = state::find(root)?;
     let prefix = state.as_ref().map(|state| state.prefix.as_path());
     if prefix.is_some() && prefix != seen.as_ref().map(|seen| seen.prefix.as_path()) {
-        return Err(Refusal::transient("this host was claimed at another place just now"));
+        return Err(Refusal::transient("this host was claimed at another prefix in the meantime"));
     }
     let view = brokers.observe(prefix);
     if let Some(unknown) = view.unknown {
         return Err(Refusal::transient(unknown.to_string()));
     }
     if let Some(state) = &state {
-        // Only a pointer tells of a prefix without a state.json, and by now a disk may be mounted over what it was.
+        // A prefix without a state.json is known from a pointer only, and by now another disk may be mounted there.
         claim::check_content(root, &state.prefix, &state.instance_uid).map_err(|refusal| {
-            Refusal::new(format!("nothing was removed: {}; the removal goes on once that is done", refusal.message))
+            Refusal::new(format!("nothing was removed: {}; the removal continues once that is done", refusal.message))
         })?;
     }
     if view.running.is_some() {
@@ -81,16 +83,17 @@ pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result
     Ok(())
 }
 
-/// Versions before this one took prefixes that nodes share, and did not write which machine has one.
+/// Older versions accepted prefixes on file systems that nodes share, and did not record the machine that claimed one.
 fn refuse_shared(state: &HostState, file_system: Option<&str>) -> Result<(), Refusal> {
     let (Some(kind), None) = (file_system, &state.machine) else { return Ok(()) };
     Err(Refusal::new(format!(
-        "{} is on {kind}, and other nodes may use what is there: remove it by hand once no node does",
+        "{} is on {kind}, and other nodes may use its files: remove it by hand once none does",
         state.prefix.display()
     )))
 }
 
-/// The prefix may have a disk of its own, and so may a statedir that is kept.
+/// Refuses if anything is mounted inside the prefix. The prefix itself may be a mount point, and so may a kept
+/// statedir.
 fn refuse_mounts_in_prefix(prefix: &Path, keep_state: bool) -> Result<(), Refusal> {
     let Ok(prefix) = prefix.canonicalize() else { return Ok(()) };
     let is_spared = |point: &Path| {
@@ -100,24 +103,24 @@ fn refuse_mounts_in_prefix(prefix: &Path, keep_state: bool) -> Result<(), Refusa
     refuse_mounts(&prefix, is_spared).map_err(|error| Refusal::io("remove", &prefix, &error))
 }
 
-/// Goes on after a failure, so that one thing that is stuck does not keep the others.
+/// Continues after a failure, so that one thing that can't be undone does not keep the rest in place.
 fn undo_all(root: &Root, state: &HostState) -> Result<(), Refusal> {
     let mut first = Ok(());
     let (ours, others): (Vec<_>, Vec<_>) =
         state.undo.iter().rev().partition(|undo| state::is_ever_written(undo, &state.prefix));
     if !others.is_empty() {
-        tracing::warn!(?others, "state.json lists changes that flux-distribute never makes; they are not undone");
+        tracing::warn!(?others, "state.json lists changes that flux-distribute never makes; leaving them as they are");
     }
     for undo in ours {
         let undone = match undo {
             Undo::Sysctl { name, old, new } => sysctl::put_back(root, name, *old, *new),
             Undo::Symlink { path, made_parent } => links::unlink(root, &state.prefix, path, made_parent.as_deref()),
             Undo::File { path } => remove_file(root, path),
-            // Nothing is in it only after the prefix is gone.
+            // Can be empty only after the prefix is gone; `remove_prefix` removes it.
             Undo::Directory { .. } => Ok(()),
         };
         if let Err(refusal) = undone {
-            tracing::warn!(%refusal, "not undone");
+            tracing::warn!(%refusal, "can't undo a change to this host");
             first = first.and(Err(refusal));
         }
     }
@@ -147,7 +150,7 @@ fn remove_prefix(root: &Root, state: &HostState, keep_state: bool) -> Result<(),
     for path in last.iter().rev() {
         remove_all(path)?;
     }
-    // Kept statedirs hold the prefix, and what others have put beside it holds the directories above.
+    // Fails if kept statedirs are in the prefix; directories above it stay if they hold other users' files.
     let _ = fs::remove_dir(&prefix);
     for undo in state.undo.iter().rev().filter(|undo| state::is_ever_written(undo, &state.prefix)) {
         if let Undo::Directory { path } = undo {
@@ -161,10 +164,10 @@ fn remove_all(path: &Path) -> Result<(), Refusal> {
     remove_all_if_there(path).map_err(|error| Refusal::io("remove", path, &error))
 }
 
-/// A claim that was cut short before `state.json` left a directory that is empty but for these.
+/// A claim that was interrupted before it wrote `state.json` left a directory with at most these two files.
 fn remove_unfinished_claims(root: &Root) {
     for candidate in PREFIX_CANDIDATES {
-        // Not by a link, or in a place, of somebody else's.
+        // Not through another user's link, and not where other users can write.
         let Ok(Some(opened)) = trust::directory(root, Path::new(candidate)) else { continue };
         let dir = host_path(&opened);
         let early = [dir.join(LOCK), aside(&dir.join(STATE))];
@@ -183,7 +186,7 @@ mod tests {
     use hostapi::Machine;
 
     #[test]
-    fn a_shared_prefix_of_which_nobody_knows_whose_it_is_stays() {
+    fn a_shared_prefix_that_no_machine_is_recorded_for_is_not_removed() {
         let known = Some(Machine { name: "n1".into(), ..Machine::default() });
         for (machine, kind, is_refused) in
             [(None, Some("NFS"), true), (None, None, false), (known.clone(), Some("NFS"), false), (known, None, false)]

@@ -1,6 +1,6 @@
-//! Whether the Flux of an environment can be run on this host. A bundle often relies on libraries of the machine it was built
-//! on, and a broker that lacks one dies before it can say so to anybody. The host's own loader is asked, as it will be asked at
-//! the broker's start.
+//! Checks whether an environment's Flux runs on this host. A bundle often relies on libraries of the machine it was
+//! built on, and a broker that lacks one dies before it can report that. So we ask the host's own loader, as it will be
+//! asked when the broker starts.
 
 use std::{
     collections::BTreeSet,
@@ -27,23 +27,24 @@ use host::{
 };
 use hostapi::{LinkOrder, Linked, Progress, Refusal};
 
-/// What is tried, below the environment, and an option that makes it end at once where a loader starts it after all.
+/// The programs to try, relative to the environment, with an option that makes each exit at once if it really starts.
 const PROGRAMS: [(&str, &str); 2] = [("bin/flux", "--version"), ("libexec/flux/cmd/flux-broker", "--help")];
-/// A slow disk is no reason to refuse anything.
+/// Long, because a slow disk is no reason to refuse an environment.
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// What a package set brings gets no right that its broker would not have, and a user and group that no other process has: a user
-/// of the same number could end it, or speak for it by ptrace(2), as whoever is nobody(5). The number is of a range that is nobody's:
-/// above systemd's for containers, which end at 1879048191, and SSSD's for directories, which end at 2000200000, and below
-/// systemd's for foreign images, which begin at 2147352576 (https://systemd.io/UIDS-GIDS/, sssd-ldap(5)).
+/// uid and gid of a trial. Programs of a package set get no rights that their broker would not have, and an id that no
+/// other process has: a user with the same uid could kill the trial, or forge its result by ptrace(2), as any process
+/// of nobody(5) could. The id is in an unassigned range: above systemd's for containers, which end at 1879048191, and
+/// SSSD's for directories, which end at 2000200000, and below systemd's for foreign images, which begin at 2147352576
+/// (https://systemd.io/UIDS-GIDS/, sssd-ldap(5)).
 const TRIAL_ID: u32 = 2_100_000_000;
 /// nobody(5), for a user namespace that does not have [`TRIAL_ID`].
 const NOBODY: u32 = 65534;
-/// Has the loader list the libraries of a program in place of starting it (ld.so(8)).
+/// Makes the loader list a program's libraries instead of starting it (ld.so(8)).
 const TRACE: &str = "LD_TRACE_LOADED_OBJECTS";
 const WORDS: usize = 300;
 
-/// Makes the environment of `order` ([`packages::link_while`]), and tries its Flux. One that can't be used here is kept, and
-/// tried again with the next order: the host may have changed.
+/// Links the environment of `order` ([`packages::link_while`]) and tries its Flux. An environment that can't be used
+/// here is kept, and the next order tries it again: the host may have changed.
 ///
 /// # Errors
 /// As for [`packages::link_while`] and [`try_flux`].
@@ -56,7 +57,7 @@ pub fn link_and_try(
     let LinkOrder { prefix, digest, .. } = order;
     let below = root.path(prefix);
     if packages::linked(&below, digest).is_none() {
-        // Before there is an environment that could be taken for one that runs.
+        // Marked before the environment exists, so that no agent ever takes it for one that runs.
         let path = untried(&below, digest);
         let envs = fs::create_dir_all(below.join(ENVIRONMENTS));
         let made = envs.and_then(|()| File::create(&path)).and_then(|_| sync_parent(&path));
@@ -68,23 +69,23 @@ pub fn link_and_try(
         progress(Progress::begun("trying Flux on this host"));
         let tried = try_flux(&root.path(environment(prefix, digest)), digest, linked.compiled_prefix.as_deref())?;
         if let Tried::Unknown(why) = tried {
-            linked.warnings.push(format!("whether Flux runs on this host is not known: {why}"));
+            linked.warnings.push(format!("can't tell whether Flux runs on this host: {why}"));
         }
         forget(&below, digest)?;
     }
     Ok(linked)
 }
 
-/// True until Flux of environment `digest` has run on this host. A file beside the environment marks it, since an environment
-/// never changes.
+/// True until the Flux of environment `digest` has run on this host. The mark is a file beside the environment, because
+/// an environment never changes.
 pub fn is_untried(prefix: &Path, digest: &str) -> bool {
     untried(prefix, digest).is_file()
 }
 
-/// Removes that mark: Flux ran, or the environment is gone.
+/// Removes that mark, because Flux ran or the environment is gone.
 ///
 /// # Errors
-/// The file system's, in words.
+/// If the file can't be removed.
 pub fn forget(prefix: &Path, digest: &str) -> Result<(), Refusal> {
     let path = untried(prefix, digest);
     remove_if_there(&path).map_err(|error| Refusal::io("remove", &path, &error))
@@ -94,20 +95,20 @@ fn untried(prefix: &Path, digest: &str) -> PathBuf {
     prefix.join(ENVIRONMENTS).join(format!(".{digest}.untried"))
 }
 
-/// The result, unless something is certainly wrong.
+/// The result of a trial that found no certain fault.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Tried {
     /// It runs.
     Runs,
-    /// It could not be found out, and why.
+    /// The trial could not decide, for this reason.
     Unknown(String),
 }
 
-/// Tries the programs of `environment`, which is package set `digest`. `compiled_prefix`: where it believes to be, if that is
-/// elsewhere; at this moment another one may be there.
+/// Tries the programs of `environment`, which holds package set `digest`. `compiled_prefix` is the path that is
+/// compiled into them, if that is another one; at this moment it may lead to another environment.
 ///
 /// # Errors
-/// What this host lacks, each library by its name, and the remedy.
+/// If this host lacks libraries (named in the message, with a remedy), or a program certainly can't run on it.
 pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>) -> Result<Tried, Refusal> {
     let libraries = compiled_prefix.map(|_| ["lib", "lib64"].map(|name| environment.join(name)));
     let ask = |program: &Path, option: &str, traced: bool| {
@@ -147,7 +148,8 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
             }
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 return Err(cant_run(format!(
-                    "the loader that {name} names is not there; use a bundle or a channel for this host's C library"
+                    "the loader of {name} does not exist on this host; use a bundle or a channel for this host's C \
+                     library"
                 )));
             }
             Err(error) => unsure = Some(format!("{name} can't be started: {error}")),
@@ -155,7 +157,7 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
     }
     if !lacking.is_empty() {
         return Err(cant_run(format!(
-            "it lacks {}; install that on the hosts, or use a bundle or a channel that carries it",
+            "it lacks {}; install them on the hosts, or use a bundle or a channel that contains them",
             lacking.join(", ")
         )));
     }
@@ -163,7 +165,7 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
     if unsure.is_none() && is_elf(&flux) {
         match ask(&flux, "--version", false) {
             Ok(Ended::Exited { code, text }) if code != 0 => {
-                let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("without a word");
+                let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message");
                 let last: String = last.trim().chars().take(WORDS).collect();
                 return Err(cant_run(format!("`flux --version` ended with code {code}: {last}")));
             }
@@ -175,11 +177,11 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
     Ok(unsure.map_or(Tried::Runs, Tried::Unknown))
 }
 
-/// How what was tried has ended.
+/// How a tried program ended.
 enum Ended {
-    /// With an exit code; stdout, then stderr.
+    /// It exited. `text` is its stdout, then its stderr.
     Exited { code: i32, text: String },
-    /// In a way that says nothing certain of it, in words. A signal may come from the kernel that lacks memory, or from a person.
+    /// Nothing follows from its end, described here. A signal may come from a kernel without memory, or from a person.
     Inconclusive(String),
 }
 
@@ -207,15 +209,16 @@ fn run(mut command: Command) -> io::Result<Ended> {
     };
     Ok(match status.signal() {
         None => Ended::Exited { code: code(status), text },
-        // No other user's doing: the processor lacks an instruction, and a broker would end in the same way.
+        // SIGILL comes from the processor: it lacks an instruction, and a broker would die in the same way.
         Some(signal) if signal == Signal::SIGILL as i32 => {
             Ended::Exited { code: code(status), text: "it is built for a newer processor (SIGILL)".to_owned() }
         }
-        Some(signal) => Ended::Inconclusive(format!("was ended by signal {signal}")),
+        Some(signal) => Ended::Inconclusive(format!("was killed by signal {signal}")),
     })
 }
 
-/// User and group of the trial: [`TRIAL_ID`] if this namespace has it by its uid_map and gid_map (user_namespaces(7)).
+/// uid and gid of the trial: [`TRIAL_ID`], if the uid_map and gid_map of this user namespace include it
+/// (user_namespaces(7)).
 fn trial_id(maps: &[String; 2]) -> u32 {
     let has_it = |map: &String| {
         map.lines().any(|line| {
@@ -226,13 +229,13 @@ fn trial_id(maps: &[String; 2]) -> u32 {
     if maps.iter().all(has_it) { TRIAL_ID } else { NOBODY }
 }
 
-/// A script has no libraries, and what it would do is not known.
+/// True for an ELF file. Scripts are not tried: they have no libraries, and running them could do anything.
 fn is_elf(path: &Path) -> bool {
     let mut magic = [0; 4];
     File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"\x7fELF"
 }
 
-/// What the loader did not find, from its list: `libx.so.1 => not found`, and
+/// The libraries and versions that the loader did not find, from its list: `libx.so.1 => not found`, and
 /// ``/lib/libc.so.6: version `GLIBC_2.38' not found (required by flux)``.
 fn missing(list: &str) -> BTreeSet<String> {
     let of_line = |line: &str| {
@@ -247,7 +250,7 @@ fn missing(list: &str) -> BTreeSet<String> {
     list.lines().filter_map(of_line).collect()
 }
 
-/// A file of this name is somewhere below `directory`.
+/// True if a file with this name is somewhere below `directory`.
 fn is_within(directory: &Path, name: &str) -> bool {
     fs::read_dir(directory).into_iter().flatten().flatten().any(|entry| {
         entry.file_name() == name || entry.file_type().is_ok_and(|kind| kind.is_dir()) && is_within(&entry.path(), name)
@@ -263,7 +266,7 @@ mod tests {
     use crate::needs::{Need, skips_without};
 
     #[test]
-    fn what_the_loader_misses_is_read_from_its_list() {
+    fn libraries_that_the_loader_does_not_find_are_read_from_its_list() {
         let list = "\tlinux-vdso.so.1 (0x7f)\n\tlibarchive.so.13 => not found\n\tlibc.so.6 => /lib/libc.so.6 (0x7f)\n\
                     bin/flux: /lib/x86_64-linux-gnu/libc.so.6: version `GLIBC_2.99' not found (required by bin/flux)\n\
                     \tlibarchive.so.13 => not found\n";
@@ -271,7 +274,7 @@ mod tests {
         assert!(missing("\tlibc.so.6 => /lib/libc.so.6 (0x7f)\n").is_empty());
     }
 
-    /// The smallest program there is, of one instruction that no processor has.
+    /// The smallest program possible, with a single instruction that no processor has.
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn a_program_for_a_newer_processor_is_refused() {
@@ -310,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn the_trial_has_a_user_of_its_own_wherever_there_is_one() {
+    fn the_trial_uses_its_own_id_if_the_user_namespace_has_it() {
         let whole = "         0          0 4294967295\n";
         for (maps, expected) in [
             ([whole, whole], TRIAL_ID),
@@ -322,21 +325,21 @@ mod tests {
         }
     }
 
-    /// What the kernel and the loader miss of a file that breaks off ends its process.
+    /// A signal kills a truncated program, in the kernel or in the loader.
     #[test]
-    fn a_program_that_a_signal_ends_is_not_said_to_be_unable_to_run() {
+    fn a_program_that_a_signal_kills_is_not_reported_as_unable_to_run() {
         if skips_without([Need::Root]) {
             return;
         }
         let environment = tempfile::tempdir().unwrap();
-        // Another user than root looks into it.
+        // The trial runs as another user than root, who must be able to read it.
         fs::set_permissions(environment.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let flux = environment.path().join("bin/flux");
         fs::create_dir(environment.path().join("bin")).unwrap();
         fs::copy("/bin/sleep", &flux).unwrap();
         File::options().write(true).open(&flux).unwrap().set_len(4096).unwrap();
         let tried = try_flux(environment.path(), "digest", None).unwrap();
-        assert!(matches!(&tried, Tried::Unknown(why) if why.contains("bin/flux was ended by signal ")), "{tried:?}");
+        assert!(matches!(&tried, Tried::Unknown(why) if why.contains("bin/flux was killed by signal ")), "{tried:?}");
     }
 
     #[test]

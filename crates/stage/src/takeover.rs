@@ -1,5 +1,5 @@
-//! An administrator's word that this host's node shall lead: what the new lead begins with is prepared first, then the word
-//! is left where the agent finds it and reports it to the planner.
+//! An administrator's request that this host's node become the lead. First the new lead's statedir is prepared, then
+//! the request is written to a file, which the agent reads and reports to the planner.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -24,25 +24,26 @@ use hostapi::{Refusal, TakeoverOrder};
 const TAKEOVER: &str = "etc/takeover.json";
 const MAX_ID_BYTES: u64 = 256;
 const GZIP: [u8; 2] = [0x1f, 0x8b];
-/// Two blocks of zeros end a tar archive.
+/// Bytes of the two zero blocks that end a tar archive.
 const TAR_END: usize = 1024;
 
-/// Prepares this host to lead. Killed anywhere, it is run again: nothing is done about it before the word is there.
+/// Prepares this host to lead. If it is killed, it can be run again: the planner does nothing before the request is
+/// written.
 ///
 /// # Errors
-/// Where the lead's broker runs here or one that nobody knows, the dump is none or of another instance, or something can't
-/// be written.
+/// If the lead's broker or an unknown one runs here, the dump is damaged or of another instance, or a file can't be
+/// written.
 pub fn takeover(root: &Root, brokers: &dyn Brokers, order: &TakeoverOrder) -> Result<(), Refusal> {
     let _claimed = state::lock_claimed(root, &order.prefix)?;
     let prefix = root.path(&order.prefix);
     let view = brokers.observe(Some(&order.prefix));
     if let Some(unknown) = view.unknown {
-        return Err(Refusal::new(format!("it may be the lead's, and have the queue: {unknown}")));
+        return Err(Refusal::new(format!("a broker runs here that may be the lead's and hold the queue: {unknown}")));
     }
     if let Some(dump) = &order.dump {
         if let Some(broker) = view.running.filter(|broker| broker.record.rank == 0) {
             return Err(Refusal::new(format!(
-                "the lead's broker runs here as process {}: it has the queue",
+                "the lead's broker runs here as process {} and holds the queue: there is nothing to recover",
                 broker.pid
             )));
         }
@@ -54,13 +55,13 @@ pub fn takeover(root: &Root, brokers: &dyn Brokers, order: &TakeoverOrder) -> Re
             match found {
                 Some(id) if id == *instance_id => Ok(()),
                 Some(id) => Err(Refusal::new(format!(
-                    "{} is a dump of instance {id}, and the one that lacks its lead is {instance_id}",
+                    "{} is a dump of instance {id}, but the instance without a lead is {instance_id}",
                     dump.display()
                 ))),
                 None if order.unnamed => Ok(()),
                 None => Err(Refusal::new(format!(
-                    "{} does not say of which instance it is, as those of `flux-distribute dump` do; add --unnamed if you \
-                     know that it is one of instance {instance_id}",
+                    "{} does not name its instance, as dumps of `flux-distribute dump` do; add --unnamed if you know \
+                     that it is a dump of instance {instance_id}",
                     dump.display()
                 ))),
             }
@@ -70,14 +71,14 @@ pub fn takeover(root: &Root, brokers: &dyn Brokers, order: &TakeoverOrder) -> Re
     write_atomic(&prefix.join(TAKEOVER), &text, 0o644, Owner::ROOT)
 }
 
-/// The word that was left below `prefix`, as this process sees it.
+/// The request that was written below `prefix` (this process's path).
 pub fn read(prefix: &Path) -> Option<Takeover> {
     serde_json::from_slice(&fs::read(prefix.join(TAKEOVER)).ok()?).ok()
 }
 
 fn copy(from: &Path, to: &Path) -> Result<(), Refusal> {
     let cant_read = |error: io::Error| Refusal::io("read", from, &error);
-    // Not to hang on what is no file at all.
+    // O_NONBLOCK, because open(2) would wait for a writer if this is a pipe.
     let mut source = OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(from).map_err(cant_read)?;
     if !source.metadata().map_err(cant_read)?.is_file() {
         return Err(Refusal::new(format!("{} is not a file", from.display())));
@@ -91,9 +92,10 @@ fn copy(from: &Path, to: &Path) -> Result<(), Refusal> {
     write().map_err(|error| Refusal::io("copy the dump to", to, &error))
 }
 
-/// Reads a dump to its end: it is whole, and it is Flux's. The instance that it names.
+/// Reads a whole dump and returns the instance ID in it, if there is one. Fails if it is truncated or not a dump of
+/// Flux.
 fn check(path: &Path) -> Result<Option<String>, String> {
-    let broken = |error: io::Error| format!("can't be read to its end, it is not a whole dump: {error}");
+    let broken = |error: io::Error| format!("can't be read to its end, so it is not a whole dump: {error}");
     let mut file = File::open(path).map_err(broken)?;
     let mut magic = [0; 2];
     let is_gzip = file.read_exact(&mut magic).is_ok() && magic == GZIP;
@@ -106,7 +108,7 @@ fn check(path: &Path) -> Result<Option<String>, String> {
     for entry in archive.entries().map_err(broken)? {
         let entry = entry.map_err(broken)?;
         let path = entry.path().map_err(broken)?.into_owned();
-        // What every instance has had since its first minute (flux-config-resource(5), RFC 16).
+        // Every instance has these keys from its first minute on (flux-config-resource(5), RFC 16).
         is_flux = is_flux || path.starts_with("resource") || path.starts_with("job");
         if path == named {
             let mut text = String::new();
@@ -117,13 +119,13 @@ fn check(path: &Path) -> Result<Option<String>, String> {
     let mut tail = archive.into_inner();
     io::copy(&mut tail, &mut io::sink()).map_err(broken)?;
     match () {
-        () if !tail.is_end() => Err("breaks off: it is not a whole dump".to_owned()),
+        () if !tail.is_end() => Err("is truncated: it is not a whole dump".to_owned()),
         () if !is_flux => Err("is not a dump of a Flux instance".to_owned()),
         () => Ok(instance),
     }
 }
 
-/// Remembers the last that was read: a tar archive that was cut off between two entries looks whole but for its end.
+/// Keeps the last bytes that were read: a tar archive that was cut between two entries lacks only its end marker.
 struct Tail<R> {
     stream: R,
     last: Vec<u8>,
@@ -177,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_whole_dump_is_taken_and_it_tells_its_instance() {
+    fn only_a_whole_dump_is_accepted_and_its_instance_is_read() {
         let jobs = "x".repeat(5000);
         let named = archive(&[("flux-distribute/instance-id", "4f-1"), ("resource/R", "{}"), ("job/1/J", &jobs)]);
         let unnamed = archive(&[("resource/R", "{}")]);

@@ -1,5 +1,5 @@
-//! Cgroups of the broker's own. Runtime and kubelet kill everything they find below the pod's cgroup, in whichever
-//! hierarchy: one that is left behind is enough to die.
+//! The broker's own cgroups. At a pod's end, container runtime and kubelet kill every process below the pod's cgroup,
+//! in every hierarchy: a broker that stays behind in a single one dies.
 
 mod view;
 
@@ -15,61 +15,61 @@ pub use view::*;
 
 use crate::{files::absent_is_fine, mountinfo};
 
-/// A process that has just ended or moved keeps its cgroup busy until the kernel has let go of it.
+/// How long a cgroup may stay busy after its last process ended or moved, until the kernel has released it.
 const BUSY: Duration = Duration::from_secs(1);
 const POLL: Duration = Duration::from_millis(10);
 
-/// Why the broker could not be given cgroups of its own.
+/// Why the broker can't get cgroups of its own, or they can't be removed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CgroupError {
-    /// This process is in a cgroup of a hierarchy whose mount is not to be found.
+    /// This process is in a hierarchy that is not mounted.
     #[error("cgroup hierarchy {hierarchy} is not mounted on the host, so the broker can't leave {path} in it")]
     NotMounted {
-        /// Its controllers.
+        /// The hierarchy's controllers.
         hierarchy: String,
-        /// Where this process is in it.
+        /// The process's cgroup in it.
         path: String,
     },
-    /// The kernel took the move and yet the process is where it was.
+    /// The kernel accepted the move, but the process did not leave its cgroup.
     #[error("the broker would stay in cgroup {path} of hierarchy {hierarchy} and die with the agent's pod")]
     LeftBehind {
-        /// Its controllers.
+        /// The hierarchy's controllers.
         hierarchy: String,
-        /// Where this process still is.
+        /// The cgroup that the process is still in.
         path: String,
     },
-    /// It can't be taken off before somebody has ended what is in it.
-    #[error("cgroup {} still holds {process}, which does not end; end it on the host, and this is tried again", path.display())]
+    /// A cgroup can't be removed before its processes end.
+    #[error("cgroup {} still holds {process}, which does not end; end it on the host, then the removal is retried", path.display())]
     Busy {
-        /// Which.
+        /// The cgroup.
         path: PathBuf,
         /// One of its processes, in words.
         process: String,
     },
-    /// A file of a cgroup.
+    /// An operation on a cgroup's file or directory failed.
     #[error("can't {what} {}", path.display())]
     File {
-        /// Verb.
+        /// The operation, such as `write`.
         what: &'static str,
-        /// Which.
+        /// The file or directory.
         path: PathBuf,
-        /// Cause.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
 }
 
-/// The places of this process' view of the host. Those that can't be reached are left out.
+/// The places of cgroup `name` in the hierarchies that this process can reach.
 ///
 /// # Errors
-/// No /proc.
+/// If /proc can't be read.
 pub fn places_here(name: &str) -> io::Result<Vec<Place>> {
     let found = places(&own_memberships()?, &own_mounts()?, name);
     Ok(found.into_iter().filter_map(|(_, place)| place).collect())
 }
 
-/// Moves the calling process into the cgroup `name` of every hierarchy and makes sure that it is there.
+/// Moves the calling process into the cgroup `name` of every hierarchy, and verifies that it is there.
 ///
 /// # Errors
 /// [`CgroupError`]: then the process must not become a broker.
@@ -88,7 +88,7 @@ pub fn enter(name: &str, weight: u32) -> Result<(), CgroupError> {
     check_moved(&before, &own_memberships().map_err(proc)?, &moved)
 }
 
-/// Moves the calling process out of the cgroup `name` of every hierarchy, to the top, and takes that cgroup off.
+/// Moves the calling process from the cgroup `name` to the root of every hierarchy, and removes that cgroup.
 ///
 /// # Errors
 /// The first place that can't be left or removed.
@@ -101,10 +101,10 @@ pub fn leave(name: &str) -> Result<(), CgroupError> {
     remove(&places)
 }
 
-/// Makes the cgroup `name` and those above it, where they are missing, in the hierarchy that is mounted at `point`.
+/// Makes the cgroup `name` and its missing parents in the hierarchy that is mounted at `point`.
 ///
 /// # Errors
-/// The first that can't be made.
+/// The first directory that can't be made, or file that can't be set.
 pub fn make_tree(point: &Path, name: &str, unified: bool) -> Result<(), CgroupError> {
     let mut directory = point.to_owned();
     for component in Path::new(name) {
@@ -115,7 +115,7 @@ pub fn make_tree(point: &Path, name: &str, unified: bool) -> Result<(), CgroupEr
             }
             _ => {}
         }
-        // cgroup v1: a cpuset without cpus and memory nodes takes nobody in.
+        // cgroup v1: a cpuset without CPUs and memory nodes accepts no process.
         for file in ["cpuset.cpus", "cpuset.mems"].iter().filter(|_| !unified) {
             inherit(&directory.join(file))?;
         }
@@ -123,7 +123,7 @@ pub fn make_tree(point: &Path, name: &str, unified: bool) -> Result<(), CgroupEr
     Ok(())
 }
 
-/// The weight counts against the siblings, of which kubepods is one: it belongs to the topmost.
+/// Sets the CPU weight of the topmost cgroup, because it counts against the siblings, one of which is kubepods.
 fn set_weight(place: &Place, name: &str, weight: u32) -> Result<(), CgroupError> {
     let (file, value) = match place.unified {
         true => ("cpu.weight", u64::from(weight)),
@@ -134,7 +134,7 @@ fn set_weight(place: &Place, name: &str, weight: u32) -> Result<(), CgroupError>
     if file.exists() { write(&file, &value.to_string()) } else { Ok(()) }
 }
 
-/// Gives a cpuset file its parent's value where it is empty.
+/// Copies the parent's value to a cpuset file that is empty.
 fn inherit(file: &Path) -> Result<(), CgroupError> {
     let (Ok(own), Some(directory), Some(name)) = (fs::read_to_string(file), file.parent(), file.file_name()) else {
         return Ok(());
@@ -149,17 +149,18 @@ fn write(path: &Path, value: &str) -> Result<(), CgroupError> {
     fs::write(path, value).map_err(|source| CgroupError::File { what: "write", path: path.to_owned(), source })
 }
 
-/// The processes in the cgroup of any of `places`, and below it.
+/// The processes in and below the cgroups of `places`.
 pub fn members(places: &[Place]) -> BTreeSet<i32> {
     members_below(places.iter().map(|place| place.directory.clone()))
 }
 
-/// The processes in any of these cgroups, and below them.
+/// The processes in and below these cgroups.
 pub fn members_below(directories: impl IntoIterator<Item = PathBuf>) -> BTreeSet<i32> {
     let mut found = BTreeSet::new();
     let mut directories: Vec<PathBuf> = directories.into_iter().collect();
     while let Some(directory) = directories.pop() {
-        // Gone in between is as good as empty. 0: a process of a PID namespace that can't be seen from here.
+        // A cgroup that is gone by now is as good as empty. Pid 0 is a process of a PID namespace that is not visible
+        // from here.
         let procs = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
         found.extend(procs.lines().filter_map(|line| line.trim().parse::<i32>().ok()).filter(|pid| *pid > 0));
         directories.extend(children(&directory));
@@ -167,10 +168,10 @@ pub fn members_below(directories: impl IntoIterator<Item = PathBuf>) -> BTreeSet
     found
 }
 
-/// Takes the cgroups off, and those above them that were made for them: all that can be.
+/// Removes the cgroups, and the parents that were made for them, as far as possible.
 ///
 /// # Errors
-/// The first that still has processes.
+/// The first that still has processes, or can't be removed.
 pub fn remove(places: &[Place]) -> Result<(), CgroupError> {
     places.iter().map(remove_place).fold(Ok(()), Result::and)
 }
@@ -188,7 +189,7 @@ fn remove_place(place: &Place) -> Result<(), CgroupError> {
 /// Removes the cgroup `directory` and all below it.
 ///
 /// # Errors
-/// The first that still has processes.
+/// The first that still has processes, or can't be removed.
 pub fn remove_tree(directory: &Path) -> Result<(), CgroupError> {
     for child in children(directory) {
         remove_tree(&child)?;
@@ -197,7 +198,7 @@ pub fn remove_tree(directory: &Path) -> Result<(), CgroupError> {
 }
 
 fn remove_one(directory: &Path) -> Result<(), CgroupError> {
-    // A hierarchy that is mounted read-only says so even of what was never there.
+    // Checked first: a hierarchy that is mounted read-only reports an error even for a cgroup that never existed.
     if !directory.exists() {
         return Ok(());
     }
@@ -222,8 +223,8 @@ fn first_in(directory: &Path) -> String {
             let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
             format!("process {pid} ({})", name.trim())
         }
-        // One of a container has no number here.
-        None => "a process that can't be seen from here".to_owned(),
+        // A process in a container's PID namespace has no pid here.
+        None => "a process that has no pid on this host".to_owned(),
     }
 }
 
@@ -242,7 +243,7 @@ fn own_memberships() -> io::Result<Vec<Membership>> {
 /// The cgroup mounts that this thread sees.
 ///
 /// # Errors
-/// No /proc.
+/// If /proc can't be read.
 pub fn own_mounts() -> io::Result<Vec<Mount>> {
     Ok(cgroup_mounts(mountinfo::own()?))
 }

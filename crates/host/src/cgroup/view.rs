@@ -1,4 +1,4 @@
-//! What /proc tells of cgroups, and where the broker's would be. Pure.
+//! Parses /proc's view of cgroups, and computes where the broker's would be. Pure.
 
 use std::path::{Path, PathBuf};
 
@@ -8,39 +8,39 @@ use crate::mountinfo;
 /// One line of `/proc/<pid>/cgroup`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Membership {
-    /// Sorted; `name=systemd` for a named hierarchy; empty for cgroup v2.
+    /// Controllers, sorted; `name=systemd` for a named hierarchy; empty for cgroup v2.
     pub controllers: Vec<String>,
-    /// Relative to the cgroup namespace.
+    /// Path relative to the root of the cgroup namespace.
     pub path: String,
 }
 
 /// One cgroup line of /proc/self/mountinfo.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// Which cgroup is at the mount point.
+    /// The cgroup that is mounted.
     pub root: String,
-    /// Where it is mounted.
+    /// Mount point.
     pub point: PathBuf,
-    /// The controllers are among these; None for cgroup v2.
+    /// Mount options, which include the controllers; None for cgroup v2.
     pub options: Option<Vec<String>>,
 }
 
 /// A cgroup of the broker in one hierarchy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// The hierarchy, in words.
+    /// Name of the hierarchy, as [`Membership::hierarchy`] returns it.
     pub hierarchy: String,
-    /// cgroup v2.
+    /// True for cgroup v2.
     pub unified: bool,
-    /// Where the hierarchy is mounted.
+    /// Mount point of the hierarchy.
     pub point: PathBuf,
-    /// The cgroup's directory.
+    /// Directory of the cgroup.
     pub directory: PathBuf,
-    /// What `/proc/<pid>/cgroup` shows for a process in it.
+    /// The path that `/proc/<pid>/cgroup` shows for a process in it.
     pub path: String,
 }
 
-/// Reads `/proc/<pid>/cgroup`.
+/// Parses `/proc/<pid>/cgroup`.
 pub fn memberships(text: &str) -> Vec<Membership> {
     text.lines()
         .filter_map(|line| {
@@ -54,12 +54,12 @@ pub fn memberships(text: &str) -> Vec<Membership> {
         .collect()
 }
 
-/// Reads the cgroup mounts out of /proc/self/mountinfo.
+/// Parses the cgroup mounts in /proc/self/mountinfo.
 pub fn mounts(mountinfo: &str) -> Vec<Mount> {
     cgroup_mounts(mountinfo::parse(mountinfo))
 }
 
-/// The cgroup mounts among all.
+/// Selects the cgroup mounts.
 pub(super) fn cgroup_mounts(mounts: Vec<mountinfo::Mount>) -> Vec<Mount> {
     let cgroups = mounts.into_iter().filter_map(|mount| {
         let options = match mount.kind.as_str() {
@@ -73,13 +73,13 @@ pub(super) fn cgroup_mounts(mounts: Vec<mountinfo::Mount>) -> Vec<Mount> {
 }
 
 impl Membership {
-    /// The hierarchy, in words.
+    /// Name of the hierarchy: its controllers, or `v2`.
     pub fn hierarchy(&self) -> String {
         if self.controllers.is_empty() { "v2".to_owned() } else { self.controllers.join(",") }
     }
 
-    /// Where the hierarchy is mounted. A host may have further views of it, those of its containers: the host's own is below
-    /// /sys/fs/cgroup and shows most of it. The last one mounted hides those before it.
+    /// The host's own mount of the hierarchy. There may be others, for containers: the host's is below /sys/fs/cgroup
+    /// and shows the largest part. Of several at the same point, the last one hides the others.
     fn mount<'a>(&self, mounts: &'a [Mount]) -> Option<&'a Mount> {
         mounts.iter().rev().filter(|mount| self.is_mounted_by(mount)).min_by_key(|mount| {
             (!mount.point.starts_with("/sys/fs/cgroup"), mount.root.len(), mount.point.as_os_str().len())
@@ -96,9 +96,9 @@ impl Membership {
     }
 }
 
-/// Where the cgroup `name` is in each hierarchy: directly below the mount point, since the mount of a simulated node shows
-/// a part of the hierarchy only. A hierarchy that is not mounted is None unless the process is in its root, where nobody
-/// kills.
+/// The place of the cgroup `name` in each hierarchy: directly below the mount point, because on a simulated node only
+/// part of the hierarchy is mounted. The place is None for a hierarchy that is not mounted; such a hierarchy is left
+/// out if the process is in its root, because no pod's end kills there.
 pub fn places(memberships: &[Membership], mounts: &[Mount], name: &str) -> Vec<(Membership, Option<Place>)> {
     memberships
         .iter()
@@ -119,7 +119,7 @@ pub fn places(memberships: &[Membership], mounts: &[Mount], name: &str) -> Vec<(
         .collect()
 }
 
-/// The directories of those of `memberships` whose cgroup is called `name`, in whichever slice it is.
+/// The directories of those `memberships` whose cgroup is named `name`, in any slice.
 pub fn directories(memberships: &[Membership], mounts: &[Mount], name: &str) -> Vec<PathBuf> {
     let directory = |membership: &Membership| {
         let path = Path::new(&membership.path);
@@ -129,10 +129,10 @@ pub fn directories(memberships: &[Membership], mounts: &[Mount], name: &str) -> 
     memberships.iter().filter_map(directory).collect()
 }
 
-/// Looks again after the move: the first hierarchy in which the process did not get out of its pod.
+/// Verifies after the move that the process has left its pod in every hierarchy.
 ///
 /// # Errors
-/// [`CgroupError::LeftBehind`].
+/// [`CgroupError::LeftBehind`] with the first hierarchy in which it has not.
 pub fn check_moved(before: &[Membership], after: &[Membership], places: &[Place]) -> Result<(), CgroupError> {
     for now in after {
         let is_ours = places.iter().any(|place| place.hierarchy == now.hierarchy() && place.path == now.path);
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_is_found_in_another_slice_and_nothing_else_is_taken_for_it() {
+    fn a_unit_is_found_in_any_slice_and_only_by_its_exact_name() {
         let unit = |text: &str| super::directories(&memberships(text), &mounts(V1), "flux-broker.service");
         let found = unit("9:name=systemd:/hpc.slice/flux-broker.service\n4:memory:/hpc.slice\n3:cpu,cpuacct:/\n0::/\n");
         assert_eq!(found, [Path::new("/sys/fs/cgroup/systemd/hpc.slice/flux-broker.service")]);
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mount_that_shows_a_part_of_the_hierarchy_is_taken_as_the_root() {
+    fn a_mount_of_part_of_a_hierarchy_counts_as_its_root() {
         let mountinfo = "40 31 0:37 /nodes/node1 /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
         assert_eq!(
             directories("0::/nodes/node1/kubepods/pod1\n", mountinfo),
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn one_hierarchy_left_behind_is_found() {
+    fn a_process_left_behind_in_a_single_hierarchy_is_found() {
         let pod = "4:memory:/kubepods/pod1\n5:pids:/docker/x\n0::/\n";
         let ours = "4:memory:/flux-distribute/broker\n5:pids:/flux-distribute/broker\n0::/\n";
         let pids_left = "4:memory:/flux-distribute/broker\n5:pids:/docker/x\n0::/\n";

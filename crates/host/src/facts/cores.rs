@@ -8,9 +8,10 @@ use super::{Root, read};
 /// One logical CPU, as sysfs describes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cpu {
-    /// Its number.
+    /// Number of the CPU.
     pub cpu: u32,
-    /// `topology/core_cpus_list` (or the older `thread_siblings_list`): the CPUs of its core. hwloc counts by these.
+    /// `topology/core_cpus_list` (or the older `thread_siblings_list`): the CPUs of its core. hwloc counts cores by
+    /// these lists.
     pub siblings: Option<String>,
     /// `topology/physical_package_id`.
     pub package: Option<i64>,
@@ -37,14 +38,14 @@ impl Cpu {
     }
 }
 
-/// How many cores there are among the CPUs that are online and allowed. `None`: not known, so no limit.
+/// Number of cores that have a CPU which is online and allowed. A set that is None sets no limit.
 pub fn count_cores(cpus: &[Cpu], online: Option<&BTreeSet<u32>>, allowed: Option<&BTreeSet<u32>>) -> u32 {
     let usable = |cpu: &&Cpu| [online, allowed].into_iter().flatten().all(|set| set.contains(&cpu.cpu));
     let cores: BTreeSet<_> = cpus.iter().filter(usable).map(Cpu::core).collect();
     u32::try_from(cores.len()).unwrap_or(u32::MAX)
 }
 
-/// The CPUs of a list such as `0-3,8`. None where it is not one.
+/// Parses a CPU list such as `0-3,8`; None if it has another format.
 pub fn parse_cpu_list(text: &str) -> Option<BTreeSet<u32>> {
     let mut cpus = BTreeSet::new();
     for range in text.trim().split(',').filter(|range| !range.is_empty()) {
@@ -54,10 +55,10 @@ pub fn parse_cpu_list(text: &str) -> Option<BTreeSet<u32>> {
     Some(cpus)
 }
 
-/// Cores of this host.
+/// Number of physical cores that this host's processes may use.
 pub(super) fn cores(root: &Root) -> u32 {
     let online = read(root, "/sys/devices/system/cpu/online").and_then(|list| parse_cpu_list(&list));
-    // What PID 1 may use, not what we may: the pod that we come from can be pinned to a few CPUs.
+    // PID 1's CPUs, not this process's: the pod that started it may be pinned to a few.
     let allowed = read(root, "/proc/1/status")
         .and_then(|status| Some(parse_allowed(&status)?.to_owned()))
         .and_then(|list| parse_cpu_list(&list));
@@ -105,7 +106,7 @@ mod tests {
         let threads = [by_ids(0, 0, 0), by_ids(1, 0, 1), by_ids(2, 0, 0), by_ids(3, 0, 1)];
         let packages = [by_ids(0, 0, 0), by_ids(1, 1, 0)];
         let dies = [Cpu { die: Some(0), ..by_ids(0, 0, 0) }, Cpu { die: Some(1), ..by_ids(1, 0, 0) }];
-        // Older arm64 kernels number cores anew in each cluster.
+        // Older arm64 kernels restart the core ids in each cluster.
         let clusters = [by_siblings(0, "0"), by_siblings(1, "1")];
         let bare = [Cpu { cpu: 0, ..Cpu::default() }, Cpu { cpu: 1, ..Cpu::default() }];
         let negative = [by_ids(0, -1, 0), by_ids(1, -1, 1)];
@@ -127,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_of_cpus_are_read_as_the_kernel_writes_them() {
+    fn cpu_lists_are_parsed_in_the_kernels_format() {
         assert_eq!(set("0-2,8\n"), BTreeSet::from([0, 1, 2, 8]));
         assert_eq!(set("\n"), BTreeSet::new());
         assert_eq!(parse_cpu_list("a"), None);

@@ -2,7 +2,8 @@ use std::{fs::File, io::Read, path::Path};
 
 use super::Root;
 
-/// Where a libc.so.6 of the host's own architecture can be. It is read and never loaded: this binary is static.
+/// Directories that may hold the libc.so.6 of the host's own architecture. We read it and never load it: this binary is
+/// static.
 const DIRECTORIES: [&str; 7] = [
     #[cfg(target_arch = "x86_64")]
     "/lib/x86_64-linux-gnu",
@@ -19,10 +20,10 @@ const DIRECTORIES: [&str; 7] = [
     "/run/current-system/sw/lib",
 ];
 
-/// More than any libc.so.6 has.
+/// Bytes to read; more than any libc.so.6 has.
 const LIMIT: u64 = 32 << 20;
 
-/// Version of the host's glibc; None where there is none.
+/// Version of the host's glibc, such as `2.36`; None if it has none.
 pub fn glibc(root: &Root) -> Option<String> {
     DIRECTORIES.iter().find_map(|dir| {
         let mut content = Vec::new();
@@ -32,7 +33,7 @@ pub fn glibc(root: &Root) -> Option<String> {
     })
 }
 
-/// The version in the banner that libc.so.6 prints when it is run:
+/// Finds the version in the banner that libc.so.6 prints when it is executed:
 /// `GNU C Library (Debian GLIBC 2.36-9+deb12u10) stable release version 2.36.`
 pub fn glibc_version(content: &[u8]) -> Option<String> {
     let banner = &content[find(content, b"GNU C Library")?..];
@@ -52,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_banner_tells_the_version() {
+    fn the_version_is_read_from_the_banner() {
         for (banner, expected) in [
             ("\0x\0GNU C Library (Debian GLIBC 2.36-9+deb12u10) stable release version 2.36.\nCopyright", Some("2.36")),
             ("GNU C Library (GNU libc) stable release version 2.28.\n", Some("2.28")),

@@ -7,11 +7,11 @@ const NVIDIA: u32 = 0x10de;
 /// A device of the PCI bus, as sysfs describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PciDevice {
-    /// `class`, such as 0x030200.
+    /// Class code, such as 0x030200.
     pub class: u32,
-    /// `vendor`.
+    /// Vendor id.
     pub vendor: u32,
-    /// The driver that it is bound to. One given to virtual machines has another than its own.
+    /// The driver that it is bound to. A device passed to a virtual machine has another driver than its own.
     pub driver: Option<String>,
 }
 
@@ -22,14 +22,15 @@ impl PciDevice {
     }
 }
 
-/// NVIDIA's by the PCI bus, AMD's by the `gpu_id`s of its compute driver's nodes (0 is a CPU).
+/// Counts NVIDIA GPUs among the PCI devices, and AMD GPUs by the `gpu_id`s of their compute driver's nodes (0 is a
+/// CPU).
 pub fn count_gpus(devices: &[PciDevice], kfd_gpu_ids: &[u64]) -> u32 {
     let nvidia = devices.iter().filter(|device| device.is_gpu()).count();
     let amd = kfd_gpu_ids.iter().filter(|&&id| id != 0).count();
     u32::try_from(nvidia + amd).unwrap_or(u32::MAX)
 }
 
-/// GPUs of this host.
+/// Number of GPUs that this host's own drivers hold.
 pub(super) fn gpus(root: &Root) -> u32 {
     let devices: Vec<_> = names(root, "/sys/bus/pci/devices")
         .filter_map(|name| {
@@ -60,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gpus_that_their_own_driver_holds_are_counted() {
+    fn only_gpus_with_their_own_driver_are_counted() {
         let device = |class, vendor, driver: &str| PciDevice { class, vendor, driver: Some(driver.into()) };
         for (what, device, expected) in [
             ("a graphics card", device(0x03_0000, NVIDIA, "nvidia"), 1),

@@ -1,4 +1,4 @@
-//! What a host has. Read from its own files, by a process in its namespaces.
+//! Facts about a host, read from its own files by a process in its namespaces.
 
 mod cores;
 mod glibc;
@@ -21,19 +21,19 @@ pub fn resources(root: &Root) -> Resources {
     Resources { cores: cores::cores(root), gpus: gpus::gpus(root) }
 }
 
-/// Which boot this is.
+/// ID of the current boot; empty if the kernel does not show one.
 pub fn boot_id(root: &Root) -> String {
     read(root, "/proc/sys/kernel/random/boot_id").unwrap_or_default()
 }
 
-/// Memory in MiB.
+/// Memory in MiB; 0 if unknown.
 pub fn memory_mib(root: &Root) -> u64 {
     let text = read(root, "/proc/meminfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
     line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or_default() / 1024
 }
 
-/// The conda platform of a machine as uname(2) names it, where conda's Flux exists for it.
+/// The conda platform for uname(2)'s machine name; None if conda has no Flux for it.
 pub fn platform(machine: &str) -> Option<&'static str> {
     match machine {
         "x86_64" => Some("linux-64"),
@@ -42,8 +42,8 @@ pub fn platform(machine: &str) -> Option<&'static str> {
     }
 }
 
-/// systemd runs this host, can be talked to, and there is a `systemctl` to talk with. `/run/systemd/system` alone also
-/// exists where systemd is only installed.
+/// True if systemd runs this host, answers, and has a `systemctl` to control it. `/run/systemd/system` alone may also
+/// exist on a host where systemd is only installed.
 pub fn systemd(root: &Root) -> bool {
     systemctl(&root.path("/")).is_some()
 }

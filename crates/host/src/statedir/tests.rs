@@ -5,7 +5,7 @@ use crate::needs::{Need, skips_without};
 
 const FLUX: Owner = Owner { uid: 500, gid: 501 };
 
-/// The test's own. None if the test can't run: only root can give files away.
+/// A directory for the test. None if the test can't run: only root can give files away.
 fn directory() -> Option<tempfile::TempDir> {
     if skips_without([Need::Root]) { None } else { Some(tempfile::tempdir().unwrap()) }
 }
@@ -15,7 +15,7 @@ fn owner(path: &Path) -> Owner {
 }
 
 #[test]
-fn what_is_made_of_a_dump_is_nobody_elses_before_it_is_whole_and_no_planted_symlink_gives_a_file_away() {
+fn a_statedir_from_a_dump_is_roots_until_it_is_complete() {
     let Some(dir) = directory() else { return };
     let (prefix, shadow) = (dir.path().join("prefix"), dir.path().join("shadow"));
     fs::create_dir(&prefix).unwrap();
@@ -24,7 +24,7 @@ fn what_is_made_of_a_dump_is_nobody_elses_before_it_is_whole_and_no_planted_syml
         for above in [path.parent().unwrap(), path.parent().unwrap().parent().unwrap()] {
             assert_eq!(owner(above), Owner::ROOT);
         }
-        // Were it the user's already, he could do this while the dump is read.
+        // If the directory were the user's already, that user could do this while the dump is read.
         symlink(&shadow, path).unwrap();
         Ok(())
     };
@@ -36,7 +36,7 @@ fn what_is_made_of_a_dump_is_nobody_elses_before_it_is_whole_and_no_planted_syml
 }
 
 #[test]
-fn a_queue_that_was_kept_comes_back_with_its_instance_and_the_one_before_it_stays_beside() {
+fn a_kept_queue_comes_back_with_its_instance_and_the_other_is_kept() {
     let Some(dir) = directory() else { return };
     let prefix = dir.path();
     let order = |id: &str, established| StateDir { instance_id: id.into(), established };
@@ -48,20 +48,20 @@ fn a_queue_that_was_kept_comes_back_with_its_instance_and_the_one_before_it_stay
     }
     assert_eq!((queue("state").as_deref(), queue("state.old").as_deref()), (Some("new"), Some("old")));
     assert_eq!(kept(prefix), ids(&["new", "old"]));
-    assert!(prepare(prefix, &order("old", true), FLUX).is_err(), "what was lost is an administrator's to bring back");
+    assert!(prepare(prefix, &order("old", true), FLUX).is_err(), "only an administrator may bring back a lost queue");
     for _ in 0..2 {
         prepare(prefix, &order("old", false), FLUX).unwrap();
         assert_eq!((queue("state").as_deref(), queue("state.new").as_deref()), (Some("old"), Some("new")));
-        assert_eq!(owner(&prefix.join("state").join(CONTENT)), Owner::ROOT, "only another owner changes it");
+        assert_eq!(owner(&prefix.join("state").join(CONTENT)), Owner::ROOT, "files change only with the owner");
         assert!(!prefix.join("state.old").exists());
         assert_eq!(kept(prefix), ids(&["new", "old"]));
-        // Killed between the two renames.
+        // As if killed between the two renames.
         fs::rename(prefix.join("state"), prefix.join("state.old")).unwrap();
     }
 }
 
 #[test]
-fn another_owner_gets_all_of_the_statedir_and_nothing_that_it_leads_to() {
+fn a_new_owner_gets_the_whole_statedir_and_nothing_that_it_links_to() {
     let Some(dir) = directory() else { return };
     let prefix = dir.path();
     fs::create_dir(prefix.join("etc")).unwrap();
@@ -83,7 +83,7 @@ fn another_owner_gets_all_of_the_statedir_and_nothing_that_it_leads_to() {
         for path in ["etc", "etc/shadow"] {
             assert_eq!(owner(&prefix.join(path)), Owner::ROOT, "{path}");
         }
-        // As a change that was cut short leaves it.
+        // The state after an interrupted change.
         std::os::unix::fs::chown(prefix.join("state/dump"), Some(FLUX.uid), Some(FLUX.gid)).unwrap();
         own(File::open(prefix.join("state")).unwrap(), Owner::ROOT).unwrap();
         fs::set_permissions(prefix.join("state"), fs::Permissions::from_mode(UNFINISHED)).unwrap();
@@ -98,7 +98,7 @@ fn left(dir: &Path) -> Vec<String> {
 }
 
 #[test]
-fn of_the_dumps_that_flux_writes_at_each_stop_the_newest_and_the_one_to_restore_stay() {
+fn the_newest_of_fluxs_own_dumps_and_the_one_to_restore_are_kept() {
     let prefix = tempfile::tempdir().unwrap();
     let dir = prefix.path().join("state/dump");
     assert_eq!(prune_dumps(prefix.path()), (0, 0), "there is none");
@@ -113,11 +113,11 @@ fn of_the_dumps_that_flux_writes_at_each_stop_the_newest_and_the_one_to_restore_
     let mut expected: Vec<_> = [2, 4, 5, 6].map(day).into_iter().chain(others.map(str::to_owned)).collect();
     expected.sort();
     assert_eq!(left(&dir), expected);
-    assert_eq!(prune_dumps(prefix.path()), (0, 0), "and so they do the next time");
+    assert_eq!(prune_dumps(prefix.path()), (0, 0), "a second run removes nothing more");
 }
 
 #[test]
-fn what_a_recovery_begins_from_stays_until_flux_has_another() {
+fn the_dump_of_a_recovery_stays_until_flux_has_written_another() {
     let prefix = tempfile::tempdir().unwrap();
     let dir = prefix.path().join("state/dump");
     fs::create_dir_all(&dir).unwrap();
@@ -126,7 +126,7 @@ fn what_a_recovery_begins_from_stays_until_flux_has_another() {
     fs::write(dir.join("20261101_080910.tgz"), "dump").unwrap();
     symlink("recovered.tgz", dir.join("RESTORE")).unwrap();
     assert_eq!(prune_dumps(prefix.path()), (0, 0), "it is to be restored");
-    // Flux takes the link off when it has restored it.
+    // Flux removes the link once it has restored the dump.
     fs::remove_file(dir.join("RESTORE")).unwrap();
     assert_eq!(prune_dumps(prefix.path()), (1, 4));
     assert_eq!(left(&dir), ["20261101_080910.tgz"]);

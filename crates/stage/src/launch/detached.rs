@@ -1,9 +1,9 @@
-//! A broker on a host without systemd: a process of its own session, in cgroups of its own.
+//! Runs a broker on a host without systemd: in a session of its own, and in cgroups of its own.
 //!
-//! The stage spawns the *launcher* (this same program, subcommand [`LAUNCHER`]), which makes itself what a broker has to
-//! be and then becomes it by exec: pid and start time stay, so it can write the record before. Its stdin is the locked
-//! file of the run directory with its order; it holds that lock until the exec. A stage that is killed in between leaves
-//! either a broker that has a record, or none.
+//! The stage spawns the *launcher* (this same program, subcommand [`LAUNCHER`]), which sets up its own process as a
+//! broker needs it and then becomes the broker by exec. Exec keeps pid and start time, so the launcher can write the
+//! record before it. Its stdin is the run directory's lock file, which contains its order; it holds that lock until the
+//! exec. If the stage is killed in between, there is either a broker with a record, or no broker.
 
 use std::{
     ffi::CString,
@@ -37,7 +37,7 @@ use hostapi::LaunchOrder;
 /// The hidden subcommand of the launcher.
 pub const LAUNCHER: &str = "launch";
 
-/// What a launcher is told.
+/// The launcher's order, in the lock file.
 #[derive(Serialize, Deserialize, Debug)]
 struct LauncherOrder {
     order: LaunchOrder,
@@ -45,7 +45,7 @@ struct LauncherOrder {
     cgroup: String,
 }
 
-/// Has a launcher become the broker. `lock` is held by it until then.
+/// Starts a launcher and waits until it has become the broker. The launcher holds `lock` until then.
 pub(super) fn start(
     order: &LaunchOrder,
     run_dir: &Path,
@@ -53,13 +53,13 @@ pub(super) fn start(
     launcher: &Path,
     lock: &File,
 ) -> Result<(), LaunchError> {
-    let told = LauncherOrder { order: order.clone(), run_dir: run_dir.to_owned(), cgroup: cgroup.to_owned() };
+    let launcher_order = LauncherOrder { order: order.clone(), run_dir: run_dir.to_owned(), cgroup: cgroup.to_owned() };
     let failed = |source| LaunchError::Spawn { source };
     let mut stdin = lock;
     stdin.set_len(0).map_err(failed)?;
     stdin.seek(SeekFrom::Start(0)).map_err(failed)?;
     stdin
-        .write_all(serde_json::to_string(&told).map_err(io::Error::from).map_err(failed)?.as_bytes())
+        .write_all(serde_json::to_string(&launcher_order).map_err(io::Error::from).map_err(failed)?.as_bytes())
         .map_err(failed)?;
     stdin.seek(SeekFrom::Start(0)).map_err(failed)?;
 
@@ -70,13 +70,13 @@ pub(super) fn start(
     if said.is_empty() {
         return Ok(());
     }
-    // It said no: it ends at once, and nobody else would reap it.
+    // It failed and exits at once. We are its parent, so nothing else would reap it.
     let _ = waitpid(pid, None);
     Err(LaunchError::Launcher { sentence: said.trim().to_owned() })
 }
 
-/// std's `Command` leaves ignored signals ignored (a `nohup` far above us would reach the jobs), and this is what can
-/// reset them without unsafe code.
+/// Starts the launcher with default signal dispositions: std's `Command` would leave ignored signals ignored, so that a
+/// `nohup` far above us would affect the jobs. posix_spawn can reset them without unsafe code.
 fn spawn(launcher: &Path, stdin: &File, stderr: OwnedFd) -> io::Result<nix::unistd::Pid> {
     let null = fs::OpenOptions::new().write(true).open("/dev/null")?;
     let mut files = PosixSpawnFileActions::init()?;
@@ -92,10 +92,10 @@ fn spawn(launcher: &Path, stdin: &File, stderr: OwnedFd) -> io::Result<nix::unis
     Ok(posix_spawn(program.as_c_str(), &files, &attributes, &arguments, &[] as &[CString])?)
 }
 
-/// The launcher: to be called before anything else of the program, while there is one thread. Says on stderr why it did
-/// not become a broker; otherwise it does not return.
+/// Main function of the launcher. Call it before anything else, while the process has a single thread. Returns only if
+/// it could not become a broker, and writes the reason to stderr.
 pub fn launcher_main() -> ExitCode {
-    // Whatever was open above the standard files belongs to whoever started the stage; the broker must not hold it.
+    // Descriptors above stderr belong to the stage's parent; the broker must not keep them open.
     close_inherited();
     let report = io::stderr().as_fd().try_clone_to_owned();
     let error = match report {
@@ -124,7 +124,7 @@ fn become_broker() -> Result<Never, LaunchError> {
     cgroup::enter(&cgroup, order.cpu_weight)?;
     setsid().map_err(io::Error::from).map_err(step("start a session"))?;
     umask(Mode::from_bits_truncate(0o022));
-    // Inherited from the pod: 1000 (killed first) or -997 (killed last, with all its jobs).
+    // The pod's value would be inherited: 1000 (killed first) or -997 (killed last, with all its jobs).
     fs::write("/proc/self/oom_score_adj", "0").map_err(step("write oom_score_adj"))?;
     let log_start = log::length(&log::path(&order.prefix));
     let warnings = raise_limits();
@@ -147,7 +147,7 @@ fn become_broker() -> Result<Never, LaunchError> {
 
     user.becoming()().map_err(step("become the broker's user"))?;
     let (program, arguments) = order.argv.split_first().ok_or(LaunchError::NoCommand)?;
-    // exec() also resets SIGPIPE, which Rust's runtime has ignored since the start of main.
+    // exec() also resets SIGPIPE, which Rust's runtime ignores from the start of main.
     let source = Command::new(program).args(arguments).env_clear().envs(&order.env).exec();
     drop(lock);
     Err(LaunchError::Step { what: format!("run {program}"), source })
@@ -163,14 +163,14 @@ fn close_inherited() {
         return;
     };
     let open: Vec<i32> = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
-    // The directory's own descriptor is among them and is closed by now.
+    // The list includes the directory's own descriptor, which is closed by now; close() then fails harmlessly.
     for descriptor in open.into_iter().filter(|descriptor| *descriptor > 2) {
         let _ = nix::unistd::close(descriptor);
     }
 }
 
-/// What a login gives: jobs need it, and containerd's limits are lower; and no core of a broker. Returns what could not be
-/// raised.
+/// Sets the limits of a login session, which jobs need and containerd lowers, and prevents the broker's own core dumps.
+/// Returns the limits that could not be raised.
 fn raise_limits() -> Vec<&'static str> {
     const INFINITY: u64 = u64::MAX;
     let wanted = [
@@ -182,7 +182,7 @@ fn raise_limits() -> Vec<&'static str> {
         if setrlimit(resource, soft, hard).is_ok() {
             return None;
         }
-        // A hard limit needs CAP_SYS_RESOURCE; the soft one may go as far as it.
+        // Raising a hard limit needs CAP_SYS_RESOURCE. Without it, raise the soft limit up to the present hard one.
         if let Ok((_, hard)) = getrlimit(resource) {
             let _ = setrlimit(resource, hard.min(soft), hard);
         }

@@ -1,4 +1,4 @@
-//! Why a broker was not started or stopped.
+//! Why a broker could not be started, stopped or forgotten.
 
 use std::{
     io,
@@ -10,102 +10,102 @@ use broker::unit::UnknownUser;
 use host::cgroup;
 use hostapi::Refusal;
 
-/// Why a broker was not started or stopped.
+/// Why a broker could not be started, stopped or forgotten.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// Another stage works on the broker.
+    /// Another stage holds the broker's lock.
     #[error("another start or stop of the broker is under way")]
     UnderWay,
-    /// The host's own words, such as for a `run_as` that names nobody.
+    /// Another part of the host stage refused, for example because the user `run_as` does not exist.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// systemd starts nothing as such a user.
+    /// systemd can't start a service as such a user.
     #[error(transparent)]
     UnknownUser(#[from] UnknownUser),
     /// The order's argv is empty.
     #[error("the order names no command")]
     NoCommand,
-    /// A file or directory.
+    /// A file or directory operation failed.
     #[error("can't {what} {}", path.display())]
     File {
-        /// Verb.
+        /// The operation, such as `open`.
         what: &'static str,
-        /// Which.
+        /// The file or directory.
         path: PathBuf,
-        /// Cause.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// The launcher could not be run.
+    /// The launcher could not be started.
     #[error("can't run the launcher of the broker")]
     Spawn {
-        /// Cause.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// What the launcher said.
+    /// The launcher reported an error.
     #[error("{sentence}")]
     Launcher {
-        /// Its words.
+        /// Its report, one sentence.
         sentence: String,
     },
-    /// A step on the way to the broker.
+    /// A step towards the broker failed.
     #[error("can't {what}")]
     Step {
-        /// Verb and object.
+        /// Verb and object, such as `start a session`.
         what: String,
-        /// Cause.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// It could not leave the pod's cgroups.
+    /// The launcher could not leave the pod's cgroups.
     #[error(transparent)]
     Cgroup(#[from] cgroup::CgroupError),
-    /// systemctl said no.
+    /// systemctl failed.
     #[error("{command}: {output}")]
     Systemctl {
-        /// Command line.
+        /// The command line.
         command: String,
-        /// What it said.
+        /// Its stdout and stderr.
         output: String,
     },
-    /// systemctl did not answer in time.
+    /// systemctl did not end in time.
     #[error("{command} took longer than {seconds} s")]
     Slow {
-        /// Command line.
+        /// The command line.
         command: String,
-        /// It had so many.
+        /// The time limit.
         seconds: u64,
     },
-    /// It was started and ended at once.
+    /// The broker started and ended at once.
     #[error("the broker ended right after its start: {why}")]
     Gone {
-        /// From its log.
+        /// The reason, from its log.
         why: String,
     },
-    /// A broker runs that may lead and have jobs.
+    /// A broker runs that may be a lead and have jobs.
     #[error("{0}")]
     Unrecorded(UnknownBroker),
     /// The kernel refused a signal.
     #[error("can't signal process {pid}")]
     Signal {
-        /// Which.
+        /// The process.
         pid: i32,
-        /// Cause.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// SIGKILL did not help, such as in an uninterruptible wait for a file system.
-    #[error("process {pid} of the broker does not end, even by SIGKILL")]
+    /// The process survived SIGKILL, for example in an uninterruptible wait for a file system.
+    #[error("process {pid} of the broker does not end, even after SIGKILL")]
     Unkillable {
-        /// Which.
+        /// The process.
         pid: i32,
     },
-    /// Forget is for after the stop.
+    /// `forget` was called before `stop`.
     #[error("the broker still runs as process {pid}; stop it first")]
     StillRuns {
-        /// Which.
+        /// The process.
         pid: i32,
     },
 }

@@ -1,5 +1,6 @@
-//! A broker whose record is gone, such as with all of /run/flux-distribute by a cleaner of temporary files. It is known by
-//! where it runs and by its command line; what it was started with is made again from what the prefix says.
+//! Finds a running broker whose record is gone, for example because a cleaner of temporary files removed
+//! /run/flux-distribute. We recognize it by its unit or cgroup and its command line, and restore its record from the
+//! files of its prefix.
 
 use std::{
     fs,
@@ -13,22 +14,22 @@ use broker::command::{BrokerIdentity, launch};
 use host::{Root, cgroup, facts, log, process::Identity, state, users};
 use hostapi::LaunchRecord;
 
-/// The broker that runs without a record.
-pub(super) enum Found {
-    /// All of it is known.
+/// A broker that runs without a record.
+pub(super) enum UnrecordedBroker {
+    /// Its record could be restored.
     Known(Box<RunRecord>),
-    /// It is a broker, and nothing tells for sure which.
+    /// It is a broker, but its instance is uncertain.
     Unknown(UnknownBroker),
 }
 
-/// A broker that runs here, and nothing tells for sure of which instance: it may lead, and have jobs.
+/// A running broker whose instance is uncertain: it may be a lead, and have jobs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnknownBroker {
-    /// In the host's PID namespace.
+    /// Process id in the host's PID namespace.
     pub pid: i32,
-    /// Where it runs: a unit or a cgroup.
+    /// Its unit or cgroup, in words.
     pub place: String,
-    /// What is missing.
+    /// Why its record can't be restored.
     pub why: String,
 }
 
@@ -36,14 +37,14 @@ impl std::fmt::Display for UnknownBroker {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "a broker runs on this host as process {} in {}, its record is gone and {}: once its jobs have ended, end it \
-             by `kill {}` on the host",
+            "a broker runs on this host as process {} in {}, but its record is gone and {}: once its jobs have ended, \
+             end it with `kill {}` on the host",
             self.pid, self.place, self.why, self.pid
         )
     }
 }
 
-/// The words of a broker's command line, see [`broker::command`].
+/// The arguments of a broker's command line; see [`crate::broker::command`].
 struct CommandLine(Vec<String>);
 
 impl CommandLine {
@@ -63,16 +64,16 @@ impl CommandLine {
 }
 
 impl Places {
-    /// Looks for the broker without its record: the unit's main process; else, among those in the broker's cgroup, where
-    /// jobs are too, the first that has the command line of one.
-    pub(super) fn find(&self) -> Result<Option<Found>, LaunchError> {
+    /// Looks for a broker without its record: the unit's main process, else the first process in the broker's cgroup,
+    /// which also contains jobs, that has a broker's command line.
+    pub(super) fn find(&self) -> Result<Option<UnrecordedBroker>, LaunchError> {
         let unit = self.systemd.as_ref().map_or(Ok(None), Systemd::process)?.map(|process| (process, true));
         let Some((process, systemd)) = unit.or_else(|| Some((self.find_in_cgroup()?, false))) else { return Ok(None) };
         Ok(Some(match self.known(&process, systemd) {
-            Ok(record) => Found::Known(Box::new(record)),
+            Ok(record) => UnrecordedBroker::Known(Box::new(record)),
             Err(why) => {
                 let place = if systemd { "its unit".to_owned() } else { format!("cgroup {}", self.cgroup) };
-                Found::Unknown(UnknownBroker { pid: process.pid, place, why })
+                UnrecordedBroker::Unknown(UnknownBroker { pid: process.pid, place, why })
             }
         }))
     }
@@ -83,7 +84,7 @@ impl Places {
             line.is_some_and(|line| line.value("-Srundir").map(Path::new) == Some(&self.broker_run_dir))
         };
         let members = cgroup::members(&self.cgroups().ok()?).into_iter().filter_map(Identity::of);
-        // What a broker has just forked has its command line still.
+        // A process that the broker has just forked still has the broker's command line; the oldest is the broker.
         members.filter(is_broker).min_by_key(|process| (process.start_time, process.pid))
     }
 
@@ -99,7 +100,7 @@ impl Places {
         let record = record(&line, &prefix, &roster)?;
         let state = state::load(&Root::host(), &prefix).ok().flatten();
         if state.is_some_and(|state| state.instance_uid != roster.instance_uid) {
-            return Err(format!("{} is of another FluxInstance than its roster", prefix.display()));
+            return Err(format!("{} belongs to another FluxInstance than its roster", prefix.display()));
         }
         let used = [fs::read_link(format!("/proc/{}/exe", process.pid)).unwrap_or_default().display().to_string()];
         let environment = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
@@ -108,7 +109,7 @@ impl Places {
         let environments = format!("{}/", prefix.join(state::ENVIRONMENTS).display());
         let digest = texts.find_map(|text| text.split_once(&environments)?.1.split(['/', ':', '\0']).next());
         if digest != Some(&record.digest) {
-            return Err("it does not run from the environment of the roster that is on this host".to_owned());
+            return Err("it does not run from the environment that this host's roster names".to_owned());
         }
         let owner = users::resolve_on(&Root::host(), &roster.settings.run_as).ok().map(|user| user.uid);
         if fs::metadata(format!("/proc/{}", process.pid)).ok().map(|process| process.uid()) != owner {
@@ -118,7 +119,7 @@ impl Places {
             process: Some(process.clone()),
             boot_id: facts::boot_id(&Root::host()),
             systemd,
-            // What it says from now on.
+            // Only what it logs from now on explains its end.
             log_start: log::length(&log::path(&prefix)),
             prefix,
             record,
@@ -126,16 +127,17 @@ impl Places {
     }
 }
 
-/// What a broker of this command line was started with, by the roster that its host was configured by last.
+/// The launch record of a broker with this command line, according to the roster that its host was last configured
+/// with.
 fn record(line: &CommandLine, prefix: &Path, roster: &Roster) -> Result<LaunchRecord, String> {
-    let name = line.value("-Shostname").ok_or("its command line tells no broker's name")?;
+    let name = line.value("-Shostname").ok_or("its command line has no broker name")?;
     let entry = roster.ranks.iter().find(|(_, entry)| entry.broker_name == name);
-    let (rank, entry) = entry.ok_or_else(|| format!("the roster on this host knows no broker {name}"))?;
-    // Only the lead is told of a statedir.
+    let (rank, entry) = entry.ok_or_else(|| format!("this host's roster has no broker {name}"))?;
+    // Only the lead gets a statedir.
     if line.value("-Sstatedir").is_some() != (*rank == 0) {
-        return Err(format!("it was not started for rank {rank}, which {name} has in the roster on this host"));
+        return Err(format!("it was not started for rank {rank}, which {name} has in this host's roster"));
     }
-    let member = entry.member.as_ref().ok_or_else(|| format!("rank {rank} is nobody's in the roster on this host"))?;
+    let member = entry.member.as_ref().ok_or_else(|| format!("rank {rank} has no member in this host's roster"))?;
     let identity = BrokerIdentity {
         prefix,
         rank: *rank,
@@ -149,7 +151,7 @@ fn record(line: &CommandLine, prefix: &Path, roster: &Roster) -> Result<LaunchRe
     let order = launch(&roster.settings, &identity);
     let mut record = order.record;
     if !order.argv.get(2..).is_some_and(|words| line.0.ends_with(words)) {
-        // Started by another version: no fingerprint of this one is its.
+        // Another version started it, so this version's fingerprint would be wrong.
         record.launch = String::new();
     }
     Ok(record)
@@ -180,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_broker_was_started_with_is_told_by_its_command_line_and_the_roster_beside_it() {
+    fn a_brokers_record_is_restored_from_its_command_line_and_roster() {
         let roster = roster(4, &[("node1", 2), ("node2", 2)]);
         for (rank, name) in [(0, "node1"), (1, "node2")] {
             let line = line(&roster, rank, name);
@@ -191,7 +193,8 @@ mod tests {
             assert_eq!((&found.instance_id, &found.digest), (&roster.instance_id, &roster.settings.digest));
             assert_eq!(found.launch.len(), 64);
         }
-        // The rank's next holder was named already; it is another version's; the roster is of another epoch.
+        // The roster names the rank's next member already; then a name that is not in it; then another version's
+        // command line.
         assert!(record(&line(&roster, 1, "node1"), Path::new(PREFIX), &roster).unwrap_err().contains("rank 0"));
         assert!(record(&line(&roster, 1, "node9"), Path::new(PREFIX), &roster).unwrap_err().contains("node9"));
         let mut older = line(&roster, 1, "node2");

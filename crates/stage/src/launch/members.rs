@@ -1,7 +1,7 @@
-//! Which processes are the broker's: those that the kernel shows in its unit or its cgroup. A name, arguments or an
-//! environment prove nothing, since any user and any pod can give them to a process of its own; into these cgroups only root
-//! moves a process, and all that is started there stays there. So jobs are found after their broker has died, too, and
-//! those of a broker that an older version has started.
+//! Determines which processes are the broker's: those in its unit or its cgroup. A name, arguments or an environment
+//! prove nothing, because any user and any pod can choose them for a process. But only root moves processes into these
+//! cgroups, and whatever a process starts there stays there. So we find jobs even after their broker has died, and
+//! those of a broker that an older version started.
 
 use std::{collections::BTreeSet, fs, io};
 
@@ -9,9 +9,9 @@ use super::Places;
 use broker::unit::SERVICE;
 use host::{BrokerProcesses, cgroup, process::Stat};
 
-/// Where systemd puts the unit, below the mount of each hierarchy.
+/// The unit's cgroup, relative to the mount of each hierarchy.
 const UNIT_CGROUP: &str = "flux.slice/flux-broker.service";
-/// What the kernel calls flux-shell(1): on each node of a job one runs for as long as the job does.
+/// The kernel's name for flux-shell(1); one runs on each node of a job until the job ends.
 const JOB_SHELL: &str = "flux-shell";
 
 impl BrokerProcesses for Places {
@@ -34,7 +34,7 @@ impl Places {
         for name in [&self.cgroup, UNIT_CGROUP] {
             directories.extend(cgroup::places_here(name)?.into_iter().map(|place| place.directory));
         }
-        // An administrator's drop-in may have put the unit into another slice.
+        // An administrator's drop-in may have moved the unit to another slice.
         if let Some(text) = unit.and_then(|pid| fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()) {
             directories.extend(cgroup::directories(&cgroup::memberships(&text), &cgroup::own_mounts()?, SERVICE));
         }
@@ -42,7 +42,7 @@ impl Places {
     }
 }
 
-/// One that has ended, and whose parent has not noticed yet, holds no job up.
+/// True for a job shell, unless it is a zombie: that one delays no job.
 fn is_job_shell(pid: i32) -> bool {
     let Ok(line) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
     let name = line.split_once('(').and_then(|(_, rest)| Some(rest.rsplit_once(')')?.0));

@@ -1,8 +1,8 @@
-//! The broker's process on the host: starting it out of the pod's reach, finding it again, stopping it.
+//! The broker's process on the host: starts it outside the pod's cgroup, finds it again, and stops it.
 //!
-//! At most one broker runs: start, stop and forget exclude each other by a lock in the run directory, and a start that
-//! finds a broker returns that one. A difference between what runs and what was ordered is not looked at here: it never
-//! restarts a broker.
+//! At most one broker runs: start, stop and forget exclude each other by a lock in the run directory, and start returns
+//! a broker that already runs. This module ignores differences between the order and the running broker: they never
+//! cause a restart.
 
 mod detached;
 mod error;
@@ -36,43 +36,43 @@ use host::{
 };
 use hostapi::{LaunchOrder, LaunchRecord, Refusal, RunningBroker, StopOrder};
 
-/// How long a start waits for another one that is under way.
+/// How long a start waits for another start or stop.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
-/// Between SIGKILL and the end of a process.
+/// How long a process may take to end after SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A broker that is there, or why the last one is not.
+/// The state of the broker on this host.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BrokerView {
-    /// The broker that runs, verified by boot id, pid, start time and state.
+    /// The running broker, verified by boot id, pid, start time and state.
     pub running: Option<RunningBroker>,
-    /// A broker of ours was started in this boot and is gone: the last lines of its log that tell why.
+    /// If a broker of ours was started in this boot and no longer runs: the line of its log that explains why.
     pub died: Option<String>,
-    /// What the broker that is gone was started with.
+    /// The record of a broker that no longer runs.
     pub last_record: Option<LaunchRecord>,
-    /// A broker runs, and nothing tells for sure which.
+    /// A running broker whose instance is uncertain.
     pub unknown: Option<UnknownBroker>,
-    /// Shells of jobs that run in the broker's unit or cgroup, whether it lives or not.
+    /// Number of job shells in the broker's unit or cgroup, whether the broker runs or not.
     pub job_shells: usize,
 }
 
-/// Where things are on a host.
+/// Paths of the broker's files on a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Places {
-    /// Record and lock.
+    /// Directory of record and lock.
     pub run_dir: PathBuf,
     /// The broker's rundir.
     pub broker_run_dir: PathBuf,
-    /// The broker's cgroup, below the mount of each hierarchy.
+    /// The broker's cgroup, relative to the mount of each hierarchy.
     pub cgroup: String,
-    /// This program, as it can be run again.
+    /// Path by which this program can be executed again.
     pub launcher: PathBuf,
-    /// systemd, where it runs.
+    /// systemd, if it runs on this host.
     pub systemd: Option<Systemd>,
 }
 
 impl Places {
-    /// Where things are on the host that this process sees.
+    /// The paths on the host that this process sees.
     pub fn of_host() -> Self {
         Self {
             run_dir: RUN_DIR.into(),
@@ -87,29 +87,29 @@ impl Places {
 /// Starts the broker, or returns the one that runs.
 ///
 /// # Errors
-/// A sentence that says what failed.
+/// If it can't be started, or an unknown broker runs; see [`LaunchError`].
 pub fn start(order: &LaunchOrder) -> Result<RunningBroker, Refusal> {
     Places::of_host().start(order)
 }
 
-/// Stops the broker and whatever it left in its cgroup, and waits until they are gone.
+/// Stops the broker and all other processes in its cgroup, and waits for their end.
 ///
 /// # Errors
-/// A sentence that says what failed.
+/// If one does not end, or an unknown broker runs; see [`LaunchError`].
 pub fn stop(order: &StopOrder) -> Result<(), Refusal> {
     Places::of_host().stop(order)
 }
 
-/// Looks for the broker, and makes its record again where that was lost. Without `prefix`, its log is looked for where it was
-/// started.
+/// Looks for the broker, and restores its record if that was lost. Its log is below `prefix`, or if that is None, below
+/// the prefix that it was started with.
 pub fn observe(prefix: Option<&Path>) -> BrokerView {
     Places::of_host().observe(prefix)
 }
 
-/// Takes off what start left on the host outside the prefix: unit, record, rundir, cgroups.
+/// Removes what a start left on the host outside the prefix: unit, record, rundir, cgroups.
 ///
 /// # Errors
-/// A sentence that says what failed; a broker that still runs is refused.
+/// If a broker still runs, or something can't be removed; see [`LaunchError`].
 pub fn forget() -> Result<(), Refusal> {
     Places::of_host().forget()
 }
@@ -143,18 +143,20 @@ impl Places {
     pub fn observe(&self, prefix: Option<&Path>) -> BrokerView {
         let view = self.observe_broker(prefix);
         let unit = view.running.as_ref().filter(|broker| broker.systemd).map(|broker| broker.pid);
-        // If nobody can look, there may be one.
+        // If the cgroups can't be read, assume one job: a job must not be overlooked.
         let job_shells = self.job_shells(unit).unwrap_or(1);
         BrokerView { job_shells, ..view }
     }
 
     fn observe_broker(&self, prefix: Option<&Path>) -> BrokerView {
         let Some(record) = self.record() else {
-            // A systemd that does not answer for once says nothing.
+            // If systemd does not answer this time, nothing is known about its unit.
             return match self.find().ok().flatten() {
                 None => BrokerView::default(),
-                Some(Found::Unknown(unknown)) => BrokerView { unknown: Some(unknown), ..BrokerView::default() },
-                Some(Found::Known(record)) => {
+                Some(UnrecordedBroker::Unknown(unknown)) => {
+                    BrokerView { unknown: Some(unknown), ..BrokerView::default() }
+                }
+                Some(UnrecordedBroker::Known(record)) => {
                     self.remember(&record);
                     let running = record.process.clone().map(|process| running(process, *record));
                     BrokerView { running, ..BrokerView::default() }
@@ -165,18 +167,19 @@ impl Places {
             Some(process) => BrokerView { running: Some(running(process, record)), ..BrokerView::default() },
             None => {
                 let log = log::path(prefix.unwrap_or(&record.prefix));
-                let died = Some(log::why(&log::tail(&log, record.log_start)));
+                let died = Some(log::explain_end(&log::tail(&log, record.log_start)));
                 BrokerView { died, last_record: Some(record.record), ..BrokerView::default() }
             }
         }
     }
 
-    /// The record of this boot.
+    /// The record, if it is of this boot.
     fn record(&self) -> Option<RunRecord> {
         RunRecord::load(&self.run_dir).filter(|record| facts::boot_id(&Root::host()) == record.boot_id)
     }
 
-    /// Makes a record again that was lost. Whoever starts or stops the broker just now has the lock, and knows better.
+    /// Restores a lost record. If a start or stop holds the lock, does nothing: that one writes or removes the record
+    /// itself.
     fn remember(&self, record: &RunRecord) {
         let stored = || -> Result<(), LaunchError> {
             record::make_run_dir(&self.run_dir).map_err(|source| file("make", &self.run_dir, source))?;
@@ -187,12 +190,12 @@ impl Places {
             Ok(())
         };
         if let Err(error) = stored() {
-            tracing::debug!(%error, "the broker's record is not made again yet");
+            tracing::debug!(%error, "can't restore the broker's record yet");
         }
     }
 
-    /// Under systemd the unit's main process: after a restart by hand it is another one than the record's. A systemd that does
-    /// not answer for once says nothing about the process that is recorded.
+    /// The broker's process. Under systemd it is the unit's main process, which after a manual restart is another one
+    /// than the record's. If systemd does not answer this time, the recorded process counts.
     fn process(&self, record: &RunRecord) -> Option<Identity> {
         let recorded = || record.process.clone().filter(Identity::lives);
         match (&self.systemd, record.systemd) {
@@ -219,18 +222,18 @@ impl Places {
             .map_err(|source| file("make", &self.broker_run_dir, source))?;
         let log = log::open(&order.prefix);
         let log = log.map_err(|source| file("open", &log::path(&order.prefix), source))?;
-        // A full disk keeps no broker from being started.
+        // A full disk must not prevent a start.
         if let Err(error) = shutdown::mark(&log, &order.record) {
             tracing::warn!(%error, "can't write to the broker's log");
         }
 
         match &self.systemd {
             Some(systemd) => {
-                // One that could not be asked while we looked: its main process is recorded by nobody.
+                // systemd may not have answered `observe`, so an unrecorded main process may run.
                 if let Some(process) = systemd.process()? {
                     return Err(LaunchError::StillRuns { pid: process.pid });
                 }
-                // First the record: a unit that is started and then found must have one.
+                // Stored before the start, so that a unit that is found running always has a record.
                 let (prefix, order_record) = (order.prefix.clone(), order.record.clone());
                 let mut record = RunRecord {
                     process: None,
@@ -245,7 +248,7 @@ impl Places {
                 record.store(&self.run_dir)?;
             }
             None => {
-                // What a broker that crashed has left behind holds cores that the next one will give out.
+                // Processes that a crashed broker left hold cores that the next broker will allocate.
                 self.kill_left_behind()?;
                 if let Err(error) = detached::start(order, &self.run_dir, &self.cgroup, &self.launcher, &lock) {
                     let _ = RunRecord::remove(&self.run_dir);
@@ -266,8 +269,8 @@ impl Places {
         let record = match self.record() {
             Some(record) => record,
             None => match self.find()? {
-                Some(Found::Known(record)) => *record,
-                Some(Found::Unknown(unknown)) => return Err(LaunchError::Unrecorded(unknown)),
+                Some(UnrecordedBroker::Known(record)) => *record,
+                Some(UnrecordedBroker::Unknown(unknown)) => return Err(LaunchError::Unrecorded(unknown)),
                 None => return Ok(()),
             },
         };
@@ -276,7 +279,7 @@ impl Places {
         } else {
             self.stop_detached(&record, grace)?;
         }
-        // A broker that was told to end has not died.
+        // Without a record, a broker that was stopped does not count as died.
         RunRecord::remove(&self.run_dir).map_err(|source| file("remove record in", &self.run_dir, source))
     }
 
@@ -305,13 +308,13 @@ impl Places {
             return Err(LaunchError::Unrecorded(unknown));
         }
         if let Some(systemd) = &self.systemd {
-            // It may not have answered while we looked.
+            // systemd may not have answered `observe`.
             if let Some(process) = systemd.process()? {
                 return Err(LaunchError::StillRuns { pid: process.pid });
             }
             systemd.forget()?;
         }
-        // Of a broker that crashed and whose record was lost: nobody has stopped it.
+        // A broker that crashed and whose record was lost was never stopped, so its processes may still run.
         self.kill_left_behind()?;
         cgroup::remove(&self.cgroups()?)?;
         if lock.is_none() {
@@ -320,7 +323,7 @@ impl Places {
         RunRecord::remove(&self.run_dir).map_err(|source| file("remove record in", &self.run_dir, source))?;
         remove_all_if_there(&self.broker_run_dir).map_err(|source| file("remove", &self.broker_run_dir, source))?;
         record::remove_lock(&self.run_dir).map_err(|source| file("remove lock in", &self.run_dir, source))?;
-        // Others may still have something in it.
+        // Fails if the directory holds other files; then it stays.
         let _ = fs::remove_dir(&self.run_dir);
         Ok(())
     }
@@ -336,7 +339,7 @@ impl Places {
         cgroup::places_here(&self.cgroup).map_err(|source| file("read", Path::new("/proc/self/cgroup"), source))
     }
 
-    /// What systemd does by KillMode=mixed: once the broker is gone, nothing of its cgroup lives on.
+    /// Kills all processes in the broker's cgroup once the broker is gone, as systemd does with KillMode=mixed.
     fn kill_left_behind(&self) -> Result<(), LaunchError> {
         let places = self.cgroups()?;
         let deadline = Instant::now() + KILL_TIMEOUT;
@@ -358,7 +361,7 @@ fn running(process: Identity, record: RunRecord) -> RunningBroker {
     RunningBroker { pid: process.pid, start_time: process.start_time, systemd: record.systemd, record: record.record }
 }
 
-/// Flux refuses a rundir that is not its user's own; others may come in, the socket looks at who they are.
+/// Flux refuses a rundir that its own user does not own. Other users may enter it: the socket checks who they are.
 fn make_broker_run_dir(path: &Path, user: &User) -> io::Result<()> {
     fs::create_dir_all(path)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;

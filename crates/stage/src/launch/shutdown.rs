@@ -1,6 +1,6 @@
-//! Finds the epoch that an administrator ended by flux-shutdown(1) on the lead. The broker's log shows it: each start writes a line
-//! with its epoch, so that a shutdown of one epoch is not taken for another's. The result is kept in a file, because the log is
-//! trimmed and the machine may reboot before the instance is started again.
+//! Finds the epoch that an administrator ended with flux-shutdown(1) on the lead. The broker's log shows it: each start
+//! writes a line with its epoch, so that a shutdown is attributed to the right epoch. The result is stored in a file,
+//! because the log is trimmed and the machine may reboot before the instance is started again.
 
 use std::{
     fs::{self, File},
@@ -15,27 +15,28 @@ use host::{
 };
 use hostapi::{EpochId, LaunchRecord};
 
-/// Below the prefix: the [`EpochId`] that was found last.
+/// Path below the prefix of the last [`EpochId`] that was found.
 const SHUTDOWN_FILE: &str = "etc/shutdown.json";
-/// How the line begins that marks a start.
+/// Beginning of the line that marks a start.
 const MARK: &str = "flux-distribute: starting the broker of epoch ";
-/// What stands in it between epoch and instance ID.
+/// Text in that line between epoch and instance ID.
 const OF_INSTANCE: &str = " of instance ";
-/// Of each file of the log no more than this is read: trimming keeps both below it, except while no agent runs.
+/// Most bytes read from each of the two log files. Trimming keeps both smaller, except while no agent runs.
 const MOST_BYTES: u64 = 2 * log::MAX_LOG_BYTES;
 
-/// SIGHUP, SIGINT, SIGQUIT, SIGALRM and SIGTERM end a broker (broker.c, signal_is_deadly); the lead passes others on to the jobs.
+/// SIGHUP, SIGINT, SIGQUIT, SIGALRM and SIGTERM end a broker (broker.c, signal_is_deadly); the lead forwards others to
+/// jobs.
 const DEADLY: [&str; 5] = ["1", "2", "3", "14", "15"];
 
-/// Marks in the log that the broker of `record` is about to start.
+/// Writes a line to the log which marks that the broker of `record` is about to start.
 ///
 /// # Errors
-/// The file system's.
+/// If the log can't be written.
 pub fn mark(mut log: &File, record: &LaunchRecord) -> io::Result<()> {
     writeln!(log, "{MARK}{}{OF_INSTANCE}{}", record.epoch, record.instance_id)
 }
 
-/// The epoch that was shut down on this host, if no broker has run here since. `prefix` is as this process sees it.
+/// The epoch that was shut down on this host, if no broker has run here since. `prefix` is this process's path.
 pub fn find(prefix: &Path, broker: &BrokerView) -> Option<EpochId> {
     let path = prefix.join(SHUTDOWN_FILE);
     let found = fs::read(&path).ok().and_then(|text| serde_json::from_slice(&text).ok());
@@ -43,23 +44,23 @@ pub fn find(prefix: &Path, broker: &BrokerView) -> Option<EpochId> {
         if found.is_some()
             && let Err(error) = remove_if_there(&path)
         {
-            tracing::warn!(%error, path = %path.display(), "can't remove what was remembered of an earlier shutdown");
+            tracing::warn!(%error, path = %path.display(), "can't remove the record of an earlier shutdown");
         }
         return None;
     }
     let last = broker.last_record.as_ref().map(LaunchRecord::epoch_id);
     let logged = log_lines(prefix).ok().and_then(|lines| shut_down_in(lines, last));
     if logged.is_some() && logged != found {
-        // Needs no lock: two processes that look at once write the same.
+        // Needs no lock: two processes that observe at the same time write the same content.
         let text = serde_json::to_vec(&logged).unwrap_or_default();
         if let Err(refusal) = write_atomic(&path, &text, 0o644, Owner::ROOT) {
-            tracing::warn!(%refusal, "can't write etc/shutdown.json: the shutdown is forgotten once the broker's log is trimmed");
+            tracing::warn!(%refusal, "can't write etc/shutdown.json: forgotten once the log is trimmed");
         }
     }
     logged.or(found)
 }
 
-/// The whole log, with what was trimmed off last.
+/// The lines of the whole log, beginning with the part that was cut off last.
 fn log_lines(prefix: &Path) -> io::Result<impl Iterator<Item = String>> {
     let open = |path: &Path| -> io::Result<Box<dyn Read>> {
         let mut file = match File::open(path) {
@@ -75,15 +76,15 @@ fn log_lines(prefix: &Path) -> io::Result<impl Iterator<Item = String>> {
     Ok(lines.map_while(Result::ok).map(|line| String::from_utf8_lossy(&line).into_owned()))
 }
 
-/// The epoch whose lead was shut down, if no broker began after that. A broker logs the same for a deadly signal, but names the
-/// signal before (broker.c, signal_cb); one that crashed or was killed logs neither. `last`: the epoch of the last broker, if it is
-/// known; a log that has no mark is about that one.
+/// The epoch whose lead was shut down, if no broker came up after that. A broker logs the same lines after a deadly
+/// signal, but logs the signal before them (broker.c, signal_cb); a broker that crashed or was killed logs neither.
+/// `last` is the epoch of the last broker, if known: a log without a mark is about that one.
 fn shut_down_in(lines: impl Iterator<Item = String>, last: Option<EpochId>) -> Option<EpochId> {
     let (mut epoch, mut has_signal, mut is_shut_down) = (last, false, false);
     for line in lines {
         let line = log::without_level(line.trim());
         if let Some(marked) = marked(line) {
-            // A mark of the same epoch is a broker that is started again, which `->join` tells if it comes up.
+            // A mark of the same epoch means another start of that broker; if it comes up, it logs `->join`.
             if epoch.as_ref() != Some(&marked) {
                 (epoch, has_signal, is_shut_down) = (Some(marked), false, false);
             }
@@ -125,7 +126,7 @@ mod tests {
         format!("{MARK}{epoch}{OF_INSTANCE}id")
     }
 
-    /// As the broker of rank 0 logs `words`; marks are lines of their own.
+    /// Log lines as the broker of rank 0 writes `words`; marks are lines of their own.
     fn logged(words: &[&str]) -> Vec<String> {
         let line = |word: &&str| match word.starts_with(MARK) {
             true => (*word).to_owned(),
@@ -135,11 +136,11 @@ mod tests {
     }
 
     #[test]
-    fn a_lead_was_shut_down_only_if_no_signal_and_no_crash_ended_it() {
+    fn an_end_by_signal_or_crash_is_no_shutdown() {
         for (words, expected) in [
             (vec![BEGIN, UP, SHUTDOWN, END], true),
             (vec![BEGIN, UP, "signal 15", SHUTDOWN, END], false),
-            // The lead passes SIGUSR1 on to its jobs.
+            // The lead forwards SIGUSR1 to its jobs.
             (vec![BEGIN, UP, "signal 10", SHUTDOWN, END], true),
             (vec![BEGIN, UP, SHUTDOWN, "signal 15", END], true),
             (vec![BEGIN, UP, SHUTDOWN, END, BEGIN, UP], false),
@@ -152,14 +153,14 @@ mod tests {
             let found = shut_down_in(lines.iter().cloned(), Some(epoch(1)));
             assert_eq!(found, expected.then(|| epoch(1)), "{words:?}");
             let follower = lines.iter().map(|line| line.replace("[0]", "[1]"));
-            assert_eq!(shut_down_in(follower, Some(epoch(1))), None, "a follower's end is its lead's doing");
+            assert_eq!(shut_down_in(follower, Some(epoch(1))), None, "a follower's end follows from its lead's");
         }
         let quoted = ["<6>x.info[0]: broker.info[0]: shutdown: run->cleanup".to_owned()];
         assert_eq!(shut_down_in(quoted.into_iter(), Some(epoch(1))), None);
     }
 
     #[test]
-    fn the_words_of_one_epoch_say_nothing_of_another() {
+    fn log_lines_of_one_epoch_do_not_count_for_another() {
         let (one, two) = (mark_of(1), mark_of(2));
         let first = [&one, BEGIN, UP, SHUTDOWN, END];
         for (after, last, expected) in [
@@ -168,12 +169,12 @@ mod tests {
             (vec![], None, Some(1)),
             // The agent was killed before it could start the broker of epoch 2.
             (vec![], Some(2), Some(1)),
-            // That broker has ended before it said a word, or after.
+            // That broker ended before it logged a line, or after.
             (vec![&*two], Some(2), None),
             (vec![&two, "config: Config file error"], Some(2), None),
             (vec![&two, BEGIN, UP], Some(2), None),
             (vec![&two, BEGIN, UP, SHUTDOWN], Some(2), Some(2)),
-            // An administrator has started the broker of epoch 1 again.
+            // An administrator started the broker of epoch 1 again.
             (vec![&one, BEGIN, UP], Some(1), None),
             (vec![&*one], Some(1), Some(1)),
         ] {
@@ -181,7 +182,7 @@ mod tests {
             let found = shut_down_in(lines.into_iter(), last.map(epoch));
             assert_eq!(found, expected.map(epoch), "{after:?} {last:?}");
         }
-        // The mark was trimmed off, and this boot knows of no broker.
+        // The mark was cut off, and this boot has no record of a broker.
         assert_eq!(shut_down_in(logged(&[UP, SHUTDOWN]).into_iter(), None), None);
     }
 
@@ -191,21 +192,21 @@ mod tests {
     }
 
     #[test]
-    fn a_shutdown_that_was_seen_is_remembered_whatever_becomes_of_the_log() {
+    fn a_shutdown_that_was_found_is_remembered_after_the_log_is_trimmed() {
         let prefix = tempfile::tempdir().unwrap();
         fs::create_dir(prefix.path().join("etc")).unwrap();
         let path = log::path(prefix.path());
         let mut writer = log::open(prefix.path()).unwrap();
         mark(&writer, gone(1).last_record.as_ref().unwrap()).unwrap();
         logged(&[BEGIN, UP, SHUTDOWN, END]).iter().for_each(|line| writeln!(writer, "{line}").unwrap());
-        // More than the end of a log, and trimmed once.
+        // Longer than the part that `tail` reads, and trimmed once.
         (0..20_000).for_each(|_| writer.write_all(b"something else\n").unwrap());
         log::trim_log(&path, 1).unwrap();
         writeln!(writer, "after").unwrap();
         let after_a_reboot = BrokerView::default();
         assert_eq!(find(prefix.path(), &after_a_reboot), Some(epoch(1)));
         log::trim_log(&path, 1).unwrap();
-        assert_eq!(find(prefix.path(), &after_a_reboot), Some(epoch(1)), "by the log alone it is forgotten");
+        assert_eq!(find(prefix.path(), &after_a_reboot), Some(epoch(1)), "the log no longer shows it");
         assert_eq!(find(prefix.path(), &gone(1)), Some(epoch(1)));
     }
 }

@@ -1,4 +1,4 @@
-//! A broker on a host with systemd: a unit of the host, driven by the host's own systemctl.
+//! Runs a broker on a host with systemd: as a unit of the host, controlled by the host's own systemctl.
 
 use std::{
     collections::BTreeMap,
@@ -22,46 +22,46 @@ use host::{
 use hostapi::{LaunchOrder, Refusal};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// `start` of a unit of Type=exec ends with the exec.
+/// Longer, because `start` of a Type=exec unit waits for the exec.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The host's systemd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Systemd {
-    /// Where units go that last until the next boot.
+    /// Directory for units that last until the next boot.
     pub unit_dir: PathBuf,
-    /// The host's systemctl.
+    /// Path of the host's systemctl.
     pub systemctl: PathBuf,
 }
 
-/// What systemd says of the unit.
+/// The state of the unit, from `systemctl show`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct UnitState {
     /// `active`, `activating`, `deactivating`, `inactive`, `failed`.
     pub active: String,
-    /// 0 where there is none.
+    /// Pid of the main process; 0 if there is none.
     pub main_pid: i32,
 }
 
 impl Systemd {
-    /// systemd of the host whose root is `root`; None where it does not run: it must have booted the host, and answer on
-    /// its own socket or on D-Bus.
+    /// The systemd of the host whose root is `root`; None if it does not run there: it must have booted the host, and
+    /// answer on its own socket or on D-Bus.
     pub fn of(root: &Path) -> Option<Self> {
         Some(Self { systemctl: facts::systemctl(root)?, unit_dir: root.join("run/systemd/system") })
     }
 
-    /// The unit as it is.
+    /// The unit's present state.
     pub fn state(&self) -> Result<UnitState, LaunchError> {
         Ok(parse_show(&self.run(&["show", "-p", "ActiveState,MainPID", SERVICE], TIMEOUT)?))
     }
 
-    /// The unit's main process; None where it has none.
+    /// The unit's main process; None if it has none.
     pub fn process(&self) -> Result<Option<Identity>, LaunchError> {
         let pid = self.state()?.main_pid;
         Ok(if pid > 0 { Identity::of(pid) } else { None })
     }
 
-    /// Writes the unit and starts it. One that was begun by hand, and is on its way up or down, is ended first.
+    /// Writes the unit and starts it. If somebody started it by hand, and it is starting or stopping, stops it first.
     pub(super) fn start(&self, order: &LaunchOrder, user: &User) -> Result<Identity, LaunchError> {
         let write = |path: &Path, text: &str| {
             let made = path.parent().map_or(Ok(()), fs::create_dir_all);
@@ -76,7 +76,7 @@ impl Systemd {
         write(&self.unit_dir.join(SERVICE), &text)?;
         write(&self.unit_dir.join(SLICE_DROP_IN), &slice(order.cpu_weight))?;
         self.run(&["daemon-reload"], TIMEOUT)?;
-        // Counts from earlier failures; there is nothing to reset on a unit that never failed.
+        // Resets the failure counter. Fails on a unit that never failed.
         let _ = self.run(&["reset-failed", SERVICE], TIMEOUT);
         let path = log::path(&order.prefix);
         let since = log::length(&path);
@@ -84,29 +84,29 @@ impl Systemd {
         let said = || log::tail(&path, since);
         match (started, self.process()?) {
             (Ok(_), Some(process)) => Ok(process),
-            (Ok(_), None) => Err(LaunchError::Gone { why: log::why(&said()) }),
-            // What the program itself said tells more than where to look for it.
+            (Ok(_), None) => Err(LaunchError::Gone { why: log::explain_end(&said()) }),
+            // The program's own log tells more than systemctl's advice where to look.
             (Err(LaunchError::Systemctl { .. }), _) if !said().trim().is_empty() => {
-                Err(LaunchError::Gone { why: log::why(&said()) })
+                Err(LaunchError::Gone { why: log::explain_end(&said()) })
             }
             (Err(error), _) => Err(error),
         }
     }
 
-    /// Stops the unit; after `grace`, by force.
+    /// Stops the unit; kills it after `grace`.
     pub(super) fn stop(&self, grace: Duration) -> Result<(), LaunchError> {
         match self.run(&["stop", SERVICE], grace) {
             Err(LaunchError::Slow { .. }) => {
                 self.run(&["kill", "--signal=SIGKILL", SERVICE], TIMEOUT)?;
                 self.run(&["stop", SERVICE], TIMEOUT).map(drop)
             }
-            // Never loaded, or forgotten already; who does not answer says neither.
+            // The unit was never loaded or is forgotten already, and systemd confirms that no process is left.
             Err(error) => self.process().ok().filter(Option::is_none).map(drop).ok_or(error),
             Ok(_) => Ok(()),
         }
     }
 
-    /// Takes the unit off.
+    /// Removes the unit.
     pub(super) fn forget(&self) -> Result<(), LaunchError> {
         let (unit, drop_in) = (self.unit_dir.join(SERVICE), self.unit_dir.join(SLICE_DROP_IN));
         let is_off = !unit.exists() && !drop_in.exists();
@@ -114,11 +114,11 @@ impl Systemd {
             let failed = |source| LaunchError::Step { what: format!("remove {}", path.display()), source };
             remove_if_there(&path).map_err(failed)?;
         }
-        // An administrator's drop-ins may be beside ours.
+        // Fails if an administrator's drop-ins are beside ours; then the directory stays.
         let _ = drop_in.parent().map(fs::remove_dir);
         let reloaded = self.run(&["daemon-reload"], TIMEOUT);
         let _ = self.run(&["reset-failed", SERVICE], TIMEOUT);
-        // Files that somebody has taken off already may still be in systemd's memory; whether they are is not asked for.
+        // If the files were removed before, systemd may still know the unit; then its reload is only tried.
         if is_off { Ok(()) } else { reloaded.map(drop) }
     }
 
@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_systemd_shows_is_read_in_any_order_and_missing_is_none() {
+    fn systemctl_show_is_parsed_in_any_order_and_with_missing_fields() {
         for (text, active, main_pid) in [
             ("MainPID=42\nActiveState=active\n", "active", 42),
             ("ActiveState=activating\nMainPID=0\n", "activating", 0),
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn systemd_runs_only_where_it_booted_the_host_and_answers() {
+    fn systemd_counts_as_running_if_it_booted_the_host_and_answers() {
         let root = tempfile::tempdir().unwrap();
         let make = |path: &str| {
             let path = root.path().join(path);

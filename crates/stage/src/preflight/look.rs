@@ -20,20 +20,20 @@ use host::{
 };
 use hostapi::{PreflightOrder, Refusal};
 
-/// Looks at everything that [`super::decide`] wants to know.
+/// Observes everything that [`super::assess`] needs.
 ///
 /// # Errors
-/// `state.json` is there and can't be read or believed.
-pub fn look(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Result<Observed, Refusal> {
+/// If `state.json` can't be read or trusted.
+pub fn examine(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Result<Observed, Refusal> {
     let claimed = state::find(root)?.map(|state| state.prefix);
     let ours = brokers.observe(claimed.as_deref()).running.is_some();
     Ok(Observed {
         places: candidates(claimed.as_deref(), order)
             .into_iter()
-            .map(|prefix| look_at(root, prefix, claimed.is_some()))
+            .map(|prefix| examine_place(root, prefix, claimed.is_some()))
             .collect::<Result<_, _>>()?,
         claimed,
-        port: if ours { PortUse::Ours } else { port::look(root, order.endpoint) },
+        port: if ours { PortUse::Ours } else { port::port_use(root, order.endpoint) },
         machine: nix::sys::utsname::uname().map(|name| name.machine().display().to_string()).unwrap_or_default(),
         glibc: facts::glibc(root),
         musl: musl(root),
@@ -47,7 +47,7 @@ pub fn look(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Resul
     })
 }
 
-fn look_at(root: &Root, prefix: PathBuf, is_claimed: bool) -> Result<Place, Refusal> {
+fn examine_place(root: &Root, prefix: PathBuf, is_claimed: bool) -> Result<Place, Refusal> {
     // The nearest directory that exists is on the file system that the prefix will be on.
     let nearest = match trust::nearest(root, &prefix) {
         Ok(nearest) => nearest,
@@ -64,7 +64,7 @@ fn look_at(root: &Root, prefix: PathBuf, is_claimed: bool) -> Result<Place, Refu
     let room = flags_and_room.as_ref().map_or_else(Room::default, Room::from);
     let flag = |flag| flags_and_room.is_some_and(|found| found.flags().contains(flag));
     let (shared, warning) = if is_claimed { (None, shared) } else { (shared, None) };
-    let trouble = if let state::Claim::AnotherMachine(machine) = state::look(root, &prefix)? {
+    let trouble = if let state::Claim::AnotherMachine(machine) = state::claim_at(root, &prefix)? {
         Some(claimed_by_another(&prefix, &machine))
     } else if shared.is_some() {
         shared
@@ -73,7 +73,7 @@ fn look_at(root: &Root, prefix: PathBuf, is_claimed: bool) -> Result<Place, Refu
     } else if flag(FsFlags::ST_NOEXEC) {
         Some("mounted noexec".to_owned())
     } else {
-        // Has no name, so nothing of it can stay.
+        // A file without a name: nothing of it can stay.
         tempfile::tempfile_in(&parent).err().map(|error| format!("can't be written: {}", error.kind()))
     };
     Ok(Place { trouble, warning, room, ..Place::of(prefix) })
@@ -84,7 +84,7 @@ fn musl(root: &Root) -> bool {
         .is_ok_and(|entries| entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with("ld-musl-")))
 }
 
-/// A writable cgroup file system under /sys/fs/cgroup, by mountinfo of proc(5).
+/// True if mountinfo (proc(5)) lists a writable cgroup file system under /sys/fs/cgroup.
 pub fn cgroup_is_writable(mountinfo: &str) -> bool {
     mountinfo::parse(mountinfo).iter().any(|mount| {
         matches!(mount.kind.as_str(), "cgroup" | "cgroup2")
@@ -93,7 +93,7 @@ pub fn cgroup_is_writable(mountinfo: &str) -> bool {
     })
 }
 
-/// Tried on this process, which is a child that ends soon.
+/// Tries it on this process, which is a short-lived child.
 fn memlock() -> bool {
     getrlimit(Resource::RLIMIT_MEMLOCK).is_ok_and(|(_, hard)| hard == RLIM_INFINITY)
         || setrlimit(Resource::RLIMIT_MEMLOCK, RLIM_INFINITY, RLIM_INFINITY).is_ok()
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_writable_cgroup_mount_is_one() {
+    fn only_a_writable_cgroup_mount_counts() {
         let v2 = "35 24 0:30 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate";
         let v1 = "30 25 0:27 / /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory";
         for (mountinfo, expected) in [

@@ -1,4 +1,4 @@
-//! Can this host carry a broker, and where? Looking changes nothing that stays; [`decide`] is pure.
+//! Checks whether this host can run a broker, and where. The check leaves no trace; [`assess`] is pure.
 
 mod look;
 #[cfg(test)]
@@ -17,50 +17,50 @@ use hostapi::{Preflight, PreflightOrder, Refusal};
 
 pub use look::{cgroup_is_writable, look};
 
-/// What was seen of a host.
+/// What was observed on a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Observed {
-    /// Where this host is claimed already.
+    /// The prefix at which this host is claimed already.
     pub claimed: Option<PathBuf>,
-    /// The places to try, in order.
+    /// Candidates for the prefix, in order.
     pub places: Vec<Place>,
-    /// Which process has the brokers' port.
+    /// The process that has the brokers' port.
     pub port: PortUse,
-    /// uname(2)'s machine.
+    /// Machine name from uname(2), such as `x86_64`.
     pub machine: String,
-    /// glibc's version.
+    /// Version of the host's glibc; None if it has none.
     pub glibc: Option<String>,
-    /// The other libc that is there.
+    /// True if the host has musl.
     pub musl: bool,
-    /// systemd can supervise.
+    /// True if systemd can supervise the broker.
     pub systemd: bool,
-    /// A cgroup file system that can be written is mounted.
+    /// True if a writable cgroup file system is mounted.
     pub cgroup_writable: bool,
-    /// Locked memory can be made unlimited, as RDMA wants it.
+    /// True if locked memory can be made unlimited, which RDMA needs.
     pub memlock: bool,
     /// Cores and GPUs.
     pub resources: Resources,
     /// Memory in MiB.
     pub memory_mib: u64,
-    /// This boot.
+    /// Content of /proc/sys/kernel/random/boot_id.
     pub boot_id: String,
 }
 
 /// A directory that could be the prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// The directory, there or not.
+    /// The directory, which need not exist.
     pub prefix: PathBuf,
-    /// Why it can't be the prefix.
+    /// Why it can't be the prefix; None if it can.
     pub trouble: Option<String>,
-    /// What is wrong with it although this host is claimed there already.
+    /// A shortcoming that is accepted because this host is claimed there already.
     pub warning: Option<String>,
-    /// What its file system has.
+    /// Space on its file system.
     pub room: Room,
 }
 
 impl Place {
-    /// One of which nothing is known yet.
+    /// A place that has not been examined yet.
     fn of(prefix: PathBuf) -> Self {
         Self { prefix, trouble: None, warning: None, room: Room::default() }
     }
@@ -69,31 +69,31 @@ impl Place {
 /// Looks at the host, and decides.
 ///
 /// # Errors
-/// What stands against a broker on this host, with the remedy.
+/// What prevents a broker on this host, with the remedy.
 pub fn preflight(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Result<Preflight, Refusal> {
-    decide(look(root, brokers, order)?, order)
+    assess(examine(root, brokers, order)?, order)
 }
 
-/// What can't be changed about a host is told first.
+/// Decides from what was observed. Checks first what can't be changed about a host.
 ///
 /// # Errors
 /// What stands against a broker on this host, with the remedy.
 pub fn decide(seen: Observed, order: &PreflightOrder) -> Result<Preflight, Refusal> {
     let platform = facts::platform(&seen.machine).ok_or_else(|| {
         Refusal::new(format!(
-            "conda's Flux is built for x86_64 and aarch64, and this host is {}; keep it out by spec.nodes.selector",
+            "conda's Flux is built for x86_64 and aarch64, and this host is {}; exclude it with spec.nodes.selector",
             seen.machine
         ))
     })?;
     let glibc = glibc(&seen)?;
     if !seen.systemd && !seen.cgroup_writable {
         return Err(Refusal::new(
-            "no cgroup of its own can be made for a broker: systemd does not run here, and no cgroup file system that can \
-             be written is mounted under /sys/fs/cgroup; mount one, or run the pod privileged",
+            "can't make a cgroup for a broker: systemd does not run here, and no writable cgroup file system is \
+             mounted under /sys/fs/cgroup; mount one, or run the pod privileged",
         ));
     }
     if seen.resources.cores == 0 {
-        return Err(Refusal::new("no core can be seen under /sys/devices/system/cpu; is /sys mounted on this host?"));
+        return Err(Refusal::new("can't find any core under /sys/devices/system/cpu; is /sys mounted on this host?"));
     }
     let mut warnings = Vec::new();
     let prefix = place(&seen, order, &mut warnings)?;
@@ -102,7 +102,7 @@ pub fn decide(seen: Observed, order: &PreflightOrder) -> Result<Preflight, Refus
         warnings.push("locked memory can't be made unlimited, so jobs that use RDMA can fail".to_owned());
     }
     if seen.boot_id.is_empty() {
-        warnings.push("this host does not tell its boot id, so a restart of it can be taken for none".to_owned());
+        warnings.push("this host has no boot id, so its reboots may go unnoticed".to_owned());
     }
     Ok(Preflight {
         prefix,
@@ -121,7 +121,7 @@ fn glibc(seen: &Observed) -> Result<String, Refusal> {
         let instead = if seen.musl { " (it has musl instead)" } else { "" };
         Refusal::new(format!(
             "this host has no glibc{instead}, and Flux needs the host's own; use nodes with a distribution that has it \
-             (not Alpine, not Talos), or keep this one out by spec.nodes.selector"
+             (not Alpine, not Talos), or exclude this one with spec.nodes.selector"
         ))
     })
 }
@@ -131,7 +131,7 @@ fn place(seen: &Observed, order: &PreflightOrder, warnings: &mut Vec<String>) ->
         && claimed != wanted
     {
         warnings.push(format!(
-            "prefix {} takes effect when this host has been cleaned; until then {} is used",
+            "prefix {} takes effect once this host has been cleaned; until then it uses {}",
             wanted.display(),
             claimed.display()
         ));
@@ -144,13 +144,13 @@ fn place(seen: &Observed, order: &PreflightOrder, warnings: &mut Vec<String>) ->
             .map(|place| format!("{}: {}", place.prefix.display(), place.trouble.as_deref().unwrap_or_default()))
             .collect();
         return Err(Refusal::new(format!(
-            "there is no place for Flux on this host ({}); set spec.prefix to a directory of a local disk that can be written \
+            "this host has no place for Flux ({}); set spec.prefix to a directory on a local disk that can be written \
              and executed",
             troubles.join("; ")
         )));
     };
     warnings.extend(first.warning.clone());
-    // What is installed already needs no more room: a full disk must not take a running node out.
+    // Installed packages need no more room: a full disk must not exclude a running node.
     if order.need_bytes == 0 {
         return Ok(first.prefix.clone());
     }

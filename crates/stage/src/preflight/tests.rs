@@ -36,14 +36,14 @@ fn broken(place: &str) -> Place {
 }
 
 #[test]
-fn a_good_host_gets_the_first_place_that_will_do() {
+fn a_good_host_gets_the_first_suitable_place() {
     let full = Place { room: with(10 * GIB + GIB / 2), ..good_place("/opt/flux-distribute") };
     for (what, places, expected) in [
         ("the first", good().places, "/opt/flux-distribute"),
         ("read-only /opt", vec![broken("/opt/x"), good_place("/var/lib/y")], "/var/lib/y"),
         ("full /opt", vec![full, good_place("/var/lib/y")], "/var/lib/y"),
     ] {
-        let found = decide(Observed { places, ..good() }, &order()).unwrap();
+        let found = assess(Observed { places, ..good() }, &order()).unwrap();
         assert_eq!(found.prefix, PathBuf::from(expected), "{what}");
         assert!(found.warnings.is_empty(), "{what}");
     }
@@ -67,7 +67,7 @@ fn each_refusal_names_the_object_and_a_remedy() {
         ),
         (Observed { port: PortUse::Taken(None), ..good() }, ["port 8050", "spec.broker.port"], true),
     ] {
-        let refusal = decide(seen, &order()).unwrap_err();
+        let refusal = assess(seen, &order()).unwrap_err();
         assert!(words.iter().all(|word| refusal.message.contains(word)), "{words:?}: {refusal}");
         assert_eq!(refusal.transient, transient, "{refusal}");
     }
@@ -75,40 +75,40 @@ fn each_refusal_names_the_object_and_a_remedy() {
 
 #[test]
 fn our_own_broker_may_have_the_port() {
-    assert!(decide(Observed { port: PortUse::Ours, ..good() }, &order()).is_ok());
+    assert!(assess(Observed { port: PortUse::Ours, ..good() }, &order()).is_ok());
 }
 
 #[test]
 fn an_installed_host_needs_no_more_room() {
     let places = vec![Place { room: with(0), ..good_place("/opt/flux-distribute") }];
-    assert!(decide(Observed { places, ..good() }, &PreflightOrder { need_bytes: 0, ..order() }).is_ok());
+    assert!(assess(Observed { places, ..good() }, &PreflightOrder { need_bytes: 0, ..order() }).is_ok());
 }
 
 #[test]
-fn a_claimed_host_keeps_its_place_and_says_so() {
+fn a_claimed_host_keeps_its_place_and_warns_about_it() {
     let wanted = PreflightOrder { prefix: Some("/data/flux".into()), ..order() };
     let claimed = PathBuf::from("/opt/flux-distribute");
     assert_eq!(candidates(Some(&claimed), &wanted), std::slice::from_ref(&claimed));
     assert_eq!(candidates(None, &wanted), [PathBuf::from("/data/flux")]);
     let seen = Observed { places: vec![good_place("/opt/flux-distribute")], claimed: Some(claimed.clone()), ..good() };
-    let found = decide(seen, &wanted).unwrap();
+    let found = assess(seen, &wanted).unwrap();
     assert_eq!(found.prefix, claimed);
     assert!(found.warnings[0].contains("/data/flux"), "{:?}", found.warnings);
 }
 
 #[test]
-fn a_host_without_systemd_will_do() {
-    let found = decide(Observed { systemd: false, memlock: false, ..good() }, &order()).unwrap();
+fn a_host_without_systemd_is_accepted() {
+    let found = assess(Observed { systemd: false, memlock: false, ..good() }, &order()).unwrap();
     assert!(!found.systemd && found.warnings.len() == 1);
 }
 
 #[test]
-fn a_file_system_that_nodes_share_keeps_a_host_out_but_for_one_that_is_claimed_there() {
+fn a_shared_file_system_is_refused_unless_the_host_is_claimed_there() {
     let words = "/shared/flux is on NFS, which nodes share";
     let refused = Place { trouble: Some(words.into()), ..good_place("/shared/flux") };
-    let refusal = decide(Observed { places: vec![refused], ..good() }, &order()).unwrap_err();
+    let refusal = assess(Observed { places: vec![refused], ..good() }, &order()).unwrap_err();
     assert!(refusal.message.contains(words) && refusal.message.contains("spec.prefix"), "{refusal}");
     let claimed = Place { warning: Some(words.into()), ..good_place("/shared/flux") };
     let seen = Observed { claimed: Some("/shared/flux".into()), places: vec![claimed], ..good() };
-    assert_eq!(decide(seen, &order()).unwrap().warnings, [words]);
+    assert_eq!(assess(seen, &order()).unwrap().warnings, [words]);
 }
