@@ -1,15 +1,17 @@
 //! Packages: resolved once by the planner, fetched in the pod, linked on the host.
 //!
-//! - [`resolve`] runs in the planner and answers *which* packages: one [`PackageSet`](crate::api::PackageSet) for all
-//!   platforms. Nobody else solves.
-//! - [`fetch()`] runs in the pod and fills the host's `<prefix>/pkgs` with archives, each named by what is in it and
+//! - [`resolve`] runs in the planner and decides *which* packages: one [`PackageSet`](crate::api::PackageSet) for all
+//!   platforms. Only the planner runs the solver.
+//! - [`fetch()`] runs in the pod and fills the host's `<prefix>/pkgs` with archives, each named by its content and
 //!   checked against its sha256. It is the only part that needs a network.
-//! - [`link`] runs in the host stage, without network, and makes `<prefix>/envs/<digest>` from those archives: built
-//!   aside, checked, synced, switched by one rename. [`link_while`] begins before the last archive is there.
-//! - [`collect`] runs there too and takes away what nobody needs any more; [`verify`] tells whether an environment still
-//!   is what was installed, and [`mend`] puts back what is not.
+//! - [`link`] runs in the host stage, without network, and makes `<prefix>/envs/<digest>` from those archives: the
+//!   environment is built under a temporary name, checked, synced, and put in place by one rename. [`link_while`] starts
+//!   before the last archive has arrived.
+//! - [`collect`] also runs in the host stage and removes what is no longer needed; [`verify`] compares an environment
+//!   with what was installed, and [`mend`] repairs the differences.
 //!
-//! What is under its final name is whole. Everything else has a name that starts with a dot and may be thrown away.
+//! A file or directory under its final name is complete. Everything else has a name that starts with a dot and may be
+//! deleted.
 
 mod bundle;
 mod environment;
@@ -22,7 +24,7 @@ mod serve;
 pub use bundle::create::CreateBundle;
 pub use bundle::manifest::{BUNDLE_LOCK, BUNDLE_MANIFEST, BundleManifest};
 pub use bundle::{BundleCommand, BundleError, InspectBundle, OutputFormat};
-pub use environment::collect::{Found, collect, decide};
+pub use environment::collect::collect;
 pub use environment::limits::Limits;
 pub use environment::mend::{Mended, mend};
 pub use environment::verify::{Difference, Verified, What, verify};
@@ -44,19 +46,19 @@ pub use progress::{Meter, Reading, quarters};
 pub(crate) use serve::bounded;
 pub use serve::{Shelf, serve_peers_on};
 
-/// The marker in a finished environment: its last file to be written. A directory without it is not an environment.
+/// The marker file in a finished environment, written last. A directory without it is not an environment.
 pub const ENVIRONMENT_MARKER: &str = ".flux-distribute.json";
 
-/// What to do about credentials in a URL, for the end of a sentence.
+/// The advice for an error message about credentials in a URL; completes a sentence.
 pub(crate) fn credentials_remedy() -> String {
     let (secret, key) = (crate::api::SECRET_PACKAGES, crate::api::SECRET_PACKAGES_CREDENTIALS_KEY);
     format!(
-        "write it without them (a file that needs one in a query has to be put elsewhere), and put them into Secret {secret}, key {key}: {{\"HOST\": {{\"CondaToken\": \"TOKEN\"}}}}, or \
+        "write it without them (a file that needs credentials in the query must be hosted elsewhere), and put them into Secret {secret}, key {key}: {{\"HOST\": {{\"CondaToken\": \"TOKEN\"}}}}, or \
          {{\"BasicHTTP\": {{\"username\": \"USER\", \"password\": \"PASSWORD\"}}}}"
     )
 }
 
-/// The conda platform of the machine this runs on, such as `linux-64`.
+/// The conda platform of this machine, such as `linux-64`.
 pub fn native_platform() -> &'static str {
     crate::host::facts::platform(std::env::consts::ARCH).unwrap_or("linux-unknown")
 }

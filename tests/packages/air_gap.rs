@@ -209,7 +209,7 @@ fn what_no_bundle_can_be_made_of_is_told_in_one_sentence() {
     let before = desk.names();
     for (words, said) in [
         (&["--lock", "gone.yml", "--out", "b.tar.gz"][..], "gone.yml: there is no such file"),
-        (&["--lock", "directory", "--out", "b.tar.gz"], "directory: it is a directory and no lock"),
+        (&["--lock", "directory", "--out", "b.tar.gz"], "directory: it is a directory, not a lock"),
         (&["--lock", "binary.yml", "--out", "b.tar.gz"], "binary.yml: it is not text"),
         (&["--lock", "no-lock.yml", "--out", "b.tar.gz"], "no-lock.yml: the lock can't be read"),
         (&["--lock", "lock.yml", "--platform", OTHER, "--out", "b.tar.gz"], "it has linux-64"),
@@ -377,12 +377,12 @@ fn no_lie_in_a_bundle_of_packages_is_believed() {
             })
         }),
         ("it lacks the archive of package flux-core-1.0-0", &|e| e.retain(|(_, path, _)| !path.ends_with(".conda"))),
-        ("is there twice", &|e| e.push(e[2].clone())),
-        ("is no archive that its lock names", &|e| e.push((file, "pkgs/other.conda".into(), b"evil".into()))),
-        ("is no archive that its lock names", &|e| e[2].1 = format!("elsewhere/{}", &e[2].1[5..])),
-        ("is no archive that its lock names", &|e| e[2].1 = format!("pkgs/../{}", e[2].1)),
-        ("is no archive that its lock names", &|e| e.push((file, "../victim".into(), b"evil".into()))),
-        ("is no archive that its lock names", &|e| e.push((file, "/tmp/victim".into(), b"evil".into()))),
+        ("appears twice", &|e| e.push(e[2].clone())),
+        ("is not an archive that its lock names", &|e| e.push((file, "pkgs/other.conda".into(), b"evil".into()))),
+        ("is not an archive that its lock names", &|e| e[2].1 = format!("elsewhere/{}", &e[2].1[5..])),
+        ("is not an archive that its lock names", &|e| e[2].1 = format!("pkgs/../{}", e[2].1)),
+        ("is not an archive that its lock names", &|e| e.push((file, "../victim".into(), b"evil".into()))),
+        ("is not an archive that its lock names", &|e| e.push((file, "/tmp/victim".into(), b"evil".into()))),
         ("is no file", &|e| e.push((EntryType::Directory, "pkgs/d".into(), Vec::new()))),
         ("is no file", &|e| e.push((EntryType::Char, "pkgs/null".into(), Vec::new()))),
         ("is no file", &|e| e[2].0 = EntryType::Symlink),

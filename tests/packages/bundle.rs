@@ -221,7 +221,7 @@ fn what_is_no_installation_of_flux_is_not_bundled() {
     installed_flux(&from);
     refused(&from, &from.join("flux.tar.gz"), "inside");
     symlink("../../outside", from.join("lib/out")).unwrap();
-    refused(&from, &out, "out of the tree");
+    refused(&from, &out, "outside the tree");
     fs::remove_file(from.join("lib/out")).unwrap();
     let _socket = std::os::unix::net::UnixListener::bind(from.join("socket")).unwrap();
     refused(&from, &out, "socket");

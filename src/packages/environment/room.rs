@@ -1,4 +1,4 @@
-//! How much room archives need when they are unpacked, told before anything is.
+//! Estimates the disk space for unpacking before it starts.
 
 use std::{
     fs::File,
@@ -8,17 +8,17 @@ use std::{
 
 use crate::{host::Refusal, packages::files::free};
 
-/// Conda packages unpack to some three times their size, and so does a tree of programs; files with a prefix in them are
-/// there twice for a moment.
+/// Conda packages and trees of programs unpack to about three times their size; files that contain the prefix exist twice
+/// for a moment.
 const UNPACKED_PER_BYTE: u64 = 4;
 
-/// What archives of so many bytes unpack to, as a rule.
+/// The estimated size of archives after unpacking.
 pub(in crate::packages) fn unpacked(archives: u64) -> u64 {
     archives.saturating_mul(UNPACKED_PER_BYTE)
 }
 
-/// What a `.tar.gz` unpacks to, as a rule, or by its own last word where that is more: gzip ends with the size of its
-/// content, but counts it in 32 bits and for its last member only.
+/// The estimated size of a `.tar.gz` after unpacking, or the size in its trailer if that is larger: gzip stores the size of
+/// its last member's content modulo 2³².
 pub(in crate::packages) fn unpacked_gzip(archive: &mut File) -> io::Result<u64> {
     let bytes = archive.seek(SeekFrom::End(0))?;
     let mut size = [0; 4];
@@ -30,11 +30,11 @@ pub(in crate::packages) fn unpacked_gzip(archive: &mut File) -> io::Result<u64> 
     Ok(unpacked(bytes).max(u64::from(u32::from_le_bytes(size))))
 }
 
-/// Whether `need` bytes can be written below `directory`, which is there. What kubelet wants to keep free is a matter of
-/// preflight; this is about work that can only fail.
+/// Checks whether `need` bytes can be written below `directory`, which must exist. Preflight checks the reserve that the
+/// kubelet wants; this only avoids work that must fail.
 ///
 /// # Errors
-/// Both figures and the remedy, or why the file system can't be looked at.
+/// Too little space, with both figures and the remedy; or the file system can't be queried.
 pub(in crate::packages) fn check(directory: &Path, need: u64) -> Result<(), Refusal> {
     let free = free(directory).map_err(|error| Refusal::io("look at", directory, &error))?.bytes;
     if free >= need {
@@ -56,18 +56,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bundle_tells_how_big_it_will_be() {
+    fn the_gzip_trailer_counts_for_the_size_of_a_bundle() {
         let mut file = tempfile::tempfile().unwrap();
         let mut gzip = flate2::write::GzEncoder::new(&mut file, flate2::Compression::fast());
         gzip.write_all(&vec![0; 5_000_000]).unwrap();
         gzip.finish().unwrap();
         assert_eq!(unpacked_gzip(&mut file).unwrap(), 5_000_000);
-        assert_eq!(file.stream_position().unwrap(), 0, "it is read from its start afterwards");
+        assert_eq!(file.stream_position().unwrap(), 0, "the file is rewound");
         assert_eq!(unpacked_gzip(&mut tempfile::tempfile().unwrap()).unwrap(), 0);
     }
 
     #[test]
-    fn a_full_disk_is_told_with_both_figures() {
+    fn the_error_about_a_full_disk_has_both_figures() {
         let directory = tempfile::tempdir().unwrap();
         let refusal = check(directory.path(), 1 << 60).unwrap_err();
         let words = ["MiB are free", "the packages need 1099511627776 MiB", &directory.path().display().to_string()];

@@ -1,4 +1,4 @@
-//! What is asked of the channels: read from the spec, checked, and written as one stable line.
+//! The question to solve: read from the spec, checked, and written as one stable line.
 
 use std::{fs::File, io, os::fd::AsRawFd, path::PathBuf};
 
@@ -17,10 +17,10 @@ use crate::{
     redact::{redacted, url_with_credentials},
 };
 
-/// What is asked, in one stable line: a changed one is the only reason to solve again.
+/// The question as one stable line. The planner solves again only if this line changes.
 ///
-/// `platforms` counts only where the spec names none. Where packages are fetched from and how many environments are kept
-/// is no part of it, and neither is a refresh of a lock or a bundle: nothing is solved for those.
+/// `platforms` is used only if the spec names none. Mirrors and the number of environments to keep are not part of the
+/// question, and with a lock or a bundle neither is `refresh`, because nothing is solved then.
 pub fn question(packages: &Packages, platforms: &[String]) -> String {
     if let Some(bundle) = &packages.bundle {
         return serde_json::json!({ "bundle": bundle }).to_string();
@@ -30,7 +30,7 @@ pub fn question(packages: &Packages, platforms: &[String]) -> String {
         use sha2::{Digest, Sha256};
         return serde_json::json!({ "lock": hex::encode(Sha256::digest(lock)), "platforms": platforms }).to_string();
     }
-    // It is published beside the lock.
+    // Without credentials: the question is published together with the lock.
     let plain = |text: &str| match Url::parse(text) {
         Ok(url) if stripped(&url) != url => stripped(&url).into(),
         _ => text.to_owned(),
@@ -41,7 +41,7 @@ pub fn question(packages: &Packages, platforms: &[String]) -> String {
         "platforms": platforms,
         "specs": specs(packages),
     });
-    // Only where there is one: what was published before anybody asked for a refresh still answers.
+    // Added only if set, so that questions published before `refresh` existed still match.
     if let Some(refresh) = &packages.refresh {
         question["refresh"] = serde_json::json!(refresh);
     }
@@ -74,7 +74,7 @@ pub(in crate::packages) fn wanted_platforms<'a>(packages: &'a Packages, nodes: &
     wanted
 }
 
-/// A channel as it was given, and as it is read.
+/// A channel: the URL that the user gave and the one that is read, which differ for `file:` channels.
 pub(in crate::packages) struct Source {
     pub given: Url,
     pub read: Channel,
@@ -89,7 +89,7 @@ impl Source {
     ) -> Result<Self, SolveError> {
         let not_a_channel = || SolveError::NotAChannel { channel: shown(given) };
         let url = Url::parse(given.trim_end_matches('/')).map_err(|_| not_a_channel())?;
-        // It is written into the lock.
+        // Without credentials: the URL is written into the lock.
         let url = stripped(&url);
         match url.scheme() {
             "http" | "https" if url.has_host() => {
@@ -107,7 +107,7 @@ impl Source {
         }
     }
 
-    /// Puts the channel that was given in the place of the one that was read.
+    /// Replaces the URL that was read by the one that the user gave.
     pub(in crate::packages) fn restore(&self, record: &mut RepoDataRecord) {
         let Some(below) = record.url.as_str().strip_prefix(self.read.base_url.as_str()) else {
             return;
@@ -123,7 +123,7 @@ impl Source {
 pub(in crate::packages) fn parse_spec(given: &str) -> Result<MatchSpec, SolveError> {
     let unusable = |reason: String| SolveError::Spec { spec: redacted(given), reason };
     if url_with_credentials(given).is_some() {
-        return Err(unusable("a spec is a name and a version, without a URL that has credentials".into()));
+        return Err(unusable("a spec is a name and a version, not a URL with credentials".into()));
     }
     let spec = MatchSpec::from_str(given, ParseStrictness::Lenient).map_err(|e| unusable(error_chain(&e)))?;
     if spec.url.is_some() {
@@ -135,10 +135,10 @@ pub(in crate::packages) fn parse_spec(given: &str) -> Result<MatchSpec, SolveErr
     Ok(spec)
 }
 
-/// Whether the solver takes `given` as a spec.
+/// Checks whether the solver accepts `given` as a spec.
 ///
 /// # Errors
-/// Why it doesn't, with the spec in it.
+/// Why it doesn't, including the spec.
 pub fn check_spec(given: &str) -> Result<(), String> {
     match given.trim().is_empty() {
         true => Err("is an empty spec".to_owned()),
@@ -146,7 +146,7 @@ pub fn check_spec(given: &str) -> Result<(), String> {
     }
 }
 
-/// Whether `glibc` is a version as the solver takes it for `__glibc`: numbers with dots between, at least two.
+/// True if `glibc` is a version that the solver accepts for `__glibc`: at least two numbers separated by dots.
 pub fn check_glibc(glibc: &str) -> bool {
     glibc.split('.').count() > 1
         && glibc.split('.').all(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()))
@@ -174,7 +174,7 @@ pub(in crate::packages) fn parse_platform(
         version,
         build_string: rattler_conda_types::package::BuildString::new_unchecked(build),
     };
-    // The oldest kernel that any distribution with glibc 2.28 runs.
+    // 4.18 is the oldest kernel in any distribution with glibc 2.28.
     let virtual_packages = vec![
         package("__unix", constant("0")?, "0"),
         package("__linux", constant("4.18")?, "0"),
