@@ -305,7 +305,7 @@ async fn a_lock_of_pixi_is_taken_if_it_says_which_environment() {
         assert_eq!(lock_of(resolve(&given(&text)).await.unwrap()), text, "{environments:?}");
     }
     let error = resolve(&given(&pixi(&["gpu", "flux"]))).await.unwrap_err().to_string();
-    assert!(error.contains("no environment `default`") && error.contains("flux, gpu"), "{error}");
+    assert!(error.contains("needs an environment `default`") && error.contains("flux, gpu"), "{error}");
 }
 
 #[test]
@@ -323,12 +323,12 @@ fn a_lock_that_can_not_be_used_is_refused_in_one_sentence_that_names_what_is_wro
         (cut_at("  sha256"), "package flux-core has no sha256"),
         (
             cut_at("- conda: https://channel/linux-64/flux-core-0.88.0-h_0.conda\n  sha256"),
-            "package flux-core is named for an environment",
+            "lists the package flux-core for an environment",
         ),
         (cut_at("packages:\n- conda"), "the lock can't be read"),
         (
             good.replace("packages:\n- conda", "packages: []\nrest:\n- conda"),
-            "package flux-core is named for an environment",
+            "lists the package flux-core for an environment",
         ),
         (good.replace("linux-64:", "linux-65:"), "linux-65"),
         (good.replace("https://channel/linux", "ftp://channel/linux"), "package flux-core is not at an http"),

@@ -201,8 +201,9 @@ async fn choose_packages(up: &Up, spec: &mut FluxInstanceSpec) -> Result<Option<
     }
     let is_named = spec.packages != Packages::default();
     // Without waiting, a source that the user names may become available later.
-    let asks = !(up.no_wait && is_named);
-    let source = if up.flux == Flux::None { Source::Good } else { check::check_source(&spec.packages, asks).await? };
+    let ask_servers = !(up.no_wait && is_named);
+    let source =
+        if up.flux == Flux::None { Source::Good } else { check::check_source(&spec.packages, ask_servers).await? };
     match check::choose(up.flux, source, is_named, !up.no_wait) {
         Choice::Packages => Ok(None),
         Choice::Refuse(why) => Err(LocalError::Usage(why)),
