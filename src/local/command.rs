@@ -24,8 +24,8 @@ pub enum LocalCommand {
     Exec {
         /// The node, such as node1
         node: String,
-        /// Run a command of flux-distribute in the agent's pod, such as `status` or `dump`; use this if a message says to run
-        /// something in a node's pod, for example with `kubectl exec`
+        /// Run a command of flux-distribute in the agent's pod, such as `status` or `dump`; use this if a message says
+        /// to run something in a node's pod, for example with `kubectl exec`
         #[arg(long)]
         agent: bool,
         /// The command

@@ -73,8 +73,8 @@ pub(in crate::packages) fn directory_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A file under a temporary name that gets its final name when it is complete. Dropping it removes it; what a killed run
-/// left behind, the next run that writes to the same directory removes.
+/// A file under a temporary name that gets its final name when it is complete. Dropping it removes it; what a killed
+/// run left behind, the next run that writes to the same directory removes.
 pub(in crate::packages) struct Aside {
     file: Flock<File>,
     path: tempfile::TempPath,

@@ -1,5 +1,5 @@
-//! The rules between a request and the store: pure functions that set the server's own fields, keep what the request must
-//! not change, and refuse what is not allowed.
+//! The rules between a request and the store: pure functions that set the server's own fields, keep what the request
+//! must not change, and refuse what is not allowed.
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::ByteString;

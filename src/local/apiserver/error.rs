@@ -77,7 +77,8 @@ pub enum ApiError {
     /// The server is in an unexpected state.
     #[error("internal error occurred: {0}")]
     Internal(String),
-    /// The path doesn't exist. Answered without a `Status`, as real servers do, because it says nothing about any object.
+    /// The path doesn't exist. Answered without a `Status`, as real servers do, because it says nothing about any
+    /// object.
     #[error("404 page not found")]
     NoSuchPath,
 }

@@ -1,5 +1,5 @@
-//! Faults injected into the API server, for tests of components that depend on it. They affect every client whose address
-//! is not the server's own.
+//! Faults injected into the API server, for tests of components that depend on it. They affect every client whose
+//! address is not the server's own.
 
 use std::{
     collections::HashMap,

@@ -47,8 +47,8 @@ pub fn router(store: Arc<Store>, token: String) -> Router {
     build(store, &token, CancellationToken::new(), None)
 }
 
-/// Serves `store` over TLS on `listener`, as `identity`, until `shutdown`, which also ends open watches. `switch` injects
-/// faults for all clients except those with the listener's own address.
+/// Serves `store` over TLS on `listener`, as `identity`, until `shutdown`, which also ends open watches. `switch`
+/// injects faults for all clients except those with the listener's own address.
 ///
 /// # Errors
 /// The listener's.

@@ -1,5 +1,5 @@
-//! A small in-memory Kubernetes API server for the kinds that this project uses: enough for kubectl, and for the same kube
-//! client as in production. It has no CEL, no server-side apply, and no admission except the schema and
+//! A small in-memory Kubernetes API server for the kinds that this project uses: enough for kubectl, and for the same
+//! kube client as in production. It has no CEL, no server-side apply, and no admission except the schema and
 //! [`validate`](crate::api::validate).
 
 mod admit;

@@ -151,8 +151,8 @@ impl Objects {
         let Ok(object) = self.get(container, "", name) else {
             return;
         };
-        // Any finalizer in `spec` except Kubernetes' own delays the deletion of the contents, like pods in a real cluster, which
-        // are deleted first.
+        // Any finalizer in `spec` except Kubernetes' own delays the deletion of the contents, like pods in a real
+        // cluster, which are deleted first.
         let finalizers = object["spec"]["finalizers"].as_array();
         if !is_terminating(&object) || finalizers.is_some_and(|all| all.iter().any(|one| one != "kubernetes")) {
             return;

@@ -106,7 +106,8 @@ pub struct Query {
 }
 
 impl Query {
-    /// Parses a query. Ignores unknown parameters, as a real server does, and also `limit` and `continue`: lists are complete.
+    /// Parses a query. Ignores unknown parameters, as a real server does, and also `limit` and `continue`: lists are
+    /// complete.
     ///
     /// # Errors
     /// [`ApiError::BadRequest`] for an unknown value of a parameter that changes what the request does.
@@ -153,8 +154,8 @@ pub enum Form {
 }
 
 impl Form {
-    /// The first supported representation in an Accept header. The encoding is always JSON: clients that prefer protobuf accept
-    /// JSON too.
+    /// The first supported representation in an Accept header. The encoding is always JSON: clients that prefer
+    /// protobuf accept JSON too.
     pub fn parse(accept: &str, include: Include) -> Self {
         let known = accept.split(',').find_map(|range| {
             let mut parts = range.split(';').map(str::trim);

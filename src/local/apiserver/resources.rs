@@ -38,7 +38,8 @@ pub struct Resource {
     pub categories: Vec<String>,
     /// True if its objects live in namespaces.
     pub namespaced: bool,
-    /// True if it has the subresource `status`: writes to the object ignore `.status`, and writes to the status all else.
+    /// True if it has the subresource `status`: writes to the object ignore `.status`, and writes to the status all
+    /// else.
     pub status: bool,
     /// True if `metadata.generation` counts changes outside metadata and status.
     pub generation: bool,
@@ -52,7 +53,8 @@ pub struct Resource {
     pub custom: Option<Custom>,
     /// Decodes an object into its type; the error says what is wrong. Kinds with [`Custom::rules`] use those instead.
     pub check: fn(&Value) -> Result<(), String>,
-    /// The group under which it is stored; differs from `group` only for the second Event kind, which shares its objects.
+    /// The group under which it is stored; differs from `group` only for the second Event kind, which shares its
+    /// objects.
     pub stored_in: &'static str,
 }
 
@@ -211,8 +213,8 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
             short: names(&["crd", "crds"]),
             ..builtin::<CustomResourceDefinition>(false)
         },
-        // The remaining kinds of a real cluster's manifest are only stored: every client with the token may do everything, and
-        // nothing is scheduled.
+        // The remaining kinds of a real cluster's manifest are only stored: every client with the token may do
+        // everything, and nothing is scheduled.
         builtin::<ClusterRole>(false),
         builtin::<ClusterRoleBinding>(false),
         builtin::<Role>(true),

@@ -1,8 +1,8 @@
 //! The objects and their history, in memory.
 //!
-//! There is one lock and one counter: every change gets the next resourceVersion and one entry in a bounded log. A watch
-//! only keeps its position in that log, so a slow one costs no memory: once its position has been dropped from the log, the
-//! client must list again.
+//! There is one lock and one counter: every change gets the next resourceVersion and one entry in a bounded log. A
+//! watch only keeps its position in that log, so a slow one costs no memory: once its position has been dropped from
+//! the log, the client must list again.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -18,8 +18,8 @@ use super::{
     resources::{self, Resource},
 };
 
-/// A restore adds this to the counter, so that versions issued after the snapshot are not issued again with other content;
-/// a watch at such a version is then too old and lists again.
+/// A restore adds this to the counter, so that versions issued after the snapshot are not issued again with other
+/// content; a watch at such a version is then too old and lists again.
 const RESTORE_GAP: u64 = 1 << 20;
 
 /// The version of the snapshot format.
@@ -143,8 +143,8 @@ impl Store {
         })
     }
 
-    /// Replaces `part` of an object by the result of `change`. `change` runs under the lock, so a patch never gets a conflict
-    /// unless it contains a resourceVersion.
+    /// Replaces `part` of an object by the result of `change`. `change` runs under the lock, so a patch never gets a
+    /// conflict unless it contains a resourceVersion.
     ///
     /// # Errors
     /// That of `change`, [`ApiError::NotFound`], [`ApiError::Conflict`], [`ApiError::BadRequest`],

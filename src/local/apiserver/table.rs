@@ -15,7 +15,8 @@ pub struct Column {
 }
 
 impl Column {
-    /// `path` is a JSON path of names and dots, such as `.status.phase`. A `priority` other than 0 means `-o wide` only.
+    /// `path` is a JSON path of names and dots, such as `.status.phase`. A `priority` other than 0 means `-o wide`
+    /// only.
     pub fn new(name: &str, type_: &str, path: &str, priority: i32) -> Self {
         Self { name: name.into(), type_: type_.into(), pointer: path.replace('.', "/"), priority }
     }

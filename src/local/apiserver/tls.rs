@@ -35,8 +35,8 @@ pub enum IdentityError {
     Tls(#[from] rustls::Error),
 }
 
-/// The server's identity: a key that never leaves the process, and a certificate from an authority that can't sign anything
-/// else, because its key is dropped at once.
+/// The server's identity: a key that never leaves the process, and a certificate from an authority that can't sign
+/// anything else, because its key is dropped at once.
 pub struct Identity {
     authority: String,
     config: Arc<ServerConfig>,

@@ -23,8 +23,8 @@ use super::{
 /// The duration of a watch if the client sets none.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1800);
 
-/// How often an idle watch gets a bookmark with the latest resourceVersion, so that a reconnect doesn't start from an expired
-/// one.
+/// How often an idle watch gets a bookmark with the latest resourceVersion, so that a reconnect doesn't start from an
+/// expired one.
 const BOOKMARK_INTERVAL: Duration = Duration::from_secs(30);
 
 /// The number of changes rendered at once, which limits the memory of a watch.

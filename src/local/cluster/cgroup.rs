@@ -1,5 +1,5 @@
-//! The cgroups of local mode: the same path in every hierarchy of the machine, v1 and v2. All processes in them belong to
-//! the local cluster, and no process outside of them is ever killed.
+//! The cgroups of local mode: the same path in every hierarchy of the machine, v1 and v2. All processes in them belong
+//! to the local cluster, and no process outside of them is ever killed.
 
 use std::{
     collections::BTreeSet,
@@ -53,7 +53,8 @@ fn from_mounts(mounts: Vec<Mount>) -> Vec<Hierarchy> {
     found
 }
 
-/// The options that identify a v1 hierarchy. Others, such as `xattr` and `release_agent`, are settings of its first mount.
+/// The options that identify a v1 hierarchy. Others, such as `xattr` and `release_agent`, are settings of its first
+/// mount.
 fn v1_options(options: &[String]) -> String {
     let named: Vec<&str> = options
         .iter()
@@ -120,7 +121,8 @@ pub(crate) fn remove(group: &str) -> Result<(), LocalError> {
     let end = Instant::now() + PATIENCE;
     for hierarchy in hierarchies()? {
         let path = hierarchy.mount.join(group);
-        // `remove_tree` waits, too, but less long than a process with gigabytes of memory takes to exit, which no list shows.
+        // `remove_tree` waits, too, but less long than a process with gigabytes of memory takes to exit, which no list
+        // shows.
         let mut removed = remove_tree(&path);
         while matches!(removed, Err(CgroupError::Busy { .. })) && Instant::now() < end {
             removed = remove_tree(&path);

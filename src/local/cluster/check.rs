@@ -55,7 +55,8 @@ pub(crate) enum Choice {
     Refuse(String),
 }
 
-/// Decides what to install. `is_named`: the user named the source. `waits`: the command waits until the nodes are online.
+/// Decides what to install. `is_named`: the user named the source. `waits`: the command waits until the nodes are
+/// online.
 pub(crate) fn choose(flux: Flux, source: Source, is_named: bool, waits: bool) -> Choice {
     const REMEDIES: &str = "give a bundle (--bundle FILE|URL; `flux-distribute bundle create` makes one on a machine with Flux or \
                             internet access) or a channel (--channel DIR|URL)";
@@ -73,7 +74,8 @@ pub(crate) fn choose(flux: Flux, source: Source, is_named: bool, waits: bool) ->
     }
 }
 
-/// Checks the source that `packages` names, for nodes like this machine. `ask_servers`: check servers too, not only files.
+/// Checks the source that `packages` names, for nodes like this machine. `ask_servers`: check servers too, not only
+/// files.
 ///
 /// # Errors
 /// The check itself failed, which says nothing about the source.

@@ -1,5 +1,6 @@
-//! Communication between the processes of local mode. Commands talk to the daemon over a Unix socket in the state directory,
-//! which only root can reach: one JSON line per request and per answer. Helper processes report to their parent on stdout.
+//! Communication between the processes of local mode. Commands talk to the daemon over a Unix socket in the state
+//! directory, which only root can reach: one JSON line per request and per answer. Helper processes report to their
+//! parent on stdout.
 
 use std::{io::Write, process::ExitCode, time::Duration};
 

@@ -1,5 +1,5 @@
-//! The daemon of a local cluster: bridge, API server, proxy, and a [`Kubelet`] for each node. It serves the control socket,
-//! and stops all nodes at SIGTERM. If it is killed, the nodes keep running.
+//! The daemon of a local cluster: bridge, API server, proxy, and a [`Kubelet`] for each node. It serves the control
+//! socket, and stops all nodes at SIGTERM. If it is killed, the nodes keep running.
 
 use std::{
     collections::BTreeMap,
@@ -46,7 +46,8 @@ struct Daemon {
 
 /// Reads the FluxInstance's spec from stdin, reports "ready" once it serves, and runs until SIGTERM.
 pub(crate) async fn run(layout: &Layout) -> Result<ExitCode, LocalError> {
-    // Fails if this process leads a process group because a user started it by hand: then the terminal's signals are fine.
+    // Fails if this process leads a process group because a user started it by hand: then the terminal's signals are
+    // fine.
     let _ = setsid();
     let mut terminate = signal(SignalKind::terminate()).context(|| "can't handle signals".to_owned())?;
     let entering = layout.lock()?;

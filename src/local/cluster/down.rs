@@ -1,5 +1,5 @@
-//! `local down`: removes everything that `local up` may have made, going by the files, the cgroups and the bridge. It works
-//! without the daemon, and may be killed at any point and run again.
+//! `local down`: removes everything that `local up` may have made, going by the files, the cgroups and the bridge. It
+//! works without the daemon, and may be killed at any point and run again.
 
 use std::{
     fs,

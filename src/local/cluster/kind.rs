@@ -1,5 +1,5 @@
-//! Nodes of different kinds on one machine: a node may show other hardware facts than the machine has. Only the facts are
-//! simulated; a job that is given a GPU finds none.
+//! Nodes of different kinds on one machine: a node may show other hardware facts than the machine has. Only the facts
+//! are simulated; a job that is given a GPU finds none.
 
 use std::{fs, os::unix::fs::symlink, path::Path};
 

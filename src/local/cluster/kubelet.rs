@@ -163,8 +163,8 @@ impl Kubelet {
         info!(node = self.name, pid = machine.init, "the node is up");
         self.show(|view| (view.init_pid, view.error) = (Some(machine.init), None));
         answer(reply, Ok(()));
-        // As when a DaemonSet is applied to an existing cluster: a planner that started earlier would consider a node that
-        // boots slowly as joining later, and such nodes get the names of spares.
+        // As when a DaemonSet is applied to an existing cluster: a planner that started earlier would consider a node
+        // that boots slowly as joining later, and such nodes get the names of spares.
         let _ = self.others.clone().wait_for(|all_up| *all_up).await;
         let off = self.keep_agent(&mut machine, orders).await;
         // The kernel kills the whole PID namespace with its PID 1; then the helper exits too.

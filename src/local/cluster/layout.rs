@@ -129,9 +129,10 @@ impl Layout {
         self.load().is_ok_and(|found| found.token == token)
     }
 
-    /// Locks the directory. A `down` holds this lock, and so does a daemon until it has entered its cgroup: otherwise a `down`
-    /// could find no process during that time, and a daemon whose `up` was killed would survive or create the cgroup again.
-    /// The lock is on the directory itself, since a lock file could be created again while the directory is being removed.
+    /// Locks the directory. A `down` holds this lock, and so does a daemon until it has entered its cgroup: otherwise a
+    /// `down` could find no process during that time, and a daemon whose `up` was killed would survive or create the
+    /// cgroup again. The lock is on the directory itself, since a lock file could be created again while the directory
+    /// is being removed.
     ///
     /// # Errors
     /// [`LocalError::NotUp`] if the directory doesn't exist; another process still holds the lock after [`LOCK_LIMIT`].

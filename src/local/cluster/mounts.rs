@@ -74,7 +74,8 @@ fn remount_read_only(target: &Path) -> Result<(), LocalError> {
 pub(crate) fn enter_root(root: &Path) -> Result<(), LocalError> {
     let failed = || format!("can't make {} the root directory", root.display());
     chdir(root).context(failed)?;
-    // See pivot_root(2), "pivot_root(".", ".")": the old root is stacked on the new one, so it needs no directory in it.
+    // See pivot_root(2), "pivot_root(".", ".")": the old root is stacked on the new one, so it needs no directory in
+    // it.
     pivot_root(".", ".").context(failed)?;
     umount2(".", MntFlags::MNT_DETACH).context(failed)?;
     chdir("/").context(failed)

@@ -1,7 +1,7 @@
 //! Boots a node: a helper process that makes the namespaces, starts PID 1 in them, and remains as its parent.
 //!
-//! It is a process of its own because it enters the node's cgroup. The namespaces are entered on a separate thread, so that
-//! the process itself stays in the machine's.
+//! It is a process of its own because it enters the node's cgroup. The namespaces are entered on a separate thread, so
+//! that the process itself stays in the machine's.
 
 use std::{
     fs::File,
@@ -51,7 +51,8 @@ pub(crate) async fn boot(layout: &Layout, name: &str) -> Result<ExitCode, LocalE
         if go.recv().is_err() {
             return Err(LocalError::Refused(format!("the boot of {init_name} was aborted")));
         }
-        // A child cgroup, because in cgroup v2 a cgroup with processes of its own can't have controllers for its children.
+        // A child cgroup, because in cgroup v2 a cgroup with processes of its own can't have controllers for its
+        // children.
         cgroup::enter(&init_group)?;
         let mut init = Command::new(executable);
         init.args(["local", "node-init", &init_name]).arg0(format!("init [{init_name}]"));

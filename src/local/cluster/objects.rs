@@ -30,8 +30,8 @@ use crate::{
     local::error::{Context, LocalError},
 };
 
-/// A client for the local cluster's API. Not built from the kubeconfig, whose loader would also apply the machine's proxy
-/// settings.
+/// A client for the local cluster's API. Not built from the kubeconfig, whose loader would also apply the machine's
+/// proxy settings.
 pub(crate) fn client(layout: &Layout, cluster: &Cluster) -> Result<Client, LocalError> {
     let failed = || "can't make a client for the local cluster's API".to_owned();
     let mut config = kube::Config::new(cluster.server().parse().context(failed)?);
@@ -142,8 +142,8 @@ pub(crate) async fn report(
     if ready { untaint(&nodes, name, &node).await } else { Ok(()) }
 }
 
-/// Removes the not-ready taint. A real API server adds it to each new Node, and the node lifecycle controller removes it once
-/// the Node is Ready; that controller doesn't run here.
+/// Removes the not-ready taint. A real API server adds it to each new Node, and the node lifecycle controller removes
+/// it once the Node is Ready; that controller doesn't run here.
 async fn untaint(nodes: &Api<Node>, name: &str, node: &Node) -> Result<(), LocalError> {
     let taints = node.spec.as_ref().and_then(|spec| spec.taints.as_deref()).unwrap_or_default();
     let kept: Vec<_> = taints.iter().filter(|taint| taint.key != "node.kubernetes.io/not-ready").collect();

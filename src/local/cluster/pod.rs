@@ -1,5 +1,5 @@
-//! The agent's pod, as kubelet and containerd would make it from the DaemonSet: privileged, hostPID, hostNetwork, an image
-//! built `FROM scratch`, and a cgroup below the node's `kubepods`.
+//! The agent's pod, as kubelet and containerd would make it from the DaemonSet: privileged, hostPID, hostNetwork, an
+//! image built `FROM scratch`, and a cgroup below the node's `kubepods`.
 //!
 //! This process replaces containerd's shim: it enters the node, starts the agent, and exits with it.
 
@@ -40,8 +40,8 @@ const NAMESPACES: [(&str, CloneFlags); 6] = [
     ("mnt", CloneFlags::CLONE_NEWNS),
 ];
 
-/// Moves the calling thread into all namespaces of a node; no other code may use this thread. Its children are in the node's
-/// PID namespace.
+/// Moves the calling thread into all namespaces of a node; no other code may use this thread. Its children are in the
+/// node's PID namespace.
 pub(crate) fn enter_node(init: i32) -> Result<(), LocalError> {
     let mut open = Vec::new();
     for (name, flag) in NAMESPACES {

@@ -1,5 +1,5 @@
-//! An HTTP proxy on the bridge through which nodes reach other hosts. It connects from the machine itself, so a channel at
-//! `http://127.0.0.1:PORT` is the machine's. Only nodes may use it.
+//! An HTTP proxy on the bridge through which nodes reach other hosts. It connects from the machine itself, so a channel
+//! at `http://127.0.0.1:PORT` is the machine's. Only nodes may use it.
 
 use std::{future::Future, net::IpAddr, sync::Arc};
 

@@ -1,5 +1,5 @@
-//! A node's root directory: the part on disk, made once ([`prepare`]), and the mounts of each boot ([`mount`]). /usr is the
-//! machine's, read-only; everything writable is the node's own.
+//! A node's root directory: the part on disk, made once ([`prepare`]), and the mounts of each boot ([`mount`]). /usr is
+//! the machine's, read-only; everything writable is the node's own.
 
 use std::{
     fs,
@@ -78,8 +78,8 @@ pub(crate) fn prepare(root: &Path, name: &str, hosts: &str) -> Result<(), LocalE
     write(&root.join("etc/hosts"), hosts)
 }
 
-/// Makes the node's mounts in this mount namespace, which is private, and makes `root` its root directory. Called by the
-/// first process in the node's PID namespace, which is also in the node's other namespaces.
+/// Makes the node's mounts in this mount namespace, which is private, and makes `root` its root directory. Called by
+/// the first process in the node's PID namespace, which is also in the node's other namespaces.
 pub(crate) fn mount(
     layout: &Layout,
     cluster: &Cluster,

@@ -231,8 +231,8 @@ async fn refuse_second(layout: &Layout) -> Result<(), LocalError> {
     Err(LocalError::AlreadyUp { state, directory: layout.directory().display().to_string() })
 }
 
-/// Records the settings and makes the bridge, which only one cluster can. Until then nothing is made or killed under names
-/// that a concurrent `local up` may have chosen too. Returns false if that one was first.
+/// Records the settings and makes the bridge, which only one cluster can. Until then nothing is made or killed under
+/// names that a concurrent `local up` may have chosen too. Returns false if that one was first.
 async fn claim(layout: &Layout, cluster: &Cluster, network: &Network) -> Result<bool, LocalError> {
     let record = serde_json::to_vec_pretty(cluster).context(|| "can't write the record".to_owned())?;
     write_private(&layout.cluster(), &record, false)
@@ -332,8 +332,8 @@ async fn start(
     Ok(())
 }
 
-/// Checks whether packets from one node arrive at the other: a refused connection proves it, as no process listens on the
-/// port. If that can't be tried, the answer is true.
+/// Checks whether packets from one node arrive at the other: a refused connection proves it, as no process listens on
+/// the port. If that can't be tried, the answer is true.
 async fn reaches(from: &NodeView, to: &NodeView) -> bool {
     let (Some(init), Ok(address)) = (from.init_pid, to.address.parse::<Ipv4Addr>()) else { return true };
     let attempt = move || -> std::io::Result<bool> {

@@ -220,7 +220,8 @@ impl Broker {
         }
     }
 
-    /// Loads a new configuration. As in Flux, ranks follow the brokers' names if there is a `[bootstrap]` table, else their order.
+    /// Loads a new configuration. As in Flux, ranks follow the brokers' names if there is a `[bootstrap]` table, else
+    /// their order.
     fn load(&mut self, resource: Resources, has_bootstrap: bool) {
         self.declared = match has_bootstrap {
             true => self.names.clone(),

@@ -1,5 +1,6 @@
-//! A stand-in for Flux's brokers, for machines on which Flux is not available. Agents, planner and API server are the real
-//! ones; each node runs this instead of a broker. It connects to the others, reports which ranks are online, and runs no jobs.
+//! A stand-in for Flux's brokers, for machines on which Flux is not available. Agents, planner and API server are the
+//! real ones; each node runs this instead of a broker. It connects to the others, reports which ranks are online, and
+//! runs no jobs.
 //!
 //! Its version is [`STAND_IN`](crate::broker::STAND_IN), which agent and planner repeat in their messages.
 

@@ -56,7 +56,8 @@ pub(super) enum Event {
     End(u8, String),
 }
 
-/// The lead's side: serves followers on `listener` and updates `online` until it becomes `None`, which ends the instance.
+/// The lead's side: serves followers on `listener` and updates `online` until it becomes `None`, which ends the
+/// instance.
 pub(super) async fn lead(listener: TcpListener, names: Vec<String>, start: u64, online: watch::Sender<Option<IdSet>>) {
     // The connection of each rank: a follower may reconnect before its old connection times out.
     let mut held = BTreeMap::<u32, u64>::new();

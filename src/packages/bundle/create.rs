@@ -52,12 +52,13 @@ pub struct CreateBundle {
     /// The prefix that Flux was configured with, if it was installed into a staging directory. Default: --from-prefix.
     #[arg(long, value_name = "DIR", conflicts_with = "lock")]
     pub compiled_prefix: Option<PathBuf>,
-    /// conda's name of a platform; with --lock repeatable. Default: this machine's platform, with --lock all of the lock's.
+    /// conda's name of a platform; with --lock repeatable. Default: this machine's platform, with --lock all of the
+    /// lock's.
     #[arg(long, value_name = "PLATFORM")]
     pub platform: Vec<String>,
-    /// The format of the result and of the progress. json: one object per line on stdout, each with `event`:
-    /// `progress` and `phase-ended` (phase, packages and bytes with done and total, bytesPerSecond, secondsLeft, seconds),
-    /// then `done` (file, url, size, sha256, kind, platforms, prefix or packages).
+    /// The format of the result and of the progress. json: one object per line on stdout, each with `event`: `progress`
+    /// and `phase-ended` (phase, packages and bytes with done and total, bytesPerSecond, secondsLeft, seconds), then
+    /// `done` (file, url, size, sha256, kind, platforms, prefix or packages).
     #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
     pub output: OutputFormat,
 }
@@ -72,8 +73,8 @@ struct CreatedBundle {
 }
 
 impl CreateBundle {
-    /// Writes the bundle and returns the text to print. Must not be called within a Tokio runtime, because it starts its
-    /// own.
+    /// Writes the bundle and returns the text to print. Must not be called within a Tokio runtime, because it starts
+    /// its own.
     ///
     /// # Errors
     /// The input is unusable, or reading, downloading or writing failed. `--out` is then unchanged.
@@ -182,8 +183,8 @@ impl CreateBundle {
         Ok(CreatedBundle { manifest: BundleManifest::packages(platforms), sha256, bytes, packages })
     }
 
-    /// Checks the free space: until the bundle is complete, the archives exist twice on disk. Skipped if the lock doesn't have
-    /// all sizes.
+    /// Checks the free space: until the bundle is complete, the archives exist twice on disk. Skipped if the lock
+    /// doesn't have all sizes.
     fn check_room(&self, packages: &ByPlatform, downloads: &Downloads) -> Result<(), BundleError> {
         let archives = archives(packages);
         let mut sizes = archives.values().map(|package| package.record.package_record.size);
@@ -236,8 +237,8 @@ async fn download(
     Ok(())
 }
 
-/// The directory that holds the archives until they are packed: beside the bundle, so that a rename finishes it, and under
-/// a fixed name, so that the next run finds it.
+/// The directory that holds the archives until they are packed: beside the bundle, so that a rename finishes it, and
+/// under a fixed name, so that the next run finds it.
 struct Downloads {
     path: PathBuf,
     _lock: Flock<File>,

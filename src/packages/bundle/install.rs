@@ -57,8 +57,8 @@ impl Build<'_> {
         let mut reader = Hashing::new(file);
         let target = Target { platform: self.platform, tree: self.partial, archives };
         let unpacked = unpack::unpack(&mut reader, size, Some(target), Limits::default(), progress);
-        // Read the rest to get the sha256. Checking it only now is safe, because the environment isn't in use yet, and if
-        // unpacking failed, the sha256 tells a damaged bundle from a full or faulty disk.
+        // Read the rest to get the sha256. Checking it only now is safe, because the environment isn't in use yet, and
+        // if unpacking failed, the sha256 tells a damaged bundle from a full or faulty disk.
         io::copy(&mut reader, &mut io::sink()).map_err(unread)?;
         if !reader.sha256().eq_ignore_ascii_case(&source.sha256) {
             return Err(self.missing_or_damaged(&path, &name));

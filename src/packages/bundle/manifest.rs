@@ -30,8 +30,8 @@ pub struct BundleManifest {
     pub format: u32,
     /// `tree`: an installation with compiled-in paths. `packages`: a lock and the archives that it names.
     pub kind: String,
-    /// For a tree, the path that is compiled into it, such as `/opt/flux`. Empty for packages, but always present, because
-    /// versions that only know trees read it before they check the kind.
+    /// For a tree, the path that is compiled into it, such as `/opt/flux`. Empty for packages, but always present,
+    /// because versions that only know trees read it before they check the kind.
     pub prefix: PathBuf,
     /// For a tree, the conda platform that it runs on, such as `linux-64`. Empty for packages.
     pub platform: String,

@@ -29,7 +29,8 @@ use crate::packages::{
 /// Make or inspect a bundle: one file that contains a complete Flux.
 #[derive(Subcommand, Debug, Clone)]
 pub enum BundleCommand {
-    /// Pack an installed Flux, or all packages of a lock, into a bundle. The same input gives the same bundle, bit for bit.
+    /// Pack an installed Flux, or all packages of a lock, into a bundle. The same input gives the same bundle, bit for
+    /// bit.
     Create(CreateBundle),
     /// Show a bundle's content, and what to write into the FluxInstance to use it.
     Inspect(InspectBundle),

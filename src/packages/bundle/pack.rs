@@ -1,4 +1,5 @@
-//! Packs a tree into a bundle. The same tree gives the same bytes: entries are sorted, without owners or the current time.
+//! Packs a tree into a bundle. The same tree gives the same bytes: entries are sorted, without owners or the current
+//! time.
 
 use std::{
     collections::HashMap,
@@ -153,7 +154,8 @@ impl<W: Write> Packing<'_, W> {
     }
 }
 
-/// A header with the mode bits that hosts keep. A symlink's mode stays 0777, so that an unchanged tree keeps its sha256.
+/// A header with the mode bits that hosts keep. A symlink's mode stays 0777, so that an unchanged tree keeps its
+/// sha256.
 pub(in crate::packages) fn header(kind: EntryType, mode: u32, mtime: i64) -> Header {
     let mut header = Header::new_gnu();
     header.set_entry_type(kind);
@@ -165,7 +167,8 @@ pub(in crate::packages) fn header(kind: EntryType, mode: u32, mtime: i64) -> Hea
     header
 }
 
-/// Reads exactly `left` bytes and remembers why it failed: the tar crate doesn't distinguish a read error from a full disk.
+/// Reads exactly `left` bytes and remembers why it failed: the tar crate doesn't distinguish a read error from a full
+/// disk.
 struct Exact<R> {
     from: R,
     left: u64,

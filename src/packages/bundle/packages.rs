@@ -1,8 +1,8 @@
 //! A bundle of kind `packages`: the manifest, a lock, and `pkgs/<archive>` for each archive that the lock names.
 //!
-//! The same lock and platforms give the same bytes: archives are sorted by name, which is derived from their content, and
-//! have no owners or times. gzip only frames them, since they are already compressed. An archive that several platforms
-//! use is stored once.
+//! The same lock and platforms give the same bytes: archives are sorted by name, which is derived from their content,
+//! and have no owners or times. gzip only frames them, since they are already compressed. An archive that several
+//! platforms use is stored once.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -90,8 +90,8 @@ pub(in crate::packages) struct Contents {
     pub bytes: u64,
 }
 
-/// Reads everything after the manifest. With a target, writes the archives of its platform to its directory; without, checks
-/// that the archives of all platforms are there.
+/// Reads everything after the manifest. With a target, writes the archives of its platform to its directory; without,
+/// checks that the archives of all platforms are there.
 pub(in crate::packages) fn unpack<R: Read>(
     mut entries: Entries<'_, R>,
     manifest: &BundleManifest,

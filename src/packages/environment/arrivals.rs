@@ -1,8 +1,8 @@
-//! Chooses the archive to unpack next: the first one in order, or, while archives are still being fetched, the first one
-//! that is there.
+//! Chooses the archive to unpack next: the first one in order, or, while archives are still being fetched, the first
+//! one that is there.
 //!
-//! An archive has arrived once it has its final name in `pkgs/`, which it gets by one rename. The process that ordered the
-//! unpacking keeps a pipe open while more may arrive. The kernel closes the pipe however that process ends, so the
+//! An archive has arrived once it has its final name in `pkgs/`, which it gets by one rename. The process that ordered
+//! the unpacking keeps a pipe open while more may arrive. The kernel closes the pipe however that process ends, so the
 //! unpacking never waits for a dead process.
 
 use std::{
@@ -30,7 +30,7 @@ use nix::{
 
 /// Hands out the index of each archive, once.
 pub(in crate::packages) struct Arrivals<'a> {
-    /// In the lock's order, the biggest first.
+    /// In the order of unpacking.
     paths: Vec<PathBuf>,
     /// The thread that waits holds this lock: the other threads have nothing to do meanwhile.
     left: Mutex<Pending<'a>>,
@@ -108,8 +108,8 @@ impl<'a> Arrivals<'a> {
         }
     }
 
-    /// Returns an archive whose file, with this inode, is wrong. It is handed out again when another file has its name, or when
-    /// no more can arrive.
+    /// Returns an archive whose file, with this inode, is wrong. It is handed out again when another file has its name,
+    /// or when no more can arrive.
     pub(in crate::packages) fn give_back(&self, number: usize, inode: Option<u64>) {
         self.left.lock().unwrap_or_else(PoisonError::into_inner).numbers.insert(number, inode);
     }

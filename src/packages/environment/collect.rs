@@ -1,5 +1,5 @@
-//! Garbage collection in the host stage: removes environments beyond `packages.keep`, and archives that no environment and
-//! no published package set refers to.
+//! Garbage collection in the host stage: removes environments beyond `packages.keep`, and archives that no environment
+//! and no published package set refers to.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,7 +25,8 @@ struct ReadyEnvironment {
     pub made: SystemTime,
 }
 
-/// The environments to remove. Those in `wanted` or `used` stay, and so do the newest of the others until `keep` are left.
+/// The environments to remove. Those in `wanted` or `used` stay, and so do the newest of the others until `keep` are
+/// left.
 fn removable<'a>(
     found: &'a [ReadyEnvironment],
     used: &BTreeSet<String>,
@@ -39,8 +40,8 @@ fn removable<'a>(
     others.iter().skip(keep.saturating_sub(stay.len())).map(|one| one.digest.as_str()).collect()
 }
 
-/// Carries out `order`. Never touches files with foreign names, nor an environment that a process in the broker's cgroups,
-/// found through `places`, uses. Other processes don't prevent a removal.
+/// Carries out `order`. Never touches files with foreign names, nor an environment that a process in the broker's
+/// cgroups, found through `places`, uses. Other processes don't prevent a removal.
 ///
 /// # Errors
 /// The first failure. What was removed by then stays removed, and the next run continues.

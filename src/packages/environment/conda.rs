@@ -1,9 +1,9 @@
 //! Builds an environment's tree from conda packages.
 //!
-//! Each archive is hashed and unpacked into a directory of its own beside the environment; rattler links the files into the
-//! environment, and then the directory is removed. Several archives are unpacked at a time, as soon as they arrive; linking
-//! goes in order, one by one. The files are hard links only until then; in the end each has one name, so an edit never
-//! affects a second file.
+//! Each archive is hashed and unpacked into a directory of its own beside the environment; rattler links the files into
+//! the environment, and then the directory is removed. Several archives are unpacked at a time, as soon as they arrive;
+//! linking goes in order, one by one. The files are hard links only until then; in the end each has one name, so an
+//! edit never affects a second file.
 //!
 //! Packages' link scripts don't run: they are shell scripts, and no package that Flux needs has one.
 
@@ -140,8 +140,8 @@ impl Build<'_> {
             }
             drop(sender);
             drop(working);
-            // Remove while linking, but only after all unpacking: an ext4 without journal goes through all recently deleted
-            // inodes before it creates a file.
+            // Remove while linking, but only after all unpacking: an ext4 without journal goes through all recently
+            // deleted inodes before it creates a file.
             let remover = scope.spawn(move || {
                 let _ = idle.recv();
                 removable.iter().try_for_each(|directory: PathBuf| remove_all(&directory))
@@ -168,8 +168,8 @@ impl Build<'_> {
         Ok(())
     }
 
-    /// Opens an archive and checks its sha256. While more are `coming`, a wrong file (a power failure may leave one) is left for
-    /// the fetching process to replace; later it is removed.
+    /// Opens an archive and checks its sha256. While more are `coming`, a wrong file (a power failure may leave one) is
+    /// left for the fetching process to replace; later it is removed.
     fn open_one(&self, package: &Locked, coming: bool) -> Result<Archive, Refusal> {
         let path = self.pkgs.join(&package.archive);
         let name = file_name(&package.record);
@@ -285,8 +285,8 @@ struct Linker<'a> {
 impl<'a> Linker<'a> {
     fn new(build: &Build<'a>, packages: &[Locked]) -> Result<Self, Refusal> {
         let platform = build.platform.parse::<Subdir>().map_err(|e| refused(e.to_string()))?;
-        // rattler distributes a package's directories in chunks of hundreds, and hardly any package has more, so a second
-        // thread would idle. If the global pool already exists, that one is used, which is fine too.
+        // rattler distributes a package's directories in chunks of hundreds, and hardly any package has more, so a
+        // second thread would idle. If the global pool already exists, that one is used, which is fine too.
         let _ = rayon::ThreadPoolBuilder::new().num_threads(1).build_global();
         let records = packages.iter().map(|p| &p.record);
         let none = Vec::<&RepoDataRecord>::new();
@@ -304,7 +304,8 @@ impl<'a> Linker<'a> {
             index_json: Some(index),
             allow_symbolic_links: Some(true),
             allow_hard_links: Some(true),
-            // Attempted for every file and unsupported by most file systems; a hard link does the same and is always cheap.
+            // Attempted for every file and unsupported by most file systems; a hard link does the same and is always
+            // cheap.
             allow_ref_links: Some(false),
             platform: Some(self.platform),
             python_info: self.python.clone(),
@@ -313,7 +314,8 @@ impl<'a> Linker<'a> {
         }
     }
 
-    /// Writes a package's record. Not synced, unlike rattler does: the whole environment is synced once before it is ready.
+    /// Writes a package's record. Not synced, unlike rattler does: the whole environment is synced once before it is
+    /// ready.
     fn write(&self, record: &PrefixRecord) -> io::Result<()> {
         let path = self.partial.path().join("conda-meta").join(record.file_name());
         let mut file = BufWriter::new(File::create_new(path)?);

@@ -44,8 +44,8 @@ pub(in crate::packages) enum Kind {
     Directory,
 }
 
-/// Unpacks `archive` into `into`, an empty directory that no other process writes to. The first bytes of the archive decide
-/// its format. Also returns what [`Tree::finish`] returns.
+/// Unpacks `archive` into `into`, an empty directory that no other process writes to. The first bytes of the archive
+/// decide its format. Also returns what [`Tree::finish`] returns.
 pub(in crate::packages) fn extract(
     archive: &mut File,
     into: &Path,

@@ -1,6 +1,6 @@
-//! The only place where an archive's entry becomes a file. Archives are untrusted: no entry may end up outside the tree, be
-//! written through a symlink, or be anything but a file, a directory or a link. The limits on an archive's size are in
-//! [`crate::packages::environment::limits`].
+//! The only place where an archive's entry becomes a file. Archives are untrusted: no entry may end up outside the
+//! tree, be written through a symlink, or be anything but a file, a directory or a link. The limits on an archive's
+//! size are in [`crate::packages::environment::limits`].
 
 use std::{
     collections::HashSet,
@@ -21,8 +21,8 @@ use tar::{Entry, EntryType};
 
 use crate::packages::bundle::unpack::{UnpackError, broken};
 
-/// The mode bits that are kept. Everything is unpacked as root, so no set-user-ID or set-group-ID program may survive, and
-/// only root may write, because root runs the files.
+/// The mode bits that are kept. Everything is unpacked as root, so no set-user-ID or set-group-ID program may survive,
+/// and only root may write, because root runs the files.
 pub(in crate::packages) const KEPT_MODE: u32 = 0o755;
 
 /// An entry that passed the checks.
@@ -129,7 +129,8 @@ pub(in crate::packages) struct Tree<'a> {
     root: &'a Path,
     /// Directories that were created or checked. No entry replaces a directory, so checking each once suffices.
     made: HashSet<PathBuf>,
-    /// Modes and times of directories, set at the end: a directory may be read-only, and adding a file changes its time.
+    /// Modes and times of directories, set at the end: a directory may be read-only, and adding a file changes its
+    /// time.
     directories: Vec<(PathBuf, u32, i64)>,
     /// The first file that lost a set-user-ID or set-group-ID bit.
     privileged: Option<PathBuf>,
@@ -199,8 +200,8 @@ impl<'a> Tree<'a> {
         }
     }
 
-    /// Creates `directory` and its parents for `entry`. Fails if one of them is a symlink or a file, so that nothing is written
-    /// through it.
+    /// Creates `directory` and its parents for `entry`. Fails if one of them is a symlink or a file, so that nothing is
+    /// written through it.
     fn create_real_directory(&mut self, directory: &Path, entry: &Path) -> Result<(), UnpackError> {
         if directory.as_os_str().is_empty() || self.made.contains(directory) {
             return Ok(());

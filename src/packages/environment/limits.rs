@@ -1,5 +1,5 @@
-//! Protects disk and memory against decompression bombs: reads from [`Guarded`] fail at a limit, and [`Memory`] bounds the
-//! memory of all decoders together.
+//! Protects disk and memory against decompression bombs: reads from [`Guarded`] fail at a limit, and [`Memory`] bounds
+//! the memory of all decoders together.
 
 use std::{
     cell::Cell,

@@ -1,8 +1,9 @@
 //! Repairs an environment while processes use it.
 //!
-//! The environment is built again under a temporary name, from archives with the right sha256; the damaged one's own records
-//! are not trusted. Each file that differs is replaced by one rename: it gets a new inode, and a process that has the old
-//! one open or mapped keeps it. No file is written in place, and files that no package contains are never removed.
+//! The environment is built again under a temporary name, from archives with the right sha256; the damaged one's own
+//! records are not trusted. Each file that differs is replaced by one rename: it gets a new inode, and a process that
+//! has the old one open or mapped keeps it. No file is written in place, and files that no package contains are never
+//! removed.
 //!
 //! Names are resolved one directory at a time and never through a symlink: a directory that others could write to for a
 //! while may contain links to anywhere.
@@ -58,10 +59,10 @@ pub struct Mended {
 
 /// Repairs the environment of `order`, which must exist.
 ///
-/// Unpacking all packages again and hashing the damaged environment takes minutes and holds only the lock of [`Workshop`],
-/// which keeps other repairs out. The locks that an installation, a collection, or a broker's start needs ([`HostLock`],
-/// [`Environments`]) are held only for the renames: while they are held, no other process removes the host's prefix or the
-/// environment.
+/// Unpacking all packages again and hashing the damaged environment takes minutes and holds only the lock of
+/// [`Workshop`], which keeps other repairs out. The locks that an installation, a collection, or a broker's start needs
+/// ([`HostLock`], [`Environments`]) are held only for the renames: while they are held, no other process removes the
+/// host's prefix or the environment.
 ///
 /// # Errors
 /// Transient if an archive is missing (fetching helps), the disk is full, or the environment was removed meanwhile. What was
@@ -106,8 +107,8 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     Some((there.dev(), there.ino()))
 }
 
-/// The differences between `place` and `fresh`. Our own files come last: if the repair is interrupted, the damage is still
-/// detected.
+/// The differences between `place` and `fresh`. Our own files come last: if the repair is interrupted, the damage is
+/// still detected.
 fn damage(place: &Path, fresh: &Path, conda: bool, progress: &mut dyn FnMut(Progress)) -> io::Result<Vec<Difference>> {
     // Sync before any rename gives a file its name.
     nix::unistd::syncfs(File::open(fresh)?)?;

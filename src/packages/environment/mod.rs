@@ -1,8 +1,8 @@
 //! Builds `envs/<digest>` from the archives in `pkgs/`, without network, in the host stage.
 //!
-//! The environment is built as `.<digest>.partial`, already with the paths of its final place, checked, marked, synced, and
-//! put in place by one rename. Before that rename nothing uses it, so a kill at any instruction costs only time: the next
-//! run removes the remains and starts again.
+//! The environment is built as `.<digest>.partial`, already with the paths of its final place, checked, marked, synced,
+//! and put in place by one rename. Before that rename nothing uses it, so a kill at any instruction costs only time:
+//! the next run removes the remains and starts again.
 //!
 //! Packages' link scripts don't run: they are shell scripts, and no package that Flux needs has one.
 
@@ -129,16 +129,16 @@ pub fn link_while(
         }
         Err(refusal) => {
             let refusal = environments.with_room(refusal, estimate_bytes(set, platform));
-            // This only frees the space early; the next run would do it too. At this point no thread writes there any more,
-            // not even one of an unpacking that was given up.
+            // This only frees the space early; the next run would do it too. At this point no thread writes there any
+            // more, not even one of an unpacking that was given up.
             environments.drop_leftovers();
             Err(refusal)
         }
     }
 }
 
-/// Builds the environment of `order` in `partial`, which must not exist yet, including its records and its marker, as if it
-/// were in its final place. Temporary files go beside `partial`, under names that begin with its name.
+/// Builds the environment of `order` in `partial`, which must not exist yet, including its records and its marker, as
+/// if it were in its final place. Temporary files go beside `partial`, under names that begin with its name.
 pub(in crate::packages) fn build_tree(
     order: &LinkOrder,
     more: Option<BorrowedFd<'_>>,

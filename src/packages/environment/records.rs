@@ -168,8 +168,8 @@ pub(in crate::packages) struct Records {
 }
 
 impl Records {
-    /// Records a tree that has just been built; with `conda`, the packages' own records are used. Also checks that all files are
-    /// complete, because a full disk has been seen to truncate files without an error.
+    /// Records a tree that has just been built; with `conda`, the packages' own records are used. Also checks that all
+    /// files are complete, because a full disk has been seen to truncate files without an error.
     pub(in crate::packages) fn of(root: &Path, tree: &Tree, conda: bool) -> io::Result<Self> {
         let wrong = |path: &Path, how: &str| Err(io::Error::other(format!("{} {how}", path.display())));
         let (recorded_files, unreadable) = if conda { by_packages(root, tree) } else { Default::default() };
@@ -193,9 +193,9 @@ impl Records {
         Ok(Self { files, links, modes: tree.modes(), owner: (made.uid(), made.gid()) })
     }
 
-    /// True if the file or directory has the permissions that it was built with. Older versions recorded permissions that let
-    /// others write. These are wrong nevertheless, except for root's group: many packages were built with a umask of 002, and
-    /// replacing all their files beside running jobs would not protect from anyone.
+    /// True if the file or directory has the permissions that it was built with. Older versions recorded permissions
+    /// that let others write. These are wrong nevertheless, except for root's group: many packages were built with a
+    /// umask of 002, and replacing all their files beside running jobs would not protect from anyone.
     pub(in crate::packages) fn has_its_mode(&self, path: &Path, found: &fs::Metadata) -> bool {
         let usual = if found.is_dir() { USUAL_OF_DIRECTORY } else { USUAL_OF_FILE };
         let wrong = if self.owner.1 == 0 { WRITABLE_BY_ALL } else { WRITABLE_BY_OTHERS };

@@ -8,8 +8,8 @@ use std::{
 
 use crate::{host::Refusal, packages::files::free};
 
-/// Conda packages and trees of programs unpack to about three times their size; files that contain the prefix exist twice
-/// for a moment.
+/// Conda packages and trees of programs unpack to about three times their size; files that contain the prefix exist
+/// twice for a moment.
 const UNPACKED_PER_BYTE: u64 = 4;
 
 /// The estimated size of archives after unpacking.
@@ -17,8 +17,8 @@ pub(in crate::packages) fn unpacked(archives: u64) -> u64 {
     archives.saturating_mul(UNPACKED_PER_BYTE)
 }
 
-/// The estimated size of a `.tar.gz` after unpacking, or the size in its trailer if that is larger: gzip stores the size of
-/// its last member's content modulo 2³².
+/// The estimated size of a `.tar.gz` after unpacking, or the size in its trailer if that is larger: gzip stores the
+/// size of its last member's content modulo 2³².
 pub(in crate::packages) fn unpacked_gzip(archive: &mut File) -> io::Result<u64> {
     let bytes = archive.seek(SeekFrom::End(0))?;
     let mut size = [0; 4];
@@ -30,8 +30,8 @@ pub(in crate::packages) fn unpacked_gzip(archive: &mut File) -> io::Result<u64> 
     Ok(unpacked(bytes).max(u64::from(u32::from_le_bytes(size))))
 }
 
-/// Checks whether `need` bytes can be written below `directory`, which must exist. Preflight checks the reserve that the
-/// kubelet wants; this only avoids work that must fail.
+/// Checks whether `need` bytes can be written below `directory`, which must exist. Preflight checks the reserve that
+/// the kubelet wants; this only avoids work that must fail.
 ///
 /// # Errors
 /// Too little space, with both figures and the remedy; or the file system can't be queried.

@@ -1,8 +1,8 @@
 //! Locks and renames around every change of `envs/`: one change at a time, nothing incomplete under a final name, and
 //! nothing removed that a broker or a job uses.
 //!
-//! A directory that doesn't have its final name yet, or no longer, has a name that begins with a dot and ends with one of
-//! [`ASIDE`] or with [`MENDING`]. Killed runs leave only such names; the next run removes them before it starts.
+//! A directory that doesn't have its final name yet, or no longer, has a name that begins with a dot and ends with one
+//! of [`ASIDE`] or with [`MENDING`]. Killed runs leave only such names; the next run removes them before it starts.
 //!
 //! A repair ([`super::mend`]) prepares its files in a directory of its own, under a lock of its own, so that it blocks
 //! nothing else meanwhile; see [`Workshop`].
@@ -48,7 +48,7 @@ const MENDING_LOCK: &str = ".mending.lock";
 
 /// With less free space, a failure counts as caused by a full disk.
 const LEAST_BYTES: u64 = 1 << 20;
-/// As [`LEAST_BYTES`].
+/// With fewer free files, a failure counts as caused by a full disk.
 const LEAST_FILES: u64 = 16;
 
 /// Creates `path` as an empty, world-readable directory.
@@ -58,7 +58,8 @@ pub(in crate::packages) fn make_public_directory(path: &Path) -> Result<(), Refu
 }
 
 /// A directory in `envs/` in which one repair at a time prepares its files. Its lock keeps other repairs out, and keeps
-/// [`Environments::drop_leftovers`] from removing the directory. It doesn't block installing, collecting, or a broker's start.
+/// [`Environments::drop_leftovers`] from removing the directory. It doesn't block installing, collecting, or a broker's
+/// start.
 pub(in crate::packages) struct Workshop {
     path: PathBuf,
     _lock: Flock<File>,
@@ -137,17 +138,17 @@ impl<'a> Environments<'a> {
 
     /// Renames a finished environment to its final name.
     ///
-    /// `syncfs`, because there are thousands of files: everything in `partial` including its marker must be on the disk before
-    /// it has the name under which it counts as ready. A power failure may lose the rename until the directory is synced;
-    /// then there is simply no environment.
+    /// `syncfs`, because there are thousands of files: everything in `partial` including its marker must be on the disk
+    /// before it has the name under which it counts as ready. A power failure may lose the rename until the directory
+    /// is synced; then there is simply no environment.
     pub(in crate::packages) fn commit(&self, partial: &Path, digest: &str) -> io::Result<()> {
         nix::unistd::syncfs(File::open(partial)?)?;
         fs::rename(partial, self.place(digest))?;
         self.directory.sync_all()
     }
 
-    /// Removes a directory that has the name of an environment without being a complete one, which [`Self::commit`] never
-    /// leaves. Fails if the broker or a job uses it.
+    /// Removes a directory that has the name of an environment without being a complete one, which [`Self::commit`]
+    /// never leaves. Fails if the broker or a job uses it.
     pub(in crate::packages) fn clear(&self, digest: &str) -> Result<(), Refusal> {
         let place = self.place(digest);
         match fs::symlink_metadata(&place) {
@@ -168,13 +169,14 @@ impl<'a> Environments<'a> {
         })
     }
 
-    /// Removes an environment, unless the broker or a job uses it; then it stays unchanged, and the process is returned.
+    /// Removes an environment, unless the broker or a job uses it; then it stays unchanged, and the process is
+    /// returned.
     ///
     /// # Errors
     /// The file system's; `ResourceBusy` if something is mounted in it. The environment is unchanged then.
     pub(in crate::packages) fn discard(&self, digest: &str) -> io::Result<Option<Occupant>> {
         refuse_mounts(&self.place(digest), |_| false)?;
-        // Earlier ones may still be there because a process uses them.
+        // Directories that were set aside earlier may still be there because a process uses them.
         let names = std::iter::once(format!(".{digest}{OLD}")).chain((1..).map(|n| format!(".{digest}.{n}{OLD}")));
         let free = |path: &PathBuf| fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
         let aside = names.take(MOST_OLD).map(|name| self.path.join(name)).find(free);
@@ -202,8 +204,8 @@ impl<'a> Environments<'a> {
         }
     }
 
-    /// Removes everything with a temporary name. What can't be removed is returned as a warning and left for the next run; it does
-    /// no harm unless a new environment needs that name.
+    /// Removes everything with a temporary name. What can't be removed is returned as a warning and left for the next
+    /// run; it does no harm unless a new environment needs that name.
     pub(in crate::packages) fn drop_leftovers(&self) -> Vec<String> {
         let entries = match fs::read_dir(&self.path) {
             Ok(entries) => entries.flatten(),
@@ -237,8 +239,9 @@ impl<'a> Environments<'a> {
         failed(format!("can't {what} {}: {error}", self.path.display()))
     }
 
-    /// If the disk is full, adds to the error how much space is left, and how much is needed if known. Must be called before the
-    /// unfinished files are removed. Also checks the free space itself, since not every such failure says that the disk is full.
+    /// If the disk is full, adds to the error how much space is left, and how much is needed if known. Must be called
+    /// before the unfinished files are removed. Also checks the free space itself, since not every such failure says
+    /// that the disk is full.
     pub(in crate::packages) fn with_room(&self, refusal: Refusal, need_bytes: u64) -> Refusal {
         let Some(Free { bytes: free, files }) = free(&self.path).ok().filter(|_| refusal.transient) else {
             return refusal;

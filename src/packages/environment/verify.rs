@@ -1,5 +1,5 @@
-//! Checks whether an environment is still as it was installed: hashes every file and compares it, its permissions and its
-//! owner with the records.
+//! Checks whether an environment is still as it was installed: hashes every file and compares it, its permissions and
+//! its owner with the records.
 
 use std::{
     collections::BTreeMap,
@@ -147,8 +147,8 @@ pub(in crate::packages) struct Compared {
     has_records: bool,
 }
 
-/// Compares the tree at `root` with the records in the tree at `recorded`, which may be the same. Skips the marker and the
-/// records themselves.
+/// Compares the tree at `root` with the records in the tree at `recorded`, which may be the same. Skips the marker and
+/// the records themselves.
 pub(in crate::packages) fn compare(
     root: &Path,
     recorded: &Path,
@@ -258,8 +258,8 @@ const CACHE: &str = "__pycache__";
 /// The bits that must not be set: write permission for others, set-user-ID and set-group-ID.
 const OPEN_TO_OTHERS: u32 = 0o6000 | WRITABLE_BY_OTHERS;
 
-/// True for the byte code that Python writes when the owner runs a module: `__pycache__/NAME.TAG.pyc` beside a NAME.py that exists
-/// and is `known`.
+/// True for the byte code that Python writes when the owner runs a module: `__pycache__/NAME.TAG.pyc` beside a NAME.py
+/// that exists and is `known`.
 fn is_byte_code(path: &Path, known: impl Fn(&Path) -> bool) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".pyc"));
     // Optimised code has a suffix after the tag.

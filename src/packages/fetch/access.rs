@@ -87,7 +87,8 @@ impl Access {
         Ok(Self { given, ..Self::default() })
     }
 
-    /// Removes the credentials from a URL and keeps them for requests to its server. Returns text that is not a URL unchanged.
+    /// Removes the credentials from a URL and keeps them for requests to its server. Returns text that is not a URL
+    /// unchanged.
     pub fn take_from(&mut self, url: &str) -> String {
         let Ok(parsed) = Url::parse(url) else { return url.to_owned() };
         let (plain, credentials) = extract_credentials(&parsed);

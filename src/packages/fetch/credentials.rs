@@ -1,4 +1,5 @@
-//! Credentials for servers, kept apart from the URLs: URLs are stored and logged in many places, credentials must not be.
+//! Credentials for servers, kept apart from the URLs: URLs are stored and logged in many places, credentials must not
+//! be.
 
 use std::{collections::BTreeMap, fmt, sync::Arc};
 
@@ -66,7 +67,8 @@ impl Scope {
         Some(Self { host: url.host_str()?.to_owned(), port: url.port(), path })
     }
 
-    /// How specifically the scope matches `url` (exact host, length of the path), for comparison; `None` if it doesn't match.
+    /// How specifically the scope matches `url` (exact host, length of the path), for comparison; `None` if it doesn't
+    /// match.
     fn fits(&self, url: &Url) -> Option<(bool, usize)> {
         let host = url.host_str()?;
         let is_host = match self.host.strip_prefix('*') {
@@ -228,7 +230,8 @@ impl CredentialStore {
         (asked, header.into_iter().map(|(_, value)| (AUTHORIZATION, value)).collect())
     }
 
-    /// If there is a credential for `url` that was not sent: a clause for an error message that says why. Empty otherwise.
+    /// If there is a credential for `url` that was not sent: a clause for an error message that says why. Empty
+    /// otherwise.
     pub(in crate::packages) fn withheld(&self, url: &Url) -> String {
         let is_withheld = |one: &Credential| !one.over_http && one.scope.fits(url).is_some();
         match url.scheme() == "http" && self.0.iter().any(is_withheld) {

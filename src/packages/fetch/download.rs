@@ -207,8 +207,8 @@ impl Download<'_> {
         let _ = self.troubles.send((self.one.name.clone(), trouble));
     }
 
-    /// Downloads from `server` what is missing. If the result is wrong but another server sent some of it, that part may be
-    /// the wrong one, so everything is downloaded again from this server.
+    /// Downloads from `server` what is missing. If the result is wrong but another server sent some of it, that part
+    /// may be the wrong one, so everything is downloaded again from this server.
     pub(super) async fn take(&self, server: &Server, part: &mut Part) -> Result<TransferEnd, FetchError> {
         loop {
             let taken = self.pull(server, part).await;

@@ -75,9 +75,9 @@ impl HttpClient {
         Self::with_access(&Access::default(), &[])
     }
 
-    /// A client that trusts the authorities of `access`, sends its token to the servers of `urls` (the spec's channels, mirror
-    /// and bundle), and sends its other credentials to the servers that they are for. No other server gets any of them:
-    /// peers don't, and neither do redirects to other servers.
+    /// A client that trusts the authorities of `access`, sends its token to the servers of `urls` (the spec's channels,
+    /// mirror and bundle), and sends its other credentials to the servers that they are for. No other server gets any
+    /// of them: peers don't, and neither do redirects to other servers.
     ///
     /// # Errors
     /// The process's environment or the Secret contains something unusable.

@@ -1,12 +1,12 @@
 //! Fills `pkgs/` on the host from the pod: the only part that needs a network.
 //!
 //! An archive is written to `.<name>.part`, hashed while it streams, and renamed only if its sha256 is right. An
-//! interrupted download is resumed. Nothing is synced: each reader of an archive hashes it again, so a power failure costs
-//! a download but never a correct installation.
+//! interrupted download is resumed. Nothing is synced: each reader of an archive hashes it again, so a power failure
+//! costs a download but never a correct installation.
 //!
-//! Peers are asked first, in the order given, then the package set's own source. A peer that is silent or sends wrong bytes
-//! is not asked again in the same fetch. Neither is one whose connections break, while another peer can help. Only the
-//! sha256 decides whether a file is accepted, not the sender.
+//! Peers are asked first, in the order given, then the package set's own source. A peer that is silent or sends wrong
+//! bytes is not asked again in the same fetch. Neither is one whose connections break, while another peer can help.
+//! Only the sha256 decides whether a file is accepted, not the sender.
 
 pub(in crate::packages) mod access;
 pub(in crate::packages) mod answer;

@@ -46,8 +46,8 @@ pub(in crate::packages) struct Part {
 }
 
 impl Part {
-    /// Opens the partial file that an earlier fetch left, or starts a new one. `advance` receives the number of bytes added;
-    /// negative if they were discarded.
+    /// Opens the partial file that an earlier fetch left, or starts a new one. `advance` receives the number of bytes
+    /// added; negative if they were discarded.
     pub(in crate::packages) async fn open(
         pkgs: &Path,
         name: &str,

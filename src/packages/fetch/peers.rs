@@ -1,5 +1,5 @@
-//! Downloading from peers: which peer is asked, how often, and how long the agent waits for it. Each byte from a peer saves
-//! the source from sending it again.
+//! Downloading from peers: which peer is asked, how often, and how long the agent waits for it. Each byte from a peer
+//! saves the source from sending it again.
 
 use std::{
     net::SocketAddr,
@@ -28,8 +28,8 @@ const SHORTEST_REST: Duration = Duration::from_millis(100);
 const BUSY_PEER_PATIENCES: u32 = 24;
 /// Attempts at a busy peer before the next peer is asked, which has children of its own to serve.
 const BUSY_PEER_TRIES: usize = 3;
-/// A peer whose agent is down may be back soon, for example after an upgrade. If no other peer can help, it is asked this
-/// many times, a fifth of the patience with a silent peer apart: for about a minute.
+/// A peer whose agent is down may be back soon, for example after an upgrade. If no other peer can help, it is asked
+/// this many times, a fifth of the patience with a silent peer apart: for about a minute.
 const ABSENT_PEER_TRIES: usize = 40;
 /// The wait for a peer that is fetching the archive itself: as long as the planner waits for a node that fetches. As a
 /// multiple of the patience with a silent peer: 15 minutes.
@@ -127,8 +127,8 @@ impl Download<'_> {
         }
     }
 
-    /// Waits with a HEAD request, which the peer answers once it has the archive, or after a while. The caller holds no stream
-    /// of the peer meanwhile, so that other archives can use it.
+    /// Waits with a HEAD request, which the peer answers once it has the archive, or after a while. The caller holds no
+    /// stream of the peer meanwhile, so that other archives can use it.
     async fn wait_for_archive(&self, peer: &Peer) {
         let asked = self.http.look_at_peer(&self.url_at(&peer.address)).send();
         let answer = timeout(self.http.patience_with_peers(), asked).await;

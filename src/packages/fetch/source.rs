@@ -18,8 +18,8 @@ pub struct Sources {
     /// `spec.packages.mirror`: replaces the channels of a lock.
     ///
     /// `https://mirror/conda` yields `https://mirror/conda/conda-forge/linux-64/x.conda` for
-    /// `https://any.host/conda-forge/linux-64/x.conda`: the whole path is kept; user, password, query and `/t/<token>` are
-    /// not, since they are meant for the other host. A lock's `file://` URLs and bundles are not mirrored.
+    /// `https://any.host/conda-forge/linux-64/x.conda`: the whole path is kept; user, password, query and `/t/<token>`
+    /// are not, since they are meant for the other host. A lock's `file://` URLs and bundles are not mirrored.
     pub mirror: Option<String>,
 }
 
@@ -68,8 +68,8 @@ impl Peers {
         &self.all
     }
 
-    /// Waits up to `spread` before the first request to the source. If this node's peers can't help, other nodes' peers most
-    /// likely can't either at this moment, and without the delay all nodes would ask the source at once.
+    /// Waits up to `spread` before the first request to the source. If this node's peers can't help, other nodes' peers
+    /// most likely can't either at this moment, and without the delay all nodes would ask the source at once.
     pub(in crate::packages) async fn delay_before_source(&self, spread: Duration) {
         if !self.all.is_empty() {
             let spread = 2 * (jittered(spread).saturating_sub(spread));

@@ -1,5 +1,5 @@
-//! conda's `@EXPLICIT` lists: a URL and a digest on each line. They are converted to a lock before they are published, so
-//! that agents read only one format.
+//! conda's `@EXPLICIT` lists: a URL and a digest on each line. They are converted to a lock before they are published,
+//! so that agents read only one format.
 
 use std::collections::{BTreeMap, BTreeSet};
 

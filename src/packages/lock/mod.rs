@@ -1,7 +1,7 @@
 //! Reads a lock: the records of one platform, and the names of their archives in `pkgs/`.
 //!
-//! Locks of rattler and pixi and conda's `@EXPLICIT` lists are accepted. Everything that can be checked without a network
-//! is checked here, and errors name the package.
+//! Locks of rattler and pixi and conda's `@EXPLICIT` lists are accepted. Everything that can be checked without a
+//! network is checked here, and errors name the package.
 
 pub(in crate::packages) mod command;
 pub(in crate::packages) mod diff;
@@ -170,7 +170,8 @@ pub(in crate::packages) fn packages(lock: &str, platform: &str) -> Result<Vec<Lo
     of_platform(&read(lock)?, platform)
 }
 
-/// Converts a lock to the form in which it is published: always the YAML of a rattler lock. Equal texts give equal results.
+/// Converts a lock to the form in which it is published: always the YAML of a rattler lock. Equal texts give equal
+/// results.
 ///
 /// # Errors
 /// The text is not a lock. [`check_lock`] checks its contents.
@@ -249,8 +250,8 @@ fn read(text: &str) -> Result<LockFile, LockError> {
     LockFile::from_str_with_base_directory(&yaml, None).map_err(|error| blame(&yaml, error))
 }
 
-/// The environment to install. pixi has one environment per feature set; in a lock without `default`, the only one there
-/// is must be meant.
+/// The environment to install. pixi has one environment per feature set; in a lock without `default`, the only one
+/// there is must be meant.
 fn environment(lock: &LockFile) -> Result<Environment<'_>, LockError> {
     if let Some(environment) = lock.default_environment() {
         return Ok(environment);
@@ -377,8 +378,8 @@ fn package_name(location: &str) -> String {
     CondaArchiveIdentifier::try_from_filename(file).map_or_else(|| file.to_owned(), |archive| archive.identifier.name)
 }
 
-/// Estimates the bytes that a package set needs on a host's disk. 0 for a bundle, whose size is known only once it has been
-/// opened.
+/// Estimates the bytes that a package set needs on a host's disk. 0 for a bundle, whose size is known only once it has
+/// been opened.
 pub fn estimate_bytes(set: &PackageSet, platform: &str) -> u64 {
     match set {
         PackageSet::Bundle(_) => 0,

@@ -95,8 +95,8 @@ fn ask<'a>(mut request: Request, extensions: &'a mut Extensions, next: Next<'a>)
     })
 }
 
-/// Adds the validator (`ETag`, `Last-Modified`) to a 304 that lacks it. RFC 9110 demands it and caches need it, but some
-/// servers omit it; it must equal the one in the request.
+/// Adds the validator (`ETag`, `Last-Modified`) to a 304 that lacks it. RFC 9110 demands it and caches need it, but
+/// some servers omit it; it must equal the one in the request.
 fn restore_validators(sent: &HeaderMap, received: &mut HeaderMap) {
     if received.contains_key(header::ETAG) || received.contains_key(header::LAST_MODIFIED) {
         return;

@@ -22,8 +22,8 @@ use crate::{
     error_chain,
 };
 
-/// Limit for all platforms together. The full index of conda-forge takes minutes over a slow line; a dead server must not
-/// take hours.
+/// Limit for all platforms together. The full index of conda-forge takes minutes over a slow line; a dead server must
+/// not take hours.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(900);
 /// Limit for solving one platform, which normally takes seconds.
 const SOLVER_TIMEOUT: Duration = Duration::from_secs(120);

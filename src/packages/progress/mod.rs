@@ -10,7 +10,8 @@ use std::{
 
 use crate::host::{Progress, Tally};
 
-/// The rate is an average over this time. A shorter window makes it jump; with a longer one, a stalled line seems alive.
+/// The rate is an average over this time. A shorter window makes it jump; with a longer one, a stalled line seems
+/// alive.
 const WINDOW: Duration = Duration::from_secs(10);
 /// The minimum distance of two samples, which limits their number.
 const SAMPLE: Duration = Duration::from_millis(500);
@@ -109,8 +110,8 @@ impl Tally {
     }
 }
 
-/// The phase, its progress in quarters, and what delays it, for a status in the API. Writing each percent would put a load on
-/// the API server that grows with the number of nodes.
+/// The phase, its progress in quarters, and what delays it, for a status in the API. Writing each percent would put a
+/// load on the API server that grows with the number of nodes.
 pub fn quarters(now: &Progress) -> String {
     let phase = match (u128::from(now.done.min(now.total)) * 4).checked_div(now.total.into()) {
         Some(quarters) => format!("{} {} %", now.what, quarters * 25),

@@ -50,8 +50,8 @@ impl Style {
 
     fn now(self, reading: &Reading) {
         match self {
-            // Disable wrapping: a bar that wrapped into a second line could not be redrawn. The cursor returns to the first
-            // column so that a log line overwrites the bar instead of continuing it.
+            // Disable wrapping: a bar that wrapped into a second line could not be redrawn. The cursor returns to the
+            // first column so that a log line overwrites the bar instead of continuing it.
             Self::Bar => to_stderr(&format!("\r\x1b[2K\x1b[?7l{}\x1b[?7h\r", bar(reading))),
             Self::Lines => to_stderr(&format!("{reading}\n")),
             Self::Json => to_stdout(&event("progress", reading)),

@@ -1,5 +1,5 @@
-//! An HTTP server for untrusted clients that limits connections, the size of a request's head, and how long a client may
-//! stall. Whatever clients send, it costs at most [`CONNECTIONS`] times a few buffers.
+//! An HTTP server for untrusted clients that limits connections, the size of a request's head, and how long a client
+//! may stall. Whatever clients send, it costs at most [`CONNECTIONS`] times a few buffers.
 
 use std::{convert::Infallible, future::Future, time::Duration};
 

@@ -1,5 +1,5 @@
-//! Agents serve their archives to each other: only the offered names. While the agent is itself fetching an archive, the
-//! response is not 404 but 503 with a retry hint, and a client may wait for the archive with a `HEAD`.
+//! Agents serve their archives to each other: only the offered names. While the agent is itself fetching an archive,
+//! the response is not 404 but 503 with a retry hint, and a client may wait for the archive with a `HEAD`.
 //!
 //! Archives contain no secrets, and the receiver checks the sha256, so plain HTTP suffices. Everything is limited:
 //! connections, concurrent uploads, memory, and how long a client may stall.
@@ -23,8 +23,8 @@ use tokio::{
 };
 use tokio_util::io::ReaderStream;
 
-/// Concurrent uploads. More would not be faster on the same wire. A node has four children, and each of them asks for two
-/// archives at a time, so the children never find it busy.
+/// Concurrent uploads. More would not be faster on the same wire. A node has four children, and each of them asks for
+/// two archives at a time, so the children never find it busy.
 const UPLOADS: usize = 8;
 /// The longest wait for a free upload; then the client gets a 503 with `Retry-After`. Small archives are sent in less.
 const UPLOAD_WAIT: Duration = Duration::from_secs(1);
@@ -203,8 +203,8 @@ fn empty(status: StatusCode, headers: &[(header::HeaderName, &str)]) -> Response
     response
 }
 
-/// The bytes `from..to` of a file of `length` bytes that `range` asks for; `None` if the file has none of them. Anything but
-/// one plain range may be ignored (RFC 9110, 14.2), and then the whole file is sent.
+/// The bytes `from..to` of a file of `length` bytes that `range` asks for; `None` if the file has none of them.
+/// Anything but one plain range may be ignored (RFC 9110, 14.2), and then the whole file is sent.
 fn part(range: Option<&str>, length: u64) -> Option<(u64, u64)> {
     let all = Some((0, length));
     let Some((from, to)) = range.and_then(|range| range.strip_prefix("bytes=")?.split_once('-')) else { return all };
