@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 nodes=${NODES:-4}
 flux=${FLUX:-auto}
 state=${FLUX_DISTRIBUTE_LOCAL_DIR:-/var/lib/flux-distribute-local}
-remedies="BUNDLE=FILE|URL (\`flux-distribute bundle create\` makes one where Flux or internet is) or CHANNEL=DIR|URL"
+remedies="BUNDLE=FILE|URL (\`flux-distribute bundle create\` makes one on a machine with Flux or internet access) or CHANNEL=DIR|URL"
 
 fail() { echo "demo: $*" >&2; exit 2; }
 
@@ -49,7 +49,7 @@ missing() {
     esac
     case $channel in
         http://* | https://*) answers "$channel" || echo "can't reach $channel" ;;
-        *) compgen -G "${channel#file://}/*/repodata.json*" >/dev/null || echo "$channel is no conda channel: it has no repodata.json" ;;
+        *) compgen -G "${channel#file://}/*/repodata.json*" >/dev/null || echo "$channel is not a conda channel: it has no repodata.json" ;;
     esac
 }
 

@@ -171,7 +171,7 @@ fn what_up_advises_fits_the_nodes_that_are_there() {
     let Some(cluster) = Cluster::new() else { return };
     let said = cluster.must(&["up", "--no-wait", "--api", "embedded", "--nodes", "1"]);
     assert!(said.contains("flux run -N1 hostname"), "{said}");
-    assert!(!said.contains("filters what goes over bridges"), "nothing goes over the bridge yet: {said}");
+    assert!(!said.contains("filters traffic on bridges"), "nothing goes over the bridge yet: {said}");
 }
 
 #[test]

@@ -69,11 +69,11 @@ async fn a_source_that_can_not_be_reached_is_told_by_node_and_instance_with_the_
     // Already in the first round of tries, which takes half a minute.
     let message = case.node_says("node1", NodePhase::Installing, &url).await;
     // The proxy between the nodes and this machine says 502 of a port at which nobody listens.
-    for words in ["502", "it is tried again in "] {
+    for words in ["502", "trying again in "] {
         assert!(message.contains(words), "{message}");
     }
     let instance = case.instance_says(&url).await;
-    assert!(instance.status.unwrap().message.unwrap().contains("it is tried again in "));
+    assert!(instance.status.unwrap().message.unwrap().contains("trying again in "));
 }
 
 /// What `flux-distribute lock` would write.

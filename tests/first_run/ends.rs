@@ -20,7 +20,7 @@ fn a_signal_during_up_ends_it_with_one_word_and_leaves_nothing() {
         kill(Pid::from_raw(up.id().cast_signed()), signal).unwrap();
         let said = Said::of(up.wait_with_output().unwrap());
         assert_eq!(said.code, Some(code), "{signal} after {words}: {said:?}");
-        assert_eq!(said.err, "flux-distribute: interrupted; nothing is left of it\n");
+        assert_eq!(said.err, "flux-distribute: interrupted; everything it had made is removed\n");
         place.leaves_nothing(&bridge);
     }
 }
@@ -34,7 +34,7 @@ fn a_down_during_up_ends_both_with_one_word_each() {
         assert_eq!(place.must(&["down"]), "the local cluster is down");
         let said = Said::of(up.wait_with_output().unwrap());
         assert_eq!(said.code, Some(1), "after {words}: {said:?}");
-        let expected = "flux-distribute: `flux-distribute local down` has taken the cluster down while it came up\n";
+        let expected = "flux-distribute: `flux-distribute local down` took the cluster down while it was starting\n";
         assert_eq!(said.err, expected, "after {words}");
         place.leaves_nothing(&bridge);
     }

@@ -34,11 +34,11 @@ fn what_is_wrong_with_the_packages_is_told_before_anything_is_started() {
     fs::write(&other, "no archive").unwrap();
     is_refused(&place, &["--bundle", &text(&other)], "other.tar.gz: ");
     let wrong = "0".repeat(64);
-    is_refused(&place, &["--bundle", &text(&bundle), "--sha256", &wrong], &format!("but {wrong} is wanted"));
+    is_refused(&place, &["--bundle", &text(&bundle), "--sha256", &wrong], &format!("but {wrong} is expected"));
 
     let empty = place.path("empty");
     fs::create_dir(&empty).unwrap();
-    is_refused(&place, &["--channel", &text(&empty)], "is no conda channel");
+    is_refused(&place, &["--channel", &text(&empty)], "is not a conda channel");
     // Nobody listens there. Who names a channel wants that one, and no stand-in.
     is_refused(&place, &["--channel", "http://127.0.0.1:1/channel"], "can't reach http://127.0.0.1:1/channel/");
     is_refused(&place, &["--flux", "required", "--channel", "http://127.0.0.1:1/"], "can't reach http://127.0.0.1:1/");

@@ -52,7 +52,7 @@ fn the_demo_looks_for_flux_before_anything_is_installed_or_compiled() {
         ),
         (&[("BUNDLE", "/nowhere.tar.gz")], "there is no bundle /nowhere.tar.gz"),
         (&[("BUNDLE", "/etc/passwd")], "/etc/passwd is no .tar.gz"),
-        (&[("CHANNEL", "/etc")], "/etc is no conda channel"),
+        (&[("CHANNEL", "/etc")], "/etc is not a conda channel"),
         (&[("FLUX", "perhaps")], "FLUX is perhaps"),
     ] {
         let mut make = Command::new("/usr/bin/make");

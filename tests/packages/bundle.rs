@@ -218,15 +218,15 @@ fn what_is_no_installation_of_flux_is_not_bundled() {
     fs::create_dir(&from).unwrap();
     refused(&from, &out, "no bin/flux");
     installed_flux(&from);
-    refused(&from, &from.join("flux.tar.gz"), "inside");
+    refused(&from, &from.join("flux.tar.gz"), "into the directory that it packs");
     symlink("../../outside", from.join("lib/out")).unwrap();
-    refused(&from, &out, "out of the tree");
+    refused(&from, &out, "outside the tree");
     fs::remove_file(from.join("lib/out")).unwrap();
     let _socket = std::os::unix::net::UnixListener::bind(from.join("socket")).unwrap();
     refused(&from, &out, "socket");
     let usr =
         CreateBundle { from_prefix: Some(from), out, compiled_prefix: Some("/usr".into()), ..CreateBundle::default() };
-    assert!(usr.run().unwrap_err().to_string().contains("directory of every host"));
+    assert!(usr.run().unwrap_err().to_string().contains("directory that every host has"));
     assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1, "nothing is left of what was not made");
     let inspected = InspectBundle { file: "/proc/version".into(), output: OutputFormat::Text }.run();
     assert_eq!(inspected.unwrap_err().exit_code(), 2);

@@ -172,7 +172,7 @@ async fn what_is_tried_again_is_told_with_its_url_its_reason_and_its_pause_until
     assert_eq!(troubles.last(), Some(&None), "it went on");
     troubles.retain(Option::is_some);
     let told = troubles[0].clone().unwrap();
-    for words in [server.url(), "libflux-1.0-0.tar.bz2", "502", "it is tried again in "] {
+    for words in [server.url(), "libflux-1.0-0.tar.bz2", "502", "trying again in "] {
         assert!(told.contains(words), "{told}");
     }
 }

@@ -94,7 +94,7 @@ fn what_can_not_be_locked_is_one_message_and_leaves_no_file() {
         (vec!["--channel", &place, "--spec", "flux-core", "--platform", "win-64"], 2, "win-64 is not a conda platform"),
         (vec!["--channel", &place, "--spec", "flux-core", "--glibc", "new!"], 2, "glibc new! is not a version"),
         (vec!["--channel", "http://127.0.0.1:1/lost", "--spec", "flux-core"], 1, "channel http://127.0.0.1:1/lost"),
-        (vec!["--out", &nowhere], 2, "gone/flux.lock: no plain file can be written there"),
+        (vec!["--out", &nowhere], 2, "gone/flux.lock: its directory doesn't exist"),
     ] {
         let words = if words[0] == "--out" { words } else { [&words[..], &["--out", &out]].concat() };
         let (found, text) = complaint(&run(&words));
@@ -174,7 +174,7 @@ fn a_diff_says_what_an_upgrade_changes_whatever_the_locks_are_written_as() {
         "  upgraded    flux-core 0.87.0 → 0.88.0",
         "  added       come 1",
         "  removed     gone 1",
-        "flux-core goes from 0.87 to 0.88 on linux-64: all brokers must be restarted together, as a new epoch.",
+        "flux-core changes from 0.87 to 0.88 on linux-64: all brokers must be restarted together, as a new epoch.",
     ] {
         assert!(text.lines().any(|found| found == line), "{line}: {text}");
     }
@@ -267,14 +267,17 @@ fn a_list_that_can_not_be_used_is_refused_in_one_sentence_that_names_the_package
         (line(core, &md5.replace('#', "#md5:")), "pixi project export conda-explicit-spec"),
         (line(core, &cut), "package flux-core has the sha256 `aaa"),
         (line(core, &letters), "package flux-core has the sha256 `ggg"),
-        (line("osx-64/flux-core-0.88.0-h_0.conda", &sha256), "package flux-core is for osx-64"),
-        (line("linux-65/flux-core-0.88.0-h_0.conda", &sha256), "package flux-core is for linux-65"),
+        (line("osx-64/flux-core-0.88.0-h_0.conda", &sha256), "package flux-core is built for osx-64"),
+        (line("linux-65/flux-core-0.88.0-h_0.conda", &sha256), "package flux-core is built for linux-65"),
         (line("noarch/any-1-0.conda", &sha256), "names no platform"),
         (line("linux-64/flux-core.zip", &sha256), "line 2 of the @EXPLICIT list"),
         ("@EXPLICIT\nflux-core\n".to_owned(), "line 2 of the @EXPLICIT list"),
         ("@EXPLICIT\n".to_owned(), "names no platform"),
         (format!("# platform: linux-65\n{}", line(core, &sha256)), "the platform linux-65"),
-        (line(core, &sha256) + &line("linux-64/flux-core-0.87.0-h_0.conda", &sha256), "flux-core is there twice"),
+        (
+            line(core, &sha256) + &line("linux-64/flux-core-0.87.0-h_0.conda", &sha256),
+            "lists the package flux-core twice",
+        ),
         (line(core, &sha256).replace("https", "ftp"), "package flux-core is not at an http, https or file URL"),
     ] {
         let error = locks::check_lock(&text, &[]).unwrap_err().to_string();
@@ -302,7 +305,7 @@ async fn a_lock_of_pixi_is_taken_if_it_says_which_environment() {
         assert_eq!(lock_of(resolve(&given(&text)).await.unwrap()), text, "{environments:?}");
     }
     let error = resolve(&given(&pixi(&["gpu", "flux"]))).await.unwrap_err().to_string();
-    assert!(error.contains("no environment `default`") && error.contains("flux, gpu"), "{error}");
+    assert!(error.contains("needs an environment `default`") && error.contains("flux, gpu"), "{error}");
 }
 
 #[test]
@@ -320,12 +323,12 @@ fn a_lock_that_can_not_be_used_is_refused_in_one_sentence_that_names_what_is_wro
         (cut_at("  sha256"), "package flux-core has no sha256"),
         (
             cut_at("- conda: https://channel/linux-64/flux-core-0.88.0-h_0.conda\n  sha256"),
-            "package flux-core is named for an environment",
+            "lists the package flux-core for an environment",
         ),
         (cut_at("packages:\n- conda"), "the lock can't be read"),
         (
             good.replace("packages:\n- conda", "packages: []\nrest:\n- conda"),
-            "package flux-core is named for an environment",
+            "lists the package flux-core for an environment",
         ),
         (good.replace("linux-64:", "linux-65:"), "linux-65"),
         (good.replace("https://channel/linux", "ftp://channel/linux"), "package flux-core is not at an http"),

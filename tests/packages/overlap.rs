@@ -163,7 +163,7 @@ async fn what_is_missing_at_the_end_is_told_by_name() {
     archives.iter().skip(1).for_each(|name| store.bring(name, &host));
     stage.until_unpacked(archives.len() as u64 - 1);
     let refusal = stage.end().unwrap_err();
-    assert!(refusal.message.contains("is not on this host; it has to be fetched") && refusal.transient, "{refusal}");
+    assert!(refusal.message.contains("is not on this host; it must be fetched") && refusal.transient, "{refusal}");
     assert_eq!(host.envs(), Vec::<String>::new());
     assert_eq!(names(&host.pkgs()), sorted(archives[1..].to_vec()), "what is good stays");
 }
@@ -197,7 +197,7 @@ async fn an_archive_that_a_power_cut_has_damaged_costs_a_download_and_not_an_ins
     // Where nobody fetches it again it is told, and is out of the way of who will.
     fs::write(host.pkgs().join(&archives[0]), "half").unwrap();
     let refusal = Stage::begin(&host, &set).end().unwrap_err();
-    assert!(refusal.message.contains("was damaged; it has to be fetched again") && refusal.transient, "{refusal}");
+    assert!(refusal.message.contains("was damaged; it must be fetched again") && refusal.transient, "{refusal}");
     assert_eq!(names(&host.pkgs()), archives[1..]);
     assert_eq!(host.envs(), Vec::<String>::new());
 }

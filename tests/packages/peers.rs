@@ -146,7 +146,7 @@ async fn a_bad_peer_is_dropped_with_one_line_and_the_bytes_come_from_elsewhere()
     let answers = |bytes: Vec<u8>| move |_: Request| Response::new(Body::from(bytes.clone()));
     let cases = [
         ("dead", nobody, "onnect", all),
-        ("not an address", "peer:secret@x/y".to_owned(), "not an address", all),
+        ("not an address", "peer:secret@x/y".to_owned(), "not IP:PORT", all),
         ("garbage", peer(answers(garbage)).await, "sha256", all),
         ("longer", peer(answers(noise(2 * length))).await, "more bytes", all),
         ("shorter", peer(answers(noise(half))).await, "fewer bytes", all),

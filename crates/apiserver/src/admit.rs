@@ -1,5 +1,5 @@
-//! What happens to an object between the wire and the store: pure functions that set the fields which are the server's,
-//! keep what the request may not change, and refuse what is not allowed.
+//! The rules between a request and the store: pure functions that set the server's own fields, keep what the request
+//! must not change, and refuse what is not allowed.
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::ByteString;
@@ -9,14 +9,14 @@ use super::{error::ApiError, resources::Resource};
 use api::{in_one_line, is_subdomain};
 use model::schema;
 
-/// Fields of `metadata` that only the server writes.
+/// Fields of `metadata` that only the server may write.
 const SERVER_FIELDS: [&str; 5] =
     ["uid", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "generation"];
 
-/// Which part of an object a request writes; the rest stays as it is.
+/// The part of an object that a request writes; the rest stays unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
-    /// All but the status, where that is a subresource.
+    /// Everything, except the status if that is a subresource.
     Whole,
     /// The status.
     Status,
@@ -24,7 +24,7 @@ pub enum Part {
     Finalize,
 }
 
-/// How a request wants to be carried out.
+/// How to execute a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Mode {
     /// Do everything but store the result.
@@ -33,28 +33,28 @@ pub struct Mode {
     pub strict: bool,
 }
 
-/// The time as `metadata.creationTimestamp` has it, `seconds` from now.
+/// A time in the format of `metadata.creationTimestamp`, `seconds` from now.
 pub fn timestamp(seconds: i64) -> String {
     let time = Timestamp::now().saturating_add(SignedDuration::from_secs(seconds)).unwrap_or_default();
     Timestamp::from_second(time.as_second()).unwrap_or_default().to_string()
 }
 
-/// A text of `metadata`, empty where it is not there.
+/// A string field of `metadata`; empty if it is missing.
 pub fn meta<'a>(object: &'a Value, field: &str) -> &'a str {
     object["metadata"][field].as_str().unwrap_or_default()
 }
 
-/// True where a delete was asked for and something still holds the object.
+/// True if the object is being deleted but still held by a finalizer or by its contents.
 pub fn is_terminating(object: &Value) -> bool {
     !object["metadata"]["deletionTimestamp"].is_null()
 }
 
-/// True where `metadata.finalizers` holds the object.
+/// True if the object has finalizers.
 pub fn is_held(object: &Value) -> bool {
     object["metadata"]["finalizers"].as_array().is_some_and(|finalizers| !finalizers.is_empty())
 }
 
-/// The object as it is stored when it is new.
+/// A new object as it is stored.
 ///
 /// # Errors
 /// [`ApiError::BadRequest`] or [`ApiError::Invalid`].
@@ -86,7 +86,7 @@ pub fn create(resource: &Resource, namespace: &str, mut object: Value, strict: b
     if resource.generation {
         metadata.insert("generation".into(), 1.into());
     }
-    // A kubelet registers its Node together with its status; everybody else's status comes later.
+    // A kubelet registers its Node together with its status; for all other kinds the status is written later.
     if resource.status && resource.kind != "Node" {
         set(&mut object, "status", None);
     }
@@ -100,7 +100,7 @@ pub fn create(resource: &Resource, namespace: &str, mut object: Value, strict: b
             let status = established(&object["spec"]);
             put(&mut object, &["status"], status);
         }
-        // `kubectl describe` takes for granted that the server has filled it in.
+        // `kubectl describe` expects this default to be set by the server.
         "PriorityClass" if object["preemptionPolicy"].is_null() => {
             put(&mut object, &["preemptionPolicy"], "PreemptLowerPriority".into());
         }
@@ -110,11 +110,10 @@ pub fn create(resource: &Resource, namespace: &str, mut object: Value, strict: b
     Ok(object)
 }
 
-/// The object as it is stored after a replace or patch of `part` that asks for `wanted`. Equal to `old` where nothing
-/// changes.
+/// The object as it is stored after `part` of `old` is replaced by `wanted`. Equal to `old` if nothing changes.
 ///
 /// # Errors
-/// [`ApiError::Conflict`] where `wanted` was made from another version, [`ApiError::BadRequest`], [`ApiError::Invalid`].
+/// [`ApiError::Conflict`] if `wanted` is based on another version, [`ApiError::BadRequest`], [`ApiError::Invalid`].
 pub fn update(
     resource: &Resource,
     part: Part,
@@ -166,13 +165,13 @@ pub fn update(
         }
     };
     conform(resource, name, &mut new, part, strict)?;
-    if resource.generation && !same_will(old, &new) {
+    if resource.generation && !same_content(old, &new) {
         bump_generation(&mut new);
     }
     Ok(new)
 }
 
-/// `object` with a deletion asked for.
+/// `object`, marked as being deleted.
 pub fn terminating(resource: &Resource, object: &Value) -> Value {
     let mut object = object.clone();
     put(&mut object, &["metadata", "deletionTimestamp"], timestamp(0).into());
@@ -191,15 +190,15 @@ fn bump_generation(object: &mut Value) {
     put(object, &["metadata", "generation"], (generation + 1).into());
 }
 
-/// The same apart from metadata and status.
-fn same_will(old: &Value, new: &Value) -> bool {
-    let will = |object: &Value| {
+/// True if the objects are equal apart from metadata and status.
+fn same_content(old: &Value, new: &Value) -> bool {
+    let content = |object: &Value| {
         let mut object = object.clone();
         set(&mut object, "metadata", None);
         set(&mut object, "status", None);
         object
     };
-    will(old) == will(new)
+    content(old) == content(new)
 }
 
 fn check_identity(resource: &Resource, namespace: &str, name: &str, object: &Value) -> Result<(), ApiError> {
@@ -207,7 +206,9 @@ fn check_identity(resource: &Resource, namespace: &str, name: &str, object: &Val
     let bad = |why: String| Err(ApiError::BadRequest(why));
     if object["apiVersion"] != *version || object["kind"] != *kind {
         let (sent_version, sent_kind) = (&object["apiVersion"], &object["kind"]);
-        return bad(format!("the object is {sent_kind} of {sent_version}, this path is for {kind:?} of {version:?}"));
+        return bad(format!(
+            "the object is {sent_kind} of {sent_version}, but this path is for {kind:?} of {version:?}"
+        ));
     }
     if !["", name].contains(&meta(object, "name")) {
         return bad(format!(
@@ -234,7 +235,7 @@ fn conform(resource: &Resource, name: &str, object: &mut Value, part: Part, stri
     };
     let rules = |object: &Value| match part {
         Part::Whole => (custom.rules)(object),
-        // A spec that was let in once must never keep its own status from being written.
+        // An accepted spec must never prevent its status from being written, even if newer rules would refuse it.
         Part::Status | Part::Finalize => Ok(Vec::new()),
     };
     let findings = schema::check(&custom.schema, object, rules);
@@ -259,7 +260,7 @@ fn encode_string_data(object: &mut Value) {
     }
 }
 
-/// The status of a CustomResourceDefinition whose names are accepted, which is at once.
+/// The status of a CustomResourceDefinition, which is established at once.
 fn established(spec: &Value) -> Value {
     let condition = |type_: &str, reason: &str, message: &str| {
         json!({
@@ -282,7 +283,7 @@ fn metadata_mut(object: &mut Value) -> Result<&mut Map<String, Value>, ApiError>
     metadata.as_object_mut().ok_or_else(|| ApiError::BadRequest("metadata is not an object".into()))
 }
 
-/// Puts `value` at `path`. What is no object on the way there becomes one: indexing would panic.
+/// Sets `value` at `path`. Anything on the way that is not an object is replaced by one; indexing would panic.
 pub fn put(object: &mut Value, path: &[&str], value: Value) {
     let Some((field, below)) = path.split_first() else {
         *object = value;
@@ -305,7 +306,7 @@ fn set(object: &mut Value, field: &str, value: Option<Value>) {
     }
 }
 
-/// Five letters that make no words, as Kubernetes appends them to `generateName`.
+/// Five random characters without vowels, as Kubernetes appends them to `generateName`.
 fn random_suffix() -> String {
     const LETTERS: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
     let random = uuid::Uuid::new_v4();

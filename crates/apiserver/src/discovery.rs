@@ -1,4 +1,4 @@
-//! Which kinds there are, as clients ask for it.
+//! API discovery: the groups, versions and kinds that the server offers.
 
 use serde_json::{Value, json};
 
@@ -7,10 +7,10 @@ use super::{
     resources::{self, Resource},
 };
 
-/// The Kubernetes version that is spoken.
+/// The minor version of the Kubernetes API that the server implements.
 const MINOR: &str = "33";
 
-/// The answer to a GET that is about the server and not about objects.
+/// The response to a GET about the server itself rather than objects; `None` for any other path.
 pub fn answer(path: &str, serves: impl Fn(&Resource) -> bool) -> Option<Value> {
     let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
     match parts[..] {
@@ -36,7 +36,7 @@ pub fn answer(path: &str, serves: impl Fn(&Resource) -> bool) -> Option<Value> {
     }
 }
 
-/// The answer to a GET of `/version` by Kubernetes 1.`minor`.
+/// The response to a GET of `/version` for Kubernetes 1.`minor`.
 pub fn version(minor: &str) -> Value {
     json!({
         "major": "1", "minor": minor, "gitVersion": format!("v1.{minor}.0-flux-distribute"), "gitCommit": "",

@@ -1,5 +1,4 @@
-//! What is answered when a request cannot be served: Kubernetes `Status` objects with the reason and code that clients
-//! decide by.
+//! Error responses: Kubernetes `Status` objects with the reasons and codes that clients rely on.
 
 use serde_json::{Value, json};
 
@@ -9,84 +8,85 @@ use super::resources::Resource;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ApiError {
-    /// No such object.
+    /// The object doesn't exist.
     #[error("{resource} \"{name}\" not found")]
     NotFound {
         /// Plural and group, such as `leases.coordination.k8s.io`.
         resource: ResourceName,
-        /// Which.
+        /// The object's name.
         name: String,
     },
-    /// There is one already.
+    /// The object exists already.
     #[error("{resource} \"{name}\" already exists")]
     AlreadyExists {
         /// Plural and group.
         resource: ResourceName,
-        /// Which.
+        /// The object's name.
         name: String,
     },
-    /// Somebody else was faster, or a precondition does not hold.
+    /// The object has changed meanwhile, or a precondition is not met.
     #[error("operation cannot be fulfilled on {resource} \"{name}\": {why}")]
     Conflict {
         /// Plural and group.
         resource: ResourceName,
-        /// Which.
+        /// The object's name.
         name: String,
-        /// What differs.
+        /// The version or field that differs.
         why: String,
     },
-    /// The object is understood, but not allowed.
+    /// The object can be decoded but violates a rule.
     #[error("{kind} \"{name}\" is invalid: {why}")]
     Invalid {
         /// Kind and group.
         kind: String,
-        /// Which.
+        /// The object's name.
         name: String,
-        /// What is wrong with it.
+        /// The violated rule, as `field: message` if it concerns a field.
         why: String,
     },
-    /// The request itself is wrong.
+    /// The request can't be understood.
     #[error("{0}")]
     BadRequest(String),
-    /// Not here, not now.
+    /// The operation is not possible in the current state.
     #[error("{resource} \"{name}\" is forbidden: {why}")]
     Forbidden {
         /// Plural and group.
         resource: ResourceName,
-        /// Which.
+        /// The object's name.
         name: String,
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// A watch asked for a past that is no longer kept, or for a future that never was.
+    /// A watch asked for changes that are no longer kept, or for a version that was never issued.
     #[error("too old resource version: {asked} ({oldest}); list again and watch from there")]
     Expired {
-        /// What the watch asked for.
+        /// The version that the watch asked for.
         asked: u64,
-        /// The oldest that is kept.
+        /// The oldest version that is kept.
         oldest: u64,
     },
-    /// No token, or another.
+    /// The request has no token, or a wrong one.
     #[error("unauthorized: send the token of this server as bearer token")]
     Unauthorized,
-    /// The verb is not served on this path.
+    /// The path doesn't support the verb.
     #[error("the server does not allow this method on the requested resource")]
     MethodNotAllowed,
-    /// The body's type is not understood.
+    /// The body's content type is not supported.
     #[error("the body of the request was in an unknown format - accepted media types include: {0}")]
     UnsupportedMediaType(&'static str),
-    /// Something that must hold does not.
+    /// The server is in an unexpected state.
     #[error("internal error occurred: {0}")]
     Internal(String),
-    /// No such path. Answered without a `Status`, as a real server does: it is no evidence about any object.
+    /// The path doesn't exist. Answered without a `Status`, as real servers do, because it says nothing about any
+    /// object.
     #[error("404 page not found")]
     NoSuchPath,
 }
 
-/// Plural and group of a resource, as messages and `Status.details` name it.
+/// Plural and group of a resource, as in messages and `Status.details`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ResourceName {
-    /// Group, empty for core.
+    /// The API group; empty for core.
     pub group: &'static str,
     /// Plural.
     pub plural: &'static str,
@@ -102,7 +102,7 @@ impl std::fmt::Display for ResourceName {
 }
 
 impl ApiError {
-    /// [`ApiError::Conflict`] of a replace with a stale resourceVersion, in the words that clients look for.
+    /// The [`ApiError::Conflict`] for a replace with a stale resourceVersion, with the message that clients look for.
     pub fn stale(resource: &Resource, name: &str) -> Self {
         let why = "the object has been modified; please apply your changes to the latest version and try again";
         Self::Conflict { resource: resource.name(), name: name.into(), why: why.into() }
@@ -117,7 +117,7 @@ impl ApiError {
         Self::Invalid { kind, name: name.into(), why: why.into() }
     }
 
-    /// HTTP status code.
+    /// The HTTP status code.
     pub fn code(&self) -> u16 {
         self.code_and_reason().0
     }
@@ -138,7 +138,7 @@ impl ApiError {
         }
     }
 
-    /// The `Status` object.
+    /// The `Status` object for the response.
     pub fn status(&self) -> Value {
         let (code, reason) = self.code_and_reason();
         let mut status = json!({

@@ -1,5 +1,5 @@
-//! Faults of an API server, on purpose: whoever asks from another address than the server's own meets them. For tests of
-//! what depends on the API.
+//! Faults injected into the API server, for tests of components that depend on it. They affect every client whose
+//! address is not the server's own.
 
 use std::{
     collections::HashMap,
@@ -26,38 +26,38 @@ use tokio::{sync::watch, time::sleep};
 use super::{discovery, tls::TlsListener};
 use base::chance::chance;
 
-/// What is wrong.
+/// A kind of failure.
 #[derive(clap::ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fault {
-    /// Nothing.
+    /// No fault.
     #[default]
     None,
-    /// Every answer comes five seconds late.
+    /// Every response is delayed by five seconds.
     Slow,
-    /// Most requests are answered with 429 or 500; watches end.
+    /// Most requests get 429 or 500, and watches end.
     Errors,
-    /// Watches end soon after they have begun.
+    /// Watches end soon after they begin.
     WatchesEnd,
-    /// Lists are what they were when they were asked for first.
+    /// Lists always return what they returned first.
     StaleLists,
-    /// Most replaces are refused, as if somebody else had always been faster.
+    /// Most replaces get a conflict.
     Conflicts,
-    /// Its clock is an hour ahead of the machines'.
+    /// The server's clock is one hour ahead of the machine's.
     ClockAhead,
-    /// It says that it is Kubernetes 1.29.
+    /// The server claims to be Kubernetes 1.29.
     Old,
 }
 
-/// The switch.
+/// The current fault, which the daemon sets.
 pub type Switch = watch::Receiver<Fault>;
 
 const SLOW: Duration = Duration::from_secs(5);
-/// How long a watch lasts at most under [`Fault::WatchesEnd`].
+/// The longest duration of a watch under [`Fault::WatchesEnd`].
 const WATCH: Duration = Duration::from_secs(2);
-/// Lists are small here.
+/// Limit for a list's size; lists are small here.
 const MAX_LIST: usize = 64 << 20;
 
-/// The address of who asks.
+/// The client's address.
 #[derive(Clone, Copy, Debug)]
 pub struct Peer(SocketAddr);
 
@@ -67,23 +67,23 @@ impl Connected<IncomingStream<'_, TlsListener>> for Peer {
     }
 }
 
-/// What the middleware knows.
+/// The state of the middleware.
 #[derive(Clone)]
 pub struct Faults {
     switch: Switch,
-    /// Who asks from here is spared: the machine itself.
+    /// Clients with this address, the machine itself, see no faults.
     spared: IpAddr,
     stale: Arc<Mutex<HashMap<String, (StatusCode, Bytes)>>>,
 }
 
 impl Faults {
-    /// Those of `switch`, for all but `spared`.
+    /// Injects the faults of `switch` for all clients except `spared`.
     pub fn new(switch: Switch, spared: IpAddr) -> Self {
         Self { switch, spared, stale: Arc::default() }
     }
 }
 
-/// The middleware.
+/// The middleware that injects the current fault.
 pub async fn inject(State(faults): State<Faults>, request: Request, next: Next) -> Response {
     let peer = request.extensions().get::<ConnectInfo<Peer>>().map(|info| info.0.0.ip());
     if peer.is_none_or(|peer| peer == faults.spared) {
@@ -115,7 +115,7 @@ pub async fn inject(State(faults): State<Faults>, request: Request, next: Next) 
 }
 
 impl Faults {
-    /// A watch that ends when a fault begins that ends watches.
+    /// Makes a watch end if a fault begins that ends watches.
     fn bounded(&self, answer: Response) -> Response {
         let mut switch = self.switch.clone();
         let end = async move {
@@ -147,7 +147,7 @@ impl Faults {
     }
 }
 
-/// A collection: the last part of the path is a plural.
+/// True for a GET of a collection.
 fn is_list(request: &Request) -> bool {
     let target = super::request::Target::parse(request.uri().path());
     request.method() == Method::GET && target.is_some_and(|target| target.name.is_none())
@@ -168,12 +168,12 @@ fn conflict() -> Response {
 fn status(code: StatusCode, reason: &str) -> Response {
     let status = json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-        "message": "a fault on purpose", "reason": reason, "code": code.as_u16(),
+        "message": "injected fault", "reason": reason, "code": code.as_u16(),
     });
     (code, [(header::CONTENT_TYPE, "application/json")], status.to_string()).into_response()
 }
 
-/// As RFC 9110 has it in `Date`.
+/// Formats a time for the header `Date` (RFC 9110).
 fn date(time: Timestamp) -> Result<HeaderValue, Box<dyn std::error::Error>> {
     Ok(rfc2822::DateTimePrinter::new().timestamp_to_rfc9110_string(&time)?.parse()?)
 }

@@ -1,4 +1,4 @@
-//! The way from HTTP to the verbs.
+//! The HTTP layer: authentication, and dispatch to the verbs.
 
 use std::{future::Future, io, net::IpAddr, sync::Arc, time::Duration};
 
@@ -28,29 +28,30 @@ use super::{
     watch::Watch,
 };
 
-/// The largest body that is read, that of a real server.
+/// The largest accepted body, as in a real server.
 const MAX_BODY: usize = 3 << 20;
 
-/// How long open requests may go on after the shutdown has begun.
+/// How long open requests may continue after shutdown has begun.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
 #[derive(Clone)]
 struct App {
     store: Arc<Store>,
-    /// sha256 of the token: comparing digests tells nothing about the token by the time it takes.
+    /// sha256 of the token. Comparing digests leaks nothing about the token through timing.
     token: [u8; 32],
     closing: CancellationToken,
 }
 
-/// The API of `store`, for those who know `token`.
+/// A router that serves `store` to clients with `token`.
 pub fn router(store: Arc<Store>, token: String) -> Router {
     build(store, &token, CancellationToken::new(), None)
 }
 
-/// Serves the API of `store` over TLS on `listener`, as `identity`, until `shutdown`; then open watches end. `switch` brings
-/// about the server's faults, for all but the address it listens on itself.
+/// Serves `store` over TLS on `listener`, as `identity`, until `shutdown`, which also ends open watches. `switch`
+/// injects faults for all clients except those with the listener's own address.
 ///
 /// # Errors
+/// The listener's.
 /// Those of the listener.
 pub async fn serve(
     listener: TcpListener,
@@ -79,7 +80,7 @@ pub async fn serve(
 fn build(store: Arc<Store>, token: &str, closing: CancellationToken, faults: Option<(Switch, IpAddr)>) -> Router {
     let app = App { store, token: Sha256::digest(token.as_bytes()).into(), closing };
     let mut router = Router::new().fallback(handle);
-    // The last layer is the outermost: only requests that were let in meet the faults.
+    // The last layer is the outermost, so only authenticated requests are subject to faults.
     if let Some((switch, spared)) = faults {
         router = router.layer(middleware::from_fn_with_state(Faults::new(switch, spared), inject));
     }

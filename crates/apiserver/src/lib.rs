@@ -1,8 +1,6 @@
-//! A small in-memory Kubernetes API server for the kinds that we use: enough for kubectl, and for the same kube client that
-//! runs in production. No CEL, no server-side apply, no admission but the schema and
-//! [`validate`](model::validate()). Tests can have it fail on purpose ([`Fault`]).
-//!
-//! It is for local mode and tests, and never in the image. It knows no planner and no agent.
+//! A small in-memory Kubernetes API server for the kinds that this project uses: enough for kubectl, and for the same
+//! kube client as in production. It has no CEL, no server-side apply, and no admission except the schema and
+//! [`validate`](crate::api::validate).
 
 mod admit;
 mod discovery;

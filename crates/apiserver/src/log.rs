@@ -1,4 +1,4 @@
-//! What changed, in order, as far back as is kept.
+//! The log of changes, in order and of bounded length.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -6,36 +6,36 @@ use serde_json::Value;
 
 use super::{error::ApiError, objects::Key};
 
-/// How many changes are kept. At a few KiB each this bounds what a slow watch can cost.
+/// The number of changes kept. With a few KiB each, this limits what a slow watch can cost.
 pub const LOG_LENGTH: usize = 4096;
 
-/// What happened to an object.
+/// The kind of a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// It is new.
+    /// The object was created.
     Added,
-    /// It is another.
+    /// The object was changed.
     Modified,
-    /// It is gone.
+    /// The object was removed.
     Deleted,
 }
 
-/// One change.
+/// One change of an object.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Event {
-    /// resourceVersion of the change.
+    /// The resourceVersion of the change.
     pub revision: u64,
-    /// What happened.
+    /// The kind of the change.
     pub change: Change,
-    /// To whom.
+    /// The object's key.
     pub key: Key,
-    /// The object after the change; the last state of one that is gone.
+    /// The object after the change, or its last state if it was removed.
     pub object: Arc<Value>,
-    /// The object before: a watch with a selector must know who leaves its selection.
+    /// The object before the change: a watch with a selector must notice when an object leaves its selection.
     pub before: Option<Arc<Value>>,
 }
 
-/// The changes `oldest + 1 ..= revision`, each revision once and without gaps.
+/// The changes `oldest + 1 ..= revision`, without gaps.
 #[derive(Debug, Default)]
 pub struct Log {
     oldest: u64,
@@ -43,12 +43,12 @@ pub struct Log {
 }
 
 impl Log {
-    /// An empty log at `revision`: nothing before it is known.
+    /// An empty log whose next revision is `revision` + 1.
     pub fn starting_at(revision: u64) -> Self {
         Self { oldest: revision, events: VecDeque::new() }
     }
 
-    /// Revision of the last change.
+    /// The revision of the last change.
     pub fn revision(&self) -> u64 {
         self.oldest + self.events.len() as u64
     }
@@ -66,8 +66,8 @@ impl Log {
     /// The changes after `revision`, at most `limit`.
     ///
     /// # Errors
-    /// [`ApiError::Expired`] for a past that is no longer kept. A future that was never handed out is refused as well: it
-    /// belongs to another life of this server.
+    /// [`ApiError::Expired`] if some of them are no longer kept, or if `revision` was never issued: then it comes from an
+    /// earlier run of this server.
     pub fn after(&self, revision: u64, limit: usize) -> Result<Vec<Arc<Event>>, ApiError> {
         let expired = ApiError::Expired { asked: revision, oldest: self.oldest };
         let skip =

@@ -1,4 +1,4 @@
-//! The objects themselves, and the rules by which they come and go. Not locked: that is [`Store`](super::Store)'s part.
+//! The objects, and the rules for creating and deleting them. Without locking, which [`Store`](super::Store) adds.
 
 use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 
@@ -14,7 +14,7 @@ use super::{
 /// How long Events are kept.
 const EVENTS_KEPT_SECONDS: i64 = 3600;
 
-/// Where an object is.
+/// Identifies an object.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key {
     resource: ResourceName,
@@ -23,43 +23,43 @@ pub struct Key {
 }
 
 impl Key {
-    /// `namespace` is empty for what has none.
+    /// `namespace` is empty for cluster-scoped kinds.
     pub fn new(resource: &Resource, namespace: &str, name: &str) -> Self {
         Self { resource: resource.name(), namespace: namespace.into(), name: name.into() }
     }
 
-    /// True for an object of `resource`, in `namespace` where one is named.
+    /// True for an object of `resource`, and of `namespace` if that is given.
     pub fn is_in(&self, resource: &Resource, namespace: Option<&str>) -> bool {
         self.resource == resource.name() && namespace.is_none_or(|namespace| self.namespace == namespace)
     }
 }
 
-/// What became of a delete.
+/// The result of a delete.
 #[derive(Debug, Clone)]
 pub enum Deleted {
-    /// It is gone; this was its last state.
+    /// The object is removed; this was its last state.
     Gone(Arc<Value>),
-    /// Finalizers hold it, or what is in it.
+    /// The object is being deleted, but finalizers or its contents still hold it.
     Going(Arc<Value>),
 }
 
-/// Every object, and what became of it.
+/// All objects and the log of their changes.
 #[derive(Debug, Default)]
 pub struct Objects {
-    /// The objects of all kinds.
+    /// All objects.
     pub all: BTreeMap<Key, Arc<Value>>,
-    /// Their changes.
+    /// The log of their changes.
     pub log: Log,
 }
 
 impl Objects {
-    /// The object.
+    /// The object, or [`ApiError::NotFound`].
     pub fn get(&self, resource: &Resource, namespace: &str, name: &str) -> Result<Arc<Value>, ApiError> {
         let found = self.all.get(&Key::new(resource, namespace, name)).cloned();
         found.ok_or_else(|| ApiError::NotFound { resource: resource.name(), name: name.into() })
     }
 
-    /// The objects of a kind, in `namespace` where one is named.
+    /// The objects of a kind, in one namespace if `namespace` is given.
     pub fn range<'a>(
         &'a self,
         resource: &Resource,
@@ -72,7 +72,7 @@ impl Objects {
         })
     }
 
-    /// The definition a custom kind stands on, `None` for what is built in.
+    /// The CustomResourceDefinition of a custom kind; `None` for a built-in kind.
     pub fn definition(&self, resource: &Resource) -> Result<Option<Arc<Value>>, ApiError> {
         let (Some(custom), Some(definitions)) =
             (&resource.custom, resources::find("apiextensions.k8s.io", "customresourcedefinitions"))
@@ -82,7 +82,7 @@ impl Objects {
         self.get(definitions, "", &custom.definition).map(Some).map_err(|_| ApiError::NoSuchPath)
     }
 
-    /// Refuses what has no place to live in, or lives there already.
+    /// Refuses an object whose namespace or definition is missing or being deleted, or that exists already.
     pub fn may_create(&self, resource: &Resource, key: &Key) -> Result<(), ApiError> {
         let forbidden = |why: String| {
             let (resource, name) = (resource.name(), key.name.clone());
@@ -105,7 +105,7 @@ impl Objects {
         Ok(())
     }
 
-    /// The only place where something changes.
+    /// Applies a change and logs it. All changes go through here.
     pub fn commit(&mut self, change: Change, key: Key, mut object: Value) -> Arc<Value> {
         let revision = self.log.revision() + 1;
         admit::put(&mut object, &["metadata", "resourceVersion"], revision.to_string().into());
@@ -118,7 +118,7 @@ impl Objects {
         object
     }
 
-    /// Removes an object, or asks for it where finalizers hold it or something is in it.
+    /// Removes an object, or marks it as being deleted if finalizers or contents hold it.
     pub fn delete(&mut self, resource: &Resource, key: Key, old: &Arc<Value>) -> Deleted {
         if !resource.is_container() && !is_held(old) {
             return Deleted::Gone(self.remove(key, Value::clone(old)));
@@ -128,31 +128,31 @@ impl Objects {
             object = self.commit(Change::Modified, key.clone(), admit::terminating(resource, old));
         }
         if resource.is_container() {
-            self.settle(resource, &key.name);
+            self.continue_deletion(resource, &key.name);
         }
         Deleted::Going(object)
     }
 
-    /// Removes an object that nothing holds any more, and then perhaps the container that waited for it.
+    /// Removes an object that nothing holds, and then its container if that is being deleted and was waiting for it.
     pub fn remove(&mut self, key: Key, last: Value) -> Arc<Value> {
         let removed = self.commit(Change::Deleted, key.clone(), last);
         if let Some(namespaces) = resources::find("", "namespaces") {
-            self.settle(namespaces, &key.namespace);
+            self.continue_deletion(namespaces, &key.namespace);
         }
         let definitions = resources::find("apiextensions.k8s.io", "customresourcedefinitions");
         if let Some(definitions) = definitions {
-            self.settle(definitions, &key.resource.to_string());
+            self.continue_deletion(definitions, &key.resource.to_string());
         }
         removed
     }
 
-    /// Takes a container that is being deleted as far as it goes: first what is in it, then itself.
-    pub fn settle(&mut self, container: &Resource, name: &str) {
+    /// Continues the deletion of a container as far as possible: its contents first, then the container itself.
+    pub fn continue_deletion(&mut self, container: &Resource, name: &str) {
         let Ok(object) = self.get(container, "", name) else {
             return;
         };
-        // A finalizer of `spec` other than Kubernetes' own stands for pods: a real cluster deletes those first, and the
-        // rest only when they are gone.
+        // Any finalizer in `spec` except Kubernetes' own delays the deletion of the contents, like pods in a real
+        // cluster, which are deleted first.
         let finalizers = object["spec"]["finalizers"].as_array();
         if !is_terminating(&object) || finalizers.is_some_and(|all| all.iter().any(|one| one != "kubernetes")) {
             return;
@@ -179,7 +179,7 @@ impl Objects {
         }
     }
 
-    /// Forgets old Events, so that a long life does not fill the memory.
+    /// Removes old Events, so that they don't fill the memory.
     pub fn expire_events(&mut self, events: &Resource) {
         let oldest = admit::timestamp(-EVENTS_KEPT_SECONDS);
         let old = |object: &Value| meta(object, "creationTimestamp") < oldest.as_str();

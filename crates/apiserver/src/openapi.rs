@@ -1,10 +1,10 @@
-//! As much of OpenAPI v3 as clients need to leave validation to the server, and to explain our kinds.
+//! The part of OpenAPI v3 that makes clients leave validation to the server, and lets them explain our kinds.
 
 use serde_json::{Map, Value, json};
 
 use super::resources::{self, Resource};
 
-/// The answer to a GET below `/openapi/v3`.
+/// The response to a GET below `/openapi/v3`.
 pub fn answer(path: &[&str], serves: impl Fn(&Resource) -> bool) -> Option<Value> {
     let served = || resources::all().iter().filter(|resource| serves(resource));
     if path.is_empty() {
@@ -33,7 +33,7 @@ fn kind(resource: &Resource) -> Value {
     json!({ "group": resource.group, "version": resource.version, "kind": resource.kind })
 }
 
-/// kubectl looks whether a kind's PATCH knows `fieldValidation`; where it does, it does not validate itself.
+/// kubectl validates objects itself unless the PATCH operation of their kind has the parameter `fieldValidation`.
 fn operations(resource: &Resource) -> (String, Value) {
     let namespace = if resource.namespaced { "/namespaces/{namespace}" } else { "" };
     let path = format!("/{}{namespace}/{}/{{name}}", group_path(resource), resource.plural);

@@ -1,4 +1,4 @@
-//! The patch formats: JSON patch, merge patch, and of strategic merge patch what kubectl sends.
+//! The patch formats: JSON patch, merge patch, and the subset of strategic merge patch that kubectl uses.
 
 use serde_json::{Map, Value};
 
@@ -6,24 +6,24 @@ use super::error::ApiError;
 
 const TYPES: &str = "application/json-patch+json, application/merge-patch+json, application/strategic-merge-patch+json";
 
-/// A patch, read but not yet applied.
+/// A parsed patch.
 #[derive(Debug)]
 pub enum Patch {
     /// RFC 6902.
     Json(json_patch::Patch),
     /// RFC 7386.
     Merge(Value),
-    /// Kubernetes' own: a merge patch with directives for lists. Which key a list is merged by is taken from the patch's
-    /// `$setElementOrder`, which kubectl always sends along, so no table of the API's types is needed; a list without it
-    /// is replaced.
+    /// Kubernetes' own format: a merge patch with directives for lists. The merge key of a list comes from the patch's
+    /// `$setElementOrder`, which kubectl always sends, so no table of the API's types is needed; a list without it is
+    /// replaced.
     Strategic(Value),
 }
 
 impl Patch {
-    /// Reads the body of a PATCH request.
+    /// Parses the body of a PATCH request.
     ///
     /// # Errors
-    /// [`ApiError::UnsupportedMediaType`] (server-side apply is not served), [`ApiError::BadRequest`].
+    /// [`ApiError::UnsupportedMediaType`] (also for server-side apply), [`ApiError::BadRequest`].
     pub fn parse(content_type: &str, body: &[u8]) -> Result<Self, ApiError> {
         let bad = |error: serde_json::Error| ApiError::BadRequest(format!("the patch can't be read: {error}"));
         match content_type.split(';').next().unwrap_or_default().trim() {
@@ -34,10 +34,10 @@ impl Patch {
         }
     }
 
-    /// `object` with the patch applied.
+    /// Applies the patch to `object`.
     ///
     /// # Errors
-    /// What does not fit, in words.
+    /// Why the patch doesn't apply.
     pub fn apply(&self, mut object: Value) -> Result<Value, String> {
         match self {
             Self::Json(patch) => json_patch::patch(&mut object, patch).map_err(|error| error.to_string())?,
@@ -82,13 +82,13 @@ fn strategic(target: &mut Value, patch: &Value) {
     }
 }
 
-/// Merges `patch` into the list `old` and brings the result into `order`; what `order` does not name comes last.
+/// Merges `patch` into the list `old` and sorts the result by `order`; items that `order` doesn't name come last.
 fn merge_list(old: Option<Value>, patch: &[Value], order: &[Value]) -> Value {
     let mut items = match old {
         Some(Value::Array(items)) => items,
         _ => Vec::new(),
     };
-    // In lists of objects the order holds `{mergeKey: value}`; in lists of plain values the values themselves.
+    // For lists of objects, `order` contains `{mergeKey: value}`; for lists of plain values, the values.
     let merge_key = order.iter().find_map(|item| item.as_object()?.keys().next());
     let same = |a: &Value, b: &Value| merge_key.map_or(a == b, |key| a.get(key) == b.get(key));
     for change in patch {
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_test_of_a_json_patch_is_told() {
+    fn a_failed_test_in_a_json_patch_is_reported() {
         let object = json!({"metadata": {"uid": "a"}});
         let patch = |uid: &str| json!([{"op": "test", "path": "/metadata/uid", "value": uid}, {"op": "add", "path": "/x", "value": 1}]);
         assert_eq!(apply("json-patch", object.clone(), patch("a")), Ok(json!({"metadata": {"uid": "a"}, "x": 1})));

@@ -1,4 +1,4 @@
-//! What a request asks for: its path, query and Accept header.
+//! Parses a request's path, query and Accept header.
 
 use std::time::Duration;
 
@@ -9,20 +9,20 @@ use super::{
     table::Include,
 };
 
-/// What the path names.
+/// The object or collection that a path names.
 #[derive(Clone)]
 pub struct Target {
     /// The kind.
     pub resource: &'static Resource,
-    /// Set where the path names one.
+    /// Set if the path names a namespace.
     pub namespace: Option<String>,
-    /// Set where the path names one object.
+    /// Set if the path names one object.
     pub name: Option<String>,
-    /// What of it.
+    /// The part of the object.
     pub subresource: Subresource,
 }
 
-/// What of an object a path names.
+/// The part of an object that a path names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Subresource {
     /// The object itself.
@@ -36,7 +36,7 @@ pub enum Subresource {
 }
 
 impl Target {
-    /// Reads a path below `/api/v1` or `/apis/<group>/<version>`.
+    /// Parses a path below `/api/v1` or `/apis/<group>/<version>`.
     pub fn parse(path: &str) -> Option<Self> {
         let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
         let (group, version, rest) = match parts.as_slice() {
@@ -56,7 +56,7 @@ impl Target {
             _ => return None,
         };
         let resource = resources::find(group, plural).filter(|resource| resource.version == version)?;
-        // An object of a namespaced kind is only found in its namespace.
+        // An object of a namespaced kind has a path only within its namespace.
         if (namespace.is_some() && !resource.namespaced)
             || (resource.namespaced && namespace.is_none() && name.is_some())
         {
@@ -72,10 +72,10 @@ impl Target {
         Some(Self { resource, namespace, name, subresource })
     }
 
-    /// Namespace and name of the one object.
+    /// Namespace and name of the object.
     ///
     /// # Errors
-    /// [`ApiError::MethodNotAllowed`] where the path names none.
+    /// [`ApiError::MethodNotAllowed`] if the path names a collection.
     pub fn object(&self) -> Result<(&str, &str), ApiError> {
         let name = self.name.as_deref().ok_or(ApiError::MethodNotAllowed)?;
         Ok((self.namespace.as_deref().unwrap_or_default(), name))
@@ -91,7 +91,7 @@ pub struct Query {
     pub labels: String,
     /// fieldSelector.
     pub fields: String,
-    /// resourceVersion, empty where it is not given.
+    /// resourceVersion; empty if it is missing.
     pub resource_version: String,
     /// timeoutSeconds.
     pub timeout: Option<Duration>,
@@ -106,10 +106,11 @@ pub struct Query {
 }
 
 impl Query {
-    /// Reads a query. What is not known is ignored, as a real server does; so are `limit` and `continue`: all is returned.
+    /// Parses a query. Ignores unknown parameters, as a real server does, and also `limit` and `continue`: lists are
+    /// complete.
     ///
     /// # Errors
-    /// [`ApiError::BadRequest`] for a value that changes what is done and is not understood.
+    /// [`ApiError::BadRequest`] for an unknown value of a parameter that changes what the request does.
     pub fn parse(text: &str) -> Result<Self, ApiError> {
         let mut query = Self::default();
         for (key, value) in url::form_urlencoded::parse(text.as_bytes()) {
@@ -141,20 +142,20 @@ impl Query {
     }
 }
 
-/// In which form objects are answered.
+/// The representation of objects in the response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// As they are.
     Object,
-    /// As rows.
+    /// As rows of a Table.
     Table(Include),
     /// Only their metadata.
     Metadata,
 }
 
 impl Form {
-    /// The first form of an Accept header that is served. JSON in all cases: clients that would rather have protobuf always
-    /// name JSON as well.
+    /// The first supported representation in an Accept header. The encoding is always JSON: clients that prefer
+    /// protobuf accept JSON too.
     pub fn parse(accept: &str, include: Include) -> Self {
         let known = accept.split(',').find_map(|range| {
             let mut parts = range.split(';').map(str::trim);
@@ -178,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_name_what_kubernetes_says_they_name() {
+    fn paths_are_parsed_as_in_kubernetes() {
         use Subresource::{Finalize, Object, Scale, Status};
         let ours = "/apis/distribute.flux-framework.org/v1alpha1";
         for (path, want) in [
@@ -210,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_form_that_is_served_wins() {
+    fn the_first_supported_representation_wins() {
         let table = "application/json;as=Table;v=v1;g=meta.k8s.io";
         for (accept, want) in [
             ("", Form::Object),

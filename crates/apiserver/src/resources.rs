@@ -1,4 +1,4 @@
-//! The table of kinds that are served. Everything that differs between kinds is a column of this table.
+//! The table of kinds that the server offers. Every difference between kinds is a column of this table.
 
 use std::{borrow::Cow, sync::LazyLock};
 
@@ -24,47 +24,49 @@ use api::{Finding, FluxInstance, FluxNode};
 
 /// One kind.
 pub struct Resource {
-    /// Group, empty for core.
+    /// The API group; empty for core.
     pub group: &'static str,
-    /// The one version that is served.
+    /// The only version that is served.
     pub version: &'static str,
-    /// Kind.
+    /// The kind's name.
     pub kind: &'static str,
-    /// Plural.
+    /// The plural name, as in paths.
     pub plural: &'static str,
     /// Short names.
     pub short: Vec<String>,
-    /// Names of groups of kinds it belongs to, such as `all`.
+    /// Categories such as `all`.
     pub categories: Vec<String>,
-    /// Lives in a namespace.
+    /// True if its objects live in namespaces.
     pub namespaced: bool,
-    /// Has the subresource `status`: writes to the object leave `.status` alone, and the other way round.
+    /// True if it has the subresource `status`: writes to the object ignore `.status`, and writes to the status all
+    /// else.
     pub status: bool,
-    /// `metadata.generation` counts the changes of what people want.
+    /// True if `metadata.generation` counts changes outside metadata and status.
     pub generation: bool,
-    /// Replaces without a resourceVersion are refused.
+    /// True if replaces without a resourceVersion are refused.
     pub guarded: bool,
-    /// Fields it can be selected by, beside name and namespace.
+    /// Fields for selectors, besides name and namespace.
     pub fields: &'static [&'static str],
-    /// Columns of its Table, beside the name.
+    /// Columns of its Table, besides the name.
     pub columns: Vec<Column>,
-    /// Set for the kinds that come out of a CustomResourceDefinition.
+    /// Set for kinds with a CustomResourceDefinition.
     pub custom: Option<Custom>,
-    /// Decodes an object into its type; the error is what is wrong with it. See [`Custom::rules`] for kinds that have them.
+    /// Decodes an object into its type; the error says what is wrong. Kinds with [`Custom::rules`] use those instead.
     pub check: fn(&Value) -> Result<(), String>,
-    /// Group it is stored in, where that is another one: both Event kinds are one resource.
+    /// The group under which it is stored; differs from `group` only for the second Event kind, which shares its
+    /// objects.
     pub stored_in: &'static str,
 }
 
-/// What a CustomResourceDefinition says of its kind.
+/// The parts of a CustomResourceDefinition that the server uses.
 pub struct Custom {
-    /// Name of the CustomResourceDefinition.
+    /// The CustomResourceDefinition's name.
     pub definition: String,
     /// openAPIV3Schema.
     pub schema: Value,
-    /// In place of CEL: what else is wrong with an object. The error is why it can't be decoded into its type.
+    /// Replaces CEL: returns the violations. The error says why the object can't be decoded into its type.
     pub rules: fn(&Value) -> Result<Vec<Finding>, String>,
-    /// Where the numbers of the `scale` subresource are.
+    /// The paths of the numbers in the subresource `scale`.
     pub scale: Option<CustomResourceSubresourceScale>,
 }
 
@@ -74,7 +76,7 @@ impl Resource {
         ResourceName { group: self.group, plural: self.plural }
     }
 
-    /// `apiVersion` of its objects.
+    /// The `apiVersion` of its objects.
     pub fn api_version(&self) -> String {
         match self.group {
             "" => self.version.to_owned(),
@@ -82,13 +84,13 @@ impl Resource {
         }
     }
 
-    /// The resource whose objects are in the store.
+    /// The resource under which its objects are stored.
     pub fn stored(&'static self) -> &'static Self {
         if self.stored_in == self.group { self } else { find(self.stored_in, self.plural).unwrap_or(self) }
     }
 
-    /// An object of the store, as this kind is spoken.
-    pub fn spoken<'a>(&self, object: &'a Value) -> Cow<'a, Value> {
+    /// Converts a stored object to this kind.
+    pub fn to_served<'a>(&self, object: &'a Value) -> Cow<'a, Value> {
         if self.stored_in == self.group {
             Cow::Borrowed(object)
         } else {
@@ -96,8 +98,8 @@ impl Resource {
         }
     }
 
-    /// An object as this kind is spoken, for the store.
-    pub fn unspoken(&'static self, object: Value) -> Value {
+    /// Converts an object of this kind for the store.
+    pub fn to_stored(&'static self, object: Value) -> Value {
         if self.stored_in == self.group { object } else { self.stored().rename(&object, |(old, new)| (new, old)) }
     }
 
@@ -123,7 +125,7 @@ impl Resource {
         self.custom.as_ref()?.scale.as_ref()
     }
 
-    /// Its objects hold others, which go before they do.
+    /// True if its objects contain others, which must be deleted first.
     pub fn is_container(&self) -> bool {
         matches!(self.kind, "Namespace" | "CustomResourceDefinition")
     }
@@ -146,7 +148,7 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
             ..builtin::<Secret>(true)
         },
         Resource { short: names(&["sa"]), ..builtin::<ServiceAccount>(true) },
-        // Nobody makes pods here; `kubectl describe node` and `kubectl drain` ask for them.
+        // No pods are created here, but `kubectl describe node` and `kubectl drain` list them.
         Resource {
             status: true,
             short: names(&["po"]),
@@ -211,8 +213,8 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
             short: names(&["crd", "crds"]),
             ..builtin::<CustomResourceDefinition>(false)
         },
-        // The rest of a manifest for a real cluster is only kept: whoever has the token may do everything, and nothing is
-        // scheduled.
+        // The remaining kinds of a real cluster's manifest are only stored: every client with the token may do
+        // everything, and nothing is scheduled.
         builtin::<ClusterRole>(false),
         builtin::<ClusterRoleBinding>(false),
         builtin::<Role>(true),
@@ -231,7 +233,7 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
     ]
 });
 
-/// Every kind.
+/// All kinds.
 pub fn all() -> &'static [Resource] {
     &RESOURCES
 }
@@ -252,7 +254,7 @@ pub fn definitions() -> Vec<Value> {
     [FluxInstance::crd(), FluxNode::crd()].iter().map(|definition| json!(definition)).collect()
 }
 
-/// What core/v1 and events.k8s.io/v1 call the same fields of an Event.
+/// The names of the same Event fields in core/v1 and in events.k8s.io/v1.
 const EVENT_FIELDS: [(&str, &str); 7] = [
     ("involvedObject", "regarding"),
     ("message", "note"),
@@ -302,7 +304,7 @@ fn custom(definition: &CustomResourceDefinition, rules: fn(&Value) -> Result<Vec
     let version = spec.versions.first();
     let subresources = version.and_then(|version| version.subresources.as_ref());
     let schema = version.and_then(|version| version.schema.as_ref());
-    // The table lives as long as the process, so its names may.
+    // Leaking is fine: the table exists once and as long as the process.
     let forever = |text: &str| -> &'static str { text.to_owned().leak() };
     let group = forever(&spec.group);
     Resource {

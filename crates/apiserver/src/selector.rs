@@ -1,4 +1,4 @@
-//! Label and field selectors, as they come in a query.
+//! Label and field selectors from a query.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::{error::ApiError, resources::Resource};
 
-/// Which objects of a list or watch are asked for.
+/// Selects objects for a list or watch.
 #[derive(Debug, Default)]
 pub struct Filter {
     labels: Selector,
@@ -22,21 +22,21 @@ struct FieldTest {
 }
 
 impl Filter {
-    /// Reads both selectors of a query.
+    /// Parses both selectors of a query.
     ///
     /// # Errors
-    /// [`ApiError::BadRequest`] with the part that is not understood, or the field that this resource is not selected by.
+    /// [`ApiError::BadRequest`] with the part that can't be parsed, or the field that this resource doesn't support.
     pub fn parse(resource: &Resource, labels: &str, fields: &str) -> Result<Self, ApiError> {
         Ok(Self { labels: parse_labels(labels)?, fields: parse_fields(resource, fields)? })
     }
 
-    /// Only the object with this name.
+    /// Restricts the filter to the object with this name.
     pub fn and_name(mut self, name: &str) -> Self {
         self.fields.push(FieldTest { pointer: "/metadata/name".into(), equal: true, value: name.into() });
         self
     }
 
-    /// True where `object` is asked for.
+    /// True if the filter selects `object`.
     pub fn matches(&self, object: &Value) -> bool {
         self.fields.iter().all(|test| test.holds(object)) && (self.labels.selects_all() || self.labels_match(object))
     }
@@ -55,7 +55,7 @@ impl Filter {
 impl FieldTest {
     fn holds(&self, object: &Value) -> bool {
         let equal = match object.pointer(&self.pointer) {
-            // A field that is not there selects as its zero value.
+            // A missing field counts as its zero value.
             None | Some(Value::Null) => ["", "false"].contains(&self.value.as_str()),
             Some(Value::String(text)) => *text == self.value,
             Some(other) => {
@@ -81,7 +81,7 @@ fn parse_fields(resource: &Resource, text: &str) -> Result<Vec<FieldTest>, ApiEr
         .collect()
 }
 
-/// `a=b`, `a==b` (true) and `a!=b` (false).
+/// Splits `a=b`, `a==b` (true) or `a!=b` (false).
 fn split_equality(part: &str) -> Option<(&str, bool, &str)> {
     let (left, right) = part.split_once('=')?;
     Some(match left.strip_suffix('!') {
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn label_selectors_select_as_kubernetes_says() {
+    fn label_selectors_work_as_in_kubernetes() {
         let object = json!({"metadata": {"name": "n", "labels": {"zone": "a", "kubernetes.io/os": "linux"}}});
         for (selector, want) in [
             ("", true),
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn field_selectors_select_by_the_fields_that_the_resource_offers() {
+    fn field_selectors_work_on_the_fields_of_the_resource() {
         let object = json!({"metadata": {"name": "n"}, "spec": {"unschedulable": true}});
         for (selector, want) in [
             ("metadata.name=n", true),
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn selectors_that_are_not_understood_are_refused() {
+    fn malformed_selectors_are_refused() {
         for (labels, fields) in [("a in b", ""), ("a in (b", ""), ("a like (b)", ""), ("=x", ""), ("a b", "")] {
             assert!(matches(labels, fields, &Value::Null).is_err(), "{labels:?}");
         }

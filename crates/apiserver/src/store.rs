@@ -1,8 +1,8 @@
 //! The objects and their history, in memory.
 //!
-//! One lock, one counter: every change gets the next resourceVersion and one entry in a bounded log. Watches hold nothing
-//! but a place in that log and read on from there, so a slow one costs no memory: it falls out of the log and is told to
-//! list again.
+//! There is one lock and one counter: every change gets the next resourceVersion and one entry in a bounded log. A
+//! watch only keeps its position in that log, so a slow one costs no memory: once its position has been dropped from
+//! the log, the client must list again.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -18,14 +18,14 @@ use super::{
     resources::{self, Resource},
 };
 
-/// Added to the counter by a restore. Versions handed out after the snapshot was written must not come again with other
-/// content; a watch that knows one of them is then from the past and lists again.
+/// A restore adds this to the counter, so that versions issued after the snapshot are not issued again with other
+/// content; a watch at such a version is then too old and lists again.
 const RESTORE_GAP: u64 = 1 << 20;
 
-/// The format of snapshots.
+/// The version of the snapshot format.
 const SNAPSHOT_FORMAT: u64 = 1;
 
-/// What must hold for a delete.
+/// Conditions for a delete.
 #[derive(Debug, Clone, Default)]
 pub struct Preconditions {
     /// `metadata.uid`.
@@ -38,17 +38,17 @@ pub struct Preconditions {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RestoreError {
-    /// Not JSON.
+    /// The snapshot is not valid JSON.
     #[error("the API server's snapshot can't be read; remove it to start with an empty cluster")]
     Json(#[from] serde_json::Error),
-    /// Written by another version.
+    /// Another version of this program wrote it.
     #[error(
-        "the API server's snapshot has format {0}, this version reads {SNAPSHOT_FORMAT}; remove it to start with an empty cluster"
+        "the API server's snapshot has format {0}, but this version reads {SNAPSHOT_FORMAT}; remove it to start with an empty cluster"
     )]
     Format(Value),
 }
 
-/// The objects of one cluster. Events are given and returned as core/v1 has them.
+/// The objects of one cluster. Events are passed in and out in the form of core/v1.
 #[derive(Debug)]
 pub struct Store {
     objects: Mutex<Objects>,
@@ -62,7 +62,7 @@ impl Default for Store {
 }
 
 impl Store {
-    /// A new cluster: the namespaces that every cluster has, and the definitions of our kinds.
+    /// A new cluster with the namespaces that every cluster has and the definitions of our kinds.
     pub fn new() -> Self {
         let store = Self::with(Objects::default());
         let namespaces = ["default", "kube-system"]
@@ -71,7 +71,7 @@ impl Store {
             if let Some(resource) = resources::of(&object)
                 && let Err(error) = store.create(resource, "", object, Mode::default())
             {
-                tracing::error!(%error, "a new cluster lacks an object");
+                tracing::error!(%error, "can't create an object of the new cluster");
             }
         }
         store
@@ -83,7 +83,7 @@ impl Store {
     }
 
     fn lock(&self) -> MutexGuard<'_, Objects> {
-        // Every change is complete before the next statement that could panic.
+        // A poisoned lock is safe: every change is complete before the next statement that could panic.
         self.objects.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -96,7 +96,7 @@ impl Store {
         done
     }
 
-    /// The object.
+    /// Returns an object.
     ///
     /// # Errors
     /// [`ApiError::NotFound`]
@@ -104,14 +104,14 @@ impl Store {
         self.lock().get(resource, namespace, name)
     }
 
-    /// All objects of a kind, in `namespace` where one is named, and the revision at which they were so.
+    /// All objects of a kind, in one namespace if `namespace` is given, and the revision of that state.
     pub fn list(&self, resource: &Resource, namespace: Option<&str>) -> (Vec<Arc<Value>>, u64) {
         let objects = self.lock();
         let found = objects.range(resource, namespace);
         (found.map(|(_, object)| object.clone()).collect(), objects.log.revision())
     }
 
-    /// True where requests for this kind are answered: the definition of a custom one is there.
+    /// True if the kind is served: a custom kind needs its definition.
     pub fn serves(&self, resource: &Resource) -> bool {
         self.lock().definition(resource).is_ok()
     }
@@ -119,8 +119,8 @@ impl Store {
     /// Stores a new object.
     ///
     /// # Errors
-    /// [`ApiError::BadRequest`] or [`ApiError::Invalid`] where the object is wrong, [`ApiError::AlreadyExists`],
-    /// [`ApiError::NotFound`] where there is no such namespace, [`ApiError::Forbidden`] where it is being deleted.
+    /// [`ApiError::BadRequest`] or [`ApiError::Invalid`] if the object is wrong, [`ApiError::AlreadyExists`],
+    /// [`ApiError::NotFound`] if the namespace doesn't exist, [`ApiError::Forbidden`] if it is being deleted.
     pub fn create(
         &self,
         resource: &Resource,
@@ -143,8 +143,8 @@ impl Store {
         })
     }
 
-    /// Changes `part` of an object to what `change` makes of it. `change` runs under the lock, so a patch never meets a
-    /// conflict that it did not ask for.
+    /// Replaces `part` of an object by the result of `change`. `change` runs under the lock, so a patch never gets a
+    /// conflict unless it contains a resourceVersion.
     ///
     /// # Errors
     /// That of `change`, [`ApiError::NotFound`], [`ApiError::Conflict`], [`ApiError::BadRequest`],
@@ -160,7 +160,7 @@ impl Store {
         self.write(|objects| {
             let old = objects.get(resource, namespace, name)?;
             let new = admit::update(resource, part, &old, change(&old)?, mode.strict)?;
-            // Writing what is there already is no change: no new version, no event.
+            // If nothing changes, there is no new version and no event.
             if new == *old {
                 return Ok(old);
             }
@@ -173,16 +173,16 @@ impl Store {
             }
             let new = objects.commit(Change::Modified, key, new);
             if resource.is_container() {
-                objects.settle(resource, name);
+                objects.continue_deletion(resource, name);
             }
             Ok(new)
         })
     }
 
-    /// Deletes an object, or asks for it where finalizers hold it or something is in it.
+    /// Removes an object, or marks it as being deleted if finalizers or contents hold it.
     ///
     /// # Errors
-    /// [`ApiError::NotFound`], [`ApiError::Conflict`] where a precondition does not hold.
+    /// [`ApiError::NotFound`], [`ApiError::Conflict`] if a precondition is not met.
     pub fn delete(
         &self,
         resource: &Resource,
@@ -209,20 +209,20 @@ impl Store {
     /// The changes after `revision`, oldest first, at most `limit`.
     ///
     /// # Errors
-    /// [`ApiError::Expired`] where some of them are no longer known.
+    /// [`ApiError::Expired`] if some of them are no longer kept.
     pub fn events_after(&self, revision: u64, limit: usize) -> Result<Vec<Arc<Event>>, ApiError> {
         self.lock().log.after(revision, limit)
     }
 
-    /// Tells of each new revision.
+    /// A channel with the latest revision.
     pub fn subscribe(&self) -> watch::Receiver<u64> {
         self.changed.subscribe()
     }
 
-    /// Everything as JSON, for [`Store::restore`]. Secrets are in it: write it to a file that only its owner can read.
+    /// All objects as JSON for [`Store::restore`]. Contains Secrets: write it to a file that only its owner can read.
     ///
     /// # Errors
-    /// Never in practice: what is stored was JSON.
+    /// None in practice, since stored objects come from JSON.
     pub fn snapshot(&self) -> Result<Vec<u8>, serde_json::Error> {
         #[derive(Serialize)]
         struct Snapshot<'a> {
@@ -238,7 +238,7 @@ impl Store {
         serde_json::to_vec(&Snapshot { format: SNAPSHOT_FORMAT, revision, objects })
     }
 
-    /// The cluster of a [`Store::snapshot`]. Watches from before are told to list again.
+    /// Restores the cluster of a [`Store::snapshot`]. Watches from before must list again.
     ///
     /// # Errors
     /// [`RestoreError`]
@@ -250,7 +250,7 @@ impl Store {
         let revision = snapshot["revision"].as_u64().unwrap_or_default();
         let objects: Vec<Value> = serde_json::from_value(snapshot["objects"].take())?;
         let keyed = objects.into_iter().filter_map(|object| {
-            // A kind that this version does not serve any more is of no use to anybody.
+            // Skip kinds that this version doesn't serve any more.
             let resource = resources::of(&object)?;
             Some((Key::new(resource, meta(&object, "namespace"), meta(&object, "name")), Arc::new(object)))
         });

@@ -1,11 +1,11 @@
-//! Tables: what `kubectl get` prints is made by the server.
+//! Tables, the representation that `kubectl get` prints.
 
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::resources::Resource;
 
-/// A column of a kind's Table.
+/// A column in a kind's Table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Column {
     name: String,
@@ -15,12 +15,13 @@ pub struct Column {
 }
 
 impl Column {
-    /// `path` is a JSON path of names and dots, such as `.status.phase`; a `priority` other than 0 is for `-o wide`.
+    /// `path` is a JSON path of names and dots, such as `.status.phase`. A `priority` other than 0 means `-o wide`
+    /// only.
     pub fn new(name: &str, type_: &str, path: &str, priority: i32) -> Self {
         Self { name: name.into(), type_: type_.into(), pointer: path.replace('.', "/"), priority }
     }
 
-    /// `date` is printed as an age, which is text.
+    /// The column's type in the Table: a `date` becomes an age, which is a string.
     fn printed_type(&self) -> &str {
         if self.type_ == "date" { "string" } else { &self.type_ }
     }
@@ -39,19 +40,19 @@ impl Column {
     }
 }
 
-/// How much of each object goes along with its row.
+/// How much of each object accompanies its row.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Include {
     /// Its metadata.
     #[default]
     Metadata,
-    /// All of it.
+    /// The whole object.
     Object,
     /// Nothing.
     None,
 }
 
-/// The Table of `objects`. `metadata` is that of the list, or of the single object.
+/// The Table of `objects`. `metadata` belongs to the list, or to the single object.
 pub fn table<'a>(
     resource: &Resource,
     objects: impl IntoIterator<Item = &'a Value>,
@@ -87,7 +88,7 @@ pub fn metadata_only(object: &Value) -> Value {
     json!({ "kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": object["metadata"] })
 }
 
-/// A duration as kubectl's users know it: two units at most, the second one only while it still says something.
+/// Formats a duration like kubectl: at most two units, the smaller one only for short durations.
 fn age(seconds: i64) -> String {
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
     let two = |big: i64, unit: char, small: i64, small_unit: char| match small {
@@ -116,7 +117,7 @@ mod tests {
     use api::GROUP;
 
     #[test]
-    fn ages_read_as_kubectl_prints_them() {
+    fn ages_are_formatted_as_kubectl_does() {
         for (seconds, want) in [
             (-5, "<invalid>"),
             (-1, "0s"),

@@ -1,4 +1,4 @@
-//! Connections over TLS: kubectl sends its token over nothing else.
+//! TLS connections. kubectl sends a token only over TLS.
 
 use std::{
     io,
@@ -20,33 +20,33 @@ use tokio::{
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
-/// A client that is slower than this has gone, or speaks something else.
+/// A client that needs longer for its handshake is gone, or doesn't speak TLS.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 
-/// Why there is no certificate.
+/// Why the server has no certificate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum IdentityError {
-    /// It can't be made.
-    #[error("can't make a certificate")]
+    /// Generating it failed.
+    #[error("can't generate a certificate")]
     Certificate(#[from] rcgen::Error),
-    /// It can't be used.
-    #[error("can't use the certificate that was made")]
+    /// rustls refuses it.
+    #[error("can't use the generated certificate")]
     Tls(#[from] rustls::Error),
 }
 
-/// Who the server is: a key that never leaves the process, and a certificate signed by an authority that signs nothing
-/// else, because its key is dropped at once.
+/// The server's identity: a key that never leaves the process, and a certificate from an authority that can't sign
+/// anything else, because its key is dropped at once.
 pub struct Identity {
     authority: String,
     config: Arc<ServerConfig>,
 }
 
 impl Identity {
-    /// A new one, for a server at `address`; good at localhost too, where people forward its port.
+    /// Generates an identity for a server at `address`. Also valid for localhost, for clients that forward its port.
     ///
     /// # Errors
-    /// Those of the random numbers' source.
+    /// No key or certificate can be generated.
     pub fn new(address: IpAddr) -> Result<Self, IdentityError> {
         let mut authority = named("flux-distribute local authority", Vec::new())?;
         authority.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -70,7 +70,7 @@ impl Identity {
         Ok(Self { authority: authority.pem(), config: Arc::new(config) })
     }
 
-    /// What a client trusts, as PEM.
+    /// The certificate that clients must trust, as PEM.
     pub fn authority(&self) -> &str {
         &self.authority
     }
@@ -82,7 +82,7 @@ fn named(name: &str, addresses: Vec<String>) -> Result<CertificateParams, rcgen:
     Ok(params)
 }
 
-/// Connections whose handshake is done. Handshakes go on beside each other: a client that says nothing holds up nobody.
+/// Accepts connections and completes their handshakes concurrently, so that a silent client delays no other one.
 pub struct TlsListener {
     listener: TcpListener,
     acceptor: TlsAcceptor,
@@ -124,7 +124,7 @@ async fn shake_hands(
     stream: TcpStream,
     peer: SocketAddr,
 ) -> Option<(TlsStream<TcpStream>, SocketAddr)> {
-    // A watch's line is small and must not wait for the next one.
+    // A watch's events are small and must be sent at once.
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "can't set TCP_NODELAY");
     }

@@ -1,4 +1,4 @@
-//! What each verb does with the store, and what it answers.
+//! The verbs: what each does with the store, and the response.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use super::{
     table::{metadata_only, table},
 };
 
-/// GET of one object.
+/// GET of an object.
 pub fn get(store: &Store, target: &Target, form: Form) -> Result<Value, ApiError> {
     let (namespace, name) = target.object()?;
     let object = store.get(target.resource.stored(), namespace, name)?;
@@ -28,7 +28,7 @@ pub fn get(store: &Store, target: &Target, form: Form) -> Result<Value, ApiError
         }
         return Ok(scale);
     }
-    let object = target.resource.spoken(&object);
+    let object = target.resource.to_served(&object);
     Ok(match form {
         Form::Object => object.into_owned(),
         Form::Metadata => metadata_only(&object),
@@ -44,7 +44,7 @@ pub fn list(store: &Store, target: &Target, query: &Query, form: Form) -> Result
     let resource = target.resource;
     let filter = Filter::parse(resource, &query.labels, &query.fields)?;
     let (objects, revision) = store.list(resource.stored(), target.namespace.as_deref());
-    let objects = objects.iter().map(|object| resource.spoken(object)).filter(|object| filter.matches(object));
+    let objects = objects.iter().map(|object| resource.to_served(object)).filter(|object| filter.matches(object));
     let metadata = json!({ "resourceVersion": revision.to_string() });
     Ok(match form {
         Form::Object => {
@@ -72,10 +72,10 @@ pub fn create(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Result
     if target.name.is_some() || (resource.namespaced && target.namespace.is_none()) {
         return Err(ApiError::MethodNotAllowed);
     }
-    let object = resource.unspoken(with_type(resource, decode(body)?));
+    let object = resource.to_stored(with_type(resource, decode(body)?));
     let namespace = target.namespace.as_deref().unwrap_or_default();
     let object = store.create(resource.stored(), namespace, object, mode)?;
-    Ok(resource.spoken(&object).into_owned())
+    Ok(resource.to_served(&object).into_owned())
 }
 
 /// PUT of an object or subresource.
@@ -112,13 +112,13 @@ fn change(
         Subresource::Finalize => Part::Finalize,
     };
     let object = update(part, &mut |old| {
-        let wanted = once(resource.spoken(old).into_owned())?;
-        Ok(resource.unspoken(with_type(resource, wanted)))
+        let wanted = once(resource.to_served(old).into_owned())?;
+        Ok(resource.to_stored(with_type(resource, wanted)))
     })?;
-    Ok(resource.spoken(&object).into_owned())
+    Ok(resource.to_served(&object).into_owned())
 }
 
-/// DELETE of one object.
+/// DELETE of an object.
 pub fn delete(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Result<Value, ApiError> {
     if target.subresource != Subresource::Object {
         return Err(ApiError::MethodNotAllowed);
@@ -127,7 +127,7 @@ pub fn delete(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Result
     let resource = target.resource;
     let (_, name) = target.object()?;
     Ok(match store.delete(resource.stored(), target.object()?, &only_if, mode)? {
-        Deleted::Going(object) => resource.spoken(&object).into_owned(),
+        Deleted::Going(object) => resource.to_served(&object).into_owned(),
         Deleted::Gone(object) => json!({
             "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success",
             "details": {
@@ -137,7 +137,7 @@ pub fn delete(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Result
     })
 }
 
-/// DELETE of a collection. Answers what it held.
+/// DELETE of a collection. Returns the objects it contained.
 pub fn delete_collection(store: &Store, target: &Target, query: &Query, body: &[u8]) -> Result<Value, ApiError> {
     let resource = target.resource;
     if resource.namespaced && target.namespace.is_none() {
@@ -146,12 +146,12 @@ pub fn delete_collection(store: &Store, target: &Target, query: &Query, body: &[
     let (only_if, mode) = delete_options(query.mode, body)?;
     let filter = Filter::parse(resource, &query.labels, &query.fields)?;
     let (objects, revision) = store.list(resource.stored(), target.namespace.as_deref());
-    let selected = |object: &Arc<Value>| filter.matches(&resource.spoken(object));
+    let selected = |object: &Arc<Value>| filter.matches(&resource.to_served(object));
     let mut items = Vec::new();
     for object in objects.into_iter().filter(selected) {
         match store.delete(resource.stored(), (meta(&object, "namespace"), meta(&object, "name")), &only_if, mode) {
-            // Somebody else was faster: gone is gone.
-            Ok(_) | Err(ApiError::NotFound { .. }) => items.push(resource.spoken(&object).into_owned()),
+            // If it was deleted concurrently, the goal is reached too.
+            Ok(_) | Err(ApiError::NotFound { .. }) => items.push(resource.to_served(&object).into_owned()),
             Err(error) => return Err(error),
         }
     }
@@ -170,7 +170,7 @@ fn decode(body: &[u8]) -> Result<Value, ApiError> {
     serde_json::from_slice(body).map_err(|error| ApiError::BadRequest(format!("the body is not JSON: {error}")))
 }
 
-/// Typed clients may leave out what the path says already.
+/// Fills in kind and version, which typed clients may omit because the path implies them.
 fn with_type(resource: &Resource, mut object: Value) -> Value {
     if let Value::Object(fields) = &mut object {
         fields.entry("apiVersion").or_insert_with(|| resource.api_version().into());
@@ -198,10 +198,10 @@ fn scale_of(resource: &Resource, object: &Value) -> Result<Value, ApiError> {
     Ok(answer)
 }
 
-/// `object` as the Scale `wanted` asks for it.
+/// `object` with the number of replicas of the Scale `wanted`.
 fn scaled(resource: &Resource, object: &Value, wanted: &Value) -> Result<Value, ApiError> {
     let scale = resource.scale().ok_or(ApiError::NoSuchPath)?;
-    // Left out is 0, as for every Scale.
+    // A missing number means 0, as in every Scale.
     let replicas = wanted["spec"].get("replicas").cloned().unwrap_or_else(|| 0.into());
     let mut object = object.clone();
     let path: Vec<&str> = scale.spec_replicas_path.split('.').filter(|part| !part.is_empty()).collect();

@@ -1,4 +1,4 @@
-//! Watches: a place in the store's log, read on as fast as the client takes it.
+//! Watches: a position in the store's log that moves on as fast as the client reads.
 
 use std::{convert::Infallible, sync::Arc, time::Duration, vec::IntoIter};
 
@@ -20,13 +20,14 @@ use super::{
     table::{metadata_only, table},
 };
 
-/// How long a watch lasts whose client does not say.
+/// The duration of a watch if the client sets none.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1800);
 
-/// How often a quiet watch is told the newest resourceVersion, so that a reconnect does not start from a forgotten one.
+/// How often an idle watch gets a bookmark with the latest resourceVersion, so that a reconnect doesn't start from an
+/// expired one.
 const BOOKMARK_INTERVAL: Duration = Duration::from_secs(30);
 
-/// How many changes are rendered at once: all that a watch ever holds beside its place in the log.
+/// The number of changes rendered at once, which limits the memory of a watch.
 const BATCH: usize = 64;
 
 /// One watch.
@@ -40,19 +41,19 @@ pub struct Watch {
     deadline: Instant,
     closing: CancellationToken,
     changed: tokio::sync::watch::Receiver<u64>,
-    /// The state before the first change, where the client asked for it.
+    /// The initial state, if the client asked for it.
     initial: IntoIter<Arc<Value>>,
     initial_end: bool,
     cursor: u64,
-    told_columns: bool,
+    sent_columns: bool,
     ended: bool,
 }
 
 impl Watch {
-    /// A watch on what `filter` selects of `resource`.
+    /// A watch on the objects of `resource` that `filter` selects.
     ///
     /// # Errors
-    /// [`ApiError::BadRequest`] for a resourceVersion that is none. One that is too old is told in the stream.
+    /// [`ApiError::BadRequest`] for a malformed resourceVersion. One that is too old is reported in the stream.
     pub fn new(
         store: Arc<Store>,
         (resource, namespace): (&'static Resource, Option<String>),
@@ -83,12 +84,12 @@ impl Watch {
             initial: initial.into_iter(),
             initial_end: query.initial_events,
             cursor,
-            told_columns: false,
+            sent_columns: false,
             ended: false,
         })
     }
 
-    /// The body of the answer: one JSON document a line.
+    /// The body of the response: one JSON document per line.
     pub fn into_body(self) -> Body {
         Body::from_stream(stream::unfold(self, |mut watch| async move {
             let lines = watch.next().await?;
@@ -111,7 +112,7 @@ impl Watch {
         if self.initial.len() > 0 {
             let batch: Vec<_> = self.initial.by_ref().take(BATCH).collect();
             for object in batch {
-                self.tell(&mut lines, "ADDED", &object);
+                self.send(&mut lines, "ADDED", &object);
             }
             return lines;
         }
@@ -119,7 +120,7 @@ impl Watch {
             self.bookmark(&mut lines, json!({ "k8s.io/initial-events-end": "true" }));
             return lines;
         }
-        // Seen before the log is read: a change in between wakes the wait below.
+        // Mark as seen before reading the log, so that a change in between wakes the wait below.
         self.changed.borrow_and_update();
         match self.store.events_after(self.cursor, BATCH) {
             Err(expired) => {
@@ -153,25 +154,25 @@ impl Watch {
         if !event.key.is_in(self.resource.stored(), self.namespace.as_deref()) {
             return;
         }
-        let selected = |object: &Value| self.filter.matches(&self.resource.spoken(object));
+        let selected = |object: &Value| self.filter.matches(&self.resource.to_served(object));
         let was = event.before.as_deref().is_some_and(selected);
         let is = event.change != Change::Deleted && selected(&event.object);
         match (was, is) {
             (false, false) => {}
-            (false, true) => self.tell(lines, "ADDED", &event.object),
-            (true, true) => self.tell(lines, "MODIFIED", &event.object),
-            (true, false) if event.change == Change::Deleted => self.tell(lines, "DELETED", &event.object),
-            // It has left the selection: its last state within it, at this version.
+            (false, true) => self.send(lines, "ADDED", &event.object),
+            (true, true) => self.send(lines, "MODIFIED", &event.object),
+            (true, false) if event.change == Change::Deleted => self.send(lines, "DELETED", &event.object),
+            // The object has left the selection: send its last selected state with the version of this change.
             (true, false) => {
                 let mut last = event.before.as_deref().cloned().unwrap_or_default();
                 admit::put(&mut last, &["metadata", "resourceVersion"], event.revision.to_string().into());
-                self.tell(lines, "DELETED", &last);
+                self.send(lines, "DELETED", &last);
             }
         }
     }
 
-    fn tell(&mut self, lines: &mut Vec<u8>, type_: &str, object: &Value) {
-        let object = self.resource.spoken(object);
+    fn send(&mut self, lines: &mut Vec<u8>, type_: &str, object: &Value) {
+        let object = self.resource.to_served(object);
         if type_ == "ADDED" && !self.filter.matches(&object) {
             return;
         }
@@ -181,7 +182,7 @@ impl Watch {
             Form::Table(include) => {
                 let metadata = json!({ "resourceVersion": object["metadata"]["resourceVersion"] });
                 let mut table = table(self.resource, [&*object], metadata, include, Timestamp::now());
-                if std::mem::replace(&mut self.told_columns, true) {
+                if std::mem::replace(&mut self.sent_columns, true) {
                     admit::put(&mut table, &["columnDefinitions"], Value::Null);
                 }
                 push_line(lines, type_, &table);

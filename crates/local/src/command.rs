@@ -2,12 +2,12 @@ use std::process::ExitCode;
 
 use super::{
     cluster::{
-        control::{Client, Request, tell_failure},
+        control::{Client, Request, report_failure},
         daemon, down, exec, init,
         kind::Kind,
         layout::Layout,
         logs, node, pod, status,
-        up::{self, Up, say},
+        up::{self, Up, print_line},
     },
     error::{Context, LocalError},
     stand_in,
@@ -15,105 +15,105 @@ use super::{
 use apiserver::Fault;
 use packages::OutputFormat;
 
-/// N simulated nodes on this machine, with an API server of their own.
+/// Simulated nodes on this machine, with an API server of their own.
 #[derive(clap::Subcommand, Clone, Debug)]
 pub enum LocalCommand {
     /// Start nodes and make one Flux instance of them
     Up(Box<Up>),
-    /// Run a command in a node and end with its exit code
+    /// Run a command in a node and exit with its exit code
     Exec {
-        /// Such as node1
+        /// The node, such as node1
         node: String,
-        /// A command of flux-distribute in the agent's pod, such as `status` or `dump`: what a message says to run in a node's
-        /// pod, `kubectl exec` there included
+        /// Run a command of flux-distribute in the agent's pod, such as `status` or `dump`; use this if a message says
+        /// to run something in a node's pod, for example with `kubectl exec`
         #[arg(long)]
         agent: bool,
         /// The command
         #[arg(last = true, required = true, value_name = "CMD")]
         command: Vec<String>,
     },
-    /// Print the log of a node's agent, or of its broker
+    /// Print the log of a node's agent, or with --broker of its broker
     Logs {
-        /// Such as node1
+        /// The node, such as node1
         node: String,
-        /// The broker's
+        /// Print the broker's log instead
         #[arg(long)]
         broker: bool,
     },
     /// Show the instance and its nodes
     Status {
-        /// Form
+        /// The output format
         #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
         output: OutputFormat,
     },
     /// Add nodes
     AddNode {
-        /// How many
+        /// The number of nodes
         #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10_000))]
         count: u32,
-        /// In what they differ from the machine
+        /// How the nodes differ from this machine
         #[command(flatten)]
         kind: Kind,
     },
-    /// Take a node out, as a machine that fails for good
+    /// Remove a node, like a machine that fails for good
     RemoveNode {
-        /// Such as node2
+        /// The node, such as node2
         node: String,
     },
     /// Restart the agent of a node, or kill it
     Agent {
-        /// Such as node2
+        /// The node, such as node2
         node: String,
-        /// What to do
+        /// What to do with its agent
         action: AgentAction,
     },
     /// Print the kubeconfig
     Kubeconfig,
-    /// Stop everything and remove all that was made
+    /// Stop everything and remove everything that `local up` made
     Down,
-    /// Cut the power of a node, or switch it on again
+    /// Cut a node's power, or switch it on again
     #[command(hide = true)]
     Node {
-        /// Such as node2
+        /// The node, such as node2
         node: String,
-        /// What to do
+        /// What to do with it
         action: NodeAction,
-        /// It boots as another kind
+        /// How it differs from this machine after it has booted
         #[command(flatten)]
         kind: Kind,
     },
-    /// Give the embedded API server a fault, or none
+    /// Make the embedded API server fail in some way, or end that
     #[command(hide = true)]
     Api {
-        /// Which
+        /// The kind of failure
         fault: Fault,
     },
-    /// The process behind a local cluster
+    /// The daemon of a local cluster
     #[command(hide = true)]
     Daemon,
-    /// The parent of a node
+    /// The parent process of a node
     #[command(hide = true)]
     MakeNode {
-        /// Which
+        /// The node's name
         node: String,
     },
-    /// PID 1 of a node
+    /// A node's PID 1
     #[command(hide = true)]
     NodeInit {
-        /// Which
+        /// The node's name
         node: String,
     },
-    /// What a node runs in place of `flux` where no Flux can be had
+    /// What a node runs in place of `flux` if no Flux is available
     #[command(hide = true, disable_help_flag = true)]
     StandIn {
-        /// As for `flux`
+        /// The arguments, as for `flux`
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         words: Vec<String>,
     },
-    /// The parent of an agent
+    /// The parent process of an agent
     #[command(hide = true)]
     MakePod {
-        /// Where
+        /// The node's name
         node: String,
         /// The node's PID 1
         init: i32,
@@ -127,36 +127,36 @@ pub enum LocalCommand {
 /// What to do with an agent.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AgentAction {
-    /// SIGTERM, then a new pod: what a rollout does
+    /// SIGTERM, then a new pod, as in a rollout
     Restart,
-    /// SIGKILL; the pod gets a new one
+    /// SIGKILL, then a new agent in the same pod
     Kill,
 }
 
-/// What to do with a node.
+/// What to do with a node's power.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NodeAction {
-    /// Everything on it is killed.
+    /// Kill everything on the node.
     PowerOff,
-    /// It boots again.
+    /// Boot the node again.
     PowerOn,
 }
 
 impl LocalCommand {
-    /// A part of a cluster that writes a log, not a command that ends with an answer.
+    /// True for the processes of a cluster, which write a log; false for commands that print a result and exit.
     pub fn is_service(&self) -> bool {
         let nodes = matches!(self, Self::MakeNode { .. } | Self::NodeInit { .. } | Self::MakePod { .. });
         nodes || matches!(self, Self::Daemon | Self::StandIn { .. })
     }
 
-    /// Carries it out.
+    /// Runs the command.
     ///
     /// # Errors
-    /// [`LocalError::exit_code`] says what to end with.
+    /// [`LocalError::exit_code`] is the exit code for each.
     pub async fn run(self) -> Result<ExitCode, LocalError> {
-        // A stand-in runs as the brokers' user.
+        // A stand-in runs as the brokers' user, not as root.
         if !matches!(self, Self::StandIn { .. }) && !nix::unistd::geteuid().is_root() {
-            let message = "`flux-distribute local` makes and looks into namespaces, cgroups and links: run it as root, such as \
+            let message = "`flux-distribute local` creates namespaces, cgroups and network links: run it as root, for example \
                            with sudo";
             return Err(LocalError::Usage(message.to_owned()));
         }
@@ -172,12 +172,14 @@ impl LocalCommand {
             Self::Status { output } => status::run(&layout, output == OutputFormat::Json).await?,
             Self::AddNode { count, kind } => {
                 for node in Client::connect(&layout).await?.ask(Request::Add { count, kind }).await? {
-                    say(&format!("{} is up at {}", node.name, node.address))?;
+                    print_line(&format!("{} is up at {}", node.name, node.address))?;
                 }
             }
             Self::RemoveNode { node } => {
                 ask(&layout, &node, |node| Request::Remove { node }).await?;
-                say(&format!("{node} is gone; its rank is kept for spec.ranks.retain (10m), the lead's for ever"))?;
+                print_line(&format!(
+                    "{node} is removed; its rank is kept for spec.ranks.retain (10m), the lead's forever"
+                ))?;
             }
             Self::Agent { node, action: AgentAction::Restart } => {
                 ask(&layout, &node, |node| Request::RestartAgent { node }).await?
@@ -190,7 +192,7 @@ impl LocalCommand {
             }
             Self::Node { node, action: NodeAction::PowerOn, kind } => {
                 if kind != Kind::default() {
-                    let node = exec::known(&layout, &node).await?.name;
+                    let node = exec::find_node(&layout, &node).await?.name;
                     kind.save(&layout.node_kind(&node))?;
                 }
                 ask(&layout, &node, |node| Request::PowerOn { node }).await?
@@ -200,18 +202,18 @@ impl LocalCommand {
                 layout.load()?;
                 let path = layout.kubeconfig();
                 let text = std::fs::read_to_string(&path).context(|| format!("can't read {}", path.display()))?;
-                say(text.trim_end())?;
+                print_line(text.trim_end())?;
             }
             Self::Down => {
                 let taken_down = down::run(&layout).await?;
-                say(if taken_down { "the local cluster is down" } else { "there is no local cluster" })?;
+                print_line(if taken_down { "the local cluster is down" } else { "there is no local cluster" })?;
             }
-            Self::Daemon => return tell_failure(daemon::run(&layout).await),
-            Self::MakeNode { node } => return tell_failure(node::boot(&layout, &node).await),
-            Self::NodeInit { node } => return tell_failure(init::run(&layout, &node).await),
+            Self::Daemon => return report_failure(daemon::run(&layout).await),
+            Self::MakeNode { node } => return report_failure(node::boot(&layout, &node).await),
+            Self::NodeInit { node } => return report_failure(init::run(&layout, &node).await),
             Self::MakePod { node, init, uid, name } => {
                 let node_name = layout.kind(&node)?.node_of(&node).to_owned();
-                return tell_failure(pod::run(&layout, pod::Pod { node, node_name, init, uid, name }).await);
+                return report_failure(pod::run(&layout, pod::Pod { node, node_name, init, uid, name }).await);
             }
         }
         Ok(ExitCode::SUCCESS)
@@ -219,6 +221,6 @@ impl LocalCommand {
 }
 
 async fn ask(layout: &Layout, node: &str, request: fn(String) -> Request) -> Result<(), LocalError> {
-    let request = request(exec::known(layout, node).await?.name);
+    let request = request(exec::find_node(layout, node).await?.name);
     Client::connect(layout).await?.ask(request).await.map(drop)
 }

@@ -4,65 +4,65 @@ use std::process::ExitCode;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LocalError {
-    /// The command line cannot be served as it is.
+    /// The command line or the machine doesn't allow what was asked. Says what is wrong, and the remedy.
     #[error("{0}")]
     Usage(String),
     /// There is no local cluster.
     #[error("no local cluster is up; start one with `flux-distribute local up`")]
     NotUp,
-    /// There is one already, or what an earlier one left.
+    /// A cluster is running, or an earlier one left files.
     #[error("a local cluster is {state} in {directory}; take it down first with `flux-distribute local down`")]
     AlreadyUp {
-        /// `up`, or `left over`.
+        /// `up` or `left over`.
         state: &'static str,
-        /// The state directory.
+        /// The cluster's state directory.
         directory: String,
     },
-    /// The user has ended the command before it was done; what it had begun is taken off again.
-    #[error("interrupted; nothing is left of it")]
+    /// A signal ended the command before it finished; everything that it had made is removed.
+    #[error("interrupted; everything it had made is removed")]
     Interrupted {
-        /// The number of SIGINT or SIGTERM.
+        /// The signal's number, of SIGINT or SIGTERM.
         signal: i32,
     },
-    /// Another command took the cluster down while this one brought it up.
-    #[error("`flux-distribute local down` has taken the cluster down while it came up")]
+    /// Another command took the cluster down while this one started it.
+    #[error("`flux-distribute local down` took the cluster down while it was starting")]
     TakenDown,
-    /// Not all nodes are online in time; the cluster still runs.
+    /// Not all nodes came online in time; the cluster keeps running.
     #[error("{0}")]
     Late(String),
-    /// The cluster never came to be what was wanted, and is taken down again.
+    /// The cluster can't become what was asked for, and is taken down again.
     #[error("{0}; the cluster is taken down again")]
     GivenUp(String),
-    /// The daemon refused or could not do what it was asked.
+    /// The daemon or another helper process refused a request or failed.
     #[error("{0}")]
     Refused(String),
-    /// Something on the way failed.
+    /// An operation failed.
     #[error("{what}")]
     Failed {
-        /// What failed on which object.
+        /// `can't <do something> <object>`.
         what: String,
-        /// Cause.
+        /// The error of the system or a library.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
 
 impl LocalError {
-    /// What the process ends with: 2 for bad input, 128 and the signal's number after a signal, else 1.
+    /// The exit code: 2 for unusable input, 128 plus the signal's number after a signal, 1 otherwise.
     #[must_use]
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Self::Usage(_) => ExitCode::from(2),
-            // As a shell counts it.
+            // Shells use the same numbers.
             Self::Interrupted { signal } => ExitCode::from(u8::try_from(128 + signal).unwrap_or(u8::MAX)),
             _ => ExitCode::FAILURE,
         }
     }
 }
 
-/// Says what was being done when something failed.
+/// Adds to an error what failed.
 pub(crate) trait Context<T> {
-    /// Wraps the cause; `what` is `can't <do something> <object>`.
+    /// Wraps the error; `what` returns `can't <do something> <object>`.
     fn context(self, what: impl FnOnce() -> String) -> Result<T, LocalError>;
 }
 

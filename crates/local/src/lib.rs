@@ -1,10 +1,8 @@
 //! Local mode: N simulated nodes and a small API server on one Linux machine.
 //!
-//! The program of the image has nothing of this.
-//!
-//! The same agent, through the same Kubernetes client and the same host boundary as in production; only what stands
-//! around it is made for it: nodes out of namespaces ([`cluster`]), an API server in memory (the crate [`apiserver`]), and where no Flux can
-//! be had, a stand-in for its brokers ([`stand_in`]).
+//! Nodes run the same agent, through the same Kubernetes client and the same host boundary, as in production. Only the
+//! surroundings are simulated: nodes are made of namespaces ([`cluster`]), the API server keeps its objects in memory
+//! ([`apiserver`]), and if Flux is not available, a stand-in replaces its brokers ([`stand_in`]).
 
 pub mod cluster;
 mod command;

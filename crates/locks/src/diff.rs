@@ -1,4 +1,4 @@
-//! What another lock would change: decided here, without effects, and put into words.
+//! Compares two locks and formats the result. Pure: nothing here reads files or asks a server.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,16 +10,16 @@ use serde::Serialize;
 
 use crate::LockError;
 
-/// The package whose brokers must agree.
+/// Brokers with different MAJOR.MINOR of this package can't form one instance.
 const FLUX_CORE: &str = "flux-core";
 
-/// A package as far as an upgrade is concerned.
+/// The fields of a package that a comparison looks at.
 #[derive(Serialize, Debug, Clone, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub struct Package {
-    /// Its name.
+    /// The package's name.
     pub name: String,
-    /// As its channel writes it.
+    /// The version as its channel writes it.
     pub version: String,
     /// conda's build string.
     pub build: String,
@@ -27,53 +27,53 @@ pub struct Package {
     pub channel: String,
     /// Lower-case hex.
     pub sha256: String,
-    /// Of the archive, where the lock knows it.
+    /// Size of the archive; `None` if the lock doesn't have it.
     pub bytes: Option<u64>,
 }
 
-/// What happens to a package.
+/// How a package differs between two locks.
 #[derive(Serialize, Debug, Clone, Copy, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub enum ChangeKind {
-    /// It comes.
+    /// Only the new lock has the package.
     Added,
-    /// It goes.
+    /// Only the old lock has the package.
     Removed,
-    /// A later version.
+    /// The new lock has a later version.
     Upgraded,
-    /// An earlier version.
+    /// The new lock has an earlier version.
     Downgraded,
-    /// The same version, built again.
+    /// The same version with another build string.
     Rebuilt,
-    /// The same version and build, but other bytes.
+    /// The same version and build, but another sha256.
     Replaced,
-    /// The same bytes from another channel.
+    /// The same archive from another channel.
     Moved,
 }
 
-/// One package that is not as before.
+/// One package that differs.
 #[derive(Serialize, Debug, Clone, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub struct Change {
     /// The package's name.
     pub name: String,
-    /// What happens to it.
+    /// How it differs.
     pub change: ChangeKind,
-    /// What it was; None where it comes.
+    /// The package in the old lock; `None` if it is added.
     pub old: Option<Package>,
-    /// What it will be; None where it goes.
+    /// The package in the new lock; `None` if it is removed.
     pub new: Option<Package>,
 }
 
-/// What has to be fetched by an instance that has the old lock's archives.
+/// What an instance that has the old lock's archives must download.
 #[derive(Serialize, Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub struct Download {
-    /// Archives.
+    /// Number of archives.
     pub packages: usize,
-    /// Their bytes, as far as the lock knows.
+    /// Their total size, counting only archives whose size the lock has.
     pub bytes: u64,
-    /// Archives among them whose size the lock doesn't know.
+    /// Number of archives whose size the lock doesn't have.
     pub unknown: usize,
 }
 
@@ -81,49 +81,49 @@ pub struct Download {
 #[derive(Serialize, Debug, Clone, Default, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub struct PlatformDiff {
-    /// How many packages the old lock has; 0 where it lacks the platform.
+    /// Number of packages in the old lock; 0 if it lacks the platform.
     pub old_packages: usize,
-    /// How many packages the new lock has; 0 where it lacks the platform.
+    /// Number of packages in the new lock; 0 if it lacks the platform.
     pub new_packages: usize,
-    /// By name.
+    /// The packages that differ, sorted by name.
     pub changes: Vec<Change>,
-    /// What has to be fetched.
+    /// What must be downloaded.
     pub download: Download,
 }
 
-/// flux-core's MAJOR.MINOR is another one: its brokers don't talk to those of the other.
+/// MAJOR.MINOR of flux-core changes: brokers of the two versions don't talk to each other.
 #[derive(Serialize, Debug, Clone, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub struct MinorChange {
-    /// Where.
+    /// The conda platform.
     pub platform: String,
-    /// MAJOR.MINOR.
+    /// MAJOR.MINOR in the old lock.
     pub old: String,
-    /// MAJOR.MINOR.
+    /// MAJOR.MINOR in the new lock.
     pub new: String,
 }
 
-/// What another lock would change.
+/// The difference between two locks.
 #[derive(Serialize, Debug, Clone, Default, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub struct LockDiff {
-    /// Each platform that either lock has.
+    /// Every platform that either lock has.
     pub platforms: BTreeMap<String, PlatformDiff>,
-    /// Where flux-core's MAJOR.MINOR changes. One is enough to make a new epoch necessary.
+    /// The platforms on which flux-core's MAJOR.MINOR changes. One entry is enough to require a new epoch.
     pub flux_core: Vec<MinorChange>,
-    /// flux-core's MAJOR.MINOR for each platform of the new lock, where they are not all the same: such brokers are no
-    /// one instance.
+    /// flux-core's MAJOR.MINOR on each platform of the new lock if they differ: such brokers can't form one instance.
+    /// Empty if they agree.
     pub disagreement: BTreeMap<String, String>,
 }
 
-/// The packages of a lock, by platform.
+/// The packages of a lock by platform.
 pub type Contents = BTreeMap<String, Vec<Package>>;
 
-/// Reads what [`compare`] needs from the text of a lock.
+/// Reads from the text of a lock what [`compare`] needs.
 pub fn contents(text: &str) -> Result<Contents, LockError> {
     let package = |locked: crate::Locked| {
         let mut channel = locked.record.url;
-        // A file URL of the root has no two segments; what is left then is as good a name as any.
+        // A file: URL directly below the root lacks two segments; what remains is still a usable name for the channel.
         if let Ok(mut parts) = channel.path_segments_mut() {
             parts.pop().pop();
         }
@@ -144,7 +144,7 @@ pub fn contents(text: &str) -> Result<Contents, LockError> {
     crate::platforms(text)?.into_iter().map(read).collect()
 }
 
-/// What changes from `old` to `new`, both by platform.
+/// The differences from `old` to `new`, both by platform.
 pub fn compare(old: &BTreeMap<String, Vec<Package>>, new: &BTreeMap<String, Vec<Package>>) -> LockDiff {
     let none = Vec::new();
     let mut diff = LockDiff::default();
@@ -206,29 +206,29 @@ fn kind(old: Option<&Package>, new: Option<&Package>) -> Option<ChangeKind> {
     }
 }
 
-/// MAJOR.MINOR of flux-core.
+/// MAJOR.MINOR of flux-core, if the package is there.
 fn minor(packages: &[Package]) -> Option<String> {
     let version = &packages.iter().find(|package| package.name == FLUX_CORE)?.version;
     Some(version.split('.').take(2).collect::<Vec<_>>().join("."))
 }
 
 impl LockDiff {
-    /// Nothing is another one.
+    /// True if no package differs on any platform.
     pub fn is_empty(&self) -> bool {
         self.platforms.values().all(|platform| platform.changes.is_empty())
     }
 
-    /// What is wrong with the new lock, whatever the old one was; empty where nothing is.
+    /// What is wrong with the new lock, whatever the old one was; empty if nothing is.
     pub fn warning(&self) -> String {
         let each = self.disagreement.iter().map(|(platform, minor)| format!("{minor} on {platform}"));
         match each.collect::<Vec<_>>() {
             each if each.is_empty() => String::new(),
-            each => format!("flux-core would be {}: these brokers can't be one instance.\n", each.join(", ")),
+            each => format!("flux-core would be {}: such brokers can't form one instance.\n", each.join(", ")),
         }
     }
 }
 
-/// For people: each platform, then what they must know of flux-core.
+/// For people: the changes on each platform, then whether flux-core requires a new epoch.
 impl fmt::Display for LockDiff {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (platform, diff) in &self.platforms {
@@ -240,7 +240,7 @@ impl fmt::Display for LockDiff {
         for MinorChange { platform, old, new } in &self.flux_core {
             writeln!(
                 out,
-                "flux-core goes from {old} to {new} on {platform}: all brokers must be restarted together, as a new epoch."
+                "flux-core changes from {old} to {new} on {platform}: all brokers must be restarted together, as a new epoch."
             )?;
         }
         out.write_str(&self.warning())
@@ -293,7 +293,7 @@ impl fmt::Display for Change {
     }
 }
 
-/// So many packages.
+/// Displays a number of packages, such as `1 package` or `2 packages`.
 pub struct Count(pub usize);
 
 impl fmt::Display for Count {
@@ -302,7 +302,7 @@ impl fmt::Display for Count {
     }
 }
 
-/// As people read it.
+/// Displays a number of bytes in decimal units, such as `1.5 kB`.
 pub struct Bytes(pub u64);
 
 impl fmt::Display for Bytes {
@@ -314,7 +314,7 @@ impl fmt::Display for Bytes {
         let mut size = self.0 as f64 / 1000.0;
         let mut unit = units[0];
         for next in &units[1..] {
-            // What rounds to 1000 is one of the next.
+            // A value that rounds to 1000.0 belongs to the next unit.
             if size < 999.95 {
                 break;
             }

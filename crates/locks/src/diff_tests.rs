@@ -25,7 +25,7 @@ fn diff(old: &[&str], new: &[&str]) -> LockDiff {
 }
 
 #[test]
-fn each_kind_of_change_is_told_apart_and_said_in_words() {
+fn each_kind_of_change_is_recognised_and_described() {
     for (old, new, expected) in [
         (None, Some("a 1.0 h_0 s"), "added       a 1.0"),
         (Some("a 1.0 h_0 s"), None, "removed     a 1.0"),
@@ -46,7 +46,7 @@ fn each_kind_of_change_is_told_apart_and_said_in_words() {
 }
 
 #[test]
-fn what_is_there_already_is_not_downloaded_again() {
+fn archives_of_the_old_lock_are_not_downloaded_again() {
     for (old, new, expected) in [
         (&["a 1 0 s"][..], &["a 1 0 s"][..], Download::default()),
         (&["a 1 0 s"], &["a 1 0 s two"], Download::default()),
@@ -59,7 +59,7 @@ fn what_is_there_already_is_not_downloaded_again() {
 }
 
 #[test]
-fn only_another_major_minor_of_flux_core_makes_a_new_epoch_necessary() {
+fn only_a_change_of_flux_cores_major_minor_requires_a_new_epoch() {
     for (old, new, expected) in [
         ("flux-core 0.88.0 h_0 s", "flux-core 0.88.1 h_0 t", None),
         ("flux-core 0.88.0 h_0 s", "flux-core 0.88.0 h_1 t", None),
@@ -76,7 +76,7 @@ fn only_another_major_minor_of_flux_core_makes_a_new_epoch_necessary() {
 }
 
 #[test]
-fn platforms_that_disagree_about_flux_core_are_told() {
+fn the_diff_warns_if_platforms_disagree_about_flux_core() {
     let mut new = on("linux-64", &["flux-core 0.88.0 h_0 s"]);
     new.extend(on("linux-aarch64", &["flux-core 0.87.0 h_0 t"]));
     let said = compare(&on("linux-64", &["flux-core 0.88.0 h_0 s"]), &new).to_string();
@@ -85,14 +85,14 @@ fn platforms_that_disagree_about_flux_core_are_told() {
         "linux-64: nothing changes, 1 package\n\
          linux-aarch64: only the new lock has it, 1 package; 1 to download, 1.5 kB\n  \
          added       flux-core 0.87.0\n\
-         flux-core would be 0.88 on linux-64, 0.87 on linux-aarch64: these brokers can't be one instance.\n"
+         flux-core would be 0.88 on linux-64, 0.87 on linux-aarch64: such brokers can't form one instance.\n"
     );
     let said = compare(&new, &on("linux-64", &["flux-core 0.88.0 h_0 s"])).to_string();
     assert!(said.contains("linux-aarch64: only the old lock has it, 1 package\n"), "{said}");
 }
 
 #[test]
-fn bytes_are_written_as_people_read_them() {
+fn bytes_are_shown_in_decimal_units() {
     for (bytes, expected) in [
         (0, "0 bytes"),
         (999, "999 bytes"),

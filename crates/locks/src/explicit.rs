@@ -1,4 +1,5 @@
-//! conda's `@EXPLICIT` lists: a URL and a digest in each line. What is published is a lock, so that agents read one format.
+//! conda's `@EXPLICIT` lists: a URL and a digest on each line. They are converted to a lock before they are published,
+//! so that agents read only one format.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,17 +9,17 @@ use url::Url;
 
 use crate::LockError;
 
-/// The line that makes a list an explicit one. It can't be a line of YAML.
+/// The line that marks a text as an explicit list. It can't be a line of YAML.
 const TAG: &str = "@EXPLICIT";
 
-/// Whether this is an `@EXPLICIT` list, and not YAML.
+/// True if the text is an `@EXPLICIT` list, not YAML.
 pub(crate) fn is_explicit(text: &str) -> bool {
     text.lines().any(|line| line.trim() == TAG)
 }
 
-/// A lock with the same packages, as a document of YAML.
+/// Converts the list to a lock with the same packages, as YAML text.
 ///
-/// A list knows of one platform; lists of several platforms may stand one after the other in the same text.
+/// A list is for one platform; one text may contain the lists of several platforms, one after the other.
 pub(crate) fn to_lock(text: &str) -> Result<String, LockError> {
     let mut packages: BTreeMap<Url, Entry> = BTreeMap::new();
     let mut platforms: BTreeMap<Subdir, BTreeSet<Url>> = BTreeMap::new();
@@ -35,7 +36,7 @@ pub(crate) fn to_lock(text: &str) -> Result<String, LockError> {
         if line.is_empty() || line == TAG {
             continue;
         }
-        let entry = Entry::read(line).map_err(|trouble| trouble.at(number + 1))?;
+        let entry = Entry::read(line).map_err(|error| error.at(number + 1))?;
         let unsupported = || LockError::ForeignPackage { name: entry.name.clone(), platform: entry.subdir.clone() };
         match entry.subdir.parse().map_err(|_| unsupported())? {
             Subdir::NoArch => match here {
@@ -59,7 +60,7 @@ pub(crate) fn to_lock(text: &str) -> Result<String, LockError> {
     for urls in platforms.values_mut() {
         urls.extend(anywhere.iter().cloned());
     }
-    // The last two only count where they don't follow from the URL.
+    // rattler derives the subdir and the channel from the URL; they matter only if that fails.
     let package = |(url, entry): (&Url, &Entry)| json!({ "conda": url, "sha256": entry.sha256, "subdir": entry.subdir, "channel": entry.channel });
     let selectors = |urls: &BTreeSet<Url>| urls.iter().map(|url| json!({ "conda": url })).collect::<Vec<_>>();
     let lock = json!({
@@ -80,7 +81,7 @@ fn linux(platform: &str) -> Result<Subdir, LockError> {
 }
 
 struct Entry {
-    /// Without the digest.
+    /// The URL without the digest.
     url: Url,
     name: String,
     subdir: String,
@@ -88,14 +89,14 @@ struct Entry {
     sha256: String,
 }
 
-/// What is wrong with a line.
-enum Trouble {
+/// Why a line can't be used.
+enum LineError {
     NoPackage,
     Lock(LockError),
 }
 
-impl Trouble {
-    /// A line that can't be read has no name but its number: it may hold a token.
+impl LineError {
+    /// Names the line by its number only: the text of an unreadable line may hold a token.
     fn at(self, line: usize) -> LockError {
         match self {
             Self::NoPackage => LockError::Line { line },
@@ -105,25 +106,27 @@ impl Trouble {
 }
 
 impl Entry {
-    fn read(line: &str) -> Result<Self, Trouble> {
-        let mut url = Url::parse(line).map_err(|_| Trouble::NoPackage)?;
+    fn read(line: &str) -> Result<Self, LineError> {
+        let mut url = Url::parse(line).map_err(|_| LineError::NoPackage)?;
         let digest = url.fragment().unwrap_or_default().to_owned();
         url.set_fragment(None);
-        let archive = CondaArchiveIdentifier::try_from_url(&url).ok_or(Trouble::NoPackage)?;
-        let subdir = url.path_segments().and_then(|mut parts| parts.nth_back(1)).ok_or(Trouble::NoPackage)?.to_owned();
+        let archive = CondaArchiveIdentifier::try_from_url(&url).ok_or(LineError::NoPackage)?;
+        let subdir =
+            url.path_segments().and_then(|mut parts| parts.nth_back(1)).ok_or(LineError::NoPackage)?.to_owned();
         let mut channel = url.clone();
-        channel.path_segments_mut().map_err(|()| Trouble::NoPackage)?.pop().pop();
+        channel.path_segments_mut().map_err(|()| LineError::NoPackage)?.pop().pop();
         channel.set_query(None);
         let name = archive.identifier.name;
         if !["http", "https", "file"].contains(&url.scheme()) {
-            return Err(Trouble::Lock(LockError::Scheme { name }));
+            return Err(LineError::Lock(LockError::Scheme { name }));
         }
-        let sha256 = sha256(&name, &digest).map_err(Trouble::Lock)?;
+        let sha256 = sha256(&name, &digest).map_err(LineError::Lock)?;
         Ok(Self { url, name, subdir, channel, sha256 })
     }
 }
 
-/// conda writes the bare digest, md5 unless asked; pixi and newer ones write which one it is.
+/// The sha256 from the fragment of a URL. conda writes a bare digest, md5 by default; pixi and newer versions of conda
+/// put the algorithm before it.
 fn sha256(name: &str, digest: &str) -> Result<String, LockError> {
     let is_hex = |text: &str, digits| text.len() == digits && text.chars().all(|c| c.is_ascii_hexdigit());
     if digest.is_empty() || digest.starts_with("md5:") || is_hex(digest, 32) {

@@ -1,8 +1,7 @@
-//! Reading a lock: the records of one platform, and what their archives are called in `pkgs/`; what another lock would change;
-//! and what is asked of channels. Pure.
+//! Reads a lock: the records of one platform, and the names of their archives in `pkgs/`.
 //!
-//! Taken are locks of rattler and pixi, and conda's `@EXPLICIT` lists. Everything that can be told without a network is
-//! told here, by the package's name. It knows nothing of hosts, networks or Kubernetes.
+//! Locks of rattler and pixi and conda's `@EXPLICIT` lists are accepted. Everything that can be checked without a
+//! network is checked here, and errors name the package.
 
 pub mod diff;
 mod explicit;
@@ -18,134 +17,134 @@ use url::Url;
 use api::PackageSet;
 use base::redact::{stripped, url_with_credentials, with_hidden_credentials};
 
-/// A ConfigMap holds 1 MiB, and `flux-packages` holds two sets while an upgrade waits for its epoch.
+/// A ConfigMap holds at most 1 MiB, and `flux-packages` holds two sets while an upgrade waits for its epoch.
 pub const MAX_LOCK_BYTES: usize = 480 << 10;
 
-/// Why a lock can't be used. Only another lock helps.
+/// Why a lock can't be used. Retrying doesn't help; the user must supply another lock.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LockError {
-    /// Not a lock.
+    /// The text is not a lock.
     #[error(
         "the lock can't be read; it must be the YAML of a rattler or pixi lock file, or an @EXPLICIT list of conda"
     )]
     Parse(#[source] Box<ParseCondaLockError>),
-    /// A line of an `@EXPLICIT` list that can't be read.
+    /// A line of an `@EXPLICIT` list can't be read.
     #[error("line {line} of the @EXPLICIT list is not the URL of a conda package")]
     Line {
-        /// Counted from 1.
+        /// The line's number, counted from 1.
         line: usize,
     },
-    /// No environment `default`, and more than one other, or none.
-    #[error("the lock has no environment `default` and not just one other; it has {there}")]
+    /// The lock has no environment `default`, and not exactly one environment under another name.
+    #[error("the lock needs an environment `default`, or exactly one environment of another name; it has {there}")]
     NoEnvironment {
-        /// Those that it has.
+        /// The environments of the lock.
         there: String,
     },
-    /// An `@EXPLICIT` list that does not say what it is for.
+    /// An `@EXPLICIT` list doesn't name its platform.
     #[error("the @EXPLICIT list names no platform; add a line such as `# platform: linux-64` above its packages")]
     NoPlatform,
-    /// Not solved for this platform.
+    /// The lock has no packages for a platform.
     #[error("the lock has no packages for platform {platform}; it has {there}")]
     Platform {
-        /// The one that is wanted.
+        /// The platform that was asked for.
         platform: String,
-        /// Those that it has.
+        /// The platforms of the lock.
         there: String,
     },
-    /// No platform that a node could have.
+    /// The lock names a platform that no node can have.
     #[error("the lock names the platform {platform}, which is not one of conda's platforms for Linux such as linux-64")]
     NotAPlatform {
-        /// As it was given.
+        /// The platform as the lock writes it.
         platform: String,
     },
-    /// A package in the wrong place.
-    #[error("the lock's package {name} is for {platform}, which is not what the others are for")]
+    /// A package is listed for one platform but built for another.
+    #[error("the lock's package {name} is built for {platform}, which is not the platform that the lock lists it for")]
     ForeignPackage {
-        /// Its name.
+        /// The package's name.
         name: String,
-        /// As it was given.
+        /// The platform it is built for, as the lock writes it.
         platform: String,
     },
-    /// A package that only pip can install.
+    /// A package comes from PyPI.
     #[error(
-        "the lock's package {name} comes from PyPI and only conda packages can be installed; \
+        "the lock's package {name} comes from PyPI, but only conda packages can be installed; \
          lock an environment without pypi-dependencies"
     )]
     PyPi {
-        /// Its name.
+        /// The package's name.
         name: String,
     },
-    /// Something that can't be installed without building it.
+    /// A package must be built before it can be installed.
     #[error("the lock's package {name} is not a built conda package (.conda or .tar.bz2)")]
     Unsupported {
-        /// Its name.
+        /// The package's name.
         name: String,
     },
-    /// A package that nobody can check.
+    /// A package has no sha256, so its archive can't be verified.
     #[error(
         "the lock's package {name} has no sha256, and md5 is not enough; \
          `conda list --explicit --sha256` and `pixi project export conda-explicit-spec` write it"
     )]
     NoSha256 {
-        /// Its name.
+        /// The package's name.
         name: String,
     },
-    /// A digest that can't be one.
+    /// A digest has the wrong length or isn't hexadecimal.
     #[error("the lock's package {name} has the {field} `{found}`, which is too short, too long, or not hex digits")]
     NotADigest {
-        /// Its name.
+        /// The package's name.
         name: String,
         /// `sha256` or `md5`.
         field: &'static str,
-        /// As it was given.
+        /// The digest as the lock writes it.
         found: String,
     },
-    /// Promised, but not there.
+    /// An environment lists a package that has no entry.
     #[error(
-        "the lock's package {name} is named for an environment but has no entry of its own; the lock's end is cut off"
+        "the lock lists the package {name} for an environment but has no entry for it; the end of the lock may be missing"
     )]
     Missing {
-        /// Its name.
+        /// The package's name.
         name: String,
     },
-    /// Two archives that want the same place.
-    #[error("the lock's package {name} is there twice")]
+    /// A package is listed more than once.
+    #[error("the lock lists the package {name} twice")]
     Twice {
-        /// Its name.
+        /// The package's name.
         name: String,
     },
-    /// A package whose place makes no sense.
+    /// A package's URL is unusable.
     #[error("the lock's package {name} has no usable URL")]
     Location {
-        /// Its name.
+        /// The package's name.
         name: String,
-        /// Cause.
+        /// rattler's error.
         #[source]
         source: Box<rattler_lock::ConversionError>,
     },
-    /// A package that nobody can fetch.
+    /// A package's URL has a scheme that can't be fetched.
     #[error("the lock's package {name} is not at an http, https or file URL")]
     Scheme {
-        /// Its name.
+        /// The package's name.
         name: String,
     },
-    /// What is published, everybody who may read ConfigMaps can read.
+    /// A URL has credentials. The lock is published in a ConfigMap, which many users may read.
     #[error("the lock has credentials in the URL {url}; {}", credentials_remedy())]
     Credentials {
-        /// Without them.
+        /// The URL without its credentials.
         url: String,
     },
-    /// Too big to be published.
+    /// The lock is too big for a ConfigMap.
     #[error(
-        "the lock has {bytes} bytes and can have {MAX_LOCK_BYTES}, because it is published in a ConfigMap; \
+        "the lock has {bytes} bytes, but only {MAX_LOCK_BYTES} are allowed, because it is published in a ConfigMap; \
          leave out the platforms and environments that no node needs"
     )]
     TooLarge {
-        /// Its size.
+        /// The lock's size in bytes.
         bytes: usize,
     },
-    /// Should not happen.
+    /// rattler can't serialize the lock, which should not happen.
     #[error("the lock can't be written as YAML")]
     Write(#[source] std::io::Error),
 }
@@ -156,8 +155,8 @@ pub struct Locked {
     pub record: RepoDataRecord,
     /// Lower-case hex.
     pub sha256: String,
-    /// What its archive is called in `pkgs/`: by content, so that two packages never fight over a name, and nothing that
-    /// a lock says becomes part of a path.
+    /// The archive's file name in `pkgs/`: derived from its sha256, so that two packages never share a name and no text
+    /// from a lock becomes part of a path.
     pub archive: String,
 }
 
@@ -166,10 +165,11 @@ pub fn packages(lock: &str, platform: &str) -> Result<Vec<Locked>, LockError> {
     of_platform(&read(lock)?, platform)
 }
 
-/// The lock as it is published: always the YAML of a rattler lock. The same text always gives the same one.
+/// Converts a lock to the form in which it is published: always the YAML of a rattler lock. Equal texts give equal
+/// results.
 ///
 /// # Errors
-/// Where it is no lock at all; [`check_lock`] looks at what is in it.
+/// The text is not a lock. [`check_lock`] checks its contents.
 pub fn normalise_lock(text: &str) -> Result<Cow<'_, str>, LockError> {
     let text = without_mark(text);
     let lock = read(text)?;
@@ -179,16 +179,16 @@ pub fn normalise_lock(text: &str) -> Result<Cow<'_, str>, LockError> {
     }
 }
 
-/// Whether a lock can be published and installed: on each of `platforms`, or, where that is empty, on each platform of
-/// Linux that the lock has. Without a network.
+/// Checks without a network whether a lock can be published and installed on each of `platforms`; if that is empty, on
+/// each Linux platform that the lock has.
 ///
 /// # Errors
-/// The first thing that is wrong with it.
+/// The first problem found.
 pub fn check_lock(text: &str, platforms: &[String]) -> Result<(), LockError> {
     if text.len() > MAX_LOCK_BYTES {
         return Err(LockError::TooLarge { bytes: text.len() });
     }
-    // Before it is parsed: an error of the parser may quote it.
+    // Before parsing, because the parser's error may quote the credentials.
     if let Some(url) = url_with_credentials(text) {
         return Err(LockError::Credentials { url });
     }
@@ -218,16 +218,16 @@ pub fn platforms(text: &str) -> Result<Vec<String>, LockError> {
     linux_platforms(&read(text)?)
 }
 
-/// Where the packages of a lock come from, on all of Linux' platforms.
+/// The URLs of a lock's packages on all Linux platforms.
 ///
 /// # Errors
-/// Text that is no lock, or that is of no use.
+/// The text is not a lock, or one of its packages can't be used.
 pub fn lock_urls(text: &str) -> Result<Vec<String>, LockError> {
     let packages = by_platform(text)?.into_iter().collect::<Result<Vec<_>, _>>()?.into_iter().flatten();
     Ok(packages.map(|package| package.record.url.to_string()).collect())
 }
 
-/// The packages of each of Linux' platforms that a lock has, as far as they are of use.
+/// The packages of each Linux platform that a lock has, or why that platform's packages can't be used.
 pub fn by_platform(text: &str) -> Result<Vec<Result<Vec<Locked>, LockError>>, LockError> {
     let lock = read(text)?;
     Ok(linux_platforms(&lock)?.into_iter().map(|platform| of_platform(&lock, &platform)).collect())
@@ -244,7 +244,7 @@ fn linux_platforms(lock: &LockFile) -> Result<Vec<String>, LockError> {
     Ok(linux.into_iter().collect())
 }
 
-/// Some editors begin a text with a byte order mark, which is no part of it.
+/// Some editors put a byte order mark before the text.
 fn without_mark(text: &str) -> &str {
     text.strip_prefix('\u{feff}').unwrap_or(text)
 }
@@ -258,7 +258,8 @@ fn read(text: &str) -> Result<LockFile, LockError> {
     LockFile::from_str_with_base_directory(&yaml, None).map_err(|error| blame(&yaml, error))
 }
 
-/// pixi has one environment for each feature set; whoever has no `default` but just one means that one.
+/// The environment to install. pixi has one environment per feature set; in a lock without `default`, the only one
+/// there is must be meant.
 fn environment(lock: &LockFile) -> Result<Environment<'_>, LockError> {
     if let Some(environment) = lock.default_environment() {
         return Ok(environment);
@@ -273,7 +274,7 @@ fn environment(lock: &LockFile) -> Result<Environment<'_>, LockError> {
 
 fn of_platform(lock: &LockFile, wanted: &str) -> Result<Vec<Locked>, LockError> {
     let environment = environment(lock)?;
-    // A lock may call a platform as it likes, as long as it says which one of conda's it is.
+    // A lock may give a platform any name, as long as its subdir is one of conda's platforms.
     let named = environment.platforms().find(|platform| platform.name().as_str() == wanted);
     let platform = named.or_else(|| environment.platforms().find(|platform| platform.subdir().as_str() == wanted));
     let found = platform.and_then(|platform| environment.packages(platform)).map(Vec::from_iter);
@@ -305,9 +306,9 @@ fn listed(names: impl Iterator<Item = String>) -> String {
     }
 }
 
-/// The order in which they are fetched and unpacked: the biggest first, so that little is left to do when the last one has
-/// come. Always the same, so that a node has next what those want that fetch from it, and that the same files come from the
-/// same packages.
+/// Sorts packages into the order in which they are fetched and unpacked: the biggest first, so that little is left to
+/// unpack when the last one has arrived. The order is the same on all nodes, so that a node fetches next what other
+/// nodes want from it, and if several packages contain the same path, the same one provides it everywhere.
 pub fn biggest_first(packages: &mut [Locked]) {
     packages.sort_by_cached_key(|package| (Reverse(package.record.package_record.size), package.archive.clone()));
 }
@@ -329,7 +330,7 @@ fn locked(package: &LockedPackage) -> Result<Locked, LockError> {
     if !["http", "https", "file"].contains(&record.url.scheme()) {
         return Err(LockError::Scheme { name });
     }
-    // It is written beside what is installed, for everybody on the host to read.
+    // The record is written into the environment, where every user of the host can read it.
     record.url = stripped(&record.url);
     record.channel = record.channel.map(|channel| Url::parse(&channel).map_or(channel, |url| stripped(&url).into()));
     let Some(sha256) = record.package_record.sha256.map(hex::encode) else {
@@ -344,8 +345,8 @@ fn locked(package: &LockedPackage) -> Result<Locked, LockError> {
     Ok(Locked { archive: format!("{sha256}.{extension}"), record, sha256 })
 }
 
-/// The parser says where in the text it gave up, which doesn't help somebody who never wrote that text by hand: so it is
-/// looked through for what goes wrong in practice.
+/// Finds the error to report for a lock that doesn't parse. The parser gives a position in the text, which doesn't help
+/// users of generated locks, so this looks for the mistakes that occur in practice.
 fn blame(yaml: &str, error: ParseCondaLockError) -> LockError {
     if let ParseCondaLockError::MissingPackage { location, .. } = &error {
         return LockError::Missing { name: package_name(location) };
@@ -362,14 +363,14 @@ fn blame(yaml: &str, error: ParseCondaLockError) -> LockError {
     }
     for package in list("packages") {
         let Some(location) = package.get("conda").and_then(|value| value.as_str()) else { continue };
-        // Absolute paths are what file URLs become in a lock.
+        // In a lock, file: URLs become absolute paths.
         let is_absolute = ["http://", "https://", "file://", "/"].iter().any(|start| location.starts_with(start));
         if !is_absolute {
             return LockError::Scheme { name: package_name(location) };
         }
         for (field, digits) in [("sha256", 64), ("md5", 32)] {
             let Some(value) = package.get(field) else { continue };
-            let found = value.as_str().map(str::to_owned).unwrap_or_else(|| "(not a text)".to_owned());
+            let found = value.as_str().map(str::to_owned).unwrap_or_else(|| "(not a string)".to_owned());
             if found.len() != digits || !found.chars().all(|c| c.is_ascii_hexdigit()) {
                 return LockError::NotADigest { name: package_name(location), field, found };
             }
@@ -378,7 +379,7 @@ fn blame(yaml: &str, error: ParseCondaLockError) -> LockError {
     LockError::Parse(Box::new(error))
 }
 
-/// From where it is: a URL may hold a token, a package's name doesn't.
+/// The name for an error message. It is taken from the file name, because the whole URL may hold a token.
 fn package_name(location: &str) -> String {
     use rattler_conda_types::package::CondaArchiveIdentifier;
     let file = location.rsplit('/').next().unwrap_or_default();
@@ -411,7 +412,7 @@ pub fn estimate_bytes(set: &PackageSet, platform: &str) -> u64 {
         PackageSet::Lock { lock, .. } => {
             let archives = packages(lock, platform)
                 .map(|all| all.iter().filter_map(|p| p.record.package_record.size).fold(0, u64::saturating_add));
-            // The archives stay beside what is in them.
+            // The archives stay on disk beside the unpacked files.
             archives.map_or(0, |archives| archives.saturating_add(unpacked(archives)))
         }
     }

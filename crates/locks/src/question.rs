@@ -1,4 +1,4 @@
-//! What is asked of the channels: read from the spec, checked, and written as one stable line.
+//! The question to solve: read from the spec, checked, and written as one stable line.
 
 use rattler_conda_types::{GenericVirtualPackage, MatchSpec, PackageName, ParseStrictness, Subdir, Version};
 use url::Url;
@@ -37,8 +37,8 @@ pub enum QuestionError {
 
 /// What is asked, in one stable line: a changed one is the only reason to solve again.
 ///
-/// `platforms` counts only where the spec names none. Where packages are fetched from and how many environments are kept
-/// is no part of it, and neither is a refresh of a lock or a bundle: nothing is solved for those.
+/// `platforms` is used only if the spec names none. Mirrors and the number of environments to keep are not part of the
+/// question, and with a lock or a bundle neither is `refresh`, because nothing is solved then.
 pub fn question(packages: &Packages, platforms: &[String]) -> String {
     if let Some(bundle) = &packages.bundle {
         return serde_json::json!({ "bundle": bundle }).to_string();
@@ -48,7 +48,7 @@ pub fn question(packages: &Packages, platforms: &[String]) -> String {
         use sha2::{Digest, Sha256};
         return serde_json::json!({ "lock": hex::encode(Sha256::digest(lock)), "platforms": platforms }).to_string();
     }
-    // It is published beside the lock.
+    // Without credentials: the question is published together with the lock.
     let plain = |text: &str| match Url::parse(text) {
         Ok(url) if stripped(&url) != url => stripped(&url).into(),
         _ => text.to_owned(),
@@ -59,7 +59,7 @@ pub fn question(packages: &Packages, platforms: &[String]) -> String {
         "platforms": platforms,
         "specs": specs(packages),
     });
-    // Only where there is one: what was published before anybody asked for a refresh still answers.
+    // Added only if set, so that questions published before `refresh` existed still match.
     if let Some(refresh) = &packages.refresh {
         question["refresh"] = serde_json::json!(refresh);
     }
@@ -124,10 +124,10 @@ pub fn parse_spec(given: &str) -> Result<MatchSpec, QuestionError> {
     Ok(spec)
 }
 
-/// Whether the solver takes `given` as a spec.
+/// Checks whether the solver accepts `given` as a spec.
 ///
 /// # Errors
-/// Why it doesn't, with the spec in it.
+/// Why it doesn't, including the spec.
 pub fn check_spec(given: &str) -> Result<(), String> {
     match given.trim().is_empty() {
         true => Err("is an empty spec".to_owned()),
@@ -135,7 +135,7 @@ pub fn check_spec(given: &str) -> Result<(), String> {
     }
 }
 
-/// Whether `glibc` is a version as the solver takes it for `__glibc`: numbers with dots between, at least two.
+/// True if `glibc` is a version that the solver accepts for `__glibc`: at least two numbers separated by dots.
 pub fn check_glibc(glibc: &str) -> bool {
     glibc.split('.').count() > 1
         && glibc.split('.').all(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()))
@@ -164,7 +164,7 @@ pub fn parse_platform(given: &str, glibc: &str) -> Result<(Subdir, Vec<GenericVi
         version,
         build_string: rattler_conda_types::package::BuildString::new_unchecked(build),
     };
-    // The oldest kernel that any distribution with glibc 2.28 runs.
+    // 4.18 is the oldest kernel in any distribution with glibc 2.28.
     let virtual_packages = vec![
         package("__unix", constant("0")?, "0"),
         package("__linux", constant("4.18")?, "0"),

@@ -1,4 +1,4 @@
-//! Files that people name on the command line, and those that are written for them.
+//! Files that the user names on the command line, read and written atomically.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -13,18 +13,18 @@ use nix::{
     sys::statvfs::statvfs,
 };
 
-/// Begins the name of what is not whole yet; six letters or digits follow.
+/// Prefix of the names of unfinished files; six letters or digits follow.
 const ASIDE: &str = ".flux-distribute-";
 
-/// Reading or writing failed.
+/// A file could not be read or written.
 #[derive(Debug, thiserror::Error)]
 #[error("can't {what} {path}")]
 pub struct FileError {
-    /// What was being done.
+    /// The operation that failed, a verb for the message: `read`, `write`.
     pub what: &'static str,
-    /// To which.
+    /// The file or directory.
     pub path: String,
-    /// Cause.
+    /// The system's error.
     #[source]
     pub source: io::Error,
 }
@@ -36,24 +36,24 @@ impl FileError {
     }
 }
 
-/// Prints to stdout, which is the interface.
+/// Prints the command's result to stdout.
 pub(crate) fn print(text: &str) -> Result<(), FileError> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(FileError::on("write to", Path::new("stdout")))
 }
 
-/// Opens a plain file. A pipe would be waited for, and a device has no end.
+/// Opens a regular file for reading. Anything else is an error: reading a pipe could block, and a device has no end.
 pub(crate) fn open_plain(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(path)?;
     match file.metadata()? {
         found if found.is_file() => Ok(file),
         found if found.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
-        _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a plain file")),
+        _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")),
     }
 }
 
-/// Where a file that is wanted at `path` is to be renamed to: a symlink stays one, and what is no plain file, such as a
-/// device, is never replaced.
+/// The path that a rename must replace in order to write `path`. If `path` is a symlink, that is the file it points to,
+/// so that the link survives. Fails if anything but a regular file is there, so that a device is never replaced.
 pub(crate) fn rename_target(path: &Path) -> io::Result<PathBuf> {
     let target = match fs::canonicalize(path) {
         Ok(target) => target,
@@ -64,55 +64,56 @@ pub(crate) fn rename_target(path: &Path) -> io::Result<PathBuf> {
     };
     match fs::metadata(&target)?.is_file() {
         true => Ok(target),
-        false => Err(io::Error::new(io::ErrorKind::AlreadyExists, "something else than a plain file is there")),
+        false => Err(io::Error::new(io::ErrorKind::AlreadyExists, "something other than a regular file is there")),
     }
 }
 
-/// The directory that a file is in.
+/// The directory of a file.
 pub(crate) fn directory_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A file that is written aside, so that what has its name is whole. Removed unless it is kept; what a killed run leaves is
-/// removed by the next one that writes to the same directory.
+/// A file under a temporary name that gets its final name when it is complete. Dropping it removes it; what a killed
+/// run left behind, the next run that writes to the same directory removes.
 pub(crate) struct Aside {
     file: Flock<File>,
     path: tempfile::TempPath,
 }
 
 impl Aside {
-    /// In `directory`, so that a rename is all that is needed in the end.
+    /// Creates the file in `directory`, which must be the target's own so that a rename suffices in the end.
     pub(crate) fn in_directory(directory: &Path) -> io::Result<Self> {
         drop_leftovers(directory);
         loop {
             let (file, path) = tempfile::Builder::new().prefix(ASIDE).tempfile_in(directory)?.into_parts();
             let file = Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, errno)| io::Error::from(errno))?;
-            // Until it was locked, another run could take it for a leftover.
+            // Until the lock was held, another run could take this file for a leftover and delete it.
             if file.metadata()?.nlink() > 0 {
                 return Ok(Self { file, path });
             }
         }
     }
 
-    /// To write to.
+    /// A handle for writing.
     pub(crate) fn file(&self) -> io::Result<File> {
         self.file.try_clone()
     }
 
-    /// Gives it its name, for everybody to read.
+    /// Syncs the file, makes it world-readable and renames it to `target`.
     pub(crate) fn keep(self, target: &Path) -> io::Result<()> {
         publish(&self.file)?;
         self.path.persist(target).map_err(|error| error.error)
     }
 }
 
-/// Puts `file` on the disk, for everybody to read.
+/// Makes `file` world-readable (mode 0644) and syncs it to disk.
 pub(crate) fn publish(file: &File) -> io::Result<()> {
     file.set_permissions(fs::Permissions::from_mode(0o644))?;
     file.sync_all()
 }
 
-/// Removes what killed runs left: who lives holds its own. What can't be removed is in nobody's way.
+/// Removes the files that killed runs left: a running one holds a lock on its file. Failures are ignored, since a
+/// leftover does no harm.
 fn drop_leftovers(directory: &Path) {
     let is_ours = |name: &str| {
         let end = name.strip_prefix(ASIDE).filter(|end| end.len() == 6);
@@ -128,19 +129,19 @@ fn drop_leftovers(directory: &Path) {
     }
 }
 
-/// What is free on a file system.
+/// Free space on a file system.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Free {
     pub bytes: u64,
-    /// None where the file system has no end of them.
+    /// `None` if the file system has no limit on files.
     pub files: Option<u64>,
 }
 
-/// What is free at `path`.
+/// The free space on the file system of `path`.
 pub(crate) fn free(path: &Path) -> io::Result<Free> {
     let found = statvfs(path)?;
     let bytes = found.blocks_available().saturating_mul(found.fragment_size());
-    // Those without an end say 0 of 0.
+    // A file system without a limit reports 0 free of 0.
     Ok(Free { bytes, files: Some(found.files_available()).filter(|_| found.files() > 0) })
 }
 
@@ -149,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_plain_file_is_replaced_and_a_link_stays_one() {
+    fn only_a_regular_file_is_replaced_and_a_symlink_survives() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         fs::write(path("plain"), "").unwrap();
@@ -170,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_run_left_aside_goes_and_what_a_living_one_writes_stays() {
+    fn leftovers_of_killed_runs_are_removed_but_files_of_running_ones_are_kept() {
         let dir = tempfile::tempdir().unwrap();
         let others = [".flux-distribute-other", ".flux-distribute-a.b.c", ".lock-abcdef", ".flux-distribute.json"];
         for name in others.iter().chain(&[".flux-distribute-abc123"]) {

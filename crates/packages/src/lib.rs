@@ -1,18 +1,17 @@
 //! Packages: resolved once by the planner, fetched in the pod, linked on the host.
 //!
-//! - [`resolve`] runs in the planner and answers *which* packages: one [`PackageSet`](api::PackageSet) for all
-//!   platforms. Nobody else solves.
-//! - [`fetch()`] runs in the pod and fills the host's `<prefix>/pkgs` with archives, each named by what is in it and
+//! - [`resolve`] runs in the planner and decides *which* packages: one [`PackageSet`](crate::api::PackageSet) for all
+//!   platforms. Only the planner runs the solver.
+//! - [`fetch()`] runs in the pod and fills the host's `<prefix>/pkgs` with archives, each named by its content and
 //!   checked against its sha256. It is the only part that needs a network.
-//! - [`link`] runs in the host stage, without network, and makes `<prefix>/envs/<digest>` from those archives: built
-//!   aside, checked, synced, switched by one rename. [`link_while`] begins before the last archive is there.
-//! - [`collect`] runs there too and takes away what nobody needs any more; [`verify`] tells whether an environment still
-//!   is what was installed, and [`mend`] puts back what is not.
+//! - [`link`] runs in the host stage, without network, and makes `<prefix>/envs/<digest>` from those archives: the
+//!   environment is built under a temporary name, checked, synced, and put in place by one rename. [`link_while`] starts
+//!   before the last archive has arrived.
+//! - [`collect`] also runs in the host stage and removes what is no longer needed; [`verify`] compares an environment
+//!   with what was installed, and [`mend`] repairs the differences.
 //!
-//! It knows nothing of Kubernetes or of the broker. [`resolve`], [`fetch()`] and serving archives to peers may ask the network; all
-//! else works on the files of one host.
-//!
-//! What is under its final name is whole. Everything else has a name that starts with a dot and may be thrown away.
+//! A file or directory under its final name is complete. Everything else has a name that starts with a dot and may be
+//! deleted.
 
 mod bundle;
 mod environment;
@@ -25,7 +24,7 @@ mod serve;
 pub use bundle::create::CreateBundle;
 pub use bundle::manifest::{BUNDLE_LOCK, BUNDLE_MANIFEST, BundleManifest};
 pub use bundle::{BundleCommand, BundleError, InspectBundle, OutputFormat};
-pub use environment::collect::{Found, collect, decide};
+pub use environment::collect::collect;
 pub use environment::limits::Limits;
 pub use environment::mend::mend;
 pub use environment::verify::verify;
@@ -44,7 +43,7 @@ pub use progress::{Meter, Reading, quarters};
 pub use serve::bounded;
 pub use serve::{Shelf, serve_peers_on};
 
-/// The marker in a finished environment: its last file to be written. A directory without it is not an environment.
+/// The marker file in a finished environment, written last. A directory without it is not an environment.
 pub const ENVIRONMENT_MARKER: &str = ".flux-distribute.json";
 
 /// The conda platform of the machine this runs on, such as `linux-64`.

@@ -1,4 +1,4 @@
-//! The API server of a local cluster: the embedded one, or a real kube-apiserver with its etcd where there is one.
+//! The API server of a local cluster: the embedded one, or a real kube-apiserver with etcd if the machine has them.
 
 use std::{
     fs::File,
@@ -28,12 +28,12 @@ use super::{
 use crate::error::{Context, LocalError};
 use api::{FluxInstance, FluxNode};
 
-/// Names a directory with etcd and kube-apiserver (the convention of Kubernetes' envtest).
+/// Environment variable that names a directory with etcd and kube-apiserver, as in Kubernetes' envtest.
 pub(crate) const ASSETS_VARIABLE: &str = "KUBEBUILDER_ASSETS";
-/// A kube-apiserver serves some seconds after its start.
+/// Limit for kube-apiserver to start serving, which normally takes seconds.
 const START_LIMIT: Duration = Duration::from_secs(90);
 
-/// As GKE has it.
+/// GKE configures the same: pods of critical priority need a quota.
 const CRITICAL_PODS_NEED_A_QUOTA: &str = "\
 apiVersion: apiserver.config.k8s.io/v1
 kind: AdmissionConfiguration
@@ -50,22 +50,22 @@ plugins:
 
 type Definition = k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 
-/// What serves the API.
+/// A running API server.
 pub(crate) enum ApiServer {
-    /// Ours, in the daemon's process.
+    /// The embedded one, in the daemon's process.
     Embedded,
-    /// The real thing.
+    /// kube-apiserver and etcd.
     Real(Box<Real>),
 }
 
-/// Both are in the daemon's cgroup: whatever becomes of it, `down` finds them.
+/// Both run in the daemon's cgroup, so that `down` finds them even if the daemon is dead.
 pub(crate) struct Real {
     etcd: Child,
     server: Child,
 }
 
 impl ApiServer {
-    /// Serves on the bridge's address until `shutdown`.
+    /// Starts serving on the bridge's address, until `shutdown`.
     pub(crate) async fn start(
         layout: &Layout,
         cluster: &Cluster,
@@ -78,7 +78,7 @@ impl ApiServer {
         let failed = || "can't make the API server's certificate".to_owned();
         let identity = apiserver::Identity::new(cluster.gateway().into()).context(failed)?;
         let file = certificate_file(layout);
-        file.parent().map_or(Ok(()), mounts::make_closed_directory)?;
+        file.parent().map_or(Ok(()), mounts::make_directory)?;
         write_private(&file, identity.authority().as_bytes(), true)
             .context(|| format!("can't write {}", file.display()))?;
         let listener = bind(SocketAddr::from((cluster.gateway(), cluster.api_port))).await?;
@@ -87,7 +87,7 @@ impl ApiServer {
         Ok(Self::Embedded)
     }
 
-    /// Waits until it serves our kinds; the embedded one always does.
+    /// Waits until it serves our kinds, which the embedded one always does.
     pub(crate) async fn prepare(&mut self, layout: &Layout, client: &Client) -> Result<(), LocalError> {
         let Self::Real(real) = self else { return Ok(()) };
         let end = Instant::now() + START_LIMIT;
@@ -101,7 +101,7 @@ impl ApiServer {
         let definitions: Api<Definition> = Api::all(client.clone());
         for definition in [FluxInstance::crd(), FluxNode::crd()] {
             let name = definition.metadata.name.clone().unwrap_or_default();
-            let failed = || format!("can't make the definition {name}");
+            let failed = || format!("can't create the definition {name}");
             definitions.create(&PostParams::default(), &definition).await.context(failed)?;
             let served = await_condition(definitions.clone(), &name, conditions::is_crd_established());
             timeout(START_LIMIT, served).await.context(failed)?.context(failed)?;
@@ -109,7 +109,7 @@ impl ApiServer {
         Ok(())
     }
 
-    /// The embedded one has been told already.
+    /// Stops the real one. The embedded one stops at its `shutdown`.
     pub(crate) async fn stop(self) {
         if let Self::Real(mut real) = self {
             let _ = real.server.kill().await;
@@ -118,7 +118,7 @@ impl ApiServer {
     }
 }
 
-/// What a client of the API server trusts: the server has made it itself.
+/// The certificates that clients of the API server must trust, in DER; the server generated them itself.
 pub(crate) fn certificates(layout: &Layout) -> Result<Vec<Vec<u8>>, LocalError> {
     use rustls::pki_types::{CertificateDer, pem::PemObject};
     let path = certificate_file(layout);
@@ -127,14 +127,14 @@ pub(crate) fn certificates(layout: &Layout) -> Result<Vec<Vec<u8>>, LocalError> 
     certificates.map(|found| found.map(|der| der.to_vec())).collect::<Result<_, _>>().context(failed)
 }
 
-/// Where that is, as PEM: both servers put it there before they serve.
+/// The PEM file of these certificates, which both kinds of server write before they serve.
 pub(crate) fn certificate_file(layout: &Layout) -> PathBuf {
     layout.api().join("tls/apiserver.crt")
 }
 
 async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result<ApiServer, LocalError> {
     let directory = layout.api();
-    mounts::make_closed_directory(&directory)?;
+    mounts::make_directory(&directory)?;
     let files = |name: &str| directory.join(name);
     let failed = || format!("can't write into {}", directory.display());
     write_private(&files("tokens.csv"), tokens(cluster).as_bytes(), true).context(failed)?;
@@ -156,7 +156,7 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
             format!("--listen-peer-urls={peers}"),
             format!("--initial-advertise-peer-urls={peers}"),
             format!("--initial-cluster=default={peers}"),
-            // Nothing here outlives the cluster.
+            // Nothing here outlives the cluster, so it needn't be synced.
             "--unsafe-no-fsync=true".to_owned(),
         ],
     )?;
@@ -175,15 +175,15 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
             "--service-account-issuer=https://flux-distribute.local".to_owned(),
             "--service-cluster-ip-range=10.0.0.0/24".to_owned(),
             "--authorization-mode=RBAC".to_owned(),
-            // As kubelets want it of the manifest's pods.
+            // The pods of the manifest need it.
             "--allow-privileged=true".to_owned(),
             format!("--admission-control-config-file={}", files("admission.yaml").display()),
-            // No controllers run here: nobody would make accounts, or take a new node's not-ready taint off.
+            // No controllers run here that would create service accounts or remove the not-ready taint of a new node.
             "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition".to_owned(),
         ],
     )?;
     let end = Instant::now() + START_LIMIT;
-    // The client trusts nothing else.
+    // The client needs this file.
     while !certificate_file(layout).exists() {
         if Instant::now() > end || !matches!(server.try_wait(), Ok(None)) {
             let log = last_line(&files("kube-apiserver.log"));
@@ -208,7 +208,7 @@ fn tokens(cluster: &Cluster) -> String {
     format!("{},local,local,\"system:masters\"\n", cluster.token)
 }
 
-/// kube-apiserver does not start without a pair of keys for tokens of service accounts: private and public, as PEM.
+/// A key pair for service account tokens, private and public, as PEM. kube-apiserver doesn't start without one.
 fn signing_key() -> Result<(String, String), LocalError> {
     let pair = rcgen::KeyPair::generate().context(|| "can't make a key".to_owned())?;
     Ok((pair.serialize_pem(), pair.public_key_pem()))
@@ -219,7 +219,7 @@ async fn free_port() -> Result<u16, LocalError> {
     Ok(listener.local_addr().context(|| "can't find a free port".to_owned())?.port())
 }
 
-/// What a log says at its end, for an error message.
+/// The last line of a log, for an error message.
 fn last_line(log: &Path) -> String {
     let text = std::fs::read_to_string(log).unwrap_or_default();
     let last = text.lines().rev().find(|line| !line.trim().is_empty());

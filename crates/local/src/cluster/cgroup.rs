@@ -1,5 +1,5 @@
-//! The cgroups that local mode makes: the same path in every hierarchy of the machine, v1 and v2 alike. Whatever is in
-//! them is ours, and nothing outside of them is ever killed.
+//! The cgroups of local mode: the same path in every hierarchy of the machine, v1 and v2. All processes in them belong
+//! to the local cluster, and no process outside of them is ever killed.
 
 use std::{
     collections::BTreeSet,
@@ -16,21 +16,21 @@ use nix::{
 use crate::error::{Context, LocalError};
 use host::cgroup::{CgroupError, Mount, make_tree, members_below, own_mounts, remove_tree};
 
-/// How long killed processes may take to go: more than a dying process with gigabytes of memory needs.
+/// How long killed processes may take to exit: more than one with gigabytes of memory needs.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// One cgroup hierarchy of this mount namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hierarchy {
     pub(crate) mount: PathBuf,
-    /// None: cgroup v2; else v1's mount options, which name the hierarchy.
+    /// `None` for cgroup v2; for v1 the mount options that identify the hierarchy.
     pub(crate) controllers: Option<String>,
 }
 
 /// The hierarchies that are mounted here.
 ///
 /// # Errors
-/// None is, or /proc cannot be read.
+/// No hierarchy is mounted, or /proc can't be read.
 pub(crate) fn hierarchies() -> Result<Vec<Hierarchy>, LocalError> {
     let found = from_mounts(own_mounts().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?);
     if found.is_empty() {
@@ -51,7 +51,8 @@ fn from_mounts(mounts: Vec<Mount>) -> Vec<Hierarchy> {
     found
 }
 
-/// What of a v1 mount's options names the hierarchy. `xattr`, `release_agent` and the like were its first mount's choice.
+/// The options that identify a v1 hierarchy. Others, such as `xattr` and `release_agent`, are settings of its first
+/// mount.
 fn v1_options(options: &[String]) -> String {
     let named: Vec<&str> = options
         .iter()
@@ -60,36 +61,35 @@ fn v1_options(options: &[String]) -> String {
         .filter(|option| !option.starts_with("release_agent="))
         .collect();
     match named.as_slice() {
-        // A hierarchy without controllers is mounted by its name alone.
+        // A hierarchy without controllers is identified by its name alone.
         [name] if name.starts_with("name=") => format!("none,{name}"),
         _ => named.join(","),
     }
 }
 
-/// Makes `group` where it is missing and moves this process, all its threads, into it in every hierarchy.
+/// Creates `group` if it is missing and moves this process with all its threads into it, in every hierarchy.
 ///
 /// # Errors
-/// A cgroup cannot be made or entered.
+/// A cgroup can't be created or entered.
 pub(crate) fn enter(group: &str) -> Result<(), LocalError> {
     for hierarchy in hierarchies()? {
         make_tree(&hierarchy.mount, group, hierarchy.controllers.is_none())
-            .context(|| "can't make a cgroup; is its file system mounted read-only?".to_owned())?;
+            .context(|| "can't create a cgroup; is its file system mounted read-only?".to_owned())?;
         let procs = hierarchy.mount.join(group).join("cgroup.procs");
         fs::write(&procs, "0").context(|| format!("can't enter the cgroup {}", procs.display()))?;
     }
     Ok(())
 }
 
-/// The processes in `group` and below.
+/// The processes in `group` and below it.
 pub(crate) fn processes(group: &str) -> Result<BTreeSet<i32>, LocalError> {
     Ok(members_below(hierarchies()?.iter().map(|hierarchy| hierarchy.mount.join(group))))
 }
 
-/// SIGKILLs everything in `group` and below, again and again until nothing is left: what forks in between dies in the
-/// next round.
+/// SIGKILLs everything in `group` and below it, repeatedly, since a process may fork between reading and killing.
 ///
 /// # Errors
-/// Something is still there after [`PATIENCE`].
+/// Processes remain after [`PATIENCE`].
 pub(crate) fn kill_all(group: &str) -> Result<(), LocalError> {
     let own = std::process::id().cast_signed();
     let end = Instant::now() + PATIENCE;
@@ -103,7 +103,7 @@ pub(crate) fn kill_all(group: &str) -> Result<(), LocalError> {
             return Err(LocalError::Refused(format!("processes {pids:?} in the cgroup {group} do not die")));
         }
         for pid in pids {
-            // ESRCH: it was faster.
+            // ESRCH: it has exited already.
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
         // The kernel offers no event for an empty v1 cgroup.
@@ -111,7 +111,7 @@ pub(crate) fn kill_all(group: &str) -> Result<(), LocalError> {
     }
 }
 
-/// Removes `group` and all below it, in every hierarchy.
+/// Removes `group` and everything below it, in every hierarchy.
 ///
 /// # Errors
 /// It is still busy after [`PATIENCE`].
@@ -119,7 +119,8 @@ pub(crate) fn remove(group: &str) -> Result<(), LocalError> {
     let end = Instant::now() + PATIENCE;
     for hierarchy in hierarchies()? {
         let path = hierarchy.mount.join(group);
-        // It waits itself, but not for as long as a process with gigabytes of memory dies, and that is in no list any more.
+        // `remove_tree` waits, too, but less long than a process with gigabytes of memory takes to exit, which no list
+        // shows.
         let mut removed = remove_tree(&path);
         while matches!(removed, Err(CgroupError::Busy { .. })) && Instant::now() < end {
             removed = remove_tree(&path);
@@ -129,7 +130,7 @@ pub(crate) fn remove(group: &str) -> Result<(), LocalError> {
     Ok(())
 }
 
-/// Removes `group`'s parents where they are empty: other local clusters share them.
+/// Removes `group`'s parents if they are empty: other local clusters share them.
 pub(crate) fn remove_empty_parents(group: &str) -> Result<(), LocalError> {
     for hierarchy in hierarchies()? {
         for parent in Path::new(group).ancestors().skip(1).filter(|path| !path.as_os_str().is_empty()) {

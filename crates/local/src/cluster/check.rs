@@ -1,4 +1,4 @@
-//! Whether the packages can be had at all: looked at before anything is started, for what is wrong here heals nowhere.
+//! Checks whether the packages are available before anything is started, because a wrong source won't fix itself later.
 
 use std::{
     path::{Path, PathBuf},
@@ -15,54 +15,55 @@ use base::{error_chain, redact::redacted};
 use locks::lock_urls;
 use packages::{InspectBundle, OutputFormat, native_platform};
 
-/// A source that does not answer within this time can't be reached.
+/// Timeout for a source to answer.
 const LIMIT: Duration = Duration::from_secs(2);
-/// Of a channel's index, whose smallest form is not there everywhere.
+/// The index files of a channel, of which any one suffices; not every channel has the smaller one.
 const INDEXES: [&str; 2] = ["repodata.json.zst", "repodata.json"];
 
-/// What a look at the packages' source has shown.
+/// The result of checking the packages' source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
-    /// It answers, and what was looked at is right.
+    /// It answers, and what was checked is right.
     Good,
-    /// It does not answer; another time it may.
+    /// It doesn't answer, which may change.
     Unreachable(String),
-    /// It is not what it was given as, and will not be by itself.
+    /// It is unusable, and won't change by itself.
     Wrong(String),
 }
 
-/// What the user wants to run on the nodes.
+/// What the nodes are to run.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flux {
-    /// Flux; a stand-in without jobs if conda-forge can't be reached
+    /// Flux; or a stand-in without jobs if conda-forge can't be reached
     Auto,
-    /// Flux, or nothing
+    /// Flux, or fail
     Required,
-    /// The stand-in
+    /// The stand-in, without jobs
     None,
 }
 
-/// What is installed on the nodes.
+/// What to install on the nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Choice {
     /// What the spec says.
     Packages,
-    /// The stand-in, and why.
+    /// The stand-in, for this reason.
     StandIn(String),
-    /// Nothing: this is wrong with the source.
+    /// Nothing, for this reason.
     Refuse(String),
 }
 
-/// Decides. `is_named`: the user has named the source, and wants that one. `waits`: until the nodes are online.
+/// Decides what to install. `is_named`: the user named the source. `waits`: the command waits until the nodes are
+/// online.
 pub(crate) fn choose(flux: Flux, source: Source, is_named: bool, waits: bool) -> Choice {
-    const REMEDIES: &str = "give a bundle (--bundle FILE|URL; `flux-distribute bundle create` makes one where Flux or internet \
-                            is) or a channel (--channel DIR|URL)";
+    const REMEDIES: &str = "give a bundle (--bundle FILE|URL; `flux-distribute bundle create` makes one on a machine with Flux or \
+                            internet access) or a channel (--channel DIR|URL)";
     match (flux, source) {
         (Flux::None, _) => Choice::StandIn("--flux none asks for it".to_owned()),
         (_, Source::Good) => Choice::Packages,
         (_, Source::Wrong(why)) => Choice::Refuse(why),
         (Flux::Auto, Source::Unreachable(why)) if !is_named => Choice::StandIn(format!("{why}; for Flux, {REMEDIES}")),
-        // It may be there by the time that a node asks.
+        // The source may be up by the time a node needs it.
         (_, Source::Unreachable(_)) if !waits => Choice::Packages,
         (_, Source::Unreachable(why)) if is_named => Choice::Refuse(why),
         (_, Source::Unreachable(why)) => {
@@ -71,23 +72,24 @@ pub(crate) fn choose(flux: Flux, source: Source, is_named: bool, waits: bool) ->
     }
 }
 
-/// Looks at the source that `packages` names, for nodes like this machine. `asks`: servers too, and not only files.
+/// Checks the source that `packages` names, for nodes like this machine. `ask_servers`: check servers too, not only
+/// files.
 ///
 /// # Errors
-/// Nothing that says anything about the source.
-pub(crate) async fn look(packages: &Packages, asks: bool) -> Result<Source, LocalError> {
+/// The check itself failed, which says nothing about the source.
+pub(crate) async fn check_source(packages: &Packages, ask_servers: bool) -> Result<Source, LocalError> {
     if let Some(bundle) = &packages.bundle {
-        return look_at_bundle(bundle, asks).await;
+        return check_bundle(bundle, ask_servers).await;
     }
     if let Some(lock) = &packages.lock {
-        // Its text was read when the spec was checked.
+        // The lock was parsed when the spec was checked.
         let urls = lock_urls(lock).unwrap_or_default();
-        return Ok(if packages.mirror.is_some() { Source::Good } else { look_at_archives(&urls, asks).await? });
+        return Ok(if packages.mirror.is_some() { Source::Good } else { check_archives(&urls, ask_servers).await? });
     }
     let default = [DEFAULT_CHANNEL.to_owned()];
     let channels = if packages.channels.is_empty() { &default } else { packages.channels.as_slice() };
     for channel in channels {
-        let found = look_at_channel(channel, asks).await?;
+        let found = check_channel(channel, ask_servers).await?;
         if found != Source::Good {
             return Ok(found);
         }
@@ -95,26 +97,26 @@ pub(crate) async fn look(packages: &Packages, asks: bool) -> Result<Source, Loca
     Ok(Source::Good)
 }
 
-async fn look_at_bundle(bundle: &BundleSource, asks: bool) -> Result<Source, LocalError> {
-    let Some(path) = file_of(&bundle.url) else { return get(std::slice::from_ref(&bundle.url), asks).await };
+async fn check_bundle(bundle: &BundleSource, ask_servers: bool) -> Result<Source, LocalError> {
+    let Some(path) = file_of(&bundle.url) else { return get(std::slice::from_ref(&bundle.url), ask_servers).await };
     let wanted = bundle.sha256.to_ascii_lowercase();
     let inspected = tokio::task::spawn_blocking(move || inspect(&path, &wanted)).await;
     Ok(inspected
-        .context(|| "looking at the bundle broke off".to_owned())?
+        .context(|| "the check of the bundle panicked".to_owned())?
         .map_or_else(Source::Wrong, |()| Source::Good))
 }
 
-/// Whether a host like this machine would install the bundle at `path`.
+/// Checks whether a host like this machine would install the bundle at `path`.
 ///
 /// # Errors
-/// Why not, in words.
+/// Why it wouldn't.
 pub(crate) fn inspect(path: &Path, wanted: &str) -> Result<(), String> {
-    let look = InspectBundle { file: path.to_owned(), output: OutputFormat::Json };
-    let found = look.run().map_err(|error| error_chain(&error))?;
+    let inspection = InspectBundle { file: path.to_owned(), output: OutputFormat::Json };
+    let found = inspection.run().map_err(|error| error_chain(&error))?;
     let found: Value = serde_json::from_str(&found).map_err(|error| error.to_string())?;
     let sha256 = found["sha256"].as_str().unwrap_or_default();
     if sha256 != wanted {
-        return Err(format!("{} has sha256 {sha256}, but {wanted} is wanted", path.display()));
+        return Err(format!("{} has sha256 {sha256}, but {wanted} is expected", path.display()));
     }
     let manifest = &found["manifest"];
     let platforms = manifest["platforms"].as_array().map_or(std::slice::from_ref(&manifest["platform"]), Vec::as_slice);
@@ -126,23 +128,23 @@ pub(crate) fn inspect(path: &Path, wanted: &str) -> Result<(), String> {
     Ok(())
 }
 
-async fn look_at_channel(channel: &str, asks: bool) -> Result<Source, LocalError> {
+async fn check_channel(channel: &str, ask_servers: bool) -> Result<Source, LocalError> {
     let indexes = ["noarch", native_platform()]
         .into_iter()
         .flat_map(|platform| INDEXES.map(|index| format!("{}/{platform}/{index}", channel.trim_end_matches('/'))));
     let indexes: Vec<String> = indexes.collect();
-    let Some(directory) = file_of(channel) else { return get(&indexes, asks).await };
+    let Some(directory) = file_of(channel) else { return get(&indexes, ask_servers).await };
     if indexes.iter().filter_map(|index| file_of(index)).any(|index| index.is_file()) {
         return Ok(Source::Good);
     }
     let (directory, platform) = (directory.display(), native_platform());
     Ok(Source::Wrong(format!(
-        "{directory} is no conda channel: it has neither noarch/repodata.json nor {platform}/repodata.json"
+        "{directory} is not a conda channel: it has neither noarch/repodata.json nor {platform}/repodata.json"
     )))
 }
 
-/// Every file of this machine, and one archive of each server.
-async fn look_at_archives(urls: &[String], asks: bool) -> Result<Source, LocalError> {
+/// Checks every file on this machine, and one archive on each server.
+async fn check_archives(urls: &[String], ask_servers: bool) -> Result<Source, LocalError> {
     let mut servers = std::collections::BTreeSet::new();
     for url in urls {
         let found = match file_of(url) {
@@ -150,7 +152,7 @@ async fn look_at_archives(urls: &[String], asks: bool) -> Result<Source, LocalEr
                 Ok(_) => Source::Good,
                 Err(error) => Source::Wrong(format!("the lock names {}, which can't be read: {error}", path.display())),
             },
-            None if servers.insert(host_of(url)) => get(std::slice::from_ref(url), asks).await?,
+            None if servers.insert(host_of(url)) => get(std::slice::from_ref(url), ask_servers).await?,
             None => Source::Good,
         };
         if found != Source::Good {
@@ -168,16 +170,16 @@ fn file_of(url: &str) -> Option<PathBuf> {
     Url::parse(url).ok().filter(|url| url.scheme() == "file")?.to_file_path().ok()
 }
 
-/// Whether one of `urls` is there; of their content nothing is read.
-async fn get(urls: &[String], asks: bool) -> Result<Source, LocalError> {
-    if !asks {
+/// Checks whether one of `urls` exists, without reading its content.
+async fn get(urls: &[String], ask_servers: bool) -> Result<Source, LocalError> {
+    if !ask_servers {
         return Ok(Source::Good);
     }
     let client = client()?;
     let mut last = Source::Good;
     for url in urls {
         last = match tokio::time::timeout(LIMIT, client.get(url).send()).await {
-            Ok(Ok(answer)) => judge(url, answer.status()),
+            Ok(Ok(answer)) => source_of_status(url, answer.status()),
             Ok(Err(error)) => Source::Unreachable(unreachable(url, &innermost(&error.without_url()))),
             Err(_) => Source::Unreachable(unreachable(url, &format!("no answer within {} s", LIMIT.as_secs()))),
         };
@@ -188,7 +190,7 @@ async fn get(urls: &[String], asks: bool) -> Result<Source, LocalError> {
     Ok(last)
 }
 
-fn judge(url: &str, status: StatusCode) -> Source {
+fn source_of_status(url: &str, status: StatusCode) -> Source {
     if status.is_success() {
         Source::Good
     } else if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
@@ -202,12 +204,12 @@ fn unreachable(url: &str, why: &str) -> String {
     format!("can't reach {}: {why}", redacted(url))
 }
 
-/// The last cause says what happened, those before it say that something did.
+/// The innermost cause, which says what happened; the outer ones only say that the request failed.
 fn innermost(error: &dyn std::error::Error) -> String {
     std::iter::successors(Some(error), |error| error.source()).last().unwrap_or(error).to_string()
 }
 
-/// Without the machine's proxy, as the nodes' own way out.
+/// Without a proxy, because the nodes don't use one either.
 pub(crate) fn client() -> Result<reqwest::Client, LocalError> {
     let client = reqwest::Client::builder().no_proxy().connect_timeout(LIMIT).read_timeout(LIMIT * 15);
     client.build().context(|| "can't make a client for the packages' source".to_owned())
@@ -218,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stand_in_is_chosen_only_if_nobody_named_a_source_and_it_says_why() {
+    fn a_stand_in_is_chosen_only_if_the_user_named_no_source() {
         let gone = || Source::Unreachable("can't reach it".to_owned());
         let wrong = || Source::Wrong("it is no bundle".to_owned());
         for (flux, source, is_named, waits, expected) in [
@@ -243,11 +245,11 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_no_waiting_mends_is_told_from_one_that_time_mends() {
+    fn permanent_http_errors_are_distinguished_from_temporary_ones() {
         for (status, is_wrong) in [(404, true), (403, true), (410, true), (500, false), (503, false), (429, false)] {
-            let found = judge("http://a/b", StatusCode::from_u16(status).unwrap());
+            let found = source_of_status("http://a/b", StatusCode::from_u16(status).unwrap());
             assert_eq!(matches!(found, Source::Wrong(_)), is_wrong, "{status}");
         }
-        assert_eq!(judge("http://a/b", StatusCode::OK), Source::Good);
+        assert_eq!(source_of_status("http://a/b", StatusCode::OK), Source::Good);
     }
 }

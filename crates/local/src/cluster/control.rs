@@ -1,5 +1,6 @@
-//! How the processes of local mode talk to each other. Commands and daemon: a Unix socket in the state directory, which
-//! only root can reach; one JSON line asks, one JSON line answers. Started processes and who started them: stdout.
+//! Communication between the processes of local mode. Commands talk to the daemon over a Unix socket in the state
+//! directory, which only root can reach: one JSON line per request and per answer. Helper processes report to their
+//! parent on stdout.
 
 use std::{io::Write, process::ExitCode, time::Duration};
 
@@ -16,28 +17,28 @@ use crate::error::{Context, LocalError};
 use apiserver::Fault;
 use base::error_chain;
 
-/// What one of our own processes says on stdout to the one that started it: a line for each step, or this and why not.
+/// Prefix of the line that reports a helper's failure to its parent. Other lines report one step each.
 const FAILED: &str = "failed: ";
 
-/// Says `line` to the process that started this one.
-pub(crate) fn tell(line: &str) -> Result<(), LocalError> {
+/// Sends `line` to the parent process.
+pub(crate) fn report_line(line: &str) -> Result<(), LocalError> {
     let mut stdout = std::io::stdout();
     writeln!(stdout, "{line}").and_then(|()| stdout.flush()).context(|| "can't write to stdout".to_owned())
 }
 
-/// Ends one of our own processes: what failed is said on stdout, since only the one that started it can say it better.
-pub(crate) fn tell_failure(ended: Result<ExitCode, LocalError>) -> Result<ExitCode, LocalError> {
+/// Reports a helper's failure to its parent, which knows best how to show it. Returns the exit code.
+pub(crate) fn report_failure(ended: Result<ExitCode, LocalError>) -> Result<ExitCode, LocalError> {
     ended.or_else(|error| {
-        tell(&format!("{FAILED}{}", error_chain(&error).replace('\n', " ")))?;
+        report_line(&format!("{FAILED}{}", error_chain(&error).replace('\n', " ")))?;
         Ok(error.exit_code())
     })
 }
 
-/// The next line that a process of ours says.
+/// Reads the next line from a helper process.
 ///
 /// # Errors
-/// It failed, has ended, or says nothing for `limit`; `who` begins the message.
-pub(crate) async fn listen(
+/// The helper failed, ended, or sent nothing within `limit`; `who` is the message's subject.
+pub(crate) async fn read_report(
     lines: &mut Lines<BufReader<ChildStdout>>,
     limit: Duration,
     who: &str,
@@ -47,43 +48,44 @@ pub(crate) async fn listen(
             Some(why) => Err(LocalError::Refused(format!("{who} does not start: {why}"))),
             None => Ok(line),
         },
-        Ok(_) => Err(LocalError::Refused(format!("{who} does not start: it ended without a word"))),
+        Ok(_) => Err(LocalError::Refused(format!("{who} does not start: it ended without a message"))),
         Err(_) => Err(LocalError::Refused(format!("{who} does not start within {} s", limit.as_secs()))),
     }
 }
 
-/// What a command wants. Each is answered when it is done, with all nodes.
+/// A command's request to the daemon. The daemon answers once it is done, with the state of all nodes.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Request {
-    /// Nothing but the answer.
+    /// Only return the nodes' state.
     Status,
-    /// New nodes, under the lowest free numbers. The answer holds the new ones only.
+    /// Add nodes with the lowest free numbers. The answer contains only the new ones.
     Add { count: u32, kind: Kind },
-    /// One node: powered off and gone, as a machine that is taken out.
+    /// Power a node off and delete it, like a machine that is removed.
     Remove { node: String },
-    /// SIGTERM to the agent, then a new pod: what a rollout does.
+    /// SIGTERM the agent, then start a new pod, as in a rollout.
     RestartAgent { node: String },
-    /// SIGKILL to the agent; the same pod gets a new one.
+    /// SIGKILL the agent; a new one starts in the same pod.
     KillAgent { node: String },
-    /// The whole node is killed; its disk and its Node object stay.
+    /// Kill everything on the node; its disk and its Node object stay.
     PowerOff { node: String },
-    /// It boots again.
+    /// Boot the node again.
     PowerOn { node: String },
-    /// The embedded API server gets a fault, or none.
+    /// Set or clear a fault of the embedded API server.
     Api { fault: Fault },
 }
 
-/// A node as the daemon sees it.
+/// The state of a node.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq, Default)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct NodeView {
     pub(crate) name: String,
     pub(crate) address: String,
     /// On the machine; None while the node is off.
+    /// PID in the machine's PID namespace; `None` while the node is off.
     pub(crate) init_pid: Option<i32>,
-    /// On the machine; None while no agent runs.
+    /// PID in the machine's PID namespace; `None` while no agent runs.
     pub(crate) agent_pid: Option<i32>,
-    /// How often an agent has ended.
+    /// How often an agent on this node has ended.
     pub(crate) restarts: u32,
     /// Why the last boot or the last start of a pod failed.
     pub(crate) error: Option<String>,
@@ -98,7 +100,7 @@ pub(crate) struct Client {
 
 impl Client {
     /// # Errors
-    /// [`LocalError::NotUp`], or the daemon of a cluster that is there does not run.
+    /// [`LocalError::NotUp`], or the daemon of an existing cluster does not run.
     pub(crate) async fn connect(layout: &Layout) -> Result<Self, LocalError> {
         if !layout.cluster().exists() {
             return Err(LocalError::NotUp);
@@ -110,10 +112,10 @@ impl Client {
         Ok(Self { stream: BufReader::new(stream) })
     }
 
-    /// Returns once the daemon has ended.
+    /// Returns when the daemon has closed the connection.
     pub(crate) async fn closed(&mut self) {
         let mut line = String::new();
-        // It says nothing that it was not asked.
+        // The daemon sends nothing without a request.
         while self.stream.read_line(&mut line).await.is_ok_and(|read| read > 0) {}
     }
 

@@ -1,5 +1,5 @@
-//! The process behind a local cluster: bridge, API server, proxy, and a [`Kubelet`] for each node. It answers the commands
-//! on the control socket, and takes all nodes with it when it is told to end. Killed, it leaves the nodes running.
+//! The daemon of a local cluster: bridge, API server, proxy, and a [`Kubelet`] for each node. It serves the control
+//! socket, and stops all nodes at SIGTERM. If it is killed, the nodes keep running.
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +21,7 @@ use tracing::{info, warn};
 use super::{
     api::ApiServer,
     cgroup,
-    control::{Answer, NodeView, Request, tell},
+    control::{Answer, NodeView, Request, report_line},
     kind::Kind,
     kubelet::{Action, Kubelet, Order, Views},
     layout::{Cluster, Layout, node_name, node_number},
@@ -40,9 +40,10 @@ struct Daemon {
     kubelets: Mutex<BTreeMap<u32, mpsc::Sender<Order>>>,
 }
 
-/// Says so once it serves; until SIGTERM. The FluxInstance's spec comes on stdin.
+/// Reads the FluxInstance's spec from stdin, reports "ready" once it serves, and runs until SIGTERM.
 pub(crate) async fn run(layout: &Layout) -> Result<ExitCode, LocalError> {
-    // Fails where we lead a process group, started by hand: then the terminal's signals are welcome.
+    // Fails if this process leads a process group because a user started it by hand: then the terminal's signals are
+    // fine.
     let _ = setsid();
     let mut terminate = signal(SignalKind::terminate()).context(|| "can't handle signals".to_owned())?;
     let entering = layout.lock()?;
@@ -71,7 +72,7 @@ pub(crate) async fn run(layout: &Layout) -> Result<ExitCode, LocalError> {
         faults,
         kubelets: Mutex::default(),
     });
-    tell("ready")?;
+    report_line("ready")?;
     loop {
         tokio::select! {
             _ = terminate.recv() => break,
@@ -81,14 +82,14 @@ pub(crate) async fn run(layout: &Layout) -> Result<ExitCode, LocalError> {
             },
         }
     }
-    info!("going down");
+    info!("shutting down");
     daemon.shut_down().await;
     let _ = stop.send(true);
     api.stop().await;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Ends when `stopped` turns true, or its sender is gone.
+/// Returns when `stopped` becomes true or its sender is gone.
 async fn wait(mut stopped: watch::Receiver<bool>) {
     let _ = stopped.wait_for(|stopped| *stopped).await;
 }
@@ -103,7 +104,7 @@ async fn converse(daemon: Arc<Daemon>, stream: UnixStream) {
     while let Ok(Some(line)) = lines.next_line().await {
         let answer: Answer = match serde_json::from_str::<Request>(&line) {
             Ok(request) => daemon.carry_out(request).await,
-            Err(error) => Err(format!("the daemon does not know this request: {error}")),
+            Err(error) => Err(format!("the daemon can't read this request: {error}")),
         };
         let Ok(mut text) = serde_json::to_string(&answer) else {
             return;
@@ -170,7 +171,7 @@ impl Daemon {
         for number in &numbers {
             let name = node_name(*number);
             kind.save(&self.layout.node_kind(&name))?;
-            // In the nodes' order, and so the ranks' too: they boot side by side.
+            // Register in the order of the nodes, which gives the order of ranks, because booting is concurrent.
             objects::register(&self.client, kind.node_of(&name), kind).await?;
         }
         let hosts = self.hosts();
@@ -198,7 +199,7 @@ impl Daemon {
         let name = node_name(number);
         let (root, root_name) = (self.layout.node_root(&name), name.clone());
         let prepared = tokio::task::spawn_blocking(move || root::prepare(&root, &root_name, &hosts)).await;
-        prepared.context(|| format!("preparing {name} broke off"))??;
+        prepared.context(|| format!("the preparation of {name} panicked"))??;
         let kubelet = Kubelet {
             layout: self.layout.clone(),
             cluster: self.cluster.clone(),

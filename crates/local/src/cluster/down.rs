@@ -1,5 +1,5 @@
-//! `local down`: takes off everything that `local up` can have made, from what is on disk, in the cgroups and on the
-//! bridge. It needs no daemon, may be killed anywhere, and may be run again.
+//! `local down`: removes everything that `local up` may have made, going by the files, the cgroups and the bridge. It
+//! works without the daemon, and may be killed at any point and run again.
 
 use std::{
     fs,
@@ -22,10 +22,10 @@ use super::{
 use crate::error::{Context, LocalError};
 use host::{Root, facts, sysctl};
 
-/// How long the daemon may take to end its nodes and reap them, before it is killed with them.
+/// How long the daemon may take to stop and reap its nodes before everything is killed.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// Returns false where there was nothing to take down.
+/// Returns false if there was nothing to take down.
 pub(crate) async fn run(layout: &Layout) -> Result<bool, LocalError> {
     let _lock = match layout.lock() {
         Err(LocalError::NotUp) => return Ok(false),
@@ -36,11 +36,11 @@ pub(crate) async fn run(layout: &Layout) -> Result<bool, LocalError> {
             let group = cluster.clone();
             tokio::task::spawn_blocking(move || end_processes(&group))
                 .await
-                .context(|| "taking down broke off".to_owned())??;
+                .context(|| "the task that ends the processes panicked".to_owned())??;
             Network::connect()?.remove_all(&cluster).await?;
             put_back_sysctls(&cluster);
         }
-        // Killed before the record was there: nothing but files had been made.
+        // `local up` was killed before it wrote the record, when it had made nothing but files.
         Err(LocalError::NotUp) => {}
         Err(error) => return Err(error),
     }
@@ -51,7 +51,7 @@ pub(crate) async fn run(layout: &Layout) -> Result<bool, LocalError> {
 fn end_processes(cluster: &Cluster) -> Result<(), LocalError> {
     let group = cluster.cgroup();
     let end = Instant::now() + GRACE;
-    // Asked first: it reaps its children, and not every machine's PID 1 does.
+    // The daemon goes first because it reaps its children, which not every machine's PID 1 does.
     for pid in cgroup::processes(&cluster.daemon_cgroup())? {
         let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
     }
@@ -63,7 +63,7 @@ fn end_processes(cluster: &Cluster) -> Result<(), LocalError> {
     cgroup::remove_empty_parents(&group)
 }
 
-/// What an agent raises, as it is on this machine, for [`put_back_sysctls`].
+/// The machine's current values of the sysctls that an agent raises, for [`put_back_sysctls`].
 pub(crate) fn sysctls() -> std::collections::BTreeMap<String, String> {
     sysctl::RAISED
         .iter()
@@ -73,7 +73,7 @@ pub(crate) fn sysctls() -> std::collections::BTreeMap<String, String> {
 }
 
 fn put_back_sysctls(cluster: &Cluster) {
-    // After a reboot they are the machine's own again.
+    // A reboot has restored them already.
     if cluster.boot_id != facts::boot_id(&Root::host()) {
         return;
     }
@@ -81,7 +81,7 @@ fn put_back_sysctls(cluster: &Cluster) {
         if read_line(&sysctl(name)) != *value
             && let Err(error) = fs::write(sysctl(name), value)
         {
-            tracing::warn!(name, %error, "can't put back the sysctl");
+            tracing::warn!(name, %error, "can't restore the sysctl");
         }
     }
 }
@@ -90,7 +90,7 @@ fn sysctl(name: &str) -> String {
     format!("/proc/sys/{}", name.replace('.', "/"))
 }
 
-/// Removes a directory of ours. What is mounted in it, if anything is, is unmounted and not removed.
+/// Removes a directory of the cluster. File systems mounted in it are unmounted first, never deleted.
 pub(crate) fn remove_files(directory: &Path) -> Result<(), LocalError> {
     let failed = || format!("can't remove {}", directory.display());
     match directory.canonicalize() {

@@ -1,4 +1,4 @@
-//! `local exec`: a command in all namespaces of a node, or of its agent's pod.
+//! `local exec`: runs a command in all namespaces of a node or of its agent's pod.
 
 use std::{
     ffi::OsStr,
@@ -25,8 +25,8 @@ use super::{
 use crate::error::{Context, LocalError};
 use host::{HOST_PATH, exit_code};
 
-/// The node of this name.
-pub(crate) async fn known(layout: &Layout, node: &str) -> Result<NodeView, LocalError> {
+/// Finds a node by name.
+pub(crate) async fn find_node(layout: &Layout, node: &str) -> Result<NodeView, LocalError> {
     let views = Client::connect(layout).await?.ask(Request::Status).await?;
     let view = views.into_iter().find(|view| view.name == node);
     view.ok_or_else(|| LocalError::Usage(format!("there is no node {node}; see `flux-distribute local status`")))
@@ -37,30 +37,32 @@ pub(crate) async fn known(layout: &Layout, node: &str) -> Result<NodeView, Local
 pub(crate) enum Place {
     /// In the node, as after a login.
     Node,
-    /// In the agent's pod, as by `kubectl exec`: it is a command of ours, for the image has no other program.
+    /// In the agent's pod, as with `kubectl exec`. Only `flux-distribute` itself is there, as in the image.
     Pod,
 }
 
-/// Runs `words` in `node` and ends with its exit code.
+/// Runs `words` in `node` and returns the exit code.
 ///
 /// # Errors
-/// There is no such node, it is off, or for [`Place::Pod`] no agent runs there just now.
+/// There is no such node, it is off, or for [`Place::Pod`] no agent runs there at the moment.
 pub(crate) async fn run(layout: &Layout, node: &str, place: Place, words: Vec<String>) -> Result<ExitCode, LocalError> {
     let cluster = layout.load()?;
-    let view = known(layout, node).await?;
+    let view = find_node(layout, node).await?;
     let Some(init) = view.init_pid else {
         return Err(LocalError::Refused(format!("{node} is powered off")));
     };
     let pid = match (place, view.agent_pid) {
         (Place::Node, _) => init,
         (Place::Pod, Some(agent)) => agent,
-        (Place::Pod, None) => return Err(LocalError::Refused(format!("no agent runs on {node} just now; try again"))),
+        (Place::Pod, None) => {
+            return Err(LocalError::Refused(format!("no agent runs on {node} at the moment; try again")));
+        }
     };
-    // Before the namespaces, in which the machine's hierarchies can't be seen. What is left behind when the command
-    // ends belongs to the node, as after a login.
+    // Before entering the namespaces, where the machine's hierarchies are invisible. Processes that outlive the command
+    // belong to the node, as after a login.
     cgroup::enter(&format!("{}/user", cluster.node_cgroup(node)))?;
 
-    // The terminal sends these to the command as well, and it is the command that decides what they mean.
+    // The terminal sends these signals to the command as well, which decides how to react.
     let failed = || "can't handle signals".to_owned();
     let (_interrupt, _quit) =
         (signal(SignalKind::interrupt()).context(failed)?, signal(SignalKind::quit()).context(failed)?);
@@ -82,7 +84,9 @@ pub(crate) async fn run(layout: &Layout, node: &str, place: Place, words: Vec<St
             let _ = started.send(child.id());
             child.wait().context(|| format!("lost {}", words[0]))
         });
-        thread.join().unwrap_or_else(|_| Err(LocalError::Refused("the command broke off".to_owned())))
+        thread
+            .join()
+            .unwrap_or_else(|_| Err(LocalError::Refused("the thread that runs the command panicked".to_owned())))
     });
     let child = child.await.ok();
     loop {
@@ -97,7 +101,7 @@ pub(crate) async fn run(layout: &Layout, node: &str, place: Place, words: Vec<St
     }
 }
 
-/// With the environment of the pod's agent, `agent`. The program's own name may stand first, as with `kubectl exec`.
+/// A command with the environment of `agent`. As with `kubectl exec`, the program's name may come first.
 fn pod_command(agent: i32, words: &[String]) -> Result<Command, LocalError> {
     let ours = words.first().is_some_and(|word| matches!(word.as_str(), "flux-distribute" | "/flux-distribute"));
     let environment = format!("/proc/{agent}/environ");

@@ -1,5 +1,5 @@
-//! Nodes of different kinds on one machine: what a node shows of itself in place of what the machine has. Nothing but the
-//! facts is made up; a job that is given a GPU finds none.
+//! Nodes of different kinds on one machine: a node may show other hardware facts than the machine has. Only the facts
+//! are simulated; a job that is given a GPU finds none.
 
 use std::{fs, os::unix::fs::symlink, path::Path};
 
@@ -8,22 +8,22 @@ use serde::{Deserialize, Serialize};
 use super::{mounts, root::write};
 use crate::error::{Context, LocalError};
 
-/// In what a node differs from the machine.
+/// How a node differs from the machine.
 #[derive(clap::Args, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Kind {
-    /// Show only so many cores [default: the machine's]
+    /// Show only this many cores [default: the machine's]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=32))]
     pub(crate) cores: Option<u32>,
-    /// Show so many GPUs
+    /// Show this many GPUs
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=16))]
     pub(crate) gpus: u32,
-    /// A label of the Node; may be repeated
+    /// A label of the Node (repeatable)
     #[arg(long = "label", value_name = "KEY=VALUE", value_parser = label)]
     pub(crate) labels: Vec<(String, String)>,
     /// The Node's architecture, such as arm64 [default: the machine's]
     #[arg(long)]
     pub(crate) arch: Option<String>,
-    /// Register as this Node, as a machine that replaces another one under its name does
+    /// Register under this Node's name, like a machine that replaces another one
     #[arg(long, hide = true)]
     #[serde(default)]
     pub(crate) registers_as: Option<String>,
@@ -40,7 +40,7 @@ impl Kind {
         self.registers_as.as_deref().unwrap_or(machine)
     }
 
-    /// Lays what differs over the node's /sys.
+    /// Mounts the differences over the node's /sys.
     pub(crate) fn mount(&self, root: &Path) -> Result<(), LocalError> {
         if let Some(cores) = self.cores {
             let directory = root.join("sys/devices/system/cpu");
@@ -50,8 +50,8 @@ impl Kind {
             }
             for cpu in 0..cores {
                 let topology = directory.join(format!("cpu{cpu}/topology"));
-                mounts::make_closed_directory(&topology)?;
-                // hwloc reads the masks, others the lists.
+                mounts::make_directory(&topology)?;
+                // hwloc reads the masks, other tools the lists.
                 for (file, content) in [
                     ("core_cpus", format!("{:x}", 1_u64 << cpu)),
                     ("core_cpus_list", cpu.to_string()),
@@ -64,12 +64,12 @@ impl Kind {
             }
         }
         if self.gpus > 0 {
-            // No directory can be made in sysfs, and a machine need not have a PCI bus.
+            // sysfs doesn't allow new directories, and the machine may have no PCI bus.
             let bus = root.join("sys/bus");
             mounts::kernel("tmpfs", &bus, Some("mode=755"))?;
             for number in 0..self.gpus {
                 let device = bus.join(format!("pci/devices/0000:00:{number:02x}.0"));
-                mounts::make_closed_directory(&device)?;
+                mounts::make_directory(&device)?;
                 write(&device.join("class"), "0x030200\n")?;
                 write(&device.join("vendor"), "0x10de\n")?;
                 let driver = device.join("driver");
@@ -79,12 +79,12 @@ impl Kind {
         Ok(())
     }
 
-    /// Writes it where the node's processes look for it.
+    /// Writes the kind to the file from which the node's processes read it.
     pub(crate) fn save(&self, path: &Path) -> Result<(), LocalError> {
         let failed = || format!("can't write {}", path.display());
         let text = serde_json::to_vec(self).context(failed)?;
         if let Some(directory) = path.parent() {
-            mounts::make_closed_directory(directory)?;
+            mounts::make_directory(directory)?;
         }
         fs::write(path, text).context(failed)
     }

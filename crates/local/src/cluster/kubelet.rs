@@ -1,4 +1,4 @@
-//! Keeps one node: boots it, keeps the agent's pod running in it, and tells the API how the node is.
+//! The kubelet of one simulated node: boots it, keeps the agent's pod running, and reports the node's state to the API.
 
 use std::{
     collections::BTreeMap,
@@ -22,23 +22,23 @@ use tracing::{info, warn};
 
 use super::{
     cgroup,
-    control::{NodeView, listen},
+    control::{NodeView, read_report},
     layout::{Cluster, Layout},
     objects,
 };
 use crate::error::{Context, LocalError};
 use base::error_chain;
 
-/// Least and most between two starts of an agent: shorter than kubelet's, so that what is tested with it ends soon.
+/// Shortest and longest pause between two starts of an agent: shorter than a real kubelet's, so that tests end sooner.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
-/// An agent that ran so long is started again after the least back-off.
+/// After an agent has run this long, the next pause is the shortest again.
 const STEADY: Duration = Duration::from_secs(10);
 /// The DaemonSet's terminationGracePeriodSeconds.
 const GRACE: Duration = Duration::from_secs(120);
-/// A node boots in tens of milliseconds, and an agent starts in as many; this is for a machine that is swamped.
+/// Limit for a boot or a start, which normally take tens of milliseconds, on an overloaded machine.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
-/// What a kubelet can be told.
+/// An order to a kubelet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Action {
     RestartAgent,
@@ -46,17 +46,17 @@ pub(crate) enum Action {
     PowerOff,
     PowerOn,
     Remove,
-    /// The daemon ends: as [`Action::PowerOff`], and nobody is told.
+    /// The daemon ends: like [`Action::PowerOff`], but the API server is not updated.
     Shutdown,
 }
 
-/// Says that an action is done.
+/// Receives the result of an action.
 pub(crate) type Reply = oneshot::Sender<Result<(), String>>;
 pub(crate) type Order = (Action, Reply);
 /// All nodes, by number.
 pub(crate) type Views = Arc<Mutex<BTreeMap<u32, NodeView>>>;
 
-/// What one kubelet knows.
+/// One node and the daemon's shared state.
 pub(crate) struct Kubelet {
     pub(crate) layout: Layout,
     pub(crate) cluster: Arc<Cluster>,
@@ -64,7 +64,7 @@ pub(crate) struct Kubelet {
     pub(crate) number: u32,
     pub(crate) name: String,
     pub(crate) views: Views,
-    /// True once the nodes that were made together are all up.
+    /// True once all nodes of the same order are up.
     pub(crate) others: watch::Receiver<bool>,
 }
 
@@ -84,10 +84,10 @@ struct Pod {
 enum Off {
     /// Its PID 1 is gone, or it never came up.
     Died,
-    Told(Action, Reply),
+    Ordered(Action, Reply),
 }
 
-/// Why a pod is to end, or has.
+/// Why a pod ended or must end.
 enum PodEnd {
     Ended,
     Restart(Reply),
@@ -95,26 +95,26 @@ enum PodEnd {
 }
 
 impl Kubelet {
-    /// Until the node is removed or the daemon ends. `first`: the order that made the node.
+    /// Runs until the node is removed or the daemon ends. `first` answers the order that created the node.
     pub(crate) async fn run(self, mut orders: mpsc::Receiver<Order>, first: Reply) {
         let mut booting = Some(first);
         while let Some(reply) = booting.take() {
-            let off = self.be_up(reply, &mut orders).await;
+            let off = self.run_until_off(reply, &mut orders).await;
             if let Err(error) = self.kill(&self.cluster.node_cgroup(&self.name)).await {
-                warn!(node = self.name, error = error_chain(&error), "can't kill what is left of the node");
+                warn!(node = self.name, error = error_chain(&error), "can't kill the node's remaining processes");
             }
             self.show(|view| (view.init_pid, view.agent_pid) = (None, None));
             let next = match off {
-                Off::Told(Action::Shutdown, reply) => return answer(reply, Ok(())),
-                Off::Told(Action::Remove, reply) => return answer(reply, self.remove().await),
-                Off::Told(_, reply) => {
+                Off::Ordered(Action::Shutdown, reply) => return answer(reply, Ok(())),
+                Off::Ordered(Action::Remove, reply) => return answer(reply, self.remove().await),
+                Off::Ordered(_, reply) => {
                     answer(reply, self.report(false).await);
                     self.wait_for_power(&mut orders).await
                 }
                 Off::Died => {
                     warn!(node = self.name, "the node is down");
                     if let Err(error) = self.report(false).await {
-                        warn!(node = self.name, error = error_chain(&error), "can't report");
+                        warn!(node = self.name, error = error_chain(&error), "can't report the node's state");
                     }
                     self.wait_for_power(&mut orders).await
                 }
@@ -128,7 +128,7 @@ impl Kubelet {
         }
     }
 
-    /// The first order that a node which is off can follow.
+    /// Waits for the first order that makes a difference to a node that is off.
     async fn wait_for_power(&self, orders: &mut mpsc::Receiver<Order>) -> Option<Order> {
         loop {
             match orders.recv().await? {
@@ -141,8 +141,8 @@ impl Kubelet {
         }
     }
 
-    /// Boots, and stays until the node is off again.
-    async fn be_up(&self, reply: Reply, orders: &mut mpsc::Receiver<Order>) -> Off {
+    /// Boots the node and runs it until it is off again.
+    async fn run_until_off(&self, reply: Reply, orders: &mut mpsc::Receiver<Order>) -> Off {
         let booted = async {
             let machine = self.boot().await?;
             let kind = self.layout.kind(&self.name)?;
@@ -161,11 +161,11 @@ impl Kubelet {
         info!(node = self.name, pid = machine.init, "the node is up");
         self.show(|view| (view.init_pid, view.error) = (Some(machine.init), None));
         answer(reply, Ok(()));
-        // As where a DaemonSet is applied to a cluster that is there: a planner that came sooner would take a node that
-        // boots slowly for one that joins later, and those are named as spares.
+        // As when a DaemonSet is applied to an existing cluster: a planner that started earlier would consider a node
+        // that boots slowly as joining later, and such nodes get the names of spares.
         let _ = self.others.clone().wait_for(|all_up| *all_up).await;
         let off = self.keep_agent(&mut machine, orders).await;
-        // PID 1 takes its whole PID namespace along; then its parent ends too.
+        // The kernel kills the whole PID namespace with its PID 1; then the helper exits too.
         let _ = kill(Pid::from_raw(machine.init), Signal::SIGKILL);
         let _ = machine.helper.wait().await;
         off
@@ -175,8 +175,8 @@ impl Kubelet {
         let log = self.layout.node_log(&self.name);
         let (helper, mut lines) = self.start(&["make-node", &self.name], &log)?;
         let init = read_pid(&mut lines, &self.name).await?;
-        // From PID 1 itself.
-        listen(&mut lines, START_LIMIT, &self.name).await?;
+        // The second line comes from PID 1 itself.
+        read_report(&mut lines, START_LIMIT, &self.name).await?;
         Ok(Machine { helper, init })
     }
 
@@ -209,7 +209,7 @@ impl Kubelet {
                 None => PodEnd::Ended,
             };
             if let (Some(pod), PodEnd::Restart(_)) = (&mut pod, &end) {
-                // A rollout: kubelet's SIGTERM, and the end of its patience below.
+                // A rollout: SIGTERM first, like a kubelet; after the grace period, `clear` kills the rest.
                 let _ = kill(Pid::from_raw(pod.agent), Signal::SIGTERM);
                 let _ = timeout(GRACE, pod.shim.wait()).await;
             }
@@ -233,7 +233,7 @@ impl Kubelet {
     }
 
     async fn start_pod(&self, init: i32, uid: &str) -> Result<Pod, LocalError> {
-        // As a DaemonSet's pods are named, with five letters that nobody else has.
+        // A DaemonSet's pods have such names, ending with five characters that are unique in the cluster.
         let pod = format!("{}-{}", api::DAEMONSET, &uid[..5]);
         let log = self.layout.agent_log(&self.name);
         let (shim, mut lines) = self.start(&["make-pod", &self.name, &init.to_string(), uid, &pod], &log)?;
@@ -278,7 +278,7 @@ impl Kubelet {
         }
     }
 
-    /// Kills whatever is left in the pod's cgroup, as the container runtime does, and forgets the pod.
+    /// Kills what is left in the pod's cgroup, as the container runtime does, and reaps the pod.
     async fn clear(&self, uid: &str, pod: Option<Pod>) {
         let group = self.cluster.pod_cgroup(&self.name, uid);
         if let Err(error) = self.kill(&group).await {
@@ -296,7 +296,7 @@ impl Kubelet {
     async fn kill(&self, group: &str) -> Result<(), LocalError> {
         let group = group.to_owned();
         let killed = tokio::task::spawn_blocking(move || cgroup::kill_all(&group)).await;
-        killed.context(|| "killing broke off".to_owned())?
+        killed.context(|| "the task that kills the processes panicked".to_owned())?
     }
 
     async fn report(&self, ready: bool) -> Result<(), LocalError> {
@@ -304,7 +304,7 @@ impl Kubelet {
         objects::report(&self.client, &self.cluster, self.number, kind.node_of(&self.name), &kind, ready).await
     }
 
-    /// The node's Node object and files, as if the machine had been carried away.
+    /// Deletes the Node object and the node's files.
     async fn remove(&self) -> Result<(), LocalError> {
         objects::unregister(&self.client, self.layout.kind(&self.name)?.node_of(&self.name)).await?;
         let (group, directory) = (self.cluster.node_cgroup(&self.name), self.layout.node(&self.name));
@@ -312,7 +312,7 @@ impl Kubelet {
             cgroup::remove(&group)?;
             super::down::remove_files(&directory)
         });
-        removed.await.context(|| "removing broke off".to_owned())??;
+        removed.await.context(|| "the task that removes the node's files panicked".to_owned())??;
         self.views.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.number);
         Ok(())
     }
@@ -323,7 +323,7 @@ impl Kubelet {
         }
     }
 
-    /// Starts one of our own helpers, which answers on stdout.
+    /// Starts a helper process, which reports on stdout.
     fn start(
         &self,
         words: &[&str],
@@ -337,7 +337,7 @@ impl Kubelet {
     }
 }
 
-/// What an order means to a pod that runs or is about to.
+/// The effect of an order on a pod that runs or is about to start.
 fn after(order: Order) -> Option<PodEnd> {
     match order {
         (Action::RestartAgent, reply) => Some(PodEnd::Restart(reply)),
@@ -345,16 +345,16 @@ fn after(order: Order) -> Option<PodEnd> {
             answer(reply, Ok(()));
             None
         }
-        (action, reply) => Some(PodEnd::Node(Off::Told(action, reply))),
+        (action, reply) => Some(PodEnd::Node(Off::Ordered(action, reply))),
     }
 }
 
 fn answer(reply: Reply, result: Result<(), LocalError>) {
-    // Whoever asked may have gone.
+    // The receiver may be gone.
     let _ = reply.send(result.map_err(|error| error_chain(&error)));
 }
 
 async fn read_pid(lines: &mut Lines<BufReader<ChildStdout>>, who: &str) -> Result<i32, LocalError> {
-    let line = listen(lines, START_LIMIT, who).await?;
-    line.parse().context(|| format!("{who} does not tell its pid"))
+    let line = read_report(lines, START_LIMIT, who).await?;
+    line.parse().context(|| format!("{who} does not report its PID"))
 }

@@ -1,4 +1,4 @@
-//! What is where: the state directory, and the two records from which everything can be found and taken down again.
+//! The state directory, and the two records that suffice to find and take down everything the cluster made.
 
 use std::{
     fs::File,
@@ -24,13 +24,13 @@ use base::redact::LOG_VARIABLE;
 
 /// Overrides [`DEFAULT_DIRECTORY`], so that several local clusters can be up on one machine.
 pub(crate) const DIRECTORY_VARIABLE: &str = "FLUX_DISTRIBUTE_LOCAL_DIR";
-/// For tests: a program to run in place of ours as each node's agent.
+/// For tests: a program that each node runs as its agent instead of ours.
 pub(crate) const AGENT_VARIABLE: &str = "FLUX_DISTRIBUTE_LOCAL_AGENT";
 const DEFAULT_DIRECTORY: &str = "/var/lib/flux-distribute-local";
-/// All cgroups of all local clusters are below this one.
+/// The parent cgroup of all local clusters.
 const CGROUP: &str = "flux-distribute-local";
 
-/// How long a `down` may wait for another one: more than that one's patience with processes that die slowly.
+/// How long a `down` waits for another one: longer than that one waits for processes that exit slowly.
 const LOCK_LIMIT: Duration = Duration::from_secs(60);
 
 /// Paths in the state directory.
@@ -45,7 +45,7 @@ impl Layout {
             Some(given) if !given.is_empty() => PathBuf::from(given),
             _ => PathBuf::from(DEFAULT_DIRECTORY),
         };
-        // `down` removes this directory with all that is in it.
+        // `down` removes this directory and everything in it.
         let refused = |reason| LocalError::Usage(format!("{DIRECTORY_VARIABLE}: {reason}"));
         check_prefix(&directory).and_then(|()| check_prefix_characters(&directory)).map_err(refused)?;
         Ok(Self { directory })
@@ -66,15 +66,15 @@ impl Layout {
     pub(crate) fn kubeconfig(&self) -> PathBuf {
         self.directory.join("kubeconfig")
     }
-    /// The stand-in for the agent's container image: what the nodes' pods are made of.
+    /// The stand-in for the agent's container image: the files that the nodes' pods consist of.
     pub(crate) fn image(&self) -> PathBuf {
         self.directory.join("image")
     }
-    /// Our own executable as it was at `up`: a rebuilt one must not change a running cluster half-way.
+    /// A copy of our own executable, made at `up`: a rebuilt one must not change a running cluster.
     pub(crate) fn executable(&self) -> PathBuf {
         self.image().join("flux-distribute")
     }
-    /// A process of ours behind the cluster, which answers on stdout.
+    /// A helper process of the cluster, which reports on stdout.
     pub(crate) fn helper(&self, words: &[&str], log: File) -> Command {
         let mut command = Command::new(self.executable());
         command.arg("local").args(words).env_clear().env(DIRECTORY_VARIABLE, &self.directory);
@@ -82,7 +82,7 @@ impl Layout {
         command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
         command
     }
-    /// State of the API server.
+    /// The API server's files.
     pub(crate) fn api(&self) -> PathBuf {
         self.directory.join("api")
     }
@@ -105,7 +105,7 @@ impl Layout {
         self.node(name).join("agent.log")
     }
 
-    /// In what a node differs from the machine.
+    /// How a node differs from the machine.
     ///
     /// # Errors
     /// The record is damaged.
@@ -113,26 +113,27 @@ impl Layout {
         Ok(read_json(&self.node_kind(name))?.unwrap_or_default())
     }
 
-    /// The cluster's record.
+    /// Reads the cluster's record.
     ///
     /// # Errors
-    /// [`LocalError::NotUp`] where there is none.
+    /// [`LocalError::NotUp`] if there is none, or the record is damaged.
     pub(crate) fn load(&self) -> Result<Cluster, LocalError> {
         read_json(&self.cluster())?.ok_or(LocalError::NotUp)
     }
 
-    /// The cluster with this token is there, and no `down` is taking it off: one that is at work is waited for.
-    pub(crate) fn is_of(&self, token: &str) -> bool {
+    /// True if the cluster with this token exists and no `down` is removing it: waits for one that is running.
+    pub(crate) fn is_current(&self, token: &str) -> bool {
         let _lock = self.lock();
         self.load().is_ok_and(|found| found.token == token)
     }
 
-    /// Held by a `down`, and by a daemon until it is in its cgroup: entering one takes long enough for a `down` to find
-    /// nobody there, and whose `up` was killed then lives on, or makes the cgroup anew. It is the directory itself, for a
-    /// file in it could be made anew while the directory is removed.
+    /// Locks the directory. A `down` holds this lock, and so does a daemon until it has entered its cgroup: otherwise a
+    /// `down` could find no process during that time, and a daemon whose `up` was killed would survive or create the
+    /// cgroup again. The lock is on the directory itself, since a lock file could be created again while the directory
+    /// is being removed.
     ///
     /// # Errors
-    /// [`LocalError::NotUp`] where there is no directory; another one still holds it after [`LOCK_LIMIT`].
+    /// [`LocalError::NotUp`] if the directory doesn't exist; another process still holds the lock after [`LOCK_LIMIT`].
     pub(crate) fn lock(&self) -> Result<Flock<File>, LocalError> {
         let failed = || format!("can't lock {}", self.directory.display());
         let end = Instant::now() + LOCK_LIMIT;
@@ -145,7 +146,7 @@ impl Layout {
                 Ok(lock) => return Ok(lock),
                 Err((_, Errno::EWOULDBLOCK)) if Instant::now() < end => std::thread::sleep(Duration::from_millis(20)),
                 Err((_, Errno::EWOULDBLOCK)) => {
-                    let message = format!("another `local` command is still at work in {}", self.directory.display());
+                    let message = format!("another `local` command is still running in {}", self.directory.display());
                     return Err(LocalError::Refused(message));
                 }
                 Err((_, errno)) => return Err(errno).context(failed),
@@ -154,10 +155,10 @@ impl Layout {
     }
 }
 
-/// Everything that is decided at `up`, written before the first side effect. Holds the API's token: 0600.
+/// The settings chosen at `up`, written before the first side effect. Contains the API's token, so its mode is 0600.
 #[derive(Serialize, Deserialize, Clone)]
 pub(crate) struct Cluster {
-    /// Name of the bridge; the cgroup's name and the links' names are made from it.
+    /// Name of the bridge, from which the names of the cgroup and the links are derived.
     pub(crate) bridge: String,
     /// Network address of the nodes' /16.
     pub(crate) network: Ipv4Addr,
@@ -167,15 +168,15 @@ pub(crate) struct Cluster {
     pub(crate) token: String,
     /// Directory with etcd and kube-apiserver; None: the embedded API server.
     pub(crate) assets: Option<PathBuf>,
-    /// Shown read-only in each node at the same path: where bundles and channels of this machine are.
+    /// Mounted read-only into each node at the same path: the machine's bundles and channels.
     pub(crate) shown: Vec<PathBuf>,
-    /// `spec.prefix`, where it is given.
+    /// `spec.prefix`, if it is set.
     pub(crate) prefix: Option<String>,
-    /// Each pod runs `image/agent` in place of our own executable.
+    /// Each pod runs `image/agent` instead of our own executable.
     pub(crate) foreign_agent: bool,
-    /// So many seconds the nodes' clocks are off, some behind and some ahead.
+    /// By how many seconds the nodes' clocks are wrong, some behind and some ahead.
     pub(crate) clocks_off: i64,
-    /// The machine's boot, and the sysctls as they were: an agent raises them for the machine as a whole.
+    /// The machine's boot id, and its sysctls before any agent raised them for the whole machine.
     pub(crate) boot_id: String,
     pub(crate) sysctls: std::collections::BTreeMap<String, String>,
 }
@@ -237,10 +238,10 @@ pub(crate) fn make_private_directory(path: &Path) -> Result<(), LocalError> {
         .context(|| format!("can't make {}", path.display()))
 }
 
-/// Writes a file that only root can read, whole or not at all. `replace`: else an existing one is an error.
+/// Writes a file that only root can read, atomically. Without `replace`, an existing file is an error.
 pub(crate) fn write_private(path: &Path, content: &[u8], replace: bool) -> std::io::Result<()> {
     let directory = path.parent().unwrap_or(Path::new("/"));
-    // tempfile makes its files 0600.
+    // tempfile creates files with mode 0600.
     let mut file = tempfile::NamedTempFile::new_in(directory)?;
     file.write_all(content)?;
     if replace {
@@ -260,7 +261,7 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, L
     serde_json::from_slice(&text).map(Some).context(|| format!("{} is damaged", path.display()))
 }
 
-/// Copies an executable; a hard link would change under us when it is rebuilt in place.
+/// Copies an executable. A hard link would change if the original is rebuilt in place.
 pub(crate) fn copy_executable(from: &Path, to: &Path) -> Result<(), LocalError> {
     std::fs::copy(from, to)
         .and_then(|_| std::fs::set_permissions(to, std::fs::Permissions::from_mode(0o755)))
@@ -272,7 +273,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_names_that_local_mode_gives_are_node_names() {
+    fn only_names_that_local_mode_assigns_are_node_names() {
         for (name, number) in [
             ("node1", Some(1)),
             ("node42", Some(42)),

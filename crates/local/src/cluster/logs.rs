@@ -1,4 +1,4 @@
-//! `local logs`: what a node's agent or broker has written. It needs no daemon, and the node may be off.
+//! `local logs`: prints the log of a node's agent or broker. Works without the daemon and while the node is off.
 
 use std::{fs::File, io};
 
@@ -9,7 +9,7 @@ use host::log;
 /// Prints the log of the agent of `node`, or of its broker.
 ///
 /// # Errors
-/// [`LocalError::NotUp`]; there is no such node; nothing was written yet.
+/// [`LocalError::NotUp`]; there is no such node; nothing has been written yet.
 pub(crate) fn run(layout: &Layout, node: &str, is_broker: bool) -> Result<(), LocalError> {
     let cluster = layout.load()?;
     if node_number(node).is_none() || !layout.node(node).is_dir() {
@@ -26,12 +26,12 @@ pub(crate) fn run(layout: &Layout, node: &str, is_broker: bool) -> Result<(), Lo
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let who = if is_broker { "broker" } else { "agent" };
-            return Err(LocalError::Refused(format!("no {who} has written anything on {node} yet")));
+            return Err(LocalError::Refused(format!("the {who} on {node} has not written a log yet")));
         }
         Err(error) => return Err(error).context(|| format!("can't read {}", path.display())),
     };
     match io::copy(&mut file, &mut io::stdout()) {
-        // Whoever has closed it, such as `head`, does not want to read more.
+        // The reader, such as `head`, has closed the pipe because it needs no more.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         copied => copied.map(drop).context(|| format!("can't print {}", path.display())),
     }

@@ -1,10 +1,10 @@
-//! Simulated nodes: namespaces, cgroups and a root of their own for each, and the daemon that keeps them.
+//! Simulated nodes: each has namespaces, cgroups and a root directory of its own; a daemon runs them.
 //!
-//! What is made, and by whom:
+//! What is made, and by which process:
 //! - `local up` writes `cluster.json`, which names everything that will ever be made, and starts the `daemon`;
-//! - the daemon makes the bridge, serves the API and the `proxy`, and keeps one `kubelet` for each node;
+//! - the daemon makes the bridge, serves the API and the `proxy`, and runs one `kubelet` per node;
 //! - a kubelet boots its node (`node`, whose PID 1 is `init`) and keeps the agent's `pod` running in it;
-//! - `local down` (`down`) needs none of them: it takes off what it finds on disk, in the cgroups and on the bridge.
+//! - `local down` (`down`) needs none of them: it removes what it finds on disk, in the cgroups and on the bridge.
 
 pub(crate) mod api;
 pub(crate) mod cgroup;

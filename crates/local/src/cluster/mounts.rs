@@ -1,5 +1,4 @@
-//! Mounts, as far as nodes and pods are made of them. All of it happens in mount namespaces of their own: nothing is
-//! ever mounted where the machine would see it.
+//! Mounts for nodes and pods. All of them happen in separate mount namespaces, so the machine never sees them.
 
 use std::{fs, path::Path};
 
@@ -14,26 +13,26 @@ use host::mountinfo;
 
 const NONE: Option<&str> = None;
 
-/// Nothing that happens from here on in this mount namespace is seen in another.
+/// Stops the propagation of mounts from and to other mount namespaces.
 pub(crate) fn make_private() -> Result<(), LocalError> {
     mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NONE)
         .context(|| "can't make the mount namespace private".to_owned())
 }
 
-/// Mounts a file system of the kernel, such as proc.
+/// Mounts one of the kernel's file systems, such as proc.
 pub(crate) fn kernel(kind: &str, target: &Path, options: Option<&str>) -> Result<(), LocalError> {
-    make_closed_directory(target)?;
+    make_directory(target)?;
     mount(Some(kind), target, Some(kind), MsFlags::empty(), options)
         .context(|| format!("can't mount {kind} on {}", target.display()))
 }
 
-/// Shows `source` with all that is mounted in it at `target`.
+/// Bind-mounts `source`, including everything mounted in it, at `target`.
 pub(crate) fn bind(source: &Path, target: &Path) -> Result<(), LocalError> {
     if source.is_dir() {
-        make_closed_directory(target)?;
+        make_directory(target)?;
     } else if !target.exists() {
         if let Some(parent) = target.parent() {
-            make_closed_directory(parent)?;
+            make_directory(parent)?;
         }
         fs::File::create(target).context(|| format!("can't make {}", target.display()))?;
     }
@@ -41,11 +40,11 @@ pub(crate) fn bind(source: &Path, target: &Path) -> Result<(), LocalError> {
         .context(|| format!("can't bind {} to {}", source.display(), target.display()))
 }
 
-/// As [`bind`], read-only.
+/// Like [`bind`], but read-only.
 pub(crate) fn bind_read_only(source: &Path, target: &Path) -> Result<(), LocalError> {
     bind(source, target)?;
     if !source.is_dir() {
-        // Nothing is mounted in a file; and a pod's files are bound where our own /proc is out of reach.
+        // Nothing can be mounted in a file, and when a pod's files are bound, our own /proc is out of reach.
         return remount_read_only(target);
     }
     let table = mountinfo::own().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?;
@@ -57,7 +56,7 @@ pub(crate) fn bind_read_only(source: &Path, target: &Path) -> Result<(), LocalEr
 
 fn remount_read_only(target: &Path) -> Result<(), LocalError> {
     let mut flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
-    // What a remount does not name again is taken off.
+    // A remount clears every flag that it doesn't repeat.
     let kept = statvfs(target).map(|found| found.flags()).unwrap_or(FsFlags::empty());
     for (has, keep) in [
         (FsFlags::ST_NOSUID, MsFlags::MS_NOSUID),
@@ -73,13 +72,14 @@ fn remount_read_only(target: &Path) -> Result<(), LocalError> {
 pub(crate) fn enter_root(root: &Path) -> Result<(), LocalError> {
     let failed = || format!("can't make {} the root directory", root.display());
     chdir(root).context(failed)?;
-    // pivot_root(2), "pivot_root(".", ".")": the old root is stacked on the new one, so it needs no place in it.
+    // See pivot_root(2), "pivot_root(".", ".")": the old root is stacked on the new one, so it needs no directory in
+    // it.
     pivot_root(".", ".").context(failed)?;
     umount2(".", MntFlags::MNT_DETACH).context(failed)?;
     chdir("/").context(failed)
 }
 
-/// Takes off whatever is mounted at `directory` or below, in this mount namespace.
+/// Unmounts everything at `directory` or below, in this mount namespace.
 pub(crate) fn unmount_all(directory: &Path) -> Result<(), LocalError> {
     let table = mountinfo::own().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?;
     for mounted in table.iter().rev().filter(|mounted| mounted.point.starts_with(directory)) {
@@ -89,6 +89,6 @@ pub(crate) fn unmount_all(directory: &Path) -> Result<(), LocalError> {
     Ok(())
 }
 
-pub(crate) fn make_closed_directory(path: &Path) -> Result<(), LocalError> {
+pub(crate) fn make_directory(path: &Path) -> Result<(), LocalError> {
     fs::create_dir_all(path).context(|| format!("can't make {}", path.display()))
 }

@@ -1,5 +1,5 @@
-//! The nodes' network: one bridge that the machine itself has an address on, and a veth pair for each node. No route
-//! leads out of it; the nodes reach the rest of the world through the [`super::proxy`].
+//! The nodes' network: one bridge, on which the machine itself has an address, and a veth pair for each node. No route
+//! leads out of it; nodes reach other hosts through the [`super::proxy`].
 
 use std::{
     net::{IpAddr, Ipv4Addr},
@@ -21,14 +21,14 @@ use nix::libc;
 use super::layout::Cluster;
 use crate::error::{Context, LocalError};
 
-/// Every bridge of local mode is named so, with a number.
+/// Prefix of the bridges' names; a number follows.
 const BRIDGE_NAME: &str = "fxd";
-/// More than anyone starts at a time on one machine.
+/// The maximum number of local clusters on one machine.
 const CANDIDATES: u8 = 24;
-/// The first candidate for the nodes' /16; it and the next ones are rarely used by anyone.
+/// The first candidate for the nodes' /16. These networks are rarely in use.
 const FIRST_NETWORK: [u8; 2] = [10, 231];
 
-/// A connection to the network namespace of the calling thread; it stays there, wherever the thread goes.
+/// A netlink connection to the network namespace that the calling thread has now; it stays there if the thread moves.
 pub(crate) struct Network {
     handle: Handle,
 }
@@ -41,11 +41,11 @@ impl Network {
         Ok(Self { handle })
     }
 
-    /// A bridge name and a network that nobody on this machine uses.
+    /// Chooses a bridge name and a network that are unused on this machine.
     pub(crate) async fn choose(&self) -> Result<(String, Ipv4Addr), LocalError> {
         let links = self.links().await?;
         let used = self.used_networks().await?;
-        // Both by the same number: who makes the bridge first has the network too.
+        // The same number for both, so that the cluster that makes the bridge first also owns the network.
         let of = |number| {
             let network = Ipv4Addr::new(FIRST_NETWORK[0], FIRST_NETWORK[1] + number, 0, 0);
             (format!("{BRIDGE_NAME}{number}"), network)
@@ -55,7 +55,7 @@ impl Network {
                 && !used.iter().any(|(address, length)| overlap(*network, *address, *length))
         };
         (0..CANDIDATES).map(of).find(is_free).ok_or_else(|| {
-            let message = format!("all of {CANDIDATES} networks from 10.231.0.0/16 on are in use on this machine");
+            let message = format!("all {CANDIDATES} networks from 10.231.0.0/16 on are in use on this machine");
             LocalError::Refused(message)
         })
     }
@@ -82,12 +82,12 @@ impl Network {
         Ok(used)
     }
 
-    /// Makes the bridge, with the machine's own address on it; false where another cluster has been faster.
+    /// Makes the bridge with the machine's address on it. Returns false if another cluster made it first.
     pub(crate) async fn make_bridge(&self, cluster: &Cluster) -> Result<bool, LocalError> {
         let bridge = &cluster.bridge;
         match self.handle.link().add(LinkBridge::new(bridge).build()).execute().await {
             Err(rtnetlink::Error::NetlinkError(refusal)) if refusal.raw_code() == -libc::EEXIST => return Ok(false),
-            made => made.context(|| format!("can't make the bridge {bridge}; the kernel needs its module bridge"))?,
+            made => made.context(|| format!("can't make the bridge {bridge}; the kernel needs the module `bridge`"))?,
         }
         let addressed = self.set_address(bridge, cluster.gateway()).await;
         if addressed.is_err() {
@@ -105,9 +105,9 @@ impl Network {
     ) -> Result<(), LocalError> {
         let ours = cluster.link(number);
         let theirs = format!("{}p{number}", cluster.bridge);
-        let failed = || format!("can't make the link {ours}; the kernel needs its module veth");
+        let failed = || format!("can't make the link {ours}; the kernel needs the module `veth`");
         let bridge = self.require(&cluster.bridge).await?;
-        // Left over where the node's network namespace has not quite gone yet.
+        // One may be left while the node's previous network namespace is still being destroyed.
         self.remove(&ours).await?;
         self.handle.link().add(LinkVeth::new(&ours, &theirs).build()).execute().await.context(failed)?;
         let theirs = LinkUnspec::new_with_index(self.require(&theirs).await?).setns_by_fd(namespace.as_raw_fd());
@@ -116,7 +116,7 @@ impl Network {
         self.handle.link().set(ours.build()).execute().await.context(failed)
     }
 
-    /// From inside the node: gives its end the usual name and its address, and brings up the loopback.
+    /// Called inside the node: names its end eth0, sets its address, and brings up the loopback.
     pub(crate) async fn settle_in(&self, cluster: &Cluster, number: u32) -> Result<(), LocalError> {
         let index = self.require(&format!("{}p{number}", cluster.bridge)).await?;
         let named = LinkUnspec::new_with_index(index).name("eth0");
@@ -133,19 +133,19 @@ impl Network {
         self.handle.link().set(LinkUnspec::new_with_index(index).up().build()).execute().await.context(failed)
     }
 
-    /// Removes a link, if it is there. (The other end of a veth pair goes with it.)
+    /// Removes a link if it exists; with it goes the other end of a veth pair.
     pub(crate) async fn remove(&self, name: &str) -> Result<(), LocalError> {
         let Some(index) = self.index(name).await? else {
             return Ok(());
         };
         match self.handle.link().del(index).execute().await {
-            // A dying network namespace takes its end, and with it ours.
+            // The kernel may remove our end together with the node's network namespace.
             Err(_) if self.index(name).await?.is_none() => Ok(()),
             done => done.context(|| format!("can't remove the link {name}")),
         }
     }
 
-    /// Removes the bridge and all links that are named after it.
+    /// Removes the bridge and all links whose names derive from it.
     pub(crate) async fn remove_all(&self, cluster: &Cluster) -> Result<(), LocalError> {
         for link in self.links().await? {
             if let Some(name) = link_name(&link)
@@ -177,14 +177,14 @@ fn link_name(link: &LinkMessage) -> Option<&str> {
     })
 }
 
-/// `fxd1` itself and its `fxd1n7`, `fxd1p7`; not `fxd10`.
+/// True for `fxd1` itself and for `fxd1n7` and `fxd1p7`, false for `fxd10`.
 fn is_ours(name: &str, bridge: &str) -> bool {
     name.strip_prefix(bridge).is_some_and(|rest| rest.is_empty() || rest.starts_with('n') || rest.starts_with('p'))
 }
 
 fn overlap(network: Ipv4Addr, address: Ipv4Addr, length: u8) -> bool {
     let common = length.min(Cluster::PREFIX);
-    // A default route overlaps with everything and hinders nothing.
+    // A default route overlaps with every network, but doesn't conflict.
     common > 0 && (u32::from(network) ^ u32::from(address)) >> (32 - u32::from(common)) == 0
 }
 

@@ -1,7 +1,7 @@
-//! Boots a node: a helper process that makes its namespaces and its PID 1, and stays as the parent of that.
+//! Boots a node: a helper process that makes the namespaces, starts PID 1 in them, and remains as its parent.
 //!
-//! It is a process of its own because it goes into the node's cgroup, and the namespaces are entered on a thread that
-//! nobody else sees: the process itself stays where it was.
+//! It is a process of its own because it enters the node's cgroup. The namespaces are entered on a separate thread, so
+//! that the process itself stays in the machine's.
 
 use std::{
     fs::File,
@@ -15,19 +15,19 @@ use tokio::sync::oneshot;
 
 use super::{
     cgroup,
-    control::tell,
+    control::report_line,
     layout::{DIRECTORY_VARIABLE, Layout, node_number},
     mounts,
     network::Network,
 };
 use crate::error::{Context, LocalError};
 
-/// Answers on stdout with the pid of the node's PID 1; that one writes `ready` after it. Ends with it.
+/// Reports the PID of the node's PID 1 on stdout; then PID 1 reports `ready`. Returns when PID 1 has exited.
 pub(crate) async fn boot(layout: &Layout, name: &str) -> Result<ExitCode, LocalError> {
     let cluster = layout.load()?;
-    let number = node_number(name).ok_or_else(|| LocalError::Usage(format!("{name} is no node's name")))?;
+    let number = node_number(name).ok_or_else(|| LocalError::Usage(format!("{name} is not the name of a node")))?;
     let network = Network::connect()?;
-    // What the cgroup namespace takes for its root is where its maker is.
+    // A cgroup namespace gets the current cgroup as its root.
     cgroup::enter(&cluster.node_cgroup(name))?;
 
     let (made, namespace) = oneshot::channel();
@@ -43,15 +43,16 @@ pub(crate) async fn boot(layout: &Layout, name: &str) -> Result<ExitCode, LocalE
                 | CloneFlags::CLONE_NEWCGROUP
                 | CloneFlags::CLONE_NEWPID,
         )
-        .context(|| "can't make namespaces; this needs root on the machine itself".to_owned())?;
+        .context(|| "can't create namespaces; this needs root on the machine, not in a container".to_owned())?;
         mounts::make_private()?;
         let own = File::open("/proc/thread-self/ns/net").context(|| "can't open a namespace".to_owned())?;
         // The receiver is gone only if booting has failed already.
         let _ = made.send(own);
         if go.recv().is_err() {
-            return Err(LocalError::Refused(format!("booting {init_name} was given up")));
+            return Err(LocalError::Refused(format!("the boot of {init_name} was aborted")));
         }
-        // Below the node's own cgroup, whose processes cgroup v2 would count against its children.
+        // A child cgroup, because in cgroup v2 a cgroup with processes of its own can't have controllers for its
+        // children.
         cgroup::enter(&init_group)?;
         let mut init = Command::new(executable);
         init.args(["local", "node-init", &init_name]).arg0(format!("init [{init_name}]"));
@@ -65,10 +66,10 @@ pub(crate) async fn boot(layout: &Layout, name: &str) -> Result<ExitCode, LocalE
     let finished = tokio::task::spawn_blocking(move || thread.join()).await;
     let mut init = match finished {
         Ok(Ok(started)) => started?,
-        _ => return Err(LocalError::Refused(format!("booting {name} broke off"))),
+        _ => return Err(LocalError::Refused(format!("the thread that boots {name} panicked"))),
     };
-    tell(&init.id().to_string())?;
-    // Waiting closes its stdin, and only then does it say that it is ready: both speak on the same stdout.
+    report_line(&init.id().to_string())?;
+    // Waiting closes init's stdin, and only then init reports `ready`: both write to the same stdout.
     tokio::task::spawn_blocking(move || init.wait())
         .await
         .context(|| format!("lost PID 1 of {name}"))?

@@ -1,4 +1,4 @@
-//! The Kubernetes objects that a cluster brings along: what kubelet and the manifest would have made.
+//! The Kubernetes objects that a real cluster would get from kubelets and from the manifest.
 
 use k8s_openapi::{
     api::{
@@ -27,7 +27,8 @@ use super::{
 use crate::error::{Context, LocalError};
 use host::{Root, facts};
 
-/// A client of the local cluster's API. Made by hand: a kubeconfig's loader would take the machine's proxy settings too.
+/// A client for the local cluster's API. Not built from the kubeconfig, whose loader would also apply the machine's
+/// proxy settings.
 pub(crate) fn client(layout: &Layout, cluster: &Cluster) -> Result<Client, LocalError> {
     let failed = || "can't make a client for the local cluster's API".to_owned();
     let mut config = kube::Config::new(cluster.server().parse().context(failed)?);
@@ -37,7 +38,7 @@ pub(crate) fn client(layout: &Layout, cluster: &Cluster) -> Result<Client, Local
     Client::try_from(config).context(failed)
 }
 
-/// Makes what the manifest makes. `spec`: YAML of the first FluxInstance.
+/// Creates the objects of the manifest. `spec` is the YAML for the first FluxInstance.
 pub(crate) async fn install(client: &Client, spec: &str) -> Result<(), LocalError> {
     let namespace =
         Namespace { metadata: ObjectMeta { name: Some(api::NAMESPACE.to_owned()), ..named() }, ..Namespace::default() };
@@ -76,7 +77,7 @@ fn daemon_set() -> DaemonSet {
     }
 }
 
-/// Makes the Node object, or takes the one that is there: a node keeps it, and its uid, while it is off.
+/// Creates the Node object. An existing one stays: a node that is off keeps its object and uid.
 pub(crate) async fn register(client: &Client, name: &str, kind: &Kind) -> Result<(), LocalError> {
     let labels =
         [("kubernetes.io/hostname", name), ("kubernetes.io/os", "linux"), ("kubernetes.io/arch", architecture(kind))];
@@ -88,7 +89,7 @@ pub(crate) async fn register(client: &Client, name: &str, kind: &Kind) -> Result
     create(&Api::all(client.clone()), &node).await
 }
 
-/// Says whether the node is Ready, with everything else kubelet says of it.
+/// Writes the Node's status: whether it is Ready, and the facts that a kubelet reports.
 pub(crate) async fn report(
     client: &Client,
     cluster: &Cluster,
@@ -138,8 +139,8 @@ pub(crate) async fn report(
     if ready { untaint(&nodes, name, &node).await } else { Ok(()) }
 }
 
-/// A real API server gives each new Node a taint, which the node lifecycle controller takes off once the Node is Ready. There
-/// is no such controller here.
+/// Removes the not-ready taint. A real API server adds it to each new Node, and the node lifecycle controller removes
+/// it once the Node is Ready; that controller doesn't run here.
 async fn untaint(nodes: &Api<Node>, name: &str, node: &Node) -> Result<(), LocalError> {
     let taints = node.spec.as_ref().and_then(|spec| spec.taints.as_deref()).unwrap_or_default();
     let kept: Vec<_> = taints.iter().filter(|taint| taint.key != "node.kubernetes.io/not-ready").collect();
@@ -148,10 +149,10 @@ async fn untaint(nodes: &Api<Node>, name: &str, node: &Node) -> Result<(), Local
     }
     let patch = Patch::Merge(json!({ "spec": { "taints": kept } }));
     let written = nodes.patch(name, &PatchParams::default(), &patch).await;
-    written.map(drop).context(|| format!("can't take the taint off Node {name}"))
+    written.map(drop).context(|| format!("can't remove the taint from Node {name}"))
 }
 
-/// Deletes the Node object, as an administrator does with a machine that is gone.
+/// Deletes the Node object, as an administrator does after removing a machine.
 pub(crate) async fn unregister(client: &Client, name: &str) -> Result<(), LocalError> {
     match Api::<Node>::all(client.clone()).delete(name, &DeleteParams::default()).await {
         Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),

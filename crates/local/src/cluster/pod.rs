@@ -1,7 +1,7 @@
-//! The agent's pod, as kubelet and containerd would make it of the DaemonSet: privileged, hostPID, hostNetwork, an image
-//! made `FROM scratch`, and a cgroup below the node's `kubepods`.
+//! The agent's pod, as kubelet and containerd would make it from the DaemonSet: privileged, hostPID, hostNetwork, an
+//! image built `FROM scratch`, and a cgroup below the node's `kubepods`.
 //!
-//! This is the stand-in for containerd's shim: a process that enters the node, starts the agent and ends with it.
+//! This process replaces containerd's shim: it enters the node, starts the agent, and exits with it.
 
 use std::{
     fs::{self, File},
@@ -13,7 +13,7 @@ use nix::sched::{CloneFlags, setns, unshare};
 
 use super::{
     cgroup,
-    control::tell,
+    control::report_line,
     layout::{Cluster, Layout, node_number},
     mounts, root,
 };
@@ -22,13 +22,13 @@ use ::cluster::clock::OFF_VARIABLE;
 use base::redact::LOG_VARIABLE;
 use host::exit_code;
 
-/// Where the node's mount namespace is entered, its own /tmp is hidden by the pod's root.
+/// Where the pod's root is mounted in the pod's mount namespace, hiding the node's own /tmp.
 const POD_ROOT: &str = "/tmp";
 
-/// A pod of kubelet has it at /dev, which is the machine's here.
+/// Real pods have it in /dev, which here is the machine's own.
 const TERMINATION_LOG: &str = "/termination-log";
 
-/// Namespaces of a node's PID 1, in the order in which they are entered: after the last one our own /proc is gone.
+/// Namespaces of a node's PID 1 in the order in which they are entered. The last one makes our own /proc unreachable.
 const NAMESPACES: [(&str, CloneFlags); 6] = [
     ("ipc", CloneFlags::CLONE_NEWIPC),
     ("uts", CloneFlags::CLONE_NEWUTS),
@@ -38,34 +38,34 @@ const NAMESPACES: [(&str, CloneFlags); 6] = [
     ("mnt", CloneFlags::CLONE_NEWNS),
 ];
 
-/// Enters all namespaces of a node with the calling thread, which must be one that nobody else uses. Children that it
-/// starts are in the node's PID namespace.
+/// Moves the calling thread into all namespaces of a node; no other code may use this thread. Its children are in the
+/// node's PID namespace.
 pub(crate) fn enter_node(init: i32) -> Result<(), LocalError> {
     let mut open = Vec::new();
     for (name, flag) in NAMESPACES {
         let path = format!("/proc/{init}/ns/{name}");
         open.push((name, flag, File::open(&path).context(|| format!("can't open {path}"))?));
     }
-    // A mount namespace can't be entered by a thread that shares its root and working directory with others.
-    unshare(CloneFlags::CLONE_FS).context(|| "can't part from the other threads".to_owned())?;
+    // A thread that shares its root and working directory with other threads can't enter a mount namespace.
+    unshare(CloneFlags::CLONE_FS).context(|| "can't unshare the thread's file system attributes".to_owned())?;
     for (name, flag, namespace) in open {
         setns(&namespace, flag).context(|| format!("can't enter the node's {name} namespace"))?;
     }
     Ok(())
 }
 
-/// Which pod to start where.
+/// The pod to start.
 pub(crate) struct Pod {
     pub(crate) node: String,
-    /// Of the Node object.
+    /// The Node object's name.
     pub(crate) node_name: String,
-    /// Pid of the node's PID 1.
+    /// The PID of the node's PID 1.
     pub(crate) init: i32,
     pub(crate) uid: String,
     pub(crate) name: String,
 }
 
-/// Answers on stdout with the agent's pid; ends with it, with its exit code.
+/// Reports the agent's PID on stdout. Returns the agent's exit code when it has exited.
 pub(crate) async fn run(layout: &Layout, pod: Pod) -> Result<ExitCode, LocalError> {
     let cluster = layout.load()?;
     let log = File::options()
@@ -78,9 +78,9 @@ pub(crate) async fn run(layout: &Layout, pod: Pod) -> Result<ExitCode, LocalErro
         let thread = std::thread::spawn(move || start(&cluster, &pod, log));
         let mut agent = match thread.join() {
             Ok(started) => started?,
-            Err(_) => return Err(LocalError::Refused("starting the pod broke off".to_owned())),
+            Err(_) => return Err(LocalError::Refused("the thread that starts the pod panicked".to_owned())),
         };
-        tell(&agent.id().to_string())?;
+        report_line(&agent.id().to_string())?;
         agent.wait().context(|| "lost the agent".to_owned())
     });
     let status = finished.await.context(|| "lost the agent".to_owned())??;
@@ -98,9 +98,9 @@ fn start(cluster: &Cluster, pod: &Pod, log: File) -> Result<Child, LocalError> {
     let agent = if cluster.foreign_agent { "agent" } else { "flux-distribute" };
     mounts::bind_read_only(&image.join(agent), &root.join("flux-distribute"))?;
     mounts::bind_read_only(&image.join("kubeconfig"), &root.join("kubeconfig"))?;
-    mounts::make_closed_directory(&root.join("etc"))?;
+    mounts::make_directory(&root.join("etc"))?;
     let _ = fs::copy("/etc/resolv.conf", root.join("etc/resolv.conf"));
-    mounts::make_closed_directory(&root.join("tmp"))?;
+    mounts::make_directory(&root.join("tmp"))?;
     for directory in ["proc", "sys", "dev"] {
         mounts::bind(&Path::new("/").join(directory), &root.join(directory))?;
     }
@@ -118,20 +118,20 @@ fn start(cluster: &Cluster, pod: &Pod, log: File) -> Result<Child, LocalError> {
 fn environment(cluster: &Cluster, pod: &Pod) -> Vec<(&'static str, String)> {
     let number = node_number(&pod.node);
     let address = number.map(|number| ("HOST_IP", cluster.address(number).to_string()));
-    // Behind, right, ahead.
+    // One third of the nodes each are behind, right, and ahead.
     let clock = number.map(|number| (OFF_VARIABLE, ((i64::from(number) % 3 - 1) * cluster.clocks_off).to_string()));
     let mut environment = vec![
         ("NODE_NAME", pod.node_name.clone()),
         ("POD_NAME", pod.name.clone()),
         ("KUBECONFIG", "/kubeconfig".to_owned()),
         ("TERMINATION_LOG", TERMINATION_LOG.to_owned()),
-        // Peers and the API server are reached directly.
+        // Peers and the API server must be reached without the proxy.
         ("NO_PROXY", format!("{}/{}", cluster.network, Cluster::PREFIX)),
         ("no_proxy", format!("{}/{}", cluster.network, Cluster::PREFIX)),
     ];
     environment.extend(address);
     environment.extend(clock);
-    // For https it is ALL_PROXY and not HTTPS_PROXY, which the Kubernetes client would take for itself and refuse.
+    // ALL_PROXY serves https; the Kubernetes client would use HTTPS_PROXY and fail.
     for name in ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"] {
         environment.push((name, cluster.proxy()));
     }

@@ -1,5 +1,5 @@
-//! An HTTP proxy on the bridge: the nodes' way to the rest of the world, seen from the machine itself. So a channel at
-//! `http://127.0.0.1:PORT` is the machine's own. Only nodes may use it.
+//! An HTTP proxy on the bridge through which nodes reach other hosts. It connects from the machine itself, so a channel
+//! at `http://127.0.0.1:PORT` is the machine's. Only nodes may use it.
 
 use std::{future::Future, net::IpAddr, sync::Arc};
 
@@ -16,11 +16,11 @@ use tracing::{debug, warn};
 
 use super::layout::Cluster;
 
-/// Headers between two hops only (RFC 9110, 7.6.1).
+/// Headers that apply to one hop only (RFC 9110, 7.6.1).
 const HOP_BY_HOP: [&str; 7] =
     ["connection", "proxy-connection", "keep-alive", "te", "trailer", "transfer-encoding", "proxy-authorization"];
 
-/// Serves nodes until `shutdown`.
+/// Serves the nodes until `shutdown`.
 pub(crate) async fn serve(listener: TcpListener, cluster: Arc<Cluster>, shutdown: impl Future<Output = ()>) {
     tokio::pin!(shutdown);
     loop {
@@ -32,14 +32,14 @@ pub(crate) async fn serve(listener: TcpListener, cluster: Arc<Cluster>, shutdown
             Ok(accepted) => accepted,
             Err(error) => {
                 warn!(%error, "can't accept a connection to the proxy");
-                // Out of file descriptors: others must be closed first.
+                // Probably out of file descriptors: wait until other connections are closed.
                 tokio::time::sleep(std::time::Duration::from_millis(100)).await;
                 continue;
             }
         };
         let IpAddr::V4(address) = peer.ip() else { continue };
         if !cluster.holds(address) || address == cluster.gateway() {
-            debug!(%peer, "refused by the proxy");
+            debug!(%peer, "the proxy refused a client outside the cluster");
             continue;
         }
         tokio::spawn(async move {
@@ -48,7 +48,7 @@ pub(crate) async fn serve(listener: TcpListener, cluster: Arc<Cluster>, shutdown
                 .serve_connection(TokioIo::new(stream), service_fn(forward))
                 .with_upgrades();
             if let Err(error) = served.await {
-                debug!(%error, "a connection to the proxy broke off");
+                debug!(%error, "a connection to the proxy ended with an error");
             }
         });
     }
@@ -58,7 +58,7 @@ async fn forward(request: Request<Incoming>) -> Result<Response<Body>, std::conv
     let target = request.uri().clone();
     let answered = if request.method() == Method::CONNECT { tunnel(request).await } else { pass_on(request).await };
     Ok(answered.unwrap_or_else(|error| {
-        debug!(%target, %error, "the proxy can't reach it");
+        debug!(%target, %error, "the proxy can't reach the target");
         let mut response = Response::new(Body::from(format!("can't reach {target}: {error}\n")));
         *response.status_mut() = StatusCode::BAD_GATEWAY;
         response
@@ -75,7 +75,7 @@ async fn tunnel(request: Request<Incoming>) -> Result<Response<Body>, Failure> {
                 // Either end may close at any time.
                 let _ = tokio::io::copy_bidirectional(&mut TokioIo::new(upgraded), &mut server).await;
             }
-            Err(error) => debug!(%error, "a tunnel broke off"),
+            Err(error) => debug!(%error, "can't open a tunnel"),
         }
     });
     Ok(Response::new(Body::empty()))
@@ -83,7 +83,7 @@ async fn tunnel(request: Request<Incoming>) -> Result<Response<Body>, Failure> {
 
 async fn pass_on(mut request: Request<Incoming>) -> Result<Response<Body>, Failure> {
     if request.uri().scheme_str() != Some("http") {
-        return Err("this is a proxy: ask for http://HOST/PATH, or CONNECT".into());
+        return Err("this is a proxy: request http://HOST/PATH, or use CONNECT".into());
     }
     let server = connect(request.uri(), 80).await?;
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(server)).await?;
@@ -117,6 +117,6 @@ fn strip(headers: &mut hyper::HeaderMap) {
 }
 
 async fn connect(uri: &Uri, port: u16) -> Result<TcpStream, Failure> {
-    let host = uri.host().ok_or("no host is named")?.trim_start_matches('[').trim_end_matches(']');
+    let host = uri.host().ok_or("the request names no host")?.trim_start_matches('[').trim_end_matches(']');
     Ok(TcpStream::connect((host, uri.port_u16().unwrap_or(port))).await?)
 }

@@ -1,5 +1,5 @@
-//! A node's root directory: what of it is on disk, made once ([`prepare`]), and what is mounted into it at each boot
-//! ([`mount`]). /usr is the machine's, read-only; everything else that can be written is the node's own.
+//! A node's root directory: the part on disk, made once ([`prepare`]), and the mounts of each boot ([`mount`]). /usr is
+//! the machine's, read-only; everything writable is the node's own.
 
 use std::{
     fs,
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::error::{Context, LocalError};
 
-/// Directories of the root that the node may write; /run is a tmpfs, gone with a reboot as everywhere.
+/// Writable directories of the root. /run is a tmpfs, so a reboot empties it, as on a real machine.
 const WRITABLE: [(&str, u32); 9] = [
     ("etc", 0o755),
     ("opt", 0o755),
@@ -28,9 +28,9 @@ const WRITABLE: [(&str, u32); 9] = [
 ];
 /// Mount points.
 const MOUNTED: [&str; 5] = ["usr", "proc", "sys", "dev", "run"];
-/// Of the machine as it is: links on most, directories on some.
+/// Links or directories, whichever the machine has.
 const MERGED: [&str; 6] = ["bin", "sbin", "lib", "lib32", "lib64", "libx32"];
-/// Parts of /etc that a node gets no copy of: the machine's secrets, and what is written anew.
+/// Parts of /etc that are not copied: the machine's secrets, and files that are written anew.
 const NOT_COPIED: [&str; 14] = [
     "shadow",
     "shadow-",
@@ -47,19 +47,19 @@ const NOT_COPIED: [&str; 14] = [
     "machine-id",
     "mtab",
 ];
-/// Where a node sees [`Layout::image`], as kubelet's and containerd's own directories are on a real one.
+/// Where a node sees [`Layout::image`]; a real node has the directories of kubelet and containerd there.
 pub(crate) const IMAGE: &str = "/var/lib/kubelet/flux-distribute-local";
 
-/// Makes what of a node's root is on disk.
+/// Makes the part of a node's root that is on disk.
 pub(crate) fn prepare(root: &Path, name: &str, hosts: &str) -> Result<(), LocalError> {
     for (directory, mode) in WRITABLE {
         let path = root.join(directory);
-        mounts::make_closed_directory(&path)?;
+        mounts::make_directory(&path)?;
         fs::set_permissions(&path, fs::Permissions::from_mode(mode))
             .context(|| format!("can't set the mode of {}", path.display()))?;
     }
     for directory in MOUNTED {
-        mounts::make_closed_directory(&root.join(directory))?;
+        mounts::make_directory(&root.join(directory))?;
     }
     for name in MERGED {
         let machine = Path::new("/").join(name);
@@ -67,7 +67,7 @@ pub(crate) fn prepare(root: &Path, name: &str, hosts: &str) -> Result<(), LocalE
             let target = fs::read_link(&machine).context(|| format!("can't read the link {}", machine.display()))?;
             replace_link(&target, &root.join(name))?;
         } else if machine.is_dir() {
-            mounts::make_closed_directory(&root.join(name))?;
+            mounts::make_directory(&root.join(name))?;
         }
     }
     replace_link(Path::new("../run"), &root.join("var/run"))?;
@@ -78,8 +78,8 @@ pub(crate) fn prepare(root: &Path, name: &str, hosts: &str) -> Result<(), LocalE
     write(&root.join("etc/hosts"), hosts)
 }
 
-/// Builds the node's mounts in this mount namespace, which is private, and makes `root` its root directory. Runs as the
-/// first process of the node's PID namespace, in its other namespaces.
+/// Makes the node's mounts in this mount namespace, which is private, and makes `root` its root directory. Called by
+/// the first process in the node's PID namespace, which is also in the node's other namespaces.
 pub(crate) fn mount(
     layout: &Layout,
     cluster: &Cluster,
@@ -114,7 +114,7 @@ pub(crate) fn mount(
     mounts::enter_root(&root)
 }
 
-/// Mounted from inside the node's cgroup namespace, each hierarchy shows the node's cgroup as its root.
+/// Mounts the cgroup hierarchies. In the node's cgroup namespace, each shows the node's cgroup as its root.
 fn mount_cgroups(root: &Path, hierarchies: &[Hierarchy]) -> Result<(), LocalError> {
     if !hierarchies.iter().any(|hierarchy| hierarchy.mount == Path::new("/sys/fs/cgroup")) {
         mounts::kernel("tmpfs", &root.join("sys/fs/cgroup"), Some("mode=755"))?;
@@ -126,7 +126,7 @@ fn mount_cgroups(root: &Path, hierarchies: &[Hierarchy]) -> Result<(), LocalErro
             None => mounts::kernel("cgroup2", &target, None)?,
         }
     }
-    // Where controllers are mounted together, links lead from each one's name to the mount.
+    // If several controllers share a hierarchy, a symlink per controller points to the mount.
     for entry in fs::read_dir("/sys/fs/cgroup").into_iter().flatten().flatten() {
         if let Ok(target) = fs::read_link(entry.path()) {
             replace_link(&target, &root.join("sys/fs/cgroup").join(entry.file_name()))?;
@@ -135,14 +135,14 @@ fn mount_cgroups(root: &Path, hierarchies: &[Hierarchy]) -> Result<(), LocalErro
     Ok(())
 }
 
-/// A booted machine has a boot id of its own; the kernel's is the machine's.
+/// Gives the node a new boot id; the kernel's is the machine's.
 fn new_boot(root: &Path) -> Result<(), LocalError> {
     let file = root.join("run/boot-id");
     write(&file, &format!("{}\n", uuid::Uuid::new_v4()))?;
     mounts::bind_read_only(&file, &root.join("proc/sys/kernel/random/boot_id"))
 }
 
-/// Where an absolute path is in a node's root.
+/// The path in a node's root that corresponds to an absolute path.
 fn inside(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
@@ -156,7 +156,7 @@ fn replace_link(target: &Path, link: &Path) -> Result<(), LocalError> {
     symlink(target, link).context(|| format!("can't make the link {}", link.display()))
 }
 
-/// Copies files, directories and links; permissions are kept, owners become root, the rest (sockets) is left out.
+/// Copies files, directories and symlinks, with permissions but not owners; everything else (sockets) is skipped.
 fn copy_tree(from: &Path, to: &Path, not_copied: &[PathBuf]) -> Result<(), LocalError> {
     let failed = || format!("can't copy {}", from.display());
     for entry in fs::read_dir(from).context(failed)? {
@@ -168,14 +168,14 @@ fn copy_tree(from: &Path, to: &Path, not_copied: &[PathBuf]) -> Result<(), Local
         let kind = entry.file_type().context(failed)?;
         if kind.is_symlink() {
             let link = fs::read_link(&source).context(failed)?;
-            // A resolver's configuration is often a link to what a daemon of the machine keeps in /run.
+            // /etc/resolv.conf is often a symlink into the machine's /run, which the node doesn't have.
             if link.starts_with("/run") || link.starts_with("../run") {
                 let _ = fs::copy(&source, &target);
             } else {
                 replace_link(&link, &target)?;
             }
         } else if kind.is_dir() {
-            mounts::make_closed_directory(&target)?;
+            mounts::make_directory(&target)?;
             let mode = fs::metadata(&source).context(failed)?.permissions();
             fs::set_permissions(&target, mode).context(|| format!("can't set the mode of {}", target.display()))?;
             copy_tree(&source, &target, not_copied)?;

@@ -1,4 +1,4 @@
-//! What the first FluxInstance looks like, from the options of `local up`.
+//! The spec of the first FluxInstance, from the options of `local up`.
 
 use std::{
     fs::File,
@@ -15,7 +15,7 @@ use crate::error::{Context, LocalError};
 use api::FluxInstanceSpec;
 use base::{error_chain, redact::redacted};
 
-/// The FluxInstance's spec: what the file says, and the options on top.
+/// The FluxInstance's spec: the file's content, overridden by the options.
 pub(crate) async fn from_options(up: &Up) -> Result<FluxInstanceSpec, LocalError> {
     let mut spec = match &up.instance {
         None => FluxInstanceSpec::default(),
@@ -24,7 +24,7 @@ pub(crate) async fn from_options(up: &Up) -> Result<FluxInstanceSpec, LocalError
                 .map_err(|error| LocalError::Usage(format!("can't read {}: {error}", file.display())))?;
             let wrong = |findings: Vec<api::Finding>| match findings.as_slice() {
                 [_] => api::by_line(file, &findings),
-                _ => format!("{} can't be served:\n{}", file.display(), api::by_line(file, &findings)),
+                _ => format!("{} is invalid:\n{}", file.display(), api::by_line(file, &findings)),
             };
             model::read::read_instance(&text).map_err(|findings| LocalError::Usage(wrong(findings)))?
         }
@@ -50,17 +50,17 @@ pub(crate) async fn from_options(up: &Up) -> Result<FluxInstanceSpec, LocalError
     Ok(spec)
 }
 
-/// A URL as it is, or that of a file or directory of this machine.
+/// Returns a URL unchanged, and converts the path of a file or directory on this machine to a URL.
 fn source(given: &str) -> Result<Url, LocalError> {
     if given.contains("://") {
-        return Url::parse(given).map_err(|error| LocalError::Usage(format!("{given} is no URL: {error}")));
+        return Url::parse(given).map_err(|error| LocalError::Usage(format!("{given} is not a URL: {error}")));
     }
     let path = Path::new(given).canonicalize();
     let path = path.map_err(|error| LocalError::Usage(format!("can't find {given}: {error}")))?;
     Url::from_file_path(&path).map_err(|()| LocalError::Usage(format!("{given} can't be written as a URL")))
 }
 
-/// Of what is at `url` now. What comes from elsewhere is looked at as closely as a bundle of this machine.
+/// The sha256 of the bundle at `url` as it is now. A download is checked as thoroughly as a bundle on this machine.
 async fn digest(url: &Url) -> Result<String, LocalError> {
     let failed = || format!("can't read {}", redacted(url.as_str()));
     if let Ok(path) = url.to_file_path() {
@@ -85,7 +85,7 @@ async fn digest(url: &Url) -> Result<String, LocalError> {
     Ok(sha256)
 }
 
-/// In hex.
+/// The sha256 of a file, in hex.
 pub(crate) fn sha256_of(path: &Path) -> Result<String, LocalError> {
     let unread = |error: io::Error| LocalError::Usage(format!("can't read {}: {error}", path.display()));
     let mut sha256 = Sha256::new();
@@ -99,20 +99,22 @@ pub(crate) fn sha256_of(path: &Path) -> Result<String, LocalError> {
     Ok(hex::encode(sha256.finalize()))
 }
 
-/// What of this machine the nodes must see: /usr they see anyway.
+/// The paths of this machine that nodes must see. Those below /usr are visible anyway.
 pub(crate) fn shown(spec: &FluxInstanceSpec) -> Result<Vec<PathBuf>, LocalError> {
     let urls = spec.packages.channels.iter().chain(spec.packages.bundle.as_ref().map(|bundle| &bundle.url));
     let mut shown = Vec::new();
     for url in urls.filter(|url| url.starts_with("file:")) {
         let path = Url::parse(url).ok().and_then(|url| url.to_file_path().ok());
-        let path = path.ok_or_else(|| LocalError::Usage(format!("{url} names no file")))?;
+        let path = path.ok_or_else(|| LocalError::Usage(format!("{url} is not the URL of a file")))?;
         if path.starts_with(IMAGE) {
-            // There is no such path here; every node has it.
+            // The path exists only on the nodes.
             continue;
         }
-        // Links on the way would lead to other places in a node's root.
+        // In a node's root, symlinks on the way would lead elsewhere.
         if path.canonicalize().ok().as_ref() != Some(&path) {
-            return Err(LocalError::Usage(format!("{url} does not exist, or there are links in its path")));
+            return Err(LocalError::Usage(format!(
+                "{url} does not exist, or its path contains symlinks; give the real path"
+            )));
         }
         if !path.starts_with("/usr") {
             shown.push(path);

@@ -1,4 +1,4 @@
-//! `local status`: the nodes as the daemon sees them, beside what their agents say.
+//! `local status`: shows the nodes' state from the daemon and from their FluxNodes.
 
 use std::{collections::BTreeMap, io::Write};
 
@@ -21,21 +21,21 @@ struct Line {
     node: NodeView,
     phase: Option<String>,
     rank: Option<u32>,
-    /// In the node's PID namespace.
+    /// PID in the node's PID namespace.
     broker_pid: Option<i32>,
     message: Option<String>,
 }
 
-/// Prints it.
+/// Prints the table, or JSON.
 pub(crate) async fn run(layout: &Layout, json: bool) -> Result<(), LocalError> {
     let cluster = layout.load()?;
     let nodes = Client::connect(layout).await?.ask(Request::Status).await?;
-    let told: Api<DeserializeGuard<FluxNode>> = Api::default_namespaced(objects::client(layout, &cluster)?);
-    let told = told.list(&ListParams::default()).await.context(|| "can't list the FluxNodes".to_owned())?;
-    // Another version may have written one that this one can't read.
-    let readable = told.items.into_iter().filter_map(|node| node.0.ok());
-    let mut told: BTreeMap<String, FluxNode> = readable.map(|node| (node.name_any(), node)).collect();
-    let lines: Vec<Line> = nodes.into_iter().map(|node| line(told.remove(&node.name), node)).collect();
+    let flux_nodes: Api<DeserializeGuard<FluxNode>> = Api::default_namespaced(objects::client(layout, &cluster)?);
+    let flux_nodes = flux_nodes.list(&ListParams::default()).await.context(|| "can't list the FluxNodes".to_owned())?;
+    // Skip FluxNodes of another version that this one can't read.
+    let readable = flux_nodes.items.into_iter().filter_map(|node| node.0.ok());
+    let mut flux_nodes: BTreeMap<String, FluxNode> = readable.map(|node| (node.name_any(), node)).collect();
+    let lines: Vec<Line> = nodes.into_iter().map(|node| line(flux_nodes.remove(&node.name), node)).collect();
     let text = if json {
         let mut text = serde_json::to_string_pretty(&lines).context(|| "can't write JSON".to_owned())?;
         text.push('\n');
@@ -46,9 +46,9 @@ pub(crate) async fn run(layout: &Layout, json: bool) -> Result<(), LocalError> {
     std::io::stdout().write_all(text.as_bytes()).context(|| "can't write to stdout".to_owned())
 }
 
-fn line(told: Option<FluxNode>, node: NodeView) -> Line {
-    let rank = told.as_ref().and_then(|told| told.spec.rank);
-    let status = told.and_then(|told| told.status);
+fn line(flux_node: Option<FluxNode>, node: NodeView) -> Line {
+    let rank = flux_node.as_ref().and_then(|flux_node| flux_node.spec.rank);
+    let status = flux_node.and_then(|flux_node| flux_node.status);
     Line {
         rank,
         phase: status.as_ref().map(|status| format!("{:?}", status.phase)),

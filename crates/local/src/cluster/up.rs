@@ -1,4 +1,4 @@
-//! `local up`: decides everything, writes it down, starts the daemon, and waits until all nodes are online.
+//! `local up`: chooses all settings, records them, starts the daemon, and waits until all nodes are online.
 
 use std::{
     fs::File,
@@ -23,7 +23,7 @@ use tokio::{
 use super::{
     api::{ASSETS_VARIABLE, certificate_file},
     check::{self, Choice, Flux, Source},
-    control::{Client as Control, NodeView, Request, listen},
+    control::{Client as Control, NodeView, Request, read_report},
     down,
     kind::Kind,
     layout::{AGENT_VARIABLE, Cluster, Layout, copy_executable, make_private_directory, write_private},
@@ -38,75 +38,75 @@ use api::{BundleSource, FluxInstanceSpec, Packages, STAND_IN};
 use broker::command::SPARES_EXPLAINED;
 use host::{Root, facts};
 
-/// A kube-apiserver with its etcd takes some ten seconds to start.
+/// Limit for the daemon's start; kube-apiserver with etcd takes about ten seconds.
 const DAEMON_LIMIT: Duration = Duration::from_secs(120);
 
-/// 1: the rules for forwarded packets are applied to bridged ones too, and Docker's drop by default.
+/// If this is 1, iptables' forwarding rules also apply to bridges, and Docker's rules drop by default.
 const FILTERED_BRIDGES: &str = "/proc/sys/net/bridge/bridge-nf-call-iptables";
 
-/// tcpmux: nobody listens there.
+/// tcpmux, a port on which no process listens.
 const UNUSED_PORT: u16 = 1;
-/// A bridge takes microseconds; what is dropped is never answered.
+/// Timeout for a connection over the bridge, which takes microseconds unless packets are dropped.
 const REACH_LIMIT: Duration = Duration::from_secs(2);
 
-/// Which API server to start.
+/// The kind of API server.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ApiKind {
-    /// The embedded one.
+    /// Embedded in the daemon.
     Embedded,
-    /// etcd and kube-apiserver from the directory that KUBEBUILDER_ASSETS names.
+    /// etcd and kube-apiserver from the directory named by KUBEBUILDER_ASSETS.
     Real,
 }
 
-/// What to start.
+/// The options of `local up`.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Up {
-    /// How many nodes
+    /// The number of nodes
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     nodes: u32,
-    /// Install a bundle: a file of this machine, or a URL
+    /// Install a bundle: a file on this machine, or a URL
     #[arg(long, value_name = "FILE|URL", conflicts_with_all = ["channel", "spec"])]
     pub(super) bundle: Option<String>,
-    /// The bundle's sha256 [default: that of what is there now]
+    /// The bundle's sha256 [default: that of the current file]
     #[arg(long, requires = "bundle", value_name = "HEX")]
     pub(super) sha256: Option<String>,
-    /// A conda channel to install from: a directory of this machine, or a URL; may be repeated
+    /// A conda channel to install from: a directory on this machine, or a URL (repeatable)
     #[arg(long, value_name = "DIR|URL")]
     pub(super) channel: Vec<String>,
-    /// A conda package to install, as a match spec; may be repeated
+    /// A conda package to install, as a match spec (repeatable)
     #[arg(long)]
     pub(super) spec: Vec<String>,
     /// Shape of the overlay network, such as kary:2
     #[arg(long)]
     pub(super) topology: Option<String>,
-    /// A FluxInstance, or its spec alone, in YAML to start from; the other options go on top of it
+    /// A YAML file with a FluxInstance or only its spec; the other options override it
     #[arg(long, value_name = "FILE")]
     pub(super) instance: Option<PathBuf>,
-    /// What to do if no Flux can be had
+    /// What to do if Flux is not available
     #[arg(long, value_enum, value_name = "WHICH", default_value = "auto")]
     flux: Flux,
-    /// How long to wait until all nodes are online, such as 90s or 10m; a bare number counts seconds
+    /// How long to wait until all nodes are online, such as 90s or 10m; a plain number means seconds
     #[arg(long, default_value = "10m", value_parser = api::duration)]
     timeout: Duration,
-    /// Which API server [default: real where KUBEBUILDER_ASSETS is set, else embedded]
+    /// The API server to start [default: real if KUBEBUILDER_ASSETS is set, else embedded]
     #[arg(long, value_enum, value_name = "WHICH")]
     api: Option<ApiKind>,
     /// Do not wait until the nodes are online
     #[arg(long)]
     no_wait: bool,
-    /// In what the nodes differ from the machine
+    /// How the nodes differ from this machine
     #[command(flatten)]
     kind: Kind,
-    /// So many seconds the agents' clocks are off: of a third of them ahead, of a third behind
+    /// By how many seconds the agents' clocks are wrong: a third of them is ahead, a third behind
     #[arg(long, hide = true, default_value_t = 0)]
     clocks_off: i64,
 }
 
-/// Starts a cluster. Whatever ends it before, but for a time-out, takes off what it had begun.
+/// Starts a cluster. On any failure but a time-out, it is taken down again.
 ///
 /// # Errors
-/// Bad input, with nothing begun; [`LocalError::Interrupted`] by SIGINT or SIGTERM; [`LocalError::TakenDown`] by another
-/// command; [`LocalError::GivenUp`]; [`LocalError::Late`], with the cluster left up.
+/// Bad input, before anything is made; [`LocalError::Interrupted`] by SIGINT or SIGTERM; [`LocalError::TakenDown`] by another
+/// command; [`LocalError::GivenUp`]; [`LocalError::Late`], which leaves the cluster up.
 pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
     refuse_second(layout).await?;
     let failed = || "can't handle signals".to_owned();
@@ -122,11 +122,11 @@ pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
         (Ok(()), _) => Ok(()),
         (Err(error @ LocalError::Late(_)), _) => Err(error),
         (Err(error), None) => {
-            // Nothing but the directory can be there.
+            // At most the directory exists.
             let _ = std::fs::remove_dir(layout.directory());
             Err(error)
         }
-        (Err(error), Some(token)) if layout.is_of(token) => {
+        (Err(error), Some(token)) if layout.is_current(token) => {
             down::run(layout).await?;
             Err(error)
         }
@@ -135,7 +135,7 @@ pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
     }
 }
 
-/// `begun`: the token of the cluster, from the moment in which its record may be there.
+/// `begun` gets the cluster's token before its record is written.
 async fn bring_up(layout: &Layout, up: &Up, begun: &OnceLock<String>) -> Result<(), LocalError> {
     let end = Instant::now() + up.timeout;
     let mut spec = spec::from_options(up).await?;
@@ -147,12 +147,12 @@ async fn bring_up(layout: &Layout, up: &Up, begun: &OnceLock<String>) -> Result<
     let text = serde_norway::to_string(&spec).context(|| "can't write the spec as YAML".to_owned())?;
 
     let network = Network::connect()?;
-    let mut cluster = decide(up, &spec, &network).await?;
+    let mut cluster = choose_settings(up, &spec, &network).await?;
     make_private_directory(layout.directory())?;
-    // It is set once: the token stays when another network is chosen.
+    // Set once: the token stays the same if another network is chosen.
     let _ = begun.set(cluster.token.clone());
-    while !settle(layout, &cluster, &network).await? {
-        cluster = Cluster { token: cluster.token, ..decide(up, &spec, &network).await? };
+    while !claim(layout, &cluster, &network).await? {
+        cluster = Cluster { token: cluster.token, ..choose_settings(up, &spec, &network).await? };
     }
     start(layout, &cluster, &text, up, stand_in.as_ref().map(StandIn::bundle)).await?;
     if !up.no_wait {
@@ -160,20 +160,20 @@ async fn bring_up(layout: &Layout, up: &Up, begun: &OnceLock<String>) -> Result<
     }
     let program = program();
     match stand_in {
-        None => say(&format!("run a job:    {program} local exec node1 -- flux run -N{} hostname", up.nodes))?,
-        Some(stand_in) => say(&format!("{STAND_IN}: the nodes run no jobs ({})", stand_in.why))?,
+        None => print_line(&format!("run a job:    {program} local exec node1 -- flux run -N{} hostname", up.nodes))?,
+        Some(stand_in) => print_line(&format!("{STAND_IN}: the nodes run no jobs ({})", stand_in.why))?,
     }
-    say(&format!("look at it:   {program} local status"))?;
-    say(&format!("               {SPARES_EXPLAINED}"))?;
-    say(&format!("take it down: {program} local down"))
+    print_line(&format!("look at it:   {program} local status"))?;
+    print_line(&format!("               {SPARES_EXPLAINED}"))?;
+    print_line(&format!("take it down: {program} local down"))
 }
 
-/// This program as it was called, so that what is printed can be typed again.
+/// The name by which the user called this program, so that printed commands can be copied.
 fn program() -> String {
     std::env::args().next().unwrap_or_else(|| "flux-distribute".to_owned())
 }
 
-/// A bundle of the stand-in for Flux, and why it is installed.
+/// A bundle with the stand-in for Flux, and the reason for installing it.
 struct StandIn {
     directory: tempfile::TempDir,
     why: String,
@@ -191,23 +191,24 @@ impl StandIn {
     }
 }
 
-/// Looks whether what `spec` names can be had, and puts the stand-in in its place where that is what is wanted.
+/// Checks whether the packages in `spec` are available, and replaces them by the stand-in if that is the right choice.
 async fn choose_packages(up: &Up, spec: &mut FluxInstanceSpec) -> Result<Option<StandIn>, LocalError> {
     if std::env::var_os(AGENT_VARIABLE).is_some() {
-        // It installs nothing.
+        // The test's agent installs nothing.
         return Ok(None);
     }
     let is_named = spec.packages != Packages::default();
-    // Without waiting, a source that the user names may come up later.
-    let asks = !(up.no_wait && is_named);
-    let source = if up.flux == Flux::None { Source::Good } else { check::look(&spec.packages, asks).await? };
+    // Without waiting, a source that the user names may become available later.
+    let ask_servers = !(up.no_wait && is_named);
+    let source =
+        if up.flux == Flux::None { Source::Good } else { check::check_source(&spec.packages, ask_servers).await? };
     match check::choose(up.flux, source, is_named, !up.no_wait) {
         Choice::Packages => Ok(None),
         Choice::Refuse(why) => Err(LocalError::Usage(why)),
         Choice::StandIn(why) => {
-            say(&format!("{STAND_IN}: {why}"))?;
+            print_line(&format!("{STAND_IN}: {why}"))?;
             let made = tokio::task::spawn_blocking(|| StandIn::make(why)).await;
-            let made = made.context(|| "making the stand-in broke off".to_owned())??;
+            let made = made.context(|| "the task that packs the stand-in panicked".to_owned())??;
             let url = format!("file://{}/{}", root::IMAGE, stand_in::NAME);
             let sha256 = spec::sha256_of(&made.bundle())?;
             spec.packages = Packages { bundle: Some(BundleSource { url, sha256 }), ..Packages::default() };
@@ -216,7 +217,7 @@ async fn choose_packages(up: &Up, spec: &mut FluxInstanceSpec) -> Result<Option<
     }
 }
 
-pub(crate) fn say(line: &str) -> Result<(), LocalError> {
+pub(crate) fn print_line(line: &str) -> Result<(), LocalError> {
     writeln!(std::io::stdout(), "{line}").context(|| "can't write to stdout".to_owned())
 }
 
@@ -228,20 +229,20 @@ async fn refuse_second(layout: &Layout) -> Result<(), LocalError> {
     Err(LocalError::AlreadyUp { state, directory: layout.directory().display().to_string() })
 }
 
-/// Writes down what was decided, and makes the bridge: it belongs to who is first. Nothing else is made, or killed, under a
-/// name that another `local up` of this moment may have chosen too. False where that one was faster.
-async fn settle(layout: &Layout, cluster: &Cluster, network: &Network) -> Result<bool, LocalError> {
+/// Records the settings and makes the bridge, which only one cluster can. Until then nothing is made or killed under
+/// names that a concurrent `local up` may have chosen too. Returns false if that one was first.
+async fn claim(layout: &Layout, cluster: &Cluster, network: &Network) -> Result<bool, LocalError> {
     let record = serde_json::to_vec_pretty(cluster).context(|| "can't write the record".to_owned())?;
     write_private(&layout.cluster(), &record, false)
-        .context(|| format!("can't write {}; is another `local up` at work?", layout.cluster().display()))?;
+        .context(|| format!("can't write {}; is another `local up` running?", layout.cluster().display()))?;
     let made = network.make_bridge(cluster).await;
     if !matches!(made, Ok(true)) {
-        std::fs::remove_file(layout.cluster()).context(|| "can't take the record back".to_owned())?;
+        std::fs::remove_file(layout.cluster()).context(|| "can't remove the record".to_owned())?;
     }
     made
 }
 
-async fn decide(up: &Up, spec: &FluxInstanceSpec, network: &Network) -> Result<Cluster, LocalError> {
+async fn choose_settings(up: &Up, spec: &FluxInstanceSpec, network: &Network) -> Result<Cluster, LocalError> {
     let assets = std::env::var_os(ASSETS_VARIABLE).map(PathBuf::from);
     let assets = match (up.api, assets) {
         (Some(ApiKind::Embedded), _) | (None, None) => None,
@@ -278,7 +279,7 @@ async fn decide(up: &Up, spec: &FluxInstanceSpec, network: &Network) -> Result<C
     })
 }
 
-/// `wanted`, or another where somebody of this machine listens there on all addresses.
+/// `wanted`, or another port if a process on this machine already uses it.
 fn free_port(wanted: u16) -> Result<u16, LocalError> {
     TcpListener::bind((Ipv4Addr::UNSPECIFIED, wanted))
         .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))
@@ -287,7 +288,7 @@ fn free_port(wanted: u16) -> Result<u16, LocalError> {
         .context(|| "can't find a free port".to_owned())
 }
 
-/// `bundle`: one that the nodes are to see beside the agent.
+/// Starts the daemon and the nodes. `bundle` is copied to where the nodes see it.
 async fn start(
     layout: &Layout,
     cluster: &Cluster,
@@ -296,8 +297,8 @@ async fn start(
     bundle: Option<PathBuf>,
 ) -> Result<(), LocalError> {
     let own = std::env::current_exe().context(|| "can't find our own executable".to_owned())?;
-    // Never what is above it: a `down` may have been faster.
-    // On a node it is for every user, as the stand-in's broker may be anybody's; what is secret in it is root's.
+    // Create no parents: a concurrent `down` may have removed the directory.
+    // Readable for all, since on a node the stand-in's broker may run as any user; secret files in it are root's.
     let image = std::fs::DirBuilder::new().mode(0o755).create(layout.image());
     image.context(|| format!("can't make {}", layout.image().display()))?;
     if let Some(bundle) = bundle {
@@ -310,31 +311,32 @@ async fn start(
     }
     start_daemon(layout, spec).await?;
     write_kubeconfig(layout, cluster)?;
-    say(&format!("API server at {}; kubeconfig in {}", cluster.server(), layout.kubeconfig().display()))?;
+    print_line(&format!("API server at {}; kubeconfig in {}", cluster.server(), layout.kubeconfig().display()))?;
     let add = Request::Add { count: up.nodes, kind: up.kind.clone() };
     let nodes = Control::connect(layout).await?.ask(add).await?;
     for node in &nodes {
-        say(&format!("{} is up at {}", node.name, node.address))?;
+        print_line(&format!("{} is up at {}", node.name, node.address))?;
     }
     if objects::read_line(FILTERED_BRIDGES) == "1"
         && let [first, .., last] = nodes.as_slice()
         && !reaches(last, first).await
     {
         let bridge = &cluster.bridge;
-        say(&format!(
-            "the nodes can't reach each other, because this machine filters what goes over bridges (Docker's rules drop it): \
+        print_line(&format!(
+            "the nodes can't reach each other, because this machine filters traffic on bridges (Docker's rules drop it); to allow it: \
              iptables -I FORWARD -i {bridge} -o {bridge} -j ACCEPT"
         ))?;
     }
     Ok(())
 }
 
-/// What one node sends arrives at the other: nobody listens there, which is an answer. What can't be tried is taken to work.
+/// Checks whether packets from one node arrive at the other: a refused connection proves it, as no process listens on
+/// the port. If that can't be tried, the answer is true.
 async fn reaches(from: &NodeView, to: &NodeView) -> bool {
     let (Some(init), Ok(address)) = (from.init_pid, to.address.parse::<Ipv4Addr>()) else { return true };
     let attempt = move || -> std::io::Result<bool> {
         let namespace = File::open(format!("/proc/{init}/ns/net"))?;
-        // Of this thread alone, which ends with it.
+        // Affects only this thread, which ends afterwards.
         setns(namespace, CloneFlags::CLONE_NEWNET)?;
         let refused = |error: &std::io::Error| error.kind() == ErrorKind::ConnectionRefused;
         let tried = TcpStream::connect_timeout(&(address, UNUSED_PORT).into(), REACH_LIMIT);
@@ -353,10 +355,10 @@ async fn start_daemon(layout: &Layout, spec: &str) -> Result<(), LocalError> {
     }
     let stdout = child.stdout.take().ok_or_else(|| LocalError::Refused(failed()))?;
     let mut lines = BufReader::new(stdout).lines();
-    listen(&mut lines, DAEMON_LIMIT, "the local cluster's daemon").await.map(drop)
+    read_report(&mut lines, DAEMON_LIMIT, "the local cluster's daemon").await.map(drop)
 }
 
-/// For people in the state directory, for the agents in what their pods are made of.
+/// Writes the kubeconfig into the state directory for users, and into the image for the agents.
 fn write_kubeconfig(layout: &Layout, cluster: &Cluster) -> Result<(), LocalError> {
     let failed = || "can't write the kubeconfig".to_owned();
     let trusted = ByteString(std::fs::read(certificate_file(layout)).context(failed)?);

@@ -1,4 +1,4 @@
-//! Waits until all nodes are online, or until it is known that they won't be.
+//! Waits until all nodes are online, or until it is certain that they won't be.
 
 use std::{collections::BTreeMap, pin::pin, time::Duration};
 
@@ -16,43 +16,43 @@ use super::{
     control::Client as Control,
     layout::{Cluster, Layout},
     objects,
-    up::say,
+    up::print_line,
 };
 use crate::error::LocalError;
 use api::{FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, InstancePhase, NodePhase};
 use base::words::many;
 
-/// A node that has been failed for this long does not heal by itself.
+/// A node that has been `Failed` for this long won't recover by itself.
 const FAILED_LIMIT: Duration = Duration::from_secs(60);
 
-/// A node's word, and for how long it has been `Failed`.
+/// A node's status, and for how long it has been `Failed`.
 #[derive(Clone, Debug, Default)]
 struct Report {
     status: FluxNodeStatus,
     failed_for: Option<Duration>,
 }
 
-/// What is to be done after a look.
+/// Whether to go on waiting.
 #[derive(Debug, PartialEq, Eq)]
 enum Verdict {
-    /// It may still come.
+    /// They may still come online.
     Wait,
-    /// All nodes are.
+    /// All nodes are online.
     Online,
-    /// It does not come by itself.
+    /// They won't come online by themselves.
     GiveUp {
-        /// In words.
+        /// The reason.
         why: String,
     },
 }
 
-/// Decides it for `wanted` nodes. Pure.
-fn decide(wanted: u32, instance: &FluxInstanceStatus, reports: &BTreeMap<String, Report>) -> Verdict {
+/// Decides whether to go on waiting for `wanted` nodes. Pure.
+fn verdict(wanted: u32, instance: &FluxInstanceStatus, reports: &BTreeMap<String, Report>) -> Verdict {
     if instance.online >= wanted {
         return Verdict::Online;
     }
-    let message = || instance.message.clone().unwrap_or_else(|| "the instance can't be served".to_owned());
-    // LeadNotOnline tells of a lead that was online and may come back.
+    let message = || instance.message.clone().unwrap_or_else(|| "the FluxInstance failed without a message".to_owned());
+    // LeadNotOnline is about a lead that was online before and may come back.
     let degraded = instance.holding("Degraded").filter(|condition| condition.reason != "LeadNotOnline");
     if instance.phase == InstancePhase::Failed || degraded.is_some() {
         let why = degraded.map(|condition| condition.message.clone()).filter(|words| !words.is_empty());
@@ -64,22 +64,22 @@ fn decide(wanted: u32, instance: &FluxInstanceStatus, reports: &BTreeMap<String,
     };
     match reports.iter().find(|(_, report)| is_lasting(report)) {
         Some((node, report)) => {
-            let words = report.status.message.as_deref().unwrap_or("its agent does not say why");
+            let words = report.status.message.as_deref().unwrap_or("its agent gives no reason");
             Verdict::GiveUp { why: format!("{node} has failed: {words}") }
         }
         None => Verdict::Wait,
     }
 }
 
-enum Change {
+enum Update {
     Instance(Option<Box<FluxInstance>>),
     Node(Box<FluxNode>),
 }
 
-/// Tells what changes until all of `nodes` are online.
+/// Prints the instance's state when it changes, until all of `nodes` are online.
 ///
 /// # Errors
-/// [`LocalError::GivenUp`]: they won't be. [`LocalError::TakenDown`] by another command. [`LocalError::Late`] at
+/// [`LocalError::GivenUp`] if they won't be. [`LocalError::TakenDown`] by another command. [`LocalError::Late`] at
 /// `end`.
 pub(crate) async fn run(layout: &Layout, cluster: &Cluster, nodes: u32, end: Instant) -> Result<(), LocalError> {
     let client: Client = objects::client(layout, cluster)?;
@@ -87,21 +87,21 @@ pub(crate) async fn run(layout: &Layout, cluster: &Cluster, nodes: u32, end: Ins
     let instances: Api<FluxInstance> = Api::default_namespaced(client.clone());
     let flux_nodes: Api<FluxNode> = Api::default_namespaced(client);
     let instances = watcher::watch_object(instances, api::INSTANCE).default_backoff();
-    // Watches heal themselves.
-    let instances = instances.filter_map(async |change| Some(Change::Instance(change.ok()?.map(Box::new))));
+    // Drop errors: the watches reconnect by themselves.
+    let instances = instances.filter_map(async |change| Some(Update::Instance(change.ok()?.map(Box::new))));
     let flux_nodes = watcher(flux_nodes, watcher::Config::default()).default_backoff().applied_objects();
-    let flux_nodes = flux_nodes.filter_map(async |change| Some(Change::Node(Box::new(change.ok()?))));
+    let flux_nodes = flux_nodes.filter_map(async |change| Some(Update::Node(Box::new(change.ok()?))));
     let mut changes = pin!(stream::select(Box::pin(instances), Box::pin(flux_nodes)));
     let mut closed = pin!(daemon.closed());
     let mut every = interval(Duration::from_secs(1));
     let mut status = FluxInstanceStatus::default();
     let mut seen: BTreeMap<String, (FluxNodeStatus, Option<Instant>)> = BTreeMap::new();
-    let mut told = String::new();
+    let mut printed = String::new();
     loop {
         tokio::select! {
             Some(change) = changes.next() => match change {
-                Change::Instance(instance) => status = instance.and_then(|found| found.status).unwrap_or_default(),
-                Change::Node(node) => {
+                Update::Instance(instance) => status = instance.and_then(|found| found.status).unwrap_or_default(),
+                Update::Node(node) => {
                     let now = node.status.clone().unwrap_or_default();
                     let (before, since) = seen.entry(node.name_any()).or_default();
                     *since = (now.phase == NodePhase::Failed).then(|| since.unwrap_or_else(Instant::now));
@@ -112,21 +112,21 @@ pub(crate) async fn run(layout: &Layout, cluster: &Cluster, nodes: u32, end: Ins
             () = &mut closed => return Err(ended(layout, cluster)),
             () = tokio::time::sleep_until(end) => {
                 return Err(LocalError::Late(format!(
-                    "not all of {} are online in time ({told}). The cluster still runs: see `flux-distribute local \
-                     status`, and take it down with `flux-distribute local down`",
+                    "not all of {} came online in time ({printed}). The cluster keeps running: see `flux-distribute local status`, and take \
+                     it down with `flux-distribute local down`",
                     many(nodes, "node")
                 )));
             }
         }
         let line = describe(&status);
-        if line != told {
-            say(&line)?;
-            told = line;
+        if line != printed {
+            print_line(&line)?;
+            printed = line;
         }
         let report = |(name, (status, since)): (&String, &(FluxNodeStatus, Option<Instant>))| {
             (name.clone(), Report { status: status.clone(), failed_for: since.map(|since| since.elapsed()) })
         };
-        match decide(nodes, &status, &seen.iter().map(report).collect()) {
+        match verdict(nodes, &status, &seen.iter().map(report).collect()) {
             Verdict::Wait => {}
             Verdict::Online => return Ok(()),
             Verdict::GiveUp { why } => return Err(LocalError::GivenUp(why)),
@@ -134,17 +134,17 @@ pub(crate) async fn run(layout: &Layout, cluster: &Cluster, nodes: u32, end: Ins
     }
 }
 
-/// Why the daemon has ended.
+/// The reason why the daemon closed the connection.
 fn ended(layout: &Layout, cluster: &Cluster) -> LocalError {
-    if layout.is_of(&cluster.token) {
+    if layout.is_current(&cluster.token) {
         return LocalError::GivenUp("the local cluster's daemon has ended".to_owned());
     }
     LocalError::TakenDown
 }
 
-/// The instance's line says how many are online unless there is something worse to say.
+/// The instance's phase and message; unless there is a problem, the message says how many nodes are online.
 fn describe(status: &FluxInstanceStatus) -> String {
-    let message = status.message.as_deref().unwrap_or("nothing is known of it yet");
+    let message = status.message.as_deref().unwrap_or("no status yet");
     format!("{:?}: {message}", status.phase)
 }
 
@@ -154,7 +154,7 @@ mod tests {
     use model::status::set_condition;
 
     #[test]
-    fn it_ends_on_what_somebody_has_to_mend_and_waits_for_what_time_heals() {
+    fn waiting_ends_on_problems_that_will_not_go_away_by_themselves() {
         type Case = (&'static str, Box<dyn Fn(&mut FluxInstanceStatus, &mut Report)>, Verdict);
         let degraded = |status: &mut FluxInstanceStatus, reason: &str| {
             set_condition(
@@ -186,7 +186,7 @@ mod tests {
                 gives_up("no"),
             ),
             (
-                "a condition has to be mended, and the lead is online",
+                "a condition needs an administrator, and the lead is online",
                 Box::new(move |status, _| {
                     (status.phase, status.online) = (InstancePhase::Running, 1);
                     degraded(status, "NoLead");
@@ -208,13 +208,13 @@ mod tests {
                 }),
                 gives_up("node2 has failed: sha256 differs"),
             ),
-            ("what lasted is over", Box::new(|_, report| report.status.lasting = true), Verdict::Wait),
+            ("a lasting failure is over", Box::new(|_, report| report.status.lasting = true), Verdict::Wait),
         ];
         for (what, change, expected) in cases {
             let (mut status, mut report) = (FluxInstanceStatus::default(), Report::default());
             change(&mut status, &mut report);
             let reports = [("node1".to_owned(), Report::default()), ("node2".to_owned(), report)].into();
-            assert_eq!(decide(4, &status, &reports), expected, "{what}");
+            assert_eq!(verdict(4, &status, &reports), expected, "{what}");
         }
     }
 }

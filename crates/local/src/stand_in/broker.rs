@@ -1,5 +1,4 @@
-//! The stand-in's broker: takes the command line and the configuration that a broker of Flux is given, and answers on the
-//! same socket.
+//! The stand-in's broker: accepts the command line and configuration of Flux's broker, and answers on the same socket.
 
 use std::{
     collections::BTreeMap,
@@ -25,12 +24,12 @@ use crate::error::{Context, LocalError};
 use api::{IdSet, STAND_IN};
 use model::hostlist;
 
-/// errno of what only the lead answers.
+/// The errno for requests that only the lead answers.
 const ENOSYS: u32 = 38;
-/// What its lead carries out; the rest is answered from what is known.
+/// The requests that the lead executes; all others are answered from known state.
 const ORDERS: [&str; 5] = ["config.load", "resource.drain", "resource.undrain", "module.load", "module.remove"];
 
-/// As much of a broker's command line as counts here.
+/// The options of a broker's command line that matter here.
 struct CommandLine {
     config: PathBuf,
     name: String,
@@ -51,7 +50,7 @@ impl CommandLine {
     }
 }
 
-/// As much of broker.toml as counts here.
+/// The parts of broker.toml that matter here.
 #[derive(Deserialize)]
 struct Config {
     bootstrap: Bootstrap,
@@ -97,35 +96,35 @@ impl Config {
         entries.flat_map(|host| hostlist::decode(&host.host)).collect()
     }
 
-    /// Where the lead listens. In a deep tree, too, everybody hangs on the lead.
+    /// The address on which the lead listens. All followers connect to the lead, whatever the topology.
     fn lead(&self, names: &[String]) -> Option<SocketAddr> {
         let lead = self.bootstrap.hosts.iter().find(|host| Some(&host.host) == names.first() && host.connect.is_some());
         lead?.connect.as_ref()?.strip_prefix("tcp://")?.parse().ok()
     }
 }
 
-/// What this broker knows of itself and of the instance.
+/// This broker's state, and its view of the instance.
 struct Broker {
     rank: u32,
     names: Vec<String>,
-    /// Lead only: under which names the ranks are declared.
+    /// Lead only: the names under which the ranks are declared.
     declared: Vec<String>,
     state: &'static str,
     since: Instant,
-    /// None: the lead does not answer.
+    /// `None` if the lead doesn't answer.
     online: Option<IdSet>,
-    /// Lead only: cores by rank, and ranks that get no jobs, with the reason.
+    /// Lead only: the cores of each rank. `excluded` and `drained` (with the reason) get no jobs.
     cores: BTreeMap<u32, IdSet>,
     excluded: IdSet,
     drained: BTreeMap<u32, String>,
-    /// What those who follow it have heard last.
-    told: Option<(&'static str, Option<IdSet>)>,
+    /// The state and the online ranks last sent to subscribers.
+    announced: Option<(&'static str, Option<IdSet>)>,
 }
 
-/// Runs until SIGTERM or the lead's end.
+/// Runs until SIGTERM or until the lead ends the instance.
 ///
 /// # Errors
-/// The command line or the configuration is not what an agent gives; the socket or the port can't be had.
+/// The command line or the configuration is not one that an agent writes; the socket or the port is unavailable.
 pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
     let failed = || "can't handle signals".to_owned();
     let (mut terminate, mut interrupt) =
@@ -135,11 +134,11 @@ pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
     let names = config.names();
     let wrong = |what: &str| LocalError::Usage(format!("{STAND_IN}: {}: {what}", line.config.display()));
     let rank = names.iter().position(|name| *name == line.name).and_then(|rank| u32::try_from(rank).ok());
-    let rank = rank.ok_or_else(|| wrong(&format!("it knows no broker {}", line.name)))?;
-    // Not Flux's own name for its brokers.
+    let rank = rank.ok_or_else(|| wrong(&format!("it has no broker {}", line.name)))?;
+    // A name that differs from that of Flux's brokers.
     let _ = std::fs::write("/proc/self/comm", format!("no-flux-{rank}"));
     let path = line.rundir.join("local");
-    // Of a broker that was killed.
+    // A killed broker may have left its socket.
     let _ = std::fs::remove_file(&path);
     let socket = Socket::listen(&path).context(|| format!("can't listen at {}", path.display()))?;
 
@@ -147,9 +146,9 @@ pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
     let (online, mut members) = watch::channel(Some(IdSet::from_iter([0])));
     let lead = config.lead(&names);
     let links = match (rank, lead) {
-        // Alone in an instance of one rank.
+        // An instance with one rank has no overlay.
         (0, None) if names.len() == 1 => None,
-        (_, None) => return Err(wrong("it does not say where the lead listens")),
+        (_, None) => return Err(wrong("it does not contain the lead's address")),
         (0, Some(address)) => {
             let listener = TcpListener::bind(address).await.context(|| format!("can't listen at {address}"))?;
             let start =
@@ -167,11 +166,11 @@ pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
         cores: BTreeMap::new(),
         excluded: IdSet::default(),
         drained: BTreeMap::new(),
-        told: None,
+        announced: None,
         declared: names.clone(),
         names,
     };
-    broker.take_in(config.resource);
+    broker.set_resources(config.resource);
     if rank == 0 {
         ORDERS.iter().for_each(|topic| socket.on(topic, Service::Hands(orders.clone())));
     }
@@ -181,8 +180,8 @@ pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
         tokio::select! {
             Ok(()) = members.changed() => broker.online = members.borrow_and_update().clone(),
             Some(Asked { topic, payload, reply }) = asked.recv() => {
-                broker.obey(&topic, &payload);
-                // Seen by whoever asks next.
+                broker.execute(&topic, &payload);
+                // Publish before replying, so that the client's next request sees the change.
                 broker.publish(&socket, &line.name);
                 let _ = reply.send(json!({}));
             }
@@ -203,7 +202,7 @@ pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
     broker.publish(&socket, &line.name);
     let _ = online.send(None);
     match links {
-        // The others get its last word.
+        // Let the followers receive the end of the instance.
         Some(links) if rank == 0 => drop(links.await),
         Some(links) => links.abort(),
         None => {}
@@ -218,16 +217,17 @@ impl Broker {
         }
     }
 
-    /// As Flux does, takes the ranks by the brokers' names if the configuration has a `[bootstrap]` table, else by their order.
+    /// Loads a new configuration. As in Flux, ranks follow the brokers' names if there is a `[bootstrap]` table, else
+    /// their order.
     fn load(&mut self, resource: Resources, has_bootstrap: bool) {
         self.declared = match has_bootstrap {
             true => self.names.clone(),
             false => resource.config.iter().flat_map(|kind| hostlist::decode(&kind.hosts)).collect(),
         };
-        self.take_in(resource);
+        self.set_resources(resource);
     }
 
-    fn take_in(&mut self, resource: Resources) {
+    fn set_resources(&mut self, resource: Resources) {
         let ranks: BTreeMap<&str, u32> =
             self.declared.iter().zip(0..).map(|(name, rank)| (name.as_str(), rank)).collect();
         let of = |kind: &Kind| {
@@ -238,8 +238,8 @@ impl Broker {
         self.excluded = resource.exclude;
     }
 
-    /// Carries out one of [`ORDERS`]. What it does not understand changes nothing.
-    fn obey(&mut self, topic: &str, payload: &Value) {
+    /// Executes one of [`ORDERS`]. Ignores what it doesn't understand.
+    fn execute(&mut self, topic: &str, payload: &Value) {
         let targets = || payload["targets"].as_str()?.parse::<IdSet>().ok();
         match topic {
             "resource.drain" => {
@@ -253,13 +253,13 @@ impl Broker {
             }
             "config.load" => match Resources::deserialize(&payload["resource"]) {
                 Ok(resource) => self.load(resource, payload.get("bootstrap").is_some()),
-                Err(error) => tracing::warn!(%error, "the old configuration stays"),
+                Err(error) => tracing::warn!(%error, "can't read the new configuration; the old one stays"),
             },
             _ => {}
         }
     }
 
-    /// Answers from now on as things are now.
+    /// Updates the socket's answers to the current state.
     fn publish(&mut self, socket: &Socket, name: &str) {
         let size = self.names.len();
         for (attribute, value) in [
@@ -272,16 +272,17 @@ impl Broker {
             socket.attribute(attribute, value);
         }
         let secs = self.since.elapsed().as_secs_f64();
-        let is_news = self.told.replace((self.state, self.online.clone())) != Some((self.state, self.online.clone()));
+        let is_news =
+            self.announced.replace((self.state, self.online.clone())) != Some((self.state, self.online.clone()));
         socket.on("state-machine.get", Service::Says(json!({"state": self.state, "duration": secs})));
-        // Whoever follows it asks for the name of the state.
+        // Subscribers only take the event as a hint to request the state's name.
         socket.on("state-machine.monitor", Service::Says(json!({"state": 0})));
         if is_news {
             socket.tell("state-machine.monitor", json!({"state": 0}));
         }
         socket.on("overlay.health", Service::Says(self.health(secs)));
         let Some(online) = &self.online else {
-            // Behind a lead that is gone nobody answers.
+            // Without the lead, these requests get no answer.
             socket.on("groups.get", Service::Silent);
             return;
         };
@@ -318,7 +319,7 @@ impl Broker {
         socket.on("job-manager.resource-status", lead_only(json!({"allocated": self.r(|_| false)})));
         socket.on("job-manager.queue-list", lead_only(json!({"queues": []})));
         socket.on("job-manager.queue-status", lead_only(json!({"enable": true, "start": true})));
-        // The end of a backlog in which nothing is.
+        // An empty backlog: this marks its end.
         socket.on("job-manager.events-journal", lead_only(json!({"id": -1, "events": []})));
     }
 
@@ -335,7 +336,7 @@ impl Broker {
         json!({"rank": self.rank, "status": status(all), "duration": secs, "children": children})
     }
 
-    /// R (RFC 20) of the ranks that are `wanted`.
+    /// R (RFC 20) of the ranks for which `wanted` is true.
     fn r(&self, wanted: impl Fn(u32) -> bool) -> Value {
         let entries = self.cores.iter().filter(|(rank, _)| wanted(**rank) && !self.excluded.contains(**rank));
         let entries =

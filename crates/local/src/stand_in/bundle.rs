@@ -1,4 +1,4 @@
-//! The package set that puts the stand-in on a node: one script.
+//! The bundle that installs the stand-in on a node. It contains one script.
 
 use std::{fs, os::unix::fs::PermissionsExt, path::Path};
 
@@ -8,15 +8,15 @@ use crate::{
 };
 use packages::CreateBundle;
 
-/// Name of the bundle's file.
+/// The bundle's file name.
 pub(crate) const NAME: &str = "no-flux.tar.gz";
-/// The prefix it claims to be built for; a node gets a symlink there, as for every bundle.
+/// The prefix in the bundle's manifest. As with every bundle, a node gets a symlink there.
 const PREFIX: &str = "/opt/no-flux";
 
-/// Writes the bundle to `directory`, which must exist. Brings its own files there too.
+/// Writes the bundle into `directory`, which must exist, along with the files it packs.
 ///
 /// # Errors
-/// The disk.
+/// The disk refused a write.
 pub(crate) fn make(directory: &Path) -> Result<(), LocalError> {
     let tree = directory.join("no-flux");
     let program = tree.join("bin/flux");

@@ -1,7 +1,8 @@
-//! A stand-in for Flux's brokers, for a machine that can reach no Flux: agents, planner and API server are the real ones,
-//! and each node runs this in place of a broker. It joins the others, tells who is online, and runs no jobs.
+//! A stand-in for Flux's brokers, for machines on which Flux is not available. Agents, planner and API server are the
+//! real ones; each node runs this instead of a broker. It connects to the others, reports which ranks are online, and
+//! runs no jobs.
 //!
-//! Whatever it is asked for its version, it answers [`STAND_IN`](api::STAND_IN), which agent and planner repeat.
+//! Its version is [`STAND_IN`](crate::broker::STAND_IN), which agent and planner repeat in their messages.
 
 mod broker;
 mod bundle;
@@ -17,19 +18,19 @@ use std::process::ExitCode;
 use super::{cluster::up::say, error::LocalError};
 use api::STAND_IN;
 
-/// Does what `flux` with these arguments would do, as far as there is anything to do without Flux.
+/// Acts as `flux` with these arguments, as far as that is possible without Flux.
 ///
 /// # Errors
-/// The broker could not be started; everything that needs Flux.
+/// The broker can't be started, or the command needs Flux.
 pub(crate) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
     match words.first().map(String::as_str) {
         Some("broker") => broker::run(&words[1..]).await,
-        Some("--version" | "version") => say(STAND_IN).map(|()| ExitCode::SUCCESS),
-        // The agent stops the queues before an epoch ends. There are none.
+        Some("--version" | "version") => print_line(STAND_IN).map(|()| ExitCode::SUCCESS),
+        // The agent stops the queues before an epoch ends; the stand-in has none.
         Some("queue") => Ok(ExitCode::SUCCESS),
         _ => Err(LocalError::Refused(format!(
-            "{STAND_IN}: this node runs flux-distribute's stand-in for a broker, so `flux {}` can't be run; for Flux itself give \
-             `local up` a --bundle or --channel",
+            "{STAND_IN}: this node runs flux-distribute's stand-in for a broker, so `flux {}` can't run; to install Flux, call `local up` \
+             with --bundle or --channel",
             words.join(" ")
         ))),
     }

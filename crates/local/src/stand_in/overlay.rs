@@ -1,5 +1,5 @@
-//! The stand-ins' overlay: each follower keeps one connection to the lead, which announces who is online.
-//! One JSON line at a time; an empty line says that the sender is alive.
+//! The stand-ins' overlay: each follower keeps one connection to the lead, which announces the online ranks.
+//! Messages are lines of JSON; an empty line is a sign of life.
 
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
@@ -16,51 +16,52 @@ use tokio::{
 
 use api::IdSet;
 
-/// How often each end says that it is alive.
+/// How often each end sends a sign of life.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
-/// A peer silent for this long is gone: a power cut closes no connection.
+/// A peer that is silent for this long is gone: after a power cut, no connection is closed.
 const SILENCE: Duration = Duration::from_secs(5);
-/// How often a follower looks for its lead.
+/// How often a follower tries to connect to its lead.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// What a follower says first.
+/// A follower's first message.
 #[derive(Serialize, Deserialize)]
 struct Hello {
     rank: u32,
     name: String,
 }
 
-/// What the lead says.
+/// A message of the lead.
 #[derive(Serialize, Deserialize)]
-enum Word {
-    /// The follower is taken in, by the lead that started under this number.
+enum LeadMessage {
+    /// The follower is accepted. The number identifies this start of the lead.
     Welcome(u64),
-    /// It is not, and why.
+    /// The follower is refused, for this reason.
     Refused(String),
-    /// These ranks are online.
+    /// The ranks that are online.
     Online(IdSet),
     /// The instance ends.
     Bye,
 }
 
-/// What a follower's link comes to know.
+/// What a follower's connection reports to its broker.
 #[derive(Debug, PartialEq)]
 pub(super) enum Event {
-    /// The lead has taken this broker in.
+    /// The lead has accepted this broker.
     Joined,
-    /// Ranks that are online, by the lead's word.
+    /// The ranks that are online, from the lead.
     Online(IdSet),
-    /// The lead does not answer; it is looked for.
+    /// The connection is lost; the follower tries to reconnect.
     Lost,
-    /// The broker has to end, with this exit code and for this reason.
+    /// The broker must exit with this code, for this reason.
     End(u8, String),
 }
 
-/// The lead: serves followers on `listener` and keeps `online` up to date until it turns None, which is the end.
+/// The lead's side: serves followers on `listener` and updates `online` until it becomes `None`, which ends the
+/// instance.
 pub(super) async fn lead(listener: TcpListener, names: Vec<String>, start: u64, online: watch::Sender<Option<IdSet>>) {
-    // Which connection holds a rank: a follower may come back before its old connection is given up.
+    // The connection of each rank: a follower may reconnect before its old connection times out.
     let mut held = BTreeMap::<u32, u64>::new();
-    let (told, mut changes) = mpsc::unbounded_channel::<(u32, u64, bool)>();
+    let (changed, mut changes) = mpsc::unbounded_channel::<(u32, u64, bool)>();
     let mut connections = tokio::task::JoinSet::new();
     let mut ended = online.subscribe();
     let mut serial = 0;
@@ -69,7 +70,7 @@ pub(super) async fn lead(listener: TcpListener, names: Vec<String>, start: u64, 
             accepted = listener.accept() => {
                 let Ok((stream, _)) = accepted else { sleep(LOOK_EVERY).await; continue };
                 serial += 1;
-                connections.spawn(follower(stream, names.clone(), (start, serial), online.subscribe(), told.clone()));
+                connections.spawn(follower(stream, names.clone(), (start, serial), online.subscribe(), changed.clone()));
             }
             Some((rank, connection, is_there)) = changes.recv() => {
                 match (is_there, held.get(&rank)) {
@@ -80,11 +81,11 @@ pub(super) async fn lead(listener: TcpListener, names: Vec<String>, start: u64, 
                 let now: IdSet = std::iter::once(0).chain(held.keys().copied()).collect();
                 online.send_modify(|online| if online.is_some() { *online = Some(now) });
             }
-            // What it returns is a guard, which must not be held.
+            // `wait_for` returns a guard of the watch channel, which must not be held.
             () = async { drop(ended.wait_for(Option::is_none).await) } => break,
         }
     }
-    // Everybody gets the last word.
+    // Give the connections time to send the end.
     let _ = timeout(ALIVE_EVERY, async { while connections.join_next().await.is_some() {} }).await;
 }
 
@@ -93,44 +94,44 @@ async fn follower(
     names: Vec<String>,
     (start, serial): (u64, u64),
     mut online: watch::Receiver<Option<IdSet>>,
-    told: mpsc::UnboundedSender<(u32, u64, bool)>,
+    changed: mpsc::UnboundedSender<(u32, u64, bool)>,
 ) -> Option<()> {
     let (reader, mut writer) = stream.into_split();
     let mut lines = BufReader::new(reader).lines();
-    let mut heard = Instant::now();
-    let hello: Hello = serde_json::from_str(&next(&mut lines, heard).await?).ok()?;
+    let mut last_heard = Instant::now();
+    let hello: Hello = serde_json::from_str(&next(&mut lines, last_heard).await?).ok()?;
     let expected = names.get(usize::try_from(hello.rank).ok()?);
     if expected != Some(&hello.name) || hello.rank == 0 {
         let reason = format!("rank {} is not {}", hello.rank, hello.name);
         tracing::warn!("rejecting connection: {reason}");
-        return send(&mut writer, &Word::Refused(reason)).await;
+        return send(&mut writer, &LeadMessage::Refused(reason)).await;
     }
-    send(&mut writer, &Word::Welcome(start)).await?;
-    let _ = told.send((hello.rank, serial, true));
+    send(&mut writer, &LeadMessage::Welcome(start)).await?;
+    let _ = changed.send((hello.rank, serial, true));
     online.mark_changed();
     let mut alive = interval(ALIVE_EVERY);
     loop {
         let sent = tokio::select! {
-            line = next(&mut lines, heard) => {
-                heard = Instant::now();
+            line = next(&mut lines, last_heard) => {
+                last_heard = Instant::now();
                 line.map(drop)
             }
             Ok(()) = online.changed() => {
                 let now = online.borrow_and_update().clone();
                 let ends = now.is_none();
-                let sent = send(&mut writer, &now.map_or(Word::Bye, Word::Online)).await;
+                let sent = send(&mut writer, &now.map_or(LeadMessage::Bye, LeadMessage::Online)).await;
                 sent.filter(|()| !ends)
             }
             _ = alive.tick() => writer.write_all(b"\n").await.ok(),
         };
         if sent.is_none() {
-            let _ = told.send((hello.rank, serial, false));
+            let _ = changed.send((hello.rank, serial, false));
             return None;
         }
     }
 }
 
-/// A follower: holds on to the lead at `lead` until an [`Event::End`].
+/// The follower's side: keeps connecting to `lead` until an [`Event::End`].
 pub(super) async fn follow(lead: SocketAddr, rank: u32, name: String, events: mpsc::UnboundedSender<Event>) {
     let mut known = None;
     loop {
@@ -143,7 +144,7 @@ pub(super) async fn follow(lead: SocketAddr, rank: u32, name: String, events: mp
     }
 }
 
-/// None: the connection is lost, or there was none.
+/// `None` if the connection was lost or could not be made.
 async fn follow_once(
     lead: SocketAddr,
     rank: u32,
@@ -155,38 +156,40 @@ async fn follow_once(
     let (reader, mut writer) = stream.into_split();
     let mut lines = BufReader::new(reader).lines();
     send(&mut writer, &Hello { rank, name: name.to_owned() }).await?;
-    let (mut alive, mut heard) = (interval(ALIVE_EVERY), Instant::now());
+    let (mut alive, mut last_heard) = (interval(ALIVE_EVERY), Instant::now());
     loop {
         let line = tokio::select! {
-            line = next(&mut lines, heard) => line?,
+            line = next(&mut lines, last_heard) => line?,
             _ = alive.tick() => {
                 writer.write_all(b"\n").await.ok()?;
                 continue;
             }
         };
-        heard = Instant::now();
+        last_heard = Instant::now();
         if line.is_empty() {
             continue;
         }
         match serde_json::from_str(&line).ok()? {
-            // As Flux does: whoever hung on the lead before starts anew.
-            Word::Welcome(start) if known.is_some_and(|known| known != start) => {
+            // As in Flux, the brokers of a lead that restarted must restart too.
+            LeadMessage::Welcome(start) if known.is_some_and(|known| known != start) => {
                 return Some(Event::End(1, "the lead has started again".to_owned()));
             }
-            Word::Welcome(start) => {
+            LeadMessage::Welcome(start) => {
                 *known = Some(start);
                 let _ = events.send(Event::Joined);
             }
-            Word::Online(online) => drop(events.send(Event::Online(online))),
-            Word::Refused(reason) => return Some(Event::End(1, format!("the lead refuses this broker: {reason}"))),
-            Word::Bye => return Some(Event::End(0, "the lead ends the instance".to_owned())),
+            LeadMessage::Online(online) => drop(events.send(Event::Online(online))),
+            LeadMessage::Refused(reason) => {
+                return Some(Event::End(1, format!("the lead refuses this broker: {reason}")));
+            }
+            LeadMessage::Bye => return Some(Event::End(0, "the lead ends the instance".to_owned())),
         }
     }
 }
 
-/// None: closed, broken, or silent since `heard` for too long.
-async fn next(lines: &mut Lines<BufReader<OwnedReadHalf>>, heard: Instant) -> Option<String> {
-    timeout_at(heard + SILENCE, lines.next_line()).await.ok()?.ok()?
+/// `None` if the connection is closed or broken, or the peer has been silent for too long since `last_heard`.
+async fn next(lines: &mut Lines<BufReader<OwnedReadHalf>>, last_heard: Instant) -> Option<String> {
+    timeout_at(last_heard + SILENCE, lines.next_line()).await.ok()?.ok()?
 }
 
 async fn send(writer: &mut OwnedWriteHalf, word: &impl Serialize) -> Option<()> {

@@ -1,4 +1,4 @@
-//! The broker's end of its local socket (RFC 3): answers what it was told to answer.
+//! The broker's end of its local socket (RFC 3). It gives configured answers.
 
 use std::{
     collections::HashMap,
@@ -17,91 +17,91 @@ use tokio::{
 
 use broker::message::{ENODATA, PREAMBLE, frame, frame_length, parts, push_part};
 
-/// errno of an attribute that is not there.
+/// The errno for an unknown attribute.
 const ENOENT: u32 = 2;
-/// errno of a service that is not there.
+/// The errno for an unknown service.
 const ENOSYS: u32 = 38;
 
-/// What a service does with a request.
+/// How a service answers a request.
 #[derive(Clone)]
 pub enum Service {
-    /// Answers so.
+    /// With this payload.
     Says(Value),
-    /// Answers with an error: errno and its words.
+    /// With an error: errno and text.
     Refuses(u32, &'static str),
-    /// Never answers.
+    /// Not at all.
     Silent,
-    /// Sends these bytes in place of an answer.
+    /// With these raw bytes.
     Raw(Vec<u8>),
-    /// Hands the request over, and answers what comes back. Dropped requests are never answered.
+    /// With what the receiver of the request replies. A request that the receiver drops is never answered.
     Hands(mpsc::UnboundedSender<Asked>),
 }
 
-/// A request that was handed over.
+/// A request that was handed to a receiver.
 #[derive(Debug)]
 pub struct Asked {
-    /// Service and method.
+    /// The topic: service and method.
     pub topic: String,
-    /// `Null` for none.
+    /// `Null` if there is none.
     pub payload: Value,
-    /// Takes the answer.
+    /// Sends the answer.
     pub reply: oneshot::Sender<Value>,
 }
 
 #[derive(Default)]
-struct Desk {
+struct Answers {
     services: HashMap<String, Service>,
     attributes: HashMap<String, String>,
 }
 
-type Shared = Arc<Mutex<Desk>>;
-/// A topic, and the next answer to its streams or the errno that ends them.
+type Shared = Arc<Mutex<Answers>>;
+/// A topic, and the next answer to its open streams, or the errno that ends them.
 type News = (String, Result<Value, u32>);
 
-/// A socket that answers; closed with all its connections when it is dropped.
+/// A listening socket. Dropping it closes it and all its connections.
 pub struct Socket {
     path: PathBuf,
-    desk: Shared,
+    answers: Shared,
     news: broadcast::Sender<News>,
     tasks: tokio::task::JoinHandle<()>,
 }
 
 impl Socket {
-    /// Listens at `path`, for this user and root. It knows no service yet.
+    /// Listens at `path`, accessible for this user and root. Services are added with [`Self::on`].
     ///
     /// # Errors
-    /// The socket can't be made there.
+    /// The socket can't be created there.
     pub fn listen(path: &Path) -> std::io::Result<Self> {
         let listener = UnixListener::bind(path)?;
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-        let desk = Shared::default();
+        let answers = Shared::default();
         let news = broadcast::channel(64).0;
-        let tasks = tokio::spawn(serve(listener, desk.clone(), news.clone()));
-        Ok(Self { path: path.to_owned(), desk, news, tasks })
+        let tasks = tokio::spawn(serve(listener, answers.clone(), news.clone()));
+        Ok(Self { path: path.to_owned(), answers, news, tasks })
     }
 
-    /// Where it is.
+    /// The socket's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Sets what a service does from now on.
+    /// Sets how a service answers from now on.
     pub fn on(&self, topic: &str, service: Service) {
-        lock(&self.desk).services.insert(topic.to_owned(), service);
+        lock(&self.answers).services.insert(topic.to_owned(), service);
     }
 
     /// Sets an attribute (flux-broker-attributes(7)).
     pub fn attribute(&self, name: &str, value: &str) {
-        lock(&self.desk).attributes.insert(name.to_owned(), value.to_owned());
+        lock(&self.answers).attributes.insert(name.to_owned(), value.to_owned());
     }
 
-    /// A further answer to every stream on `topic` that is open.
+    /// Sends another answer to every open stream on `topic`.
     pub fn tell(&self, topic: &str, value: Value) {
-        // Nobody may be connected.
+        // Fails if no client is connected.
         let _ = self.news.send((topic.to_owned(), Ok(value)));
     }
 
-    /// Ends every stream on `topic` that is open.
+    /// Ends every open stream on `topic`.
     pub fn end(&self, topic: &str) {
         let _ = self.news.send((topic.to_owned(), Err(ENODATA)));
     }
@@ -114,21 +114,21 @@ impl Drop for Socket {
     }
 }
 
-fn lock(desk: &Shared) -> MutexGuard<'_, Desk> {
-    desk.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(answers: &Shared) -> MutexGuard<'_, Answers> {
+    answers.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-async fn serve(listener: UnixListener, desk: Shared, news: broadcast::Sender<News>) {
-    // Its connections die with it.
+async fn serve(listener: UnixListener, answers: Shared, news: broadcast::Sender<News>) {
+    // Dropping the set aborts its connections.
     let mut connections = JoinSet::new();
     while let Ok((stream, _)) = listener.accept().await {
         while connections.try_join_next().is_some() {}
-        connections.spawn(connection(stream, desk.clone(), news.subscribe()));
+        connections.spawn(connection(stream, answers.clone(), news.subscribe()));
     }
 }
 
-/// Until the client closes it, or sends what is no request.
-async fn connection(stream: UnixStream, desk: Shared, mut news: broadcast::Receiver<News>) -> Option<()> {
+/// Serves one client until it disconnects or sends something that is not a request.
+async fn connection(stream: UnixStream, answers: Shared, mut news: broadcast::Receiver<News>) -> Option<()> {
     let (mut reader, mut writer) = stream.into_split();
     let (send, mut requests) = mpsc::unbounded_channel();
     let mut tasks = JoinSet::new();
@@ -137,7 +137,7 @@ async fn connection(stream: UnixStream, desk: Shared, mut news: broadcast::Recei
             let _ = send.send(request);
         }
     });
-    // This user is welcome.
+    // Tells the client that its user is accepted.
     writer.write_all(&[0]).await.ok()?;
     let mut streams: Vec<(String, [u8; 4])> = Vec::new();
     loop {
@@ -147,10 +147,10 @@ async fn connection(stream: UnixStream, desk: Shared, mut news: broadcast::Recei
                 if request.streaming {
                     streams.push((request.topic.clone(), request.tag));
                 }
-                answer(&desk, request).await.into_iter().collect()
+                answer(&answers, request).await.into_iter().collect()
             }
-            told = news.recv() => {
-                let (topic, value) = told.ok()?;
+            broadcast = news.recv() => {
+                let (topic, value) = broadcast.ok()?;
                 let open = streams.iter().filter(|(open, _)| *open == topic);
                 open.map(|(_, tag)| match &value {
                     Ok(value) => response(&topic, 0, value.to_string().as_bytes(), *tag),
@@ -179,7 +179,7 @@ async fn read(reader: &mut (impl AsyncReadExt + Unpin)) -> Option<Request> {
     request(&bytes)
 }
 
-/// None: no request of RFC 3's version 1.
+/// Parses a request of RFC 3, version 1; `None` if it isn't one.
 fn request(bytes: &[u8]) -> Option<Request> {
     let parts = parts(bytes).ok()?;
     let (header, parts) = parts.split_last()?;
@@ -196,15 +196,15 @@ fn request(bytes: &[u8]) -> Option<Request> {
     Some(Request { topic, payload, streaming: flags & 0x40 != 0, tag: [*a, *b, *c, *d] })
 }
 
-async fn answer(desk: &Shared, Request { topic, payload, tag, .. }: Request) -> Option<Vec<u8>> {
+async fn answer(answers: &Shared, Request { topic, payload, tag, .. }: Request) -> Option<Vec<u8>> {
     if topic == "attr.get" {
-        let value = payload["name"].as_str().and_then(|name| lock(desk).attributes.get(name).cloned());
+        let value = payload["name"].as_str().and_then(|name| lock(answers).attributes.get(name).cloned());
         return Some(match value {
             Some(value) => response(&topic, 0, json!({"value": value, "flags": 1}).to_string().as_bytes(), tag),
             None => response(&topic, ENOENT, b"", tag),
         });
     }
-    let service = lock(desk).services.get(&topic).cloned();
+    let service = lock(answers).services.get(&topic).cloned();
     match service {
         Some(Service::Says(value)) => Some(response(&topic, 0, value.to_string().as_bytes(), tag)),
         Some(Service::Refuses(errnum, text)) => Some(response(&topic, errnum, text.as_bytes(), tag)),

@@ -1,4 +1,4 @@
-//! `flux-distribute bundle create`: from an installed Flux, or from a lock.
+//! `flux-distribute bundle create`: makes a bundle from an installed Flux or from a lock.
 
 use std::{
     fs::{self, File},
@@ -34,77 +34,78 @@ use base::{error_chain, redact::url_with_credentials};
 use hostapi::Progress;
 use locks::LockError;
 
-/// Between the small pieces of a bundle and the disk.
+/// Size of the write buffer; tar writes smaller pieces.
 const BUFFER: usize = 1 << 16;
 
-/// See [`BundleCommand::Create`](super::BundleCommand::Create).
+/// Arguments of [`BundleCommand::Create`](super::BundleCommand::Create).
 #[derive(Args, Debug, Clone, Default)]
 #[command(group = ArgGroup::new("content").required(true).args(["from_prefix", "lock"]))]
 pub struct CreateBundle {
-    /// Pack an installed Flux: the directory with bin/flux.
+    /// Pack an installed Flux: the directory that contains bin/flux.
     #[arg(long, value_name = "DIR")]
     pub from_prefix: Option<PathBuf>,
-    /// Download and pack all packages of a lock. What a run that was cut off has downloaded is kept beside --out, in
-    /// .NAME.download, and the next run goes on from there. Credentials come from the file that RATTLER_AUTH_FILE names.
+    /// Download and pack all packages of a lock. If the command is interrupted, its downloads stay beside --out, in
+    /// .NAME.download, and the next run resumes them. Credentials come from the file named by RATTLER_AUTH_FILE.
     #[arg(long, value_name = "FILE")]
     pub lock: Option<PathBuf>,
     /// The bundle to write, such as flux.tar.gz.
     #[arg(long, value_name = "FILE")]
     pub out: PathBuf,
-    /// The prefix Flux was configured with, if it was installed into a staging directory. Default: --from-prefix.
+    /// The prefix that Flux was configured with, if it was installed into a staging directory. Default: --from-prefix.
     #[arg(long, value_name = "DIR", conflicts_with = "lock")]
     pub compiled_prefix: Option<PathBuf>,
-    /// Conda's name of a platform; may be repeated with --lock. Default: this machine's, and with --lock all of the lock.
+    /// conda's name of a platform; with --lock repeatable. Default: this machine's platform, with --lock all of the
+    /// lock's.
     #[arg(long, value_name = "PLATFORM")]
     pub platform: Vec<String>,
-    /// How to print the result, and on the way how far it is. json: one object a line on stdout, each with `event`:
-    /// `progress` and `phase-ended` (phase, packages and bytes with done and total, bytesPerSecond, secondsLeft, seconds),
-    /// then `done` (file, url, size, sha256, kind, platforms, prefix or packages).
+    /// The format of the result and of the progress. json: one object per line on stdout, each with `event`: `progress`
+    /// and `phase-ended` (phase, packages and bytes with done and total, bytesPerSecond, secondsLeft, seconds), then
+    /// `done` (file, url, size, sha256, kind, platforms, prefix or packages).
     #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
     pub output: OutputFormat,
 }
 
-/// A bundle that was written.
-struct Made {
+/// A finished bundle.
+struct CreatedBundle {
     manifest: BundleManifest,
     sha256: String,
     bytes: u64,
-    /// Archives, where it holds some.
+    /// Number of archives; `None` for a tree.
     packages: Option<usize>,
 }
 
 impl CreateBundle {
-    /// Writes the bundle and returns what is to be printed. Brings its own runtime, so it must not be called from within
-    /// another one.
+    /// Writes the bundle and returns the text to print. Must not be called within a Tokio runtime, because it starts
+    /// its own.
     ///
     /// # Errors
-    /// Nothing is changed at the bundle's place then.
+    /// The input is unusable, or reading, downloading or writing failed. `--out` is then unchanged.
     pub fn run(&self) -> Result<String, BundleError> {
         if self.out.is_dir() {
             return Err(BundleError::input(&self.out, "it is a directory; name the file to write"));
         }
-        // Before anything is fetched or packed.
+        // Fail before anything is fetched or packed.
         self.target()?;
         let made = match (&self.from_prefix, &self.lock) {
             (Some(from), None) => self.tree(from)?,
             (None, Some(lock)) => self.packages(lock)?,
-            _ => return Err(BundleError::input(&self.out, "a bundle is made either of --from-prefix or of --lock")),
+            _ => return Err(BundleError::input(&self.out, "give either --from-prefix or --lock")),
         };
         let path = fs::canonicalize(&self.out).map_err(FileError::on("read", &self.out))?;
-        Ok(made.told(&path, self.output))
+        Ok(made.report(&path, self.output))
     }
 
     fn parent(&self) -> &Path {
         directory_of(&self.out)
     }
 
-    fn tree(&self, given: &Path) -> Result<Made, BundleError> {
+    fn tree(&self, given: &Path) -> Result<CreatedBundle, BundleError> {
         let from = fs::canonicalize(given).map_err(|e| match e.kind() {
             io::ErrorKind::NotFound => BundleError::input(given, "there is no such directory"),
             _ => FileError::on("read", given)(e).into(),
         })?;
         if !from.join("bin/flux").is_file() {
-            return Err(BundleError::input(given, "it has no bin/flux; give the directory that has it"));
+            return Err(BundleError::input(given, "it has no bin/flux; give the directory that contains it"));
         }
         let prefix = match &self.compiled_prefix {
             Some(prefix) => prefix.clone(),
@@ -114,12 +115,12 @@ impl CreateBundle {
         let parent = self.parent();
         let parent_real = fs::canonicalize(parent).map_err(FileError::on("write to", parent))?;
         if parent_real.starts_with(&from) {
-            return Err(BundleError::input(&self.out, "the bundle can't be inside of what it holds"));
+            return Err(BundleError::input(&self.out, "the bundle can't be written into the directory that it packs"));
         }
         let platform = match self.platform.as_slice() {
             [] => native_platform().to_owned(),
             [one] => one.clone(),
-            _ => return Err(BundleError::input(given, "an installed Flux is for one --platform")),
+            _ => return Err(BundleError::input(given, "an installed Flux runs on one platform; give --platform once")),
         };
         let manifest = BundleManifest::tree(prefix, platform);
         let write = || FileError::on("write", &self.out);
@@ -129,17 +130,17 @@ impl CreateBundle {
         let packed = pack::pack(&from, &manifest, out).map_err(|e| not_packed(e, &self.out))?;
         let (sha256, bytes) = finish(packed).map_err(write())?;
         aside.keep(&target).map_err(write())?;
-        Ok(Made { manifest, sha256, bytes, packages: None })
+        Ok(CreatedBundle { manifest, sha256, bytes, packages: None })
     }
 
     fn target(&self) -> Result<PathBuf, BundleError> {
         rename_target(&self.out).map_err(|e| BundleError::input(&self.out, e.to_string()))
     }
 
-    fn packages(&self, given: &Path) -> Result<Made, BundleError> {
+    fn packages(&self, given: &Path) -> Result<CreatedBundle, BundleError> {
         let lock = open_plain(given).and_then(io::read_to_string).map_err(BundleError::unread(given, "lock"))?;
         let unusable = |e: LockError| BundleError::input(given, error_chain(&e));
-        // It becomes part of the bundle.
+        // The lock becomes part of the bundle.
         if let Some(url) = url_with_credentials(&lock) {
             return Err(unusable(LockError::Credentials { url }));
         }
@@ -181,10 +182,11 @@ impl CreateBundle {
         fs::rename(&packed, self.target()?).map_err(FileError::on("write", &self.out))?;
         downloads.remove()?;
         let packages = Some(archives(&packages).len());
-        Ok(Made { manifest: BundleManifest::packages(platforms), sha256, bytes, packages })
+        Ok(CreatedBundle { manifest: BundleManifest::packages(platforms), sha256, bytes, packages })
     }
 
-    /// The archives are there twice before the bundle is whole. Nothing is said where the lock does not tell their sizes.
+    /// Checks the free space: until the bundle is complete, the archives exist twice on disk. Skipped if the lock
+    /// doesn't have all sizes.
     fn check_room(&self, packages: &ByPlatform, downloads: &Downloads) -> Result<(), BundleError> {
         let archives = archives(packages);
         let mut sizes = archives.values().map(|package| package.record.package_record.size);
@@ -209,7 +211,7 @@ fn not_packed(error: PackError, out: &Path) -> BundleError {
     }
 }
 
-/// Fills `downloads` with the archives of all platforms.
+/// Downloads the archives of all platforms.
 async fn download(
     lock: &str,
     packages: &ByPlatform,
@@ -220,13 +222,13 @@ async fn download(
     let (digest, pkgs) = (set.digest(), downloads.pkgs());
     let http = HttpClient::with_access(&Access::from_environment()?, &[])?;
     for (platform, _) in packages {
-        // Fetching for one platform drops the halves of another's archives; so it is done with one after the other.
+        // Not concurrently: a fetch for one platform deletes partial downloads of the others' archives.
         if holds(&set, &digest, platform, &pkgs) {
             continue;
         }
         let tell = |now: Progress| {
             let what = format!("{} for {platform}", now.what);
-            // Whoever shows it has ended only when all else has, too.
+            // The receiver outlives all senders.
             let _ = progress.send(Progress { what, ..now });
         };
         let open = |path: &str| File::open(path);
@@ -237,8 +239,8 @@ async fn download(
     Ok(())
 }
 
-/// Where archives wait until they are a bundle: beside it, so that a rename makes it one, and under a name that the next
-/// run finds.
+/// The directory that holds the archives until they are packed: beside the bundle, so that a rename finishes it, and
+/// under a fixed name, so that the next run finds it.
 struct Downloads {
     path: PathBuf,
     _lock: Flock<File>,
@@ -247,7 +249,7 @@ struct Downloads {
 impl Downloads {
     fn beside(out: &Path, parent: &Path) -> Result<Self, BundleError> {
         let Some(name) = out.file_name() else {
-            return Err(BundleError::input(out, "it is no name of a file"));
+            return Err(BundleError::input(out, "it is not a file name"));
         };
         let path = parent.join(format!(".{}.download", name.to_string_lossy()));
         let write = || FileError::on("write to", &path);
@@ -277,8 +279,8 @@ impl Downloads {
     }
 }
 
-impl Made {
-    fn told(&self, path: &Path, output: OutputFormat) -> String {
+impl CreatedBundle {
+    fn report(&self, path: &Path, output: OutputFormat) -> String {
         let Self { manifest, sha256, bytes, packages } = self;
         let url = file_url(path);
         if output == OutputFormat::Json {
@@ -300,7 +302,7 @@ impl Made {
     }
 }
 
-/// Puts a bundle on the disk, for everybody to read. Gives sha256 in hex, and the bytes.
+/// Makes the bundle world-readable and syncs it. Returns its sha256 in hex and its size in bytes.
 fn finish(mut written: Hashing<BufWriter<File>>) -> io::Result<(String, u64)> {
     written.flush()?;
     let file = written.inner.get_ref();

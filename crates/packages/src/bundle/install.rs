@@ -1,4 +1,4 @@
-//! Makes an environment from a bundle of either kind.
+//! Builds an environment from a bundle of either kind.
 
 use std::{
     fs::{self, File},
@@ -18,14 +18,14 @@ use base::redact::shown;
 use hostapi::{Progress, Refusal};
 
 impl Build<'_> {
-    /// Unpacks the bundle. Gives the prefix that is compiled into it, if it is a tree.
+    /// Unpacks the bundle. Returns the prefix that is compiled into it if it is a tree, `None` if it holds packages.
     pub(crate) fn bundle(
         &self,
         source: &BundleSource,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Option<PathBuf>, Refusal> {
         let archives = self.beside(".bundle");
-        let done = self.bundle_by(source, &archives, progress);
+        let done = self.unpack_bundle(source, &archives, progress);
         match fs::remove_dir_all(&archives) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
                 done.and(Err(failed(format!("can't remove {}: {e}", archives.display()))))
@@ -34,8 +34,8 @@ impl Build<'_> {
         }
     }
 
-    /// With `archives` for those of a packages bundle.
-    fn bundle_by(
+    /// Unpacks the bundle; the archives of a packages bundle go to `archives`.
+    fn unpack_bundle(
         &self,
         source: &BundleSource,
         archives: &Path,
@@ -54,8 +54,8 @@ impl Build<'_> {
         let mut reader = Hashing::new(file);
         let target = Target { platform: self.platform, tree: self.partial, archives };
         let unpacked = unpack::unpack(&mut reader, size, Some(target), Limits::default(), progress);
-        // Hashed while it was unpacked. Nothing is live yet, so it is early enough to look at it now; and where it could
-        // not be unpacked, this tells a bad bundle from a bad disk.
+        // Read the rest to get the sha256. Checking it only now is safe, because the environment isn't in use yet, and
+        // if unpacking failed, the sha256 tells a damaged bundle from a full or faulty disk.
         io::copy(&mut reader, &mut io::sink()).map_err(unread)?;
         if !reader.sha256().eq_ignore_ascii_case(&source.sha256) {
             return Err(self.missing_or_damaged(&path, &name));

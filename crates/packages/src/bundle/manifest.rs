@@ -1,4 +1,4 @@
-//! What a bundle says about itself: its first entry.
+//! A bundle's manifest, its first entry.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -8,47 +8,47 @@ use serde::{Deserialize, Serialize};
 pub const BUNDLE_MANIFEST: &str = "flux-distribute-bundle.json";
 /// Name of the second entry of a bundle of kind `packages`: the lock that names the archives after it.
 pub const BUNDLE_LOCK: &str = "flux-distribute-lock.yml";
-/// The format this version writes and reads.
+/// The format version that this program reads and writes.
 const FORMAT: u32 = 1;
-/// A ready prefix with compiled-in paths.
+/// Kind: an installation with compiled-in paths.
 const TREE: &str = "tree";
-/// A lock and the archives that it names.
+/// Kind: a lock and the archives that it names.
 const PACKAGES: &str = "packages";
-/// A manifest is some hundred bytes; more is something else.
+/// Limit for a manifest, which normally has a few hundred bytes.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 64 << 10;
 
-/// Directories that every host has and that no symlink of ours may ever replace.
+/// Directories that exist on every host. No symlink may ever replace them.
 const HOST_DIRECTORIES: [&str; 18] = [
     "/bin", "/boot", "/dev", "/etc", "/home", "/lib", "/lib64", "/mnt", "/opt", "/proc", "/root", "/run", "/sbin",
     "/srv", "/sys", "/tmp", "/usr", "/var",
 ];
 
-/// What a bundle says about itself.
+/// A bundle's description of itself.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct BundleManifest {
-    /// Version of the format.
+    /// Version of the bundle format.
     pub format: u32,
-    /// `tree`: a ready prefix with compiled-in paths. `packages`: a lock and the archives that it names.
+    /// `tree`: an installation with compiled-in paths. `packages`: a lock and the archives that it names.
     pub kind: String,
-    /// Of a tree, the path that is compiled into it, such as `/opt/flux`. Else empty, and there nonetheless: versions that
-    /// know trees only read it before they look at the kind.
+    /// For a tree, the path that is compiled into it, such as `/opt/flux`. Empty for packages, but always present,
+    /// because versions that only know trees read it before they check the kind.
     pub prefix: PathBuf,
-    /// Of a tree, conda's name for the platform it runs on, such as `linux-64`. Else empty.
+    /// For a tree, the conda platform that it runs on, such as `linux-64`. Empty for packages.
     pub platform: String,
-    /// Of packages, the platforms whose archives are all there.
+    /// For packages, the conda platforms for which the bundle has all archives.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub platforms: Vec<String>,
-    /// Program and version that wrote it.
+    /// The program and version that wrote the bundle.
     pub created_by: String,
 }
 
 impl BundleManifest {
-    /// A tree that was built for `prefix`.
+    /// The manifest of a tree that was built for `prefix`.
     pub fn tree(prefix: PathBuf, platform: String) -> Self {
         Self { prefix, platform, ..Self::of(TREE) }
     }
 
-    /// All packages of a lock for these platforms.
+    /// The manifest of a bundle with all packages of a lock for these platforms.
     pub fn packages(platforms: Vec<String>) -> Self {
         Self { platforms, ..Self::of(PACKAGES) }
     }
@@ -64,26 +64,26 @@ impl BundleManifest {
         }
     }
 
-    /// Whether a lock and archives follow, and no tree.
+    /// True if a lock and archives follow, false for a tree.
     pub fn is_packages(&self) -> bool {
         self.kind == PACKAGES
     }
 
-    /// Conda's names for the platforms it can be installed on.
+    /// The conda platforms on which the bundle can be installed.
     pub fn platforms(&self) -> &[String] {
         if self.is_packages() { &self.platforms } else { std::slice::from_ref(&self.platform) }
     }
 
-    /// Reads and checks.
+    /// Parses and checks a manifest.
     ///
     /// # Errors
-    /// What is wrong with it, in words.
+    /// What is wrong, for an error message whose subject is the bundle ("its prefix …").
     pub fn parse(json: &[u8]) -> Result<Self, String> {
         let manifest: Self =
             serde_json::from_slice(json).map_err(|e| format!("its {BUNDLE_MANIFEST} can't be read: {e}"))?;
         if manifest.format != FORMAT || ![TREE, PACKAGES].contains(&manifest.kind.as_str()) {
             return Err(format!(
-                "it has format {} of kind `{}`, this version reads format {FORMAT} of kinds `{TREE}` and `{PACKAGES}`",
+                "it has format {} and kind `{}`, but this version reads format {FORMAT} with kinds `{TREE}` and `{PACKAGES}`",
                 manifest.format, manifest.kind
             ));
         }
@@ -96,7 +96,7 @@ impl BundleManifest {
     }
 }
 
-/// Whether a host can get a symlink at this path.
+/// Checks whether a symlink at this path is acceptable on a host.
 pub(crate) fn check_prefix(prefix: &Path) -> Result<(), String> {
     let plain = prefix.is_absolute()
         && prefix.components().skip(1).all(|c| matches!(c, Component::Normal(_)))
@@ -105,7 +105,10 @@ pub(crate) fn check_prefix(prefix: &Path) -> Result<(), String> {
         return Err(format!("its prefix {} is not a plain absolute path", prefix.display()));
     }
     if HOST_DIRECTORIES.iter().any(|d| prefix == Path::new(d)) {
-        return Err(format!("its prefix {} is a directory of every host; build Flux for /opt/flux", prefix.display()));
+        return Err(format!(
+            "its prefix {} is a directory that every host has; build Flux for /opt/flux",
+            prefix.display()
+        ));
     }
     Ok(())
 }

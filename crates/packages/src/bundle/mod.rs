@@ -1,4 +1,4 @@
-//! `flux-distribute bundle`: makes and shows bundles, for sites without internet or with their own build of Flux.
+//! `flux-distribute bundle`: makes and inspects bundles, for sites without internet or with their own build of Flux.
 
 pub(crate) mod create;
 pub(crate) mod install;
@@ -25,26 +25,27 @@ use crate::{
 };
 use locks::Locked;
 
-/// Make or look at a bundle: one file that holds a whole installation of Flux.
+/// Make or inspect a bundle: one file that contains a complete Flux.
 #[derive(Subcommand, Debug, Clone)]
 pub enum BundleCommand {
-    /// Pack an installed Flux, or all packages of a lock, into a bundle. The same input gives the same bundle, bit by bit.
+    /// Pack an installed Flux, or all packages of a lock, into a bundle. The same input gives the same bundle, bit for
+    /// bit.
     Create(CreateBundle),
-    /// Show what a bundle is, and what to write into the FluxInstance for it.
+    /// Show a bundle's content, and what to write into the FluxInstance to use it.
     Inspect(InspectBundle),
 }
 
-/// See [`BundleCommand::Inspect`].
+/// Arguments of [`BundleCommand::Inspect`].
 #[derive(Args, Debug, Clone)]
 pub struct InspectBundle {
     /// The bundle.
     pub file: PathBuf,
-    /// How to print it.
+    /// The output format.
     #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
     pub output: OutputFormat,
 }
 
-/// How to print something.
+/// The format of a command's output.
 #[derive(ValueEnum, Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OutputFormat {
     /// For people.
@@ -55,14 +56,14 @@ pub enum OutputFormat {
     Json,
 }
 
-/// Why there is no bundle.
+/// Why a bundle could not be made or inspected.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BundleError {
-    /// What was given can't be made a bundle, or isn't one.
+    /// The input is not a bundle, or can't be made into one.
     #[error("{path}: {reason}")]
     Input {
-        /// What was given.
+        /// The file or directory.
         path: String,
         /// What is wrong with it.
         reason: String,
@@ -70,38 +71,40 @@ pub enum BundleError {
     /// Reading or writing failed.
     #[error(transparent)]
     Io(#[from] FileError),
-    /// The packages can't be downloaded.
-    #[error("can't download the packages; what came is kept in {kept}, and the next run goes on from there")]
+    /// A package can't be downloaded.
+    #[error("can't download the packages; the next run resumes from the downloads in {kept}")]
     Fetch {
-        /// Where.
+        /// The directory of the downloads.
         kept: String,
-        /// Cause.
+        /// Why the download failed.
         #[source]
         source: FetchError,
     },
-    /// The client could not be made.
+    /// The HTTP client can't be set up.
     #[error(transparent)]
     Http(#[from] HttpError),
-    /// The disk is too full.
-    #[error("{path}: the packages and the bundle need {needed}, but {free} are free; make room or write it elsewhere")]
+    /// The disk has too little free space.
+    #[error(
+        "{path}: the packages and the bundle need {needed}, but only {free} are free; free some space or choose another --out"
+    )]
     Room {
-        /// Where.
+        /// The directory.
         path: String,
-        /// So much.
+        /// The size needed, with unit.
         needed: String,
-        /// So little.
+        /// The free space, with unit.
         free: String,
     },
-    /// Two at the same would spoil each other's work.
+    /// Another process writes the same bundle; two would destroy each other's downloads.
     #[error("another `bundle create` is writing {path}")]
     Busy {
-        /// What.
+        /// The bundle.
         path: String,
     },
 }
 
 impl BundleError {
-    /// 2 where another input helps, 1 for all else.
+    /// The process's exit code: 2 if the user must change the input, 1 for any other failure.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Input { .. } | Self::Fetch { source: FetchError::Lock(_) | FetchError::NotAUrl { .. }, .. } => 2,
@@ -113,20 +116,20 @@ impl BundleError {
         Self::Input { path: path.display().to_string(), reason: reason.into() }
     }
 
-    /// `path` was given as a `kind`.
+    /// Converts the error from opening or reading `path`, which the user gave as a `kind` (lock or bundle).
     pub(crate) fn unread(path: &Path, kind: &'static str) -> impl Fn(io::Error) -> Self {
         move |error| match error.kind() {
             io::ErrorKind::NotFound => Self::input(path, "there is no such file"),
-            io::ErrorKind::IsADirectory => Self::input(path, format!("it is a directory and no {kind}")),
+            io::ErrorKind::IsADirectory => Self::input(path, format!("it is a directory, not a {kind}")),
             io::ErrorKind::InvalidInput => Self::input(path, error.to_string()),
-            io::ErrorKind::InvalidData => Self::input(path, format!("it is not text, so it is no {kind}")),
+            io::ErrorKind::InvalidData => Self::input(path, format!("it is not text, so it can't be a {kind}")),
             _ => FileError::on("read", path)(error).into(),
         }
     }
 }
 
 impl BundleCommand {
-    /// Does it, and prints to stdout.
+    /// Runs the command and prints its result to stdout.
     ///
     /// # Errors
     /// See [`BundleError::exit_code`].
@@ -140,10 +143,10 @@ impl BundleCommand {
 }
 
 impl InspectBundle {
-    /// Reads the whole bundle, with the checks a host makes, and returns what is to be printed.
+    /// Reads the whole bundle with the same checks as a host does, and returns the text to print.
     ///
     /// # Errors
-    /// Where a host would refuse it.
+    /// The file can't be read, or a host would refuse the bundle.
     pub fn run(&self) -> Result<String, BundleError> {
         let open = || open_plain(&self.file).map(BufReader::new).map_err(BundleError::unread(&self.file, "bundle"));
         let unread = || FileError::on("read", &self.file);
@@ -187,25 +190,25 @@ impl InspectBundle {
     }
 }
 
-/// A bundle's file as a URL, in case every node has it in the same place.
+/// The file's URL, which can go into a FluxInstance if the file has the same path on every node.
 fn file_url(path: &Path) -> String {
     url::Url::from_file_path(path).map_or_else(|()| "https://...".to_owned(), String::from)
 }
 
-/// What to write into the FluxInstance for a bundle.
+/// The lines of a FluxInstance that use this bundle.
 fn in_instance(url: &str, sha256: &str) -> String {
     format!(
-        "In the FluxInstance (the url may as well be http or https; file:// is a path on every node):\n\
+        "In the FluxInstance (the url can also be http or https; a file:// url is a path on every node):\n\
          spec:\n  packages:\n    bundle:\n      url: {url}\n      sha256: {sha256}\n"
     )
 }
 
-/// What a stranger wrote, without what a terminal would obey.
+/// Removes control characters: text from a foreign file must not control the terminal.
 fn plain(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).collect()
 }
 
-/// What of a package is shown, in columns.
+/// The columns that describe a package.
 fn columns(package: &Locked) -> [String; 4] {
     let record = &package.record.package_record;
     let text = [record.name.as_normalized().to_owned(), record.version.to_string(), record.build.to_string()];

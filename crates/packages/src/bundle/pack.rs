@@ -1,4 +1,5 @@
-//! Packs a tree into a bundle. The same tree gives the same bytes: sorted, without owners, without a time of packing.
+//! Packs a tree into a bundle. The same tree gives the same bytes: entries are sorted, without owners or the current
+//! time.
 
 use std::{
     collections::HashMap,
@@ -22,11 +23,11 @@ use crate::{
 /// Why a tree could not be packed.
 #[derive(Debug)]
 pub(crate) enum PackError {
-    /// Something that no host would unpack.
+    /// An entry that hosts would refuse to unpack.
     Entry { path: PathBuf, reason: String },
-    /// The tree.
+    /// Reading the tree failed.
     Read { path: PathBuf, source: io::Error },
-    /// The bundle.
+    /// Writing the bundle failed.
     Write(io::Error),
 }
 
@@ -39,7 +40,7 @@ impl PackError {
 
 /// Writes the tree at `root` as a bundle and returns the writer.
 pub(crate) fn pack<W: Write>(root: &Path, manifest: &BundleManifest, out: W) -> Result<W, PackError> {
-    // The header's time stays 0: gzip would otherwise store when it was packed.
+    // Leave the header's time at 0: it would be the time of packing.
     let gzip = GzBuilder::new().write(out, Compression::default());
     let mut packing = Packing { root, tar: Builder::new(gzip), hard_links: HashMap::new() };
     append_manifest(&mut packing.tar, manifest)?;
@@ -47,20 +48,20 @@ pub(crate) fn pack<W: Write>(root: &Path, manifest: &BundleManifest, out: W) -> 
     packing.tar.into_inner().and_then(|gzip| gzip.finish()).map_err(PackError::Write)
 }
 
-/// Every bundle begins with it.
+/// Appends the manifest, which must be the first entry.
 pub(crate) fn append_manifest<W: Write>(tar: &mut Builder<W>, manifest: &BundleManifest) -> Result<(), PackError> {
     let json = serde_json::to_vec_pretty(manifest).map_err(|e| PackError::Write(e.into()))?;
     append_bytes(tar, BUNDLE_MANIFEST, &json)
 }
 
-/// A small file of our own.
+/// Appends a small generated file.
 pub(crate) fn append_bytes<W: Write>(tar: &mut Builder<W>, path: &str, bytes: &[u8]) -> Result<(), PackError> {
     let mut header = header(EntryType::Regular, 0o644, 0);
     header.set_size(bytes.len() as u64);
     tar.append_data(&mut header, path, bytes).map_err(PackError::Write)
 }
 
-/// The file at `full`, of `size` bytes, read through `from`, which comes back.
+/// Appends the file at `full`, of `size` bytes, read through `from`. Returns `from`.
 pub(crate) fn append_file<W: Write, R: Read>(
     tar: &mut Builder<W>,
     mut header: Header,
@@ -69,12 +70,12 @@ pub(crate) fn append_file<W: Write, R: Read>(
     from: R,
 ) -> Result<R, PackError> {
     header.set_size(size);
-    // Exactly the size in the header, whatever happens to the file meanwhile.
+    // Write exactly as many bytes as the header says, even if the file changes meanwhile.
     let mut content = Exact { from, left: size, failed: None };
     let appended = tar.append_data(&mut header, path, &mut content);
     match content.failed {
         Some(source) if source.kind() == io::ErrorKind::UnexpectedEof => {
-            let reason = "it changed while it was packed".to_owned();
+            let reason = "it changed while it was being packed".to_owned();
             Err(PackError::Entry { path: full.to_owned(), reason })
         }
         Some(source) => Err(PackError::Read { path: full.to_owned(), source }),
@@ -85,7 +86,7 @@ pub(crate) fn append_file<W: Write, R: Read>(
 struct Packing<'a, W: Write> {
     root: &'a Path,
     tar: Builder<W>,
-    /// (device, inode) → where it was packed first.
+    /// (device, inode) → the path under which the file was packed first.
     hard_links: HashMap<(u64, u64), PathBuf>,
 }
 
@@ -96,7 +97,7 @@ impl<W: Write> Packing<'_, W> {
         let mut names: Vec<_> = entries.map_err(PackError::read(&full))?;
         names.sort();
         for name in names {
-            // Ours, of the place the tree comes from, and not part of it.
+            // Our own files describe the place that the tree comes from and don't belong into the bundle.
             let ours = [ENVIRONMENT_MARKER, RECORDS, BUNDLE_MANIFEST].iter().any(|ours| name == *ours);
             let ours = ours && below.as_os_str().is_empty();
             if !ours {
@@ -117,7 +118,7 @@ impl<W: Write> Packing<'_, W> {
         } else if kind.is_symlink() {
             let target = fs::read_link(&full).map_err(PackError::read(&full))?;
             if target.is_relative() && !stays_inside(path.parent().unwrap_or(Path::new("")), &target) {
-                let reason = format!("it is a symlink to {}, out of the tree", target.display());
+                let reason = format!("it is a symlink to {}, outside the tree", target.display());
                 return Err(PackError::Entry { path: full, reason });
             }
             let mut header = header(EntryType::Symlink, 0o777, metadata.mtime());
@@ -140,7 +141,7 @@ impl<W: Write> Packing<'_, W> {
             self.hard_links.insert(inode, path.to_owned());
         }
         if metadata.mode() & 0o6000 != 0 {
-            tracing::warn!(path = %full.display(), "its set-user-ID or set-group-ID bit is left out, as hosts install it");
+            tracing::warn!(path = %full.display(), "packed without its set-user-ID or set-group-ID bit, which hosts don't install");
         }
         let header = header(EntryType::Regular, metadata.mode(), metadata.mtime());
         let file = File::open(full).map_err(PackError::read(full))?;
@@ -148,7 +149,8 @@ impl<W: Write> Packing<'_, W> {
     }
 }
 
-/// With what hosts keep of `mode`. A symlink's mode stays 0777, so that a tree that has not changed keeps its sha256.
+/// A header with the mode bits that hosts keep. A symlink's mode stays 0777, so that an unchanged tree keeps its
+/// sha256.
 pub(crate) fn header(kind: EntryType, mode: u32, mtime: i64) -> Header {
     let mut header = Header::new_gnu();
     header.set_entry_type(kind);
@@ -160,7 +162,8 @@ pub(crate) fn header(kind: EntryType, mode: u32, mtime: i64) -> Header {
     header
 }
 
-/// Reads exactly so many bytes, and remembers why it couldn't: to the tar crate a bad file and a full disk are the same.
+/// Reads exactly `left` bytes and remembers why it failed: the tar crate doesn't distinguish a read error from a full
+/// disk.
 struct Exact<R> {
     from: R,
     left: u64,

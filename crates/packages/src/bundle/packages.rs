@@ -1,8 +1,8 @@
 //! A bundle of kind `packages`: the manifest, a lock, and `pkgs/<archive>` for each archive that the lock names.
 //!
-//! The same lock and platforms give the same bytes: the archives come sorted by their names, which are their content's,
-//! without owners and times, and gzip only frames them, since they are compressed already. Each is there once, whatever
-//! the number of platforms that use it.
+//! The same lock and platforms give the same bytes: archives are sorted by name, which is derived from their content,
+//! and have no owners or times. gzip only frames them, since they are already compressed. An archive that several
+//! platforms use is stored once.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -26,13 +26,13 @@ use crate::{
 use hostapi::Progress;
 use locks::{LockError, Locked, MAX_LOCK_BYTES};
 
-/// Where the archives are in the bundle.
+/// The directory of the archives in the bundle.
 const ARCHIVES: &str = "pkgs";
 
-/// A lock's packages, by platform.
+/// The packages of a lock by platform.
 pub(crate) type ByPlatform = Vec<(String, Vec<Locked>)>;
 
-/// The packages of `lock` for each of these platforms.
+/// The packages of `lock` for each of `platforms`.
 pub(crate) fn by_platform(lock: &str, platforms: &[String]) -> Result<ByPlatform, LockError> {
     if lock.len() > MAX_LOCK_BYTES {
         return Err(LockError::TooLarge { bytes: lock.len() });
@@ -40,7 +40,7 @@ pub(crate) fn by_platform(lock: &str, platforms: &[String]) -> Result<ByPlatform
     platforms.iter().map(|platform| Ok((platform.clone(), locks::packages(lock, platform)?))).collect()
 }
 
-/// Every archive by its name, and one package that it is of.
+/// Every archive by name, with one of the packages that use it.
 pub(crate) fn archives(packages: &ByPlatform) -> BTreeMap<&str, &Locked> {
     let all = packages.iter().flat_map(|(_, packages)| packages);
     all.map(|package| (package.archive.as_str(), package)).collect()
@@ -71,7 +71,7 @@ pub(crate) fn pack<W: Write>(
         let path = Path::new(ARCHIVES).join(name);
         let read = append_file(&mut tar, header, &path, (&full, size), Hashing::new(file))?;
         if read.sha256() != package.sha256 {
-            // So that the next run brings it again.
+            // Delete it, so that the next run downloads it again.
             fs::remove_file(&full).map_err(PackError::read(&full))?;
             let reason = "it was damaged after it was downloaded; try again".to_owned();
             return Err(PackError::Entry { path: full, reason });
@@ -81,18 +81,18 @@ pub(crate) fn pack<W: Write>(
     tar.into_inner().and_then(|gzip| gzip.finish()).map_err(PackError::Write)
 }
 
-/// What a packages bundle holds.
+/// The content of a packages bundle.
 pub(crate) struct Contents {
     pub lock: String,
     pub packages: ByPlatform,
-    /// Archives.
+    /// Number of archives.
     pub entries: u64,
-    /// Their bytes.
+    /// Their total size in bytes.
     pub bytes: u64,
 }
 
-/// Reads all that follows the manifest. With a target, its platform's archives are written to the target's directory for
-/// them; without, all platforms' must be there.
+/// Reads everything after the manifest. With a target, writes the archives of its platform to its directory; without,
+/// checks that the archives of all platforms are there.
 pub(crate) fn unpack<R: Read>(
     mut entries: Entries<'_, R>,
     manifest: &BundleManifest,
@@ -117,17 +117,17 @@ pub(crate) fn unpack<R: Read>(
         let given = entry.path().map_err(broken)?.into_owned();
         let refuse = |reason: &str| UnpackError::Entry { path: given.display().to_string(), reason: reason.to_owned() };
         if !entry.header().entry_type().is_file() {
-            return Err(refuse("is no file; a packages bundle has nothing else"));
+            return Err(refuse("is not a regular file; a packages bundle contains nothing else"));
         }
-        // Only a name that the lock gives becomes a path.
+        // Only names from the lock become paths.
         let name = given.strip_prefix(ARCHIVES).ok().and_then(|name| name.to_str());
         let Some((name, package)) = name.and_then(|name| named.get_key_value(name)) else {
-            return Err(refuse("is no archive that its lock names"));
+            return Err(refuse("is not an archive that its lock names"));
         };
         if !seen.insert(*name) {
-            return Err(refuse("is there twice"));
+            return Err(refuse("appears twice"));
         }
-        // Before any of it is written.
+        // Check before writing any of it.
         if package.record.package_record.size.is_some_and(|size| size != entry.size()) {
             return Err(differs(package));
         }
@@ -168,7 +168,7 @@ fn read_lock<R: Read>(entries: &mut Entries<'_, R>) -> Result<String, UnpackErro
         return Err(lacks());
     }
     if entry.size() > MAX_LOCK_BYTES as u64 {
-        return Err(UnpackError::Limit { limit: format!("{MAX_LOCK_BYTES} bytes of a lock") });
+        return Err(UnpackError::Limit { limit: format!("{MAX_LOCK_BYTES} bytes in its lock") });
     }
     let mut lock = Vec::new();
     entry.read_to_end(&mut lock).map_err(broken)?;

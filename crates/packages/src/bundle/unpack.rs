@@ -1,5 +1,4 @@
-//! Unpacks a bundle. What is in it was made elsewhere, so nothing of it is believed: it may neither leave its directory nor
-//! fill the disk.
+//! Unpacks a bundle. Its content is untrusted: it must neither escape from its directory nor fill the disk.
 
 use std::{
     fs::File,
@@ -23,39 +22,39 @@ use crate::{
 use hostapi::Progress;
 use locks::LockError;
 
-/// Why a bundle was not unpacked.
+/// Why a bundle was refused or could not be unpacked.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UnpackError {
-    /// Not a `.tar.gz`, or one that ends early.
+    /// The file is not a `.tar.gz`, or is truncated or damaged.
     #[error("{0}")]
     Archive(String),
-    /// A tarball of something else.
+    /// A tarball without a manifest.
     #[error(
         "it does not begin with {BUNDLE_MANIFEST}, so it is not a bundle; make one with `flux-distribute bundle create`"
     )]
     NotABundle,
-    /// Its manifest.
+    /// The manifest is unusable.
     #[error("{0}")]
     Manifest(String),
-    /// For other machines.
+    /// The bundle is for other platforms.
     #[error("it is for {found}, but this host is {wanted}")]
     Platform { found: String, wanted: String },
-    /// An entry that must not be unpacked.
+    /// An entry is not allowed.
     #[error("its entry {path} {reason}")]
     Entry { path: String, reason: String },
-    /// A packages bundle whose lock can't be used.
+    /// The lock of a packages bundle is unusable.
     #[error("its lock can't be used")]
     Lock(#[from] LockError),
-    /// An archive that is another one than that in its lock.
+    /// An archive differs from the one that the lock names.
     #[error("its archive of package {package} is not the one that its lock names; make the bundle again")]
     Differs { package: String },
-    /// An archive that is not there.
+    /// An archive is missing.
     #[error("it lacks the archive of package {package}, which its lock names; make the bundle again")]
     Lacks { package: String },
-    /// A bomb.
+    /// The content exceeds a limit, so the bundle may be a decompression bomb.
     #[error("it holds more than {limit}")]
     Limit { limit: String },
-    /// The disk.
+    /// The disk refused a write.
     #[error("can't write {path}: {source}")]
     Write {
         path: String,
@@ -70,31 +69,31 @@ impl UnpackError {
     }
 }
 
-/// Where a bundle goes.
+/// Where to unpack a bundle.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Target<'a> {
-    /// What the host is.
+    /// The host's conda platform.
     pub platform: &'a str,
-    /// For a tree: an empty directory that nobody else writes to.
+    /// For a tree: an empty directory that no other process writes to.
     pub tree: &'a Path,
-    /// For archives: is made if there are any.
+    /// For archives: a directory that is created if there are any.
     pub archives: &'a Path,
 }
 
-/// What was unpacked.
+/// The content of an unpacked bundle.
 pub(crate) struct Unpacked {
     pub manifest: BundleManifest,
-    /// Files, directories and links of a tree, or archives.
+    /// Number of files, directories and links in a tree, or of archives.
     pub entries: u64,
-    /// Bytes of files.
+    /// Total size of the files.
     pub bytes: u64,
-    /// What else a packages bundle holds.
+    /// The lock and packages of a packages bundle; `None` for a tree.
     pub contents: Option<Contents>,
-    /// Of a tree, the first file that lost a set-user-ID or set-group-ID bit.
+    /// The first file of a tree that lost a set-user-ID or set-group-ID bit.
     pub privileged: Option<PathBuf>,
 }
 
-/// Unpacks a bundle of `size` bytes. Without `into` it only looks, as closely.
+/// Unpacks a bundle of `size` bytes. Without `into`, it only performs the checks.
 pub(crate) fn unpack(
     archive: impl Read,
     size: u64,
@@ -132,12 +131,12 @@ pub(crate) fn unpack(
         };
         unpack_tree(entries, manifest, into.map(|into| into.tree), limits, each)?
     };
-    // What follows the last entry belongs to the checksum too.
+    // The sha256 also covers what follows the last entry.
     io::copy(&mut guarded, &mut io::sink()).map_err(broken)?;
     Ok(unpacked)
 }
 
-/// Reads all that follows the manifest; without `into` it only looks.
+/// Reads everything after the manifest; without `into`, it only performs the checks.
 fn unpack_tree<R: Read>(
     entries: Entries<'_, R>,
     manifest: BundleManifest,
@@ -160,7 +159,7 @@ fn unpack_tree<R: Read>(
             unpacked.bytes += entry.size();
         }
         let checked = Checked::new(&entry, |path, target| {
-            // An absolute one is looked up on the host, where the compiled-in prefix will be a symlink to this tree.
+            // An absolute target is resolved on the host, where the compiled-in prefix will be a symlink to this tree.
             let parent = path.parent().unwrap_or(Path::new(""));
             let out = target.is_relative() && !stays_inside(parent, target);
             out.then(|| format!("is a symlink out of {}", unpacked.manifest.prefix.display()))
@@ -185,7 +184,7 @@ fn read_manifest(mut entry: Entry<'_, impl Read>) -> Result<BundleManifest, Unpa
     BundleManifest::parse(&json).map_err(UnpackError::Manifest)
 }
 
-/// Like [`io::copy`], but tells a bad bundle from a bad disk.
+/// Like [`io::copy`], but distinguishes a damaged bundle from a faulty disk.
 pub(crate) fn copy(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackError> {
     let mut buffer = [0; 1 << 15];
     loop {
@@ -207,7 +206,7 @@ fn not_tar(error: &io::Error) -> UnpackError {
 }
 
 pub(crate) fn broken(error: io::Error) -> UnpackError {
-    // The tar crate has its own words for an archive that ends early, and keeps no kind for them.
+    // For a truncated archive, the tar crate has its own messages and no error kind.
     let early = error.kind() == io::ErrorKind::UnexpectedEof
         || ["unexpected EOF", "failed to read entire block"].iter().any(|words| error.to_string().contains(words));
     match reached(&error) {

@@ -1,8 +1,9 @@
-//! Which archive is unpacked next: the first one in order, or, while archives are still coming, the first one that is there.
+//! Chooses the archive to unpack next: the first one in order, or, while archives are still being fetched, the first
+//! one that is there.
 //!
-//! An archive has come when it has its final name in `pkgs/`, which it gets by one rename. Whoever orders the unpacking
-//! holds a pipe open for as long as more may come. Its end is told by the kernel however that process ends, so nothing
-//! waits for who is gone.
+//! An archive has arrived once it has its final name in `pkgs/`, which it gets by one rename. The process that ordered
+//! the unpacking keeps a pipe open while more may arrive. The kernel closes the pipe however that process ends, so the
+//! unpacking never waits for a dead process.
 
 use std::{
     collections::BTreeMap,
@@ -27,59 +28,59 @@ use nix::{
     },
 };
 
-/// Hands out the numbers of archives, each once.
+/// Hands out the index of each archive, once.
 pub(crate) struct Arrivals<'a> {
-    /// In order.
+    /// In the order of unpacking.
     paths: Vec<PathBuf>,
-    /// Held by the one that waits: the others have nothing to do either.
-    left: Mutex<Left<'a>>,
+    /// The thread that waits holds this lock: the other threads have nothing to do meanwhile.
+    left: Mutex<Pending<'a>>,
     stopped: AtomicBool,
     wake: EventFd,
 }
 
-struct Left<'a> {
+struct Pending<'a> {
     /// Indexes still pending. `Some(inode)` marks a file whose sha256 was wrong.
     numbers: BTreeMap<usize, Option<u64>>,
-    /// None once no more come.
-    coming: Option<Coming<'a>>,
+    /// `None` once no more archives can arrive.
+    coming: Option<Incoming<'a>>,
 }
 
-struct Coming<'a> {
-    /// At its end no more come.
+struct Incoming<'a> {
+    /// A pipe; at its end, no more archives arrive.
     more: BorrowedFd<'a>,
-    /// None on a host where others have used up all there are: then all are waited for before the first is taken.
+    /// `None` if the host has no inotify instances left: then unpacking starts only after the pipe has ended.
     names: Option<Inotify>,
 }
 
-/// An archive to be unpacked.
+/// An archive to unpack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Next {
     pub number: usize,
-    /// More archives may come, and this one again.
+    /// More archives may arrive, including a better file for this one.
     pub coming: bool,
 }
 
 impl<'a> Arrivals<'a> {
-    /// Of the archives `names` in `pkgs`, of which some may come until `more` has ended.
+    /// Watches for the archives `names` in `pkgs`. Some may still arrive until the pipe `more` ends.
     pub(crate) fn new(
         pkgs: &Path,
         names: impl Iterator<Item = impl AsRef<Path>>,
         more: Option<BorrowedFd<'a>>,
     ) -> nix::Result<Self> {
         let paths = names.map(|name| pkgs.join(name)).collect::<Vec<_>>();
-        let coming = more.map(|more| Coming { more, names: watch(pkgs).ok() });
+        let coming = more.map(|more| Incoming { more, names: watch(pkgs).ok() });
         Ok(Self {
-            left: Mutex::new(Left { numbers: (0..paths.len()).map(|number| (number, None)).collect(), coming }),
+            left: Mutex::new(Pending { numbers: (0..paths.len()).map(|number| (number, None)).collect(), coming }),
             paths,
             stopped: AtomicBool::new(false),
             wake: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
         })
     }
 
-    /// Waits for the next one. None where there is no other, or after [`Self::stop`].
+    /// Waits for the next archive. `None` if none is left, or after [`Self::stop`].
     pub(crate) fn next(&self) -> Option<Next> {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
-        let Left { numbers, coming } = &mut *left;
+        let Pending { numbers, coming } = &mut *left;
         loop {
             if self.stopped.load(Ordering::Relaxed) {
                 return None;
@@ -90,8 +91,8 @@ impl<'a> Arrivals<'a> {
             };
             let next = match coming {
                 None => numbers.keys().next().copied(),
-                // What was there before cannot be told from what came since.
-                Some(Coming { names: None, .. }) => None,
+                // Without inotify, an arrival can't be noticed: wait until all have arrived.
+                Some(Incoming { names: None, .. }) => None,
                 Some(_) => numbers.iter().find_map(is_there),
             };
             if let Some(number) = next {
@@ -107,28 +108,28 @@ impl<'a> Arrivals<'a> {
         }
     }
 
-    /// Takes back one that is not what is wanted: the file with this inode. It is handed out again when another one has its
-    /// name, or when no more come.
+    /// Returns an archive whose file, with this inode, is wrong. It is handed out again when another file has its name,
+    /// or when no more can arrive.
     pub(crate) fn give_back(&self, number: usize, inode: Option<u64>) {
         self.left.lock().unwrap_or_else(PoisonError::into_inner).numbers.insert(number, inode);
     }
 
-    /// No other is handed out, and nobody waits any more.
+    /// Stops handing out archives and wakes all waiting threads.
     pub(crate) fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
-        // It can only fail where it is set already.
+        // The write fails only if the counter is full, and then the waiters are awake already.
         let _ = self.wake.write(1);
     }
 }
 
-impl Coming<'_> {
-    /// Waits until something may have come. False: no more will.
+impl Incoming<'_> {
+    /// Waits until something may have arrived. Returns false if no more archives can arrive.
     fn wait(&self, wake: &EventFd) -> bool {
         let mut fds = vec![PollFd::new(self.more, PollFlags::POLLIN), PollFd::new(wake.as_fd(), PollFlags::POLLIN)];
         fds.extend(self.names.as_ref().map(|names| PollFd::new(names.as_fd(), PollFlags::POLLIN)));
         let waited = poll(&mut fds, PollTimeout::NONE);
         let has_ended = fds[0].revents().is_some_and(|events| !events.is_empty());
-        // Which names came does not matter: it is looked for all that are left.
+        // The names don't matter, since the caller looks for all pending archives anyway.
         let _ = self.names.as_ref().map(Inotify::read_events);
         match waited {
             Ok(_) => !has_ended,
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_is_handed_out_in_order_whether_more_come_or_not() {
+    fn archives_that_are_there_are_handed_out_in_order() {
         let pkgs = tempfile::tempdir().unwrap();
         let (more, _until) = std::io::pipe().unwrap();
         for name in NAMES {
@@ -177,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_is_handed_out_as_it_comes_and_the_rest_when_no_more_come() {
+    fn arrivals_are_handed_out_at_once_and_the_rest_when_the_pipe_ends() {
         let pkgs = tempfile::tempdir().unwrap();
         let (more, until) = std::io::pipe().unwrap();
         let arrivals = Arrivals::new(pkgs.path(), NAMES.iter(), Some(more.as_fd())).unwrap();
@@ -189,12 +190,16 @@ mod tests {
             let waiting = scope.spawn(|| [arrivals.next(), arrivals.next(), arrivals.next()]);
             drop(until);
             let rest = [0, 1].map(|number| Some(Next { number, coming: false }));
-            assert_eq!(waiting.join().unwrap(), [rest[0], rest[1], None], "missing ones too: somebody has to say so");
+            assert_eq!(
+                waiting.join().unwrap(),
+                [rest[0], rest[1], None],
+                "missing archives are handed out too, so that they are reported"
+            );
         });
     }
 
     #[test]
-    fn a_damaged_one_is_handed_out_again_when_another_has_its_name() {
+    fn a_damaged_archive_is_handed_out_again_when_its_file_is_replaced() {
         let pkgs = tempfile::tempdir().unwrap();
         let (more, until) = std::io::pipe().unwrap();
         let arrivals = Arrivals::new(pkgs.path(), NAMES.iter().take(1), Some(more.as_fd())).unwrap();
@@ -210,12 +215,16 @@ mod tests {
             arrivals.give_back(0, better);
             let waiting = scope.spawn(|| arrivals.next());
             drop(until);
-            assert_eq!(waiting.join().unwrap(), Some(Next { number: 0, coming: false }), "it was the last word");
+            assert_eq!(
+                waiting.join().unwrap(),
+                Some(Next { number: 0, coming: false }),
+                "after the pipe ended it is handed out although it is damaged"
+            );
         });
     }
 
     #[test]
-    fn nobody_waits_any_more_after_a_stop() {
+    fn stop_wakes_all_waiting_threads() {
         let pkgs = tempfile::tempdir().unwrap();
         let (more, _until) = std::io::pipe().unwrap();
         let arrivals = Arrivals::new(pkgs.path(), NAMES.iter(), Some(more.as_fd())).unwrap();

@@ -1,5 +1,5 @@
-//! Takes away what nobody needs any more, in the host stage: environments beyond `packages.keep`, and archives that no
-//! environment and no published package set names.
+//! Garbage collection in the host stage: removes environments beyond `packages.keep`, and archives that no environment
+//! and no published package set refers to.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,18 +18,24 @@ use hostapi::{CollectOrder, Collected, Refusal};
 
 /// An environment that is ready.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Found {
-    /// Its digest.
+struct ReadyEnvironment {
+    /// Its package set's digest.
     pub digest: String,
-    /// When it became ready.
+    /// When it became ready: the marker's modification time.
     pub made: SystemTime,
 }
 
-/// Which environments go: all but those that are `wanted` or `used`, and the newest of the others until `keep` are there.
-pub fn decide<'a>(found: &'a [Found], used: &BTreeSet<String>, wanted: &BTreeSet<String>, keep: usize) -> Vec<&'a str> {
-    let stays = |one: &&Found| wanted.contains(&one.digest) || used.contains(&one.digest);
+/// The environments to remove. Those in `wanted` or `used` stay, and so do the newest of the others until `keep` are
+/// left.
+fn removable<'a>(
+    found: &'a [ReadyEnvironment],
+    used: &BTreeSet<String>,
+    wanted: &BTreeSet<String>,
+    keep: usize,
+) -> Vec<&'a str> {
+    let stays = |one: &&ReadyEnvironment| wanted.contains(&one.digest) || used.contains(&one.digest);
     let (stay, mut others): (Vec<_>, Vec<_>) = found.iter().partition(stays);
-    // Of two that are equally old, it must not depend on the order in which they were found.
+    // The digest breaks ties, so that the result doesn't depend on the order in the directory.
     others.sort_by(|a, b| (b.made, &b.digest).cmp(&(a.made, &a.digest)));
     others.iter().skip(keep.saturating_sub(stay.len())).map(|one| one.digest.as_str()).collect()
 }
@@ -42,26 +48,26 @@ pub fn decide<'a>(found: &'a [Found], used: &BTreeSet<String>, wanted: &BTreeSet
 pub fn collect(order: &CollectOrder, broker: &dyn BrokerProcesses) -> Result<Collected, Refusal> {
     let environments = Environments::hold(&order.prefix, broker)?;
     let mut wanted = order.wanted.clone();
-    // Whoever follows it must not fall.
+    // The symlink `current` must not dangle.
     let current = fs::read_link(order.prefix.join("current")).ok();
     wanted.extend(current.and_then(|target| Some(target.file_name()?.to_str()?.to_owned())));
 
     let found = find(&order.prefix);
     let keep = usize::try_from(order.keep).unwrap_or(usize::MAX);
-    // The processes are only looked at where something would go.
-    let without_use = decide(&found, &BTreeSet::new(), &wanted, keep);
+    // Scan the processes only if something would be removed.
+    let without_use = removable(&found, &BTreeSet::new(), &wanted, keep);
     let names = without_use.into_iter().map(str::to_owned).collect::<Vec<_>>();
     let mut used = match names.as_slice() {
         [] => BTreeMap::new(),
-        names => environments.used(names).map_err(|e| environments.trouble("look who uses", &e))?,
+        names => environments.used(names).map_err(|e| environments.failure("find the processes that use", &e))?,
     };
     let mut collected = Collected::default();
-    let mut trouble = environments.warnings.first().map(|words| failed(words.clone()));
-    for digest in decide(&found, &used.keys().cloned().collect(), &wanted, keep) {
+    let mut first_failure = environments.warnings.first().map(|words| failed(words.clone()));
+    for digest in removable(&found, &used.keys().cloned().collect(), &wanted, keep) {
         let bytes = marker(&order.prefix, digest).map_or(0, |marker| marker.bytes);
         match environments.discard(digest) {
-            // The others can go nonetheless.
-            Err(e) => drop(trouble.get_or_insert(environments.trouble("remove an old environment in", &e))),
+            // Go on with the other environments.
+            Err(e) => drop(first_failure.get_or_insert(environments.failure("remove an old environment in", &e))),
             Ok(Some(occupant)) => drop(used.insert(digest.to_owned(), occupant)),
             Ok(None) => {
                 collected.environments.push(digest.to_owned());
@@ -69,31 +75,31 @@ pub fn collect(order: &CollectOrder, broker: &dyn BrokerProcesses) -> Result<Col
             }
         }
     }
-    collected.used = used.iter().map(|(digest, occupant)| in_words(digest, occupant)).collect();
+    collected.used = used.iter().map(|(digest, occupant)| usage(digest, occupant)).collect();
     let pkgs = order.prefix.join("pkgs");
     let swept = sweep(&order.prefix, &pkgs, &order.archives);
     let (archives, bytes) = swept.map_err(|e| failed(format!("can't clean {}: {e}", pkgs.display())))?;
     collected.archives = archives;
     collected.bytes += bytes;
-    trouble.map_or(Ok(collected), Err)
+    first_failure.map_or(Ok(collected), Err)
 }
 
-fn in_words(digest: &str, occupant: &Occupant) -> String {
+fn usage(digest: &str, occupant: &Occupant) -> String {
     format!("{digest} by {occupant}")
 }
 
-fn find(prefix: &Path) -> Vec<Found> {
+fn find(prefix: &Path) -> Vec<ReadyEnvironment> {
     let made = |digest: &str| {
         let marker = environment(prefix, digest).join(ENVIRONMENT_MARKER);
         fs::metadata(marker).and_then(|marker| marker.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
     };
-    ready(prefix).into_iter().map(|digest| Found { made: made(&digest), digest }).collect()
+    ready(prefix).into_iter().map(|digest| ReadyEnvironment { made: made(&digest), digest }).collect()
 }
 
-/// Removes archives that nobody names, and downloads of such.
+/// Removes archives and partial downloads that nothing refers to. Returns the number of archives and the bytes.
 fn sweep(prefix: &Path, pkgs: &Path, named: &BTreeSet<String>) -> io::Result<(u64, u64)> {
     let _lock = match lock::take(&pkgs.join(lock::HIDDEN), Duration::ZERO) {
-        // Nothing is there, or an agent is filling it that may know of a set that we don't: another time.
+        // The directory doesn't exist, or an agent that may know newer package sets is filling it: try again next time.
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::WouldBlock) => return Ok((0, 0)),
         other => other?,
     };
@@ -101,7 +107,7 @@ fn sweep(prefix: &Path, pkgs: &Path, named: &BTreeSet<String>) -> io::Result<(u6
     for digest in ready(prefix) {
         match marker(prefix, &digest) {
             Some(marker) => kept.extend(marker.archives),
-            // It was ready a moment ago, so who knows what is going on there.
+            // It was ready a moment ago, so something is changing it: leave everything alone.
             None => return Ok((0, 0)),
         }
     }
@@ -125,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wanted_or_used_stays_and_the_newest_of_the_others_up_to_keep() {
+    fn wanted_and_used_environments_stay_and_the_newest_others_up_to_keep() {
         // Oldest first.
         let all = ["a", "b", "c", "d"];
         for (used, wanted, keep, expected) in [
@@ -144,14 +150,14 @@ mod tests {
         ] {
             let found: Vec<_> = (0..)
                 .zip(all)
-                .map(|(age, digest)| Found {
+                .map(|(age, digest)| ReadyEnvironment {
                     digest: digest.to_owned(),
                     made: SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(age),
                 })
                 .collect();
             let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<BTreeSet<_>>();
             for found in [found.clone(), found.into_iter().rev().collect()] {
-                let goes = decide(&found, &words(used), &words(wanted), keep);
+                let goes = removable(&found, &words(used), &words(wanted), keep);
                 let goes = goes.into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
                 assert_eq!(goes, words(expected), "used {used:?}, wanted {wanted:?}, keep {keep}");
             }

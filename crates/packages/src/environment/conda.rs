@@ -1,11 +1,11 @@
-//! Makes an environment's tree from conda packages.
+//! Builds an environment's tree from conda packages.
 //!
-//! Each archive is hashed, unpacked into a directory of its own beside the environment, linked into it by rattler, and
-//! that directory is removed: several are unpacked at a time, as soon as they are there, and one after the other is linked.
-//! The files are hard links for that moment only; what stays has no second name, so an edit of one file is never an edit
-//! of two.
+//! Each archive is hashed and unpacked into a directory of its own beside the environment; rattler links the files into
+//! the environment, and then the directory is removed. Several archives are unpacked at a time, as soon as they arrive;
+//! linking goes in order, one by one. The files are hard links only until then; in the end each has one name, so an
+//! edit never affects a second file.
 //!
-//! Packages' link scripts are not run: they are shell, and nothing that Flux needs has one.
+//! Packages' link scripts don't run: they are shell scripts, and no package that Flux needs has one.
 
 use std::{
     collections::BTreeMap,
@@ -41,25 +41,25 @@ use base::redact::shown;
 use hostapi::{Progress, Refusal};
 use locks::Locked;
 
-/// A host may have hundreds of cores; a thread for each would cost more than it brings and would disturb jobs.
+/// A host may have hundreds of cores; one thread per core would gain little and disturb jobs.
 const THREADS: usize = 4;
 
-/// What all decoders together may hold. Four packages as most are packed (a window of 8 MiB) fit at a time.
+/// Memory for all decoders together: enough for four packages with the usual window of 8 MiB.
 const MEMORY: u64 = 48 << 20;
 
-/// A package that is unpacked and may be linked.
+/// A package that is unpacked, checked, and ready to be linked.
 struct Unpacked {
     directory: PathBuf,
     paths: PathsJson,
     index: IndexJson,
-    /// See [`Build::warn_of`].
+    /// A file to report with [`Build::warn_of`].
     privileged: Option<PathBuf>,
 }
 
-/// What has an archive's name.
+/// The state of an archive's file.
 enum Archive {
     Intact(File),
-    /// Something else, with this inode, or nothing.
+    /// A file with another sha256, with this inode, or no file.
     Other(Option<u64>),
 }
 
@@ -69,7 +69,7 @@ impl Build<'_> {
         let mut packages = locks::packages(lock, self.platform).map_err(|e| refused(error_chain(&e)))?;
         locks::biggest_first(&mut packages);
         room::check(self.prefix(), packages.iter().map(|p| self.room_for(p)).fold(0, u64::saturating_add))?;
-        // On the file system of the environment, so that files can be linked.
+        // In the environment's file system, so that files can be hard-linked.
         let unpacked = self.beside("");
         fs::create_dir(&unpacked).map_err(|e| failed(format!("can't make {}: {e}", unpacked.display())))?;
         let done = self.unpack_and_link(&packages, &unpacked, progress);
@@ -81,7 +81,7 @@ impl Build<'_> {
         match (fs::metadata(self.pkgs.join(&package.archive)), self.more, package.record.package_record.size) {
             (Ok(found), ..) => locks::unpacked(found.len()),
             (Err(_), Some(_), Some(size)) => locks::unpacked(size).saturating_add(size),
-            // Those that are missing are told by name, later.
+            // A missing archive is reported later, by name.
             _ => 0,
         }
     }
@@ -93,7 +93,7 @@ impl Build<'_> {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<(), Refusal> {
         let linker = Linker::new(self, packages)?;
-        // rattler's note of which package has which file; its type has no name outside.
+        // rattler's registry of which package has which file; its type can't be named here.
         let registry = Arc::default();
         let mut records = Vec::with_capacity(packages.len());
         let mut link = |package: &Locked, unpacked: Unpacked| {
@@ -141,35 +141,36 @@ impl Build<'_> {
             }
             drop(sender);
             drop(working);
-            // Beside the linking but after the unpacking: an ext4 without journal looks at all that was just deleted
-            // before it makes one file.
+            // Remove while linking, but only after all unpacking: an ext4 without journal goes through all recently
+            // deleted inodes before it creates a file.
             let remover = scope.spawn(move || {
                 let _ = idle.recv();
                 removable.iter().try_for_each(|directory: PathBuf| remove_all(&directory))
             });
             let done = link_in_order(packages, receiver, progress, |package, unpacked| {
-                // Where the remover has ended, it says why itself.
+                // If the remover has ended early, its own error says why.
                 link(package, unpacked).map(|directory| drop(remove.send(directory)))
             });
             arrivals.stop();
             drop(remove);
-            let removed =
-                remover.join().unwrap_or_else(|_| Err(failed("removing what was linked broke off".to_owned())));
+            let removed = remover
+                .join()
+                .unwrap_or_else(|_| Err(failed("the removal of the unpacked packages panicked".to_owned())));
             done.and(removed)
         })?;
-        // Of a file that several packages bring, that of the package stays on which no other of them depends.
+        // If several packages contain the same file, keep that of the package on which none of the others depends.
         let records = PackageRecord::sort_topologically(records.iter().collect());
         let mut registry = registry.lock().unwrap_or_else(PoisonError::into_inner);
         let clobbered = registry.unclobber(&records, linker.partial.path());
         let clobbered = clobbered.map_err(|e| failed(format!("can't link the packages: {}", error_chain(&e))))?;
         for path in clobbered.keys() {
-            tracing::info!(path = %path.display(), "more than one package has this file");
+            tracing::info!(path = %path.display(), "more than one package contains this file");
         }
         Ok(())
     }
 
-    /// Opens an archive and looks whether it is the one that is wanted. While more are `coming`, one that is not is about to
-    /// be replaced by those who fetch, as one that a power cut has left; later it is removed.
+    /// Opens an archive and checks its sha256. While more are `coming`, a wrong file (a power failure may leave one) is
+    /// left for the fetching process to replace; later it is removed.
     fn open_one(&self, package: &Locked, coming: bool) -> Result<Archive, Refusal> {
         let path = self.pkgs.join(&package.archive);
         let name = file_name(&package.record);
@@ -194,7 +195,7 @@ impl Build<'_> {
         Err(self.missing_or_damaged(&path, &name))
     }
 
-    /// Unpacks an archive whose sha256 is right: whatever is wrong with it now was made by who made it.
+    /// Unpacks an archive whose sha256 is right, so any defect is in the package itself.
     fn unpack_one(
         &self,
         package: &Locked,
@@ -206,12 +207,14 @@ impl Build<'_> {
         fs::create_dir(&directory).map_err(|e| failed(format!("can't make {}: {e}", directory.display())))?;
         let checked =
             extract(&mut archive, &directory, Limits::default(), memory).and_then(|(contents, privileged)| {
-                let told = |what: &str, e: io::Error| UnpackError::Archive(format!("its {what} can't be read: {e}"));
+                let unreadable =
+                    |what: &str, e: io::Error| UnpackError::Archive(format!("its {what} can't be read: {e}"));
                 check_metadata(&directory, &contents)?;
                 let paths = PathsJson::from_package_directory_with_deprecated_fallback(&directory)
-                    .map_err(|e| told("list of files", e))?;
+                    .map_err(|e| unreadable("list of files", e))?;
                 check_paths(&paths, &contents)?;
-                let index = IndexJson::from_package_directory(&directory).map_err(|e| told("info/index.json", e))?;
+                let index =
+                    IndexJson::from_package_directory(&directory).map_err(|e| unreadable("info/index.json", e))?;
                 check_index(&index, &package.record, &directory)?;
                 Ok((paths, index, privileged))
             });
@@ -226,18 +229,18 @@ impl Build<'_> {
     }
 }
 
-/// Its name and its build become parts of paths.
+/// Name and build become parts of paths.
 fn may_be_a_path(name: &str) -> bool {
     !name.starts_with('.') && !name.contains(|c: char| c == '/' || c.is_control())
 }
 
-/// What the package says of itself must be what the lock says of it, as far as rattler makes paths of it.
+/// Checks that the package's own metadata agree with the lock, as far as rattler builds paths from them.
 fn check_index(index: &IndexJson, record: &RepoDataRecord, directory: &Path) -> Result<(), UnpackError> {
     if index.name != record.package_record.name {
         let (found, wanted) = (index.name.as_normalized(), record.package_record.name.as_normalized());
         return Err(UnpackError::Archive(format!("it is package {found}, but the lock has it as {wanted}")));
     }
-    // rattler panics at this one.
+    // rattler panics in this case.
     if index.noarch.is_python()
         && let Ok(LinkJson { noarch: NoArchLinks::Generic, .. }) = LinkJson::from_package_directory(directory)
     {
@@ -246,7 +249,7 @@ fn check_index(index: &IndexJson, record: &RepoDataRecord, directory: &Path) -> 
     Ok(())
 }
 
-/// Links each package as soon as it and all before it are unpacked.
+/// Links each package as soon as it and all packages before it are unpacked.
 fn link_in_order(
     packages: &[Locked],
     unpacked: mpsc::Receiver<(usize, Result<Unpacked, Refusal>)>,
@@ -272,7 +275,7 @@ fn link_in_order(
     Ok(())
 }
 
-/// Brings packages into the environment by rattler.
+/// Links packages into the environment with rattler.
 struct Linker<'a> {
     partial: Prefix,
     ready: &'a Path,
@@ -283,8 +286,8 @@ struct Linker<'a> {
 impl<'a> Linker<'a> {
     fn new(build: &Build<'a>, packages: &[Locked]) -> Result<Self, Refusal> {
         let platform = build.platform.parse::<Subdir>().map_err(|e| refused(e.to_string()))?;
-        // rattler shares out the directories of a package by hundreds, which hardly one has; a second thread would only
-        // look for work. The global pool can be made once; then it is there, which is as good.
+        // rattler distributes a package's directories in chunks of hundreds, and hardly any package has more, so a
+        // second thread would idle. If the global pool already exists, that one is used, which is fine too.
         let _ = rayon::ThreadPoolBuilder::new().num_threads(1).build_global();
         let records = packages.iter().map(|p| &p.record);
         let none = Vec::<&RepoDataRecord>::new();
@@ -302,7 +305,8 @@ impl<'a> Linker<'a> {
             index_json: Some(index),
             allow_symbolic_links: Some(true),
             allow_hard_links: Some(true),
-            // Tried on every file and refused by most file systems; a hard link is as good and always cheaper.
+            // Attempted for every file and unsupported by most file systems; a hard link does the same and is always
+            // cheap.
             allow_ref_links: Some(false),
             platform: Some(self.platform),
             python_info: self.python.clone(),
@@ -311,7 +315,8 @@ impl<'a> Linker<'a> {
         }
     }
 
-    /// Not synced as rattler would: the whole environment is, once, before it is ready.
+    /// Writes a package's record. Not synced, unlike rattler does: the whole environment is synced once before it is
+    /// ready.
     fn write(&self, record: &PrefixRecord) -> io::Result<()> {
         let path = self.partial.path().join("conda-meta").join(record.file_name());
         let mut file = BufWriter::new(File::create_new(path)?);
@@ -324,7 +329,7 @@ fn remove_all(directory: &Path) -> Result<(), Refusal> {
     fs::remove_dir_all(directory).map_err(|e| failed(format!("can't remove {}: {e}", directory.display())))
 }
 
-/// A package's name for people.
+/// A package's name, version and build, for messages and file names.
 pub(crate) fn file_name(record: &RepoDataRecord) -> String {
     let package = &record.package_record;
     format!("{}-{}-{}", package.name.as_normalized(), package.version, package.build)

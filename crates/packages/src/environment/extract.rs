@@ -1,5 +1,5 @@
-//! Unpacks a conda archive, and checks what the package says of its own files. Nothing of either is believed, see
-//! [`crate::environment::guard`].
+//! Unpacks a conda archive and checks the package's own list of its files. Both are untrusted, see
+//! [`crate::packages::environment::guard`].
 
 use std::{
     collections::HashMap,
@@ -15,30 +15,28 @@ use zip::{CompressionMethod, ZipArchive};
 use crate::{
     Limits,
     bundle::unpack::{UnpackError, broken},
-    environment::{
-        guard::{Checked, Tree, What, inside, stays_inside},
-        limits::{Entries, Guarded, Memory, zstd_window},
-    },
+    environment::guard::{Checked, EntryKind, Tree, inside, stays_inside},
+    environment::limits::{Entries, Guarded, Memory, zstd_window},
 };
 
-/// zstd's own limit for those who read what others have packed; its decoder must hold as much.
+/// zstd's own limit for decoding foreign files; the decoder must hold a whole window in memory.
 const MAX_WINDOW: u64 = 128 << 20;
 
-/// The window of most packages. A later frame may have another one than the first, and may have this one at least.
+/// The window of most packages, and the minimum to reserve: a later frame may have another window than the first.
 const USUAL_WINDOW: u64 = 8 << 20;
 
-/// What a decoder holds besides its window: blocks, buffers, tables.
+/// Memory of a decoder besides its window: blocks, buffers, tables.
 const DECODER: u64 = 2 << 20;
 
-/// What the linker reads whole of a package, in `info/`.
+/// The files in `info/` that the linker reads into memory as a whole.
 const METADATA: [&str; 7] = ["index.json", "paths.json", "link.json", "files", "has_prefix", "no_link", "no_softlink"];
-/// Each of it. A package of 100,000 files has some 20 MiB.
+/// Limit for each of them. A package of 100,000 files has about 20 MiB.
 const MAX_METADATA: u64 = 64 << 20;
 
-/// Below a package, by path.
+/// The entries of a package by path.
 pub(crate) type Contents = HashMap<PathBuf, Kind>;
 
-/// What is at a path.
+/// The type of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     File,
@@ -46,8 +44,8 @@ pub(crate) enum Kind {
     Directory,
 }
 
-/// Unpacks `archive` into `into`, an empty directory that nobody else writes to. It is told by its own first bytes which
-/// kind it is. Gives also what [`Tree::finish`] gives.
+/// Unpacks `archive` into `into`, an empty directory that no other process writes to. The first bytes of the archive
+/// decide its format. Also returns what [`Tree::finish`] returns.
 pub(crate) fn extract(
     archive: &mut File,
     into: &Path,
@@ -68,7 +66,7 @@ pub(crate) fn extract(
                     return Err(UnpackError::Archive("it is damaged: a part of it is not zstd".to_owned()));
                 };
                 if window > MAX_WINDOW {
-                    let limit = format!("{} MiB of window for its unpacking", MAX_WINDOW >> 20);
+                    let limit = format!("{} MiB of window for its decoder", MAX_WINDOW >> 20);
                     return Err(UnpackError::Limit { limit });
                 }
                 let window = window.max(USUAL_WINDOW).next_power_of_two();
@@ -79,7 +77,7 @@ pub(crate) fn extract(
             }
         }
         b"BZ" => {
-            // A block is 900 kB, and is held five times at most.
+            // A block has 900 kB, and the decoder holds at most five.
             let _held = memory.take(3 * DECODER);
             unpacking.tar(Guarded::bzip2(archive, limits))?;
         }
@@ -88,7 +86,7 @@ pub(crate) fn extract(
     Ok((unpacking.contents, unpacking.tree.finish()?))
 }
 
-/// Where in a `.conda` its two tars are: (offset, bytes).
+/// The positions of the two tars in a `.conda`: (offset, bytes).
 fn members(archive: &mut File) -> Result<Vec<(u64, u64)>, UnpackError> {
     let wrong = |error: zip::result::ZipError| {
         UnpackError::Archive(format!("it is damaged or truncated: its table of contents can't be read: {error}"))
@@ -128,25 +126,26 @@ impl Unpacking<'_> {
             let checked = Checked::new(&entry, symlink)?;
             self.tree.add(&checked, &mut entry)?;
             let kind = match checked.what {
-                What::File | What::HardLink(_) => Kind::File,
-                What::Symlink(_) => Kind::Symlink,
-                What::Directory => Kind::Directory,
+                EntryKind::File | EntryKind::HardLink(_) => Kind::File,
+                EntryKind::Symlink(_) => Kind::Symlink,
+                EntryKind::Directory => Kind::Directory,
             };
             self.contents.insert(checked.path, kind);
             if self.contents.len() as u64 > self.limits.entries {
                 return Err(UnpackError::Limit { limit: format!("{} files", self.limits.entries) });
             }
         }
-        // What follows the last entry belongs to the checksum too.
+        // The sha256 also covers what follows the last entry.
         io::copy(&mut guarded, &mut io::sink()).map_err(broken)?;
         Ok(())
     }
 }
 
-/// Packages do have absolute symlinks to what a host has, and nothing is ever written through one.
+/// Checks a symlink. Packages contain absolute symlinks to the host's files, which is harmless, since nothing is ever
+/// written through a symlink.
 fn symlink(path: &Path, target: &Path) -> Option<String> {
     let from = match path.strip_prefix("site-packages") {
-        // Python's own directory is lib/pythonX.Y/site-packages.
+        // The directory that Python loads is lib/pythonX.Y/site-packages.
         Ok(below) => Path::new("lib/python/site-packages").join(below),
         Err(_) => path.to_owned(),
     };
@@ -154,7 +153,7 @@ fn symlink(path: &Path, target: &Path) -> Option<String> {
     out.then(|| format!("is a symlink out of the environment, to {}", target.display()))
 }
 
-/// Whether what a package says of itself can be read: into memory, and from nowhere else on the host.
+/// Checks that the metadata files fit into memory and are not symlinks to other files of the host.
 pub(crate) fn check_metadata(directory: &Path, contents: &Contents) -> Result<(), UnpackError> {
     let info = Path::new("info");
     if contents.get(info) == Some(&Kind::Symlink) {
@@ -177,21 +176,21 @@ pub(crate) fn check_metadata(directory: &Path, contents: &Contents) -> Result<()
     Ok(())
 }
 
-/// Whether what a package says of its files can be followed: the linker takes it at its word.
+/// Checks the package's list of files, which the linker trusts.
 pub(crate) fn check_paths(paths: &PathsJson, contents: &Contents) -> Result<(), UnpackError> {
     for entry in &paths.paths {
         let path = &entry.relative_path;
         let refuse = |reason: &str| {
             Err(UnpackError::Entry { path: path.display().to_string(), reason: format!("in info/paths.json {reason}") })
         };
-        // Bytes and not components: what is linked is the path as it is written.
+        // Compare bytes, not components: the linker uses the path as it is written.
         if !inside(path).is_some_and(|clean| !clean.as_os_str().is_empty() && clean.as_os_str() == path.as_os_str()) {
             return refuse("would be outside of the tree");
         }
         if path.parent() == Some(Path::new("conda-meta")) && path.extension().is_some_and(|e| e == "json") {
             return refuse("would be the record of a package");
         }
-        // What is patched or copied is read, and through a symlink that would be a file of the host.
+        // Patched or copied files are read, and through a symlink that could be any file of the host.
         let is_read = entry.prefix_placeholder.is_some() || entry.no_link;
         match (entry.path_type, contents.get(path)) {
             (PathType::HardLink, Some(Kind::File)) | (PathType::SoftLink, Some(Kind::Symlink)) => {}
@@ -213,20 +212,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_package_says_of_itself_is_read_only_where_it_fits_into_memory() {
+    fn package_metadata_is_read_only_if_it_fits_into_memory() {
         let directory = tempfile::tempdir().unwrap();
         fs::create_dir(directory.path().join("info")).unwrap();
-        let told = |path: &str, kind, bytes| {
+        let check = |path: &str, kind, bytes| {
             File::create(directory.path().join("info/paths.json")).unwrap().set_len(bytes).unwrap();
             check_metadata(directory.path(), &Contents::from([(path.into(), kind)])).map_err(|e| e.to_string())
         };
         let list = "info/paths.json";
-        assert_eq!(told(list, Kind::File, MAX_METADATA), Ok(()));
+        assert_eq!(check(list, Kind::File, MAX_METADATA), Ok(()));
         assert_eq!(
-            told(list, Kind::File, MAX_METADATA + 1),
+            check(list, Kind::File, MAX_METADATA + 1),
             Err("it holds more than 64 MiB in info/paths.json".to_owned())
         );
-        assert_eq!(told(list, Kind::Symlink, 0), Err("its info/paths.json is not a file".to_owned()));
-        assert_eq!(told("info", Kind::Symlink, 0), Err("its info is a symlink".to_owned()));
+        assert_eq!(check(list, Kind::Symlink, 0), Err("its info/paths.json is not a file".to_owned()));
+        assert_eq!(check("info", Kind::Symlink, 0), Err("its info is a symlink".to_owned()));
     }
 }

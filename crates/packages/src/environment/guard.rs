@@ -1,6 +1,6 @@
-//! The one place where an entry of an archive becomes a file. What is in an archive was made elsewhere, so nothing of it
-//! is believed: no entry may end up outside the tree, be written through a symlink, or be anything else than a file, a
-//! directory or a link. The limits of an archive's size are those of [`crate::environment::limits`].
+//! The only place where an archive's entry becomes a file. Archives are untrusted: no entry may end up outside the
+//! tree, be written through a symlink, or be anything but a file, a directory or a link. The limits on an archive's
+//! size are in [`crate::packages::environment::limits`].
 
 use std::{
     collections::HashSet,
@@ -21,23 +21,23 @@ use tar::{Entry, EntryType};
 
 use crate::bundle::unpack::{UnpackError, broken};
 
-/// What is kept of a mode. Everything is unpacked as root, so nothing runs as its owner or group, and nobody but root may write:
-/// root runs what is there.
+/// The mode bits that are kept. Everything is unpacked as root, so no set-user-ID or set-group-ID program may survive,
+/// and only root may write, because root runs the files.
 pub(crate) const KEPT_MODE: u32 = 0o755;
 
-/// An entry that may be unpacked.
+/// An entry that passed the checks.
 pub(crate) struct Checked {
-    /// Below the tree; empty for the tree itself.
+    /// The path below the tree; empty for the tree itself.
     pub path: PathBuf,
-    pub what: What,
+    pub what: EntryKind,
     mode: u32,
     mtime: i64,
-    /// A program that would run as its owner, or as its group.
+    /// It is a file with a set-user-ID or set-group-ID bit.
     privileged: bool,
 }
 
-/// What an entry is.
-pub(crate) enum What {
+/// The type of an entry, and a link's target.
+pub(crate) enum EntryKind {
     Directory,
     File,
     Symlink(PathBuf),
@@ -45,7 +45,7 @@ pub(crate) enum What {
 }
 
 impl Checked {
-    /// `symlink` says what is wrong with a symlink at a path to a target, if something is.
+    /// Checks an entry. `symlink` gets a symlink's path and target, and returns what is wrong with it, if anything.
     pub(crate) fn new(
         entry: &Entry<'_, impl Read>,
         symlink: impl Fn(&Path, &Path) -> Option<String>,
@@ -59,40 +59,42 @@ impl Checked {
         };
         let header = entry.header();
         let what = match header.entry_type() {
-            EntryType::Directory => What::Directory,
-            // Old tars mark a directory by its name only.
-            EntryType::Regular if header.as_ustar().is_none() && entry.path_bytes().ends_with(b"/") => What::Directory,
-            EntryType::Regular | EntryType::Continuous => What::File,
+            EntryType::Directory => EntryKind::Directory,
+            // Old tars mark a directory only by the slash after its name.
+            EntryType::Regular if header.as_ustar().is_none() && entry.path_bytes().ends_with(b"/") => {
+                EntryKind::Directory
+            }
+            EntryType::Regular | EntryType::Continuous => EntryKind::File,
             EntryType::Symlink => {
                 let target = target("symlink")?;
                 if let Some(reason) = symlink(&path, &target) {
                     return Err(refuse(reason));
                 }
-                What::Symlink(target)
+                EntryKind::Symlink(target)
             }
             EntryType::Link => {
                 let target = inside(&target("hard link")?).filter(|t| !t.as_os_str().is_empty());
-                What::HardLink(target.ok_or_else(|| refuse("is a hard link out of the tree".to_owned()))?)
+                EntryKind::HardLink(target.ok_or_else(|| refuse("is a hard link out of the tree".to_owned()))?)
             }
             EntryType::GNUSparse => {
                 return Err(refuse("is a sparse file; pack it without sparse files".to_owned()));
             }
             _ => {
-                let reason = "is a device, a fifo or something else that is no part of an installation";
+                let reason = "is a device, a fifo or another type that no installation contains";
                 return Err(refuse(reason.to_owned()));
             }
         };
-        if path.as_os_str().is_empty() && !matches!(what, What::Directory) {
+        if path.as_os_str().is_empty() && !matches!(what, EntryKind::Directory) {
             return Err(refuse("would replace the tree itself".to_owned()));
         }
         let given = header.mode().map_err(broken)?;
-        let (mode, privileged) = (given & KEPT_MODE, given & 0o6000 != 0 && matches!(what, What::File));
+        let (mode, privileged) = (given & KEPT_MODE, given & 0o6000 != 0 && matches!(what, EntryKind::File));
         let mtime = header.mtime().ok().and_then(|t| i64::try_from(t).ok()).unwrap_or(0);
         Ok(Self { path, what, mode, mtime, privileged })
     }
 }
 
-/// A path below the tree, or None if it leads out or is absolute.
+/// The path relative to the tree, or `None` if it leads out of the tree or is absolute.
 pub(crate) fn inside(path: &Path) -> Option<PathBuf> {
     let mut clean = PathBuf::new();
     for component in path.components() {
@@ -105,7 +107,7 @@ pub(crate) fn inside(path: &Path) -> Option<PathBuf> {
     Some(clean)
 }
 
-/// Whether a symlink's relative target, seen from `from`, never climbs above the tree.
+/// True if a symlink's relative target, resolved from `from`, never climbs above the tree.
 pub(crate) fn stays_inside(from: &Path, target: &Path) -> bool {
     let mut depth = from.components().count();
     target.components().all(|component| match component {
@@ -122,20 +124,21 @@ pub(crate) fn stays_inside(from: &Path, target: &Path) -> bool {
     })
 }
 
-/// The tree that grows.
+/// A tree that is being unpacked.
 pub(crate) struct Tree<'a> {
     root: &'a Path,
-    /// Directories that were made or found here: nothing replaces one, so each is looked at once.
+    /// Directories that were created or checked. No entry replaces a directory, so checking each once suffices.
     made: HashSet<PathBuf>,
-    /// Modes and times are set at the end: a directory may be read-only, and every file in it changes its time.
+    /// Modes and times of directories, set at the end: a directory may be read-only, and adding a file changes its
+    /// time.
     directories: Vec<(PathBuf, u32, i64)>,
-    /// The first file that was made without the set-user-ID or set-group-ID bit that it had.
+    /// The first file that lost a set-user-ID or set-group-ID bit.
     privileged: Option<PathBuf>,
     buffer: Vec<u8>,
 }
 
 impl<'a> Tree<'a> {
-    /// Grows in `root`, an empty directory that nobody else writes to.
+    /// Unpacks into `root`, an empty directory that no other process writes to.
     pub(crate) fn new(root: &'a Path) -> Self {
         Self { root, made: HashSet::new(), directories: Vec::new(), privileged: None, buffer: vec![0; 1 << 17] }
     }
@@ -147,16 +150,16 @@ impl<'a> Tree<'a> {
         if *privileged && self.privileged.is_none() {
             self.privileged = Some(path.clone());
         }
-        if let What::Directory = what {
-            self.make_closed_directory(path, path)?;
+        if let EntryKind::Directory = what {
+            self.create_real_directory(path, path)?;
             self.directories.push((full, mode | 0o700, *mtime));
             return Ok(());
         }
-        self.make_closed_directory(path.parent().unwrap_or(Path::new("")), path)?;
+        self.create_real_directory(path.parent().unwrap_or(Path::new("")), path)?;
         match what {
-            What::Directory => Ok(()),
-            What::File => {
-                let file = in_place_of(&full, path, || {
+            EntryKind::Directory => Ok(()),
+            EntryKind::File => {
+                let file = create_or_replace(&full, path, || {
                     let mut options = File::options();
                     options.write(true).create_new(true).custom_flags(nix::libc::O_NOFOLLOW).mode(0o600).open(&full)
                 })?;
@@ -165,11 +168,11 @@ impl<'a> Tree<'a> {
                 let time = TimeSpec::new(*mtime, 0);
                 futimens(file.as_fd(), &time, &time).map_err(|e| write(e.into()))
             }
-            What::Symlink(target) => {
-                in_place_of(&full, path, || symlink(target, &full))?;
+            EntryKind::Symlink(target) => {
+                create_or_replace(&full, path, || symlink(target, &full))?;
                 set_mtime(&full, *mtime).map_err(write)
             }
-            What::HardLink(target) => {
+            EntryKind::HardLink(target) => {
                 self.check_parents(target, path)?;
                 let from = self.root.join(target);
                 if !fs::symlink_metadata(&from).is_ok_and(|m| m.is_file()) {
@@ -181,7 +184,7 @@ impl<'a> Tree<'a> {
                 if target == path {
                     return Ok(());
                 }
-                in_place_of(&full, path, || fs::hard_link(&from, &full))
+                create_or_replace(&full, path, || fs::hard_link(&from, &full))
             }
         }
     }
@@ -197,12 +200,13 @@ impl<'a> Tree<'a> {
         }
     }
 
-    /// Makes `directory` and those above it, for `entry`: nothing is written through what is not a directory.
-    fn make_closed_directory(&mut self, directory: &Path, entry: &Path) -> Result<(), UnpackError> {
+    /// Creates `directory` and its parents for `entry`. Fails if one of them is a symlink or a file, so that nothing is
+    /// written through it.
+    fn create_real_directory(&mut self, directory: &Path, entry: &Path) -> Result<(), UnpackError> {
         if directory.as_os_str().is_empty() || self.made.contains(directory) {
             return Ok(());
         }
-        self.make_closed_directory(directory.parent().unwrap_or(Path::new("")), entry)?;
+        self.create_real_directory(directory.parent().unwrap_or(Path::new("")), entry)?;
         let full = self.root.join(directory);
         match fs::create_dir(&full) {
             Ok(()) => {}
@@ -221,7 +225,7 @@ impl<'a> Tree<'a> {
         Ok(())
     }
 
-    /// Every parent that is there must be a directory and no symlink.
+    /// Checks that all existing parents are directories, not symlinks.
     fn check_parents(&self, target: &Path, entry: &Path) -> Result<(), UnpackError> {
         for parent in target.ancestors().skip(1).filter(|p| !p.as_os_str().is_empty()) {
             if fs::symlink_metadata(self.root.join(parent)).is_ok_and(|m| !m.is_dir()) {
@@ -231,7 +235,7 @@ impl<'a> Tree<'a> {
         Ok(())
     }
 
-    /// Gives the first file that lost a set-user-ID or set-group-ID bit.
+    /// Sets the directories' modes and times. Returns the first file that lost a set-user-ID or set-group-ID bit.
     pub(crate) fn finish(self) -> Result<Option<PathBuf>, UnpackError> {
         for (path, mode, mtime) in self.directories.into_iter().rev() {
             let write = |source| UnpackError::Write { path: path.display().to_string(), source };
@@ -246,8 +250,8 @@ fn through(parent: &Path) -> String {
     format!("would be written through {}, which is not a directory", parent.display())
 }
 
-/// Makes something where nothing is yet. Later entries win, as with tar, but never over a directory.
-fn in_place_of<T>(full: &Path, path: &Path, make: impl Fn() -> io::Result<T>) -> Result<T, UnpackError> {
+/// Creates a file or link with `make`. As in tar, a later entry replaces an earlier one, but never a directory.
+fn create_or_replace<T>(full: &Path, path: &Path, make: impl Fn() -> io::Result<T>) -> Result<T, UnpackError> {
     let write = |source| UnpackError::Write { path: path.display().to_string(), source };
     match make() {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {

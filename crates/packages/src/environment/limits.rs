@@ -1,5 +1,5 @@
-//! Keeps an archive from filling the disk or the memory: reads from [`Guarded`] fail before it unpacks to too much, and
-//! [`Memory`] bounds what unpackers hold together.
+//! Protects disk and memory against decompression bombs: reads from [`Guarded`] fail at a limit, and [`Memory`] bounds
+//! the memory of all decoders together.
 
 use std::{
     cell::Cell,
@@ -13,12 +13,12 @@ use bzip2::bufread::MultiBzDecoder;
 use flate2::bufread::MultiGzDecoder;
 use tar::Entry;
 
-/// How much an archive may grow to. All of Flux with an MPI is below 1 GiB and 20,000 files.
+/// Limits for one archive. All of Flux with an MPI has less than 1 GiB and 20,000 files.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Bytes when unpacked.
+    /// Unpacked bytes.
     pub bytes: u64,
-    /// Unpacked bytes per byte of the archive.
+    /// Unpacked bytes per packed byte.
     pub ratio: u64,
     /// Files, directories and links.
     pub entries: u64,
@@ -30,28 +30,28 @@ impl Default for Limits {
     }
 }
 
-/// A small archive may have any ratio.
+/// The ratio is checked only beyond this many unpacked bytes: a small archive may have any ratio.
 const RATIO_COUNTS_FROM: u64 = 64 << 20;
 
-/// What a tar may say of one entry besides its content: the tar crate holds long names and extended headers whole.
+/// Limit for an entry's headers: the tar crate holds long names and extended headers in memory.
 const METADATA: u64 = 1 << 20;
 
-/// Packed bytes that are read at a time.
+/// Size of the read buffer for packed bytes.
 const BUFFER: usize = 1 << 16;
 
-/// Carries a limit through the readers above [`Guarded`].
+/// The error that carries a limit through the readers on top of [`Guarded`].
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{0}")]
 struct LimitReached(String);
 
-/// What [`Guarded`] stopped at, if that is what is behind this error.
+/// The limit that [`Guarded`] enforced, if that caused this error.
 pub(crate) fn reached(error: &io::Error) -> Option<String> {
     let mut next: Option<&(dyn std::error::Error + 'static)> = error.get_ref().map(|e| e as _);
     while let Some(cause) = next {
         if let Some(LimitReached(limit)) = cause.downcast_ref() {
             return Some(limit.clone());
         }
-        // An io::Error skips its own payload in `source`.
+        // `source` of an io::Error skips its own payload.
         next = match cause.downcast_ref::<io::Error>() {
             Some(inner) => inner.get_ref().map(|e| e as _),
             None => cause.source(),
@@ -60,7 +60,7 @@ pub(crate) fn reached(error: &io::Error) -> Option<String> {
     None
 }
 
-/// Counts the packed bytes.
+/// Counts the packed bytes that are read.
 struct Counted<R> {
     inner: R,
     bytes: Rc<Cell<u64>>,
@@ -74,7 +74,7 @@ impl<R: Read> Read for Counted<R> {
     }
 }
 
-/// Unpacks, counts the bytes, and stops before they become too many.
+/// Decompresses, and fails once a limit is exceeded.
 pub(crate) struct Guarded<'a> {
     inner: Box<dyn Read + 'a>,
     packed: Rc<Cell<u64>>,
@@ -94,10 +94,10 @@ impl<'a> Guarded<'a> {
         unpacking.unwrap_or_else(|never| match never {})
     }
 
-    /// No frame, be it the first or a later one, may have a window larger than `window`, a power of 2.
+    /// No frame, first or later, may have a window larger than `window`, a power of 2.
     ///
     /// # Errors
-    /// Where no context for it can be made.
+    /// zstd can't allocate a context.
     pub(crate) fn zstd(archive: impl Read + 'a, window: u64, limits: Limits) -> io::Result<Self> {
         Self::new(archive, limits, |packed| {
             let mut decoder = zstd::stream::read::Decoder::with_buffer(packed)?;
@@ -117,12 +117,12 @@ impl<'a> Guarded<'a> {
         Ok(Self { inner, packed, bytes: 0, limits, allowed: Rc::new(Cell::new(METADATA)) })
     }
 
-    /// How many bytes may be read until [`Entries`] has found the next entry.
+    /// The bytes that may be read until [`Entries`] finds the next entry; shared with it.
     pub(crate) fn allowed(&self) -> Rc<Cell<u64>> {
         self.allowed.clone()
     }
 
-    /// How much of the archive itself was read: a view that stays true.
+    /// The packed bytes read so far; the counter is shared and keeps counting.
     pub(crate) fn position(&self) -> Rc<Cell<u64>> {
         self.packed.clone()
     }
@@ -147,14 +147,14 @@ impl Read for Guarded<'_> {
     }
 }
 
-/// The entries of a tar, none of which may come with more than [`METADATA`].
+/// The entries of a tar. Fails if the headers of one exceed [`METADATA`].
 pub(crate) struct Entries<'a, R: Read> {
     inner: tar::Entries<'a, R>,
     allowed: Rc<Cell<u64>>,
 }
 
 impl<'a, R: Read> Entries<'a, R> {
-    /// `allowed` is that of the [`Guarded`] below `inner`.
+    /// `allowed` comes from the [`Guarded`] below `inner`.
     pub(crate) fn new(inner: tar::Entries<'a, R>, allowed: Rc<Cell<u64>>) -> Self {
         Self { inner, allowed }
     }
@@ -166,7 +166,7 @@ impl<'a, R: Read> Iterator for Entries<'a, R> {
     fn next(&mut self) -> Option<Self::Item> {
         let next = self.inner.next();
         self.allowed.set(match &next {
-            // The content is read by whoever takes the entry, or skipped before the next one: either way it is used up.
+            // The content is either read by the caller or skipped before the next entry, so it always counts.
             Some(Ok(entry)) => entry.size().saturating_add(METADATA),
             Some(Err(_)) => 0,
             None => u64::MAX,
@@ -175,8 +175,8 @@ impl<'a, R: Read> Iterator for Entries<'a, R> {
     }
 }
 
-/// How far back a zstd frame may refer, which is what its decoder must hold: by its first bytes (RFC 8878, 3.1.1.1).
-/// None where it is no such frame.
+/// The window of a zstd frame, which its decoder must hold in memory, from the frame's first bytes (RFC 8878, 3.1.1.1).
+/// `None` if they don't begin a zstd frame.
 pub(crate) fn zstd_window(start: &[u8]) -> Option<u64> {
     let [0x28, 0xb5, 0x2f, 0xfd, descriptor, rest @ ..] = start else { return None };
     let single_segment = descriptor & 0x20 != 0;
@@ -185,7 +185,7 @@ pub(crate) fn zstd_window(start: &[u8]) -> Option<u64> {
         let base = 1_u64 << (10 + (window >> 3));
         return Some(base + base / 8 * u64::from(window & 7));
     }
-    // No window of its own: the content is it.
+    // A single segment has no window field: the window is the content.
     let dictionary_id = [0, 1, 2, 4][usize::from(descriptor & 3)];
     let size = rest.get(dictionary_id..dictionary_id + [1, 2, 4, 8][usize::from(descriptor >> 6)])?;
     let mut bytes = [0; 8];
@@ -193,7 +193,7 @@ pub(crate) fn zstd_window(start: &[u8]) -> Option<u64> {
     Some(u64::from_le_bytes(bytes) + if size.len() == 2 { 256 } else { 0 })
 }
 
-/// A store of bytes that those who unpack at the same time share.
+/// A memory budget in bytes, shared by concurrent decoders.
 pub(crate) struct Memory {
     all: u64,
     free: Mutex<u64>,
@@ -205,25 +205,25 @@ impl Memory {
         Self { all: bytes, free: Mutex::new(bytes), freed: Condvar::new() }
     }
 
-    /// Waits until `bytes` are free. Who wants more than there is waits until all is, and then is alone.
-    pub(crate) fn take(&self, bytes: u64) -> Taken<'_> {
+    /// Waits until `bytes` are free. A request beyond the whole budget gets all of it, and so runs alone.
+    pub(crate) fn take(&self, bytes: u64) -> Reservation<'_> {
         let bytes = bytes.min(self.all);
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         while *free < bytes {
             free = self.freed.wait(free).unwrap_or_else(PoisonError::into_inner);
         }
         *free -= bytes;
-        Taken { memory: self, bytes }
+        Reservation { memory: self, bytes }
     }
 }
 
-/// Given back when it is dropped.
-pub(crate) struct Taken<'a> {
+/// A reservation, returned to the budget on drop.
+pub(crate) struct Reservation<'a> {
     memory: &'a Memory,
     bytes: u64,
 }
 
-impl Drop for Taken<'_> {
+impl Drop for Reservation<'_> {
     fn drop(&mut self) {
         *self.memory.free.lock().unwrap_or_else(PoisonError::into_inner) += self.bytes;
         self.memory.freed.notify_all();
@@ -235,8 +235,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_window_of_a_frame_is_what_zstd_says() {
-        // `zstd -v -l` of frames that were made with these.
+    fn the_window_of_a_frame_agrees_with_zstd() {
+        // Expected values from `zstd -v -l` on frames made in these ways.
         for (start, window) in [
             // Streamed: --long=27 and -19.
             (&[0x28, 0xb5, 0x2f, 0xfd, 0x04, 0x88][..], Some(128 << 20)),
@@ -252,12 +252,12 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_given_out_once_and_comes_back() {
+    fn memory_is_reserved_once_and_returned() {
         let memory = Memory::new(10);
         let one = memory.take(6);
         assert_eq!(*memory.free.lock().unwrap(), 4);
         drop(one);
-        // More than there is means all of it.
+        // A request beyond the budget gets all of it.
         let all = memory.take(100);
         assert_eq!(*memory.free.lock().unwrap(), 0);
         drop(all);

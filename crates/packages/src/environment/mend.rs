@@ -1,11 +1,12 @@
-//! Puts back what is damaged in an environment, beside the processes that use it.
+//! Repairs an environment while processes use it.
 //!
-//! The environment is made again aside, from archives whose sha256 is right: the damaged one's own records are not believed.
-//! Each file that differs is replaced by one rename: it gets a new inode, and a process that has the old one open or mapped
-//! keeps that. No file is written in place, and nothing is removed that no package brought.
+//! The environment is built again under a temporary name, from archives with the right sha256; the damaged one's own
+//! records are not trusted. Each file that differs is replaced by one rename: it gets a new inode, and a process that
+//! has the old one open or mapped keeps it. No file is written in place, and files that no package contains are never
+//! removed.
 //!
-//! Names are looked up one directory at a time and never through a symlink: a directory that was open to everybody for a
-//! while may hold links to anywhere.
+//! Names are resolved one directory at a time and never through a symlink: a directory that others could write to for a
+//! while may contain links to anywhere.
 
 use std::{
     fs::{self, File, Metadata},
@@ -43,12 +44,12 @@ use host::{
 };
 use hostapi::{Difference, LinkOrder, Mended, Progress, Refusal, What};
 
-/// Puts back what differs in the environment of `order`, which must be there.
+/// Repairs the environment of `order`, which must exist.
 ///
-/// Unpacking all packages again and hashing the damaged environment takes minutes and holds only the lock of [`Workshop`],
-/// which keeps other mendings out. The locks that an installation, a collection, or a broker's start needs ([`HostLock`],
-/// [`Environments`]) are held only for the renames: while these are held, nobody removes the host's prefix or the environment
-/// from under them.
+/// Unpacking all packages again and hashing the damaged environment takes minutes and holds only the lock of
+/// [`Workshop`], which keeps other repairs out. The locks that an installation, a collection, or a broker's start needs
+/// ([`HostLock`], [`Environments`]) are held only for the renames: while they are held, no other process removes the
+/// host's prefix or the environment.
 ///
 /// # Errors
 /// A sentence for people; transient if an archive is missing (fetching helps), the disk is full, or the environment went away
@@ -63,14 +64,14 @@ pub fn mend(
         return Err(refused(format!("`{digest}` is not the digest of a package set")));
     }
     let place = environment(prefix, digest);
-    let trouble = |what: &str, error: &io::Error| failed(format!("can't {what} {}: {error}", place.display()));
+    let failure = |what: &str, error: &io::Error| failed(format!("can't {what} {}: {error}", place.display()));
     let before = identity(&place).ok_or_else(|| refused(format!("there is no environment {}", place.display())))?;
     let archives = archives(set, platform).map_err(|e| refused(error_chain(&e)))?;
     let workshop = Workshop::hold(&prefix.join(ENVIRONMENTS), digest)?;
     let fresh = workshop.tree();
-    let linked = grow(order, None, &fresh, archives, progress)?;
+    let linked = build_tree(order, None, &fresh, archives, progress)?;
     let conda = linked.compiled_prefix.is_none();
-    let found = damage(&place, &fresh, conda, progress).map_err(|e| trouble("compare", &e))?;
+    let found = damage(&place, &fresh, conda, progress).map_err(|e| failure("compare", &e))?;
     if found.is_empty() {
         return Ok(Mended::default());
     }
@@ -79,26 +80,27 @@ pub fn mend(
         let _environments = Environments::hold(prefix, broker)?;
         if identity(&place) != Some(before) {
             return Err(failed(format!(
-                "{} was removed while it was being mended; nothing was changed, and what is there now is looked at again",
+                "{} was removed while it was being repaired; nothing was changed, and the next check looks at what is there now",
                 place.display()
             )));
         }
         Mending { place: &place, fresh: &fresh, moved: 0 }.put_back(found)
     };
     let synced = File::open(&place).and_then(|place| Ok(nix::unistd::syncfs(place)?));
-    synced.map_err(|e| trouble("sync", &e))?;
+    synced.map_err(|e| failure("sync", &e))?;
     Ok(mended)
 }
 
-/// What tells the directory `path` from another one that gets its name.
+/// Device and inode, which distinguish the directory `path` from another one that gets its name later.
 fn identity(path: &Path) -> Option<(u64, u64)> {
     let there = fs::symlink_metadata(path).ok().filter(Metadata::is_dir)?;
     Some((there.dev(), there.ino()))
 }
 
-/// How `place` differs from `fresh`, our own files last: if putting back is cut short, the damage can still be seen.
+/// The differences between `place` and `fresh`. Our own files come last: if the repair is interrupted, the damage is
+/// still detected.
 fn damage(place: &Path, fresh: &Path, conda: bool, progress: &mut dyn FnMut(Progress)) -> io::Result<Vec<Difference>> {
-    // Before a name leads to it.
+    // Sync before any rename gives a file its name.
     nix::unistd::syncfs(File::open(fresh)?)?;
     let mut found = compare(place, fresh, conda, None, progress)?.differences;
     for name in [RECORDS, ENVIRONMENT_MARKER] {
@@ -107,7 +109,7 @@ fn damage(place: &Path, fresh: &Path, conda: bool, progress: &mut dyn FnMut(Prog
     Ok(found)
 }
 
-/// How a file of ours beside what the packages brought differs.
+/// The difference in one of the files that we add to the packages' files.
 fn own_damage(place: &Path, fresh: &Path, name: &str) -> io::Result<Option<Difference>> {
     let what = match fs::read(place.join(name)) {
         Ok(found) if found == fs::read(fresh.join(name))? => return Ok(None),
@@ -120,9 +122,9 @@ fn own_damage(place: &Path, fresh: &Path, name: &str) -> io::Result<Option<Diffe
 
 struct Mending<'a> {
     place: &'a Path,
-    /// As [`Self::place`] is to be.
+    /// A correct copy of [`Self::place`].
     fresh: &'a Path,
-    /// What was in the way and is in [`Self::fresh`] now.
+    /// Number of obstacles moved from [`Self::place`] to [`Self::fresh`].
     moved: u32,
 }
 
@@ -130,11 +132,11 @@ impl Mending<'_> {
     fn put_back(mut self, found: Vec<Difference>) -> Mended {
         let mut mended = Mended::default();
         for difference in found {
-            match self.one(&difference) {
+            match self.repair(&difference) {
                 Ok(true) => mended.mended.push(difference),
                 Ok(false) => mended.left.push(difference),
                 Err(error) => {
-                    tracing::warn!(%difference, error = error_chain(&error), "could not be put back");
+                    tracing::warn!(%difference, error = error_chain(&error), "can't repair this file");
                     mended.left.push(difference);
                 }
             }
@@ -142,8 +144,8 @@ impl Mending<'_> {
         mended
     }
 
-    /// False: it is not ours to put back.
-    fn one(&mut self, difference: &Difference) -> io::Result<bool> {
+    /// Repairs one difference. Returns false if no package contains the file.
+    fn repair(&mut self, difference: &Difference) -> io::Result<bool> {
         let path = &difference.path;
         let wanted = match (difference.what, fs::symlink_metadata(self.fresh.join(path))) {
             (What::Extra, _) | (_, Err(_)) => return Ok(false),
@@ -161,7 +163,7 @@ impl Mending<'_> {
         }
         let fresh = descend(self.fresh, parent)?;
         match renameat(&fresh, name, &live, name) {
-            // A directory has its place.
+            // A directory is in the way.
             Err(Errno::EISDIR) => {
                 self.move_away(&live, Path::new(name))?;
                 renameat(&fresh, name, &live, name)?;
@@ -171,7 +173,7 @@ impl Mending<'_> {
         Ok(true)
     }
 
-    /// Opens a directory of the environment, and makes it and those above it what they are to be.
+    /// Opens a directory of the environment. Creates or repairs it and its parents on the way.
     fn directory(&mut self, path: &Path) -> io::Result<OwnedFd> {
         let (mut at, mut below) = (open_root(self.place)?, PathBuf::new());
         for part in names(path) {
@@ -192,7 +194,7 @@ impl Mending<'_> {
         Ok(at)
     }
 
-    /// Takes what has `name` out of the environment.
+    /// Moves what has `name` out of the environment.
     fn move_away(&mut self, parent: &impl AsFd, name: &Path) -> io::Result<()> {
         self.moved += 1;
         let aside = format!(".replaced.{}", self.moved);
@@ -221,7 +223,7 @@ fn names(path: &Path) -> impl Iterator<Item = &Path> {
     })
 }
 
-/// Owner and permissions of a directory, if they differ.
+/// Sets the owner and permissions of a directory if they differ.
 fn set_rights(directory: &OwnedFd, wanted: &Metadata) -> io::Result<()> {
     let found = File::from(directory.try_clone()?).metadata()?;
     if (found.uid(), found.gid()) != (wanted.uid(), wanted.gid()) {

@@ -1,10 +1,10 @@
-//! Makes `envs/<digest>` from what `pkgs/` holds, without network: in the host stage.
+//! Builds `envs/<digest>` from the archives in `pkgs/`, without network, in the host stage.
 //!
-//! Built as `.<digest>.partial`, with every path in it already that of its final place, checked, marked, synced, and
-//! switched by one rename. Before that rename it does not exist for anybody, so a kill at any instruction costs nothing
-//! but time: the next run removes what it finds and begins again.
+//! The environment is built as `.<digest>.partial`, already with the paths of its final place, checked, marked, synced,
+//! and put in place by one rename. Before that rename nothing uses it, so a kill at any instruction costs only time:
+//! the next run removes the remains and starts again.
 //!
-//! Packages' link scripts are not run: they are shell, and nothing that Flux needs has one.
+//! Packages' link scripts don't run: they are shell scripts, and no package that Flux needs has one.
 
 pub(crate) mod arrivals;
 pub(crate) mod collect;
@@ -53,7 +53,7 @@ pub(crate) struct Marker {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) compiled_prefix: Option<PathBuf>,
     pub(crate) bytes: u64,
-    /// From which archives in `pkgs/` it was made.
+    /// The archives in `pkgs/` that it was built from.
     pub(crate) archives: Vec<String>,
 }
 
@@ -66,7 +66,7 @@ pub fn ready(prefix: &Path) -> Vec<String> {
     digests
 }
 
-/// What is in the environment `digest` under `prefix`, if it is ready.
+/// Describes the environment `digest` under `prefix`, if it is ready.
 pub fn linked(prefix: &Path, digest: &str) -> Option<Linked> {
     marker(prefix, digest).map(Marker::linked)
 }
@@ -77,16 +77,16 @@ impl Marker {
     }
 }
 
-/// The marker of an environment that is ready.
+/// The marker of an environment, if it is ready.
 pub(crate) fn marker(prefix: &Path, digest: &str) -> Option<Marker> {
     let path = environment(prefix, digest).join(ENVIRONMENT_MARKER);
     let marker: Marker = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
     (archive::is_digest(digest) && marker.digest == digest).then_some(marker)
 }
 
-/// Makes the environment of `order`, or finds it ready.
+/// Builds the environment of `order` unless it is ready.
 ///
-/// Brings its own small runtime, so it must not be called from within another one.
+/// Blocks for as long as the work takes, which may be minutes.
 ///
 /// # Errors
 /// A sentence for people. Transient where fetching or trying again can help: an archive that is missing or damaged (it
@@ -99,8 +99,8 @@ pub fn link(
     link_while(order, broker, None, progress)
 }
 
-/// As [`link`], of archives that may still come until `more`, the reading end of a pipe, has ended. Those of a lock are
-/// unpacked as they come; what is missing or damaged at that end is refused then.
+/// Like [`link`], but archives may still arrive until `more`, the reading end of a pipe, ends. Archives of a lock are
+/// unpacked as they arrive; those that are missing or damaged when the pipe ends are an error.
 ///
 /// # Errors
 /// As for [`link`].
@@ -122,9 +122,9 @@ pub fn link_while(
     environments.clear(digest)?;
     let partial = environments.partial(digest);
     let mut warnings = std::mem::take(&mut environments.warnings);
-    let made = grow(order, more, &partial, archives, progress).and_then(|linked| {
+    let made = build_tree(order, more, &partial, archives, progress).and_then(|linked| {
         let committed = environments.commit(&partial, digest).map(|()| linked);
-        committed.map_err(|e| environments.trouble("finish the environment in", &e))
+        committed.map_err(|e| environments.failure("finish the environment in", &e))
     });
     match made {
         Ok(linked) => {
@@ -133,17 +133,17 @@ pub fn link_while(
         }
         Err(refusal) => {
             let refusal = environments.with_room(refusal, estimate_bytes(set, platform));
-            // Only to give back the space; the next run would do it. By now nobody writes there any more, not even the
-            // threads of an unpacking that was given up.
+            // This only frees the space early; the next run would do it too. At this point no thread writes there any
+            // more, not even one of an unpacking that was given up.
             environments.drop_leftovers();
             Err(refusal)
         }
     }
 }
 
-/// Makes the environment of `order` in `partial`, which is not there yet, with its records and its marker, as it is to be in
-/// its place. What it needs meanwhile is beside `partial`, under a name that begins with that of `partial`.
-pub(crate) fn grow(
+/// Builds the environment of `order` in `partial`, which must not exist yet, including its records and its marker, as
+/// if it were in its final place. Temporary files go beside `partial`, under names that begin with its name.
+pub(crate) fn build_tree(
     order: &LinkOrder,
     more: Option<BorrowedFd<'_>>,
     partial: &Path,
@@ -167,46 +167,46 @@ pub(crate) fn grow(
     Ok(Linked { warnings: warnings.into_inner().unwrap_or_else(PoisonError::into_inner), ..linked })
 }
 
-/// An environment that is being made.
+/// An environment that is being built.
 pub(crate) struct Build<'a> {
     pub(crate) pkgs: PathBuf,
-    /// Until its end more archives may come. None: all that will ever come are there.
+    /// A pipe: more archives may arrive until it ends. `None`: no more arrive.
     pub(crate) more: Option<BorrowedFd<'a>>,
     pub(crate) digest: &'a str,
     pub(crate) platform: &'a str,
-    /// Its final place.
+    /// The final path.
     pub(crate) ready: &'a Path,
-    /// Where it grows.
+    /// The temporary path under which it is built.
     pub(crate) partial: &'a Path,
-    /// For [`Linked::warnings`].
+    /// Collected for [`Linked::warnings`].
     pub(crate) warnings: &'a Mutex<Vec<String>>,
 }
 
 impl Build<'_> {
-    /// Beside the tree: where `what` of it is unpacked. The next run knows its name for a leftover.
+    /// A path beside the tree for unpacking `what`. The next run recognises its name as a leftover.
     pub(crate) fn beside(&self, what: &str) -> PathBuf {
         let name = self.partial.file_name().unwrap_or_default().to_string_lossy();
         self.partial.with_file_name(format!("{name}{what}{UNPACKED}"))
     }
 
-    /// For people: where room is needed.
+    /// The prefix, for messages about free space.
     pub(crate) fn prefix(&self) -> &Path {
         self.pkgs.parent().unwrap_or(&self.pkgs)
     }
 
-    /// `privileged` is a file of `name` that would have run as its owner, or as its group.
+    /// Adds a warning if `privileged`, a file of `name`, had a set-user-ID or set-group-ID bit.
     pub(crate) fn warn_of(&self, name: &str, privileged: Option<&Path>) {
         let Some(path) = privileged else { return };
         self.warnings.lock().unwrap_or_else(PoisonError::into_inner).push(format!(
-            "{name} has files with set-user-ID or set-group-ID bits, such as {}; they are installed without, as conda does",
+            "{name} has files with set-user-ID or set-group-ID bits, such as {}; they are installed without these bits, as conda does",
             path.display(),
         ));
     }
 
     pub(crate) fn missing_or_damaged(&self, archive: &Path, name: &str) -> Refusal {
         match fs::remove_file(archive) {
-            Ok(()) => failed(format!("the archive of {name} on this host was damaged; it has to be fetched again")),
-            Err(_) => failed(format!("the archive of {name} is not on this host; it has to be fetched")),
+            Ok(()) => failed(format!("the archive of {name} on this host was damaged; it must be fetched again")),
+            Err(_) => failed(format!("the archive of {name} is not on this host; it must be fetched")),
         }
     }
 
@@ -222,9 +222,9 @@ impl Build<'_> {
         }
     }
 
-    /// The last files of the tree, and what they vouch for: the marker is worth nothing before it is all on the disk.
+    /// Writes the last files of the tree. The marker comes last, and counts only once everything is on the disk.
     fn finish(&self, compiled_prefix: Option<PathBuf>, archives: Vec<String>) -> io::Result<Linked> {
-        // A bundle may have brought files of these names.
+        // A bundle may contain files of these names.
         remove_if_there(&self.partial.join(RECORDS))?;
         remove_if_there(&self.partial.join(ENVIRONMENT_MARKER))?;
         let conda = compiled_prefix.is_none();
@@ -232,10 +232,13 @@ impl Build<'_> {
             settle_clobbers(self.partial)?;
         }
         let mut tree = Tree::walk(self.partial)?;
-        // rattler lets the group write to the scripts that it makes for Python packages.
+        // rattler makes the scripts of Python packages group-writable.
         tree.close_to_others(self.partial)?;
         if let Some(shared) = tree.shared() {
-            return Err(io::Error::other(format!("{} shares its content with a file outside", shared.display())));
+            return Err(io::Error::other(format!(
+                "{} is a hard link to a file outside the environment",
+                shared.display()
+            )));
         }
         Records::of(self.partial, &tree, conda)?.write(self.partial)?;
         let bytes = tree.bytes();
@@ -245,10 +248,10 @@ impl Build<'_> {
     }
 }
 
-/// Follows symlinks within the tree as they will be followed once the tree is in its place.
+/// Follows symlinks within the tree as if the tree were already in its final place.
 fn find_in_tree(tree: &Path, path: &Path, places: &[Option<&Path>]) -> Option<PathBuf> {
     let mut path = path.to_owned();
-    // As many as Linux follows.
+    // Linux follows as many.
     for _ in 0..40 {
         let full = tree.join(&path);
         let Ok(target) = fs::read_link(&full) else {
@@ -272,12 +275,12 @@ fn find_in_tree(tree: &Path, path: &Path, places: &[Option<&Path>]) -> Option<Pa
     None
 }
 
-/// Trying again can help.
+/// A transient refusal: trying again can help.
 pub(crate) fn failed(message: String) -> Refusal {
     Refusal { message, transient: true }
 }
 
-/// Only a change can help.
+/// A permanent refusal: only a change of the input can help.
 pub(crate) fn refused(message: String) -> Refusal {
     Refusal { message, transient: false }
 }

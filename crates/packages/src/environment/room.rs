@@ -1,4 +1,4 @@
-//! How much room archives need when they are unpacked, told before anything is.
+//! Estimates the disk space for unpacking before it starts.
 
 use std::{
     fs::File,
@@ -22,11 +22,11 @@ pub(crate) fn unpacked_gzip(archive: &mut File) -> io::Result<u64> {
     Ok(locks::unpacked(bytes).max(u64::from(u32::from_le_bytes(size))))
 }
 
-/// Whether `need` bytes can be written below `directory`, which is there. What kubelet wants to keep free is a matter of
-/// preflight; this is about work that can only fail.
+/// Checks whether `need` bytes can be written below `directory`, which must exist. Preflight checks the reserve that
+/// the kubelet wants; this only avoids work that must fail.
 ///
 /// # Errors
-/// Both figures and the remedy, or why the file system can't be looked at.
+/// Too little space, with both figures and the remedy; or the file system can't be queried.
 pub(crate) fn check(directory: &Path, need: u64) -> Result<(), Refusal> {
     let free = free(directory).map_err(|error| Refusal::io("look at", directory, &error))?.bytes;
     if free >= need {
@@ -48,18 +48,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bundle_tells_how_big_it_will_be() {
+    fn the_gzip_trailer_counts_for_the_size_of_a_bundle() {
         let mut file = tempfile::tempfile().unwrap();
         let mut gzip = flate2::write::GzEncoder::new(&mut file, flate2::Compression::fast());
         gzip.write_all(&vec![0; 5_000_000]).unwrap();
         gzip.finish().unwrap();
         assert_eq!(unpacked_gzip(&mut file).unwrap(), 5_000_000);
-        assert_eq!(file.stream_position().unwrap(), 0, "it is read from its start afterwards");
+        assert_eq!(file.stream_position().unwrap(), 0, "the file is rewound");
         assert_eq!(unpacked_gzip(&mut tempfile::tempfile().unwrap()).unwrap(), 0);
     }
 
     #[test]
-    fn a_full_disk_is_told_with_both_figures() {
+    fn the_error_about_a_full_disk_has_both_figures() {
         let directory = tempfile::tempdir().unwrap();
         let refusal = check(directory.path(), 1 << 60).unwrap_err();
         let words = ["MiB are free", "the packages need 1099511627776 MiB", &directory.path().display().to_string()];

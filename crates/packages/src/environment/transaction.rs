@@ -1,11 +1,11 @@
-//! The frame around everything that changes `envs/`: one at a time, nothing half-done under a final name, nothing taken
-//! away from who uses it.
+//! Locks and renames around every change of `envs/`: one change at a time, nothing incomplete under a final name, and
+//! nothing removed that a broker or a job uses.
 //!
-//! Whatever does not have its final name yet, or no longer, begins with a dot and ends with one of [`ASIDE`] or with
-//! [`MENDING`]. Killed runs leave only such names; the next run removes them before it begins.
+//! A directory that doesn't have its final name yet, or no longer, has a name that begins with a dot and ends with one
+//! of [`ASIDE`] or with [`MENDING`]. Killed runs leave only such names; the next run removes them before it starts.
 //!
-//! A mending ([`super::mend`]) prepares what it needs in a directory of its own, under a lock of its own, so that it holds
-//! nobody up while it does; see [`Workshop`].
+//! A repair ([`super::mend`]) prepares its files in a directory of its own, under a lock of its own, so that it blocks
+//! nothing else meanwhile; see [`Workshop`].
 
 use std::{
     collections::BTreeMap,
@@ -31,41 +31,42 @@ use host::{
 };
 use hostapi::Refusal;
 
-/// An environment that is being made.
+/// Suffix of an environment that is being built.
 const PARTIAL: &str = ".partial";
-/// Its packages, unpacked.
+/// Suffix of its packages, unpacked.
 pub(crate) const UNPACKED: &str = ".unpacked";
-/// An environment that is on its way out.
+/// Suffix of an environment that is being removed.
 const OLD: &str = ".old";
-/// Of one digest.
+/// Limit for the old environments of one digest.
 const MOST_OLD: usize = 100;
-/// Ends of all names that are none yet, or no longer.
+/// Suffixes of all temporary names, except a repair's.
 const ASIDE: [&str; 3] = [PARTIAL, UNPACKED, OLD];
-/// A [`Workshop`].
+/// Suffix of a [`Workshop`].
 const MENDING: &str = ".mending";
-/// Name of the lock of the [`Workshop`] in `envs/`.
+/// File name of the [`Workshop`]'s lock in `envs/`.
 const MENDING_LOCK: &str = ".mending.lock";
 
-/// With less than this nothing can be made.
+/// With less free space, a failure counts as caused by a full disk.
 const LEAST_BYTES: u64 = 1 << 20;
-/// As [`LEAST_BYTES`].
+/// With fewer free files, a failure counts as caused by a full disk.
 const LEAST_FILES: u64 = 16;
 
-/// Makes `path`: an empty directory that all may read.
+/// Creates `path` as an empty, world-readable directory.
 pub(crate) fn make_public_directory(path: &Path) -> Result<(), Refusal> {
     let readable = || fs::set_permissions(path, fs::Permissions::from_mode(0o755));
     fs::create_dir(path).and_then(|()| readable()).map_err(|e| failed(format!("can't make {}: {e}", path.display())))
 }
 
-/// A directory in `envs/` in which one mending at a time prepares what it needs. Its lock keeps other mendings out, and keeps
-/// [`Environments::drop_leftovers`] from removing it. It keeps nobody from installing, collecting, or starting a broker.
+/// A directory in `envs/` in which one repair at a time prepares its files. Its lock keeps other repairs out, and keeps
+/// [`Environments::drop_leftovers`] from removing the directory. It doesn't block installing, collecting, or a broker's
+/// start.
 pub(crate) struct Workshop {
     path: PathBuf,
     _lock: Flock<File>,
 }
 
 impl Workshop {
-    /// Waits for another mending for as long as an order waits for another one, and removes what one that was killed left.
+    /// Waits up to [`lock::WAIT`] for another repair, and removes what a killed one left.
     pub(crate) fn hold(envs: &Path, digest: &str) -> Result<Self, Refusal> {
         let file = envs.join(MENDING_LOCK);
         let lock = lock::take(&file, lock::WAIT).map_err(|error| lock::refusal(&file, lock::WAIT, &error))?;
@@ -75,7 +76,7 @@ impl Workshop {
         Ok(Self { path, _lock: lock })
     }
 
-    /// Where the tree grows that is held against the damaged one.
+    /// The path for the correct copy that the damaged environment is compared with.
     pub(crate) fn tree(&self) -> PathBuf {
         self.path.join("tree")
     }
@@ -84,7 +85,7 @@ impl Workshop {
 impl Drop for Workshop {
     fn drop(&mut self) {
         if let Err(error) = remove_all_if_there(&self.path) {
-            tracing::warn!(path = %self.path.display(), %error, "can't remove what a mending needed; the next order does");
+            tracing::warn!(path = %self.path.display(), %error, "can't remove a repair's temporary files; the next repair does");
         }
     }
 }
@@ -118,7 +119,7 @@ impl<'a> Environments<'a> {
         Ok(held)
     }
 
-    /// For each of `names` in `envs/` that the broker or a job uses, a process that does.
+    /// For each of `names` in `envs/` that the broker or a job uses, one process that uses it.
     ///
     /// # Errors
     /// Nobody knows.
@@ -130,58 +131,58 @@ impl<'a> Environments<'a> {
         self.path.join(digest)
     }
 
-    /// Where an environment grows.
+    /// The temporary path of an environment that is being built.
     pub(crate) fn partial(&self, digest: &str) -> PathBuf {
         self.path.join(format!(".{digest}{PARTIAL}"))
     }
 
-    /// Gives what was begun its name.
+    /// Renames a finished environment to its final name.
     ///
-    /// `syncfs` because there are thousands of files: what is in `partial` is on the disk, its marker too, before there is
-    /// a name under which anybody would believe it. That name itself may be lost by a power cut until its directory is
-    /// synced: then nothing was made, which is as true.
+    /// `syncfs`, because there are thousands of files: everything in `partial` including its marker must be on the disk
+    /// before it has the name under which it counts as ready. A power failure may lose the rename until the directory
+    /// is synced; then there is simply no environment.
     pub(crate) fn commit(&self, partial: &Path, digest: &str) -> io::Result<()> {
         nix::unistd::syncfs(File::open(partial)?)?;
         fs::rename(partial, self.place(digest))?;
         self.directory.sync_all()
     }
 
-    /// Takes away what has the name of an environment without being one: whoever put it there, it was not
-    /// [`Self::commit`]. Nothing is taken from under the broker or a job.
+    /// Removes a directory that has the name of an environment without being a complete one, which [`Self::commit`]
+    /// never leaves. Fails if the broker or a job uses it.
     pub(crate) fn clear(&self, digest: &str) -> Result<(), Refusal> {
         let place = self.place(digest);
         match fs::symlink_metadata(&place) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-            other => other.map_err(|e| self.trouble("look into", &e))?,
+            other => other.map_err(|e| self.failure("look into", &e))?,
         };
         let name = [digest.to_owned()];
-        let found = self.used(&name).map_err(|e| self.trouble("look who uses", &e))?;
+        let found = self.used(&name).map_err(|e| self.failure("find the processes that use", &e))?;
         let occupant = match found.into_values().next() {
             Some(occupant) => Some(occupant),
-            None => self.discard(digest).map_err(|e| self.trouble("clean", &e))?,
+            None => self.discard(digest).map_err(|e| self.failure("clean", &e))?,
         };
         occupant.map_or(Ok(()), |occupant| {
             Err(failed(format!(
-                "{} is not as it was installed and has to be made again, but {occupant} uses it; it is made again when that process has ended",
+                "{} is not as it was installed and must be built again, but {occupant} uses it; it is built again when that process has ended",
                 place.display()
             )))
         })
     }
 
-    /// Removes an environment, unless the broker or a job turns out to use it; then it is as before, and the process that
-    /// does is named.
+    /// Removes an environment, unless the broker or a job uses it; then it stays unchanged, and the process is
+    /// returned.
     ///
     /// # Errors
-    /// The file system's; `ResourceBusy` if something is mounted in it, and then it is as before.
+    /// The file system's; `ResourceBusy` if something is mounted in it. The environment is unchanged then.
     pub(crate) fn discard(&self, digest: &str) -> io::Result<Option<Occupant>> {
         refuse_mounts(&self.place(digest), |_| false)?;
-        // One that was set aside before may still be there, with who uses it.
+        // Directories that were set aside earlier may still be there because a process uses them.
         let names = std::iter::once(format!(".{digest}{OLD}")).chain((1..).map(|n| format!(".{digest}.{n}{OLD}")));
         let free = |path: &PathBuf| fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
         let aside = names.take(MOST_OLD).map(|name| self.path.join(name)).find(free);
         let aside = aside.ok_or_else(|| io::Error::other(format!("{MOST_OLD} of {digest} are still in use")))?;
         fs::rename(self.place(digest), &aside)?;
-        // From here on nobody finds it, so whoever is not seen now never comes.
+        // From here on no new process can find it under its name, so the check below sees every user.
         self.directory.sync_all()?;
         self.discard_aside(&aside, digest)
     }
@@ -189,7 +190,7 @@ impl<'a> Environments<'a> {
     fn discard_aside(&self, aside: &Path, digest: &str) -> io::Result<Option<Occupant>> {
         let set_aside = aside.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let names = [digest.to_owned(), set_aside];
-        // Another one under the same name is not the one that was set aside.
+        // If a new environment has the name meanwhile, its users don't count.
         let replaced = fs::symlink_metadata(self.place(digest)).is_ok();
         let looked_for = if replaced { &names[1..] } else { &names[..] };
         match self.used(looked_for).map(|found| found.into_values().next()) {
@@ -203,12 +204,12 @@ impl<'a> Environments<'a> {
         }
     }
 
-    /// Throws away all that has no final name. What can't be removed is in nobody's way unless it has the place of what is
-    /// to be made: it is told, and stays for the next run.
+    /// Removes everything with a temporary name. What can't be removed is returned as a warning and left for the next
+    /// run; it does no harm unless a new environment needs that name.
     pub(crate) fn drop_leftovers(&self) -> Vec<String> {
         let entries = match fs::read_dir(&self.path) {
             Ok(entries) => entries.flatten(),
-            Err(e) => return vec![self.trouble("read", &e).message],
+            Err(e) => return vec![self.failure("read", &e).message],
         };
         let left = entries.filter_map(|entry| {
             let error = self.drop_leftover(&entry).err()?;
@@ -233,13 +234,14 @@ impl<'a> Environments<'a> {
         }
     }
 
-    /// `what` failed here.
-    pub(crate) fn trouble(&self, what: &str, error: &io::Error) -> Refusal {
+    /// An error of the operation `what` on `envs/`.
+    pub(crate) fn failure(&self, what: &str, error: &io::Error) -> Refusal {
         failed(format!("can't {what} {}: {error}", self.path.display()))
     }
 
-    /// Tells of a full disk how much room there is, and how much is needed as far as that is known. To be called before
-    /// what was begun is removed: not every failure for want of room says so itself.
+    /// If the disk is full, adds to the error how much space is left, and how much is needed if known. Must be called
+    /// before the unfinished files are removed. Also checks the free space itself, since not every such failure says
+    /// that the disk is full.
     pub(crate) fn with_room(&self, refusal: Refusal, need_bytes: u64) -> Refusal {
         let Some(Free { bytes: free, files }) = free(&self.path).ok().filter(|_| refusal.transient) else {
             return refusal;
@@ -257,7 +259,7 @@ impl<'a> Environments<'a> {
             bytes => format!(", and this package set needs about {} MiB", mebibytes(bytes)),
         };
         failed(format!(
-            "the file system of {} is full: {} MiB{files} are left{need}; it is tried again ({})",
+            "the file system of {} is full: {} MiB{files} are left{need}; free some space, the agent tries again ({})",
             self.path.display(),
             mebibytes(free),
             refusal.message

@@ -1,5 +1,5 @@
-//! Whether an environment still is what was installed: every file is hashed again and held against its records, and so are
-//! permissions and owners.
+//! Checks whether an environment is still as it was installed: hashes every file and compares it, its permissions and
+//! its owner with the records.
 
 use std::{
     collections::BTreeMap,
@@ -18,10 +18,10 @@ use crate::{
 use host::state::{ENVIRONMENTS, environment};
 use hostapi::{Difference, Progress, Refusal, Slice, Verified, VerifyOrder, What};
 
-/// Looks at the environment that `order` names, or at all that are ready.
+/// Checks the environment that `order` names, or all that are ready.
 ///
 /// # Errors
-/// There is nothing that could be looked at.
+/// There is no such environment, or it can't be read.
 pub fn verify(order: &VerifyOrder, progress: &mut dyn FnMut(Progress)) -> Result<Vec<Verified>, Refusal> {
     let envs = order.prefix.join(ENVIRONMENTS);
     let digests = match &order.digest {
@@ -48,7 +48,7 @@ fn verify_one(
     if !path.is_dir() {
         let there = ready(prefix).join(", ");
         let there = if there.is_empty() { "none" } else { &there };
-        return Err(Refusal::new(format!("there is no environment {name}; there is {there}")));
+        return Err(Refusal::new(format!("there is no environment {name}; those that exist: {there}")));
     }
     let unreadable = |error: io::Error| Refusal::new(format!("can't read {name}: {error}"));
     let marker = marker(prefix, digest);
@@ -69,7 +69,7 @@ fn verify_one(
     Ok(Verified { path, digest: digest.to_owned(), files, bytes, differences })
 }
 
-/// How a tree differs from what is recorded.
+/// The result of comparing a tree with the records.
 pub(crate) struct Compared {
     files: u64,
     bytes: u64,
@@ -78,8 +78,8 @@ pub(crate) struct Compared {
     has_records: bool,
 }
 
-/// Holds the tree at `root` against the records in the one at `recorded`, which may be the same. The marker and the records
-/// themselves are not looked at.
+/// Compares the tree at `root` with the records in the tree at `recorded`, which may be the same. Skips the marker and
+/// the records themselves.
 pub(crate) fn compare(
     root: &Path,
     recorded: &Path,
@@ -91,17 +91,17 @@ pub(crate) fn compare(
     let mut differences = Vec::new();
     let mut differs = |path: &Path, what| differences.push(Difference { path: path.to_owned(), what });
     let records = Records::read(recorded).ok();
-    let (told, broken) = match conda {
+    let (packaged, broken) = match conda {
         true if root == recorded => by_packages(root, &tree),
         true => by_packages(recorded, &Tree::walk(recorded)?),
         false => Default::default(),
     };
-    let mut expected: BTreeMap<_, _> = told.into_iter().map(|(path, told)| (path, told.sha256)).collect();
+    let mut expected: BTreeMap<_, _> = packaged.into_iter().map(|(path, file)| (path, file.sha256)).collect();
     for record in &broken {
         differs(record, What::Changed);
     }
     let whole = records.is_some();
-    // Without them, only what the packages' own records tell can be looked at.
+    // Without our records, only what the packages' own records contain can be checked.
     let records = records.unwrap_or_else(|| Records { links: tree.links.clone(), ..Records::default() });
     expected.extend(records.files.iter().map(|(path, digest)| (path.clone(), Some(digest.clone()))));
 
@@ -123,7 +123,7 @@ pub(crate) fn compare(
         }
     }
     if whole {
-        differences.extend(strangers(root, &tree, &records, &expected)?);
+        differences.extend(unrecorded(root, &tree, &records, &expected)?);
     }
     if let Some(Slice { number, of }) = slice {
         let (number, of) = (number as usize, (of as usize).max(1));
@@ -131,8 +131,8 @@ pub(crate) fn compare(
     }
     let bytes = hashed.iter().filter_map(|path| tree.files.get(path)).map(|file| file.len()).sum();
     let files = hashed.len() as u64;
-    let said = |done| progress(Progress { done, total: files, ..Progress::begun("hashing files") });
-    for (path, found) in digests_while(root, hashed, said)? {
+    let report = |done| progress(Progress { done, total: files, ..Progress::begun("hashing files") });
+    for (path, found) in digests_while(root, hashed, report)? {
         match (found, expected.get(&path)) {
             (Ok(found), Some(Some(wanted))) if !found.eq_ignore_ascii_case(wanted) => {
                 differences.push(Difference { path, what: What::Changed });
@@ -146,8 +146,8 @@ pub(crate) fn compare(
     Ok(Compared { files, bytes, differences, has_records: whole })
 }
 
-/// What is in no record, or has other permissions or another owner than when it was made.
-fn strangers(
+/// Finds entries without a record, and entries with other permissions or another owner than when they were built.
+fn unrecorded(
     root: &Path,
     tree: &Tree,
     records: &Records,
@@ -159,18 +159,18 @@ fn strangers(
     let known = |path: &Path| expected.contains_key(path) || records.links.contains_key(path) || is_ours(path);
     let by_python = |path: &Path| is_byte_code(path, |source| tree.files.contains_key(source) && known(source));
 
-    let links = tree.links.iter().filter(|(_, target)| can_be_told(target)).map(|(path, _)| path);
-    let there = tree.files.keys().chain(links).chain(&tree.others).filter(|path| can_be_told(path));
+    let links = tree.links.iter().filter(|(_, target)| is_utf8(target)).map(|(path, _)| path);
+    let there = tree.files.keys().chain(links).chain(&tree.others).filter(|path| is_utf8(path));
     for path in there.filter(|path| !known(path) && !by_python(path)) {
         differs(path, What::Extra);
     }
-    for (path, found) in tree.files.iter().chain(&tree.directories).filter(|(path, _)| can_be_told(path)) {
-        // Python follows the umask of who runs it.
-        let may_be_python_s = if found.is_dir() { path.ends_with(CACHE) } else { !known(path) };
+    for (path, found) in tree.files.iter().chain(&tree.directories).filter(|(path, _)| is_utf8(path)) {
+        // Python's byte code follows the umask of the user that ran Python.
+        let may_be_byte_code = if found.is_dir() { path.ends_with(CACHE) } else { !known(path) };
         let is_closed = mode(found) & OPEN_TO_OTHERS == 0;
-        let is_right = records.has_its_mode(path, found) || (may_be_python_s && is_closed);
-        let is_told = !found.is_dir() && !known(path) && !by_python(path);
-        if !is_right && !is_told {
+        let is_right = records.has_its_mode(path, found) || (may_be_byte_code && is_closed);
+        let is_extra = !found.is_dir() && !known(path) && !by_python(path);
+        if !is_right && !is_extra {
             differs(path, What::Mode);
         }
     }
@@ -184,16 +184,16 @@ fn strangers(
     Ok(differences)
 }
 
-/// Where Python keeps its byte code, beside a module.
+/// The directory for Python's byte code, beside a module.
 const CACHE: &str = "__pycache__";
-/// Write permission for others, set-user-ID and set-group-ID.
+/// The bits that must not be set: write permission for others, set-user-ID and set-group-ID.
 const OPEN_TO_OTHERS: u32 = 0o6000 | WRITABLE_BY_OTHERS;
 
-/// What Python leaves when its owner runs a module: `__pycache__/NAME.TAG.pyc` beside NAME.py, which must be there and
-/// `known`.
+/// True for the byte code that Python writes when the owner runs a module: `__pycache__/NAME.TAG.pyc` beside a NAME.py
+/// that exists and is `known`.
 fn is_byte_code(path: &Path, known: impl Fn(&Path) -> bool) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".pyc"));
-    // Optimised code says so behind the tag.
+    // Optimised code has a suffix after the tag.
     let name = name.map(|name| name.rsplit_once(".opt-").map_or(name, |(name, _)| name));
     let module = name.and_then(|name| name.rsplit_once('.')).map(|(module, _)| module);
     let beside = path.parent().filter(|parent| parent.ends_with(CACHE)).and_then(Path::parent);

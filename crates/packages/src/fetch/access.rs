@@ -1,4 +1,4 @@
-//! What a site's channels, mirrors and bundles demand of those who ask: Secret `flux-packages-access`.
+//! Credentials and certificates for a site's channels, mirrors and bundles: Secret `flux-packages-access`.
 
 use std::{fmt, path::PathBuf};
 
@@ -17,30 +17,30 @@ use api::{
 };
 use locks::lock_urls;
 
-/// The content of Secret `flux-packages-access`, and what the spec says about it.
+/// The content of Secret `flux-packages-access`, and the related settings of the spec.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Access {
-    /// PEM certificates of private authorities, besides those that are built in.
+    /// PEM certificates of private authorities, trusted in addition to the built-in ones.
     pub authorities: Option<String>,
-    /// Sent to the servers that the spec's URLs name, and to no others.
+    /// Sent to the servers that the spec's URLs name, and to no other server.
     pub token: Option<Token>,
-    /// `spec.packages.allowHttpCredentials`: credentials are sent to http URLs too, and not to https URLs only.
+    /// `spec.packages.allowHttpCredentials`: also send credentials to http URLs, not only to https URLs.
     pub allow_http: bool,
-    /// Each for a server of its own; the text of the Secret's `credentials.json`.
+    /// Credentials for particular servers: the text of the Secret's `credentials.json`.
     pub credentials: Option<Token>,
-    /// Those that a command was given: in its URLs, and by the file that `RATTLER_AUTH_FILE` names.
+    /// Credentials that the user gave to a command: in its URLs, and in the file named by `RATTLER_AUTH_FILE`.
     pub given: Vec<Credential>,
 }
 
-/// Environment variable: where pixi, rattler-build and we look for `credentials.json`.
+/// Environment variable that names a `credentials.json`, as for pixi and rattler-build.
 const AUTH_FILE: &str = "RATTLER_AUTH_FILE";
 
-/// A bearer token (RFC 6750), or another text that nobody may see.
+/// A bearer token (RFC 6750) or another secret text. `Debug` hides it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(String);
 
 impl Token {
-    /// White space around it, as files end with, is not part of it.
+    /// Removes white space around the token, such as the newline at the end of a file.
     pub fn new(token: &str) -> Self {
         Self(token.trim().to_owned())
     }
@@ -53,17 +53,17 @@ impl fmt::Debug for Token {
 }
 
 impl Access {
-    /// From the values of the Secret's keys `ca.crt`, `token` and `credentials.json`; an empty value is as good as none.
+    /// Reads the values of the Secret's keys `ca.crt`, `token` and `credentials.json`. An empty value counts as absent.
     ///
     /// # Errors
-    /// A value is not text, or `credentials.json` can't be read.
+    /// A value is not UTF-8 text. The contents are checked later, by [`HttpClient::with_access`](crate::packages::HttpClient::with_access).
     pub fn from_secret(
         authorities: Option<&[u8]>,
         token: Option<&[u8]>,
         credentials: Option<&[u8]>,
     ) -> Result<Self, HttpError> {
         let text = |key: &'static str, value: Option<&[u8]>| match value.map(std::str::from_utf8) {
-            Some(Err(_)) => Err(HttpError::Secret { key, reason: "is not text".to_owned() }),
+            Some(Err(_)) => Err(HttpError::Secret { key, reason: "is not UTF-8 text".to_owned() }),
             Some(Ok(text)) if !text.trim().is_empty() => Ok(Some(text.to_owned())),
             _ => Ok(None),
         };
@@ -86,7 +86,7 @@ impl Access {
     /// For a command: the file that `RATTLER_AUTH_FILE` names, which pixi and rattler-build read too.
     ///
     /// # Errors
-    /// It can't be read, or is not such a file.
+    /// The file can't be read, or its content is not in the format of pixi's `credentials.json`.
     pub fn from_environment() -> Result<Self, HttpError> {
         let Some(path) = std::env::var_os(AUTH_FILE).filter(|path| !path.is_empty()).map(PathBuf::from) else {
             return Ok(Self::default());
@@ -97,10 +97,11 @@ impl Access {
         Ok(Self { given, ..Self::default() })
     }
 
-    /// Takes the credentials out of a URL, and shows them to its server from now on. What is not a URL comes back as it is.
+    /// Removes the credentials from a URL and keeps them for requests to its server. Returns text that is not a URL
+    /// unchanged.
     pub fn take_from(&mut self, url: &str) -> String {
         let Ok(parsed) = Url::parse(url) else { return url.to_owned() };
-        let (plain, credentials) = taken_from(&parsed);
+        let (plain, credentials) = extract_credentials(&parsed);
         let is_plain = credentials.is_empty() && plain == parsed;
         self.given.extend(credentials);
         if is_plain { url.to_owned() } else { plain.to_string() }
@@ -111,19 +112,20 @@ impl Access {
         let Some(pem) = &self.authorities else { return Ok(Vec::new()) };
         let mut certificates = Vec::new();
         for der in CertificateDer::pem_slice_iter(pem.as_bytes()) {
-            let der = der.map_err(|_| unusable("is not whole PEM: -----BEGIN CERTIFICATE----- up to the END line"))?;
-            // The client would say no more than that it could not be made.
+            let der =
+                der.map_err(|_| unusable("is not complete PEM: -----BEGIN CERTIFICATE----- up to the END line"))?;
+            // Checked here because the client's own error would only say that the client can't be built.
             let added = RootCertStore::empty().add(der.clone());
             let certificate = added.ok().and_then(|()| reqwest::Certificate::from_der(&der).ok());
-            certificates.push(certificate.ok_or_else(|| unusable("holds something that is not a certificate"))?);
+            certificates.push(certificate.ok_or_else(|| unusable("contains something that is not a certificate"))?);
         }
         if certificates.is_empty() {
-            return Err(unusable("holds no certificate in PEM: -----BEGIN CERTIFICATE----- and so on"));
+            return Err(unusable("contains no certificate in PEM format: -----BEGIN CERTIFICATE----- and so on"));
         }
         Ok(certificates)
     }
 
-    /// `urls`: the servers that [`Self::token`] is for.
+    /// All credentials. `urls` name the servers that get [`Self::token`].
     pub(crate) fn credentials(&self, urls: &[String]) -> Result<CredentialStore, HttpError> {
         let wrong = |key, reason: String| HttpError::Secret { key, reason };
         let mut credentials = self.given.clone();
@@ -138,7 +140,7 @@ impl Access {
             for url in urls.iter().filter_map(|url| Url::parse(url).ok()) {
                 credentials.extend(Credential::bearer(&url, token, self.allow_http).map_err(unfit)?);
             }
-            // It is looked at even if nobody gets it.
+            // Check the token even if no server gets it.
             let anywhere = Url::parse("https://localhost").map_err(|_| unfit(Unusable))?;
             Credential::bearer(&anywhere, token, false).map_err(unfit)?;
         }

@@ -1,4 +1,4 @@
-//! What an HTTP server's answer to a wish for an archive is good for.
+//! Interprets an HTTP server's response to a request for an archive.
 
 use std::time::Duration;
 
@@ -8,51 +8,56 @@ use reqwest::{
     header::{self, HeaderMap},
 };
 
-/// What the body is, or what is the matter.
+/// What a response means for the download.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Answer {
-    /// The file from byte `from` on, and its length as far as the server knows it.
+pub(crate) enum ArchiveResponse {
+    /// The body is the file from byte `from` on. `length`: the file's length, if the server or the lock says.
     Body { from: u64, length: Option<u64> },
-    /// Nothing is behind what is there.
+    /// The file has no bytes after those already downloaded.
     NothingMore,
-    /// A part that nobody asked for.
+    /// The server sent another range than requested.
     OtherPart,
-    /// Not a file of this size.
-    Size(Wrong),
-    /// No body that is of use.
+    /// The file has another size than the lock says.
+    Size(Mismatch),
+    /// The response has no usable body.
     Refused,
 }
 
-/// Why what was sent is not what is wanted.
+/// How the file differs from the archive that the lock names.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Wrong {
+pub(crate) enum Mismatch {
     #[error("it has more bytes than the archive")]
     Longer,
     #[error("it has fewer bytes than the archive")]
     Shorter,
-    #[error("what it sent has sha256 {0}")]
+    #[error("its content has sha256 {0}")]
     Sha256(String),
 }
 
-/// Reads the answer to a wish for everything from byte `have` on, of a file of `size` bytes.
-pub(crate) fn answer(status: StatusCode, headers: &HeaderMap, have: u64, size: Option<u64>) -> Answer {
+/// Interprets the response to a request for everything from byte `have` on, of a file of `size` bytes.
+pub(crate) fn read_response(
+    status: StatusCode,
+    headers: &HeaderMap,
+    have: u64,
+    size: Option<u64>,
+) -> ArchiveResponse {
     let (from, length) = match status {
         StatusCode::OK => (0, number(headers, header::CONTENT_LENGTH)),
         StatusCode::PARTIAL_CONTENT => match content_range(headers) {
             Some((from, length)) if from == have => (from, length),
-            _ => return Answer::OtherPart,
+            _ => return ArchiveResponse::OtherPart,
         },
-        StatusCode::RANGE_NOT_SATISFIABLE if have > 0 => return Answer::NothingMore,
-        _ => return Answer::Refused,
+        StatusCode::RANGE_NOT_SATISFIABLE if have > 0 => return ArchiveResponse::NothingMore,
+        _ => return ArchiveResponse::Refused,
     };
     match size.zip(length) {
-        Some((size, length)) if length > size => Answer::Size(Wrong::Longer),
-        Some((size, length)) if length < size => Answer::Size(Wrong::Shorter),
-        _ => Answer::Body { from, length: size.or(length) },
+        Some((size, length)) if length > size => ArchiveResponse::Size(Mismatch::Longer),
+        Some((size, length)) if length < size => ArchiveResponse::Size(Mismatch::Shorter),
+        _ => ArchiveResponse::Body { from, length: size.or(length) },
     }
 }
 
-/// `bytes 5-9/10` as 5 and 10.
+/// The first byte and the length in a `Content-Range`: 5 and 10 for `bytes 5-9/10`.
 fn content_range(headers: &HeaderMap) -> Option<(u64, Option<u64>)> {
     let (range, length) =
         headers.get(header::CONTENT_RANGE)?.to_str().ok()?.strip_prefix("bytes ")?.trim().split_once('/')?;
@@ -63,7 +68,7 @@ fn number(headers: &HeaderMap, name: header::HeaderName) -> Option<u64> {
     headers.get(name)?.to_str().ok()?.trim().parse().ok()
 }
 
-/// How long the server wishes to be left alone: `Retry-After`, in seconds or as a date.
+/// The pause that the server asks for with `Retry-After`, in seconds or as a date.
 pub(crate) fn retry_after(headers: &HeaderMap, now: Timestamp) -> Option<Duration> {
     if let Some(seconds) = number(headers, header::RETRY_AFTER) {
         return Some(Duration::from_secs(seconds));
@@ -73,7 +78,7 @@ pub(crate) fn retry_after(headers: &HeaderMap, now: Timestamp) -> Option<Duratio
     Some(Duration::try_from(then.duration_since(now)).unwrap_or_default())
 }
 
-/// Something that may be gone in a while.
+/// True for statuses that may go away by themselves.
 pub(crate) fn may_pass(status: StatusCode) -> bool {
     status.is_server_error() || matches!(status.as_u16(), 408 | 425 | 429)
 }
@@ -88,31 +93,31 @@ mod tests {
     }
 
     #[test]
-    fn a_body_is_used_only_where_it_continues_what_is_there() {
+    fn a_body_is_used_only_if_it_continues_the_partial_file() {
         use header::{CONTENT_LENGTH, CONTENT_RANGE};
-        let body = |from, length| Answer::Body { from, length };
+        let body = |from, length| ArchiveResponse::Body { from, length };
         for (status, headers, have, size, expected) in [
             (200, headers(&[]), 0, None, body(0, None)),
             (200, headers(&[(CONTENT_LENGTH, "10")]), 4, None, body(0, Some(10))),
-            (200, headers(&[(CONTENT_LENGTH, "10")]), 0, Some(9), Answer::Size(Wrong::Longer)),
-            (200, headers(&[(CONTENT_LENGTH, "8")]), 0, Some(9), Answer::Size(Wrong::Shorter)),
+            (200, headers(&[(CONTENT_LENGTH, "10")]), 0, Some(9), ArchiveResponse::Size(Mismatch::Longer)),
+            (200, headers(&[(CONTENT_LENGTH, "8")]), 0, Some(9), ArchiveResponse::Size(Mismatch::Shorter)),
             (206, headers(&[(CONTENT_RANGE, "bytes 4-9/10")]), 4, Some(10), body(4, Some(10))),
             (206, headers(&[(CONTENT_RANGE, "bytes 4-9/*")]), 4, Some(10), body(4, Some(10))),
-            (206, headers(&[(CONTENT_RANGE, "bytes 4-6/7")]), 4, Some(10), Answer::Size(Wrong::Shorter)),
-            (206, headers(&[(CONTENT_RANGE, "bytes 5-9/10")]), 4, Some(10), Answer::OtherPart),
-            (206, headers(&[(CONTENT_RANGE, "bytes 40-99/100")]), 4, Some(10), Answer::OtherPart),
-            (206, headers(&[]), 4, Some(10), Answer::OtherPart),
-            (416, headers(&[]), 4, None, Answer::NothingMore),
-            (416, headers(&[]), 0, None, Answer::Refused),
-            (204, headers(&[]), 0, None, Answer::Refused),
-            (304, headers(&[]), 0, Some(10), Answer::Refused),
+            (206, headers(&[(CONTENT_RANGE, "bytes 4-6/7")]), 4, Some(10), ArchiveResponse::Size(Mismatch::Shorter)),
+            (206, headers(&[(CONTENT_RANGE, "bytes 5-9/10")]), 4, Some(10), ArchiveResponse::OtherPart),
+            (206, headers(&[(CONTENT_RANGE, "bytes 40-99/100")]), 4, Some(10), ArchiveResponse::OtherPart),
+            (206, headers(&[]), 4, Some(10), ArchiveResponse::OtherPart),
+            (416, headers(&[]), 4, None, ArchiveResponse::NothingMore),
+            (416, headers(&[]), 0, None, ArchiveResponse::Refused),
+            (204, headers(&[]), 0, None, ArchiveResponse::Refused),
+            (304, headers(&[]), 0, Some(10), ArchiveResponse::Refused),
         ] {
-            assert_eq!(answer(StatusCode::from_u16(status).unwrap(), &headers, have, size), expected);
+            assert_eq!(read_response(StatusCode::from_u16(status).unwrap(), &headers, have, size), expected);
         }
     }
 
     #[test]
-    fn a_server_may_wish_for_rest_in_seconds_or_by_date() {
+    fn retry_after_is_read_as_seconds_or_as_a_date() {
         let now: Timestamp = "2026-11-20T10:00:00Z".parse().unwrap();
         for (value, seconds) in [
             ("7", Some(7)),
@@ -121,8 +126,8 @@ mod tests {
             ("soon", None),
             ("-1", None),
         ] {
-            let wish = retry_after(&headers(&[(header::RETRY_AFTER, value)]), now);
-            assert_eq!(wish, seconds.map(Duration::from_secs), "{value}");
+            let pause = retry_after(&headers(&[(header::RETRY_AFTER, value)]), now);
+            assert_eq!(pause, seconds.map(Duration::from_secs), "{value}");
         }
     }
 }

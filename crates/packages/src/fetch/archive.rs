@@ -1,4 +1,4 @@
-//! The names in `pkgs/` and their one truth, sha256.
+//! Names of the files in `pkgs/`, which are derived from sha256, and checks of their content.
 
 use std::{
     fs::File,
@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use api::PackageSet;
 use locks::LockError;
 
-/// What the archives of `set` for `platform` are called in `pkgs/`.
+/// The file names in `pkgs/` of the archives of `set` for `platform`.
 ///
 /// # Errors
 /// The lock can't be used.
@@ -24,7 +24,7 @@ pub fn archives(set: &PackageSet, platform: &str) -> Result<Vec<String>, LockErr
     }
 }
 
-/// The names in `pkgs/` of every archive of the set, of all its platforms: what an agent may serve to others.
+/// The file names in `pkgs/` of every archive of the set, for all its platforms: what an agent may serve to peers.
 pub fn archive_names(set: &PackageSet) -> Vec<String> {
     let mut names: Vec<_> = match set {
         PackageSet::Bundle(_) => vec![bundle_name(&set.digest())],
@@ -38,33 +38,34 @@ pub fn archive_names(set: &PackageSet) -> Vec<String> {
     names
 }
 
-/// True when every archive of `set` for `platform` is in `pkgs`: by its name, the content is checked by who receives it.
+/// True if `pkgs` has a file for every archive of `set` for `platform`. The content isn't checked here: each receiver
+/// checks the sha256.
 pub fn holds(set: &PackageSet, digest: &str, platform: &str, pkgs: &Path) -> bool {
     let named = archives(set, platform).ok().filter(|_| is_digest(digest));
     named.is_some_and(|names| names.iter().all(|name| pkgs.join(name).is_file()))
 }
 
-/// What a bundle's archive is called in `pkgs/`.
+/// A bundle's file name in `pkgs/`.
 pub(crate) fn bundle_name(digest: &str) -> String {
     format!("bundle-{digest}.tar.gz")
 }
 
-/// What an archive is called that is not whole yet.
+/// The file name of an incomplete archive.
 pub(crate) fn part_name(name: &str) -> String {
     format!(".{name}.part")
 }
 
-/// The archive that a name of [`part_name`] is of.
+/// The archive's name, from the name that [`part_name`] made.
 pub(crate) fn of_part(name: &str) -> Option<&str> {
     name.strip_prefix('.')?.strip_suffix(".part")
 }
 
-/// A digest becomes part of paths, so it is looked at before it does.
+/// True for 1 to 64 lower-case hex digits. Digests become parts of paths, so they must be checked first.
 pub(crate) fn is_digest(digest: &str) -> bool {
     (1..=64).contains(&digest.len()) && digest.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// One of the names in `pkgs/`: [`bundle_name`], or the sha256 of a package with one of conda's endings.
+/// True for a name that this module makes: [`bundle_name`], or a package's sha256 with one of conda's extensions.
 pub(crate) fn is_archive(name: &str) -> bool {
     let of_bundle = name.strip_prefix("bundle-").and_then(|rest| rest.strip_suffix(".tar.gz"));
     let of_package = || [".conda", ".tar.bz2"].iter().find_map(|end| name.strip_suffix(end));
@@ -74,14 +75,14 @@ pub(crate) fn is_archive(name: &str) -> bool {
     }
 }
 
-/// Reads to the end and returns sha256 in hex and the number of bytes.
+/// Reads to the end. Returns the sha256 in lower-case hex and the number of bytes.
 pub(crate) fn sha256_of(from: impl Read) -> io::Result<(String, u64)> {
     let mut hashing = BufReader::with_capacity(1 << 16, Hashing::new(from));
     let bytes = io::copy(&mut hashing, &mut io::sink())?;
     Ok((hashing.into_inner().sha256(), bytes))
 }
 
-/// The number of bytes of the file, if it is there and has this content.
+/// The size of the file if it exists and has this sha256, `None` otherwise.
 pub(crate) fn intact(path: &Path, sha256: &str) -> io::Result<Option<u64>> {
     let file = match File::open(path) {
         Ok(file) => file,
@@ -92,7 +93,7 @@ pub(crate) fn intact(path: &Path, sha256: &str) -> io::Result<Option<u64>> {
     Ok(found.eq_ignore_ascii_case(sha256).then_some(bytes))
 }
 
-/// Hashes what is read or written.
+/// A reader or writer that hashes the bytes that pass through it.
 pub(crate) struct Hashing<T> {
     pub inner: T,
     hash: Sha256,
@@ -103,7 +104,7 @@ impl<T> Hashing<T> {
         Self { inner, hash: Sha256::new() }
     }
 
-    /// sha256 in hex of what went through so far.
+    /// The sha256 in lower-case hex of the bytes so far.
     pub(crate) fn sha256(self) -> String {
         hex::encode(self.hash.finalize())
     }

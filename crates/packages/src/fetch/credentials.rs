@@ -1,4 +1,5 @@
-//! What lets a client into a server, kept apart from the URLs that name it: a URL is written down in many places, a credential in none.
+//! Credentials for servers, kept apart from the URLs: URLs are stored and logged in many places, credentials must not
+//! be.
 
 use std::{collections::BTreeMap, fmt, sync::Arc};
 
@@ -14,21 +15,21 @@ use url::Url;
 use api::SECRET_PACKAGES;
 use base::redact::take_apart;
 
-/// Which part of a server a client is let into, and by what.
+/// A secret and the servers that may get it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Credential {
     scope: Scope,
-    /// It may be sent where everybody on the way can read it.
+    /// It may be sent over http, where anyone on the way can read it.
     over_http: bool,
     presentation: Presentation,
 }
 
-/// How a credential is shown to a server.
+/// How a request carries the credential.
 #[derive(Clone, PartialEq, Eq)]
 enum Presentation {
-    /// `Authorization`.
+    /// In the header `Authorization`.
     Header(HeaderValue),
-    /// conda's `/t/<token>`, before the part of the path that is below the scope.
+    /// As conda's `/t/<token>`, inserted into the path after the scope's own segments.
     Path(String),
 }
 
@@ -38,21 +39,21 @@ impl fmt::Debug for Credential {
     }
 }
 
-/// What a credential is for: `host`, `host:port`, either followed by a path, or `*.domain`.
+/// The URLs that a credential is for: `host`, `host:port`, either followed by a path, or `*.domain`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Scope {
-    /// In lower case; with `*.` before it, all hosts below this domain.
+    /// In lower case; `*.` before it means all hosts below this domain.
     host: String,
-    /// None: the usual one of the URL's scheme.
+    /// `None`: the default port of the URL's scheme.
     port: Option<u16>,
-    /// The first segments of the path.
+    /// The leading segments of the path.
     path: Vec<String>,
 }
 
 impl Scope {
     fn parse(text: &str) -> Option<Self> {
         let (wildcard, rest) = text.strip_prefix("*.").map_or((false, text), |rest| (true, rest));
-        // Whatever the scheme: it is not part of a scope.
+        // A scope has no scheme; https only serves to parse it.
         let url = Url::parse(&format!("https://{rest}")).ok()?;
         let is_plain = url.username().is_empty() && url.password().is_none() && url.query().is_none();
         let host = url.host_str().filter(|_| is_plain && !rest.contains(['@', '#', '?']))?;
@@ -64,7 +65,8 @@ impl Scope {
         Some(Self { host: url.host_str()?.to_owned(), port: url.port(), path })
     }
 
-    /// How exactly it means `url`; None: it does not.
+    /// How specifically the scope matches `url` (exact host, length of the path), for comparison; `None` if it doesn't
+    /// match.
     fn fits(&self, url: &Url) -> Option<(bool, usize)> {
         let host = url.host_str()?;
         let is_host = match self.host.strip_prefix('*') {
@@ -76,29 +78,29 @@ impl Scope {
     }
 }
 
-/// Of the path, without empty ones at its end.
+/// The segments of the path without empty ones.
 fn segments(url: &Url) -> Vec<String> {
     let all = url.path_segments().into_iter().flatten();
     all.filter(|segment| !segment.is_empty()).map(str::to_owned).collect()
 }
 
 impl Credential {
-    /// A bearer token (RFC 6750) for the whole server of `url`. None for a URL without a server.
+    /// A bearer token (RFC 6750) for the whole server of `url`. `None` if the URL has no host.
     ///
     /// # Errors
-    /// No header can hold it.
+    /// The token can't be sent in a header.
     pub(crate) fn bearer(url: &Url, token: &str, over_http: bool) -> Result<Option<Self>, Unusable> {
         let presentation = Presentation::header(&format!("Bearer {token}"))?;
         Ok(Scope::of(url, Vec::new()).map(|scope| Self { scope, over_http, presentation }))
     }
 
-    /// Reads what pixi and rattler-build keep in `credentials.json`: `{"HOST": {"CondaToken": "…"}}`, and so on.
+    /// Parses the `credentials.json` of pixi and rattler-build: `{"HOST": {"CondaToken": "…"}}`, and so on.
     ///
     /// # Errors
-    /// What is wrong, without the value.
+    /// What is wrong with the text, without quoting it.
     pub(crate) fn parse_all(json: &str, over_http: bool) -> Result<Vec<Self>, String> {
         let all: BTreeMap<String, Authentication> = serde_json::from_str(json).map_err(|error| {
-            // Its own words may quote a secret.
+            // serde's message may quote a secret.
             let (line, column) = (error.line(), error.column());
             format!("is not JSON such as {{\"HOST\": {{\"CondaToken\": \"TOKEN\"}}}}: line {line}, column {column}")
         })?;
@@ -113,7 +115,7 @@ impl Credential {
     }
 }
 
-/// A value that can't be sent.
+/// The value can't be sent in a header or a path.
 #[derive(Debug)]
 pub(crate) struct Unusable;
 
@@ -142,9 +144,14 @@ impl Presentation {
     }
 }
 
-/// `url` as it may be written down, and what it holds besides.
-pub(crate) fn taken_from(url: &Url) -> (Url, Vec<Credential>) {
-    let (plain, user, token) = take_apart(url);
+/// `url` without user, password, conda's `/t/<token>`, and any query that contains a secret.
+pub(crate) fn stripped(url: &Url) -> Url {
+    split_url(url).0
+}
+
+/// Splits `url` into a URL without credentials and the credentials it contained.
+pub(crate) fn extract_credentials(url: &Url) -> (Url, Vec<Credential>) {
+    let (plain, user, token) = split_url(url);
     let over_http = url.scheme() == "http";
     let mut credentials = Vec::new();
     if let Some((user, password)) = user
@@ -166,12 +173,12 @@ pub(crate) fn taken_from(url: &Url) -> (Url, Vec<Credential>) {
 pub(crate) struct CredentialStore(Arc<[Credential]>);
 
 impl CredentialStore {
-    /// Of several that fit, the one that means a URL most exactly is sent; of two as exact ones the first.
+    /// If several credentials match a URL, the most specific one is sent; of equally specific ones, the first.
     pub(crate) fn new(credentials: Vec<Credential>) -> Self {
         Self(credentials.into())
     }
 
-    /// The most exact one for `url` that is of a kind.
+    /// The most specific credential for `url` among those for which `kind` returns a value.
     fn find<T>(&self, url: &Url, kind: impl Fn(&Presentation) -> Option<T>) -> Option<(&Credential, T)> {
         let fitting = self.0.iter().filter_map(|one| Some((one.scope.fits(url)?, one, kind(&one.presentation)?)));
         let best = fitting.rev().max_by_key(|(fits, ..)| *fits);
@@ -179,7 +186,7 @@ impl CredentialStore {
             .map(|(_, one, presentation)| (one, presentation))
     }
 
-    /// What is really asked for `url`, and with which headers.
+    /// The URL to request instead of `url`, and the headers to send.
     pub(crate) fn open(&self, url: &Url) -> (Url, HeaderMap) {
         let header = self.find(url, |presentation| match presentation {
             Presentation::Header(value) => Some(value.clone()),
@@ -192,26 +199,27 @@ impl CredentialStore {
         let mut asked = url.clone();
         if let Some((one, token)) = token {
             let path = url.path().split('/').collect::<Vec<_>>();
-            // The first is what is before the first slash: nothing.
+            // A path starts with a slash, so the first element is empty.
             let (before, rest) = path.split_at((1 + one.scope.path.len()).min(path.len()));
             asked.set_path(&[before, &["t", &token], rest].concat().join("/"));
         }
         (asked, header.into_iter().map(|(_, value)| (AUTHORIZATION, value)).collect())
     }
 
-    /// For the end of a sentence on a refused request: there is a credential for `url`, and it was not sent.
+    /// If there is a credential for `url` that was not sent: a clause for an error message that says why. Empty
+    /// otherwise.
     pub(crate) fn withheld(&self, url: &Url) -> String {
         let is_withheld = |one: &Credential| !one.over_http && one.scope.fits(url).is_some();
         match url.scheme() == "http" && self.0.iter().any(is_withheld) {
             true => format!(
-                "; the credential for this server was not sent, since everybody on the way can read http: use https, or, for \
-                 those of Secret {SECRET_PACKAGES}, set spec.packages.allowHttpCredentials"
+                "; the credential for this server was not sent, because anyone on the way can read http: use https, or, for \
+                 the credentials of Secret {SECRET_PACKAGES}, set spec.packages.allowHttpCredentials"
             ),
             false => String::new(),
         }
     }
 
-    /// The same for requests of others.
+    /// Does the same as [`Self::open`] for requests that rattler sends.
     pub(crate) fn middleware(&self) -> impl Middleware {
         let credentials = self.clone();
         sending(move |mut request, extensions, next| {
@@ -220,7 +228,7 @@ impl CredentialStore {
             request.headers_mut().extend(headers);
             Box::pin(async move {
                 let sent = next.run(request, extensions).await;
-                // What went wrong names the URL that was asked.
+                // Errors must name the URL that the caller gave: the one that was requested may contain a token.
                 sent.map_err(|error| match error {
                     reqwest_middleware::Error::Reqwest(error) => error.with_url(given).into(),
                     other => other,
@@ -230,7 +238,7 @@ impl CredentialStore {
     }
 }
 
-/// Tells the compiler of which kind a closure is.
+/// Lets the compiler infer the closure's higher-ranked lifetimes.
 fn sending<F>(closure: F) -> F
 where
     F: for<'a> Fn(
@@ -247,14 +255,14 @@ where
 mod tests {
     use super::*;
 
-    /// What is asked for `url`, and the header that is sent.
+    /// The URL that is requested for `url`, and the `Authorization` header.
     fn asked(credentials: &CredentialStore, url: &str) -> (String, Option<String>) {
         let (url, headers) = credentials.open(&Url::parse(url).unwrap());
         (url.to_string(), headers.get(AUTHORIZATION).map(|value| value.to_str().unwrap().to_owned()))
     }
 
     #[test]
-    fn a_credential_goes_to_the_server_and_the_path_that_it_is_for_and_over_https_only() {
+    fn a_credential_is_sent_only_to_its_own_server_and_path_and_only_over_https() {
         let json = r#"{
             "h": {"BearerToken": "b"}, "h:8": {"BasicHTTP": {"username": "me", "password": "pw"}},
             "*.d.org": {"CondaToken": "w"}, "a.d.org": {"CondaToken": "a"}, "p/conda": {"CondaToken": "p"}
@@ -292,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_from_a_url_makes_the_same_request_again() {
+    fn credentials_extracted_from_a_url_reproduce_its_request() {
         for (given, plain, header) in [
             ("https://h/c/x", "https://h/c/x", None),
             ("https://me:p%40w@h:8/c/x", "https://h:8/c/x", Some("Basic bWU6cEB3")),
@@ -301,7 +309,7 @@ mod tests {
             ("https://me@h/conda/t/e.y.J/c/x", "https://h/conda/c/x", Some("Basic bWU6")),
         ] {
             let url = Url::parse(given).unwrap();
-            let (found, credentials) = taken_from(&url);
+            let (found, credentials) = extract_credentials(&url);
             assert_eq!(found.as_str(), plain);
             let mut expected = url;
             let _ = (expected.set_username(""), expected.set_password(None));
@@ -315,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_a_credential_is_refused_without_its_value() {
+    fn an_unusable_credential_is_refused_without_quoting_it() {
         for json in [
             r#"{"h": {"s3cret": 1}}"#,
             r#"{"h": "s3cret"}"#,

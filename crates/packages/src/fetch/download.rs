@@ -1,4 +1,4 @@
-//! One archive on its way into `pkgs/`: from the peers in their order, then from its source.
+//! Downloads one archive into `pkgs/`: from the peers in their order, then from its source.
 
 use std::{
     fs::File,
@@ -27,45 +27,45 @@ use crate::{
 use base::chance::jittered;
 use base::redact::shown;
 
-/// Tries per archive at its source in one go; each goes on where the one before ended.
+/// Attempts at the source per call; each resumes where the last one stopped.
 const ATTEMPTS: usize = 6;
-/// What a source may wish for with `Retry-After`: longer rests are the caller's, who tells what it waits for.
+/// The longest `Retry-After` that is honoured here. The caller waits between calls, and reports why.
 const LONGEST_REST: Duration = Duration::from_secs(30);
-/// A source that has not answered for this long is reported.
+/// If the source hasn't answered for this long, the progress reports it.
 const SLOW: Duration = Duration::from_secs(5);
 
-/// When something is tried again, for the end of a sentence.
+/// A clause for an error message that says when the next attempt follows.
 pub fn tried_again(pause: Duration) -> String {
-    format!("it is tried again in {} s", pause.as_secs_f64().ceil())
+    format!("trying again in {} s", pause.as_secs_f64().ceil())
 }
 
-/// What one archive needs on its way.
+/// The download of one archive.
 pub(crate) struct Download<'a> {
     pub one: &'a Wanted,
     pub pkgs: &'a Path,
     pub http: &'a HttpClient,
     pub peers: &'a Peers,
-    /// Told how many bytes came; negative where some have to come again.
+    /// Receives the number of bytes downloaded; negative if they were discarded.
     pub advance: tokio::sync::mpsc::UnboundedSender<i64>,
-    /// Told what is in the way of the archive of this name, in words; None: nothing any more.
+    /// Receives the archive's name and what currently delays it; `None` once nothing does.
     pub troubles: tokio::sync::mpsc::UnboundedSender<(String, Option<String>)>,
 }
 
-/// An archive that is there.
-pub(crate) struct Got {
+/// A complete archive in `pkgs/`.
+pub(crate) struct CompleteArchive {
     pub bytes: u64,
-    /// It was not there before.
+    /// False if it was there before this fetch.
     pub fresh: bool,
     pub from_peers: u64,
 }
 
-/// Somebody who may send the archive.
+/// A peer or the source.
 pub(super) struct Server {
     pub sender: Sender,
     pub request: RequestBuilder,
-    /// With each piece.
+    /// The longest wait for the response or for the next piece of its body.
     pub patience: Duration,
-    /// Bytes in a second.
+    /// Bytes per second; a slower server counts as silent.
     pub least_rate: u64,
 }
 
@@ -75,32 +75,35 @@ impl Server {
     }
 }
 
-/// How one try ended.
-pub(super) enum Taken {
-    /// It is all there, and right.
+/// How one attempt ended.
+pub(super) enum TransferEnd {
+    /// The file is complete, and its sha256 is right.
     Whole,
-    /// What was sent is thrown away, and nobody else is to blame.
-    Wrong(Wrong),
-    /// What came until then is good for all that is known.
+    /// The file is wrong, was discarded, and came from this server alone.
+    Mismatch(Mismatch),
+    /// The connection broke. The bytes received are kept.
     Cut(String),
-    /// As after a cut, but it is there and sends next to nothing.
+    /// The server is connected but sends nothing, or next to nothing. The bytes received are kept.
     Silent(String),
-    /// The peer will have it.
+    /// The peer is still fetching the archive itself.
     Coming,
-    /// No archive, but an answer.
+    /// The server answered without sending the archive.
     Refused { status: StatusCode, rest: Option<Duration>, reason: String },
-    /// There is no way to ask.
+    /// No request can be made.
     Unable(String),
 }
 
 impl Download<'_> {
-    pub(crate) async fn get(self, host_file: &impl Fn(&str) -> io::Result<File>) -> Result<Got, FetchError> {
+    pub(crate) async fn get(
+        self,
+        host_file: &impl Fn(&str) -> io::Result<File>,
+    ) -> Result<CompleteArchive, FetchError> {
         let (path, sha256) = (self.pkgs.join(&self.one.name), self.one.sha256.clone());
         let there = tokio::task::spawn_blocking(move || archive::intact(&path, &sha256)).await;
         if let Some(bytes) = there.map_err(io::Error::other).flatten().map_err(|e| self.unwritten(e))? {
-            // Nobody listens any more only when the whole fetch is being dropped.
+            // The receiver is gone only if the whole fetch is being dropped.
             let _ = self.advance.send(bytes as i64);
-            return Ok(Got { bytes, fresh: false, from_peers: 0 });
+            return Ok(CompleteArchive { bytes, fresh: false, from_peers: 0 });
         }
         let url = Url::parse(&self.one.url).map_err(|_| self.not_a_url())?;
         let part = Part::open(self.pkgs, &self.one.name, self.one.size, self.advance.clone()).await;
@@ -110,7 +113,7 @@ impl Download<'_> {
         }
         let (bytes, from_peers) = (part.have(), part.peers_sent());
         part.keep(&self.pkgs.join(&self.one.name)).await.map_err(|e| self.unwritten(e))?;
-        Ok(Got { bytes, fresh: true, from_peers })
+        Ok(CompleteArchive { bytes, fresh: true, from_peers })
     }
 
     async fn fill(
@@ -122,18 +125,18 @@ impl Download<'_> {
         match url.scheme() {
             "http" | "https" => {
                 if !self.ask_peers(part).await? {
-                    self.peers.let_down(self.http.patience_with_peers() / 5).await;
+                    self.peers.delay_before_source(self.http.patience_with_peers() / 5).await;
                     self.ask_source(part, url).await?;
                 }
                 Ok(())
             }
-            // On the host itself, which is nearer than any peer.
+            // The file is on the host itself, nearer than any peer.
             "file" => match self.copy(part, url, host_file).await {
                 Err(error) if !matches!(error, FetchError::Write { .. }) => {
                     if !self.ask_peers(part).await? {
                         return Err(error);
                     }
-                    tracing::warn!(error = base::error_chain(&error), "the host's file is of no use, a peer sent it");
+                    tracing::warn!(error = base::error_chain(&error), "can't use the file on the host; a peer sent the archive instead");
                     Ok(())
                 }
                 copied => copied,
@@ -156,8 +159,8 @@ impl Download<'_> {
         let wrong = loop {
             match from.read(&mut buffer).await.map_err(unread)? {
                 0 if self.is_right(part) => return Ok(()),
-                0 => break Wrong::Sha256(part.sha256()),
-                n if n as u64 > part.room() => break Wrong::Longer,
+                0 => break Mismatch::Sha256(part.sha256()),
+                n if n as u64 > part.room() => break Mismatch::Longer,
                 n => part.append(Sender::Source, &buffer[..n]).await.map_err(|e| self.unwritten(e))?,
             }
         };
@@ -177,58 +180,58 @@ impl Download<'_> {
         );
         loop {
             let (reason, rest) = match self.take(&server, part).await? {
-                Taken::Whole => return Ok(()),
-                Taken::Wrong(wrong) => return Err(self.wrong(wrong)),
-                Taken::Unable(reason) => return Err(self.http_error(reason, false)),
-                Taken::Refused { status, reason, .. } if !may_pass(status) => {
+                TransferEnd::Whole => return Ok(()),
+                TransferEnd::Mismatch(wrong) => return Err(self.wrong(wrong)),
+                TransferEnd::Unable(reason) => return Err(self.http_error(reason, false)),
+                TransferEnd::Refused { status, reason, .. } if !may_pass(status) => {
                     let is_closed = matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
                     let withheld = if is_closed { self.http.withheld(url) } else { String::new() };
                     return Err(self.http_error(reason + &withheld, false));
                 }
-                Taken::Refused { rest, reason, .. } => (reason, rest),
-                Taken::Cut(reason) | Taken::Silent(reason) => (reason, None),
-                Taken::Coming => ("it has not come there yet".to_owned(), None),
+                TransferEnd::Refused { rest, reason, .. } => (reason, rest),
+                TransferEnd::Cut(reason) | TransferEnd::Silent(reason) => (reason, None),
+                TransferEnd::Coming => ("it doesn't have the archive yet".to_owned(), None),
             };
             let Some(delay) = delays.next() else { return Err(self.http_error(reason, true)) };
             let delay: Duration = rest.map_or(delay, |rest| jittered(rest.min(LONGEST_REST)).max(delay));
-            tracing::info!(url = shown(&self.one.url), reason, ?delay, "download is taken up again");
+            tracing::info!(url = shown(&self.one.url), reason, ?delay, "resuming the download after a pause");
             self.tell(Some(format!("{}; {}", self.http_error(reason, true), tried_again(delay))));
             tokio::time::sleep(delay).await;
         }
     }
 
-    /// Nobody listens any more only when the whole fetch is being dropped.
+    /// Reports what delays the archive. The receiver is gone only if the whole fetch is being dropped.
     fn tell(&self, trouble: Option<String>) {
         let _ = self.troubles.send((self.one.name.clone(), trouble));
     }
 
-    /// Takes from `server` what is missing. Where the result is wrong and the beginning was somebody else's, that may be
-    /// what is wrong, so all of it is taken from this one.
-    pub(super) async fn take(&self, server: &Server, part: &mut Part) -> Result<Taken, FetchError> {
+    /// Downloads from `server` what is missing. If the result is wrong but another server sent some of it, that part
+    /// may be the wrong one, so everything is downloaded again from this server.
+    pub(super) async fn take(&self, server: &Server, part: &mut Part) -> Result<TransferEnd, FetchError> {
         loop {
             let taken = self.pull(server, part).await;
             let wrong = match taken.map_err(|e| self.unwritten(e))? {
-                Taken::Whole if self.is_right(part) => return Ok(Taken::Whole),
-                Taken::Whole => Wrong::Sha256(part.sha256()),
-                Taken::Wrong(wrong) => wrong,
+                TransferEnd::Whole if self.is_right(part) => return Ok(TransferEnd::Whole),
+                TransferEnd::Whole => Mismatch::Sha256(part.sha256()),
+                TransferEnd::Mismatch(wrong) => wrong,
                 other => return Ok(other),
             };
             let to_blame = part.is_all_from(server.sender);
             part.discard().map_err(|e| self.unwritten(e))?;
             if to_blame {
-                return Ok(Taken::Wrong(wrong));
+                return Ok(TransferEnd::Mismatch(wrong));
             }
         }
     }
 
-    /// One request, and its body appended to `part`. Errors are the disk's.
-    async fn pull(&self, server: &Server, part: &mut Part) -> io::Result<Taken> {
-        let silent = || Taken::Silent(format!("it sent nothing for {:?}", server.patience));
+    /// Sends one request and appends the body to `part`. An `Err` is an error of the local disk.
+    async fn pull(&self, server: &Server, part: &mut Part) -> io::Result<TransferEnd> {
+        let silent = || TransferEnd::Silent(format!("it sent nothing for {:?}", server.patience));
         let have = part.have();
         let Some(mut request) = server.request.try_clone() else {
-            return Ok(Taken::Unable("no request can be made of it".to_owned()));
+            return Ok(TransferEnd::Unable("the request can't be repeated".to_owned()));
         };
-        // What a proxy packs anew is not what the sha256 is of.
+        // A recompressed body would have another sha256.
         request = request.header(header::ACCEPT_ENCODING, "identity");
         if have > 0 {
             request = request.header(header::RANGE, format!("bytes={have}-"));
@@ -238,7 +241,7 @@ impl Download<'_> {
             answered = &mut asking => answered,
             () = tokio::time::sleep(SLOW) => {
                 if !server.is_peer() {
-                    self.tell(Some(format!("{} has not answered for {} s", shown(&self.one.url), SLOW.as_secs())));
+                    self.tell(Some(format!("{} has not responded for {} s", shown(&self.one.url), SLOW.as_secs())));
                 }
                 asking.await
             }
@@ -246,37 +249,39 @@ impl Download<'_> {
         let mut response = match answered {
             Err(_) => return Ok(silent()),
             Ok(Ok(response)) => response,
-            Ok(Err(e)) if e.is_builder() || e.is_redirect() => return Ok(Taken::Unable(words(e))),
-            Ok(Err(e)) => return Ok(Taken::Cut(words(e))),
+            Ok(Err(e)) if e.is_builder() || e.is_redirect() => return Ok(TransferEnd::Unable(error_text(e))),
+            Ok(Err(e)) => return Ok(TransferEnd::Cut(error_text(e))),
         };
         let status = response.status();
-        let length = match answer(status, response.headers(), have, self.one.size) {
-            Answer::Body { from, length } => {
+        let length = match read_response(status, response.headers(), have, self.one.size) {
+            ArchiveResponse::Body { from, length } => {
                 self.tell(None);
                 if from != have {
                     part.discard()?;
                 }
                 length
             }
-            Answer::NothingMore if self.one.size.is_none() => return Ok(Taken::Whole),
-            Answer::NothingMore => return Ok(Taken::Wrong(Wrong::Shorter)),
-            Answer::Size(wrong) => return Ok(Taken::Wrong(wrong)),
-            Answer::OtherPart => {
+            ArchiveResponse::NothingMore if self.one.size.is_none() => return Ok(TransferEnd::Whole),
+            ArchiveResponse::NothingMore => return Ok(TransferEnd::Mismatch(Mismatch::Shorter)),
+            ArchiveResponse::Size(wrong) => return Ok(TransferEnd::Mismatch(wrong)),
+            ArchiveResponse::OtherPart => {
                 part.discard()?;
-                return Ok(Taken::Cut("it sent another part of the file than was asked for".to_owned()));
+                return Ok(TransferEnd::Cut("it sent another range of the file than requested".to_owned()));
             }
-            Answer::Refused if server.is_peer() && response.headers().contains_key(COMING) => return Ok(Taken::Coming),
-            Answer::Refused => {
+            ArchiveResponse::Refused if server.is_peer() && response.headers().contains_key(COMING) => {
+                return Ok(TransferEnd::Coming);
+            }
+            ArchiveResponse::Refused => {
                 let rest = retry_after(response.headers(), jiff::Timestamp::now());
-                return Ok(Taken::Refused { status, rest, reason: format!("it answered {status}") });
+                return Ok(TransferEnd::Refused { status, rest, reason: format!("it answered {status}") });
             }
         };
-        // Only what is waited for the sender counts, and not the disk.
+        // Count only the time spent waiting for the server, not for the disk.
         let (mut waited, mut came) = (Duration::ZERO, 0);
         let taken = loop {
             if waited >= server.patience {
                 if u128::from(came) * 1000 < waited.as_millis() * u128::from(server.least_rate) {
-                    break Taken::Silent(format!("it is too slow: it sent {came} bytes in {waited:.1?}"));
+                    break TransferEnd::Silent(format!("it is too slow: it sent {came} bytes in {waited:.1?}"));
                 }
                 (waited, came) = (Duration::ZERO, 0);
             }
@@ -285,17 +290,19 @@ impl Download<'_> {
             waited += begun.elapsed();
             match chunk {
                 Err(_) => break silent(),
-                Ok(Err(e)) => break Taken::Cut(words(e)),
-                Ok(Ok(Some(chunk))) if chunk.len() as u64 > part.room() => break Taken::Wrong(Wrong::Longer),
+                Ok(Err(e)) => break TransferEnd::Cut(error_text(e)),
+                Ok(Ok(Some(chunk))) if chunk.len() as u64 > part.room() => {
+                    break TransferEnd::Mismatch(Mismatch::Longer);
+                }
                 Ok(Ok(Some(chunk))) => {
                     came += chunk.len() as u64;
                     part.append(server.sender, &chunk).await?;
                 }
                 Ok(Ok(None)) => match length {
                     Some(length) if part.have() < length => {
-                        break Taken::Cut(format!("it ended after {} of {length} bytes", part.have()));
+                        break TransferEnd::Cut(format!("it ended after {} of {length} bytes", part.have()));
                     }
-                    _ => break Taken::Whole,
+                    _ => break TransferEnd::Whole,
                 },
             }
         };
@@ -307,12 +314,12 @@ impl Download<'_> {
         part.sha256() == self.one.sha256
     }
 
-    fn wrong(&self, wrong: Wrong) -> FetchError {
+    fn wrong(&self, wrong: Mismatch) -> FetchError {
         let url = shown(&self.one.url);
         let than = match wrong {
-            Wrong::Sha256(found) => return FetchError::Digest { url, wanted: self.one.sha256.clone(), found },
-            Wrong::Longer => "more",
-            Wrong::Shorter => "fewer",
+            Mismatch::Sha256(found) => return FetchError::Digest { url, wanted: self.one.sha256.clone(), found },
+            Mismatch::Longer => "more",
+            Mismatch::Shorter => "fewer",
         };
         FetchError::Size { url, than, wanted: self.one.size.unwrap_or(MOST_BYTES) }
     }

@@ -1,4 +1,4 @@
-//! One HTTP client for the pod.
+//! The HTTP clients of the pod: one for sources, one for peers.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -8,21 +8,21 @@ use url::Url;
 use crate::{Access, fetch::credentials::CredentialStore};
 use base::redact::token_positions;
 
-/// Long enough for a far proxy, short enough that a wrong address is told while somebody still looks.
+/// Long enough for a distant proxy, short enough that a wrong address is reported while the user still watches.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
-/// Between two reads. There is no limit on the whole: an archive may be large and the line slow.
+/// Between two reads. The whole transfer has no limit: an archive may be large and the line slow.
 pub(crate) const READ_TIMEOUT: Duration = Duration::from_secs(60);
-/// A peer is in the same data centre, and there are others.
+/// Short, because a peer is in the same data centre, and there are other peers.
 const PEERS_CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 const PEERS_READ_TIMEOUT: Duration = Duration::from_secs(5);
-/// Shorter than what a peer's server waits for the next request, so that none is sent into a closing connection.
+/// Shorter than a peer's server waits for the next request, so that no request goes into a closing connection.
 const PEERS_IDLE_TIMEOUT: Duration = Duration::from_secs(2);
 const USER_AGENT: &str = concat!("flux-distribute/", env!("CARGO_PKG_VERSION"));
 
 /// The HTTP client of this process. Cheap to clone.
 ///
-/// Trusts the roots of Mozilla that are compiled in, and besides them the CA bundle of the system or of `SSL_CERT_FILE`.
-/// Proxies come from `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY` and `NO_PROXY`; peers are asked without any.
+/// Trusts Mozilla's roots, which are compiled in, and also the CA bundle of the system or of `SSL_CERT_FILE`.
+/// Proxies come from `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY` and `NO_PROXY`; requests to peers use none.
 #[derive(Clone, Debug)]
 pub struct HttpClient {
     client: reqwest::Client,
@@ -31,33 +31,33 @@ pub struct HttpClient {
     patience_with_peers: Duration,
 }
 
-/// The client could not be made.
+/// Why the client can't be set up.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum HttpError {
-    /// The environment.
-    #[error("can't set up the HTTP client; look at the proxy variables and at SSL_CERT_FILE")]
+    /// A proxy variable or the system's CA bundle is unusable.
+    #[error("can't set up the HTTP client; check the proxy variables and SSL_CERT_FILE")]
     Client(#[source] reqwest::Error),
-    /// The Secret.
+    /// A value in Secret `flux-packages-access` is unusable.
     #[error("Secret {} can't be used: its key {key} {reason}", api::SECRET_PACKAGES)]
     Secret {
-        /// Which of its keys.
+        /// The key in the Secret.
         key: &'static str,
         /// What is wrong with the value, without the value.
         reason: String,
     },
-    /// The file that environment variable `RATTLER_AUTH_FILE` names is not there, or nobody may read it.
+    /// The file named by `RATTLER_AUTH_FILE` can't be read.
     #[error("can't read {}, which RATTLER_AUTH_FILE names", path.display())]
     AuthFile {
-        /// Its path.
+        /// The file's path.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// That file can be read, and not used.
+    /// The file named by `RATTLER_AUTH_FILE` has unusable content.
     #[error("{}, which RATTLER_AUTH_FILE names, can't be used: it {reason}", path.display())]
     AuthContent {
-        /// Its path.
+        /// The file's path.
         path: PathBuf,
         /// What is wrong with the content, without the content.
         reason: String,
@@ -65,20 +65,20 @@ pub enum HttpError {
 }
 
 impl HttpClient {
-    /// Makes the client.
+    /// A client with the default settings and no credentials.
     ///
     /// # Errors
-    /// Where the environment holds something that can't be used.
+    /// A proxy variable or a CA bundle in the process's environment is unusable.
     pub fn new() -> Result<Self, HttpError> {
         Self::with_access(&Access::default(), &[])
     }
 
-    /// Makes a client that trusts the authorities of `access`, shows its token to the servers of `urls` (what the spec names
-    /// as channels, mirror and bundle), and its other credentials to the servers that they are for. Never to another server,
-    /// and so neither to peers nor along a redirect.
+    /// A client that trusts the authorities of `access`, sends its token to the servers of `urls` (the spec's channels,
+    /// mirror and bundle), and sends its other credentials to the servers that they are for. No other server gets any
+    /// of them: peers don't, and neither do redirects to other servers.
     ///
     /// # Errors
-    /// Where the environment or the Secret holds something that can't be used.
+    /// The process's environment or the Secret contains something unusable.
     pub fn with_access(access: &Access, urls: &[String]) -> Result<Self, HttpError> {
         let peers = reqwest::Client::builder()
             .tls_certs_only([])
@@ -96,7 +96,7 @@ impl HttpClient {
         })
     }
 
-    /// How long a peer may be silent before the others are asked; 5 seconds unless told.
+    /// Sets how long a peer may be silent before other peers are asked. Default: 5 seconds.
     pub fn with_patience_with_peers(self, patience: Duration) -> Self {
         Self { patience_with_peers: patience, ..self }
     }
@@ -110,7 +110,7 @@ impl HttpClient {
         self.client.get(url).headers(headers)
     }
 
-    /// For the end of a sentence on a request that `url`'s server refused; empty if nothing was withheld from it.
+    /// A clause for the error message about a request that `url`'s server refused; empty if no credential was withheld.
     pub(crate) fn withheld(&self, url: &Url) -> String {
         self.credentials.withheld(url)
     }
@@ -119,7 +119,7 @@ impl HttpClient {
         self.peers.get(url)
     }
 
-    /// Asks a peer only whether it has it.
+    /// A HEAD request, which asks the peer only whether it has the archive.
     pub(crate) fn look_at_peer(&self, url: &str) -> RequestBuilder {
         self.peers.head(url)
     }
@@ -130,57 +130,57 @@ impl HttpClient {
 }
 
 fn build(builder: reqwest::ClientBuilder) -> Result<reqwest::Client, HttpError> {
-    // Only the first call of the process does something; the error of the others says just that.
+    // Only the process's first call has an effect; the error of any later one is expected.
     let _ = rustls::crypto::ring::default_provider().install_default();
     builder.build().map_err(HttpError::Client)
 }
 
 fn base() -> reqwest::ClientBuilder {
-    // A host or an image without a CA bundle would otherwise fail right here, even for http://.
+    // Without a CA bundle, as on some hosts and images, the client could otherwise not be built, even for http://.
     let roots =
         webpki_root_certs::TLS_SERVER_ROOT_CERTS.iter().filter_map(|der| reqwest::Certificate::from_der(der).ok());
     reqwest::Client::builder()
         .tls_certs_merge(roots)
         .connect_timeout(CONNECT_TIMEOUT)
         .read_timeout(READ_TIMEOUT)
-        // It would carry a URL's `/t/<token>` along a redirect.
+        // A Referer would carry a URL's `/t/<token>` along a redirect.
         .referer(false)
-        .redirect(redirect::Policy::custom(|attempt| match redirected(attempt.previous(), attempt.url()) {
+        .redirect(redirect::Policy::custom(|attempt| match check_redirect(attempt.previous(), attempt.url()) {
             Ok(()) => attempt.follow(),
             Err(refused) => attempt.error(refused),
         }))
         .user_agent(USER_AGENT)
 }
 
-/// Redirects that are followed for one request.
+/// The most redirects that one request follows.
 const MOST_REDIRECTS: usize = 10;
 
-/// Why a redirect is not followed.
+/// Why a redirect is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-enum Redirected {
+enum RedirectRefusal {
     #[error("it redirects more than {MOST_REDIRECTS} times")]
     TooOften,
-    #[error("it redirects from https to http, where everybody on the way could read and change what is sent")]
+    #[error("it redirects from https to http, where anyone on the way could read and change the data")]
     ToHttp,
     #[error("it redirects to another server with the token in the URL")]
     WithToken,
 }
 
-/// Whether a request may go on to `next`. The client takes headers off by itself when the server is another one.
-fn redirected(previous: &[Url], next: &Url) -> Result<(), Redirected> {
+/// Whether a request may follow a redirect to `next`. The client itself removes headers if the server changes.
+fn check_redirect(previous: &[Url], next: &Url) -> Result<(), RedirectRefusal> {
     let Some((first, last)) = previous.first().zip(previous.last()) else { return Ok(()) };
     let is_other = |url: &Url| url.origin() != first.origin();
     match () {
-        () if previous.len() > MOST_REDIRECTS => Err(Redirected::TooOften),
-        () if last.scheme() == "https" && next.scheme() != "https" => Err(Redirected::ToHttp),
+        () if previous.len() > MOST_REDIRECTS => Err(RedirectRefusal::TooOften),
+        () if last.scheme() == "https" && next.scheme() != "https" => Err(RedirectRefusal::ToHttp),
         () if is_other(next) && tokens(first).iter().any(|token| next.as_str().contains(token)) => {
-            Err(Redirected::WithToken)
+            Err(RedirectRefusal::WithToken)
         }
         () => Ok(()),
     }
 }
 
-/// conda's tokens in the path of `url`.
+/// The conda tokens in the path of `url`.
 fn tokens(url: &Url) -> Vec<&str> {
     let segments: Vec<_> = url.path().split('/').collect();
     token_positions(url.scheme(), url.path()).map(|at| segments[at]).collect()
@@ -197,28 +197,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_redirect_never_takes_a_credential_to_another_server_or_to_http() {
+    fn no_redirect_takes_a_credential_to_another_server_or_to_http() {
         for (previous, next, expected) in [
             (&["https://h/t/tk/c/x"][..], "https://h/t/tk/d/x", Ok(())),
             (&["https://h/t/tk/c/x"], "https://cdn/c/x", Ok(())),
-            (&["https://h/t/tk/c/x"], "https://cdn/t/tk/c/x", Err(Redirected::WithToken)),
-            (&["https://h/t/tk/c/x"], "https://cdn/x?back=/t/tk/c/x", Err(Redirected::WithToken)),
-            (&["https://h/t/tk/c/x"], "https://h:8/t/tk/c/x", Err(Redirected::WithToken)),
-            (&["https://h/t/tk/c/x", "https://cdn/x"], "https://other/tk", Err(Redirected::WithToken)),
-            (&["https://h/c/x"], "http://h/c/x", Err(Redirected::ToHttp)),
-            (&["https://h:8/c/x"], "http://h:8/c/x", Err(Redirected::ToHttp)),
+            (&["https://h/t/tk/c/x"], "https://cdn/t/tk/c/x", Err(RedirectRefusal::WithToken)),
+            (&["https://h/t/tk/c/x"], "https://cdn/x?back=/t/tk/c/x", Err(RedirectRefusal::WithToken)),
+            (&["https://h/t/tk/c/x"], "https://h:8/t/tk/c/x", Err(RedirectRefusal::WithToken)),
+            (&["https://h/t/tk/c/x", "https://cdn/x"], "https://other/tk", Err(RedirectRefusal::WithToken)),
+            (&["https://h/c/x"], "http://h/c/x", Err(RedirectRefusal::ToHttp)),
+            (&["https://h:8/c/x"], "http://h:8/c/x", Err(RedirectRefusal::ToHttp)),
             (&["http://h/c/x"], "http://cdn/c/x", Ok(())),
             (&["http://h/c/x"], "https://h/c/x", Ok(())),
-            (&["https://h/x"; 11], "https://h/x", Err(Redirected::TooOften)),
+            (&["https://h/x"; 11], "https://h/x", Err(RedirectRefusal::TooOften)),
         ] {
             let url = |url: &str| Url::parse(url).unwrap();
             let before = previous.iter().map(|one| url(one)).collect::<Vec<_>>();
-            assert_eq!(redirected(&before, &url(next)), expected, "{previous:?} {next}");
+            assert_eq!(check_redirect(&before, &url(next)), expected, "{previous:?} {next}");
         }
     }
 
     #[test]
-    fn no_secret_of_a_url_is_shown() {
+    fn secrets_in_urls_are_never_shown() {
         for (url, safe) in [
             ("https://me:secret@host/channel", "https://host/channel"),
             ("https://host/t/secret/channel/x.conda", "https://host/t/***/channel/x.conda"),

@@ -1,12 +1,12 @@
 //! Fills `pkgs/` on the host from the pod: the only part that needs a network.
 //!
-//! An archive is written aside as `.<name>.part`, hashed while it streams, and gets its name only when its sha256 is the
-//! one that is wanted. A cut or killed download is taken up where it ended. Nothing is synced: whoever reads an archive
-//! hashes it again, so that a power cut costs a download and not an installation.
+//! An archive is written to `.<name>.part`, hashed while it streams, and renamed only if its sha256 is right. An
+//! interrupted download is resumed. Nothing is synced: each reader of an archive hashes it again, so a power failure
+//! costs a download but never a correct installation.
 //!
-//! Peers are asked first, in the order given, then the package set's own source. A peer that is silent or lies is not asked
-//! again in the same fetch, nor is one that is cut off or dead while another one can help. What sha256 a file has decides,
-//! not who sent it.
+//! Peers are asked first, in the order given, then the package set's own source. A peer that is silent or sends wrong
+//! bytes is not asked again in the same fetch. Neither is one whose connections break, while another peer can help.
+//! Only the sha256 decides whether a file is accepted, not the sender.
 
 pub(crate) mod access;
 pub(crate) mod answer;
@@ -43,19 +43,19 @@ use base::redact::shown;
 use hostapi::Progress;
 use locks::LockError;
 
-/// Archives at a time: enough to hide latency, few enough for a mirror that a thousand nodes ask at once.
+/// Concurrent downloads: enough to hide latency, few enough for a mirror that a thousand nodes ask at once.
 const CONCURRENCY: usize = 6;
 
-/// What is in `pkgs/` now.
+/// What a successful [`fetch()`] did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fetched {
-    /// Archives of the package set.
+    /// Number of archives of the package set.
     pub archives: usize,
-    /// Their bytes.
+    /// Their total size in bytes.
     pub bytes: u64,
-    /// How many of these bytes had to be fetched, the others were there.
+    /// Bytes that were downloaded or copied; the others were already there.
     pub fetched_bytes: u64,
-    /// How many of these came from peers.
+    /// Of the fetched bytes, those that peers sent.
     pub from_peers: u64,
 }
 
@@ -66,79 +66,77 @@ pub enum FetchError {
     /// The lock can't be used.
     #[error(transparent)]
     Lock(#[from] LockError),
-    /// The digest could not be a directory's name.
+    /// The digest can't be used as a file name.
     #[error("`{digest}` is not the digest of a package set")]
     NotADigest {
-        /// As it was given.
+        /// The digest that the caller passed.
         digest: String,
     },
-    /// The server did not give it.
+    /// The server did not send the archive.
     #[error("can't fetch {url}: {reason}")]
     Http {
-        /// Without secrets.
+        /// The URL without secrets.
         url: String,
-        /// In its own words.
+        /// The server's status or the client's error.
         reason: String,
-        /// The server or the way to it may be better later.
+        /// True if another attempt may succeed.
         transient: bool,
     },
-    /// The host's file could not be read.
+    /// A file on the host can't be read.
     #[error("can't read {url} on the host")]
     HostFile {
-        /// As it was given.
+        /// The URL without secrets.
         url: String,
-        /// Cause.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// Not a URL that we can read.
+    /// The URL has a scheme that can't be fetched.
     #[error("{url} is not an http, https or file URL")]
     NotAUrl {
-        /// Without secrets.
+        /// The URL without secrets.
         url: String,
     },
-    /// It is something else than what was asked for.
+    /// The downloaded file has another sha256 than the lock or the bundle's source says.
     #[error(
-        "{url} has sha256 {found}, but {wanted} is wanted; it was changed at its source, or the wanted one is wrong"
+        "{url} has sha256 {found}, but {wanted} is expected; the file changed at its source, or the expected sha256 is wrong"
     )]
     Digest {
-        /// Without secrets.
+        /// The URL without secrets.
         url: String,
-        /// What is asked for.
+        /// The expected sha256.
         wanted: String,
-        /// What came.
+        /// The sha256 of the downloaded file.
         found: String,
     },
-    /// It has another size than what was asked for, and was not read to its end.
-    #[error(
-        "{url} has {than} than the {wanted} bytes that are wanted; it was changed at its source, or the lock is wrong"
-    )]
+    /// The file has another size than the lock says. It was not read to its end.
+    #[error("{url} has {than} than the expected {wanted} bytes; the file changed at its source, or the lock is wrong")]
     Size {
-        /// Without secrets.
+        /// The URL without secrets.
         url: String,
         /// `more` or `fewer`.
         than: &'static str,
-        /// How many it should have.
+        /// The expected size in bytes.
         wanted: u64,
     },
-    /// The host's disk.
-    #[error("can't write {path} under the packages' directory{room}")]
+    /// The host's disk refused a write.
+    #[error("can't write {path} in the packages' directory{room}")]
     Write {
-        /// Name in `pkgs/`.
+        /// The file's name in `pkgs/`.
         path: String,
-        /// Where the disk is full: which, and how much is lacking. Empty otherwise.
+        /// If the disk is full: which one, and how much is missing. Empty otherwise.
         room: String,
-        /// Cause.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// Another agent is at it, as happens while a DaemonSet is rolled out.
+    /// Another agent holds the directory's lock, as happens during a rollout of the DaemonSet.
     #[error("another agent is filling the packages' directory")]
     Busy,
 }
 
 impl FetchError {
-    /// Trying again later can help without anybody changing anything.
+    /// True if another attempt may succeed although nobody changes anything.
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Http { transient, .. } => *transient,
@@ -152,10 +150,10 @@ impl FetchError {
     }
 }
 
-/// One archive that is wanted.
+/// An archive to fetch.
 pub(crate) struct Wanted {
     pub url: String,
-    /// In `pkgs/`.
+    /// The file name in `pkgs/`.
     pub name: String,
     /// Lower-case hex.
     pub sha256: String,
@@ -163,22 +161,22 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// What people call it, such as `flux-core-0.88.0-h1.conda`.
+    /// The package's file name as users know it, such as `flux-core-0.88.0-h1.conda`.
     pub(crate) fn package(&self) -> String {
         shown(&self.url).rsplit('/').next().unwrap_or_default().to_owned()
     }
 }
 
-/// Brings every archive of `set` for `platform` into `pkgs`, which must exist.
+/// Brings every archive of `set` for `platform` into the directory `pkgs`, which must exist.
 ///
-/// `sources` tells who is asked, peers first; everybody's bytes are checked the same way.
+/// `sources` says which servers to ask, peers first. Bytes from any of them are checked in the same way.
 ///
 /// `pkgs` may be a path such as `/proc/self/fd/N`; only names directly below it are used. `host_file` opens the path of
 /// a `file://` URL in the host's root.
 ///
 /// # Errors
-/// The first archive that could not be had; what came before stays.
-#[expect(clippy::too_many_arguments, reason = "each is another matter, and there are two callers")]
+/// The error of the first archive that can't be fetched. Archives that were complete by then stay.
+#[expect(clippy::too_many_arguments, reason = "each argument is independent, and there are only two callers")]
 pub async fn fetch(
     set: &PackageSet,
     digest: &str,
@@ -198,7 +196,7 @@ pub async fn fetch(
     drop_leftovers(pkgs, &wanted).map_err(directory_unwritten)?;
 
     let (advance, mut advanced) = tokio::sync::mpsc::unbounded_channel::<i64>();
-    let (troubles, mut told) = tokio::sync::mpsc::unbounded_channel::<(String, Option<String>)>();
+    let (troubles, mut trouble_updates) = tokio::sync::mpsc::unbounded_channel::<(String, Option<String>)>();
     let (host_file, peers, wanted) = (&host_file, &Peers::new(sources), &wanted);
     let (packages, all) = (&AtomicU64::new(0), wanted.len() as u64);
     let getting = async move {
@@ -209,10 +207,10 @@ pub async fn fetch(
             .collect::<Vec<_>>();
         let each = stream::iter(each).buffer_unordered(CONCURRENCY).inspect_ok(|_| {
             packages.fetch_add(1, Ordering::Relaxed);
-            // Told at once, and so are the last ones. Nobody listens only when all of this is being dropped.
+            // Reported at once, including the last ones. The receiver is gone only if the whole fetch is being dropped.
             let _ = advance.send(0);
         });
-        each.try_collect::<Vec<Got>>().await
+        each.try_collect::<Vec<CompleteArchive>>().await
     };
     let reporting = async {
         let (mut done, mut in_the_way) = (0_u64, BTreeMap::new());
@@ -224,7 +222,7 @@ pub async fn fetch(
                 PackageSet::Bundle(_) => now,
             });
             tokio::select! {
-                Some((name, words)) = told.recv() => match words {
+                Some((name, words)) = trouble_updates.recv() => match words {
                     Some(words) => drop(in_the_way.insert(name, words)),
                     None => drop(in_the_way.remove(&name)),
                 },
@@ -264,7 +262,7 @@ fn wanted(set: &PackageSet, digest: &str, platform: &str, sources: &Sources) -> 
     let mut packages = locks::packages(lock, platform)?;
     locks::biggest_first(&mut packages);
     for package in packages {
-        // The same bytes under two names are one archive.
+        // Two packages with the same bytes share one archive.
         if names.insert(package.archive.clone()) {
             let url = &package.record.url;
             wanted.push(Wanted {
@@ -282,7 +280,7 @@ fn directory_unwritten(source: io::Error) -> FetchError {
     FetchError::Write { path: ".".to_owned(), room: String::new(), source }
 }
 
-/// Says what is full and how much is lacking, if it is that.
+/// If the disk is full, adds to the error which one it is and how much space is missing.
 fn with_room(error: FetchError, pkgs: &Path, wanted: &[Wanted]) -> FetchError {
     let FetchError::Write { path, source, .. } = error else { return error };
     let is_full = matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
@@ -291,7 +289,7 @@ fn with_room(error: FetchError, pkgs: &Path, wanted: &[Wanted]) -> FetchError {
 }
 
 fn lacking(pkgs: &Path, wanted: &[Wanted]) -> String {
-    // It is often given as a descriptor, which tells nobody anything.
+    // `pkgs` is often the path of a descriptor, which means nothing to users.
     let directory = std::fs::read_link(pkgs).unwrap_or_else(|_| PathBuf::from(pkgs));
     let directory = directory.display();
     let length = |name: &str| std::fs::metadata(pkgs.join(name)).map_or(0, |file| file.len());
@@ -299,14 +297,16 @@ fn lacking(pkgs: &Path, wanted: &[Wanted]) -> String {
     let missing = wanted.iter().map(|one| Some(one.size?.saturating_sub(there(one)))).sum::<Option<u64>>();
     let missing = missing.map_or_else(|| "more bytes".to_owned(), |bytes| format!("{bytes} more bytes"));
     let what = match free(pkgs) {
-        Ok(Free { files: Some(0), .. }) => "has no inodes left for another file".to_owned(),
+        Ok(Free { files: Some(0), .. }) => "has no inodes left".to_owned(),
         Ok(Free { bytes, .. }) => format!("has {bytes} bytes left"),
         Err(_) => "is full".to_owned(),
     };
-    format!(": {directory} {what}, and {missing} are needed; make room there, the download then goes on where it ended")
+    format!(
+        ": {directory} {what}, and {missing} are needed; free some space, and the download resumes where it stopped"
+    )
 }
 
-/// Two agents that append to the same `.part` would only lose time, but they would lose all of it.
+/// Two agents that append to the same `.part` would corrupt it, and both would have to start again.
 fn lock_directory(pkgs: &Path) -> Result<nix::fcntl::Flock<File>, FetchError> {
     host::lock::take(&pkgs.join(host::lock::HIDDEN), Duration::ZERO).map_err(|error| match error.kind() {
         io::ErrorKind::WouldBlock => FetchError::Busy,
@@ -314,7 +314,7 @@ fn lock_directory(pkgs: &Path) -> Result<nix::fcntl::Flock<File>, FetchError> {
     })
 }
 
-/// Downloads that nobody will go on with.
+/// Removes partial downloads of archives that are no longer wanted.
 fn drop_leftovers(pkgs: &Path, wanted: &[Wanted]) -> io::Result<()> {
     for entry in std::fs::read_dir(pkgs)? {
         let entry = entry?;

@@ -1,4 +1,4 @@
-//! An archive that is not whole yet: `.<name>.part`, hashed while it grows.
+//! An incomplete archive: `.<name>.part`, hashed while it grows.
 
 use std::{
     io,
@@ -14,31 +14,31 @@ use tokio::{
 
 use crate::fetch::archive;
 
-/// Between the network's small pieces and the disk.
+/// Size of the write buffer; the network delivers smaller pieces.
 const BUFFER: usize = 1 << 18;
-/// No bundle is as large: what an archive of unknown size may grow to.
+/// Limit for an archive of unknown size; no bundle is as large.
 pub(crate) const MOST_BYTES: u64 = 16 << 30;
 
-/// Who sent bytes.
+/// The origin of the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sender {
-    /// Somebody that an earlier fetch asked.
+    /// An earlier fetch, which may have asked any server.
     Before,
-    /// By its place among the peers.
+    /// The peer with this index.
     Peer(usize),
-    /// Where the package set says that it is.
+    /// The package set's own source.
     Source,
 }
 
-/// The part. Whoever resumes it goes on behind its last byte; the hash is never made twice.
+/// A partial file and the hash of its content. A resumed download appends to both.
 pub(crate) struct Part {
     path: PathBuf,
-    /// Made with the first byte.
+    /// Created with the first byte.
     file: Option<BufWriter<File>>,
     hash: Sha256,
     have: u64,
     size: Option<u64>,
-    /// The only one who sent bytes, if there is only one.
+    /// The latest sender; the only one unless `mixed`.
     sender: Option<Sender>,
     mixed: bool,
     peers_sent: u64,
@@ -46,7 +46,8 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// Takes up what an earlier fetch left. `advance` is told how many bytes came; negative where they have to come again.
+    /// Opens the partial file that an earlier fetch left, or starts a new one. `advance` receives the number of bytes
+    /// added; negative if they were discarded.
     pub(crate) async fn open(
         pkgs: &Path,
         name: &str,
@@ -66,14 +67,14 @@ impl Part {
             advance,
         };
         match File::options().read(true).write(true).open(&part.path).await {
-            Ok(file) => part.take_up(file).await?,
+            Ok(file) => part.resume(file).await?,
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
             Err(e) => return Err(e),
         }
         Ok(part)
     }
 
-    async fn take_up(&mut self, mut file: File) -> io::Result<()> {
+    async fn resume(&mut self, mut file: File) -> io::Result<()> {
         if file.metadata().await?.len() > self.room() {
             return self.discard();
         }
@@ -88,7 +89,7 @@ impl Part {
         Ok(())
     }
 
-    /// Appends what `sender` sent.
+    /// Appends bytes from `sender`.
     pub(crate) async fn append(&mut self, sender: Sender, bytes: &[u8]) -> io::Result<()> {
         let file = match &mut self.file {
             Some(file) => file,
@@ -113,7 +114,7 @@ impl Part {
         self.report(bytes.len() as i64);
     }
 
-    /// Until here, a failed write may not have been told.
+    /// Flushes the buffer: an earlier write may have failed without an error so far.
     pub(crate) async fn flush(&mut self) -> io::Result<()> {
         match &mut self.file {
             Some(file) => file.flush().await,
@@ -121,7 +122,7 @@ impl Part {
         }
     }
 
-    /// Throws it away: the next byte is the first one.
+    /// Deletes the content, so that the download starts again at the first byte.
     pub(crate) fn discard(&mut self) -> io::Result<()> {
         self.file = None;
         self.report(-(self.have as i64));
@@ -132,43 +133,43 @@ impl Part {
         }
     }
 
-    /// Gives it its name.
+    /// Renames the complete file to `as_path`.
     pub(crate) async fn keep(mut self, as_path: &Path) -> io::Result<()> {
         if self.file.is_none() {
-            // Even nothing has a sha256.
+            // An empty archive has a sha256 too, so its file must exist.
             self.append(Sender::Before, &[]).await?;
         }
         self.flush().await?;
         std::fs::rename(&self.path, as_path)
     }
 
-    /// So many bytes.
+    /// Bytes so far.
     pub(crate) fn have(&self) -> u64 {
         self.have
     }
 
-    /// So many of them came from peers.
+    /// Bytes of these that came from peers.
     pub(crate) fn peers_sent(&self) -> u64 {
         self.peers_sent
     }
 
-    /// So many more may come.
+    /// Bytes that may still be appended.
     pub(crate) fn room(&self) -> u64 {
         self.size.unwrap_or(MOST_BYTES).saturating_sub(self.have)
     }
 
-    /// Lower-case hex.
+    /// The sha256 of the content so far, in lower-case hex.
     pub(crate) fn sha256(&self) -> String {
         hex::encode(self.hash.clone().finalize())
     }
 
-    /// Nobody else can be blamed for what is in it.
+    /// True if all bytes came from `sender`, which is then to blame if they are wrong.
     pub(crate) fn is_all_from(&self, sender: Sender) -> bool {
         !self.mixed && self.sender.is_none_or(|only| only == sender)
     }
 
     fn report(&self, bytes: i64) {
-        // Nobody listens any more only when the whole fetch is being dropped.
+        // The receiver is gone only if the whole fetch is being dropped.
         let _ = self.advance.send(bytes);
     }
 }

@@ -1,5 +1,5 @@
-//! The peers' part of a download: who is asked, how often, and for how long one is waited for. Each byte that comes from a
-//! peer is one that the source does not send again.
+//! Downloading from peers: which peer is asked, how often, and how long the agent waits for it. Each byte from a peer
+//! saves the source from sending it again.
 
 use std::{
     net::SocketAddr,
@@ -19,26 +19,26 @@ use crate::{
 };
 use base::chance::jittered;
 
-/// What a peer may wish for with `Retry-After`.
+/// The longest `Retry-After` of a peer that is honoured.
 const LONGEST_REST: Duration = Duration::from_secs(2);
-/// What a busy peer is left alone at least.
+/// The shortest pause before a busy peer is asked again.
 const SHORTEST_REST: Duration = Duration::from_millis(100);
-/// Peers that are busy are at work, so that it is worth to wait for them. So many times the patience with a silent one: 2
+/// Busy peers make progress, so waiting for them is worthwhile. As a multiple of the patience with a silent peer: 2
 /// minutes.
-const PATIENCES_WITH_THE_BUSY: u32 = 24;
-/// So often a busy peer is asked before another one is: that one has children of its own.
-const TRIES_WITH_THE_BUSY: usize = 3;
-/// A peer whose agent is away may be back soon, as when it is upgraded. Where nobody else can help it is asked so many times
-/// again, a fifth of the patience with a silent one apart: about a minute.
-const TRIES_WITH_THE_AWAY: usize = 40;
-/// A peer that is fetching the archive itself is waited for as long as the planner waits for a node that fetches. So many
-/// times the patience with a silent one: 15 minutes.
-const PATIENCES_WITH_THE_FETCHING: u32 = 180;
-/// Bytes in a second: who sends fewer, all along its patience, is as good as silent.
+const BUSY_PEER_PATIENCES: u32 = 24;
+/// Attempts at a busy peer before the next peer is asked, which has children of its own to serve.
+const BUSY_PEER_TRIES: usize = 3;
+/// A peer whose agent is down may be back soon, for example after an upgrade. If no other peer can help, it is asked
+/// this many times, a fifth of the patience with a silent peer apart: for about a minute.
+const ABSENT_PEER_TRIES: usize = 40;
+/// The wait for a peer that is fetching the archive itself: as long as the planner waits for a node that fetches. As a
+/// multiple of the patience with a silent peer: 15 minutes.
+const FETCHING_PEER_PATIENCES: u32 = 180;
+/// Bytes per second. A peer that stays below this for its whole patience counts as silent.
 const LEAST_RATE: u64 = 64_000;
 
 impl Download<'_> {
-    /// Whether a peer had it.
+    /// Returns true if a peer sent the archive, false if the source must be asked.
     pub(super) async fn ask_peers(&self, part: &mut Part) -> Result<bool, FetchError> {
         let patience = self.http.patience_with_peers();
         let mut without = vec![false; self.peers.all().len()];
@@ -50,73 +50,75 @@ impl Download<'_> {
                     continue;
                 }
                 let Some(server) = self.peer(at, peer) else {
-                    self.drop_peers(vec![(peer, "this is not an address and a port".to_owned())]);
+                    self.drop_peers(vec![(peer, "its address is not IP:PORT".to_owned())]);
                     continue;
                 };
                 let problem = match self.ask_peer(peer, &server, part).await? {
-                    Taken::Whole => {
+                    TransferEnd::Whole => {
                         self.drop_peers(away);
                         return Ok(true);
                     }
-                    Taken::Refused { status: StatusCode::NOT_FOUND, .. } => {
+                    TransferEnd::Refused { status: StatusCode::NOT_FOUND, .. } => {
                         without[at] = true;
                         continue;
                     }
-                    Taken::Refused { status, .. } if is_busy(status) => {
-                        busy.push((peer, format!("it is busy for {:?}", patience * PATIENCES_WITH_THE_BUSY)));
+                    TransferEnd::Refused { status, .. } if is_busy(status) => {
+                        busy.push((peer, format!("it has been busy for {:?}", patience * BUSY_PEER_PATIENCES)));
                         continue;
                     }
-                    Taken::Cut(problem) => {
+                    TransferEnd::Cut(problem) => {
                         away.push((peer, problem));
                         continue;
                     }
-                    Taken::Coming => "it was to have the archive and does not get it".to_owned(),
-                    Taken::Wrong(wrong) => wrong.to_string(),
-                    Taken::Silent(problem) | Taken::Unable(problem) | Taken::Refused { reason: problem, .. } => problem,
+                    TransferEnd::Coming => "it was fetching the archive itself but never got it".to_owned(),
+                    TransferEnd::Mismatch(wrong) => wrong.to_string(),
+                    TransferEnd::Silent(problem)
+                    | TransferEnd::Unable(problem)
+                    | TransferEnd::Refused { reason: problem, .. } => problem,
                 };
                 self.drop_peers(vec![(peer, problem)]);
             }
-            // They are dropped for all archives, else they would be waited for with each of them again.
+            // Peers are dropped for all archives; otherwise every archive would wait for them again.
             if away.is_empty() {
                 tries = 0;
-            } else if tries == TRIES_WITH_THE_AWAY {
+            } else if tries == ABSENT_PEER_TRIES {
                 self.drop_peers(std::mem::take(&mut away));
             } else {
                 tries += 1;
             }
             busy_since = (!busy.is_empty()).then(|| busy_since.unwrap_or_else(Instant::now));
-            if busy_since.is_some_and(|since| since.elapsed() > patience * PATIENCES_WITH_THE_BUSY) {
+            if busy_since.is_some_and(|since| since.elapsed() > patience * BUSY_PEER_PATIENCES) {
                 self.drop_peers(std::mem::take(&mut busy));
             }
             match (busy.is_empty(), away.is_empty()) {
                 (true, true) => return Ok(false),
                 (true, false) => sleep(jittered(patience / 5)).await,
-                // Time has passed with them.
+                // The requests to the busy peers already took time.
                 (false, _) => {}
             }
         }
     }
 
-    /// Asks one peer, again while it is busy or fetches the archive itself.
-    async fn ask_peer(&self, peer: &Peer, server: &Server, part: &mut Part) -> Result<Taken, FetchError> {
-        let until = Instant::now() + self.http.patience_with_peers() * PATIENCES_WITH_THE_FETCHING;
+    /// Asks one peer, and repeats that while it is busy or fetches the archive itself.
+    async fn ask_peer(&self, peer: &Peer, server: &Server, part: &mut Part) -> Result<TransferEnd, FetchError> {
+        let until = Instant::now() + self.http.patience_with_peers() * FETCHING_PEER_PATIENCES;
         let mut tries = 0;
         loop {
             let taken = {
-                // Never closed.
+                // The semaphore is never closed.
                 let _stream = peer.streams.acquire().await;
                 if peer.is_dropped() {
-                    return Ok(Taken::Unable("it was dropped meanwhile".to_owned()));
+                    return Ok(TransferEnd::Unable("it was dropped in the meantime".to_owned()));
                 }
                 self.take(server, part).await?
             };
             match taken {
-                Taken::Coming if Instant::now() < until => self.until_it_has_come(peer).await,
-                Taken::Refused { status, rest, .. } if is_busy(status) => {
+                TransferEnd::Coming if Instant::now() < until => self.wait_for_archive(peer).await,
+                TransferEnd::Refused { status, rest, .. } if is_busy(status) => {
                     let rest = rest.unwrap_or(LONGEST_REST).clamp(SHORTEST_REST, LONGEST_REST);
                     sleep(jittered(rest)).await;
                     tries += 1;
-                    if tries == TRIES_WITH_THE_BUSY {
+                    if tries == BUSY_PEER_TRIES {
                         return Ok(taken);
                     }
                 }
@@ -125,8 +127,9 @@ impl Download<'_> {
         }
     }
 
-    /// The peer answers when the archive has come there, or after a while. This is no stream: other archives come meanwhile.
-    async fn until_it_has_come(&self, peer: &Peer) {
+    /// Waits with a HEAD request, which the peer answers once it has the archive, or after a while. The caller holds no
+    /// stream of the peer meanwhile, so that other archives can use it.
+    async fn wait_for_archive(&self, peer: &Peer) {
         let asked = self.http.look_at_peer(&self.url_at(&peer.address)).send();
         let answer = timeout(self.http.patience_with_peers(), asked).await;
         if !matches!(answer, Ok(Ok(answer)) if answer.status().is_success()) {
@@ -155,7 +158,7 @@ impl Download<'_> {
     }
 }
 
-/// It is at work for others.
+/// True if the peer is occupied with other requests.
 fn is_busy(status: StatusCode) -> bool {
     matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)
 }

@@ -1,4 +1,4 @@
-//! Where the archives of a package set come from.
+//! The servers that have the archives of a package set.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -10,20 +10,20 @@ use url::Url;
 
 use base::chance::jittered;
 
-/// Where archives come from, besides the host's own `pkgs/`.
+/// The servers to ask for archives that are not yet in the host's `pkgs/`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sources {
-    /// `address:port` of peers, tried in this order before the set's own source.
+    /// `IP:PORT` of peers, tried in this order before the set's own source.
     pub peers: Vec<String>,
-    /// `spec.packages.mirror`: takes the place of a lock's channels.
+    /// `spec.packages.mirror`: replaces the channels of a lock.
     ///
-    /// `https://mirror/conda` gives `https://mirror/conda/conda-forge/linux-64/x.conda` for
-    /// `https://any.host/conda-forge/linux-64/x.conda`: all of the path below the host is kept, user, password, query and
-    /// `/t/<token>` are not, since they are meant for the other host. A lock's `file://` URLs and bundles stay as they are.
+    /// `https://mirror/conda` yields `https://mirror/conda/conda-forge/linux-64/x.conda` for
+    /// `https://any.host/conda-forge/linux-64/x.conda`: the whole path is kept; user, password, query and `/t/<token>`
+    /// are not, since they are meant for the other host. A lock's `file://` URLs and bundles are not mirrored.
     pub mirror: Option<String>,
 }
 
-/// Where `mirror` has what a lock says is at `url`.
+/// The URL at `mirror` of what a lock has at `url`.
 pub(crate) fn mirrored(mirror: &Url, url: &Url) -> Url {
     if !matches!(url.scheme(), "http" | "https") {
         return url.clone();
@@ -38,18 +38,18 @@ pub(crate) fn mirrored(mirror: &Url, url: &Url) -> Url {
     at
 }
 
-/// Archives that one peer is asked for at a time: it has others to serve.
+/// Concurrent downloads from one peer, which has other nodes to serve too.
 const STREAMS: usize = 2;
 
 /// The peers of one fetch.
 pub(crate) struct Peers {
     all: Vec<Peer>,
-    let_down: OnceCell<()>,
+    delay_before_source: OnceCell<()>,
 }
 
 pub(crate) struct Peer {
     pub address: String,
-    /// Held while an archive is being asked for and sent, and not while it is waited for.
+    /// Held while an archive is requested and sent, but not during pauses between requests.
     pub streams: Semaphore,
     dropped: AtomicBool,
 }
@@ -61,19 +61,19 @@ impl Peers {
             streams: Semaphore::new(STREAMS),
             dropped: AtomicBool::new(false),
         };
-        Self { all: sources.peers.iter().map(peer).collect(), let_down: OnceCell::new() }
+        Self { all: sources.peers.iter().map(peer).collect(), delay_before_source: OnceCell::new() }
     }
 
     pub(crate) fn all(&self) -> &[Peer] {
         &self.all
     }
 
-    /// To be awaited before the source is asked. Where there were peers that could not help, they most likely could not
-    /// help others in the same moment either, who would now all fall on the source at once: up to `spread` apart.
-    pub(crate) async fn let_down(&self, spread: Duration) {
+    /// Waits up to `spread` before the first request to the source. If this node's peers can't help, other nodes' peers
+    /// most likely can't either at this moment, and without the delay all nodes would ask the source at once.
+    pub(crate) async fn delay_before_source(&self, spread: Duration) {
         if !self.all.is_empty() {
             let spread = 2 * (jittered(spread).saturating_sub(spread));
-            self.let_down.get_or_init(async || tokio::time::sleep(spread).await).await;
+            self.delay_before_source.get_or_init(async || tokio::time::sleep(spread).await).await;
         }
     }
 }
@@ -83,10 +83,15 @@ impl Peer {
         self.dropped.load(Ordering::Relaxed)
     }
 
-    /// Asks it for nothing more in this fetch.
+    /// Excludes the peer for the rest of this fetch.
     pub(crate) fn drop_for(&self, package: &str, problem: &str) {
         if !self.dropped.swap(true, Ordering::Relaxed) {
-            tracing::warn!(package, peer = self.address, problem, "peer is not asked any more; others send the rest");
+            tracing::warn!(
+                package,
+                peer = self.address,
+                problem,
+                "peer dropped for this fetch; the rest comes from other servers"
+            );
         }
     }
 }
@@ -97,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mirror_has_the_paths_of_the_channels_and_none_of_their_secrets() {
+    fn a_mirrored_url_keeps_the_path_but_none_of_the_secrets() {
         for (mirror, url, expected) in [
             ("https://m/conda", "https://h/conda-forge/noarch/x.conda", "https://m/conda/conda-forge/noarch/x.conda"),
             ("https://m/", "https://h/a/label/b/noarch/x.conda", "https://m/a/label/b/noarch/x.conda"),

@@ -1,4 +1,4 @@
-//! `flux-distribute lock`: a lock to commit, review and put into the FluxInstance, and what the next one would change.
+//! `flux-distribute lock`: writes a lock to commit, review and put into the FluxInstance, and compares two locks.
 
 use std::{
     fs::File,
@@ -21,57 +21,57 @@ use locks::{
 };
 
 const ABOUT_SOLVING: &str = "\
-Asks the channels which packages satisfy the specs, on all platforms, and writes the answer as a
+Finds the packages in the channels that satisfy the specs, on all platforms, and writes them as a
 lock: URL and sha256 of each package, in the YAML of rattler and pixi. Commit it, review it, and put
-its text into the FluxInstance as spec.packages.lock: nobody is then asked what to install. While the
-channels stay as they are, the lock is the same, byte by byte.
+its text into the FluxInstance as spec.packages.lock: then nothing is solved in the cluster. While
+the channels stay the same, the lock stays the same, byte for byte.
 
-Credentials for a channel come from the file that RATTLER_AUTH_FILE names, as for pixi, or from the
-channel's URL. The lock holds none: an instance takes them from Secret flux-packages-access.
+Credentials for a channel come from the file named by RATTLER_AUTH_FILE, as for pixi, or from the
+channel's URL. The lock contains none: an instance takes them from Secret flux-packages-access.
 
-Exit code: 0 done, 2 the input can't be served, 1 anything else, such as a channel that can't be
-reached. Nothing is written unless it is 0.";
+Exit code: 0 success, 2 the input can't be used, 1 any other failure, such as a channel that can't be
+reached. A file is written only on success.";
 
 const ABOUT_DIFF: &str = "\
-Says for each platform which packages are added, removed, upgraded, downgraded, rebuilt (same
+Lists for each platform which packages are added, removed, upgraded, downgraded, rebuilt (same
 version, another build), replaced (same build, other content) or moved (same content from another
-channel), and how much an instance that has the old packages must download. Where MAJOR.MINOR of
-flux-core changes, all brokers must be restarted together, and that is said too.
+channel), and how much an instance that has the old packages must download. If MAJOR.MINOR of
+flux-core changes, all brokers must be restarted together, and the output says so.
 
-Exit code: 0 whenever both can be read, whether anything changes or not; 2 where one is no lock.";
+Exit code: 0 if both files can be read, whether or not anything changes; 2 if one is not a lock.";
 
-/// Write down which packages to install, or say what another such list would change.
+/// Write a lock of the packages to install, or compare two locks
 #[derive(Args, Debug, Clone)]
 #[command(args_conflicts_with_subcommands = true, after_help = ABOUT_SOLVING)]
 pub struct LockCommand {
-    /// Something else than solving.
+    /// A subcommand; without one, the command solves.
     #[command(subcommand)]
     pub action: Option<LockAction>,
-    /// Solving.
+    /// What to solve; conflicts with a subcommand.
     #[command(flatten)]
     pub solve: SolveArguments,
 }
 
-/// What else can be done with locks.
+/// Subcommands of `lock`.
 #[derive(Subcommand, Debug, Clone)]
 pub enum LockAction {
-    /// Say in words what an upgrade from one lock to another would change
+    /// Show what an upgrade from one lock to another would change
     Diff(LockDiffArguments),
 }
 
-/// What to solve.
+/// What to solve and where to write the lock.
 #[derive(Args, Debug, Clone, Default)]
 pub struct SolveArguments {
-    /// A conda channel, the first one wins (repeatable). Default: conda-forge
+    /// A conda channel; earlier ones take precedence (repeatable). Default: conda-forge
     #[arg(long = "channel", value_name = "URL")]
     pub channels: Vec<String>,
     /// Package, such as 'flux-core 0.88.*' (repeatable). Default: flux-core, flux-sched, mpich
     #[arg(long = "spec", value_name = "SPEC")]
     pub specs: Vec<String>,
-    /// linux-64 or linux-aarch64 (repeatable). Default: this machine's
+    /// linux-64 or linux-aarch64 (repeatable). Default: this machine's platform
     #[arg(long = "platform", value_name = "PLATFORM")]
     pub platforms: Vec<String>,
-    /// The oldest glibc of any node. Default: 2.28
+    /// The oldest glibc on any node. Default: 2.28
     #[arg(long, value_name = "VERSION")]
     pub glibc: Option<String>,
     /// The file to write. Default: stdout
@@ -79,60 +79,60 @@ pub struct SolveArguments {
     pub out: Option<PathBuf>,
 }
 
-/// See [`LockAction::Diff`].
+/// Arguments of [`LockAction::Diff`].
 #[derive(Args, Debug, Clone)]
 #[command(after_help = ABOUT_DIFF)]
 pub struct LockDiffArguments {
-    /// What is installed now: a lock, a pixi.lock, or an @EXPLICIT list
+    /// The lock in use now: a lock, a pixi.lock, or an @EXPLICIT list
     pub old: PathBuf,
-    /// What would be installed instead, in any of these forms
+    /// The lock to compare it with, in any of these formats
     pub new: PathBuf,
-    /// How to print it
+    /// The output format
     #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
     pub output: OutputFormat,
 }
 
-/// Why there is no lock, or no comparison.
+/// Why `lock` or `lock diff` failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LockCommandError {
-    /// No answer to the question.
+    /// Solving failed.
     #[error(transparent)]
     Solve(#[from] SolveError),
-    /// The environment's settings for HTTP are wrong.
+    /// The HTTP settings in the process's environment are invalid.
     #[error(transparent)]
     Http(#[from] HttpError),
-    /// A lock that can't even be looked at.
+    /// A lock file can't be read.
     #[error("can't read {path}")]
     Unreadable {
-        /// As it was given.
+        /// The path as given on the command line.
         path: String,
-        /// Cause.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// There is no such directory, or something else than a plain file is there already.
-    #[error("{path}: no plain file can be written there")]
+    /// The directory of `--out` doesn't exist, or something other than a regular file has that name.
+    #[error("can't write {path}: its directory doesn't exist, or something other than a regular file has that name")]
     NoPlainFile {
-        /// As it was given.
+        /// The path as given on the command line.
         path: String,
     },
-    /// A file that is no lock, or one that can't be installed.
+    /// A file is not a lock, or can't be installed.
     #[error("{path}")]
     Lock {
-        /// As it was given.
+        /// The path as given on the command line.
         path: String,
         /// What is wrong with it.
         #[source]
         source: LockError,
     },
-    /// Writing failed.
+    /// Writing the lock or the output failed.
     #[error(transparent)]
     Io(#[from] FileError),
 }
 
 impl LockCommandError {
-    /// 2 where another input helps, 1 for all else.
+    /// The process's exit code: 2 if the user must change the input, 1 for any other failure.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Solve(SolveError::Write { .. }) | Self::Http(_) | Self::Io(_) => 1,
@@ -143,7 +143,7 @@ impl LockCommandError {
 }
 
 impl LockCommand {
-    /// Does it, and prints to stdout.
+    /// Runs the command and prints its result to stdout.
     ///
     /// # Errors
     /// See [`LockCommandError::exit_code`].
@@ -157,10 +157,10 @@ impl LockCommand {
 }
 
 impl SolveArguments {
-    /// Solves, writes the file if there is one to write, and returns what is to be printed.
+    /// Solves, writes the file if `--out` names one, and returns the text to print.
     ///
     /// # Errors
-    /// Nothing is written then.
+    /// The input is unusable, solving failed, or the file can't be written; the target file is unchanged in each case.
     pub async fn run(&self) -> Result<String, LockCommandError> {
         let target = self.out.as_deref().map(Target::open).transpose()?;
         let platforms = match self.platforms.as_slice() {
@@ -182,7 +182,7 @@ impl SolveArguments {
     }
 }
 
-/// What is in the lock that was just written.
+/// The text printed after a lock was written to a file.
 fn summary(path: &Path, contents: &Contents) -> String {
     let mut text = format!("{}\n", path.display());
     for (platform, packages) in contents {
@@ -192,14 +192,14 @@ fn summary(path: &Path, contents: &Contents) -> String {
     text + &compare(&Contents::new(), contents).warning()
 }
 
-/// Where the lock is to be, and where it is written.
+/// The file that `--out` names, open under a temporary name.
 struct Target {
     path: PathBuf,
     aside: Aside,
 }
 
 impl Target {
-    /// Before solving: nobody wants to hear of a wrong path after minutes.
+    /// Called before solving, so that a wrong path fails at once and not after minutes.
     fn open(given: &Path) -> Result<Self, LockCommandError> {
         let unfit = || LockCommandError::NoPlainFile { path: given.display().to_string() };
         let path = rename_target(given).map_err(|_| unfit())?;
@@ -219,10 +219,10 @@ impl Target {
 }
 
 impl LockDiffArguments {
-    /// Reads both and returns what is to be printed.
+    /// Reads both locks and returns the text to print.
     ///
     /// # Errors
-    /// Where one of them can't be read.
+    /// One of them can't be read or is not a usable lock.
     pub fn run(&self) -> Result<String, LockCommandError> {
         let (old, new) = (Side::read(&self.old)?, Side::read(&self.new)?);
         let diff = compare(&old.contents, &new.contents);
@@ -238,16 +238,16 @@ impl LockDiffArguments {
             }
             OutputFormat::Text if old.digest == new.digest => format!("{diff}Both are package set {}.\n", old.digest),
             OutputFormat::Text => {
-                format!("{diff}Package set {} takes the place of {}.\n", new.digest, old.digest)
+                format!("{diff}Package set {} replaces {}.\n", new.digest, old.digest)
             }
         })
     }
 }
 
-/// One of the two.
+/// One of the two locks.
 struct Side {
     contents: Contents,
-    /// As the planner will name it.
+    /// The digest that the planner would give this package set.
     digest: String,
 }
 

@@ -1,4 +1,4 @@
-//! Asking a channel's server for its index as long as it makes sense: what it answers in a bad moment is no answer.
+//! Retries requests for a channel's index: an error that a server returns while it is overloaded is not final.
 
 use std::{future::Future, pin::Pin, time::Duration};
 
@@ -15,32 +15,32 @@ use crate::{
 };
 use base::chance::jittered;
 
-/// How often one file is asked for.
+/// How often one file is requested.
 const ATTEMPTS: u32 = 5;
-/// The first pause where the server names none; twice as long each time.
+/// The first pause if the server names none; doubled after each attempt.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
-/// A server that wants a longer pause is told to the user, who may know a better one.
+/// If the server asks for a longer pause, its answer is returned, and the user sees it.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
-/// The server says "not modified" to somebody who has nothing yet.
+/// The server returned 304 although the request had no condition, so there is nothing cached to fall back on.
 #[derive(Debug, thiserror::Error)]
 #[error("the server answers 304 Not Modified to a request without a condition; a proxy before it may be broken")]
-struct NothingToKeep;
+struct UnexpectedNotModified;
 
-/// The client for the solver: it waits where a server asks for it, and takes no answer that makes no sense.
+/// The HTTP client for the solver: it waits as long as a server asks for, and rejects nonsensical answers.
 pub(crate) fn patient(http: &HttpClient) -> rattler_networking::LazyClient {
     ClientBuilder::from_client(http.for_rattler().client().clone()).with(ask).build().into()
 }
 
-/// What to do with an answer.
+/// What to do with a response.
 #[derive(Debug, PartialEq, Eq)]
 enum Verdict {
     Take,
-    /// Ask again after this time.
+    /// Repeat the request after this time.
     Wait(Duration),
-    /// Ask again, past any cache on the way.
+    /// Repeat the request with `Cache-Control: no-cache`.
     AskPlainly,
-    /// The caller would take it for a promise that there is something in its cache.
+    /// Fail: to the caller, a 304 would mean that its own cache holds the file.
     Refuse,
 }
 
@@ -75,33 +75,35 @@ fn ask<'a>(mut request: Request, extensions: &'a mut Extensions, next: Next<'a>)
                 }
                 Verdict::Wait(pause) => {
                     let pause = jittered(pause);
-                    // Not the URL: it may hold a token.
+                    // Without the URL: it may hold a token.
                     tracing::info!(
                         status = response.status().as_u16(),
                         ?pause,
-                        "the channel's server asks for patience"
+                        "the channel's server is busy; retrying after a pause"
                     );
                     tokio::time::sleep(pause).await;
                 }
                 Verdict::AskPlainly => {
                     request.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
                 }
-                Verdict::Refuse => return Err(Error::middleware(NothingToKeep)),
+                Verdict::Refuse => return Err(Error::middleware(UnexpectedNotModified)),
             }
         }
         next.run(request, extensions).await
     })
 }
 
-/// RFC 9110 wants the validator in a 304, and caches look for it; some servers leave it out. It can only be the one that
-/// was asked about.
+/// Adds the validator (`ETag`, `Last-Modified`) to a 304 that lacks it. RFC 9110 demands it and caches need it, but
+/// some servers omit it; it must equal the one in the request.
 fn restore_validators(sent: &HeaderMap, received: &mut HeaderMap) {
     if received.contains_key(header::ETAG) || received.contains_key(header::LAST_MODIFIED) {
         return;
     }
-    for (asked, told) in [(header::IF_NONE_MATCH, header::ETAG), (header::IF_MODIFIED_SINCE, header::LAST_MODIFIED)] {
-        if let Some(value) = sent.get(asked) {
-            received.insert(told, value.clone());
+    for (condition, validator) in
+        [(header::IF_NONE_MATCH, header::ETAG), (header::IF_MODIFIED_SINCE, header::LAST_MODIFIED)]
+    {
+        if let Some(value) = sent.get(condition) {
+            received.insert(validator, value.clone());
         }
     }
 }
@@ -111,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_is_given_the_time_it_asks_for_within_reason() {
+    fn a_busy_server_is_retried_after_the_pause_that_it_asks_for() {
         let seconds = Duration::from_secs;
         for (status, retry_after, conditional, attempt, expected) in [
             (200, None, false, 1, Verdict::Take),

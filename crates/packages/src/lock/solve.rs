@@ -1,7 +1,7 @@
-//! Which packages: asked of the channels once, by the planner.
+//! Solving: the planner finds out once which packages to install.
 //!
-//! The answer must not depend on where the planner happens to run, so nothing here looks at the machine: the solver is
-//! told a fixed glibc and kernel.
+//! The result must not depend on the node on which the planner runs, so nothing here inspects the machine: the solver
+//! gets a fixed glibc and kernel version.
 
 use std::{fs::File, io, path::Path, time::Duration};
 
@@ -21,29 +21,30 @@ use locks::{
     question::{QuestionError, channels, glibc, parse_platform, parse_spec, question, specs, wanted_platforms},
 };
 
-/// Everything together. The full index of conda-forge over a slow line takes minutes, a dead server must not take hours.
+/// Limit for all platforms together. The full index of conda-forge takes minutes over a slow line; a dead server must
+/// not take hours.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(900);
-/// For one platform; a real one takes seconds.
+/// Limit for solving one platform, which normally takes seconds.
 const SOLVER_TIMEOUT: Duration = Duration::from_secs(120);
-/// How often a channel is asked.
+/// How often the channels' index is requested.
 const ATTEMPTS: u32 = 3;
 
-/// Why there is no package set.
+/// Why solving failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SolveError {
-    /// A channel's index could not be read.
+    /// A channel's index can't be read.
     #[error("channel {channel} can't be read: {reason}")]
     Channel {
-        /// Without secrets.
+        /// The channel's URL without secrets.
         channel: String,
-        /// In its own words.
+        /// The error of the server or the client.
         reason: String,
     },
-    /// Not a channel at all.
+    /// The text is not the URL of a channel.
     #[error("channel {channel} is not an http, https or file URL such as https://conda.anaconda.org/conda-forge")]
     NotAChannel {
-        /// Without secrets.
+        /// The channel's URL without secrets.
         channel: String,
     },
     /// What is asked can't be read.
@@ -53,61 +54,61 @@ pub enum SolveError {
     #[error("there is no platform to solve for; name one")]
     NoPlatform,
     /// No packages satisfy the specs.
-    #[error("no packages of {channels} for {platform} satisfy the specs ({specs}): {reason}")]
+    #[error("no packages in {channels} satisfy the specs ({specs}) for {platform}: {reason}")]
     Unsolvable {
-        /// All of them.
+        /// All channels, without secrets.
         channels: String,
-        /// The platform that has no answer.
+        /// The platform that has no solution.
         platform: String,
-        /// All of them.
+        /// All specs.
         specs: String,
-        /// What the solver says.
+        /// The solver's explanation.
         reason: String,
     },
-    /// The lock that was given can't be used.
+    /// The lock in the spec can't be used.
     #[error("packages.lock: {0}")]
     Lock(#[from] LockError),
-    /// A package of a channel that nobody could check.
+    /// A package has no sha256, so its archive can't be verified.
     #[error("package {package} of channel {channel} has no sha256 in the channel's index")]
     NoSha256 {
-        /// File name.
+        /// The archive's file name.
         package: String,
-        /// Without secrets.
+        /// The channel's URL without secrets.
         channel: String,
     },
-    /// It took too long.
+    /// Solving took too long.
     #[error("solving for {what} took longer than {seconds} s")]
     Timeout {
-        /// All or one platform.
+        /// The platform, or "all platforms".
         what: String,
-        /// The limit.
+        /// The limit in seconds.
         seconds: u64,
     },
-    /// Where the indices go for the moment.
-    #[error("no directory for the channels' indices can be written; mount an emptyDir at /tmp")]
+    /// No temporary directory for the channels' indexes can be created.
+    #[error("can't create a directory for the channels' indexes; mount an emptyDir at /tmp")]
     Scratch(#[source] io::Error),
-    /// The lock could not be put together.
+    /// The solution can't be written as a lock.
     #[error("can't write the lock: {reason}")]
     Write {
-        /// Why.
+        /// rattler's error.
         reason: String,
     },
 }
 
 impl SolveError {
-    /// The same question may have another answer later. All others stay until somebody changes the question.
+    /// True if the same question may succeed later. Any other error remains until the question changes.
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Channel { .. } | Self::Timeout { .. } | Self::Scratch(_))
     }
 }
 
-/// Answers the question.
+/// Resolves the spec to a package set: solves, or checks the lock that the spec contains.
 ///
-/// `host_dir` opens a directory in the host's root, for `file://` channels. `cache_dir` keeps the channels' indices for
-/// next time; without it they go to a scratch directory and are gone afterwards.
+/// `host_dir` opens a directory in the host's root, for `file://` channels. `cache_dir` keeps the channels' indexes for
+/// the next call; without it they go to a temporary directory that is removed afterwards.
 ///
 /// # Errors
-/// Named by channel, spec or platform; see [`SolveError::is_transient`].
+/// Each error names the channel, spec or platform; see [`SolveError::is_transient`] for whether to retry.
 pub async fn resolve(
     packages: &Packages,
     platforms: &[String],
@@ -179,7 +180,7 @@ impl Task {
         }
         let unwritten = |reason: String| SolveError::Write { reason };
         let text = self.write(answers).map_err(unwritten)?;
-        // What is published must be what the agents can read.
+        // Agents must be able to read what is published.
         let platforms = self.platforms.iter().map(|(platform, _)| platform.to_string()).collect::<Vec<_>>();
         locks::check_lock(&text, &platforms)?;
         Ok(text)
@@ -202,14 +203,16 @@ impl Task {
                 Err(error) if attempt == ATTEMPTS => {
                     return Err(self.blame(platform, http, &gateway, error_chain(&error)).await);
                 }
-                Err(error) => tracing::info!(attempt, error = error_chain(&error), "channels could not be read"),
+                Err(error) => {
+                    tracing::info!(attempt, error = error_chain(&error), "can't read the channels' index; trying again")
+                }
             }
             attempt += 1;
             tokio::time::sleep(delays.next().unwrap_or(Duration::from_secs(4))).await;
         }
     }
 
-    /// The gateway does not say which channel failed, so each is asked alone.
+    /// Finds the channel to name in the error. The gateway doesn't report which one failed, so each is queried alone.
     async fn blame(&self, platform: Subdir, http: &HttpClient, gateway: &Gateway, reason: String) -> SolveError {
         if self.sources.len() > 1 {
             for source in &self.sources {
@@ -237,7 +240,7 @@ impl Task {
         repodata: Vec<RepoData>,
     ) -> Result<Vec<RepoDataRecord>, SolveError> {
         let specs = self.specs.clone();
-        // Seconds of pure computing: not on the threads that serve the probes.
+        // Solving computes for seconds and must not block the threads that serve the probes.
         let solving = tokio::task::spawn_blocking(move || {
             let task = SolverTask {
                 virtual_packages,
@@ -296,14 +299,14 @@ impl Task {
     }
 }
 
-/// The solver draws a tree over several lines; where it is shown there is one.
+/// Joins the solver's multi-line tree into one line, for places that show only one.
 fn one_line(reason: &str) -> String {
     let drawn = |c: char| c.is_whitespace() || "├─└│".contains(c);
     let lines = reason.lines().map(|line| line.trim_matches(drawn)).filter(|line| !line.is_empty());
     lines.collect::<Vec<_>>().join("; ")
 }
 
-/// Error texts of the gateway name files by the descriptor they were opened through, which helps nobody.
+/// The gateway's errors name files by the descriptor's path under `/proc`, which means nothing to users.
 fn clean(reason: String) -> String {
     match reason.find("/proc/self/fd/") {
         None => reason,
@@ -311,8 +314,8 @@ fn clean(reason: String) -> String {
     }
 }
 
-/// The last attempt does without what makes trouble with some mirrors: sharded indices, and answers of "not modified"
-/// that lack a validator.
+/// The last attempt avoids what fails with some mirrors: sharded indexes, and "not modified" responses that lack a
+/// validator.
 fn gateway(http: &HttpClient, cache: &Path, attempt: u32) -> Gateway {
     let last = attempt == ATTEMPTS;
     let source = SourceConfig {
@@ -328,7 +331,7 @@ fn gateway(http: &HttpClient, cache: &Path, attempt: u32) -> Gateway {
         .finish()
 }
 
-/// The pod's root may be read-only; one of these is always there and writable.
+/// A temporary directory. The pod's root may be read-only, but one of these parents always exists and is writable.
 fn scratch() -> io::Result<tempfile::TempDir> {
     let make = |parent: &Path| tempfile::Builder::new().prefix("flux-distribute-index-").tempdir_in(parent);
     make(&std::env::temp_dir()).or_else(|_| make(Path::new("/dev/shm"))).or_else(|_| make(Path::new("/run")))

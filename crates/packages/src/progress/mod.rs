@@ -1,4 +1,4 @@
-//! What a long work says of itself, from its events and a clock. Pure: whoever shows it passes the time in.
+//! Measures the progress of long work from its events. Pure: the caller passes the time in.
 
 pub(crate) mod show;
 
@@ -10,14 +10,15 @@ use std::{
 
 use hostapi::{Progress, Tally};
 
-/// The rate is that of so long: shorter and it jumps, longer and a line that has died looks alive.
+/// The rate is an average over this time. A shorter window makes it jump; with a longer one, a stalled line seems
+/// alive.
 const WINDOW: Duration = Duration::from_secs(10);
-/// Samples in the window are at least so far apart, which bounds their number.
+/// The minimum distance of two samples, which limits their number.
 const SAMPLE: Duration = Duration::from_millis(500);
-/// Before that nothing is foretold.
+/// No rate or remaining time is estimated from a shorter period.
 const SOON: Duration = Duration::from_secs(1);
 
-/// Follows a long work, phase by phase.
+/// Measures the progress of long work, phase by phase.
 #[derive(Debug, Default)]
 pub struct Meter(Option<Phase>);
 
@@ -25,26 +26,26 @@ pub struct Meter(Option<Phase>);
 struct Phase {
     last: Progress,
     began: Instant,
-    /// What was there when the phase began is no work of this run.
+    /// Bytes that were there when the phase began and so don't count for its rate.
     first: u64,
     samples: VecDeque<(Instant, u64)>,
 }
 
-/// How far a phase is, and what the clock adds.
+/// The state of a phase, with estimates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reading {
-    /// The phase.
+    /// The phase's last event.
     pub progress: Progress,
-    /// Bytes per second, where bytes are moved: of late, or of the whole phase once it has ended.
+    /// Bytes per second if the phase counts bytes: the recent rate, or that of the whole phase once it has ended.
     pub rate: Option<u64>,
-    /// Until it ends, if it goes on like this.
+    /// The estimated time until the phase ends.
     pub left: Option<Duration>,
-    /// How long the phase took, once it has ended.
+    /// The duration of the phase, once it has ended.
     pub took: Option<Duration>,
 }
 
 impl Meter {
-    /// Takes in what has happened. Gives the last reading of the phase that has ended by it.
+    /// Takes in an event. If it begins a new phase, returns the last reading of the one before.
     pub fn see(&mut self, event: Progress, now: Instant) -> Option<Reading> {
         let bytes = event.bytes.unwrap_or_default().done;
         if let Some(phase) = self.0.as_mut().filter(|phase| phase.last.what == event.what) {
@@ -62,7 +63,7 @@ impl Meter {
         ended
     }
 
-    /// How far it is. None before the first event.
+    /// The current reading; `None` before the first event.
     pub fn read(&self, now: Instant) -> Option<Reading> {
         let phase = self.0.as_ref()?;
         let since = now.duration_since(phase.began);
@@ -78,7 +79,7 @@ impl Meter {
         Some(Reading { progress: phase.last.clone(), rate, left, took: None })
     }
 
-    /// The work has ended well. Gives the last reading of its last phase.
+    /// Ends the work after success. Returns the last reading of its last phase.
     pub fn end(&mut self, now: Instant) -> Option<Reading> {
         let phase = self.0.take()?;
         let took = now.duration_since(phase.began);
@@ -131,7 +132,7 @@ impl fmt::Display for Reading {
     }
 }
 
-/// Bytes, for people.
+/// Formats a number of bytes with a decimal unit.
 pub(crate) fn size(bytes: u64) -> String {
     match bytes {
         0..1_000 => format!("{bytes} B"),
@@ -157,7 +158,7 @@ mod tests {
     const MB: u64 = 1_000_000;
 
     #[test]
-    fn a_status_changes_with_phases_and_quarters_only() {
+    fn a_status_changes_only_with_phases_and_quarters() {
         for (done, total, words) in [
             (0, 100, "fetching 0 %"),
             (24, 100, "fetching 0 %"),
@@ -170,39 +171,39 @@ mod tests {
         ] {
             assert_eq!(quarters(&Progress::bytes("fetching", done, total)), words);
         }
-        let trouble = Some("can't fetch http://h/x: connection refused; it is tried again in 4 s".to_owned());
+        let trouble = Some("can't fetch http://h/x: connection refused; trying again in 4 s".to_owned());
         assert_eq!(
             quarters(&Progress { trouble, ..Progress::bytes("fetching", 0, 9) }),
-            "fetching 0 %; can't fetch http://h/x: connection refused; it is tried again in 4 s"
+            "fetching 0 %; can't fetch http://h/x: connection refused; trying again in 4 s"
         );
     }
 
     #[test]
-    fn a_line_tells_packages_bytes_rate_and_time_left() {
+    fn a_line_shows_packages_bytes_rate_and_time_left() {
         let begin = Instant::now();
         let at = |seconds: u64| begin + Duration::from_secs(seconds);
         let fetched = |packages, bytes| Progress::bytes("fetching", bytes, 100 * MB).with_packages(packages, 60);
         for (events, now, line) in [
-            // Too early to foretell.
+            // Too early for an estimate.
             (vec![(0, fetched(0, 0))], 0, "fetching: 0 of 60 packages, 0 B of 100.0 MB"),
             (
                 vec![(0, fetched(0, 0)), (2, fetched(3, 20 * MB))],
                 2,
                 "fetching: 3 of 60 packages, 20.0 MB of 100.0 MB, 10.0 MB/s, 8 s left",
             ),
-            // What was there at the beginning came at no rate.
+            // Bytes that were there at the beginning don't count for the rate.
             (
                 vec![(0, fetched(30, 50 * MB)), (5, fetched(31, 55 * MB))],
                 5,
                 "fetching: 31 of 60 packages, 55.0 MB of 100.0 MB, 1.0 MB/s, 45 s left",
             ),
-            // A line that is dead for long has no rate, whatever it was before.
+            // A line that is silent for longer than the window has rate 0, whatever it was before.
             (
                 vec![(0, fetched(0, 0)), (2, fetched(3, 20 * MB))],
                 30,
                 "fetching: 3 of 60 packages, 20.0 MB of 100.0 MB, 0 B/s",
             ),
-            // A part that has to come again.
+            // Bytes are discarded and must come again.
             (
                 vec![(0, fetched(0, 9 * MB)), (2, fetched(0, 0))],
                 2,
@@ -235,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_phase_that_has_ended_is_summed_up_once() {
+    fn a_finished_phase_is_summed_up_once() {
         let begin = Instant::now();
         let at = |seconds: u64| begin + Duration::from_secs(seconds);
         let mut meter = Meter::default();
@@ -248,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rate_is_that_of_late_and_its_memory_is_bounded() {
+    fn the_rate_is_the_recent_one_and_the_number_of_samples_is_limited() {
         let begin = Instant::now();
         let mut meter = Meter::default();
         for step in 0..100_000_u64 {

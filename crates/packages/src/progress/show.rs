@@ -1,4 +1,4 @@
-//! Shows a long work to who has started it: a bar on a terminal, lines elsewhere, JSON for machines.
+//! Shows the progress of a command: a bar on a terminal, lines elsewhere, JSON for programs.
 
 use std::{
     future::Future,
@@ -16,22 +16,22 @@ use crate::{
 };
 use hostapi::Progress;
 
-/// Where nothing is drawn over, a line each so often tells enough.
+/// The interval of [`Style::Lines`].
 pub const LINE_EVERY: Duration = Duration::from_secs(5);
 
-/// How a long work is shown.
+/// How progress is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Style {
-    /// One line on stderr that is drawn again and again.
+    /// One line on stderr that is redrawn.
     Bar,
     /// Lines on stderr.
     Lines,
-    /// One JSON object a line on stdout.
+    /// One JSON object per line on stdout.
     Json,
 }
 
 impl Style {
-    /// As it was asked for, and as stderr can show it.
+    /// The style for an output format; for text it depends on whether stderr is a terminal.
     pub fn of(output: OutputFormat) -> Self {
         match output {
             OutputFormat::Json => Self::Json,
@@ -50,8 +50,8 @@ impl Style {
 
     fn now(self, reading: &Reading) {
         match self {
-            // No wrapping: a bar that has grown into a second line can't be drawn over. The cursor waits at the begin, so
-            // that a line of the log doesn't hang on to the bar.
+            // Disable wrapping: a bar that wrapped into a second line could not be redrawn. The cursor returns to the
+            // first column so that a log line overwrites the bar instead of continuing it.
             Self::Bar => to_stderr(&format!("\r\x1b[2K\x1b[?7l{}\x1b[?7h\r", bar(reading))),
             Self::Lines => to_stderr(&format!("{reading}\n")),
             Self::Json => to_stdout(&event("progress", reading)),
@@ -73,10 +73,10 @@ impl Style {
     }
 }
 
-/// Does `work` and shows the events that it sends.
+/// Runs `work` and shows the events that it sends.
 ///
 /// # Errors
-/// The work's own.
+/// The error of `work`.
 pub async fn shown<T, E>(
     style: Style,
     mut events: UnboundedReceiver<Progress>,
@@ -84,7 +84,7 @@ pub async fn shown<T, E>(
 ) -> Result<T, E> {
     let mut work = pin!(work);
     let mut meter = Meter::default();
-    // What ends before that is told by its end.
+    // A phase that ends within the first interval is only reported by its end.
     let mut every = interval_at(tokio::time::Instant::now() + style.every(), style.every());
     let see = |meter: &mut Meter, event| {
         if let Some(ended) = meter.see(event, Instant::now()) {
@@ -133,7 +133,7 @@ fn event(name: &str, reading: &Reading) -> String {
     format!("{event}\n")
 }
 
-// Nobody reads on: no reason to stop working.
+// If nobody reads the output any more, the work continues.
 fn to_stderr(text: &str) {
     let _ = io::stderr().write_all(text.as_bytes());
 }
@@ -152,18 +152,18 @@ mod tests {
     }
 
     #[test]
-    fn a_bar_fills_up() {
+    fn a_bar_fills_from_left_to_right() {
         for (done, drawn) in [(0, "...................."), (50, "##########.........."), (200, "####################")]
         {
             let bar = bar(&reading(Progress::packages("linking", done, 100)));
             assert!(bar.starts_with(&format!("[{drawn}] linking: {done}")), "{bar}");
         }
         let unknown = bar(&reading(Progress::bytes("fetching", 5, 0)));
-        assert_eq!(unknown, "fetching: 5 B, 2.0 MB/s, 30 s left", "there is no bar of nothing");
+        assert_eq!(unknown, "fetching: 5 B, 2.0 MB/s, 30 s left", "a bar needs a total");
     }
 
     #[test]
-    fn an_event_for_machines_has_what_is_known_and_nothing_else() {
+    fn a_json_event_has_the_known_fields_and_no_others() {
         let reading = reading(Progress::bytes("fetching", 40, 100).with_packages(1, 2));
         let event: Value = serde_json::from_str(&event("progress", &reading)).unwrap();
         let expected = json!({

@@ -1,5 +1,5 @@
-//! HTTP to anybody, within bounds: connections, the size of a request's head, and how long a client may be silent. Whatever
-//! strangers send, this costs at most [`CONNECTIONS`] times a few buffers.
+//! An HTTP server for untrusted clients that limits connections, the size of a request's head, and how long a client
+//! may stall. Whatever clients send, it costs at most [`CONNECTIONS`] times a few buffers.
 
 use std::{convert::Infallible, future::Future, time::Duration};
 
@@ -10,16 +10,16 @@ use tokio::task::JoinSet;
 
 use super::impatient::Impatient;
 
-/// At a time. Further ones wait in the kernel, which bounds them as well.
+/// Concurrent connections. More wait in the kernel's backlog, which is limited too.
 const CONNECTIONS: usize = 256;
-/// A request's head; hyper alone would take 400 KiB.
+/// Limit for a request's head; hyper's default is 400 KiB.
 const HEAD_BYTES: usize = 1 << 14;
-/// A client has this long for the whole head of its next request.
+/// Limit for a client to send the whole head of its next request.
 const IDLE: Duration = Duration::from_secs(10);
-/// For a client that takes nothing of what it asked for.
+/// Limit for a client to read some of the response.
 const STALL: Duration = Duration::from_secs(5);
 
-/// Has `respond` answer what comes to `listener`, until the future is dropped, and all connections with it.
+/// Answers requests on `listener` with `respond`. Dropping the future closes all connections.
 pub async fn serve<L, F, A>(mut listener: L, respond: F)
 where
     L: Listener<Io: Unpin>,
@@ -45,7 +45,7 @@ where
             .serve_connection(TokioIo::new(Impatient::new(stream, STALL)), service);
         connections.spawn(async move {
             if let Err(error) = connection.await {
-                tracing::debug!(error = base::error_chain(&error), "a connection ended");
+                tracing::debug!(error = base::error_chain(&error), "connection ended with an error");
             }
         });
     }

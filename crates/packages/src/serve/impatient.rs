@@ -1,4 +1,4 @@
-//! A connection that is given up when the other side takes nothing.
+//! A connection that fails if the other side stops reading.
 
 use std::{
     io,
@@ -12,8 +12,8 @@ use tokio::{
     time::{Instant, Sleep},
 };
 
-/// Writes fail once nothing could be written for `patience`. A server can't else get rid of a client that sleeps: it is
-/// never asked for the next piece of the body.
+/// Writes fail once nothing could be written for `patience`. This is the only way for the server to drop a client that
+/// stops reading: hyper doesn't poll the body for its next piece, so a timeout in the body would never run.
 pub(crate) struct Impatient<S> {
     stream: S,
     patience: Duration,
@@ -36,7 +36,7 @@ impl<S> Impatient<S> {
             self.until.as_mut().reset(Instant::now() + self.patience);
         }
         ready!(self.until.as_mut().poll(context));
-        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the other side takes nothing")))
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the other side stopped reading")))
     }
 }
 

@@ -1,8 +1,8 @@
-//! Agents serve the archives they hold to each other: names that were offered, and nothing else. What is still on its way
-//! to the agent itself is no 404: whoever asks for it is told to come again, and may wait for it with a `HEAD`.
+//! Agents serve their archives to each other: only the offered names. While the agent is itself fetching an archive,
+//! the response is not 404 but 503 with a retry hint, and a client may wait for the archive with a `HEAD`.
 //!
-//! There is nothing to be kept secret in an archive, and who receives one checks its sha256, so this is plain HTTP. All of
-//! it is bounded: connections, uploads at a time, memory, and how long a client may sleep.
+//! Archives contain no secrets, and the receiver checks the sha256, so plain HTTP suffices. Everything is limited:
+//! connections, concurrent uploads, memory, and how long a client may stall.
 
 pub mod bounded;
 pub(crate) mod impatient;
@@ -23,25 +23,25 @@ use tokio::{
 };
 use tokio_util::io::ReaderStream;
 
-/// Archives that are sent at a time. Others wait: the wire is not faster for more. A node has four children, and each of
-/// them asks for two at a time: they never find it busy.
+/// Concurrent uploads. More would not be faster on the same wire. A node has four children, and each of them asks for
+/// two archives at a time, so the children never find it busy.
 const UPLOADS: usize = 8;
-/// So long, after which they are told to come again. Small archives are sent in less.
-const WAIT_FOR_AN_UPLOAD: Duration = Duration::from_secs(1);
-/// So long a `HEAD` waits for an archive that is on its way: less than what a peer may be silent.
-const WAIT_FOR_AN_ARCHIVE: Duration = Duration::from_secs(3);
-/// In an answer that says come again: not because others are being served, but because it is not here yet.
+/// The longest wait for a free upload; then the client gets a 503 with `Retry-After`. Small archives are sent in less.
+const UPLOAD_WAIT: Duration = Duration::from_secs(1);
+/// The longest that a `HEAD` waits for an archive that is being fetched: less than a peer may be silent.
+const ARCHIVE_WAIT: Duration = Duration::from_secs(3);
+/// Header of a 503: the server is not busy but is still fetching the archive itself.
 pub(crate) const COMING: header::HeaderName = header::HeaderName::from_static("archive-is-coming");
 const BUFFER: usize = 1 << 18;
 
-/// What is served at the moment. Clones are the same shelf; a new one is empty.
+/// The archives that an agent offers to peers. Clones share one offer; a new shelf is empty.
 #[derive(Clone, Default)]
-pub struct Shelf(Arc<watch::Sender<Wares>>);
+pub struct Shelf(Arc<watch::Sender<Offered>>);
 
 #[derive(Clone, Default)]
-struct Wares {
+struct Offered {
     offer: Option<Arc<Offer>>,
-    are_coming: bool,
+    expects_more: bool,
 }
 
 struct Offer {
@@ -58,34 +58,34 @@ impl std::fmt::Debug for Shelf {
 }
 
 impl Shelf {
-    /// From now on serves these names of `pkgs` and nothing else. The path is walked anew for each request.
+    /// From now on serves these names of `pkgs` and no others. The path is resolved anew for each request.
     pub fn offer(&self, pkgs: PathBuf, names: BTreeSet<String>) {
         self.offer_with(move |name| File::open(pkgs.join(name)), names);
     }
 
-    /// As [`Shelf::offer`], for files that `open` finds by their name.
+    /// As [`Shelf::offer`], for files that `open` opens by name.
     pub fn offer_with(&self, open: impl Fn(&str) -> io::Result<File> + Send + Sync + 'static, names: BTreeSet<String>) {
         let offer = Arc::new(Offer { names, open: Box::new(open) });
-        self.0.send_modify(|wares| wares.offer = Some(offer));
+        self.0.send_modify(|offered| offered.offer = Some(offer));
     }
 
-    /// Serves nothing any more, but goes on with what is on its way.
+    /// Serves nothing from now on. Uploads in progress continue.
     pub fn clear(&self) {
-        self.0.send_modify(|wares| wares.offer = None);
+        self.0.send_modify(|offered| offered.offer = None);
     }
 
-    /// From now on, until told otherwise, what is not here is on its way here.
-    pub fn expect(&self, are_coming: bool) {
-        self.0.send_if_modified(|wares| std::mem::replace(&mut wares.are_coming, are_coming) != are_coming);
+    /// Sets whether missing archives are being fetched: clients then get 503 for them and come again, instead of 404.
+    pub fn expect(&self, expects_more: bool) {
+        self.0.send_if_modified(|offered| std::mem::replace(&mut offered.expects_more, expects_more) != expects_more);
     }
 
-    /// Something has come: whoever waits looks again.
+    /// An archive has arrived: wakes the requests that wait for one.
     pub fn arrived(&self) {
         self.0.send_modify(|_| ());
     }
 }
 
-impl Wares {
+impl Offered {
     async fn open(&self, name: &str) -> io::Result<(File, u64)> {
         let not_found = || io::Error::from(io::ErrorKind::NotFound);
         let offer = self.offer.clone().filter(|offer| offer.names.contains(name)).ok_or_else(not_found)?;
@@ -99,10 +99,10 @@ impl Wares {
     }
 }
 
-/// Serves `shelf` at `listener` until the future is dropped: `GET` and `HEAD` of `/archives/<name>`.
+/// Serves `shelf` on `listener` until the future is dropped: `GET` and `HEAD` of `/archives/<name>`.
 pub async fn serve_peers_on(listener: TcpListener, shelf: Shelf) {
     let uploads = Arc::new(Semaphore::new(UPLOADS));
-    // An answer's head and the end of a body should not wait for each other.
+    // Without nodelay, the response's head and the last bytes of a body would be held back.
     let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
     let respond = move |request| {
         let (shelf, uploads) = (shelf.clone(), uploads.clone());
@@ -119,7 +119,7 @@ async fn respond<B>(request: &Request<B>, shelf: &Shelf, uploads: Arc<Semaphore>
     let Some(name) = request.uri().path().strip_prefix("/archives/") else {
         return empty(StatusCode::NOT_FOUND, &[]);
     };
-    let until = Instant::now() + if is_head { WAIT_FOR_AN_ARCHIVE } else { Duration::ZERO };
+    let until = Instant::now() + if is_head { ARCHIVE_WAIT } else { Duration::ZERO };
     let (file, length) = match find(name, shelf, until).await {
         Ok(Some(opened)) => opened,
         Ok(None) => return empty(StatusCode::SERVICE_UNAVAILABLE, &[(header::RETRY_AFTER, "1"), (COMING, "1")]),
@@ -132,7 +132,7 @@ async fn respond<B>(request: &Request<B>, shelf: &Shelf, uploads: Arc<Semaphore>
     let upload = if is_head {
         None
     } else {
-        match timeout(WAIT_FOR_AN_UPLOAD, uploads.acquire_owned()).await {
+        match timeout(UPLOAD_WAIT, uploads.acquire_owned()).await {
             Ok(Ok(upload)) => Some(upload),
             _ => return empty(StatusCode::SERVICE_UNAVAILABLE, &[(header::RETRY_AFTER, "1")]),
         }
@@ -155,7 +155,7 @@ async fn respond<B>(request: &Request<B>, shelf: &Shelf, uploads: Arc<Semaphore>
         Body::empty()
     } else {
         Body::from_stream(ReaderStream::with_capacity(file.take(to - from), BUFFER).map(move |piece| {
-            // As long as the body lives, the upload lasts.
+            // Moves the permit into the body, so that it is held until the body ends.
             let _ = &upload;
             piece
         }))
@@ -176,14 +176,14 @@ async fn respond<B>(request: &Request<B>, shelf: &Shelf, uploads: Arc<Semaphore>
     response
 }
 
-/// The archive and its length, where it is here or comes in time; None where it comes later.
+/// The archive and its length, if it is here or arrives before `until`; `None` if it is still being fetched.
 async fn find(name: &str, shelf: &Shelf, until: Instant) -> io::Result<Option<(File, u64)>> {
     let mut changes = shelf.0.subscribe();
     loop {
-        // Marked as seen before it is looked for: what comes from here on is heard.
-        let wares = changes.borrow_and_update().clone();
-        match wares.open(name).await {
-            Err(error) if error.kind() == io::ErrorKind::NotFound && wares.are_coming => {}
+        // Mark as seen before looking, so that an arrival from here on wakes the wait below.
+        let offered = changes.borrow_and_update().clone();
+        match offered.open(name).await {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && offered.expects_more => {}
             found => return found.map(Some),
         }
         if !matches!(timeout_at(until, changes.changed()).await, Ok(Ok(()))) {
@@ -203,8 +203,8 @@ fn empty(status: StatusCode, headers: &[(header::HeaderName, &str)]) -> Response
     response
 }
 
-/// The bytes `from..to` that are asked for, of `length`; `None` where there are none of them. A wish that is more than one
-/// plain range may be ignored (RFC 9110, 14.2), and then all is sent.
+/// The bytes `from..to` of a file of `length` bytes that `range` asks for; `None` if the file has none of them.
+/// Anything but one plain range may be ignored (RFC 9110, 14.2), and then the whole file is sent.
 fn part(range: Option<&str>, length: u64) -> Option<(u64, u64)> {
     let all = Some((0, length));
     let Some((from, to)) = range.and_then(|range| range.strip_prefix("bytes=")?.split_once('-')) else { return all };
@@ -225,7 +225,7 @@ mod tests {
     use super::part;
 
     #[test]
-    fn a_range_is_what_rfc_9110_says() {
+    fn ranges_are_read_as_rfc_9110_says() {
         for (range, expected) in [
             (None, Some((0, 10))),
             (Some("bytes=0-"), Some((0, 10))),
