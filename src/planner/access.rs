@@ -1,5 +1,5 @@
-//! Secret `flux-packages-access`: what channels, mirrors and bundles demand of those who ask. Read each time that it is
-//! needed, so that a changed token is used at once and none is kept.
+//! Secret `flux-packages-access`: the credentials and CA certificates for channels, mirrors and bundles. The planner reads it each
+//! time it needs it, so that it uses a changed token at once and keeps none in memory.
 
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client};
@@ -15,10 +15,10 @@ use crate::{
     packages::{Access, HttpClient, lock_urls},
 };
 
-/// A client for the servers that `packages` names. That there is no Secret is the usual case.
+/// Makes an HTTP client for the servers that `packages` names. Usually there is no Secret; then it has no credentials.
 ///
 /// # Errors
-/// The API server's; [`PlannerError::Content`] where the Secret holds something that can't be used.
+/// If the call to the API server fails; [`PlannerError::Content`] if the Secret has an unusable value.
 pub async fn http_client(client: &Client, packages: &Packages) -> Result<HttpClient, PlannerError> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let found = call(format!("get Secret {SECRET_PACKAGES}"), secrets.get_opt(SECRET_PACKAGES)).await?;
@@ -31,12 +31,12 @@ pub async fn http_client(client: &Client, packages: &Packages) -> Result<HttpCli
         .map_err(|error| PlannerError::Content { object: "packages".to_owned(), reason: error_chain(&error) })
 }
 
-/// The URLs that a spec names, without those at the default channel's server, which is public: a spec or a lock with packages of
-/// conda-forge names it.
+/// The URLs that a spec names: the token is sent to their servers. URLs at the default channel's server are left out: it is public
+/// and must not get the token, but every spec or lock with packages of conda-forge names it.
 fn named(packages: &Packages) -> Vec<String> {
     let bundle = packages.bundle.iter().map(|bundle| bundle.url.as_str());
     let named = packages.channels.iter().chain(&packages.mirror).map(String::as_str).chain(bundle);
-    // A lock that can't be read is told by those who install it.
+    // A lock that can't be read names no URL here; installing it reports the error.
     let locked = packages.lock.iter().flat_map(|lock| lock_urls(lock).unwrap_or_default());
     let server =
         |url: &str| Url::parse(url).ok().and_then(|url| Some(url.host_str()?.trim_end_matches('.').to_owned()));
@@ -50,7 +50,7 @@ mod tests {
     use crate::api::BundleSource;
 
     #[test]
-    fn the_token_is_for_the_servers_that_the_spec_names_and_not_for_the_default_channel() {
+    fn the_token_goes_to_the_servers_that_the_spec_names() {
         assert_eq!(named(&Packages::default()), Vec::<String>::new());
         let packages = Packages {
             channels: vec!["https://a/c".into()],
@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn the_token_is_not_for_the_default_channel_even_if_the_spec_or_its_lock_names_it() {
+    fn the_token_never_goes_to_the_default_channel_even_if_the_spec_names_it() {
         let private = "https://a/linux-64/y-1-0.conda";
         let packages = Packages {
             channels: vec![

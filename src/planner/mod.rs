@@ -1,6 +1,6 @@
 //! The planner: the one agent that holds the Lease. It alone reads all nodes, and it writes the roster, the packages, the
-//! certificate, `broker.toml`, each FluxNode's spec and the FluxInstance's status. What to write is decided in
-//! [`crate::plan`]; here are the effects.
+//! certificate, `broker.toml`, each FluxNode's spec and the FluxInstance's status. [`crate::plan`] decides what to write; this
+//! module has the effects.
 
 pub(crate) mod access;
 mod caches;
@@ -33,7 +33,7 @@ pub use lease::release;
 pub(crate) use merge_patch::merge_patch;
 pub use publish::{read_packages, read_roster};
 
-/// What happened in the API while the planner worked.
+/// Why the planner, or an agent that reads what it wrote, failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlannerError {
@@ -42,30 +42,31 @@ pub enum PlannerError {
     Api {
         /// Which call, on which object.
         what: String,
-        /// Cause.
+        /// The error of the Kubernetes client.
         #[source]
         source: Box<kube::Error>,
     },
-    /// A call to the API server took too long.
+    /// The API server did not answer within [`CALL_TIMEOUT`]. Names the call.
     #[error("{0}: no answer from the API server in time")]
     Timeout(String),
-    /// A newer version has written the roster.
+    /// A newer version of this program wrote the roster.
     #[error("ConfigMap {CONFIGMAP_ROSTER}")]
     NewerRoster(#[source] RosterError),
-    /// An object holds what can't be read.
+    /// An object has content that this program can't read or use.
     #[error("{object}: {reason}")]
     Content {
         /// Kind and name.
         object: String,
-        /// What is wrong with it.
+        /// What is wrong with it, and the remedy if there is one.
         reason: String,
     },
 }
 
-/// No call to the API server may hang: kube itself sets no read time-out, and a half-open connection would hold the Lease.
+/// Time limit of one API call. kube sets no read timeout, so on a half-open connection a call would hang while this planner
+/// keeps the Lease.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Awaits one API call, bounded, and names it in the error.
+/// Awaits one API call for at most [`CALL_TIMEOUT`], and names it in the error.
 pub(crate) async fn call<T>(
     what: impl Into<String>,
     future: impl Future<Output = Result<T, kube::Error>>,
@@ -78,19 +79,19 @@ pub(crate) async fn call<T>(
     }
 }
 
-/// For the deletion of an object as it was read, and of no other: what has taken its place, or has changed meanwhile, stays, and
-/// the API server answers 409.
+/// Parameters to delete exactly the object that was read. If it has changed or another has taken its place, the API server
+/// answers 409 and deletes nothing.
 pub(crate) fn as_read<K: Resource>(object: &K) -> DeleteParams {
     of_version(object.meta())
 }
 
-/// As [`as_read`], of an object's metadata alone.
+/// As [`as_read`], from an object's metadata.
 pub(crate) fn of_version(metadata: &ObjectMeta) -> DeleteParams {
     let ObjectMeta { uid, resource_version, .. } = metadata.clone();
     DeleteParams::default().preconditions(Preconditions { uid, resource_version })
 }
 
-/// For a change or deletion of what may be gone already: that it isn't there is as good.
+/// Turns a 404 into success, for a change or deletion of an object that may be gone already.
 pub(crate) fn gone_is_fine<T>(result: Result<T, PlannerError>) -> Result<(), PlannerError> {
     match result {
         Err(error) if error.code() == Some(404) => Ok(()),
@@ -99,7 +100,7 @@ pub(crate) fn gone_is_fine<T>(result: Result<T, PlannerError>) -> Result<(), Pla
 }
 
 impl PlannerError {
-    /// The API server's status code, where it answered.
+    /// The HTTP status code of the API server's answer; None if it did not answer.
     pub fn code(&self) -> Option<u16> {
         match self {
             Self::Api { source, .. } => match source.as_ref() {
@@ -110,13 +111,13 @@ impl PlannerError {
         }
     }
 
-    /// Somebody has to mend it: an object that can't be read, or what the API server refuses as wrong in itself. All else is the
-    /// API server's for now, and passes.
+    /// True if a user has to fix it: an object that can't be read, or a write that the API server refuses as invalid. All other
+    /// errors are temporary failures of the API server.
     pub fn is_lasting(&self) -> bool {
         matches!(self, Self::Content { .. } | Self::NewerRoster(_)) || matches!(self.code(), Some(422))
     }
 
-    /// The reason of the condition and the Event where nothing can be planned because of it.
+    /// Reason of the condition and the Event if this error keeps the planner from planning.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Content { object, .. } if object.ends_with(CONFIGMAP_ROSTER) => "MalformedRoster",
@@ -126,17 +127,18 @@ impl PlannerError {
     }
 }
 
-/// Candidate and planner by turns, for as long as the agent lives. `identity` is the pod's name.
-/// `members` is the size of the instance as this agent knows it: the more candidates, the more rarely each asks.
+/// Runs the agent as candidate and, while it holds the Lease, as planner, until the future is dropped. `identity` is the pod's
+/// name. `members` is the size of the instance as this agent knows it: the more candidates there are, the less often each reads
+/// the Lease.
 pub async fn run(client: Client, identity: String, members: Arc<AtomicU32>) {
     let mut lease = lease::Candidate::new(client.clone(), identity.clone(), members);
     loop {
         let predecessor_time = lease.acquire().await;
         info!(identity, "this agent is the planner now");
-        // Whatever is under way when the Lease is lost is dropped; a write that is already out is fenced by its
-        // resourceVersion.
+        // If the Lease is lost, `select!` drops the planner in the middle of its work. A write that it has already sent can't
+        // overwrite the next planner's, because it names the resourceVersion that it replaces.
         tokio::select! {
-            () = lease.keep() => warn!("the Lease is lost: another agent plans from here on"),
+            () = lease.keep() => warn!("lost the Lease: another agent is the planner now"),
             () = reconcile::run(client.clone(), &identity, predecessor_time) => {}
         }
     }

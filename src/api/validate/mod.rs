@@ -1,4 +1,4 @@
-//! What makes a spec valid, beyond what its schema says.
+//! Checks a spec for what its schema can't express.
 
 mod nodes;
 mod packages;
@@ -15,54 +15,54 @@ use super::{
 };
 use crate::plan::{broker_toml, topology::Topology};
 
-/// The API server's words where `size` is 0, by a rule of the CRD.
-pub(super) const LESS_THAN_ONE: &str = "is 0: delete the FluxInstance to take everything off";
-/// The API server's words where `size` is more than a `maxSize` that the spec names, by a rule of the CRD.
+/// Message of the CRD rule that refuses a `size` of 0.
+pub(super) const LESS_THAN_ONE: &str = "is 0: to uninstall, delete the FluxInstance";
+/// Message of the CRD rule that refuses a `size` above the spec's own `maxSize`.
 pub(super) const MORE_THAN_MAX_SIZE: &str =
     "is more than maxSize: raise maxSize too, which takes effect at the next coordinated restart";
-/// The API server's words for a selector of which nothing is left after pruning, by a rule of the CRD.
+/// Message of the CRD rule that refuses a selector that is empty after the API server has pruned unknown fields.
 pub(super) const EMPTY_SELECTOR: &str = "has neither matchLabels nor matchExpressions: write `selector: {matchLabels: {KEY: VALUE}}`, or leave it out to \
      select all nodes";
 
-/// In the CRD; [`is_subdomain`] in words for the API server.
+/// CRD pattern for what [`is_subdomain`] accepts.
 pub(super) const SUBDOMAIN: &str = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$";
-/// In the CRD; what [`Topology::parse`] takes, without `kary:0`.
+/// CRD pattern for what [`Topology::parse`] accepts, without `kary:0`.
 pub(super) const TOPOLOGY: &str = "^(flat|kary:0*[1-9][0-9]*|mincrit(:[0-9]+)?|binomial)$";
-/// In the CRD; what [`parse_duration`] takes.
+/// CRD pattern for what [`parse_duration`] accepts.
 pub(super) const DURATION: &str = r"^[0-9]+(\.[0-9]+)?(ms|s|m|h|d)?$";
-/// In the CRD; what [`check_prefix`] wants of the first character.
+/// CRD pattern for the first character that [`check_prefix`] demands.
 pub(super) const PREFIX: &str = "^/";
-/// As long as Linux takes a path (PATH_MAX). The API server refuses a rule on a text that has no limit.
+/// Longest path on Linux in bytes (PATH_MAX). The API server refuses a rule on a string without a maximum length.
 pub(super) const LONGEST_PREFIX: u64 = 4096;
-/// In the CRD, in CEL: [`check_prefix_characters`], for a prefix that is new. One that an instance has had since an older version
-/// stays, or nothing of that instance could be changed any more, not even to remove it.
+/// CRD rule in CEL: [`check_prefix_characters`] for a new prefix. An old prefix that an earlier version accepted stays valid:
+/// if the rule refused it, no field of that instance could be changed any more, not even to remove it.
 pub(super) const PREFIX_RULE: &str =
     "self.matches('^[A-Za-z0-9._/-]+$') || (oldSelf.hasValue() && oldSelf.value() == self)";
-/// The API server's words for other characters, by that rule.
+/// Message of [`PREFIX_RULE`].
 pub(super) const PREFIX_CHARACTERS: &str =
-    "holds other characters than A-Z, a-z, 0-9, `.`, `_`, `/` and `-`: choose another directory";
-/// In the CRD; what [`user`] takes, but for numbers that are too large.
+    "has characters other than A-Z, a-z, 0-9, `.`, `_`, `/` and `-`: choose another directory";
+/// CRD pattern for what [`user`] accepts, except that it also matches numbers that are too large.
 pub(super) const USER: &str = "^[A-Za-z0-9_.][-A-Za-z0-9_.]*$";
 pub(super) use nodes::{selector_words, toleration_words};
 pub(super) use packages::{GLIBC, HAS_CREDENTIALS, LONGEST_URL, MOST_CHANNELS, PLATFORM, SHA256, URL, no_credentials};
 
-/// Finds everything that is wrong with a spec and that its schema can't say; empty if it can be served.
+/// Returns everything that is wrong with a spec beyond its schema; empty if the spec can be served.
 pub fn validate(spec: &FluxInstanceSpec) -> Vec<Finding> {
     let mut wrong = Vec::new();
     packages::validate(&spec.packages, &mut wrong);
     nodes::validate(&spec.nodes, &mut wrong);
     sizes(spec, &mut wrong);
     if let Some(lead) = spec.lead.as_ref().filter(|lead| !is_subdomain(lead)) {
-        wrong.push(Finding::new("spec.lead", format!("{lead:?} is no node's name")));
+        wrong.push(Finding::new("spec.lead", format!("{lead:?} is not a node name")));
     }
     wrong.extend(spec.topology.as_deref().and_then(|text| topology(text, spec.max_size.unwrap_or(1))));
     broker(&spec.broker, &mut wrong);
     if spec.spares.shape.is_some_and(|shape| shape.cores == 0) {
-        wrong.push(Finding::new("spec.spares.shape.cores", "is 0: Flux wants at least one core of every rank"));
+        wrong.push(Finding::new("spec.spares.shape.cores", "is 0: Flux needs at least one core on every rank"));
     }
     resources(&spec.resources, &mut wrong);
     durations(spec, &mut wrong);
-    words(spec, &mut wrong);
+    unknown_values(spec, &mut wrong);
     wrong.extend(spec.prefix.as_deref().and_then(|text| prefix(Path::new(text))));
     wrong
 }
@@ -81,31 +81,32 @@ fn sizes(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     }
 }
 
-/// Older versions took all characters. A host refuses a new claim of such a prefix, whatever the API server has let in.
+/// Older versions accepted all characters, so a wrong character is servable. A host still refuses to claim such a prefix anew,
+/// even if the API server let it in.
 fn prefix(path: &Path) -> Option<Finding> {
     let finding = |problem| Finding::new("spec.prefix", problem);
     let shape = check_prefix(path).map_err(finding);
     shape.and_then(|()| check_prefix_characters(path).map_err(|problem| finding(problem).servable())).err()
 }
 
-/// `kary:0` is Flux's word for a flat tree. Older versions took it, but people have one word for it.
+/// `kary:0` is Flux's name for a flat tree. Older versions accepted it; users now write `flat`.
 fn topology(text: &str, size: u32) -> Option<Finding> {
     let field = "spec.topology";
     match Topology::parse(text, size) {
         Err(reason) => Some(Finding::new(field, reason)),
         Ok(Topology::Kary(0)) if text != Topology::FLAT => {
-            let problem = format!("{text:?} is Flux's word for a flat tree: write {}", Topology::FLAT);
+            let problem = format!("{text:?} is Flux's name for a flat tree: write {}", Topology::FLAT);
             Some(Finding::new(field, problem).servable())
         }
         Ok(_) => None,
     }
 }
 
-/// A prefix is a directory that can be ours alone, and is removed with all that is in it: deep enough to be nobody else's,
-/// and by its name the place that it is.
+/// Checks the shape of a prefix. Uninstalling removes the whole directory, so it must be deep enough to belong to
+/// flux-distribute alone, and its path must not lead elsewhere through `..`.
 ///
 /// # Errors
-/// In words, with the path.
+/// If `path` is relative, has fewer than two parts or has a `..`; the message names the path.
 pub fn check_prefix(path: &Path) -> Result<(), String> {
     let is_plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
     if !(path.is_absolute() && path.components().count() > 2 && path.components().all(is_plain)) {
@@ -114,11 +115,12 @@ pub fn check_prefix(path: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// A prefix is written into units, scripts and configuration files, so a new one holds no character that means something in
-/// one of them. Instances and hosts that have such a prefix already go on, and are removed like others.
+/// Checks the characters of a new prefix. The prefix is written into units, scripts and configuration files, so it must not
+/// have a character that is special in one of them. Instances and hosts that already have such a prefix keep working and can
+/// be uninstalled.
 ///
 /// # Errors
-/// In words, with the path.
+/// If `path` has another character; the message names the path.
 pub fn check_prefix_characters(path: &Path) -> Result<(), String> {
     let is_allowed = |byte: &u8| byte.is_ascii_alphanumeric() || b"._/-".contains(byte);
     match path.as_os_str().as_encoded_bytes().iter().all(is_allowed) {
@@ -127,8 +129,8 @@ pub fn check_prefix_characters(path: &Path) -> Result<(), String> {
     }
 }
 
-/// What the schema of the API server's CRD knows may be newer than this program.
-fn words(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
+/// Refuses enum values that this program doesn't know. The installed CRD may be newer than this program and accept them.
+fn unknown_values(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     let unknown = [
         (
             "spec.resources.gpus",
@@ -154,8 +156,8 @@ fn words(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     ];
     for (field, word) in unknown {
         wrong.extend(word.map(|word| {
-            Finding::new(field, format!("this version of flux-distribute knows no {word:?}")).with_remedy(
-                "write one of the words that README lists, or finish the upgrade to a version that knows it",
+            Finding::new(field, format!("this version of flux-distribute doesn't know {word:?}")).with_remedy(
+                "write one of the values that README lists, or finish the upgrade to a version that knows it",
             )
         }));
     }
@@ -180,23 +182,23 @@ fn broker(broker: &Broker, wrong: &mut Vec<Finding>) {
     }
 }
 
-/// A user's name or number.
+/// Checks a user name or user ID.
 fn user(user: &str) -> Result<(), String> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if user.is_empty() || user.starts_with('-') || !user.chars().all(is_plain) {
-        return Err(format!("{user:?} is neither a user's name nor a number"));
+        return Err(format!("{user:?} is neither a user name nor a user ID"));
     }
-    // chown(2) and setresuid(2) take -1 for "as it is", which is root.
+    // chown(2) and setresuid(2) read -1 as "leave unchanged", so the broker would stay root.
     let is_number = user.chars().all(|c| c.is_ascii_digit());
     match is_number && user.parse().map_or(true, |uid: u32| uid == u32::MAX) {
-        true => Err(format!("{user} is no user's number: those end at {}", u32::MAX - 1)),
+        true => Err(format!("{user} is not a user ID: the largest is {}", u32::MAX - 1)),
         false => Ok(()),
     }
 }
 
 fn resources(resources: &InstanceResources, wrong: &mut Vec<Finding>) {
     for (index, key) in resources.properties.iter().enumerate().filter(|(_, key)| !is_label_key(key)) {
-        let problem = format!("{key:?} is no label's key such as topology.kubernetes.io/zone");
+        let problem = format!("{key:?} is not a label key such as topology.kubernetes.io/zone");
         wrong.push(Finding::new(format!("spec.resources.properties[{index}]"), problem));
     }
     if let Some(Err(error)) = resources.exclude.cores.as_deref().map(str::parse::<IdSet>) {
@@ -204,7 +206,7 @@ fn resources(resources: &InstanceResources, wrong: &mut Vec<Finding>) {
     }
     for (index, name) in resources.exclude.nodes.iter().enumerate().filter(|(_, name)| !is_subdomain(name)) {
         let field = format!("spec.resources.exclude.nodes[{index}]");
-        wrong.push(Finding::new(field, format!("{name:?} is no node's name")));
+        wrong.push(Finding::new(field, format!("{name:?} is not a node name")));
     }
 }
 
@@ -228,13 +230,14 @@ fn durations(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     }
 }
 
-/// As Kubernetes takes them: nothing in it could be an operator of Flux's `--requires` (RFC 20, RFC 31).
+/// True if Kubernetes accepts `key` as a label key. Such a key has no character that Flux's `--requires` would read as an
+/// operator (RFC 20, RFC 31).
 fn is_label_key(key: &str) -> bool {
     let (prefix, name) = key.split_once('/').map_or((None, key), |(prefix, name)| (Some(prefix), name));
     !name.is_empty() && is_label_value(name) && prefix.is_none_or(is_subdomain)
 }
 
-/// As Kubernetes takes them; an empty one too.
+/// True if Kubernetes accepts `value` as a label value, which may be empty.
 fn is_label_value(value: &str) -> bool {
     let is_edge = |c: Option<char>| c.is_none_or(|c| c.is_ascii_alphanumeric());
     value.len() <= 63
@@ -243,7 +246,7 @@ fn is_label_value(value: &str) -> bool {
         && value.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
 }
 
-/// A name of RFC 1123 with dots, as Kubernetes names nodes and most other objects.
+/// True if `name` is an RFC 1123 subdomain, as Kubernetes demands of the names of nodes and most other objects.
 pub fn is_subdomain(name: &str) -> bool {
     let label = |label: &str| {
         let is_plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
@@ -252,7 +255,8 @@ pub fn is_subdomain(name: &str) -> bool {
     name.len() <= 253 && name.split('.').all(label)
 }
 
-/// Reads a Flux Standard Duration (RFC 23) such as `30s`, `10m`, `1.5h`, `1d`; a bare number counts seconds.
+/// Parses a Flux Standard Duration (RFC 23) such as `30s`, `10m`, `1.5h` or `1d`; a bare number is in seconds. None if `text`
+/// is not one.
 pub fn parse_duration(text: &str) -> Option<Duration> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let factor = match &text[digits.len()..] {
@@ -269,10 +273,10 @@ pub fn parse_duration(text: &str) -> Option<Duration> {
     Duration::try_from_secs_f64(number * factor).ok()
 }
 
-/// [`parse_duration`] for an option of the command line or a field.
+/// [`parse_duration`] with an error message, for a command-line option or a field.
 ///
 /// # Errors
-/// In words, with an example.
+/// If `text` is not a duration; the message gives examples.
 pub fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).ok_or_else(|| format!("{text:?} is not a duration such as 30s, 10m or 24h"))
 }

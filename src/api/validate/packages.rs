@@ -1,4 +1,4 @@
-//! Where the packages come from: what can be checked without asking anybody.
+//! Checks `spec.packages`, without any network access.
 
 use crate::{
     api::{BundleSource, Finding, Packages},
@@ -7,36 +7,37 @@ use crate::{
     redact::{SECRET_WORDS, redacted, url_with_credentials},
 };
 
-/// In the CRD; a URL by its scheme.
+/// CRD pattern for a URL; it checks only the scheme.
 pub(in crate::api) const URL: &str = "^(https?|file)://.+$";
-/// In the CRD; what [`sha256`] takes.
+/// CRD pattern for a sha256: 64 hex digits in lower case.
 pub(in crate::api) const SHA256: &str = "^[0-9a-f]{64}$";
-/// In the CRD; what [`check_glibc`] takes.
+/// CRD pattern for what [`check_glibc`] accepts.
 pub(in crate::api) const GLIBC: &str = r"^[0-9]+(\.[0-9]+)+$";
-/// In the CRD; [`PLATFORMS`].
+/// CRD pattern for one of [`PLATFORMS`].
 pub(in crate::api) const PLATFORM: &str = "^linux-(64|aarch64)$";
 const PLATFORMS: [&str; 2] = ["linux-64", "linux-aarch64"];
 
-/// The API server's words for a URL with credentials, by a rule of the CRD.
-pub(in crate::api) const HAS_CREDENTIALS: &str = "has credentials in the URL, which everybody who may read the FluxInstance or \
-    ConfigMap flux-packages could read: put them into Secret flux-packages-access, key credentials.json";
-/// In CEL, the rule that [`HAS_CREDENTIALS`] is said by, of the URL in variable `name`: it has no user, no `/t/TOKEN/`, and no
-/// parameter with one of [`SECRET_WORDS`] in its name. Names that are written with `%` are found by [`url`] alone.
+/// Message of the CRD rule that refuses a URL with credentials.
+pub(in crate::api) const HAS_CREDENTIALS: &str = "has credentials in the URL, which everyone with read access to the FluxInstance \
+    or ConfigMap flux-packages could see: put them into Secret flux-packages-access, key credentials.json";
+/// CRD rule in CEL, with message [`HAS_CREDENTIALS`], on the URL in variable `name`: the URL must not have a user, a `/t/TOKEN/`
+/// or a parameter with one of [`SECRET_WORDS`] in its name. Only [`url`] finds a parameter name that is percent-encoded.
 pub(in crate::api) fn no_credentials(name: &str) -> String {
     let secret = SECRET_WORDS.join("|");
     format!("!{name}.matches('(?i)^https?://([^/?#]+@|[^?#]*/t/([^/?#.]+(/|$)|[^/?#]+/)|[^#]*[?&][^=&#]*({secret}))')")
 }
-/// In the CRD. The API server runs no rule on what may be endless.
+/// CRD limit on the number of channels. The API server refuses a rule on a list without a limit.
 pub(in crate::api) const MOST_CHANNELS: usize = 32;
-/// As [`MOST_CHANNELS`], in characters.
+/// CRD limit on the length of a URL, in characters, for the same reason as [`MOST_CHANNELS`].
 pub(in crate::api) const LONGEST_URL: usize = 2048;
 
-/// What is wrong with a URL of the spec at `field`, if something is.
+/// Returns what is wrong with the URL at `field` of the spec, if anything.
 fn url(field: &str, given: &str) -> Option<Finding> {
     credentials_in(field, given).or_else(|| no_url(field, given))
 }
 
-/// The same of a URL that paths are put behind: its last part is a directory, and may be conda's token.
+/// As [`url`], for a URL to which paths are appended: its last part is a directory, so it may be the TOKEN of conda's
+/// `/t/TOKEN/`.
 fn base(field: &str, given: &str) -> Option<Finding> {
     let has_more = || {
         let problem = format!(
@@ -53,13 +54,13 @@ fn base(field: &str, given: &str) -> Option<Finding> {
 fn credentials_in(field: &str, url: &str) -> Option<Finding> {
     let safe = url_with_credentials(url)?;
     let problem = format!(
-        "{safe} has credentials, which everybody who may read the FluxInstance or ConfigMap flux-packages could read"
+        "{safe} has credentials, which everyone with read access to the FluxInstance or ConfigMap flux-packages could see"
     );
     Some(Finding::new(field, problem).with_remedy(credentials_remedy()))
 }
 
 fn no_url(field: &str, given: &str) -> Option<Finding> {
-    // Without its scheme, what it is can't be told.
+    // Without a scheme, `redacted` can't find the credentials before the `@`, so the message doesn't quote the text.
     let shown = if given.contains('@') { "it".to_owned() } else { format!("{:?}", redacted(given)) };
     (!is_url(given)).then(|| Finding::new(field, format!("{shown} is not an http, https or file URL")))
 }
@@ -67,7 +68,7 @@ fn no_url(field: &str, given: &str) -> Option<Finding> {
 pub(super) fn validate(packages: &Packages, wrong: &mut Vec<Finding>) {
     let asks = !(packages.channels.is_empty() && packages.specs.is_empty());
     if packages.bundle.is_some() && (asks || packages.lock.is_some()) {
-        let problem = "has a bundle and something else: a bundle holds a whole package set";
+        let problem = "has a bundle and channels, specs or a lock: a bundle holds a whole package set";
         wrong.push(Finding::new("spec.packages", problem));
     } else if packages.lock.is_some() && asks {
         let problem = "has a lock and channels or specs: a lock names every package already";
@@ -76,7 +77,7 @@ pub(super) fn validate(packages: &Packages, wrong: &mut Vec<Finding>) {
     if let Some(source) = &packages.bundle {
         bundle(source, wrong);
     }
-    // Against the platforms that can be one: what is wrong with the others is said below.
+    // Check the lock only against valid platform names; the invalid ones get a finding of their own below.
     let platforms: Vec<_> = packages.platforms.iter().filter(|name| is_platform(name)).cloned().collect();
     if let Some(Err(error)) = packages.lock.as_deref().map(|lock| check_lock(lock, &platforms)) {
         wrong.push(Finding::new("spec.packages.lock", error_chain(&error)));
@@ -87,7 +88,7 @@ pub(super) fn validate(packages: &Packages, wrong: &mut Vec<Finding>) {
     }
     wrong.extend(packages.mirror.as_ref().and_then(|mirror| base("spec.packages.mirror", mirror)));
     if packages.keep == Some(0) {
-        let problem = "is 0: the environment in use is kept always, so write at least 1";
+        let problem = "is 0: the environment in use is always kept, so write at least 1";
         wrong.push(Finding::new("spec.packages.keep", problem));
     }
     for (index, channel) in packages.channels.iter().enumerate() {

@@ -249,7 +249,7 @@ fn a_cordoned_member_is_drained_from_an_epoch_s_first_roster_on() {
     let Decision::Write(next) = decide(&world.seen()) else { panic!("no epoch") };
     assert_eq!(next.epoch, 2);
     world.roster = Some(*next);
-    let drained: Vec<_> = world.told("node1").drain.into_values().collect();
+    let drained: Vec<_> = world.projected("node1").drain.into_values().collect();
     assert_eq!(drained, ["2".parse().unwrap()], "a planner that dies here must not have it undrained");
 }
 
@@ -333,8 +333,8 @@ fn a_cordon_drains_and_an_uncordon_takes_it_back_but_conditions_do_neither() {
     world.nodes[0].cordoned = false;
     world.nodes[2].deleting = true;
     assert_eq!(drained(&mut world), [(2, "the node is being deleted".to_owned())]);
-    assert_eq!(world.told("node3").draining.as_deref(), Some("the node is being deleted"));
-    assert_eq!(world.told("node2").draining, None);
+    assert_eq!(world.projected("node3").draining.as_deref(), Some("the node is being deleted"));
+    assert_eq!(world.projected("node2").draining, None);
     assert_eq!((world.wants("node3"), world.rank("node3")), (Want::Run, Some(2)));
 }
 
@@ -380,13 +380,13 @@ fn a_lead_that_does_not_come_up_takes_the_instance_back_once() {
 #[test]
 fn a_member_whose_lead_misses_it_is_told() {
     let mut world = idle();
-    assert!(!world.told("node2").missed);
+    assert!(!world.projected("node2").missed);
     world.reports.get_mut("node1").unwrap().offline = vec![1];
-    assert!(world.told("node2").missed && !world.told("node3").missed);
+    assert!(world.projected("node2").missed && !world.projected("node3").missed);
     // It says so itself.
     let report = world.reports.get_mut("node2").unwrap();
     (report.phase, report.adopted) = (NodePhase::Offline, None);
-    assert!(!world.told("node2").missed);
+    assert!(!world.projected("node2").missed);
 }
 
 #[test]
@@ -506,7 +506,7 @@ fn an_instance_that_was_shut_down_begins_no_epoch_before_somebody_says_so() {
         assert!(line.contains("shut the instance down") && line.contains("annotate fxi flux"), "{what}: {line}");
         assert_eq!(told.holding("Degraded").unwrap().reason, "ShutDown", "{what}");
         assert_eq!([1, 2, 3].map(|n| world.wants(&format!("node{n}"))), [Want::Run, Want::Install, Want::Install]);
-        assert!(world.told("node2").reason.unwrap().contains("shut the instance down"));
+        assert!(world.projected("node2").reason.unwrap().contains("shut the instance down"));
 
         world.restart_word = Some("go on");
         world.settle();
@@ -554,6 +554,6 @@ fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_gives_it_no_jobs
         let mut world = idle();
         world.reports.get_mut("node2").unwrap().phase = NodePhase::Offline;
         change(&mut world);
-        assert_eq!(world.told("node2").missed, missed, "{what}");
+        assert_eq!(world.projected("node2").missed, missed, "{what}");
     }
 }

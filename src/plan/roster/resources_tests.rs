@@ -100,7 +100,7 @@ fn a_node_that_has_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
             world.settle();
             assert_eq!(declared(&world, rank), before, "{reason}");
             assert_eq!(drain(&world, rank), Some((reason.to_owned(), false)));
-            assert!(world.told("node1").drain.values().any(|ranks| ranks.contains(rank)));
+            assert!(world.projected("node1").drain.values().any(|ranks| ranks.contains(rank)));
             world.online("node1");
             world.online("node2");
         }
@@ -109,7 +109,7 @@ fn a_node_that_has_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
         let (cores, gpus, excluded) = expected;
         assert_eq!(declared(&world, rank), (cores.to_owned(), gpus, excluded), "{reason}");
         assert_eq!(drain(&world, rank), None);
-        assert!(world.told("node1").revision > world.reports["node1"].applied_revision.unwrap());
+        assert!(world.projected("node1").revision > world.reports["node1"].applied_revision.unwrap());
     }
 }
 
@@ -209,7 +209,7 @@ fn an_excluded_member_is_not_drained_and_may_leave_all_the_same() {
     (world.spec.size, world.nodes[1].cordoned) = (Some(1), true);
     world.settle();
     says(&mut world, "", "");
-    assert_eq!(world.told("node1").drain, BTreeMap::new(), "Flux refuses to drain whom it excludes");
+    assert_eq!(world.projected("node1").drain, BTreeMap::new(), "Flux refuses to drain whom it excludes");
     assert_eq!(world.wants("node2"), crate::api::Want::Run, "the lead has not taken it in");
     world.online("node1");
     says(&mut world, "", "");
@@ -273,7 +273,7 @@ fn labels_and_mixed_architectures_are_properties_and_their_change_is_told_to_the
     world.nodes.iter_mut().for_each(|node| node.architecture = "amd64".into());
     world.settle();
     assert_eq!((of(&world, 0), of(&world, 1)), (String::new(), "zone=eu-1a".to_owned()));
-    assert!(world.told("node1").revision > world.reports["node1"].applied_revision.unwrap());
+    assert!(world.projected("node1").revision > world.reports["node1"].applied_revision.unwrap());
 
     world.nodes[1].architecture = "arm64".into();
     world.settle();

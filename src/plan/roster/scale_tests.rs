@@ -56,14 +56,14 @@ fn more_nodes_than_a_default_max_size_are_said_with_both_numbers_and_each_withou
     let mut world = World::up(2);
     world.roster.as_mut().unwrap().settings.max_size = 3;
     (3..=6).for_each(|number| world.add(&format!("node{number}"), number));
-    assert_eq!(world.told("node6").reason, None, "there is room for one more");
+    assert_eq!(world.projected("node6").reason, None, "there is room for one more");
     (3..=6).for_each(|number| world.passed(&format!("node{number}"), 2));
     world.settle();
     assert_eq!(members(&world), 3);
     let words = denied(&world).unwrap();
     assert!(words.contains("6 members and eligible nodes are more than maxSize 3"), "{words}");
     assert_eq!(
-        (world.told("node6").want, world.told("node6").reason.as_deref()),
+        (world.projected("node6").want, world.projected("node6").reason.as_deref()),
         (Want::Install, Some("maxSize is 3"))
     );
     world.nodes.iter_mut().take(3).for_each(|member| member.cordoned = true);
@@ -71,7 +71,7 @@ fn more_nodes_than_a_default_max_size_are_said_with_both_numbers_and_each_withou
     world.spec.max_size = Some(3);
     assert_eq!(denied(&world), None, "it is what was asked for");
     world.spec.size = Some(3);
-    assert_eq!(world.told("node6").reason.as_deref(), Some("size is 3"));
+    assert_eq!(world.projected("node6").reason.as_deref(), Some("size is 3"));
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn who_comes_back_goes_before_an_older_node_that_was_never_here() {
         world.spec.size = Some(4);
         world.settle();
         assert_eq!((world.rank("node4"), world.rank("older")), (Some(3), None), "maxSize {max_size}");
-        assert_eq!(world.told("older").reason.as_deref(), Some("size is 4"));
+        assert_eq!(world.projected("older").reason.as_deref(), Some("size is 4"));
     }
 }
 
@@ -161,7 +161,7 @@ fn a_rank_that_waits_for_its_node_is_given_back_where_no_other_is_free() {
     world.passed("other", 2);
     world.settle();
     assert_eq!(world.rank("other"), None);
-    let words = world.told("other").reason.unwrap();
+    let words = world.projected("other").reason.unwrap();
     assert!(words.contains("kept for the node whose name it has"), "{words}");
 }
 
@@ -189,7 +189,7 @@ fn a_node_that_returns_in_time_goes_on_with_its_rank_and_its_broker() {
     node.deleting = true;
     world.nodes.push(node.clone());
     world.settle();
-    let drained = |world: &World| world.told("node1").drain.values().any(|ranks| ranks.contains(2));
+    let drained = |world: &World| world.projected("node1").drain.values().any(|ranks| ranks.contains(2));
     assert!(drained(&world), "it is being deleted");
     world.nodes.pop();
     world.settle();
@@ -230,7 +230,7 @@ fn a_node_that_stays_away_leaves_an_undrained_spare_behind() {
         assert_eq!((&roster.ranks[&rank].member, &roster.ranks[&rank].drain), (&None, &None));
         assert!(roster.ranks[&rank].resources.is_some(), "what it declares stays");
     }
-    let drained = |world: &World| world.told("node1").drain.into_values().flat_map(|ranks| ranks.0).collect::<Vec<_>>();
+    let drained = |world: &World| world.projected("node1").drain.into_values().flat_map(|ranks| ranks.0).collect::<Vec<_>>();
     assert_eq!(drained(&world), [2, 3], "the brokers may go on without their Nodes");
     let mut without = world.reports["node1"].clone();
     without.offline = vec![2, 3];
@@ -293,7 +293,7 @@ fn a_broker_whose_node_is_gone_for_good_gets_no_jobs_and_is_stopped_once_it_is_i
         let lead = world.reports.get_mut("node1").unwrap();
         (lead.drained, lead.allocated) =
             (drained.map(|ranks| ranks.parse().unwrap()), allocated.map(|ranks| ranks.parse().unwrap()));
-        assert_eq!(world.told("node1").drain["its node has left the instance"].to_string(), "2");
+        assert_eq!(world.projected("node1").drain["its node has left the instance"].to_string(), "2");
         let spec = told_to(&world, "node3").unwrap();
         assert_eq!((spec.want, spec.rank), (want, Some(2)), "{drained:?} {allocated:?}");
         assert!(spec.draining.is_some());

@@ -177,10 +177,10 @@ impl World {
     }
 
     pub fn wants(&self, node: &str) -> Want {
-        self.told(node).want
+        self.projected(node).want
     }
 
-    pub fn told(&self, node: &str) -> FluxNodeSpec {
+    pub fn projected(&self, node: &str) -> FluxNodeSpec {
         let node = self.nodes.iter().find(|view| view.name == node).unwrap();
         project(&self.seen(), self.roster.as_ref(), node)
     }
@@ -272,7 +272,7 @@ fn a_burst_of_joins_is_one_live_change_and_one_more_for_all_who_come_during_it()
         let before = world.roster.as_ref().unwrap().revision;
         world.settle();
         assert_eq!(world.roster.as_ref().unwrap().revision, before + 1);
-        assert_eq!((world.told("node1").revision, world.wants("node3")), (before + 1, Want::Install));
+        assert_eq!((world.projected("node1").revision, world.wants("node3")), (before + 1, Want::Install));
     }
     world.online("node1");
     assert!((3..=8).all(|number| world.wants(&format!("node{number}")) == Want::Run));
@@ -418,9 +418,9 @@ fn a_roster_that_comes_back_drains_those_who_are_to_be_drained_now() {
     world.now += 3600;
     let Decision::Write(back) = decide(&world.seen()) else { panic!("no roster") };
     world.roster = Some(*back);
-    let told = world.told("node3");
+    let told = world.projected("node3");
     assert_eq!((told.want, told.overdue), (Want::Run, false));
-    let drained: Vec<_> = world.told("node1").drain.into_values().collect();
+    let drained: Vec<_> = world.projected("node1").drain.into_values().collect();
     assert_eq!(drained, ["1".parse().unwrap()]);
     // Who is to leave still has all of its time.
     let lost = Roster { ranks: lost.ranks, ..world.roster.take().unwrap() };
@@ -595,7 +595,7 @@ fn a_lead_is_silent_if_most_of_those_that_hang_on_it_miss_it_or_anybody_does_and
         let roster = world.roster.as_ref().unwrap();
         assert_eq!(is_lead_silent(&world.seen(), roster), silent, "{what}");
         assert_eq!(is_online(&world.seen(), roster, 0), !silent, "{what}");
-        let told = world.told("node1");
+        let told = world.projected("node1");
         assert_eq!((told.missed, told.reason.is_some()), (silent, silent), "{what}");
     }
 }

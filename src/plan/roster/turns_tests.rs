@@ -107,7 +107,7 @@ fn the_first_words_are_kept_and_told_whoever_plans_and_whatever_follows() {
         panic!("{:?}", hopeless.told())
     };
     assert!(message.contains(WORDS) && message.contains("on 4 of 4 nodes"), "{message}");
-    assert!(hopeless.world.told("node3").reason.unwrap().contains(WORDS));
+    assert!(hopeless.world.projected("node3").reason.unwrap().contains(WORDS));
 }
 
 #[test]
