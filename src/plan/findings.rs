@@ -95,8 +95,9 @@ fn nobody_left(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
     members.peek()?;
     members.all(|(rank, entry)| is_to_be_excluded(seen, *rank, entry)).then(|| NotApplied {
         reason: "AllExcluded",
-        message: "spec.resources.exclude names every member, so no job can run: leave out at least one node, or add one"
-            .to_owned(),
+        message:
+            "spec.resources.exclude names every member, so no job can run: leave out at least one node, or add one"
+                .to_owned(),
     })
 }
 

@@ -41,7 +41,9 @@ mod tests {
         ] {
             assert_eq!(too_old(major, minor).is_some(), refused, "{major}.{minor}");
         }
-        let Some(Obstacle::Problem { message, .. }) = too_old("1", "29+") else { panic!("Kubernetes 1.29 is supported") };
+        let Some(Obstacle::Problem { message, .. }) = too_old("1", "29+") else {
+            panic!("Kubernetes 1.29 is supported")
+        };
         assert!(message.starts_with("Kubernetes 1.29 has no") && message.ends_with("1.30 or newer"), "{message}");
     }
 }

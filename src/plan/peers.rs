@@ -147,7 +147,8 @@ impl<'a> Set<'a> {
         let mut without = Vec::new();
         for index in lacking {
             let fetcher = &self.fetchers[index];
-            let kept = fetcher.assignment(self.digest).filter(|assigned| self.is_good(fetcher, assigned, &tree)).cloned();
+            let kept =
+                fetcher.assignment(self.digest).filter(|assigned| self.is_good(fetcher, assigned, &tree)).cloned();
             match kept.or_else(|| tree.next().map(|peers| self.assign(peers))) {
                 Some(assigned) => next.push((index, Some(assigned))),
                 None => without.push(index),

@@ -137,8 +137,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
     if let Some((roster, rank)) = roster.and_then(former).filter(|(roster, rank)| may_carry_jobs(seen, roster, *rank)) {
         (spec.rank, spec.epoch, spec.revision) = (Some(rank), roster.epoch, revision_for(roster, rank));
         spec.draining = Some(HAS_LEFT.to_owned());
-        spec.reason =
-            Some(format!("jobs may still run on ranks below rank {rank}, which this node had before"));
+        spec.reason = Some(format!("jobs may still run on ranks below rank {rank}, which this node had before"));
         return spec;
     }
     match eligible(node, &seen.spec.nodes) {
@@ -213,5 +212,7 @@ fn may_start(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let applied = lead.and_then(|lead| seen.reports.get(&lead.node)).and_then(|report| report.applied_revision);
     let declared = roster.ranks.get(&rank).filter(|entry| entry.resources.is_some()).map(|entry| entry.revision);
     let is_applied = declared.is_some_and(|declared| applied >= Some(declared));
-    is_applied && is_online(seen, roster, 0) && parent(roster, rank).is_none_or(|parent| is_online(seen, roster, parent))
+    is_applied
+        && is_online(seen, roster, 0)
+        && parent(roster, rank).is_none_or(|parent| is_online(seen, roster, parent))
 }

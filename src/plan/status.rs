@@ -267,8 +267,9 @@ fn scale_denied(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
         Some(next) => format!("maxSize {next} takes effect at the next coordinated restart"),
         None => "to allow more, set spec.maxSize".to_owned(),
     };
-    let message =
-        format!("{are} more than maxSize {max_size} of the running epoch, so at most {max_size} nodes have a rank; {more}");
+    let message = format!(
+        "{are} more than maxSize {max_size} of the running epoch, so at most {max_size} nodes have a rank; {more}"
+    );
     (true, "MoreThanMaxSize", message)
 }
 

@@ -52,7 +52,8 @@ fn validate_requirement(requirement: &LabelSelectorRequirement, field: &str, wro
             wrong.push(Finding::new(format!("{field}.values"), format!("is empty, but {operator} needs values")));
         }
         "Exists" | "DoesNotExist" if has_values => {
-            wrong.push(Finding::new(format!("{field}.values"), format!("is not empty, but {operator} takes no values")));
+            wrong
+                .push(Finding::new(format!("{field}.values"), format!("is not empty, but {operator} takes no values")));
         }
         operator => one_of(&SELECTOR_OPERATORS, operator, format!("{field}.operator"), wrong),
     }

@@ -108,8 +108,16 @@ fn one_node_asks_the_source_and_the_others_wait_for_a_holder() {
     let asker = || node(1).assigned(&[], JUST_NOW).phase(Installing);
     for (what, nodes, expected) in [
         ("the first node asks", vec![node(1), node(2), node(3)], vec!["source", "-", "-"]),
-        ("until it has begun, the others wait", vec![asker().phase(Waiting), node(2), node(3)], vec!["source", "-", "-"]),
-        ("a node that can't serve is not waited for", vec![asker().mute(), node(2), node(3)], vec!["source", "source", "-"]),
+        (
+            "until it has begun, the others wait",
+            vec![asker().phase(Waiting), node(2), node(3)],
+            vec!["source", "-", "-"],
+        ),
+        (
+            "a node that can't serve is not waited for",
+            vec![asker().mute(), node(2), node(3)],
+            vec!["source", "source", "-"],
+        ),
         ("it holds the set", vec![asker().holds(), node(2), node(3)], vec!["source", "1", "1"]),
         ("it has failed", vec![asker().phase(Failed), node(2), node(3)], vec!["source", "source", "-"]),
         ("its Node is not Ready", vec![asker().gone(), node(2), node(3)], vec!["source", "source", "-"]),
@@ -338,7 +346,12 @@ fn run(nodes: &mut [Node], mut finishes: impl FnMut(usize) -> bool) -> i64 {
             node.assigned = assigned;
         }
         // A planner that has just taken over makes the same assignments.
-        assert!(nodes.iter().zip(assign(nodes, round + 1)).all(|(node, assigned)| node.assigned.is_none() || node.assigned == assigned));
+        assert!(
+            nodes
+                .iter()
+                .zip(assign(nodes, round + 1))
+                .all(|(node, assigned)| node.assigned.is_none() || node.assigned == assigned)
+        );
         if nodes.iter().all(|node| !node.report.holds.is_empty()) {
             return round;
         }
@@ -420,7 +433,8 @@ fn nodes_that_fail_leave_or_come_back_get_the_packages_in_the_end() {
         for now in 0.. {
             let next = assign(&nodes, now);
             for (node, assigned) in nodes.iter_mut().zip(next) {
-                let asks = assigned.as_ref().is_some_and(|assigned| assigned.peers.is_empty()) && node.assigned != assigned;
+                let asks =
+                    assigned.as_ref().is_some_and(|assigned| assigned.peers.is_empty()) && node.assigned != assigned;
                 askers += usize::from(asks);
                 node.assigned = assigned;
             }

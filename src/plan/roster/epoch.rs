@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use super::{
     Observed, candidates, facts, format, holds, is_online, is_ready, is_shut_down, lacks_since, lead_report, limit,
-    may_declare_less, member, properties, resources, participant_count,
+    may_declare_less, member, participant_count, properties, resources,
 };
 use crate::{
     api::{
@@ -185,7 +185,8 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
 
 /// As [`pending`], for an epoch that an older version began.
 fn pending_by_format(seen: &Observed, roster: &Roster) -> Option<String> {
-    let difference = "from the next epoch on, nodes that join have their own names, and no cores are lost when they join";
+    let difference =
+        "from the next epoch on, nodes that join have their own names, and no cores are lost when they join";
     (roster.format < format(seen)).then(|| difference.to_owned())
 }
 

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use super::{
     Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, epoch::next_epoch, format,
-    has_failed, has_passed, holds_another, is_deep, is_of_instance, limit, properties, participant_count, turns, was_named,
+    has_failed, has_passed, holds_another, is_deep, is_of_instance, limit, participant_count, properties, turns,
+    was_named,
 };
 use crate::{
     api::{FailedLeads, FluxNodeStatus, Roster, packed},

@@ -10,7 +10,7 @@ type Change = fn(&mut World);
 /// Cores, GPUs, excluded.
 type Shown = (&'static str, u32, bool);
 
-/// Two nodes, each with 8 cores and 2 GPUs, and what the lead says of its broker.
+/// Two nodes with 8 cores and 2 GPUs each, both online.
 fn world() -> World {
     let mut world = World::up(2);
     for node in ["node1", "node2"] {
@@ -31,7 +31,7 @@ fn says(world: &mut World, drained: &str, allocated: &str) {
     (lead.drained, lead.allocated) = (Some(drained.parse().unwrap()), Some(allocated.parse().unwrap()));
 }
 
-/// What the lead says now is about the drain that is wanted now, and what is missing has been for long.
+/// Lets enough time pass that the lead's report is about the present drain and that `spec.resources.retain` is over.
 fn time_passes(world: &mut World) {
     world.now += 600;
 }
@@ -50,7 +50,7 @@ fn declared(world: &World, rank: Rank) -> (String, u32, bool) {
 }
 
 #[test]
-fn a_node_that_has_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
+fn a_node_with_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
     let table: [(Change, Rank, &str, Shown); 8] = [
         (|w| has(w, "node2", 6, 2), 1, "it has 6 cores, 8 are declared", ("0-5", 2, false)),
         (|w| has(w, "node1", 6, 4), 0, "it has 6 cores, 8 are declared", ("0-5", 4, false)),
@@ -82,9 +82,10 @@ fn a_node_that_has_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
         change(&mut world);
         says(&mut world, "0-1", "");
         world.settle();
-        assert_eq!(declared(&world, rank), before, "the lead speaks of an earlier drain");
+        assert_eq!(declared(&world, rank), before, "the lead's report may be about an earlier drain");
         time_passes(&mut world);
-        // Nobody has told the lead yet; it is not drained yet; a job runs there; the lead is away; the node is.
+        // The lead has neither drained nor emptied the rank; jobs run there; it is drained but jobs still run; the lead is away;
+        // the node is away.
         let steps: [Change; 5] = [
             |w| says(w, "", ""),
             |w| says(w, "", "0-1"),
@@ -114,7 +115,7 @@ fn a_node_that_has_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
 }
 
 #[test]
-fn a_node_that_has_more_is_told_at_once_beside_its_jobs() {
+fn a_node_that_has_more_declares_it_at_once_beside_its_jobs() {
     let mut world = world();
     says(&mut world, "", "0-1");
     has(&mut world, "node2", 16, 4);
@@ -133,7 +134,7 @@ fn a_node_that_has_more_is_told_at_once_beside_its_jobs() {
 }
 
 #[test]
-fn a_node_that_has_again_what_it_declares_is_drained_no_more() {
+fn a_node_that_again_has_all_that_it_declares_is_undrained() {
     let mut world = world();
     says(&mut world, "", "1");
     has(&mut world, "node2", 6, 2);
@@ -145,18 +146,18 @@ fn a_node_that_has_again_what_it_declares_is_drained_no_more() {
 }
 
 #[test]
-fn a_gpu_that_is_back_within_minutes_was_declared_all_the_time() {
+fn a_gpu_that_is_back_within_minutes_stays_declared() {
     let at_once: Change = |world| world.spec.resources.retain = Some("0s".to_owned());
     for (what, change, secs, expected) in [
-        ("a driver that is loaded again", (|_| {}) as Change, 599, 2),
-        ("one that is gone", |_| {}, 600, 0),
-        ("the spec says how long", |world| world.spec.resources.retain = Some("1h".to_owned()), 3599, 2),
-        ("the spec says not at all", at_once, 6, 0),
+        ("a driver that is reloaded", (|_| {}) as Change, 599, 2),
+        ("a GPU that is gone", |_| {}, 600, 0),
+        ("a longer time in the spec", |world| world.spec.resources.retain = Some("1h".to_owned()), 3599, 2),
+        ("no time in the spec", at_once, 6, 0),
         ("a device plugin takes them", |world| world.nodes[1].advertises_gpus = true, 6, 0),
     ] {
         let mut world = world();
         says(&mut world, "1", "");
-        // An old drain for another reason is no patience.
+        // An old drain for another reason must not count as waiting for the GPU.
         world.nodes[1].cordoned = true;
         world.settle();
         world.now += 86400;
@@ -166,7 +167,7 @@ fn a_gpu_that_is_back_within_minutes_was_declared_all_the_time() {
         world.now += secs;
         world.settle();
         assert_eq!(declared(&world, 1).1, expected, "{what}");
-        // Nor does an epoch that begins meanwhile take it.
+        // An epoch that begins meanwhile must not change that.
         let roster = world.roster.as_ref().unwrap();
         world.roster = epoch::next_epoch(&world.seen(), roster, roster.settings.clone());
         assert_eq!(declared(&world, 1).1, expected, "{what}, in the next epoch");
@@ -192,7 +193,7 @@ fn facts_that_vanish_change_nothing() {
     assert_eq!((declared(&world, 1), drain(&world, 1)), (("0-7".to_owned(), 2, false), None));
 }
 
-/// The second node gets no jobs, as it was idle when that was said.
+/// Excludes the second node, which was idle, so that it gets no jobs.
 fn with_an_excluded_member() -> World {
     let mut world = world();
     exclude(&mut world, json!({"nodes": ["node2"]}));
@@ -204,26 +205,26 @@ fn with_an_excluded_member() -> World {
 }
 
 #[test]
-fn an_excluded_member_is_not_drained_and_may_leave_all_the_same() {
+fn an_excluded_member_can_leave_without_being_drained() {
     let mut world = with_an_excluded_member();
     (world.spec.size, world.nodes[1].cordoned) = (Some(1), true);
     world.settle();
     says(&mut world, "", "");
-    assert_eq!(world.projected("node1").drain, BTreeMap::new(), "Flux refuses to drain whom it excludes");
-    assert_eq!(world.wants("node2"), crate::api::Want::Run, "the lead has not taken it in");
+    assert_eq!(world.projected("node1").drain, BTreeMap::new(), "Flux refuses to drain an excluded rank");
+    assert_eq!(world.wants("node2"), crate::api::Want::Run, "the lead has not applied the exclusion yet");
     world.online("node1");
     says(&mut world, "", "");
     assert_eq!(world.wants("node2"), crate::api::Want::Leave);
 }
 
 #[test]
-fn a_cordoned_member_that_is_not_excluded_any_more_gets_no_jobs_before_it_is_uncordoned() {
+fn a_cordoned_member_stays_excluded_until_it_is_uncordoned() {
     let mut world = with_an_excluded_member();
     world.nodes[1].cordoned = true;
     world.settle();
     exclude(&mut world, json!({}));
     world.settle();
-    assert!(declared(&world, 1).2, "Flux has not drained whom it has excluded");
+    assert!(declared(&world, 1).2, "Flux could not drain the excluded rank, so jobs would start there");
     world.nodes[1].cordoned = false;
     world.settle();
     assert!(!declared(&world, 1).2);
@@ -242,14 +243,14 @@ fn a_rank_stays_excluded_until_its_broker_is_out_of_the_overlay() {
     world.now += 601;
     world.settle();
     assert_eq!(entry(&world, 1).member, None);
-    assert!(excluded(&world), "its broker may go on without its Node");
+    assert!(excluded(&world), "its broker may still run without its Node");
     world.reports.get_mut("node1").unwrap().offline = vec![1];
     world.settle();
     assert!(!excluded(&world));
 }
 
 #[test]
-fn who_joins_or_begins_an_epoch_declares_what_it_has() {
+fn a_joining_node_and_a_new_epoch_declare_what_the_nodes_have() {
     let mut world = world();
     exclude(&mut world, json!({"lead": true, "cores": "0"}));
     world.add("node3", 3);
@@ -265,7 +266,7 @@ fn who_joins_or_begins_an_epoch_declares_what_it_has() {
 }
 
 #[test]
-fn labels_and_mixed_architectures_are_properties_and_their_change_is_told_to_the_lead() {
+fn the_lead_gets_changes_of_labels_and_architectures_as_properties() {
     let mut world = world();
     let of = |world: &World, rank| entry(world, rank).properties.into_iter().collect::<Vec<_>>().join(" ");
     world.spec.resources.properties = vec!["zone".to_owned()];
@@ -283,14 +284,14 @@ fn labels_and_mixed_architectures_are_properties_and_their_change_is_told_to_the
     assert_eq!((of(&world, 0), of(&world, 1)), ("amd64".to_owned(), "arm64 zone=eu-1a".to_owned()));
     world.now += 601;
     world.settle();
-    assert_eq!((of(&world, 0), of(&world, 1)), (String::new(), String::new()), "nobody holds rank 1 any more");
+    assert_eq!((of(&world, 0), of(&world, 1)), (String::new(), String::new()), "rank 1 has no member any more");
     world.nodes.push(gone);
     world.reports.get_mut("node2").unwrap().adopted = None;
     world.settle();
     assert_eq!((of(&world, 0), of(&world, 1)), ("amd64".to_owned(), "arm64 zone=eu-1a".to_owned()));
 }
 
-/// Numbers without pattern, the same in every run.
+/// Pseudo-random numbers, the same in each run.
 struct Dice(u64);
 
 impl Dice {
@@ -303,7 +304,7 @@ impl Dice {
 }
 
 #[test]
-fn whatever_comes_no_rank_declares_less_while_a_job_may_hold_it() {
+fn at_random_no_rank_declares_less_while_a_job_may_hold_it() {
     let (mut dice, mut world, mut corrected) = (Dice(1), world(), 0);
     world.spec.resources.retain = Some("3s".to_owned());
     for _ in 0..5000 {
@@ -326,7 +327,7 @@ fn whatever_comes_no_rank_declares_less_while_a_job_may_hold_it() {
         let set = |dice: &mut Dice| ["", "0", "1", "0-1"][dice.below(4) as usize].parse::<IdSet>().unwrap();
         let (drained, allocated) = (set(&mut dice), set(&mut dice));
         says(&mut world, &drained.to_string(), &allocated.to_string());
-        // One step, not until nothing changes any more: what is drained by one decision is corrected by another.
+        // Decide only once: one decision drains a rank, and a later one corrects what it declares.
         if let Decision::Write(next) = decide(&world.seen()) {
             world.roster = Some(*next);
         }
@@ -341,5 +342,5 @@ fn whatever_comes_no_rank_declares_less_while_a_job_may_hold_it() {
             }
         }
     }
-    assert!(corrected > 100, "{corrected}");
+    assert!(corrected > 100, "only {corrected} corrections");
 }

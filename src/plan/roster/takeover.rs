@@ -7,7 +7,7 @@
 use super::{
     Observed,
     epoch::{next_epoch, with_closing},
-    facts, is_lead_fixed, is_online, is_ready, member, rank_of, says_online, participant_count,
+    facts, is_lead_fixed, is_online, is_ready, member, participant_count, rank_of, says_online,
 };
 use crate::{
     api::{Adopted, Closing, IdSet, Rank, Roster, RosterEntry, Takeover},
