@@ -148,9 +148,9 @@ mod tests {
             (json!({"state": {"dumpEvery": "1h"}}), "state.dumpEvery", Effect::Live),
         ] {
             let new = spec(&value);
-            let told = changes(&old, &new);
-            assert_eq!(told.len(), 1, "{value}: {told:?}");
-            assert_eq!((told[0].field.as_str(), told[0].effect), (field, effect));
+            let changed = changes(&old, &new);
+            assert_eq!(changed.len(), 1, "{value}: {changed:?}");
+            assert_eq!((changed[0].field.as_str(), changed[0].effect), (field, effect));
             let restarts = pending(&running, &new, "digest", "certificate").is_some();
             let is_next = matches!(effect, Effect::NextEpoch | Effect::NextEpochNewOwner);
             assert_eq!(is_next, restarts, "{value}");
@@ -188,10 +188,13 @@ mod tests {
             (json!({}), bundle("https://new/b.tgz", &a), vec![("packages.bundle", Effect::NextEpoch)]),
         ] {
             let (old, new) = (spec(&old), spec(&new));
-            let told: Vec<_> = changes(&old, &new).into_iter().map(|change| (change.field, change.effect)).collect();
+            let changed: Vec<_> = changes(&old, &new).into_iter().map(|change| (change.field, change.effect)).collect();
             let restarts = pending(&settings(&old, 3, &digest(&old), "c"), &new, &digest(&new), "c").is_some();
-            assert_eq!(restarts, expected.iter().any(|(_, effect)| *effect == Effect::NextEpoch), "{told:?}");
-            assert_eq!(told, expected.iter().map(|(field, effect)| ((*field).to_owned(), *effect)).collect::<Vec<_>>());
+            assert_eq!(restarts, expected.iter().any(|(_, effect)| *effect == Effect::NextEpoch), "{changed:?}");
+            assert_eq!(
+                changed,
+                expected.iter().map(|(field, effect)| ((*field).to_owned(), *effect)).collect::<Vec<_>>()
+            );
         }
     }
 }

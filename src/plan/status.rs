@@ -389,8 +389,8 @@ mod tests {
     use super::*;
     use crate::plan::roster::tests::World;
 
-    fn waiting(words: &str) -> Obstacle {
-        Obstacle::Waiting(words.to_owned())
+    fn waiting(reason: &str) -> Obstacle {
+        Obstacle::Waiting(reason.to_owned())
     }
 
     fn problem(reason: &'static str) -> Obstacle {

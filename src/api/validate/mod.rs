@@ -135,28 +135,28 @@ fn unknown_values(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
         (
             "spec.resources.gpus",
             match &spec.resources.gpus {
-                Gpus::Other(word) => Some(word),
+                Gpus::Other(value) => Some(value),
                 Gpus::Auto | Gpus::All | Gpus::None => None,
             },
         ),
         (
             "spec.upgrade.onFailure",
             match &spec.upgrade.on_failure {
-                OnFailure::Other(word) => Some(word),
+                OnFailure::Other(value) => Some(value),
                 OnFailure::GoBack | OnFailure::Stay => None,
             },
         ),
         (
             "spec.uninstall.runningJobs",
             match &spec.uninstall.running_jobs {
-                RunningJobs::Other(word) => Some(word),
+                RunningJobs::Other(value) => Some(value),
                 RunningJobs::Wait | RunningJobs::Cancel => None,
             },
         ),
     ];
-    for (field, word) in unknown {
-        wrong.extend(word.map(|word| {
-            Finding::new(field, format!("this version of flux-distribute doesn't know {word:?}")).with_remedy(
+    for (field, value) in unknown {
+        wrong.extend(value.map(|value| {
+            Finding::new(field, format!("this version of flux-distribute doesn't know {value:?}")).with_remedy(
                 "write one of the values that README lists, or finish the upgrade to a version that knows it",
             )
         }));

@@ -82,8 +82,8 @@ pub(super) fn validate(packages: &Packages, wrong: &mut Vec<Finding>) {
     if let Some(Err(error)) = packages.lock.as_deref().map(|lock| check_lock(lock, &platforms)) {
         wrong.push(Finding::new("spec.packages.lock", error_chain(&error)));
     }
-    if packages.refresh.as_ref().is_some_and(|word| word.trim().is_empty()) {
-        let problem = "is empty: write any word, such as a date, or leave it out";
+    if packages.refresh.as_ref().is_some_and(|value| value.trim().is_empty()) {
+        let problem = "is empty: write any text, such as a date, or leave it out";
         wrong.push(Finding::new("spec.packages.refresh", problem));
     }
     wrong.extend(packages.mirror.as_ref().and_then(|mirror| base("spec.packages.mirror", mirror)));

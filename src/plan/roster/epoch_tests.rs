@@ -39,11 +39,11 @@ pub(super) fn waits_for(world: &World) -> String {
 fn a_change_that_needs_a_restart_waits_until_the_instance_is_idle() {
     let mut world = idle();
     world.spec.broker.port = Some(9000);
-    for (jobs, words) in [(Some("0-2"), "the jobs on ranks 0-2 to end"), (None, "the lead to report whether jobs run")]
+    for (jobs, reason) in [(Some("0-2"), "the jobs on ranks 0-2 to end"), (None, "the lead to report whether jobs run")]
     {
         jobs_on(&mut world, jobs);
         assert_eq!(world.settle(), Decision::Keep);
-        assert_eq!(waits_for(&world), words);
+        assert_eq!(waits_for(&world), reason);
     }
     jobs_on(&mut world, Some(""));
     world.settle();
@@ -415,8 +415,8 @@ fn a_lead_whose_machine_is_off_is_not_online_although_its_last_report_says_so() 
     assert_eq!(phase(&world), InstancePhase::Running, "a Node that is not Ready alone proves nothing");
     world.reports.get_mut("node2").unwrap().unheard = true;
     assert_eq!(phase(&world), InstancePhase::Degraded);
-    let words = status(&world.seen(), 1, world.roster.as_ref(), None).message.unwrap();
-    assert!(words.contains("node1 (rank 0, started): its Node is not Ready"), "{words}");
+    let message = status(&world.seen(), 1, world.roster.as_ref(), None).message.unwrap();
+    assert!(message.contains("node1 (rank 0, started): its Node is not Ready"), "{message}");
     world.nodes[0].ready = true;
     assert_eq!(phase(&world), InstancePhase::Running);
 }
@@ -502,10 +502,10 @@ fn an_instance_that_was_shut_down_stays_down_until_an_administrator_restarts_it(
         assert_eq!(world.settle(), Decision::Keep, "{what}");
         let roster = world.roster.clone().unwrap();
         assert_eq!((roster.epoch, roster.closing), (1, None), "{what}");
-        let told = status(&world.seen(), 1, Some(&roster), None);
-        let line = told.message.clone().unwrap();
+        let instance_status = status(&world.seen(), 1, Some(&roster), None);
+        let line = instance_status.message.clone().unwrap();
         assert!(line.contains("shut the instance down") && line.contains("annotate fxi flux"), "{what}: {line}");
-        assert_eq!(told.holding("Degraded").unwrap().reason, "ShutDown", "{what}");
+        assert_eq!(instance_status.holding("Degraded").unwrap().reason, "ShutDown", "{what}");
         assert_eq!([1, 2, 3].map(|n| world.wants(&format!("node{n}"))), [Want::Run, Want::Install, Want::Install]);
         assert!(world.projected("node2").reason.unwrap().contains("shut the instance down"));
 
@@ -515,8 +515,8 @@ fn an_instance_that_was_shut_down_stays_down_until_an_administrator_restarts_it(
         close(&mut world);
         world.settle();
         assert_eq!(world.roster.as_ref().unwrap().epoch, 2, "{what}");
-        let told = status(&world.seen(), 1, world.roster.as_ref(), None);
-        assert!(told.holding("Degraded").is_none_or(|degraded| degraded.reason != "ShutDown"), "{what}");
+        let instance_status = status(&world.seen(), 1, world.roster.as_ref(), None);
+        assert!(instance_status.holding("Degraded").is_none_or(|degraded| degraded.reason != "ShutDown"), "{what}");
     }
 }
 

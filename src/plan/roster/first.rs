@@ -119,7 +119,7 @@ fn first_roster(
         let reserved_for = real.then(|| node.uid.clone());
         roster.ranks.insert(rank, entry(seen, node, rank, broker_name, reserved_for, 1));
     }
-    properties::tell(seen, &mut roster);
+    properties::assign(seen, &mut roster);
     Decision::Write(Box::new(roster))
 }
 

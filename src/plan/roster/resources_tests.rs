@@ -26,7 +26,7 @@ fn has(world: &mut World, node: &str, cores: u32, gpus: u32) {
     facts.resources = Resources { cores, gpus };
 }
 
-fn says(world: &mut World, drained: &str, allocated: &str) {
+fn lead_reports(world: &mut World, drained: &str, allocated: &str) {
     let lead = world.reports.get_mut("node1").unwrap();
     (lead.drained, lead.allocated) = (Some(drained.parse().unwrap()), Some(allocated.parse().unwrap()));
 }
@@ -80,18 +80,17 @@ fn a_node_with_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
         let mut world = world();
         let before = declared(&world, rank);
         change(&mut world);
-        says(&mut world, "0-1", "");
+        lead_reports(&mut world, "0-1", "");
         world.settle();
         assert_eq!(declared(&world, rank), before, "the lead's report may be about an earlier drain");
         time_passes(&mut world);
-        // The lead has neither drained nor emptied the rank; jobs run there; it is drained but jobs still run; the lead is away;
-        // the node is away.
+        // The rank is not drained yet; nor idle; it is drained, but jobs run there; the lead is away; the node is away.
         let steps: [Change; 5] = [
-            |w| says(w, "", ""),
-            |w| says(w, "", "0-1"),
-            |w| says(w, "0-1", "0-1"),
+            |w| lead_reports(w, "", ""),
+            |w| lead_reports(w, "", "0-1"),
+            |w| lead_reports(w, "0-1", "0-1"),
             |w| {
-                says(w, "0-1", "");
+                lead_reports(w, "0-1", "");
                 w.reports.get_mut("node1").unwrap().phase = NodePhase::Offline;
             },
             |w| w.reports.get_mut("node2").unwrap().phase = NodePhase::Starting,
@@ -105,7 +104,7 @@ fn a_node_with_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
             world.online("node1");
             world.online("node2");
         }
-        says(&mut world, "0-1", "");
+        lead_reports(&mut world, "0-1", "");
         world.settle();
         let (cores, gpus, excluded) = expected;
         assert_eq!(declared(&world, rank), (cores.to_owned(), gpus, excluded), "{reason}");
@@ -117,17 +116,17 @@ fn a_node_with_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
 #[test]
 fn a_node_that_has_more_declares_it_at_once_beside_its_jobs() {
     let mut world = world();
-    says(&mut world, "", "0-1");
+    lead_reports(&mut world, "", "0-1");
     has(&mut world, "node2", 16, 4);
     world.settle();
     assert_eq!(declared(&world, 1), ("0-15".to_owned(), 4, false));
     exclude(&mut world, json!({"nodes": ["node2"], "cores": "0"}));
     world.settle();
-    says(&mut world, "0-1", "");
+    lead_reports(&mut world, "0-1", "");
     time_passes(&mut world);
     world.settle();
     assert_eq!(declared(&world, 1), ("1-15".to_owned(), 4, true));
-    says(&mut world, "", "0");
+    lead_reports(&mut world, "", "0");
     world.spec.resources = Default::default();
     world.settle();
     assert_eq!((declared(&world, 1), drain(&world, 1)), (("0-15".to_owned(), 4, false), None));
@@ -136,7 +135,7 @@ fn a_node_that_has_more_declares_it_at_once_beside_its_jobs() {
 #[test]
 fn a_node_that_again_has_all_that_it_declares_is_undrained() {
     let mut world = world();
-    says(&mut world, "", "1");
+    lead_reports(&mut world, "", "1");
     has(&mut world, "node2", 6, 2);
     world.settle();
     assert!(drain(&world, 1).is_some());
@@ -156,7 +155,7 @@ fn a_gpu_that_is_back_within_minutes_stays_declared() {
         ("a device plugin takes them", |world| world.nodes[1].advertises_gpus = true, 6, 0),
     ] {
         let mut world = world();
-        says(&mut world, "1", "");
+        lead_reports(&mut world, "1", "");
         // An old drain for another reason must not count as waiting for the GPU.
         world.nodes[1].cordoned = true;
         world.settle();
@@ -181,7 +180,7 @@ fn a_gpu_that_is_back_within_minutes_stays_declared() {
 #[test]
 fn facts_that_vanish_change_nothing() {
     let mut world = world();
-    says(&mut world, "0-1", "");
+    lead_reports(&mut world, "0-1", "");
     world.nodes[1].cpu = None;
     assert_eq!(world.settle(), Decision::Keep);
     world.reports.get_mut("node2").unwrap().facts = None;
@@ -198,7 +197,7 @@ fn with_an_excluded_member() -> World {
     let mut world = world();
     exclude(&mut world, json!({"nodes": ["node2"]}));
     world.settle();
-    says(&mut world, "0-1", "");
+    lead_reports(&mut world, "0-1", "");
     time_passes(&mut world);
     world.settle();
     world
@@ -209,11 +208,11 @@ fn an_excluded_member_can_leave_without_being_drained() {
     let mut world = with_an_excluded_member();
     (world.spec.size, world.nodes[1].cordoned) = (Some(1), true);
     world.settle();
-    says(&mut world, "", "");
+    lead_reports(&mut world, "", "");
     assert_eq!(world.projected("node1").drain, BTreeMap::new(), "Flux refuses to drain an excluded rank");
     assert_eq!(world.wants("node2"), crate::api::Want::Run, "the lead has not applied the exclusion yet");
     world.online("node1");
-    says(&mut world, "", "");
+    lead_reports(&mut world, "", "");
     assert_eq!(world.wants("node2"), crate::api::Want::Leave);
 }
 
@@ -326,7 +325,7 @@ fn at_random_no_rank_declares_less_while_a_job_may_hold_it() {
         }
         let set = |dice: &mut Dice| ["", "0", "1", "0-1"][dice.below(4) as usize].parse::<IdSet>().unwrap();
         let (drained, allocated) = (set(&mut dice), set(&mut dice));
-        says(&mut world, &drained.to_string(), &allocated.to_string());
+        lead_reports(&mut world, &drained.to_string(), &allocated.to_string());
         // Decide only once: one decision drains a rank, and a later one corrects what it declares.
         if let Decision::Write(next) = decide(&world.seen()) {
             world.roster = Some(*next);

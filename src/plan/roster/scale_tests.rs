@@ -43,9 +43,9 @@ fn a_size_above_the_default_max_size_is_denied_with_both_numbers() {
     let asked = world.spec.clone();
     world.settle();
     assert_eq!(members(&world), 3);
-    let words = denied(&world).unwrap();
-    assert!(words.contains("size 5 is more than maxSize 3"), "{words}");
-    assert!(words.contains("set spec.maxSize"), "{words}");
+    let message = denied(&world).unwrap();
+    assert!(message.contains("size 5 is more than maxSize 3"), "{message}");
+    assert!(message.contains("set spec.maxSize"), "{message}");
     assert_eq!(world.spec, asked);
     world.spec.size = Some(3);
     assert_eq!(denied(&world), None);
@@ -60,14 +60,14 @@ fn more_nodes_than_the_default_max_size_are_denied_and_each_says_why() {
     (3..=6).for_each(|number| world.passed(&format!("node{number}"), 2));
     world.settle();
     assert_eq!(members(&world), 3);
-    let words = denied(&world).unwrap();
-    assert!(words.contains("6 members and eligible nodes are more than maxSize 3"), "{words}");
+    let message = denied(&world).unwrap();
+    assert!(message.contains("6 members and eligible nodes are more than maxSize 3"), "{message}");
     assert_eq!(
         (world.projected("node6").want, world.projected("node6").reason.as_deref()),
         (Want::Install, Some("maxSize is 3"))
     );
     world.nodes.iter_mut().take(3).for_each(|member| member.cordoned = true);
-    assert_eq!(denied(&world), Some(words), "cordoned members keep their ranks");
+    assert_eq!(denied(&world), Some(message), "cordoned members keep their ranks");
     world.spec.max_size = Some(3);
     assert_eq!(denied(&world), None, "the spec asks for no more");
     world.spec.size = Some(3);
@@ -83,9 +83,9 @@ fn a_raised_max_size_is_announced_and_takes_effect_in_the_next_epoch() {
     (5..=6).for_each(|number| world.passed(&format!("node{number}"), 2));
     (world.spec.size, world.spec.max_size) = (Some(6), Some(8));
     world.settle();
-    let words = denied(&world).unwrap();
-    assert!(words.contains("size 6 is more than maxSize 4"), "{words}");
-    assert!(words.contains("maxSize 8 takes effect at the next coordinated restart"), "{words}");
+    let message = denied(&world).unwrap();
+    assert!(message.contains("size 6 is more than maxSize 4"), "{message}");
+    assert!(message.contains("maxSize 8 takes effect at the next coordinated restart"), "{message}");
     let Restart::Waits { difference, .. } = restart(&world.seen(), world.roster.as_ref().unwrap()) else { panic!() };
     assert_eq!(difference, "maxSize 4 -> 8");
 
@@ -161,8 +161,8 @@ fn a_rank_that_is_reserved_for_its_node_goes_to_no_other_even_if_none_is_free() 
     world.passed("other", 2);
     world.settle();
     assert_eq!(world.rank("other"), None);
-    let words = world.projected("other").reason.unwrap();
-    assert!(words.contains("reserved for the node whose name it has"), "{words}");
+    let message = world.projected("other").reason.unwrap();
+    assert!(message.contains("reserved for the node whose name it has"), "{message}");
 }
 
 #[test]

@@ -394,7 +394,7 @@ fn a_lost_roster_is_restored_from_the_leads_copy() {
     let lost = world.roster.take().unwrap();
     world.reports.get_mut("node2").unwrap().adopted = None;
     assert!(
-        matches!(world.settle(), Decision::Wait(reason) if reason.contains("waiting for the lead's agent to tell"))
+        matches!(world.settle(), Decision::Wait(reason) if reason.contains("waiting for the lead's agent to report"))
     );
     world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
     world.settle();
@@ -595,7 +595,7 @@ fn a_lead_is_silent_if_most_children_miss_it_or_one_does_and_its_node_is_not_rea
         let roster = world.roster.as_ref().unwrap();
         assert_eq!(is_lead_silent(&world.seen(), roster), silent, "{what}");
         assert_eq!(is_online(&world.seen(), roster, 0), !silent, "{what}");
-        let told = world.projected("node1");
-        assert_eq!((told.missed, told.reason.is_some()), (silent, silent), "{what}");
+        let spec = world.projected("node1");
+        assert_eq!((spec.missed, spec.reason.is_some()), (silent, silent), "{what}");
     }
 }

@@ -11,7 +11,7 @@ use crate::{
     plan::status::Obstacle,
 };
 
-const WORDS: &str = "the broker has ended; its log says: libarchive.so.13: cannot open shared object file";
+const LAST_OUTPUT: &str = "the broker has ended; its log says: libarchive.so.13: cannot open shared object file";
 
 /// A cluster in which each broker dies at once, with the agents' reports about it.
 struct Hopeless {
@@ -60,7 +60,7 @@ impl Hopeless {
             let is_this = |failed: &LeadFailed| failed.instance_id == instance_id;
             if !report.lead_failed.as_ref().is_some_and(is_this) {
                 self.starts.push((self.world.now, name.clone()));
-                let last_words = Some(if self.starts.len() == 1 { WORDS } else { "something else" }.to_owned());
+                let last_words = Some(if self.starts.len() == 1 { LAST_OUTPUT } else { "something else" }.to_owned());
                 report.phase = NodePhase::Failed;
                 report.lead_failed = Some(LeadFailed { instance_id: instance_id.clone(), last_words });
             }
@@ -94,7 +94,7 @@ fn the_first_failure_is_kept_and_reported_by_every_later_planner() {
     assert_eq!(hopeless.obstacle(), None, "nothing has failed yet");
     hopeless.live(1);
     let Some(Obstacle::Waiting(message)) = hopeless.obstacle() else { panic!("{:?}", hopeless.obstacle()) };
-    assert!(message.contains(WORDS) && message.contains("node1"), "{message}");
+    assert!(message.contains(LAST_OUTPUT) && message.contains("node1"), "{message}");
     hopeless.live(100);
     // Another planner knows only what is in the roster.
     hopeless.world.waited = Duration::ZERO;
@@ -106,8 +106,8 @@ fn the_first_failure_is_kept_and_reported_by_every_later_planner() {
     let Some(Obstacle::Problem { reason: "NoLead", message }) = hopeless.obstacle() else {
         panic!("{:?}", hopeless.obstacle())
     };
-    assert!(message.contains(WORDS) && message.contains("on 4 of 4 nodes"), "{message}");
-    assert!(hopeless.world.projected("node3").reason.unwrap().contains(WORDS));
+    assert!(message.contains(LAST_OUTPUT) && message.contains("on 4 of 4 nodes"), "{message}");
+    assert!(hopeless.world.projected("node3").reason.unwrap().contains(LAST_OUTPUT));
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn a_lead_that_recovers_is_not_replaced_and_its_failures_are_forgotten() {
 fn an_instance_that_was_online_keeps_its_lead_however_often_it_fails() {
     let mut world = World::up(3);
     world.waited = Duration::from_secs(1000);
-    let lead_failed = Some(LeadFailed { instance_id: "fresh".into(), last_words: Some(WORDS.into()) });
+    let lead_failed = Some(LeadFailed { instance_id: "fresh".into(), last_words: Some(LAST_OUTPUT.into()) });
     let failed = FluxNodeStatus { phase: NodePhase::Failed, lead_failed, ..FluxNodeStatus::default() };
     world.reports.insert("node1".into(), failed);
     for _ in 0..100 {
