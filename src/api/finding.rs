@@ -1,5 +1,5 @@
-//! One problem in an object that a user wrote. The command line, the admission check and the planner all report problems in
-//! this form.
+//! One problem in an object that a user wrote. The command line, the admission check and the planner all report
+//! problems in this form.
 
 use std::{fmt, path::Path};
 
@@ -10,7 +10,8 @@ use serde::Serialize;
 pub struct Finding {
     /// Path from the object's root, such as `spec.packages.specs[1]`; empty if the finding is about the whole object.
     pub field: String,
-    /// Line in the file, counted from 1. None if the object didn't come from a file, or the file doesn't contain the field.
+    /// Line in the file, counted from 1. None if the object didn't come from a file, or the file doesn't contain the
+    /// field.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub line: Option<usize>,
     /// What is wrong with the field, phrased to follow the field's path and a colon.
@@ -18,8 +19,8 @@ pub struct Finding {
     /// What to write instead, if the problem does not say it already.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
-    /// The value is wrong, but its meaning is clear, and older versions accepted it: the planner keeps serving an instance
-    /// that has it.
+    /// The value is wrong, but its meaning is clear, and older versions accepted it: the planner keeps serving an
+    /// instance that has it.
     #[serde(skip)]
     pub is_servable: bool,
 }

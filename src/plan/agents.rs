@@ -1,5 +1,5 @@
-//! Which nodes have no running agent. An agent whose pod was evicted can't correct its last report, so the status of the
-//! node's FluxNode may be out of date.
+//! Which nodes have no running agent. An agent whose pod was evicted can't correct its last report, so the status of
+//! the node's FluxNode may be out of date.
 
 use std::collections::BTreeMap;
 
@@ -50,7 +50,8 @@ fn down(pod: &Pod) -> Option<String> {
     })
 }
 
-/// How long an agent may be missing before it is reported, in seconds: a replaced pod or a restarted container is back sooner.
+/// How long an agent may be missing before it is reported, in seconds: a replaced pod or a restarted container is back
+/// sooner.
 const PATIENCE_SECS: i64 = 10;
 
 /// Remembers since when each node has had no agent, in seconds since the Unix epoch.
@@ -58,8 +59,8 @@ const PATIENCE_SECS: i64 = 10;
 pub struct Agents(BTreeMap<String, i64>);
 
 impl Agents {
-    /// Returns those of `nodes` that have had no agent for at least [`PATIENCE_SECS`], and why. `now` is in seconds. Without
-    /// any pod in `pods` the planner can't tell which agents run, so it reports none missing.
+    /// Returns those of `nodes` that have had no agent for at least 10 s, and why. `now` is in seconds.
+    /// Without any pod in `pods` the planner can't tell which agents run, so it reports none missing.
     pub fn missing<'a>(
         &mut self,
         pods: &[AgentPod],

@@ -1,4 +1,5 @@
-//! Renders `broker.toml` from the roster alone. It is the same for all nodes of an epoch, except for the certificate's path.
+//! Renders `broker.toml` from the roster alone. It is the same for all nodes of an epoch, except for the certificate's
+//! path.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,15 +9,15 @@ use std::{
 use super::{hostlist, topology::Topology};
 use crate::api::{Declared, IdSet, Member, Rank, Roster, RosterEntry};
 
-/// Tables that only flux-distribute writes. `kvs` is among them because its checkpoint-period is a field of the spec, and
-/// `access` because guests must not get access.
+/// Tables that only flux-distribute writes. `kvs` is among them because its checkpoint-period is a field of the spec,
+/// and `access` because guests must not get access.
 pub const OWN_TABLES: [&str; 5] = ["bootstrap", "tbon", "resource", "kvs", "access"];
 /// Fluxion's table for its queues. [`render`] adds a queue policy if it has none.
 const QUEUE_MANAGER: &str = "sched-fluxion-qmanager";
 /// Fluxion's table for its resource graph. [`render`] adds a match format if it has none.
 const RESOURCE_GRAPH: &str = "sched-fluxion-resource";
-/// After this time a broker notices that a peer is lost; a node that is cut off for longer loses its jobs. flux-core's default of
-/// 20 s is shorter than the reboot of many a switch.
+/// After this time a broker notices that a peer is lost; a node that is cut off for longer loses its jobs. flux-core's
+/// default of 20 s is shorter than the reboot of many a switch.
 const TCP_USER_TIMEOUT: &str = "2m";
 /// With zmq's own backoff, nodes would join minutes late (flux-core issue 5134).
 const CONNECT_TIMEOUT: &str = "5s";
@@ -74,10 +75,11 @@ pub(super) fn tables(roster: &Roster) -> Result<toml::Table, String> {
     let topology = Topology::parse(&roster.settings.topology, size)?;
     let mut file = extra_tables(&roster.settings.config).map_err(|error| format!("spec.broker.config {error}"))?;
 
-    // With its default policy, Fluxion refuses a job that needs more nodes than are up; with "easy", the job waits for them.
+    // With its default policy, Fluxion refuses a job that needs more nodes than are up; with "easy", the job waits for
+    // them.
     table(&mut file, QUEUE_MANAGER)?.entry("queue-policy").or_insert_with(|| "easy".into());
-    // When Fluxion 0.54 is reloaded with its default format, it later frees the cores of only one of the running jobs on each
-    // node. An epoch that an older version began keeps the default, because its jobs have that format.
+    // When Fluxion 0.54 is reloaded with its default format, it later frees the cores of only one of the running jobs
+    // on each node. An epoch that an older version began keeps the default, because its jobs have that format.
     if roster.declares_nodes() {
         table(&mut file, RESOURCE_GRAPH)?.entry("match-format").or_insert_with(|| "rv1".into());
     }
@@ -101,7 +103,8 @@ pub(super) fn tables(roster: &Roster) -> Result<toml::Table, String> {
 
     let resource = table(&mut file, "resource")?;
     let mut verify = toml::Table::new();
-    // A broker's name may differ from its host's name, more cores than declared are fine, and hwloc rarely detects GPUs.
+    // A broker's name may differ from its host's name, more cores than declared are fine, and hwloc rarely detects
+    // GPUs.
     verify.insert("default".into(), "allow-extra".into());
     verify.insert("hostname".into(), "ignore".into());
     verify.insert("gpu".into(), "ignore".into());
@@ -115,8 +118,8 @@ pub(super) fn tables(roster: &Roster) -> Result<toml::Table, String> {
     Ok(file)
 }
 
-/// Reads epoch and revision of the roster from which [`render`] made `text`. None if `text` has no such header or belongs to
-/// another instance, whose numbers can't be compared with this one's.
+/// Reads epoch and revision of the roster from which [`render`] made `text`. None if `text` has no such header or
+/// belongs to another instance, whose numbers can't be compared with this one's.
 pub fn made_from(text: &str, instance_id: &str) -> Option<(u64, u64)> {
     let mut parts = text.strip_prefix(HEADER)?.lines().next()?.split([' ', ',']);
     let mut value_of = |name| if parts.next() == Some(name) { parts.next() } else { None };
@@ -150,8 +153,8 @@ pub fn spare_name(rank: Rank) -> String {
     format!("{SPARE}{rank}")
 }
 
-/// True if a node's name can be its broker's name: flux-core accepts RFC 1035 names (conf_bootstrap_validate_domain_name), and
-/// the placeholder names of spares are reserved.
+/// True if a node's name can be its broker's name: flux-core accepts RFC 1035 names
+/// (conf_bootstrap_validate_domain_name), and the placeholder names of spares are reserved.
 pub fn is_broker_name(name: &str) -> bool {
     let label = |label: &str| {
         (1..=63).contains(&label.len())
@@ -162,8 +165,8 @@ pub fn is_broker_name(name: &str) -> bool {
     name.len() <= 253 && name.split('.').all(label) && !name.starts_with(SPARE)
 }
 
-/// The resources that a rank without facts declares: those of `spec.spares.shape`, else the commonest resources among the members
-/// (the larger of two equally common ones, so that every planner gets the same result), else one core.
+/// The resources that a rank without facts declares: those of `spec.spares.shape`, else the commonest resources among
+/// the members (the larger of two equally common ones, so that every planner gets the same result), else one core.
 pub fn spare_shape(roster: &Roster) -> Declared {
     if let Some(shape) = roster.settings.spare_shape {
         return shape.into();
@@ -176,9 +179,9 @@ pub fn spare_shape(roster: &Roster) -> Declared {
     commonest.map_or(Declared { cores: 1, ..Declared::default() }, |(declared, _)| declared)
 }
 
-/// Ranks that get no jobs at all, including ranks whose member is gone, because their brokers may still run. Empty if it would be
-/// all ranks: if nothing is left to schedule, Fluxion 0.54's resource module stops, and flux-core ends the broker as if it had
-/// crashed.
+/// Ranks that get no jobs at all, including ranks whose member is gone, because their brokers may still run. Empty if
+/// it would be all ranks: if nothing is left to schedule, Fluxion 0.54's resource module stops, and flux-core ends the
+/// broker as if it had crashed.
 fn excluded(roster: &Roster) -> IdSet {
     let excluded: IdSet = roster.ranks.iter().filter(|(_, entry)| entry.is_excluded()).map(|(rank, _)| *rank).collect();
     if excluded.len() == roster.settings.max_size as usize { IdSet::default() } else { excluded }
@@ -191,8 +194,8 @@ fn table<'a>(file: &'a mut toml::Table, name: &str) -> Result<&'a mut toml::Tabl
         .ok_or_else(|| format!("spec.broker.config: {name} is not a table"))
 }
 
-/// The `hosts` array: first all names in rank order, then another entry with the address for each parent. Flux merges entries with
-/// the same name, and only parents need addresses (flux-config-bootstrap(5)).
+/// The `hosts` array: first all names in rank order, then another entry with the address for each parent. Flux merges
+/// entries with the same name, and only parents need addresses (flux-config-bootstrap(5)).
 fn hosts(roster: &Roster, topology: Topology) -> Vec<toml::Value> {
     let size = roster.settings.max_size;
     let names = (0..size).map(|rank| broker_name(roster, rank));
@@ -211,9 +214,9 @@ fn hosts(roster: &Roster, topology: Topology) -> Vec<toml::Value> {
     hosts.into_iter().map(toml::Value::from).collect()
 }
 
-/// True if the rank gets its Node's name as a property, so that jobs can require the node by name. An epoch that declares real node
-/// names doesn't need that, and each property adds a line to `flux resource list`; but a property from an older epoch stays, for
-/// jobs that have been pending since then.
+/// True if the rank gets its Node's name as a property, so that jobs can require the node by name. An epoch that
+/// declares real node names doesn't need that, and each property adds a line to `flux resource list`; but a property
+/// from an older epoch stays, for jobs that have been pending since then.
 pub fn is_node_a_property(roster: &Roster, entry: &RosterEntry) -> bool {
     let differs = |member: &Member| !roster.declares_nodes() && member.node != entry.broker_name;
     entry.member.as_ref().is_some_and(|member| entry.has_node_property || differs(member))
@@ -279,8 +282,8 @@ fn resource_config(roster: &Roster, names: &[String]) -> Vec<toml::Value> {
     in_order.into_iter().filter_map(|kind| hosts.remove(&kind).map(|hosts| kind.entry(&hosts))).collect()
 }
 
-/// As [`resource_config`], for a configuration without `[bootstrap]`: there the order of the names defines the ranks, so only
-/// neighbouring ranks of one kind share an entry.
+/// As [`resource_config`], for a configuration without `[bootstrap]`: there the order of the names defines the ranks,
+/// so only neighbouring ranks of one kind share an entry.
 pub(super) fn resource_config_in_rank_order(roster: &Roster, names: &[String]) -> Vec<toml::Value> {
     let mut runs: Vec<(Kind, Vec<&String>)> = Vec::new();
     for (kind, name) in kinds(roster).zip(names) {

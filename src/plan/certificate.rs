@@ -1,5 +1,5 @@
-//! The instance's CURVE certificate: CZMQ's ZPL text with Curve25519 keys in Z85, as flux-keygen(1) writes it. All brokers of an
-//! instance share one certificate, which the planner makes once.
+//! The instance's CURVE certificate: CZMQ's ZPL text with Curve25519 keys in Z85, as flux-keygen(1) writes it. All
+//! brokers of an instance share one certificate, which the planner makes once.
 
 use sha2::{Digest, Sha256};
 use x25519_dalek::{PublicKey, StaticSecret};
@@ -29,8 +29,8 @@ pub enum CertificateError {
 }
 
 impl Certificate {
-    /// Makes a certificate from 32 random bytes. Its metadata gets `name`, because Flux requires one; the name must not have an
-    /// underscore.
+    /// Makes a certificate from 32 random bytes. Its metadata gets `name`, because Flux requires one; the name must not
+    /// have an underscore.
     pub fn from_secret(name: &str, secret: [u8; 32]) -> Self {
         let secret = StaticSecret::from(secret);
         let public = PublicKey::from(&secret).to_bytes();

@@ -76,8 +76,8 @@ pub fn changes(old: &FluxInstanceSpec, new: &FluxInstanceSpec) -> Vec<Change> {
     fields.into_iter().map(|field| Change { effect: effect(&field), field }).collect()
 }
 
-/// When a change of `field` takes effect. An unknown field counts as [`Effect::NextEpoch`]: announcing a restart that doesn't
-/// come is better than denying one that does.
+/// When a change of `field` takes effect. An unknown field counts as [`Effect::NextEpoch`]: announcing a restart that
+/// doesn't come is better than denying one that does.
 pub fn effect(field: &str) -> Effect {
     let is_below =
         |prefix: &str| field.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));

@@ -1,5 +1,5 @@
-//! Which nodes may get a rank. Which nodes *lose* one is a different question, answered in [`super::roster`]: NotReady, a
-//! cordon and taints never take a rank away.
+//! Which nodes may get a rank. Which nodes *lose* one is a different question, answered in [`super::roster`]: NotReady,
+//! a cordon and taints never take a rank away.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -179,8 +179,8 @@ fn is_tolerated(taint: &Taint, spec: &Nodes) -> bool {
     spec.tolerations.iter().any(|toleration| tolerates(toleration, taint))
 }
 
-/// True if a taint that the spec tolerates keeps pods off the node, so that the node's GPUs are left for Flux. Taints of node
-/// conditions don't count, because they come and go. Nor do taints that name a GPU: the admission plugin
+/// True if a taint that the spec tolerates keeps pods off the node, so that the node's GPUs are left for Flux. Taints
+/// of node conditions don't count, because they come and go. Nor do taints that name a GPU: the admission plugin
 /// ExtendedResourceToleration lets exactly the pods that request a GPU tolerate those.
 pub fn is_dedicated(node: &NodeView, spec: &Nodes) -> bool {
     let is_condition = |taint: &Taint| {
@@ -190,7 +190,8 @@ pub fn is_dedicated(node: &NodeView, spec: &Nodes) -> bool {
     node.taints.iter().filter(dedicates).any(|taint| is_tolerated(taint, spec))
 }
 
-/// True if the spec's selector matches the node's labels. A member that no longer matches is drained and then loses its rank.
+/// True if the spec's selector matches the node's labels. A member that no longer matches is drained and then loses its
+/// rank.
 pub fn selected(node: &NodeView, spec: &Nodes) -> bool {
     spec.selector.as_ref().is_none_or(|selector| matches(selector, &node.labels))
 }

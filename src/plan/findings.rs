@@ -61,7 +61,8 @@ pub struct NotApplied {
     pub message: String,
 }
 
-/// The parts of the spec that the running instance does not apply. Prefix and lead are fixed once the instance was online.
+/// The parts of the spec that the running instance does not apply. Prefix and lead are fixed once the instance was
+/// online.
 pub fn not_applied(seen: &Observed, roster: &Roster) -> Vec<NotApplied> {
     let fixed = [fixed_prefix(seen, roster), fixed_lead(seen, roster)];
     fixed.into_iter().filter(|_| roster.established).chain([nobody_left(seen, roster)]).flatten().collect()

@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use super::roster::{Observed, is_of_instance, orphan_broker_rank};
 use crate::api::Roster;
 
-/// Returns the names of those FluxNodes. While a broker runs without a member, its FluxNode is still needed: the report keeps
-/// its rank from being given out, and the spec ends the broker. If the roster is lost, the planner also needs every report that
-/// has a copy of the roster or names a running broker: it rebuilds the roster from the former, and starts no epoch because of
-/// the latter.
+/// Returns the names of those FluxNodes. While a broker runs without a member, its FluxNode is still needed: the report
+/// keeps its rank from being given out, and the spec ends the broker. If the roster is lost, the planner also needs
+/// every report that has a copy of the roster or names a running broker: it rebuilds the roster from the former, and
+/// starts no epoch because of the latter.
 pub fn forsaken(seen: &Observed, roster: Option<&Roster>) -> BTreeSet<String> {
     let nodes: BTreeSet<&str> = seen.nodes.iter().map(|node| node.name.as_str()).collect();
     let members: BTreeSet<&str> =

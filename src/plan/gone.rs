@@ -1,5 +1,5 @@
-//! Members whose Node is gone while their rank is kept. Their agents can't correct their last report, which most likely says
-//! that the broker is online, so the planner writes what it knows into the spec of their FluxNode.
+//! Members whose Node is gone while their rank is kept. Their agents can't correct their last report, which most likely
+//! says that the broker is online, so the planner writes what it knows into the spec of their FluxNode.
 
 use super::roster::{Observed, is_online};
 use crate::api::{FluxNodeSpec, Rank, Roster};
@@ -18,8 +18,8 @@ pub fn message(roster: &Roster, rank: Rank) -> Option<String> {
     })
 }
 
-/// The spec of a FluxNode whose member's Node is gone: the spec `before`, with `reason` and `missed` updated. None if the
-/// FluxNode belongs to no such member.
+/// The spec of a FluxNode whose member's Node is gone: the spec `before`, with `reason` and `missed` updated. None if
+/// the FluxNode belongs to no such member.
 pub fn spec(seen: &Observed, roster: &Roster, before: &FluxNodeSpec) -> Option<FluxNodeSpec> {
     let is_its = |rank: &&Rank| roster.member(**rank).is_some_and(|member| member.node == before.node_name);
     let rank = *roster.ranks.keys().find(is_its)?;

@@ -1,7 +1,7 @@
 //! Hostlists (RFC 29), such as `node[1-4,7],login`.
 
-/// Maximum number of hosts in a decoded list. No instance has as many ranks: a longer list is a mistake or an attempt to exhaust
-/// memory.
+/// Maximum number of hosts in a decoded list. No instance has as many ranks: a longer list is a mistake or an attempt
+/// to exhaust memory.
 const MOST_HOSTS: usize = 1 << 20;
 /// Maximum number of digits in a host's number, including leading zeros.
 const MOST_DIGITS: usize = 20;
@@ -19,8 +19,8 @@ pub fn encode<S: AsRef<str>>(hosts: impl IntoIterator<Item = S>) -> String {
     groups.iter().map(Group::text).collect::<Vec<_>>().join(",")
 }
 
-/// Reads a hostlist as a broker writes it, with at most one bracket in each name. Stops at [`MOST_HOSTS`] hosts. Text that is not a
-/// hostlist is read as a name.
+/// Reads a hostlist as a broker writes it, with at most one bracket in each name. Stops after about a million (2²⁰) hosts. Text
+/// that is not a hostlist is read as a name.
 pub fn decode(list: &str) -> Vec<String> {
     let mut hosts = Vec::new();
     let mut depth = 0_usize;

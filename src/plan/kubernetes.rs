@@ -2,11 +2,13 @@
 
 use super::status::Obstacle;
 
-/// The oldest supported version: the first that serves ValidatingAdmissionPolicy v1 and whose service account tokens name the pod's
-/// node. On older versions the manifest's policies have no effect, and one agent's token could write for every node.
+/// The oldest supported version: the first that serves ValidatingAdmissionPolicy v1 and whose service account tokens
+/// name the pod's node. On older versions the manifest's policies have no effect, and one agent's token could write for
+/// every node.
 const OLDEST: (u32, u32) = (1, 30);
 
-/// Says why an API server of this version is not supported. None if it is supported, or if `major` and `minor` are not numbers.
+/// Says why an API server of this version is not supported. None if it is supported, or if `major` and `minor` are not
+/// numbers.
 pub fn too_old(major: &str, minor: &str) -> Option<Obstacle> {
     // Some clouds append a plus sign, as in `29+`.
     let number = |text: &str| text.trim_end_matches(|c: char| !c.is_ascii_digit()).parse().ok();

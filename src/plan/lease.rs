@@ -1,10 +1,11 @@
-//! Decides which agent is the planner, by a Lease. A candidate judges the Lease by when it saw the Lease change itself, so the
-//! clocks of different machines need not agree.
+//! Decides which agent is the planner, by a Lease. A candidate judges the Lease by when it saw the Lease change itself,
+//! so the clocks of different machines need not agree.
 
 use std::time::Duration;
 
-/// How long a holder may be silent. It is short, because a new node has to wait for the next planner. That is safe: every write of
-/// the roster names the resourceVersion that it replaces, so a planner whose Lease has expired can't overwrite the next one's.
+/// How long a holder may be silent. It is short, because a new node has to wait for the next planner. That is safe:
+/// every write of the roster names the resourceVersion that it replaces, so a planner whose Lease has expired can't
+/// overwrite the next one's.
 pub const LEASE_DURATION: Duration = Duration::from_secs(5);
 /// About a third of [`LEASE_DURATION`], so that the holder keeps the Lease if one renewal fails.
 pub const RENEW_EVERY: Duration = Duration::from_millis(1600);
@@ -27,7 +28,8 @@ pub enum LeaseStep {
     Create,
     /// The candidate holds it: write a new renewTime.
     Renew,
-    /// Its holder is silent or has released it: write the candidate as holder, by a replace that names the resourceVersion.
+    /// Its holder is silent or has released it: write the candidate as holder, by a replace that names the
+    /// resourceVersion.
     Take,
     /// Another candidate holds it: it expires after this time.
     Yield(Duration),
@@ -44,8 +46,8 @@ pub fn next_step(seen: Option<&LeaseView>, me: &str) -> LeaseStep {
     }
 }
 
-/// How long a candidate waits between two reads of the Lease if `members` others read it too: together, any number of candidates
-/// sends at most about twenty requests a second.
+/// How long a candidate waits between two reads of the Lease if `members` others read it too: together, any number of
+/// candidates sends at most about twenty requests a second.
 pub fn look_every(members: u32) -> Duration {
     RENEW_EVERY.max(Duration::from_millis(u64::from(members) * 50))
 }

@@ -1,7 +1,7 @@
-//! The desired state: pure functions from what the planner observed (and the time passed in) to what it writes. They import
-//! only the types of `api` and have no effects. Two types keep state from one round to the next:
-//! [`Protection`](protect::Protection) remembers when each node was last needed, and [`Agents`](agents::Agents) since when a
-//! node has had no agent.
+//! The desired state: pure functions from what the planner observed (and the time passed in) to what it writes. They
+//! import only the types of `api` and have no effects. Two types keep state from one round to the next:
+//! [`Protection`](protect::Protection) remembers when each node was last needed, and [`Agents`](agents::Agents) since
+//! when a node has had no agent.
 
 pub mod agents;
 pub mod broker_toml;

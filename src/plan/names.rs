@@ -1,9 +1,10 @@
 //! The name of each rank in Flux.
 //!
-//! A broker's name is fixed for the epoch: a spare that gets a member keeps `flux-spare-<rank>` as its broker's name. As a
-//! *resource*, it can have its node's name at once: Flux takes the names of resources from the loaded configuration, and matches
-//! them against the brokers' names only if that configuration has a `[bootstrap]` table (flux-core
-//! src/modules/resource/inventory.c). So the lead runs with a *live configuration* without that table: [`live_configuration`].
+//! A broker's name is fixed for the epoch: a spare that gets a member keeps `flux-spare-<rank>` as its broker's name.
+//! As a *resource*, it can have its node's name at once: Flux takes the names of resources from the loaded
+//! configuration, and matches them against the brokers' names only if that configuration has a `[bootstrap]` table
+//! (flux-core src/modules/resource/inventory.c). So the lead runs with a *live configuration* without that table:
+//! [`live_configuration`].
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -12,9 +13,9 @@ use serde_json::Value;
 use super::broker_toml::{broker_name, is_broker_name, resource_config_in_rank_order, spare_name, tables};
 use crate::api::{IdSet, Member, Rank, Roster};
 
-/// The resource name of each rank, in rank order: the name of the member's node, or a placeholder if the rank has no member, its
-/// node's name can't be used, or another rank has that name. A rank in `keep` keeps the name given there, whatever the roster says:
-/// a running job holds the rank, and Fluxion finds the resources of a running job by name.
+/// The resource name of each rank, in rank order: the name of the member's node, or a placeholder if the rank has no
+/// member, its node's name can't be used, or another rank has that name. A rank in `keep` keeps the name given there,
+/// whatever the roster says: a running job holds the rank, and Fluxion finds the resources of a running job by name.
 pub fn declared_names(roster: &Roster, keep: &BTreeMap<Rank, String>) -> Vec<String> {
     let ranks = 0..roster.settings.max_size;
     if !roster.declares_nodes() {
@@ -36,8 +37,8 @@ pub fn declared_names(roster: &Roster, keep: &BTreeMap<Rank, String>) -> Vec<Str
     ranks.map(name).collect()
 }
 
-/// The rank that gets each node's name. Two members have the same name while one rank is kept for a Node that is gone and another
-/// machine has been registered under its name: then the machine that exists gets the name.
+/// The rank that gets each node's name. Two members have the same name while one rank is kept for a Node that is gone
+/// and another machine has been registered under its name: then the machine that exists gets the name.
 fn holders(roster: &Roster) -> HashMap<&str, Rank> {
     let mut holders: HashMap<&str, (Rank, &Member)> = HashMap::new();
     for (rank, entry) in &roster.ranks {
@@ -50,9 +51,9 @@ fn holders(roster: &Roster) -> HashMap<&str, Rank> {
     holders.into_iter().map(|(node, (rank, _))| (node, rank)).collect()
 }
 
-/// The configuration that the lead's broker runs with: that of `broker_toml::render` without `[bootstrap]` (which brokers read only
-/// at start, flux-config-bootstrap(5)), and with every rank under its [`declared_names`], in rank order without gaps. In an epoch
-/// that declares no nodes it equals broker.toml.
+/// The configuration that the lead's broker runs with: that of `broker_toml::render` without `[bootstrap]` (which
+/// brokers read only at start, flux-config-bootstrap(5)), and with every rank under its [`declared_names`], in rank
+/// order without gaps. In an epoch that declares no nodes it equals broker.toml.
 ///
 /// # Errors
 /// As `broker_toml::render`.
@@ -68,8 +69,8 @@ pub fn live_configuration(roster: &Roster, keep: &BTreeMap<Rank, String>) -> Res
     serde_json::to_value(file).map_err(|error| format!("the live configuration: {error}"))
 }
 
-/// True if a rank could have a better name than it has. `known`: the present names of the ranks in Flux. Ranks in `busy` have jobs
-/// and keep their names.
+/// True if a rank could have a better name than it has. `known`: the present names of the ranks in Flux. Ranks in
+/// `busy` have jobs and keep their names.
 pub fn misnamed(roster: &Roster, known: &BTreeMap<Rank, String>, busy: &IdSet) -> bool {
     let keep =
         known.iter().filter(|(rank, _)| busy.contains(**rank)).map(|(rank, name)| (*rank, name.clone())).collect();

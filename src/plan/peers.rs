@@ -1,9 +1,10 @@
-//! Assigns each node the sources from which it fetches the packages, so that for each platform only one node downloads them from
-//! the internet. The others fetch from nodes that already hold the archives, or from the one that is downloading them. Each such
-//! parent gets at most [`CHILDREN`] children.
+//! Assigns each node the sources from which it fetches the packages, so that for each platform only one node downloads
+//! them from the internet. The others fetch from nodes that already hold the archives, or from the one that is
+//! downloading them. Each such parent gets at most [`CHILDREN`] children.
 //!
-//! The FluxNodes are the only memory: their specs have the assignments, their status says what has become of them. So a planner
-//! that has just taken over decides the same as the one before, and an assignment that is still good never changes.
+//! The FluxNodes are the only memory: their specs have the assignments, their status says what has become of them. So a
+//! planner that has just taken over decides the same as the one before, and an assignment that is still good never
+//! changes.
 
 #[cfg(test)]
 mod tests;
@@ -15,17 +16,19 @@ use std::{
 
 use crate::api::{FetchFrom, FluxNodeStatus, NodePhase, PEER_PORT};
 
-/// Maximum number of nodes that are assigned to one parent, counted over time: no node uploads a package set more often.
+/// Maximum number of nodes that are assigned to one parent, counted over time: no node uploads a package set more
+/// often.
 pub const CHILDREN: usize = 4;
 /// How many other holders a node may try before it asks the source itself.
 const FALLBACKS: usize = 2;
-/// How long a node with an assignment may take before it reports that it is installing, in seconds: its agent may be gone.
+/// How long a node with an assignment may take before it reports that it is installing, in seconds: its agent may be
+/// gone.
 const BEGIN_WITHIN: i64 = 120;
-/// How long a node with an assignment may take until it holds the archives, in seconds. After that it goes on, but other nodes
-/// no longer wait for it.
+/// How long a node with an assignment may take until it holds the archives, in seconds. After that it goes on, but
+/// other nodes no longer wait for it.
 const HOLD_WITHIN: i64 = 900;
-/// The pause after two nodes have failed at the source before another one is sent there, in seconds. It doubles with each further
-/// failure, so that not all nodes are at the source when it comes back.
+/// The pause after two nodes have failed at the source before another one is sent there, in seconds. It doubles with
+/// each further failure, so that not all nodes are at the source when it comes back.
 const ASK_AGAIN: i64 = 10;
 /// The longest of these pauses, in seconds.
 const LONGEST_PAUSE: i64 = 600;
@@ -60,7 +63,8 @@ impl<'a> Fetcher<'a> {
             || self.report.holds.iter().any(|held| held == digest)
     }
 
-    /// The address at which it serves archives. None if it is not the node's own address: a node must not send others elsewhere.
+    /// The address at which it serves archives. None if it is not the node's own address: a node must not send others
+    /// elsewhere.
     fn peer(&self) -> Option<&'a str> {
         let peer = self.report.peer.as_deref()?;
         let reported: SocketAddr = peer.parse().ok()?;
@@ -72,9 +76,9 @@ impl<'a> Fetcher<'a> {
         self.report.holds.iter().any(|held| held == digest).then(|| self.peer()).flatten()
     }
 
-    /// [`Self::peer`], if it is downloading the set from the source: it serves what it has so far. Only a node that downloads from
-    /// the source can be a parent before it holds everything, so that no two nodes wait for each other. It must have reported that
-    /// it is installing, so that its agent knows which set it is to have.
+    /// [`Self::peer`], if it is downloading the set from the source: it serves what it has so far. Only a node that
+    /// downloads from the source can be a parent before it holds everything, so that no two nodes wait for each other.
+    /// It must have reported that it is installing, so that its agent knows which set it is to have.
     fn serves_soon(&self, digest: &str, now: i64) -> Option<&'a str> {
         let asks = self.assignment(digest).is_some_and(|assigned| assigned.peers.is_empty());
         let begun = self.report.phase == NodePhase::Installing && self.is_on_its_way(digest, now);
@@ -100,8 +104,9 @@ impl<'a> Fetcher<'a> {
     }
 }
 
-/// Computes the next assignment of each node, in the order of `fetchers`; None if it has to wait. The first suitable node is the
-/// one that asks the source. A set for which `is_local` is true is on every node's own disk, so no node needs another.
+/// Computes the next assignment of each node, in the order of `fetchers`; None if it has to wait. The first suitable
+/// node is the one that asks the source. A set for which `is_local` is true is on every node's own disk, so no node
+/// needs another.
 pub fn assign_sources(fetchers: &[Fetcher], is_local: impl Fn(&str) -> bool, now: i64) -> Vec<Option<FetchFrom>> {
     let mut lacking: BTreeMap<(&str, &str), Vec<usize>> = BTreeMap::new();
     let mut next = Vec::with_capacity(fetchers.len());
@@ -140,7 +145,8 @@ impl<'a> Set<'a> {
         lacking.into_iter().map(|index| (index, assigned(index))).collect()
     }
 
-    /// Gives each `lacking` node a parent, or sends it to the source, or lets it wait. The first nodes are served first.
+    /// Gives each `lacking` node a parent, or sends it to the source, or lets it wait. The first nodes are served
+    /// first.
     fn spread(&self, lacking: Vec<usize>) -> Vec<(usize, Option<FetchFrom>)> {
         let mut tree = FetchTree::of(self);
         let mut next = Vec::with_capacity(lacking.len());
@@ -174,7 +180,8 @@ impl<'a> Set<'a> {
         (is_new || fetcher.is_on_its_way(self.digest, self.now)) && fetcher.peer().is_some()
     }
 
-    /// Sends as few as possible of the nodes `without` parent to the source. `is_awaited`: another holder is expected soon.
+    /// Sends as few as possible of the nodes `without` parent to the source. `is_awaited`: another holder is expected
+    /// soon.
     fn at_the_source(&self, without: Vec<usize>, is_awaited: bool) -> Vec<(usize, Option<FetchFrom>)> {
         let asks =
             |index: &usize| self.fetchers[*index].assignment(self.digest).filter(|assigned| assigned.peers.is_empty());
@@ -239,8 +246,8 @@ impl<'a> FetchTree<'a> {
         Self { parents, holders, index, free }
     }
 
-    /// Takes a place for one more child. Returns the address of the parent with the fewest children, followed by those of the
-    /// holders to try after it. None if no parent has a place left.
+    /// Takes a place for one more child. Returns the address of the parent with the fewest children, followed by those
+    /// of the holders to try after it. None if no parent has a place left.
     fn next(&mut self) -> Option<Vec<String>> {
         let (is_early, children, parent) = self.free.pop_first()?;
         if children + 1 < CHILDREN {

@@ -1,12 +1,12 @@
-//! Checks that all hosts of an instance have the same prefix. Packages are linked for their location, and the paths of the lead's
-//! Flux launch every job. On a host with another prefix each job would fail at once, and because that host would always be idle,
-//! it would get one job after the other.
+//! Checks that all hosts of an instance have the same prefix. Packages are linked for their location, and the paths of
+//! the lead's Flux launch every job. On a host with another prefix each job would fail at once, and because that host
+//! would always be idle, it would get one job after the other.
 
 use super::roster::Observed;
 use crate::api::{NodePhase, Roster};
 
-/// The prefix of the host of node `name`; None if it is unknown or the host is being cleaned: then the prefix is that of an earlier
-/// instance.
+/// The prefix of the host of node `name`; None if it is unknown or the host is being cleaned: then the prefix is that
+/// of an earlier instance.
 fn of<'a>(seen: &Observed<'a>, name: &str) -> Option<&'a str> {
     let report = seen.reports.get(name).filter(|report| report.phase != NodePhase::Removing)?;
     report.facts.as_ref().map(|facts| facts.prefix.as_str())
@@ -17,7 +17,8 @@ pub fn of_instance<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<&'a str> 
     of(seen, &roster.lead()?.node)
 }
 
-/// Says that the prefix of node `name` differs from the lead's, and how to fix that. None if it doesn't or one is still unknown.
+/// Says that the prefix of node `name` differs from the lead's, and how to fix that. None if it doesn't or one is still
+/// unknown.
 pub fn differs(seen: &Observed, roster: &Roster, name: &str) -> Option<String> {
     differs_from(seen, &roster.lead()?.node, name)
 }

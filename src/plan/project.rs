@@ -59,8 +59,8 @@ pub fn project_all<'a>(
     rows.filter_map(|((present, _, spec), fetch_from)| Some((present, FluxNodeSpec { fetch_from, ..spec? }))).collect()
 }
 
-/// Sort key of a FluxNode: the lead, or the node most likely to become it, gets its packages first, because all others wait for
-/// it.
+/// Sort key of a FluxNode: the lead, or the node most likely to become it, gets its packages first, because all others
+/// wait for it.
 fn precedence(seen: &Observed, node: Option<&NodeView>, spec: Option<&FluxNodeSpec>) -> impl Ord + use<> {
     let name = node.map(|node| node.name.clone());
     let is_wanted = name.is_some() && name == seen.spec.lead;
@@ -90,8 +90,8 @@ fn wanted<'a>(
 
 /// Computes the spec of a node's FluxNode, except `fetch_from`, which depends on the other nodes.
 ///
-/// A broker may start only after the lead has applied its resources (so that it never joins with a wrong R), and only under a
-/// parent that is online (otherwise it would wait in state JOIN for ever, without a message).
+/// A broker may start only after the lead has applied its resources (so that it never joins with a wrong R), and only
+/// under a parent that is online (otherwise it would wait in state JOIN for ever, without a message).
 pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> FluxNodeSpec {
     let mut spec = FluxNodeSpec {
         node_name: node.name.clone(),
@@ -154,9 +154,9 @@ fn first_lead_failure(roster: &Roster) -> Option<String> {
     Some(format!("no lead has come up: {}: {}", first.node, first.reason))
 }
 
-/// Computes the spec of a FluxNode whose Node is gone. While its rank is kept, the spec says that the Node is gone. If its broker
-/// still runs after that, the spec stops it once the lead has drained the rank and no job runs there. None if the spec doesn't
-/// change.
+/// Computes the spec of a FluxNode whose Node is gone. While its rank is kept, the spec says that the Node is gone. If
+/// its broker still runs after that, the spec stops it once the lead has drained the rank and no job runs there. None
+/// if the spec doesn't change.
 fn project_gone(seen: &Observed, roster: Option<&Roster>, present: &FluxNode) -> Option<FluxNodeSpec> {
     let (roster, report) = (roster?, present.status.as_ref()?);
     if let Some(spec) = gone::spec(seen, roster, &present.spec) {
@@ -194,8 +194,8 @@ fn drains(seen: &Observed, roster: &Roster) -> BTreeMap<String, IdSet> {
     drains
 }
 
-/// The revision in the spec of the member of `rank`: for the lead that of the last change of any entry, for a follower that of its
-/// own entry.
+/// The revision in the spec of the member of `rank`: for the lead that of the last change of any entry, for a follower
+/// that of its own entry.
 fn revision_for(roster: &Roster, rank: Rank) -> u64 {
     let own = |rank: &Rank| roster.ranks.get(rank).map(|entry| entry.revision);
     if rank == 0 { roster.ranks.keys().filter_map(own).max().unwrap_or(0) } else { own(&rank).unwrap_or(0) }

@@ -1,5 +1,5 @@
-//! Which Nodes get annotations that keep autoscalers away. A Flux job has no pod, so an autoscaler considers the node idle and
-//! would delete it under the job.
+//! Which Nodes get annotations that keep autoscalers away. A Flux job has no pod, so an autoscaler considers the node
+//! idle and would delete it under the job.
 //!
 //! Annotations that others wrote stay as they are: a marker annotation on the Node names those that the planner wrote.
 
@@ -11,14 +11,14 @@ use super::{
 };
 use crate::api::{ANNOTATION_PROTECTS, FluxNodeStatus, IdSet, Rank, Roster, RunningJobs};
 
-/// The annotations that keep autoscalers away. Sources: Cluster Autoscaler's FAQ, "How can I prevent Cluster Autoscaler from
-/// scaling down a particular node?"; Karpenter's documentation, "Disruption", node-level controls.
+/// The annotations that keep autoscalers away. Sources: Cluster Autoscaler's FAQ, "How can I prevent Cluster Autoscaler
+/// from scaling down a particular node?"; Karpenter's documentation, "Disruption", node-level controls.
 pub const PROTECTING: [&str; 2] =
     ["cluster-autoscaler.kubernetes.io/scale-down-disabled", "karpenter.sh/do-not-disrupt"];
 /// The value of each of [`PROTECTING`].
 const PROTECTED: &str = "true";
-/// How long a node must be without a job before its annotations are removed, in seconds. Jobs may come and go each second;
-/// autoscalers take minutes.
+/// How long a node must be without a job before its annotations are removed, in seconds. Jobs may come and go each
+/// second; autoscalers take minutes.
 const REST_SECS: i64 = 60;
 
 /// A change of one Node's annotations.
@@ -42,7 +42,8 @@ pub struct Protection {
 }
 
 impl Protection {
-    /// The changes while there is an instance. None while its lead is offline, because then it is unknown where jobs run.
+    /// The changes while there is an instance. None while its lead is offline, because then it is unknown where jobs
+    /// run.
     pub fn changes(&mut self, seen: &Observed, roster: Option<&Roster>) -> Vec<AnnotationChange> {
         self.running_jobs = seen.spec.uninstall.running_jobs.clone();
         if !seen.spec.autoscaling.protect {
@@ -71,8 +72,8 @@ impl Protection {
         changes
     }
 
-    /// The changes once the instance is being deleted: removes all of the planner's annotations, except on hosts whose brokers
-    /// keep running until their jobs end.
+    /// The changes once the instance is being deleted: removes all of the planner's annotations, except on hosts whose
+    /// brokers keep running until their jobs end.
     pub fn at_the_end(&self, nodes: &[NodeView], reports: &BTreeMap<String, FluxNodeStatus>) -> Vec<AnnotationChange> {
         let runs = |report: &FluxNodeStatus| report.adopted.is_some();
         let lead = reports.values().find(|report| report.adopted.as_ref().is_some_and(|broker| broker.rank == 0));
@@ -83,8 +84,8 @@ impl Protection {
     }
 }
 
-/// The ranks on which jobs run, and all ranks above them in the tree, because a job ends if a broker above its own ends. Always
-/// includes the lead, because the queue is on its disk. None if it is unknown where jobs run.
+/// The ranks on which jobs run, and all ranks above them in the tree, because a job ends if a broker above its own
+/// ends. Always includes the lead, because the queue is on its disk. None if it is unknown where jobs run.
 fn needed(seen: &Observed, roster: &Roster) -> Option<BTreeSet<Rank>> {
     let IdSet(busy) = lead_report(seen, roster)?.allocated.as_ref()?;
     let topology = topology(roster)?;

@@ -17,7 +17,8 @@ pub fn declared(spec: &FluxInstanceSpec, node: &NodeView, found: Resources, is_l
     let reserved = node.cpu.map_or(0, |cpu| reserved_cores(cpu, cores));
     let mut left_out: IdSet = (0..cores).filter(|id| *id < reserved || named.contains(*id)).collect();
     if left_out.len() == cores as usize {
-        // Flux accepts no node without a core. Keep the last core that the spec doesn't exclude, even if kubelet reserves it.
+        // Flux accepts no node without a core. Keep the last core that the spec doesn't exclude, even if kubelet
+        // reserves it.
         left_out = if has_no_other { IdSet::default() } else { left_out_but_one(left_out, &named) };
     }
     let gpus = match &spec.resources.gpus {
@@ -35,8 +36,8 @@ fn left_out_but_one(left_out: IdSet, named: &IdSet) -> IdSet {
     left_out.0.into_iter().filter(|id| Some(*id) != kept).collect()
 }
 
-/// Number of physical cores that kubelet reserves for itself and the system. Rounded down, because many clouds reserve about 60m,
-/// which must not cost a whole core. kubelet counts hardware threads, Flux counts cores.
+/// Number of physical cores that kubelet reserves for itself and the system. Rounded down, because many clouds reserve
+/// about 60m, which must not cost a whole core. kubelet counts hardware threads, Flux counts cores.
 fn reserved_cores(cpu: Cpu, cores: u32) -> u32 {
     let threads_per_core = (cpu.capacity / 1000 / u64::from(cores.max(1))).max(1);
     let reserved = cpu.capacity.saturating_sub(cpu.allocatable) / 1000 / threads_per_core;
@@ -61,8 +62,8 @@ pub fn lack(declared: &Declared, now: &Declared) -> Option<String> {
     })
 }
 
-/// The properties of a member on `node`. `among_others`: the instance has more than one architecture. If all are alike, no job
-/// needs the property, and each property adds a line to `flux resource list`.
+/// The properties of a member on `node`. `among_others`: the instance has more than one architecture. If all are alike,
+/// no job needs the property, and each property adds a line to `flux resource list`.
 pub fn properties(spec: &InstanceResources, node: &NodeView, among_others: bool) -> BTreeSet<String> {
     let labels = spec.properties.iter().filter_map(|key| {
         let value = node.labels.get(key)?;

@@ -1,8 +1,9 @@
-//! The roster: which member holds which rank. One function, [`decide`], computes the next roster from what was observed.
+//! The roster: which member holds which rank. One function, [`decide`], computes the next roster from what was
+//! observed.
 //!
-//! Invariants within an epoch, whatever is observed: no rank has two members and no member has two ranks; a member's rank
-//! changes only if its broker is out of the overlay and its parent's rank can't come back; resources never shrink under a job;
-//! once the instance was online, the lead changes only if an administrator orders it ([`takeover`]).
+//! Invariants within an epoch, whatever is observed: no rank has two members and no member has two ranks; a member's
+//! rank changes only if its broker is out of the overlay and its parent's rank can't come back; resources never shrink
+//! under a job; once the instance was online, the lead changes only if an administrator orders it ([`takeover`]).
 
 #[cfg(test)]
 mod another_tests;
@@ -51,13 +52,13 @@ use crate::api::{
     NodePhase, ROSTER_FORMAT, Rank, Resources, Roster, RosterEntry,
 };
 
-/// If the roster is lost, how long the planner waits for reports from the agents of all Ready nodes before it concludes that
-/// no broker runs.
+/// If the roster is lost, how long the planner waits for reports from the agents of all Ready nodes before it concludes
+/// that no broker runs.
 const REPORTS_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the planner waits for preflight on the first eligible node before a later one may become the lead.
 pub(super) const LEAD_PATIENCE: Duration = Duration::from_secs(10);
-/// Default of `spec.ranks.retain` (how long a rank is kept for a Node that is gone) and of `spec.resources.retain` (how long
-/// hardware that has vanished from a host stays declared).
+/// Default of `spec.ranks.retain` (how long a rank is kept for a Node that is gone) and of `spec.resources.retain` (how
+/// long hardware that has vanished from a host stays declared).
 const DEFAULT_RETAIN_SECS: i64 = 600;
 
 /// Everything the planner has observed.
@@ -114,8 +115,8 @@ pub fn decide(seen: &Observed) -> Decision {
     }
 }
 
-/// As [`decide`], if the spec can't be served: the roster stays as it is, but the instance doesn't stay stopped. An epoch that
-/// was about to end continues, and one that does not come up goes back to the previous settings.
+/// As [`decide`], if the spec can't be served: the roster stays as it is, but the instance doesn't stay stopped. An
+/// epoch that was about to end continues, and one that does not come up goes back to the previous settings.
 pub fn decide_unserved(seen: &Observed) -> Decision {
     let own = |roster: &&Roster| roster.instance_uid == seen.instance_uid;
     let roster = seen.roster.filter(own).filter(|roster| roster.established);
@@ -127,17 +128,18 @@ pub use turns::no_lead;
 
 pub use drain::{is_former_idle, is_overdue, may_carry_jobs, may_stop, orphan_broker_rank};
 
-/// True if the member of `rank` is in the overlay: its agent reports it online, and the lead does not report it offline. The
-/// agent's report alone is not enough, because a broker whose parent is gone believes for minutes that it is online.
+/// True if the member of `rank` is in the overlay: its agent reports it online, and the lead does not report it
+/// offline. The agent's report alone is not enough, because a broker whose parent is gone believes for minutes that it
+/// is online.
 pub fn is_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let is_silent = || rank == 0 && is_lead_silent(seen, roster);
     says_online(seen, roster, rank) && !does_lead_miss(seen, roster, rank) && !is_silent()
 }
 
-/// True if the other brokers no longer reach the lead's broker. When the lead's machine goes off, its agent can't correct its
-/// last report, and Kubernetes takes most of a minute to mark the Node NotReady. So if most children of the lead report that
-/// they don't hear it, it is silent; children that the lead itself reports offline don't count. If the lead's Node is not
-/// Ready, which alone proves nothing, one report from any broker is enough.
+/// True if the other brokers no longer reach the lead's broker. When the lead's machine goes off, its agent can't
+/// correct its last report, and Kubernetes takes most of a minute to mark the Node NotReady. So if most children of the
+/// lead report that they don't hear it, it is silent; children that the lead itself reports offline don't count. If the
+/// lead's Node is not Ready, which alone proves nothing, one report from any broker is enough.
 pub fn is_lead_silent(seen: &Observed, roster: &Roster) -> bool {
     let Some(lead) = roster.lead().filter(|_| seen.reports.values().any(|report| report.unheard)) else { return false };
     let reports = |rank: Rank| holds(seen, roster, rank).filter(|_| rank != 0).map(|(report, _)| report.unheard);
@@ -158,17 +160,17 @@ pub fn is_shut_down(seen: &Observed, roster: &Roster) -> bool {
     report.is_some_and(|report| report.adopted.is_none() && report.shut_down == Some(roster.epoch))
 }
 
-/// True if the broker of `rank` is lost to the others: its agent's last report says online but the overlay disagrees (see
-/// [`is_online`]), or it doesn't answer its agent and the lead either reports it offline or gives it no jobs.
+/// True if the broker of `rank` is lost to the others: its agent's last report says online but the overlay disagrees
+/// (see [`is_online`]), or it doesn't answer its agent and the lead either reports it offline or gives it no jobs.
 pub fn is_missed(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let is_lost = does_lead_miss(seen, roster, rank);
     (says_online(seen, roster, rank) && !is_online(seen, roster, rank))
         || (says_offline(seen, roster, rank) && (is_lost || is_idle_and_torpid(seen, roster, rank)))
 }
 
-/// True if the lead finds the broker of `rank` slow to answer (torpid) and no job runs on that rank or below it. A broker
-/// process that is suspended keeps its connection, so the lead never loses it but gives it no jobs; giving up such a broker
-/// costs no job.
+/// True if the lead finds the broker of `rank` slow to answer (torpid) and no job runs on that rank or below it. A
+/// broker process that is suspended keeps its connection, so the lead never loses it but gives it no jobs; giving up
+/// such a broker costs no job.
 fn is_idle_and_torpid(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let topology = topology(roster);
     let is_in_subtree = |other: u32| {
@@ -193,7 +195,8 @@ pub fn does_lead_miss(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     holds(seen, roster, 0).is_some_and(|(lead, _)| lead.offline.contains(&rank))
 }
 
-/// Returns the report of the member of `rank`, and the broker it names, if that is the broker of this rank in this epoch.
+/// Returns the report of the member of `rank`, and the broker it names, if that is the broker of this rank in this
+/// epoch.
 pub fn holds<'a>(seen: &Observed<'a>, roster: &Roster, rank: Rank) -> Option<(&'a FluxNodeStatus, &'a Adopted)> {
     let member = roster.member(rank)?;
     let status = seen.reports.get(&member.node)?;
@@ -202,7 +205,8 @@ pub fn holds<'a>(seen: &Observed<'a>, roster: &Roster, rank: Rank) -> Option<(&'
     same.then_some((status, adopted))
 }
 
-/// Returns the report of the lead's agent while the lead is online: only then is its information about other ranks current.
+/// Returns the report of the lead's agent while the lead is online: only then is its information about other ranks
+/// current.
 pub(super) fn lead_report<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<&'a FluxNodeStatus> {
     holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report)
 }
@@ -212,8 +216,8 @@ pub fn is_ready(seen: &Observed, member: &Member) -> bool {
     seen.nodes.iter().any(|node| node.uid == member.uid && node.ready)
 }
 
-/// Ranks that someone other than flux-distribute has drained, from the last report of the lead's agent. Flux stores a drain by
-/// rank and name, so a node that took such a rank would get no jobs.
+/// Ranks that someone other than flux-distribute has drained, from the last report of the lead's agent. Flux stores a
+/// drain by rank and name, so a node that took such a rank would get no jobs.
 fn drained_by_others(seen: &Observed, roster: &Roster) -> IdSet {
     let lead = roster.lead().and_then(|lead| seen.reports.get(&lead.node));
     lead.map(|report| report.drained_by_others.clone()).unwrap_or_default()
@@ -244,23 +248,23 @@ pub(super) fn no_room(seen: &Observed, roster: &Roster) -> Option<String> {
     })
 }
 
-/// True if the broker was started for this FluxInstance, and not for a deleted one whose removal this node missed because it
-/// was off. Older agents don't report the FluxInstance's uid. Their broker can't belong to a FluxInstance that never had a
-/// roster, or whose known ID differs from the broker's.
+/// True if the broker was started for this FluxInstance, and not for a deleted one whose removal this node missed
+/// because it was off. Older agents don't report the FluxInstance's uid. Their broker can't belong to a FluxInstance
+/// that never had a roster, or whose known ID differs from the broker's.
 pub fn is_of_instance(seen: &Observed, adopted: &Adopted) -> bool {
     let by_id = || seen.status.instance_id.as_ref().map_or(seen.status.epoch > 0, |id| *id == adopted.instance_id);
     adopted.instance_uid.as_ref().map_or_else(by_id, |uid| uid == seen.instance_uid)
 }
 
-/// True if the node's host still has a broker of an earlier instance. The host must be cleaned first, and its report may be
-/// about that instance.
+/// True if the node's host still has a broker of an earlier instance. The host must be cleaned first, and its report
+/// may be about that instance.
 pub fn holds_another(seen: &Observed, node: &str) -> bool {
     let adopted = seen.reports.get(node).and_then(|report| report.adopted.as_ref());
     adopted.is_some_and(|adopted| !is_of_instance(seen, adopted))
 }
 
-/// The roster format of an epoch that begins now: the newest that the agents of all nodes read. In the middle of an upgrade, an
-/// agent that can't read the roster would start no broker.
+/// The roster format of an epoch that begins now: the newest that the agents of all nodes read. In the middle of an
+/// upgrade, an agent that can't read the roster would start no broker.
 fn format(seen: &Observed) -> u32 {
     let agents =
         seen.nodes.iter().filter_map(|node| seen.reports.get(&node.name)).filter(|report| report.agent.is_some());
@@ -289,9 +293,9 @@ pub fn is_certificate_in_use(seen: &Observed) -> bool {
         || adopted.any(|adopted| is_of_instance(seen, adopted))
 }
 
-/// True if the certificate was made for an earlier FluxInstance and this one has not started anything with it. `made_for`: uid
-/// of the FluxInstance that it was made for; None if unknown. The planner then replaces it, because a disconnected broker of
-/// the earlier instance could join this one with it.
+/// True if the certificate was made for an earlier FluxInstance and this one has not started anything with it.
+/// `made_for`: uid of the FluxInstance that it was made for; None if unknown. The planner then replaces it, because a
+/// disconnected broker of the earlier instance could join this one with it.
 pub fn is_certificate_of_another(seen: &Observed, made_for: Option<&str>) -> bool {
     let is_planned = seen.roster.is_some_and(|roster| roster.instance_uid == seen.instance_uid);
     made_for != Some(seen.instance_uid) && !is_planned && !is_certificate_in_use(seen)
@@ -325,8 +329,8 @@ pub fn candidates<'a>(seen: &Observed<'a>) -> Vec<&'a NodeView> {
     nodes
 }
 
-/// The number of nodes that take part by default: all members of `roster` and all eligible nodes. Members count even if they
-/// are not eligible now, because administrators often cordon all of them for a restart.
+/// The number of nodes that take part by default: all members of `roster` and all eligible nodes. Members count even if
+/// they are not eligible now, because administrators often cordon all of them for a restart.
 pub(super) fn participant_count(seen: &Observed, roster: &Roster) -> usize {
     let members = roster.members().map(|member| member.uid.as_str());
     members.chain(candidates(seen).into_iter().map(|node| node.uid.as_str())).collect::<BTreeSet<_>>().len()
@@ -387,8 +391,8 @@ pub fn topology(roster: &Roster) -> Option<Topology> {
     Topology::parse(&roster.settings.topology, roster.settings.max_size).ok()
 }
 
-/// True if only the host of rank 0 has the instance's queue: the instance was online, or an administrator named the host whose
-/// queue this epoch begins with.
+/// True if only the host of rank 0 has the instance's queue: the instance was online, or an administrator named the
+/// host whose queue this epoch begins with.
 pub(crate) fn is_lead_fixed(roster: &Roster) -> bool {
     roster.established || was_named(roster)
 }
@@ -407,16 +411,16 @@ fn facts(seen: &Observed, node: &NodeView) -> Option<Resources> {
     seen.reports.get(&node.name).and_then(|report| report.facts.as_ref()).map(|facts| facts.resources)
 }
 
-/// What `rank` is to declare while `node` is its member; `before`: what it declares now. None if the facts are unknown at the
-/// moment: then `before` stays.
+/// What `rank` is to declare while `node` is its member; `before`: what it declares now. None if the facts are unknown
+/// at the moment: then `before` stays.
 pub(super) fn resources(seen: &Observed, node: &NodeView, rank: Rank, before: Option<&Declared>) -> Option<Declared> {
     let found = facts(seen, node)?;
     (before.is_none() || node.cpu.is_some()).then(|| declared(seen.spec, node, found, rank == 0))
 }
 
-/// Since when the host of `node` has had fewer cores or GPUs than the rank of `entry` declares; None if it has them all. If the
-/// facts are unknown at the moment, the stored time stays. Cores and GPUs that only the spec, kubelet or a device plugin takes
-/// away have not vanished.
+/// Since when the host of `node` has had fewer cores or GPUs than the rank of `entry` declares; None if it has them
+/// all. If the facts are unknown at the moment, the stored time stays. Cores and GPUs that only the spec, kubelet or a
+/// device plugin takes away have not vanished.
 pub(super) fn lacks_since(seen: &Observed, node: &NodeView, entry: &RosterEntry) -> Option<i64> {
     let (Some(found), Some(declared)) = (facts(seen, node), &entry.resources) else { return entry.lacks_since };
     let lacks = found.cores < declared.cores || found.gpus < declared.gpus;

@@ -1,17 +1,18 @@
-//! The settings that Flux reads only at start. The planner makes them from the spec when an epoch begins, and compares them with
-//! the spec while the epoch runs.
+//! The settings that Flux reads only at start. The planner makes them from the spec when an epoch begins, and compares
+//! them with the spec while the epoch runs.
 
 use std::fmt::Display;
 
 use super::topology::Topology;
 use crate::api::{DEFAULT_BROKER_PORT, EpochSettings, FluxInstanceSpec};
 
-/// Default CPUWeight of the brokers and their jobs. kubepods has a weight in the thousands on a large node, a single service has
-/// 100: with less, jobs would starve beside busy pods.
+/// Default CPUWeight of the brokers and their jobs. kubepods has a weight in the thousands on a large node, a single
+/// service has 100: with less, jobs would starve beside busy pods.
 const DEFAULT_CPU_WEIGHT: u32 = 1000;
 /// Default checkpoint period. If the lead is killed, everything since the last checkpoint is lost.
 const DEFAULT_CHECKPOINT_PERIOD: &str = "1m";
-/// Minimum of the default maxSize. A thousand spares cost nothing, so small clusters get room to grow without a restart.
+/// Minimum of the default maxSize. A thousand spares cost nothing, so small clusters get room to grow without a
+/// restart.
 const LEAST_MAX_SIZE: u32 = 64;
 
 /// The settings of an epoch that would start now. `eligible`: the number of nodes that would take part.
@@ -46,8 +47,8 @@ fn topology(spec: &FluxInstanceSpec, max_size: u32) -> String {
     spec.topology.clone().unwrap_or_else(|| Topology::default_for(max_size).to_owned())
 }
 
-/// The settings that the spec asks for, to be compared with those of the `running` epoch. Keeps the running value if it differs
-/// only because a default maxSize has grown with the cluster, or because a flat tree has another name.
+/// The settings that the spec asks for, to be compared with those of the `running` epoch. Keeps the running value if it
+/// differs only because a default maxSize has grown with the cluster, or because a flat tree has another name.
 pub fn wanted(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> EpochSettings {
     let mut wanted = settings(spec, 0, digest, certificate);
     if spec.max_size.is_none() {

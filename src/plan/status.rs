@@ -60,8 +60,8 @@ pub fn foremost(found: impl IntoIterator<Item = Obstacle>) -> Option<Obstacle> {
     found.into_iter().min_by_key(|obstacle| matches!(obstacle, Obstacle::Waiting(_)))
 }
 
-/// Picks the obstacle to report while [`decide`](super::roster::decide) waits for `reason`; `found` is an obstacle that was
-/// known before.
+/// Picks the obstacle to report while [`decide`](super::roster::decide) waits for `reason`; `found` is an obstacle that
+/// was known before.
 pub fn told_while_waiting(seen: &Observed, found: Option<Obstacle>, reason: String) -> Obstacle {
     match found {
         Some(problem @ Obstacle::Problem { .. }) => problem,
@@ -175,7 +175,8 @@ fn unapplied(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
     (true, reason, messages.join("; "))
 }
 
-/// Condition AgentsMissing: without an agent, a member's FluxNode keeps its last report even if the broker's state changes.
+/// Condition AgentsMissing: without an agent, a member's FluxNode keeps its last report even if the broker's state
+/// changes.
 fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
     let members = roster.into_iter().flat_map(Roster::members);
     let mut missing = members.filter_map(|member| Some((&member.node, seen.agentless.get(&member.node)?)));
@@ -289,7 +290,8 @@ fn restart_pending(restart: Restart) -> ConditionValue {
     }
 }
 
-/// The conditions of `next` that deserve a warning Event: those that need a user's action and were not the same in `before`.
+/// The conditions of `next` that deserve a warning Event: those that need a user's action and were not the same in
+/// `before`.
 pub fn warnings(before: Option<&FluxInstanceStatus>, next: &FluxInstanceStatus) -> Vec<Condition> {
     let needs_action = |condition: &&Condition| match condition.type_.as_str() {
         CONDITION_SCALE_DENIED | CONDITION_NOT_APPLIED | CONDITION_AGENTS_MISSING => true,
@@ -306,7 +308,8 @@ pub fn warnings(before: Option<&FluxInstanceStatus>, next: &FluxInstanceStatus) 
     holding.filter(needs_action).filter(has_changed).cloned().collect()
 }
 
-/// The status while the planner can't plan at all: the previous status with the reason as message and condition Degraded.
+/// The status while the planner can't plan at all: the previous status with the reason as message and condition
+/// Degraded.
 pub fn stopped(before: &FluxInstanceStatus, reason: &str, message: &str, now: Timestamp) -> FluxInstanceStatus {
     let mut next = before.clone();
     next.message = Some(message.to_owned());
@@ -322,8 +325,8 @@ fn newest_dump(seen: &Observed) -> Option<KeptDump> {
     Some(KeptDump { node: node.clone(), dump: dump.clone() })
 }
 
-/// One sentence on how many nodes are online, with the message of the offline member that matters most: a silent lead, else
-/// the first that has failed, else the first.
+/// One sentence on how many nodes are online, with the message of the offline member that matters most: a silent lead,
+/// else the first that has failed, else the first.
 fn explain(seen: &Observed, roster: Option<&Roster>, next: &FluxInstanceStatus) -> String {
     let Some(roster) = roster else { return "no roster yet".to_owned() };
     let offline = roster.ranks.iter().filter(|(rank, _)| !is_online(seen, roster, **rank));

@@ -1,11 +1,12 @@
-//! The shape of the TBON (the overlay tree), as flux-core's topology.c derives it from `tbon.topo` and the instance's size.
+//! The shape of the TBON (the overlay tree), as flux-core's topology.c derives it from `tbon.topo` and the instance's
+//! size.
 
 use crate::api::Rank;
 
 /// The prototype of this project ran with `-Stbon.fanout=256`, which is flat up to 257 ranks.
 const SEED_FANOUT: u32 = 256;
-/// Largest instance in which all ranks are children of the lead by default. Above it, `mincrit` bounds the lead's fanout
-/// (flux-core's own limit).
+/// Largest instance in which all ranks are children of the lead by default. Above it, `mincrit` bounds the lead's
+/// fanout (flux-core's own limit).
 const FLAT_LIMIT: u32 = 1024;
 
 /// The shape of a tree.
@@ -20,7 +21,8 @@ pub enum Topology {
 }
 
 impl Topology {
-    /// The name for a tree in which all ranks are children of the lead, in the spec and in messages. Flux has no such name.
+    /// The name for a tree in which all ranks are children of the lead, in the spec and in messages. Flux has no such
+    /// name.
     pub const FLAT: &str = "flat";
 
     /// Parses `tbon.topo` for an instance of `size` ranks. Also accepts [`Self::FLAT`], as `kary:0`.

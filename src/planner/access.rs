@@ -1,5 +1,5 @@
-//! Secret `flux-packages-access`: the credentials and CA certificates for channels, mirrors and bundles. The planner reads it each
-//! time it needs it, so that it uses a changed token at once and keeps none in memory.
+//! Secret `flux-packages-access`: the credentials and CA certificates for channels, mirrors and bundles. The planner
+//! reads it each time it needs it, so that it uses a changed token at once and keeps none in memory.
 
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client};
@@ -31,8 +31,8 @@ pub async fn http_client(client: &Client, packages: &Packages) -> Result<HttpCli
         .map_err(|error| PlannerError::Content { object: "packages".to_owned(), reason: error_chain(&error) })
 }
 
-/// The URLs that a spec names: the token is sent to their servers. URLs at the default channel's server are left out: it is public
-/// and must not get the token, but every spec or lock with packages of conda-forge names it.
+/// The URLs that a spec names: the token is sent to their servers. URLs at the default channel's server are left out:
+/// it is public and must not get the token, but every spec or lock with packages of conda-forge names it.
 fn named(packages: &Packages) -> Vec<String> {
     let bundle = packages.bundle.iter().map(|bundle| bundle.url.as_str());
     let named = packages.channels.iter().chain(&packages.mirror).map(String::as_str).chain(bundle);

@@ -30,8 +30,8 @@ pub(super) struct Caches {
 }
 
 impl Caches {
-    /// Returns empty caches, and a stream that fills them while it is polled. It yields an item for each change that planning may
-    /// depend on.
+    /// Returns empty caches, and a stream that fills them while it is polled. It yields an item for each change that
+    /// planning may depend on.
     pub(super) fn watch(client: &Client) -> (Self, impl Stream<Item = ()> + Send + use<>) {
         let all = watcher::Config::default;
         let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()), all());
@@ -55,7 +55,8 @@ impl Caches {
         (Self { nodes, flux_nodes, instances, pods, namespaces }, select_all(changes))
     }
 
-    /// The agents' pods that have a node. Empty if they can't be read, because an older manifest does not grant that right.
+    /// The agents' pods that have a node. Empty if they can't be read, because an older manifest does not grant that
+    /// right.
     pub(super) fn agents(&self) -> Vec<AgentPod> {
         self.pods.state().iter().filter_map(|pod| AgentPod::of(pod)).collect()
     }
@@ -67,8 +68,9 @@ impl Caches {
         is_ending || !self.instances.state().iter().any(|flux| stays(flux))
     }
 
-    /// True once Nodes, FluxNodes and FluxInstances have been listed: before that, a missing object proves nothing. It doesn't
-    /// wait for the Namespace and the pods, because no decision follows from a missing Namespace or an empty list of pods.
+    /// True once Nodes, FluxNodes and FluxInstances have been listed: before that, a missing object proves nothing. It
+    /// doesn't wait for the Namespace and the pods, because no decision follows from a missing Namespace or an empty
+    /// list of pods.
     pub(super) async fn are_complete(&self) -> bool {
         let ready = async {
             let _ = tokio::join!(
@@ -81,8 +83,8 @@ impl Caches {
     }
 }
 
-/// The FluxNodes that this version can read. The planner leaves the others alone, as if their agents had not reported yet, because
-/// the version that wrote them may still use them.
+/// The FluxNodes that this version can read. The planner leaves the others alone, as if their agents had not reported
+/// yet, because the version that wrote them may still use them.
 pub(super) fn readable(nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> impl Iterator<Item = &FluxNode> {
     nodes.iter().filter_map(|node| node.0.as_ref().ok())
 }

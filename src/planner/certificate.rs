@@ -12,7 +12,8 @@ use crate::{
     plan::certificate::{Certificate, CertificateError},
 };
 
-/// Marks a Secret that the planner made. Without this label an administrator created it, and the planner never deletes it.
+/// Marks a Secret that the planner made. Without this label an administrator created it, and the planner never deletes
+/// it.
 const LABEL_MADE_BY: &str = "app.kubernetes.io/managed-by";
 const MADE_BY: &str = "flux-distribute";
 
@@ -28,8 +29,8 @@ pub struct Published {
 }
 
 impl Published {
-    /// uid of the FluxInstance that the certificate was made for; None if unknown. An administrator's certificate is for the
-    /// FluxInstance that exists now: `present`.
+    /// uid of the FluxInstance that the certificate was made for; None if unknown. An administrator's certificate is
+    /// for the FluxInstance that exists now: `present`.
     pub fn made_for<'a>(&'a self, present: &'a str) -> Option<&'a str> {
         if self.made_here { self.made_for.as_deref() } else { Some(present) }
     }

@@ -13,8 +13,8 @@ use tracing::debug;
 pub struct Announcer {
     client: Client,
     reporter: Reporter,
-    /// One recorder for each note: a recorder counts a second Event with the same reason as a repetition of the first, and keeps
-    /// the first note.
+    /// One recorder for each note: a recorder counts a second Event with the same reason as a repetition of the first,
+    /// and keeps the first note.
     recorders: HashMap<String, Recorder>,
     last: Option<(String, String)>,
 }

@@ -18,11 +18,11 @@ use crate::{
     plan::status::set_condition,
 };
 
-/// Creates the first FluxInstance from ConfigMap `flux-default`, once. The manifest can't hold the FluxInstance itself, because
-/// `kubectl apply` refuses an object whose CRD is new in the same file.
+/// Creates the first FluxInstance from ConfigMap `flux-default`, once. The manifest can't hold the FluxInstance itself,
+/// because `kubectl apply` refuses an object whose CRD is new in the same file.
 ///
-/// `existing` is the present FluxInstance. Call this in every round, even if there is one: a ConfigMap that was created again has
-/// no mark yet, and without the mark the FluxInstance would come back as soon as a user deletes it.
+/// `existing` is the present FluxInstance. Call this in every round, even if there is one: a ConfigMap that was created
+/// again has no mark yet, and without the mark the FluxInstance would come back as soon as a user deletes it.
 ///
 /// # Errors
 /// If a call to the API server fails; [`PlannerError::Content`] if the ConfigMap has no valid spec.
@@ -43,7 +43,8 @@ pub async fn ensure(client: &Client, existing: Option<&FluxInstance>) -> Result<
             call("create FluxInstance flux", instances.create(&params, &flux)).await?.uid()
         }
     };
-    // Mark the ConfigMap only now: a planner that dies before this line finds the FluxInstance in its next round and adds the mark.
+    // Mark the ConfigMap only now: a planner that dies before this line finds the FluxInstance in its next round and
+    // adds the mark.
     let patch = json!({"metadata": {"annotations": {ANNOTATION_CONSUMED: uid.unwrap_or_default()}}});
     let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
     call("mark ConfigMap flux-default", maps.patch(CONFIGMAP_DEFAULT, &params, &patch)).await.map(drop)
@@ -83,7 +84,8 @@ pub async fn write_status(
     let name = instance.name_any();
     let mut changed = instance.clone();
     changed.status = Some(next.clone());
-    // Replace, not patch: it names the resourceVersion, so a planner that has lost its Lease can't overwrite the next one's status.
+    // Replace, not patch: it names the resourceVersion, so a planner that has lost its Lease can't overwrite the next
+    // one's status.
     let params = PostParams::default();
     let written = instances.replace_status(&name, &params, &changed);
     call(format!("status of FluxInstance {name}"), written).await.map(drop)

@@ -37,7 +37,8 @@ pub struct Candidate {
     members: Arc<AtomicU32>,
     /// The last resourceVersion seen, and when this process saw it first, by its own clock.
     last: Option<(String, Instant)>,
-    /// The present time by the previous planner's clock, from the Lease's renewTime; kept when this candidate takes the Lease.
+    /// The present time by the previous planner's clock, from the Lease's renewTime; kept when this candidate takes the
+    /// Lease.
     predecessor_time: Option<Timestamp>,
 }
 
@@ -47,8 +48,8 @@ impl Candidate {
         Self { leases: Api::namespaced(client, NAMESPACE), identity, members, last: None, predecessor_time: None }
     }
 
-    /// Waits until this candidate holds the Lease. Returns the present time by the previous planner's clock; None if there was no
-    /// planner before or its Lease has no renewTime.
+    /// Waits until this candidate holds the Lease. Returns the present time by the previous planner's clock; None if
+    /// there was no planner before or its Lease has no renewTime.
     pub async fn acquire(&mut self) -> Option<Timestamp> {
         loop {
             match timeout(RENEW_EVERY, self.step()).await {
@@ -79,7 +80,8 @@ impl Candidate {
         }
     }
 
-    /// Reads the Lease once and does what [`next_step`] decides. Returns true if this candidate holds the Lease afterwards.
+    /// Reads the Lease once and does what [`next_step`] decides. Returns true if this candidate holds the Lease
+    /// afterwards.
     async fn step(&mut self) -> Result<bool, kube::Error> {
         let found = self.leases.get_opt(LEASE_PLANNER).await?;
         let view = found.as_ref().map(|lease| self.view(lease));
@@ -94,7 +96,8 @@ impl Candidate {
             (LeaseStep::Renew | LeaseStep::Take, Some(mut lease)) => {
                 let transitions = lease.spec.as_ref().and_then(|spec| spec.lease_transitions).unwrap_or(0);
                 lease.spec = Some(self.spec(transitions + i32::from(step == LeaseStep::Take)));
-                // The replace names the resourceVersion that was read: if two candidates take the Lease at once, one gets 409.
+                // The replace names the resourceVersion that was read: if two candidates take the Lease at once, one
+                // gets 409.
                 self.leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await
             }
             _ => return Ok(false),
@@ -135,8 +138,8 @@ impl Candidate {
     }
 }
 
-/// How long the holder may be silent: the Lease's duration, but at most [`LONGEST_LEASE`]. No version uses more, and a forged Lease
-/// must not keep the instance without a planner for years.
+/// How long the holder may be silent: the Lease's duration, but at most [`LONGEST_LEASE`]. No version uses more, and a
+/// forged Lease must not keep the instance without a planner for years.
 fn lease_duration(spec: Option<&LeaseSpec>) -> Duration {
     let seconds = spec.and_then(|spec| spec.lease_duration_seconds).and_then(|seconds| u64::try_from(seconds).ok());
     seconds.map_or(LEASE_DURATION, Duration::from_secs).min(LONGEST_LEASE)

@@ -1,6 +1,6 @@
-//! The planner: the one agent that holds the Lease. It alone reads all nodes, and it writes the roster, the packages, the
-//! certificate, `broker.toml`, each FluxNode's spec and the FluxInstance's status. [`crate::plan`] decides what to write; this
-//! module has the effects.
+//! The planner: the one agent that holds the Lease. It alone reads all nodes, and it writes the roster, the packages,
+//! the certificate, `broker.toml`, each FluxNode's spec and the FluxInstance's status. [`crate::plan`] decides what to
+//! write; this module has the effects.
 
 pub(crate) mod access;
 mod caches;
@@ -46,7 +46,7 @@ pub enum PlannerError {
         #[source]
         source: Box<kube::Error>,
     },
-    /// The API server did not answer within [`CALL_TIMEOUT`]. Names the call.
+    /// The API server did not answer the named call within 10 s.
     #[error("{0}: no answer from the API server in time")]
     Timeout(String),
     /// A newer version of this program wrote the roster.
@@ -62,8 +62,8 @@ pub enum PlannerError {
     },
 }
 
-/// Time limit of one API call. kube sets no read timeout, so on a half-open connection a call would hang while this planner
-/// keeps the Lease.
+/// Time limit of one API call. kube sets no read timeout, so on a half-open connection a call would hang while this
+/// planner keeps the Lease.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Awaits one API call for at most [`CALL_TIMEOUT`], and names it in the error.
@@ -79,8 +79,8 @@ pub(crate) async fn call<T>(
     }
 }
 
-/// Parameters to delete exactly the object that was read. If it has changed or another has taken its place, the API server
-/// answers 409 and deletes nothing.
+/// Parameters to delete exactly the object that was read. If it has changed or another has taken its place, the API
+/// server answers 409 and deletes nothing.
 pub(crate) fn as_read<K: Resource>(object: &K) -> DeleteParams {
     of_version(object.meta())
 }
@@ -111,8 +111,8 @@ impl PlannerError {
         }
     }
 
-    /// True if a user has to fix it: an object that can't be read, or a write that the API server refuses as invalid. All other
-    /// errors are temporary failures of the API server.
+    /// True if a user has to fix it: an object that can't be read, or a write that the API server refuses as invalid.
+    /// All other errors are temporary failures of the API server.
     pub fn is_lasting(&self) -> bool {
         matches!(self, Self::Content { .. } | Self::NewerRoster(_)) || matches!(self.code(), Some(422))
     }
@@ -127,16 +127,16 @@ impl PlannerError {
     }
 }
 
-/// Runs the agent as candidate and, while it holds the Lease, as planner, until the future is dropped. `identity` is the pod's
-/// name. `members` is the size of the instance as this agent knows it: the more candidates there are, the less often each reads
-/// the Lease.
+/// Runs the agent as candidate and, while it holds the Lease, as planner, until the future is dropped. `identity` is
+/// the pod's name. `members` is the size of the instance as this agent knows it: the more candidates there are, the
+/// less often each reads the Lease.
 pub async fn run(client: Client, identity: String, members: Arc<AtomicU32>) {
     let mut lease = lease::Candidate::new(client.clone(), identity.clone(), members);
     loop {
         let predecessor_time = lease.acquire().await;
         info!(identity, "this agent is the planner now");
-        // If the Lease is lost, `select!` drops the planner in the middle of its work. A write that it has already sent can't
-        // overwrite the next planner's, because it names the resourceVersion that it replaces.
+        // If the Lease is lost, `select!` drops the planner in the middle of its work. A write that it has already sent
+        // can't overwrite the next planner's, because it names the resourceVersion that it replaces.
         tokio::select! {
             () = lease.keep() => warn!("lost the Lease: another agent is the planner now"),
             () = reconcile::run(client.clone(), &identity, predecessor_time) => {}

@@ -1,5 +1,5 @@
-//! Publishes the package set in ConfigMap `flux-packages`. The planner resolves each question once, and a restart never resolves
-//! again.
+//! Publishes the package set in ConfigMap `flux-packages`. The planner resolves each question once, and a restart never
+//! resolves again.
 
 use std::time::Duration;
 
@@ -20,8 +20,8 @@ use crate::{
 /// Resolves packages in a task of its own, because reading conda-forge's index alone can take minutes.
 #[derive(Default)]
 pub struct Resolver {
-    /// The question, and the task that resolves it. Dropping the JoinSet aborts the task: if the question changes, or if another
-    /// agent becomes the planner.
+    /// The question, and the task that resolves it. Dropping the JoinSet aborts the task: if the question changes, or
+    /// if another agent becomes the planner.
     running: Option<(String, JoinSet<Result<PackageSet, String>>)>,
     failed: Option<Failure>,
 }
@@ -54,12 +54,12 @@ pub enum Published {
 }
 
 impl Resolver {
-    /// Returns the published package set. If none answers the present question, starts to resolve one, and publishes it when it
-    /// is done.
+    /// Returns the published package set. If none answers the present question, starts to resolve one, and publishes it
+    /// when it is done.
     ///
-    /// `platforms` are those of the existing nodes; `running` is the digest of the running epoch's set. A published set answers
-    /// for the platforms that it was made for: a node of another platform that joins later doesn't cause a new resolution until
-    /// a user asks for one (`spec.packages.refresh`).
+    /// `platforms` are those of the existing nodes; `running` is the digest of the running epoch's set. A published set
+    /// answers for the platforms that it was made for: a node of another platform that joins later doesn't cause a new
+    /// resolution until a user asks for one (`spec.packages.refresh`).
     ///
     /// # Errors
     /// If a call to the API server fails.

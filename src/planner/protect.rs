@@ -13,12 +13,12 @@ use tracing::debug;
 use super::{PlannerError, call, gone_is_fine};
 use crate::plan::protect::AnnotationChange;
 
-/// How many Nodes are written concurrently: the end of a large job frees many at once, and when an instance ends there is little
-/// time.
+/// How many Nodes are written concurrently: the end of a large job frees many at once, and when an instance ends there
+/// is little time.
 const AT_ONCE: usize = 16;
 
-/// Writes `changes` to exactly the versions of the Nodes that they were computed from, so that annotations that others write
-/// meanwhile stay. If one change fails, the others are still written.
+/// Writes `changes` to exactly the versions of the Nodes that they were computed from, so that annotations that others
+/// write meanwhile stay. If one change fails, the others are still written.
 ///
 /// # Errors
 /// The last error of a call to the API server; code 409 if a Node has changed meanwhile.

@@ -23,8 +23,8 @@ use crate::{
 /// Reads the roster and the document that it was read from; None if there is none.
 ///
 /// # Errors
-/// If the call to the API server fails; [`PlannerError::Content`] if the roster is malformed; [`PlannerError::NewerRoster`] if a
-/// newer version wrote it. The planner then gives out no ranks.
+/// If the call to the API server fails; [`PlannerError::Content`] if the roster is malformed;
+/// [`PlannerError::NewerRoster`] if a newer version wrote it. The planner then gives out no ranks.
 pub async fn read_roster(client: &Client) -> Result<Option<(Roster, Document)>, PlannerError> {
     let Some(document) = store::read(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY).await? else { return Ok(None) };
     let roster = Roster::parse(&document.text).map_err(|error| match error {
@@ -82,7 +82,8 @@ pub async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -
     gone_is_fine(call(format!("spec of FluxNode {name}"), nodes.patch(&name, &params, &patch)).await)
 }
 
-/// Reads the package sets in ConfigMap flux-packages: first the set for the spec, then the running epoch's if it is another one.
+/// Reads the package sets in ConfigMap flux-packages: first the set for the spec, then the running epoch's if it is
+/// another one.
 ///
 /// # Errors
 /// If the call to the API server fails; [`PlannerError::Content`] if a set can't be read.
@@ -97,8 +98,8 @@ pub async fn read_packages(client: &Client) -> Result<Vec<PackageSet>, PlannerEr
 /// Deletes the FluxNode of a Node that is gone.
 ///
 /// # Errors
-/// If the call to the API server fails; with code 409 if the FluxNode has changed since it was read, because its agent may be
-/// back.
+/// If the call to the API server fails; with code 409 if the FluxNode has changed since it was read, because its agent
+/// may be back.
 pub async fn delete_node(client: &Client, node: &FluxNode) -> Result<(), PlannerError> {
     let nodes: Api<FluxNode> = Api::namespaced(client.clone(), NAMESPACE);
     let name = node.name_any();
@@ -106,8 +107,8 @@ pub async fn delete_node(client: &Client, node: &FluxNode) -> Result<(), Planner
     gone_is_fine(call(format!("delete FluxNode {name}"), nodes.delete(&name, &as_read(node))).await)
 }
 
-/// Deletes the ConfigMaps and the certificate that the planner made for an instance that is gone from every host, so that the next
-/// instance gets its own.
+/// Deletes the ConfigMaps and the certificate that the planner made for an instance that is gone from every host, so
+/// that the next instance gets its own.
 ///
 /// # Errors
 /// If a call to the API server fails; with code 409 if one of the objects has changed meanwhile.

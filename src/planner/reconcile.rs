@@ -38,8 +38,8 @@ use crate::{
     },
 };
 
-/// How long the planner gathers changes, so that a burst of joins becomes one revision. Later joins are gathered by the lead:
-/// after a live change it applies the newest roster, however many revisions that is ahead.
+/// How long the planner gathers changes, so that a burst of joins becomes one revision. Later joins are gathered by the
+/// lead: after a live change it applies the newest roster, however many revisions that is ahead.
 const GATHER: Duration = Duration::from_millis(100);
 /// Plan at least this often even without changes, because some decisions depend only on time (retain, patience).
 const TICK: Duration = Duration::from_secs(2);
@@ -98,15 +98,16 @@ struct Planner {
     moved: Option<Roster>,
     /// The upgrade deadline that was running when this planner took over.
     deadline: Option<MovedDeadline>,
-    /// When this planner got the Lease or, if the roster (or the FluxInstance with it) vanished later, when it noticed that.
+    /// When this planner got the Lease or, if the roster (or the FluxInstance with it) vanished later, when it noticed
+    /// that.
     since: Instant,
     /// The FluxInstance had a roster in the previous round.
     had_roster: bool,
     /// FluxNodes that nothing needs any more, and since when.
     stale_flux_nodes: HashMap<String, Instant>,
     sources: Sources,
-    /// uid and generation of the spec that was validated last, and what was wrong with it. Kept because validating a long lock
-    /// takes time.
+    /// uid and generation of the spec that was validated last, and what was wrong with it. Kept because validating a
+    /// long lock takes time.
     validated: Option<(String, i64, Option<String>)>,
     /// The API server has a supported version.
     is_new_enough: bool,
@@ -139,8 +140,8 @@ impl Planner {
                 self.is_cleaned_up = false;
                 self.plan(caches, flux, &nodes, &reports).await
             }
-            // The agents clean their hosts and delete their FluxNodes. When the last one is gone, no host has anything of the
-            // instance, and nothing needs the roster any more.
+            // The agents clean their hosts and delete their FluxNodes. When the last one is gone, no host has anything
+            // of the instance, and nothing needs the roster any more.
             None if flux_nodes.is_empty() && !self.is_cleaned_up => {
                 publish::forget_instance(&self.client).await?;
                 self.is_cleaned_up = true;
@@ -221,7 +222,8 @@ impl Planner {
         instance::write_status(&self.client, flux, &next).await
     }
 
-    /// Takes over the previous planner's time limits, once; see [`move_limits`]. Returns true if the roster was written.
+    /// Takes over the previous planner's time limits, once; see [`move_limits`]. Returns true if the roster was
+    /// written.
     async fn take_over_limits(
         &mut self,
         stored: Option<&(Roster, Document)>,
@@ -256,8 +258,8 @@ impl Planner {
         }
     }
 
-    /// Why this Kubernetes version can't be served; None if it can. Asks the API server in each round until its version is new
-    /// enough, so that an upgrade is noticed.
+    /// Why this Kubernetes version can't be served; None if it can. Asks the API server in each round until its version
+    /// is new enough, so that an upgrade is noticed.
     async fn too_old(&mut self) -> Result<Option<Obstacle>, PlannerError> {
         if self.is_new_enough {
             return Ok(None);

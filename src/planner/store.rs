@@ -1,5 +1,5 @@
-//! Reads and writes the planner's ConfigMaps. A large value is stored gzipped in `binaryData`, under its key with the suffix
-//! `.gz`.
+//! Reads and writes the planner's ConfigMaps. A large value is stored gzipped in `binaryData`, under its key with the
+//! suffix `.gz`.
 
 use std::{collections::BTreeMap, io};
 
@@ -70,12 +70,12 @@ pub fn parse<T: DeserializeOwned>(map: &str, text: &str) -> Result<T, PlannerErr
     })
 }
 
-/// Writes the value of `key` in ConfigMap `name` and keeps the other keys that `before` has. Creates the ConfigMap if `before` is
-/// None, else replaces exactly the version that was read.
+/// Writes the value of `key` in ConfigMap `name` and keeps the other keys that `before` has. Creates the ConfigMap if
+/// `before` is None, else replaces exactly the version that was read.
 ///
 /// # Errors
-/// If the call to the API server fails; with code 409, and nothing written, if another planner wrote the ConfigMap first;
-/// [`PlannerError::Content`] if a value can't be packed.
+/// If the call to the API server fails; with code 409, and nothing written, if another planner wrote the ConfigMap
+/// first; [`PlannerError::Content`] if a value can't be packed.
 pub async fn write(
     client: &Client,
     name: &str,

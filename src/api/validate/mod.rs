@@ -34,8 +34,8 @@ pub(super) const DURATION: &str = r"^[0-9]+(\.[0-9]+)?(ms|s|m|h|d)?$";
 pub(super) const PREFIX: &str = "^/";
 /// Longest path on Linux in bytes (PATH_MAX). The API server refuses a rule on a string without a maximum length.
 pub(super) const LONGEST_PREFIX: u64 = 4096;
-/// CRD rule in CEL: [`check_prefix_characters`] for a new prefix. An old prefix that an earlier version accepted stays valid:
-/// if the rule refused it, no field of that instance could be changed any more, not even to remove it.
+/// CRD rule in CEL: [`check_prefix_characters`] for a new prefix. An old prefix that an earlier version accepted stays
+/// valid: if the rule refused it, no field of that instance could be changed any more, not even to remove it.
 pub(super) const PREFIX_RULE: &str =
     "self.matches('^[A-Za-z0-9._/-]+$') || (oldSelf.hasValue() && oldSelf.value() == self)";
 /// Message of [`PREFIX_RULE`].
@@ -81,8 +81,8 @@ fn sizes(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     }
 }
 
-/// Older versions accepted all characters, so a wrong character is servable. A host still refuses to claim such a prefix anew,
-/// even if the API server let it in.
+/// Older versions accepted all characters, so a wrong character is servable. A host still refuses to claim such a
+/// prefix anew, even if the API server let it in.
 fn prefix(path: &Path) -> Option<Finding> {
     let finding = |problem| Finding::new("spec.prefix", problem);
     let shape = check_prefix(path).map_err(finding);
@@ -115,9 +115,9 @@ pub fn check_prefix(path: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks the characters of a new prefix. The prefix is written into units, scripts and configuration files, so it must not
-/// have a character that is special in one of them. Instances and hosts that already have such a prefix keep working and can
-/// be uninstalled.
+/// Checks the characters of a new prefix. The prefix is written into units, scripts and configuration files, so it must
+/// not have a character that is special in one of them. Instances and hosts that already have such a prefix keep
+/// working and can be uninstalled.
 ///
 /// # Errors
 /// If `path` has another character; the message names the path.
@@ -129,7 +129,8 @@ pub fn check_prefix_characters(path: &Path) -> Result<(), String> {
     }
 }
 
-/// Refuses enum values that this program doesn't know. The installed CRD may be newer than this program and accept them.
+/// Refuses enum values that this program doesn't know. The installed CRD may be newer than this program and accept
+/// them.
 fn unknown_values(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     let unknown = [
         (
@@ -230,8 +231,8 @@ fn durations(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     }
 }
 
-/// True if Kubernetes accepts `key` as a label key. Such a key has no character that Flux's `--requires` would read as an
-/// operator (RFC 20, RFC 31).
+/// True if Kubernetes accepts `key` as a label key. Such a key has no character that Flux's `--requires` would read as
+/// an operator (RFC 20, RFC 31).
 fn is_label_key(key: &str) -> bool {
     let (prefix, name) = key.split_once('/').map_or((None, key), |(prefix, name)| (Some(prefix), name));
     !name.is_empty() && is_label_value(name) && prefix.is_none_or(is_subdomain)
@@ -255,8 +256,8 @@ pub fn is_subdomain(name: &str) -> bool {
     name.len() <= 253 && name.split('.').all(label)
 }
 
-/// Parses a Flux Standard Duration (RFC 23) such as `30s`, `10m`, `1.5h` or `1d`; a bare number is in seconds. None if `text`
-/// is not one.
+/// Parses a Flux Standard Duration (RFC 23) such as `30s`, `10m`, `1.5h` or `1d`; a bare number is in seconds. None if
+/// `text` is not one.
 pub fn parse_duration(text: &str) -> Option<Duration> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let factor = match &text[digits.len()..] {

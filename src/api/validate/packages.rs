@@ -20,8 +20,9 @@ const PLATFORMS: [&str; 2] = ["linux-64", "linux-aarch64"];
 /// Message of the CRD rule that refuses a URL with credentials.
 pub(in crate::api) const HAS_CREDENTIALS: &str = "has credentials in the URL, which everyone with read access to the FluxInstance \
     or ConfigMap flux-packages could see: put them into Secret flux-packages-access, key credentials.json";
-/// CRD rule in CEL, with message [`HAS_CREDENTIALS`], on the URL in variable `name`: the URL must not have a user, a `/t/TOKEN/`
-/// or a parameter with one of [`SECRET_WORDS`] in its name. Only [`url`] finds a parameter name that is percent-encoded.
+/// CRD rule in CEL, with message [`HAS_CREDENTIALS`], on the URL in variable `name`: the URL must not have a user, a
+/// `/t/TOKEN/` or a parameter with one of [`SECRET_WORDS`] in its name. Only [`url`] finds a parameter name that is
+/// percent-encoded.
 pub(in crate::api) fn no_credentials(name: &str) -> String {
     let secret = SECRET_WORDS.join("|");
     format!("!{name}.matches('(?i)^https?://([^/?#]+@|[^?#]*/t/([^/?#.]+(/|$)|[^/?#]+/)|[^#]*[?&][^=&#]*({secret}))')")

@@ -63,7 +63,8 @@ fn a_node_that_still_holds_the_previous_instance_does_not_become_the_lead() {
 
 #[test]
 fn no_new_roster_is_made_while_a_broker_of_this_instance_may_run() {
-    // The broker's FluxInstance uid and instance ID, the known ID and epoch of this FluxInstance, whether the broker counts.
+    // The broker's FluxInstance uid and instance ID, the known ID and epoch of this FluxInstance, whether the broker
+    // counts.
     for (uid, id, known, epoch, counts) in [
         (Some("instance"), "id", Some("id"), 1, true),
         (Some("instance"), "id", None, 0, true),

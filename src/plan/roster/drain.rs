@@ -1,5 +1,6 @@
-//! Drains members, so that they get no new jobs. A member that leaves is drained, becomes idle, is stopped, and only then loses
-//! its rank. A member that has less than it declares is drained, becomes idle, and then declares what it has.
+//! Drains members, so that they get no new jobs. A member that leaves is drained, becomes idle, is stopped, and only
+//! then loses its rank. A member that has less than it declares is drained, becomes idle, and then declares what it
+//! has.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -13,12 +14,12 @@ use crate::{
 };
 
 /// Maximum age of the drained ranks in the lead's report, in seconds: its agent asks the broker every 2 s. If a node is
-/// uncordoned and at once drained again for another reason, it may have got a job in between, and the report may be about the
-/// first drain.
+/// uncordoned and at once drained again for another reason, it may have got a job in between, and the report may be
+/// about the first drain.
 const REPORT_SECS: i64 = 5;
 
-/// The taints with which autoscalers keep pods off a node that they are about to delete: Cluster Autoscaler's (utils/taints)
-/// and Karpenter's (v1, "Disruption"). The autoscaler removes its taint if it decides to keep the node.
+/// The taints with which autoscalers keep pods off a node that they are about to delete: Cluster Autoscaler's
+/// (utils/taints) and Karpenter's (v1, "Disruption"). The autoscaler removes its taint if it decides to keep the node.
 const DELETES: [&str; 2] = ["ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted"];
 
 /// Sets and clears the drain of each member, and frees the ranks of members that have left.
@@ -78,7 +79,8 @@ fn reason(
     lack(declared, &now).map(|reason| (reason, false))
 }
 
-/// Why a node is about to go, if an administrator or an autoscaler has marked it. Taints of node conditions don't count.
+/// Why a node is about to go, if an administrator or an autoscaler has marked it. Taints of node conditions don't
+/// count.
 fn going(node: &NodeView) -> Option<&'static str> {
     match () {
         () if node.deleting => Some("the node is being deleted"),
@@ -95,8 +97,8 @@ pub(super) fn leaving(roster: &Roster, rank: Rank) -> Option<&Draining> {
     roster.ranks.get(&rank)?.drain.as_ref().filter(|drain| drain.leave)
 }
 
-/// Returns the rank of the broker that `report` names if that broker belongs to this epoch, the rank no longer has a member,
-/// and the lead has not reported the broker out of the overlay.
+/// Returns the rank of the broker that `report` names if that broker belongs to this epoch, the rank no longer has a
+/// member, and the lead has not reported the broker out of the overlay.
 pub fn orphan_broker_rank(seen: &Observed, roster: &Roster, report: &FluxNodeStatus) -> Option<Rank> {
     let adopted = report.adopted.as_ref()?;
     let is_ours = adopted.instance_id == roster.instance_id && adopted.epoch == roster.epoch;
@@ -104,15 +106,15 @@ pub fn orphan_broker_rank(seen: &Observed, roster: &Roster, report: &FluxNodeSta
     (is_ours && has_no_member && !does_lead_miss(seen, roster, adopted.rank)).then_some(adopted.rank)
 }
 
-/// True if a leaving member's broker may be stopped: the lead has drained the rank and no job runs on it or below it, or
-/// `spec.drain.timeout` has passed.
+/// True if a leaving member's broker may be stopped: the lead has drained the rank and no job runs on it or below it,
+/// or `spec.drain.timeout` has passed.
 pub fn may_stop(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let is_unused = || gets_no_jobs(seen, roster, rank) && !may_carry_jobs(seen, roster, rank);
     leaving(roster, rank).is_some() && (is_overdue(seen, roster, rank) || is_unused())
 }
 
-/// True if jobs run below `rank` in a deep tree, or a rank there may get one at any moment. If the broker of `rank` ends, all
-/// brokers below it end with their jobs.
+/// True if jobs run below `rank` in a deep tree, or a rank there may get one at any moment. If the broker of `rank`
+/// ends, all brokers below it end with their jobs.
 pub fn may_carry_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let size = roster.settings.max_size;
     let Some(topology) = topology(roster).filter(|topology| topology.is_interior(rank, size)) else { return false };
@@ -123,7 +125,8 @@ pub fn may_carry_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
         || roster.ranks.iter().any(|(other, entry)| is_below(*other) && !gets_none(*other, entry))
 }
 
-/// True if, according to the lead, no job runs on `rank` and none will: the roster drains the rank, and the lead has done so.
+/// True if, according to the lead, no job runs on `rank` and none will: the roster drains the rank, and the lead has
+/// done so.
 pub(super) fn gets_no_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let entry = roster.ranks.get(&rank).filter(|entry| entry.drain.is_some());
     entry.is_some_and(|entry| does_lead_keep_idle(seen, roster, rank, entry))
@@ -141,7 +144,8 @@ fn does_lead_keep_idle(seen: &Observed, roster: &Roster, rank: Rank, entry: &Ros
     lead_report(seen, roster).is_some_and(|lead| is_idle(lead, rank, is_excluded(lead)))
 }
 
-/// True if `spec.drain.timeout` has passed since the member of `rank` was told to leave. Jobs that still run there are lost.
+/// True if `spec.drain.timeout` has passed since the member of `rank` was told to leave. Jobs that still run there are
+/// lost.
 pub fn is_overdue(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(drain) = leaving(roster, rank) else { return false };
     let timeout = seen.spec.drain.timeout.as_deref().and_then(crate::api::parse_duration);
@@ -160,9 +164,9 @@ fn is_idle(lead: &FluxNodeStatus, rank: Rank, is_excluded: bool) -> bool {
     (is_excluded || drained.contains(rank)) && !allocated.contains(rank)
 }
 
-/// True if the member of `rank` has left: its agent reports that it stopped the broker in order to leave. A report without a
-/// broker is not enough, because the broker may be between two starts. [`may_stop`] must hold as well, because the agent's
-/// report may be about an earlier order to leave.
+/// True if the member of `rank` has left: its agent reports that it stopped the broker in order to leave. A report
+/// without a broker is not enough, because the broker may be between two starts. [`may_stop`] must hold as well,
+/// because the agent's report may be about an earlier order to leave.
 fn has_left(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.member(rank) else { return false };
     let report = seen.reports.get(&member.node);

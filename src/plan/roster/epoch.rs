@@ -1,8 +1,8 @@
 //! Decides when the running epoch ends, and makes the roster of the next one.
 //!
-//! An epoch ends in two steps, so that no job is lost in between. The roster says that the epoch is *closing*; the lead's agent
-//! then stops its broker as soon as that is allowed, and reports that the epoch is *closed*. Only then does the planner write
-//! the next epoch's roster.
+//! An epoch ends in two steps, so that no job is lost in between. The roster says that the epoch is *closing*; the
+//! lead's agent then stops its broker as soon as that is allowed, and reports that the epoch is *closed*. Only then
+//! does the planner write the next epoch's roster.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -62,7 +62,8 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
     let lead = roster.lead()?;
     let report = seen.reports.get(&lead.node)?;
     if let Some(closing) = roster.closing {
-        // A job started before the lead's broker stopped. The epoch goes on, so that no other job is held up until that one ends.
+        // A job started before the lead's broker stopped. The epoch goes on, so that no other job is held up until that
+        // one ends.
         let is_busy = report.allocated.as_ref().is_some_and(|ranks| !ranks.is_empty());
         if closing == Closing::WhenIdle && report.adopted.is_some() && is_busy {
             return Some(with_closing(roster, None));
@@ -72,8 +73,8 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
             return None;
         }
         let (Some(digest), Some(certificate)) = (seen.digest, seen.certificate) else {
-            // It is unknown when the packages and the certificate of the next epoch will be available, but the brokers of this
-            // epoch can start.
+            // It is unknown when the packages and the certificate of the next epoch will be available, but the brokers
+            // of this epoch can start.
             return Some(with_closing(roster, None));
         };
         return next_epoch(seen, roster, settings(seen.spec, participant_count(seen, roster), digest, certificate));
@@ -87,7 +88,8 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
     }
 }
 
-/// Returns the next roster if the spec can't be served: an epoch that was to end goes on, even if its lead has stopped already.
+/// Returns the next roster if the spec can't be served: an epoch that was to end goes on, even if its lead has stopped
+/// already.
 pub(super) fn carry_on(seen: &Observed, roster: &Roster) -> Option<Roster> {
     match roster.closing {
         Some(_) => Some(with_closing(roster, None)),
@@ -95,8 +97,8 @@ pub(super) fn carry_on(seen: &Observed, roster: &Roster) -> Option<Roster> {
     }
 }
 
-/// Handles an epoch whose lead has not been online yet: confirms it if the lead is online now, or goes back to the previous
-/// settings if the lead fails to start and `spec.upgrade.onFailure` is GoBack.
+/// Handles an epoch whose lead has not been online yet: confirms it if the lead is online now, or goes back to the
+/// previous settings if the lead fails to start and `spec.upgrade.onFailure` is GoBack.
 fn come_up_or_go_back(seen: &Observed, roster: &Roster, report: &FluxNodeStatus) -> Option<Roster> {
     let previous = roster.previous.as_ref()?;
     if is_online(seen, roster, 0) {
@@ -150,7 +152,8 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
         };
     }
     let is_due = is_requested || (has_deadline && deadline_has_come(seen));
-    // WhenIdle protects the jobs of a broker that runs although the lead seems to be down: it is not stopped before they end.
+    // WhenIdle protects the jobs of a broker that runs although the lead seems to be down: it is not stopped before
+    // they end.
     let closing = if is_due { Closing::AtOnce } else { Closing::WhenIdle };
     let Some(lead) = lead_report(seen, roster) else {
         return match has_lead_failed(seen, roster) {
@@ -196,7 +199,8 @@ fn unavailable_packages(seen: &Observed) -> Option<String> {
     lacking.next().map(|(node, why)| format!("{node} can't install the packages: {why}"))
 }
 
-/// As [`pending`], from the reports of agents that run a broker of this epoch; other reports may be about an older epoch.
+/// As [`pending`], from the reports of agents that run a broker of this epoch; other reports may be about an older
+/// epoch.
 fn pending_by_agents(seen: &Observed, roster: &Roster) -> Option<String> {
     roster.ranks.iter().find_map(|(rank, entry)| {
         let node = &entry.member.as_ref()?.node;
@@ -205,9 +209,9 @@ fn pending_by_agents(seen: &Observed, roster: &Roster) -> Option<String> {
     })
 }
 
-/// True if the lead's agent reports that its broker can't be started. The running jobs are lost already then, and the pending
-/// change may be the cure, so the restart need not wait. It does wait for a lead that is starting, has failed only once, or
-/// whose machine is off.
+/// True if the lead's agent reports that its broker can't be started. The running jobs are lost already then, and the
+/// pending change may be the cure, so the restart need not wait. It does wait for a lead that is starting, has failed
+/// only once, or whose machine is off.
 fn has_lead_failed(seen: &Observed, roster: &Roster) -> bool {
     let Some(lead) = roster.lead() else { return false };
     is_ready(seen, lead) && seen.reports.get(&lead.node).is_some_and(|report| keeps_failing(roster, report))
@@ -226,16 +230,16 @@ fn deadline_has_come(seen: &Observed) -> bool {
     matches!((deadline, waited), (Some(deadline), Some(waited)) if waited >= deadline)
 }
 
-/// Makes the roster of the next epoch: every member keeps its rank if there is room, gets its node's own name, and declares what
-/// it has now. The lead stays, because the statedir is on its host.
+/// Makes the roster of the next epoch: every member keeps its rank if there is room, gets its node's own name, and
+/// declares what it has now. The lead stays, because the statedir is on its host.
 pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettings) -> Option<Roster> {
     let limit = limit(seen.spec, settings.max_size);
     let revision = roster.revision + 1;
     let members = roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?, entry)));
     let mut ranks = BTreeMap::<Rank, RosterEntry>::new();
     let mut homeless = Vec::new();
-    // If a Node was created again under the same name, the old one never comes back. Its member loses the rank, because each name
-    // may occur only once.
+    // If a Node was created again under the same name, the old one never comes back. Its member loses the rank, because
+    // each name may occur only once.
     let namesake = |member: &Member| seen.nodes.iter().find(|node| node.name == member.node && node.uid != member.uid);
     // Except for the lead: the host of that name has the queue, and the agent of a host without it refuses to start.
     let members = members.filter(|(rank, member, _)| *rank == 0 || namesake(member).is_none());
@@ -281,9 +285,9 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     next.ranks.contains_key(&0).then_some(next)
 }
 
-/// Makes the entry of a member in the epoch after `roster`'s; `before` is its entry in that one. The broker gets its node's name,
-/// unless the rank is drained under a spare's name: Flux records drains by broker name, and under a new name the rank would get
-/// jobs until it is drained again.
+/// Makes the entry of a member in the epoch after `roster`'s; `before` is its entry in that one. The broker gets its
+/// node's name, unless the rank is drained under a spare's name: Flux records drains by broker name, and under a new
+/// name the rank would get jobs until it is drained again.
 fn named(seen: &Observed, roster: &Roster, rank: Rank, member: Member, before: Option<&RosterEntry>) -> RosterEntry {
     let is_spare = before.is_some_and(|entry| entry.broker_name == spare_name(rank));
     // Take all reports: after a takeover only the former lead's report has the drained ranks.
@@ -292,7 +296,8 @@ fn named(seen: &Observed, roster: &Roster, rank: Rank, member: Member, before: O
     let real = is_broker_name(&member.node) && !(is_spare && is_drained);
     let known = before.and_then(|entry| entry.resources.as_ref());
     let node = seen.nodes.iter().find(|node| node.uid == member.uid);
-    // No broker runs between epochs, so resources may shrink here. But pending jobs may need hardware that will be back soon.
+    // No broker runs between epochs, so resources may shrink here. But pending jobs may need hardware that will be back
+    // soon.
     let lacks_since = node.zip(before).and_then(|(node, entry)| lacks_since(seen, node, entry));
     let found =
         node.filter(|_| may_declare_less(seen, lacks_since)).and_then(|node| resources(seen, node, rank, known));

@@ -8,7 +8,8 @@ use super::{
 };
 use crate::api::{Closing, NodePhase, OnFailure};
 
-/// In the second epoch, the lead's broker was never started, because its host doesn't have the user that the spec names.
+/// In the second epoch, the lead's broker was never started, because its host doesn't have the user that the spec
+/// names.
 fn refused_by_the_host() -> World {
     let mut world = idle();
     world.spec.upgrade.on_failure = OnFailure::Stay;

@@ -18,8 +18,8 @@ use crate::{
     words::many,
 };
 
-/// Added to the revision of the lead's copy of a lost roster. The copy is as old as the last change that concerned the lead, an
-/// unknown number of revisions came after it, and no revision may be reused with other content.
+/// Added to the revision of the lead's copy of a lost roster. The copy is as old as the last change that concerned the
+/// lead, an unknown number of revisions came after it, and no revision may be reused with other content.
 const LOST_REVISIONS: u64 = 1000;
 
 /// Rebuilds a lost roster from the agents' reports, or makes the first one.
@@ -35,7 +35,8 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     let own = own.filter(|copy| copy.epoch >= last_epoch);
     if let Some(mut copy) = own.max_by_key(|copy| (copy.epoch, copy.revision)) {
         copy.revision += LOST_REVISIONS;
-        // The copy may be older than the moment when the lead came online, and an established roster is never discarded.
+        // The copy may be older than the moment when the lead came online, and an established roster is never
+        // discarded.
         copy.established |= seen.status.instance_id.as_ref() == Some(&copy.instance_id);
         // Its drains may be out of date too: start their time again.
         let entries = copy.ranks.values_mut();
@@ -59,7 +60,8 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
         (Some(_), _, _) if seen.waited < REPORTS_TIMEOUT => {
             Decision::Wait("the roster is gone: waiting for the lead's agent to report its copy".to_owned())
         }
-        // Without the lead's table of names, a rank given out now could be refused by the lead or belong to another node.
+        // Without the lead's table of names, a rank given out now could be refused by the lead or belong to another
+        // node.
         (Some((node, _)), _, _) => Decision::Wait(format!(
             "the roster is gone and the lead's agent has not reported its copy, but a broker runs on node {node}: bring the \
              lead's node back, or stop all brokers (if a node is gone for good, delete its FluxNode)"
@@ -71,8 +73,9 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     }
 }
 
-/// Makes a roster of all eligible nodes under their real names. `statedir_of`: the node whose statedir has the queue of an
-/// instance that was online before; only that node can lead it. `failed_leads`: nodes that lead only if no other node can.
+/// Makes a roster of all eligible nodes under their real names. `statedir_of`: the node whose statedir has the queue of
+/// an instance that was online before; only that node can lead it. `failed_leads`: nodes that lead only if no other
+/// node can.
 fn first_roster(
     seen: &Observed,
     instance_id: &str,
@@ -176,9 +179,9 @@ fn choose_lead<'a>(
     }
 }
 
-/// Makes a new roster if the lead is lost, has failed or the spec has changed: until the lead was online once, nothing depends
-/// on the old one. If an administrator named the host that has the queue, that host stays the lead, whatever state its Node is
-/// in.
+/// Makes a new roster if the lead is lost, has failed or the spec has changed: until the lead was online once, nothing
+/// depends on the old one. If an administrator named the host that has the queue, that host stays the lead, whatever
+/// state its Node is in.
 pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> {
     let (digest, certificate) = (seen.digest?, seen.certificate?);
     let lead = roster.lead()?;

@@ -11,8 +11,8 @@ use crate::{
     plan::{broker_toml::broker_name, prefix},
 };
 
-/// In a deep tree, moves a member to a free rank elsewhere if its broker is out of the overlay and its parent can't come back
-/// by itself.
+/// In a deep tree, moves a member to a free rank elsewhere if its broker is out of the overlay and its parent can't
+/// come back by itself.
 pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
     if !is_deep(&roster.settings) || !is_online(seen, roster, 0) {
         return;
@@ -41,8 +41,8 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
     }
 }
 
-/// True if `rank` will not be in the overlay soon: it has no member, the member's Node is gone or not Ready, or its broker
-/// can't start.
+/// True if `rank` will not be in the overlay soon: it has no member, the member's Node is gone or not Ready, or its
+/// broker can't start.
 fn is_hopeless(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.member(rank) else { return true };
     let never_starts = || holds(seen, roster, rank).is_none() && prefix::differs(seen, roster, &member.node).is_some();
@@ -87,9 +87,10 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
     }
 }
 
-/// A rank that any node may take: without a member, kept for no node, not drained, claimed by no broker that runs, and under a
-/// parent that is online. If the rank was held before, the lead must report the old broker offline first: that node's agent no
-/// longer reports. It returns interior ranks first, so that holes in a deep tree are filled before leaves are added.
+/// A rank that any node may take: without a member, kept for no node, not drained, claimed by no broker that runs, and
+/// under a parent that is online. If the rank was held before, the lead must report the old broker offline first: that
+/// node's agent no longer reports. It returns interior ranks first, so that holes in a deep tree are filled before
+/// leaves are added.
 fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
     let size = roster.settings.max_size;
     let claimed: BTreeSet<Rank> = seen
@@ -113,8 +114,8 @@ fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
     free.min_by_key(|rank| (!topology.is_interior(*rank, size), *rank))
 }
 
-/// True if a rank may be given out under `parent`: it is online and not leaving. Ranks under the lead may always be given out,
-/// because the joiner's broker waits for the lead anyway.
+/// True if a rank may be given out under `parent`: it is online and not leaving. Ranks under the lead may always be
+/// given out, because the joiner's broker waits for the lead anyway.
 fn can_carry(seen: &Observed, roster: &Roster, parent: Rank) -> bool {
     parent == 0 || (is_online(seen, roster, parent) && leaving(roster, parent).is_none())
 }

@@ -1,9 +1,10 @@
 //! Time limits that one planner started and the next planner takes over.
 //!
-//! A limit is stored as its start time, by the clock of the planner that started it. The next planner's clock may differ: each
-//! planner reads the API server's clock when its process starts ([`crate::clock`]), and an administrator may have set that clock
-//! in between. Moving the start by the difference leaves each limit the time that it had left when the previous planner last
-//! renewed its Lease. So no limit ends early, and it lasts longer by at most the time without a planner.
+//! A limit is stored as its start time, by the clock of the planner that started it. The next planner's clock may
+//! differ: each planner reads the API server's clock when its process starts ([`crate::clock`]), and an administrator
+//! may have set that clock in between. Moving the start by the difference leaves each limit the time that it had left
+//! when the previous planner last renewed its Lease. So no limit ends early, and it lasts longer by at most the time
+//! without a planner.
 
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::SignedDuration};
 
@@ -24,8 +25,8 @@ pub fn move_limits(roster: &Roster, secs: i64) -> Option<Roster> {
 
 /// The start of an upgrade's deadline, moved as by [`move_limits`].
 ///
-/// It is stored in the status. The planner reads the status from a watch that may lag behind, so it moves the value in every
-/// status that still shows the old one.
+/// It is stored in the status. The planner reads the status from a watch that may lag behind, so it moves the value in
+/// every status that still shows the old one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MovedDeadline {
     from: Time,
@@ -33,8 +34,8 @@ pub struct MovedDeadline {
 }
 
 impl MovedDeadline {
-    /// Takes the deadline's start from the status of an instance and moves it by `secs`; None if no deadline is running or the
-    /// start doesn't change.
+    /// Takes the deadline's start from the status of an instance and moves it by `secs`; None if no deadline is running
+    /// or the start doesn't change.
     pub fn new(status: &FluxInstanceStatus, secs: i64) -> Option<Self> {
         let Time(from) = status.holding(CONDITION_RESTART_PENDING)?.last_transition_time;
         let to = from.checked_add(SignedDuration::from_secs(secs)).unwrap_or(from);

@@ -240,7 +240,8 @@ fn a_node_that_stays_away_leaves_an_undrained_spare() {
     world.reports.insert("node1".into(), before);
     assert_eq!(status_of(&world).size, 2);
 
-    // A rank with a node's name is reserved for that node. One with a spare's name is free once no broker runs under it.
+    // A rank with a node's name is reserved for that node. One with a spare's name is free once no broker runs under
+    // it.
     world.add("new", 10);
     world.passed("new", 2);
     world.settle();

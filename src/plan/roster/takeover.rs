@@ -1,8 +1,9 @@
-//! Takeover: an administrator orders another lead or an empty queue. Once the instance was online, this is the only way in which
-//! rank 0 changes hands.
+//! Takeover: an administrator orders another lead or an empty queue. Once the instance was online, this is the only way
+//! in which rank 0 changes hands.
 //!
-//! `flux-distribute recover` or `reset` leaves the request on the host of the node that is to lead, and that node's agent reports
-//! it. A request names one epoch. The epoch that begins with it makes it obsolete, so nothing has to withdraw it.
+//! `flux-distribute recover` or `reset` leaves the request on the host of the node that is to lead, and that node's
+//! agent reports it. A request names one epoch. The epoch that begins with it makes it obsolete, so nothing has to
+//! withdraw it.
 
 use super::{
     Observed,
@@ -18,7 +19,8 @@ use crate::{
     },
 };
 
-/// How long a request is valid, in seconds: by then the administrator's command has given up waiting, and the lead may be back.
+/// How long a request is valid, in seconds: by then the administrator's command has given up waiting, and the lead may
+/// be back.
 const REQUEST_SECS: i64 = 900;
 
 /// Returns the next roster if there is a request that can be carried out now.
@@ -108,16 +110,16 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, request: &Takeover)
     None
 }
 
-/// Returns the lead's node if its agent reports the broker online and its Node is Ready. The report alone is not enough: a
-/// machine that is off leaves its last report in the API.
+/// Returns the lead's node if its agent reports the broker online and its Node is Ready. The report alone is not
+/// enough: a machine that is off leaves its last report in the API.
 fn leads_and_is_there<'a>(seen: &Observed<'a>, roster: &'a Roster) -> Option<&'a str> {
     let lead = roster.lead()?;
     // Not `is_online`: while the lead's own agent reports it online, children that don't hear it prove nothing.
     (is_ready(seen, lead) && says_online(seen, roster, 0)).then_some(lead.node.as_str())
 }
 
-/// Says that the lead's broker runs, or may run, on a host other than that of node `name` although it is not online. A takeover
-/// would then start a second lead. None if no such broker is reported.
+/// Says that the lead's broker runs, or may run, on a host other than that of node `name` although it is not online. A
+/// takeover would then start a second lead. None if no such broker is reported.
 fn unreachable_lead(seen: &Observed, roster: &Roster, name: &str) -> Option<String> {
     let lead = roster.lead().filter(|lead| lead.node != name && is_ready(seen, lead))?;
     let (node, report) = (&lead.node, seen.reports.get(&lead.node)?);
@@ -133,8 +135,8 @@ fn unreachable_lead(seen: &Observed, roster: &Roster, name: &str) -> Option<Stri
     }
 }
 
-/// Ranks whose members still report themselves online although the lead's Node is not Ready. Empty if it is Ready, because then
-/// the report of the lead's own agent counts.
+/// Ranks whose members still report themselves online although the lead's Node is not Ready. Empty if it is Ready,
+/// because then the report of the lead's own agent counts.
 fn connected(seen: &Observed, roster: &Roster) -> IdSet {
     let ready = |rank: Rank| roster.member(rank).map(|member| is_ready(seen, member));
     if ready(0) == Some(true) {
@@ -144,7 +146,8 @@ fn connected(seen: &Observed, roster: &Roster) -> IdSet {
     IdSet(others.filter(|rank| is_online(seen, roster, *rank)).collect())
 }
 
-/// Returns the same roster with `node` as rank 0. The old lead gets the rank that `node` had, or a free one if it had none.
+/// Returns the same roster with `node` as rank 0. The old lead gets the rank that `node` had, or a free one if it had
+/// none.
 fn led_by(roster: &Roster, node: &NodeView) -> Option<Roster> {
     let mut next = roster.clone();
     let place = match rank_of(roster, &node.uid) {
@@ -152,7 +155,8 @@ fn led_by(roster: &Roster, node: &NodeView) -> Option<Roster> {
         Some(rank) => rank,
         None => {
             let member = member(node)?;
-            // If no rank is free, use one beyond the last: the next epoch reassigns the ranks, and this node has rank 0 then.
+            // If no rank is free, use one beyond the last: the next epoch reassigns the ranks, and this node has rank 0
+            // then.
             let is_free = |rank: &Rank| roster.ranks.get(rank).is_none_or(|entry| entry.member.is_none());
             let rank = (1..roster.settings.max_size).find(is_free).unwrap_or(roster.settings.max_size);
             let (broker_name, revision) = (node.name.clone(), roster.revision);

@@ -509,7 +509,8 @@ fn in_a_deep_tree_an_empty_interior_rank_strands_no_member() {
     world.online("node1");
     world.settle();
     assert_eq!((world.wants("node2"), world.wants("node4")), (Want::Run, Want::Install));
-    // node2 (rank 1, parent of 3 and 4) dies before it is online; the members below it move below ranks that are online.
+    // node2 (rank 1, parent of 3 and 4) dies before it is online; the members below it move below ranks that are
+    // online.
     world.nodes.retain(|node| node.name != "node2");
     let names: Vec<_> = world.nodes.iter().map(|node| node.name.clone()).collect();
     for _round in 0..4 {

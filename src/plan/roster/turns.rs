@@ -1,6 +1,6 @@
-//! Which node leads an instance that was never online if brokers don't come up: each eligible node gets its turn, after growing
-//! pauses. A node that has failed as the lead counts as failed until something changes: the spec, the packages or certificate,
-//! the restart annotation, or the node itself.
+//! Which node leads an instance that was never online if brokers don't come up: each eligible node gets its turn, after
+//! growing pauses. A node that has failed as the lead counts as failed until something changes: the spec, the packages
+//! or certificate, the restart annotation, or the node itself.
 
 use std::time::Duration;
 
@@ -17,7 +17,8 @@ use crate::{
 const SHORTEST_PAUSE: Duration = Duration::from_secs(2);
 /// The longest pause.
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
-/// How many failed nodes the roster keeps; the oldest failures are dropped first. By then every pause is [`LONGEST_PAUSE`].
+/// How many failed nodes the roster keeps; the oldest failures are dropped first. By then every pause is
+/// [`LONGEST_PAUSE`].
 pub(super) const MOST_NODES: usize = 64;
 
 /// The failure of the present lead.
@@ -105,15 +106,16 @@ fn failure<'a>(seen: &Observed<'a>, roster: &'a Roster) -> Option<Failure<'a>> {
         }
         // The report is about an earlier attempt.
         Some(_) => None,
-        // An older agent, or one that can't inspect its host, reports no `lead_failed`. Its phase Failed may still be about the
-        // previous instance, so wait before it counts.
+        // An older agent, or one that can't inspect its host, reports no `lead_failed`. Its phase Failed may still be
+        // about the previous instance, so wait before it counts.
         None => {
             (has_failed(seen, &lead.node) && seen.waited >= LEAD_PATIENCE).then_some(Failure { lead, last_words: None })
         }
     }
 }
 
-/// True if something changed that may be the cure: the spec, the restart annotation, or one of the nodes that have failed.
+/// True if something changed that may be the cure: the spec, the restart annotation, or one of the nodes that have
+/// failed.
 fn has_something_changed(seen: &Observed, roster: &Roster) -> bool {
     let failed = &roster.failed_leads;
     let is_requested = seen.restart_word.is_some() && seen.restart_word != roster.restart.as_deref();

@@ -1,4 +1,5 @@
-//! When the planner asks the channels for packages. Runs the resolver against the in-memory API server and a local channel.
+//! When the planner asks the channels for packages. Runs the resolver against the in-memory API server and a local
+//! channel.
 
 #![allow(clippy::unwrap_used, reason = "clippy.toml's exception ends at the tests' own functions")]
 

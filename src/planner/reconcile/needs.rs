@@ -1,5 +1,5 @@
-//! Provides what an epoch needs before it can begin: packages and a certificate. Also remembers where the published packages
-//! come from.
+//! Provides what an epoch needs before it can begin: packages and a certificate. Also remembers where the published
+//! packages come from.
 
 use std::collections::HashMap;
 
@@ -85,7 +85,8 @@ impl Planner {
         Ok(())
     }
 
-    /// Returns the fingerprint of the certificate, or why there is none. Makes a certificate only if no broker can be using one.
+    /// Returns the fingerprint of the certificate, or why there is none. Makes a certificate only if no broker can be
+    /// using one.
     pub(super) async fn certificate(&self, seen: &mut Observed<'_>) -> Result<DigestAndObstacle, PlannerError> {
         match certificate::read_published(&self.client).await {
             Ok(Some(published)) if is_certificate_of_another(seen, published.made_for(seen.instance_uid)) => {

@@ -12,7 +12,8 @@ use crate::{
 };
 
 impl Planner {
-    /// Logs why planning failed. If a user has to fix it, also publishes an Event and writes it to the FluxInstance's status.
+    /// Logs why planning failed. If a user has to fix it, also publishes an Event and writes it to the FluxInstance's
+    /// status.
     pub(super) async fn report(&mut self, caches: &Caches, error: &PlannerError) {
         let message = error_chain(error);
         warn!(error = message, "planning failed");
