@@ -134,9 +134,9 @@ mod tests {
 
     #[test]
     fn a_running_instance_names_each_field_that_it_does_not_apply_with_a_remedy() {
-        type Change = fn(&mut World);
+        type Edit = fn(&mut World);
         for (what, change, expected) in [
-            ("nothing", (|_| {}) as Change, None),
+            ("nothing", (|_| {}) as Edit, None),
             ("the same lead", |world| world.spec.lead = Some("node1".into()), None),
             (
                 "another lead",

@@ -35,8 +35,8 @@ mod tests {
 
     #[test]
     fn a_report_outlives_its_node_if_a_rank_or_a_lost_roster_depends_on_it() {
-        type Change = fn(&mut World);
-        let cases: [(&str, Change, bool); 7] = [
+        type Edit = fn(&mut World);
+        let cases: [(&str, Edit, bool); 7] = [
             ("its Node exists", |_| {}, false),
             ("it is a member", |world| world.nodes.retain(|node| node.name != "node2"), false),
             ("it has no rank", gone, true),

@@ -417,11 +417,11 @@ mod tests {
 
     #[test]
     fn the_reason_to_wait_is_reported_if_no_other_obstacle_is_known() {
-        type Change = fn(&mut World);
-        let no_node: Change = |world| world.nodes.iter_mut().for_each(|node| node.cordoned = true);
+        type Edit = fn(&mut World);
+        let no_node: Edit = |world| world.nodes.iter_mut().for_each(|node| node.cordoned = true);
         let eligible_none = || Obstacle::Problem { reason: "NoEligibleNode", message: "the reason".to_owned() };
         for (change, found, reported) in [
-            ((|_| {}) as Change, None, waiting("the reason")),
+            ((|_| {}) as Edit, None, waiting("the reason")),
             (|_| {}, Some(waiting("packages")), waiting("packages")),
             (|_| {}, Some(problem("PackagesUnresolved")), problem("PackagesUnresolved")),
             (no_node, None, eligible_none()),
@@ -441,16 +441,15 @@ mod tests {
 
     #[test]
     fn message_and_condition_name_the_problem_even_if_all_nodes_are_online() {
-        type Change = fn(&mut World);
-        let packages: Change = |world| {
+        type Edit = fn(&mut World);
+        let packages: Edit = |world| {
             world.digest = "next";
             let why = "can't fetch http://example.org/flux.conda: 404 Not Found";
             world.reports.get_mut("node2").unwrap().lacks_packages = Some(why.to_owned());
         };
-        let evicted: Change =
-            |world| drop(world.agentless.insert("node2".to_owned(), "its pod was evicted".to_owned()));
+        let evicted: Edit = |world| drop(world.agentless.insert("node2".to_owned(), "its pod was evicted".to_owned()));
         for (change, condition, reason, part) in [
-            ((|_| {}) as Change, None, "", "2 of 2 nodes online"),
+            ((|_| {}) as Edit, None, "", "2 of 2 nodes online"),
             (|world| world.spec.size = Some(99), Some(CONDITION_SCALE_DENIED), "MoreThanMaxSize", "size 99 is more"),
             (packages, Some(CONDITION_RESTART_PENDING), BLOCKED, "node2 can't install the packages: can't fetch http"),
             (|world| world.spec.lead = Some("node2".into()), Some(CONDITION_NOT_APPLIED), "LeadIsFixed", "node1 leads"),

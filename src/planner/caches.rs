@@ -98,7 +98,7 @@ fn warn_if_unreadable(event: &watcher::Event<DeserializeGuard<FluxNode>>) {
 }
 
 /// Drops the changes that planning does not depend on, such as kubelet's heartbeats, image lists and probe results.
-fn only_news<K, V>(
+fn skip_irrelevant<K, V>(
     changes: impl Stream<Item = watcher::Event<K>> + Send,
     view: impl Fn(&K) -> Option<V> + Send + 'static,
 ) -> impl Stream<Item = watcher::Event<K>> + Send

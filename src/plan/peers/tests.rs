@@ -280,7 +280,7 @@ fn a_good_assignment_is_not_changed() {
         let nodes = [node(1).assigned(&[], LONG_AGO).holds(), kept.clone()];
         assert_eq!(assign(&nodes, NOW)[1], kept.assigned);
     }
-    let next = assigned(&[node(1).assigned(&[], LONG_AGO).holds(), Node { assigned: Some(other), ..node(2) }], NOW);
+    let next = assign(&[node(1).assigned(&[], LONG_AGO).holds(), Node { assigned: Some(other), ..node(2) }], NOW);
     assert_eq!(next[1], Some(FetchFrom { digest: "set".into(), peers: vec![peer(1)], since: NOW }));
 }
 

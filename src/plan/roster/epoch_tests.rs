@@ -490,9 +490,9 @@ fn shut_down() -> World {
 
 #[test]
 fn an_instance_that_was_shut_down_stays_down_until_an_administrator_restarts_it() {
-    type Change = fn(&mut World);
+    type Edit = fn(&mut World);
     for (what, change) in [
-        ("nothing", (|_| {}) as Change),
+        ("nothing", (|_| {}) as Edit),
         ("a change of the spec", |world| world.spec.broker.port = Some(9000)),
         ("another package set", |world| world.digest = "other"),
         ("a lead that would not come up", |world| world.reports.get_mut("node1").unwrap().keeps_dying = Some(1)),
@@ -522,9 +522,9 @@ fn an_instance_that_was_shut_down_stays_down_until_an_administrator_restarts_it(
 
 #[test]
 fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_it_is_idle() {
-    type Change = fn(&mut World);
+    type Edit = fn(&mut World);
     for (what, change, missed) in [
-        ("the lead reports no problem", (|_| {}) as Change, false),
+        ("the lead reports no problem", (|_| {}) as Edit, false),
         ("the lead has lost it", |world| world.reports.get_mut("node1").unwrap().offline = vec![1], true),
         ("it is slow, and idle", |world| world.reports.get_mut("node1").unwrap().torpid = "1".parse().unwrap(), true),
         (

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{api::IdSet, plan::eligibility::Cpu};
 
-type Change = fn(&mut World);
+type Edit = fn(&mut World);
 /// Cores, GPUs, excluded.
 type Shown = (&'static str, u32, bool);
 
@@ -51,7 +51,7 @@ fn declared(world: &World, rank: Rank) -> (String, u32, bool) {
 
 #[test]
 fn a_node_with_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
-    let table: [(Change, Rank, &str, Shown); 8] = [
+    let table: [(Edit, Rank, &str, Shown); 8] = [
         (|w| has(w, "node2", 6, 2), 1, "it has 6 cores, 8 are declared", ("0-5", 2, false)),
         (|w| has(w, "node1", 6, 4), 0, "it has 6 cores, 8 are declared", ("0-5", 4, false)),
         (|w| has(w, "node2", 8, 0), 1, "it has 0 GPUs for Flux, 2 are declared", ("0-7", 0, false)),
@@ -85,7 +85,7 @@ fn a_node_with_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
         assert_eq!(declared(&world, rank), before, "the lead's report may be about an earlier drain");
         time_passes(&mut world);
         // The rank is not drained yet; nor idle; it is drained, but jobs run there; the lead is away; the node is away.
-        let steps: [Change; 5] = [
+        let steps: [Edit; 5] = [
             |w| lead_reports(w, "", ""),
             |w| lead_reports(w, "", "0-1"),
             |w| lead_reports(w, "0-1", "0-1"),
@@ -146,9 +146,9 @@ fn a_node_that_again_has_all_that_it_declares_is_undrained() {
 
 #[test]
 fn a_gpu_that_is_back_within_minutes_stays_declared() {
-    let at_once: Change = |world| world.spec.resources.retain = Some("0s".to_owned());
+    let at_once: Edit = |world| world.spec.resources.retain = Some("0s".to_owned());
     for (what, change, secs, expected) in [
-        ("a driver that is reloaded", (|_| {}) as Change, 599, 2),
+        ("a driver that is reloaded", (|_| {}) as Edit, 599, 2),
         ("a GPU that is gone", |_| {}, 600, 0),
         ("a longer time in the spec", |world| world.spec.resources.retain = Some("1h".to_owned()), 3599, 2),
         ("no time in the spec", at_once, 6, 0),

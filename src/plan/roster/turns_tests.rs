@@ -112,8 +112,8 @@ fn the_first_failure_is_kept_and_reported_by_every_later_planner() {
 
 #[test]
 fn a_change_that_may_be_the_cure_is_tried_at_once() {
-    type Change = fn(&mut World);
-    let changes: [(&str, Change, u64); 6] = [
+    type Edit = fn(&mut World);
+    let changes: [(&str, Edit, u64); 6] = [
         ("the configuration", |world| world.spec.broker.config = Some("[x]".into()), 2),
         ("the packages", |world| world.digest = "other", 2),
         ("anything in the spec", |world| world.generation += 1, 1),
