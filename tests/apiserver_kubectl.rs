@@ -124,7 +124,7 @@ async fn kubectl_works_on_our_kinds_as_on_any_cluster() {
     assert_eq!(kubectl.works(&facts, "").await, "3 16 8061");
 
     let (good, text) = kubectl.run(&["patch", "fxi", "flux", "--type=merge", "-p", r#"{"spec":{"size":0}}"#], "").await;
-    assert!(!good && text.contains("spec.size: is 0: delete the FluxInstance"), "{text}");
+    assert!(!good && text.contains("spec.size: is 0: to uninstall, delete the FluxInstance"), "{text}");
     let status = r#"{"status":{"phase":"Running","observedGeneration":99,"conditions":[{"type":"Ready","status":"True",
         "reason":"AllOnline","message":"","lastTransitionTime":"2026-01-01T00:00:00Z"}]}}"#;
     kubectl.works(&["patch", "fxi", "flux", "--subresource=status", "--type=merge", "-p", status], "").await;

@@ -30,7 +30,7 @@ async fn a_malformed_certificate_is_told_without_its_content_and_made_anew_once_
     let instance = case.instance_says("Secret flux-curve: curve.cert is malformed").await;
     let status = instance.status.unwrap();
     assert_eq!(status.phase, InstancePhase::Failed);
-    assert!(status.message.as_deref().unwrap().contains("delete it and a new one is made"));
+    assert!(status.message.as_deref().unwrap().contains("delete it, and the planner makes a new one"));
     case.warned("FluxInstance/flux", "Secret flux-curve: curve.cert is malformed").await;
     assert!(!format!("{status:?} {:?}", case.notes().await).contains("leaked"));
     assert!(!case.is_ready("node1"));

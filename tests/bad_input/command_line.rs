@@ -39,7 +39,7 @@ fn words_that_can_not_be_served_end_with_2_and_change_nothing() {
             vec!["validate", &at("misspelt.yaml")],
             "misspelt.yaml:1: spec.sise: there is no such field: did you mean size?",
         ),
-        (vec!["validate", &at("other.yaml")], "other.yaml: holds no FluxInstance, but ConfigMap a"),
+        (vec!["validate", &at("other.yaml")], "other.yaml: holds no FluxInstance, only ConfigMap a"),
         (vec!["bundle", "create", "--from-prefix", &at("no-flux"), "--out", &at("b.tar.gz")], "it has no bin/flux"),
         (
             vec!["bundle", "create", "--from-prefix", &at("gone"), "--out", &at("b.tar.gz")],

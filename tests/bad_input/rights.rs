@@ -141,7 +141,7 @@ async fn a_size_that_does_not_fit_is_refused_by_the_kinds_own_rules() {
     for (size, words) in [
         (5, "spec.size: Invalid value"),
         (5, "is more than maxSize: raise maxSize too"),
-        (0, "is 0: delete the FluxInstance to take everything off"),
+        (0, "is 0: to uninstall, delete the FluxInstance"),
     ] {
         let scale = Patch::Merge(json!({"spec": {"replicas": size}}));
         let by_scale = instances.patch_scale(INSTANCE, &PatchParams::default(), &scale).await.map(drop);

@@ -32,13 +32,13 @@ async fn a_spec_that_can_not_be_served_is_refused_in_the_validators_words() {
         (json!({"broker": {"runAs": "a b"}}), "spec.broker.runAs: "),
         (json!({"broker": {"checkpointPeriod": "soon"}}), "spec.broker.checkpointPeriod: "),
         (json!({"prefix": "opt/flux"}), "spec.prefix: "),
-        (json!({"prefix": "/data/my flux"}), "spec.prefix: \"/data/my flux\" holds other characters than"),
+        (json!({"prefix": "/data/my flux"}), "spec.prefix: \"/data/my flux\" has characters other than"),
         (json!({"packages": {"channels": ["conda-forge"], "bundle": null}}), "spec.packages.channels[0]: "),
         (json!({"packages": {"specs": ["flux-core ==="], "bundle": null}}), "spec.packages.specs[0]: "),
         (json!({"packages": {"glibc": "two"}}), "spec.packages.glibc: "),
         (json!({"broker": {"cpuWeight": 0}}), "spec.broker.cpuWeight: 0 is less than 1"),
-        (json!({"topology": "kary:0"}), "spec.topology: \"kary:0\" is Flux's word for a flat tree: write flat"),
-        (json!({"lead": "Bad Name"}), "spec.lead: \"Bad Name\" is no node's name"),
+        (json!({"topology": "kary:0"}), "spec.topology: \"kary:0\" is Flux's name for a flat tree: write flat"),
+        (json!({"lead": "Bad Name"}), "spec.lead: \"Bad Name\" is not a node name"),
         (
             json!({"nodes": {"tolerations": [{"key": "hpc", "operator": "Equals"}]}}),
             "spec.nodes.tolerations[0].operator: ",
@@ -146,7 +146,7 @@ async fn until_refused(wanted: bool, attempt: impl AsyncFn() -> Result<FluxInsta
 #[tokio::test(flavor = "multi_thread")]
 async fn an_instance_keeps_a_prefix_that_an_older_version_took_and_no_other_one_gets_such() {
     let Some(case) = Case::with_api(1, "real").await else { return };
-    let words = "holds other characters than";
+    let words = "has characters other than";
     let mut odd = nobody();
     odd["prefix"] = json!("/data/my flux");
     let message = refused(case.try_create(odd.clone()).await);

@@ -139,7 +139,7 @@ fn a_host_that_has_an_odd_prefix_keeps_it_until_it_is_cleaned_and_no_other_host_
     let host = TestHost::new();
     let before = host.everything();
     let refusal = claim(&host.root, &claim_order(ODD, "uid-1")).unwrap_err();
-    assert!(refusal.message.contains("spec.prefix: \"/data/my flux\" holds other characters than"), "{refusal}");
+    assert!(refusal.message.contains("spec.prefix: \"/data/my flux\" has characters other than"), "{refusal}");
     assert_eq!(host.everything(), before);
 
     claim(&host.root, &claim_order("/data/our_flux", "uid-1")).unwrap();

@@ -121,7 +121,7 @@ batch-count = \"many\"
 "}}}));
     epoch(&cluster, 3);
     let said = cluster.until("why", || condition(&cluster, "RestartPending"));
-    assert!(said.contains("was taken back"), "{said}");
+    assert!(said.contains("went back to its previous settings"), "{said}");
     assert_eq!(cluster.exec("node1", &["flux", "run", "-N2", "hostname"]).lines().count(), 2);
 }
 

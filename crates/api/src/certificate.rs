@@ -1,35 +1,36 @@
-//! The instance's CURVE certificate: CZMQ's ZPL text with Curve25519 keys in Z85, as flux-keygen(1) writes it. All brokers
-//! share one; it is made once per instance.
+//! The instance's CURVE certificate: CZMQ's ZPL text with Curve25519 keys in Z85, as flux-keygen(1) writes it. All
+//! brokers of an instance share one certificate, which the planner makes once.
 
 use sha2::{Digest, Sha256};
 use x25519_dalek::{PublicKey, StaticSecret};
 
-/// A certificate that a broker will take. Its `Debug` shows no secret.
+/// A certificate that a broker accepts. `Debug` does not show the secret.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Certificate {
     text: String,
     public: [u8; 32],
 }
 
-/// Why a text is not a certificate. Never quotes the text.
+/// Why a text is not a certificate. The message never quotes the text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum CertificateError {
-    /// A section or key is missing.
-    #[error("no {0} in it")]
+    /// This section or key is missing.
+    #[error("it has no {0}")]
     Missing(&'static str),
-    /// A key is not 40 characters of Z85.
+    /// This key is not 40 characters of Z85.
     #[error("its {0} is not a Z85 key of 40 characters")]
     NotAKey(&'static str),
     /// The name has characters that flux refuses (underscore, comma, quote).
     #[error("its metadata name is empty or has a character that Flux refuses")]
     BadName,
-    /// The keys do not belong together.
+    /// The public key does not belong to the secret key.
     #[error("its public-key does not belong to its secret-key")]
     Mismatch,
 }
 
 impl Certificate {
-    /// Makes a certificate out of 32 random bytes. `name` goes into its metadata; Flux requires one, without underscore.
+    /// Makes a certificate from 32 random bytes. Its metadata gets `name`, because Flux requires one; the name must not
+    /// have an underscore.
     pub fn from_secret(name: &str, secret: [u8; 32]) -> Self {
         let secret = StaticSecret::from(secret);
         let public = PublicKey::from(&secret).to_bytes();
@@ -42,10 +43,10 @@ impl Certificate {
         Self { text, public }
     }
 
-    /// Reads a certificate the way flux-core's cert.c does, and checks that its keys are a pair.
+    /// Parses a certificate as flux-core's cert.c does, and checks that its keys are a pair.
     ///
     /// # Errors
-    /// The first thing a broker would refuse.
+    /// The first problem for which a broker would refuse it.
     pub fn parse(text: &str) -> Result<Self, CertificateError> {
         let (mut section, mut name, mut public, mut secret) = ("", None, None, None);
         for line in text.lines() {
@@ -78,12 +79,12 @@ impl Certificate {
         Ok(Self { text: text.to_owned(), public })
     }
 
-    /// The file's content. Secret.
+    /// The content of the certificate file. It contains the secret key.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// sha256 of the public key, hex: tells certificates apart and tells nothing.
+    /// sha256 of the public key, in hex. It identifies the certificate without revealing the secret key.
     pub fn fingerprint(&self) -> String {
         hex::encode(Sha256::digest(self.public))
     }
@@ -110,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_made_can_be_read_again() {
+    fn a_generated_certificate_can_be_parsed() {
         assert_eq!(Certificate::parse(sample().text()).unwrap(), sample());
     }
 
@@ -126,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_broker_would_refuse_is_refused() {
+    fn a_certificate_that_a_broker_would_refuse_is_refused() {
         let text = sample().text().to_owned();
         let other = Certificate::from_secret("flux", [8; 32]);
         let public = other.text().lines().find(|line| line.contains("public-key")).unwrap().to_owned();

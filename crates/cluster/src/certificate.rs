@@ -1,4 +1,4 @@
-//! Secret `flux-curve`: made once per instance, never overwritten.
+//! The certificate in Secret `flux-curve`. The planner creates it once per instance and never overwrites it.
 
 use k8s_openapi::{ByteString, api::core::v1::Secret};
 use kube::{
@@ -13,37 +13,39 @@ use api::{
     certificate::{Certificate, CertificateError},
 };
 
-/// Tells the Secret that was made here from one that an administrator has brought: only ours is deleted.
+/// Marks a Secret that the planner made. Without this label an administrator created it, and the planner never deletes
+/// it.
 const LABEL_MADE_BY: &str = "app.kubernetes.io/managed-by";
 const MADE_BY: &str = "flux-distribute";
 
-/// The certificate as it is published.
+/// The certificate, with the metadata of its Secret.
 pub struct Published {
-    /// What is in the Secret.
+    /// The certificate in the Secret.
     pub certificate: Certificate,
-    /// It was made here, not brought by an administrator.
+    /// The planner made the Secret, not an administrator.
     made_here: bool,
     made_for: Option<String>,
-    /// Of the Secret.
+    /// metadata of the Secret.
     metadata: ObjectMeta,
 }
 
 impl Published {
-    /// uid of the FluxInstance that it was made for. What an administrator has brought is for whoever is there: `present`.
+    /// uid of the FluxInstance that the certificate was made for; None if unknown. An administrator's certificate is
+    /// for the FluxInstance that exists now: `present`.
     pub fn made_for<'a>(&'a self, present: &'a str) -> Option<&'a str> {
         if self.made_here { self.made_for.as_deref() } else { Some(present) }
     }
 }
 
-/// Reads the certificate; None where the Secret isn't there.
+/// Reads the certificate; None if there is no Secret.
 ///
 /// # Errors
-/// The API server's; [`ApiError::Content`] where what is in it is no certificate.
+/// If the call to the API server fails; [`PlannerError::Content`] if the Secret has no valid certificate.
 pub async fn read(client: &Client) -> Result<Option<Certificate>, ApiError> {
     Ok(read_published(client).await?.map(|published| published.certificate))
 }
 
-/// As [`read`], with where it comes from.
+/// As [`read`], with the Secret's metadata.
 ///
 /// # Errors
 /// Those of [`read`].
@@ -52,7 +54,7 @@ pub async fn read_published(client: &Client) -> Result<Option<Published>, ApiErr
     let Some(secret) = call("get Secret flux-curve", secrets.get_opt(SECRET_CURVE)).await? else { return Ok(None) };
     let malformed = |reason: String| ApiError::Content {
         object: format!("Secret {SECRET_CURVE}"),
-        reason: format!("{reason}; while nothing runs yet, delete it and a new one is made"),
+        reason: format!("{reason}; if no broker runs yet, delete it, and the planner makes a new one"),
     };
     let (made_here, metadata) = (is_made_here(&secret), secret.metadata.clone());
     let made_for = secret.annotations().get(ANNOTATION_INSTANCE).cloned();
@@ -65,10 +67,10 @@ pub async fn read_published(client: &Client) -> Result<Option<Published>, ApiErr
     Ok(Some(Published { certificate, made_here, made_for, metadata }))
 }
 
-/// Creates the Secret for the FluxInstance with `instance_uid`; one that is there already wins.
+/// Creates the Secret for the FluxInstance with `instance_uid`. An existing Secret stays as it is.
 ///
 /// # Errors
-/// The API server's.
+/// If the call to the API server fails. That the Secret exists is no error.
 pub async fn create(client: &Client, certificate: &Certificate, instance_uid: &str) -> Result<(), ApiError> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let secret = Secret {
@@ -88,10 +90,10 @@ pub async fn create(client: &Client, certificate: &Certificate, instance_uid: &s
     }
 }
 
-/// Deletes the Secret if it was made here.
+/// Deletes the Secret if the planner made it.
 ///
 /// # Errors
-/// The API server's; code 409 where it has changed meanwhile.
+/// If a call to the API server fails; with code 409 if the Secret has changed meanwhile.
 pub async fn forget(client: &Client) -> Result<(), ApiError> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let found = call("get Secret flux-curve", secrets.get_opt(SECRET_CURVE)).await?;
@@ -99,10 +101,10 @@ pub async fn forget(client: &Client) -> Result<(), ApiError> {
     delete(client, &secret.metadata).await
 }
 
-/// Deletes the Secret as it was read: somebody may have put another one there meanwhile.
+/// Deletes exactly the Secret that was read, because a user may have replaced it meanwhile.
 ///
 /// # Errors
-/// The API server's; code 409 where somebody has.
+/// If the call to the API server fails; with code 409 if the Secret has changed meanwhile.
 pub async fn discard(client: &Client, published: Published) -> Result<(), ApiError> {
     delete(client, &published.metadata).await
 }
@@ -116,10 +118,10 @@ fn is_made_here(secret: &Secret) -> bool {
     secret.labels().get(LABEL_MADE_BY).is_some_and(|by| by == MADE_BY)
 }
 
-/// A new certificate.
+/// Generates a new certificate.
 ///
 /// # Errors
-/// The kernel has no randomness.
+/// If the kernel provides no randomness.
 pub fn generate() -> Result<Certificate, getrandom::Error> {
     let mut secret = [0; 32];
     getrandom::fill(&mut secret)?;

@@ -1,4 +1,4 @@
-//! Events, one per transition.
+//! Publishes Kubernetes Events, one per transition.
 
 use std::collections::HashMap;
 
@@ -9,30 +9,30 @@ use kube::{
 };
 use tracing::debug;
 
-/// Says things about one object, each only when it has changed.
+/// Publishes Events, and skips one that repeats the last.
 pub struct Announcer {
     client: Client,
     reporter: Reporter,
-    /// One for each sentence: a recorder counts what is said again under the same reason as a repetition, and keeps the first
-    /// sentence.
+    /// One recorder for each note: a recorder counts a second Event with the same reason as a repetition of the first,
+    /// and keeps the first note.
     recorders: HashMap<String, Recorder>,
     last: Option<(String, String)>,
 }
 
-/// More sentences than this at a time are no repetitions.
+/// The recorders are dropped when there are more: with that many different notes, counting repetitions is pointless.
 const MAX_RECORDERS: usize = 16;
 
 impl Announcer {
-    /// Speaks as `flux-distribute`, from pod `instance`.
+    /// Creates an announcer that reports as `flux-distribute`, from pod `instance`.
     pub fn new(client: Client, instance: &str) -> Self {
         let reporter = Reporter { controller: "flux-distribute".into(), instance: Some(instance.to_owned()) };
         Self { client, reporter, recorders: HashMap::new(), last: None }
     }
 
-    /// Publishes an Event unless it is the one that was published last. Events are a courtesy: a failure is only logged.
+    /// Publishes an Event unless it equals the last one. A failure is only logged, because nothing depends on Events.
     pub async fn say(&mut self, about: &ObjectReference, warning: bool, reason: &str, note: &str) {
-        let said = (reason.to_owned(), note.to_owned());
-        if self.last.as_ref() == Some(&said) {
+        let event_id = (reason.to_owned(), note.to_owned());
+        if self.last.as_ref() == Some(&event_id) {
             return;
         }
         if self.recorders.len() >= MAX_RECORDERS {
@@ -43,14 +43,14 @@ impl Announcer {
         let event = Event {
             type_: if warning { EventType::Warning } else { EventType::Normal },
             reason: reason.to_owned(),
-            // events.k8s.io refuses notes of more than 1 kB.
+            // events.k8s.io refuses a note of more than 1 kB.
             note: Some(note.chars().take(1000).collect()),
             action: "Reconcile".to_owned(),
             secondary: None,
         };
         match super::call("publish an Event", recorder.publish(&event, about)).await {
-            Ok(()) => self.last = Some(said),
-            Err(error) => debug!(%error, "no Event"),
+            Ok(()) => self.last = Some(event_id),
+            Err(error) => debug!(%error, "can't publish an Event"),
         }
     }
 }

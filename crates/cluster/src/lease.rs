@@ -1,4 +1,4 @@
-//! Holding the Lease `flux-planner`.
+//! Acquires, renews and releases the Lease `flux-planner`.
 
 use std::{
     sync::{
@@ -22,29 +22,30 @@ use tracing::debug;
 
 use crate::{
     clock,
-    lease_rules::{LEASE_DURATION, LeaseStep, LeaseView, RENEW_EVERY, decide, look_every},
+    plan::lease::{LEASE_DURATION, LeaseStep, LeaseView, RENEW_EVERY, look_every, next_step},
 };
 use api::{LEASE_PLANNER, NAMESPACE};
 use base::chance::chance;
 
-/// The longest promise that is believed.
+/// The longest lease duration that a candidate accepts from a holder.
 const LONGEST_LEASE: Duration = Duration::from_secs(60);
 
-/// One who wants the Lease.
+/// A candidate for the Lease, or its holder.
 pub struct Candidate {
     leases: Api<Lease>,
     identity: String,
     members: Arc<AtomicU32>,
-    /// The version seen last, and when it was seen first, by our own clock.
+    /// The last resourceVersion seen, and when this process saw it first, by its own clock.
     last: Option<(String, Instant)>,
-    /// The time by the clock of the planner before, as the Lease tells; kept when the Lease becomes ours.
+    /// The present time by the previous planner's clock, from the Lease's renewTime; kept when this candidate takes the
+    /// Lease.
     predecessor_time: Option<Timestamp>,
     /// This planner has taken over the time limits of the one before.
     has_limits: Arc<AtomicBool>,
 }
 
 impl Candidate {
-    /// A candidate under the name `identity`.
+    /// Creates a candidate with the name `identity`.
     pub fn new(client: Client, identity: String, members: Arc<AtomicU32>) -> Self {
         let leases = Api::namespaced(client, NAMESPACE);
         Self { leases, identity, members, last: None, predecessor_time: None, has_limits: Arc::default() }
@@ -56,22 +57,23 @@ impl Candidate {
         Arc::clone(&self.has_limits)
     }
 
-    /// Waits until the Lease is ours. Returns the time by the clock of the planner before; None: there was none, or it didn't say.
+    /// Waits until this candidate holds the Lease. Returns the present time by the previous planner's clock; None if
+    /// there was no planner before or its Lease has no renewTime.
     pub async fn acquire(&mut self) -> Option<Timestamp> {
         self.has_limits.store(false, Ordering::Relaxed);
         loop {
             match timeout(RENEW_EVERY, self.step()).await {
                 Ok(Ok(true)) => return self.predecessor_time,
                 Ok(Ok(false)) => {}
-                Ok(Err(error)) => debug!(%error, "looking at the Lease failed"),
-                Err(_) => debug!("looking at the Lease took too long"),
+                Ok(Err(error)) => debug!(%error, "can't read or take the Lease"),
+                Err(_) => debug!("reading or taking the Lease took too long"),
             }
-            // Candidates must not march in step.
+            // Jitter, so that the candidates don't all read the Lease at the same time.
             sleep(look_every(self.members.load(Ordering::Relaxed)).mul_f64(0.5 + chance())).await;
         }
     }
 
-    /// Renews the Lease for as long as that works; returns when it is lost, or could be by the clock of others.
+    /// Renews the Lease, and returns when it is lost or when other candidates may consider it expired.
     pub async fn keep(&mut self) {
         let mut renewed = Instant::now();
         loop {
@@ -79,7 +81,7 @@ impl Candidate {
             match timeout(RENEW_EVERY, self.step()).await {
                 Ok(Ok(true)) => renewed = Instant::now(),
                 Ok(Ok(false)) => return,
-                Ok(Err(error)) => debug!(%error, "renewing the Lease failed"),
+                Ok(Err(error)) => debug!(%error, "can't renew the Lease"),
                 Err(_) => debug!("renewing the Lease took too long"),
             }
             if renewed.elapsed() + RENEW_EVERY >= LEASE_DURATION {
@@ -88,11 +90,12 @@ impl Candidate {
         }
     }
 
-    /// Looks once and does what is decided: true when the Lease is ours afterwards.
+    /// Reads the Lease once and does what [`next_step`] decides. Returns true if this candidate holds the Lease
+    /// afterwards.
     async fn step(&mut self) -> Result<bool, kube::Error> {
         let found = self.leases.get_opt(LEASE_PLANNER).await?;
         let view = found.as_ref().map(|lease| self.view(lease));
-        let step = decide(view.as_ref(), &self.identity);
+        let step = next_step(view.as_ref(), &self.identity);
         self.predecessor_time = found.as_ref().zip(view.as_ref()).and_then(|(lease, view)| time_of(lease, view));
         let written = match (step, found) {
             (LeaseStep::Create, _) => {
@@ -103,7 +106,8 @@ impl Candidate {
             (LeaseStep::Renew | LeaseStep::Take, Some(mut lease)) => {
                 let transitions = lease.spec.as_ref().and_then(|spec| spec.lease_transitions).unwrap_or(0);
                 lease.spec = Some(self.spec(transitions + i32::from(step == LeaseStep::Take)));
-                // With the resourceVersion it was read at: of two who take it at once, one gets 409.
+                // The replace names the resourceVersion that was read: if two candidates take the Lease at once, one
+                // gets 409.
                 self.leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await
             }
             _ => return Ok(false),
@@ -129,7 +133,7 @@ impl Candidate {
         LeaseView {
             holder: spec.and_then(|spec| spec.holder_identity.clone()),
             unchanged_for: since.elapsed(),
-            duration: promised(spec),
+            duration: lease_duration(spec),
         }
     }
 
@@ -154,23 +158,23 @@ impl Candidate {
     }
 }
 
-/// How long the holder may be silent, as it says itself, but at most [`LONGEST_LEASE`]: no version asks for more, and a forged Lease
-/// must not keep the instance without a planner for years.
-fn promised(spec: Option<&LeaseSpec>) -> Duration {
+/// How long the holder may be silent: the Lease's duration, but at most [`LONGEST_LEASE`]. No version uses more, and a
+/// forged Lease must not keep the instance without a planner for years.
+fn lease_duration(spec: Option<&LeaseSpec>) -> Duration {
     let seconds = spec.and_then(|spec| spec.lease_duration_seconds).and_then(|seconds| u64::try_from(seconds).ok());
     seconds.map_or(LEASE_DURATION, Duration::from_secs).min(LONGEST_LEASE)
 }
 
-/// The time by the clock of the holder, which renewed the Lease no later than it was seen to change.
+/// The present time by the holder's clock: its renewTime plus the time since this process saw the Lease change.
 fn time_of(lease: &Lease, view: &LeaseView) -> Option<Timestamp> {
     let MicroTime(renewed) = lease.spec.as_ref()?.renew_time.as_ref()?;
     renewed.checked_add(view.unchanged_for).ok()
 }
 
-/// Lets go of the Lease if it is ours, so that the next planner need not wait for it to expire.
+/// Releases the Lease if `identity` holds it, so that the next planner need not wait for it to expire.
 ///
 /// # Errors
-/// The API server's.
+/// If a call to the API server fails.
 pub async fn release(client: Client, identity: &str) -> Result<(), kube::Error> {
     let leases: Api<Lease> = Api::namespaced(client, NAMESPACE);
     let Some(mut lease) = leases.get_opt(LEASE_PLANNER).await? else { return Ok(()) };
@@ -193,9 +197,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_holder_is_believed_for_longer_than_a_minute_whatever_it_promises() {
+    fn a_lease_expires_after_at_most_a_minute_whatever_its_duration() {
         let minute = Duration::from_secs(60);
-        for (seconds, believed) in [
+        for (seconds, accepted) in [
             (None, LEASE_DURATION),
             (Some(-1), LEASE_DURATION),
             (Some(5), Duration::from_secs(5)),
@@ -204,12 +208,12 @@ mod tests {
             (Some(i32::MAX), minute),
         ] {
             let spec = LeaseSpec { lease_duration_seconds: seconds, ..LeaseSpec::default() };
-            assert_eq!(promised(Some(&spec)), believed, "{seconds:?}");
-            let seen =
-                LeaseView { holder: Some("other".into()), unchanged_for: believed, duration: promised(Some(&spec)) };
-            assert_eq!(decide(Some(&seen), "me"), LeaseStep::Take, "{seconds:?}");
+            let duration = lease_duration(Some(&spec));
+            assert_eq!(duration, accepted, "{seconds:?}");
+            let seen = LeaseView { holder: Some("other".into()), unchanged_for: accepted, duration };
+            assert_eq!(next_step(Some(&seen), "me"), LeaseStep::Take, "{seconds:?}");
         }
-        assert_eq!(promised(None), LEASE_DURATION);
+        assert_eq!(lease_duration(None), LEASE_DURATION);
     }
 
     /// An API server that has one Lease, and nothing else.

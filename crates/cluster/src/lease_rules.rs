@@ -1,21 +1,23 @@
-//! Who is the planner: a Lease, decided on what was seen and when *we* saw it, so that clocks need not agree.
+//! Decides which agent is the planner, by a Lease. A candidate judges the Lease by when it saw the Lease change itself,
+//! so the clocks of different machines need not agree.
 
 use std::time::Duration;
 
-/// How long a holder may be silent. Short, because a new node waits for it; safe, because an expired planner can't write:
-/// every write of the roster names the resourceVersion it was made from.
+/// How long a holder may be silent. It is short, because a new node has to wait for the next planner. That is safe:
+/// every write of the roster names the resourceVersion that it replaces, so a planner whose Lease has expired can't
+/// overwrite the next one's.
 pub const LEASE_DURATION: Duration = Duration::from_secs(5);
-/// A third of [`LEASE_DURATION`], so that one lost renewal is no loss.
+/// About a third of [`LEASE_DURATION`], so that the holder keeps the Lease if one renewal fails.
 pub const RENEW_EVERY: Duration = Duration::from_millis(1600);
 
-/// What was seen of the Lease.
+/// The Lease as a candidate sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LeaseView {
     /// spec.holderIdentity
     pub holder: Option<String>,
-    /// Its resourceVersion changed last so long ago, by our own clock.
+    /// Time since its resourceVersion last changed, by the candidate's own clock.
     pub unchanged_for: Duration,
-    /// spec.leaseDurationSeconds as the holder promised.
+    /// spec.leaseDurationSeconds.
     pub duration: Duration,
 }
 
@@ -24,16 +26,17 @@ pub struct LeaseView {
 pub enum LeaseStep {
     /// Create it.
     Create,
-    /// It is ours: write a new renewTime.
+    /// The candidate holds it: write a new renewTime.
     Renew,
-    /// Its holder is silent or has let go: put ourselves in, by replace with its resourceVersion.
+    /// Its holder is silent or has released it: write the candidate as holder, by a replace that names the
+    /// resourceVersion.
     Take,
-    /// Look again after this time.
+    /// Another candidate holds it: it expires after this time.
     Yield(Duration),
 }
 
-/// Decides for the candidate `me`.
-pub fn decide(seen: Option<&LeaseView>, me: &str) -> LeaseStep {
+/// Decides the next step of the candidate `me`.
+pub fn next_step(seen: Option<&LeaseView>, me: &str) -> LeaseStep {
     let Some(lease) = seen else { return LeaseStep::Create };
     match lease.holder.as_deref() {
         Some(holder) if holder == me => LeaseStep::Renew,
@@ -58,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_holds_and_the_others_wait_until_he_is_silent() {
+    fn candidates_wait_until_the_holder_is_silent_or_releases_the_lease() {
         let lease = |holder: Option<&str>, secs| {
             Some(LeaseView {
                 holder: holder.map(str::to_owned),
@@ -76,12 +79,12 @@ mod tests {
             (lease(Some("other"), 3), LeaseStep::Yield(Duration::from_secs(2))),
             (lease(Some("other"), 5), LeaseStep::Take),
         ] {
-            assert_eq!(decide(seen.as_ref(), "me"), expected, "{seen:?}");
+            assert_eq!(next_step(seen.as_ref(), "me"), expected, "{seen:?}");
         }
     }
 
     #[test]
-    fn a_thousand_candidates_ask_no_more_than_twenty_times_a_second() {
+    fn a_thousand_candidates_send_at_most_twenty_requests_a_second() {
         assert_eq!(look_every(4), RENEW_EVERY);
         assert!(1000.0 / look_every(1000).as_secs_f64() <= 20.0);
     }

@@ -1,8 +1,6 @@
-//! Calls to an API server: bounded in time, named in errors, conditional where somebody else may write too; and what is read of
-//! the objects that planner and agents share.
-//!
-//! It knows the objects' types and nothing of what they should hold: no roster is decided here, and nothing of hosts or packages is
-//! known.
+//! The planner: the one agent that holds the Lease. It alone reads all nodes, and it writes the roster, the packages,
+//! the certificate, `broker.toml`, each FluxNode's spec and the FluxInstance's status. [`crate::plan`] decides what to
+//! write; this module has the effects.
 
 pub mod access;
 pub mod certificate;
@@ -25,7 +23,7 @@ use kube::{
 pub use events::Announcer;
 pub use merge_patch::merge_patch;
 
-/// Why something could not be read from the API server, or written to it.
+/// Why the planner, or an agent that reads what it wrote, failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ApiError {
@@ -34,30 +32,31 @@ pub enum ApiError {
     Api {
         /// Which call, on which object.
         what: String,
-        /// Cause.
+        /// The error of the Kubernetes client.
         #[source]
         source: Box<kube::Error>,
     },
-    /// A call to the API server took too long.
+    /// The API server did not answer the named call within 10 s.
     #[error("{0}: no answer from the API server in time")]
     Timeout(String),
-    /// A newer version has written the roster.
+    /// A newer version of this program wrote the roster.
     #[error("ConfigMap {CONFIGMAP_ROSTER}")]
     NewerRoster(#[source] RosterError),
-    /// An object holds what can't be read.
+    /// An object has content that this program can't read or use.
     #[error("{object}: {reason}")]
     Content {
         /// Kind and name.
         object: String,
-        /// What is wrong with it.
+        /// What is wrong with it, and the remedy if there is one.
         reason: String,
     },
 }
 
-/// No call to the API server may hang: kube itself sets no read time-out, and a half-open connection would hold the Lease.
+/// Time limit of one API call. kube sets no read timeout, so on a half-open connection a call would hang while this
+/// planner keeps the Lease.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Awaits one API call, bounded, and names it in the error.
+/// Awaits one API call for at most [`CALL_TIMEOUT`], and names it in the error.
 pub async fn call<T>(
     what: impl Into<String>,
     future: impl Future<Output = Result<T, kube::Error>>,
@@ -70,19 +69,19 @@ pub async fn call<T>(
     }
 }
 
-/// For the deletion of an object as it was read, and of no other: what has taken its place, or has changed meanwhile, stays, and
-/// the API server answers 409.
+/// Parameters to delete exactly the object that was read. If it has changed or another has taken its place, the API
+/// server answers 409 and deletes nothing.
 pub fn as_read<K: Resource>(object: &K) -> DeleteParams {
     of_version(object.meta())
 }
 
-/// As [`as_read`], of an object's metadata alone.
+/// As [`as_read`], from an object's metadata.
 pub fn of_version(metadata: &ObjectMeta) -> DeleteParams {
     let ObjectMeta { uid, resource_version, .. } = metadata.clone();
     DeleteParams::default().preconditions(Preconditions { uid, resource_version })
 }
 
-/// For a change or deletion of what may be gone already: that it isn't there is as good.
+/// Turns a 404 into success, for a change or deletion of an object that may be gone already.
 pub fn gone_is_fine<T>(result: Result<T, ApiError>) -> Result<(), ApiError> {
     match result {
         Err(error) if error.code() == Some(404) => Ok(()),
@@ -91,7 +90,7 @@ pub fn gone_is_fine<T>(result: Result<T, ApiError>) -> Result<(), ApiError> {
 }
 
 impl ApiError {
-    /// The API server's status code, where it answered.
+    /// The HTTP status code of the API server's answer; None if it did not answer.
     pub fn code(&self) -> Option<u16> {
         match self {
             Self::Api { source, .. } => match source.as_ref() {
@@ -102,13 +101,13 @@ impl ApiError {
         }
     }
 
-    /// Somebody has to mend it: an object that can't be read, or what the API server refuses as wrong in itself. All else is the
-    /// API server's for now, and passes.
+    /// True if a user has to fix it: an object that can't be read, or a write that the API server refuses as invalid.
+    /// All other errors are temporary failures of the API server.
     pub fn is_lasting(&self) -> bool {
         matches!(self, Self::Content { .. } | Self::NewerRoster(_)) || matches!(self.code(), Some(422))
     }
 
-    /// The reason of the condition and the Event where nothing can be planned because of it.
+    /// Reason of the condition and the Event if this error keeps the planner from planning.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Content { object, .. } if object.ends_with(CONFIGMAP_ROSTER) => "MalformedRoster",

@@ -1,8 +1,8 @@
-//! What has changed of an object, as the API server takes it.
+//! JSON merge patches for the API server.
 
 use serde_json::{Map, Value};
 
-/// The JSON merge patch (RFC 7396) that makes `new` out of `old`: what is no longer there is named as null.
+/// Returns the JSON merge patch (RFC 7396) that turns `old` into `new`. A key that `new` lacks becomes null.
 pub fn merge_patch(old: &Value, new: &Value) -> Value {
     let (Value::Object(old), Value::Object(new)) = (old, new) else { return new.clone() };
     let mut patch = Map::new();
@@ -26,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_merge_patch_makes_the_new_out_of_the_old() {
+    fn a_merge_patch_turns_the_old_object_into_the_new_one() {
         for (old, new) in [
             (json!({}), json!({"a": 1})),
             (json!({"a": 1, "b": {"c": 2, "d": 3}}), json!({"b": {"c": 4}})),

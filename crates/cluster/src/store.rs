@@ -1,5 +1,5 @@
-//! The ConfigMaps that the planner writes. A value that is large is kept gzip'd, under its key with `.gz` behind it, in
-//! `binaryData`.
+//! Reads and writes the planner's ConfigMaps. A large value is stored gzipped in `binaryData`, under its key with the
+//! suffix `.gz`.
 
 use std::{collections::BTreeMap, io};
 
@@ -19,18 +19,21 @@ use api::{
 
 const PACKED: &str = ".gz";
 
-/// One key of a ConfigMap, as it was read.
+/// One value of a ConfigMap, as it was read.
 #[derive(Debug, Clone)]
 pub struct Document {
-    /// The key's value.
+    /// The value; empty if the ConfigMap lacks the key.
     pub text: String,
-    /// All other keys.
+    /// The values of all other keys.
     pub others: BTreeMap<String, String>,
-    /// metadata.resourceVersion it was read at.
+    /// metadata.resourceVersion at which it was read.
     pub version: Option<String>,
 }
 
-/// Reads the `key` of ConfigMap `name`.
+/// Reads the value of `key` in ConfigMap `name`; None if there is no such ConfigMap.
+///
+/// # Errors
+/// If the call to the API server fails; [`PlannerError::Content`] if a value can't be unpacked.
 pub async fn read(client: &Client, name: &str, key: &str) -> Result<Option<Document>, ApiError> {
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
     let found = call(format!("get ConfigMap {name}"), maps.get_opt(name)).await?;
@@ -57,10 +60,10 @@ fn config_map(values: BTreeMap<String, String>) -> io::Result<ConfigMap> {
     Ok(ConfigMap { data: Some(small), binary_data: Some(packed).filter(|p| !p.is_empty()), ..ConfigMap::default() })
 }
 
-/// What can't be read is not the same as what isn't there.
+/// Parses a value of ConfigMap `map`.
 ///
 /// # Errors
-/// [`ApiError::Content`]
+/// [`PlannerError::Content`] if it can't be parsed: the planner must not treat a malformed value as a missing one.
 pub fn parse<T: DeserializeOwned>(map: &str, text: &str) -> Result<T, ApiError> {
     serde_json::from_str(text).map_err(|error| ApiError::Content {
         object: format!("ConfigMap {map}"),
@@ -68,9 +71,12 @@ pub fn parse<T: DeserializeOwned>(map: &str, text: &str) -> Result<T, ApiError> 
     })
 }
 
-/// Writes the `key` of ConfigMap `name` and leaves its other keys as `before` has them: creates it where `before` is None,
-/// else replaces the very version that was read. A planner that is no longer the only one gets 409 here, and nothing is
-/// written.
+/// Writes the value of `key` in ConfigMap `name` and keeps the other keys that `before` has. Creates the ConfigMap if
+/// `before` is None, else replaces exactly the version that was read.
+///
+/// # Errors
+/// If the call to the API server fails; with code 409, and nothing written, if another planner wrote the ConfigMap
+/// first; [`PlannerError::Content`] if a value can't be packed.
 pub async fn write(
     client: &Client,
     name: &str,
@@ -97,7 +103,10 @@ pub async fn write(
     }
 }
 
-/// Deletes ConfigMap `name`; that it is not there is fine.
+/// Deletes ConfigMap `name` if it exists.
+///
+/// # Errors
+/// If a call to the API server fails; with code 409 if the ConfigMap has changed meanwhile.
 pub async fn delete(client: &Client, name: &str) -> Result<(), ApiError> {
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
     let Some(map) = call(format!("get ConfigMap {name}"), maps.get_metadata_opt(name)).await? else { return Ok(()) };
@@ -114,13 +123,13 @@ mod tests {
     use api::{CONFIGMAP_ROSTER_KEY, Member, Roster, RosterEntry};
     use model::fixture::roster;
 
-    /// What the API server counts (k8s.io/kubernetes, ValidateConfigMap).
+    /// The size of a ConfigMap as the API server limits it (k8s.io/kubernetes, ValidateConfigMap).
     fn size(map: &ConfigMap) -> usize {
         let text = map.data.iter().flatten().map(|(_, text)| text.len());
         text.chain(map.binary_data.iter().flatten().map(|(_, bytes)| bytes.0.len())).sum()
     }
 
-    /// Names and uids as clouds make them: random in part, which no packing makes smaller.
+    /// A roster with names and uids as clouds make them: partly random, so that they don't compress.
     fn of_members(count: u32) -> Roster {
         let mut roster = roster(count, &[("node1", 64)]);
         let entry = roster.ranks[&0].clone();
@@ -138,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn the_roster_of_as_many_members_as_there_can_be_fits_into_its_config_map() {
+    fn the_roster_of_the_largest_instance_fits_into_its_config_map() {
         let roster = of_members(16_384);
         let text = serde_json::to_string(&roster).unwrap();
         let map = config_map([(CONFIGMAP_ROSTER_KEY.to_owned(), text.clone())].into()).unwrap();
@@ -147,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_large_is_packed_and_all_of_it_comes_back() {
+    fn only_large_values_are_packed_and_they_are_read_back_unchanged() {
         let long = "x".repeat(LARGE + 1);
         let values: BTreeMap<String, String> =
             [("a", "small"), ("b", &long)].map(|(key, text)| (key.to_owned(), text.to_owned())).into();

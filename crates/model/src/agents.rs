@@ -1,23 +1,23 @@
-//! Which nodes have no agent that runs. An agent whose pod was evicted can't take back its last word, which stands in the
-//! node's FluxNode.
+//! Which nodes have no running agent. An agent whose pod was evicted can't correct its last report, so the status of
+//! the node's FluxNode may be out of date.
 
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::Pod;
 
-/// The agent's pod on a node, as far as planning needs it.
+/// The part of an agent's pod that planning depends on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentPod {
     /// metadata.name
     pub name: String,
     /// spec.nodeName
     pub node: String,
-    /// Why its container does not run; None: it runs.
+    /// Why its container is not running; None if it is.
     pub down: Option<String>,
 }
 
 impl AgentPod {
-    /// None: the pod has no node yet.
+    /// Returns None if the pod has no node yet.
     pub fn of(pod: &Pod) -> Option<Self> {
         let node = pod.spec.as_ref()?.node_name.clone().filter(|node| !node.is_empty())?;
         Some(Self { name: pod.metadata.name.clone()?, node, down: down(pod) })
@@ -27,15 +27,15 @@ impl AgentPod {
 fn down(pod: &Pod) -> Option<String> {
     let status = pod.status.clone().unwrap_or_default();
     let phase = status.phase.unwrap_or_default();
-    let told = |reason: Option<String>, message: Option<String>| {
-        let words: Vec<_> = [reason, message].into_iter().flatten().filter(|word| !word.is_empty()).collect();
-        if words.is_empty() { String::new() } else { format!(" ({})", words.join(": ")) }
+    let details = |reason: Option<String>, message: Option<String>| {
+        let parts: Vec<_> = [reason, message].into_iter().flatten().filter(|part| !part.is_empty()).collect();
+        if parts.is_empty() { String::new() } else { format!(" ({})", parts.join(": ")) }
     };
     match phase.as_str() {
         "Failed" if status.reason.as_deref() == Some("Evicted") => {
-            return Some(format!("its pod was evicted{}", told(None, status.message)));
+            return Some(format!("its pod was evicted{}", details(None, status.message)));
         }
-        "Failed" | "Succeeded" => return Some(format!("its pod has ended{}", told(status.reason, status.message))),
+        "Failed" | "Succeeded" => return Some(format!("its pod has ended{}", details(status.reason, status.message))),
         _ => {}
     }
     let states: Vec<_> =
@@ -45,21 +45,22 @@ fn down(pod: &Pod) -> Option<String> {
     }
     let waiting = states.into_iter().find_map(|state| state.waiting);
     Some(match waiting {
-        Some(waiting) => format!("its container does not run{}", told(waiting.reason, None)),
-        None => "its container does not run".to_owned(),
+        Some(waiting) => format!("its container is not running{}", details(waiting.reason, None)),
+        None => "its container is not running".to_owned(),
     })
 }
 
-/// A pod that is replaced, or a container that is started again, is back within seconds.
+/// How long an agent may be missing before it is reported, in seconds: a replaced pod or a restarted container is back
+/// sooner.
 const PATIENCE_SECS: i64 = 10;
 
-/// Remembers since when a node has had no agent.
+/// Remembers since when each node has had no agent, in seconds since the Unix epoch.
 #[derive(Debug, Default)]
 pub struct Agents(BTreeMap<String, i64>);
 
 impl Agents {
-    /// Those of `nodes` that have had no agent for longer than it takes to replace one, and why. `now` is in seconds. Where no
-    /// pod can be seen at all, nothing is known of any.
+    /// Returns those of `nodes` that have had no agent for at least 10 s, and why. `now` is in seconds.
+    /// Without any pod in `pods` the planner can't tell which agents run, so it reports none missing.
     pub fn missing<'a>(
         &mut self,
         pods: &[AgentPod],
@@ -72,7 +73,7 @@ impl Agents {
         }
         let mut by_node = BTreeMap::<&str, Option<&String>>::new();
         for AgentPod { node, down, .. } in pods {
-            // One that was evicted stays beside the next one, which runs.
+            // An evicted pod's object stays beside the running pod that replaced it.
             by_node.entry(node).and_modify(|known| *known = known.and(down.as_ref())).or_insert(down.as_ref());
         }
         let why = |node: &str| match by_node.get(node) {
@@ -101,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_runs_where_its_container_does() {
+    fn an_agent_runs_if_its_container_does() {
         for (status, down) in [
             (json!({"phase": "Running", "containerStatuses": container(json!({"running": {}}))}), None),
             (
@@ -114,16 +115,16 @@ mod tests {
             ),
             (
                 json!({"phase": "Running", "containerStatuses": container(json!({"waiting": {"reason": "CrashLoopBackOff"}}))}),
-                Some("its container does not run (CrashLoopBackOff)"),
+                Some("its container is not running (CrashLoopBackOff)"),
             ),
-            (json!({"phase": "Pending"}), Some("its container does not run")),
+            (json!({"phase": "Pending"}), Some("its container is not running")),
         ] {
             assert_eq!(pod(status.clone()).down.as_deref(), down, "{status}");
         }
     }
 
     #[test]
-    fn a_node_is_without_agent_once_nobody_has_come_for_a_while() {
+    fn a_node_has_no_agent_once_none_has_run_there_for_a_while() {
         let of = |node: &str, down: Option<&str>| AgentPod {
             name: format!("install-flux-{node}"),
             node: node.to_owned(),

@@ -1,4 +1,5 @@
-//! `broker.toml`, rendered from the roster alone: the same for all nodes of an epoch but for the certificate's path.
+//! Renders `broker.toml` from the roster alone. It is the same for all nodes of an epoch, except for the certificate's
+//! path.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,38 +9,39 @@ use std::{
 use super::{hostlist, topology::Topology};
 use api::{Declared, IdSet, Member, Rank, Roster, RosterEntry};
 
-/// Tables that are ours: `kvs`, whose checkpoint-period is in the spec, and `access`, because guests stay out.
+/// Tables that only flux-distribute writes. `kvs` is among them because its checkpoint-period is a field of the spec,
+/// and `access` because guests must not get access.
 pub const OWN_TABLES: [&str; 5] = ["bootstrap", "tbon", "resource", "kvs", "access"];
-/// Fluxion's table for its queues, to which a policy is added if it names none.
+/// Fluxion's table for its queues. [`render`] adds a queue policy if it has none.
 const QUEUE_MANAGER: &str = "sched-fluxion-qmanager";
-/// Fluxion's table for its resource graph, to which a format is added if it names none.
+/// Fluxion's table for its resource graph. [`render`] adds a match format if it has none.
 const RESOURCE_GRAPH: &str = "sched-fluxion-resource";
-/// Lost nodes are noticed after this; a node that is cut off for longer loses its jobs. flux-core's default of 20 s is
-/// shorter than many a switch's reboot.
+/// After this time a broker notices that a peer is lost; a node that is cut off for longer loses its jobs. flux-core's
+/// default of 20 s is shorter than the reboot of many a switch.
 const TCP_USER_TIMEOUT: &str = "2m";
-/// zmq's own back-off would let nodes join minutes late (flux-core issue 5134).
+/// With zmq's own backoff, nodes would join minutes late (flux-core issue 5134).
 const CONNECT_TIMEOUT: &str = "5s";
-/// How the first line begins.
+/// Start of the first line, which [`made_from`] reads.
 const HEADER: &str = "# flux-distribute: ";
 
-/// Why extra tables are refused.
+/// Why `spec.broker.config` is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ExtraError {
-    /// It doesn't parse.
+    /// The text is not TOML.
     #[error("is not TOML: {0}")]
     NotToml(String),
-    /// It names a table of ours.
-    #[error("has the table [{0}], which is made by flux-distribute; take it out")]
+    /// It has one of [`OWN_TABLES`].
+    #[error("has the table [{0}], which flux-distribute writes itself; remove it")]
     Ours(String),
-    /// It has something else where Flux and we have a table.
-    #[error("has {0} as something else than a table; write [{0}] above its keys")]
+    /// It defines as a value what must be a table.
+    #[error("defines {0}, but not as a table; write [{0}] above its keys")]
     NotATable(String),
 }
 
-/// Reads extra tables.
+/// Parses `spec.broker.config`, the tables that a user adds to `broker.toml`.
 ///
 /// # Errors
-/// It is not TOML, names a table of [`OWN_TABLES`], or has no table where [`render`] adds to one.
+/// If it is not TOML, has a table of [`OWN_TABLES`], or has a value in place of a table to which [`render`] adds keys.
 pub fn extra_tables(text: &str) -> Result<toml::Table, ExtraError> {
     let table: toml::Table =
         text.parse().map_err(|error: toml::de::Error| ExtraError::NotToml(error.message().replace('\n', ", ")))?;
@@ -56,7 +58,7 @@ pub fn extra_tables(text: &str) -> Result<toml::Table, ExtraError> {
 /// Renders the epoch's broker.toml, without `curve_cert` (see [`for_host`]).
 ///
 /// # Errors
-/// The roster's extra tables are not what [`extra_tables`] takes, or its topology doesn't parse.
+/// If [`extra_tables`] refuses the roster's extra tables, or the roster's topology doesn't parse.
 pub fn render(roster: &Roster) -> Result<String, String> {
     let text = toml::to_string(&tables(roster)?).map_err(|error| format!("broker.toml: {error}"))?;
     let Roster { instance_id, epoch, revision, .. } = roster;
@@ -64,7 +66,7 @@ pub fn render(roster: &Roster) -> Result<String, String> {
     Ok(format!("{HEADER}{made_from}, made by flux-distribute: changes are overwritten\n{text}"))
 }
 
-/// The tables of [`render`].
+/// The tables that [`render`] writes.
 ///
 /// # Errors
 /// As [`render`].
@@ -73,10 +75,11 @@ pub(super) fn tables(roster: &Roster) -> Result<toml::Table, String> {
     let topology = Topology::parse(&roster.settings.topology, size)?;
     let mut file = extra_tables(&roster.settings.config).map_err(|error| format!("spec.broker.config {error}"))?;
 
-    // Fluxion's own default refuses a job that is larger than what is up; with "easy" it waits for the nodes.
+    // With its default policy, Fluxion refuses a job that needs more nodes than are up; with "easy", the job waits for
+    // them.
     table(&mut file, QUEUE_MANAGER)?.entry("queue-policy").or_insert_with(|| "easy".into());
-    // With its default format, Fluxion 0.54 frees the cores of only one job on each node, of all the jobs that it takes back
-    // when it is loaded again. An epoch of an older version goes on as it began: its jobs have the other format.
+    // When Fluxion 0.54 is reloaded with its default format, it later frees the cores of only one of the running jobs
+    // on each node. An epoch that an older version began keeps the default, because its jobs have that format.
     if roster.declares_nodes() {
         table(&mut file, RESOURCE_GRAPH)?.entry("match-format").or_insert_with(|| "rv1".into());
     }
@@ -95,12 +98,13 @@ pub(super) fn tables(roster: &Roster) -> Result<toml::Table, String> {
 
     table(&mut file, "kvs")?.insert("checkpoint-period".into(), roster.settings.checkpoint_period.clone().into());
 
-    // The agent is root, and looks after brokers that somebody else owns.
+    // The agent runs as root and talks to brokers that another user may own.
     table(&mut file, "access")?.insert("allow-root-owner".into(), true.into());
 
     let resource = table(&mut file, "resource")?;
     let mut verify = toml::Table::new();
-    // A broker's name need not be its host's; more cores than declared are no fault; hwloc rarely sees GPUs.
+    // A broker's name may differ from its host's name, more cores than declared are fine, and hwloc rarely detects
+    // GPUs.
     verify.insert("default".into(), "allow-extra".into());
     verify.insert("hostname".into(), "ignore".into());
     verify.insert("gpu".into(), "ignore".into());
@@ -114,21 +118,21 @@ pub(super) fn tables(roster: &Roster) -> Result<toml::Table, String> {
     Ok(file)
 }
 
-/// The epoch and revision of the roster that a file of [`render`] was made from; None where that was another instance's,
-/// which says nothing about this one.
+/// Reads epoch and revision of the roster from which [`render`] made `text`. None if `text` has no such header or
+/// belongs to another instance, whose numbers can't be compared with this one's.
 pub fn made_from(text: &str, instance_id: &str) -> Option<(u64, u64)> {
-    let mut words = text.strip_prefix(HEADER)?.lines().next()?.split([' ', ',']);
-    let mut word = |name| if words.next() == Some(name) { words.next() } else { None };
-    if word("instance")? != instance_id {
+    let mut parts = text.strip_prefix(HEADER)?.lines().next()?.split([' ', ',']);
+    let mut value_of = |name| if parts.next() == Some(name) { parts.next() } else { None };
+    if value_of("instance")? != instance_id {
         return None;
     }
-    Some((word("epoch")?.parse().ok()?, word("revision")?.parse().ok()?))
+    Some((value_of("epoch")?.parse().ok()?, value_of("revision")?.parse().ok()?))
 }
 
-/// Makes one host's file out of the epoch's: only the certificate's path depends on the host.
+/// Makes one host's file from the epoch's: adds the path of the certificate, which depends on the host.
 ///
 /// # Errors
-/// `text` is not what [`render`] made.
+/// If `text` is not a file that [`render`] made.
 pub fn for_host(text: &str, certificate: &str) -> Result<String, String> {
     let mut file: toml::Table = text.parse().map_err(|error| format!("published broker.toml: {error}"))?;
     table(&mut file, "bootstrap")?.insert("curve_cert".into(), certificate.into());
@@ -149,8 +153,8 @@ pub fn spare_name(rank: Rank) -> String {
     format!("{SPARE}{rank}")
 }
 
-/// A node may give its name to its broker: flux-core takes names of RFC 1035 (conf_bootstrap_validate_domain_name); ours for
-/// spares are taken.
+/// True if a node's name can be its broker's name: flux-core accepts RFC 1035 names
+/// (conf_bootstrap_validate_domain_name), and the placeholder names of spares are reserved.
 pub fn is_broker_name(name: &str) -> bool {
     let label = |label: &str| {
         (1..=63).contains(&label.len())
@@ -161,8 +165,8 @@ pub fn is_broker_name(name: &str) -> bool {
     name.len() <= 253 && name.split('.').all(label) && !name.starts_with(SPARE)
 }
 
-/// What a rank without facts declares: what the spec says, else the commonest resources among the members (the larger of
-/// two equally common ones, so that the answer is the same everywhere), else one core.
+/// The resources that a rank without facts declares: those of `spec.spares.shape`, else the commonest resources among
+/// the members (the larger of two equally common ones, so that every planner gets the same result), else one core.
 pub fn spare_shape(roster: &Roster) -> Declared {
     if let Some(shape) = roster.settings.spare_shape {
         return shape.into();
@@ -175,9 +179,9 @@ pub fn spare_shape(roster: &Roster) -> Declared {
     commonest.map_or(Declared { cores: 1, ..Declared::default() }, |(declared, _)| declared)
 }
 
-/// Ranks that get no jobs at all; one whose member is gone may still have its broker. None where it would be all ranks: Fluxion
-/// ends the broker if there is nothing for it to schedule (0.54: its resource module stops, and flux-core takes that for a
-/// crash).
+/// Ranks that get no jobs at all, including ranks whose member is gone, because their brokers may still run. Empty if
+/// it would be all ranks: if nothing is left to schedule, Fluxion 0.54's resource module stops, and flux-core ends the
+/// broker as if it had crashed.
 fn excluded(roster: &Roster) -> IdSet {
     let excluded: IdSet = roster.ranks.iter().filter(|(_, entry)| entry.is_excluded()).map(|(rank, _)| *rank).collect();
     if excluded.len() == roster.settings.max_size as usize { IdSet::default() } else { excluded }
@@ -190,8 +194,8 @@ fn table<'a>(file: &'a mut toml::Table, name: &str) -> Result<&'a mut toml::Tabl
         .ok_or_else(|| format!("spec.broker.config: {name} is not a table"))
 }
 
-/// All names in rank order, then once more those that children connect to: flux merges entries of one name, and only
-/// parents need addresses (flux-config-bootstrap(5)).
+/// The `hosts` array: first all names in rank order, then another entry with the address for each parent. Flux merges
+/// entries with the same name, and only parents need addresses (flux-config-bootstrap(5)).
 fn hosts(roster: &Roster, topology: Topology) -> Vec<toml::Value> {
     let size = roster.settings.max_size;
     let names = (0..size).map(|rank| broker_name(roster, rank));
@@ -210,8 +214,9 @@ fn hosts(roster: &Roster, topology: Topology) -> Vec<toml::Value> {
     hosts.into_iter().map(toml::Value::from).collect()
 }
 
-/// The member's Node is a property of its rank, so that jobs may require it by name. In an epoch that declares nodes nobody needs
-/// it, and each property makes a line of its own in `flux resource list`; it stays for jobs that have been waiting since then.
+/// True if the rank gets its Node's name as a property, so that jobs can require the node by name. An epoch that
+/// declares real node names doesn't need that, and each property adds a line to `flux resource list`; but a property
+/// from an older epoch stays, for jobs that have been pending since then.
 pub fn is_node_a_property(roster: &Roster, entry: &RosterEntry) -> bool {
     let differs = |member: &Member| !roster.declares_nodes() && member.node != entry.broker_name;
     entry.member.as_ref().is_some_and(|member| entry.has_node_property || differs(member))
@@ -224,7 +229,7 @@ fn endpoint(address: IpAddr, port: u16) -> String {
     }
 }
 
-/// What the ranks of one kind declare.
+/// The resources and properties that all ranks of one kind declare.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Kind {
     cores: IdSet,
@@ -233,7 +238,7 @@ struct Kind {
 }
 
 impl Kind {
-    /// Its `[[resource.config]]` entry (flux-config-resource(5)).
+    /// The `[[resource.config]]` entry for hosts of this kind (flux-config-resource(5)).
     fn entry(self, hosts: &[&String]) -> toml::Value {
         let mut entry = toml::Table::new();
         entry.insert("hosts".into(), hostlist::encode(hosts).into());
@@ -263,7 +268,7 @@ fn kinds(roster: &Roster) -> impl Iterator<Item = Kind> {
     })
 }
 
-/// One `[[resource.config]]` entry for each kind, under these names. Flux finds the ranks by the names.
+/// One `[[resource.config]]` entry for each kind. `names` are those of the brokers, by which Flux finds the ranks.
 fn resource_config(roster: &Roster, names: &[String]) -> Vec<toml::Value> {
     let mut hosts: BTreeMap<Kind, Vec<&String>> = BTreeMap::new();
     let mut in_order = Vec::new();
@@ -277,7 +282,8 @@ fn resource_config(roster: &Roster, names: &[String]) -> Vec<toml::Value> {
     in_order.into_iter().filter_map(|kind| hosts.remove(&kind).map(|hosts| kind.entry(&hosts))).collect()
 }
 
-/// The same for a configuration without `[bootstrap]`, whose ranks are those of the order in which the names stand.
+/// As [`resource_config`], for a configuration without `[bootstrap]`: there the order of the names defines the ranks,
+/// so only neighbouring ranks of one kind share an entry.
 pub(super) fn resource_config_in_rank_order(roster: &Roster, names: &[String]) -> Vec<toml::Value> {
     let mut runs: Vec<(Kind, Vec<&String>)> = Vec::new();
     for (kind, name) in kinds(roster).zip(names) {
@@ -355,7 +361,7 @@ topo = "kary:256"
     }
 
     #[test]
-    fn in_an_epoch_of_an_older_version_a_member_under_a_spares_name_has_its_node_as_a_property() {
+    fn in_an_old_format_a_member_with_a_spares_name_has_its_node_as_a_property() {
         let mut roster = Roster { format: 1, ..roster(4, &[("node1", 2)]) };
         let entry = api::RosterEntry {
             broker_name: spare_name(2),
@@ -378,7 +384,7 @@ topo = "kary:256"
     }
 
     #[test]
-    fn what_is_left_out_is_not_declared_and_who_is_excluded_is_named() {
+    fn left_out_cores_are_not_declared_and_excluded_ranks_are_listed() {
         let mut roster = roster(3, &[("node1", 4), ("node2", 4), ("node3", 4)]);
         assert!(!render(&roster).unwrap().contains("exclude"));
         let declared = |roster: &mut Roster, rank, left_out: &str, excluded| {
@@ -390,11 +396,11 @@ topo = "kary:256"
         let text = render(&roster).unwrap();
         assert!(text.contains("exclude = \"0-1\"") && text.contains("cores = \"2-3\"\nhosts = \"node1\""), "{text}");
         declared(&mut roster, 2, "", true);
-        assert!(!render(&roster).unwrap().contains("exclude"), "somebody must run the jobs");
+        assert!(!render(&roster).unwrap().contains("exclude"), "some rank must run the jobs");
     }
 
     #[test]
-    fn ipv6_addresses_stand_in_brackets() {
+    fn ipv6_addresses_are_in_brackets() {
         let mut roster = roster(2, &[("node1", 2)]);
         roster.ranks.get_mut(&0).unwrap().member.as_mut().unwrap().address = "fd00::1".parse().unwrap();
         let text = render(&roster).unwrap();
@@ -402,7 +408,7 @@ topo = "kary:256"
     }
 
     #[test]
-    fn extra_tables_are_merged_but_ours_are_ours() {
+    fn extra_tables_are_merged_but_own_tables_are_refused() {
         let mut roster = roster(2, &[("node1", 2)]);
         roster.settings.config =
             "[sched-fluxion-qmanager]\nqueue-policy = \"fcfs\"\n[exec]\nkill-timeout = \"1m\"".into();
@@ -415,7 +421,7 @@ topo = "kary:256"
     }
 
     #[test]
-    fn a_spare_has_the_commonest_shape_unless_the_spec_says_one() {
+    fn a_spare_has_the_commonest_shape_unless_the_spec_names_one() {
         let mut roster = roster(8, &[("a", 2), ("b", 4), ("c", 4), ("d", 2), ("e", 8)]);
         assert_eq!(spare_shape(&roster).cores, 4);
         roster.settings.spare_shape = Some(Resources { cores: 16, gpus: 1 });

@@ -1,4 +1,4 @@
-//! What a changed spec will do, in one place: each field of a FluxInstance's spec and when a change of it takes effect.
+//! When a change of the spec takes effect, in one place for every field of a FluxInstance's spec.
 
 use std::collections::BTreeSet;
 
@@ -9,13 +9,13 @@ use api::FluxInstanceSpec;
 /// When a changed field takes effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Effect {
-    /// Now, beside whatever runs.
+    /// At once; brokers and jobs keep running.
     Live,
-    /// Flux reads it at its start only: condition `RestartPending`, and the next epoch.
+    /// At the next epoch, because Flux reads it only at start. Until then the condition `RestartPending` is True.
     NextEpoch,
-    /// At the next epoch, which takes jobs along: those that are pending are another user's then.
+    /// At the next epoch, and jobs that are still pending then fail, because they belong to the previous owner.
     NextEpochNewOwner,
-    /// It was asked for once: an instance that is there keeps what it has.
+    /// Only at the first start: an existing instance keeps what it has.
     FirstStart,
 }
 
@@ -23,23 +23,23 @@ impl std::fmt::Display for Effect {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Live => "takes effect at once, and disturbs nothing that runs",
-            Self::NextEpoch => "takes effect at the next coordinated restart (spec.upgrade tells when)",
+            Self::NextEpoch => "takes effect at the next coordinated restart (spec.upgrade says when)",
             Self::NextEpochNewOwner => {
-                "takes effect at the next coordinated restart (spec.upgrade tells when); jobs that are pending then will fail: they \
-                 are the owner's before"
+                "takes effect at the next coordinated restart (spec.upgrade says when); jobs that are still pending then will fail, \
+                 because they belong to the previous owner"
             }
-            Self::FirstStart => "is for an instance that has not started yet",
+            Self::FirstStart => "takes effect only if the instance has not started yet",
         })
     }
 }
 
-/// The longest prefix of a field's path decides.
+/// The effect of each field, by its path below `spec`. The entry with the longest matching prefix decides.
 const EFFECTS: [(&str, Effect); 21] = [
     ("packages", Effect::NextEpoch),
     ("packages.allowHttpCredentials", Effect::Live),
     ("packages.keep", Effect::Live),
     ("packages.mirror", Effect::Live),
-    // What must be in it is told by its sha256.
+    // Only where the bundle comes from; its sha256 says which package set it is.
     ("packages.bundle.url", Effect::Live),
     ("nodes", Effect::Live),
     ("size", Effect::Live),
@@ -59,7 +59,7 @@ const EFFECTS: [(&str, Effect); 21] = [
     ("prefix", Effect::FirstStart),
 ];
 
-/// One field that differs.
+/// A field that differs between two specs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
     /// Its path below `spec`, such as `broker.port`.
@@ -68,7 +68,7 @@ pub struct Change {
     pub effect: Effect,
 }
 
-/// What differs between two specs, by field.
+/// Returns the fields that differ between two specs, sorted by path.
 pub fn changes(old: &FluxInstanceSpec, new: &FluxInstanceSpec) -> Vec<Change> {
     let mut fields = BTreeSet::new();
     let value = |spec: &FluxInstanceSpec| serde_json::to_value(spec).unwrap_or_default();
@@ -76,7 +76,8 @@ pub fn changes(old: &FluxInstanceSpec, new: &FluxInstanceSpec) -> Vec<Change> {
     fields.into_iter().map(|field| Change { effect: effect(&field), field }).collect()
 }
 
-/// When a change of `field` takes effect. What isn't known is taken to need a restart: better announced than denied.
+/// When a change of `field` takes effect. An unknown field counts as [`Effect::NextEpoch`]: announcing a restart that
+/// doesn't come is better than denying one that does.
 pub fn effect(field: &str) -> Effect {
     let is_below =
         |prefix: &str| field.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
@@ -115,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_told_of_a_field_is_what_is_done_about_it() {
+    fn each_field_has_the_effect_that_is_announced_for_it() {
         let old = FluxInstanceSpec::default();
         let running = settings(&old, 3, "digest", "certificate");
         for (value, field, effect) in [
@@ -145,9 +146,9 @@ mod tests {
             (json!({"state": {"dumpEvery": "1h"}}), "state.dumpEvery", Effect::Live),
         ] {
             let new = spec(&value);
-            let told = changes(&old, &new);
-            assert_eq!(told.len(), 1, "{value}: {told:?}");
-            assert_eq!((told[0].field.as_str(), told[0].effect), (field, effect));
+            let changed = changes(&old, &new);
+            assert_eq!(changed.len(), 1, "{value}: {changed:?}");
+            assert_eq!((changed[0].field.as_str(), changed[0].effect), (field, effect));
             let restarts = pending(&running, &new, "digest", "certificate").is_some();
             let is_next = matches!(effect, Effect::NextEpoch | Effect::NextEpochNewOwner);
             assert_eq!(is_next, restarts, "{value}");
@@ -165,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn other_packages_are_for_the_next_epoch_but_not_where_they_come_from() {
+    fn other_packages_need_a_new_epoch_but_another_source_does_not() {
         let (a, b) = ("a".repeat(64), "b".repeat(64));
         let bundle = |url: &str, sha256: &str| json!({"packages": {"bundle": {"url": url, "sha256": sha256}}});
         let digest = |spec: &FluxInstanceSpec| {
@@ -185,10 +186,13 @@ mod tests {
             (json!({}), bundle("https://new/b.tgz", &a), vec![("packages.bundle", Effect::NextEpoch)]),
         ] {
             let (old, new) = (spec(&old), spec(&new));
-            let told: Vec<_> = changes(&old, &new).into_iter().map(|change| (change.field, change.effect)).collect();
+            let changed: Vec<_> = changes(&old, &new).into_iter().map(|change| (change.field, change.effect)).collect();
             let restarts = pending(&settings(&old, 3, &digest(&old), "c"), &new, &digest(&new), "c").is_some();
-            assert_eq!(restarts, expected.iter().any(|(_, effect)| *effect == Effect::NextEpoch), "{told:?}");
-            assert_eq!(told, expected.iter().map(|(field, effect)| ((*field).to_owned(), *effect)).collect::<Vec<_>>());
+            assert_eq!(restarts, expected.iter().any(|(_, effect)| *effect == Effect::NextEpoch), "{changed:?}");
+            assert_eq!(
+                changed,
+                expected.iter().map(|(field, effect)| ((*field).to_owned(), *effect)).collect::<Vec<_>>()
+            );
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Which nodes may get a rank. Who *loses* one is a different question, answered in [`super::roster`]: NotReady, cordon and
-//! taints never take a rank away.
+//! Which nodes may get a rank. Which nodes *lose* one is a different question, answered in [`super::roster`]: NotReady,
+//! a cordon and taints never take a rank away.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -11,14 +11,14 @@ use k8s_openapi::{
 use super::protect::PROTECTING;
 use api::{ANNOTATION_PROTECTS, Nodes};
 
-/// What planning needs to know of a Node.
+/// The part of a Node that planning depends on.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct NodeView {
     /// metadata.name
     pub name: String,
     /// metadata.uid
     pub uid: String,
-    /// status.nodeInfo.bootID; empty where kubelet has not told.
+    /// status.nodeInfo.bootID; empty if kubelet has not reported it.
     pub boot_id: String,
     /// metadata.creationTimestamp, seconds since the Unix epoch.
     pub created: i64,
@@ -28,21 +28,21 @@ pub struct NodeView {
     pub cordoned: bool,
     /// metadata.deletionTimestamp is set.
     pub deleting: bool,
-    /// status.nodeInfo.operatingSystem is linux (or not told).
+    /// status.nodeInfo.operatingSystem is `linux` or unknown.
     pub linux: bool,
     /// metadata.labels
     pub labels: BTreeMap<String, String>,
-    /// Of metadata.annotations those about autoscalers.
+    /// The entries of metadata.annotations that are about autoscalers.
     pub annotations: BTreeMap<String, String>,
     /// spec.taints
     pub taints: Vec<Taint>,
     /// The first numeric InternalIP.
     pub address: Option<IpAddr>,
-    /// status.nodeInfo.architecture, or label kubernetes.io/arch, such as `amd64`; empty where neither is told.
+    /// status.nodeInfo.architecture, else label kubernetes.io/arch, such as `amd64`; empty if the Node has neither.
     pub architecture: String,
-    /// Hardware threads of status.capacity and of status.allocatable, in thousandths.
+    /// status.capacity.cpu and status.allocatable.cpu; None if the Node lacks one of them.
     pub cpu: Option<Cpu>,
-    /// A device plugin gives the node's GPUs to pods.
+    /// A device plugin advertises the node's GPUs to pods.
     pub advertises_gpus: bool,
 }
 
@@ -95,7 +95,7 @@ impl From<&Node> for NodeView {
                 let cpu = |list: &Option<Quantities>| milli(&list.as_ref()?.get("cpu")?.0);
                 Some(Cpu { capacity: cpu(&s.capacity)?, allocatable: cpu(&s.allocatable)? })
             }),
-            // Named with 0 it counts too: so it stands while the plugin's pod is restarted.
+            // A count of 0 matters too: kubelet reports it while the plugin's pod restarts.
             advertises_gpus: status.is_some_and(|s| {
                 let names = [&s.capacity, &s.allocatable].into_iter().flatten().flat_map(Quantities::keys);
                 names.into_iter().any(|name| is_gpu(name))
@@ -106,12 +106,12 @@ impl From<&Node> for NodeView {
 
 type Quantities = BTreeMap<String, Quantity>;
 
-/// A resource that a GPU's device plugin advertises.
+/// True for a resource name that a GPU device plugin advertises.
 fn is_gpu(name: &str) -> bool {
     matches!(name, "nvidia.com/gpu" | "amd.com/gpu") || name.starts_with("nvidia.com/mig-")
 }
 
-/// Thousandths of a quantity of CPUs as Kubernetes writes it: `4`, `3920m`, `0.5`.
+/// Parses a CPU quantity as Kubernetes writes it (`4`, `3920m`, `0.5`) into thousandths.
 fn milli(quantity: &str) -> Option<u64> {
     let (number, factor) = match quantity.strip_suffix('m') {
         Some(number) => (number, 1.0),
@@ -125,30 +125,30 @@ fn milli(quantity: &str) -> Option<u64> {
 /// Why a node gets no rank.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Ineligible {
-    /// Not a linux node.
+    /// The node does not run Linux.
     #[error("not a linux node")]
     NotLinux,
     /// Condition Ready is not True.
     #[error("the node is not Ready")]
     NotReady,
-    /// spec.unschedulable
+    /// spec.unschedulable is set.
     #[error("the node is cordoned")]
     Cordoned,
-    /// spec.nodes.selector
+    /// spec.nodes.selector does not match the node's labels.
     #[error("its labels don't match spec.nodes.selector")]
     NotSelected,
-    /// A taint that spec.nodes.tolerations doesn't name.
+    /// The node has this NoSchedule or NoExecute taint, and spec.nodes.tolerations does not tolerate it.
     #[error("taint {0} is not in spec.nodes.tolerations")]
     Tainted(String),
-    /// No InternalIP.
+    /// The node has no numeric InternalIP.
     #[error("the node has no numeric InternalIP")]
     NoAddress,
 }
 
-/// Whether a node without a rank may get one.
+/// Checks whether a node without a rank may get one.
 ///
 /// # Errors
-/// The first reason why it may not.
+/// The first reason that excludes the node.
 pub fn eligible(node: &NodeView, spec: &Nodes) -> Result<(), Ineligible> {
     if !node.linux {
         return Err(Ineligible::NotLinux);
@@ -179,8 +179,9 @@ fn is_tolerated(taint: &Taint, spec: &Nodes) -> bool {
     spec.tolerations.iter().any(|toleration| tolerates(toleration, taint))
 }
 
-/// A taint that the spec names keeps pods off the node. Those of conditions come and go, and those that name a GPU let the
-/// very pods in that ask for one (admission plugin ExtendedResourceToleration).
+/// True if a taint that the spec tolerates keeps pods off the node, so that the node's GPUs are left for Flux. Taints
+/// of node conditions don't count, because they come and go. Nor do taints that name a GPU: the admission plugin
+/// ExtendedResourceToleration lets exactly the pods that request a GPU tolerate those.
 pub fn is_dedicated(node: &NodeView, spec: &Nodes) -> bool {
     let is_condition = |taint: &Taint| {
         taint.key.starts_with("node.kubernetes.io/") || taint.key.starts_with("node.cloudprovider.kubernetes.io/")
@@ -189,12 +190,13 @@ pub fn is_dedicated(node: &NodeView, spec: &Nodes) -> bool {
     node.taints.iter().filter(dedicates).any(|taint| is_tolerated(taint, spec))
 }
 
-/// The node's labels fit the spec's selector. A member that no longer fits is released, by drain.
+/// True if the spec's selector matches the node's labels. A member that no longer matches is drained and then loses its
+/// rank.
 pub fn selected(node: &NodeView, spec: &Nodes) -> bool {
     spec.selector.as_ref().is_none_or(|selector| matches(selector, &node.labels))
 }
 
-/// Label selection as Kubernetes does it; an operator that does not exist selects nothing.
+/// Matches labels as Kubernetes does; an unknown operator matches nothing.
 fn matches(selector: &LabelSelector, labels: &BTreeMap<String, String>) -> bool {
     let equal = selector.match_labels.iter().flatten().all(|(key, value)| labels.get(key) == Some(value));
     let set_based = selector.match_expressions.iter().flatten().all(|requirement| {
@@ -211,7 +213,7 @@ fn matches(selector: &LabelSelector, labels: &BTreeMap<String, String>) -> bool 
     equal && set_based
 }
 
-/// Toleration of a taint as Kubernetes decides it.
+/// True if `toleration` tolerates `taint`, as Kubernetes decides it.
 fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
     let effect = toleration.effect.as_deref().unwrap_or("");
     let key = toleration.key.as_deref().unwrap_or("");
@@ -258,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn each_reason_is_told() {
+    fn each_ineligible_node_gets_its_reason() {
         let none = Nodes::default();
         for (change, expected) in [
             ((|n: &mut NodeView| n.linux = false) as fn(&mut NodeView), Ineligible::NotLinux),

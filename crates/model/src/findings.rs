@@ -1,4 +1,4 @@
-//! What there is to say about an instance, and which of it becomes its one line.
+//! What the status says about an instance, and which finding becomes its one-line message.
 
 use std::path::Path;
 
@@ -8,60 +8,61 @@ use super::{
 };
 use api::{FluxInstanceSpec, Rank, Roster, RosterEntry};
 
-/// How much a finding matters, the worst first.
+/// The severity of a finding, the worst first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Weight {
-    /// The planner can't go on before somebody mends it.
+    /// The planner can't continue until a user fixes it.
     Problem,
     /// The lead is not online: no job can be submitted or started.
     LeadAway,
-    /// A job waits for cores that are free.
+    /// A job waits although enough cores are free.
     CoresLost,
-    /// A part of the spec is not carried out.
+    /// The running instance doesn't apply a part of the spec.
     NotApplied,
     /// The spec asks for more nodes than the running epoch has ranks.
     ScaleDenied,
-    /// A restart is pending and can't proceed before somebody mends something.
+    /// A restart is pending and can't proceed until a user fixes something.
     RestartBlocked,
     /// Members are not online.
     NodesAway,
-    /// Members have no agent: their brokers go on, but nobody looks after them.
+    /// Members have no agent: their brokers keep running, but no agent supervises them.
     AgentsAway,
-    /// All is as it is wanted.
+    /// Everything is as the spec asks.
     Fine,
 }
 
-/// One thing that was found.
+/// One statement about the instance.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// How much it matters.
+    /// Its severity.
     pub weight: Weight,
     /// One sentence.
-    pub words: String,
+    pub message: String,
 }
 
 impl Finding {
-    /// A finding.
-    pub fn new(weight: Weight, words: impl Into<String>) -> Self {
-        Self { weight, words: words.into() }
+    /// Creates a finding.
+    pub fn new(weight: Weight, message: impl Into<String>) -> Self {
+        Self { weight, message: message.into() }
     }
 }
 
-/// The instance's one line: the worst that was found; of several that weigh the same, the first.
+/// The instance's one-line message: the worst finding, and the first of several with the same weight.
 pub fn line(findings: &[Finding]) -> String {
-    findings.iter().min_by_key(|finding| finding.weight).map(|worst| worst.words.clone()).unwrap_or_default()
+    findings.iter().min_by_key(|finding| finding.weight).map(|worst| worst.message.clone()).unwrap_or_default()
 }
 
-/// A part of the spec that the running instance does not carry out.
+/// A part of the spec that the running instance does not apply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotApplied {
     /// CamelCase, for the condition and the Event.
     pub reason: &'static str,
     /// One sentence with the remedy.
-    pub words: String,
+    pub message: String,
 }
 
-/// The parts of the spec that an instance which was online once does not carry out.
+/// The parts of the spec that the running instance does not apply. Prefix and lead are fixed once the instance was
+/// online.
 pub fn not_applied(seen: &Observed, roster: &Roster) -> Vec<NotApplied> {
     let fixed = [fixed_prefix(seen, roster), fixed_lead(seen, roster)];
     fixed.into_iter().filter(|_| roster.established).chain([nobody_left(seen, roster)]).flatten().collect()
@@ -71,9 +72,9 @@ fn fixed_prefix(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
     let (wanted, has) = (seen.spec.prefix.as_deref()?, prefix::of_instance(seen, roster)?);
     (Path::new(wanted) != Path::new(has)).then(|| NotApplied {
         reason: "PrefixIsFixed",
-        words: format!(
-            "spec.prefix is {wanted}, but the instance is in {has} on every host and stays there, because a prefix counts \
-             at the first start only: set spec.prefix to {has}, or delete the FluxInstance and create it again"
+        message: format!(
+            "spec.prefix is {wanted}, but the instance is in {has} on every host and stays there, because a prefix takes \
+             effect only at the first start: set spec.prefix to {has}, or delete the FluxInstance and create it again"
         ),
     })
 }
@@ -82,7 +83,7 @@ fn fixed_lead(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
     let (wanted, leads) = (seen.spec.lead.as_deref()?, &roster.lead()?.node);
     (wanted != leads).then(|| NotApplied {
         reason: "LeadIsFixed",
-        words: format!(
+        message: format!(
             "spec.lead is {wanted}, but {leads} leads and stays the lead, because the queue is on its disk: set spec.lead to \
              {leads}, or remove it (if {leads} is lost for good: docs/state.md, `flux-distribute recover`)"
         ),
@@ -95,8 +96,9 @@ fn nobody_left(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
     members.peek()?;
     members.all(|(rank, entry)| is_to_be_excluded(seen, *rank, entry)).then(|| NotApplied {
         reason: "AllExcluded",
-        words: "spec.resources.exclude names every member, so no job can run: leave out at least one node, or add one"
-            .to_owned(),
+        message:
+            "spec.resources.exclude names every member, so no job can run: leave out at least one node, or add one"
+                .to_owned(),
     })
 }
 
@@ -118,12 +120,12 @@ mod tests {
     use crate::roster::tests::World;
 
     #[test]
-    fn the_line_is_the_worst_that_was_found() {
+    fn the_line_is_the_worst_finding() {
         use Weight::*;
         let order = [Problem, LeadAway, NotApplied, ScaleDenied, RestartBlocked, NodesAway, AgentsAway, Fine];
         let all: Vec<_> = order.iter().rev().map(|weight| Finding::new(*weight, format!("{weight:?}"))).collect();
-        for (healed, worst) in order.iter().enumerate() {
-            let left = &all[..all.len() - healed];
+        for (resolved, worst) in order.iter().enumerate() {
+            let left = &all[..all.len() - resolved];
             assert_eq!(line(left), format!("{worst:?}"), "{left:?}");
         }
         let twice = [Finding::new(ScaleDenied, "first"), Finding::new(ScaleDenied, "second")];
@@ -131,10 +133,10 @@ mod tests {
     }
 
     #[test]
-    fn what_a_running_instance_does_not_take_from_the_spec_is_named_with_the_remedy() {
-        type Change = fn(&mut World);
+    fn a_running_instance_names_each_field_that_it_does_not_apply_with_a_remedy() {
+        type Edit = fn(&mut World);
         for (what, change, expected) in [
-            ("nothing", (|_| {}) as Change, None),
+            ("nothing", (|_| {}) as Edit, None),
             ("the same lead", |world| world.spec.lead = Some("node1".into()), None),
             (
                 "another lead",
@@ -172,7 +174,7 @@ mod tests {
             let found = not_applied(&world.seen(), world.roster.as_ref().unwrap());
             match (expected, found.as_slice()) {
                 (None, []) => {}
-                (Some((reason, words)), [found]) if found.reason == reason && found.words.contains(words) => {}
+                (Some((reason, part)), [found]) if found.reason == reason && found.message.contains(part) => {}
                 _ => panic!("{what}: {found:?}"),
             }
         }

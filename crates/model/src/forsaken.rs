@@ -1,12 +1,14 @@
-//! FluxNodes that nobody needs any more: their Node is gone, and they say nothing that a rank depends on.
+//! FluxNodes that nothing needs any more: their Node is gone, and no rank depends on their report.
 
 use std::collections::BTreeSet;
 
 use super::roster::{Observed, is_of_instance, lingers};
 use api::Roster;
 
-/// Their names. While a broker runs, its report is what keeps its rank from being given out, and its spec what ends it; and
-/// where there is no roster, it is made again from such reports, and no epoch begins while one of them tells of a broker.
+/// Returns the names of those FluxNodes. While a broker runs without a member, its FluxNode is still needed: the report
+/// keeps its rank from being given out, and the spec ends the broker. If the roster is lost, the planner also needs
+/// every report that has a copy of the roster or names a running broker: it rebuilds the roster from the former, and
+/// starts no epoch because of the latter.
 pub fn forsaken(seen: &Observed, roster: Option<&Roster>) -> BTreeSet<String> {
     let nodes: BTreeSet<&str> = seen.nodes.iter().map(|node| node.name.as_str()).collect();
     let members: BTreeSet<&str> =
@@ -14,7 +16,7 @@ pub fn forsaken(seen: &Observed, roster: Option<&Roster>) -> BTreeSet<String> {
     let is_needed = |name: &str| {
         let report = seen.reports.get(name);
         report.is_some_and(|report| match roster {
-            Some(roster) => lingers(seen, roster, report).is_some(),
+            Some(roster) => orphan_broker_rank(seen, roster, report).is_some(),
             None => {
                 report.roster.is_some() || report.adopted.as_ref().is_some_and(|adopted| is_of_instance(seen, adopted))
             }
@@ -32,14 +34,14 @@ mod tests {
     use crate::roster::tests::World;
 
     #[test]
-    fn a_report_that_a_rank_or_a_lost_roster_depends_on_is_kept_without_its_node() {
-        type Change = fn(&mut World);
-        let cases: [(&str, Change, bool); 7] = [
-            ("its Node is there", |_| {}, false),
+    fn a_report_outlives_its_node_if_a_rank_or_a_lost_roster_depends_on_it() {
+        type Edit = fn(&mut World);
+        let cases: [(&str, Edit, bool); 7] = [
+            ("its Node exists", |_| {}, false),
             ("it is a member", |world| world.nodes.retain(|node| node.name != "node2"), false),
-            ("it is nobody's", gone, true),
+            ("it has no rank", gone, true),
             (
-                "its broker runs on",
+                "its broker still runs",
                 |world| {
                     gone(world);
                     world.reports.get_mut("node2").unwrap().adopted = world.reports["node1"].adopted.clone();
@@ -49,7 +51,7 @@ mod tests {
                 false,
             ),
             (
-                "there is no roster, and no broker there",
+                "the roster is lost, and no broker runs there",
                 |world| {
                     gone(world);
                     world.roster = None;
@@ -57,7 +59,7 @@ mod tests {
                 true,
             ),
             (
-                "there is no roster, and its broker runs",
+                "the roster is lost, and its broker runs",
                 |world| {
                     let adopted = world.reports["node2"].adopted.clone();
                     gone(world);
@@ -67,7 +69,7 @@ mod tests {
                 false,
             ),
             (
-                "there is no roster, and it has a copy",
+                "the roster is lost, and the report has a copy",
                 |world| {
                     gone(world);
                     world.reports.get_mut("node2").unwrap().roster = Some("copy".to_owned());
@@ -84,7 +86,7 @@ mod tests {
         }
     }
 
-    /// The Node is gone, its rank is nobody's, and no broker is told of.
+    /// The Node of node2 is gone, its rank has no member, and its report names no broker.
     fn gone(world: &mut World) {
         world.nodes.retain(|node| node.name != "node2");
         let entries = world.roster.as_mut().unwrap().ranks.values_mut();

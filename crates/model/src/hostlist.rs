@@ -1,11 +1,12 @@
-//! Hostlists, RFC 29: `node[1-4,7],login`.
+//! Hostlists (RFC 29), such as `node[1-4,7],login`.
 
-/// More hosts than any instance has ranks: a longer range is a mistake, or meant to fill our memory.
+/// Maximum number of hosts in a decoded list. No instance has as many ranks: a longer list is a mistake or an attempt
+/// to exhaust memory.
 const MOST_HOSTS: usize = 1 << 20;
-/// Of a host's number, with its leading zeros.
+/// Maximum number of digits in a host's number, including leading zeros.
 const MOST_DIGITS: usize = 20;
 
-/// Writes `hosts` as a hostlist, in the same order; only neighbours that count up are folded.
+/// Writes `hosts` as a hostlist in the same order. Folds only neighbours with consecutive numbers.
 pub fn encode<S: AsRef<str>>(hosts: impl IntoIterator<Item = S>) -> String {
     let mut groups: Vec<Group> = Vec::new();
     for host in hosts {
@@ -18,8 +19,8 @@ pub fn encode<S: AsRef<str>>(hosts: impl IntoIterator<Item = S>) -> String {
     groups.iter().map(Group::text).collect::<Vec<_>>().join(",")
 }
 
-/// Reads a hostlist as a broker writes it: one range a name, a million hosts at most. What is not a hostlist is taken as a
-/// name.
+/// Reads a hostlist as a broker writes it, with at most one bracket in each name. Stops after about a million (2²⁰) hosts. Text
+/// that is not a hostlist is read as a name.
 pub fn decode(list: &str) -> Vec<String> {
     let mut hosts = Vec::new();
     let mut depth = 0_usize;
@@ -50,7 +51,7 @@ pub fn decode(list: &str) -> Vec<String> {
     hosts
 }
 
-/// Hosts that share a prefix; a host without a number at its end is a group of its own.
+/// Hosts that share a prefix. A host whose name doesn't end with a number is a group of its own.
 struct Group {
     prefix: String,
     ranges: Vec<Range>,
@@ -59,7 +60,7 @@ struct Group {
 struct Range {
     first: u64,
     last: u64,
-    /// Digits with leading zeros; 0 where there are none.
+    /// Number of digits including leading zeros; 0 if there are no leading zeros.
     width: usize,
 }
 
@@ -72,7 +73,7 @@ impl Group {
                 let width = if digits.len() > 1 && digits.starts_with('0') { digits.len() } else { 0 };
                 vec![Range { first, last: first, width }]
             }
-            // No number, or one that is too long to count with: the name stands as it is.
+            // No number, or one that doesn't fit into a u64: keep the name as it is.
             Err(_) => return Self { prefix: host.to_owned(), ranges: Vec::new() },
         };
         Self { prefix: prefix.to_owned(), ranges }
@@ -106,7 +107,7 @@ impl Group {
 }
 
 impl Range {
-    /// `08`, `09`, `10` count on with one width, `9`, `10` with none; `09`, `010` do not.
+    /// True if a number with this width continues the range: `08`, `09`, `10` do, as do `9`, `10`; `09`, `010` do not.
     fn fits(&self, width: usize, number: u64) -> bool {
         width == self.width || (width == 0 && self.width > 0 && number.to_string().len() == self.width)
     }
@@ -126,7 +127,7 @@ mod tests {
     use super::{decode, encode};
 
     #[test]
-    fn neighbours_that_count_up_are_folded_and_order_is_kept() {
+    fn consecutive_neighbours_are_folded_and_the_order_is_kept() {
         for (hosts, expected) in [
             (vec!["node1"], "node1"),
             (vec!["node1", "node2", "node3"], "node[1-3]"),
@@ -149,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_that_is_meant_to_fill_the_memory_is_cut() {
+    fn a_list_that_would_exhaust_memory_is_cut() {
         assert_eq!(decode("n[0-18446744073709551615]").len(), 1 << 20);
         assert_eq!(decode(&format!("n[{}1-2]", "0".repeat(70_000))), Vec::<String>::new());
     }

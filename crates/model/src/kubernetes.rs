@@ -1,14 +1,16 @@
-//! Which Kubernetes can be served.
+//! Which Kubernetes versions flux-distribute supports.
 
 use super::status::Obstacle;
 
-/// The first that serves ValidatingAdmissionPolicies as v1, and whose tokens say on which node their pod runs. Older ones leave the
-/// policies of the manifest out, and without them one agent's token may speak for every node.
+/// The oldest supported version: the first that serves ValidatingAdmissionPolicy v1 and whose service account tokens
+/// name the pod's node. On older versions the manifest's policies have no effect, and one agent's token could write for
+/// every node.
 const OLDEST: (u32, u32) = (1, 30);
 
-/// Why an API server of that version can't be served; None also if what it says of itself is no version.
+/// Says why an API server of this version is not supported. None if it is supported, or if `major` and `minor` are not
+/// numbers.
 pub fn too_old(major: &str, minor: &str) -> Option<Obstacle> {
-    // Clouds write `29+`.
+    // Some clouds append a plus sign, as in `29+`.
     let number = |text: &str| text.trim_end_matches(|c: char| !c.is_ascii_digit()).parse().ok();
     let (major, minor) = (number(major)?, number(minor)?);
     let (oldest_major, oldest_minor) = OLDEST;
@@ -26,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kubernetes_is_served_from_1_30_on_and_what_is_no_version_is_no_reason_to_refuse_it() {
+    fn kubernetes_is_supported_from_1_30_on_and_if_its_version_is_unknown() {
         for (major, minor, refused) in [
             ("1", "29", true),
             ("1", "29+", true),
@@ -41,7 +43,9 @@ mod tests {
         ] {
             assert_eq!(too_old(major, minor).is_some(), refused, "{major}.{minor}");
         }
-        let Some(Obstacle::Problem { message, .. }) = too_old("1", "29+") else { panic!("served") };
+        let Some(Obstacle::Problem { message, .. }) = too_old("1", "29+") else {
+            panic!("Kubernetes 1.29 is supported")
+        };
         assert!(message.starts_with("Kubernetes 1.29 has no") && message.ends_with("1.30 or newer"), "{message}");
     }
 }

@@ -1,10 +1,7 @@
-//! What shall be: pure functions from what was observed (and the time passed in) to what is to be written, and what makes a spec
-//! valid: one validation for every door ([`mod@read`] for files, [`schema::check`] and [`read::rules`] for an API server,
-//! [`validate()`] for the planner).
-//!
-//! Nothing in here has an effect, asks a clock, or speaks to an API server. Two of them remember, and are told again and again:
-//! [`Protection`](protect::Protection) knows since when a node has been needed no more, [`Agents`](agents::Agents) since when
-//! one has had no agent.
+//! The desired state: pure functions from what the planner observed (and the time passed in) to what it writes. They
+//! import only the types of `api` and have no effects. Two types keep state from one round to the next:
+//! [`Protection`](protect::Protection) remembers when each node was last needed, and [`Agents`](agents::Agents) since
+//! when a node has had no agent.
 
 pub mod agents;
 pub mod broker_toml;

@@ -1,9 +1,10 @@
-//! Under which name Flux knows each rank.
+//! The name of each rank in Flux.
 //!
-//! A broker's name is fixed for the epoch: a spare that gets a member keeps `flux-spare-<rank>` as its broker's name. As a
-//! *resource* it can have its node's name at once, because Flux takes the names of resources from the configuration that is
-//! loaded, and matches them against the brokers' names only if that configuration has a `[bootstrap]` table (flux-core
-//! src/modules/resource/inventory.c). So the lead runs with a *live configuration* that has none: [`live_configuration`].
+//! A broker's name is fixed for the epoch: a spare that gets a member keeps `flux-spare-<rank>` as its broker's name.
+//! As a *resource*, it can have its node's name at once: Flux takes the names of resources from the loaded
+//! configuration, and matches them against the brokers' names only if that configuration has a `[bootstrap]` table
+//! (flux-core src/modules/resource/inventory.c). So the lead runs with a *live configuration* without that table:
+//! [`live_configuration`].
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -12,9 +13,9 @@ use serde_json::Value;
 use super::broker_toml::{broker_name, is_broker_name, resource_config_in_rank_order, spare_name, tables};
 use api::{IdSet, Member, Rank, Roster};
 
-/// The name under which Flux knows each rank, in rank order: the member's node; a placeholder if the rank has no member, or if
-/// its node's name can't be used or is another rank's. Ranks in `keep` are known by that name whatever the roster says: a
-/// running job holds them, and Fluxion finds the resources of a running job by name.
+/// The resource name of each rank, in rank order: the name of the member's node, or a placeholder if the rank has no
+/// member, its node's name can't be used, or another rank has that name. A rank in `keep` keeps the name given there,
+/// whatever the roster says: a running job holds the rank, and Fluxion finds the resources of a running job by name.
 pub fn declared_names(roster: &Roster, keep: &BTreeMap<Rank, String>) -> Vec<String> {
     let ranks = 0..roster.settings.max_size;
     if !roster.declares_nodes() {
@@ -36,8 +37,8 @@ pub fn declared_names(roster: &Roster, keep: &BTreeMap<Rank, String>) -> Vec<Str
     ranks.map(name).collect()
 }
 
-/// The rank that has each node's name. Two members have one name while a rank is kept for a Node that is gone and another
-/// machine was registered under its name: the machine that is there has it.
+/// The rank that gets each node's name. Two members have the same name while one rank is kept for a Node that is gone
+/// and another machine has been registered under its name: then the machine that exists gets the name.
 fn holders(roster: &Roster) -> HashMap<&str, Rank> {
     let mut holders: HashMap<&str, (Rank, &Member)> = HashMap::new();
     for (rank, entry) in &roster.ranks {
@@ -50,9 +51,9 @@ fn holders(roster: &Roster) -> HashMap<&str, Rank> {
     holders.into_iter().map(|(node, (rank, _))| (node, rank)).collect()
 }
 
-/// What the lead runs with: the configuration of `broker_toml::render` without `[bootstrap]` (which brokers read at their start
-/// only, flux-config-bootstrap(5)), every rank under its [`declared_names`], in rank order without gaps. For an epoch that
-/// declares no nodes, what broker.toml says.
+/// The configuration that the lead's broker runs with: that of `broker_toml::render` without `[bootstrap]` (which
+/// brokers read only at start, flux-config-bootstrap(5)), and with every rank under its [`declared_names`], in rank
+/// order without gaps. In an epoch that declares no nodes it equals broker.toml.
 ///
 /// # Errors
 /// As `broker_toml::render`.
@@ -68,7 +69,8 @@ pub fn live_configuration(roster: &Roster, keep: &BTreeMap<Rank, String>) -> Res
     serde_json::to_value(file).map_err(|error| format!("the live configuration: {error}"))
 }
 
-/// The names differ that the ranks have and could have. `known`: the names by which Flux knows them; the ranks in `busy` have jobs.
+/// True if a rank could have a better name than it has. `known`: the present names of the ranks in Flux. Ranks in
+/// `busy` have jobs and keep their names.
 pub fn misnamed(roster: &Roster, known: &BTreeMap<Rank, String>, busy: &IdSet) -> bool {
     let keep =
         known.iter().filter(|(rank, _)| busy.contains(**rank)).map(|(rank, name)| (*rank, name.clone())).collect();
@@ -77,7 +79,7 @@ pub fn misnamed(roster: &Roster, known: &BTreeMap<Rank, String>, busy: &IdSet) -
     roster.declares_nodes() && differs
 }
 
-/// No job keeps a rank from having its name. `held`: the names of the ranks that jobs hold.
+/// True if no job keeps a rank from getting its right name. `held`: the names of the ranks that jobs hold.
 pub fn are_settled(roster: &Roster, held: &BTreeMap<Rank, String>) -> bool {
     declared_names(roster, held) == declared_names(roster, &BTreeMap::new())
 }
@@ -90,7 +92,7 @@ mod tests {
     use crate::fixture::{member, roster};
     use api::RosterEntry;
 
-    /// `name` joined as rank `rank`, or is gone.
+    /// Makes node `name` the member of `rank`; `gone_since` is set if its Node is gone.
     fn join(roster: &mut Roster, rank: Rank, name: &str, gone_since: Option<i64>) {
         let member = Member { gone_since, ..member(name, u8::try_from(rank).unwrap()) };
         let entry = RosterEntry { broker_name: spare_name(rank), member: Some(member), ..RosterEntry::default() };
@@ -102,18 +104,18 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_joins_has_its_own_name_and_a_rank_without_member_a_placeholder() {
+    fn a_joined_node_has_its_own_name_and_a_rank_without_member_a_placeholder() {
         let mut roster = roster(4, &[("node1", 2), ("node2", 2)]);
         join(&mut roster, 2, "a.example", None);
         assert_eq!(names(&roster), ["node1", "node2", "a.example", "flux-spare-3"]);
         roster.ranks.get_mut(&1).unwrap().vacate();
-        assert_eq!(names(&roster)[1], "flux-spare-1", "its broker's name is kept for the node, which isn't there");
+        assert_eq!(names(&roster)[1], "flux-spare-1", "its broker's name is reserved for a node that has left");
         join(&mut roster, 2, "flux-spare-9", None);
         assert_eq!(names(&roster)[2], "flux-spare-2", "a node can't have the name of a placeholder");
     }
 
     #[test]
-    fn of_two_machines_with_one_name_the_one_that_is_there_has_it() {
+    fn of_two_machines_with_the_same_name_the_one_that_exists_gets_it() {
         let mut roster = roster(4, &[("node1", 2), ("node2", 2)]);
         roster.ranks.get_mut(&1).unwrap().member.as_mut().unwrap().gone_since = Some(9);
         join(&mut roster, 3, "node2", None);
@@ -123,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_a_job_holds_keeps_its_name_and_nobody_else_gets_it() {
+    fn a_rank_that_a_job_holds_keeps_its_name_and_no_other_rank_gets_it() {
         let mut roster = roster(4, &[("node1", 2), ("node2", 2)]);
         join(&mut roster, 2, "node3", None);
         join(&mut roster, 3, "node4", None);
@@ -132,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn an_epoch_of_an_older_version_keeps_the_brokers_names() {
+    fn an_epoch_in_an_old_format_keeps_the_brokers_names() {
         let mut roster = Roster { format: 1, ..roster(3, &[("node1", 2)]) };
         join(&mut roster, 2, "node3", None);
         assert_eq!(names(&roster), ["node1", "flux-spare-1", "flux-spare-2"]);
@@ -171,7 +173,7 @@ mod tests {
         assert!(!are_settled(&roster, &BTreeMap::from([(2, "flux-spare-2".to_owned())])));
         assert!(are_settled(&roster, &BTreeMap::from([(2, "node3".to_owned())])));
 
-        // Its name is another's for as long as that one's job runs: then there is nothing to change.
+        // While a job runs on rank 2 the name node3 stays there, so there is nothing to change yet.
         roster.ranks.get_mut(&2).unwrap().member.as_mut().unwrap().gone_since = Some(9);
         join(&mut roster, 3, "node3", None);
         assert!(!misnamed(&roster, &known("node3"), &busy("2")));

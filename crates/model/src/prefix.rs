@@ -1,32 +1,35 @@
-//! One prefix for all hosts of an instance. Packages are linked for the place where they are, and a job is launched by the
-//! paths of the lead's Flux: on a host that has it elsewhere each job fails, and that host, always idle, would get them all.
+//! Checks that all hosts of an instance have the same prefix. Packages are linked for their location, and the paths of
+//! the lead's Flux launch every job. On a host with another prefix each job would fail at once, and because that host
+//! would always be idle, it would get one job after the other.
 
 use super::roster::Observed;
 use api::{NodePhase, Roster};
 
-/// The prefix of node `name`'s host, once it is known. What is being cleaned had the one of the instance before.
+/// The prefix of the host of node `name`; None if it is unknown or the host is being cleaned: then the prefix is that
+/// of an earlier instance.
 fn of<'a>(seen: &Observed<'a>, name: &str) -> Option<&'a str> {
     let report = seen.reports.get(name).filter(|report| report.phase != NodePhase::Removing)?;
     report.facts.as_ref().map(|facts| facts.prefix.as_str())
 }
 
-/// That of the instance: its lead's.
+/// The prefix of the instance, which is its lead's.
 pub fn of_instance<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<&'a str> {
     of(seen, &roster.lead()?.node)
 }
 
-/// Why node `name` can't take part, in words; None also where a prefix is not known yet.
+/// Says that the prefix of node `name` differs from the lead's, and how to fix that. None if it doesn't or one is still
+/// unknown.
 pub fn differs(seen: &Observed, roster: &Roster, name: &str) -> Option<String> {
     differs_from(seen, &roster.lead()?.node, name)
 }
 
-/// The same where node `lead` is to be the lead.
+/// As [`differs`], with node `lead` as the lead.
 pub fn differs_from(seen: &Observed, lead: &str, name: &str) -> Option<String> {
     let (instance, own) = (of(seen, lead)?, of(seen, name)?);
     (instance != own).then(|| {
         format!(
-            "its prefix is {own} and the lead's is {instance}, so jobs could not be started on both: let {instance} be \
-             written and executed there, and clean the host if {own} is in use on it (`flux-distribute uninstall`)"
+            "its prefix is {own} and the lead's is {instance}, so jobs could not be started on both: make {instance} writable \
+             and executable there, and if {own} is in use on the host, clean it (`flux-distribute uninstall`)"
         )
     })
 }
@@ -42,14 +45,14 @@ mod tests {
     }
 
     #[test]
-    fn a_host_with_another_prefix_than_the_leads_gets_no_rank_and_is_told_why() {
+    fn a_host_with_a_prefix_other_than_the_leads_gets_no_rank_but_a_reason() {
         let mut world = World::up(2);
         world.add("node3", 3);
         elsewhere(&mut world, "node3");
         assert_eq!(world.settle(), Decision::Keep);
-        let told = world.told("node3");
-        assert_eq!((told.rank, told.want, told.prefix.as_deref()), (None, Want::Nothing, Some("/opt/flux-distribute")));
-        let reason = told.reason.unwrap();
+        let spec = world.projected("node3");
+        assert_eq!((spec.rank, spec.want, spec.prefix.as_deref()), (None, Want::Nothing, Some("/opt/flux-distribute")));
+        let reason = spec.reason.unwrap();
         assert!(reason.contains("/var/lib/flux-distribute") && reason.contains("/opt/flux-distribute"), "{reason}");
         world.passed("node3", 2);
         assert!(matches!(decide(&world.seen()), Decision::Write(_)));
@@ -58,24 +61,24 @@ mod tests {
     #[test]
     fn the_lead_decides_the_prefix_until_it_was_online_once() {
         let mut world = World::up(2);
-        for (established, told) in [(true, Some("/opt/flux-distribute")), (false, None)] {
+        for (established, prefix) in [(true, Some("/opt/flux-distribute")), (false, None)] {
             world.roster.as_mut().unwrap().established = established;
-            assert_eq!(world.told("node1").prefix.as_deref(), told);
-            assert_eq!(world.told("node2").prefix.as_deref(), Some("/opt/flux-distribute"));
+            assert_eq!(world.projected("node1").prefix.as_deref(), prefix);
+            assert_eq!(world.projected("node2").prefix.as_deref(), Some("/opt/flux-distribute"));
         }
-        // What it says while it is being cleaned is about the instance before.
+        // While a host is being cleaned, its report is about the previous instance.
         world.reports.get_mut("node1").unwrap().phase = NodePhase::Removing;
-        assert_eq!(world.told("node2").prefix, None);
+        assert_eq!(world.projected("node2").prefix, None);
     }
 
     #[test]
-    fn a_member_whose_prefix_turns_out_to_be_another_one_is_not_started_and_one_that_runs_is_left_alone() {
+    fn a_member_with_another_prefix_is_not_started_but_a_running_one_is_left_alone() {
         let mut world = World::up(3);
         elsewhere(&mut world, "node2");
         assert_eq!(world.wants("node2"), Want::Run, "its broker runs");
         world.reports.get_mut("node2").unwrap().adopted = None;
-        let told = world.told("node2");
-        assert_eq!((told.rank, told.want, told.reason.is_some()), (Some(1), Want::Nothing, true));
+        let spec = world.projected("node2");
+        assert_eq!((spec.rank, spec.want, spec.reason.is_some()), (Some(1), Want::Nothing, true));
         assert_eq!(world.wants("node3"), Want::Run);
     }
 }

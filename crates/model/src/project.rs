@@ -1,4 +1,4 @@
-//! What each node is told: the roster as far as it concerns that node.
+//! Projects the roster into each FluxNode's spec: the part that concerns that node.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -9,16 +9,17 @@ use super::{
     prefix,
     roster::{
         LEAD_PATIENCE, Observed, does_lead_miss, is_former_idle, is_missed, is_online, is_overdue, is_shut_down,
-        lingers, may_carry_jobs, may_stop, no_room, parent, rank_of,
+        may_carry_jobs, may_stop, no_room, orphan_broker_rank, parent, rank_of,
     },
     status::SHUT_DOWN_MESSAGE,
 };
 use api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
 
-/// Why a rank gets no new jobs that has no member any more, while its broker is in the overlay.
+/// Drain reason of a rank that has no member any more while its broker is still in the overlay.
 const HAS_LEFT: &str = "its node has left the instance";
 
-/// The specs of all `present` FluxNodes whose Node is there, or whose broker is. `is_local`: see [`peers::decide`].
+/// Computes the specs of all `present` FluxNodes whose Node exists or whose broker may still run. `is_local`: see
+/// [`peers::assign_sources`].
 pub fn project_all<'a>(
     seen: &Observed,
     roster: Option<&Roster>,
@@ -39,26 +40,27 @@ pub fn project_all<'a>(
         })
         .collect();
     rows.sort_by_key(|(_, node, spec)| precedence(seen, *node, spec.as_ref()));
-    let silent = FluxNodeStatus::default();
+    let no_report = FluxNodeStatus::default();
     let fetchers: Vec<_> = rows
         .iter()
         .map(|(present, node, spec)| Fetcher {
-            // Nobody is sent to a machine that is gone.
+            // A machine whose Node is gone doesn't fetch.
             wants: spec
                 .as_ref()
                 .filter(|_| node.is_some())
                 .and_then(|spec| wanted(seen, roster, &spec.want, present.status.as_ref())),
-            told: present.spec.fetch_from.as_ref(),
-            report: present.status.as_ref().unwrap_or(&silent),
+            assigned: present.spec.fetch_from.as_ref(),
+            report: present.status.as_ref().unwrap_or(&no_report),
             address: node.filter(|node| node.ready).and_then(|node| node.address),
         })
         .collect();
-    let told = peers::decide(&fetchers, is_local, seen.now);
-    let told = rows.into_iter().zip(told);
-    told.filter_map(|((present, _, spec), fetch_from)| Some((present, FluxNodeSpec { fetch_from, ..spec? }))).collect()
+    let sources = peers::assign_sources(&fetchers, is_local, seen.now);
+    let rows = rows.into_iter().zip(sources);
+    rows.filter_map(|((present, _, spec), fetch_from)| Some((present, FluxNodeSpec { fetch_from, ..spec? }))).collect()
 }
 
-/// The lead, or who will most likely be it, gets its packages first: everybody waits for it.
+/// Sort key of a FluxNode: the lead, or the node most likely to become it, gets its packages first, because all others
+/// wait for it.
 fn precedence(seen: &Observed, node: Option<&NodeView>, spec: Option<&FluxNodeSpec>) -> impl Ord + use<> {
     let name = node.map(|node| node.name.clone());
     let is_wanted = name.is_some() && name == seen.spec.lead;
@@ -67,7 +69,7 @@ fn precedence(seen: &Observed, node: Option<&NodeView>, spec: Option<&FluxNodeSp
     (rank.unwrap_or(Rank::MAX), nothing, !is_wanted, node.map(|node| node.created), name)
 }
 
-/// The package set that the agent of a node installs next, or has.
+/// The package set that the agent of a node installs next or already has.
 fn wanted<'a>(
     seen: &Observed<'a>,
     roster: Option<&'a Roster>,
@@ -77,19 +79,19 @@ fn wanted<'a>(
     let runs = report.is_some_and(|report| report.adopted.is_some());
     match want {
         Want::Nothing | Want::Leave | Want::Other(_) => None,
-        // Soon it will be known who is the lead.
+        // The lead will be known soon; don't let another node fetch from the source first.
         _ if roster.is_none() && seen.waited < LEAD_PATIENCE => None,
         Want::Install => seen.digest,
-        // Beside a broker that runs, the next epoch's set is prepared.
+        // A node with a running broker has its epoch's set, so it installs the next epoch's.
         Want::Run if runs => seen.digest,
         Want::Run => roster.map(|roster| roster.settings.digest.as_str()),
     }
 }
 
-/// The spec of a node's FluxNode, all but where it fetches from, which depends on the others.
+/// Computes the spec of a node's FluxNode, except `fetch_from`, which depends on the other nodes.
 ///
-/// A broker is started only after the lead has its resources (so that nobody is ever seen with a wrong R) and under a parent
-/// that is online (else it would wait in JOIN for ever, silently).
+/// A broker may start only after the lead has applied its resources (so that it never joins with a wrong R), and only
+/// under a parent that is online (otherwise it would wait in state JOIN for ever, without a message).
 pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> FluxNodeSpec {
     let mut spec = FluxNodeSpec {
         node_name: node.name.clone(),
@@ -105,7 +107,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         spec.revision = revision_for(roster, rank);
         spec.want = match () {
             () if may_stop(seen, roster, rank) => Want::Leave,
-            // A follower that waits for a lead that won't come is no use.
+            // Don't start followers that would only wait for a lead that is shut down.
             () if rank != 0 && is_shut_down(seen, roster) => Want::Install,
             () if is_held(seen, roster, rank) => Want::Run,
             () if differs.is_some() => Want::Nothing,
@@ -116,7 +118,7 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         spec.reason = match &spec.want {
             Want::Nothing => differs,
             Want::Install if is_shut_down(seen, roster) => Some(SHUT_DOWN_MESSAGE.to_owned()),
-            Want::Install => no_lead(roster),
+            Want::Install => first_lead_failure(roster),
             Want::Run if spec.missed => Some("the other brokers do not hear from its broker".to_owned()),
             _ => None,
         };
@@ -125,18 +127,17 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         spec.overdue = is_overdue(seen, roster, rank);
         if rank == 0 {
             spec.drain = drains(seen, roster);
-            // Until it was online once, its host is where the prefix is decided.
+            // Until the lead was online once, its host still chooses the prefix.
             spec.prefix = spec.prefix.filter(|_| roster.established);
         }
         return spec;
     }
-    // Without a rank its agent would end the broker that it had one for.
-    let former = |roster| Some((roster, lingers(seen, roster, seen.reports.get(&node.name)?)?));
+    // Keep the former rank in the spec while jobs may run below it: without a rank, the agent would stop the broker.
+    let former = |roster| Some((roster, orphan_broker_rank(seen, roster, seen.reports.get(&node.name)?)?));
     if let Some((roster, rank)) = roster.and_then(former).filter(|(roster, rank)| may_carry_jobs(seen, roster, *rank)) {
         (spec.rank, spec.epoch, spec.revision) = (Some(rank), roster.epoch, revision_for(roster, rank));
         spec.draining = Some(HAS_LEFT.to_owned());
-        spec.reason =
-            Some(format!("jobs may run on ranks that hang on its broker of rank {rank}, which it had before"));
+        spec.reason = Some(format!("jobs may still run on ranks below rank {rank}, which this node had before"));
         return spec;
     }
     match eligible(node, &seen.spec.nodes) {
@@ -147,20 +148,21 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
     spec
 }
 
-/// Why nobody is taken in.
-fn no_lead(roster: &Roster) -> Option<String> {
+/// Why the instance has no lead, as far as the roster says.
+fn first_lead_failure(roster: &Roster) -> Option<String> {
     let first = roster.failed_leads.first.as_ref()?;
     Some(format!("no lead has come up: {}: {}", first.node, first.reason))
 }
 
-/// The spec of a FluxNode whose Node is gone: while its rank is kept, that it is gone; if its broker outlives that, the broker
-/// is stopped once the lead has drained it and no job runs there.
+/// Computes the spec of a FluxNode whose Node is gone. While its rank is kept, the spec says that the Node is gone. If
+/// its broker still runs after that, the spec stops it once the lead has drained the rank and no job runs there. None
+/// if the spec doesn't change.
 fn project_gone(seen: &Observed, roster: Option<&Roster>, present: &FluxNode) -> Option<FluxNodeSpec> {
     let (roster, report) = (roster?, present.status.as_ref()?);
     if let Some(spec) = gone::spec(seen, roster, &present.spec) {
         return Some(spec);
     }
-    let rank = lingers(seen, roster, report)?;
+    let rank = orphan_broker_rank(seen, roster, report)?;
     Some(FluxNodeSpec {
         node_name: present.metadata.name.clone()?,
         instance_uid: Some(seen.instance_uid.to_owned()),
@@ -175,13 +177,13 @@ fn project_gone(seen: &Observed, roster: Option<&Roster>, present: &FluxNode) ->
     })
 }
 
-/// Who gets no new jobs: Flux keeps one reason for each rank, and none for those that it excludes.
+/// The ranks that the lead is to drain, by reason. Flux keeps one reason for each rank, and can't drain excluded ranks.
 fn drains(seen: &Observed, roster: &Roster) -> BTreeMap<String, IdSet> {
     let mut drains = BTreeMap::<String, IdSet>::new();
     for (rank, entry) in &roster.ranks {
         let reason = match (&entry.member, &entry.drain) {
             (Some(_), Some(drain)) => drain.reason.as_str(),
-            // That its member is gone has not ended its broker.
+            // The rank has no member any more, but its broker is still in the overlay.
             (None, _) if !does_lead_miss(seen, roster, *rank) => HAS_LEFT,
             _ => continue,
         };
@@ -192,20 +194,25 @@ fn drains(seen: &Observed, roster: &Roster) -> BTreeMap<String, IdSet> {
     drains
 }
 
-/// The lead follows every change of what is declared, each follower only changes of its own rank.
+/// The revision in the spec of the member of `rank`: for the lead that of the last change of any entry, for a follower
+/// that of its own entry.
 fn revision_for(roster: &Roster, rank: Rank) -> u64 {
     let own = |rank: &Rank| roster.ranks.get(rank).map(|entry| entry.revision);
     if rank == 0 { roster.ranks.keys().filter_map(own).max().unwrap_or(0) } else { own(&rank).unwrap_or(0) }
 }
 
+/// True if the broker of `rank` runs already, or `rank` is the lead, which may always start.
 fn is_held(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     rank == 0 || super::roster::holds(seen, roster, rank).is_some()
 }
 
+/// True if a follower's broker may start: the lead has applied its resources, and the lead and the parent are online.
 fn may_start(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let lead = roster.lead();
     let applied = lead.and_then(|lead| seen.reports.get(&lead.node)).and_then(|report| report.applied_revision);
     let declared = roster.ranks.get(&rank).filter(|entry| entry.resources.is_some()).map(|entry| entry.revision);
-    let taken_in = declared.is_some_and(|declared| applied >= Some(declared));
-    taken_in && is_online(seen, roster, 0) && parent(roster, rank).is_none_or(|parent| is_online(seen, roster, parent))
+    let is_applied = declared.is_some_and(|declared| applied >= Some(declared));
+    is_applied
+        && is_online(seen, roster, 0)
+        && parent(roster, rank).is_none_or(|parent| is_online(seen, roster, parent))
 }

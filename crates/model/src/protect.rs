@@ -1,7 +1,7 @@
-//! Which Nodes tell autoscalers to leave them alone. Kubernetes sees no pod of a Flux job, so an autoscaler takes the node
-//! for idle and deletes it under the job.
+//! Which Nodes get annotations that keep autoscalers away. A Flux job has no pod, so an autoscaler considers the node
+//! idle and would delete it under the job.
 //!
-//! What somebody else has annotated stays as it is: a marker on the Node names the annotations that are ours.
+//! Annotations that others wrote stay as they are: a marker annotation on the Node names those that the planner wrote.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,41 +11,43 @@ use super::{
 };
 use api::{ANNOTATION_PROTECTS, FluxNodeStatus, IdSet, Rank, Roster, RunningJobs};
 
-/// Cluster Autoscaler's FAQ, "How can I prevent Cluster Autoscaler from scaling down a particular node?"; Karpenter's
-/// documentation, "Disruption", node-level controls.
+/// The annotations that keep autoscalers away. Sources: Cluster Autoscaler's FAQ, "How can I prevent Cluster Autoscaler
+/// from scaling down a particular node?"; Karpenter's documentation, "Disruption", node-level controls.
 pub const PROTECTING: [&str; 2] =
     ["cluster-autoscaler.kubernetes.io/scale-down-disabled", "karpenter.sh/do-not-disrupt"];
-/// The value of each.
-const SAYS_SO: &str = "true";
-/// Seconds without a job before a node is given back. Jobs come and go each second; autoscalers take minutes.
+/// The value of each of [`PROTECTING`].
+const PROTECTED: &str = "true";
+/// How long a node must be without a job before its annotations are removed, in seconds. Jobs may come and go each
+/// second; autoscalers take minutes.
 const REST_SECS: i64 = 60;
 
-/// What is to change in one Node's annotations.
+/// A change of one Node's annotations.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Change {
+pub struct AnnotationChange {
     /// The Node's name.
     pub node: String,
     /// Its uid.
     pub uid: String,
-    /// New values; None: the annotation goes.
+    /// The new value of each annotation; None removes it.
     pub annotations: BTreeMap<String, Option<String>>,
 }
 
-/// What a planner remembers of nodes. All of it can be lost: nodes keep their annotations a little longer then.
+/// What the planner remembers from round to round. If it is lost, nodes only keep their annotations a little longer.
 #[derive(Debug, Clone, Default)]
 pub struct Protection {
-    /// When a node was needed last, by its uid, in seconds since the Unix epoch.
+    /// When each node was last needed, by uid, in seconds since the Unix epoch.
     needed: BTreeMap<String, i64>,
-    /// The policy of the instance that was seen last.
+    /// `spec.uninstall.runningJobs` of the last instance.
     running_jobs: RunningJobs,
 }
 
 impl Protection {
-    /// What is to change while there is an instance. Nothing, where its lead is not heard: then nobody knows what runs.
-    pub fn changes(&mut self, seen: &Observed, roster: Option<&Roster>) -> Vec<Change> {
+    /// The changes while there is an instance. None while its lead is offline, because then it is unknown where jobs
+    /// run.
+    pub fn changes(&mut self, seen: &Observed, roster: Option<&Roster>) -> Vec<AnnotationChange> {
         self.running_jobs = seen.spec.uninstall.running_jobs.clone();
         if !seen.spec.autoscaling.protect {
-            return seen.nodes.iter().filter_map(taken_off).collect();
+            return seen.nodes.iter().filter_map(unprotect).collect();
         }
         let Some((roster, needed)) = roster.and_then(|roster| Some((roster, needed(seen, roster)?))) else {
             return Vec::new();
@@ -58,31 +60,32 @@ impl Protection {
         for node in seen.nodes {
             if uids.contains(node.uid.as_str()) {
                 self.needed.insert(node.uid.clone(), seen.now);
-                changes.extend(put_on(node));
+                changes.extend(protect(node));
             } else if is_marked(&node) {
-                // A planner that is new here doesn't know for how long.
+                // A new planner doesn't know when the node was last needed, so it counts from now.
                 let since = *self.needed.entry(node.uid.clone()).or_insert(seen.now);
                 if seen.now - since >= REST_SECS {
-                    changes.extend(taken_off(node));
+                    changes.extend(unprotect(node));
                 }
             }
         }
         changes
     }
 
-    /// What is to change once the instance is over: all of ours goes, but where hosts keep running for their jobs.
-    pub fn at_the_end(&self, nodes: &[NodeView], reports: &BTreeMap<String, FluxNodeStatus>) -> Vec<Change> {
+    /// The changes once the instance is being deleted: removes all of the planner's annotations, except on hosts whose
+    /// brokers keep running until their jobs end.
+    pub fn at_the_end(&self, nodes: &[NodeView], reports: &BTreeMap<String, FluxNodeStatus>) -> Vec<AnnotationChange> {
         let runs = |report: &FluxNodeStatus| report.adopted.is_some();
         let lead = reports.values().find(|report| report.adopted.as_ref().is_some_and(|broker| broker.rank == 0));
         let are_jobs_left = lead.is_some_and(|lead| lead.allocated.as_ref().is_none_or(|ranks| !ranks.is_empty()));
         let is_waited_for = self.running_jobs != RunningJobs::Cancel && are_jobs_left;
         let free = nodes.iter().filter(|node| !(is_waited_for && reports.get(&node.name).is_some_and(runs)));
-        free.filter_map(taken_off).collect()
+        free.filter_map(unprotect).collect()
     }
 }
 
-/// The ranks on which jobs run, and those above them in the tree: a job ends with the broker that its own hangs on. The lead
-/// always: the queue is on its disk. None: not known.
+/// The ranks on which jobs run, and all ranks above them in the tree, because a job ends if a broker above its own
+/// ends. Always includes the lead, because the queue is on its disk. None if it is unknown where jobs run.
 fn needed(seen: &Observed, roster: &Roster) -> Option<BTreeSet<Rank>> {
     let IdSet(busy) = lead_report(seen, roster)?.allocated.as_ref()?;
     let topology = topology(roster)?;
@@ -93,23 +96,23 @@ fn needed(seen: &Observed, roster: &Roster) -> Option<BTreeSet<Rank>> {
     Some(needed)
 }
 
-fn put_on(node: &NodeView) -> Option<Change> {
+fn protect(node: &NodeView) -> Option<AnnotationChange> {
     let missing = PROTECTING.iter().copied().filter(|key| !node.annotations.contains_key(*key));
     let missing: Vec<_> = missing.collect();
     let mut annotations: BTreeMap<_, _> =
-        missing.iter().map(|key| ((*key).to_owned(), Some(SAYS_SO.to_owned()))).collect();
+        missing.iter().map(|key| ((*key).to_owned(), Some(PROTECTED.to_owned()))).collect();
     let marked = PROTECTING.iter().copied().filter(|key| missing.contains(key) || is_ours(node, key));
     let marked = marked.collect::<Vec<_>>().join(",");
     annotations.insert(ANNOTATION_PROTECTS.to_owned(), Some(marked));
     (!missing.is_empty()).then(|| change(node, annotations))
 }
 
-fn taken_off(node: &NodeView) -> Option<Change> {
+fn unprotect(node: &NodeView) -> Option<AnnotationChange> {
     node.annotations.get(ANNOTATION_PROTECTS)?;
-    // A value that somebody else has changed stays.
+    // If the value differs from what the planner wrote, another writer has changed it: leave it.
     let ours = PROTECTING
         .iter()
-        .filter(|key| is_ours(node, key) && node.annotations.get(**key).is_some_and(|value| value == SAYS_SO));
+        .filter(|key| is_ours(node, key) && node.annotations.get(**key).is_some_and(|value| value == PROTECTED));
     let annotations = ours.chain([&ANNOTATION_PROTECTS]).map(|key| ((*key).to_owned(), None)).collect();
     Some(change(node, annotations))
 }
@@ -118,8 +121,8 @@ fn is_ours(node: &NodeView, key: &str) -> bool {
     node.annotations.get(ANNOTATION_PROTECTS).is_some_and(|ours| ours.split(',').any(|name| name == key))
 }
 
-fn change(node: &NodeView, annotations: BTreeMap<String, Option<String>>) -> Change {
-    Change { node: node.name.clone(), uid: node.uid.clone(), annotations }
+fn change(node: &NodeView, annotations: BTreeMap<String, Option<String>>) -> AnnotationChange {
+    AnnotationChange { node: node.name.clone(), uid: node.uid.clone(), annotations }
 }
 
 #[cfg(test)]

@@ -4,18 +4,18 @@ use crate::roster::tests::World;
 const CLUSTER_AUTOSCALER: &str = PROTECTING[0];
 const KARPENTER: &str = PROTECTING[1];
 
-/// A world in which jobs run on `ranks`.
+/// Runs jobs on `ranks`.
 fn busy(world: &mut World, ranks: &str) {
     world.reports.get_mut("node1").unwrap().allocated = Some(ranks.parse().unwrap());
 }
 
-/// Does what is to be done, and names the Nodes.
+/// Applies the changes of one round, and returns the names of the changed Nodes.
 fn settle(world: &mut World, protection: &mut Protection) -> Vec<String> {
     let changes = protection.changes(&world.seen(), world.roster.as_ref());
     apply(world, changes)
 }
 
-fn apply(world: &mut World, changes: Vec<Change>) -> Vec<String> {
+fn apply(world: &mut World, changes: Vec<AnnotationChange>) -> Vec<String> {
     for change in &changes {
         let node = world.nodes.iter_mut().find(|node| node.uid == change.uid).unwrap();
         assert_eq!(node.name, change.node);
@@ -40,17 +40,17 @@ fn protected(world: &World) -> Vec<&str> {
 }
 
 #[test]
-fn nodes_with_jobs_are_protected_at_once_and_given_back_after_a_rest_but_the_lead_never() {
+fn nodes_are_protected_while_jobs_run_and_a_minute_longer_but_the_lead_always() {
     let (mut world, mut protection) = (World::up(4), Protection::default());
     busy(&mut world, "");
-    // Pending jobs are lost with its disk.
+    // The lead is protected even without jobs, because pending jobs would be lost with its disk.
     assert_eq!(settle(&mut world, &mut protection), ["node1"]);
     busy(&mut world, "2");
     assert_eq!(settle(&mut world, &mut protection), ["node3"]);
     assert_eq!(protected(&world), ["node1", "node3"]);
-    assert_eq!(settle(&mut world, &mut protection), [""; 0], "one write");
+    assert_eq!(settle(&mut world, &mut protection), [""; 0], "a second round writes nothing");
 
-    // Jobs that come and go cost nothing.
+    // Jobs that come and go cause no writes.
     for second in 0..200 {
         world.now += 1;
         busy(&mut world, if second % 2 == 0 { "" } else { "2" });
@@ -67,7 +67,7 @@ fn nodes_with_jobs_are_protected_at_once_and_given_back_after_a_rest_but_the_lea
 }
 
 #[test]
-fn in_a_deep_tree_those_between_the_lead_and_a_job_are_protected_too() {
+fn in_a_deep_tree_nodes_between_the_lead_and_a_job_are_protected_too() {
     let (mut world, mut protection) = (World::up(8), Protection::default());
     world.roster.as_mut().unwrap().settings.topology = "kary:2".into();
     busy(&mut world, "7");
@@ -75,7 +75,7 @@ fn in_a_deep_tree_those_between_the_lead_and_a_job_are_protected_too() {
 }
 
 #[test]
-fn what_somebody_else_has_annotated_stays_as_it_is() {
+fn annotations_of_other_writers_stay_as_they_are() {
     for (key, value) in [(CLUSTER_AUTOSCALER, "true"), (KARPENTER, "true"), (KARPENTER, "false")] {
         let (mut world, mut protection) = (World::up(2), Protection::default());
         annotate(&mut world, "node2", key, value);
@@ -87,7 +87,7 @@ fn what_somebody_else_has_annotated_stays_as_it_is() {
         settle(&mut world, &mut protection);
         assert_eq!(world.nodes[1].annotations, [(key.to_owned(), value.to_owned())].into());
     }
-    // Both: there is nothing to do.
+    // Other writers set both annotations: there is nothing to do.
     let (mut world, mut protection) = (World::up(1), Protection::default());
     PROTECTING.iter().for_each(|key| annotate(&mut world, "node1", key, "true"));
     busy(&mut world, "0");
@@ -95,7 +95,7 @@ fn what_somebody_else_has_annotated_stays_as_it_is() {
 }
 
 #[test]
-fn a_value_that_was_changed_later_is_his_who_changed_it_and_one_that_was_taken_off_comes_back() {
+fn a_value_that_another_writer_changed_stays_and_a_removed_one_comes_back() {
     let (mut world, mut protection) = (World::up(2), Protection::default());
     busy(&mut world, "1");
     settle(&mut world, &mut protection);
@@ -110,7 +110,7 @@ fn a_value_that_was_changed_later_is_his_who_changed_it_and_one_that_was_taken_o
 }
 
 #[test]
-fn nothing_is_taken_off_while_nobody_knows_what_runs() {
+fn no_annotation_is_removed_while_it_is_unknown_what_runs() {
     let (mut world, mut protection) = (World::up(3), Protection::default());
     busy(&mut world, "1");
     settle(&mut world, &mut protection);
@@ -126,7 +126,7 @@ fn nothing_is_taken_off_while_nobody_knows_what_runs() {
     let roster = world.roster.take();
     assert_eq!(settle(&mut world, &mut protection), [""; 0]);
     world.roster = roster;
-    // A planner that is new knows not since when a node rests.
+    // A new planner doesn't know since when a node has been idle.
     let mut another = Protection::default();
     busy(&mut world, "");
     assert_eq!(settle(&mut world, &mut another), [""; 0]);
@@ -135,7 +135,7 @@ fn nothing_is_taken_off_while_nobody_knows_what_runs() {
 }
 
 #[test]
-fn switched_off_everything_of_ours_goes_at_once() {
+fn if_protection_is_switched_off_all_own_annotations_go_at_once() {
     let (mut world, mut protection) = (World::up(2), Protection::default());
     busy(&mut world, "0-1");
     settle(&mut world, &mut protection);
@@ -146,7 +146,7 @@ fn switched_off_everything_of_ours_goes_at_once() {
 }
 
 #[test]
-fn at_the_end_everything_of_ours_goes_but_from_hosts_that_still_run_jobs() {
+fn at_the_end_all_own_annotations_go_except_on_hosts_that_still_run_jobs() {
     for (policy, ranks, kept) in [
         (RunningJobs::Wait, "", &[][..]),
         (RunningJobs::Wait, "1", &["node1", "node2"]),
@@ -160,7 +160,7 @@ fn at_the_end_everything_of_ours_goes_but_from_hosts_that_still_run_jobs() {
         let changes = protection.at_the_end(&world.nodes, &world.reports);
         apply(&mut world, changes);
         assert_eq!(protected(&world), kept, "{policy:?} {ranks}");
-        // The hosts are clean.
+        // Now the hosts are clean.
         let changes = protection.at_the_end(&world.nodes, &BTreeMap::new());
         apply(&mut world, changes);
         assert_eq!(protected(&world), [""; 0]);

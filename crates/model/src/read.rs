@@ -1,4 +1,4 @@
-//! FluxInstances as people write them into files: one validation for what no API server has checked yet.
+//! Reads FluxInstances from files and validates them, because no API server has checked them yet.
 
 use std::sync::LazyLock;
 
@@ -19,28 +19,28 @@ use api::{
 
 const KIND: &str = "FluxInstance";
 
-/// What is in a file.
+/// The documents of a file.
 #[derive(Debug, Default, PartialEq)]
 pub struct Documents {
-    /// Those that hold the spec of a FluxInstance.
+    /// The documents that hold the spec of a FluxInstance.
     pub specs: Vec<SpecDocument>,
-    /// Those of other kinds, such as `Namespace flux-distribute`: not looked at.
+    /// Kind and name of the other documents, such as `Namespace flux-distribute`. They are not checked.
     pub others: Vec<String>,
 }
 
-/// A FluxInstance, its spec alone, or ConfigMap flux-default, which the first FluxInstance is made from.
+/// A FluxInstance, a bare spec, or ConfigMap flux-default, from which the planner creates the first FluxInstance.
 #[derive(Debug, Default, PartialEq)]
 pub struct SpecDocument {
-    /// The spec, as far as it can be read; what can't be served is in it, too.
+    /// The spec, even if it has findings. None if it can't be parsed.
     pub spec: Option<FluxInstanceSpec>,
-    /// Everything that is wrong, by line. None: the spec can be served.
+    /// Everything that is wrong, sorted by line. If this is empty, the spec can be served.
     pub findings: Vec<Finding>,
 }
 
-/// Reads a file (YAML or JSON) that may hold several documents: whole FluxInstances, or one spec alone.
+/// Reads a file (YAML or JSON) that may hold several documents: whole FluxInstances, or one bare spec.
 ///
 /// # Errors
-/// It is not YAML: nothing in it can be read.
+/// If the file is not YAML, so that no document can be read.
 pub fn read(text: &str) -> Result<Documents, Finding> {
     let not_yaml = |error: serde_norway::Error| Finding {
         line: error.location().map(|at| at.line()),
@@ -52,7 +52,7 @@ pub fn read(text: &str) -> Result<Documents, Finding> {
     places.resize(values.len(), Places::default());
     let mut numbered: Vec<_> = values.drain(..).zip(places).collect();
     if numbered.len() > 1 {
-        // Between two `---`, or after the last one.
+        // Empty documents, between two `---` or after the last one.
         numbered.retain(|(value, _)| !value.is_null());
     }
     if numbered.is_empty() {
@@ -71,10 +71,10 @@ pub fn read(text: &str) -> Result<Documents, Finding> {
     Ok(documents)
 }
 
-/// Reads a file that holds one FluxInstance, or its spec alone, and is to be used.
+/// Reads the only FluxInstance, or bare spec, of a file.
 ///
 /// # Errors
-/// Everything that is wrong with it.
+/// Everything that is wrong with it, or that the file holds none or more than one.
 pub fn read_instance(text: &str) -> Result<FluxInstanceSpec, Vec<Finding>> {
     let Documents { mut specs, others } = read(text).map_err(|finding| vec![finding])?;
     match (specs.pop(), specs.is_empty()) {
@@ -85,12 +85,12 @@ pub fn read_instance(text: &str) -> Result<FluxInstanceSpec, Vec<Finding>> {
     }
 }
 
-/// What is wrong with a file of which nothing is looked at.
+/// The finding for a file that holds no FluxInstance.
 pub fn nothing_of_ours(others: &[String]) -> Finding {
-    Finding::new("", format!("holds no FluxInstance, but {}", others.join(", ")))
+    Finding::new("", format!("holds no FluxInstance, only {}", others.join(", ")))
 }
 
-/// What a document is to us.
+/// How [`read`] treats a document.
 enum Role {
     Instance,
     Spec,
@@ -99,12 +99,12 @@ enum Role {
 }
 
 fn role(value: &Value, is_only: bool) -> Role {
-    let word = |pointer: &str| value.pointer(pointer).and_then(Value::as_str).unwrap_or_default();
-    let (version, kind, name) = (word("/apiVersion"), word("/kind"), word("/metadata/name"));
+    let text = |pointer: &str| value.pointer(pointer).and_then(Value::as_str).unwrap_or_default();
+    let (version, kind, name) = (text("/apiVersion"), text("/kind"), text("/metadata/name"));
     let is_object = ["apiVersion", "kind", "metadata", "spec"].iter().any(|field| value.get(field).is_some());
     let group = version.split('/').next().unwrap_or_default();
     match kind {
-        // No field of a spec has one of these names.
+        // A spec has no field with one of these names, so a document without them can only be a bare spec.
         "" if !is_object && is_only => Role::Spec,
         "" if is_object && (group == GROUP || version.is_empty()) => Role::Instance,
         "ConfigMap" if name == CONFIGMAP_DEFAULT => Role::Default,
@@ -122,7 +122,7 @@ fn instance(mut object: Value, places: &Places) -> SpecDocument {
     must_be(&object, "apiVersion", &format!("{GROUP}/{VERSION}"), &mut findings);
     must_be(&object, "kind", KIND, &mut findings);
     metadata(&object["metadata"], &mut findings);
-    // What the API server writes is not ours to check.
+    // The API server writes the status, so users don't have to fix it.
     if let Value::Object(fields) = &mut object {
         fields.retain(|field, _| known.contains(&field.as_str()) && field != "status");
     }
@@ -131,14 +131,14 @@ fn instance(mut object: Value, places: &Places) -> SpecDocument {
 }
 
 fn spec_alone(value: Value, places: &Places) -> SpecDocument {
-    // A file of comments only.
+    // A file that holds only comments means a spec of defaults.
     let value = if value.is_null() { json!({}) } else { value };
     let mut findings = Vec::new();
     let spec = check_spec(&mut json!({ "spec": value }), &mut findings);
     finish(spec, findings, places, "spec.")
 }
 
-/// The text in ConfigMap flux-default, whose lines are known if it is written as a block (`|`).
+/// Checks the spec in ConfigMap flux-default. Its lines are known if the text is a YAML block (`|`).
 fn default_spec(map: &Value, places: &Places) -> SpecDocument {
     let text = map["data"][CONFIGMAP_DEFAULT_KEY].as_str().unwrap_or_default();
     let field = format!("data.{CONFIGMAP_DEFAULT_KEY}");
@@ -166,31 +166,31 @@ fn finish(spec: Option<FluxInstanceSpec>, findings: Vec<Finding>, places: &Place
     };
     let repeated = places.repeated.iter().map(|(path, line)| Finding {
         line: Some(*line),
-        ..Finding::new(format!("{prefix}{path}"), "stands here a second time")
+        ..Finding::new(format!("{prefix}{path}"), "is given a second time")
     });
     let mut findings: Vec<_> = findings.into_iter().map(on_line).chain(repeated).collect();
     findings.sort_by_key(|finding| finding.line);
     SpecDocument { spec, findings }
 }
 
-/// `{"openAPIV3Schema": …}` of the CRD.
+/// The CRD's `openAPIV3Schema`.
 static SCHEMA: LazyLock<Value> =
     LazyLock::new(|| json!(FluxInstance::crd())["spec"]["versions"][0]["schema"]["openAPIV3Schema"].take());
 
-/// The spec of `object`, and what is wrong with it: by the schema first, then by [`validate`].
+/// Returns the spec of `object` and adds what is wrong with it: what the schema refuses, then what [`validate`] finds.
 fn check_spec(object: &mut Value, findings: &mut Vec<Finding>) -> Option<FluxInstanceSpec> {
     let Findings { errors, unknown } = schema::check(&SCHEMA, object, rules);
-    // A selector with a misspelt field is not said to be empty as well.
+    // A misspelt field is the cause of what its parent lacks: don't also report that selector as empty.
     let is_cause = |error: &Finding| unknown.iter().any(|unknown| error.covers(unknown));
     findings.extend(errors.into_iter().filter(|error| !is_cause(error)));
     findings.extend(unknown);
     FluxInstanceSpec::deserialize(&object["spec"]).ok()
 }
 
-/// What no schema can say of a FluxInstance.
+/// The findings about a FluxInstance that no schema can express.
 ///
 /// # Errors
-/// Why its spec can't be read.
+/// If the spec can't be parsed.
 pub fn rules(object: &Value) -> Result<Vec<Finding>, String> {
     FluxInstanceSpec::deserialize(&object["spec"]).map(|spec| validate(&spec)).map_err(|error| error.to_string())
 }

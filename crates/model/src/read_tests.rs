@@ -1,6 +1,6 @@
 use super::*;
 
-/// The findings of a file's only document of ours, as `LINE: finding`.
+/// The findings of a file's only FluxInstance, as `LINE: finding`.
 fn found(text: &str) -> Vec<String> {
     let told =
         |finding: &Finding| format!("{}: {finding}", finding.line.map_or("?".to_owned(), |line| line.to_string()));
@@ -13,7 +13,7 @@ fn found(text: &str) -> Vec<String> {
 const HEAD: &str = "apiVersion: distribute.flux-framework.org/v1alpha1\nkind: FluxInstance\nmetadata: {name: flux, namespace: flux-distribute}\n";
 
 #[test]
-fn everything_that_is_wrong_is_found_at_once_with_its_line() {
+fn all_problems_are_found_at_once_with_their_lines() {
     let text = format!(
         "{HEAD}spec:
   sise: 3
@@ -38,8 +38,8 @@ fn everything_that_is_wrong_is_found_at_once_with_its_line() {
     let expected = [
         "5: spec.sise: there is no such field: did you mean size?",
         "6: spec.size: must be of type integer, not string",
-        "7: spec.lead: \"Bad Name\" is no node's name",
-        "8: spec.topology: \"kary:0\" is Flux's word for a flat tree: write flat",
+        "7: spec.lead: \"Bad Name\" is not a node name",
+        "8: spec.topology: \"kary:0\" is Flux's name for a flat tree: write flat",
         "10: spec.packages.glibc: \"two\" is not a version such as 2.28",
         "13: spec.packages.specs[1]: ",
         "15: spec.broker.cpuWeight: 0 is less than 1",
@@ -53,7 +53,7 @@ fn everything_that_is_wrong_is_found_at_once_with_its_line() {
 }
 
 #[test]
-fn only_the_instance_that_is_served_is_valid() {
+fn only_the_served_name_namespace_and_version_are_valid() {
     let served = "only FluxInstance flux in namespace flux-distribute is: write";
     for (text, expected) in [
         (
@@ -90,20 +90,20 @@ fn only_the_instance_that_is_served_is_valid() {
         let found = found(&format!("{text}spec: {{}}\n"));
         assert!(found.len() == 1 && found[0].starts_with(&expected), "{text}{found:?}");
     }
-    // kubectl's -n can say it.
+    // The namespace may be missing, because kubectl's -n can give it.
     assert_eq!(found(&format!("{}spec: {{}}\n", HEAD.replace(", namespace: flux-distribute", ""))), [""; 0]);
     assert_eq!(found("spec: {size: 3}").len(), 3, "apiVersion, kind and metadata.name are missing");
 }
 
 #[test]
-fn a_field_is_given_once() {
-    let expected = ["6: spec.size: stands here a second time"];
+fn a_field_that_is_given_twice_is_refused() {
+    let expected = ["6: spec.size: is given a second time"];
     assert_eq!(found(&format!("{HEAD}spec:\n  size: 3\n  size: 4\n")), expected);
-    assert_eq!(found("size: 3\nsize: 4\n"), ["2: spec.size: stands here a second time"]);
+    assert_eq!(found("size: 3\nsize: 4\n"), ["2: spec.size: is given a second time"]);
 }
 
 #[test]
-fn a_file_holds_a_whole_instance_or_its_spec_alone() {
+fn a_file_holds_a_whole_instance_or_a_bare_spec() {
     for (text, size) in [
         (format!("{HEAD}spec: {{size: 3}}"), Some(3)),
         (format!("{HEAD}spec: {{}}\nstatus: {{anything: 1}}"), None),
@@ -117,7 +117,7 @@ fn a_file_holds_a_whole_instance_or_its_spec_alone() {
     for (text, finding) in [
         (format!("{HEAD}spec: {{sizes: 3}}"), "4: spec.sizes: there is no such field: did you mean size?"),
         (format!("{HEAD}spec: {{}}\nstats: {{}}"), "5: stats: there is no such field: did you mean status?"),
-        // As the API server has it: without a spec nobody has said that the defaults are meant.
+        // As the API server does: without a spec it is unclear whether the user means the defaults.
         (HEAD.to_owned(), "1: spec: is missing"),
         (format!("{HEAD}spec:"), "4: spec: is missing"),
         ("sizes: 3".to_owned(), "1: spec.sizes: there is no such field: did you mean size?"),
@@ -126,7 +126,7 @@ fn a_file_holds_a_whole_instance_or_its_spec_alone() {
             "1: spec.nodes.size: there is no such field: did you mean spec.size?",
         ),
         ("[]".to_owned(), "1: spec: must be of type object, not array"),
-        ("size: 0".to_owned(), "1: spec.size: is 0: delete the FluxInstance to take everything off"),
+        ("size: 0".to_owned(), "1: spec.size: is 0: to uninstall, delete the FluxInstance"),
     ] {
         assert_eq!(found(&text), [finding], "{text}");
     }
@@ -134,7 +134,7 @@ fn a_file_holds_a_whole_instance_or_its_spec_alone() {
 }
 
 #[test]
-fn documents_of_other_kinds_are_named_and_not_looked_at() {
+fn documents_of_other_kinds_are_named_but_not_checked() {
     let text =
         format!("kind: Namespace\nmetadata: {{name: a}}\napiVersion: v1\n---\n{HEAD}spec:\n  size: 0\n---\nx: 1\n");
     let documents = read(&text).unwrap();
@@ -143,21 +143,21 @@ fn documents_of_other_kinds_are_named_and_not_looked_at() {
     assert_eq!(documents.specs[0].findings[0].line, Some(9));
 
     let refused = read_instance("apiVersion: v1\nkind: ConfigMap\ndata: {}").unwrap_err();
-    assert_eq!(refused[0].to_string(), "holds no FluxInstance, but ConfigMap");
+    assert_eq!(refused[0].to_string(), "holds no FluxInstance, only ConfigMap");
     let two = format!("{HEAD}spec: {{}}\n---\n{HEAD}spec: {{}}\n");
     assert_eq!(read_instance(&two).unwrap_err()[0].to_string(), "holds more than one FluxInstance");
 }
 
 #[test]
-fn the_spec_in_config_map_flux_default_is_checked_in_its_place() {
+fn the_spec_in_config_map_flux_default_is_checked_with_its_lines() {
     let map = |text: &str| {
         format!("apiVersion: v1\nkind: ConfigMap\nmetadata: {{name: flux-default}}\ndata:\n  spec.yaml: {text}\n")
     };
     assert_eq!(
         found(&map("|\n    # a comment\n    size: 3\n    lead: A\n")),
-        ["8: spec.lead: \"A\" is no node's name"]
+        ["8: spec.lead: \"A\" is not a node name"]
     );
-    assert_eq!(found(&map("'{lead: A}'")), ["5: spec.lead: \"A\" is no node's name"]);
+    assert_eq!(found(&map("'{lead: A}'")), ["5: spec.lead: \"A\" is not a node name"]);
     assert_eq!(found(&map("''")), [""; 0]);
     assert!(found(&map("|\n    size: [\n"))[0].contains("is not YAML"));
 }

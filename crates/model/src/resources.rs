@@ -1,4 +1,4 @@
-//! What a rank declares of what its node has, and what Flux calls its member by.
+//! Which of its node's resources a rank declares, and the properties of its member.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use super::eligibility::{Cpu, NodeView, is_dedicated};
 use api::{Declared, FluxInstanceSpec, Gpus, IdSet, InstanceResources, Resources};
 use base::words::many;
 
-/// What a rank on `node`, whose host has `found`, is to declare.
+/// Computes what a rank on `node` is to declare. `found` are the resources of the node's host.
 pub fn declared(spec: &FluxInstanceSpec, node: &NodeView, found: Resources, is_lead: bool) -> Declared {
     let Resources { cores, gpus } = found;
     let exclude = &spec.resources.exclude;
@@ -15,7 +15,8 @@ pub fn declared(spec: &FluxInstanceSpec, node: &NodeView, found: Resources, is_l
     let reserved = node.cpu.map_or(0, |cpu| reserved_cores(cpu, cores));
     let mut left_out: IdSet = (0..cores).filter(|id| *id < reserved || named.contains(*id)).collect();
     if left_out.len() == cores as usize {
-        // Flux takes no node without a core, and kubelet doesn't want all of them: the last that the spec doesn't name stays.
+        // Flux accepts no node without a core. Keep the last core that the spec doesn't exclude, even if kubelet
+        // reserves it.
         left_out = if has_no_other { IdSet::default() } else { left_out_but_one(left_out, &named) };
     }
     let gpus = match &spec.resources.gpus {
@@ -27,20 +28,21 @@ pub fn declared(spec: &FluxInstanceSpec, node: &NodeView, found: Resources, is_l
     Declared { cores, gpus, left_out, excluded }
 }
 
+/// Removes from `left_out` the last core that is not in `named`.
 fn left_out_but_one(left_out: IdSet, named: &IdSet) -> IdSet {
-    let stays = left_out.0.iter().rev().find(|id| !named.contains(**id)).copied();
-    left_out.0.into_iter().filter(|id| Some(*id) != stays).collect()
+    let kept = left_out.0.iter().rev().find(|id| !named.contains(**id)).copied();
+    left_out.0.into_iter().filter(|id| Some(*id) != kept).collect()
 }
 
-/// Whole physical cores that kubelet keeps pods off, for itself and the system. Rounded down: many a cloud reserves some 60m,
-/// which must not cost a core. kubelet counts hardware threads, Flux cores.
+/// Number of physical cores that kubelet reserves for itself and the system. Rounded down, because many clouds reserve
+/// about 60m, which must not cost a whole core. kubelet counts hardware threads, Flux counts cores.
 fn reserved_cores(cpu: Cpu, cores: u32) -> u32 {
     let threads_per_core = (cpu.capacity / 1000 / u64::from(cores.max(1))).max(1);
     let reserved = cpu.capacity.saturating_sub(cpu.allocatable) / 1000 / threads_per_core;
     u32::try_from(reserved).unwrap_or(u32::MAX).min(cores.saturating_sub(1))
 }
 
-/// In which way `now` is less than what is declared, in words; None where nothing of it is missing.
+/// Describes what `now` lacks of what is declared; None if it lacks nothing. The text is the reason of a drain.
 pub fn lack(declared: &Declared, now: &Declared) -> Option<String> {
     if now.covers(declared) {
         return None;
@@ -58,8 +60,8 @@ pub fn lack(declared: &Declared, now: &Declared) -> Option<String> {
     })
 }
 
-/// The properties of a member on `node`. `among_others`: the instance has more than one architecture. Where all are alike
-/// nobody asks for it, and each property makes a line of its own in `flux resource list`.
+/// The properties of a member on `node`. `among_others`: the instance has more than one architecture. If all are alike,
+/// no job needs the property, and each property adds a line to `flux resource list`.
 pub fn properties(spec: &InstanceResources, node: &NodeView, among_others: bool) -> BTreeSet<String> {
     let labels = spec.properties.iter().filter_map(|key| {
         let value = node.labels.get(key)?;
@@ -102,9 +104,9 @@ mod tests {
             ("decimals", "4.0", "3.0", 4, "", "1-3"),
             ("named ones", "8", "8", 8, "0,7", "1-6"),
             ("both", "8", "7", 8, "7", "1-6"),
-            ("what of both is left", "2", "1", 2, "1", "0"),
-            ("ids that are not there", "2", "2", 2, "4-7", "0-1"),
-            ("not told", "", "", 4, "", "0-3"),
+            ("both leave no core", "2", "1", 2, "1", "0"),
+            ("ids that do not exist", "2", "2", 2, "4-7", "0-1"),
+            ("unknown", "", "", 4, "", "0-3"),
         ] {
             let spec = spec(&json!({"resources": {"exclude": {"cores": exclude}}}));
             let found = Resources { cores, gpus: 0 };
@@ -132,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn gpus_belong_to_the_device_plugin_where_there_is_one_unless_the_node_is_dedicated() {
+    fn a_device_plugin_gets_the_gpus_unless_the_node_is_dedicated_to_flux() {
         let taint = |key: &str| json!([{"key": key, "value": "flux", "effect": "NoSchedule"}]);
         let any = json!([{"operator": "Exists"}]);
         for (what, gpus, resource, taints, tolerations, expected) in [
@@ -144,8 +146,8 @@ mod tests {
             ("dedicated", "Auto", "nvidia.com/gpu", taint("hpc"), json!([{"key": "hpc", "value": "flux"}]), 2),
             ("a taint that isn't tolerated", "Auto", "nvidia.com/gpu", taint("hpc"), json!([]), 0),
             ("a condition", "Auto", "nvidia.com/gpu", taint("node.kubernetes.io/unschedulable"), any.clone(), 0),
-            ("pods with GPUs come in", "Auto", "nvidia.com/gpu", taint("nvidia.com/gpu"), any.clone(), 0),
-            ("all the same", "All", "nvidia.com/gpu", json!([]), json!([]), 2),
+            ("a taint that pods with GPUs tolerate", "Auto", "nvidia.com/gpu", taint("nvidia.com/gpu"), any.clone(), 0),
+            ("taken anyway", "All", "nvidia.com/gpu", json!([]), json!([]), 2),
             ("not wanted", "None", "memory", json!([]), json!([]), 0),
         ] {
             let status = json!({"capacity": {(resource): "0"}, "allocatable": {(resource): "0"}});
@@ -156,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_told_in_words() {
+    fn lack_describes_what_is_missing() {
         let of = |cores, gpus, left_out: &str, excluded| Declared {
             cores,
             gpus,
@@ -180,24 +182,24 @@ mod tests {
     }
 
     #[test]
-    fn chosen_labels_and_an_architecture_among_others_are_properties() {
+    fn chosen_labels_and_mixed_architectures_become_properties() {
         let spec: InstanceResources = serde_json::from_value(json!({"properties": ["zone", "pool", "gpu"]})).unwrap();
         let of = |node, among_others| properties(&spec, node, among_others).into_iter().collect::<Vec<_>>().join(" ");
         let labels = json!({"zone": "eu-1a", "gpu": "", "other": "x", "kubernetes.io/arch": "arm64"});
         let labelled = node(&json!({"metadata": {"labels": labels}}));
         assert_eq!(of(&labelled, false), "gpu zone=eu-1a");
         assert_eq!(of(&labelled, true), "arm64 gpu zone=eu-1a");
-        let told = node(
+        let amd64 = node(
             &json!({"status": {"nodeInfo": {"architecture": "amd64", "bootID": "", "containerRuntimeVersion": "",
             "kernelVersion": "", "kubeProxyVersion": "", "kubeletVersion": "", "machineID": "", "operatingSystem": "linux",
             "osImage": "", "systemUUID": ""}}}),
         );
-        assert_eq!(of(&told, true), "amd64");
+        assert_eq!(of(&amd64, true), "amd64");
         assert_eq!(of(&NodeView::default(), true), "");
     }
 
     #[test]
-    fn what_an_older_version_has_declared_is_read() {
+    fn resources_that_an_older_version_declared_can_be_read() {
         let declared: Declared = serde_json::from_str(r#"{"cores":4,"gpus":1}"#).unwrap();
         assert_eq!(declared, Resources { cores: 4, gpus: 1 }.into());
         assert_eq!(serde_json::to_string(&declared).unwrap(), r#"{"cores":4,"gpus":1}"#);

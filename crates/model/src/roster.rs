@@ -1,8 +1,9 @@
-//! The roster: who holds which rank. One function, [`decide`], from what was observed to the next roster.
+//! The roster: which member holds which rank. One function, [`decide`], computes the next roster from what was
+//! observed.
 //!
-//! Invariants within an epoch, whatever is observed: no rank has two members and no member two ranks; a member's rank changes
-//! only where its broker is out of the overlay and its parent's rank can't come back; resources never shrink under a job;
-//! the lead never changes once the instance was online, unless an administrator says so ([`takeover`]).
+//! Invariants within an epoch, whatever is observed: no rank has two members and no member has two ranks; a member's
+//! rank changes only if its broker is out of the overlay and its parent's rank can't come back; resources never shrink
+//! under a job; once the instance was online, the lead changes only if an administrator orders it ([`takeover`]).
 
 #[cfg(test)]
 mod another_tests;
@@ -51,57 +52,58 @@ use api::{
     NodePhase, ROSTER_FORMAT, Rank, Resources, Roster, RosterEntry,
 };
 
-/// A planner that has lost the roster waits so long for the agents of all Ready nodes before it believes that nothing runs.
+/// If the roster is lost, how long the planner waits for reports from the agents of all Ready nodes before it concludes
+/// that no broker runs.
 const REPORTS_TIMEOUT: Duration = Duration::from_secs(60);
-/// So long the first eligible node may take over preflight before the next one becomes lead.
+/// How long the planner waits for preflight on the first eligible node before a later one may become the lead.
 pub(super) const LEAD_PATIENCE: Duration = Duration::from_secs(10);
-/// How long a rank is kept for a Node that is gone, and what has vanished from a host is declared, unless the spec says
-/// otherwise.
+/// Default of `spec.ranks.retain` (how long a rank is kept for a Node that is gone) and of `spec.resources.retain` (how
+/// long hardware that has vanished from a host stays declared).
 const DEFAULT_RETAIN_SECS: i64 = 600;
 
-/// Everything a planner has seen.
+/// Everything the planner has observed.
 #[derive(Debug, Clone, Copy)]
 pub struct Observed<'a> {
     /// metadata.uid of the FluxInstance.
     pub instance_uid: &'a str,
-    /// Its spec, which has passed `validate` but for [`decide_unserved`].
+    /// Its spec. It has passed `validate`, except for [`decide_unserved`].
     pub spec: &'a FluxInstanceSpec,
-    /// metadata.generation of the FluxInstance: counts the changes of its spec.
+    /// metadata.generation of the FluxInstance, which counts the changes of its spec.
     pub generation: i64,
     /// Its status.
     pub status: &'a FluxInstanceStatus,
     /// All Nodes.
     pub nodes: &'a [NodeView],
-    /// What the agents say, by node name.
+    /// The agents' reports (FluxNode.status), by node name.
     pub reports: &'a BTreeMap<String, FluxNodeStatus>,
-    /// ConfigMap flux-roster, where it is there.
+    /// The roster in ConfigMap flux-roster; None if the ConfigMap does not exist.
     pub roster: Option<&'a Roster>,
     /// Digest of the published package set.
     pub digest: Option<&'a str>,
-    /// Fingerprint of the certificate in its Secret.
+    /// Fingerprint of the certificate in Secret flux-curve.
     pub certificate: Option<&'a str>,
-    /// The Secret is gone, and brokers may use what was in it.
+    /// The Secret is gone, but brokers may still use the certificate that was in it.
     pub is_certificate_gone: bool,
     /// Seconds since the Unix epoch.
     pub now: i64,
-    /// How long this planner has held the Lease, and from the moment the roster is gone, how long it has been without.
+    /// How long this planner has held the Lease or, if the roster vanished later, how long it has been gone.
     pub waited: Duration,
-    /// The word of annotation [`ANNOTATION_RESTART`](api::ANNOTATION_RESTART).
+    /// Value of annotation [`ANNOTATION_RESTART`](crate::api::ANNOTATION_RESTART).
     pub restart_word: Option<&'a str>,
-    /// A random id, used if a new instance begins now.
+    /// A random instance ID, used if a new instance begins now.
     pub fresh_id: &'a str,
-    /// Nodes whose agent does not run, and why, by name.
+    /// The reason why the agent is not running, by node name, for each node without an agent.
     pub agentless: &'a BTreeMap<String, String>,
 }
 
 /// What to do about the roster.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Decision {
-    /// It is right as it is.
+    /// The roster needs no change.
     Keep,
-    /// Write this one.
+    /// Write this roster.
     Write(Box<Roster>),
-    /// Nothing can be decided before what the sentence names has happened.
+    /// The planner can't decide yet; the sentence says what it waits for.
     Wait(String),
 }
 
@@ -113,8 +115,8 @@ pub fn decide(seen: &Observed) -> Decision {
     }
 }
 
-/// The same where the spec can't be served: everything stays as it is, but nothing stays stopped for an epoch that does not
-/// come.
+/// As [`decide`], if the spec can't be served: the roster stays as it is, but the instance doesn't stay stopped. An
+/// epoch that was about to end continues, and one that does not come up goes back to the previous settings.
 pub fn decide_unserved(seen: &Observed) -> Decision {
     let own = |roster: &&Roster| roster.instance_uid == seen.instance_uid;
     let roster = seen.roster.filter(own).filter(|roster| roster.established);
@@ -124,18 +126,20 @@ pub fn decide_unserved(seen: &Observed) -> Decision {
 
 pub use turns::no_lead;
 
-pub use drain::{is_former_idle, is_overdue, lingers, may_carry_jobs, may_stop};
+pub use drain::{is_former_idle, is_overdue, may_carry_jobs, may_stop, orphan_broker_rank};
 
-/// The member of `rank` is in the overlay, by its own agent's word, and the lead does not miss it: under a parent that is
-/// gone a broker believes for minutes that it is online.
+/// True if the member of `rank` is in the overlay: its agent reports it online, and the lead does not report it
+/// offline. The agent's report alone is not enough, because a broker whose parent is gone believes for minutes that it
+/// is online.
 pub fn is_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let is_silent = || rank == 0 && is_lead_silent(seen, roster);
     says_online(seen, roster, rank) && !does_lead_miss(seen, roster, rank) && !is_silent()
 }
 
-/// The lead's agent can't take back its word when its machine goes off, and it takes Kubernetes most of a minute to see that
-/// the Node is not Ready. So most of the brokers that hang on the lead's own have to miss it, not counting those that it misses
-/// itself; if its Node is not Ready, which alone is no evidence, any broker's word is enough.
+/// True if the other brokers no longer reach the lead's broker. When the lead's machine goes off, its agent can't
+/// correct its last report, and Kubernetes takes most of a minute to mark the Node NotReady. So if most children of the
+/// lead report that they don't hear it, it is silent; children that the lead itself reports offline don't count. If the
+/// lead's Node is not Ready, which alone proves nothing, one report from any broker is enough.
 pub fn is_lead_silent(seen: &Observed, roster: &Roster) -> bool {
     let Some(lead) = roster.lead().filter(|_| seen.reports.values().any(|report| report.unheard)) else { return false };
     let reports = |rank: Rank| holds(seen, roster, rank).filter(|_| rank != 0).map(|(report, _)| report.unheard);
@@ -146,34 +150,35 @@ pub fn is_lead_silent(seen: &Observed, roster: &Roster) -> bool {
     let hangs_on_lead = |rank: &&Rank| topology.is_none_or(|topology| topology.parent(**rank) == Some(0));
     let children = roster.ranks.keys().filter(hangs_on_lead).filter(|rank| !does_lead_miss(seen, roster, **rank));
     let children = children.filter_map(|rank| reports(*rank));
-    let (missed, heard): (Vec<bool>, Vec<bool>) = children.partition(|is_unheard| *is_unheard);
-    missed.len() > heard.len()
+    let (unheard, heard): (Vec<bool>, Vec<bool>) = children.partition(|is_unheard| *is_unheard);
+    unheard.len() > heard.len()
 }
 
-/// An administrator has ended the running epoch by flux-shutdown(1), by the word of the lead's agent.
+/// True if the lead's agent reports that an administrator has ended the running epoch with flux-shutdown(1).
 pub fn is_shut_down(seen: &Observed, roster: &Roster) -> bool {
     let report = roster.lead().and_then(|lead| seen.reports.get(&lead.node));
     report.is_some_and(|report| report.adopted.is_none() && report.shut_down == Some(roster.epoch))
 }
 
-/// The other brokers do not hear from the broker of `rank`, although the last word of its agent is that it is online; or it does
-/// not answer its agent, and the lead has given it up.
+/// True if the broker of `rank` is lost to the others: its agent's last report says online but the overlay disagrees
+/// (see [`is_online`]), or it doesn't answer its agent and the lead either reports it offline or gives it no jobs.
 pub fn is_missed(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let is_lost = does_lead_miss(seen, roster, rank);
     (says_online(seen, roster, rank) && !is_online(seen, roster, rank))
         || (says_offline(seen, roster, rank) && (is_lost || is_idle_and_torpid(seen, roster, rank)))
 }
 
-/// A broker that was stopped keeps its connection, so the lead never loses it: it finds the broker slow to answer, and gives it
-/// no jobs. If none runs there nor below, nothing is lost with it.
+/// True if the lead finds the broker of `rank` slow to answer (torpid) and no job runs on that rank or below it. A
+/// broker process that is suspended keeps its connection, so the lead never loses it but gives it no jobs; giving up
+/// such a broker costs no job.
 fn is_idle_and_torpid(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let topology = topology(roster);
-    let hangs_on_it = |other: u32| {
+    let is_in_subtree = |other: u32| {
         other == rank || topology.is_none_or(|topology| topology.ancestors(other).any(|above| above == rank))
     };
     lead_report(seen, roster).is_some_and(|lead| {
         let allocated = lead.allocated.as_ref();
-        lead.torpid.contains(rank) && allocated.is_some_and(|ranks| !ranks.0.iter().copied().any(hangs_on_it))
+        lead.torpid.contains(rank) && allocated.is_some_and(|ranks| !ranks.0.iter().copied().any(is_in_subtree))
     })
 }
 
@@ -185,12 +190,13 @@ fn says_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     holds(seen, roster, rank).is_some_and(|(status, _)| matches!(status.phase, NodePhase::Online | NodePhase::Draining))
 }
 
-/// The lead says that `rank` is not in the overlay. Without a word from it nobody is missed.
+/// True if the lead reports that `rank` is not in the overlay. False without a report from the lead.
 pub fn does_lead_miss(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     holds(seen, roster, 0).is_some_and(|(lead, _)| lead.offline.contains(&rank))
 }
 
-/// The member of `rank` runs the broker of that rank in this epoch: its report.
+/// Returns the report of the member of `rank`, and the broker it names, if that is the broker of this rank in this
+/// epoch.
 pub fn holds<'a>(seen: &Observed<'a>, roster: &Roster, rank: Rank) -> Option<(&'a FluxNodeStatus, &'a Adopted)> {
     let member = roster.member(rank)?;
     let status = seen.reports.get(&member.node)?;
@@ -199,29 +205,30 @@ pub fn holds<'a>(seen: &Observed<'a>, roster: &Roster, rank: Rank) -> Option<(&'
     same.then_some((status, adopted))
 }
 
-/// What the lead's agent says, while the lead is online: only then its word on the others is new.
+/// Returns the report of the lead's agent while the lead is online: only then is its information about other ranks
+/// current.
 pub(super) fn lead_report<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<&'a FluxNodeStatus> {
     holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report)
 }
 
-/// The Node of `member` is there and Ready.
+/// True if the Node of `member` exists and is Ready.
 pub fn is_ready(seen: &Observed, member: &Member) -> bool {
     seen.nodes.iter().any(|node| node.uid == member.uid && node.ready)
 }
 
-/// Ranks that somebody has drained, by the last word of the lead that there is. Flux keeps that by rank and name: whoever takes
-/// such a rank gets no jobs.
+/// Ranks that someone other than flux-distribute has drained, from the last report of the lead's agent. Flux stores a
+/// drain by rank and name, so a node that took such a rank would get no jobs.
 fn drained_by_others(seen: &Observed, roster: &Roster) -> IdSet {
     let lead = roster.lead().and_then(|lead| seen.reports.get(&lead.node));
     lead.map(|report| report.drained_by_others.clone()).unwrap_or_default()
 }
 
-/// How many members there can be. A size that is no size counts for nothing: the spec may be one that can't be served.
+/// The maximum number of members. Ignores a size of 0: this also runs for a spec that can't be served.
 fn limit(spec: &FluxInstanceSpec, max_size: u32) -> usize {
     spec.size.filter(|size| *size > 0).unwrap_or(u32::MAX).min(max_size) as usize
 }
 
-/// Why nodes that have no rank get none now: as many as there can be have one.
+/// Why a node without a rank gets none now: the instance is full. None if there is room.
 pub(super) fn no_room(seen: &Observed, roster: &Roster) -> Option<String> {
     let max_size = roster.settings.max_size;
     if roster.members().count() >= limit(seen.spec, max_size) {
@@ -235,47 +242,49 @@ pub(super) fn no_room(seen: &Observed, roster: &Roster) -> Option<String> {
     };
     (1..max_size).all(is_taken).then(|| {
         format!(
-            "each of {max_size} ranks (maxSize) has a member, is kept for the node whose name it has, or was drained by somebody"
+            "each of the {max_size} ranks (maxSize) has a member, is reserved for the node whose name it has, or was drained by \
+             an administrator"
         )
     })
 }
 
-/// The broker was started for this FluxInstance, not for one before it whose node was off when that was deleted. An older agent
-/// doesn't say so: it can't be of a FluxInstance that never had a roster, nor under another ID than the one that is known.
+/// True if the broker was started for this FluxInstance, and not for a deleted one whose removal this node missed
+/// because it was off. Older agents don't report the FluxInstance's uid. Their broker can't belong to a FluxInstance
+/// that never had a roster, or whose known ID differs from the broker's.
 pub fn is_of_instance(seen: &Observed, adopted: &Adopted) -> bool {
     let by_id = || seen.status.instance_id.as_ref().map_or(seen.status.epoch > 0, |id| *id == adopted.instance_id);
     adopted.instance_uid.as_ref().map_or_else(by_id, |uid| uid == seen.instance_uid)
 }
 
-/// The node's host has a broker of an instance before this one: what it says of itself may be from before, and it is cleaned
-/// first.
+/// True if the node's host still has a broker of an earlier instance. The host must be cleaned first, and its report
+/// may be about that instance.
 pub fn holds_another(seen: &Observed, node: &str) -> bool {
     let adopted = seen.reports.get(node).and_then(|report| report.adopted.as_ref());
     adopted.is_some_and(|adopted| !is_of_instance(seen, adopted))
 }
 
-/// The format in which an epoch begins: this version's, once the agents of all nodes read it. In the middle of an upgrade, those
-/// that don't would start no broker.
+/// The roster format of an epoch that begins now: the newest that the agents of all nodes read. In the middle of an
+/// upgrade, an agent that can't read the roster would start no broker.
 fn format(seen: &Observed) -> u32 {
     let agents =
         seen.nodes.iter().filter_map(|node| seen.reports.get(&node.name)).filter(|report| report.agent.is_some());
-    // Agents that don't say what they read, read the format before.
+    // Agents that don't report a format read the one before.
     let oldest = agents.map(|report| report.roster_format.max(ROSTER_FORMAT - 1)).min();
     oldest.unwrap_or(ROSTER_FORMAT).min(ROSTER_FORMAT)
 }
 
-/// Preflight has passed on `node`'s host, and by a word that is about this instance.
+/// True if the host of `node` has passed preflight for this instance.
 fn has_passed(seen: &Observed, node: &NodeView) -> bool {
     let is_removing = seen.reports.get(&node.name).is_some_and(|report| report.phase == NodePhase::Removing);
     facts(seen, node).is_some() && !holds_another(seen, &node.name) && !is_removing
 }
 
-/// The last step on the host of `node` failed.
+/// True if the last step on the host of `node` failed.
 fn has_failed(seen: &Observed, node: &str) -> bool {
     seen.reports.get(node).is_some_and(|report| report.phase == NodePhase::Failed)
 }
 
-/// Brokers of this FluxInstance run, or may start any moment, with the certificate that was published.
+/// True if brokers of this FluxInstance run, or may start at any moment, with the published certificate.
 pub fn is_certificate_in_use(seen: &Observed) -> bool {
     let own = |roster: &Roster| roster.instance_uid == seen.instance_uid && roster.established;
     let mut adopted = seen.reports.values().filter_map(|report| report.adopted.as_ref());
@@ -284,14 +293,15 @@ pub fn is_certificate_in_use(seen: &Observed) -> bool {
         || adopted.any(|adopted| is_of_instance(seen, adopted))
 }
 
-/// A certificate that was made `made_for` a FluxInstance (None: not known) is of one before this, and nothing of this one has
-/// been started with it: it is made anew, else a broker of that instance which has been cut off could join this one.
+/// True if the certificate was made for an earlier FluxInstance and this one has not started anything with it.
+/// `made_for`: uid of the FluxInstance that it was made for; None if unknown. The planner then replaces it, because a
+/// disconnected broker of the earlier instance could join this one with it.
 pub fn is_certificate_of_another(seen: &Observed, made_for: Option<&str>) -> bool {
     let is_planned = seen.roster.is_some_and(|roster| roster.instance_uid == seen.instance_uid);
     made_for != Some(seen.instance_uid) && !is_planned && !is_certificate_in_use(seen)
 }
 
-/// The rank that the Node with `uid` holds.
+/// Returns the rank whose member is the Node with `uid`.
 pub fn rank_of(roster: &Roster, uid: &str) -> Option<Rank> {
     let holds = |entry: &RosterEntry| entry.member.as_ref().is_some_and(|member| member.uid == uid);
     roster.ranks.iter().find(|(_, entry)| holds(entry)).map(|(rank, _)| *rank)
@@ -302,7 +312,7 @@ pub fn retain_secs(spec: &FluxInstanceSpec) -> i64 {
     secs(spec.ranks.retain.as_deref())
 }
 
-/// How long what has vanished from a host stays declared, in seconds.
+/// How long hardware that has vanished from a host stays declared, in seconds.
 fn retain_resources_secs(spec: &FluxInstanceSpec) -> i64 {
     secs(spec.resources.retain.as_deref())
 }
@@ -312,21 +322,21 @@ fn secs(retain: Option<&str>) -> i64 {
     retain.map_or(DEFAULT_RETAIN_SECS, |duration| i64::try_from(duration.as_secs()).unwrap_or(i64::MAX))
 }
 
-/// Nodes that may get a rank, oldest first.
+/// Eligible nodes, oldest first; those of the same age by name.
 pub fn candidates<'a>(seen: &Observed<'a>) -> Vec<&'a NodeView> {
     let mut nodes: Vec<_> = seen.nodes.iter().filter(|node| eligible(node, &seen.spec.nodes).is_ok()).collect();
     nodes.sort_by(|a, b| (a.created, &a.name).cmp(&(b.created, &b.name)));
     nodes
 }
 
-/// How many take part by default: `roster`'s members whatever they are like just now, since an epoch often begins when all of
-/// them are cordoned, and those that may join.
-pub(super) fn takers(seen: &Observed, roster: &Roster) -> usize {
+/// The number of nodes that take part by default: all members of `roster` and all eligible nodes. Members count even if
+/// they are not eligible now, because administrators often cordon all of them for a restart.
+pub(super) fn participant_count(seen: &Observed, roster: &Roster) -> usize {
     let members = roster.members().map(|member| member.uid.as_str());
     members.chain(candidates(seen).into_iter().map(|node| node.uid.as_str())).collect::<BTreeSet<_>>().len()
 }
 
-/// The Nodes by uid.
+/// Returns the Nodes by uid.
 fn by_uid<'a>(seen: &Observed<'a>) -> HashMap<&'a str, &'a NodeView> {
     seen.nodes.iter().map(|node| (node.uid.as_str(), node)).collect()
 }
@@ -351,7 +361,7 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
     drain::drain(seen, &mut next);
     join::relocate_stranded(seen, &mut next);
     join::join(seen, &mut next);
-    properties::tell(seen, &mut next);
+    properties::assign(seen, &mut next);
     if next == *roster {
         return Decision::Keep;
     }
@@ -376,18 +386,18 @@ pub fn parent(roster: &Roster, rank: Rank) -> Option<Rank> {
     topology(roster)?.parent(rank)
 }
 
-/// The shape of the roster's tree.
+/// The shape of the roster's tree; None if the roster's topology doesn't parse.
 pub fn topology(roster: &Roster) -> Option<Topology> {
     Topology::parse(&roster.settings.topology, roster.settings.max_size).ok()
 }
 
-/// Rank 0 has a queue that is on the host of its member and nowhere else: the instance was online, or an administrator has
-/// said whose queue this epoch begins with.
+/// True if only the host of rank 0 has the instance's queue: the instance was online, or an administrator named the
+/// host whose queue this epoch begins with.
 pub fn is_lead_fixed(roster: &Roster) -> bool {
     roster.established || was_named(roster)
 }
 
-/// An administrator has named the lead of this epoch.
+/// True if an administrator named the lead of this epoch (see [`takeover`]).
 fn was_named(roster: &Roster) -> bool {
     roster.jobs_lost_before == roster.epoch
 }
@@ -401,27 +411,28 @@ fn facts(seen: &Observed, node: &NodeView) -> Option<Resources> {
     seen.reports.get(&node.name).and_then(|report| report.facts.as_ref()).map(|facts| facts.resources)
 }
 
-/// What `rank` is to declare while `node` is its member; `before`: what it declares. None: not known now, and what was known
-/// stands.
+/// What `rank` is to declare while `node` is its member; `before`: what it declares now. None if the facts are unknown
+/// at the moment: then `before` stays.
 pub(super) fn resources(seen: &Observed, node: &NodeView, rank: Rank, before: Option<&Declared>) -> Option<Declared> {
     let found = facts(seen, node)?;
     (before.is_none() || node.cpu.is_some()).then(|| declared(seen.spec, node, found, rank == 0))
 }
 
-/// Since when the host of `node` has had fewer cores or GPUs than the rank of `entry` declares; None: it has them all. What is
-/// not known now is as it was. What the spec, kubelet or a device plugin takes away has not vanished.
+/// Since when the host of `node` has had fewer cores or GPUs than the rank of `entry` declares; None if it has them
+/// all. If the facts are unknown at the moment, the stored time stays. Cores and GPUs that only the spec, kubelet or a
+/// device plugin takes away have not vanished.
 pub(super) fn lacks_since(seen: &Observed, node: &NodeView, entry: &RosterEntry) -> Option<i64> {
     let (Some(found), Some(declared)) = (facts(seen, node), &entry.resources) else { return entry.lacks_since };
     let lacks = found.cores < declared.cores || found.gpus < declared.gpus;
     lacks.then(|| entry.lacks_since.unwrap_or(seen.now))
 }
 
-/// True once `spec.resources.retain` has passed: a reloaded driver would be back by now.
+/// True if nothing has vanished, or `spec.resources.retain` has passed since: a reloaded driver would be back by now.
 pub(super) fn may_declare_less(seen: &Observed, lacks_since: Option<i64>) -> bool {
     lacks_since.is_none_or(|since| seen.now - since >= retain_resources_secs(seen.spec))
 }
 
-/// `node` as a member; none where nobody could reach it.
+/// Makes `node` a member; None if it has no address at which other brokers could reach it.
 fn member(node: &NodeView) -> Option<Member> {
     let address = node.address?;
     Some(Member { node: node.name.clone(), uid: node.uid.clone(), address, gone_since: None })

@@ -1,19 +1,21 @@
-//! What Flux reads only at start: made from the spec at each epoch's start and compared with it ever after.
+//! The settings that Flux reads only at start. The planner makes them from the spec when an epoch begins, and compares
+//! them with the spec while the epoch runs.
 
 use std::fmt::Display;
 
 use super::topology::Topology;
 use api::{DEFAULT_BROKER_PORT, EpochSettings, FluxInstanceSpec};
 
-/// CPUWeight of the brokers and their jobs unless the spec says otherwise. kubepods has 1000s on a big node, a single
-/// service 100: jobs must not starve beside a busy kubelet.
+/// Default CPUWeight of the brokers and their jobs. kubepods has a weight in the thousands on a large node, a single
+/// service has 100: with less, jobs would starve beside busy pods.
 const DEFAULT_CPU_WEIGHT: u32 = 1000;
-/// A lead that is killed loses what was not checkpointed.
+/// Default checkpoint period. If the lead is killed, everything since the last checkpoint is lost.
 const DEFAULT_CHECKPOINT_PERIOD: &str = "1m";
-/// A thousand spares cost nothing, so there is room for growth before an epoch is needed.
+/// Minimum of the default maxSize. A thousand spares cost nothing, so small clusters get room to grow without a
+/// restart.
 const LEAST_MAX_SIZE: u32 = 64;
 
-/// The settings of an epoch that would start now.
+/// The settings of an epoch that would start now. `eligible`: the number of nodes that would take part.
 pub fn settings(spec: &FluxInstanceSpec, eligible: usize, digest: &str, certificate: &str) -> EpochSettings {
     let max_size = max_size(spec, eligible);
     EpochSettings {
@@ -45,8 +47,8 @@ fn topology(spec: &FluxInstanceSpec, max_size: u32) -> String {
     spec.topology.clone().unwrap_or_else(|| Topology::default_for(max_size).to_owned())
 }
 
-/// What the spec asks for, beside an epoch that runs: a default maxSize that has grown with the cluster is no difference, and
-/// neither is another name of a flat tree.
+/// The settings that the spec asks for, to be compared with those of the `running` epoch. Keeps the running value if it
+/// differs only because a default maxSize has grown with the cluster, or because a flat tree has another name.
 pub fn wanted(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> EpochSettings {
     let mut wanted = settings(spec, 0, digest, certificate);
     if spec.max_size.is_none() {
@@ -64,10 +66,10 @@ fn is_flat(settings: &EpochSettings) -> bool {
     Topology::parse(&settings.topology, size).is_ok_and(|topology| topology.is_flat(size))
 }
 
-/// In which ways the running epoch differs from what the spec asks for now, in words; None where it doesn't.
+/// Describes how the running epoch differs from what the spec asks for now; None if it doesn't.
 pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> Option<String> {
     let wanted = wanted(running, spec, digest, certificate);
-    // Taken apart, so that a field that is new can't be left out.
+    // Destructured, so that the compiler complains if a new field is not compared.
     let EpochSettings {
         max_size,
         topology,
@@ -81,15 +83,15 @@ pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, c
         spare_shape,
     } = running;
     let differences = [
-        told("maxSize", max_size, &wanted.max_size),
-        told("topology", topology, &wanted.topology),
-        told("broker.port", port, &wanted.port),
-        told("packages", digest, &wanted.digest),
-        told("broker.runAs", run_as, &wanted.run_as)
-            .map(|words| format!("{words} (jobs of {run_as} that are pending then will fail)")),
-        told("broker.cpuWeight", cpu_weight, &wanted.cpu_weight),
-        told("broker.checkpointPeriod", checkpoint_period, &wanted.checkpoint_period),
-        // Their values would be no help in a line.
+        difference("maxSize", max_size, &wanted.max_size),
+        difference("topology", topology, &wanted.topology),
+        difference("broker.port", port, &wanted.port),
+        difference("packages", digest, &wanted.digest),
+        difference("broker.runAs", run_as, &wanted.run_as)
+            .map(|text| format!("{text} (jobs of {run_as} that are pending then will fail)")),
+        difference("broker.cpuWeight", cpu_weight, &wanted.cpu_weight),
+        difference("broker.checkpointPeriod", checkpoint_period, &wanted.checkpoint_period),
+        // The values of these are too long or too opaque for a message.
         (*spare_shape != wanted.spare_shape).then(|| "spares.shape changed".to_owned()),
         (*certificate != wanted.certificate).then(|| "certificate changed".to_owned()),
         (*config != wanted.config).then(|| "broker.config changed".to_owned()),
@@ -98,7 +100,7 @@ pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, c
     (!differences.is_empty()).then(|| differences.join(", "))
 }
 
-fn told<T: PartialEq + Display>(name: &str, from: &T, to: &T) -> Option<String> {
+fn difference<T: PartialEq + Display>(name: &str, from: &T, to: &T) -> Option<String> {
     (from != to).then(|| format!("{name} {from} -> {to}"))
 }
 
@@ -107,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn room_for_growth_is_declared() {
+    fn the_default_max_size_leaves_room_for_growth() {
         for (spec, nodes, expected) in [
             (FluxInstanceSpec::default(), 4, 64),
             (FluxInstanceSpec::default(), 100, 200),
@@ -119,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_growing_cluster_is_no_difference_but_a_changed_spec_is() {
+    fn a_changed_spec_is_a_difference_but_a_grown_cluster_is_not() {
         let spec = FluxInstanceSpec::default();
         let running = settings(&spec, 100, "d", "c");
         assert_eq!(pending(&running, &spec, "d", "c"), None);
@@ -130,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flat_tree_under_another_name_is_no_difference() {
+    fn another_name_for_a_flat_tree_is_no_difference() {
         let spec = FluxInstanceSpec::default();
         let named = |topology: &str| EpochSettings { topology: topology.to_owned(), ..settings(&spec, 4, "d", "c") };
         for running in ["flat", "kary:256", "kary:0", "mincrit"] {

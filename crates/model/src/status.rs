@@ -1,4 +1,4 @@
-//! What the FluxInstance's status says.
+//! Computes the FluxInstance's status.
 
 use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{Condition, Time},
@@ -11,7 +11,7 @@ use super::{
     roster::{
         Observed, candidates,
         epoch::{Restart, restart},
-        holds, is_lead_silent, is_online, is_ready, is_shut_down, takers,
+        holds, is_lead_silent, is_online, is_ready, is_shut_down, participant_count,
     },
 };
 use api::{
@@ -20,30 +20,30 @@ use api::{
 };
 use base::words::many;
 
-/// Reason of Degraded if a job waits for cores that are free.
+/// Reason of Degraded if a job waits although enough cores are free.
 const CORES_LOST: &str = "CoresLost";
-/// Reason of RestartPending if an epoch was taken back.
+/// Reason of RestartPending if the planner went back to the previous epoch's settings.
 const REFUSED: &str = "TakenBack";
-/// Reason of RestartPending if it can't proceed before somebody mends something.
+/// Reason of RestartPending if the restart can't proceed until a user fixes something.
 const BLOCKED: &str = "PackagesUnavailable";
 
 /// Reason of Degraded if an administrator has shut the instance down.
 const SHUT_DOWN_REASON: &str = "ShutDown";
-/// What FluxInstance and FluxNodes say meanwhile, with the remedy.
+/// Message of the FluxInstance and of the FluxNodes while the instance is shut down.
 pub const SHUT_DOWN_MESSAGE: &str = "an administrator has shut the instance down (flux shutdown): to start it again, with its queue, run \
                              `kubectl -n flux-distribute annotate fxi flux --overwrite \
                              distribute.flux-framework.org/restart=\"$(date +%s)\"`";
 
-/// What is said while the certificate's Secret is gone and brokers may use what was in it.
+/// Message while the certificate's Secret is gone and brokers may still use the certificate that was in it.
 pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
-                                       member's that has the same certificate; if no host has it any more, put it back";
+                                       member's agent that has the same certificate; if no host has it any more, put it back";
 
-/// Why the planner can't go on, for the status and an Event.
+/// Why the planner can't continue, for the status and an Event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Obstacle {
-    /// Something that others have to do first, and will.
+    /// Something that the planner or the agents will do without help.
     Waiting(String),
-    /// Something that somebody has to mend.
+    /// Something that a user has to fix.
     Problem {
         /// CamelCase, for the condition and the Event.
         reason: &'static str,
@@ -52,12 +52,13 @@ pub enum Obstacle {
     },
 }
 
-/// Which of several obstacles is told: what somebody has to mend goes before what comes by itself.
+/// Picks the obstacle to report: the first that a user has to fix, else the first of all.
 pub fn foremost(found: impl IntoIterator<Item = Obstacle>) -> Option<Obstacle> {
     found.into_iter().min_by_key(|obstacle| matches!(obstacle, Obstacle::Waiting(_)))
 }
 
-/// Which is told where nothing can be planned for `reason`, and `found` was known before.
+/// Picks the obstacle to report while [`decide`](super::roster::decide) waits for `reason`; `found` is an obstacle that
+/// was known before.
 pub fn told_while_waiting(seen: &Observed, found: Option<Obstacle>, reason: String) -> Obstacle {
     match found {
         Some(problem @ Obstacle::Problem { .. }) => problem,
@@ -66,7 +67,7 @@ pub fn told_while_waiting(seen: &Observed, found: Option<Obstacle>, reason: Stri
     }
 }
 
-/// How far the instance is.
+/// The state of the instance that phase, conditions and message depend on.
 #[derive(Clone, Copy)]
 struct Standing {
     lead_online: bool,
@@ -77,9 +78,9 @@ struct Standing {
 }
 
 /// A condition's value, reason and message.
-type Holds = (bool, &'static str, String);
+type ConditionValue = (bool, &'static str, String);
 
-/// The status as it shall be; equal to the present one where nothing has changed.
+/// Computes the next status; equal to the present one if nothing has changed.
 pub fn status(
     seen: &Observed,
     generation: i64,
@@ -95,23 +96,24 @@ pub fn status(
     next.phase = phase(roster, obstacle, standing);
     let restart = roster.map_or(Restart::None, |roster| restart(seen, roster));
     if !matches!(restart, Restart::Refused { .. }) {
-        // The deadline counts from what is asked for now.
+        // The deadline of a new attempt must not count from the condition's transition time of the old attempt.
         next.conditions.retain(|condition| condition.type_ != CONDITION_RESTART_PENDING || condition.reason != REFUSED);
     }
     let (scale, restart) = (scale_denied(seen, roster), restart_pending(restart));
     let (unapplied, agentless) = (unapplied(seen, roster), agents_missing(seen, roster));
     let cores_lost = roster.and_then(|roster| holds(seen, roster, 0)?.0.held_back.as_deref());
     let mut findings = progress(seen, roster, obstacle, &next, standing);
-    findings.extend(cores_lost.map(|words| Finding::new(Weight::CoresLost, words)));
-    let holding = |weight, (holds, _, words): &Holds| holds.then(|| Finding::new(weight, words.clone()));
-    findings.extend(holding(Weight::NotApplied, &unapplied));
-    findings.extend(holding(Weight::ScaleDenied, &scale));
-    findings.extend(holding(Weight::RestartBlocked, &restart).filter(|_| [BLOCKED, REFUSED].contains(&restart.1)));
-    findings.extend(holding(Weight::AgentsAway, &agentless));
+    findings.extend(cores_lost.map(|message| Finding::new(Weight::CoresLost, message)));
+    let if_true =
+        |weight, (is_true, _, message): &ConditionValue| is_true.then(|| Finding::new(weight, message.clone()));
+    findings.extend(if_true(Weight::NotApplied, &unapplied));
+    findings.extend(if_true(Weight::ScaleDenied, &scale));
+    findings.extend(if_true(Weight::RestartBlocked, &restart).filter(|_| [BLOCKED, REFUSED].contains(&restart.1)));
+    findings.extend(if_true(Weight::AgentsAway, &agentless));
     let is_stand_in = seen.reports.values().any(|report| report.flux.as_deref() == Some(STAND_IN));
     let message = if is_stand_in { format!("{STAND_IN}: {}", line(&findings)) } else { line(&findings) };
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
-    for (type_, (holds, reason, words)) in [
+    for (type_, (is_true, reason, text)) in [
         ("Ready", (lead_online, if lead_online { "LeadOnline" } else { "LeadNotOnline" }, message.clone())),
         ("Progressing", (!complete, if complete { "Complete" } else { "NodesToCome" }, message.clone())),
         ("Degraded", degraded(obstacle, cores_lost, standing, &message)),
@@ -121,13 +123,13 @@ pub fn status(
         (CONDITION_NOT_APPLIED, unapplied),
         (CONDITION_AGENTS_MISSING, agentless),
     ] {
-        set_condition(&mut next.conditions, type_, holds, reason, &words, generation, now);
+        set_condition(&mut next.conditions, type_, is_true, reason, &text, generation, now);
     }
     next.message = Some(message);
     next
 }
 
-/// How far the instance is on its way to all nodes online, and what is in the way.
+/// The findings about how many nodes are online and what keeps the others away.
 fn progress(
     seen: &Observed,
     roster: Option<&Roster>,
@@ -163,15 +165,16 @@ fn online_of(status: &FluxInstanceStatus) -> String {
     format!("{} of {} online", status.online, many(status.size, "node"))
 }
 
-fn unapplied(seen: &Observed, roster: Option<&Roster>) -> Holds {
+fn unapplied(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
     let found = roster.map(|roster| not_applied(seen, roster)).unwrap_or_default();
     let Some(NotApplied { reason, .. }) = found.first() else { return (false, "AsExpected", String::new()) };
-    let words: Vec<_> = found.iter().map(|part| part.words.as_str()).collect();
-    (true, reason, words.join("; "))
+    let messages: Vec<_> = found.iter().map(|part| part.message.as_str()).collect();
+    (true, reason, messages.join("; "))
 }
 
-/// Members whose pod is gone: what they said last stands, and nobody would notice if it changed.
-fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> Holds {
+/// Condition AgentsMissing: without an agent, a member's FluxNode keeps its last report even if the broker's state
+/// changes.
+fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
     let members = roster.into_iter().flat_map(Roster::members);
     let mut missing = members.filter_map(|member| Some((&member.node, seen.agentless.get(&member.node)?)));
     let Some((node, why)) = missing.next() else { return (false, "AsExpected", String::new()) };
@@ -179,12 +182,13 @@ fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> Holds {
         0 => String::new(),
         more => format!(" (and {})", many(more, "other node")),
     };
-    let words =
-        format!("{node} has no agent{others}: {why}; its broker and jobs go on, but nothing is mended or told there");
-    (true, "AgentNotRunning", words)
+    let message = format!(
+        "{node} has no agent{others}: {why}; its broker and jobs keep running, but no agent repairs or reports anything there"
+    );
+    (true, "AgentNotRunning", message)
 }
 
-/// The status before with what the roster and the nodes' reports say by now.
+/// The previous status with the numbers and names updated from the roster and the agents' reports.
 fn counted(seen: &Observed, roster: Option<&Roster>) -> FluxInstanceStatus {
     let mut next = seen.status.clone();
     let Some(roster) = roster else {
@@ -218,7 +222,12 @@ fn phase(roster: Option<&Roster>, obstacle: Option<&Obstacle>, standing: Standin
     }
 }
 
-fn degraded(obstacle: Option<&Obstacle>, cores_lost: Option<&str>, standing: Standing, message: &str) -> Holds {
+fn degraded(
+    obstacle: Option<&Obstacle>,
+    cores_lost: Option<&str>,
+    standing: Standing,
+    message: &str,
+) -> ConditionValue {
     match obstacle {
         Some(Obstacle::Problem { reason, message }) => (true, reason, message.clone()),
         _ if standing.shut_down => (true, SHUT_DOWN_REASON, SHUT_DOWN_MESSAGE.to_owned()),
@@ -228,7 +237,7 @@ fn degraded(obstacle: Option<&Obstacle>, cores_lost: Option<&str>, standing: Sta
     }
 }
 
-fn certificate_missing(seen: &Observed) -> Holds {
+fn certificate_missing(seen: &Observed) -> ConditionValue {
     if seen.is_certificate_gone {
         (true, "SecretGone", CERTIFICATE_IS_GONE.to_owned())
     } else {
@@ -236,78 +245,85 @@ fn certificate_missing(seen: &Observed) -> Holds {
     }
 }
 
-fn scale_denied(seen: &Observed, roster: Option<&Roster>) -> Holds {
+fn scale_denied(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
     let fits = (false, "Fits", String::new());
     let Some(roster) = roster else { return fits };
     let max_size = roster.settings.max_size;
     let (asked, are) = match (seen.spec.size, seen.spec.max_size) {
         (Some(size), _) => (size, format!("size {size} is")),
-        // By default every eligible node takes part. Who sets maxSize alone wants no more than that.
+        // A user who sets only maxSize has asked for no more nodes than that.
         (None, Some(_)) => return fits,
         (None, None) => {
-            let takers = u32::try_from(takers(seen, roster)).unwrap_or(u32::MAX);
-            (takers, format!("{takers} members and eligible nodes are"))
+            let count = u32::try_from(participant_count(seen, roster)).unwrap_or(u32::MAX);
+            (count, format!("{count} members and eligible nodes are"))
         }
     };
     if asked <= max_size {
         return fits;
     }
     let more = match seen.spec.max_size {
-        Some(next) => format!("maxSize {next} comes with the next coordinated restart"),
-        None => "maxSize is the default, set spec.maxSize to have more".to_owned(),
+        Some(next) => format!("maxSize {next} takes effect at the next coordinated restart"),
+        None => "to allow more, set spec.maxSize".to_owned(),
     };
-    let words = format!("{are} more than maxSize {max_size} of the running epoch: {max_size} it is; {more}");
-    (true, "MoreThanMaxSize", words)
+    let message = format!(
+        "{are} more than maxSize {max_size} of the running epoch, so at most {max_size} nodes have a rank; {more}"
+    );
+    (true, "MoreThanMaxSize", message)
 }
 
-fn restart_pending(restart: Restart) -> Holds {
+fn restart_pending(restart: Restart) -> ConditionValue {
     match restart {
         Restart::None => (false, "Same", String::new()),
         Restart::Waits { difference, reason } => (true, "Waits", format!("{difference}; waits for {reason}")),
         Restart::Blocked { difference, reason } => (true, BLOCKED, format!("{difference}; {reason}")),
         Restart::Refused { difference, reason } => {
-            let words = format!("{difference}; it did not come up and was taken back ({reason}): change the spec");
-            (true, REFUSED, words)
+            let message = format!(
+                "{difference}; the instance did not come up with this and went back to its previous settings ({reason}): change \
+                 the spec"
+            );
+            (true, REFUSED, message)
         }
         Restart::Now { difference, .. } => (true, "Begins", difference),
     }
 }
 
-/// The conditions of `next` that somebody should hear of by an Event: those that need somebody, and did not say so `before`.
+/// The conditions of `next` that deserve a warning Event: those that need a user's action and were not the same in
+/// `before`.
 pub fn warnings(before: Option<&FluxInstanceStatus>, next: &FluxInstanceStatus) -> Vec<Condition> {
-    let needs_somebody = |condition: &&Condition| match condition.type_.as_str() {
+    let needs_action = |condition: &&Condition| match condition.type_.as_str() {
         CONDITION_SCALE_DENIED | CONDITION_NOT_APPLIED | CONDITION_AGENTS_MISSING => true,
         CONDITION_RESTART_PENDING => [BLOCKED, REFUSED].contains(&condition.reason.as_str()),
         "Degraded" => [CORES_LOST, SHUT_DOWN_REASON].contains(&condition.reason.as_str()),
         _ => false,
     };
-    let is_news = |condition: &&Condition| {
+    let has_changed = |condition: &&Condition| {
         before
             .and_then(|before| before.holding(&condition.type_))
             .is_none_or(|old| (&old.reason, &old.message) != (&condition.reason, &condition.message))
     };
     let holding = next.conditions.iter().filter(|condition| condition.status == "True");
-    holding.filter(needs_somebody).filter(is_news).cloned().collect()
+    holding.filter(needs_action).filter(has_changed).cloned().collect()
 }
 
-/// The status while nothing can be planned at all: what was last seen of the nodes stands, with why it may be old.
-pub fn stopped(before: &FluxInstanceStatus, reason: &str, words: &str, now: Timestamp) -> FluxInstanceStatus {
+/// The status while the planner can't plan at all: the previous status with the reason as message and condition
+/// Degraded.
+pub fn stopped(before: &FluxInstanceStatus, reason: &str, message: &str, now: Timestamp) -> FluxInstanceStatus {
     let mut next = before.clone();
-    next.message = Some(words.to_owned());
-    // Of the spec there is now, nothing has been looked at.
-    set_condition(&mut next.conditions, "Degraded", true, reason, words, before.observed_generation, now);
+    next.message = Some(message.to_owned());
+    // Keep the old generation: the planner has not evaluated the current spec.
+    set_condition(&mut next.conditions, "Degraded", true, reason, message, before.observed_generation, now);
     next
 }
 
-/// Each node tells the newest that it has of this instance.
+/// The newest queue dump among the nodes. Each agent reports the newest that its host has of this instance.
 fn newest_dump(seen: &Observed) -> Option<KeptDump> {
     let dumps = seen.reports.iter().filter_map(|(node, report)| Some((node, report.dump.as_ref()?)));
     let (node, dump) = dumps.max_by_key(|(_, dump)| dump.time.0)?;
     Some(KeptDump { node: node.clone(), dump: dump.clone() })
 }
 
-/// One sentence on what is still missing, with the words of the node that matters most: a lead that answers nobody, one that
-/// has failed, or else the first.
+/// One sentence on how many nodes are online, with the message of the offline member that matters most: a silent lead,
+/// else the first that has failed, else the first.
 fn explain(seen: &Observed, roster: Option<&Roster>, next: &FluxInstanceStatus) -> String {
     let Some(roster) = roster else { return "no roster yet".to_owned() };
     let offline = roster.ranks.iter().filter(|(rank, _)| !is_online(seen, roster, **rank));
@@ -325,11 +341,11 @@ fn explain(seen: &Observed, roster: Option<&Roster>, next: &FluxInstanceStatus) 
         });
         let unready = (!is_ready(seen, member)).then(|| "its Node is not Ready".to_owned());
         let agentless = seen.agentless.get(&member.node).map(|why| format!("it has no agent: {why}"));
-        let gone = gone::words(roster, rank).or(silent).or(unready).or(agentless);
-        let unsaid = if report.is_some() { "its agent has said no more" } else { "no word from its agent yet" };
-        let words = gone.or_else(|| report?.message.clone()).unwrap_or_else(|| unsaid.to_owned());
+        let cause = gone::message(roster, rank).or(silent).or(unready).or(agentless);
+        let unknown = if report.is_some() { "its agent gives no reason" } else { "its agent has not reported yet" };
+        let message = cause.or_else(|| report?.message.clone()).unwrap_or_else(|| unknown.to_owned());
         let started = if holds(seen, roster, rank).is_some() { "started" } else { "not started" };
-        format!("; {} (rank {rank}, {started}): {words}", member.node)
+        format!("; {} (rank {rank}, {started}): {message}", member.node)
     });
     format!("{}{}", online_of(next), detail.unwrap_or_default())
 }
@@ -338,17 +354,17 @@ fn count<T>(items: impl Iterator<Item = T>) -> u32 {
     u32::try_from(items.count()).unwrap_or(u32::MAX)
 }
 
-/// Sets one condition; its time changes only with its value, as Kubernetes' API conventions have it.
+/// Sets one condition. Its transition time changes only with its value, as the Kubernetes API conventions demand.
 pub fn set_condition(
     conditions: &mut Vec<Condition>,
     type_: &str,
-    holds: bool,
+    is_true: bool,
     reason: &str,
     message: &str,
     generation: i64,
     now: Timestamp,
 ) {
-    let value = if holds { "True" } else { "False" };
+    let value = if is_true { "True" } else { "False" };
     let mut next = Condition {
         type_: type_.to_owned(),
         status: value.to_owned(),
@@ -373,8 +389,8 @@ mod tests {
     use super::*;
     use crate::roster::tests::World;
 
-    fn waiting(words: &str) -> Obstacle {
-        Obstacle::Waiting(words.to_owned())
+    fn waiting(reason: &str) -> Obstacle {
+        Obstacle::Waiting(reason.to_owned())
     }
 
     fn problem(reason: &'static str) -> Obstacle {
@@ -382,55 +398,55 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_has_to_mend_goes_before_what_comes_by_itself() {
+    fn an_obstacle_that_a_user_must_fix_goes_before_one_that_passes() {
         let (packages, certificate) = (|| waiting("packages"), || waiting("certificate"));
         let (unresolved, malformed) = (|| problem("PackagesUnresolved"), || problem("MalformedCertificate"));
-        for (found, told) in [
+        for (found, reported) in [
             (vec![], None),
             (vec![packages(), certificate()], Some(packages())),
             (vec![packages(), malformed()], Some(malformed())),
             (vec![unresolved(), certificate()], Some(unresolved())),
             (vec![unresolved(), malformed()], Some(unresolved())),
         ] {
-            assert_eq!(foremost(found.clone()), told, "{found:?}");
+            assert_eq!(foremost(found.clone()), reported, "{found:?}");
         }
     }
 
     #[test]
-    fn what_the_plan_waits_for_is_told_where_nothing_else_is_known() {
-        type Change = fn(&mut World);
-        let nobody: Change = |world| world.nodes.iter_mut().for_each(|node| node.cordoned = true);
+    fn the_reason_to_wait_is_reported_if_no_other_obstacle_is_known() {
+        type Edit = fn(&mut World);
+        let no_node: Edit = |world| world.nodes.iter_mut().for_each(|node| node.cordoned = true);
         let eligible_none = || Obstacle::Problem { reason: "NoEligibleNode", message: "the reason".to_owned() };
-        for (change, found, told) in [
-            ((|_| {}) as Change, None, waiting("the reason")),
+        for (change, found, reported) in [
+            ((|_| {}) as Edit, None, waiting("the reason")),
             (|_| {}, Some(waiting("packages")), waiting("packages")),
             (|_| {}, Some(problem("PackagesUnresolved")), problem("PackagesUnresolved")),
-            (nobody, None, eligible_none()),
-            (nobody, Some(waiting("packages")), eligible_none()),
-            (nobody, Some(problem("PackagesUnresolved")), problem("PackagesUnresolved")),
+            (no_node, None, eligible_none()),
+            (no_node, Some(waiting("packages")), eligible_none()),
+            (no_node, Some(problem("PackagesUnresolved")), problem("PackagesUnresolved")),
         ] {
             let mut world = World::up(1);
             change(&mut world);
-            assert_eq!(told_while_waiting(&world.seen(), found.clone(), "the reason".to_owned()), told, "{found:?}");
+            let obstacle = told_while_waiting(&world.seen(), found.clone(), "the reason".to_owned());
+            assert_eq!(obstacle, reported, "{found:?}");
         }
     }
 
-    fn told(world: &World) -> FluxInstanceStatus {
+    fn status_of(world: &World) -> FluxInstanceStatus {
         status(&world.seen(), 1, world.roster.as_ref(), None)
     }
 
     #[test]
-    fn the_line_and_a_condition_tell_what_is_wrong_beside_nodes_that_are_all_online() {
-        type Change = fn(&mut World);
-        let packages: Change = |world| {
+    fn message_and_condition_name_the_problem_even_if_all_nodes_are_online() {
+        type Edit = fn(&mut World);
+        let packages: Edit = |world| {
             world.digest = "next";
             let why = "can't fetch http://example.org/flux.conda: 404 Not Found";
             world.reports.get_mut("node2").unwrap().lacks_packages = Some(why.to_owned());
         };
-        let evicted: Change =
-            |world| drop(world.agentless.insert("node2".to_owned(), "its pod was evicted".to_owned()));
-        for (change, condition, reason, words) in [
-            ((|_| {}) as Change, None, "", "2 of 2 nodes online"),
+        let evicted: Edit = |world| drop(world.agentless.insert("node2".to_owned(), "its pod was evicted".to_owned()));
+        for (change, condition, reason, part) in [
+            ((|_| {}) as Edit, None, "", "2 of 2 nodes online"),
             (|world| world.spec.size = Some(99), Some(CONDITION_SCALE_DENIED), "MoreThanMaxSize", "size 99 is more"),
             (packages, Some(CONDITION_RESTART_PENDING), BLOCKED, "node2 can't install the packages: can't fetch http"),
             (|world| world.spec.lead = Some("node2".into()), Some(CONDITION_NOT_APPLIED), "LeadIsFixed", "node1 leads"),
@@ -440,37 +456,37 @@ mod tests {
                 "AgentNotRunning",
                 "node2 has no agent: its pod was evicted; its broker",
             ),
-            // It waits for others, who will come.
+            // This restart only waits, so it needs no warning.
             (|world| world.digest = "next", Some(CONDITION_RESTART_PENDING), "Waits", "2 of 2 nodes online"),
         ] {
             let mut world = World::up(2);
             change(&mut world);
-            let told = told(&world);
-            assert!(told.message.as_ref().is_some_and(|message| message.contains(words)), "{words}: {told:?}");
+            let status = status_of(&world);
+            assert!(status.message.as_ref().is_some_and(|message| message.contains(part)), "{part}: {status:?}");
             let Some(condition) = condition else { continue };
-            let holding = told.holding(condition).unwrap_or_else(|| panic!("{condition}: {told:?}"));
-            assert_eq!(holding.reason, reason, "{told:?}");
-            let warned = warnings(None, &told);
+            let holding = status.holding(condition).unwrap_or_else(|| panic!("{condition}: {status:?}"));
+            assert_eq!(holding.reason, reason, "{status:?}");
+            let warned = warnings(None, &status);
             assert_eq!(warned.iter().any(|warning| warning.type_ == condition), reason != "Waits", "{warned:?}");
-            assert_eq!(warnings(Some(&told), &told), [], "an Event comes once");
+            assert_eq!(warnings(Some(&status), &status), [], "the same Event must not be sent again");
         }
     }
 
     #[test]
-    fn of_the_nodes_that_are_not_online_the_one_that_has_failed_is_quoted() {
+    fn the_message_quotes_a_failed_node_before_one_that_waits() {
         let mut world = World::up(3);
-        let report = |world: &mut World, name: &str, phase, words: &str| {
+        let report = |world: &mut World, name: &str, phase, message: &str| {
             let report = world.reports.get_mut(name).unwrap();
-            (report.phase, report.message, report.adopted) = (phase, Some(words.to_owned()), None);
+            (report.phase, report.message, report.adopted) = (phase, Some(message.to_owned()), None);
         };
         report(&mut world, "node2", NodePhase::Waiting, "waiting for another node to hold the packages");
         report(&mut world, "node3", NodePhase::Failed, "404 Not Found");
-        let words = "1 of 3 nodes online; node3 (rank 2, not started): 404 Not Found";
-        assert_eq!(told(&world).message.as_deref(), Some(words));
+        let message = "1 of 3 nodes online; node3 (rank 2, not started): 404 Not Found";
+        assert_eq!(status_of(&world).message.as_deref(), Some(message));
     }
 
     #[test]
-    fn a_job_that_waits_for_free_cores_is_the_line_and_a_condition_and_an_event() {
+    fn a_job_that_waits_although_cores_are_free_is_message_condition_and_event() {
         let mut world = World::up(2);
         let fine = status(&world.seen(), 1, world.roster.as_ref(), None);
         world.reports.get_mut("node1").unwrap().held_back = Some("job 7 waits".to_owned());
@@ -478,24 +494,24 @@ mod tests {
         assert_eq!(world.status.message.as_deref(), Some("job 7 waits"));
         let degraded = world.status.holding("Degraded").unwrap();
         assert_eq!((degraded.reason.as_str(), degraded.message.as_str()), ("CoresLost", "job 7 waits"));
-        let told: Vec<_> = warnings(Some(&fine), &world.status).into_iter().map(|condition| condition.reason).collect();
-        assert_eq!(told, ["CoresLost"]);
+        let warned = warnings(Some(&fine), &world.status).into_iter().map(|condition| condition.reason);
+        assert_eq!(warned.collect::<Vec<_>>(), ["CoresLost"]);
     }
 
     #[test]
-    fn while_nothing_can_be_planned_the_page_says_why_and_heals_when_it_can_again() {
+    fn the_status_says_why_the_planner_can_not_plan_until_it_can_again() {
         let mut world = World::up(3);
         world.status = status(&world.seen(), 1, world.roster.as_ref(), None);
-        let words = "ConfigMap flux-roster: can't be read; delete it to have it made again from the nodes";
+        let why = "ConfigMap flux-roster: can't be read; delete it, and the planner makes it again from the nodes";
         let at = |second| Timestamp::from_second(second).unwrap();
-        let told = stopped(&world.status, "MalformedRoster", words, at(2000));
-        assert_eq!((&told.phase, told.online, told.message.as_deref()), (&InstancePhase::Running, 3, Some(words)));
-        let degraded = told.holding("Degraded").unwrap();
-        assert_eq!((degraded.reason.as_str(), degraded.message.as_str()), ("MalformedRoster", words));
-        assert_eq!(stopped(&told, "MalformedRoster", words, at(3000)), told, "it is written once");
+        let next = stopped(&world.status, "MalformedRoster", why, at(2000));
+        assert_eq!((&next.phase, next.online, next.message.as_deref()), (&InstancePhase::Running, 3, Some(why)));
+        let degraded = next.holding("Degraded").unwrap();
+        assert_eq!((degraded.reason.as_str(), degraded.message.as_str()), ("MalformedRoster", why));
+        assert_eq!(stopped(&next, "MalformedRoster", why, at(3000)), next, "a second round changes nothing");
 
-        world.status = told;
-        let healed = status(&world.seen(), 1, world.roster.as_ref(), None);
-        assert_eq!((healed.holding("Degraded"), healed.message.as_deref()), (None, Some("3 of 3 nodes online")));
+        world.status = next;
+        let recovered = status(&world.seen(), 1, world.roster.as_ref(), None);
+        assert_eq!((recovered.holding("Degraded"), recovered.message.as_deref()), (None, Some("3 of 3 nodes online")));
     }
 }

@@ -1,31 +1,34 @@
-//! Shapes of the TBON, as flux-core's topology.c makes them out of `tbon.topo` and the instance's size.
+//! The shape of the TBON (the overlay tree), as flux-core's topology.c derives it from `tbon.topo` and the instance's
+//! size.
 
 use api::Rank;
 
-/// The seed of this project ran with `-Stbon.fanout=256`: flat up to 257 ranks.
+/// The prototype of this project ran with `-Stbon.fanout=256`, which is flat up to 257 ranks.
 const SEED_FANOUT: u32 = 256;
-/// Up to here the lead alone carries all others; beyond, `mincrit` keeps its fanout bounded (flux-core's own limit).
+/// Largest instance in which all ranks are children of the lead by default. Above it, `mincrit` bounds the lead's
+/// fanout (flux-core's own limit).
 const FLAT_LIMIT: u32 = 1024;
 
-/// A shape.
+/// The shape of a tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Topology {
     /// `kary:K`; `kary:0` is flat.
     Kary(u32),
-    /// `mincrit:K`: K routers under the lead, everyone else under these.
+    /// `mincrit:K`: K routers under the lead, and all other ranks under these.
     Mincrit(u32),
     /// `binomial`.
     Binomial,
 }
 
 impl Topology {
-    /// What people write and read if all ranks hang under the lead. Flux has no word for it.
+    /// The name for a tree in which all ranks are children of the lead, in the spec and in messages. Flux has no such
+    /// name.
     pub const FLAT: &str = "flat";
 
-    /// Reads `tbon.topo` for an instance of `size` ranks. [`Self::FLAT`] is taken too, as `kary:0`.
+    /// Parses `tbon.topo` for an instance of `size` ranks. Also accepts [`Self::FLAT`], as `kary:0`.
     ///
     /// # Errors
-    /// What is wrong with `text`.
+    /// If `text` is not a topology; the message quotes it.
     pub fn parse(text: &str, size: u32) -> Result<Self, String> {
         let (scheme, argument) = text.split_once(':').map_or((text, None), |(s, a)| (s, Some(a)));
         let number = |what: &str| -> Result<u32, String> {
@@ -41,12 +44,12 @@ impl Topology {
         }
     }
 
-    /// What an instance of `size` ranks gets if the spec names no topology.
+    /// The topology of an instance of `size` ranks if the spec names none.
     pub fn default_for(size: u32) -> &'static str {
         if size <= FLAT_LIMIT { Self::FLAT } else { "mincrit" }
     }
 
-    /// `text` as broker.toml has it for an instance of `size` ranks, in Flux's words.
+    /// Translates the spec's `text` into Flux's `tbon.topo` for an instance of `size` ranks.
     pub fn for_flux(text: &str, size: u32) -> &str {
         match text {
             Self::FLAT if size <= SEED_FANOUT + 1 => "kary:256",
@@ -55,7 +58,7 @@ impl Topology {
         }
     }
 
-    /// Whether all of `size` ranks hang under the lead, whatever the shape is called.
+    /// True if all other ranks of `size` are children of the lead, whatever the topology's name.
     pub fn is_flat(self, size: u32) -> bool {
         match self {
             Self::Kary(0) | Self::Mincrit(0) => true,
@@ -75,17 +78,17 @@ impl Topology {
             Self::Kary(k) => (rank - 1) / k,
             Self::Mincrit(k) if rank <= k => 0,
             Self::Mincrit(k) => (rank - k - 1) % k + 1,
-            // Each rank hangs under itself without its lowest bit.
+            // The parent of a rank is the rank without its lowest set bit.
             Self::Binomial => rank & (rank - 1),
         })
     }
 
-    /// Those above `rank`, from its parent to rank 0.
+    /// The ranks above `rank`, from its parent to rank 0.
     pub fn ancestors(self, rank: Rank) -> impl Iterator<Item = Rank> {
         std::iter::successors(self.parent(rank), move |above| self.parent(*above))
     }
 
-    /// `rank` has a child among `size` ranks, so its broker needs `bind` and its children need `connect`.
+    /// True if `rank` has a child among `size` ranks, so that its broker needs `bind` and its children need `connect`.
     pub fn is_interior(self, rank: Rank, size: u32) -> bool {
         let first_child = match self {
             _ if rank == 0 => 1,
@@ -100,7 +103,7 @@ impl Topology {
     }
 }
 
-/// flux-core's mincrit_choose_k() with its limit of 1024.
+/// The number of routers, as flux-core's mincrit_choose_k() computes it with its limit of 1024.
 fn mincrit_routers(size: u32) -> u32 {
     if size <= FLAT_LIMIT + 1 {
         return 0;
@@ -113,7 +116,7 @@ mod tests {
     use super::Topology;
 
     #[test]
-    fn parents_are_those_of_flux_core() {
+    fn parents_are_the_same_as_in_flux_core() {
         for (topology, expected) in [
             ("kary:2", vec![0, 0, 1, 1, 2, 2, 3]),
             ("kary:256", vec![0, 0, 0, 0, 0, 0, 0]),
@@ -134,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn many_ranks_get_routers() {
+    fn large_instances_get_routers() {
         assert_eq!(Topology::parse("mincrit", 1025).unwrap(), Topology::Mincrit(0));
         assert_eq!(Topology::parse("mincrit", 1026).unwrap(), Topology::Mincrit(2));
         assert_eq!(Topology::parse("mincrit", 3000).unwrap(), Topology::Mincrit(3));
@@ -163,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn only_flux_reads_its_own_word_for_flat() {
+    fn broker_toml_gets_fluxs_own_name_for_flat() {
         for (text, size, expected) in
             [("flat", 64, "kary:256"), ("flat", 258, "kary:0"), ("kary:2", 64, "kary:2"), ("mincrit", 2000, "mincrit")]
         {
@@ -174,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused_in_words() {
+    fn an_invalid_topology_is_refused() {
         for text in ["", "kary", "kary:x", "kary:-1", "binomial:2", "ring", "mincrit:"] {
             assert!(Topology::parse(text, 8).is_err(), "{text}");
         }

@@ -1,4 +1,4 @@
-//! What the planner watches, and remembers of it.
+//! The objects that the planner watches, cached.
 
 use std::{collections::HashMap, future::ready, sync::Arc, time::Duration};
 
@@ -15,33 +15,34 @@ use tracing::{debug, warn};
 use api::{DAEMONSET, FluxInstance, FluxNode, INSTANCE, NAMESPACE};
 use model::{agents::AgentPod, eligibility::NodeView};
 
-/// What the planner watches, as the API server told it last.
+/// The watched objects, as last received from the API server.
 pub(super) struct Caches {
     pub(super) nodes: Store<Node>,
-    /// One that this version can't read must not hide the others; see [`readable`].
+    /// Guarded, so that a FluxNode that this version can't read doesn't hide the others; see [`readable`].
     pub(super) flux_nodes: Store<DeserializeGuard<FluxNode>>,
     pub(super) instances: Store<FluxInstance>,
-    /// The agents'.
+    /// The pods of the agents.
     pods: Store<Pod>,
-    /// Ours alone.
+    /// Only our own Namespace.
     namespaces: Store<Namespace>,
 }
 
 impl Caches {
-    /// Empty ones, and a stream that fills them while it is driven: an item for each change that may be one for planning.
+    /// Returns empty caches, and a stream that fills them while it is polled. It yields an item for each change that
+    /// planning may depend on.
     pub(super) fn watch(client: &Client) -> (Self, impl Stream<Item = ()> + Send + use<>) {
         let all = watcher::Config::default;
         let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()), all());
         let (flux_nodes, flux_node_changes) = watch(Api::namespaced(client.clone(), NAMESPACE), all());
-        let flux_node_changes = flux_node_changes.inspect(tell_if_unreadable);
+        let flux_node_changes = flux_node_changes.inspect(warn_if_unreadable);
         let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all());
         let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
         let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
         let agents = all().labels(&format!("app={DAEMONSET}"));
         let (pods, pod_changes) = watch(Api::<Pod>::namespaced(client.clone(), NAMESPACE), agents);
         let view = |node: &Node| Some(NodeView::from(node));
-        let node_changes = only_news(node_changes, view);
-        let pod_changes = only_news(pod_changes, AgentPod::of);
+        let node_changes = skip_irrelevant(node_changes, view);
+        let pod_changes = skip_irrelevant(pod_changes, AgentPod::of);
         let changes = [
             node_changes.map(drop).boxed(),
             flux_node_changes.map(drop).boxed(),
@@ -52,20 +53,22 @@ impl Caches {
         (Self { nodes, flux_nodes, instances, pods, namespaces }, select_all(changes))
     }
 
-    /// The agents' pods that have a node. None at all where they can't be read: an older manifest gives no right to.
+    /// The agents' pods that have a node. Empty if they can't be read, because an older manifest does not grant that
+    /// right.
     pub(super) fn agents(&self) -> Vec<AgentPod> {
         self.pods.state().iter().filter_map(|pod| AgentPod::of(pod)).collect()
     }
 
-    /// There is no instance, or soon there will be none.
+    /// True if there is no instance, or it is being deleted, or the Namespace is.
     pub(super) fn is_over(&self) -> bool {
         let is_ending = self.namespaces.state().iter().any(|ours| ours.metadata.deletion_timestamp.is_some());
         let stays = |flux: &FluxInstance| flux.name_any() == INSTANCE && flux.metadata.deletion_timestamp.is_none();
         is_ending || !self.instances.state().iter().any(|flux| stays(flux))
     }
 
-    /// Nodes, FluxNodes and FluxInstances have been read once: before, what is missing proves nothing. The Namespace is not
-    /// waited for: only what it says counts, that it is being deleted, and nothing is planned because it is missing.
+    /// True once Nodes, FluxNodes and FluxInstances have been listed: before that, a missing object proves nothing. It
+    /// doesn't wait for the Namespace and the pods, because no decision follows from a missing Namespace or an empty
+    /// list of pods.
     pub(super) async fn are_complete(&self) -> bool {
         let ready = async {
             let _ = tokio::join!(
@@ -78,22 +81,22 @@ impl Caches {
     }
 }
 
-/// The FluxNodes that this version can read. One of another version that it can't is left alone, as if its agent had said nothing
-/// yet: another version may know better.
+/// The FluxNodes that this version can read. The planner leaves the others alone, as if their agents had not reported
+/// yet, because the version that wrote them may still use them.
 pub(super) fn readable(nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> impl Iterator<Item = &FluxNode> {
     nodes.iter().filter_map(|node| node.0.as_ref().ok())
 }
 
-fn tell_if_unreadable(event: &watcher::Event<DeserializeGuard<FluxNode>>) {
+fn warn_if_unreadable(event: &watcher::Event<DeserializeGuard<FluxNode>>) {
     if let watcher::Event::Apply(node) | watcher::Event::InitApply(node) = event
         && let DeserializeGuard(Err(InvalidObject { error, .. })) = node
     {
-        warn!(node = node.name_any(), error, "a FluxNode can't be read by this version: finish the upgrade");
+        warn!(node = node.name_any(), error, "this version can't read a FluxNode: finish the upgrade");
     }
 }
 
-/// Without what a kubelet says again and again: its heartbeat, its images, a probe.
-fn only_news<K, V>(
+/// Drops the changes that planning does not depend on, such as kubelet's heartbeats, image lists and probe results.
+fn skip_irrelevant<K, V>(
     changes: impl Stream<Item = watcher::Event<K>> + Send,
     view: impl Fn(&K) -> Option<V> + Send + 'static,
 ) -> impl Stream<Item = watcher::Event<K>> + Send
@@ -102,11 +105,11 @@ where
     V: PartialEq + Send,
 {
     let mut known = HashMap::new();
-    changes.filter(move |event| ready(is_news(&mut known, event, &view)))
+    changes.filter(move |event| ready(is_relevant(&mut known, event, &view)))
 }
 
-/// `view`: what planning needs to know of an object.
-fn is_news<K, V>(
+/// True unless the event leaves the `view` of its object, the part that planning depends on, unchanged.
+fn is_relevant<K, V>(
     known: &mut HashMap<String, Option<V>>,
     event: &watcher::Event<K>,
     view: impl Fn(&K) -> Option<V>,
@@ -119,11 +122,11 @@ where
         watcher::Event::Apply(object) | watcher::Event::InitApply(object) => {
             let seen = view(object);
             let before = known.get(&object.name_any());
-            let is_news = before != Some(&seen);
-            if is_news {
+            let has_changed = before != Some(&seen);
+            if has_changed {
                 known.insert(object.name_any(), seen);
             }
-            is_news
+            has_changed
         }
         watcher::Event::Delete(object) => known.remove(&object.name_any()).is_some(),
         watcher::Event::Init | watcher::Event::InitDone => true,
@@ -151,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_heartbeat_is_no_news_of_a_node() {
+    fn a_heartbeat_of_a_node_is_not_relevant() {
         let node = |uid: &str, ready: &str, heartbeat: &str| -> Node {
             let condition = json!({"type": "Ready", "status": ready, "lastHeartbeatTime": heartbeat});
             let node = json!({"metadata": {"name": "node1", "uid": uid}, "status": {"conditions": [condition]}});
@@ -168,7 +171,7 @@ mod tests {
             (watcher::Event::Apply(node("a", "True", late)), true),
             (watcher::Event::Apply(node("b", "True", late)), true),
         ] {
-            assert_eq!(is_news(&mut known, &event, |node| Some(NodeView::from(node))), expected, "{event:?}");
+            assert_eq!(is_relevant(&mut known, &event, |node| Some(NodeView::from(node))), expected, "{event:?}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The FluxInstance itself: made once from ConfigMap `flux-default`, and its status.
+//! Creates the FluxInstance, once, from ConfigMap `flux-default`, and writes its status.
 
 use k8s_openapi::api::core::v1::{ConfigMap, ObjectReference};
 use kube::{
@@ -15,12 +15,14 @@ use api::{
 use cluster::{ApiError, call, clock};
 use model::{read::read_instance, status::set_condition};
 
-/// Makes the first FluxInstance from ConfigMap `flux-default`, once: a file can't hold an object beside its own new CRD.
-/// `existing` is the FluxInstance that is there. To be called in every round also while it is: a ConfigMap that was made
-/// anew beside it has no mark, and unless it gets one the FluxInstance comes back as soon as it is deleted.
+/// Creates the first FluxInstance from ConfigMap `flux-default`, once. The manifest can't hold the FluxInstance itself,
+/// because `kubectl apply` refuses an object whose CRD is new in the same file.
+///
+/// `existing` is the present FluxInstance. Call this in every round, even if there is one: a ConfigMap that was created
+/// again has no mark yet, and without the mark the FluxInstance would come back as soon as a user deletes it.
 ///
 /// # Errors
-/// The API server's; [`ApiError::Content`] where the ConfigMap holds no spec.
+/// If a call to the API server fails; [`PlannerError::Content`] if the ConfigMap has no valid spec.
 pub async fn ensure(client: &Client, existing: Option<&FluxInstance>) -> Result<(), ApiError> {
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
     let Some(map) = call("get ConfigMap flux-default", maps.get_opt(CONFIGMAP_DEFAULT)).await? else { return Ok(()) };
@@ -34,17 +36,18 @@ pub async fn ensure(client: &Client, existing: Option<&FluxInstance>) -> Result<
             let spec = parse_default(text)?;
             let instances: Api<FluxInstance> = Api::namespaced(client.clone(), NAMESPACE);
             let (params, flux) = (PostParams::default(), FluxInstance::new(INSTANCE, spec));
-            info!("making the FluxInstance from ConfigMap flux-default");
+            info!("creating the FluxInstance from ConfigMap flux-default");
             call("create FluxInstance flux", instances.create(&params, &flux)).await?.uid()
         }
     };
-    // The durable mark, after the deed: a planner that dies between the two finds the instance and only marks.
+    // Mark the ConfigMap only now: a planner that dies before this line finds the FluxInstance in its next round and
+    // adds the mark.
     let patch = json!({"metadata": {"annotations": {ANNOTATION_CONSUMED: uid.unwrap_or_default()}}});
     let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
     call("mark ConfigMap flux-default", maps.patch(CONFIGMAP_DEFAULT, &params, &patch)).await.map(drop)
 }
 
-/// What an Event about ConfigMap `flux-default` is about.
+/// A reference to ConfigMap `flux-default`, for an Event about it.
 pub fn default_reference() -> ObjectReference {
     ObjectReference {
         api_version: Some("v1".to_owned()),
@@ -62,10 +65,10 @@ fn parse_default(text: &str) -> Result<FluxInstanceSpec, ApiError> {
     })
 }
 
-/// Writes the status where it differs.
+/// Writes the status if it has changed.
 ///
 /// # Errors
-/// The API server's.
+/// If the call to the API server fails; with code 409 if the FluxInstance has changed since it was read.
 pub async fn write_status(client: &Client, instance: &FluxInstance, next: &FluxInstanceStatus) -> Result<(), ApiError> {
     if instance.status.as_ref() == Some(next) {
         return Ok(());
@@ -74,16 +77,17 @@ pub async fn write_status(client: &Client, instance: &FluxInstance, next: &FluxI
     let name = instance.name_any();
     let mut changed = instance.clone();
     changed.status = Some(next.clone());
-    // By replace, so that a planner that has lost its Lease can't overwrite the next one's words.
+    // Replace, not patch: it names the resourceVersion, so a planner that has lost its Lease can't overwrite the next
+    // one's status.
     let params = PostParams::default();
     let written = instances.replace_status(&name, &params, &changed);
     call(format!("status of FluxInstance {name}"), written).await.map(drop)
 }
 
-/// Says of a FluxInstance of another name that it is ignored.
+/// Sets the condition `Ignored` on a FluxInstance with a name that is not served.
 ///
 /// # Errors
-/// The API server's.
+/// As [`write_status`].
 pub async fn ignore(client: &Client, instance: &FluxInstance) -> Result<(), ApiError> {
     let mut status = instance.status.clone().unwrap_or_default();
     let message = format!("only the FluxInstance named {INSTANCE} is served");

@@ -1,4 +1,5 @@
-//! ConfigMap `flux-packages`: resolved once; a restart never resolves again.
+//! Publishes the package set in ConfigMap `flux-packages`. The planner resolves each question once, and a restart never
+//! resolves again.
 
 use std::time::Duration;
 
@@ -15,49 +16,52 @@ use cluster::{
 use locks::question::question;
 use packages::{Access, SolveError, resolve};
 
-/// Resolving goes on beside everything else: conda-forge's index alone can take minutes.
+/// Resolves packages in a task of its own, because reading conda-forge's index alone can take minutes.
 #[derive(Default)]
 pub struct Resolver {
-    /// The question, and who works on it: nobody goes on when the question is another one, or another agent plans.
+    /// The question, and the task that resolves it. Dropping the JoinSet aborts the task: if the question changes, or
+    /// if another agent becomes the planner.
     running: Option<(String, JoinSet<Result<PackageSet, String>>)>,
     failed: Option<Failure>,
 }
 
-/// A question that had no answer. A changed one is asked at once.
+/// A question that could not be resolved. Only the same question waits; a changed one is asked at once.
 struct Failure {
     question: String,
     reason: String,
-    /// So many times in a row.
+    /// How many times in a row it has failed.
     count: u32,
+    /// When to ask again.
     again: Instant,
 }
 
-/// How long an unanswered question rests at first; twice as long after each failure.
+/// The pause after the first failure; it doubles with each further one.
 const ASK_AGAIN: Duration = Duration::from_secs(5);
-/// The longest rest: a channel's full index is a big download.
+/// The longest pause. Not shorter, because a channel's full index is a big download.
 const LONGEST_REST: Duration = Duration::from_secs(120);
 
-/// What is known of the package set.
+/// The state of the published package set.
 pub enum Published {
-    /// This one.
+    /// The set that the spec asks for is published.
     Is(PackageSet),
-    /// None yet: it is being resolved.
+    /// No set is published yet; the planner is resolving one.
     Pending,
-    /// None yet, and why.
+    /// No set is published, because resolving failed for this reason.
     Failed(String),
-    /// Still this one, because the spec's new question has no answer, and why.
+    /// An earlier set is still published, because resolving the new one failed for this reason.
     Still(PackageSet, String),
 }
 
 impl Resolver {
-    /// The published package set; resolves and publishes one where there is none for the present question.
+    /// Returns the published package set. If none answers the present question, starts to resolve one, and publishes it
+    /// when it is done.
     ///
-    /// `platforms` are those of the nodes that are there, `running` is the digest of the running epoch's set. A set that is
-    /// published answers for the platforms it was made for: a node of another kind that comes later is a reason to resolve
-    /// only when somebody asks.
+    /// `platforms` are those of the existing nodes; `running` is the digest of the running epoch's set. A published set
+    /// answers for the platforms that it was made for: a node of another platform that joins later doesn't cause a new
+    /// resolution until a user asks for one (`spec.packages.refresh`).
     ///
     /// # Errors
-    /// The API server's.
+    /// If a call to the API server fails.
     pub async fn published(
         &mut self,
         client: &Client,
@@ -79,7 +83,7 @@ impl Resolver {
                     None
                 }
                 Some(ended) => {
-                    Some(ended.unwrap_or_else(|error| Err(format!("resolving the packages ended early: {error}"))))
+                    Some(ended.unwrap_or_else(|error| Err(format!("resolving the packages was interrupted: {error}"))))
                 }
             },
             _ => self.ask(client.clone(), question.clone(), packages.clone(), platforms.to_vec()),
@@ -126,7 +130,7 @@ impl Resolver {
         {
             return None;
         }
-        // Not the question itself: a channel's URL may hold a token.
+        // Don't log the question itself: a channel's URL may contain a token.
         info!("resolving the packages");
         let work = async move {
             let access = access::read(&client).await.map_err(|error| error_chain(&error))?;
@@ -145,7 +149,7 @@ impl Resolver {
     }
 }
 
-/// A changed question that has no answer leaves the old set in force.
+/// The state while a question has no answer: an earlier set stays published.
 fn until_answered(present: Option<PackageSet>, reason: String) -> Published {
     match present {
         Some(set) => Published::Still(set, reason),

@@ -1,4 +1,4 @@
-//! Writing what keeps autoscalers away from Nodes.
+//! Writes the annotations that keep autoscalers away from Nodes.
 
 use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::Node;
@@ -13,19 +13,20 @@ use tracing::debug;
 use cluster::{ApiError, call, gone_is_fine};
 use model::protect::Change;
 
-/// At the end of a job many nodes are given back at once, and at the end of an instance there is little time.
+/// How many Nodes are written concurrently: the end of a large job frees many at once, and when an instance ends there
+/// is little time.
 const AT_ONCE: usize = 16;
 
-/// Writes `changes` to the very versions of the Nodes that they were made from: what somebody else annotates meanwhile
-/// stays. A change that fails does not keep the others from being written.
+/// Writes `changes` to exactly the versions of the Nodes that they were computed from, so that annotations that others
+/// write meanwhile stay. If one change fails, the others are still written.
 ///
 /// # Errors
-/// The API server's last; code 409 where a Node has changed meanwhile.
-pub async fn write(client: &Client, nodes: &Store<Node>, changes: Vec<Change>) -> Result<(), ApiError> {
+/// The last error of a call to the API server; code 409 if a Node has changed meanwhile.
+pub async fn write(client: &Client, nodes: &Store<Node>, changes: Vec<AnnotationChange>) -> Result<(), PlannerError> {
     let api = Api::<Node>::all(client.clone());
-    let patches = changes.into_iter().filter_map(|Change { node, uid, annotations }| {
+    let patches = changes.into_iter().filter_map(|AnnotationChange { node, uid, annotations }| {
         let seen = nodes.get(&ObjectRef::new(&node)).filter(|seen| seen.uid().as_ref() == Some(&uid))?;
-        debug!(node, ?annotations, "telling autoscalers");
+        debug!(node, ?annotations, "annotating the Node for autoscalers");
         let patch = json!({"metadata": {"annotations": annotations, "resourceVersion": seen.resource_version()}});
         let api = api.clone();
         Some(async move {

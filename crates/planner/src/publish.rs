@@ -1,4 +1,4 @@
-//! Writing what was decided: the roster, `broker.toml`, and each FluxNode's spec.
+//! Reads and writes the planner's objects: the roster, `broker.toml`, the packages and each FluxNode's spec.
 
 use kube::{
     Api, Client, ResourceExt,
@@ -17,10 +17,10 @@ use cluster::{
 };
 use model::broker_toml;
 
-/// Writes the roster by compare-and-swap.
+/// Replaces exactly the roster that was read as `before`, or creates it if that is None.
 ///
 /// # Errors
-/// The API server's; code 409 where another planner was faster.
+/// If the call to the API server fails; with code 409 if another planner wrote the roster first.
 pub async fn write_roster(client: &Client, roster: &Roster, before: Option<&Document>) -> Result<(), ApiError> {
     let broken = |reason: String| ApiError::Content { object: format!("ConfigMap {CONFIGMAP_ROSTER}"), reason };
     let text = serde_json::to_string(roster).map_err(|error| broken(error.to_string()))?;
@@ -28,15 +28,15 @@ pub async fn write_roster(client: &Client, roster: &Roster, before: Option<&Docu
     store::write(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, text, before).await
 }
 
-/// Writes `broker.toml` where it is not what the roster says.
+/// Renders `broker.toml` from the roster and writes it if it has changed.
 ///
 /// # Errors
-/// The API server's.
+/// If a call to the API server fails; [`PlannerError::Content`] if the roster can't be rendered.
 pub async fn write_broker_toml(client: &Client, roster: &Roster) -> Result<(), ApiError> {
     let text = broker_toml::render(roster)
         .map_err(|reason| ApiError::Content { object: format!("ConfigMap {CONFIGMAP_BROKER}"), reason })?;
     let before = store::read(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?;
-    // What a planner that has just lost its Lease renders late must not take the place of what its successor has.
+    // A planner that has just lost its Lease must not overwrite the newer file of its successor.
     let made_from = |document: &Document| broker_toml::made_from(&document.text, &roster.instance_id);
     let is_newer = |document: &Document| made_from(document) > Some((roster.epoch, roster.revision));
     if before.as_ref().is_some_and(|before| before.text == text || is_newer(before)) {
@@ -45,10 +45,10 @@ pub async fn write_broker_toml(client: &Client, roster: &Roster) -> Result<(), A
     store::write(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, text, before.as_ref()).await
 }
 
-/// Writes a FluxNode's spec where it differs.
+/// Writes a FluxNode's spec if it has changed.
 ///
 /// # Errors
-/// The API server's.
+/// If the call to the API server fails. That the FluxNode is gone is no error.
 pub async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -> Result<(), ApiError> {
     if node.spec == *spec {
         return Ok(());
@@ -58,7 +58,7 @@ pub async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -
     let nodes: Api<FluxNode> = Api::namespaced(client.clone(), NAMESPACE);
     let change = merge_patch(&json!(node.spec), &json!(spec));
     let (params, patch) = (PatchParams::default(), Patch::Merge(json!({"spec": change})));
-    // Deleted by its agent or by hand: whoever it belongs to will be back.
+    // If the agent or a user has deleted the FluxNode, the agent creates it again if it still needs it.
     gone_is_fine(call(format!("spec of FluxNode {name}"), nodes.patch(&name, &params, &patch)).await)
 }
 
@@ -73,10 +73,11 @@ pub async fn delete_node(client: &Client, node: &FluxNode) -> Result<(), ApiErro
     gone_is_fine(call(format!("delete FluxNode {name}"), nodes.delete(&name, &as_read(node))).await)
 }
 
-/// Takes off what the planner made for an instance that is gone from every host: the next one gets its own.
+/// Deletes the ConfigMaps and the certificate that the planner made for an instance that is gone from every host, so
+/// that the next instance gets its own.
 ///
 /// # Errors
-/// The API server's; code 409 where somebody has changed one of them meanwhile.
+/// If a call to the API server fails; with code 409 if one of the objects has changed meanwhile.
 pub async fn forget_instance(client: &Client) -> Result<(), ApiError> {
     for map in [CONFIGMAP_ROSTER, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES] {
         store::delete(client, map).await?;

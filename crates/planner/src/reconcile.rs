@@ -1,4 +1,4 @@
-//! The planner's loop: wake on any change, gather for a moment, observe everything, decide, write.
+//! The planner's loop: wake up on any change, gather further changes for a moment, observe everything, decide, write.
 
 mod needs;
 mod tell;
@@ -43,17 +43,16 @@ use model::{
     validate,
 };
 
-/// What comes at once, as a burst of joins does, becomes one revision. What comes later is gathered by the lead: after a live
-/// change it takes in the newest roster, however many revisions that is ahead.
+/// How long the planner gathers changes, so that a burst of joins becomes one revision. Later joins are gathered by the
+/// lead: after a live change it applies the newest roster, however many revisions that is ahead.
 const GATHER: Duration = Duration::from_millis(100);
-/// Time alone decides a few things (retain, patience): look at least this often.
+/// Plan at least this often even without changes, because some decisions depend only on time (retain, patience).
 const TICK: Duration = Duration::from_secs(2);
-/// Nodes whose annotations can't be written are left alone for so long.
+/// After a failed write of autoscaler annotations, how long until the next attempt.
 const PROTECT_AGAIN: Duration = Duration::from_secs(60);
 
-/// Plans until it is dropped. `predecessor_time`: by the clock of the planner before. `has_limits` is set once its time limits are
-/// taken over.
-pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timestamp>, has_limits: &AtomicBool) {
+/// Plans until the future is dropped. `predecessor_time`: the present time by the previous planner's clock, if known.
+pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timestamp>) {
     let (caches, changes) = Caches::watch(&client);
     let mut changes = pin!(changes);
     let mut planner = Planner {
@@ -65,20 +64,20 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
         deadline: None,
         since: Instant::now(),
         had_roster: false,
-        forsaken: HashMap::new(),
+        stale_flux_nodes: HashMap::new(),
         sources: Sources::default(),
         validated: None,
         is_new_enough: false,
-        forgotten: false,
+        is_cleaned_up: false,
         agents: Agents::default(),
         protection: Protection::default(),
         protect_again: None,
     };
     let mut complete = false;
     loop {
-        // The stores fill while the streams are driven, so waiting and driving are one.
+        // Polling the stream is also what fills the stores.
         let _ = timeout(TICK, changes.next()).await;
-        // At the end of everything the right to write is gone within half a second.
+        // When everything is being deleted, the right to write is gone within half a second, so don't gather.
         let gathered = Instant::now() + if caches.is_over() { Duration::ZERO } else { GATHER };
         while let Ok(Some(())) = timeout_at(gathered, changes.next()).await {}
         complete = complete || caches.are_complete().await;
@@ -99,28 +98,30 @@ struct Planner {
     client: Client,
     announcer: Announcer,
     resolver: Resolver,
-    /// The time by the clock of the planner before, when this one took over; None once its time limits are taken over.
+    /// The time by the previous planner's clock when this one took over; None once its time limits are taken over.
     predecessor_time: Option<Timestamp>,
-    /// The roster with the limits that were taken over, while it is being written.
+    /// The roster with the moved time limits, until it is known to be written.
     moved: Option<Roster>,
-    /// The deadline that was under way then.
+    /// The upgrade deadline that was running when this planner took over.
     deadline: Option<MovedDeadline>,
-    /// When planning began: with the Lease, and again where the roster is gone, be it with its FluxInstance.
+    /// When this planner got the Lease or, if the roster (or the FluxInstance with it) vanished later, when it noticed
+    /// that.
     since: Instant,
-    /// The FluxInstance had a roster when last looked at.
+    /// The FluxInstance had a roster in the previous round.
     had_roster: bool,
-    /// FluxNodes that nobody needs, and since when.
-    forsaken: HashMap<String, Instant>,
+    /// FluxNodes that nothing needs any more, and since when.
+    stale_flux_nodes: HashMap<String, Instant>,
     sources: Sources,
-    /// The generation of the spec that was looked at, and what was wrong with it: a lock in it is long.
+    /// uid and generation of the spec that was validated last, and what was wrong with it. Kept because validating a
+    /// long lock takes time.
     validated: Option<(String, i64, Option<String>)>,
-    /// The API server was found to be new enough.
+    /// The API server has a supported version.
     is_new_enough: bool,
-    /// What was made for an instance that is over has been taken off.
-    forgotten: bool,
+    /// The objects that the planner made for a deleted instance have been deleted.
+    is_cleaned_up: bool,
     agents: Agents,
     protection: Protection,
-    /// Not before then.
+    /// After a failed write of autoscaler annotations, when to try again.
     protect_again: Option<Instant>,
 }
 
@@ -142,13 +143,14 @@ impl Planner {
         instance::ensure(&self.client, flux.map(AsRef::as_ref)).await?;
         match flux {
             Some(flux) if flux.meta().deletion_timestamp.is_none() => {
-                self.forgotten = false;
+                self.is_cleaned_up = false;
                 self.plan(caches, flux, &nodes, &reports).await
             }
-            // The agents clean; when the last FluxNode is gone nothing of the instance is left on any host.
-            None if flux_nodes.is_empty() && !self.forgotten => {
+            // The agents clean their hosts and delete their FluxNodes. When the last one is gone, no host has anything
+            // of the instance, and nothing needs the roster any more.
+            None if flux_nodes.is_empty() && !self.is_cleaned_up => {
                 publish::forget_instance(&self.client).await?;
-                self.forgotten = true;
+                self.is_cleaned_up = true;
                 Ok(())
             }
             _ => Ok(()),
@@ -163,14 +165,14 @@ impl Planner {
         reports: &BTreeMap<String, FluxNodeStatus>,
     ) -> Result<(), ApiError> {
         let uid = flux.uid().unwrap_or_default();
-        let mut told = flux.status.clone().unwrap_or_default();
+        let mut status_before = flux.status.clone().unwrap_or_default();
         let fresh_id = uuid::Uuid::new_v4().to_string();
-        let mut stored = published::read_roster(&self.client).await?;
-        if self.take_over_limits(stored.as_ref(), &told).await? {
-            stored = published::read_roster(&self.client).await?;
+        let mut stored = publish::read_roster(&self.client).await?;
+        if self.take_over_limits(stored.as_ref(), &status_before).await? {
+            stored = publish::read_roster(&self.client).await?;
         }
         if let Some(deadline) = &self.deadline {
-            deadline.apply(&mut told);
+            deadline.apply(&mut status_before);
         }
         let has_roster = stored.as_ref().is_some_and(|(roster, _)| roster.instance_uid == uid);
         if std::mem::replace(&mut self.had_roster, has_roster) && !has_roster {
@@ -182,7 +184,7 @@ impl Planner {
             instance_uid: &uid,
             spec: &flux.spec,
             generation: flux.metadata.generation.unwrap_or_default(),
-            status: &told,
+            status: &status_before,
             nodes,
             reports,
             roster: stored.as_ref().map(|(roster, _)| roster),
@@ -197,7 +199,7 @@ impl Planner {
         };
 
         let invalid = self.too_old().await?.or(self.invalid_spec(flux, &uid));
-        // With a spec, or by a Kubernetes, that can't be served, everything stays as it is.
+        // If the spec or the Kubernetes version can't be served, everything stays as it is.
         let is_invalid = invalid.is_some();
         let (digest, lacks_packages) = if is_invalid { (None, None) } else { self.packages(&seen).await? };
         let (fingerprint, lacks_certificate) = self.certificate(&mut seen).await?;
@@ -211,7 +213,7 @@ impl Planner {
             Decision::Keep | Decision::Write(_) => found,
         };
         let before = stored.as_ref().map(|(_, document)| document);
-        let written = self.follow(decision, before).await?;
+        let written = self.write_decision(decision, before).await?;
         let own = |roster: &&Roster| roster.instance_uid == uid;
         let roster = written.as_ref().or(seen.roster.filter(own));
         seen.roster = roster;
@@ -226,7 +228,8 @@ impl Planner {
         instance::write_status(&self.client, flux, &next).await
     }
 
-    /// Takes over the time limits of the planner before, once; see [`move_limits`]. True if the roster was written.
+    /// Takes over the previous planner's time limits, once; see [`move_limits`]. Returns true if the roster was
+    /// written.
     async fn take_over_limits(
         &mut self,
         stored: Option<&(Roster, Document)>,
@@ -235,7 +238,7 @@ impl Planner {
         let Some(before) = self.predecessor_time else { return Ok(false) };
         let secs = clock::now().as_second() - before.as_second();
         self.deadline = MovedDeadline::new(status, secs);
-        // A write that timed out may have been made.
+        // A write that timed out may have reached the API server.
         let is_written = self.moved.is_some() && stored.map(|(roster, _)| roster) == self.moved.as_ref();
         let to_move = stored.filter(|_| !is_written);
         self.moved = to_move.and_then(|(roster, _)| move_limits(roster, secs));
@@ -246,8 +249,12 @@ impl Planner {
         Ok(is_written || self.moved.take().is_some())
     }
 
-    /// The roster that was written in place of `before`; None where that stays.
-    async fn follow(&self, decision: Decision, before: Option<&Document>) -> Result<Option<Roster>, ApiError> {
+    /// Writes the decided roster in place of `before` and returns it; None if the decision writes none.
+    async fn write_decision(
+        &self,
+        decision: Decision,
+        before: Option<&Document>,
+    ) -> Result<Option<Roster>, PlannerError> {
         match decision {
             Decision::Keep | Decision::Wait(_) => Ok(None),
             Decision::Write(next) => {
@@ -257,14 +264,15 @@ impl Planner {
         }
     }
 
-    /// Why this Kubernetes can't be served. Its version is asked until one is new enough.
+    /// Why this Kubernetes version can't be served; None if it can. Asks the API server in each round until its version
+    /// is new enough, so that an upgrade is noticed.
     async fn too_old(&mut self) -> Result<Option<Obstacle>, ApiError> {
         if self.is_new_enough {
             return Ok(None);
         }
         let found = match call("get the API server's version", self.client.apiserver_version()).await {
             Ok(version) => too_old(&version.major, &version.minor),
-            // It is kept from those who needn't know: that is no reason to refuse it.
+            // The cluster hides its version from us. Assume that it is new enough.
             Err(error) if matches!(error.code(), Some(401 | 403 | 404)) => None,
             Err(error) => return Err(error),
         };
@@ -272,7 +280,7 @@ impl Planner {
         Ok(found)
     }
 
-    /// What is wrong with the spec, which is looked at once.
+    /// What is wrong with the spec. Validates each generation only once.
     fn invalid_spec(&mut self, flux: &FluxInstance, uid: &str) -> Option<Obstacle> {
         let generation = flux.metadata.generation.unwrap_or_default();
         if self.validated.as_ref().is_none_or(|(of, seen, _)| (of.as_str(), *seen) != (uid, generation)) {
@@ -285,7 +293,7 @@ impl Planner {
         wrong.map(|message| Obstacle::Problem { reason: "InvalidSpec", message })
     }
 
-    /// What follows from the roster: the configuration, and the words to each node.
+    /// Writes what follows from the roster: `broker.toml` and each FluxNode's spec. Deletes stale FluxNodes.
     async fn publish(
         &mut self,
         seen: &Observed<'_>,
@@ -295,7 +303,7 @@ impl Planner {
         if let Some(roster) = roster {
             publish::write_broker_toml(&self.client, roster).await?;
         }
-        self.know_running_set(roster).await?;
+        self.remember_running_set(roster).await?;
         let is_local = |digest: &str| self.sources.is_local(digest, seen.spec.packages.mirror.as_ref());
         for (flux_node, spec) in project_all(seen, roster, readable(flux_nodes), is_local) {
             publish::write_node(&self.client, flux_node, &spec).await?;
@@ -303,23 +311,23 @@ impl Planner {
         self.collect(seen, roster, flux_nodes).await
     }
 
-    /// Keeps autoscalers away from Nodes, or lets them again. Whatever becomes of it, planning goes on.
-    async fn protect(&mut self, caches: &Caches, changes: Vec<Change>) {
+    /// Writes or removes the annotations that keep autoscalers away from Nodes. A failure doesn't stop planning.
+    async fn protect(&mut self, caches: &Caches, changes: Vec<AnnotationChange>) {
         if changes.is_empty() || self.protect_again.is_some_and(|again| Instant::now() < again) {
             return;
         }
         self.protect_again = match protect::write(&self.client, &caches.nodes, changes).await {
             Ok(()) => None,
-            // It is looked at again in a moment.
+            // A Node has changed meanwhile: the next round tries again.
             Err(error) if error.code() == Some(409) => None,
             Err(error) => {
-                warn!(error = error_chain(&error), "Nodes could not be annotated for autoscalers");
+                warn!(error = error_chain(&error), "can't annotate Nodes for autoscalers");
                 Some(Instant::now() + PROTECT_AGAIN)
             }
         };
     }
 
-    /// FluxNodes that nobody has needed for as long as a rank would be kept.
+    /// Deletes FluxNodes that have been stale for as long as a rank would be kept (`spec.ranks.retain`).
     async fn collect(
         &mut self,
         seen: &Observed<'_>,
@@ -327,10 +335,10 @@ impl Planner {
         flux_nodes: &[Arc<DeserializeGuard<FluxNode>>],
     ) -> Result<(), ApiError> {
         let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
-        let forsaken = forsaken(seen, roster);
-        self.forsaken.retain(|name, _| forsaken.contains(name));
-        for name in forsaken {
-            let since = *self.forsaken.entry(name.clone()).or_insert_with(Instant::now);
+        let stale = forsaken(seen, roster);
+        self.stale_flux_nodes.retain(|name, _| stale.contains(name));
+        for name in stale {
+            let since = *self.stale_flux_nodes.entry(name.clone()).or_insert_with(Instant::now);
             let node = readable(flux_nodes).find(|node| node.name_any() == name);
             if let Some(node) = node.filter(|_| since.elapsed() >= retain) {
                 publish::delete_node(&self.client, node).await?;

@@ -1,4 +1,4 @@
-//! A FluxInstance that is made while hosts still hold the one before it.
+//! A FluxInstance that is created while hosts still have brokers of a previous one.
 
 use super::{
     Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, is_certificate_in_use, is_certificate_of_another, tests::World,
@@ -22,7 +22,7 @@ fn adopted(rank: u32, instance_uid: Option<&str>, instance_id: &str) -> Adopted 
     }
 }
 
-/// Nothing of this FluxInstance yet; `node` was a member of the one before.
+/// A new FluxInstance, while `node` still has a broker of the previous one.
 fn after_another(node: usize) -> World {
     let mut world = World::new(3);
     world.all_passed();
@@ -32,7 +32,7 @@ fn after_another(node: usize) -> World {
 }
 
 #[test]
-fn a_node_that_is_off_with_the_instance_before_keeps_nobody_from_starting() {
+fn a_node_that_is_off_with_the_previous_instance_does_not_block_the_new_one() {
     let mut world = after_another(2);
     world.nodes[1].ready = false;
     assert_eq!(world.settle(), Decision::Keep);
@@ -40,13 +40,13 @@ fn a_node_that_is_off_with_the_instance_before_keeps_nobody_from_starting() {
 }
 
 #[test]
-fn a_node_that_still_holds_the_instance_before_is_not_made_the_lead() {
+fn a_node_that_still_holds_the_previous_instance_does_not_become_the_lead() {
     let mut world = after_another(1);
-    let Decision::Wait(reason) = world.settle() else { panic!("node1 may be clean in a moment") };
-    assert!(reason.contains("node1 still holds the instance before"), "{reason}");
+    let Decision::Wait(reason) = world.settle() else { panic!("it must wait for node1 to be cleaned") };
+    assert!(reason.contains("node1 still holds the previous instance"), "{reason}");
     world.reports.get_mut("node1").unwrap().message = Some("jobs are running".to_owned());
     let Decision::Wait(reason) = world.settle() else { panic!("{:?}", world.roster) };
-    assert!(reason.contains("node1 still holds the instance before: jobs are running"), "{reason}");
+    assert!(reason.contains("node1 still holds the previous instance: jobs are running"), "{reason}");
     world.waited = LEAD_PATIENCE;
     world.settle();
     assert_eq!(world.rank("node2"), Some(0));
@@ -55,15 +55,16 @@ fn a_node_that_still_holds_the_instance_before_is_not_made_the_lead() {
     world.waited = LEAD_PATIENCE;
     world.spec.lead = Some("node1".into());
     let Decision::Wait(reason) = world.settle() else { panic!("{:?}", world.roster) };
-    assert!(reason.contains("node1") && reason.contains("still holds the instance before"), "{reason}");
+    assert!(reason.contains("node1") && reason.contains("still holds the previous instance"), "{reason}");
     world.reports.get_mut("node1").unwrap().adopted = None;
     world.settle();
     assert_eq!(world.rank("node1"), Some(0));
 }
 
 #[test]
-fn a_lost_roster_is_not_made_anew_beside_a_broker_that_may_be_of_this_instance() {
-    // What the broker was started for, what is known of this FluxInstance (its ID, its epoch), whether it counts.
+fn no_new_roster_is_made_while_a_broker_of_this_instance_may_run() {
+    // The broker's FluxInstance uid and instance ID, the known ID and epoch of this FluxInstance, whether the broker
+    // counts.
     for (uid, id, known, epoch, counts) in [
         (Some("instance"), "id", Some("id"), 1, true),
         (Some("instance"), "id", None, 0, true),
@@ -71,7 +72,7 @@ fn a_lost_roster_is_not_made_anew_beside_a_broker_that_may_be_of_this_instance()
         (Some("before"), "its-id", Some("id"), 1, false),
         (None, "id", Some("id"), 1, true),
         (None, "its-id", Some("id"), 1, false),
-        // The lead has not been online yet, or nobody has seen it.
+        // The lead has not been online yet, or no planner has seen it online.
         (None, "id", None, 1, true),
         (None, "its-id", None, 0, false),
     ] {
@@ -89,16 +90,16 @@ fn a_lost_roster_is_not_made_anew_beside_a_broker_that_may_be_of_this_instance()
 }
 
 #[test]
-fn a_new_instance_gets_a_certificate_of_its_own_and_a_running_one_keeps_what_it_has() {
+fn a_new_instance_gets_its_own_certificate_and_a_running_one_keeps_its_own() {
     let is_anothers = |world: &World, made_for| is_certificate_of_another(&world.seen(), made_for);
     let mut world = after_another(2);
     assert!(is_anothers(&world, Some("before")));
-    assert!(is_anothers(&world, None), "an older version made it, for whom is not known");
+    assert!(is_anothers(&world, None), "an older version made it without saying for which instance");
     assert!(!is_anothers(&world, Some("instance")));
 
     world.roster = Some(roster(3, &[("node1", 2)]));
     world.roster.as_mut().unwrap().instance_uid = "before".into();
-    assert!(is_anothers(&world, Some("before")), "the roster is of the instance before too");
+    assert!(is_anothers(&world, Some("before")), "the roster belongs to the previous instance too");
     world.roster.as_mut().unwrap().instance_uid = "instance".into();
     world.roster.as_mut().unwrap().established = false;
     assert!(!is_anothers(&world, None), "the lead may be starting with it");
@@ -108,18 +109,18 @@ fn a_new_instance_gets_a_certificate_of_its_own_and_a_running_one_keeps_what_it_
     assert!(!is_anothers(&world, Some("before")), "a broker of this instance runs");
     world.reports.get_mut("node1").unwrap().adopted = None;
     world.status.instance_id = Some("id".into());
-    assert!(!is_anothers(&world, None), "the lead was online, and will be again");
+    assert!(!is_anothers(&world, None), "the lead was online and may come back with it");
 }
 
 #[test]
-fn a_certificate_that_is_gone_is_told_whatever_else_is_to_be_told() {
+fn a_missing_certificate_is_reported_beside_any_other_problem() {
     let mut world = World::up(2);
-    let problem = Obstacle::Problem { reason: "InvalidSpec", message: "a word is misspelt".to_owned() };
+    let problem = Obstacle::Problem { reason: "InvalidSpec", message: "a value is misspelt".to_owned() };
     for (obstacle, is_gone) in [(None, true), (Some(problem.clone()), true), (Some(problem), false), (None, false)] {
         for name in ["node1", "node2"] {
             let seen = Observed { is_certificate_gone: is_gone, ..world.seen() };
-            let told = status(&seen, 1, seen.roster, obstacle.as_ref());
-            assert_eq!(told.holding(CONDITION_CERTIFICATE_MISSING).is_some(), is_gone, "{obstacle:?} {name}");
+            let status = status(&seen, 1, seen.roster, obstacle.as_ref());
+            assert_eq!(status.holding(CONDITION_CERTIFICATE_MISSING).is_some(), is_gone, "{obstacle:?} {name}");
             world.reports.get_mut(name).unwrap().phase = NodePhase::Offline;
         }
         world = World::up(2);

@@ -1,4 +1,4 @@
-//! Who leaves a deep tree, and who hangs on him.
+//! Members that leave a deep tree, and the members below them.
 
 use super::{
     epoch_tests::jobs_on,
@@ -7,7 +7,7 @@ use super::{
 use crate::project::project_all;
 use api::{FluxNode, FluxNodeSpec, Want};
 
-/// Seven members, two under each: rank 5 hangs on rank 2. No job but one on rank 5.
+/// Seven members in a binary tree, in which rank 5 is below rank 2. The only job runs on rank 5.
 fn with_a_job_on_a_leaf() -> World {
     let mut world = World::new(7);
     world.spec.topology = Some("kary:2".into());
@@ -22,7 +22,7 @@ fn with_a_job_on_a_leaf() -> World {
     world
 }
 
-/// All Nodes but node3 have what the spec now asks for.
+/// Changes the selector so that it matches all Nodes except node3.
 fn select_all_but_node3(world: &mut World) {
     world.spec.nodes.selector = Some(serde_json::from_str(r#"{"matchLabels": {"pool": "flux"}}"#).unwrap());
     let others = world.nodes.iter_mut().filter(|node| node.name != "node3");
@@ -30,7 +30,7 @@ fn select_all_but_node3(world: &mut World) {
 }
 
 #[test]
-fn who_hangs_on_a_member_that_leaves_gets_no_new_jobs_until_it_has_left() {
+fn ranks_below_a_leaving_member_get_no_new_jobs_until_it_has_left() {
     let mut world = with_a_job_on_a_leaf();
     select_all_but_node3(&mut world);
     jobs_on(&mut world, Some(""));
@@ -41,7 +41,7 @@ fn who_hangs_on_a_member_that_leaves_gets_no_new_jobs_until_it_has_left() {
         assert_eq!((drain.reason.as_str(), drain.leave), ("rank 2, which it hangs on, leaves", false));
     }
     assert_eq!(entry_of(&world, 1).drain, None);
-    assert_eq!(world.wants("node3"), Want::Run, "a job may begin below it any moment");
+    assert_eq!(world.wants("node3"), Want::Run, "a job may start below it at any moment");
     world.reports.get_mut("node1").unwrap().drained = Some("2,5".parse().unwrap());
     assert_eq!(world.wants("node3"), Want::Run);
     world.reports.get_mut("node1").unwrap().offline = vec![6];
@@ -61,10 +61,10 @@ fn an_idle_member_stays_while_jobs_run_below_it() {
         let mut world = with_a_job_on_a_leaf();
         leave(&mut world);
         world.settle();
-        assert_eq!(world.wants("node3"), Want::Run, "{how}: the job below rank 2 ends with its broker");
+        assert_eq!(world.wants("node3"), Want::Run, "{how}: stopping it would end the job below rank 2");
         world.spec.drain.timeout = Some("1m".to_owned());
         world.now += 60;
-        assert_eq!(world.wants("node3"), Want::Leave, "{how}: its time is over");
+        assert_eq!(world.wants("node3"), Want::Leave, "{how}: the drain timeout has passed");
         world.spec.drain.timeout = None;
         jobs_on(&mut world, Some(""));
         assert_eq!(world.wants("node3"), Want::Leave, "{how}");
@@ -81,23 +81,19 @@ fn a_broker_whose_node_is_gone_for_good_stays_while_jobs_run_below_it() {
     assert_eq!(world.rank("node3"), None);
     let mut present = FluxNode::new("node3", FluxNodeSpec::default());
     present.status = world.reports.get("node3").cloned();
-    let told = |world: &World| {
+    let rank_and_want = |world: &World| {
         let seen = world.seen();
         let rows = project_all(&seen, seen.roster, [&present], |_| true);
         let (_, spec) = rows.into_iter().next().unwrap();
-        assert_eq!(
-            spec.draining.is_some(),
-            spec.rank.is_some(),
-            "a broker that is to end gets no new jobs, and says so"
-        );
+        assert_eq!(spec.draining.is_some(), spec.rank.is_some(), "a broker that is to end must be shown as draining");
         (spec.rank, spec.want)
     };
-    assert_eq!(told(&world), (Some(2), Want::Nothing));
-    // An agent without rank ends a broker of a rank that is nobody's.
+    assert_eq!(rank_and_want(&world), (Some(2), Want::Nothing));
+    // Without a rank in its spec, the agent would stop the broker of a rank that has no member.
     world.nodes.push(node);
-    assert_eq!(told(&world), (Some(2), Want::Nothing), "its Node is back");
+    assert_eq!(rank_and_want(&world), (Some(2), Want::Nothing), "after its Node is back");
     jobs_on(&mut world, Some(""));
-    assert_eq!(told(&world), (None, Want::Install));
+    assert_eq!(rank_and_want(&world), (None, Want::Install));
     world.nodes.pop();
-    assert_eq!(told(&world), (Some(2), Want::Leave));
+    assert_eq!(rank_and_want(&world), (Some(2), Want::Leave));
 }

@@ -1,5 +1,6 @@
-//! Members that get no new jobs: those that leave are drained, idle, stopped, and only then without rank; those that have
-//! less than they declare are drained, idle, and then declare what they have.
+//! Drains members, so that they get no new jobs. A member that leaves is drained, becomes idle, is stopped, and only
+//! then loses its rank. A member that has less than it declares is drained, becomes idle, and then declares what it
+//! has.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -10,30 +11,32 @@ use crate::{
 };
 use api::{Draining, FluxNodeStatus, IdSet, Rank, Roster, RosterEntry};
 
-/// What the lead says of its drained ranks can be so old: its agent asks the broker every 2 s. A node that is uncordoned and
-/// at once drained again for another reason may have got a job in between.
+/// Maximum age of the drained ranks in the lead's report, in seconds: its agent asks the broker every 2 s. If a node is
+/// uncordoned and at once drained again for another reason, it may have got a job in between, and the report may be
+/// about the first drain.
 const REPORT_SECS: i64 = 5;
 
-/// The taints by which autoscalers keep pods off a node that they are about to delete, and which they take back if they change
-/// their mind: Cluster Autoscaler's (utils/taints) and Karpenter's (v1, "Disruption").
+/// The taints with which autoscalers keep pods off a node that they are about to delete: Cluster Autoscaler's
+/// (utils/taints) and Karpenter's (v1, "Disruption"). The autoscaler removes its taint if it decides to keep the node.
 const DELETES: [&str; 2] = ["ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted"];
 
-/// Says who is to be drained and why, takes it back where the reason is gone, and frees the ranks of those who have left.
+/// Sets and clears the drain of each member, and frees the ranks of members that have left.
 pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
     let limit = limit(seen.spec, roster.settings.max_size);
     let nodes = by_uid(seen);
     let members: Vec<Rank> = roster.ranks.iter().filter(|(_, e)| e.member.is_some()).map(|(rank, _)| *rank).collect();
     let topology = topology(roster);
-    // Those whose brokers end, and all below them with them.
-    let mut ending: BTreeSet<Rank> = seen.reports.values().filter_map(|report| lingers(seen, roster, report)).collect();
+    // Ranks whose brokers are going to end. All brokers below them end too, so those are drained as well.
+    let mut ending: BTreeSet<Rank> =
+        seen.reports.values().filter_map(|report| orphan_broker_rank(seen, roster, report)).collect();
     for (place, rank) in members.into_iter().enumerate() {
-        let hangs_on = || topology?.ancestors(rank).find(|above| ending.contains(above));
-        let below = || hangs_on().map(|above| (format!("rank {above}, which it hangs on, leaves"), false));
+        let ending_ancestor = || topology?.ancestors(rank).find(|above| ending.contains(above));
+        let below = || ending_ancestor().map(|above| (format!("rank {above}, which it hangs on, leaves"), false));
         let wanted = reason(seen, &nodes, roster, rank, place >= limit).or_else(below);
         let stopped = has_left(seen, roster, rank);
         let Some(entry) = roster.ranks.get_mut(&rank) else { continue };
         if entry.member.as_ref().is_some_and(|member| !nodes.contains_key(member.uid.as_str())) {
-            // A Node that was deleted is no reason to give jobs to its broker again.
+            // The Node is deleted. Keep its drain: its broker may still run and must not get jobs again.
             continue;
         }
         entry.drain = wanted.map(|(reason, leave)| {
@@ -49,7 +52,7 @@ pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
     }
 }
 
-/// Why rank `rank` is to be drained, and whether it is to leave.
+/// Why `rank` is to be drained, and whether its member is to leave. None if it is not to be drained.
 fn reason(
     seen: &Observed,
     nodes: &HashMap<&str, &NodeView>,
@@ -74,7 +77,8 @@ fn reason(
     lack(declared, &now).map(|reason| (reason, false))
 }
 
-/// What an administrator or an autoscaler says of a node before it goes. Taints that kubelet's conditions set are no such word.
+/// Why a node is about to go, if an administrator or an autoscaler has marked it. Taints of node conditions don't
+/// count.
 fn going(node: &NodeView) -> Option<&'static str> {
     match () {
         () if node.deleting => Some("the node is being deleted"),
@@ -86,28 +90,29 @@ fn going(node: &NodeView) -> Option<&'static str> {
     }
 }
 
-/// The member of `rank` is to leave.
+/// Returns the drain of `rank` if its member is to leave.
 pub(super) fn leaving(roster: &Roster, rank: Rank) -> Option<&Draining> {
     roster.ranks.get(&rank)?.drain.as_ref().filter(|drain| drain.leave)
 }
 
-/// The broker that the node's agent reports is of this epoch, its rank has no member any more, and the lead has not told that
-/// it is out of the overlay: its rank.
-pub fn lingers(seen: &Observed, roster: &Roster, report: &FluxNodeStatus) -> Option<Rank> {
+/// Returns the rank of the broker that `report` names if that broker belongs to this epoch, the rank no longer has a
+/// member, and the lead has not reported the broker out of the overlay.
+pub fn orphan_broker_rank(seen: &Observed, roster: &Roster, report: &FluxNodeStatus) -> Option<Rank> {
     let adopted = report.adopted.as_ref()?;
     let is_ours = adopted.instance_id == roster.instance_id && adopted.epoch == roster.epoch;
     let has_no_member = roster.ranks.get(&adopted.rank).is_some_and(|entry| entry.member.is_none());
     (is_ours && has_no_member && !does_lead_miss(seen, roster, adopted.rank)).then_some(adopted.rank)
 }
 
-/// A leaving member may be stopped: the lead has drained it and no job runs there nor below it, or its time is over.
+/// True if a leaving member's broker may be stopped: the lead has drained the rank and no job runs on it or below it,
+/// or `spec.drain.timeout` has passed.
 pub fn may_stop(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let is_of_no_use = || gets_no_jobs(seen, roster, rank) && !may_carry_jobs(seen, roster, rank);
-    leaving(roster, rank).is_some() && (is_overdue(seen, roster, rank) || is_of_no_use())
+    let is_unused = || gets_no_jobs(seen, roster, rank) && !may_carry_jobs(seen, roster, rank);
+    leaving(roster, rank).is_some() && (is_overdue(seen, roster, rank) || is_unused())
 }
 
-/// Jobs run below `rank` in a deep tree, or may be given to somebody there any moment: with its broker all those below it
-/// end, and their jobs.
+/// True if jobs run below `rank` in a deep tree, or a rank there may get one at any moment. If the broker of `rank`
+/// ends, all brokers below it end with their jobs.
 pub fn may_carry_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let size = roster.settings.max_size;
     let Some(topology) = topology(roster).filter(|topology| topology.is_interior(rank, size)) else { return false };
@@ -118,25 +123,27 @@ pub fn may_carry_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
         || roster.ranks.iter().any(|(other, entry)| is_below(*other) && !gets_none(*other, entry))
 }
 
-/// No job runs on `rank`, by the lead's word, and none will: it is to be drained, and the lead has done so.
+/// True if, according to the lead, no job runs on `rank` and none will: the roster drains the rank, and the lead has
+/// done so.
 pub(super) fn gets_no_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let entry = roster.ranks.get(&rank).filter(|entry| entry.drain.is_some());
     entry.is_some_and(|entry| does_lead_keep_idle(seen, roster, rank, entry))
 }
 
-/// As [`may_stop`], of a rank whose member is gone and whose broker is not.
+/// As [`may_stop`], for a rank that has no member any more but still a broker.
 pub fn is_former_idle(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let entry = roster.ranks.get(&rank).filter(|entry| entry.member.is_none());
     entry.is_some_and(|entry| does_lead_keep_idle(seen, roster, rank, entry)) && !may_carry_jobs(seen, roster, rank)
 }
 
 fn does_lead_keep_idle(seen: &Observed, roster: &Roster, rank: Rank, entry: &RosterEntry) -> bool {
-    // Flux drains nobody whom it has excluded.
+    // Flux can't drain a rank that it excludes; the exclusion keeps jobs away as well.
     let is_excluded = |lead: &FluxNodeStatus| entry.is_excluded() && lead.applied_revision >= Some(entry.revision);
     lead_report(seen, roster).is_some_and(|lead| is_idle(lead, rank, is_excluded(lead)))
 }
 
-/// Its time is over: jobs that still run there are lost.
+/// True if `spec.drain.timeout` has passed since the member of `rank` was told to leave. Jobs that still run there are
+/// lost.
 pub fn is_overdue(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(drain) = leaving(roster, rank) else { return false };
     let timeout = seen.spec.drain.timeout.as_deref().and_then(api::parse_duration);
@@ -144,7 +151,7 @@ pub fn is_overdue(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     timeout.is_some_and(|timeout| waited >= timeout.as_secs())
 }
 
-/// As [`gets_no_jobs`], and not by a word of the lead that is about an earlier drain.
+/// As [`gets_no_jobs`], and the drain is old enough that the lead's report can't be about an earlier one.
 pub(super) fn has_no_jobs_for_sure(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let drain = roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref());
     drain.is_some_and(|drain| seen.now - drain.since > REPORT_SECS) && gets_no_jobs(seen, roster, rank)
@@ -155,8 +162,9 @@ fn is_idle(lead: &FluxNodeStatus, rank: Rank, is_excluded: bool) -> bool {
     (is_excluded || drained.contains(rank)) && !allocated.contains(rank)
 }
 
-/// The agent of a member that is to stop its broker says that it has. That none runs is not enough: it may be between two
-/// starts. And the lead has the last word: the agent's may be of an earlier time that the member was to leave.
+/// True if the member of `rank` has left: its agent reports that it stopped the broker in order to leave. A report
+/// without a broker is not enough, because the broker may be between two starts. [`may_stop`] must hold as well,
+/// because the agent's report may be about an earlier order to leave.
 fn has_left(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.member(rank) else { return false };
     let report = seen.reports.get(&member.node);

@@ -1,13 +1,14 @@
-//! From one coordinated start to the next: when the running epoch ends, and what the next one begins with.
+//! Decides when the running epoch ends, and makes the roster of the next one.
 //!
-//! Two words, so that no job is lost between them: the roster says that the epoch is *closing*, the lead's agent stops its
-//! broker where that disturbs nobody and says that the epoch is *closed*, and only then the next epoch's roster is written.
+//! An epoch ends in two steps, so that no job is lost in between. The roster says that the epoch is *closing*; the
+//! lead's agent then stops its broker as soon as that is allowed, and reports that the epoch is *closed*. Only then
+//! does the planner write the next epoch's roster.
 
 use std::{collections::BTreeMap, time::Duration};
 
 use super::{
     Observed, candidates, facts, format, holds, is_online, is_ready, is_shut_down, lacks_since, lead_report, limit,
-    may_declare_less, member, properties, resources, takers,
+    may_declare_less, member, participant_count, properties, resources,
 };
 use crate::{
     broker_toml::{is_broker_name, is_node_a_property, spare_name},
@@ -19,47 +20,48 @@ use api::{
     RosterEntry,
 };
 
-/// What there is to say about a coordinated restart.
+/// The state of a coordinated restart.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Restart {
-    /// What runs is what is wanted.
+    /// No restart is pending: the running epoch is what the spec asks for.
     None,
-    /// It would bring this difference, and waits.
+    /// A restart is pending and waits.
     Waits {
-        /// What would change.
+        /// What the restart would change.
         difference: String,
-        /// For what.
+        /// What it waits for.
         reason: String,
     },
-    /// It would bring this difference, and can't before somebody mends what is in the way.
+    /// A restart is pending and can't proceed until a user fixes something.
     Blocked {
-        /// What would change.
+        /// What the restart would change.
         difference: String,
-        /// What is in the way.
+        /// What the user has to fix.
         reason: String,
     },
-    /// It did not come up, and was taken back.
+    /// The instance did not come up with the change, and the planner went back to the previous settings.
     Refused {
-        /// What was changed.
+        /// What the restart changed.
         difference: String,
-        /// The lead's words.
+        /// The message of the lead's agent.
         reason: String,
     },
-    /// It may begin.
+    /// The restart may begin.
     Now {
-        /// What will change.
+        /// What the restart will change.
         difference: String,
-        /// In which way.
+        /// How the running epoch is to end.
         closing: Closing,
     },
 }
 
-/// The next roster, where this epoch is to end, has ended, or did not come up.
+/// Returns the next roster if this epoch is to end, has ended, or did not come up.
 pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
     let lead = roster.lead()?;
     let report = seen.reports.get(&lead.node)?;
     if let Some(closing) = roster.closing {
-        // A job has slipped in between. It wins, and nothing else is held up until it ends.
+        // A job started before the lead's broker stopped. The epoch goes on, so that no other job is held up until that
+        // one ends.
         let is_busy = report.allocated.as_ref().is_some_and(|ranks| !ranks.is_empty());
         if closing == Closing::WhenIdle && report.adopted.is_some() && is_busy {
             return Some(with_closing(roster, None));
@@ -69,10 +71,11 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
             return None;
         }
         let (Some(digest), Some(certificate)) = (seen.digest, seen.certificate) else {
-            // Nobody knows when what the next epoch needs can be had. The brokers of this one can start.
+            // It is unknown when the packages and the certificate of the next epoch will be available, but the brokers
+            // of this epoch can start.
             return Some(with_closing(roster, None));
         };
-        return next_epoch(seen, roster, settings(seen.spec, takers(seen, roster), digest, certificate));
+        return next_epoch(seen, roster, settings(seen.spec, participant_count(seen, roster), digest, certificate));
     }
     if let Some(next) = come_up_or_go_back(seen, roster, report) {
         return Some(next);
@@ -83,7 +86,8 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
     }
 }
 
-/// The next roster, where the spec can't be served: the epoch that was to end goes on, its lead stopped or not.
+/// Returns the next roster if the spec can't be served: an epoch that was to end goes on, even if its lead has stopped
+/// already.
 pub(super) fn carry_on(seen: &Observed, roster: &Roster) -> Option<Roster> {
     match roster.closing {
         Some(_) => Some(with_closing(roster, None)),
@@ -91,61 +95,63 @@ pub(super) fn carry_on(seen: &Observed, roster: &Roster) -> Option<Roster> {
     }
 }
 
-/// Of an epoch whose lead was not online yet: it is, or it won't be.
+/// Handles an epoch whose lead has not been online yet: confirms it if the lead is online now, or goes back to the
+/// previous settings if the lead fails to start and `spec.upgrade.onFailure` is GoBack.
 fn come_up_or_go_back(seen: &Observed, roster: &Roster, report: &FluxNodeStatus) -> Option<Roster> {
     let previous = roster.previous.as_ref()?;
     if is_online(seen, roster, 0) {
         return Some(Roster { previous: None, revision: roster.revision + 1, ..roster.clone() });
     }
-    if !keeps_dying(roster, report) || seen.spec.upgrade.on_failure != OnFailure::GoBack {
+    if !keeps_failing(roster, report) || seen.spec.upgrade.on_failure != OnFailure::GoBack {
         return None;
     }
     let reason = report.message.clone().unwrap_or_default();
     let refused = Some(Refused { settings: roster.settings.clone(), reason });
-    // The old certificate is nowhere any more, and there is nothing in one that a broker could stumble over.
+    // Keep the new certificate: the old one no longer exists, and a certificate can't be why the broker fails.
     let certificate = roster.settings.certificate.clone();
     let back = next_epoch(seen, roster, EpochSettings { certificate, ..previous.clone() })?;
     Some(Roster { previous: None, refused, ..back })
 }
 
-/// `roster`, whose epoch is to end in this way, or goes on.
+/// Returns `roster` with its epoch closing this way, or going on if `closing` is None.
 pub(super) fn with_closing(roster: &Roster, closing: Option<Closing>) -> Roster {
     let mut next = Roster { closing, revision: roster.revision + 1, ..roster.clone() };
-    // The lead is told by its own entry's revision.
+    // The lead's agent notices the change by the revision of its own entry.
     next.ranks.entry(0).and_modify(|entry| entry.revision = next.revision);
     next
 }
 
-/// Whether a coordinated restart is due, and else what it waits for.
+/// Decides whether a coordinated restart is due, and what it waits for otherwise.
 pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     let (Some(digest), Some(certificate)) = (seen.digest, seen.certificate) else { return Restart::None };
-    let told = seen.restart_word.is_some() && seen.restart_word != roster.restart.as_deref();
+    let is_requested = seen.restart_word.is_some() && seen.restart_word != roster.restart.as_deref();
     let by_spec = pending(&roster.settings, seen.spec, digest, certificate);
-    // The deadline is for changes of the spec: that agents were upgraded must not end running jobs.
+    // Only a change of the spec has a deadline: an upgrade of the agents must not end running jobs.
     let has_deadline = by_spec.is_some();
     let Some(difference) = by_spec
         .or_else(|| pending_by_agents(seen, roster))
         .or_else(|| pending_by_format(seen, roster))
-        .or_else(|| told.then(|| "asked for".to_owned()))
+        .or_else(|| is_requested.then(|| "an administrator asked for a restart".to_owned()))
     else {
         return Restart::None;
     };
     let waits = |reason: String| Restart::Waits { difference: difference.clone(), reason };
     if let Some(refused) = &roster.refused
-        && !told
-        // A maxSize that nobody has asked for counts nodes, and they come and go.
+        && !is_requested
+        // `wanted` ignores a default maxSize, which follows the number of nodes and changes as they come and go.
         && refused.settings == wanted(&refused.settings, seen.spec, digest, certificate)
     {
         return Restart::Refused { difference, reason: refused.reason.clone() };
     }
     if is_shut_down(seen, roster) {
-        return match told {
+        return match is_requested {
             true => Restart::Now { difference, closing: Closing::AtOnce },
             false => waits("an administrator to start the instance again".to_owned()),
         };
     }
-    let is_due = told || (has_deadline && deadline_has_come(seen));
-    // Should a broker run there all the same, it keeps its jobs: it is not stopped before they have ended.
+    let is_due = is_requested || (has_deadline && deadline_has_come(seen));
+    // WhenIdle protects the jobs of a broker that runs although the lead seems to be down: it is not stopped before
+    // they end.
     let closing = if is_due { Closing::AtOnce } else { Closing::WhenIdle };
     let Some(lead) = lead_report(seen, roster) else {
         return match has_lead_failed(seen, roster) {
@@ -174,23 +180,25 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     match &lead.allocated {
         Some(ranks) if ranks.is_empty() => Restart::Now { difference, closing },
         Some(ranks) => waits(format!("the jobs on ranks {ranks} to end")),
-        None => waits("the lead to tell whether jobs run".to_owned()),
+        None => waits("the lead to report whether jobs run".to_owned()),
     }
 }
 
-/// As [`pending`], of an epoch that an older version began.
+/// As [`pending`], for an epoch that an older version began.
 fn pending_by_format(seen: &Observed, roster: &Roster) -> Option<String> {
-    let words = "nodes that join have their own names, and no core is lost when they do, from the next epoch on";
-    (roster.format < format(seen)).then(|| words.to_owned())
+    let difference =
+        "from the next epoch on, nodes that join have their own names, and no cores are lost when they join";
+    (roster.format < format(seen)).then(|| difference.to_owned())
 }
 
-/// Why the packages can't be fetched, as the first node that tried reports: one node asks the source for all.
+/// Why the packages can't be fetched, as the first node that failed reports: one node fetches from the source for all.
 fn unavailable_packages(seen: &Observed) -> Option<String> {
     let mut lacking = seen.reports.iter().filter_map(|(node, report)| Some((node, report.lacks_packages.as_ref()?)));
     lacking.next().map(|(node, why)| format!("{node} can't install the packages: {why}"))
 }
 
-/// As [`pending`], by the word of those who run a broker of this epoch: others may have said so of an older one.
+/// As [`pending`], from the reports of agents that run a broker of this epoch; other reports may be about an older
+/// epoch.
 fn pending_by_agents(seen: &Observed, roster: &Roster) -> Option<String> {
     roster.ranks.iter().find_map(|(rank, entry)| {
         let node = &entry.member.as_ref()?.node;
@@ -199,15 +207,16 @@ fn pending_by_agents(seen: &Observed, roster: &Roster) -> Option<String> {
     })
 }
 
-/// The lead's broker can't be started, by its agent's word: what ran is lost already, and what the difference brings may be
-/// what mends it. One that is on its way up, that has failed once, or whose machine is off, is waited for.
+/// True if the lead's agent reports that its broker can't be started. The running jobs are lost already then, and the
+/// pending change may be the cure, so the restart need not wait. It does wait for a lead that is starting, has failed
+/// only once, or whose machine is off.
 fn has_lead_failed(seen: &Observed, roster: &Roster) -> bool {
     let Some(lead) = roster.lead() else { return false };
-    is_ready(seen, lead) && seen.reports.get(&lead.node).is_some_and(|report| keeps_dying(roster, report))
+    is_ready(seen, lead) && seen.reports.get(&lead.node).is_some_and(|report| keeps_failing(roster, report))
 }
 
-/// The broker of this epoch does not come up, however often it is tried.
-fn keeps_dying(roster: &Roster, report: &FluxNodeStatus) -> bool {
+/// True if the agent's repeated attempts to start the broker of this epoch have failed.
+fn keeps_failing(roster: &Roster, report: &FluxNodeStatus) -> bool {
     report.keeps_dying == Some(roster.epoch) && report.adopted.is_none()
 }
 
@@ -219,17 +228,18 @@ fn deadline_has_come(seen: &Observed) -> bool {
     matches!((deadline, waited), (Some(deadline), Some(waited)) if waited >= deadline)
 }
 
-/// The roster of the epoch after `roster`'s: every member keeps its rank where there is room, under its node's own name and
-/// with what it has now; the statedir, and so the lead, stays.
+/// Makes the roster of the next epoch: every member keeps its rank if there is room, gets its node's own name, and
+/// declares what it has now. The lead stays, because the statedir is on its host.
 pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettings) -> Option<Roster> {
     let limit = limit(seen.spec, settings.max_size);
     let revision = roster.revision + 1;
     let members = roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?, entry)));
     let mut ranks = BTreeMap::<Rank, RosterEntry>::new();
     let mut homeless = Vec::new();
-    // A Node that was made again under its name is another one: the old one never comes back, and a name is given out once.
+    // If a Node was created again under the same name, the old one never comes back. Its member loses the rank, because
+    // each name may occur only once.
     let namesake = |member: &Member| seen.nodes.iter().find(|node| node.name == member.node && node.uid != member.uid);
-    // Not so the lead: its queue is on the host of that name, and a host that hasn't got it is refused there.
+    // Except for the lead: the host of that name has the queue, and the agent of a host without it refuses to start.
     let members = members.filter(|(rank, member, _)| *rank == 0 || namesake(member).is_none());
     for (rank, known, entry) in members.take(limit) {
         let mut member = known.clone();
@@ -250,7 +260,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
             homeless.push((member, None));
         }
     }
-    // Rank 0 is never given to whoever comes along.
+    // Rank 0 is never given to a new node.
     let free: Vec<Rank> = (1..settings.max_size).filter(|rank| !ranks.contains_key(rank)).collect();
     let room = limit.saturating_sub(ranks.len());
     for (rank, (member, before)) in free.into_iter().zip(homeless).take(room) {
@@ -260,7 +270,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
         format: format(seen).max(roster.format),
         epoch: roster.epoch + 1,
         revision,
-        // An epoch that did not come up is nothing to go back to.
+        // If this epoch did not come up, its settings are nothing to go back to: keep those of the last that did.
         previous: roster.previous.clone().or_else(|| Some(roster.settings.clone())),
         settings,
         closing: None,
@@ -269,22 +279,23 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
         ranks,
         ..roster.clone()
     };
-    properties::tell(seen, &mut next);
+    properties::assign(seen, &mut next);
     next.ranks.contains_key(&0).then_some(next)
 }
 
-/// The entry of a member in the epoch after `roster`'s, in which it had `before`. Its broker has its node's name, unless it is
-/// drained as a spare, by somebody or by us: Flux records drains by the brokers' names, and would give it jobs until it is drained
-/// anew.
+/// Makes the entry of a member in the epoch after `roster`'s; `before` is its entry in that one. The broker gets its
+/// node's name, unless the rank is drained under a spare's name: Flux records drains by broker name, and under a new
+/// name the rank would get jobs until it is drained again.
 fn named(seen: &Observed, roster: &Roster, rank: Rank, member: Member, before: Option<&RosterEntry>) -> RosterEntry {
     let is_spare = before.is_some_and(|entry| entry.broker_name == spare_name(rank));
-    // Anybody's word counts: a lead that was taken over from has the only one.
+    // Take all reports: after a takeover only the former lead's report has the drained ranks.
     let is_drained = before.is_some_and(|entry| entry.drain.is_some())
         || seen.reports.values().any(|report| report.drained_by_others.contains(rank));
     let real = is_broker_name(&member.node) && !(is_spare && is_drained);
     let known = before.and_then(|entry| entry.resources.as_ref());
     let node = seen.nodes.iter().find(|node| node.uid == member.uid);
-    // Nothing runs now, so this is when resources may shrink; but jobs may wait for what will be back in a moment.
+    // No broker runs between epochs, so resources may shrink here. But pending jobs may need hardware that will be back
+    // soon.
     let lacks_since = node.zip(before).and_then(|(node, entry)| lacks_since(seen, node, entry));
     let found =
         node.filter(|_| may_declare_less(seen, lacks_since)).and_then(|node| resources(seen, node, rank, known));
@@ -297,7 +308,7 @@ fn named(seen: &Observed, roster: &Roster, rank: Rank, member: Member, before: O
         lacks_since,
         properties: before.map(|entry| entry.properties.clone()).unwrap_or_default(),
         has_node_property: before.is_some_and(|entry| is_node_a_property(roster, entry)),
-        // Until it is looked at anew, nobody may take it off: Flux would give the node jobs.
+        // Keep the drain until the planner has decided about it again: without it, Flux would give the node jobs.
         drain: before.and_then(|entry| entry.drain.clone()).map(|drain| drain.anew(seen.now)),
         revision: roster.revision + 1,
     }

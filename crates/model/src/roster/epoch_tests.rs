@@ -8,7 +8,7 @@ use super::{
 use crate::{broker_toml::render, status::status};
 use api::{Closing, InstancePhase, NodePhase, OnFailure, ROSTER_FORMAT, Roster, Want};
 
-/// Three members that are online and idle.
+/// Three members, online and idle.
 pub(super) fn idle() -> World {
     let mut world = World::up(3);
     jobs_on(&mut world, Some(""));
@@ -34,21 +34,22 @@ pub(super) fn waits_for(world: &World) -> String {
 }
 
 #[test]
-fn what_flux_reads_at_start_waits_until_the_instance_is_idle() {
+fn a_change_that_needs_a_restart_waits_until_the_instance_is_idle() {
     let mut world = idle();
     world.spec.broker.port = Some(9000);
-    for (jobs, words) in [(Some("0-2"), "the jobs on ranks 0-2 to end"), (None, "the lead to tell whether jobs run")] {
+    for (jobs, reason) in [(Some("0-2"), "the jobs on ranks 0-2 to end"), (None, "the lead to report whether jobs run")]
+    {
         jobs_on(&mut world, jobs);
         assert_eq!(world.settle(), Decision::Keep);
-        assert_eq!(waits_for(&world), words);
+        assert_eq!(waits_for(&world), reason);
     }
     jobs_on(&mut world, Some(""));
     world.settle();
     let roster = world.roster.clone().unwrap();
     assert_eq!((roster.epoch, roster.closing), (1, Some(Closing::WhenIdle)));
-    assert_eq!(roster.ranks[&0].revision, roster.revision, "the lead is told");
+    assert_eq!(roster.ranks[&0].revision, roster.revision, "the lead must notice the change");
 
-    // Nothing begins before the lead's broker has ended by its own agent's word.
+    // No epoch begins before the lead's agent reports that its broker has ended.
     assert_eq!(world.settle(), Decision::Keep);
     world.reports.get_mut("node1").unwrap().closed = Some(1);
     assert_eq!(world.settle(), Decision::Keep);
@@ -67,13 +68,13 @@ fn what_flux_reads_at_start_waits_until_the_instance_is_idle() {
 }
 
 #[test]
-fn packages_are_on_every_member_that_is_there_before_an_epoch_ends() {
+fn an_epoch_ends_only_once_every_online_member_has_the_packages() {
     let mut world = idle();
     world.digest = "new";
     assert_eq!(waits_for(&world), "the packages to be installed on the lead");
     world.reports.get_mut("node1").unwrap().digest = Some("new".to_owned());
     assert_eq!(waits_for(&world), "the packages to be installed on node node2");
-    // One that is away is not waited for.
+    // It doesn't wait for a member that is away.
     world.reports.get_mut("node2").unwrap().phase = NodePhase::Offline;
     world.reports.get_mut("node3").unwrap().digest = Some("new".to_owned());
     world.settle();
@@ -81,7 +82,7 @@ fn packages_are_on_every_member_that_is_there_before_an_epoch_ends() {
 }
 
 #[test]
-fn a_word_or_the_deadline_ends_an_epoch_whatever_runs() {
+fn a_request_or_the_deadline_ends_an_epoch_even_if_jobs_run() {
     let mut world = idle();
     jobs_on(&mut world, Some("0"));
     world.restart_word = Some("2026-01-01");
@@ -91,7 +92,7 @@ fn a_word_or_the_deadline_ends_an_epoch_whatever_runs() {
     world.settle();
     let roster = world.roster.clone().unwrap();
     assert_eq!((roster.epoch, roster.restart.as_deref()), (2, Some("2026-01-01")));
-    // The same word is heard once.
+    // The same request causes only one restart.
     (1..=3).for_each(|number| world.online(&format!("node{number}")));
     world.settle();
     assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
@@ -108,7 +109,7 @@ fn a_word_or_the_deadline_ends_an_epoch_whatever_runs() {
 }
 
 #[test]
-fn spares_take_their_nodes_names_and_the_dead_make_room_at_the_next_epoch() {
+fn in_the_next_epoch_spares_get_their_nodes_names_and_lost_members_are_dropped() {
     let mut world = idle();
     world.add("node4", 4);
     world.passed("node4", 8);
@@ -128,7 +129,7 @@ fn spares_take_their_nodes_names_and_the_dead_make_room_at_the_next_epoch() {
     let roster = world.roster.clone().unwrap();
     let members: Vec<_> = roster.ranks.iter().map(|(rank, entry)| (*rank, entry.broker_name.as_str())).collect();
     assert_eq!(members, [(0, "node1"), (2, "node3"), (3, "node4")]);
-    assert_eq!(roster.ranks[&2].resources.clone().unwrap().cores, 1, "only now resources may shrink");
+    assert_eq!(roster.ranks[&2].resources.clone().unwrap().cores, 1, "resources may shrink only between epochs");
 }
 
 /// Three members under their own names, and node4 under a spare's.
@@ -153,35 +154,35 @@ fn begin_an_epoch(world: &mut World, port: u16) -> Roster {
 }
 
 #[test]
-fn what_waiting_jobs_require_of_a_member_by_its_name_outlives_epochs() {
+fn a_node_name_that_pending_jobs_require_stays_a_property_in_later_epochs() {
     let mut world = with_a_member_under_a_spares_name();
-    // An older version had begun the first epoch.
+    // An older version began the first epoch.
     world.roster.as_mut().unwrap().format = 1;
     let has_property = |roster: &Roster| render(roster).unwrap().contains("properties = [\"node4\"]");
     for (epoch, port) in [(2, 9000), (3, 9001)] {
         let roster = begin_an_epoch(&mut world, port);
         assert_eq!((roster.epoch, roster.ranks[&3].broker_name.as_str()), (epoch, "node4"));
         assert!(has_property(&roster), "epoch {epoch}");
-        assert_eq!(render(&roster).unwrap().matches("properties").count(), 1, "nobody else has one");
+        assert_eq!(render(&roster).unwrap().matches("properties").count(), 1, "no other rank has one");
     }
-    // Whoever has the rank next answers to another name.
+    // The next member of the rank has another name.
     world.nodes.pop();
     world.settle();
     world.now += 601;
     world.settle();
     assert!(!has_property(world.roster.as_ref().unwrap()));
     let entry = &world.roster.as_ref().unwrap().ranks[&0];
-    assert!(!serde_json::to_string(entry).unwrap().contains("Property"), "what older versions read is the same");
+    assert!(!serde_json::to_string(entry).unwrap().contains("Property"), "older versions must read the same as before");
 }
 
 #[test]
-fn an_epoch_of_an_older_version_is_to_end_once_it_is_idle_and_goes_on_as_it_began_until_then() {
+fn an_epoch_in_an_old_format_stays_as_it_is_and_ends_once_it_is_idle() {
     let mut world = with_a_member_under_a_spares_name();
     assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
     world.roster.as_mut().unwrap().format = 1;
     jobs_on(&mut world, Some("0"));
     let roster = world.roster.clone().unwrap();
-    // Its end is no reason to end jobs, however long they run.
+    // The new format is no reason to end jobs, however long they run.
     world.spec.upgrade.deadline = Some("1s".to_owned());
     world.status = status(&world.seen(), 1, Some(&roster), None);
     world.now += 3600;
@@ -198,14 +199,14 @@ fn an_epoch_of_an_older_version_is_to_end_once_it_is_idle_and_goes_on_as_it_bega
 }
 
 #[test]
-fn no_epoch_begins_in_a_format_that_an_agent_does_not_read() {
+fn no_epoch_begins_in_a_format_that_an_agent_can_not_read() {
     let mut world = idle();
     world.roster.as_mut().unwrap().format = 1;
     let report = |world: &mut World, node: &str, roster_format| {
         let report = world.reports.get_mut(node).unwrap();
         (report.agent, report.roster_format) = (Some("0.1.0".to_owned()), roster_format);
     };
-    // In the middle of an upgrade of the agents.
+    // An upgrade of the agents is in progress.
     report(&mut world, "node1", ROSTER_FORMAT);
     report(&mut world, "node2", 0);
     assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
@@ -213,11 +214,11 @@ fn no_epoch_begins_in_a_format_that_an_agent_does_not_read() {
     report(&mut world, "node2", ROSTER_FORMAT);
     assert_eq!(begin_an_epoch(&mut world, 9001).format, ROSTER_FORMAT);
     report(&mut world, "node2", 0);
-    assert_eq!(begin_an_epoch(&mut world, 9002).format, ROSTER_FORMAT, "there is no way back");
+    assert_eq!(begin_an_epoch(&mut world, 9002).format, ROSTER_FORMAT, "it must not go back to an older format");
 }
 
 #[test]
-fn a_member_that_somebody_has_drained_keeps_the_name_that_flux_knows_it_by() {
+fn a_member_that_an_administrator_has_drained_keeps_its_broker_name() {
     let mut world = with_a_member_under_a_spares_name();
     world.reports.get_mut("node1").unwrap().drained_by_others = "0,3".parse().unwrap();
     let roster = begin_an_epoch(&mut world, 9000);
@@ -229,7 +230,7 @@ fn a_member_that_somebody_has_drained_keeps_the_name_that_flux_knows_it_by() {
 }
 
 #[test]
-fn a_member_that_we_drain_keeps_the_name_that_flux_knows_it_by() {
+fn a_member_that_the_planner_drains_keeps_its_broker_name() {
     let mut world = with_a_member_under_a_spares_name();
     world.nodes[3].cordoned = true;
     assert_eq!(begin_an_epoch(&mut world, 9000).ranks[&3].broker_name, "flux-spare-3");
@@ -238,7 +239,7 @@ fn a_member_that_we_drain_keeps_the_name_that_flux_knows_it_by() {
 }
 
 #[test]
-fn a_cordoned_member_is_drained_from_an_epoch_s_first_roster_on() {
+fn a_cordoned_member_is_drained_in_the_first_roster_of_an_epoch() {
     let mut world = idle();
     world.nodes[2].cordoned = true;
     world.spec.broker.port = Some(9000);
@@ -247,12 +248,12 @@ fn a_cordoned_member_is_drained_from_an_epoch_s_first_roster_on() {
     let Decision::Write(next) = decide(&world.seen()) else { panic!("no epoch") };
     assert_eq!(next.epoch, 2);
     world.roster = Some(*next);
-    let drained: Vec<_> = world.told("node1").drain.into_values().collect();
-    assert_eq!(drained, ["2".parse().unwrap()], "a planner that dies here must not have it undrained");
+    let drained: Vec<_> = world.projected("node1").drain.into_values().collect();
+    assert_eq!(drained, ["2".parse().unwrap()], "if the planner dies here, the member must stay drained");
 }
 
 #[test]
-fn members_count_for_a_default_max_size_though_all_of_them_are_cordoned_for_the_restart() {
+fn cordoned_members_count_for_the_default_max_size() {
     let mut world = World::up(70);
     jobs_on(&mut world, Some(""));
     world.nodes.iter_mut().for_each(|node| node.cordoned = true);
@@ -265,7 +266,7 @@ fn members_count_for_a_default_max_size_though_all_of_them_are_cordoned_for_the_
 }
 
 #[test]
-fn a_smaller_size_takes_the_highest_out_once_they_are_drained_and_idle() {
+fn with_a_smaller_size_the_highest_ranks_leave_once_they_are_drained_and_idle() {
     let mut world = idle();
     world.spec.size = Some(2);
     world.settle();
@@ -281,12 +282,12 @@ fn a_smaller_size_takes_the_highest_out_once_they_are_drained_and_idle() {
     assert_eq!(world.rank("node3"), Some(2), "its broker runs");
     world.reports.get_mut("node3").unwrap().adopted = None;
     world.settle();
-    assert_eq!(world.rank("node3"), Some(2), "it may be between two starts");
+    assert_eq!(world.rank("node3"), Some(2), "its broker may be between two starts");
     world.reports.get_mut("node3").unwrap().left = true;
     world.settle();
     assert_eq!((world.rank("node3"), world.rank("node2"), world.rank("node1")), (None, Some(1), Some(0)));
     assert_eq!(world.wants("node3"), Want::Install);
-    // And it gets its rank back.
+    // With the old size it gets its rank back.
     world.spec.size = None;
     world.settle();
     assert_eq!(world.rank("node3"), Some(2));
@@ -294,7 +295,7 @@ fn a_smaller_size_takes_the_highest_out_once_they_are_drained_and_idle() {
 }
 
 #[test]
-fn a_member_that_leaves_gets_no_longer_than_the_time_out() {
+fn a_leaving_member_is_stopped_when_the_drain_timeout_has_passed() {
     let mut world = idle();
     world.spec.size = Some(1);
     world.spec.drain.timeout = Some("1m".to_owned());
@@ -307,7 +308,7 @@ fn a_member_that_leaves_gets_no_longer_than_the_time_out() {
 }
 
 #[test]
-fn a_cordon_drains_and_an_uncordon_takes_it_back_but_conditions_do_neither() {
+fn a_cordon_drains_and_an_uncordon_undrains_but_node_conditions_do_neither() {
     let mut world = idle();
     let drained = |world: &mut World| {
         world.settle();
@@ -323,7 +324,7 @@ fn a_cordon_drains_and_an_uncordon_takes_it_back_but_conditions_do_neither() {
         world.nodes[2].taints = vec![taint("example.org/maintenance"), taint(key)];
         assert_eq!(drained(&mut world), [(2, "an autoscaler is about to delete the node".to_owned())], "{key}");
         world.nodes[2].taints.pop();
-        assert_eq!(drained(&mut world), [], "it has changed its mind");
+        assert_eq!(drained(&mut world), [], "the autoscaler keeps the node");
     }
     world.nodes[0].cordoned = true;
     assert_eq!(drained(&mut world), [(0, "the node is cordoned".to_owned())]);
@@ -331,8 +332,8 @@ fn a_cordon_drains_and_an_uncordon_takes_it_back_but_conditions_do_neither() {
     world.nodes[0].cordoned = false;
     world.nodes[2].deleting = true;
     assert_eq!(drained(&mut world), [(2, "the node is being deleted".to_owned())]);
-    assert_eq!(world.told("node3").draining.as_deref(), Some("the node is being deleted"));
-    assert_eq!(world.told("node2").draining, None);
+    assert_eq!(world.projected("node3").draining.as_deref(), Some("the node is being deleted"));
+    assert_eq!(world.projected("node2").draining, None);
     assert_eq!((world.wants("node3"), world.rank("node3")), (Want::Run, Some(2)));
 }
 
@@ -347,7 +348,7 @@ fn fewer_ranks_than_members_keep_the_lowest() {
 }
 
 #[test]
-fn a_lead_that_does_not_come_up_takes_the_instance_back_once() {
+fn if_the_lead_does_not_come_up_the_instance_goes_back_once() {
     let fail = |on_failure| {
         let mut world = idle();
         world.spec.upgrade.on_failure = on_failure;
@@ -376,19 +377,19 @@ fn a_lead_that_does_not_come_up_takes_the_instance_back_once() {
 }
 
 #[test]
-fn a_member_whose_lead_misses_it_is_told() {
+fn a_member_that_the_lead_reports_offline_is_marked_as_missed() {
     let mut world = idle();
-    assert!(!world.told("node2").missed);
+    assert!(!world.projected("node2").missed);
     world.reports.get_mut("node1").unwrap().offline = vec![1];
-    assert!(world.told("node2").missed && !world.told("node3").missed);
-    // It says so itself.
+    assert!(world.projected("node2").missed && !world.projected("node3").missed);
+    // Its own agent reports it too.
     let report = world.reports.get_mut("node2").unwrap();
     (report.phase, report.adopted) = (NodePhase::Offline, None);
-    assert!(!world.told("node2").missed);
+    assert!(!world.projected("node2").missed);
 }
 
 #[test]
-fn a_job_that_slips_in_before_the_epoch_is_closed_keeps_it_open() {
+fn a_job_that_starts_before_the_epoch_is_closed_keeps_it_open() {
     let mut world = idle();
     world.spec.broker.port = Some(9000);
     world.settle();
@@ -397,7 +398,7 @@ fn a_job_that_slips_in_before_the_epoch_is_closed_keeps_it_open() {
     world.settle();
     let roster = world.roster.as_ref().unwrap();
     assert_eq!(roster.closing, None);
-    assert_eq!(roster.ranks[&0].revision, roster.revision, "the lead is told");
+    assert_eq!(roster.ranks[&0].revision, roster.revision, "the lead must notice the change");
     assert_eq!(waits_for(&world), "the jobs on ranks 1 to end");
     jobs_on(&mut world, Some(""));
     world.settle();
@@ -405,21 +406,21 @@ fn a_job_that_slips_in_before_the_epoch_is_closed_keeps_it_open() {
 }
 
 #[test]
-fn a_lead_whose_machine_is_off_is_not_online_by_its_own_last_word() {
+fn a_lead_whose_machine_is_off_is_not_online_although_its_last_report_says_so() {
     let mut world = idle();
     let phase = |world: &World| status(&world.seen(), 1, world.roster.as_ref(), None).phase;
     world.nodes[0].ready = false;
-    assert_eq!(phase(&world), InstancePhase::Running, "kubelet alone is no evidence");
+    assert_eq!(phase(&world), InstancePhase::Running, "a Node that is not Ready alone proves nothing");
     world.reports.get_mut("node2").unwrap().unheard = true;
     assert_eq!(phase(&world), InstancePhase::Degraded);
-    let words = status(&world.seen(), 1, world.roster.as_ref(), None).message.unwrap();
-    assert!(words.contains("node1 (rank 0, started): its Node is not Ready"), "{words}");
+    let message = status(&world.seen(), 1, world.roster.as_ref(), None).message.unwrap();
+    assert!(message.contains("node1 (rank 0, started): its Node is not Ready"), "{message}");
     world.nodes[0].ready = true;
     assert_eq!(phase(&world), InstancePhase::Running);
 }
 
 #[test]
-fn a_node_that_was_made_again_has_its_name_for_itself_in_the_next_epoch() {
+fn a_node_that_was_created_again_has_its_name_alone_in_the_next_epoch() {
     let mut world = idle();
     world.nodes[1].uid = "uid-other".into();
     world.reports.get_mut("node2").unwrap().adopted = None;
@@ -435,7 +436,7 @@ fn a_node_that_was_made_again_has_its_name_for_itself_in_the_next_epoch() {
 }
 
 #[test]
-fn rank_0_stays_where_the_queue_is_though_its_node_was_made_again_while_the_epoch_closed() {
+fn rank_0_stays_with_the_queue_if_its_node_is_created_again_meanwhile() {
     let mut world = idle();
     world.spec.size = Some(3);
     world.add("node4", 4);
@@ -467,7 +468,7 @@ fn a_node_that_was_deleted_stays_drained() {
 }
 
 #[test]
-fn what_an_agent_once_said_of_another_epoch_restarts_nothing() {
+fn an_old_report_about_another_epoch_causes_no_restart() {
     let mut world = idle();
     let report = world.reports.get_mut("node3").unwrap();
     report.restart_pending = Some("another command line".to_owned());
@@ -477,7 +478,7 @@ fn what_an_agent_once_said_of_another_epoch_restarts_nothing() {
     assert_ne!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
 }
 
-/// The lead's agent says that an administrator has shut the instance down.
+/// The lead's agent reports that an administrator has shut the instance down.
 fn shut_down() -> World {
     let mut world = idle();
     world.reports.values_mut().for_each(|report| (report.phase, report.adopted) = (NodePhase::Waiting, None));
@@ -486,10 +487,10 @@ fn shut_down() -> World {
 }
 
 #[test]
-fn an_instance_that_was_shut_down_begins_no_epoch_before_somebody_says_so() {
-    type Change = fn(&mut World);
+fn an_instance_that_was_shut_down_stays_down_until_an_administrator_restarts_it() {
+    type Edit = fn(&mut World);
     for (what, change) in [
-        ("nothing", (|_| {}) as Change),
+        ("nothing", (|_| {}) as Edit),
         ("a change of the spec", |world| world.spec.broker.port = Some(9000)),
         ("another package set", |world| world.digest = "other"),
         ("a lead that would not come up", |world| world.reports.get_mut("node1").unwrap().keeps_dying = Some(1)),
@@ -499,12 +500,12 @@ fn an_instance_that_was_shut_down_begins_no_epoch_before_somebody_says_so() {
         assert_eq!(world.settle(), Decision::Keep, "{what}");
         let roster = world.roster.clone().unwrap();
         assert_eq!((roster.epoch, roster.closing), (1, None), "{what}");
-        let told = status(&world.seen(), 1, Some(&roster), None);
-        let line = told.message.clone().unwrap();
+        let instance_status = status(&world.seen(), 1, Some(&roster), None);
+        let line = instance_status.message.clone().unwrap();
         assert!(line.contains("shut the instance down") && line.contains("annotate fxi flux"), "{what}: {line}");
-        assert_eq!(told.holding("Degraded").unwrap().reason, "ShutDown", "{what}");
+        assert_eq!(instance_status.holding("Degraded").unwrap().reason, "ShutDown", "{what}");
         assert_eq!([1, 2, 3].map(|n| world.wants(&format!("node{n}"))), [Want::Run, Want::Install, Want::Install]);
-        assert!(world.told("node2").reason.unwrap().contains("shut the instance down"));
+        assert!(world.projected("node2").reason.unwrap().contains("shut the instance down"));
 
         world.restart_word = Some("go on");
         world.settle();
@@ -512,16 +513,16 @@ fn an_instance_that_was_shut_down_begins_no_epoch_before_somebody_says_so() {
         close(&mut world);
         world.settle();
         assert_eq!(world.roster.as_ref().unwrap().epoch, 2, "{what}");
-        let told = status(&world.seen(), 1, world.roster.as_ref(), None);
-        assert!(told.holding("Degraded").is_none_or(|degraded| degraded.reason != "ShutDown"), "{what}");
+        let instance_status = status(&world.seen(), 1, world.roster.as_ref(), None);
+        assert!(instance_status.holding("Degraded").is_none_or(|degraded| degraded.reason != "ShutDown"), "{what}");
     }
 }
 
 #[test]
-fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_gives_it_no_jobs() {
-    type Change = fn(&mut World);
+fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_it_is_idle() {
+    type Edit = fn(&mut World);
     for (what, change, missed) in [
-        ("nothing is known against it", (|_| {}) as Change, false),
+        ("the lead reports no problem", (|_| {}) as Edit, false),
         ("the lead has lost it", |world| world.reports.get_mut("node1").unwrap().offline = vec![1], true),
         ("it is slow, and idle", |world| world.reports.get_mut("node1").unwrap().torpid = "1".parse().unwrap(), true),
         (
@@ -533,7 +534,7 @@ fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_gives_it_no_jobs
             false,
         ),
         (
-            "it is slow, and nobody knows of its jobs",
+            "it is slow, and its jobs are unknown",
             |world| {
                 jobs_on(world, None);
                 world.reports.get_mut("node1").unwrap().torpid = "1".parse().unwrap();
@@ -541,7 +542,7 @@ fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_gives_it_no_jobs
             false,
         ),
         (
-            "it is slow, and answers its agent",
+            "it is slow, but answers its agent",
             |world| {
                 world.reports.get_mut("node2").unwrap().phase = NodePhase::Online;
                 world.reports.get_mut("node1").unwrap().torpid = "1".parse().unwrap();
@@ -552,6 +553,6 @@ fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_gives_it_no_jobs
         let mut world = idle();
         world.reports.get_mut("node2").unwrap().phase = NodePhase::Offline;
         change(&mut world);
-        assert_eq!(world.told("node2").missed, missed, "{what}");
+        assert_eq!(world.projected("node2").missed, missed, "{what}");
     }
 }

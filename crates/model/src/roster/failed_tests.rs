@@ -1,4 +1,4 @@
-//! A lead that can't be started, and what mends it.
+//! A lead that can't be started, and the changes that repair it.
 
 use super::{
     Decision, Observed, decide, decide_unserved,
@@ -8,7 +8,8 @@ use super::{
 };
 use api::{Closing, NodePhase, OnFailure};
 
-/// The second epoch has begun with a user whom the lead's host doesn't know, and its broker was never started there.
+/// In the second epoch, the lead's broker was never started, because its host doesn't have the user that the spec
+/// names.
 fn refused_by_the_host() -> World {
     let mut world = idle();
     world.spec.upgrade.on_failure = OnFailure::Stay;
@@ -24,41 +25,41 @@ fn refused_by_the_host() -> World {
 }
 
 #[test]
-fn what_mends_a_lead_that_can_not_be_started_is_not_kept_waiting_for_it() {
-    type Mend = fn(&mut World);
-    let mends: [(&str, Mend, Closing); 3] = [
+fn a_change_that_may_repair_a_failed_lead_does_not_wait_for_it() {
+    type Repair = fn(&mut World);
+    let repairs: [(&str, Repair, Closing); 3] = [
         ("the spec", |world| world.spec.broker.run_as = None, Closing::WhenIdle),
         ("other packages, which are not there yet", |world| world.digest = "new", Closing::WhenIdle),
-        ("a word", |world| world.restart_word = Some("2026-01-01"), Closing::AtOnce),
+        ("a request", |world| world.restart_word = Some("2026-01-01"), Closing::AtOnce),
     ];
-    for (what, mend, closing) in mends {
+    for (what, repair, closing) in repairs {
         let mut world = refused_by_the_host();
         let before = world.roster.as_ref().unwrap().previous.clone();
-        assert_eq!(world.settle(), Decision::Keep, "{what}: nothing is asked for yet");
-        mend(&mut world);
+        assert_eq!(world.settle(), Decision::Keep, "{what}: no change is requested yet");
+        repair(&mut world);
         world.settle();
         assert_eq!(world.roster.as_ref().unwrap().closing, Some(closing), "{what}");
         close(&mut world);
         world.settle();
         let roster = world.roster.as_ref().unwrap();
         assert_eq!((roster.epoch, roster.closing), (3, None), "{what}");
-        assert_eq!(roster.previous, before, "{what}: what never came up is nothing to go back to");
-        assert_eq!(restart(&world.seen(), roster), Restart::None, "{what}: once");
+        assert_eq!(roster.previous, before, "{what}: must not go back to settings that never came up");
+        assert_eq!(restart(&world.seen(), roster), Restart::None, "{what}: it must restart only once");
     }
 }
 
 #[test]
-fn a_lead_that_is_only_slow_or_away_is_not_taken_for_one_that_can_not_be_started() {
+fn a_lead_that_is_slow_or_away_does_not_count_as_failed() {
     type Away = fn(&mut World);
     let aways: [(&str, Away); 4] = [
-        ("on its way up, or refused once, as by a port that is taken for a moment", |world| {
+        ("starting, or refused once, for example because a port was in use", |world| {
             world.reports.get_mut("node1").unwrap().keeps_dying = None;
         }),
-        ("refused again and again, in the epoch before", |world| {
+        ("refused again and again, but in the previous epoch", |world| {
             world.reports.get_mut("node1").unwrap().keeps_dying = Some(1);
         }),
         ("off", |world| world.nodes[0].ready = false),
-        ("not to be seen", |world| {
+        ("running, but not online", |world| {
             let broker = world.reports["node2"].adopted.clone().unwrap();
             let lead = world.reports.get_mut("node1").unwrap();
             lead.adopted = Some(api::Adopted { rank: 0, epoch: 2, ..broker });
@@ -77,7 +78,7 @@ fn a_lead_that_is_only_slow_or_away_is_not_taken_for_one_that_can_not_be_started
 }
 
 #[test]
-fn a_lead_that_fails_long_after_it_was_online_is_mended_by_the_spec_too() {
+fn a_lead_that_fails_long_after_it_was_online_can_be_repaired_by_the_spec() {
     let mut world = idle();
     jobs_on(&mut world, Some("1"));
     let lead = world.reports.get_mut("node1").unwrap();
@@ -86,11 +87,11 @@ fn a_lead_that_fails_long_after_it_was_online_is_mended_by_the_spec_too() {
     world.spec.broker.port = Some(9000);
     world.settle();
     let closing = world.roster.as_ref().unwrap().closing;
-    assert_eq!(closing, Some(Closing::WhenIdle), "a broker that runs there after all, unseen, keeps its jobs");
+    assert_eq!(closing, Some(Closing::WhenIdle), "a broker that runs there unnoticed must keep its jobs");
 }
 
 #[test]
-fn a_mend_is_not_taken_back_by_the_words_of_what_it_mends() {
+fn a_repair_is_not_reverted_by_the_report_about_the_failure_before_it() {
     let mut world = idle();
     world.spec.upgrade.on_failure = OnFailure::GoBack;
     let lead = world.reports.get_mut("node1").unwrap();
@@ -104,7 +105,7 @@ fn a_mend_is_not_taken_back_by_the_words_of_what_it_mends() {
     assert_eq!(world.settle(), Decision::Keep);
     let roster = world.roster.as_ref().unwrap();
     assert_eq!((roster.epoch, roster.settings.digest.as_str(), &roster.refused), (2, "new", &None));
-    // Its own are another matter.
+    // A report about the new epoch does revert it.
     world.reports.get_mut("node1").unwrap().keeps_dying = Some(2);
     world.settle();
     let roster = world.roster.as_ref().unwrap();
@@ -113,26 +114,26 @@ fn a_mend_is_not_taken_back_by_the_words_of_what_it_mends() {
 }
 
 #[test]
-fn an_instance_that_was_stopped_for_another_epoch_goes_on_when_there_is_none_to_begin() {
+fn an_instance_that_was_stopped_for_an_epoch_that_can_not_begin_goes_on() {
     let mut world = idle();
     assert_eq!(decide_unserved(&world.seen()), Decision::Keep);
     world.spec.broker.port = Some(9000);
     world.settle();
     let closing = world.roster.clone().unwrap();
-    // It is not stopped for packages that are still to be resolved, and not kept from stopping either.
+    // While packages are being resolved, the planner neither starts nor cancels the stop.
     assert_eq!(decide(&Observed { digest: None, ..world.seen() }), Decision::Keep);
     let unserved = |world: &World| decide_unserved(&world.seen());
     let unresolved = |world: &World| decide(&Observed { digest: None, ..world.seen() });
     let unserved_and_not_stopped_yet = unserved(&world);
     close(&mut world);
     for (what, decision) in [
-        ("the spec can't be served, and the lead still runs", unserved_and_not_stopped_yet),
+        ("the spec can't be served, but the lead still runs", unserved_and_not_stopped_yet),
         ("the spec can't be served", unserved(&world)),
-        ("its packages can't be had", unresolved(&world)),
+        ("its packages are not available", unresolved(&world)),
     ] {
         let Decision::Write(next) = decision else { panic!("{what}: {decision:?}") };
         assert_eq!((next.epoch, next.closing, &next.settings), (1, None, &closing.settings), "{what}");
-        assert_eq!(next.ranks[&0].revision, next.revision, "{what}: the lead is told");
+        assert_eq!(next.ranks[&0].revision, next.revision, "{what}: the lead must notice the change");
         assert!(next.revision > closing.revision, "{what}");
     }
     world.roster.as_mut().unwrap().instance_uid = "another".into();
@@ -140,7 +141,7 @@ fn an_instance_that_was_stopped_for_another_epoch_goes_on_when_there_is_none_to_
 }
 
 #[test]
-fn an_epoch_that_does_not_come_up_is_taken_back_whatever_the_spec_says_by_then() {
+fn an_epoch_that_does_not_come_up_is_reverted_even_if_the_spec_is_invalid() {
     let mut world = refused_by_the_host();
     world.spec.upgrade.on_failure = OnFailure::GoBack;
     let keeps_dying = world.reports.get_mut("node1").unwrap().keeps_dying.take();

@@ -1,10 +1,11 @@
-//! The first roster of an epoch: who leads, and who is in it from the start.
+//! The first roster of an instance: which node leads, and which nodes are members from the start.
 
 use std::collections::BTreeMap;
 
 use super::{
     Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, epoch::next_epoch, format,
-    has_failed, has_passed, holds_another, is_deep, is_of_instance, limit, properties, takers, turns, was_named,
+    has_failed, has_passed, holds_another, is_deep, is_of_instance, limit, participant_count, properties, turns,
+    was_named,
 };
 use crate::{
     broker_toml::{is_broker_name, spare_name},
@@ -15,26 +16,27 @@ use crate::{
 use api::{FailedLeads, FluxNodeStatus, Roster, packed};
 use base::words::many;
 
-/// The lead's copy is as old as the last change that was the lead's matter, and nobody knows how many came after it: none of
-/// them may come again with other content.
+/// Added to the revision of the lead's copy of a lost roster. The copy is as old as the last change that concerned the
+/// lead, an unknown number of revisions came after it, and no revision may be reused with other content.
 const LOST_REVISIONS: u64 = 1000;
 
-/// There is none: it is made again from what the nodes tell, or made for the first time.
+/// Rebuilds a lost roster from the agents' reports, or makes the first one.
 pub(super) fn without_roster(seen: &Observed) -> Decision {
-    // The lead's own copy has every member in it: no broker starts before the lead has taken it in.
+    // The lead's copy has every member, because no broker starts before the lead has applied the roster that names it.
     let copies = seen.reports.values().filter_map(|status| status.roster.as_deref());
     let copies = copies.filter_map(|field| Roster::parse(&packed::from_field(field)?).ok());
     let own = copies.filter(|copy| copy.instance_uid == seen.instance_uid);
-    // A host that led before another one took over has the names, and the queue, of an epoch that is over.
+    // A host that led before another node took over has the names and the queue of an epoch that is over.
     let adopted = seen.reports.values().filter_map(|status| status.adopted.as_ref());
     let running = adopted.filter(|adopted| is_of_instance(seen, adopted)).map(|adopted| adopted.epoch);
     let last_epoch = running.fold(seen.status.epoch, u64::max);
     let own = own.filter(|copy| copy.epoch >= last_epoch);
     if let Some(mut copy) = own.max_by_key(|copy| (copy.epoch, copy.revision)) {
         copy.revision += LOST_REVISIONS;
-        // The copy may be from before; what was online once is never thrown away.
+        // The copy may be older than the moment when the lead came online, and an established roster is never
+        // discarded.
         copy.established |= seen.status.instance_id.as_ref() == Some(&copy.instance_id);
-        // So are its drains.
+        // Its drains may be out of date too: start their time again.
         let entries = copy.ranks.values_mut();
         entries.for_each(|entry| entry.drain = entry.drain.take().map(|drain| drain.anew(seen.now)));
         drain(seen, &mut copy);
@@ -48,18 +50,19 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     let silent = seen.nodes.iter().filter(|node| node.ready && !seen.reports.contains_key(&node.name)).count();
     if silent > 0 && seen.waited < REPORTS_TIMEOUT {
         return Decision::Wait(format!(
-            "the roster is gone: waiting for the agents of {} to tell what runs there",
+            "the roster is gone: waiting for the agents of {} to report what runs there",
             many(silent as u64, "node")
         ));
     }
     match (running, &seen.status.instance_id, &seen.status.lead) {
         (Some(_), _, _) if seen.waited < REPORTS_TIMEOUT => {
-            Decision::Wait("the roster is gone: waiting for the lead's agent to tell its copy".to_owned())
+            Decision::Wait("the roster is gone: waiting for the lead's agent to report its copy".to_owned())
         }
-        // Without the lead's table of names, any rank given out now could be refused or be somebody else's.
+        // Without the lead's table of names, a rank given out now could be refused by the lead or belong to another
+        // node.
         (Some((node, _)), _, _) => Decision::Wait(format!(
-            "the roster is gone and the lead's host has not told its copy, but a broker runs on node {node}: bring the lead's \
-             node back, or stop all brokers (one that is gone for good ends with its FluxNode: delete that)"
+            "the roster is gone and the lead's agent has not reported its copy, but a broker runs on node {node}: bring the \
+             lead's node back, or stop all brokers (if a node is gone for good, delete its FluxNode)"
         )),
         (None, Some(id), Some(lead)) => {
             first_roster(seen, id, seen.status.epoch + 1, Some(lead), FailedLeads::default())
@@ -68,8 +71,9 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     }
 }
 
-/// A roster of all eligible nodes under their real names. `statedir_of`: the node whose statedir has the queue of an
-/// instance that was online before; nobody else can be its lead. `failed_leads`: those that are to lead only if no other can.
+/// Makes a roster of all eligible nodes under their real names. `statedir_of`: the node whose statedir has the queue of
+/// an instance that was online before; only that node can lead it. `failed_leads`: nodes that lead only if no other
+/// node can.
 fn first_roster(
     seen: &Observed,
     instance_id: &str,
@@ -91,7 +95,7 @@ fn first_roster(
     let settings = settings(seen.spec, nodes.len(), digest, certificate);
     let deep = is_deep(&settings);
     let limit = limit(seen.spec, settings.max_size);
-    // In a deep tree an interior rank whose node never comes would strand its children.
+    // In a deep tree, an interior rank whose node never comes up would strand its children.
     let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || has_passed(seen, node)));
     let others = others.filter(|node| prefix::differs_from(seen, &lead.name, &node.name).is_none());
     let mut roster = Roster {
@@ -116,7 +120,7 @@ fn first_roster(
         let reserved_for = real.then(|| node.uid.clone());
         roster.ranks.insert(rank, entry(seen, node, rank, broker_name, reserved_for, 1));
     }
-    properties::tell(seen, &mut roster);
+    properties::assign(seen, &mut roster);
     Decision::Write(Box::new(roster))
 }
 
@@ -142,9 +146,9 @@ fn choose_lead<'a>(
 ) -> Result<&'a NodeView, String> {
     let passed = |node: &&&NodeView| has_passed(seen, node);
     if let Some(name) = wanted.filter(|name| holds_another(seen, name)) {
-        let words = own_words(seen, name);
+        let message = own_message(seen, name);
         return Err(format!(
-            "waiting for node {name}, which is to be the lead and still holds the instance before{words}"
+            "waiting for node {name}, which is to be the lead and still holds the previous instance{message}"
         ));
     }
     if let Some(name) = wanted {
@@ -153,7 +157,7 @@ fn choose_lead<'a>(
     }
     let failures = |node: &NodeView| (has_failed(seen, &node.name), failed_leads.times(&node.uid));
     let undecided = |node: &&NodeView| failures(node) == (false, 0);
-    // The first of those that have failed least.
+    // Among the nodes with the fewest failures, the first.
     let first = nodes.iter().filter(passed).min_by_key(|node| failures(node)).copied();
     match first {
         Some(lead) if seen.waited >= LEAD_PATIENCE => Ok(lead),
@@ -165,7 +169,7 @@ fn choose_lead<'a>(
             });
             let before = || {
                 let node = nodes.iter().find(|node| holds_another(seen, &node.name))?;
-                Some(format!("; {} still holds the instance before{}", node.name, own_words(seen, &node.name)))
+                Some(format!("; {} still holds the previous instance{}", node.name, own_message(seen, &node.name)))
             };
             let detail = failed.or_else(before).unwrap_or_default();
             Err(format!("waiting for preflight on {}{detail}", many(nodes.len() as u64, "node")))
@@ -173,14 +177,15 @@ fn choose_lead<'a>(
     }
 }
 
-/// Until the lead was online once, nothing depends on the roster: a lost lead, one that has failed or a changed spec makes a
-/// new one. Not so where an administrator has named the queue: it is on that host, whatever its Node is like for a moment.
+/// Makes a new roster if the lead is lost, has failed or the spec has changed: until the lead was online once, nothing
+/// depends on the old one. If an administrator named the host that has the queue, that host stays the lead, whatever
+/// state its Node is in.
 pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> {
     let (digest, certificate) = (seen.digest?, seen.certificate?);
     let lead = roster.lead()?;
     let is_pending = pending(&roster.settings, seen.spec, digest, certificate).is_some();
     if was_named(roster) {
-        let settings = || settings(seen.spec, takers(seen, roster), digest, certificate);
+        let settings = || settings(seen.spec, participant_count(seen, roster), digest, certificate);
         let next = is_pending.then(|| next_epoch(seen, roster, settings())).flatten()?;
         return Some(Decision::Write(Box::new(Roster { previous: None, jobs_lost_before: next.epoch, ..next })));
     }
@@ -191,7 +196,7 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
     if is_the_same && !turns::is_next_due(seen, roster, &failed) {
         return None;
     }
-    // Another attempt at the same is no other epoch: it has an instance ID of its own.
+    // Another attempt with the same settings needs no new epoch number: its fresh instance ID tells the attempts apart.
     let epoch = if is_the_same { roster.epoch } else { roster.epoch + 1 };
     let failed = if is_pending { FailedLeads::default() } else { failed };
     match first_roster(seen, seen.fresh_id, epoch, None, failed) {
@@ -205,8 +210,8 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
     }
 }
 
-/// What a node says of itself, as the end of a sentence about it: that jobs still run there, for one.
-fn own_words(seen: &Observed, node: &str) -> String {
+/// The message of the node's agent, as the end of a sentence about the node: for example, that jobs still run there.
+fn own_message(seen: &Observed, node: &str) -> String {
     let message = seen.reports.get(node).and_then(|report| report.message.as_ref());
-    message.map(|words| format!(": {words}")).unwrap_or_default()
+    message.map(|message| format!(": {message}")).unwrap_or_default()
 }

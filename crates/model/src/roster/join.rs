@@ -1,4 +1,4 @@
-//! New members, and members of a deep tree that need another place.
+//! Gives ranks to new members, and other ranks to members of a deep tree that are cut off.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -9,8 +9,8 @@ use super::{
 use crate::{broker_toml::broker_name, prefix};
 use api::{Rank, Roster, RosterEntry};
 
-/// In a deep tree: a member whose broker is out of the overlay, under a parent that can't come back by itself, takes a free
-/// rank elsewhere.
+/// In a deep tree, moves a member to a free rank elsewhere if its broker is out of the overlay and its parent can't
+/// come back by itself.
 pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
     if !is_deep(&roster.settings) || !is_online(seen, roster, 0) {
         return;
@@ -21,9 +21,9 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
         .filter_map(|(rank, entry)| {
             let member = entry.member.as_ref()?;
             let parent = parent(roster, *rank)?;
-            // That there is no word from its agent says nothing about its broker.
+            // A missing report says nothing about the broker.
             let is_silent = !seen.reports.contains_key(&member.node) && !does_lead_miss(seen, roster, *rank);
-            // One that does not answer may be in the overlay all the same.
+            // A broker that does not answer its agent may still be in the overlay.
             let may_be_in = holds(seen, roster, *rank).is_some() && !does_lead_miss(seen, roster, *rank);
             let is_out = member.gone_since.is_none() && !is_silent && !may_be_in && !is_online(seen, roster, *rank);
             (is_out && is_hopeless(seen, roster, parent)).then_some(*rank)
@@ -39,14 +39,15 @@ pub(super) fn relocate_stranded(seen: &Observed, roster: &mut Roster) {
     }
 }
 
-/// Rank `rank` will not be in the overlay soon: nobody holds it, its Node is gone or not Ready, or its broker can't start.
+/// True if `rank` will not be in the overlay soon: it has no member, the member's Node is gone or not Ready, or its
+/// broker can't start.
 fn is_hopeless(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.member(rank) else { return true };
     let never_starts = || holds(seen, roster, rank).is_none() && prefix::differs(seen, roster, &member.node).is_some();
     rank != 0 && (!is_ready(seen, member) || has_failed(seen, &member.node) || never_starts())
 }
 
-/// New members: eligible, looked at, without a rank.
+/// Gives a rank to each eligible node that has passed preflight and has none, while there is room.
 pub(super) fn join(seen: &Observed, roster: &mut Roster) {
     let limit = limit(seen.spec, roster.settings.max_size);
     let mut members: HashSet<String> = roster.members().map(|member| member.uid.clone()).collect();
@@ -54,14 +55,14 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
     let kept = roster.ranks.iter().filter(|(_, entry)| entry.member.is_none());
     let kept: HashMap<String, Rank> =
         kept.filter_map(|(rank, entry)| Some((entry.reserved_for.clone()?, *rank))).collect();
-    // Who comes back goes before who was never here.
+    // Nodes that come back to their own rank go before nodes that never had one.
     nodes.sort_by_key(|node| !kept.contains_key(&node.uid));
     let mut is_full = false;
     for node in nodes {
         if members.len() >= limit {
             return;
         }
-        // One whose broker runs, whatever it was started for, is not to be started for another rank.
+        // If the node already runs a broker of this instance, for whatever rank, a second one must not start there.
         let runs = seen.reports.get(&node.name).and_then(|report| report.adopted.as_ref());
         let runs = runs.is_some_and(|adopted| adopted.instance_id == roster.instance_id);
         let differs = prefix::differs(seen, roster, &node.name).is_some();
@@ -72,7 +73,7 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
         let own = kept.get(&node.uid).copied().filter(is_held);
         let free = || if is_full { None } else { free_rank(seen, roster) };
         let Some(rank) = own.or_else(free) else {
-            // There may be others whose own rank waits for them.
+            // Go on: a later node may still have a rank of its own.
             is_full = true;
             continue;
         };
@@ -84,9 +85,10 @@ pub(super) fn join(seen: &Observed, roster: &mut Roster) {
     }
 }
 
-/// A rank that any node may take: without a member, kept for no node, not drained, claimed by no broker that runs, and under a
-/// parent that is online. If the rank was held before, the lead must report the old broker offline first: that node's agent no
-/// longer reports. It returns interior ranks first, so that holes in a deep tree are filled before leaves are hung on.
+/// A rank that any node may take: without a member, kept for no node, not drained, claimed by no broker that runs, and
+/// under a parent that is online. If the rank was held before, the lead must report the old broker offline first: that
+/// node's agent no longer reports. It returns interior ranks first, so that holes in a deep tree are filled before
+/// leaves are added.
 fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
     let size = roster.settings.max_size;
     let claimed: BTreeSet<Rank> = seen
@@ -110,7 +112,8 @@ fn free_rank(seen: &Observed, roster: &Roster) -> Option<Rank> {
     free.min_by_key(|rank| (!topology.is_interior(*rank, size), *rank))
 }
 
-/// A rank may be given out under `parent`, which does not leave. Under the lead always: it is waited for anyway.
+/// True if a rank may be given out under `parent`: it is online and not leaving. Ranks under the lead may always be
+/// given out, because the joiner's broker waits for the lead anyway.
 fn can_carry(seen: &Observed, roster: &Roster, parent: Rank) -> bool {
     parent == 0 || (is_online(seen, roster, parent) && leaving(roster, parent).is_none())
 }

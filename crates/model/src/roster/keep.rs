@@ -1,4 +1,4 @@
-//! Members that stay, come back, or are gone for good.
+//! Updates the members that stay, come back, or are gone for good.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -9,7 +9,7 @@ use super::{
 use crate::eligibility::NodeView;
 use api::{Member, Rank, Roster, RosterEntry};
 
-/// What changes for those who hold a rank: what they have to declare, a Node that is gone, one that is back.
+/// Updates each rank that has a member: its declared resources, and whether its Node is gone or back.
 pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
     let retain = retain_secs(seen.spec);
     let is_lead_fixed = is_lead_fixed(roster);
@@ -21,7 +21,8 @@ pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
     // While a broker starts, we don't know which R it will verify its hardware against.
     let is_idle = |rank: &Rank| has_no_jobs_for_sure(seen, roster, *rank) && is_online(seen, roster, *rank);
     let idle: Vec<Rank> = roster.ranks.keys().copied().filter(is_idle).collect();
-    // While its broker is in the overlay, it would get the jobs that its member was not to get.
+    // A rank whose member is gone stays excluded while its broker is in the overlay: otherwise that broker would get
+    // the jobs that its member was not to get.
     let is_excluded_in_vain = |(rank, entry): &(&Rank, &RosterEntry)| {
         entry.member.is_none() && entry.is_excluded() && does_lead_miss(seen, roster, **rank)
     };
@@ -34,8 +35,9 @@ pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
             }
             continue;
         };
-        // The lead's queue is on the host of that name and nowhere else; a host that hasn't got it is refused there, but for one
-        // that has yet to begin: it may be an empty queue that was asked for.
+        // Only the host of that name has the lead's queue, so a new Node of the lead's name takes over rank 0. If
+        // another machine has the name, its agent refuses to start without the queue, unless the instance is to begin
+        // with an empty one.
         let is_lead_again = |node: &NodeView| *rank == 0 && is_lead_fixed && node.uid != member.uid;
         let is_member_again = |node: &NodeView| running.contains(rank) && is_registered_again(seen, node, member);
         let namesake = by_name.get(member.node.as_str());
@@ -46,7 +48,7 @@ pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
         }
         let Some(node) = by_uid.get(member.uid.as_str()) else {
             let since = *member.gone_since.get_or_insert(seen.now);
-            // The lead's statedir holds the queue: nobody else can take its rank.
+            // The lead's statedir holds the queue: no other node can take its rank.
             if *rank != 0 && seen.now - since >= retain {
                 entry.vacate();
             }
@@ -57,18 +59,20 @@ pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
             member.address = address;
         }
         if let Some(mut now) = resources(seen, node, *rank, entry.resources.as_ref()) {
-            // Flux takes no drain of a rank that it has excluded: the rank would get jobs before it is drained.
+            // Flux can't drain a rank while it excludes it. If the exclusion ended while a drain is wanted, the rank
+            // would get jobs before it is drained.
             now.excluded |= entry.is_excluded() && entry.drain.is_some();
             entry.lacks_since = lacks_since(seen, node, entry);
-            // A scheduler that is loaded again kills the jobs that hold what is no longer declared, and refuses those that wait
-            // for it.
+            // A reloaded scheduler kills jobs that hold resources that are no longer declared, and refuses jobs that
+            // wait for them.
             let takes_nothing = entry.resources.as_ref().is_none_or(|before| now.covers(before));
             if takes_nothing || (idle.contains(rank) && may_declare_less(seen, entry.lacks_since)) {
                 (entry.resources, entry.lacks_since) = (Some(now), None);
             }
         }
     }
-    // One whose broker was not reported in time has been given another rank meanwhile. It runs nothing there.
+    // A node whose broker was reported late may have got another rank meanwhile. It runs nothing there, so take that
+    // rank back.
     for (rank, uid) in again {
         let twice = |entry: &RosterEntry| entry.member.as_ref().is_some_and(|member| member.uid == uid);
         for (_, entry) in roster.ranks.iter_mut().filter(|(other, entry)| **other != rank && twice(entry)) {
@@ -77,8 +81,9 @@ pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
     }
 }
 
-/// `node` is the very machine of `member` under a new Node object, as after `kubectl delete node` and a restart of kubelet:
-/// the agent that reports the member's broker speaks of the same boot. Another machine of that name has another.
+/// True if `node` is the machine of `member` under a new Node object, as after `kubectl delete node` and a restart of
+/// kubelet: its boot ID is the one that the agent with the member's broker reports. Another machine with that name has
+/// another boot ID.
 fn is_registered_again(seen: &Observed, node: &NodeView, member: &Member) -> bool {
     let boot = seen.reports.get(&node.name).and_then(|report| report.facts.as_ref()).map(|facts| &facts.boot_id);
     node.name == member.node && node.uid != member.uid && !node.boot_id.is_empty() && boot == Some(&node.boot_id)

@@ -1,6 +1,6 @@
-//! What must hold whatever happens, in whichever order: thousands of random steps, and a look after each.
+//! Checks the roster's invariants after each of thousands of random steps.
 //!
-//! Machines and the words of their agents are two things here: words come late, or are lost.
+//! A machine and its agent's report are modelled separately, because reports may be late or lost.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,7 +16,7 @@ use crate::{
 };
 use api::{Adopted, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry, Want};
 
-/// xorshift64* (Vigna): the same steps for the same seed, on every machine.
+/// xorshift64* (Vigna), so that a seed gives the same steps on every machine.
 struct Random(u64);
 
 impl Random {
@@ -32,10 +32,10 @@ impl Random {
     }
 }
 
-/// What is there, whatever anybody says of it.
+/// A machine's real state, which its agent's report may not reflect.
 struct Machine {
     node: NodeView,
-    /// There is a Node object, and so an agent.
+    /// The machine has a Node object, and so an agent.
     is_registered: bool,
     cores: u32,
     broker: Option<Adopted>,
@@ -47,7 +47,7 @@ struct Cluster {
     world: World,
     machines: Vec<Machine>,
     most: usize,
-    /// The roster that the lead's host has, and all that the lead's broker knows.
+    /// The roster that the lead's host and its broker have.
     lead_has: Roster,
 }
 
@@ -75,10 +75,10 @@ impl Cluster {
         Self { random, world, machines: vec![lead], most, lead_has: roster }
     }
 
-    /// One step, and its name.
+    /// Takes one random step; returns its name.
     fn step(&mut self) -> &'static str {
         let some = 1 + self.random.below(1 + self.most / 20);
-        // The lead is away more rarely, or else nothing happens but that.
+        // Make the lead fail less often than others, or hardly anything else would happen.
         let chosen = match self.random.below(self.machines.len()) {
             0 if self.random.below(4) > 0 => self.machines.len() - 1,
             chosen => chosen,
@@ -140,7 +140,7 @@ impl Cluster {
                         self.report(chosen);
                     }
                 }
-                "agents act, and most of them say so"
+                "agents act, and most of them report it"
             }
             70..73 => {
                 let name = self.machines[chosen].node.name.clone();
@@ -152,7 +152,7 @@ impl Cluster {
                 "another planner"
             }
             76..77 => {
-                // Without its lead an instance begins anew or not at all: another matter.
+                // Without its lead, an instance starts over or waits; other tests cover that.
                 if self.machines[0].is_registered && self.machines[0].broker.is_some() {
                     self.world.roster = None;
                     self.report(0);
@@ -200,7 +200,7 @@ impl Cluster {
         self.report(number - 1);
     }
 
-    /// What an agent does: it acts on a rank only where FluxNode and roster agree, and here they do.
+    /// Does what the agent would do. It acts on a rank only if FluxNode and roster agree, and here they always do.
     fn act(&mut self, index: usize) {
         let machine = &self.machines[index];
         let Some(roster) = self.world.roster.as_ref().filter(|_| machine.is_registered) else { return };
@@ -260,7 +260,7 @@ impl Cluster {
         }
     }
 
-    /// The planner looks, and what must hold is looked at.
+    /// Runs one round of the planner and checks its decision.
     fn plan(&mut self) {
         self.world.nodes = self.machines.iter().filter(|m| m.is_registered).map(|m| m.node.clone()).collect();
         let next = match decide(&self.world.seen()) {
@@ -284,10 +284,10 @@ impl Cluster {
         assert_eq!(places.len(), count, "a member has two ranks");
         assert!(next.ranks.keys().all(|rank| *rank < next.settings.max_size));
         let size = self.world.spec.size.unwrap_or(u32::MAX) as usize;
-        assert!(count <= members(before).count().max(size), "more members than asked for");
+        assert!(count <= members(before).count().max(size), "more members than the size");
 
         let (lead, was) = (next.ranks[&0].member.as_ref().unwrap(), before.ranks[&0].member.as_ref().unwrap());
-        assert_eq!(lead.node, was.node, "another lead");
+        assert_eq!(lead.node, was.node, "the lead has changed");
         for (rank, entry) in members(before) {
             self.check_member(
                 before,
@@ -302,7 +302,7 @@ impl Cluster {
         }
     }
 
-    /// The member of `rank`, which has rank `now`.
+    /// Checks the member that had `rank` and has rank `now`.
     fn check_member(&self, before: &Roster, next: &Roster, rank: Rank, entry: &RosterEntry, now: Option<Rank>) {
         let member = entry.member.as_ref().unwrap();
         let runs = |machine: &Machine, rank: Rank| machine.broker.as_ref().is_some_and(|broker| broker.rank == rank);
@@ -318,11 +318,11 @@ impl Cluster {
             }
             Some(now) => {
                 let deep = is_deep(&next.settings);
-                let told = report(&member.node).map(|own| own.adopted.as_ref().map(|broker| broker.rank));
+                let reported = report(&member.node).map(|own| own.adopted.as_ref().map(|broker| broker.rank));
                 let is_out = lead.is_some_and(|lead| lead.offline.contains(&rank))
-                    || told.is_some_and(|told| told != Some(rank));
-                // A machine that was registered again is known by its broker, if late.
-                let is_known_again = told == Some(Some(now)) && !is_running(rank);
+                    || reported.is_some_and(|reported| reported != Some(rank));
+                // A machine that was registered again is recognized by its broker, even if that is reported late.
+                let is_known_again = reported == Some(Some(now)) && !is_running(rank);
                 assert!((deep && is_out) || is_known_again, "{} has moved from rank {rank} to {now}", member.node);
             }
             None => {
@@ -336,7 +336,7 @@ impl Cluster {
         }
     }
 
-    /// What no roster says: two brokers of one rank would fight for its place in the overlay.
+    /// Checks the brokers, which no roster shows: two brokers of one rank would compete for its place in the overlay.
     fn check_brokers(&self) {
         let mut running = BTreeMap::new();
         for machine in &self.machines {
@@ -369,7 +369,7 @@ fn drained(roster: &Roster) -> IdSet {
     members(roster).filter(|(_, entry)| entry.drain.is_some()).map(|(rank, _)| rank).collect()
 }
 
-/// Tells what led to a failure.
+/// Prints the last steps if the test fails.
 struct Story(String, Vec<&'static str>);
 
 impl Drop for Story {
@@ -388,7 +388,7 @@ fn run(seed: u64, most: usize, topology: Option<&str>, steps: usize) {
     let mut largest = 0;
     for step in 0..steps {
         story.1.push(cluster.step());
-        // The lead's agent is about as quick as the planner.
+        // Let the lead's agent act about as often as the planner.
         if cluster.random.flips() {
             let lead =
                 cluster.world.roster.as_ref().and_then(|roster| Some(roster.ranks[&0].member.as_ref()?.uid.clone()));
@@ -404,12 +404,12 @@ fn run(seed: u64, most: usize, topology: Option<&str>, steps: usize) {
         }
         largest = largest.max(cluster.machines.iter().filter(|machine| machine.broker.is_some()).count());
     }
-    // A world in which nothing happens would prove nothing.
+    // A run in which hardly a broker starts would prove nothing.
     assert!(largest > most / 4, "{largest} brokers at most");
 }
 
 #[test]
-fn whatever_happens_nobody_has_two_ranks_and_no_rank_two_members() {
+fn after_any_steps_no_member_has_two_ranks_and_no_rank_two_members() {
     for seed in 1..=8 {
         run(seed, 24, None, 400);
         run(seed, 24, Some("kary:2"), 400);
@@ -417,6 +417,6 @@ fn whatever_happens_nobody_has_two_ranks_and_no_rank_two_members() {
 }
 
 #[test]
-fn nor_among_a_thousand() {
+fn a_thousand_nodes_keep_the_invariants_too() {
     run(1, 1000, None, 400);
 }

@@ -7,11 +7,11 @@ use super::{
 use crate::eligibility::Cpu;
 use api::IdSet;
 
-type Change = fn(&mut World);
+type Edit = fn(&mut World);
 /// Cores, GPUs, excluded.
 type Shown = (&'static str, u32, bool);
 
-/// Two nodes, each with 8 cores and 2 GPUs, and what the lead says of its broker.
+/// Two nodes with 8 cores and 2 GPUs each, both online.
 fn world() -> World {
     let mut world = World::up(2);
     for node in ["node1", "node2"] {
@@ -27,12 +27,12 @@ fn has(world: &mut World, node: &str, cores: u32, gpus: u32) {
     facts.resources = Resources { cores, gpus };
 }
 
-fn says(world: &mut World, drained: &str, allocated: &str) {
+fn lead_reports(world: &mut World, drained: &str, allocated: &str) {
     let lead = world.reports.get_mut("node1").unwrap();
     (lead.drained, lead.allocated) = (Some(drained.parse().unwrap()), Some(allocated.parse().unwrap()));
 }
 
-/// What the lead says now is about the drain that is wanted now, and what is missing has been for long.
+/// Lets enough time pass that the lead's report is about the present drain and that `spec.resources.retain` is over.
 fn time_passes(world: &mut World) {
     world.now += 600;
 }
@@ -51,8 +51,8 @@ fn declared(world: &World, rank: Rank) -> (String, u32, bool) {
 }
 
 #[test]
-fn a_node_that_has_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
-    let table: [(Change, Rank, &str, Shown); 8] = [
+fn a_node_with_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
+    let table: [(Edit, Rank, &str, Shown); 8] = [
         (|w| has(w, "node2", 6, 2), 1, "it has 6 cores, 8 are declared", ("0-5", 2, false)),
         (|w| has(w, "node1", 6, 4), 0, "it has 6 cores, 8 are declared", ("0-5", 4, false)),
         (|w| has(w, "node2", 8, 0), 1, "it has 0 GPUs for Flux, 2 are declared", ("0-7", 0, false)),
@@ -81,17 +81,17 @@ fn a_node_that_has_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
         let mut world = world();
         let before = declared(&world, rank);
         change(&mut world);
-        says(&mut world, "0-1", "");
+        lead_reports(&mut world, "0-1", "");
         world.settle();
-        assert_eq!(declared(&world, rank), before, "the lead speaks of an earlier drain");
+        assert_eq!(declared(&world, rank), before, "the lead's report may be about an earlier drain");
         time_passes(&mut world);
-        // Nobody has told the lead yet; it is not drained yet; a job runs there; the lead is away; the node is.
-        let steps: [Change; 5] = [
-            |w| says(w, "", ""),
-            |w| says(w, "", "0-1"),
-            |w| says(w, "0-1", "0-1"),
+        // The rank is not drained yet; nor idle; it is drained, but jobs run there; the lead is away; the node is away.
+        let steps: [Edit; 5] = [
+            |w| lead_reports(w, "", ""),
+            |w| lead_reports(w, "", "0-1"),
+            |w| lead_reports(w, "0-1", "0-1"),
             |w| {
-                says(w, "0-1", "");
+                lead_reports(w, "0-1", "");
                 w.reports.get_mut("node1").unwrap().phase = NodePhase::Offline;
             },
             |w| w.reports.get_mut("node2").unwrap().phase = NodePhase::Starting,
@@ -101,42 +101,42 @@ fn a_node_that_has_less_is_drained_and_declares_what_it_has_once_it_is_idle() {
             world.settle();
             assert_eq!(declared(&world, rank), before, "{reason}");
             assert_eq!(drain(&world, rank), Some((reason.to_owned(), false)));
-            assert!(world.told("node1").drain.values().any(|ranks| ranks.contains(rank)));
+            assert!(world.projected("node1").drain.values().any(|ranks| ranks.contains(rank)));
             world.online("node1");
             world.online("node2");
         }
-        says(&mut world, "0-1", "");
+        lead_reports(&mut world, "0-1", "");
         world.settle();
         let (cores, gpus, excluded) = expected;
         assert_eq!(declared(&world, rank), (cores.to_owned(), gpus, excluded), "{reason}");
         assert_eq!(drain(&world, rank), None);
-        assert!(world.told("node1").revision > world.reports["node1"].applied_revision.unwrap());
+        assert!(world.projected("node1").revision > world.reports["node1"].applied_revision.unwrap());
     }
 }
 
 #[test]
-fn a_node_that_has_more_is_told_at_once_beside_its_jobs() {
+fn a_node_that_has_more_declares_it_at_once_beside_its_jobs() {
     let mut world = world();
-    says(&mut world, "", "0-1");
+    lead_reports(&mut world, "", "0-1");
     has(&mut world, "node2", 16, 4);
     world.settle();
     assert_eq!(declared(&world, 1), ("0-15".to_owned(), 4, false));
     exclude(&mut world, json!({"nodes": ["node2"], "cores": "0"}));
     world.settle();
-    says(&mut world, "0-1", "");
+    lead_reports(&mut world, "0-1", "");
     time_passes(&mut world);
     world.settle();
     assert_eq!(declared(&world, 1), ("1-15".to_owned(), 4, true));
-    says(&mut world, "", "0");
+    lead_reports(&mut world, "", "0");
     world.spec.resources = Default::default();
     world.settle();
     assert_eq!((declared(&world, 1), drain(&world, 1)), (("0-15".to_owned(), 4, false), None));
 }
 
 #[test]
-fn a_node_that_has_again_what_it_declares_is_drained_no_more() {
+fn a_node_that_again_has_all_that_it_declares_is_undrained() {
     let mut world = world();
-    says(&mut world, "", "1");
+    lead_reports(&mut world, "", "1");
     has(&mut world, "node2", 6, 2);
     world.settle();
     assert!(drain(&world, 1).is_some());
@@ -146,18 +146,18 @@ fn a_node_that_has_again_what_it_declares_is_drained_no_more() {
 }
 
 #[test]
-fn a_gpu_that_is_back_within_minutes_was_declared_all_the_time() {
-    let at_once: Change = |world| world.spec.resources.retain = Some("0s".to_owned());
+fn a_gpu_that_is_back_within_minutes_stays_declared() {
+    let at_once: Edit = |world| world.spec.resources.retain = Some("0s".to_owned());
     for (what, change, secs, expected) in [
-        ("a driver that is loaded again", (|_| {}) as Change, 599, 2),
-        ("one that is gone", |_| {}, 600, 0),
-        ("the spec says how long", |world| world.spec.resources.retain = Some("1h".to_owned()), 3599, 2),
-        ("the spec says not at all", at_once, 6, 0),
+        ("a driver that is reloaded", (|_| {}) as Edit, 599, 2),
+        ("a GPU that is gone", |_| {}, 600, 0),
+        ("a longer time in the spec", |world| world.spec.resources.retain = Some("1h".to_owned()), 3599, 2),
+        ("no time in the spec", at_once, 6, 0),
         ("a device plugin takes them", |world| world.nodes[1].advertises_gpus = true, 6, 0),
     ] {
         let mut world = world();
-        says(&mut world, "1", "");
-        // An old drain for another reason is no patience.
+        lead_reports(&mut world, "1", "");
+        // An old drain for another reason must not count as waiting for the GPU.
         world.nodes[1].cordoned = true;
         world.settle();
         world.now += 86400;
@@ -167,7 +167,7 @@ fn a_gpu_that_is_back_within_minutes_was_declared_all_the_time() {
         world.now += secs;
         world.settle();
         assert_eq!(declared(&world, 1).1, expected, "{what}");
-        // Nor does an epoch that begins meanwhile take it.
+        // An epoch that begins meanwhile must not change that.
         let roster = world.roster.as_ref().unwrap();
         world.roster = epoch::next_epoch(&world.seen(), roster, roster.settings.clone());
         assert_eq!(declared(&world, 1).1, expected, "{what}, in the next epoch");
@@ -181,7 +181,7 @@ fn a_gpu_that_is_back_within_minutes_was_declared_all_the_time() {
 #[test]
 fn facts_that_vanish_change_nothing() {
     let mut world = world();
-    says(&mut world, "0-1", "");
+    lead_reports(&mut world, "0-1", "");
     world.nodes[1].cpu = None;
     assert_eq!(world.settle(), Decision::Keep);
     world.reports.get_mut("node2").unwrap().facts = None;
@@ -193,19 +193,19 @@ fn facts_that_vanish_change_nothing() {
     assert_eq!((declared(&world, 1), drain(&world, 1)), (("0-7".to_owned(), 2, false), None));
 }
 
-/// The second node gets no jobs, as it was idle when that was said.
+/// Excludes the second node, which was idle, so that it gets no jobs.
 fn with_an_excluded_member() -> World {
     let mut world = world();
     exclude(&mut world, json!({"nodes": ["node2"]}));
     world.settle();
-    says(&mut world, "0-1", "");
+    lead_reports(&mut world, "0-1", "");
     time_passes(&mut world);
     world.settle();
     world
 }
 
 #[test]
-fn an_excluded_member_is_not_drained_and_may_leave_all_the_same() {
+fn an_excluded_member_can_leave_without_being_drained() {
     let mut world = with_an_excluded_member();
     (world.spec.size, world.nodes[1].cordoned) = (Some(1), true);
     world.settle();
@@ -218,13 +218,13 @@ fn an_excluded_member_is_not_drained_and_may_leave_all_the_same() {
 }
 
 #[test]
-fn a_cordoned_member_that_is_not_excluded_any_more_gets_no_jobs_before_it_is_uncordoned() {
+fn a_cordoned_member_stays_excluded_until_it_is_uncordoned() {
     let mut world = with_an_excluded_member();
     world.nodes[1].cordoned = true;
     world.settle();
     exclude(&mut world, json!({}));
     world.settle();
-    assert!(declared(&world, 1).2, "Flux has not drained whom it has excluded");
+    assert!(declared(&world, 1).2, "Flux could not drain the excluded rank, so jobs would start there");
     world.nodes[1].cordoned = false;
     world.settle();
     assert!(!declared(&world, 1).2);
@@ -243,14 +243,14 @@ fn a_rank_stays_excluded_until_its_broker_is_out_of_the_overlay() {
     world.now += 601;
     world.settle();
     assert_eq!(entry(&world, 1).member, None);
-    assert!(excluded(&world), "its broker may go on without its Node");
+    assert!(excluded(&world), "its broker may still run without its Node");
     world.reports.get_mut("node1").unwrap().offline = vec![1];
     world.settle();
     assert!(!excluded(&world));
 }
 
 #[test]
-fn who_joins_or_begins_an_epoch_declares_what_it_has() {
+fn a_joining_node_and_a_new_epoch_declare_what_the_nodes_have() {
     let mut world = world();
     exclude(&mut world, json!({"lead": true, "cores": "0"}));
     world.add("node3", 3);
@@ -266,7 +266,7 @@ fn who_joins_or_begins_an_epoch_declares_what_it_has() {
 }
 
 #[test]
-fn labels_and_mixed_architectures_are_properties_and_their_change_is_told_to_the_lead() {
+fn the_lead_gets_changes_of_labels_and_architectures_as_properties() {
     let mut world = world();
     let of = |world: &World, rank| entry(world, rank).properties.into_iter().collect::<Vec<_>>().join(" ");
     world.spec.resources.properties = vec!["zone".to_owned()];
@@ -274,7 +274,7 @@ fn labels_and_mixed_architectures_are_properties_and_their_change_is_told_to_the
     world.nodes.iter_mut().for_each(|node| node.architecture = "amd64".into());
     world.settle();
     assert_eq!((of(&world, 0), of(&world, 1)), (String::new(), "zone=eu-1a".to_owned()));
-    assert!(world.told("node1").revision > world.reports["node1"].applied_revision.unwrap());
+    assert!(world.projected("node1").revision > world.reports["node1"].applied_revision.unwrap());
 
     world.nodes[1].architecture = "arm64".into();
     world.settle();
@@ -284,14 +284,14 @@ fn labels_and_mixed_architectures_are_properties_and_their_change_is_told_to_the
     assert_eq!((of(&world, 0), of(&world, 1)), ("amd64".to_owned(), "arm64 zone=eu-1a".to_owned()));
     world.now += 601;
     world.settle();
-    assert_eq!((of(&world, 0), of(&world, 1)), (String::new(), String::new()), "nobody holds rank 1 any more");
+    assert_eq!((of(&world, 0), of(&world, 1)), (String::new(), String::new()), "rank 1 has no member any more");
     world.nodes.push(gone);
     world.reports.get_mut("node2").unwrap().adopted = None;
     world.settle();
     assert_eq!((of(&world, 0), of(&world, 1)), ("amd64".to_owned(), "arm64 zone=eu-1a".to_owned()));
 }
 
-/// Numbers without pattern, the same in every run.
+/// Pseudo-random numbers, the same in each run.
 struct Dice(u64);
 
 impl Dice {
@@ -304,7 +304,7 @@ impl Dice {
 }
 
 #[test]
-fn whatever_comes_no_rank_declares_less_while_a_job_may_hold_it() {
+fn at_random_no_rank_declares_less_while_a_job_may_hold_it() {
     let (mut dice, mut world, mut corrected) = (Dice(1), world(), 0);
     world.spec.resources.retain = Some("3s".to_owned());
     for _ in 0..5000 {
@@ -326,8 +326,8 @@ fn whatever_comes_no_rank_declares_less_while_a_job_may_hold_it() {
         }
         let set = |dice: &mut Dice| ["", "0", "1", "0-1"][dice.below(4) as usize].parse::<IdSet>().unwrap();
         let (drained, allocated) = (set(&mut dice), set(&mut dice));
-        says(&mut world, &drained.to_string(), &allocated.to_string());
-        // One step, not until nothing changes any more: what is drained by one decision is corrected by another.
+        lead_reports(&mut world, &drained.to_string(), &allocated.to_string());
+        // Decide only once: one decision drains a rank, and a later one corrects what it declares.
         if let Decision::Write(next) = decide(&world.seen()) {
             world.roster = Some(*next);
         }
@@ -342,5 +342,5 @@ fn whatever_comes_no_rank_declares_less_while_a_job_may_hold_it() {
             }
         }
     }
-    assert!(corrected > 100, "{corrected}");
+    assert!(corrected > 100, "only {corrected} corrections");
 }

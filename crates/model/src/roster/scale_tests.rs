@@ -1,4 +1,4 @@
-//! How many members there are, and what becomes of the ranks of those who go.
+//! The number of members, and the ranks of members that leave.
 
 use super::{
     Decision,
@@ -9,12 +9,12 @@ use super::{
 use crate::{project::project_all, status::status};
 use api::{CONDITION_SCALE_DENIED, Closing, FluxInstanceStatus, FluxNode, FluxNodeSpec, Want};
 
-fn told(world: &World) -> FluxInstanceStatus {
+fn status_of(world: &World) -> FluxInstanceStatus {
     status(&world.seen(), 1, world.roster.as_ref(), None)
 }
 
 fn denied(world: &World) -> Option<String> {
-    told(world).holding(CONDITION_SCALE_DENIED).map(|condition| condition.message.clone())
+    status_of(world).holding(CONDITION_SCALE_DENIED).map(|condition| condition.message.clone())
 }
 
 fn members(world: &World) -> usize {
@@ -22,17 +22,17 @@ fn members(world: &World) -> usize {
 }
 
 #[test]
-fn the_default_size_is_every_eligible_node_and_the_default_max_size_is_told() {
+fn the_default_size_is_every_eligible_node_and_the_status_shows_max_size() {
     for (nodes, max_size) in [(3, 64), (40, 80)] {
         let world = World::up(nodes);
-        let told = told(&world);
-        assert_eq!((told.size, told.max_size), (u32::from(nodes), max_size));
+        let status = status_of(&world);
+        assert_eq!((status.size, status.max_size), (u32::from(nodes), max_size));
         assert_eq!(denied(&world), None);
     }
 }
 
 #[test]
-fn more_than_a_default_max_size_is_as_many_as_there_is_room_for_and_said_with_both_numbers() {
+fn a_size_above_the_default_max_size_is_denied_with_both_numbers() {
     let mut world = World::up(2);
     world.roster.as_mut().unwrap().settings.max_size = 3;
     (3..=6).for_each(|number| world.add(&format!("node{number}"), number));
@@ -41,39 +41,39 @@ fn more_than_a_default_max_size_is_as_many_as_there_is_room_for_and_said_with_bo
     let asked = world.spec.clone();
     world.settle();
     assert_eq!(members(&world), 3);
-    let words = denied(&world).unwrap();
-    assert!(words.contains("size 5 is more than maxSize 3"), "{words}");
-    assert!(words.contains("set spec.maxSize"), "{words}");
+    let message = denied(&world).unwrap();
+    assert!(message.contains("size 5 is more than maxSize 3"), "{message}");
+    assert!(message.contains("set spec.maxSize"), "{message}");
     assert_eq!(world.spec, asked);
     world.spec.size = Some(3);
     assert_eq!(denied(&world), None);
 }
 
 #[test]
-fn more_nodes_than_a_default_max_size_are_said_with_both_numbers_and_each_without_a_rank_says_why() {
+fn more_nodes_than_the_default_max_size_are_denied_and_each_says_why() {
     let mut world = World::up(2);
     world.roster.as_mut().unwrap().settings.max_size = 3;
     (3..=6).for_each(|number| world.add(&format!("node{number}"), number));
-    assert_eq!(world.told("node6").reason, None, "there is room for one more");
+    assert_eq!(world.projected("node6").reason, None, "there is room for one more");
     (3..=6).for_each(|number| world.passed(&format!("node{number}"), 2));
     world.settle();
     assert_eq!(members(&world), 3);
-    let words = denied(&world).unwrap();
-    assert!(words.contains("6 members and eligible nodes are more than maxSize 3"), "{words}");
+    let message = denied(&world).unwrap();
+    assert!(message.contains("6 members and eligible nodes are more than maxSize 3"), "{message}");
     assert_eq!(
-        (world.told("node6").want, world.told("node6").reason.as_deref()),
+        (world.projected("node6").want, world.projected("node6").reason.as_deref()),
         (Want::Install, Some("maxSize is 3"))
     );
     world.nodes.iter_mut().take(3).for_each(|member| member.cordoned = true);
-    assert_eq!(denied(&world), Some(words), "members that are cordoned keep their ranks");
+    assert_eq!(denied(&world), Some(message), "cordoned members keep their ranks");
     world.spec.max_size = Some(3);
-    assert_eq!(denied(&world), None, "it is what was asked for");
+    assert_eq!(denied(&world), None, "the spec asks for no more");
     world.spec.size = Some(3);
-    assert_eq!(world.told("node6").reason.as_deref(), Some("size is 3"));
+    assert_eq!(world.projected("node6").reason.as_deref(), Some("size is 3"));
 }
 
 #[test]
-fn a_raised_max_size_is_announced_and_comes_with_the_next_epoch() {
+fn a_raised_max_size_is_announced_and_takes_effect_in_the_next_epoch() {
     let mut world = World::up(4);
     world.reports.get_mut("node1").unwrap().allocated = Some("0-3".parse().unwrap());
     world.roster.as_mut().unwrap().settings.max_size = 4;
@@ -81,9 +81,9 @@ fn a_raised_max_size_is_announced_and_comes_with_the_next_epoch() {
     (5..=6).for_each(|number| world.passed(&format!("node{number}"), 2));
     (world.spec.size, world.spec.max_size) = (Some(6), Some(8));
     world.settle();
-    let words = denied(&world).unwrap();
-    assert!(words.contains("size 6 is more than maxSize 4"), "{words}");
-    assert!(words.contains("maxSize 8 comes with the next coordinated restart"), "{words}");
+    let message = denied(&world).unwrap();
+    assert!(message.contains("size 6 is more than maxSize 4"), "{message}");
+    assert!(message.contains("maxSize 8 takes effect at the next coordinated restart"), "{message}");
     let Restart::Waits { difference, .. } = restart(&world.seen(), world.roster.as_ref().unwrap()) else { panic!() };
     assert_eq!(difference, "maxSize 4 -> 8");
 
@@ -98,7 +98,7 @@ fn a_raised_max_size_is_announced_and_comes_with_the_next_epoch() {
 }
 
 #[test]
-fn a_smaller_size_takes_the_highest_ranks_and_a_greater_one_brings_the_same_ranks_back() {
+fn a_smaller_size_frees_the_highest_ranks_and_a_larger_one_restores_them() {
     let mut world = World::up(4);
     world.spec.size = Some(1);
     world.settle();
@@ -115,9 +115,9 @@ fn a_smaller_size_takes_the_highest_ranks_and_a_greater_one_brings_the_same_rank
     world.spec.size = Some(3);
     world.settle();
     let leaving: Vec<_> = leaves(&world);
-    assert_eq!(leaving, [3], "nobody has left yet, and those that stay are undrained");
+    assert_eq!(leaving, [3], "no member has left yet, and those that stay are undrained");
 
-    // Drained and idle.
+    // Now the rank is drained and idle.
     let lead = world.reports.get_mut("node1").unwrap();
     (lead.drained, lead.allocated) = (Some("3".parse().unwrap()), Some("".parse().unwrap()));
     assert_eq!(world.wants("node4"), Want::Leave);
@@ -133,7 +133,7 @@ fn a_smaller_size_takes_the_highest_ranks_and_a_greater_one_brings_the_same_rank
 }
 
 #[test]
-fn who_comes_back_goes_before_an_older_node_that_was_never_here() {
+fn a_node_that_comes_back_goes_before_an_older_one_that_never_had_a_rank() {
     for max_size in [4, 5] {
         let mut world = World::up(4);
         world.roster.as_mut().unwrap().settings.max_size = max_size;
@@ -145,12 +145,12 @@ fn who_comes_back_goes_before_an_older_node_that_was_never_here() {
         world.spec.size = Some(4);
         world.settle();
         assert_eq!((world.rank("node4"), world.rank("older")), (Some(3), None), "maxSize {max_size}");
-        assert_eq!(world.told("older").reason.as_deref(), Some("size is 4"));
+        assert_eq!(world.projected("older").reason.as_deref(), Some("size is 4"));
     }
 }
 
 #[test]
-fn a_rank_that_waits_for_its_node_is_given_back_where_no_other_is_free() {
+fn a_rank_that_is_reserved_for_its_node_goes_to_no_other_even_if_none_is_free() {
     let mut world = World::up(4);
     world.roster.as_mut().unwrap().settings.max_size = 4;
     world.roster.as_mut().unwrap().ranks.get_mut(&3).unwrap().vacate();
@@ -159,19 +159,19 @@ fn a_rank_that_waits_for_its_node_is_given_back_where_no_other_is_free() {
     world.passed("other", 2);
     world.settle();
     assert_eq!(world.rank("other"), None);
-    let words = world.told("other").reason.unwrap();
-    assert!(words.contains("kept for the node whose name it has"), "{words}");
+    let message = world.projected("other").reason.unwrap();
+    assert!(message.contains("reserved for the node whose name it has"), "{message}");
 }
 
 #[test]
-fn a_spare_that_somebody_has_drained_is_given_to_nobody() {
+fn a_spare_that_an_administrator_has_drained_is_not_given_out() {
     let mut world = World::up(3);
     world.reports.get_mut("node1").unwrap().drained_by_others = "1,3".parse().unwrap();
     world.add("new", 9);
     world.passed("new", 2);
     world.settle();
-    assert_eq!(world.rank("new"), Some(4), "what was drained may be another machine, but Flux drains the rank");
-    // What one who led before has to say is about ranks of another Flux.
+    assert_eq!(world.rank("new"), Some(4), "Flux would keep the rank drained whatever machine gets it");
+    // The report of a former lead is about ranks of an earlier epoch.
     world.reports.get_mut("node2").unwrap().drained_by_others = "5".parse().unwrap();
     world.add("newer", 10);
     world.passed("newer", 2);
@@ -180,20 +180,20 @@ fn a_spare_that_somebody_has_drained_is_given_to_nobody() {
 }
 
 #[test]
-fn a_node_that_returns_in_time_goes_on_with_its_rank_and_its_broker() {
+fn a_node_that_returns_in_time_keeps_its_rank_and_its_broker() {
     let mut world = World::up(3);
     world.spec.ranks.retain = Some("1h".into());
     let mut node = world.nodes.remove(2);
     node.deleting = true;
     world.nodes.push(node.clone());
     world.settle();
-    let drained = |world: &World| world.told("node1").drain.values().any(|ranks| ranks.contains(2));
+    let drained = |world: &World| world.projected("node1").drain.values().any(|ranks| ranks.contains(2));
     assert!(drained(&world), "it is being deleted");
     world.nodes.pop();
     world.settle();
     world.now += 3599;
     world.settle();
-    assert!(drained(&world), "a Node that was deleted is no reason to give jobs to its broker");
+    assert!(drained(&world), "its broker must not get jobs although its Node is deleted");
     node.deleting = false;
     world.nodes.push(node);
     world.settle();
@@ -205,7 +205,7 @@ fn a_node_that_returns_in_time_goes_on_with_its_rank_and_its_broker() {
 }
 
 #[test]
-fn a_node_that_stays_away_leaves_an_undrained_spare_behind() {
+fn a_node_that_stays_away_leaves_an_undrained_spare() {
     let mut world = World::up(3);
     world.add("late", 9);
     world.passed("late", 2);
@@ -226,33 +226,35 @@ fn a_node_that_stays_away_leaves_an_undrained_spare_behind() {
     let roster = world.roster.clone().unwrap();
     for rank in [2, 3] {
         assert_eq!((&roster.ranks[&rank].member, &roster.ranks[&rank].drain), (&None, &None));
-        assert!(roster.ranks[&rank].resources.is_some(), "what it declares stays");
+        assert!(roster.ranks[&rank].resources.is_some(), "it still declares its resources");
     }
-    let drained = |world: &World| world.told("node1").drain.into_values().flat_map(|ranks| ranks.0).collect::<Vec<_>>();
-    assert_eq!(drained(&world), [2, 3], "the brokers may go on without their Nodes");
+    let drained =
+        |world: &World| world.projected("node1").drain.into_values().flat_map(|ranks| ranks.0).collect::<Vec<_>>();
+    assert_eq!(drained(&world), [2, 3], "the brokers may still run without their Nodes");
     let mut without = world.reports["node1"].clone();
     without.offline = vec![2, 3];
     let before = world.reports.insert("node1".into(), without).unwrap();
     assert!(drained(&world).is_empty());
     world.reports.insert("node1".into(), before);
-    assert_eq!(told(&world).size, 2);
+    assert_eq!(status_of(&world).size, 2);
 
-    // A name of a node's own waits for that node; a spare's is anybody's, once no broker runs under it.
+    // A rank with a node's name is reserved for that node. One with a spare's name is free once no broker runs under
+    // it.
     world.add("new", 10);
     world.passed("new", 2);
     world.settle();
-    assert_eq!(world.rank("new"), Some(4), "the old broker has not ended by its agent's word");
+    assert_eq!(world.rank("new"), Some(4), "the agent still reports the old broker");
     world.reports.remove("late");
     world.add("next", 12);
     world.passed("next", 2);
     world.settle();
-    assert_eq!(world.rank("next"), Some(5), "nor by the lead's");
+    assert_eq!(world.rank("next"), Some(5), "the lead still reports it online");
     world.reports.get_mut("node1").unwrap().offline = vec![2, 3];
     world.add("newer", 11);
     world.passed("newer", 2);
     world.reports.get_mut("node1").unwrap().allocated = Some("3".parse().unwrap());
     world.settle();
-    assert_eq!(world.rank("newer"), Some(6), "a job there has not ended by the lead's word");
+    assert_eq!(world.rank("newer"), Some(6), "the lead still reports a job there");
     world.reports.get_mut("node1").unwrap().allocated = Some("".parse().unwrap());
     world.add("newest", 13);
     world.passed("newest", 2);
@@ -260,8 +262,8 @@ fn a_node_that_stays_away_leaves_an_undrained_spare_behind() {
     assert_eq!(world.rank("newest"), Some(3));
 }
 
-/// The FluxNode of `name` as it is in the API, and what it is told.
-fn told_to(world: &World, name: &str) -> Option<FluxNodeSpec> {
+/// Projects the roster into the spec of the FluxNode of `name`. None if the spec stays as it is.
+fn project_into(world: &World, name: &str) -> Option<FluxNodeSpec> {
     let mut present = FluxNode::new(name, FluxNodeSpec { node_name: name.to_owned(), ..FluxNodeSpec::default() });
     present.status = world.reports.get(name).cloned();
     let all = project_all(&world.seen(), world.roster.as_ref(), [&present], |_| false);
@@ -269,15 +271,15 @@ fn told_to(world: &World, name: &str) -> Option<FluxNodeSpec> {
 }
 
 #[test]
-fn a_broker_whose_node_is_gone_for_good_gets_no_jobs_and_is_stopped_once_it_is_idle() {
+fn a_broker_whose_node_is_gone_for_good_is_drained_and_stopped_once_it_is_idle() {
     let mut world = World::up(3);
     world.nodes.retain(|node| node.name != "node3");
     world.settle();
-    let told = told_to(&world, "node3").unwrap();
+    let spec = project_into(&world, "node3").unwrap();
     let expected =
-        FluxNodeSpec { node_name: "node3".to_owned(), reason: told.reason.clone(), ..FluxNodeSpec::default() };
-    assert_eq!(told, expected, "it keeps its rank, and so what it was told, for ranks.retain");
-    assert_eq!(told.reason.as_deref(), Some("its Node is gone"));
+        FluxNodeSpec { node_name: "node3".to_owned(), reason: spec.reason.clone(), ..FluxNodeSpec::default() };
+    assert_eq!(spec, expected, "it keeps its rank, and so its spec, for ranks.retain");
+    assert_eq!(spec.reason.as_deref(), Some("its Node is gone"));
     world.now += 600;
     world.settle();
     assert_eq!(members(&world), 2);
@@ -291,15 +293,15 @@ fn a_broker_whose_node_is_gone_for_good_gets_no_jobs_and_is_stopped_once_it_is_i
         let lead = world.reports.get_mut("node1").unwrap();
         (lead.drained, lead.allocated) =
             (drained.map(|ranks| ranks.parse().unwrap()), allocated.map(|ranks| ranks.parse().unwrap()));
-        assert_eq!(world.told("node1").drain["its node has left the instance"].to_string(), "2");
-        let spec = told_to(&world, "node3").unwrap();
+        assert_eq!(world.projected("node1").drain["its node has left the instance"].to_string(), "2");
+        let spec = project_into(&world, "node3").unwrap();
         assert_eq!((spec.want, spec.rank), (want, Some(2)), "{drained:?} {allocated:?}");
         assert!(spec.draining.is_some());
     }
-    // The machine is off: its agent can't take its last word back.
+    // The machine is off, and its agent can't correct its last report, but the lead reports the broker offline.
     world.reports.get_mut("node1").unwrap().offline = vec![2];
-    assert_eq!(told_to(&world, "node3"), None);
+    assert_eq!(project_into(&world, "node3"), None);
     world.reports.get_mut("node1").unwrap().offline = Vec::new();
     world.reports.get_mut("node3").unwrap().adopted = None;
-    assert_eq!(told_to(&world, "node3"), None);
+    assert_eq!(project_into(&world, "node3"), None);
 }

@@ -1,7 +1,8 @@
 use super::{takeover::refusal, tests::World, *};
 use api::{Closing, IdSet, Takeover};
 
-fn word(world: &World, new: Option<&str>) -> Takeover {
+/// A request to take over the present epoch; with an empty queue if `new` is the instance's new ID.
+fn takeover_request(world: &World, new: Option<&str>) -> Takeover {
     let roster = world.roster.as_ref().unwrap();
     Takeover {
         instance_id: roster.instance_id.clone(),
@@ -13,11 +14,11 @@ fn word(world: &World, new: Option<&str>) -> Takeover {
     }
 }
 
-fn say(world: &mut World, node: &str, word: Takeover) {
-    world.reports.entry(node.to_owned()).or_default().takeover = Some(word);
+fn leave(world: &mut World, node: &str, request: Takeover) {
+    world.reports.entry(node.to_owned()).or_default().takeover = Some(request);
 }
 
-/// The agent of the lead says that its statedir is gone.
+/// The agent of the lead fails because its statedir is gone.
 fn lose_the_disk(world: &mut World) {
     let lead = world.reports.get_mut("node1").unwrap();
     (lead.phase, lead.adopted) = (NodePhase::Failed, None);
@@ -29,13 +30,13 @@ fn members(world: &World) -> Vec<String> {
 }
 
 #[test]
-fn a_lead_whose_disk_is_gone_gives_its_rank_to_the_node_that_was_named() {
+fn a_lead_whose_disk_is_gone_is_replaced_by_the_node_that_was_named() {
     let mut world = World::up(3);
     lose_the_disk(&mut world);
     world.settle();
-    assert_eq!(members(&world), ["node1", "node2", "node3"], "nothing by itself");
-    let said = word(&world, None);
-    say(&mut world, "node3", said);
+    assert_eq!(members(&world), ["node1", "node2", "node3"], "nothing changes without a request");
+    let request = takeover_request(&world, None);
+    leave(&mut world, "node3", request);
     assert_eq!(world.settle(), Decision::Keep);
     let roster = world.roster.clone().unwrap();
     assert_eq!(members(&world), ["node3", "node2", "node1"]);
@@ -44,7 +45,7 @@ fn a_lead_whose_disk_is_gone_gives_its_rank_to_the_node_that_was_named() {
     let names: Vec<_> = roster.ranks.values().map(|entry| entry.broker_name.as_str()).collect();
     assert_eq!(names, ["node3", "node2", "node1"]);
 
-    // The word is about the epoch that is over now: the next loss is another matter.
+    // The request is for an epoch that is over now, so it doesn't apply when the next disk is lost.
     world.online("node3");
     world.settle();
     let lead = world.reports.get_mut("node3").unwrap();
@@ -54,7 +55,7 @@ fn a_lead_whose_disk_is_gone_gives_its_rank_to_the_node_that_was_named() {
 }
 
 #[test]
-fn a_node_that_was_no_member_can_take_over_for_a_lead_that_is_gone_for_ever() {
+fn a_node_without_a_rank_can_take_over_from_a_lead_that_is_gone() {
     let mut world = World::up(2);
     world.nodes.retain(|node| node.name != "node1");
     world.reports.get_mut("node2").unwrap().phase = NodePhase::Starting;
@@ -64,48 +65,48 @@ fn a_node_that_was_no_member_can_take_over_for_a_lead_that_is_gone_for_ever() {
     world.passed("node9", 4);
     world.settle();
     assert_eq!(world.rank("node9"), None);
-    let said = word(&world, None);
-    say(&mut world, "node9", said);
+    let request = takeover_request(&world, None);
+    leave(&mut world, "node9", request);
     world.settle();
     assert_eq!(members(&world)[..2], ["node9", "node2"]);
     assert_eq!(world.roster.as_ref().unwrap().epoch, 2);
 }
 
 #[test]
-fn a_statedir_that_is_back_on_the_lead_begins_no_epoch() {
+fn a_statedir_that_is_restored_on_the_lead_begins_no_epoch() {
     let mut world = World::up(2);
     lose_the_disk(&mut world);
-    let said = word(&world, None);
-    say(&mut world, "node1", said);
+    let request = takeover_request(&world, None);
+    leave(&mut world, "node1", request);
     assert_eq!(world.settle(), Decision::Keep);
     assert_eq!(world.roster.as_ref().unwrap().epoch, 1);
 }
 
 #[test]
-fn the_last_word_counts_and_a_word_on_another_epoch_or_instance_does_not() {
+fn the_latest_request_counts_and_one_for_another_epoch_or_instance_does_not() {
     let mut world = World::up(3);
     lose_the_disk(&mut world);
-    let now = word(&world, None);
-    say(&mut world, "node1", Takeover { epoch: 0, at: 9000, ..now.clone() });
-    say(&mut world, "node2", now.clone());
-    say(&mut world, "node3", Takeover { at: 2000, ..now.clone() });
+    let now = takeover_request(&world, None);
+    leave(&mut world, "node1", Takeover { epoch: 0, at: 9000, ..now.clone() });
+    leave(&mut world, "node2", now.clone());
+    leave(&mut world, "node3", Takeover { at: 2000, ..now.clone() });
     world.settle();
     assert_eq!(members(&world)[0], "node3");
     let mut world = World::up(2);
     lose_the_disk(&mut world);
-    say(&mut world, "node2", Takeover { instance_id: "other".into(), ..now });
+    leave(&mut world, "node2", Takeover { instance_id: "other".into(), ..now });
     assert_eq!(world.settle(), Decision::Keep);
 }
 
 #[test]
-fn an_empty_queue_begins_with_another_id_where_the_lead_is_lost() {
+fn an_empty_queue_begins_with_a_new_id_if_the_lead_is_lost() {
     for lead in ["node1", "node2"] {
         let mut world = World::up(2);
         lose_the_disk(&mut world);
-        // A planner of long standing, and a lead that has not yet told anything but why it refused the old queue.
+        // The planner has waited for long, and the lead has reported only why it refused the old queue.
         world.waited = Duration::from_secs(600);
-        let said = word(&world, Some("new"));
-        say(&mut world, lead, said);
+        let request = takeover_request(&world, Some("new"));
+        leave(&mut world, lead, request);
         world.settle();
         let roster = world.roster.as_ref().unwrap();
         assert_eq!((roster.instance_id.as_str(), roster.epoch, roster.established), ("new", 2, false));
@@ -136,21 +137,21 @@ fn a_queue_that_was_named_begins_on_the_named_host_or_not_at_all() {
         let mut world = World::up(3);
         lose_the_disk(&mut world);
         world.waited = Duration::from_secs(600);
-        let said = word(&world, Some("kept"));
-        say(&mut world, "node2", said);
+        let request = takeover_request(&world, Some("kept"));
+        leave(&mut world, "node2", request);
         world.settle();
         happens(&mut world);
         assert_eq!(world.settle(), Decision::Keep, "{what}");
         let roster = world.roster.as_ref().unwrap();
         assert_eq!((roster.instance_id.as_str(), roster.epoch, roster.established), ("kept", epoch, false), "{what}");
         assert_eq!((roster.lead().unwrap().node.as_str(), &roster.previous), ("node2", &None), "{what}");
-        assert_eq!(roster.jobs_lost_before, epoch, "{what}: what the brokers before still run is lost");
+        assert_eq!(roster.jobs_lost_before, epoch, "{what}: jobs of the earlier brokers are lost");
         if let Some(node) = world.nodes.iter().find(|node| node.name == "node2") {
             assert_eq!(roster.lead().unwrap().uid, node.uid, "{what}");
         }
-        // Should that host never come back, another one can be named.
-        let said = Takeover { force: true, ..word(&world, Some("another")) };
-        say(&mut world, "node3", said);
+        // If that host never comes back, the administrator can name another one.
+        let request = Takeover { force: true, ..takeover_request(&world, Some("another")) };
+        leave(&mut world, "node3", request);
         world.settle();
         let roster = world.roster.as_ref().unwrap();
         assert_eq!((roster.instance_id.as_str(), roster.lead().unwrap().node.as_str()), ("another", "node3"), "{what}");
@@ -158,12 +159,12 @@ fn a_queue_that_was_named_begins_on_the_named_host_or_not_at_all() {
 }
 
 #[test]
-fn an_instance_that_runs_is_stopped_before_it_begins_anew() {
+fn a_running_instance_is_stopped_before_it_begins_with_an_empty_queue() {
     for (force, closing) in [(false, Closing::WhenIdle), (true, Closing::AtOnce)] {
         let mut world = World::up(2);
         world.reports.get_mut("node1").unwrap().allocated = Some(IdSet::default());
-        let said = Takeover { force, ..word(&world, Some("new")) };
-        say(&mut world, "node1", said);
+        let request = Takeover { force, ..takeover_request(&world, Some("new")) };
+        leave(&mut world, "node1", request);
         world.settle();
         let roster = world.roster.as_ref().unwrap();
         assert_eq!((roster.closing, roster.epoch), (Some(closing), 1));
@@ -208,7 +209,7 @@ fn each_refusal_is_one_sentence() {
             Some("not been online"),
         ),
         (
-            "runs, and nobody can ask it",
+            "runs, but is not online",
             |w| w.reports.get_mut("node1").unwrap().phase = NodePhase::Waiting,
             "node2",
             false,
@@ -216,35 +217,21 @@ fn each_refusal_is_one_sentence() {
             Some("runs on node node1"),
         ),
         (
-            "runs, and nobody can ask it, forced",
+            "runs, but is not online, forced",
             |w| w.reports.get_mut("node1").unwrap().phase = NodePhase::Waiting,
             "node2",
             false,
             true,
             None,
         ),
+        ("an unknown broker runs", unknown, "node2", false, false, Some("a broker runs on node node1, and")),
+        ("an unknown broker runs, empty", unknown, "node2", true, false, Some("a broker runs on node node1")),
+        ("an unknown broker runs, forced", unknown, "node2", false, true, None),
+        ("an unknown broker runs on the named node", unknown, "node1", false, false, None),
+        ("off, forced", off, "node2", false, true, None),
+        ("off, but the others are still connected", off, "node2", false, false, Some("ranks 1-2 are connected")),
         (
-            "one runs of which nothing is known",
-            unknown,
-            "node2",
-            false,
-            false,
-            Some("a broker runs on node node1, and"),
-        ),
-        (
-            "one runs of which nothing is known, empty",
-            unknown,
-            "node2",
-            true,
-            false,
-            Some("a broker runs on node node1"),
-        ),
-        ("one runs of which nothing is known, forced", unknown, "node2", false, true, None),
-        ("one runs of which nothing is known, there", unknown, "node1", false, false, None),
-        ("off, by an administrator's word", off, "node2", false, true, None),
-        ("off, still missed by nobody", off, "node2", false, false, Some("ranks 1-2 are connected")),
-        (
-            "off and missed",
+            "off, and the others have noticed",
             |w| {
                 w.nodes[0].ready = false;
                 for follower in ["node2", "node3"] {
@@ -259,7 +246,7 @@ fn each_refusal_is_one_sentence() {
         ("gone", |w| drop(w.nodes.remove(0)), "node2", false, false, Some("are connected")),
         ("empty, idle", idle, "node1", true, false, None),
         ("empty, busy", busy, "node1", true, false, Some("jobs run on ranks 0-1")),
-        ("empty, not known", |_| {}, "node1", true, false, Some("not told yet")),
+        ("empty, jobs unknown", |_| {}, "node1", true, false, Some("not reported yet")),
         ("empty, busy, forced", busy, "node1", true, true, None),
         (
             "empty, lead wanted elsewhere",
@@ -274,9 +261,9 @@ fn each_refusal_is_one_sentence() {
         let mut world = World::up(3);
         change(&mut world);
         let roster = world.roster.clone().unwrap();
-        let word = Takeover { force, ..word(&world, empty.then_some("another")) };
-        let said = refusal(&world.seen(), &roster, node, &word);
-        assert!(said.is_some() == expected.is_some(), "{what}: {said:?}");
-        assert!(said.as_deref().unwrap_or_default().contains(expected.unwrap_or_default()), "{what}: {said:?}");
+        let request = Takeover { force, ..takeover_request(&world, empty.then_some("another")) };
+        let refused = refusal(&world.seen(), &roster, node, &request);
+        assert!(refused.is_some() == expected.is_some(), "{what}: {refused:?}");
+        assert!(refused.as_deref().unwrap_or_default().contains(expected.unwrap_or_default()), "{what}: {refused:?}");
     }
 }

@@ -4,7 +4,7 @@ use super::*;
 use crate::{eligibility::Cpu, project::project};
 use api::{EpochSettings, Facts, FluxNodeSpec, Want};
 
-/// A small world that the tests change step by step.
+/// A small cluster that the tests change step by step.
 pub(crate) struct World {
     pub spec: FluxInstanceSpec,
     pub generation: i64,
@@ -112,7 +112,7 @@ impl World {
         }
     }
 
-    /// Decides until nothing changes any more.
+    /// Decides until nothing changes any more; returns the last decision.
     pub fn settle(&mut self) -> Decision {
         loop {
             match decide(&self.seen()) {
@@ -138,16 +138,16 @@ impl World {
     }
 
     pub fn wants(&self, node: &str) -> Want {
-        self.told(node).want
+        self.projected(node).want
     }
 
-    pub fn told(&self, node: &str) -> FluxNodeSpec {
+    pub fn projected(&self, node: &str) -> FluxNodeSpec {
         let node = self.nodes.iter().find(|view| view.name == node).unwrap();
         project(&self.seen(), self.roster.as_ref(), node)
     }
 }
 
-/// What the roster says of a rank.
+/// The roster's entry of a rank.
 pub(super) fn entry_of(world: &World, rank: Rank) -> RosterEntry {
     world.roster.as_ref().unwrap().ranks[&rank].clone()
 }
@@ -194,7 +194,7 @@ fn the_lead_of_the_spec_wins() {
 }
 
 #[test]
-fn nobody_runs_before_the_lead_is_online_and_has_his_resources() {
+fn a_follower_runs_only_once_the_lead_is_online_and_has_its_resources() {
     let mut world = World::new(2);
     world.passed("node1", 2);
     world.settle();
@@ -208,7 +208,7 @@ fn nobody_runs_before_the_lead_is_online_and_has_his_resources() {
 }
 
 #[test]
-fn a_node_that_sorts_first_joins_without_moving_anybody() {
+fn a_node_that_sorts_first_joins_without_moving_others() {
     let mut world = World::up(3);
     let before = world.roster.clone().unwrap();
     world.add("aaa", 9);
@@ -223,7 +223,7 @@ fn a_node_that_sorts_first_joins_without_moving_anybody() {
 }
 
 #[test]
-fn a_burst_of_joins_is_one_live_change_and_one_more_for_all_who_come_during_it() {
+fn a_burst_of_joins_is_one_live_change_and_one_more_for_later_joins() {
     let mut world = World::up(2);
     for burst in [3..=5, 6..=8] {
         for number in burst {
@@ -233,7 +233,7 @@ fn a_burst_of_joins_is_one_live_change_and_one_more_for_all_who_come_during_it()
         let before = world.roster.as_ref().unwrap().revision;
         world.settle();
         assert_eq!(world.roster.as_ref().unwrap().revision, before + 1);
-        assert_eq!((world.told("node1").revision, world.wants("node3")), (before + 1, Want::Install));
+        assert_eq!((world.projected("node1").revision, world.wants("node3")), (before + 1, Want::Install));
     }
     world.online("node1");
     assert!((3..=8).all(|number| world.wants(&format!("node{number}")) == Want::Run));
@@ -268,7 +268,7 @@ fn a_gone_node_keeps_its_rank_for_retain_and_gets_it_back() {
 }
 
 #[test]
-fn a_gone_lead_keeps_rank_0_for_ever() {
+fn a_lead_that_is_gone_keeps_rank_0_for_ever() {
     let mut world = World::up(2);
     world.nodes.remove(0);
     world.settle();
@@ -321,7 +321,7 @@ fn a_lead_that_was_off_leads_again_under_a_new_node_object() {
 }
 
 #[test]
-fn a_lead_that_can_not_be_installed_gives_way_while_nothing_depends_on_it() {
+fn a_lead_that_can_not_be_installed_is_replaced_while_nothing_depends_on_it() {
     let mut world = World::new(3);
     world.all_passed();
     world.settle();
@@ -350,12 +350,12 @@ fn a_lead_lost_in_its_first_install_is_replaced_by_another() {
 }
 
 #[test]
-fn a_lost_roster_comes_back_as_the_lead_has_it() {
+fn a_lost_roster_is_restored_from_the_leads_copy() {
     let mut world = World::up(3);
     let lost = world.roster.take().unwrap();
     world.reports.get_mut("node2").unwrap().adopted = None;
     assert!(
-        matches!(world.settle(), Decision::Wait(reason) if reason.contains("waiting for the lead's agent to tell"))
+        matches!(world.settle(), Decision::Wait(reason) if reason.contains("waiting for the lead's agent to report"))
     );
     world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
     world.settle();
@@ -365,7 +365,7 @@ fn a_lost_roster_comes_back_as_the_lead_has_it() {
 }
 
 #[test]
-fn a_roster_that_comes_back_drains_those_who_are_to_be_drained_now() {
+fn a_restored_roster_drains_those_that_are_to_be_drained_now() {
     let mut world = World::up(3);
     world.spec.drain.timeout = Some("1m".to_owned());
     world.spec.size = Some(2);
@@ -373,17 +373,17 @@ fn a_roster_that_comes_back_drains_those_who_are_to_be_drained_now() {
     let lost = world.roster.take().unwrap();
     assert!(lost.ranks[&2].drain.as_ref().unwrap().leave);
     world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
-    // Since the lead has taken its copy, one is to stay after all, and another one is cordoned.
+    // Since the lead got its copy, the size has been restored, so that node3 stays, and node2 has been cordoned.
     world.spec.size = None;
     world.nodes[1].cordoned = true;
     world.now += 3600;
     let Decision::Write(back) = decide(&world.seen()) else { panic!("no roster") };
     world.roster = Some(*back);
-    let told = world.told("node3");
-    assert_eq!((told.want, told.overdue), (Want::Run, false));
-    let drained: Vec<_> = world.told("node1").drain.into_values().collect();
+    let spec = world.projected("node3");
+    assert_eq!((spec.want, spec.overdue), (Want::Run, false));
+    let drained: Vec<_> = world.projected("node1").drain.into_values().collect();
     assert_eq!(drained, ["1".parse().unwrap()]);
-    // Who is to leave still has all of its time.
+    // If node3 is to leave again, it has its whole time.
     let lost = Roster { ranks: lost.ranks, ..world.roster.take().unwrap() };
     world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
     world.spec.size = Some(2);
@@ -394,13 +394,13 @@ fn a_roster_that_comes_back_drains_those_who_are_to_be_drained_now() {
 }
 
 #[test]
-fn a_lost_roster_does_not_come_back_as_a_former_lead_has_it() {
+fn a_lost_roster_is_not_restored_from_a_former_leads_copy() {
     let mut world = World::up(3);
     let former = world.roster.clone().unwrap();
     let mut lost = former.clone();
     lost.epoch = 2;
     world.roster = Some(lost.clone());
-    // node3 leads by an administrator's word, with the queue of the lead before.
+    // An administrator has made node3 the lead, with the queue of the former lead.
     for number in 1..=3 {
         world.online(&format!("node{number}"));
     }
@@ -417,7 +417,7 @@ fn a_lost_roster_does_not_come_back_as_a_former_lead_has_it() {
         match decide(&world.seen()) {
             Decision::Wait(_) => {}
             Decision::Write(roster) => assert!(roster.epoch > 2, "epoch {}", roster.epoch),
-            Decision::Keep => panic!("nothing to keep"),
+            Decision::Keep => panic!("there is no roster to keep"),
         }
     }
     world.reports.get_mut("node3").unwrap().adopted = by_broker;
@@ -427,7 +427,7 @@ fn a_lost_roster_does_not_come_back_as_a_former_lead_has_it() {
 }
 
 #[test]
-fn without_roster_nothing_is_given_out_while_brokers_run_or_agents_are_silent() {
+fn without_a_roster_no_rank_is_given_out_while_brokers_run_or_agents_are_silent() {
     let mut world = World::up(2);
     world.roster = None;
     world.reports.remove("node2");
@@ -441,7 +441,7 @@ fn without_roster_nothing_is_given_out_while_brokers_run_or_agents_are_silent() 
 }
 
 #[test]
-fn a_second_planner_sees_what_the_first_has_done_and_changes_nothing() {
+fn a_second_planner_changes_nothing_that_the_first_has_done() {
     let world = World::up(4);
     assert_eq!(decide(&world.seen()), Decision::Keep);
     assert_eq!(decide(&Observed { waited: Duration::ZERO, fresh_id: "another", ..world.seen() }), Decision::Keep);
@@ -462,7 +462,7 @@ fn size_limits_the_members() {
 }
 
 #[test]
-fn in_a_deep_tree_an_empty_interior_rank_strands_nobody() {
+fn in_a_deep_tree_an_empty_interior_rank_strands_no_member() {
     let mut world = World::new(8);
     world.spec.topology = Some("kary:2".into());
     world.all_passed();
@@ -470,7 +470,8 @@ fn in_a_deep_tree_an_empty_interior_rank_strands_nobody() {
     world.online("node1");
     world.settle();
     assert_eq!((world.wants("node2"), world.wants("node4")), (Want::Run, Want::Install));
-    // node2 (rank 1, parent of 3 and 4) dies before it is up; those under it move under those who are there.
+    // node2 (rank 1, parent of 3 and 4) dies before it is online; the members below it move below ranks that are
+    // online.
     world.nodes.retain(|node| node.name != "node2");
     let names: Vec<_> = world.nodes.iter().map(|node| node.name.clone()).collect();
     for _round in 0..4 {
@@ -490,7 +491,7 @@ fn in_a_deep_tree_an_empty_interior_rank_strands_nobody() {
 }
 
 #[test]
-fn a_broker_that_believes_itself_online_under_a_parent_that_is_gone_moves_when_the_lead_misses_it() {
+fn a_broker_under_a_parent_that_is_gone_moves_once_the_lead_reports_it_offline() {
     let mut world = World::new(8);
     world.spec.topology = Some("kary:2".into());
     world.all_passed();
@@ -500,7 +501,7 @@ fn a_broker_that_believes_itself_online_under_a_parent_that_is_gone_moves_when_t
         world.online(&format!("node{number}"));
     }
     world.settle();
-    // node2 (rank 1) is gone, with 3, 4 and 7 under it.
+    // node2 (rank 1) is gone; ranks 3, 4 and 7 are below it.
     world.nodes.retain(|node| node.name != "node2");
     world.settle();
     assert_eq!(world.rank("node4"), Some(3));
@@ -515,7 +516,7 @@ fn a_broker_that_believes_itself_online_under_a_parent_that_is_gone_moves_when_t
 }
 
 #[test]
-fn a_rank_that_a_running_broker_claims_is_given_to_nobody() {
+fn a_rank_that_a_running_broker_claims_is_not_given_out() {
     let mut world = World::up(2);
     world.add("node9", 9);
     world.passed("node9", 2);
@@ -527,7 +528,7 @@ fn a_rank_that_a_running_broker_claims_is_given_to_nobody() {
 }
 
 #[test]
-fn settings_of_the_running_epoch_outlive_a_changed_spec() {
+fn a_changed_spec_does_not_change_the_settings_of_the_running_epoch() {
     let mut world = World::up(2);
     let before: EpochSettings = world.roster.as_ref().unwrap().settings.clone();
     world.spec.broker.port = Some(9999);
@@ -536,17 +537,17 @@ fn settings_of_the_running_epoch_outlive_a_changed_spec() {
 }
 
 #[test]
-fn a_lead_is_silent_if_most_of_those_that_hang_on_it_miss_it_or_anybody_does_and_its_node_is_not_ready() {
+fn a_lead_is_silent_if_most_children_miss_it_or_one_does_and_its_node_is_not_ready() {
     for (what, topology, unheard, missed, ready, silent) in [
-        ("nobody misses it", "kary:0", &[][..], &[][..], true, false),
-        ("nobody, and the Node is not Ready", "kary:0", &[], &[], false, false),
+        ("none misses it", "kary:0", &[][..], &[][..], true, false),
+        ("none, and the Node is not Ready", "kary:0", &[], &[], false, false),
         ("one of four is cut off", "kary:0", &["node2"], &[], true, false),
         ("one, and the Node is not Ready", "kary:0", &["node2"], &[], false, true),
         ("half of them", "kary:0", &["node2", "node3"], &[], true, false),
         ("most of them", "kary:0", &["node2", "node3", "node4"], &[], true, true),
-        ("those that it has lost itself don't count", "kary:0", &["node2", "node3", "node4"], &[1, 2], true, false),
+        ("children that it has lost itself don't count", "kary:0", &["node2", "node3", "node4"], &[1, 2], true, false),
         ("those below an interior broker that is gone", "kary:2", &["node4", "node5"], &[], true, false),
-        ("both that hang on it", "kary:2", &["node2", "node3"], &[], true, true),
+        ("both children", "kary:2", &["node2", "node3"], &[], true, true),
     ] {
         let mut world = World::up(5);
         world.roster.as_mut().unwrap().settings.topology = topology.to_owned();
@@ -556,7 +557,7 @@ fn a_lead_is_silent_if_most_of_those_that_hang_on_it_miss_it_or_anybody_does_and
         let roster = world.roster.as_ref().unwrap();
         assert_eq!(is_lead_silent(&world.seen(), roster), silent, "{what}");
         assert_eq!(is_online(&world.seen(), roster, 0), !silent, "{what}");
-        let told = world.told("node1");
-        assert_eq!((told.missed, told.reason.is_some()), (silent, silent), "{what}");
+        let spec = world.projected("node1");
+        assert_eq!((spec.missed, spec.reason.is_some()), (silent, silent), "{what}");
     }
 }

@@ -1,6 +1,6 @@
-//! Which node leads an instance that was never online, if brokers don't come up: each eligible node gets its turn, after pauses that
-//! grow. A node that has failed as the lead counts as failed until something changes: the spec, what the epoch is made from,
-//! an administrator's word, or the node itself.
+//! Which node leads an instance that was never online if brokers don't come up: each eligible node gets its turn, after
+//! growing pauses. A node that has failed as the lead counts as failed until something changes: the spec, the packages
+//! or certificate, the restart annotation, or the node itself.
 
 use std::time::Duration;
 
@@ -15,17 +15,18 @@ use base::words::many;
 const SHORTEST_PAUSE: Duration = Duration::from_secs(2);
 /// The longest pause.
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
-/// So many nodes are remembered: the oldest failures are forgotten first. By then the pauses have long been the longest.
+/// How many failed nodes the roster keeps; the oldest failures are dropped first. By then every pause is
+/// [`LONGEST_PAUSE`].
 pub(super) const MOST_NODES: usize = 64;
 
-/// Why the lead has failed.
+/// The failure of the present lead.
 struct Failure<'a> {
     lead: &'a Member,
-    /// The words of its broker, if one was started, or why it could not be started.
+    /// The last output of its broker, or why the broker could not be started. None if unknown.
     last_words: Option<&'a str>,
 }
 
-/// The nodes that have failed by now, the present lead included.
+/// The nodes that have failed so far, including the present lead.
 pub(super) fn failed_leads(seen: &Observed, roster: &Roster) -> FailedLeads {
     let mut failed = match roster.failed_leads.generation == seen.generation {
         true => roster.failed_leads.clone(),
@@ -54,17 +55,18 @@ pub(super) fn failed_leads(seen: &Observed, roster: &Roster) -> FailedLeads {
     if failed.nodes.is_empty() { FailedLeads::default() } else { failed }
 }
 
-/// The lead has failed, and has rested; `failed`: by [`failed_leads`].
+/// True if the lead has failed and its pause is over, or something changed that may be the cure. `failed` comes from
+/// [`failed_leads`].
 pub(super) fn is_next_due(seen: &Observed, roster: &Roster, failed: &FailedLeads) -> bool {
     let lead = failure(seen, roster).and_then(|failure| failed.nodes.get(&failure.lead.uid));
     let Some(lead) = lead else { return false };
     let pause = pause(failed.all_times());
-    // A clock that was set back is no reason to wait for hours.
+    // If the clock was set back, the difference is negative: don't wait for hours.
     let has_rested = u64::try_from(seen.now - lead.at).map_or(true, |rested| rested >= pause.as_secs());
     has_rested || has_something_changed(seen, roster)
 }
 
-/// What keeps the instance from getting a lead, for its line.
+/// Why the instance has no lead, for its status. None if no lead has failed or the lead is fixed or online.
 pub fn no_lead(seen: &Observed, roster: &Roster) -> Option<Obstacle> {
     let failed = &roster.failed_leads;
     if failed.is_empty() || is_lead_fixed(roster) || is_online(seen, roster, 0) {
@@ -100,32 +102,34 @@ fn failure<'a>(seen: &Observed<'a>, roster: &'a Roster) -> Option<Failure<'a>> {
         Some(failed) if failed.instance_id == roster.instance_id => {
             Some(Failure { lead, last_words: failed.last_words.as_deref() })
         }
-        // About the attempt before.
+        // The report is about an earlier attempt.
         Some(_) => None,
-        // An older agent's word, or that of one that can't look at its host. It may still be about the instance before.
+        // An older agent, or one that can't inspect its host, reports no `lead_failed`. Its phase Failed may still be
+        // about the previous instance, so wait before it counts.
         None => {
             (has_failed(seen, &lead.node) && seen.waited >= LEAD_PATIENCE).then_some(Failure { lead, last_words: None })
         }
     }
 }
 
-/// Something that may be the cure: the spec, an administrator's word, or one of the nodes that have failed.
+/// True if something changed that may be the cure: the spec, the restart annotation, or one of the nodes that have
+/// failed.
 fn has_something_changed(seen: &Observed, roster: &Roster) -> bool {
     let failed = &roster.failed_leads;
-    let is_told = seen.restart_word.is_some() && seen.restart_word != roster.restart.as_deref();
+    let is_requested = seen.restart_word.is_some() && seen.restart_word != roster.restart.as_deref();
     let has_changed = |(uid, node): (&String, &FailedLead)| fingerprint(seen, uid).is_some_and(|now| now != node.facts);
-    !failed.is_empty() && (is_told || failed.generation != seen.generation || failed.nodes.iter().any(has_changed))
+    !failed.is_empty() && (is_requested || failed.generation != seen.generation || failed.nodes.iter().any(has_changed))
 }
 
-/// What the node is like by now, as far as a broker's start may depend on it. None: its Node is gone.
+/// A digest of everything about the node that a broker's start may depend on. None if its Node is gone.
 fn fingerprint(seen: &Observed, uid: &str) -> Option<String> {
     let node = seen.nodes.iter().find(|node| node.uid == uid)?;
-    let like = seen.reports.get(&node.name).map(|report| (&report.facts, &report.agent));
-    // Numbers and texts can't fail to be written.
-    Some(hex::encode(Sha256::digest(serde_json::to_vec(&like).unwrap_or_default())))
+    let facts = seen.reports.get(&node.name).map(|report| (&report.facts, &report.agent));
+    // The default is never used: serializing numbers and strings can't fail.
+    Some(hex::encode(Sha256::digest(serde_json::to_vec(&facts).unwrap_or_default())))
 }
 
-/// 2 s, 4 s, 8 s, … after so many failures.
+/// The pause after this many failures: 2 s, 4 s, 8 s, … up to [`LONGEST_PAUSE`].
 fn pause(failures: u32) -> Duration {
     let doubled = 1_u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
     SHORTEST_PAUSE.saturating_mul(doubled).min(LONGEST_PAUSE)

@@ -1,4 +1,4 @@
-//! An instance that was never online, on whose nodes no broker comes up.
+//! An instance that was never online and on whose nodes no broker comes up.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -6,9 +6,9 @@ use super::{Decision, decide, no_lead, tests::World};
 use crate::{fixture::roster, status::Obstacle};
 use api::{FailedLeads, FluxNodeStatus, LeadFailed, NodePhase, Roster};
 
-const WORDS: &str = "the broker has ended; its log says: libarchive.so.13: cannot open shared object file";
+const LAST_OUTPUT: &str = "the broker has ended; its log says: libarchive.so.13: cannot open shared object file";
 
-/// Nodes on which each broker dies at once, with their agents' words.
+/// A cluster in which each broker dies at once, with the agents' reports about it.
 struct Hopeless {
     world: World,
     /// (second, node) of each start.
@@ -26,7 +26,7 @@ impl Hopeless {
         self.world.roster.as_ref().unwrap()
     }
 
-    /// Each second the planner looks, and a lead that has not tried yet does.
+    /// In each second the planner decides once, and a lead that has not tried to start its broker yet does so.
     fn live(&mut self, seconds: i64) {
         for _ in 0..seconds {
             let fresh = format!("id-{}", self.roster_count());
@@ -55,20 +55,20 @@ impl Hopeless {
             let is_this = |failed: &LeadFailed| failed.instance_id == instance_id;
             if !report.lead_failed.as_ref().is_some_and(is_this) {
                 self.starts.push((self.world.now, name.clone()));
-                let last_words = Some(if self.starts.len() == 1 { WORDS } else { "something else" }.to_owned());
+                let last_words = Some(if self.starts.len() == 1 { LAST_OUTPUT } else { "something else" }.to_owned());
                 report.phase = NodePhase::Failed;
                 report.lead_failed = Some(LeadFailed { instance_id: instance_id.clone(), last_words });
             }
         }
     }
 
-    fn told(&self) -> Option<Obstacle> {
+    fn obstacle(&self) -> Option<Obstacle> {
         no_lead(&self.world.seen(), self.roster())
     }
 }
 
 #[test]
-fn each_eligible_node_gets_its_turn_with_growing_pauses_and_no_epoch_is_used_up() {
+fn each_eligible_node_gets_its_turn_as_lead_with_growing_pauses() {
     let mut hopeless = Hopeless::new(4);
     hopeless.live(600);
     let starts = &hopeless.starts;
@@ -83,42 +83,42 @@ fn each_eligible_node_gets_its_turn_with_growing_pauses_and_no_epoch_is_used_up(
 }
 
 #[test]
-fn the_first_words_are_kept_and_told_whoever_plans_and_whatever_follows() {
+fn the_first_failure_is_kept_and_reported_by_every_later_planner() {
     let mut hopeless = Hopeless::new(4);
     hopeless.live(1);
-    assert_eq!(hopeless.told(), None, "nothing has failed yet");
+    assert_eq!(hopeless.obstacle(), None, "nothing has failed yet");
     hopeless.live(1);
-    let Some(Obstacle::Waiting(told)) = hopeless.told() else { panic!("{:?}", hopeless.told()) };
-    assert!(told.contains(WORDS) && told.contains("node1"), "{told}");
+    let Some(Obstacle::Waiting(message)) = hopeless.obstacle() else { panic!("{:?}", hopeless.obstacle()) };
+    assert!(message.contains(LAST_OUTPUT) && message.contains("node1"), "{message}");
     hopeless.live(100);
-    // Another planner: it knows what is in the roster.
+    // Another planner knows only what is in the roster.
     hopeless.world.waited = Duration::ZERO;
     let text = serde_json::to_string(hopeless.roster()).unwrap();
     hopeless.world.roster = Some(Roster::parse(&text).unwrap());
     let before = hopeless.starts.len();
     hopeless.live(10);
     assert_eq!(hopeless.starts.len(), before);
-    let Some(Obstacle::Problem { reason: "NoLead", message }) = hopeless.told() else {
-        panic!("{:?}", hopeless.told())
+    let Some(Obstacle::Problem { reason: "NoLead", message }) = hopeless.obstacle() else {
+        panic!("{:?}", hopeless.obstacle())
     };
-    assert!(message.contains(WORDS) && message.contains("on 4 of 4 nodes"), "{message}");
-    assert!(hopeless.world.told("node3").reason.unwrap().contains(WORDS));
+    assert!(message.contains(LAST_OUTPUT) && message.contains("on 4 of 4 nodes"), "{message}");
+    assert!(hopeless.world.projected("node3").reason.unwrap().contains(LAST_OUTPUT));
 }
 
 #[test]
-fn what_may_be_the_cure_is_tried_at_once() {
-    type Change = fn(&mut World);
-    let changes: [(&str, Change, u64); 6] = [
+fn a_change_that_may_be_the_cure_is_tried_at_once() {
+    type Edit = fn(&mut World);
+    let changes: [(&str, Edit, u64); 6] = [
         ("the configuration", |world| world.spec.broker.config = Some("[x]".into()), 2),
         ("the packages", |world| world.digest = "other", 2),
         ("anything in the spec", |world| world.generation += 1, 1),
-        ("a word", |world| world.restart_word = Some("again"), 1),
+        ("a request", |world| world.restart_word = Some("again"), 1),
         ("a node", |world| world.reports.get_mut("node3").unwrap().facts.as_mut().unwrap().boot_id = "new".into(), 1),
         ("an agent", |world| world.reports.get_mut("node1").unwrap().agent = Some("2.0".into()), 1),
     ];
     for (what, change, epoch) in changes {
         let mut hopeless = Hopeless::new(4);
-        // In the midst of a pause of minutes.
+        // Now a pause of minutes has begun.
         hopeless.live(140);
         let before = hopeless.starts.len();
         hopeless.live(10);
@@ -131,7 +131,7 @@ fn what_may_be_the_cure_is_tried_at_once() {
 }
 
 #[test]
-fn the_lead_of_the_spec_alone_is_tried_and_so_is_an_only_node() {
+fn the_lead_of_the_spec_or_an_only_node_is_tried_again_and_again() {
     for count in [1, 3] {
         let mut hopeless = Hopeless::new(count);
         hopeless.world.spec.lead = (count > 1).then(|| "node2".to_owned());
@@ -139,13 +139,13 @@ fn the_lead_of_the_spec_alone_is_tried_and_so_is_an_only_node() {
         let starts = &hopeless.starts;
         let only = if count > 1 { "node2" } else { "node1" };
         assert!((4..=7).contains(&starts.len()) && starts.iter().all(|(_, node)| node == only), "{starts:?}");
-        let Some(Obstacle::Problem { message, .. }) = hopeless.told() else { panic!("{:?}", hopeless.told()) };
+        let Some(Obstacle::Problem { message, .. }) = hopeless.obstacle() else { panic!("{:?}", hopeless.obstacle()) };
         assert!(message.contains("on 1 of 1 node"), "{message}");
     }
 }
 
 #[test]
-fn a_lead_that_heals_by_itself_is_not_replaced_and_once_it_is_online_nothing_is_remembered() {
+fn a_lead_that_recovers_is_not_replaced_and_its_failures_are_forgotten() {
     let mut hopeless = Hopeless::new(2);
     hopeless.live(40);
     let lead = hopeless.roster().lead().unwrap().node.clone();
@@ -158,14 +158,14 @@ fn a_lead_that_heals_by_itself_is_not_replaced_and_once_it_is_online_nothing_is_
     hopeless.world.online(&lead);
     hopeless.world.settle();
     assert_eq!((hopeless.roster().established, &hopeless.roster().failed_leads), (true, &FailedLeads::default()));
-    assert_eq!(hopeless.told(), None);
+    assert_eq!(hopeless.obstacle(), None);
 }
 
 #[test]
-fn an_instance_that_was_online_keeps_its_lead_however_often_that_fails() {
+fn an_instance_that_was_online_keeps_its_lead_however_often_it_fails() {
     let mut world = World::up(3);
     world.waited = Duration::from_secs(1000);
-    let lead_failed = Some(LeadFailed { instance_id: "fresh".into(), last_words: Some(WORDS.into()) });
+    let lead_failed = Some(LeadFailed { instance_id: "fresh".into(), last_words: Some(LAST_OUTPUT.into()) });
     let failed = FluxNodeStatus { phase: NodePhase::Failed, lead_failed, ..FluxNodeStatus::default() };
     world.reports.insert("node1".into(), failed);
     for _ in 0..100 {
@@ -177,7 +177,7 @@ fn an_instance_that_was_online_keeps_its_lead_however_often_that_fails() {
 }
 
 #[test]
-fn what_is_remembered_is_bounded_and_unknown_to_older_rosters() {
+fn the_number_of_remembered_failures_is_bounded_and_older_rosters_have_none() {
     let mut hopeless = Hopeless::new(70);
     for _ in 0..100 {
         hopeless.live(3);

@@ -1,4 +1,4 @@
-//! What makes a spec valid, beyond what its schema says.
+//! Checks a spec for what its schema can't express.
 
 mod nodes;
 mod packages;
@@ -14,23 +14,23 @@ use api::{
     rules::{LESS_THAN_ONE, MORE_THAN_MAX_SIZE},
 };
 
-/// Finds everything that is wrong with a spec and that its schema can't say; empty if it can be served.
+/// Returns everything that is wrong with a spec beyond its schema; empty if the spec can be served.
 pub fn validate(spec: &FluxInstanceSpec) -> Vec<Finding> {
     let mut wrong = Vec::new();
     packages::validate(&spec.packages, &mut wrong);
     nodes::validate(&spec.nodes, &mut wrong);
     sizes(spec, &mut wrong);
     if let Some(lead) = spec.lead.as_ref().filter(|lead| !is_subdomain(lead)) {
-        wrong.push(Finding::new("spec.lead", format!("{lead:?} is no node's name")));
+        wrong.push(Finding::new("spec.lead", format!("{lead:?} is not a node name")));
     }
     wrong.extend(spec.topology.as_deref().and_then(|text| topology(text, spec.max_size.unwrap_or(1))));
     broker(&spec.broker, &mut wrong);
     if spec.spares.shape.is_some_and(|shape| shape.cores == 0) {
-        wrong.push(Finding::new("spec.spares.shape.cores", "is 0: Flux wants at least one core of every rank"));
+        wrong.push(Finding::new("spec.spares.shape.cores", "is 0: Flux needs at least one core on every rank"));
     }
     resources(&spec.resources, &mut wrong);
     durations(spec, &mut wrong);
-    words(spec, &mut wrong);
+    unknown_values(spec, &mut wrong);
     wrong.extend(spec.prefix.as_deref().and_then(|text| prefix(Path::new(text))));
     wrong
 }
@@ -49,20 +49,21 @@ fn sizes(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     }
 }
 
-/// Older versions took all characters. A host refuses a new claim of such a prefix, whatever the API server has let in.
+/// Older versions accepted all characters, so a wrong character is servable. A host still refuses to claim such a
+/// prefix anew, even if the API server let it in.
 fn prefix(path: &Path) -> Option<Finding> {
     let finding = |problem| Finding::new("spec.prefix", problem);
     let shape = check_prefix(path).map_err(finding);
     shape.and_then(|()| check_prefix_characters(path).map_err(|problem| finding(problem).servable())).err()
 }
 
-/// `kary:0` is Flux's word for a flat tree. Older versions took it, but people have one word for it.
+/// `kary:0` is Flux's name for a flat tree. Older versions accepted it; users now write `flat`.
 fn topology(text: &str, size: u32) -> Option<Finding> {
     let field = "spec.topology";
     match Topology::parse(text, size) {
         Err(reason) => Some(Finding::new(field, reason)),
         Ok(Topology::Kary(0)) if text != Topology::FLAT => {
-            let problem = format!("{text:?} is Flux's word for a flat tree: write {}", Topology::FLAT);
+            let problem = format!("{text:?} is Flux's name for a flat tree: write {}", Topology::FLAT);
             Some(Finding::new(field, problem).servable())
         }
         Ok(_) => None,
@@ -75,29 +76,29 @@ fn words(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
         (
             "spec.resources.gpus",
             match &spec.resources.gpus {
-                Gpus::Other(word) => Some(word),
+                Gpus::Other(value) => Some(value),
                 Gpus::Auto | Gpus::All | Gpus::None => None,
             },
         ),
         (
             "spec.upgrade.onFailure",
             match &spec.upgrade.on_failure {
-                OnFailure::Other(word) => Some(word),
+                OnFailure::Other(value) => Some(value),
                 OnFailure::GoBack | OnFailure::Stay => None,
             },
         ),
         (
             "spec.uninstall.runningJobs",
             match &spec.uninstall.running_jobs {
-                RunningJobs::Other(word) => Some(word),
+                RunningJobs::Other(value) => Some(value),
                 RunningJobs::Wait | RunningJobs::Cancel => None,
             },
         ),
     ];
-    for (field, word) in unknown {
-        wrong.extend(word.map(|word| {
-            Finding::new(field, format!("this version of flux-distribute knows no {word:?}")).with_remedy(
-                "write one of the words that docs/reference.md lists, or finish the upgrade to a version that knows it",
+    for (field, value) in unknown {
+        wrong.extend(value.map(|value| {
+            Finding::new(field, format!("this version of flux-distribute doesn't know {value:?}")).with_remedy(
+                "write one of the values that README lists, or finish the upgrade to a version that knows it",
             )
         }));
     }
@@ -122,23 +123,23 @@ fn broker(broker: &Broker, wrong: &mut Vec<Finding>) {
     }
 }
 
-/// A user's name or number.
+/// Checks a user name or user ID.
 fn user(user: &str) -> Result<(), String> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if user.is_empty() || user.starts_with('-') || !user.chars().all(is_plain) {
-        return Err(format!("{user:?} is neither a user's name nor a number"));
+        return Err(format!("{user:?} is neither a user name nor a user ID"));
     }
-    // chown(2) and setresuid(2) take -1 for "as it is", which is root.
+    // chown(2) and setresuid(2) read -1 as "leave unchanged", so the broker would stay root.
     let is_number = user.chars().all(|c| c.is_ascii_digit());
     match is_number && user.parse().map_or(true, |uid: u32| uid == u32::MAX) {
-        true => Err(format!("{user} is no user's number: those end at {}", u32::MAX - 1)),
+        true => Err(format!("{user} is not a user ID: the largest is {}", u32::MAX - 1)),
         false => Ok(()),
     }
 }
 
 fn resources(resources: &InstanceResources, wrong: &mut Vec<Finding>) {
     for (index, key) in resources.properties.iter().enumerate().filter(|(_, key)| !is_label_key(key)) {
-        let problem = format!("{key:?} is no label's key such as topology.kubernetes.io/zone");
+        let problem = format!("{key:?} is not a label key such as topology.kubernetes.io/zone");
         wrong.push(Finding::new(format!("spec.resources.properties[{index}]"), problem));
     }
     if let Some(Err(error)) = resources.exclude.cores.as_deref().map(str::parse::<IdSet>) {
@@ -146,7 +147,7 @@ fn resources(resources: &InstanceResources, wrong: &mut Vec<Finding>) {
     }
     for (index, name) in resources.exclude.nodes.iter().enumerate().filter(|(_, name)| !is_subdomain(name)) {
         let field = format!("spec.resources.exclude.nodes[{index}]");
-        wrong.push(Finding::new(field, format!("{name:?} is no node's name")));
+        wrong.push(Finding::new(field, format!("{name:?} is not a node name")));
     }
 }
 
@@ -170,13 +171,14 @@ fn durations(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     }
 }
 
-/// As Kubernetes takes them: nothing in it could be an operator of Flux's `--requires` (RFC 20, RFC 31).
+/// True if Kubernetes accepts `key` as a label key. Such a key has no character that Flux's `--requires` would read as
+/// an operator (RFC 20, RFC 31).
 fn is_label_key(key: &str) -> bool {
     let (prefix, name) = key.split_once('/').map_or((None, key), |(prefix, name)| (Some(prefix), name));
     !name.is_empty() && is_label_value(name) && prefix.is_none_or(is_subdomain)
 }
 
-/// As Kubernetes takes them; an empty one too.
+/// True if Kubernetes accepts `value` as a label value, which may be empty.
 fn is_label_value(value: &str) -> bool {
     let is_edge = |c: Option<char>| c.is_none_or(|c| c.is_ascii_alphanumeric());
     value.len() <= 63

@@ -1,4 +1,4 @@
-//! Which nodes take part: what Kubernetes checks of a pod's selector and tolerations, but nobody of ours.
+//! Checks `spec.nodes`. Kubernetes validates the selector and tolerations of a pod, but not those in a FluxInstance.
 
 use k8s_openapi::{
     api::core::v1::Toleration,
@@ -28,9 +28,9 @@ fn validate_selector(selector: &LabelSelector, wrong: &mut Vec<Finding>) {
     for (key, value) in selector.match_labels.iter().flatten() {
         let field = format!("{field}.matchLabels.{key}");
         if !is_label_key(key) {
-            wrong.push(Finding::new(field, format!("{key:?} is no label's key")));
+            wrong.push(Finding::new(field, format!("{key:?} is not a label key")));
         } else if !is_label_value(value) {
-            wrong.push(Finding::new(field, format!("{value:?} is no label's value")));
+            wrong.push(Finding::new(field, format!("{value:?} is not a label value")));
         }
     }
     for (index, requirement) in selector.match_expressions.iter().flatten().enumerate() {
@@ -41,20 +41,21 @@ fn validate_selector(selector: &LabelSelector, wrong: &mut Vec<Finding>) {
 fn validate_requirement(requirement: &LabelSelectorRequirement, field: &str, wrong: &mut Vec<Finding>) {
     let LabelSelectorRequirement { key, operator, values } = requirement;
     if !is_label_key(key) {
-        wrong.push(Finding::new(format!("{field}.key"), format!("{key:?} is no label's key")));
+        wrong.push(Finding::new(format!("{field}.key"), format!("{key:?} is not a label key")));
     }
     let has_values = values.as_ref().is_some_and(|values| !values.is_empty());
     match operator.as_str() {
         "In" | "NotIn" if !has_values => {
-            wrong.push(Finding::new(format!("{field}.values"), format!("is empty, and {operator} needs some")));
+            wrong.push(Finding::new(format!("{field}.values"), format!("is empty, but {operator} needs values")));
         }
         "Exists" | "DoesNotExist" if has_values => {
-            wrong.push(Finding::new(format!("{field}.values"), format!("is not empty, and {operator} takes none")));
+            wrong
+                .push(Finding::new(format!("{field}.values"), format!("is not empty, but {operator} takes no values")));
         }
         operator => one_of(&SELECTOR_OPERATORS, operator, format!("{field}.operator"), wrong),
     }
     for (index, value) in values.iter().flatten().enumerate().filter(|(_, value)| !is_label_value(value)) {
-        wrong.push(Finding::new(format!("{field}.values[{index}]"), format!("{value:?} is no label's value")));
+        wrong.push(Finding::new(format!("{field}.values[{index}]"), format!("{value:?} is not a label value")));
     }
 }
 
@@ -68,11 +69,11 @@ fn validate_toleration(toleration: &Toleration, field: &str, wrong: &mut Vec<Fin
     }
     let tolerates_any_value = toleration.operator.as_deref() == Some("Exists");
     if tolerates_any_value && is_given(&toleration.value) {
-        wrong.push(Finding::new(format!("{field}.value"), "is given, and Exists takes none").servable());
+        wrong.push(Finding::new(format!("{field}.value"), "is given, but Exists takes no value").servable());
     }
     match &toleration.key {
         Some(key) if !key.is_empty() && !is_label_key(key) => {
-            wrong.push(Finding::new(format!("{field}.key"), format!("{key:?} is no taint's key")));
+            wrong.push(Finding::new(format!("{field}.key"), format!("{key:?} is not a taint key")));
         }
         key if !is_given(key) && !tolerates_any_value => {
             let problem = "is missing: without a key the operator must be Exists, which tolerates every taint";
@@ -82,12 +83,12 @@ fn validate_toleration(toleration: &Toleration, field: &str, wrong: &mut Vec<Fin
     }
 }
 
-fn one_of(words: &[&str], given: &str, field: String, wrong: &mut Vec<Finding>) {
-    if !words.contains(&given) {
-        wrong.push(Finding::new(field, format!("{given:?} is none of {}", quoted(words))));
+fn one_of(values: &[&str], given: &str, field: String, wrong: &mut Vec<Finding>) {
+    if !values.contains(&given) {
+        wrong.push(Finding::new(field, format!("{given:?} is none of {}", quoted(values))));
     }
 }
 
-fn quoted(words: &[&str]) -> String {
-    words.iter().map(|word| format!("{word:?}")).collect::<Vec<_>>().join(", ")
+fn quoted(values: &[&str]) -> String {
+    values.iter().map(|value| format!("{value:?}")).collect::<Vec<_>>().join(", ")
 }

@@ -1,4 +1,4 @@
-//! Where the packages come from: what can be checked without asking anybody.
+//! Checks `spec.packages`, without any network access.
 
 use api::{BundleSource, Finding, Packages, rules::PLATFORMS};
 use base::{
@@ -10,12 +10,13 @@ use locks::{
     question::{check_glibc, check_spec},
 };
 
-/// What is wrong with a URL of the spec at `field`, if something is.
+/// Returns what is wrong with the URL at `field` of the spec, if anything.
 fn url(field: &str, given: &str) -> Option<Finding> {
     credentials_in(field, given).or_else(|| no_url(field, given))
 }
 
-/// The same of a URL that paths are put behind: its last part is a directory, and may be conda's token.
+/// As [`url`], for a URL to which paths are appended: its last part is a directory, so it may be the TOKEN of conda's
+/// `/t/TOKEN/`.
 fn base(field: &str, given: &str) -> Option<Finding> {
     let has_more = || {
         let problem = format!(
@@ -32,13 +33,13 @@ fn base(field: &str, given: &str) -> Option<Finding> {
 fn credentials_in(field: &str, url: &str) -> Option<Finding> {
     let safe = url_with_credentials(url).or_else(|| with_hidden_credentials(url))?;
     let problem = format!(
-        "{safe} has credentials, which everybody who may read the FluxInstance or ConfigMap flux-packages could read"
+        "{safe} has credentials, which everyone with read access to the FluxInstance or ConfigMap flux-packages could see"
     );
     Some(Finding::new(field, problem).with_remedy(credentials_remedy()))
 }
 
 fn no_url(field: &str, given: &str) -> Option<Finding> {
-    // Without its scheme, what it is can't be told.
+    // Without a scheme, `redacted` can't find the credentials before the `@`, so the message doesn't quote the text.
     let shown = if given.contains('@') { "it".to_owned() } else { format!("{:?}", redacted(given)) };
     (!is_url(given)).then(|| Finding::new(field, format!("{shown} is not an http, https or file URL")))
 }
@@ -46,7 +47,7 @@ fn no_url(field: &str, given: &str) -> Option<Finding> {
 pub(super) fn validate(packages: &Packages, wrong: &mut Vec<Finding>) {
     let asks = !(packages.channels.is_empty() && packages.specs.is_empty());
     if packages.bundle.is_some() && (asks || packages.lock.is_some()) {
-        let problem = "has a bundle and something else: a bundle holds a whole package set";
+        let problem = "has a bundle and channels, specs or a lock: a bundle holds a whole package set";
         wrong.push(Finding::new("spec.packages", problem));
     } else if packages.lock.is_some() && asks {
         let problem = "has a lock and channels or specs: a lock names every package already";
@@ -55,18 +56,18 @@ pub(super) fn validate(packages: &Packages, wrong: &mut Vec<Finding>) {
     if let Some(source) = &packages.bundle {
         bundle(source, wrong);
     }
-    // Against the platforms that can be one: what is wrong with the others is said below.
+    // Check the lock only against valid platform names; the invalid ones get a finding of their own below.
     let platforms: Vec<_> = packages.platforms.iter().filter(|name| is_platform(name)).cloned().collect();
     if let Some(Err(error)) = packages.lock.as_deref().map(|lock| check_lock(lock, &platforms)) {
         wrong.push(Finding::new("spec.packages.lock", error_chain(&error)));
     }
-    if packages.refresh.as_ref().is_some_and(|word| word.trim().is_empty()) {
-        let problem = "is empty: write any word, such as a date, or leave it out";
+    if packages.refresh.as_ref().is_some_and(|value| value.trim().is_empty()) {
+        let problem = "is empty: write any text, such as a date, or leave it out";
         wrong.push(Finding::new("spec.packages.refresh", problem));
     }
     wrong.extend(packages.mirror.as_ref().and_then(|mirror| base("spec.packages.mirror", mirror)));
     if packages.keep == Some(0) {
-        let problem = "is 0: the environment in use is kept always, so write at least 1";
+        let problem = "is 0: the environment in use is always kept, so write at least 1";
         wrong.push(Finding::new("spec.packages.keep", problem));
     }
     for (index, channel) in packages.channels.iter().enumerate() {

@@ -28,7 +28,7 @@ const GOOD: &[&str] = &[
     "{nodes: {tolerations: [{operator: Exists}, {key: a, value: b, effect: NoSchedule}, {key: a, operator: Exists}]}}",
 ];
 
-/// Each with the field that is wrong.
+/// Invalid specs, each with the field that is wrong.
 const BAD: &[(&str, &str)] = &[
     ("{size: 0}", "size"),
     ("{maxSize: 0}", "maxSize"),
@@ -123,28 +123,28 @@ fn found(yaml: &str) -> Vec<Finding> {
 }
 
 #[test]
-fn what_people_write_is_taken() {
+fn valid_specs_are_accepted() {
     for yaml in GOOD {
         assert_eq!(found(yaml), [], "{yaml}");
     }
 }
 
 #[test]
-fn what_cannot_be_served_is_refused_by_field() {
+fn each_invalid_spec_is_refused_with_its_field() {
     for (yaml, field) in BAD {
         let found = found(yaml);
         assert!(found.iter().any(|finding| finding.field == format!("spec.{field}")), "{yaml}: {found:?}");
     }
 }
 
-/// The openAPIV3Schema that a real API server checks by.
+/// The CRD's openAPIV3Schema, which a real API server enforces.
 fn crd() -> Value {
     static SCHEMA: LazyLock<Value> =
         LazyLock::new(|| json!(FluxInstance::crd())["spec"]["versions"][0]["schema"]["openAPIV3Schema"].take());
     SCHEMA.clone()
 }
 
-/// Every value that breaks its schema's pattern or maxLength, by path.
+/// Adds the path of every value that violates its schema's pattern or maxLength.
 fn unmatched(schema: &Value, value: &Value, path: &str, found: &mut Vec<String>) {
     match value {
         Value::String(text) => {
@@ -169,7 +169,7 @@ fn unmatched(schema: &Value, value: &Value, path: &str, found: &mut Vec<String>)
     }
 }
 
-/// What the CRD alone refuses, which is what a real API server knows.
+/// The fields that the CRD alone refuses, as a real API server would.
 fn refused_by_crd(spec: &Value) -> Vec<String> {
     let schema = crd();
     let mut object = json!({ "spec": spec });
@@ -180,7 +180,7 @@ fn refused_by_crd(spec: &Value) -> Vec<String> {
 }
 
 #[test]
-fn the_crd_refuses_nothing_that_is_valid_and_the_same_fields() {
+fn the_crd_refuses_no_valid_spec_and_no_field_that_validate_accepts() {
     for yaml in GOOD {
         assert_eq!(refused_by_crd(&spec(yaml)), [""; 0], "{yaml}");
     }
@@ -193,7 +193,7 @@ fn the_crd_refuses_nothing_that_is_valid_and_the_same_fields() {
 
 /// One case for each rule that the CRD can carry.
 #[test]
-fn a_real_api_server_refuses_what_a_schema_can_say() {
+fn the_crd_refuses_all_that_a_schema_can_express() {
     for yaml in [
         "{lead: Bad Name}",
         "{topology: ring}",
@@ -222,9 +222,9 @@ fn a_real_api_server_refuses_what_a_schema_can_say() {
     }
 }
 
-/// A number that the type can't hold would be let in, and then stop every watch.
+/// If the CRD let in a number that the Rust type can't hold, every watch would fail on that object.
 #[test]
-fn every_number_of_the_spec_fits_into_its_type() {
+fn every_number_in_the_crd_is_bounded_by_its_type() {
     fn unbounded(schema: &Value, path: &str, found: &mut Vec<String>) {
         let is_ours = schema["format"].as_str().is_some_and(|format| format.starts_with("uint"));
         if is_ours && (schema["maximum"].is_null() || schema["minimum"].is_null()) {
@@ -239,9 +239,9 @@ fn every_number_of_the_spec_fits_into_its_type() {
     assert_eq!(found, [""; 0]);
 }
 
-/// Rules in CEL, which only a real API server runs; [`validate`] says the same.
+/// Only a real API server runs CEL rules, so check that they are in place with the same messages as [`validate`].
 #[test]
-fn the_rules_in_cel_are_where_they_belong() {
+fn the_cel_rules_are_in_place_with_the_messages_of_validate() {
     let spec = crd()["properties"]["spec"].take();
     let rules = |schema: &Value| schema["x-kubernetes-validations"].as_array().cloned().unwrap_or_default();
     let selector = rules(&spec["properties"]["nodes"]["properties"]["selector"]);
@@ -255,7 +255,7 @@ fn the_rules_in_cel_are_where_they_belong() {
 }
 
 #[test]
-fn durations_are_those_of_flux() {
+fn durations_are_flux_standard_durations() {
     for (text, seconds) in
         [("10", Some(10.0)), ("90s", Some(90.0)), ("1.5h", Some(5400.0)), ("250ms", Some(0.25)), ("1d", Some(86400.0))]
     {
@@ -267,7 +267,7 @@ fn durations_are_those_of_flux() {
 }
 
 #[test]
-fn what_older_versions_took_is_wrong_and_served_on_all_the_same() {
+fn values_that_older_versions_accepted_are_wrong_but_still_servable() {
     for (spec, expected) in [
         ("{topology: 'kary:0'}", true),
         ("{nodes: {selector: {}}}", true),

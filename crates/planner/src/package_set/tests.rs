@@ -1,4 +1,5 @@
-//! When the planner asks the channels: through its own door, with the in-memory API server and a channel.
+//! When the planner asks the channels for packages. Runs the resolver against the in-memory API server and a local
+//! channel.
 
 #![allow(clippy::unwrap_used, reason = "clippy.toml's exception ends at the tests' own functions")]
 
@@ -41,7 +42,7 @@ async fn api() -> Client {
     client
 }
 
-/// What the planner publishes in the end, or why not.
+/// Returns what the planner publishes in the end, or why it publishes nothing.
 async fn settled(
     planner: &mut Resolver,
     client: &Client,
@@ -83,7 +84,7 @@ async fn the_channels_are_asked_again_only_on_request() {
     let kept = Packages { keep: Some(5), ..asked.clone() };
     for packages in [&asked, &elsewhere, &kept] {
         for platforms in [&["linux-64"][..], &["linux-64", "linux-aarch64"], &["linux-aarch64"], &[]] {
-            // A new one each time: a planner that was restarted, or another agent that has become it.
+            // Use a new resolver each time, as after a restart of the planner or a change of planner.
             let set = settled(&mut Resolver::default(), &client, packages, platforms).await.unwrap();
             assert_eq!(set, first, "{packages:?} {platforms:?}");
         }
@@ -111,7 +112,7 @@ async fn the_channels_are_asked_again_only_on_request() {
 }
 
 #[tokio::test]
-async fn a_set_that_was_published_before_there_were_refreshes_still_answers() {
+async fn a_set_from_before_refreshes_existed_still_answers() {
     let question = r#"{"channels":["https://channel/"],"glibc":"2.28","platforms":["linux-64"],"specs":["flux-core"]}"#;
     let packages = Packages {
         channels: vec!["https://channel/".to_owned()],
@@ -124,7 +125,7 @@ async fn a_set_that_was_published_before_there_were_refreshes_still_answers() {
 }
 
 #[tokio::test]
-async fn a_list_is_published_as_a_lock_and_a_lock_as_it_is() {
+async fn a_list_is_published_as_a_lock_and_a_lock_unchanged() {
     let client = api().await;
     let url = "https://channel/linux-64/flux-core-0.88.0-h_0.conda";
     let list = format!("# platform: linux-64\n@EXPLICIT\n{url}#{}\n", "a".repeat(64));

@@ -1,4 +1,4 @@
-//! What the planner tells people besides the status it computes: Events, and what keeps it from planning at all.
+//! Events, and the status while the planner can't plan at all.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{Resource, ResourceExt};
@@ -11,26 +11,27 @@ use cluster::clock;
 use model::status::{Obstacle, stopped, warnings};
 
 impl Planner {
-    /// What keeps the planner from planning at all, where people look.
-    pub(super) async fn report(&mut self, caches: &Caches, error: &ApiError) {
-        let words = error_chain(error);
-        warn!(error = words, "planning failed");
+    /// Logs why planning failed. If a user has to fix it, also publishes an Event and writes it to the FluxInstance's
+    /// status.
+    pub(crate) async fn report(&mut self, caches: &Caches, error: &PlannerError) {
+        let message = error_chain(error);
+        warn!(error = message, "planning failed");
         if error.is_lasting() {
             let instances = caches.instances.state();
             let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
             let about = flux.map_or_else(instance::default_reference, |flux| flux.object_ref(&()));
             let reason = error.reason();
-            self.announcer.say(&about, true, reason, &words).await;
+            self.announcer.say(&about, true, reason, &message).await;
             let Some(flux) = flux else { return };
-            let next =
-                stopped(flux.status.as_ref().unwrap_or(&FluxInstanceStatus::default()), reason, &words, clock::now());
+            let before = flux.status.clone().unwrap_or_default();
+            let next = stopped(&before, reason, &message, clock::now());
             if let Err(error) = instance::write_status(&self.client, flux, &next).await {
-                warn!(error = error_chain(&error), "the FluxInstance's status could not be written");
+                warn!(error = error_chain(&error), "can't write the FluxInstance's status");
             }
         }
     }
 
-    /// Problems and what somebody has to mend as warnings, changes of phase as plain news.
+    /// Publishes Events: a warning for each problem that a user has to fix, a normal one for a change of phase.
     pub(super) async fn announce(
         &mut self,
         flux: &FluxInstance,
