@@ -55,12 +55,12 @@ pub fn heard(headers: &HeaderMap) {
 }
 
 #[cfg(not(feature = "test-switches"))]
-fn machine_s() -> Timestamp {
+fn machine_time() -> Timestamp {
     Timestamp::now()
 }
 
 #[cfg(feature = "test-switches")]
-fn machine_s() -> Timestamp {
+fn machine_time() -> Timestamp {
     let off = std::env::var(OFF_VARIABLE).ok().and_then(|off| off.parse().ok()).unwrap_or_default();
     let now = Timestamp::now();
     now.checked_add(SignedDuration::from_secs(off)).unwrap_or(now)

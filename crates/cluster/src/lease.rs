@@ -22,7 +22,7 @@ use tracing::debug;
 
 use crate::{
     clock,
-    plan::lease::{LEASE_DURATION, LeaseStep, LeaseView, RENEW_EVERY, look_every, next_step},
+    lease_rules::{LEASE_DURATION, LeaseStep, LeaseView, RENEW_EVERY, look_every, next_step},
 };
 use api::{LEASE_PLANNER, NAMESPACE};
 use base::chance::chance;

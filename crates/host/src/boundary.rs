@@ -37,7 +37,7 @@ use nix::{
 };
 use tokio::{io::AsyncWriteExt, time::timeout};
 
-use super::{first_process, hear::hear, users::User};
+use super::{first_process, hear::read_stage_reply, users::User};
 use base::redact::LOG_VARIABLE;
 use hostapi::{Answer, BEAT, Host, HostError, Order, Progress, Reply};
 

@@ -24,7 +24,7 @@ pub enum PortUse {
 }
 
 /// Tries to listen, for an instant, as a broker would. Whoever has the port at another address of the host is in nobody's way.
-pub fn look(root: &Root, endpoint: SocketAddr) -> PortUse {
+pub fn port_use(root: &Root, endpoint: SocketAddr) -> PortUse {
     match TcpListener::bind(endpoint) {
         Ok(_) => PortUse::Free,
         Err(error) if error.kind() == ErrorKind::AddrInUse => PortUse::Taken(holder(root, endpoint.port())),
@@ -38,7 +38,7 @@ pub fn look(root: &Root, endpoint: SocketAddr) -> PortUse {
 /// The refusal if another process listens at `endpoint`, where a broker is to listen. For other problems with the address, the
 /// broker's own message is better.
 pub fn port_taken(root: &Root, endpoint: SocketAddr) -> Option<Refusal> {
-    match look(root, endpoint) {
+    match port_use(root, endpoint) {
         found @ PortUse::Taken(_) => check(&found, endpoint.port()).err(),
         _ => None,
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::roster::{Observed, is_of_instance, lingers};
+use super::roster::{Observed, is_of_instance, orphan_broker_rank};
 use api::Roster;
 
 /// Returns the names of those FluxNodes. While a broker runs without a member, its FluxNode is still needed: the report

@@ -22,7 +22,7 @@ use model::{read::read_instance, status::set_condition};
 /// again has no mark yet, and without the mark the FluxInstance would come back as soon as a user deletes it.
 ///
 /// # Errors
-/// If a call to the API server fails; [`PlannerError::Content`] if the ConfigMap has no valid spec.
+/// If a call to the API server fails; [`ApiError::Content`] if the ConfigMap has no valid spec.
 pub async fn ensure(client: &Client, existing: Option<&FluxInstance>) -> Result<(), ApiError> {
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
     let Some(map) = call("get ConfigMap flux-default", maps.get_opt(CONFIGMAP_DEFAULT)).await? else { return Ok(()) };

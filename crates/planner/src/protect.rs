@@ -11,7 +11,7 @@ use serde_json::json;
 use tracing::debug;
 
 use cluster::{ApiError, call, gone_is_fine};
-use model::protect::Change;
+use model::protect::AnnotationChange;
 
 /// How many Nodes are written concurrently: the end of a large job frees many at once, and when an instance ends there
 /// is little time.
@@ -22,7 +22,7 @@ const AT_ONCE: usize = 16;
 ///
 /// # Errors
 /// The last error of a call to the API server; code 409 if a Node has changed meanwhile.
-pub async fn write(client: &Client, nodes: &Store<Node>, changes: Vec<AnnotationChange>) -> Result<(), PlannerError> {
+pub async fn write(client: &Client, nodes: &Store<Node>, changes: Vec<AnnotationChange>) -> Result<(), ApiError> {
     let api = Api::<Node>::all(client.clone());
     let patches = changes.into_iter().filter_map(|AnnotationChange { node, uid, annotations }| {
         let seen = nodes.get(&ObjectRef::new(&node)).filter(|seen| seen.uid().as_ref() == Some(&uid))?;

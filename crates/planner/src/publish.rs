@@ -31,7 +31,7 @@ pub async fn write_roster(client: &Client, roster: &Roster, before: Option<&Docu
 /// Renders `broker.toml` from the roster and writes it if it has changed.
 ///
 /// # Errors
-/// If a call to the API server fails; [`PlannerError::Content`] if the roster can't be rendered.
+/// If a call to the API server fails; [`ApiError::Content`] if the roster can't be rendered.
 pub async fn write_broker_toml(client: &Client, roster: &Roster) -> Result<(), ApiError> {
     let text = broker_toml::render(roster)
         .map_err(|reason| ApiError::Content { object: format!("ConfigMap {CONFIGMAP_BROKER}"), reason })?;

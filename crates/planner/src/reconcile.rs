@@ -37,7 +37,7 @@ use model::{
     forsaken::forsaken,
     kubernetes::too_old,
     project::project_all,
-    protect::{Change, Protection},
+    protect::{AnnotationChange, Protection},
     roster::{Decision, MovedDeadline, Observed, decide, decide_unserved, move_limits, no_lead, retain_secs},
     status::{Obstacle, foremost, status, told_while_waiting},
     validate,
@@ -52,7 +52,7 @@ const TICK: Duration = Duration::from_secs(2);
 const PROTECT_AGAIN: Duration = Duration::from_secs(60);
 
 /// Plans until the future is dropped. `predecessor_time`: the present time by the previous planner's clock, if known.
-pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timestamp>) {
+pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timestamp>, has_limits: &AtomicBool) {
     let (caches, changes) = Caches::watch(&client);
     let mut changes = pin!(changes);
     let mut planner = Planner {
@@ -167,9 +167,9 @@ impl Planner {
         let uid = flux.uid().unwrap_or_default();
         let mut status_before = flux.status.clone().unwrap_or_default();
         let fresh_id = uuid::Uuid::new_v4().to_string();
-        let mut stored = publish::read_roster(&self.client).await?;
+        let mut stored = published::read_roster(&self.client).await?;
         if self.take_over_limits(stored.as_ref(), &status_before).await? {
-            stored = publish::read_roster(&self.client).await?;
+            stored = published::read_roster(&self.client).await?;
         }
         if let Some(deadline) = &self.deadline {
             deadline.apply(&mut status_before);
@@ -254,7 +254,7 @@ impl Planner {
         &self,
         decision: Decision,
         before: Option<&Document>,
-    ) -> Result<Option<Roster>, PlannerError> {
+    ) -> Result<Option<Roster>, ApiError> {
         match decision {
             Decision::Keep | Decision::Wait(_) => Ok(None),
             Decision::Write(next) => {

@@ -209,11 +209,11 @@ fn an_excluded_member_can_leave_without_being_drained() {
     let mut world = with_an_excluded_member();
     (world.spec.size, world.nodes[1].cordoned) = (Some(1), true);
     world.settle();
-    says(&mut world, "", "");
-    assert_eq!(world.told("node1").drain, BTreeMap::new(), "Flux refuses to drain whom it excludes");
+    lead_reports(&mut world, "", "");
+    assert_eq!(world.projected("node1").drain, BTreeMap::new(), "Flux refuses to drain an excluded rank");
     assert_eq!(world.wants("node2"), api::Want::Run, "the lead has not taken it in");
     world.online("node1");
-    says(&mut world, "", "");
+    lead_reports(&mut world, "", "");
     assert_eq!(world.wants("node2"), api::Want::Leave);
 }
 

@@ -70,8 +70,8 @@ fn topology(text: &str, size: u32) -> Option<Finding> {
     }
 }
 
-/// What the schema of the API server's CRD knows may be newer than this program.
-fn words(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
+/// Refuses enum values that this program doesn't know. The installed CRD may be newer than this program and accept them.
+fn unknown_values(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     let unknown = [
         (
             "spec.resources.gpus",

@@ -28,7 +28,7 @@ use nix::{
 use crate::{
     ENVIRONMENT_MARKER,
     environment::{
-        failed, grow,
+        failed, build_tree,
         records::{RECORDS, mode},
         refused,
         transaction::{Environments, Workshop},

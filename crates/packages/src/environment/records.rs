@@ -236,11 +236,7 @@ pub(crate) fn is_utf8(path: &Path) -> bool {
 pub(crate) type Hashed = (PathBuf, io::Result<String>);
 
 /// Like [`digests`], in batches of `AT_A_TIME` files. Calls `report` before each batch with the number of files done.
-pub(crate) fn digests_while(
-    root: &Path,
-    paths: Vec<PathBuf>,
-    mut report: impl FnMut(u64),
-) -> io::Result<Vec<Hashed>> {
+pub(crate) fn digests_while(root: &Path, paths: Vec<PathBuf>, mut report: impl FnMut(u64)) -> io::Result<Vec<Hashed>> {
     const AT_A_TIME: usize = 64;
     let pool = pool()?;
     let mut all = Vec::with_capacity(paths.len());

@@ -11,7 +11,7 @@ use crate::{
     ENVIRONMENT_MARKER,
     environment::{
         marker, ready,
-        records::{RECORDS, Records, Tree, WRITABLE_BY_OTHERS, by_packages, can_be_told, digests_while, mode},
+        records::{RECORDS, Records, Tree, WRITABLE_BY_OTHERS, by_packages, digests_while, is_utf8, mode},
     },
     fetch::archive,
 };

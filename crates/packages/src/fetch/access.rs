@@ -10,7 +10,7 @@ use url::Url;
 
 use crate::{
     HttpClient, HttpError,
-    fetch::credentials::{Credential, CredentialStore, Unusable, taken_from},
+    fetch::credentials::{Credential, CredentialStore, Unusable, extract_credentials},
 };
 use api::{
     DEFAULT_CHANNEL, Packages, SECRET_PACKAGES_CA_KEY, SECRET_PACKAGES_CREDENTIALS_KEY, SECRET_PACKAGES_TOKEN_KEY,

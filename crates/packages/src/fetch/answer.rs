@@ -35,12 +35,7 @@ pub(crate) enum Mismatch {
 }
 
 /// Interprets the response to a request for everything from byte `have` on, of a file of `size` bytes.
-pub(crate) fn read_response(
-    status: StatusCode,
-    headers: &HeaderMap,
-    have: u64,
-    size: Option<u64>,
-) -> ArchiveResponse {
+pub(crate) fn read_response(status: StatusCode, headers: &HeaderMap, have: u64, size: Option<u64>) -> ArchiveResponse {
     let (from, length) = match status {
         StatusCode::OK => (0, number(headers, header::CONTENT_LENGTH)),
         StatusCode::PARTIAL_CONTENT => match content_range(headers) {

@@ -144,14 +144,9 @@ impl Presentation {
     }
 }
 
-/// `url` without user, password, conda's `/t/<token>`, and any query that contains a secret.
-pub(crate) fn stripped(url: &Url) -> Url {
-    split_url(url).0
-}
-
 /// Splits `url` into a URL without credentials and the credentials it contained.
 pub(crate) fn extract_credentials(url: &Url) -> (Url, Vec<Credential>) {
-    let (plain, user, token) = split_url(url);
+    let (plain, user, token) = take_apart(url);
     let over_http = url.scheme() == "http";
     let mut credentials = Vec::new();
     if let Some((user, password)) = user

@@ -16,9 +16,9 @@ use crate::{
     FetchError, HttpClient,
     fetch::{
         Wanted,
-        answer::{Answer, Wrong, answer, may_pass, retry_after},
+        answer::{ArchiveResponse, Mismatch, may_pass, read_response, retry_after},
         archive,
-        http::words,
+        http::error_text,
         part::{MOST_BYTES, Part, Sender},
         source::Peers,
     },
@@ -136,7 +136,10 @@ impl Download<'_> {
                     if !self.ask_peers(part).await? {
                         return Err(error);
                     }
-                    tracing::warn!(error = base::error_chain(&error), "can't use the file on the host; a peer sent the archive instead");
+                    tracing::warn!(
+                        error = base::error_chain(&error),
+                        "can't use the file on the host; a peer sent the archive instead"
+                    );
                     Ok(())
                 }
                 copied => copied,

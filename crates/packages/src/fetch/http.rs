@@ -187,7 +187,7 @@ fn tokens(url: &Url) -> Vec<&str> {
 }
 
 /// What went wrong, with all causes in one line, and without the URL: it may hold a password.
-pub(crate) fn words(error: reqwest::Error) -> String {
+pub(crate) fn error_text(error: reqwest::Error) -> String {
     base::error_chain(&error.without_url())
 }
 

@@ -33,7 +33,7 @@ use url::Url;
 use crate::{
     HttpClient, Sources,
     fetch::{
-        download::{Download, Got},
+        download::{CompleteArchive, Download},
         source::{Peers, mirrored},
     },
     files::{Free, free},

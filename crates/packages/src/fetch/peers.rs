@@ -12,7 +12,7 @@ use tokio::time::{sleep, timeout};
 use crate::{
     FetchError,
     fetch::{
-        download::{Download, Server, Taken},
+        download::{Download, Server, TransferEnd},
         part::{Part, Sender},
         source::Peer,
     },

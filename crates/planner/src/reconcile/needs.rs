@@ -59,7 +59,7 @@ impl Sources {
 
 impl Planner {
     /// Returns the digest of the published package set, and why it is not the one that the spec asks for, if so.
-    pub(crate) async fn packages(&mut self, seen: &Observed<'_>) -> Result<DigestAndObstacle, PlannerError> {
+    pub(crate) async fn packages(&mut self, seen: &Observed<'_>) -> Result<DigestAndObstacle, ApiError> {
         let mut platforms: Vec<_> =
             seen.reports.values().filter_map(|report| Some(report.facts.as_ref()?.platform.clone())).collect();
         platforms.sort();
@@ -74,10 +74,10 @@ impl Planner {
     }
 
     /// Makes sure that the source of the running epoch's package set is known: the spec may ask for another set by now.
-    pub(crate) async fn remember_running_set(&mut self, roster: Option<&Roster>) -> Result<(), PlannerError> {
+    pub(crate) async fn remember_running_set(&mut self, roster: Option<&Roster>) -> Result<(), ApiError> {
         if roster.is_some_and(|roster| !self.sources.0.contains_key(&roster.settings.digest)) {
             self.sources.0.clear();
-            for set in publish::read_packages(&self.client).await? {
+            for set in published::read_packages(&self.client).await? {
                 self.sources.remember(&set);
             }
         }
@@ -86,7 +86,7 @@ impl Planner {
 
     /// Returns the fingerprint of the certificate, or why there is none. Makes a certificate only if no broker can be
     /// using one.
-    pub(crate) async fn certificate(&self, seen: &mut Observed<'_>) -> Result<DigestAndObstacle, PlannerError> {
+    pub(crate) async fn certificate(&self, seen: &mut Observed<'_>) -> Result<DigestAndObstacle, ApiError> {
         match certificate::read_published(&self.client).await {
             Ok(Some(published)) if is_certificate_of_another(seen, published.made_for(seen.instance_uid)) => {
                 info!("the certificate belongs to a previous instance: making a new one");

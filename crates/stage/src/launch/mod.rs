@@ -25,7 +25,7 @@ pub use detached::{LAUNCHER, launcher_main};
 pub use error::LaunchError;
 pub use found::UnknownBroker;
 
-use self::{error::file, found::Found, record::RunRecord, systemd::Systemd};
+use self::{error::file, found::UnrecordedBroker, record::RunRecord, systemd::Systemd};
 use api::{BROKER_RUN_DIR, RUN_DIR};
 use host::{
     Root, cgroup, facts,

@@ -15,7 +15,7 @@ use host::{
 };
 use hostapi::{Preflight, PreflightOrder, Refusal};
 
-pub use look::{cgroup_is_writable, look};
+pub use look::{cgroup_is_writable, examine};
 
 /// What was observed on a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -78,7 +78,7 @@ pub fn preflight(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> 
 ///
 /// # Errors
 /// What stands against a broker on this host, with the remedy.
-pub fn decide(seen: Observed, order: &PreflightOrder) -> Result<Preflight, Refusal> {
+pub fn assess(seen: Observed, order: &PreflightOrder) -> Result<Preflight, Refusal> {
     let platform = facts::platform(&seen.machine).ok_or_else(|| {
         Refusal::new(format!(
             "conda's Flux is built for x86_64 and aarch64, and this host is {}; exclude it with spec.nodes.selector",
