@@ -106,4 +106,15 @@ fn a_program_that_is_missing_is_named_before_the_work_begins() {
         assert_eq!(said.code, Some(2), "{name}: {said:?}");
         assert!(said.err.starts_with(missing) && said.err.lines().count() == 1, "{name}: {said:?}");
     }
+
+    // A docker without its daemon can't push, and making the image takes a long time.
+    let programs = programs(&["bash", "env", "dirname", "id", "make", "sh", "sed", "head"]);
+    let path = format!("{}:{}", fake.path().display(), programs.path().display());
+    for path in [path, programs.path().display().to_string()] {
+        let push =
+            Command::new("/usr/bin/make").args(["--silent", "push"]).current_dir(root()).env("PATH", path).output();
+        let said = Said::of(push.unwrap());
+        assert_eq!(said.code, Some(2), "{said:?}");
+        assert!(said.err.starts_with("there is no Docker daemon") && said.out.is_empty(), "{said:?}");
+    }
 }
