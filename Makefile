@@ -43,7 +43,7 @@ image: ## The container image, IMAGE=…: by Docker, or without it as target/ima
 	fi
 
 push: ## Make and push IMAGE=…
-	@command -v docker >/dev/null || { echo "there is no docker: install Docker, or load the file of \`make image\` by hand" >&2; exit 2; }
+	@docker info >/dev/null 2>&1 || { echo "there is no Docker daemon: install or start Docker, or load the file of \`make image\` by hand" >&2; exit 2; }
 	$(MAKE) image
 	docker push $(IMAGE)
 

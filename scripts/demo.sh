@@ -100,7 +100,11 @@ finish() {
     local code=$?
     trap - EXIT
     rm -f "$output"
-    [ "$code" = 0 ] || { echo "demo: it did not get to its end, and is taken down"; "${sudo[@]}" "$binary" local down; }
+    # `local up` takes down itself what it gives up, and says so.
+    if [ "$code" != 0 ] && [ -e "$state" ]; then
+        echo "demo: it did not get to its end, and is taken down"
+        "${sudo[@]}" "$binary" local down
+    fi
     exit "$code"
 }
 trap finish EXIT

@@ -45,6 +45,8 @@ left() {
 
 # First the hosts, while the agents are there to clean them; then the rest.
 down() {
+    # If no API server answers, that must not look like a cluster without our kinds: their hosts would not be cleaned.
+    "$kubectl" get --raw /version >/dev/null
     if "$kubectl" get crd fluxinstances.distribute.flux-framework.org >/dev/null 2>&1; then
         "${in_namespace[@]}" delete fluxinstance flux --ignore-not-found
         timeout=${TIMEOUT:-10m}

@@ -74,6 +74,14 @@ fn a_kubernetes_that_can_not_be_asked_is_no_reason_to_apply_anything() {
 }
 
 #[test]
+fn an_undeploy_that_reaches_no_api_server_deletes_nothing_and_says_so_once() {
+    let refused = "*'get --raw /version'*) echo 'connection refused' >&2; exit 1;;\n*'get crd'*) exit 1;;";
+    let (output, calls) = undeploy(refused);
+    assert!(!output.status.success() && !calls.contains("delete"), "{calls}");
+    assert_eq!(String::from_utf8(output.stderr).unwrap(), "connection refused\n");
+}
+
+#[test]
 fn a_deploy_waits_for_the_agents_of_workers_and_of_control_planes() {
     for minor in ["30", "30+", "36", ""] {
         let (output, calls) = deploy(&["up", "localhost/x:1"], &version(minor));

@@ -88,6 +88,19 @@ fn the_demo_without_flux_says_so_first_and_last_and_a_second_one_says_how_to_go_
 }
 
 #[test]
+fn a_demo_whose_up_has_begun_nothing_takes_nothing_down() {
+    let Some(place) = Place::new() else { return };
+    let cut = place.path("cut.tar.gz");
+    let bytes = fs::read(place.bundle()).unwrap();
+    fs::write(&cut, &bytes[..bytes.len() / 2]).unwrap();
+    let mut demo = script("demo.sh");
+    demo.env("BUNDLE", &cut).env("BINARY", BINARY).env("FLUX_DISTRIBUTE_LOCAL_DIR", place.state());
+    let said = Said::of(demo.output().unwrap());
+    assert_eq!(said.code, Some(2), "{said:?}");
+    assert!(said.err.contains("it is truncated") && !said.out.contains("taken down"), "{said:?}");
+}
+
+#[test]
 fn a_program_that_is_missing_is_named_before_the_work_begins() {
     let bare = programs(&["bash", "env", "dirname", "id"]);
     let fake = tempfile::tempdir().unwrap();
@@ -105,5 +118,16 @@ fn a_program_that_is_missing_is_named_before_the_work_begins() {
         let said = Said::of(script(name).args(words).env("PATH", path).output().unwrap());
         assert_eq!(said.code, Some(2), "{name}: {said:?}");
         assert!(said.err.starts_with(missing) && said.err.lines().count() == 1, "{name}: {said:?}");
+    }
+
+    // A docker without its daemon can't push, and making the image takes a long time.
+    let programs = programs(&["bash", "env", "dirname", "id", "make", "sh", "sed", "head"]);
+    let path = format!("{}:{}", fake.path().display(), programs.path().display());
+    for path in [path, programs.path().display().to_string()] {
+        let push =
+            Command::new("/usr/bin/make").args(["--silent", "push"]).current_dir(root()).env("PATH", path).output();
+        let said = Said::of(push.unwrap());
+        assert_eq!(said.code, Some(2), "{said:?}");
+        assert!(said.err.starts_with("there is no Docker daemon") && said.out.is_empty(), "{said:?}");
     }
 }
