@@ -361,7 +361,7 @@ mod tests {
     async fn a_taken_port_is_told_apart_from_what_is_wrong_with_the_host() {
         let refusals = [
             ("port 8050 of this host is taken by perl (pid 7); free it, or set spec.broker.port to another", true),
-            ("port 8050 of this host can't be listened on: denied", false),
+            ("port 8050 of this host can't be used to listen: denied", false),
             ("this host has no glibc", false),
         ];
         for (words, is_taken) in refusals {

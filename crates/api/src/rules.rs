@@ -6,7 +6,7 @@ use schemars::Schema;
 use serde_json::{Value, json};
 
 /// The API server's words where `size` is 0, by a rule of the CRD.
-pub const LESS_THAN_ONE: &str = "is 0: delete the FluxInstance to take everything off";
+pub const LESS_THAN_ONE: &str = "is 0: to uninstall, delete the FluxInstance";
 /// The API server's words where `size` is more than a `maxSize` that the spec names, by a rule of the CRD.
 pub const MORE_THAN_MAX_SIZE: &str =
     "is more than maxSize: raise maxSize too, which takes effect at the next coordinated restart";
@@ -29,7 +29,7 @@ pub const LONGEST_PREFIX: u64 = 4096;
 pub const PREFIX_RULE: &str = "self.matches('^[A-Za-z0-9._/-]+$') || (oldSelf.hasValue() && oldSelf.value() == self)";
 /// The API server's words for other characters, by that rule.
 pub const PREFIX_CHARACTERS: &str =
-    "holds other characters than A-Z, a-z, 0-9, `.`, `_`, `/` and `-`: choose another directory";
+    "has characters other than A-Z, a-z, 0-9, `.`, `_`, `/` and `-`: choose another directory";
 /// In the CRD; what the model takes as a user, but for numbers that are too large.
 pub const USER: &str = "^[A-Za-z0-9_.][-A-Za-z0-9_.]*$";
 
@@ -45,8 +45,8 @@ pub const PLATFORM: &str = "^linux-(64|aarch64)$";
 pub const PLATFORMS: [&str; 2] = ["linux-64", "linux-aarch64"];
 
 /// The API server's words for a URL with credentials, by a rule of the CRD.
-pub const HAS_CREDENTIALS: &str = "has credentials in the URL, which everybody who may read the FluxInstance or \
-    ConfigMap flux-packages could read: put them into Secret flux-packages-access, key credentials.json";
+pub const HAS_CREDENTIALS: &str = "has credentials in the URL, which everyone with read access to the FluxInstance \
+    or ConfigMap flux-packages could see: put them into Secret flux-packages-access, key credentials.json";
 /// In CEL, the rule that [`HAS_CREDENTIALS`] is said by, of the URL in variable `name`: it has no user, no `/t/TOKEN/`, and no
 /// parameter with one of [`SECRET_WORDS`] in its name. Names that are written with `%` are found by the model alone.
 pub fn no_credentials(name: &str) -> String {

@@ -21,7 +21,7 @@ pub async fn read_roster(client: &Client) -> Result<Option<(Roster, Document)>, 
     let roster = Roster::parse(&document.text).map_err(|error| match error {
         RosterError::Malformed(error) => ApiError::Content {
             object: format!("ConfigMap {CONFIGMAP_ROSTER}"),
-            reason: format!("can't be read ({error}); delete it to have it made again from the nodes"),
+            reason: format!("can't be read ({error}); delete it, and the planner makes it again from the nodes"),
         },
         newer => ApiError::NewerRoster(newer),
     })?;

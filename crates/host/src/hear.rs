@@ -42,7 +42,7 @@ pub(super) async fn read_stage_reply(
         // No source: serde's error would quote the line, which may hold a secret.
         match serde_json::from_str(&line).map_err(|_| failed("wrote a line that is no reply", None))? {
             Reply::Alive if may_wait.load(Ordering::Relaxed) => without_progress = Duration::ZERO,
-            Reply::Alive if without_progress > patience => return Err(failed("does not get on, and is ended", None)),
+            Reply::Alive if without_progress > patience => return Err(failed("made no progress and was killed", None)),
             Reply::Alive => without_progress += BEAT,
             Reply::Progress(step) => {
                 progress(step);

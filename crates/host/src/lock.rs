@@ -100,7 +100,7 @@ pub fn take(path: &Path, wait: Duration) -> io::Result<Flock<File>> {
                 ));
             }
             replaced += 1;
-            tracing::warn!(path = %path.display(), "other users could hold this lock; its file is replaced");
+            tracing::warn!(path = %path.display(), "other users could hold this lock; replacing its file");
             remove_if_there(path)?;
             continue;
         }

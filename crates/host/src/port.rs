@@ -56,17 +56,17 @@ const TAKEN: &str = " of this host is taken by ";
 /// # Errors
 /// Who or what is in its way, with the remedy.
 pub fn check(found: &PortUse, port: u16) -> Result<(), Refusal> {
-    let remedy = "free it, or set spec.broker.port to another";
+    let remedy = "free it, or set spec.broker.port to another port";
     let taken = |who: &str| Err(Refusal::transient(format!("port {port}{TAKEN}{who}; {remedy}")));
-    let who = match found {
+    let problem = match found {
         PortUse::Free | PortUse::Ours => return Ok(()),
         PortUse::Taken(Some((pid, name))) => return taken(&format!("{name} (pid {pid})")),
         PortUse::Taken(None) => {
             return taken("a process that can't be named (`ss --tcp --bound-inactive --processes` may list it)");
         }
-        PortUse::Unusable(why) => format!("can't be listened on: {why}"),
+        PortUse::Unusable(why) => format!("can't be used to listen: {why}"),
     };
-    Err(Refusal::transient(format!("port {port} of this host {who}; {remedy}")))
+    Err(Refusal::transient(format!("port {port} of this host {problem}; {remedy}")))
 }
 
 /// A socket that is bound and does not listen has the port too, but no line in these tables.

@@ -57,17 +57,17 @@ mod tests {
         let first = machine("n1", "id1", "hw1");
         for (other, is_it, what) in [
             (machine("n1", "id1", "hw1"), true, "itself"),
-            (machine("n1", "new", "hw1"), true, "its machine-id was made anew"),
+            (machine("n1", "new", "hw1"), true, "it has a new machine-id"),
             (machine("new", "id1", "hw1"), true, "it was renamed"),
             (machine("n1", "id1", "new"), true, "its disks are in other hardware"),
-            (machine("n1", "id1", ""), true, "its firmware can't be asked any more"),
-            (machine("", "", ""), true, "it tells nothing"),
+            (machine("n1", "id1", ""), true, "its firmware can no longer be read"),
+            (machine("", "", ""), true, "nothing is known of it"),
             (machine("n2", "id2", "hw2"), false, "another node"),
             (machine("n2", "id1", "hw2"), false, "a clone with the same machine-id"),
-            (machine("n2", "id2", "hw1"), false, "two nodes of one host, as those of kind"),
-            (machine("n1", "id2", ""), true, "its machine-id was made anew, and no firmware tells anything"),
+            (machine("n2", "id2", "hw1"), false, "two nodes of one host, as with kind"),
+            (machine("n1", "id2", ""), true, "it has a new machine-id, and its firmware is unknown"),
             (machine("n2", "id1", ""), false, "a clone without firmware"),
-            (machine("n1.site", "id1", "hw2"), true, "it tells its domain now, in other hardware"),
+            (machine("n1.site", "id1", "hw2"), true, "it has its domain in its name now, on other hardware"),
         ] {
             assert_eq!(first.may_be(&other), is_it, "{what}");
             assert_eq!(other.may_be(&first), is_it, "{what}");

@@ -102,7 +102,7 @@ pub fn wanted_platforms<'a>(packages: &'a Packages, nodes: &'a [String]) -> Vec<
 /// [`QuestionError::Spec`].
 pub fn parse_spec(given: &str) -> Result<MatchSpec, QuestionError> {
     let unusable = |reason: String| QuestionError::Spec { spec: redacted(given), reason };
-    let with_credentials = "a spec is a name and a version, without a URL that has credentials";
+    let with_credentials = "a spec is a name and a version, not a URL with credentials";
     if url_with_credentials(given).is_some() {
         return Err(unusable(with_credentials.into()));
     }

@@ -29,7 +29,7 @@ pub async fn run(client: Client, identity: String, members: Arc<AtomicU32>) {
         // Whatever is under way when the Lease is lost is dropped; a write that is already out is fenced by its
         // resourceVersion.
         tokio::select! {
-            () = lease.keep() => warn!("the Lease is lost: another agent plans from here on"),
+            () = lease.keep() => warn!("lost the Lease: another agent is the planner now"),
             () = reconcile::run(client.clone(), &identity, predecessor_time, &has_limits) => {}
         }
     }

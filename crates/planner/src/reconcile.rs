@@ -88,7 +88,7 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
             // A deadline that was moved is in the status, which is written last.
             Ok(()) => has_limits.store(planner.predecessor_time.is_none(), Ordering::Relaxed),
             // Another planner, or an agent, was faster: look again.
-            Err(error) if error.code() == Some(409) => debug!(%error, "written by somebody else meanwhile"),
+            Err(error) if error.code() == Some(409) => debug!(%error, "the object has changed since it was read"),
             Err(error) => planner.report(&caches, &error).await,
         }
     }
@@ -250,11 +250,7 @@ impl Planner {
     }
 
     /// Writes the decided roster in place of `before` and returns it; None if the decision writes none.
-    async fn write_decision(
-        &self,
-        decision: Decision,
-        before: Option<&Document>,
-    ) -> Result<Option<Roster>, ApiError> {
+    async fn write_decision(&self, decision: Decision, before: Option<&Document>) -> Result<Option<Roster>, ApiError> {
         match decision {
             Decision::Keep | Decision::Wait(_) => Ok(None),
             Decision::Write(next) => {

@@ -192,11 +192,11 @@ const REMOVAL_CGROUP: &str = "flux-distribute-removal";
 /// it.
 fn remove_outside_the_pod(root: &Root, order: &RemoveOrder) -> Result<(), Refusal> {
     if let Err(error) = cgroup::enter(REMOVAL_CGROUP, NORMAL_WEIGHT) {
-        tracing::warn!(%error, "the removal stays in the pod's cgroup");
+        tracing::warn!(%error, "can't move the removal out of the pod's cgroup: the pod's end may interrupt it");
     }
     let removed = remove::remove(root, &HostBrokers, order);
     if let Err(error) = cgroup::leave(REMOVAL_CGROUP) {
-        tracing::warn!(%error, "the removal's own cgroup stays");
+        tracing::warn!(%error, "can't remove the cgroup of the removal");
     }
     removed
 }

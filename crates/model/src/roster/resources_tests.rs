@@ -211,7 +211,7 @@ fn an_excluded_member_can_leave_without_being_drained() {
     world.settle();
     lead_reports(&mut world, "", "");
     assert_eq!(world.projected("node1").drain, BTreeMap::new(), "Flux refuses to drain an excluded rank");
-    assert_eq!(world.wants("node2"), api::Want::Run, "the lead has not taken it in");
+    assert_eq!(world.wants("node2"), api::Want::Run, "the lead has not applied the exclusion yet");
     world.online("node1");
     lead_reports(&mut world, "", "");
     assert_eq!(world.wants("node2"), api::Want::Leave);
