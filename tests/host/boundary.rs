@@ -113,7 +113,7 @@ async fn a_stage_that_is_stopped_before_or_after_its_answer_is_not_waited_for() 
     assert_eq!(run(&host, Order::Observe).await.unwrap(), Answer::Done);
     tell(":");
     let error = run(&host, Order::Observe).await.unwrap_err();
-    assert!(error.to_string().contains("is ended"), "{error}");
+    assert!(error.to_string().contains("killed"), "{error}");
 }
 
 /// Follows an archive that does not come, below a prefix of its own.

@@ -112,7 +112,7 @@ fn one_that_is_cut_off_begins_no_broker_that_could_come_back_as_another_ones_ran
     let is_said = |words: &str| fs::read_to_string(&log).unwrap().contains(words).then_some(());
     cluster.until("a word on the cut", || is_said("may be cut off"));
     // After as long as it waits for its parent in one go.
-    cluster.until("its patience's end", || is_said("waiting for the parent's broker, or for the API server's word"));
+    cluster.until("its patience's end", || is_said("waiting for the parent's broker, or for the API server"));
     assert!(!cluster.brokers().contains_key("node2"));
     drop(cut);
     cluster.until("its return", || Some(cluster.brokers().get("node2")?.pid != before["node2"].pid).filter(|is| *is));

@@ -1,8 +1,8 @@
 //! Removes everything from the host: as a step, and at the end of the pod.
 
-use std::{fs::OpenOptions, io::Write, path::Path};
+use std::{fs::OpenOptions, io::Write, path::Path, time::Duration};
 
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
 use super::{Outcome, ask::ask, queues};
@@ -19,6 +19,8 @@ use crate::{
 use base::error_chain;
 use hostapi::HostView;
 
+/// A watch delivers a deletion within milliseconds.
+const FLUX_NODE_GONE_IN: Duration = Duration::from_secs(5);
 /// What to do about a host that is not clean when the pod's grace is over.
 const AFTERWARDS: &str = "The pod ends within 120 s, and the host stays as it is. Afterwards: apply the manifest again, which \
                           cleans the host once its jobs have ended, then run `make undeploy`.";
@@ -59,7 +61,13 @@ pub async fn remove(agent: &mut Agent, view: &HostView, pod_ends: bool) -> Resul
         Err(error) if error.code() != Some(403) && error.code() != Some(401) => {
             debug!(error = error_chain(&error), "the FluxNode stays")
         }
-        _ => {}
+        Err(_) => {}
+        Ok(()) if pod_ends => {}
+        Ok(()) => {
+            // As long as this agent sees its FluxNode, the next round would remove everything once more.
+            let mut watched = agent.sources.watched.clone();
+            let _ = timeout(FLUX_NODE_GONE_IN, watched.wait_for(|now| now.flux_node.here().is_none())).await;
+        }
     }
     Ok(Outcome::Removed)
 }
