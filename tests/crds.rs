@@ -44,7 +44,7 @@ fn assert_is_current(file: &str, content: &str) {
 }
 
 #[test]
-fn the_installer_is_what_its_parts_say() {
+fn the_installer_is_built_from_its_parts() {
     assert_is_current("deploy/daemonset-installer.yaml", &installer());
 }
 
@@ -185,6 +185,6 @@ fn reference() -> String {
 }
 
 #[test]
-fn the_reference_is_what_the_types_say() {
+fn the_reference_is_generated_from_the_types() {
     assert_is_current("docs/reference.md", &reference());
 }

@@ -67,7 +67,7 @@ fn an_epoch_waits_while_a_user_has_the_brokers_port() {
 }
 
 #[test]
-fn an_agent_does_not_grow_whatever_a_user_sends() {
+fn an_agents_memory_does_not_grow_whatever_a_user_sends() {
     const MOST_KIB: u64 = 48 << 10;
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let before = owned_or_writable_by_users(&cluster);

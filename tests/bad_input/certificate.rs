@@ -12,7 +12,7 @@ use super::{
 };
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_malformed_certificate_is_told_without_its_content_and_made_anew_once_it_is_deleted() {
+async fn a_malformed_certificate_is_reported_and_recreated_once_it_is_deleted() {
     let Some(case) = Case::on(1).await else { return };
     let malformed =
         "metadata\n    name = \"flux\"\ncurve\n    public-key = \"leaked?\"\n    secret-key = \"leaked?\"\n";

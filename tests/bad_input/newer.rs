@@ -21,7 +21,7 @@ fn of_a_newer_build(name: &str) -> Value {
 }
 
 #[test]
-fn a_newer_builds_words_and_fields_are_read_beside_all_others_and_kept_as_they_are() {
+fn a_newer_builds_values_and_fields_are_kept_as_they_are() {
     let mut retyped = of_a_newer_build("node3");
     retyped["status"]["offline"] = "none".into();
     let known = json!({"metadata": {"name": "node1"}, "spec": {"nodeName": "node1"}, "status": {"phase": "Online"}});
@@ -46,7 +46,7 @@ fn a_newer_builds_words_and_fields_are_read_beside_all_others_and_kept_as_they_a
 const DEFINITION: &str = "fluxnodes.distribute.flux-framework.org";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_flux_node_of_a_newer_build_hides_no_other_one_from_an_older_planner() {
+async fn an_older_planner_lists_all_flux_nodes_beside_one_of_a_newer_build() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     // The definitions are the newer build's, too.
     let definitions = Api::<CustomResourceDefinition>::all(case.client.clone());

@@ -24,7 +24,7 @@ fn refused(answer: Result<FluxInstance, kube::Error>) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_spec_that_can_not_be_served_is_refused_in_the_validators_words() {
+async fn an_invalid_spec_is_refused_with_the_message_of_validate() {
     let Some(case) = Case::on(1).await else { return };
     let wrong = [
         (json!({"size": 5, "maxSize": 4}), "is more than maxSize: raise maxSize too"),
@@ -63,7 +63,7 @@ async fn a_spec_that_can_not_be_served_is_refused_in_the_validators_words() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn extra_tables_that_are_ours_or_no_toml_are_refused() {
+async fn config_tables_that_are_reserved_or_not_toml_are_refused() {
     let Some(case) = Case::on(1).await else { return };
     for (config, words) in [
         ("[bootstrap]\ncurve_cert = \"/x\"", "bootstrap"),
@@ -89,7 +89,7 @@ async fn set_default(case: &Case, text: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_first_spec_that_can_not_be_served_is_an_event_until_it_is_mended() {
+async fn an_invalid_first_spec_is_an_event_until_it_is_corrected() {
     let Some(case) = Case::on(1).await else { return };
     for (text, words) in [
         ("topology: ring", "spec.yaml can't be served: line 1: spec.topology: "),
@@ -106,7 +106,7 @@ async fn a_first_spec_that_can_not_be_served_is_an_event_until_it_is_mended() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_spec_that_only_the_schema_lets_pass_is_told_by_the_planner() {
+async fn the_planner_reports_a_spec_that_only_the_schema_lets_pass() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     case.create(json!({"packages": {"specs": ["flux-core ==="]}})).await;
     let instance = case.instance_says("spec.packages.specs[0]: ").await;
@@ -144,7 +144,7 @@ async fn until_refused(wanted: bool, attempt: impl AsyncFn() -> Result<FluxInsta
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_instance_keeps_a_prefix_that_an_older_version_took_and_no_other_one_gets_such() {
+async fn only_an_existing_instance_may_keep_a_prefix_that_is_refused_now() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     let words = "has characters other than";
     let mut odd = nobody();
@@ -195,7 +195,7 @@ async fn a_kubernetes_without_admission_policies_is_refused_with_the_remedy() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_an_eligible_node_each_nodes_reason_is_told() {
+async fn without_an_eligible_node_the_status_shows_the_reason_of_each_node() {
     let Some(case) = Case::on(1).await else { return };
     let taint = json!({"key": "hpc", "value": "no", "effect": "NoSchedule"});
     for (node, words) in [

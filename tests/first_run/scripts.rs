@@ -66,7 +66,7 @@ fn the_demo_looks_for_flux_before_anything_is_installed_or_compiled() {
 }
 
 #[test]
-fn the_demo_without_flux_says_so_first_and_last_and_a_second_one_says_how_to_go_on() {
+fn the_demo_without_flux_says_so_and_a_second_one_says_how_to_continue() {
     let Some(place) = Place::new() else { return };
     let demo = |words: &[&str]| {
         let mut demo = script("demo.sh");

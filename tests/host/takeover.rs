@@ -70,7 +70,7 @@ fn host() -> TestHost {
 }
 
 #[test]
-fn a_dump_becomes_the_statedir_that_a_lead_starts_with_and_an_older_one_stays_beside_it() {
+fn a_dump_becomes_the_leads_statedir_and_the_older_statedir_is_kept() {
     need_root!();
     let host = host();
     let bytes = dump(&host, "id-1");
@@ -130,7 +130,7 @@ fn a_takeover_that_is_refused_changes_nothing() {
 }
 
 #[test]
-fn an_empty_queue_needs_a_word_alone_and_the_host_is_cleaned_of_it() {
+fn an_empty_queue_needs_only_a_request_which_a_removal_deletes() {
     need_root!();
     let host = TestHost::new();
     let before = host.everything();
@@ -161,7 +161,7 @@ fn dumps_stay_where_the_queue_stays() {
 }
 
 #[test]
-fn nobody_takes_over_from_or_cleans_up_under_a_broker_that_nobody_knows() {
+fn takeover_and_removal_refuse_while_an_unknown_broker_runs() {
     need_root!();
     let host = host();
     let before = host.everything();

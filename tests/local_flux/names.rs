@@ -30,12 +30,12 @@ fn until_drained(cluster: &Cluster, lines: &[&str]) {
 }
 
 #[test]
-fn nodes_that_join_leave_and_return_have_their_own_names_and_their_drains_hold_under_fluxion() {
+fn nodes_that_join_and_return_keep_their_names_and_drains_under_fluxion() {
     come_and_go(Scheduler::Fluxion);
 }
 
 #[test]
-fn nodes_that_join_leave_and_return_have_their_own_names_and_their_drains_hold_under_sched_simple() {
+fn nodes_that_join_and_return_keep_their_names_and_drains_under_sched_simple() {
     come_and_go(Scheduler::Simple);
 }
 

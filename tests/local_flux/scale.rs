@@ -88,7 +88,7 @@ fn two_of_four(scheduler: Scheduler) {
 }
 
 #[test]
-fn more_than_the_default_maximum_is_denied_in_words() {
+fn a_size_above_the_default_maximum_is_denied_with_a_message() {
     let Some(cluster) = Cluster::up(1, &[]) else { return };
     let before = cluster.brokers();
     cluster.patch(json!({"spec": {"size": 65}}));
@@ -114,12 +114,12 @@ fn annotations(cluster: &Cluster, node: &str) -> BTreeMap<String, String> {
 }
 
 #[test]
-fn nodes_with_jobs_tell_autoscalers_and_jobs_that_wait_for_nodes_are_counted() {
+fn nodes_with_jobs_are_annotated_and_jobs_that_wait_for_nodes_are_counted() {
     jobs_tell(Scheduler::Fluxion);
 }
 
 #[test]
-fn nodes_with_jobs_tell_autoscalers_under_sched_simple() {
+fn nodes_with_jobs_are_annotated_under_sched_simple() {
     jobs_tell(Scheduler::Simple);
 }
 

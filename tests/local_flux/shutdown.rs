@@ -57,7 +57,7 @@ fn forget_log(cluster: &Cluster, node: &str) {
 }
 
 #[test]
-fn an_instance_that_was_shut_down_stays_down_until_somebody_says_restart() {
+fn a_shut_down_instance_stays_down_until_an_administrator_restarts_it() {
     let Some(cluster) = Cluster::up(3, &[]) else { return };
     let lead = cluster.holder(0);
     let pending = cluster.exec(&lead, &["flux", "submit", "-N3", "--urgency=hold", "true"]);
@@ -99,7 +99,7 @@ fn an_instance_that_was_shut_down_stays_down_until_somebody_says_restart() {
 }
 
 #[test]
-fn the_epoch_after_a_shutdown_begins_though_its_lead_could_not_be_started_at_once() {
+fn the_epoch_after_a_shutdown_begins_even_if_its_lead_fails_to_start_once() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let lead = cluster.holder(0);
     cluster.exec(&lead, &["flux", "shutdown"]);
@@ -122,7 +122,7 @@ fn the_epoch_after_a_shutdown_begins_though_its_lead_could_not_be_started_at_onc
 }
 
 #[test]
-fn a_lead_that_was_ended_by_a_signal_is_started_again() {
+fn a_lead_that_a_signal_ended_is_started_again() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let (lead, before) = (cluster.holder(0), cluster.brokers());
     kill(Pid::from_raw(before[&cluster.holder(0)].pid), Signal::SIGTERM).unwrap();

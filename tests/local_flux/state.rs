@@ -281,7 +281,7 @@ fn an_uninstall_by_hand_of_a_follower_keeps_jobs_off_that_host_alone() {
 }
 
 #[test]
-fn an_uninstall_by_hand_that_is_cut_short_lets_the_queues_go_on() {
+fn an_interrupted_uninstall_by_hand_starts_the_queues_again() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let (lead, other) = (cluster.holder(0), cluster.holder(1));
     let before = cluster.brokers();
@@ -389,7 +389,7 @@ fn a_purged_host_has_nothing_of_ours() {
 }
 
 #[test]
-fn a_queue_that_an_uninstall_has_kept_goes_on_in_the_next_instance_by_a_word() {
+fn the_next_instance_can_continue_a_queue_that_an_uninstall_kept() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let lead = cluster.holder(0);
     let instances = cluster.api::<FluxInstance>();

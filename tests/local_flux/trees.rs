@@ -49,12 +49,12 @@ fn up_and_online(cluster: &Cluster, up: impl Fn() -> Option<()>) -> impl FnMut()
 }
 
 #[test]
-fn kary_2_comes_up_as_that_tree_and_a_lost_interior_node_strands_nobody() {
+fn kary_2_makes_that_tree_and_a_lost_interior_node_strands_no_other() {
     is_a_tree_that_strands_nobody("kary:2", |rank| (rank - 1) / 2);
 }
 
 #[test]
-fn binomial_comes_up_as_that_tree_and_a_lost_interior_node_strands_nobody() {
+fn binomial_makes_that_tree_and_a_lost_interior_node_strands_no_other() {
     // Under itself without its lowest bit.
     is_a_tree_that_strands_nobody("binomial", |rank| rank & (rank - 1));
 }

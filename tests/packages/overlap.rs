@@ -104,7 +104,7 @@ impl Store {
 }
 
 #[tokio::test]
-async fn archives_are_unpacked_while_others_still_come() {
+async fn archives_are_unpacked_while_others_are_still_downloaded() {
     let (_channel, [set, _]) = two_sets().await;
     let host = Host::new();
     host.fetch(&set).await.unwrap();
@@ -153,7 +153,7 @@ async fn a_link_whose_agent_is_gone_ends_and_leaves_nothing_running() {
 }
 
 #[tokio::test]
-async fn what_is_missing_at_the_end_is_told_by_name() {
+async fn archives_that_are_missing_at_the_end_are_named() {
     let (_channel, [set, _]) = two_sets().await;
     let host = Host::new();
     host.fetch(&set).await.unwrap();
@@ -181,7 +181,7 @@ async fn install(host: &Host, set: &PackageSet) -> (Result<Fetched, FetchError>,
 }
 
 #[tokio::test]
-async fn an_archive_that_a_power_cut_has_damaged_costs_a_download_and_not_an_installation() {
+async fn an_archive_damaged_by_a_power_cut_is_fetched_again_during_the_installation() {
     let (_channel, [set, _]) = two_sets().await;
     let host = Host::new();
     host.fetch(&set).await.unwrap();
@@ -242,7 +242,7 @@ async fn installing_child() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_agent_that_is_killed_while_it_installs_leaves_nothing_running_and_the_next_one_finishes() {
+async fn an_agent_killed_during_an_installation_leaves_nothing_that_runs() {
     let (channel, _) = two_sets().await;
     let server = Server::start(channel.path()).await;
     let first = resolve(&asked(server.url(), &["flux-core", "many", "more"])).await.unwrap();

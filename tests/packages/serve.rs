@@ -92,7 +92,7 @@ async fn only_what_was_offered_is_served() {
 }
 
 #[tokio::test]
-async fn a_part_is_served_where_a_part_is_asked_for() {
+async fn a_range_request_gets_that_range() {
     install_crypto();
     let serving = Serving::start(b"0123456789").await;
     let rest = serving.get("/archives/abc", Some("bytes=4-")).await;
@@ -105,7 +105,7 @@ async fn a_part_is_served_where_a_part_is_asked_for() {
 }
 
 #[tokio::test]
-async fn eight_are_served_at_a_time_and_one_that_sleeps_is_cut() {
+async fn eight_requests_are_served_at_a_time_and_a_stalled_one_is_closed() {
     install_crypto();
     let serving = Serving::start(b"").await;
     // More than what fits into the sockets.
@@ -150,7 +150,7 @@ async fn an_archive_that_is_replaced_while_it_is_sent_is_sent_as_it_was() {
 }
 
 #[tokio::test]
-async fn what_is_on_its_way_here_is_no_404_and_can_be_waited_for() {
+async fn a_request_for_an_archive_on_its_way_waits_instead_of_failing() {
     install_crypto();
     let serving = Serving::start(b"0123456789").await;
     serving.offer(&["abc", "late"]);

@@ -250,11 +250,7 @@ impl Planner {
     }
 
     /// Writes the decided roster in place of `before` and returns it; None if the decision writes none.
-    async fn write_decision(
-        &self,
-        decision: Decision,
-        before: Option<&Document>,
-    ) -> Result<Option<Roster>, ApiError> {
+    async fn write_decision(&self, decision: Decision, before: Option<&Document>) -> Result<Option<Roster>, ApiError> {
         match decision {
             Decision::Keep | Decision::Wait(_) => Ok(None),
             Decision::Write(next) => {

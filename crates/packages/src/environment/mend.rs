@@ -28,7 +28,7 @@ use nix::{
 use crate::{
     ENVIRONMENT_MARKER,
     environment::{
-        failed, build_tree,
+        build_tree, failed,
         records::{RECORDS, mode},
         refused,
         transaction::{Environments, Workshop},
