@@ -1,4 +1,4 @@
-"""A real cluster that nobody needs, its hosts, and rows of things that are done to it: for cluster_faults.py and
+"""A real cluster that can be damaged, its hosts, and rows of things that are done to it: for cluster_faults.py and
 cluster_elastic.py."""
 
 import argparse, json, re, shlex, statistics, subprocess, sys, time

@@ -192,7 +192,7 @@ async fn our_objects_are_deleted_and_served_again_with_their_crd() {
     let name = "fluxnodes.distribute.flux-framework.org";
     let mut definition = definitions.get(name).await.unwrap();
     definitions.delete(name, &DeleteParams::default()).await.unwrap();
-    // Without a Status: that nobody knows the path is no evidence about any object.
+    // Without a Status: an unknown path is no evidence about any object.
     let Err(kube::Error::Api(status)) = nodes.get("n1").await else { panic!("the kind is still served") };
     assert_eq!((status.code, status.reason.as_str() == "NotFound"), (404, false));
 

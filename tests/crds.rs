@@ -125,7 +125,7 @@ fn type_of(field: &Value) -> String {
         let choices: Vec<_> = choices.iter().filter_map(Value::as_str).map(|choice| format!("`{choice}`")).collect();
         return choices.join(", ");
     }
-    // The numbers of a schema are floating-point. Those of the type itself tell nobody anything.
+    // The numbers of a schema are floating-point. The limits of the type itself tell users nothing.
     let limit = |name: &str| field[name].as_f64().filter(|limit| (1.0..f64::from(u32::MAX)).contains(limit));
     match (field["type"].as_str().unwrap_or("any"), field["format"].as_str()) {
         ("array", _) => format!("list of {}", type_of(&field["items"])),
@@ -146,7 +146,7 @@ fn type_of(field: &Value) -> String {
     }
 }
 
-/// When a change of the spec's field takes effect, in the words of the introduction.
+/// When a change of the spec's field takes effect, in the terms of the introduction.
 fn change(path: &str) -> &'static str {
     match effect(path) {
         Effect::Live => "at once",

@@ -436,7 +436,7 @@ fn a_broker_of_an_unknown_instance_is_named_and_left_alone() {
     }
     assert_eq!(members(&cgroup).len(), 2);
 
-    // It is ended as it was told: what it leaves behind is no broker.
+    // The launcher ends as requested, and leaves no broker behind.
     let broker = Identity::of(before.pid).unwrap();
     broker.signal(nix::sys::signal::Signal::SIGKILL).unwrap();
     assert!(broker.wait_gone(Duration::from_secs(10)));

@@ -284,7 +284,7 @@ fn objects_have_the_names_that_the_program_looks_for() {
     assert_eq!(spec, FluxInstanceSpec::default());
 }
 
-/// They hung every teardown that was tried with them: nobody is left to take them off.
+/// Every teardown that we tried with them hung: no process is left that could remove them.
 #[test]
 fn nothing_has_a_finalizer() {
     for document in documents() {
@@ -318,7 +318,7 @@ fn the_installers_first_spec_is_found_and_valid() {
     assert!(documents.others.contains(&"DaemonSet install-flux".to_owned()), "{:?}", documents.others);
 }
 
-/// Which node takes part is the planner's to decide, and who breaks into a member must find no agent on a control plane.
+/// The planner decides which nodes take part, and a user who breaks into a member must find no agent on a control plane.
 #[test]
 fn workers_keep_their_agent_under_any_taint_and_tainted_control_planes_get_none() {
     let every = Toleration { operator: Some("Exists".to_owned()), ..Toleration::default() };

@@ -1,4 +1,4 @@
-//! Bad words on the command line: exit code 2, one message, and nothing is changed.
+//! Wrong arguments on the command line: exit code 2, one message, and nothing is changed.
 
 use std::{fs, path::Path, process::Command};
 
@@ -122,7 +122,7 @@ fn an_instance_that_is_no_longer_valid_can_still_be_compared_with() {
     assert_eq!(said(&["validate", &at("old.yaml"), "--against", &at("new.yaml")]).0, Some(2));
 }
 
-/// Nothing listens there; a server that can't be reached is tried again, and only the end is told.
+/// Nothing listens there; a command tries an unreachable server again, and reports only the final failure.
 #[test]
 fn lock_without_a_network_fails_with_one_sentence() {
     let (code, out, complaint) = said(&["lock", "--channel", "http://127.0.0.1:1/conda", "--spec", "flux-core"]);

@@ -9,7 +9,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use super::cluster::{Case, nobody, until_true};
+use super::cluster::{Case, no_nodes, until_true};
 
 /// As a newer build may write it.
 fn of_a_newer_build(name: &str) -> Value {
@@ -61,7 +61,7 @@ async fn an_older_planner_lists_all_flux_nodes_beside_one_of_a_newer_build() {
         definitions.patch(DEFINITION, &PatchParams::default(), &patch).await.unwrap();
     };
     set(json!(patch)).await;
-    case.create(nobody()).await;
+    case.create(no_nodes()).await;
     let is_told = |node: &FluxNode| node.spec.instance_uid.is_some();
     case.until("node1", "told", is_told).await;
 
@@ -80,7 +80,7 @@ async fn an_older_planner_lists_all_flux_nodes_beside_one_of_a_newer_build() {
         })
         .await;
     }
-    // A planner that begins has to list them all. It sees what happens to all others: a FluxNode that is new is told what is wanted of it.
+    // A planner that begins has to list them all. It sees what happens to all others: it writes the spec of a FluxNode that is new.
     case.restart_agent("node1").await;
     let old = case.api::<FluxNode>().get("node1").await.unwrap().uid();
     case.api::<FluxNode>().delete("node1", &DeleteParams::default()).await.unwrap();

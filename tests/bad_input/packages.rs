@@ -52,7 +52,7 @@ async fn unsatisfiable_specs_are_named_with_their_channel_and_changed_ones_solve
     case.patch(packages("flux-core")).await;
     installed(&case).await;
 
-    // What has an answer stays in force while a new question has none, and that is told.
+    // The last solution stays in force while a new question has none, and the status says so.
     let before = case.api::<FluxInstance>().get(INSTANCE).await.unwrap().status.unwrap().digest;
     case.patch(packages("no-such-thing")).await;
     let instance = case.instance_says("no-such-thing").await;
@@ -68,7 +68,7 @@ async fn node_and_instance_report_an_unreachable_source_and_the_next_attempt() {
     case.create(json!({"packages": {"bundle": {"url": url, "sha256": "1".repeat(64)}}})).await;
     // Already in the first round of tries, which takes half a minute.
     let message = case.node_says("node1", NodePhase::Installing, &url).await;
-    // The proxy between the nodes and this machine says 502 of a port at which nobody listens.
+    // The proxy between the nodes and this machine answers 502 for a port at which nothing listens.
     for words in ["502", "trying again in "] {
         assert!(message.contains(words), "{message}");
     }

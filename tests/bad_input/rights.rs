@@ -19,7 +19,7 @@ use model::protect::PROTECTING;
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
-use super::cluster::{Case, nobody, until_true};
+use super::cluster::{Case, no_nodes, until_true};
 
 /// Makes all objects of a kind that the manifest has.
 async fn make<K>(api: Api<K>)
@@ -135,7 +135,7 @@ async fn an_agents_token_can_change_only_the_autoscaler_annotations_of_a_node() 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_size_that_does_not_fit_is_refused_by_the_crds_own_rules() {
     let Some(case) = Case::with_api(1, "real").await else { return };
-    case.create(nobody()).await;
+    case.create(no_nodes()).await;
     case.patch(json!({"size": 3, "maxSize": 4})).await;
     let instances = Api::<FluxInstance>::namespaced(case.client.clone(), NAMESPACE);
     for (size, words) in [
@@ -167,7 +167,7 @@ async fn a_size_that_does_not_fit_is_refused_by_the_crds_own_rules() {
     let request = request.header("content-type", "application/json").body(null.to_string().into_bytes()).unwrap();
     let stored = case.client.request::<Value>(request).await.unwrap();
     assert_eq!((&stored["spec"]["size"], &stored["spec"]["maxSize"]), (&json!(9), &Value::Null));
-    case.patch(nobody()).await;
+    case.patch(no_nodes()).await;
 }
 
 /// A client with the token of the agent that runs in pod `name`, on a node of the same name.

@@ -1,4 +1,4 @@
-//! What is wrong is told before anything is started, or as soon as it is known.
+//! Mistakes are reported before anything starts, or as soon as they are known.
 
 use std::{
     fs,
@@ -39,7 +39,7 @@ fn mistakes_in_the_packages_are_reported_before_anything_starts() {
     let empty = place.path("empty");
     fs::create_dir(&empty).unwrap();
     is_refused(&place, &["--channel", &text(&empty)], "is not a conda channel");
-    // Nobody listens there. Who names a channel wants that one, and no stand-in.
+    // Nothing listens there. A user who names a channel wants that one, and no stand-in.
     is_refused(&place, &["--channel", "http://127.0.0.1:1/channel"], "can't reach http://127.0.0.1:1/channel/");
     is_refused(&place, &["--flux", "required", "--channel", "http://127.0.0.1:1/"], "can't reach http://127.0.0.1:1/");
 

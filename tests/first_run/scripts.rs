@@ -13,7 +13,7 @@ use crate::{
     root,
 };
 
-/// Nobody listens there.
+/// Nothing listens there.
 const UNREACHABLE: &str = "http://127.0.0.1:1/channel";
 
 fn script(name: &str) -> Command {
@@ -42,7 +42,7 @@ fn the_demo_looks_for_flux_before_anything_is_installed_or_compiled() {
         return;
     }
     let programs = programs(&["bash", "env", "dirname", "id", "timeout", "make", "sed", "head", "od", "tr"]);
-    // Whatever would be needed for a build is not there; whoever begins one fails in another way.
+    // The tools for a build are missing, so a script that begins a build fails in another way.
     let path = programs.path();
     for (variables, words) in [
         (&[("CHANNEL", UNREACHABLE)][..], "can't reach http://127.0.0.1:1/channel"),

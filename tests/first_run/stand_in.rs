@@ -1,4 +1,4 @@
-//! Nodes without Flux: everything but jobs, and nobody can take it for Flux.
+//! Nodes without Flux: everything but jobs, and every message says that it is not Flux.
 
 use api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase, STAND_IN};
 use kube::{

@@ -243,7 +243,7 @@ async fn a_stage_runs_where_the_kernel_forbids_to_run_memory() {
     }
 }
 
-/// One order to a stage that is killed after so long.
+/// Sends one order to a stage, and kills the stage after the given time.
 fn killed_stage(order: &Order, after: Duration) {
     let mut child = std::process::Command::new(BINARY)
         .arg("stage")
@@ -289,7 +289,7 @@ async fn a_stop_order_whose_sender_has_died_stops_no_broker() {
     let mut stage = std::process::Command::new(BINARY);
     let mut stage = stage.arg("stage").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     stage.stdin.take().unwrap().write_all(&serde_json::to_vec(&order).unwrap()).unwrap();
-    // It waits for the lock, and whoever gave the order is gone.
+    // It waits for the lock, and the process that sent the order has ended.
     let open = |fd: fs::DirEntry| fs::read_link(fd.path()).is_ok_and(|path| path == prefix.join("lock"));
     while !fs::read_dir(format!("/proc/{}/fd", stage.id())).unwrap().flatten().any(open) {
         std::thread::sleep(Duration::from_millis(1));

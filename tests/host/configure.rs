@@ -49,7 +49,7 @@ fn configured_files_have_their_owner_mode_and_content() {
         (vec![DIGEST.into()], Some("{}".into()), "boot-1".into())
     );
 
-    // The user changes while the broker is down: what he owns changes with him.
+    // The user changes while the broker is down: the files' owner changes too.
     host.write(&format!("{PREFIX}/state/content.sqlite"), "queue");
     host.configure(&ConfigureOrder { run_as: "4242".into(), ..configure_order() }).unwrap();
     for path in ["etc/curve.cert", "state", "state/instance-id", "state/content.sqlite"] {
@@ -241,7 +241,7 @@ fn a_link_of_ours_is_flipped_wherever_it_is() {
     assert_eq!(fs::read_link(host.at(COMPILED)).unwrap(), Path::new(PREFIX).join("envs").join(NEXT));
 }
 
-/// Whoever can write there could exchange it for a Flux of their own, which root's broker would run.
+/// A user who can write there could replace it with another Flux, which root's broker would run.
 #[test]
 fn a_link_that_a_user_has_put_in_the_place_of_ours_is_refused() {
     need_root!();

@@ -154,7 +154,7 @@ fn dumps_stay_where_the_queue_stays() {
     host.remove(true).unwrap();
     assert!(host.below("dump/id-1-20261120T222003Z.tgz").exists() && host.below("state/instance-id").exists());
     assert!(!host.below("etc").exists());
-    // And whoever comes next finds them.
+    // And the next order finds them.
     host.claim().unwrap();
     host.remove(false).unwrap();
     assert!(!Path::new(&host.below("")).exists());
@@ -165,7 +165,7 @@ fn takeover_and_removal_refuse_while_an_unknown_broker_runs() {
     need_root!();
     let host = host();
     let before = host.everything();
-    let unknown = UnknownBroker { pid: 590, place: "its unit".to_owned(), why: "nobody knows".to_owned() };
+    let unknown = UnknownBroker { pid: 590, place: "its unit".to_owned(), why: "it has no record".to_owned() };
     *host.brokers.unknown.borrow_mut() = Some(unknown);
     for refusal in [take_over(&host, &order(None)), host.remove(false)] {
         let refusal = refusal.unwrap_err();

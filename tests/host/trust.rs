@@ -1,4 +1,4 @@
-//! What is believed of a host's own files, and of whose they are.
+//! Which of a host's files the program trusts, depending on their owners.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -95,7 +95,7 @@ fn a_pipe_in_place_of_state_json_does_not_block() {
     assert_eq!(host.state(), None);
     host.claim().unwrap();
     assert!(host.state().is_some());
-    // Where only root can have put one, it is told.
+    // If only root can have put it there, it is reported.
     fs::remove_file(host.below("state.json")).unwrap();
     mkfifo(&host.below("state.json"), Mode::from_bits_truncate(0o600)).unwrap();
     let refusal = observe(&host.root, &host.brokers).unwrap_err();
@@ -208,7 +208,7 @@ fn files_that_a_user_put_into_an_open_prefix_neither_block_nor_count() {
     assert!(refusal.message.contains("does not belong to flux-distribute (it holds etc)"), "{refusal}");
 }
 
-/// What a removal keeps looks the same, and its owner is any brokers' user: in an open prefix nobody knows who has put it there.
+/// What a removal keeps looks the same, and its owner is any brokers' user: in an open prefix it is unknown who put it there.
 #[test]
 fn an_open_prefix_is_claimed_only_if_root_owns_everything_in_it() {
     need_root!();
@@ -275,7 +275,7 @@ fn a_file_system_that_a_user_has_mounted_does_not_block_a_claim() {
     }
 }
 
-/// What is claimed where nobody can look has not gone.
+/// A claim in a directory that can't be examined still exists.
 #[test]
 fn a_host_claimed_below_a_users_mount_does_not_count_as_unclaimed() {
     if skips_without([Need::Fuse]) {
@@ -326,7 +326,7 @@ fn a_mount_of_the_brokers_user_below_the_prefix_is_named_and_blocks_a_removal() 
     assert!(!host.below("").exists());
 }
 
-/// A FUSE file system as fusermount3(1) mounts it for [`USER`], until this is dropped. Nobody serves it: the kernel refuses other
+/// A FUSE file system as fusermount3(1) mounts it for [`USER`], until this is dropped. No process serves it: the kernel refuses other
 /// users, root too, before it asks.
 struct UsersMount {
     point: PathBuf,

@@ -69,7 +69,7 @@ fn a_lead_that_ends_its_epoch_waits<T>(leave: impl FnOnce(&Cluster, &str) -> T) 
     // Flux says so after a minute, by which any other broker would have been killed.
     let log = cluster.root(&lead).join("opt/flux-distribute/log/broker.log");
     let words = format!("shutdown delayed: waiting for 1 peers: {away} ");
-    cluster.until("the lead's word", || fs::read_to_string(&log).unwrap().contains(&words).then_some(()));
+    cluster.until("the lead's log line", || fs::read_to_string(&log).unwrap().contains(&words).then_some(()));
     assert_eq!(cluster.instance().status.unwrap().phase, InstancePhase::Restarting);
     assert_eq!(cluster.brokers().get(&lead), Some(&before[&lead]));
     drop(absence);

@@ -55,7 +55,7 @@ fn resources(cluster: &Cluster, resources: Value) {
 fn refused(cluster: &Cluster) -> Option<String> {
     let words = ["status", "-s", "exclude,draining,drained", "-no", "{state} {nodelist} {reason}"];
     let rows = resource(cluster, &words)?;
-    // A state in which nobody is has a row too.
+    // `flux resource status` has a row for each state, even without ranks.
     Some(rows.lines().map(str::trim).filter(|row| row.contains(' ')).collect::<Vec<_>>().join("\n"))
 }
 

@@ -219,7 +219,7 @@ fn another_member_restores_a_certificate_that_the_lead_has_lost_too() {
     let (before, brokers) = (read().unwrap(), cluster.brokers());
     fs::write(cluster.root(&lead).join("opt/flux-distribute/etc/curve.cert"), "").unwrap();
     cluster.wait(secrets.delete(SECRET_CURVE, &DeleteParams::default())).unwrap();
-    cluster.until("the planner's words", || {
+    cluster.until("the planner's message", || {
         let status = cluster.instance().status?;
         let missing = status.holding("CertificateMissing")?;
         missing.message.contains("if no host has it any more, put it back").then_some(())
@@ -314,7 +314,7 @@ fn a_planner_that_starts_with_a_wrong_clock_ends_no_drain_early() {
     cluster.patch(json!({"spec": {"size": 2, "drain": {"timeout": "10m"}}}));
     let told = || cluster.wait(cluster.api::<FluxNode>().get(&last)).unwrap();
     cluster.until("the drain", || told().spec.draining);
-    // An hour ahead, by which ten minutes are over. Whoever plans from here on has begun with that clock.
+    // An hour ahead, by which ten minutes are over. Every planner from here on has started with that clock.
     cluster.must(&["api", "clock-ahead"]);
     kill_agents(&cluster, &["node1", "node2", "node3"]);
     let generation = cluster.patch(json!({"spec": {"ranks": {"retain": "11m"}}})).metadata.generation.unwrap();

@@ -60,7 +60,7 @@ impl Source {
         self.served.bytes.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Nobody listens any more, and what is under way breaks off.
+    /// Stops listening, and closes the connections that are open.
     fn vanishes(self) -> BTreeMap<String, u64> {
         self.server.abort();
         let sent = self.sent();
@@ -125,7 +125,7 @@ fn asks_the_source(spec: &FluxNodeSpec) -> bool {
     spec.fetch_from.as_ref().is_some_and(|from| from.peers.is_empty())
 }
 
-/// One node asked the source, every other one has a parent, and nobody has more than four children.
+/// One node asked the source, every other one has a parent, and no node has more than four children.
 fn is_a_tree(cluster: &Cluster) {
     let nodes = flux_nodes(cluster);
     assert_eq!(nodes.iter().filter(|node| asks_the_source(&node.spec)).count(), 1);
@@ -152,7 +152,7 @@ fn the_bundle_server_sends_a_bundle_once_for_all_nodes() {
     is_a_tree(&cluster);
     is_one_instance(&cluster, 4);
 
-    // From here on nobody can ask it.
+    // From here on no node can reach it.
     source.vanishes();
     for node in ["node1", "node2", "node3", "node4"] {
         cluster.must(&["agent", node, "kill"]);

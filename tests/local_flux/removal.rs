@@ -55,7 +55,7 @@ fn a_deleted_instance_lets_running_jobs_finish_and_starts_no_pending_one() {
 
 #[test]
 fn if_the_lead_is_off_a_tree_is_removed_from_its_leaves() {
-    // Nobody tells whether jobs run, and what is to be waited for is what hangs on a broker.
+    // Without the lead nothing shows whether jobs run, so a node waits for the brokers that hang on its own.
     let Some(cluster) = Cluster::up(4, &["--topology", "kary:2"]) else { return };
     let lead = cluster.holder(0);
     cluster.must(&["node", &lead, "power-off"]);

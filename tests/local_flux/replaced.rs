@@ -13,7 +13,7 @@ use serde_json::json;
 
 use crate::harness::{Cluster, Unplugged};
 
-/// Who holds `rank` by the roster: the Node's uid.
+/// uid of the Node that holds `rank` in the roster.
 fn holder(cluster: &Cluster, rank: Rank) -> Option<String> {
     cluster.roster().unwrap().ranks.get(&rank)?.member.as_ref().map(|member| member.uid.clone())
 }

@@ -1,4 +1,4 @@
-//! A smaller and a greater instance, and what autoscalers are told.
+//! A smaller and a larger instance, and the annotations for autoscalers.
 
 use std::collections::BTreeMap;
 

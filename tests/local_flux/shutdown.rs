@@ -49,7 +49,7 @@ fn below_the_prefix(cluster: &Cluster, node: &str, path: &str) -> PathBuf {
     cluster.root(node).join("opt/flux-distribute").join(path)
 }
 
-/// Fills the log below the prefix of `node` with words that say nothing of a shutdown, then empties it, as a trim does.
+/// Fills the log below the prefix of `node` with lines that are not about a shutdown, then empties it, as a trim does.
 fn forget_log(cluster: &Cluster, node: &str) {
     let mut log = OpenOptions::new().append(true).open(below_the_prefix(cluster, node, "log/broker.log")).unwrap();
     log.write_all("<6>cron.info[0]: nothing to do\n".repeat(10_000).as_bytes()).unwrap();

@@ -157,7 +157,7 @@ fn a_node_whose_broker_has_ended_waits_for_the_next_epoch() {
     });
     cluster.patch(json!({"metadata": {"annotations": {ANNOTATION_RESTART: "now"}}}));
     cluster.until("the end of the epoch", || cluster.roster()?.closing);
-    // Nobody begins the next one until another agent is the planner.
+    // The next one begins only once another agent is the planner.
     let stopped = agent(&planner).unwrap();
     kill(stopped, Signal::SIGSTOP).unwrap();
     for node in others.into_iter().filter(|node| *node != planner && *node != lead) {
@@ -242,7 +242,7 @@ fn a_pod_that_ends_before_its_hosts_jobs_says_so_in_its_message_and_an_event() {
     let agent = cluster.node("node2").agent_pid.unwrap();
     let mut restart = cluster.command(&["agent", "node2", "restart"]).stdout(Stdio::null()).spawn().unwrap();
     let last_words = format!("/proc/{agent}/root/termination-log");
-    cluster.until("its last words", || {
+    cluster.until("its last message", || {
         let told = fs::read_to_string(&last_words).ok()?;
         (told.contains("jobs are running") && told.contains("apply the manifest again")).then_some(())
     });

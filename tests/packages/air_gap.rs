@@ -345,7 +345,7 @@ fn is_refused(bundle: &[u8], words: &str) {
     file.write_all(bundle).unwrap();
     let (host, set) = (Host::new(), set_of(file.path()));
     wait(host.fetch(&set)).unwrap();
-    let Err(refusal) = wait(host.link(&set)) else { panic!("it is believed: {words}") };
+    let Err(refusal) = wait(host.link(&set)) else { panic!("it was accepted: {words}") };
     assert!(refusal.message.contains(words), "{words}: {refusal}");
     assert!(refusal.message.contains(file.path().to_str().unwrap()), "it names the bundle: {refusal}");
     assert!(!refusal.transient, "{refusal}");

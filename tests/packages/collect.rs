@@ -1,4 +1,4 @@
-//! What nobody needs goes; what anybody uses stays.
+//! Environments and archives that nothing needs are removed; those in use stay.
 
 use std::{collections::BTreeSet, os::unix::process::CommandExt, process::Command, time::Duration};
 
@@ -135,7 +135,7 @@ async fn the_wanted_and_the_newest_environments_stay_with_their_archives() {
 
     let collected = collect(&host, 4, &[all[0]]);
     assert_eq!(collected.environments, Vec::<String>::new());
-    assert!(!host.pkgs().join(&part).exists(), "nobody goes on with that download");
+    assert!(!host.pkgs().join(&part).exists(), "no fetch resumes that download");
 
     let collected = collect(&host, 2, &[all[0]]);
     assert_eq!(collected.environments.iter().cloned().collect::<BTreeSet<_>>(), digests(&all[1..3]));
@@ -161,7 +161,7 @@ async fn the_environment_that_current_links_to_stays() {
     assert_eq!(collect(&host, 1, &[&sets[1]]), Collected::default());
 }
 
-/// One that runs a program of the environment, and one whose own words are enough: between two commands a script has
+/// A process that runs a program of the environment, and one that only names it in its arguments: between two commands a script has
 /// nothing open. Both run as `uid`.
 fn users_of(host: &Host, program_of: &PackageSet, words_of: &PackageSet, uid: u32) -> [std::process::Child; 2] {
     fs::set_permissions(host.prefix(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -210,7 +210,7 @@ async fn a_process_of_root_keeps_the_environment_that_it_runs_and_a_users_does_n
     let collected = collect_beside(&broker.places, &host, 1, &[&sets[2]]);
     assert_eq!((collected.environments, collected.used), (vec![sets[0].digest()], Vec::new()));
     for process in &mut nobody {
-        assert_eq!(process.try_wait().unwrap(), None, "it goes on");
+        assert_eq!(process.try_wait().unwrap(), None, "it still runs");
         process.kill().unwrap();
         process.wait().unwrap();
     }
@@ -286,7 +286,7 @@ async fn an_old_environment_with_a_mount_in_it_is_kept_until_it_is_unmounted() {
     let old = host.environment(&sets[0]);
     let mounted = Mounted::at(old.join("share/data"));
     for _ in 0..2 {
-        // Whoever sees the mount uses the environment, by what is known of processes; without that, the mount itself is told.
+        // A process that sees the mount counts as a user of the environment; without such a process, the error names the mount itself.
         let said = match try_to_collect(&host, 1, &[&sets[2]]) {
             Ok(collected) => collected.used.join(", "),
             Err(refusal) => refusal.message,

@@ -198,7 +198,7 @@ async fn a_full_disk_is_reported_with_figures_and_changes_nothing() {
                 Err(refusal) => {
                     refused += 1;
                     let envs = host.prefix().join("envs").display().to_string();
-                    // Where it can be told before anything is written, it is.
+                    // If it is known before anything is written, the error comes then.
                     let early = ["has too little room", "MiB are free", "the packages need"];
                     let late = [&envs, "is full", "MiB and room for", "files are left", "needs about"];
                     let told = |words: &[&str]| words.iter().all(|word| refusal.message.contains(*word));

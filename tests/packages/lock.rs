@@ -347,7 +347,7 @@ fn an_unusable_lock_is_refused_with_a_sentence_that_names_the_mistake() {
     }
 }
 
-/// Gives the first of `moods` that is left to each who asks for the index of linux-64.
+/// Answers each request for the index of linux-64 with the next of `moods`.
 fn index_in_moods(server: &Server, moods: impl Iterator<Item = Option<Response>> + Send + 'static) -> Arc<AtomicU64> {
     let (given, moods) = (Arc::new(AtomicU64::new(0)), Mutex::new(moods));
     let count = given.clone();

@@ -1,4 +1,4 @@
-//! What is damaged is put back beside those who use it.
+//! Damaged files are repaired while processes use them.
 
 use std::{
     collections::BTreeSet,
@@ -128,7 +128,7 @@ async fn damage_is_repaired_and_a_process_keeps_the_file_it_has_open() {
 async fn files_that_an_older_version_left_writable_are_reported_and_closed() {
     let (host, set, _channel) = installed().await;
     let at = |path: &str| host.environment(&set).join(path);
-    // In its place, root's own group may write as the package has it: nobody else is in it.
+    // In its place, root's own group may write as the package has it: it has no other member.
     let open = [("share", 0o777), ("share/big", 0o666), ("bin/flux", 0o775)];
     let records = at(".flux-distribute.records.json");
     let mut recorded: serde_json::Value = serde_json::from_slice(&fs::read(&records).unwrap()).unwrap();
@@ -143,7 +143,7 @@ async fn files_that_an_older_version_left_writable_are_reported_and_closed() {
     assert_eq!(packages::ready(host.prefix()), [set.digest()], "it is used until then");
     let mended = mend(&host, &set).await.unwrap();
     let closed = ["mode bin/flux", "mode share", "mode share/big", "changed .flux-distribute.records.json"];
-    assert_eq!(named(&mended.mended), closed, "what is mended is mended whole");
+    assert_eq!(named(&mended.mended), closed, "a repair restores the whole file");
     assert_eq!((mended.left, verify(host.prefix(), &set.digest()).differences), (vec![], vec![]));
     for (path, mode) in [("share", 0o755), ("share/big", 0o644), ("bin/flux", 0o755)] {
         assert_eq!(fs::metadata(at(path)).unwrap().permissions().mode() & 0o7777, mode, "{path}");

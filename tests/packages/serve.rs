@@ -165,7 +165,7 @@ async fn a_request_for_an_archive_on_its_way_waits_instead_of_failing() {
             answer.headers().contains_key(header::RETRY_AFTER) && answer.headers().contains_key("archive-is-coming")
         );
     }
-    // Nobody who waits keeps others from being served.
+    // Waiting requests don't keep others from being served.
     let waiting: Vec<_> = (0..20).map(|_| tokio::spawn(look("late"))).collect();
     assert_eq!(serving.get("/archives/abc", None).await.text().await.unwrap(), "0123456789");
     serving.shelf.arrived();
@@ -176,7 +176,7 @@ async fn a_request_for_an_archive_on_its_way_waits_instead_of_failing() {
     }
     assert_eq!(serving.get("/archives/late", None).await.text().await.unwrap(), "late");
 
-    // Whoever does not come any more is told so at once, and nobody is held longer than a client is patient.
+    // A request for an archive that no longer comes fails at once, and none waits longer than a client's time limit.
     serving.offer(&["never"]);
     let begun = std::time::Instant::now();
     assert_eq!(look("never").await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);

@@ -65,7 +65,7 @@ async fn byte_code_is_accepted_only_beside_an_installed_module() {
         fs::write(at(path), "").unwrap();
         fs::set_permissions(at(path), fs::Permissions::from_mode(mode)).unwrap();
     };
-    // Whatever the umask of who runs Python.
+    // Whatever the umask of the user who runs Python.
     fs::set_permissions(at("lib/__pycache__"), fs::Permissions::from_mode(0o700)).unwrap();
     put("lib/__pycache__/module.cpython-312.pyc", 0o600);
     put("lib/__pycache__/module.cpython-312.opt-1.pyc", 0o644);

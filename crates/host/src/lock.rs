@@ -30,7 +30,7 @@ pub const WAIT: Duration = Duration::from_secs(30);
 
 const POLL: Duration = Duration::from_millis(20);
 
-/// More replacements of one lock's file than there are others who could be at the same.
+/// Limit for replacements of one lock file; more than the number of processes that could replace it at the same time.
 const MOST_REPLACED: u32 = 10;
 
 /// Permission bits of group and others.

@@ -17,7 +17,7 @@ pub fn rows() -> Vec<Row> {
                 scene.cluster.must(&["agent", &node, "restart"]);
                 scene.dice.pause(Duration::from_secs(3));
             }
-            Hit::nobody()
+            Hit::none()
         }),
         Row {
             heals_in: 60,
@@ -46,7 +46,7 @@ pub fn rows() -> Vec<Row> {
                 sleep(Duration::from_secs(2));
                 assert_eq!(roster(scene), newer, "somebody has written a roster that he can't read");
                 set_roster(scene, &ours);
-                Hit::nobody()
+                Hit::none()
             })
         },
     ]
