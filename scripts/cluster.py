@@ -95,7 +95,7 @@ class Cluster:
         return ours("exec", pod, "--", "/flux-distribute", "connect", "--", "flux", *words).strip()
 
     def broker(self, node):
-        """Empty where there is none, as on a node that is off."""
+        """Empty if there is none, as on a node that is off."""
         try:
             return self.on(node, BROKERS).strip()
         except Wrong:

@@ -405,7 +405,7 @@ fn a_broker_whose_record_was_removed_is_found_again_and_stopped() {
     fs::remove_dir_all(&bed.places.run_dir).unwrap();
     let found = bed.places.observe(None).running.unwrap();
     assert_eq!((found.pid, found.start_time), (before.pid, before.start_time));
-    // Its rundir is the test's own: so it is none that would be started now.
+    // Its rundir is the test's own, so this version would start it in another way.
     assert_eq!(found.record, LaunchRecord { launch: String::new(), ..order.record.clone() });
     assert!(bed.places.run_dir.join("broker.json").exists());
     assert_eq!(bed.places.start(&order).unwrap(), found);

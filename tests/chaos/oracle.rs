@@ -70,7 +70,7 @@ pub fn judge(scene: &mut Scene, row: &Row, before: &Before, hit: &Hit) -> Result
     Ok(Outcome { healed, jobs_lost: usize::from(lost.is_some()), brokers_restarted: restarted.count() })
 }
 
-/// A job on all nodes, where there is room beside the one that runs.
+/// A job on all nodes, if there is room beside the one that runs.
 fn runs_jobs(scene: &Scene) -> Result<(), String> {
     if !scene.has_free_core {
         return Ok(());

@@ -153,7 +153,7 @@ fn a_host_keeps_an_odd_prefix_until_it_is_cleaned_and_no_other_host_claims_it() 
     assert_eq!(host.everything(), before);
 }
 
-/// A file system of somebody else's, until this is dropped.
+/// A foreign file system, mounted until this is dropped.
 struct Mounted(std::path::PathBuf);
 
 impl Mounted {

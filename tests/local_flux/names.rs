@@ -13,7 +13,7 @@ fn up(cluster: &Cluster) -> Option<String> {
     cluster.ask("node1", &["flux", "resource", "status", "-s", "online", "--skip-empty", "-no", "{nodelist}"])
 }
 
-/// The nodes that somebody has drained, and why.
+/// The drained nodes, with the reasons.
 fn drained(cluster: &Cluster) -> Option<Vec<String>> {
     let said = cluster.ask("node1", &["flux", "resource", "drain", "-no", "{nodelist} {reason}"])?;
     let mut lines: Vec<_> = said.lines().map(str::to_owned).collect();

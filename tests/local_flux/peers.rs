@@ -101,7 +101,7 @@ async fn serve(State(served): State<Arc<Served>>, request: Request) -> Response 
     answer.body(Body::from_stream(body)).unwrap()
 }
 
-/// The bundle behind a server, and the options that install from there. None where there is no Flux.
+/// The bundle behind a server, and the options that install from there. None if there is no Flux.
 fn bundle_at(rest: Duration) -> Option<(Source, Vec<String>, u64)> {
     let file = bundle()?;
     let source = Source::of(file.parent().unwrap(), rest);

@@ -127,7 +127,7 @@ fn jobs_tell(scheduler: Scheduler) {
     let Some(cluster) = scheduler.up(3, &[]) else { return };
     let before = cluster.brokers();
     let [lead, busy, idle] = [0, 1, 2].map(|rank| cluster.holder(rank));
-    // Karpenter's is somebody's own.
+    // An administrator set Karpenter's annotation.
     cluster.patch_node(&busy, json!({"metadata": {"annotations": {PROTECTING[1]: "true"}}}));
     let is_protected = |node: &str| PROTECTING.iter().all(|key| annotations(&cluster, node).contains_key(*key));
     let requires = format!("--requires=host:{lead},{busy}");

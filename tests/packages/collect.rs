@@ -259,7 +259,7 @@ async fn archives_are_kept_while_a_fetch_is_under_way() {
     assert_eq!(collect(&host, 1, &[]).archives, 3);
 }
 
-/// A file system of somebody else's in a directory, until this is dropped.
+/// A foreign file system in a directory, mounted until this is dropped.
 struct Mounted(std::path::PathBuf);
 
 impl Mounted {

@@ -151,7 +151,7 @@ mod tests {
         take(&path, Duration::ZERO).unwrap();
     }
 
-    /// As on vfat, or on a network file system that makes nobody of root.
+    /// As on vfat, or on a network file system that maps root to nobody.
     #[test]
     fn a_file_system_that_gives_every_file_to_somebody_else_is_refused_and_not_tried_for_ever() {
         if skips_without([Need::Root]) {

@@ -88,7 +88,7 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
             // A deadline that was moved is in the status, which is written last.
             Ok(()) => has_limits.store(planner.predecessor_time.is_none(), Ordering::Relaxed),
             // Another planner, or an agent, was faster: look again.
-            Err(error) if error.code() == Some(409) => debug!(%error, "written by somebody else meanwhile"),
+            Err(error) if error.code() == Some(409) => debug!(%error, "another writer was faster"),
             Err(error) => planner.report(&caches, &error).await,
         }
     }

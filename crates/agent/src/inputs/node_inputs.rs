@@ -92,7 +92,7 @@ pub struct NodeInputs {
 }
 
 impl NodeInputs {
-    /// What the planner wants of this node. A FluxNode whose spec names another node, by somebody's edit, wants nothing of this one.
+    /// What the planner wants of this node. None if somebody edited the FluxNode so that its spec names another node.
     pub fn own_spec(&self) -> Option<&FluxNodeSpec> {
         self.flux_node.as_ref().and_then(own_spec)
     }
