@@ -53,7 +53,7 @@ fn lock(channel: &str, out: &Path) {
     }
 }
 
-/// As the command does it: linked by another process, which is told by the end of its stdin that all archives are there.
+/// As the command does it: linked by another process, for which the end of its stdin means that all archives are there.
 fn install(lock: &str, prefix: &Path) {
     let set = read(lock);
     if packages::linked(prefix, &set.digest()).is_none() {

@@ -73,7 +73,7 @@ print(*(node["initPid"] for node in json.load(sys.stdin) if node["initPid"]))')
 # Archives leave a node from its peer port, with their headers: all else on its link is the API's and the brokers', or
 # acknowledges what came.
 uploads() { in_nodes iptables -w -nvxL OUTPUT | awk '/spt:8052/ { print $2 }'; }
-# Installed is whoever says so or has gone on to what comes after it; who has failed is shown at the end of the time.
+# A node counts as installed in this phase or a later one; nodes that failed are listed when the time is over.
 installed() {
     "$binary" local status --output json |
         python3 -c 'import json, sys

@@ -109,7 +109,7 @@ class Bench:
         directory = self.directory / name
         self.discard(directory)
         directory.mkdir()
-        # Nobody pays for what the one before left unwritten.
+        # So that no run is slowed by what the run before left unwritten.
         self.sync()
         return directory
 

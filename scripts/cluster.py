@@ -1,4 +1,4 @@
-"""A real cluster that nobody needs, its hosts, and rows of things that are done to it: for cluster_faults.py and
+"""A real cluster that can be damaged, its hosts, and rows of things that are done to it: for cluster_faults.py and
 cluster_elastic.py."""
 
 import argparse, json, re, shlex, statistics, subprocess, sys, time
@@ -95,7 +95,7 @@ class Cluster:
         return ours("exec", pod, "--", "/flux-distribute", "connect", "--", "flux", *words).strip()
 
     def broker(self, node):
-        """Empty where there is none, as on a node that is off."""
+        """Empty if there is none, as on a node that is off."""
         try:
             return self.on(node, BROKERS).strip()
         except Wrong:

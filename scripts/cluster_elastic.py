@@ -5,7 +5,7 @@ notice.
     KUBECONFIG=… scripts/cluster_elastic.py --manifest FILE --node-shell 'COMMAND {node}' [--power 'COMMAND {action} {node}']
         [--runs 5] [--rows WORD,…]
 
-The words mean what they mean for cluster_faults.py. The cluster must be one that nobody needs."""
+The arguments are those of cluster_faults.py. Use a cluster that can be damaged."""
 
 import json, time
 
@@ -139,7 +139,7 @@ class Elastic(Cluster):
             until("it drained", lambda: "flux-distribute:" in self.drained() or self.drained())
         finally:
             kubectl("uncordon", node)
-        until("nobody drained", lambda: not self.drained() or self.drained())
+        until("no drained node", lambda: not self.drained() or self.drained())
         self.same_brokers(before)
         self.end(job)
 
@@ -152,7 +152,7 @@ class Elastic(Cluster):
         until("a node that is waited for", lambda: pending() == 1 or pending())
         self.scale(most)
         self.ends_well(job)
-        until("nobody waited for", lambda: pending() == 0 or pending())
+        until("no pending nodes", lambda: pending() == 0 or pending())
         hosts = self.flux("job", "attach", job).split()
         if len(set(hosts)) != most:
             raise Wrong(f"it ran on {hosts}")

@@ -7,7 +7,7 @@ and nothing in Terminating; rollouts and objects that vanish must leave the brok
 
 FILE is an installer with an image that the nodes have and packages that they can reach; COMMAND runs `sh -c SCRIPT` on a
 node's host as root, such as 'docker exec {node}' for kind; --power cuts a node's power (kill) and boots it (start), such as
-'docker {action} {node}'. --other-image names another build for the rows that have two. The cluster must be one that nobody needs."""
+'docker {action} {node}'. --other-image names another build for the rows that have two. Use a cluster that can be damaged."""
 
 import concurrent.futures, json, re, time
 
@@ -90,7 +90,7 @@ class Faults(Cluster):
 
     def delete_the_crds_alone(self):
         clean = self.cleans("crd", *CRDS)
-        # Who deletes an instance does not get it back by applying the file again.
+        # An instance that was deleted does not come back when the file is applied again.
         kubectl("delete", "-f", self.manifest, "--ignore-not-found")
         return clean
 
@@ -199,7 +199,7 @@ class Faults(Cluster):
         self.power("start", node)
         until("clean hosts", self.is_clean)
         clean = time.monotonic() - begin
-        # Who deletes an instance does not get it back by applying the file again.
+        # An instance that was deleted does not come back when the file is applied again.
         kubectl("delete", "-f", self.manifest, "--ignore-not-found")
         return clean
 

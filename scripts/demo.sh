@@ -25,7 +25,7 @@ if [ "$(id -u)" != 0 ]; then
     sudo=(sudo -E)
 fi
 
-# Whether somebody listens where a URL points: all that can be asked with nothing but bash. Names that don't resolve take
+# Whether a server listens where a URL points: all that can be asked with nothing but bash. Names that don't resolve take
 # their time, too.
 answers() { # URL
     local rest=${1#*://} port=80
@@ -74,7 +74,7 @@ why=
 if [ "$flux" = none ]; then
     why="FLUX=none asks for it"
 elif found=$(missing) && [ -n "$found" ]; then
-    # Who names a source wants that one.
+    # A user who names a source wants that one.
     [ "$flux$([ -z "${BUNDLE:-}${CHANNEL:-}" ] || echo named)" = auto ] || fail "$found; for Flux, give $remedies"
     flux=none
     why="$found; for Flux, give $remedies"

@@ -1,8 +1,8 @@
 #!/bin/bash
-# Feeds what reads foreign bytes with bytes that nobody has thought of: libFuzzer, on the toolchain that builds everything
+# Fuzzes the parsers of foreign bytes with libFuzzer, on the toolchain that builds everything
 # else. Needs a C++ compiler (it installs none).
 #
-#   scripts/fuzz.sh [SECONDS [TARGET…]]     each target for so long (default: 300); fuzz/corpus keeps what was found
+#   scripts/fuzz.sh [SECONDS [TARGET…]]     seconds for each target (default: 300); fuzz/corpus keeps what was found
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${1:-300}

@@ -19,7 +19,7 @@ esac
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-archive() { # DIRECTORY FILE…: to stdout, with nothing in it of when and by whom
+archive() { # DIRECTORY FILE…: to stdout, without times and owners
     tar --create --directory "$1" --sort=name --format=gnu --mtime=@0 --owner=0 --group=0 --numeric-owner "${@:2}"
 }
 digest() { sha256sum "$1" | cut -d ' ' -f 1; }

@@ -23,7 +23,7 @@ metadata = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE
 packages = {package["id"]: package for package in metadata["packages"]}
 nodes = {node["id"]: node for node in metadata["resolve"]["nodes"]}
 
-# What is built for tests or runs at build time is in nobody's binary.
+# What is built for tests or runs at build time is in no binary.
 root = metadata["resolve"]["root"]
 linked, queue = set(), [root]
 while queue:

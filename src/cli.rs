@@ -113,7 +113,7 @@ pub fn main() -> ExitCode {
     match run(arguments.command) {
         Ok(code) => code,
         Err(failure) => {
-            // A closed stderr has no reader: there is nobody to report that to.
+            // A closed stderr has no reader, so there is no way to report that.
             let _ = writeln!(std::io::stderr(), "flux-distribute: {}", failure.message);
             failure.code
         }

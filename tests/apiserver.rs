@@ -77,7 +77,7 @@ async fn a_replace_with_a_stale_version_is_a_conflict() {
 }
 
 #[tokio::test]
-async fn of_many_writers_with_the_same_version_one_wins() {
+async fn one_of_many_writers_with_the_same_version_wins() {
     let server = start().await;
     let maps: Api<ConfigMap> = server.api();
     let made = maps.create(&PostParams::default(), &config_map("a", "0")).await.unwrap();
@@ -130,7 +130,7 @@ async fn a_dry_run_changes_nothing() {
 }
 
 #[tokio::test]
-async fn without_the_token_nothing_but_health_is_told() {
+async fn without_the_token_the_server_answers_only_health_requests() {
     let server = start().await;
     let stranger: Api<Node> = Api::all(client(server.address, &server.authority, "guess"));
     assert_eq!(code(stranger.list(&ListParams::default()).await), refused(401, "Unauthorized"));
@@ -138,7 +138,7 @@ async fn without_the_token_nothing_but_health_is_told() {
 }
 
 #[tokio::test]
-async fn a_client_that_begins_no_handshake_holds_up_nobody() {
+async fn a_client_that_begins_no_handshake_does_not_delay_others() {
     let server = start().await;
     let silent = TcpStream::connect(server.address).await.unwrap();
     let mut plain = TcpStream::connect(server.address).await.unwrap();
@@ -153,7 +153,7 @@ async fn a_client_that_begins_no_handshake_holds_up_nobody() {
 }
 
 #[tokio::test]
-async fn objects_of_the_wrong_shape_are_refused_and_never_a_panic() {
+async fn objects_of_the_wrong_shape_are_refused_without_a_panic() {
     let server = start().await;
     let json_body = [("content-type", "application/json")];
     for (path, object) in [

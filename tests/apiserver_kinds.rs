@@ -19,7 +19,7 @@ use tokio::time::timeout;
 use apiserver_support::*;
 
 #[tokio::test]
-async fn spec_and_status_are_written_apart_and_only_the_spec_counts_as_a_generation() {
+async fn spec_and_status_are_separate_and_only_the_spec_raises_the_generation() {
     let server = start().await;
     let instances: Api<FluxInstance> = server.api();
     let mut wanted = FluxInstance::new(INSTANCE, FluxInstanceSpec { max_size: Some(8), ..FluxInstanceSpec::default() });
@@ -106,7 +106,7 @@ async fn scale_reads_and_writes_the_size() {
 }
 
 #[tokio::test]
-async fn a_finalizer_holds_an_object_until_it_is_taken_off() {
+async fn a_finalizer_keeps_an_object_until_the_finalizer_is_removed() {
     let server = start().await;
     let maps: Api<ConfigMap> = server.api();
     let mut held = config_map("a", "1");
@@ -124,7 +124,7 @@ async fn a_finalizer_holds_an_object_until_it_is_taken_off() {
 }
 
 #[tokio::test]
-async fn a_namespace_goes_after_what_is_in_it_and_says_so_first() {
+async fn a_namespace_is_terminating_until_its_content_is_gone() {
     let server = start().await;
     let maps: Api<ConfigMap> = server.api();
     let namespaces: Api<Namespace> = Api::all(server.client.clone());
@@ -164,7 +164,7 @@ async fn a_namespace_goes_after_what_is_in_it_and_says_so_first() {
 }
 
 #[tokio::test]
-async fn a_namespace_keeps_its_content_while_a_finalizer_stands_for_its_pods() {
+async fn a_namespace_keeps_its_content_while_a_finalizer_simulates_its_pods() {
     let server = start().await;
     let maps: Api<ConfigMap> = server.api();
     maps.create(&PostParams::default(), &config_map("a", "1")).await.unwrap();
@@ -181,7 +181,7 @@ async fn a_namespace_keeps_its_content_while_a_finalizer_stands_for_its_pods() {
 }
 
 #[tokio::test]
-async fn our_kinds_go_with_their_definition_and_come_back_with_it() {
+async fn our_objects_are_deleted_and_served_again_with_their_crd() {
     let server = start().await;
     let nodes: Api<FluxNode> = server.api();
     let definitions: Api<CustomResourceDefinition> = Api::all(server.client.clone());
@@ -192,7 +192,7 @@ async fn our_kinds_go_with_their_definition_and_come_back_with_it() {
     let name = "fluxnodes.distribute.flux-framework.org";
     let mut definition = definitions.get(name).await.unwrap();
     definitions.delete(name, &DeleteParams::default()).await.unwrap();
-    // Without a Status: that nobody knows the path is no evidence about any object.
+    // Without a Status: an unknown path is no evidence about any object.
     let Err(kube::Error::Api(status)) = nodes.get("n1").await else { panic!("the kind is still served") };
     assert_eq!((status.code, status.reason.as_str() == "NotFound"), (404, false));
 
@@ -203,7 +203,7 @@ async fn our_kinds_go_with_their_definition_and_come_back_with_it() {
 }
 
 #[tokio::test]
-async fn both_kinds_of_event_are_the_same_events() {
+async fn both_event_apis_serve_the_same_events() {
     let server = start().await;
     let json_body = [("content-type", "application/json")];
     let path = |group: &str| format!("/{group}/namespaces/{NAMESPACE}/events");

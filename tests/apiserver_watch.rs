@@ -23,7 +23,7 @@ use tokio::{
 use apiserver_support::*;
 
 #[tokio::test]
-async fn selectors_choose_in_lists_watches_and_collection_deletes() {
+async fn selectors_apply_to_lists_watches_and_collection_deletes() {
     let server = start().await;
     let maps: Api<ConfigMap> = server.api();
     for (name, zone) in [("a", "x"), ("b", "y"), ("c", "z")] {
@@ -73,7 +73,7 @@ async fn selectors_choose_in_lists_watches_and_collection_deletes() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_one_of_many_watches_sees_every_change_in_order() {
+async fn each_of_many_watches_sees_every_change_in_order() {
     const WATCHES: usize = 100;
     const CHANGES: usize = 50;
     let server = start().await;
@@ -105,7 +105,7 @@ async fn every_one_of_many_watches_sees_every_change_in_order() {
 }
 
 #[tokio::test]
-async fn a_watch_from_a_forgotten_version_is_told_to_list_again() {
+async fn a_watch_from_an_expired_version_gets_410() {
     let server = start().await;
     let maps: Api<ConfigMap> = server.api();
     let made = maps.create(&PostParams::default(), &config_map("a", "1")).await.unwrap();
@@ -140,7 +140,7 @@ async fn fill_the_log(server: &Server) {
 }
 
 #[tokio::test]
-async fn a_watch_that_does_not_read_is_cut_and_slows_nobody() {
+async fn a_watch_that_does_not_read_is_closed_and_does_not_slow_others() {
     let server = start().await;
     let maps: Api<ConfigMap> = server.api();
     maps.create(&PostParams::default(), &config_map("a", "1")).await.unwrap();
@@ -187,7 +187,7 @@ async fn read_until(stream: &mut (impl AsyncRead + Unpin), words: &[&str]) -> us
 }
 
 #[tokio::test]
-async fn a_restored_cluster_has_its_objects_and_no_old_version_means_something_new() {
+async fn a_restored_cluster_has_its_objects_and_reuses_no_version() {
     let server = start().await;
     let made = server.api::<ConfigMap>().create(&PostParams::default(), &config_map("a", "1")).await.unwrap();
     let snapshot = server.store.snapshot().unwrap();

@@ -27,7 +27,7 @@ fn online(ranks: &str) -> Change {
 }
 
 #[tokio::test]
-async fn the_status_of_a_broker_is_told_in_one_piece() {
+async fn the_status_of_a_broker_is_read_in_one_piece() {
     let directory = tempfile::tempdir().unwrap();
     let broker = StandIn::start(directory.path(), &["node0", "node1", "node2"]);
     let children = json!([
@@ -53,7 +53,7 @@ async fn the_status_of_a_broker_is_told_in_one_piece() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_broker_whose_lead_is_gone_still_tells_of_itself() {
+async fn a_broker_whose_lead_is_gone_still_reports_its_own_status() {
     let directory = tempfile::tempdir().unwrap();
     let broker = StandIn::start(directory.path(), &["node0", "node1"]);
     broker.on("groups.get", Service::Silent);
@@ -63,7 +63,7 @@ async fn a_broker_whose_lead_is_gone_still_tells_of_itself() {
 }
 
 #[tokio::test]
-async fn many_requests_are_under_way_at_once_and_each_gets_its_own_answer() {
+async fn each_of_many_concurrent_requests_gets_its_own_answer() {
     let directory = tempfile::tempdir().unwrap();
     let broker = StandIn::start(directory.path(), &["node0"]);
     for number in 0..200 {
@@ -84,7 +84,7 @@ async fn many_requests_are_under_way_at_once_and_each_gets_its_own_answer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_goes_wrong_is_told_apart() {
+async fn different_failures_give_different_errors() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("local");
     assert!(matches!(Client::connect(&path).await, Err(RpcError::Connect { .. })));
@@ -108,7 +108,7 @@ async fn what_goes_wrong_is_told_apart() {
 }
 
 #[tokio::test]
-async fn membership_is_followed_until_the_broker_dies() {
+async fn membership_changes_arrive_until_the_broker_dies() {
     let directory = tempfile::tempdir().unwrap();
     let broker = StandIn::start(directory.path(), &["node0", "node1"]);
     let client = Client::connect(broker.socket()).await.unwrap();
@@ -127,7 +127,7 @@ async fn membership_is_followed_until_the_broker_dies() {
 }
 
 #[tokio::test]
-async fn the_leads_heartbeat_is_heard_by_a_follower() {
+async fn a_follower_receives_the_leads_heartbeat() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
     configure(&flux, base.path(), 4, "0-1");

@@ -44,7 +44,7 @@ fn assert_is_current(file: &str, content: &str) {
 }
 
 #[test]
-fn the_installer_is_what_its_parts_say() {
+fn the_installer_is_built_from_its_parts() {
     assert_is_current("deploy/daemonset-installer.yaml", &installer());
 }
 
@@ -125,7 +125,7 @@ fn type_of(field: &Value) -> String {
         let choices: Vec<_> = choices.iter().filter_map(Value::as_str).map(|choice| format!("`{choice}`")).collect();
         return choices.join(", ");
     }
-    // The numbers of a schema are floating-point. Those of the type itself tell nobody anything.
+    // The numbers of a schema are floating-point. The limits of the type itself tell users nothing.
     let limit = |name: &str| field[name].as_f64().filter(|limit| (1.0..f64::from(u32::MAX)).contains(limit));
     match (field["type"].as_str().unwrap_or("any"), field["format"].as_str()) {
         ("array", _) => format!("list of {}", type_of(&field["items"])),
@@ -146,7 +146,7 @@ fn type_of(field: &Value) -> String {
     }
 }
 
-/// When a change of the spec's field takes effect, in the words of the introduction.
+/// When a change of the spec's field takes effect, in the terms of the introduction.
 fn change(path: &str) -> &'static str {
     match effect(path) {
         Effect::Live => "at once",
@@ -185,6 +185,6 @@ fn reference() -> String {
 }
 
 #[test]
-fn the_reference_is_what_the_types_say() {
+fn the_reference_is_generated_from_the_types() {
     assert_is_current("docs/reference.md", &reference());
 }

@@ -26,7 +26,7 @@ fn deploy(words: &[&str], script: &str) -> (Output, String) {
 }
 
 #[test]
-fn an_undeploy_that_runs_out_of_time_says_in_its_own_words_what_still_waits_and_the_remedy() {
+fn an_undeploy_that_times_out_says_which_hosts_remain_and_what_to_do() {
     let (output, calls) = undeploy(
         "*wait*) echo 'error: timed out waiting for the condition on fluxnodes/node2' >&2; exit 1;;\n\
          *'get fluxnodes'*) echo 'node2: Removing, jobs are running: this host is kept until they have ended';;",
@@ -68,7 +68,7 @@ fn a_kubernetes_without_admission_policies_is_refused_before_anything_is_applied
 }
 
 #[test]
-fn a_kubernetes_that_can_not_be_asked_is_no_reason_to_apply_anything() {
+fn an_api_server_that_does_not_answer_gets_nothing_applied() {
     let (output, calls) = deploy(&["up", "localhost/x:1"], "*'get --raw /version'*) echo refused >&2; exit 1;;");
     assert!(!output.status.success() && !calls.contains("apply"), "{calls}");
 }

@@ -247,7 +247,7 @@ fn a_broker_outlives_its_pod_and_is_found_stopped_and_forgotten() {
 }
 
 #[test]
-fn two_starts_at_once_make_one_broker() {
+fn two_concurrent_starts_make_one_broker() {
     let Some(bed) = Bed::new("twice") else { return };
     let order = bed.order(&["/bin/sleep", "1000"], "root");
     let starts: Vec<Child> = (0..4).map(|_| bed.start_from_pod(&order)).collect();
@@ -300,7 +300,7 @@ fn a_start_that_fails_says_why() {
 }
 
 #[test]
-fn a_broker_that_died_left_word_why_and_nothing_of_it_holds_the_next_one_up() {
+fn a_dead_broker_leaves_its_reason_and_does_not_block_the_next_one() {
     let Some(bed) = Bed::new("died") else { return };
     let order = bed.order(&["/bin/sh", "-c", "sleep 1000 & sleep 1001"], "root");
     bed.start(&order);
@@ -405,7 +405,7 @@ fn a_broker_whose_record_was_removed_is_found_again_and_stopped() {
     fs::remove_dir_all(&bed.places.run_dir).unwrap();
     let found = bed.places.observe(None).running.unwrap();
     assert_eq!((found.pid, found.start_time), (before.pid, before.start_time));
-    // Its rundir is the test's own: so it is none that would be started now.
+    // Its rundir is the test's own, so this version would start it in another way.
     assert_eq!(found.record, LaunchRecord { launch: String::new(), ..order.record.clone() });
     assert!(bed.places.run_dir.join("broker.json").exists());
     assert_eq!(bed.places.start(&order).unwrap(), found);
@@ -418,7 +418,7 @@ fn a_broker_whose_record_was_removed_is_found_again_and_stopped() {
 }
 
 #[test]
-fn a_broker_that_nothing_tells_the_instance_of_is_named_and_left_alone() {
+fn a_broker_of_an_unknown_instance_is_named_and_left_alone() {
     let Some(bed) = Bed::new("unknown") else { return };
     let (order, cgroup, before) = start_lead(&bed);
 
@@ -436,7 +436,7 @@ fn a_broker_that_nothing_tells_the_instance_of_is_named_and_left_alone() {
     }
     assert_eq!(members(&cgroup).len(), 2);
 
-    // It is ended as it was told: what it leaves behind is no broker.
+    // The launcher ends as requested, and leaves no broker behind.
     let broker = Identity::of(before.pid).unwrap();
     broker.signal(nix::sys::signal::Signal::SIGKILL).unwrap();
     assert!(broker.wait_gone(Duration::from_secs(10)));

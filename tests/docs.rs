@@ -69,7 +69,7 @@ fn every_row_of_the_failure_tables_has_tests() {
 
 /// It names whole files and modules too, such as `tests/deploy.rs` and `host/trust`.
 #[test]
-fn the_threat_model_names_tests_that_are_there() {
+fn the_threat_model_names_existing_tests() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let document = "docs/threat-model.md";
     let text = fs::read_to_string(root.join(document)).unwrap();

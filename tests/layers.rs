@@ -73,7 +73,7 @@ fn a_crate_depends_only_on_layers_below_its_own() {
 }
 
 #[test]
-fn crates_know_nothing_of_what_is_not_theirs() {
+fn each_crate_names_only_what_its_layer_may_know() {
     let all = dependencies();
     for (name, apart) in APART {
         let known: Vec<_> = apart.iter().filter(|other| all[*name].contains(**other)).collect();
@@ -93,7 +93,7 @@ fn the_dockerfile_copies_the_manifest_of_every_crate() {
 
 /// As `cargo tree` resolves it for the image's build (docker/Dockerfile, `make image-binary`).
 #[test]
-fn the_image_s_program_has_no_local_mode_and_no_switches_of_tests() {
+fn the_images_program_has_no_local_mode_and_no_test_switches() {
     let tree = |features: &[&str]| {
         let words = ["tree", "--locked", "--offline", "--edges=normal,build", "--prefix=none", "--format={p} [{f}]"];
         cargo(&[&words, features].concat())

@@ -94,7 +94,7 @@ async fn schedulers(client: &Client) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_live_change_is_taken_in_whatever_an_earlier_one_has_left() {
+async fn a_live_change_works_whatever_an_earlier_one_left_behind() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
     let (_lead, client) = lead(&flux, base.path(), 4, "0-1").await;
@@ -116,7 +116,7 @@ async fn a_live_change_is_taken_in_whatever_an_earlier_one_has_left() {
 }
 
 #[tokio::test]
-async fn a_live_change_that_fails_leaves_a_scheduler_that_schedules() {
+async fn a_live_change_that_fails_leaves_a_working_scheduler() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
     let (lead, client) = lead(&flux, base.path(), 1, "0-1").await;
@@ -160,12 +160,12 @@ async fn no_core_is_lost(is_fluxion: bool) {
 }
 
 #[tokio::test]
-async fn no_core_is_lost_of_jobs_that_end_while_fluxion_is_away() {
+async fn no_core_is_lost_if_jobs_end_while_fluxion_is_unloaded() {
     no_core_is_lost(true).await;
 }
 
 #[tokio::test]
-async fn no_core_is_lost_of_jobs_that_end_while_sched_simple_is_away() {
+async fn no_core_is_lost_if_jobs_end_while_sched_simple_is_unloaded() {
     no_core_is_lost(false).await;
 }
 

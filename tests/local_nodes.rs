@@ -167,7 +167,7 @@ fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
 }
 
 #[test]
-fn what_up_advises_fits_the_nodes_that_are_there() {
+fn the_advice_of_up_fits_the_nodes_of_the_cluster() {
     let Some(cluster) = Cluster::new() else { return };
     let said = cluster.must(&["up", "--no-wait", "--api", "embedded", "--nodes", "1"]);
     assert!(said.contains("flux run -N1 hostname"), "{said}");
@@ -175,7 +175,7 @@ fn what_up_advises_fits_the_nodes_that_are_there() {
 }
 
 #[test]
-fn nodes_are_apart_from_each_other_and_from_the_machine() {
+fn nodes_are_isolated_from_each_other_and_from_the_machine() {
     let Some(cluster) = Cluster::up(2) else { return };
     for namespace in ["mnt", "pid", "uts", "ipc", "net", "cgroup"] {
         let path = format!("/proc/self/ns/{namespace}");
@@ -222,7 +222,7 @@ fn an_agent_gets_what_a_pod_of_the_daemon_set_gets() {
 }
 
 #[test]
-fn a_killed_agent_is_started_again_and_only_what_has_left_its_pod_lives_on() {
+fn a_killed_agent_is_restarted_and_only_processes_outside_its_pod_survive() {
     let Some(cluster) = Cluster::up(1) else { return };
     let (first, stayed) = cluster.agent("node1", None);
     let left = fs::read_to_string(cluster.state().join("nodes/node1/root/root/left")).unwrap();
@@ -259,7 +259,7 @@ fn a_node_that_was_off_comes_back_as_the_same_node_in_a_new_boot() {
 }
 
 #[test]
-fn a_removed_node_is_another_one_when_its_name_comes_back() {
+fn a_node_added_under_a_removed_nodes_name_is_another_node() {
     let Some(cluster) = Cluster::up(2) else { return };
     let uid = cluster.node_uid("node1");
     cluster.must(&["remove-node", "node1"]);
@@ -270,7 +270,7 @@ fn a_removed_node_is_another_one_when_its_name_comes_back() {
 }
 
 #[test]
-fn nodes_reach_the_machine_s_own_loopback_through_the_proxy_and_nobody_else_does() {
+fn only_the_nodes_reach_the_machines_loopback_through_the_proxy() {
     let Some(cluster) = Cluster::up(1) else { return };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -310,7 +310,7 @@ fn nodes_reach_the_machine_s_own_loopback_through_the_proxy_and_nobody_else_does
 }
 
 #[test]
-fn what_the_user_gives_is_seen_by_the_nodes_at_its_own_path() {
+fn the_nodes_see_the_users_files_at_the_same_path() {
     let Some(cluster) = Cluster::new() else { return };
     let shown = cluster.directory.path().join("a bundle.tar.gz");
     fs::write(&shown, "content").unwrap();
@@ -321,7 +321,7 @@ fn what_the_user_gives_is_seen_by_the_nodes_at_its_own_path() {
 }
 
 #[test]
-fn a_real_api_server_serves_the_same_nodes_where_there_is_one() {
+fn a_real_api_server_serves_the_same_nodes() {
     if skips_without([Need::ApiServer]) {
         return;
     }
@@ -365,7 +365,7 @@ fn bad_input_ends_with_2_and_changes_nothing() {
 }
 
 #[test]
-fn a_second_up_says_how_to_go_on() {
+fn a_second_up_says_how_to_continue() {
     let Some(cluster) = Cluster::up(1) else { return };
     let second = cluster.run(&["up", "--nodes", "1"]);
     assert_eq!(second.status.code(), Some(1));

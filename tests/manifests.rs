@@ -161,7 +161,7 @@ fn granted(rules: &[PolicyRule]) -> BTreeSet<Right> {
 }
 
 #[test]
-fn every_call_the_program_makes_is_granted_and_nothing_else() {
+fn the_roles_grant_exactly_the_calls_that_the_program_makes() {
     let cluster: ClusterRole = one("ClusterRole");
     assert_eq!(granted(&cluster.rules.unwrap()), rights_of(CLUSTER_CALLS));
     let role: Role = one("Role");
@@ -170,7 +170,7 @@ fn every_call_the_program_makes_is_granted_and_nothing_else() {
 }
 
 #[test]
-fn the_rights_are_bound_to_the_account_that_the_pods_run_as() {
+fn the_roles_are_bound_to_the_account_that_the_pods_run_as() {
     let account = pod().service_account_name;
     let cluster = one::<ClusterRoleBinding>("ClusterRoleBinding");
     let role = one::<RoleBinding>("RoleBinding");
@@ -243,7 +243,7 @@ fn the_probes_ask_at_a_socket_of_the_pods_own() {
 
 /// kubelet makes a Warning Event of each readiness probe that is answered "not yet".
 #[test]
-fn a_pod_is_ready_by_its_agents_own_word_and_no_probe_can_fail_while_a_node_is_installed() {
+fn a_pods_readiness_comes_from_a_gate_so_no_probe_fails_during_an_installation() {
     let gates: Vec<_> = pod().readiness_gates.unwrap().into_iter().map(|gate| gate.condition_type).collect();
     assert_eq!(gates, [CONDITION_POD_READY]);
     assert_eq!(agent().readiness_probe, None);
@@ -273,7 +273,7 @@ fn the_image_is_of_this_version() {
 }
 
 #[test]
-fn everything_is_where_the_program_looks_for_it() {
+fn objects_have_the_names_that_the_program_looks_for() {
     let daemon_set = daemon_set();
     assert_eq!(daemon_set.metadata.name.as_deref(), Some(DAEMONSET));
     assert_eq!(daemon_set.metadata.namespace.as_deref(), Some(NAMESPACE));
@@ -284,7 +284,7 @@ fn everything_is_where_the_program_looks_for_it() {
     assert_eq!(spec, FluxInstanceSpec::default());
 }
 
-/// They hung every teardown that was tried with them: nobody is left to take them off.
+/// Every teardown that we tried with them hung: no process is left that could remove them.
 #[test]
 fn nothing_has_a_finalizer() {
     for document in documents() {
@@ -318,7 +318,7 @@ fn the_installers_first_spec_is_found_and_valid() {
     assert!(documents.others.contains(&"DaemonSet install-flux".to_owned()), "{:?}", documents.others);
 }
 
-/// Which node takes part is the planner's to decide, and who breaks into a member must find no agent on a control plane.
+/// The planner decides which nodes take part, and a user who breaks into a member must find no agent on a control plane.
 #[test]
 fn workers_keep_their_agent_under_any_taint_and_tainted_control_planes_get_none() {
     let every = Toleration { operator: Some("Exists".to_owned()), ..Toleration::default() };

@@ -128,7 +128,7 @@ fn the_hosts_systemd_keeps_the_broker() {
     Identity::of(again.pid).unwrap().signal(Signal::SIGKILL).unwrap();
     until("its end", || (places.observe(None) == Default::default()).then_some(()));
 
-    // A program that is not there is told at once.
+    // A missing program is reported at once.
     let mut absent = order_of("");
     absent.argv[0] = "/nowhere/flux".to_owned();
     // At once, or a moment after setpriv has been started in its place.

@@ -37,7 +37,7 @@ pub struct Server {
 }
 
 pub fn client(address: std::net::SocketAddr, authority: &CertificateDer<'_>, token: &str) -> Client {
-    // Several crates bring rustls a provider; whoever asks first decides.
+    // Several crates install a rustls provider; the first one counts.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let mut config = Config::new(format!("https://{address}").parse().unwrap());
     config.root_cert = Some(vec![authority.to_vec()]);

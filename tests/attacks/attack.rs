@@ -1,4 +1,4 @@
-//! A script that runs as nobody on a node, and the verdict on what it has brought.
+//! A script that runs as user nobody on a node, and the check of its effects.
 
 use std::{
     collections::BTreeSet,
@@ -24,7 +24,7 @@ pub struct Attack {
 }
 
 impl Attack {
-    /// Starts `script`, the text of a file of this directory, as nobody on `node`, with `words` as its arguments. Returns once
+    /// Starts `script`, the text of a file of this directory, as user nobody on `node`, with `words` as its arguments. Returns once
     /// the script says that it is under way.
     pub fn begin(cluster: &Cluster, node: &str, script: &str, words: &[&str]) -> Self {
         let shell = ["setpriv", "--reuid", USER, "--regid", USER, "--clear-groups"];
@@ -59,7 +59,7 @@ impl Drop for Attack {
     }
 }
 
-/// Files and directories of the nodes that nobody owns or may write, outside of what is everybody's.
+/// Files and directories of the nodes that user nobody owns or may write, except those that every user may write.
 pub fn owned_or_writable_by_users(cluster: &Cluster) -> BTreeSet<(String, String)> {
     let places = ["/etc", "/home", "/opt", "/root", "/run", "/srv", "/var/lib", "/var/log"];
     let theirs = ["(", "-uid", USER, "-o", "-gid", USER, "-o", "-perm", "-o=w", "!", "-type", "l", ")"];

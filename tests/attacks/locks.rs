@@ -25,7 +25,7 @@ pub fn put_next_bundle(cluster: &Cluster) -> String {
 }
 
 #[test]
-fn an_upgrade_goes_on_while_a_user_holds_every_lock_within_reach() {
+fn an_upgrade_completes_while_a_user_holds_every_lock_within_reach() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let before = owned_or_writable_by_users(&cluster);
     let sha256 = put_next_bundle(&cluster);

@@ -28,12 +28,12 @@ fn an_agent_whose_ports_a_user_has_taken_says_so_and_goes_on() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let before = owned_or_writable_by_users(&cluster);
     let attack = Attack::begin(&cluster, "node2", include_str!("take_ports.sh"), &PORTS);
-    assert!(attack.found.is_empty(), "nobody has {:?}", attack.found);
+    assert!(attack.found.is_empty(), "user nobody has {:?}", attack.found);
     cluster.must(&["agent", "node2", "kill"]);
 
     let message = || cluster.wait(cluster.api::<FluxNode>().get("node2")).unwrap().status?.message;
     let says_both = || message().filter(|said| said.contains("127.0.0.1:8051") && said.contains(":8052: "));
-    cluster.until("the agent's words on both ports", says_both);
+    cluster.until("the agent's message about both ports", says_both);
     let first = agent(&cluster);
     assert!(is_alive(first));
     nothing_gained(&cluster, &before);
@@ -55,7 +55,7 @@ fn an_epoch_waits_while_a_user_has_the_brokers_port() {
     let attack = Attack::begin(&cluster, &lead, include_str!("take_ports.sh"), &[&format!("{lead}:8050")]);
     cluster.patch(json!({"metadata": {"annotations": {ANNOTATION_RESTART: "now"}}}));
     let message = || cluster.wait(cluster.api::<FluxNode>().get(&lead)).unwrap().status?.message;
-    cluster.until("the agent's words on the port", || {
+    cluster.until("the agent's message about the port", || {
         message().filter(|said| said.contains("port 8050 of this host is taken by perl"))
     });
     assert_eq!(attack.end().len(), 1);
@@ -67,7 +67,7 @@ fn an_epoch_waits_while_a_user_has_the_brokers_port() {
 }
 
 #[test]
-fn an_agent_does_not_grow_whatever_a_user_sends() {
+fn an_agents_memory_does_not_grow_whatever_a_user_sends() {
     const MOST_KIB: u64 = 48 << 10;
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let before = owned_or_writable_by_users(&cluster);

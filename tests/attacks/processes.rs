@@ -39,7 +39,7 @@ fn an_instance_ends_while_a_user_runs_a_program_called_flux_shell() {
 }
 
 #[test]
-fn a_user_who_names_an_environment_keeps_neither_an_old_nor_a_broken_one() {
+fn a_user_can_keep_neither_an_old_nor_a_broken_environment_in_use() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let before = owned_or_writable_by_users(&cluster);
     let sha256 = put_next_bundle(&cluster);
@@ -66,7 +66,7 @@ fn a_user_who_names_an_environment_keeps_neither_an_old_nor_a_broken_one() {
 
 /// What a new environment brings is tried on the host, by a process without rights: it must be of no user that others can be.
 #[test]
-fn an_upgrade_goes_on_while_a_user_kills_all_processes_of_its_own() {
+fn an_upgrade_completes_while_a_user_kills_every_process_it_may_kill() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let before = owned_or_writable_by_users(&cluster);
     let sha256 = put_next_bundle(&cluster);
@@ -86,7 +86,7 @@ fn an_upgrade_goes_on_while_a_user_kills_all_processes_of_its_own() {
 
 /// An unprivileged user can't end a broker, but its crash must give nothing away either.
 #[test]
-fn a_broker_that_crashes_leaves_no_core_and_jobs_dump_theirs_as_their_users_say() {
+fn a_crashed_broker_leaves_no_core_and_jobs_dump_core_as_their_users_set_it() {
     let Some(cluster) = Cluster::up(1, &[]) else { return };
     let before = owned_or_writable_by_users(&cluster);
     let broker = cluster.brokers()["node1"].pid;

@@ -26,7 +26,7 @@ async fn real(directory: &std::path::Path) -> Option<(Server, String)> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broker_that_exits_at_once_is_told_in_its_own_words_which_stand_still() {
+async fn the_message_about_a_broker_that_exits_at_once_quotes_its_log_and_is_stable() {
     let Some(case) = Case::on(1).await else { return };
     let served = tempfile::tempdir().unwrap();
     let server = Server::start(served.path()).await;
@@ -52,7 +52,7 @@ async fn a_broker_that_exits_at_once_is_told_in_its_own_words_which_stand_still(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tables_that_flux_refuses_are_told_in_its_words_and_mended_ones_are_taken_at_once() {
+async fn refused_config_tables_are_reported_in_flux_words_and_corrected_ones_are_used() {
     let served = tempfile::tempdir().unwrap();
     let (Some((server, digest)), Some(case)) = (real(served.path()).await, Case::on(1).await) else { return };
     let mut spec = packages(&server, "flux.tar.gz", &digest);
@@ -102,7 +102,7 @@ const NEEDED: &str = "libuuid.so.1";
 const LACKING: &str = "libnone.so.1";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_library_that_the_hosts_lack_is_named_before_any_broker_is_started_and_a_mended_bundle_is_taken() {
+async fn a_missing_library_is_named_before_any_broker_starts_and_a_fixed_bundle_is_used() {
     let served = tempfile::tempdir().unwrap();
     let (Some((server, digest)), Some(case)) = (real(served.path()).await, Case::on(2).await) else { return };
     let Some(lacking) = without_a_library(&served.path().join("lacking.tar.gz")) else { return };
@@ -122,7 +122,7 @@ async fn a_library_that_the_hosts_lack_is_named_before_any_broker_is_started_and
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_follower_that_the_lead_refuses_is_told_the_leads_reason() {
+async fn the_status_of_a_refused_follower_shows_the_leads_reason() {
     let served = tempfile::tempdir().unwrap();
     let (Some((server, digest)), Some(case)) = (real(served.path()).await, Case::on(2).await) else { return };
     case.create(packages(&server, "flux.tar.gz", &digest)).await;
@@ -156,7 +156,7 @@ async fn a_follower_that_the_lead_refuses_is_told_the_leads_reason() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_secret_that_is_gone_is_brought_back_by_the_leads_host_even_while_its_broker_is_down() {
+async fn the_leads_host_restores_a_deleted_secret_even_while_its_broker_is_down() {
     let served = tempfile::tempdir().unwrap();
     let (Some((server, digest)), Some(case)) = (real(served.path()).await, Case::on(1).await) else { return };
     case.create(packages(&server, "flux.tar.gz", &digest)).await;

@@ -54,7 +54,7 @@ fn put(directory: &Path, name: &str, bytes: &[u8]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_bundle_with_another_digest_is_refused_by_its_source_until_the_right_one_is_there() {
+async fn a_bundle_with_a_wrong_digest_is_refused_until_the_right_one_is_there() {
     let Some(case) = Case::on(1).await else { return };
     let served = tempfile::tempdir().unwrap();
     let server = Server::start(served.path()).await;
@@ -69,7 +69,7 @@ async fn a_bundle_with_another_digest_is_refused_by_its_source_until_the_right_o
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_bundle_that_is_cut_off_never_goes_live_and_another_one_is_taken_at_once() {
+async fn a_truncated_bundle_never_goes_live_and_another_one_is_used_at_once() {
     let Some(case) = Case::on(1).await else { return };
     let served = tempfile::tempdir().unwrap();
     let server = Server::start(served.path()).await;
@@ -108,7 +108,7 @@ async fn a_package_set_without_flux_never_goes_live() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_at_the_compiled_in_prefix_is_not_touched_and_stands_in_the_way_until_it_is_moved() {
+async fn foreign_files_at_the_compiled_in_prefix_block_the_start_until_they_are_moved() {
     let Some(case) = Case::on(1).await else { return };
     let served = tempfile::tempdir().unwrap();
     let server = Server::start(served.path()).await;

@@ -8,11 +8,11 @@ use serde_json::json;
 use super::{
     bundle::{packages, sha256, sleeper},
     channel::Server,
-    cluster::{Case, nobody},
+    cluster::{Case, no_nodes},
 };
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_malformed_certificate_is_told_without_its_content_and_made_anew_once_it_is_deleted() {
+async fn a_malformed_certificate_is_reported_and_recreated_once_it_is_deleted() {
     let Some(case) = Case::on(1).await else { return };
     let malformed =
         "metadata\n    name = \"flux\"\ncurve\n    public-key = \"leaked?\"\n    secret-key = \"leaked?\"\n";
@@ -45,12 +45,12 @@ async fn an_administrators_own_certificate_is_not_deleted_with_the_instance() {
     let Some(case) = Case::on(1).await else { return };
     let own: Secret = serde_json::from_value(json!({"metadata": {"name": SECRET_CURVE}})).unwrap();
     case.api::<Secret>().create(&PostParams::default(), &own).await.unwrap();
-    case.create(nobody()).await;
+    case.create(no_nodes()).await;
     case.until(INSTANCE, "looked at", |flux: &api::FluxInstance| flux.status.is_some()).await;
     case.until("node1", "there", |_: &FluxNode| true).await;
     case.delete_instance().await;
     // The planner has forgotten the instance when it has taken the next one up.
-    case.create(nobody()).await;
+    case.create(no_nodes()).await;
     case.until(INSTANCE, "looked at", |flux: &api::FluxInstance| flux.status.is_some()).await;
     assert!(case.api::<Secret>().get_opt(SECRET_CURVE).await.unwrap().is_some());
 }

@@ -51,8 +51,8 @@ pub async fn until_true(what: &str, mut look: impl AsyncFnMut() -> bool) {
     assert!(tokio::time::timeout(PATIENCE, looking).await.is_ok(), "in vain: {what}");
 }
 
-/// Selects nobody, and asks nobody for packages.
-pub fn nobody() -> Value {
+/// A spec that selects no node, and whose packages nothing fetches.
+pub fn no_nodes() -> Value {
     let bundle = json!({"url": "http://127.0.0.1:1/flux.tar.gz", "sha256": "0".repeat(64)});
     json!({"nodes": {"selector": {"matchLabels": {"nobody": "here"}}}, "packages": {"bundle": bundle}})
 }
@@ -79,7 +79,7 @@ impl Cluster {
         }
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("instance.yaml");
-        fs::write(&file, instance(&nobody()).to_string()).unwrap();
+        fs::write(&file, instance(&no_nodes()).to_string()).unwrap();
         let cluster = Arc::new(Self { directory, turn: Arc::default() });
         let (count, file) = (nodes.to_string(), file.display().to_string());
         cluster.must(&["up", "--no-wait", "--api", api, "--nodes", &count, "--instance", &file]);
@@ -247,7 +247,7 @@ impl Case {
             .await
     }
 
-    /// The node is in `phase`, and says a sentence with these words in it.
+    /// Waits until the node is in `phase` with a message that contains `words`.
     pub async fn node_says(&self, node: &str, phase: NodePhase, words: &str) -> String {
         let what = format!("{phase:?}, saying {words}");
         let found = self.until(node, &what, |node: &FluxNode| says(node, &phase, words)).await;
@@ -319,7 +319,7 @@ impl Case {
         self.cluster.must(&[&["exec", node, "--"], words].concat())
     }
 
-    /// What kubelet would be told.
+    /// What the agent answers to kubelet.
     pub fn is_ready(&self, node: &str) -> bool {
         let script = "exec 3<>/dev/tcp/127.0.0.1/8051; printf 'GET /readyz HTTP/1.0\\r\\n\\r\\n' >&3; head -n 1 <&3";
         let answer = self.exec(node, &["bash", "-c", script]);

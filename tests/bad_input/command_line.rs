@@ -1,4 +1,4 @@
-//! Bad words on the command line: exit code 2, one message, and nothing is changed.
+//! Wrong arguments on the command line: exit code 2, one message, and nothing is changed.
 
 use std::{fs, path::Path, process::Command};
 
@@ -17,7 +17,7 @@ fn refused(words: &[&str], state: &Path) -> String {
 }
 
 #[test]
-fn words_that_can_not_be_served_end_with_2_and_change_nothing() {
+fn arguments_that_are_wrong_exit_with_2_and_change_nothing() {
     if skips_without([Need::Root]) {
         return;
     }
@@ -101,7 +101,7 @@ fn validate_names_every_mistake_of_every_document_with_its_line() {
 }
 
 #[test]
-fn validate_takes_the_file_that_is_applied_and_says_what_it_has_not_looked_at() {
+fn validate_accepts_the_file_to_apply_and_lists_what_it_did_not_check() {
     let installer = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/daemonset-installer.yaml");
     let (code, out, complaints) = said(&["validate", installer]);
     assert_eq!((code, complaints.as_str()), (Some(0), ""), "{out}");
@@ -122,9 +122,9 @@ fn an_instance_that_is_no_longer_valid_can_still_be_compared_with() {
     assert_eq!(said(&["validate", &at("old.yaml"), "--against", &at("new.yaml")]).0, Some(2));
 }
 
-/// Nothing listens there; a server that can't be reached is tried again, and only the end is told.
+/// Nothing listens there; a command tries an unreachable server again, and reports only the final failure.
 #[test]
-fn a_lock_without_a_network_ends_with_one_sentence() {
+fn lock_without_a_network_fails_with_one_sentence() {
     let (code, out, complaint) = said(&["lock", "--channel", "http://127.0.0.1:1/conda", "--spec", "flux-core"]);
     assert_eq!((code, out.as_str()), (Some(1), ""), "{complaint}");
     assert!(complaint.starts_with("flux-distribute: channel http://127.0.0.1:1/conda can't be read: "), "{complaint}");
@@ -132,7 +132,7 @@ fn a_lock_without_a_network_ends_with_one_sentence() {
 }
 
 #[test]
-fn what_a_command_needs_is_in_its_help() {
+fn the_help_of_each_command_says_what_it_needs() {
     for words in [["recover", "--help"], ["reset", "--help"]] {
         assert!(said(&words).1.contains("--node-name <NODE_NAME>"), "{words:?}");
     }

@@ -11,7 +11,7 @@ use kube::{
 };
 use serde_json::json;
 
-use super::cluster::{Case, nobody, until_true};
+use super::cluster::{Case, no_nodes, until_true};
 
 const POLICY: &str = "as-it-was-read";
 
@@ -47,7 +47,7 @@ async fn agents_and_planner_delete_only_what_they_have_read() {
     .await;
 
     // A FluxNode whose Node is gone is deleted by the planner.
-    let mut spec = nobody();
+    let mut spec = no_nodes();
     spec["ranks"] = json!({"retain": "1s"});
     let gone = FluxNode::new("gone", FluxNodeSpec { node_name: "gone".to_owned(), ..FluxNodeSpec::default() });
     case.api::<FluxNode>().create(&PostParams::default(), &gone).await.unwrap();

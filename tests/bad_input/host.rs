@@ -13,7 +13,7 @@ use super::{
 };
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_port_that_is_taken_is_told_with_its_holder_until_it_is_free() {
+async fn a_taken_port_is_reported_with_its_process_until_it_is_free() {
     let Some(case) = Case::on(1).await else { return };
     let served = tempfile::tempdir().unwrap();
     let server = Server::start(served.path()).await;
@@ -41,7 +41,7 @@ async fn a_port_that_is_taken_is_told_with_its_holder_until_it_is_free() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_damaged_undo_list_is_told_by_its_path_until_it_is_mended_and_the_broker_goes_on() {
+async fn a_damaged_state_json_is_reported_until_it_is_fixed_and_the_broker_keeps_running() {
     let Some(case) = Case::on(1).await else { return };
     let served = tempfile::tempdir().unwrap();
     let server = Server::start(served.path()).await;

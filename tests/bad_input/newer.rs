@@ -9,7 +9,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use super::cluster::{Case, nobody, until_true};
+use super::cluster::{Case, no_nodes, until_true};
 
 /// As a newer build may write it.
 fn of_a_newer_build(name: &str) -> Value {
@@ -21,7 +21,7 @@ fn of_a_newer_build(name: &str) -> Value {
 }
 
 #[test]
-fn a_newer_builds_words_and_fields_are_read_beside_all_others_and_kept_as_they_are() {
+fn a_newer_builds_values_and_fields_are_kept_as_they_are() {
     let mut retyped = of_a_newer_build("node3");
     retyped["status"]["offline"] = "none".into();
     let known = json!({"metadata": {"name": "node1"}, "spec": {"nodeName": "node1"}, "status": {"phase": "Online"}});
@@ -46,7 +46,7 @@ fn a_newer_builds_words_and_fields_are_read_beside_all_others_and_kept_as_they_a
 const DEFINITION: &str = "fluxnodes.distribute.flux-framework.org";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_flux_node_of_a_newer_build_hides_no_other_one_from_an_older_planner() {
+async fn an_older_planner_lists_all_flux_nodes_beside_one_of_a_newer_build() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     // The definitions are the newer build's, too.
     let definitions = Api::<CustomResourceDefinition>::all(case.client.clone());
@@ -61,7 +61,7 @@ async fn the_flux_node_of_a_newer_build_hides_no_other_one_from_an_older_planner
         definitions.patch(DEFINITION, &PatchParams::default(), &patch).await.unwrap();
     };
     set(json!(patch)).await;
-    case.create(nobody()).await;
+    case.create(no_nodes()).await;
     let is_told = |node: &FluxNode| node.spec.instance_uid.is_some();
     case.until("node1", "told", is_told).await;
 
@@ -80,7 +80,7 @@ async fn the_flux_node_of_a_newer_build_hides_no_other_one_from_an_older_planner
         })
         .await;
     }
-    // A planner that begins has to list them all. It sees what happens to all others: a FluxNode that is new is told what is wanted of it.
+    // A planner that begins has to list them all. It sees what happens to all others: it writes the spec of a FluxNode that is new.
     case.restart_agent("node1").await;
     let old = case.api::<FluxNode>().get("node1").await.unwrap().uid();
     case.api::<FluxNode>().delete("node1", &DeleteParams::default()).await.unwrap();

@@ -46,7 +46,7 @@ impl Kind {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agents_token_makes_no_other_objects_than_those_that_the_program_makes() {
+async fn an_agents_token_can_create_only_the_objects_that_the_program_creates() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     let client = agent(&case).await;
     let (maps, secrets) = (Kind::of::<ConfigMap>(&client), Kind::of::<Secret>(&client));
@@ -92,7 +92,7 @@ async fn an_agents_token_makes_no_other_objects_than_those_that_the_program_make
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agents_token_puts_no_finalizer_and_no_owner_onto_anything() {
+async fn an_agents_token_can_set_no_finalizer_and_no_owner() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     let client = agent(&case).await;
     let (maps, leases, events) =

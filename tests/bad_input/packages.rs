@@ -18,7 +18,7 @@ async fn installed(case: &Case) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_channel_that_can_not_be_reached_is_asked_again_until_it_answers() {
+async fn an_unreachable_channel_is_queried_again_until_it_answers() {
     let Some(case) = Case::on(1).await else { return };
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let url = format!("http://127.0.0.1:{port}");
@@ -35,7 +35,7 @@ async fn a_channel_that_can_not_be_reached_is_asked_again_until_it_answers() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_spec_without_an_answer_is_named_with_its_channel_and_a_changed_one_is_asked_at_once() {
+async fn unsatisfiable_specs_are_named_with_their_channel_and_changed_ones_solved_at_once() {
     let Some(case) = Case::on(1).await else { return };
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
@@ -52,7 +52,7 @@ async fn a_spec_without_an_answer_is_named_with_its_channel_and_a_changed_one_is
     case.patch(packages("flux-core")).await;
     installed(&case).await;
 
-    // What has an answer stays in force while a new question has none, and that is told.
+    // The last solution stays in force while a new question has none, and the status says so.
     let before = case.api::<FluxInstance>().get(INSTANCE).await.unwrap().status.unwrap().digest;
     case.patch(packages("no-such-thing")).await;
     let instance = case.instance_says("no-such-thing").await;
@@ -61,14 +61,14 @@ async fn a_spec_without_an_answer_is_named_with_its_channel_and_a_changed_one_is
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_source_that_can_not_be_reached_is_told_by_node_and_instance_with_the_next_try() {
+async fn node_and_instance_report_an_unreachable_source_and_the_next_attempt() {
     let Some(case) = Case::on(1).await else { return };
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let url = format!("http://127.0.0.1:{port}/flux.tar.gz");
     case.create(json!({"packages": {"bundle": {"url": url, "sha256": "1".repeat(64)}}})).await;
     // Already in the first round of tries, which takes half a minute.
     let message = case.node_says("node1", NodePhase::Installing, &url).await;
-    // The proxy between the nodes and this machine says 502 of a port at which nobody listens.
+    // The proxy between the nodes and this machine answers 502 for a port at which nothing listens.
     for words in ["502", "trying again in "] {
         assert!(message.contains(words), "{message}");
     }
@@ -91,7 +91,7 @@ fn with_lock(lock: &str) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lock_that_can_not_be_installed_is_refused_by_package_before_anything_is_asked() {
+async fn a_lock_that_can_not_be_installed_is_refused_before_any_request() {
     let Some(case) = Case::on(1).await else { return };
     let channel = Channel::with_flux();
     let lock = lock_of(&channel.file_url()).await;
@@ -116,7 +116,7 @@ async fn a_lock_that_can_not_be_installed_is_refused_by_package_before_anything_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lock_with_another_packages_sha256_is_told_by_package_and_heals_with_the_right_one() {
+async fn a_lock_with_a_wrong_sha256_is_reported_by_package_until_it_is_corrected() {
     let Some(case) = Case::on(1).await else { return };
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
@@ -133,7 +133,7 @@ async fn a_lock_with_another_packages_sha256_is_told_by_package_and_heals_with_t
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_newer_build_is_taken_on_request_and_not_because_an_agent_restarts() {
+async fn a_newer_build_is_installed_on_request_and_not_because_an_agent_restarts() {
     let Some(case) = Case::on(1).await else { return };
     let mut channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
@@ -168,7 +168,7 @@ async fn a_newer_build_is_taken_on_request_and_not_because_an_agent_restarts() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_disk_that_is_too_small_for_the_packages_is_told_before_anything_is_written() {
+async fn a_disk_too_small_for_the_packages_is_reported_before_anything_is_written() {
     let Some(case) = Case::on(1).await else { return };
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;

@@ -19,7 +19,7 @@ use model::protect::PROTECTING;
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
-use super::cluster::{Case, nobody, until_true};
+use super::cluster::{Case, no_nodes, until_true};
 
 /// Makes all objects of a kind that the manifest has.
 async fn make<K>(api: Api<K>)
@@ -75,7 +75,7 @@ async fn token(case: &Case, spec: TokenRequestSpec) -> Client {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agents_token_changes_no_more_of_a_node_than_the_annotations_for_autoscalers() {
+async fn an_agents_token_can_change_only_the_autoscaler_annotations_of_a_node() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     let all = Api::<Node>::all(case.client.clone());
     let own = Api::<Node>::all(agent(&case).await);
@@ -133,9 +133,9 @@ async fn an_agents_token_changes_no_more_of_a_node_than_the_annotations_for_auto
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_size_that_does_not_fit_is_refused_by_the_kinds_own_rules() {
+async fn a_size_that_does_not_fit_is_refused_by_the_crds_own_rules() {
     let Some(case) = Case::with_api(1, "real").await else { return };
-    case.create(nobody()).await;
+    case.create(no_nodes()).await;
     case.patch(json!({"size": 3, "maxSize": 4})).await;
     let instances = Api::<FluxInstance>::namespaced(case.client.clone(), NAMESPACE);
     for (size, words) in [
@@ -167,7 +167,7 @@ async fn a_size_that_does_not_fit_is_refused_by_the_kinds_own_rules() {
     let request = request.header("content-type", "application/json").body(null.to_string().into_bytes()).unwrap();
     let stored = case.client.request::<Value>(request).await.unwrap();
     assert_eq!((&stored["spec"]["size"], &stored["spec"]["maxSize"]), (&json!(9), &Value::Null));
-    case.patch(nobody()).await;
+    case.patch(no_nodes()).await;
 }
 
 /// A client with the token of the agent that runs in pod `name`, on a node of the same name.
@@ -194,7 +194,7 @@ pub fn refused<T: std::fmt::Debug>(answer: Result<T, kube::Error>, what: &str) -
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agents_token_leaves_nothing_behind_that_outlives_it() {
+async fn an_agents_token_can_create_nothing_that_outlives_it() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     let client = agent(&case).await;
     let (maps, secrets) =
@@ -232,7 +232,7 @@ async fn an_agents_token_leaves_nothing_behind_that_outlives_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agents_token_speaks_for_its_own_node_only() {
+async fn an_agents_token_can_write_the_status_of_its_own_node_only() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     rights(&case).await;
     let left = Api::<FluxNode>::namespaced(agent_on(&case, "left").await, NAMESPACE);
@@ -314,7 +314,7 @@ async fn an_agents_token_speaks_for_its_own_node_only() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_pods_are_admitted_where_a_provider_keeps_critical_ones_out_of_namespaces_without_a_quota() {
+async fn pods_are_admitted_if_a_provider_allows_critical_ones_only_with_a_quota() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     let quotas = Api::<ResourceQuota>::namespaced(case.client.clone(), NAMESPACE);
     let pods = Api::<Pod>::namespaced(case.client.clone(), NAMESPACE);
@@ -349,7 +349,7 @@ async fn the_pods_are_admitted_where_a_provider_keeps_critical_ones_out_of_names
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agents_token_tells_the_readiness_of_its_own_pod_only() {
+async fn an_agents_token_can_set_the_readiness_of_its_own_pod_only() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     rights(&case).await;
     let pods = Api::<Pod>::namespaced(agent_on(&case, "own").await, NAMESPACE);

@@ -14,7 +14,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use super::cluster::{Case, PATIENCE, nobody};
+use super::cluster::{Case, PATIENCE, no_nodes};
 
 fn refused(answer: Result<FluxInstance, kube::Error>) -> String {
     match answer {
@@ -24,7 +24,7 @@ fn refused(answer: Result<FluxInstance, kube::Error>) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_spec_that_can_not_be_served_is_refused_in_the_validators_words() {
+async fn an_invalid_spec_is_refused_with_the_message_of_validate() {
     let Some(case) = Case::on(1).await else { return };
     let wrong = [
         (json!({"size": 5, "maxSize": 4}), "is more than maxSize: raise maxSize too"),
@@ -49,7 +49,7 @@ async fn a_spec_that_can_not_be_served_is_refused_in_the_validators_words() {
         let message = refused(case.try_create(spec.clone()).await);
         assert!(message.contains(words), "{message}");
     }
-    case.create(nobody()).await;
+    case.create(no_nodes()).await;
     let all = refused(case.try_patch(json!({"size": "3", "topology": "ring", "lead": "Bad Name"})).await);
     assert!(["spec.size: ", "spec.topology: ", "spec.lead: "].iter().all(|field| all.contains(field)), "{all}");
     // Of a plain map of labels, pruning leaves a selector of all nodes.
@@ -63,7 +63,7 @@ async fn a_spec_that_can_not_be_served_is_refused_in_the_validators_words() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn extra_tables_that_are_ours_or_no_toml_are_refused() {
+async fn config_tables_that_are_reserved_or_not_toml_are_refused() {
     let Some(case) = Case::on(1).await else { return };
     for (config, words) in [
         ("[bootstrap]\ncurve_cert = \"/x\"", "bootstrap"),
@@ -89,7 +89,7 @@ async fn set_default(case: &Case, text: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_first_spec_that_can_not_be_served_is_an_event_until_it_is_mended() {
+async fn an_invalid_first_spec_is_an_event_until_it_is_corrected() {
     let Some(case) = Case::on(1).await else { return };
     for (text, words) in [
         ("topology: ring", "spec.yaml can't be served: line 1: spec.topology: "),
@@ -101,12 +101,12 @@ async fn a_first_spec_that_can_not_be_served_is_an_event_until_it_is_mended() {
         assert!(case.api::<FluxInstance>().get_opt(INSTANCE).await.unwrap().is_none());
         case.becomes_ready("node1", false).await;
     }
-    set_default(&case, &nobody().to_string()).await;
+    set_default(&case, &no_nodes().to_string()).await;
     case.instance_says("no eligible node").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_spec_that_only_the_schema_lets_pass_is_told_by_the_planner() {
+async fn the_planner_reports_a_spec_that_only_the_schema_lets_pass() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     case.create(json!({"packages": {"specs": ["flux-core ==="]}})).await;
     let instance = case.instance_says("spec.packages.specs[0]: ").await;
@@ -117,7 +117,7 @@ async fn a_spec_that_only_the_schema_lets_pass_is_told_by_the_planner() {
     case.becomes_ready("node1", false).await;
     case.nothing_half_made_is_live("node1");
     case.patch(json!({"packages": {"specs": null}})).await;
-    case.patch(nobody()).await;
+    case.patch(no_nodes()).await;
     case.instance_says("no eligible node").await;
 }
 
@@ -133,7 +133,7 @@ async fn set_prefix_rules(case: &Case, rules: Option<Vec<ValidationRule>>) -> Op
     before
 }
 
-/// An API server follows its CRDs a moment later, and tells nobody when.
+/// An API server applies a changed CRD a moment later, without announcing it.
 async fn until_refused(wanted: bool, attempt: impl AsyncFn() -> Result<FluxInstance, kube::Error>) {
     let follows = async {
         while attempt().await.is_err() != wanted {
@@ -144,10 +144,10 @@ async fn until_refused(wanted: bool, attempt: impl AsyncFn() -> Result<FluxInsta
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_instance_keeps_a_prefix_that_an_older_version_took_and_no_other_one_gets_such() {
+async fn only_an_existing_instance_may_keep_a_prefix_that_is_refused_now() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     let words = "has characters other than";
-    let mut odd = nobody();
+    let mut odd = no_nodes();
     odd["prefix"] = json!("/data/my flux");
     let message = refused(case.try_create(odd.clone()).await);
     assert!(message.contains(words), "{message}");
@@ -161,7 +161,7 @@ async fn an_instance_keeps_a_prefix_that_an_older_version_took_and_no_other_one_
     let message = refused(case.try_patch(json!({"prefix": "/data/another one"})).await);
     assert!(message.contains(words), "{message}");
 
-    // It goes on: its spec can be changed, its status is written, and it can be deleted.
+    // It keeps working: its spec can be changed, its status is written, and it can be deleted.
     case.instance_says("no eligible node").await;
     let generation = case.try_patch(json!({"size": 3})).await.unwrap().metadata.generation;
     let follows = |instance: &FluxInstance| {
@@ -181,7 +181,7 @@ async fn a_kubernetes_without_admission_policies_is_refused_with_the_remedy() {
     case.cluster.must(&["api", "old"]);
     // A planner asks for the version until one is new enough.
     case.restart_agent("node1").await;
-    case.create(nobody()).await;
+    case.create(no_nodes()).await;
     let instance = case.instance_says("Kubernetes 1.29 has no ValidatingAdmissionPolicy v1").await;
     case.cluster.must(&["api", "none"]);
     let status = instance.status.unwrap();
@@ -195,7 +195,7 @@ async fn a_kubernetes_without_admission_policies_is_refused_with_the_remedy() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_an_eligible_node_each_nodes_reason_is_told() {
+async fn without_an_eligible_node_the_status_shows_the_reason_of_each_node() {
     let Some(case) = Case::on(1).await else { return };
     let taint = json!({"key": "hpc", "value": "no", "effect": "NoSchedule"});
     for (node, words) in [
@@ -213,7 +213,7 @@ async fn without_an_eligible_node_each_nodes_reason_is_told() {
         assert!(message.starts_with("this node gets no rank: "), "{message}");
         case.nothing_half_made_is_live("node1");
         case.delete_instance().await;
-        case.create(nobody()).await;
+        case.create(no_nodes()).await;
         let instance = case.instance_says("no eligible node: node1: ").await;
         assert_eq!(instance.status.unwrap().phase, InstancePhase::Failed);
         case.warned("FluxInstance/flux", "no eligible node: node1: ").await;

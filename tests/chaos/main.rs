@@ -28,7 +28,7 @@ mod traces;
 const CLUSTERS_AT_ONCE: u32 = 64;
 
 #[test]
-fn every_fault_heals_by_itself_and_costs_no_more_than_is_said() {
+fn every_fault_heals_by_itself_and_costs_no_more_than_its_row_allows() {
     if needs::skips_without([needs::Need::Chaos]) || harness::bundle().is_none() {
         return;
     }

@@ -70,7 +70,7 @@ pub fn judge(scene: &mut Scene, row: &Row, before: &Before, hit: &Hit) -> Result
     Ok(Outcome { healed, jobs_lost: usize::from(lost.is_some()), brokers_restarted: restarted.count() })
 }
 
-/// A job on all nodes, where there is room beside the one that runs.
+/// A job on all nodes, if there is room beside the one that runs.
 fn runs_jobs(scene: &Scene) -> Result<(), String> {
     if !scene.has_free_core {
         return Ok(());
@@ -135,13 +135,13 @@ pub fn schedules(scene: &Scene) -> Result<(), String> {
     if good { Ok(()) } else { Err(queue) }
 }
 
-/// The Lease is an agent's that lives, and who renews it reaches the API.
+/// A living agent holds the Lease, and it reaches the API server when it renews the Lease.
 fn one_planner(scene: &Scene, processes: &[Process], since: Timestamp) -> Result<(), String> {
     let leases = scene.cluster.api::<Lease>();
     let lease = scene.cluster.wait(leases.get_opt("flux-planner")).map_err(|error| error.to_string())?;
     let lease = lease.and_then(|lease| lease.spec).unwrap_or_default();
     if lease.renew_time.is_none_or(|renewed| renewed.0 < since) {
-        return Err("nobody has renewed the Lease since".to_owned());
+        return Err("no planner has renewed the Lease since".to_owned());
     }
     let holder = lease.holder_identity.unwrap_or_default();
     let name = format!("POD_NAME={holder}\0");

@@ -1,4 +1,4 @@
-//! The processes of a cluster's nodes, from the machine's cgroups and /proc: nobody's word is taken for them.
+//! The processes of a cluster's nodes, read from the machine's cgroups and /proc, without asking the program under test.
 
 use std::{fs, path::Path};
 

@@ -54,7 +54,7 @@ impl Seen {
     fn take_in(&mut self, text: String) {
         let roster = match Roster::parse(&text) {
             Ok(roster) => roster,
-            // One row gives it a format that nobody knows.
+            // One row gives it a format that no version knows.
             Err(RosterError::Newer(_)) => return,
             Err(_) => return self.wrong.push(format!("a roster that can't be read: {text}")),
         };

@@ -31,8 +31,8 @@ pub struct Hit {
 }
 
 impl Hit {
-    /// All that was there is to go on.
-    pub fn nobody() -> Self {
+    /// Everything that ran must still run afterwards.
+    pub fn none() -> Self {
         Self { since: Instant::now(), restarted: BTreeSet::new() }
     }
 
@@ -161,7 +161,7 @@ impl Scene {
         self.brokers().into_iter().filter(|(_, broker)| is_below(broker.rank)).map(|(node, _)| node).collect()
     }
 
-    /// In the same tree: a rank but the lead's that others hang on, or one that nobody hangs on. Who was below a node that is
+    /// In the same tree: a rank but the lead's that others hang on, or one without children. A broker that was below a node that is
     /// gone may have another place since.
     pub fn pick_rank(&mut self, interior: bool) -> u32 {
         let ranks: Vec<_> = self.brokers().values().map(|broker| broker.rank).filter(|rank| *rank != 0).collect();
@@ -259,7 +259,7 @@ impl Scene {
         if ran_well(&events) { Ok(()) } else { Err(events) }
     }
 
-    /// For the job whose end may be Flux's as well, so that nobody can be asked about it: what it leaves on its nodes when it
+    /// For the job whose end may be Flux's as well, so that Flux can't be asked about it: what it leaves on its nodes when it
     /// ends by itself.
     pub fn let_job_end(&mut self) -> Vec<PathBuf> {
         let job = self.job.take().expect("a job");
@@ -273,7 +273,7 @@ impl Scene {
         }
     }
 
-    /// Logs and status, for who looks into a failure.
+    /// Logs and status, for people who look into a failure.
     pub fn save(&self, directory: &Path) {
         let _ = fs::create_dir_all(directory);
         let state = self.cluster.state();

@@ -122,7 +122,7 @@ impl Suite<'_> {
             if row.fresh || scene.as_ref().is_some_and(|scene| scene.shape != row.shape) {
                 self.close(&mut scene);
             }
-            // Nobody waits for the results while a cluster is taken down.
+            // The lock is not held while a cluster is removed, so that other threads can report.
             let results = || self.results.lock().unwrap_or_else(PoisonError::into_inner);
             match self.once(row, run, &mut scene) {
                 Ok(outcome) => {
@@ -182,7 +182,7 @@ impl Suite<'_> {
         }
     }
 
-    /// A good end: the job's, and the cluster's. A bad one is told of the last run that it was in.
+    /// Checks how the job and the cluster ended. A bad end is reported for the last run of that job or cluster.
     fn close(&self, place: &mut Option<Scene>) {
         let Some(mut scene) = place.take() else { return };
         let ended = catch_unwind(AssertUnwindSafe(|| scene.end_job()));

@@ -8,7 +8,7 @@ use nix::{
 use crate::{Place, Said};
 
 #[test]
-fn a_signal_during_up_ends_it_with_one_word_and_leaves_nothing() {
+fn a_signal_during_up_ends_it_with_one_message_and_leaves_nothing() {
     for (signal, code, words) in [
         (Signal::SIGINT, 130, "API server at"),
         (Signal::SIGINT, 130, "node2 is up"),
@@ -26,7 +26,7 @@ fn a_signal_during_up_ends_it_with_one_word_and_leaves_nothing() {
 }
 
 #[test]
-fn a_down_during_up_ends_both_with_one_word_each() {
+fn a_down_during_up_ends_both_with_one_message_each() {
     for words in ["API server at", "node2 is up", "Starting"] {
         let Some(place) = Place::new() else { return };
         let up = place.begin(&["--api", "embedded", "--timeout", "1h"], words);

@@ -1,4 +1,4 @@
-//! What somebody sees who tries local mode for the first time: mistakes that are told before anything is started, ends in the
+//! What somebody sees who tries local mode for the first time: mistakes that are reported before anything starts, ends in the
 //! middle, and nodes without Flux. Needs root for most; makes namespaces, cgroups and links, and takes them down.
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
@@ -73,7 +73,7 @@ impl Place {
         said.out.trim().to_owned()
     }
 
-    /// A `local up` that has said a line with `words`; what it says from there on is thrown away.
+    /// A `local up` that has said a line with `words`; its later output is discarded.
     fn begin(&self, options: &[&str], words: &str) -> Child {
         let words_of_up = [&["up", "--nodes", "2", "--flux", "none"], options].concat();
         let mut up = self.command(&words_of_up).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();

@@ -1,4 +1,4 @@
-//! What is wrong is told before anything is started, or as soon as it is known.
+//! Mistakes are reported before anything starts, or as soon as they are known.
 
 use std::{
     fs,
@@ -22,7 +22,7 @@ fn is_refused(place: &Place, options: &[&str], words: &str) {
 }
 
 #[test]
-fn what_is_wrong_with_the_packages_is_told_before_anything_is_started() {
+fn mistakes_in_the_packages_are_reported_before_anything_starts() {
     let Some(place) = Place::new() else { return };
     let bundle = place.bundle();
     let text = |path: &std::path::Path| path.display().to_string();
@@ -39,7 +39,7 @@ fn what_is_wrong_with_the_packages_is_told_before_anything_is_started() {
     let empty = place.path("empty");
     fs::create_dir(&empty).unwrap();
     is_refused(&place, &["--channel", &text(&empty)], "is not a conda channel");
-    // Nobody listens there. Who names a channel wants that one, and no stand-in.
+    // Nothing listens there. A user who names a channel wants that one, and no stand-in.
     is_refused(&place, &["--channel", "http://127.0.0.1:1/channel"], "can't reach http://127.0.0.1:1/channel/");
     is_refused(&place, &["--flux", "required", "--channel", "http://127.0.0.1:1/"], "can't reach http://127.0.0.1:1/");
 
@@ -72,7 +72,7 @@ fn serve(content: Vec<u8>) -> String {
 }
 
 #[test]
-fn a_truncated_bundle_behind_a_url_is_told_before_anything_is_started() {
+fn a_truncated_bundle_behind_a_url_is_reported_before_anything_starts() {
     let Some(place) = Place::new() else { return };
     let bytes = fs::read(place.bundle()).unwrap();
     let url = serve(bytes[..bytes.len() / 2].to_vec());
@@ -80,7 +80,7 @@ fn a_truncated_bundle_behind_a_url_is_told_before_anything_is_started() {
 }
 
 #[test]
-fn a_failure_of_a_node_that_no_time_heals_ends_up_at_once_and_takes_the_cluster_down() {
+fn a_permanent_failure_of_a_node_ends_up_at_once_and_removes_the_cluster() {
     let Some(place) = Place::new() else { return };
     let url = serve(fs::read(place.bundle()).unwrap());
     let wrong = "0".repeat(64);

@@ -13,7 +13,7 @@ use crate::{
     root,
 };
 
-/// Nobody listens there.
+/// Nothing listens there.
 const UNREACHABLE: &str = "http://127.0.0.1:1/channel";
 
 fn script(name: &str) -> Command {
@@ -42,7 +42,7 @@ fn the_demo_looks_for_flux_before_anything_is_installed_or_compiled() {
         return;
     }
     let programs = programs(&["bash", "env", "dirname", "id", "timeout", "make", "sed", "head", "od", "tr"]);
-    // Whatever would be needed for a build is not there; whoever begins one fails in another way.
+    // The tools for a build are missing, so a script that begins a build fails in another way.
     let path = programs.path();
     for (variables, words) in [
         (&[("CHANNEL", UNREACHABLE)][..], "can't reach http://127.0.0.1:1/channel"),
@@ -66,7 +66,7 @@ fn the_demo_looks_for_flux_before_anything_is_installed_or_compiled() {
 }
 
 #[test]
-fn the_demo_without_flux_says_so_first_and_last_and_a_second_one_says_how_to_go_on() {
+fn the_demo_without_flux_says_so_and_a_second_one_says_how_to_continue() {
     let Some(place) = Place::new() else { return };
     let demo = |words: &[&str]| {
         let mut demo = script("demo.sh");

@@ -1,4 +1,4 @@
-//! Nodes without Flux: everything but jobs, and nobody can take it for Flux.
+//! Nodes without Flux: everything but jobs, and every message says that it is not Flux.
 
 use api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase, STAND_IN};
 use kube::{
@@ -46,7 +46,7 @@ impl ApiServer {
 }
 
 #[test]
-fn without_flux_the_nodes_are_one_instance_of_stand_ins_which_says_so_everywhere() {
+fn without_flux_the_nodes_form_an_instance_of_stand_ins_that_says_so() {
     let Some(place) = Place::new() else { return };
     let said = place.must(&["up", "--flux", "none", "--nodes", "2", "--api", "embedded"]);
     assert!(said.starts_with(STAND_IN) && said.contains("the nodes run no jobs"), "{said}");
@@ -86,7 +86,7 @@ fn without_flux_the_nodes_are_one_instance_of_stand_ins_which_says_so_everywhere
 }
 
 #[test]
-fn a_lead_that_was_taken_away_is_not_said_to_be_there_and_the_remedy_is_named() {
+fn the_status_does_not_show_a_removed_lead_and_names_the_remedy() {
     let Some(place) = Place::new() else { return };
     place.must(&["up", "--flux", "none", "--nodes", "3", "--api", "embedded"]);
     let server = ApiServer::of(&place);

@@ -65,8 +65,8 @@ async fn a_stage_outlives_its_file() {
 }
 
 #[tokio::test]
-async fn a_stages_refusal_comes_through_in_its_own_words() {
-    if !in_pod("a_stages_refusal_comes_through_in_its_own_words", OF_ITS_OWN) {
+async fn a_stages_refusal_reaches_the_agent_unchanged() {
+    if !in_pod("a_stages_refusal_reaches_the_agent_unchanged", OF_ITS_OWN) {
         return;
     }
     let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
@@ -97,8 +97,8 @@ async fn a_stage_that_says_nothing_or_nonsense_is_an_error() {
 }
 
 #[tokio::test]
-async fn a_stage_that_is_stopped_before_or_after_its_answer_is_not_waited_for() {
-    if !in_pod("a_stage_that_is_stopped_before_or_after_its_answer_is_not_waited_for", OF_ITS_OWN) {
+async fn the_agent_does_not_wait_for_a_suspended_stage() {
+    if !in_pod("the_agent_does_not_wait_for_a_suspended_stage", OF_ITS_OWN) {
         return;
     }
     // env(1) takes the stage's name for that of a program.
@@ -137,8 +137,8 @@ fn following_order() -> (tempfile::TempDir, Order) {
 }
 
 #[tokio::test]
-async fn a_stage_is_told_when_nothing_comes_any_more() {
-    if !in_pod("a_stage_is_told_when_nothing_comes_any_more", OF_ITS_OWN) {
+async fn a_stage_notices_that_no_more_archives_come() {
+    if !in_pod("a_stage_notices_that_no_more_archives_come", OF_ITS_OWN) {
         return;
     }
     let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
@@ -161,8 +161,8 @@ async fn a_stage_is_told_when_nothing_comes_any_more() {
 }
 
 #[tokio::test]
-async fn an_order_that_is_let_go_leaves_no_stage_and_a_free_lock() {
-    if !in_pod("an_order_that_is_let_go_leaves_no_stage_and_a_free_lock", OF_ITS_OWN) {
+async fn a_dropped_order_leaves_no_stage_and_a_free_lock() {
+    if !in_pod("a_dropped_order_leaves_no_stage_and_a_free_lock", OF_ITS_OWN) {
         return;
     }
     let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
@@ -243,7 +243,7 @@ async fn a_stage_runs_where_the_kernel_forbids_to_run_memory() {
     }
 }
 
-/// One order to a stage that is killed after so long.
+/// Sends one order to a stage, and kills the stage after the given time.
 fn killed_stage(order: &Order, after: Duration) {
     let mut child = std::process::Command::new(BINARY)
         .arg("stage")
@@ -273,8 +273,8 @@ fn record_as_broker(pid: u32, prefix: &Path) {
 }
 
 #[tokio::test]
-async fn a_stop_that_nobody_waits_for_any_more_ends_no_broker() {
-    if !in_pod("a_stop_that_nobody_waits_for_any_more_ends_no_broker", SHARING_ALL) {
+async fn a_stop_order_whose_sender_has_died_stops_no_broker() {
+    if !in_pod("a_stop_order_whose_sender_has_died_stops_no_broker", SHARING_ALL) {
         return;
     }
     let host = NsHost::with_executable(Path::new(BINARY)).unwrap();
@@ -289,7 +289,7 @@ async fn a_stop_that_nobody_waits_for_any_more_ends_no_broker() {
     let mut stage = std::process::Command::new(BINARY);
     let mut stage = stage.arg("stage").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     stage.stdin.take().unwrap().write_all(&serde_json::to_vec(&order).unwrap()).unwrap();
-    // It waits for the lock, and whoever gave the order is gone.
+    // It waits for the lock, and the process that sent the order has ended.
     let open = |fd: fs::DirEntry| fs::read_link(fd.path()).is_ok_and(|path| path == prefix.join("lock"));
     while !fs::read_dir(format!("/proc/{}/fd", stage.id())).unwrap().flatten().any(open) {
         std::thread::sleep(Duration::from_millis(1));
@@ -357,8 +357,8 @@ async fn every_order_can_be_killed_at_any_time_and_nothing_stays_behind() {
 }
 
 #[test]
-fn a_program_entered_from_the_pod_sees_the_host_and_tells_its_exit_code() {
-    if !in_pod("a_program_entered_from_the_pod_sees_the_host_and_tells_its_exit_code", OF_ITS_OWN) {
+fn a_program_entered_from_the_pod_sees_the_host_and_returns_its_exit_code() {
+    if !in_pod("a_program_entered_from_the_pod_sees_the_host_and_returns_its_exit_code", OF_ITS_OWN) {
         return;
     }
     fs::write("/opt/on-the-host", "").unwrap();
@@ -399,7 +399,7 @@ async fn a_process_that_cant_see_the_host_is_refused() {
 }
 
 #[test]
-fn an_order_that_cant_be_read_is_answered_without_its_content() {
+fn the_answer_to_an_unreadable_order_does_not_quote_it() {
     let mut child =
         std::process::Command::new(BINARY).arg("stage").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all(br#"{"Configure":{"files":"hunter2"}}"#).unwrap();

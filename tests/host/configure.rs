@@ -49,7 +49,7 @@ fn configured_files_have_their_owner_mode_and_content() {
         (vec![DIGEST.into()], Some("{}".into()), "boot-1".into())
     );
 
-    // The user changes while the broker is down: what he owns changes with him.
+    // The user changes while the broker is down: the files' owner changes too.
     host.write(&format!("{PREFIX}/state/content.sqlite"), "queue");
     host.configure(&ConfigureOrder { run_as: "4242".into(), ..configure_order() }).unwrap();
     for path in ["etc/curve.cert", "state", "state/instance-id", "state/content.sqlite"] {
@@ -159,7 +159,7 @@ fn the_compiled_in_prefix_of_others_is_refused_and_survives_our_removal() {
 }
 
 #[test]
-fn the_compiled_in_prefix_is_linked_only_where_root_alone_could_have_changed_the_way() {
+fn the_compiled_in_prefix_is_linked_only_if_root_alone_can_change_its_path() {
     need_root!();
     type Change = fn(&TestHost);
     let wrong: [(&str, Change, &str); 4] = [
@@ -216,7 +216,7 @@ fn with_a_users_way_to_our_link() -> TestHost {
 
 /// As a link of an older version can lie, or one whose directory was opened afterwards.
 #[test]
-fn a_link_in_what_has_become_a_users_is_left_and_holds_no_removal_up() {
+fn a_link_in_a_users_directory_is_left_there_and_does_not_block_a_removal() {
     need_root!();
     let host = with_a_users_way_to_our_link();
     host.remove(false).unwrap();
@@ -241,7 +241,7 @@ fn a_link_of_ours_is_flipped_wherever_it_is() {
     assert_eq!(fs::read_link(host.at(COMPILED)).unwrap(), Path::new(PREFIX).join("envs").join(NEXT));
 }
 
-/// Whoever can write there could exchange it for a Flux of their own, which root's broker would run.
+/// A user who can write there could replace it with another Flux, which root's broker would run.
 #[test]
 fn a_link_that_a_user_has_put_in_the_place_of_ours_is_refused() {
     need_root!();
@@ -285,7 +285,7 @@ fn a_link_that_a_user_has_put_in_the_place_of_ours_is_refused() {
 }
 
 #[test]
-fn a_link_of_ours_is_not_sought_by_a_users_way() {
+fn no_link_is_searched_for_through_a_users_link() {
     need_root!();
     let host = with_a_users_way_to_our_link();
     let refusal = host.configure(&configure_order()).unwrap_err();
@@ -312,7 +312,7 @@ fn links_are_flipped_between_epochs_and_left_alone_under_a_running_broker() {
 }
 
 #[test]
-fn somebody_elses_script_at_the_root_stays() {
+fn a_foreign_script_at_the_root_stays() {
     need_root!();
     let host = TestHost::new();
     host.write("/flux-connect.sh", "theirs");
@@ -338,7 +338,7 @@ fn files_do_not_leave_the_prefix_and_secrets_do_not_leave_their_file() {
 }
 
 #[test]
-fn what_is_ours_is_known_by_its_looks_after_the_prefix_was_removed() {
+fn our_links_and_scripts_are_recognized_after_the_prefix_was_removed() {
     need_root!();
     const LINK: &str = "/opt/flux";
     let order = || {
@@ -368,7 +368,7 @@ fn what_is_ours_is_known_by_its_looks_after_the_prefix_was_removed() {
 }
 
 #[test]
-fn a_statedir_that_was_made_again_by_a_lead_that_had_lost_it_is_nobodys_to_read() {
+fn a_statedir_that_a_lead_recreated_at_its_stop_is_closed_to_other_users() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
@@ -380,7 +380,7 @@ fn a_statedir_that_was_made_again_by_a_lead_that_had_lost_it_is_nobodys_to_read(
 }
 
 #[test]
-fn a_lead_that_runs_without_its_statedir_is_seen() {
+fn a_lead_that_runs_without_its_statedir_is_detected() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();

@@ -36,7 +36,7 @@ fn flux_runs_as_the_brokers_user_with_nothing_of_our_environment() {
 }
 
 #[test]
-fn what_flux_says_is_bounded_and_so_is_its_time() {
+fn the_output_and_the_time_of_a_flux_command_are_limited() {
     need_root!();
     let host = TestHost::new();
     flux_script(&host, "head -c 1000000 /dev/zero | tr '\\0' x; kill -9 $$");

@@ -15,7 +15,7 @@ use stage::{claim, observe};
 use crate::support::*;
 
 #[test]
-fn everything_we_touched_is_taken_off_and_nothing_else() {
+fn a_removal_undoes_all_of_our_changes_and_nothing_else() {
     need_root!();
     let host = TestHost::new();
     let before = host.everything();
@@ -47,7 +47,7 @@ fn claiming_and_configuring_again_changes_nothing() {
 }
 
 #[test]
-fn a_prefix_of_others_is_refused() {
+fn a_prefix_with_foreign_files_is_refused() {
     let host = TestHost::new();
     host.write(&format!("{PREFIX}/theirs"), "");
     let refusal = host.claim().unwrap_err();
@@ -118,7 +118,7 @@ fn a_claim_that_was_killed_is_finished_by_the_next_or_removed() {
 }
 
 #[test]
-fn a_prefix_of_ones_own_is_found_without_being_told_and_removed_whole() {
+fn a_custom_prefix_is_found_without_a_hint_and_removed_completely() {
     need_root!();
     let host = TestHost::new();
     let before = host.everything();
@@ -133,7 +133,7 @@ fn a_prefix_of_ones_own_is_found_without_being_told_and_removed_whole() {
 
 /// Versions before this one took any character.
 #[test]
-fn a_host_that_has_an_odd_prefix_keeps_it_until_it_is_cleaned_and_no_other_host_claims_it() {
+fn a_host_keeps_an_odd_prefix_until_it_is_cleaned_and_no_other_host_claims_it() {
     need_root!();
     const ODD: &str = "/data/my flux";
     let host = TestHost::new();
@@ -153,7 +153,7 @@ fn a_host_that_has_an_odd_prefix_keeps_it_until_it_is_cleaned_and_no_other_host_
     assert_eq!(host.everything(), before);
 }
 
-/// A file system of somebody else's, until this is dropped.
+/// A foreign file system, mounted until this is dropped.
 struct Mounted(std::path::PathBuf);
 
 impl Mounted {
@@ -194,7 +194,7 @@ fn nothing_is_removed_while_something_is_mounted_in_what_is_ours() {
 }
 
 #[test]
-fn what_a_disk_brings_to_the_place_of_a_prefix_is_not_removed() {
+fn files_of_a_disk_mounted_over_the_prefix_are_not_removed() {
     need_root!();
     for point in ["/data/site", "/data/site/flux"] {
         let host = TestHost::new();
@@ -226,7 +226,7 @@ fn a_prefix_on_a_disk_of_its_own_is_emptied() {
 }
 
 #[test]
-fn the_undo_list_is_written_before_the_thing_is_done() {
+fn each_change_is_recorded_in_the_undo_list_before_it_is_made() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
@@ -261,7 +261,7 @@ fn a_removal_that_was_killed_anywhere_is_finished_by_the_next_run() {
 }
 
 #[test]
-fn what_cant_be_undone_keeps_the_undo_list() {
+fn the_undo_list_stays_if_a_change_can_not_be_undone() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
@@ -310,7 +310,7 @@ fn one_stage_at_a_time_writes_and_a_removed_lock_is_not_held() {
 }
 
 #[test]
-fn a_state_of_a_newer_version_is_not_guessed_at() {
+fn a_state_json_of_a_newer_version_is_refused() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();

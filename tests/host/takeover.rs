@@ -70,7 +70,7 @@ fn host() -> TestHost {
 }
 
 #[test]
-fn a_dump_becomes_the_statedir_that_a_lead_starts_with_and_an_older_one_stays_beside_it() {
+fn a_dump_becomes_the_leads_statedir_and_the_older_statedir_is_kept() {
     need_root!();
     let host = host();
     let bytes = dump(&host, "id-1");
@@ -130,7 +130,7 @@ fn a_takeover_that_is_refused_changes_nothing() {
 }
 
 #[test]
-fn an_empty_queue_needs_a_word_alone_and_the_host_is_cleaned_of_it() {
+fn an_empty_queue_needs_only_a_request_which_a_removal_deletes() {
     need_root!();
     let host = TestHost::new();
     let before = host.everything();
@@ -154,18 +154,18 @@ fn dumps_stay_where_the_queue_stays() {
     host.remove(true).unwrap();
     assert!(host.below("dump/id-1-20261120T222003Z.tgz").exists() && host.below("state/instance-id").exists());
     assert!(!host.below("etc").exists());
-    // And whoever comes next finds them.
+    // And the next order finds them.
     host.claim().unwrap();
     host.remove(false).unwrap();
     assert!(!Path::new(&host.below("")).exists());
 }
 
 #[test]
-fn nobody_takes_over_from_or_cleans_up_under_a_broker_that_nobody_knows() {
+fn takeover_and_removal_refuse_while_an_unknown_broker_runs() {
     need_root!();
     let host = host();
     let before = host.everything();
-    let unknown = UnknownBroker { pid: 590, place: "its unit".to_owned(), why: "nobody knows".to_owned() };
+    let unknown = UnknownBroker { pid: 590, place: "its unit".to_owned(), why: "it has no record".to_owned() };
     *host.brokers.unknown.borrow_mut() = Some(unknown);
     for refusal in [take_over(&host, &order(None)), host.remove(false)] {
         let refusal = refusal.unwrap_err();

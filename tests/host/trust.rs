@@ -1,4 +1,4 @@
-//! What is believed of a host's own files, and of whose they are.
+//! Which of a host's files the program trusts, depending on their owners.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -86,7 +86,7 @@ fn a_state_that_a_user_has_planted_claims_nothing_and_deletes_nothing() {
 }
 
 #[test]
-fn a_pipe_in_the_place_of_the_state_is_not_waited_for() {
+fn a_pipe_in_place_of_state_json_does_not_block() {
     need_root!();
     let host = host_with_a_user();
     for name in ["state.json", "prefix.json"] {
@@ -95,7 +95,7 @@ fn a_pipe_in_the_place_of_the_state_is_not_waited_for() {
     assert_eq!(host.state(), None);
     host.claim().unwrap();
     assert!(host.state().is_some());
-    // Where only root can have put one, it is told.
+    // If only root can have put it there, it is reported.
     fs::remove_file(host.below("state.json")).unwrap();
     mkfifo(&host.below("state.json"), Mode::from_bits_truncate(0o600)).unwrap();
     let refusal = observe(&host.root, &host.brokers).unwrap_err();
@@ -103,7 +103,7 @@ fn a_pipe_in_the_place_of_the_state_is_not_waited_for() {
 }
 
 #[test]
-fn a_host_that_is_claimed_where_others_can_write_is_told_the_remedy_and_goes_on_once_it_is_applied() {
+fn a_claim_that_others_can_write_to_is_refused_with_the_remedy_until_it_is_closed() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
@@ -143,7 +143,7 @@ fn preflight_and_claim_refuse_a_place_where_others_can_write_with_the_remedy() {
 }
 
 #[test]
-fn a_state_is_believed_for_its_own_directory_alone() {
+fn a_state_json_counts_only_for_its_own_directory() {
     need_root!();
     let host = TestHost::new();
     host.write("/srv/victim/precious", "theirs");
@@ -156,7 +156,7 @@ fn a_state_is_believed_for_its_own_directory_alone() {
 }
 
 #[test]
-fn what_is_never_done_on_a_host_is_never_undone() {
+fn changes_that_we_never_make_are_never_undone() {
     need_root!();
     let host = TestHost::new();
     host.write("/proc/sys/kernel/core_pattern", "1\n");
@@ -190,7 +190,7 @@ fn no_directory_is_made_or_given_away_through_a_users_link() {
 }
 
 #[test]
-fn what_a_user_put_into_a_prefix_while_it_was_open_is_neither_waited_for_nor_taken() {
+fn files_that_a_user_put_into_an_open_prefix_neither_block_nor_count() {
     need_root!();
     let host = TestHost::new();
     let open = || fs::set_permissions(host.below(""), fs::Permissions::from_mode(0o1777)).unwrap();
@@ -208,9 +208,9 @@ fn what_a_user_put_into_a_prefix_while_it_was_open_is_neither_waited_for_nor_tak
     assert!(refusal.message.contains("does not belong to flux-distribute (it holds etc)"), "{refusal}");
 }
 
-/// What a removal keeps looks the same, and its owner is any brokers' user: in an open prefix nobody knows who has put it there.
+/// What a removal keeps looks the same, and its owner is any brokers' user: in an open prefix it is unknown who put it there.
 #[test]
-fn an_open_prefix_is_taken_only_if_all_in_it_is_roots() {
+fn an_open_prefix_is_claimed_only_if_root_owns_everything_in_it() {
     need_root!();
     let planted: [(&str, &str); 4] = [
         ("dump/id-1-20261120T222003Z.tgz", "dump"),
@@ -238,7 +238,7 @@ fn an_open_prefix_is_taken_only_if_all_in_it_is_roots() {
 }
 
 #[test]
-fn what_a_removal_kept_is_known_whoever_the_brokers_user_was() {
+fn files_that_a_removal_kept_are_recognized_whoever_the_brokers_user_was() {
     need_root!();
     let host = TestHost::new();
     host.claim().unwrap();
@@ -251,7 +251,7 @@ fn what_a_removal_kept_is_known_whoever_the_brokers_user_was() {
 
 /// A user may mount a file system over a home, and then even root is refused a look at what is there.
 #[test]
-fn a_file_system_that_a_user_has_mounted_is_in_nobodys_way() {
+fn a_file_system_that_a_user_has_mounted_does_not_block_a_claim() {
     if skips_without([Need::Fuse]) {
         return;
     }
@@ -275,9 +275,9 @@ fn a_file_system_that_a_user_has_mounted_is_in_nobodys_way() {
     }
 }
 
-/// What is claimed where nobody can look has not gone.
+/// A claim in a directory that can't be examined still exists.
 #[test]
-fn a_host_that_is_claimed_below_what_a_user_has_mounted_is_not_taken_for_a_free_one() {
+fn a_host_claimed_below_a_users_mount_does_not_count_as_unclaimed() {
     if skips_without([Need::Fuse]) {
         return;
     }
@@ -292,7 +292,7 @@ fn a_host_that_is_claimed_below_what_a_user_has_mounted_is_not_taken_for_a_free_
 
 /// The brokers' user owns the statedir, and may mount over it: root goes through none of that.
 #[test]
-fn what_the_brokers_user_mounts_below_the_prefix_is_told_and_nothing_is_removed_before_it_is_gone() {
+fn a_mount_of_the_brokers_user_below_the_prefix_is_named_and_blocks_a_removal() {
     if skips_without([Need::Fuse]) {
         return;
     }
@@ -326,7 +326,7 @@ fn what_the_brokers_user_mounts_below_the_prefix_is_told_and_nothing_is_removed_
     assert!(!host.below("").exists());
 }
 
-/// A FUSE file system as fusermount3(1) mounts it for [`USER`], until this is dropped. Nobody serves it: the kernel refuses other
+/// A FUSE file system as fusermount3(1) mounts it for [`USER`], until this is dropped. No process serves it: the kernel refuses other
 /// users, root too, before it asks.
 struct UsersMount {
     point: PathBuf,
@@ -360,7 +360,7 @@ const FIRST: [&str; 3] = ["node1.example.org\n", "111122223333444455556666777788
 const OTHER: [&str; 3] = ["node2.example.org\n", "99998888777766665555444433332222\n", "4c4c4544-0035-3510-8053\n"];
 
 #[test]
-fn a_prefix_that_another_machine_has_claimed_is_refused_and_only_that_machine_removes_it() {
+fn a_prefix_claimed_by_another_machine_is_refused_and_only_that_one_removes_it() {
     need_root!();
     // A directory that nodes share is here one that two machines find below the same root.
     for prefix in [PREFIX, "/shared/flux"] {
@@ -406,7 +406,7 @@ fn before_it_has_the_lock<T: Send>(root: &Root, work: impl FnOnce(&Root) -> T + 
 }
 
 #[test]
-fn what_another_machine_claims_while_we_wait_is_neither_claimed_nor_removed() {
+fn a_prefix_that_another_machine_claims_meanwhile_is_left_alone() {
     need_root!();
     let host = TestHost::new();
     let [name, id, hardware] = OTHER;
@@ -434,7 +434,7 @@ fn what_another_machine_claims_while_we_wait_is_neither_claimed_nor_removed() {
 
 /// A user who may write a directory above can put a link to our own file there.
 #[test]
-fn a_users_link_to_what_is_ours_is_in_nobodys_way() {
+fn a_users_link_to_our_files_changes_nothing() {
     need_root!();
     let host = host_with_a_user();
     for directory in ["/opt", "/var/lib"] {
@@ -459,7 +459,7 @@ fn a_users_link_to_what_is_ours_is_in_nobodys_way() {
 }
 
 #[test]
-fn a_machine_that_changes_one_thing_after_the_other_stays_itself() {
+fn a_machine_whose_ids_change_one_by_one_stays_the_same_machine() {
     need_root!();
     let host = TestHost::new();
     let is = |[name, id, hardware]: [&str; 3]| be(&host, name, id, hardware);
@@ -475,7 +475,7 @@ fn a_machine_that_changes_one_thing_after_the_other_stays_itself() {
 }
 
 #[test]
-fn a_host_that_a_version_before_has_claimed_is_the_one_that_finds_it_first() {
+fn the_first_host_that_finds_the_claim_of_an_older_version_owns_it() {
     need_root!();
     let host = TestHost::new();
     let is = |[name, id, hardware]: [&str; 3]| be(&host, name, id, hardware);

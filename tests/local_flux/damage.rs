@@ -9,7 +9,7 @@ use nix::{
 use crate::harness::Cluster;
 
 #[test]
-fn a_flipped_byte_is_told_and_mended_beside_the_running_broker() {
+fn a_flipped_byte_is_reported_and_repaired_while_the_broker_runs() {
     let Some(cluster) = Cluster::up(1, &[]) else { return };
     let (before, job) = (cluster.brokers(), cluster.job(&["-n1"]));
     let find = "find /opt/flux-distribute/envs/ -type f -name 'libflux-core.so.*'";

@@ -18,12 +18,12 @@ fn ranks(cluster: &Cluster, state: &str) -> Option<String> {
 }
 
 #[test]
-fn four_that_join_and_four_that_are_drained_and_removed_cost_none_of_20_jobs() {
+fn none_of_20_jobs_is_lost_while_four_nodes_join_and_four_are_removed() {
     come_and_go(Scheduler::Fluxion);
 }
 
 #[test]
-fn four_that_join_and_four_that_go_cost_no_job_under_sched_simple() {
+fn no_job_is_lost_while_nodes_join_and_leave_under_sched_simple() {
     come_and_go(Scheduler::Simple);
 }
 
@@ -186,7 +186,7 @@ fn join_beside_short_jobs(scheduler: Scheduler) {
 }
 
 #[test]
-fn a_job_that_waits_for_cores_which_flux_calls_free_is_told_and_reload_mends_it() {
+fn a_job_waiting_for_free_cores_is_reported_and_reload_starts_it() {
     // With Fluxion's default format, the cores of one of two jobs are lost that it takes back on a node.
     let instance = tempfile::Builder::new().suffix(".yaml").tempfile().unwrap();
     let config = "[sched-fluxion-resource]\nmatch-format = \"rv1_nosched\"\n";

@@ -23,7 +23,7 @@ fn epoch(cluster: &Cluster, wanted: u64) {
 }
 
 #[test]
-fn what_is_read_at_start_waits_for_the_running_jobs_and_keeps_the_pending_ones() {
+fn a_change_that_needs_a_restart_waits_for_running_jobs_and_keeps_pending_ones() {
     let Some(cluster) = Cluster::up(3, &[]) else { return };
     let (before, job) = (cluster.brokers(), cluster.job(&["-N3", "-n3"]));
     let pending = cluster.exec("node1", &["flux", "submit", "-N3", "--urgency=hold", "true"]);
@@ -69,7 +69,7 @@ fn a_lead_that_ends_its_epoch_waits<T>(leave: impl FnOnce(&Cluster, &str) -> T) 
     // Flux says so after a minute, by which any other broker would have been killed.
     let log = cluster.root(&lead).join("opt/flux-distribute/log/broker.log");
     let words = format!("shutdown delayed: waiting for 1 peers: {away} ");
-    cluster.until("the lead's word", || fs::read_to_string(&log).unwrap().contains(&words).then_some(()));
+    cluster.until("the lead's log line", || fs::read_to_string(&log).unwrap().contains(&words).then_some(()));
     assert_eq!(cluster.instance().status.unwrap().phase, InstancePhase::Restarting);
     assert_eq!(cluster.brokers().get(&lead), Some(&before[&lead]));
     drop(absence);
@@ -89,7 +89,7 @@ fn a_lead_that_ends_its_epoch_waits_for_a_follower_that_is_cut_off() {
 }
 
 #[test]
-fn a_word_is_enough_to_restart_whatever_runs() {
+fn an_annotation_restarts_the_instance_even_if_jobs_run() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let before = cluster.brokers();
     let job = cluster.exec("node1", &["flux", "submit", "-N2", "-n2", "sleep", "inf"]);
@@ -114,7 +114,7 @@ fn a_word_is_enough_to_restart_whatever_runs() {
 }
 
 #[test]
-fn settings_that_no_broker_starts_with_are_taken_back() {
+fn the_instance_goes_back_from_settings_that_no_broker_starts_with() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     cluster.patch(json!({"spec": {"broker": {"config": "[ingest]
 batch-count = \"many\"
@@ -126,7 +126,7 @@ batch-count = \"many\"
 }
 
 #[test]
-fn fewer_are_drained_and_stopped_and_more_come_back() {
+fn a_smaller_size_drains_and_stops_members_and_a_larger_one_restores_them() {
     let Some(cluster) = Cluster::up(3, &[]) else { return };
     let before = cluster.brokers();
     let last = cluster.holder(2);
@@ -157,7 +157,7 @@ fn fewer_are_drained_and_stopped_and_more_come_back() {
 }
 
 #[test]
-fn a_member_that_leaves_gives_its_jobs_no_longer_than_the_time_out() {
+fn a_leaving_member_is_stopped_when_its_drain_timeout_has_passed() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     cluster.job(&["-N1", "-n1", &format!("--requires=host:{}", cluster.holder(1))]);
     cluster.patch(json!({"spec": {"size": 1, "drain": {"timeout": "5s"}}}));

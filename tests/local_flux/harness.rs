@@ -158,7 +158,7 @@ impl Cluster {
     /// The name of the node that holds `rank`.
     pub fn holder(&self, rank: u32) -> String {
         let found = self.nodes().into_iter().find(|node| node.rank == Some(rank));
-        found.unwrap_or_else(|| panic!("nobody holds rank {rank}")).name
+        found.unwrap_or_else(|| panic!("no node holds rank {rank}")).name
     }
 
     /// The brokers that run, by node: from the machine's processes, not from what anybody says of them.
@@ -231,7 +231,7 @@ impl Cluster {
         self.wait(self.api::<FluxInstance>().get(INSTANCE)).unwrap()
     }
 
-    /// None where there is none, or none that can be read.
+    /// None if there is none, or it can't be read.
     pub fn roster(&self) -> Option<Roster> {
         let map = self.wait(self.api::<ConfigMap>().get_opt(CONFIGMAP_ROSTER)).unwrap()?;
         serde_json::from_str(&map.data?[CONFIGMAP_ROSTER_KEY]).ok()

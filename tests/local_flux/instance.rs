@@ -87,7 +87,7 @@ fn four_nodes_are_one_flux_instance() {
 }
 
 #[test]
-fn a_job_finds_a_clean_process_outside_of_every_pod() {
+fn a_job_runs_in_a_clean_process_outside_of_every_pod() {
     let Some((cluster, _turn)) = calm() else { return };
     let look = "ulimit -l; ulimit -n; cat /proc/self/oom_score_adj /proc/self/cgroup";
     let said = cluster.exec("node1", &["flux", "run", "-N4", "--label-io", "sh", "-c", look]);
@@ -195,7 +195,7 @@ fn a_single_node_is_an_instance_of_size_1_and_down_leaves_nothing_of_it() {
 }
 
 #[test]
-fn a_prefix_that_is_changed_later_is_taken_by_no_node() {
+fn no_node_applies_a_prefix_that_is_changed_later() {
     let Some(cluster) = Cluster::up(1, &[]) else { return };
     cluster.patch(json!({"spec": {"prefix": "/srv/elsewhere"}}));
     cluster.must(&["add-node"]);
@@ -207,7 +207,7 @@ fn a_prefix_that_is_changed_later_is_taken_by_no_node() {
 }
 
 #[test]
-fn a_real_api_server_serves_the_same_instance_where_there_is_one() {
+fn a_real_api_server_serves_the_same_instance() {
     if skips_without([Need::ApiServer]) {
         return;
     }

@@ -25,7 +25,7 @@ fn all_have(cluster: &Cluster, what: &str, wanted: impl Fn(&str) -> BTreeSet<Str
 }
 
 #[test]
-fn two_locks_forth_and_back_leave_both_on_every_node_and_all_that_runs_untouched() {
+fn switching_between_two_locks_keeps_both_on_every_node_and_restarts_nothing() {
     let Some(channel) = channel() else { return };
     let cluster = Cluster::start(4, &["--channel", &channel]);
     let (before, job) = (cluster.brokers(), cluster.job(&["-N4", "-n4"]));

@@ -55,7 +55,7 @@ fn resources(cluster: &Cluster, resources: Value) {
 fn refused(cluster: &Cluster) -> Option<String> {
     let words = ["status", "-s", "exclude,draining,drained", "-no", "{state} {nodelist} {reason}"];
     let rows = resource(cluster, &words)?;
-    // A state in which nobody is has a row too.
+    // `flux resource status` has a row for each state, even without ranks.
     Some(rows.lines().map(str::trim).filter(|row| row.contains(' ')).collect::<Vec<_>>().join("\n"))
 }
 
@@ -64,7 +64,7 @@ fn until_refused(cluster: &Cluster, expected: &str) {
 }
 
 #[test]
-fn each_of_four_kinds_of_nodes_shows_exactly_its_own() {
+fn each_of_four_kinds_of_nodes_declares_its_own_resources() {
     let directory = tempfile::tempdir().unwrap();
     let instance = directory.path().join("instance.yaml");
     let spec = json!({"apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxInstance",
@@ -147,7 +147,7 @@ fn a_node_with_less_than_before_is_drained_corrected_and_undrained() {
 }
 
 #[test]
-fn the_lead_is_excluded_once_its_jobs_have_ended_and_taken_in_again() {
+fn the_lead_is_excluded_once_its_jobs_have_ended_and_can_be_included_again() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let brokers = cluster.brokers();
     let job = cluster.job(&["-n1", "--requires=rank:0"]);

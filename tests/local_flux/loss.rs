@@ -36,7 +36,7 @@ fn a_node_that_joins_later_changes_no_rank_and_restarts_no_broker() {
 }
 
 #[test]
-fn killed_agents_take_no_broker_and_no_job_along() {
+fn killed_agents_end_no_broker_and_no_job() {
     let Some(cluster) = Cluster::up(4, &[]) else { return };
     let job = cluster.job(&["-N4", "-n4"]);
     let brokers = cluster.brokers();
@@ -80,7 +80,7 @@ fn kill_agents(cluster: &Cluster, names: &[&str]) {
 }
 
 #[test]
-fn a_killed_broker_and_a_killed_planner_are_made_up_for_within_seconds() {
+fn a_killed_broker_and_a_killed_planner_are_replaced_within_seconds() {
     let Some(cluster) = Cluster::up(3, &[]) else { return };
     let follower = cluster.holder(1);
     let killed = cluster.brokers()[&follower];
@@ -111,7 +111,7 @@ fn a_killed_broker_and_a_killed_planner_are_made_up_for_within_seconds() {
 }
 
 #[test]
-fn an_agent_that_was_frozen_starts_no_broker_under_a_rank_that_it_has_lost() {
+fn an_agent_that_was_suspended_starts_no_broker_under_a_rank_it_has_lost() {
     let Some(cluster) = Cluster::up(3, &[]) else { return };
     cluster.patch(json!({ "spec": { "ranks": { "retain": "5s" } } }));
     let planner = cluster.planner();
@@ -159,7 +159,7 @@ fn given(roster: &Roster) -> BTreeMap<Rank, (String, Option<String>, Option<Decl
 }
 
 #[test]
-fn a_planner_without_memory_makes_the_roster_again_as_it_was_beside_running_jobs() {
+fn a_new_planner_rebuilds_a_deleted_roster_while_jobs_run() {
     let Some(cluster) = Cluster::up(4, &[]) else { return };
     let jobs = cluster.job(&["--cc=1-4", "-N1", "--exclusive"]);
     let (brokers, before) = (cluster.brokers(), cluster.roster().unwrap());
@@ -188,7 +188,7 @@ fn a_planner_without_memory_makes_the_roster_again_as_it_was_beside_running_jobs
 }
 
 #[test]
-fn a_deleted_certificate_comes_back_as_the_very_same() {
+fn a_deleted_certificate_is_restored_unchanged() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let secrets = cluster.api::<Secret>();
     let read = || cluster.wait(secrets.get_opt(SECRET_CURVE)).unwrap();
@@ -209,7 +209,7 @@ fn a_deleted_certificate_comes_back_as_the_very_same() {
 }
 
 #[test]
-fn a_certificate_that_the_lead_has_lost_too_comes_back_from_another_member() {
+fn another_member_restores_a_certificate_that_the_lead_has_lost_too() {
     let Some(cluster) = Cluster::up(3, &[]) else { return };
     let (lead, follower) = (cluster.holder(0), cluster.holder(1));
     // What else there is to say must not hide it.
@@ -219,7 +219,7 @@ fn a_certificate_that_the_lead_has_lost_too_comes_back_from_another_member() {
     let (before, brokers) = (read().unwrap(), cluster.brokers());
     fs::write(cluster.root(&lead).join("opt/flux-distribute/etc/curve.cert"), "").unwrap();
     cluster.wait(secrets.delete(SECRET_CURVE, &DeleteParams::default())).unwrap();
-    cluster.until("the planner's words", || {
+    cluster.until("the planner's message", || {
         let status = cluster.instance().status?;
         let missing = status.holding("CertificateMissing")?;
         missing.message.contains("if no host has it any more, put it back").then_some(())
@@ -307,14 +307,14 @@ fn a_changed_spec_restarts_nothing_and_shows_as_restart_pending() {
 }
 
 #[test]
-fn a_planner_that_begins_while_the_api_servers_clock_is_wrong_ends_no_drain_early() {
+fn a_planner_that_starts_with_a_wrong_clock_ends_no_drain_early() {
     let Some(cluster) = Cluster::up(3, &[]) else { return };
     let (last, brokers) = (cluster.holder(2), cluster.brokers());
     let job = cluster.job(&["-N1", "--requires=rank:2"]);
     cluster.patch(json!({"spec": {"size": 2, "drain": {"timeout": "10m"}}}));
     let told = || cluster.wait(cluster.api::<FluxNode>().get(&last)).unwrap();
     cluster.until("the drain", || told().spec.draining);
-    // An hour ahead, by which ten minutes are over. Whoever plans from here on has begun with that clock.
+    // An hour ahead, by which ten minutes are over. Every planner from here on has started with that clock.
     cluster.must(&["api", "clock-ahead"]);
     kill_agents(&cluster, &["node1", "node2", "node3"]);
     let generation = cluster.patch(json!({"spec": {"ranks": {"retain": "11m"}}})).metadata.generation.unwrap();

@@ -13,7 +13,7 @@ fn up(cluster: &Cluster) -> Option<String> {
     cluster.ask("node1", &["flux", "resource", "status", "-s", "online", "--skip-empty", "-no", "{nodelist}"])
 }
 
-/// The nodes that somebody has drained, and why.
+/// The drained nodes, with the reasons.
 fn drained(cluster: &Cluster) -> Option<Vec<String>> {
     let said = cluster.ask("node1", &["flux", "resource", "drain", "-no", "{nodelist} {reason}"])?;
     let mut lines: Vec<_> = said.lines().map(str::to_owned).collect();
@@ -30,12 +30,12 @@ fn until_drained(cluster: &Cluster, lines: &[&str]) {
 }
 
 #[test]
-fn nodes_that_join_leave_and_return_have_their_own_names_and_their_drains_hold_under_fluxion() {
+fn nodes_that_join_and_return_keep_their_names_and_drains_under_fluxion() {
     come_and_go(Scheduler::Fluxion);
 }
 
 #[test]
-fn nodes_that_join_leave_and_return_have_their_own_names_and_their_drains_hold_under_sched_simple() {
+fn nodes_that_join_and_return_keep_their_names_and_drains_under_sched_simple() {
     come_and_go(Scheduler::Simple);
 }
 

@@ -60,7 +60,7 @@ impl Source {
         self.served.bytes.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Nobody listens any more, and what is under way breaks off.
+    /// Stops listening, and closes the connections that are open.
     fn vanishes(self) -> BTreeMap<String, u64> {
         self.server.abort();
         let sent = self.sent();
@@ -101,7 +101,7 @@ async fn serve(State(served): State<Arc<Served>>, request: Request) -> Response 
     answer.body(Body::from_stream(body)).unwrap()
 }
 
-/// The bundle behind a server, and the options that install from there. None where there is no Flux.
+/// The bundle behind a server, and the options that install from there. None if there is no Flux.
 fn bundle_at(rest: Duration) -> Option<(Source, Vec<String>, u64)> {
     let file = bundle()?;
     let source = Source::of(file.parent().unwrap(), rest);
@@ -125,7 +125,7 @@ fn asks_the_source(spec: &FluxNodeSpec) -> bool {
     spec.fetch_from.as_ref().is_some_and(|from| from.peers.is_empty())
 }
 
-/// One node asked the source, every other one has a parent, and nobody has more than four children.
+/// One node asked the source, every other one has a parent, and no node has more than four children.
 fn is_a_tree(cluster: &Cluster) {
     let nodes = flux_nodes(cluster);
     assert_eq!(nodes.iter().filter(|node| asks_the_source(&node.spec)).count(), 1);
@@ -143,7 +143,7 @@ fn is_a_tree(cluster: &Cluster) {
 }
 
 #[test]
-fn one_bundle_leaves_its_server_once_for_all_nodes() {
+fn the_bundle_server_sends_a_bundle_once_for_all_nodes() {
     let Some((source, options, size)) = bundle_at(Duration::ZERO) else { return };
     let begin = Instant::now();
     let cluster = Cluster::start(4, &words(&options));
@@ -152,7 +152,7 @@ fn one_bundle_leaves_its_server_once_for_all_nodes() {
     is_a_tree(&cluster);
     is_one_instance(&cluster, 4);
 
-    // From here on nobody can ask it.
+    // From here on no node can reach it.
     source.vanishes();
     for node in ["node1", "node2", "node3", "node4"] {
         cluster.must(&["agent", node, "kill"]);
@@ -171,7 +171,7 @@ fn one_bundle_leaves_its_server_once_for_all_nodes() {
 }
 
 #[test]
-fn each_archive_leaves_its_channel_once_for_all_nodes() {
+fn the_channel_sends_each_archive_once_for_all_nodes() {
     if skips_without([Need::ChannelDirectory]) {
         return;
     }
@@ -196,7 +196,7 @@ fn is_one_instance_with(cluster: &Cluster, nodes: u32) {
 }
 
 #[test]
-fn a_source_that_vanishes_after_the_first_node_has_it_is_not_missed() {
+fn nodes_install_from_peers_if_the_source_vanishes_after_the_first_node() {
     let Some((source, options, size)) = bundle_at(Duration::ZERO) else { return };
     let cluster = Cluster::begin(4, &words(&options));
     let holds = |node: &FluxNode| node.status.as_ref().is_some_and(|status| !status.holds.is_empty());
@@ -207,7 +207,7 @@ fn a_source_that_vanishes_after_the_first_node_has_it_is_not_missed() {
 }
 
 #[test]
-fn an_agent_that_is_killed_while_it_asks_the_source_is_made_up_for() {
+fn another_agent_fetches_if_the_one_that_asks_the_source_is_killed() {
     // Some four seconds for thirty megabytes.
     let Some((source, options, size)) = bundle_at(Duration::from_millis(8)) else { return };
     let cluster = Cluster::begin(4, &words(&options));

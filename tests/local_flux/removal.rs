@@ -8,7 +8,7 @@ use kube::api::{DeleteParams, ListParams, PostParams};
 use crate::{harness::Cluster, instance::is_one_instance};
 
 #[test]
-fn a_deleted_instance_leaves_clean_hosts_and_comes_up_again_when_it_is_made_anew() {
+fn a_deleted_instance_leaves_clean_hosts_and_can_be_created_again() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let instances = cluster.api::<FluxInstance>();
     let spec = cluster.instance().spec;
@@ -42,7 +42,7 @@ fn a_deleted_instance_leaves_clean_hosts_and_comes_up_again_when_it_is_made_anew
 }
 
 #[test]
-fn a_deleted_instance_ends_its_running_jobs_in_peace_and_starts_no_pending_one() {
+fn a_deleted_instance_lets_running_jobs_finish_and_starts_no_pending_one() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let spec = cluster.instance().spec;
     ends_in_peace(&cluster);
@@ -54,8 +54,8 @@ fn a_deleted_instance_ends_its_running_jobs_in_peace_and_starts_no_pending_one()
 }
 
 #[test]
-fn a_tree_whose_lead_is_off_is_cleaned_from_its_leaves() {
-    // Nobody tells whether jobs run, and what is to be waited for is what hangs on a broker.
+fn if_the_lead_is_off_a_tree_is_removed_from_its_leaves() {
+    // Without the lead nothing shows whether jobs run, so a node waits for the brokers that hang on its own.
     let Some(cluster) = Cluster::up(4, &["--topology", "kary:2"]) else { return };
     let lead = cluster.holder(0);
     cluster.must(&["node", &lead, "power-off"]);

@@ -13,7 +13,7 @@ use serde_json::json;
 
 use crate::harness::{Cluster, Unplugged};
 
-/// Who holds `rank` by the roster: the Node's uid.
+/// uid of the Node that holds `rank` in the roster.
 fn holder(cluster: &Cluster, rank: Rank) -> Option<String> {
     cluster.roster().unwrap().ranks.get(&rank)?.member.as_ref().map(|member| member.uid.clone())
 }
@@ -40,7 +40,7 @@ fn joined(cluster: &Cluster, machine: &str, node: &str) -> Rank {
 }
 
 #[test]
-fn a_machine_that_replaces_one_that_is_cut_off_gets_another_rank_and_both_keep_their_own() {
+fn a_replacement_for_a_cut_off_machine_gets_a_rank_of_its_own() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     cluster.patch(json!({"spec": {"ranks": {"retain": "5s"}}}));
     // One that has joined later: its rank has a spare's name, so that it may be anybody's once it is free.
@@ -103,7 +103,7 @@ fn told_of_another(cluster: &Cluster, times: usize) {
 }
 
 #[test]
-fn one_that_is_cut_off_begins_no_broker_that_could_come_back_as_another_ones_rank() {
+fn a_node_that_is_cut_off_starts_no_broker_whose_rank_may_be_another_nodes() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let before = cluster.brokers();
     let cut = Unplugged::new(&cluster, "node2");

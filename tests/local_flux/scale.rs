@@ -1,4 +1,4 @@
-//! A smaller and a greater instance, and what autoscalers are told.
+//! A smaller and a larger instance, and the annotations for autoscalers.
 
 use std::collections::BTreeMap;
 
@@ -88,7 +88,7 @@ fn two_of_four(scheduler: Scheduler) {
 }
 
 #[test]
-fn more_than_the_default_maximum_is_denied_in_words() {
+fn a_size_above_the_default_maximum_is_denied_with_a_message() {
     let Some(cluster) = Cluster::up(1, &[]) else { return };
     let before = cluster.brokers();
     cluster.patch(json!({"spec": {"size": 65}}));
@@ -114,12 +114,12 @@ fn annotations(cluster: &Cluster, node: &str) -> BTreeMap<String, String> {
 }
 
 #[test]
-fn nodes_with_jobs_tell_autoscalers_and_jobs_that_wait_for_nodes_are_counted() {
+fn nodes_with_jobs_are_annotated_and_jobs_that_wait_for_nodes_are_counted() {
     jobs_tell(Scheduler::Fluxion);
 }
 
 #[test]
-fn nodes_with_jobs_tell_autoscalers_under_sched_simple() {
+fn nodes_with_jobs_are_annotated_under_sched_simple() {
     jobs_tell(Scheduler::Simple);
 }
 
@@ -127,7 +127,7 @@ fn jobs_tell(scheduler: Scheduler) {
     let Some(cluster) = scheduler.up(3, &[]) else { return };
     let before = cluster.brokers();
     let [lead, busy, idle] = [0, 1, 2].map(|rank| cluster.holder(rank));
-    // Karpenter's is somebody's own.
+    // An administrator set Karpenter's annotation.
     cluster.patch_node(&busy, json!({"metadata": {"annotations": {PROTECTING[1]: "true"}}}));
     let is_protected = |node: &str| PROTECTING.iter().all(|key| annotations(&cluster, node).contains_key(*key));
     let requires = format!("--requires=host:{lead},{busy}");

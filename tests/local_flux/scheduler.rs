@@ -11,7 +11,7 @@ use crate::{
     needs::{Need, flux_prefix, skips_without},
 };
 
-/// Who gives jobs their nodes.
+/// The scheduler of an instance.
 #[derive(Debug, Clone, Copy)]
 pub enum Scheduler {
     Fluxion,

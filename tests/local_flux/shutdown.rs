@@ -49,7 +49,7 @@ fn below_the_prefix(cluster: &Cluster, node: &str, path: &str) -> PathBuf {
     cluster.root(node).join("opt/flux-distribute").join(path)
 }
 
-/// Fills the log below the prefix of `node` with words that say nothing of a shutdown, then empties it, as a trim does.
+/// Fills the log below the prefix of `node` with lines that are not about a shutdown, then empties it, as a trim does.
 fn forget_log(cluster: &Cluster, node: &str) {
     let mut log = OpenOptions::new().append(true).open(below_the_prefix(cluster, node, "log/broker.log")).unwrap();
     log.write_all("<6>cron.info[0]: nothing to do\n".repeat(10_000).as_bytes()).unwrap();
@@ -57,7 +57,7 @@ fn forget_log(cluster: &Cluster, node: &str) {
 }
 
 #[test]
-fn an_instance_that_was_shut_down_stays_down_until_somebody_says_restart() {
+fn a_shut_down_instance_stays_down_until_an_administrator_restarts_it() {
     let Some(cluster) = Cluster::up(3, &[]) else { return };
     let lead = cluster.holder(0);
     let pending = cluster.exec(&lead, &["flux", "submit", "-N3", "--urgency=hold", "true"]);
@@ -99,7 +99,7 @@ fn an_instance_that_was_shut_down_stays_down_until_somebody_says_restart() {
 }
 
 #[test]
-fn the_epoch_after_a_shutdown_begins_though_its_lead_could_not_be_started_at_once() {
+fn the_epoch_after_a_shutdown_begins_even_if_its_lead_fails_to_start_once() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let lead = cluster.holder(0);
     cluster.exec(&lead, &["flux", "shutdown"]);
@@ -122,7 +122,7 @@ fn the_epoch_after_a_shutdown_begins_though_its_lead_could_not_be_started_at_onc
 }
 
 #[test]
-fn a_lead_that_was_ended_by_a_signal_is_started_again() {
+fn a_lead_that_a_signal_ended_is_started_again() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let (lead, before) = (cluster.holder(0), cluster.brokers());
     kill(Pid::from_raw(before[&cluster.holder(0)].pid), Signal::SIGTERM).unwrap();

@@ -50,7 +50,7 @@ fn refused(cluster: &Cluster, node: &str, words: &[&str], expected: &str) {
 fn lose_the_disk(cluster: &Cluster, lead: &str) {
     fs::remove_dir_all(cluster.root(lead).join(PREFIX).join("state")).unwrap();
     kill(Pid::from_raw(cluster.brokers()[lead].pid), Signal::SIGKILL).unwrap();
-    let said = cluster.until("the lead's words", || {
+    let said = cluster.until("the lead's message", || {
         let status = cluster.wait(cluster.api::<FluxNode>().get(lead)).unwrap().status?;
         status.message.filter(|message| message.contains("is gone from this host"))
     });
@@ -137,7 +137,7 @@ fn a_lead_whose_disk_is_gone_is_recovered_on_another_node_with_its_pending_jobs(
     cluster.exec(&next, &["flux", "job", "wait-event", "-t", "60", &pending, "clean"]);
     assert_eq!(cluster.exec(&next, &["flux", "run", "-N3", "hostname"]).lines().count(), 3);
 
-    // The same once more, with a new disk in the machine that leads: it goes on leading, in this epoch.
+    // The same once more, with a new disk in the machine that leads: it keeps leading, in this epoch.
     lose_the_disk(&cluster, &next);
     let output = in_pod(&cluster, &next, &words, Some(&saved.reopen().unwrap()));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -249,7 +249,7 @@ impl<'a> ByHand<'a> {
         fs::write(self.root.join("signal"), name).unwrap();
     }
 
-    /// The kubelet goes on, and starts another agent.
+    /// The kubelet continues, and starts another agent.
     fn end(self) -> Output {
         let Self { shell, kubelet, .. } = self;
         let output = shell.wait_with_output().unwrap();
@@ -281,7 +281,7 @@ fn an_uninstall_by_hand_of_a_follower_keeps_jobs_off_that_host_alone() {
 }
 
 #[test]
-fn an_uninstall_by_hand_that_is_cut_short_lets_the_queues_go_on() {
+fn an_interrupted_uninstall_by_hand_starts_the_queues_again() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let (lead, other) = (cluster.holder(0), cluster.holder(1));
     let before = cluster.brokers();
@@ -389,7 +389,7 @@ fn a_purged_host_has_nothing_of_ours() {
 }
 
 #[test]
-fn a_queue_that_an_uninstall_has_kept_goes_on_in_the_next_instance_by_a_word() {
+fn the_next_instance_can_continue_a_queue_that_an_uninstall_kept() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let lead = cluster.holder(0);
     let instances = cluster.api::<FluxInstance>();

@@ -69,7 +69,7 @@ fn running() -> Value {
 }
 
 #[test]
-fn a_lead_whose_power_is_cut_is_missed_before_kubernetes_misses_its_node() {
+fn a_lead_without_power_is_reported_before_kubernetes_marks_its_node() {
     let Some(cluster) = Cluster::up(3, &[]) else { return };
     until_told(&cluster, "3 of 3 nodes online");
     let lead = cluster.holder(0);
@@ -96,7 +96,7 @@ fn a_lead_whose_power_is_cut_is_missed_before_kubernetes_misses_its_node() {
 }
 
 #[test]
-fn a_member_whose_pod_was_evicted_has_no_agent() {
+fn the_status_names_members_whose_pod_was_evicted() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let pods = ["node1", "node2"].map(|node| show_pod(&cluster, node, &running()));
     change_pod(&cluster, &pods[1], &json!({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}));
@@ -109,7 +109,7 @@ fn a_member_whose_pod_was_evicted_has_no_agent() {
 }
 
 #[test]
-fn an_agent_tells_kubelet_on_its_own_pod_that_its_node_is_ready() {
+fn an_agent_sets_the_readiness_of_its_own_pod() {
     let Some(cluster) = Cluster::up(1, &[]) else { return };
     let pod = show_pod(&cluster, "node1", &running());
     // The next agent of that pod.
@@ -157,7 +157,7 @@ fn a_node_whose_broker_has_ended_waits_for_the_next_epoch() {
     });
     cluster.patch(json!({"metadata": {"annotations": {ANNOTATION_RESTART: "now"}}}));
     cluster.until("the end of the epoch", || cluster.roster()?.closing);
-    // Nobody begins the next one until another agent is the planner.
+    // The next one begins only once another agent is the planner.
     let stopped = agent(&planner).unwrap();
     kill(stopped, Signal::SIGSTOP).unwrap();
     for node in others.into_iter().filter(|node| *node != planner && *node != lead) {
@@ -175,7 +175,7 @@ fn a_node_whose_broker_has_ended_waits_for_the_next_epoch() {
 }
 
 #[test]
-fn what_a_running_instance_does_not_take_is_told_in_its_line_a_condition_and_an_event() {
+fn changes_that_a_running_instance_ignores_are_in_message_condition_and_event() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let (lead, other) = (cluster.holder(0), cluster.holder(1));
     for (spec, mended, words) in [
@@ -197,7 +197,7 @@ fn what_a_running_instance_does_not_take_is_told_in_its_line_a_condition_and_an_
 }
 
 #[test]
-fn a_pending_restart_whose_packages_cannot_be_had_says_why_in_the_line() {
+fn a_pending_restart_whose_packages_can_not_be_fetched_says_why() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let has = cluster.instance().spec.packages.bundle.unwrap();
     let wanted = "0".repeat(64);
@@ -215,7 +215,7 @@ fn a_pending_restart_whose_packages_cannot_be_had_says_why_in_the_line() {
 }
 
 #[test]
-fn spares_are_told_apart_from_nodes_that_are_down() {
+fn the_status_distinguishes_spares_from_nodes_that_are_down() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     // As in the pod: it needs no more than the host's namespaces.
     let program = env!("CARGO_BIN_EXE_flux-distribute");
@@ -230,7 +230,7 @@ fn spares_are_told_apart_from_nodes_that_are_down() {
 }
 
 #[test]
-fn a_pod_that_ends_before_its_hosts_jobs_says_so_in_its_last_words_and_an_event() {
+fn a_pod_that_ends_before_its_hosts_jobs_says_so_in_its_message_and_an_event() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };
     let job = cluster.job(&["-N2", "--exclusive"]);
     cluster.wait(cluster.api::<FluxInstance>().delete(INSTANCE, &DeleteParams::default())).unwrap();
@@ -242,7 +242,7 @@ fn a_pod_that_ends_before_its_hosts_jobs_says_so_in_its_last_words_and_an_event(
     let agent = cluster.node("node2").agent_pid.unwrap();
     let mut restart = cluster.command(&["agent", "node2", "restart"]).stdout(Stdio::null()).spawn().unwrap();
     let last_words = format!("/proc/{agent}/root/termination-log");
-    cluster.until("its last words", || {
+    cluster.until("its last message", || {
         let told = fs::read_to_string(&last_words).ok()?;
         (told.contains("jobs are running") && told.contains("apply the manifest again")).then_some(())
     });

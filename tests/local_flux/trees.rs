@@ -4,9 +4,9 @@ use std::time::Instant;
 
 use crate::harness::Cluster;
 
-/// Eight nodes in the tree `topology`, in which `parent` tells who is above a rank; then one that others hang on is gone for
+/// Eight nodes in the tree `topology`, in which `parent` returns the parent of a rank; then one that others hang on is gone for
 /// good.
-fn is_a_tree_that_strands_nobody(topology: &str, parent: fn(u32) -> u32) {
+fn check_that_a_lost_interior_node_strands_no_other(topology: &str, parent: fn(u32) -> u32) {
     let Some(cluster) = Cluster::up(8, &["--topology", topology]) else { return };
     let held: Vec<u32> = cluster.ranks().into_values().flatten().collect();
     assert_eq!(held.len(), 8);
@@ -49,12 +49,12 @@ fn up_and_online(cluster: &Cluster, up: impl Fn() -> Option<()>) -> impl FnMut()
 }
 
 #[test]
-fn kary_2_comes_up_as_that_tree_and_a_lost_interior_node_strands_nobody() {
-    is_a_tree_that_strands_nobody("kary:2", |rank| (rank - 1) / 2);
+fn kary_2_makes_that_tree_and_a_lost_interior_node_strands_no_other() {
+    check_that_a_lost_interior_node_strands_no_other("kary:2", |rank| (rank - 1) / 2);
 }
 
 #[test]
-fn binomial_comes_up_as_that_tree_and_a_lost_interior_node_strands_nobody() {
+fn binomial_makes_that_tree_and_a_lost_interior_node_strands_no_other() {
     // Under itself without its lowest bit.
-    is_a_tree_that_strands_nobody("binomial", |rank| rank & (rank - 1));
+    check_that_a_lost_interior_node_strands_no_other("binomial", |rank| rank & (rank - 1));
 }

@@ -33,7 +33,7 @@ fn main() {
     let kubeconfig = fs::metadata("/kubeconfig").unwrap().permissions().mode() & 0o777;
     fs::write(format!("{HOST}/root/environment"), format!("{variables}kubeconfig={kubeconfig:o}\n")).unwrap();
     let listener = TcpListener::bind("0.0.0.0:8051").unwrap();
-    // Last: whoever waits for it finds everything.
+    // Written last, so that a test that waits for it finds everything.
     fs::write(format!("{HOST}/root/agent.new"), format!("{} {}", id(), stayed.id())).unwrap();
     fs::rename(format!("{HOST}/root/agent.new"), format!("{HOST}/root/agent")).unwrap();
     for stream in listener.incoming() {

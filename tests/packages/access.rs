@@ -14,7 +14,7 @@ fn is_index(request: &axum::extract::Request) -> bool {
 }
 
 #[tokio::test]
-async fn a_redirect_is_followed_and_never_with_the_token() {
+async fn a_redirect_is_followed_without_the_token() {
     let channel = Channel::with_flux();
     let (server, other) = (Server::start(channel.path()).await, Server::start(channel.path()).await);
     let access = Access { token: Some(Token::new("s3cret\n")), allow_http: true, ..Access::default() };
@@ -44,7 +44,7 @@ async fn a_redirect_is_followed_and_never_with_the_token() {
 }
 
 #[tokio::test]
-async fn a_private_authority_and_a_token_open_a_site_of_its_own() {
+async fn a_private_authority_and_a_token_give_access_to_a_private_server() {
     let authority_key = rcgen::KeyPair::generate().unwrap();
     let mut authority = rcgen::CertificateParams::new(Vec::new()).unwrap();
     authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
@@ -85,7 +85,7 @@ async fn a_private_authority_and_a_token_open_a_site_of_its_own() {
 }
 
 #[test]
-fn a_secret_that_cannot_be_used_is_told_by_its_name_and_key_and_without_its_value() {
+fn an_unusable_secret_is_reported_by_name_and_key_without_its_value() {
     let pem = "-----BEGIN CERTIFICATE-----\nc2VjcmV0\n-----END CERTIFICATE-----\n";
     for (authorities, token, key) in [
         (&b"secret"[..], &b""[..], "ca.crt"),

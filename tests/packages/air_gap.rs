@@ -116,7 +116,7 @@ fn the_same_lock_gives_the_same_bundle() {
 }
 
 #[test]
-fn a_bundle_for_two_platforms_installs_on_both_and_tells_others_which_it_has() {
+fn a_bundle_for_two_platforms_installs_on_both_and_names_them_elsewhere() {
     let channel = channel_for_both();
     let desk = Desk::with(&lock(&channel.file_url(), &[PLATFORM, OTHER]));
     desk.create(&[]).unwrap();
@@ -144,7 +144,7 @@ fn a_bundle_for_two_platforms_installs_on_both_and_tells_others_which_it_has() {
 }
 
 #[test]
-fn a_bundle_installs_where_there_is_no_network_at_all() {
+fn a_bundle_installs_without_any_network() {
     if skips_without([Need::Namespaces]) {
         return;
     }
@@ -168,7 +168,7 @@ fn a_bundle_installs_where_there_is_no_network_at_all() {
 }
 
 #[test]
-fn what_a_run_that_was_cut_off_has_downloaded_is_not_downloaded_again() {
+fn downloads_of_an_interrupted_run_are_not_repeated() {
     let channel = channel_for_both();
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let server = runtime.block_on(Server::start(channel.path()));
@@ -198,7 +198,7 @@ fn what_a_run_that_was_cut_off_has_downloaded_is_not_downloaded_again() {
 }
 
 #[test]
-fn what_no_bundle_can_be_made_of_is_told_in_one_sentence() {
+fn input_that_can_not_become_a_bundle_fails_with_one_sentence() {
     let channel = Channel::with_flux();
     let desk = Desk::with(&lock(&channel.file_url(), &[PLATFORM]));
     fs::write(desk.at("no-lock.yml"), "a: [1, 2").unwrap();
@@ -226,7 +226,7 @@ fn what_no_bundle_can_be_made_of_is_told_in_one_sentence() {
 }
 
 #[test]
-fn machines_read_one_json_object_a_line_and_the_last_one_is_the_bundle() {
+fn json_output_is_one_object_a_line_and_ends_with_the_bundle() {
     let channel = Channel::with_flux();
     let desk = Desk::with(&lock(&channel.file_url(), &[PLATFORM]));
     let output = desk.program(&["--lock", "lock.yml", "--out", "flux.tar.gz", "--output", "json"]);
@@ -246,7 +246,7 @@ fn machines_read_one_json_object_a_line_and_the_last_one_is_the_bundle() {
 }
 
 #[test]
-fn a_terminal_is_drawn_on_and_a_log_gets_lines() {
+fn progress_is_a_bar_on_a_terminal_and_lines_elsewhere() {
     let channel = Channel::with_flux();
     let desk = Desk::with(&lock(&channel.file_url(), &[PLATFORM]));
     let fetched = "fetching packages for linux-64: 2 packages, ";
@@ -345,7 +345,7 @@ fn is_refused(bundle: &[u8], words: &str) {
     file.write_all(bundle).unwrap();
     let (host, set) = (Host::new(), set_of(file.path()));
     wait(host.fetch(&set)).unwrap();
-    let Err(refusal) = wait(host.link(&set)) else { panic!("it is believed: {words}") };
+    let Err(refusal) = wait(host.link(&set)) else { panic!("it was accepted: {words}") };
     assert!(refusal.message.contains(words), "{words}: {refusal}");
     assert!(refusal.message.contains(file.path().to_str().unwrap()), "it names the bundle: {refusal}");
     assert!(!refusal.transient, "{refusal}");
@@ -356,7 +356,7 @@ fn is_refused(bundle: &[u8], words: &str) {
 }
 
 #[test]
-fn no_lie_in_a_bundle_of_packages_is_believed() {
+fn false_statements_in_a_bundle_of_packages_are_refused() {
     let file = EntryType::Regular;
     type Change<'a> = (&'a str, &'a dyn Fn(&mut Vec<(EntryType, String, Vec<u8>)>));
     let changes: [Change<'_>; 19] = [

@@ -184,7 +184,7 @@ async fn a_bundle_is_fetched_from_the_host_or_refused_by_its_digest() {
 }
 
 #[test]
-fn inspect_tells_what_a_bundle_is() {
+fn inspect_describes_a_bundle() {
     let directory = tempfile::tempdir().unwrap();
     let (from, file) = (directory.path().join("flux"), directory.path().join("flux.tar.gz"));
     installed_flux(&from);
@@ -205,7 +205,7 @@ fn inspect_tells_what_a_bundle_is() {
 }
 
 #[test]
-fn what_is_no_installation_of_flux_is_not_bundled() {
+fn a_directory_without_flux_is_not_bundled() {
     let directory = tempfile::tempdir().unwrap();
     let (from, out) = (directory.path().join("flux"), directory.path().join("flux.tar.gz"));
     let refused = |from: &Path, out: &Path, word: &str| {
@@ -382,7 +382,7 @@ fn a_symlink_that_is_replaced_is_not_followed() {
 }
 
 #[test]
-fn a_bundle_for_other_machines_is_refused_by_name() {
+fn a_bundle_for_another_architecture_is_refused_by_name() {
     let refusal = Forged::of("/opt/flux", "linux-aarch64").host().refused();
     assert!(refusal.message.contains("is for linux-aarch64, but this host is linux-64"), "{refusal}");
     for prefix in ["/usr", "/", "opt/flux", "/opt/../etc"] {
@@ -392,7 +392,7 @@ fn a_bundle_for_other_machines_is_refused_by_name() {
 }
 
 #[test]
-fn a_tarball_that_is_no_bundle_is_sent_to_bundle_create() {
+fn the_error_about_an_ordinary_tarball_names_bundle_create() {
     let mut tar = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
     let mut header = Header::new_gnu();
     header.set_size(0);

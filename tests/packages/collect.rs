@@ -1,4 +1,4 @@
-//! What nobody needs goes; what anybody uses stays.
+//! Environments and archives that nothing needs are removed; those in use stay.
 
 use std::{collections::BTreeSet, os::unix::process::CommandExt, process::Command, time::Duration};
 
@@ -135,7 +135,7 @@ async fn the_wanted_and_the_newest_environments_stay_with_their_archives() {
 
     let collected = collect(&host, 4, &[all[0]]);
     assert_eq!(collected.environments, Vec::<String>::new());
-    assert!(!host.pkgs().join(&part).exists(), "nobody goes on with that download");
+    assert!(!host.pkgs().join(&part).exists(), "no fetch resumes that download");
 
     let collected = collect(&host, 2, &[all[0]]);
     assert_eq!(collected.environments.iter().cloned().collect::<BTreeSet<_>>(), digests(&all[1..3]));
@@ -155,13 +155,13 @@ async fn the_wanted_and_the_newest_environments_stay_with_their_archives() {
 }
 
 #[tokio::test]
-async fn where_current_leads_stays() {
+async fn the_environment_that_current_links_to_stays() {
     let (host, sets) = host_with(2).await;
     std::os::unix::fs::symlink(format!("envs/{}", sets[0].digest()), host.prefix().join("current")).unwrap();
     assert_eq!(collect(&host, 1, &[&sets[1]]), Collected::default());
 }
 
-/// One that runs a program of the environment, and one whose own words are enough: between two commands a script has
+/// A process that runs a program of the environment, and one that only names it in its arguments: between two commands a script has
 /// nothing open. Both run as `uid`.
 fn users_of(host: &Host, program_of: &PackageSet, words_of: &PackageSet, uid: u32) -> [std::process::Child; 2] {
     fs::set_permissions(host.prefix(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -173,7 +173,7 @@ fn users_of(host: &Host, program_of: &PackageSet, words_of: &PackageSet, uid: u3
 }
 
 #[tokio::test]
-async fn a_process_of_the_broker_keeps_its_environment_and_goes_on() {
+async fn an_environment_that_a_brokers_process_uses_is_kept() {
     let (host, sets) = host_with(3).await;
     let Some(broker) = Broker::of(&host, "keeps") else { return };
     let mut processes = users_of(&host, &sets[0], &sets[1], 0);
@@ -196,7 +196,7 @@ async fn a_process_of_the_broker_keeps_its_environment_and_goes_on() {
 }
 
 #[tokio::test]
-async fn a_users_process_holds_no_environment_and_roots_does_by_what_it_runs() {
+async fn a_process_of_root_keeps_the_environment_that_it_runs_and_a_users_does_not() {
     let (host, sets) = host_with(3).await;
     let Some(broker) = Broker::of(&host, "stranger") else { return };
     let mut root = users_of(&host, &sets[0], &sets[1], 0);
@@ -210,7 +210,7 @@ async fn a_users_process_holds_no_environment_and_roots_does_by_what_it_runs() {
     let collected = collect_beside(&broker.places, &host, 1, &[&sets[2]]);
     assert_eq!((collected.environments, collected.used), (vec![sets[0].digest()], Vec::new()));
     for process in &mut nobody {
-        assert_eq!(process.try_wait().unwrap(), None, "it goes on");
+        assert_eq!(process.try_wait().unwrap(), None, "it still runs");
         process.kill().unwrap();
         process.wait().unwrap();
     }
@@ -228,7 +228,7 @@ async fn a_killed_collection_leaves_nothing_that_looks_ready_and_the_next_one_fi
 }
 
 #[tokio::test]
-async fn an_environment_that_was_made_again_goes_while_the_old_one_is_still_in_use() {
+async fn a_rebuilt_environment_can_be_removed_while_the_old_one_is_in_use() {
     let (host, sets) = host_with(2).await;
     let Some(broker) = Broker::of(&host, "again") else { return };
     let (old, digest) = (host.environment(&sets[0]), sets[0].digest());
@@ -250,7 +250,7 @@ async fn an_environment_that_was_made_again_goes_while_the_old_one_is_still_in_u
 }
 
 #[tokio::test]
-async fn archives_are_left_alone_while_somebody_fetches() {
+async fn archives_are_kept_while_a_fetch_is_under_way() {
     let (host, sets) = host_with(1).await;
     let lock = lock::take(&host.pkgs().join(lock::HIDDEN), Duration::ZERO).unwrap();
     fs::remove_dir_all(host.environment(&sets[0])).unwrap();
@@ -259,7 +259,7 @@ async fn archives_are_left_alone_while_somebody_fetches() {
     assert_eq!(collect(&host, 1, &[]).archives, 3);
 }
 
-/// A file system of somebody else's in a directory, until this is dropped.
+/// A foreign file system in a directory, mounted until this is dropped.
 struct Mounted(std::path::PathBuf);
 
 impl Mounted {
@@ -278,7 +278,7 @@ impl Drop for Mounted {
 }
 
 #[tokio::test]
-async fn an_old_environment_in_which_something_is_mounted_stays_until_it_is_unmounted_and_the_others_go() {
+async fn an_old_environment_with_a_mount_in_it_is_kept_until_it_is_unmounted() {
     if skips_without([Need::Root, Need::Namespaces]) {
         return;
     }
@@ -286,7 +286,7 @@ async fn an_old_environment_in_which_something_is_mounted_stays_until_it_is_unmo
     let old = host.environment(&sets[0]);
     let mounted = Mounted::at(old.join("share/data"));
     for _ in 0..2 {
-        // Whoever sees the mount uses the environment, by what is known of processes; without that, the mount itself is told.
+        // A process that sees the mount counts as a user of the environment; without such a process, the error names the mount itself.
         let said = match try_to_collect(&host, 1, &[&sets[2]]) {
             Ok(collected) => collected.used.join(", "),
             Err(refusal) => refusal.message,
@@ -301,7 +301,7 @@ async fn an_old_environment_in_which_something_is_mounted_stays_until_it_is_unmo
 }
 
 #[tokio::test]
-async fn what_an_earlier_run_left_with_something_mounted_in_it_stays_and_is_told() {
+async fn remains_of_an_earlier_run_with_a_mount_in_them_are_kept_and_reported() {
     if skips_without([Need::Root, Need::Namespaces]) {
         return;
     }
@@ -317,7 +317,7 @@ async fn what_an_earlier_run_left_with_something_mounted_in_it_stays_and_is_told
 }
 
 #[tokio::test]
-async fn a_lock_that_everybody_can_hold_holds_nothing_up() {
+async fn a_lock_that_any_user_can_hold_delays_nothing() {
     let (mut channel, host) = (Channel::with_flux(), Host::new());
     let sets = [numbered(&mut channel, 0).await, numbered(&mut channel, 1).await];
     host.fetch(&sets[0]).await.unwrap();

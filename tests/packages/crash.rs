@@ -236,7 +236,7 @@ async fn a_fetch_that_is_killed_at_any_moment_is_finished_by_the_next_one() {
 }
 
 #[tokio::test]
-async fn a_directory_that_is_not_whole_is_made_again_unless_somebody_runs_from_it() {
+async fn an_incomplete_environment_is_rebuilt_unless_a_process_uses_it() {
     let channel = Channel::with_flux();
     let set = resolve(&asked(&channel.file_url(), &["flux-core"])).await.unwrap();
     let host = Host::new();

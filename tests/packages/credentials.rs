@@ -44,7 +44,7 @@ fn assert_clean(what: &str, text: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lock_of_a_closed_channel_holds_none_of_its_credentials() {
+async fn a_lock_of_a_private_channel_has_no_credentials() {
     let channel = Channel::with_flux();
     let server = closed_server(&channel).await;
     let url = with_credentials(&server);
@@ -82,7 +82,7 @@ async fn lock_of(server: &Server, http: &HttpClient) -> PackageSet {
 }
 
 #[tokio::test]
-async fn a_closed_channel_is_opened_by_the_secret_and_nothing_on_the_host_holds_it() {
+async fn a_private_channel_is_read_with_the_secret_which_never_reaches_the_host() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let open = Server::start(channel.path()).await;
@@ -144,7 +144,7 @@ async fn a_redirect_that_would_carry_the_token_to_another_server_is_not_followed
 }
 
 #[test]
-fn a_lock_with_credentials_is_refused_without_them_in_the_words() {
+fn a_lock_with_credentials_is_refused_without_quoting_them() {
     let sha256 = "0".repeat(64);
     for url in [
         format!("https://me:{PASSWORD}@h/c/linux-64/flux-core-1.0-0.conda"),
@@ -172,7 +172,7 @@ fn a_lock_with_credentials_is_refused_without_them_in_the_words() {
 }
 
 #[test]
-fn a_spec_with_credentials_is_refused_and_says_where_they_belong() {
+fn a_spec_with_credentials_is_refused_with_their_proper_place() {
     let sha256 = "0".repeat(64);
     let with = [
         format!("https://me:{PASSWORD}@h/c"),

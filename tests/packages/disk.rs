@@ -86,8 +86,8 @@ impl Disk {
 }
 
 #[tokio::test]
-async fn after_a_power_cut_nothing_is_called_ready_that_is_not_whole() {
-    if !with_own_mounts("after_a_power_cut_nothing_is_called_ready_that_is_not_whole") {
+async fn after_a_power_cut_no_incomplete_environment_counts_as_ready() {
+    if !with_own_mounts("after_a_power_cut_no_incomplete_environment_counts_as_ready") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -167,8 +167,8 @@ async fn host_fetch(host: &Host, sets: &[&PackageSet]) {
 }
 
 #[tokio::test]
-async fn a_full_disk_is_told_with_figures_touches_nothing_and_is_waited_for() {
-    if !with_own_mounts("a_full_disk_is_told_with_figures_touches_nothing_and_is_waited_for") {
+async fn a_full_disk_is_reported_with_figures_and_changes_nothing() {
+    if !with_own_mounts("a_full_disk_is_reported_with_figures_and_changes_nothing") {
         return;
     }
     let (_channel, [first, second]) = two_sets().await;
@@ -198,7 +198,7 @@ async fn a_full_disk_is_told_with_figures_touches_nothing_and_is_waited_for() {
                 Err(refusal) => {
                     refused += 1;
                     let envs = host.prefix().join("envs").display().to_string();
-                    // Where it can be told before anything is written, it is.
+                    // If it is known before anything is written, the error comes then.
                     let early = ["has too little room", "MiB are free", "the packages need"];
                     let late = [&envs, "is full", "MiB and room for", "files are left", "needs about"];
                     let told = |words: &[&str]| words.iter().all(|word| refusal.message.contains(*word));
@@ -219,8 +219,8 @@ async fn a_full_disk_is_told_with_figures_touches_nothing_and_is_waited_for() {
 }
 
 #[tokio::test]
-async fn what_an_earlier_run_left_and_nobody_can_remove_is_told_and_in_nobody_s_way() {
-    if !with_own_mounts("what_an_earlier_run_left_and_nobody_can_remove_is_told_and_in_nobody_s_way") {
+async fn remains_that_can_not_be_removed_are_reported_and_block_nothing() {
+    if !with_own_mounts("remains_that_can_not_be_removed_are_reported_and_block_nothing") {
         return;
     }
     let (_channel, [first, second]) = two_sets().await;
@@ -250,8 +250,8 @@ async fn what_an_earlier_run_left_and_nobody_can_remove_is_told_and_in_nobody_s_
 }
 
 #[tokio::test]
-async fn a_fetch_goes_on_once_there_is_room() {
-    if !with_own_mounts("a_fetch_goes_on_once_there_is_room") {
+async fn a_fetch_continues_once_there_is_room() {
+    if !with_own_mounts("a_fetch_continues_once_there_is_room") {
         return;
     }
     let (_channel, [first, _]) = two_sets().await;

@@ -36,7 +36,7 @@ async fn a_package_that_changed_at_its_source_is_refused_with_both_digests() {
 }
 
 #[tokio::test]
-async fn a_cut_download_goes_on_where_it_ended() {
+async fn a_broken_download_is_resumed() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
@@ -48,7 +48,7 @@ async fn a_cut_download_goes_on_where_it_ended() {
 }
 
 #[tokio::test]
-async fn a_cut_download_begins_again_where_the_server_knows_no_parts() {
+async fn a_broken_download_starts_over_if_the_server_has_no_ranges() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
@@ -59,7 +59,7 @@ async fn a_cut_download_begins_again_where_the_server_knows_no_parts() {
 }
 
 #[tokio::test]
-async fn what_a_killed_fetch_left_is_used_or_thrown_away() {
+async fn remains_of_a_killed_fetch_are_used_or_removed() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let set = resolve(&asked(server.url(), &["flux-core"])).await.unwrap();
@@ -104,7 +104,7 @@ async fn a_fetch_that_is_dropped_is_finished_by_the_next_and_only_one_runs() {
 }
 
 #[tokio::test]
-async fn what_is_there_is_not_fetched_again_unless_it_is_damaged() {
+async fn an_archive_is_not_fetched_again_unless_it_is_damaged() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let set = resolve(&asked(server.url(), &["flux-core"])).await.unwrap();
@@ -135,7 +135,7 @@ fn both_stages_of_the_pod_can_run_on_any_thread() {
 }
 
 #[tokio::test]
-async fn a_source_that_wishes_for_rest_gets_it() {
+async fn a_fetch_obeys_retry_after() {
     let channel = Channel::with_flux();
     let rest = async |status| {
         let server = Server::start(channel.path()).await;
@@ -155,7 +155,7 @@ async fn a_source_that_wishes_for_rest_gets_it() {
 }
 
 #[tokio::test]
-async fn what_is_tried_again_is_told_with_its_url_its_reason_and_its_pause_until_it_goes_on() {
+async fn a_retry_is_reported_with_url_reason_and_pause_until_it_succeeds() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
@@ -178,7 +178,7 @@ async fn what_is_tried_again_is_told_with_its_url_its_reason_and_its_pause_until
 }
 
 #[tokio::test]
-async fn a_refusal_is_told_at_once_with_package_and_source() {
+async fn a_refusal_is_reported_at_once_with_package_and_source() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
@@ -193,7 +193,7 @@ async fn a_refusal_is_told_at_once_with_package_and_source() {
 }
 
 #[tokio::test]
-async fn a_part_that_was_not_asked_for_is_not_taken_for_the_rest() {
+async fn a_range_that_was_not_requested_is_not_used() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
@@ -228,7 +228,7 @@ async fn an_archive_of_another_size_is_refused_without_reading_it_all() {
 }
 
 #[tokio::test]
-async fn a_body_without_length_that_ends_early_is_gone_on_with() {
+async fn a_truncated_body_without_length_is_resumed() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
@@ -286,7 +286,7 @@ impl Drop for Small {
 }
 
 #[tokio::test]
-async fn a_full_disk_is_told_with_what_is_lacking_and_goes_on_where_it_ended() {
+async fn a_full_disk_is_reported_with_the_bytes_needed_and_the_fetch_resumes() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let set = resolve(&asked(server.url(), &["libflux"])).await.unwrap();
@@ -309,7 +309,7 @@ async fn a_full_disk_is_told_with_what_is_lacking_and_goes_on_where_it_ended() {
 }
 
 #[tokio::test]
-async fn a_disk_without_inodes_is_told_as_such() {
+async fn a_disk_without_free_inodes_is_reported_as_such() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let set = resolve(&asked(server.url(), &["flux-core"])).await.unwrap();

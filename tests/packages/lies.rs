@@ -139,7 +139,7 @@ async fn told(packages: &[Lie]) -> Refusal {
 }
 
 #[tokio::test]
-async fn an_entry_that_would_leave_the_tree_is_refused_before_it_is_written() {
+async fn an_entry_outside_of_the_tree_is_refused_before_it_is_written() {
     let outside = tempfile::tempdir().unwrap();
     let out = outside.path().to_str().unwrap();
     let secret = outside.path().join("secret");
@@ -191,7 +191,7 @@ async fn an_entry_that_would_leave_the_tree_is_refused_before_it_is_written() {
 }
 
 #[tokio::test]
-async fn a_program_never_gets_another_s_rights_from_a_package_and_that_is_said() {
+async fn set_user_id_bits_of_a_package_are_dropped_with_a_warning() {
     let with_mode = |path: &str, mode| Entry { mode, ..Entry::file(path, b"#!/bin/sh\n") };
     let content = [with_mode("bin/flux", 0o4755), with_mode("bin/other", 0o2755), with_mode("bin/plain", 0o755)];
     for lie in Lie::both(&info("evil", &honest(&content)), &content) {
@@ -251,7 +251,7 @@ async fn nobody_but_root_can_write_the_scripts_that_a_python_package_asks_for() 
 }
 
 #[tokio::test]
-async fn a_list_of_files_that_is_not_that_of_the_archive_is_refused() {
+async fn a_file_list_that_does_not_match_the_archive_is_refused() {
     let content = [Entry::file("bin/flux", b"#!/bin/sh\n"), Entry::symlink("etc/host", "/etc/hostname")];
     let patched = |path: &str, kind: &str| json!({"_path": path, "path_type": kind, "file_mode": "text", "prefix_placeholder": "/opt/placeholder"});
     for (path, words) in [
@@ -277,7 +277,7 @@ async fn a_list_of_files_that_is_not_that_of_the_archive_is_refused() {
 }
 
 #[tokio::test]
-async fn a_package_that_says_it_is_another_is_refused() {
+async fn a_package_with_another_packages_metadata_is_refused() {
     let content = [Entry::file("bin/flux", b"x")];
     for lie in Lie::both(&info("..", &honest(&content)), &content) {
         let refusal = told(&[lie]).await;
@@ -290,7 +290,7 @@ async fn a_package_that_says_it_is_another_is_refused() {
 }
 
 #[tokio::test]
-async fn a_zip_bomb_is_stopped_while_it_unpacks() {
+async fn a_zip_bomb_is_stopped_during_unpacking() {
     let content = [Entry::file("bin/flux", &vec![0; 200 << 20])];
     for lie in Lie::both(&info("evil", &honest(&content)), &content) {
         assert!(lie.archive.len() < 1 << 20);
@@ -302,7 +302,7 @@ async fn a_zip_bomb_is_stopped_while_it_unpacks() {
 }
 
 #[tokio::test]
-async fn a_frame_that_wants_more_memory_than_anybody_has_is_refused() {
+async fn a_zstd_frame_that_needs_too_much_memory_is_refused() {
     let content = [Entry::file("bin/flux", b"x")];
     let mut lie = Lie::new("evil-1.0-0.conda", conda(&info("evil", &honest(&content)), &content));
     // The descriptors of both frames: no single segment, and a window of 2 GiB.
@@ -315,7 +315,7 @@ async fn a_frame_that_wants_more_memory_than_anybody_has_is_refused() {
 }
 
 #[tokio::test]
-async fn a_later_frame_gets_no_more_memory_than_was_set_aside_for_the_first() {
+async fn a_later_zstd_frame_gets_no_more_memory_than_the_first() {
     let content = [Entry::file("bin/flux", b"x")];
     let mut zip = zip::ZipWriter::new(io::Cursor::new(Vec::new()));
     let stored = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
@@ -346,7 +346,7 @@ async fn a_name_that_would_fill_the_memory_is_refused() {
 }
 
 #[tokio::test]
-async fn an_archive_that_was_packed_truncated_or_is_none_is_refused() {
+async fn a_truncated_archive_or_another_file_is_refused() {
     let content = [Entry::file("bin/flux", &noise(300_000))];
     for lie in Lie::both(&info("evil", &honest(&content)), &content) {
         for keep in [lie.archive.len() - 1, lie.archive.len() - 100_000, 100, 3, 0] {
@@ -361,7 +361,7 @@ async fn an_archive_that_was_packed_truncated_or_is_none_is_refused() {
 }
 
 #[tokio::test]
-async fn a_flipped_bit_costs_a_download_and_never_goes_live() {
+async fn an_archive_with_a_flipped_bit_is_fetched_again_and_never_goes_live() {
     let channel = Channel::with_flux();
     let set = resolve(&asked(&channel.file_url(), &["flux-core"])).await.unwrap();
     let host = Host::new();
@@ -405,7 +405,7 @@ async fn one_package_can_not_write_through_the_symlink_of_another() {
 }
 
 #[tokio::test]
-async fn an_absolute_symlink_is_a_symlink_and_nothing_more() {
+async fn an_absolute_symlink_is_kept_and_not_followed() {
     let content = [
         Entry::file("bin/flux", b"#!/bin/sh\n"),
         Entry::symlink("etc/localtime", "/etc/localtime"),

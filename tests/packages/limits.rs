@@ -100,7 +100,7 @@ fn a_huge_file_is_linked_in_little_memory_by_few_threads() {
 }
 
 #[tokio::test]
-async fn a_file_of_two_packages_is_always_that_of_the_same_one() {
+async fn if_two_packages_have_the_same_file_the_same_one_always_wins() {
     let mut channel = Channel::new();
     let both = |text: &str| [Content::plain("share/both", text.as_bytes()), Content::plain("share/big", &noise(MIB))];
     channel.add("first", ".conda", &[], &both("first"));
@@ -144,7 +144,7 @@ impl Drop for Small {
 }
 
 #[tokio::test]
-async fn a_disk_that_is_too_small_is_told_with_both_figures_and_waited_for() {
+async fn a_disk_that_is_too_small_is_a_transient_error_with_both_figures() {
     if skips_without([Need::Namespaces]) {
         return;
     }
@@ -162,7 +162,7 @@ async fn a_disk_that_is_too_small_is_told_with_both_figures_and_waited_for() {
 }
 
 #[tokio::test]
-async fn a_disk_that_is_too_small_is_told_before_the_first_archive_comes() {
+async fn a_disk_that_is_too_small_is_reported_before_the_first_archive_comes() {
     if skips_without([Need::Namespaces]) {
         return;
     }

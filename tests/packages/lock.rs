@@ -54,7 +54,7 @@ fn list(packages: &[(&str, char)]) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lock_for_two_platforms_is_the_same_each_time_and_can_be_given_to_an_instance() {
+async fn a_lock_for_two_platforms_is_reproducible_and_valid_in_a_spec() {
     let channel = Channel::with_flux();
     channel.list_for("linux-aarch64");
     let directory = tempfile::tempdir().unwrap();
@@ -81,7 +81,7 @@ async fn a_lock_for_two_platforms_is_the_same_each_time_and_can_be_given_to_an_i
 }
 
 #[test]
-fn what_can_not_be_locked_is_one_message_and_leaves_no_file() {
+fn a_failed_lock_command_prints_one_message_and_leaves_no_file() {
     let channel = Channel::with_flux();
     let directory = tempfile::tempdir().unwrap();
     let out = directory.path().join("flux.lock").display().to_string();
@@ -144,7 +144,7 @@ fn a_killed_lock_command_leaves_nothing_once_the_next_one_has_run() {
 }
 
 #[tokio::test]
-async fn a_byte_order_mark_is_no_part_of_a_lock() {
+async fn a_byte_order_mark_before_a_lock_is_ignored() {
     for text in [pixi(&["default"]), list(&[("linux-64/flux-core-0.88.0-h_0.conda", 'a')])] {
         let marked = format!("\u{feff}{text}");
         locks::check_lock(&marked, &[]).unwrap();
@@ -155,7 +155,7 @@ async fn a_byte_order_mark_is_no_part_of_a_lock() {
 }
 
 #[test]
-fn a_diff_says_what_an_upgrade_changes_whatever_the_locks_are_written_as() {
+fn a_diff_compares_locks_of_any_format() {
     let directory = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| {
         let path = directory.path().join(name);
@@ -194,7 +194,7 @@ fn a_diff_says_what_an_upgrade_changes_whatever_the_locks_are_written_as() {
 }
 
 #[test]
-fn help_tells_the_exit_codes() {
+fn the_help_names_the_exit_codes() {
     for words in [&["--help"][..], &["diff", "--help"]] {
         let output = run(words);
         assert!(said(&output).contains("Exit code: 0"), "{output:?}");
@@ -232,7 +232,7 @@ async fn an_explicit_list_becomes_a_lock_that_is_installed() {
 }
 
 #[test]
-fn a_package_for_any_platform_goes_where_its_list_is_for() {
+fn a_noarch_package_belongs_to_the_platform_of_its_list() {
     let any = "noarch/any-1-0.conda";
     let core = |platform: &str| format!("{}#{}", url(&format!("{platform}/flux-core-1-0.conda")), "a".repeat(64));
     let any = format!("{}#{}", url(any), "b".repeat(64));
@@ -255,7 +255,7 @@ fn a_package_for_any_platform_goes_where_its_list_is_for() {
 }
 
 #[test]
-fn a_list_that_can_not_be_used_is_refused_in_one_sentence_that_names_the_package() {
+fn an_unusable_explicit_list_is_refused_with_the_package() {
     let line = |name: &str, digest: &str| format!("@EXPLICIT\n{}{digest}\n", url(name));
     let core = "linux-64/flux-core-0.88.0-h_0.conda";
     let sha256 = format!("#{}", "a".repeat(64));
@@ -299,7 +299,7 @@ fn pixi(environments: &[&str]) -> String {
 }
 
 #[tokio::test]
-async fn a_lock_of_pixi_is_taken_if_it_says_which_environment() {
+async fn a_pixi_lock_is_accepted_if_its_environment_is_unambiguous() {
     for environments in [&["default"][..], &["flux"], &["default", "flux"]] {
         let text = pixi(environments);
         assert_eq!(lock_of(resolve(&given(&text)).await.unwrap()), text, "{environments:?}");
@@ -309,7 +309,7 @@ async fn a_lock_of_pixi_is_taken_if_it_says_which_environment() {
 }
 
 #[test]
-fn a_lock_that_can_not_be_used_is_refused_in_one_sentence_that_names_what_is_wrong() {
+fn an_unusable_lock_is_refused_with_a_sentence_that_names_the_mistake() {
     let good = pixi(&["default"]);
     locks::check_lock(&good, &[]).unwrap();
     let pypi = "https://files/x-1-py3-none-any.whl";
@@ -347,7 +347,7 @@ fn a_lock_that_can_not_be_used_is_refused_in_one_sentence_that_names_what_is_wro
     }
 }
 
-/// Gives the first of `moods` that is left to each who asks for the index of linux-64.
+/// Answers each request for the index of linux-64 with the next of `moods`.
 fn index_in_moods(server: &Server, moods: impl Iterator<Item = Option<Response>> + Send + 'static) -> Arc<AtomicU64> {
     let (given, moods) = (Arc::new(AtomicU64::new(0)), Mutex::new(moods));
     let count = given.clone();
@@ -361,7 +361,7 @@ fn index_in_moods(server: &Server, moods: impl Iterator<Item = Option<Response>>
 }
 
 #[tokio::test]
-async fn a_server_that_asks_for_patience_is_given_it() {
+async fn the_lock_command_obeys_retry_after() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let asked = asked(server.url(), &["flux-core"]);
@@ -386,7 +386,7 @@ async fn a_server_that_asks_for_patience_is_given_it() {
 }
 
 #[tokio::test]
-async fn a_server_that_always_answers_not_modified_is_an_error_and_not_the_end() {
+async fn a_server_that_always_answers_not_modified_is_an_error() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     index_in_moods(&server, std::iter::repeat_with(|| answer(StatusCode::NOT_MODIFIED, &[], "")));
@@ -395,7 +395,7 @@ async fn a_server_that_always_answers_not_modified_is_an_error_and_not_the_end()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_answer_of_not_modified_without_a_validator_is_understood() {
+async fn a_not_modified_answer_without_a_validator_works() {
     let channel = Channel::with_flux();
     channel.list_for("linux-aarch64");
     let server = Server::start(channel.path()).await;

@@ -1,4 +1,4 @@
-//! What is damaged is put back beside those who use it.
+//! Damaged files are repaired while processes use them.
 
 use std::{
     collections::BTreeSet,
@@ -81,7 +81,7 @@ fn flip(path: &Path) {
 }
 
 #[tokio::test]
-async fn damage_is_put_back_and_a_process_keeps_the_file_it_has_open() {
+async fn damage_is_repaired_and_a_process_keeps_the_file_it_has_open() {
     let (host, set, _channel) = installed().await;
     let at = |path: &str| host.environment(&set).join(path);
     let inode = |path: &str| fs::symlink_metadata(at(path)).unwrap().ino();
@@ -125,10 +125,10 @@ async fn damage_is_put_back_and_a_process_keeps_the_file_it_has_open() {
 
 /// Versions before this one took over permissions as packages had them.
 #[tokio::test]
-async fn what_an_older_version_left_open_to_others_is_told_and_closed() {
+async fn files_that_an_older_version_left_writable_are_reported_and_closed() {
     let (host, set, _channel) = installed().await;
     let at = |path: &str| host.environment(&set).join(path);
-    // In its place, root's own group may write as the package has it: nobody else is in it.
+    // In its place, root's own group may write as the package has it: it has no other member.
     let open = [("share", 0o777), ("share/big", 0o666), ("bin/flux", 0o775)];
     let records = at(".flux-distribute.records.json");
     let mut recorded: serde_json::Value = serde_json::from_slice(&fs::read(&records).unwrap()).unwrap();
@@ -143,7 +143,7 @@ async fn what_an_older_version_left_open_to_others_is_told_and_closed() {
     assert_eq!(packages::ready(host.prefix()), [set.digest()], "it is used until then");
     let mended = mend(&host, &set).await.unwrap();
     let closed = ["mode bin/flux", "mode share", "mode share/big", "changed .flux-distribute.records.json"];
-    assert_eq!(named(&mended.mended), closed, "what is mended is mended whole");
+    assert_eq!(named(&mended.mended), closed, "a repair restores the whole file");
     assert_eq!((mended.left, verify(host.prefix(), &set.digest()).differences), (vec![], vec![]));
     for (path, mode) in [("share", 0o755), ("share/big", 0o644), ("bin/flux", 0o755)] {
         assert_eq!(fs::metadata(at(path)).unwrap().permissions().mode() & 0o7777, mode, "{path}");
@@ -152,7 +152,7 @@ async fn what_an_older_version_left_open_to_others_is_told_and_closed() {
 
 /// An agent that starts a broker takes the host's lock; one that installs another set takes that of `envs/`, too.
 #[tokio::test]
-async fn a_mending_holds_up_neither_an_installation_nor_a_broker() {
+async fn a_repair_delays_neither_an_installation_nor_a_broker() {
     let (host, set, mut channel) = installed().await;
     channel.add("two", ".conda", &[], &[Content::plain("share/two", b"two")]);
     let other = resolve(&asked(&channel.file_url(), &["flux-core", "two"])).await.unwrap();
@@ -176,7 +176,7 @@ async fn a_mending_holds_up_neither_an_installation_nor_a_broker() {
 }
 
 #[tokio::test]
-async fn an_environment_that_goes_while_it_is_mended_is_not_made_again_in_part() {
+async fn an_environment_removed_during_its_repair_is_not_recreated_in_part() {
     let (host, set, _channel) = installed().await;
     let place = host.environment(&set);
     flip(&place.join("lib/libflux.so"));
@@ -196,7 +196,7 @@ async fn an_environment_that_goes_while_it_is_mended_is_not_made_again_in_part()
 }
 
 #[tokio::test]
-async fn the_next_run_removes_what_a_killed_mending_left() {
+async fn the_next_run_removes_what_a_killed_repair_left() {
     let (host, set, _channel) = installed().await;
     let left = host.prefix().join(format!("envs/.{}.mending/tree", set.digest()));
     let leave = || {
@@ -212,7 +212,7 @@ async fn the_next_run_removes_what_a_killed_mending_left() {
 }
 
 #[tokio::test]
-async fn nothing_is_written_through_a_symlink_in_the_place_of_a_directory() {
+async fn a_repair_writes_nothing_through_a_symlink_in_place_of_a_directory() {
     let (host, set, _channel) = installed().await;
     let outside = tempfile::tempdir().unwrap();
     fs::create_dir(outside.path().join("er")).unwrap();
@@ -228,7 +228,7 @@ async fn nothing_is_written_through_a_symlink_in_the_place_of_a_directory() {
 }
 
 #[tokio::test]
-async fn records_that_are_damaged_or_lie_are_not_believed() {
+async fn damaged_or_forged_records_are_not_trusted() {
     let (host, set, _channel) = installed().await;
     let at = |path: &str| host.environment(&set).join(path);
     for damage in [
@@ -252,7 +252,7 @@ async fn records_that_are_damaged_or_lie_are_not_believed() {
 }
 
 #[tokio::test]
-async fn a_damaged_archive_is_fetched_again_before_anything_is_mended() {
+async fn a_damaged_archive_is_fetched_again_before_a_repair_begins() {
     let (host, set, _channel) = installed().await;
     let library = host.environment(&set).join("lib/libflux.so");
     flip(&library);

@@ -104,7 +104,7 @@ impl Store {
 }
 
 #[tokio::test]
-async fn archives_are_unpacked_while_others_still_come() {
+async fn archives_are_unpacked_while_others_are_still_downloaded() {
     let (_channel, [set, _]) = two_sets().await;
     let host = Host::new();
     host.fetch(&set).await.unwrap();
@@ -139,13 +139,13 @@ async fn a_link_whose_agent_is_gone_ends_and_leaves_nothing_running() {
     store.bring(&store.archives()[0], &host);
     stage.until_unpacked(1);
     let held = HostLock::take(&Root::host(), host.prefix(), Duration::ZERO);
-    assert!(held.unwrap_err().transient, "a link that goes on has the lock");
+    assert!(held.unwrap_err().transient, "a link that still runs holds the lock");
     let Stage { mut child, stdin, replies } = stage;
     // As the kernel does it for a process that is killed.
     drop((stdin, replies));
     let (sender, ended) = mpsc::channel();
     std::thread::spawn(move || sender.send(child.wait()));
-    ended.recv_timeout(LONG).expect("it goes on without its agent").unwrap();
+    ended.recv_timeout(LONG).expect("it continues without its agent").unwrap();
     assert_eq!(host.envs(), Vec::<String>::new());
     HostLock::take(&Root::host(), host.prefix(), Duration::ZERO).unwrap();
     store.archives().iter().for_each(|name| store.bring(name, &host));
@@ -153,7 +153,7 @@ async fn a_link_whose_agent_is_gone_ends_and_leaves_nothing_running() {
 }
 
 #[tokio::test]
-async fn what_is_missing_at_the_end_is_told_by_name() {
+async fn archives_that_are_missing_at_the_end_are_named() {
     let (_channel, [set, _]) = two_sets().await;
     let host = Host::new();
     host.fetch(&set).await.unwrap();
@@ -181,7 +181,7 @@ async fn install(host: &Host, set: &PackageSet) -> (Result<Fetched, FetchError>,
 }
 
 #[tokio::test]
-async fn an_archive_that_a_power_cut_has_damaged_costs_a_download_and_not_an_installation() {
+async fn an_archive_damaged_by_a_power_cut_is_fetched_again_during_the_installation() {
     let (_channel, [set, _]) = two_sets().await;
     let host = Host::new();
     host.fetch(&set).await.unwrap();
@@ -194,7 +194,7 @@ async fn an_archive_that_a_power_cut_has_damaged_costs_a_download_and_not_an_ins
         assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
         fs::remove_dir_all(host.environment(&set)).unwrap();
     }
-    // Where nobody fetches it again it is told, and is out of the way of who will.
+    // If no fetch replaces it, the error names it, and it is moved away so that a later fetch can.
     fs::write(host.pkgs().join(&archives[0]), "half").unwrap();
     let refusal = Stage::begin(&host, &set).end().unwrap_err();
     assert!(refusal.message.contains("was damaged; it must be fetched again") && refusal.transient, "{refusal}");
@@ -219,7 +219,7 @@ async fn a_fetch_that_fails_ends_the_link_too() {
 async fn installing_child() {
     let Ok(order) = std::env::var("TEST_LINK_ORDER") else { return };
     let Order::Link(LinkOrder { prefix, set, .. }) = serde_json::from_str(&order).unwrap() else { return };
-    // Its stderr is ours, so that whoever reads that to its end knows that both have ended.
+    // It inherits our stderr, so that a reader that reaches its end knows that both have ended.
     let mut stage = Command::new(BINARY).arg("stage").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut stdin = stage.stdin.take().unwrap();
     stdin.write_all(format!("{order}\n").as_bytes()).unwrap();
@@ -242,7 +242,7 @@ async fn installing_child() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_agent_that_is_killed_while_it_installs_leaves_nothing_running_and_the_next_one_finishes() {
+async fn an_agent_killed_during_an_installation_leaves_nothing_that_runs() {
     let (channel, _) = two_sets().await;
     let server = Server::start(channel.path()).await;
     let first = resolve(&asked(server.url(), &["flux-core", "many", "more"])).await.unwrap();
@@ -287,7 +287,7 @@ async fn an_agent_that_is_killed_while_it_installs_leaves_nothing_running_and_th
         let there = [0, 2, archives.len()][(kill % 3) as usize];
         archives.iter().skip(there).for_each(|name| drop(fs::remove_file(host.pkgs().join(name))));
         let mut child = run(set);
-        // Later on it goes on without its agent.
+        // After that point it continues without its agent.
         std::thread::sleep(any_moment(all).mul_f64(0.6));
         let _ = child.kill();
         until_all_have_ended(&mut child);

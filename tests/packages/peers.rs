@@ -101,7 +101,7 @@ async fn one_archive() -> (Channel, Server, PackageSet, Vec<u8>) {
 }
 
 #[tokio::test]
-async fn what_a_peer_holds_is_not_asked_of_the_source() {
+async fn archives_that_a_peer_has_are_not_requested_from_the_source() {
     let channel = Channel::with_flux();
     let server = Server::start(channel.path()).await;
     let set = resolve(&asked(server.url(), &["flux-core"])).await.unwrap();
@@ -131,7 +131,7 @@ async fn what_a_peer_holds_is_not_asked_of_the_source() {
 }
 
 #[tokio::test]
-async fn a_bad_peer_is_dropped_with_one_line_and_the_bytes_come_from_elsewhere() {
+async fn a_bad_peer_is_dropped_with_one_log_line_and_another_server_is_used() {
     let (_channel, server, set, archive) = one_archive().await;
     let (length, half) = (archive.len(), archive.len() / 2);
     let garbage = noise(length);
@@ -194,7 +194,7 @@ async fn ten_archives() -> (Channel, Server, PackageSet) {
 }
 
 #[tokio::test]
-async fn a_dropped_peer_is_asked_for_nothing_more() {
+async fn a_dropped_peer_gets_no_more_requests() {
     let (_channel, _server, set) = ten_archives().await;
     let asked = Arc::new(AtomicU64::new(0));
     let count = asked.clone();
@@ -231,7 +231,7 @@ async fn a_peer_that_lacks_one_archive_is_asked_for_the_others() {
 }
 
 #[tokio::test]
-async fn a_busy_peer_is_waited_for_since_the_source_shall_not_send_again() {
+async fn a_fetch_waits_for_a_busy_peer_instead_of_asking_the_source() {
     let (_channel, server, set, archive) = one_archive().await;
     let (before, asked, bytes) = (server.sent(), Arc::new(AtomicU64::new(0)), archive.len() as u64);
     let busy = peer(move |_| match asked.fetch_add(1, Ordering::SeqCst) {
@@ -245,7 +245,7 @@ async fn a_busy_peer_is_waited_for_since_the_source_shall_not_send_again() {
 }
 
 #[tokio::test]
-async fn a_peer_that_is_busy_for_ever_is_waited_for_once_and_not_with_each_archive() {
+async fn a_fetch_waits_once_for_a_peer_that_stays_busy_not_for_each_archive() {
     let (_channel, _server, set) = ten_archives().await;
     let (log, late) = (Log::default(), Arc::new(AtomicU64::new(0)));
     let (heard, count) = (log.clone(), late.clone());
@@ -274,7 +274,7 @@ async fn fetching(host: &Host, set: &PackageSet) -> (String, Shelf) {
 }
 
 #[tokio::test]
-async fn what_a_peer_is_fetching_itself_is_waited_for_and_taken_as_it_comes() {
+async fn a_fetch_waits_for_archives_that_a_peer_is_fetching() {
     let (_channel, server, set) = ten_archives().await;
     let (whole, parent, before) = (Host::new(), Host::new(), server.sent());
     let bytes = whole.fetch(&set).await.unwrap().bytes;
@@ -302,7 +302,7 @@ async fn what_a_peer_is_fetching_itself_is_waited_for_and_taken_as_it_comes() {
 }
 
 #[tokio::test]
-async fn a_peer_that_stops_fetching_is_not_waited_for() {
+async fn a_fetch_does_not_wait_for_a_peer_that_stopped_fetching() {
     let (_channel, server, set) = ten_archives().await;
     let (address, shelf) = fetching(&Host::new(), &set).await;
     let before = server.sent();
@@ -316,7 +316,7 @@ async fn a_peer_that_stops_fetching_is_not_waited_for() {
 }
 
 #[tokio::test]
-async fn a_peer_whose_agent_starts_again_is_waited_for() {
+async fn a_fetch_waits_for_a_peer_whose_agent_restarts() {
     let (_channel, server, set, archive) = one_archive().await;
     let (before, bytes) = (server.sent(), archive.len() as u64);
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -335,7 +335,7 @@ async fn a_peer_whose_agent_starts_again_is_waited_for() {
 }
 
 #[tokio::test]
-async fn no_more_than_two_archives_are_asked_of_a_peer_at_a_time() {
+async fn a_peer_gets_at_most_two_requests_at_a_time() {
     let (_channel, server, set) = ten_archives().await;
     let whole = Host::new();
     let bytes = whole.fetch(&set).await.unwrap().bytes;
@@ -405,7 +405,7 @@ async fn a_peer_that_trickles_is_given_up() {
 }
 
 #[tokio::test]
-async fn nobody_is_blamed_for_the_garbage_of_another() {
+async fn no_peer_is_dropped_for_the_garbage_of_another() {
     let (_channel, server, set, archive) = one_archive().await;
     let (length, before) = (archive.len(), server.sent());
     let garbage = noise(length / 2);
@@ -423,7 +423,7 @@ async fn nobody_is_blamed_for_the_garbage_of_another() {
 }
 
 #[tokio::test]
-async fn a_peer_goes_on_where_another_one_ended() {
+async fn one_peer_resumes_the_download_of_another() {
     let (_channel, _server, set, archive) = one_archive().await;
     let (length, half) = (archive.len(), archive.len() / 2);
     let first = archive[..half].to_vec();
@@ -461,7 +461,7 @@ async fn peers_never_see_the_token() {
 }
 
 #[tokio::test]
-async fn a_bundle_on_the_host_is_nearer_than_any_peer_and_a_damaged_one_is_not() {
+async fn a_bundle_on_the_host_is_used_before_any_peer_unless_it_is_damaged() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("flux.tar.gz");
     fs::write(&path, "a bundle").unwrap();

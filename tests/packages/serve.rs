@@ -92,7 +92,7 @@ async fn only_what_was_offered_is_served() {
 }
 
 #[tokio::test]
-async fn a_part_is_served_where_a_part_is_asked_for() {
+async fn a_range_request_gets_that_range() {
     install_crypto();
     let serving = Serving::start(b"0123456789").await;
     let rest = serving.get("/archives/abc", Some("bytes=4-")).await;
@@ -105,7 +105,7 @@ async fn a_part_is_served_where_a_part_is_asked_for() {
 }
 
 #[tokio::test]
-async fn eight_are_served_at_a_time_and_one_that_sleeps_is_cut() {
+async fn eight_requests_are_served_at_a_time_and_a_stalled_one_is_closed() {
     install_crypto();
     let serving = Serving::start(b"").await;
     // More than what fits into the sockets.
@@ -150,7 +150,7 @@ async fn an_archive_that_is_replaced_while_it_is_sent_is_sent_as_it_was() {
 }
 
 #[tokio::test]
-async fn what_is_on_its_way_here_is_no_404_and_can_be_waited_for() {
+async fn a_request_for_an_archive_on_its_way_waits_instead_of_failing() {
     install_crypto();
     let serving = Serving::start(b"0123456789").await;
     serving.offer(&["abc", "late"]);
@@ -165,7 +165,7 @@ async fn what_is_on_its_way_here_is_no_404_and_can_be_waited_for() {
             answer.headers().contains_key(header::RETRY_AFTER) && answer.headers().contains_key("archive-is-coming")
         );
     }
-    // Nobody who waits keeps others from being served.
+    // Waiting requests don't keep others from being served.
     let waiting: Vec<_> = (0..20).map(|_| tokio::spawn(look("late"))).collect();
     assert_eq!(serving.get("/archives/abc", None).await.text().await.unwrap(), "0123456789");
     serving.shelf.arrived();
@@ -176,7 +176,7 @@ async fn what_is_on_its_way_here_is_no_404_and_can_be_waited_for() {
     }
     assert_eq!(serving.get("/archives/late", None).await.text().await.unwrap(), "late");
 
-    // Whoever does not come any more is told so at once, and nobody is held longer than a client is patient.
+    // A request for an archive that no longer comes fails at once, and none waits longer than a client's time limit.
     serving.offer(&["never"]);
     let begun = std::time::Instant::now();
     assert_eq!(look("never").await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);

@@ -3,7 +3,7 @@
 use super::*;
 
 #[tokio::test]
-async fn a_lock_names_the_channel_that_was_asked_and_no_path_of_ours() {
+async fn a_lock_names_its_channel_and_no_local_path() {
     let channel = Channel::with_flux();
     let set = resolve(&asked(&channel.file_url(), &["flux-core"])).await.unwrap();
     let PackageSet::Lock { lock, question } = &set else { panic!("not a lock") };
@@ -22,7 +22,7 @@ async fn solving_twice_gives_the_same_digest() {
 }
 
 #[test]
-fn the_question_changes_with_what_is_asked_and_with_nothing_else() {
+fn the_question_changes_only_with_the_fields_that_solving_uses() {
     let ask = |packages: &Packages, platforms: &[&str]| {
         locks::question::question(packages, &platforms.iter().map(|p| (*p).to_owned()).collect::<Vec<_>>())
     };
@@ -38,7 +38,7 @@ fn the_question_changes_with_what_is_asked_and_with_nothing_else() {
 }
 
 #[tokio::test]
-async fn a_channel_that_is_not_there_is_named_and_may_come_back() {
+async fn a_missing_channel_is_named_in_a_transient_error() {
     let unused = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/lost", unused.local_addr().unwrap());
     drop(unused);
@@ -52,7 +52,7 @@ async fn a_channel_that_is_not_there_is_named_and_may_come_back() {
 }
 
 #[tokio::test]
-async fn specs_that_nothing_satisfies_are_named_and_stay_so() {
+async fn unsatisfiable_specs_are_named_in_a_permanent_error() {
     let mut channel = Channel::with_flux();
     channel.add("newer", ".conda", &["__glibc >=2.40"], &[Content::plain("x", b"x")]);
     let url = channel.file_url();
@@ -70,7 +70,7 @@ async fn specs_that_nothing_satisfies_are_named_and_stay_so() {
 }
 
 #[tokio::test]
-async fn what_can_not_be_asked_is_refused_by_name() {
+async fn an_invalid_question_is_refused_by_name() {
     let channel = Channel::with_flux();
     for (packages, named) in [
         (asked("conda-forge", &[]), "conda-forge"),
@@ -88,7 +88,7 @@ async fn what_can_not_be_asked_is_refused_by_name() {
 }
 
 #[tokio::test]
-async fn a_lock_that_is_given_is_taken_as_it_is_if_it_can_be_checked() {
+async fn a_valid_lock_is_used_as_it_is() {
     let channel = Channel::with_flux();
     let PackageSet::Lock { lock, .. } = resolve(&asked(&channel.file_url(), &["flux-core"])).await.unwrap() else {
         panic!("not a lock")

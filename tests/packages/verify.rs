@@ -49,7 +49,7 @@ async fn installed() -> (Host, PackageSet) {
 }
 
 #[tokio::test]
-async fn what_was_just_installed_is_as_it_was_installed() {
+async fn a_fresh_installation_has_no_differences() {
     let (host, set) = installed().await;
     let verified = verify(host.prefix(), &set.digest());
     assert_eq!(verified.differences, []);
@@ -57,7 +57,7 @@ async fn what_was_just_installed_is_as_it_was_installed() {
 }
 
 #[tokio::test]
-async fn byte_code_is_python_s_own_only_beside_a_module_that_was_installed() {
+async fn byte_code_is_accepted_only_beside_an_installed_module() {
     let (host, set) = installed().await;
     let at = |path: &str| host.environment(&set).join(path);
     fs::create_dir(at("lib/__pycache__")).unwrap();
@@ -65,7 +65,7 @@ async fn byte_code_is_python_s_own_only_beside_a_module_that_was_installed() {
         fs::write(at(path), "").unwrap();
         fs::set_permissions(at(path), fs::Permissions::from_mode(mode)).unwrap();
     };
-    // Whatever the umask of who runs Python.
+    // Whatever the umask of the user who runs Python.
     fs::set_permissions(at("lib/__pycache__"), fs::Permissions::from_mode(0o700)).unwrap();
     put("lib/__pycache__/module.cpython-312.pyc", 0o600);
     put("lib/__pycache__/module.cpython-312.opt-1.pyc", 0o644);
@@ -160,7 +160,7 @@ async fn every_kind_of_difference_is_named() {
 }
 
 #[tokio::test]
-async fn the_command_names_each_difference_and_tells_by_its_exit_code() {
+async fn the_command_names_each_difference_and_its_exit_code_says_so() {
     let (host, set) = installed().await;
     let digest = set.digest();
     let prefix: &std::ffi::OsStr = host.prefix().as_ref();
@@ -192,7 +192,7 @@ async fn the_command_names_each_difference_and_tells_by_its_exit_code() {
 }
 
 #[tokio::test]
-async fn an_environment_without_its_marker_or_with_half_of_it_is_not_as_it_was_installed() {
+async fn an_environment_with_a_missing_or_truncated_marker_is_reported() {
     let (host, set) = installed().await;
     let marker = host.environment(&set).join(packages::ENVIRONMENT_MARKER);
     fs::write(&marker, "{\"digest\":").unwrap();

@@ -37,7 +37,7 @@ pub struct Content {
 }
 
 impl Content {
-    /// A script whose interpreter lines and words name the prefix.
+    /// A script that names the prefix in its interpreter line and its text.
     pub fn script(path: &'static str, text: &str) -> Self {
         Self {
             path,

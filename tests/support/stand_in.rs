@@ -1,4 +1,4 @@
-//! A stand-in for a broker where no Flux is: it speaks the local socket's protocol and answers what it was told to.
+//! A stand-in for a broker without Flux: it speaks the local socket's protocol and gives the answers that a test sets.
 
 use std::{ops::Deref, path::Path};
 
@@ -52,6 +52,6 @@ impl StandIn {
         self.path()
     }
 
-    /// Dies: all connections close, nobody listens.
+    /// Simulates the broker's death: closes all connections and stops listening.
     pub fn die(self) {}
 }

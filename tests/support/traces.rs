@@ -12,7 +12,7 @@ pub fn bridge(state: &Path) -> String {
 }
 
 #[allow(dead_code, reason = "each target takes what it needs")]
-/// The processes of its nodes, each with its node's name, by the kernel's word; the dead among them, for the moment that they
+/// The processes of its nodes, each with its node's name, as the kernel shows them; the dead among them, for the moment that they
 /// take. Every hierarchy knows all of them, and to ask one is far cheaper than to look through the whole of /proc.
 pub fn processes(bridge: &str) -> Vec<(String, i32)> {
     let Some(cluster) = cgroups(bridge).into_iter().next() else { return Vec::new() };

@@ -73,7 +73,7 @@ pub enum StepError {
 }
 
 impl StepError {
-    /// Trying again can help although nobody changes anything.
+    /// True if another attempt may succeed without a change by an administrator.
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Host(HostError::Refused(refusal)) => refusal.transient,

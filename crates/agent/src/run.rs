@@ -177,7 +177,7 @@ async fn carry_out(agent: &mut Agent, inputs: &NodeInputs, step: &Step) -> Durat
     Duration::ZERO
 }
 
-/// There is no step to carry out, and so there is time for what nothing depends on.
+/// Without a step to carry out, there is time for upkeep that nothing depends on.
 async fn upkeep(agent: &mut Agent, inputs: &NodeInputs, decision: &Decision) {
     agent.memory.attempts.succeeded();
     if decision.step == Step::Hold {
@@ -216,14 +216,14 @@ async fn remember_uninstall(agent: &Agent, inputs: &NodeInputs) {
     }
 }
 
-/// A host that can't be observed may do well or not: the agent changes nothing there, and says so. Returns how long to rest.
+/// If the host can't be observed, its state is unknown: the agent changes nothing there and reports that. Returns how long to rest.
 async fn report_unobserved(agent: &mut Agent, error: &StepError) -> Duration {
     if error.is_waiting() {
         return SOON;
     }
     agent.memory.failed_observations = agent.memory.failed_observations.saturating_add(1);
     if agent.memory.failed_observations == 1 {
-        // One host stage that was killed is no news.
+        // A single killed host stage is not worth a report.
         return SOON;
     }
     agent.background.health.set_ready(false);

@@ -12,12 +12,12 @@ use crate::rules::{
     PREFIX_RULE, SUBDOMAIN, TOPOLOGY, USER, selector_words, toleration_words,
 };
 
-/// In CEL. A field that is null is there, and is no number.
+/// In CEL. has() is true for a field that is null, hence the check of the type.
 const SIZE_FITS: &str = "!has(self.size) || type(self.size) != int || !has(self.maxSize) || type(self.maxSize) != int || \
                          self.size <= self.maxSize";
-/// In CEL. Fields that the schema doesn't know are gone by then: the API server prunes a plain map of labels to nothing.
+/// In CEL. The API server prunes unknown fields before, so a plain map of labels is empty by then.
 const SELECTS: &str = "has(self.matchLabels) || has(self.matchExpressions)";
-/// More ranks than that have never been tried.
+/// We have never tested more ranks than that.
 const MOST_RANKS: u32 = 16384;
 
 /// One Flux instance over the nodes of the Kubernetes cluster.
@@ -302,7 +302,7 @@ pub enum OnFailure {
     /// One more epoch begins, with the packages and settings of the one before.
     #[default]
     GoBack,
-    /// It is tried for ever, and somebody has to see to it.
+    /// The agent keeps trying until an administrator intervenes.
     Stay,
     /// Another version's word, which this one can't serve.
     #[serde(untagged)]
@@ -346,7 +346,7 @@ pub enum InstancePhase {
     Starting,
     /// The lead is online.
     Running,
-    /// From one epoch to the next: the old one is being stopped or the new one started.
+    /// Between two epochs: the old one is being stopped, or the new one is being started.
     Restarting,
     /// The lead was online and is not.
     Degraded,
@@ -370,11 +370,11 @@ pub struct KeptDump {
     pub dump: Dump,
 }
 
-/// Of [`FluxInstanceStatus::conditions`]: what runs is not what is wanted, and a coordinated restart would bring it.
+/// Type in [`FluxInstanceStatus::conditions`]: a coordinated restart would apply what differs from the spec.
 pub const CONDITION_RESTART_PENDING: &str = "RestartPending";
 /// More nodes are asked for than the running epoch has ranks.
 pub const CONDITION_SCALE_DENIED: &str = "ScaleDenied";
-/// A part of the spec that the running instance does not carry out.
+/// The running instance does not apply a part of the spec.
 pub const CONDITION_NOT_APPLIED: &str = "NotApplied";
 /// Members have no agent.
 pub const CONDITION_AGENTS_MISSING: &str = "AgentsMissing";
@@ -436,7 +436,7 @@ pub struct FluxInstanceStatus {
 }
 
 impl FluxInstanceStatus {
-    /// The condition of that type, where it is true.
+    /// The condition of that type, if it is true.
     pub fn holding(&self, type_: &str) -> Option<&Condition> {
         self.conditions.iter().find(|condition| condition.type_ == type_ && condition.status == "True")
     }

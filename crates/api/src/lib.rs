@@ -1,11 +1,11 @@
 //! The Kubernetes objects of this project, and what planners and agents exchange through them: types, their names, and how
-//! their texts are read. No effects, and no decision: those are the crate `model`'s.
+//! their texts are read. It has no effects and makes no decisions: that is what the crate `model` is for.
 //!
 //! One writer for each: people write [`FluxInstance`] specs; the planner writes their status, the roster, the packages,
 //! `broker.toml`, and the spec of each [`FluxNode`]; an agent writes the status of its own `FluxNode`.
 //!
 //! Agents of several versions run side by side during an upgrade, so what a newer one writes is read by older ones: fields are
-//! only ever added, and a word that a version doesn't know is its enum's `Other`, which is written back as it was read.
+//! only ever added, and a value that a version doesn't know becomes its enum's `Other`, which is written back unchanged.
 
 pub mod certificate;
 mod finding;
@@ -36,7 +36,7 @@ pub const GROUP: &str = "distribute.flux-framework.org";
 pub const VERSION: &str = "v1alpha1";
 /// The namespace everything lives in. Never `flux-system`, which is Flux CD's.
 pub const NAMESPACE: &str = "flux-distribute";
-/// The one name of a [`FluxInstance`] that is served; any other gets the condition `Ignored`.
+/// The only FluxInstance that the planner serves; any other one gets the condition `Ignored`.
 pub const INSTANCE: &str = "flux";
 /// The DaemonSet that runs the agents, except those on control planes; and label `app` of all of them.
 pub const DAEMONSET: &str = "install-flux";
@@ -46,7 +46,7 @@ pub const CONFIGMAP_DEFAULT: &str = "flux-default";
 pub const CONFIGMAP_DEFAULT_KEY: &str = "spec.yaml";
 /// Annotation on [`CONFIGMAP_DEFAULT`]: the uid of the FluxInstance that was made from it.
 pub const ANNOTATION_CONSUMED: &str = "distribute.flux-framework.org/consumed-by";
-/// Annotation on the FluxInstance: a new word in it begins the next epoch at once, whatever runs.
+/// Annotation on the FluxInstance: a new value begins the next epoch at once, even if jobs run.
 pub const ANNOTATION_RESTART: &str = "distribute.flux-framework.org/restart";
 /// Annotation on Nodes: which of the annotations that keep autoscalers away are ours, by name, with commas between.
 pub const ANNOTATION_PROTECTS: &str = "distribute.flux-framework.org/protects";
@@ -62,18 +62,18 @@ pub const CONFIGMAP_BROKER_KEY: &str = "broker.toml";
 pub const CONFIGMAP_PACKAGES: &str = "flux-packages";
 /// Key in [`CONFIGMAP_PACKAGES`] that holds the package set as JSON.
 pub const CONFIGMAP_PACKAGES_KEY: &str = "packages.json";
-/// Key in [`CONFIGMAP_PACKAGES`] that holds the running epoch's package set, where the spec asks for another one by now:
+/// Key in [`CONFIGMAP_PACKAGES`] that holds the running epoch's package set, if the spec asks for another one by now:
 /// a node that joins installs what the others run.
 pub const CONFIGMAP_PACKAGES_EPOCH_KEY: &str = "epoch.json";
-/// Secret that an administrator may make for channels, mirrors and bundles that need one: [`SECRET_PACKAGES_CA_KEY`],
+/// Secret that an administrator may create for private channels, mirrors and bundles: [`SECRET_PACKAGES_CA_KEY`],
 /// [`SECRET_PACKAGES_TOKEN_KEY`] and [`SECRET_PACKAGES_CREDENTIALS_KEY`], each optional.
 pub const SECRET_PACKAGES: &str = "flux-packages-access";
 /// Key in [`SECRET_PACKAGES`]: PEM certificates of private authorities.
 pub const SECRET_PACKAGES_CA_KEY: &str = "ca.crt";
 /// Key in [`SECRET_PACKAGES`]: a bearer token (RFC 6750) for the hosts that the spec's URLs name, and for no others.
 pub const SECRET_PACKAGES_TOKEN_KEY: &str = "token";
-/// Key in [`SECRET_PACKAGES`]: credentials by host, in the form that pixi and rattler-build keep them in their file of that
-/// name.
+/// Key in [`SECRET_PACKAGES`]: credentials by host, in the format of the file of this name that pixi and rattler-build
+/// use.
 pub const SECRET_PACKAGES_CREDENTIALS_KEY: &str = "credentials.json";
 /// Secret with the CURVE certificate of the instance.
 pub const SECRET_CURVE: &str = "flux-curve";
@@ -83,9 +83,9 @@ pub const ANNOTATION_INSTANCE: &str = "distribute.flux-framework.org/instance-ui
 pub const SECRET_CURVE_KEY: &str = "curve.cert";
 /// Lease that elects the planner among the agents.
 pub const LEASE_PLANNER: &str = "flux-planner";
-/// Where everything of ours lives on a host, unless preflight has to fall back.
+/// The directory for everything that we install on a host, unless preflight must choose another one.
 pub const DEFAULT_PREFIX: &str = "/opt/flux-distribute";
-/// The prefixes preflight tries, in order, when the spec names none.
+/// The prefixes that preflight tries, in order, if the spec names none.
 pub const PREFIX_CANDIDATES: [&str; 3] =
     [DEFAULT_PREFIX, "/var/lib/flux-distribute", "/home/kubernetes/flux-distribute"];
 /// Run-time directory on the host, gone with a reboot.
@@ -100,18 +100,18 @@ pub const DEFAULT_BROKER_PORT: u16 = 8050;
 pub const PEER_PORT: u16 = 8052;
 /// TCP port at which an agent answers kubelet's probes and serves its metrics, unless told otherwise; on loopback.
 pub const HEALTH_PORT: u16 = 8051;
-/// Type of the condition by which an agent tells on its own pod that its node is as it is wanted; the DaemonSet's readiness
+/// Type of the condition with which an agent reports on its own pod that its node is as the planner wants it: the pods' readiness
 /// gate.
 pub const CONDITION_POD_READY: &str = "distribute.flux-framework.org/ready";
 
-/// The version (`version` of flux-broker-attributes(7)) that local mode's stand-in for a broker has, and what everybody who
-/// speaks of such an instance begins with: no Flux runs there.
+/// The version (`version` of flux-broker-attributes(7)) that local mode's stand-in for a broker has, and the prefix of every
+/// message about such an instance: no Flux runs there.
 pub const STAND_IN: &str = "stand-in, no Flux";
 
 /// Both CustomResourceDefinitions as YAML documents.
 ///
 /// # Errors
-/// None that a caller could mend.
+/// If serializing fails, which is a bug.
 pub fn crds() -> Result<String, serde_norway::Error> {
     use kube::CustomResourceExt;
     let (instance, node) = (FluxInstance::crd(), FluxNode::crd());

@@ -6,10 +6,10 @@ use serde_json::Value;
 
 use super::{Finding, IdSet, Resources};
 
-/// The API server's words for a FluxNode that names another Node than its own name does, by a rule of the CRD.
+/// The CRD's message if `spec.nodeName` differs from the FluxNode's name.
 const ANOTHER_NODE: &str = "is not the name of this FluxNode";
 
-/// What no schema can say of a FluxNode.
+/// Checks what the schema of a FluxNode can't express.
 ///
 /// # Errors
 /// Why it can't be read.
@@ -113,7 +113,7 @@ pub struct FetchFrom {
 /// What the planner wants of a node.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub enum Want {
-    /// Nothing: it is not eligible, or was a member whose broker must not end yet. What runs there is left alone.
+    /// Nothing: the node is not eligible, or was a member whose broker must not be stopped yet. What runs there stays.
     #[default]
     Nothing,
     /// Have the packages ready.
@@ -122,7 +122,7 @@ pub enum Want {
     Run,
     /// Stop the broker: the member is drained and leaves.
     Leave,
-    /// Another version's word, kept as it was read: to be left alone, as with `Nothing`.
+    /// A value of another version, kept unchanged; the agent treats it like `Nothing`.
     #[serde(untagged)]
     Other(String),
 }
@@ -130,14 +130,14 @@ pub enum Want {
 /// Where a node stands on the way to a broker that is online.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub enum NodePhase {
-    /// For something that others do: the message says for what.
+    /// It waits for something outside of the node; the message says for what.
     #[default]
     Waiting,
-    /// The host is being looked at.
+    /// Preflight examines the host.
     Preflight,
-    /// Packages are fetched and linked.
+    /// The agent fetches and links packages.
     Installing,
-    /// The broker is on its way up.
+    /// The broker is starting.
     Starting,
     /// The broker is in the overlay and in state `run`.
     Online,
@@ -147,9 +147,9 @@ pub enum NodePhase {
     Offline,
     /// The host is being cleaned.
     Removing,
-    /// The last step failed; the message says why, and it is tried again where time can heal it.
+    /// The last step failed; the message says why. The agent tries again if that can help.
     Failed,
-    /// Another version's word, kept as it was read: this version only knows that it is none of the above.
+    /// A value of another version, kept unchanged.
     #[serde(untagged)]
     Other(String),
 }

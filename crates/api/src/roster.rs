@@ -43,10 +43,10 @@ pub struct Roster {
     /// The settings of the epoch before, until this one's lead was online: what to go back to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub previous: Option<EpochSettings>,
-    /// What an epoch was begun with that did not come up: not tried again before the spec changes or somebody says so.
+    /// Settings of an epoch that did not come up: not tried again before the spec changes or an administrator asks for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refused: Option<Refused>,
-    /// The last word of [`ANNOTATION_RESTART`](super::ANNOTATION_RESTART) that was acted on.
+    /// The last value of [`ANNOTATION_RESTART`](super::ANNOTATION_RESTART) that the planner acted on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restart: Option<String>,
     /// Another lead took over in this epoch, or an empty queue began: what brokers of earlier ones still run is lost, and
@@ -61,11 +61,11 @@ pub struct Roster {
 }
 
 impl Roster {
-    /// Reads one. The format is looked at first: one that this version doesn't know may have another shape, and what can't be
-    /// read because of that is not malformed.
+    /// Parses a roster. Checks the format first: a roster in an unknown format may have another shape, so a failure to parse
+    /// it does not mean that it is malformed.
     ///
     /// # Errors
-    /// A newer version has written it, or it is no roster.
+    /// A newer version wrote it, or it is not a roster.
     pub fn parse(text: &str) -> Result<Self, RosterError> {
         #[derive(Deserialize)]
         struct Format {
@@ -85,12 +85,12 @@ impl Roster {
         self.format >= DECLARES_NODES
     }
 
-    /// Who holds `rank`.
+    /// The member that holds `rank`.
     pub fn member(&self, rank: Rank) -> Option<&Member> {
         self.ranks.get(&rank)?.member.as_ref()
     }
 
-    /// Who holds a rank, by rank.
+    /// The members by rank.
     pub fn members(&self) -> impl Iterator<Item = &Member> {
         self.ranks.values().filter_map(|entry| entry.member.as_ref())
     }
@@ -101,14 +101,14 @@ impl Roster {
     }
 }
 
-/// Why a text gives no roster.
+/// Why a text can't be read as a roster.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RosterError {
-    /// It has this format: this version can't know what it means.
+    /// Its format is newer than this version knows.
     #[error("format {0}, which a newer flux-distribute made; this one knows {ROSTER_FORMAT}: finish the upgrade")]
     Newer(u32),
-    /// It is no roster.
+    /// It is not a roster.
     #[error("can't be read")]
     Malformed(#[from] serde_json::Error),
 }
@@ -136,7 +136,7 @@ pub struct EpochSettings {
     pub cpu_weight: u32,
     /// `[kvs] checkpoint-period`.
     pub checkpoint_period: String,
-    /// What a spare declares where the spec says so.
+    /// What a spare declares, if the spec sets it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub spare_shape: Option<Resources>,
 }
@@ -144,9 +144,9 @@ pub struct EpochSettings {
 /// How an epoch ends.
 #[derive(Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Closing {
-    /// Not while a job runs.
+    /// Once no job runs.
     WhenIdle,
-    /// Whatever runs: somebody has said so, or the deadline has come.
+    /// Even if jobs run: an administrator asked for it, or the deadline has passed.
     AtOnce,
 }
 
@@ -156,7 +156,7 @@ pub enum Closing {
 pub struct Refused {
     /// The settings.
     pub settings: EpochSettings,
-    /// The lead's words.
+    /// What the lead's log says.
     pub reason: String,
 }
 
@@ -167,7 +167,7 @@ pub struct Refused {
 pub struct FailedLeads {
     /// metadata.generation of the FluxInstance under which they failed: another spec may be the cure.
     pub generation: i64,
-    /// The first words of a broker, or of a host that refused to start it: what fails later may have another reason.
+    /// The first message of a broker, or of a host that refused to start it: later failures may have another reason.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub first: Option<FirstFailure>,
     /// By the Node's uid.
@@ -175,7 +175,7 @@ pub struct FailedLeads {
 }
 
 impl FailedLeads {
-    /// None has failed.
+    /// True if no node has failed.
     pub fn is_empty(&self) -> bool {
         self.nodes.is_empty()
     }
@@ -197,7 +197,7 @@ impl FailedLeads {
 pub struct FirstFailure {
     /// The Node's name.
     pub node: String,
-    /// The words of its broker, or of its agent.
+    /// The message of its broker or its agent.
     pub reason: String,
 }
 
@@ -212,7 +212,7 @@ pub struct FailedLead {
     /// `instanceID` of the roster in which it failed last.
     #[serde(rename = "instanceID")]
     pub instance_id: String,
-    /// sha256 over what the node was like then: a node that has changed has not failed.
+    /// sha256 over the node's properties at that time: a node that has changed since does not count as failed.
     pub facts: String,
 }
 
@@ -225,11 +225,11 @@ pub struct RosterEntry {
     /// Node UID that a real-named rank waits for; anyone else gets a spare.
     #[serde(default, rename = "reservedFor", skip_serializing_if = "Option::is_none")]
     pub reserved_for: Option<String>,
-    /// Who holds the rank.
+    /// The member that holds the rank.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub member: Option<Member>,
-    /// What the rank declares; sticky: missing facts never shrink it, it becomes less only while no job can hold any of it,
-    /// and it outlives its member. None: nobody has told yet, and the rank declares a spare's shape.
+    /// What the rank declares. Missing facts never reduce it; it is reduced only while no job can hold any of it,
+    /// and it outlives its member. None if it is not known yet: then the rank declares what a spare does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resources: Option<Declared>,
     /// Since when the member's host has had fewer cores or GPUs than that, seconds since the Unix epoch.
@@ -255,7 +255,7 @@ impl RosterEntry {
         self.resources.as_ref().is_some_and(|declared| declared.excluded)
     }
 
-    /// Its member has gone, and what was said of it goes along; what the rank declares stays.
+    /// Removes the member and what belongs to it; what the rank declares stays.
     pub fn vacate(&mut self) {
         (self.member, self.drain, self.has_node_property) = (None, None, false);
         self.lacks_since = None;
@@ -267,22 +267,22 @@ impl RosterEntry {
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub struct Draining {
-    /// In words; Flux shows it behind `flux-distribute: `.
+    /// The reason, for people; Flux shows it behind `flux-distribute: `.
     pub reason: String,
-    /// It is stopped once it is idle, and loses its rank.
+    /// True if the member is stopped once it is idle and loses its rank.
     pub leave: bool,
     /// Since when, in seconds since the Unix epoch.
     pub since: i64,
 }
 
 impl Draining {
-    /// As if it began at `now`: who was to leave may have stayed, and no time that was given is over for what begins then.
+    /// The drain as if it began at `now`, so that a member that leaves gets its full time again.
     pub fn anew(self, now: i64) -> Self {
         Self { since: now, ..self }
     }
 }
 
-/// Who holds a rank.
+/// A member of the instance: the Node that holds a rank.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub struct Member {

@@ -1,20 +1,20 @@
-//! What the CRD says of a spec's fields: patterns, limits, rules in CEL, and the API server's words for what breaks them.
-//! The crate `model` checks the same, in better words.
+//! The CRD's validation of a spec's fields: patterns, limits, CEL rules, and the API server's messages about violations.
+//! The crate `model` checks the same with better messages.
 
 use base::redact::SECRET_WORDS;
 use schemars::Schema;
 use serde_json::{Value, json};
 
-/// The API server's words where `size` is 0, by a rule of the CRD.
+/// The CRD's message if `size` is 0.
 pub const LESS_THAN_ONE: &str = "is 0: to uninstall, delete the FluxInstance";
-/// The API server's words where `size` is more than a `maxSize` that the spec names, by a rule of the CRD.
+/// The CRD's message if `size` is more than the spec's `maxSize`.
 pub const MORE_THAN_MAX_SIZE: &str =
     "is more than maxSize: raise maxSize too, which takes effect at the next coordinated restart";
-/// The API server's words for a selector of which nothing is left after pruning, by a rule of the CRD.
+/// The CRD's message if pruning leaves a selector empty.
 pub const EMPTY_SELECTOR: &str = "has neither matchLabels nor matchExpressions: write `selector: {matchLabels: {KEY: VALUE}}`, or leave it out to \
      select all nodes";
 
-/// In the CRD; [`is_subdomain`](crate::is_subdomain) in words for the API server.
+/// In the CRD; the same as [`is_subdomain`](crate::is_subdomain).
 pub const SUBDOMAIN: &str = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$";
 /// In the CRD; what the model's `Topology::parse` takes, without `kary:0`.
 pub const TOPOLOGY: &str = "^(flat|kary:0*[1-9][0-9]*|mincrit(:[0-9]+)?|binomial)$";
@@ -25,12 +25,12 @@ pub const PREFIX: &str = "^/";
 /// As long as Linux takes a path (PATH_MAX). The API server refuses a rule on a text that has no limit.
 pub const LONGEST_PREFIX: u64 = 4096;
 /// In the CRD, in CEL: [`check_prefix_characters`](crate::check_prefix_characters), for a prefix that is new. One that an instance has had since an older version
-/// stays, or nothing of that instance could be changed any more, not even to remove it.
+/// stays valid, or that instance could no longer be changed, not even to remove it.
 pub const PREFIX_RULE: &str = "self.matches('^[A-Za-z0-9._/-]+$') || (oldSelf.hasValue() && oldSelf.value() == self)";
-/// The API server's words for other characters, by that rule.
+/// The message of that rule.
 pub const PREFIX_CHARACTERS: &str =
     "has characters other than A-Z, a-z, 0-9, `.`, `_`, `/` and `-`: choose another directory";
-/// In the CRD; what the model takes as a user, but for numbers that are too large.
+/// In the CRD; what the model accepts as a user, except that it also matches numbers that are too large.
 pub const USER: &str = "^[A-Za-z0-9_.][-A-Za-z0-9_.]*$";
 
 /// In the CRD; a URL by its scheme.
@@ -44,10 +44,10 @@ pub const PLATFORM: &str = "^linux-(64|aarch64)$";
 /// The conda platforms that have Flux.
 pub const PLATFORMS: [&str; 2] = ["linux-64", "linux-aarch64"];
 
-/// The API server's words for a URL with credentials, by a rule of the CRD.
+/// The CRD's message about a URL with credentials.
 pub const HAS_CREDENTIALS: &str = "has credentials in the URL, which everyone with read access to the FluxInstance \
     or ConfigMap flux-packages could see: put them into Secret flux-packages-access, key credentials.json";
-/// In CEL, the rule that [`HAS_CREDENTIALS`] is said by, of the URL in variable `name`: it has no user, no `/t/TOKEN/`, and no
+/// In CEL, the rule behind [`HAS_CREDENTIALS`]: the URL in variable `name` has no user, no `/t/TOKEN/`, and no
 /// parameter with one of [`SECRET_WORDS`] in its name. Names that are written with `%` are found by the model alone.
 pub fn no_credentials(name: &str) -> String {
     let secret = SECRET_WORDS.join("|");
@@ -67,19 +67,19 @@ pub const TOLERATION_OPERATORS: [&str; 2] = ["Equal", "Exists"];
 /// What a taint may do.
 pub const EFFECTS: [&str; 3] = ["NoSchedule", "PreferNoSchedule", "NoExecute"];
 
-/// Puts the words that can stand in a selector into its schema, which Kubernetes leaves open.
+/// Adds the allowed operators of a selector to its schema, which Kubernetes leaves open.
 pub fn selector_words(schema: &mut Schema) {
     put_words(schema, "/properties/matchExpressions/items/properties/operator", &SELECTOR_OPERATORS);
 }
 
-/// Puts the words that can stand in a toleration into its schema, which Kubernetes leaves open.
+/// Adds the allowed values of a toleration to its schema, which Kubernetes leaves open.
 pub fn toleration_words(schema: &mut Schema) {
     put_words(schema, "/items/properties/operator", &TOLERATION_OPERATORS);
     put_words(schema, "/items/properties/effect", &EFFECTS);
 }
 
 fn put_words(schema: &mut Schema, path: &str, words: &[&str]) {
-    // It is not there in a schema whose parts are kept elsewhere; a CRD's never are.
+    // It is missing only in a schema that refers to definitions elsewhere, which a CRD's schema can't do.
     if let Some(Value::Object(field)) = schema.pointer_mut(path) {
         field.insert("enum".to_owned(), json!(words));
     }

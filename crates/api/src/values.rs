@@ -7,11 +7,11 @@ use std::{
 
 use crate::rules::PREFIX_CHARACTERS;
 
-/// A prefix is a directory that can be ours alone, and is removed with all that is in it: deep enough to be nobody else's,
-/// and by its name the place that it is.
+/// Checks that a removal can delete `path` with all its content: it must be deep enough to be only ours, and absolute
+/// without `..`, so that it names one place.
 ///
 /// # Errors
-/// In words, with the path.
+/// Why not, with the path.
 pub fn check_prefix(path: &Path) -> Result<(), String> {
     let is_plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
     if !(path.is_absolute() && path.components().count() > 2 && path.components().all(is_plain)) {
@@ -20,11 +20,11 @@ pub fn check_prefix(path: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// A prefix is written into units, scripts and configuration files, so a new one holds no character that means something in
-/// one of them. Instances and hosts that have such a prefix already go on, and are removed like others.
+/// A prefix is written into units, scripts and configuration files, so a new one may hold no character that is special in
+/// one of them. Existing instances and hosts with such a prefix keep working, and can be removed.
 ///
 /// # Errors
-/// In words, with the path.
+/// Why not, with the path.
 pub fn check_prefix_characters(path: &Path) -> Result<(), String> {
     let is_allowed = |byte: &u8| byte.is_ascii_alphanumeric() || b"._/-".contains(byte);
     match path.as_os_str().as_encoded_bytes().iter().all(is_allowed) {
@@ -62,7 +62,7 @@ pub fn parse_duration(text: &str) -> Option<Duration> {
 /// [`parse_duration`] for an option of the command line or a field.
 ///
 /// # Errors
-/// In words, with an example.
+/// Why not, with an example.
 pub fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).ok_or_else(|| format!("{text:?} is not a duration such as 30s, 10m or 24h"))
 }

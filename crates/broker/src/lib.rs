@@ -1,6 +1,6 @@
 //! The broker: its command line, its unit, its log, and the protocol of its socket (RFC 3).
 //!
-//! It knows how to speak to a broker and how one is described to a host; who starts it, and when, is for others to decide.
+//! It talks to a broker and builds the order that starts one; other crates decide when and where a broker starts.
 
 pub mod command;
 pub mod log;

@@ -146,8 +146,8 @@ fn watch_directory(path: &Path) -> io::Result<AsyncFd<OwnedFd>> {
 /// `… rejecting connection from nodeX (rank 2): slot2 is configured as rank 2: mismatched config?`
 pub fn rejection(line: &str) -> Option<(String, String)> {
     let (_, rest) = line.split_once("rejecting connection from ")?;
-    let (who, reason) = rest.split_once(": ")?;
-    let name = who.split(' ').next()?;
+    let (broker, reason) = rest.split_once(": ")?;
+    let name = broker.split(' ').next()?;
     Some((name.to_owned(), reason.to_owned()))
 }
 

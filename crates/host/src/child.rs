@@ -78,19 +78,19 @@ impl Kept {
         Self { bytes, end }
     }
 
-    /// What was kept, once the stream has ended or has had its time to.
+    /// The kept part, once the stream has ended or its time limit has passed.
     pub fn text(self) -> String {
         let _ = self.end.recv_timeout(LINGER);
         String::from_utf8_lossy(&self.bytes.lock().unwrap_or_else(PoisonError::into_inner)).into_owned()
     }
 }
 
-/// Exit code as a shell counts it: 128 + signal where it was killed.
+/// Exit code as in a shell: 128 + signal if it was killed.
 pub fn code(status: ExitStatus) -> i32 {
     status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(255)
 }
 
-/// To end as a program did, as a shell tells it: 128 + signal where it was killed.
+/// The exit code with which to pass on how a program ended: 128 + signal if it was killed, as in a shell.
 pub fn exit_code(status: ExitStatus) -> ExitCode {
     ExitCode::from(u8::try_from(code(status)).unwrap_or(u8::MAX))
 }

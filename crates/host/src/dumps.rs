@@ -1,5 +1,5 @@
-//! Dumps of the running instance's KVS (flux-dump(1)) that are kept on the lead's host. They hold the jobs of all users, so nobody
-//! but root reads them, whoever owns the brokers.
+//! Dumps of the running instance's KVS (flux-dump(1)) that are kept on the lead's host. They hold the jobs of all users, so only
+//! root may read them, whichever user owns the brokers.
 
 use std::{
     fs::{self, OpenOptions},
@@ -18,15 +18,15 @@ use super::files::{host_path, make_dirs_in_host_root, remove_if_there};
 
 /// Name below the prefix.
 pub const DUMPS: &str = "dump";
-/// The key in the KVS that says of which instance a dump is.
+/// The key in the KVS that holds the ID of the dump's instance.
 pub const ID_KEY: &str = "flux-distribute.instance-id";
-/// How a dump's name tells its time.
+/// Format of the time in a dump's name.
 pub const FORMAT: &str = "%Y%m%dT%H%M%SZ";
-/// How a dump's name ends.
+/// Suffix of a dump's name.
 pub const SUFFIX: &str = ".tgz";
 
-/// A dump that somebody hands in, on the host until this is dropped. Named so that whoever makes the next dump removes what
-/// a process that was killed has left.
+/// A dump from stdin, kept on the host until this is dropped. Its name marks it as temporary, so that the next dump removes what
+/// a killed process has left.
 #[derive(Debug)]
 pub struct Incoming {
     dir: OwnedFd,
@@ -36,10 +36,10 @@ pub struct Incoming {
 impl Incoming {
     const NAME: &str = ".incoming.new";
 
-    /// Writes all that `from` has below the host's `prefix`, where nobody but root can read it.
+    /// Writes all of `from` to a file below the host's `prefix` that only root can read.
     ///
     /// # Errors
-    /// `from`'s, or the disk's; then nothing is left of it.
+    /// `from` can't be read, or the file can't be written; then nothing of it remains.
     pub fn receive(prefix: &Path, from: &mut impl io::Read) -> io::Result<Self> {
         let dir = make_dirs_in_host_root(&prefix.join(DUMPS))?;
         fs::set_permissions(host_path(&dir), fs::Permissions::from_mode(0o700))?;
@@ -74,7 +74,7 @@ pub fn dumps(prefix: &Path) -> Vec<Dump> {
     found
 }
 
-/// The dump is of this instance, by its name.
+/// True if the dump's name shows that it is of this instance.
 pub fn is_of(dump: &Dump, instance_id: &str) -> bool {
     dump.name.rsplit_once('-').is_some_and(|(id, _)| id == instance_id)
 }

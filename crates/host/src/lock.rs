@@ -30,7 +30,7 @@ pub const WAIT: Duration = Duration::from_secs(30);
 
 const POLL: Duration = Duration::from_millis(20);
 
-/// More replacements of one lock's file than there are others who could be at the same.
+/// Limit for replacements of one lock file; more than the number of processes that could replace it at the same time.
 const MOST_REPLACED: u32 = 10;
 
 /// Permission bits of group and others.
@@ -151,7 +151,7 @@ mod tests {
         take(&path, Duration::ZERO).unwrap();
     }
 
-    /// As on vfat, or on a network file system that makes nobody of root.
+    /// As on vfat, or on a network file system that maps root to nobody.
     #[test]
     fn a_file_system_that_gives_every_file_to_somebody_else_is_refused_and_not_tried_for_ever() {
         if skips_without([Need::Root]) {

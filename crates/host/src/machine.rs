@@ -1,4 +1,4 @@
-//! What this machine says of itself, and which directories machines share.
+//! The identity of this machine, and whether machines share a directory.
 
 use std::{fs, path::Path};
 
@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 
 use super::Root;
 
-/// The machine of this host. None if it tells nothing of itself.
+/// The identity of this host's machine. None if the host has none of the ids.
 pub fn here(root: &Root) -> Option<Machine> {
     let read = |path: &str| fs::read_to_string(root.path(path)).unwrap_or_default().trim().to_owned();
     let name = read("/proc/sys/kernel/hostname");
@@ -22,7 +22,7 @@ pub fn here(root: &Root) -> Option<Machine> {
     (machine != Machine::default()).then_some(machine)
 }
 
-/// Firmware that was never given a UUID tells one letter over and over.
+/// False for the UUID of firmware that was never given one: it repeats one digit.
 fn is_id(text: &str) -> bool {
     if !text.chars().all(|letter| letter.is_ascii_hexdigit() || letter == '-') {
         return false;

@@ -26,12 +26,12 @@ impl std::fmt::Display for Occupant {
     }
 }
 
-/// Knows the broker and all that it has started, jobs too.
+/// The processes of the broker, including jobs.
 pub trait BrokerProcesses {
-    /// Those that still run: pids in the PID namespace of /proc.
+    /// Those that still run, as pids in the PID namespace of /proc.
     ///
     /// # Errors
-    /// Nobody knows.
+    /// They could not be determined.
     fn members(&self) -> io::Result<BTreeSet<i32>>;
 }
 

@@ -23,7 +23,7 @@ pub enum PortUse {
     Unusable(String),
 }
 
-/// Tries to listen, for an instant, as a broker would. Whoever has the port at another address of the host is in nobody's way.
+/// Tries to listen, for an instant, as a broker would. A process that has the port at another address does not matter.
 pub fn port_use(root: &Root, endpoint: SocketAddr) -> PortUse {
     match TcpListener::bind(endpoint) {
         Ok(_) => PortUse::Free,
@@ -54,7 +54,7 @@ const TAKEN: &str = " of this host is taken by ";
 /// Whether a broker can listen on it.
 ///
 /// # Errors
-/// Who or what is in its way, with the remedy.
+/// What prevents it, with the remedy.
 pub fn check(found: &PortUse, port: u16) -> Result<(), Refusal> {
     let remedy = "free it, or set spec.broker.port to another port";
     let taken = |who: &str| Err(Refusal::transient(format!("port {port}{TAKEN}{who}; {remedy}")));

@@ -52,7 +52,7 @@ pub fn fresh(root: &Root, order: &ClaimOrder) -> HostState {
 /// The claim at a prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Claim {
-    /// None, or none that can be trusted.
+    /// There is no claim, or only one that can't be trusted.
     None,
     /// This host's.
     Ours(HostState),

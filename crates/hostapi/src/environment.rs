@@ -46,7 +46,7 @@ pub enum What {
     Extra,
     /// It has other permissions.
     Mode,
-    /// It belongs to somebody else.
+    /// Another user owns it.
     Owner,
 }
 

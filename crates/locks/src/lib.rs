@@ -203,7 +203,7 @@ pub fn check_lock(text: &str, platforms: &[String]) -> Result<(), LockError> {
     there.iter().try_for_each(|platform| of_platform(&lock, platform).map(drop))
 }
 
-/// The first URL with a credential that nobody sees in the lock's text, such as in `https:/USER:PASSWORD@HOST/`.
+/// The first URL with a credential that a search of the lock's text does not find, such as `https:/USER:PASSWORD@HOST/`.
 fn hidden_credentials(lock: &LockFile) -> Option<String> {
     lock.environments().find_map(|(_, environment)| {
         let mut packages = environment.packages_by_platform().flat_map(|(_, packages)| packages);
@@ -386,11 +386,11 @@ fn package_name(location: &str) -> String {
     CondaArchiveIdentifier::try_from_filename(file).map_or_else(|| file.to_owned(), |archive| archive.identifier.name)
 }
 
-/// Conda packages unpack to some three times their size, and so does a tree of programs; files with a prefix in them are
-/// there twice for a moment.
+/// Conda packages unpack to about three times their size, and so does a tree of programs; files that contain a prefix exist
+/// twice for a moment.
 const UNPACKED_PER_BYTE: u64 = 4;
 
-/// What archives of so many bytes unpack to, as a rule.
+/// The estimated unpacked size of archives of this total size, in bytes.
 pub fn unpacked(archives: u64) -> u64 {
     archives.saturating_mul(UNPACKED_PER_BYTE)
 }
@@ -404,8 +404,8 @@ pub fn credentials_remedy() -> String {
     )
 }
 
-/// How many bytes a package set needs on a host's disk, as far as it can be told before it is there: 0 for a bundle,
-/// which is looked at when it is.
+/// Estimates how many bytes a package set needs on a host's disk, before it is fetched: 0 for a bundle,
+/// which is checked once it has arrived.
 pub fn estimate_bytes(set: &PackageSet, platform: &str) -> u64 {
     match set {
         PackageSet::Bundle(_) => 0,

@@ -9,7 +9,7 @@ use base::{
     redact::{redacted, stripped, url_with_credentials, with_hidden_credentials},
 };
 
-/// Why something can't be asked. Only another question helps.
+/// Why a question is invalid. Retrying doesn't help.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum QuestionError {
@@ -35,7 +35,7 @@ pub enum QuestionError {
     },
 }
 
-/// What is asked, in one stable line: a changed one is the only reason to solve again.
+/// The question in one stable line: the planner solves again only if it changes.
 ///
 /// `platforms` is used only if the spec names none. Mirrors and the number of environments to keep are not part of the
 /// question, and with a lock or a bundle neither is `refresh`, because nothing is solved then.
@@ -66,7 +66,7 @@ pub fn question(packages: &Packages, platforms: &[String]) -> String {
     question.to_string()
 }
 
-/// The channels that are asked, by priority.
+/// The channels to query, by priority.
 pub fn channels(packages: &Packages) -> Vec<&str> {
     match packages.channels.is_empty() {
         true => vec![DEFAULT_CHANNEL],
@@ -74,7 +74,7 @@ pub fn channels(packages: &Packages) -> Vec<&str> {
     }
 }
 
-/// What is asked for.
+/// The requested specs.
 pub fn specs(packages: &Packages) -> Vec<&str> {
     match packages.specs.is_empty() {
         true => DEFAULT_SPECS.to_vec(),
@@ -87,7 +87,7 @@ pub fn glibc(packages: &Packages) -> &str {
     packages.glibc.as_deref().unwrap_or(DEFAULT_GLIBC)
 }
 
-/// The platforms that are asked for: the spec's, or else those of the `nodes`.
+/// The requested platforms: the spec's, or else those of the `nodes`.
 pub fn wanted_platforms<'a>(packages: &'a Packages, nodes: &'a [String]) -> Vec<&'a str> {
     let wanted = if packages.platforms.is_empty() { nodes } else { &packages.platforms };
     let mut wanted = wanted.iter().map(String::as_str).collect::<Vec<_>>();
@@ -141,7 +141,7 @@ pub fn check_glibc(glibc: &str) -> bool {
         && glibc.split('.').all(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// Reads a platform of Linux, and what the solver is to believe of its machines.
+/// Reads a platform of Linux, and the virtual packages that the solver assumes on its machines.
 ///
 /// # Errors
 /// [`QuestionError::NotAPlatform`] or [`QuestionError::Glibc`].

@@ -2,7 +2,7 @@
 //! certificate, `broker.toml`, each FluxNode's spec and the FluxInstance's status. What to write is decided in
 //! [`model`]; here are the effects.
 //!
-//! It gives no order to a host: what agents are told goes through objects of the API server. Of its own host it reads the
+//! It sends no order to a host: it reaches agents only through objects of the API server. Of its own host it reads the
 //! directories that `file:` channels name.
 
 mod caches;

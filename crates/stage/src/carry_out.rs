@@ -94,13 +94,13 @@ fn write(stdout: &mut StdoutLock<'_>, reply: &Reply) -> io::Result<()> {
     stdout.flush()
 }
 
-/// Whoever gave the order still hears. One that was killed while the stage waited for the host's lock can't take the order back,
-/// and what has been decided since would be undone: a broker ended that runs jobs again, or one begun that must not.
+/// Fails if the process that sent the order has ended. If it was killed while the stage waited for the host's lock, it can't cancel the order,
+/// and a later decision would be undone: the order could stop a broker that runs jobs again, or start one that must not run.
 fn still_wanted() -> Result<(), Refusal> {
     say(&Reply::Alive).map_err(|_| Refusal::transient("the process that gave this order has ended"))
 }
 
-/// A panic becomes an answer, with its place and without its words: they may hold anything.
+/// Turns a panic into an answer that names its place but not its message, which may hold a secret.
 fn answer_panics() {
     std::panic::set_hook(Box::new(|panic| {
         let place = panic.location().map_or_else(String::new, |at| format!(" at {}:{}", at.file(), at.line()));

@@ -30,7 +30,7 @@ use host::{
 };
 use hostapi::{DumpOrder, Dumped, FluxOrder, LONGEST_DUMP, Refusal};
 
-/// So many of one instance are kept.
+/// Number of dumps of one instance that are kept.
 const KEEP: usize = 5;
 /// Lock file: one dump at a time.
 const LOCK: &str = ".lock";
@@ -76,8 +76,8 @@ pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
     Ok(Dumped { path: root.unpath(&path), dump: Dump { name, time: Time(time), bytes }, warnings })
 }
 
-/// Whether a dump of a store of so many bytes finds room. One that fills the lead's disk to its end would take the store
-/// along, which is on it.
+/// Checks that a dump of a store of this size fits. A dump that filled the lead's disk would damage the store,
+/// which is on the same disk.
 fn check_room(dir: &Path, room: Room, store: u64) -> Result<(), Refusal> {
     let wanted = store.saturating_add(MARGIN);
     if room.available >= wanted {
@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn so_many_are_kept_and_those_of_other_instances_too() {
+    fn the_newest_dumps_are_kept_and_those_of_other_instances_too() {
         let prefix = tempfile::tempdir().unwrap();
         let dir = prefix.path().join(DUMPS);
         fs::create_dir(&dir).unwrap();

@@ -1,4 +1,4 @@
-//! An API server that is away, slow, or wrong: nobody on the hosts may depend on it.
+//! An API server that is away, slow, or wrong: nothing that runs on the hosts may depend on it.
 
 use std::{
     thread::sleep,
@@ -21,7 +21,7 @@ pub fn rows() -> Vec<Row> {
         outage("API server gone", |scene| {
             let _gone = gone(scene);
             sleep(scene.outage);
-            Hit::nobody()
+            Hit::none()
         }),
         outage("API server slow (5 s a call)", |scene| during(scene, "slow")),
         outage("API server answers 429 and 500", |scene| during(scene, "errors")),
@@ -77,7 +77,7 @@ fn during(scene: &mut Scene, fault: &str) -> Hit {
     let off = Off(scene);
     sleep(off.0.outage);
     drop(off);
-    Hit::nobody()
+    Hit::none()
 }
 
 fn kill_both(scene: &mut Scene, broker: bool, agent: bool) -> Hit {
@@ -90,7 +90,7 @@ fn kill_of(scene: &mut Scene, node: &str, broker: bool, agent: bool) -> Hit {
     let (old_broker, old_agent) = (scene.brokers()[node], scene.agents()[node].clone());
     let all = scene.names();
     let begin = Instant::now();
-    // The agent first: nobody who remembers anything is there when the broker is missed.
+    // The agent first, so that no process that remembers anything notices that the broker is gone.
     if agent {
         old_agent.kill();
     }

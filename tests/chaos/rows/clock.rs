@@ -37,7 +37,7 @@ pub fn rows() -> Vec<Row> {
                 }
             }
             scene.cluster.patch(json!({ "spec": { "size": null, "drain": null } }));
-            Hit::nobody()
+            Hit::none()
         })
     }]
 }

@@ -17,7 +17,7 @@ pub fn rows() -> Vec<Row> {
                 scene.cluster.must(&["agent", &node, "restart"]);
                 scene.dice.pause(Duration::from_secs(3));
             }
-            Hit::nobody()
+            Hit::none()
         }),
         Row {
             heals_in: 60,
@@ -44,9 +44,9 @@ pub fn rows() -> Vec<Row> {
                     if is_said { Ok(()) } else { Err(format!("{said:?}, {degraded:?}")) }
                 });
                 sleep(Duration::from_secs(2));
-                assert_eq!(roster(scene), newer, "somebody has written a roster that he can't read");
+                assert_eq!(roster(scene), newer, "an older planner overwrote a roster that it can't read");
                 set_roster(scene, &ours);
-                Hit::nobody()
+                Hit::none()
             })
         },
     ]

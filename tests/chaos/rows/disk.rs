@@ -29,7 +29,7 @@ pub fn rows() -> Vec<Row> {
                 scene.agents()[&node].kill();
                 let pause = scene.dice.time(Duration::from_secs(3), Duration::from_secs(15));
                 sleep(pause);
-                Hit::nobody()
+                Hit::none()
             })
         },
         Row {
@@ -74,7 +74,7 @@ pub fn rows() -> Vec<Row> {
     ]
 }
 
-/// The prefix on a file system without room. Only what holds the environments, to which nobody writes, stays where it is, and
+/// The prefix on a file system without room. Only what holds the environments, to which nothing writes, stays where it is, and
 /// the lead's statedir: where that is full Flux itself says "content store: No space left on device" and loses its queue.
 const FILL: &str = r#"
 mkdir /run/beneath

@@ -128,7 +128,7 @@ fn set_cordon(scene: &Scene, node: &str, cordon: bool) {
     scene.cluster.patch_node(node, json!({ "spec": { "unschedulable": cordon } }));
 }
 
-/// The ranks that Flux has up are those that have a member, every node is one of these, and nobody is drained.
+/// The ranks that Flux has up are those that have a member, every node is one of these, and no rank is drained.
 fn is_flux_s_list(scene: &Scene, lead: &str) -> Result<(), String> {
     let roster = scene.cluster.roster().ok_or("no roster")?;
     let members: BTreeMap<u32, String> =

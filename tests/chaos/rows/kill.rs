@@ -22,7 +22,7 @@ pub fn rows() -> Vec<Row> {
         row("kill -9 of an agent", |scene| {
             let node = scene.pick_node();
             scene.agents()[&node].kill();
-            Hit::nobody()
+            Hit::none()
         }),
         row("SIGSTOP of an agent", |scene| {
             let node = scene.pick_node();
@@ -34,7 +34,7 @@ pub fn rows() -> Vec<Row> {
                 agent.kill();
                 scene.dice.pause(Duration::from_millis(200));
             }
-            Hit::nobody()
+            Hit::none()
         }),
         row("SIGSTOP of all agents", |scene| {
             let pids: Vec<_> = scene.agents().values().map(|agent| agent.pid).collect();
@@ -43,27 +43,27 @@ pub fn rows() -> Vec<Row> {
         row("kill -9 of the planner", |scene| {
             let planner = scene.cluster.planner();
             scene.agents()[&planner].kill();
-            Hit::nobody()
+            Hit::none()
         }),
-        // Long enough that another has taken over when it goes on.
+        // Long enough that another planner has taken over when it continues.
         row("SIGSTOP of the planner", |scene| {
             let planner = scene.cluster.planner();
             let pid = scene.agents()[&planner].pid;
             let pause = scene.dice.time(Duration::from_secs(8), Duration::from_secs(20));
             scene.stop_for(&[pid], pause);
-            assert_ne!(scene.cluster.planner(), planner, "nobody has taken over");
-            Hit::nobody()
+            assert_ne!(scene.cluster.planner(), planner, "no other planner has taken over");
+            Hit::none()
         }),
         row("kill -9 of a host stage", |scene| {
             stage(scene).kill();
-            Hit::nobody()
+            Hit::none()
         }),
-        // Nobody ever wakes it.
+        // Nothing ever wakes it.
         Row {
             heals_in: 150,
             ..row("SIGSTOP of a host stage", |scene| {
                 stage(scene).signal(Signal::SIGSTOP);
-                Hit::nobody()
+                Hit::none()
             })
         },
         broker("kill -9 of a follower's broker", |scene| {
@@ -93,7 +93,7 @@ pub fn rows() -> Vec<Row> {
 fn pause(scene: &mut Scene, pids: &[i32], longest: u64) -> Hit {
     let pause = scene.dice.time(Duration::from_secs(1), Duration::from_secs(longest));
     scene.stop_for(pids, pause);
-    Hit::nobody()
+    Hit::none()
 }
 
 /// With it end those below.
@@ -110,7 +110,7 @@ fn stop_broker(scene: &mut Scene, rank: u32) -> Hit {
     let longest = scene.outage.as_secs().max(6);
     let pause = scene.dice.time(Duration::from_secs(5), Duration::from_secs(longest));
     scene.stop_for(&[pid], pause);
-    Hit::nobody()
+    Hit::none()
 }
 
 /// A host stage at work: a new agent has some, one after the other. How many of them are seen is luck, as they last for

@@ -48,7 +48,7 @@ pub fn rows() -> Vec<Row> {
             scene.until(&what, Duration::from_secs(60), |_| relay.held.try_recv().map_err(|error| error.to_string()));
             relay.end();
             scene.agents()[&lead].kill();
-            let hit = Hit::nobody();
+            let hit = Hit::none();
             scene.until("scheduling", SCHEDULES_AGAIN, schedules);
             eprintln!("chaos: killed at {step:?}: scheduling is on after {:.1} s", hit.since.elapsed().as_secs_f64());
             assert!(join.wait().unwrap().success());
@@ -87,7 +87,7 @@ impl Relay {
         Self { socket: socket.to_owned(), itself, held }
     }
 
-    /// Who is connected stays so.
+    /// Existing connections stay open.
     fn end(&self) {
         fs::rename(&self.itself, &self.socket).unwrap();
     }

@@ -8,7 +8,7 @@ use crate::{
     scene::{Hit, Scene},
 };
 
-/// Longer than tcp_user_timeout: Flux gives a node up that is silent for so long.
+/// Longer than tcp_user_timeout, after which Flux gives up a silent node.
 const TOO_LONG: Duration = Duration::from_secs(300);
 
 pub fn rows() -> Vec<Row> {
@@ -68,7 +68,7 @@ pub fn rows() -> Vec<Row> {
                 let nodes = scene.names();
                 let _rules: Vec<_> = nodes.iter().map(|node| Rule::new(Some(scene.init(node)), &some)).collect();
                 sleep(scene.outage);
-                Hit::nobody()
+                Hit::none()
             })
         },
     ]
@@ -95,5 +95,5 @@ fn cut_off(scene: &Scene, nodes: &[String], outage: Duration) -> Hit {
     }
     sleep(outage);
     drop(rules);
-    Hit::nobody()
+    Hit::none()
 }

@@ -19,7 +19,7 @@ use super::{Row, row};
 use crate::scene::{Hit, Scene};
 
 pub fn rows() -> Vec<Row> {
-    // A planner without a roster waits a minute at most for who does not report.
+    // A planner without a roster waits at most a minute for nodes that do not report.
     let deleted = |name, inject| Row { heals_in: 60, ..row(name, inject) };
     vec![
         deleted("roster deleted", |scene| {
@@ -55,7 +55,7 @@ pub fn rows() -> Vec<Row> {
         deleted("FluxNodes deleted", |scene| {
             scene.dice.pause(Duration::from_secs(2));
             let nodes = scene.cluster.api::<FluxNode>();
-            let hit = Hit::nobody();
+            let hit = Hit::none();
             scene.cluster.wait(nodes.delete_collection(&DeleteParams::default(), &ListParams::default())).unwrap();
             hit
         }),
@@ -82,7 +82,7 @@ fn delete<K: Object>(scene: &mut Scene, name: &str) -> Hit {
     scene.dice.pause(Duration::from_secs(2));
     let api = scene.cluster.api::<K>();
     let uid = scene.cluster.wait(api.get(name)).unwrap().uid();
-    let hit = Hit::nobody();
+    let hit = Hit::none();
     scene.cluster.wait(api.delete(name, &DeleteParams::default())).unwrap();
     let now = scene.cluster.wait(api.get_opt(name)).unwrap();
     assert!(now.is_none_or(|now| now.uid() != uid));

@@ -1,4 +1,4 @@
-//! The end of an instance, at moments at which it suits nobody, and a new one right after it.
+//! The end of an instance at inconvenient moments, and a new one right after it.
 
 use std::{fs, time::Duration};
 
@@ -78,12 +78,12 @@ pub fn rows() -> Vec<Row> {
     ]
 }
 
-/// Jobs do not hold it up. Returns who is there.
+/// Jobs do not delay it. Returns the nodes that take part.
 fn cancelling(scene: &mut Scene) -> Vec<String> {
     with_running_jobs(scene, "Cancel")
 }
 
-/// What becomes of them at the end. Returns who is there.
+/// Sets what happens to jobs at the end. Returns the nodes that take part.
 fn with_running_jobs(scene: &mut Scene, end: &str) -> Vec<String> {
     scene.cluster.patch(json!({ "spec": { "uninstall": { "runningJobs": end } } }));
     let word = format!("\"runningJobs\": \"{end}\"");

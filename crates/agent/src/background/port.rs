@@ -1,4 +1,4 @@
-//! A TCP port that this agent serves. If another process has it, the node's message says so, the agent tries again, and
+//! A TCP port at which this agent serves. If another process has it, the node's message says so, the agent tries again, and
 //! everything else goes on.
 
 use std::{future::Future, io, net::SocketAddr, time::Duration};

@@ -1,6 +1,6 @@
-//! Each step of the ladder as a command, for people who want to see where it fails: `kubectl exec POD -- /flux-distribute preflight`.
-//! The commands do what the agent does, except for what only the agent remembers. The agent finds a broker that was started here
-//! like any other one.
+//! Each step of the ladder as a command, for people who look for the step that fails: `kubectl exec POD -- /flux-distribute preflight`.
+//! The commands do what the agent does, except for what only the agent remembers. The agent adopts a broker that a command starts
+//! like any other broker.
 
 use std::{process::ExitCode, sync::Arc};
 
@@ -134,7 +134,7 @@ pub async fn manual_step(step: ManualStep, arguments: AgentArguments) -> Result<
             let socket =
                 broker_state::connect().await.map_err(|error| AgentError::Precondition(base::error_chain(&error)))?;
             reload(&socket, |held| live_configuration(&roster, held)).await.map_err(said)?;
-            say("the scheduler was loaded again, and no job was ended");
+            say("reloaded the scheduler; no job was ended");
         }
         ManualStep::Online => {
             let broker = ops.observe().await?.broker;

@@ -76,7 +76,7 @@ fn in_words(environment: &Verified) -> String {
     text
 }
 
-/// A name may hold anything, and must stay one line.
+/// Escapes a name, which may hold any character, so that it stays one line.
 fn shown(path: &Path) -> String {
     path.to_string_lossy().replace(char::is_control, "?")
 }

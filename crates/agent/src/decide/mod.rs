@@ -18,7 +18,7 @@ use next_step::next_step;
 use super::{inputs::node_inputs::NodeInputs, memory::Memory, status::node_status, step::Step};
 use api::{FluxNodeStatus, Uninstall};
 
-/// A round begins at least this often, also if nothing has changed.
+/// A round begins at least this often, even if nothing has changed.
 pub const RESYNC: Duration = Duration::from_secs(10);
 /// The same while something is on its way.
 pub const SOON: Duration = Duration::from_secs(1);
@@ -70,7 +70,7 @@ pub fn expects_archives(inputs: &NodeInputs, step: &Step) -> Option<bool> {
     }
 }
 
-/// How the instance is to end, if the host must remember another answer than it does: when that is asked for, the FluxInstance is
+/// How the instance is to end, if that differs from what the host remembers: when the agent needs it, the FluxInstance is
 /// gone.
 pub fn uninstall_to_remember<'a>(inputs: &'a NodeInputs, instance_uid: &str) -> Option<&'a Uninstall> {
     let state = inputs.host.state.as_ref().filter(|state| state.instance_uid == instance_uid)?;

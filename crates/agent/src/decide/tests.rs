@@ -277,7 +277,7 @@ fn packages_of_the_next_epoch_are_prepared_if_nothing_else_is_to_do() {
     world.published = Some("newer");
     assert!(matches!(world.decide(), Step::Start(_)), "{:?}", world.decide());
     world.host.broker = Some(broker(1, 1));
-    assert_eq!(world.decide(), Step::Hold, "nobody has said where they come from");
+    assert_eq!(world.decide(), Step::Hold, "the planner has not named a source yet");
     world.spec.as_mut().unwrap().fetch_from = Some(FetchFrom { digest: "newer".into(), ..FetchFrom::default() });
     assert_eq!(world.decide(), Step::Prepare { digest: "newer".into() });
     world.host.environments.push("newer".into());
@@ -516,7 +516,7 @@ fn a_follower_that_hangs_is_restarted_once_the_lead_has_given_it_up() {
     let spec = world.spec.as_mut().unwrap();
     (spec.rank, spec.node_name, spec.node_uid) = (Some(0), "node1".into(), Some("uid-node1".into()));
     world.host.broker = Some(broker(0, 1));
-    assert!(!matches!(world.decide(), Step::Stop { .. }), "nobody gives the lead up");
+    assert!(!matches!(world.decide(), Step::Stop { .. }), "nothing can give the lead up");
 }
 
 #[test]
@@ -608,7 +608,7 @@ fn an_agent_without_api_starts_a_dead_broker_from_the_hosts_files() {
     let mut heard = World::new().roster.unwrap();
     heard.ranks.get_mut(&1).unwrap().member = None;
     world.roster = Some(heard);
-    assert_eq!(world.decide(), Step::Hold, "what was heard later says that the rank is nobody's");
+    assert_eq!(world.decide(), Step::Hold, "the newer roster gives the rank to no node");
 }
 
 #[test]

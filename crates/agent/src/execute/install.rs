@@ -49,7 +49,7 @@ pub struct Wanted<'a> {
     pub beside_a_broker: bool,
 }
 
-/// For whom an installation claims the host.
+/// The FluxInstance for which an installation claims the host.
 #[derive(Debug, Clone, Copy)]
 pub struct Claim<'a> {
     /// metadata.uid of the FluxInstance.

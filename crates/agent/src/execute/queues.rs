@@ -14,7 +14,7 @@ const FLUX_TIMEOUT_SECS: u64 = 60;
 
 /// Message of a queue that an agent stopped for the end of an epoch, as `flux queue status` shows it.
 pub const EPOCH_ENDS: &str = "flux-distribute: the epoch ends";
-/// The same for the end of the instance: nothing starts it again.
+/// The same for the end of the instance; nothing starts such a queue again.
 pub const INSTANCE_ENDS: &str = "flux-distribute: the instance is being removed";
 /// The same for `flux-distribute uninstall` on the lead's host, until its broker has ended.
 pub const UNINSTALLED_BY_HAND: &str = "flux-distribute: a host is being uninstalled by hand";

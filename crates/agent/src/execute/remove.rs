@@ -72,7 +72,7 @@ pub async fn remove(agent: &mut Agent, view: &HostView, pod_ends: bool) -> Resul
     Ok(Outcome::Removed)
 }
 
-/// Cleans the host at the end of the pod, within its grace; needs no API. Why it takes long can be said by the pod alone then: at a
+/// Cleans the host at the end of the pod, within its grace; needs no API. Only the pod can show then why it takes long: at a
 /// teardown nothing of ours may write to the API any more.
 pub async fn clean(agent: &mut Agent) {
     let mut said = String::new();

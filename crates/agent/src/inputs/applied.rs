@@ -21,7 +21,7 @@ pub struct Applied {
 }
 
 impl Applied {
-    /// What the running broker of this host has loaded; None if that is not known.
+    /// What the running broker of this host has loaded; None if unknown.
     pub fn of(view: &HostView) -> Option<Self> {
         let applied: Self = serde_json::from_str(view.applied.as_deref()?).ok()?;
         let broker = view.broker.as_ref()?;

@@ -81,18 +81,18 @@ pub struct NodeInputs {
     pub broker: BrokerState,
     /// Brokers that the lead's broker refused, and why.
     pub rejected: Rejected,
-    /// Why the broker does not come up, if another node's agent knows it.
+    /// Why the broker does not come up, if another node's agent reports it.
     pub refusal: Option<String>,
     /// Where this node serves archives to others.
     pub peer: Option<String>,
     /// Why the agent can't bind ports of its own, for people.
     pub port_problems: Vec<String>,
-    /// What differs from what was installed, and what became of it, for people.
+    /// Installed files that are damaged or were repaired, for people.
     pub damage: Option<String>,
 }
 
 impl NodeInputs {
-    /// What the planner wants of this node. A FluxNode whose spec names another node, by somebody's edit, wants nothing of this one.
+    /// What the planner wants of this node. None if somebody edited the FluxNode so that its spec names another node.
     pub fn own_spec(&self) -> Option<&FluxNodeSpec> {
         self.flux_node.as_ref().and_then(own_spec)
     }

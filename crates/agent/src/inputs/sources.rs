@@ -207,7 +207,7 @@ impl Sources {
         self.last_host = HostView::default();
     }
 
-    /// Stops to follow the broker's log, whose directory is about to be removed.
+    /// Stops following the broker's log, whose directory is about to be removed.
     pub fn stop_log(&mut self) {
         self.log = None;
     }
@@ -279,7 +279,7 @@ impl Sources {
             }
         }
         if let Err(error) = self.published.refresh(&self.client, &spec, watched, host).await {
-            // What runs goes on with what is known.
+            // The broker keeps running with what was read before.
             debug!(error = error_chain(&error), "can't read what the planner has published");
         }
     }

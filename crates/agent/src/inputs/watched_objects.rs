@@ -131,7 +131,7 @@ pub struct Wish {
     source: Option<(bool, Option<FetchFrom>)>,
 }
 
-/// Spec of a FluxNode. None if it names another node, by somebody's edit: then it wants nothing of this one.
+/// Spec of a FluxNode. None if somebody edited it so that it names another node.
 pub fn own_spec(node: &FluxNode) -> Option<&FluxNodeSpec> {
     (node.spec.node_name == node.name_any()).then_some(&node.spec)
 }

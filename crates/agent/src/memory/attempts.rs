@@ -297,7 +297,7 @@ mod tests {
         assert_eq!(rests, [0, 1, 2, 4]);
         starts.seen(true, false, None, now);
         assert_eq!(starts.start_keeps_failing(1), Some("broker.err[0]: no"));
-        assert_eq!(starts.start_keeps_failing(2), None, "the next epoch has not been tried yet, and may be the cure");
+        assert_eq!(starts.start_keeps_failing(2), None, "the next epoch has not been tried yet and may help");
         for (step, generation) in [(start(1, "node2"), 1), (start(1, "node1"), 2)] {
             assert_eq!(starts.rest(&step, generation, now), None);
         }

@@ -127,7 +127,7 @@ pub fn node_status(
     })
 }
 
-/// The status if the host can't be observed: what was known stands, but nothing looks after the broker.
+/// The status if the host can't be observed: the last report stands, but nothing supervises the broker.
 pub fn unobserved(why: String, before: Option<&FluxNodeStatus>) -> FluxNodeStatus {
     FluxNodeStatus { phase: NodePhase::Failed, message: Some(why), ..before.cloned().unwrap_or_default() }
 }

@@ -89,9 +89,9 @@ fn hangs(pid: i32, is_lead: bool) -> String {
     )
 }
 
-/// What can't be done beside a broker that is online is said, but the node is online.
+/// The message names a step that fails beside an online broker, but the phase stays Online.
 fn online(inputs: &NodeInputs, step: &Step, reasons: &Reasons<'_>) -> (NodePhase, Option<String>) {
-    // A reason to wait is said beside a broker that is online only if somebody must act: the agent is too old, or a statedir
+    // The message of an online node shows a reason to wait only if somebody must act: the agent is too old, or a statedir
     // is gone.
     let must_act = match step {
         Step::Wait(reason) if inputs.host.statedir_lost || inputs.newer_roster.is_some() => Some(reason.clone()),

@@ -23,7 +23,7 @@ pub struct Summary<'a> {
 }
 
 impl<'a> Summary<'a> {
-    /// `roster` is the host's copy, which may lack members that have joined since; whoever is online is one of them.
+    /// `roster` is the host's copy, which may lack members that have joined since; every online rank counts as a member.
     pub fn of(broker: &'a BrokerStatus, roster: Option<&Roster>) -> Self {
         let names = hostlist::decode(&broker.hostlist);
         let is_spare = |rank: &u32| match roster {

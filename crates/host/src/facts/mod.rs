@@ -48,7 +48,7 @@ pub fn systemd(root: &Root) -> bool {
     systemctl(&root.path("/")).is_some()
 }
 
-/// The `systemctl` of the host whose root is `root`; None where systemd does not run: it must have booted the host, and answer on
+/// The `systemctl` of the host whose root is `root`; None if systemd does not run: it must have booted the host, and answer on
 /// its own socket or on D-Bus.
 pub fn systemctl(root: &Path) -> Option<PathBuf> {
     let booted = root.join("run/systemd/system").is_dir();

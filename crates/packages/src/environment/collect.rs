@@ -40,8 +40,8 @@ fn removable<'a>(
     others.iter().skip(keep.saturating_sub(stay.len())).map(|one| one.digest.as_str()).collect()
 }
 
-/// Carries out `order`. A name that is not one of ours is never touched, and no environment that a process of the broker
-/// uses which `broker` knows; nobody else holds one up.
+/// Carries out `order`. Never touches a name that is not one of ours, nor an environment that a process of the broker
+/// uses, as far as `broker` knows them; no other process blocks a removal.
 ///
 /// # Errors
 /// A sentence for people; what was removed is removed, the next run goes on.

@@ -122,7 +122,7 @@ impl<'a> Environments<'a> {
     /// For each of `names` in `envs/` that the broker or a job uses, one process that uses it.
     ///
     /// # Errors
-    /// Nobody knows.
+    /// They could not be determined.
     pub(crate) fn used(&self, names: &[String]) -> io::Result<BTreeMap<String, Occupant>> {
         occupants(&Root::host(), &self.broker.members()?, names)
     }

@@ -153,7 +153,7 @@ impl Access {
 fn named(packages: &Packages) -> Vec<String> {
     let bundle = packages.bundle.iter().map(|bundle| bundle.url.as_str());
     let named = packages.channels.iter().chain(&packages.mirror).map(String::as_str).chain(bundle);
-    // A lock that can't be read is told by those who install it.
+    // An installation reports a lock that can't be read.
     let locked = packages.lock.iter().flat_map(|lock| lock_urls(lock).unwrap_or_default());
     let server =
         |url: &str| Url::parse(url).ok().and_then(|url| Some(url.host_str()?.trim_end_matches('.').to_owned()));

@@ -136,7 +136,7 @@ pub enum FetchError {
 }
 
 impl FetchError {
-    /// True if another attempt may succeed although nobody changes anything.
+    /// True if another attempt may succeed without a change by an administrator.
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Http { transient, .. } => *transient,

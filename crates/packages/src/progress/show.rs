@@ -133,7 +133,7 @@ fn event(name: &str, reading: &Reading) -> String {
     format!("{event}\n")
 }
 
-// If nobody reads the output any more, the work continues.
+// If the output is closed, the work continues.
 fn to_stderr(text: &str) {
     let _ = io::stderr().write_all(text.as_bytes());
 }
