@@ -1,13 +1,13 @@
 //! The Flux properties of the members.
 
-use super::{Observed, by_uid};
-use crate::{eligibility::NodeView, resources::properties};
+use super::Observed;
+use crate::{eligibility::NodeView, members::NodeIndex, resources::properties};
 use api::Roster;
 
 /// Gives every member its properties. A member whose Node is gone keeps its own while its rank is kept.
 pub(super) fn assign(seen: &Observed, roster: &mut Roster) {
-    let by_uid = by_uid(seen);
-    let node = |uid: &str| by_uid.get(uid).copied();
+    let nodes = NodeIndex::of(seen.nodes);
+    let node = |uid: &str| nodes.with_uid(uid);
     let members = || roster.ranks.values().filter_map(|entry| Some((entry, node(&entry.member.as_ref()?.uid))));
     let known: Vec<&NodeView> =
         members().filter_map(|(_, node)| node).filter(|node| !node.architecture.is_empty()).collect();
