@@ -1,6 +1,9 @@
 //! Gives ranks to new members, and other ranks to members of a deep tree that are cut off.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::{
+    collections::{BTreeSet, HashMap, HashSet},
+    vec,
+};
 
 use super::{
     Observed, candidates, drain::leaving, drained_by_others, entry, facts, has_failed, is_deep, limit, parent, topology,
@@ -33,7 +36,7 @@ pub(super) fn relocate_stranded(seen: &Observed, members: &Members, roster: &mut
         })
         .collect();
     for rank in stranded {
-        let Some(free) = free_rank(seen, members, roster) else { return };
+        let Some(free) = free_ranks(seen, members, roster).next() else { return };
         let Some(old) = roster.ranks.get_mut(&rank) else { continue };
         let moved = old.clone();
         old.vacate();
@@ -60,7 +63,9 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
         kept.filter_map(|(rank, entry)| Some((entry.reserved_for.clone()?, *rank))).collect();
     // Nodes that come back to their own rank go before nodes that never had one.
     nodes.sort_by_key(|node| !kept.contains_key(&node.uid));
-    let mut is_full = false;
+    // Until the end of this function the free ranks stay the same, except for those that are given out here: a rank
+    // that is kept for a node is not free, and a new member carries no others before it is online.
+    let mut free = None;
     for node in nodes {
         if with_rank.len() >= limit {
             return;
@@ -74,12 +79,9 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
         }
         let is_held = |rank: &Rank| parent(roster, *rank).is_none_or(|parent| can_carry(members, roster, parent));
         let own = kept.get(&node.uid).copied().filter(is_held);
-        let free = || if is_full { None } else { free_rank(seen, members, roster) };
-        let Some(rank) = own.or_else(free) else {
-            // Go on: a later node may still have a rank of its own.
-            is_full = true;
-            continue;
-        };
+        let mut next = || free.get_or_insert_with(|| free_ranks(seen, members, roster)).next();
+        // Without a rank, go on: a later node may still have a rank of its own.
+        let Some(rank) = own.or_else(&mut next) else { continue };
         let broker_name = broker_name(roster, rank);
         let reserved_for = roster.ranks.get(&rank).and_then(|entry| entry.reserved_for.clone());
         let joined = entry(seen, node, rank, broker_name, reserved_for, 0);
@@ -88,11 +90,11 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
     }
 }
 
-/// A rank that any node may take: without a member, kept for no node, not drained, claimed by no broker that runs, and
+/// The ranks that any node may take: without a member, kept for no node, not drained, claimed by no broker that runs, and
 /// under a parent that is online. If the rank was held before, the lead must report the old broker offline first: that
-/// node's agent no longer reports. It returns interior ranks first, so that holes in a deep tree are filled before
-/// leaves are added.
-fn free_rank(seen: &Observed, members: &Members, roster: &Roster) -> Option<Rank> {
+/// node's agent no longer reports. Interior ranks come first, so that holes in a deep tree are filled before leaves are
+/// added.
+fn free_ranks(seen: &Observed, members: &Members, roster: &Roster) -> vec::IntoIter<Rank> {
     let size = roster.settings.max_size;
     let claimed: BTreeSet<Rank> = seen
         .reports
@@ -103,16 +105,20 @@ fn free_rank(seen: &Observed, members: &Members, roster: &Roster) -> Option<Rank
         .collect();
     let allocated = members.report(0).and_then(|lead| lead.allocated.as_ref());
     let has_jobs = |rank: &Rank| allocated.is_some_and(|ranks| ranks.contains(*rank));
-    let (topology, drained) = (topology(roster)?, drained_by_others(seen, roster));
-    let free = (1..size).filter(|rank| {
-        let is_free = |entry: &RosterEntry| entry.member.is_none() && entry.reserved_for.is_none();
-        roster.ranks.get(rank).is_none_or(|entry| is_free(entry) && members.has_lead_lost(*rank))
-            && !claimed.contains(rank)
-            && !drained.contains(*rank)
-            && !has_jobs(rank)
-            && topology.parent(*rank).is_none_or(|parent| can_carry(members, roster, parent))
-    });
-    free.min_by_key(|rank| (!topology.is_interior(*rank, size), *rank))
+    let Some(topology) = topology(roster) else { return Vec::new().into_iter() };
+    let drained = drained_by_others(seen, roster);
+    let mut free: Vec<Rank> = (1..size)
+        .filter(|rank| {
+            let is_free = |entry: &RosterEntry| entry.member.is_none() && entry.reserved_for.is_none();
+            roster.ranks.get(rank).is_none_or(|entry| is_free(entry) && members.has_lead_lost(*rank))
+                && !claimed.contains(rank)
+                && !drained.contains(*rank)
+                && !has_jobs(rank)
+                && topology.parent(*rank).is_none_or(|parent| can_carry(members, roster, parent))
+        })
+        .collect();
+    free.sort_by_key(|rank| (!topology.is_interior(*rank, size), *rank));
+    free.into_iter()
 }
 
 /// True if a rank may be given out under `parent`: it is online and not leaving. Ranks under the lead may always be
