@@ -63,7 +63,7 @@ impl Protection {
             if uids.contains(node.uid.as_str()) {
                 self.needed.insert(node.uid.clone(), seen.now);
                 changes.extend(protect(node));
-            } else if is_marked(&node) {
+            } else if is_marked(node) {
                 // A new planner doesn't know when the node was last needed, so it counts from now.
                 let since = *self.needed.entry(node.uid.clone()).or_insert(seen.now);
                 if seen.now - since >= REST_SECS {

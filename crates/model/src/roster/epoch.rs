@@ -5,7 +5,7 @@
 //! does the planner write the next epoch's roster.
 
 use std::{
-    collections::{BTreeMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     time::Duration,
 };
 
@@ -231,6 +231,22 @@ fn deadline_has_come(seen: &Observed) -> bool {
     matches!((deadline, waited), (Some(deadline), Some(waited)) if waited >= deadline)
 }
 
+/// What was observed, indexed for the entries of the next epoch.
+struct News<'a> {
+    seen: &'a Observed<'a>,
+    nodes: NodeIndex<'a>,
+    /// The ranks that someone other than flux-distribute has drained, from all reports: after a takeover only the
+    /// former lead's has them.
+    drained: BTreeSet<Rank>,
+}
+
+impl<'a> News<'a> {
+    fn of(seen: &'a Observed<'a>) -> Self {
+        let drained = seen.reports.values().flat_map(|report| report.drained_by_others.0.iter().copied()).collect();
+        Self { seen, nodes: NodeIndex::of(seen.nodes), drained }
+    }
+}
+
 /// Makes the roster of the next epoch: every member keeps its rank if there is room, gets its node's own name, and
 /// declares what it has now. The lead stays, because the statedir is on its host.
 pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettings) -> Option<Roster> {
@@ -241,8 +257,8 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     let mut homeless = Vec::new();
     // If a Node was created again under the same name, the old one never comes back. Its member loses the rank, because
     // each name may occur only once.
-    let nodes = NodeIndex::of(seen.nodes);
-    let namesake = |member: &Member| nodes.named(&member.node).filter(|node| node.uid != member.uid);
+    let news = News::of(seen);
+    let namesake = |member: &Member| news.nodes.named(&member.node).filter(|node| node.uid != member.uid);
     // Except for the lead: the host of that name has the queue, and the agent of a host without it refuses to start.
     let members = members.filter(|(rank, member, _)| *rank == 0 || namesake(member).is_none());
     for (rank, known, entry) in members.take(limit) {
@@ -251,7 +267,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
             (member.uid, member.gone_since) = (node.uid.clone(), None);
         }
         match rank < settings.max_size {
-            true => drop(ranks.insert(rank, named(seen, &nodes, roster, rank, member, Some(entry)))),
+            true => drop(ranks.insert(rank, named(&news, roster, rank, member, Some(entry)))),
             false => homeless.push((member, Some(entry))),
         }
     }
@@ -269,7 +285,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     let free: Vec<Rank> = (1..settings.max_size).filter(|rank| !ranks.contains_key(rank)).collect();
     let room = limit.saturating_sub(ranks.len());
     for (rank, (member, before)) in free.into_iter().zip(homeless).take(room) {
-        ranks.insert(rank, named(seen, &nodes, roster, rank, member, before));
+        ranks.insert(rank, named(&news, roster, rank, member, before));
     }
     let mut next = Roster {
         format: format(seen).max(roster.format),
@@ -291,18 +307,10 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
 /// Makes the entry of a member in the epoch after `roster`'s; `before` is its entry in that one. The broker gets its
 /// node's name, unless the rank is drained under a spare's name: Flux records drains by broker name, and under a new
 /// name the rank would get jobs until it is drained again.
-fn named(
-    seen: &Observed,
-    nodes: &NodeIndex,
-    roster: &Roster,
-    rank: Rank,
-    member: Member,
-    before: Option<&RosterEntry>,
-) -> RosterEntry {
+fn named(news: &News, roster: &Roster, rank: Rank, member: Member, before: Option<&RosterEntry>) -> RosterEntry {
+    let News { seen, nodes, drained } = news;
     let is_spare = before.is_some_and(|entry| entry.broker_name == spare_name(rank));
-    // Take all reports: after a takeover only the former lead's report has the drained ranks.
-    let is_drained = before.is_some_and(|entry| entry.drain.is_some())
-        || seen.reports.values().any(|report| report.drained_by_others.contains(rank));
+    let is_drained = before.is_some_and(|entry| entry.drain.is_some()) || drained.contains(&rank);
     let real = is_broker_name(&member.node) && !(is_spare && is_drained);
     let known = before.and_then(|entry| entry.resources.as_ref());
     let node = nodes.with_uid(&member.uid);
