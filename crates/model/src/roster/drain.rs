@@ -10,7 +10,7 @@ use crate::{
     members::{MemberState, Members},
     resources::lack,
 };
-use api::{Draining, Rank, Roster};
+use api::{Draining, Rank, Roster, RosterEntry};
 
 /// Maximum age of the drained ranks in the lead's report, in seconds: its agent asks the broker every 2 s. If a node is
 /// uncordoned and at once drained again for another reason, it may have got a job in between, and the report may be
@@ -122,10 +122,10 @@ pub fn is_overdue(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     timeout.is_some_and(|timeout| waited >= timeout.as_secs())
 }
 
-/// As [`gets_no_jobs`], and the drain is old enough that the lead's report can't be about an earlier one.
-pub(super) fn has_no_jobs_for_sure(seen: &Observed, members: &Members, roster: &Roster, rank: Rank) -> bool {
-    let drain = roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref());
-    drain.is_some_and(|drain| seen.now - drain.since > REPORT_SECS) && gets_no_jobs(members, roster, rank)
+/// As [`gets_no_jobs`], and the drain is old enough that the lead's report can't be about an earlier one. `entry`: that
+/// of `rank`.
+pub(super) fn has_no_jobs_for_sure(seen: &Observed, members: &Members, rank: Rank, entry: &RosterEntry) -> bool {
+    entry.drain.as_ref().is_some_and(|drain| seen.now - drain.since > REPORT_SECS) && members.is_kept_idle(rank)
 }
 
 /// True if the member of `rank` has left: its agent reports that it stopped the broker in order to leave. A report

@@ -1,31 +1,23 @@
 //! Updates the members that stay, come back, or are gone for good.
 
-use std::collections::BTreeSet;
-
 use super::{
     Observed, drain::has_no_jobs_for_sure, is_lead_fixed, lacks_since, may_declare_less, resources, retain_secs,
 };
 use crate::{eligibility::NodeView, members::Members};
-use api::{Member, Rank, Roster, RosterEntry};
+use api::{Member, Roster, RosterEntry};
 
 /// Updates each rank that has a member: its declared resources, and whether its Node is gone or back.
 pub(super) fn keep_members(seen: &Observed, members: &Members, roster: &mut Roster) {
     let retain = retain_secs(seen.spec);
     let is_lead_fixed = is_lead_fixed(roster);
     let mut again = Vec::new();
-    // While a broker starts, we don't know which R it will verify its hardware against.
-    let is_idle = |rank: &Rank| has_no_jobs_for_sure(seen, members, roster, *rank) && members.is_online(*rank);
-    let idle: Vec<Rank> = roster.ranks.keys().copied().filter(is_idle).collect();
-    // A rank whose member is gone stays excluded while its broker is in the overlay: otherwise that broker would get
-    // the jobs that its member was not to get.
-    let is_excluded_in_vain = |(rank, entry): &(&Rank, &RosterEntry)| {
-        entry.member.is_none() && entry.is_excluded() && members.has_lead_lost(**rank)
-    };
-    let excluded_in_vain = roster.ranks.iter().filter(is_excluded_in_vain);
-    let excluded_in_vain: BTreeSet<Rank> = excluded_in_vain.map(|(rank, _)| *rank).collect();
     for (rank, entry) in &mut roster.ranks {
+        // While a broker starts, we don't know which R it will verify its hardware against.
+        let is_idle = members.is_online(*rank) && has_no_jobs_for_sure(seen, members, *rank, entry);
         let Some(member) = &mut entry.member else {
-            if let Some(declared) = entry.resources.as_mut().filter(|_| excluded_in_vain.contains(rank)) {
+            // A rank whose member is gone stays excluded while its broker is in the overlay: otherwise that broker
+            // would get the jobs that its member was not to get.
+            if let Some(declared) = entry.resources.as_mut().filter(|_| members.has_lead_lost(*rank)) {
                 declared.excluded = false;
             }
             continue;
@@ -61,7 +53,7 @@ pub(super) fn keep_members(seen: &Observed, members: &Members, roster: &mut Rost
             // A reloaded scheduler kills jobs that hold resources that are no longer declared, and refuses jobs that
             // wait for them.
             let takes_nothing = entry.resources.as_ref().is_none_or(|before| now.covers(before));
-            if takes_nothing || (idle.contains(rank) && may_declare_less(seen, entry.lacks_since)) {
+            if takes_nothing || (is_idle && may_declare_less(seen, entry.lacks_since)) {
                 (entry.resources, entry.lacks_since) = (Some(now), None);
             }
         }
