@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::{
+    members::NodeIndex,
     prefix,
     roster::{Observed, resources},
 };
@@ -94,7 +95,8 @@ fn fixed_lead(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
 fn nobody_left(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
     let mut members = roster.ranks.iter().filter(|(_, entry)| entry.member.is_some()).peekable();
     members.peek()?;
-    members.all(|(rank, entry)| is_to_be_excluded(seen, *rank, entry)).then(|| NotApplied {
+    let nodes = NodeIndex::of(seen.nodes);
+    members.all(|(rank, entry)| is_to_be_excluded(seen, &nodes, *rank, entry)).then(|| NotApplied {
         reason: "AllExcluded",
         message:
             "spec.resources.exclude names every member, so no job can run: leave out at least one node, or add one"
@@ -102,9 +104,9 @@ fn nobody_left(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
     })
 }
 
-fn is_to_be_excluded(seen: &Observed, rank: Rank, entry: &RosterEntry) -> bool {
+fn is_to_be_excluded(seen: &Observed, nodes: &NodeIndex, rank: Rank, entry: &RosterEntry) -> bool {
     let Some(member) = &entry.member else { return false };
-    let node = seen.nodes.iter().find(|node| node.uid == member.uid);
+    let node = nodes.with_uid(&member.uid);
     let declares = node.and_then(|node| resources(seen, node, rank, None));
     declares.map_or_else(|| is_named(seen.spec, rank, &member.node), |declares| declares.excluded)
 }

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use super::roster::{Observed, is_of_instance, orphan_broker_rank};
+use super::{
+    members::{Members, NodeIndex},
+    roster::{Observed, is_of_instance},
+};
 use api::Roster;
 
 /// Returns the names of those FluxNodes. While a broker runs without a member, its FluxNode is still needed: the report
@@ -10,21 +13,19 @@ use api::Roster;
 /// every report that has a copy of the roster or names a running broker: it rebuilds the roster from the former, and
 /// starts no epoch because of the latter.
 pub fn forsaken(seen: &Observed, roster: Option<&Roster>) -> BTreeSet<String> {
-    let nodes: BTreeSet<&str> = seen.nodes.iter().map(|node| node.name.as_str()).collect();
-    let members: BTreeSet<&str> =
-        roster.into_iter().flat_map(Roster::members).map(|member| member.node.as_str()).collect();
+    let nodes = NodeIndex::of(seen.nodes);
+    let members = roster.map(|roster| Members::observe(seen, roster));
+    let is_member = |name: &str| members.as_ref().is_some_and(|members| members.rank_on(name).is_some());
     let is_needed = |name: &str| {
         let report = seen.reports.get(name);
-        report.is_some_and(|report| match roster {
-            Some(roster) => orphan_broker_rank(seen, roster, report).is_some(),
+        report.is_some_and(|report| match &members {
+            Some(members) => members.orphan_broker_rank(report).is_some(),
             None => {
                 report.roster.is_some() || report.adopted.as_ref().is_some_and(|adopted| is_of_instance(seen, adopted))
             }
         })
     };
-    let is_forsaken = |name: &&String| {
-        !nodes.contains(name.as_str()) && !members.contains(name.as_str()) && !is_needed(name.as_str())
-    };
+    let is_forsaken = |name: &&String| nodes.named(name).is_none() && !is_member(name) && !is_needed(name);
     seen.reports.keys().filter(is_forsaken).cloned().collect()
 }
 

@@ -1,7 +1,7 @@
 //! Members whose Node is gone while their rank is kept. Their agents can't correct their last report, which most likely
 //! says that the broker is online, so the planner writes what it knows into the spec of their FluxNode.
 
-use super::roster::{Observed, is_online};
+use super::members::Members;
 use api::{FluxNodeSpec, Rank, Roster};
 
 /// The message about the member of `rank`; None if its Node exists or the rank has no member.
@@ -20,11 +20,10 @@ pub fn message(roster: &Roster, rank: Rank) -> Option<String> {
 
 /// The spec of a FluxNode whose member's Node is gone: the spec `before`, with `reason` and `missed` updated. None if
 /// the FluxNode belongs to no such member.
-pub fn spec(seen: &Observed, roster: &Roster, before: &FluxNodeSpec) -> Option<FluxNodeSpec> {
-    let is_its = |rank: &&Rank| roster.member(**rank).is_some_and(|member| member.node == before.node_name);
-    let rank = *roster.ranks.keys().find(is_its)?;
+pub fn spec(members: &Members, roster: &Roster, before: &FluxNodeSpec) -> Option<FluxNodeSpec> {
+    let rank = members.rank_on(&before.node_name)?;
     let reason = message(roster, rank)?;
-    Some(FluxNodeSpec { missed: !is_online(seen, roster, rank), reason: Some(reason), ..before.clone() })
+    Some(FluxNodeSpec { missed: !members.is_online(rank), reason: Some(reason), ..before.clone() })
 }
 
 #[cfg(test)]

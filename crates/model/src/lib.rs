@@ -14,6 +14,7 @@ pub mod forsaken;
 pub mod gone;
 pub mod hostlist;
 pub mod kubernetes;
+pub mod members;
 pub mod names;
 pub mod peers;
 mod places;

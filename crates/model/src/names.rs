@@ -6,7 +6,7 @@
 //! (flux-core src/modules/resource/inventory.c). So the lead runs with a *live configuration* without that table:
 //! [`live_configuration`].
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use serde_json::Value;
 
@@ -22,15 +22,14 @@ pub fn declared_names(roster: &Roster, keep: &BTreeMap<Rank, String>) -> Vec<Str
         return ranks.map(|rank| broker_name(roster, rank)).collect();
     }
     let holders = holders(roster);
+    let kept_names: HashSet<&str> = keep.values().map(String::as_str).collect();
     let name = |rank: Rank| {
         if let Some(kept) = keep.get(&rank) {
             return kept.clone();
         }
         let node = roster.member(rank).map(|member| member.node.as_str()).filter(|node| is_broker_name(node));
         match node {
-            Some(node) if holders.get(node) == Some(&rank) && !keep.values().any(|kept| kept == node) => {
-                node.to_owned()
-            }
+            Some(node) if holders.get(node) == Some(&rank) && !kept_names.contains(node) => node.to_owned(),
             _ => spare_name(rank),
         }
     };

@@ -1,22 +1,23 @@
 //! Projects the roster into each FluxNode's spec: the part that concerns that node.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use super::{
     eligibility::{NodeView, eligible},
     gone,
+    members::{Members, NodeIndex},
     peers::{self, Fetcher},
     prefix,
-    roster::{
-        LEAD_PATIENCE, Observed, does_lead_miss, is_former_idle, is_missed, is_online, is_overdue, is_shut_down,
-        may_carry_jobs, may_stop, no_room, orphan_broker_rank, parent, rank_of,
-    },
+    roster::{LEAD_PATIENCE, Observed, is_former_idle, is_overdue, is_shut_down, may_stop, no_room, parent},
     status::SHUT_DOWN_MESSAGE,
 };
 use api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
 
 /// Drain reason of a rank that has no member any more while its broker is still in the overlay.
 const HAS_LEFT: &str = "its node has left the instance";
+
+/// A roster, and the members observed for it.
+type Planned<'a> = (&'a Roster, &'a Members<'a>);
 
 /// Computes the specs of all `present` FluxNodes whose Node exists or whose broker may still run. `is_local`: see
 /// [`peers::assign_sources`].
@@ -26,15 +27,17 @@ pub fn project_all<'a>(
     present: impl IntoIterator<Item = &'a FluxNode>,
     is_local: impl Fn(&str) -> bool,
 ) -> Vec<(&'a FluxNode, FluxNodeSpec)> {
-    let nodes: HashMap<_, _> = seen.nodes.iter().map(|node| (node.name.as_str(), node)).collect();
-    let named = |flux_node: &FluxNode| flux_node.metadata.name.as_deref().and_then(|name| nodes.get(name)).copied();
+    let nodes = NodeIndex::of(seen.nodes);
+    let named = |flux_node: &FluxNode| flux_node.metadata.name.as_deref().and_then(|name| nodes.named(name));
+    let members = roster.map(|roster| Members::observe(seen, roster));
+    let planned = roster.zip(members.as_ref());
     let mut rows: Vec<_> = present
         .into_iter()
         .map(|present| {
             let node = named(present);
             let spec = match node {
-                Some(node) => Some(project(seen, roster, node)),
-                None => project_gone(seen, roster, present),
+                Some(node) => Some(project(seen, planned, node)),
+                None => project_gone(seen, planned, present),
             };
             (present, node, spec)
         })
@@ -92,7 +95,8 @@ fn wanted<'a>(
 ///
 /// A broker may start only after the lead has applied its resources (so that it never joins with a wrong R), and only
 /// under a parent that is online (otherwise it would wait in state JOIN for ever, without a message).
-pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> FluxNodeSpec {
+pub(crate) fn project(seen: &Observed, planned: Option<Planned>, node: &NodeView) -> FluxNodeSpec {
+    let roster = planned.map(|(roster, _)| roster);
     let mut spec = FluxNodeSpec {
         node_name: node.name.clone(),
         instance_uid: Some(seen.instance_uid.to_owned()),
@@ -101,20 +105,22 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         ..FluxNodeSpec::default()
     };
     let differs = roster.and_then(|roster| prefix::differs(seen, roster, &node.name));
-    if let Some((roster, rank)) = roster.and_then(|roster| Some((roster, rank_of(roster, &node.uid)?))) {
+    let held = planned.and_then(|(roster, members)| Some((roster, members, members.rank_of(&node.uid)?)));
+    if let Some((roster, members, rank)) = held {
         spec.rank = Some(rank);
         spec.epoch = roster.epoch;
         spec.revision = revision_for(roster, rank);
         spec.want = match () {
-            () if may_stop(seen, roster, rank) => Want::Leave,
+            () if may_stop(seen, members, roster, rank) => Want::Leave,
             // Don't start followers that would only wait for a lead that is shut down.
             () if rank != 0 && is_shut_down(seen, roster) => Want::Install,
-            () if is_held(seen, roster, rank) => Want::Run,
+            // The lead may always start.
+            () if rank == 0 || members.runs(rank) => Want::Run,
             () if differs.is_some() => Want::Nothing,
-            () if may_start(seen, roster, rank) => Want::Run,
+            () if may_start(seen, members, roster, rank) => Want::Run,
             () => Want::Install,
         };
-        spec.missed = is_missed(seen, roster, rank);
+        spec.missed = members.is_lost(rank);
         spec.reason = match &spec.want {
             Want::Nothing => differs,
             Want::Install if is_shut_down(seen, roster) => Some(SHUT_DOWN_MESSAGE.to_owned()),
@@ -126,16 +132,19 @@ pub fn project(seen: &Observed, roster: Option<&Roster>, node: &NodeView) -> Flu
         spec.draining = entry.and_then(|entry| entry.drain.as_ref()).map(|drain| drain.reason.clone());
         spec.overdue = is_overdue(seen, roster, rank);
         if rank == 0 {
-            spec.drain = drains(seen, roster);
+            spec.drain = drains(members, roster);
             // Until the lead was online once, its host still chooses the prefix.
             spec.prefix = spec.prefix.filter(|_| roster.established);
         }
         return spec;
     }
     // Keep the former rank in the spec while jobs may run below it: without a rank, the agent would stop the broker.
-    let former = |roster| Some((roster, orphan_broker_rank(seen, roster, seen.reports.get(&node.name)?)?));
-    if let Some((roster, rank)) = roster.and_then(former).filter(|(roster, rank)| may_carry_jobs(seen, roster, *rank)) {
-        (spec.rank, spec.epoch, spec.revision) = (Some(rank), roster.epoch, revision_for(roster, rank));
+    let former = |(roster, members): Planned| {
+        let rank = members.orphan_broker_rank(seen.reports.get(&node.name)?)?;
+        members.may_carry_jobs(rank).then(|| (revision_for(roster, rank), roster.epoch, rank))
+    };
+    if let Some((revision, epoch, rank)) = planned.and_then(former) {
+        (spec.rank, spec.epoch, spec.revision) = (Some(rank), epoch, revision);
         spec.draining = Some(HAS_LEFT.to_owned());
         spec.reason = Some(format!("jobs may still run on ranks below rank {rank}, which this node had before"));
         return spec;
@@ -157,12 +166,12 @@ fn first_lead_failure(roster: &Roster) -> Option<String> {
 /// Computes the spec of a FluxNode whose Node is gone. While its rank is kept, the spec says that the Node is gone. If
 /// its broker still runs after that, the spec stops it once the lead has drained the rank and no job runs there. None
 /// if the spec doesn't change.
-fn project_gone(seen: &Observed, roster: Option<&Roster>, present: &FluxNode) -> Option<FluxNodeSpec> {
-    let (roster, report) = (roster?, present.status.as_ref()?);
-    if let Some(spec) = gone::spec(seen, roster, &present.spec) {
+fn project_gone(seen: &Observed, planned: Option<Planned>, present: &FluxNode) -> Option<FluxNodeSpec> {
+    let ((roster, members), report) = (planned?, present.status.as_ref()?);
+    if let Some(spec) = gone::spec(members, roster, &present.spec) {
         return Some(spec);
     }
-    let rank = orphan_broker_rank(seen, roster, report)?;
+    let rank = members.orphan_broker_rank(report)?;
     Some(FluxNodeSpec {
         node_name: present.metadata.name.clone()?,
         instance_uid: Some(seen.instance_uid.to_owned()),
@@ -170,7 +179,7 @@ fn project_gone(seen: &Observed, roster: Option<&Roster>, present: &FluxNode) ->
         rank: Some(rank),
         epoch: roster.epoch,
         revision: revision_for(roster, rank),
-        want: if is_former_idle(seen, roster, rank) { Want::Leave } else { Want::Nothing },
+        want: if is_former_idle(members, rank) { Want::Leave } else { Want::Nothing },
         draining: Some(HAS_LEFT.to_owned()),
         reason: Some("its Node is gone".to_owned()),
         ..FluxNodeSpec::default()
@@ -178,13 +187,13 @@ fn project_gone(seen: &Observed, roster: Option<&Roster>, present: &FluxNode) ->
 }
 
 /// The ranks that the lead is to drain, by reason. Flux keeps one reason for each rank, and can't drain excluded ranks.
-fn drains(seen: &Observed, roster: &Roster) -> BTreeMap<String, IdSet> {
+fn drains(members: &Members, roster: &Roster) -> BTreeMap<String, IdSet> {
     let mut drains = BTreeMap::<String, IdSet>::new();
     for (rank, entry) in &roster.ranks {
         let reason = match (&entry.member, &entry.drain) {
             (Some(_), Some(drain)) => drain.reason.as_str(),
             // The rank has no member any more, but its broker is still in the overlay.
-            (None, _) if !does_lead_miss(seen, roster, *rank) => HAS_LEFT,
+            (None, _) if !members.has_lead_lost(*rank) => HAS_LEFT,
             _ => continue,
         };
         if !entry.is_excluded() {
@@ -201,18 +210,11 @@ fn revision_for(roster: &Roster, rank: Rank) -> u64 {
     if rank == 0 { roster.ranks.keys().filter_map(own).max().unwrap_or(0) } else { own(&rank).unwrap_or(0) }
 }
 
-/// True if the broker of `rank` runs already, or `rank` is the lead, which may always start.
-fn is_held(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    rank == 0 || super::roster::holds(seen, roster, rank).is_some()
-}
-
 /// True if a follower's broker may start: the lead has applied its resources, and the lead and the parent are online.
-fn may_start(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+fn may_start(seen: &Observed, members: &Members, roster: &Roster, rank: Rank) -> bool {
     let lead = roster.lead();
     let applied = lead.and_then(|lead| seen.reports.get(&lead.node)).and_then(|report| report.applied_revision);
     let declared = roster.ranks.get(&rank).filter(|entry| entry.resources.is_some()).map(|entry| entry.revision);
     let is_applied = declared.is_some_and(|declared| applied >= Some(declared));
-    is_applied
-        && is_online(seen, roster, 0)
-        && parent(roster, rank).is_none_or(|parent| is_online(seen, roster, parent))
+    is_applied && members.is_online(0) && parent(roster, rank).is_none_or(|parent| members.is_online(parent))
 }

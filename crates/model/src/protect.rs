@@ -7,7 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     eligibility::NodeView,
-    roster::{Observed, lead_report, topology},
+    members::{Members, NodeIndex},
+    roster::{Observed, topology},
 };
 use api::{ANNOTATION_PROTECTS, FluxNodeStatus, IdSet, Rank, Roster, RunningJobs};
 
@@ -54,14 +55,15 @@ impl Protection {
         };
         let uids: BTreeSet<_> =
             needed.iter().filter_map(|rank| Some(roster.ranks.get(rank)?.member.as_ref()?.uid.as_str())).collect();
-        let is_marked = |node: &&NodeView| node.annotations.contains_key(ANNOTATION_PROTECTS);
-        self.needed.retain(|uid, _| seen.nodes.iter().any(|node| node.uid == *uid && is_marked(&node)));
+        let is_marked = |node: &NodeView| node.annotations.contains_key(ANNOTATION_PROTECTS);
+        let nodes = NodeIndex::of(seen.nodes);
+        self.needed.retain(|uid, _| nodes.with_uid(uid).is_some_and(is_marked));
         let mut changes = Vec::new();
         for node in seen.nodes {
             if uids.contains(node.uid.as_str()) {
                 self.needed.insert(node.uid.clone(), seen.now);
                 changes.extend(protect(node));
-            } else if is_marked(&node) {
+            } else if is_marked(node) {
                 // A new planner doesn't know when the node was last needed, so it counts from now.
                 let since = *self.needed.entry(node.uid.clone()).or_insert(seen.now);
                 if seen.now - since >= REST_SECS {
@@ -87,7 +89,7 @@ impl Protection {
 /// The ranks on which jobs run, and all ranks above them in the tree, because a job ends if a broker above its own
 /// ends. Always includes the lead, because the queue is on its disk. None if it is unknown where jobs run.
 fn needed(seen: &Observed, roster: &Roster) -> Option<BTreeSet<Rank>> {
-    let IdSet(busy) = lead_report(seen, roster)?.allocated.as_ref()?;
+    let IdSet(busy) = Members::observe(seen, roster).lead_report()?.allocated.as_ref()?;
     let topology = topology(roster)?;
     let mut needed = BTreeSet::from([0]);
     for rank in busy {

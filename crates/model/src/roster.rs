@@ -36,12 +36,13 @@ mod turns;
 mod turns_tests;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet},
     time::Duration,
 };
 
 use super::{
     eligibility::{NodeView, eligible},
+    members::Members,
     resources::declared,
     topology::Topology,
 };
@@ -120,100 +121,18 @@ pub fn decide(seen: &Observed) -> Decision {
 pub fn decide_unserved(seen: &Observed) -> Decision {
     let own = |roster: &&Roster| roster.instance_uid == seen.instance_uid;
     let roster = seen.roster.filter(own).filter(|roster| roster.established);
-    let next = roster.and_then(|roster| epoch::carry_on(seen, roster));
+    let next = roster.and_then(|roster| epoch::carry_on(seen, &Members::observe(seen, roster), roster));
     next.map_or(Decision::Keep, |next| Decision::Write(Box::new(next)))
 }
 
 pub use turns::no_lead;
 
-pub use drain::{is_former_idle, is_overdue, may_carry_jobs, may_stop, orphan_broker_rank};
-
-/// True if the member of `rank` is in the overlay: its agent reports it online, and the lead does not report it
-/// offline. The agent's report alone is not enough, because a broker whose parent is gone believes for minutes that it
-/// is online.
-pub fn is_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let is_silent = || rank == 0 && is_lead_silent(seen, roster);
-    says_online(seen, roster, rank) && !does_lead_miss(seen, roster, rank) && !is_silent()
-}
-
-/// True if the other brokers no longer reach the lead's broker. When the lead's machine goes off, its agent can't
-/// correct its last report, and Kubernetes takes most of a minute to mark the Node NotReady. So if most children of the
-/// lead report that they don't hear it, it is silent; children that the lead itself reports offline don't count. If the
-/// lead's Node is not Ready, which alone proves nothing, one report from any broker is enough.
-pub fn is_lead_silent(seen: &Observed, roster: &Roster) -> bool {
-    let Some(lead) = roster.lead().filter(|_| seen.reports.values().any(|report| report.unheard)) else { return false };
-    let reports = |rank: Rank| holds(seen, roster, rank).filter(|_| rank != 0).map(|(report, _)| report.unheard);
-    if !is_ready(seen, lead) {
-        return roster.ranks.keys().any(|rank| reports(*rank) == Some(true));
-    }
-    let topology = topology(roster);
-    let hangs_on_lead = |rank: &&Rank| topology.is_none_or(|topology| topology.parent(**rank) == Some(0));
-    let children = roster.ranks.keys().filter(hangs_on_lead).filter(|rank| !does_lead_miss(seen, roster, **rank));
-    let children = children.filter_map(|rank| reports(*rank));
-    let (unheard, heard): (Vec<bool>, Vec<bool>) = children.partition(|is_unheard| *is_unheard);
-    unheard.len() > heard.len()
-}
+pub use drain::{is_former_idle, is_overdue, may_stop};
 
 /// True if the lead's agent reports that an administrator has ended the running epoch with flux-shutdown(1).
 pub fn is_shut_down(seen: &Observed, roster: &Roster) -> bool {
     let report = roster.lead().and_then(|lead| seen.reports.get(&lead.node));
     report.is_some_and(|report| report.adopted.is_none() && report.shut_down == Some(roster.epoch))
-}
-
-/// True if the broker of `rank` is lost to the others: its agent's last report says online but the overlay disagrees
-/// (see [`is_online`]), or it doesn't answer its agent and the lead either reports it offline or gives it no jobs.
-pub fn is_missed(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let is_lost = does_lead_miss(seen, roster, rank);
-    (says_online(seen, roster, rank) && !is_online(seen, roster, rank))
-        || (says_offline(seen, roster, rank) && (is_lost || is_idle_and_torpid(seen, roster, rank)))
-}
-
-/// True if the lead finds the broker of `rank` slow to answer (torpid) and no job runs on that rank or below it. A
-/// broker process that is suspended keeps its connection, so the lead never loses it but gives it no jobs; giving up
-/// such a broker costs no job.
-fn is_idle_and_torpid(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let topology = topology(roster);
-    let is_in_subtree = |other: u32| {
-        other == rank || topology.is_none_or(|topology| topology.ancestors(other).any(|above| above == rank))
-    };
-    lead_report(seen, roster).is_some_and(|lead| {
-        let allocated = lead.allocated.as_ref();
-        lead.torpid.contains(rank) && allocated.is_some_and(|ranks| !ranks.0.iter().copied().any(is_in_subtree))
-    })
-}
-
-fn says_offline(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    holds(seen, roster, rank).is_some_and(|(status, _)| status.phase == NodePhase::Offline)
-}
-
-fn says_online(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    holds(seen, roster, rank).is_some_and(|(status, _)| matches!(status.phase, NodePhase::Online | NodePhase::Draining))
-}
-
-/// True if the lead reports that `rank` is not in the overlay. False without a report from the lead.
-pub fn does_lead_miss(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    holds(seen, roster, 0).is_some_and(|(lead, _)| lead.offline.contains(&rank))
-}
-
-/// Returns the report of the member of `rank`, and the broker it names, if that is the broker of this rank in this
-/// epoch.
-pub fn holds<'a>(seen: &Observed<'a>, roster: &Roster, rank: Rank) -> Option<(&'a FluxNodeStatus, &'a Adopted)> {
-    let member = roster.member(rank)?;
-    let status = seen.reports.get(&member.node)?;
-    let adopted = status.adopted.as_ref()?;
-    let same = adopted.rank == rank && adopted.epoch == roster.epoch && adopted.instance_id == roster.instance_id;
-    same.then_some((status, adopted))
-}
-
-/// Returns the report of the lead's agent while the lead is online: only then is its information about other ranks
-/// current.
-pub(super) fn lead_report<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<&'a FluxNodeStatus> {
-    holds(seen, roster, 0).filter(|_| is_online(seen, roster, 0)).map(|(report, _)| report)
-}
-
-/// True if the Node of `member` exists and is Ready.
-pub fn is_ready(seen: &Observed, member: &Member) -> bool {
-    seen.nodes.iter().any(|node| node.uid == member.uid && node.ready)
 }
 
 /// Ranks that someone other than flux-distribute has drained, from the last report of the lead's agent. Flux stores a
@@ -301,8 +220,8 @@ pub fn is_certificate_of_another(seen: &Observed, made_for: Option<&str>) -> boo
     made_for != Some(seen.instance_uid) && !is_planned && !is_certificate_in_use(seen)
 }
 
-/// Returns the rank whose member is the Node with `uid`.
-pub fn rank_of(roster: &Roster, uid: &str) -> Option<Rank> {
+/// Returns the rank whose member is the Node with `uid`. In a loop, ask [`Members::rank_of`].
+pub(crate) fn rank_of(roster: &Roster, uid: &str) -> Option<Rank> {
     let holds = |entry: &RosterEntry| entry.member.as_ref().is_some_and(|member| member.uid == uid);
     roster.ranks.iter().find(|(_, entry)| holds(entry)).map(|(rank, _)| *rank)
 }
@@ -336,20 +255,16 @@ pub(super) fn participant_count(seen: &Observed, roster: &Roster) -> usize {
     members.chain(candidates(seen).into_iter().map(|node| node.uid.as_str())).collect::<BTreeSet<_>>().len()
 }
 
-/// Returns the Nodes by uid.
-fn by_uid<'a>(seen: &Observed<'a>) -> HashMap<&'a str, &'a NodeView> {
-    seen.nodes.iter().map(|node| (node.uid.as_str(), node)).collect()
-}
-
 fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
     let mut next = roster.clone();
-    if !roster.established && is_online(seen, roster, 0) {
+    let members = Members::observe(seen, roster);
+    if !roster.established && members.is_online(0) {
         next.established = true;
         next.failed_leads = FailedLeads::default();
-    } else if let Some(next) = takeover::advance(seen, roster) {
+    } else if let Some(next) = takeover::advance(seen, &members, roster) {
         return Decision::Write(Box::new(next));
     } else if roster.established {
-        if let Some(next) = epoch::advance(seen, roster) {
+        if let Some(next) = epoch::advance(seen, &members, roster) {
             return Decision::Write(Box::new(next));
         }
     } else if let Some(again) = first::begin_again(seen, roster) {
@@ -357,10 +272,12 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
     } else if !is_lead_fixed(roster) {
         next.failed_leads = turns::failed_leads(seen, roster);
     }
-    keep::keep_members(seen, &mut next);
-    drain::drain(seen, &mut next);
-    join::relocate_stranded(seen, &mut next);
-    join::join(seen, &mut next);
+    keep::keep_members(seen, &members, &mut next);
+    // Ranks may have lost their members, or have them under other Nodes.
+    let members = Members::observe(seen, &next);
+    drain::drain(seen, &members, &mut next);
+    join::relocate_stranded(seen, &members, &mut next);
+    join::join(seen, &members, &mut next);
     properties::assign(seen, &mut next);
     if next == *roster {
         return Decision::Keep;

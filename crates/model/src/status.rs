@@ -8,10 +8,11 @@ use k8s_openapi::{
 use super::{
     findings::{Finding, NotApplied, Weight, line, not_applied},
     gone,
+    members::Members,
     roster::{
         Observed, candidates,
         epoch::{Restart, restart},
-        holds, is_lead_silent, is_online, is_ready, is_shut_down, participant_count,
+        is_shut_down, participant_count,
     },
 };
 use api::{
@@ -87,22 +88,24 @@ pub fn status(
     roster: Option<&Roster>,
     obstacle: Option<&Obstacle>,
 ) -> FluxInstanceStatus {
-    let mut next = counted(seen, roster);
+    let members = roster.map(|roster| Members::observe(seen, roster));
+    let planned = roster.zip(members.as_ref());
+    let mut next = counted(seen, planned);
     next.observed_generation = generation;
-    let lead_online = roster.is_some_and(|roster| is_online(seen, roster, 0));
+    let lead_online = members.as_ref().is_some_and(|members| members.is_online(0));
     let complete = lead_online && next.online == next.size;
     let shut_down = roster.is_some_and(|roster| roster.closing.is_none() && is_shut_down(seen, roster));
     let standing = Standing { lead_online, established: next.instance_id.is_some(), shut_down };
     next.phase = phase(roster, obstacle, standing);
-    let restart = roster.map_or(Restart::None, |roster| restart(seen, roster));
+    let restart = planned.map_or(Restart::None, |(roster, members)| restart(seen, members, roster));
     if !matches!(restart, Restart::Refused { .. }) {
         // The deadline of a new attempt must not count from the condition's transition time of the old attempt.
         next.conditions.retain(|condition| condition.type_ != CONDITION_RESTART_PENDING || condition.reason != REFUSED);
     }
     let (scale, restart) = (scale_denied(seen, roster), restart_pending(restart));
     let (unapplied, agentless) = (unapplied(seen, roster), agents_missing(seen, roster));
-    let cores_lost = roster.and_then(|roster| holds(seen, roster, 0)?.0.held_back.as_deref());
-    let mut findings = progress(seen, roster, obstacle, &next, standing);
+    let cores_lost = members.as_ref().and_then(|members| members.report(0)?.held_back.as_deref());
+    let mut findings = progress(seen, planned, obstacle, &next, standing);
     findings.extend(cores_lost.map(|message| Finding::new(Weight::CoresLost, message)));
     let if_true =
         |weight, (is_true, _, message): &ConditionValue| is_true.then(|| Finding::new(weight, message.clone()));
@@ -132,7 +135,7 @@ pub fn status(
 /// The findings about how many nodes are online and what keeps the others away.
 fn progress(
     seen: &Observed,
-    roster: Option<&Roster>,
+    planned: Option<(&Roster, &Members)>,
     obstacle: Option<&Obstacle>,
     next: &FluxInstanceStatus,
     standing: Standing,
@@ -157,7 +160,7 @@ fn progress(
         () if !complete => Weight::NodesAway,
         () => Weight::Fine,
     };
-    found.push(Finding::new(weight, if complete { online_of(next) } else { explain(seen, roster, next) }));
+    found.push(Finding::new(weight, if complete { online_of(next) } else { explain(seen, planned, next) }));
     found
 }
 
@@ -189,9 +192,9 @@ fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
 }
 
 /// The previous status with the numbers and names updated from the roster and the agents' reports.
-fn counted(seen: &Observed, roster: Option<&Roster>) -> FluxInstanceStatus {
+fn counted(seen: &Observed, planned: Option<(&Roster, &Members)>) -> FluxInstanceStatus {
     let mut next = seen.status.clone();
-    let Some(roster) = roster else {
+    let Some((roster, members)) = planned else {
         (next.online, next.pending_nodes) = (0, None);
         return next;
     };
@@ -201,12 +204,12 @@ fn counted(seen: &Observed, roster: Option<&Roster>) -> FluxInstanceStatus {
     next.digest = Some(roster.settings.digest.clone());
     next.lead = roster.lead().map(|member| member.node.clone());
     next.size = count(roster.members());
-    next.online = count(roster.ranks.keys().filter(|rank| is_online(seen, roster, **rank)));
+    next.online = count(roster.ranks.keys().filter(|rank| members.is_online(**rank)));
     if roster.established {
         next.instance_id = Some(roster.instance_id.clone());
     }
     next.dump = newest_dump(seen);
-    next.pending_nodes = holds(seen, roster, 0).and_then(|(lead, _)| lead.pending_nodes);
+    next.pending_nodes = members.report(0).and_then(|lead| lead.pending_nodes);
     next
 }
 
@@ -324,27 +327,27 @@ fn newest_dump(seen: &Observed) -> Option<KeptDump> {
 
 /// One sentence on how many nodes are online, with the message of the offline member that matters most: a silent lead,
 /// else the first that has failed, else the first.
-fn explain(seen: &Observed, roster: Option<&Roster>, next: &FluxInstanceStatus) -> String {
-    let Some(roster) = roster else { return "no roster yet".to_owned() };
-    let offline = roster.ranks.iter().filter(|(rank, _)| !is_online(seen, roster, **rank));
+fn explain(seen: &Observed, planned: Option<(&Roster, &Members)>, next: &FluxInstanceStatus) -> String {
+    let Some((roster, members)) = planned else { return "no roster yet".to_owned() };
+    let offline = roster.ranks.iter().filter(|(rank, _)| !members.is_online(**rank));
     let offline = offline.filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?)));
     let has_failed = |(_, member): &(_, &Member)| {
         seen.reports.get(&member.node).is_some_and(|report| report.phase == NodePhase::Failed)
     };
-    let is_silent = |rank| rank == 0 && is_lead_silent(seen, roster);
+    let is_silent = |rank| rank == 0 && members.is_lead_silent();
     let first = offline.min_by_key(|found| (!is_silent(found.0), !has_failed(found)));
     let detail = first.map(|(rank, member)| {
         let report = seen.reports.get(&member.node);
-        let silent = is_silent(rank).then(|| match is_ready(seen, member) {
+        let silent = is_silent(rank).then(|| match members.is_ready(rank) {
             true => "its broker does not answer the others".to_owned(),
             false => "its Node is not Ready, and its broker does not answer the others".to_owned(),
         });
-        let unready = (!is_ready(seen, member)).then(|| "its Node is not Ready".to_owned());
+        let unready = (!members.is_ready(rank)).then(|| "its Node is not Ready".to_owned());
         let agentless = seen.agentless.get(&member.node).map(|why| format!("it has no agent: {why}"));
         let cause = gone::message(roster, rank).or(silent).or(unready).or(agentless);
         let unknown = if report.is_some() { "its agent gives no reason" } else { "its agent has not reported yet" };
         let message = cause.or_else(|| report?.message.clone()).unwrap_or_else(|| unknown.to_owned());
-        let started = if holds(seen, roster, rank).is_some() { "started" } else { "not started" };
+        let started = if members.runs(rank) { "started" } else { "not started" };
         format!("; {} (rank {rank}, {started}): {message}", member.node)
     });
     format!("{}{}", online_of(next), detail.unwrap_or_default())

@@ -33,7 +33,8 @@ use host::{
 use hostapi::{Host, HostError, Order, TakeoverOrder, look};
 use model::{
     eligibility::NodeView,
-    roster::{Observed, is_online, takeover::refusal},
+    members::Members,
+    roster::{Observed, takeover::refusal},
 };
 
 /// A new lead restores its whole queue before it is online.
@@ -358,7 +359,7 @@ fn standing(seen: &Seen, before: &Roster, lead: &str, request: &Takeover) -> Res
         let refused = refusal(&seen.observed(), roster, lead, request);
         return Err(refused.unwrap_or_else(|| "waiting for the planner".to_owned()));
     }
-    if holder.is_some_and(|holder| holder == lead) && is_online(&seen.observed(), roster, 0) {
+    if holder.is_some_and(|holder| holder == lead) && Members::observe(&seen.observed(), roster).is_online(0) {
         return Ok(());
     }
     let words = seen.reports.get(lead).and_then(|report| report.message.clone());

@@ -2,14 +2,15 @@
 //! then loses its rank. A member that has less than it declares is drained, becomes idle, and then declares what it
 //! has.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 
-use super::{Observed, by_uid, does_lead_miss, lead_report, limit, resources, topology};
+use super::{Observed, limit, resources, topology};
 use crate::{
     eligibility::{NodeView, selected},
+    members::{MemberState, Members},
     resources::lack,
 };
-use api::{Draining, FluxNodeStatus, IdSet, Rank, Roster, RosterEntry};
+use api::{Draining, Rank, Roster, RosterEntry};
 
 /// Maximum age of the drained ranks in the lead's report, in seconds: its agent asks the broker every 2 s. If a node is
 /// uncordoned and at once drained again for another reason, it may have got a job in between, and the report may be
@@ -21,21 +22,20 @@ const REPORT_SECS: i64 = 5;
 const DELETES: [&str; 2] = ["ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted"];
 
 /// Sets and clears the drain of each member, and frees the ranks of members that have left.
-pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
+pub(super) fn drain(seen: &Observed, members: &Members, roster: &mut Roster) {
     let limit = limit(seen.spec, roster.settings.max_size);
-    let nodes = by_uid(seen);
-    let members: Vec<Rank> = roster.ranks.iter().filter(|(_, e)| e.member.is_some()).map(|(rank, _)| *rank).collect();
+    let ranks: Vec<Rank> = roster.ranks.iter().filter(|(_, e)| e.member.is_some()).map(|(rank, _)| *rank).collect();
     let topology = topology(roster);
     // Ranks whose brokers are going to end. All brokers below them end too, so those are drained as well.
     let mut ending: BTreeSet<Rank> =
-        seen.reports.values().filter_map(|report| orphan_broker_rank(seen, roster, report)).collect();
-    for (place, rank) in members.into_iter().enumerate() {
+        seen.reports.values().filter_map(|report| members.orphan_broker_rank(report)).collect();
+    for (place, rank) in ranks.into_iter().enumerate() {
         let ending_ancestor = || topology?.ancestors(rank).find(|above| ending.contains(above));
         let below = || ending_ancestor().map(|above| (format!("rank {above}, which it hangs on, leaves"), false));
-        let wanted = reason(seen, &nodes, roster, rank, place >= limit).or_else(below);
-        let stopped = has_left(seen, roster, rank);
+        let wanted = reason(seen, members, roster, rank, place >= limit).or_else(below);
+        let stopped = has_left(seen, members, roster, rank);
         let Some(entry) = roster.ranks.get_mut(&rank) else { continue };
-        if entry.member.as_ref().is_some_and(|member| !nodes.contains_key(member.uid.as_str())) {
+        if entry.member.as_ref().is_some_and(|member| members.nodes.with_uid(&member.uid).is_none()) {
             // The Node is deleted. Keep its drain: its broker may still run and must not get jobs again.
             continue;
         }
@@ -55,13 +55,13 @@ pub(super) fn drain(seen: &Observed, roster: &mut Roster) {
 /// Why `rank` is to be drained, and whether its member is to leave. None if it is not to be drained.
 fn reason(
     seen: &Observed,
-    nodes: &HashMap<&str, &NodeView>,
+    members: &Members,
     roster: &Roster,
     rank: Rank,
     is_too_many: bool,
 ) -> Option<(String, bool)> {
     let member = roster.member(rank)?;
-    let node = *nodes.get(member.uid.as_str())?;
+    let node = members.nodes.with_uid(&member.uid)?;
     // The lead's statedir holds the queue: it never leaves.
     if rank != 0 && is_too_many {
         return Some((format!("size is {}", seen.spec.size.unwrap_or_default()), true));
@@ -95,51 +95,22 @@ pub(super) fn leaving(roster: &Roster, rank: Rank) -> Option<&Draining> {
     roster.ranks.get(&rank)?.drain.as_ref().filter(|drain| drain.leave)
 }
 
-/// Returns the rank of the broker that `report` names if that broker belongs to this epoch, the rank no longer has a
-/// member, and the lead has not reported the broker out of the overlay.
-pub fn orphan_broker_rank(seen: &Observed, roster: &Roster, report: &FluxNodeStatus) -> Option<Rank> {
-    let adopted = report.adopted.as_ref()?;
-    let is_ours = adopted.instance_id == roster.instance_id && adopted.epoch == roster.epoch;
-    let has_no_member = roster.ranks.get(&adopted.rank).is_some_and(|entry| entry.member.is_none());
-    (is_ours && has_no_member && !does_lead_miss(seen, roster, adopted.rank)).then_some(adopted.rank)
-}
-
 /// True if a leaving member's broker may be stopped: the lead has drained the rank and no job runs on it or below it,
 /// or `spec.drain.timeout` has passed.
-pub fn may_stop(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let is_unused = || gets_no_jobs(seen, roster, rank) && !may_carry_jobs(seen, roster, rank);
+pub fn may_stop(seen: &Observed, members: &Members, roster: &Roster, rank: Rank) -> bool {
+    let is_unused = || gets_no_jobs(members, roster, rank) && !members.may_carry_jobs(rank);
     leaving(roster, rank).is_some() && (is_overdue(seen, roster, rank) || is_unused())
-}
-
-/// True if jobs run below `rank` in a deep tree, or a rank there may get one at any moment. If the broker of `rank`
-/// ends, all brokers below it end with their jobs.
-pub fn may_carry_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let size = roster.settings.max_size;
-    let Some(topology) = topology(roster).filter(|topology| topology.is_interior(rank, size)) else { return false };
-    let allocated = lead_report(seen, roster).and_then(|lead| lead.allocated.as_ref());
-    let is_below = |other: Rank| topology.ancestors(other).any(|above| above == rank);
-    let gets_none = |rank, entry| does_lead_miss(seen, roster, rank) || does_lead_keep_idle(seen, roster, rank, entry);
-    allocated.is_none_or(|IdSet(ranks)| ranks.iter().any(|busy| is_below(*busy)))
-        || roster.ranks.iter().any(|(other, entry)| is_below(*other) && !gets_none(*other, entry))
 }
 
 /// True if, according to the lead, no job runs on `rank` and none will: the roster drains the rank, and the lead has
 /// done so.
-pub(super) fn gets_no_jobs(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let entry = roster.ranks.get(&rank).filter(|entry| entry.drain.is_some());
-    entry.is_some_and(|entry| does_lead_keep_idle(seen, roster, rank, entry))
+fn gets_no_jobs(members: &Members, roster: &Roster, rank: Rank) -> bool {
+    roster.ranks.get(&rank).is_some_and(|entry| entry.drain.is_some()) && members.is_kept_idle(rank)
 }
 
 /// As [`may_stop`], for a rank that has no member any more but still a broker.
-pub fn is_former_idle(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let entry = roster.ranks.get(&rank).filter(|entry| entry.member.is_none());
-    entry.is_some_and(|entry| does_lead_keep_idle(seen, roster, rank, entry)) && !may_carry_jobs(seen, roster, rank)
-}
-
-fn does_lead_keep_idle(seen: &Observed, roster: &Roster, rank: Rank, entry: &RosterEntry) -> bool {
-    // Flux can't drain a rank that it excludes; the exclusion keeps jobs away as well.
-    let is_excluded = |lead: &FluxNodeStatus| entry.is_excluded() && lead.applied_revision >= Some(entry.revision);
-    lead_report(seen, roster).is_some_and(|lead| is_idle(lead, rank, is_excluded(lead)))
+pub fn is_former_idle(members: &Members, rank: Rank) -> bool {
+    members.state(rank) == MemberState::Vacant && members.is_kept_idle(rank) && !members.may_carry_jobs(rank)
 }
 
 /// True if `spec.drain.timeout` has passed since the member of `rank` was told to leave. Jobs that still run there are
@@ -151,22 +122,17 @@ pub fn is_overdue(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     timeout.is_some_and(|timeout| waited >= timeout.as_secs())
 }
 
-/// As [`gets_no_jobs`], and the drain is old enough that the lead's report can't be about an earlier one.
-pub(super) fn has_no_jobs_for_sure(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
-    let drain = roster.ranks.get(&rank).and_then(|entry| entry.drain.as_ref());
-    drain.is_some_and(|drain| seen.now - drain.since > REPORT_SECS) && gets_no_jobs(seen, roster, rank)
-}
-
-fn is_idle(lead: &FluxNodeStatus, rank: Rank, is_excluded: bool) -> bool {
-    let (Some(drained), Some(allocated)) = (&lead.drained, &lead.allocated) else { return false };
-    (is_excluded || drained.contains(rank)) && !allocated.contains(rank)
+/// As [`gets_no_jobs`], and the drain is old enough that the lead's report can't be about an earlier one. `entry`: that
+/// of `rank`.
+pub(super) fn has_no_jobs_for_sure(seen: &Observed, members: &Members, rank: Rank, entry: &RosterEntry) -> bool {
+    entry.drain.as_ref().is_some_and(|drain| seen.now - drain.since > REPORT_SECS) && members.is_kept_idle(rank)
 }
 
 /// True if the member of `rank` has left: its agent reports that it stopped the broker in order to leave. A report
 /// without a broker is not enough, because the broker may be between two starts. [`may_stop`] must hold as well,
 /// because the agent's report may be about an earlier order to leave.
-fn has_left(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
+fn has_left(seen: &Observed, members: &Members, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.member(rank) else { return false };
     let report = seen.reports.get(&member.node);
-    report.is_some_and(|report| report.left && report.adopted.is_none()) && may_stop(seen, roster, rank)
+    report.is_some_and(|report| report.left && report.adopted.is_none()) && may_stop(seen, members, roster, rank)
 }

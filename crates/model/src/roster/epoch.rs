@@ -4,14 +4,18 @@
 //! lead's agent then stops its broker as soon as that is allowed, and reports that the epoch is *closed*. Only then
 //! does the planner write the next epoch's roster.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashSet},
+    time::Duration,
+};
 
 use super::{
-    Observed, candidates, facts, format, holds, is_online, is_ready, is_shut_down, lacks_since, lead_report, limit,
-    may_declare_less, member, participant_count, properties, resources,
+    Observed, candidates, facts, format, is_shut_down, lacks_since, limit, may_declare_less, member, participant_count,
+    properties, resources,
 };
 use crate::{
     broker_toml::{is_broker_name, is_node_a_property, spare_name},
+    members::{Members, NodeIndex},
     prefix,
     settings::{pending, settings, wanted},
 };
@@ -56,7 +60,7 @@ pub enum Restart {
 }
 
 /// Returns the next roster if this epoch is to end, has ended, or did not come up.
-pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
+pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Option<Roster> {
     let lead = roster.lead()?;
     let report = seen.reports.get(&lead.node)?;
     if let Some(closing) = roster.closing {
@@ -77,10 +81,10 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
         };
         return next_epoch(seen, roster, settings(seen.spec, participant_count(seen, roster), digest, certificate));
     }
-    if let Some(next) = come_up_or_go_back(seen, roster, report) {
+    if let Some(next) = come_up_or_go_back(seen, members, roster, report) {
         return Some(next);
     }
-    match restart(seen, roster) {
+    match restart(seen, members, roster) {
         Restart::Now { closing, .. } => Some(with_closing(roster, Some(closing))),
         _ => None,
     }
@@ -88,18 +92,18 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
 
 /// Returns the next roster if the spec can't be served: an epoch that was to end goes on, even if its lead has stopped
 /// already.
-pub(super) fn carry_on(seen: &Observed, roster: &Roster) -> Option<Roster> {
+pub(super) fn carry_on(seen: &Observed, members: &Members, roster: &Roster) -> Option<Roster> {
     match roster.closing {
         Some(_) => Some(with_closing(roster, None)),
-        None => come_up_or_go_back(seen, roster, seen.reports.get(&roster.lead()?.node)?),
+        None => come_up_or_go_back(seen, members, roster, seen.reports.get(&roster.lead()?.node)?),
     }
 }
 
 /// Handles an epoch whose lead has not been online yet: confirms it if the lead is online now, or goes back to the
 /// previous settings if the lead fails to start and `spec.upgrade.onFailure` is GoBack.
-fn come_up_or_go_back(seen: &Observed, roster: &Roster, report: &FluxNodeStatus) -> Option<Roster> {
+fn come_up_or_go_back(seen: &Observed, members: &Members, roster: &Roster, report: &FluxNodeStatus) -> Option<Roster> {
     let previous = roster.previous.as_ref()?;
-    if is_online(seen, roster, 0) {
+    if members.is_online(0) {
         return Some(Roster { previous: None, revision: roster.revision + 1, ..roster.clone() });
     }
     if !keeps_failing(roster, report) || seen.spec.upgrade.on_failure != OnFailure::GoBack {
@@ -122,14 +126,14 @@ pub(super) fn with_closing(roster: &Roster, closing: Option<Closing>) -> Roster 
 }
 
 /// Decides whether a coordinated restart is due, and what it waits for otherwise.
-pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
+pub fn restart(seen: &Observed, members: &Members, roster: &Roster) -> Restart {
     let (Some(digest), Some(certificate)) = (seen.digest, seen.certificate) else { return Restart::None };
     let is_requested = seen.restart_word.is_some() && seen.restart_word != roster.restart.as_deref();
     let by_spec = pending(&roster.settings, seen.spec, digest, certificate);
     // Only a change of the spec has a deadline: an upgrade of the agents must not end running jobs.
     let has_deadline = by_spec.is_some();
     let Some(difference) = by_spec
-        .or_else(|| pending_by_agents(seen, roster))
+        .or_else(|| pending_by_agents(members, roster))
         .or_else(|| pending_by_format(seen, roster))
         .or_else(|| is_requested.then(|| "an administrator asked for a restart".to_owned()))
     else {
@@ -153,8 +157,8 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     // WhenIdle protects the jobs of a broker that runs although the lead seems to be down: it is not stopped before
     // they end.
     let closing = if is_due { Closing::AtOnce } else { Closing::WhenIdle };
-    let Some(lead) = lead_report(seen, roster) else {
-        return match has_lead_failed(seen, roster) {
+    let Some(lead) = members.lead_report() else {
+        return match has_lead_failed(seen, members, roster) {
             true => Restart::Now { difference, closing },
             false => waits("the lead to be online".to_owned()),
         };
@@ -170,8 +174,8 @@ pub fn restart(seen: &Observed, roster: &Roster) -> Restart {
     if is_due {
         return Restart::Now { difference, closing };
     }
-    let without = roster.ranks.keys().filter(|rank| is_online(seen, roster, **rank));
-    let mut without = without.filter_map(|rank| holds(seen, roster, *rank).map(|(report, _)| (rank, report)));
+    let without = roster.ranks.keys().filter(|rank| members.is_online(**rank));
+    let mut without = without.filter_map(|rank| members.report(*rank).map(|report| (rank, report)));
     if let Some((rank, _)) = without.find(|(_, report)| !has(report)) {
         let member = roster.member(*rank);
         let node = member.map_or("", |member| member.node.as_str());
@@ -199,20 +203,19 @@ fn unavailable_packages(seen: &Observed) -> Option<String> {
 
 /// As [`pending`], from the reports of agents that run a broker of this epoch; other reports may be about an older
 /// epoch.
-fn pending_by_agents(seen: &Observed, roster: &Roster) -> Option<String> {
+fn pending_by_agents(members: &Members, roster: &Roster) -> Option<String> {
     roster.ranks.iter().find_map(|(rank, entry)| {
         let node = &entry.member.as_ref()?.node;
-        let (report, _) = holds(seen, roster, *rank)?;
-        report.restart_pending.as_ref().map(|difference| format!("{node}: {difference}"))
+        members.report(*rank)?.restart_pending.as_ref().map(|difference| format!("{node}: {difference}"))
     })
 }
 
 /// True if the lead's agent reports that its broker can't be started. The running jobs are lost already then, and the
 /// pending change may be the cure, so the restart need not wait. It does wait for a lead that is starting, has failed
 /// only once, or whose machine is off.
-fn has_lead_failed(seen: &Observed, roster: &Roster) -> bool {
+fn has_lead_failed(seen: &Observed, members: &Members, roster: &Roster) -> bool {
     let Some(lead) = roster.lead() else { return false };
-    is_ready(seen, lead) && seen.reports.get(&lead.node).is_some_and(|report| keeps_failing(roster, report))
+    members.is_ready(0) && seen.reports.get(&lead.node).is_some_and(|report| keeps_failing(roster, report))
 }
 
 /// True if the agent's repeated attempts to start the broker of this epoch have failed.
@@ -228,6 +231,22 @@ fn deadline_has_come(seen: &Observed) -> bool {
     matches!((deadline, waited), (Some(deadline), Some(waited)) if waited >= deadline)
 }
 
+/// What was observed, indexed for the entries of the next epoch.
+struct News<'a> {
+    seen: &'a Observed<'a>,
+    nodes: NodeIndex<'a>,
+    /// The ranks that someone other than flux-distribute has drained, from all reports: after a takeover only the
+    /// former lead's has them.
+    drained: BTreeSet<Rank>,
+}
+
+impl<'a> News<'a> {
+    fn of(seen: &'a Observed<'a>) -> Self {
+        let drained = seen.reports.values().flat_map(|report| report.drained_by_others.0.iter().copied()).collect();
+        Self { seen, nodes: NodeIndex::of(seen.nodes), drained }
+    }
+}
+
 /// Makes the roster of the next epoch: every member keeps its rank if there is room, gets its node's own name, and
 /// declares what it has now. The lead stays, because the statedir is on its host.
 pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettings) -> Option<Roster> {
@@ -238,7 +257,8 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     let mut homeless = Vec::new();
     // If a Node was created again under the same name, the old one never comes back. Its member loses the rank, because
     // each name may occur only once.
-    let namesake = |member: &Member| seen.nodes.iter().find(|node| node.name == member.node && node.uid != member.uid);
+    let news = News::of(seen);
+    let namesake = |member: &Member| news.nodes.named(&member.node).filter(|node| node.uid != member.uid);
     // Except for the lead: the host of that name has the queue, and the agent of a host without it refuses to start.
     let members = members.filter(|(rank, member, _)| *rank == 0 || namesake(member).is_none());
     for (rank, known, entry) in members.take(limit) {
@@ -247,13 +267,14 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
             (member.uid, member.gone_since) = (node.uid.clone(), None);
         }
         match rank < settings.max_size {
-            true => drop(ranks.insert(rank, named(seen, roster, rank, member, Some(entry)))),
+            true => drop(ranks.insert(rank, named(&news, roster, rank, member, Some(entry)))),
             false => homeless.push((member, Some(entry))),
         }
     }
+    let known = roster.ranks.values().chain(ranks.get(&0)).filter_map(|entry| entry.member.as_ref());
+    let known: HashSet<String> = known.map(|member| member.uid.clone()).collect();
     for node in candidates(seen) {
-        let known = roster.ranks.values().chain(ranks.get(&0)).filter_map(|entry| entry.member.as_ref());
-        let is_new = known.into_iter().all(|member| member.uid != node.uid)
+        let is_new = !known.contains(&node.uid)
             && facts(seen, node).is_some()
             && prefix::differs(seen, roster, &node.name).is_none();
         if let (true, Some(member)) = (is_new, member(node)) {
@@ -264,7 +285,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     let free: Vec<Rank> = (1..settings.max_size).filter(|rank| !ranks.contains_key(rank)).collect();
     let room = limit.saturating_sub(ranks.len());
     for (rank, (member, before)) in free.into_iter().zip(homeless).take(room) {
-        ranks.insert(rank, named(seen, roster, rank, member, before));
+        ranks.insert(rank, named(&news, roster, rank, member, before));
     }
     let mut next = Roster {
         format: format(seen).max(roster.format),
@@ -286,14 +307,13 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
 /// Makes the entry of a member in the epoch after `roster`'s; `before` is its entry in that one. The broker gets its
 /// node's name, unless the rank is drained under a spare's name: Flux records drains by broker name, and under a new
 /// name the rank would get jobs until it is drained again.
-fn named(seen: &Observed, roster: &Roster, rank: Rank, member: Member, before: Option<&RosterEntry>) -> RosterEntry {
+fn named(news: &News, roster: &Roster, rank: Rank, member: Member, before: Option<&RosterEntry>) -> RosterEntry {
+    let News { seen, nodes, drained } = news;
     let is_spare = before.is_some_and(|entry| entry.broker_name == spare_name(rank));
-    // Take all reports: after a takeover only the former lead's report has the drained ranks.
-    let is_drained = before.is_some_and(|entry| entry.drain.is_some())
-        || seen.reports.values().any(|report| report.drained_by_others.contains(rank));
+    let is_drained = before.is_some_and(|entry| entry.drain.is_some()) || drained.contains(&rank);
     let real = is_broker_name(&member.node) && !(is_spare && is_drained);
     let known = before.and_then(|entry| entry.resources.as_ref());
-    let node = seen.nodes.iter().find(|node| node.uid == member.uid);
+    let node = nodes.with_uid(&member.uid);
     // No broker runs between epochs, so resources may shrink here. But pending jobs may need hardware that will be back
     // soon.
     let lacks_since = node.zip(before).and_then(|(node, entry)| lacks_since(seen, node, entry));

@@ -5,7 +5,7 @@ use super::{
     epoch::{Restart, restart},
     tests::World,
 };
-use crate::{broker_toml::render, status::status};
+use crate::{broker_toml::render, members::Members, status::status};
 use api::{Closing, InstancePhase, NodePhase, OnFailure, ROSTER_FORMAT, Roster, Want};
 
 /// Three members, online and idle.
@@ -27,7 +27,7 @@ pub(super) fn close(world: &mut World) {
 }
 
 pub(super) fn waits_for(world: &World) -> String {
-    match restart(&world.seen(), world.roster.as_ref().unwrap()) {
+    match world.restart() {
         Restart::Waits { reason, .. } | Restart::Blocked { reason, .. } | Restart::Refused { reason, .. } => reason,
         other => panic!("{other:?}"),
     }
@@ -95,7 +95,7 @@ fn a_request_or_the_deadline_ends_an_epoch_even_if_jobs_run() {
     // The same request causes only one restart.
     (1..=3).for_each(|number| world.online(&format!("node{number}")));
     world.settle();
-    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+    assert_eq!(world.restart(), Restart::None);
 
     jobs_on(&mut world, Some("0"));
     world.spec.broker.port = Some(9000);
@@ -178,7 +178,7 @@ fn a_node_name_that_pending_jobs_require_stays_a_property_in_later_epochs() {
 #[test]
 fn an_epoch_in_an_old_format_stays_as_it_is_and_ends_once_it_is_idle() {
     let mut world = with_a_member_under_a_spares_name();
-    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+    assert_eq!(world.restart(), Restart::None);
     world.roster.as_mut().unwrap().format = 1;
     jobs_on(&mut world, Some("0"));
     let roster = world.roster.clone().unwrap();
@@ -186,7 +186,11 @@ fn an_epoch_in_an_old_format_stays_as_it_is_and_ends_once_it_is_idle() {
     world.spec.upgrade.deadline = Some("1s".to_owned());
     world.status = status(&world.seen(), 1, Some(&roster), None);
     world.now += 3600;
-    let Restart::Waits { difference, reason } = restart(&world.seen(), &roster) else { panic!() };
+    let Restart::Waits { difference, reason } =
+        restart(&world.seen(), &Members::observe(&world.seen(), &roster), &roster)
+    else {
+        panic!()
+    };
     assert!(difference.contains("own names") && reason.contains("jobs"), "{difference} {reason}");
     assert!(!render(&roster).unwrap().contains("match-format"), "its running jobs have the other format");
     jobs_on(&mut world, Some(""));
@@ -209,7 +213,7 @@ fn no_epoch_begins_in_a_format_that_an_agent_can_not_read() {
     // An upgrade of the agents is in progress.
     report(&mut world, "node1", ROSTER_FORMAT);
     report(&mut world, "node2", 0);
-    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+    assert_eq!(world.restart(), Restart::None);
     assert_eq!(begin_an_epoch(&mut world, 9000).format, 1);
     report(&mut world, "node2", ROSTER_FORMAT);
     assert_eq!(begin_an_epoch(&mut world, 9001).format, ROSTER_FORMAT);
@@ -371,7 +375,7 @@ fn if_the_lead_does_not_come_up_the_instance_goes_back_once() {
     assert_eq!(world.settle(), Decision::Keep);
     assert!(waits_for(&world).contains("exit code 1"), "{}", waits_for(&world));
     world.spec.broker.config = None;
-    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+    assert_eq!(world.restart(), Restart::None);
 
     assert_eq!(fail(OnFailure::Stay).roster.unwrap().epoch, 2);
 }
@@ -473,9 +477,9 @@ fn an_old_report_about_another_epoch_causes_no_restart() {
     let report = world.reports.get_mut("node3").unwrap();
     report.restart_pending = Some("another command line".to_owned());
     report.adopted.as_mut().unwrap().epoch = 0;
-    assert_eq!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+    assert_eq!(world.restart(), Restart::None);
     world.reports.get_mut("node3").unwrap().adopted.as_mut().unwrap().epoch = 1;
-    assert_ne!(restart(&world.seen(), world.roster.as_ref().unwrap()), Restart::None);
+    assert_ne!(world.restart(), Restart::None);
 }
 
 /// The lead's agent reports that an administrator has shut the instance down.

@@ -10,6 +10,7 @@ use super::{
 use crate::{
     broker_toml::{is_broker_name, spare_name},
     eligibility::{NodeView, eligible},
+    members::Members,
     prefix,
     settings::{pending, settings},
 };
@@ -39,7 +40,8 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
         // Its drains may be out of date too: start their time again.
         let entries = copy.ranks.values_mut();
         entries.for_each(|entry| entry.drain = entry.drain.take().map(|drain| drain.anew(seen.now)));
-        drain(seen, &mut copy);
+        let members = Members::observe(seen, &copy);
+        drain(seen, &members, &mut copy);
         return Decision::Write(Box::new(copy));
     }
     let runs = |status: &FluxNodeStatus| status.adopted.as_ref().is_some_and(|adopted| is_of_instance(seen, adopted));

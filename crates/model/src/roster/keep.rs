@@ -1,36 +1,23 @@
 //! Updates the members that stay, come back, or are gone for good.
 
-use std::collections::{BTreeSet, HashMap};
-
 use super::{
-    Observed, by_uid, does_lead_miss, drain::has_no_jobs_for_sure, holds, is_lead_fixed, is_online, lacks_since,
-    may_declare_less, resources, retain_secs,
+    Observed, drain::has_no_jobs_for_sure, is_lead_fixed, lacks_since, may_declare_less, resources, retain_secs,
 };
-use crate::eligibility::NodeView;
-use api::{Member, Rank, Roster, RosterEntry};
+use crate::{eligibility::NodeView, members::Members};
+use api::{Member, Roster, RosterEntry};
 
 /// Updates each rank that has a member: its declared resources, and whether its Node is gone or back.
-pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
+pub(super) fn keep_members(seen: &Observed, members: &Members, roster: &mut Roster) {
     let retain = retain_secs(seen.spec);
     let is_lead_fixed = is_lead_fixed(roster);
-    let (by_uid, by_name) = (by_uid(seen), seen.nodes.iter().map(|node| (node.name.as_str(), node)));
-    let by_name: HashMap<_, _> = by_name.collect();
-    let running: BTreeSet<Rank> =
-        roster.ranks.keys().copied().filter(|rank| holds(seen, roster, *rank).is_some()).collect();
     let mut again = Vec::new();
-    // While a broker starts, we don't know which R it will verify its hardware against.
-    let is_idle = |rank: &Rank| has_no_jobs_for_sure(seen, roster, *rank) && is_online(seen, roster, *rank);
-    let idle: Vec<Rank> = roster.ranks.keys().copied().filter(is_idle).collect();
-    // A rank whose member is gone stays excluded while its broker is in the overlay: otherwise that broker would get
-    // the jobs that its member was not to get.
-    let is_excluded_in_vain = |(rank, entry): &(&Rank, &RosterEntry)| {
-        entry.member.is_none() && entry.is_excluded() && does_lead_miss(seen, roster, **rank)
-    };
-    let excluded_in_vain = roster.ranks.iter().filter(is_excluded_in_vain);
-    let excluded_in_vain: BTreeSet<Rank> = excluded_in_vain.map(|(rank, _)| *rank).collect();
     for (rank, entry) in &mut roster.ranks {
+        // While a broker starts, we don't know which R it will verify its hardware against.
+        let is_idle = members.is_online(*rank) && has_no_jobs_for_sure(seen, members, *rank, entry);
         let Some(member) = &mut entry.member else {
-            if let Some(declared) = entry.resources.as_mut().filter(|_| excluded_in_vain.contains(rank)) {
+            // A rank whose member is gone stays excluded while its broker is in the overlay: otherwise that broker
+            // would get the jobs that its member was not to get.
+            if let Some(declared) = entry.resources.as_mut().filter(|_| members.has_lead_lost(*rank)) {
                 declared.excluded = false;
             }
             continue;
@@ -39,14 +26,14 @@ pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
         // another machine has the name, its agent refuses to start without the queue, unless the instance is to begin
         // with an empty one.
         let is_lead_again = |node: &NodeView| *rank == 0 && is_lead_fixed && node.uid != member.uid;
-        let is_member_again = |node: &NodeView| running.contains(rank) && is_registered_again(seen, node, member);
-        let namesake = by_name.get(member.node.as_str());
+        let is_member_again = |node: &NodeView| members.runs(*rank) && is_registered_again(seen, node, member);
+        let namesake = members.nodes.named(&member.node);
         if let Some(node) = namesake.filter(|node| is_lead_again(node) || is_member_again(node)) {
             entry.reserved_for = entry.reserved_for.take().map(|_| node.uid.clone());
             member.uid.clone_from(&node.uid);
             again.push((*rank, node.uid.as_str()));
         }
-        let Some(node) = by_uid.get(member.uid.as_str()) else {
+        let Some(node) = members.nodes.with_uid(&member.uid) else {
             let since = *member.gone_since.get_or_insert(seen.now);
             // The lead's statedir holds the queue: no other node can take its rank.
             if *rank != 0 && seen.now - since >= retain {
@@ -66,7 +53,7 @@ pub(super) fn keep_members(seen: &Observed, roster: &mut Roster) {
             // A reloaded scheduler kills jobs that hold resources that are no longer declared, and refuses jobs that
             // wait for them.
             let takes_nothing = entry.resources.as_ref().is_none_or(|before| now.covers(before));
-            if takes_nothing || (idle.contains(rank) && may_declare_less(seen, entry.lacks_since)) {
+            if takes_nothing || (is_idle && may_declare_less(seen, entry.lacks_since)) {
                 (entry.resources, entry.lacks_since) = (Some(now), None);
             }
         }

@@ -1,21 +1,22 @@
 //! The Flux properties of the members.
 
-use super::{Observed, by_uid};
-use crate::{eligibility::NodeView, resources::properties};
+use std::collections::BTreeSet;
+
+use super::Observed;
+use crate::{members::NodeIndex, resources::properties};
 use api::Roster;
 
 /// Gives every member its properties. A member whose Node is gone keeps its own while its rank is kept.
 pub(super) fn assign(seen: &Observed, roster: &mut Roster) {
-    let by_uid = by_uid(seen);
-    let node = |uid: &str| by_uid.get(uid).copied();
+    let nodes = NodeIndex::of(seen.nodes);
+    let node = |uid: &str| nodes.with_uid(uid);
     let members = || roster.ranks.values().filter_map(|entry| Some((entry, node(&entry.member.as_ref()?.uid))));
-    let known: Vec<&NodeView> =
-        members().filter_map(|(_, node)| node).filter(|node| !node.architecture.is_empty()).collect();
-    let differ = known.iter().any(|node| node.architecture != known[0].architecture);
+    let architectures = members().filter_map(|(_, node)| Some(&node?.architecture));
+    let architectures: BTreeSet<_> = architectures.filter(|architecture| !architecture.is_empty()).collect();
+    let differ = architectures.len() > 1;
     // The only member of another architecture may be the one whose Node is gone.
     let is_any_gone = members().any(|(_, node)| node.is_none());
-    let differed =
-        || members().any(|(entry, _)| known.iter().any(|other| entry.properties.contains(&other.architecture)));
+    let differed = || members().any(|(entry, _)| architectures.iter().any(|other| entry.properties.contains(*other)));
     let among_others = differ || (is_any_gone && differed());
     for entry in roster.ranks.values_mut() {
         if let Some(node) = entry.member.as_ref().and_then(|member| node(&member.uid)) {

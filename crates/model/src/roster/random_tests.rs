@@ -12,6 +12,7 @@ use crate::{
     broker_toml::{broker_name, render},
     eligibility::NodeView,
     hostlist,
+    members::Members,
     project::project,
 };
 use api::{Adopted, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry, Want};
@@ -204,7 +205,8 @@ impl Cluster {
     fn act(&mut self, index: usize) {
         let machine = &self.machines[index];
         let Some(roster) = self.world.roster.as_ref().filter(|_| machine.is_registered) else { return };
-        let spec = project(&self.world.seen(), Some(roster), &machine.node);
+        let members = Members::observe(&self.world.seen(), roster);
+        let spec = project(&self.world.seen(), Some((roster, &members)), &machine.node);
         let machine = &mut self.machines[index];
         let is_other = |broker: &Adopted| {
             let holder = roster.member(broker.rank);

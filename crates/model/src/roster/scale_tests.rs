@@ -1,12 +1,7 @@
 //! The number of members, and the ranks of members that leave.
 
-use super::{
-    Decision,
-    epoch::{Restart, restart},
-    holds,
-    tests::World,
-};
-use crate::{project::project_all, status::status};
+use super::{Decision, epoch::Restart, tests::World};
+use crate::{members::Members, project::project_all, status::status};
 use api::{CONDITION_SCALE_DENIED, Closing, FluxInstanceStatus, FluxNode, FluxNodeSpec, Want};
 
 fn status_of(world: &World) -> FluxInstanceStatus {
@@ -84,7 +79,7 @@ fn a_raised_max_size_is_announced_and_takes_effect_in_the_next_epoch() {
     let message = denied(&world).unwrap();
     assert!(message.contains("size 6 is more than maxSize 4"), "{message}");
     assert!(message.contains("maxSize 8 takes effect at the next coordinated restart"), "{message}");
-    let Restart::Waits { difference, .. } = restart(&world.seen(), world.roster.as_ref().unwrap()) else { panic!() };
+    let Restart::Waits { difference, .. } = world.restart() else { panic!() };
     assert_eq!(difference, "maxSize 4 -> 8");
 
     world.reports.get_mut("node1").unwrap().allocated = Some("".parse().unwrap());
@@ -199,7 +194,7 @@ fn a_node_that_returns_in_time_keeps_its_rank_and_its_broker() {
     world.settle();
     let roster = world.roster.as_ref().unwrap();
     assert_eq!(world.rank("node3"), Some(2));
-    assert!(holds(&world.seen(), roster, 2).is_some());
+    assert!(Members::observe(&world.seen(), roster).runs(2));
     assert_eq!(world.wants("node3"), Want::Run);
     assert!(!drained(&world));
 }

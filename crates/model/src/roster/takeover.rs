@@ -8,10 +8,11 @@
 use super::{
     Observed,
     epoch::{next_epoch, with_closing},
-    facts, is_lead_fixed, is_online, is_ready, member, participant_count, rank_of, says_online,
+    facts, is_lead_fixed, member, participant_count, rank_of,
 };
 use crate::{
     eligibility::{NodeView, eligible},
+    members::Members,
     prefix,
     settings::settings,
 };
@@ -22,12 +23,12 @@ use api::{Adopted, Closing, IdSet, Rank, Roster, RosterEntry, Takeover};
 const REQUEST_SECS: i64 = 900;
 
 /// Returns the next roster if there is a request that can be carried out now.
-pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
+pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Option<Roster> {
     let (name, takeover) = latest_request(seen, roster)?;
-    if refusal(seen, roster, name, takeover).is_some() {
+    if refusal_by(seen, members, roster, name, takeover).is_some() {
         return None;
     }
-    let node = seen.nodes.iter().find(|node| node.name == name)?;
+    let node = members.nodes.named(name)?;
     let Some(new_instance_id) = &takeover.new_instance_id else {
         // This node already leads: the request has restored its statedir, and the lead needs nothing more.
         if rank_of(roster, &node.uid) == Some(0) {
@@ -36,7 +37,7 @@ pub(super) fn advance(seen: &Observed, roster: &Roster) -> Option<Roster> {
         let next = next_epoch(seen, &led_by(roster, node)?, roster.settings.clone())?;
         return Some(Roster { previous: None, jobs_lost_before: next.epoch, ..next });
     };
-    if leads_and_is_there(seen, roster).is_some() {
+    if leads_and_is_there(members, roster).is_some() {
         return close(roster, takeover.force);
     }
     let settings = match (seen.digest, seen.certificate) {
@@ -58,11 +59,16 @@ fn latest_request<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<(&'a str, 
 
 /// Why node `name` can't become the lead now as `request` demands, in one sentence. None if it can.
 pub fn refusal(seen: &Observed, roster: &Roster, name: &str, request: &Takeover) -> Option<String> {
+    refusal_by(seen, &Members::observe(seen, roster), roster, name, request)
+}
+
+/// As [`refusal`].
+fn refusal_by(seen: &Observed, members: &Members, roster: &Roster, name: &str, request: &Takeover) -> Option<String> {
     let is_empty = request.new_instance_id.is_some();
     if !is_lead_fixed(roster) {
         return Some("the instance has not been online yet: it has no queue that could be lost".to_owned());
     }
-    let Some(node) = seen.nodes.iter().find(|node| node.name == name) else {
+    let Some(node) = members.nodes.named(name) else {
         return Some(format!("there is no node {name}"));
     };
     if let Err(reason) = eligible(node, &seen.spec.nodes) {
@@ -81,7 +87,7 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, request: &Takeover)
     if let Some(wanted) = seen.spec.lead.as_ref().filter(|wanted| is_empty && *wanted != name) {
         return Some(format!("spec.lead is {wanted}: change it to {name} or remove it first"));
     }
-    if let Some(lead) = leads_and_is_there(seen, roster) {
+    if let Some(lead) = leads_and_is_there(members, roster) {
         if !is_empty {
             return Some(format!(
                 "node {lead} leads and is online: its queue is the newest, there is nothing to recover"
@@ -95,10 +101,10 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, request: &Takeover)
             None => Some(format!("node {lead} leads, and its broker has not reported yet whether jobs run")),
         };
     }
-    if let Some(runs) = unreachable_lead(seen, roster, name).filter(|_| !request.force) {
+    if let Some(runs) = unreachable_lead(seen, members, roster, name).filter(|_| !request.force) {
         return Some(format!("{runs}: see that node's message; stop that broker first, or add --force"));
     }
-    let connected = connected(seen, roster);
+    let connected = connected(members, roster);
     if !connected.0.is_empty() && !request.force {
         return Some(format!(
             "the lead's node is not Ready, but the brokers of ranks {connected} are connected to its broker: wait until they \
@@ -110,16 +116,16 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, request: &Takeover)
 
 /// Returns the lead's node if its agent reports the broker online and its Node is Ready. The report alone is not
 /// enough: a machine that is off leaves its last report in the API.
-fn leads_and_is_there<'a>(seen: &Observed<'a>, roster: &'a Roster) -> Option<&'a str> {
+fn leads_and_is_there<'a>(members: &Members, roster: &'a Roster) -> Option<&'a str> {
     let lead = roster.lead()?;
-    // Not `is_online`: while the lead's own agent reports it online, children that don't hear it prove nothing.
-    (is_ready(seen, lead) && says_online(seen, roster, 0)).then_some(lead.node.as_str())
+    // Not [`Members::is_online`]: while the lead's own agent reports it online, children that don't hear it prove nothing.
+    (members.is_ready(0) && members.is_reported_online(0)).then_some(lead.node.as_str())
 }
 
 /// Says that the lead's broker runs, or may run, on a host other than that of node `name` although it is not online. A
 /// takeover would then start a second lead. None if no such broker is reported.
-fn unreachable_lead(seen: &Observed, roster: &Roster, name: &str) -> Option<String> {
-    let lead = roster.lead().filter(|lead| lead.node != name && is_ready(seen, lead))?;
+fn unreachable_lead(seen: &Observed, members: &Members, roster: &Roster, name: &str) -> Option<String> {
+    let lead = roster.lead().filter(|lead| lead.node != name && members.is_ready(0))?;
     let (node, report) = (&lead.node, seen.reports.get(&lead.node)?);
     let is_leads = |adopted: &&Adopted| adopted.rank == 0 && adopted.instance_id == roster.instance_id;
     match report.adopted.as_ref().filter(is_leads) {
@@ -135,13 +141,12 @@ fn unreachable_lead(seen: &Observed, roster: &Roster, name: &str) -> Option<Stri
 
 /// Ranks whose members still report themselves online although the lead's Node is not Ready. Empty if it is Ready,
 /// because then the report of the lead's own agent counts.
-fn connected(seen: &Observed, roster: &Roster) -> IdSet {
-    let ready = |rank: Rank| roster.member(rank).map(|member| is_ready(seen, member));
-    if ready(0) == Some(true) {
+fn connected(members: &Members, roster: &Roster) -> IdSet {
+    if members.is_ready(0) {
         return IdSet::default();
     }
-    let others = roster.ranks.keys().copied().filter(|rank| *rank != 0 && ready(*rank) == Some(true));
-    IdSet(others.filter(|rank| is_online(seen, roster, *rank)).collect())
+    let others = roster.ranks.keys().copied().filter(|rank| *rank != 0 && members.is_ready(*rank));
+    IdSet(others.filter(|rank| members.is_online(*rank)).collect())
 }
 
 /// Returns the same roster with `node` as rank 0. The old lead gets the rank that `node` had, or a free one if it had

@@ -141,9 +141,15 @@ impl World {
         self.projected(node).want
     }
 
+    pub fn restart(&self) -> epoch::Restart {
+        let roster = self.roster.as_ref().unwrap();
+        epoch::restart(&self.seen(), &Members::observe(&self.seen(), roster), roster)
+    }
+
     pub fn projected(&self, node: &str) -> FluxNodeSpec {
         let node = self.nodes.iter().find(|view| view.name == node).unwrap();
-        project(&self.seen(), self.roster.as_ref(), node)
+        let members = self.roster.as_ref().map(|roster| Members::observe(&self.seen(), roster));
+        project(&self.seen(), self.roster.as_ref().zip(members.as_ref()), node)
     }
 }
 
@@ -484,7 +490,7 @@ fn in_a_deep_tree_an_empty_interior_rank_strands_no_member() {
     }
     let roster = world.roster.clone().unwrap();
     for name in &names {
-        assert!(is_online(&world.seen(), &roster, world.rank(name).unwrap()), "{name}");
+        assert!(Members::observe(&world.seen(), &roster).is_online(world.rank(name).unwrap()), "{name}");
     }
     let members: BTreeSet<_> = roster.ranks.values().filter_map(|e| e.member.as_ref()).map(|m| &m.uid).collect();
     assert_eq!(members.len(), 8);
@@ -510,7 +516,10 @@ fn a_broker_under_a_parent_that_is_gone_moves_once_the_lead_reports_it_offline()
     let roster = world.roster.clone().unwrap();
     for name in ["node4", "node5"] {
         let rank = world.rank(name).unwrap();
-        assert!(is_online(&world.seen(), &roster, parent(&roster, rank).unwrap()), "{name} has rank {rank}");
+        assert!(
+            Members::observe(&world.seen(), &roster).is_online(parent(&roster, rank).unwrap()),
+            "{name} has rank {rank}"
+        );
     }
     assert_eq!(["node1", "node3", "node6", "node7"].map(|name| world.rank(name).unwrap()), [0, 2, 5, 6]);
 }
@@ -555,8 +564,9 @@ fn a_lead_is_silent_if_most_children_miss_it_or_one_does_and_its_node_is_not_rea
         world.reports.get_mut("node1").unwrap().offline = missed.to_vec();
         world.nodes[0].ready = ready;
         let roster = world.roster.as_ref().unwrap();
-        assert_eq!(is_lead_silent(&world.seen(), roster), silent, "{what}");
-        assert_eq!(is_online(&world.seen(), roster, 0), !silent, "{what}");
+        let members = Members::observe(&world.seen(), roster);
+        assert_eq!(members.is_lead_silent(), silent, "{what}");
+        assert_eq!(members.is_online(0), !silent, "{what}");
         let spec = world.projected("node1");
         assert_eq!((spec.missed, spec.reason.is_some()), (silent, silent), "{what}");
     }

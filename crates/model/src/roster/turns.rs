@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
-use super::{LEAD_PATIENCE, Observed, candidates, has_failed, is_lead_fixed, is_online};
-use crate::{eligibility::NodeView, status::Obstacle};
+use super::{LEAD_PATIENCE, Observed, candidates, has_failed, is_lead_fixed};
+use crate::{eligibility::NodeView, members::Members, status::Obstacle};
 use api::{FailedLead, FailedLeads, FirstFailure, Member, NodePhase, Roster};
 use base::words::many;
 
@@ -69,7 +69,7 @@ pub(super) fn is_next_due(seen: &Observed, roster: &Roster, failed: &FailedLeads
 /// Why the instance has no lead, for its status. None if no lead has failed or the lead is fixed or online.
 pub fn no_lead(seen: &Observed, roster: &Roster) -> Option<Obstacle> {
     let failed = &roster.failed_leads;
-    if failed.is_empty() || is_lead_fixed(roster) || is_online(seen, roster, 0) {
+    if failed.is_empty() || is_lead_fixed(roster) || Members::observe(seen, roster).is_online(0) {
         return None;
     }
     let live = || {

@@ -1,0 +1,371 @@
+//! The state of every member, computed once from the roster, the agents' reports and the Nodes. The rules of the plan
+//! ask it; none derives a member's state itself.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use super::{
+    eligibility::NodeView,
+    roster::{Observed, topology},
+    topology::Topology,
+};
+use api::{FluxNodeStatus, NodePhase, Rank, Roster, RosterEntry};
+
+/// What is known about the member of a rank and its broker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum MemberState {
+    /// The rank has no member.
+    Vacant,
+    /// There is no report about the member's node.
+    NotReported,
+    /// The agent reports that no broker runs.
+    NotRunning,
+    /// The agent reports a broker, but of another rank, epoch or instance.
+    Elsewhere,
+    /// The broker runs and has not joined the overlay yet.
+    ComingUp,
+    /// The broker is in the overlay: its agent reports it online, and the other brokers do not report it lost. The
+    /// agent's report alone is not enough, because a broker whose parent is gone believes for minutes that it is
+    /// online.
+    Online,
+    /// The broker doesn't answer its agent, but may still be in the overlay.
+    Offline,
+    /// The broker is lost to the others. Either its agent's last report says online, but the lead reports it offline
+    /// (or it is the lead itself, and silent: see [`Members::is_lead_silent`]). Or it doesn't answer its agent, and the
+    /// lead either reports it offline or gives it no jobs.
+    Lost,
+}
+
+/// The Nodes, by uid and by name.
+#[derive(Debug, Clone, Default)]
+pub struct NodeIndex<'a> {
+    by_uid: HashMap<&'a str, &'a NodeView>,
+    by_name: HashMap<&'a str, &'a NodeView>,
+}
+
+impl<'a> NodeIndex<'a> {
+    /// Indexes `nodes`.
+    pub fn of(nodes: &'a [NodeView]) -> Self {
+        Self {
+            by_uid: nodes.iter().map(|node| (node.uid.as_str(), node)).collect(),
+            by_name: nodes.iter().map(|node| (node.name.as_str(), node)).collect(),
+        }
+    }
+
+    /// The Node with this uid.
+    pub fn with_uid(&self, uid: &str) -> Option<&'a NodeView> {
+        self.by_uid.get(uid).copied()
+    }
+
+    /// The Node with this name.
+    pub fn named(&self, name: &str) -> Option<&'a NodeView> {
+        self.by_name.get(name).copied()
+    }
+}
+
+/// The facts about one rank of the roster.
+#[derive(Debug, Clone)]
+struct Facts<'a> {
+    state: MemberState,
+    /// The report of the member's agent, if it names the broker of this rank in this epoch.
+    report: Option<&'a FluxNodeStatus>,
+    /// The member's Node exists and is Ready.
+    is_ready: bool,
+    /// The lead reports that no job runs on the rank, and that it gives the rank none.
+    is_kept_idle: bool,
+}
+
+/// The members of one roster, as observed at one moment.
+#[derive(Debug, Clone)]
+pub struct Members<'a> {
+    /// The Nodes of the cluster, members or not.
+    pub nodes: NodeIndex<'a>,
+    instance_id: String,
+    epoch: u64,
+    max_size: u32,
+    topology: Option<Topology>,
+    ranks: BTreeMap<Rank, Facts<'a>>,
+    rank_by_uid: HashMap<String, Rank>,
+    rank_by_node: HashMap<String, Rank>,
+    is_lead_silent: bool,
+    lost_by_lead: BTreeSet<Rank>,
+    /// The ranks above another one that has a job or may get one; None if the lead doesn't report where jobs run.
+    above_jobs: Option<BTreeSet<Rank>>,
+}
+
+impl<'a> Members<'a> {
+    /// Computes the state of every member of `roster`. It stays valid while the roster's drains change, while members
+    /// without a broker lose their ranks, and while nodes without a broker get ranks.
+    pub fn observe(seen: &Observed<'a>, roster: &Roster) -> Self {
+        let mut members = Self {
+            nodes: NodeIndex::of(seen.nodes),
+            instance_id: roster.instance_id.clone(),
+            epoch: roster.epoch,
+            max_size: roster.settings.max_size,
+            topology: topology(roster),
+            ranks: BTreeMap::new(),
+            rank_by_uid: HashMap::new(),
+            rank_by_node: HashMap::new(),
+            is_lead_silent: false,
+            lost_by_lead: BTreeSet::new(),
+            above_jobs: None,
+        };
+        for (rank, entry) in &roster.ranks {
+            let facts = members.facts(seen, *rank, entry);
+            members.ranks.insert(*rank, facts);
+            if let Some(member) = &entry.member {
+                members.rank_by_uid.entry(member.uid.clone()).or_insert(*rank);
+                members.rank_by_node.entry(member.node.clone()).or_insert(*rank);
+            }
+        }
+        members.lost_by_lead = members.report(0).into_iter().flat_map(|lead| lead.offline.iter().copied()).collect();
+        members.is_lead_silent = members.hears_nobody_the_lead();
+        members.find_lost(roster);
+        members
+    }
+
+    /// The facts about one rank, from the report of its own agent only.
+    fn facts(&self, seen: &Observed<'a>, rank: Rank, entry: &RosterEntry) -> Facts<'a> {
+        let unknown = |state| Facts { state, report: None, is_ready: false, is_kept_idle: false };
+        let Some(member) = &entry.member else { return unknown(MemberState::Vacant) };
+        let is_ready = self.nodes.with_uid(&member.uid).is_some_and(|node| node.ready);
+        let without_broker = |state| Facts { is_ready, ..unknown(state) };
+        let Some(report) = seen.reports.get(&member.node) else { return without_broker(MemberState::NotReported) };
+        let Some(adopted) = &report.adopted else { return without_broker(MemberState::NotRunning) };
+        if adopted.rank != rank || adopted.epoch != self.epoch || adopted.instance_id != self.instance_id {
+            return without_broker(MemberState::Elsewhere);
+        }
+        let state = match report.phase {
+            NodePhase::Online | NodePhase::Draining => MemberState::Online,
+            NodePhase::Offline => MemberState::Offline,
+            _ => MemberState::ComingUp,
+        };
+        Facts { report: Some(report), ..without_broker(state) }
+    }
+
+    /// Corrects the states by what the other brokers report, and finds out where jobs run or may start.
+    fn find_lost(&mut self, roster: &Roster) {
+        for (rank, facts) in &mut self.ranks {
+            let is_lost = self.lost_by_lead.contains(rank);
+            facts.state = match facts.state {
+                MemberState::Online if is_lost || (*rank == 0 && self.is_lead_silent) => MemberState::Lost,
+                MemberState::Offline if is_lost => MemberState::Lost,
+                state => state,
+            };
+        }
+        // Only the report of a lead that is online is current.
+        let Some(lead) = self.lead_report() else { return };
+        if let Some(allocated) = &lead.allocated {
+            // A broker process that is suspended keeps its connection, so the lead never loses it; but it finds it slow
+            // to answer (torpid) and gives it no jobs. If no job runs on that rank or below it, giving up the broker
+            // costs no job.
+            let above_busy = self.above(allocated.0.iter().copied());
+            let is_used = |rank: &Rank| match self.topology {
+                Some(_) => allocated.contains(*rank) || above_busy.contains(rank),
+                None => !allocated.is_empty(),
+            };
+            for (rank, facts) in &mut self.ranks {
+                if facts.state == MemberState::Offline && lead.torpid.contains(*rank) && !is_used(rank) {
+                    facts.state = MemberState::Lost;
+                }
+            }
+            self.above_jobs = Some(above_busy);
+        }
+        for (rank, entry) in &roster.ranks {
+            // Flux can't drain a rank that it excludes; the exclusion keeps jobs away as well.
+            let is_excluded = entry.is_excluded() && lead.applied_revision >= Some(entry.revision);
+            let is_drained = lead.drained.as_ref().is_some_and(|drained| is_excluded || drained.contains(*rank));
+            let is_idle = lead.allocated.as_ref().is_some_and(|ranks| !ranks.contains(*rank));
+            if let Some(facts) = self.ranks.get_mut(rank) {
+                facts.is_kept_idle = is_drained && is_idle;
+            }
+        }
+        let may_get_jobs = |(rank, facts): (&Rank, &Facts)| {
+            (!facts.is_kept_idle && !self.lost_by_lead.contains(rank)).then_some(*rank)
+        };
+        let above_others = self.above(self.ranks.iter().filter_map(may_get_jobs));
+        if let Some(above_jobs) = &mut self.above_jobs {
+            above_jobs.extend(above_others);
+        }
+    }
+
+    /// The ranks above any of `ranks`.
+    fn above(&self, ranks: impl Iterator<Item = Rank>) -> BTreeSet<Rank> {
+        let Some(topology) = self.topology else { return BTreeSet::new() };
+        ranks.flat_map(|rank| topology.ancestors(rank)).collect()
+    }
+
+    /// See [`Self::is_lead_silent`].
+    fn hears_nobody_the_lead(&self) -> bool {
+        let Some(lead) = self.ranks.get(&0).filter(|facts| facts.state != MemberState::Vacant) else { return false };
+        let others = || self.ranks.iter().filter(|(rank, _)| **rank != 0);
+        if !lead.is_ready {
+            return others().any(|(_, facts)| facts.report.is_some_and(|report| report.unheard));
+        }
+        let hangs_on_lead = |rank: Rank| self.topology.is_none_or(|topology| topology.parent(rank) == Some(0));
+        let children = others().filter(|(rank, _)| hangs_on_lead(**rank) && !self.lost_by_lead.contains(rank));
+        let children = children.filter_map(|(_, facts)| facts.report);
+        let (unheard, heard): (Vec<_>, Vec<_>) = children.partition(|report| report.unheard);
+        unheard.len() > heard.len()
+    }
+
+    /// The state of the member of `rank`.
+    pub fn state(&self, rank: Rank) -> MemberState {
+        self.ranks.get(&rank).map_or(MemberState::Vacant, |facts| facts.state)
+    }
+
+    /// True if the member of `rank` is [`MemberState::Online`].
+    pub fn is_online(&self, rank: Rank) -> bool {
+        self.state(rank) == MemberState::Online
+    }
+
+    /// True if the member of `rank` is [`MemberState::Lost`].
+    pub fn is_lost(&self, rank: Rank) -> bool {
+        self.state(rank) == MemberState::Lost
+    }
+
+    /// The report of the member's agent, if it names the broker of this rank in this epoch.
+    pub fn report(&self, rank: Rank) -> Option<&'a FluxNodeStatus> {
+        self.ranks.get(&rank)?.report
+    }
+
+    /// True if the agent of the member reports the broker of this rank in this epoch, in whatever state.
+    pub fn runs(&self, rank: Rank) -> bool {
+        self.report(rank).is_some()
+    }
+
+    /// True if the agent of the member of `rank` reports its broker online, whatever the other brokers report.
+    pub fn is_reported_online(&self, rank: Rank) -> bool {
+        self.report(rank).is_some_and(|report| matches!(report.phase, NodePhase::Online | NodePhase::Draining))
+    }
+
+    /// The report of the lead's agent while the lead is online: only then is its information about other ranks current.
+    pub fn lead_report(&self) -> Option<&'a FluxNodeStatus> {
+        self.report(0).filter(|_| self.is_online(0))
+    }
+
+    /// True if the lead reports that `rank`, with or without a member, is not in the overlay. False without a report
+    /// from the lead.
+    pub fn has_lead_lost(&self, rank: Rank) -> bool {
+        self.lost_by_lead.contains(&rank)
+    }
+
+    /// True if the other brokers no longer reach the lead's broker. When the lead's machine goes off, its agent can't
+    /// correct its last report, and Kubernetes takes most of a minute to mark the Node NotReady. So if most children of
+    /// the lead report that they don't hear it, it is silent; children that the lead itself reports offline don't
+    /// count. If the lead's Node is not Ready, which alone proves nothing, one report from any broker is enough.
+    pub fn is_lead_silent(&self) -> bool {
+        self.is_lead_silent
+    }
+
+    /// True if the Node of the member of `rank` exists and is Ready.
+    pub fn is_ready(&self, rank: Rank) -> bool {
+        self.ranks.get(&rank).is_some_and(|facts| facts.is_ready)
+    }
+
+    /// True if, according to the lead, no job runs on `rank`, and the lead gives it none: it is drained or excluded.
+    pub fn is_kept_idle(&self, rank: Rank) -> bool {
+        self.ranks.get(&rank).is_some_and(|facts| facts.is_kept_idle)
+    }
+
+    /// True if jobs run below `rank` in a deep tree, or a rank there may get one at any moment. If the broker of `rank`
+    /// ends, all brokers below it end with their jobs.
+    pub fn may_carry_jobs(&self, rank: Rank) -> bool {
+        self.topology.is_some_and(|topology| topology.is_interior(rank, self.max_size))
+            && self.above_jobs.as_ref().is_none_or(|above| above.contains(&rank))
+    }
+
+    /// The rank whose member is the Node with `uid`.
+    pub fn rank_of(&self, uid: &str) -> Option<Rank> {
+        self.rank_by_uid.get(uid).copied()
+    }
+
+    /// The rank whose member is on node `name`; the lowest if there are two (see [`names`](super::names)).
+    pub fn rank_on(&self, name: &str) -> Option<Rank> {
+        self.rank_by_node.get(name).copied()
+    }
+
+    /// The rank of the broker that `report` names if that broker belongs to this epoch, the rank no longer has a
+    /// member, and the lead has not reported the broker out of the overlay.
+    pub fn orphan_broker_rank(&self, report: &FluxNodeStatus) -> Option<Rank> {
+        let adopted = report.adopted.as_ref()?;
+        let is_ours = adopted.instance_id == self.instance_id && adopted.epoch == self.epoch;
+        let has_no_member = self.ranks.get(&adopted.rank).is_some_and(|facts| facts.state == MemberState::Vacant);
+        (is_ours && has_no_member && !self.has_lead_lost(adopted.rank)).then_some(adopted.rank)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::roster::tests::World;
+
+    fn report<'a>(world: &'a mut World, node: &str) -> &'a mut FluxNodeStatus {
+        world.reports.get_mut(node).unwrap()
+    }
+
+    #[test]
+    fn each_member_has_one_state() {
+        use MemberState::*;
+        type Edit = fn(&mut World);
+        let cases: [(&str, Edit, u32, MemberState); 16] = [
+            ("it is online", |_| {}, 1, Online),
+            ("no rank", |_| {}, 99, Vacant),
+            ("no member", |world| world.roster.as_mut().unwrap().ranks.get_mut(&1).unwrap().vacate(), 1, Vacant),
+            ("no report", |world| drop(world.reports.remove("node2")), 1, NotReported),
+            ("no broker", |world| report(world, "node2").adopted = None, 1, NotRunning),
+            ("another rank", |world| report(world, "node2").adopted.as_mut().unwrap().rank = 2, 1, Elsewhere),
+            ("another epoch", |world| report(world, "node2").adopted.as_mut().unwrap().epoch += 1, 1, Elsewhere),
+            (
+                "another instance",
+                |world| report(world, "node2").adopted.as_mut().unwrap().instance_id = "other".into(),
+                1,
+                Elsewhere,
+            ),
+            ("it joins", |world| report(world, "node2").phase = NodePhase::Starting, 1, ComingUp),
+            ("it is drained", |world| report(world, "node2").phase = NodePhase::Draining, 1, Online),
+            ("it doesn't answer", |world| report(world, "node2").phase = NodePhase::Offline, 1, Offline),
+            ("the lead has lost it", |world| report(world, "node1").offline = vec![1], 1, Lost),
+            (
+                "it doesn't answer, and the lead has lost it",
+                |world| {
+                    report(world, "node2").phase = NodePhase::Offline;
+                    report(world, "node1").offline = vec![1];
+                },
+                1,
+                Lost,
+            ),
+            (
+                "it doesn't answer, and the lead gives it no jobs",
+                |world| {
+                    report(world, "node2").phase = NodePhase::Offline;
+                    report(world, "node1").torpid = "1".parse().unwrap();
+                    report(world, "node1").allocated = Some("2".parse().unwrap());
+                },
+                1,
+                Lost,
+            ),
+            (
+                "it doesn't answer and gets no new jobs, but has one",
+                |world| {
+                    report(world, "node2").phase = NodePhase::Offline;
+                    report(world, "node1").torpid = "1".parse().unwrap();
+                    report(world, "node1").allocated = Some("1".parse().unwrap());
+                },
+                1,
+                Offline,
+            ),
+            (
+                "the lead, and nobody hears it",
+                |world| ["node2", "node3"].into_iter().for_each(|node| report(world, node).unheard = true),
+                0,
+                Lost,
+            ),
+        ];
+        for (what, change, rank, expected) in cases {
+            let mut world = World::up(3);
+            change(&mut world);
+            let members = Members::observe(&world.seen(), world.roster.as_ref().unwrap());
+            assert_eq!(members.state(rank), expected, "{what}");
+        }
+    }
+}
