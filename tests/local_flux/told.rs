@@ -123,7 +123,8 @@ fn an_agent_sets_the_readiness_of_its_own_pod() {
     assert_eq!(value("Initialized").as_deref(), Some("True"), "what others say stays");
     // A broker that dies now can't be started before everything is installed again.
     let broker = cluster.brokers()["node1"].pid;
-    cluster.exec("node1", &["rm", "-rf", "/opt/flux-distribute/envs"]);
+    // The agent, which has just begun, may make a lock file there meanwhile.
+    cluster.until("no environment", || cluster.ask("node1", &["rm", "-rf", "/opt/flux-distribute/envs"]));
     kill(Pid::from_raw(broker), Signal::SIGKILL).unwrap();
     cluster.until("the word that it is not", || value(CONDITION_POD_READY).filter(|value| value == "False"));
 }
