@@ -1,12 +1,14 @@
 //! The agent of one node: its parts, how it observes and how it reports. [`super::run`] drives it, [`super::execute`] carries out
 //! its steps.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{path::PathBuf, sync::Arc, time::Instant};
 
 use tokio::sync::Mutex;
+use tracing::warn;
 
 use super::{
     background::Background,
+    decide::uninstall_to_remember,
     error::StepError,
     inputs::{broker_state::BrokerState, node_inputs::NodeInputs, sources::Sources},
     memory::Memory,
@@ -16,6 +18,7 @@ use super::{
     step::Step,
 };
 use api::FluxNodeStatus;
+use base::error_chain;
 
 /// The agent of one node.
 pub struct Agent {
@@ -41,8 +44,7 @@ impl Agent {
     /// # Errors
     /// The host can't be observed.
     pub async fn observe(&mut self) -> Result<NodeInputs, StepError> {
-        let started = self.memory.starts.started_at();
-        let mut inputs = self.sources.observe(&self.ops, &self.reporter, started).await?;
+        let mut inputs = self.sources.observe(&self.ops, &self.reporter).await?;
         self.background.add_to(&mut inputs, self.sources.published.sets(), self.sources.instance_uid());
         self.memory.observed(&inputs);
         Ok(inputs)
@@ -65,9 +67,28 @@ impl Agent {
         }
     }
 
-    /// Reports how far `step` is.
-    pub async fn report_progress(&mut self, inputs: &NodeInputs, step: &Step, progress: &str) {
-        let status = node_status::node_status(inputs, &self.memory, step, Some(progress));
-        self.report(inputs, status.as_ref(), node_status::readiness(inputs)).await;
+    /// Reports while `step` is carried out, or after it has failed. `progress` says how far it is.
+    pub async fn report_step(&mut self, inputs: &NodeInputs, step: &Step, progress: Option<&str>) {
+        // A step may take minutes: what changes without an observation of the host is up to date.
+        let now = NodeInputs {
+            at: Instant::now(),
+            flux_node: self.sources.watched.borrow().flux_node.here().cloned(),
+            broker: self.sources.broker.borrow().clone(),
+            ..inputs.clone()
+        };
+        let now = self.background.up_to_date(now);
+        let status = node_status::node_status(&now, &self.memory, step, progress);
+        self.report(&now, status.as_ref(), node_status::readiness(&now)).await;
+    }
+
+    /// When somebody asks how the instance is to end, the FluxInstance is gone, so the host remembers it. Nothing waits for that: the
+    /// disk may be full.
+    pub async fn remember_uninstall(&self, inputs: &NodeInputs) {
+        let uid = self.sources.instance_uid();
+        if let (Some(uninstall), Some(preflight)) = (uninstall_to_remember(inputs, uid), &inputs.preflight)
+            && let Err(error) = self.ops.claim(preflight, uid, uninstall).await
+        {
+            warn!(error = error_chain(&error), "this host does not remember yet how the instance is to end");
+        }
     }
 }

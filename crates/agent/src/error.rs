@@ -78,7 +78,7 @@ impl StepError {
         match self {
             Self::Host(HostError::Refused(refusal)) => refusal.transient,
             Self::Fetch(error) => error.is_transient(),
-            Self::Certificate | Self::Render(_) | Self::Serialize { .. } => false,
+            Self::Certificate | Self::Render(_) | Self::Serialize { .. } | Self::Task(_) => false,
             _ => true,
         }
     }

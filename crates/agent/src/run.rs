@@ -28,7 +28,6 @@ use super::{
     decide::{
         Decision, RESYNC, SOON, decide, expects_archives, must_start_queues,
         teardown::{Evidence, Verdict, at_sigterm},
-        uninstall_to_remember,
     },
     error::StepError,
     execute::{self, Outcome},
@@ -120,29 +119,32 @@ async fn rounds(agent: &mut Agent) {
 /// One round. Returns how long to rest.
 async fn round(agent: &mut Agent) -> Duration {
     create_flux_node(agent).await;
-    let inputs = match agent.observe().await {
+    let mut inputs = match agent.observe().await {
         Ok(inputs) => inputs,
         Err(error) => {
             warn!(error = error_chain(&error), "can't observe the host; this round ends");
             return report_unobserved(agent, &error).await;
         }
     };
-    remember_uninstall(agent, &inputs).await;
-    let decision = decide(&inputs, &agent.memory);
+    agent.remember_uninstall(&inputs).await;
+    let mut decision = decide(&inputs, &agent.memory);
     // Before the report: once the planner reads it, it sends other nodes here.
     if let Some(expects) = expects_archives(&inputs, &decision.step) {
         agent.background.serving.expect(expects);
     }
     if decision.retry.is_some() || !decision.is_urgent(&inputs) {
+        let started = agent.memory.starts.started_at();
+        inputs.refusal = agent.sources.find_refusal(&agent.reporter, &inputs, started).await;
+        decision = decide(&inputs, &agent.memory);
         agent.report(&inputs, decision.status.as_ref(), decision.readiness).await;
     }
     match decision.retry {
-        Some(rest) => {
-            if decision.step.is_rest() {
-                upkeep(agent, &inputs, &decision).await;
-            }
+        Some(rest) if decision.step.is_rest() => {
+            upkeep(agent, &inputs, &decision).await;
             rest
         }
+        // The report may have taken a part of the pause.
+        Some(rest) => rest.saturating_sub(inputs.at.elapsed()),
         None => carry_out(agent, &inputs, &decision.step).await,
     }
 }
@@ -172,8 +174,7 @@ async fn carry_out(agent: &mut Agent, inputs: &NodeInputs, step: &Step) -> Durat
         // The instance goes on with the resources that it has.
         start_queues(agent, inputs).await;
     }
-    let decision = decide(inputs, &agent.memory);
-    agent.report(inputs, decision.status.as_ref(), decision.readiness).await;
+    agent.report_step(inputs, step, None).await;
     Duration::ZERO
 }
 
@@ -202,17 +203,6 @@ async fn create_flux_node(agent: &Agent) {
     };
     if is_missing && let Err(error) = agent.reporter.create().await {
         warn!(error = error_chain(&error), "this node has no FluxNode, and the agent can't create one");
-    }
-}
-
-/// When the host is asked how the instance is to end, the FluxInstance is gone, so the host remembers it. Nothing waits for that: the
-/// disk may be full.
-async fn remember_uninstall(agent: &Agent, inputs: &NodeInputs) {
-    let uid = agent.sources.instance_uid();
-    if let (Some(uninstall), Some(preflight)) = (uninstall_to_remember(inputs, uid), &inputs.preflight)
-        && let Err(error) = agent.ops.claim(preflight, uid, uninstall).await
-    {
-        warn!(error = error_chain(&error), "this host does not remember yet how the instance is to end");
     }
 }
 

@@ -52,10 +52,18 @@ impl Background {
     pub fn add_to(&mut self, inputs: &mut NodeInputs, sets: &[(String, PackageSet)], instance_uid: &str) {
         let ours = inputs.host.state.as_ref().filter(|state| state.instance_uid == instance_uid);
         self.serving.look(ours.map(|state| state.prefix.as_path()), sets, &inputs.host.environments);
-        inputs.held_archives = self.serving.holds().to_vec();
-        inputs.peer = self.serving.peer();
-        inputs.port_problems = self.serving.trouble().into_iter().chain(self.metrics.trouble()).collect();
-        inputs.damage = self.inspecting.damage();
+        *inputs = self.up_to_date(inputs.clone());
+    }
+
+    /// `inputs` with what is known here now.
+    pub fn up_to_date(&self, inputs: NodeInputs) -> NodeInputs {
+        NodeInputs {
+            held_archives: self.serving.holds().to_vec(),
+            peer: self.serving.peer(),
+            port_problems: self.serving.trouble().into_iter().chain(self.metrics.trouble()).collect(),
+            damage: self.inspecting.damage(),
+            ..inputs
+        }
     }
 
     /// Does what is due, in a round without a step to carry out.

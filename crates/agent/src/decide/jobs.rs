@@ -92,6 +92,11 @@ pub enum Removal {
     Remove,
 }
 
+/// Running jobs keep a host from being cleaned.
+pub fn jobs_win(uninstall: &Uninstall) -> bool {
+    uninstall.running_jobs != RunningJobs::Cancel
+}
+
 /// Decides what the removal of a host does next. `jobs`: see [`running_jobs`]. `can_stop_queues`: the lead answers, and the host
 /// knows its instance. `has_tried`: this removal tried to stop the queues already. `are_ended`: they were stopped for the end of
 /// the instance.
@@ -102,7 +107,7 @@ pub fn removal(
     has_tried: bool,
     are_ended: bool,
 ) -> Removal {
-    if uninstall.running_jobs == RunningJobs::Cancel {
+    if !jobs_win(uninstall) {
         return Removal::Remove;
     }
     let is_done = jobs.is_some() && are_ended;

@@ -137,6 +137,7 @@ async fn follow(
     mut events: UnboundedReceiver<Installing>,
 ) -> Result<Outcome, StepError> {
     let beside_a_broker = is_beside_a_broker(step);
+    let mut latest = inputs.clone();
     let mut teller = Teller::new(if beside_a_broker { "preparing the packages" } else { "installing" });
     // A task of its own: other nodes' archives must not wait while a slow API server takes a report. It ends with this function.
     let mut work = JoinSet::from_iter([work]);
@@ -155,7 +156,7 @@ async fn follow(
                     Installing::Fetching(now) | Installing::Linking(now) => teller.see(now),
                     Installing::Fetched => {
                         // Other nodes wait for this.
-                        offer_archives(agent, inputs, prefix);
+                        offer_archives(agent, &latest, prefix);
                         Some("the packages are fetched".to_owned())
                     }
                 };
@@ -165,7 +166,7 @@ async fn follow(
                         agent.memory.attempts.reword(step, inputs.generation, &words);
                     }
                     let words = if beside_a_broker { format!("for the next start: {words}") } else { words };
-                    agent.report_progress(inputs, step, &words).await;
+                    agent.report_step(&latest, step, Some(&words)).await;
                 }
                 continue;
             }
@@ -174,8 +175,9 @@ async fn follow(
             _ = broker.changed(), if beside_a_broker => {}
             _ = clock.tick(), if beside_a_broker => {}
         }
-        let now = agent.observe().await?;
-        let next = next_step(&now, &agent.memory);
+        latest = agent.observe().await?;
+        agent.remember_uninstall(&latest).await;
+        let next = next_step(&latest, &agent.memory);
         if next != *step && next != Step::Hold {
             info!(step = next.name(), "something else comes before the packages of the next start");
             return Ok(Outcome::Overtaken);

@@ -10,7 +10,7 @@ use crate::{
     agent::Agent,
     decide::{
         SOON,
-        jobs::{Removal, removal, running_jobs},
+        jobs::{Removal, jobs_win, removal, running_jobs},
     },
     error::StepError,
     inputs::local_roster::host_roster,
@@ -35,7 +35,8 @@ pub async fn remove(agent: &mut Agent, view: &HostView, pod_ends: bool) -> Resul
     let known = state.and_then(|state| agent.sources.watched.borrow().uninstall_of(&state.instance_uid));
     let uninstall = known.or(state.map(|state| state.uninstall.clone())).unwrap_or_default();
     let mut has_tried = false;
-    loop {
+    // If jobs are cancelled anyway, a broker that hangs must not use up the pod's grace.
+    while jobs_win(&uninstall) {
         let answer = ask().await;
         let jobs = running_jobs(view, &answer, |_| true);
         let roster = host_roster(view).filter(|_| answer.lead.is_ok());

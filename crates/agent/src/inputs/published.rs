@@ -55,18 +55,11 @@ impl PublishedState {
         watched: &WatchedObjects,
         view: &HostView,
     ) -> Result<(), StepError> {
-        let is_current = |roster: &Roster| roster.epoch == spec.epoch && roster.revision >= spec.revision;
-        let is_stale = spec.rank.is_some() && !self.roster.as_deref().is_some_and(is_current);
-        // A drain is no new revision of the entry.
-        let leave_is_unconfirmed =
-            spec.want == Want::Leave && !self.roster.as_ref().is_some_and(|roster| may_leave(view, spec, roster));
-        // The Node was registered again after it had lost its rank: the roster that was read before still has it as a member.
-        let has_lost_rank = spec.rank.is_none() && spec.instance_uid.is_some() && view.broker.is_some();
         let is_lead = leads(view, Some(spec));
         if self.newer.as_ref().is_some_and(|(read, _)| read.elapsed() < NEWER_AGAIN) {
             return Ok(());
         }
-        if is_stale || leave_is_unconfirmed || has_lost_rank || is_lead || self.newer.is_some() {
+        if is_lead || self.newer.is_some() || may_be_outdated(self.roster.as_deref(), spec, view) {
             let found = match read_roster(client).await {
                 Err(error @ ApiError::NewerRoster(_)) => {
                     self.newer = Some((Instant::now(), error_chain(&error)));
@@ -146,6 +139,19 @@ impl PublishedState {
     }
 }
 
+/// True if the roster that this agent has read may lack something that concerns this node.
+fn may_be_outdated(roster: Option<&Roster>, spec: &FluxNodeSpec, view: &HostView) -> bool {
+    let is_current = |roster: &Roster| roster.epoch == spec.epoch && roster.revision >= spec.revision;
+    let is_stale = spec.rank.is_some() && !roster.is_some_and(is_current);
+    // A drain is no new revision of the entry.
+    let leave_is_unconfirmed = spec.want == Want::Leave && !roster.is_some_and(|roster| may_leave(view, spec, roster));
+    // The Node was registered again after it had lost its rank: the roster that was read before still has it as a member.
+    let has_lost_rank = spec.rank.is_none() && spec.instance_uid.is_some() && view.broker.is_some();
+    // The planner may withdraw the end of an epoch, which changes only the lead's entry.
+    let waits_for_epoch = view.broker.is_none() && roster.is_some_and(|roster| roster.closing.is_some());
+    is_stale || leave_is_unconfirmed || has_lost_rank || waits_for_epoch
+}
+
 /// True if the agent of `rank` should look whether the certificate is gone. The lead always does. Its own copy may be lost as well,
 /// so the others do once the planner has reported it for a minute, each rank a second later, so that they don't ask all at once.
 fn restores(rank: Rank, missing_for: Option<Duration>) -> bool {
@@ -163,7 +169,29 @@ pub async fn read_roster(client: &Client) -> Result<Option<Roster>, ApiError> {
 
 #[cfg(test)]
 mod tests {
+    use api::Closing;
+    use model::fixture::roster;
+
     use super::*;
+    use crate::fixture::broker;
+
+    #[test]
+    fn a_node_that_waits_for_the_end_of_an_epoch_reads_the_roster_again() {
+        let running = HostView { broker: Some(broker(1, 1)), ..HostView::default() };
+        let stopped = HostView::default();
+        let spec = |revision| FluxNodeSpec { rank: Some(1), epoch: 1, revision, ..FluxNodeSpec::default() };
+        for (what, closing, view, revision, outdated) in [
+            ("nothing changed", None, &running, 1, false),
+            ("its broker has died", None, &stopped, 1, false),
+            ("its own entry changed", None, &running, 2, true),
+            ("the epoch ends beside its broker", Some(Closing::WhenIdle), &running, 1, false),
+            ("it waits for the next epoch", Some(Closing::WhenIdle), &stopped, 1, true),
+        ] {
+            let roster = Roster { epoch: 1, revision: 1, closing, ..roster(2, &[("node1", 2), ("node2", 2)]) };
+            assert_eq!(may_be_outdated(Some(&roster), &spec(revision), view), outdated, "{what}");
+        }
+        assert!(may_be_outdated(None, &spec(1), &running), "it has read no roster yet");
+    }
 
     #[test]
     fn the_lead_restores_the_certificate_and_others_only_after_a_minute() {

@@ -110,17 +110,14 @@ impl Sources {
     }
 
     /// Observes host, broker and API server. What the planner has published is read by name, and only if our FluxNode says
-    /// that there is something new. `broker_started`: when this agent started the broker.
+    /// that there is something new.
     ///
     /// # Errors
     /// The host can't be observed.
-    pub async fn observe(
-        &mut self,
-        ops: &NodeOps,
-        reporter: &Reporter,
-        broker_started: Option<Instant>,
-    ) -> Result<NodeInputs, StepError> {
+    pub async fn observe(&mut self, ops: &NodeOps, reporter: &Reporter) -> Result<NodeInputs, StepError> {
+        // What changes from here on begins the next round.
         let watched = self.watched.borrow_and_update().clone();
+        drop(self.broker.borrow_and_update());
         self.follow_instance(&watched);
         self.check_stall(&watched, reporter).await;
         let host = ops.observe().await?;
@@ -130,9 +127,7 @@ impl Sources {
         if watched.instance.here().is_some() && !watched.is_over() {
             self.read_published(&watched, reporter, &host).await;
         }
-        let broker = self.broker.borrow_and_update().clone();
         let local_roster = host_roster(&host);
-        let refusal = self.find_refusal(reporter, &watched, &host, &broker, broker_started).await;
         Ok(NodeInputs {
             at: Instant::now(),
             unix_time: UNIX_EPOCH.elapsed().map_or(0.0, |since| since.as_secs_f64()),
@@ -162,9 +157,9 @@ impl Sources {
             local_roster,
             preflight: self.preflight.clone(),
             host,
-            broker,
+            broker: self.broker.borrow().clone(),
             rejected: self.rejected.borrow().clone(),
-            refusal,
+            refusal: None,
             peer: None,
             port_problems: Vec::new(),
             damage: None,
@@ -294,18 +289,18 @@ impl Sources {
         }
     }
 
-    async fn find_refusal(
+    /// Why the broker does not come up, if the lead's FluxNode says so. Reads that object, so this must not delay the start of a broker.
+    /// `broker_started`: when this agent started the broker.
+    pub async fn find_refusal(
         &mut self,
         reporter: &Reporter,
-        watched: &WatchedObjects,
-        host: &HostView,
-        broker: &BrokerState,
+        inputs: &NodeInputs,
         broker_started: Option<Instant>,
     ) -> Option<String> {
-        let roster = self.published.roster.clone()?;
-        let rank = watched.own_spec().and_then(|own| own.rank);
+        let roster = inputs.roster.as_deref()?;
+        let rank = inputs.own_spec().and_then(|own| own.rank);
         let age = broker_started.map(|started| started.elapsed());
-        self.refusal.find(reporter, host, broker, &roster, rank, age).await
+        self.refusal.find(reporter, &inputs.host, &inputs.broker, roster, rank, age).await
     }
 
     /// ConfigMap flux-default is about to become the first FluxInstance, so something will be wanted soon.
