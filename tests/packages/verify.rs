@@ -182,7 +182,7 @@ async fn the_command_names_each_difference_and_its_exit_code_says_so() {
     let nothing = tempfile::tempdir().unwrap();
     for (words, expected) in [
         (&["--prefix".as_ref(), nothing.path().as_ref()] as &[&std::ffi::OsStr], "there is no environment in"),
-        (&["0123".as_ref(), "--prefix".as_ref(), prefix], &format!("there is {digest}")),
+        (&["0123".as_ref(), "--prefix".as_ref(), prefix], &format!("those that exist: {digest}")),
         (&["../etc".as_ref(), "--prefix".as_ref(), prefix], "not the digest of a package set"),
     ] {
         let (code, said, error) = command(words);
