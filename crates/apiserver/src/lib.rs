@@ -1,6 +1,6 @@
 //! A small in-memory Kubernetes API server for the kinds that this project uses: enough for kubectl, and for the same
 //! kube client as in production. It has no CEL, no server-side apply, and no admission except the schema and
-//! [`validate`](crate::api::validate).
+//! [`validate`](model::validate()).
 
 mod admit;
 mod discovery;

@@ -40,7 +40,7 @@ impl Published {
 /// Reads the certificate; None if there is no Secret.
 ///
 /// # Errors
-/// If the call to the API server fails; [`PlannerError::Content`] if the Secret has no valid certificate.
+/// If the call to the API server fails; [`ApiError::Content`] if the Secret has no valid certificate.
 pub async fn read(client: &Client) -> Result<Option<Certificate>, ApiError> {
     Ok(read_published(client).await?.map(|published| published.certificate))
 }

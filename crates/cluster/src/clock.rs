@@ -7,7 +7,7 @@
 //! notice if somebody sets that clock or a machine's.
 //!
 //! A process that starts later does. A new planner therefore moves the time limits that it takes over from the previous
-//! one ([`crate::plan::roster::move_limits`]); its own clock stays the API server's. Code that measures time within one
+//! one (`roster::move_limits` in crate `model`); its own clock stays the API server's. Code that measures time within one
 //! process uses [`std::time::Instant`].
 
 use std::{

@@ -1,6 +1,8 @@
-//! The planner: the one agent that holds the Lease. It alone reads all nodes, and it writes the roster, the packages,
-//! the certificate, `broker.toml`, each FluxNode's spec and the FluxInstance's status. [`crate::plan`] decides what to
-//! write; this module has the effects.
+//! Calls to an API server: each has a time limit, its errors name the object, and its writes are conditional if another writer may
+//! be at work. Also the documents that planner and agents share, as they are stored.
+//!
+//! It knows the objects' types, and nothing about what they should hold: it makes no decision about the roster, and knows nothing
+//! of hosts or packages.
 
 pub mod access;
 pub mod certificate;

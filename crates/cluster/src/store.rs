@@ -33,7 +33,7 @@ pub struct Document {
 /// Reads the value of `key` in ConfigMap `name`; None if there is no such ConfigMap.
 ///
 /// # Errors
-/// If the call to the API server fails; [`PlannerError::Content`] if a value can't be unpacked.
+/// If the call to the API server fails; [`ApiError::Content`] if a value can't be unpacked.
 pub async fn read(client: &Client, name: &str, key: &str) -> Result<Option<Document>, ApiError> {
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
     let found = call(format!("get ConfigMap {name}"), maps.get_opt(name)).await?;
@@ -63,7 +63,7 @@ fn config_map(values: BTreeMap<String, String>) -> io::Result<ConfigMap> {
 /// Parses a value of ConfigMap `map`.
 ///
 /// # Errors
-/// [`PlannerError::Content`] if it can't be parsed: the planner must not treat a malformed value as a missing one.
+/// [`ApiError::Content`] if it can't be parsed: the planner must not treat a malformed value as a missing one.
 pub fn parse<T: DeserializeOwned>(map: &str, text: &str) -> Result<T, ApiError> {
     serde_json::from_str(text).map_err(|error| ApiError::Content {
         object: format!("ConfigMap {map}"),
@@ -76,7 +76,7 @@ pub fn parse<T: DeserializeOwned>(map: &str, text: &str) -> Result<T, ApiError> 
 ///
 /// # Errors
 /// If the call to the API server fails; with code 409, and nothing written, if another planner wrote the ConfigMap
-/// first; [`PlannerError::Content`] if a value can't be packed.
+/// first; [`ApiError::Content`] if a value can't be packed.
 pub async fn write(
     client: &Client,
     name: &str,

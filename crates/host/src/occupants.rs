@@ -38,7 +38,7 @@ pub trait BrokerProcesses {
 /// Maps each of `names` that is in use to one process that uses it.
 ///
 /// Compares names, not paths: a container sees the directory at another path, and a digest occurs nowhere by accident.
-/// For the broker's processes (`pids`, see [`super::launch::Places::members`]) all [`EVIDENCE`] counts: a script with
+/// For the broker's processes (`pids`, see [`BrokerProcesses`](crate::BrokerProcesses)) all [`EVIDENCE`] counts: a script with
 /// the directory in its PATH has nothing in it open between two commands. For other processes of the host's root only
 /// the files that they run count, because users choose the arguments and environment of their sudo(8). Other users'
 /// processes don't count.

@@ -1,8 +1,7 @@
-//! Orders to the host stage, and its answers: types only, and the trait [`Host`] that stands between the agent and the two.
+//! Orders to the host stage, and its answers: types only, and the trait [`Host`] that stands between the agent and its host.
 //!
 //! The agent's process stays in its pod. A short-lived child, the *host stage*, enters the host's namespaces
-//! ([`boundary`]), reads one [`Order`], carries it out and answers. The trait [`Host`] stands between the two;
-//! [`fake::FakeHost`] records orders for tests.
+//! (crate `host` starts it), reads one [`Order`], carries it out and answers. [`FakeHost`] records orders for tests.
 
 mod answer;
 mod environment;

@@ -89,7 +89,7 @@ pub struct Observed<'a> {
     pub now: i64,
     /// How long this planner has held the Lease or, if the roster vanished later, how long it has been gone.
     pub waited: Duration,
-    /// Value of annotation [`ANNOTATION_RESTART`](crate::api::ANNOTATION_RESTART).
+    /// Value of annotation [`ANNOTATION_RESTART`](api::ANNOTATION_RESTART).
     pub restart_word: Option<&'a str>,
     /// A random instance ID, used if a new instance begins now.
     pub fresh_id: &'a str,

@@ -1,6 +1,6 @@
 //! Packages: resolved once by the planner, fetched in the pod, linked on the host.
 //!
-//! - [`resolve`] runs in the planner and decides *which* packages: one [`PackageSet`](crate::api::PackageSet) for all
+//! - [`resolve`] runs in the planner and decides *which* packages: one [`PackageSet`](api::PackageSet) for all
 //!   platforms. Only the planner runs the solver.
 //! - [`fetch()`] runs in the pod and fills the host's `<prefix>/pkgs` with archives, each named by its content and
 //!   checked against its sha256. It is the only part that needs a network.

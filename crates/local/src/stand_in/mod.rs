@@ -2,7 +2,7 @@
 //! real ones; each node runs this instead of a broker. It connects to the others, reports which ranks are online, and
 //! runs no jobs.
 //!
-//! Its version is [`STAND_IN`](crate::broker::STAND_IN), which agent and planner repeat in their messages.
+//! Its version is [`STAND_IN`](api::STAND_IN), which agent and planner repeat in their messages.
 
 mod broker;
 mod bundle;

@@ -1,7 +1,7 @@
 //! Time limits that one planner started and the next planner takes over.
 //!
 //! A limit is stored as its start time, by the clock of the planner that started it. The next planner's clock may
-//! differ: each planner reads the API server's clock when its process starts ([`crate::clock`]), and an administrator
+//! differ: each planner reads the API server's clock when its process starts (module `clock` of crate `cluster`), and an administrator
 //! may have set that clock in between. Moving the start by the difference leaves each limit the time that it had left
 //! when the previous planner last renewed its Lease. So no limit ends early, and it lasts longer by at most the time
 //! without a planner.

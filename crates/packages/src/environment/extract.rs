@@ -1,5 +1,5 @@
 //! Unpacks a conda archive and checks the package's own list of its files. Both are untrusted, see
-//! [`crate::packages::environment::guard`].
+//! [`crate::environment::guard`].
 
 use std::{
     collections::HashMap,

@@ -1,6 +1,6 @@
 //! The only place where an archive's entry becomes a file. Archives are untrusted: no entry may end up outside the
 //! tree, be written through a symlink, or be anything but a file, a directory or a link. The limits on an archive's
-//! size are in [`crate::packages::environment::limits`].
+//! size are in [`crate::environment::limits`].
 
 use std::{
     collections::HashSet,

@@ -56,7 +56,7 @@ impl Access {
     /// Reads the values of the Secret's keys `ca.crt`, `token` and `credentials.json`. An empty value counts as absent.
     ///
     /// # Errors
-    /// A value is not UTF-8 text. The contents are checked later, by [`HttpClient::with_access`](crate::packages::HttpClient::with_access).
+    /// A value is not UTF-8 text. The contents are checked later, by [`HttpClient::with_access`](crate::HttpClient::with_access).
     pub fn from_secret(
         authorities: Option<&[u8]>,
         token: Option<&[u8]>,

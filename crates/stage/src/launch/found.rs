@@ -44,7 +44,7 @@ impl std::fmt::Display for UnknownBroker {
     }
 }
 
-/// The arguments of a broker's command line; see [`crate::broker::command`].
+/// The arguments of a broker's command line; see [`broker::command`].
 struct CommandLine(Vec<String>);
 
 impl CommandLine {
