@@ -19,7 +19,7 @@ refuse_old() {
     version=$("$kubectl" get --raw /version)
     major=$(sed -n 's/^ *"major": *"\([0-9]*\).*/\1/p' <<<"$version")
     minor=$(sed -n 's/^ *"minor": *"\([0-9]*\).*/\1/p' <<<"$version")
-    # What is no version is not refused; the planner thinks so, too.
+    # What is no version is not refused here: the planner asks as the agents' ServiceAccount, and refuses it.
     [ -n "$major" ] && [ -n "$minor" ] || return 0
     if [ "$major" -lt 1 ] || { [ "$major" = 1 ] && [ "$minor" -lt 30 ]; }; then
         echo "this is Kubernetes $major.$minor, which has no ValidatingAdmissionPolicy v1, and without the policies any agent's" \

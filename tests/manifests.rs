@@ -88,7 +88,8 @@ fn agent() -> Container {
     containers.remove(0)
 }
 
-/// Every call that the program makes: API group, resource, names it is made for (none: any, or one yet to be made), verbs.
+/// Every call that the program makes: API group, resource (or a path of none), names it is made for (none: any, or one yet to be
+/// made), verbs.
 /// Cluster-wide ones first.
 const CLUSTER_CALLS: &[(&str, &str, &[&str], &[&str])] = &[
     // The planner decides who is eligible, and annotates nodes on which jobs run; an agent looks whether its own Node is the one
@@ -96,6 +97,8 @@ const CLUSTER_CALLS: &[(&str, &str, &[&str], &[&str])] = &[
     ("", "nodes", &[], &["list", "watch", "patch"]),
     // An agent learns of a teardown by its open watch, and asks once more at SIGTERM.
     ("", "namespaces", &[NAMESPACE], &["get", "list", "watch"]),
+    // The planner refuses an API server that may not have the admission policies.
+    ("", "/version", &[], &["get"]),
 ];
 
 const CALLS: &[(&str, &str, &[&str], &[&str])] = &[
@@ -130,21 +133,34 @@ const CALLS: &[(&str, &str, &[&str], &[&str])] = &[
 type Right = (String, String, String, String);
 
 fn rights_of(calls: &[(&str, &str, &[&str], &[&str])]) -> BTreeSet<Right> {
-    let rule = |(group, resource, names, verbs): &(&str, &str, &[&str], &[&str])| PolicyRule {
-        api_groups: Some(vec![(*group).to_owned()]),
-        resources: Some(vec![(*resource).to_owned()]),
-        resource_names: Some(names.iter().map(|name| (*name).to_owned()).collect()),
-        verbs: verbs.iter().map(|verb| (*verb).to_owned()).collect(),
-        ..PolicyRule::default()
+    let rule = |(group, resource, names, verbs): &(&str, &str, &[&str], &[&str])| {
+        let verbs = verbs.iter().map(|verb| (*verb).to_owned()).collect();
+        if resource.starts_with('/') {
+            return PolicyRule {
+                non_resource_urls: Some(vec![(*resource).to_owned()]),
+                verbs,
+                ..PolicyRule::default()
+            };
+        }
+        PolicyRule {
+            api_groups: Some(vec![(*group).to_owned()]),
+            resources: Some(vec![(*resource).to_owned()]),
+            resource_names: Some(names.iter().map(|name| (*name).to_owned()).collect()),
+            verbs,
+            ..PolicyRule::default()
+        }
     };
     granted(&calls.iter().map(rule).collect::<Vec<_>>())
 }
 
-/// Each single right: group, resource, name (empty: any), verb.
+/// Each single right: group, resource or path, name (empty: any), verb.
 fn granted(rules: &[PolicyRule]) -> BTreeSet<Right> {
     let mut rights = BTreeSet::new();
     for rule in rules {
-        assert_eq!(rule.non_resource_urls, None);
+        for url in rule.non_resource_urls.iter().flatten() {
+            let right = |verb: &String| (String::new(), url.clone(), String::new(), verb.clone());
+            rights.extend(rule.verbs.iter().map(right));
+        }
         let names =
             rule.resource_names.clone().filter(|names| !names.is_empty()).unwrap_or_else(|| vec![String::new()]);
         for group in rule.api_groups.iter().flatten() {

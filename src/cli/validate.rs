@@ -47,7 +47,9 @@ pub(super) fn validate(arguments: &ValidateArguments) -> Result<ExitCode, Failur
         (Some(against), Some(new)) => new.spec.as_ref().map(|new| spec_of(against).map(|old| changes(&old, new))),
         _ => None,
     };
-    let report = Report { file, findings, others: documents.others, changes: changes.transpose()? };
+    let specs = &documents.specs;
+    let sets_nothing = specs.iter().all(|document| document.spec == Some(FluxInstanceSpec::default()));
+    let report = Report { file, findings, others: documents.others, changes: changes.transpose()?, sets_nothing };
     match output {
         OutputFormat::Json => print(&report.json()).map(drop)?,
         OutputFormat::Text => report.print()?,
@@ -87,6 +89,8 @@ struct Report<'a> {
     others: Vec<String>,
     /// None if no comparison was asked for.
     changes: Option<Vec<Change>>,
+    /// True for a file whose specs are empty.
+    sets_nothing: bool,
 }
 
 impl Report<'_> {
@@ -110,6 +114,7 @@ impl Report<'_> {
             return written.map_err(|error| Failure::new(&error));
         }
         let mut text = match self.changes.as_deref() {
+            None if self.sets_nothing => "valid; it sets no field, so each has its default\n".to_owned(),
             None => "valid\n".to_owned(),
             Some([]) => "nothing would change\n".to_owned(),
             Some(changes) => {

@@ -38,6 +38,28 @@ fn an_instance_ends_while_a_user_runs_a_program_called_flux_shell() {
     nothing_gained(&cluster, &before);
 }
 
+/// Jobs of Flux delay both; a program that only has a job shell's name does not.
+#[test]
+fn a_node_joins_and_a_drain_holds_while_a_user_runs_a_program_called_flux_shell() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let before = owned_or_writable_by_users(&cluster);
+    let script = include_str!("pretend_job.sh");
+    let nodes = cluster.nodes();
+    let attacks: Vec<_> = nodes.iter().map(|node| Attack::begin(&cluster, &node.name, script, &[])).collect();
+
+    cluster.exec("node1", &["flux", "resource", "drain", "node2"]);
+    cluster.must(&["add-node"]);
+    cluster.all_online(3);
+    let drained = cluster.exec("node1", &["flux", "resource", "list", "-n", "-s", "drain", "-o", "{nodelist}"]);
+    assert_eq!(drained, "node2");
+    cluster.exec("node1", &["flux", "resource", "undrain", "node2"]);
+    let names = cluster.exec("node1", &["flux", "resource", "list", "-n", "-s", "free", "-o", "{nodelist}"]);
+    assert_eq!(names, "node[1-3]");
+    nothing_gained(&cluster, &before);
+    attacks.into_iter().for_each(|attack| drop(attack.end()));
+    nothing_gained(&cluster, &before);
+}
+
 #[test]
 fn a_user_can_keep_neither_an_old_nor_a_broken_environment_in_use() {
     let Some(cluster) = Cluster::up(2, &[]) else { return };

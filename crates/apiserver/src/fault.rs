@@ -46,6 +46,8 @@ pub enum Fault {
     ClockAhead,
     /// The server claims to be Kubernetes 1.29.
     Old,
+    /// The server hides its version.
+    Versionless,
 }
 
 /// The current fault, which the daemon sets.
@@ -102,6 +104,7 @@ pub async fn inject(State(faults): State<Faults>, request: Request, next: Next) 
         Fault::Old if request.uri().path() == "/version" => {
             return Json(discovery::version("29")).into_response();
         }
+        Fault::Versionless if request.uri().path() == "/version" => return StatusCode::FORBIDDEN.into_response(),
         Fault::StaleLists if !watches && is_list(&request) => return faults.stale(request, next).await,
         _ => {}
     }

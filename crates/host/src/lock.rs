@@ -30,8 +30,8 @@ pub const WAIT: Duration = Duration::from_secs(30);
 
 const POLL: Duration = Duration::from_millis(20);
 
-/// Limit for replacements of one lock file; more than the number of processes that could replace it at the same time.
-const MOST_REPLACED: u32 = 10;
+/// Appended to a lock's path: the lock under which the file there is replaced.
+const REPLACING: &str = ".replacing";
 
 /// Permission bits of group and others.
 const OTHERS: u32 = 0o077;
@@ -84,30 +84,51 @@ pub fn refusal(path: &Path, wait: Duration, error: &io::Error) -> Refusal {
 /// Locks the file `path`, which it creates if missing and replaces if other users could open it.
 ///
 /// # Errors
-/// `WouldBlock` if another process still holds the lock after `wait`; else why the file can't be opened or locked.
+/// `WouldBlock` if another process still holds the lock after `wait`; `PermissionDenied` on a file system that keeps no
+/// owners or modes; else why the file can't be opened or locked.
 pub fn take(path: &Path, wait: Duration) -> io::Result<Flock<File>> {
     let deadline = Instant::now() + wait;
-    let mut replaced = 0;
+    loop {
+        if let Some(lock) = take_if_ours_alone(path, deadline)? {
+            return Ok(lock);
+        }
+        replace(path, deadline)?;
+    }
+}
+
+/// Removes the file `path` if other users could open it. Under a lock of its own: of two processes that have seen the
+/// old file, the second would else remove the new one, which the first has locked by then.
+fn replace(path: &Path, deadline: Instant) -> io::Result<()> {
+    let mut replacing = path.as_os_str().to_owned();
+    replacing.push(REPLACING);
+    let replacing = Path::new(&replacing);
+    // No version has made this file readable for others.
+    let Some(_lock) = take_if_ours_alone(replacing, deadline)? else {
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "its file can't be closed to other users; this file system keeps no owners or modes",
+        ));
+    };
+    if fs::symlink_metadata(path).is_ok_and(|found| !is_ours_alone(&found)) {
+        tracing::warn!(path = %path.display(), "other users could hold this lock; replacing its file");
+        remove_if_there(path)?;
+    }
+    remove_if_there(replacing)
+}
+
+/// None if other users could open the file.
+fn take_if_ours_alone(path: &Path, deadline: Instant) -> io::Result<Option<Flock<File>>> {
     loop {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600).custom_flags(O_NOFOLLOW | O_NONBLOCK);
         let file = options.open(path)?;
         if !is_ours_alone(&file.metadata()?) {
-            if replaced == MOST_REPLACED {
-                return Err(io::Error::new(
-                    io::ErrorKind::PermissionDenied,
-                    "its file can't be closed to other users; this file system keeps no owners or modes",
-                ));
-            }
-            replaced += 1;
-            tracing::warn!(path = %path.display(), "other users could hold this lock; replacing its file");
-            remove_if_there(path)?;
-            continue;
+            return Ok(None);
         }
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             // A process removes the file while it holds the lock, so a lock that was waited for may be of a file that
             // is gone.
-            Ok(lock) if is_still_at(&lock, path) => return Ok(lock),
+            Ok(lock) if is_still_at(&lock, path) => return Ok(Some(lock)),
             Ok(_) => continue,
             Err((_, Errno::EWOULDBLOCK)) if Instant::now() < deadline => std::thread::sleep(POLL),
             Err((_, errno)) => return Err(errno.into()),
@@ -129,7 +150,10 @@ fn is_still_at(file: &File, path: &Path) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::{
+        os::unix::fs::PermissionsExt,
+        sync::atomic::{AtomicUsize, Ordering::SeqCst},
+    };
 
     use nix::unistd::{Uid, setfsuid};
 
@@ -149,6 +173,30 @@ mod tests {
         assert_eq!(take(&path, Duration::ZERO).unwrap_err().kind(), io::ErrorKind::WouldBlock);
         drop(ours);
         take(&path, Duration::ZERO).unwrap();
+    }
+
+    #[test]
+    fn one_process_at_a_time_holds_a_lock_whose_file_several_replace() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(LOCK);
+        let (holders, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        for _ in 0..50 {
+            fs::write(&path, "").unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+            std::thread::scope(|scope| {
+                for _ in 0..4 {
+                    scope.spawn(|| {
+                        let lock = take(&path, WAIT).unwrap();
+                        most.fetch_max(1 + holders.fetch_add(1, SeqCst), SeqCst);
+                        std::thread::yield_now();
+                        holders.fetch_sub(1, SeqCst);
+                        drop(lock);
+                    });
+                }
+            });
+        }
+        assert_eq!(most.into_inner(), 1);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "only the lock is left");
     }
 
     /// As on vfat, or on a network file system that maps root to nobody.

@@ -7,20 +7,32 @@ use super::status::Obstacle;
 /// every node.
 const OLDEST: (u32, u32) = (1, 30);
 
-/// Says why an API server of this version is not supported. None if it is supported, or if `major` and `minor` are not
-/// numbers.
-pub fn too_old(major: &str, minor: &str) -> Option<Obstacle> {
+/// Says why a cluster is not supported. None if it is. `version`: major and minor as the API server's `/version` gives
+/// them; None if the API server does not let agents read it. A version that nobody knows is not supported: what it lacks
+/// would be missed only by the one who captures a token.
+pub fn unsupported(version: Option<(&str, &str)>) -> Option<Obstacle> {
     // Some clouds append a plus sign, as in `29+`.
-    let number = |text: &str| text.trim_end_matches(|c: char| !c.is_ascii_digit()).parse().ok();
-    let (major, minor) = (number(major)?, number(minor)?);
+    let number = |text: &str| text.trim_end_matches(|c: char| !c.is_ascii_digit()).parse::<u32>().ok();
+    let known = version.and_then(|(major, minor)| Some((number(major)?, number(minor)?)));
     let (oldest_major, oldest_minor) = OLDEST;
-    ((major, minor) < OLDEST).then(|| Obstacle::Problem {
-        reason: "KubernetesTooOld",
-        message: format!(
-            "Kubernetes {major}.{minor} has no ValidatingAdmissionPolicy v1, without which any agent's token may speak for every \
-             node: upgrade the cluster to Kubernetes {oldest_major}.{oldest_minor} or newer"
+    let (reason, message) = match known {
+        Some(known) if known >= OLDEST => return None,
+        Some((major, minor)) => (
+            "KubernetesTooOld",
+            format!(
+                "Kubernetes {major}.{minor} has no ValidatingAdmissionPolicy v1, without which any agent's token may speak \
+                 for every node: upgrade the cluster to Kubernetes {oldest_major}.{oldest_minor} or newer"
+            ),
         ),
-    })
+        None => (
+            "KubernetesVersionUnknown",
+            format!(
+                "the API server does not tell its version, and before Kubernetes {oldest_major}.{oldest_minor} any agent's \
+                 token may speak for every node: let ServiceAccount install-flux get /version, as the manifest does"
+            ),
+        ),
+    };
+    Some(Obstacle::Problem { reason, message })
 }
 
 #[cfg(test)]
@@ -28,22 +40,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kubernetes_is_supported_from_1_30_on_and_if_its_version_is_unknown() {
-        for (major, minor, refused) in [
-            ("1", "29", true),
-            ("1", "29+", true),
-            ("1", "9", true),
-            ("0", "99", true),
-            ("1", "30", false),
-            ("1", "30+", false),
-            ("1", "36", false),
-            ("2", "0", false),
-            ("", "", false),
-            ("1", "x", false),
+    fn kubernetes_is_supported_from_1_30_on_if_its_version_is_known() {
+        const OLD: Option<&str> = Some("KubernetesTooOld");
+        const UNKNOWN: Option<&str> = Some("KubernetesVersionUnknown");
+        for (version, expected) in [
+            (Some(("1", "29")), OLD),
+            (Some(("1", "29+")), OLD),
+            (Some(("1", "9")), OLD),
+            (Some(("0", "99")), OLD),
+            (Some(("1", "30")), None),
+            (Some(("1", "30+")), None),
+            (Some(("1", "36")), None),
+            (Some(("2", "0")), None),
+            (Some(("", "")), UNKNOWN),
+            (Some(("1", "x")), UNKNOWN),
+            (None, UNKNOWN),
         ] {
-            assert_eq!(too_old(major, minor).is_some(), refused, "{major}.{minor}");
+            let found = unsupported(version);
+            let reason = found.as_ref().map(|found| match found {
+                Obstacle::Problem { reason, .. } => *reason,
+                other => panic!("{version:?}: {other:?}"),
+            });
+            assert_eq!(reason, expected, "{version:?}");
         }
-        let Some(Obstacle::Problem { message, .. }) = too_old("1", "29+") else {
+        let Some(Obstacle::Problem { message, .. }) = unsupported(Some(("1", "29+"))) else {
             panic!("Kubernetes 1.29 is supported")
         };
         assert!(message.starts_with("Kubernetes 1.29 has no") && message.ends_with("1.30 or newer"), "{message}");

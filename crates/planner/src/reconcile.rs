@@ -35,7 +35,7 @@ use model::{
     agents::Agents,
     eligibility::NodeView,
     forsaken::forsaken,
-    kubernetes::too_old,
+    kubernetes::unsupported,
     project::project_all,
     protect::{AnnotationChange, Protection},
     roster::{Decision, MovedDeadline, Observed, decide, decide_unserved, move_limits, no_lead, retain_secs},
@@ -198,7 +198,7 @@ impl Planner {
             agentless: &agentless,
         };
 
-        let invalid = self.too_old().await?.or(self.invalid_spec(flux, &uid));
+        let invalid = self.unsupported().await?.or(self.invalid_spec(flux, &uid));
         // If the spec or the Kubernetes version can't be served, everything stays as it is.
         let is_invalid = invalid.is_some();
         let (digest, lacks_packages) = if is_invalid { (None, None) } else { self.packages(&seen).await? };
@@ -260,16 +260,16 @@ impl Planner {
         }
     }
 
-    /// Why this Kubernetes version can't be served; None if it can. Asks the API server in each round until its version
-    /// is new enough, so that an upgrade is noticed.
-    async fn too_old(&mut self) -> Result<Option<Obstacle>, ApiError> {
+    /// Why this Kubernetes is not supported; None if it is. Asks the API server in each round until its version is known
+    /// and new enough, so that a mend is noticed.
+    async fn unsupported(&mut self) -> Result<Option<Obstacle>, ApiError> {
         if self.is_new_enough {
             return Ok(None);
         }
         let found = match call("get the API server's version", self.client.apiserver_version()).await {
-            Ok(version) => too_old(&version.major, &version.minor),
-            // The cluster hides its version from us. Assume that it is new enough.
-            Err(error) if matches!(error.code(), Some(401 | 403 | 404)) => None,
+            Ok(version) => unsupported(Some((&version.major, &version.minor))),
+            // The API server hides its version from us.
+            Err(error) if matches!(error.code(), Some(403 | 404)) => unsupported(None),
             Err(error) => return Err(error),
         };
         self.is_new_enough = found.is_none();

@@ -3,7 +3,7 @@
 //! asked when the broker starts.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs::{self, File},
     io::{self, ErrorKind, Read},
     os::{
@@ -124,7 +124,9 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
     };
     let cant_run =
         |what: String| Refusal::new(format!("the Flux of package set {digest:.12} can't run on this host: {what}"));
-    let (mut lacking, mut unsure) = (Vec::new(), None);
+    // The programs that need each library which this host lacks.
+    let mut lacking = BTreeMap::<String, Vec<&str>>::new();
+    let mut unsure = None;
     for (name, option) in PROGRAMS {
         let program = environment.join(name);
         if !is_elf(&program) {
@@ -138,7 +140,7 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
                 if let Some(library) = there.first() {
                     unsure = Some(format!("{library} is in the package set, but its loader does not find it yet"));
                 }
-                lacking.extend(absent.into_iter().map(|library| format!("{library} (for {name})")));
+                absent.into_iter().for_each(|library| lacking.entry(library).or_default().push(name));
             }
             Ok(Ended::Inconclusive(how)) => unsure = Some(format!("{name} {how}")),
             Err(error) if error.raw_os_error() == Some(Errno::ENOEXEC as i32) => {
@@ -156,9 +158,10 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
         }
     }
     if !lacking.is_empty() {
+        let named = lacking.iter().map(|(library, programs)| format!("{library} (for {})", programs.join(" and ")));
         return Err(cant_run(format!(
             "it lacks {}; install them on the hosts, or use a bundle or a channel that contains them",
-            lacking.join(", ")
+            named.collect::<Vec<_>>().join(", ")
         )));
     }
     let flux = environment.join("bin/flux");

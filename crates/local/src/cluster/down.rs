@@ -18,6 +18,7 @@ use super::{
     mounts,
     network::Network,
     objects::read_line,
+    up::print_line,
 };
 use crate::error::{Context, LocalError};
 use host::{Root, facts, sysctl};
@@ -33,6 +34,7 @@ pub(crate) async fn run(layout: &Layout) -> Result<bool, LocalError> {
     };
     match layout.load() {
         Ok(cluster) => {
+            print_line("stopping the nodes, which takes some seconds")?;
             let group = cluster.clone();
             tokio::task::spawn_blocking(move || end_processes(&group))
                 .await

@@ -160,7 +160,11 @@ async fn bring_up(layout: &Layout, up: &Up, begun: &OnceLock<String>) -> Result<
     }
     let program = program();
     match stand_in {
-        None => print_line(&format!("run a job:    {program} local exec node1 -- flux run -N{} hostname", up.nodes))?,
+        None => {
+            let when = if up.no_wait { "once `local status` shows its nodes Online, " } else { "" };
+            let job = format!("{program} local exec node1 -- flux run -N{} hostname", up.nodes);
+            print_line(&format!("{when}run a job:    {job}"))?;
+        }
         Some(stand_in) => print_line(&format!("{STAND_IN}: the nodes run no jobs ({})", stand_in.why))?,
     }
     print_line(&format!("look at it:   {program} local status"))?;
