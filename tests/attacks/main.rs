@@ -6,6 +6,9 @@
 /// What a small machine can take.
 const CLUSTERS_AT_ONCE: u32 = 1;
 
+/// The longest life of a cluster.
+const LONGEST: std::time::Duration = std::time::Duration::from_secs(1200);
+
 mod attack;
 #[allow(dead_code, reason = "each target takes what it needs")]
 #[path = "../local_flux/harness.rs"]

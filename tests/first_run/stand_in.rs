@@ -54,7 +54,7 @@ fn without_flux_the_nodes_form_an_instance_of_stand_ins_that_says_so() {
     assert_eq!(server.line(), format!("{STAND_IN}: 2 of 2 nodes online"));
     for node in server.nodes() {
         let status = node.status.unwrap();
-        assert_eq!((status.flux.as_deref(), status.message.as_deref()), (Some(STAND_IN), Some(STAND_IN)));
+        assert_eq!((status.flux_version.as_deref(), status.message.as_deref()), (Some(STAND_IN), Some(STAND_IN)));
     }
     assert!(place.must(&["status"]).lines().skip(1).all(|line| line.ends_with(STAND_IN)));
     assert_eq!(place.must(&["exec", "node1", "--", "flux", "--version"]), STAND_IN);
@@ -95,6 +95,6 @@ fn the_status_does_not_show_a_removed_lead_and_names_the_remedy() {
     assert!(line.contains("node1 (rank 0") && line.contains("recover --lead NODE --from DUMP"), "{line}");
     until("the lead to be missed", || {
         let node = server.nodes().into_iter().find(|node| node.name_any() == "node1")?;
-        (node.spec.missed && node.spec.reason?.contains("reset --lead NODE")).then_some(())
+        (node.spec.lost_by_lead && node.spec.reason?.contains("reset --lead NODE")).then_some(())
     });
 }

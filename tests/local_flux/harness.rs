@@ -6,7 +6,7 @@ use std::{
     future::Future,
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
-    sync::{Condvar, Mutex, OnceLock, PoisonError},
+    sync::{Condvar, Mutex, OnceLock, PoisonError, mpsc},
     thread::sleep,
     time::{Duration, Instant},
 };
@@ -63,6 +63,7 @@ pub struct Cluster {
     client: Client,
     jobs: Mutex<u32>,
     _place: Place,
+    _limit: Limit,
 }
 
 impl Cluster {
@@ -82,6 +83,7 @@ impl Cluster {
     /// The nodes have booted, and nothing is waited for.
     pub fn begin(nodes: u32, options: &[&str]) -> Self {
         let place = Place::take();
+        let limit = Limit::begin();
         let directory = tempfile::tempdir().unwrap();
         let api: &[&str] = if options.contains(&"--api") { &[] } else { &["--api", "embedded"] };
         let nodes_text = nodes.to_string();
@@ -99,7 +101,7 @@ impl Cluster {
             Client::try_from(config).unwrap()
         });
         let bridge = traces::bridge(&state(directory.path()));
-        Self { directory, bridge, runtime, client, jobs: Mutex::default(), _place: place }
+        Self { directory, bridge, runtime, client, jobs: Mutex::default(), _place: place, _limit: limit }
     }
 
     /// The state directory.
@@ -384,6 +386,28 @@ impl Drop for Place {
     fn drop(&mut self) {
         *FREE.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
         FREE.1.notify_one();
+    }
+}
+
+/// Ends this test program with the test's name and the machine's processes if it is not dropped within `crate::LONGEST`: a test
+/// that hangs must not keep the others' results from whoever waits for them.
+struct Limit {
+    _dropped: mpsc::Sender<()>,
+}
+
+impl Limit {
+    fn begin() -> Self {
+        let (_dropped, dropped) = mpsc::channel();
+        let test = std::thread::current().name().unwrap_or_default().to_owned();
+        std::thread::spawn(move || {
+            if dropped.recv_timeout(crate::LONGEST) == Err(mpsc::RecvTimeoutError::Timeout) {
+                eprintln!("test {test} is not over after {} s; what runs on this machine:", crate::LONGEST.as_secs());
+                let _ = Command::new("ps").args(["-e", "-o", "pid,ppid,stat,etime,wchan:20,args"]).status();
+                eprintln!("test {test} ... FAILED");
+                std::process::exit(1);
+            }
+        });
+        Self { _dropped }
     }
 }
 

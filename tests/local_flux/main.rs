@@ -6,6 +6,9 @@
 /// What a small machine can take.
 const CLUSTERS_AT_ONCE: u32 = 2;
 
+/// The longest life of a cluster.
+const LONGEST: std::time::Duration = std::time::Duration::from_secs(1200);
+
 mod air_gap;
 mod damage;
 mod elastic;

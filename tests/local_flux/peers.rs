@@ -199,7 +199,7 @@ fn is_one_instance_with(cluster: &Cluster, nodes: u32) {
 fn nodes_install_from_peers_if_the_source_vanishes_after_the_first_node() {
     let Some((source, options, size)) = bundle_at(Duration::ZERO) else { return };
     let cluster = Cluster::begin(4, &words(&options));
-    let holds = |node: &FluxNode| node.status.as_ref().is_some_and(|status| !status.holds.is_empty());
+    let holds = |node: &FluxNode| node.status.as_ref().is_some_and(|status| !status.cached_package_sets.is_empty());
     cluster.until("the first holder", || flux_nodes(&cluster).iter().any(holds).then_some(()));
     assert_eq!(source.vanishes().into_values().sum::<u64>(), size);
     cluster.all_online(4);

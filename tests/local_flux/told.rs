@@ -87,7 +87,7 @@ fn a_lead_without_power_is_reported_before_kubernetes_marks_its_node() {
     assert!(holds(&cluster, "Degraded", "does not answer the others"));
     cluster.until("the word on its FluxNode", || {
         let told = cluster.wait(cluster.api::<FluxNode>().get(&lead)).unwrap().spec;
-        (told.missed && told.reason?.contains("do not hear from its broker")).then_some(())
+        (told.lost_by_lead && told.reason?.contains("do not hear from its broker")).then_some(())
     });
 
     cluster.must(&["node", &lead, "power-on"]);

@@ -34,11 +34,11 @@ pub fn node_rules(object: &Value) -> Result<Vec<Finding>, String> {
     doc = "One node as a part of the Flux instance: the node's status page.",
     validation = Rule::new("self.spec.nodeName == self.metadata.name").message(ANOTHER_NODE).field_path(".spec.nodeName"),
     printcolumn(name = "Phase", type_ = "string", json_path = ".status.phase"),
-    printcolumn(name = "Missed", type_ = "boolean", json_path = ".spec.missed"),
+    printcolumn(name = "Lost", type_ = "boolean", json_path = ".spec.lostByLead"),
     printcolumn(name = "Rank", type_ = "integer", json_path = ".spec.rank"),
     printcolumn(name = "Cores", type_ = "integer", json_path = ".status.facts.resources.cores"),
     printcolumn(name = "GPUs", type_ = "integer", json_path = ".status.facts.resources.gpus", priority = 1),
-    printcolumn(name = "Flux", type_ = "string", json_path = ".status.flux", priority = 1),
+    printcolumn(name = "Flux", type_ = "string", json_path = ".status.fluxVersion", priority = 1),
     printcolumn(name = "Packages", type_ = "string", json_path = ".status.digest", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
     printcolumn(name = "Reason", type_ = "string", json_path = ".spec.reason"),
@@ -74,14 +74,14 @@ pub struct FluxNodeSpec {
     pub drain: std::collections::BTreeMap<String, IdSet>,
     /// Why this node gets no new jobs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub draining: Option<String>,
+    pub drain_reason: Option<String>,
     /// With `Leave`: the broker is stopped even if jobs still run here.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub overdue: bool,
+    pub stop_despite_jobs: bool,
     /// The lead does not hear from this node's broker (for the lead's node: the others do not), although its agent reports
     /// it online; or the broker does not answer its agent, and the lead has given it up.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub missed: bool,
+    pub lost_by_lead: bool,
     /// The prefix of the lead's host, which all others must have.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefix: Option<String>,
@@ -263,7 +263,7 @@ pub struct FluxNodeStatus {
     pub message: Option<String>,
     /// `phase` is `Failed`, and waiting does not help: somebody has to change something.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub lasting: bool,
+    pub needs_attention: bool,
     /// What preflight found out about the host. Unset until preflight has passed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<Facts>,
@@ -272,14 +272,14 @@ pub struct FluxNodeStatus {
     pub digest: Option<String>,
     /// Digests of the published package sets whose archives this node has and serves to other nodes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub holds: Vec<String>,
+    pub cached_package_sets: Vec<String>,
     /// `address:port` at which this node's agent serves archives to other nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peer: Option<String>,
     /// Version of Flux that the running broker reported, or the last one that ran here. `stand-in, no Flux` in local mode
     /// without Flux.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub flux: Option<String>,
+    pub flux_version: Option<String>,
     /// The broker that runs here, and what it was started with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adopted: Option<Adopted>,
@@ -307,7 +307,7 @@ pub struct FluxNodeStatus {
     pub pending_nodes: Option<u32>,
     /// Lead only: a job waits for cores that Flux calls free; names the job and the remedy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub held_back: Option<String>,
+    pub held_back_job: Option<String>,
     /// Lead only: ranks of `spec.drain` to which the lead's broker gives no jobs (idset, RFC 22), and ranks that are still
     /// drained for one of our reasons.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -320,7 +320,7 @@ pub struct FluxNodeStatus {
     pub drained_by_others: IdSet,
     /// Lead only: the epoch whose broker was stopped here so that the next one can begin.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub closed: Option<u64>,
+    pub closed_epoch: Option<u64>,
     /// Lead only: the epoch that an administrator has ended with flux-shutdown(1). It stays ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shut_down: Option<u64>,
@@ -345,16 +345,16 @@ pub struct FluxNodeStatus {
     pub damage: Option<String>,
     /// `spec.want` is `Leave`, no broker runs here, and none will be started.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub left: bool,
+    pub leave_completed: bool,
     /// The epoch whose broker does not come up here, however often it is tried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub keeps_dying: Option<u64>,
+    pub start_failing_epoch: Option<u64>,
     /// Lead only, until the instance was online once: no broker came up here, or none could be started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lead_failed: Option<LeadFailed>,
     /// The lead's broker does not answer this node's broker, or does not count it as online.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub unheard: bool,
+    pub lead_unreachable: bool,
     /// Lead only: brokers that the lead's broker has refused lately, by broker name, and why. Flux does not tell the refused
     /// broker.
     #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
@@ -364,5 +364,5 @@ pub struct FluxNodeStatus {
     pub roster_format: u32,
     /// Version of the agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub agent: Option<String>,
+    pub agent_version: Option<String>,
 }

@@ -63,6 +63,13 @@ const MAX_LIST: usize = 64 << 20;
 #[derive(Clone, Copy, Debug)]
 pub struct Peer(SocketAddr);
 
+impl Peer {
+    /// Its IP address.
+    pub fn ip(&self) -> IpAddr {
+        self.0.ip()
+    }
+}
+
 impl Connected<IncomingStream<'_, TlsListener>> for Peer {
     fn connect_info(stream: IncomingStream<'_, TlsListener>) -> Self {
         Self(*stream.remote_addr())
@@ -87,7 +94,7 @@ impl Faults {
 
 /// The middleware that injects the current fault.
 pub async fn inject(State(faults): State<Faults>, request: Request, next: Next) -> Response {
-    let peer = request.extensions().get::<ConnectInfo<Peer>>().map(|info| info.0.0.ip());
+    let peer = request.extensions().get::<ConnectInfo<Peer>>().map(|info| info.0.ip());
     if peer.is_none_or(|peer| peer == faults.spared) {
         return next.run(request).await;
     }

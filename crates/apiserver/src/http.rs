@@ -16,6 +16,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use super::{
+    asked::{Asked, CALLS},
     discovery,
     error::ApiError,
     fault::{Faults, Peer, Switch, inject},
@@ -40,6 +41,7 @@ struct App {
     /// sha256 of the token. Comparing digests leaks nothing about the token through timing.
     token: [u8; 32],
     closing: CancellationToken,
+    asked: Arc<Asked>,
 }
 
 /// A router that serves `store` to clients with `token`.
@@ -51,7 +53,6 @@ pub fn router(store: Arc<Store>, token: String) -> Router {
 /// injects faults for all clients except those with the listener's own address.
 ///
 /// # Errors
-/// The listener's.
 /// Those of the listener.
 pub async fn serve(
     listener: TcpListener,
@@ -78,7 +79,8 @@ pub async fn serve(
 }
 
 fn build(store: Arc<Store>, token: &str, closing: CancellationToken, faults: Option<(Switch, IpAddr)>) -> Router {
-    let app = App { store, token: Sha256::digest(token.as_bytes()).into(), closing };
+    let asked = Arc::new(Asked::of_others_than(faults.as_ref().map(|(_, own)| *own)));
+    let app = App { store, token: Sha256::digest(token.as_bytes()).into(), closing, asked };
     let mut router = Router::new().fallback(handle);
     // The last layer is the outermost, so only authenticated requests are subject to faults.
     if let Some((switch, spared)) = faults {
@@ -112,12 +114,17 @@ async fn respond(app: App, request: Request) -> Result<Response, ApiError> {
         if matches!(path, "/healthz" | "/livez" | "/readyz") {
             return Ok("ok".into_response());
         }
+        if path == CALLS {
+            return Ok(json_response(StatusCode::OK, &json!(app.asked.calls())));
+        }
         if let Some(answer) = discovery::answer(path, |resource| app.store.serves(resource)) {
+            app.asked.note_path(&parts);
             return Ok(json_response(StatusCode::OK, &answer));
         }
     }
     let target = Target::parse(path).filter(|target| app.store.serves(target.resource)).ok_or(ApiError::NoSuchPath)?;
     let query = Query::parse(parts.uri.query().unwrap_or_default())?;
+    app.asked.note_target(&parts, &target, &query);
     let too_large = |_| ApiError::BadRequest(format!("the body can't be read, or is larger than {MAX_BODY} bytes"));
     let body = to_bytes(body, MAX_BODY).await.map_err(too_large)?;
     dispatch(app, &parts, target, &query, &body)

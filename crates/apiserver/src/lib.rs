@@ -3,6 +3,7 @@
 //! [`validate`](model::validate()).
 
 mod admit;
+mod asked;
 mod discovery;
 mod error;
 mod fault;
@@ -21,6 +22,7 @@ mod verbs;
 mod watch;
 
 pub use admit::{Mode, Part};
+pub use asked::{CALLS, Call};
 pub use error::{ApiError, ResourceName};
 pub use fault::{Fault, Switch};
 pub use http::{router, serve};

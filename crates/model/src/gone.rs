@@ -23,7 +23,7 @@ pub fn message(roster: &Roster, rank: Rank) -> Option<String> {
 pub fn spec(members: &Members, roster: &Roster, before: &FluxNodeSpec) -> Option<FluxNodeSpec> {
     let rank = members.rank_on(&before.node_name)?;
     let reason = message(roster, rank)?;
-    Some(FluxNodeSpec { missed: !members.is_online(rank), reason: Some(reason), ..before.clone() })
+    Some(FluxNodeSpec { lost_by_lead: !members.is_online(rank), reason: Some(reason), ..before.clone() })
 }
 
 #[cfg(test)]
@@ -51,9 +51,9 @@ mod tests {
 
     #[test]
     fn a_lead_whose_node_is_gone_counts_as_offline_and_the_message_names_the_remedy() {
-        let (spec, line) = without("node1", |world| world.reports.get_mut("node2").unwrap().unheard = true);
+        let (spec, line) = without("node1", |world| world.reports.get_mut("node2").unwrap().lead_unreachable = true);
         let reason = spec.reason.unwrap();
-        assert!(spec.missed && reason.contains("recover --lead") && reason.contains("reset --lead"), "{reason}");
+        assert!(spec.lost_by_lead && reason.contains("recover --lead") && reason.contains("reset --lead"), "{reason}");
         assert!(line.contains(&reason), "{line}");
         assert_eq!((spec.rank, spec.fetch_from), (Some(0), None));
     }
@@ -62,7 +62,7 @@ mod tests {
     fn a_member_whose_node_is_gone_is_missed_once_the_lead_has_lost_its_broker() {
         for (offline, missed) in [(vec![], false), (vec![1], true)] {
             let (spec, _) = without("node2", |world| world.reports.get_mut("node1").unwrap().offline = offline);
-            assert_eq!((spec.missed, spec.reason.as_deref()), (missed, Some("its Node is gone")));
+            assert_eq!((spec.lost_by_lead, spec.reason.as_deref()), (missed, Some("its Node is gone")));
         }
     }
 }

@@ -199,12 +199,12 @@ impl<'a> Members<'a> {
         let Some(lead) = self.ranks.get(&0).filter(|facts| facts.state != MemberState::Vacant) else { return false };
         let others = || self.ranks.iter().filter(|(rank, _)| **rank != 0);
         if !lead.is_ready {
-            return others().any(|(_, facts)| facts.report.is_some_and(|report| report.unheard));
+            return others().any(|(_, facts)| facts.report.is_some_and(|report| report.lead_unreachable));
         }
         let hangs_on_lead = |rank: Rank| self.topology.is_none_or(|topology| topology.parent(rank) == Some(0));
         let children = others().filter(|(rank, _)| hangs_on_lead(**rank) && !self.lost_by_lead.contains(rank));
         let children = children.filter_map(|(_, facts)| facts.report);
-        let (unheard, heard): (Vec<_>, Vec<_>) = children.partition(|report| report.unheard);
+        let (unheard, heard): (Vec<_>, Vec<_>) = children.partition(|report| report.lead_unreachable);
         unheard.len() > heard.len()
     }
 
@@ -356,7 +356,7 @@ mod tests {
             ),
             (
                 "the lead, and nobody hears it",
-                |world| ["node2", "node3"].into_iter().for_each(|node| report(world, node).unheard = true),
+                |world| ["node2", "node3"].into_iter().for_each(|node| report(world, node).lead_unreachable = true),
                 0,
                 Lost,
             ),

@@ -60,7 +60,7 @@ impl<'a> Fetcher<'a> {
     fn has(&self, digest: &str) -> bool {
         self.report.digest.as_deref() == Some(digest)
             || self.report.adopted.as_ref().is_some_and(|adopted| adopted.digest == digest)
-            || self.report.holds.iter().any(|held| held == digest)
+            || self.report.cached_package_sets.iter().any(|held| held == digest)
     }
 
     /// The address at which it serves archives. None if it is not the node's own address: a node must not send others
@@ -73,7 +73,7 @@ impl<'a> Fetcher<'a> {
 
     /// [`Self::peer`], if it holds all archives of the set.
     fn serves(&self, digest: &str) -> Option<&'a str> {
-        self.report.holds.iter().any(|held| held == digest).then(|| self.peer()).flatten()
+        self.report.cached_package_sets.iter().any(|held| held == digest).then(|| self.peer()).flatten()
     }
 
     /// [`Self::peer`], if it is downloading the set from the source: it serves what it has so far. Only a node that

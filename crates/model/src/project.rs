@@ -120,17 +120,17 @@ pub(crate) fn project(seen: &Observed, planned: Option<Planned>, node: &NodeView
             () if may_start(seen, members, roster, rank) => Want::Run,
             () => Want::Install,
         };
-        spec.missed = members.is_lost(rank);
+        spec.lost_by_lead = members.is_lost(rank);
         spec.reason = match &spec.want {
             Want::Nothing => differs,
             Want::Install if is_shut_down(seen, roster) => Some(SHUT_DOWN_MESSAGE.to_owned()),
             Want::Install => first_lead_failure(roster),
-            Want::Run if spec.missed => Some("the other brokers do not hear from its broker".to_owned()),
+            Want::Run if spec.lost_by_lead => Some("the other brokers do not hear from its broker".to_owned()),
             _ => None,
         };
         let entry = roster.ranks.get(&rank);
-        spec.draining = entry.and_then(|entry| entry.drain.as_ref()).map(|drain| drain.reason.clone());
-        spec.overdue = is_overdue(seen, roster, rank);
+        spec.drain_reason = entry.and_then(|entry| entry.drain.as_ref()).map(|drain| drain.reason.clone());
+        spec.stop_despite_jobs = is_overdue(seen, roster, rank);
         if rank == 0 {
             spec.drain = drains(members, roster);
             // Until the lead was online once, its host still chooses the prefix.
@@ -145,7 +145,7 @@ pub(crate) fn project(seen: &Observed, planned: Option<Planned>, node: &NodeView
     };
     if let Some((revision, epoch, rank)) = planned.and_then(former) {
         (spec.rank, spec.epoch, spec.revision) = (Some(rank), epoch, revision);
-        spec.draining = Some(HAS_LEFT.to_owned());
+        spec.drain_reason = Some(HAS_LEFT.to_owned());
         spec.reason = Some(format!("jobs may still run on ranks below rank {rank}, which this node had before"));
         return spec;
     }
@@ -180,7 +180,7 @@ fn project_gone(seen: &Observed, planned: Option<Planned>, present: &FluxNode) -
         epoch: roster.epoch,
         revision: revision_for(roster, rank),
         want: if is_former_idle(members, rank) { Want::Leave } else { Want::Nothing },
-        draining: Some(HAS_LEFT.to_owned()),
+        drain_reason: Some(HAS_LEFT.to_owned()),
         reason: Some("its Node is gone".to_owned()),
         ..FluxNodeSpec::default()
     })

@@ -185,8 +185,11 @@ pub fn holds_another(seen: &Observed, node: &str) -> bool {
 /// The roster format of an epoch that begins now: the newest that the agents of all nodes read. In the middle of an
 /// upgrade, an agent that can't read the roster would start no broker.
 fn format(seen: &Observed) -> u32 {
-    let agents =
-        seen.nodes.iter().filter_map(|node| seen.reports.get(&node.name)).filter(|report| report.agent.is_some());
+    let agents = seen
+        .nodes
+        .iter()
+        .filter_map(|node| seen.reports.get(&node.name))
+        .filter(|report| report.agent_version.is_some());
     // Agents that don't report a format read the one before.
     let oldest = agents.map(|report| report.roster_format.max(ROSTER_FORMAT - 1)).min();
     oldest.unwrap_or(ROSTER_FORMAT).min(ROSTER_FORMAT)

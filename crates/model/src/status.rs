@@ -104,7 +104,7 @@ pub fn status(
     }
     let (scale, restart) = (scale_denied(seen, roster), restart_pending(restart));
     let (unapplied, agentless) = (unapplied(seen, roster), agents_missing(seen, roster));
-    let cores_lost = members.as_ref().and_then(|members| members.report(0)?.held_back.as_deref());
+    let cores_lost = members.as_ref().and_then(|members| members.report(0)?.held_back_job.as_deref());
     let mut findings = progress(seen, planned, obstacle, &next, standing);
     findings.extend(cores_lost.map(|message| Finding::new(Weight::CoresLost, message)));
     let if_true =
@@ -113,7 +113,7 @@ pub fn status(
     findings.extend(if_true(Weight::ScaleDenied, &scale));
     findings.extend(if_true(Weight::RestartBlocked, &restart).filter(|_| [BLOCKED, REFUSED].contains(&restart.1)));
     findings.extend(if_true(Weight::AgentsAway, &agentless));
-    let is_stand_in = seen.reports.values().any(|report| report.flux.as_deref() == Some(STAND_IN));
+    let is_stand_in = seen.reports.values().any(|report| report.flux_version.as_deref() == Some(STAND_IN));
     let message = if is_stand_in { format!("{STAND_IN}: {}", line(&findings)) } else { line(&findings) };
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
     for (type_, (is_true, reason, text)) in [
@@ -492,7 +492,7 @@ mod tests {
     fn a_job_that_waits_although_cores_are_free_is_message_condition_and_event() {
         let mut world = World::up(2);
         let fine = status(&world.seen(), 1, world.roster.as_ref(), None);
-        world.reports.get_mut("node1").unwrap().held_back = Some("job 7 waits".to_owned());
+        world.reports.get_mut("node1").unwrap().held_back_job = Some("job 7 waits".to_owned());
         world.status = status(&world.seen(), 1, world.roster.as_ref(), None);
         assert_eq!(world.status.message.as_deref(), Some("job 7 waits"));
         let degraded = world.status.holding("Degraded").unwrap();

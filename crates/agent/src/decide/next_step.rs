@@ -84,7 +84,10 @@ pub fn next_step(inputs: &NodeInputs, memory: &Memory) -> Step {
             Step::Wait("waiting for roster and FluxNode to agree".to_owned())
         }
         Want::Leave => match &host.broker {
-            Some(_) => Step::Stop { reason: "this node leaves the instance".to_owned(), waits_for_jobs: !spec.overdue },
+            Some(_) => Step::Stop {
+                reason: "this node leaves the instance".to_owned(),
+                waits_for_jobs: !spec.stop_despite_jobs,
+            },
             None => Step::Wait("this node has left the instance".to_owned()),
         },
         Want::Run => run(inputs, memory, spec),
@@ -174,7 +177,7 @@ fn keep(
         return Step::Stop { reason, waits_for_jobs: false };
     }
     if !is_lead
-        && spec.missed
+        && spec.lost_by_lead
         && let Some(reason) = given_up(inputs)
     {
         return Step::Stop { reason: reason.to_owned(), waits_for_jobs: true };

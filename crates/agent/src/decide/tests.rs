@@ -497,7 +497,7 @@ fn a_broker_is_restarted_only_if_the_lead_lost_it_and_is_unreachable() {
     let mut world = World::new();
     world.host.broker = Some(broker(1, 1));
     for (missed, unheard, restarts) in [(true, 149, false), (false, 9000, false), (true, 150, true)] {
-        world.spec.as_mut().unwrap().missed = missed;
+        world.spec.as_mut().unwrap().lost_by_lead = missed;
         world.unheard = Duration::from_secs(unheard);
         assert_eq!(matches!(world.decide(), Step::Stop { .. }), restarts, "{missed} {unheard}");
     }
@@ -508,7 +508,7 @@ fn a_follower_that_hangs_is_restarted_once_the_lead_has_given_it_up() {
     let mut world = World::new();
     world.host.broker = Some(broker(1, 1));
     for (missed, silent, restarts) in [(true, 149, false), (false, 9000, false), (true, 150, true)] {
-        world.spec.as_mut().unwrap().missed = missed;
+        world.spec.as_mut().unwrap().lost_by_lead = missed;
         world.silent = Duration::from_secs(silent);
         let stops = matches!(world.decide(), Step::Stop { waits_for_jobs: true, .. });
         assert_eq!(stops, restarts, "{missed} {silent}");
@@ -523,7 +523,7 @@ fn a_follower_that_hangs_is_restarted_once_the_lead_has_given_it_up() {
 fn a_broker_on_its_way_up_is_not_restarted_because_the_lead_does_not_answer() {
     let mut world = World::new();
     world.host.broker = Some(broker(1, 1));
-    world.spec.as_mut().unwrap().missed = true;
+    world.spec.as_mut().unwrap().lost_by_lead = true;
     (world.unheard, world.is_up) = (Duration::from_secs(9000), false);
     assert!(!matches!(world.decide(), Step::Stop { .. }));
 }

@@ -60,7 +60,7 @@ pub fn node_status(
     let trouble = memory.attempts.trouble(step, inputs.generation);
     let (phase, message) = phase(inputs, step, &Reasons { trouble, failing, progress }, &before);
     let message = with_ports(&phase, message, &inputs.port_problems);
-    let flux = Some(&inputs.broker.version).filter(|version| !version.is_empty()).or(before.flux.as_ref());
+    let flux = Some(&inputs.broker.version).filter(|version| !version.is_empty()).or(before.flux_version.as_ref());
     let flux = flux.filter(|_| !inputs.host.environments.is_empty()).cloned();
     let message = if flux.as_deref() == Some(STAND_IN) {
         Some(message.map_or_else(|| STAND_IN.to_owned(), |message| format!("{STAND_IN}: {message}")))
@@ -74,16 +74,16 @@ pub fn node_status(
     let no_drains = BTreeMap::new();
     let copy = host.roster.clone().filter(|_| inputs.roster_is_gone && leads(host, inputs.own_spec()));
     let wanted_drains = inputs.own_spec().map_or(&no_drains, |spec| &spec.drain);
-    let holds = if inputs.published.is_empty() { before.holds } else { inputs.held_archives.clone() };
+    let holds = if inputs.published.is_empty() { before.cached_package_sets } else { inputs.held_archives.clone() };
     Some(FluxNodeStatus {
-        lasting: phase == NodePhase::Failed && trouble.is_some_and(|trouble| trouble.lasting),
+        needs_attention: phase == NodePhase::Failed && trouble.is_some_and(|trouble| trouble.lasting),
         phase,
         message,
         facts: inputs.preflight.as_ref().map(facts).or(before.facts),
         digest: inputs.wanted_digest().filter(|digest| host.has_environment(digest)).map(str::to_owned).or_else(newest),
-        holds,
+        cached_package_sets: holds,
         peer: inputs.peer.clone(),
-        flux,
+        flux_version: flux,
         adopted: host.broker.as_ref().map(|broker| Adopted {
             rank: broker.record.rank,
             broker_name: broker.record.broker_name.clone(),
@@ -97,7 +97,7 @@ pub fn node_status(
         unknown_broker: host.unknown.is_some(),
         allocated: instance.map(|instance| instance.allocated.ranks.clone()),
         pending_nodes: inputs.broker.pending.filter(|_| is_lead).map(|pending| pending.missing_nodes),
-        held_back: inputs.broker.fits_since.filter(|_| is_lead).and_then(|held| held_back(held, inputs.at)),
+        held_back_job: inputs.broker.fits_since.filter(|_| is_lead).and_then(|held| held_back(held, inputs.at)),
         drained: instance.map(|instance| drains::in_effect(wanted_drains, &instance.drained)),
         // While the broker is stopped for the next epoch, the planner needs what it had drained.
         drained_by_others: match instance {
@@ -105,7 +105,7 @@ pub fn node_status(
             None if leads(host, inputs.own_spec()) => before.drained_by_others,
             None => IdSet::default(),
         },
-        closed: closed(inputs),
+        closed_epoch: closed(inputs),
         shut_down: shut_down(inputs),
         applied_revision: is_lead.then(|| Applied::of(host)).flatten().map(|applied| applied.revision),
         torpid: instance.map(|instance| instance.torpid.clone()).unwrap_or_default(),
@@ -116,14 +116,14 @@ pub fn node_status(
         restart_pending: restart_pending(inputs),
         lacks_packages: lacks_packages(inputs, memory, step),
         damage: inputs.damage.clone(),
-        left: nothing_runs(inputs) && inputs.own_spec().is_some_and(|spec| spec.want == Want::Leave),
-        keeps_dying: failing.and(inputs.roster.as_ref()).map(|roster| roster.epoch),
+        leave_completed: nothing_runs(inputs) && inputs.own_spec().is_some_and(|spec| spec.want == Want::Leave),
+        start_failing_epoch: failing.and(inputs.roster.as_ref()).map(|roster| roster.epoch),
         lead_failed: lead_failed(inputs, memory, step),
         // A broker that hangs receives nothing, which says nothing about the lead.
-        unheard: inputs.broker.lead_unreachable_since.is_some() && inputs.broker.silent_since.is_none(),
+        lead_unreachable: inputs.broker.lead_unreachable_since.is_some() && inputs.broker.silent_since.is_none(),
         rejected: if is_lead { inputs.rejected.clone() } else { Rejected::new() },
         roster_format: ROSTER_FORMAT,
-        agent: Some(env!("CARGO_PKG_VERSION").to_owned()),
+        agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
     })
 }
 

@@ -99,7 +99,7 @@ fn online(inputs: &NodeInputs, step: &Step, reasons: &Reasons<'_>) -> (NodePhase
     };
     let trouble = reasons.trouble.map(|trouble| trouble.words.clone());
     let said = trouble.or(reasons.progress.map(str::to_owned)).or(must_act).or(inputs.damage.clone());
-    match inputs.own_spec().and_then(|spec| spec.draining.clone()) {
+    match inputs.own_spec().and_then(|spec| spec.drain_reason.clone()) {
         Some(reason) => (NodePhase::Draining, said.or(Some(reason))),
         None => (NodePhase::Online, said),
     }

@@ -60,7 +60,7 @@ fn verdict(wanted: u32, instance: &FluxInstanceStatus, reports: &BTreeMap<String
     }
     let is_lasting = |report: &Report| {
         let failed = report.status.phase == NodePhase::Failed;
-        failed && (report.status.lasting || report.failed_for.is_some_and(|time| time >= FAILED_LIMIT))
+        failed && (report.status.needs_attention || report.failed_for.is_some_and(|time| time >= FAILED_LIMIT))
     };
     match reports.iter().find(|(_, report)| is_lasting(report)) {
         Some((node, report)) => {
@@ -204,11 +204,11 @@ mod tests {
                 "a node has failed for good",
                 Box::new(move |_, report| {
                     failed(report, 0);
-                    report.status.lasting = true;
+                    report.status.needs_attention = true;
                 }),
                 gives_up("node2 has failed: sha256 differs"),
             ),
-            ("a lasting failure is over", Box::new(|_, report| report.status.lasting = true), Verdict::Wait),
+            ("a lasting failure is over", Box::new(|_, report| report.status.needs_attention = true), Verdict::Wait),
         ];
         for (what, change, expected) in cases {
             let (mut status, mut report) = (FluxInstanceStatus::default(), Report::default());

@@ -43,7 +43,7 @@ impl Node {
     }
 
     fn holds(mut self) -> Self {
-        (self.report.holds, self.report.phase) = (vec!["set".into()], NodePhase::Online);
+        (self.report.cached_package_sets, self.report.phase) = (vec!["set".into()], NodePhase::Online);
         self
     }
 
@@ -352,11 +352,11 @@ fn run(nodes: &mut [Node], mut finishes: impl FnMut(usize) -> bool) -> i64 {
                 .zip(assign(nodes, round + 1))
                 .all(|(node, assigned)| node.assigned.is_none() || node.assigned == assigned)
         );
-        if nodes.iter().all(|node| !node.report.holds.is_empty()) {
+        if nodes.iter().all(|node| !node.report.cached_package_sets.is_empty()) {
             return round;
         }
         for (index, node) in nodes.iter_mut().enumerate() {
-            if node.assigned.is_some() && node.report.holds.is_empty() {
+            if node.assigned.is_some() && node.report.cached_package_sets.is_empty() {
                 node.report.phase = NodePhase::Installing;
                 if finishes(index) {
                     *node = node.clone().holds();
@@ -438,16 +438,16 @@ fn nodes_that_fail_leave_or_come_back_get_the_packages_in_the_end() {
                 askers += usize::from(asks);
                 node.assigned = assigned;
             }
-            if nodes.iter().all(|node| !node.report.holds.is_empty()) {
+            if nodes.iter().all(|node| !node.report.cached_package_sets.is_empty()) {
                 break;
             }
             for (number, node) in nodes.iter_mut().enumerate() {
-                let fetches = node.assigned.is_some() && node.report.holds.is_empty();
+                let fetches = node.assigned.is_some() && node.report.cached_package_sets.is_empty();
                 match dice.below(if now < 100 { 20 } else { 100 }) {
                     // The Node comes and goes, the agent fails, the disk is replaced.
                     0 => node.address = node.address.xor(Some(address(number + 1))),
                     1 if fetches => node.report.phase = NodePhase::Failed,
-                    2 if now < 100 => node.report.holds.clear(),
+                    2 if now < 100 => node.report.cached_package_sets.clear(),
                     3..=8 if fetches && node.address.is_some() => *node = node.clone().holds(),
                     _ if fetches => node.report.phase = NodePhase::Installing,
                     _ => {}

@@ -47,7 +47,7 @@ fn ranks_below_a_leaving_member_get_no_new_jobs_until_it_has_left() {
     world.reports.get_mut("node1").unwrap().offline = vec![6];
     assert_eq!(world.wants("node3"), Want::Leave);
     let report = world.reports.get_mut("node3").unwrap();
-    (report.adopted, report.left) = (None, true);
+    (report.adopted, report.leave_completed) = (None, true);
     world.settle();
     assert_eq!((world.rank("node3"), entry_of(&world, 5).drain), (None, None));
 }
@@ -85,7 +85,11 @@ fn a_broker_whose_node_is_gone_for_good_stays_while_jobs_run_below_it() {
         let seen = world.seen();
         let rows = project_all(&seen, seen.roster, [&present], |_| true);
         let (_, spec) = rows.into_iter().next().unwrap();
-        assert_eq!(spec.draining.is_some(), spec.rank.is_some(), "a broker that is to end must be shown as draining");
+        assert_eq!(
+            spec.drain_reason.is_some(),
+            spec.rank.is_some(),
+            "a broker that is to end must be shown as draining"
+        );
         (spec.rank, spec.want)
     };
     assert_eq!(rank_and_want(&world), (Some(2), Want::Nothing));

@@ -70,7 +70,7 @@ pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Op
         if closing == Closing::WhenIdle && report.adopted.is_some() && is_busy {
             return Some(with_closing(roster, None));
         }
-        let closed = report.closed == Some(roster.epoch) && report.adopted.is_none();
+        let closed = report.closed_epoch == Some(roster.epoch) && report.adopted.is_none();
         if !closed {
             return None;
         }
@@ -220,7 +220,7 @@ fn has_lead_failed(seen: &Observed, members: &Members, roster: &Roster) -> bool 
 
 /// True if the agent's repeated attempts to start the broker of this epoch have failed.
 fn keeps_failing(roster: &Roster, report: &FluxNodeStatus) -> bool {
-    report.keeps_dying == Some(roster.epoch) && report.adopted.is_none()
+    report.start_failing_epoch == Some(roster.epoch) && report.adopted.is_none()
 }
 
 fn deadline_has_come(seen: &Observed) -> bool {

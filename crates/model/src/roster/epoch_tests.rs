@@ -23,7 +23,7 @@ pub(super) fn jobs_on(world: &mut World, ranks: Option<&str>) {
 pub(super) fn close(world: &mut World) {
     let epoch = world.roster.as_ref().unwrap().epoch;
     world.reports.values_mut().for_each(|report| report.adopted = None);
-    world.reports.get_mut("node1").unwrap().closed = Some(epoch);
+    world.reports.get_mut("node1").unwrap().closed_epoch = Some(epoch);
 }
 
 pub(super) fn waits_for(world: &World) -> String {
@@ -51,7 +51,7 @@ fn a_change_that_needs_a_restart_waits_until_the_instance_is_idle() {
 
     // No epoch begins before the lead's agent reports that its broker has ended.
     assert_eq!(world.settle(), Decision::Keep);
-    world.reports.get_mut("node1").unwrap().closed = Some(1);
+    world.reports.get_mut("node1").unwrap().closed_epoch = Some(1);
     assert_eq!(world.settle(), Decision::Keep);
     close(&mut world);
     world.settle();
@@ -208,7 +208,7 @@ fn no_epoch_begins_in_a_format_that_an_agent_can_not_read() {
     world.roster.as_mut().unwrap().format = 1;
     let report = |world: &mut World, node: &str, roster_format| {
         let report = world.reports.get_mut(node).unwrap();
-        (report.agent, report.roster_format) = (Some("0.1.0".to_owned()), roster_format);
+        (report.agent_version, report.roster_format) = (Some("0.1.0".to_owned()), roster_format);
     };
     // An upgrade of the agents is in progress.
     report(&mut world, "node1", ROSTER_FORMAT);
@@ -287,7 +287,7 @@ fn with_a_smaller_size_the_highest_ranks_leave_once_they_are_drained_and_idle() 
     world.reports.get_mut("node3").unwrap().adopted = None;
     world.settle();
     assert_eq!(world.rank("node3"), Some(2), "its broker may be between two starts");
-    world.reports.get_mut("node3").unwrap().left = true;
+    world.reports.get_mut("node3").unwrap().leave_completed = true;
     world.settle();
     assert_eq!((world.rank("node3"), world.rank("node2"), world.rank("node1")), (None, Some(1), Some(0)));
     assert_eq!(world.wants("node3"), Want::Install);
@@ -336,8 +336,8 @@ fn a_cordon_drains_and_an_uncordon_undrains_but_node_conditions_do_neither() {
     world.nodes[0].cordoned = false;
     world.nodes[2].deleting = true;
     assert_eq!(drained(&mut world), [(2, "the node is being deleted".to_owned())]);
-    assert_eq!(world.projected("node3").draining.as_deref(), Some("the node is being deleted"));
-    assert_eq!(world.projected("node2").draining, None);
+    assert_eq!(world.projected("node3").drain_reason.as_deref(), Some("the node is being deleted"));
+    assert_eq!(world.projected("node2").drain_reason, None);
     assert_eq!((world.wants("node3"), world.rank("node3")), (Want::Run, Some(2)));
 }
 
@@ -362,7 +362,7 @@ fn if_the_lead_does_not_come_up_the_instance_goes_back_once() {
         world.settle();
         let lead = world.reports.get_mut("node1").unwrap();
         (lead.phase, lead.message) = (NodePhase::Failed, Some("exit code 1".to_owned()));
-        lead.keeps_dying = Some(2);
+        lead.start_failing_epoch = Some(2);
         world.settle();
         world
     };
@@ -383,13 +383,13 @@ fn if_the_lead_does_not_come_up_the_instance_goes_back_once() {
 #[test]
 fn a_member_that_the_lead_reports_offline_is_marked_as_missed() {
     let mut world = idle();
-    assert!(!world.projected("node2").missed);
+    assert!(!world.projected("node2").lost_by_lead);
     world.reports.get_mut("node1").unwrap().offline = vec![1];
-    assert!(world.projected("node2").missed && !world.projected("node3").missed);
+    assert!(world.projected("node2").lost_by_lead && !world.projected("node3").lost_by_lead);
     // Its own agent reports it too.
     let report = world.reports.get_mut("node2").unwrap();
     (report.phase, report.adopted) = (NodePhase::Offline, None);
-    assert!(!world.projected("node2").missed);
+    assert!(!world.projected("node2").lost_by_lead);
 }
 
 #[test]
@@ -415,7 +415,7 @@ fn a_lead_whose_machine_is_off_is_not_online_although_its_last_report_says_so() 
     let phase = |world: &World| status(&world.seen(), 1, world.roster.as_ref(), None).phase;
     world.nodes[0].ready = false;
     assert_eq!(phase(&world), InstancePhase::Running, "a Node that is not Ready alone proves nothing");
-    world.reports.get_mut("node2").unwrap().unheard = true;
+    world.reports.get_mut("node2").unwrap().lead_unreachable = true;
     assert_eq!(phase(&world), InstancePhase::Degraded);
     let message = status(&world.seen(), 1, world.roster.as_ref(), None).message.unwrap();
     assert!(message.contains("node1 (rank 0, started): its Node is not Ready"), "{message}");
@@ -497,7 +497,9 @@ fn an_instance_that_was_shut_down_stays_down_until_an_administrator_restarts_it(
         ("nothing", (|_| {}) as Edit),
         ("a change of the spec", |world| world.spec.broker.port = Some(9000)),
         ("another package set", |world| world.digest = "other"),
-        ("a lead that would not come up", |world| world.reports.get_mut("node1").unwrap().keeps_dying = Some(1)),
+        ("a lead that would not come up", |world| {
+            world.reports.get_mut("node1").unwrap().start_failing_epoch = Some(1)
+        }),
     ] {
         let mut world = shut_down();
         change(&mut world);
@@ -557,6 +559,6 @@ fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_it_is_idle() {
         let mut world = idle();
         world.reports.get_mut("node2").unwrap().phase = NodePhase::Offline;
         change(&mut world);
-        assert_eq!(world.projected("node2").missed, missed, "{what}");
+        assert_eq!(world.projected("node2").lost_by_lead, missed, "{what}");
     }
 }

@@ -20,8 +20,9 @@ fn refused_by_the_host() -> World {
     world.settle();
     assert_eq!(world.roster.as_ref().unwrap().epoch, 2);
     let lead = world.reports.get_mut("node1").unwrap();
-    (lead.phase, lead.message, lead.closed) = (NodePhase::Failed, Some("there is no user nosuchuser".into()), None);
-    lead.keeps_dying = Some(2);
+    (lead.phase, lead.message, lead.closed_epoch) =
+        (NodePhase::Failed, Some("there is no user nosuchuser".into()), None);
+    lead.start_failing_epoch = Some(2);
     world
 }
 
@@ -58,10 +59,10 @@ fn a_lead_that_is_slow_or_away_does_not_count_as_failed() {
     type Away = fn(&mut World);
     let aways: [(&str, Away); 4] = [
         ("starting, or refused once, for example because a port was in use", |world| {
-            world.reports.get_mut("node1").unwrap().keeps_dying = None;
+            world.reports.get_mut("node1").unwrap().start_failing_epoch = None;
         }),
         ("refused again and again, but in the previous epoch", |world| {
-            world.reports.get_mut("node1").unwrap().keeps_dying = Some(1);
+            world.reports.get_mut("node1").unwrap().start_failing_epoch = Some(1);
         }),
         ("off", |world| world.nodes[0].ready = false),
         ("running, but not online", |world| {
@@ -87,7 +88,7 @@ fn a_lead_that_fails_long_after_it_was_online_can_be_repaired_by_the_spec() {
     let mut world = idle();
     jobs_on(&mut world, Some("1"));
     let lead = world.reports.get_mut("node1").unwrap();
-    (lead.phase, lead.adopted, lead.keeps_dying) = (NodePhase::Failed, None, Some(1));
+    (lead.phase, lead.adopted, lead.start_failing_epoch) = (NodePhase::Failed, None, Some(1));
     assert_eq!(world.settle(), Decision::Keep);
     world.spec.broker.port = Some(9000);
     world.settle();
@@ -101,17 +102,17 @@ fn a_repair_is_not_reverted_by_the_report_about_the_failure_before_it() {
     world.spec.upgrade.on_failure = OnFailure::GoBack;
     let lead = world.reports.get_mut("node1").unwrap();
     (lead.phase, lead.adopted) = (NodePhase::Failed, None);
-    (lead.keeps_dying, lead.message) = (Some(1), Some("the broker has ended".into()));
+    (lead.start_failing_epoch, lead.message) = (Some(1), Some("the broker has ended".into()));
     world.digest = "new";
     world.settle();
     close(&mut world);
     world.settle();
-    world.reports.get_mut("node1").unwrap().closed = None;
+    world.reports.get_mut("node1").unwrap().closed_epoch = None;
     assert_eq!(world.settle(), Decision::Keep);
     let roster = world.roster.as_ref().unwrap();
     assert_eq!((roster.epoch, roster.settings.digest.as_str(), &roster.refused), (2, "new", &None));
     // A report about the new epoch does revert it.
-    world.reports.get_mut("node1").unwrap().keeps_dying = Some(2);
+    world.reports.get_mut("node1").unwrap().start_failing_epoch = Some(2);
     world.settle();
     let roster = world.roster.as_ref().unwrap();
     assert_eq!((roster.epoch, roster.settings.digest.as_str()), (3, "digest"));
@@ -149,9 +150,9 @@ fn an_instance_that_was_stopped_for_an_epoch_that_can_not_begin_goes_on() {
 fn an_epoch_that_does_not_come_up_is_reverted_even_if_the_spec_is_invalid() {
     let mut world = refused_by_the_host();
     world.spec.upgrade.on_failure = OnFailure::GoBack;
-    let keeps_dying = world.reports.get_mut("node1").unwrap().keeps_dying.take();
+    let keeps_dying = world.reports.get_mut("node1").unwrap().start_failing_epoch.take();
     assert_eq!(decide_unserved(&world.seen()), Decision::Keep);
-    world.reports.get_mut("node1").unwrap().keeps_dying = keeps_dying;
+    world.reports.get_mut("node1").unwrap().start_failing_epoch = keeps_dying;
     world.spec.size = Some(0);
     let Decision::Write(next) = decide_unserved(&world.seen()) else { panic!("the instance stays down") };
     assert_eq!((next.epoch, next.settings.run_as.as_str(), next.ranks.len()), (3, "root", 3));

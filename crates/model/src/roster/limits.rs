@@ -118,7 +118,8 @@ mod tests {
     impl World {
         /// The decision now, and whether node3 is overdue.
         fn outcome(&self) -> String {
-            let is_overdue = self.nodes.iter().any(|node| node.name == "node3") && self.projected("node3").overdue;
+            let is_overdue =
+                self.nodes.iter().any(|node| node.name == "node3") && self.projected("node3").stop_despite_jobs;
             format!("{:?} {is_overdue}", decide(&self.seen()))
         }
     }

@@ -248,7 +248,7 @@ impl Cluster {
             facts,
             phase: if machine.broker.is_some() { NodePhase::Online } else { NodePhase::Waiting },
             adopted: machine.broker.clone(),
-            left: machine.left,
+            leave_completed: machine.left,
             ..FluxNodeStatus::default()
         };
         if machine.broker.as_ref().is_some_and(|broker| broker.rank == 0) {

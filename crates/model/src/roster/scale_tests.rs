@@ -86,7 +86,7 @@ fn a_raised_max_size_is_announced_and_takes_effect_in_the_next_epoch() {
     world.settle();
     assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::WhenIdle));
     world.reports.values_mut().for_each(|report| report.adopted = None);
-    world.reports.get_mut("node1").unwrap().closed = Some(1);
+    world.reports.get_mut("node1").unwrap().closed_epoch = Some(1);
     world.settle();
     assert_eq!((members(&world), world.roster.as_ref().unwrap().settings.max_size), (6, 8));
     assert_eq!(denied(&world), None);
@@ -117,10 +117,10 @@ fn a_smaller_size_frees_the_highest_ranks_and_a_larger_one_restores_them() {
     (lead.drained, lead.allocated) = (Some("3".parse().unwrap()), Some("".parse().unwrap()));
     assert_eq!(world.wants("node4"), Want::Leave);
     let report = world.reports.get_mut("node4").unwrap();
-    (report.adopted, report.left) = (None, true);
+    (report.adopted, report.leave_completed) = (None, true);
     world.settle();
     assert_eq!(world.rank("node4"), None);
-    world.reports.get_mut("node4").unwrap().left = false;
+    world.reports.get_mut("node4").unwrap().leave_completed = false;
     world.spec.size = Some(4);
     world.settle();
     assert_eq!(world.rank("node4"), Some(3));
@@ -134,7 +134,7 @@ fn a_node_that_comes_back_goes_before_an_older_one_that_never_had_a_rank() {
         world.roster.as_mut().unwrap().settings.max_size = max_size;
         world.roster.as_mut().unwrap().ranks.get_mut(&3).unwrap().vacate();
         let report = world.reports.get_mut("node4").unwrap();
-        (report.adopted, report.left) = (None, false);
+        (report.adopted, report.leave_completed) = (None, false);
         world.add("older", 0);
         world.passed("older", 2);
         world.spec.size = Some(4);
@@ -291,7 +291,7 @@ fn a_broker_whose_node_is_gone_for_good_is_drained_and_stopped_once_it_is_idle()
         assert_eq!(world.projected("node1").drain["its node has left the instance"].to_string(), "2");
         let spec = project_into(&world, "node3").unwrap();
         assert_eq!((spec.want, spec.rank), (want, Some(2)), "{drained:?} {allocated:?}");
-        assert!(spec.draining.is_some());
+        assert!(spec.drain_reason.is_some());
     }
     // The machine is off, and its agent can't correct its last report, but the lead reports the broker offline.
     world.reports.get_mut("node1").unwrap().offline = vec![2];

@@ -169,7 +169,7 @@ fn a_running_instance_is_stopped_before_it_begins_with_an_empty_queue() {
         let roster = world.roster.as_ref().unwrap();
         assert_eq!((roster.closing, roster.epoch), (Some(closing), 1));
         let lead = world.reports.get_mut("node1").unwrap();
-        (lead.phase, lead.adopted, lead.closed) = (NodePhase::Waiting, None, Some(1));
+        (lead.phase, lead.adopted, lead.closed_epoch) = (NodePhase::Waiting, None, Some(1));
         world.settle();
         let roster = world.roster.as_ref().unwrap();
         assert_eq!((roster.instance_id.as_str(), roster.epoch, roster.closing), ("new", 2, None));

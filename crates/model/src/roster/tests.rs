@@ -386,7 +386,7 @@ fn a_restored_roster_drains_those_that_are_to_be_drained_now() {
     let Decision::Write(back) = decide(&world.seen()) else { panic!("no roster") };
     world.roster = Some(*back);
     let spec = world.projected("node3");
-    assert_eq!((spec.want, spec.overdue), (Want::Run, false));
+    assert_eq!((spec.want, spec.stop_despite_jobs), (Want::Run, false));
     let drained: Vec<_> = world.projected("node1").drain.into_values().collect();
     assert_eq!(drained, ["1".parse().unwrap()]);
     // If node3 is to leave again, it has its whole time.
@@ -560,7 +560,7 @@ fn a_lead_is_silent_if_most_children_miss_it_or_one_does_and_its_node_is_not_rea
     ] {
         let mut world = World::up(5);
         world.roster.as_mut().unwrap().settings.topology = topology.to_owned();
-        unheard.iter().for_each(|node| world.reports.get_mut(*node).unwrap().unheard = true);
+        unheard.iter().for_each(|node| world.reports.get_mut(*node).unwrap().lead_unreachable = true);
         world.reports.get_mut("node1").unwrap().offline = missed.to_vec();
         world.nodes[0].ready = ready;
         let roster = world.roster.as_ref().unwrap();
@@ -568,6 +568,6 @@ fn a_lead_is_silent_if_most_children_miss_it_or_one_does_and_its_node_is_not_rea
         assert_eq!(members.is_lead_silent(), silent, "{what}");
         assert_eq!(members.is_online(0), !silent, "{what}");
         let spec = world.projected("node1");
-        assert_eq!((spec.missed, spec.reason.is_some()), (silent, silent), "{what}");
+        assert_eq!((spec.lost_by_lead, spec.reason.is_some()), (silent, silent), "{what}");
     }
 }

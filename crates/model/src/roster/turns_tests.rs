@@ -114,7 +114,7 @@ fn a_change_that_may_be_the_cure_is_tried_at_once() {
         ("anything in the spec", |world| world.generation += 1, 1),
         ("a request", |world| world.restart_word = Some("again"), 1),
         ("a node", |world| world.reports.get_mut("node3").unwrap().facts.as_mut().unwrap().boot_id = "new".into(), 1),
-        ("an agent", |world| world.reports.get_mut("node1").unwrap().agent = Some("2.0".into()), 1),
+        ("an agent", |world| world.reports.get_mut("node1").unwrap().agent_version = Some("2.0".into()), 1),
     ];
     for (what, change, epoch) in changes {
         let mut hopeless = Hopeless::new(4);
