@@ -97,8 +97,8 @@ enum Command {
 /// Parses the arguments, runs the command, and returns its exit code.
 pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    if matches!(arguments.command, Command::Agent(_) | Command::Stage) {
-        // An agent without this protection is better than no agent.
+    if holds_keys(&arguments.command) {
+        // A process without this protection is better than none.
         let _ = host::core_dump::forbid();
     }
     // Both are single-threaded processes on the host: no runtime, no TLS, and stdout carries their replies.
@@ -117,6 +117,17 @@ pub fn main() -> ExitCode {
             let _ = writeln!(std::io::stderr(), "flux-distribute: {}", failure.message);
             failure.code
         }
+    }
+}
+
+/// True for a command that may hold a key or a token, so that a core of it must not be kept. The others start programs
+/// of users, whose cores are theirs.
+fn holds_keys(command: &Command) -> bool {
+    match command {
+        #[cfg(feature = "local")]
+        Command::Local(_) => false,
+        Command::Connect { .. } | Command::Shell { .. } | Command::Launch => false,
+        _ => true,
     }
 }
 

@@ -3,20 +3,19 @@
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 
 use std::{
-    collections::BTreeSet,
     fs,
     path::{Path, PathBuf},
 };
 
 use api::{
     ANNOTATION_PROTECTS, CONDITION_POD_READY, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY,
-    CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, DAEMONSET, FluxInstance, FluxInstanceSpec, GROUP, INSTANCE, LEASE_PLANNER,
-    NAMESPACE, SECRET_CURVE, SECRET_PACKAGES, by_line,
+    CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, DAEMONSET, FluxInstance, FluxInstanceSpec, INSTANCE, LEASE_PLANNER,
+    NAMESPACE, SECRET_CURVE, by_line,
 };
 use k8s_openapi::api::{
     apps::v1::DaemonSet,
     core::v1::{ConfigMap, Container, Namespace, NodeSelectorRequirement, PodSpec, ResourceQuota, Toleration},
-    rbac::v1::{ClusterRole, ClusterRoleBinding, PolicyRule, Role, RoleBinding},
+    rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
 };
 use model::{
     protect::PROTECTING,
@@ -86,103 +85,6 @@ fn agent() -> Container {
     let mut containers = pod().containers;
     assert_eq!(containers.len(), 1);
     containers.remove(0)
-}
-
-/// Every call that the program makes: API group, resource (or a path of none), names it is made for (none: any, or one yet to be
-/// made), verbs.
-/// Cluster-wide ones first.
-const CLUSTER_CALLS: &[(&str, &str, &[&str], &[&str])] = &[
-    // The planner decides who is eligible, and annotates nodes on which jobs run; an agent looks whether its own Node is the one
-    // that the planner speaks of.
-    ("", "nodes", &[], &["list", "watch", "patch"]),
-    // An agent learns of a teardown by its open watch, and asks once more at SIGTERM.
-    ("", "namespaces", &[NAMESPACE], &["get", "list", "watch"]),
-    // The planner refuses an API server that may not have the admission policies.
-    ("", "/version", &[], &["get"]),
-];
-
-const CALLS: &[(&str, &str, &[&str], &[&str])] = &[
-    // Agents watch theirs, the planner all; it creates the first one.
-    (GROUP, "fluxinstances", &[], &["get", "list", "watch", "create"]),
-    // By replace, so that a planner that has lost its Lease can't write.
-    (GROUP, "fluxinstances/status", &[], &["update"]),
-    // Agents create and delete their own; the planner patches specs, and deletes those of Nodes that are gone.
-    (GROUP, "fluxnodes", &[], &["get", "list", "watch", "create", "patch", "delete"]),
-    (GROUP, "fluxnodes/status", &[], &["patch"]),
-    // The planner marks it consumed.
-    ("", "configmaps", &[CONFIGMAP_DEFAULT], &["get", "patch"]),
-    // What the planner publishes, by compare-and-swap, and takes off when the instance is gone from every host.
-    ("", "configmaps", &[CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER], &["get", "update", "delete"]),
-    ("", "configmaps", &[], &["create"]),
-    // Never overwritten.
-    ("", "secrets", &[SECRET_CURVE], &["get", "delete"]),
-    ("", "secrets", &[SECRET_PACKAGES], &["get"]),
-    ("", "secrets", &[], &["create"]),
-    // The election.
-    ("coordination.k8s.io", "leases", &[LEASE_PLANNER], &["get", "update"]),
-    ("coordination.k8s.io", "leases", &[], &["create"]),
-    // Evidence at the end of a pod.
-    ("apps", "daemonsets", &[DAEMONSET, CONTROL_PLANES], &["get", "list", "watch"]),
-    // The planner looks where agents run; each agent tells its own pod's readiness.
-    ("", "pods", &[], &["list", "watch"]),
-    ("", "pods/status", &[], &["patch"]),
-    // An Event that comes again is patched into a series.
-    ("events.k8s.io", "events", &[], &["create", "patch"]),
-];
-
-type Right = (String, String, String, String);
-
-fn rights_of(calls: &[(&str, &str, &[&str], &[&str])]) -> BTreeSet<Right> {
-    let rule = |(group, resource, names, verbs): &(&str, &str, &[&str], &[&str])| {
-        let verbs = verbs.iter().map(|verb| (*verb).to_owned()).collect();
-        if resource.starts_with('/') {
-            return PolicyRule {
-                non_resource_urls: Some(vec![(*resource).to_owned()]),
-                verbs,
-                ..PolicyRule::default()
-            };
-        }
-        PolicyRule {
-            api_groups: Some(vec![(*group).to_owned()]),
-            resources: Some(vec![(*resource).to_owned()]),
-            resource_names: Some(names.iter().map(|name| (*name).to_owned()).collect()),
-            verbs,
-            ..PolicyRule::default()
-        }
-    };
-    granted(&calls.iter().map(rule).collect::<Vec<_>>())
-}
-
-/// Each single right: group, resource or path, name (empty: any), verb.
-fn granted(rules: &[PolicyRule]) -> BTreeSet<Right> {
-    let mut rights = BTreeSet::new();
-    for rule in rules {
-        for url in rule.non_resource_urls.iter().flatten() {
-            let right = |verb: &String| (String::new(), url.clone(), String::new(), verb.clone());
-            rights.extend(rule.verbs.iter().map(right));
-        }
-        let names =
-            rule.resource_names.clone().filter(|names| !names.is_empty()).unwrap_or_else(|| vec![String::new()]);
-        for group in rule.api_groups.iter().flatten() {
-            for resource in rule.resources.iter().flatten() {
-                for name in &names {
-                    for verb in &rule.verbs {
-                        rights.insert((group.clone(), resource.clone(), name.clone(), verb.clone()));
-                    }
-                }
-            }
-        }
-    }
-    rights
-}
-
-#[test]
-fn the_roles_grant_exactly_the_calls_that_the_program_makes() {
-    let cluster: ClusterRole = one("ClusterRole");
-    assert_eq!(granted(&cluster.rules.unwrap()), rights_of(CLUSTER_CALLS));
-    let role: Role = one("Role");
-    assert_eq!(role.metadata.namespace.as_deref(), Some(NAMESPACE));
-    assert_eq!(granted(&role.rules.unwrap()), rights_of(CALLS));
 }
 
 #[test]

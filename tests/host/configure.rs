@@ -394,6 +394,24 @@ fn a_lead_that_runs_without_its_statedir_is_detected() {
     *host.brokers.running.borrow_mut() = Some(running(0, "id-1"));
     fs::remove_dir_all(host.below("state")).unwrap();
     assert!(lost());
+    // What a user puts at another candidate for the prefix is no statedir of ours.
+    let theirs = "/home/kubernetes/flux-distribute";
+    host.write(&format!("{theirs}/state/instance-id"), "id-1");
+    chown(host.at(theirs), Some(500), None).unwrap();
+    assert!(lost());
     host.brokers.running.take();
     assert!(!lost());
+}
+
+/// Flux makes one that all users may read for its dump, if it ends after its own was removed.
+#[test]
+fn a_statedir_that_a_broker_has_left_open_is_closed_by_the_next_look() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    host.environment(DIGEST, None);
+    host.configure(&configure_order()).unwrap();
+    fs::set_permissions(host.below("state"), fs::Permissions::from_mode(0o755)).unwrap();
+    observe(&host.root, &host.brokers).unwrap();
+    assert_eq!(mode(&host.below("state")), 0o700);
 }

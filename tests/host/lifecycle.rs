@@ -46,6 +46,24 @@ fn claiming_and_configuring_again_changes_nothing() {
     assert_eq!(fs::metadata(host.below("etc/broker.toml")).unwrap().ino(), inode);
 }
 
+/// A process that is killed while it replaces an old lock file leaves the lock under which it did so.
+#[test]
+fn what_a_stage_leaves_that_was_killed_at_the_lock_is_no_foreign_file() {
+    need_root!();
+    let host = TestHost::new();
+    for name in ["lock", "lock.replacing"] {
+        host.write(&format!("{PREFIX}/{name}"), "");
+        fs::set_permissions(host.below(name), fs::Permissions::from_mode(0o600)).unwrap();
+    }
+    let held = host::HostLock::take(&host.root, Path::new(PREFIX), Duration::ZERO).unwrap();
+    host.remove(false).unwrap();
+    assert!(host.below("lock").exists(), "a claim may be under way");
+    drop(held);
+    host.claim().unwrap();
+    host.remove(false).unwrap();
+    assert!(!host.below("").exists());
+}
+
 #[test]
 fn a_prefix_with_foreign_files_is_refused() {
     let host = TestHost::new();

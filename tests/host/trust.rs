@@ -7,6 +7,7 @@ use std::{
         unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink},
     },
     path::{Path, PathBuf},
+    sync::mpsc,
     thread,
     time::Duration,
 };
@@ -275,6 +276,31 @@ fn a_file_system_that_a_user_has_mounted_does_not_block_a_claim() {
     }
 }
 
+/// It may show a file of root there, or never answer. FUSE mounts over a file too, and root may look into one that is mounted with
+/// `allow_other`.
+#[test]
+fn a_file_system_that_a_user_has_mounted_over_a_file_is_not_asked() {
+    if skips_without([Need::Fuse]) {
+        return;
+    }
+    let host = host_with_a_user();
+    for name in ["state.json", "prefix.json"] {
+        host.write(&format!("{HOME}/flux-distribute/{name}"), "{}");
+        let mounted = UsersMount::over_a_file(host.at(HOME).join("flux-distribute").join(name));
+        let point = mounted.point.clone();
+        let (done, is_done) = mpsc::channel::<()>();
+        // MNT_FORCE ends a question that nobody answers, so that this test ends.
+        let asked = thread::spawn(move || {
+            let hangs = is_done.recv_timeout(Duration::from_secs(10)).is_err();
+            hangs && umount2(&point, MntFlags::MNT_FORCE).is_ok()
+        });
+        assert_eq!(host.state(), None, "{name}");
+        assert!(observe(&host.root, &host.brokers).is_ok(), "{name}");
+        done.send(()).unwrap();
+        assert!(!asked.join().unwrap(), "root asks the user's file system for {name}");
+    }
+}
+
 /// A claim in a directory that can't be examined still exists.
 #[test]
 fn a_host_claimed_below_a_users_mount_does_not_count_as_unclaimed() {
@@ -335,8 +361,16 @@ struct UsersMount {
 
 impl UsersMount {
     fn at(point: PathBuf) -> Self {
+        Self::with(point, "rootmode=40000")
+    }
+
+    fn over_a_file(point: PathBuf) -> Self {
+        Self::with(point, "rootmode=100000,allow_other")
+    }
+
+    fn with(point: PathBuf, options: &str) -> Self {
         let device = OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
-        let options = format!("fd={},rootmode=40000,user_id={USER},group_id={USER}", device.as_raw_fd());
+        let options = format!("fd={},{options},user_id={USER},group_id={USER}", device.as_raw_fd());
         mount(Some("theirs"), &point, Some("fuse"), MsFlags::MS_NOSUID | MsFlags::MS_NODEV, Some(options.as_str()))
             .unwrap();
         Self { point, _device: device }

@@ -206,6 +206,13 @@ impl Cluster {
         });
     }
 
+    #[allow(dead_code, reason = "each target takes what it needs")]
+    /// What the nodes have asked the embedded API server for.
+    pub fn calls(&self) -> Vec<apiserver::Call> {
+        let request = http::Request::get(apiserver::CALLS).body(Vec::new()).unwrap();
+        self.wait(self.client.request(request)).unwrap()
+    }
+
     /// Waits for an API call.
     pub fn wait<T>(&self, future: impl Future<Output = T>) -> T {
         self.runtime.block_on(future)

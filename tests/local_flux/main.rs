@@ -18,12 +18,15 @@ mod instance;
 mod keep;
 mod kinds;
 mod loss;
+#[path = "../support/rights.rs"]
+mod manifest_rights;
 mod names;
 #[path = "../support/needs.rs"]
 mod needs;
 mod peers;
 mod removal;
 mod replaced;
+mod rights;
 mod scale;
 mod scheduler;
 mod shutdown;

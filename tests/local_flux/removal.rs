@@ -53,6 +53,28 @@ fn a_deleted_instance_lets_running_jobs_finish_and_starts_no_pending_one() {
     ends_in_peace(&cluster);
 }
 
+/// Else whoever deletes the object makes a host look clean that is not, and its agent may be taken off then.
+#[test]
+fn a_host_that_is_not_clean_yet_makes_its_deleted_flux_node_again() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let job = cluster.job(&["-N2"]);
+    let flux_nodes = cluster.api::<FluxNode>();
+    cluster.wait(cluster.api::<FluxInstance>().delete(INSTANCE, &DeleteParams::default())).unwrap();
+    for node in ["node1", "node2"] {
+        let uid = || cluster.wait(flux_nodes.get_opt(node)).unwrap()?.metadata.uid;
+        let before = uid();
+        cluster.wait(flux_nodes.delete(node, &DeleteParams::default())).unwrap();
+        cluster.until("the FluxNode again", || uid().filter(|uid| Some(uid) != before.as_ref()));
+    }
+    assert_eq!(cluster.brokers().len(), 2);
+    job.let_end();
+    cluster.until_deleted();
+    assert!(cluster.brokers().is_empty());
+    for node in cluster.nodes() {
+        assert!(!cluster.root(&node.name).join("opt/flux-distribute").exists(), "{}", node.name);
+    }
+}
+
 #[test]
 fn if_the_lead_is_off_a_tree_is_removed_from_its_leaves() {
     // Without the lead nothing shows whether jobs run, so a node waits for the brokers that hang on its own.

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    io::read_to_string,
+    io::Read as _,
     net::{IpAddr, Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     sync::Arc,
@@ -329,9 +329,15 @@ pub fn removal_grace(rank: Option<Rank>, keep_state: bool, pod_ends: bool) -> u6
     }
 }
 
+/// More bytes than a certificate has.
+const LONGEST_CERTIFICATE: u64 = 64 << 10;
+
 /// The certificate that a broker of this host was started with last; None if the file is not there or damaged.
 pub fn own_certificate(prefix: &Path) -> Option<Certificate> {
-    let text = open_host_file(&prefix.join(CERTIFICATE)).and_then(read_to_string).ok()?;
+    let mut text = String::new();
+    // The brokers' user owns the file, and may have made it as large as the disk.
+    let file = open_host_file(&prefix.join(CERTIFICATE)).ok()?;
+    file.take(LONGEST_CERTIFICATE).read_to_string(&mut text).ok()?;
     Certificate::parse(&text).ok()
 }
 

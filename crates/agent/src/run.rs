@@ -118,8 +118,9 @@ async fn rounds(agent: &mut Agent) {
 
 /// One round. Returns how long to rest.
 async fn round(agent: &mut Agent) -> Duration {
-    create_flux_node(agent).await;
-    let mut inputs = match agent.observe().await {
+    let observed = agent.observe().await;
+    create_flux_node(agent, observed.as_ref().is_ok_and(|inputs| inputs.host.state.is_some())).await;
+    let mut inputs = match observed {
         Ok(inputs) => inputs,
         Err(error) => {
             warn!(error = error_chain(&error), "can't observe the host; this round ends");
@@ -195,11 +196,13 @@ async fn start_queues(agent: &mut Agent, inputs: &NodeInputs) {
     }
 }
 
-/// Without a FluxNode nothing starts, but the agent keeps observing so that it can report the state.
-async fn create_flux_node(agent: &Agent) {
+/// Makes this node's FluxNode if it is missing while there is an instance, or something of ours on the host: whoever
+/// deletes the object must not make a host look clean. Without one nothing starts, but the agent keeps observing.
+async fn create_flux_node(agent: &Agent, is_host_claimed: bool) {
     let is_missing = {
         let watched = agent.sources.watched.borrow();
-        watched.instance.here().is_some() && matches!(watched.flux_node, Presence::Gone)
+        let is_wanted = is_host_claimed || watched.instance.here().is_some();
+        is_wanted && matches!(watched.flux_node, Presence::Gone)
     };
     if is_missing && let Err(error) = agent.reporter.create().await {
         warn!(error = error_chain(&error), "this node has no FluxNode, and the agent can't create one");

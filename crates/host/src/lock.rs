@@ -30,6 +30,9 @@ pub const WAIT: Duration = Duration::from_secs(30);
 
 const POLL: Duration = Duration::from_millis(20);
 
+/// Name below the prefix of the lock under which [`LOCK`] is replaced.
+pub const LOCK_REPLACING: &str = "lock.replacing";
+
 /// Appended to a lock's path: the lock under which the file there is replaced.
 const REPLACING: &str = ".replacing";
 

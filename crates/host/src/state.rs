@@ -7,13 +7,7 @@
 
 use std::{
     fs,
-    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
-};
-
-use nix::{
-    fcntl::{OFlag, openat},
-    sys::stat::Mode,
 };
 
 use super::{
@@ -166,11 +160,8 @@ fn read(root: &Root, dir: &Path, name: &str) -> Result<Option<HostState>, Refusa
 /// True if root wrote the file for this place, as an older version may have done. A link that another user made may
 /// lead to a file that root wrote for another place.
 fn is_roots_own(root: &Root, dir: &Path, name: &str) -> bool {
-    let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
-    let Some(directory) = trust::by_roots_links(root, dir) else { return false };
-    let Ok(file) = openat(&directory, name, flags, Mode::empty()).map(fs::File::from) else { return false };
-    let is_roots = file.metadata().is_ok_and(|found| found.is_file() && found.uid() == 0 && found.nlink() == 1);
-    let state = is_roots.then(|| serde_json::from_reader::<_, HostState>(file).ok()).flatten();
+    let text = trust::by_roots_links(root, dir).and_then(|directory| trust::read_roots_own(&directory, name));
+    let state = text.and_then(|text| serde_json::from_slice::<HostState>(&text).ok());
     state.is_some_and(|state| name == POINTER || state.prefix == dir)
 }
 

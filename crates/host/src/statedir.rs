@@ -57,7 +57,7 @@ const UNFINISHED: u32 = 0;
 pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refusal> {
     let dir = prefix.join(STATEDIR);
     let there = fs::symlink_metadata(&dir).is_ok();
-    keep_private(&dir)?;
+    keep_private(prefix)?;
     let found = read_id(&dir);
     if found.as_deref() == Some(&order.instance_id) {
         return change_owner(&dir, owner);
@@ -188,9 +188,13 @@ pub fn is_there(prefix: &Path, id: &str) -> bool {
     read_id(&prefix.join(STATEDIR)).as_deref() == Some(id)
 }
 
-/// Closes the statedir to other users. If a statedir was removed under a running lead, Flux makes a new one for its
-/// dump when it stops, readable for all users, with all jobs' environments in it.
-fn keep_private(dir: &Path) -> Result<(), Refusal> {
+/// Closes the statedir at `prefix` to other users. If a statedir was removed under a running lead, Flux makes a new one
+/// for its dump when it stops, readable for all users, with all jobs' environments in it.
+///
+/// # Errors
+/// If its mode can't be changed.
+pub fn keep_private(prefix: &Path) -> Result<(), Refusal> {
+    let dir = &prefix.join(STATEDIR);
     match fs::symlink_metadata(dir) {
         Ok(found) if found.is_dir() && found.permissions().mode() & 0o077 != 0 => {
             let made = fs::set_permissions(dir, fs::Permissions::from_mode(0o700));

@@ -33,6 +33,8 @@ const MOST_LINKS: usize = 40;
 const MOST_BYTES: u64 = 64 << 20;
 /// Write permission of the group and of others.
 const OPEN: u32 = 0o022;
+/// To examine what is there without opening it.
+const LOOK: OFlag = OFlag::O_PATH.union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
 
 /// Why a path is not trusted, with the remedy.
 #[derive(Debug, thiserror::Error)]
@@ -198,7 +200,7 @@ pub fn make_closed_directory(root: &Root, path: &Path, mode: u32) -> Result<(), 
 pub fn read(directory: &OwnedFd, path: &Path, name: &str) -> Result<Option<Vec<u8>>, Distrust> {
     let path = path.join(name);
     // Examined before it is opened for reading: a pipe would block, and opening a device may have effects.
-    let found = match openat(directory, name, OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty()) {
+    let found = match openat(directory, name, LOOK, Mode::empty()) {
         Err(Errno::ENOENT) => return Ok(None),
         found => found.map_err(|errno| Distrust::io(&path, errno))?,
     };
@@ -207,9 +209,28 @@ pub fn read(directory: &OwnedFd, path: &Path, name: &str) -> Result<Option<Vec<u
         return Err(Distrust::Kind { path, wanted: "a plain file" });
     }
     Rule::CLOSED.check(&path, &status, false)?;
+    content(&found).map(Some).map_err(|source| Distrust::Io { path, source })
+}
+
+/// Reads the plain file `name` in `directory`, which any user may own, if root made it there: it belongs to root, has
+/// no other name, and nobody has mounted anything over it. A file system that a user mounts by FUSE shows whatever that
+/// user likes, and may never answer.
+pub fn read_roots_own(directory: &OwnedFd, name: &str) -> Option<Vec<u8>> {
+    let found = openat(directory, name, LOOK, Mode::empty()).ok()?;
+    // First, because fstat already asks the file system.
+    if mountinfo::id(&found).ok()? != mountinfo::id(directory).ok()? {
+        return None;
+    }
+    let status = fstat(&found).ok()?;
+    let is_roots = kind(&status) == SFlag::S_IFREG && status.st_uid == 0 && status.st_nlink == 1;
+    if is_roots { content(&found).ok() } else { None }
+}
+
+/// What is in a file that was opened with [`LOOK`].
+fn content(found: &OwnedFd) -> io::Result<Vec<u8>> {
     let mut content = Vec::new();
-    let read = File::open(host_path(&found)).and_then(|file| file.take(MOST_BYTES).read_to_end(&mut content));
-    read.map(|_| Some(content)).map_err(|source| Distrust::Io { path, source })
+    File::open(host_path(found))?.take(MOST_BYTES).read_to_end(&mut content)?;
+    Ok(content)
 }
 
 struct Walked {
@@ -219,7 +240,6 @@ struct Walked {
 }
 
 fn walk(root: &Root, path: &Path, rule: Rule, makes: bool) -> Result<Walked, Distrust> {
-    const LOOK: OFlag = OFlag::O_PATH.union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
     let at_top = PathBuf::from("/");
     let top = open(&root.path("/"), OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty());
     let top = top.map_err(|errno| Distrust::io(&at_top, errno))?;

@@ -10,7 +10,7 @@ use host::{
     Root,
     dumps::DUMPS,
     files::{aside, missing_parents},
-    lock::{HostLock, LOCK, WAIT},
+    lock::{HostLock, LOCK, LOCK_REPLACING, WAIT},
     state::{self, Claim, ENVIRONMENTS, POINTER, STATE},
     statedir::{self, STATEDIR},
     trust::{self, Distrust},
@@ -136,7 +136,7 @@ pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Ref
         return Ok(());
     }
     let Ok(entries) = fs::read_dir(&dir) else { return Ok(()) };
-    let early = [dir.join(LOCK), aside(&dir.join(STATE))];
+    let early = [dir.join(LOCK), dir.join(LOCK_REPLACING), aside(&dir.join(STATE))];
     let mut found: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
     found.retain(|path| !early.contains(path) && !statedir::is_kept(path));
     let Some(first) = found.first() else { return Ok(()) };
@@ -199,8 +199,9 @@ fn configured_for(root: &Root, prefix: &Path) -> Option<String> {
 
 fn is_ours(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let known =
-        |name: &str| DIRECTORIES.contains(&name) || [STATEDIR, DUMPS, CURRENT, LOCK, STATE, POINTER].contains(&name);
+    let known = |name: &str| {
+        DIRECTORIES.contains(&name) || [STATEDIR, DUMPS, CURRENT, LOCK, LOCK_REPLACING, STATE, POINTER].contains(&name)
+    };
     // A temporary file of a writer that was killed.
     let written = name.strip_prefix('.').and_then(|name| name.strip_suffix(".new"));
     known(&name) || written.is_some_and(known) || name.starts_with("state.")

@@ -2,11 +2,11 @@ use std::{fs, path::Path};
 
 use super::{launch::shutdown, remove::Brokers, runnable, takeover};
 use api::{BROKER_RUN_DIR, PREFIX_CANDIDATES};
-use host::{Root, dumps, facts, state, statedir};
+use host::{Root, dumps, facts, files::host_path, state, statedir, trust};
 use hostapi::{HostView, Refusal, RunningBroker};
 
-/// Observes the host. It changes only the broker's record, if that was lost, and the record of a shutdown. It needs no
-/// lock, because every file it reads was renamed into place.
+/// Observes the host. It changes only the broker's record, if that was lost, the record of a shutdown, and the mode of a
+/// statedir that others can read. It needs no lock, because every file it reads was renamed into place.
 ///
 /// # Errors
 /// If `state.json` can't be read or trusted.
@@ -15,6 +15,11 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
     let prefix = state.as_ref().map(|state| state.prefix.clone());
     let broker = brokers.observe(prefix.as_deref());
     let below = prefix.as_ref().map(|prefix| root.path(prefix));
+    if broker.running.is_none()
+        && let Some(prefix) = &below
+    {
+        statedir::keep_private(prefix)?;
+    }
     let read = |name: &str| below.as_ref().and_then(|prefix| fs::read_to_string(prefix.join(name)).ok());
     Ok(HostView {
         environments: below.as_deref().map(environments).unwrap_or_default(),
@@ -41,9 +46,14 @@ fn environments(prefix: &Path) -> Vec<String> {
     packages::ready(prefix).into_iter().filter(|digest| !runnable::is_untried(prefix, digest)).collect()
 }
 
-/// A prefix without `state.json` may still hold the statedir, so all candidates count.
+/// A prefix without `state.json` may still hold the statedir, so all candidates count in which only root could have put
+/// one.
 fn is_statedir_lost(root: &Root, prefix: Option<&Path>, broker: &RunningBroker) -> bool {
-    let mut prefixes = PREFIX_CANDIDATES.into_iter().map(Path::new).chain(prefix);
     let record = &broker.record;
-    record.rank == 0 && !prefixes.any(|prefix| statedir::is_there(&root.path(prefix), &record.instance_id))
+    let mut prefixes = PREFIX_CANDIDATES.into_iter().map(Path::new).chain(prefix);
+    let is_there = |prefix: &Path| {
+        let directory = trust::directory(root, prefix).ok().flatten();
+        directory.is_some_and(|directory| statedir::is_there(&host_path(&directory), &record.instance_id))
+    };
+    record.rank == 0 && !prefixes.any(is_there)
 }

@@ -1,11 +1,11 @@
-use std::{fs, io, path::Path};
+use std::{fs, io, path::Path, time::Duration};
 
 use super::{claim, launch::BrokerView, links};
 use api::{PREFIX_CANDIDATES, RUN_DIR};
 use host::{
     Root,
     files::{aside, host_path, refuse_mounts, remove_all_if_there, remove_if_there},
-    lock::{HostLock, LOCK},
+    lock::{self, HostLock, LOCK, LOCK_REPLACING},
     machine,
     state::{self, STATE},
     statedir, sysctl, trust,
@@ -164,16 +164,20 @@ fn remove_all(path: &Path) -> Result<(), Refusal> {
     remove_all_if_there(path).map_err(|error| Refusal::io("remove", path, &error))
 }
 
-/// A claim that was interrupted before it wrote `state.json` left a directory with at most these two files.
+/// A claim that was interrupted before it wrote `state.json` left a directory with at most these files. Under its lock,
+/// because a claim may begin meanwhile.
 fn remove_unfinished_claims(root: &Root) {
     for candidate in PREFIX_CANDIDATES {
         // Not through another user's link, and not where other users can write.
         let Ok(Some(opened)) = trust::directory(root, Path::new(candidate)) else { continue };
         let dir = host_path(&opened);
-        let early = [dir.join(LOCK), aside(&dir.join(STATE))];
+        let early = [aside(&dir.join(STATE)), dir.join(LOCK_REPLACING), dir.join(LOCK)];
         let only_early =
-            fs::read_dir(&dir).is_ok_and(|entries| entries.flatten().all(|entry| early.contains(&entry.path())));
-        if only_early {
+            || fs::read_dir(&dir).is_ok_and(|entries| entries.flatten().all(|entry| early.contains(&entry.path())));
+        if only_early()
+            && let Ok(_lock) = lock::take(&dir.join(LOCK), Duration::ZERO)
+            && only_early()
+        {
             early.iter().for_each(|path| drop(remove_if_there(path)));
             let _ = fs::remove_dir(root.path(candidate));
         }
