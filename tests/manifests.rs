@@ -18,7 +18,7 @@ use k8s_openapi::api::{
     rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
 };
 use model::{
-    protect::PROTECTING,
+    eligibility::PROTECTING,
     read::{read, read_instance},
 };
 use serde::{Deserialize, de::DeserializeOwned};

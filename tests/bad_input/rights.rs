@@ -15,7 +15,7 @@ use kube::{
     api::{DeleteParams, Patch, PatchParams, PostParams},
     config::{KubeConfigOptions, Kubeconfig},
 };
-use model::protect::PROTECTING;
+use model::eligibility::PROTECTING;
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 

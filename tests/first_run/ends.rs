@@ -31,7 +31,7 @@ fn a_down_during_up_ends_both_with_one_message_each() {
         let Some(place) = Place::new() else { return };
         let up = place.begin(&["--api", "embedded", "--timeout", "1h"], words);
         let bridge = place.bridge();
-        assert_eq!(place.must(&["down"]), "the local cluster is down");
+        assert_eq!(place.must(&["down"]), "stopping the nodes, which takes some seconds\nthe local cluster is down");
         let said = Said::of(up.wait_with_output().unwrap());
         assert_eq!(said.code, Some(1), "after {words}: {said:?}");
         let expected = "flux-distribute: `flux-distribute local down` took the cluster down while it was starting\n";

@@ -8,7 +8,7 @@ use kube::{
     Api, ResourceExt,
     api::{ListParams, Patch, PatchParams},
 };
-use model::protect::PROTECTING;
+use model::eligibility::PROTECTING;
 use serde_json::json;
 
 use crate::{harness::Cluster, scheduler::Scheduler};

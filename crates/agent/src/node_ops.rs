@@ -23,14 +23,14 @@ use cluster::{certificate, published::read_roster, store};
 use host::{
     Root, open_host_file,
     port::{is_port_taken, port_taken},
-    state, sysctl,
+    state,
 };
 use hostapi::{
     Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
     PreflightOrder, RemoveOrder, StateDir, StopOrder, look,
 };
 use locks::estimate_bytes;
-use model::{broker_toml, names::live_configuration, roster::topology, status::CERTIFICATE_IS_GONE};
+use model::{broker_toml, names::live_configuration, status::CERTIFICATE_IS_GONE, tree::topology};
 
 /// Seconds from SIGTERM to SIGKILL of a lead whose queue is not needed any more, or is kept while the pod ends. The pod's grace is
 /// 120 s; a lead that needs longer has its queue on disk as of its last checkpoint.
@@ -204,7 +204,7 @@ impl NodeOps {
             run_as: roster.settings.run_as.clone(),
             statedir: (assignment.rank == 0)
                 .then(|| StateDir { instance_id: roster.instance_id.clone(), established: roster.established }),
-            sysctls: sysctl::RAISED.map(|(name, value)| (name.to_owned(), value)).into(),
+            sysctls: state::RAISED.map(|(name, value)| (name.to_owned(), value)).into(),
             live,
         };
         self.order(Order::Configure(order)).await.map(drop)

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::resources::Resource;
+use super::resources::{Resource, ResourceName};
 
 /// Why a request was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -81,24 +81,6 @@ pub enum ApiError {
     /// object.
     #[error("404 page not found")]
     NoSuchPath,
-}
-
-/// Plural and group of a resource, as in messages and `Status.details`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ResourceName {
-    /// The API group; empty for core.
-    pub group: &'static str,
-    /// Plural.
-    pub plural: &'static str,
-}
-
-impl std::fmt::Display for ResourceName {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.group {
-            "" => out.write_str(self.plural),
-            group => write!(out, "{}.{group}", self.plural),
-        }
-    }
 }
 
 impl ApiError {

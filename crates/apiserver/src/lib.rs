@@ -4,10 +4,12 @@
 
 mod admit;
 mod asked;
+mod column;
 mod discovery;
 mod error;
 mod fault;
 mod http;
+mod key;
 mod log;
 mod objects;
 mod openapi;
@@ -23,11 +25,12 @@ mod watch;
 
 pub use admit::{Mode, Part};
 pub use asked::{CALLS, Call};
-pub use error::{ApiError, ResourceName};
+pub use error::ApiError;
 pub use fault::{Fault, Switch};
 pub use http::{router, serve};
+pub use key::Key;
 pub use log::{Change, Event, LOG_LENGTH};
-pub use objects::{Deleted, Key};
-pub use resources::{Resource, find};
+pub use objects::Deleted;
+pub use resources::{Resource, ResourceName, find};
 pub use store::{Preconditions, RestoreError, Store};
 pub use tls::{Identity, IdentityError};

@@ -4,7 +4,7 @@ use std::{collections::VecDeque, sync::Arc};
 
 use serde_json::Value;
 
-use super::{error::ApiError, objects::Key};
+use super::{error::ApiError, key::Key};
 
 /// The number of changes kept. With a few KiB each, this limits what a slow watch can cost.
 pub const LOG_LENGTH: usize = 4096;

@@ -6,33 +6,14 @@ use serde_json::Value;
 
 use super::{
     admit::{self, is_held, is_terminating, meta},
-    error::{ApiError, ResourceName},
+    error::ApiError,
+    key::Key,
     log::{Change, Log},
     resources::{self, Resource},
 };
 
 /// How long Events are kept.
 const EVENTS_KEPT_SECONDS: i64 = 3600;
-
-/// Identifies an object.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Key {
-    resource: ResourceName,
-    namespace: String,
-    name: String,
-}
-
-impl Key {
-    /// `namespace` is empty for cluster-scoped kinds.
-    pub fn new(resource: &Resource, namespace: &str, name: &str) -> Self {
-        Self { resource: resource.name(), namespace: namespace.into(), name: name.into() }
-    }
-
-    /// True for an object of `resource`, and of `namespace` if that is given.
-    pub fn is_in(&self, resource: &Resource, namespace: Option<&str>) -> bool {
-        self.resource == resource.name() && namespace.is_none_or(|namespace| self.namespace == namespace)
-    }
-}
 
 /// The result of a delete.
 #[derive(Debug, Clone)]

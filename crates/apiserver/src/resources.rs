@@ -19,8 +19,26 @@ use kube::CustomResourceExt;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::{error::ResourceName, table::Column};
+use super::column::Column;
 use api::{Finding, FluxInstance, FluxNode};
+
+/// Plural and group of a resource, as in messages and `Status.details`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ResourceName {
+    /// The API group; empty for core.
+    pub group: &'static str,
+    /// Plural.
+    pub plural: &'static str,
+}
+
+impl std::fmt::Display for ResourceName {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.group {
+            "" => out.write_str(self.plural),
+            group => write!(out, "{}.{group}", self.plural),
+        }
+    }
+}
 
 /// One kind.
 pub struct Resource {

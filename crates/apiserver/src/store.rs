@@ -13,8 +13,9 @@ use tokio::sync::watch;
 use super::{
     admit::{self, Mode, Part, is_held, is_terminating, meta},
     error::ApiError,
+    key::Key,
     log::{Change, Event, Log},
-    objects::{Deleted, Key, Objects},
+    objects::{Deleted, Objects},
     resources::{self, Resource},
 };
 

@@ -37,7 +37,11 @@ use nix::{
 };
 use tokio::{io::AsyncWriteExt, time::timeout};
 
-use super::{first_process, hear::read_stage_reply, users::User};
+use super::{
+    first_process,
+    hear::{failed, read_stage_reply},
+    users::User,
+};
 use base::redact::LOG_VARIABLE;
 use hostapi::{Answer, BEAT, Host, HostError, Order, Progress, Reply};
 
@@ -152,10 +156,6 @@ impl Host for NsHost {
     ) -> BoxFuture<'a, Result<Answer, HostError>> {
         Box::pin(async move { self.run_stage(&order, coming, progress).await })
     }
-}
-
-pub(super) fn failed(what: &str, source: Option<io::Error>) -> HostError {
-    HostError::Stage { what: what.to_owned(), source }
 }
 
 /// A command that runs `program`, a path on the host, in the host's namespaces, with `env` as its whole environment.

@@ -1,6 +1,7 @@
 //! The agent's end of a host stage's stdout.
 
 use std::{
+    io,
     sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
@@ -10,7 +11,6 @@ use tokio::{
     time::timeout,
 };
 
-use super::boundary::failed;
 use hostapi::{BEAT, HostError, Progress, Reply};
 
 /// After this time without any line, the stage counts as stopped (SIGSTOP, a frozen cgroup) and may never be woken.
@@ -51,6 +51,10 @@ pub(super) async fn read_stage_reply(
             reply => return Ok(Some(reply)),
         }
     }
+}
+
+pub(super) fn failed(what: &str, source: Option<io::Error>) -> HostError {
+    HostError::Stage { what: what.to_owned(), source }
 }
 
 #[cfg(test)]

@@ -14,11 +14,16 @@ use super::{
     Root,
     files::{Owner, remove_if_there, sync_parent, write_atomic},
     lock::{HostLock, WAIT},
-    machine, sysctl,
+    machine,
     trust::{self, Distrust},
 };
 use api::{PREFIX_CANDIDATES, RUN_DIR, check_prefix};
 use hostapi::{ClaimOrder, HostState, Machine, Refusal, Undo};
+
+/// The sysctls that we raise, with their least values. They are limits per user for the whole host: job shells open
+/// inotify instances, and so do the kubelet and containerd, and the kernel's default of 128 is soon used up.
+pub const RAISED: [(&str, u64); 2] =
+    [("fs.inotify.max_user_instances", 8192), ("fs.inotify.max_user_watches", 524_288)];
 
 /// The format of `state.json` that this version writes.
 pub const FORMAT: u32 = 1;
@@ -187,7 +192,7 @@ fn parse(path: &Path, text: &[u8]) -> Result<HostState, Refusal> {
 pub fn is_ever_written(undo: &Undo, prefix: &Path) -> bool {
     let is_above = |above: &Path, path: &Path| check_prefix(path).is_ok() && path != above && path.starts_with(above);
     match undo {
-        Undo::Sysctl { name, .. } => sysctl::RAISED.iter().any(|(raised, _)| raised == name),
+        Undo::Sysctl { name, .. } => RAISED.iter().any(|(raised, _)| raised == name),
         // Any absolute path is fine: we only remove a link into our environments, and empty directories.
         Undo::Symlink { path, made_parent } => {
             path.is_absolute() && made_parent.as_ref().is_none_or(|parent| is_above(parent, path))

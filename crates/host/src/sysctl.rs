@@ -9,11 +9,6 @@ use std::{
 use super::{Root, state};
 use hostapi::{HostState, Refusal, Undo};
 
-/// The sysctls that we raise, with their least values. They are limits per user for the whole host: job shells open
-/// inotify instances, and so do the kubelet and containerd, and the kernel's default of 128 is soon used up.
-pub const RAISED: [(&str, u64); 2] =
-    [("fs.inotify.max_user_instances", 8192), ("fs.inotify.max_user_watches", 524_288)];
-
 /// Raises each sysctl to its least value. Skips one that this kernel does not have or does not let us set: a broker
 /// runs without it.
 ///

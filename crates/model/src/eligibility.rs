@@ -8,8 +8,12 @@ use k8s_openapi::{
     apimachinery::pkg::{api::resource::Quantity, apis::meta::v1::LabelSelector},
 };
 
-use super::protect::PROTECTING;
 use api::{ANNOTATION_PROTECTS, Nodes};
+
+/// The annotations that keep autoscalers away. Sources: Cluster Autoscaler's FAQ, "How can I prevent Cluster Autoscaler
+/// from scaling down a particular node?"; Karpenter's documentation, "Disruption", node-level controls.
+pub const PROTECTING: [&str; 2] =
+    ["cluster-autoscaler.kubernetes.io/scale-down-disabled", "karpenter.sh/do-not-disrupt"];
 
 /// The part of a Node that planning depends on.
 #[derive(Debug, Clone, Default, PartialEq)]

@@ -2,11 +2,8 @@
 
 use std::path::Path;
 
-use super::{
-    members::NodeIndex,
-    prefix,
-    roster::{Observed, resources},
-};
+use super::{members::NodeIndex, prefix};
+use crate::observed::{Observed, resources};
 use api::{FluxInstanceSpec, Rank, Roster, RosterEntry};
 
 /// The severity of a finding, the worst first.

@@ -2,10 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use super::{
-    members::{Members, NodeIndex},
-    roster::{Observed, is_of_instance},
-};
+use super::members::{Members, NodeIndex};
+use crate::observed::{Observed, is_of_instance};
 use api::Roster;
 
 /// Returns the names of those FluxNodes. While a broker runs without a member, its FluxNode is still needed: the report

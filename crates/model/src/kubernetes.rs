@@ -1,6 +1,6 @@
 //! Which Kubernetes versions flux-distribute supports.
 
-use super::status::Obstacle;
+use crate::obstacle::Obstacle;
 
 /// The oldest supported version: the first that serves ValidatingAdmissionPolicy v1 and whose service account tokens
 /// name the pod's node. On older versions the manifest's policies have no effect, and one agent's token could write for
@@ -8,8 +8,8 @@ use super::status::Obstacle;
 const OLDEST: (u32, u32) = (1, 30);
 
 /// Says why a cluster is not supported. None if it is. `version`: major and minor as the API server's `/version` gives
-/// them; None if the API server does not let agents read it. A version that nobody knows is not supported: what it lacks
-/// would be missed only by the one who captures a token.
+/// them; None if the API server does not let agents read it. A cluster that hides its version is not supported: if it
+/// lacks the policies, only the one who captures a token notices.
 pub fn unsupported(version: Option<(&str, &str)>) -> Option<Obstacle> {
     // Some clouds append a plus sign, as in `29+`.
     let number = |text: &str| text.trim_end_matches(|c: char| !c.is_ascii_digit()).parse::<u32>().ok();

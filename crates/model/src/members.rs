@@ -3,11 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::{
-    eligibility::NodeView,
-    roster::{Observed, topology},
-    topology::Topology,
-};
+use super::{eligibility::NodeView, topology::Topology};
+use crate::{observed::Observed, tree::topology};
 use api::{FluxNodeStatus, NodePhase, Rank, Roster, RosterEntry};
 
 /// What is known about the member of a rank and its broker.
@@ -292,6 +289,12 @@ impl<'a> Members<'a> {
         let has_no_member = self.ranks.get(&adopted.rank).is_some_and(|facts| facts.state == MemberState::Vacant);
         (is_ours && has_no_member && !self.has_lead_lost(adopted.rank)).then_some(adopted.rank)
     }
+}
+
+/// Returns the rank whose member is the Node with `uid`. In a loop, ask [`Members::rank_of`].
+pub(crate) fn rank_of(roster: &Roster, uid: &str) -> Option<Rank> {
+    let holds = |entry: &RosterEntry| entry.member.as_ref().is_some_and(|member| member.uid == uid);
+    roster.ranks.iter().find(|(_, entry)| holds(entry)).map(|(rank, _)| *rank)
 }
 
 #[cfg(test)]

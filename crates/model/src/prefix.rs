@@ -2,7 +2,7 @@
 //! the lead's Flux launch every job. On a host with another prefix each job would fail at once, and because that host
 //! would always be idle, it would get one job after the other.
 
-use super::roster::Observed;
+use crate::observed::Observed;
 use api::{NodePhase, Roster};
 
 /// The prefix of the host of node `name`; None if it is unknown or the host is being cleaned: then the prefix is that

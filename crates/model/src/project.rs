@@ -8,8 +8,13 @@ use super::{
     members::{Members, NodeIndex},
     peers::{self, Fetcher},
     prefix,
-    roster::{LEAD_PATIENCE, Observed, is_former_idle, is_overdue, is_shut_down, may_stop, no_room, parent},
+    roster::{is_former_idle, is_overdue, may_stop},
     status::SHUT_DOWN_MESSAGE,
+};
+use crate::{
+    lead::LEAD_PATIENCE,
+    observed::{Observed, is_shut_down, no_room},
+    tree::parent,
 };
 use api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
 

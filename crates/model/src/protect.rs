@@ -6,16 +6,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    eligibility::NodeView,
+    eligibility::{NodeView, PROTECTING},
     members::{Members, NodeIndex},
-    roster::{Observed, topology},
 };
+use crate::{observed::Observed, tree::topology};
 use api::{ANNOTATION_PROTECTS, FluxNodeStatus, IdSet, Rank, Roster, RunningJobs};
 
-/// The annotations that keep autoscalers away. Sources: Cluster Autoscaler's FAQ, "How can I prevent Cluster Autoscaler
-/// from scaling down a particular node?"; Karpenter's documentation, "Disruption", node-level controls.
-pub const PROTECTING: [&str; 2] =
-    ["cluster-autoscaler.kubernetes.io/scale-down-disabled", "karpenter.sh/do-not-disrupt"];
 /// The value of each of [`PROTECTING`].
 const PROTECTED: &str = "true";
 /// How long a node must be without a job before its annotations are removed, in seconds. Jobs may come and go each

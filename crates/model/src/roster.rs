@@ -7,6 +7,7 @@
 
 #[cfg(test)]
 mod another_tests;
+mod decision;
 #[cfg(test)]
 mod deep_tests;
 mod drain;
@@ -35,78 +36,13 @@ mod turns;
 #[cfg(test)]
 mod turns_tests;
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    time::Duration,
-};
-
-use super::{
-    eligibility::{NodeView, eligible},
-    members::Members,
-    resources::declared,
-    topology::Topology,
-};
+pub use decision::Decision;
+pub use drain::{is_former_idle, is_overdue, may_stop};
 pub use limits::{MovedDeadline, move_limits};
+pub use turns::no_lead;
 
-use api::{
-    Adopted, Declared, EpochSettings, FailedLeads, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member,
-    NodePhase, ROSTER_FORMAT, Rank, Resources, Roster, RosterEntry,
-};
-
-/// If the roster is lost, how long the planner waits for reports from the agents of all Ready nodes before it concludes
-/// that no broker runs.
-const REPORTS_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the planner waits for preflight on the first eligible node before a later one may become the lead.
-pub(super) const LEAD_PATIENCE: Duration = Duration::from_secs(10);
-/// Default of `spec.ranks.retain` (how long a rank is kept for a Node that is gone) and of `spec.resources.retain` (how
-/// long hardware that has vanished from a host stays declared).
-const DEFAULT_RETAIN_SECS: i64 = 600;
-
-/// Everything the planner has observed.
-#[derive(Debug, Clone, Copy)]
-pub struct Observed<'a> {
-    /// metadata.uid of the FluxInstance.
-    pub instance_uid: &'a str,
-    /// Its spec. It has passed `validate`, except for [`decide_unserved`].
-    pub spec: &'a FluxInstanceSpec,
-    /// metadata.generation of the FluxInstance, which counts the changes of its spec.
-    pub generation: i64,
-    /// Its status.
-    pub status: &'a FluxInstanceStatus,
-    /// All Nodes.
-    pub nodes: &'a [NodeView],
-    /// The agents' reports (FluxNode.status), by node name.
-    pub reports: &'a BTreeMap<String, FluxNodeStatus>,
-    /// The roster in ConfigMap flux-roster; None if the ConfigMap does not exist.
-    pub roster: Option<&'a Roster>,
-    /// Digest of the published package set.
-    pub digest: Option<&'a str>,
-    /// Fingerprint of the certificate in Secret flux-curve.
-    pub certificate: Option<&'a str>,
-    /// The Secret is gone, but brokers may still use the certificate that was in it.
-    pub is_certificate_gone: bool,
-    /// Seconds since the Unix epoch.
-    pub now: i64,
-    /// How long this planner has held the Lease or, if the roster vanished later, how long it has been gone.
-    pub waited: Duration,
-    /// Value of annotation [`ANNOTATION_RESTART`](api::ANNOTATION_RESTART).
-    pub restart_word: Option<&'a str>,
-    /// A random instance ID, used if a new instance begins now.
-    pub fresh_id: &'a str,
-    /// The reason why the agent is not running, by node name, for each node without an agent.
-    pub agentless: &'a BTreeMap<String, String>,
-}
-
-/// What to do about the roster.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Decision {
-    /// The roster needs no change.
-    Keep,
-    /// Write this roster.
-    Write(Box<Roster>),
-    /// The planner can't decide yet; the sentence says what it waits for.
-    Wait(String),
-}
+use super::{lead::is_lead_fixed, members::Members, observed::Observed};
+use api::{FailedLeads, Roster};
 
 /// Decides the next roster.
 pub fn decide(seen: &Observed) -> Decision {
@@ -123,139 +59,6 @@ pub fn decide_unserved(seen: &Observed) -> Decision {
     let roster = seen.roster.filter(own).filter(|roster| roster.established);
     let next = roster.and_then(|roster| epoch::carry_on(seen, &Members::observe(seen, roster), roster));
     next.map_or(Decision::Keep, |next| Decision::Write(Box::new(next)))
-}
-
-pub use turns::no_lead;
-
-pub use drain::{is_former_idle, is_overdue, may_stop};
-
-/// True if the lead's agent reports that an administrator has ended the running epoch with flux-shutdown(1).
-pub fn is_shut_down(seen: &Observed, roster: &Roster) -> bool {
-    let report = roster.lead().and_then(|lead| seen.reports.get(&lead.node));
-    report.is_some_and(|report| report.adopted.is_none() && report.shut_down == Some(roster.epoch))
-}
-
-/// Ranks that someone other than flux-distribute has drained, from the last report of the lead's agent. Flux stores a
-/// drain by rank and name, so a node that took such a rank would get no jobs.
-fn drained_by_others(seen: &Observed, roster: &Roster) -> IdSet {
-    let lead = roster.lead().and_then(|lead| seen.reports.get(&lead.node));
-    lead.map(|report| report.drained_by_others.clone()).unwrap_or_default()
-}
-
-/// The maximum number of members. Ignores a size of 0: this also runs for a spec that can't be served.
-fn limit(spec: &FluxInstanceSpec, max_size: u32) -> usize {
-    spec.size.filter(|size| *size > 0).unwrap_or(u32::MAX).min(max_size) as usize
-}
-
-/// Why a node without a rank gets none now: the instance is full. None if there is room.
-pub(super) fn no_room(seen: &Observed, roster: &Roster) -> Option<String> {
-    let max_size = roster.settings.max_size;
-    if roster.members().count() >= limit(seen.spec, max_size) {
-        let size = seen.spec.size.filter(|size| *size <= max_size);
-        return Some(size.map_or_else(|| format!("maxSize is {max_size}"), |size| format!("size is {size}")));
-    }
-    let drained = drained_by_others(seen, roster);
-    let is_taken = |rank| {
-        let entry = roster.ranks.get(&rank);
-        entry.is_some_and(|entry| entry.member.is_some() || entry.reserved_for.is_some()) || drained.contains(rank)
-    };
-    (1..max_size).all(is_taken).then(|| {
-        format!(
-            "each of the {max_size} ranks (maxSize) has a member, is reserved for the node whose name it has, or was drained by \
-             an administrator"
-        )
-    })
-}
-
-/// True if the broker was started for this FluxInstance, and not for a deleted one whose removal this node missed
-/// because it was off. Older agents don't report the FluxInstance's uid. Their broker can't belong to a FluxInstance
-/// that never had a roster, or whose known ID differs from the broker's.
-pub fn is_of_instance(seen: &Observed, adopted: &Adopted) -> bool {
-    let by_id = || seen.status.instance_id.as_ref().map_or(seen.status.epoch > 0, |id| *id == adopted.instance_id);
-    adopted.instance_uid.as_ref().map_or_else(by_id, |uid| uid == seen.instance_uid)
-}
-
-/// True if the node's host still has a broker of an earlier instance. The host must be cleaned first, and its report
-/// may be about that instance.
-pub fn holds_another(seen: &Observed, node: &str) -> bool {
-    let adopted = seen.reports.get(node).and_then(|report| report.adopted.as_ref());
-    adopted.is_some_and(|adopted| !is_of_instance(seen, adopted))
-}
-
-/// The roster format of an epoch that begins now: the newest that the agents of all nodes read. In the middle of an
-/// upgrade, an agent that can't read the roster would start no broker.
-fn format(seen: &Observed) -> u32 {
-    let agents = seen
-        .nodes
-        .iter()
-        .filter_map(|node| seen.reports.get(&node.name))
-        .filter(|report| report.agent_version.is_some());
-    // Agents that don't report a format read the one before.
-    let oldest = agents.map(|report| report.roster_format.max(ROSTER_FORMAT - 1)).min();
-    oldest.unwrap_or(ROSTER_FORMAT).min(ROSTER_FORMAT)
-}
-
-/// True if the host of `node` has passed preflight for this instance.
-fn has_passed(seen: &Observed, node: &NodeView) -> bool {
-    let is_removing = seen.reports.get(&node.name).is_some_and(|report| report.phase == NodePhase::Removing);
-    facts(seen, node).is_some() && !holds_another(seen, &node.name) && !is_removing
-}
-
-/// True if the last step on the host of `node` failed.
-fn has_failed(seen: &Observed, node: &str) -> bool {
-    seen.reports.get(node).is_some_and(|report| report.phase == NodePhase::Failed)
-}
-
-/// True if brokers of this FluxInstance run, or may start at any moment, with the published certificate.
-pub fn is_certificate_in_use(seen: &Observed) -> bool {
-    let own = |roster: &Roster| roster.instance_uid == seen.instance_uid && roster.established;
-    let mut adopted = seen.reports.values().filter_map(|report| report.adopted.as_ref());
-    seen.roster.is_some_and(own)
-        || seen.status.instance_id.is_some()
-        || adopted.any(|adopted| is_of_instance(seen, adopted))
-}
-
-/// True if the certificate was made for an earlier FluxInstance and this one has not started anything with it.
-/// `made_for`: uid of the FluxInstance that it was made for; None if unknown. The planner then replaces it, because a
-/// disconnected broker of the earlier instance could join this one with it.
-pub fn is_certificate_of_another(seen: &Observed, made_for: Option<&str>) -> bool {
-    let is_planned = seen.roster.is_some_and(|roster| roster.instance_uid == seen.instance_uid);
-    made_for != Some(seen.instance_uid) && !is_planned && !is_certificate_in_use(seen)
-}
-
-/// Returns the rank whose member is the Node with `uid`. In a loop, ask [`Members::rank_of`].
-pub(crate) fn rank_of(roster: &Roster, uid: &str) -> Option<Rank> {
-    let holds = |entry: &RosterEntry| entry.member.as_ref().is_some_and(|member| member.uid == uid);
-    roster.ranks.iter().find(|(_, entry)| holds(entry)).map(|(rank, _)| *rank)
-}
-
-/// How long a rank is kept for a Node that is gone, in seconds.
-pub fn retain_secs(spec: &FluxInstanceSpec) -> i64 {
-    secs(spec.ranks.retain.as_deref())
-}
-
-/// How long hardware that has vanished from a host stays declared, in seconds.
-fn retain_resources_secs(spec: &FluxInstanceSpec) -> i64 {
-    secs(spec.resources.retain.as_deref())
-}
-
-fn secs(retain: Option<&str>) -> i64 {
-    let retain = retain.and_then(api::parse_duration);
-    retain.map_or(DEFAULT_RETAIN_SECS, |duration| i64::try_from(duration.as_secs()).unwrap_or(i64::MAX))
-}
-
-/// Eligible nodes, oldest first; those of the same age by name.
-pub fn candidates<'a>(seen: &Observed<'a>) -> Vec<&'a NodeView> {
-    let mut nodes: Vec<_> = seen.nodes.iter().filter(|node| eligible(node, &seen.spec.nodes).is_ok()).collect();
-    nodes.sort_by(|a, b| (a.created, &a.name).cmp(&(b.created, &b.name)));
-    nodes
-}
-
-/// The number of nodes that take part by default: all members of `roster` and all eligible nodes. Members count even if
-/// they are not eligible now, because administrators often cordon all of them for a restart.
-pub(super) fn participant_count(seen: &Observed, roster: &Roster) -> usize {
-    let members = roster.members().map(|member| member.uid.as_str());
-    members.chain(candidates(seen).into_iter().map(|node| node.uid.as_str())).collect::<BTreeSet<_>>().len()
 }
 
 fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
@@ -299,79 +102,4 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
         }
     }
     Decision::Write(Box::new(next))
-}
-
-/// The parent of `rank` in the roster's tree.
-pub fn parent(roster: &Roster, rank: Rank) -> Option<Rank> {
-    topology(roster)?.parent(rank)
-}
-
-/// The shape of the roster's tree; None if the roster's topology doesn't parse.
-pub fn topology(roster: &Roster) -> Option<Topology> {
-    Topology::parse(&roster.settings.topology, roster.settings.max_size).ok()
-}
-
-/// True if only the host of rank 0 has the instance's queue: the instance was online, or an administrator named the
-/// host whose queue this epoch begins with.
-pub fn is_lead_fixed(roster: &Roster) -> bool {
-    roster.established || was_named(roster)
-}
-
-/// True if an administrator named the lead of this epoch (see [`takeover`]).
-fn was_named(roster: &Roster) -> bool {
-    roster.jobs_lost_before == roster.epoch
-}
-
-fn is_deep(settings: &EpochSettings) -> bool {
-    let (topology, size) = (&settings.topology, settings.max_size);
-    Topology::parse(topology, size).is_ok_and(|topology| (1..size).any(|rank| topology.parent(rank) != Some(0)))
-}
-
-fn facts(seen: &Observed, node: &NodeView) -> Option<Resources> {
-    seen.reports.get(&node.name).and_then(|report| report.facts.as_ref()).map(|facts| facts.resources)
-}
-
-/// What `rank` is to declare while `node` is its member; `before`: what it declares now. None if the facts are unknown
-/// at the moment: then `before` stays.
-pub(super) fn resources(seen: &Observed, node: &NodeView, rank: Rank, before: Option<&Declared>) -> Option<Declared> {
-    let found = facts(seen, node)?;
-    (before.is_none() || node.cpu.is_some()).then(|| declared(seen.spec, node, found, rank == 0))
-}
-
-/// Since when the host of `node` has had fewer cores or GPUs than the rank of `entry` declares; None if it has them
-/// all. If the facts are unknown at the moment, the stored time stays. Cores and GPUs that only the spec, kubelet or a
-/// device plugin takes away have not vanished.
-pub(super) fn lacks_since(seen: &Observed, node: &NodeView, entry: &RosterEntry) -> Option<i64> {
-    let (Some(found), Some(declared)) = (facts(seen, node), &entry.resources) else { return entry.lacks_since };
-    let lacks = found.cores < declared.cores || found.gpus < declared.gpus;
-    lacks.then(|| entry.lacks_since.unwrap_or(seen.now))
-}
-
-/// True if nothing has vanished, or `spec.resources.retain` has passed since: a reloaded driver would be back by now.
-pub(super) fn may_declare_less(seen: &Observed, lacks_since: Option<i64>) -> bool {
-    lacks_since.is_none_or(|since| seen.now - since >= retain_resources_secs(seen.spec))
-}
-
-/// Makes `node` a member; None if it has no address at which other brokers could reach it.
-fn member(node: &NodeView) -> Option<Member> {
-    let address = node.address?;
-    Some(Member { node: node.name.clone(), uid: node.uid.clone(), address, gone_since: None })
-}
-
-fn entry(
-    seen: &Observed,
-    node: &NodeView,
-    rank: Rank,
-    broker_name: String,
-    reserved_for: Option<String>,
-    revision: u64,
-) -> RosterEntry {
-    RosterEntry {
-        broker_name,
-        reserved_for,
-        member: member(node),
-        resources: resources(seen, node, rank, None),
-        revision,
-        ..RosterEntry::default()
-    }
 }

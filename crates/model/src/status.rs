@@ -1,5 +1,9 @@
 //! Computes the FluxInstance's status.
 
+use crate::{
+    observed::{Observed, candidates, is_shut_down, participant_count},
+    obstacle::Obstacle,
+};
 use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{Condition, Time},
     jiff::Timestamp,
@@ -9,11 +13,7 @@ use super::{
     findings::{Finding, NotApplied, Weight, line, not_applied},
     gone,
     members::Members,
-    roster::{
-        Observed, candidates,
-        epoch::{Restart, restart},
-        is_shut_down, participant_count,
-    },
+    roster::epoch::{Restart, restart},
 };
 use api::{
     CONDITION_AGENTS_MISSING, CONDITION_CERTIFICATE_MISSING, CONDITION_NOT_APPLIED, CONDITION_RESTART_PENDING,
@@ -38,20 +38,6 @@ pub const SHUT_DOWN_MESSAGE: &str = "an administrator has shut the instance down
 /// Message while the certificate's Secret is gone and brokers may still use the certificate that was in it.
 pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
                                        member's agent that has the same certificate; if no host has it any more, put it back";
-
-/// Why the planner can't continue, for the status and an Event.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Obstacle {
-    /// Something that the planner or the agents will do without help.
-    Waiting(String),
-    /// Something that a user has to fix.
-    Problem {
-        /// CamelCase, for the condition and the Event.
-        reason: &'static str,
-        /// One sentence.
-        message: String,
-    },
-}
 
 /// Picks the obstacle to report: the first that a user has to fix, else the first of all.
 pub fn foremost(found: impl IntoIterator<Item = Obstacle>) -> Option<Obstacle> {

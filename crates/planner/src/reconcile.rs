@@ -36,10 +36,12 @@ use model::{
     eligibility::NodeView,
     forsaken::forsaken,
     kubernetes::unsupported,
+    observed::{Observed, retain_secs},
+    obstacle::Obstacle,
     project::project_all,
     protect::{AnnotationChange, Protection},
-    roster::{Decision, MovedDeadline, Observed, decide, decide_unserved, move_limits, no_lead, retain_secs},
-    status::{Obstacle, foremost, status, told_while_waiting},
+    roster::{Decision, MovedDeadline, decide, decide_unserved, move_limits, no_lead},
+    status::{foremost, status, told_while_waiting},
     validate,
 };
 

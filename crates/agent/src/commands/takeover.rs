@@ -31,11 +31,7 @@ use host::{
     statedir,
 };
 use hostapi::{Host, HostError, Order, TakeoverOrder, look};
-use model::{
-    eligibility::NodeView,
-    members::Members,
-    roster::{Observed, takeover::refusal},
-};
+use model::{eligibility::NodeView, members::Members, observed::Observed, roster::takeover::refusal};
 
 /// A new lead restores its whole queue before it is online.
 const PATIENCE: Duration = Duration::from_secs(300);

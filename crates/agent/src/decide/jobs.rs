@@ -6,7 +6,7 @@ use crate::inputs::local_roster::host_roster;
 use api::{Closing, Rank, RunningJobs, Uninstall};
 use broker::{rfc3::RpcError, status::InstanceStatus};
 use hostapi::HostView;
-use model::roster::topology;
+use model::tree::topology;
 
 /// What the broker of this host answered about jobs.
 pub struct JobsAnswer {

@@ -30,7 +30,7 @@ use api::{Rank, Roster};
 use base::chance::chance;
 use cluster::{ApiError, published::read_roster};
 use hostapi::Preflight;
-use model::roster::parent;
+use model::tree::parent;
 
 /// A connection to another node is made within milliseconds, or a second if its first packet is lost.
 const PARENT_ANSWERS_IN: Duration = Duration::from_secs(2);

@@ -22,7 +22,7 @@ use api::{
 };
 use host::dumps::is_of;
 use hostapi::Preflight;
-use model::roster::is_lead_fixed;
+use model::lead::is_lead_fixed;
 
 /// The scheduler gives cores that are free to the first job of the queue within seconds.
 const HELD_BACK: Duration = Duration::from_secs(60);

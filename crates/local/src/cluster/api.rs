@@ -21,7 +21,7 @@ use tokio::{
 };
 
 use super::{
-    daemon::bind,
+    io::bind,
     layout::{Cluster, Layout, write_private},
     mounts,
 };

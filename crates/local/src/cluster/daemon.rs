@@ -12,7 +12,7 @@ use futures::future::join_all;
 use nix::unistd::setsid;
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
-    net::{TcpListener, UnixListener, UnixStream},
+    net::{UnixListener, UnixStream},
     signal::unix::{SignalKind, signal},
     sync::{mpsc, oneshot, watch},
 };
@@ -22,6 +22,7 @@ use super::{
     api::ApiServer,
     cgroup,
     control::{Answer, NodeView, Request, report_line},
+    io::{bind, write},
     kind::Kind,
     kubelet::{Action, Kubelet, Order, Views},
     layout::{Cluster, Layout, node_name, node_number},
@@ -92,10 +93,6 @@ pub(crate) async fn run(layout: &Layout) -> Result<ExitCode, LocalError> {
 /// Returns when `stopped` becomes true or its sender is gone.
 async fn wait(mut stopped: watch::Receiver<bool>) {
     let _ = stopped.wait_for(|stopped| *stopped).await;
-}
-
-pub(crate) async fn bind(address: SocketAddr) -> Result<TcpListener, LocalError> {
-    TcpListener::bind(address).await.context(|| format!("can't listen on {address}"))
 }
 
 async fn converse(daemon: Arc<Daemon>, stream: UnixStream) {
@@ -227,7 +224,7 @@ impl Daemon {
         for view in self.all() {
             let file = self.layout.node_root(&view.name).join("etc/hosts");
             if file.exists() {
-                root::write(&file, &hosts)?;
+                write(&file, &hosts)?;
             }
         }
         Ok(())

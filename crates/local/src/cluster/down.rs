@@ -3,7 +3,6 @@
 
 use std::{
     fs,
-    path::Path,
     time::{Duration, Instant},
 };
 
@@ -14,14 +13,13 @@ use nix::{
 
 use super::{
     cgroup,
+    io::{print_line, read_line},
     layout::{Cluster, Layout},
     mounts,
     network::Network,
-    objects::read_line,
-    up::print_line,
 };
 use crate::error::{Context, LocalError};
-use host::{Root, facts, sysctl};
+use host::{Root, facts, state};
 
 /// How long the daemon may take to stop and reap its nodes before everything is killed.
 const GRACE: Duration = Duration::from_secs(10);
@@ -46,7 +44,7 @@ pub(crate) async fn run(layout: &Layout) -> Result<bool, LocalError> {
         Err(LocalError::NotUp) => {}
         Err(error) => return Err(error),
     }
-    remove_files(layout.directory())?;
+    mounts::remove_files(layout.directory())?;
     Ok(true)
 }
 
@@ -67,7 +65,7 @@ fn end_processes(cluster: &Cluster) -> Result<(), LocalError> {
 
 /// The machine's current values of the sysctls that an agent raises, for [`put_back_sysctls`].
 pub(crate) fn sysctls() -> std::collections::BTreeMap<String, String> {
-    sysctl::RAISED
+    state::RAISED
         .iter()
         .map(|(name, _)| ((*name).to_owned(), read_line(&sysctl(name))))
         .filter(|(_, value)| !value.is_empty())
@@ -90,17 +88,4 @@ fn put_back_sysctls(cluster: &Cluster) {
 
 fn sysctl(name: &str) -> String {
     format!("/proc/sys/{}", name.replace('.', "/"))
-}
-
-/// Removes a directory of the cluster. File systems mounted in it are unmounted first, never deleted.
-pub(crate) fn remove_files(directory: &Path) -> Result<(), LocalError> {
-    let failed = || format!("can't remove {}", directory.display());
-    match directory.canonicalize() {
-        Ok(directory) => {
-            mounts::unmount_all(&directory)?;
-            fs::remove_dir_all(&directory).context(failed)
-        }
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(error).context(failed),
-    }
 }

@@ -5,7 +5,7 @@ use std::{fs, os::unix::fs::symlink, path::Path};
 
 use serde::{Deserialize, Serialize};
 
-use super::{mounts, root::write};
+use super::{io::write, mounts};
 use crate::error::{Context, LocalError};
 
 /// How a node differs from the machine.

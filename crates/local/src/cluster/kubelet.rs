@@ -24,7 +24,7 @@ use super::{
     cgroup,
     control::{NodeView, read_report},
     layout::{Cluster, Layout},
-    objects,
+    mounts, objects,
 };
 use crate::error::{Context, LocalError};
 use base::error_chain;
@@ -310,7 +310,7 @@ impl Kubelet {
         let (group, directory) = (self.cluster.node_cgroup(&self.name), self.layout.node(&self.name));
         let removed = tokio::task::spawn_blocking(move || {
             cgroup::remove(&group)?;
-            super::down::remove_files(&directory)
+            mounts::remove_files(&directory)
         });
         removed.await.context(|| "the task that removes the node's files panicked".to_owned())??;
         self.views.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.number);

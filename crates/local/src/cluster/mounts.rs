@@ -92,3 +92,16 @@ pub(crate) fn unmount_all(directory: &Path) -> Result<(), LocalError> {
 pub(crate) fn make_directory(path: &Path) -> Result<(), LocalError> {
     fs::create_dir_all(path).context(|| format!("can't make {}", path.display()))
 }
+
+/// Removes a directory of the cluster. File systems mounted in it are unmounted first, never deleted.
+pub(crate) fn remove_files(directory: &Path) -> Result<(), LocalError> {
+    let failed = || format!("can't remove {}", directory.display());
+    match directory.canonicalize() {
+        Ok(directory) => {
+            unmount_all(&directory)?;
+            fs::remove_dir_all(&directory).context(failed)
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error).context(failed),
+    }
+}

@@ -21,6 +21,7 @@ use kube::{
 use serde_json::json;
 
 use super::{
+    io::read_line,
     kind::Kind,
     layout::{Cluster, Layout},
 };
@@ -183,8 +184,4 @@ fn architecture(kind: &Kind) -> &str {
 
 fn machine_cpus() -> u32 {
     std::thread::available_parallelism().map_or(1, |cpus| u32::try_from(cpus.get()).unwrap_or(u32::MAX))
-}
-
-pub(crate) fn read_line(path: &str) -> String {
-    std::fs::read_to_string(path).unwrap_or_default().trim().to_owned()
 }

@@ -9,6 +9,7 @@ use std::{
 
 use super::{
     cgroup::Hierarchy,
+    io::write,
     layout::{Cluster, Layout},
     mounts,
 };
@@ -145,10 +146,6 @@ fn new_boot(root: &Path) -> Result<(), LocalError> {
 /// The path in a node's root that corresponds to an absolute path.
 fn inside(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
-}
-
-pub(crate) fn write(path: &Path, text: &str) -> Result<(), LocalError> {
-    fs::write(path, text).context(|| format!("can't write {}", path.display()))
 }
 
 fn replace_link(target: &Path, link: &Path) -> Result<(), LocalError> {

@@ -10,7 +10,7 @@ use futures::TryStreamExt;
 use sha2::{Digest, Sha256};
 use url::Url;
 
-use super::{check, root::IMAGE, up::Up};
+use super::{check, options::Up, root::IMAGE};
 use crate::error::{Context, LocalError};
 use api::FluxInstanceSpec;
 use base::{error_chain, redact::redacted};

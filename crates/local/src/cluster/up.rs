@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io::{ErrorKind, Write},
+    io::ErrorKind,
     net::{Ipv4Addr, TcpListener, TcpStream},
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
@@ -25,10 +25,11 @@ use super::{
     check::{self, Choice, Flux, Source},
     control::{Client as Control, NodeView, Request, read_report},
     down,
-    kind::Kind,
+    io::{print_line, read_line},
     layout::{AGENT_VARIABLE, Cluster, Layout, copy_executable, make_private_directory, write_private},
     network::Network,
-    objects, root, spec, wait,
+    options::{ApiKind, Up},
+    root, spec, wait,
 };
 use crate::{
     error::{Context, LocalError},
@@ -48,59 +49,6 @@ const FILTERED_BRIDGES: &str = "/proc/sys/net/bridge/bridge-nf-call-iptables";
 const UNUSED_PORT: u16 = 1;
 /// Timeout for a connection over the bridge, which takes microseconds unless packets are dropped.
 const REACH_LIMIT: Duration = Duration::from_secs(2);
-
-/// The kind of API server.
-#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ApiKind {
-    /// Embedded in the daemon.
-    Embedded,
-    /// etcd and kube-apiserver from the directory named by KUBEBUILDER_ASSETS.
-    Real,
-}
-
-/// The options of `local up`.
-#[derive(clap::Args, Clone, Debug)]
-pub struct Up {
-    /// The number of nodes
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    nodes: u32,
-    /// Install a bundle: a file on this machine, or a URL
-    #[arg(long, value_name = "FILE|URL", conflicts_with_all = ["channel", "spec"])]
-    pub(super) bundle: Option<String>,
-    /// The bundle's sha256 [default: that of the current file]
-    #[arg(long, requires = "bundle", value_name = "HEX")]
-    pub(super) sha256: Option<String>,
-    /// A conda channel to install from: a directory on this machine, or a URL (repeatable)
-    #[arg(long, value_name = "DIR|URL")]
-    pub(super) channel: Vec<String>,
-    /// A conda package to install, as a match spec (repeatable)
-    #[arg(long)]
-    pub(super) spec: Vec<String>,
-    /// Shape of the overlay network, such as kary:2
-    #[arg(long)]
-    pub(super) topology: Option<String>,
-    /// A YAML file with a FluxInstance or only its spec; the other options override it
-    #[arg(long, value_name = "FILE")]
-    pub(super) instance: Option<PathBuf>,
-    /// What to do if Flux is not available
-    #[arg(long, value_enum, value_name = "WHICH", default_value = "auto")]
-    flux: Flux,
-    /// How long to wait until all nodes are online, such as 90s or 10m; a plain number means seconds
-    #[arg(long, default_value = "10m", value_parser = api::duration)]
-    timeout: Duration,
-    /// The API server to start [default: real if KUBEBUILDER_ASSETS is set, else embedded]
-    #[arg(long, value_enum, value_name = "WHICH")]
-    api: Option<ApiKind>,
-    /// Do not wait until the nodes are online
-    #[arg(long)]
-    no_wait: bool,
-    /// How the nodes differ from this machine
-    #[command(flatten)]
-    kind: Kind,
-    /// By how many seconds the agents' clocks are wrong: a third of them is ahead, a third behind
-    #[arg(long, hide = true, default_value_t = 0)]
-    clocks_off: i64,
-}
 
 /// Starts a cluster. On any failure but a time-out, it is taken down again.
 ///
@@ -221,10 +169,6 @@ async fn choose_packages(up: &Up, spec: &mut FluxInstanceSpec) -> Result<Option<
     }
 }
 
-pub(crate) fn print_line(line: &str) -> Result<(), LocalError> {
-    writeln!(std::io::stdout(), "{line}").context(|| "can't write to stdout".to_owned())
-}
-
 async fn refuse_second(layout: &Layout) -> Result<(), LocalError> {
     if !layout.cluster().exists() {
         return Ok(());
@@ -321,7 +265,7 @@ async fn start(
     for node in &nodes {
         print_line(&format!("{} is up at {}", node.name, node.address))?;
     }
-    if objects::read_line(FILTERED_BRIDGES) == "1"
+    if read_line(FILTERED_BRIDGES) == "1"
         && let [first, .., last] = nodes.as_slice()
         && !reaches(last, first).await
     {

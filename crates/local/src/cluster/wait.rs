@@ -14,9 +14,9 @@ use tokio::time::{Instant, interval};
 
 use super::{
     control::Client as Control,
+    io::print_line,
     layout::{Cluster, Layout},
     objects,
-    up::print_line,
 };
 use crate::error::LocalError;
 use api::{FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, InstancePhase, NodePhase};

@@ -15,7 +15,7 @@ pub(crate) use bundle::{NAME, make};
 
 use std::process::ExitCode;
 
-use super::{cluster::up::print_line, error::LocalError};
+use super::{cluster::io::print_line, error::LocalError};
 use api::STAND_IN;
 
 /// Acts as `flux` with these arguments, as far as that is possible without Flux.

@@ -1,11 +1,12 @@
 //! A FluxInstance that is created while hosts still have brokers of a previous one.
 
-use super::{
-    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, is_certificate_in_use, is_certificate_of_another, tests::World,
-};
+use super::{Decision, first::REPORTS_TIMEOUT, tests::World};
 use crate::{
     fixture::roster,
-    status::{Obstacle, status},
+    lead::LEAD_PATIENCE,
+    observed::{Observed, is_certificate_in_use, is_certificate_of_another},
+    obstacle::Obstacle,
+    status::status,
 };
 use api::{Adopted, CONDITION_CERTIFICATE_MISSING, NodePhase};
 

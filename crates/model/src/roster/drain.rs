@@ -4,11 +4,12 @@
 
 use std::collections::BTreeSet;
 
-use super::{Observed, limit, resources, topology};
 use crate::{
     eligibility::{NodeView, selected},
     members::{MemberState, Members},
+    observed::{Observed, limit, resources},
     resources::lack,
+    tree::topology,
 };
 use api::{Draining, Rank, Roster, RosterEntry};
 

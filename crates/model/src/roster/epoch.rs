@@ -9,13 +9,14 @@ use std::{
     time::Duration,
 };
 
-use super::{
-    Observed, candidates, facts, format, is_shut_down, lacks_since, limit, may_declare_less, member, participant_count,
-    properties, resources,
-};
+use super::properties;
 use crate::{
     broker_toml::{is_broker_name, is_node_a_property, spare_name},
     members::{Members, NodeIndex},
+    observed::{
+        Observed, candidates, facts, format, is_shut_down, lacks_since, limit, may_declare_less, member,
+        participant_count, resources,
+    },
     prefix,
     settings::{pending, settings, wanted},
 };

@@ -1,12 +1,12 @@
 //! A lead that can't be started, and the changes that repair it.
 
 use super::{
-    Decision, Observed, decide, decide_unserved,
+    Decision, decide, decide_unserved,
     epoch::{Restart, restart},
     epoch_tests::{close, idle, jobs_on, waits_for},
     tests::World,
 };
-use crate::members::Members;
+use crate::{members::Members, observed::Observed};
 use api::{Closing, NodePhase, OnFailure};
 
 /// In the second epoch, the lead's broker was never started, because its host doesn't have the user that the spec

@@ -1,21 +1,27 @@
 //! The first roster of an instance: which node leads, and which nodes are members from the start.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
-use super::{
-    Decision, LEAD_PATIENCE, Observed, REPORTS_TIMEOUT, candidates, drain::drain, entry, epoch::next_epoch, format,
-    has_failed, has_passed, holds_another, is_deep, is_of_instance, limit, participant_count, properties, turns,
-    was_named,
-};
+use super::{Decision, drain::drain, epoch::next_epoch, properties, turns};
 use crate::{
     broker_toml::{is_broker_name, spare_name},
     eligibility::{NodeView, eligible},
+    lead::{LEAD_PATIENCE, was_named},
     members::Members,
+    observed::{
+        Observed, candidates, entry, format, has_failed, has_passed, holds_another, is_of_instance, limit,
+        participant_count,
+    },
     prefix,
     settings::{pending, settings},
+    tree::is_deep,
 };
 use api::{FailedLeads, FluxNodeStatus, Roster, packed};
 use base::words::many;
+
+/// If the roster is lost, how long the planner waits for reports from the agents of all Ready nodes before it concludes
+/// that no broker runs.
+pub(super) const REPORTS_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Added to the revision of the lead's copy of a lost roster. The copy is as old as the last change that concerned the
 /// lead, an unknown number of revisions came after it, and no revision may be reused with other content.

@@ -5,13 +5,13 @@ use std::{
     vec,
 };
 
-use super::{
-    Observed, candidates, drain::leaving, drained_by_others, entry, facts, has_failed, is_deep, limit, parent, topology,
-};
+use super::drain::leaving;
 use crate::{
     broker_toml::broker_name,
     members::{MemberState, Members},
+    observed::{Observed, candidates, drained_by_others, entry, facts, has_failed, limit},
     prefix,
+    tree::{is_deep, parent, topology},
 };
 use api::{Rank, Roster, RosterEntry};
 

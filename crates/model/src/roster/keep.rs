@@ -1,9 +1,12 @@
 //! Updates the members that stay, come back, or are gone for good.
 
-use super::{
-    Observed, drain::has_no_jobs_for_sure, is_lead_fixed, lacks_since, may_declare_less, resources, retain_secs,
+use super::drain::has_no_jobs_for_sure;
+use crate::{
+    eligibility::NodeView,
+    lead::is_lead_fixed,
+    members::Members,
+    observed::{Observed, lacks_since, may_declare_less, resources, retain_secs},
 };
-use crate::{eligibility::NodeView, members::Members};
 use api::{Member, Roster, RosterEntry};
 
 /// Updates each rank that has a member: its declared resources, and whether its Node is gone or back.

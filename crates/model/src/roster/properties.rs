@@ -2,8 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::Observed;
-use crate::{members::NodeIndex, resources::properties};
+use crate::{members::NodeIndex, observed::Observed, resources::properties};
 use api::Roster;
 
 /// Gives every member its properties. A member whose Node is gone keeps its own while its rank is kept.

@@ -7,13 +7,15 @@ use std::{
     time::Duration,
 };
 
-use super::{Decision, decide, is_deep, retain_secs, tests::World};
+use super::{Decision, decide, tests::World};
 use crate::{
     broker_toml::{broker_name, render},
     eligibility::NodeView,
     hostlist,
     members::Members,
+    observed::retain_secs,
     project::project,
+    tree::is_deep,
 };
 use api::{Adopted, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry, Want};
 

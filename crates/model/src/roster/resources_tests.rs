@@ -1,11 +1,12 @@
+use api::{IdSet, NodePhase, Rank, Resources};
 use serde_json::json;
+use std::collections::BTreeMap;
 
 use super::{
     tests::{World, entry_of as entry},
     *,
 };
 use crate::eligibility::Cpu;
-use api::IdSet;
 
 type Edit = fn(&mut World);
 /// Cores, GPUs, excluded.

@@ -5,14 +5,12 @@
 //! agent reports it. A request names one epoch. The epoch that begins with it makes it obsolete, so nothing has to
 //! withdraw it.
 
-use super::{
-    Observed,
-    epoch::{next_epoch, with_closing},
-    facts, is_lead_fixed, member, participant_count, rank_of,
-};
+use super::epoch::{next_epoch, with_closing};
 use crate::{
     eligibility::{NodeView, eligible},
-    members::Members,
+    lead::is_lead_fixed,
+    members::{Members, rank_of},
+    observed::{Observed, facts, member, participant_count},
     prefix,
     settings::settings,
 };

@@ -1,5 +1,6 @@
 use super::{takeover::refusal, tests::World, *};
-use api::{Closing, IdSet, Takeover};
+use api::{Closing, IdSet, NodePhase, Takeover};
+use std::time::Duration;
 
 /// A request to take over the present epoch; with an empty queue if `new` is the instance's new ID.
 fn takeover_request(world: &World, new: Option<&str>) -> Takeover {

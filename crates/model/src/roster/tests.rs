@@ -1,8 +1,22 @@
-use std::collections::BTreeSet;
+use crate::{
+    eligibility::{Cpu, NodeView},
+    lead::LEAD_PATIENCE,
+    members::rank_of,
+    observed::DEFAULT_RETAIN_SECS,
+    project::project,
+    roster::first::REPORTS_TIMEOUT,
+    tree::parent,
+};
+use api::{
+    Adopted, EpochSettings, Facts, FluxInstanceSpec, FluxInstanceStatus, FluxNodeSpec, FluxNodeStatus, NodePhase, Rank,
+    Resources, RosterEntry, Want,
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use super::*;
-use crate::{eligibility::Cpu, project::project};
-use api::{EpochSettings, Facts, FluxNodeSpec, Want};
 
 /// A small cluster that the tests change step by step.
 pub(crate) struct World {

@@ -6,8 +6,13 @@ use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
-use super::{LEAD_PATIENCE, Observed, candidates, has_failed, is_lead_fixed};
-use crate::{eligibility::NodeView, members::Members, status::Obstacle};
+use crate::{
+    eligibility::NodeView,
+    lead::{LEAD_PATIENCE, is_lead_fixed},
+    members::Members,
+    observed::{Observed, candidates, has_failed},
+    obstacle::Obstacle,
+};
 use api::{FailedLead, FailedLeads, FirstFailure, Member, NodePhase, Roster};
 use base::words::many;
 

@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, time::Duration};
 
 use super::{Decision, decide, no_lead, tests::World};
-use crate::{fixture::roster, status::Obstacle};
+use crate::{fixture::roster, obstacle::Obstacle};
 use api::{FailedLeads, FluxNodeStatus, LeadFailed, NodePhase, Roster};
 
 const LAST_OUTPUT: &str = "the broker has ended; its log says: libarchive.so.13: cannot open shared object file";

@@ -8,7 +8,10 @@ use super::{ApiError, Caches, Planner, instance};
 use api::{FluxInstance, FluxInstanceStatus, INSTANCE};
 use base::error_chain;
 use cluster::clock;
-use model::status::{Obstacle, stopped, warnings};
+use model::{
+    obstacle::Obstacle,
+    status::{stopped, warnings},
+};
 
 impl Planner {
     /// Logs why planning failed. If a user has to fix it, also publishes an Event and writes it to the FluxInstance's
