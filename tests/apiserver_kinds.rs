@@ -97,7 +97,7 @@ async fn scale_reads_and_writes_the_size() {
         let patch = Patch::Merge(json!({ "spec": { "replicas": replicas } }));
         match instances.patch_scale(INSTANCE, &PatchParams::default(), &patch).await {
             Err(kube::Error::Api(status)) if status.code == 422 => {
-                assert!(status.message.contains(words), "{status:?}")
+                assert!(status.message.contains(words), "{status:?}");
             }
             other => panic!("{other:?}"),
         }

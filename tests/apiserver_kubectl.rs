@@ -87,12 +87,12 @@ spec:
     spec: {containers: [{name: agent, image: "image:1"}, {name: other, image: "other:1"}]}
 "#;
 
-const INSTANCE: &str = r#"
+const INSTANCE: &str = r"
 apiVersion: distribute.flux-framework.org/v1alpha1
 kind: FluxInstance
 metadata: {name: flux, namespace: flux-distribute}
 spec: {maxSize: 8, broker: {port: 8060}}
-"#;
+";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kubectl_works_on_our_kinds_as_on_any_cluster() {

@@ -25,7 +25,7 @@ use kube::{
 };
 use needs::{NODES, Need, skips_without};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_mins(1);
 
 /// Two clusters that come up at the same time might choose the same network.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());

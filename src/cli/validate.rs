@@ -53,7 +53,7 @@ pub(super) fn validate(arguments: &ValidateArguments) -> Result<ExitCode, Failur
     match output {
         OutputFormat::Json => print(&report.json()).map(drop)?,
         OutputFormat::Text => report.print()?,
-    };
+    }
     Ok(if report.findings.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(BAD_INPUT) })
 }
 

@@ -7,7 +7,7 @@
 const CLUSTERS_AT_ONCE: u32 = 1;
 
 /// The longest life of a cluster.
-const LONGEST: std::time::Duration = std::time::Duration::from_secs(1200);
+const LONGEST: std::time::Duration = std::time::Duration::from_mins(20);
 
 mod attack;
 #[allow(dead_code, reason = "each target takes what it needs")]

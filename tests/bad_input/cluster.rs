@@ -304,9 +304,7 @@ impl Case {
                 }
             }
         };
-        if tokio::time::timeout(PATIENCE, found).await.is_err() {
-            panic!("no warning about {about} with {words}: {:#?}", self.notes().await);
-        }
+        assert!(!tokio::time::timeout(PATIENCE, found).await.is_err(), "no warning about {about} with {words}: {:#?}", self.notes().await)
     }
 
     pub async fn notes(&self) -> Vec<String> {

@@ -28,7 +28,7 @@ mod traces;
 const CLUSTERS_AT_ONCE: u32 = 64;
 
 /// The longest life of a cluster.
-const LONGEST: std::time::Duration = std::time::Duration::from_secs(2 * 3600);
+const LONGEST: std::time::Duration = std::time::Duration::from_hours(2);
 
 #[test]
 fn every_fault_heals_by_itself_and_costs_no_more_than_its_row_allows() {

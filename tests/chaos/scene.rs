@@ -95,7 +95,7 @@ impl Scene {
             job: None,
         };
         let nodes = shape.nodes.to_string();
-        scene.until("all nodes up", Duration::from_secs(60), |scene| {
+        scene.until("all nodes up", Duration::from_mins(1), |scene| {
             let up = scene.ask(&["flux", "resource", "list", "-s", "up", "-no", "{nnodes}"])?;
             if up == nodes { Ok(()) } else { Err(format!("{up} nodes are up")) }
         });

@@ -25,7 +25,7 @@ use std::{
 
 use needs::{NODES, skips_without};
 
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_mins(2);
 const BINARY: &str = env!("CARGO_BIN_EXE_flux-distribute");
 
 /// Two clusters that come up at the same time cost more than a small machine has.

@@ -73,7 +73,7 @@ async fn a_stages_refusal_reaches_the_agent_unchanged() {
     let order = ClaimOrder { prefix: "/opt/../etc".into(), instance_uid: "u".into(), uninstall: Default::default() };
     match run(&host, Order::Claim(order)).await {
         Err(HostError::Refused(Refusal { message, transient: false })) => {
-            assert!(message.contains("spec.prefix"), "{message}")
+            assert!(message.contains("spec.prefix"), "{message}");
         }
         other => panic!("{other:?}"),
     }

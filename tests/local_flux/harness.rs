@@ -29,7 +29,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 /// For whatever takes seconds on an idle machine.
-pub const PATIENCE: Duration = Duration::from_secs(120);
+pub const PATIENCE: Duration = Duration::from_mins(2);
 
 /// One node as `local status` shows it.
 #[derive(Deserialize, Debug, Clone)]
@@ -182,9 +182,7 @@ impl Cluster {
             if let Some(found) = look() {
                 return found;
             }
-            if Instant::now() > end {
-                panic!("waited in vain for {what}:\n{}", self.must(&["status"]));
-            }
+            assert!(Instant::now() <= end, "waited in vain for {what}:\n{}", self.must(&["status"]));
             sleep(Duration::from_millis(100));
         }
     }
@@ -293,9 +291,7 @@ impl Cluster {
         let ids: Vec<String> = self.exec("node1", &words).lines().map(str::to_owned).collect();
         for id in &ids {
             let waits = ["flux", "job", "wait-event", "-t", "60", "-W", "-p", "exec", id, "shell.start"];
-            if self.ask("node1", &waits).is_none() {
-                panic!("job {id} does not start: {}", self.exec("node1", &["flux", "job", "eventlog", id]));
-            }
+            assert!(!self.ask("node1", &waits).is_none(), "job {id} does not start: {}", self.exec("node1", &["flux", "job", "eventlog", id]));
         }
         Job { cluster: self, ids, signal }
     }

@@ -19,7 +19,7 @@ fn environments(cluster: &Cluster, node: &str) -> BTreeSet<String> {
 fn all_have(cluster: &Cluster, what: &str, wanted: impl Fn(&str) -> BTreeSet<String>) {
     cluster.until(what, || {
         let nodes = cluster.nodes();
-        assert!(nodes.iter().all(|node| node.is_online()), "{nodes:?}");
+        assert!(nodes.iter().all(super::harness::NodeStatus::is_online), "{nodes:?}");
         nodes.iter().all(|node| environments(cluster, &node.name) == wanted(&node.name)).then_some(())
     });
 }

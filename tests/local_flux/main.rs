@@ -7,7 +7,7 @@
 const CLUSTERS_AT_ONCE: u32 = 2;
 
 /// The longest life of a cluster.
-const LONGEST: std::time::Duration = std::time::Duration::from_secs(1200);
+const LONGEST: std::time::Duration = std::time::Duration::from_mins(20);
 
 mod air_gap;
 mod damage;

@@ -70,7 +70,7 @@ fn two_of_four(scheduler: Scheduler) {
     for (size, words) in [(5, "is more than maxSize: raise maxSize too"), (0, "delete the FluxInstance")] {
         match scale(&cluster, size) {
             Err(kube::Error::Api(status)) if status.code == 422 => {
-                assert!(status.message.contains(words), "{status:?}")
+                assert!(status.message.contains(words), "{status:?}");
             }
             other => panic!("{other:?}"),
         }

@@ -384,7 +384,7 @@ fn a_purged_host_has_nothing_of_ours() {
     kill(agent, Signal::SIGCONT).unwrap();
     cluster.until("both online again", || {
         let nodes = cluster.nodes();
-        (nodes.iter().all(|node| node.is_online()) && cluster.brokers().len() == 2).then_some(())
+        (nodes.iter().all(super::harness::NodeStatus::is_online) && cluster.brokers().len() == 2).then_some(())
     });
 }
 

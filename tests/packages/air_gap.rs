@@ -363,16 +363,16 @@ fn false_statements_in_a_bundle_of_packages_are_refused() {
         ("its archive of package libflux-1.0-0 is not", &|e| {
             e.iter_mut().for_each(|(_, path, bytes)| {
                 if path.ends_with(".tar.bz2") {
-                    bytes[1000] ^= 1
+                    bytes[1000] ^= 1;
                 }
-            })
+            });
         }),
         ("its archive of package libflux-1.0-0 is not", &|e| {
             e.iter_mut().for_each(|(_, path, bytes)| {
                 if path.ends_with(".tar.bz2") {
-                    bytes.truncate(1000)
+                    bytes.truncate(1000);
                 }
-            })
+            });
         }),
         ("it lacks the archive of package flux-core-1.0-0", &|e| e.retain(|(_, path, _)| !path.ends_with(".conda"))),
         ("appears twice", &|e| e.push(e[2].clone())),
@@ -391,7 +391,7 @@ fn false_statements_in_a_bundle_of_packages_are_refused() {
         ("its flux-distribute-lock.yml is not text", &|e| e[1].2 = b"\xff\xfe".into()),
         ("holds more than", &|e| e[1].2 = vec![0; 65 << 20]),
         ("names no platform", &|e| {
-            e[0].2 = String::from_utf8(e[0].2.clone()).unwrap().replace("\"linux-64\"", "").into()
+            e[0].2 = String::from_utf8(e[0].2.clone()).unwrap().replace("\"linux-64\"", "").into();
         }),
     ];
     let honest = Forged::new();

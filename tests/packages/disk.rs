@@ -142,9 +142,9 @@ async fn after_a_power_cut_no_incomplete_environment_counts_as_ready() {
             assert_eq!(verify(&prefix, digest).differences, [], "{digest} is called ready, {options}");
         }
         if there.len() == 2 {
-            ready += 1
+            ready += 1;
         } else {
-            lost += 1
+            lost += 1;
         }
         run(&second).unwrap();
         for set in [&first, &second] {

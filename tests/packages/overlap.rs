@@ -19,7 +19,7 @@ use super::{
 use stage::launch::Places;
 
 /// Nothing here takes as long.
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_mins(1);
 
 fn following_order(prefix: &Path, set: &PackageSet) -> Order {
     match link_order(prefix, set) {

@@ -21,7 +21,7 @@ use super::{
 };
 
 /// The duration of a watch if the client sets none.
-const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1800);
+const DEFAULT_TIMEOUT: Duration = Duration::from_mins(30);
 
 /// How often an idle watch gets a bookmark with the latest resourceVersion, so that a reconnect doesn't start from an
 /// expired one.

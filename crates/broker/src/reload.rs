@@ -15,9 +15,9 @@ use super::{
 };
 
 /// Limit for one step.
-const TIMEOUT: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_mins(1);
 /// Limit for a scheduler to come online. It first hears of all running jobs: Fluxion takes 4 ms for each of them.
-const ONLINE_TIMEOUT: Duration = Duration::from_secs(900);
+const ONLINE_TIMEOUT: Duration = Duration::from_mins(15);
 /// The job manager does not announce that a scheduler is online, so it has to be polled.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// How often to load a scheduler until no job ends while it loads.

@@ -28,7 +28,7 @@ use api::{LEASE_PLANNER, NAMESPACE};
 use base::chance::chance;
 
 /// The longest lease duration that a candidate accepts from a holder.
-const LONGEST_LEASE: Duration = Duration::from_secs(60);
+const LONGEST_LEASE: Duration = Duration::from_mins(1);
 
 /// A candidate for the Lease, or its holder.
 pub struct Candidate {
@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_lease_expires_after_at_most_a_minute_whatever_its_duration() {
-        let minute = Duration::from_secs(60);
+        let minute = Duration::from_mins(1);
         for (seconds, accepted) in [
             (None, LEASE_DURATION),
             (Some(-1), LEASE_DURATION),

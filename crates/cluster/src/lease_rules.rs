@@ -48,7 +48,7 @@ pub fn next_step(seen: Option<&LeaseView>, me: &str) -> LeaseStep {
 
 /// The longest that a candidate waits between two looks. The number of members is in the FluxInstance's status, which every
 /// agent's token may write: a forged one must not put all other candidates to sleep for years.
-const LONGEST_LOOK: Duration = Duration::from_secs(300);
+const LONGEST_LOOK: Duration = Duration::from_mins(5);
 
 /// How long a candidate waits between two looks, when `members` others look too: all together ask about twenty times a
 /// second at most, up to the number for which that is [`LONGEST_LOOK`].
@@ -91,6 +91,6 @@ mod tests {
 
     #[test]
     fn a_forged_number_of_members_puts_no_candidate_to_sleep_for_long() {
-        assert_eq!(look_every(u32::MAX), Duration::from_secs(300));
+        assert_eq!(look_every(u32::MAX), Duration::from_mins(5));
     }
 }

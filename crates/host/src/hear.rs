@@ -15,7 +15,7 @@ use hostapi::{BEAT, HostError, Progress, Reply};
 
 /// After this time without any line, the stage counts as stopped (SIGSTOP, a frozen cgroup) and may never be woken.
 /// Long enough for a machine that is slow in everything.
-const SILENCE: Duration = Duration::from_secs(60);
+const SILENCE: Duration = Duration::from_mins(1);
 
 /// Reads up to the stage's last reply; None if stdout ended without one. Fails if the stage is silent for [`SILENCE`],
 /// or makes no progress within `patience` while `may_wait` is false. The stage's own lines count that time: if this

@@ -70,7 +70,7 @@ impl Order {
 }
 
 /// A dump that takes longer hangs.
-pub const LONGEST_DUMP: Duration = Duration::from_secs(3600);
+pub const LONGEST_DUMP: Duration = Duration::from_hours(1);
 
 /// See [`Order::Preflight`].
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]

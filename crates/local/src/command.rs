@@ -184,20 +184,20 @@ impl LocalCommand {
                 ))?;
             }
             Self::Agent { node, action: AgentAction::Restart } => {
-                ask(&layout, &node, |node| Request::RestartAgent { node }).await?
+                ask(&layout, &node, |node| Request::RestartAgent { node }).await?;
             }
             Self::Agent { node, action: AgentAction::Kill } => {
-                ask(&layout, &node, |node| Request::KillAgent { node }).await?
+                ask(&layout, &node, |node| Request::KillAgent { node }).await?;
             }
             Self::Node { node, action: NodeAction::PowerOff, .. } => {
-                ask(&layout, &node, |node| Request::PowerOff { node }).await?
+                ask(&layout, &node, |node| Request::PowerOff { node }).await?;
             }
             Self::Node { node, action: NodeAction::PowerOn, kind } => {
                 if kind != Kind::default() {
                     let node = exec::find_node(&layout, &node).await?.name;
                     kind.save(&layout.node_kind(&node))?;
                 }
-                ask(&layout, &node, |node| Request::PowerOn { node }).await?
+                ask(&layout, &node, |node| Request::PowerOn { node }).await?;
             }
             Self::Api { fault } => Client::connect(&layout).await?.ask(Request::Api { fault }).await.map(drop)?,
             Self::Kubeconfig => {

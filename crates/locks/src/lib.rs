@@ -370,7 +370,7 @@ fn blame(yaml: &str, error: ParseCondaLockError) -> LockError {
         }
         for (field, digits) in [("sha256", 64), ("md5", 32)] {
             let Some(value) = package.get(field) else { continue };
-            let found = value.as_str().map(str::to_owned).unwrap_or_else(|| "(not a string)".to_owned());
+            let found = value.as_str().map_or_else(|| "(not a string)".to_owned(), str::to_owned);
             if found.len() != digits || !found.chars().all(|c| c.is_ascii_hexdigit()) {
                 return LockError::NotADigest { name: package_name(location), field, found };
             }

@@ -135,7 +135,7 @@ struct Set<'a> {
     now: i64,
 }
 
-impl<'a> Set<'a> {
+impl Set<'_> {
     /// Sends all `lacking` nodes to the source.
     fn all_at_once(&self, lacking: Vec<usize>) -> Vec<(usize, Option<FetchFrom>)> {
         let assigned = |index: usize| {

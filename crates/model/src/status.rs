@@ -331,8 +331,13 @@ fn explain(seen: &Observed, planned: Option<(&Roster, &Members)>, next: &FluxIns
         let unready = (!members.is_ready(rank)).then(|| "its Node is not Ready".to_owned());
         let agentless = seen.agentless.get(&member.node).map(|why| format!("it has no agent: {why}"));
         let cause = gone::message(roster, rank).or(silent).or(unready).or(agentless);
-        let unknown = if report.is_some() { "its agent gives no reason" } else { "its agent has not reported yet" };
-        let message = cause.or_else(|| report?.message.clone()).unwrap_or_else(|| unknown.to_owned());
+        // An agent has nothing to say where its phase says it all, for the moment between two steps.
+        let phase = || match &report?.phase {
+            NodePhase::Online => Some("its agent reports it online, and the lead does not yet".to_owned()),
+            phase => Some(format!("its phase is {phase:?}")),
+        };
+        let message = cause.or_else(|| report?.message.clone()).or_else(phase);
+        let message = message.unwrap_or_else(|| "its agent has not reported yet".to_owned());
         let started = if members.runs(rank) { "started" } else { "not started" };
         format!("; {} (rank {rank}, {started}): {message}", member.node)
     });

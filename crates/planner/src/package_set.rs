@@ -38,7 +38,7 @@ struct Failure {
 /// The pause after the first failure; it doubles with each further one.
 const ASK_AGAIN: Duration = Duration::from_secs(5);
 /// The longest pause. Not shorter, because a channel's full index is a big download.
-const LONGEST_REST: Duration = Duration::from_secs(120);
+const LONGEST_REST: Duration = Duration::from_mins(2);
 
 /// The state of the published package set.
 pub enum Published {

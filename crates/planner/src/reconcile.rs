@@ -51,7 +51,7 @@ const GATHER: Duration = Duration::from_millis(100);
 /// Plan at least this often even without changes, because some decisions depend only on time (retain, patience).
 const TICK: Duration = Duration::from_secs(2);
 /// After a failed write of autoscaler annotations, how long until the next attempt.
-const PROTECT_AGAIN: Duration = Duration::from_secs(60);
+const PROTECT_AGAIN: Duration = Duration::from_mins(1);
 
 /// Plans until the future is dropped. `predecessor_time`: the present time by the previous planner's clock, if known.
 pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timestamp>, has_limits: &AtomicBool) {

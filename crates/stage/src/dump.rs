@@ -35,7 +35,7 @@ const KEEP: usize = 5;
 /// Lock file: one dump at a time.
 const LOCK: &str = ".lock";
 /// For its end, after that of its output.
-const GRACE: Duration = Duration::from_secs(60);
+const GRACE: Duration = Duration::from_mins(1);
 /// Bytes that must stay free beyond the size of the store, because the broker keeps writing during the dump.
 const MARGIN: u64 = 64 << 20;
 const KEY_TIMEOUT_SECS: u64 = 60;

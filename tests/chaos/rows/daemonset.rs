@@ -29,7 +29,7 @@ pub fn rows() -> Vec<Row> {
                 // One that comes to it, and those that are there.
                 let node = scene.pick_node();
                 scene.agents()[&node].kill();
-                scene.until("a word about it", Duration::from_secs(60), |scene| {
+                scene.until("a word about it", Duration::from_mins(1), |scene| {
                     let nodes = scene.cluster.api::<FluxNode>();
                     let nodes =
                         scene.cluster.wait(nodes.list(&ListParams::default())).map_err(|error| error.to_string())?;

@@ -59,7 +59,7 @@ pub fn rows() -> Vec<Row> {
                 scene.nodes += 1;
                 scene.cluster.all_online(scene.nodes);
                 send(scene.brokers()[&node].pid, Signal::SIGKILL);
-                scene.until("the file that can't be written", Duration::from_secs(60), |scene| {
+                scene.until("the file that can't be written", Duration::from_mins(1), |scene| {
                     let found = scene.cluster.wait(scene.cluster.api::<FluxNode>().get(&node));
                     let status = found.map_err(|error| error.to_string())?.status.unwrap_or_default();
                     let told = status.message.unwrap_or_default();

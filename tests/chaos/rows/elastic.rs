@@ -38,7 +38,7 @@ pub fn rows() -> Vec<Row> {
             }
             nodes.come_back(scene);
             scene.nodes = u32::try_from(nodes.there.len()).unwrap();
-            scene.until("Flux's own list", Duration::from_secs(180), |scene| is_flux_s_list(scene, &lead));
+            scene.until("Flux's own list", Duration::from_mins(3), |scene| is_flux_s_list(scene, &lead));
             let moved = scene.rosters.moved();
             assert!(moved.is_empty(), "{moved:?}");
             scene.end(&job).unwrap();

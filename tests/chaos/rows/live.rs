@@ -45,7 +45,7 @@ pub fn rows() -> Vec<Row> {
             let relay = Relay::before(format!("/proc/{}/root{BROKER_RUN_DIR}/local", scene.init(&lead)).as_ref(), step);
             let mut join = scene.cluster.command(&["add-node"]).stdout(Stdio::null()).spawn().unwrap();
             let what = format!("{step:?}");
-            scene.until(&what, Duration::from_secs(60), |_| relay.held.try_recv().map_err(|error| error.to_string()));
+            scene.until(&what, Duration::from_mins(1), |_| relay.held.try_recv().map_err(|error| error.to_string()));
             relay.end();
             scene.agents()[&lead].kill();
             let hit = Hit::none();

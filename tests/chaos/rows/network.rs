@@ -9,7 +9,7 @@ use crate::{
 };
 
 /// Longer than tcp_user_timeout, after which Flux gives up a silent node.
-const TOO_LONG: Duration = Duration::from_secs(300);
+const TOO_LONG: Duration = Duration::from_mins(5);
 
 pub fn rows() -> Vec<Row> {
     // A connection that was silent for a minute may count that minute towards tcp_user_timeout when it is silent again soon.

@@ -28,7 +28,7 @@ pub fn rows() -> Vec<Row> {
             scene.dice.pause(Duration::from_secs(5));
             scene.cluster.must(&["add-node"]);
             let hit = Hit::brokers_of([name.clone()]);
-            scene.until("another rank", Duration::from_secs(60), |scene| {
+            scene.until("another rank", Duration::from_mins(1), |scene| {
                 let ranks = scene.cluster.roster().ok_or("no roster")?.ranks;
                 // The old machine's is kept for it.
                 assert_eq!(ranks[&rank].member.as_ref().map(|member| &member.uid), Some(&before.uid));
@@ -52,7 +52,7 @@ pub fn rows() -> Vec<Row> {
             scene.cluster.must(&["node", &lead, "power-off"]);
             fs::rename(&state, &aside).unwrap();
             scene.cluster.must(&["node", &lead, "power-on"]);
-            let said = scene.until("a word about it", Duration::from_secs(60), |scene| {
+            let said = scene.until("a word about it", Duration::from_mins(1), |scene| {
                 let status = scene.cluster.instance().status.unwrap_or_default();
                 let found = status.holding("Degraded").map(|found| found.message.clone()).unwrap_or_default();
                 if found.contains("statedir") { Ok(found) } else { Err(format!("Degraded says {found:?}")) }

@@ -26,7 +26,7 @@ pub fn rows() -> Vec<Row> {
             let before = scene.cluster.roster().expect("a roster");
             let hit = delete::<ConfigMap>(scene, CONFIGMAP_ROSTER);
             let after = scene
-                .until("the roster", Duration::from_secs(60), |scene| scene.cluster.roster().ok_or_else(String::new));
+                .until("the roster", Duration::from_mins(1), |scene| scene.cluster.roster().ok_or_else(String::new));
             assert_eq!((after.instance_id, after.epoch), (before.instance_id, before.epoch));
             assert_eq!(after.ranks.len(), before.ranks.len());
             for (rank, entry) in before.ranks {
@@ -91,7 +91,7 @@ fn delete<K: Object>(scene: &mut Scene, name: &str) -> Hit {
 
 fn returns<K: Object>(scene: &Scene, name: &str) -> K {
     let api = scene.cluster.api::<K>();
-    scene.until(name, Duration::from_secs(60), |scene| {
+    scene.until(name, Duration::from_mins(1), |scene| {
         scene.cluster.wait(api.get_opt(name)).map_err(|error| error.to_string())?.ok_or_else(|| "not there".to_owned())
     })
 }

@@ -10,7 +10,7 @@ use super::{DEEP, Row, row};
 use crate::scene::{Hit, Scene};
 
 /// The removal's own grace, and a machine that does several things at once.
-const CLEAN_IN: Duration = Duration::from_secs(120);
+const CLEAN_IN: Duration = Duration::from_mins(2);
 
 pub fn rows() -> Vec<Row> {
     // Fifty moments in all.

@@ -34,9 +34,9 @@ const BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::fro
 /// After an agent has run this long, the next pause is the shortest again.
 const STEADY: Duration = Duration::from_secs(10);
 /// The DaemonSet's terminationGracePeriodSeconds.
-const GRACE: Duration = Duration::from_secs(120);
+const GRACE: Duration = Duration::from_mins(2);
 /// Limit for a boot or a start, which normally take tens of milliseconds, on an overloaded machine.
-const START_LIMIT: Duration = Duration::from_secs(60);
+const START_LIMIT: Duration = Duration::from_mins(1);
 
 /// An order to a kubelet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -31,7 +31,7 @@ const DEFAULT_DIRECTORY: &str = "/var/lib/flux-distribute-local";
 const CGROUP: &str = "flux-distribute-local";
 
 /// How long a `down` waits for another one: longer than that one waits for processes that exit slowly.
-const LOCK_LIMIT: Duration = Duration::from_secs(60);
+const LOCK_LIMIT: Duration = Duration::from_mins(1);
 
 /// Paths in the state directory.
 #[derive(Clone, Debug)]

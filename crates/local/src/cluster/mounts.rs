@@ -57,7 +57,7 @@ pub(crate) fn bind_read_only(source: &Path, target: &Path) -> Result<(), LocalEr
 fn remount_read_only(target: &Path) -> Result<(), LocalError> {
     let mut flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
     // A remount clears every flag that it doesn't repeat.
-    let kept = statvfs(target).map(|found| found.flags()).unwrap_or(FsFlags::empty());
+    let kept = statvfs(target).map_or(FsFlags::empty(), |found| found.flags());
     for (has, keep) in [
         (FsFlags::ST_NOSUID, MsFlags::MS_NOSUID),
         (FsFlags::ST_NODEV, MsFlags::MS_NODEV),

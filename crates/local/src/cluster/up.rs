@@ -40,7 +40,7 @@ use broker::command::SPARES_EXPLAINED;
 use host::{Root, facts};
 
 /// Limit for the daemon's start; kube-apiserver with etcd takes about ten seconds.
-const DAEMON_LIMIT: Duration = Duration::from_secs(120);
+const DAEMON_LIMIT: Duration = Duration::from_mins(2);
 
 /// If this is 1, iptables' forwarding rules also apply to bridges, and Docker's rules drop by default.
 const FILTERED_BRIDGES: &str = "/proc/sys/net/bridge/bridge-nf-call-iptables";

@@ -23,7 +23,7 @@ use api::{FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, InstancePh
 use base::words::many;
 
 /// A node that has been `Failed` for this long won't recover by itself.
-const FAILED_LIMIT: Duration = Duration::from_secs(60);
+const FAILED_LIMIT: Duration = Duration::from_mins(1);
 
 /// A node's status, and for how long it has been `Failed`.
 #[derive(Clone, Debug, Default)]

@@ -498,7 +498,7 @@ fn an_instance_that_was_shut_down_stays_down_until_an_administrator_restarts_it(
         ("a change of the spec", |world| world.spec.broker.port = Some(9000)),
         ("another package set", |world| world.digest = "other"),
         ("a lead that would not come up", |world| {
-            world.reports.get_mut("node1").unwrap().start_failing_epoch = Some(1)
+            world.reports.get_mut("node1").unwrap().start_failing_epoch = Some(1);
         }),
     ] {
         let mut world = shut_down();

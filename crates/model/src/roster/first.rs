@@ -21,7 +21,7 @@ use base::words::many;
 
 /// If the roster is lost, how long the planner waits for reports from the agents of all Ready nodes before it concludes
 /// that no broker runs.
-pub(super) const REPORTS_TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const REPORTS_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// Added to the revision of the lead's copy of a lost roster. The copy is as old as the last change that concerned the
 /// lead, an unknown number of revisions came after it, and no revision may be reused with other content.

@@ -105,7 +105,7 @@ fn an_empty_queue_begins_with_a_new_id_if_the_lead_is_lost() {
         let mut world = World::up(2);
         lose_the_disk(&mut world);
         // The planner has waited for long, and the lead has reported only why it refused the old queue.
-        world.waited = Duration::from_secs(600);
+        world.waited = Duration::from_mins(10);
         let request = takeover_request(&world, Some("new"));
         leave(&mut world, lead, request);
         world.settle();
@@ -137,7 +137,7 @@ fn a_queue_that_was_named_begins_on_the_named_host_or_not_at_all() {
     for (what, happens, epoch) in bad {
         let mut world = World::up(3);
         lose_the_disk(&mut world);
-        world.waited = Duration::from_secs(600);
+        world.waited = Duration::from_mins(10);
         let request = takeover_request(&world, Some("kept"));
         leave(&mut world, "node2", request);
         world.settle();

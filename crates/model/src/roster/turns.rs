@@ -19,7 +19,7 @@ use base::words::many;
 /// The pause after the first failure.
 const SHORTEST_PAUSE: Duration = Duration::from_secs(2);
 /// The longest pause.
-const LONGEST_PAUSE: Duration = Duration::from_secs(300);
+const LONGEST_PAUSE: Duration = Duration::from_mins(5);
 /// How many failed nodes the roster keeps; the oldest failures are dropped first. By then every pause is
 /// [`LONGEST_PAUSE`].
 pub(super) const MOST_NODES: usize = 64;

@@ -165,7 +165,7 @@ fn durations(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
         }
     }
     if let Some(every) = spec.state.dump_every.as_deref().and_then(parse_duration)
-        && every < Duration::from_secs(60)
+        && every < Duration::from_mins(1)
     {
         wrong.push(Finding::new("spec.state.dumpEvery", "is shorter than a minute: a dump reads the whole queue"));
     }

@@ -23,7 +23,7 @@ use hostapi::{LaunchOrder, Refusal};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Longer, because `start` of a Type=exec unit waits for the exec.
-const START_TIMEOUT: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// The host's systemd.
 #[derive(Clone, Debug, PartialEq, Eq)]
