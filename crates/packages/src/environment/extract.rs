@@ -31,7 +31,7 @@ const DECODER: u64 = 2 << 20;
 /// The files in `info/` that the linker reads into memory as a whole.
 const METADATA: [&str; 7] = ["index.json", "paths.json", "link.json", "files", "has_prefix", "no_link", "no_softlink"];
 /// Limit for each of them. A package of 100,000 files has about 20 MiB.
-const MAX_METADATA: u64 = 64 << 20;
+pub(crate) const MAX_METADATA: u64 = 64 << 20;
 
 /// The entries of a package by path.
 pub(crate) type Contents = HashMap<PathBuf, Kind>;
