@@ -359,7 +359,14 @@ fn is_refused(bundle: &[u8], words: &str) {
 fn false_statements_in_a_bundle_of_packages_are_refused() {
     let file = EntryType::Regular;
     type Change<'a> = (&'a str, &'a dyn Fn(&mut Vec<(EntryType, String, Vec<u8>)>));
-    let changes: [Change<'_>; 19] = [
+    // The channel of a lock that another tool wrote, and what a parser of URLs takes for a user in it.
+    let channel = |entries: &mut [(EntryType, String, Vec<u8>)], url: &str| {
+        let lock = String::from_utf8(entries[1].2.clone()).unwrap();
+        let (before, channel) = lock.split_once("- url: ").unwrap();
+        let (_, after) = channel.split_once('\n').unwrap();
+        entries[1].2 = format!("{before}- url: {url}\n{after}").into();
+    };
+    let changes: [Change<'_>; 21] = [
         ("its archive of package libflux-1.0-0 is not", &|e| {
             e.iter_mut().for_each(|(_, path, bytes)| {
                 if path.ends_with(".tar.bz2") {
@@ -388,6 +395,8 @@ fn false_statements_in_a_bundle_of_packages_are_refused() {
         ("its flux-distribute-lock.yml does not follow", &|e| drop(e.remove(1))),
         ("its flux-distribute-lock.yml does not follow", &|e| e.truncate(1)),
         ("its lock can't be used: the lock can't be read", &|e| e[1].2 = b"a: [1".into()),
+        ("has credentials in the URL https://***@h/c", &|e| channel(e, "https://me:pass@h/c")),
+        ("has credentials in the URL https://h/c", &|e| channel(e, "https:///me:pass@h/c")),
         ("its flux-distribute-lock.yml is not text", &|e| e[1].2 = b"\xff\xfe".into()),
         ("holds more than", &|e| e[1].2 = vec![0; 65 << 20]),
         ("names no platform", &|e| {

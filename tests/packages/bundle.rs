@@ -220,7 +220,10 @@ fn a_directory_without_flux_is_not_bundled() {
     installed_flux(&from);
     refused(&from, &from.join("flux.tar.gz"), "into the directory that it packs");
     symlink("../../outside", from.join("lib/out")).unwrap();
-    refused(&from, &out, "outside the tree");
+    refused(&from, &out, "out of /opt/flux");
+    fs::remove_file(from.join("lib/out")).unwrap();
+    symlink("/tmp/libx.so", from.join("lib/out")).unwrap();
+    refused(&from, &out, "users can write to /tmp");
     fs::remove_file(from.join("lib/out")).unwrap();
     let _socket = std::os::unix::net::UnixListener::bind(from.join("socket")).unwrap();
     refused(&from, &out, "socket");
@@ -297,8 +300,8 @@ fn no_entry_gets_out_of_its_directory() {
         (&[(Regular, "lib/../../victim", None)], "outside of the tree"),
         (&[(Regular, absolute, None)], "outside of the tree"),
         (&[(Directory, "../victim", None)], "outside of the tree"),
-        (&[(Symlink, "lib/link", Some("../../victim"))], "symlink out of"),
-        (&[(Symlink, "link", Some(".."))], "symlink out of"),
+        (&[(Symlink, "lib/link", Some("../../victim"))], "out of "),
+        (&[(Symlink, "link", Some(".."))], "out of "),
         (&[(Symlink, "link", None)], "to nothing"),
         (&[(Link, "link", Some(absolute))], "hard link out of"),
         (&[(Link, "link", Some("../victim"))], "hard link out of"),
@@ -311,7 +314,8 @@ fn no_entry_gets_out_of_its_directory() {
         (&[(Fifo, "fifo", None)], "is a device"),
     ];
     for (entries, words) in cases {
-        let mut forged = Forged::new();
+        // A symlink into the prefix that the bundle is for may be in it.
+        let mut forged = Forged::of(directory, PLATFORM);
         for (kind, path, target) in entries {
             let content: &[u8] = if *kind == Regular { b"evil" } else { b"" };
             forged.entry(*kind, path, *target, content);
@@ -322,6 +326,26 @@ fn no_entry_gets_out_of_its_directory() {
         assert_eq!(fs::read_to_string(&victim).unwrap(), "safe");
     }
     assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn a_bundle_has_no_symlink_to_where_users_can_write() {
+    for (target, words) in [
+        ("/tmp/x.so", "users can write to /tmp"),
+        ("/home/user/x.so", "users can write to /home"),
+        ("/proc/self/root/tmp/x.so", "users can write to /proc"),
+        ("/opt/flux/../../tmp/x.so", "must have no `..`"),
+        ("/", "users can write to"),
+    ] {
+        let mut forged = Forged::new();
+        forged.entry(EntryType::Symlink, "lib/x.so", Some(target), b"");
+        let refusal = forged.host().refused();
+        assert!(refusal.message.contains(&format!("lib/x.so is a symlink to {target}")), "{refusal}");
+        assert!(refusal.message.contains(words) && !refusal.transient, "{refusal}");
+    }
+    let mut forged = Forged::of("/home/build/flux", PLATFORM);
+    forged.entry(EntryType::Symlink, "lib/x.so", Some("/home/build/flux/lib/y.so"), b"");
+    forged.host().link().unwrap();
 }
 
 #[test]
@@ -369,7 +393,7 @@ fn a_bundle_gives_nobody_but_the_owner_the_right_to_write() {
 fn a_symlink_that_is_replaced_is_not_followed() {
     let outside = tempfile::NamedTempFile::new().unwrap();
     fs::write(outside.path(), "safe").unwrap();
-    let mut forged = Forged::new();
+    let mut forged = Forged::of(outside.path().to_str().unwrap(), PLATFORM);
     for name in ["file", packages::ENVIRONMENT_MARKER] {
         forged.entry(EntryType::Symlink, name, outside.path().to_str(), b"");
     }

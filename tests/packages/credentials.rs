@@ -143,23 +143,32 @@ async fn a_redirect_that_would_carry_the_token_to_another_server_is_not_followed
     assert_eq!(*other.trouble().asked.lock().unwrap(), [""; 0]);
 }
 
-#[test]
-fn a_lock_with_credentials_is_refused_without_quoting_them() {
-    let sha256 = "0".repeat(64);
-    for url in [
+/// URLs of a package with credentials, the last ones hidden: a parser of URLs takes them for a user, and a reader does
+/// not.
+fn urls_with_credentials() -> [String; 5] {
+    [
         format!("https://me:{PASSWORD}@h/c/linux-64/flux-core-1.0-0.conda"),
         format!("https://h/t/{TOKEN}/c/linux-64/flux-core-1.0-0.conda"),
-        // What a parser of URLs takes for a user, and a reader does not.
         format!("https:///me:{PASSWORD}@h/c/linux-64/flux-core-1.0-0.conda"),
         format!("https:/me:{PASSWORD}@h/c/linux-64/flux-core-1.0-0.conda"),
         format!("https://me:{PASSWORD}\"@h/c/linux-64/flux-core-1.0-0.conda"),
-    ] {
-        let list = format!("@EXPLICIT\n{url}#{sha256}\n");
-        let yaml = format!(
-            "version: 6\nenvironments:\n  default:\n    channels:\n    - url: {url}\n    packages:\n      linux-64:\n      - conda: {url}\n\
-             packages:\n- conda: {url}\n  sha256: '{sha256}'\n"
-        );
-        for lock in [list, yaml] {
+    ]
+}
+
+/// A lock of the package at `url`.
+fn yaml_with(url: &str) -> String {
+    let sha256 = "0".repeat(64);
+    format!(
+        "version: 6\nenvironments:\n  default:\n    channels:\n    - url: {url}\n    packages:\n      linux-64:\n      - conda: {url}\n\
+         packages:\n- conda: {url}\n  sha256: '{sha256}'\n"
+    )
+}
+
+#[test]
+fn a_lock_with_credentials_is_refused_without_quoting_them() {
+    for url in urls_with_credentials() {
+        let list = format!("@EXPLICIT\n{url}#{}\n", "0".repeat(64));
+        for lock in [list, yaml_with(&url)] {
             let error = locks::check_lock(&lock, &[]).unwrap_err();
             let words = base::error_chain(&error);
             assert!(
@@ -168,6 +177,22 @@ fn a_lock_with_credentials_is_refused_without_quoting_them() {
             );
             assert_clean("the error", &words);
         }
+    }
+}
+
+#[test]
+fn no_bundle_is_made_of_a_lock_with_credentials() {
+    let desk = tempfile::tempdir().unwrap();
+    for url in urls_with_credentials() {
+        let (lock, out) = (desk.path().join("lock.yml"), desk.path().join("flux.tar.gz"));
+        fs::write(&lock, yaml_with(&url)).unwrap();
+        let create = packages::CreateBundle { lock: Some(lock), out, ..packages::CreateBundle::default() };
+        let error = create.run().unwrap_err();
+        let words = base::error_chain(&error);
+        assert!(words.contains("has credentials in the URL https://"), "{words}");
+        assert_clean("the error", &words);
+        assert_eq!(error.exit_code(), 2);
+        assert_eq!(fs::read_dir(desk.path()).unwrap().count(), 1, "nothing was fetched or written");
     }
 }
 

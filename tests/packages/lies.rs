@@ -138,9 +138,17 @@ async fn told(packages: &[Lie]) -> Refusal {
     refusal
 }
 
+/// A directory outside of the environment that a package may have a symlink to, since only root can write beside it.
+fn outside() -> tempfile::TempDir {
+    tempfile::tempdir_in("/var/lib").unwrap()
+}
+
 #[tokio::test]
 async fn an_entry_outside_of_the_tree_is_refused_before_it_is_written() {
-    let outside = tempfile::tempdir().unwrap();
+    if skips_without([Need::Root]) {
+        return;
+    }
+    let outside = outside();
     let out = outside.path().to_str().unwrap();
     let secret = outside.path().join("secret");
     fs::write(&secret, "not yours").unwrap();
@@ -384,7 +392,10 @@ async fn an_archive_with_a_flipped_bit_is_fetched_again_and_never_goes_live() {
 
 #[tokio::test]
 async fn one_package_can_not_write_through_the_symlink_of_another() {
-    let outside = tempfile::tempdir().unwrap();
+    if skips_without([Need::Root]) {
+        return;
+    }
+    let outside = outside();
     let out = outside.path().to_str().unwrap();
     let door = [Entry::symlink("share", out)];
     let guest = [Entry::file("share/evil", b"x"), Entry::file("bin/flux", b"#!/bin/sh\n")];
@@ -401,6 +412,20 @@ async fn one_package_can_not_write_through_the_symlink_of_another() {
         // It may be refused or one of them may win; nothing but the outside matters.
         let _ = host.link(&set).await;
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0, "something was written outside");
+    }
+}
+
+#[tokio::test]
+async fn a_package_has_no_symlink_to_where_users_can_write() {
+    for (target, place) in
+        [("/tmp/x.so", "/tmp"), ("/var/tmp", "/var/tmp"), ("/proc/self/cwd/x.so", "/proc"), ("/", "/")]
+    {
+        let content = [Entry::symlink("lib/x.so", target)];
+        for lie in Lie::both(&info("evil", &honest(&content)), &content) {
+            let refusal = told(&[lie]).await;
+            let words = format!("its entry lib/x.so is a symlink to {target}, and users can write to {place}");
+            assert!(refusal.message.contains(&words) && !refusal.transient, "{refusal}");
+        }
     }
 }
 

@@ -2,8 +2,12 @@
 
 use std::{
     collections::BTreeSet,
+    ffi::OsStr,
     io::{Read, Seek},
-    os::unix::fs::{MetadataExt, symlink},
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{MetadataExt, symlink},
+    },
     time::Duration,
 };
 
@@ -140,13 +144,92 @@ async fn files_that_an_older_version_left_writable_are_reported_and_closed() {
 
     let told = ["mode share", "mode share/big"];
     assert_eq!(named(&verify(host.prefix(), &set.digest()).differences), told);
+    let mode = |path: &str| fs::metadata(at(path)).unwrap().permissions().mode() & 0o7777;
+    assert_eq!((mode("share"), mode("share/big")), (0o755, 0o644), "a look closes what it finds open");
     assert_eq!(packages::ready(host.prefix()), [set.digest()], "it is used until then");
     let mended = mend(&host, &set).await.unwrap();
-    let closed = ["mode bin/flux", "mode share", "mode share/big", "changed .flux-distribute.records.json"];
-    assert_eq!(named(&mended.mended), closed, "a repair restores the whole file");
+    assert_eq!(named(&mended.mended), ["mode bin/flux", "changed .flux-distribute.records.json"]);
     assert_eq!((mended.left, verify(host.prefix(), &set.digest()).differences), (vec![], vec![]));
-    for (path, mode) in [("share", 0o755), ("share/big", 0o644), ("bin/flux", 0o755)] {
-        assert_eq!(fs::metadata(at(path)).unwrap().permissions().mode() & 0o7777, mode, "{path}");
+    for (path, closed) in [("share", 0o755), ("share/big", 0o644), ("bin/flux", 0o755)] {
+        assert_eq!(mode(path), closed, "{path}");
+    }
+}
+
+/// Python runs a `*.pth` and a sitecustomize.py, and the broker the scripts in rc1.d, as root.
+#[tokio::test]
+async fn what_a_user_planted_while_an_environment_was_open_is_removed() {
+    if skips_without([Need::Root]) {
+        return;
+    }
+    let (host, set, _channel) = installed().await;
+    let at = |path: &str| host.environment(&set).join(path);
+    let users = |path: &str| std::os::unix::fs::lchown(at(path), Some(500), Some(500)).unwrap();
+    fs::set_permissions(at("share"), fs::Permissions::from_mode(0o777)).unwrap();
+    fs::write(at("share/sitecustomize.py"), "evil").unwrap();
+    symlink("/tmp/evil", at("share/evil.so")).unwrap();
+    fs::create_dir_all(at("share/rc1.d/deep")).unwrap();
+    fs::write(at("share/rc1.d/deep/evil"), "evil").unwrap();
+    nix::unistd::mkfifo(&at("share/pipe"), nix::sys::stat::Mode::S_IRUSR).unwrap();
+    let evil = at("share").join(OsStr::from_bytes(b"evil\xff.pth"));
+    fs::write(&evil, "evil").unwrap();
+    std::os::unix::fs::chown(&evil, Some(500), Some(500)).unwrap();
+    for path in ["share/sitecustomize.py", "share/evil.so", "share/rc1.d", "share/pipe"] {
+        users(path);
+    }
+    fs::write(at("share/roots"), "an administrator's").unwrap();
+
+    let strangers = [
+        "owner share/evil.so",
+        "owner share/evil\u{fffd}.pth",
+        "owner share/pipe",
+        "owner share/rc1.d",
+        "owner share/sitecustomize.py",
+    ];
+    let told = named(&verify(host.prefix(), &set.digest()).differences);
+    let expected = ["mode share", "extra share/roots"].into_iter().chain(strangers).map(str::to_owned);
+    assert_eq!(told.into_iter().collect::<BTreeSet<_>>(), expected.collect());
+    let mended = mend(&host, &set).await.unwrap();
+    assert_eq!(named(&mended.mended).into_iter().collect::<BTreeSet<_>>(), strangers.map(str::to_owned).into());
+    assert_eq!(named(&mended.left), ["extra share/roots"]);
+    assert_eq!(named(&verify(host.prefix(), &set.digest()).differences), ["extra share/roots"]);
+    assert!(!evil.exists() && fs::symlink_metadata(at("share/evil.so")).is_err());
+}
+
+/// An older bundle could open the top of its tree, where our own files are.
+#[tokio::test]
+async fn no_look_waits_for_a_pipe_or_follows_a_link_that_a_user_planted() {
+    let (host, set, _channel) = installed().await;
+    let at = |path: &str| host.environment(&set).join(path);
+    let (prefix, digest) = (host.prefix().to_owned(), set.digest());
+    let look = async |what: &str| {
+        let (prefix, digest) = (prefix.clone(), digest.clone());
+        let looking = tokio::task::spawn_blocking(move || (packages::ready(&prefix), verify(&prefix, &digest)));
+        let Ok(looked) = tokio::time::timeout(Duration::from_secs(60), looking).await else {
+            // The runtime would wait for the thread.
+            eprintln!("the look waits for {what}");
+            std::process::exit(1);
+        };
+        looked.unwrap()
+    };
+    let names =
+        [packages::ENVIRONMENT_MARKER, ".flux-distribute.records.json", "conda-meta/one-1.0-0.json", "share/big"];
+    let outside = tempfile::tempdir().unwrap();
+    for name in names {
+        let (kept, is_ready) = (outside.path().join("kept"), name != packages::ENVIRONMENT_MARKER);
+        fs::rename(at(name), &kept).unwrap();
+        nix::unistd::mkfifo(&at(name), nix::sys::stat::Mode::all()).unwrap();
+        let (ready, looked) = look(name).await;
+        assert_eq!(ready.len(), usize::from(is_ready), "a pipe at {name}");
+        assert!(named(&looked.differences).iter().any(|difference| difference.ends_with(name)), "{name}: {looked:?}");
+        fs::remove_file(at(name)).unwrap();
+        // The right content, but wherever the link leads tomorrow.
+        symlink(&kept, at(name)).unwrap();
+        let (ready, looked) = look(name).await;
+        assert_eq!(ready.len(), usize::from(is_ready), "a link at {name}");
+        assert!(named(&looked.differences).iter().any(|difference| difference.ends_with(name)), "{name}: {looked:?}");
+        mend(&host, &set).await.unwrap();
+        assert_eq!(verify(&prefix, &digest).differences, [], "{name}");
+        fs::remove_file(&kept).unwrap();
     }
 }
 

@@ -262,6 +262,78 @@ async fn a_fetch_waits_once_for_a_peer_that_stays_busy_not_for_each_archive() {
     assert!(late.load(Ordering::SeqCst) <= 6, "more than were under way");
 }
 
+/// A client whose patience with one peer ends after some seconds.
+fn hasty() -> HttpClient {
+    quick().with_time_for_a_peer(Duration::from_secs(2))
+}
+
+fn busy_for(seconds: &str) -> Response {
+    Response::builder().status(503).header(header::RETRY_AFTER, seconds).body(Body::empty()).unwrap()
+}
+
+/// What a peer sends counts, not what it says.
+#[tokio::test]
+async fn a_peer_that_finds_ever_new_excuses_is_given_up() {
+    let (_channel, server, set, archive) = one_archive().await;
+    let length = archive.len();
+    let count = Arc::new(AtomicU64::new(0));
+    let asked = count.clone();
+    let cut = move || and_then(Vec::new(), length, false);
+    // Busy until the client goes to the next peer, and then cut off, by turns: neither lasts long.
+    let by_turns = peer(move |_| match asked.fetch_add(1, Ordering::SeqCst) % 4 {
+        3 => cut(),
+        _ => busy_for("0"),
+    })
+    .await;
+    let asked = count.clone();
+    // Has the archive as soon as it is only asked for it.
+    let never_comes = peer(move |request| {
+        asked.fetch_add(1, Ordering::SeqCst);
+        if request.method() == axum::http::Method::HEAD {
+            return status(StatusCode::OK);
+        }
+        let coming = Response::builder().status(503).header("archive-is-coming", "1");
+        coming.body(Body::empty()).unwrap()
+    })
+    .await;
+    for address in [by_turns, never_comes] {
+        count.store(0, Ordering::SeqCst);
+        let (host, before, log) = (Host::new(), server.sent(), Log::default());
+        let guard = log.listen();
+        let (http, sources) = (hasty(), from(&[&address]));
+        let fetched = tokio::time::timeout(Duration::from_secs(60), host.fetch_from(&set, &http, &sources)).await;
+        drop(guard);
+        assert_eq!((fetched.unwrap().unwrap().from_peers, server.sent() - before), (0, length as u64));
+        assert!(count.load(Ordering::SeqCst) < 600, "it was asked {count:?} times");
+        let warnings = log.warnings();
+        assert!(warnings.len() == 1 && warnings[0].contains("has waited for it"), "{warnings:?}");
+    }
+}
+
+/// Nobody says how large a bundle is, so a peer that lies could send without end.
+#[tokio::test]
+async fn a_peer_that_sends_a_bundle_without_end_is_given_up() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("flux.tar.gz"), "a bundle").unwrap();
+    let server = Server::start(directory.path()).await;
+    let sha256 = hex::encode(<sha2::Sha256 as sha2::Digest>::digest("a bundle"));
+    let set = PackageSet::Bundle(api::BundleSource { url: format!("{}flux.tar.gz", server.url()), sha256 });
+    let endless = || {
+        futures::stream::repeat(vec![0; 1 << 14]).then(async |bytes| {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            Ok::<_, io::Error>(Bytes::from(bytes))
+        })
+    };
+    let liar = peer(move |_| Response::new(Body::from_stream(endless()))).await;
+    let log = Log::default();
+    let _guard = log.listen();
+    let (host, http, sources) = (Host::new(), hasty(), from(&[&liar]));
+    let fetched = tokio::time::timeout(Duration::from_secs(60), host.fetch_from(&set, &http, &sources)).await;
+    assert_eq!(fetched.unwrap().unwrap().bytes, 8);
+    let warnings = log.warnings();
+    assert!(warnings.len() == 1 && warnings[0].contains("it takes too long"), "{warnings:?}");
+}
+
 /// An agent that fetches `set` itself, and has none of it yet.
 async fn fetching(host: &Host, set: &PackageSet) -> (String, Shelf) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -40,7 +40,7 @@ pub enum What {
     Changed,
     /// It is a file where a symlink was, or the like.
     Replaced,
-    /// It can't be read.
+    /// It can't be read, or is in a directory of another user.
     Unreadable,
     /// It is in no record.
     Extra,

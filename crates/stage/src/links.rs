@@ -12,6 +12,7 @@ use broker::command::CONNECT_HEADER;
 use host::{
     Root,
     files::{Owner, host_path, missing_parents, remove_if_there, replace_symlink, symlink_atomic, write_atomic},
+    machine::shared_by_nodes,
     state::{self, CONNECT_AT_ROOT, ENVIRONMENTS},
     trust,
 };
@@ -67,6 +68,9 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
         let message = format!("this bundle's Flux was built for {}, where a link is needed: {message}", path.display());
         Refusal { message, transient }
     };
+    let nearest = trust::nearest(root, above).ok();
+    let shared = nearest.and_then(|directory| shared_by_nodes(&host_path(&directory)));
+    check_shared(path, shared, is_remembered(state, path))?;
     let found = match trust::directory(root, above) {
         Ok(found) => found,
         // An older version made links in such places, and an instance with such a link must be able to start again.
@@ -99,11 +103,33 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
         .map_err(|error| Refusal::io("make the link", path, &error))
 }
 
+/// Refuses a link in a directory that nodes share, on a file system of `kind`: all their Flux would run through one link,
+/// and the first node to be uninstalled would remove it. An older version made such links, and an instance that has one
+/// must be able to start again.
+fn check_shared(path: &Path, kind: Option<&str>, is_remembered: bool) -> Result<(), Refusal> {
+    let Some(kind) = kind else { return Ok(()) };
+    let path = path.display();
+    if is_remembered {
+        tracing::warn!("the link {path} is on {kind}, which nodes share: it leads all of them to one environment");
+        return Ok(());
+    }
+    Err(Refusal::new(format!(
+        "this bundle's Flux was built for {path}, where a link is needed, but that is on {kind}, which nodes share: the first \
+         node to be uninstalled would remove the link of all; mount a file system of this node's own there, or use a bundle \
+         with another prefix"
+    )))
+}
+
+/// True if the undo list has our link at `path`.
+fn is_remembered(state: &HostState, path: &Path) -> bool {
+    state.undo.iter().any(|undo| matches!(undo, Undo::Symlink { path: known, .. } if known == path))
+}
+
 /// Opens the directory `above`, even if other users can change it, if `name` in it is a link of ours that root owns and
 /// the undo list has. Any user can make a link that looks like ours, and replace it later.
 fn with_remembered_link(root: &Root, state: &HostState, above: &Path, name: &OsStr) -> Option<OwnedFd> {
     let path = above.join(name);
-    if !state.undo.iter().any(|undo| matches!(undo, Undo::Symlink { path: known, .. } if *known == path)) {
+    if !is_remembered(state, &path) {
         return None;
     }
     let directory = trust::by_roots_links(root, above)?;
@@ -134,8 +160,11 @@ fn is_our_script(path: &Path) -> bool {
 pub fn remove_unremembered(root: &Root, prefix: Option<&Path>) -> Result<(), Refusal> {
     let prefix = prefix.unwrap_or(Path::new(DEFAULT_PREFIX));
     for path in USUAL.map(Path::new) {
-        // We never make a link where other users could have changed it.
+        // We never make a link where other users could have changed it. What nodes share may be another node's.
         let Ok(Some(directory)) = trust::directory(root, path) else { continue };
+        if shared_by_nodes(&host_path(&directory)).is_some() {
+            continue;
+        }
         for entry in fs::read_dir(host_path(&directory)).into_iter().flatten().flatten() {
             if is_ours(&entry.path(), prefix) {
                 let removed = remove_if_there(&entry.path());
@@ -152,7 +181,7 @@ pub fn remove_unremembered(root: &Root, prefix: Option<&Path>) -> Result<(), Ref
 
 /// Removes a link of ours, and the directories that were made for it if they are empty. If users other than root can
 /// change its directory by now, leaves the link and logs a warning: root must not remove anything by a path that
-/// another user can redirect.
+/// another user can redirect. The same if nodes share the directory: other nodes' Flux may run through the link.
 ///
 /// # Errors
 /// If the link can't be removed.
@@ -174,12 +203,22 @@ pub fn unlink(root: &Root, prefix: &Path, path: &Path, made_parent: Option<&Path
     Ok(())
 }
 
-/// Opens the directory that contains `path`, and returns it with the last part of `path`. None if it does not exist, or
-/// if users other than root can change it.
+/// Opens the directory that contains `path`, and returns it with the last part of `path`. None if it does not exist, if
+/// users other than root can change it, or if nodes share it.
 fn directory_of<'a>(root: &Root, path: &'a Path) -> Option<(OwnedFd, &'a OsStr)> {
     let (above, name) = (path.parent()?, path.file_name()?);
     match trust::directory(root, above) {
-        Ok(directory) => Some((directory?, name)),
+        Ok(directory) => {
+            let directory = directory?;
+            if let Some(kind) = shared_by_nodes(&host_path(&directory)) {
+                tracing::warn!(
+                    "{} stays, because it is on {kind}, which nodes share; remove it by hand once no node needs it",
+                    path.display()
+                );
+                return None;
+            }
+            Some((directory, name))
+        }
         Err(distrust) => {
             tracing::warn!(
                 "can't remove {}: {}; remove it by hand if it links into flux-distribute",
@@ -209,4 +248,26 @@ pub fn connect_at_root(root: &Root, state: &mut HostState, content: &str) -> Res
         tracing::debug!(%refusal, "can't write the connect script at the host's root");
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_link_is_made_in_a_directory_that_nodes_share() {
+        let path = Path::new("/opt/flux");
+        for (kind, is_remembered, is_made) in
+            [(None, false, true), (None, true, true), (Some("NFS"), false, false), (Some("NFS"), true, true)]
+        {
+            let checked = check_shared(path, kind, is_remembered);
+            assert_eq!(checked.is_ok(), is_made, "{kind:?} {is_remembered}");
+            if let Err(refusal) = checked {
+                assert!(!refusal.transient, "{refusal}");
+                for part in ["/opt/flux", "NFS", "use a bundle with another prefix"] {
+                    assert!(refusal.message.contains(part), "{refusal}");
+                }
+            }
+        }
+    }
 }

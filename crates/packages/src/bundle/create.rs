@@ -30,7 +30,7 @@ use crate::{
     shown,
 };
 use api::PackageSet;
-use base::{error_chain, redact::url_with_credentials};
+use base::error_chain;
 use hostapi::Progress;
 use locks::LockError;
 
@@ -140,10 +140,8 @@ impl CreateBundle {
     fn packages(&self, given: &Path) -> Result<CreatedBundle, BundleError> {
         let lock = open_plain(given).and_then(io::read_to_string).map_err(BundleError::unread(given, "lock"))?;
         let unusable = |e: LockError| BundleError::input(given, error_chain(&e));
-        // The lock becomes part of the bundle.
-        if let Some(url) = url_with_credentials(&lock) {
-            return Err(unusable(LockError::Credentials { url }));
-        }
+        // The lock becomes part of the bundle. Before parsing, because the parser's error may quote credentials.
+        locks::check_lock(&lock, &self.platform).map_err(unusable)?;
         let lock = locks::normalise_lock(&lock).map_err(unusable)?;
         let mut platforms = match self.platform.as_slice() {
             [] => locks::platforms(&lock).map_err(unusable)?,

@@ -14,10 +14,8 @@ use tar::{Builder, EntryType, Header};
 
 use crate::{
     BUNDLE_MANIFEST, BundleManifest, ENVIRONMENT_MARKER,
-    environment::{
-        guard::{KEPT_MODE, stays_inside},
-        records::RECORDS,
-    },
+    bundle::unpack::bad_symlink,
+    environment::{guard::KEPT_MODE, records::RECORDS},
 };
 
 /// Why a tree could not be packed.
@@ -42,7 +40,7 @@ impl PackError {
 pub(crate) fn pack<W: Write>(root: &Path, manifest: &BundleManifest, out: W) -> Result<W, PackError> {
     // Leave the header's time at 0: it would be the time of packing.
     let gzip = GzBuilder::new().write(out, Compression::default());
-    let mut packing = Packing { root, tar: Builder::new(gzip), hard_links: HashMap::new() };
+    let mut packing = Packing { root, prefix: &manifest.prefix, tar: Builder::new(gzip), hard_links: HashMap::new() };
     append_manifest(&mut packing.tar, manifest)?;
     packing.directory(Path::new(""))?;
     packing.tar.into_inner().and_then(|gzip| gzip.finish()).map_err(PackError::Write)
@@ -85,6 +83,8 @@ pub(crate) fn append_file<W: Write, R: Read>(
 
 struct Packing<'a, W: Write> {
     root: &'a Path,
+    /// The prefix that the tree was built for.
+    prefix: &'a Path,
     tar: Builder<W>,
     /// (device, inode) → the path under which the file was packed first.
     hard_links: HashMap<(u64, u64), PathBuf>,
@@ -117,9 +117,8 @@ impl<W: Write> Packing<'_, W> {
             self.directory(path)
         } else if kind.is_symlink() {
             let target = fs::read_link(&full).map_err(PackError::read(&full))?;
-            if target.is_relative() && !stays_inside(path.parent().unwrap_or(Path::new("")), &target) {
-                let reason = format!("it is a symlink to {}, outside the tree", target.display());
-                return Err(PackError::Entry { path: full, reason });
+            if let Some(reason) = bad_symlink(self.prefix, path, &target) {
+                return Err(PackError::Entry { path: full, reason: format!("it {reason}") });
             }
             let mut header = header(EntryType::Symlink, 0o777, metadata.mtime());
             self.tar.append_link(&mut header, path, target).map_err(PackError::Write)

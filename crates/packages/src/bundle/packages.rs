@@ -32,11 +32,10 @@ const ARCHIVES: &str = "pkgs";
 /// The packages of a lock by platform.
 pub(crate) type ByPlatform = Vec<(String, Vec<Locked>)>;
 
-/// The packages of `lock` for each of `platforms`.
+/// The packages of `lock` for each of `platforms`. A lock that could not be published is refused: everybody who has the
+/// bundle can read it, too.
 pub(crate) fn by_platform(lock: &str, platforms: &[String]) -> Result<ByPlatform, LockError> {
-    if lock.len() > MAX_LOCK_BYTES {
-        return Err(LockError::TooLarge { bytes: lock.len() });
-    }
+    locks::check_lock(lock, platforms)?;
     platforms.iter().map(|platform| Ok((platform.clone(), locks::packages(lock, platform)?))).collect()
 }
 

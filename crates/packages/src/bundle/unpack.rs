@@ -15,7 +15,7 @@ use crate::{
         packages::{self, Contents},
     },
     environment::{
-        guard::{Checked, Tree, stays_inside},
+        guard::{Checked, Tree, leads_to_users, stays_inside},
         limits::{Entries, Guarded, reached},
     },
 };
@@ -158,12 +158,7 @@ fn unpack_tree<R: Read>(
         if entry.header().entry_type().is_file() {
             unpacked.bytes += entry.size();
         }
-        let checked = Checked::new(&entry, |path, target| {
-            // An absolute target is resolved on the host, where the compiled-in prefix will be a symlink to this tree.
-            let parent = path.parent().unwrap_or(Path::new(""));
-            let out = target.is_relative() && !stays_inside(parent, target);
-            out.then(|| format!("is a symlink out of {}", unpacked.manifest.prefix.display()))
-        })?;
+        let checked = Checked::new(&entry, |path, target| bad_symlink(&unpacked.manifest.prefix, path, target))?;
         if let Some(tree) = &mut tree {
             tree.add(&checked, &mut entry)?;
             progress(unpacked.entries);
@@ -173,6 +168,17 @@ fn unpack_tree<R: Read>(
         unpacked.privileged = tree.finish()?;
     }
     Ok(unpacked)
+}
+
+/// What is wrong with the symlink `path` of a tree that was built for `prefix`, if anything. An absolute target is
+/// resolved on the host, where `prefix` will be a symlink to this tree.
+pub(crate) fn bad_symlink(prefix: &Path, path: &Path, target: &Path) -> Option<String> {
+    if target.is_absolute() {
+        let inside = target.strip_prefix(prefix).is_ok_and(|below| stays_inside(Path::new(""), below));
+        return if inside { None } else { leads_to_users(target) };
+    }
+    let out = !stays_inside(path.parent().unwrap_or(Path::new("")), target);
+    out.then(|| format!("is a symlink to {}, out of {}", target.display(), prefix.display()))
 }
 
 fn read_manifest(mut entry: Entry<'_, impl Read>) -> Result<BundleManifest, UnpackError> {

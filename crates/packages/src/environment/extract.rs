@@ -15,7 +15,7 @@ use zip::{CompressionMethod, ZipArchive};
 use crate::{
     Limits,
     bundle::unpack::{UnpackError, broken},
-    environment::guard::{Checked, EntryKind, Tree, inside, stays_inside},
+    environment::guard::{Checked, EntryKind, Tree, inside, leads_to_users, stays_inside},
     environment::limits::{Entries, Guarded, Memory, zstd_window},
 };
 
@@ -31,7 +31,7 @@ const DECODER: u64 = 2 << 20;
 /// The files in `info/` that the linker reads into memory as a whole.
 const METADATA: [&str; 7] = ["index.json", "paths.json", "link.json", "files", "has_prefix", "no_link", "no_softlink"];
 /// Limit for each of them. A package of 100,000 files has about 20 MiB.
-const MAX_METADATA: u64 = 64 << 20;
+pub(crate) const MAX_METADATA: u64 = 64 << 20;
 
 /// The entries of a package by path.
 pub(crate) type Contents = HashMap<PathBuf, Kind>;
@@ -141,15 +141,17 @@ impl Unpacking<'_> {
     }
 }
 
-/// Checks a symlink. Packages contain absolute symlinks to the host's files, which is harmless, since nothing is ever
-/// written through a symlink.
+/// Checks a symlink. Nothing is ever written through one.
 fn symlink(path: &Path, target: &Path) -> Option<String> {
+    if target.is_absolute() {
+        return leads_to_users(target);
+    }
     let from = match path.strip_prefix("site-packages") {
         // The directory that Python loads is lib/pythonX.Y/site-packages.
         Ok(below) => Path::new("lib/python/site-packages").join(below),
         Err(_) => path.to_owned(),
     };
-    let out = target.is_relative() && !stays_inside(from.parent().unwrap_or(Path::new("")), target);
+    let out = !stays_inside(from.parent().unwrap_or(Path::new("")), target);
     out.then(|| format!("is a symlink out of the environment, to {}", target.display()))
 }
 

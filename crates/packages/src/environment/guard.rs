@@ -124,6 +124,37 @@ pub(crate) fn stays_inside(from: &Path, target: &Path) -> bool {
     })
 }
 
+/// Where users can write on most hosts, and /proc, in which names such as `self/root` lead anywhere. What a symlink finds
+/// there is not what its author meant, and root may run it.
+const OPEN_TO_USERS: [&str; 13] = [
+    "/dev/mqueue",
+    "/dev/shm",
+    "/home",
+    "/proc",
+    "/run/lock",
+    "/run/shm",
+    "/run/user",
+    "/tmp",
+    "/usr/tmp",
+    "/var/lock",
+    "/var/run/lock",
+    "/var/run/user",
+    "/var/tmp",
+];
+
+/// What is wrong with a symlink to this absolute path, if anything. Packages contain symlinks to the host's own files, such
+/// as /etc/localtime.
+pub(crate) fn leads_to_users(target: &Path) -> Option<String> {
+    let shown = target.display();
+    if target.components().any(|part| part == Component::ParentDir) {
+        return Some(format!("is a symlink to {shown}; an absolute target must have no `..`"));
+    }
+    // With a symlink to /, another one would reach /tmp through it.
+    let meets = |place: &&&str| target.starts_with(place) || Path::new(place).starts_with(target);
+    let place = OPEN_TO_USERS.iter().find(meets)?;
+    Some(format!("is a symlink to {shown}, and users can write to {place} on many hosts"))
+}
+
 /// A tree that is being unpacked.
 pub(crate) struct Tree<'a> {
     root: &'a Path,

@@ -2,8 +2,8 @@
 //!
 //! The environment is built again under a temporary name, from archives with the right sha256; the damaged one's own
 //! records are not trusted. Each file that differs is replaced by one rename: it gets a new inode, and a process that
-//! has the old one open or mapped keeps it. No file is written in place, and files that no package contains are never
-//! removed.
+//! has the old one open or mapped keeps it. No file is written in place. Of the files that no package contains, those of
+//! other users are removed, since root would run what they wrote; the others never.
 //!
 //! Names are resolved one directory at a time and never through a symlink: a directory that others could write to for a
 //! while may contain links to anywhere.
@@ -20,8 +20,8 @@ use std::{
 
 use nix::{
     errno::Errno,
-    fcntl::{OFlag, openat, renameat},
-    sys::stat::{Mode, fchmod, mkdirat},
+    fcntl::{AtFlags, OFlag, openat, renameat},
+    sys::stat::{Mode, fchmod, fstatat, mkdirat},
     unistd::{Gid, Uid, fchown},
 };
 
@@ -29,10 +29,10 @@ use crate::{
     ENVIRONMENT_MARKER,
     environment::{
         build_tree, failed,
-        records::{RECORDS, mode},
+        records::{RECORDS, mode, read_own},
         refused,
         transaction::{Environments, Workshop},
-        verify::compare,
+        verify::{compare, in_utf8},
     },
     fetch::archive::{self, archives},
 };
@@ -41,6 +41,7 @@ use host::{
     BrokerProcesses, HostLock, Root,
     lock::WAIT,
     state::{ENVIRONMENTS, environment},
+    trust::is_trusted,
 };
 use hostapi::{Difference, LinkOrder, Mended, Progress, Refusal, What};
 
@@ -111,8 +112,8 @@ fn damage(place: &Path, fresh: &Path, conda: bool, progress: &mut dyn FnMut(Prog
 
 /// The difference in one of the files that we add to the packages' files.
 fn own_damage(place: &Path, fresh: &Path, name: &str) -> io::Result<Option<Difference>> {
-    let what = match fs::read(place.join(name)) {
-        Ok(found) if found == fs::read(fresh.join(name))? => return Ok(None),
+    let what = match read_own(place, name) {
+        Ok(found) if found == read_own(fresh, name)? => return Ok(None),
         Ok(_) => What::Changed,
         Err(e) if e.kind() == io::ErrorKind::NotFound => What::Missing,
         Err(_) => What::Replaced,
@@ -133,11 +134,11 @@ impl Mending<'_> {
         let mut mended = Mended::default();
         for difference in found {
             match self.repair(&difference) {
-                Ok(true) => mended.mended.push(difference),
-                Ok(false) => mended.left.push(difference),
+                Ok(true) => mended.mended.push(in_utf8(difference)),
+                Ok(false) => mended.left.push(in_utf8(difference)),
                 Err(error) => {
                     tracing::warn!(%difference, error = error_chain(&error), "can't repair this file");
-                    mended.left.push(difference);
+                    mended.left.push(in_utf8(difference));
                 }
             }
         }
@@ -148,6 +149,7 @@ impl Mending<'_> {
     fn repair(&mut self, difference: &Difference) -> io::Result<bool> {
         let path = &difference.path;
         let wanted = match (difference.what, fs::symlink_metadata(self.fresh.join(path))) {
+            (What::Owner, Err(_)) => return self.remove_strangers(path),
             (What::Extra, _) | (_, Err(_)) => return Ok(false),
             (_, Ok(wanted)) => wanted,
         };
@@ -170,6 +172,18 @@ impl Mending<'_> {
             }
             other => other?,
         }
+        Ok(true)
+    }
+
+    /// Removes what another user has put at `path`. Returns false if root owns it. The [`Workshop`] deletes it.
+    fn remove_strangers(&mut self, path: &Path) -> io::Result<bool> {
+        let name = path.file_name().map(Path::new).ok_or(Errno::EINVAL)?;
+        let parent = descend(self.place, path.parent().unwrap_or(Path::new("")))?;
+        let found = fstatat(&parent, name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
+        if is_trusted(found.st_uid) {
+            return Ok(false);
+        }
+        self.move_away(&parent, name)?;
         Ok(true)
     }
 

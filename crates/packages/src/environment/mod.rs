@@ -30,7 +30,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     ENVIRONMENT_MARKER,
     environment::{
-        records::{RECORDS, Records, Tree, settle_clobbers, write_public},
+        records::{RECORDS, Records, Tree, read_own, settle_clobbers, write_public},
         transaction::{Environments, UNPACKED, make_public_directory},
     },
     fetch::archive::{self, archives},
@@ -79,8 +79,8 @@ impl Marker {
 
 /// The marker of an environment, if it is ready.
 pub(crate) fn marker(prefix: &Path, digest: &str) -> Option<Marker> {
-    let path = environment(prefix, digest).join(ENVIRONMENT_MARKER);
-    let marker: Marker = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
+    let content = read_own(&environment(prefix, digest), ENVIRONMENT_MARKER).ok()?;
+    let marker: Marker = serde_json::from_slice(&content).ok()?;
     (archive::is_digest(digest) && marker.digest == digest).then_some(marker)
 }
 

@@ -3,16 +3,25 @@
 use std::{
     collections::{BTreeMap, HashMap},
     fs::{self, File},
-    io,
+    io::{self, Read},
     os::unix::fs::{MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
+use nix::{
+    fcntl::{OFlag, open, openat},
+    sys::stat::Mode,
+    unistd::geteuid,
+};
 use rattler_conda_types::{PrefixRecord, prefix_record::PathType};
 use rayon::prelude::{IntoParallelIterator, ParallelIterator};
 use serde::{Deserialize, Serialize};
 
-use crate::fetch::archive;
+use crate::{Limits, environment::extract::MAX_METADATA, fetch::archive};
+use host::{
+    files::{HostRoot, host_path},
+    trust,
+};
 
 /// File name of the records in an environment.
 pub(crate) const RECORDS: &str = ".flux-distribute.records.json";
@@ -36,27 +45,58 @@ pub(crate) struct Tree {
     /// Including the tree itself, as an empty path.
     pub directories: BTreeMap<PathBuf, fs::Metadata>,
     /// Sockets, devices and other special files.
-    pub others: Vec<PathBuf>,
+    pub others: BTreeMap<PathBuf, fs::Metadata>,
+}
+
+/// What a walk does with what others can write to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Open {
+    /// Leave it so.
+    Keep,
+    /// Close it before it is looked into. The result has the permissions from before.
+    Close,
 }
 
 impl Tree {
     pub(crate) fn walk(root: &Path) -> io::Result<Self> {
+        Self::walk_and(root, Open::Keep)
+    }
+
+    /// Lists the tree from the top. Never leaves it, whatever other users exchange meanwhile, and does not enter their
+    /// directories.
+    pub(crate) fn walk_and(root: &Path, open: Open) -> io::Result<Self> {
         let mut tree = Self::default();
+        let below = HostRoot::at(root)?;
         let mut next = vec![PathBuf::new()];
-        while let Some(directory) = next.pop() {
-            tree.directories.insert(directory.clone(), fs::symlink_metadata(root.join(&directory))?);
-            for entry in fs::read_dir(root.join(&directory))? {
+        while let Some(path) = next.pop() {
+            let directory = below.open_file(Path::new("/").join(&path).as_path())?;
+            let found = directory.metadata()?;
+            let is_ours = trust::is_trusted(found.uid());
+            if open == Open::Close {
+                close(&directory, &found)?;
+            }
+            tree.directories.insert(path.clone(), found);
+            if !is_ours {
+                continue;
+            }
+            for entry in fs::read_dir(host_path(&directory))? {
                 let entry = entry?;
-                let path = directory.join(entry.file_name());
+                let path = path.join(entry.file_name());
                 let kind = entry.file_type()?;
                 if kind.is_dir() {
                     next.push(path);
                 } else if kind.is_symlink() {
                     tree.links.insert(path, fs::read_link(entry.path())?);
                 } else if kind.is_file() {
-                    tree.files.insert(path, entry.metadata()?);
+                    let found = entry.metadata()?;
+                    if open == Open::Close && is_open(&found) {
+                        let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
+                        let file = openat(&directory, Path::new(&entry.file_name()), flags, Mode::empty())?;
+                        close(&File::from(file), &found)?;
+                    }
+                    tree.files.insert(path, found);
                 } else {
-                    tree.others.push(path);
+                    tree.others.insert(path, entry.metadata()?);
                 }
             }
         }
@@ -99,6 +139,33 @@ impl Tree {
     }
 }
 
+/// True if users other than root can write to it. Root's group has no other member.
+pub(crate) fn is_open(found: &fs::Metadata) -> bool {
+    mode(found) & others_bits(found.gid()) != 0
+}
+
+fn others_bits(gid: u32) -> u32 {
+    if gid == 0 { WRITABLE_BY_ALL } else { WRITABLE_BY_OTHERS }
+}
+
+/// Takes the right to write from others, if this process owns the file or directory. A file with another name stays as
+/// it is, for that may be anywhere; a repair replaces it.
+fn close(file: &File, found: &fs::Metadata) -> io::Result<()> {
+    let is_elsewhere = !found.is_dir() && found.nlink() > 1;
+    if !is_open(found) || found.uid() != geteuid().as_raw() || is_elsewhere {
+        return Ok(());
+    }
+    file.set_permissions(fs::Permissions::from_mode(mode(found) & !WRITABLE_BY_OTHERS))
+}
+
+/// Reads one of our own files in the environment at `root`: a plain file of root's that nobody else can write.
+pub(crate) fn read_own(root: &Path, name: &str) -> io::Result<Vec<u8>> {
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let directory = open(root, flags, Mode::empty())?;
+    let content = trust::read(&directory, root, name).map_err(io::Error::other)?;
+    content.ok_or_else(|| io::ErrorKind::NotFound.into())
+}
+
 /// A package's record of one of its files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RecordedFile {
@@ -111,8 +178,13 @@ pub(crate) struct RecordedFile {
 /// The files in conda's own records of the environment at `root`, and the records that can't be read.
 pub(crate) fn by_packages(root: &Path, tree: &Tree) -> (BTreeMap<PathBuf, RecordedFile>, Vec<PathBuf>) {
     let (mut recorded_files, mut unreadable) = (BTreeMap::new(), Vec::new());
+    let read = |path: &Path| -> io::Result<PrefixRecord> {
+        let mut text = Vec::new();
+        open_below(&HostRoot::at(root)?, path)?.take(MAX_METADATA).read_to_end(&mut text)?;
+        Ok(serde_json::from_slice(&text)?)
+    };
     for path in tree.files.keys().filter(|path| is_package_record(path)) {
-        match PrefixRecord::from_path(root.join(path)) {
+        match read(path) {
             Ok(record) => recorded_files.extend(record.paths_data.paths.into_iter().map(|entry| {
                 let as_packed = entry.path_type == PathType::HardLink && entry.prefix_placeholder.is_none();
                 let bytes = entry.size_in_bytes.filter(|_| as_packed);
@@ -198,8 +270,7 @@ impl Records {
     /// umask of 002, and replacing all their files beside running jobs would not protect from anyone.
     pub(crate) fn has_its_mode(&self, path: &Path, found: &fs::Metadata) -> bool {
         let usual = if found.is_dir() { USUAL_OF_DIRECTORY } else { USUAL_OF_FILE };
-        let wrong = if self.owner.1 == 0 { WRITABLE_BY_ALL } else { WRITABLE_BY_OTHERS };
-        mode(found) == self.modes.get(path).unwrap_or(&usual) & !wrong
+        mode(found) == self.modes.get(path).unwrap_or(&usual) & !others_bits(self.owner.1)
     }
 
     /// True if the file still has the environment's owner and group.
@@ -208,7 +279,7 @@ impl Records {
     }
 
     pub(crate) fn read(root: &Path) -> io::Result<Self> {
-        Ok(serde_json::from_slice(&fs::read(root.join(RECORDS))?)?)
+        Ok(serde_json::from_slice(&read_own(root, RECORDS)?)?)
     }
 
     pub(crate) fn write(&self, root: &Path) -> io::Result<()> {
@@ -257,8 +328,22 @@ fn pool() -> io::Result<rayon::ThreadPool> {
     rayon::ThreadPoolBuilder::new().num_threads(THREADS).build().map_err(io::Error::other)
 }
 
+/// Opens a file of a tree that others may be changing: never leads out of the tree, nor waits for a pipe.
+fn open_below(root: &HostRoot, path: &Path) -> io::Result<File> {
+    root.open_file(&Path::new("/").join(path))
+}
+
 fn hash(pool: &rayon::ThreadPool, root: &Path, paths: Vec<PathBuf>) -> Vec<Hashed> {
-    let digest = |path: &Path| File::open(root.join(path)).and_then(archive::sha256_of).map(|(digest, _)| digest);
+    let below = HostRoot::at(root);
+    let digest = |path: &Path| -> io::Result<String> {
+        let below = below.as_ref().map_err(|error| io::Error::from(error.kind()))?;
+        let file = open_below(below, path)?;
+        // A file with holes can be of any length.
+        if file.metadata()?.len() > Limits::default().bytes {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        Ok(archive::sha256_of(file)?.0)
+    };
     pool.install(|| {
         paths
             .into_par_iter()

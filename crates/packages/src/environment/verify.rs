@@ -4,6 +4,7 @@
 use std::{
     collections::BTreeMap,
     fs, io,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
@@ -11,11 +12,16 @@ use crate::{
     ENVIRONMENT_MARKER,
     environment::{
         marker, ready,
-        records::{RECORDS, Records, Tree, WRITABLE_BY_OTHERS, by_packages, digests_while, is_utf8, mode},
+        records::{
+            Open, RECORDS, Records, Tree, WRITABLE_BY_OTHERS, by_packages, digests_while, is_open, is_utf8, mode,
+        },
     },
     fetch::archive,
 };
-use host::state::{ENVIRONMENTS, environment};
+use host::{
+    state::{ENVIRONMENTS, environment},
+    trust::is_trusted,
+};
 use hostapi::{Difference, Progress, Refusal, Slice, Verified, VerifyOrder, What};
 
 /// Checks the environment that `order` names, or all that are ready.
@@ -64,9 +70,15 @@ fn verify_one(
         let there = path.join(RECORDS).is_file();
         differs(RECORDS, if there { What::Changed } else { What::Missing });
     }
+    let mut differences: Vec<_> = differences.into_iter().map(in_utf8).collect();
     differences.sort();
     differences.dedup();
     Ok(Verified { path, digest: digest.to_owned(), files, bytes, differences })
+}
+
+/// JSON can't represent other names, which only other users give.
+pub(crate) fn in_utf8(Difference { path, what }: Difference) -> Difference {
+    Difference { path: path.to_string_lossy().into_owned().into(), what }
 }
 
 /// The result of comparing a tree with the records.
@@ -79,7 +91,8 @@ pub(crate) struct Compared {
 }
 
 /// Compares the tree at `root` with the records in the tree at `recorded`, which may be the same. Skips the marker and
-/// the records themselves.
+/// the records themselves. Closes what others can write to before it looks into it, and reports it; until it is replaced,
+/// or found closed, its content proves nothing.
 pub(crate) fn compare(
     root: &Path,
     recorded: &Path,
@@ -87,7 +100,7 @@ pub(crate) fn compare(
     slice: Option<Slice>,
     progress: &mut dyn FnMut(Progress),
 ) -> io::Result<Compared> {
-    let tree = Tree::walk(root)?;
+    let tree = Tree::walk_and(root, Open::Close)?;
     let mut differences = Vec::new();
     let mut differs = |path: &Path, what| differences.push(Difference { path: path.to_owned(), what });
     let records = Records::read(recorded).ok();
@@ -105,6 +118,8 @@ pub(crate) fn compare(
     let records = records.unwrap_or_else(|| Records { links: tree.links.clone(), ..Records::default() });
     expected.extend(records.files.iter().map(|(path, digest)| (path.clone(), Some(digest.clone()))));
 
+    // The walk does not enter these: their owners can exchange everything in them at any time.
+    let is_strangers = |above: &Path| tree.directories.get(above).is_some_and(|found| !is_trusted(found.uid()));
     let mut hashed = Vec::new();
     for path in expected.keys().chain(records.links.keys()) {
         let is_link = records.links.get(path);
@@ -116,8 +131,9 @@ pub(crate) fn compare(
                 }
             }
             (false, None) if tree.directories.contains_key(path) && expected.get(path) == Some(&None) => {}
-            (false, None) if !tree.directories.contains_key(path) && !tree.others.contains(path) => {
-                differs(path, What::Missing);
+            (false, None) if !tree.directories.contains_key(path) && !tree.others.contains_key(path) => {
+                let is_hidden = path.ancestors().any(is_strangers);
+                differs(path, if is_hidden { What::Unreadable } else { What::Missing });
             }
             _ => differs(path, What::Replaced),
         }
@@ -125,6 +141,7 @@ pub(crate) fn compare(
     if whole {
         differences.extend(unrecorded(root, &tree, &records, &expected)?);
     }
+    hashed.retain(|path| tree.files.get(path).is_none_or(|found| is_trusted(found.uid()) && !is_open(found)));
     if let Some(Slice { number, of }) = slice {
         let (number, of) = (number as usize, (of as usize).max(1));
         hashed = hashed.into_iter().skip(number % of).step_by(of).collect();
@@ -159,10 +176,17 @@ fn unrecorded(
     let known = |path: &Path| expected.contains_key(path) || records.links.contains_key(path) || is_ours(path);
     let by_python = |path: &Path| is_byte_code(path, |source| tree.files.contains_key(source) && known(source));
 
-    let links = tree.links.iter().filter(|(_, target)| is_utf8(target)).map(|(path, _)| path);
-    let there = tree.files.keys().chain(links).chain(&tree.others).filter(|path| is_utf8(path));
-    for path in there.filter(|path| !known(path) && !by_python(path)) {
-        differs(path, What::Extra);
+    let links = tree.links.keys().map(|path| Ok((path, fs::symlink_metadata(root.join(path))?)));
+    let links = links.collect::<io::Result<BTreeMap<_, _>>>()?;
+    let links = links.iter().map(|(path, found)| (*path, found));
+    let there = || tree.files.iter().chain(links.clone()).chain(&tree.others);
+    let is_strangers = |found: &fs::Metadata| found.uid() != records.owner.0;
+
+    for (path, found) in there().filter(|(path, _)| is_utf8(path) && !known(path) && !by_python(path)) {
+        let target = tree.links.get(path);
+        if !is_strangers(found) && target.is_none_or(|target| is_utf8(target)) {
+            differs(path, What::Extra);
+        }
     }
     for (path, found) in tree.files.iter().chain(&tree.directories).filter(|(path, _)| is_utf8(path)) {
         // Python's byte code follows the umask of the user that ran Python.
@@ -174,12 +198,11 @@ fn unrecorded(
             differs(path, What::Mode);
         }
     }
-    let links = tree.links.keys().map(|path| Ok((path, fs::symlink_metadata(root.join(path))?)));
-    let links = links.collect::<io::Result<Vec<_>>>()?;
-    let links = links.iter().map(|(path, found)| (*path, found));
-    for (path, _) in tree.files.iter().chain(&tree.directories).chain(links).filter(|(_, f)| !records.has_its_owner(f))
-    {
-        differs(path, What::Owner);
+    for (path, found) in there().chain(&tree.directories) {
+        // Of what no record has, the group does not matter.
+        if is_strangers(found) || (known(path) || found.is_dir()) && !records.has_its_owner(found) {
+            differs(path, What::Owner);
+        }
     }
     Ok(differences)
 }

@@ -67,6 +67,8 @@ pub(super) struct Server {
     pub patience: Duration,
     /// Bytes per second; a slower server counts as silent.
     pub least_rate: u64,
+    /// When the whole transfer must have ended.
+    pub until: Option<Instant>,
 }
 
 impl Server {
@@ -177,6 +179,7 @@ impl Download<'_> {
             request: self.http.ask(url),
             patience: crate::fetch::http::READ_TIMEOUT,
             least_rate: 0,
+            until: None,
         };
         let mut delays = backon::BackoffBuilder::build(
             backon::ExponentialBuilder::default().with_jitter().with_max_times(ATTEMPTS - 1),
@@ -289,6 +292,9 @@ impl Download<'_> {
                 (waited, came) = (Duration::ZERO, 0);
             }
             let begun = Instant::now();
+            if server.until.is_some_and(|until| begun > until) {
+                break TransferEnd::Silent(format!("it takes too long: it has sent {} bytes so far", part.have()));
+            }
             let chunk = timeout(server.patience, response.chunk()).await;
             waited += begun.elapsed();
             match chunk {

@@ -15,6 +15,8 @@ pub(crate) const READ_TIMEOUT: Duration = Duration::from_secs(60);
 /// Short, because a peer is in the same data centre, and there are other peers.
 const PEERS_CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 const PEERS_READ_TIMEOUT: Duration = Duration::from_secs(5);
+/// As long as the planner waits for a node that fetches the packages itself.
+const TIME_FOR_A_PEER: Duration = Duration::from_secs(900);
 /// Shorter than a peer's server waits for the next request, so that no request goes into a closing connection.
 const PEERS_IDLE_TIMEOUT: Duration = Duration::from_secs(2);
 const USER_AGENT: &str = concat!("flux-distribute/", env!("CARGO_PKG_VERSION"));
@@ -29,6 +31,7 @@ pub struct HttpClient {
     peers: reqwest::Client,
     credentials: CredentialStore,
     patience_with_peers: Duration,
+    time_for_a_peer: Duration,
 }
 
 /// Why the client can't be set up.
@@ -93,12 +96,23 @@ impl HttpClient {
             peers: build(peers)?,
             credentials: access.credentials(urls)?,
             patience_with_peers: PEERS_READ_TIMEOUT,
+            time_for_a_peer: TIME_FOR_A_PEER,
         })
     }
 
     /// Sets how long a peer may be silent before other peers are asked. Default: 5 seconds.
     pub fn with_patience_with_peers(self, patience: Duration) -> Self {
         Self { patience_with_peers: patience, ..self }
+    }
+
+    /// Sets how long the archives of one fetch may wait for a peer in all, whatever it answers, besides the time that
+    /// they take at the least rate. Default: 15 minutes.
+    pub fn with_time_for_a_peer(self, time: Duration) -> Self {
+        Self { time_for_a_peer: time, ..self }
+    }
+
+    pub(crate) fn time_for_a_peer(&self) -> Duration {
+        self.time_for_a_peer
     }
 
     pub(crate) fn patience_with_peers(&self) -> Duration {

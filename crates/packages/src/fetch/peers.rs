@@ -31,9 +31,6 @@ const BUSY_PEER_TRIES: usize = 3;
 /// A peer whose agent is down may be back soon, for example after an upgrade. If no other peer can help, it is asked
 /// this many times, a fifth of the patience with a silent peer apart: for about a minute.
 const ABSENT_PEER_TRIES: usize = 40;
-/// The wait for a peer that is fetching the archive itself: as long as the planner waits for a node that fetches. As a
-/// multiple of the patience with a silent peer: 15 minutes.
-const FETCHING_PEER_PATIENCES: u32 = 180;
 /// Bytes per second. A peer that stays below this for its whole patience counts as silent.
 const LEAST_RATE: u64 = 64_000;
 
@@ -49,12 +46,13 @@ impl Download<'_> {
                 if without[at] || peer.is_dropped() {
                     continue;
                 }
-                let Some(server) = self.peer(at, peer) else {
+                let Some(mut server) = self.peer(at, peer) else {
                     self.drop_peers(vec![(peer, "its address is not IP:PORT".to_owned())]);
                     continue;
                 };
-                let problem = match self.ask_peer(peer, &server, part).await? {
+                let problem = match self.ask_peer(peer, &mut server, part).await? {
                     TransferEnd::Whole => {
+                        peer.has_brought(part.peers_sent());
                         self.drop_peers(away);
                         return Ok(true);
                     }
@@ -70,7 +68,7 @@ impl Download<'_> {
                         away.push((peer, problem));
                         continue;
                     }
-                    TransferEnd::Coming => "it was fetching the archive itself but never got it".to_owned(),
+                    TransferEnd::Coming => "it does not have the archive yet".to_owned(),
                     TransferEnd::Mismatch(wrong) => wrong.to_string(),
                     TransferEnd::Silent(problem)
                     | TransferEnd::Unable(problem)
@@ -92,16 +90,19 @@ impl Download<'_> {
             }
             match (busy.is_empty(), away.is_empty()) {
                 (true, true) => return Ok(false),
-                (true, false) => sleep(jittered(patience / 5)).await,
+                (true, false) => {
+                    let _waits: Vec<_> = away.iter().map(|(peer, _)| peer.wait()).collect();
+                    sleep(jittered(patience / 5)).await;
+                }
                 // The requests to the busy peers already took time.
                 (false, _) => {}
             }
         }
     }
 
-    /// Asks one peer, and repeats that while it is busy or fetches the archive itself.
-    async fn ask_peer(&self, peer: &Peer, server: &Server, part: &mut Part) -> Result<TransferEnd, FetchError> {
-        let until = Instant::now() + self.http.patience_with_peers() * FETCHING_PEER_PATIENCES;
+    /// Asks one peer, and repeats that while it is busy or fetches the archive itself, until its time is over.
+    async fn ask_peer(&self, peer: &Peer, server: &mut Server, part: &mut Part) -> Result<TransferEnd, FetchError> {
+        let _wait = peer.wait();
         let mut tries = 0;
         loop {
             let taken = {
@@ -110,10 +111,14 @@ impl Download<'_> {
                 if peer.is_dropped() {
                     return Ok(TransferEnd::Unable("it was dropped in the meantime".to_owned()));
                 }
+                let Some(left) = self.time_left(peer) else {
+                    return Ok(TransferEnd::Unable(format!("this fetch has waited for it for {:.0?}", peer.waited())));
+                };
+                server.until = Some(Instant::now() + left);
                 self.take(server, part).await?
             };
             match taken {
-                TransferEnd::Coming if Instant::now() < until => self.wait_for_archive(peer).await,
+                TransferEnd::Coming => self.wait_for_archive(peer).await,
                 TransferEnd::Refused { status, rest, .. } if is_busy(status) => {
                     let rest = rest.unwrap_or(LONGEST_REST).clamp(SHORTEST_REST, LONGEST_REST);
                     sleep(jittered(rest)).await;
@@ -127,14 +132,23 @@ impl Download<'_> {
         }
     }
 
+    /// The time that the peer may still take for this archive; `None` if there is none left. Nothing that a peer does
+    /// begins it anew. What it has brought, and the archive itself, add the time that they take at [`LEAST_RATE`]. The
+    /// size of a bundle is not known, and what a peer says about it proves nothing, so a bundle adds as much time as
+    /// there is without it.
+    fn time_left(&self, peer: &Peer) -> Option<Duration> {
+        let time = self.http.time_for_a_peer();
+        let taken_by = |bytes: u64| Duration::from_secs(bytes / LEAST_RATE);
+        let archive = self.one.size.map_or(time, taken_by);
+        (time + taken_by(peer.brought()) + archive).checked_sub(peer.waited()).filter(|left| !left.is_zero())
+    }
+
     /// Waits with a HEAD request, which the peer answers once it has the archive, or after a while. The caller holds no
     /// stream of the peer meanwhile, so that other archives can use it.
     async fn wait_for_archive(&self, peer: &Peer) {
         let asked = self.http.look_at_peer(&self.url_at(&peer.address)).send();
-        let answer = timeout(self.http.patience_with_peers(), asked).await;
-        if !matches!(answer, Ok(Ok(answer)) if answer.status().is_success()) {
-            sleep(jittered(SHORTEST_REST)).await;
-        }
+        // Whatever it answers, the next request comes after a pause.
+        let _ = futures::join!(timeout(self.http.patience_with_peers(), asked), sleep(jittered(SHORTEST_REST)));
     }
 
     fn peer(&self, at: usize, peer: &Peer) -> Option<Server> {
@@ -144,6 +158,7 @@ impl Download<'_> {
             request: self.http.ask_peer(&self.url_at(&peer.address)),
             patience: self.http.patience_with_peers(),
             least_rate: LEAST_RATE,
+            until: None,
         })
     }
 

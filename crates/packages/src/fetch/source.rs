@@ -1,8 +1,11 @@
 //! The servers that have the archives of a package set.
 
 use std::{
-    sync::atomic::{AtomicBool, Ordering},
-    time::Duration,
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
 };
 
 use tokio::sync::{OnceCell, Semaphore};
@@ -52,6 +55,37 @@ pub(crate) struct Peer {
     /// Held while an archive is requested and sent, but not during pauses between requests.
     pub streams: Semaphore,
     dropped: AtomicBool,
+    /// Bytes of complete archives that peers sent until this one completed them.
+    brought: AtomicU64,
+    waits: Mutex<Waits>,
+}
+
+/// The time in which at least one archive waits for the peer or is sent by it.
+#[derive(Default)]
+struct Waits {
+    archives: usize,
+    since: Option<Instant>,
+    before: Duration,
+}
+
+impl Waits {
+    fn total(&self) -> Duration {
+        self.before + self.since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+}
+
+/// One archive that waits for a peer, until dropped.
+pub(crate) struct Wait<'a>(&'a Peer);
+
+impl Drop for Wait<'_> {
+    fn drop(&mut self) {
+        let mut waits = self.0.waits();
+        waits.archives -= 1;
+        if waits.archives == 0 {
+            waits.before = waits.total();
+            waits.since = None;
+        }
+    }
 }
 
 impl Peers {
@@ -60,6 +94,8 @@ impl Peers {
             address: address.clone(),
             streams: Semaphore::new(STREAMS),
             dropped: AtomicBool::new(false),
+            brought: AtomicU64::new(0),
+            waits: Mutex::default(),
         };
         Self { all: sources.peers.iter().map(peer).collect(), delay_before_source: OnceCell::new() }
     }
@@ -81,6 +117,33 @@ impl Peers {
 impl Peer {
     pub(crate) fn is_dropped(&self) -> bool {
         self.dropped.load(Ordering::Relaxed)
+    }
+
+    fn waits(&self) -> MutexGuard<'_, Waits> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts the time until the result is dropped as time that the peer took.
+    pub(crate) fn wait(&self) -> Wait<'_> {
+        let mut waits = self.waits();
+        waits.archives += 1;
+        waits.since.get_or_insert_with(Instant::now);
+        drop(waits);
+        Wait(self)
+    }
+
+    /// The time that all archives of this fetch have waited for the peer. Archives that wait at once count once.
+    pub(crate) fn waited(&self) -> Duration {
+        self.waits().total()
+    }
+
+    /// Bytes of the archives that are complete thanks to the peer.
+    pub(crate) fn brought(&self) -> u64 {
+        self.brought.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn has_brought(&self, bytes: u64) {
+        self.brought.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Excludes the peer for the rest of this fetch.
