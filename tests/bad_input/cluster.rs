@@ -304,7 +304,11 @@ impl Case {
                 }
             }
         };
-        assert!(!tokio::time::timeout(PATIENCE, found).await.is_err(), "no warning about {about} with {words}: {:#?}", self.notes().await)
+        assert!(
+            tokio::time::timeout(PATIENCE, found).await.is_ok(),
+            "no warning about {about} with {words}: {:#?}",
+            self.notes().await
+        );
     }
 
     pub async fn notes(&self) -> Vec<String> {

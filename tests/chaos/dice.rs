@@ -37,7 +37,7 @@ impl Dice {
     }
 
     pub fn time(&mut self, from: Duration, to: Duration) -> Duration {
-        from + Duration::from_millis(self.below(to.saturating_sub(from).as_millis() as u64))
+        from + Duration::from_millis(self.below(u64::try_from(to.saturating_sub(from).as_millis()).unwrap()))
     }
 
     /// Lets up to `longest` pass.

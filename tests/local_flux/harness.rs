@@ -291,7 +291,11 @@ impl Cluster {
         let ids: Vec<String> = self.exec("node1", &words).lines().map(str::to_owned).collect();
         for id in &ids {
             let waits = ["flux", "job", "wait-event", "-t", "60", "-W", "-p", "exec", id, "shell.start"];
-            assert!(!self.ask("node1", &waits).is_none(), "job {id} does not start: {}", self.exec("node1", &["flux", "job", "eventlog", id]));
+            assert!(
+                self.ask("node1", &waits).is_some(),
+                "job {id} does not start: {}",
+                self.exec("node1", &["flux", "job", "eventlog", id])
+            );
         }
         Job { cluster: self, ids, signal }
     }
@@ -394,13 +398,11 @@ impl Drop for Place {
 
 /// Ends this test program with the test's name and the machine's processes if it is not dropped within `crate::LONGEST`: a test
 /// that hangs must not keep the others' results from whoever waits for them.
-struct Limit {
-    _dropped: mpsc::Sender<()>,
-}
+struct Limit(#[allow(dead_code, reason = "its end is what counts")] mpsc::Sender<()>);
 
 impl Limit {
     fn begin() -> Self {
-        let (_dropped, dropped) = mpsc::channel();
+        let (alive, dropped) = mpsc::channel();
         let test = std::thread::current().name().unwrap_or_default().to_owned();
         std::thread::spawn(move || {
             if dropped.recv_timeout(crate::LONGEST) == Err(mpsc::RecvTimeoutError::Timeout) {
@@ -410,7 +412,7 @@ impl Limit {
                 std::process::exit(1);
             }
         });
-        Self { _dropped }
+        Self(alive)
     }
 }
 

@@ -93,7 +93,7 @@ fn a_huge_file_is_linked_in_little_memory_by_few_threads() {
     let [memory, threads] = measured.split(' ').map(|n| n.parse::<usize>().unwrap()).collect::<Vec<_>>()[..] else {
         panic!("{measured}")
     };
-    assert_eq!(fs::metadata(host.environment(&set).join("bin/flux")).unwrap().size() as usize, 300 * MIB);
+    assert_eq!(fs::metadata(host.environment(&set).join("bin/flux")).unwrap().size(), 300 * MIB as u64);
     assert!(memory < 100 * MIB, "{} MiB", memory / MIB);
     // Those that unpack, one that removes, rattler's, the test harness' own two.
     assert!(threads <= 4 + 1 + 1 + 2, "{threads} threads");

@@ -204,7 +204,7 @@ async fn no_look_waits_for_a_pipe_or_follows_a_link_that_a_user_planted() {
     let look = async |what: &str| {
         let (prefix, digest) = (prefix.clone(), digest.clone());
         let looking = tokio::task::spawn_blocking(move || (packages::ready(&prefix), verify(&prefix, &digest)));
-        let Ok(looked) = tokio::time::timeout(Duration::from_secs(60), looking).await else {
+        let Ok(looked) = tokio::time::timeout(Duration::from_mins(1), looking).await else {
             // The runtime would wait for the thread.
             eprintln!("the look waits for {what}");
             std::process::exit(1);

@@ -301,7 +301,7 @@ async fn a_peer_that_finds_ever_new_excuses_is_given_up() {
         let (host, before, log) = (Host::new(), server.sent(), Log::default());
         let guard = log.listen();
         let (http, sources) = (hasty(), from(&[&address]));
-        let fetched = tokio::time::timeout(Duration::from_secs(60), host.fetch_from(&set, &http, &sources)).await;
+        let fetched = tokio::time::timeout(Duration::from_mins(1), host.fetch_from(&set, &http, &sources)).await;
         drop(guard);
         assert_eq!((fetched.unwrap().unwrap().from_peers, server.sent() - before), (0, length as u64));
         assert!(count.load(Ordering::SeqCst) < 600, "it was asked {count:?} times");
@@ -328,7 +328,7 @@ async fn a_peer_that_sends_a_bundle_without_end_is_given_up() {
     let log = Log::default();
     let _guard = log.listen();
     let (host, http, sources) = (Host::new(), hasty(), from(&[&liar]));
-    let fetched = tokio::time::timeout(Duration::from_secs(60), host.fetch_from(&set, &http, &sources)).await;
+    let fetched = tokio::time::timeout(Duration::from_mins(1), host.fetch_from(&set, &http, &sources)).await;
     assert_eq!(fetched.unwrap().unwrap().bytes, 8);
     let warnings = log.warnings();
     assert!(warnings.len() == 1 && warnings[0].contains("it takes too long"), "{warnings:?}");

@@ -97,7 +97,7 @@ pub fn inputs() -> NodeInputs {
     NodeInputs {
         at: Instant::now(),
         unix_time: 0.0,
-        agent_age: Duration::from_secs(60),
+        agent_age: Duration::from_mins(1),
         node: "node2".into(),
         node_uid: Some("uid-node2".into()),
         is_replaced: false,

@@ -117,7 +117,7 @@ pub enum AgentError {
 }
 
 /// The client gives up a connection after this much silence. Longer than any watch, which ends by itself after 290 s.
-const LONGEST_ANSWER: Duration = Duration::from_secs(300);
+const LONGEST_ANSWER: Duration = Duration::from_mins(5);
 
 /// A client for the API server, in a pod or by kubeconfig. It ignores the proxy variables, which are for packages: in a cluster the
 /// API server is never behind a proxy.

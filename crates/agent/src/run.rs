@@ -50,7 +50,7 @@ use hostapi::Host;
 use packages::tried_again;
 
 /// The longest that a live change may take.
-const LIVE_CHANGE: Duration = Duration::from_secs(60);
+const LIVE_CHANGE: Duration = Duration::from_mins(1);
 /// Time limit of one API call at SIGTERM: at a teardown the agent's rights are soon gone.
 const LAST_CALL: Duration = Duration::from_secs(1);
 

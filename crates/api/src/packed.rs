@@ -16,6 +16,9 @@ pub const LARGE: usize = 512 << 10;
 const MOST: u64 = 256 << 20;
 
 /// As gzip.
+///
+/// # Errors
+/// If it can't be compressed.
 pub fn pack(text: &str) -> io::Result<ByteString> {
     let mut gzip = GzEncoder::new(Vec::new(), Compression::default());
     gzip.write_all(text.as_bytes())?;
@@ -23,6 +26,9 @@ pub fn pack(text: &str) -> io::Result<ByteString> {
 }
 
 /// What [`pack`] has packed.
+///
+/// # Errors
+/// If it is no gzip of UTF-8 text.
 pub fn unpack(packed: &ByteString) -> io::Result<String> {
     let mut text = String::new();
     GzDecoder::new(packed.0.as_slice()).take(MOST).read_to_string(&mut text)?;

@@ -42,7 +42,7 @@ pub fn next_step(seen: Option<&LeaseView>, me: &str) -> LeaseStep {
         Some(holder) if holder == me => LeaseStep::Renew,
         None | Some("") => LeaseStep::Take,
         Some(_) if lease.unchanged_for >= lease.duration => LeaseStep::Take,
-        Some(_) => LeaseStep::Yield(lease.duration - lease.unchanged_for),
+        Some(_) => LeaseStep::Yield(lease.duration.saturating_sub(lease.unchanged_for)),
     }
 }
 

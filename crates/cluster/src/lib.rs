@@ -59,6 +59,9 @@ pub enum ApiError {
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Awaits one API call for at most [`CALL_TIMEOUT`], and names it in the error.
+///
+/// # Errors
+/// The API server's, or that it did not answer in time.
 pub async fn call<T>(
     what: impl Into<String>,
     future: impl Future<Output = Result<T, kube::Error>>,
@@ -84,6 +87,9 @@ pub fn of_version(metadata: &ObjectMeta) -> DeleteParams {
 }
 
 /// Turns a 404 into success, for a change or deletion of an object that may be gone already.
+///
+/// # Errors
+/// All others of `result`.
 pub fn gone_is_fine<T>(result: Result<T, ApiError>) -> Result<(), ApiError> {
     match result {
         Err(error) if error.code() == Some(404) => Ok(()),

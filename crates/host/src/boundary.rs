@@ -241,6 +241,11 @@ impl Namespaces {
 
     /// Runs in the child, so it must not allocate. Only one number crosses the fork as an error, so it encodes the
     /// namespace too.
+    #[allow(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        reason = "there are fewer than ten namespaces"
+    )]
     fn join(&self) -> io::Result<()> {
         for (index, fd) in &self.0 {
             setns(fd, NAMESPACES[*index].1)

@@ -25,6 +25,9 @@ const LINGER: Duration = Duration::from_secs(1);
 
 /// Waits for the child's end. At the deadline it kills the child's process group and returns None. Only this thread
 /// reaps the child, so its process group id can't have been reused.
+///
+/// # Errors
+/// If the child can't be waited for.
 pub fn wait_until(child: &mut Child, deadline: Instant) -> std::io::Result<Option<ExitStatus>> {
     loop {
         if let Some(status) = child.try_wait()? {

@@ -73,7 +73,7 @@ mod tests {
                 let line = serde_json::to_string(reply).unwrap() + "\n";
                 stage.write_all(line.as_bytes()).await.unwrap();
             }
-            std::future::pending().await
+            std::future::pending::<()>().await;
         };
         let (may_wait, mut ignored) = (AtomicBool::new(may_wait), |_| {});
         tokio::select! {

@@ -132,7 +132,7 @@ fn take_if_ours_alone(path: &Path, deadline: Instant) -> io::Result<Option<Flock
             // A process removes the file while it holds the lock, so a lock that was waited for may be of a file that
             // is gone.
             Ok(lock) if is_still_at(&lock, path) => return Ok(Some(lock)),
-            Ok(_) => continue,
+            Ok(_) => {}
             Err((_, Errno::EWOULDBLOCK)) if Instant::now() < deadline => std::thread::sleep(POLL),
             Err((_, errno)) => return Err(errno.into()),
         }

@@ -60,7 +60,7 @@ pub fn shared_file_system(kind: u64) -> Option<&'static str> {
 pub fn shared_by_nodes(directory: &Path) -> Option<&'static str> {
     let found = nix::sys::statfs::statfs(directory).ok()?;
     // Magic numbers have 32 bits; some C libraries widen them with their sign.
-    #[allow(clippy::unnecessary_cast, reason = "the type differs by platform")]
+    #[allow(clippy::unnecessary_cast, clippy::cast_sign_loss, reason = "the type differs by platform")]
     shared_file_system(found.filesystem_type().0 as u64 & 0xFFFF_FFFF)
 }
 

@@ -120,6 +120,9 @@ pub struct LockDiff {
 pub type Contents = BTreeMap<String, Vec<Package>>;
 
 /// Reads from the text of a lock what [`compare`] needs.
+///
+/// # Errors
+/// As for [`packages`](crate::packages).
 pub fn contents(text: &str) -> Result<Contents, LockError> {
     let package = |locked: crate::Locked| {
         let mut channel = locked.record.url;

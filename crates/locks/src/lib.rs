@@ -161,6 +161,9 @@ pub struct Locked {
 }
 
 /// Every package of `platform` in the lock, in the lock's order.
+///
+/// # Errors
+/// The text is not a lock, it has no packages for `platform`, or one of them can't be used.
 pub fn packages(lock: &str, platform: &str) -> Result<Vec<Locked>, LockError> {
     of_platform(&read(lock)?, platform)
 }
@@ -214,6 +217,9 @@ fn hidden_credentials(lock: &LockFile) -> Option<String> {
 }
 
 /// The platforms of Linux that a lock has packages for, at least one.
+///
+/// # Errors
+/// The text is not a lock, or has no packages for Linux.
 pub fn platforms(text: &str) -> Result<Vec<String>, LockError> {
     linux_platforms(&read(text)?)
 }
@@ -228,6 +234,9 @@ pub fn lock_urls(text: &str) -> Result<Vec<String>, LockError> {
 }
 
 /// The packages of each Linux platform that a lock has, or why that platform's packages can't be used.
+///
+/// # Errors
+/// As for [`platforms`].
 pub fn by_platform(text: &str) -> Result<Vec<Result<Vec<Locked>, LockError>>, LockError> {
     let lock = read(text)?;
     Ok(linux_platforms(&lock)?.into_iter().map(|platform| of_platform(&lock, &platform)).collect())

@@ -59,7 +59,7 @@ mod tests {
             let found = unsupported(version);
             let reason = found.as_ref().map(|found| match found {
                 Obstacle::Problem { reason, .. } => *reason,
-                other => panic!("{version:?}: {other:?}"),
+                Obstacle::Waiting(words) => panic!("{version:?}: {words}"),
             });
             assert_eq!(reason, expected, "{version:?}");
         }

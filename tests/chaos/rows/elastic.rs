@@ -29,7 +29,7 @@ pub fn rows() -> Vec<Row> {
             scene.cluster.patch(json!({ "spec": { "ranks": { "retain": "5s" } } }));
             let (lead, spared) = (scene.lead(), scene.pick_follower());
             let mut nodes = Nodes { there: scene.names().into_iter().collect(), ..Nodes::default() };
-            nodes.spared = spared.clone();
+            nodes.spared.clone_from(&spared);
             // On nodes whose machines nothing happens to.
             let job = scene.submit(2, &[&format!("--requires=host:{lead},{spared}")]);
             for _ in 0..CHANGES {

@@ -59,7 +59,7 @@ mod tests {
 
     #[test]
     fn a_dump_is_due_if_the_last_one_is_old_enough() {
-        let hour = Some(Duration::from_secs(3600));
+        let hour = Some(Duration::from_hours(1));
         for (every, newest, tried, due) in [
             (None, None, None, false),
             (hour, None, None, true),

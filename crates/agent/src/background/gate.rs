@@ -20,7 +20,7 @@ use cluster::{ApiError, call, clock};
 /// Pause between two tries while the API server does not answer; many agents lose it at once.
 const AGAIN: Duration = Duration::from_secs(5);
 /// The same while the role does not permit it.
-const FORBIDDEN_AGAIN: Duration = Duration::from_secs(300);
+const FORBIDDEN_AGAIN: Duration = Duration::from_mins(5);
 
 /// Sets the condition on pod `name` whenever `ready` changes, until its sender is gone. While it is None, the condition that an
 /// earlier agent set stands.

@@ -31,11 +31,11 @@ const FIRST: Duration = Duration::from_secs(20);
 /// The agents of all nodes begin at once, and may share one disk: their first looks are spread over this time.
 const FIRST_SPREAD: Duration = Duration::from_secs(40);
 /// Between two looks at one package set.
-const EVERY: Duration = Duration::from_secs(3600);
+const EVERY: Duration = Duration::from_hours(1);
 /// Each look after the first hashes one of this many parts, so that every file is hashed once a day.
 const PARTS: u32 = 24;
 /// From a mending that failed to the next try.
-const AGAIN: Duration = Duration::from_secs(600);
+const AGAIN: Duration = Duration::from_mins(10);
 /// A message names at most this many differences.
 const NAMED: usize = 3;
 
@@ -282,7 +282,7 @@ impl Inspecting {
 mod tests {
     use super::*;
 
-    const HOUR: Duration = Duration::from_secs(3600);
+    const HOUR: Duration = Duration::from_hours(1);
 
     fn difference(path: &str, what: What) -> Difference {
         Difference { path: path.into(), what }
@@ -422,8 +422,9 @@ mod tests {
         let held = std::sync::Arc::new(());
         let lock = held.clone();
         let never_ends = async move {
-            let _lock = lock;
-            std::future::pending().await
+            let answer = std::future::pending().await;
+            drop(lock);
+            answer
         };
         inspecting.begin("a", Work::Mend, never_ends, now);
         assert!(inspecting.is_at_work().await);

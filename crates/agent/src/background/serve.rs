@@ -17,7 +17,7 @@ use hostapi::Progress;
 use packages::{Shelf, archive_names, holds, native_platform, serve_peers_on};
 
 /// How often the agent looks whether the archives are still there although nothing has changed.
-const LOOK_AGAIN: Duration = Duration::from_secs(60);
+const LOOK_AGAIN: Duration = Duration::from_mins(1);
 
 /// The server of archives.
 pub struct Serving {

@@ -21,7 +21,7 @@ use packages::archives;
 /// Default of spec.packages.keep.
 const DEFAULT_KEEP: u32 = 2;
 /// Pause before a new attempt if something stayed only because a broker or a job used it.
-const AGAIN: Duration = Duration::from_secs(600);
+const AGAIN: Duration = Duration::from_mins(10);
 
 /// What was done last, and when it must be done again although nothing has changed.
 #[derive(Default)]

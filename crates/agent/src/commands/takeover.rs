@@ -34,7 +34,7 @@ use hostapi::{Host, HostError, Order, TakeoverOrder, look};
 use model::{eligibility::NodeView, members::Members, observed::Observed, roster::takeover::refusal};
 
 /// A new lead restores its whole queue before it is online.
-const PATIENCE: Duration = Duration::from_secs(300);
+const PATIENCE: Duration = Duration::from_mins(5);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// Arguments of the command.

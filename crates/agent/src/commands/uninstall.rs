@@ -220,7 +220,7 @@ impl<'a> Barrier<'a> {
         match lowered {
             Ok(()) => say(&done),
             Err(error) => {
-                say(&format!("can't let jobs begin again: {}; if the instance goes on, {remedy}", error_chain(&error)))
+                say(&format!("can't let jobs begin again: {}; if the instance goes on, {remedy}", error_chain(&error)));
             }
         }
     }

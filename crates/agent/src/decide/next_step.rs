@@ -22,7 +22,7 @@ use model::{lead::is_lead_fixed, names::misnamed, status::SHUT_DOWN_MESSAGE};
 /// the overlay itself survives (`tcp_user_timeout` is 2 minutes).
 const LOST: Duration = Duration::from_secs(150);
 /// A follower that has been shutting down for this long is stuck: rc3 takes seconds.
-const STUCK: Duration = Duration::from_secs(60);
+const STUCK: Duration = Duration::from_mins(1);
 /// A new agent waits this long for the API server before it starts a broker from the host's own files.
 const ALONE: Duration = Duration::from_secs(5);
 

@@ -101,7 +101,7 @@ impl World {
     fn inputs(&self) -> NodeInputs {
         // Later than now, since a machine that has just booted has no earlier instant.
         let at = Instant::now() + Duration::from_secs(10_000);
-        let begin = |time: Duration| (!time.is_zero()).then(|| at - time);
+        let begin = |time: Duration| (!time.is_zero()).then(|| at.checked_sub(time).unwrap());
         NodeInputs {
             at,
             instance: match self.instance {
@@ -524,7 +524,7 @@ fn a_broker_on_its_way_up_is_not_restarted_because_the_lead_does_not_answer() {
     let mut world = World::new();
     world.host.broker = Some(broker(1, 1));
     world.spec.as_mut().unwrap().lost_by_lead = true;
-    (world.unheard, world.is_up) = (Duration::from_secs(9000), false);
+    (world.unheard, world.is_up) = (Duration::from_mins(150), false);
     assert!(!matches!(world.decide(), Step::Stop { .. }));
 }
 
@@ -617,7 +617,7 @@ fn a_follower_that_is_stuck_on_its_way_out_is_stopped() {
     world.host.broker = Some(broker(1, 1));
     world.leaving = Duration::from_secs(59);
     assert_eq!(world.decide(), Step::Hold);
-    world.leaving = Duration::from_secs(60);
+    world.leaving = Duration::from_mins(1);
     assert!(matches!(world.decide(), Step::Stop { waits_for_jobs: false, .. }), "{:?}", world.decide());
 }
 

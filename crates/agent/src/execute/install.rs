@@ -218,7 +218,7 @@ mod tests {
         let mut was_fetched = false;
         let report = |event| was_fetched |= matches!(event, Installing::Fetched);
         let installing = super::install(&ops, &preflight, wanted, report);
-        let outcome = tokio::time::timeout(Duration::from_secs(60), installing).await;
+        let outcome = tokio::time::timeout(Duration::from_mins(1), installing).await;
         Some(Installed { outcome: outcome.unwrap(), was_fetched })
     }
 

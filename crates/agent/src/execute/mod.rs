@@ -187,8 +187,7 @@ mod tests {
                 let (sender, watched) = watch::channel(begun.clone());
                 let wish = begun.wish();
                 let work = until_overtaken(watched, &wish, &step, pending());
-                let outcome =
-                    tokio::join!(timeout(Duration::from_secs(3600), work), async { sender.send_replace(now) });
+                let outcome = tokio::join!(timeout(Duration::from_hours(1), work), async { sender.send_replace(now) });
                 let was_overtaken = matches!(outcome.0, Ok(Ok(Outcome::Overtaken)));
                 assert_eq!(was_overtaken, is_overtaken, "{step:?}: {event}");
             }

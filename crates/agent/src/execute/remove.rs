@@ -60,7 +60,7 @@ pub async fn remove(agent: &mut Agent, view: &HostView, pod_ends: bool) -> Resul
     match agent.reporter.delete().await {
         // At a teardown the agent's rights go first; the host is clean all the same.
         Err(error) if error.code() != Some(403) && error.code() != Some(401) => {
-            debug!(error = error_chain(&error), "the FluxNode stays")
+            debug!(error = error_chain(&error), "the FluxNode stays");
         }
         Err(_) => {}
         Ok(()) if pod_ends => {}

@@ -37,7 +37,7 @@ const PARENT_ANSWERS_IN: Duration = Duration::from_secs(2);
 /// A broker that has died waits no longer than this for the API server if there are files to start it with.
 const API_ANSWERS_IN: Duration = Duration::from_secs(4);
 /// While the agent waits for the parent, it looks after nothing else.
-const PARENT_PATIENCE: Duration = Duration::from_secs(60);
+const PARENT_PATIENCE: Duration = Duration::from_mins(1);
 
 /// A broker that may be started.
 struct Startable {

@@ -62,7 +62,7 @@ pub struct BrokerState {
 }
 
 /// A broker answers within milliseconds, the lead of a big instance within seconds. One that takes longer than this hangs.
-const SILENT: Duration = Duration::from_secs(60);
+const SILENT: Duration = Duration::from_mins(1);
 
 impl BrokerState {
     /// The broker that runs on `host` is in the overlay.
@@ -191,7 +191,7 @@ async fn next_pulse(pulses: &mut Option<broadcast::Receiver<String>>) {
     let Some(events) = pulses else { return std::future::pending().await };
     // A lagged receiver means that a heartbeat came.
     if let Err(broadcast::error::RecvError::Closed) = events.recv().await {
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 

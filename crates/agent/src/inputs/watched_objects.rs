@@ -163,7 +163,7 @@ pub fn watch_objects(client: &Client, node_name: &str, daemonset: &str) -> watch
         |watched, presence| watched.daemonset = presence,
     ));
     tokio::spawn(follow(Api::<Namespace>::all(client.clone()), NAMESPACE.to_owned(), sender, |watched, presence| {
-        watched.namespace = presence
+        watched.namespace = presence;
     }));
     receiver
 }
@@ -293,10 +293,8 @@ mod tests {
         let instances = Api::<FluxInstance>::namespaced(client(answers, asked.clone()), NAMESPACE);
         let set: fn(&mut WatchedObjects, Presence<FluxInstance>) = |watched, presence| watched.instance = presence;
         let following = tokio::spawn(follow(instances, INSTANCE.to_owned(), sender, set));
-        let told = timeout(
-            Duration::from_secs(60),
-            watched.wait_for(|watched| !matches!(watched.instance, Presence::Unknown)),
-        );
+        let told =
+            timeout(Duration::from_mins(1), watched.wait_for(|watched| !matches!(watched.instance, Presence::Unknown)));
         assert!(matches!(told.await.unwrap().unwrap().instance, Presence::Gone));
         assert_eq!(asked.load(Ordering::SeqCst), 3);
         following.abort();

@@ -7,7 +7,7 @@ use api::RosterEntry;
 use base::chance::spread;
 
 /// The longest pause after a failure.
-const MAX_PAUSE: Duration = Duration::from_secs(60);
+const MAX_PAUSE: Duration = Duration::from_mins(1);
 /// The longest pause if nothing is wrong here and something else must happen first.
 const MAX_WAIT: Duration = Duration::from_secs(10);
 /// A broker that lived longer than this does not count as one that fails at its start.
@@ -125,7 +125,7 @@ pub struct Starts {
     /// Starts in a row after which the broker lived only for a short time.
     count: u32,
     /// Starts in a row after which the broker ended without ever being online.
-    failed_starts: u32,
+    failed: u32,
     /// The broker of the last start was online.
     was_online: bool,
     last_line: Option<String>,
@@ -137,7 +137,7 @@ impl Starts {
     pub fn started(&mut self, step: &Step, generation: i64, now: Instant, chance: f64) {
         let again = self.last.as_ref().is_some_and(|(attempt, _)| attempt.is(step, generation));
         self.count = if again && !self.is_stable(now) { self.count.saturating_add(1) } else { 1 };
-        self.failed_starts = if again && !self.was_online { self.failed_starts.saturating_add(1) } else { 0 };
+        self.failed = if again && !self.was_online { self.failed.saturating_add(1) } else { 0 };
         (self.was_online, self.chance) = (false, chance);
         if !again {
             self.last_line = None;
@@ -150,7 +150,7 @@ impl Starts {
         self.was_online |= online;
         if alive && self.is_stable(now) {
             self.count = 0;
-            self.failed_starts = 0;
+            self.failed = 0;
             self.last_line = None;
         }
         if let Some(words) = died {
@@ -172,7 +172,7 @@ impl Starts {
     /// is tried, so that the message does not flicker. An earlier epoch does not count: this one may be the cure.
     pub fn start_keeps_failing(&self, epoch: u64) -> Option<&str> {
         let of_epoch = matches!(&self.last, Some((Attempt { step: Step::Start(own), .. }, _)) if own.epoch == epoch);
-        self.last_line.as_deref().filter(|_| of_epoch && self.failed_starts > 0 && !self.was_online)
+        self.last_line.as_deref().filter(|_| of_epoch && self.failed > 0 && !self.was_online)
     }
 
     /// When the broker was started last.

@@ -25,7 +25,7 @@ use hostapi::Preflight;
 use model::lead::is_lead_fixed;
 
 /// The scheduler gives cores that are free to the first job of the queue within seconds.
-const HELD_BACK: Duration = Duration::from_secs(60);
+const HELD_BACK: Duration = Duration::from_mins(1);
 
 /// Whether the node is as the planner wants it. None: a new agent has not connected to the broker yet, and the last report stands.
 pub fn readiness(inputs: &NodeInputs) -> Option<bool> {

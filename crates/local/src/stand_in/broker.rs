@@ -178,7 +178,7 @@ pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
     loop {
         broker.publish(&socket, &line.name);
         tokio::select! {
-            Ok(()) = members.changed() => broker.online = members.borrow_and_update().clone(),
+            Ok(()) = members.changed() => broker.online.clone_from(&members.borrow_and_update()),
             Some(Asked { topic, payload, reply }) = asked.recv() => {
                 broker.execute(&topic, &payload);
                 // Publish before replying, so that the client's next request sees the change.

@@ -296,7 +296,7 @@ impl CreatedBundle {
             Some(packages) => format!("{packages} packages for {}", manifest.platforms.join(" and ")),
             None => format!("{}, for {}", manifest.platform, manifest.prefix.display()),
         };
-        format!("{}\n{bytes} bytes, {content}\nsha256 {sha256}\n\n{}", path.display(), in_instance(&url, sha256),)
+        format!("{}\n{bytes} bytes, {content}\nsha256 {sha256}\n\n{}", path.display(), in_instance(&url, sha256))
     }
 }
 

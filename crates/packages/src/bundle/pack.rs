@@ -43,7 +43,7 @@ pub(crate) fn pack<W: Write>(root: &Path, manifest: &BundleManifest, out: W) -> 
     let mut packing = Packing { root, prefix: &manifest.prefix, tar: Builder::new(gzip), hard_links: HashMap::new() };
     append_manifest(&mut packing.tar, manifest)?;
     packing.directory(Path::new(""))?;
-    packing.tar.into_inner().and_then(|gzip| gzip.finish()).map_err(PackError::Write)
+    packing.tar.into_inner().and_then(flate2::write::GzEncoder::finish).map_err(PackError::Write)
 }
 
 /// Appends the manifest, which must be the first entry.

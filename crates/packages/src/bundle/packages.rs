@@ -77,7 +77,7 @@ pub(crate) fn pack<W: Write>(
         }
     }
     progress(Progress::packages("writing the bundle", total, total).with_bytes(bytes, 0));
-    tar.into_inner().and_then(|gzip| gzip.finish()).map_err(PackError::Write)
+    tar.into_inner().and_then(flate2::write::GzEncoder::finish).map_err(PackError::Write)
 }
 
 /// The content of a packages bundle.
@@ -153,7 +153,7 @@ pub(crate) fn unpack<R: Read>(
         return Err(UnpackError::Lacks { package: file_name(&package.record) });
     }
     let entries = seen.len() as u64;
-    Ok(Contents { entries, bytes, packages, lock })
+    Ok(Contents { lock, packages, entries, bytes })
 }
 
 fn differs(package: &Locked) -> UnpackError {

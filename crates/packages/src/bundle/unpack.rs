@@ -192,7 +192,7 @@ fn read_manifest(mut entry: Entry<'_, impl Read>) -> Result<BundleManifest, Unpa
 
 /// Like [`io::copy`], but distinguishes a damaged bundle from a faulty disk.
 pub(crate) fn copy(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackError> {
-    let mut buffer = [0; 1 << 15];
+    let mut buffer = vec![0; 1 << 15];
     loop {
         match from.read(&mut buffer) {
             Ok(0) => return Ok(()),

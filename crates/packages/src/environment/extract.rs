@@ -95,7 +95,7 @@ fn members(archive: &mut File) -> Result<Vec<(u64, u64)>, UnpackError> {
     let mut members = Vec::new();
     for part in ["info-", "pkg-"] {
         let is_part = |name: &str| name.starts_with(part) && name.ends_with(".tar.zst");
-        let name = zip.file_names().filter_map(Result::ok).find(|name| is_part(name)).map(|name| name.into_owned());
+        let name = zip.file_names().filter_map(Result::ok).find(|name| is_part(name)).map(std::borrow::Cow::into_owned);
         let Some(name) = name else {
             return Err(UnpackError::Archive(format!("it has no {part}*.tar.zst, so it is not a conda package")));
         };

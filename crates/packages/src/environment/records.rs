@@ -118,7 +118,7 @@ impl Tree {
     /// Total size of all files and of the symlinks' targets.
     pub(crate) fn bytes(&self) -> u64 {
         let links = self.links.values().map(|target| target.as_os_str().len() as u64);
-        self.files.values().map(|file| file.len()).chain(links).sum()
+        self.files.values().map(std::fs::Metadata::len).chain(links).sum()
     }
 
     /// The modes that differ from the usual one for a file or directory.

@@ -146,7 +146,7 @@ pub(crate) fn compare(
         let (number, of) = (number as usize, (of as usize).max(1));
         hashed = hashed.into_iter().skip(number % of).step_by(of).collect();
     }
-    let bytes = hashed.iter().filter_map(|path| tree.files.get(path)).map(|file| file.len()).sum();
+    let bytes = hashed.iter().filter_map(|path| tree.files.get(path)).map(std::fs::Metadata::len).sum();
     let files = hashed.len() as u64;
     let report = |done| progress(Progress { done, total: files, ..Progress::begun("hashing files") });
     for (path, found) in digests_while(root, hashed, report)? {

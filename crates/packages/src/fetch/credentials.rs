@@ -226,7 +226,7 @@ impl CredentialStore {
                 // Errors must name the URL that the caller gave: the one that was requested may contain a token.
                 sent.map_err(|error| match error {
                     reqwest_middleware::Error::Reqwest(error) => error.with_url(given).into(),
-                    other => other,
+                    ours @ reqwest_middleware::Error::Middleware(_) => ours,
                 })
             })
         })

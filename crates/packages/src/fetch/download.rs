@@ -104,7 +104,7 @@ impl Download<'_> {
         let there = tokio::task::spawn_blocking(move || archive::intact(&path, &sha256)).await;
         if let Some(bytes) = there.map_err(io::Error::other).flatten().map_err(|e| self.unwritten(e))? {
             // The receiver is gone only if the whole fetch is being dropped.
-            let _ = self.advance.send(bytes as i64);
+            let _ = self.advance.send(bytes.cast_signed());
             return Ok(CompleteArchive { bytes, fresh: false, from_peers: 0 });
         }
         let url = Url::parse(&self.one.url).map_err(|_| self.not_a_url())?;

@@ -11,12 +11,12 @@ use base::redact::token_positions;
 /// Long enough for a distant proxy, short enough that a wrong address is reported while the user still watches.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Between two reads. The whole transfer has no limit: an archive may be large and the line slow.
-pub(crate) const READ_TIMEOUT: Duration = Duration::from_secs(60);
+pub(crate) const READ_TIMEOUT: Duration = Duration::from_mins(1);
 /// Short, because a peer is in the same data centre, and there are other peers.
 const PEERS_CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 const PEERS_READ_TIMEOUT: Duration = Duration::from_secs(5);
 /// As long as the planner waits for a node that fetches the packages itself.
-const TIME_FOR_A_PEER: Duration = Duration::from_secs(900);
+const TIME_FOR_A_PEER: Duration = Duration::from_mins(15);
 /// Shorter than a peer's server waits for the next request, so that no request goes into a closing connection.
 const PEERS_IDLE_TIMEOUT: Duration = Duration::from_secs(2);
 const USER_AGENT: &str = concat!("flux-distribute/", env!("CARGO_PKG_VERSION"));

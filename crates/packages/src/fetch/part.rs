@@ -111,7 +111,7 @@ impl Part {
         if matches!(sender, Sender::Peer(_)) {
             self.peers_sent += bytes.len() as u64;
         }
-        self.report(bytes.len() as i64);
+        self.report((bytes.len() as u64).cast_signed());
     }
 
     /// Flushes the buffer: an earlier write may have failed without an error so far.
@@ -125,7 +125,7 @@ impl Part {
     /// Deletes the content, so that the download starts again at the first byte.
     pub(crate) fn discard(&mut self) -> io::Result<()> {
         self.file = None;
-        self.report(-(self.have as i64));
+        self.report(-self.have.cast_signed());
         (self.hash, self.have, self.sender, self.mixed, self.peers_sent) = (Sha256::new(), 0, None, false, 0);
         match std::fs::remove_file(&self.path) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),

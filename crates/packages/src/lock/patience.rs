@@ -20,7 +20,7 @@ const ATTEMPTS: u32 = 5;
 /// The first pause if the server names none; doubled after each attempt.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 /// If the server asks for a longer pause, its answer is returned, and the user sees it.
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+const LONGEST_PAUSE: Duration = Duration::from_mins(1);
 
 /// The server returned 304 although the request had no condition, so there is nothing cached to fall back on.
 #[derive(Debug, thiserror::Error)]

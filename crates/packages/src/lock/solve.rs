@@ -23,9 +23,9 @@ use locks::{
 
 /// Limit for all platforms together. The full index of conda-forge takes minutes over a slow line; a dead server must
 /// not take hours.
-const RESOLVE_TIMEOUT: Duration = Duration::from_secs(900);
+const RESOLVE_TIMEOUT: Duration = Duration::from_mins(15);
 /// Limit for solving one platform, which normally takes seconds.
-const SOLVER_TIMEOUT: Duration = Duration::from_secs(120);
+const SOLVER_TIMEOUT: Duration = Duration::from_mins(2);
 /// How often the channels' index is requested.
 const ATTEMPTS: u32 = 3;
 
@@ -204,7 +204,11 @@ impl Task {
                     return Err(self.blame(platform, http, &gateway, error_chain(&error)).await);
                 }
                 Err(error) => {
-                    tracing::info!(attempt, error = error_chain(&error), "can't read the channels' index; trying again")
+                    tracing::info!(
+                        attempt,
+                        error = error_chain(&error),
+                        "can't read the channels' index; trying again"
+                    );
                 }
             }
             attempt += 1;

@@ -51,11 +51,17 @@ impl Systemd {
     }
 
     /// The unit's present state.
+    ///
+    /// # Errors
+    /// If systemctl fails, or is silent for too long.
     pub fn state(&self) -> Result<UnitState, LaunchError> {
         Ok(parse_show(&self.run(&["show", "-p", "ActiveState,MainPID", SERVICE], TIMEOUT)?))
     }
 
     /// The unit's main process; None if it has none.
+    ///
+    /// # Errors
+    /// As for [`Self::state`].
     pub fn process(&self) -> Result<Option<Identity>, LaunchError> {
         let pid = self.state()?.main_pid;
         Ok(if pid > 0 { Identity::of(pid) } else { None })
