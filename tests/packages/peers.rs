@@ -310,7 +310,7 @@ async fn a_peer_that_finds_ever_new_excuses_is_given_up() {
     }
 }
 
-/// Nobody says how large a bundle is, so a peer that lies could send without end.
+/// A bundle has no published size, so a peer that lies could send without end.
 #[tokio::test]
 async fn a_peer_that_sends_a_bundle_without_end_is_given_up() {
     let directory = tempfile::tempdir().unwrap();
