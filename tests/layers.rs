@@ -1,11 +1,12 @@
-//! Which crate may know which: a crate depends only on those that stand above it in [`LAYERS`]. And what the image must not have.
+//! Which crate may know which: a crate depends only on those that stand above it in [`LAYERS`], and its files on each other in one
+//! direction. And what the image must not have.
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    path::Path,
+    path::{Path, PathBuf},
     process::Command,
 };
 
@@ -105,4 +106,81 @@ fn the_images_program_has_no_local_mode_and_no_test_switches() {
     }
     assert!(whole.contains("test-switches") && !image.contains("test-switches"));
     assert!(!image.contains("test-support"));
+}
+
+/// `a::{b, c::{d}}` is `a::b` and `a::c::d`.
+fn each_path(tree: &str) -> Vec<String> {
+    let Some((before, inner)) = tree.split_once('{') else { return vec![tree.trim().to_owned()] };
+    let inner = inner.strip_suffix('}').unwrap_or(inner);
+    let (mut parts, mut depth) = (vec![String::new()], 0);
+    for letter in inner.chars() {
+        depth += i32::from(letter == '{') - i32::from(letter == '}');
+        match letter {
+            ',' if depth == 0 => parts.push(String::new()),
+            _ => parts.last_mut().unwrap().push(letter),
+        }
+    }
+    let parts = parts.iter().filter(|part| !part.trim().is_empty());
+    parts.flat_map(|part| each_path(part.trim())).map(|path| format!("{}{path}", before.trim())).collect()
+}
+
+/// The files of a crate that `file` takes names from, its tests aside. The face of a folder (mod.rs, or a file with a folder of its
+/// name) hands names on from below, so only what is imported by its own path counts.
+fn imports(source: &Path, file: &Path) -> BTreeSet<PathBuf> {
+    let text = fs::read_to_string(file).unwrap();
+    let text = text.split("#[cfg(test)]\nmod tests").next().unwrap();
+    let below = file.strip_prefix(source).unwrap().with_extension("");
+    let mut module: Vec<String> = below.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
+    if module.last().is_some_and(|last| ["lib", "mod"].contains(&last.as_str())) {
+        module.pop();
+    }
+    let uses = text.split(";\n").filter_map(|item| item.rsplit_once("\nuse ").map(|(_, tree)| tree.replace('\n', " ")));
+    let paths: Vec<String> = uses.flat_map(|tree| each_path(&tree)).collect();
+    let named = paths.iter().filter_map(|path| {
+        let mut at = module.clone();
+        let mut parts = path.split("::").peekable();
+        match parts.next()? {
+            "crate" => at.clear(),
+            "super" => drop(at.pop()),
+            _ => return None,
+        }
+        while parts.next_if_eq(&"super").is_some() {
+            at.pop();
+        }
+        at.extend(parts.map(str::to_owned));
+        // The longest beginning of the path that is a file.
+        (1..=at.len()).rev().find_map(|length| {
+            let found = source.join(at[..length].iter().collect::<PathBuf>()).with_extension("rs");
+            found.is_file().then_some(found)
+        })
+    });
+    named.filter(|named| named != file).collect()
+}
+
+fn sources(directory: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    let below = |path: PathBuf| if path.is_dir() { sources(&path) } else { vec![path] };
+    let is_code = |path: &PathBuf| {
+        let name = path.file_stem().unwrap().to_string_lossy();
+        path.extension().is_some_and(|extension| extension == "rs") && !name.ends_with("tests") && name != "lib"
+    };
+    entries.flat_map(below).filter(is_code).collect()
+}
+
+#[test]
+fn no_two_files_of_a_crate_import_each_other_in_a_circle() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates");
+    for name in fs::read_dir(crates).unwrap() {
+        let source = name.unwrap().path().join("src");
+        let mut left: BTreeMap<_, _> =
+            sources(&source).into_iter().map(|file| (file.clone(), imports(&source, &file))).collect();
+        assert!(!left.is_empty());
+        // Files that import none of the others are taken away until there are none, or each imports another one.
+        while !left.is_empty() {
+            let there: BTreeSet<_> = left.keys().cloned().collect();
+            let before = left.len();
+            left.retain(|_, imports| imports.intersection(&there).next().is_some());
+            assert!(left.len() < before, "in a circle, or above one: {left:#?}");
+        }
+    }
 }

@@ -20,6 +20,7 @@ mod files;
 mod lock;
 mod progress;
 mod serve;
+mod unpack_error;
 
 pub use bundle::create::CreateBundle;
 pub use bundle::manifest::{BUNDLE_LOCK, BUNDLE_MANIFEST, BundleManifest};

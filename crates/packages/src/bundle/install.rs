@@ -8,9 +8,10 @@ use std::{
 
 use crate::{
     Limits,
-    bundle::unpack::{self, Target, UnpackError},
+    bundle::{packages::Target, unpack},
     environment::{Build, failed, refused, room},
     fetch::archive::{self, Hashing},
+    unpack_error::UnpackError,
 };
 use api::BundleSource;
 use base::error_chain;

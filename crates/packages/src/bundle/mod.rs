@@ -18,10 +18,11 @@ use serde_json::json;
 
 use crate::{
     BundleManifest, CreateBundle, FetchError, HttpError, Limits,
-    bundle::{packages::Contents, unpack::UnpackError},
+    bundle::packages::Contents,
     fetch::archive,
     files::{FileError, open_plain, print},
     progress::size,
+    unpack_error::UnpackError,
 };
 use locks::Locked;
 

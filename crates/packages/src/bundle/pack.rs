@@ -14,8 +14,10 @@ use tar::{Builder, EntryType, Header};
 
 use crate::{
     BUNDLE_MANIFEST, BundleManifest, ENVIRONMENT_MARKER,
-    bundle::unpack::bad_symlink,
-    environment::{guard::KEPT_MODE, records::RECORDS},
+    environment::{
+        guard::{KEPT_MODE, bad_symlink},
+        records::RECORDS,
+    },
 };
 
 /// Why a tree could not be packed.

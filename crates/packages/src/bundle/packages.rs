@@ -16,15 +16,24 @@ use tar::{Builder, EntryType};
 
 use crate::{
     BUNDLE_LOCK, BundleManifest, Limits,
-    bundle::{
-        pack::{PackError, append_bytes, append_file, append_manifest, header},
-        unpack::{Target, UnpackError, broken, copy},
-    },
+    bundle::pack::{PackError, append_bytes, append_file, append_manifest, header},
     environment::{conda::file_name, limits::Entries},
     fetch::archive::Hashing,
+    unpack_error::{UnpackError, broken, copy},
 };
 use hostapi::Progress;
 use locks::{LockError, Locked, MAX_LOCK_BYTES};
+
+/// Where to unpack a bundle.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Target<'a> {
+    /// The host's conda platform.
+    pub platform: &'a str,
+    /// For a tree: an empty directory that no other process writes to.
+    pub tree: &'a Path,
+    /// For archives: a directory that is created if there are any.
+    pub archives: &'a Path,
+}
 
 /// The directory of the archives in the bundle.
 const ARCHIVES: &str = "pkgs";

@@ -25,7 +25,6 @@ use rattler_conda_types::{
 
 use crate::{
     Limits,
-    bundle::unpack::UnpackError,
     environment::{
         Build,
         arrivals::Arrivals,
@@ -35,6 +34,7 @@ use crate::{
         refused, room,
     },
     fetch::archive,
+    unpack_error::UnpackError,
 };
 use base::error_chain;
 use base::redact::shown;

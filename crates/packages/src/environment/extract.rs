@@ -14,9 +14,9 @@ use zip::{CompressionMethod, ZipArchive};
 
 use crate::{
     Limits,
-    bundle::unpack::{UnpackError, broken},
     environment::guard::{Checked, EntryKind, Tree, inside, leads_to_users, stays_inside},
     environment::limits::{Entries, Guarded, Memory, zstd_window},
+    unpack_error::{UnpackError, broken},
 };
 
 /// zstd's own limit for decoding foreign files; the decoder must hold a whole window in memory.

@@ -19,7 +19,7 @@ use nix::sys::{
 };
 use tar::{Entry, EntryType};
 
-use crate::bundle::unpack::{UnpackError, broken};
+use crate::unpack_error::{UnpackError, broken};
 
 /// The mode bits that are kept. Everything is unpacked as root, so no set-user-ID or set-group-ID program may survive,
 /// and only root may write, because root runs the files.
@@ -316,4 +316,15 @@ impl CopyError {
             Self::Write(source) => UnpackError::Write { path: path.display().to_string(), source },
         }
     }
+}
+
+/// What is wrong with the symlink `path` of a tree that was built for `prefix`, if anything. An absolute target is
+/// resolved on the host, where `prefix` will be a symlink to this tree.
+pub(crate) fn bad_symlink(prefix: &Path, path: &Path, target: &Path) -> Option<String> {
+    if target.is_absolute() {
+        let inside = target.strip_prefix(prefix).is_ok_and(|below| stays_inside(Path::new(""), below));
+        return if inside { None } else { leads_to_users(target) };
+    }
+    let out = !stays_inside(path.parent().unwrap_or(Path::new("")), target);
+    out.then(|| format!("is a symlink to {}, out of {}", target.display(), prefix.display()))
 }
