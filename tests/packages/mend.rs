@@ -95,8 +95,8 @@ async fn damage_is_repaired_and_a_process_keeps_the_file_it_has_open() {
     let damaged = fs::read(at("lib/libflux.so")).unwrap();
     let mut open = File::open(at("lib/libflux.so")).unwrap();
     fs::remove_file(at("share/flux")).unwrap();
-    fs::set_permissions(at("bin/flux"), fs::Permissions::from_mode(0o4777)).unwrap();
-    fs::set_permissions(at("share/deep"), fs::Permissions::from_mode(0o777)).unwrap();
+    fs::set_permissions(at("bin/flux"), fs::Permissions::from_mode(0o4755)).unwrap();
+    fs::set_permissions(at("share/deep"), fs::Permissions::from_mode(0o700)).unwrap();
     fs::remove_file(at("lib/libone.so")).unwrap();
     symlink("/etc/passwd", at("lib/libone.so")).unwrap();
     fs::remove_file(at("bin/one")).unwrap();
@@ -142,14 +142,29 @@ async fn files_that_an_older_version_left_writable_are_reported_and_closed() {
     }
     fs::write(&records, recorded.to_string()).unwrap();
 
-    let told = ["mode share", "mode share/big"];
+    // Who has opened a file while it was open can write to it for ever.
+    let mut held = fs::OpenOptions::new().write(true).open(at("share/big")).unwrap();
+    let big = fs::read(at("share/big")).unwrap();
+    // A user can give a file of root another name in a directory that is open.
+    fs::write(at("share/usercustomize.py"), "evil").unwrap();
+    let told = ["mode share", "mode share/big", "extra share/usercustomize.py"];
     assert_eq!(named(&verify(host.prefix(), &set.digest()).differences), told);
     let mode = |path: &str| fs::metadata(at(path)).unwrap().permissions().mode() & 0o7777;
     assert_eq!((mode("share"), mode("share/big")), (0o755, 0o644), "a look closes what it finds open");
     assert_eq!(packages::ready(host.prefix()), [set.digest()], "it is used until then");
+    assert_eq!(named(&verify(host.prefix(), &set.digest()).differences), told, "until all is replaced");
     let mended = mend(&host, &set).await.unwrap();
-    assert_eq!(named(&mended.mended), ["mode bin/flux", "changed .flux-distribute.records.json"]);
-    assert_eq!((mended.left, verify(host.prefix(), &set.digest()).differences), (vec![], vec![]));
+    let told = [
+        "mode bin/flux",
+        "mode share",
+        "mode share/big",
+        "extra share/usercustomize.py",
+        "changed .flux-distribute.records.json",
+    ];
+    assert_eq!((named(&mended.mended), mended.left), (told.map(str::to_owned).to_vec(), vec![]));
+    std::io::Write::write_all(&mut held, b"evil").unwrap();
+    assert_eq!(fs::read(at("share/big")).unwrap(), big);
+    assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
     for (path, closed) in [("share", 0o755), ("share/big", 0o644), ("bin/flux", 0o755)] {
         assert_eq!(mode(path), closed, "{path}");
     }
@@ -187,15 +202,52 @@ async fn what_a_user_planted_while_an_environment_was_open_is_removed() {
     ];
     let told = named(&verify(host.prefix(), &set.digest()).differences);
     let expected = ["mode share", "extra share/roots"].into_iter().chain(strangers).map(str::to_owned);
-    assert_eq!(told.into_iter().collect::<BTreeSet<_>>(), expected.collect());
+    let expected: BTreeSet<_> = expected.collect();
+    assert_eq!(told.into_iter().collect::<BTreeSet<_>>(), expected);
+    // What root owns may have got its place from a user, too.
     let mended = mend(&host, &set).await.unwrap();
-    assert_eq!(named(&mended.mended).into_iter().collect::<BTreeSet<_>>(), strangers.map(str::to_owned).into());
-    assert_eq!(named(&mended.left), ["extra share/roots"]);
-    assert_eq!(named(&verify(host.prefix(), &set.digest()).differences), ["extra share/roots"]);
+    assert_eq!((named(&mended.mended).into_iter().collect::<BTreeSet<_>>(), mended.left), (expected, vec![]));
+    assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
     assert!(!evil.exists() && fs::symlink_metadata(at("share/evil.so")).is_err());
 }
 
 /// An older bundle could open the top of its tree, where our own files are.
+/// Where a user could write once, that user may mount a file system by FUSE, which answers when it likes.
+#[tokio::test]
+async fn a_file_system_that_a_user_mounted_in_an_open_environment_keeps_nothing_else_open() {
+    if skips_without([Need::Fuse]) {
+        return;
+    }
+    let (host, set, _channel) = installed().await;
+    let at = |path: &str| host.environment(&set).join(path);
+    for path in ["bin", "share"] {
+        fs::set_permissions(at(path), fs::Permissions::from_mode(0o777)).unwrap();
+    }
+    for (point, root) in [("lib/theirs", 0o40000), ("share/theirs", 0o100_000)] {
+        match root {
+            0o40000 => fs::create_dir(at(point)).unwrap(),
+            _ => fs::write(at(point), "").unwrap(),
+        }
+        // Nobody serves it, and root may ask it: whoever does waits.
+        let device = fs::OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
+        let fd = std::os::fd::AsRawFd::as_raw_fd(&device);
+        let options = format!("fd={fd},rootmode={root:o},user_id=500,group_id=500,allow_other");
+        nix::mount::mount(Some("theirs"), &at(point), Some("fuse"), nix::mount::MsFlags::MS_NOSUID, Some(&*options))
+            .unwrap();
+        std::mem::forget(device);
+    }
+    let told = ["mode bin", "unreadable lib/theirs", "mode share", "unreadable share/theirs"];
+    assert_eq!(named(&verify(host.prefix(), &set.digest()).differences), told);
+    for path in ["bin", "share"] {
+        assert_eq!(fs::metadata(at(path)).unwrap().permissions().mode() & 0o7777, 0o755, "{path}");
+    }
+    let mended = mend(&host, &set).await.unwrap();
+    assert_eq!(mended.left, []);
+    assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    assert!(!mounts.contains(host.prefix().to_str().unwrap()), "{mounts}");
+}
+
 #[tokio::test]
 async fn no_look_waits_for_a_pipe_or_follows_a_link_that_a_user_planted() {
     let (host, set, _channel) = installed().await;

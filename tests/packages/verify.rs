@@ -94,7 +94,7 @@ async fn other_permissions_and_another_owner_are_differences() {
     let at = |path: &str| host.environment(&set).join(path);
     let change = |path: &str, mode| fs::set_permissions(at(path), fs::Permissions::from_mode(mode)).unwrap();
     for (path, mode) in
-        [("bin/flux", 0o4755), ("share/flux", 0o666), ("lib", 0o777), (".flux-distribute.json", 0o600), ("", 0o700)]
+        [("bin/flux", 0o4755), ("share/flux", 0o600), ("lib", 0o700), (".flux-distribute.json", 0o600), ("", 0o700)]
     {
         let before = fs::metadata(at(path)).unwrap().permissions().mode();
         change(path, mode);

@@ -14,6 +14,7 @@ use std::{
 use nix::{
     errno::Errno,
     fcntl::{OFlag, OpenHow, ResolveFlag, openat2},
+    mount::{MntFlags, umount2},
     sys::stat::{Mode, mkdirat},
 };
 
@@ -146,6 +147,25 @@ pub fn refuse_mounts(directory: &Path, is_spared: impl Fn(&Path) -> bool) -> io:
         }
         None => Ok(()),
     }
+}
+
+/// Unmounts what other users have mounted inside `directory` by FUSE: such a mount is theirs to make wherever they could
+/// write once, and must not keep root from a removal.
+///
+/// # Errors
+/// If /proc can't be read, or a mount stays.
+pub fn unmount_users(directory: &Path) -> io::Result<()> {
+    let directory = match directory.canonicalize() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        found => found?,
+    };
+    // The last one first, since mounts may lie upon each other.
+    for mount in mountinfo::own()?.iter().rev().filter(|mount| mount.point.starts_with(&directory)) {
+        if mountinfo::fuse_user(mount.id)?.is_some_and(|uid| !super::trust::is_trusted(uid)) {
+            umount2(&mount.point, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)?;
+        }
+    }
+    Ok(())
 }
 
 /// Turns `NotFound` into success, for removals.

@@ -10,7 +10,8 @@ use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::SignedDuration}
 
 use api::{CONDITION_RESTART_PENDING, FluxInstanceStatus, Roster};
 
-/// Moves every start time in `roster` by `secs`; None if that changes nothing.
+/// Moves every start time in `roster` by `secs`, which is a change like any other, with a revision of its own; None if
+/// that changes nothing.
 pub fn move_limits(roster: &Roster, secs: i64) -> Option<Roster> {
     let mut moved = roster.clone();
     let starts = moved.ranks.values_mut().flat_map(|entry| {
@@ -20,7 +21,11 @@ pub fn move_limits(roster: &Roster, secs: i64) -> Option<Roster> {
     });
     let failures = moved.failed_leads.nodes.values_mut().map(|lead| &mut lead.at);
     starts.flatten().chain(failures).for_each(|start| *start = start.saturating_add(secs));
-    (moved != *roster).then_some(moved)
+    if moved == *roster {
+        return None;
+    }
+    moved.revision += 1;
+    Some(moved)
 }
 
 /// The start of an upgrade's deadline, moved as by [`move_limits`].

@@ -5,6 +5,9 @@
 //! has the old one open or mapped keeps it. No file is written in place. Of the files that no package contains, those of
 //! other users are removed, since root would run what they wrote; the others never.
 //!
+//! In an environment that was open to other users, every file is replaced, and what no package contains is removed, whoever
+//! owns it: nothing there proves what it is.
+//!
 //! Names are resolved one directory at a time and never through a symlink: a directory that others could write to for a
 //! while may contain links to anywhere.
 
@@ -29,7 +32,8 @@ use crate::{
     ENVIRONMENT_MARKER,
     environment::{
         build_tree, failed,
-        records::{RECORDS, mode, read_own},
+        opened::Opened,
+        records::{RECORDS, Tree, mode, read_own},
         refused,
         transaction::{Environments, Workshop},
         verify::{compare, in_utf8},
@@ -39,6 +43,7 @@ use crate::{
 use base::error_chain;
 use host::{
     BrokerProcesses, HostLock, Root,
+    files::unmount_users,
     lock::WAIT,
     state::{ENVIRONMENTS, environment},
     trust::is_trusted,
@@ -73,6 +78,8 @@ pub fn mend(
     let linked = build_tree(order, None, &fresh, archives, progress)?;
     let conda = linked.compiled_prefix.is_none();
     let found = damage(&place, &fresh, conda, progress).map_err(|e| failure("compare", &e))?;
+    let opened = Opened::of(&place);
+    let was_open = opened.paths().map_err(|e| failure("read what was open in", &e))?.is_some();
     if found.is_empty() {
         return Ok(Mended::default());
     }
@@ -85,10 +92,18 @@ pub fn mend(
                 place.display()
             )));
         }
-        Mending { place: &place, fresh: &fresh, moved: 0 }.put_back(found)
+        unmount_users(&place).map_err(|e| failure("unmount what other users have mounted in", &e))?;
+        let mending = Mending { place: &place, fresh: &fresh, moved: 0 };
+        match was_open {
+            false => mending.put_back(found),
+            true => mending.replace_all(found).map_err(|e| failure("replace", &e))?,
+        }
     };
     let synced = File::open(&place).and_then(|place| Ok(nix::unistd::syncfs(place)?));
     synced.map_err(|e| failure("sync", &e))?;
+    if was_open && mended.left.is_empty() {
+        opened.forget().map_err(|e| failure("forget what was open in", &e))?;
+    }
     Ok(mended)
 }
 
@@ -145,6 +160,57 @@ impl Mending<'_> {
         mended
     }
 
+    /// Replaces every file, and removes everything that no package contains. `found` is what is known to differ.
+    fn replace_all(mut self, found: Vec<Difference>) -> io::Result<Mended> {
+        let mut mended = Mended { mended: found.into_iter().map(in_utf8).collect(), left: Vec::new() };
+        let wanted = Tree::walk(self.fresh)?;
+        let mut left = |path: &Path, error: &io::Error| {
+            tracing::warn!(path = %path.display(), error = error_chain(error), "can't replace this");
+            mended.left.push(in_utf8(Difference { path: path.to_owned(), what: What::Replaced }));
+        };
+        for path in wanted.directories.keys() {
+            let made = match path.file_name() {
+                Some(_) => self.directory(path).map(drop),
+                None => open_root(self.place)
+                    .map_err(io::Error::from)
+                    .and_then(|top| set_rights(&top, &fs::symlink_metadata(self.fresh)?)),
+            };
+            made.unwrap_or_else(|error| left(path, &error));
+        }
+        let there = Tree::walk(self.place)?;
+        let is_wanted = |path: &Path| {
+            wanted.directories.contains_key(path) || wanted.files.contains_key(path) || wanted.links.contains_key(path)
+        };
+        let all = there.directories.keys().chain(there.files.keys()).chain(there.links.keys());
+        let all = all.chain(there.others.keys()).chain(&there.unreadable);
+        // Of a directory that no package contains, its content goes with it.
+        let strange = all.filter(|path| !is_wanted(path) && path.parent().is_none_or(is_wanted));
+        let mut removed = Vec::new();
+        for path in strange {
+            match self.remove(path) {
+                Ok(()) => removed.push(in_utf8(Difference { path: path.clone(), what: What::Extra })),
+                Err(error) => left(path, &error),
+            }
+        }
+        // Our own files come last: if the repair is interrupted, the damage is still detected.
+        let is_ours = |path: &&PathBuf| [RECORDS, ENVIRONMENT_MARKER].iter().any(|ours| *path == Path::new(ours));
+        let (ours, packages): (Vec<_>, Vec<_>) = wanted.files.keys().chain(wanted.links.keys()).partition(is_ours);
+        for path in packages.into_iter().chain(ours) {
+            let replaced = self.repair(&Difference { path: path.clone(), what: What::Replaced });
+            replaced.map(drop).unwrap_or_else(|error| left(path, &error));
+        }
+        removed.retain(|found| !mended.mended.iter().any(|known| known.path == found.path));
+        mended.mended.extend(removed);
+        Ok(mended)
+    }
+
+    /// Moves what is at `path` out of the environment. The [`Workshop`] deletes it.
+    fn remove(&mut self, path: &Path) -> io::Result<()> {
+        let name = path.file_name().map(Path::new).ok_or(Errno::EINVAL)?;
+        let parent = descend(self.place, path.parent().unwrap_or(Path::new("")))?;
+        self.move_away(&parent, name)
+    }
+
     /// Repairs one difference. Returns false if no package contains the file.
     fn repair(&mut self, difference: &Difference) -> io::Result<bool> {
         let path = &difference.path;
@@ -194,9 +260,10 @@ impl Mending<'_> {
             below.push(part);
             let wanted = fs::symlink_metadata(self.fresh.join(&below))?;
             at = match open_directory(&at, part) {
-                Ok(next) => next,
-                Err(error) => {
-                    if error != Errno::ENOENT {
+                Ok(next) if is_trusted(File::from(next.try_clone()?).metadata()?.uid()) => next,
+                // Another user's, or something else.
+                found => {
+                    if found.err() != Some(Errno::ENOENT) {
                         self.move_away(&at, part)?;
                     }
                     mkdirat(&at, part, Mode::S_IRWXU)?;

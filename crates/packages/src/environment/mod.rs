@@ -13,6 +13,7 @@ pub(crate) mod extract;
 pub(crate) mod guard;
 pub(crate) mod limits;
 pub(crate) mod mend;
+pub(crate) mod opened;
 pub(crate) mod records;
 pub(crate) mod room;
 pub(crate) mod transaction;

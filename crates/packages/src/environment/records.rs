@@ -1,10 +1,13 @@
 //! Records of an environment as it was built, stored beside its marker: what the packages' own records don't contain.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     fs::{self, File},
     io::{self, Read},
-    os::unix::fs::{MetadataExt, PermissionsExt},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{MetadataExt, PermissionsExt},
+    },
     path::{Path, PathBuf},
 };
 
@@ -17,10 +20,14 @@ use rattler_conda_types::{PrefixRecord, prefix_record::PathType};
 use rayon::prelude::{IntoParallelIterator, ParallelIterator};
 use serde::{Deserialize, Serialize};
 
-use crate::{Limits, environment::extract::MAX_METADATA, fetch::archive};
+use crate::{
+    Limits,
+    environment::{extract::MAX_METADATA, opened::Opened},
+    fetch::archive,
+};
 use host::{
     files::{HostRoot, host_path},
-    trust,
+    mountinfo, trust,
 };
 
 /// File name of the records in an environment.
@@ -46,61 +53,78 @@ pub(crate) struct Tree {
     pub directories: BTreeMap<PathBuf, fs::Metadata>,
     /// Sockets, devices and other special files.
     pub others: BTreeMap<PathBuf, fs::Metadata>,
-}
-
-/// What a walk does with what others can write to.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Open {
-    /// Leave it so.
-    Keep,
-    /// Close it before it is looked into. The result has the permissions from before.
-    Close,
+    /// What can't be looked into, or has something mounted over it.
+    pub unreadable: BTreeSet<PathBuf>,
 }
 
 impl Tree {
     pub(crate) fn walk(root: &Path) -> io::Result<Self> {
-        Self::walk_and(root, Open::Keep)
+        Self::walk_and(root, None)
     }
 
-    /// Lists the tree from the top. Never leaves it, whatever other users exchange meanwhile, and does not enter their
-    /// directories.
-    pub(crate) fn walk_and(root: &Path, open: Open) -> io::Result<Self> {
+    /// Lists the tree from the top. Never leaves it, whatever other users exchange meanwhile, and enters neither their
+    /// directories nor what they have mounted. One entry that can't be looked into keeps no other from being listed. With
+    /// `opened`, what others can write to is noted there and closed before it is looked into; the result has the
+    /// permissions from before.
+    pub(crate) fn walk_and(root: &Path, opened: Option<&Opened>) -> io::Result<Self> {
         let mut tree = Self::default();
         let below = HostRoot::at(root)?;
+        let mount = mountinfo::id(below.open_path(Path::new("/"))?)?;
         let mut next = vec![PathBuf::new()];
         while let Some(path) = next.pop() {
-            let directory = below.open_file(Path::new("/").join(&path).as_path())?;
-            let found = directory.metadata()?;
-            let is_ours = trust::is_trusted(found.uid());
-            if open == Open::Close {
-                close(&directory, &found)?;
-            }
-            tree.directories.insert(path.clone(), found);
-            if !is_ours {
-                continue;
-            }
-            for entry in fs::read_dir(host_path(&directory))? {
-                let entry = entry?;
-                let path = path.join(entry.file_name());
-                let kind = entry.file_type()?;
-                if kind.is_dir() {
-                    next.push(path);
-                } else if kind.is_symlink() {
-                    tree.links.insert(path, fs::read_link(entry.path())?);
-                } else if kind.is_file() {
-                    let found = entry.metadata()?;
-                    if open == Open::Close && is_open(&found) {
-                        let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
-                        let file = openat(&directory, Path::new(&entry.file_name()), flags, Mode::empty())?;
-                        close(&File::from(file), &found)?;
-                    }
-                    tree.files.insert(path, found);
-                } else {
-                    tree.others.insert(path, entry.metadata()?);
+            if let Err(error) = tree.list(&below, &path, mount, opened, &mut next) {
+                if path == Path::new("") {
+                    return Err(error);
                 }
+                tracing::debug!(path = %path.display(), %error, "can't look into this directory");
+                tree.unreadable.insert(path);
             }
         }
         Ok(tree)
+    }
+
+    /// Lists the directory `path`, and adds the directories in it to `next`.
+    fn list(
+        &mut self,
+        below: &HostRoot,
+        path: &Path,
+        mount: u64,
+        opened: Option<&Opened>,
+        next: &mut Vec<PathBuf>,
+    ) -> io::Result<()> {
+        // Opened only once it is known to be of this mount: a file system of another user may never answer.
+        let directory = below.open_path(&Path::new("/").join(path))?;
+        if mountinfo::id(&directory)? != mount {
+            return Err(io::ErrorKind::ResourceBusy.into());
+        }
+        let found = File::from(directory.try_clone()?).metadata()?;
+        let is_ours = trust::is_trusted(found.uid());
+        if let Some(opened) = opened {
+            close(opened, path, &directory, &found)?;
+        }
+        self.directories.insert(path.to_owned(), found);
+        if !is_ours {
+            return Ok(());
+        }
+        for entry in fs::read_dir(host_path(&directory))? {
+            let entry = entry?;
+            let path = path.join(entry.file_name());
+            let kind = entry.file_type()?;
+            if kind.is_dir() {
+                next.push(path);
+            } else if kind.is_symlink() {
+                match fs::read_link(entry.path()) {
+                    Ok(target) => drop(self.links.insert(path, target)),
+                    Err(_) => drop(self.unreadable.insert(path)),
+                }
+            } else if let Ok(found) = look_at(&directory, &path, mount, opened) {
+                let list = if kind.is_file() { &mut self.files } else { &mut self.others };
+                list.insert(path, found);
+            } else {
+                self.unreadable.insert(path);
+            }
+        }
+        Ok(())
     }
 
     /// Removes all write permissions except the owner's.
@@ -148,14 +172,33 @@ fn others_bits(gid: u32) -> u32 {
     if gid == 0 { WRITABLE_BY_ALL } else { WRITABLE_BY_OTHERS }
 }
 
-/// Takes the right to write from others, if this process owns the file or directory. A file with another name stays as
-/// it is, for that may be anywhere; a repair replaces it.
-fn close(file: &File, found: &fs::Metadata) -> io::Result<()> {
-    let is_elsewhere = !found.is_dir() && found.nlink() > 1;
-    if !is_open(found) || found.uid() != geteuid().as_raw() || is_elsewhere {
+/// Examines what is at the end of `path` in `directory`, without opening it. With `opened`, closes it to others.
+fn look_at(directory: &OwnedFd, path: &Path, mount: u64, opened: Option<&Opened>) -> io::Result<fs::Metadata> {
+    let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let file = openat(directory, path.file_name().unwrap_or_default(), flags, Mode::empty())?;
+    if mountinfo::id(&file)? != mount {
+        return Err(io::ErrorKind::ResourceBusy.into());
+    }
+    let found = File::from(file.try_clone()?).metadata()?;
+    if let Some(opened) = opened {
+        close(opened, path, &file, &found)?;
+    }
+    Ok(found)
+}
+
+/// Takes the right to write from others, if this process owns the file or directory, and notes that they had it. A file
+/// with another name stays as it is, for that may be anywhere; a repair replaces it.
+fn close(opened: &Opened, path: &Path, file: &OwnedFd, found: &fs::Metadata) -> io::Result<()> {
+    let may_be_open = found.is_file() || found.is_dir();
+    if !may_be_open || !is_open(found) || found.uid() != geteuid().as_raw() {
         return Ok(());
     }
-    file.set_permissions(fs::Permissions::from_mode(mode(found) & !WRITABLE_BY_OTHERS))
+    opened.note(path)?;
+    if !found.is_dir() && found.nlink() > 1 {
+        return Ok(());
+    }
+    // By the descriptor, without opening the file: its permissions are those of this inode, whatever has its name now.
+    fs::set_permissions(host_path(file), fs::Permissions::from_mode(mode(found) & !WRITABLE_BY_OTHERS))
 }
 
 /// Reads one of our own files in the environment at `root`: a plain file of root's that nobody else can write.

@@ -19,13 +19,13 @@ use std::{
 use nix::{errno::Errno, fcntl::Flock};
 
 use crate::{
-    environment::{failed, refused},
+    environment::{failed, opened::Opened, refused},
     fetch::archive,
     files::{Free, free},
 };
 use host::{
     BrokerProcesses, Occupant, Root,
-    files::{refuse_mounts, remove_all_if_there},
+    files::{refuse_mounts, remove_all_if_there, unmount_users},
     lock, occupants,
     state::ENVIRONMENTS,
 };
@@ -71,7 +71,8 @@ impl Workshop {
         let file = envs.join(MENDING_LOCK);
         let lock = lock::take(&file, lock::WAIT).map_err(|error| lock::refusal(&file, lock::WAIT, &error))?;
         let path = envs.join(format!(".{digest}{MENDING}"));
-        remove_all_if_there(&path).map_err(|e| failed(format!("can't remove {}: {e}", path.display())))?;
+        let removed = unmount_users(&path).and_then(|()| remove_all_if_there(&path));
+        removed.map_err(|e| failed(format!("can't remove {}: {e}", path.display())))?;
         make_public_directory(&path)?;
         Ok(Self { path, _lock: lock })
     }
@@ -84,7 +85,7 @@ impl Workshop {
 
 impl Drop for Workshop {
     fn drop(&mut self) {
-        if let Err(error) = remove_all_if_there(&self.path) {
+        if let Err(error) = unmount_users(&self.path).and_then(|()| remove_all_if_there(&self.path)) {
             tracing::warn!(path = %self.path.display(), %error, "can't remove a repair's temporary files; the next repair does");
         }
     }
@@ -175,6 +176,7 @@ impl<'a> Environments<'a> {
     /// # Errors
     /// The file system's; `ResourceBusy` if something is mounted in it. The environment is unchanged then.
     pub(crate) fn discard(&self, digest: &str) -> io::Result<Option<Occupant>> {
+        unmount_users(&self.place(digest))?;
         refuse_mounts(&self.place(digest), |_| false)?;
         // Directories that were set aside earlier may still be there because a process uses them.
         let names = std::iter::once(format!(".{digest}{OLD}")).chain((1..).map(|n| format!(".{digest}.{n}{OLD}")));
@@ -194,7 +196,11 @@ impl<'a> Environments<'a> {
         let replaced = fs::symlink_metadata(self.place(digest)).is_ok();
         let looked_for = if replaced { &names[1..] } else { &names[..] };
         match self.used(looked_for).map(|found| found.into_values().next()) {
-            Ok(None) => remove_all_if_there(aside).map(|()| None),
+            Ok(None) => {
+                unmount_users(aside)?;
+                remove_all_if_there(aside)?;
+                if replaced { Ok(None) } else { Opened::of(&self.place(digest)).forget().map(|()| None) }
+            }
             used_or_unknown => {
                 if !replaced {
                     fs::rename(aside, self.place(digest))?;

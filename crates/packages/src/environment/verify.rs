@@ -11,10 +11,10 @@ use std::{
 use crate::{
     ENVIRONMENT_MARKER,
     environment::{
-        marker, ready,
-        records::{
-            Open, RECORDS, Records, Tree, WRITABLE_BY_OTHERS, by_packages, digests_while, is_open, is_utf8, mode,
-        },
+        marker,
+        opened::Opened,
+        ready,
+        records::{RECORDS, Records, Tree, WRITABLE_BY_OTHERS, by_packages, digests_while, is_open, is_utf8, mode},
     },
     fetch::archive,
 };
@@ -67,7 +67,7 @@ fn verify_one(
         differs(ENVIRONMENT_MARKER, if there { What::Changed } else { What::Missing });
     }
     if !has_records {
-        let there = path.join(RECORDS).is_file();
+        let there = fs::symlink_metadata(path.join(RECORDS)).is_ok_and(|found| found.is_file());
         differs(RECORDS, if there { What::Changed } else { What::Missing });
     }
     let mut differences: Vec<_> = differences.into_iter().map(in_utf8).collect();
@@ -91,8 +91,8 @@ pub(crate) struct Compared {
 }
 
 /// Compares the tree at `root` with the records in the tree at `recorded`, which may be the same. Skips the marker and
-/// the records themselves. Closes what others can write to before it looks into it, and reports it; until it is replaced,
-/// or found closed, its content proves nothing.
+/// the records themselves. Closes what others can write to before it looks into it, and reports that until a repair has
+/// replaced every file.
 pub(crate) fn compare(
     root: &Path,
     recorded: &Path,
@@ -100,9 +100,16 @@ pub(crate) fn compare(
     slice: Option<Slice>,
     progress: &mut dyn FnMut(Progress),
 ) -> io::Result<Compared> {
-    let tree = Tree::walk_and(root, Open::Close)?;
+    let opened = Opened::of(root);
+    let tree = Tree::walk_and(root, Some(&opened))?;
     let mut differences = Vec::new();
     let mut differs = |path: &Path, what| differences.push(Difference { path: path.to_owned(), what });
+    for path in opened.paths()?.into_iter().flatten() {
+        differs(&path, What::Mode);
+    }
+    for path in &tree.unreadable {
+        differs(path, What::Unreadable);
+    }
     let records = Records::read(recorded).ok();
     let (packaged, broken) = match conda {
         true if root == recorded => by_packages(root, &tree),
@@ -131,6 +138,7 @@ pub(crate) fn compare(
                 }
             }
             (false, None) if tree.directories.contains_key(path) && expected.get(path) == Some(&None) => {}
+            (false, None) if tree.unreadable.contains(path) => {}
             (false, None) if !tree.directories.contains_key(path) && !tree.others.contains_key(path) => {
                 let is_hidden = path.ancestors().any(is_strangers);
                 differs(path, if is_hidden { What::Unreadable } else { What::Missing });

@@ -1,0 +1,51 @@
+//! What was found open to other users in an environment. A user who opened a file there can still write to it after it was
+//! closed, and what that user planted may belong to root by a rename. Closing would destroy that evidence, so it is kept
+//! beside the environment until a repair has replaced every file.
+
+use std::{
+    collections::BTreeSet,
+    fs::{self, OpenOptions},
+    io::{self, Write},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+};
+
+use host::files::remove_if_there;
+
+/// The list of what was open in one environment: a file that only root can write.
+pub(crate) struct Opened {
+    path: PathBuf,
+}
+
+impl Opened {
+    /// That of the environment at `root`.
+    pub(crate) fn of(root: &Path) -> Self {
+        let name = root.file_name().unwrap_or_default().to_string_lossy();
+        Self { path: root.with_file_name(format!(".{name}.opened")) }
+    }
+
+    /// Adds `path`, before it is closed. The first one is on disk then: one is enough to have all replaced.
+    pub(crate) fn note(&self, path: &Path) -> io::Result<()> {
+        let is_first = fs::symlink_metadata(&self.path).is_err();
+        let mut file = OpenOptions::new().append(true).create(true).mode(0o600).open(&self.path)?;
+        writeln!(file, "{}", serde_json::Value::from(path.to_string_lossy()))?;
+        if is_first { file.sync_all() } else { Ok(()) }
+    }
+
+    /// What was open. None if nothing ever was.
+    pub(crate) fn paths(&self) -> io::Result<Option<BTreeSet<PathBuf>>> {
+        match fs::read_to_string(&self.path) {
+            Ok(text) => {
+                let paths = text.lines().filter_map(|line| serde_json::from_str::<String>(line).ok());
+                Ok(Some(paths.map(PathBuf::from).collect()))
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Ends the list: every file was replaced, or the environment is gone.
+    pub(crate) fn forget(&self) -> io::Result<()> {
+        remove_if_there(&self.path)
+    }
+}
