@@ -197,7 +197,7 @@ impl Mending<'_> {
         let (ours, packages): (Vec<_>, Vec<_>) = wanted.files.keys().chain(wanted.links.keys()).partition(is_ours);
         for path in packages.into_iter().chain(ours) {
             let replaced = self.repair(&Difference { path: path.clone(), what: What::Replaced });
-            replaced.map(drop).unwrap_or_else(|error| left(path, &error));
+            replaced.map_or_else(|error| left(path, &error), drop);
         }
         removed.retain(|found| !mended.mended.iter().any(|known| known.path == found.path));
         mended.mended.extend(removed);
