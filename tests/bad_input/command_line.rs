@@ -125,6 +125,19 @@ fn an_instance_that_is_no_longer_valid_can_still_be_compared_with() {
     assert_eq!(said(&["validate", &at("old.yaml"), "--against", &at("new.yaml")]).0, Some(2));
 }
 
+#[test]
+fn a_change_by_which_members_can_leave_says_how_long_they_keep_their_jobs() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).display().to_string();
+    fs::write(at("old.yaml"), "size: 4\n").unwrap();
+    fs::write(at("new.yaml"), "size: 2\ndrain: {timeout: 5m}\n").unwrap();
+    let (code, out, _) = said(&["validate", &at("new.yaml"), "--against", &at("old.yaml")]);
+    assert_eq!(code, Some(0));
+    let effect = "takes effect at once; a member that leaves keeps its jobs until they end, or until spec.drain.timeout if \
+                  that is set";
+    assert_eq!(out, format!("spec.drain.timeout: {effect}\nspec.size: {effect}\n"));
+}
+
 /// Nothing listens there; a command tries an unreachable server again, and reports only the final failure.
 #[test]
 fn lock_without_a_network_fails_with_one_sentence() {
