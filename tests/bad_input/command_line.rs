@@ -27,6 +27,7 @@ fn arguments_that_are_wrong_exit_with_2_and_change_nothing() {
     fs::write(at("torn.yaml"), "{").unwrap();
     fs::write(at("misspelt.yaml"), "sise: 3\n").unwrap();
     fs::write(at("other.yaml"), "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: a}\n").unwrap();
+    fs::write(at("empty.yaml"), "# size: 3\n").unwrap();
     fs::create_dir(at("no-flux")).unwrap();
     let before = fs::read_dir(directory.path()).unwrap().count();
     for (words, expected) in [
@@ -35,6 +36,8 @@ fn arguments_that_are_wrong_exit_with_2_and_change_nothing() {
         (vec!["local", "up", "--topology", "nonsense"], "spec.topology: "),
         (vec!["local", "up", "--timeout", "soon"], "is not a duration such as 30s, 10m or 24h"),
         (vec!["local", "up", "--instance", &at("misspelt.yaml")], "misspelt.yaml:1: spec.sise: there is no such field"),
+        (vec!["local", "up", "--instance", &at("empty.yaml")], "empty.yaml: holds no FluxInstance: it is empty"),
+        (vec!["validate", &at("empty.yaml")], "empty.yaml: holds no FluxInstance: it is empty"),
         (
             vec!["validate", &at("misspelt.yaml")],
             "misspelt.yaml:1: spec.sise: there is no such field: did you mean size?",
