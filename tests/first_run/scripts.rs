@@ -124,10 +124,12 @@ fn a_program_that_is_missing_is_named_before_the_work_begins() {
     let programs = programs(&["bash", "env", "dirname", "id", "make", "sh", "sed", "head"]);
     let path = format!("{}:{}", fake.path().display(), programs.path().display());
     for path in [path, programs.path().display().to_string()] {
-        let push =
-            Command::new("/usr/bin/make").args(["--silent", "push"]).current_dir(root()).env("PATH", path).output();
-        let said = Said::of(push.unwrap());
-        assert_eq!(said.code, Some(2), "{said:?}");
-        assert!(said.err.starts_with("there is no Docker daemon") && said.out.is_empty(), "{said:?}");
+        for targets in [&["push"][..], &["image", "push"]] {
+            let mut push = Command::new("/usr/bin/make");
+            push.arg("--silent").args(targets).current_dir(root()).env("PATH", &path);
+            let said = Said::of(push.output().unwrap());
+            assert_eq!(said.code, Some(2), "{targets:?}: {said:?}");
+            assert!(said.err.starts_with("there is no Docker daemon") && said.out.is_empty(), "{targets:?}: {said:?}");
+        }
     }
 }
