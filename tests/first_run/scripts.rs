@@ -79,6 +79,8 @@ fn the_demo_without_flux_says_so_and_a_second_one_says_how_to_continue() {
     assert!(lines[0].starts_with("No Flux will run in this demo"), "{}", lines[0]);
     assert!(lines[lines.len() - 1].starts_with("No Flux ran in this demo"), "{}", lines[lines.len() - 1]);
     assert!(first.out.contains("node3 is up") && first.out.contains("ranks 0-1"), "{first:?}");
+    let taken_over = |line: &&&str| line.starts_with("node2: agent ") && line.contains(" has taken over");
+    assert!(lines.iter().find(taken_over).is_some_and(|line| line.ends_with("the same process")), "{first:?}");
 
     let second = demo(&[]);
     assert_eq!(second.code, Some(2));
