@@ -35,15 +35,18 @@ lint: setup ## Format, clippy
 	cargo fmt --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 
+# What can't be pushed shows before anything is built.
+need_docker = docker info >/dev/null 2>&1 || { echo "there is no Docker daemon: install or start Docker, or load the file of \`make image\` by hand" >&2; exit 2; }
+
 image: ## The container image, IMAGE=…: by Docker, or without it as target/image.tar
-	@if docker info >/dev/null 2>&1; then \
+	@$(if $(filter push,$(MAKECMDGOALS)),$(need_docker);) if docker info >/dev/null 2>&1; then \
 		docker build -f docker/Dockerfile -t $(IMAGE) .; \
 	else \
 		$(MAKE) image-binary && IMAGE=$(IMAGE) scripts/image.sh target/image.tar; \
 	fi
 
 push: ## Make and push IMAGE=…
-	@docker info >/dev/null 2>&1 || { echo "there is no Docker daemon: install or start Docker, or load the file of \`make image\` by hand" >&2; exit 2; }
+	@$(need_docker)
 	$(MAKE) image
 	docker push $(IMAGE)
 

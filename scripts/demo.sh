@@ -71,12 +71,13 @@ fi
 case $flux in auto | required | none) ;; *) fail "FLUX is $flux; it may be auto, required or none" ;; esac
 [ ! -e "$state" ] || fail "a local cluster is up, or left over, in $state: take it down first with \`make demo-down\`"
 why=
+option=(--flux "$flux")
 if [ "$flux" = none ]; then
     why="FLUX=none asks for it"
 elif found=$(missing) && [ -n "$found" ]; then
     # A user who names a source wants that one.
     [ "$flux$([ -z "${BUNDLE:-}${CHANNEL:-}" ] || echo named)" = auto ] || fail "$found; for Flux, give $remedies"
-    flux=none
+    # `local up` looks once more, also through a proxy; it is asked for Flux, so it says the same reason if there is none.
     why="$found; for Flux, give $remedies"
 fi
 [ -z "$why" ] || echo "No Flux will run in this demo: $why. It shows agents, planner and API server with a stand-in for brokers."
@@ -91,8 +92,7 @@ find_binary || fail "there is no $binary"
 source=()
 [ -z "${BUNDLE:-}" ] || source+=(--bundle "$BUNDLE")
 [ -z "${CHANNEL:-}" ] || source+=(--channel "$CHANNEL")
-[ "$flux" != none ] || source=(--flux none)
-[ "$flux" != required ] || source+=(--flux required)
+[ "$flux" != none ] || source=()
 
 # If the demo fails, take the cluster down, so that the next run can start.
 output=$(mktemp)
@@ -100,16 +100,24 @@ finish() {
     local code=$?
     trap - EXIT
     rm -f "$output"
+    local end="it did not get to its end"
+    [ "$code" != 130 ] || end=interrupted
     # `local up` takes down itself what it gives up, and says so.
     if [ "$code" != 0 ] && [ -e "$state" ]; then
-        echo "demo: it did not get to its end, and is taken down"
+        echo "demo: $end, and is taken down"
         "${sudo[@]}" "$binary" local down
+    elif [ "$code" = 130 ]; then
+        echo "demo: interrupted"
     fi
     exit "$code"
 }
 trap finish EXIT
-run local up --nodes "$nodes" --timeout "${TIMEOUT:-20m}" "${source[@]}" | tee "$output"
-if [ -z "$why" ] && grep -q '^stand-in, no Flux' "$output"; then
+# The terminal sends Ctrl-C to all of them. tee stays until `local up` has said its last word.
+trap 'exit 130' INT
+run local up --nodes "$nodes" --timeout "${TIMEOUT:-20m}" "${option[@]}" "${source[@]}" | tee -i "$output"
+if ! grep -q '^stand-in, no Flux' "$output"; then
+    why=
+elif [ -z "$why" ]; then
     why="conda-forge can't be reached; for Flux, give $remedies"
 fi
 if [ -z "$why" ]; then
@@ -124,11 +132,30 @@ else
             sleep 1
         done
     }
+    # A field of a node, or nothing while it has none.
+    field() { # NODE NAME
+        "${sudo[@]}" "$binary" local status -o json |
+            awk -v node="\"$1\"," -v key="\"$2\":" '$1 == "\"name\":" { here = $2 == node } here && $1 == key && $2 + 0 { print $2 + 0 }'
+    }
+    # The agent of node2 that has come in place of $1.
+    another_agent() {
+        local end=$((SECONDS + 120)) now
+        until now=$(field node2 agentPid) && [ -n "$now" ] && [ "$now" != "$1" ]; do
+            [ "$SECONDS" -lt "$end" ] || { run local logs node2 | tail -n 20 >&2; fail "node2 gets no other agent"; }
+            sleep 1
+        done
+        echo "$now"
+    }
     run local exec node1 --agent -- status
     run local add-node
     online "$more"
+    agent=$(field node2 agentPid)
+    broker=$(field node2 brokerPid)
     run local agent node2 kill
+    next=$(another_agent "$agent")
     online node2
+    [ "$(field node2 brokerPid)" = "$broker" ] || fail "the broker of node2 is not $broker any more"
+    echo "node2: agent $agent was killed, agent $next has taken over; the broker is the same process"
     run local status
 fi
 echo

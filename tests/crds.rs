@@ -149,7 +149,7 @@ fn type_of(field: &Value) -> String {
 /// When a change of the spec's field takes effect, in the terms of the introduction.
 fn change(path: &str) -> &'static str {
     match effect(path) {
-        Effect::Live => "at once",
+        Effect::Live | Effect::LiveMembers => "at once",
         Effect::NextEpoch => "next epoch",
         Effect::NextEpochNewOwner => "next epoch; pending jobs fail",
         Effect::FirstStart => "never",

@@ -27,6 +27,7 @@ fn arguments_that_are_wrong_exit_with_2_and_change_nothing() {
     fs::write(at("torn.yaml"), "{").unwrap();
     fs::write(at("misspelt.yaml"), "sise: 3\n").unwrap();
     fs::write(at("other.yaml"), "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: a}\n").unwrap();
+    fs::write(at("empty.yaml"), "# size: 3\n").unwrap();
     fs::create_dir(at("no-flux")).unwrap();
     let before = fs::read_dir(directory.path()).unwrap().count();
     for (words, expected) in [
@@ -35,6 +36,8 @@ fn arguments_that_are_wrong_exit_with_2_and_change_nothing() {
         (vec!["local", "up", "--topology", "nonsense"], "spec.topology: "),
         (vec!["local", "up", "--timeout", "soon"], "is not a duration such as 30s, 10m or 24h"),
         (vec!["local", "up", "--instance", &at("misspelt.yaml")], "misspelt.yaml:1: spec.sise: there is no such field"),
+        (vec!["local", "up", "--instance", &at("empty.yaml")], "empty.yaml: holds no FluxInstance: it is empty"),
+        (vec!["validate", &at("empty.yaml")], "empty.yaml: holds no FluxInstance: it is empty"),
         (
             vec!["validate", &at("misspelt.yaml")],
             "misspelt.yaml:1: spec.sise: there is no such field: did you mean size?",
@@ -123,6 +126,19 @@ fn an_instance_that_is_no_longer_valid_can_still_be_compared_with() {
     assert_eq!(code, Some(0));
     assert!(out.starts_with("spec.topology: takes effect at the next coordinated restart"), "{out}");
     assert_eq!(said(&["validate", &at("old.yaml"), "--against", &at("new.yaml")]).0, Some(2));
+}
+
+#[test]
+fn a_change_by_which_members_can_leave_says_how_long_they_keep_their_jobs() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).display().to_string();
+    fs::write(at("old.yaml"), "size: 4\n").unwrap();
+    fs::write(at("new.yaml"), "size: 2\ndrain: {timeout: 5m}\n").unwrap();
+    let (code, out, _) = said(&["validate", &at("new.yaml"), "--against", &at("old.yaml")]);
+    assert_eq!(code, Some(0));
+    let effect = "takes effect at once; a member that leaves keeps its jobs until they end, or until spec.drain.timeout if \
+                  that is set";
+    assert_eq!(out, format!("spec.drain.timeout: {effect}\nspec.size: {effect}\n"));
 }
 
 /// Nothing listens there; a command tries an unreachable server again, and reports only the final failure.

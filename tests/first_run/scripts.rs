@@ -79,6 +79,8 @@ fn the_demo_without_flux_says_so_and_a_second_one_says_how_to_continue() {
     assert!(lines[0].starts_with("No Flux will run in this demo"), "{}", lines[0]);
     assert!(lines[lines.len() - 1].starts_with("No Flux ran in this demo"), "{}", lines[lines.len() - 1]);
     assert!(first.out.contains("node3 is up") && first.out.contains("ranks 0-1"), "{first:?}");
+    let taken_over = |line: &&&str| line.starts_with("node2: agent ") && line.contains(" has taken over");
+    assert!(lines.iter().find(taken_over).is_some_and(|line| line.ends_with("the same process")), "{first:?}");
 
     let second = demo(&[]);
     assert_eq!(second.code, Some(2));
@@ -124,10 +126,12 @@ fn a_program_that_is_missing_is_named_before_the_work_begins() {
     let programs = programs(&["bash", "env", "dirname", "id", "make", "sh", "sed", "head"]);
     let path = format!("{}:{}", fake.path().display(), programs.path().display());
     for path in [path, programs.path().display().to_string()] {
-        let push =
-            Command::new("/usr/bin/make").args(["--silent", "push"]).current_dir(root()).env("PATH", path).output();
-        let said = Said::of(push.unwrap());
-        assert_eq!(said.code, Some(2), "{said:?}");
-        assert!(said.err.starts_with("there is no Docker daemon") && said.out.is_empty(), "{said:?}");
+        for targets in [&["push"][..], &["image", "push"]] {
+            let mut push = Command::new("/usr/bin/make");
+            push.arg("--silent").args(targets).current_dir(root()).env("PATH", &path);
+            let said = Said::of(push.output().unwrap());
+            assert_eq!(said.code, Some(2), "{targets:?}: {said:?}");
+            assert!(said.err.starts_with("there is no Docker daemon") && said.out.is_empty(), "{targets:?}: {said:?}");
+        }
     }
 }

@@ -56,7 +56,9 @@ fn without_flux_the_nodes_form_an_instance_of_stand_ins_that_says_so() {
         let status = node.status.unwrap();
         assert_eq!((status.flux_version.as_deref(), status.message.as_deref()), (Some(STAND_IN), Some(STAND_IN)));
     }
-    assert!(place.must(&["status"]).lines().skip(1).all(|line| line.ends_with(STAND_IN)));
+    let shown = place.must(&["status"]);
+    assert!(shown.starts_with("INSTANCE  Running: "), "{shown}");
+    assert!(shown.lines().skip(2).all(|line| line.ends_with(STAND_IN)), "{shown}");
     assert_eq!(place.must(&["exec", "node1", "--", "flux", "--version"]), STAND_IN);
     let job = place.run(&["exec", "node1", "--", "flux", "run", "hostname"]);
     assert!(job.code == Some(1) && job.err.contains(STAND_IN) && job.out.is_empty(), "{job:?}");
@@ -69,7 +71,8 @@ fn without_flux_the_nodes_form_an_instance_of_stand_ins_that_says_so() {
         nodes.into_iter().find(|found| found["name"] == node).unwrap()
     };
     let before = broker("node2");
-    place.must(&["agent", "node2", "kill"]);
+    let said = place.must(&["agent", "node2", "kill"]);
+    assert_eq!(said.trim_end(), "the agent of node2 was killed; the kubelet starts it again in the same pod");
     until("another agent", || (broker("node2")["restarts"] != before["restarts"]).then_some(()));
     until("its word", || (server.online() == 3 && !broker("node2")["agentPid"].is_null()).then_some(()));
     assert_eq!(broker("node2")["brokerPid"], before["brokerPid"]);
@@ -90,9 +93,15 @@ fn the_status_does_not_show_a_removed_lead_and_names_the_remedy() {
     let Some(place) = Place::new() else { return };
     place.must(&["up", "--flux", "none", "--nodes", "3", "--api", "embedded"]);
     let server = ApiServer::of(&place);
-    place.must(&["remove-node", "node1"]);
+    let lead = place.must(&["remove-node", "node1"]);
+    assert!(lead.contains("node1 is removed; it was the lead") && lead.contains("reset --lead NODE"), "{lead}");
     let line = until("the remedy", || Some(server.line()).filter(|line| line.contains("reset --lead NODE")));
     assert!(line.contains("node1 (rank 0") && line.contains("recover --lead NODE --from DUMP"), "{line}");
+    let shown = place.must(&["status"]);
+    let first = shown.lines().next().unwrap_or_default();
+    assert!(first.starts_with("INSTANCE  Degraded: ") && first.contains("reset --lead NODE"), "{shown}");
+    let other = place.must(&["remove-node", "node3"]);
+    assert!(other.contains("node3 is removed; its rank is kept for it for 10m (spec.ranks.retain)"), "{other}");
     until("the lead to be missed", || {
         let node = server.nodes().into_iter().find(|node| node.name_any() == "node1")?;
         (node.spec.lost_by_lead && node.spec.reason?.contains("reset --lead NODE")).then_some(())

@@ -9,7 +9,7 @@ use super::{
         layout::Layout,
         logs, node,
         options::Up,
-        pod, status, up,
+        pod, remove, status, up,
     },
     error::{Context, LocalError},
     stand_in,
@@ -43,6 +43,8 @@ pub enum LocalCommand {
         broker: bool,
     },
     /// Show the instance and its nodes
+    ///
+    /// AGENT is the agent's pid on this machine; BROKER is the broker's pid inside its node.
     Status {
         /// The output format
         #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
@@ -178,16 +180,18 @@ impl LocalCommand {
                 }
             }
             Self::RemoveNode { node } => {
+                let node = exec::find_node(&layout, &node).await?.name;
+                let rank = remove::rank_of(&layout, &node).await;
                 ask(&layout, &node, |node| Request::Remove { node }).await?;
-                print_line(&format!(
-                    "{node} is removed; its rank is kept for spec.ranks.retain (10m), the lead's forever"
-                ))?;
+                print_line(&remove::describe(&node, rank))?;
             }
             Self::Agent { node, action: AgentAction::Restart } => {
                 ask(&layout, &node, |node| Request::RestartAgent { node }).await?;
+                print_line(&format!("the agent of {node} has ended; the kubelet starts another one in a new pod"))?;
             }
             Self::Agent { node, action: AgentAction::Kill } => {
                 ask(&layout, &node, |node| Request::KillAgent { node }).await?;
+                print_line(&format!("the agent of {node} was killed; the kubelet starts it again in the same pod"))?;
             }
             Self::Node { node, action: NodeAction::PowerOff, .. } => {
                 ask(&layout, &node, |node| Request::PowerOff { node }).await?;

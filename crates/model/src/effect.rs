@@ -11,6 +11,8 @@ use api::FluxInstanceSpec;
 pub enum Effect {
     /// At once; brokers and jobs keep running.
     Live,
+    /// At once; brokers and jobs keep running, except on members that leave because of it.
+    LiveMembers,
     /// At the next epoch, because Flux reads it only at start. Until then the condition `RestartPending` is True.
     NextEpoch,
     /// At the next epoch, and jobs that are still pending then fail, because they belong to the previous owner.
@@ -23,6 +25,9 @@ impl std::fmt::Display for Effect {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Live => "takes effect at once, and disturbs nothing that runs",
+            Self::LiveMembers => {
+                "takes effect at once; a member that leaves keeps its jobs until they end, or until spec.drain.timeout if that is set"
+            }
             Self::NextEpoch => "takes effect at the next coordinated restart (spec.upgrade says when)",
             Self::NextEpochNewOwner => {
                 "takes effect at the next coordinated restart (spec.upgrade says when); jobs that are still pending then will fail, \
@@ -41,8 +46,8 @@ const EFFECTS: [(&str, Effect); 21] = [
     ("packages.mirror", Effect::Live),
     // Only where the bundle comes from; its sha256 says which package set it is.
     ("packages.bundle.url", Effect::Live),
-    ("nodes", Effect::Live),
-    ("size", Effect::Live),
+    ("nodes", Effect::LiveMembers),
+    ("size", Effect::LiveMembers),
     ("maxSize", Effect::NextEpoch),
     ("lead", Effect::FirstStart),
     ("topology", Effect::NextEpoch),
@@ -51,7 +56,7 @@ const EFFECTS: [(&str, Effect); 21] = [
     ("spares", Effect::NextEpoch),
     ("resources", Effect::Live),
     ("ranks", Effect::Live),
-    ("drain", Effect::Live),
+    ("drain", Effect::LiveMembers),
     ("autoscaling", Effect::Live),
     ("upgrade", Effect::Live),
     ("uninstall", Effect::Live),
@@ -120,7 +125,7 @@ mod tests {
         let old = FluxInstanceSpec::default();
         let running = settings(&old, 3, "digest", "certificate");
         for (value, field, effect) in [
-            (json!({"size": 2}), "size", Effect::Live),
+            (json!({"size": 2}), "size", Effect::LiveMembers),
             (json!({"maxSize": 100}), "maxSize", Effect::NextEpoch),
             (json!({"lead": "node1"}), "lead", Effect::FirstStart),
             (json!({"topology": "kary:2"}), "topology", Effect::NextEpoch),
@@ -136,11 +141,11 @@ mod tests {
             (json!({"resources": {"exclude": {"lead": true}}}), "resources.exclude.lead", Effect::Live),
             (json!({"resources": {"retain": "1h"}}), "resources.retain", Effect::Live),
             (json!({"ranks": {"retain": "1h"}}), "ranks.retain", Effect::Live),
-            (json!({"drain": {"timeout": "1h"}}), "drain.timeout", Effect::Live),
+            (json!({"drain": {"timeout": "1h"}}), "drain.timeout", Effect::LiveMembers),
             (json!({"autoscaling": {"protect": false}}), "autoscaling.protect", Effect::Live),
             (json!({"upgrade": {"deadline": "1h"}}), "upgrade.deadline", Effect::Live),
             (json!({"uninstall": {"keepState": true}}), "uninstall.keepState", Effect::Live),
-            (json!({"nodes": {"selector": {"matchLabels": {"a": "b"}}}}), "nodes.selector", Effect::Live),
+            (json!({"nodes": {"selector": {"matchLabels": {"a": "b"}}}}), "nodes.selector", Effect::LiveMembers),
             (json!({"packages": {"keep": 3}}), "packages.keep", Effect::Live),
             (json!({"prefix": "/srv/flux"}), "prefix", Effect::FirstStart),
             (json!({"state": {"dumpEvery": "1h"}}), "state.dumpEvery", Effect::Live),

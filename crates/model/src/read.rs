@@ -37,7 +37,8 @@ pub struct SpecDocument {
     pub findings: Vec<Finding>,
 }
 
-/// Reads a file (YAML or JSON) that may hold several documents: whole FluxInstances, or one bare spec.
+/// Reads a file (YAML or JSON) that may hold several documents: whole FluxInstances, or one bare spec, with or without
+/// the key `spec` above it. An empty file holds none.
 ///
 /// # Errors
 /// If the file is not YAML, so that no document can be read.
@@ -55,15 +56,16 @@ pub fn read(text: &str) -> Result<Documents, Finding> {
         // Empty documents, between two `---` or after the last one.
         numbered.retain(|(value, _)| !value.is_null());
     }
-    if numbered.is_empty() {
-        numbered.push((Value::Null, Places::default()));
+    if matches!(numbered.as_slice(), [] | [(Value::Null, _)]) {
+        return Ok(Documents::default());
     }
     let is_only = numbered.len() == 1;
     let mut documents = Documents::default();
     for (value, places) in numbered {
         match role(&value, is_only) {
             Role::Instance => documents.specs.push(instance(value, &places)),
-            Role::Spec => documents.specs.push(spec_alone(value, &places)),
+            Role::Spec => documents.specs.push(spec_alone(json!({ "spec": value }), &places, "spec.")),
+            Role::SpecWithKey => documents.specs.push(spec_alone(value, &places, "")),
             Role::Default => documents.specs.push(default_spec(&value, &places)),
             Role::Other(name) => documents.others.push(name),
         }
@@ -85,8 +87,22 @@ pub fn read_instance(text: &str) -> Result<FluxInstanceSpec, Vec<Finding>> {
     }
 }
 
+/// Reads the text of ConfigMap flux-default, as [`read_instance`] does; a text without content means the defaults.
+///
+/// # Errors
+/// As for [`read_instance`].
+pub fn read_default(text: &str) -> Result<FluxInstanceSpec, Vec<Finding>> {
+    match read(text) {
+        Ok(documents) if documents == Documents::default() => Ok(FluxInstanceSpec::default()),
+        _ => read_instance(text),
+    }
+}
+
 /// The finding for a file that holds no FluxInstance.
 pub fn nothing_of_ours(others: &[String]) -> Finding {
+    if others.is_empty() {
+        return Finding::new("", "holds no FluxInstance: it is empty");
+    }
     Finding::new("", format!("holds no FluxInstance, only {}", others.join(", ")))
 }
 
@@ -94,6 +110,8 @@ pub fn nothing_of_ours(others: &[String]) -> Finding {
 enum Role {
     Instance,
     Spec,
+    /// A bare spec below the key `spec`, as `bundle inspect` prints it.
+    SpecWithKey,
     Default,
     Other(String),
 }
@@ -106,6 +124,7 @@ fn role(value: &Value, is_only: bool) -> Role {
     match kind {
         // A spec has no field with one of these names, so a document without them can only be a bare spec.
         "" if !is_object && is_only => Role::Spec,
+        "" if is_only && value.as_object().is_some_and(|object| object.keys().eq(["spec"])) => Role::SpecWithKey,
         "" if is_object && (group == GROUP || version.is_empty()) => Role::Instance,
         "ConfigMap" if name == CONFIGMAP_DEFAULT => Role::Default,
         "FluxNode" => Role::Other(format!("FluxNode {name}")),
@@ -130,12 +149,14 @@ fn instance(mut object: Value, places: &Places) -> SpecDocument {
     finish(spec, findings, places, "")
 }
 
-fn spec_alone(value: Value, places: &Places) -> SpecDocument {
-    // A file that holds only comments means a spec of defaults.
-    let value = if value.is_null() { json!({}) } else { value };
+/// Checks `{spec: …}`; `prefix` is what the file's own paths lack.
+fn spec_alone(mut object: Value, places: &Places, prefix: &str) -> SpecDocument {
+    if object["spec"].is_null() {
+        object["spec"] = json!({});
+    }
     let mut findings = Vec::new();
-    let spec = check_spec(&mut json!({ "spec": value }), &mut findings);
-    finish(spec, findings, places, "spec.")
+    let spec = check_spec(&mut object, &mut findings);
+    finish(spec, findings, places, prefix)
 }
 
 /// Checks the spec in ConfigMap flux-default. Its lines are known if the text is a YAML block (`|`).
@@ -154,6 +175,10 @@ fn default_spec(map: &Value, places: &Places) -> SpecDocument {
     match documents.specs.into_iter().next() {
         Some(SpecDocument { spec, findings }) => {
             SpecDocument { spec, findings: findings.into_iter().map(in_map).collect() }
+        }
+        // A text that is empty or holds only comments.
+        None if documents.others.is_empty() => {
+            SpecDocument { spec: Some(FluxInstanceSpec::default()), findings: Vec::new() }
         }
         None => SpecDocument { spec: None, findings: vec![in_map(nothing_of_ours(&documents.others))] },
     }

@@ -92,7 +92,7 @@ fn only_the_served_name_namespace_and_version_are_valid() {
     }
     // The namespace may be missing, because kubectl's -n can give it.
     assert_eq!(found(&format!("{}spec: {{}}\n", HEAD.replace(", namespace: flux-distribute", ""))), [""; 0]);
-    assert_eq!(found("spec: {size: 3}").len(), 3, "apiVersion, kind and metadata.name are missing");
+    assert_eq!(found("kind: FluxInstance\nspec: {size: 3}").len(), 2, "apiVersion and metadata.name are missing");
 }
 
 #[test]
@@ -108,9 +108,11 @@ fn a_file_holds_a_whole_instance_or_a_bare_spec() {
         (format!("{HEAD}spec: {{size: 3}}"), Some(3)),
         (format!("{HEAD}spec: {{}}\nstatus: {{anything: 1}}"), None),
         ("size: 3".to_owned(), Some(3)),
-        ("# comments only".to_owned(), None),
+        ("spec: {size: 3}".to_owned(), Some(3)),
+        ("# as bundle inspect prints it\nspec:\n  size: 3\n".to_owned(), Some(3)),
+        ("spec:\n".to_owned(), None),
+        ("{}".to_owned(), None),
         ("---\n---\nsize: 3\n---\n".to_owned(), Some(3)),
-        (String::new(), None),
     ] {
         assert_eq!(read_instance(&text).unwrap().size, size, "{text}");
     }
@@ -125,12 +127,25 @@ fn a_file_holds_a_whole_instance_or_a_bare_spec() {
             "nodes: {selector: {matchLabels: {any/name: x}}, size: 3}".to_owned(),
             "1: spec.nodes.size: there is no such field: did you mean spec.size?",
         ),
+        ("spec:\n  size: 3\n  size: 4\n".to_owned(), "3: spec.size: is given a second time"),
+        ("spec:\n  sizes: 3\n".to_owned(), "2: spec.sizes: there is no such field: did you mean size?"),
         ("[]".to_owned(), "1: spec: must be of type object, not array"),
         ("size: 0".to_owned(), "1: spec.size: is 0: to uninstall, delete the FluxInstance"),
     ] {
         assert_eq!(found(&text), [finding], "{text}");
     }
     assert!(found("a: [\n").first().is_some_and(|finding| finding.contains("is not YAML: ")));
+}
+
+#[test]
+fn an_empty_file_holds_no_instance_but_an_empty_default_means_the_defaults() {
+    for text in ["", "\n", "# comments only", "---\n# comments only\n---\n"] {
+        let refused = read_instance(text).unwrap_err();
+        assert_eq!(refused[0].to_string(), "holds no FluxInstance: it is empty", "{text}");
+        assert_eq!(read_default(text), Ok(FluxInstanceSpec::default()), "{text}");
+    }
+    assert_eq!(read_default("size: 3").unwrap().size, Some(3));
+    assert!(read_default("sizes: 3").is_err());
 }
 
 #[test]
@@ -158,6 +173,10 @@ fn the_spec_in_config_map_flux_default_is_checked_with_its_lines() {
         ["8: spec.lead: \"A\" is not a node name"]
     );
     assert_eq!(found(&map("'{lead: A}'")), ["5: spec.lead: \"A\" is not a node name"]);
-    assert_eq!(found(&map("''")), [""; 0]);
+    for empty in ["''", "|\n    # a comment\n", "'spec:'"] {
+        let documents = read(&map(empty)).unwrap();
+        assert_eq!(documents.specs[0].spec, Some(FluxInstanceSpec::default()), "{empty}");
+        assert_eq!(documents.specs[0].findings, [], "{empty}");
+    }
     assert!(found(&map("|\n    size: [\n"))[0].contains("is not YAML"));
 }

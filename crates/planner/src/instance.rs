@@ -13,7 +13,7 @@ use api::{
     INSTANCE, InstancePhase, NAMESPACE, in_one_line,
 };
 use cluster::{ApiError, call, clock};
-use model::{read::read_instance, status::set_condition};
+use model::{read::read_default, status::set_condition};
 
 /// Creates the first FluxInstance from ConfigMap `flux-default`, once. The manifest can't hold the FluxInstance itself,
 /// because `kubectl apply` refuses an object whose CRD is new in the same file.
@@ -59,7 +59,7 @@ pub fn default_reference() -> ObjectReference {
 }
 
 fn parse_default(text: &str) -> Result<FluxInstanceSpec, ApiError> {
-    read_instance(text).map_err(|findings| ApiError::Content {
+    read_default(text).map_err(|findings| ApiError::Content {
         object: format!("ConfigMap {CONFIGMAP_DEFAULT}"),
         reason: format!("{CONFIGMAP_DEFAULT_KEY} can't be served: {}", in_one_line(&findings)),
     })

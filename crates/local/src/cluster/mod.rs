@@ -26,6 +26,7 @@ pub(crate) mod objects;
 pub(crate) mod options;
 pub(crate) mod pod;
 pub(crate) mod proxy;
+pub(crate) mod remove;
 pub(crate) mod root;
 pub(crate) mod spec;
 pub(crate) mod status;

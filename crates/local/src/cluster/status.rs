@@ -1,4 +1,4 @@
-//! `local status`: shows the nodes' state from the daemon and from their FluxNodes.
+//! `local status`: shows the instance's state, and the nodes' from the daemon and from their FluxNodes.
 
 use std::{collections::BTreeMap, io::Write};
 
@@ -8,10 +8,10 @@ use serde::Serialize;
 use super::{
     control::{Client, NodeView, Request},
     layout::Layout,
-    objects,
+    objects, wait,
 };
 use crate::error::{Context, LocalError};
-use api::FluxNode;
+use api::{FluxInstance, FluxNode};
 
 /// One line of the table.
 #[derive(Serialize)]
@@ -30,7 +30,8 @@ struct Line {
 pub(crate) async fn run(layout: &Layout, json: bool) -> Result<(), LocalError> {
     let cluster = layout.load()?;
     let nodes = Client::connect(layout).await?.ask(Request::Status).await?;
-    let flux_nodes: Api<DeserializeGuard<FluxNode>> = Api::default_namespaced(objects::client(layout, &cluster)?);
+    let client = objects::client(layout, &cluster)?;
+    let flux_nodes: Api<DeserializeGuard<FluxNode>> = Api::default_namespaced(client.clone());
     let flux_nodes = flux_nodes.list(&ListParams::default()).await.context(|| "can't list the FluxNodes".to_owned())?;
     // Skip FluxNodes of another version that this one can't read.
     let readable = flux_nodes.items.into_iter().filter_map(|node| node.0.ok());
@@ -41,7 +42,11 @@ pub(crate) async fn run(layout: &Layout, json: bool) -> Result<(), LocalError> {
         text.push('\n');
         text
     } else {
-        table(&lines)
+        let instances: Api<DeserializeGuard<FluxInstance>> = Api::default_namespaced(client);
+        let instance = instances.get_opt(api::INSTANCE).await.context(|| "can't read the FluxInstance".to_owned())?;
+        let status = instance.and_then(|instance| instance.0.ok()).and_then(|instance| instance.status);
+        let first = status.map(|status| format!("INSTANCE  {}\n", wait::describe(&status)));
+        first.unwrap_or_default() + &table(&lines)
     };
     std::io::stdout().write_all(text.as_bytes()).context(|| "can't write to stdout".to_owned())
 }

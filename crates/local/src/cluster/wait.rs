@@ -143,7 +143,7 @@ fn ended(layout: &Layout, cluster: &Cluster) -> LocalError {
 }
 
 /// The instance's phase and message; unless there is a problem, the message says how many nodes are online.
-fn describe(status: &FluxInstanceStatus) -> String {
+pub(crate) fn describe(status: &FluxInstanceStatus) -> String {
     let message = status.message.as_deref().unwrap_or("no status yet");
     format!("{:?}: {message}", status.phase)
 }
