@@ -20,7 +20,8 @@ use crate::{oracle::schedules, scene::Hit};
 
 /// What the lead's agent asks of its broker for a join, one after the other.
 const STEPS: [(&str, &str); 10] = [
-    ("config.reload", ""),
+    ("job-manager.events-journal", ""),
+    ("config.load", ""),
     ("module.remove", "sched-fluxion-qmanager"),
     ("module.remove", "sched-fluxion-feasibility"),
     ("module.remove", "sched-fluxion-resource"),
@@ -29,7 +30,6 @@ const STEPS: [(&str, &str); 10] = [
     ("module.load", "sched-fluxion-resource"),
     ("module.load", "sched-fluxion-feasibility"),
     ("module.load", "sched-fluxion-qmanager"),
-    ("sched-fluxion-qmanager.ping", ""),
 ];
 
 const SCHEDULES_AGAIN: Duration = Duration::from_secs(10);
