@@ -61,6 +61,18 @@ fn info(name: &str, paths: &[Value]) -> Vec<Entry> {
     ]
 }
 
+/// The info of a Python package for any platform.
+fn with_entry_points(name: &str, entry_points: &[&str], paths: &[Value]) -> Vec<Entry> {
+    let index = json!({"name": name, "version": "1.0", "build": "0", "build_number": 0, "depends": [],
+                       "subdir": "noarch", "noarch": "python"});
+    let links = json!({"noarch": {"type": "python", "entry_points": entry_points}, "package_metadata_version": 1});
+    vec![
+        Entry::file("info/index.json", index.to_string().as_bytes()),
+        Entry::file("info/link.json", links.to_string().as_bytes()),
+        Entry::file("info/paths.json", json!({"paths": paths, "paths_version": 1}).to_string().as_bytes()),
+    ]
+}
+
 /// What an honest info/paths.json says.
 fn honest(entries: &[Entry]) -> Vec<Value> {
     let kind = |entry: &Entry| if entry.kind == EntryType::Symlink { "softlink" } else { "hardlink" };
@@ -235,15 +247,7 @@ async fn nobody_but_root_can_write_what_a_package_brought() {
 #[tokio::test]
 async fn nobody_but_root_can_write_the_scripts_that_a_python_package_asks_for() {
     let python = [Entry::file("bin/flux", b"#!/bin/sh\n"), Entry::file("bin/python1.0", b"")];
-    let index = json!({"name": "evil", "version": "1.0", "build": "0", "build_number": 0, "depends": [],
-                       "subdir": "noarch", "noarch": "python"});
-    let links =
-        json!({"noarch": {"type": "python", "entry_points": ["evil = evil:main"]}, "package_metadata_version": 1});
-    let evil = [
-        Entry::file("info/index.json", index.to_string().as_bytes()),
-        Entry::file("info/link.json", links.to_string().as_bytes()),
-        Entry::file("info/paths.json", json!({"paths": [], "paths_version": 1}).to_string().as_bytes()),
-    ];
+    let evil = with_entry_points("evil", &["evil = evil:main"], &[]);
     let packages = [
         Lie::new("python-1.0-0.conda", conda(&info("python", &honest(&python)), &python)),
         Lie::new("evil-1.0-0.conda", conda(&evil, &[])),
@@ -412,6 +416,51 @@ async fn one_package_can_not_write_through_the_symlink_of_another() {
         // It may be refused or one of them may win; nothing but the outside matters.
         let _ = host.link(&set).await;
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0, "something was written outside");
+    }
+}
+
+#[tokio::test]
+async fn no_entry_point_is_written_through_a_symlink_or_over_a_file() {
+    if skips_without([Need::Root]) {
+        return;
+    }
+    let outside = outside();
+    let out = outside.path().join("evil");
+    let out = out.to_str().unwrap();
+    let python = [Entry::file("lib/flux", b""), Entry::file("lib/python1.0", b"")];
+    let entry = |name: &str| format!("{name} = evil:main");
+    for (door, entry_points) in [
+        (vec![Entry::symlink("bin/evil", out)], vec![entry("evil")]),
+        (vec![Entry::symlink("python-scripts/evil", out)], vec![entry("evil")]),
+        (vec![Entry::symlink("bin", outside.path().to_str().unwrap())], vec![entry("evil")]),
+        (vec![Entry::file("bin/evil", b"x")], vec![entry("evil")]),
+        (vec![], vec![entry("evil"), entry("evil")]),
+    ] {
+        let entry_points: Vec<&str> = entry_points.iter().map(String::as_str).collect();
+        let both = conda(&with_entry_points("evil", &entry_points, &honest(&door)), &door);
+        let mut sets = vec![vec![Lie::new("evil-1.0-0.conda", both)]];
+        // Whichever comes first.
+        for [first, second] in [["evil", "good"], ["good", "evil"]] {
+            sets.push(vec![
+                Lie::new(&format!("{first}-1.0-0.conda"), conda(&with_entry_points(first, &entry_points, &[]), &[])),
+                Lie::new(
+                    &format!("{second}-1.0-0.conda"),
+                    conda(&with_entry_points(second, &[], &honest(&door)), &door),
+                ),
+            ]);
+        }
+        for mut packages in sets {
+            packages.push(Lie::new("python-1.0-0.conda", conda(&info("python", &honest(&python)), &python)));
+            let (host, set) = (Host::new(), lock(&packages));
+            for lie in &packages {
+                fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
+            }
+            let linked = host.link(&set).await;
+            assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0, "something was written outside");
+            let refusal = linked.unwrap_err();
+            assert!(refusal.message.contains("bin/evil of package ") && !refusal.transient, "{refusal}");
+            assert!(refusal.message.contains("is an entry point"), "{refusal}");
+        }
     }
 }
 

@@ -310,6 +310,26 @@ async fn a_peer_that_finds_ever_new_excuses_is_given_up() {
     }
 }
 
+/// Only what a peer sends gives it more time: a big archive that it never sends does not.
+#[tokio::test]
+async fn an_archive_that_a_peer_does_not_send_gives_it_no_time() {
+    let (_channel, _server, set, archive) = one_archive().await;
+    let PackageSet::Lock { lock, question } = set else { panic!("not a lock") };
+    let size = format!("size: {}\n", archive.len());
+    assert!(lock.contains(&size), "{lock}");
+    // At 64 kB a second it would take an hour.
+    let set = PackageSet::Lock { lock: lock.replace(&size, "size: 230000000\n"), question };
+    let busy = peer(|_| busy_for("0")).await;
+    let log = Log::default();
+    let _guard = log.listen();
+    let (host, http, sources) = (Host::new(), hasty(), from(&[&busy]));
+    let fetched = tokio::time::timeout(Duration::from_secs(20), host.fetch_from(&set, &http, &sources)).await;
+    // The source has an archive of another size.
+    assert!(fetched.unwrap().is_err());
+    let warnings = log.warnings();
+    assert!(warnings.len() == 1 && warnings[0].contains("has waited for it"), "{warnings:?}");
+}
+
 /// A bundle has no published size, so a peer that lies could send without end.
 #[tokio::test]
 async fn a_peer_that_sends_a_bundle_without_end_is_given_up() {

@@ -119,7 +119,7 @@ async fn rounds(agent: &mut Agent) {
 /// One round. Returns how long to rest.
 async fn round(agent: &mut Agent) -> Duration {
     let observed = agent.observe().await;
-    create_flux_node(agent, observed.as_ref().is_ok_and(|inputs| inputs.host.state.is_some())).await;
+    create_flux_node(agent, !is_clean(&observed)).await;
     let mut inputs = match observed {
         Ok(inputs) => inputs,
         Err(error) => {
@@ -196,12 +196,17 @@ async fn start_queues(agent: &mut Agent, inputs: &NodeInputs) {
     }
 }
 
-/// Makes this node's FluxNode if it is missing while there is an instance, or something of ours on the host: whoever
+/// True if nothing of ours is on the host. A host that can't be observed may have anything.
+fn is_clean(observed: &Result<NodeInputs, StepError>) -> bool {
+    observed.as_ref().is_ok_and(|inputs| inputs.host.state.is_none())
+}
+
+/// Makes this node's FluxNode if it is missing while there is an instance, or something of ours may be on the host: whoever
 /// deletes the object must not make a host look clean. Without one nothing starts, but the agent keeps observing.
-async fn create_flux_node(agent: &Agent, is_host_claimed: bool) {
+async fn create_flux_node(agent: &Agent, may_be_claimed: bool) {
     let is_missing = {
         let watched = agent.sources.watched.borrow();
-        let is_wanted = is_host_claimed || watched.instance.here().is_some();
+        let is_wanted = may_be_claimed || watched.instance.here().is_some();
         is_wanted && matches!(watched.flux_node, Presence::Gone)
     };
     if is_missing && let Err(error) = agent.reporter.create().await {
@@ -280,5 +285,22 @@ fn evidence<K: Resource>(answer: Option<Presence<K>>, watched: &Presence<K>) -> 
         Presence::Unknown => Evidence::None,
         presence if presence.is_ending() => Evidence::Ends,
         _ => Evidence::Stays,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hostapi::{HostError, Refusal};
+
+    use super::*;
+    use crate::fixture;
+
+    #[test]
+    fn only_a_host_that_was_observed_without_a_claim_is_clean() {
+        let mut inputs = fixture::inputs();
+        assert!(!is_clean(&Ok(inputs.clone())));
+        inputs.host.state = None;
+        assert!(is_clean(&Ok(inputs)));
+        assert!(!is_clean(&Err(StepError::Host(HostError::Refused(Refusal::new("a user's mount"))))));
     }
 }

@@ -154,6 +154,16 @@ pub fn directory(root: &Root, path: &Path) -> Result<Option<OwnedFd>, Distrust> 
     Ok(walked.is_whole.then_some(walked.last))
 }
 
+/// Opens the directory `path` of the host as [`directory`] does, but also if others can write to it, as before
+/// [`make_closed_directory`].
+///
+/// # Errors
+/// As for [`nearest`].
+pub fn directory_to_close(root: &Root, path: &Path) -> Result<Option<OwnedFd>, Distrust> {
+    let walked = walk(root, path, Rule::BEFORE_IT_IS_CLOSED, false)?;
+    Ok(walked.is_whole.then_some(walked.last))
+}
+
 /// Opens the directory `path` of the host, even if other users can change it, unless a symlink on the way is another
 /// user's.
 pub fn by_roots_links(root: &Root, path: &Path) -> Option<OwnedFd> {
@@ -200,16 +210,52 @@ pub fn make_closed_directory(root: &Root, path: &Path, mode: u32) -> Result<(), 
 pub fn read(directory: &OwnedFd, path: &Path, name: &str) -> Result<Option<Vec<u8>>, Distrust> {
     let path = path.join(name);
     // Examined before it is opened for reading: a pipe would block, and opening a device may have effects.
-    let found = match openat(directory, name, LOOK, Mode::empty()) {
-        Err(Errno::ENOENT) => return Ok(None),
-        found => found.map_err(|errno| Distrust::io(&path, errno))?,
-    };
+    let Some(found) = look(directory, &path, OsStr::new(name))? else { return Ok(None) };
     let status = fstat(&found).map_err(|errno| Distrust::io(&path, errno))?;
     if kind(&status) != SFlag::S_IFREG {
         return Err(Distrust::Kind { path, wanted: "a plain file" });
     }
     Rule::CLOSED.check(&path, &status, false)?;
     content(&found).map(Some).map_err(|source| Distrust::Io { path, source })
+}
+
+/// uid of the owner of `name` in `directory`, which is the host's `path`; None if there is no such entry.
+///
+/// # Errors
+/// If a user has mounted a file system over it by FUSE, or it can't be examined.
+pub fn owner(directory: &OwnedFd, path: &Path, name: &OsStr) -> Result<Option<u32>, Distrust> {
+    let path = path.join(name);
+    let Some(found) = look(directory, &path, name)? else { return Ok(None) };
+    fstat(&found).map(|status| Some(status.st_uid)).map_err(|errno| Distrust::io(&path, errno))
+}
+
+/// Opens `name` in `directory` only to examine it, unless a user has mounted a file system over it by FUSE; None if
+/// there is no such entry. `path` is that of the entry.
+fn look(directory: &OwnedFd, path: &Path, name: &OsStr) -> Result<Option<OwnedFd>, Distrust> {
+    let found = match openat(directory, name, LOOK, Mode::empty()) {
+        Err(Errno::ENOENT) => return Ok(None),
+        found => found.map_err(|errno| Distrust::io(path, errno))?,
+    };
+    let above = mountinfo::id(directory).map_err(|source| Distrust::Io { path: path.to_owned(), source })?;
+    mount_of(path, &found, above)?;
+    Ok(Some(found))
+}
+
+/// The number of the mount of `found`, which was opened in a directory of the mount `above`. Comes before fstat, which
+/// already asks the file system.
+///
+/// # Errors
+/// If it is another mount, which another user made by FUSE.
+fn mount_of(path: &Path, found: &OwnedFd, above: u64) -> Result<u64, Distrust> {
+    let failed = |source| Distrust::Io { path: path.to_owned(), source };
+    let mount = mountinfo::id(found).map_err(failed)?;
+    if mount != above
+        && let Some(uid) = mountinfo::fuse_user(mount).map_err(failed)?
+        && !is_trusted(uid)
+    {
+        return Err(Distrust::Mounted { path: path.to_owned(), uid });
+    }
+    Ok(mount)
 }
 
 /// Reads the plain file `name` in `directory`, which any user may own, if root made it there: it belongs to root, has
@@ -276,14 +322,7 @@ fn walk(root: &Root, path: &Path, rule: Rule, makes: bool) -> Result<Walked, Dis
             }
             found => found.map_err(failed)?,
         };
-        let of_mount = |source| Distrust::Io { path: here.clone(), source };
-        let above = std::mem::replace(&mut mount, mountinfo::id(&found).map_err(of_mount)?);
-        if mount != above
-            && let Some(uid) = mountinfo::fuse_user(mount).map_err(of_mount)?
-            && !is_trusted(uid)
-        {
-            return Err(Distrust::Mounted { path: here, uid });
-        }
+        mount = mount_of(&here, &found, mount)?;
         let status = fstat(&found).map_err(failed)?;
         rule.check(&here, &status, left.is_empty())?;
         if kind(&status) == SFlag::S_IFLNK {

@@ -7,7 +7,12 @@ pub mod diff;
 mod explicit;
 pub mod question;
 
-use std::{borrow::Cow, cmp::Reverse, collections::BTreeSet};
+use std::{
+    borrow::Cow,
+    cmp::Reverse,
+    collections::BTreeSet,
+    path::{Component, Path},
+};
 
 use rattler_conda_types::{RepoDataRecord, Subdir};
 use rattler_lock::{Environment, LockFile, LockedPackage, ParseCondaLockError};
@@ -128,6 +133,17 @@ pub enum LockError {
     Scheme {
         /// The package's name.
         name: String,
+    },
+    /// Python's packages would be installed outside of the environment, or among the records of packages.
+    #[error(
+        "the lock's package {name} has the python_site_packages_path `{found}`, which is not a path inside of the \
+         environment such as lib/python3.13/site-packages"
+    )]
+    SitePackages {
+        /// The package's name.
+        name: String,
+        /// The path as the lock writes it.
+        found: String,
     },
     /// A URL has credentials. The lock is published in a ConfigMap, which many users may read.
     #[error("the lock has credentials in the URL {url}; {}", credentials_remedy())]
@@ -339,6 +355,11 @@ fn locked(package: &LockedPackage) -> Result<Locked, LockError> {
     if !["http", "https", "file"].contains(&record.url.scheme()) {
         return Err(LockError::Scheme { name });
     }
+    if let Some(found) = &record.package_record.python_site_packages_path
+        && !is_inside(Path::new(found))
+    {
+        return Err(LockError::SitePackages { name, found: found.clone() });
+    }
     // The record is written into the environment, where every user of the host can read it.
     record.url = stripped(&record.url);
     record.channel = record.channel.map(|channel| Url::parse(&channel).map_or(channel, |url| stripped(&url).into()));
@@ -352,6 +373,12 @@ fn locked(package: &LockedPackage) -> Result<Locked, LockError> {
         DistArchiveType::Wheel(_) => return Err(LockError::Unsupported { name }),
     };
     Ok(Locked { archive: format!("{sha256}.{extension}"), record, sha256 })
+}
+
+/// True for a path of plain names below an environment, without the directory that lists its packages.
+fn is_inside(path: &Path) -> bool {
+    let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
+    is_plain && path.components().next().is_some_and(|first| first.as_os_str() != "conda-meta")
 }
 
 /// Finds the error to report for a lock that doesn't parse. The parser gives a position in the text, which doesn't help
@@ -423,6 +450,33 @@ pub fn estimate_bytes(set: &PackageSet, platform: &str) -> u64 {
                 .map(|all| all.iter().filter_map(|p| p.record.package_record.size).fold(0, u64::saturating_add));
             // The archives stay on disk beside the unpacked files.
             archives.map_or(0, |archives| archives.saturating_add(unpacked(archives)))
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn python_packages_stay_inside_of_the_environment() {
+        let lock = |path: &str| {
+            format!(
+                "version: 6\nenvironments:\n  default:\n    channels:\n    - url: https://channel/\n    packages:\n      \
+                 linux-64:\n      - conda: https://channel/linux-64/python-3.13.0-0.conda\npackages:\n- conda: \
+                 https://channel/linux-64/python-3.13.0-0.conda\n  sha256: {}\n  python_site_packages_path: {path:?}\n",
+                "a".repeat(64)
+            )
+        };
+        let good = "lib/python3.13t/site-packages";
+        let read = packages(&lock(good), "linux-64").unwrap();
+        assert_eq!(read[0].record.package_record.python_site_packages_path.as_deref(), Some(good));
+        check_lock(&lock(good), &[]).unwrap();
+        for path in ["/etc/cron.d", "../..", "lib/../../..", "./lib", "", "conda-meta", "conda-meta/x"] {
+            let error = packages(&lock(path), "linux-64").err().map(|error| error.to_string()).unwrap_or_default();
+            assert!(error.contains(&format!("package python has the python_site_packages_path `{path}`")), "{error}");
+            assert!(check_lock(&lock(path), &[]).is_err(), "{path}");
         }
     }
 }

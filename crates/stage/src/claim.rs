@@ -1,6 +1,7 @@
 use std::{
+    ffi::OsStr,
     fs::{self, Permissions},
-    os::unix::fs::{MetadataExt, PermissionsExt},
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
 };
 
@@ -9,7 +10,7 @@ use api::{check_prefix, check_prefix_characters};
 use host::{
     Root,
     dumps::DUMPS,
-    files::{aside, missing_parents},
+    files::{aside, host_path, missing_parents},
     lock::{HostLock, LOCK, LOCK_REPLACING, WAIT},
     state::{self, Claim, ENVIRONMENTS, POINTER, STATE},
     statedir::{self, STATEDIR},
@@ -41,8 +42,11 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
         Err(distrust) => return Err(distrust.into()),
     };
     let check = || {
-        check_content(root, &order.prefix, &order.instance_uid)?;
-        if open.is_some() { check_owners(root, &order.prefix) } else { Ok(()) }
+        // The owners first: what a user owns is not looked into.
+        if open.is_some() {
+            check_owners(root, &order.prefix)?;
+        }
+        check_content(root, &order.prefix, &order.instance_uid)
     };
     check()?;
     let mut state = state::fresh(root, order);
@@ -129,15 +133,22 @@ fn check_same_claim(found: &HostState, order: &ClaimOrder) -> Result<(), Refusal
 /// kept, or files that we put there before its `state.json` was lost.
 ///
 /// # Errors
-/// If the prefix holds anything else, or was configured for a FluxInstance with a uid other than `wanted`.
+/// If the prefix holds anything else, or something that a user has mounted by FUSE, or was configured for a FluxInstance
+/// with a uid other than `wanted`.
 pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Refusal> {
     let dir = root.path(prefix);
-    if dir.join(STATE).exists() {
+    let Some(directory) = trust::directory_to_close(root, prefix)? else { return Ok(()) };
+    if trust::owner(&directory, prefix, OsStr::new(STATE))?.is_some() {
         return Ok(());
     }
-    let Ok(entries) = fs::read_dir(&dir) else { return Ok(()) };
-    let early = [dir.join(LOCK), dir.join(LOCK_REPLACING), aside(&dir.join(STATE))];
+    // Through the open directory: by now something else may be mounted at its path.
+    let open = host_path(&directory);
+    let Ok(entries) = fs::read_dir(&open) else { return Ok(()) };
+    let early = [open.join(LOCK), open.join(LOCK_REPLACING), aside(&open.join(STATE))];
     let mut found: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    for path in &found {
+        trust::owner(&directory, prefix, path.file_name().unwrap_or_default())?;
+    }
     found.retain(|path| !early.contains(path) && !statedir::is_kept(path));
     let Some(first) = found.first() else { return Ok(()) };
     let Some(instance_uid) = configured_for(root, prefix) else {
@@ -173,10 +184,9 @@ pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Ref
 /// Requires that root owns everything in the prefix. What a removal kept is recognised by name and content and may
 /// belong to any brokers' user, but if others can write to the prefix, they may have put it there.
 fn check_owners(root: &Root, prefix: &Path) -> Result<(), Refusal> {
-    let dir = root.path(prefix);
-    for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
-        let path = entry.path();
-        let uid = fs::symlink_metadata(&path).map_err(|error| Refusal::io("examine", &path, &error))?.uid();
+    let Some(directory) = trust::directory_to_close(root, prefix)? else { return Ok(()) };
+    for entry in fs::read_dir(host_path(&directory)).into_iter().flatten().flatten() {
+        let Some(uid) = trust::owner(&directory, prefix, &entry.file_name())? else { continue };
         if !trust::is_trusted(uid) {
             return Err(Refusal::new(format!(
                 "users other than root can write to {prefix}, and it holds {name}, owned by uid {uid}; move that \

@@ -28,6 +28,7 @@ use crate::{
     environment::{
         Build,
         arrivals::Arrivals,
+        entry_points::Programs,
         extract::{check_metadata, check_paths, extract},
         failed,
         limits::Memory,
@@ -96,11 +97,15 @@ impl Build<'_> {
         // rattler's registry of which package has which file; its type can't be named here.
         let registry = Arc::default();
         let mut records = Vec::with_capacity(packages.len());
+        let mut programs = Programs::default();
         let mut link = |package: &Locked, unpacked: Unpacked| {
             let name = file_name(&package.record);
             let wrong = |e: &dyn std::error::Error| failed(format!("can't link package {name}: {}", error_chain(e)));
             let Unpacked { directory, paths, index, privileged } = unpacked;
             self.warn_of(&format!("package {name}"), privileged.as_deref());
+            if let Some(wrong) = programs.add(&name, &directory, &index, &paths, linker.python.as_ref()) {
+                return Err(refused(wrong));
+            }
             let options = linker.options(paths, index);
             let (paths, _) = link_package_sync(&directory, &linker.partial, Arc::clone(&registry), options)
                 .map_err(|e| wrong(&e))?;

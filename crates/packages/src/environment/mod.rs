@@ -9,6 +9,7 @@
 pub(crate) mod arrivals;
 pub(crate) mod collect;
 pub(crate) mod conda;
+pub(crate) mod entry_points;
 pub(crate) mod extract;
 pub(crate) mod guard;
 pub(crate) mod limits;

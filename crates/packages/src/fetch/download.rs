@@ -67,7 +67,8 @@ pub(super) struct Server {
     pub patience: Duration,
     /// Bytes per second; a slower server counts as silent.
     pub least_rate: u64,
-    /// When the whole transfer must have ended.
+    /// When the whole transfer must have ended, if it brings nothing. Each byte adds the time that it takes at the least
+    /// rate, unless the archive's size is unknown.
     pub until: Option<Instant>,
 }
 
@@ -283,7 +284,7 @@ impl Download<'_> {
             }
         };
         // Count only the time spent waiting for the server, not for the disk.
-        let (mut waited, mut came) = (Duration::ZERO, 0);
+        let (mut waited, mut came, mut sent) = (Duration::ZERO, 0, 0);
         let taken = loop {
             if waited >= server.patience {
                 if u128::from(came) * 1000 < waited.as_millis() * u128::from(server.least_rate) {
@@ -292,7 +293,8 @@ impl Download<'_> {
                 (waited, came) = (Duration::ZERO, 0);
             }
             let begun = Instant::now();
-            if server.until.is_some_and(|until| begun > until) {
+            let more = self.one.size.map_or(Duration::ZERO, |_| Duration::from_secs(sent / server.least_rate.max(1)));
+            if server.until.is_some_and(|until| begun > until + more) {
                 break TransferEnd::Silent(format!("it takes too long: it has sent {} bytes so far", part.have()));
             }
             let chunk = timeout(server.patience, response.chunk()).await;
@@ -305,6 +307,7 @@ impl Download<'_> {
                 }
                 Ok(Ok(Some(chunk))) => {
                     came += chunk.len() as u64;
+                    sent += chunk.len() as u64;
                     part.append(server.sender, &chunk).await?;
                 }
                 Ok(Ok(None)) => match length {

@@ -1,6 +1,7 @@
 //! An incomplete archive: `.<name>.part`, hashed while it grows.
 
 use std::{
+    collections::BTreeMap,
     io,
     path::{Path, PathBuf},
 };
@@ -41,7 +42,8 @@ pub(crate) struct Part {
     /// The latest sender; the only one unless `mixed`.
     sender: Option<Sender>,
     mixed: bool,
-    peers_sent: u64,
+    /// Bytes from each peer.
+    sent: BTreeMap<usize, u64>,
     advance: UnboundedSender<i64>,
 }
 
@@ -63,7 +65,7 @@ impl Part {
             size,
             sender: None,
             mixed: false,
-            peers_sent: 0,
+            sent: BTreeMap::new(),
             advance,
         };
         match File::options().read(true).write(true).open(&part.path).await {
@@ -108,8 +110,8 @@ impl Part {
         self.have += bytes.len() as u64;
         self.mixed |= self.sender.is_some_and(|before| before != sender);
         self.sender = Some(sender);
-        if matches!(sender, Sender::Peer(_)) {
-            self.peers_sent += bytes.len() as u64;
+        if let Sender::Peer(at) = sender {
+            *self.sent.entry(at).or_default() += bytes.len() as u64;
         }
         self.report((bytes.len() as u64).cast_signed());
     }
@@ -126,7 +128,8 @@ impl Part {
     pub(crate) fn discard(&mut self) -> io::Result<()> {
         self.file = None;
         self.report(-self.have.cast_signed());
-        (self.hash, self.have, self.sender, self.mixed, self.peers_sent) = (Sha256::new(), 0, None, false, 0);
+        (self.hash, self.have, self.sender, self.mixed) = (Sha256::new(), 0, None, false);
+        self.sent.clear();
         match std::fs::remove_file(&self.path) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
             _ => Ok(()),
@@ -150,7 +153,12 @@ impl Part {
 
     /// Bytes of these that came from peers.
     pub(crate) fn peers_sent(&self) -> u64 {
-        self.peers_sent
+        self.sent.values().sum()
+    }
+
+    /// Bytes of these that came from the peer with this index.
+    pub(crate) fn peer_sent(&self, at: usize) -> u64 {
+        self.sent.get(&at).copied().unwrap_or_default()
     }
 
     /// Bytes that may still be appended.

@@ -50,9 +50,11 @@ impl Download<'_> {
                     self.drop_peers(vec![(peer, "its address is not IP:PORT".to_owned())]);
                     continue;
                 };
-                let problem = match self.ask_peer(peer, &mut server, part).await? {
+                let problem = match self.ask_peer(at, peer, &mut server, part).await? {
                     TransferEnd::Whole => {
-                        peer.has_brought(part.peers_sent());
+                        for (at, peer) in self.peers.all().iter().enumerate() {
+                            peer.has_brought(part.peer_sent(at));
+                        }
                         self.drop_peers(away);
                         return Ok(true);
                     }
@@ -101,7 +103,13 @@ impl Download<'_> {
     }
 
     /// Asks one peer, and repeats that while it is busy or fetches the archive itself, until its time is over.
-    async fn ask_peer(&self, peer: &Peer, server: &mut Server, part: &mut Part) -> Result<TransferEnd, FetchError> {
+    async fn ask_peer(
+        &self,
+        at: usize,
+        peer: &Peer,
+        server: &mut Server,
+        part: &mut Part,
+    ) -> Result<TransferEnd, FetchError> {
         let _wait = peer.wait();
         let mut tries = 0;
         loop {
@@ -111,7 +119,7 @@ impl Download<'_> {
                 if peer.is_dropped() {
                     return Ok(TransferEnd::Unable("it was dropped in the meantime".to_owned()));
                 }
-                let Some(left) = self.time_left(peer) else {
+                let Some(left) = self.time_left(peer, part.peer_sent(at)) else {
                     return Ok(TransferEnd::Unable(format!("this fetch has waited for it for {:.0?}", peer.waited())));
                 };
                 server.until = Some(Instant::now() + left);
@@ -133,13 +141,13 @@ impl Download<'_> {
     }
 
     /// The time that the peer may still take for this archive; `None` if there is none left. Nothing that a peer does
-    /// begins it anew. What it has brought, and the archive itself, add the time that they take at [`LEAST_RATE`]. The
-    /// size of a bundle is not known, and what a peer says about it proves nothing, so a bundle adds as much time as
-    /// there is without it.
-    fn time_left(&self, peer: &Peer) -> Option<Duration> {
+    /// begins it anew. What it has sent of complete archives, and of this one, adds the time that it takes at
+    /// [`LEAST_RATE`]; [`Server::until`] grows with what it sends now. The size of a bundle is not known, and what a peer
+    /// says about it proves nothing, so a bundle adds as much time as there is without it.
+    fn time_left(&self, peer: &Peer, sent: u64) -> Option<Duration> {
         let time = self.http.time_for_a_peer();
         let taken_by = |bytes: u64| Duration::from_secs(bytes / LEAST_RATE);
-        let archive = self.one.size.map_or(time, taken_by);
+        let archive = self.one.size.map_or(time, |_| taken_by(sent));
         (time + taken_by(peer.brought()) + archive).checked_sub(peer.waited()).filter(|left| !left.is_zero())
     }
 

@@ -55,7 +55,7 @@ pub(crate) struct Peer {
     /// Held while an archive is requested and sent, but not during pauses between requests.
     pub streams: Semaphore,
     dropped: AtomicBool,
-    /// Bytes of complete archives that peers sent until this one completed them.
+    /// Bytes of complete archives that came from this peer.
     brought: AtomicU64,
     waits: Mutex<Waits>,
 }
@@ -137,7 +137,7 @@ impl Peer {
         self.waits().total()
     }
 
-    /// Bytes of the archives that are complete thanks to the peer.
+    /// Bytes that the peer has sent of complete archives.
     pub(crate) fn brought(&self) -> u64 {
         self.brought.load(Ordering::Relaxed)
     }
