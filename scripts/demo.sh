@@ -36,19 +36,26 @@ answers() { # URL
     timeout 2 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "${rest%:*}" "$port" 2>/dev/null
 }
 
+# The nodes are behind a bridge, from which the machine's proxy need not be within reach.
+unreachable() { # URL
+    local unused=
+    [ -z "${HTTPS_PROXY:-${https_proxy:-}}" ] || unused=" (local mode does not use the proxy that HTTPS_PROXY names)"
+    echo "can't reach $1$unused"
+}
+
 # What is wrong with the source, if anything can be seen from here; `local up` looks more closely.
 missing() {
     local channel=${CHANNEL:-https://conda.anaconda.org/conda-forge}
     case ${BUNDLE:-} in
         "") ;;
-        http://* | https://*) answers "$BUNDLE" || echo "can't reach $BUNDLE"; return ;;
+        http://* | https://*) answers "$BUNDLE" || unreachable "$BUNDLE"; return ;;
         *)
             [ -f "${BUNDLE#file://}" ] || { echo "there is no bundle $BUNDLE"; return; }
             [ "$(head -c 2 "${BUNDLE#file://}" | od -An -tx1 | tr -d ' ')" = 1f8b ] || echo "$BUNDLE is no .tar.gz"
             return ;;
     esac
     case $channel in
-        http://* | https://*) answers "$channel" || echo "can't reach $channel" ;;
+        http://* | https://*) answers "$channel" || unreachable "$channel" ;;
         *) compgen -G "${channel#file://}/*/repodata.json*" >/dev/null || echo "$channel is not a conda channel: it has no repodata.json" ;;
     esac
 }

@@ -180,7 +180,7 @@ fn fingerprint(argv: &[String], env: &BTreeMap<String, String>, run_as: &str, cp
 }
 
 /// Tells a user why Flux lists ranks without a member as down.
-pub const SPARES_EXPLAINED: &str = "flux-spare-N: a rank that is kept free for a node that may join; Flux lists it as down, and nothing is wrong with it";
+pub const SPARES_EXPLAINED: &str = "flux-spare-N: a rank that is kept free for a node that may join; Flux lists it as down or offline, and the tree above it as partial, and nothing is wrong with that";
 
 /// The connect script for users of the host. Only the brokers' owner may use the instance, so root becomes that owner.
 /// The script prints a greeting only before an interactive shell, not before a command's output.

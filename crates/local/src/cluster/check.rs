@@ -201,7 +201,11 @@ fn source_of_status(url: &str, status: StatusCode) -> Source {
 }
 
 fn unreachable(url: &str, why: &str) -> String {
-    format!("can't reach {}: {why}", redacted(url))
+    let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    let proxy = ["HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"].into_iter().find(is_set);
+    // The nodes are behind a bridge, from which the machine's proxy need not be within reach.
+    let unused = proxy.map(|name| format!(" (local mode does not use the proxy that {name} names)"));
+    format!("can't reach {}: {why}{}", redacted(url), unused.unwrap_or_default())
 }
 
 /// The innermost cause, which says what happened; the outer ones only say that the request failed.

@@ -183,7 +183,7 @@ impl InspectBundle {
             ),
             None => format!(
                 "kind        {kind}\nprefix      {}\nplatform    {}\ncreated by  {created_by}\n\
-                 files       {entries}\nunpacked    {bytes} bytes\n{end}",
+                 entries     {entries}\nunpacked    {bytes} bytes\n{end}",
                 plain(&prefix.display().to_string()),
                 plain(platform),
             ),
