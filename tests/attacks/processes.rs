@@ -50,11 +50,11 @@ fn a_node_joins_and_a_drain_holds_while_a_user_runs_a_program_called_flux_shell(
     cluster.exec("node1", &["flux", "resource", "drain", "node2"]);
     cluster.must(&["add-node"]);
     cluster.all_online(3);
-    let drained = cluster.exec("node1", &["flux", "resource", "list", "-n", "-s", "drain", "-o", "{nodelist}"]);
-    assert_eq!(drained, "node2");
+    let status = ["flux", "resource", "status", "-s", "drain", "--skip-empty", "-no", "{nodelist}"];
+    assert_eq!(cluster.exec("node1", &status), "node2");
     cluster.exec("node1", &["flux", "resource", "undrain", "node2"]);
-    let names = cluster.exec("node1", &["flux", "resource", "list", "-n", "-s", "free", "-o", "{nodelist}"]);
-    assert_eq!(names, "node[1-3]");
+    let free = ["flux", "resource", "list", "-s", "free", "-no", "{nodelist}"];
+    cluster.until("all three free", || (cluster.ask("node1", &free)? == "node[1-3]").then_some(()));
     nothing_gained(&cluster, &before);
     attacks.into_iter().for_each(|attack| drop(attack.end()));
     nothing_gained(&cluster, &before);
