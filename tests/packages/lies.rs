@@ -434,7 +434,6 @@ async fn no_entry_point_is_written_through_a_symlink_or_over_a_file() {
         (vec![Entry::symlink("python-scripts/evil", out)], vec![entry("evil")]),
         (vec![Entry::symlink("bin", outside.path().to_str().unwrap())], vec![entry("evil")]),
         (vec![Entry::file("bin/evil", b"x")], vec![entry("evil")]),
-        (vec![], vec![entry("evil"), entry("evil")]),
     ] {
         let entry_points: Vec<&str> = entry_points.iter().map(String::as_str).collect();
         let both = conda(&with_entry_points("evil", &entry_points, &honest(&door)), &door);

@@ -1,7 +1,7 @@
 //! Entry points: programs in `bin` that a Python package asks for by name, and that rattler writes.
 //!
 //! rattler writes them over whatever is there, also through a symlink, and does not look which package it is from. So no
-//! entry point may have the path of a package's file or of another entry point.
+//! entry point may have the path of a package's file or link. Another entry point there is a plain file, and harmless.
 
 use std::{
     collections::HashMap,
@@ -48,7 +48,7 @@ impl Programs {
             // The directory of programs itself may be a package's symlink.
             for there in if path == bin { vec![] } else { vec![path.as_path(), bin] } {
                 if let Some((other, is_other_one)) = self.taken.get(there)
-                    && (is_entry_point || *is_other_one)
+                    && is_entry_point != *is_other_one
                 {
                     let (path, there) = (path.display(), there.display());
                     return Some(format!(
