@@ -119,7 +119,7 @@ async fn rounds(agent: &mut Agent) {
 /// One round. Returns how long to rest.
 async fn round(agent: &mut Agent) -> Duration {
     let observed = agent.observe().await;
-    create_flux_node(agent, !is_clean(&observed)).await;
+    create_flux_node(agent, !is_clean(&observed, agent.memory.failed_observations)).await;
     let mut inputs = match observed {
         Ok(inputs) => inputs,
         Err(error) => {
@@ -196,9 +196,10 @@ async fn start_queues(agent: &mut Agent, inputs: &NodeInputs) {
     }
 }
 
-/// True if nothing of ours is on the host. A host that can't be observed may have anything.
-fn is_clean(observed: &Result<NodeInputs, StepError>) -> bool {
-    observed.as_ref().is_ok_and(|inputs| inputs.host.state.is_none())
+/// True if nothing of ours is on the host. A host that can't be observed may have anything, unless this is the first
+/// observation in a row that fails, as if its stage was killed.
+fn is_clean(observed: &Result<NodeInputs, StepError>, failed_before: u32) -> bool {
+    observed.as_ref().map_or(failed_before == 0, |inputs| inputs.host.state.is_none())
 }
 
 /// Makes this node's FluxNode if it is missing while there is an instance, or something of ours may be on the host: whoever
@@ -298,9 +299,10 @@ mod tests {
     #[test]
     fn only_a_host_that_was_observed_without_a_claim_is_clean() {
         let mut inputs = fixture::inputs();
-        assert!(!is_clean(&Ok(inputs.clone())));
+        assert!(!is_clean(&Ok(inputs.clone()), 0));
         inputs.host.state = None;
-        assert!(is_clean(&Ok(inputs)));
-        assert!(!is_clean(&Err(StepError::Host(HostError::Refused(Refusal::new("a user's mount"))))));
+        assert!(is_clean(&Ok(inputs), 0));
+        let failed = Err(StepError::Host(HostError::Refused(Refusal::new("a user's mount"))));
+        assert_eq!([0, 1].map(|before| is_clean(&failed, before)), [true, false]);
     }
 }

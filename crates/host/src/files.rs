@@ -21,6 +21,9 @@ use nix::{
 use super::mountinfo;
 use hostapi::Refusal;
 
+/// Most mounts that [`unmount_users`] takes away.
+const MOST_UNMOUNTED: usize = 1000;
+
 /// Owner of a file, as numeric ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner {
@@ -150,22 +153,37 @@ pub fn refuse_mounts(directory: &Path, is_spared: impl Fn(&Path) -> bool) -> io:
 }
 
 /// Unmounts what other users have mounted inside `directory` by FUSE: such a mount is theirs to make wherever they could
-/// write once, and must not keep root from a removal.
+/// write once, and must not keep root from a removal. What they have mounted inside goes with it.
 ///
 /// # Errors
-/// If /proc can't be read, or a mount stays.
+/// `ResourceBusy` if something else is mounted on or inside such a mount, which would go with it; or if /proc can't be
+/// read, or a mount stays.
 pub fn unmount_users(directory: &Path) -> io::Result<()> {
     let directory = match directory.canonicalize() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         found => found?,
     };
-    // The last one first, since mounts may lie upon each other.
-    for mount in mountinfo::own()?.iter().rev().filter(|mount| mount.point.starts_with(&directory)) {
-        if mountinfo::fuse_user(mount.id)?.is_some_and(|uid| !super::trust::is_trusted(uid)) {
-            umount2(&mount.point, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)?;
+    let is_users = |mount: &&mountinfo::Mount| mount.fuse_user().is_some_and(|uid| !super::trust::is_trusted(uid));
+    // Each round takes one away; a user may make another one meanwhile.
+    for _ in 0..MOST_UNMOUNTED {
+        let mounts = mountinfo::own()?;
+        let inside = mounts.iter().filter(|mount| mount.point.starts_with(&directory));
+        // From the top, because the way to a mount inside another one leads through a file system that may not answer.
+        let Some(mount) = inside.filter(is_users).min_by_key(|mount| mount.point.components().count()) else {
+            return Ok(());
+        };
+        let other = mounts.iter().find(|other| other.point.starts_with(&mount.point) && !is_users(other));
+        if let Some(other) = other {
+            let message = format!("something is mounted on {}: unmount it", other.point.display());
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, message));
+        }
+        match umount2(&mount.point, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
+            // Its user was faster.
+            Ok(()) | Err(Errno::EINVAL | Errno::ENOENT) => {}
+            Err(errno) => return Err(errno.into()),
         }
     }
-    Ok(())
+    Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("users go on mounting in {}", directory.display())))
 }
 
 /// Turns `NotFound` into success, for removals.

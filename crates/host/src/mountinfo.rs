@@ -28,6 +28,12 @@ pub struct Mount {
 }
 
 impl Mount {
+    /// uid of the user who mounted it, if it is a FUSE mount (`user_id` in mount.fuse3(8)).
+    pub fn fuse_user(&self) -> Option<u32> {
+        let option = |option: &str| option.strip_prefix("user_id=")?.parse().ok();
+        self.super_options.split(',').find_map(option).filter(|_| self.kind.starts_with("fuse"))
+    }
+
     /// True if neither the mount nor its file system is read-only.
     pub fn is_writable(&self) -> bool {
         [&self.options, &self.super_options].iter().all(|options| options.split(',').any(|option| option == "rw"))
@@ -67,11 +73,7 @@ pub fn id(file: impl AsFd) -> io::Result<u64> {
 /// # Errors
 /// If /proc can't be read.
 pub fn fuse_user(id: u64) -> io::Result<Option<u32>> {
-    let mounts = own()?;
-    let fuse = mounts.iter().find(|mount| mount.id == id && mount.kind.starts_with("fuse"));
-    Ok(fuse.and_then(|mount| {
-        mount.super_options.split(',').find_map(|option| option.strip_prefix("user_id=")?.parse().ok())
-    }))
+    Ok(own()?.iter().find(|mount| mount.id == id).and_then(Mount::fuse_user))
 }
 
 /// Parses mountinfo, without the lines that have another format.

@@ -4,10 +4,10 @@ use super::{claim, launch::BrokerView, links};
 use api::{PREFIX_CANDIDATES, RUN_DIR};
 use host::{
     Root,
-    files::{aside, host_path, refuse_mounts, remove_all_if_there, remove_if_there},
+    files::{aside, host_path, refuse_mounts, remove_all_if_there, remove_if_there, unmount_users},
     lock::{self, HostLock, LOCK, LOCK_REPLACING},
     machine,
-    state::{self, STATE},
+    state::{self, ENVIRONMENTS, STATE},
     statedir, sysctl, trust,
 };
 use hostapi::{HostState, Refusal, RemoveOrder, StopOrder, Undo};
@@ -65,6 +65,8 @@ pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result
     if let Some(state) = &state {
         let prefix = root.path(&state.prefix);
         refuse_shared(state, machine::shared_by_nodes(&prefix))?;
+        let environments = prefix.join(ENVIRONMENTS);
+        unmount_users(&environments).map_err(|error| Refusal::io("unmount", &environments, &error))?;
         refuse_mounts_in_prefix(&prefix, order.keep_state)?;
     }
     let run_dir = root.path(RUN_DIR);

@@ -177,7 +177,7 @@ impl Mending<'_> {
             };
             made.unwrap_or_else(|error| left(path, &error));
         }
-        let there = Tree::walk(self.place)?;
+        let there = Tree::walk_and(self.place, None)?;
         let is_wanted = |path: &Path| {
             wanted.directories.contains_key(path) || wanted.files.contains_key(path) || wanted.links.contains_key(path)
         };
@@ -208,7 +208,11 @@ impl Mending<'_> {
     fn remove(&mut self, path: &Path) -> io::Result<()> {
         let name = path.file_name().map(Path::new).ok_or(Errno::EINVAL)?;
         let parent = descend(self.place, path.parent().unwrap_or(Path::new("")))?;
-        self.move_away(&parent, name)
+        match self.move_away(&parent, name) {
+            // Gone meanwhile, such as a temporary name of Python's.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            moved => moved,
+        }
     }
 
     /// Repairs one difference. Returns false if no package contains the file.

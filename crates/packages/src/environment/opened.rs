@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use host::files::remove_if_there;
+use host::files::{remove_if_there, sync_parent};
 
 /// The list of what was open in one environment: a file that only root can write.
 pub(crate) struct Opened {
@@ -26,18 +26,35 @@ impl Opened {
 
     /// Adds `path`, before it is closed. The first one is on disk then: one is enough to have all replaced.
     pub(crate) fn note(&self, path: &Path) -> io::Result<()> {
-        let is_first = fs::symlink_metadata(&self.path).is_err();
         let mut file = OpenOptions::new().append(true).create(true).mode(0o600).open(&self.path)?;
-        writeln!(file, "{}", serde_json::Value::from(path.to_string_lossy()))?;
-        if is_first { file.sync_all() } else { Ok(()) }
+        let is_first = file.metadata()?.len() == 0;
+        // In one write, so that two looks at once, or a full disk, tear no other line. The line begins anew after a torn one.
+        file.write_all(format!("\n{}\n", serde_json::Value::from(path.to_string_lossy())).as_bytes())?;
+        if is_first {
+            file.sync_all()?;
+            sync_parent(&self.path)?;
+        }
+        Ok(())
     }
 
-    /// What was open. None if nothing ever was.
+    /// As [`Self::note`], if `path` is not in the list: for what stays open at each look.
+    pub(crate) fn note_once(&self, path: &Path) -> io::Result<()> {
+        match self.paths()? {
+            Some(known) if known.contains(path) => Ok(()),
+            _ => self.note(path),
+        }
+    }
+
+    /// What was open; the environment itself if the list can't be understood. None if nothing ever was.
     pub(crate) fn paths(&self) -> io::Result<Option<BTreeSet<PathBuf>>> {
         match fs::read_to_string(&self.path) {
             Ok(text) => {
                 let paths = text.lines().filter_map(|line| serde_json::from_str::<String>(line).ok());
-                Ok(Some(paths.map(PathBuf::from).collect()))
+                let mut paths: BTreeSet<_> = paths.map(PathBuf::from).collect();
+                if paths.is_empty() {
+                    paths.insert(PathBuf::new());
+                }
+                Ok(Some(paths))
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),

@@ -58,8 +58,13 @@ pub(crate) struct Tree {
 }
 
 impl Tree {
+    /// Lists a tree that only root has had its hands on: what can't be looked into there is an error.
     pub(crate) fn walk(root: &Path) -> io::Result<Self> {
-        Self::walk_and(root, None)
+        let tree = Self::walk_and(root, None)?;
+        match tree.unreadable.first() {
+            Some(path) => Err(io::Error::other(format!("{} can't be looked into", root.join(path).display()))),
+            None => Ok(tree),
+        }
     }
 
     /// Lists the tree from the top. Never leaves it, whatever other users exchange meanwhile, and enters neither their
@@ -75,6 +80,9 @@ impl Tree {
             if let Err(error) = tree.list(&below, &path, mount, opened, &mut next) {
                 if path == Path::new("") {
                     return Err(error);
+                }
+                if error.kind() == io::ErrorKind::NotFound {
+                    continue;
                 }
                 tracing::debug!(path = %path.display(), %error, "can't look into this directory");
                 tree.unreadable.insert(path);
@@ -115,16 +123,24 @@ impl Tree {
             } else if kind.is_symlink() {
                 match fs::read_link(entry.path()) {
                     Ok(target) => drop(self.links.insert(path, target)),
-                    Err(_) => drop(self.unreadable.insert(path)),
+                    Err(error) => self.cant_look(path, &error),
                 }
-            } else if let Ok(found) = look_at(&directory, &path, mount, opened) {
-                let list = if kind.is_file() { &mut self.files } else { &mut self.others };
-                list.insert(path, found);
             } else {
-                self.unreadable.insert(path);
+                match look_at(&directory, &path, mount, opened) {
+                    Ok(found) if kind.is_file() => drop(self.files.insert(path, found)),
+                    Ok(found) => drop(self.others.insert(path, found)),
+                    Err(error) => self.cant_look(path, &error),
+                }
             }
         }
         Ok(())
+    }
+
+    /// Python removes the temporary names of its byte code meanwhile, which is nothing to report.
+    fn cant_look(&mut self, path: PathBuf, error: &io::Error) {
+        if error.kind() != io::ErrorKind::NotFound {
+            self.unreadable.insert(path);
+        }
     }
 
     /// Removes all write permissions except the owner's.
@@ -193,10 +209,10 @@ fn close(opened: &Opened, path: &Path, file: &OwnedFd, found: &fs::Metadata) -> 
     if !may_be_open || !is_open(found) || found.uid() != geteuid().as_raw() {
         return Ok(());
     }
-    opened.note(path)?;
     if !found.is_dir() && found.nlink() > 1 {
-        return Ok(());
+        return opened.note_once(path);
     }
+    opened.note(path)?;
     // By the descriptor, without opening the file: its permissions are those of this inode, whatever has its name now.
     fs::set_permissions(host_path(file), fs::Permissions::from_mode(mode(found) & !WRITABLE_BY_OTHERS))
 }

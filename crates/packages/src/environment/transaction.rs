@@ -231,7 +231,7 @@ impl<'a> Environments<'a> {
         match digest.filter(|digest| archive::is_digest(digest)) {
             Some(digest) => self.discard_aside(&entry.path(), digest).map(drop),
             None if name.ends_with(MENDING) => match lock::take(&self.path.join(MENDING_LOCK), Duration::ZERO) {
-                Ok(_nobody_mends) => remove_all_if_there(&entry.path()),
+                Ok(_nobody_mends) => unmount_users(&entry.path()).and_then(|()| remove_all_if_there(&entry.path())),
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(()),
                 Err(e) => Err(e),
             },
