@@ -23,7 +23,7 @@ pub(crate) const DEFAULT_RETAIN_SECS: i64 = 600;
 pub struct Observed<'a> {
     /// metadata.uid of the FluxInstance.
     pub instance_uid: &'a str,
-    /// Its spec. It has passed `validate`, except for [`decide_unserved`].
+    /// Its spec. It has passed `validate`, except for [`decide_unserved`](crate::roster::decide_unserved).
     pub spec: &'a FluxInstanceSpec,
     /// metadata.generation of the FluxInstance, which counts the changes of its spec.
     pub generation: i64,
