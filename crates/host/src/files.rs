@@ -144,12 +144,13 @@ pub fn refuse_mounts(directory: &Path, is_spared: impl Fn(&Path) -> bool) -> io:
     let points = mountinfo::own()?.into_iter().map(|mount| mount.point);
     let mut inside = points.filter(|point| point.starts_with(&directory) && !is_spared(point));
     match inside.next() {
-        Some(point) => {
-            let message = format!("something is mounted on {}: unmount it", point.display());
-            Err(io::Error::new(io::ErrorKind::ResourceBusy, message))
-        }
+        Some(point) => Err(mounted_on(&point)),
         None => Ok(()),
     }
+}
+
+fn mounted_on(point: &Path) -> io::Error {
+    io::Error::new(io::ErrorKind::ResourceBusy, format!("something is mounted on {}: unmount it", point.display()))
 }
 
 /// Unmounts what other users have mounted inside `directory` by FUSE: such a mount is theirs to make wherever they could
@@ -174,8 +175,7 @@ pub fn unmount_users(directory: &Path) -> io::Result<()> {
         };
         let other = mounts.iter().find(|other| other.point.starts_with(&mount.point) && !is_users(other));
         if let Some(other) = other {
-            let message = format!("something is mounted on {}: unmount it", other.point.display());
-            return Err(io::Error::new(io::ErrorKind::ResourceBusy, message));
+            return Err(mounted_on(&other.point));
         }
         match umount2(&mount.point, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
             // Its user was faster.

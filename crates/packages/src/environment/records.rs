@@ -100,12 +100,8 @@ impl Tree {
         opened: Option<&Opened>,
         next: &mut Vec<PathBuf>,
     ) -> io::Result<()> {
-        // Opened only once it is known to be of this mount: a file system of another user may never answer.
         let directory = below.open_path(&Path::new("/").join(path))?;
-        if mountinfo::id(&directory)? != mount {
-            return Err(io::ErrorKind::ResourceBusy.into());
-        }
-        let found = File::from(directory.try_clone()?).metadata()?;
+        let found = metadata_on(mount, &directory)?;
         let is_ours = trust::is_trusted(found.uid());
         if let Some(opened) = opened {
             close(opened, path, &directory, &found)?;
@@ -188,14 +184,20 @@ fn others_bits(gid: u32) -> u32 {
     if gid == 0 { WRITABLE_BY_ALL } else { WRITABLE_BY_OTHERS }
 }
 
+/// The metadata of a file or directory that was opened with `O_PATH`. One of another mount than `mount` is not asked for
+/// it: a file system of another user may never answer.
+fn metadata_on(mount: u64, file: &OwnedFd) -> io::Result<fs::Metadata> {
+    if mountinfo::id(file)? != mount {
+        return Err(io::ErrorKind::ResourceBusy.into());
+    }
+    File::from(file.try_clone()?).metadata()
+}
+
 /// Examines what is at the end of `path` in `directory`, without opening it. With `opened`, closes it to others.
 fn look_at(directory: &OwnedFd, path: &Path, mount: u64, opened: Option<&Opened>) -> io::Result<fs::Metadata> {
     let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     let file = openat(directory, path.file_name().unwrap_or_default(), flags, Mode::empty())?;
-    if mountinfo::id(&file)? != mount {
-        return Err(io::ErrorKind::ResourceBusy.into());
-    }
-    let found = File::from(file.try_clone()?).metadata()?;
+    let found = metadata_on(mount, &file)?;
     if let Some(opened) = opened {
         close(opened, path, &file, &found)?;
     }

@@ -57,6 +57,12 @@ pub(crate) fn make_public_directory(path: &Path) -> Result<(), Refusal> {
     fs::create_dir(path).and_then(|()| readable()).map_err(|e| failed(format!("can't make {}: {e}", path.display())))
 }
 
+/// Removes what has a temporary name, and first what users have mounted in it.
+fn remove_temporary(path: &Path) -> io::Result<()> {
+    unmount_users(path)?;
+    remove_all_if_there(path)
+}
+
 /// A directory in `envs/` in which one repair at a time prepares its files. Its lock keeps other repairs out, and keeps
 /// [`Environments::drop_leftovers`] from removing the directory. It doesn't block installing, collecting, or a broker's
 /// start.
@@ -71,8 +77,7 @@ impl Workshop {
         let file = envs.join(MENDING_LOCK);
         let lock = lock::take(&file, lock::WAIT).map_err(|error| lock::refusal(&file, lock::WAIT, &error))?;
         let path = envs.join(format!(".{digest}{MENDING}"));
-        let removed = unmount_users(&path).and_then(|()| remove_all_if_there(&path));
-        removed.map_err(|e| failed(format!("can't remove {}: {e}", path.display())))?;
+        remove_temporary(&path).map_err(|e| failed(format!("can't remove {}: {e}", path.display())))?;
         make_public_directory(&path)?;
         Ok(Self { path, _lock: lock })
     }
@@ -85,7 +90,7 @@ impl Workshop {
 
 impl Drop for Workshop {
     fn drop(&mut self) {
-        if let Err(error) = unmount_users(&self.path).and_then(|()| remove_all_if_there(&self.path)) {
+        if let Err(error) = remove_temporary(&self.path) {
             tracing::warn!(path = %self.path.display(), %error, "can't remove a repair's temporary files; the next repair does");
         }
     }
@@ -197,8 +202,7 @@ impl<'a> Environments<'a> {
         let looked_for = if replaced { &names[1..] } else { &names[..] };
         match self.used(looked_for).map(|found| found.into_values().next()) {
             Ok(None) => {
-                unmount_users(aside)?;
-                remove_all_if_there(aside)?;
+                remove_temporary(aside)?;
                 if replaced { Ok(None) } else { Opened::of(&self.place(digest)).forget().map(|()| None) }
             }
             used_or_unknown => {
@@ -231,7 +235,7 @@ impl<'a> Environments<'a> {
         match digest.filter(|digest| archive::is_digest(digest)) {
             Some(digest) => self.discard_aside(&entry.path(), digest).map(drop),
             None if name.ends_with(MENDING) => match lock::take(&self.path.join(MENDING_LOCK), Duration::ZERO) {
-                Ok(_nobody_mends) => unmount_users(&entry.path()).and_then(|()| remove_all_if_there(&entry.path())),
+                Ok(_nobody_mends) => remove_temporary(&entry.path()),
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(()),
                 Err(e) => Err(e),
             },
