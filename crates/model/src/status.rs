@@ -12,7 +12,7 @@ use k8s_openapi::{
 use super::{
     findings::{Finding, NotApplied, Weight, line, not_applied},
     gone,
-    members::Members,
+    members::Planned,
     roster::epoch::{Restart, restart},
 };
 use api::{
@@ -71,26 +71,25 @@ type ConditionValue = (bool, &'static str, String);
 pub fn status(
     seen: &Observed,
     generation: i64,
-    roster: Option<&Roster>,
+    planned: Option<&Planned>,
     obstacle: Option<&Obstacle>,
 ) -> FluxInstanceStatus {
-    let members = roster.map(|roster| Members::observe(seen, roster));
-    let planned = roster.zip(members.as_ref());
+    let (roster, members) = (planned.map(|planned| planned.roster), planned.map(|planned| &planned.members));
     let mut next = counted(seen, planned);
     next.observed_generation = generation;
-    let lead_online = members.as_ref().is_some_and(|members| members.is_online(0));
+    let lead_online = members.is_some_and(|members| members.is_online(0));
     let complete = lead_online && next.online == next.size;
     let shut_down = roster.is_some_and(|roster| roster.closing.is_none() && is_shut_down(seen, roster));
     let standing = Standing { lead_online, established: next.instance_id.is_some(), shut_down };
     next.phase = phase(roster, obstacle, standing);
-    let restart = planned.map_or(Restart::None, |(roster, members)| restart(seen, members, roster));
+    let restart = planned.map_or(Restart::None, |Planned { roster, members }| restart(seen, members, roster));
     if !matches!(restart, Restart::Refused { .. }) {
         // The deadline of a new attempt must not count from the condition's transition time of the old attempt.
         next.conditions.retain(|condition| condition.type_ != CONDITION_RESTART_PENDING || condition.reason != REFUSED);
     }
     let (scale, restart) = (scale_denied(seen, roster), restart_pending(restart));
     let (unapplied, agentless) = (unapplied(seen, roster), agents_missing(seen, roster));
-    let cores_lost = members.as_ref().and_then(|members| members.report(0)?.held_back_job.as_deref());
+    let cores_lost = members.and_then(|members| members.report(0)?.held_back_job.as_deref());
     let mut findings = progress(seen, planned, obstacle, &next, standing);
     findings.extend(cores_lost.map(|message| Finding::new(Weight::CoresLost, message)));
     let if_true =
@@ -121,7 +120,7 @@ pub fn status(
 /// The findings about how many nodes are online and what keeps the others away.
 fn progress(
     seen: &Observed,
-    planned: Option<(&Roster, &Members)>,
+    planned: Option<&Planned>,
     obstacle: Option<&Obstacle>,
     next: &FluxInstanceStatus,
     standing: Standing,
@@ -178,9 +177,9 @@ fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
 }
 
 /// The previous status with the numbers and names updated from the roster and the agents' reports.
-fn counted(seen: &Observed, planned: Option<(&Roster, &Members)>) -> FluxInstanceStatus {
+fn counted(seen: &Observed, planned: Option<&Planned>) -> FluxInstanceStatus {
     let mut next = seen.status.clone();
-    let Some((roster, members)) = planned else {
+    let Some(Planned { roster, members }) = planned else {
         (next.online, next.pending_nodes) = (0, None);
         return next;
     };
@@ -313,8 +312,8 @@ fn newest_dump(seen: &Observed) -> Option<KeptDump> {
 
 /// One sentence on how many nodes are online, with the message of the offline member that matters most: a silent lead,
 /// else the first that has failed, else the first.
-fn explain(seen: &Observed, planned: Option<(&Roster, &Members)>, next: &FluxInstanceStatus) -> String {
-    let Some((roster, members)) = planned else { return "no roster yet".to_owned() };
+fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus) -> String {
+    let Some(Planned { roster, members }) = planned else { return "no roster yet".to_owned() };
     let offline = roster.ranks.iter().filter(|(rank, _)| !members.is_online(**rank));
     let offline = offline.filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?)));
     let has_failed = |(_, member): &(_, &Member)| {
@@ -427,7 +426,7 @@ mod tests {
     }
 
     fn status_of(world: &World) -> FluxInstanceStatus {
-        status(&world.seen(), 1, world.roster.as_ref(), None)
+        status(&world.seen(), 1, world.planned().as_ref(), None)
     }
 
     #[test]
@@ -482,9 +481,9 @@ mod tests {
     #[test]
     fn a_job_that_waits_although_cores_are_free_is_message_condition_and_event() {
         let mut world = World::up(2);
-        let fine = status(&world.seen(), 1, world.roster.as_ref(), None);
+        let fine = status(&world.seen(), 1, world.planned().as_ref(), None);
         world.reports.get_mut("node1").unwrap().held_back_job = Some("job 7 waits".to_owned());
-        world.status = status(&world.seen(), 1, world.roster.as_ref(), None);
+        world.status = status(&world.seen(), 1, world.planned().as_ref(), None);
         assert_eq!(world.status.message.as_deref(), Some("job 7 waits"));
         let degraded = world.status.holding("Degraded").unwrap();
         assert_eq!((degraded.reason.as_str(), degraded.message.as_str()), ("CoresLost", "job 7 waits"));
@@ -495,7 +494,7 @@ mod tests {
     #[test]
     fn the_status_says_why_the_planner_can_not_plan_until_it_can_again() {
         let mut world = World::up(3);
-        world.status = status(&world.seen(), 1, world.roster.as_ref(), None);
+        world.status = status(&world.seen(), 1, world.planned().as_ref(), None);
         let why = "ConfigMap flux-roster: can't be read; delete it, and the planner makes it again from the nodes";
         let at = |second| Timestamp::from_second(second).unwrap();
         let next = stopped(&world.status, "MalformedRoster", why, at(2000));
@@ -505,7 +504,7 @@ mod tests {
         assert_eq!(stopped(&next, "MalformedRoster", why, at(3000)), next, "a second round changes nothing");
 
         world.status = next;
-        let recovered = status(&world.seen(), 1, world.roster.as_ref(), None);
+        let recovered = status(&world.seen(), 1, world.planned().as_ref(), None);
         assert_eq!((recovered.holding("Degraded"), recovered.message.as_deref()), (None, Some("3 of 3 nodes online")));
     }
 }
