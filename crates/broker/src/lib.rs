@@ -7,6 +7,7 @@ pub mod log;
 pub mod message;
 pub mod pending;
 pub mod reload;
+pub mod resource_set;
 pub mod rfc3;
 pub mod status;
 pub mod unit;
