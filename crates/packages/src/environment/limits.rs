@@ -1,4 +1,5 @@
-//! Protects disk and memory against decompression bombs: reads from [`Guarded`] fail at a limit, and [`Memory`] bounds
+//! Protects disk and memory against decompression bombs: a sha256 proves only that an archive is the one that the lock
+//! names, not that it is harmless. Reads from [`Guarded`] fail at a limit, and [`Memory`] bounds
 //! the memory of all decoders together.
 
 use std::{
@@ -13,7 +14,8 @@ use bzip2::bufread::MultiBzDecoder;
 use flate2::bufread::MultiGzDecoder;
 use tar::Entry;
 
-/// Limits for one archive. All of Flux with an MPI has less than 1 GiB and 20,000 files.
+/// Limits for one archive, far above any real one: all of Flux with an MPI has less than 1 GiB and 20,000 files, and
+/// gzip makes text ten times smaller, not a hundred times.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// Unpacked bytes.
@@ -30,21 +32,22 @@ impl Default for Limits {
     }
 }
 
-/// The ratio is checked only beyond this many unpacked bytes: a small archive may have any ratio.
+/// The ratio is checked only beyond this many unpacked bytes: a small, repetitive archive exceeds it and does no harm.
 const RATIO_COUNTS_FROM: u64 = 64 << 20;
 
-/// Limit for an entry's headers: the tar crate holds long names and extended headers in memory.
+/// Most bytes of one entry's headers: the tar crate holds long names and extended headers in memory.
 const METADATA: u64 = 1 << 20;
 
 /// Size of the read buffer for packed bytes.
 const BUFFER: usize = 1 << 16;
 
-/// The error that carries a limit through the readers on top of [`Guarded`].
+/// Marks an error of [`Guarded`], so that [`reached`] finds it under what tar and the decoders wrap around it. Holds the
+/// message.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{0}")]
 struct LimitReached(String);
 
-/// The limit that [`Guarded`] enforced, if that caused this error.
+/// The message of the limit that [`Guarded`] enforced, if that caused this error.
 pub(crate) fn reached(error: &io::Error) -> Option<String> {
     let mut next: Option<&(dyn std::error::Error + 'static)> = error.get_ref().map(|e| e as _);
     while let Some(cause) = next {
