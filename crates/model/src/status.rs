@@ -12,7 +12,7 @@ use k8s_openapi::{
 use super::{
     findings::{Finding, NotApplied, Weight, line, not_applied},
     gone,
-    members::Planned,
+    members::{Members, Planned},
     roster::epoch::{Restart, restart},
 };
 use api::{
@@ -60,6 +60,8 @@ struct Standing {
     lead_online: bool,
     /// The lead was online once.
     established: bool,
+    /// Not all nodes were online yet, and those that are missing are still coming up.
+    coming_up: bool,
     /// An administrator has shut the instance down.
     shut_down: bool,
 }
@@ -80,7 +82,8 @@ pub fn status(
     let lead_online = members.is_some_and(|members| members.is_online(0));
     let complete = lead_online && next.online == next.size;
     let shut_down = roster.is_some_and(|roster| roster.closing.is_none() && is_shut_down(seen, roster));
-    let standing = Standing { lead_online, established: next.instance_id.is_some(), shut_down };
+    let coming_up = !complete && planned.is_some_and(|Planned { roster, members }| is_coming_up(seen, roster, members));
+    let standing = Standing { lead_online, established: next.instance_id.is_some(), coming_up, shut_down };
     next.phase = phase(roster, obstacle, standing);
     let restart = planned.map_or(Restart::None, |Planned { roster, members }| restart(seen, members, roster));
     if !matches!(restart, Restart::Refused { .. }) {
@@ -202,12 +205,33 @@ fn phase(roster: Option<&Roster>, obstacle: Option<&Obstacle>, standing: Standin
     match obstacle {
         Some(Obstacle::Problem { .. }) if !standing.lead_online => InstancePhase::Failed,
         _ if roster.is_some_and(|roster| roster.closing.is_some()) => InstancePhase::Restarting,
+        _ if standing.lead_online && standing.coming_up => InstancePhase::Starting,
         _ if standing.lead_online => InstancePhase::Running,
         _ if roster.is_some_and(|roster| roster.previous.is_some()) => InstancePhase::Restarting,
         _ if standing.established => InstancePhase::Degraded,
         _ if roster.is_some() => InstancePhase::Starting,
         _ => InstancePhase::Pending,
     }
+}
+
+/// True during the first start, until one of the missing nodes is stuck: that one must not keep the phase at `Starting`.
+/// The phase itself is the memory that the first start is not over.
+fn is_coming_up(seen: &Observed, roster: &Roster, members: &Members) -> bool {
+    let is_on_its_way = |(rank, member): (u32, &Member)| {
+        let report = seen.reports.get(&member.node);
+        let is_stuck = report.is_some_and(|report| {
+            report.needs_attention || matches!(report.phase, NodePhase::Failed | NodePhase::Offline)
+        });
+        members.is_ready(rank) && !is_stuck && !seen.agentless.contains_key(&member.node)
+    };
+    matches!(seen.status.phase, InstancePhase::Pending | InstancePhase::Starting)
+        && offline(roster, members).all(is_on_its_way)
+}
+
+/// The members that are not online, and their ranks.
+fn offline<'a>(roster: &'a Roster, members: &'a Members) -> impl Iterator<Item = (u32, &'a Member)> {
+    let ranks = roster.ranks.iter().filter(|(rank, _)| !members.is_online(**rank));
+    ranks.filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?)))
 }
 
 fn degraded(
@@ -314,13 +338,11 @@ fn newest_dump(seen: &Observed) -> Option<KeptDump> {
 /// else the first that has failed, else the first.
 fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus) -> String {
     let Some(Planned { roster, members }) = planned else { return "no roster yet".to_owned() };
-    let offline = roster.ranks.iter().filter(|(rank, _)| !members.is_online(**rank));
-    let offline = offline.filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?)));
     let has_failed = |(_, member): &(_, &Member)| {
         seen.reports.get(&member.node).is_some_and(|report| report.phase == NodePhase::Failed)
     };
     let is_silent = |rank| rank == 0 && members.is_lead_silent();
-    let first = offline.min_by_key(|found| (!is_silent(found.0), !has_failed(found)));
+    let first = offline(roster, members).min_by_key(|found| (!is_silent(found.0), !has_failed(found)));
     let detail = first.map(|(rank, member)| {
         let report = seen.reports.get(&member.node);
         let silent = is_silent(rank).then(|| match members.is_ready(rank) {
@@ -463,6 +485,40 @@ mod tests {
             assert_eq!(warned.iter().any(|warning| warning.type_ == condition), reason != "Waits", "{warned:?}");
             assert_eq!(warnings(Some(&status), &status), [], "the same Event must not be sent again");
         }
+    }
+
+    #[test]
+    fn the_phase_is_starting_until_all_nodes_were_online_or_one_is_stuck() {
+        type Edit = fn(&mut World);
+        let phase = |world: &mut World| {
+            world.status = status_of(world);
+            world.status.phase.clone()
+        };
+        let first_start = || {
+            let mut world = World::up(3);
+            for name in ["node2", "node3"] {
+                let report = world.reports.get_mut(name).unwrap();
+                (report.phase, report.adopted) = (NodePhase::Installing, None);
+            }
+            assert_eq!(phase(&mut world), InstancePhase::Starting);
+            world
+        };
+        for stuck in [
+            (|world| world.reports.get_mut("node3").unwrap().phase = NodePhase::Failed) as Edit,
+            |world| world.nodes[2].ready = false,
+            |world| drop(world.agentless.insert("node3".to_owned(), "its pod was evicted".to_owned())),
+        ] {
+            let mut world = first_start();
+            stuck(&mut world);
+            assert_eq!(phase(&mut world), InstancePhase::Running);
+        }
+        let mut world = first_start();
+        ["node2", "node3"].iter().for_each(|name| world.online(name));
+        assert_eq!(phase(&mut world), InstancePhase::Running);
+        // A node that is away later does not start the instance again.
+        let report = world.reports.get_mut("node3").unwrap();
+        (report.phase, report.adopted) = (NodePhase::Starting, None);
+        assert_eq!(phase(&mut world), InstancePhase::Running);
     }
 
     #[test]

@@ -199,7 +199,7 @@ fn start(program: &Path, directory: &Path, arguments: Vec<String>) -> Result<Chi
     let name = program.file_name().unwrap_or_default().to_string_lossy();
     let log = File::create(directory.join(format!("{name}.log"))).context(failed)?;
     let mut command = Command::new(program);
-    command.args(arguments).current_dir(directory).stdin(Stdio::null());
+    command.args(arguments).env_clear().current_dir(directory).stdin(Stdio::null());
     command.stdout(log.try_clone().context(failed)?).stderr(log).kill_on_drop(true);
     command.spawn().context(failed)
 }
