@@ -124,7 +124,7 @@ fn a_takeover_that_is_refused_changes_nothing() {
     fs::write(host.at(DUMP), &bytes[..bytes.len() - 4]).unwrap();
     refused(DUMP, "can't be read to its end");
     refused("/root/nothing.tgz", "/root/nothing.tgz");
-    refused("/root", "is not a file");
+    refused("/root", "is a directory");
     host.brokers.running.replace(Some(lead));
     refused(DUMP, "the lead's broker runs here as process 7");
 }

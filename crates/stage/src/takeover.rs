@@ -9,14 +9,13 @@ use std::{
 };
 
 use flate2::read::MultiGzDecoder;
-use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
 
 use super::remove::Brokers;
 use api::Takeover;
 use host::{
     Root,
     dumps::ID_KEY,
-    files::{Owner, write_atomic},
+    files::{Owner, open_plain, write_atomic},
     state, statedir, users,
 };
 use hostapi::{Refusal, TakeoverOrder};
@@ -78,14 +77,10 @@ pub fn read(prefix: &Path) -> Option<Takeover> {
 
 fn copy(from: &Path, to: &Path) -> Result<(), Refusal> {
     let cant_read = |error: io::Error| Refusal::io("read", from, &error);
-    // O_NONBLOCK, because open(2) would wait for a writer if this is a pipe.
-    let mut source = OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(from).map_err(cant_read)?;
-    if !source.metadata().map_err(cant_read)?.is_file() {
-        return Err(Refusal::new(format!("{} is not a file", from.display())));
-    }
+    let mut source = open_plain(from).map_err(cant_read)?;
     let mut write = || -> io::Result<()> {
         let mut options = OpenOptions::new();
-        let mut file = options.write(true).create_new(true).mode(0o600).custom_flags(O_NOFOLLOW).open(to)?;
+        let mut file = options.write(true).create_new(true).mode(0o600).open(to)?;
         io::copy(&mut source, &mut file)?;
         file.sync_all()
     };

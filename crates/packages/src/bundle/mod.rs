@@ -20,10 +20,11 @@ use crate::{
     BundleManifest, CreateBundle, FetchError, HttpError, Limits,
     bundle::packages::Contents,
     fetch::archive,
-    files::{FileError, open_plain, print},
+    files::{FileError, print},
     progress::size,
     unpack_error::UnpackError,
 };
+use host::files::open_plain;
 use locks::Locked;
 
 /// Make or inspect a bundle: one file that contains a complete Flux.

@@ -19,8 +19,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::{errno::Errno, sys::signal::Signal};
-
 pub use detached::{LAUNCHER, launcher_main};
 pub use error::LaunchError;
 pub use found::UnknownBroker;
@@ -30,8 +28,9 @@ use api::{BROKER_RUN_DIR, RUN_DIR};
 use host::{
     Root, cgroup, facts,
     files::remove_all_if_there,
+    lock::FileLock,
     log,
-    process::Identity,
+    process::{Identity, Signal},
     users::{self, User},
 };
 use hostapi::{LaunchOrder, LaunchRecord, Refusal, RunningBroker, StopOrder};
@@ -328,9 +327,9 @@ impl Places {
         Ok(())
     }
 
-    fn lock(&self) -> Result<nix::fcntl::Flock<fs::File>, LaunchError> {
-        record::lock(&self.run_dir, LOCK_TIMEOUT).map_err(|source| match source.raw_os_error() {
-            Some(code) if code == Errno::EWOULDBLOCK as i32 => LaunchError::UnderWay,
+    fn lock(&self) -> Result<FileLock, LaunchError> {
+        record::lock(&self.run_dir, LOCK_TIMEOUT).map_err(|source| match source.kind() {
+            io::ErrorKind::WouldBlock => LaunchError::UnderWay,
             _ => file("lock", &self.run_dir, source),
         })
     }
