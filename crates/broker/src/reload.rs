@@ -12,6 +12,7 @@ use super::{
     rfc3::{Client, RpcError},
     status::{held_names, parse},
 };
+use model::broker_toml::RenderError;
 
 /// Limit for one step.
 const TIMEOUT: Duration = Duration::from_mins(1);
@@ -37,7 +38,7 @@ pub const SCHEDULER_IS_OFFLINE: &str = "Scheduler is offline";
 /// The step that failed; [`ReloadError::Configuration`] if `configuration` fails.
 pub async fn reload(
     client: &Client,
-    configuration: impl FnOnce(&BTreeMap<u32, String>) -> Result<Value, String>,
+    configuration: impl FnOnce(&BTreeMap<u32, String>) -> Result<Value, RenderError>,
 ) -> Result<(), ReloadError> {
     let loaded = modules(client).await?;
     let is_loaded = |module: &&str| loaded.iter().any(|loaded| loaded == module);
@@ -62,11 +63,11 @@ pub async fn reload(
 /// Builds and loads the configuration; returns true if it has housekeeping after jobs.
 async fn take_in(
     client: &Client,
-    configuration: impl FnOnce(&BTreeMap<u32, String>) -> Result<Value, String>,
+    configuration: impl FnOnce(&BTreeMap<u32, String>) -> Result<Value, RenderError>,
 ) -> Result<bool, ReloadError> {
     // No scheduler is loaded, so no further job can start on a rank whose name is about to change.
     let held = held_names(client).await?;
-    let configuration = configuration(&held).map_err(ReloadError::Configuration)?;
+    let configuration = configuration(&held)?;
     let has_housekeeping = configuration["job-manager"].get("housekeeping").is_some();
     ask(client, "config.load", configuration).await?;
     Ok(has_housekeeping)
@@ -114,8 +115,8 @@ pub enum ReloadError {
     #[error(transparent)]
     Broker(#[from] RpcError),
     /// The configuration could not be built.
-    #[error("can't make a configuration for the running instance: {0}")]
-    Configuration(String),
+    #[error("can't make a configuration for the running instance")]
+    Configuration(#[from] RenderError),
     /// Jobs ended each time while the scheduler was loading, so it may hold their cores.
     #[error(
         "the scheduler was loaded {MAX_LOADS} times, and jobs ended each time before it was ready, so it may hold their cores"
