@@ -108,7 +108,7 @@ impl CreateBundle {
             Some(prefix) => prefix.clone(),
             None => std::path::absolute(given).map_err(FileError::on("read", given))?,
         };
-        check_prefix(&prefix).map_err(|reason| BundleError::input(&prefix, reason))?;
+        check_prefix(&prefix).map_err(|error| BundleError::input(&prefix, error.to_string()))?;
         let parent = self.parent();
         let parent_real = fs::canonicalize(parent).map_err(FileError::on("write to", parent))?;
         if parent_real.starts_with(&from) {

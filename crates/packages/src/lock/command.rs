@@ -136,7 +136,7 @@ impl LockCommandError {
     /// The process's exit code: 2 if the user must change the input, 1 for any other failure.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Solve(SolveError::Write { .. }) | Self::Http(_) | Self::Io(_) => 1,
+            Self::Solve(SolveError::Write(_)) | Self::Http(_) | Self::Io(_) => 1,
             Self::Solve(error) if error.is_transient() => 1,
             Self::Solve(_) | Self::Unreadable { .. } | Self::NoPlainFile { .. } | Self::Lock { .. } => 2,
         }
