@@ -12,6 +12,7 @@ use flate2::read::MultiGzDecoder;
 
 use super::remove::Brokers;
 use api::Takeover;
+use base::error_chain;
 use host::{
     Root,
     dumps::ID_KEY,
@@ -50,8 +51,7 @@ pub fn takeover(root: &Root, brokers: &dyn Brokers, order: &TakeoverOrder) -> Re
         let instance_id = &order.takeover.instance_id;
         statedir::prepare_from_dump(&prefix, instance_id, owner, |path| {
             copy(&root.path(dump), path)?;
-            let found = check(path).map_err(|why| Refusal::new(format!("{} {why}", dump.display())))?;
-            match found {
+            match check(path).map_err(|error| Refusal::new(format!("{} {}", dump.display(), error_chain(&error))))? {
                 Some(id) if id == *instance_id => Ok(()),
                 Some(id) => Err(Refusal::new(format!(
                     "{} is a dump of instance {id}, but the instance without a lead is {instance_id}",
@@ -87,35 +87,44 @@ fn copy(from: &Path, to: &Path) -> Result<(), Refusal> {
     write().map_err(|error| Refusal::io("copy the dump to", to, &error))
 }
 
-/// Reads a whole dump and returns the instance ID in it, if there is one. Fails if it is truncated or not a dump of
-/// Flux.
-fn check(path: &Path) -> Result<Option<String>, String> {
-    let broken = |error: io::Error| format!("can't be read to its end, so it is not a whole dump: {error}");
-    let mut file = File::open(path).map_err(broken)?;
+/// What is wrong with a dump, which is the subject of the messages.
+#[derive(Debug, thiserror::Error)]
+enum DumpError {
+    #[error("can't be read to its end, so it is not a whole dump")]
+    Read(#[from] io::Error),
+    #[error("is truncated: it is not a whole dump")]
+    Truncated,
+    #[error("is not a dump of a Flux instance")]
+    NotFlux,
+}
+
+/// Reads a whole dump and returns the instance ID in it, if there is one.
+fn check(path: &Path) -> Result<Option<String>, DumpError> {
+    let mut file = File::open(path)?;
     let mut magic = [0; 2];
     let is_gzip = file.read_exact(&mut magic).is_ok() && magic == GZIP;
-    file.rewind().map_err(broken)?;
+    file.rewind()?;
     let file = BufReader::new(file);
     let stream: Box<dyn Read> = if is_gzip { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) };
     let mut archive = tar::Archive::new(Tail { stream, last: Vec::new() });
     let (mut instance, mut is_flux) = (None, false);
     let named = PathBuf::from(ID_KEY.replace('.', "/"));
-    for entry in archive.entries().map_err(broken)? {
-        let entry = entry.map_err(broken)?;
-        let path = entry.path().map_err(broken)?.into_owned();
+    for entry in archive.entries()? {
+        let entry = entry?;
+        let path = entry.path()?.into_owned();
         // Every instance has these keys from its first minute on (flux-config-resource(5), RFC 16).
         is_flux = is_flux || path.starts_with("resource") || path.starts_with("job");
         if path == named {
             let mut text = String::new();
-            entry.take(MAX_ID_BYTES).read_to_string(&mut text).map_err(broken)?;
+            entry.take(MAX_ID_BYTES).read_to_string(&mut text)?;
             instance = Some(text.trim().to_owned());
         }
     }
     let mut tail = archive.into_inner();
-    io::copy(&mut tail, &mut io::sink()).map_err(broken)?;
+    io::copy(&mut tail, &mut io::sink())?;
     match () {
-        () if !tail.is_end() => Err("is truncated: it is not a whole dump".to_owned()),
-        () if !is_flux => Err("is not a dump of a Flux instance".to_owned()),
+        () if !tail.is_end() => Err(DumpError::Truncated),
+        () if !is_flux => Err(DumpError::NotFlux),
         () => Ok(instance),
     }
 }
@@ -167,7 +176,7 @@ mod tests {
         encoder.finish().unwrap()
     }
 
-    fn checked(bytes: &[u8]) -> Result<Option<String>, String> {
+    fn checked(bytes: &[u8]) -> Result<Option<String>, DumpError> {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(bytes).unwrap();
         check(file.path())
@@ -179,10 +188,10 @@ mod tests {
         let named = archive(&[("flux-distribute/instance-id", "4f-1"), ("resource/R", "{}"), ("job/1/J", &jobs)]);
         let unnamed = archive(&[("resource/R", "{}")]);
         let packed = gzip(&named);
-        assert_eq!(checked(&named), Ok(Some("4f-1".to_owned())));
-        assert_eq!(checked(&packed), Ok(Some("4f-1".to_owned())));
-        assert_eq!(checked(&unnamed), Ok(None));
-        assert!(checked(&archive(&[("etc/passwd", "root")])).unwrap_err().contains("not a dump of a Flux instance"));
+        assert_eq!(checked(&named).unwrap(), Some("4f-1".to_owned()));
+        assert_eq!(checked(&packed).unwrap(), Some("4f-1".to_owned()));
+        assert_eq!(checked(&unnamed).unwrap(), None);
+        assert!(matches!(checked(&archive(&[("etc/passwd", "root")])), Err(DumpError::NotFlux)));
         for cut in [&named[..1024], &named[..1536], &named[..4000], &named[..named.len() - 1024], &[], b"hello"] {
             assert!(checked(cut).is_err(), "{} bytes", cut.len());
         }

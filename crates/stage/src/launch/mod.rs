@@ -21,7 +21,7 @@ use std::{
 
 pub use detached::{LAUNCHER, launcher_main};
 pub use error::LaunchError;
-pub use found::UnknownBroker;
+pub use found::{UnknownBroker, Unrestored};
 
 use self::{error::file, found::UnrecordedBroker, record::RunRecord, systemd::Systemd};
 use api::{BROKER_RUN_DIR, RUN_DIR};
