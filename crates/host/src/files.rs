@@ -28,6 +28,27 @@ use hostapi::Refusal;
 /// Most mounts that [`unmount_users`] takes away.
 const MOST_UNMOUNTED: usize = 1000;
 
+/// An operation on a file or directory failed.
+#[derive(Debug, thiserror::Error)]
+#[error("can't {what} {}", path.display())]
+pub struct FileError {
+    /// The operation, a verb for the message: `read`, `write`.
+    pub what: &'static str,
+    /// The file or directory.
+    pub path: PathBuf,
+    /// The system's error.
+    #[source]
+    pub source: io::Error,
+}
+
+impl FileError {
+    /// Makes it of the system's error.
+    pub fn on(what: &'static str, path: &Path) -> impl Fn(io::Error) -> Self + use<> {
+        let path = path.to_owned();
+        move |source| Self { what, path: path.clone(), source }
+    }
+}
+
 /// Owner of a file, as numeric ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner {

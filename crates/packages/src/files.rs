@@ -7,30 +7,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use host::files::open_plain;
+use host::files::{FileError, open_plain};
 
 /// Prefix of the names of unfinished files; six letters or digits follow.
 const ASIDE: &str = ".flux-distribute-";
-
-/// A file could not be read or written.
-#[derive(Debug, thiserror::Error)]
-#[error("can't {what} {path}")]
-pub struct FileError {
-    /// The operation that failed, a verb for the message: `read`, `write`.
-    pub what: &'static str,
-    /// The file or directory.
-    pub path: String,
-    /// The system's error.
-    #[source]
-    pub source: io::Error,
-}
-
-impl FileError {
-    pub(crate) fn on(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
-        let path = path.display().to_string();
-        move |source| Self { what, path, source }
-    }
-}
 
 /// Prints the command's result to stdout.
 pub(crate) fn print(text: &str) -> Result<(), FileError> {

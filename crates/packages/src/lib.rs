@@ -39,7 +39,6 @@ pub use fetch::{
     credentials::CredentialsError,
     http::{HttpClient, HttpError},
 };
-pub use files::FileError;
 pub use lock::command::{LockAction, LockCommand, LockCommandError, LockDiffArguments, SolveArguments};
 pub use lock::solve::{SolveError, resolve};
 pub use progress::show::{LINE_EVERY, Style, shown};

@@ -20,14 +20,17 @@ use crate::{
         packages::{self, ByPlatform, archives, by_platform},
     },
     fetch::{archive::Hashing, fetch},
-    files::{Aside, FileError, directory_of, publish, rename_target},
+    files::{Aside, directory_of, publish, rename_target},
     holds, native_platform,
     progress::size,
     shown,
 };
 use api::PackageSet;
 use base::error_chain;
-use host::{files::open_plain, room::Room};
+use host::{
+    files::{FileError, open_plain},
+    room::Room,
+};
 use hostapi::Progress;
 use locks::LockError;
 

@@ -10,11 +10,11 @@ use clap::{Args, Subcommand};
 
 use crate::{
     Access, HttpClient, HttpError, OutputFormat, SolveError,
-    files::{Aside, FileError, directory_of, print, rename_target},
+    files::{Aside, directory_of, print, rename_target},
     native_platform, resolve,
 };
 use api::{PackageSet, Packages};
-use host::files::open_plain;
+use host::files::{FileError, open_plain};
 use locks::{
     LockError,
     diff::{self, Bytes, Contents, Count, compare},
