@@ -5,6 +5,7 @@
 
 use std::{
     collections::HashMap,
+    io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
@@ -39,7 +40,7 @@ pub enum RpcError {
         path: PathBuf,
         /// The system's error.
         #[source]
-        source: std::io::Error,
+        source: io::Error,
     },
     /// Another user owns the broker, so it refuses ours.
     #[error("the broker at {} refuses this user (error {errnum})", path.display())]
@@ -168,7 +169,7 @@ impl Client {
             let accepted = stream.read_u8().await?;
             Ok((stream, accepted))
         };
-        let late = || std::io::Error::from(std::io::ErrorKind::TimedOut);
+        let late = || io::Error::from(io::ErrorKind::TimedOut);
         let (stream, errnum) = timeout(TIMEOUT, open).await.map_err(|_| failed(late()))?.map_err(failed)?;
         if errnum != 0 {
             return Err(RpcError::Denied { path: path.to_owned(), errnum });
@@ -345,7 +346,7 @@ fn value_of(message: Message) -> Result<Value, RpcError> {
         (0, Some(json)) => serde_json::from_slice(&json).map_err(|source| RpcError::Payload { topic, source }),
         (errnum, payload) => {
             let words = payload.map(|text| String::from_utf8_lossy(&text).into_owned()).filter(|text| !text.is_empty());
-            let errno = || nix::errno::Errno::from_raw(i32::try_from(errnum).unwrap_or_default()).desc().to_owned();
+            let errno = || io::Error::from_raw_os_error(errnum.cast_signed()).to_string();
             Err(RpcError::Service { topic, errnum, text: words.unwrap_or_else(errno) })
         }
     }

@@ -3,13 +3,12 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use futures::{Stream, StreamExt, future, stream};
-use nix::errno::Errno;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 use tokio::time::sleep;
 
 use super::{
-    message::{ANY, LEAD},
+    message::{ANY, ENOSYS, LEAD},
     resource_set::{Amount, ResourceSet},
     rfc3::{Client, RpcError},
 };
@@ -369,7 +368,7 @@ pub async fn held_names(client: &Client) -> Result<BTreeMap<u32, String>, RpcErr
         Ok(status) => parse::<Resources>(topic, status)?.all.names(),
         // An interrupted live change removed the resource module; the configuration that it had loaded keeps these
         // names.
-        Err(RpcError::Service { errnum, .. }) if errnum == Errno::ENOSYS as u32 => loaded_names(client).await?,
+        Err(RpcError::Service { errnum: ENOSYS, .. }) => loaded_names(client).await?,
         Err(error) => return Err(error),
     };
     Ok(names.into_iter().filter(|(rank, _)| held.contains(*rank)).collect())

@@ -223,8 +223,8 @@ fn check_spec(object: &mut Value, findings: &mut Vec<Finding>) -> Option<FluxIns
 ///
 /// # Errors
 /// If the spec can't be parsed.
-pub fn rules(object: &Value) -> Result<Vec<Finding>, String> {
-    FluxInstanceSpec::deserialize(&object["spec"]).map(|spec| validate(&spec)).map_err(|error| error.to_string())
+pub fn rules(object: &Value) -> serde_json::Result<Vec<Finding>> {
+    FluxInstanceSpec::deserialize(&object["spec"]).map(|spec| validate(&spec))
 }
 
 fn must_be(object: &Value, field: &str, expected: &str, findings: &mut Vec<Finding>) {

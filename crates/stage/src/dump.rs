@@ -57,7 +57,7 @@ pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
         })?
     };
     remove_leavings(&dir);
-    let room = File::open(&dir).and_then(Room::of).map_err(|error| Refusal::io("examine", &dir, &error))?;
+    let room = Room::of(&dir).map_err(|error| Refusal::io("examine", &dir, &error))?;
     let store = fs::symlink_metadata(root.path(&order.prefix).join(STATEDIR).join(CONTENT));
     check_room(&root.unpath(&dir), room, store.map_or(0, |store| store.len()))?;
     // The time before the dump begins: later changes are not in it.
@@ -209,11 +209,12 @@ mod tests {
             (1063 * MIB, 1000 * MIB, false),
             (u64::MAX, u64::MAX, true),
         ] {
-            let checked = check_room(Path::new("/p/dump"), Room { available: free, total: u64::MAX }, store);
+            let checked =
+                check_room(Path::new("/p/dump"), Room { available: free, total: u64::MAX, files: None }, store);
             assert_eq!(checked.is_ok(), fits, "{free} {store}");
         }
         let refusal =
-            check_room(Path::new("/p/dump"), Room { available: 500 * MIB, total: 0 }, 1000 * MIB).unwrap_err();
+            check_room(Path::new("/p/dump"), Room { available: 500 * MIB, ..Room::default() }, 1000 * MIB).unwrap_err();
         let words = ["/p/dump", "500 MiB are free", "1064 MiB may be needed"];
         assert!(refusal.transient && words.iter().all(|word| refusal.message.contains(word)), "{refusal}");
     }

@@ -186,8 +186,8 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
     // The client needs this file.
     while !certificate_file(layout).exists() {
         if Instant::now() > end || !matches!(server.try_wait(), Ok(None)) {
-            let log = last_line(&files("kube-apiserver.log"));
-            return Err(LocalError::Refused(format!("kube-apiserver does not start: {log}")));
+            let why = last_line(&files("kube-apiserver.log"));
+            return Err(LocalError::NotStarted { who: "kube-apiserver".to_owned(), why });
         }
         sleep(Duration::from_millis(50)).await;
     }

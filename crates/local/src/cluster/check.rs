@@ -14,7 +14,7 @@ use crate::error::{Context, LocalError};
 use api::{BundleSource, DEFAULT_CHANNEL, Packages};
 use base::{error_chain, redact::redacted};
 use locks::lock_urls;
-use packages::{InspectBundle, OutputFormat, native_platform};
+use packages::{BundleError, InspectBundle, OutputFormat, native_platform};
 
 /// Timeout for a source to answer.
 const LIMIT: Duration = Duration::from_secs(2);
@@ -104,27 +104,38 @@ async fn check_bundle(bundle: &BundleSource, ask_servers: bool) -> Result<Source
     let inspected = tokio::task::spawn_blocking(move || inspect(&path, &wanted)).await;
     Ok(inspected
         .context(|| "the check of the bundle panicked".to_owned())?
-        .map_or_else(Source::Wrong, |()| Source::Good))
+        .map_or_else(|error| Source::Wrong(error_chain(&error)), |()| Source::Good))
+}
+
+/// Why a host like this machine would not install a bundle.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Unfit {
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    #[error(transparent)]
+    Description(#[from] serde_json::Error),
+    #[error("{} has sha256 {found}, but {wanted} is expected", path.display())]
+    Sha256 { path: PathBuf, found: String, wanted: String },
+    #[error("{} is for {platforms}, but this machine is {}", path.display(), native_platform())]
+    Platform { path: PathBuf, platforms: String },
 }
 
 /// Checks whether a host like this machine would install the bundle at `path`.
 ///
 /// # Errors
-/// Why it wouldn't.
-pub(crate) fn inspect(path: &Path, wanted: &str) -> Result<(), String> {
+/// If it wouldn't.
+pub(crate) fn inspect(path: &Path, wanted: &str) -> Result<(), Unfit> {
     let inspection = InspectBundle { file: path.to_owned(), output: OutputFormat::Json };
-    let found = inspection.run().map_err(|error| error_chain(&error))?;
-    let found: Value = serde_json::from_str(&found).map_err(|error| error.to_string())?;
+    let found: Value = serde_json::from_str(&inspection.run()?)?;
     let sha256 = found["sha256"].as_str().unwrap_or_default();
     if sha256 != wanted {
-        return Err(format!("{} has sha256 {sha256}, but {wanted} is expected", path.display()));
+        return Err(Unfit::Sha256 { path: path.to_owned(), found: sha256.to_owned(), wanted: wanted.to_owned() });
     }
     let manifest = &found["manifest"];
     let platforms = manifest["platforms"].as_array().map_or(std::slice::from_ref(&manifest["platform"]), Vec::as_slice);
     if !platforms.iter().any(|platform| platform == native_platform()) {
         let platforms: Vec<_> = platforms.iter().filter_map(Value::as_str).collect();
-        let (path, platforms) = (path.display(), platforms.join(" and "));
-        return Err(format!("{path} is for {platforms}, but this machine is {}", native_platform()));
+        return Err(Unfit::Platform { path: path.to_owned(), platforms: platforms.join(" and ") });
     }
     Ok(())
 }

@@ -19,7 +19,7 @@ use tokio::process::Command;
 
 use super::kind::Kind;
 use crate::error::{Context, LocalError};
-use api::{check_prefix, check_prefix_characters};
+use api::{PrefixError, check_prefix, check_prefix_characters};
 use base::redact::LOG_VARIABLE;
 
 /// Overrides [`DEFAULT_DIRECTORY`], so that several local clusters can be up on one machine.
@@ -46,7 +46,7 @@ impl Layout {
             _ => PathBuf::from(DEFAULT_DIRECTORY),
         };
         // `down` removes this directory and everything in it.
-        let refused = |reason| LocalError::Usage(format!("{DIRECTORY_VARIABLE}: {reason}"));
+        let refused = |reason: PrefixError| LocalError::Usage(format!("{DIRECTORY_VARIABLE}: {reason}"));
         check_prefix(&directory).and_then(|()| check_prefix_characters(&directory)).map_err(refused)?;
         Ok(Self { directory })
     }
@@ -148,8 +148,7 @@ impl Layout {
                 Ok(lock) => return Ok(lock),
                 Err((_, Errno::EWOULDBLOCK)) if Instant::now() < end => std::thread::sleep(Duration::from_millis(20)),
                 Err((_, Errno::EWOULDBLOCK)) => {
-                    let message = format!("another `local` command is still running in {}", self.directory.display());
-                    return Err(LocalError::Refused(message));
+                    return Err(LocalError::Busy(self.directory.clone()));
                 }
                 Err((_, errno)) => return Err(errno).context(failed),
             }

@@ -79,7 +79,7 @@ async fn digest(url: &Url) -> Result<String, LocalError> {
     let (wanted, shown) = (sha256.clone(), redacted(url.as_str()));
     let inspected = tokio::task::spawn_blocking(move || {
         let path = file.path().display().to_string();
-        check::inspect(file.path(), &wanted).map_err(|error| error.replace(&path, &shown))
+        check::inspect(file.path(), &wanted).map_err(|error| error_chain(&error).replace(&path, &shown))
     });
     inspected.await.context(failed)?.map_err(LocalError::Usage)?;
     Ok(sha256)

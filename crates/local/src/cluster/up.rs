@@ -303,7 +303,7 @@ async fn start_daemon(layout: &Layout, spec: &str) -> Result<(), LocalError> {
     if let Some(mut stdin) = child.stdin.take() {
         stdin.write_all(spec.as_bytes()).await.context(failed)?;
     }
-    let stdout = child.stdout.take().ok_or_else(|| LocalError::Refused(failed()))?;
+    let stdout = child.stdout.take().ok_or("it has no stdout").context(failed)?;
     let mut lines = BufReader::new(stdout).lines();
     read_report(&mut lines, DAEMON_LIMIT, "the local cluster's daemon").await.map(drop)
 }
