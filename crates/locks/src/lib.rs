@@ -234,10 +234,15 @@ fn locked(package: &LockedPackage) -> Result<Locked, LockError> {
     Ok(Locked { archive: format!("{sha256}.{extension}"), record, sha256 })
 }
 
-/// True for a path of plain names below an environment, without the directory that lists its packages.
+/// True for a path of plain names below an environment, without the directory that lists its packages and the one in which
+/// rattler puts files of several packages aside.
 fn is_inside(path: &Path) -> bool {
     let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
-    is_plain && path.components().next().is_some_and(|first| first.as_os_str() != "conda-meta")
+    is_plain
+        && path
+            .components()
+            .next()
+            .is_some_and(|first| first.as_os_str() != "conda-meta" && first.as_os_str() != "__clobbers__")
 }
 
 /// Finds the error to report for a lock that doesn't parse. The parser gives a position in the text, which doesn't help
@@ -323,7 +328,8 @@ mod tests {
         let read = packages(&lock(good), "linux-64").unwrap();
         assert_eq!(read[0].record.package_record.python_site_packages_path.as_deref(), Some(good));
         check_lock(&lock(good), &[]).unwrap();
-        for path in ["/etc/cron.d", "../..", "lib/../../..", "./lib", "", "conda-meta", "conda-meta/x"] {
+        for path in ["/etc/cron.d", "../..", "lib/../../..", "./lib", "", "conda-meta", "conda-meta/x", "__clobbers__"]
+        {
             let error = packages(&lock(path), "linux-64").err().map(|error| error.to_string()).unwrap_or_default();
             assert!(error.contains(&format!("package python has the python_site_packages_path `{path}`")), "{error}");
             assert!(check_lock(&lock(path), &[]).is_err(), "{path}");

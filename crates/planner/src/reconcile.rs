@@ -226,7 +226,8 @@ impl Planner {
             self.protect(caches, changes).await;
         }
         self.publish(&seen, planned.as_ref(), &caches.flux_nodes.state()).await?;
-        let obstacle = foremost(obstacle.into_iter().chain(planned.as_ref().and_then(|planned| no_lead(&seen, planned))));
+        let obstacle =
+            foremost(obstacle.into_iter().chain(planned.as_ref().and_then(|planned| no_lead(&seen, planned))));
         let next = status(&seen, seen.generation, planned.as_ref(), obstacle.as_ref());
         self.announce(flux, &next, obstacle.as_ref()).await;
         instance::write_status(&self.client, flux, &next).await

@@ -5,7 +5,7 @@
 use std::{
     cell::Cell,
     convert::Infallible,
-    io::{self, BufReader, Read},
+    io::{self, BufReader, Read, Seek, SeekFrom},
     rc::Rc,
     sync::{Condvar, Mutex, PoisonError},
 };
@@ -61,6 +61,43 @@ pub(crate) fn reached(error: &io::Error) -> Option<String> {
         };
     }
     None
+}
+
+impl Limits {
+    /// The limit that `bytes` out of `packed` bytes exceed.
+    pub(crate) fn check(self, bytes: u64, packed: u64) -> Option<String> {
+        if bytes > self.bytes {
+            return Some(format!("{} bytes", self.bytes));
+        }
+        let is_bomb = bytes > RATIO_COUNTS_FROM && bytes / self.ratio > packed;
+        is_bomb.then(|| format!("{} times its own size", self.ratio))
+    }
+}
+
+/// Fails once more than a number of bytes was read, wherever they stand.
+pub(crate) struct Limited<R> {
+    inner: R,
+    left: u64,
+}
+
+impl<R> Limited<R> {
+    pub(crate) fn new(inner: R, bytes: u64) -> Self {
+        Self { inner, left: bytes }
+    }
+}
+
+impl<R: Read> Read for Limited<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let n = self.inner.read(buffer)?;
+        self.left = self.left.checked_sub(n as u64).ok_or_else(|| io::Error::other("it is too long"))?;
+        Ok(n)
+    }
+}
+
+impl<R: Seek> Seek for Limited<R> {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        self.inner.seek(to)
+    }
 }
 
 /// Counts the packed bytes that are read.
@@ -137,16 +174,11 @@ impl Read for Guarded<'_> {
         self.bytes += n as u64;
         let allowed = self.allowed.get().checked_sub(n as u64);
         self.allowed.set(allowed.unwrap_or_default());
-        let reached = if allowed.is_none() {
-            format!("{} MiB of names and headers for one entry", METADATA >> 20)
-        } else if self.bytes > self.limits.bytes {
-            format!("{} bytes", self.limits.bytes)
-        } else if self.bytes > RATIO_COUNTS_FROM && self.bytes / self.limits.ratio > self.packed.get() {
-            format!("{} times its own size", self.limits.ratio)
-        } else {
-            return Ok(n);
+        let reached = match allowed {
+            None => Some(format!("{} MiB of names and headers for one entry", METADATA >> 20)),
+            Some(_) => self.limits.check(self.bytes, self.packed.get()),
         };
-        Err(io::Error::other(LimitReached(reached)))
+        reached.map_or(Ok(n), |limit| Err(io::Error::other(LimitReached(limit))))
     }
 }
 

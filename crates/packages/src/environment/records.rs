@@ -247,12 +247,16 @@ pub(crate) fn by_packages(root: &Path, tree: &Tree) -> (BTreeMap<PathBuf, Record
     (recorded_files, unreadable)
 }
 
-/// rattler moves the other versions of a file that several packages contain to `__clobbers__`. This removes the empty
+/// Where rattler moves the other versions of a file that several packages contain.
+pub(crate) const CLOBBERS: &str = "__clobbers__";
+
+/// rattler moves the other versions of a file that several packages contain to [`CLOBBERS`]. This removes the empty
 /// directories and sorts the records, so that the order of linking leaves no trace: a package set always gives the same
 /// tree, bit for bit.
 pub(crate) fn settle_clobbers(root: &Path) -> io::Result<()> {
-    let away = root.join("__clobbers__");
-    if !away.is_dir() {
+    let away = root.join(CLOBBERS);
+    // Not through a symlink, or this would empty a directory of the host.
+    if !fs::symlink_metadata(&away).is_ok_and(|found| found.is_dir()) {
         return Ok(());
     }
     let tree = Tree::walk(&away)?;
