@@ -7,7 +7,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use host::files::{FileError, open_plain};
+use host::{
+    files::{FileError, open_plain},
+    trust::is_trusted,
+};
 
 /// Prefix of the names of unfinished files; six letters or digits follow.
 const ASIDE: &str = ".flux-distribute-";
@@ -20,18 +23,38 @@ pub(crate) fn print(text: &str) -> Result<(), FileError> {
 
 /// The path that a rename must replace in order to write `path`. If `path` is a symlink, that is the file it points to,
 /// so that the link survives. Fails if anything but a regular file is there, so that a device is never replaced.
+///
+/// # Errors
+/// Also if another user made the symlink in a directory that users share, such as /tmp: a write through it would be refused
+/// by the kernel (`fs.protected_symlinks` in proc_sys_fs(5)), but a rename would replace what it points to.
 pub(crate) fn rename_target(path: &Path) -> io::Result<PathBuf> {
-    let target = match fs::canonicalize(path) {
-        Ok(target) => target,
-        Err(e) if e.kind() == io::ErrorKind::NotFound && fs::symlink_metadata(path).is_err() => {
-            return Ok(path.to_owned());
-        }
-        Err(e) => return Err(e),
-    };
+    if fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+        return Ok(path.to_owned());
+    }
+    let mut target = path.to_owned();
+    while let Some(next) = pointed_to(&target)? {
+        target = next;
+    }
+    let target = fs::canonicalize(target)?;
     match fs::metadata(&target)?.is_file() {
         true => Ok(target),
         false => Err(io::Error::new(io::ErrorKind::AlreadyExists, "something other than a regular file is there")),
     }
+}
+
+/// Where `path` points to, if it is a symlink.
+fn pointed_to(path: &Path) -> io::Result<Option<PathBuf>> {
+    let link = fs::symlink_metadata(path)?;
+    if !link.is_symlink() {
+        return Ok(None);
+    }
+    let directory = fs::metadata(directory_of(path))?;
+    let is_shared = directory.mode() & 0o1002 == 0o1002;
+    if is_shared && !is_trusted(link.uid()) && link.uid() != directory.uid() {
+        let words = format!("it is a symlink that the user with uid {} has made; name another file", link.uid());
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, words));
+    }
+    Ok(Some(directory_of(path).join(fs::read_link(path)?)))
 }
 
 /// The directory of a file.
@@ -116,6 +139,22 @@ mod tests {
         assert_eq!(rename_target(&path("link")).unwrap(), real);
         for name in ["dangling", "socket", "."] {
             assert!(rename_target(&path(name)).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_symlink_that_another_user_made_in_a_shared_directory_is_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (link, file) = (dir.path().join("link"), dir.path().join("file"));
+        fs::write(&file, "").unwrap();
+        std::os::unix::fs::symlink("file", &link).unwrap();
+        if std::os::unix::fs::lchown(&link, Some(65534), None).is_err() {
+            return; // Only root can give it to another user.
+        }
+        for (mode, is_followed) in [(0o1777, false), (0o777, true), (0o1755, true)] {
+            fs::set_permissions(dir.path(), fs::Permissions::from_mode(mode)).unwrap();
+            let target = rename_target(&link);
+            assert_eq!(target.is_ok(), is_followed, "{mode:o}: {target:?}");
         }
     }
 

@@ -120,18 +120,25 @@ pub(crate) fn stays_inside(from: &Path, target: &Path) -> bool {
 
 /// Where users can write on most hosts, and /proc, in which names such as `self/root` lead anywhere. What a symlink finds
 /// there is not what its author meant, and root may run it.
-const OPEN_TO_USERS: [&str; 13] = [
+const OPEN_TO_USERS: [&str; 20] = [
+    "/dev/fd",
     "/dev/mqueue",
     "/dev/shm",
+    "/dev/stderr",
+    "/dev/stdin",
+    "/dev/stdout",
     "/home",
     "/proc",
     "/run/lock",
+    "/run/screen",
     "/run/shm",
     "/run/user",
     "/tmp",
     "/usr/tmp",
+    "/var/crash",
     "/var/lock",
     "/var/run/lock",
+    "/var/run/screen",
     "/var/run/user",
     "/var/tmp",
 ];
