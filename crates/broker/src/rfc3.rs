@@ -11,6 +11,7 @@ use std::{
 };
 
 use futures::Stream;
+use nix::{errno::Errno, unistd::geteuid};
 use serde_json::{Value, json};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -84,6 +85,13 @@ pub enum RpcError {
     },
 }
 
+impl RpcError {
+    /// True if a service answered with this error number.
+    pub fn is(&self, errno: Errno) -> bool {
+        matches!(self, Self::Service { errnum, .. } if *errnum == errno as u32)
+    }
+}
+
 type Answers = mpsc::UnboundedSender<Message>;
 
 #[derive(Default)]
@@ -100,6 +108,7 @@ pub struct Client {
     shared: Shared,
     gone: watch::Receiver<bool>,
     peer_pid: Option<i32>,
+    uid: u32,
     /// Sends the topics of incoming events.
     events: broadcast::Sender<String>,
     reader: JoinHandle<()>,
@@ -163,6 +172,7 @@ impl Client {
     /// [`RpcError::Connect`] if no broker listens, [`RpcError::Denied`] if it serves another user.
     pub async fn connect(path: &Path) -> Result<Self, RpcError> {
         let failed = |source| RpcError::Connect { path: path.to_owned(), source };
+        let uid = geteuid().as_raw();
         let open = async {
             let mut stream = UnixStream::connect(path).await?;
             let accepted = stream.read_u8().await?;
@@ -192,12 +202,18 @@ impl Client {
                 let _ = tell_gone.send(true);
             }
         });
-        Ok(Self { outgoing, shared, gone, peer_pid, events, reader })
+        Ok(Self { outgoing, shared, gone, peer_pid, uid, events, reader })
     }
 
     /// Pid of the process that listens at the path, from the kernel.
     pub fn peer_pid(&self) -> Option<i32> {
         self.peer_pid
+    }
+
+    /// The user as which the broker sees this connection (`SO_PEERCRED`): the effective one of this process when it
+    /// connected.
+    pub fn uid(&self) -> u32 {
+        self.uid
     }
 
     /// One request, one response, within [`TIMEOUT`]. `nodeid` is a rank, [`super::message::ANY`] or
@@ -345,7 +361,7 @@ fn value_of(message: Message) -> Result<Value, RpcError> {
         (0, Some(json)) => serde_json::from_slice(&json).map_err(|source| RpcError::Payload { topic, source }),
         (errnum, payload) => {
             let words = payload.map(|text| String::from_utf8_lossy(&text).into_owned()).filter(|text| !text.is_empty());
-            let errno = || nix::errno::Errno::from_raw(i32::try_from(errnum).unwrap_or_default()).desc().to_owned();
+            let errno = || Errno::from_raw(i32::try_from(errnum).unwrap_or_default()).desc().to_owned();
             Err(RpcError::Service { topic, errnum, text: words.unwrap_or_else(errno) })
         }
     }

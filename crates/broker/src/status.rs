@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 use tokio::time::sleep;
 
+pub use super::resource_set::{Amount, ResourceSet};
 use super::{
     message::{ANY, LEAD},
     rfc3::{Client, RpcError},
@@ -123,17 +124,6 @@ pub struct Drained {
     /// When they were drained, by the lead's clock, in seconds since 1970.
     #[serde(skip)]
     pub since: f64,
-}
-
-/// An amount of resources, and the ranks that have them.
-#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
-pub struct Amount {
-    /// Ranks that have any of it.
-    pub ranks: IdSet,
-    /// Number of cores.
-    pub cores: usize,
-    /// Number of GPUs.
-    pub gpus: usize,
 }
 
 /// A change of a broker's state or of the instance's membership.
@@ -379,7 +369,7 @@ pub async fn held_names(client: &Client) -> Result<BTreeMap<u32, String>, RpcErr
         Ok(status) => parse::<Resources>(topic, status)?.all.names(),
         // An interrupted live change removed the resource module; the configuration that it had loaded keeps these
         // names.
-        Err(RpcError::Service { errnum, .. }) if errnum == Errno::ENOSYS as u32 => loaded_names(client).await?,
+        Err(error) if error.is(Errno::ENOSYS) => loaded_names(client).await?,
         Err(error) => return Err(error),
     };
     Ok(names.into_iter().filter(|(rank, _)| held.contains(*rank)).collect())
@@ -434,60 +424,6 @@ impl Scheduled {
             *cores > 0 && !down.contains_key(rank)
         });
         free
-    }
-}
-
-/// The parts of R (RFC 20) that we count.
-#[derive(Deserialize, Clone, Debug, Default, PartialEq)]
-pub struct ResourceSet {
-    execution: Execution,
-}
-
-#[derive(Deserialize, Clone, Debug, Default, PartialEq)]
-struct Execution {
-    #[serde(rename = "R_lite", default)]
-    entries: Vec<Entry>,
-    #[serde(default)]
-    nodelist: Vec<String>,
-}
-
-#[derive(Deserialize, Clone, Debug, PartialEq)]
-struct Entry {
-    rank: IdSet,
-    children: BTreeMap<String, IdSet>,
-}
-
-impl ResourceSet {
-    /// The names of its ranks. A nodelist is in rank order (RFC 20).
-    fn names(&self) -> BTreeMap<u32, String> {
-        let names = self.execution.nodelist.iter().flat_map(|names| hostlist::decode(names));
-        self.amount().ranks.0.into_iter().zip(names).collect()
-    }
-
-    /// Number of cores by rank.
-    fn cores(&self) -> BTreeMap<u32, usize> {
-        let mut cores = BTreeMap::new();
-        for Entry { rank, children } in &self.execution.entries {
-            let each = children.get("core").map_or(0, IdSet::len);
-            rank.0.iter().for_each(|rank| *cores.entry(*rank).or_default() += each);
-        }
-        cores
-    }
-
-    fn amount(&self) -> Amount {
-        self.amount_on(|_| true)
-    }
-
-    fn amount_on(&self, is_meant: impl Fn(u32) -> bool) -> Amount {
-        let mut amount = Amount::default();
-        for Entry { rank, children } in &self.execution.entries {
-            let ranks = rank.0.iter().copied().filter(|rank| is_meant(*rank)).collect::<IdSet>();
-            let count = |kind| ranks.len() * children.get(kind).map_or(0, IdSet::len);
-            amount.cores += count("core");
-            amount.gpus += count("gpu");
-            amount.ranks.0.extend(ranks.0);
-        }
-        amount
     }
 }
 
