@@ -19,6 +19,7 @@ const LAYERS: &[&[&str]] = &[
     &["locks", "hostapi"],
     &["model", "cluster", "host"],
     &["broker", "packages", "apiserver"],
+    &["pods"],
     &["stage", "planner", "agent", "local"],
     &["flux-distribute"],
 ];
@@ -33,6 +34,7 @@ const APART: &[(&str, &[&str])] = &[
     ("host", &["model", "cluster", "kube", "reqwest"]),
     ("broker", &["cluster", "kube", "reqwest"]),
     ("packages", &["cluster", "kube", "model"]),
+    ("pods", &["cluster", "host", "kube", "tokio", "nix", "reqwest"]),
     ("stage", &["cluster", "kube", "reqwest"]),
     ("cluster", &["model", "hostapi", "host", "locks", "nix"]),
     ("planner", &["hostapi", "stage", "broker", "nix"]),
