@@ -27,7 +27,7 @@ fi
 
 # Whether a server listens where a URL points: all that can be asked with nothing but bash. Names that don't resolve take
 # their time, too.
-answers() { # URL
+listens() { # URL
     local rest=${1#*://} port=80
     [[ $1 != https://* ]] || port=443
     rest=${rest%%[/?#]*}
@@ -36,11 +36,25 @@ answers() { # URL
     timeout 2 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "${rest%:*}" "$port" 2>/dev/null
 }
 
-# The nodes are behind a bridge, from which the machine's proxy need not be within reach.
+# The machine's proxy for a URL, if its environment names one.
+proxy() { # URL
+    case $1 in
+        https://*) echo "${HTTPS_PROXY:-${https_proxy:-${ALL_PROXY:-${all_proxy:-}}}}" ;;
+        *) echo "${HTTP_PROXY:-${http_proxy:-${ALL_PROXY:-${all_proxy:-}}}}" ;;
+    esac
+}
+
+# Whether the proxy reaches it, only `local up` finds out.
+answers() { # URL
+    local proxy
+    proxy=$(proxy "$1")
+    listens "$1" || { [ -n "$proxy" ] && listens "$proxy"; }
+}
+
 unreachable() { # URL
-    local unused=
-    [ -z "${HTTPS_PROXY:-${https_proxy:-}}" ] || unused=" (local mode does not use the proxy that HTTPS_PROXY names)"
-    echo "can't reach $1$unused"
+    local proxy
+    proxy=$(proxy "$1")
+    echo "can't reach $1${proxy:+, nor the proxy that the environment names}"
 }
 
 # What is wrong with the source, if anything can be seen from here; `local up` looks more closely.
@@ -84,7 +98,7 @@ if [ "$flux" = none ]; then
 elif found=$(missing) && [ -n "$found" ]; then
     # A user who names a source wants that one.
     [ "$flux$([ -z "${BUNDLE:-}${CHANNEL:-}" ] || echo named)" = auto ] || fail "$found; for Flux, give $remedies"
-    # `local up` looks once more, also through a proxy; it is asked for Flux, so it says the same reason if there is none.
+    # `local up` looks once more; it is asked for Flux, so it says the same reason if there is none.
     why="$found; for Flux, give $remedies"
 fi
 [ -z "$why" ] || echo "No Flux will run in this demo: $why. It shows agents, planner and API server with a stand-in for brokers."

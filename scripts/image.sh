@@ -9,7 +9,7 @@ out=$1
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 image=${IMAGE:-localhost/flux-distribute:$version}
 triple=$(rustc --print host-tuple)
-binary=${BINARY:-${CARGO_TARGET_DIR:-target}/$triple/release/flux-distribute}
+binary=${BINARY:-${CARGO_TARGET_DIR:-target}/$triple/image/flux-distribute}
 [ -x "$binary" ] || { echo "no $binary: run \`make image-binary\`, or set BINARY" >&2; exit 1; }
 case $triple in
     x86_64-*) architecture=amd64 ;;

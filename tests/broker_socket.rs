@@ -99,7 +99,10 @@ async fn different_failures_give_different_errors() {
     let error = ask("test.refuses").await.unwrap_err();
     assert_eq!(error.to_string(), "test.refuses: this RPC only works on rank 0");
     assert!(matches!(error, RpcError::Service { errnum: 71, .. }));
-    assert_eq!(ask("test.wordless").await.unwrap_err().to_string(), "test.wordless: No such file or directory");
+    assert_eq!(
+        ask("test.wordless").await.unwrap_err().to_string(),
+        "test.wordless: No such file or directory (os error 2)"
+    );
     assert!(matches!(ask("test.unknown").await, Err(RpcError::Service { errnum: 38, .. })));
     assert!(matches!(ask("test.silent").await, Err(RpcError::Timeout { .. })));
     assert!(matches!(ask("test.garbage").await, Err(RpcError::Closed)));

@@ -25,20 +25,21 @@ const LAYERS: &[&[&str]] = &[
 ];
 /// The only ones that may depend on a crate that must not be in the image, and only if feature `local` is on.
 const LOCAL_MODE: [&str; 2] = ["local", "apiserver"];
-/// What each of these must not know, though it stands below: pure crates know no client, and a host no cluster.
+/// What each of these must not know, though it stands below: pure crates know no client, and a host no cluster. Without `nix`
+/// (and `unsafe`) a crate makes no system call that std doesn't make for it: `host` does, and `local`, which makes hosts.
 const APART: &[(&str, &[&str])] = &[
     ("model", &["cluster", "host", "hostapi", "kube-runtime", "tokio", "nix", "reqwest"]),
     ("locks", &["hostapi", "tokio", "nix", "reqwest", "kube"]),
     ("api", &["tokio", "nix", "reqwest"]),
     ("hostapi", &["tokio", "nix", "reqwest", "kube"]),
     ("host", &["model", "cluster", "kube", "reqwest"]),
-    ("broker", &["cluster", "kube", "reqwest"]),
-    ("packages", &["cluster", "kube", "model"]),
+    ("broker", &["cluster", "kube", "reqwest", "nix"]),
+    ("packages", &["cluster", "kube", "model", "nix"]),
     ("pods", &["cluster", "host", "kube", "tokio", "nix", "reqwest"]),
-    ("stage", &["cluster", "kube", "reqwest"]),
+    ("stage", &["cluster", "kube", "reqwest", "nix"]),
     ("cluster", &["model", "hostapi", "host", "locks", "nix"]),
     ("planner", &["hostapi", "stage", "broker", "nix"]),
-    ("agent", &["planner", "stage"]),
+    ("agent", &["planner", "stage", "nix"]),
 ];
 
 fn cargo(words: &[&str]) -> String {

@@ -1,7 +1,7 @@
 //! `flux-distribute validate`: reports what the API server, the planner or the solver would refuse, before they do.
 
 use std::{
-    io::Write,
+    io::{self, Write},
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -18,9 +18,14 @@ use model::{
 use packages::OutputFormat;
 
 const ABOUT: &str = "\
-FILE holds a FluxInstance, only its spec, or several documents; of those, the ones of kind FluxInstance and
-ConfigMap flux-default are checked, so deploy/daemonset-installer.yaml works too. The command does not look
-up packages and does not read bundles.
+FILE may hold
+
+- a FluxInstance, as `kubectl get fxi flux -o yaml` prints it
+- only its spec: `spec:` and the fields below it, or the bare fields, such as the one line `size: 4`
+- several documents, or a List. Those of kind FluxInstance and ConfigMap flux-default are checked, so
+  deploy/daemonset-installer.yaml works too.
+
+The same holds for the file of --against. The command does not look up packages and does not read bundles.
 
 Exit code: 0 if the file is valid, else 2 with one line per finding, FILE:LINE: FIELD: what is wrong.";
 
@@ -28,10 +33,10 @@ Exit code: 0 if the file is valid, else 2 with one line per finding, FILE:LINE: 
 #[derive(Args, Debug, Clone)]
 #[command(after_help = ABOUT)]
 pub struct ValidateArguments {
-    /// The file, YAML or JSON
+    /// The file, YAML or JSON; - reads stdin
     file: PathBuf,
     /// Show what would change, and when, against the FluxInstance in this file, such as the output of `kubectl get fxi
-    /// flux -o yaml`
+    /// flux -o yaml`; - reads stdin
     #[arg(long, value_name = "FILE")]
     against: Option<PathBuf>,
     /// Output format
@@ -42,6 +47,11 @@ pub struct ValidateArguments {
 /// Checks the file and prints what it found.
 pub(super) fn validate(arguments: &ValidateArguments) -> Result<ExitCode, Failure> {
     let ValidateArguments { file, against, output } = arguments;
+    if is_stdin(file) && against.as_deref().is_some_and(is_stdin) {
+        return Err(Failure::bad_input(
+            "both files are -, but stdin can be read only once: name one of them".to_owned(),
+        ));
+    }
     let (documents, findings) = check(&text_of(file)?);
     let changes = match (against, documents.specs.last()) {
         (Some(against), Some(new)) => new.spec.as_ref().map(|new| spec_of(against).map(|old| changes(&old, new))),
@@ -49,7 +59,8 @@ pub(super) fn validate(arguments: &ValidateArguments) -> Result<ExitCode, Failur
     };
     let specs = &documents.specs;
     let sets_nothing = specs.iter().all(|document| document.spec == Some(FluxInstanceSpec::default()));
-    let report = Report { file, findings, others: documents.others, changes: changes.transpose()?, sets_nothing };
+    let report =
+        Report { file: shown(file), findings, others: documents.others, changes: changes.transpose()?, sets_nothing };
     match output {
         OutputFormat::Json => print(&report.json()).map(drop)?,
         OutputFormat::Text => report.print()?,
@@ -72,15 +83,32 @@ fn check(text: &str) -> (Documents, Vec<Finding>) {
     }
 }
 
-/// The spec of an instance that exists already: it may break today's rules and still be compared.
+/// The spec of an instance that exists already: it may break today's rules and still be compared. The findings are
+/// printed, because a field that this version doesn't know takes no part in the comparison.
 fn spec_of(file: &Path) -> Result<FluxInstanceSpec, Failure> {
     let (mut documents, findings) = check(&text_of(file)?);
-    let spec = documents.specs.pop().and_then(|document| document.spec);
-    spec.ok_or_else(|| Failure::bad_input(by_line(file, &findings)))
+    let findings = by_line(shown(file), &findings);
+    let Some(spec) = documents.specs.pop().and_then(|document| document.spec) else {
+        return Err(Failure::bad_input(findings));
+    };
+    if !findings.is_empty() {
+        writeln!(io::stderr(), "{findings}").map_err(|error| Failure::new(&error))?;
+    }
+    Ok(spec)
 }
 
 fn text_of(file: &Path) -> Result<String, Failure> {
-    std::fs::read_to_string(file).map_err(|error| Failure::bad_input(format!("{}: {error}", file.display())))
+    let read = if is_stdin(file) { io::read_to_string(io::stdin()) } else { std::fs::read_to_string(file) };
+    read.map_err(|error| Failure::bad_input(format!("{}: {error}", shown(file).display())))
+}
+
+fn is_stdin(file: &Path) -> bool {
+    file == Path::new("-")
+}
+
+/// The file's name in messages.
+fn shown(file: &Path) -> &Path {
+    if is_stdin(file) { Path::new("stdin") } else { file }
 }
 
 struct Report<'a> {
@@ -110,7 +138,7 @@ impl Report<'_> {
 
     fn print(&self) -> Result<(), Failure> {
         if !self.findings.is_empty() {
-            let written = writeln!(std::io::stderr(), "{}", by_line(self.file, &self.findings));
+            let written = writeln!(io::stderr(), "{}", by_line(self.file, &self.findings));
             return written.map_err(|error| Failure::new(&error));
         }
         let mut text = match self.changes.as_deref() {

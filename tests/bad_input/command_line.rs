@@ -1,6 +1,10 @@
 //! Wrong arguments on the command line: exit code 2, one message, and nothing is changed.
 
-use std::{fs, path::Path, process::Command};
+use std::{
+    fs::{self, File},
+    path::Path,
+    process::Command,
+};
 
 use super::{
     cluster::Case,
@@ -62,7 +66,13 @@ fn arguments_that_are_wrong_exit_with_2_and_change_nothing() {
 
 /// What the command says, and with which code it ends: stdout, stderr.
 fn said(words: &[&str]) -> (Option<i32>, String, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_flux-distribute")).args(words).output().unwrap();
+    said_to(words, "/dev/null")
+}
+
+/// The same, with the file `stdin`.
+fn said_to(words: &[&str], stdin: &str) -> (Option<i32>, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
+    let output = command.args(words).stdin(File::open(stdin).unwrap()).output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
@@ -126,6 +136,34 @@ fn an_instance_that_is_no_longer_valid_can_still_be_compared_with() {
     assert_eq!(code, Some(0));
     assert!(out.starts_with("spec.topology: takes effect at the next coordinated restart"), "{out}");
     assert_eq!(said(&["validate", &at("old.yaml"), "--against", &at("new.yaml")]).0, Some(2));
+}
+
+#[test]
+fn either_file_of_a_comparison_can_be_stdin_but_not_both() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).display().to_string();
+    fs::write(at("old.yaml"), "spec:\n  topology: kary:2\n").unwrap();
+    fs::write(at("new.yaml"), "topology: flat\n").unwrap();
+    let named = said(&["validate", &at("new.yaml"), "--against", &at("old.yaml")]);
+    assert!(named.0 == Some(0) && named.1.starts_with("spec.topology: "), "{named:?}");
+    assert_eq!(said_to(&["validate", "-", "--against", &at("old.yaml")], &at("new.yaml")), named);
+    assert_eq!(said_to(&["validate", &at("new.yaml"), "--against", "-"], &at("old.yaml")), named);
+    let (code, out, complaint) = said(&["validate", "-", "--against", "-"]);
+    assert_eq!((code, out.as_str()), (Some(2), ""));
+    assert!(complaint.contains("stdin can be read only once"), "{complaint}");
+    let (code, _, complaint) = said(&["validate", "-"]);
+    assert_eq!((code, complaint.as_str()), (Some(2), "stdin: holds no FluxInstance: it is empty\n"));
+}
+
+#[test]
+fn a_field_that_a_comparison_leaves_out_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).display().to_string();
+    fs::write(at("values.yaml"), "flux:\n  size: 2\n").unwrap();
+    fs::write(at("new.yaml"), "size: 2\n").unwrap();
+    let (code, out, complaint) = said(&["validate", &at("new.yaml"), "--against", &at("values.yaml")]);
+    assert!(code == Some(0) && out.starts_with("spec.size: "), "{out}");
+    assert_eq!(complaint, format!("{}:1: spec.flux: there is no such field\n", at("values.yaml")));
 }
 
 #[test]

@@ -7,6 +7,7 @@ mod ends;
 mod mistakes;
 #[path = "../support/needs.rs"]
 mod needs;
+mod proxy;
 mod scripts;
 mod stand_in;
 #[path = "../support/traces.rs"]
@@ -27,6 +28,19 @@ use needs::{NODES, skips_without};
 
 const PATIENCE: Duration = Duration::from_mins(2);
 const BINARY: &str = env!("CARGO_BIN_EXE_flux-distribute");
+
+/// What must not come from the environment of the tests.
+const OUTSIDE: [&str; 9] = [
+    "KUBEBUILDER_ASSETS",
+    "HTTPS_PROXY",
+    "https_proxy",
+    "HTTP_PROXY",
+    "http_proxy",
+    "ALL_PROXY",
+    "all_proxy",
+    "NO_PROXY",
+    "no_proxy",
+];
 
 /// Two clusters that come up at the same time cost more than a small machine has.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
@@ -58,7 +72,10 @@ impl Place {
     fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(BINARY);
         command.arg("local").args(words).stdin(Stdio::null());
-        command.env("FLUX_DISTRIBUTE_LOCAL_DIR", self.state()).env_remove("KUBEBUILDER_ASSETS");
+        command.env("FLUX_DISTRIBUTE_LOCAL_DIR", self.state());
+        for name in OUTSIDE {
+            command.env_remove(name);
+        }
         command
     }
 

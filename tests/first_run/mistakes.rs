@@ -92,6 +92,17 @@ fn a_permanent_failure_of_a_node_ends_up_at_once_and_removes_the_cluster() {
 }
 
 #[test]
+fn an_up_that_runs_out_of_time_leaves_the_cluster_and_says_how_to_go_on() {
+    let Some(place) = Place::new() else { return };
+    let said = place.run(&["up", "--nodes", "1", "--api", "embedded", "--flux", "none", "--timeout", "0"]);
+    assert_eq!(said.code, Some(1), "{said:?}");
+    for words in ["not all of 1 node came online in time", "`flux-distribute local status`", "local down`"] {
+        assert!(said.err.contains(words), "{words}: {said:?}");
+    }
+    assert!(place.must(&["status"]).contains("node1"));
+}
+
+#[test]
 fn every_local_command_says_that_it_needs_root() {
     if skips_without([Need::Root]) {
         return;

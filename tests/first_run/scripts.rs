@@ -50,6 +50,10 @@ fn the_demo_looks_for_flux_before_anything_is_installed_or_compiled() {
             &[("BUNDLE", "http://127.0.0.1:1/flux.tar.gz"), ("FLUX", "required")],
             "can't reach http://127.0.0.1:1/flux.tar.gz",
         ),
+        (
+            &[("CHANNEL", "https://packages.invalid/channel"), ("HTTPS_PROXY", "http://127.0.0.1:1")],
+            "can't reach https://packages.invalid/channel, nor the proxy that the environment names",
+        ),
         (&[("BUNDLE", "/nowhere.tar.gz")], "there is no bundle /nowhere.tar.gz"),
         (&[("BUNDLE", "/etc/passwd")], "/etc/passwd is no .tar.gz"),
         (&[("CHANNEL", "/etc")], "/etc is not a conda channel"),

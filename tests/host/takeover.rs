@@ -9,7 +9,10 @@ use std::{
 use api::Takeover;
 use flate2::{Compression, write::GzEncoder};
 use hostapi::{LaunchRecord, Refusal, RunningBroker, StateDir, TakeoverOrder};
-use stage::{launch::UnknownBroker, observe, takeover};
+use stage::{
+    launch::{UnknownBroker, Unrestored},
+    observe, takeover,
+};
 
 use crate::support::*;
 
@@ -124,7 +127,7 @@ fn a_takeover_that_is_refused_changes_nothing() {
     fs::write(host.at(DUMP), &bytes[..bytes.len() - 4]).unwrap();
     refused(DUMP, "can't be read to its end");
     refused("/root/nothing.tgz", "/root/nothing.tgz");
-    refused("/root", "is not a file");
+    refused("/root", "is a directory");
     host.brokers.running.replace(Some(lead));
     refused(DUMP, "the lead's broker runs here as process 7");
 }
@@ -165,7 +168,7 @@ fn takeover_and_removal_refuse_while_an_unknown_broker_runs() {
     need_root!();
     let host = host();
     let before = host.everything();
-    let unknown = UnknownBroker { pid: 590, place: "its unit".to_owned(), why: "it has no record".to_owned() };
+    let unknown = UnknownBroker { pid: 590, place: "its unit".to_owned(), why: Unrestored::NoName };
     *host.brokers.unknown.borrow_mut() = Some(unknown);
     for refusal in [take_over(&host, &order(None)), host.remove(false)] {
         let refusal = refusal.unwrap_err();

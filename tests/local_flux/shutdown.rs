@@ -85,7 +85,10 @@ fn a_shut_down_instance_stays_down_until_an_administrator_restarts_it() {
     until_planner_says_so(&cluster, "14m");
     assert!(lead_is_down(&cluster, &lead), "a change of the spec started it");
 
-    cluster.patch(json!({"metadata": {"annotations": {ANNOTATION_RESTART: "go on"}}}));
+    // Local mode names a command that needs no kubectl.
+    let shown = cluster.must(&["status"]);
+    assert!(shown.contains("run `flux-distribute local restart`") && !shown.contains("kubectl"), "{shown}");
+    cluster.must(&["restart"]);
     cluster.until("epoch 2", || {
         let status = cluster.instance().status?;
         (status.epoch == 2 && status.online == 3 && status.holding("Degraded").is_none()).then_some(())

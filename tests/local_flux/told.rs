@@ -85,6 +85,10 @@ fn a_lead_without_power_is_reported_before_kubernetes_marks_its_node() {
     );
     eprintln!("measured: {:.1} s from the lead's power cut to the line", begin.elapsed().as_secs_f64());
     assert!(holds(&cluster, "Degraded", "does not answer the others"));
+    let script = ["timeout", "10", "/flux-connect.sh", "flux", "resource", "list"];
+    let waits = cluster.run(&[&["exec", &cluster.holder(1), "--"], &script[..]].concat());
+    let said = String::from_utf8(waits.stderr).unwrap();
+    assert!(waits.status.code() == Some(124) && said.contains("the broker of rank 0 does not answer"), "{said}");
     cluster.until("the word on its FluxNode", || {
         let told = cluster.wait(cluster.api::<FluxNode>().get(&lead)).unwrap().spec;
         (told.lost_by_lead && told.reason?.contains("do not hear from its broker")).then_some(())

@@ -1,159 +1,10 @@
 //! What is in an archive was made elsewhere: no byte of it is believed, and every refusal names the package and where it
 //! is from.
 
-use std::io::Write;
-
-use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
+use serde_json::json;
 use tar::EntryType;
 
-use super::{verify::verify, *};
-
-/// Where the archives are said to be from.
-const SOURCE: &str = "http://channel.invalid/linux-64";
-
-/// An entry of a tar, whatever is in it.
-struct Entry {
-    path: String,
-    kind: EntryType,
-    target: String,
-    bytes: Vec<u8>,
-    mode: u32,
-}
-
-impl Entry {
-    fn file(path: &str, bytes: &[u8]) -> Self {
-        Self { path: path.into(), kind: EntryType::Regular, target: String::new(), bytes: bytes.into(), mode: 0o755 }
-    }
-
-    fn link(kind: EntryType, path: &str, target: &str) -> Self {
-        Self { kind, target: target.into(), ..Self::file(path, b"") }
-    }
-
-    fn symlink(path: &str, target: &str) -> Self {
-        Self::link(EntryType::Symlink, path, target)
-    }
-}
-
-fn tar(entries: &[Entry]) -> Vec<u8> {
-    let mut tar = tar::Builder::new(Vec::new());
-    for entry in entries {
-        let mut header = tar::Header::new_ustar();
-        // Byte for byte: the crate would not write what we want to be refused.
-        header.as_mut_bytes()[..entry.path.len()].copy_from_slice(entry.path.as_bytes());
-        header.as_mut_bytes()[157..157 + entry.target.len()].copy_from_slice(entry.target.as_bytes());
-        header.set_entry_type(entry.kind);
-        header.set_mode(entry.mode);
-        header.set_size(entry.bytes.len() as u64);
-        header.set_cksum();
-        tar.append(&header, &entry.bytes[..]).unwrap();
-    }
-    tar.into_inner().unwrap()
-}
-
-fn info(name: &str, paths: &[Value]) -> Vec<Entry> {
-    let index = json!({"name": name, "version": "1.0", "build": "0", "build_number": 0, "depends": [],
-                       "subdir": PLATFORM});
-    let paths = json!({"paths": paths, "paths_version": 1});
-    vec![
-        Entry::file("info/index.json", index.to_string().as_bytes()),
-        Entry::file("info/paths.json", paths.to_string().as_bytes()),
-    ]
-}
-
-/// The info of a Python package for any platform.
-fn with_entry_points(name: &str, entry_points: &[&str], paths: &[Value]) -> Vec<Entry> {
-    let index = json!({"name": name, "version": "1.0", "build": "0", "build_number": 0, "depends": [],
-                       "subdir": "noarch", "noarch": "python"});
-    let links = json!({"noarch": {"type": "python", "entry_points": entry_points}, "package_metadata_version": 1});
-    vec![
-        Entry::file("info/index.json", index.to_string().as_bytes()),
-        Entry::file("info/link.json", links.to_string().as_bytes()),
-        Entry::file("info/paths.json", json!({"paths": paths, "paths_version": 1}).to_string().as_bytes()),
-    ]
-}
-
-/// What an honest info/paths.json says.
-fn honest(entries: &[Entry]) -> Vec<Value> {
-    let kind = |entry: &Entry| if entry.kind == EntryType::Symlink { "softlink" } else { "hardlink" };
-    entries.iter().map(|entry| json!({"_path": entry.path, "path_type": kind(entry)})).collect()
-}
-
-fn conda(info: &[Entry], content: &[Entry]) -> Vec<u8> {
-    let mut zip = zip::ZipWriter::new(io::Cursor::new(Vec::new()));
-    let stored = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
-    for (name, entries) in [("pkg-evil-1.0-0.tar.zst", content), ("info-evil-1.0-0.tar.zst", info)] {
-        zip.start_file(name, stored).unwrap();
-        zip.write_all(&zstd::encode_all(&tar(entries)[..], 3).unwrap()).unwrap();
-    }
-    zip.finish().unwrap().into_inner()
-}
-
-fn tar_bz2(info: &[Entry], content: &[Entry]) -> Vec<u8> {
-    let mut packed = bzip2::write::BzEncoder::new(Vec::new(), bzip2::Compression::fast());
-    let all = [tar(info), tar(content)];
-    // Two empty blocks end a tar.
-    packed.write_all(&all[0][..all[0].len() - 1024]).unwrap();
-    packed.write_all(&all[1]).unwrap();
-    packed.finish().unwrap()
-}
-
-/// A package of the lock, and its archive as it lies in `pkgs/`.
-struct Lie {
-    file_name: String,
-    archive: Vec<u8>,
-}
-
-impl Lie {
-    fn new(file_name: &str, archive: Vec<u8>) -> Self {
-        Self { file_name: file_name.to_owned(), archive }
-    }
-
-    /// Of both kinds of archives.
-    fn both(info: &[Entry], content: &[Entry]) -> [Self; 2] {
-        [Self::new("evil-1.0-0.conda", conda(info, content)), Self::new("evil-1.0-0.tar.bz2", tar_bz2(info, content))]
-    }
-
-    fn sha256(&self) -> String {
-        hex::encode(Sha256::digest(&self.archive))
-    }
-}
-
-fn lock(packages: &[Lie]) -> PackageSet {
-    let each = |line: &dyn Fn(&Lie) -> String| packages.iter().map(line).collect::<String>();
-    let used = each(&|lie| format!("      - conda: {SOURCE}/{}\n", lie.file_name));
-    let locked = each(&|lie| {
-        format!("- conda: {SOURCE}/{}\n  sha256: {}\n  size: {}\n", lie.file_name, lie.sha256(), lie.archive.len())
-    });
-    let lock = format!(
-        "version: 6\nenvironments:\n  default:\n    channels:\n    - url: {SOURCE}/\n    packages:\n      {PLATFORM}:\n\
-         {used}packages:\n{locked}"
-    );
-    PackageSet::Lock { lock, question: String::new() }
-}
-
-/// A host that has fetched the archives of `packages`.
-fn fetched(packages: &[Lie]) -> (Host, PackageSet) {
-    let host = Host::new();
-    for lie in packages {
-        let extension = lie.file_name.trim_start_matches("evil-1.0-0.").trim_start_matches("good-1.0-0.");
-        fs::write(host.pkgs().join(format!("{}.{extension}", lie.sha256())), &lie.archive).unwrap();
-    }
-    (host, lock(packages))
-}
-
-/// Links `packages`, whose archives are what the lock says, and tells what was said.
-async fn told(packages: &[Lie]) -> Refusal {
-    let (host, set) = fetched(packages);
-    let refusal = host.link(&set).await.unwrap_err();
-    assert!(host.envs().is_empty(), "{:?} is left", host.envs());
-    refusal
-}
-
-/// A directory outside of the environment that a package may have a symlink to, since only root can write beside it.
-fn outside() -> tempfile::TempDir {
-    tempfile::tempdir_in("/var/lib").unwrap()
-}
+use super::{forged::*, verify::verify, *};
 
 #[tokio::test]
 async fn an_entry_outside_of_the_tree_is_refused_before_it_is_written() {
@@ -171,6 +22,11 @@ async fn an_entry_outside_of_the_tree_is_refused_before_it_is_written() {
         (vec![Entry::file(&deep, b"x")], "would be outside of the tree"),
         (vec![Entry::file(&absolute, b"x")], "would be outside of the tree"),
         (vec![Entry::symlink("lib/evil", "../../etc")], "its entry lib/evil is a symlink out of the environment"),
+        // Only what a package for any Python has there is moved deeper.
+        (
+            vec![Entry::symlink("site-packages/evil", "../../etc")],
+            "site-packages/evil is a symlink out of the environment",
+        ),
         (
             vec![Entry::symlink("lib/out", out), Entry::file("lib/out/evil", b"x")],
             "its entry lib/out/evil would be written through lib/out",
@@ -302,62 +158,6 @@ async fn a_package_with_another_packages_metadata_is_refused() {
 }
 
 #[tokio::test]
-async fn a_zip_bomb_is_stopped_during_unpacking() {
-    let content = [Entry::file("bin/flux", &vec![0; 200 << 20])];
-    for lie in Lie::both(&info("evil", &honest(&content)), &content) {
-        assert!(lie.archive.len() < 1 << 20);
-        let refusal = told(&[lie]).await;
-        assert!(refusal.message.contains("evil-1.0-0"), "{refusal}");
-        assert!(refusal.message.contains("it holds more than 100 times its own size"), "{refusal}");
-        assert!(!refusal.transient, "{refusal}");
-    }
-}
-
-#[tokio::test]
-async fn a_zstd_frame_that_needs_too_much_memory_is_refused() {
-    let content = [Entry::file("bin/flux", b"x")];
-    let mut lie = Lie::new("evil-1.0-0.conda", conda(&info("evil", &honest(&content)), &content));
-    // The descriptors of both frames: no single segment, and a window of 2 GiB.
-    let frames = lie.archive.windows(4).enumerate().filter(|(_, w)| w == &[0x28, 0xb5, 0x2f, 0xfd]);
-    for at in frames.map(|(at, _)| at).collect::<Vec<_>>() {
-        lie.archive[at + 4..at + 6].copy_from_slice(&[0, 21 << 3]);
-    }
-    let refusal = told(&[lie]).await;
-    assert!(refusal.message.contains("it holds more than 128 MiB of window"), "{refusal}");
-}
-
-#[tokio::test]
-async fn a_later_zstd_frame_gets_no_more_memory_than_the_first() {
-    let content = [Entry::file("bin/flux", b"x")];
-    let mut zip = zip::ZipWriter::new(io::Cursor::new(Vec::new()));
-    let stored = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
-    for (name, entries) in [("pkg-a.tar.zst", &content[..]), ("info-a.tar.zst", &info("evil", &honest(&content)))] {
-        zip.start_file(name, stored).unwrap();
-        zip.write_all(&zstd::encode_all(&tar(entries)[..], 3).unwrap()).unwrap();
-        // A window of 128 MiB, and one empty block.
-        zip.write_all(&[0x28, 0xb5, 0x2f, 0xfd, 0, 17 << 3, 1, 0, 0]).unwrap();
-    }
-    let refusal = told(&[Lie::new("evil-1.0-0.conda", zip.finish().unwrap().into_inner())]).await;
-    assert!(refusal.message.contains("evil-1.0-0") && refusal.message.contains("too much memory"), "{refusal}");
-}
-
-#[tokio::test]
-async fn a_name_that_would_fill_the_memory_is_refused() {
-    let named = |kind, bytes: usize| {
-        let name = Entry { bytes: vec![b'a'; bytes], ..Entry::link(kind, "name", "") };
-        [Entry::file("bin/flux", &noise(3 << 20)), name, Entry::file("bin/other", b"x")]
-    };
-    for kind in [EntryType::GNULongName, EntryType::GNULongLink, EntryType::XHeader] {
-        for lie in Lie::both(&info("evil", &[]), &named(kind, 2 << 20)) {
-            let refusal = told(&[lie]).await;
-            let words = ["package evil-1.0-0 from", "it holds more than 1 MiB of names and headers for one entry"];
-            assert!(words.iter().all(|words| refusal.message.contains(words)), "{kind:?}: {refusal}");
-            assert!(!refusal.transient, "{refusal}");
-        }
-    }
-}
-
-#[tokio::test]
 async fn a_truncated_archive_or_another_file_is_refused() {
     let content = [Entry::file("bin/flux", &noise(300_000))];
     for lie in Lie::both(&info("evil", &honest(&content)), &content) {
@@ -416,6 +216,36 @@ async fn one_package_can_not_write_through_the_symlink_of_another() {
         // It may be refused or one of them may win; nothing but the outside matters.
         let _ = host.link(&set).await;
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0, "something was written outside");
+    }
+}
+
+/// rattler puts all but one of the files with the same path aside, below a directory of its own.
+#[tokio::test]
+async fn no_package_says_where_the_files_of_other_packages_are_put_aside() {
+    if skips_without([Need::Root]) {
+        return;
+    }
+    let outside = outside();
+    fs::create_dir(outside.path().join("empty")).unwrap();
+    let out = outside.path().to_str().unwrap();
+    let flux = || Entry::file("bin/flux", b"#!/bin/sh\n");
+    let job = || [Entry::file("job", b"* * * * * root evil\n")];
+    for door in [Entry::symlink("__clobbers__", out), Entry::symlink("__clobbers__/cron.d", out)] {
+        // The biggest is linked first.
+        let first = [door, flux(), Entry::file("share/noise", &noise(100_000))];
+        let mut packages = vec![Lie::new("a-1.0-0.conda", conda(&info("a", &honest(&first)), &first))];
+        for name in ["b", "cron.d"] {
+            packages.push(Lie::new(&format!("{name}-1.0-0.conda"), conda(&info(name, &honest(&job())), &job())));
+        }
+        let (host, set) = (Host::new(), lock(&packages));
+        for lie in &packages {
+            fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
+        }
+        let refusal = host.link(&set).await.unwrap_err();
+        assert!(refusal.message.contains("can't use package a-1.0-0") && !refusal.transient, "{refusal}");
+        assert!(refusal.message.contains("would be where files of several packages are put aside"), "{refusal}");
+        let left: Vec<_> = fs::read_dir(outside.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["empty"]);
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod access;
 mod air_gap;
+mod bombs;
 mod bundle;
 #[path = "../support/channel.rs"]
 mod channel;
@@ -11,6 +12,7 @@ mod crash;
 mod credentials;
 mod disk;
 mod fetch;
+mod forged;
 mod lies;
 mod limits;
 mod link;

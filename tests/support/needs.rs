@@ -8,6 +8,7 @@
 
 use std::{
     env, fs,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::OnceLock,
@@ -81,7 +82,9 @@ impl Need {
     fn lacking(self) -> Option<String> {
         let unless = |is_there: bool, reason: &str| (!is_there).then(|| reason.to_owned());
         match self {
-            Self::Root => unless(nix::unistd::geteuid().is_root(), "the test does not run as root"),
+            Self::Root => {
+                unless(fs::metadata("/proc/self").is_ok_and(|own| own.uid() == 0), "the test does not run as root")
+            }
             Self::Namespaces => Self::Root.lacking().or_else(|| NAMESPACES.get_or_init(namespaces_lacking).clone()),
             Self::Cgroups => Self::Root.lacking().or_else(|| CGROUPS.get_or_init(cgroups_lacking).clone()),
             Self::Process1 => {

@@ -44,8 +44,9 @@ impl Agent {
     /// # Errors
     /// The host can't be observed.
     pub async fn observe(&mut self) -> Result<NodeInputs, StepError> {
-        let mut inputs = self.sources.observe(&self.ops, &self.reporter).await?;
-        self.background.add_to(&mut inputs, self.sources.published.sets(), self.sources.instance_uid());
+        let inputs = self.sources.observe(&self.ops, &self.reporter).await?;
+        self.background.look(&inputs, self.sources.published.sets(), self.sources.instance_uid());
+        let inputs = self.background.up_to_date(inputs);
         self.memory.observed(&inputs);
         Ok(inputs)
     }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use broker::{reload::ReloadError, rfc3::RpcError};
 use cluster::ApiError;
 use hostapi::{Answer, HostError, Refusal};
+use model::broker_toml::RenderError;
 use packages::FetchError;
 
 /// Why a step was not carried out.
@@ -41,9 +42,9 @@ pub enum StepError {
          Secret, then a node that has the old one publishes it again"
     )]
     Certificate,
-    /// What the planner published can't be rendered for this host; the text says why.
-    #[error("can't render what the broker reads: {0}")]
-    Render(String),
+    /// What the planner published can't be rendered for this host.
+    #[error("can't render what the broker reads")]
+    Render(#[from] RenderError),
     /// Something to be stored as JSON could not be serialized.
     #[error("can't serialize {what}")]
     Serialize {

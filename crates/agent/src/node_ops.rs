@@ -156,7 +156,7 @@ impl NodeOps {
         };
         let certificate = self.certificate(preflight, roster).await?;
         let own_certificate = preflight.prefix.join(CERTIFICATE).display().to_string();
-        let broker_toml = broker_toml::for_host(&published, &own_certificate).map_err(StepError::Render)?;
+        let broker_toml = broker_toml::for_host(&published, &own_certificate)?;
         // A lost roster is made again from the host's copy, so the copy must hold everything that broker.toml names.
         let newer =
             if revision > roster.revision { read_roster(&self.client).await?.map(|(newer, _)| newer) } else { None };
@@ -193,7 +193,7 @@ impl NodeOps {
             file("bin/flux-connect.sh", connect_script(&environment, &roster.settings.run_as), 0o755, false),
         ];
         if assignment.rank == 0 && roster.declares_nodes() {
-            let configuration = live_configuration(roster, &BTreeMap::new()).map_err(StepError::Render)?;
+            let configuration = live_configuration(roster, &BTreeMap::new())?;
             files.push(file(LIVE_CONFIGURATION, configuration.to_string(), 0o644, false));
             files.push(file(RC1_TASK, rc1_task(&preflight.prefix), 0o644, false));
         }

@@ -342,9 +342,9 @@ pub enum InstancePhase {
     /// No node is eligible yet, or packages or certificate are not there yet.
     #[default]
     Pending,
-    /// The first brokers are being installed and started.
+    /// The first brokers are being installed and started. The lead may be online already and run jobs.
     Starting,
-    /// The lead is online.
+    /// The lead is online, and all nodes were, or one of them is stuck.
     Running,
     /// Between two epochs: the old one is being stopped, or the new one is being started.
     Restarting,
@@ -385,8 +385,8 @@ pub const CONDITION_CERTIFICATE_MISSING: &str = "CertificateMissing";
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct FluxInstanceStatus {
-    /// State of the instance as a whole: `Pending`, `Starting`, `Running`, `Restarting`, `Degraded`, `Failed`, or `Ignored`
-    /// for another name than `flux`.
+    /// State of the instance as a whole: `Pending`, `Starting` until all nodes were online or one of them is stuck, `Running`,
+    /// `Restarting`, `Degraded`, `Failed`, or `Ignored` for another name than `flux`.
     #[serde(default)]
     #[schemars(with = "String")]
     pub phase: InstancePhase,

@@ -13,8 +13,8 @@ const ANOTHER_NODE: &str = "is not the name of this FluxNode";
 ///
 /// # Errors
 /// Why it can't be read.
-pub fn node_rules(object: &Value) -> Result<Vec<Finding>, String> {
-    let node = FluxNode::deserialize(object).map_err(|error| error.to_string())?;
+pub fn node_rules(object: &Value) -> serde_json::Result<Vec<Finding>> {
+    let node = FluxNode::deserialize(object)?;
     let is_another = node.metadata.name.as_ref() != Some(&node.spec.node_name);
     Ok(is_another.then(|| Finding::new("spec.nodeName", ANOTHER_NODE)).into_iter().collect())
 }

@@ -1,21 +1,37 @@
 //! How texts in a spec's fields are read.
 
 use std::{
-    path::{Component, Path},
+    path::{Component, Path, PathBuf},
     time::Duration,
 };
 
 use crate::rules::PREFIX_CHARACTERS;
 
+/// Why a directory can't be the prefix.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PrefixError {
+    /// It may be more than ours, or not one place.
+    #[error("{0:?} is not an absolute path of at least two parts without `..`")]
+    Shape(PathBuf),
+    /// A character of it is special in a unit, script or configuration file.
+    #[error("{0:?} {PREFIX_CHARACTERS}")]
+    Characters(PathBuf),
+}
+
+/// A text that is not a duration.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not a duration such as 30s, 10m or 24h")]
+pub struct NotADuration(String);
+
 /// Checks that a removal can delete `path` with all its content: it must be deep enough to be only ours, and absolute
 /// without `..`, so that it names one place.
 ///
 /// # Errors
-/// Why not, with the path.
-pub fn check_prefix(path: &Path) -> Result<(), String> {
+/// [`PrefixError::Shape`].
+pub fn check_prefix(path: &Path) -> Result<(), PrefixError> {
     let is_plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
     if !(path.is_absolute() && path.components().count() > 2 && path.components().all(is_plain)) {
-        return Err(format!("{path:?} is not an absolute path of at least two parts without `..`"));
+        return Err(PrefixError::Shape(path.to_owned()));
     }
     Ok(())
 }
@@ -24,12 +40,12 @@ pub fn check_prefix(path: &Path) -> Result<(), String> {
 /// one of them. Existing instances and hosts with such a prefix keep working, and can be removed.
 ///
 /// # Errors
-/// Why not, with the path.
-pub fn check_prefix_characters(path: &Path) -> Result<(), String> {
+/// [`PrefixError::Characters`].
+pub fn check_prefix_characters(path: &Path) -> Result<(), PrefixError> {
     let is_allowed = |byte: &u8| byte.is_ascii_alphanumeric() || b"._/-".contains(byte);
     match path.as_os_str().as_encoded_bytes().iter().all(is_allowed) {
         true => Ok(()),
-        false => Err(format!("{path:?} {PREFIX_CHARACTERS}")),
+        false => Err(PrefixError::Characters(path.to_owned())),
     }
 }
 
@@ -62,7 +78,7 @@ pub fn parse_duration(text: &str) -> Option<Duration> {
 /// [`parse_duration`] for an option of the command line or a field.
 ///
 /// # Errors
-/// Why not, with an example.
-pub fn duration(text: &str) -> Result<Duration, String> {
-    parse_duration(text).ok_or_else(|| format!("{text:?} is not a duration such as 30s, 10m or 24h"))
+/// If it is not such a duration.
+pub fn duration(text: &str) -> Result<Duration, NotADuration> {
+    parse_duration(text).ok_or_else(|| NotADuration(text.to_owned()))
 }

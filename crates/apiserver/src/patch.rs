@@ -1,5 +1,6 @@
 //! The patch formats: JSON patch, merge patch, and the subset of strategic merge patch that kubectl uses.
 
+use json_patch::PatchError;
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
@@ -37,10 +38,10 @@ impl Patch {
     /// Applies the patch to `object`.
     ///
     /// # Errors
-    /// Why the patch doesn't apply.
-    pub fn apply(&self, mut object: Value) -> Result<Value, String> {
+    /// If an operation of a JSON patch, such as a test, fails; the others always apply.
+    pub fn apply(&self, mut object: Value) -> Result<Value, PatchError> {
         match self {
-            Self::Json(patch) => json_patch::patch(&mut object, patch).map_err(|error| error.to_string())?,
+            Self::Json(patch) => json_patch::patch(&mut object, patch)?,
             Self::Merge(patch) => json_patch::merge(&mut object, patch),
             Self::Strategic(patch) => strategic(&mut object, patch),
         }
@@ -117,7 +118,7 @@ mod tests {
     fn apply(kind: &str, object: Value, patch: Value) -> Result<Value, String> {
         let body = patch.to_string();
         let patch = Patch::parse(&format!("application/{kind}+json"), body.as_bytes()).map_err(|e| e.to_string())?;
-        patch.apply(object)
+        patch.apply(object).map_err(|e| e.to_string())
     }
 
     #[test]

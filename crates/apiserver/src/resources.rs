@@ -70,7 +70,7 @@ pub struct Resource {
     /// Set for kinds with a CustomResourceDefinition.
     pub custom: Option<Custom>,
     /// Decodes an object into its type; the error says what is wrong. Kinds with [`Custom::rules`] use those instead.
-    pub check: fn(&Value) -> Result<(), String>,
+    pub check: fn(&Value) -> serde_json::Result<()>,
     /// The group under which it is stored; differs from `group` only for the second Event kind, which shares its
     /// objects.
     pub stored_in: &'static str,
@@ -83,7 +83,7 @@ pub struct Custom {
     /// openAPIV3Schema.
     pub schema: Value,
     /// Replaces CEL: returns the violations. The error says why the object can't be decoded into its type.
-    pub rules: fn(&Value) -> Result<Vec<Finding>, String>,
+    pub rules: fn(&Value) -> serde_json::Result<Vec<Finding>>,
     /// The paths of the numbers in the subresource `scale`.
     pub scale: Option<CustomResourceSubresourceScale>,
 }
@@ -293,10 +293,6 @@ fn names(names: &[&str]) -> Vec<String> {
     names.iter().map(ToString::to_string).collect()
 }
 
-fn decode<K: DeserializeOwned>(object: &Value) -> Result<K, String> {
-    K::deserialize(object).map_err(|error| error.to_string())
-}
-
 fn builtin<K: k8s_openapi::Resource + DeserializeOwned>(namespaced: bool) -> Resource {
     Resource {
         group: K::GROUP,
@@ -312,12 +308,12 @@ fn builtin<K: k8s_openapi::Resource + DeserializeOwned>(namespaced: bool) -> Res
         fields: &[],
         columns: columns(&[AGE]),
         custom: None,
-        check: |object| decode::<K>(object).map(drop),
+        check: |object| K::deserialize(object).map(drop),
         stored_in: K::GROUP,
     }
 }
 
-fn custom(definition: &CustomResourceDefinition, rules: fn(&Value) -> Result<Vec<Finding>, String>) -> Resource {
+fn custom(definition: &CustomResourceDefinition, rules: fn(&Value) -> serde_json::Result<Vec<Finding>>) -> Resource {
     let spec = &definition.spec;
     let version = spec.versions.first();
     let subresources = version.and_then(|version| version.subresources.as_ref());

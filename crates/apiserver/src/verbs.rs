@@ -87,7 +87,9 @@ pub fn replace(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Resul
 /// PATCH of an object or subresource.
 pub fn patch(store: &Store, target: &Target, mode: Mode, patch: &Patch) -> Result<Value, ApiError> {
     let (_, name) = target.object()?;
-    change(store, target, mode, |old| patch.apply(old).map_err(|why| ApiError::invalid(target.resource, name, why)))
+    change(store, target, mode, |old| {
+        patch.apply(old).map_err(|why| ApiError::invalid(target.resource, name, why.to_string()))
+    })
 }
 
 fn change(

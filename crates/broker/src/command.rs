@@ -182,6 +182,11 @@ fn fingerprint(argv: &[String], env: &BTreeMap<String, String>, run_as: &str, cp
 /// Tells a user why Flux lists ranks without a member as down.
 pub const SPARES_EXPLAINED: &str = "flux-spare-N: a rank that is kept free for a node that may join; Flux lists it as down or offline, and the tree above it as partial, and nothing is wrong with that";
 
+/// What the connect script reports if rank 0 does not answer.
+const LEAD_SILENT: &str = "flux-connect.sh: the broker of rank 0 does not answer; flux commands may wait until it does. The \
+                           FluxInstance's message says what is wrong: kubectl -n flux-distribute get fxi, in local mode \
+                           flux-distribute local status";
+
 /// The connect script for users of the host. Only the brokers' owner may use the instance, so root becomes that owner.
 /// The script prints a greeting only before an interactive shell, not before a command's output.
 pub fn connect_script(environment: &Path, run_as: &str) -> String {
@@ -197,7 +202,10 @@ pub fn connect_script(environment: &Path, run_as: &str) -> String {
     };
     format!(
         "{CONNECT_HEADER}, or runs a command in it: flux-connect.sh [COMMAND...]\n\
-         {become_owner}export PATH=\"{bin}:$PATH\" FLUX_URI=\"{BROKER_URI}\"\n[ $# -eq 0 ] || exec \"$@\"\n\
+         {become_owner}export PATH=\"{bin}:$PATH\" FLUX_URI=\"{BROKER_URI}\"\n\
+         # Without rank 0, most flux commands wait without a word. Any other failure they report themselves.\n\
+         timeout 3 flux ping --count=1 0 >/dev/null 2>&1\n[ $? != 124 ] || echo \"{LEAD_SILENT}\" >&2\n\
+         [ $# -eq 0 ] || exec \"$@\"\n\
          [ ! -t 1 ] || echo \"{SPARES_EXPLAINED}\"\nexec \"${{SHELL:-/bin/sh}}\"\n"
     )
 }
@@ -272,6 +280,22 @@ mod tests {
         let order = launch(&settings(), &identity(1));
         assert!(!order.argv.iter().any(|word| word.contains("statedir") || word.contains("content.")));
         assert!(!order.env.contains_key("FLUX_MODPROBE_PATH_APPEND"));
+    }
+
+    #[test]
+    fn a_user_of_a_node_learns_within_seconds_that_rank_0_is_silent() {
+        let directory = tempfile::tempdir().unwrap();
+        let (flux, script) = (directory.path().join("bin/flux"), directory.path().join("flux-connect.sh"));
+        std::fs::create_dir(directory.path().join("bin")).unwrap();
+        std::fs::write(&script, connect_script(directory.path(), "root")).unwrap();
+        for (ping, is_silent) in [("exec sleep 60", true), ("exit 1", false), ("exit 0", false)] {
+            std::fs::write(&flux, format!("#!/bin/sh\n[ $1 != ping ] || {ping}\necho ran $1\n")).unwrap();
+            std::fs::set_permissions(&flux, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+            let output = std::process::Command::new("/bin/sh").arg(&script).args(["flux", "jobs"]).output().unwrap();
+            let said = String::from_utf8(output.stderr).unwrap();
+            assert_eq!(said, if is_silent { format!("{LEAD_SILENT}\n") } else { String::new() }, "{ping}");
+            assert_eq!(output.stdout, b"ran jobs\n", "{ping}");
+        }
     }
 
     #[test]

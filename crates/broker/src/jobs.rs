@@ -8,13 +8,12 @@ use std::time::Duration;
 
 use base64::{Engine, prelude::BASE64_STANDARD};
 use futures::join;
-use nix::errno::Errno;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{
     job_id::JobId,
-    message::{ANY, LEAD},
+    message::{ANY, EINVAL, ENOENT, EPERM, LEAD},
     rfc3::{Client, RpcError},
     status::parse,
 };
@@ -26,7 +25,7 @@ pub const MAX_URGENCY: u8 = 31;
 /// Flag of a job that is not validated (`FLUX_JOB_NOVALIDATE`, flux_job_submit(3)).
 const NOVALIDATE: u32 = 8;
 /// The errors of a refusal: the second one is that of the job manager, the first one of Flux's own validator.
-const REFUSALS: [Errno; 2] = [Errno::EPERM, Errno::EINVAL];
+const REFUSALS: [u32; 2] = [EPERM, EINVAL];
 /// Limit for a submission: a thousand at once take five seconds to validate.
 const SUBMIT_TIMEOUT: Duration = Duration::from_mins(1);
 
@@ -65,7 +64,7 @@ pub async fn submit(client: &Client, jobspec: &Value, urgency: u8, novalidate: b
     let order = json!({ "J": unsigned(client.uid(), jobspec), "urgency": urgency, "flags": flags });
     match client.rpc_within(SUBMIT_TIMEOUT, topic, ANY, order).await {
         Ok(answer) => Ok(parse::<Submitted>(topic, answer)?.id),
-        Err(RpcError::Service { errnum, text, .. }) if REFUSALS.map(|errno| errno as u32).contains(&errnum) => {
+        Err(RpcError::Service { errnum, text, .. }) if REFUSALS.contains(&errnum) => {
             Err(SubmitError::Refused { reason: text })
         }
         Err(error) => Err(error.into()),
@@ -90,7 +89,7 @@ pub async fn cancel(client: &Client, id: JobId, note: &str) -> Result<bool, RpcE
     let order = json!({ "id": id, "type": "cancel", "severity": 0, "note": note });
     match client.rpc("job-manager.raise", LEAD, order).await {
         Ok(_) => Ok(true),
-        Err(error) if error.is(Errno::ENOENT) => Ok(false),
+        Err(error) if error.is(ENOENT) => Ok(false),
         Err(error) => Err(error),
     }
 }
@@ -110,7 +109,7 @@ pub async fn finish(client: &Client, id: JobId, status: i32) -> Result<bool, Rpc
     let topic = "job-exec.override";
     // Both are sent, in this order, before the first answer is awaited.
     let (start, finish) = join!(client.rpc(topic, LEAD, order("start")), client.rpc(topic, LEAD, order("finish")));
-    let is_unknown = |answer: &Result<Value, RpcError>| answer.as_ref().is_err_and(|error| error.is(Errno::ENOENT));
+    let is_unknown = |answer: &Result<Value, RpcError>| answer.as_ref().is_err_and(|error| error.is(ENOENT));
     match (start, finish) {
         (_, Ok(_)) => Ok(true),
         // It may have become known, or have ended, between the two.

@@ -3,15 +3,14 @@
 use std::{
     fs::{File, Metadata},
     io::{self, Read, Seek, SeekFrom},
-    os::{fd::OwnedFd, unix::fs::MetadataExt},
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     time::Duration,
 };
 
-use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use tokio::io::unix::AsyncFd;
 
-use host::log::without_level;
+use host::{changes::Changes, log::without_level};
 
 /// How often the file is checked if inotify is not available.
 const POLL: Duration = Duration::from_millis(250);
@@ -26,7 +25,7 @@ pub struct LogFollower {
     offset: u64,
     partial: Vec<u8>,
     ready: std::collections::VecDeque<String>,
-    changes: Option<AsyncFd<OwnedFd>>,
+    changes: Option<AsyncFd<Changes>>,
 }
 
 impl LogFollower {
@@ -79,10 +78,9 @@ impl LogFollower {
             self.changes = None;
             return tokio::time::sleep(POLL).await;
         };
-        // The kind of change does not matter, because the file itself is examined next.
-        let read = ready.try_io(|changes| Ok(nix::unistd::read(changes.get_ref(), &mut [0; 4096])?));
+        let taken = ready.try_io(|changes| changes.get_ref().take());
         // A directory that was removed sends no more changes.
-        if !matches!(read, Ok(Ok(_)) | Err(_)) || !self.path.parent().is_some_and(Path::is_dir) {
+        if !matches!(taken, Ok(Ok(())) | Err(_)) || !self.path.parent().is_some_and(Path::is_dir) {
             self.changes = None;
         }
     }
@@ -129,17 +127,10 @@ impl LogFollower {
 /// Watches the directory, which also reports a file that does not exist yet.
 #[allow(
     deprecated,
-    reason = "its successor is an unsafe fn, whose condition an OwnedFd fulfils: the descriptor stays open"
+    reason = "its successor is an unsafe fn, whose condition Changes fulfils: it has one descriptor, which stays open"
 )]
-fn watch_directory(path: &Path) -> io::Result<AsyncFd<OwnedFd>> {
-    let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?;
-    let flags = AddWatchFlags::IN_MODIFY
-        | AddWatchFlags::IN_CREATE
-        | AddWatchFlags::IN_MOVED_TO
-        | AddWatchFlags::IN_DELETE_SELF
-        | AddWatchFlags::IN_MOVE_SELF;
-    inotify.add_watch(path.parent().unwrap_or(Path::new(".")), flags)?;
-    AsyncFd::new(OwnedFd::from(inotify))
+fn watch_directory(path: &Path) -> io::Result<AsyncFd<Changes>> {
+    AsyncFd::new(Changes::of(path.parent().unwrap_or(Path::new(".")))?)
 }
 
 /// The broker name and the reason in a line in which the lead's broker reports that it refuses another one (overlay.c):

@@ -131,7 +131,7 @@ fn asks_for_cores_alone(jobspec: &Value) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::status::Amount;
+    use crate::resource_set::Amount;
 
     #[test]
     fn missing_nodes_are_those_that_the_largest_job_lacks() {

@@ -3,13 +3,12 @@
 use std::time::Duration;
 
 use base64::{Engine, prelude::BASE64_STANDARD};
-use nix::errno::Errno;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{
     job_id::JobId,
-    message::{ANY, LEAD},
+    message::{ANY, ENOENT, LEAD},
     rfc3::{Client, RpcError},
     status::parse,
 };
@@ -135,7 +134,7 @@ pub async fn ensure_recorded(client: &Client) -> Result<bool, QueueError> {
     }
     match ask(client, "kvs.lookup", json!({ "key": CHECKPOINT, "namespace": "primary", "flags": 0 })).await {
         Ok(_) => return Ok(false),
-        Err(error) if error.is(Errno::ENOENT) => {}
+        Err(error) if error.is(ENOENT) => {}
         Err(error) => return Err(error.into()),
     }
     let queues = visible(client).await?;

@@ -3,7 +3,6 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use futures::{FutureExt, Stream, StreamExt};
-use nix::errno::Errno;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::time::{sleep, timeout};
@@ -12,11 +11,12 @@ pub use super::queues::SCHEDULER_IS_OFFLINE;
 use super::{
     job_id::JobId,
     journal::{self, JournalItem},
-    message::ANY,
+    message::{ANY, ENOENT},
     queues::is_scheduler_offline,
     rfc3::{Client, RpcError},
     status::{held_names, parse},
 };
+use model::broker_toml::RenderError;
 
 /// Limit for one step.
 const TIMEOUT: Duration = Duration::from_mins(1);
@@ -40,7 +40,7 @@ const RESOURCE: &str = "resource";
 /// The step that failed; [`ReloadError::Configuration`] if `configuration` fails.
 pub async fn reload(
     client: &Client,
-    configuration: impl FnOnce(&BTreeMap<u32, String>) -> Result<Value, String>,
+    configuration: impl FnOnce(&BTreeMap<u32, String>) -> Result<Value, RenderError>,
 ) -> Result<(), ReloadError> {
     let loaded = modules(client).await?;
     let is_loaded = |module: &&str| loaded.iter().any(|loaded| loaded == module);
@@ -65,11 +65,11 @@ pub async fn reload(
 /// Builds and loads the configuration; returns true if it has housekeeping after jobs.
 async fn take_in(
     client: &Client,
-    configuration: impl FnOnce(&BTreeMap<u32, String>) -> Result<Value, String>,
+    configuration: impl FnOnce(&BTreeMap<u32, String>) -> Result<Value, RenderError>,
 ) -> Result<bool, ReloadError> {
     // No scheduler is loaded, so no further job can start on a rank whose name is about to change.
     let held = held_names(client).await?;
-    let configuration = configuration(&held).map_err(ReloadError::Configuration)?;
+    let configuration = configuration(&held)?;
     let has_housekeeping = configuration["job-manager"].get("housekeeping").is_some();
     ask(client, "config.load", configuration).await?;
     Ok(has_housekeeping)
@@ -117,8 +117,8 @@ pub enum ReloadError {
     #[error(transparent)]
     Broker(#[from] RpcError),
     /// The configuration could not be built.
-    #[error("can't make a configuration for the running instance: {0}")]
-    Configuration(String),
+    #[error("can't make a configuration for the running instance")]
+    Configuration(#[from] RenderError),
     /// Jobs ended each time while the scheduler was loading, so it may hold their cores.
     #[error(
         "the scheduler was loaded {MAX_LOADS} times, and jobs ended each time before it was ready, so it may hold their cores"
@@ -197,7 +197,7 @@ async fn free_again(client: &Client, ended: &[JobId]) -> Result<(), RpcError> {
 /// False only if there is no such module. After any other error, Fluxion must not be replaced by another scheduler.
 fn has_fluxion(loaded: Result<(), RpcError>) -> Result<bool, RpcError> {
     match loaded {
-        Err(error) if error.is(Errno::ENOENT) => Ok(false),
+        Err(error) if error.is(ENOENT) => Ok(false),
         other => other.map(|()| true),
     }
 }
@@ -235,10 +235,10 @@ mod tests {
     #[test]
     fn fluxion_is_not_replaced_by_another_scheduler_if_it_fails_or_is_slow() {
         let topic = || "module.load".to_owned();
-        let refused = |errno: Errno| RpcError::Service { topic: topic(), errnum: errno as u32, text: String::new() };
+        let refused = |errnum| RpcError::Service { topic: topic(), errnum, text: String::new() };
         assert!(has_fluxion(Ok(())).unwrap());
-        assert!(!has_fluxion(Err(refused(Errno::ENOENT))).unwrap());
-        assert!(has_fluxion(Err(refused(Errno::EINVAL))).is_err());
+        assert!(!has_fluxion(Err(refused(ENOENT))).unwrap());
+        assert!(has_fluxion(Err(refused(22))).is_err());
         assert!(has_fluxion(Err(RpcError::Timeout { topic: topic(), seconds: 60 })).is_err());
     }
 }

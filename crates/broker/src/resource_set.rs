@@ -1,10 +1,11 @@
-//! R, the resources of an instance or of a job (RFC 20). Pure.
+//! How much a resource set has, and on which ranks.
 
 use std::collections::BTreeMap;
 
+use serde::{Deserialize, Serialize};
+
 use api::IdSet;
 use model::hostlist;
-use serde::{Deserialize, Serialize};
 
 /// An amount of resources, and the ranks that have them.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]

@@ -5,13 +5,13 @@
 
 use std::{
     collections::HashMap,
+    io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
 use futures::Stream;
-use nix::{errno::Errno, unistd::geteuid};
 use serde_json::{Value, json};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -25,6 +25,7 @@ use tokio::{
 };
 
 use super::message::{ANY, DecodeError, ENODATA, Message, NO_RESPONSE, PREAMBLE, Request, frame_length};
+use host::trust::own_uid;
 
 /// A broker answers within milliseconds; a request to a lead that is gone is never answered.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
@@ -40,7 +41,7 @@ pub enum RpcError {
         path: PathBuf,
         /// The system's error.
         #[source]
-        source: std::io::Error,
+        source: io::Error,
     },
     /// Another user owns the broker, so it refuses ours.
     #[error("the broker at {} refuses this user (error {errnum})", path.display())]
@@ -87,8 +88,8 @@ pub enum RpcError {
 
 impl RpcError {
     /// True if a service answered with this error number.
-    pub fn is(&self, errno: Errno) -> bool {
-        matches!(self, Self::Service { errnum, .. } if *errnum == errno as u32)
+    pub fn is(&self, errno: u32) -> bool {
+        matches!(self, Self::Service { errnum, .. } if *errnum == errno)
     }
 }
 
@@ -172,13 +173,13 @@ impl Client {
     /// [`RpcError::Connect`] if no broker listens, [`RpcError::Denied`] if it serves another user.
     pub async fn connect(path: &Path) -> Result<Self, RpcError> {
         let failed = |source| RpcError::Connect { path: path.to_owned(), source };
-        let uid = geteuid().as_raw();
+        let uid = own_uid();
         let open = async {
             let mut stream = UnixStream::connect(path).await?;
             let accepted = stream.read_u8().await?;
             Ok((stream, accepted))
         };
-        let late = || std::io::Error::from(std::io::ErrorKind::TimedOut);
+        let late = || io::Error::from(io::ErrorKind::TimedOut);
         let (stream, errnum) = timeout(TIMEOUT, open).await.map_err(|_| failed(late()))?.map_err(failed)?;
         if errnum != 0 {
             return Err(RpcError::Denied { path: path.to_owned(), errnum });
@@ -361,7 +362,7 @@ fn value_of(message: Message) -> Result<Value, RpcError> {
         (0, Some(json)) => serde_json::from_slice(&json).map_err(|source| RpcError::Payload { topic, source }),
         (errnum, payload) => {
             let words = payload.map(|text| String::from_utf8_lossy(&text).into_owned()).filter(|text| !text.is_empty());
-            let errno = || Errno::from_raw(i32::try_from(errnum).unwrap_or_default()).desc().to_owned();
+            let errno = || io::Error::from_raw_os_error(errnum.cast_signed()).to_string();
             Err(RpcError::Service { topic, errnum, text: words.unwrap_or_else(errno) })
         }
     }

@@ -3,14 +3,13 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use futures::{Stream, StreamExt, future, stream};
-use nix::errno::Errno;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 use tokio::time::sleep;
 
-pub use super::resource_set::{Amount, ResourceSet};
 use super::{
-    message::{ANY, LEAD},
+    message::{ANY, ENOSYS, LEAD},
+    resource_set::{Amount, ResourceSet},
     rfc3::{Client, RpcError},
 };
 use api::IdSet;
@@ -369,7 +368,7 @@ pub async fn held_names(client: &Client) -> Result<BTreeMap<u32, String>, RpcErr
         Ok(status) => parse::<Resources>(topic, status)?.all.names(),
         // An interrupted live change removed the resource module; the configuration that it had loaded keeps these
         // names.
-        Err(error) if error.is(Errno::ENOSYS) => loaded_names(client).await?,
+        Err(error) if error.is(ENOSYS) => loaded_names(client).await?,
         Err(error) => return Err(error),
     };
     Ok(names.into_iter().filter(|(rank, _)| held.contains(*rank)).collect())

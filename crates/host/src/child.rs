@@ -1,7 +1,7 @@
 //! Child processes with a deadline, and the first part of their output.
 
 use std::{
-    io::{ErrorKind, Read},
+    io::{self, ErrorKind, Read},
     os::unix::process::ExitStatusExt,
     process::{Child, ExitCode, ExitStatus},
     sync::{
@@ -13,6 +13,7 @@ use std::{
 };
 
 use nix::{
+    errno::Errno,
     sys::signal::{Signal, killpg},
     unistd::Pid,
 };
@@ -28,7 +29,7 @@ const LINGER: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// If the child can't be waited for.
-pub fn wait_until(child: &mut Child, deadline: Instant) -> std::io::Result<Option<ExitStatus>> {
+pub fn wait_until(child: &mut Child, deadline: Instant) -> io::Result<Option<ExitStatus>> {
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(Some(status));
@@ -86,6 +87,11 @@ impl Kept {
         let _ = self.end.recv_timeout(LINGER);
         String::from_utf8_lossy(&self.bytes.lock().unwrap_or_else(PoisonError::into_inner)).into_owned()
     }
+}
+
+/// True if a program could not be started because it is not built for this processor.
+pub fn is_of_another_architecture(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(Errno::ENOEXEC as i32)
 }
 
 /// Exit code as in a shell: 128 + signal if it was killed.

@@ -13,9 +13,13 @@ use std::{
 
 use nix::{
     errno::Errno,
-    fcntl::{OFlag, OpenHow, ResolveFlag, openat2},
+    fcntl::{AT_FDCWD, OFlag, OpenHow, ResolveFlag, openat2},
     mount::{MntFlags, umount2},
-    sys::stat::{Mode, mkdirat},
+    sys::{
+        stat::{Mode, UtimensatFlags, mkdirat, utimensat},
+        time::TimeSpec,
+    },
+    unistd::syncfs,
 };
 
 use super::mountinfo;
@@ -23,6 +27,27 @@ use hostapi::Refusal;
 
 /// Most mounts that [`unmount_users`] takes away.
 const MOST_UNMOUNTED: usize = 1000;
+
+/// An operation on a file or directory failed.
+#[derive(Debug, thiserror::Error)]
+#[error("can't {what} {}", path.display())]
+pub struct FileError {
+    /// The operation, a verb for the message: `read`, `write`.
+    pub what: &'static str,
+    /// The file or directory.
+    pub path: PathBuf,
+    /// The system's error.
+    #[source]
+    pub source: io::Error,
+}
+
+impl FileError {
+    /// Makes it of the system's error.
+    pub fn on(what: &'static str, path: &Path) -> impl Fn(io::Error) -> Self + use<> {
+        let path = path.to_owned();
+        move |source| Self { what, path: path.clone(), source }
+    }
+}
 
 /// Owner of a file, as numeric ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -208,8 +233,7 @@ pub fn make_dir(path: &Path, mode: u32, owner: Owner) -> Result<(), Refusal> {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             other => other?,
         }
-        let flags = (OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits();
-        let dir = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+        let dir = open_directory(path)?;
         let metadata = dir.metadata()?;
         if Owner::of(&metadata) != owner {
             std::os::unix::fs::fchown(&dir, Some(owner.uid), Some(owner.gid))?;
@@ -236,6 +260,52 @@ pub fn missing_parents(path: &Path) -> Vec<PathBuf> {
 /// If the directory can't be opened or synced.
 pub fn sync_parent(path: &Path) -> io::Result<()> {
     path.parent().map_or(Ok(()), |parent| File::open(parent)?.sync_all())
+}
+
+/// Writes everything on the file system of `path` to the disk: for many files, faster than to sync each of them.
+///
+/// # Errors
+/// If `path` can't be opened, or syncfs(2) fails.
+pub fn sync_file_system(path: &Path) -> io::Result<()> {
+    Ok(syncfs(File::open(path)?)?)
+}
+
+/// Sets the times of access and change of a file, a directory, or a symlink itself, in seconds since 1970.
+///
+/// # Errors
+/// If utimensat(2) fails.
+pub fn set_times(path: &Path, seconds: i64) -> io::Result<()> {
+    let time = TimeSpec::new(seconds, 0);
+    Ok(utimensat(AT_FDCWD, path, &time, &time, UtimensatFlags::NoFollowSymlink)?)
+}
+
+/// Opens a regular file for reading. Anything else is an error: reading a pipe could block, and a device has no end.
+///
+/// # Errors
+/// If it can't be opened; `IsADirectory` for a directory, `InvalidInput` for anything else but a regular file.
+pub fn open_plain(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
+    match file.metadata()? {
+        found if found.is_file() => Ok(file),
+        found if found.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
+        _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")),
+    }
+}
+
+/// Opens a directory. The last part of `path` must not be a symlink.
+///
+/// # Errors
+/// If it can't be opened; `NotADirectory` for anything else, a symlink too.
+pub fn open_directory(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags((OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits()).open(path)
+}
+
+/// A descriptor of what is at `path`, a symlink too, without opening it; see [`host_path`].
+///
+/// # Errors
+/// If there is nothing.
+pub fn open_only_path(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags((OFlag::O_PATH | OFlag::O_NOFOLLOW).bits()).open(path)
 }
 
 /// True for a relative path without `..` or other special parts.

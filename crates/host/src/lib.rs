@@ -5,14 +5,17 @@
 
 pub mod boundary;
 pub mod cgroup;
+pub mod changes;
 pub mod child;
 pub mod core_dump;
+pub mod detach;
 pub mod dumps;
 mod enter;
 pub mod facts;
 pub mod files;
 mod first_process;
 mod hear;
+pub mod limits;
 pub mod lock;
 pub mod log;
 pub mod machine;

@@ -39,11 +39,15 @@ const REPLACING: &str = ".replacing";
 /// Permission bits of group and others.
 const OTHERS: u32 = 0o077;
 
+/// A locked file. The lock is released on drop, even if a child process has inherited the file, and by the kernel if this
+/// process is killed.
+pub type FileLock = Flock<File>;
+
 /// The right to write below the prefix, for one stage at a time. Released on drop, and by the kernel if the process is
 /// killed.
 #[derive(Debug)]
 pub struct HostLock {
-    _file: Flock<File>,
+    _file: FileLock,
 }
 
 impl HostLock {
@@ -89,7 +93,7 @@ pub fn refusal(path: &Path, wait: Duration, error: &io::Error) -> Refusal {
 /// # Errors
 /// `WouldBlock` if another process still holds the lock after `wait`; `PermissionDenied` on a file system that keeps no
 /// owners or modes; else why the file can't be opened or locked.
-pub fn take(path: &Path, wait: Duration) -> io::Result<Flock<File>> {
+pub fn take(path: &Path, wait: Duration) -> io::Result<FileLock> {
     let deadline = Instant::now() + wait;
     loop {
         if let Some(lock) = take_if_ours_alone(path, deadline)? {
@@ -120,7 +124,7 @@ fn replace(path: &Path, deadline: Instant) -> io::Result<()> {
 }
 
 /// None if other users could open the file.
-fn take_if_ours_alone(path: &Path, deadline: Instant) -> io::Result<Option<Flock<File>>> {
+fn take_if_ours_alone(path: &Path, deadline: Instant) -> io::Result<Option<FileLock>> {
     loop {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600).custom_flags(O_NOFOLLOW | O_NONBLOCK);

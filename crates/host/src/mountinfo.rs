@@ -71,9 +71,13 @@ pub fn id(file: impl AsFd) -> io::Result<u64> {
 /// uid of the user who mounted mount `id`, if it is a FUSE mount (`user_id` in mount.fuse3(8)).
 ///
 /// # Errors
-/// If /proc can't be read.
+/// If /proc can't be read, or lists no such mount: a user may have unmounted it meanwhile, and what was opened on it still
+/// answers as that user's program likes.
 pub fn fuse_user(id: u64) -> io::Result<Option<u32>> {
-    Ok(own()?.iter().find(|mount| mount.id == id).and_then(Mount::fuse_user))
+    match own()?.iter().find(|mount| mount.id == id) {
+        Some(mount) => Ok(mount.fuse_user()),
+        None => Err(io::Error::other("it was unmounted meanwhile")),
+    }
 }
 
 /// Parses mountinfo, without the lines that have another format.
@@ -128,6 +132,13 @@ mod tests {
         assert_eq!(table[0].point, Path::new("/mnt/a b\\"));
         assert_eq!((table[0].id, table[0].kind.as_str()), (36, "ext3"));
         assert_eq!(table[0].super_options, "rw,errors=continue");
+    }
+
+    #[test]
+    fn a_mount_that_is_not_listed_is_not_taken_for_one_of_root() {
+        let listed = id(fs::File::open("/proc").unwrap()).unwrap();
+        assert_eq!(fuse_user(listed).unwrap(), None);
+        assert!(fuse_user(u64::MAX).is_err());
     }
 
     #[test]

@@ -6,11 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::{
-    errno::Errno,
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+pub use nix::sys::signal::Signal;
+use nix::{errno::Errno, sys::signal::kill, unistd::Pid};
 use serde::{Deserialize, Serialize};
 
 use crate::{Root, facts};

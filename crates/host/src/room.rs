@@ -1,8 +1,11 @@
 //! Is there room for the packages, above what the kubelet keeps free?
 
-use std::{io, os::fd::AsFd, path::Path};
+use std::{fs::File, io, path::Path};
 
-use nix::sys::statvfs::{Statvfs, fstatvfs};
+use nix::{
+    errno::Errno,
+    sys::statvfs::{FsFlags, fstatvfs},
+};
 
 use hostapi::Refusal;
 
@@ -16,23 +19,53 @@ pub struct Room {
     pub available: u64,
     /// Bytes in all.
     pub total: u64,
+    /// Files that can still be made; None if the file system has no limit on files.
+    pub files: Option<u64>,
 }
 
 impl Room {
-    /// Space on the file system that `file` is on.
+    /// Space on the file system of `path`.
     ///
     /// # Errors
-    /// If fstatvfs(3) fails.
-    pub fn of(file: impl AsFd) -> io::Result<Self> {
-        Ok(Self::from(&fstatvfs(file)?))
+    /// As for [`FileSystem::of`].
+    pub fn of(path: &Path) -> io::Result<Self> {
+        FileSystem::of(path).map(|found| found.room)
     }
 }
 
-impl From<&Statvfs> for Room {
-    fn from(found: &Statvfs) -> Self {
-        let unit = found.fragment_size();
-        Self { available: found.blocks_available().saturating_mul(unit), total: found.blocks().saturating_mul(unit) }
+/// The file system of a path, as it is mounted there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FileSystem {
+    /// Its space.
+    pub room: Room,
+    /// Nothing can be written.
+    pub is_read_only: bool,
+    /// No program can be run.
+    pub is_noexec: bool,
+}
+
+impl FileSystem {
+    /// That of `path`, which must be readable.
+    ///
+    /// # Errors
+    /// If `path` can't be opened, or statvfs(3) fails.
+    pub fn of(path: &Path) -> io::Result<Self> {
+        let found = fstatvfs(File::open(path)?)?;
+        let (unit, flags) = (found.fragment_size(), found.flags());
+        let room = Room {
+            available: found.blocks_available().saturating_mul(unit),
+            total: found.blocks().saturating_mul(unit),
+            // A file system without a limit reports 0 free of 0.
+            files: Some(found.files_available()).filter(|_| found.files() > 0),
+        };
+        let (is_read_only, is_noexec) = (flags.contains(FsFlags::ST_RDONLY), flags.contains(FsFlags::ST_NOEXEC));
+        Ok(Self { room, is_read_only, is_noexec })
     }
+}
+
+/// True if an error's `message` contains the system's words for a full disk or an exhausted quota.
+pub fn says_full(message: &str) -> bool {
+    [Errno::ENOSPC, Errno::EDQUOT].iter().any(|errno| message.contains(&io::Error::from(*errno).to_string()))
 }
 
 /// Checks that `need` more bytes fit below `place`.

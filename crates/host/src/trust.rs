@@ -138,7 +138,17 @@ impl Rule {
 
 /// True for root and for this process's own user: no other user may own what root trusts.
 pub fn is_trusted(uid: u32) -> bool {
-    uid == 0 || uid == geteuid().as_raw()
+    uid == 0 || is_own(uid)
+}
+
+/// True for this process's own user.
+pub fn is_own(uid: u32) -> bool {
+    uid == own_uid()
+}
+
+/// This process's own user.
+pub fn own_uid() -> u32 {
+    geteuid().as_raw()
 }
 
 fn kind(found: &FileStat) -> SFlag {

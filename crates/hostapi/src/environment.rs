@@ -1,22 +1,22 @@
-//! What an environment is found to be, and what became of it.
+//! The result of checking an installed environment, and of mending it.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// One environment, looked at.
+/// The result of checking one environment.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
 pub struct Verified {
     /// Its directory.
     pub path: PathBuf,
-    /// Its digest.
+    /// Digest of the package set that it was installed from.
     pub digest: String,
     /// Files that were hashed.
     pub files: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// What is not as it was installed, by path; empty: nothing.
+    /// What differs from what was installed, in the order of the paths; empty if the environment is intact.
     pub differences: Vec<Difference>,
 }
 
@@ -24,7 +24,7 @@ pub struct Verified {
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[serde(rename_all = "camelCase")]
 pub struct Difference {
-    /// Below the environment.
+    /// Relative to the environment's directory.
     pub path: PathBuf,
     /// In which way.
     pub what: What,
@@ -36,13 +36,13 @@ pub struct Difference {
 pub enum What {
     /// It is gone.
     Missing,
-    /// It has another content, or, a symlink, another target.
+    /// Its content differs or, for a symlink, its target.
     Changed,
     /// It is a file where a symlink was, or the like.
     Replaced,
-    /// It can't be read, or is in a directory of another user.
+    /// It can't be read, or nothing there is believed because the directory belongs to another user.
     Unreadable,
-    /// It is in no record.
+    /// No installed package lists it.
     Extra,
     /// It has other permissions.
     Mode,

@@ -9,7 +9,7 @@ use super::{
         layout::Layout,
         logs, node,
         options::Up,
-        pod, remove, status, up,
+        pod, remove, restart, status, up,
     },
     error::{Context, LocalError},
     stand_in,
@@ -71,6 +71,8 @@ pub enum LocalCommand {
         /// What to do with its agent
         action: AgentAction,
     },
+    /// Restart all brokers at once; after `flux shutdown`, start the instance again. Running jobs are lost
+    Restart,
     /// Print the kubeconfig
     Kubeconfig,
     /// Stop everything and remove everything that `local up` made
@@ -204,6 +206,10 @@ impl LocalCommand {
                 ask(&layout, &node, |node| Request::PowerOn { node }).await?;
             }
             Self::Api { fault } => Client::connect(&layout).await?.ask(Request::Api { fault }).await.map(drop)?,
+            Self::Restart => {
+                restart::run(&layout).await?;
+                print_line("the instance restarts; `flux-distribute local status` shows when it is back")?;
+            }
             Self::Kubeconfig => {
                 layout.load()?;
                 let path = layout.kubeconfig();

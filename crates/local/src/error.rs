@@ -1,4 +1,6 @@
-use std::process::ExitCode;
+use std::{collections::BTreeSet, path::PathBuf, process::ExitCode};
+
+use api::STAND_IN;
 
 /// Why a `local` command failed.
 #[derive(Debug, thiserror::Error)]
@@ -33,9 +35,82 @@ pub enum LocalError {
     /// The cluster can't become what was asked for, and is taken down again.
     #[error("{0}; the cluster is taken down again")]
     GivenUp(String),
-    /// The daemon or another helper process refused a request or failed.
+    /// The cluster has no node of this name.
+    #[error("there is no node {0}; see `flux-distribute local status`")]
+    NoNode(String),
+    /// The node is off.
+    #[error("{0} is powered off")]
+    PoweredOff(String),
+    /// The node's agent has ended, and was not started again yet.
+    #[error("no agent runs on {0} at the moment; try again")]
+    NoAgent(String),
+    /// The agent or broker of a node has not been started yet.
+    #[error("the {who} on {node} has not written a log yet")]
+    NoLog {
+        /// `agent` or `broker`.
+        who: &'static str,
+        /// The node.
+        node: String,
+    },
+    /// A command needs Flux, and the node has the stand-in.
+    #[error(
+        "{STAND_IN}: this node runs flux-distribute's stand-in for a broker, so `flux {0}` can't run; to install Flux, call `local up` \
+         with --bundle or --channel"
+    )]
+    NeedsFlux(String),
+    /// Another command changes the cluster in this directory.
+    #[error("another `local` command is still running in {}", .0.display())]
+    Busy(PathBuf),
+    /// The nodes' processes can't be told from the machine's.
+    #[error("no cgroup file system is mounted on this machine")]
+    NoCgroups,
+    /// The kernel does not end these processes.
+    #[error("processes {pids:?} in the cgroup {group} do not die")]
+    Undying {
+        /// The processes.
+        pids: BTreeSet<i32>,
+        /// Their cgroup.
+        group: String,
+    },
+    /// This many networks are in use on the machine, by other clusters or something else.
+    #[error("all {0} networks from 10.231.0.0/16 on are in use on this machine")]
+    NoNetwork(u8),
+    /// Something has removed a network link of the cluster.
+    #[error("the link {0} is gone")]
+    LinkGone(String),
+    /// A process of the cluster ended, or said why it can't do its work.
+    #[error("{who} does not start: {why}")]
+    NotStarted {
+        /// The process.
+        who: String,
+        /// Its last words.
+        why: String,
+    },
+    /// A process of the cluster said nothing.
+    #[error("{who} does not start within {seconds} s")]
+    Slow {
+        /// The process.
+        who: String,
+        /// The time limit.
+        seconds: u64,
+    },
+    /// The process that boots a node ended before the node had its network.
+    #[error("the boot of {0} was aborted")]
+    Aborted(String),
+    /// A bug. The text says what the thread does, such as `boots node1`.
+    #[error("the thread that {0} panicked")]
+    Panicked(String),
+    /// A bug: the part of the daemon that runs this node has ended.
+    #[error("the kubelet of {node} has ended; see {}", log.display())]
+    KubeletEnded {
+        /// The node.
+        node: String,
+        /// The daemon's log.
+        log: PathBuf,
+    },
+    /// The daemon refused a request, for this reason.
     #[error("{0}")]
-    Refused(String),
+    Daemon(String),
     /// An operation failed.
     #[error("{what}")]
     Failed {
@@ -52,7 +127,7 @@ impl LocalError {
     #[must_use]
     pub fn exit_code(&self) -> ExitCode {
         match self {
-            Self::Usage(_) => ExitCode::from(2),
+            Self::Usage(_) | Self::NoNode(_) => ExitCode::from(2),
             // Shells use the same numbers.
             Self::Interrupted { signal } => ExitCode::from(u8::try_from(128 + signal).unwrap_or(u8::MAX)),
             _ => ExitCode::FAILURE,

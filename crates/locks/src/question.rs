@@ -21,6 +21,9 @@ pub enum QuestionError {
         /// Why.
         reason: String,
     },
+    /// The spec is empty.
+    #[error("is an empty spec")]
+    Empty,
     /// Not a conda platform.
     #[error("{platform} is not a conda platform of Linux such as linux-64")]
     NotAPlatform {
@@ -127,11 +130,11 @@ pub fn parse_spec(given: &str) -> Result<MatchSpec, QuestionError> {
 /// Checks whether the solver accepts `given` as a spec.
 ///
 /// # Errors
-/// Why it doesn't, including the spec.
-pub fn check_spec(given: &str) -> Result<(), String> {
+/// [`QuestionError::Empty`] or [`QuestionError::Spec`].
+pub fn check_spec(given: &str) -> Result<(), QuestionError> {
     match given.trim().is_empty() {
-        true => Err("is an empty spec".to_owned()),
-        false => parse_spec(given).map(drop).map_err(|error| error_chain(&error)),
+        true => Err(QuestionError::Empty),
+        false => parse_spec(given).map(drop),
     }
 }
 

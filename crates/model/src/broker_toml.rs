@@ -6,7 +6,10 @@ use std::{
     net::IpAddr,
 };
 
-use super::{hostlist, topology::Topology};
+use super::{
+    hostlist,
+    topology::{Topology, TopologyError},
+};
 use api::{Declared, IdSet, Member, Rank, Roster, RosterEntry};
 
 /// Tables that only flux-distribute writes. `kvs` is among them because its checkpoint-period is a field of the spec,
@@ -38,6 +41,30 @@ pub enum ExtraError {
     NotATable(String),
 }
 
+/// Why what a broker reads can't be made from a roster.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RenderError {
+    /// The roster's topology is none.
+    #[error(transparent)]
+    Topology(#[from] TopologyError),
+    /// The roster's extra tables are refused.
+    #[error("spec.broker.config {0}")]
+    Extra(ExtraError),
+    /// A table that we add keys to is another value.
+    #[error("spec.broker.config: {0} is not a table")]
+    NotATable(String),
+    /// TOML has no words for a value.
+    #[error("broker.toml")]
+    Toml(#[from] toml::ser::Error),
+    /// JSON has no words for a value.
+    #[error("the live configuration")]
+    Json(#[from] serde_json::Error),
+    /// The published text is not TOML.
+    #[error("published broker.toml")]
+    Published(#[from] toml::de::Error),
+}
+
 /// Parses `spec.broker.config`, the tables that a user adds to `broker.toml`.
 ///
 /// # Errors
@@ -59,8 +86,8 @@ pub fn extra_tables(text: &str) -> Result<toml::Table, ExtraError> {
 ///
 /// # Errors
 /// If [`extra_tables`] refuses the roster's extra tables, or the roster's topology doesn't parse.
-pub fn render(roster: &Roster) -> Result<String, String> {
-    let text = toml::to_string(&tables(roster)?).map_err(|error| format!("broker.toml: {error}"))?;
+pub fn render(roster: &Roster) -> Result<String, RenderError> {
+    let text = toml::to_string(&tables(roster)?)?;
     let Roster { instance_id, epoch, revision, .. } = roster;
     let made_from = format!("instance {instance_id} epoch {epoch} revision {revision}");
     Ok(format!("{HEADER}{made_from}, made by flux-distribute: changes are overwritten\n{text}"))
@@ -70,10 +97,10 @@ pub fn render(roster: &Roster) -> Result<String, String> {
 ///
 /// # Errors
 /// As [`render`].
-pub(super) fn tables(roster: &Roster) -> Result<toml::Table, String> {
+pub(super) fn tables(roster: &Roster) -> Result<toml::Table, RenderError> {
     let size = roster.settings.max_size;
     let topology = Topology::parse(&roster.settings.topology, size)?;
-    let mut file = extra_tables(&roster.settings.config).map_err(|error| format!("spec.broker.config {error}"))?;
+    let mut file = extra_tables(&roster.settings.config).map_err(RenderError::Extra)?;
 
     // With its default policy, Fluxion refuses a job that needs more nodes than are up; with "easy", the job waits for
     // them.
@@ -133,10 +160,10 @@ pub fn made_from(text: &str, instance_id: &str) -> Option<(u64, u64)> {
 ///
 /// # Errors
 /// If `text` is not a file that [`render`] made.
-pub fn for_host(text: &str, certificate: &str) -> Result<String, String> {
-    let mut file: toml::Table = text.parse().map_err(|error| format!("published broker.toml: {error}"))?;
+pub fn for_host(text: &str, certificate: &str) -> Result<String, RenderError> {
+    let mut file: toml::Table = text.parse()?;
     table(&mut file, "bootstrap")?.insert("curve_cert".into(), certificate.into());
-    let made = toml::to_string(&file).map_err(|error| format!("broker.toml: {error}"))?;
+    let made = toml::to_string(&file)?;
     let header = text.lines().next().filter(|line| line.starts_with(HEADER)).unwrap_or_default();
     Ok(format!("{header}\n{made}"))
 }
@@ -187,11 +214,11 @@ fn excluded(roster: &Roster) -> IdSet {
     if excluded.len() == roster.settings.max_size as usize { IdSet::default() } else { excluded }
 }
 
-fn table<'a>(file: &'a mut toml::Table, name: &str) -> Result<&'a mut toml::Table, String> {
+fn table<'a>(file: &'a mut toml::Table, name: &str) -> Result<&'a mut toml::Table, RenderError> {
     file.entry(name)
         .or_insert_with(|| toml::Table::new().into())
         .as_table_mut()
-        .ok_or_else(|| format!("spec.broker.config: {name} is not a table"))
+        .ok_or_else(|| RenderError::NotATable(name.to_owned()))
 }
 
 /// The `hosts` array: first all names in rank order, then another entry with the address for each parent. Flux merges

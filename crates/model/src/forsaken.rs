@@ -2,21 +2,20 @@
 
 use std::collections::BTreeSet;
 
-use super::members::{Members, NodeIndex};
+use super::members::{NodeIndex, Planned};
 use crate::observed::{Observed, is_of_instance};
-use api::Roster;
 
 /// Returns the names of those FluxNodes. While a broker runs without a member, its FluxNode is still needed: the report
 /// keeps its rank from being given out, and the spec ends the broker. If the roster is lost, the planner also needs
 /// every report that has a copy of the roster or names a running broker: it rebuilds the roster from the former, and
 /// starts no epoch because of the latter.
-pub fn forsaken(seen: &Observed, roster: Option<&Roster>) -> BTreeSet<String> {
+pub fn forsaken(seen: &Observed, planned: Option<&Planned>) -> BTreeSet<String> {
     let nodes = NodeIndex::of(seen.nodes);
-    let members = roster.map(|roster| Members::observe(seen, roster));
-    let is_member = |name: &str| members.as_ref().is_some_and(|members| members.rank_on(name).is_some());
+    let members = planned.map(|planned| &planned.members);
+    let is_member = |name: &str| members.is_some_and(|members| members.rank_on(name).is_some());
     let is_needed = |name: &str| {
         let report = seen.reports.get(name);
-        report.is_some_and(|report| match &members {
+        report.is_some_and(|report| match members {
             Some(members) => members.orphan_broker_rank(report).is_some(),
             None => {
                 report.roster.is_some() || report.adopted.as_ref().is_some_and(|adopted| is_of_instance(seen, adopted))
@@ -81,7 +80,7 @@ mod tests {
             let mut world = World::up(3);
             change(&mut world);
             let seen = world.seen();
-            assert_eq!(forsaken(&seen, seen.roster).contains("node2"), expected, "{what}");
+            assert_eq!(forsaken(&seen, world.planned().as_ref()).contains("node2"), expected, "{what}");
         }
     }
 

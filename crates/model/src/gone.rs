@@ -44,8 +44,8 @@ mod tests {
         change(&mut world);
         world.settle();
         let seen = world.seen();
-        let projected = project_all(&seen, seen.roster, [&before], |_| false);
-        let line = status(&seen, 1, seen.roster, None).message.unwrap();
+        let projected = project_all(&seen, world.planned().as_ref(), [&before], |_| false);
+        let line = status(&seen, 1, world.planned().as_ref(), None).message.unwrap();
         (projected.into_iter().next().unwrap().1, line)
     }
 

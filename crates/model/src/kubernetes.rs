@@ -7,9 +7,9 @@ use crate::obstacle::Obstacle;
 /// every node.
 const OLDEST: (u32, u32) = (1, 30);
 
-/// Says why a cluster is not supported. None if it is. `version`: major and minor as the API server's `/version` gives
-/// them; None if the API server does not let agents read it. A cluster that hides its version is not supported: if it
-/// lacks the policies, only the one who captures a token notices.
+/// Says why a cluster is not supported; returns None if it is. `version`: major and minor as the API server's `/version`
+/// gives them, None if the API server does not let agents read it. A cluster that hides its version is not supported:
+/// without the policies nothing visibly fails, and only an attacker with a stolen token would find out.
 pub fn unsupported(version: Option<(&str, &str)>) -> Option<Obstacle> {
     // Some clouds append a plus sign, as in `29+`.
     let number = |text: &str| text.trim_end_matches(|c: char| !c.is_ascii_digit()).parse::<u32>().ok();
@@ -20,15 +20,15 @@ pub fn unsupported(version: Option<(&str, &str)>) -> Option<Obstacle> {
         Some((major, minor)) => (
             "KubernetesTooOld",
             format!(
-                "Kubernetes {major}.{minor} has no ValidatingAdmissionPolicy v1, without which any agent's token may speak \
+                "Kubernetes {major}.{minor} has no ValidatingAdmissionPolicy v1, without which any agent's token may write \
                  for every node: upgrade the cluster to Kubernetes {oldest_major}.{oldest_minor} or newer"
             ),
         ),
         None => (
             "KubernetesVersionUnknown",
             format!(
-                "the API server does not tell its version, and before Kubernetes {oldest_major}.{oldest_minor} any agent's \
-                 token may speak for every node: let ServiceAccount install-flux get /version, as the manifest does"
+                "the API server does not reveal its version, and before Kubernetes {oldest_major}.{oldest_minor} any agent's \
+                 token may write for every node: let ServiceAccount install-flux get /version, as the manifest does"
             ),
         ),
     };

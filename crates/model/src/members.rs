@@ -89,6 +89,22 @@ pub struct Members<'a> {
     above_jobs: Option<BTreeSet<Rank>>,
 }
 
+/// A roster and its members, observed once for everything that the planner writes from it in one round.
+#[derive(Debug, Clone)]
+pub struct Planned<'a> {
+    /// The roster.
+    pub roster: &'a Roster,
+    /// Its members.
+    pub members: Members<'a>,
+}
+
+impl<'a> Planned<'a> {
+    /// Observes the members of `roster`.
+    pub fn observe(seen: &Observed<'a>, roster: &'a Roster) -> Self {
+        Self { roster, members: Members::observe(seen, roster) }
+    }
+}
+
 impl<'a> Members<'a> {
     /// Computes the state of every member of `roster`. It stays valid while the roster's drains change, while members
     /// without a broker lose their ranks, and while nodes without a broker get ranks.

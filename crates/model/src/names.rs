@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use serde_json::Value;
 
-use super::broker_toml::{broker_name, is_broker_name, resource_config_in_rank_order, spare_name, tables};
+use super::broker_toml::{RenderError, broker_name, is_broker_name, resource_config_in_rank_order, spare_name, tables};
 use api::{IdSet, Member, Rank, Roster};
 
 /// The resource name of each rank, in rank order: the name of the member's node, or a placeholder if the rank has no
@@ -56,7 +56,7 @@ fn holders(roster: &Roster) -> HashMap<&str, Rank> {
 ///
 /// # Errors
 /// As `broker_toml::render`.
-pub fn live_configuration(roster: &Roster, keep: &BTreeMap<Rank, String>) -> Result<Value, String> {
+pub fn live_configuration(roster: &Roster, keep: &BTreeMap<Rank, String>) -> Result<Value, RenderError> {
     let mut file = tables(roster)?;
     if roster.declares_nodes() {
         file.remove("bootstrap");
@@ -65,7 +65,7 @@ pub fn live_configuration(roster: &Roster, keep: &BTreeMap<Rank, String>) -> Res
             resource.insert("config".into(), config.into());
         }
     }
-    serde_json::to_value(file).map_err(|error| format!("the live configuration: {error}"))
+    Ok(serde_json::to_value(file)?)
 }
 
 /// True if a rank could have a better name than it has. `known`: the present names of the ranks in Flux. Ranks in

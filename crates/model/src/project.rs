@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::{
     eligibility::{NodeView, eligible},
     gone,
-    members::{Members, NodeIndex},
+    members::{Members, NodeIndex, Planned},
     peers::{self, Fetcher},
     prefix,
     roster::{is_former_idle, is_overdue, may_stop},
@@ -21,21 +21,17 @@ use api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
 /// Drain reason of a rank that has no member any more while its broker is still in the overlay.
 const HAS_LEFT: &str = "its node has left the instance";
 
-/// A roster, and the members observed for it.
-type Planned<'a> = (&'a Roster, &'a Members<'a>);
-
 /// Computes the specs of all `present` FluxNodes whose Node exists or whose broker may still run. `is_local`: see
 /// [`peers::assign_sources`].
 pub fn project_all<'a>(
     seen: &Observed,
-    roster: Option<&Roster>,
+    planned: Option<&Planned>,
     present: impl IntoIterator<Item = &'a FluxNode>,
     is_local: impl Fn(&str) -> bool,
 ) -> Vec<(&'a FluxNode, FluxNodeSpec)> {
     let nodes = NodeIndex::of(seen.nodes);
     let named = |flux_node: &FluxNode| flux_node.metadata.name.as_deref().and_then(|name| nodes.named(name));
-    let members = roster.map(|roster| Members::observe(seen, roster));
-    let planned = roster.zip(members.as_ref());
+    let roster = planned.map(|planned| planned.roster);
     let mut rows: Vec<_> = present
         .into_iter()
         .map(|present| {
@@ -100,8 +96,8 @@ fn wanted<'a>(
 ///
 /// A broker may start only after the lead has applied its resources (so that it never joins with a wrong R), and only
 /// under a parent that is online (otherwise it would wait in state JOIN for ever, without a message).
-pub(crate) fn project(seen: &Observed, planned: Option<Planned>, node: &NodeView) -> FluxNodeSpec {
-    let roster = planned.map(|(roster, _)| roster);
+pub(crate) fn project(seen: &Observed, planned: Option<&Planned>, node: &NodeView) -> FluxNodeSpec {
+    let roster = planned.map(|planned| planned.roster);
     let mut spec = FluxNodeSpec {
         node_name: node.name.clone(),
         instance_uid: Some(seen.instance_uid.to_owned()),
@@ -110,7 +106,7 @@ pub(crate) fn project(seen: &Observed, planned: Option<Planned>, node: &NodeView
         ..FluxNodeSpec::default()
     };
     let differs = roster.and_then(|roster| prefix::differs(seen, roster, &node.name));
-    let held = planned.and_then(|(roster, members)| Some((roster, members, members.rank_of(&node.uid)?)));
+    let held = planned.and_then(|Planned { roster, members }| Some((*roster, members, members.rank_of(&node.uid)?)));
     if let Some((roster, members, rank)) = held {
         spec.rank = Some(rank);
         spec.epoch = roster.epoch;
@@ -144,7 +140,7 @@ pub(crate) fn project(seen: &Observed, planned: Option<Planned>, node: &NodeView
         return spec;
     }
     // Keep the former rank in the spec while jobs may run below it: without a rank, the agent would stop the broker.
-    let former = |(roster, members): Planned| {
+    let former = |Planned { roster, members }: &Planned| {
         let rank = members.orphan_broker_rank(seen.reports.get(&node.name)?)?;
         members.may_carry_jobs(rank).then(|| (revision_for(roster, rank), roster.epoch, rank))
     };
@@ -171,8 +167,8 @@ fn first_lead_failure(roster: &Roster) -> Option<String> {
 /// Computes the spec of a FluxNode whose Node is gone. While its rank is kept, the spec says that the Node is gone. If
 /// its broker still runs after that, the spec stops it once the lead has drained the rank and no job runs there. None
 /// if the spec doesn't change.
-fn project_gone(seen: &Observed, planned: Option<Planned>, present: &FluxNode) -> Option<FluxNodeSpec> {
-    let ((roster, members), report) = (planned?, present.status.as_ref()?);
+fn project_gone(seen: &Observed, planned: Option<&Planned>, present: &FluxNode) -> Option<FluxNodeSpec> {
+    let (Planned { roster, members }, report) = (planned?, present.status.as_ref()?);
     if let Some(spec) = gone::spec(members, roster, &present.spec) {
         return Some(spec);
     }

@@ -7,10 +7,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     eligibility::{NodeView, PROTECTING},
-    members::{Members, NodeIndex},
+    members::{NodeIndex, Planned},
 };
 use crate::{observed::Observed, tree::topology};
-use api::{ANNOTATION_PROTECTS, FluxNodeStatus, IdSet, Rank, Roster, RunningJobs};
+use api::{ANNOTATION_PROTECTS, FluxNodeStatus, IdSet, Rank, RunningJobs};
 
 /// The value of each of [`PROTECTING`].
 const PROTECTED: &str = "true";
@@ -41,12 +41,12 @@ pub struct Protection {
 impl Protection {
     /// The changes while there is an instance. None while its lead is offline, because then it is unknown where jobs
     /// run.
-    pub fn changes(&mut self, seen: &Observed, roster: Option<&Roster>) -> Vec<AnnotationChange> {
+    pub fn changes(&mut self, seen: &Observed, planned: Option<&Planned>) -> Vec<AnnotationChange> {
         self.running_jobs = seen.spec.uninstall.running_jobs.clone();
         if !seen.spec.autoscaling.protect {
             return seen.nodes.iter().filter_map(unprotect).collect();
         }
-        let Some((roster, needed)) = roster.and_then(|roster| Some((roster, needed(seen, roster)?))) else {
+        let Some((roster, needed)) = planned.and_then(|planned| Some((planned.roster, needed(planned)?))) else {
             return Vec::new();
         };
         let uids: BTreeSet<_> =
@@ -84,8 +84,8 @@ impl Protection {
 
 /// The ranks on which jobs run, and all ranks above them in the tree, because a job ends if a broker above its own
 /// ends. Always includes the lead, because the queue is on its disk. None if it is unknown where jobs run.
-fn needed(seen: &Observed, roster: &Roster) -> Option<BTreeSet<Rank>> {
-    let IdSet(busy) = Members::observe(seen, roster).lead_report()?.allocated.as_ref()?;
+fn needed(Planned { roster, members }: &Planned) -> Option<BTreeSet<Rank>> {
+    let IdSet(busy) = members.lead_report()?.allocated.as_ref()?;
     let topology = topology(roster)?;
     let mut needed = BTreeSet::from([0]);
     for rank in busy {

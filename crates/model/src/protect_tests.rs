@@ -11,7 +11,7 @@ fn busy(world: &mut World, ranks: &str) {
 
 /// Applies the changes of one round, and returns the names of the changed Nodes.
 fn settle(world: &mut World, protection: &mut Protection) -> Vec<String> {
-    let changes = protection.changes(&world.seen(), world.roster.as_ref());
+    let changes = protection.changes(&world.seen(), world.planned().as_ref());
     apply(world, changes)
 }
 

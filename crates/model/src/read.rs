@@ -37,8 +37,8 @@ pub struct SpecDocument {
     pub findings: Vec<Finding>,
 }
 
-/// Reads a file (YAML or JSON) that may hold several documents: whole FluxInstances, or one bare spec, with or without
-/// the key `spec` above it. An empty file holds none.
+/// Reads a file (YAML or JSON) that may hold several documents or a List: whole FluxInstances, or one bare spec, with or
+/// without the key `spec` above it. An empty file holds none.
 ///
 /// # Errors
 /// If the file is not YAML, so that no document can be read.
@@ -55,6 +55,13 @@ pub fn read(text: &str) -> Result<Documents, Finding> {
     if numbered.len() > 1 {
         // Empty documents, between two `---` or after the last one.
         numbered.retain(|(value, _)| !value.is_null());
+    }
+    // `kubectl get fxi -o yaml` prints a List. The lines in it are not known.
+    if let [(list, _)] = numbered.as_mut_slice()
+        && list["kind"] == "List"
+        && let Value::Array(items) = list["items"].take()
+    {
+        numbered = items.into_iter().map(|item| (item, Places::default())).collect();
     }
     if matches!(numbered.as_slice(), [] | [(Value::Null, _)]) {
         return Ok(Documents::default());
@@ -216,8 +223,8 @@ fn check_spec(object: &mut Value, findings: &mut Vec<Finding>) -> Option<FluxIns
 ///
 /// # Errors
 /// If the spec can't be parsed.
-pub fn rules(object: &Value) -> Result<Vec<Finding>, String> {
-    FluxInstanceSpec::deserialize(&object["spec"]).map(|spec| validate(&spec)).map_err(|error| error.to_string())
+pub fn rules(object: &Value) -> serde_json::Result<Vec<Finding>> {
+    FluxInstanceSpec::deserialize(&object["spec"]).map(|spec| validate(&spec))
 }
 
 fn must_be(object: &Value, field: &str, expected: &str, findings: &mut Vec<Finding>) {

@@ -113,6 +113,13 @@ fn a_file_holds_a_whole_instance_or_a_bare_spec() {
         ("spec:\n".to_owned(), None),
         ("{}".to_owned(), None),
         ("---\n---\nsize: 3\n---\n".to_owned(), Some(3)),
+        // As `kubectl get fxi -o yaml` prints it.
+        (
+            "apiVersion: v1\nkind: List\nitems:\n- apiVersion: distribute.flux-framework.org/v1alpha1\n  kind: FluxInstance\n  \
+             metadata: {name: flux}\n  spec: {size: 3}\n"
+                .to_owned(),
+            Some(3),
+        ),
     ] {
         assert_eq!(read_instance(&text).unwrap().size, size, "{text}");
     }
@@ -157,6 +164,8 @@ fn documents_of_other_kinds_are_named_but_not_checked() {
     assert_eq!(documents.specs.len(), 1);
     assert_eq!(documents.specs[0].findings[0].line, Some(9));
 
+    let list = read("apiVersion: v1\nkind: List\nitems: [{kind: Node, metadata: {name: b}}]").unwrap();
+    assert_eq!(list.others, ["Node b"]);
     let refused = read_instance("apiVersion: v1\nkind: ConfigMap\ndata: {}").unwrap_err();
     assert_eq!(refused[0].to_string(), "holds no FluxInstance, only ConfigMap");
     let two = format!("{HEAD}spec: {{}}\n---\n{HEAD}spec: {{}}\n");

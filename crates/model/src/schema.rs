@@ -37,7 +37,11 @@ pub fn apply(schema: &Value, object: &mut Value) -> Findings {
 /// [`apply`], and then `rules`, which reads the object into its type (the error is why it can't) and finds what no schema
 /// can say. Fields that break the schema are hidden from `rules`, so that one wrong field doesn't hide what is wrong with
 /// the others.
-pub fn check(schema: &Value, object: &mut Value, rules: impl Fn(&Value) -> Result<Vec<Finding>, String>) -> Findings {
+pub fn check(
+    schema: &Value,
+    object: &mut Value,
+    rules: impl Fn(&Value) -> serde_json::Result<Vec<Finding>>,
+) -> Findings {
     let mut findings = apply(schema, object);
     let mut sound = object.clone();
     for finding in &findings.errors {
@@ -45,7 +49,7 @@ pub fn check(schema: &Value, object: &mut Value, rules: impl Fn(&Value) -> Resul
     }
     let broken = match rules(&sound) {
         Ok(broken) => broken,
-        Err(reason) if findings.errors.is_empty() => vec![Finding::new("", reason)],
+        Err(reason) if findings.errors.is_empty() => vec![Finding::new("", reason.to_string())],
         // The schema's findings say it already.
         Err(_) => Vec::new(),
     };

@@ -12,7 +12,7 @@ use k8s_openapi::{
 use super::{
     findings::{Finding, NotApplied, Weight, line, not_applied},
     gone,
-    members::Members,
+    members::{Members, Planned},
     roster::epoch::{Restart, restart},
 };
 use api::{
@@ -60,6 +60,8 @@ struct Standing {
     lead_online: bool,
     /// The lead was online once.
     established: bool,
+    /// Not all nodes were online yet, and those that are missing are still coming up.
+    coming_up: bool,
     /// An administrator has shut the instance down.
     shut_down: bool,
 }
@@ -71,26 +73,26 @@ type ConditionValue = (bool, &'static str, String);
 pub fn status(
     seen: &Observed,
     generation: i64,
-    roster: Option<&Roster>,
+    planned: Option<&Planned>,
     obstacle: Option<&Obstacle>,
 ) -> FluxInstanceStatus {
-    let members = roster.map(|roster| Members::observe(seen, roster));
-    let planned = roster.zip(members.as_ref());
+    let (roster, members) = (planned.map(|planned| planned.roster), planned.map(|planned| &planned.members));
     let mut next = counted(seen, planned);
     next.observed_generation = generation;
-    let lead_online = members.as_ref().is_some_and(|members| members.is_online(0));
+    let lead_online = members.is_some_and(|members| members.is_online(0));
     let complete = lead_online && next.online == next.size;
     let shut_down = roster.is_some_and(|roster| roster.closing.is_none() && is_shut_down(seen, roster));
-    let standing = Standing { lead_online, established: next.instance_id.is_some(), shut_down };
+    let coming_up = !complete && planned.is_some_and(|Planned { roster, members }| is_coming_up(seen, roster, members));
+    let standing = Standing { lead_online, established: next.instance_id.is_some(), coming_up, shut_down };
     next.phase = phase(roster, obstacle, standing);
-    let restart = planned.map_or(Restart::None, |(roster, members)| restart(seen, members, roster));
+    let restart = planned.map_or(Restart::None, |Planned { roster, members }| restart(seen, members, roster));
     if !matches!(restart, Restart::Refused { .. }) {
         // The deadline of a new attempt must not count from the condition's transition time of the old attempt.
         next.conditions.retain(|condition| condition.type_ != CONDITION_RESTART_PENDING || condition.reason != REFUSED);
     }
     let (scale, restart) = (scale_denied(seen, roster), restart_pending(restart));
     let (unapplied, agentless) = (unapplied(seen, roster), agents_missing(seen, roster));
-    let cores_lost = members.as_ref().and_then(|members| members.report(0)?.held_back_job.as_deref());
+    let cores_lost = members.and_then(|members| members.report(0)?.held_back_job.as_deref());
     let mut findings = progress(seen, planned, obstacle, &next, standing);
     findings.extend(cores_lost.map(|message| Finding::new(Weight::CoresLost, message)));
     let if_true =
@@ -121,7 +123,7 @@ pub fn status(
 /// The findings about how many nodes are online and what keeps the others away.
 fn progress(
     seen: &Observed,
-    planned: Option<(&Roster, &Members)>,
+    planned: Option<&Planned>,
     obstacle: Option<&Obstacle>,
     next: &FluxInstanceStatus,
     standing: Standing,
@@ -178,9 +180,9 @@ fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
 }
 
 /// The previous status with the numbers and names updated from the roster and the agents' reports.
-fn counted(seen: &Observed, planned: Option<(&Roster, &Members)>) -> FluxInstanceStatus {
+fn counted(seen: &Observed, planned: Option<&Planned>) -> FluxInstanceStatus {
     let mut next = seen.status.clone();
-    let Some((roster, members)) = planned else {
+    let Some(Planned { roster, members }) = planned else {
         (next.online, next.pending_nodes) = (0, None);
         return next;
     };
@@ -203,12 +205,33 @@ fn phase(roster: Option<&Roster>, obstacle: Option<&Obstacle>, standing: Standin
     match obstacle {
         Some(Obstacle::Problem { .. }) if !standing.lead_online => InstancePhase::Failed,
         _ if roster.is_some_and(|roster| roster.closing.is_some()) => InstancePhase::Restarting,
+        _ if standing.lead_online && standing.coming_up => InstancePhase::Starting,
         _ if standing.lead_online => InstancePhase::Running,
         _ if roster.is_some_and(|roster| roster.previous.is_some()) => InstancePhase::Restarting,
         _ if standing.established => InstancePhase::Degraded,
         _ if roster.is_some() => InstancePhase::Starting,
         _ => InstancePhase::Pending,
     }
+}
+
+/// True during the first start, until one of the missing nodes is stuck: that one must not keep the phase at `Starting`.
+/// The phase itself is the memory that the first start is not over.
+fn is_coming_up(seen: &Observed, roster: &Roster, members: &Members) -> bool {
+    let is_on_its_way = |(rank, member): (u32, &Member)| {
+        let report = seen.reports.get(&member.node);
+        let is_stuck = report.is_some_and(|report| {
+            report.needs_attention || matches!(report.phase, NodePhase::Failed | NodePhase::Offline)
+        });
+        members.is_ready(rank) && !is_stuck && !seen.agentless.contains_key(&member.node)
+    };
+    matches!(seen.status.phase, InstancePhase::Pending | InstancePhase::Starting)
+        && offline(roster, members).all(is_on_its_way)
+}
+
+/// The members that are not online, and their ranks.
+fn offline<'a>(roster: &'a Roster, members: &'a Members) -> impl Iterator<Item = (u32, &'a Member)> {
+    let ranks = roster.ranks.iter().filter(|(rank, _)| !members.is_online(**rank));
+    ranks.filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?)))
 }
 
 fn degraded(
@@ -313,15 +336,13 @@ fn newest_dump(seen: &Observed) -> Option<KeptDump> {
 
 /// One sentence on how many nodes are online, with the message of the offline member that matters most: a silent lead,
 /// else the first that has failed, else the first.
-fn explain(seen: &Observed, planned: Option<(&Roster, &Members)>, next: &FluxInstanceStatus) -> String {
-    let Some((roster, members)) = planned else { return "no roster yet".to_owned() };
-    let offline = roster.ranks.iter().filter(|(rank, _)| !members.is_online(**rank));
-    let offline = offline.filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?)));
+fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus) -> String {
+    let Some(Planned { roster, members }) = planned else { return "no roster yet".to_owned() };
     let has_failed = |(_, member): &(_, &Member)| {
         seen.reports.get(&member.node).is_some_and(|report| report.phase == NodePhase::Failed)
     };
     let is_silent = |rank| rank == 0 && members.is_lead_silent();
-    let first = offline.min_by_key(|found| (!is_silent(found.0), !has_failed(found)));
+    let first = offline(roster, members).min_by_key(|found| (!is_silent(found.0), !has_failed(found)));
     let detail = first.map(|(rank, member)| {
         let report = seen.reports.get(&member.node);
         let silent = is_silent(rank).then(|| match members.is_ready(rank) {
@@ -427,7 +448,7 @@ mod tests {
     }
 
     fn status_of(world: &World) -> FluxInstanceStatus {
-        status(&world.seen(), 1, world.roster.as_ref(), None)
+        status(&world.seen(), 1, world.planned().as_ref(), None)
     }
 
     #[test]
@@ -467,6 +488,40 @@ mod tests {
     }
 
     #[test]
+    fn the_phase_is_starting_until_all_nodes_were_online_or_one_is_stuck() {
+        type Edit = fn(&mut World);
+        let phase = |world: &mut World| {
+            world.status = status_of(world);
+            world.status.phase.clone()
+        };
+        let first_start = || {
+            let mut world = World::up(3);
+            for name in ["node2", "node3"] {
+                let report = world.reports.get_mut(name).unwrap();
+                (report.phase, report.adopted) = (NodePhase::Installing, None);
+            }
+            assert_eq!(phase(&mut world), InstancePhase::Starting);
+            world
+        };
+        for stuck in [
+            (|world| world.reports.get_mut("node3").unwrap().phase = NodePhase::Failed) as Edit,
+            |world| world.nodes[2].ready = false,
+            |world| drop(world.agentless.insert("node3".to_owned(), "its pod was evicted".to_owned())),
+        ] {
+            let mut world = first_start();
+            stuck(&mut world);
+            assert_eq!(phase(&mut world), InstancePhase::Running);
+        }
+        let mut world = first_start();
+        ["node2", "node3"].iter().for_each(|name| world.online(name));
+        assert_eq!(phase(&mut world), InstancePhase::Running);
+        // A node that is away later does not start the instance again.
+        let report = world.reports.get_mut("node3").unwrap();
+        (report.phase, report.adopted) = (NodePhase::Starting, None);
+        assert_eq!(phase(&mut world), InstancePhase::Running);
+    }
+
+    #[test]
     fn the_message_quotes_a_failed_node_before_one_that_waits() {
         let mut world = World::up(3);
         let report = |world: &mut World, name: &str, phase, message: &str| {
@@ -482,9 +537,9 @@ mod tests {
     #[test]
     fn a_job_that_waits_although_cores_are_free_is_message_condition_and_event() {
         let mut world = World::up(2);
-        let fine = status(&world.seen(), 1, world.roster.as_ref(), None);
+        let fine = status(&world.seen(), 1, world.planned().as_ref(), None);
         world.reports.get_mut("node1").unwrap().held_back_job = Some("job 7 waits".to_owned());
-        world.status = status(&world.seen(), 1, world.roster.as_ref(), None);
+        world.status = status(&world.seen(), 1, world.planned().as_ref(), None);
         assert_eq!(world.status.message.as_deref(), Some("job 7 waits"));
         let degraded = world.status.holding("Degraded").unwrap();
         assert_eq!((degraded.reason.as_str(), degraded.message.as_str()), ("CoresLost", "job 7 waits"));
@@ -495,7 +550,7 @@ mod tests {
     #[test]
     fn the_status_says_why_the_planner_can_not_plan_until_it_can_again() {
         let mut world = World::up(3);
-        world.status = status(&world.seen(), 1, world.roster.as_ref(), None);
+        world.status = status(&world.seen(), 1, world.planned().as_ref(), None);
         let why = "ConfigMap flux-roster: can't be read; delete it, and the planner makes it again from the nodes";
         let at = |second| Timestamp::from_second(second).unwrap();
         let next = stopped(&world.status, "MalformedRoster", why, at(2000));
@@ -505,7 +560,7 @@ mod tests {
         assert_eq!(stopped(&next, "MalformedRoster", why, at(3000)), next, "a second round changes nothing");
 
         world.status = next;
-        let recovered = status(&world.seen(), 1, world.roster.as_ref(), None);
+        let recovered = status(&world.seen(), 1, world.planned().as_ref(), None);
         assert_eq!((recovered.holding("Degraded"), recovered.message.as_deref()), (None, Some("3 of 3 nodes online")));
     }
 }

@@ -9,6 +9,22 @@ const SEED_FANOUT: u32 = 256;
 /// fanout (flux-core's own limit).
 const FLAT_LIMIT: u32 = 1024;
 
+/// Why a text is not a topology.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TopologyError {
+    /// It names none of Flux's shapes.
+    #[error("{0:?} is none of flat, kary:K, mincrit, mincrit:K, binomial")]
+    Shape(String),
+    /// What follows the shape's name is not a number.
+    #[error("{text:?}: {number:?} is not a number of ranks")]
+    Number {
+        /// The whole text.
+        text: String,
+        /// What should be a number.
+        number: String,
+    },
+}
+
 /// The shape of a tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Topology {
@@ -28,11 +44,12 @@ impl Topology {
     /// Parses `tbon.topo` for an instance of `size` ranks. Also accepts [`Self::FLAT`], as `kary:0`.
     ///
     /// # Errors
-    /// If `text` is not a topology; the message quotes it.
-    pub fn parse(text: &str, size: u32) -> Result<Self, String> {
+    /// If `text` is not a topology.
+    pub fn parse(text: &str, size: u32) -> Result<Self, TopologyError> {
         let (scheme, argument) = text.split_once(':').map_or((text, None), |(s, a)| (s, Some(a)));
-        let number = |what: &str| -> Result<u32, String> {
-            what.parse().map_err(|_| format!("{text:?}: {what:?} is not a number of ranks"))
+        let number = |number: &str| {
+            let wrong = |_| TopologyError::Number { text: text.to_owned(), number: number.to_owned() };
+            number.parse().map_err(wrong)
         };
         match (scheme, argument) {
             (Self::FLAT, None) => Ok(Self::Kary(0)),
@@ -40,7 +57,7 @@ impl Topology {
             ("mincrit", Some(k)) => Ok(Self::Mincrit(number(k)?)),
             ("mincrit", None) => Ok(Self::Mincrit(mincrit_routers(size))),
             ("binomial", None) => Ok(Self::Binomial),
-            _ => Err(format!("{text:?} is none of flat, kary:K, mincrit, mincrit:K, binomial")),
+            _ => Err(TopologyError::Shape(text.to_owned())),
         }
     }
 

@@ -1,40 +1,19 @@
 //! Files that the user names on the command line, read and written atomically.
 
 use std::{
-    fs::{self, File, OpenOptions},
+    fs::{self, File},
     io::{self, Write},
-    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
+    os::unix::fs::{MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
-use nix::{
-    fcntl::{Flock, FlockArg},
-    libc::O_NONBLOCK,
-    sys::statvfs::statvfs,
+use host::{
+    files::{FileError, open_plain},
+    trust::is_trusted,
 };
 
 /// Prefix of the names of unfinished files; six letters or digits follow.
 const ASIDE: &str = ".flux-distribute-";
-
-/// A file could not be read or written.
-#[derive(Debug, thiserror::Error)]
-#[error("can't {what} {path}")]
-pub struct FileError {
-    /// The operation that failed, a verb for the message: `read`, `write`.
-    pub what: &'static str,
-    /// The file or directory.
-    pub path: String,
-    /// The system's error.
-    #[source]
-    pub source: io::Error,
-}
-
-impl FileError {
-    pub(crate) fn on(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
-        let path = path.display().to_string();
-        move |source| Self { what, path, source }
-    }
-}
 
 /// Prints the command's result to stdout.
 pub(crate) fn print(text: &str) -> Result<(), FileError> {
@@ -42,30 +21,40 @@ pub(crate) fn print(text: &str) -> Result<(), FileError> {
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(FileError::on("write to", Path::new("stdout")))
 }
 
-/// Opens a regular file for reading. Anything else is an error: reading a pipe could block, and a device has no end.
-pub(crate) fn open_plain(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(path)?;
-    match file.metadata()? {
-        found if found.is_file() => Ok(file),
-        found if found.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
-        _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")),
-    }
-}
-
 /// The path that a rename must replace in order to write `path`. If `path` is a symlink, that is the file it points to,
 /// so that the link survives. Fails if anything but a regular file is there, so that a device is never replaced.
+///
+/// # Errors
+/// Also if another user made the symlink in a directory that users share, such as /tmp: a write through it would be refused
+/// by the kernel (`fs.protected_symlinks` in proc_sys_fs(5)), but a rename would replace what it points to.
 pub(crate) fn rename_target(path: &Path) -> io::Result<PathBuf> {
-    let target = match fs::canonicalize(path) {
-        Ok(target) => target,
-        Err(e) if e.kind() == io::ErrorKind::NotFound && fs::symlink_metadata(path).is_err() => {
-            return Ok(path.to_owned());
-        }
-        Err(e) => return Err(e),
-    };
+    if fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+        return Ok(path.to_owned());
+    }
+    let mut target = path.to_owned();
+    while let Some(next) = pointed_to(&target)? {
+        target = next;
+    }
+    let target = fs::canonicalize(target)?;
     match fs::metadata(&target)?.is_file() {
         true => Ok(target),
         false => Err(io::Error::new(io::ErrorKind::AlreadyExists, "something other than a regular file is there")),
     }
+}
+
+/// Where `path` points to, if it is a symlink.
+fn pointed_to(path: &Path) -> io::Result<Option<PathBuf>> {
+    let link = fs::symlink_metadata(path)?;
+    if !link.is_symlink() {
+        return Ok(None);
+    }
+    let directory = fs::metadata(directory_of(path))?;
+    let is_shared = directory.mode() & 0o1002 == 0o1002;
+    if is_shared && !is_trusted(link.uid()) && link.uid() != directory.uid() {
+        let words = format!("it is a symlink that the user with uid {} has made; name another file", link.uid());
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, words));
+    }
+    Ok(Some(directory_of(path).join(fs::read_link(path)?)))
 }
 
 /// The directory of a file.
@@ -76,7 +65,8 @@ pub(crate) fn directory_of(path: &Path) -> &Path {
 /// A file under a temporary name that gets its final name when it is complete. Dropping it removes it; what a killed
 /// run left behind, the next run that writes to the same directory removes.
 pub(crate) struct Aside {
-    file: Flock<File>,
+    /// Locked until it is closed.
+    file: File,
     path: tempfile::TempPath,
 }
 
@@ -86,7 +76,7 @@ impl Aside {
         drop_leftovers(directory);
         loop {
             let (file, path) = tempfile::Builder::new().prefix(ASIDE).tempfile_in(directory)?.into_parts();
-            let file = Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, errno)| io::Error::from(errno))?;
+            file.lock()?;
             // Until the lock was held, another run could take this file for a leftover and delete it.
             if file.metadata()?.nlink() > 0 {
                 return Ok(Self { file, path });
@@ -122,31 +112,17 @@ fn drop_leftovers(directory: &Path) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         if entry.file_name().to_str().is_some_and(is_ours)
             && let Ok(file) = open_plain(&entry.path())
-            && let Ok(_held) = Flock::lock(file, FlockArg::LockExclusiveNonblock)
+            && file.try_lock().is_ok()
         {
             let _ = fs::remove_file(entry.path());
         }
     }
 }
 
-/// Free space on a file system.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Free {
-    pub bytes: u64,
-    /// `None` if the file system has no limit on files.
-    pub files: Option<u64>,
-}
-
-/// The free space on the file system of `path`.
-pub(crate) fn free(path: &Path) -> io::Result<Free> {
-    let found = statvfs(path)?;
-    let bytes = found.blocks_available().saturating_mul(found.fragment_size());
-    // A file system without a limit reports 0 free of 0.
-    Ok(Free { bytes, files: Some(found.files_available()).filter(|_| found.files() > 0) })
-}
-
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixListener;
+
     use super::*;
 
     #[test]
@@ -156,17 +132,29 @@ mod tests {
         fs::write(path("plain"), "").unwrap();
         std::os::unix::fs::symlink("plain", path("link")).unwrap();
         std::os::unix::fs::symlink("nowhere", path("dangling")).unwrap();
-        nix::unistd::mkfifo(&path("pipe"), nix::sys::stat::Mode::S_IRUSR).unwrap();
+        let _socket = UnixListener::bind(path("socket")).unwrap();
         let real = fs::canonicalize(path("plain")).unwrap();
         assert_eq!(rename_target(&path("new")).unwrap(), path("new"));
         assert_eq!(rename_target(&path("plain")).unwrap(), real);
         assert_eq!(rename_target(&path("link")).unwrap(), real);
-        for name in ["dangling", "pipe", "."] {
+        for name in ["dangling", "socket", "."] {
             assert!(rename_target(&path(name)).is_err(), "{name}");
         }
-        assert!(open_plain(&path("link")).is_ok());
-        for name in ["pipe", ".", "new"] {
-            assert!(open_plain(&path(name)).is_err(), "{name}");
+    }
+
+    #[test]
+    fn a_symlink_that_another_user_made_in_a_shared_directory_is_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (link, file) = (dir.path().join("link"), dir.path().join("file"));
+        fs::write(&file, "").unwrap();
+        std::os::unix::fs::symlink("file", &link).unwrap();
+        if std::os::unix::fs::lchown(&link, Some(65534), None).is_err() {
+            return; // Only root can give it to another user.
+        }
+        for (mode, is_followed) in [(0o1777, false), (0o777, true), (0o1755, true)] {
+            fs::set_permissions(dir.path(), fs::Permissions::from_mode(mode)).unwrap();
+            let target = rename_target(&link);
+            assert_eq!(target.is_ok(), is_followed, "{mode:o}: {target:?}");
         }
     }
 

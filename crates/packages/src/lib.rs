@@ -23,7 +23,7 @@ mod serve;
 mod unpack_error;
 
 pub use bundle::create::CreateBundle;
-pub use bundle::manifest::{BUNDLE_LOCK, BUNDLE_MANIFEST, BundleManifest};
+pub use bundle::manifest::{BUNDLE_LOCK, BUNDLE_MANIFEST, BundleManifest, ManifestError};
 pub use bundle::{BundleCommand, BundleError, InspectBundle, OutputFormat};
 pub use environment::collect::collect;
 pub use environment::limits::Limits;
@@ -33,10 +33,12 @@ pub use environment::{link, link_while, linked, ready};
 pub use fetch::access::{Access, Token};
 pub use fetch::archive::{archive_names, archives, holds};
 pub use fetch::download::tried_again;
-pub use fetch::http::{HttpClient, HttpError};
 pub use fetch::source::Sources;
 pub use fetch::{FetchError, Fetched, fetch};
-pub use files::FileError;
+pub use fetch::{
+    credentials::CredentialsError,
+    http::{HttpClient, HttpError},
+};
 pub use lock::command::{LockAction, LockCommand, LockCommandError, LockDiffArguments, SolveArguments};
 pub use lock::solve::{SolveError, resolve};
 pub use progress::show::{LINE_EVERY, Style, shown};

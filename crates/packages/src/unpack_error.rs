@@ -6,7 +6,10 @@ use std::{
     path::Path,
 };
 
-use crate::{bundle::manifest::BUNDLE_MANIFEST, environment::limits::reached};
+use crate::{
+    bundle::manifest::{BUNDLE_MANIFEST, ManifestError},
+    environment::limits::reached,
+};
 use locks::LockError;
 
 /// Why a bundle was refused or could not be unpacked.
@@ -21,8 +24,8 @@ pub(crate) enum UnpackError {
     )]
     NotABundle,
     /// The manifest is unusable.
-    #[error("{0}")]
-    Manifest(String),
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
     /// The bundle is for other platforms.
     #[error("it is for {found}, but this host is {wanted}")]
     Platform { found: String, wanted: String },

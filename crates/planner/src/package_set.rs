@@ -1,34 +1,36 @@
 //! Publishes the package set in ConfigMap `flux-packages`. The planner resolves each question once, and a restart never
 //! resolves again.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use kube::Client;
-use tokio::{task::JoinSet, time::Instant};
+use tokio::{
+    task::{JoinError, JoinSet},
+    time::Instant,
+};
 use tracing::info;
 
 use api::{CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY, CONFIGMAP_PACKAGES_KEY, PackageSet, Packages};
-use base::error_chain;
 use cluster::{
     ApiError, access,
     store::{self, Document},
 };
 use locks::question::question;
-use packages::{Access, SolveError, resolve};
+use packages::{Access, HttpError, SolveError, resolve};
 
 /// Resolves packages in a task of its own, because reading conda-forge's index alone can take minutes.
 #[derive(Default)]
 pub struct Resolver {
     /// The question, and the task that resolves it. Dropping the JoinSet aborts the task: if the question changes, or
     /// if another agent becomes the planner.
-    running: Option<(String, JoinSet<Result<PackageSet, String>>)>,
+    running: Option<(String, JoinSet<Result<PackageSet, ResolveError>>)>,
     failed: Option<Failure>,
 }
 
 /// A question that could not be resolved. Only the same question waits; a changed one is asked at once.
 struct Failure {
     question: String,
-    reason: String,
+    reason: Arc<ResolveError>,
     /// How many times in a row it has failed.
     count: u32,
     /// When to ask again.
@@ -40,6 +42,24 @@ const ASK_AGAIN: Duration = Duration::from_secs(5);
 /// The longest pause. Not shorter, because a channel's full index is a big download.
 const LONGEST_REST: Duration = Duration::from_mins(2);
 
+/// Why a question has no answer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ResolveError {
+    /// Secret `flux-packages-access` can't be read.
+    #[error(transparent)]
+    Access(#[from] ApiError),
+    /// What the Secret holds can't be used.
+    #[error("packages")]
+    Http(#[from] HttpError),
+    /// The channels can't be read, or have no such packages.
+    #[error(transparent)]
+    Solve(#[from] SolveError),
+    /// The task was cancelled or panicked.
+    #[error("resolving the packages was interrupted")]
+    Interrupted(#[from] JoinError),
+}
+
 /// The state of the published package set.
 pub enum Published {
     /// The set that the spec asks for is published.
@@ -47,9 +67,9 @@ pub enum Published {
     /// No set is published yet; the planner is resolving one.
     Pending,
     /// No set is published, because resolving failed for this reason.
-    Failed(String),
+    Failed(Arc<ResolveError>),
     /// An earlier set is still published, because resolving the new one failed for this reason.
-    Still(PackageSet, String),
+    Still(PackageSet, Arc<ResolveError>),
 }
 
 impl Resolver {
@@ -82,9 +102,7 @@ impl Resolver {
                     self.running = Some((asked, work));
                     None
                 }
-                Some(ended) => {
-                    Some(ended.unwrap_or_else(|error| Err(format!("resolving the packages was interrupted: {error}"))))
-                }
+                Some(ended) => Some(ended.unwrap_or_else(|error| Err(error.into()))),
             },
             _ => self.ask(client.clone(), question.clone(), packages.clone(), platforms.to_vec()),
         };
@@ -104,6 +122,7 @@ impl Resolver {
                 let before = self.failed.take().filter(|failure| failure.question == question);
                 let count = before.map_or(0, |failure| failure.count) + 1;
                 let rest = ASK_AGAIN.saturating_mul(1 << (count - 1).min(8)).min(LONGEST_REST);
+                let reason = Arc::new(reason);
                 self.failed = Some(Failure { question, reason: reason.clone(), count, again: Instant::now() + rest });
                 Ok(until_answered(present, reason))
             }
@@ -120,7 +139,7 @@ impl Resolver {
         question: String,
         packages: Packages,
         platforms: Vec<String>,
-    ) -> Option<Result<PackageSet, String>> {
+    ) -> Option<Result<PackageSet, ResolveError>> {
         if packages.bundle.is_none() && packages.platforms.is_empty() && platforms.is_empty() {
             return None;
         }
@@ -133,16 +152,14 @@ impl Resolver {
         // Don't log the question itself: a channel's URL may contain a token.
         info!("resolving the packages");
         let work = async move {
-            let access = access::read(&client).await.map_err(|error| error_chain(&error))?;
+            let access = access::read(&client).await?;
             let http = Access::from_secret(
                 access.authorities.as_deref(),
                 access.token.as_deref(),
                 access.credentials.as_deref(),
             );
-            let http = http.and_then(|access| access.client_for(&packages));
-            let http = http.map_err(|error| format!("packages: {}", error_chain(&error)))?;
-            let answer = resolve(&packages, &platforms, &http, None, |path| host::open_host_file(path.as_ref()));
-            answer.await.map_err(|error: SolveError| error_chain(&error))
+            let http = http.and_then(|access| access.client_for(&packages))?;
+            Ok(resolve(&packages, &platforms, &http, None, |path| host::open_host_file(path.as_ref())).await?)
         };
         self.running = Some((question, JoinSet::from_iter([work])));
         None
@@ -150,7 +167,7 @@ impl Resolver {
 }
 
 /// The state while a question has no answer: an earlier set stays published.
-fn until_answered(present: Option<PackageSet>, reason: String) -> Published {
+fn until_answered(present: Option<PackageSet>, reason: Arc<ResolveError>) -> Published {
     match present {
         Some(set) => Published::Still(set, reason),
         None => Published::Failed(reason),

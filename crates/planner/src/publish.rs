@@ -11,6 +11,7 @@ use api::{
     CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode,
     FluxNodeSpec, NAMESPACE, Roster,
 };
+use base::error_chain;
 use cluster::{
     ApiError, as_read, call, certificate, gone_is_fine, merge_patch,
     store::{self, Document},
@@ -33,8 +34,10 @@ pub async fn write_roster(client: &Client, roster: &Roster, before: Option<&Docu
 /// # Errors
 /// If a call to the API server fails; [`ApiError::Content`] if the roster can't be rendered.
 pub async fn write_broker_toml(client: &Client, roster: &Roster) -> Result<(), ApiError> {
-    let text = broker_toml::render(roster)
-        .map_err(|reason| ApiError::Content { object: format!("ConfigMap {CONFIGMAP_BROKER}"), reason })?;
+    let text = broker_toml::render(roster).map_err(|error| ApiError::Content {
+        object: format!("ConfigMap {CONFIGMAP_BROKER}"),
+        reason: error_chain(&error),
+    })?;
     let before = store::read(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?;
     // A planner that has just lost its Lease must not overwrite the newer file of its successor.
     let made_from = |document: &Document| broker_toml::made_from(&document.text, &roster.instance_id);

@@ -36,6 +36,7 @@ use model::{
     eligibility::NodeView,
     forsaken::forsaken,
     kubernetes::unsupported,
+    members::Planned,
     observed::{Observed, retain_secs},
     obstacle::Obstacle,
     project::project_all,
@@ -219,13 +220,15 @@ impl Planner {
         let own = |roster: &&Roster| roster.instance_uid == uid;
         let roster = written.as_ref().or(seen.roster.filter(own));
         seen.roster = roster;
+        let planned = roster.map(|roster| Planned::observe(&seen, roster));
         if !caches.is_over() {
-            let changes = self.protection.changes(&seen, roster);
+            let changes = self.protection.changes(&seen, planned.as_ref());
             self.protect(caches, changes).await;
         }
-        self.publish(&seen, roster, &caches.flux_nodes.state()).await?;
-        let obstacle = foremost(obstacle.into_iter().chain(roster.and_then(|roster| no_lead(&seen, roster))));
-        let next = status(&seen, seen.generation, roster, obstacle.as_ref());
+        self.publish(&seen, planned.as_ref(), &caches.flux_nodes.state()).await?;
+        let obstacle =
+            foremost(obstacle.into_iter().chain(planned.as_ref().and_then(|planned| no_lead(&seen, planned))));
+        let next = status(&seen, seen.generation, planned.as_ref(), obstacle.as_ref());
         self.announce(flux, &next, obstacle.as_ref()).await;
         instance::write_status(&self.client, flux, &next).await
     }
@@ -295,18 +298,19 @@ impl Planner {
     async fn publish(
         &mut self,
         seen: &Observed<'_>,
-        roster: Option<&Roster>,
+        planned: Option<&Planned<'_>>,
         flux_nodes: &[Arc<DeserializeGuard<FluxNode>>],
     ) -> Result<(), ApiError> {
+        let roster = planned.map(|planned| planned.roster);
         if let Some(roster) = roster {
             publish::write_broker_toml(&self.client, roster).await?;
         }
         self.remember_running_set(roster).await?;
         let is_local = |digest: &str| self.sources.is_local(digest, seen.spec.packages.mirror.as_ref());
-        for (flux_node, spec) in project_all(seen, roster, readable(flux_nodes), is_local) {
+        for (flux_node, spec) in project_all(seen, planned, readable(flux_nodes), is_local) {
             publish::write_node(&self.client, flux_node, &spec).await?;
         }
-        self.collect(seen, roster, flux_nodes).await
+        self.collect(seen, planned, flux_nodes).await
     }
 
     /// Writes or removes the annotations that keep autoscalers away from Nodes. A failure doesn't stop planning.
@@ -329,11 +333,11 @@ impl Planner {
     async fn collect(
         &mut self,
         seen: &Observed<'_>,
-        roster: Option<&Roster>,
+        planned: Option<&Planned<'_>>,
         flux_nodes: &[Arc<DeserializeGuard<FluxNode>>],
     ) -> Result<(), ApiError> {
         let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
-        let stale = forsaken(seen, roster);
+        let stale = forsaken(seen, planned);
         self.stale_flux_nodes.retain(|name, _| stale.contains(name));
         for name in stale {
             let since = *self.stale_flux_nodes.entry(name.clone()).or_insert_with(Instant::now);

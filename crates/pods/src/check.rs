@@ -106,7 +106,7 @@ pub fn check(
             failing.entry(*rank).or_insert(Shortfall::Gone);
             continue;
         };
-        let usage = usages.entry(*rank).or_insert_with(|| usage.all(&target.node));
+        let usage = usages.entry(*rank).or_insert_with(|| usage.all(&target.node).clone());
         if let Some(shortfall) = check_pod(target, usage, pod) {
             failing.entry(*rank).or_insert(shortfall);
         }

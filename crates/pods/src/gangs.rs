@@ -20,8 +20,7 @@ pub struct Gang<'a> {
     pub id: GangId,
     /// The number of pods that must be bound at the same time; at least one.
     pub size: u32,
-    /// Its pods whose cores are held, or that can be bound. Of those that stay there are at most `size`; there may be more
-    /// that are about to end.
+    /// Its pods whose cores are held, and as many of those that can be bound as are missing.
     pub members: Vec<&'a PodView>,
     /// The Job that owns it.
     pub job: Option<&'a KubeJob>,
@@ -91,17 +90,21 @@ pub struct Known<'a> {
     pub namespaces: &'a BTreeSet<String>,
     /// `spec.pods.maxGang`
     pub max_gang: u32,
-    /// The pods by uid that an active job lists, and whether as a gang of one.
-    pub listed: &'a BTreeMap<&'a str, bool>,
+    /// The pods by uid that an active job lists, with its gang. If there are several such jobs, a gang of one.
+    pub listed: &'a BTreeMap<&'a str, &'a GangId>,
 }
 
 /// The gangs of the bridged pods whose cores are held or that can be bound, in order of their ids.
 pub fn gangs<'a>(pods: impl IntoIterator<Item = &'a PodView>, known: Known<'a>, now: Millis) -> Vec<Gang<'a>> {
     let mut groups: BTreeMap<GangId, Group<'a>> = BTreeMap::new();
     for pod in pods.into_iter().filter(|pod| pod.is_bridged && (pod.holds(now) || pod.is_ready_to_bind())) {
-        let is_single = known.listed.get(pod.uid.as_str()) == Some(&true);
         let job = pod.owner.as_ref().filter(|owner| owner.is_job).and_then(|owner| known.facts.jobs.get(&owner.uid));
-        let (id, size) = if is_single { (single(pod), Ok(1)) } else { of_pod(pod, job, known.facts) };
+        let (mut id, mut size) = of_pod(pod, job, known.facts);
+        // What a pod runs as does not change when its Job or its labels do. Nor does a pod by itself join a gang.
+        let listed = known.listed.get(pod.uid.as_str()).copied().filter(|listed| **listed != id);
+        if let Some(listed) = listed.filter(|listed| pod.node.is_some() || listed.kind == GangKind::Pod) {
+            (id, size) = (listed.clone(), Ok(1));
+        }
         let group = groups.entry(id).or_insert_with(|| Group { size: Ok(1), members: Vec::new(), job });
         // Pods that disagree about their number are a gang of the largest.
         match (&group.size, size) {
@@ -132,11 +135,13 @@ impl<'a> Group<'a> {
         let size = self.size.as_ref().map_or(u32::MAX, |size| *size);
         let (mut members, mut beyond, mut staying) = (Vec::new(), Vec::new(), 0);
         for pod in self.members {
-            match pod.stays() && staying == size {
+            match pod.node.is_none() && staying >= size {
                 true => beyond.push(pod),
-                false => members.push(pod),
+                false => {
+                    staying += u32::from(pod.stays());
+                    members.push(pod);
+                }
             }
-            staying += u32::from(pod.stays() && staying < size);
         }
         let gang = Gang { id, size, members, job: self.job, problem: self.size.err() };
         let beyond = beyond.into_iter().map(|pod| Gang {

@@ -9,7 +9,7 @@ use super::{
     unsupported::Unsupported,
 };
 
-fn found<'a>(pods: &'a [PodView], facts: &'a Facts, listed: &'a BTreeMap<&'a str, bool>) -> Vec<Gang<'a>> {
+fn found<'a>(pods: &'a [PodView], facts: &'a Facts, listed: &'a BTreeMap<&'a str, &'a GangId>) -> Vec<Gang<'a>> {
     let namespaces = Box::leak(Box::new(BTreeSet::from(["default".to_owned()])));
     gangs(pods, Known { facts, namespaces, max_gang: 10, listed }, 0)
 }
@@ -53,10 +53,10 @@ fn the_first_rule_that_applies_makes_the_gang() {
         changes.iter().for_each(|change| change(&mut pod));
         pod
     };
-    let (ours, native): (fn(&mut PodView), fn(&mut PodView)) =
-        (|p| p.hints.annotated = None, |p| p.hints.pod_group = None);
-    let (cosched, fluence): (fn(&mut PodView), fn(&mut PodView)) =
-        (|p| p.hints.coscheduling = None, |p| p.hints.fluence = None);
+    let ours: fn(&mut PodView) = |pod| pod.hints.annotated = None;
+    let native: fn(&mut PodView) = |pod| pod.hints.pod_group = None;
+    let cosched: fn(&mut PodView) = |pod| pod.hints.coscheduling = None;
+    let fluence: fn(&mut PodView) = |pod| pod.hints.fluence = None;
     for (pod, kind, name, size) in [
         (all.clone(), Annotated, "default/ours", 5),
         (without(&[ours]), PodGroup, "default/native", 2),
@@ -88,14 +88,34 @@ fn pods_beyond_the_size_are_gangs_of_one() {
 }
 
 #[test]
-fn a_pod_that_has_a_job_of_its_own_keeps_it_when_the_gang_shrinks() {
-    let pods: Vec<_> = (0..3).map(|n| annotated(&format!("p{n}"), "g", 3)).collect();
-    let listed = BTreeMap::from([("uid-p0", true), ("uid-p1", false)]);
-    let facts = facts();
-    let gangs = found(&pods, &facts, &listed);
-    let members: Vec<_> = gangs.iter().map(|gang| (gang.id.kind, gang.members.len())).collect();
-    assert_eq!(members, [(GangKind::Annotated, 2), (GangKind::Pod, 1)]);
-    assert_eq!(gangs[1].members[0].name, "p0");
+fn what_a_pod_runs_as_does_not_change() {
+    let id =
+        |kind, name: &str, uid: &str| GangId { kind, namespace: "default".into(), name: name.into(), uid: uid.into() };
+    let (own, job) = (id(GangKind::Pod, "p0", "uid-p0"), id(GangKind::Job, "queue", "uid-queue"));
+    let bound = |pod: PodView| PodView { node: Some("node0".into()), ..pod };
+    for (what, pod, listed, kind) in [
+        ("a pod by itself, though its gang lacks one", annotated("p0", "g", 3), Some(&own), GangKind::Pod),
+        ("a pod by itself that runs", bound(annotated("p0", "g", 3)), Some(&own), GangKind::Pod),
+        ("a pod of a gang whose Job runs fewer at a time now", bound(of_job("queue", 0)), Some(&job), GangKind::Job),
+        ("the same one before it is bound", of_job("queue", 0), Some(&job), GangKind::Pod),
+        ("one that no job lists", bound(of_job("queue", 0)), None, GangKind::Pod),
+    ] {
+        let (pods, facts) = ([pod], facts());
+        let listed = listed.map(|gang| (pods[0].uid.as_str(), gang)).into_iter().collect();
+        assert_eq!(found(&pods, &facts, &listed)[0].id.kind, kind, "{what}");
+    }
+}
+
+#[test]
+fn a_pod_that_runs_is_not_beyond_its_gang() {
+    let mut facts = facts();
+    facts.jobs.get_mut("uid-train").unwrap().succeeded = 2;
+    let pods: Vec<_> = (0..3).map(|n| PodView { node: Some("node0".into()), ..of_job("train", n) }).collect();
+    assert_eq!(
+        shown(&pods, &facts),
+        [(GangKind::Job, "default/train".to_owned(), 3, 1)],
+        "the Job is ahead of its pods"
+    );
 }
 
 #[test]

@@ -9,7 +9,7 @@ use crate::{
     facts::{Claim, Facts},
     gangs::Gang,
     node_rules::selects,
-    pod::PodView,
+    pod::{Plan, PodView},
     requests::{Requests, cores},
     target::Target,
     usage::UsageByNode,
@@ -106,10 +106,17 @@ pub struct Limits<'a> {
 /// [`NoPlace`] if they fit on no nodes of the instance, however idle those are.
 pub fn place(gang: &Gang, pods: &[&PodView], limits: Limits) -> Result<Place, NoPlace> {
     let largest = pods.iter().fold(Requests::default(), |largest, pod| largest.max(&pod.requests));
+    // Pods of one template have the same rules.
+    let mut plans: Vec<&Plan> = Vec::new();
+    for plan in pods.iter().filter_map(|pod| pod.plan.as_deref()) {
+        if !plans.iter().any(|known| known.rules == plan.rules && known.claims == plan.claims) {
+            plans.push(plan);
+        }
+    }
     let mut reasons = BTreeMap::new();
     let mut by_threads: BTreeMap<u32, Place> = BTreeMap::new();
     for target in limits.targets.values() {
-        if let Some(reason) = reason_against(target, gang, pods, &largest, limits) {
+        if let Some(reason) = reason_against(target, gang, &plans, &largest, limits) {
             *reasons.entry(reason).or_default() += 1;
             continue;
         }
@@ -135,31 +142,24 @@ pub fn place(gang: &Gang, pods: &[&PodView], limits: Limits) -> Result<Place, No
     })
 }
 
-fn reason_against(
-    target: &Target,
-    gang: &Gang,
-    pods: &[&PodView],
-    largest: &Requests,
-    limits: Limits,
-) -> Option<Reason> {
-    let plans = || pods.iter().filter_map(|pod| pod.plan.as_deref());
-    if !plans().all(|plan| plan.rules.select(&target.node, &target.labels)) {
+fn reason_against(target: &Target, gang: &Gang, plans: &[&Plan], largest: &Requests, limits: Limits) -> Option<Reason> {
+    if !plans.iter().all(|plan| plan.rules.select(&target.node, &target.labels)) {
         return Some(Reason::NotSelected);
     }
-    if let Some(taint) = plans().find_map(|plan| plan.rules.untolerated(target.lasting_taints())) {
+    if let Some(taint) = plans.iter().find_map(|plan| plan.rules.untolerated(target.lasting_taints())) {
         return Some(Reason::Taint(format!("{}:{}", taint.key, taint.effect)));
     }
     let reaches = |claim: &String| match limits.facts.claims.get(&(gang.id.namespace.clone(), claim.clone())) {
         Some(Claim::Bound { affinity: Some(affinity) }) => selects(affinity, &target.node, &target.labels),
         _ => true,
     };
-    if !plans().flat_map(|plan| &plan.claims).all(reaches) {
+    if !plans.iter().flat_map(|plan| &plan.claims).all(reaches) {
         return Some(Reason::Volume);
     }
     if target.cores < cores(largest.cpu, target.threads) {
         return Some(Reason::Cores);
     }
-    if let Some(shortfall) = room(&target.allocatable, &limits.usage.foreign(&target.node), largest) {
+    if let Some(shortfall) = room(&target.allocatable, limits.usage.foreign(&target.node), largest) {
         return Some(match shortfall {
             Shortfall::Room { resource, .. } => Reason::Room(resource),
             _ => Reason::Room("ports".into()),

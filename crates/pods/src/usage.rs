@@ -26,6 +26,7 @@ impl Usage {
 pub struct UsageByNode {
     all: BTreeMap<String, Usage>,
     foreign: BTreeMap<String, Usage>,
+    idle: Usage,
 }
 
 impl UsageByNode {
@@ -48,12 +49,12 @@ impl UsageByNode {
     }
 
     /// What all pods on `node` ask for.
-    pub fn all(&self, node: &str) -> Usage {
-        self.all.get(node).cloned().unwrap_or_default()
+    pub fn all(&self, node: &str) -> &Usage {
+        self.all.get(node).unwrap_or(&self.idle)
     }
 
     /// What the pods on `node` that Flux knows nothing of ask for.
-    pub fn foreign(&self, node: &str) -> Usage {
-        self.foreign.get(node).cloned().unwrap_or_default()
+    pub fn foreign(&self, node: &str) -> &Usage {
+        self.foreign.get(node).unwrap_or(&self.idle)
     }
 }

@@ -2,14 +2,13 @@
 //! JSON lines to stdout and its log to stderr.
 
 use std::{
+    fs::File,
     io::{self, BufRead, StdoutLock, Write},
     os::fd::AsFd,
     path::Path,
     process::ExitCode,
     thread,
 };
-
-use nix::sys::stat::{Mode, umask};
 
 use super::{
     claim, configure, dump, flux,
@@ -19,7 +18,7 @@ use super::{
     runnable, takeover,
 };
 use host::{
-    Root, boundary, cgroup,
+    Root, boundary, cgroup, detach,
     lock::{HostLock, WAIT},
     state, statedir,
 };
@@ -30,7 +29,7 @@ const BROKEN: u8 = 70;
 
 /// The subcommand `stage`.
 pub fn main() -> ExitCode {
-    umask(Mode::from_bits_truncate(0o022));
+    detach::reset_umask();
     let _ = tracing_subscriber::fmt()
         .with_env_filter(
             tracing_subscriber::EnvFilter::try_from_env(base::redact::LOG_VARIABLE)
@@ -106,9 +105,11 @@ fn answer_panics() {
         let place = panic.location().map_or_else(String::new, |at| format!(" at {}:{}", at.file(), at.line()));
         let refusal = Refusal::new(format!("the host stage has a bug{place}; please report it"));
         // Not through `say`: the panicking thread may hold the lock of stdout.
-        if let Ok(mut line) = serde_json::to_vec(&Reply::Failed(refusal)) {
+        if let (Ok(mut line), Ok(stdout)) =
+            (serde_json::to_vec(&Reply::Failed(refusal)), io::stdout().as_fd().try_clone_to_owned())
+        {
             line.push(b'\n');
-            let _ = nix::unistd::write(io::stdout(), &line);
+            let _ = File::from(stdout).write(&line);
         }
         std::process::exit(i32::from(BROKEN));
     }));

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::links::CURRENT;
-use api::{check_prefix, check_prefix_characters};
+use api::{PrefixError, check_prefix, check_prefix_characters};
 use host::{
     Root,
     dumps::DUMPS,
@@ -27,7 +27,7 @@ const DIRECTORIES: [&str; 5] = [ENVIRONMENTS, "pkgs", "etc", "log", "bin"];
 /// If the prefix holds files that are not ours, lies where users other than root can write, or belongs to another
 /// machine; or if the host is claimed for another FluxInstance.
 pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
-    let refused = |reason| Refusal::new(format!("spec.prefix: {reason}"));
+    let refused = |error: PrefixError| Refusal::new(format!("spec.prefix: {error}"));
     check_prefix(&order.prefix).map_err(refused)?;
     match find_claim(root, &order.prefix)? {
         Some(found) => check_same_claim(&found, order)?,

@@ -6,8 +6,8 @@ use std::{
     io,
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
-    process::Child,
-    sync::mpsc::{RecvTimeoutError, Sender, channel},
+    process::ChildStdout,
+    sync::mpsc::channel,
     thread,
     time::{Duration, Instant},
 };
@@ -19,7 +19,7 @@ use super::flux;
 use api::Dump;
 use host::{
     Root,
-    child::{Kept, kill_group, wait_until},
+    child::{Kept, wait_until},
     dumps::{DUMPS, FORMAT, ID_KEY, SUFFIX, dumps, files, is_of},
     files::{aside, remove_if_there, sync_parent},
     lock,
@@ -34,8 +34,8 @@ use hostapi::{DumpOrder, Dumped, FluxOrder, LONGEST_DUMP, Refusal};
 const KEEP: usize = 5;
 /// Lock file: one dump at a time.
 const LOCK: &str = ".lock";
-/// For its end, after that of its output.
-const GRACE: Duration = Duration::from_mins(1);
+/// For the rest of flux's output, after flux has ended.
+const GRACE: Duration = Duration::from_secs(10);
 /// Bytes that must stay free beyond the size of the store, because the broker keeps writing during the dump.
 const MARGIN: u64 = 64 << 20;
 const KEY_TIMEOUT_SECS: u64 = 60;
@@ -57,7 +57,7 @@ pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
         })?
     };
     remove_leavings(&dir);
-    let room = File::open(&dir).and_then(Room::of).map_err(|error| Refusal::io("examine", &dir, &error))?;
+    let room = Room::of(&dir).map_err(|error| Refusal::io("examine", &dir, &error))?;
     let store = fs::symlink_metadata(root.path(&order.prefix).join(STATEDIR).join(CONTENT));
     check_room(&root.unpath(&dir), room, store.map_or(0, |store| store.len()))?;
     // The time before the dump begins: later changes are not in it.
@@ -132,49 +132,25 @@ fn write(root: &Root, order: &DumpOrder, path: &Path) -> Result<String, Refusal>
     // saved.
     let args = ["dump", "--quiet", "--ignore-failed-read", "-"].map(str::to_owned);
     let mut child = flux::spawn(root, &order.prefix, &order.digest, &args, &order.run_as)?;
-    let stderr = Kept::of(child.stderr.take());
-    let watch = Watch::over(&child, LONGEST_DUMP);
-    let copied = compress(&mut child, file);
-    if copied.is_err() {
-        kill_group(child.id());
-    }
-    // Before the child is reaped: its process group id could be reused after that. Its output has ended, so it exits
-    // soon.
-    watch.end();
-    let status = wait_until(&mut child, Instant::now() + GRACE).map_err(cant_write)?;
-    copied.map_err(cant_write)?;
+    let (stdout, stderr) = (child.stdout.take(), Kept::of(child.stderr.take()));
+    let (tell, copied) = channel();
+    // On a thread of its own, because the brokers' user can open flux's output, and hold it open for ever. If this ends
+    // early, flux gets SIGPIPE.
+    thread::spawn(move || tell.send(compress(stdout, file)));
+    let status = wait_until(&mut child, Instant::now() + LONGEST_DUMP).map_err(cant_write)?;
+    let held = || io::Error::new(io::ErrorKind::TimedOut, "flux has ended, but another process holds its output open");
+    let whole = copied.recv_timeout(GRACE).unwrap_or_else(|_| Err(held())).map_err(cant_write)?;
+    whole.sync_all().map_err(cant_write)?;
     let said = stderr.text();
     if status.is_some_and(|status| status.success()) { Ok(said.trim().to_owned()) } else { Err(failed("dump", &said)) }
 }
 
-fn compress(child: &mut Child, file: File) -> io::Result<()> {
+fn compress(stdout: Option<ChildStdout>, file: File) -> io::Result<File> {
     let mut encoder = GzEncoder::new(file, Compression::fast());
-    if let Some(stdout) = &mut child.stdout {
-        io::copy(stdout, &mut encoder)?;
+    if let Some(mut stdout) = stdout {
+        io::copy(&mut stdout, &mut encoder)?;
     }
-    encoder.finish()?.sync_all()
-}
-
-/// Kills a child's process group if it runs too long.
-struct Watch(Sender<()>, thread::JoinHandle<()>);
-
-impl Watch {
-    fn over(child: &Child, longest: Duration) -> Self {
-        let (sender, ended) = channel();
-        let pid = child.id();
-        let thread = thread::spawn(move || {
-            if ended.recv_timeout(longest) == Err(RecvTimeoutError::Timeout) {
-                kill_group(pid);
-            }
-        });
-        Self(sender, thread)
-    }
-
-    fn end(self) {
-        drop(self.0);
-        // If the thread panicked, it killed nothing.
-        let _ = self.1.join();
-    }
+    encoder.finish()
 }
 
 fn failed(command: &str, said: &str) -> Refusal {
@@ -184,6 +160,8 @@ fn failed(command: &str, said: &str) -> Refusal {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+
     use super::*;
 
     #[test]
@@ -200,6 +178,30 @@ mod tests {
     }
 
     #[test]
+    fn a_process_that_holds_flux_s_output_open_holds_up_no_dump() {
+        let host = tempfile::tempdir().unwrap();
+        let (uid, gid) = fs::metadata(host.path()).map(|found| (found.uid(), found.gid())).unwrap();
+        let bin = host.path().join("p/envs/0123/bin");
+        fs::create_dir_all(&bin).unwrap();
+        fs::create_dir(host.path().join("etc")).unwrap();
+        fs::write(host.path().join("etc/passwd"), format!("owner:x:{uid}:{gid}::/:/bin/sh\n")).unwrap();
+        let holder = host.path().join("holder");
+        let script = format!("#!/bin/sh\necho dumped\nsleep 1000 2>/dev/null &\necho $! >{}\n", holder.display());
+        fs::write(bin.join("flux"), script).unwrap();
+        fs::set_permissions(bin.join("flux"), fs::Permissions::from_mode(0o755)).unwrap();
+        let order = DumpOrder {
+            prefix: "/p".into(),
+            digest: "0123".to_owned(),
+            run_as: "owner".to_owned(),
+            instance_id: "id".to_owned(),
+        };
+        let refusal = write(&Root::at(host.path()), &order, &host.path().join("dump.new")).unwrap_err();
+        let pid = fs::read_to_string(&holder).unwrap();
+        assert!(std::process::Command::new("kill").arg(pid.trim()).status().unwrap().success());
+        assert!(refusal.transient && refusal.message.contains("another process holds its output open"), "{refusal}");
+    }
+
+    #[test]
     fn a_dump_that_could_fill_the_disk_is_refused_with_both_figures() {
         const MIB: u64 = 1 << 20;
         for (free, store, fits) in [
@@ -209,11 +211,12 @@ mod tests {
             (1063 * MIB, 1000 * MIB, false),
             (u64::MAX, u64::MAX, true),
         ] {
-            let checked = check_room(Path::new("/p/dump"), Room { available: free, total: u64::MAX }, store);
+            let checked =
+                check_room(Path::new("/p/dump"), Room { available: free, total: u64::MAX, files: None }, store);
             assert_eq!(checked.is_ok(), fits, "{free} {store}");
         }
         let refusal =
-            check_room(Path::new("/p/dump"), Room { available: 500 * MIB, total: 0 }, 1000 * MIB).unwrap_err();
+            check_room(Path::new("/p/dump"), Room { available: 500 * MIB, ..Room::default() }, 1000 * MIB).unwrap_err();
         let words = ["/p/dump", "500 MiB are free", "1064 MiB may be needed"];
         assert!(refusal.transient && words.iter().all(|word| refusal.message.contains(word)), "{refusal}");
     }

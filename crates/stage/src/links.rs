@@ -13,6 +13,7 @@ use host::{
     Root,
     files::{Owner, host_path, missing_parents, remove_if_there, replace_symlink, symlink_atomic, write_atomic},
     machine::shared_by_nodes,
+    room::FileSystem,
     state::{self, CONNECT_AT_ROOT, ENVIRONMENTS},
     trust,
 };
@@ -238,9 +239,8 @@ fn directory_of<'a>(root: &Root, path: &'a Path) -> Option<(OwnedFd, &'a OsStr)>
 pub fn connect_at_root(root: &Root, state: &mut HostState, content: &str) -> Result<(), Refusal> {
     let undo = Undo::File { path: CONNECT_AT_ROOT.into() };
     let at = root.path(CONNECT_AT_ROOT);
-    let read_only = nix::sys::statvfs::statvfs(&root.path("/"))
-        .is_ok_and(|found| found.flags().contains(nix::sys::statvfs::FsFlags::ST_RDONLY));
-    if read_only || (fs::symlink_metadata(&at).is_ok() && !state.undo.contains(&undo) && !is_our_script(&at)) {
+    let is_read_only = FileSystem::of(&root.path("/")).is_ok_and(|found| found.is_read_only);
+    if is_read_only || (fs::symlink_metadata(&at).is_ok() && !state.undo.contains(&undo) && !is_our_script(&at)) {
         return Ok(());
     }
     state::record(root, state, undo)?;

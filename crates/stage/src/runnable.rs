@@ -15,13 +15,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::{errno::Errno, sys::signal::Signal};
-
 use crate::launch::Places;
 use host::{
     Root, boundary,
-    child::{Kept, code, wait_until},
+    child::{Kept, code, is_of_another_architecture, wait_until},
     files::{remove_if_there, sync_parent},
+    process::Signal,
     state::{ENVIRONMENTS, environment},
     users::User,
 };
@@ -143,7 +142,7 @@ pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>
                 absent.into_iter().for_each(|library| lacking.entry(library).or_default().push(name));
             }
             Ok(Ended::Inconclusive(how)) => unsure = Some(format!("{name} {how}")),
-            Err(error) if error.raw_os_error() == Some(Errno::ENOEXEC as i32) => {
+            Err(error) if is_of_another_architecture(&error) => {
                 return Err(cant_run(format!(
                     "{name} is built for another architecture; use a package set for this one"
                 )));

@@ -9,14 +9,14 @@ use std::{
 };
 
 use flate2::read::MultiGzDecoder;
-use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
 
 use super::remove::Brokers;
 use api::Takeover;
+use base::error_chain;
 use host::{
     Root,
     dumps::ID_KEY,
-    files::{Owner, write_atomic},
+    files::{Owner, open_plain, write_atomic},
     state, statedir, users,
 };
 use hostapi::{Refusal, TakeoverOrder};
@@ -51,8 +51,7 @@ pub fn takeover(root: &Root, brokers: &dyn Brokers, order: &TakeoverOrder) -> Re
         let instance_id = &order.takeover.instance_id;
         statedir::prepare_from_dump(&prefix, instance_id, owner, |path| {
             copy(&root.path(dump), path)?;
-            let found = check(path).map_err(|why| Refusal::new(format!("{} {why}", dump.display())))?;
-            match found {
+            match check(path).map_err(|error| Refusal::new(format!("{} {}", dump.display(), error_chain(&error))))? {
                 Some(id) if id == *instance_id => Ok(()),
                 Some(id) => Err(Refusal::new(format!(
                     "{} is a dump of instance {id}, but the instance without a lead is {instance_id}",
@@ -78,49 +77,54 @@ pub fn read(prefix: &Path) -> Option<Takeover> {
 
 fn copy(from: &Path, to: &Path) -> Result<(), Refusal> {
     let cant_read = |error: io::Error| Refusal::io("read", from, &error);
-    // O_NONBLOCK, because open(2) would wait for a writer if this is a pipe.
-    let mut source = OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(from).map_err(cant_read)?;
-    if !source.metadata().map_err(cant_read)?.is_file() {
-        return Err(Refusal::new(format!("{} is not a file", from.display())));
-    }
+    let mut source = open_plain(from).map_err(cant_read)?;
     let mut write = || -> io::Result<()> {
         let mut options = OpenOptions::new();
-        let mut file = options.write(true).create_new(true).mode(0o600).custom_flags(O_NOFOLLOW).open(to)?;
+        let mut file = options.write(true).create_new(true).mode(0o600).open(to)?;
         io::copy(&mut source, &mut file)?;
         file.sync_all()
     };
     write().map_err(|error| Refusal::io("copy the dump to", to, &error))
 }
 
-/// Reads a whole dump and returns the instance ID in it, if there is one. Fails if it is truncated or not a dump of
-/// Flux.
-fn check(path: &Path) -> Result<Option<String>, String> {
-    let broken = |error: io::Error| format!("can't be read to its end, so it is not a whole dump: {error}");
-    let mut file = File::open(path).map_err(broken)?;
+/// What is wrong with a dump, which is the subject of the messages.
+#[derive(Debug, thiserror::Error)]
+enum DumpError {
+    #[error("can't be read to its end, so it is not a whole dump")]
+    Read(#[from] io::Error),
+    #[error("is truncated: it is not a whole dump")]
+    Truncated,
+    #[error("is not a dump of a Flux instance")]
+    NotFlux,
+}
+
+/// Reads a whole dump and returns the instance ID in it, if there is one.
+fn check(path: &Path) -> Result<Option<String>, DumpError> {
+    let mut file = File::open(path)?;
     let mut magic = [0; 2];
     let is_gzip = file.read_exact(&mut magic).is_ok() && magic == GZIP;
-    file.rewind().map_err(broken)?;
+    file.rewind()?;
     let file = BufReader::new(file);
     let stream: Box<dyn Read> = if is_gzip { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) };
     let mut archive = tar::Archive::new(Tail { stream, last: Vec::new() });
     let (mut instance, mut is_flux) = (None, false);
     let named = PathBuf::from(ID_KEY.replace('.', "/"));
-    for entry in archive.entries().map_err(broken)? {
-        let entry = entry.map_err(broken)?;
-        let path = entry.path().map_err(broken)?.into_owned();
+    for entry in archive.entries()? {
+        let entry = entry?;
+        let path = entry.path()?.into_owned();
         // Every instance has these keys from its first minute on (flux-config-resource(5), RFC 16).
         is_flux = is_flux || path.starts_with("resource") || path.starts_with("job");
         if path == named {
             let mut text = String::new();
-            entry.take(MAX_ID_BYTES).read_to_string(&mut text).map_err(broken)?;
+            entry.take(MAX_ID_BYTES).read_to_string(&mut text)?;
             instance = Some(text.trim().to_owned());
         }
     }
     let mut tail = archive.into_inner();
-    io::copy(&mut tail, &mut io::sink()).map_err(broken)?;
+    io::copy(&mut tail, &mut io::sink())?;
     match () {
-        () if !tail.is_end() => Err("is truncated: it is not a whole dump".to_owned()),
-        () if !is_flux => Err("is not a dump of a Flux instance".to_owned()),
+        () if !tail.is_end() => Err(DumpError::Truncated),
+        () if !is_flux => Err(DumpError::NotFlux),
         () => Ok(instance),
     }
 }
@@ -172,7 +176,7 @@ mod tests {
         encoder.finish().unwrap()
     }
 
-    fn checked(bytes: &[u8]) -> Result<Option<String>, String> {
+    fn checked(bytes: &[u8]) -> Result<Option<String>, DumpError> {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(bytes).unwrap();
         check(file.path())
@@ -184,10 +188,10 @@ mod tests {
         let named = archive(&[("flux-distribute/instance-id", "4f-1"), ("resource/R", "{}"), ("job/1/J", &jobs)]);
         let unnamed = archive(&[("resource/R", "{}")]);
         let packed = gzip(&named);
-        assert_eq!(checked(&named), Ok(Some("4f-1".to_owned())));
-        assert_eq!(checked(&packed), Ok(Some("4f-1".to_owned())));
-        assert_eq!(checked(&unnamed), Ok(None));
-        assert!(checked(&archive(&[("etc/passwd", "root")])).unwrap_err().contains("not a dump of a Flux instance"));
+        assert_eq!(checked(&named).unwrap(), Some("4f-1".to_owned()));
+        assert_eq!(checked(&packed).unwrap(), Some("4f-1".to_owned()));
+        assert_eq!(checked(&unnamed).unwrap(), None);
+        assert!(matches!(checked(&archive(&[("etc/passwd", "root")])), Err(DumpError::NotFlux)));
         for cut in [&named[..1024], &named[..1536], &named[..4000], &named[..named.len() - 1024], &[], b"hello"] {
             assert!(checked(cut).is_err(), "{} bytes", cut.len());
         }

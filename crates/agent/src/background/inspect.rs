@@ -115,20 +115,21 @@ impl Inspected {
         }
     }
 
-    /// Takes in the `outcome` of `work` on package set `digest`. The error says why it failed.
-    fn learn(&mut self, digest: &str, work: Work, outcome: Result<Answer, String>, now: Instant) {
-        let outcome = match (work, outcome) {
+    /// Takes in the `outcome` of `work` on package set `digest`.
+    fn learn(&mut self, digest: &str, work: Work, outcome: Result<Answer, StepError>, now: Instant) {
+        let error = match (work, outcome) {
             (Work::Look(slice), Ok(Answer::Verified(mut looked))) if looked.len() == 1 => {
                 return self.learn_look(digest, slice, looked.remove(0), now);
             }
             (Work::Mend, Ok(Answer::Mended(mended))) => return self.learn_mending(digest, mended, now),
-            (_, Ok(other)) => unexpected(&other).to_string(),
+            (_, Ok(other)) => unexpected(&other),
             (_, Err(error)) => error,
         };
+        let why = error_chain(&error);
         match work {
-            Work::Mend => self.mending_failed(digest, &outcome, now),
+            Work::Mend => self.mending_failed(digest, &why, now),
             Work::Look(_) => warn!(
-                "package set {digest:.12} could not be checked: {outcome}; the agent tries again at its next look, and \
+                "package set {digest:.12} could not be checked: {why}; the agent tries again at its next look, and \
                  `flux-distribute verify` does it at once"
             ),
         }
@@ -238,9 +239,9 @@ impl Inspecting {
         let ended = outcome.await;
         let (Some(set), now) = (self.sets.get_mut(&digest), Instant::now()) else { return };
         match ended {
-            Ok(outcome) => set.learn(&digest, work, outcome.map_err(|error| error_chain(&error)), now),
+            Ok(outcome) => set.learn(&digest, work, outcome, now),
             Err(error) if error.is_cancelled() => set.mend_at = Some(now),
-            Err(error) => set.learn(&digest, work, Err(error.to_string()), now),
+            Err(error) => set.learn(&digest, work, Err(StepError::Task(error)), now),
         }
     }
 }
@@ -288,12 +289,16 @@ mod tests {
         Difference { path: path.into(), what }
     }
 
-    fn looked(damaged: &[&str]) -> Result<Answer, String> {
+    fn looked(damaged: &[&str]) -> Result<Answer, StepError> {
         let differences = damaged.iter().map(|path| difference(path, What::Changed)).collect();
         Ok(Answer::Verified(vec![Verified { path: "/x".into(), digest: "x".into(), files: 1, bytes: 1, differences }]))
     }
 
-    fn mended(mended: &[&str], left: &[&str]) -> Result<Answer, String> {
+    fn failed() -> Result<Answer, StepError> {
+        Err(StepError::NotYet("no way".to_owned()))
+    }
+
+    fn mended(mended: &[&str], left: &[&str]) -> Result<Answer, StepError> {
         let all = |paths: &[&str]| paths.iter().map(|path| difference(path, What::Changed)).collect();
         Ok(Answer::Mended(Mended { mended: all(mended), left: all(left) }))
     }
@@ -341,7 +346,7 @@ mod tests {
         assert_eq!(next(&sets, later), Some(("b", Work::Mend)));
         sets.get_mut("b").unwrap().learn("b", Work::Mend, mended(&["bin/flux"], &[]), later);
         assert_eq!(next(&sets, later), Some(("c", Work::Mend)));
-        sets.get_mut("c").unwrap().learn("c", Work::Mend, Err("no way".to_owned()), later);
+        sets.get_mut("c").unwrap().learn("c", Work::Mend, failed(), later);
         assert_eq!(next(&sets, later), Some(("a", Work::Look(None))));
         assert_eq!(next(&sets, later + 2 * AGAIN), Some(("c", Work::Mend)));
     }
@@ -368,9 +373,9 @@ mod tests {
                 Some("could not be mended: changed b; the agent tries again in "),
                 true,
             ),
-            ("it failed", vec![(Work::Mend, Err("no way".into()))], Some("`flux-distribute verify` lists"), true),
+            ("it failed", vec![(Work::Mend, failed())], Some("`flux-distribute verify` lists"), true),
             ("an answer to another order", vec![(Work::Mend, Ok(Answer::Done))], Some("could not be mended"), true),
-            ("a look that failed tells nothing", vec![(hour, Err("no way".into()))], None, false),
+            ("a look that failed tells nothing", vec![(hour, failed())], None, false),
         ] {
             let mut set = Inspected::new(now, 0.0);
             for (work, outcome) in found {
@@ -389,7 +394,7 @@ mod tests {
     fn a_day_of_undamaged_parts_clears_the_report_and_a_failed_look_does_not_count() {
         let now = Instant::now();
         let mut set = Inspected::new(now, 0.0);
-        set.learn("x", Work::Look(None), Err("no way".to_owned()), now);
+        set.learn("x", Work::Look(None), failed(), now);
         assert_eq!(set.looks, 0, "the first look that works reads all");
         set.learn("x", Work::Mend, mended(&["a"], &[]), now);
         for _ in 1..PARTS {

@@ -47,12 +47,11 @@ impl Background {
         }
     }
 
-    /// Looks which of the published `sets` this host holds, offers their archives to other nodes, and adds to `inputs` what is
-    /// known here. `instance_uid`: the instance whose packages may be offered.
-    pub fn add_to(&mut self, inputs: &mut NodeInputs, sets: &[(String, PackageSet)], instance_uid: &str) {
+    /// Looks which of the published `sets` this host holds, and offers their archives to other nodes. `instance_uid`: the
+    /// instance whose packages may be offered.
+    pub fn look(&mut self, inputs: &NodeInputs, sets: &[(String, PackageSet)], instance_uid: &str) {
         let ours = inputs.host.state.as_ref().filter(|state| state.instance_uid == instance_uid);
         self.serving.look(ours.map(|state| state.prefix.as_path()), sets, &inputs.host.environments);
-        *inputs = self.up_to_date(inputs.clone());
     }
 
     /// `inputs` with what is known here now.

@@ -81,9 +81,52 @@ pub struct ResetArguments {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TakeoverError {
-    /// The request would do harm, or its arguments are wrong; nothing was changed.
+    /// The command was not run on the node that shall lead, whose host it prepares.
+    #[error("this is node {here}: run it in the pod of node {lead} (kubectl -n {NAMESPACE} get pods -o wide)")]
+    Elsewhere {
+        /// The node it was run on.
+        here: String,
+        /// The node that shall lead.
+        lead: String,
+    },
+    /// There is no FluxInstance.
+    #[error("there is no FluxInstance {INSTANCE}")]
+    NoInstance,
+    /// Without a roster the instance's members and queue are unknown.
+    #[error("there is no roster, so it isn't known what there was; wait for the planner")]
+    NoRoster,
+    /// The node has no prefix for the request.
+    #[error("nothing is installed on this node yet; its FluxNode says why")]
+    NotInstalled,
+    /// A newer version wrote a member's FluxNode.
+    #[error(
+        "this version can't read FluxNode {0}, so whether that node's broker runs is not known: use the version that wrote it, or \
+         add --force"
+    )]
+    Unreadable(String),
+    /// The planner would refuse the request, for this reason.
     #[error("{0}")]
-    Refused(String),
+    Planner(String),
+    /// All jobs would be given up without --yes.
+    #[error("this gives up all jobs of instance {0}, pending and finished ones: add --yes if you mean it")]
+    Unconfirmed(String),
+    /// Running jobs would be cancelled without --force.
+    #[error("jobs run: wait until they have ended, or add --force")]
+    JobsRun,
+    /// The host has no queue of the instance that --kept names.
+    #[error(
+        "no queue of instance {id} was kept in {} on this host: {}",
+        prefix.display(),
+        if others.is_empty() { "there is none".to_owned() } else { format!("there are {}", others.join(", ")) }
+    )]
+    NotKept {
+        /// The instance's ID.
+        id: String,
+        /// The host's prefix.
+        prefix: PathBuf,
+        /// IDs of the instances whose queues were kept.
+        others: Vec<String>,
+    },
     /// The host stage failed.
     #[error(transparent)]
     Host(#[from] HostError),
@@ -113,9 +156,9 @@ impl TakeoverError {
     /// 2 if only another command can help, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Refused(_) => 2,
             Self::Host(error) => error.exit_code(),
-            _ => 1,
+            Self::Agent(_) | Self::Incoming(_) | Self::Late { .. } => 1,
+            _ => 2,
         }
     }
 }
@@ -164,13 +207,10 @@ pub async fn reset(arguments: ResetArguments) -> Result<ExitCode, TakeoverError>
     let takeover = Takeover { new_instance_id, force, ..seen.takeover() };
     seen.check(&lead, &takeover)?;
     if !yes {
-        let id = &seen.roster.instance_id;
-        let words =
-            format!("this gives up all jobs of instance {id}, pending and finished ones: add --yes if you mean it");
-        return Err(TakeoverError::Refused(words));
+        return Err(TakeoverError::Unconfirmed(seen.roster.instance_id));
     }
     if !force && jobs_run().await {
-        return Err(TakeoverError::Refused("jobs run: wait until they have ended, or add --force".to_owned()));
+        return Err(TakeoverError::JobsRun);
     }
     let run_as = seen.roster.settings.run_as.clone();
     let order = TakeoverOrder { prefix, run_as, dump: None, unnamed: false, takeover: takeover.clone() };
@@ -182,15 +222,11 @@ pub async fn reset(arguments: ResetArguments) -> Result<ExitCode, TakeoverError>
 /// Checks that the queue of instance `id` was kept on this host, and is not the one that is given up.
 fn check_kept(id: &str, prefix: &Path, roster: &Roster) -> Result<(), TakeoverError> {
     let found = open_in_host_root(prefix).map(|fd| statedir::kept(&host_path(&fd))).unwrap_or_default();
-    let others: Vec<&str> = found.iter().map(String::as_str).filter(|found| *found != roster.instance_id).collect();
-    if others.contains(&id) {
-        return Ok(());
+    let others: Vec<String> = found.into_iter().filter(|found| *found != roster.instance_id).collect();
+    match others.iter().any(|other| other == id) {
+        true => Ok(()),
+        false => Err(TakeoverError::NotKept { id: id.to_owned(), prefix: prefix.to_owned(), others }),
     }
-    let here = if others.is_empty() { "there is none".to_owned() } else { format!("there are {}", others.join(", ")) };
-    Err(TakeoverError::Refused(format!(
-        "no queue of instance {id} was kept in {} on this host: {here}",
-        prefix.display()
-    )))
 }
 
 /// Asks the lead's broker through this host's, since what its agent reports is seconds old. If a broker runs and does not answer, jobs
@@ -207,12 +243,10 @@ async fn jobs_run() -> bool {
 
 /// Checks that the command runs on the node that shall lead: it prepares the host that it runs on.
 fn is_here(lead: &str, node_name: &str) -> Result<(), TakeoverError> {
-    if lead == node_name {
-        return Ok(());
+    match lead == node_name {
+        true => Ok(()),
+        false => Err(TakeoverError::Elsewhere { here: node_name.to_owned(), lead: lead.to_owned() }),
     }
-    Err(TakeoverError::Refused(format!(
-        "this is node {node_name}: run it in the pod of node {lead} (kubectl -n {NAMESPACE} get pods -o wide)"
-    )))
 }
 
 /// Whether a node's agent runs does not matter for who may lead: what it reported last was read like all other reports.
@@ -235,14 +269,10 @@ impl Seen {
         let all = ListParams::default();
         let instances = Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE);
         let instance = call("get FluxInstance flux", instances.get_opt(INSTANCE)).await?;
-        let instance =
-            instance.ok_or_else(|| TakeoverError::Refused(format!("there is no FluxInstance {INSTANCE}")))?;
+        let instance = instance.ok_or(TakeoverError::NoInstance)?;
         let uid = instance.uid().unwrap_or_default();
-        let roster = read_roster(client).await?.filter(|roster| roster.instance_uid == uid).ok_or_else(|| {
-            TakeoverError::Refused(
-                "there is no roster, so it isn't known what there was; wait for the planner".to_owned(),
-            )
-        })?;
+        let roster = read_roster(client).await?.filter(|roster| roster.instance_uid == uid);
+        let roster = roster.ok_or(TakeoverError::NoRoster)?;
         let nodes = Api::<Node>::all(client.clone());
         let flux_nodes = Api::<DeserializeGuard<FluxNode>>::namespaced(client.clone(), NAMESPACE);
         let nodes = call("list Nodes", nodes.list(&all)).await?;
@@ -289,13 +319,10 @@ impl Seen {
         let members = || self.roster.ranks.values().filter_map(|entry| entry.member.as_ref());
         let is_member = |name: &&String| members().any(|member| member.node == **name);
         if let Some(name) = self.unreadable.iter().find(is_member).filter(|_| !request.force) {
-            return Err(TakeoverError::Refused(format!(
-                "this version can't read FluxNode {name}, so whether that node's broker runs is not known: use the version that \
-                 wrote it, or add --force"
-            )));
+            return Err(TakeoverError::Unreadable(name.clone()));
         }
         match refusal(&self.observed(), &self.roster, lead, request) {
-            Some(reason) => Err(TakeoverError::Refused(reason)),
+            Some(reason) => Err(TakeoverError::Planner(reason)),
             None => Ok(()),
         }
     }
@@ -314,9 +341,7 @@ impl Seen {
 
 async fn prefix(host: &NsHost) -> Result<PathBuf, TakeoverError> {
     let state = look(host).await?.state;
-    state.map(|state| state.prefix).ok_or_else(|| {
-        TakeoverError::Refused("nothing is installed on this node yet; its FluxNode says why".to_owned())
-    })
+    state.map(|state| state.prefix).ok_or(TakeoverError::NotInstalled)
 }
 
 /// Waits until `lead` leads a new epoch, or leads again, as `request` says.
@@ -324,13 +349,13 @@ async fn wait(client: &Client, before: &Roster, lead: &str, request: &Takeover) 
     let (begin, mut told) = (Instant::now(), String::new());
     loop {
         let why = match Seen::read(client).await {
-            Ok(seen) => match standing(&seen, before, lead, request) {
-                Ok(()) => {
+            Ok(seen) => match still_missing(&seen, before, lead, request) {
+                None => {
                     let Roster { instance_id, epoch, .. } = &seen.roster;
                     say(&format!("{lead} leads instance {instance_id} in epoch {epoch}"));
                     return Ok(ExitCode::SUCCESS);
                 }
-                Err(why) => why,
+                Some(why) => why,
             },
             Err(error) => base::error_chain(&error),
         };
@@ -345,19 +370,19 @@ async fn wait(client: &Client, before: &Roster, lead: &str, request: &Takeover) 
     }
 }
 
-/// Ok if that is so, else what is missing.
-fn standing(seen: &Seen, before: &Roster, lead: &str, request: &Takeover) -> Result<(), String> {
+/// What the request still waits for; None if `lead` leads.
+fn still_missing(seen: &Seen, before: &Roster, lead: &str, request: &Takeover) -> Option<String> {
     let roster = &seen.roster;
     let holder = roster.lead().map(|member| member.node.as_str());
     let begun =
         if request.new_instance_id.is_some() { roster.instance_id != before.instance_id } else { holder == Some(lead) };
     if !begun {
         let refused = refusal(&seen.observed(), roster, lead, request);
-        return Err(refused.unwrap_or_else(|| "waiting for the planner".to_owned()));
+        return Some(refused.unwrap_or_else(|| "waiting for the planner".to_owned()));
     }
     if holder.is_some_and(|holder| holder == lead) && Members::observe(&seen.observed(), roster).is_online(0) {
-        return Ok(());
+        return None;
     }
     let words = seen.reports.get(lead).and_then(|report| report.message.clone());
-    Err(words.unwrap_or_else(|| format!("epoch {}: waiting for the broker", roster.epoch)))
+    Some(words.unwrap_or_else(|| format!("epoch {}: waiting for the broker", roster.epoch)))
 }

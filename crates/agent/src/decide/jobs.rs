@@ -133,7 +133,7 @@ mod tests {
 
     use super::*;
     use crate::fixture::tree;
-    use broker::status::Amount;
+    use broker::resource_set::Amount;
 
     #[test]
     fn jobs_may_run_if_the_lead_or_this_host_says_so_or_if_a_broker_is_silent() {

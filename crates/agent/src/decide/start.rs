@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::next_step::next_step;
 use crate::{
+    error::StepError,
     inputs::{
         assignment::Assignment,
         node_inputs::{Instance, NodeInputs},
@@ -26,13 +27,13 @@ pub struct FreshLook {
 /// The assignment to start with, if the decision still is to start a broker of the same rank.
 ///
 /// # Errors
-/// What this node waits for instead, for people.
+/// [`StepError::NotYet`] with what this node waits for instead.
 pub fn confirm(
     inputs: &NodeInputs,
     memory: &Memory,
     decided: &Assignment,
     fresh: FreshLook,
-) -> Result<Assignment, String> {
+) -> Result<Assignment, StepError> {
     // A new agent may not have read the FluxInstance yet; then the host knows whose it is.
     let claimed_by = inputs.host.state.as_ref().map(|state| state.instance_uid.clone());
     let instance = match (&inputs.instance, claimed_by) {
@@ -45,8 +46,11 @@ pub fn confirm(
     let now = NodeInputs { instance, flux_node: fresh.flux_node, roster, node_uid, ..inputs.clone() };
     match next_step(&now, memory) {
         Step::Start(assignment) if assignment.is_same_rank(decided) => Ok(assignment),
-        Step::Wait(reason) => Err(reason),
-        _ => Err(format!("waiting for the planner: rank {} is not this node's as it was", decided.rank)),
+        Step::Wait(reason) => Err(StepError::NotYet(reason)),
+        _ => Err(StepError::NotYet(format!(
+            "waiting for the planner: rank {} is not this node's as it was",
+            decided.rank
+        ))),
     }
 }
 

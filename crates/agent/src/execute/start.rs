@@ -154,7 +154,7 @@ async fn read_from_api(
         agent.sources.published.roster.clone_from(&roster);
     }
     let fresh = FreshLook { flux_node, roster };
-    let assignment = confirm(inputs, &agent.memory, decided, fresh).map_err(StepError::NotYet)?;
+    let assignment = confirm(inputs, &agent.memory, decided, fresh)?;
     let roster = agent.sources.published.roster()?;
     let content = agent.ops.content(preflight, &roster, &assignment).await?;
     Ok((assignment, roster, content))

@@ -6,8 +6,9 @@ use std::{
     time::Duration,
 };
 
-use nix::sys::sysinfo::sysinfo;
 use tokio::time::sleep;
+
+use host::facts::uptime;
 
 /// Longer than an overloaded machine makes a ready task wait, and shorter than the planner takes to give a rank to another node.
 const SUSPENDED: Duration = Duration::from_secs(10);
@@ -57,11 +58,6 @@ impl StallDetector {
     pub fn refreshed(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).was_suspended = false;
     }
-}
-
-/// Includes the time that the machine was suspended, which [`std::time::Instant`] leaves out (sysinfo(2)).
-fn uptime() -> Duration {
-    sysinfo().map(|system| system.uptime()).unwrap_or_default()
 }
 
 #[cfg(test)]

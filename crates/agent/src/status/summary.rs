@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use api::{IdSet, Roster};
 use base::words::many;
-use broker::status::{Amount, BrokerStatus};
+use broker::{resource_set::Amount, status::BrokerStatus};
 use model::{broker_toml::spare_name, hostlist};
 
 /// A broker and its instance, for a person or a program.

@@ -13,7 +13,10 @@ use std::{
 
 pub use view::*;
 
-use crate::{files::absent_is_fine, mountinfo};
+use crate::{
+    files::{FileError, absent_is_fine},
+    mountinfo,
+};
 
 /// How long a cgroup may stay busy after its last process ended or moved, until the kernel has released it.
 const BUSY: Duration = Duration::from_secs(1);
@@ -48,16 +51,8 @@ pub enum CgroupError {
         process: String,
     },
     /// An operation on a cgroup's file or directory failed.
-    #[error("can't {what} {}", path.display())]
-    File {
-        /// The operation, such as `write`.
-        what: &'static str,
-        /// The file or directory.
-        path: PathBuf,
-        /// The system's error.
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
 }
 
 /// The places of cgroup `name` in the hierarchies that this process can reach.
@@ -74,10 +69,10 @@ pub fn places_here(name: &str) -> io::Result<Vec<Place>> {
 /// # Errors
 /// [`CgroupError`]: then the process must not become a broker.
 pub fn enter(name: &str, weight: u32) -> Result<(), CgroupError> {
-    let proc = |source| CgroupError::File { what: "read", path: PathBuf::from("/proc/self/cgroup"), source };
-    let before = own_memberships().map_err(proc)?;
+    let proc = FileError::on("read", Path::new("/proc/self/cgroup"));
+    let before = own_memberships().map_err(&proc)?;
     let mut moved = Vec::new();
-    for (membership, place) in places(&before, &own_mounts().map_err(proc)?, name) {
+    for (membership, place) in places(&before, &own_mounts().map_err(&proc)?, name) {
         let hierarchy = membership.hierarchy();
         let place = place.ok_or(CgroupError::NotMounted { hierarchy, path: membership.path })?;
         make_tree(&place.point, name, place.unified)?;
@@ -85,7 +80,7 @@ pub fn enter(name: &str, weight: u32) -> Result<(), CgroupError> {
         write(&place.directory.join("cgroup.procs"), "0")?;
         moved.push(place);
     }
-    check_moved(&before, &own_memberships().map_err(proc)?, &moved)
+    check_moved(&before, &own_memberships().map_err(&proc)?, &moved)
 }
 
 /// Moves the calling process from the cgroup `name` to the root of every hierarchy, and removes that cgroup.
@@ -93,8 +88,8 @@ pub fn enter(name: &str, weight: u32) -> Result<(), CgroupError> {
 /// # Errors
 /// The first place that can't be left or removed.
 pub fn leave(name: &str) -> Result<(), CgroupError> {
-    let proc = |source| CgroupError::File { what: "read", path: PathBuf::from("/proc/self/cgroup"), source };
-    let places = places_here(name).map_err(proc)?;
+    let proc = FileError::on("read", Path::new("/proc/self/cgroup"));
+    let places = places_here(name).map_err(&proc)?;
     for place in places.iter().filter(|place| place.directory.exists()) {
         write(&place.point.join("cgroup.procs"), "0")?;
     }
@@ -111,7 +106,7 @@ pub fn make_tree(point: &Path, name: &str, unified: bool) -> Result<(), CgroupEr
         directory.push(component);
         match fs::create_dir(&directory) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(CgroupError::File { what: "make cgroup", path: directory, source: error });
+                return Err(FileError::on("make cgroup", &directory)(error).into());
             }
             _ => {}
         }
@@ -146,7 +141,7 @@ fn inherit(file: &Path) -> Result<(), CgroupError> {
 }
 
 fn write(path: &Path, value: &str) -> Result<(), CgroupError> {
-    fs::write(path, value).map_err(|source| CgroupError::File { what: "write", path: path.to_owned(), source })
+    Ok(fs::write(path, value).map_err(FileError::on("write", path))?)
 }
 
 /// The processes in and below the cgroups of `places`.
@@ -209,10 +204,7 @@ fn remove_one(directory: &Path) -> Result<(), CgroupError> {
             Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
                 return Err(CgroupError::Busy { path: directory.to_owned(), process: first_in(directory) });
             }
-            done => {
-                let what = "remove cgroup";
-                return done.map_err(|source| CgroupError::File { what, path: directory.to_owned(), source });
-            }
+            done => return Ok(done.map_err(FileError::on("remove cgroup", directory))?),
         }
     }
 }

@@ -7,7 +7,10 @@ mod gpus;
 use std::{
     fs,
     path::{Path, PathBuf},
+    time::Duration,
 };
+
+use nix::sys::{sysinfo::sysinfo, utsname::uname};
 
 pub use cores::{Cpu, count_cores, parse_cpu_list};
 pub use glibc::{glibc, glibc_version};
@@ -31,6 +34,16 @@ pub fn memory_mib(root: &Root) -> u64 {
     let text = read(root, "/proc/meminfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
     line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or_default() / 1024
+}
+
+/// uname(2)'s name of the machine, such as `x86_64`; empty if unknown.
+pub fn machine() -> String {
+    uname().map(|name| name.machine().display().to_string()).unwrap_or_default()
+}
+
+/// Time since boot, also that in which the machine was suspended, which [`std::time::Instant`] leaves out (sysinfo(2)).
+pub fn uptime() -> Duration {
+    sysinfo().map(|system| system.uptime()).unwrap_or_default()
 }
 
 /// The conda platform for uname(2)'s machine name; None if conda has no Flux for it.

@@ -186,8 +186,8 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
     // The client needs this file.
     while !certificate_file(layout).exists() {
         if Instant::now() > end || !matches!(server.try_wait(), Ok(None)) {
-            let log = last_line(&files("kube-apiserver.log"));
-            return Err(LocalError::Refused(format!("kube-apiserver does not start: {log}")));
+            let why = last_line(&files("kube-apiserver.log"));
+            return Err(LocalError::NotStarted { who: "kube-apiserver".to_owned(), why });
         }
         sleep(Duration::from_millis(50)).await;
     }
@@ -199,7 +199,7 @@ fn start(program: &Path, directory: &Path, arguments: Vec<String>) -> Result<Chi
     let name = program.file_name().unwrap_or_default().to_string_lossy();
     let log = File::create(directory.join(format!("{name}.log"))).context(failed)?;
     let mut command = Command::new(program);
-    command.args(arguments).current_dir(directory).stdin(Stdio::null());
+    command.args(arguments).env_clear().current_dir(directory).stdin(Stdio::null());
     command.stdout(log.try_clone().context(failed)?).stderr(log).kill_on_drop(true);
     command.spawn().context(failed)
 }

@@ -34,7 +34,7 @@ pub(crate) struct Hierarchy {
 pub(crate) fn hierarchies() -> Result<Vec<Hierarchy>, LocalError> {
     let found = from_mounts(own_mounts().context(|| "can't read /proc/thread-self/mountinfo".to_owned())?);
     if found.is_empty() {
-        return Err(LocalError::Refused("no cgroup file system is mounted on this machine".to_owned()));
+        return Err(LocalError::NoCgroups);
     }
     Ok(found)
 }
@@ -100,7 +100,7 @@ pub(crate) fn kill_all(group: &str) -> Result<(), LocalError> {
             return Ok(());
         }
         if Instant::now() > end {
-            return Err(LocalError::Refused(format!("processes {pids:?} in the cgroup {group} do not die")));
+            return Err(LocalError::Undying { pids, group: group.to_owned() });
         }
         for pid in pids {
             // ESRCH: it has exited already.

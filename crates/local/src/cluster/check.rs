@@ -9,11 +9,12 @@ use reqwest::StatusCode;
 use serde_json::Value;
 use url::Url;
 
+use super::proxy;
 use crate::error::{Context, LocalError};
 use api::{BundleSource, DEFAULT_CHANNEL, Packages};
 use base::{error_chain, redact::redacted};
 use locks::lock_urls;
-use packages::{InspectBundle, OutputFormat, native_platform};
+use packages::{BundleError, InspectBundle, OutputFormat, native_platform};
 
 /// Timeout for a source to answer.
 const LIMIT: Duration = Duration::from_secs(2);
@@ -103,27 +104,38 @@ async fn check_bundle(bundle: &BundleSource, ask_servers: bool) -> Result<Source
     let inspected = tokio::task::spawn_blocking(move || inspect(&path, &wanted)).await;
     Ok(inspected
         .context(|| "the check of the bundle panicked".to_owned())?
-        .map_or_else(Source::Wrong, |()| Source::Good))
+        .map_or_else(|error| Source::Wrong(error_chain(&error)), |()| Source::Good))
+}
+
+/// Why a host like this machine would not install a bundle.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Unfit {
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    #[error(transparent)]
+    Description(#[from] serde_json::Error),
+    #[error("{} has sha256 {found}, but {wanted} is expected", path.display())]
+    Sha256 { path: PathBuf, found: String, wanted: String },
+    #[error("{} is for {platforms}, but this machine is {}", path.display(), native_platform())]
+    Platform { path: PathBuf, platforms: String },
 }
 
 /// Checks whether a host like this machine would install the bundle at `path`.
 ///
 /// # Errors
-/// Why it wouldn't.
-pub(crate) fn inspect(path: &Path, wanted: &str) -> Result<(), String> {
+/// If it wouldn't.
+pub(crate) fn inspect(path: &Path, wanted: &str) -> Result<(), Unfit> {
     let inspection = InspectBundle { file: path.to_owned(), output: OutputFormat::Json };
-    let found = inspection.run().map_err(|error| error_chain(&error))?;
-    let found: Value = serde_json::from_str(&found).map_err(|error| error.to_string())?;
+    let found: Value = serde_json::from_str(&inspection.run()?)?;
     let sha256 = found["sha256"].as_str().unwrap_or_default();
     if sha256 != wanted {
-        return Err(format!("{} has sha256 {sha256}, but {wanted} is expected", path.display()));
+        return Err(Unfit::Sha256 { path: path.to_owned(), found: sha256.to_owned(), wanted: wanted.to_owned() });
     }
     let manifest = &found["manifest"];
     let platforms = manifest["platforms"].as_array().map_or(std::slice::from_ref(&manifest["platform"]), Vec::as_slice);
     if !platforms.iter().any(|platform| platform == native_platform()) {
         let platforms: Vec<_> = platforms.iter().filter_map(Value::as_str).collect();
-        let (path, platforms) = (path.display(), platforms.join(" and "));
-        return Err(format!("{path} is for {platforms}, but this machine is {}", native_platform()));
+        return Err(Unfit::Platform { path: path.to_owned(), platforms: platforms.join(" and ") });
     }
     Ok(())
 }
@@ -175,9 +187,15 @@ async fn get(urls: &[String], ask_servers: bool) -> Result<Source, LocalError> {
     if !ask_servers {
         return Ok(Source::Good);
     }
-    let client = client()?;
     let mut last = Source::Good;
     for url in urls {
+        let client = match client(url) {
+            Ok(client) => client,
+            Err(LocalError::Usage(why)) => {
+                return Ok(Source::Unreachable(format!("can't reach {}: {why}", redacted(url))));
+            }
+            Err(error) => return Err(error),
+        };
         last = match tokio::time::timeout(LIMIT, client.get(url).send()).await {
             Ok(Ok(answer)) => source_of_status(url, answer.status()),
             Ok(Err(error)) => Source::Unreachable(unreachable(url, &innermost(&error.without_url()))),
@@ -201,11 +219,14 @@ fn source_of_status(url: &str, status: StatusCode) -> Source {
 }
 
 fn unreachable(url: &str, why: &str) -> String {
-    let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-    let proxy = ["HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"].into_iter().find(is_set);
-    // The nodes are behind a bridge, from which the machine's proxy need not be within reach.
-    let unused = proxy.map(|name| format!(" (local mode does not use the proxy that {name} names)"));
-    format!("can't reach {}: {why}{}", redacted(url), unused.unwrap_or_default())
+    format!("can't reach {}{}: {why}", redacted(url), through(url))
+}
+
+/// The proxy to `url`, for an error message: without the credentials that its variable may hold.
+pub(crate) fn through(url: &str) -> String {
+    let proxy = url.parse().ok().and_then(|url| proxy::upstream(&url).ok()?);
+    let named = proxy.map(|proxy| format!(" through the proxy {} (NO_PROXY names hosts that need none)", proxy.uri()));
+    named.unwrap_or_default()
 }
 
 /// The innermost cause, which says what happened; the outer ones only say that the request failed.
@@ -213,9 +234,16 @@ fn innermost(error: &dyn std::error::Error) -> String {
     std::iter::successors(Some(error), |error| error.source()).last().unwrap_or(error).to_string()
 }
 
-/// Without a proxy, because the nodes don't use one either.
-pub(crate) fn client() -> Result<reqwest::Client, LocalError> {
-    let client = reqwest::Client::builder().no_proxy().connect_timeout(LIMIT).read_timeout(LIMIT * 15);
+/// A client for `url`, which uses the same proxy as the nodes.
+///
+/// # Errors
+/// [`LocalError::Usage`] if that proxy can't be used.
+pub(crate) fn client(url: &str) -> Result<reqwest::Client, LocalError> {
+    let proxy = proxy::upstream(&url.parse().unwrap_or_default()).map_err(LocalError::Usage)?;
+    let mut client = reqwest::Client::builder().connect_timeout(LIMIT).read_timeout(LIMIT * 15);
+    if proxy.is_none() {
+        client = client.no_proxy();
+    }
     client.build().context(|| "can't make a client for the packages' source".to_owned())
 }
 

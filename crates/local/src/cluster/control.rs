@@ -45,11 +45,11 @@ pub(crate) async fn read_report(
 ) -> Result<String, LocalError> {
     match timeout(limit, lines.next_line()).await {
         Ok(Ok(Some(line))) => match line.strip_prefix(FAILED) {
-            Some(why) => Err(LocalError::Refused(format!("{who} does not start: {why}"))),
+            Some(why) => Err(LocalError::NotStarted { who: who.to_owned(), why: why.to_owned() }),
             None => Ok(line),
         },
-        Ok(_) => Err(LocalError::Refused(format!("{who} does not start: it ended without a message"))),
-        Err(_) => Err(LocalError::Refused(format!("{who} does not start within {} s", limit.as_secs()))),
+        Ok(_) => Err(LocalError::NotStarted { who: who.to_owned(), why: "it ended without a message".to_owned() }),
+        Err(_) => Err(LocalError::Slow { who: who.to_owned(), seconds: limit.as_secs() }),
     }
 }
 
@@ -91,6 +91,7 @@ pub(crate) struct NodeView {
     pub(crate) error: Option<String>,
 }
 
+/// The daemon's answer: the nodes, or why not, in words for people.
 pub(crate) type Answer = Result<Vec<NodeView>, String>;
 
 /// A connection to the daemon.
@@ -126,6 +127,6 @@ impl Client {
         self.stream.write_all(line.as_bytes()).await.context(failed)?;
         line.clear();
         self.stream.read_line(&mut line).await.context(failed)?;
-        serde_json::from_str::<Answer>(&line).context(failed)?.map_err(LocalError::Refused)
+        serde_json::from_str::<Answer>(&line).context(failed)?.map_err(LocalError::Daemon)
     }
 }

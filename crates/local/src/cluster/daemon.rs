@@ -100,7 +100,7 @@ async fn converse(daemon: Arc<Daemon>, stream: UnixStream) {
     let mut lines = BufReader::new(reader).lines();
     while let Ok(Some(line)) = lines.next_line().await {
         let answer: Answer = match serde_json::from_str::<Request>(&line) {
-            Ok(request) => daemon.carry_out(request).await,
+            Ok(request) => daemon.carry_out(request).await.map_err(|error| error_chain(&error)),
             Err(error) => Err(format!("the daemon can't read this request: {error}")),
         };
         let Ok(mut text) = serde_json::to_string(&answer) else {
@@ -114,12 +114,10 @@ async fn converse(daemon: Arc<Daemon>, stream: UnixStream) {
 }
 
 impl Daemon {
-    async fn carry_out(&self, request: Request) -> Answer {
+    async fn carry_out(&self, request: Request) -> Result<Vec<NodeView>, LocalError> {
         let (node, action) = match request {
             Request::Status => return Ok(self.all()),
-            Request::Add { count, kind } => {
-                return self.add(count, &kind).await.map_err(|error| error_chain(&error));
-            }
+            Request::Add { count, kind } => return self.add(count, &kind).await,
             Request::Remove { node } => (node, Action::Remove),
             Request::RestartAgent { node } => (node, Action::RestartAgent),
             Request::KillAgent { node } => (node, Action::KillAgent),
@@ -130,15 +128,16 @@ impl Daemon {
                 return Ok(self.all());
             }
         };
-        let number = node_number(&node).ok_or_else(|| format!("there is no node {node}"))?;
-        let kubelet = self.kubelets().get(&number).cloned().ok_or_else(|| format!("there is no node {node}"))?;
+        let no_node = || LocalError::NoNode(node.clone());
+        let number = node_number(&node).ok_or_else(no_node)?;
+        let kubelet = self.kubelets().get(&number).cloned().ok_or_else(no_node)?;
         let (reply, done) = oneshot::channel();
-        let ended = |_| format!("the kubelet of {node} has ended; see {}", self.layout.daemon_log().display());
-        kubelet.send((action, reply)).await.map_err(|_| format!("there is no node {node}"))?;
+        kubelet.send((action, reply)).await.map_err(|_| no_node())?;
+        let ended = |_| LocalError::KubeletEnded { node: node.clone(), log: self.layout.daemon_log() };
         done.await.map_err(ended)??;
         if action == Action::Remove {
             self.kubelets().remove(&number);
-            self.write_hosts().map_err(|error| error_chain(&error))?;
+            self.write_hosts()?;
         }
         Ok(self.all())
     }
@@ -208,7 +207,7 @@ impl Daemon {
         };
         let (reply, booted) = oneshot::channel();
         tokio::spawn(kubelet.run(orders, reply));
-        booted.await.context(|| format!("the kubelet of {name} has ended"))?.map_err(LocalError::Refused)
+        booted.await.map_err(|_| LocalError::KubeletEnded { node: name, log: self.layout.daemon_log() })?
     }
 
     fn hosts(&self) -> String {

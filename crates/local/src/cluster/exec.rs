@@ -29,7 +29,7 @@ use host::{HOST_PATH, exit_code};
 pub(crate) async fn find_node(layout: &Layout, node: &str) -> Result<NodeView, LocalError> {
     let views = Client::connect(layout).await?.ask(Request::Status).await?;
     let view = views.into_iter().find(|view| view.name == node);
-    view.ok_or_else(|| LocalError::Usage(format!("there is no node {node}; see `flux-distribute local status`")))
+    view.ok_or_else(|| LocalError::NoNode(node.to_owned()))
 }
 
 /// Where a command runs.
@@ -49,14 +49,12 @@ pub(crate) async fn run(layout: &Layout, node: &str, place: Place, words: Vec<St
     let cluster = layout.load()?;
     let view = find_node(layout, node).await?;
     let Some(init) = view.init_pid else {
-        return Err(LocalError::Refused(format!("{node} is powered off")));
+        return Err(LocalError::PoweredOff(node.to_owned()));
     };
     let pid = match (place, view.agent_pid) {
         (Place::Node, _) => init,
         (Place::Pod, Some(agent)) => agent,
-        (Place::Pod, None) => {
-            return Err(LocalError::Refused(format!("no agent runs on {node} at the moment; try again")));
-        }
+        (Place::Pod, None) => return Err(LocalError::NoAgent(node.to_owned())),
     };
     // Before entering the namespaces, where the machine's hierarchies are invisible. Processes that outlive the command
     // belong to the node, as after a login.
@@ -84,9 +82,7 @@ pub(crate) async fn run(layout: &Layout, node: &str, place: Place, words: Vec<St
             let _ = started.send(child.id());
             child.wait().context(|| format!("lost {}", words[0]))
         });
-        thread
-            .join()
-            .unwrap_or_else(|_| Err(LocalError::Refused("the thread that runs the command panicked".to_owned())))
+        thread.join().unwrap_or_else(|_| Err(LocalError::Panicked("runs the command".to_owned())))
     });
     let child = child.await.ok();
     loop {

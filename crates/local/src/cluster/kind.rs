@@ -29,8 +29,13 @@ pub struct Kind {
     pub(crate) registers_as: Option<String>,
 }
 
-fn label(text: &str) -> Result<(String, String), String> {
-    let (key, value) = text.split_once('=').ok_or("it has no =")?;
+/// A `--label` that is not one.
+#[derive(Debug, thiserror::Error)]
+#[error("it has no =")]
+struct NotALabel;
+
+fn label(text: &str) -> Result<(String, String), NotALabel> {
+    let (key, value) = text.split_once('=').ok_or(NotALabel)?;
     Ok((key.to_owned(), value.to_owned()))
 }
 

@@ -51,7 +51,7 @@ pub(crate) enum Action {
 }
 
 /// Receives the result of an action.
-pub(crate) type Reply = oneshot::Sender<Result<(), String>>;
+pub(crate) type Reply = oneshot::Sender<Result<(), LocalError>>;
 pub(crate) type Order = (Action, Reply);
 /// All nodes, by number.
 pub(crate) type Views = Arc<Mutex<BTreeMap<u32, NodeView>>>;
@@ -134,7 +134,7 @@ impl Kubelet {
             match orders.recv().await? {
                 (Action::PowerOff, reply) => answer(reply, Ok(())),
                 (Action::RestartAgent | Action::KillAgent, reply) => {
-                    answer(reply, Err(LocalError::Refused(format!("{} is powered off", self.name))));
+                    answer(reply, Err(LocalError::PoweredOff(self.name.clone())));
                 }
                 order => return Some(order),
             }
@@ -269,7 +269,7 @@ impl Kubelet {
                 _ = machine.helper.wait() => return PodEnd::Node(Off::Died),
                 order = orders.recv() => match order {
                     Some((Action::KillAgent, reply)) => {
-                        answer(reply, Err(LocalError::Refused(format!("no agent runs on {}", self.name))));
+                        answer(reply, Err(LocalError::NoAgent(self.name.clone())));
                     }
                     Some(order) => if let Some(end) = after(order) { return end },
                     None => return PodEnd::Node(Off::Died),
@@ -332,7 +332,7 @@ impl Kubelet {
         let failed = || format!("can't start {} of {}", words[0], self.name);
         let log = File::options().create(true).append(true).open(log).context(failed)?;
         let mut child = self.layout.helper(words, log).spawn().context(failed)?;
-        let stdout = child.stdout.take().ok_or_else(|| LocalError::Refused(failed()))?;
+        let stdout = child.stdout.take().ok_or("it has no stdout").context(failed)?;
         Ok((child, BufReader::new(stdout).lines()))
     }
 }
@@ -351,7 +351,7 @@ fn after(order: Order) -> Option<PodEnd> {
 
 fn answer(reply: Reply, result: Result<(), LocalError>) {
     // The receiver may be gone.
-    let _ = reply.send(result.map_err(|error| error_chain(&error)));
+    let _ = reply.send(result);
 }
 
 async fn read_pid(lines: &mut Lines<BufReader<ChildStdout>>, who: &str) -> Result<i32, LocalError> {

@@ -19,7 +19,7 @@ use tokio::process::Command;
 
 use super::kind::Kind;
 use crate::error::{Context, LocalError};
-use api::{check_prefix, check_prefix_characters};
+use api::{PrefixError, check_prefix, check_prefix_characters};
 use base::redact::LOG_VARIABLE;
 
 /// Overrides [`DEFAULT_DIRECTORY`], so that several local clusters can be up on one machine.
@@ -46,7 +46,7 @@ impl Layout {
             _ => PathBuf::from(DEFAULT_DIRECTORY),
         };
         // `down` removes this directory and everything in it.
-        let refused = |reason| LocalError::Usage(format!("{DIRECTORY_VARIABLE}: {reason}"));
+        let refused = |reason: PrefixError| LocalError::Usage(format!("{DIRECTORY_VARIABLE}: {reason}"));
         check_prefix(&directory).and_then(|()| check_prefix_characters(&directory)).map_err(refused)?;
         Ok(Self { directory })
     }
@@ -66,15 +66,16 @@ impl Layout {
     pub(crate) fn kubeconfig(&self) -> PathBuf {
         self.directory.join("kubeconfig")
     }
-    /// The stand-in for the agent's container image: the files that the nodes' pods consist of.
+    /// The stand-in for the agent's container image: the files that each simulated pod sees.
     pub(crate) fn image(&self) -> PathBuf {
         self.directory.join("image")
     }
-    /// A copy of our own executable, made at `up`: a rebuilt one must not change a running cluster.
+    /// A copy of our own executable, made by `flux-distribute local up`: a rebuilt one must not change a running cluster.
     pub(crate) fn executable(&self) -> PathBuf {
         self.image().join("flux-distribute")
     }
-    /// A helper process of the cluster, which reports on stdout.
+    /// The command of a helper process, which tells on stdout that it is ready. It gets no environment but ours and no
+    /// directory that a user may want to remove.
     pub(crate) fn helper(&self, words: &[&str], log: File) -> Command {
         let mut command = Command::new(self.executable());
         command.arg("local").args(words).env_clear().env(DIRECTORY_VARIABLE, &self.directory);
@@ -105,18 +106,19 @@ impl Layout {
         self.node(name).join("agent.log")
     }
 
-    /// How a node differs from the machine.
+    /// What a simulated node pretends to be where that differs from the computer that it runs on; the default if nothing
+    /// was recorded in [`Layout::node_kind`].
     ///
     /// # Errors
-    /// The record is damaged.
+    /// That file is damaged.
     pub(crate) fn kind(&self, name: &str) -> Result<Kind, LocalError> {
         Ok(read_json(&self.node_kind(name))?.unwrap_or_default())
     }
 
-    /// Reads the cluster's record.
+    /// Reads the record of the cluster, [`Layout::cluster`].
     ///
     /// # Errors
-    /// [`LocalError::NotUp`] if there is none, or the record is damaged.
+    /// [`LocalError::NotUp`] if there is none, another error if it is damaged.
     pub(crate) fn load(&self) -> Result<Cluster, LocalError> {
         read_json(&self.cluster())?.ok_or(LocalError::NotUp)
     }
@@ -146,8 +148,7 @@ impl Layout {
                 Ok(lock) => return Ok(lock),
                 Err((_, Errno::EWOULDBLOCK)) if Instant::now() < end => std::thread::sleep(Duration::from_millis(20)),
                 Err((_, Errno::EWOULDBLOCK)) => {
-                    let message = format!("another `local` command is still running in {}", self.directory.display());
-                    return Err(LocalError::Refused(message));
+                    return Err(LocalError::Busy(self.directory.clone()));
                 }
                 Err((_, errno)) => return Err(errno).context(failed),
             }

@@ -13,8 +13,7 @@ use host::log;
 pub(crate) fn run(layout: &Layout, node: &str, is_broker: bool) -> Result<(), LocalError> {
     let cluster = layout.load()?;
     if node_number(node).is_none() || !layout.node(node).is_dir() {
-        let message = format!("there is no node {node}; see `flux-distribute local status`");
-        return Err(LocalError::Usage(message));
+        return Err(LocalError::NoNode(node.to_owned()));
     }
     let path = if is_broker {
         let path = log::path(cluster.prefix.as_deref().unwrap_or(api::DEFAULT_PREFIX).as_ref());
@@ -26,7 +25,7 @@ pub(crate) fn run(layout: &Layout, node: &str, is_broker: bool) -> Result<(), Lo
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let who = if is_broker { "broker" } else { "agent" };
-            return Err(LocalError::Refused(format!("the {who} on {node} has not written a log yet")));
+            return Err(LocalError::NoLog { who, node: node.to_owned() });
         }
         Err(error) => return Err(error).context(|| format!("can't read {}", path.display())),
     };

@@ -27,6 +27,7 @@ pub(crate) mod options;
 pub(crate) mod pod;
 pub(crate) mod proxy;
 pub(crate) mod remove;
+pub(crate) mod restart;
 pub(crate) mod root;
 pub(crate) mod spec;
 pub(crate) mod status;

@@ -54,10 +54,7 @@ impl Network {
             !links.iter().any(|link| link_name(link) == Some(bridge))
                 && !used.iter().any(|(address, length)| overlap(*network, *address, *length))
         };
-        (0..CANDIDATES).map(of).find(is_free).ok_or_else(|| {
-            let message = format!("all {CANDIDATES} networks from 10.231.0.0/16 on are in use on this machine");
-            LocalError::Refused(message)
-        })
+        (0..CANDIDATES).map(of).find(is_free).ok_or(LocalError::NoNetwork(CANDIDATES))
     }
 
     async fn used_networks(&self) -> Result<Vec<(Ipv4Addr, u8)>, LocalError> {
@@ -166,7 +163,7 @@ impl Network {
     }
 
     async fn require(&self, name: &str) -> Result<u32, LocalError> {
-        self.index(name).await?.ok_or_else(|| LocalError::Refused(format!("the link {name} is gone")))
+        self.index(name).await?.ok_or_else(|| LocalError::LinkGone(name.to_owned()))
     }
 }
 

@@ -49,7 +49,7 @@ pub(crate) async fn boot(layout: &Layout, name: &str) -> Result<ExitCode, LocalE
         // The receiver is gone only if booting has failed already.
         let _ = made.send(own);
         if go.recv().is_err() {
-            return Err(LocalError::Refused(format!("the boot of {init_name} was aborted")));
+            return Err(LocalError::Aborted(init_name));
         }
         // A child cgroup, because in cgroup v2 a cgroup with processes of its own can't have controllers for its
         // children.
@@ -66,7 +66,7 @@ pub(crate) async fn boot(layout: &Layout, name: &str) -> Result<ExitCode, LocalE
     let finished = tokio::task::spawn_blocking(move || thread.join()).await;
     let mut init = match finished {
         Ok(Ok(started)) => started?,
-        _ => return Err(LocalError::Refused(format!("the thread that boots {name} panicked"))),
+        _ => return Err(LocalError::Panicked(format!("boots {name}"))),
     };
     report_line(&init.id().to_string())?;
     // Waiting closes init's stdin, and only then init reports `ready`: both write to the same stdout.

@@ -78,7 +78,7 @@ pub(crate) async fn run(layout: &Layout, pod: Pod) -> Result<ExitCode, LocalErro
         let thread = std::thread::spawn(move || start(&cluster, &pod, log));
         let mut agent = match thread.join() {
             Ok(started) => started?,
-            Err(_) => return Err(LocalError::Refused("the thread that starts the pod panicked".to_owned())),
+            Err(_) => return Err(LocalError::Panicked("starts the pod".to_owned())),
         };
         report_line(&agent.id().to_string())?;
         agent.wait().context(|| "lost the agent".to_owned())

@@ -62,13 +62,13 @@ fn source(given: &str) -> Result<Url, LocalError> {
 
 /// The sha256 of the bundle at `url` as it is now. A download is checked as thoroughly as a bundle on this machine.
 async fn digest(url: &Url) -> Result<String, LocalError> {
-    let failed = || format!("can't read {}", redacted(url.as_str()));
+    let failed = || format!("can't read {}{}", redacted(url.as_str()), check::through(url.as_str()));
     if let Ok(path) = url.to_file_path() {
         return sha256_of(&path);
     }
     let usage =
         |error: reqwest::Error| LocalError::Usage(format!("{}: {}", failed(), error_chain(&error.without_url())));
-    let response = check::client()?.get(url.clone()).send().await.map_err(usage)?;
+    let response = check::client(url.as_str())?.get(url.clone()).send().await.map_err(usage)?;
     let mut chunks = response.error_for_status().map_err(usage)?.bytes_stream();
     let (mut sha256, mut file) = (Sha256::new(), tempfile::NamedTempFile::new().context(failed)?);
     while let Some(chunk) = chunks.try_next().await.map_err(usage)? {
@@ -79,7 +79,7 @@ async fn digest(url: &Url) -> Result<String, LocalError> {
     let (wanted, shown) = (sha256.clone(), redacted(url.as_str()));
     let inspected = tokio::task::spawn_blocking(move || {
         let path = file.path().display().to_string();
-        check::inspect(file.path(), &wanted).map_err(|error| error.replace(&path, &shown))
+        check::inspect(file.path(), &wanted).map_err(|error| error_chain(&error).replace(&path, &shown))
     });
     inspected.await.context(failed)?.map_err(LocalError::Usage)?;
     Ok(sha256)

@@ -58,7 +58,7 @@ fn line(flux_node: Option<FluxNode>, node: NodeView) -> Line {
         rank,
         phase: status.as_ref().map(|status| format!("{:?}", status.phase)),
         broker_pid: status.as_ref().and_then(|status| status.adopted.as_ref()).map(|broker| broker.pid),
-        message: node.error.clone().or_else(|| status.and_then(|status| status.message)),
+        message: node.error.clone().or_else(|| Some(wait::for_local(&status?.message?))),
         node,
     }
 }

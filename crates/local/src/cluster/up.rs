@@ -29,7 +29,7 @@ use super::{
     layout::{AGENT_VARIABLE, Cluster, Layout, copy_executable, make_private_directory, write_private},
     network::Network,
     options::{ApiKind, Up},
-    root, spec, wait,
+    proxy, root, spec, wait,
 };
 use crate::{
     error::{Context, LocalError},
@@ -297,11 +297,13 @@ async fn reaches(from: &NodeView, to: &NodeView) -> bool {
 async fn start_daemon(layout: &Layout, spec: &str) -> Result<(), LocalError> {
     let failed = || "can't start the local cluster's daemon".to_owned();
     let log = File::options().create(true).append(true).open(layout.daemon_log()).context(failed)?;
-    let mut child = layout.helper(&["daemon"], log).stdin(Stdio::piped()).spawn().context(failed)?;
+    let mut daemon = layout.helper(&["daemon"], log);
+    daemon.envs(proxy::VARIABLES.iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
+    let mut child = daemon.stdin(Stdio::piped()).spawn().context(failed)?;
     if let Some(mut stdin) = child.stdin.take() {
         stdin.write_all(spec.as_bytes()).await.context(failed)?;
     }
-    let stdout = child.stdout.take().ok_or_else(|| LocalError::Refused(failed()))?;
+    let stdout = child.stdout.take().ok_or("it has no stdout").context(failed)?;
     let mut lines = BufReader::new(stdout).lines();
     read_report(&mut lines, DAEMON_LIMIT, "the local cluster's daemon").await.map(drop)
 }

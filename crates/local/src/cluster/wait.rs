@@ -21,9 +21,14 @@ use super::{
 use crate::error::LocalError;
 use api::{FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, InstancePhase, NodePhase};
 use base::words::many;
+use model::status::SHUT_DOWN_MESSAGE;
 
 /// A node that has been `Failed` for this long won't recover by itself.
 const FAILED_LIMIT: Duration = Duration::from_mins(1);
+
+/// [`SHUT_DOWN_MESSAGE`] with the command of local mode.
+const SHUT_DOWN_HERE: &str = "an administrator has shut the instance down (flux shutdown): to start it again, with its queue, run \
+                              `flux-distribute local restart`";
 
 /// A node's status, and for how long it has been `Failed`.
 #[derive(Clone, Debug, Default)]
@@ -145,7 +150,12 @@ fn ended(layout: &Layout, cluster: &Cluster) -> LocalError {
 /// The instance's phase and message; unless there is a problem, the message says how many nodes are online.
 pub(crate) fn describe(status: &FluxInstanceStatus) -> String {
     let message = status.message.as_deref().unwrap_or("no status yet");
-    format!("{:?}: {message}", status.phase)
+    format!("{:?}: {}", status.phase, for_local(message))
+}
+
+/// A message with what to do here, if its remedy needs kubectl.
+pub(crate) fn for_local(message: &str) -> String {
+    message.replace(SHUT_DOWN_MESSAGE, SHUT_DOWN_HERE)
 }
 
 #[cfg(test)]

@@ -28,10 +28,6 @@ pub(crate) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
         Some("--version" | "version") => print_line(STAND_IN).map(|()| ExitCode::SUCCESS),
         // The agent stops the queues before an epoch ends; the stand-in has none.
         Some("queue") => Ok(ExitCode::SUCCESS),
-        _ => Err(LocalError::Refused(format!(
-            "{STAND_IN}: this node runs flux-distribute's stand-in for a broker, so `flux {}` can't run; to install Flux, call `local up` \
-             with --bundle or --channel",
-            words.join(" ")
-        ))),
+        _ => Err(LocalError::NeedsFlux(words.join(" "))),
     }
 }

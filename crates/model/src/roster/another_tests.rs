@@ -120,7 +120,7 @@ fn a_missing_certificate_is_reported_beside_any_other_problem() {
     for (obstacle, is_gone) in [(None, true), (Some(problem.clone()), true), (Some(problem), false), (None, false)] {
         for name in ["node1", "node2"] {
             let seen = Observed { is_certificate_gone: is_gone, ..world.seen() };
-            let status = status(&seen, 1, seen.roster, obstacle.as_ref());
+            let status = status(&seen, 1, world.planned().as_ref(), obstacle.as_ref());
             assert_eq!(status.holding(CONDITION_CERTIFICATE_MISSING).is_some(), is_gone, "{obstacle:?} {name}");
             world.reports.get_mut(name).unwrap().phase = NodePhase::Offline;
         }

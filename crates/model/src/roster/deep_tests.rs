@@ -83,7 +83,7 @@ fn a_broker_whose_node_is_gone_for_good_stays_while_jobs_run_below_it() {
     present.status = world.reports.get("node3").cloned();
     let rank_and_want = |world: &World| {
         let seen = world.seen();
-        let rows = project_all(&seen, seen.roster, [&present], |_| true);
+        let rows = project_all(&seen, world.planned().as_ref(), [&present], |_| true);
         let (_, spec) = rows.into_iter().next().unwrap();
         assert_eq!(
             spec.drain_reason.is_some(),

@@ -5,7 +5,11 @@ use super::{
     epoch::{Restart, restart},
     tests::World,
 };
-use crate::{broker_toml::render, members::Members, status::status};
+use crate::{
+    broker_toml::render,
+    members::{Members, Planned},
+    status::status,
+};
 use api::{Closing, InstancePhase, NodePhase, OnFailure, ROSTER_FORMAT, Roster, Want};
 
 /// Three members, online and idle.
@@ -100,7 +104,7 @@ fn a_request_or_the_deadline_ends_an_epoch_even_if_jobs_run() {
     jobs_on(&mut world, Some("0"));
     world.spec.broker.port = Some(9000);
     world.spec.upgrade.deadline = Some("1h".to_owned());
-    world.status = status(&world.seen(), 1, world.roster.as_ref(), None);
+    world.status = status(&world.seen(), 1, world.planned().as_ref(), None);
     world.now += 3599;
     assert_eq!(world.settle(), Decision::Keep);
     world.now += 1;
@@ -184,7 +188,7 @@ fn an_epoch_in_an_old_format_stays_as_it_is_and_ends_once_it_is_idle() {
     let roster = world.roster.clone().unwrap();
     // The new format is no reason to end jobs, however long they run.
     world.spec.upgrade.deadline = Some("1s".to_owned());
-    world.status = status(&world.seen(), 1, Some(&roster), None);
+    world.status = status(&world.seen(), 1, Some(&Planned::observe(&world.seen(), &roster)), None);
     world.now += 3600;
     let Restart::Waits { difference, reason } =
         restart(&world.seen(), &Members::observe(&world.seen(), &roster), &roster)
@@ -412,12 +416,12 @@ fn a_job_that_starts_before_the_epoch_is_closed_keeps_it_open() {
 #[test]
 fn a_lead_whose_machine_is_off_is_not_online_although_its_last_report_says_so() {
     let mut world = idle();
-    let phase = |world: &World| status(&world.seen(), 1, world.roster.as_ref(), None).phase;
+    let phase = |world: &World| status(&world.seen(), 1, world.planned().as_ref(), None).phase;
     world.nodes[0].ready = false;
     assert_eq!(phase(&world), InstancePhase::Running, "a Node that is not Ready alone proves nothing");
     world.reports.get_mut("node2").unwrap().lead_unreachable = true;
     assert_eq!(phase(&world), InstancePhase::Degraded);
-    let message = status(&world.seen(), 1, world.roster.as_ref(), None).message.unwrap();
+    let message = status(&world.seen(), 1, world.planned().as_ref(), None).message.unwrap();
     assert!(message.contains("node1 (rank 0, started): its Node is not Ready"), "{message}");
     world.nodes[0].ready = true;
     assert_eq!(phase(&world), InstancePhase::Running);
@@ -506,7 +510,7 @@ fn an_instance_that_was_shut_down_stays_down_until_an_administrator_restarts_it(
         assert_eq!(world.settle(), Decision::Keep, "{what}");
         let roster = world.roster.clone().unwrap();
         assert_eq!((roster.epoch, roster.closing), (1, None), "{what}");
-        let instance_status = status(&world.seen(), 1, Some(&roster), None);
+        let instance_status = status(&world.seen(), 1, Some(&Planned::observe(&world.seen(), &roster)), None);
         let line = instance_status.message.clone().unwrap();
         assert!(line.contains("shut the instance down") && line.contains("annotate fxi flux"), "{what}: {line}");
         assert_eq!(instance_status.holding("Degraded").unwrap().reason, "ShutDown", "{what}");
@@ -519,7 +523,7 @@ fn an_instance_that_was_shut_down_stays_down_until_an_administrator_restarts_it(
         close(&mut world);
         world.settle();
         assert_eq!(world.roster.as_ref().unwrap().epoch, 2, "{what}");
-        let instance_status = status(&world.seen(), 1, world.roster.as_ref(), None);
+        let instance_status = status(&world.seen(), 1, world.planned().as_ref(), None);
         assert!(instance_status.holding("Degraded").is_none_or(|degraded| degraded.reason != "ShutDown"), "{what}");
     }
 }

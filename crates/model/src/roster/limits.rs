@@ -73,7 +73,7 @@ mod tests {
     const HOUR: i64 = 3600;
 
     fn status_of(world: &World) -> FluxInstanceStatus {
-        status(&world.seen(), 1, world.roster.as_ref(), None)
+        status(&world.seen(), 1, world.planned().as_ref(), None)
     }
 
     /// The planner of `world` ends after `used` seconds, and one whose clock differs by `off` seconds takes over.

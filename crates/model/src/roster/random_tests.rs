@@ -12,7 +12,6 @@ use crate::{
     broker_toml::{broker_name, render},
     eligibility::NodeView,
     hostlist,
-    members::Members,
     observed::retain_secs,
     project::project,
     tree::is_deep,
@@ -207,8 +206,7 @@ impl Cluster {
     fn act(&mut self, index: usize) {
         let machine = &self.machines[index];
         let Some(roster) = self.world.roster.as_ref().filter(|_| machine.is_registered) else { return };
-        let members = Members::observe(&self.world.seen(), roster);
-        let spec = project(&self.world.seen(), Some((roster, &members)), &machine.node);
+        let spec = project(&self.world.seen(), self.world.planned().as_ref(), &machine.node);
         let machine = &mut self.machines[index];
         let is_other = |broker: &Adopted| {
             let holder = roster.member(broker.rank);

@@ -5,7 +5,7 @@ use crate::{members::Members, project::project_all, status::status};
 use api::{CONDITION_SCALE_DENIED, Closing, FluxInstanceStatus, FluxNode, FluxNodeSpec, Want};
 
 fn status_of(world: &World) -> FluxInstanceStatus {
-    status(&world.seen(), 1, world.roster.as_ref(), None)
+    status(&world.seen(), 1, world.planned().as_ref(), None)
 }
 
 fn denied(world: &World) -> Option<String> {
@@ -261,7 +261,7 @@ fn a_node_that_stays_away_leaves_an_undrained_spare() {
 fn project_into(world: &World, name: &str) -> Option<FluxNodeSpec> {
     let mut present = FluxNode::new(name, FluxNodeSpec { node_name: name.to_owned(), ..FluxNodeSpec::default() });
     present.status = world.reports.get(name).cloned();
-    let all = project_all(&world.seen(), world.roster.as_ref(), [&present], |_| false);
+    let all = project_all(&world.seen(), world.planned().as_ref(), [&present], |_| false);
     all.into_iter().map(|(_, spec)| spec).next()
 }
 

@@ -1,7 +1,7 @@
 use crate::{
     eligibility::{Cpu, NodeView},
     lead::LEAD_PATIENCE,
-    members::rank_of,
+    members::{Planned, rank_of},
     observed::DEFAULT_RETAIN_SECS,
     project::project,
     roster::first::REPORTS_TIMEOUT,
@@ -160,10 +160,14 @@ impl World {
         epoch::restart(&self.seen(), &Members::observe(&self.seen(), roster), roster)
     }
 
+    /// The roster with its members; None if there is no roster.
+    pub fn planned(&self) -> Option<Planned<'_>> {
+        self.roster.as_ref().map(|roster| Planned::observe(&self.seen(), roster))
+    }
+
     pub fn projected(&self, node: &str) -> FluxNodeSpec {
         let node = self.nodes.iter().find(|view| view.name == node).unwrap();
-        let members = self.roster.as_ref().map(|roster| Members::observe(&self.seen(), roster));
-        project(&self.seen(), self.roster.as_ref().zip(members.as_ref()), node)
+        project(&self.seen(), self.planned().as_ref(), node)
     }
 }
 

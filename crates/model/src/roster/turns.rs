@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use crate::{
     eligibility::NodeView,
     lead::{LEAD_PATIENCE, is_lead_fixed},
-    members::Members,
+    members::Planned,
     observed::{Observed, candidates, has_failed},
     obstacle::Obstacle,
 };
@@ -72,9 +72,9 @@ pub(super) fn is_next_due(seen: &Observed, roster: &Roster, failed: &FailedLeads
 }
 
 /// Why the instance has no lead, for its status. None if no lead has failed or the lead is fixed or online.
-pub fn no_lead(seen: &Observed, roster: &Roster) -> Option<Obstacle> {
+pub fn no_lead(seen: &Observed, Planned { roster, members }: &Planned) -> Option<Obstacle> {
     let failed = &roster.failed_leads;
-    if failed.is_empty() || is_lead_fixed(roster) || Members::observe(seen, roster).is_online(0) {
+    if failed.is_empty() || is_lead_fixed(roster) || members.is_online(0) {
         return None;
     }
     let live = || {

@@ -63,7 +63,7 @@ impl Hopeless {
     }
 
     fn obstacle(&self) -> Option<Obstacle> {
-        no_lead(&self.world.seen(), self.roster())
+        no_lead(&self.world.seen(), &self.world.planned().unwrap())
     }
 }
 

@@ -9,8 +9,8 @@ use std::{path::Path, time::Duration};
 
 use crate::{broker_toml, topology::Topology};
 use api::{
-    Broker, Finding, FluxInstanceSpec, Gpus, HEALTH_PORT, IdSet, InstanceResources, OnFailure, PEER_PORT, RunningJobs,
-    check_prefix, check_prefix_characters, duration, is_subdomain, parse_duration,
+    Broker, Finding, FluxInstanceSpec, Gpus, HEALTH_PORT, IdSet, InstanceResources, OnFailure, PEER_PORT, PrefixError,
+    RunningJobs, check_prefix, check_prefix_characters, duration, is_subdomain, parse_duration,
     rules::{LESS_THAN_ONE, MORE_THAN_MAX_SIZE},
 };
 
@@ -52,16 +52,16 @@ fn sizes(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
 /// Older versions accepted all characters, so a wrong character is servable. A host still refuses to claim such a
 /// prefix anew, even if the API server let it in.
 fn prefix(path: &Path) -> Option<Finding> {
-    let finding = |problem| Finding::new("spec.prefix", problem);
+    let finding = |error: PrefixError| Finding::new("spec.prefix", error.to_string());
     let shape = check_prefix(path).map_err(finding);
-    shape.and_then(|()| check_prefix_characters(path).map_err(|problem| finding(problem).servable())).err()
+    shape.and_then(|()| check_prefix_characters(path).map_err(|error| finding(error).servable())).err()
 }
 
 /// `kary:0` is Flux's name for a flat tree. Older versions accepted it; users now write `flat`.
 fn topology(text: &str, size: u32) -> Option<Finding> {
     let field = "spec.topology";
     match Topology::parse(text, size) {
-        Err(reason) => Some(Finding::new(field, reason)),
+        Err(error) => Some(Finding::new(field, error.to_string())),
         Ok(Topology::Kary(0)) if text != Topology::FLAT => {
             let problem = format!("{text:?} is Flux's name for a flat tree: write {}", Topology::FLAT);
             Some(Finding::new(field, problem).servable())
@@ -112,9 +112,7 @@ fn broker(broker: &Broker, wrong: &mut Vec<Finding>) {
         _ => None,
     };
     wrong.extend(port.map(|problem| Finding::new("spec.broker.port", problem)));
-    if let Some(Err(problem)) = broker.run_as.as_deref().map(user) {
-        wrong.push(Finding::new("spec.broker.runAs", problem));
-    }
+    wrong.extend(broker.run_as.as_deref().and_then(user).map(|problem| Finding::new("spec.broker.runAs", problem)));
     if let Some(weight) = broker.cpu_weight.filter(|weight| !(1..=10_000).contains(weight)) {
         wrong.push(Finding::new("spec.broker.cpuWeight", format!("{weight} is not between 1 and 10000")));
     }
@@ -123,18 +121,16 @@ fn broker(broker: &Broker, wrong: &mut Vec<Finding>) {
     }
 }
 
-/// Checks a user name or user ID.
-fn user(user: &str) -> Result<(), String> {
+/// What is wrong with a user name or user ID.
+fn user(user: &str) -> Option<String> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if user.is_empty() || user.starts_with('-') || !user.chars().all(is_plain) {
-        return Err(format!("{user:?} is neither a user name nor a user ID"));
+        return Some(format!("{user:?} is neither a user name nor a user ID"));
     }
     // chown(2) and setresuid(2) read -1 as "leave unchanged", so the broker would stay root.
     let is_number = user.chars().all(|c| c.is_ascii_digit());
-    match is_number && user.parse().map_or(true, |uid: u32| uid == u32::MAX) {
-        true => Err(format!("{user} is not a user ID: the largest is {}", u32::MAX - 1)),
-        false => Ok(()),
-    }
+    let is_wrong = is_number && user.parse().map_or(true, |uid: u32| uid == u32::MAX);
+    is_wrong.then(|| format!("{user} is not a user ID: the largest is {}", u32::MAX - 1))
 }
 
 fn resources(resources: &InstanceResources, wrong: &mut Vec<Finding>) {
@@ -160,8 +156,8 @@ fn durations(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
         ("spec.upgrade.deadline", &spec.upgrade.deadline),
         ("spec.state.dumpEvery", &spec.state.dump_every),
     ] {
-        if let Some(Err(problem)) = text.as_deref().map(duration) {
-            wrong.push(Finding::new(field, problem));
+        if let Some(Err(error)) = text.as_deref().map(duration) {
+            wrong.push(Finding::new(field, error.to_string()));
         }
     }
     if let Some(every) = spec.state.dump_every.as_deref().and_then(parse_duration)

@@ -78,8 +78,8 @@ pub(super) fn validate(packages: &Packages, wrong: &mut Vec<Finding>) {
         }));
     }
     for (index, spec) in packages.specs.iter().enumerate() {
-        if let Err(reason) = check_spec(spec) {
-            wrong.push(Finding::new(format!("spec.packages.specs[{index}]"), reason));
+        if let Err(error) = check_spec(spec) {
+            wrong.push(Finding::new(format!("spec.packages.specs[{index}]"), error.to_string()));
         }
     }
     for (index, platform) in packages.platforms.iter().enumerate().filter(|(_, name)| !is_platform(name)) {

@@ -1,17 +1,13 @@
 //! `flux-distribute bundle create`: makes a bundle from an installed Flux or from a lock.
 
 use std::{
-    fs::{self, File},
+    fs::{self, File, TryLockError},
     io::{self, BufWriter, Write},
     path::{Path, PathBuf},
     sync::Arc,
 };
 
 use clap::{ArgGroup, Args};
-use nix::{
-    errno::Errno,
-    fcntl::{Flock, FlockArg},
-};
 use serde_json::json;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
@@ -24,13 +20,17 @@ use crate::{
         packages::{self, ByPlatform, archives, by_platform},
     },
     fetch::{archive::Hashing, fetch},
-    files::{Aside, FileError, directory_of, free, open_plain, publish, rename_target},
+    files::{Aside, directory_of, publish, rename_target},
     holds, native_platform,
     progress::size,
     shown,
 };
 use api::PackageSet;
 use base::error_chain;
+use host::{
+    files::{FileError, open_plain},
+    room::Room,
+};
 use hostapi::Progress;
 use locks::LockError;
 
@@ -111,7 +111,7 @@ impl CreateBundle {
             Some(prefix) => prefix.clone(),
             None => std::path::absolute(given).map_err(FileError::on("read", given))?,
         };
-        check_prefix(&prefix).map_err(|reason| BundleError::input(&prefix, reason))?;
+        check_prefix(&prefix).map_err(|error| BundleError::input(&prefix, error.to_string()))?;
         let parent = self.parent();
         let parent_real = fs::canonicalize(parent).map_err(FileError::on("write to", parent))?;
         if parent_real.starts_with(&from) {
@@ -192,7 +192,7 @@ impl CreateBundle {
         let there = archives.keys().filter_map(|name| fs::metadata(downloads.pkgs().join(name)).ok());
         let there = there.map(|there| there.len()).fold(0, u64::saturating_add);
         let needed = bytes.saturating_mul(2).saturating_sub(there);
-        let free = free(&downloads.path).map_err(FileError::on("look at", &downloads.path))?.bytes;
+        let free = Room::of(&downloads.path).map_err(FileError::on("look at", &downloads.path))?.available;
         if needed <= free {
             return Ok(());
         }
@@ -241,7 +241,8 @@ async fn download(
 /// under a fixed name, so that the next run finds it.
 struct Downloads {
     path: PathBuf,
-    _lock: Flock<File>,
+    /// Locked until it is closed.
+    _lock: File,
 }
 
 impl Downloads {
@@ -260,9 +261,9 @@ impl Downloads {
             });
         }
         let lock = File::open(&path).map_err(write())?;
-        let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, error)| match error {
-            Errno::EWOULDBLOCK => BundleError::Busy { path: out.display().to_string() },
-            error => write()(error.into()).into(),
+        lock.try_lock().map_err(|error| match error {
+            TryLockError::WouldBlock => BundleError::Busy { path: out.display().to_string() },
+            TryLockError::Error(error) => write()(error).into(),
         })?;
         fs::create_dir_all(path.join("pkgs")).map_err(write())?;
         Ok(Self { path, _lock: lock })

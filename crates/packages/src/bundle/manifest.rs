@@ -23,6 +23,34 @@ const HOST_DIRECTORIES: [&str; 18] = [
     "/srv", "/sys", "/tmp", "/usr", "/var",
 ];
 
+/// What is wrong with a manifest. The bundle is the subject of the messages.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ManifestError {
+    /// It is not JSON with the fields of a manifest.
+    #[error("its {BUNDLE_MANIFEST} can't be read")]
+    Json(#[from] serde_json::Error),
+    /// Another version of this program wrote it.
+    #[error(
+        "it has format {format} and kind `{kind}`, but this version reads format {FORMAT} with kinds `{TREE}` and `{PACKAGES}`"
+    )]
+    Version {
+        /// Its format.
+        format: u32,
+        /// Its kind.
+        kind: String,
+    },
+    /// No symlink can be at this prefix.
+    #[error("its prefix {} is not a plain absolute path", .0.display())]
+    NotPlain(PathBuf),
+    /// A symlink at this prefix would replace a directory of the host.
+    #[error("its prefix {} is a directory that every host has; build Flux for /opt/flux", .0.display())]
+    OfHosts(PathBuf),
+    /// It has packages for no platform.
+    #[error("its {BUNDLE_MANIFEST} names no platform")]
+    NoPlatform,
+}
+
 /// A bundle's description of itself.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct BundleManifest {
@@ -77,38 +105,31 @@ impl BundleManifest {
     /// Parses and checks a manifest.
     ///
     /// # Errors
-    /// What is wrong, for an error message whose subject is the bundle ("its prefix …").
-    pub fn parse(json: &[u8]) -> Result<Self, String> {
-        let manifest: Self =
-            serde_json::from_slice(json).map_err(|e| format!("its {BUNDLE_MANIFEST} can't be read: {e}"))?;
+    /// If it is not such JSON, of another version, or names a prefix or platforms that no host can have.
+    pub fn parse(json: &[u8]) -> Result<Self, ManifestError> {
+        let manifest: Self = serde_json::from_slice(json)?;
         if manifest.format != FORMAT || ![TREE, PACKAGES].contains(&manifest.kind.as_str()) {
-            return Err(format!(
-                "it has format {} and kind `{}`, but this version reads format {FORMAT} with kinds `{TREE}` and `{PACKAGES}`",
-                manifest.format, manifest.kind
-            ));
+            return Err(ManifestError::Version { format: manifest.format, kind: manifest.kind });
         }
         if !manifest.is_packages() {
             check_prefix(&manifest.prefix)?;
         } else if manifest.platforms.is_empty() {
-            return Err(format!("its {BUNDLE_MANIFEST} names no platform"));
+            return Err(ManifestError::NoPlatform);
         }
         Ok(manifest)
     }
 }
 
 /// Checks whether a symlink at this path is acceptable on a host.
-pub(crate) fn check_prefix(prefix: &Path) -> Result<(), String> {
+pub(crate) fn check_prefix(prefix: &Path) -> Result<(), ManifestError> {
     let plain = prefix.is_absolute()
         && prefix.components().skip(1).all(|c| matches!(c, Component::Normal(_)))
         && prefix.components().count() > 1;
     if !plain {
-        return Err(format!("its prefix {} is not a plain absolute path", prefix.display()));
+        return Err(ManifestError::NotPlain(prefix.to_owned()));
     }
     if HOST_DIRECTORIES.iter().any(|d| prefix == Path::new(d)) {
-        return Err(format!(
-            "its prefix {} is a directory that every host has; build Flux for /opt/flux",
-            prefix.display()
-        ));
+        return Err(ManifestError::OfHosts(prefix.to_owned()));
     }
     Ok(())
 }

@@ -17,13 +17,10 @@ use clap::{Args, Subcommand, ValueEnum};
 use serde_json::json;
 
 use crate::{
-    BundleManifest, CreateBundle, FetchError, HttpError, Limits,
-    bundle::packages::Contents,
-    fetch::archive,
-    files::{FileError, open_plain, print},
-    progress::size,
-    unpack_error::UnpackError,
+    BundleManifest, CreateBundle, FetchError, HttpError, Limits, bundle::packages::Contents, fetch::archive,
+    files::print, progress::size, unpack_error::UnpackError,
 };
+use host::files::{FileError, open_plain};
 use locks::Locked;
 
 /// Make or inspect a bundle: one file that contains a complete Flux.

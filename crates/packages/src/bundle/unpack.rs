@@ -117,7 +117,7 @@ fn read_manifest(mut entry: Entry<'_, impl Read>) -> Result<BundleManifest, Unpa
     }
     let mut json = Vec::new();
     entry.by_ref().take(MAX_MANIFEST_BYTES).read_to_end(&mut json).map_err(broken)?;
-    BundleManifest::parse(&json).map_err(UnpackError::Manifest)
+    Ok(BundleManifest::parse(&json)?)
 }
 
 fn not_tar(error: &io::Error) -> UnpackError {

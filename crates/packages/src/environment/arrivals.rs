@@ -8,6 +8,7 @@
 use std::{
     collections::BTreeMap,
     fs,
+    io::{self, PipeReader, PipeWriter, Write},
     os::{
         fd::{AsFd, BorrowedFd},
         unix::fs::MetadataExt,
@@ -19,14 +20,7 @@ use std::{
     },
 };
 
-use nix::{
-    errno::Errno,
-    poll::{PollFd, PollFlags, PollTimeout, poll},
-    sys::{
-        eventfd::{EfdFlags, EventFd},
-        inotify::{AddWatchFlags, InitFlags, Inotify},
-    },
-};
+use host::changes::{Changes, wait_readable};
 
 /// Hands out the index of each archive, once.
 pub(crate) struct Arrivals<'a> {
@@ -35,7 +29,8 @@ pub(crate) struct Arrivals<'a> {
     /// The thread that waits holds this lock: the other threads have nothing to do meanwhile.
     left: Mutex<Pending<'a>>,
     stopped: AtomicBool,
-    wake: EventFd,
+    /// Readable after [`Self::stop`].
+    wake: (PipeReader, PipeWriter),
 }
 
 struct Pending<'a> {
@@ -49,7 +44,7 @@ struct Incoming<'a> {
     /// A pipe; at its end, no more archives arrive.
     more: BorrowedFd<'a>,
     /// `None` if the host has no inotify instances left: then unpacking starts only after the pipe has ended.
-    names: Option<Inotify>,
+    names: Option<Changes>,
 }
 
 /// An archive to unpack.
@@ -66,14 +61,14 @@ impl<'a> Arrivals<'a> {
         pkgs: &Path,
         names: impl Iterator<Item = impl AsRef<Path>>,
         more: Option<BorrowedFd<'a>>,
-    ) -> nix::Result<Self> {
+    ) -> io::Result<Self> {
         let paths = names.map(|name| pkgs.join(name)).collect::<Vec<_>>();
-        let coming = more.map(|more| Incoming { more, names: watch(pkgs).ok() });
+        let coming = more.map(|more| Incoming { more, names: Changes::of_names(pkgs).ok() });
         Ok(Self {
             left: Mutex::new(Pending { numbers: (0..paths.len()).map(|number| (number, None)).collect(), coming }),
             paths,
             stopped: AtomicBool::new(false),
-            wake: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
+            wake: io::pipe()?,
         })
     }
 
@@ -102,7 +97,7 @@ impl<'a> Arrivals<'a> {
             if numbers.is_empty() {
                 return None;
             }
-            if coming.as_ref().is_some_and(|coming| !coming.wait(&self.wake)) {
+            if coming.as_ref().is_some_and(|coming| !coming.wait(&self.wake.0)) {
                 *coming = None;
             }
         }
@@ -116,32 +111,23 @@ impl<'a> Arrivals<'a> {
 
     /// Stops handing out archives and wakes all waiting threads.
     pub(crate) fn stop(&self) {
-        self.stopped.store(true, Ordering::Relaxed);
-        // The write fails only if the counter is full, and then the waiters are awake already.
-        let _ = self.wake.write(1);
+        // Only once, because a full pipe would block. A pipe with both ends open takes one byte without an error.
+        if !self.stopped.swap(true, Ordering::Relaxed) {
+            let _ = (&self.wake.1).write(&[0]);
+        }
     }
 }
 
 impl Incoming<'_> {
     /// Waits until something may have arrived. Returns false if no more archives can arrive.
-    fn wait(&self, wake: &EventFd) -> bool {
-        let mut fds = vec![PollFd::new(self.more, PollFlags::POLLIN), PollFd::new(wake.as_fd(), PollFlags::POLLIN)];
-        fds.extend(self.names.as_ref().map(|names| PollFd::new(names.as_fd(), PollFlags::POLLIN)));
-        let waited = poll(&mut fds, PollTimeout::NONE);
-        let has_ended = fds[0].revents().is_some_and(|events| !events.is_empty());
+    fn wait(&self, wake: &PipeReader) -> bool {
+        let mut files = vec![self.more, wake.as_fd()];
+        files.extend(self.names.as_ref().map(AsFd::as_fd));
+        let readable = wait_readable(&files);
         // The names don't matter, since the caller looks for all pending archives anyway.
-        let _ = self.names.as_ref().map(Inotify::read_events);
-        match waited {
-            Ok(_) => !has_ended,
-            Err(error) => error == Errno::EINTR,
-        }
+        let _ = self.names.as_ref().map(Changes::take);
+        readable.is_ok_and(|readable| !readable[0])
     }
-}
-
-fn watch(pkgs: &Path) -> nix::Result<Inotify> {
-    let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?;
-    inotify.add_watch(pkgs, AddWatchFlags::IN_MOVED_TO)?;
-    Ok(inotify)
 }
 
 fn inode(path: &Path) -> Option<u64> {

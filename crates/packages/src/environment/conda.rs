@@ -29,7 +29,7 @@ use crate::{
         Build,
         arrivals::Arrivals,
         entry_points::Programs,
-        extract::{check_metadata, check_paths, extract},
+        extract::{check_copies, check_metadata, check_paths, check_site_packages, extract},
         failed,
         limits::Memory,
         refused, room,
@@ -210,6 +210,7 @@ impl Build<'_> {
     ) -> Result<Unpacked, Refusal> {
         let name = file_name(&package.record);
         fs::create_dir(&directory).map_err(|e| failed(format!("can't make {}: {e}", directory.display())))?;
+        let packed = archive.metadata().map_err(|e| failed(format!("can't read package {name}: {e}")))?.len();
         let checked =
             extract(&mut archive, &directory, Limits::default(), memory).and_then(|(contents, privileged)| {
                 let unreadable =
@@ -218,9 +219,13 @@ impl Build<'_> {
                 let paths = PathsJson::from_package_directory_with_deprecated_fallback(&directory)
                     .map_err(|e| unreadable("list of files", e))?;
                 check_paths(&paths, &contents)?;
+                check_copies(&directory, &paths, self.ready, packed, Limits::default())?;
                 let index =
                     IndexJson::from_package_directory(&directory).map_err(|e| unreadable("info/index.json", e))?;
                 check_index(&index, &package.record, &directory)?;
+                if !index.noarch.is_python() {
+                    check_site_packages(&directory, &contents)?;
+                }
                 Ok((paths, index, privileged))
             });
         match checked {

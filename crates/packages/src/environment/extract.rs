@@ -15,7 +15,8 @@ use zip::{CompressionMethod, ZipArchive};
 use crate::{
     Limits,
     environment::guard::{Checked, EntryKind, Tree, inside, leads_to_users, stays_inside},
-    environment::limits::{Entries, Guarded, Memory, zstd_window},
+    environment::limits::{Entries, Guarded, Limited, Memory, zstd_window},
+    environment::records::CLOBBERS,
     unpack_error::{UnpackError, broken},
 };
 
@@ -32,6 +33,9 @@ const DECODER: u64 = 2 << 20;
 const METADATA: [&str; 7] = ["index.json", "paths.json", "link.json", "files", "has_prefix", "no_link", "no_softlink"];
 /// Limit for each of them. A package of 100,000 files has about 20 MiB.
 pub(crate) const MAX_METADATA: u64 = 64 << 20;
+
+/// Where a package for any Python has its modules.
+const SITE_PACKAGES: &str = "site-packages";
 
 /// The entries of a package by path.
 pub(crate) type Contents = HashMap<PathBuf, Kind>;
@@ -86,12 +90,15 @@ pub(crate) fn extract(
     Ok((unpacking.contents, unpacking.tree.finish()?))
 }
 
+/// Limit for the table of contents of a `.conda`, which has three members. The zip crate holds it in memory.
+const CONTENTS: u64 = 1 << 20;
+
 /// The positions of the two tars in a `.conda`: (offset, bytes).
 fn members(archive: &mut File) -> Result<Vec<(u64, u64)>, UnpackError> {
     let wrong = |error: zip::result::ZipError| {
         UnpackError::Archive(format!("it is damaged or truncated: its table of contents can't be read: {error}"))
     };
-    let mut zip = ZipArchive::new(archive).map_err(wrong)?;
+    let mut zip = ZipArchive::new(Limited::new(archive, CONTENTS)).map_err(wrong)?;
     let mut members = Vec::new();
     for part in ["info-", "pkg-"] {
         let is_part = |name: &str| name.starts_with(part) && name.ends_with(".tar.zst");
@@ -146,13 +153,54 @@ fn symlink(path: &Path, target: &Path) -> Option<String> {
     if target.is_absolute() {
         return leads_to_users(target);
     }
-    let from = match path.strip_prefix("site-packages") {
+    match path.strip_prefix(SITE_PACKAGES) {
         // The directory that Python loads is lib/pythonX.Y/site-packages.
-        Ok(below) => Path::new("lib/python/site-packages").join(below),
-        Err(_) => path.to_owned(),
-    };
-    let out = !stays_inside(from.parent().unwrap_or(Path::new("")), target);
+        Ok(below) => leads_out(&Path::new("lib/python").join(SITE_PACKAGES).join(below), target),
+        Err(_) => leads_out(path, target),
+    }
+}
+
+fn leads_out(path: &Path, target: &Path) -> Option<String> {
+    let out = !stays_inside(path.parent().unwrap_or(Path::new("")), target);
     out.then(|| format!("is a symlink out of the environment, to {}", target.display()))
+}
+
+/// Checks the symlinks in [`SITE_PACKAGES`] of a package that is not one for any Python, so that they stay where they are.
+/// Whether it is one is known only after it is unpacked.
+pub(crate) fn check_site_packages(directory: &Path, contents: &Contents) -> Result<(), UnpackError> {
+    let is_there = |path: &PathBuf| path.starts_with(SITE_PACKAGES) && contents.get(path) == Some(&Kind::Symlink);
+    for path in contents.keys().filter(|path| is_there(path)) {
+        let target = fs::read_link(directory.join(path)).map_err(|source| UnpackError::write(path, source))?;
+        if let Some(reason) = leads_out(path, &target).filter(|_| target.is_relative()) {
+            return Err(UnpackError::Entry { path: path.display().to_string(), reason });
+        }
+    }
+    Ok(())
+}
+
+/// Checks that what is copied while the package is linked stays within `limits`: the archive's own size says nothing
+/// about it. A hard link may be copied under each of its names, and a prefix may be longer than its placeholder.
+pub(crate) fn check_copies(
+    directory: &Path,
+    paths: &PathsJson,
+    prefix: &Path,
+    packed: u64,
+    limits: Limits,
+) -> Result<(), UnpackError> {
+    let mut bytes: u64 = 0;
+    for entry in paths.paths.iter().filter(|entry| entry.path_type == PathType::HardLink) {
+        let growth = match &entry.prefix_placeholder {
+            Some(found) => prefix.as_os_str().len().div_ceil(found.placeholder.len().max(1)).max(1) as u64,
+            None if entry.no_link => 1,
+            None => continue,
+        };
+        let found = fs::symlink_metadata(directory.join(&entry.relative_path));
+        let size = found.map_err(|source| UnpackError::write(&entry.relative_path, source))?.len();
+        bytes = bytes.saturating_add(size.saturating_mul(growth));
+    }
+    limits
+        .check(bytes, packed)
+        .map_or(Ok(()), |limit| Err(UnpackError::Limit { limit: format!("{limit} once linked") }))
 }
 
 /// Checks that the metadata files fit into memory and are not symlinks to other files of the host.
@@ -188,6 +236,10 @@ pub(crate) fn check_paths(paths: &PathsJson, contents: &Contents) -> Result<(), 
         // Compare bytes, not components: the linker uses the path as it is written.
         if !inside(path).is_some_and(|clean| !clean.as_os_str().is_empty() && clean.as_os_str() == path.as_os_str()) {
             return refuse("would be outside of the tree");
+        }
+        if path.starts_with(CLOBBERS) {
+            // rattler writes there what other packages bring, and would do so through a symlink.
+            return refuse("would be where files of several packages are put aside");
         }
         if path.parent() == Some(Path::new("conda-meta")) && path.extension().is_some_and(|e| e == "json") {
             return refuse("would be the record of a package");

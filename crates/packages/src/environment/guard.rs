@@ -6,20 +6,14 @@ use std::{
     collections::HashSet,
     fs::{self, File},
     io::{self, Read, Write},
-    os::{
-        fd::AsFd,
-        unix::fs::{OpenOptionsExt, PermissionsExt, symlink},
-    },
+    os::unix::fs::{OpenOptionsExt, PermissionsExt, symlink},
     path::{Component, Path, PathBuf},
 };
 
-use nix::sys::{
-    stat::{UtimensatFlags, futimens, utimensat},
-    time::TimeSpec,
-};
 use tar::{Entry, EntryType};
 
 use crate::unpack_error::{UnpackError, broken};
+use host::files::set_times;
 
 /// The mode bits that are kept. Everything is unpacked as root, so no set-user-ID or set-group-ID program may survive,
 /// and only root may write, because root runs the files.
@@ -126,18 +120,25 @@ pub(crate) fn stays_inside(from: &Path, target: &Path) -> bool {
 
 /// Where users can write on most hosts, and /proc, in which names such as `self/root` lead anywhere. What a symlink finds
 /// there is not what its author meant, and root may run it.
-const OPEN_TO_USERS: [&str; 13] = [
+const OPEN_TO_USERS: [&str; 20] = [
+    "/dev/fd",
     "/dev/mqueue",
     "/dev/shm",
+    "/dev/stderr",
+    "/dev/stdin",
+    "/dev/stdout",
     "/home",
     "/proc",
     "/run/lock",
+    "/run/screen",
     "/run/shm",
     "/run/user",
     "/tmp",
     "/usr/tmp",
+    "/var/crash",
     "/var/lock",
     "/var/run/lock",
+    "/var/run/screen",
     "/var/run/user",
     "/var/tmp",
 ];
@@ -192,16 +193,15 @@ impl<'a> Tree<'a> {
             EntryKind::File => {
                 let file = create_or_replace(&full, path, || {
                     let mut options = File::options();
-                    options.write(true).create_new(true).custom_flags(nix::libc::O_NOFOLLOW).mode(0o600).open(&full)
+                    options.write(true).create_new(true).mode(0o600).open(&full)
                 })?;
                 self.fill(&file, content).map_err(|e| e.at(path))?;
                 file.set_permissions(fs::Permissions::from_mode(*mode)).map_err(write)?;
-                let time = TimeSpec::new(*mtime, 0);
-                futimens(file.as_fd(), &time, &time).map_err(|e| write(e.into()))
+                set_times(&full, *mtime).map_err(write)
             }
             EntryKind::Symlink(target) => {
                 create_or_replace(&full, path, || symlink(target, &full))?;
-                set_mtime(&full, *mtime).map_err(write)
+                set_times(&full, *mtime).map_err(write)
             }
             EntryKind::HardLink(target) => {
                 self.check_parents(target, path)?;
@@ -271,7 +271,7 @@ impl<'a> Tree<'a> {
         for (path, mode, mtime) in self.directories.into_iter().rev() {
             let write = |source| UnpackError::Write { path: path.display().to_string(), source };
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).map_err(write)?;
-            set_mtime(&path, mtime).map_err(write)?;
+            set_times(&path, mtime).map_err(write)?;
         }
         Ok(self.privileged)
     }
@@ -297,11 +297,6 @@ fn create_or_replace<T>(full: &Path, path: &Path, make: impl Fn() -> io::Result<
         }
         made => made.map_err(write),
     }
-}
-
-fn set_mtime(path: &Path, mtime: i64) -> io::Result<()> {
-    let time = TimeSpec::new(mtime, 0);
-    Ok(utimensat(nix::fcntl::AT_FDCWD, path, &time, &time, UtimensatFlags::NoFollowSymlink)?)
 }
 
 enum CopyError {

@@ -12,20 +12,10 @@
 //! while may contain links to anywhere.
 
 use std::{
-    fs::{self, File, Metadata},
+    fs::{self, DirBuilder, File, Metadata, Permissions},
     io,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::fs::MetadataExt,
-    },
+    os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, fchown},
     path::{Component, Path, PathBuf},
-};
-
-use nix::{
-    errno::Errno,
-    fcntl::{AtFlags, OFlag, openat, renameat},
-    sys::stat::{Mode, fchmod, fstatat, mkdirat},
-    unistd::{Gid, Uid, fchown},
 };
 
 use crate::{
@@ -43,7 +33,7 @@ use crate::{
 use base::error_chain;
 use host::{
     BrokerProcesses, HostLock, Root,
-    files::unmount_users,
+    files::{host_path, open_directory, sync_file_system, unmount_users},
     lock::WAIT,
     state::{ENVIRONMENTS, environment},
     trust::is_trusted,
@@ -99,8 +89,7 @@ pub fn mend(
             true => mending.replace_all(found).map_err(|e| failure("replace", &e))?,
         }
     };
-    let synced = File::open(&place).and_then(|place| Ok(nix::unistd::syncfs(place)?));
-    synced.map_err(|e| failure("sync", &e))?;
+    sync_file_system(&place).map_err(|e| failure("sync", &e))?;
     if was_open && mended.left.is_empty() {
         opened.forget().map_err(|e| failure("forget what was open in", &e))?;
     }
@@ -117,7 +106,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 /// still detected.
 fn damage(place: &Path, fresh: &Path, conda: bool, progress: &mut dyn FnMut(Progress)) -> io::Result<Vec<Difference>> {
     // Sync before any rename gives a file its name.
-    nix::unistd::syncfs(File::open(fresh)?)?;
+    sync_file_system(fresh)?;
     let mut found = compare(place, fresh, conda, None, progress)?.differences;
     for name in [RECORDS, ENVIRONMENT_MARKER] {
         found.extend(own_damage(place, fresh, name)?);
@@ -171,9 +160,7 @@ impl Mending<'_> {
         for path in wanted.directories.keys() {
             let made = match path.file_name() {
                 Some(_) => self.directory(path).map(drop),
-                None => open_root(self.place)
-                    .map_err(io::Error::from)
-                    .and_then(|top| set_rights(&top, &fs::symlink_metadata(self.fresh)?)),
+                None => open_directory(self.place).and_then(|top| set_rights(&top, &fs::symlink_metadata(self.fresh)?)),
             };
             made.unwrap_or_else(|error| left(path, &error));
         }
@@ -206,7 +193,7 @@ impl Mending<'_> {
 
     /// Moves what is at `path` out of the environment. The [`Workshop`] deletes it.
     fn remove(&mut self, path: &Path) -> io::Result<()> {
-        let name = path.file_name().map(Path::new).ok_or(Errno::EINVAL)?;
+        let name = path.file_name().map(Path::new).ok_or(io::ErrorKind::InvalidInput)?;
         let parent = descend(self.place, path.parent().unwrap_or(Path::new("")))?;
         match self.move_away(&parent, name) {
             // Gone meanwhile, such as a temporary name of Python's.
@@ -224,7 +211,7 @@ impl Mending<'_> {
             (_, Ok(wanted)) => wanted,
         };
         let Some(name) = path.file_name() else {
-            set_rights(&open_root(self.place)?, &wanted)?;
+            set_rights(&open_directory(self.place)?, &wanted)?;
             return Ok(true);
         };
         let parent = path.parent().unwrap_or(Path::new(""));
@@ -234,11 +221,12 @@ impl Mending<'_> {
             return Ok(true);
         }
         let fresh = descend(self.fresh, parent)?;
-        match renameat(&fresh, name, &live, name) {
+        let (from, to) = (host_path(&fresh).join(name), host_path(&live).join(name));
+        match fs::rename(&from, &to) {
             // A directory is in the way.
-            Err(Errno::EISDIR) => {
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
                 self.move_away(&live, Path::new(name))?;
-                renameat(&fresh, name, &live, name)?;
+                fs::rename(from, to)?;
             }
             other => other?,
         }
@@ -247,10 +235,10 @@ impl Mending<'_> {
 
     /// Removes what another user has put at `path`. Returns false if root owns it. The [`Workshop`] deletes it.
     fn remove_strangers(&mut self, path: &Path) -> io::Result<bool> {
-        let name = path.file_name().map(Path::new).ok_or(Errno::EINVAL)?;
+        let name = path.file_name().map(Path::new).ok_or(io::ErrorKind::InvalidInput)?;
         let parent = descend(self.place, path.parent().unwrap_or(Path::new("")))?;
-        let found = fstatat(&parent, name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
-        if is_trusted(found.st_uid) {
+        let found = fs::symlink_metadata(host_path(&parent).join(name))?;
+        if is_trusted(found.uid()) {
             return Ok(false);
         }
         self.move_away(&parent, name)?;
@@ -258,20 +246,21 @@ impl Mending<'_> {
     }
 
     /// Opens a directory of the environment. Creates or repairs it and its parents on the way.
-    fn directory(&mut self, path: &Path) -> io::Result<OwnedFd> {
-        let (mut at, mut below) = (open_root(self.place)?, PathBuf::new());
+    fn directory(&mut self, path: &Path) -> io::Result<File> {
+        let (mut at, mut below) = (open_directory(self.place)?, PathBuf::new());
         for part in names(path) {
             below.push(part);
             let wanted = fs::symlink_metadata(self.fresh.join(&below))?;
-            at = match open_directory(&at, part) {
-                Ok(next) if is_trusted(File::from(next.try_clone()?).metadata()?.uid()) => next,
+            let next = host_path(&at).join(part);
+            at = match open_directory(&next) {
+                Ok(next) if is_trusted(next.metadata()?.uid()) => next,
                 // Another user's, or something else.
                 found => {
-                    if found.err() != Some(Errno::ENOENT) {
+                    if found.err().is_none_or(|error| error.kind() != io::ErrorKind::NotFound) {
                         self.move_away(&at, part)?;
                     }
-                    mkdirat(&at, part, Mode::S_IRWXU)?;
-                    open_directory(&at, part)?
+                    DirBuilder::new().mode(0o700).create(&next)?;
+                    open_directory(&next)?
                 }
             };
             set_rights(&at, &wanted)?;
@@ -280,25 +269,15 @@ impl Mending<'_> {
     }
 
     /// Moves what has `name` out of the environment.
-    fn move_away(&mut self, parent: &impl AsFd, name: &Path) -> io::Result<()> {
+    fn move_away(&mut self, parent: &File, name: &Path) -> io::Result<()> {
         self.moved += 1;
-        let aside = format!(".replaced.{}", self.moved);
-        Ok(renameat(parent, name, &open_root(self.fresh)?, aside.as_str())?)
+        let fresh = open_directory(self.fresh)?;
+        fs::rename(host_path(parent).join(name), host_path(&fresh).join(format!(".replaced.{}", self.moved)))
     }
 }
 
-const DIRECTORY: OFlag = OFlag::O_DIRECTORY.union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC).union(OFlag::O_RDONLY);
-
-fn open_root(path: &Path) -> nix::Result<OwnedFd> {
-    nix::fcntl::open(path, DIRECTORY, Mode::empty())
-}
-
-fn open_directory(parent: &impl AsFd, name: &Path) -> nix::Result<OwnedFd> {
-    openat(parent, name, DIRECTORY, Mode::empty())
-}
-
-fn descend(root: &Path, path: &Path) -> nix::Result<OwnedFd> {
-    names(path).try_fold(open_root(root)?, |at, part| open_directory(&at, part))
+fn descend(root: &Path, path: &Path) -> io::Result<File> {
+    names(path).try_fold(open_directory(root)?, |at, part| open_directory(&host_path(&at).join(part)))
 }
 
 fn names(path: &Path) -> impl Iterator<Item = &Path> {
@@ -309,13 +288,13 @@ fn names(path: &Path) -> impl Iterator<Item = &Path> {
 }
 
 /// Sets the owner and permissions of a directory if they differ.
-fn set_rights(directory: &OwnedFd, wanted: &Metadata) -> io::Result<()> {
-    let found = File::from(directory.try_clone()?).metadata()?;
+fn set_rights(directory: &File, wanted: &Metadata) -> io::Result<()> {
+    let found = directory.metadata()?;
     if (found.uid(), found.gid()) != (wanted.uid(), wanted.gid()) {
-        fchown(directory, Some(Uid::from_raw(wanted.uid())), Some(Gid::from_raw(wanted.gid())))?;
+        fchown(directory, Some(wanted.uid()), Some(wanted.gid()))?;
     }
     if mode(&found) != mode(wanted) {
-        fchmod(directory, Mode::from_bits_truncate(mode(wanted)))?;
+        directory.set_permissions(Permissions::from_mode(mode(wanted)))?;
     }
     Ok(())
 }

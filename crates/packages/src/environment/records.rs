@@ -4,18 +4,10 @@ use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     fs::{self, File},
     io::{self, Read},
-    os::{
-        fd::OwnedFd,
-        unix::fs::{MetadataExt, PermissionsExt},
-    },
+    os::unix::fs::{MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
-use nix::{
-    fcntl::{OFlag, open, openat},
-    sys::stat::Mode,
-    unistd::geteuid,
-};
 use rattler_conda_types::{PrefixRecord, prefix_record::PathType};
 use rayon::prelude::{IntoParallelIterator, ParallelIterator};
 use serde::{Deserialize, Serialize};
@@ -26,7 +18,7 @@ use crate::{
     fetch::archive,
 };
 use host::{
-    files::{HostRoot, host_path},
+    files::{HostRoot, host_path, open_directory, open_only_path},
     mountinfo, trust,
 };
 
@@ -100,7 +92,7 @@ impl Tree {
         opened: Option<&Opened>,
         next: &mut Vec<PathBuf>,
     ) -> io::Result<()> {
-        let directory = below.open_path(&Path::new("/").join(path))?;
+        let directory = File::from(below.open_path(&Path::new("/").join(path))?);
         let found = metadata_on(mount, &directory)?;
         let is_ours = trust::is_trusted(found.uid());
         if let Some(opened) = opened {
@@ -186,17 +178,16 @@ fn others_bits(gid: u32) -> u32 {
 
 /// The metadata of a file or directory that was opened with `O_PATH`. One of another mount than `mount` is not asked for
 /// it: a file system of another user may never answer.
-fn metadata_on(mount: u64, file: &OwnedFd) -> io::Result<fs::Metadata> {
+fn metadata_on(mount: u64, file: &File) -> io::Result<fs::Metadata> {
     if mountinfo::id(file)? != mount {
         return Err(io::ErrorKind::ResourceBusy.into());
     }
-    File::from(file.try_clone()?).metadata()
+    file.metadata()
 }
 
 /// Examines what is at the end of `path` in `directory`, without opening it. With `opened`, closes it to others.
-fn look_at(directory: &OwnedFd, path: &Path, mount: u64, opened: Option<&Opened>) -> io::Result<fs::Metadata> {
-    let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    let file = openat(directory, path.file_name().unwrap_or_default(), flags, Mode::empty())?;
+fn look_at(directory: &File, path: &Path, mount: u64, opened: Option<&Opened>) -> io::Result<fs::Metadata> {
+    let file = open_only_path(&host_path(directory).join(path.file_name().unwrap_or_default()))?;
     let found = metadata_on(mount, &file)?;
     if let Some(opened) = opened {
         close(opened, path, &file, &found)?;
@@ -206,9 +197,9 @@ fn look_at(directory: &OwnedFd, path: &Path, mount: u64, opened: Option<&Opened>
 
 /// Takes the right to write from others, if this process owns the file or directory, and notes that they had it. A file
 /// with another name stays as it is, for that may be anywhere; a repair replaces it.
-fn close(opened: &Opened, path: &Path, file: &OwnedFd, found: &fs::Metadata) -> io::Result<()> {
+fn close(opened: &Opened, path: &Path, file: &File, found: &fs::Metadata) -> io::Result<()> {
     let may_be_open = found.is_file() || found.is_dir();
-    if !may_be_open || !is_open(found) || found.uid() != geteuid().as_raw() {
+    if !may_be_open || !is_open(found) || !trust::is_own(found.uid()) {
         return Ok(());
     }
     if !found.is_dir() && found.nlink() > 1 {
@@ -221,9 +212,7 @@ fn close(opened: &Opened, path: &Path, file: &OwnedFd, found: &fs::Metadata) -> 
 
 /// Reads one of our own files in the environment at `root`: a plain file of root's that nobody else can write.
 pub(crate) fn read_own(root: &Path, name: &str) -> io::Result<Vec<u8>> {
-    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    let directory = open(root, flags, Mode::empty())?;
-    let content = trust::read(&directory, root, name).map_err(io::Error::other)?;
+    let content = trust::read(&open_directory(root)?.into(), root, name).map_err(io::Error::other)?;
     content.ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
@@ -258,12 +247,16 @@ pub(crate) fn by_packages(root: &Path, tree: &Tree) -> (BTreeMap<PathBuf, Record
     (recorded_files, unreadable)
 }
 
-/// rattler moves the other versions of a file that several packages contain to `__clobbers__`. This removes the empty
+/// Where rattler moves the other versions of a file that several packages contain.
+pub(crate) const CLOBBERS: &str = "__clobbers__";
+
+/// rattler moves the other versions of a file that several packages contain to [`CLOBBERS`]. This removes the empty
 /// directories and sorts the records, so that the order of linking leaves no trace: a package set always gives the same
 /// tree, bit for bit.
 pub(crate) fn settle_clobbers(root: &Path) -> io::Result<()> {
-    let away = root.join("__clobbers__");
-    if !away.is_dir() {
+    let away = root.join(CLOBBERS);
+    // Not through a symlink, or this would empty a directory of the host.
+    if !fs::symlink_metadata(&away).is_ok_and(|found| found.is_dir()) {
         return Ok(());
     }
     let tree = Tree::walk(&away)?;

@@ -6,7 +6,7 @@ use std::{
     path::Path,
 };
 
-use crate::files::free;
+use host::room::Room;
 use hostapi::Refusal;
 
 /// What a `.tar.gz` unpacks to, as a rule, or by its own last word where that is more: gzip ends with the size of its
@@ -28,7 +28,7 @@ pub(crate) fn unpacked_gzip(archive: &mut File) -> io::Result<u64> {
 /// # Errors
 /// Too little space, with both figures and the remedy; or the file system can't be queried.
 pub(crate) fn check(directory: &Path, need: u64) -> Result<(), Refusal> {
-    let free = free(directory).map_err(|error| Refusal::io("look at", directory, &error))?.bytes;
+    let free = Room::of(directory).map_err(|error| Refusal::io("look at", directory, &error))?.available;
     if free >= need {
         return Ok(());
     }

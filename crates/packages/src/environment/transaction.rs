@@ -16,17 +16,16 @@ use std::{
     time::Duration,
 };
 
-use nix::{errno::Errno, fcntl::Flock};
-
 use crate::{
     environment::{failed, opened::Opened, refused},
     fetch::archive,
-    files::{Free, free},
 };
 use host::{
     BrokerProcesses, Occupant, Root,
-    files::{refuse_mounts, remove_all_if_there, unmount_users},
-    lock, occupants,
+    files::{refuse_mounts, remove_all_if_there, sync_file_system, unmount_users},
+    lock::{self, FileLock},
+    occupants,
+    room::{Room, says_full},
     state::ENVIRONMENTS,
 };
 use hostapi::Refusal;
@@ -68,7 +67,7 @@ fn remove_temporary(path: &Path) -> io::Result<()> {
 /// start.
 pub(crate) struct Workshop {
     path: PathBuf,
-    _lock: Flock<File>,
+    _lock: FileLock,
 }
 
 impl Workshop {
@@ -102,7 +101,7 @@ pub(crate) struct Environments<'a> {
     /// Of the broker whose processes must not lose theirs.
     broker: &'a dyn BrokerProcesses,
     directory: File,
-    _lock: Flock<File>,
+    _lock: FileLock,
     /// What of earlier runs could not be removed.
     pub(crate) warnings: Vec<String>,
 }
@@ -148,7 +147,7 @@ impl<'a> Environments<'a> {
     /// before it has the name under which it counts as ready. A power failure may lose the rename until the directory
     /// is synced; then there is simply no environment.
     pub(crate) fn commit(&self, partial: &Path, digest: &str) -> io::Result<()> {
-        nix::unistd::syncfs(File::open(partial)?)?;
+        sync_file_system(partial)?;
         fs::rename(partial, self.place(digest))?;
         self.directory.sync_all()
     }
@@ -253,13 +252,10 @@ impl<'a> Environments<'a> {
     /// before the unfinished files are removed. Also checks the free space itself, since not every such failure says
     /// that the disk is full.
     pub(crate) fn with_room(&self, refusal: Refusal, need_bytes: u64) -> Refusal {
-        let Some(Free { bytes: free, files }) = free(&self.path).ok().filter(|_| refusal.transient) else {
+        let Some(Room { available: free, files, .. }) = Room::of(&self.path).ok().filter(|_| refusal.transient) else {
             return refusal;
         };
-        let says_so = [Errno::ENOSPC, Errno::EDQUOT]
-            .into_iter()
-            .any(|errno| refusal.message.contains(&io::Error::from(errno).to_string()));
-        if !(says_so || free < LEAST_BYTES || files.is_some_and(|files| files < LEAST_FILES)) {
+        if !(says_full(&refusal.message) || free < LEAST_BYTES || files.is_some_and(|files| files < LEAST_FILES)) {
             return refusal;
         }
         let mebibytes = |bytes: u64| bytes.div_ceil(1 << 20);

@@ -131,7 +131,7 @@ impl Access {
         let mut credentials = self.given.clone();
         if let Some(Token(json)) = &self.credentials {
             let parsed = Credential::parse_all(json, self.allow_http);
-            credentials.extend(parsed.map_err(|reason| wrong(SECRET_PACKAGES_CREDENTIALS_KEY, reason))?);
+            credentials.extend(parsed.map_err(|error| wrong(SECRET_PACKAGES_CREDENTIALS_KEY, error.to_string()))?);
         }
         if let Some(Token(token)) = &self.token {
             let unfit = |Unusable| {

@@ -15,6 +15,29 @@ use url::Url;
 use api::SECRET_PACKAGES;
 use base::redact::take_apart;
 
+/// What is wrong with a `credentials.json`, which is the subject of the messages. Nothing of it is quoted that may be secret.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CredentialsError {
+    /// It is not JSON of this form. The parser's own message may quote a secret.
+    #[error("is not JSON such as {{\"HOST\": {{\"CondaToken\": \"TOKEN\"}}}}: line {line}, column {column}")]
+    Json {
+        /// Where, from 1.
+        line: usize,
+        /// Where, from 1.
+        column: usize,
+    },
+    /// A key names no servers.
+    #[error("has a key that is not HOST, HOST:PORT, HOST/PATH or *.DOMAIN")]
+    Key,
+    /// An entry can't be sent.
+    #[error("has an entry for {host} that is not a usable BearerToken, BasicHTTP or CondaToken")]
+    Entry {
+        /// Its host.
+        host: String,
+    },
+}
+
 /// A secret and the servers that may get it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Credential {
@@ -97,18 +120,14 @@ impl Credential {
     /// Parses the `credentials.json` of pixi and rattler-build: `{"HOST": {"CondaToken": "…"}}`, and so on.
     ///
     /// # Errors
-    /// What is wrong with the text, without quoting it.
-    pub(crate) fn parse_all(json: &str, over_http: bool) -> Result<Vec<Self>, String> {
-        let all: BTreeMap<String, Authentication> = serde_json::from_str(json).map_err(|error| {
-            // serde's message may quote a secret.
-            let (line, column) = (error.line(), error.column());
-            format!("is not JSON such as {{\"HOST\": {{\"CondaToken\": \"TOKEN\"}}}}: line {line}, column {column}")
-        })?;
+    /// If `json` is not such a file.
+    pub(crate) fn parse_all(json: &str, over_http: bool) -> Result<Vec<Self>, CredentialsError> {
+        let all: BTreeMap<String, Authentication> = serde_json::from_str(json)
+            .map_err(|error| CredentialsError::Json { line: error.line(), column: error.column() })?;
         let parse = |(key, authentication): (String, Authentication)| {
-            let scope = Scope::parse(&key).ok_or("has a key that is not HOST, HOST:PORT, HOST/PATH or *.DOMAIN")?;
-            let presentation = Presentation::from(&authentication).map_err(|Unusable| {
-                format!("has an entry for {} that is not a usable BearerToken, BasicHTTP or CondaToken", scope.host)
-            })?;
+            let scope = Scope::parse(&key).ok_or(CredentialsError::Key)?;
+            let unusable = |Unusable| CredentialsError::Entry { host: scope.host.clone() };
+            let presentation = Presentation::from(&authentication).map_err(unusable)?;
             Ok(Self { scope, over_http, presentation })
         };
         all.into_iter().map(parse).collect()
@@ -328,7 +347,7 @@ mod tests {
             r#"{"h": {"S3Credentials": {"access_key_id": "a", "secret_access_key": "s3cret", "session_token": null}}}"#,
             "s3cret",
         ] {
-            let reason = Credential::parse_all(json, true).unwrap_err();
+            let reason = Credential::parse_all(json, true).unwrap_err().to_string();
             assert!(!reason.contains("s3cret"), "{reason}");
         }
     }

@@ -5,7 +5,10 @@ use std::{path::PathBuf, time::Duration};
 use reqwest::{RequestBuilder, redirect};
 use url::Url;
 
-use crate::{Access, fetch::credentials::CredentialStore};
+use crate::{
+    Access,
+    fetch::credentials::{CredentialStore, CredentialsError},
+};
 use base::redact::token_positions;
 
 /// Long enough for a distant proxy, short enough that a wrong address is reported while the user still watches.
@@ -62,8 +65,8 @@ pub enum HttpError {
     AuthContent {
         /// The file's path.
         path: PathBuf,
-        /// What is wrong with the content, without the content.
-        reason: String,
+        /// What is wrong with the content.
+        reason: CredentialsError,
     },
 }
 

@@ -36,10 +36,13 @@ use crate::{
         download::{CompleteArchive, Download},
         source::{Peers, mirrored},
     },
-    files::{Free, free},
 };
 use api::PackageSet;
 use base::redact::shown;
+use host::{
+    lock::{self, FileLock},
+    room::Room,
+};
 use hostapi::Progress;
 use locks::LockError;
 
@@ -296,9 +299,9 @@ fn lacking(pkgs: &Path, wanted: &[Wanted]) -> String {
     let there = |one: &Wanted| length(&one.name).max(length(&archive::part_name(&one.name)));
     let missing = wanted.iter().map(|one| Some(one.size?.saturating_sub(there(one)))).sum::<Option<u64>>();
     let missing = missing.map_or_else(|| "more bytes".to_owned(), |bytes| format!("{bytes} more bytes"));
-    let what = match free(pkgs) {
-        Ok(Free { files: Some(0), .. }) => "has no inodes left".to_owned(),
-        Ok(Free { bytes, .. }) => format!("has {bytes} bytes left"),
+    let what = match Room::of(pkgs) {
+        Ok(Room { files: Some(0), .. }) => "has no inodes left".to_owned(),
+        Ok(Room { available, .. }) => format!("has {available} bytes left"),
         Err(_) => "is full".to_owned(),
     };
     format!(
@@ -307,8 +310,8 @@ fn lacking(pkgs: &Path, wanted: &[Wanted]) -> String {
 }
 
 /// Two agents that append to the same `.part` would corrupt it, and both would have to start again.
-fn lock_directory(pkgs: &Path) -> Result<nix::fcntl::Flock<File>, FetchError> {
-    host::lock::take(&pkgs.join(host::lock::HIDDEN), Duration::ZERO).map_err(|error| match error.kind() {
+fn lock_directory(pkgs: &Path) -> Result<FileLock, FetchError> {
+    lock::take(&pkgs.join(lock::HIDDEN), Duration::ZERO).map_err(|error| match error.kind() {
         io::ErrorKind::WouldBlock => FetchError::Busy,
         _ => directory_unwritten(error),
     })

@@ -10,10 +10,11 @@ use clap::{Args, Subcommand};
 
 use crate::{
     Access, HttpClient, HttpError, OutputFormat, SolveError,
-    files::{Aside, FileError, directory_of, open_plain, print, rename_target},
+    files::{Aside, directory_of, print, rename_target},
     native_platform, resolve,
 };
 use api::{PackageSet, Packages};
+use host::files::{FileError, open_plain};
 use locks::{
     LockError,
     diff::{self, Bytes, Contents, Count, compare},
@@ -135,7 +136,7 @@ impl LockCommandError {
     /// The process's exit code: 2 if the user must change the input, 1 for any other failure.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Solve(SolveError::Write { .. }) | Self::Http(_) | Self::Io(_) => 1,
+            Self::Solve(SolveError::Write(_)) | Self::Http(_) | Self::Io(_) => 1,
             Self::Solve(error) if error.is_transient() => 1,
             Self::Solve(_) | Self::Unreadable { .. } | Self::NoPlainFile { .. } | Self::Lock { .. } => 2,
         }

@@ -88,11 +88,12 @@ pub enum SolveError {
     #[error("can't create a directory for the channels' indexes; mount an emptyDir at /tmp")]
     Scratch(#[source] io::Error),
     /// The solution can't be written as a lock.
-    #[error("can't write the lock: {reason}")]
-    Write {
-        /// rattler's error.
-        reason: String,
-    },
+    #[error("can't write the lock")]
+    Write(#[source] Box<dyn std::error::Error + Send + Sync>),
+}
+
+fn unwritten(error: impl std::error::Error + Send + Sync + 'static) -> SolveError {
+    SolveError::Write(error.into())
 }
 
 impl SolveError {
@@ -178,8 +179,7 @@ impl Task {
             }
             answers.push((*platform, virtual_packages, records));
         }
-        let unwritten = |reason: String| SolveError::Write { reason };
-        let text = self.write(answers).map_err(unwritten)?;
+        let text = self.write(answers)?;
         // Agents must be able to read what is published.
         let platforms = self.platforms.iter().map(|(platform, _)| platform.to_string()).collect::<Vec<_>>();
         locks::check_lock(&text, &platforms)?;
@@ -268,30 +268,30 @@ impl Task {
                     other => error_chain(&other),
                 },
             }),
-            Err(error) => Err(SolveError::Write { reason: error.to_string() }),
+            Err(error) => Err(unwritten(error)),
         }
     }
 
     fn write(
         &self,
         answers: Vec<(Subdir, &Vec<GenericVirtualPackage>, Vec<RepoDataRecord>)>,
-    ) -> Result<String, String> {
+    ) -> Result<String, SolveError> {
         let platforms = answers.iter().map(|(platform, virtual_packages, _)| PlatformData {
             name: PlatformName::from(platform),
             subdir: *platform,
             virtual_packages: virtual_packages.iter().map(ToString::to_string).collect(),
         });
-        let mut builder = LockFile::builder().with_platforms(platforms.collect()).map_err(|e| error_chain(&e))?;
+        let mut builder = LockFile::builder().with_platforms(platforms.collect()).map_err(unwritten)?;
         let channels = self.sources.iter().map(|s| s.given.as_str());
         builder.set_channels(DEFAULT_ENVIRONMENT_NAME, channels);
         for (platform, _, records) in answers {
             for record in records {
                 builder
                     .add_conda_package(DEFAULT_ENVIRONMENT_NAME, platform.as_str(), CondaPackageData::from(record))
-                    .map_err(|e| error_chain(&e))?;
+                    .map_err(unwritten)?;
             }
         }
-        builder.finish().render_to_string().map_err(|e| error_chain(&e))
+        builder.finish().render_to_string().map_err(unwritten)
     }
 
     fn source_of(&self, record: &RepoDataRecord) -> Option<&Source> {

@@ -21,6 +21,7 @@ use self::channel::{Channel, Content, Server};
 use super::*;
 use api::NAMESPACE;
 use apiserver::{Identity, Store, serve};
+use base::error_chain;
 
 async fn api() -> Client {
     let _ = rustls::crypto::ring::default_provider().install_default();
@@ -54,7 +55,7 @@ async fn settled(
     for _ in 0..1000 {
         match planner.published(client, packages, &platforms, None).await.unwrap() {
             Published::Is(set) if planner.running.is_none() => return Ok(set),
-            Published::Failed(reason) | Published::Still(_, reason) => return Err(reason),
+            Published::Failed(reason) | Published::Still(_, reason) => return Err(error_chain(&*reason)),
             _ => looks.tick().await,
         };
     }

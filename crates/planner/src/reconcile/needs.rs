@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use tracing::info;
 
 use super::{ApiError, Planner};
-use crate::package_set::Published;
+use crate::package_set::{Published, ResolveError};
 use api::{PackageSet, Roster};
 use base::error_chain;
 use cluster::{certificate, published};
@@ -69,8 +69,8 @@ impl Planner {
         Ok(match self.resolver.published(&self.client, &seen.spec.packages, &platforms, running).await? {
             Published::Is(set) => (Some(self.sources.remember(&set)), None),
             Published::Pending => (None, Some(Obstacle::Waiting("the packages are being resolved".to_owned()))),
-            Published::Still(set, message) => (Some(self.sources.remember(&set)), Some(unresolved(message))),
-            Published::Failed(message) => (None, Some(unresolved(message))),
+            Published::Still(set, error) => (Some(self.sources.remember(&set)), Some(unresolved(&error))),
+            Published::Failed(error) => (None, Some(unresolved(&error))),
         })
     }
 
@@ -123,6 +123,6 @@ impl Planner {
     }
 }
 
-fn unresolved(message: String) -> Obstacle {
-    Obstacle::Problem { reason: "PackagesUnresolved", message }
+fn unresolved(error: &ResolveError) -> Obstacle {
+    Obstacle::Problem { reason: "PackagesUnresolved", message: error_chain(error) }
 }

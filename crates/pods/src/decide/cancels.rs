@@ -21,13 +21,14 @@ const SETTLED_AFTER: Millis = 2 * SECOND;
 /// job is submitted for those.
 pub(super) fn evict(round: &mut Round, gang: &Gang, jobs: &[(&Job, &BridgedJob)]) -> bool {
     let in_run_since = round.broker.in_run_since.unwrap_or(Millis::MAX);
-    let cancels = jobs.iter().filter_map(|(job, _)| match job.ended_by {
-        Some((Cause::Canceled, at)) if at >= in_run_since => Some(at),
+    let cancels = jobs.iter().filter_map(|(job, bridged)| match job.ended_by {
+        Some((Cause::Canceled, at)) if at >= in_run_since => Some((at, &bridged.record)),
         _ => None,
     });
-    let Some(at) = cancels.max() else { return false };
-    // Pods that were created later are meant to run.
-    let pods: Vec<&PodView> = gang.members.iter().copied().filter(|pod| pod.stays() && pod.created <= at).collect();
+    let Some((at, record)) = cancels.max_by_key(|(at, _)| *at) else { return false };
+    // Pods that were created later are meant to run. A creation time is in whole seconds.
+    let was_there = |pod: &PodView| record.lists(&pod.uid) || pod.created.saturating_add(SECOND) <= at;
+    let pods: Vec<&PodView> = gang.members.iter().copied().filter(|pod| pod.stays() && was_there(pod)).collect();
     if pods.is_empty() {
         return false;
     }

@@ -19,7 +19,7 @@ use crate::{
     check::{Shortfall, check_pod},
     gangs::Gang,
     jobs::JobState,
-    jobspec::{JobRequest, FIRST_URGENCY},
+    jobspec::{FIRST_URGENCY, JobRequest},
     pod::PodView,
     time::{Millis, SECOND},
 };
@@ -95,7 +95,7 @@ fn free_slot<'a>(
     for (_, index, slot) in free {
         let shortfall = match round.world.targets.get(&slot.rank) {
             None => Some(Shortfall::Gone),
-            Some(target) => check_pod(target, &round.usage.all(&target.node), pod),
+            Some(target) => check_pod(target, round.usage.all(&target.node), pod),
         };
         match shortfall {
             None => return Choice::Slot(index, slot),

@@ -110,6 +110,9 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     let places = words::places(round);
     let gangs = std::mem::take(&mut round.gangs);
     for gang in &gangs {
+        report.running += usize::from(gang.is_started());
+        let is_queued = round.jobs_of(&gang.id).iter().any(|(job, _)| job.state == JobState::Pending);
+        report.queued += usize::from(is_queued);
         if !round.is_busy(&gang.id) {
             serve_gang(round, memory, gang, &mut queue, &places, &mut report);
         }
@@ -118,7 +121,10 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     memory.avoided.retain(|gang, _| known.contains(gang));
     memory.incomplete.retain(|gang, _| known.contains(gang));
     let left: Vec<_> = round.gangs_with_jobs().into_iter().filter(|gang| !known.contains(gang)).collect();
-    for gang in left.into_iter().filter(|gang| !round.is_busy(gang)).collect::<Vec<_>>() {
+    for gang in left {
+        if round.is_busy(gang) {
+            continue;
+        }
         for (job, bridged) in round.jobs_of(gang) {
             if job.is_active() && !round.has_unseen(&bridged.record) {
                 round.end(job, &bridged.record, "its pods are gone");
@@ -171,11 +177,8 @@ fn serve_gang<'a>(
         patience::suspend_if_stuck(round, memory, gang);
     }
     report.uncovered += holdings.uncovered.len();
-    report.running += usize::from(gang.is_started());
-    let is_queued = holdings.jobs.iter().any(|held| held.job.state == JobState::Pending);
-    report.queued += usize::from(is_queued);
     if let Some(words) = progress.words {
-        report.refused += usize::from(!is_queued);
+        report.refused += usize::from(progress.needed.is_empty());
         let place = progress.needed.iter().find_map(|job| places.iter().position(|first| first == job));
         words::tell_waiting(round, memory, gang, &words.with_place(place.map(|place| place + 1)));
     }

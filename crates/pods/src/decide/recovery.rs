@@ -13,7 +13,7 @@ use crate::{
     action::Action,
     gangs::Gang,
     jobs::{JobState, NOTE},
-    jobspec::{JobRequest, FIRST_URGENCY},
+    jobspec::{FIRST_URGENCY, JobRequest},
     pod::PodView,
     world::Queues,
 };

@@ -10,7 +10,7 @@ use crate::{
     jobs::{BridgedJob, Cause, Job, JobState, Jobs, NOTE},
     jobspec::JobRequest,
     pod::{FORCED_HOLD, Phase, PodView},
-    record::{GangId, JobRecord},
+    record::{GangId, GangKind, JobRecord},
     time::{Millis, SECOND},
     usage::UsageByNode,
     world::{Broker, Pods, Queues, World},
@@ -53,14 +53,16 @@ pub(super) fn being_bound(world: &World, pods: &Pods) -> Vec<PodView> {
     world.under_way.iter().filter_map(binding).collect()
 }
 
-/// The pods by uid that an active job lists, and whether as a gang of one.
-pub(super) fn listed(jobs: &Jobs) -> BTreeMap<&str, bool> {
+/// See [`Known::listed`].
+pub(super) fn listed(jobs: &Jobs) -> BTreeMap<&str, &GangId> {
     let mut listed = BTreeMap::new();
     for (_, bridged) in jobs.bridged().filter(|(job, _)| job.is_active()) {
         let JobRecord { gang, members, .. } = &bridged.record;
-        let is_single = gang.kind == crate::record::GangKind::Pod;
         for member in members {
-            *listed.entry(member.uid.as_str()).or_default() |= is_single;
+            let listed = listed.entry(member.uid.as_str()).or_insert(gang);
+            if gang.kind == GangKind::Pod {
+                *listed = gang;
+            }
         }
     }
     listed
@@ -70,7 +72,7 @@ impl<'a> Round<'a> {
     pub fn new(
         (world, broker, jobs, pods): (&'a World, &'a Broker, &'a Jobs, &'a Pods),
         bound: &'a [PodView],
-        listed: &'a BTreeMap<&'a str, bool>,
+        listed: &'a BTreeMap<&'a str, &'a GangId>,
         now: Millis,
     ) -> Self {
         let overlaid: BTreeMap<&str, &PodView> = bound.iter().map(|pod| (pod.uid.as_str(), pod)).collect();

@@ -146,7 +146,7 @@ pub(super) fn avoided(round: &Round, memory: &mut Memory, gang: &Gang, pods: &[&
         let Some(target) = round.world.targets.get(rank) else { return false };
         let slots = pods.iter().map(|pod| crate::requests::cores(pod.requests.cpu, target.threads)).max().unwrap_or(1);
         let most = usize::try_from(target.cores / slots).unwrap_or(usize::MAX);
-        let mut usage = round.usage.all(&target.node);
+        let mut usage = round.usage.all(&target.node).clone();
         let most = if gang.spreads() { most.min(1) } else { most };
         pods.iter().take(most.max(1)).any(|pod| {
             let fails = check_pod(target, &usage, pod).is_some();

@@ -1,13 +1,10 @@
 //! Why a broker could not be started, stopped or forgotten.
 
-use std::{
-    io,
-    path::{Path, PathBuf},
-};
+use std::io;
 
 use super::found::UnknownBroker;
 use broker::unit::UnknownUser;
-use host::cgroup;
+use host::{cgroup, files::FileError};
 use hostapi::Refusal;
 
 /// Why a broker could not be started, stopped or forgotten.
@@ -27,16 +24,8 @@ pub enum LaunchError {
     #[error("the order names no command")]
     NoCommand,
     /// A file or directory operation failed.
-    #[error("can't {what} {}", path.display())]
-    File {
-        /// The operation, such as `open`.
-        what: &'static str,
-        /// The file or directory.
-        path: PathBuf,
-        /// The system's error.
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
     /// The launcher could not be started.
     #[error("can't run the launcher of the broker")]
     Spawn {
@@ -108,10 +97,6 @@ pub enum LaunchError {
         /// The process.
         pid: i32,
     },
-}
-
-pub(super) fn file(what: &'static str, path: &Path, source: io::Error) -> LaunchError {
-    LaunchError::File { what, path: path.to_owned(), source }
 }
 
 impl From<LaunchError> for Refusal {

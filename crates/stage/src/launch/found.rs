@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::{LaunchError, Places, record::RunRecord, systemd::Systemd};
-use api::Roster;
+use api::{Rank, Roster};
 use broker::command::{BrokerIdentity, launch};
 use host::{Root, cgroup, facts, log, process::Identity, state, users};
 use hostapi::LaunchRecord;
@@ -30,7 +30,48 @@ pub struct UnknownBroker {
     /// Its unit or cgroup, in words.
     pub place: String,
     /// Why its record can't be restored.
-    pub why: String,
+    pub why: Unrestored,
+}
+
+/// Why the record of a broker can't be restored. The broker is the subject of the messages.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Unrestored {
+    /// It may have ended.
+    #[error("its command line can't be read")]
+    NoCommandLine,
+    /// Its command line is not one of ours.
+    #[error("its command line names no configuration of ours")]
+    NotOurs,
+    /// Its command line is not one of ours.
+    #[error("its command line has no broker name")]
+    NoName,
+    /// The roster that the host was last configured with is gone, or damaged.
+    #[error("{} can't be read", .0.display())]
+    NoRoster(PathBuf),
+    /// The prefix was claimed again.
+    #[error("{} belongs to another FluxInstance than its roster", .0.display())]
+    AnotherInstance(PathBuf),
+    /// The host was configured for another name since.
+    #[error("this host's roster has no broker {0}")]
+    NotInRoster(String),
+    /// The host was configured for another rank since.
+    #[error("it was not started for rank {rank}, which {name} has in this host's roster")]
+    AnotherRank {
+        /// The rank in the roster.
+        rank: Rank,
+        /// Its broker name.
+        name: String,
+    },
+    /// The rank was given up since.
+    #[error("rank {0} has no member in this host's roster")]
+    NoMember(Rank),
+    /// The host was configured for another package set since.
+    #[error("it does not run from the environment that this host's roster names")]
+    AnotherEnvironment,
+    /// The host was configured for another user since.
+    #[error("it does not run as {0}")]
+    AnotherUser(String),
 }
 
 impl std::fmt::Display for UnknownBroker {
@@ -88,19 +129,19 @@ impl Places {
         members.filter(is_broker).min_by_key(|process| (process.start_time, process.pid))
     }
 
-    fn known(&self, process: &Identity, systemd: bool) -> Result<RunRecord, String> {
-        let line = CommandLine::of(process.pid).ok_or("its command line can't be read")?;
-        let prefix = line.prefix().ok_or("its command line names no configuration of ours")?;
+    fn known(&self, process: &Identity, systemd: bool) -> Result<RunRecord, Unrestored> {
+        let line = CommandLine::of(process.pid).ok_or(Unrestored::NoCommandLine)?;
+        let prefix = line.prefix().ok_or(Unrestored::NotOurs)?;
         let directory = Root::host().path(&prefix);
         let roster = directory.join("etc/roster.json");
         let roster = fs::read_to_string(&roster)
             .ok()
             .and_then(|text| Roster::parse(&text).ok())
-            .ok_or_else(|| format!("{} can't be read", roster.display()))?;
+            .ok_or(Unrestored::NoRoster(roster))?;
         let record = record(&line, &prefix, &roster)?;
         let state = state::load(&Root::host(), &prefix).ok().flatten();
         if state.is_some_and(|state| state.instance_uid != roster.instance_uid) {
-            return Err(format!("{} belongs to another FluxInstance than its roster", prefix.display()));
+            return Err(Unrestored::AnotherInstance(prefix));
         }
         let used = [fs::read_link(format!("/proc/{}/exe", process.pid)).unwrap_or_default().display().to_string()];
         let environment = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
@@ -109,11 +150,11 @@ impl Places {
         let environments = format!("{}/", prefix.join(state::ENVIRONMENTS).display());
         let digest = texts.find_map(|text| text.split_once(&environments)?.1.split(['/', ':', '\0']).next());
         if digest != Some(&record.digest) {
-            return Err("it does not run from the environment that this host's roster names".to_owned());
+            return Err(Unrestored::AnotherEnvironment);
         }
         let owner = users::resolve_on(&Root::host(), &roster.settings.run_as).ok().map(|user| user.uid);
         if fs::metadata(format!("/proc/{}", process.pid)).ok().map(|process| process.uid()) != owner {
-            return Err(format!("it does not run as {}", roster.settings.run_as));
+            return Err(Unrestored::AnotherUser(roster.settings.run_as));
         }
         Ok(RunRecord {
             process: Some(process.clone()),
@@ -129,15 +170,15 @@ impl Places {
 
 /// The launch record of a broker with this command line, according to the roster that its host was last configured
 /// with.
-fn record(line: &CommandLine, prefix: &Path, roster: &Roster) -> Result<LaunchRecord, String> {
-    let name = line.value("-Shostname").ok_or("its command line has no broker name")?;
+fn record(line: &CommandLine, prefix: &Path, roster: &Roster) -> Result<LaunchRecord, Unrestored> {
+    let name = line.value("-Shostname").ok_or(Unrestored::NoName)?;
     let entry = roster.ranks.iter().find(|(_, entry)| entry.broker_name == name);
-    let (rank, entry) = entry.ok_or_else(|| format!("this host's roster has no broker {name}"))?;
+    let (rank, entry) = entry.ok_or_else(|| Unrestored::NotInRoster(name.to_owned()))?;
     // Only the lead gets a statedir.
     if line.value("-Sstatedir").is_some() != (*rank == 0) {
-        return Err(format!("it was not started for rank {rank}, which {name} has in this host's roster"));
+        return Err(Unrestored::AnotherRank { rank: *rank, name: name.to_owned() });
     }
-    let member = entry.member.as_ref().ok_or_else(|| format!("rank {rank} has no member in this host's roster"))?;
+    let member = entry.member.as_ref().ok_or(Unrestored::NoMember(*rank))?;
     let identity = BrokerIdentity {
         prefix,
         rank: *rank,
@@ -195,8 +236,9 @@ mod tests {
         }
         // The roster names the rank's next member already; then a name that is not in it; then another version's
         // command line.
-        assert!(record(&line(&roster, 1, "node1"), Path::new(PREFIX), &roster).unwrap_err().contains("rank 0"));
-        assert!(record(&line(&roster, 1, "node9"), Path::new(PREFIX), &roster).unwrap_err().contains("node9"));
+        let refused = |name: &str| record(&line(&roster, 1, name), Path::new(PREFIX), &roster).unwrap_err();
+        assert_eq!(refused("node1"), Unrestored::AnotherRank { rank: 0, name: "node1".into() });
+        assert_eq!(refused("node9"), Unrestored::NotInRoster("node9".into()));
         let mut older = line(&roster, 1, "node2");
         older.0.pop();
         assert_eq!(record(&older, Path::new(PREFIX), &roster).unwrap().launch, "");

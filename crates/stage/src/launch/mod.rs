@@ -19,19 +19,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::{errno::Errno, sys::signal::Signal};
-
 pub use detached::{LAUNCHER, launcher_main};
 pub use error::LaunchError;
-pub use found::UnknownBroker;
+pub use found::{UnknownBroker, Unrestored};
 
-use self::{error::file, found::UnrecordedBroker, record::RunRecord, systemd::Systemd};
+use self::{found::UnrecordedBroker, record::RunRecord, systemd::Systemd};
 use api::{BROKER_RUN_DIR, RUN_DIR};
 use host::{
     Root, cgroup, facts,
-    files::remove_all_if_there,
+    files::{FileError, remove_all_if_there},
+    lock::FileLock,
     log,
-    process::Identity,
+    process::{Identity, Signal},
     users::{self, User},
 };
 use hostapi::{LaunchOrder, LaunchRecord, Refusal, RunningBroker, StopOrder};
@@ -182,7 +181,7 @@ impl Places {
     /// itself.
     fn remember(&self, record: &RunRecord) {
         let stored = || -> Result<(), LaunchError> {
-            record::make_run_dir(&self.run_dir).map_err(|source| file("make", &self.run_dir, source))?;
+            record::make_run_dir(&self.run_dir).map_err(FileError::on("make", &self.run_dir))?;
             let _lock = record::lock(&self.run_dir, Duration::ZERO).map_err(|_| LaunchError::UnderWay)?;
             if self.record().is_none() && record.process.as_ref().is_some_and(Identity::lives) {
                 record.store(&self.run_dir)?;
@@ -209,7 +208,7 @@ impl Places {
         if order.argv.is_empty() {
             return Err(LaunchError::NoCommand);
         }
-        record::make_run_dir(&self.run_dir).map_err(|source| file("make", &self.run_dir, source))?;
+        record::make_run_dir(&self.run_dir).map_err(FileError::on("make", &self.run_dir))?;
         let lock = self.lock()?;
         let BrokerView { running, unknown, .. } = self.observe(Some(&order.prefix));
         if let Some(running) = running {
@@ -218,10 +217,9 @@ impl Places {
         if let Some(unknown) = unknown {
             return Err(LaunchError::Unrecorded(unknown));
         }
-        make_broker_run_dir(&self.broker_run_dir, &user)
-            .map_err(|source| file("make", &self.broker_run_dir, source))?;
+        make_broker_run_dir(&self.broker_run_dir, &user).map_err(FileError::on("make", &self.broker_run_dir))?;
         let log = log::open(&order.prefix);
-        let log = log.map_err(|source| file("open", &log::path(&order.prefix), source))?;
+        let log = log.map_err(FileError::on("open", &log::path(&order.prefix)))?;
         // A full disk must not prevent a start.
         if let Err(error) = shutdown::mark(&log, &order.record) {
             tracing::warn!(%error, "can't write to the broker's log");
@@ -264,7 +262,7 @@ impl Places {
         if !self.run_dir.is_dir() && self.find()?.is_none() {
             return Ok(());
         }
-        record::make_run_dir(&self.run_dir).map_err(|source| file("make", &self.run_dir, source))?;
+        record::make_run_dir(&self.run_dir).map_err(FileError::on("make", &self.run_dir))?;
         let _lock = self.lock()?;
         let record = match self.record() {
             Some(record) => record,
@@ -280,7 +278,7 @@ impl Places {
             self.stop_detached(&record, grace)?;
         }
         // Without a record, a broker that was stopped does not count as died.
-        RunRecord::remove(&self.run_dir).map_err(|source| file("remove record in", &self.run_dir, source))
+        Ok(RunRecord::remove(&self.run_dir).map_err(FileError::on("remove record in", &self.run_dir))?)
     }
 
     fn stop_detached(&self, record: &RunRecord, grace: Duration) -> Result<(), LaunchError> {
@@ -320,23 +318,24 @@ impl Places {
         if lock.is_none() {
             return Ok(());
         }
-        RunRecord::remove(&self.run_dir).map_err(|source| file("remove record in", &self.run_dir, source))?;
-        remove_all_if_there(&self.broker_run_dir).map_err(|source| file("remove", &self.broker_run_dir, source))?;
-        record::remove_lock(&self.run_dir).map_err(|source| file("remove lock in", &self.run_dir, source))?;
+        RunRecord::remove(&self.run_dir).map_err(FileError::on("remove record in", &self.run_dir))?;
+        remove_all_if_there(&self.broker_run_dir).map_err(FileError::on("remove", &self.broker_run_dir))?;
+        record::remove_lock(&self.run_dir).map_err(FileError::on("remove lock in", &self.run_dir))?;
         // Fails if the directory holds other files; then it stays.
         let _ = fs::remove_dir(&self.run_dir);
         Ok(())
     }
 
-    fn lock(&self) -> Result<nix::fcntl::Flock<fs::File>, LaunchError> {
-        record::lock(&self.run_dir, LOCK_TIMEOUT).map_err(|source| match source.raw_os_error() {
-            Some(code) if code == Errno::EWOULDBLOCK as i32 => LaunchError::UnderWay,
-            _ => file("lock", &self.run_dir, source),
+    fn lock(&self) -> Result<FileLock, LaunchError> {
+        record::lock(&self.run_dir, LOCK_TIMEOUT).map_err(|source| match source.kind() {
+            io::ErrorKind::WouldBlock => LaunchError::UnderWay,
+            _ => FileError::on("lock", &self.run_dir)(source).into(),
         })
     }
 
     fn cgroups(&self) -> Result<Vec<cgroup::Place>, LaunchError> {
-        cgroup::places_here(&self.cgroup).map_err(|source| file("read", Path::new("/proc/self/cgroup"), source))
+        let read = FileError::on("read", Path::new("/proc/self/cgroup"));
+        Ok(cgroup::places_here(&self.cgroup).map_err(read)?)
     }
 
     /// Kills all processes in the broker's cgroup once the broker is gone, as systemd does with KillMode=mixed.

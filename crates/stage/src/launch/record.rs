@@ -1,19 +1,17 @@
 //! The record of a started broker, and the lock that prevents two starts at the same time.
 
 use std::{
-    fs::{self, File},
-    io,
+    fs, io,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     time::Duration,
 };
 
-use nix::fcntl::Flock;
 use serde::{Deserialize, Serialize};
 
 use host::{
     files::{Owner, remove_if_there, write_atomic},
-    lock,
+    lock::{self, FileLock},
     process::Identity,
 };
 use hostapi::{LaunchRecord, Refusal};
@@ -79,7 +77,7 @@ pub fn make_run_dir(run_dir: &Path) -> io::Result<()> {
 ///
 /// # Errors
 /// See [`lock::take`].
-pub fn lock(run_dir: &Path, wait: Duration) -> io::Result<Flock<File>> {
+pub fn lock(run_dir: &Path, wait: Duration) -> io::Result<FileLock> {
     lock::take(&run_dir.join(LOCK), wait)
 }
 

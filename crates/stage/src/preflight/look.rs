@@ -1,21 +1,13 @@
-use std::{
-    fs::{self, File},
-    path::PathBuf,
-};
-
-use nix::sys::{
-    resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit},
-    statvfs::{FsFlags, fstatvfs},
-};
+use std::{fs, path::PathBuf};
 
 use super::{Observed, Place, candidates};
 use crate::{Brokers, claim::claimed_by_another};
 use host::{
     Root, facts,
     files::host_path,
-    machine, mountinfo,
+    limits, machine, mountinfo,
     port::{self, PortUse},
-    room::Room,
+    room::FileSystem,
     state, trust,
 };
 use hostapi::{PreflightOrder, Refusal};
@@ -34,13 +26,13 @@ pub fn examine(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Re
             .collect::<Result<_, _>>()?,
         claimed,
         port: if ours { PortUse::Ours } else { port::port_use(root, order.endpoint) },
-        machine: nix::sys::utsname::uname().map(|name| name.machine().display().to_string()).unwrap_or_default(),
+        machine: facts::machine(),
         glibc: facts::glibc(root),
         musl: musl(root),
         systemd: facts::systemd(root),
         cgroup_writable: mountinfo::read(&root.path("/proc/self/mountinfo"))
             .is_ok_and(|text| cgroup_is_writable(&text)),
-        memlock: memlock(),
+        memlock: limits::lift_memlock(),
         resources: facts::resources(root),
         memory_mib: facts::memory_mib(root),
         boot_id: facts::boot_id(root),
@@ -60,17 +52,15 @@ fn examine_place(root: &Root, prefix: PathBuf, is_claimed: bool) -> Result<Place
             prefix.display()
         )
     });
-    let flags_and_room = File::open(&parent).ok().and_then(|dir| fstatvfs(&dir).ok());
-    let room = flags_and_room.as_ref().map_or_else(Room::default, Room::from);
-    let flag = |flag| flags_and_room.is_some_and(|found| found.flags().contains(flag));
+    let FileSystem { room, is_read_only, is_noexec } = FileSystem::of(&parent).unwrap_or_default();
     let (shared, warning) = if is_claimed { (None, shared) } else { (shared, None) };
     let trouble = if let state::Claim::AnotherMachine(machine) = state::claim_at(root, &prefix)? {
         Some(claimed_by_another(&prefix, &machine))
     } else if shared.is_some() {
         shared
-    } else if flag(FsFlags::ST_RDONLY) {
+    } else if is_read_only {
         Some("mounted read-only".to_owned())
-    } else if flag(FsFlags::ST_NOEXEC) {
+    } else if is_noexec {
         Some("mounted noexec".to_owned())
     } else {
         // A file without a name: nothing of it can stay.
@@ -91,12 +81,6 @@ pub fn cgroup_is_writable(mountinfo: &str) -> bool {
             && mount.point.starts_with("/sys/fs/cgroup")
             && mount.is_writable()
     })
-}
-
-/// Tries it on this process, which is a short-lived child.
-fn memlock() -> bool {
-    getrlimit(Resource::RLIMIT_MEMLOCK).is_ok_and(|(_, hard)| hard == RLIM_INFINITY)
-        || setrlimit(Resource::RLIMIT_MEMLOCK, RLIM_INFINITY, RLIM_INFINITY).is_ok()
 }
 
 #[cfg(test)]

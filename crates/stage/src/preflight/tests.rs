@@ -7,7 +7,7 @@ fn order() -> PreflightOrder {
 }
 
 fn with(available: u64) -> Room {
-    Room { available, total: 100 * GIB }
+    Room { available, total: 100 * GIB, files: None }
 }
 
 fn good_place(prefix: &str) -> Place {

@@ -44,6 +44,10 @@ impl Play {
         format!("{prefix}{}", self.count)
     }
 
+    fn number(&mut self, limit: usize) -> u32 {
+        u32::try_from(self.random.below(limit)).unwrap()
+    }
+
     /// The name of some pod.
     fn any(&mut self, is_meant: impl Fn(&PodView) -> bool) -> Option<String> {
         let names: Vec<_> = self.bed.pods.values().filter(|pod| is_meant(pod)).map(|pod| pod.name.clone()).collect();
@@ -60,7 +64,7 @@ impl Play {
     }
 
     fn step(&mut self) -> &'static str {
-        let size = 1 + self.random.below(5) as u32;
+        let size = self.number(5) + 1;
         let is_bound = |pod: &PodView| pod.node.is_some() && !pod.is_terminal();
         match self.random.below(100) {
             0..8 => {
@@ -129,8 +133,8 @@ impl Play {
                 "a host job ends"
             }
             65..79 => {
-                let time = self.random.below(4000) as i64;
-                self.bed.set_time(self.bed.now + time);
+                let time = self.number(4000);
+                self.bed.set_time(self.bed.now + i64::from(time));
                 "time passes"
             }
             79..81 => {
@@ -154,14 +158,15 @@ impl Play {
                 "the scheduler goes or comes"
             }
             88..92 => {
-                let rank = self.random.below(4) as u32;
+                let rank = self.number(4);
                 if !self.bed.down.remove(&rank) {
                     self.bed.down.insert(rank);
                 }
                 "a rank goes or comes"
             }
             92..95 => {
-                let target = self.bed.seen.targets.get_mut(&(self.random.below(4) as u32)).unwrap();
+                let rank = self.number(4);
+                let target = self.bed.seen.targets.get_mut(&rank).unwrap();
                 target.is_ready = !target.is_ready;
                 "a node is Ready or not"
             }
@@ -213,7 +218,7 @@ impl Play {
             assert_eq!(cores.len(), cores.iter().collect::<std::collections::BTreeSet<_>>().len());
             // What runs on a rank that was down during recovery waits for its cores, and so does what runs until then.
             let waits = bed.jobs.values().filter_map(|job| Some((job, job.bridged()?.record.pinned?)));
-            let waits: u32 = waits.filter(|(job, pinned)| job.slots.is_none() && pinned == rank).count() as u32;
+            let waits = waits.filter(|(job, pinned)| job.slots.is_none() && pinned == rank).count();
             let is_open = broker.is_recovered && broker.queues == Queues::Started;
             if is_open && waits == 0 {
                 assert!(

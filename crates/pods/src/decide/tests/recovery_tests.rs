@@ -10,7 +10,7 @@ use crate::{
     action::Action,
     decide::{Recovery, Standing},
     fixture::pod,
-    jobspec::{PINNED_URGENCY, FIRST_URGENCY},
+    jobspec::{FIRST_URGENCY, PINNED_URGENCY},
     pod::{FORCED_HOLD, Phase},
     time::SECOND,
     world::Queues,
