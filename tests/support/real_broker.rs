@@ -64,6 +64,7 @@ pub fn start(flux: &Path, base: &Path, rank: u32) -> RealBroker {
         cpu_weight: 100,
         checkpoint_period: "1m".to_owned(),
         spare_shape: None,
+        pods: false,
     };
     let name = format!("node{rank}");
     let identity = BrokerIdentity {
