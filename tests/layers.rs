@@ -20,6 +20,7 @@ const LAYERS: &[&[&str]] = &[
     &["model", "cluster", "host"],
     &["broker", "packages", "apiserver"],
     &["pods"],
+    &["bridge"],
     &["stage", "planner", "agent", "local"],
     &["flux-distribute"],
 ];

@@ -48,7 +48,7 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { max_gang: 1024, default_duration: 86_400, complete_after: 60 * SECOND }
+        Self { max_gang: 256, default_duration: 86_400, complete_after: 60 * SECOND }
     }
 }
 

@@ -9,8 +9,8 @@ use std::{path::Path, time::Duration};
 
 use crate::{broker_toml, topology::Topology};
 use api::{
-    Broker, Finding, FluxInstanceSpec, Gpus, HEALTH_PORT, IdSet, InstanceResources, OnFailure, PEER_PORT, Pods, PrefixError,
-    RunningJobs, check_prefix, check_prefix_characters, duration, is_subdomain, parse_duration,
+    Broker, Finding, FluxInstanceSpec, Gpus, HEALTH_PORT, IdSet, InstanceResources, OnFailure, PEER_PORT, Pods,
+    PrefixError, RunningJobs, check_prefix, check_prefix_characters, duration, is_subdomain, parse_duration,
     rules::{LESS_THAN_ONE, MORE_THAN_MAX_SIZE},
 };
 

@@ -12,6 +12,7 @@ use crate::{
     decide::{Decision, Memory, decide},
     fixture::{job_events, targets},
     jobs::{BridgedJob, JobClass, Jobs, REMEMBERED, classify},
+    jobspec::Shape,
     pod::{FORCED_HOLD, Phase, PodView},
     requests::cores,
     time::Millis,
@@ -37,7 +38,7 @@ impl FluxJob {
     }
 }
 
-enum News {
+pub(super) enum News {
     Job(JobEvents),
     Pod(Box<PodView>),
     Gone(String),
@@ -57,12 +58,12 @@ pub(super) struct Bed {
     pub down: BTreeSet<Rank>,
     /// All that was done.
     pub done: Vec<Action>,
-    next_id: u64,
-    next_action: u64,
+    pub next_id: u64,
+    pub next_action: u64,
     /// What has not been shown yet, in order, each with the action that it belongs to.
-    journal: VecDeque<(News, u64)>,
-    watch: VecDeque<(News, u64)>,
-    under_way: BTreeMap<u64, (Action, usize)>,
+    pub journal: VecDeque<(News, u64)>,
+    pub watch: VecDeque<(News, u64)>,
+    pub under_way: BTreeMap<u64, (Action, usize)>,
 }
 
 impl Bed {
@@ -147,8 +148,12 @@ impl Bed {
 
     /// Somebody cancels a job, or it ends.
     pub fn cancel(&mut self, id: JobId, note: &str) {
+        self.cancel_for(id, note, 0);
+    }
+
+    pub fn cancel_for(&mut self, id: JobId, note: &str, serial: u64) {
         let cancel = json!({"name": "exception", "type": "cancel", "severity": 0, "note": note, "userid": 0});
-        self.end_job(id, &[cancel], 0);
+        self.end_job(id, &[cancel], serial);
     }
 
     /// Flux denies a job its resources.
@@ -202,88 +207,12 @@ impl Bed {
         decision
     }
 
-    /// Does what the bridge wants. What came of it is news.
-    pub fn carry_out(&mut self, action: &Action) {
-        self.done.push(action.clone());
-        let serial = self.next_action;
-        self.next_action += 1;
-        self.under_way.insert(serial, (action.clone(), 0));
-        match action {
-            Action::Submit(request) => self.submit(&request.jobspec(), request.urgency, serial),
-            Action::Resubmit { job, request } => {
-                self.cancel_ours(*job, "flux-distribute: again", serial);
-                self.submit(&request.jobspec(), request.urgency, serial);
-            }
-            Action::Cancel { job, note, .. } => self.cancel_ours(*job, note, serial),
-            Action::Finish { job, status, .. } => {
-                let finish = json!({"name": "finish", "status": status});
-                self.end_job(*job, &[finish], serial);
-            }
-            Action::Bind(binding) => {
-                let Some(pod) = self.pods.get_mut(&binding.pod.uid) else {
-                    self.under_way.remove(&serial);
-                    return;
-                };
-                assert_eq!(pod.node, None, "{} is bound twice", pod.name);
-                if !pod.is_deleting {
-                    let slots = self.jobs.get(&binding.record.id).and_then(|job| job.slots.as_ref());
-                    let slot = Slot { rank: binding.record.rank, cores: binding.record.cores.clone() };
-                    assert!(slots.is_some_and(|slots| slots.contains(&slot)), "{} is bound to nothing", pod.name);
-                    pod.node = Some(binding.node.clone());
-                    pod.record = Some(binding.record.clone());
-                    (pod.bound, pod.plan) = (Some(self.now), None);
-                }
-                let pod = pod.clone();
-                self.show_pod(pod, serial);
-            }
-            Action::Tell(tell) => {
-                if let Some(pod) = self.pods.get_mut(&tell.pod.uid).filter(|_| tell.is_condition) {
-                    let told = Some((tell.reason.word().to_owned(), tell.message.clone()));
-                    pod.plan.iter_mut().for_each(|plan| plan.told.clone_from(&told));
-                    let pod = pod.clone();
-                    self.show_pod(pod, serial);
-                }
-            }
-            Action::Evict { pods, .. } => pods.iter().for_each(|pod| self.delete(&pod.uid, serial)),
-            Action::SuspendJob { job, reason, .. } => {
-                let suspended = self.seen.facts.jobs.get_mut(&job.uid).unwrap();
-                (suspended.is_suspended, suspended.suspended_for) = (true, Some(*reason));
-                let is_owned = |pod: &&PodView| pod.owner.as_ref().is_some_and(|owner| owner.uid == job.uid);
-                let uids: Vec<_> = self.pods.values().filter(is_owned).map(|pod| pod.uid.clone()).collect();
-                uids.iter().for_each(|uid| self.delete(uid, serial));
-            }
-            Action::ResumeJob(job) => {
-                let resumed = self.seen.facts.jobs.get_mut(&job.uid).unwrap();
-                (resumed.is_suspended, resumed.suspended_for) = (false, None);
-            }
-            Action::StopQueues(_) => self.broker().queues = Queues::Stopped,
-            Action::StartQueues => {
-                let broker = self.broker();
-                (broker.queues, broker.is_recovered) = (Queues::Started, true);
-            }
-        }
-        self.under_way.retain(|_, (_, outstanding)| *outstanding > 0);
-    }
-
-    /// The pod gets a deletion timestamp, or is gone if it is not bound.
-    pub fn delete(&mut self, uid: &str, serial: u64) {
-        let Some(pod) = self.pods.get_mut(uid) else { return };
-        pod.is_deleting = true;
-        let pod = pod.clone();
-        let is_bound = pod.node.is_some();
-        self.show_pod(pod, serial);
-        if !is_bound {
-            self.pods.remove(uid);
-            self.watch.push_back((News::Gone(uid.to_owned()), 0));
-        }
-    }
-
-    fn show_pod(&mut self, pod: PodView, serial: u64) {
+    pub fn show_pod(&mut self, pod: PodView, serial: u64) {
         self.under_way.entry(serial).and_modify(|(_, outstanding)| *outstanding += 1);
         self.watch.push_back((News::Pod(Box::new(pod)), serial));
     }
 
-    fn show_job(&mut self, id: JobId, events: Value, jobspec: Option<Value>, slots: Option<&[Slot]>, serial: u64) {
+    pub fn show_job(&mut self, id: JobId, events: Value, jobspec: Option<Value>, slots: Option<&[Slot]>, serial: u64) {
         let mut item = job_events(id.0, events, jobspec);
         let entry = |slot: &Slot| json!({"rank": slot.rank.to_string(), "children": {"core": slot.cores}});
         let r = |slots: &[Slot]| json!({"version": 1, "execution": {"R_lite": slots.iter().map(entry).collect::<Vec<_>>()}});
@@ -293,7 +222,7 @@ impl Bed {
         self.journal.push_back((News::Job(item), serial));
     }
 
-    fn submit(&mut self, jobspec: &Value, urgency: u8, serial: u64) {
+    pub fn submit(&mut self, jobspec: &Value, urgency: u8, serial: u64) {
         let id = JobId(self.next_id);
         self.next_id += 1;
         self.jobs.insert(id, FluxJob { jobspec: jobspec.clone(), urgency, slots: None });
@@ -301,12 +230,7 @@ impl Bed {
         self.show_job(id, submit, Some(jobspec.clone()), None, serial);
     }
 
-    fn cancel_ours(&mut self, id: JobId, note: &str, serial: u64) {
-        let cancel = json!({"name": "exception", "type": "cancel", "severity": 0, "note": note, "userid": 0});
-        self.end_job(id, &[cancel], serial);
-    }
-
-    fn end_job(&mut self, id: JobId, events: &[Value], serial: u64) {
+    pub fn end_job(&mut self, id: JobId, events: &[Value], serial: u64) {
         let Some(job) = self.jobs.remove(&id) else { return };
         assert_ne!(self.broker().queues, Queues::Offline, "a job ends while the scheduler is offline");
         let mut events = events.to_vec();
@@ -322,7 +246,7 @@ impl Bed {
         for _ in 0..jobs.min(self.journal.len()) {
             let Some((News::Job(item), serial)) = self.journal.pop_front() else { break };
             self.seen.jobs.as_mut().unwrap().apply(&item);
-            self.answered(serial);
+            self.answered(serial, 1);
         }
         for _ in 0..pods.min(self.watch.len()) {
             let Some((news, serial)) = self.watch.pop_front() else { break };
@@ -335,13 +259,16 @@ impl Bed {
                 },
                 News::Job(_) => {}
             }
-            self.answered(serial);
+            self.answered(serial, 1);
         }
     }
 
-    fn answered(&mut self, serial: u64) {
-        self.under_way.entry(serial).and_modify(|(_, outstanding)| *outstanding -= 1);
-        self.under_way.retain(|_, (_, outstanding)| *outstanding > 0);
+    /// `news` of an action have been shown; if there is no more, it is not under way any longer.
+    pub fn answered(&mut self, serial: u64, news: usize) {
+        self.under_way.entry(serial).and_modify(|(_, outstanding)| *outstanding -= news);
+        if self.under_way.get(&serial).is_some_and(|(_, outstanding)| *outstanding == 0) {
+            self.under_way.remove(&serial);
+        }
     }
 
     /// Flux gives resources to the jobs that wait, the most urgent first; smaller ones may pass larger ones.
@@ -351,37 +278,44 @@ impl Bed {
         }
         let mut waiting: Vec<_> = self.jobs.iter().filter(|(_, job)| job.slots.is_none()).map(|(id, _)| *id).collect();
         waiting.sort_by_key(|id| (std::cmp::Reverse(self.jobs[id].urgency), *id));
+        let mut taken: BTreeMap<Rank, BTreeSet<u32>> = BTreeMap::new();
+        for slot in self.jobs.values().filter_map(|job| job.slots.as_ref()).flatten() {
+            taken.entry(slot.rank).or_default().extend(&slot.cores.0);
+        }
         for id in waiting {
-            if let Some(slots) = self.fit(&self.jobs[&id].jobspec, false) {
+            if let Some(slots) = self.fit(&self.jobs[&id].jobspec, Some(&taken)) {
+                for slot in &slots {
+                    taken.entry(slot.rank).or_default().extend(&slot.cores.0);
+                }
                 self.show_job(id, json!([{"name": "alloc"}]), None, Some(&slots), 0);
                 self.jobs.get_mut(&id).unwrap().slots = Some(slots);
-            } else if self.fit(&self.jobs[&id].jobspec, true).is_none() {
+            } else if self.fit(&self.jobs[&id].jobspec, None).is_none() {
                 self.refuse(id, "unsatisfiable");
             }
         }
     }
 
-    fn fit(&self, jobspec: &Value, on_idle: bool) -> Option<Vec<Slot>> {
-        let shape = crate::jobspec::Shape::read(jobspec).unwrap();
+    /// Slots for a job beside the cores that are taken; on idle nodes that are up, if that is None.
+    fn fit(&self, jobspec: &Value, taken: Option<&BTreeMap<Rank, BTreeSet<u32>>>) -> Option<Vec<Slot>> {
+        let shape = Shape::read(jobspec).unwrap();
+        let wanted = shape.slots as usize;
         let mut found = Vec::new();
-        for (rank, target) in &self.seen.targets {
-            if !shape.constraint.permits(*rank) || (!on_idle && self.down.contains(rank)) {
-                continue;
+        for (rank, target) in self.seen.targets.iter().filter(|(rank, _)| shape.constraint.permits(**rank)) {
+            if found.len() >= wanted {
+                break;
             }
-            let taken = self.taken(*rank);
-            let free: Vec<u32> = (0..target.cores).filter(|core| on_idle || !taken.contains(core)).collect();
+            let is_free = |core: &u32| match taken {
+                Some(_) if self.down.contains(rank) => false,
+                Some(taken) => taken.get(rank).is_none_or(|taken| !taken.contains(core)),
+                None => true,
+            };
+            let free: Vec<u32> = (0..target.cores).filter(is_free).collect();
             let most = if shape.spreads { 1 } else { usize::MAX };
             let chunks = free.chunks_exact(shape.cores as usize).take(most);
             found.extend(chunks.map(|cores| Slot { rank: *rank, cores: cores.iter().copied().collect() }));
         }
-        found.truncate(shape.slots as usize);
-        (found.len() == shape.slots as usize).then_some(found)
-    }
-
-    /// The cores of `rank` that are held.
-    fn taken(&self, rank: Rank) -> BTreeSet<u32> {
-        let slots = self.jobs.values().filter_map(|job| job.slots.as_ref()).flatten();
-        slots.filter(|slot| slot.rank == rank).flat_map(|slot| slot.cores.0.iter().copied()).collect()
+        found.truncate(wanted);
+        (found.len() == wanted).then_some(found)
     }
 
     /// The lead's broker ends and starts again. `keeps`: which of its running jobs it still has. `cancels`: it ended cleanly,
