@@ -17,8 +17,9 @@ use crate::{
 
 /// How long a job that has ended is remembered: as long as it may matter how it ended.
 pub const REMEMBERED: Millis = 60 * SECOND;
-/// Beginning of the note of a cancel that is the bridge's own.
-pub const NOTE: &str = "flux-distribute: ";
+/// Beginning of the note of a cancel that is the bridge's own, and of the reason why it has stopped a queue. An agent stops
+/// queues for other reasons, and those stay stopped.
+pub const NOTE: &str = "flux-distribute for pods: ";
 
 /// What a job is, to all who count jobs. Epochs, uninstall and leaving members wait for host jobs only.
 #[derive(Debug, Clone, PartialEq, Eq)]

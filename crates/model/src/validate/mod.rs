@@ -9,8 +9,8 @@ use std::{path::Path, time::Duration};
 
 use crate::{broker_toml, topology::Topology};
 use api::{
-    Broker, Finding, FluxInstanceSpec, Gpus, HEALTH_PORT, IdSet, InstanceResources, OnFailure, PEER_PORT, Pods,
-    PrefixError, RunningJobs, check_prefix, check_prefix_characters, duration, is_subdomain, parse_duration,
+    Broker, Finding, FluxInstanceSpec, Gpus, HEALTH_PORT, IdSet, InstanceResources, OnFailure, PEER_PORT, PrefixError,
+    RunningJobs, check_prefix, check_prefix_characters, duration, is_subdomain, parse_duration,
     rules::{LESS_THAN_ONE, MORE_THAN_MAX_SIZE},
 };
 
@@ -30,7 +30,7 @@ pub fn validate(spec: &FluxInstanceSpec) -> Vec<Finding> {
     }
     resources(&spec.resources, &mut wrong);
     durations(spec, &mut wrong);
-    pods(&spec.pods, &mut wrong);
+    pods(spec, &mut wrong);
     unknown_values(spec, &mut wrong);
     wrong.extend(spec.prefix.as_deref().and_then(|text| prefix(Path::new(text))));
     wrong
@@ -170,7 +170,14 @@ fn durations(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     }
 }
 
-fn pods(pods: &Pods, wrong: &mut Vec<Finding>) {
+fn pods(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
+    let pods = &spec.pods;
+    let owner = spec.broker.run_as.as_deref().filter(|owner| !["root", "0"].contains(owner));
+    if let Some(owner) = owner.filter(|_| pods.enabled) {
+        let problem =
+            format!("is true, but the brokers belong to {owner}: only root's take jobs for pods from an agent");
+        wrong.push(Finding::new("spec.pods.enabled", problem));
+    }
     if pods.max_gang == Some(0) {
         wrong.push(Finding::new("spec.pods.maxGang", "is 0: a single pod is a gang of one"));
     }

@@ -37,8 +37,10 @@ pub(super) fn complete<'a>(
 ) -> Progress {
     let mut progress = Progress::default();
     let mut taken: BTreeSet<(JobId, &Slot)> = BTreeSet::new();
+    let jobs = holdings.jobs.iter().filter(|held| round.has_unseen(&held.bridged.record));
+    let unseen: BTreeSet<JobId> = jobs.map(|held| held.job.id).collect();
     for pod in gang.waiting() {
-        match free_slot(round, holdings, pod, &taken) {
+        match free_slot(round, holdings, pod, &taken, &unseen) {
             Choice::Slot(job, slot) => {
                 taken.insert((holdings.jobs[job].job.id, slot));
                 progress.needed.insert(holdings.jobs[job].job.id);
@@ -61,20 +63,23 @@ pub(super) fn complete<'a>(
 enum Choice<'a> {
     /// A slot of the job with this index.
     Slot(usize, &'a Slot),
-    /// The node of a slot may be Ready again until then.
+    /// A slot of the job may be of use until then: its node may be Ready again, or its last pod certainly have ended.
     Soon(Millis, JobId),
     /// There is no slot, or only on these ranks, where it doesn't fit.
     Elsewhere(BTreeSet<Rank>),
 }
 
-/// The free slot for `pod`: the one that was meant for it, or for the pod in whose place it is, or else any.
+/// The free slot for `pod`: the one that was meant for it, or for the pod in whose place it is, or else any. Not one of the
+/// jobs `unseen`, a pod of which may run though it does not exist.
 fn free_slot<'a>(
     round: &Round,
     holdings: &Holdings<'a>,
     pod: &PodView,
     taken: &BTreeSet<(JobId, &Slot)>,
+    unseen: &BTreeSet<JobId>,
 ) -> Choice<'a> {
     let mut free = Vec::new();
+    let mut held_back = None;
     for (index, held) in holdings.jobs.iter().enumerate() {
         let record = &held.bridged.record;
         if (record.pinned.is_some() && !record.lists(&pod.uid)) || !is_large_enough((held.job, held.bridged), pod) {
@@ -84,7 +89,12 @@ fn free_slot<'a>(
             let meant_for = record.members.get(place);
             let is_same = meant_for.is_some_and(|member| member.uid == pod.uid);
             let is_successor = meant_for.is_some_and(|member| member.index.is_some() && member.index == pod.index);
-            if user.is_none() && !taken.contains(&(held.job.id, slot)) {
+            if user.is_some() || taken.contains(&(held.job.id, slot)) {
+                continue;
+            }
+            if unseen.contains(&held.job.id) {
+                held_back = Some(held.job.id);
+            } else {
                 free.push((Reverse((is_same, is_successor, record.lists(&pod.uid))), index, *slot));
             }
         }
@@ -103,6 +113,9 @@ fn free_slot<'a>(
             Some(_) => {}
         }
         failing.insert(slot.rank);
+    }
+    if let Some(job) = held_back {
+        return Choice::Soon(round.now, job);
     }
     let until = pod.created.saturating_add(NODE_MAY_RETURN);
     match soon {

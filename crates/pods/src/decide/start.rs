@@ -109,6 +109,9 @@ fn bind_all(
     let ranks: Vec<_> = dealt.iter().map(|(pod, slot)| (*pod, slot.rank)).collect();
     let failing = check(&ranks, &round.world.targets, &round.usage);
     let needed = [held.job.id].into();
+    if round.has_unseen(&held.bridged.record) {
+        return Progress { needed, words: None };
+    }
     if failing.is_empty() {
         for (pod, slot) in dealt {
             bind(round, gang, held, pod, slot);

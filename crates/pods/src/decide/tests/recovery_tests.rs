@@ -3,8 +3,9 @@
 use broker::job_id::JobId;
 
 use super::{
+    again,
     bed::{Bed, FluxJob},
-    gang,
+    gang, with_job,
 };
 use crate::{
     action::Action,
@@ -163,6 +164,21 @@ fn a_pod_that_vanished_while_no_agent_ran_may_run_on_for_ten_seconds() {
     assert_eq!(bed.shown_jobs(), ["default/a 1x1 @0"]);
     bed.pass(1);
     assert_eq!(bed.shown_jobs(), [] as [&str; 0]);
+}
+
+#[test]
+fn nobody_gets_the_cores_of_a_pod_that_may_run_unseen() {
+    let mut bed = Bed::new(&[2]);
+    with_job(&mut bed, "train", 2);
+    bed.settle();
+    bed.run_all();
+    bed.vanish("train-0");
+    bed.restart_agent();
+    bed.create([again("train", 0, 1)]);
+    bed.pass(FORCED_HOLD - 1);
+    assert_eq!(bed.bound(), ["train-1@node0"]);
+    bed.pass(1);
+    assert_eq!(bed.bound(), ["train-0-1@node0", "train-1@node0"]);
 }
 
 #[test]
