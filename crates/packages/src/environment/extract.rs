@@ -16,7 +16,6 @@ use crate::{
     Limits,
     environment::guard::{Checked, EntryKind, Tree, inside, leads_to_users, stays_inside},
     environment::limits::{Entries, Guarded, Limited, Memory, zstd_window},
-    environment::records::CLOBBERS,
     unpack_error::{UnpackError, broken},
 };
 
@@ -33,6 +32,9 @@ const DECODER: u64 = 2 << 20;
 const METADATA: [&str; 7] = ["index.json", "paths.json", "link.json", "files", "has_prefix", "no_link", "no_softlink"];
 /// Limit for each of them. A package of 100,000 files has about 20 MiB.
 pub(crate) const MAX_METADATA: u64 = 64 << 20;
+
+/// Where rattler moves the other versions of a file that several packages contain.
+pub(crate) const CLOBBERS: &str = "__clobbers__";
 
 /// Where a package for any Python has its modules.
 const SITE_PACKAGES: &str = "site-packages";

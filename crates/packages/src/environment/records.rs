@@ -14,7 +14,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     Limits,
-    environment::{extract::MAX_METADATA, opened::Opened},
+    environment::{
+        extract::{CLOBBERS, MAX_METADATA},
+        opened::Opened,
+    },
     fetch::archive,
 };
 use host::{
@@ -246,9 +249,6 @@ pub(crate) fn by_packages(root: &Path, tree: &Tree) -> (BTreeMap<PathBuf, Record
     }
     (recorded_files, unreadable)
 }
-
-/// Where rattler moves the other versions of a file that several packages contain.
-pub(crate) const CLOBBERS: &str = "__clobbers__";
 
 /// rattler moves the other versions of a file that several packages contain to [`CLOBBERS`]. This removes the empty
 /// directories and sorts the records, so that the order of linking leaves no trace: a package set always gives the same
