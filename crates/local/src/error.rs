@@ -61,7 +61,7 @@ pub enum LocalError {
     /// Another command changes the cluster in this directory.
     #[error("another `local` command is still running in {}", .0.display())]
     Busy(PathBuf),
-    /// The nodes' processes can't be told from the machine's.
+    /// The nodes' processes can't be kept apart from the machine's.
     #[error("no cgroup file system is mounted on this machine")]
     NoCgroups,
     /// The kernel does not end these processes.
