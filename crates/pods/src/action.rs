@@ -14,7 +14,8 @@ use crate::{
 pub enum Action {
     /// Submit a job. The journal shows it.
     Submit(Box<JobRequest>),
-    /// Cancel a job, and submit another one for the same pods. The journal shows both.
+    /// Cancel a job with a note that begins with [`crate::jobs::NOTE`], and submit another one for the same pods. The journal
+    /// shows both.
     Resubmit {
         /// The job.
         job: JobId,

@@ -264,7 +264,7 @@ mod tests {
             (json!([{"name": "alloc"}, {"name": "finish"}, {"name": "release"}, {"name": "free"}]), Ended, None),
             (json!([{"name": "alloc"}, {"name": "free"}, {"name": "clean"}]), Ended, None),
             (json!([exception("cancel", "", 0)]), Ending, Some(Cause::Canceled)),
-            (json!([exception("cancel", "flux-distribute: restart", 0), {"name": "clean"}]), Ended, Some(Cause::Ours)),
+            (json!([exception("cancel", &format!("{NOTE}restart"), 0), {"name": "clean"}]), Ended, Some(Cause::Ours)),
             (json!([exception("alloc", unsatisfiable, 0)]), Ending, Some(Cause::Refused(unsatisfiable.into()))),
             (json!([exception("exec", "lost", 0)]), Ending, Some(Cause::Other("exec: lost".into()))),
             (json!([exception("warning", "late", 1)]), Pending, None),

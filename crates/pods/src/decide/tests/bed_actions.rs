@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::bed::{Bed, News};
-use crate::{action::Action, allocation::Slot, pod::PodView, world::Queues};
+use crate::{action::Action, allocation::Slot, jobs::NOTE, pod::PodView, world::Queues};
 
 impl Bed {
     /// Does what the bridge wants. What came of it is news.
@@ -15,7 +15,7 @@ impl Bed {
         match action {
             Action::Submit(request) => self.submit(&request.jobspec(), request.urgency, serial),
             Action::Resubmit { job, request } => {
-                self.cancel_for(*job, "flux-distribute: again", serial);
+                self.cancel_for(*job, NOTE, serial);
                 self.submit(&request.jobspec(), request.urgency, serial);
             }
             Action::Cancel { job, note, .. } => self.cancel_for(*job, note, serial),

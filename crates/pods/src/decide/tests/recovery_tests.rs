@@ -11,6 +11,7 @@ use crate::{
     action::Action,
     decide::{Recovery, Standing},
     fixture::pod,
+    jobs::NOTE,
     jobspec::{FIRST_URGENCY, PINNED_URGENCY},
     pod::{FORCED_HOLD, Phase},
     time::SECOND,
@@ -199,7 +200,7 @@ fn a_job_that_ended_while_its_pod_runs_is_replaced_by_a_pin() {
     bed.create(gang("g", 2));
     bed.settle();
     bed.run_all();
-    bed.cancel(JobId(1), "flux-distribute: by mistake");
+    bed.cancel(JobId(1), NOTE);
     bed.pass(10 * SECOND);
     assert_eq!(bed.shown_jobs(), ["default/g 2x1 @0"]);
     let pinned = bed.jobs.values().filter_map(FluxJob::bridged).all(|job| job.record.pinned == Some(0));
