@@ -19,6 +19,8 @@ const LAYERS: &[&[&str]] = &[
     &["locks", "hostapi"],
     &["model", "cluster", "host"],
     &["broker", "packages", "apiserver"],
+    &["pods"],
+    &["bridge"],
     &["stage", "planner", "agent", "local"],
     &["flux-distribute"],
 ];
@@ -34,6 +36,7 @@ const APART: &[(&str, &[&str])] = &[
     ("host", &["model", "cluster", "kube", "reqwest"]),
     ("broker", &["cluster", "kube", "reqwest", "nix"]),
     ("packages", &["cluster", "kube", "model", "nix"]),
+    ("pods", &["cluster", "host", "kube", "tokio", "nix", "reqwest"]),
     ("stage", &["cluster", "kube", "reqwest", "nix"]),
     ("cluster", &["model", "hostapi", "host", "locks", "nix"]),
     ("planner", &["hostapi", "stage", "broker", "nix"]),

@@ -6,52 +6,24 @@
 mod needs;
 mod support;
 
-use std::{collections::BTreeMap, path::Path, process::Command, time::Duration};
+use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use broker::{
     message::ANY,
     reload::{ReloadError, reload},
     rfc3::Client,
-    status::{held_names, instance, watch},
+    status::{held_names, instance},
 };
-use futures::{StreamExt, future::join_all};
+use futures::future::join_all;
 use model::broker_toml::RenderError;
 use serde_json::{Value, json};
-use support::real_broker::{RealBroker, configure, connect, flux, soon, start};
+use support::real_broker::{RealBroker, flux, lead, run, start, until_online};
 use tokio::time::sleep;
-
-/// The lead of `size` ranks with these cores each; it is in state run.
-async fn lead(flux: &Path, base: &Path, size: u32, cores: &str) -> (RealBroker, Client) {
-    configure(flux, base, size, cores);
-    let lead = start(flux, base, 0);
-    let client = connect(&lead).await;
-    until_online(&client, "0").await;
-    (lead, client)
-}
-
-async fn until_online(client: &Client, ranks: &str) {
-    let wanted = ranks.parse().unwrap();
-    let mut changes = watch(client).unwrap();
-    soon(async {
-        while !instance(client).await.is_ok_and(|instance| instance.online == wanted) {
-            changes.next().await.unwrap();
-        }
-    })
-    .await;
-}
 
 /// A configuration without `[bootstrap]`: these names and cores, in rank order.
 fn configuration(ranks: &[(&str, &str)]) -> Value {
     let config: Vec<_> = ranks.iter().map(|(hosts, cores)| json!({ "hosts": hosts, "cores": cores })).collect();
     json!({ "resource": { "noverify": true, "config": config }, "sched-fluxion-resource": { "match-format": "rv1" } })
-}
-
-/// A `flux` command in the instance; it must succeed.
-fn run(flux: &Path, lead: &RealBroker, words: &[&str]) -> String {
-    let uri = format!("local://{}", lead.socket().display());
-    let output = Command::new(flux).args(words).env("FLUX_URI", uri).output().unwrap();
-    assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
 /// Jobs of one core each that run until they are cancelled: their ids in Flux's notation and as numbers.

@@ -210,6 +210,28 @@ fn nothing_has_a_finalizer() {
     }
 }
 
+/// What the agents may do to pods of others, each namespace grants for itself.
+#[test]
+fn no_right_to_change_pods_or_jobs_is_granted_for_the_whole_cluster() {
+    let text = fs::read_to_string(root().join("deploy/pods.yaml")).unwrap();
+    let documents: Vec<Value> =
+        serde_norway::Deserializer::from_str(&text).map(|document| Value::deserialize(document).unwrap()).collect();
+    let of_kind =
+        |kind: &str| -> Vec<&Value> { documents.iter().filter(|document| document["kind"] == kind).collect() };
+    let roles: Vec<ClusterRole> =
+        of_kind("ClusterRole").into_iter().map(|role| serde_norway::from_value(role.clone()).unwrap()).collect();
+    for binding in of_kind("ClusterRoleBinding") {
+        let binding: ClusterRoleBinding = serde_norway::from_value(binding.clone()).unwrap();
+        let role = roles.iter().find(|role| role.metadata.name.as_ref() == Some(&binding.role_ref.name)).unwrap();
+        let mut verbs = role.rules.iter().flatten().flat_map(|rule| &rule.verbs);
+        assert!(verbs.all(|verb| ["get", "list", "watch"].contains(&verb.as_str())), "{binding:?}");
+        assert!(!role.rules.iter().flatten().any(|rule| rule.resources.iter().flatten().any(|kind| kind == "secrets")));
+    }
+    for binding in of_kind("RoleBinding") {
+        assert_eq!(binding["metadata"]["namespace"], NAMESPACE);
+    }
+}
+
 #[test]
 fn every_example_is_valid() {
     let mut count = 0;

@@ -11,7 +11,9 @@ use api::EpochSettings;
 use broker::{
     command::{BrokerIdentity, launch},
     rfc3::Client,
+    status::{instance, watch},
 };
+use futures::StreamExt;
 use tokio::time::{sleep, timeout};
 
 use crate::needs::{Need, flux_prefix, skips_without};
@@ -62,6 +64,7 @@ pub fn start(flux: &Path, base: &Path, rank: u32) -> RealBroker {
         cpu_weight: 100,
         checkpoint_period: "1m".to_owned(),
         spare_shape: None,
+        pods: false,
     };
     let name = format!("node{rank}");
     let identity = BrokerIdentity {
@@ -75,6 +78,8 @@ pub fn start(flux: &Path, base: &Path, rank: u32) -> RealBroker {
         loads_live_configuration: false,
     };
     let directory = base.join(format!("run{rank}"));
+    // An earlier broker of this rank leaves its socket there.
+    let _ = std::fs::remove_dir_all(&directory);
     std::fs::create_dir(&directory).unwrap();
     let order = launch(&settings, &identity);
     let moved = order.argv[1..].iter().map(|word| word.replace(api::BROKER_RUN_DIR, &directory.display().to_string()));
@@ -89,6 +94,34 @@ pub fn start(flux: &Path, base: &Path, rank: u32) -> RealBroker {
         .spawn()
         .unwrap();
     RealBroker { child, directory }
+}
+
+/// The lead of `size` ranks with these cores each; it is in state run.
+pub async fn lead(flux: &Path, base: &Path, size: u32, cores: &str) -> (RealBroker, Client) {
+    configure(flux, base, size, cores);
+    let lead = start(flux, base, 0);
+    let client = connect(&lead).await;
+    until_online(&client, "0").await;
+    (lead, client)
+}
+
+pub async fn until_online(client: &Client, ranks: &str) {
+    let wanted = ranks.parse().unwrap();
+    let mut changes = watch(client).unwrap();
+    soon(async {
+        while !instance(client).await.is_ok_and(|instance| instance.online == wanted) {
+            changes.next().await.unwrap();
+        }
+    })
+    .await;
+}
+
+/// A `flux` command in the instance; it must succeed.
+pub fn run(flux: &Path, lead: &RealBroker, words: &[&str]) -> String {
+    let uri = format!("local://{}", lead.socket().display());
+    let output = Command::new(flux).args(words).env("FLUX_URI", uri).output().unwrap();
+    assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
 pub async fn connect(broker: &RealBroker) -> Client {

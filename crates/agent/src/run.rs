@@ -78,7 +78,7 @@ pub async fn run(arguments: AgentArguments, plan: Plan) -> Result<ExitCode, Agen
         reporter: Reporter::new(client.clone(), arguments.node_name.clone(), &arguments.pod_name),
         sources,
         memory: Memory::default(),
-        background: Background::new(health, serving, metrics),
+        background: Background::new(health, serving, metrics, &arguments.pod_name),
         termination_log: arguments.termination_log.clone(),
         live_change: Arc::default(),
     };
@@ -127,6 +127,7 @@ async fn round(agent: &mut Agent) -> Duration {
             return report_unobserved(agent, &error).await;
         }
     };
+    agent.background.serve_pods(&agent.ops, &inputs);
     agent.remember_uninstall(&inputs).await;
     let mut decision = decide(&inputs, &agent.memory);
     // Before the report: once the planner reads it, it sends other nodes here.

@@ -19,6 +19,8 @@ const SIZE_FITS: &str = "!has(self.size) || type(self.size) != int || !has(self.
 const SELECTS: &str = "has(self.matchLabels) || has(self.matchExpressions)";
 /// We have never tested more ranks than that.
 const MOST_RANKS: u32 = 16384;
+/// More slots than that in one job were never tried.
+const MOST_PODS: u32 = 16384;
 
 /// One Flux instance over the nodes of the Kubernetes cluster.
 #[derive(CustomResource, Serialize, Deserialize, Clone, Debug, Default, PartialEq, KubeSchema)]
@@ -92,6 +94,9 @@ pub struct FluxInstanceSpec {
     /// How autoscalers of the Kubernetes cluster are kept from removing nodes that run jobs.
     #[serde(default)]
     pub autoscaling: Autoscaling,
+    /// Pods that Flux schedules: those with `schedulerName: flux`.
+    #[serde(default)]
+    pub pods: Pods,
     /// When a pending restart happens, and what happens if the next epoch does not start.
     #[serde(default)]
     pub upgrade: Upgrade,
@@ -267,6 +272,31 @@ impl Default for Autoscaling {
 
 fn yes() -> bool {
     true
+}
+
+/// Pods that Flux schedules: those with `schedulerName: flux`, in namespaces that a RoleBinding opens for it.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Pods {
+    /// Give each pod with `schedulerName: flux`, and each gang of them, a job in Flux's queue, and bind it to the cores that
+    /// Flux allocates. Default: false.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub enabled: bool,
+    /// How long a pod without `activeDeadlineSeconds` is expected to run, such as `24h`. Flux plans with it which smaller jobs
+    /// may run before a gang that waits; nothing ends a pod that runs longer. Default: 24h.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = DURATION))]
+    pub default_duration: Option<String>,
+    /// How long a gang may run with a member missing that its node refused, such as `60s`, before its Job is suspended and
+    /// resumed. Default: 60s.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = DURATION))]
+    pub complete_after: Option<String>,
+    /// The most pods that one gang may have: a gang that waits reserves nodes, and anybody who may create pods may ask for
+    /// one. Default: 256.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = MOST_PODS))]
+    pub max_gang: Option<u32>,
 }
 
 /// The queue of jobs, which is in the statedir on the lead's disk.

@@ -139,6 +139,9 @@ pub struct EpochSettings {
     /// What a spare declares, if the spec sets it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub spare_shape: Option<Resources>,
+    /// Pods get their nodes from Flux (`spec.pods.enabled`).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub pods: bool,
 }
 
 /// How an epoch ends.

@@ -226,6 +226,7 @@ mod tests {
             cpu_weight: 100,
             checkpoint_period: "1m".to_owned(),
             spare_shape: None,
+            pods: false,
         }
     }
 

@@ -19,8 +19,12 @@ pub const LEAD: u32 = 0;
 pub const NO_RESPONSE: u32 = 0;
 /// errnum that ends a stream without error.
 pub const ENODATA: u32 = 61;
+/// Operation not permitted.
+pub const EPERM: u32 = 1;
 /// errnum of a service that does not find what the request names.
 pub const ENOENT: u32 = 2;
+/// Invalid argument.
+pub const EINVAL: u32 = 22;
 /// errnum of a request to a service that is not loaded.
 pub const ENOSYS: u32 = 38;
 

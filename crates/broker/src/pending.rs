@@ -6,7 +6,8 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{
-    message::{ANY, LEAD},
+    message::LEAD,
+    queues,
     rfc3::{Client, RpcError},
     status::{InstanceStatus, LEAD_TIMEOUT, parse},
 };
@@ -96,17 +97,11 @@ fn fits(job: &Job, free: &BTreeMap<u32, usize>) -> bool {
 /// started.
 async fn may_begin(client: &Client, id: u64) -> Result<bool, RpcError> {
     #[derive(Deserialize)]
-    struct Queue {
-        #[serde(default)]
-        start: bool,
-    }
-    #[derive(Deserialize)]
     struct Lookup {
         #[serde(default)]
         jobspec: String,
     }
-    let topic = "job-manager.queue-status";
-    let queue: Queue = parse(topic, client.rpc(topic, ANY, json!({})).await?)?;
+    let queue = queues::queue(client, None).await?;
     let topic = "job-info.lookup";
     let lookup: Lookup =
         parse(topic, client.rpc(topic, LEAD, json!({ "id": id, "keys": ["jobspec"], "flags": 0 })).await?)?;

@@ -7,8 +7,12 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::time::{sleep, timeout};
 
+pub use super::queues::SCHEDULER_IS_OFFLINE;
 use super::{
+    job_id::JobId,
+    journal::{self, JournalItem},
     message::{ANY, ENOENT},
+    queues::is_scheduler_offline,
     rfc3::{Client, RpcError},
     status::{held_names, parse},
 };
@@ -26,8 +30,6 @@ const MAX_LOADS: usize = 8;
 const FLUXION: [&str; 3] = ["sched-fluxion-resource", "sched-fluxion-feasibility", "sched-fluxion-qmanager"];
 const SIMPLE: &str = "sched-simple";
 const RESOURCE: &str = "resource";
-/// Why a queue is stopped if no scheduler is online (job-manager queues.c).
-pub const SCHEDULER_IS_OFFLINE: &str = "Scheduler is offline";
 
 /// Builds a configuration, loads it into the lead's broker (flux-config(1) `load`), and restarts the resource and
 /// scheduler modules with it. `configuration` gets the names of the ranks that jobs hold. The scheduler is absent for a
@@ -137,50 +139,36 @@ impl EndedJobs<()> {
     /// Watches from now on.
     async fn watch(
         client: &Client,
-    ) -> Result<EndedJobs<impl Stream<Item = Result<Value, RpcError>> + Send + Unpin + use<>>, RpcError> {
-        let topic = "job-manager.events-journal";
-        let mut journal = client.stream(topic, ANY, &json!({ "full": false, "allow": { "free": 1 } }))?;
-        let sentinel = async {
-            while let Some(entry) = journal.next().await {
-                let entry: JournalEntry = parse(topic, entry?)?;
-                if entry.id == SENTINEL {
+    ) -> Result<EndedJobs<impl Stream<Item = Result<JournalItem, RpcError>> + Send + Unpin + use<>>, RpcError> {
+        let mut journal = journal::journal(client, &["free"])?;
+        let backlog = async {
+            while let Some(item) = journal.next().await {
+                if item? == JournalItem::BacklogEnd {
                     return Ok(());
                 }
             }
             Err(RpcError::Closed)
         };
-        let late = |_| RpcError::Timeout { topic: topic.to_owned(), seconds: TIMEOUT.as_secs() };
-        timeout(TIMEOUT, sentinel).await.map_err(late)??;
+        let late = |_| RpcError::Timeout { topic: journal::TOPIC.to_owned(), seconds: TIMEOUT.as_secs() };
+        timeout(TIMEOUT, backlog).await.map_err(late)??;
         Ok(EndedJobs(journal))
     }
 }
 
-impl<S: Stream<Item = Result<Value, RpcError>> + Unpin> EndedJobs<S> {
+impl<S: Stream<Item = Result<JournalItem, RpcError>> + Unpin> EndedJobs<S> {
     /// Jobs that ended since the last call. The job manager sends these events before it answers a later request.
-    fn so_far(&mut self) -> Vec<i64> {
+    fn so_far(&mut self) -> Vec<JobId> {
         let mut ended = Vec::new();
-        while let Some(Some(Ok(entry))) = self.0.next().now_or_never() {
-            ended.extend(
-                serde_json::from_value::<JournalEntry>(entry)
-                    .ok()
-                    .filter(|entry| !entry.events.is_empty())
-                    .map(|entry| entry.id),
-            );
+        while let Some(Some(item)) = self.0.next().now_or_never() {
+            if let Ok(JournalItem::Job(job)) = item
+                && !job.events.is_empty()
+            {
+                ended.push(job.id);
+            }
         }
         ended
     }
 }
-
-/// One response of the job manager's journal.
-#[derive(Deserialize)]
-struct JournalEntry {
-    id: i64,
-    #[serde(default)]
-    events: Vec<Value>,
-}
-
-/// ID that ends the backlog: everything after it in the journal is new (job-manager journal.c).
-const SENTINEL: i64 = -1;
 
 /// Waits until the job manager has accepted the scheduler. A ping is no test, because the scheduler answers it earlier.
 async fn until_online(client: &Client) -> Result<(), ReloadError> {
@@ -193,29 +181,9 @@ async fn until_online(client: &Client) -> Result<(), ReloadError> {
     timeout(ONLINE_TIMEOUT, look).await.map_err(|_| ReloadError::Offline)?
 }
 
-/// True if no scheduler is online. The job manager gives this reason even for a queue that an administrator stopped.
-async fn is_scheduler_offline(client: &Client) -> Result<bool, RpcError> {
-    #[derive(Deserialize)]
-    struct Queues {
-        queues: Vec<String>,
-    }
-    #[derive(Deserialize)]
-    struct Queue {
-        #[serde(default)]
-        stop_reason: String,
-    }
-    let topic = "job-manager.queue-list";
-    let Queues { queues } = parse(topic, ask(client, topic, Value::Null).await?)?;
-    let topic = "job-manager.queue-status";
-    // An instance without named queues has one without a name.
-    let which = queues.first().map_or_else(|| json!({}), |name| json!({ "name": name }));
-    let queue: Queue = parse(topic, ask(client, topic, which).await?)?;
-    Ok(queue.stop_reason == SCHEDULER_IS_OFFLINE)
-}
-
 /// Tells Fluxion which jobs have ended, as the job manager would have done. Fluxion finds a job by its ID, and only
 /// logs an error for a job that it does not hold (0.54, qmanager `jobmanager_free_cb`, `queue_policy_base_t::remove`).
-async fn free_again(client: &Client, ended: &[i64]) -> Result<(), RpcError> {
+async fn free_again(client: &Client, ended: &[JobId]) -> Result<(), RpcError> {
     for id in ended {
         client.notify("sched.free", ANY, &json!({ "id": id, "R": {}, "final": true }))?;
     }
@@ -229,7 +197,7 @@ async fn free_again(client: &Client, ended: &[i64]) -> Result<(), RpcError> {
 /// False only if there is no such module. After any other error, Fluxion must not be replaced by another scheduler.
 fn has_fluxion(loaded: Result<(), RpcError>) -> Result<bool, RpcError> {
     match loaded {
-        Err(RpcError::Service { errnum: ENOENT, .. }) => Ok(false),
+        Err(error) if error.is(ENOENT) => Ok(false),
         other => other.map(|()| true),
     }
 }

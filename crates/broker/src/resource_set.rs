@@ -18,7 +18,7 @@ pub struct Amount {
     pub gpus: usize,
 }
 
-/// The parts of R (RFC 20) that we count.
+/// The parts of R (RFC 20) that we use.
 #[derive(Deserialize, Clone, Debug, Default, PartialEq)]
 pub struct ResourceSet {
     execution: Execution,
@@ -39,6 +39,21 @@ struct Entry {
 }
 
 impl ResourceSet {
+    /// The ids on each rank, by kind (`core`, `gpu`). Entries may be in any order, and one may stand for several ranks.
+    /// A nodelist need not be in the order of the entries, so the roster gives the names of the ranks.
+    pub fn by_rank(&self) -> BTreeMap<u32, BTreeMap<String, IdSet>> {
+        let mut by_rank = BTreeMap::<u32, BTreeMap<String, IdSet>>::new();
+        for Entry { rank, children } in &self.execution.entries {
+            for rank in &rank.0 {
+                let kinds = by_rank.entry(*rank).or_default();
+                for (kind, ids) in children {
+                    kinds.entry(kind.clone()).or_default().0.extend(&ids.0);
+                }
+            }
+        }
+        by_rank
+    }
+
     /// The names of its ranks. A nodelist is in rank order (RFC 20).
     pub(super) fn names(&self) -> BTreeMap<u32, String> {
         let names = self.execution.nodelist.iter().flat_map(|names| hostlist::decode(names));
@@ -69,5 +84,32 @@ impl ResourceSet {
             amount.ranks.0.extend(ranks.0);
         }
         amount
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn folded_and_unsorted_entries_are_expanded_to_the_ids_on_each_rank() {
+        let r: ResourceSet = serde_json::from_value(json!({"version": 1, "execution": {
+            "R_lite": [
+                {"rank": "3", "children": {"core": "2-7", "gpu": "0-1"}},
+                {"rank": "1-2", "children": {"core": "0,7"}},
+                {"rank": "2", "children": {"core": "5"}},
+            ],
+            "nodelist": ["n[1-3]"], "starttime": 1_795_402_747, "expiration": 9_223_372_036_i64,
+        }}))
+        .unwrap();
+        let by_rank = r.by_rank();
+        let shown: Vec<_> = by_rank
+            .iter()
+            .flat_map(|(rank, kinds)| kinds.iter().map(move |(kind, ids)| format!("{rank} {kind} {ids}")))
+            .collect();
+        assert_eq!(shown, ["1 core 0,7", "2 core 0,5,7", "3 core 2-7", "3 gpu 0-1"]);
+        assert!(ResourceSet::default().by_rank().is_empty());
     }
 }

@@ -25,6 +25,7 @@ use tokio::{
 };
 
 use super::message::{ANY, DecodeError, ENODATA, Message, NO_RESPONSE, PREAMBLE, Request, frame_length};
+use host::trust::own_uid;
 
 /// A broker answers within milliseconds; a request to a lead that is gone is never answered.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
@@ -85,6 +86,13 @@ pub enum RpcError {
     },
 }
 
+impl RpcError {
+    /// True if a service answered with this error number.
+    pub fn is(&self, errno: u32) -> bool {
+        matches!(self, Self::Service { errnum, .. } if *errnum == errno)
+    }
+}
+
 type Answers = mpsc::UnboundedSender<Message>;
 
 #[derive(Default)]
@@ -101,6 +109,7 @@ pub struct Client {
     shared: Shared,
     gone: watch::Receiver<bool>,
     peer_pid: Option<i32>,
+    uid: u32,
     /// Sends the topics of incoming events.
     events: broadcast::Sender<String>,
     reader: JoinHandle<()>,
@@ -164,6 +173,7 @@ impl Client {
     /// [`RpcError::Connect`] if no broker listens, [`RpcError::Denied`] if it serves another user.
     pub async fn connect(path: &Path) -> Result<Self, RpcError> {
         let failed = |source| RpcError::Connect { path: path.to_owned(), source };
+        let uid = own_uid();
         let open = async {
             let mut stream = UnixStream::connect(path).await?;
             let accepted = stream.read_u8().await?;
@@ -193,12 +203,18 @@ impl Client {
                 let _ = tell_gone.send(true);
             }
         });
-        Ok(Self { outgoing, shared, gone, peer_pid, events, reader })
+        Ok(Self { outgoing, shared, gone, peer_pid, uid, events, reader })
     }
 
     /// Pid of the process that listens at the path, from the kernel.
     pub fn peer_pid(&self) -> Option<i32> {
         self.peer_pid
+    }
+
+    /// The user as which the broker sees this connection (`SO_PEERCRED`): the effective one of this process when it
+    /// connected.
+    pub fn uid(&self) -> u32 {
+        self.uid
     }
 
     /// One request, one response, within [`TIMEOUT`]. `nodeid` is a rank, [`super::message::ANY`] or

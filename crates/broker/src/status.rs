@@ -368,7 +368,7 @@ pub async fn held_names(client: &Client) -> Result<BTreeMap<u32, String>, RpcErr
         Ok(status) => parse::<Resources>(topic, status)?.all.names(),
         // An interrupted live change removed the resource module; the configuration that it had loaded keeps these
         // names.
-        Err(RpcError::Service { errnum: ENOSYS, .. }) => loaded_names(client).await?,
+        Err(error) if error.is(ENOSYS) => loaded_names(client).await?,
         Err(error) => return Err(error),
     };
     Ok(names.into_iter().filter(|(rank, _)| held.contains(*rank)).collect())

@@ -9,7 +9,7 @@ pub mod certificate;
 pub mod clock;
 mod events;
 pub mod lease;
-mod lease_rules;
+pub mod lease_rules;
 mod merge_patch;
 pub mod published;
 pub mod store;

@@ -143,7 +143,12 @@ pub fn is_trusted(uid: u32) -> bool {
 
 /// True for this process's own user.
 pub fn is_own(uid: u32) -> bool {
-    uid == geteuid().as_raw()
+    uid == own_uid()
+}
+
+/// This process's own user.
+pub fn own_uid() -> u32 {
+    geteuid().as_raw()
 }
 
 fn kind(found: &FileStat) -> SFlag {

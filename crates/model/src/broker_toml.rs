@@ -17,6 +17,8 @@ use api::{Declared, IdSet, Member, Rank, Roster, RosterEntry};
 pub const OWN_TABLES: [&str; 5] = ["bootstrap", "tbon", "resource", "kvs", "access"];
 /// Fluxion's table for its queues. [`render`] adds a queue policy if it has none.
 const QUEUE_MANAGER: &str = "sched-fluxion-qmanager";
+/// The table of the queues (flux-config-job-manager(5)). [`render`] adds to it if pods get their nodes from Flux.
+const JOB_MANAGER: &str = "job-manager";
 /// Fluxion's table for its resource graph. [`render`] adds a match format if it has none.
 const RESOURCE_GRAPH: &str = "sched-fluxion-resource";
 /// After this time a broker notices that a peer is lost; a node that is cut off for longer loses its jobs. flux-core's
@@ -76,7 +78,7 @@ pub fn extra_tables(text: &str) -> Result<toml::Table, ExtraError> {
         return Err(ExtraError::Ours(ours.clone()));
     }
     let is_no_table = |name: &&str| table.get(*name).is_some_and(|value| !value.is_table());
-    match [QUEUE_MANAGER, RESOURCE_GRAPH].into_iter().find(is_no_table) {
+    match [QUEUE_MANAGER, RESOURCE_GRAPH, JOB_MANAGER].into_iter().find(is_no_table) {
         Some(name) => Err(ExtraError::NotATable(name.to_owned())),
         None => Ok(table),
     }
@@ -102,6 +104,9 @@ pub(super) fn tables(roster: &Roster) -> Result<toml::Table, RenderError> {
     let topology = Topology::parse(&roster.settings.topology, size)?;
     let mut file = extra_tables(&roster.settings.config).map_err(RenderError::Extra)?;
 
+    if roster.settings.pods {
+        schedule_gangs(&mut file)?;
+    }
     // With its default policy, Fluxion refuses a job that needs more nodes than are up; with "easy", the job waits for
     // them.
     table(&mut file, QUEUE_MANAGER)?.entry("queue-policy").or_insert_with(|| "easy".into());
@@ -143,6 +148,25 @@ pub(super) fn tables(roster: &Roster) -> Result<toml::Table, RenderError> {
         resource.insert("exclude".into(), excluded.to_string().into());
     }
     Ok(file)
+}
+
+/// Adds what the bridge between pods and jobs relies on, where the user's tables say nothing else.
+///
+/// # Errors
+/// As [`render`].
+fn schedule_gangs(file: &mut toml::Table) -> Result<(), RenderError> {
+    // Until the bridge has given the pods that run their jobs again, nothing else may get their cores.
+    table(file, JOB_MANAGER)?.insert("stop-queues-on-restart".into(), true.into());
+    let queues = table(file, QUEUE_MANAGER)?;
+    if !queues.contains_key("queue-policy") {
+        queues.insert("queue-policy".into(), "hybrid".into());
+        // With one reservation, as "easy" makes, pods that wait for a node of their own would leave none for a gang.
+        let parameters = [("policy-params", "reservation-depth", 64), ("queue-params", "queue-depth", 1024)];
+        for (name, key, value) in parameters {
+            table(queues, name)?.entry(key).or_insert_with(|| value.into());
+        }
+    }
+    Ok(())
 }
 
 /// Reads epoch and revision of the roster from which [`render`] made `text`. None if `text` has no such header or
@@ -445,6 +469,29 @@ topo = "kary:256"
             assert_eq!(extra_tables(&format!("[{ours}]")), Err(ExtraError::Ours(ours.into())));
         }
         assert!(matches!(extra_tables("[unclosed"), Err(ExtraError::NotToml(_))));
+    }
+
+    #[test]
+    fn a_queue_that_has_gangs_of_pods_reserves_nodes_for_many_of_them_unless_the_spec_names_a_policy() {
+        let mut roster = roster(2, &[("node1", 2)]);
+        let value = |roster: &Roster, path: &[&str]| {
+            let file = toml::Value::from(tables(roster).unwrap());
+            path.iter().try_fold(&file, |at, key| at.get(key)).map(ToString::to_string)
+        };
+        const POLICY: &[&str] = &[QUEUE_MANAGER, "queue-policy"];
+        const DEPTH: &[&str] = &[QUEUE_MANAGER, "policy-params", "reservation-depth"];
+        const STOPS: &[&str] = &[JOB_MANAGER, "stop-queues-on-restart"];
+        let policy = "[sched-fluxion-qmanager]\nqueue-policy = \"fcfs\"";
+        for (pods, config, expected) in [
+            (false, "", ["\"easy\"", "-", "-"]),
+            (true, "", ["\"hybrid\"", "64", "true"]),
+            (true, "[sched-fluxion-qmanager.policy-params]\nreservation-depth = 8", ["\"hybrid\"", "8", "true"]),
+            (true, policy, ["\"fcfs\"", "-", "true"]),
+        ] {
+            (roster.settings.pods, roster.settings.config) = (pods, config.to_owned());
+            let found = [POLICY, DEPTH, STOPS].map(|path| value(&roster, path).unwrap_or_else(|| "-".to_owned()));
+            assert_eq!(found, expected.map(str::to_owned), "{pods} {config}");
+        }
     }
 
     #[test]

@@ -39,7 +39,7 @@ impl std::fmt::Display for Effect {
 }
 
 /// The effect of each field, by its path below `spec`. The entry with the longest matching prefix decides.
-const EFFECTS: [(&str, Effect); 21] = [
+const EFFECTS: [(&str, Effect); 23] = [
     ("packages", Effect::NextEpoch),
     ("packages.allowHttpCredentials", Effect::Live),
     ("packages.keep", Effect::Live),
@@ -58,6 +58,8 @@ const EFFECTS: [(&str, Effect); 21] = [
     ("ranks", Effect::Live),
     ("drain", Effect::LiveMembers),
     ("autoscaling", Effect::Live),
+    ("pods", Effect::Live),
+    ("pods.enabled", Effect::NextEpoch),
     ("upgrade", Effect::Live),
     ("uninstall", Effect::Live),
     ("state", Effect::Live),

@@ -33,6 +33,7 @@ pub fn settings(spec: &FluxInstanceSpec, eligible: usize, digest: &str, certific
             .clone()
             .unwrap_or_else(|| DEFAULT_CHECKPOINT_PERIOD.to_owned()),
         spare_shape: spec.spares.shape,
+        pods: spec.pods.enabled,
     }
 }
 
@@ -81,6 +82,7 @@ pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, c
         cpu_weight,
         checkpoint_period,
         spare_shape,
+        pods,
     } = running;
     let differences = [
         difference("maxSize", max_size, &wanted.max_size),
@@ -90,6 +92,7 @@ pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, c
         difference("broker.runAs", run_as, &wanted.run_as)
             .map(|text| format!("{text} (jobs of {run_as} that are pending then will fail)")),
         difference("broker.cpuWeight", cpu_weight, &wanted.cpu_weight),
+        difference("pods.enabled", pods, &wanted.pods),
         difference("broker.checkpointPeriod", checkpoint_period, &wanted.checkpoint_period),
         // The values of these are too long or too opaque for a message.
         (*spare_shape != wanted.spare_shape).then(|| "spares.shape changed".to_owned()),

@@ -1,5 +1,6 @@
 //! What goes on beside the agent's rounds. Nothing waits for it.
 
+mod bridging;
 pub(super) mod dump;
 pub(super) mod gate;
 pub(super) mod health;
@@ -8,6 +9,7 @@ mod port;
 pub(super) mod serve;
 mod tidy;
 
+use bridging::Bridging;
 use dump::Dumping;
 use health::Health;
 use inspect::Inspecting;
@@ -32,11 +34,12 @@ pub struct Background {
     tidied: Tidied,
     inspecting: Inspecting,
     dumping: Dumping,
+    bridging: Bridging,
 }
 
 impl Background {
     /// With the servers that run already.
-    pub fn new(health: Health, serving: Serving, metrics: Port) -> Self {
+    pub fn new(health: Health, serving: Serving, metrics: Port, pod_name: &str) -> Self {
         Self {
             health,
             serving,
@@ -44,6 +47,7 @@ impl Background {
             tidied: Tidied::default(),
             inspecting: Inspecting::default(),
             dumping: Dumping::default(),
+            bridging: Bridging::new(pod_name),
         }
     }
 
@@ -52,6 +56,11 @@ impl Background {
     pub fn look(&mut self, inputs: &NodeInputs, sets: &[(String, PackageSet)], instance_uid: &str) {
         let ours = inputs.host.state.as_ref().filter(|state| state.instance_uid == instance_uid);
         self.serving.look(ours.map(|state| state.prefix.as_path()), sets, &inputs.host.environments);
+    }
+
+    /// Runs the bridge between pods and jobs where it belongs.
+    pub fn serve_pods(&mut self, ops: &NodeOps, inputs: &NodeInputs) {
+        self.bridging.follow(ops, inputs);
     }
 
     /// `inputs` with what is known here now.

@@ -30,6 +30,7 @@ pub fn validate(spec: &FluxInstanceSpec) -> Vec<Finding> {
     }
     resources(&spec.resources, &mut wrong);
     durations(spec, &mut wrong);
+    pods(spec, &mut wrong);
     unknown_values(spec, &mut wrong);
     wrong.extend(spec.prefix.as_deref().and_then(|text| prefix(Path::new(text))));
     wrong
@@ -153,6 +154,8 @@ fn durations(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
         ("spec.resources.retain", &spec.resources.retain),
         ("spec.ranks.retain", &spec.ranks.retain),
         ("spec.drain.timeout", &spec.drain.timeout),
+        ("spec.pods.defaultDuration", &spec.pods.default_duration),
+        ("spec.pods.completeAfter", &spec.pods.complete_after),
         ("spec.upgrade.deadline", &spec.upgrade.deadline),
         ("spec.state.dumpEvery", &spec.state.dump_every),
     ] {
@@ -164,6 +167,24 @@ fn durations(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
         && every < Duration::from_mins(1)
     {
         wrong.push(Finding::new("spec.state.dumpEvery", "is shorter than a minute: a dump reads the whole queue"));
+    }
+}
+
+fn pods(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
+    let pods = &spec.pods;
+    let owner = spec.broker.run_as.as_deref().filter(|owner| !["root", "0"].contains(owner));
+    if let Some(owner) = owner.filter(|_| pods.enabled) {
+        let problem =
+            format!("is true, but the brokers belong to {owner}: only root's take jobs for pods from an agent");
+        wrong.push(Finding::new("spec.pods.enabled", problem));
+    }
+    if pods.max_gang == Some(0) {
+        wrong.push(Finding::new("spec.pods.maxGang", "is 0: a single pod is a gang of one"));
+    }
+    let duration = pods.default_duration.as_deref().and_then(parse_duration);
+    if duration.is_some_and(|duration| duration < Duration::from_secs(1)) {
+        let problem = "is 0: without an end, Flux can reserve no node for a gang that waits";
+        wrong.push(Finding::new("spec.pods.defaultDuration", problem));
     }
 }
 

@@ -1,0 +1,161 @@
+//! Carries out one action.
+
+use std::sync::Arc;
+
+use k8s_openapi::api::{
+    batch::v1::Job,
+    core::v1::{Binding as KubeBinding, ObjectReference, Pod},
+};
+use kube::{
+    Api, Client,
+    api::{DeleteParams, EvictParams, ObjectMeta, Patch, PatchParams, PostParams, Preconditions},
+};
+use serde_json::{Value, json};
+use tracing::{info, warn};
+
+use base::error_chain;
+use broker::{
+    jobs::{SubmitError, cancel, finish, submit},
+    queues,
+    rfc3::{self, RpcError},
+};
+use cluster::{ApiError, call, gone_is_fine};
+use pods::{
+    action::{Action, Binding, JobRef, PodRef},
+    facts::{ANNOTATION_SUSPENDED, SuspendReason},
+    jobs::NOTE,
+    jobspec::JobRequest,
+    record::ANNOTATION_JOB,
+};
+
+use crate::{flux::start_queues, tell, under_way::Answer};
+
+/// What actions are carried out with.
+#[derive(Clone)]
+pub(crate) struct Tools {
+    pub(crate) client: Client,
+    pub(crate) broker: Arc<rfc3::Client>,
+}
+
+impl Tools {
+    /// Carries out `action`, and says how that was answered.
+    pub(crate) async fn carry_out(&self, action: Action) -> Answer {
+        match &action {
+            Action::Submit(request) => self.submit(request).await,
+            Action::Resubmit { job, request } => {
+                let canceled = cancel(&self.broker, *job, &format!("{NOTE}asked for again on other nodes")).await;
+                match canceled {
+                    Ok(_) => self.submit(request).await,
+                    Err(error) => by_broker("cancel a job", Err(error)),
+                }
+            }
+            Action::Cancel { job, note, .. } => by_broker("cancel a job", cancel(&self.broker, *job, note).await),
+            Action::Finish { job, status, .. } => by_broker("end a job", finish(&self.broker, *job, *status).await),
+            Action::Bind(binding) => by_api_server(self.bind(binding).await),
+            Action::Tell(tell) if tell.is_condition => by_api_server(tell::condition(&self.client, tell).await),
+            Action::Tell(_) => Answer::Done(None),
+            Action::Evict { pods, .. } => {
+                let mut answer = Answer::Done(None);
+                for pod in pods {
+                    answer = match by_api_server(self.evict(pod).await) {
+                        Answer::Done(_) => answer,
+                        other => other,
+                    };
+                }
+                answer
+            }
+            Action::SuspendJob { job, reason, .. } => by_api_server(self.suspend(job, Some(*reason)).await),
+            Action::ResumeJob(job) => by_api_server(self.suspend(job, None).await),
+            Action::StopQueues(reason) => by_queues(queues::stop(&self.broker, reason).await),
+            Action::StartQueues => by_queues(start_queues(&self.broker).await),
+        }
+    }
+
+    async fn submit(&self, request: &JobRequest) -> Answer {
+        match submit(&self.broker, &request.jobspec(), request.urgency, true).await {
+            Ok(job) => Answer::Done(Some(job)),
+            Err(error @ SubmitError::Refused { .. }) => {
+                warn!(gang = %request.record.gang, error = error_chain(&error), "Flux refuses a job for pods");
+                Answer::Failed
+            }
+            Err(error) => {
+                info!(gang = %request.record.gang, error = error_chain(&error), "no answer about a job for pods");
+                Answer::Lost
+            }
+        }
+    }
+
+    async fn bind(&self, binding: &Binding) -> Result<(), ApiError> {
+        let PodRef { namespace, name, uid } = &binding.pod;
+        let metadata = ObjectMeta {
+            name: Some(name.clone()),
+            namespace: Some(namespace.clone()),
+            uid: Some(uid.clone()),
+            annotations: Some([(ANNOTATION_JOB.to_owned(), binding.record.text())].into()),
+            ..ObjectMeta::default()
+        };
+        let target = ObjectReference {
+            api_version: Some("v1".to_owned()),
+            kind: Some("Node".to_owned()),
+            name: Some(binding.node.clone()),
+            ..ObjectReference::default()
+        };
+        let what = format!("bind pod {namespace}/{name}");
+        let pods: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
+        let (parameters, binding) = (PostParams::default(), KubeBinding { metadata, target });
+        let bound = pods.create_subresource::<KubeBinding, Value>("binding", name, &parameters, &binding);
+        call(what, bound).await.map(drop)
+    }
+
+    async fn evict(&self, pod: &PodRef) -> Result<(), ApiError> {
+        let pods: Api<Pod> = Api::namespaced(self.client.clone(), &pod.namespace);
+        let uid = Some(pod.uid.clone());
+        let preconditions = Preconditions { uid, resource_version: None };
+        let delete_options = Some(DeleteParams::default().preconditions(preconditions));
+        let parameters = EvictParams { delete_options, ..EvictParams::default() };
+        gone_is_fine(
+            call(format!("evict pod {}/{}", pod.namespace, pod.name), pods.evict(&pod.name, &parameters)).await,
+        )
+    }
+
+    async fn suspend(&self, job: &JobRef, reason: Option<SuspendReason>) -> Result<(), ApiError> {
+        let jobs: Api<Job> = Api::namespaced(self.client.clone(), &job.namespace);
+        let annotations = json!({ ANNOTATION_SUSPENDED: reason.map(SuspendReason::word) });
+        // Another uid than the object's is refused.
+        let metadata = json!({ "uid": job.uid, "annotations": annotations });
+        let patch = json!({ "metadata": metadata, "spec": { "suspend": reason.is_some() } });
+        let what = format!("suspend or resume Job {}/{}", job.namespace, job.name);
+        gone_is_fine(call(what, jobs.patch(&job.name, &PatchParams::default(), &Patch::Merge(patch))).await)
+    }
+}
+
+fn by_broker(what: &str, answer: Result<bool, RpcError>) -> Answer {
+    match answer {
+        Ok(_) => Answer::Done(None),
+        Err(error) => {
+            info!(error = error_chain(&error), "can't {what}");
+            if matches!(error, RpcError::Service { .. }) { Answer::Failed } else { Answer::Lost }
+        }
+    }
+}
+
+fn by_queues<T>(answer: Result<T, queues::QueueError>) -> Answer {
+    match answer {
+        Ok(_) => Answer::Done(None),
+        Err(error) => {
+            info!(error = error_chain(&error), "can't stop or start the queues");
+            Answer::Failed
+        }
+    }
+}
+
+fn by_api_server(answer: Result<(), ApiError>) -> Answer {
+    match answer {
+        Ok(()) => Answer::Done(None),
+        Err(error) => {
+            info!(error = error_chain(&error), "the API server has not done what the bridge asked for");
+            // A conflict says nothing: the binding before it may have been ours.
+            if error.code().is_none_or(|code| code == 409 || code >= 500) { Answer::Lost } else { Answer::Failed }
+        }
+    }
+}

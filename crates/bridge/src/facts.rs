@@ -1,0 +1,117 @@
+//! Looks up what waiting pods refer to.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use k8s_openapi::api::{
+    core::v1::{PersistentVolume, PersistentVolumeClaim},
+    storage::v1::StorageClass,
+};
+use kube::{
+    Api, Client,
+    api::{ApiResource, DynamicObject, GroupVersionKind},
+};
+use tokio::time::Instant;
+use tracing::debug;
+
+use cluster::{ApiError, call};
+use pods::{
+    facts::{Claim, Facts, KubeJob},
+    pod::PodView,
+    record::GangKind,
+};
+
+/// How long an answer counts.
+const KNOWN_FOR: Duration = Duration::from_secs(10);
+
+type Name = (String, String);
+
+/// The answers so far; None where there is no such object.
+#[derive(Default)]
+pub(crate) struct Lookups {
+    groups: BTreeMap<Name, (Option<Option<u32>>, Instant)>,
+    claims: BTreeMap<Name, (Option<Claim>, Instant)>,
+}
+
+impl Lookups {
+    /// What the waiting ones of `pods` refer to. What can't be looked up is left out.
+    pub(crate) async fn facts<'a>(
+        &mut self,
+        client: &Client,
+        pods: impl Iterator<Item = &'a PodView> + Clone,
+        jobs: &BTreeMap<String, KubeJob>,
+    ) -> Facts {
+        let waiting = pods.clone().filter(|pod| pod.is_bridged && pod.plan.is_some());
+        let (mut groups, mut claims) = (BTreeSet::new(), BTreeSet::new());
+        for pod in waiting {
+            let named = |name: &String| (pod.namespace.clone(), name.clone());
+            groups.extend(pod.hints.coscheduling.as_ref().map(named));
+            claims.extend(pod.plan.iter().flat_map(|plan| &plan.claims).map(named));
+        }
+        self.groups.retain(|name, (_, asked)| groups.contains(name) && asked.elapsed() < KNOWN_FOR);
+        self.claims.retain(|name, (_, asked)| claims.contains(name) && asked.elapsed() < KNOWN_FOR);
+        for name in groups {
+            if !self.groups.contains_key(&name) {
+                let found = said(min_member(client, &name).await).flatten();
+                self.groups.insert(name, (found, Instant::now()));
+            }
+        }
+        for name in claims {
+            if !self.claims.contains_key(&name) {
+                let found = said(claim(client, &name).await).flatten();
+                self.claims.insert(name, (found, Instant::now()));
+            }
+        }
+        let owned: BTreeSet<&str> = pods
+            .filter(|pod| pod.is_bridged)
+            .filter_map(|pod| pod.owner.as_ref())
+            .map(|owner| owner.uid.as_str())
+            .collect();
+        let group = |((namespace, name), (found, _)): (&Name, &(Option<Option<u32>>, Instant))| {
+            Some(((GangKind::Coscheduling, namespace.clone(), name.clone()), (*found)?))
+        };
+        let claim = |(name, (found, _)): (&Name, &(Option<Claim>, Instant))| Some((name.clone(), found.clone()?));
+        Facts {
+            jobs: jobs
+                .iter()
+                .filter(|(uid, _)| owned.contains(uid.as_str()))
+                .map(|(uid, job)| (uid.clone(), job.clone()))
+                .collect(),
+            pod_groups: self.groups.iter().filter_map(group).collect(),
+            claims: self.claims.iter().filter_map(claim).collect(),
+        }
+    }
+}
+
+fn said<T>(answer: Result<T, ApiError>) -> Option<T> {
+    answer.inspect_err(|error| debug!(%error, "can't look up what a pod refers to")).ok()
+}
+
+/// minMember of a PodGroup of coscheduling.
+async fn min_member(client: &Client, (namespace, name): &Name) -> Result<Option<Option<u32>>, ApiError> {
+    let kind = GroupVersionKind::gvk("scheduling.x-k8s.io", "v1alpha1", "PodGroup");
+    let groups: Api<DynamicObject> =
+        Api::namespaced_with(client.clone(), namespace, &ApiResource::from_gvk_with_plural(&kind, "podgroups"));
+    let found = call(format!("get PodGroup {namespace}/{name}"), groups.get_opt(name)).await?;
+    let number = |group: DynamicObject| group.data.pointer("/spec/minMember")?.as_u64()?.try_into().ok();
+    Ok(found.map(number))
+}
+
+async fn claim(client: &Client, (namespace, name): &Name) -> Result<Option<Claim>, ApiError> {
+    let claims: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), namespace);
+    let found = call(format!("get PersistentVolumeClaim {namespace}/{name}"), claims.get_opt(name)).await?;
+    let Some(spec) = found.and_then(|claim| claim.spec) else { return Ok(None) };
+    if let Some(volume) = spec.volume_name {
+        let volumes: Api<PersistentVolume> = Api::all(client.clone());
+        let found = call(format!("get PersistentVolume {volume}"), volumes.get_opt(&volume)).await?;
+        let affinity = found.and_then(|volume| volume.spec?.node_affinity?.required);
+        return Ok(Some(Claim::Bound { affinity }));
+    }
+    let Some(class) = spec.storage_class_name else { return Ok(Some(Claim::Unbound)) };
+    let classes: Api<StorageClass> = Api::all(client.clone());
+    let found = call(format!("get StorageClass {class}"), classes.get_opt(&class)).await?;
+    let waits = found.and_then(|class| class.volume_binding_mode).as_deref() == Some("WaitForFirstConsumer");
+    Ok(Some(if waits { Claim::WaitsForFirstConsumer } else { Claim::Unbound }))
+}

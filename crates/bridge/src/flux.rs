@@ -1,0 +1,96 @@
+//! The side of Flux: the lead's broker, its queues and its jobs.
+
+use std::{pin::Pin, sync::Arc};
+
+use futures::{Stream, StreamExt};
+
+use broker::{
+    journal::{JournalItem, journal},
+    queues::{self, QueueError},
+    rfc3::{Client, RpcError},
+    status::{attribute, state},
+};
+use pods::{
+    jobs::Jobs,
+    time::Millis,
+    world::{self, Queues},
+};
+
+/// The events that say what becomes of a job.
+const EVENTS: [&str; 7] = ["submit", "urgency", "alloc", "finish", "exception", "free", "clean"];
+
+/// A connection to the lead's broker.
+pub(crate) struct Flux {
+    pub(crate) client: Arc<Client>,
+    journal: Pin<Box<dyn Stream<Item = Result<JournalItem, RpcError>> + Send>>,
+    /// Of no use before the end of the backlog.
+    pub(crate) jobs: Jobs,
+    /// The backlog has been read.
+    pub(crate) is_whole: bool,
+    /// Names this life of the broker, as no other broker is named.
+    pub(crate) name: String,
+    in_run_since: Option<Millis>,
+}
+
+impl Flux {
+    /// Begins to follow the broker behind `client`.
+    ///
+    /// # Errors
+    /// [`RpcError`].
+    pub(crate) async fn follow(client: Client, instance_id: &str) -> Result<Self, RpcError> {
+        let started = attribute(&client, "broker.starttime").await?;
+        let journal = Box::pin(journal(&client, &EVENTS)?);
+        let name = format!("{instance_id} {started}");
+        Ok(Self { client: Arc::new(client), journal, jobs: Jobs::default(), is_whole: false, name, in_run_since: None })
+    }
+
+    /// Takes in the next item of the journal.
+    ///
+    /// # Errors
+    /// The journal has ended, so the connection is of no use any more.
+    pub(crate) async fn hear(&mut self) -> Result<(), RpcError> {
+        match self.journal.next().await {
+            Some(Ok(JournalItem::Job(events))) => self.jobs.apply(&events),
+            Some(Ok(JournalItem::BacklogEnd)) => self.is_whole = true,
+            Some(Err(RpcError::Closed)) | None => return Err(RpcError::Closed),
+            Some(Err(error)) => return Err(error),
+        }
+        Ok(())
+    }
+
+    /// The state of the broker. `recovered`: the broker in which pods have been given their cores.
+    ///
+    /// # Errors
+    /// [`RpcError`].
+    pub(crate) async fn broker(&mut self, recovered: Option<&str>, now: Millis) -> Result<world::Broker, RpcError> {
+        let is_in_run = state(&self.client).await?.state == "run";
+        self.in_run_since = is_in_run.then(|| self.in_run_since.unwrap_or(now));
+        let queues = match is_in_run {
+            true => standing(&self.client).await?,
+            false => Queues::Offline,
+        };
+        let is_recovered = recovered == Some(self.name.as_str());
+        Ok(world::Broker { in_run_since: self.in_run_since, queues, is_recovered })
+    }
+}
+
+async fn standing(client: &Client) -> Result<Queues, RpcError> {
+    let all = queues::queues(client).await?;
+    let is_ours = |queue: &queues::Queue| queue.stop_reason.as_deref().is_some_and(Queues::is_ours);
+    Ok(match () {
+        () if all.iter().any(queues::Queue::is_scheduler_offline) => Queues::Offline,
+        () if all.iter().any(is_ours) => Queues::Stopped,
+        () => Queues::Started,
+    })
+}
+
+/// Starts those queues that the bridge or a restart has stopped.
+///
+/// # Errors
+/// [`QueueError`].
+pub(crate) async fn start_queues(client: &Client) -> Result<(), QueueError> {
+    let all = queues::queues(client).await?;
+    let reasons = all.iter().filter_map(|queue| queue.stop_reason.as_deref());
+    let reasons: Vec<_> = reasons.filter(|reason| Queues::is_ours(reason)).collect();
+    queues::start(client, &reasons).await.map(drop)
+}

@@ -1,0 +1,121 @@
+//! Lease `flux-bridge`: who may write, and for which broker.
+
+use std::time::Duration;
+
+use k8s_openapi::{
+    api::coordination::v1::{Lease, LeaseSpec},
+    apimachinery::pkg::apis::meta::v1::MicroTime,
+    jiff::Timestamp,
+};
+use kube::{
+    Api, Client,
+    api::{ObjectMeta, PostParams},
+};
+use tokio::time::Instant;
+
+use api::NAMESPACE;
+use cluster::{
+    ApiError, call,
+    lease_rules::{LeaseStep, LeaseView, next_step},
+};
+
+/// Name of the Lease.
+const LEASE_BRIDGE: &str = "flux-bridge";
+/// Annotation: the broker that pods have been given their cores in.
+const ANNOTATION_BROKER: &str = "distribute.flux-framework.org/broker";
+/// How long a holder may be silent.
+const DURATION: Duration = Duration::from_secs(15);
+/// How often it is renewed.
+pub(crate) const RENEW_EVERY: Duration = Duration::from_secs(4);
+
+/// The Lease as this process knows it.
+pub(crate) struct Held {
+    leases: Api<Lease>,
+    identity: String,
+    /// Until when it is certainly ours.
+    until: Option<Instant>,
+    /// The broker that it names.
+    broker: Option<String>,
+    /// The last resourceVersion seen, and when this process saw it first.
+    last: Option<(String, Instant)>,
+}
+
+impl Held {
+    pub(crate) fn new(client: Client, identity: String) -> Self {
+        Self { leases: Api::namespaced(client, NAMESPACE), identity, until: None, broker: None, last: None }
+    }
+
+    /// True if nobody else may write. An action takes no longer than the rest of the Lease.
+    pub(crate) fn is_ours(&self) -> bool {
+        self.until.is_some_and(|until| Instant::now() + RENEW_EVERY / 2 < until)
+    }
+
+    /// The broker that it names.
+    pub(crate) fn broker(&self) -> Option<&str> {
+        self.broker.as_deref()
+    }
+
+    /// Takes or renews it, if that may be done. With `broker`, makes it name that one.
+    ///
+    /// # Errors
+    /// The API server's. Another one that was faster is no error.
+    pub(crate) async fn renew(&mut self, broker: Option<&str>) -> Result<(), ApiError> {
+        let asked = Instant::now();
+        let found = call("get Lease flux-bridge", self.leases.get_opt(LEASE_BRIDGE)).await?;
+        let view = found.as_ref().map(|lease| self.view(lease));
+        let before = found.as_ref().and_then(named).map(str::to_owned);
+        let broker = broker.map(str::to_owned).or(before.clone());
+        let step = next_step(view.as_ref(), &self.identity);
+        let (metadata, create) = match (step, found) {
+            (LeaseStep::Yield(_), _) => {
+                (self.until, self.broker) = (None, before);
+                return Ok(());
+            }
+            (LeaseStep::Renew | LeaseStep::Take, Some(lease)) => (lease.metadata, false),
+            _ => (ObjectMeta { name: Some(LEASE_BRIDGE.to_owned()), ..ObjectMeta::default() }, true),
+        };
+        let mut lease = Lease { metadata, spec: Some(self.spec()) };
+        if let Some(broker) = &broker {
+            lease.metadata.annotations.get_or_insert_default().insert(ANNOTATION_BROKER.to_owned(), broker.clone());
+        }
+        let parameters = PostParams::default();
+        let written = match create {
+            true => call("create Lease flux-bridge", self.leases.create(&parameters, &lease)).await,
+            // It names the resourceVersion that was read: of two that take it at once, one gets 409.
+            false => call("renew Lease flux-bridge", self.leases.replace(LEASE_BRIDGE, &parameters, &lease)).await,
+        };
+        match written {
+            Ok(lease) => {
+                self.view(&lease);
+                (self.until, self.broker) = (Some(asked + DURATION), broker);
+                Ok(())
+            }
+            Err(error) if error.code() == Some(409) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn view(&mut self, lease: &Lease) -> LeaseView {
+        let version = lease.metadata.resource_version.clone().unwrap_or_default();
+        let since = match &self.last {
+            Some((last, since)) if *last == version => *since,
+            _ => Instant::now(),
+        };
+        self.last = Some((version, since));
+        let holder = lease.spec.as_ref().and_then(|spec| spec.holder_identity.clone());
+        LeaseView { holder, unchanged_for: since.elapsed(), duration: DURATION }
+    }
+
+    fn spec(&self) -> LeaseSpec {
+        LeaseSpec {
+            holder_identity: Some(self.identity.clone()),
+            lease_duration_seconds: i32::try_from(DURATION.as_secs()).ok(),
+            renew_time: Some(MicroTime(Timestamp::now())),
+            ..LeaseSpec::default()
+        }
+    }
+}
+
+fn named(lease: &Lease) -> Option<&str> {
+    lease.metadata.annotations.as_ref()?.get(ANNOTATION_BROKER).map(String::as_str)
+}

@@ -1,0 +1,47 @@
+//! The bridge between pods and jobs: observes both sides, lets crate `pods` decide, and carries out what it wants.
+//!
+//! It runs beside the broker of rank 0, in the lead's agent. It keeps nothing that it could lose: whoever starts it again
+//! reads the pods and the journal of jobs, and goes on. It writes only while it holds Lease `flux-bridge`, so that the
+//! bridge of an old lead that was cut off does nothing.
+
+mod begin;
+mod facts;
+mod flux;
+mod lease;
+mod opted_in;
+mod run;
+mod tell;
+mod under_way;
+mod watched;
+
+use std::sync::Arc;
+
+use api::Roster;
+use broker::rfc3::{Client as Broker, RpcError};
+use futures::future::BoxFuture;
+use kube::Client;
+use pods::world::Settings;
+use tokio::sync::watch;
+
+pub use run::run;
+
+/// What the agent tells the bridge, as it changes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Told {
+    /// The roster, which says which node has which rank.
+    pub roster: Arc<Roster>,
+    /// `spec.pods`
+    pub settings: Settings,
+}
+
+/// What the bridge works with.
+pub struct Bridge {
+    /// The API server.
+    pub client: Client,
+    /// Connects to the broker of this host.
+    pub connect: Box<dyn Fn() -> BoxFuture<'static, Result<Broker, RpcError>> + Send + Sync>,
+    /// What the agent tells.
+    pub told: watch::Receiver<Told>,
+    /// Name of the agent's pod, which holds the Lease.
+    pub identity: String,
+}

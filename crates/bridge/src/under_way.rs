@@ -1,0 +1,105 @@
+//! The actions that were begun and whose result does not show yet.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use broker::job_id::JobId;
+use pods::{action::Action, facts::Facts, jobs::Jobs, world::Pods};
+
+/// After an answer, how long its result may take to show. Then the action is forgotten, and decided again if it is still right.
+const SHOWS_WITHIN: Duration = Duration::from_secs(10);
+/// At most so many bindings at a time.
+const BINDINGS: usize = 8;
+/// At most so many other actions at a time.
+const OTHERS: usize = 64;
+
+/// How an action was answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Answer {
+    /// It was done. A submission has a job.
+    Done(Option<JobId>),
+    /// It was certainly not done.
+    Failed,
+    /// It may have been done.
+    Lost,
+}
+
+struct Begun {
+    number: u64,
+    action: Action,
+    answered: Option<(Option<JobId>, Instant)>,
+}
+
+/// See the module.
+#[derive(Default)]
+pub(crate) struct UnderWay {
+    last: u64,
+    begun: Vec<Begun>,
+}
+
+impl UnderWay {
+    /// True if `action` may begin beside the others.
+    pub(crate) fn has_room_for(&self, action: &Action) -> bool {
+        let is_binding = |action: &Action| matches!(action, Action::Bind(_));
+        let same = self.begun.iter().filter(|begun| is_binding(&begun.action) == is_binding(action));
+        same.filter(|begun| begun.answered.is_none()).count() < if is_binding(action) { BINDINGS } else { OTHERS }
+    }
+
+    /// Notes that an action begins. Returns its number.
+    pub(crate) fn begin(&mut self, action: Action) -> u64 {
+        self.last += 1;
+        self.begun.push(Begun { number: self.last, action, answered: None });
+        self.last
+    }
+
+    /// Notes an answer. Returns the action if it may have been done and nothing tells.
+    pub(crate) fn answer(&mut self, number: u64, answer: Answer) -> Option<Action> {
+        let at = self.begun.iter().position(|begun| begun.number == number)?;
+        match answer {
+            Answer::Done(job) => {
+                self.begun[at].answered = Some((job, Instant::now()));
+                None
+            }
+            Answer::Failed => {
+                self.begun.remove(at);
+                None
+            }
+            Answer::Lost => Some(self.begun.remove(at).action),
+        }
+    }
+
+    /// Forgets the actions whose result shows.
+    pub(crate) fn settle(&mut self, jobs: &Jobs, pods: &Pods, facts: &Facts) {
+        self.begun.retain(|begun| match begun.answered {
+            None => true,
+            Some((job, at)) => at.elapsed() < SHOWS_WITHIN && !shows(&begun.action, job, jobs, pods, facts),
+        });
+    }
+
+    /// The actions.
+    pub(crate) fn actions(&self) -> Vec<Action> {
+        self.begun.iter().map(|begun| begun.action.clone()).collect()
+    }
+}
+
+fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &Facts) -> bool {
+    let has_ended = |job: &JobId| jobs.get(*job).is_none_or(|job| !job.is_active());
+    let is_there = || job.is_none_or(|job| jobs.get(job).is_some());
+    match action {
+        Action::Submit(_) => is_there(),
+        Action::Resubmit { job: old, .. } => has_ended(old) && is_there(),
+        Action::Cancel { job, .. } | Action::Finish { job, .. } => has_ended(job),
+        Action::Bind(binding) => pods.by_uid.get(&binding.pod.uid).is_none_or(|pod| pod.node.is_some()),
+        Action::Tell(tell) => pods.by_uid.get(&tell.pod.uid).and_then(|pod| pod.plan.as_ref()).is_none_or(|plan| {
+            let told = plan.told.as_ref().map(|(reason, message)| (reason.as_str(), message.as_str()));
+            !tell.is_condition || told == Some((tell.reason.word(), tell.message.as_str()))
+        }),
+        Action::Evict { pods: evicted, .. } => {
+            evicted.iter().all(|pod| pods.by_uid.get(&pod.uid).is_none_or(|pod| pod.is_deleting || pod.gone.is_some()))
+        }
+        Action::SuspendJob { job, .. } => facts.jobs.get(&job.uid).is_none_or(|job| job.is_suspended),
+        Action::ResumeJob(job) => facts.jobs.get(&job.uid).is_none_or(|job| !job.is_suspended),
+        Action::StopQueues(_) | Action::StartQueues => true,
+    }
+}

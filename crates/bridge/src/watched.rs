@@ -1,0 +1,213 @@
+//! The pods, Nodes and Jobs of the whole cluster, as the API server last sent them.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    hash::Hash,
+};
+
+use futures::{Stream, StreamExt, stream::select_all};
+use k8s_openapi::api::{
+    batch::v1::Job,
+    core::v1::{Node, Pod},
+};
+use kube::{
+    Api, Client, ResourceExt,
+    runtime::{WatchStreamExt, watcher, watcher::Event},
+};
+use tracing::debug;
+
+use pods::{
+    facts::{ANNOTATION_SUSPENDED, KubeJob, SuspendReason},
+    pod::{FORCED_HOLD, Phase, PodView},
+    time::Millis,
+    world::Pods,
+};
+
+/// A change of what is watched.
+pub(crate) enum Change {
+    Pod(Event<Pod>),
+    Node(Event<Node>),
+    Job(Event<Job>),
+}
+
+/// All changes, without an end. A watch that fails begins again after a pause that grows.
+pub(crate) fn changes(client: &Client) -> impl Stream<Item = Change> + Send + use<> {
+    select_all([
+        watch(Api::<Pod>::all(client.clone())).map(Change::Pod).boxed(),
+        watch(Api::<Node>::all(client.clone())).map(Change::Node).boxed(),
+        watch(Api::<Job>::all(client.clone())).map(Change::Job).boxed(),
+    ])
+}
+
+fn watch<K>(api: Api<K>) -> impl Stream<Item = Event<K>> + Send
+where
+    K: kube::Resource + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + Sync + 'static,
+    K::DynamicType: Default + Eq + Hash + Clone,
+{
+    let events = watcher(api, watcher::Config::default()).default_backoff();
+    events.filter_map(async |event| event.inspect_err(|error| debug!(%error, "a watch failed")).ok())
+}
+
+/// What was watched so far.
+#[derive(Default)]
+pub(crate) struct Watched {
+    /// Of no use until they have been listed.
+    pub(crate) pods: Pods,
+    /// The pods have been listed.
+    pub(crate) is_listed: bool,
+    nodes: Option<BTreeMap<String, Node>>,
+    jobs: Option<BTreeMap<String, KubeJob>>,
+    /// A list that is being read, which replaces what is there only at its end.
+    new_pods: BTreeSet<String>,
+    new_nodes: BTreeMap<String, Node>,
+    new_jobs: BTreeMap<String, KubeJob>,
+}
+
+impl Watched {
+    /// Takes in a change. Returns false if nothing that the bridge decides by has changed.
+    pub(crate) fn take(&mut self, change: Change, now: Millis) -> bool {
+        match change {
+            Change::Pod(event) => self.take_pod(event, now),
+            Change::Node(event) => self.take_node(event),
+            Change::Job(event) => self.take_job(event),
+        }
+    }
+
+    /// The Nodes by name; None until they have been listed.
+    pub(crate) fn nodes(&self) -> Option<&BTreeMap<String, Node>> {
+        self.nodes.as_ref()
+    }
+
+    /// The Jobs by uid; None until they have been listed.
+    pub(crate) fn jobs(&self) -> Option<&BTreeMap<String, KubeJob>> {
+        self.jobs.as_ref()
+    }
+
+    /// Forgets the pods whose cores need not be held any longer.
+    pub(crate) fn forget(&mut self, now: Millis) {
+        self.pods.by_uid.retain(|_, pod| pod.gone.is_none_or(|gone| now < gone.saturating_add(FORCED_HOLD)));
+    }
+
+    /// Takes in a pod that was read in answer to a conflict.
+    pub(crate) fn read(&mut self, pod: Option<&Pod>, uid: &str, now: Millis) -> bool {
+        match pod.filter(|pod| pod.uid().as_deref() == Some(uid)) {
+            Some(pod) => self.keep_pod(pod),
+            None => self.lose(uid, now),
+        }
+    }
+
+    fn take_pod(&mut self, event: Event<Pod>, now: Millis) -> bool {
+        match event {
+            Event::Init => {
+                self.new_pods.clear();
+                false
+            }
+            Event::InitApply(pod) => {
+                self.new_pods.extend(pod.uid());
+                self.keep_pod(&pod)
+            }
+            Event::InitDone => {
+                let listed = std::mem::take(&mut self.new_pods);
+                let lost: Vec<_> = self.pods.by_uid.keys().filter(|uid| !listed.contains(*uid)).cloned().collect();
+                for uid in &lost {
+                    self.lose(uid, now);
+                }
+                if !std::mem::replace(&mut self.is_listed, true) {
+                    self.pods.listed = now;
+                }
+                true
+            }
+            Event::Apply(pod) => self.keep_pod(&pod),
+            Event::Delete(pod) => {
+                // Its last state tells whether its containers had ended.
+                self.keep_pod(&pod);
+                self.lose(&pod.uid().unwrap_or_default(), now)
+            }
+        }
+    }
+
+    /// Only pods that matter are kept: those that are bridged, and those that take room on a node.
+    fn keep_pod(&mut self, pod: &Pod) -> bool {
+        let view = PodView::of(pod, None);
+        let ended = matches!(view.phase, Phase::Succeeded | Phase::Failed);
+        if view.is_bridged || (view.node.is_some() && !ended) {
+            let before = self.pods.by_uid.insert(view.uid.clone(), view.clone());
+            before.as_ref() != Some(&view)
+        } else {
+            self.pods.by_uid.remove(&view.uid).is_some()
+        }
+    }
+
+    fn lose(&mut self, uid: &str, now: Millis) -> bool {
+        let Some(pod) = self.pods.by_uid.get_mut(uid) else { return false };
+        let ended = matches!(pod.phase, Phase::Succeeded | Phase::Failed);
+        if pod.node.is_none() || ended {
+            return self.pods.by_uid.remove(uid).is_some();
+        }
+        let is_new = pod.gone.is_none();
+        pod.gone.get_or_insert(now);
+        is_new
+    }
+
+    fn take_node(&mut self, event: Event<Node>) -> bool {
+        match event {
+            Event::Init => self.new_nodes.clear(),
+            Event::InitApply(node) => drop(self.new_nodes.insert(node.name_any(), slim(node))),
+            Event::InitDone => self.nodes = Some(std::mem::take(&mut self.new_nodes)),
+            Event::Apply(node) => {
+                let (name, node) = (node.name_any(), slim(node));
+                let nodes = self.nodes.get_or_insert_default();
+                return nodes.insert(name, node.clone()) != Some(node);
+            }
+            Event::Delete(node) => drop(self.nodes.get_or_insert_default().remove(&node.name_any())),
+        }
+        true
+    }
+
+    fn take_job(&mut self, event: Event<Job>) -> bool {
+        match event {
+            Event::Init => self.new_jobs.clear(),
+            Event::InitApply(job) => drop(self.new_jobs.insert(job.uid().unwrap_or_default(), kube_job(&job))),
+            Event::InitDone => self.jobs = Some(std::mem::take(&mut self.new_jobs)),
+            Event::Apply(job) => {
+                let view = kube_job(&job);
+                return self.jobs.get_or_insert_default().insert(view.uid.clone(), view.clone()) != Some(view);
+            }
+            Event::Delete(job) => drop(self.jobs.get_or_insert_default().remove(&job.uid().unwrap_or_default())),
+        }
+        true
+    }
+}
+
+/// A Node without what changes all the time.
+fn slim(mut node: Node) -> Node {
+    node.metadata.managed_fields = None;
+    node.metadata.annotations = None;
+    node.metadata.resource_version = None;
+    if let Some(status) = &mut node.status {
+        status.images = None;
+        for condition in status.conditions.iter_mut().flatten() {
+            condition.last_heartbeat_time = None;
+        }
+    }
+    node
+}
+
+fn kube_job(job: &Job) -> KubeJob {
+    let (spec, status) = (job.spec.as_ref(), job.status.as_ref());
+    let count = |number: Option<i32>| number.and_then(|number| u32::try_from(number).ok());
+    let annotation = job.annotations().get(ANNOTATION_SUSPENDED);
+    KubeJob {
+        namespace: job.namespace().unwrap_or_default(),
+        name: job.name_any(),
+        uid: job.uid().unwrap_or_default(),
+        is_indexed: spec.and_then(|spec| spec.completion_mode.as_deref()) == Some("Indexed"),
+        completions: count(spec.and_then(|spec| spec.completions)),
+        // The API server's defaults.
+        parallelism: count(spec.and_then(|spec| spec.parallelism)).unwrap_or(1),
+        succeeded: count(status.and_then(|status| status.succeeded)).unwrap_or(0),
+        seconds: spec.and_then(|spec| spec.active_deadline_seconds).and_then(|seconds| u64::try_from(seconds).ok()),
+        is_suspended: spec.and_then(|spec| spec.suspend) == Some(true),
+        suspended_for: annotation.and_then(|word| SuspendReason::read(word)),
+    }
+}

@@ -1,0 +1,134 @@
+//! Submits jobs without processes, cancels and ends them.
+//!
+//! Such a job (RFC 14, with `attributes.system.exec.test.override`) holds resources for work that Flux does not start. It
+//! is in state RUN as soon as it has its resources. It ends with [`finish`]; nothing else may start it, because a
+//! started one fails if the lead's broker is killed, and ends when its time is over.
+
+use std::time::Duration;
+
+use base64::{Engine, prelude::BASE64_STANDARD};
+use futures::join;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::{
+    job_id::JobId,
+    message::{ANY, EINVAL, ENOENT, EPERM, LEAD},
+    rfc3::{Client, RpcError},
+    status::parse,
+};
+
+/// The urgency of a job by default (RFC 30).
+pub const DEFAULT_URGENCY: u8 = 16;
+/// The highest urgency (RFC 30). 0 holds a job.
+pub const MAX_URGENCY: u8 = 31;
+/// Flag of a job that is not validated (`FLUX_JOB_NOVALIDATE`, flux_job_submit(3)).
+const NOVALIDATE: u32 = 8;
+/// The errors of a refusal: the second one is that of the job manager, the first one of Flux's own validator.
+const REFUSALS: [u32; 2] = [EPERM, EINVAL];
+/// Limit for a submission: a thousand at once take five seconds to validate.
+const SUBMIT_TIMEOUT: Duration = Duration::from_mins(1);
+
+/// Why there is no job.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SubmitError {
+    /// Flux refuses the jobspec, the queue accepts no jobs ([`super::queues::Queue::enable`]), or the user of this
+    /// connection is not the owner of the instance.
+    #[error("Flux refuses the job: {reason}")]
+    Refused {
+        /// Flux's message.
+        reason: String,
+    },
+    /// The request failed. After [`RpcError::Timeout`] or [`RpcError::Closed`] there may be a job nevertheless; the
+    /// journal shows it.
+    #[error(transparent)]
+    Broker(#[from] RpcError),
+}
+
+/// Submits a job as the owner of the instance, who must be the user of this connection, and returns its id. `urgency` is
+/// at most [`MAX_URGENCY`]. With `novalidate` Flux does not check the jobspec, which takes half the time.
+///
+/// An answer does not mean that the request can be satisfied: if no resources of the instance could, the job gets an
+/// exception of type `alloc`.
+///
+/// # Errors
+/// [`SubmitError`].
+pub async fn submit(client: &Client, jobspec: &Value, urgency: u8, novalidate: bool) -> Result<JobId, SubmitError> {
+    #[derive(Deserialize)]
+    struct Submitted {
+        id: JobId,
+    }
+    let topic = "job-ingest.submit";
+    let flags = if novalidate { NOVALIDATE } else { 0 };
+    let order = json!({ "J": unsigned(client.uid(), jobspec), "urgency": urgency, "flags": flags });
+    match client.rpc_within(SUBMIT_TIMEOUT, topic, ANY, order).await {
+        Ok(answer) => Ok(parse::<Submitted>(topic, answer)?.id),
+        Err(RpcError::Service { errnum, text, .. }) if REFUSALS.contains(&errnum) => {
+            Err(SubmitError::Refused { reason: text })
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// A jobspec in the form J without a signature, which Flux accepts from the owner of the instance (flux-core
+/// src/common/libutil/sign_none.c): a header of keys and typed values that NULs end, the payload, and the mechanism.
+fn unsigned(uid: u32, jobspec: &Value) -> String {
+    let header = format!("version\0i1\0userid\0i{uid}\0mechanism\0snone\0");
+    format!("{}.{}.none", BASE64_STANDARD.encode(header), BASE64_STANDARD.encode(jobspec.to_string()))
+}
+
+/// Cancels a job, whatever its state. Returns false if it has ended already, or never was. Its events then are
+/// `exception` and `clean`, with `free` between them if it had resources; `finish` may be missing.
+///
+/// Like [`finish`], it must not be used on a job that holds resources while the scheduler is offline.
+///
+/// # Errors
+/// [`RpcError`].
+pub async fn cancel(client: &Client, id: JobId, note: &str) -> Result<bool, RpcError> {
+    let order = json!({ "id": id, "type": "cancel", "severity": 0, "note": note });
+    match client.rpc("job-manager.raise", LEAD, order).await {
+        Ok(_) => Ok(true),
+        Err(error) if error.is(ENOENT) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Ends a job that holds resources, with a wait status (wait(2): 256 for exit code 1). Starts it only to end it at once.
+///
+/// Returns false if the job's executor does not know the job: it has ended, or it got its resources a few milliseconds
+/// ago, which nothing announces. If the journal has no end of the job, ask again.
+///
+/// While the scheduler is offline, a job that ends may keep its cores for ever: see
+/// [`super::queues::is_scheduler_offline`].
+///
+/// # Errors
+/// [`RpcError`]. If the job was started but not ended, the next call ends it.
+pub async fn finish(client: &Client, id: JobId, status: i32) -> Result<bool, RpcError> {
+    let order = |event: &str| json!({ "event": event, "jobid": id, "status": status });
+    let topic = "job-exec.override";
+    // Both are sent, in this order, before the first answer is awaited.
+    let (start, finish) = join!(client.rpc(topic, LEAD, order("start")), client.rpc(topic, LEAD, order("finish")));
+    let is_unknown = |answer: &Result<Value, RpcError>| answer.as_ref().is_err_and(|error| error.is(ENOENT));
+    match (start, finish) {
+        (_, Ok(_)) => Ok(true),
+        // It may have become known, or have ended, between the two.
+        (start, finish) if is_unknown(&start) || is_unknown(&finish) => Ok(false),
+        (_, Err(error)) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_jobspec_is_wrapped_as_flux_does_it_for_an_owner() {
+        // The header that flux-core 0.88 writes for user 0.
+        let header = "dmVyc2lvbgBpMQB1c2VyaWQAaTAAbWVjaGFuaXNtAHNub25lAA==";
+        assert_eq!(unsigned(0, &json!({"version": 1})), format!("{header}.eyJ2ZXJzaW9uIjoxfQ==.none"));
+        let other = unsigned(54321, &Value::Null);
+        let header = BASE64_STANDARD.decode(other.split('.').next().unwrap()).unwrap();
+        assert_eq!(header, b"version\0i1\0userid\0i54321\0mechanism\0snone\0");
+    }
+}

@@ -1,0 +1,240 @@
+//! The job manager's queues (RFC 33): whether they are started, and whether a restart stops them.
+
+use std::time::Duration;
+
+use base64::{Engine, prelude::BASE64_STANDARD};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::{
+    job_id::JobId,
+    message::{ANY, ENOENT, LEAD},
+    rfc3::{Client, RpcError},
+    status::parse,
+};
+
+/// Why a queue is stopped if no scheduler is online (job-manager queues.c).
+pub const SCHEDULER_IS_OFFLINE: &str = "Scheduler is offline";
+/// Why a queue is stopped after a restart with `job-manager.stop-queues-on-restart` (job-manager queue.c).
+pub const STOPPED_BY_RESTART: &str = "Automatically stopped due to restart";
+/// Limit for one request. The job manager may be busy with the jobs of a queue that starts or stops.
+const TIMEOUT: Duration = Duration::from_mins(1);
+/// Where the job manager keeps the state of its queues (job-manager restart.c).
+const CHECKPOINT: &str = "checkpoint.job-manager";
+const CHECKPOINT_VERSION: u32 = 1;
+/// Writes to disk whatever the KVS holds, and answers then (`FLUX_KVS_SYNC`, flux_kvs_commit(3)).
+const SYNC: u32 = 4;
+
+/// A queue.
+#[derive(Deserialize, Debug, Clone, Default, PartialEq, Eq)]
+pub struct Queue {
+    /// Its name; None for the only queue of an instance without named ones.
+    #[serde(skip)]
+    pub name: Option<String>,
+    /// True if it accepts jobs.
+    pub enable: bool,
+    /// True if its jobs go to the scheduler. False for any queue while no scheduler is online.
+    pub start: bool,
+    /// Why it accepts no jobs.
+    #[serde(default)]
+    pub disable_reason: Option<String>,
+    /// Why it is stopped: text that an administrator gave, [`STOPPED_BY_RESTART`], or [`SCHEDULER_IS_OFFLINE`], which
+    /// hides any other.
+    #[serde(default)]
+    pub stop_reason: Option<String>,
+}
+
+impl Queue {
+    /// True if no scheduler is online: then nothing shows whether the queue is stopped, and why.
+    pub fn is_scheduler_offline(&self) -> bool {
+        self.stop_reason.as_deref() == Some(SCHEDULER_IS_OFFLINE)
+    }
+}
+
+/// Why queues were not changed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum QueueError {
+    /// A request to the broker failed.
+    #[error(transparent)]
+    Broker(#[from] RpcError),
+    /// See [`Queue::is_scheduler_offline`].
+    #[error("can't see which queues are stopped while the scheduler is offline")]
+    SchedulerIsOffline,
+}
+
+/// All queues.
+///
+/// # Errors
+/// [`RpcError`].
+pub async fn queues(client: &Client) -> Result<Vec<Queue>, RpcError> {
+    let names = names(client).await?;
+    if names.is_empty() {
+        return Ok(vec![queue(client, None).await?]);
+    }
+    futures::future::try_join_all(names.iter().map(|name| queue(client, Some(name)))).await
+}
+
+/// The queue of that name; None is the one of an instance without named queues.
+///
+/// # Errors
+/// [`RpcError::Service`] if there is none; other [`RpcError`]s.
+pub async fn queue(client: &Client, name: Option<&str>) -> Result<Queue, RpcError> {
+    let topic = "job-manager.queue-status";
+    let which = name.map_or_else(|| json!({}), |name| json!({ "name": name }));
+    let queue: Queue = parse(topic, ask(client, topic, which).await?)?;
+    Ok(Queue { name: name.map(str::to_owned), ..queue })
+}
+
+/// True if no scheduler is online. A job that ends then may keep its cores for ever (see [`super::reload`]). The job
+/// manager does not announce that a scheduler is online.
+///
+/// # Errors
+/// [`RpcError`].
+pub async fn is_scheduler_offline(client: &Client) -> Result<bool, RpcError> {
+    let names = names(client).await?;
+    Ok(queue(client, names.first().map(String::as_str)).await?.is_scheduler_offline())
+}
+
+/// Stops those queues that are started: their jobs get no resources, not even free ones; running jobs continue. The
+/// reason shows in `flux queue status`. A restart forgets that they were stopped. Returns them as they were.
+///
+/// # Errors
+/// [`QueueError`]; some queues may be stopped.
+pub async fn stop(client: &Client, reason: &str) -> Result<Vec<Queue>, QueueError> {
+    let stopped = visible(client).await?.into_iter().filter(|queue| queue.start).collect::<Vec<_>>();
+    switch(client, &stopped, &json!({ "start": false, "nocheckpoint": true, "reason": reason })).await?;
+    Ok(stopped)
+}
+
+/// Starts those queues that are stopped for one of these reasons, so that any other stays as its administrator wants.
+/// Returns them as they were.
+///
+/// # Errors
+/// [`QueueError`]; some queues may be started.
+pub async fn start(client: &Client, reasons: &[&str]) -> Result<Vec<Queue>, QueueError> {
+    let is_meant = |queue: &Queue| queue.stop_reason.as_deref().is_some_and(|reason| reasons.contains(&reason));
+    let started = visible(client).await?.into_iter().filter(is_meant).collect::<Vec<_>>();
+    // STOPPED_BY_RESTART is in the job manager's record, and has to leave it.
+    switch(client, &started, &json!({ "start": true, "nocheckpoint": false })).await?;
+    Ok(started)
+}
+
+/// Ensures that the job manager stops its queues when it restarts, if `job-manager.stop-queues-on-restart` says so. That
+/// acts only on queues of an earlier record, which the job manager writes for the first time when it ends cleanly: if
+/// it crashes before, it starts with open queues. So this writes such a record unless there is one: the queues as they
+/// are. It is on disk when this returns. Returns true if it wrote one.
+///
+/// # Errors
+/// [`QueueError`].
+pub async fn ensure_recorded(client: &Client) -> Result<bool, QueueError> {
+    #[derive(Deserialize)]
+    struct Info {
+        max_jobid: JobId,
+    }
+    match ask(client, "kvs.lookup", json!({ "key": CHECKPOINT, "namespace": "primary", "flags": 0 })).await {
+        Ok(_) => return Ok(false),
+        Err(error) if error.is(ENOENT) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let queues = visible(client).await?;
+    let topic = "job-manager.getinfo";
+    let Info { max_jobid } = parse(topic, ask(client, topic, Value::Null).await?)?;
+    let queues: Vec<Value> = queues.iter().map(record).collect();
+    let record = json!({ "version": CHECKPOINT_VERSION, "max_jobid": max_jobid, "queue": queues });
+    ask(client, "kvs.commit", put(CHECKPOINT, &record)).await?;
+    Ok(true)
+}
+
+/// A queue in the job manager's record (queues.c `save_one`). Keys without a value are left out.
+fn record(queue: &Queue) -> Value {
+    let mut record = json!({ "enable": queue.enable, "start": queue.start });
+    let texts = [("name", &queue.name), ("disable_reason", &queue.disable_reason), ("stop_reason", &queue.stop_reason)];
+    for (key, text) in texts {
+        if let Some(text) = text {
+            record[key] = json!(text);
+        }
+    }
+    record
+}
+
+/// The payload of `kvs.commit` that sets `key` to `value` (RFC 11).
+fn put(key: &str, value: &Value) -> Value {
+    let data = BASE64_STANDARD.encode(value.to_string());
+    let put = json!({ "key": key, "flags": 0, "dirent": { "ver": 1, "type": "val", "data": data } });
+    json!({ "namespace": "primary", "flags": SYNC, "ops": [put] })
+}
+
+/// All queues, with their own state.
+async fn visible(client: &Client) -> Result<Vec<Queue>, QueueError> {
+    let queues = queues(client).await?;
+    if queues.iter().any(Queue::is_scheduler_offline) {
+        return Err(QueueError::SchedulerIsOffline);
+    }
+    Ok(queues)
+}
+
+async fn switch(client: &Client, queues: &[Queue], order: &Value) -> Result<(), RpcError> {
+    for queue in queues {
+        let mut order = order.clone();
+        order["all"] = json!(queue.name.is_none());
+        if let Some(name) = &queue.name {
+            order["name"] = json!(name);
+        }
+        ask(client, "job-manager.queue-start", order).await?;
+    }
+    Ok(())
+}
+
+/// The names of the named queues.
+async fn names(client: &Client) -> Result<Vec<String>, RpcError> {
+    #[derive(Deserialize)]
+    struct Queues {
+        queues: Vec<String>,
+    }
+    let topic = "job-manager.queue-list";
+    Ok(parse::<Queues>(topic, ask(client, topic, Value::Null).await?)?.queues)
+}
+
+async fn ask(client: &Client, topic: &str, payload: Value) -> Result<Value, RpcError> {
+    let nodeid = if topic.starts_with("job-manager.") { LEAD } else { ANY };
+    client.rpc_within(TIMEOUT, topic, nodeid, payload).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_queue_is_recorded_as_the_job_manager_does_it() {
+        let started = Queue { enable: true, start: true, ..Queue::default() };
+        let text = |text: &str| Some(text.to_owned());
+        for (queue, expected) in [
+            (started.clone(), json!({"enable": true, "start": true})),
+            (
+                Queue { name: text("debug"), start: false, stop_reason: text("repair"), ..started.clone() },
+                json!({"name": "debug", "enable": true, "start": false, "stop_reason": "repair"}),
+            ),
+            (
+                Queue { enable: false, disable_reason: text("moved"), ..started },
+                json!({"enable": false, "start": true, "disable_reason": "moved"}),
+            ),
+        ] {
+            assert_eq!(record(&queue), expected);
+        }
+    }
+
+    #[test]
+    fn only_flux_words_mean_that_the_scheduler_is_offline() {
+        // The answers of flux-core 0.88.
+        for (answer, offline) in [
+            (json!({"enable": true, "start": true}), false),
+            (json!({"enable": true, "start": false, "stop_reason": "Scheduler is offline"}), true),
+            (json!({"enable": true, "start": false, "stop_reason": "Automatically stopped due to restart"}), false),
+            (json!({"enable": false, "disable_reason": "Scheduler is offline", "start": false}), false),
+        ] {
+            let queue: Queue = serde_json::from_value(answer.clone()).unwrap();
+            assert_eq!(queue.is_scheduler_offline(), offline, "{answer}");
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! What the bridge wants done. The result of each action comes back in the next world, and nowhere else.
+
+use broker::job_id::JobId;
+
+use crate::{
+    facts::{KubeJob, SuspendReason},
+    jobspec::JobRequest,
+    pod::PodView,
+    record::{GangId, PodRecord},
+};
+
+/// Something to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Action {
+    /// Submit a job. The journal shows it.
+    Submit(Box<JobRequest>),
+    /// Cancel a job with a note that begins with [`crate::jobs::NOTE`], and submit another one for the same pods. The journal
+    /// shows both.
+    Resubmit {
+        /// The job.
+        job: JobId,
+        /// The other one.
+        request: Box<JobRequest>,
+    },
+    /// Cancel a job. The journal shows its end.
+    Cancel {
+        /// The job.
+        job: JobId,
+        /// Its gang.
+        gang: GangId,
+        /// Note of the cancel. It begins with [`crate::jobs::NOTE`].
+        note: String,
+    },
+    /// End a job that holds resources. The journal shows its end.
+    Finish {
+        /// The job.
+        job: JobId,
+        /// Its gang.
+        gang: GangId,
+        /// Wait status (wait(2)).
+        status: i32,
+    },
+    /// Bind a pod and record its job, in one request with the uid as its precondition. The pod shows it. An answer 409 says
+    /// nothing: the pod has to be read.
+    Bind(Box<Binding>),
+    /// Tell people who look at a pod. The condition shows in the pod.
+    Tell(Box<Tell>),
+    /// Evict pods (subresource eviction). The pods show it.
+    Evict {
+        /// Their gang.
+        gang: GangId,
+        /// The pods.
+        pods: Vec<PodRef>,
+    },
+    /// Suspend a Job of Kubernetes, and annotate it with the reason. The Job shows it.
+    SuspendJob {
+        /// The gang.
+        gang: GangId,
+        /// The Job.
+        job: JobRef,
+        /// Why.
+        reason: SuspendReason,
+    },
+    /// Resume a Job that the bridge has suspended, and remove the annotation. The Job shows it.
+    ResumeJob(JobRef),
+    /// Stop the queues, with this reason.
+    StopQueues(String),
+    /// Write the broker's name into Lease `flux-bridge`, then start the queues for whose reason [`crate::world::Queues::is_ours`].
+    StartQueues,
+}
+
+/// A pod to bind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Binding {
+    /// Its gang.
+    pub gang: GangId,
+    /// The pod.
+    pub pod: PodRef,
+    /// The Node.
+    pub node: String,
+    /// What its annotation is to say.
+    pub record: PodRecord,
+}
+
+/// A pod by name, and by uid as precondition.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PodRef {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Its uid.
+    pub uid: String,
+}
+
+impl From<&PodView> for PodRef {
+    fn from(pod: &PodView) -> Self {
+        Self { namespace: pod.namespace.clone(), name: pod.name.clone(), uid: pod.uid.clone() }
+    }
+}
+
+/// A Job of Kubernetes by name, and by uid as precondition.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct JobRef {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Its uid.
+    pub uid: String,
+}
+
+impl From<&KubeJob> for JobRef {
+    fn from(job: &KubeJob) -> Self {
+        Self { namespace: job.namespace.clone(), name: job.name.clone(), uid: job.uid.clone() }
+    }
+}
+
+/// Words for people who look at a pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tell {
+    /// The pod.
+    pub pod: PodRef,
+    /// What about.
+    pub reason: Reason,
+    /// A sentence.
+    pub message: String,
+    /// Also as condition PodScheduled=False with this reason. An Event is made in any case, if the reason is another one than
+    /// the condition has.
+    pub is_condition: bool,
+}
+
+/// What a [`Tell`] is about: the reason of condition and Event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reason {
+    /// No node of the instance could ever take it, or it has waited for [`crate::decide::AUTOSCALE_AFTER`]. Autoscalers act on
+    /// this word.
+    Unschedulable,
+    /// It waits in Flux's queue.
+    Queued,
+    /// Its gang is not complete.
+    Incomplete,
+    /// Something about it has to be changed.
+    Refused,
+    /// Its namespace has not opted in.
+    NotOptedIn,
+    /// It holds more cores than it asks for, because its gang's slots are equal.
+    Padded,
+    /// kubelet has refused it, or does not take it up.
+    NotStarted,
+}
+
+impl Reason {
+    /// The word in Kubernetes.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Unschedulable => "Unschedulable",
+            Self::Queued => "Queued",
+            Self::Incomplete => "Incomplete",
+            Self::Refused => "Refused",
+            Self::NotOptedIn => "NotOptedIn",
+            Self::Padded => "Padded",
+            Self::NotStarted => "NotStarted",
+        }
+    }
+}
+
+impl Action {
+    /// The gang whose jobs or pods it changes. Binding one pod and telling one do not keep the rest of the gang from acting.
+    pub fn occupies(&self) -> Option<&GangId> {
+        match self {
+            Self::Submit(request) | Self::Resubmit { request, .. } => Some(&request.record.gang),
+            Self::Cancel { gang, .. }
+            | Self::Finish { gang, .. }
+            | Self::Evict { gang, .. }
+            | Self::SuspendJob { gang, .. } => Some(gang),
+            Self::Bind(_) | Self::Tell(_) | Self::ResumeJob(_) | Self::StopQueues(_) | Self::StartQueues => None,
+        }
+    }
+}

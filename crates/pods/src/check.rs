@@ -1,0 +1,116 @@
+//! The check before binding: what kubelet would refuse a pod by. kubelet has the last word.
+
+use std::collections::BTreeMap;
+
+use api::Rank;
+
+use crate::{
+    pod::PodView,
+    requests::Requests,
+    target::{Allocatable, Target},
+    usage::{Usage, UsageByNode},
+};
+
+/// Why a pod can't be bound to a node now.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+pub enum Shortfall {
+    /// The rank has no node.
+    #[error("the node is gone")]
+    Gone,
+    /// Condition Ready is not True.
+    #[error("the node is not Ready")]
+    NotReady,
+    /// A taint that the pod does not tolerate.
+    #[error("the node has taint {0}")]
+    Taint(String),
+    /// nodeSelector or node affinity don't permit it.
+    #[error("its nodeSelector or node affinity does not permit the node")]
+    NotSelected,
+    /// Too little of a resource.
+    #[error("the node has {free} of {resource} left, and the pod asks for {wanted}")]
+    Room {
+        /// Its name; `cpu` is in thousandths.
+        resource: String,
+        /// What no pod has asked for.
+        free: u64,
+        /// What the pod asks for.
+        wanted: u64,
+    },
+    /// Another pod has the port.
+    #[error("port {0} of the node is taken")]
+    Port(i32),
+}
+
+impl Shortfall {
+    /// It reports a condition of the node that may pass within a minute.
+    pub fn is_passing(&self) -> bool {
+        match self {
+            Self::NotReady => true,
+            Self::Taint(taint) => taint.starts_with("node.kubernetes.io/") && !taint.contains("unschedulable"),
+            _ => false,
+        }
+    }
+}
+
+/// The first reason for which a node with `usage` has no room for a pod.
+pub fn room(allocatable: &Allocatable, usage: &Usage, wanted: &Requests) -> Option<Shortfall> {
+    let used = &usage.requests;
+    let short = |resource: &str, allocatable: u64, used: u64, wanted: u64| {
+        let free = allocatable.saturating_sub(used);
+        (wanted > free).then(|| Shortfall::Room { resource: resource.to_owned(), free, wanted })
+    };
+    let extended = || {
+        wanted.extended.iter().find_map(|(name, wanted)| {
+            let amount = |of: &BTreeMap<String, u64>| of.get(name).copied().unwrap_or_default();
+            short(name, amount(&allocatable.extended), amount(&used.extended), *wanted)
+        })
+    };
+    let port = || {
+        let conflicts = |port| used.ports.iter().any(|taken| taken.conflicts(port));
+        wanted.ports.iter().find(|port| conflicts(port)).map(|port| Shortfall::Port(port.port))
+    };
+    short("pods", allocatable.pods, usage.pods, 1)
+        .or_else(|| short("cpu", allocatable.cpu, used.cpu, wanted.cpu))
+        .or_else(|| short("memory", allocatable.memory, used.memory, wanted.memory))
+        .or_else(|| short("ephemeral-storage", allocatable.ephemeral, used.ephemeral, wanted.ephemeral))
+        .or_else(extended)
+        .or_else(port)
+}
+
+/// The first reason for which `pod` can't be bound to `target`, with `usage` on it.
+pub fn check_pod(target: &Target, usage: &Usage, pod: &PodView) -> Option<Shortfall> {
+    if !target.is_ready {
+        return Some(Shortfall::NotReady);
+    }
+    if let Some(plan) = &pod.plan {
+        if let Some(taint) = plan.rules.untolerated(&target.taints) {
+            return Some(Shortfall::Taint(format!("{}:{}", taint.key, taint.effect)));
+        }
+        if !plan.rules.select(&target.node, &target.labels) {
+            return Some(Shortfall::NotSelected);
+        }
+    }
+    room(&target.allocatable, usage, &pod.requests)
+}
+
+/// All nodes to which those of `pods` that were dealt to them can't be bound together, each with its first reason.
+pub fn check(
+    pods: &[(&PodView, Rank)],
+    targets: &BTreeMap<Rank, Target>,
+    usage: &UsageByNode,
+) -> BTreeMap<Rank, Shortfall> {
+    let mut usages: BTreeMap<Rank, Usage> = BTreeMap::new();
+    let mut failing = BTreeMap::new();
+    for (pod, rank) in pods {
+        let Some(target) = targets.get(rank) else {
+            failing.entry(*rank).or_insert(Shortfall::Gone);
+            continue;
+        };
+        let usage = usages.entry(*rank).or_insert_with(|| usage.all(&target.node).clone());
+        if let Some(shortfall) = check_pod(target, usage, pod) {
+            failing.entry(*rank).or_insert(shortfall);
+        }
+        usage.add(&pod.requests);
+    }
+    failing
+}

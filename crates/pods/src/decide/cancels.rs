@@ -1,0 +1,61 @@
+//! `flux cancel` of a bridged job evicts its gang.
+//!
+//! A broker that stops cancels every running job, and a stop must never touch a pod. So a cancel counts only if the broker
+//! was in state run when it came, and is still in that life of state run a moment later.
+
+use super::round::Round;
+use crate::{
+    action::{Action, JobRef, PodRef},
+    facts::{KubeJob, SuspendReason},
+    gangs::Gang,
+    jobs::{BridgedJob, Cause, Job},
+    pod::PodView,
+    record::GangKind,
+    time::{Millis, SECOND},
+};
+
+/// How long after a cancel the broker must still be in state run.
+const SETTLED_AFTER: Millis = 2 * SECOND;
+
+/// Evicts the pods of `gang` if somebody has cancelled one of its jobs. Returns true while there are pods that are to go: no
+/// job is submitted for those.
+pub(super) fn evict(round: &mut Round, gang: &Gang, jobs: &[(&Job, &BridgedJob)]) -> bool {
+    let in_run_since = round.broker.in_run_since.unwrap_or(Millis::MAX);
+    let cancels = jobs.iter().filter_map(|(job, bridged)| match job.ended_by {
+        Some((Cause::Canceled, at)) if at >= in_run_since => Some((at, &bridged.record)),
+        _ => None,
+    });
+    let Some((at, record)) = cancels.max_by_key(|(at, _)| *at) else { return false };
+    // Pods that were created later are meant to run. A creation time is in whole seconds.
+    let was_there = |pod: &PodView| record.lists(&pod.uid) || pod.created.saturating_add(SECOND) <= at;
+    let pods: Vec<&PodView> = gang.members.iter().copied().filter(|pod| pod.stays() && was_there(pod)).collect();
+    if pods.is_empty() {
+        return false;
+    }
+    let settled = at.saturating_add(SETTLED_AFTER);
+    if round.now < settled {
+        round.wake_at(settled);
+        return true;
+    }
+    if !round.world.namespaces.contains(&gang.id.namespace) {
+        return true;
+    }
+    match gang.job.filter(|job| is_whole_job(gang, job)) {
+        // Its controller would replace evicted pods at once, and count them as failures.
+        Some(job) if !job.is_suspended => {
+            let reason = SuspendReason::Canceled;
+            round.actions.push(Action::SuspendJob { gang: gang.id.clone(), job: JobRef::from(job), reason });
+        }
+        Some(_) => {}
+        None => {
+            let pods = pods.into_iter().map(PodRef::from).collect();
+            round.actions.push(Action::Evict { gang: gang.id.clone(), pods });
+        }
+    }
+    true
+}
+
+/// The gang is all that the Job runs. One of several single pods of a Job is evicted by itself.
+fn is_whole_job(gang: &Gang, job: &KubeJob) -> bool {
+    gang.id.kind != GangKind::Pod || job.parallelism <= 1
+}

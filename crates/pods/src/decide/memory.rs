@@ -1,0 +1,18 @@
+//! What the bridge remembers from one round to the next. It may be lost: then something is tried, or told, once more.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use api::Rank;
+
+use crate::{action::Reason, record::GangId, time::Millis};
+
+/// See the module.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Memory {
+    /// Ranks on which the pods of a gang did not fit when it had been given resources there.
+    pub(super) avoided: BTreeMap<GangId, BTreeSet<Rank>>,
+    /// Since when a gang has run in part.
+    pub(super) incomplete: BTreeMap<GangId, Millis>,
+    /// What was told about each pod, and when, by uid.
+    pub(super) told: BTreeMap<String, BTreeMap<Reason, (String, Millis)>>,
+}

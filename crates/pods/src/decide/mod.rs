@@ -1,0 +1,190 @@
+//! The decision: what is to be done now.
+
+mod cancels;
+mod complete;
+mod hold;
+mod memory;
+mod order;
+mod patience;
+mod pins;
+mod recovery;
+mod request;
+mod round;
+mod start;
+#[cfg(test)]
+mod tests;
+mod words;
+
+use std::collections::BTreeSet;
+
+use broker::job_id::JobId;
+
+use self::{
+    hold::Holdings,
+    round::{Round, being_bound, listed},
+    start::{Progress, Queued},
+    words::Words,
+};
+pub use self::{memory::Memory, recovery::Recovery, words::AUTOSCALE_AFTER};
+use crate::{
+    action::Action,
+    gangs::Gang,
+    jobs::JobState,
+    pod::PodView,
+    record::GangId,
+    requests::cores,
+    time::Millis,
+    world::{Queues, World},
+};
+
+/// What is to be done now.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Decision {
+    /// In this order, as far as there is time before the next decision: what is not begun by then is dropped, because the
+    /// next decision repeats what is still right.
+    pub actions: Vec<Action>,
+    /// What to report about the bridge.
+    pub report: Report,
+    /// When to decide again, if nothing happens before.
+    pub wake: Option<Millis>,
+}
+
+/// What people want to know about the bridge.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Report {
+    /// What it does.
+    pub standing: Standing,
+    /// Gangs that run, gangs of one among them.
+    pub running: usize,
+    /// Gangs that wait in the queue.
+    pub queued: usize,
+    /// Gangs that can't be submitted as they are.
+    pub refused: usize,
+    /// Pods whose cores nobody holds.
+    pub uncovered: usize,
+}
+
+/// What the bridge does.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Standing {
+    /// It waits for the broker, or for the broker to be in state run.
+    #[default]
+    NoBroker,
+    /// It waits for the list of pods, or of jobs. If the queues are stopped, they stay so.
+    Loading,
+    /// The broker has restarted.
+    Recovering(Recovery),
+    /// It serves pods.
+    Serving,
+}
+
+/// Decides what is to be done. It depends on nothing else: the same world gives the same actions, and a world in which their
+/// results show gives others.
+pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
+    let Some(broker) = world.broker.as_ref().filter(|broker| broker.in_run_since.is_some()) else {
+        return Decision::default();
+    };
+    let (Some(jobs), Some(pods)) = (&world.jobs, &world.pods) else {
+        return Decision { report: Report { standing: Standing::Loading, ..Report::default() }, ..Decision::default() };
+    };
+    let (bound, listed) = (being_bound(world, pods), listed(jobs));
+    let mut round = Round::new((world, broker, jobs, pods), &bound, &listed, now);
+    memory.told.retain(|uid, _| pods.by_uid.contains_key(uid));
+    let report = match broker.is_recovered {
+        false => {
+            let standing = Standing::Recovering(recovery::recover(&mut round, memory));
+            Report { standing, ..Report::default() }
+        }
+        true => serve(&mut round, memory),
+    };
+    Decision { actions: round.actions, report, wake: round.wake }
+}
+
+/// Serves every gang.
+fn serve(round: &mut Round, memory: &mut Memory) -> Report {
+    if round.broker.queues == Queues::Stopped && !round.world.under_way.contains(&Action::StartQueues) {
+        round.actions.push(Action::StartQueues);
+    }
+    let mut report = Report { standing: Standing::Serving, ..Report::default() };
+    let mut queue = Vec::new();
+    let places = words::places(round);
+    let gangs = std::mem::take(&mut round.gangs);
+    for gang in &gangs {
+        report.running += usize::from(gang.is_started());
+        let is_queued = round.jobs_of(&gang.id).iter().any(|(job, _)| job.state == JobState::Pending);
+        report.queued += usize::from(is_queued);
+        if !round.is_busy(&gang.id) {
+            serve_gang(round, memory, gang, &mut queue, &places, &mut report);
+        }
+    }
+    let known: BTreeSet<&GangId> = gangs.iter().map(|gang| &gang.id).collect();
+    memory.avoided.retain(|gang, _| known.contains(gang));
+    memory.incomplete.retain(|gang, _| known.contains(gang));
+    let left: Vec<_> = round.gangs_with_jobs().into_iter().filter(|gang| !known.contains(gang)).collect();
+    for gang in left {
+        if round.is_busy(gang) {
+            continue;
+        }
+        for (job, bridged) in round.jobs_of(gang) {
+            if job.is_active() && !round.has_unseen(&bridged.record) {
+                round.end(job, &bridged.record, "its pods are gone");
+            }
+        }
+    }
+    round.gangs = gangs;
+    patience::resume(round);
+    order::keep_order(round, queue);
+    report
+}
+
+fn serve_gang<'a>(
+    round: &mut Round<'a>,
+    memory: &mut Memory,
+    gang: &Gang<'a>,
+    queue: &mut Vec<Queued<'a>>,
+    places: &[JobId],
+    report: &mut Report,
+) {
+    let jobs = round.jobs_of(&gang.id);
+    let holdings = Holdings::of(gang, &jobs, &round.ranks, round.now);
+    let is_canceled = cancels::evict(round, gang, &jobs);
+    let pins = pins::submit_pins(round, gang, &holdings, holdings.uncovered.iter().copied());
+    let mut progress = match &gang.problem {
+        _ if gang.waiting().next().is_none() || is_canceled => Progress::default(),
+        Some(problem) => Progress { words: Some(Words::problem(problem)), ..Progress::default() },
+        None if gang.is_started() => complete::complete(round, memory, gang, &holdings, queue),
+        None => start::start(round, memory, gang, &holdings, queue),
+    };
+    progress.needed.extend(pins.pending);
+    for held in &holdings.jobs {
+        let record = &held.bridged.record;
+        let is_needed = held.is_used() || progress.needed.contains(&held.job.id);
+        if !is_needed && !is_being_replaced(round, held.job.id) && !round.has_unseen(record) {
+            round.end(held.job, record, "no pod needs it");
+        }
+    }
+    let now = round.now;
+    for until in gang.members.iter().filter_map(|pod| pod.holds_until(now)).filter(|until| *until < Millis::MAX) {
+        round.wake_at(until);
+    }
+    let held_by = |pod: &PodView| {
+        let mut slots = holdings.jobs.iter().flat_map(|held| held.slots.iter().map(move |slot| (held, slot)));
+        let (held, _) = slots.find(|(_, (_, user))| user.is_some_and(|user| user.uid == pod.uid))?;
+        Some((cores(pod.requests.cpu, held.bridged.record.threads), held.bridged.shape.cores))
+    };
+    words::tell_bound(round, memory, gang, held_by);
+    if !is_canceled {
+        patience::suspend_if_stuck(round, memory, gang);
+    }
+    report.uncovered += holdings.uncovered.len();
+    if let Some(words) = progress.words {
+        report.refused += usize::from(progress.needed.is_empty());
+        let place = progress.needed.iter().find_map(|job| places.iter().position(|first| first == job));
+        words::tell_waiting(round, memory, gang, &words.with_place(place.map(|place| place + 1)));
+    }
+}
+
+/// An action of this round replaces or ends the job already.
+fn is_being_replaced(round: &Round, id: JobId) -> bool {
+    round.actions.iter().rev().any(|action| matches!(action, Action::Resubmit { job, .. } if *job == id))
+}

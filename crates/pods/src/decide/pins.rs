@@ -1,0 +1,59 @@
+//! Pods that run, and whose cores nobody holds, get a job that is pinned to their rank.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use api::Rank;
+use broker::job_id::JobId;
+
+use super::{hold::Holdings, request::pin, round::Round};
+use crate::{action::Action, gangs::Gang, jobs::JobState, pod::PodView};
+
+/// What becomes of the pods of a gang that are to be pinned.
+#[derive(Default)]
+pub(super) struct Pins {
+    /// The jobs that are pending for them.
+    pub pending: BTreeSet<JobId>,
+    /// Jobs had to be submitted.
+    pub are_missing: bool,
+}
+
+/// Submits one job for each rank of `pods`, unless one that lists them is pending.
+pub(super) fn submit_pins<'a>(
+    round: &mut Round<'a>,
+    gang: &Gang<'a>,
+    holdings: &Holdings<'a>,
+    pods: impl IntoIterator<Item = (&'a PodView, Rank)>,
+) -> Pins {
+    let mut by_rank: BTreeMap<Rank, Vec<&PodView>> = BTreeMap::new();
+    for (pod, rank) in pods {
+        by_rank.entry(rank).or_default().push(pod);
+    }
+    let waiting: Vec<&PodView> = gang.waiting().collect();
+    let mut pins = Pins::default();
+    for (rank, pods) in by_rank {
+        // A job that lists a pod which has ended would take more than is needed, from what others on the rank need.
+        let is_there = |uid: &str| pods.iter().chain(&waiting).any(|pod| pod.uid == uid);
+        let is_here = |uid: &str| is_there(uid) || round.runs_unseen_until(uid).is_some();
+        let pinned = holdings.jobs.iter().filter(|held| {
+            let record = &held.bridged.record;
+            let is_right = record.pinned == Some(rank) && record.members.iter().all(|member| is_here(&member.uid));
+            held.job.state == JobState::Pending && is_right
+        });
+        let mut missing = Vec::new();
+        for pod in &pods {
+            let pending = pinned.clone().find(|held| held.bridged.record.lists(&pod.uid));
+            match pending {
+                Some(held) => drop(pins.pending.insert(held.job.id)),
+                None => missing.push(*pod),
+            }
+        }
+        if missing.is_empty() || round.refusal(&round.jobs_of(&gang.id)).is_some() {
+            continue;
+        }
+        if let Some(request) = pin(round, gang, &missing, rank) {
+            round.actions.push(Action::Submit(Box::new(request)));
+            pins.are_missing = true;
+        }
+    }
+    pins
+}

@@ -1,0 +1,142 @@
+//! The way back after a start of the lead's broker.
+//!
+//! The queues are stopped. Every gang that had resources gets jobs for the very cores that its pods have, before the old jobs
+//! are cancelled: wherever this is interrupted, it is known what to hold. Then the queues are started, and those jobs are
+//! first. Nothing waits for a rank that is down or drained: its jobs stay pending, and are the first there when it returns.
+
+use std::collections::BTreeSet;
+
+use broker::job_id::JobId;
+
+use super::{hold::Holdings, memory::Memory, pins::submit_pins, request::request, round::Round, start::avoided};
+use crate::{
+    action::Action,
+    gangs::Gang,
+    jobs::{JobState, NOTE},
+    jobspec::{FIRST_URGENCY, JobRequest},
+    pod::PodView,
+    world::Queues,
+};
+
+/// What recovery waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Recovery {
+    /// The scheduler.
+    #[error("waits until the scheduler is online")]
+    Scheduler,
+    /// The queues.
+    #[error("stops the queues")]
+    Queues,
+    /// New jobs.
+    #[error("submits a job for each gang and rank")]
+    Submit,
+    /// Old jobs.
+    #[error("cancels the jobs of the broker's earlier life")]
+    Cancel,
+    /// Nothing any more.
+    #[error("starts the queues")]
+    Start,
+}
+
+/// Does the next step.
+pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
+    match round.broker.queues {
+        Queues::Offline => return Recovery::Scheduler,
+        Queues::Started if !is_stopping(round) => {
+            round.actions.push(Action::StopQueues(format!("{NOTE}gives pods that run their cores again")));
+            return Recovery::Queues;
+        }
+        Queues::Started => return Recovery::Queues,
+        Queues::Stopped => {}
+    }
+    let gangs = std::mem::take(&mut round.gangs);
+    let (mut is_submitting, mut needed) = (false, BTreeSet::new());
+    for gang in &gangs {
+        is_submitting |= round.is_busy(&gang.id) || give_again(round, memory, gang, &mut needed);
+    }
+    let is_canceling = !is_submitting && cancel_old(round, &gangs, &needed);
+    round.gangs = gangs;
+    match (is_submitting, is_canceling) {
+        (true, _) => Recovery::Submit,
+        (_, true) => Recovery::Cancel,
+        _ => {
+            if !round.world.under_way.contains(&Action::StartQueues) {
+                round.actions.push(Action::StartQueues);
+            }
+            Recovery::Start
+        }
+    }
+}
+
+fn is_stopping(round: &Round) -> bool {
+    round.world.under_way.iter().any(|action| matches!(action, Action::StopQueues(_)))
+}
+
+/// Submits jobs for the cores that `gang` has been given. Returns true if there were any to submit. Adds those that are
+/// pending for that to `needed`.
+fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, needed: &mut BTreeSet<JobId>) -> bool {
+    let jobs = round.jobs_of(&gang.id);
+    let holdings = Holdings::of(gang, &jobs, &round.ranks, round.now);
+    let on_rank = |pod: &'a PodView| Some((pod, *round.ranks.get(pod.node.as_deref()?)?));
+    let mut pods: Vec<_> = gang.holding(round.now).filter_map(on_rank).collect();
+    if pods.is_empty() {
+        return ask_again(round, memory, gang, &holdings);
+    }
+    // A gang that was being bound gets all that it was given.
+    if gang.is_started() {
+        let slots = holdings.jobs.iter().flat_map(|held| &held.slots);
+        let free = slots.filter(|(_, pod)| pod.is_none()).map(|(slot, _)| slot.rank);
+        pods.extend(gang.waiting().zip(free));
+    }
+    let pins = submit_pins(round, gang, &holdings, pods);
+    needed.extend(pins.pending);
+    pins.are_missing
+}
+
+/// A gang of which nothing is bound is asked for as a whole, before all others.
+fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, holdings: &Holdings<'a>) -> bool {
+    let was_given = holdings.jobs.iter().any(|held| !held.slots.is_empty());
+    let is_asked = holdings.jobs.iter().any(|held| held.job.state == JobState::Pending && held.is_whole(gang.size));
+    if !was_given || is_asked || gang.problem.is_some() {
+        return false;
+    }
+    let pods: Vec<&PodView> = gang.waiting().collect();
+    let avoided = avoided(round, memory, gang, &pods);
+    let Ok(request) = request(round, gang, &pods, &avoided, None) else { return false };
+    let request = JobRequest { urgency: FIRST_URGENCY, ..request };
+    round.actions.push(Action::Submit(Box::new(request)));
+    true
+}
+
+/// Cancels the jobs that hold resources: all of them are of the broker's earlier life, because nothing is allocated while the
+/// queues are stopped. And those that wait for a gang that has been given jobs on its ranks, or for pods that have ended.
+/// Returns true while there are any.
+fn cancel_old(round: &mut Round, gangs: &[Gang], needed: &BTreeSet<JobId>) -> bool {
+    let started: BTreeSet<_> =
+        gangs.iter().filter(|gang| gang.holding(round.now).next().is_some()).map(|gang| &gang.id).collect();
+    let mut any = false;
+    let mut cancels = Vec::new();
+    let jobs = round.jobs;
+    for (job, bridged) in jobs.bridged() {
+        let record = &bridged.record;
+        let is_old = match job.state {
+            JobState::Pending if record.pinned.is_some() => !needed.contains(&job.id) && !round.has_unseen(record),
+            JobState::Pending => started.contains(&record.gang),
+            JobState::Allocated(_) => true,
+            JobState::Ending => {
+                any = true;
+                false
+            }
+            JobState::Ended => false,
+        };
+        if is_old {
+            any = true;
+            if !round.is_busy(&record.gang) && !round.has_unseen(record) {
+                let note = format!("{NOTE}the broker has restarted; its pods run on");
+                cancels.push(Action::Cancel { job: job.id, gang: record.gang.clone(), note });
+            }
+        }
+    }
+    round.actions.extend(cancels);
+    any
+}

@@ -1,0 +1,82 @@
+//! The jobs that gangs ask for.
+
+use std::collections::BTreeSet;
+
+use api::Rank;
+
+use super::round::Round;
+use crate::{
+    constraint::Constraint,
+    gangs::Gang,
+    jobs::{BridgedJob, Job},
+    jobspec::{JobRequest, PINNED_URGENCY, urgency},
+    place::{Limits, NoPlace, place},
+    pod::PodView,
+    record::{JobRecord, Member},
+    requests::cores,
+    world::World,
+};
+
+/// The job for `pods` of `gang`, anywhere but on `avoided`. `threads`: see [`Limits`].
+pub(super) fn request(
+    round: &Round,
+    gang: &Gang,
+    pods: &[&PodView],
+    avoided: &BTreeSet<Rank>,
+    threads: Option<u32>,
+) -> Result<JobRequest, NoPlace> {
+    let World { targets, facts, .. } = round.world;
+    let place = place(gang, pods, Limits { targets, usage: &round.usage, facts, avoided, threads })?;
+    let priority = pods.iter().filter_map(|pod| Some(pod.plan.as_ref()?.priority)).min();
+    Ok(JobRequest {
+        record: record(gang, pods, place.threads, None),
+        slots: u32::try_from(pods.len()).unwrap_or(u32::MAX),
+        cores: place.cores,
+        spreads: gang.spreads() && pods.len() > 1,
+        duration: duration(round, gang, pods),
+        constraint: Constraint::of(&place.ranks, &round.members),
+        urgency: urgency(priority.unwrap_or(0)),
+    })
+}
+
+/// The job that holds the cores of `pods` of `gang`, which are on `rank` or have been given cores there. If the rank has too
+/// few, all it has: Flux would refuse more, and what runs there runs anyway.
+pub(super) fn pin(round: &Round, gang: &Gang, pods: &[&PodView], rank: Rank) -> Option<JobRequest> {
+    let target = round.world.targets.get(&rank)?;
+    let largest = pods.iter().map(|pod| cores(pod.requests.cpu, target.threads)).max()?.min(target.cores);
+    let slots = u32::try_from(pods.len()).unwrap_or(u32::MAX).min(target.cores.checked_div(largest)?);
+    Some(JobRequest {
+        record: record(gang, pods, target.threads, Some(rank)),
+        slots,
+        cores: largest,
+        spreads: false,
+        duration: duration(round, gang, pods),
+        constraint: Constraint::Ranks([rank].into_iter().collect()),
+        urgency: PINNED_URGENCY,
+    })
+}
+
+/// True if `job` is what `request` asks for.
+pub(super) fn is_as_wanted(round: &Round, job: &BridgedJob, request: &JobRequest) -> bool {
+    let shape = &job.shape;
+    let permits = |constraint: &Constraint, rank: &Rank| constraint.permits(*rank);
+    (shape.slots, shape.cores, shape.spreads) == (request.slots, request.cores, request.spreads)
+        && round.members.iter().all(|rank| permits(&shape.constraint, rank) == permits(&request.constraint, rank))
+}
+
+/// True if a slot of `job` is large enough for `pod`.
+pub(super) fn is_large_enough((_, bridged): (&Job, &BridgedJob), pod: &PodView) -> bool {
+    cores(pod.requests.cpu, bridged.record.threads) <= bridged.shape.cores
+}
+
+fn record(gang: &Gang, pods: &[&PodView], threads: u32, pinned: Option<Rank>) -> JobRecord {
+    let member = |pod: &&PodView| Member { name: pod.name.clone(), uid: pod.uid.clone(), index: pod.index };
+    JobRecord { gang: gang.id.clone(), members: pods.iter().map(member).collect(), threads, pinned }
+}
+
+/// The longest of the pods' durations, in seconds.
+fn duration(round: &Round, gang: &Gang, pods: &[&PodView]) -> u64 {
+    let otherwise = gang.job.and_then(|job| job.seconds).unwrap_or(round.world.settings.default_duration);
+    let own = |pod: &&PodView| pod.plan.as_ref().and_then(|plan| plan.seconds).unwrap_or(otherwise);
+    pods.iter().map(own).max().unwrap_or(otherwise)
+}

@@ -1,0 +1,181 @@
+//! One round: what is known, arranged for the rules, and what they want done.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use api::Rank;
+
+use crate::{
+    action::Action,
+    gangs::{Gang, Known, gangs},
+    jobs::{BridgedJob, Cause, Job, JobState, Jobs, NOTE},
+    jobspec::JobRequest,
+    pod::{FORCED_HOLD, Phase, PodView},
+    record::{GangId, GangKind, JobRecord},
+    time::{Millis, SECOND},
+    usage::UsageByNode,
+    world::{Broker, Pods, Queues, World},
+};
+
+/// How long a gang is not submitted again after Flux has refused its job.
+const REFUSED_FOR: Millis = 30 * SECOND;
+
+pub(super) struct Round<'a> {
+    pub world: &'a World,
+    pub broker: &'a Broker,
+    pub jobs: &'a Jobs,
+    pods: &'a Pods,
+    pub now: Millis,
+    /// The gangs of all pods that run or wait.
+    pub gangs: Vec<Gang<'a>>,
+    /// What is on the nodes, and what this round adds.
+    pub usage: UsageByNode,
+    /// The rank of each node.
+    pub ranks: BTreeMap<&'a str, Rank>,
+    /// All ranks.
+    pub members: BTreeSet<Rank>,
+    by_gang: BTreeMap<&'a GangId, Vec<(&'a Job, &'a BridgedJob)>>,
+    busy: BTreeSet<&'a GangId>,
+    pub actions: Vec<Action>,
+    /// The next moment at which something changes by itself.
+    pub wake: Option<Millis>,
+}
+
+/// The pods that are being bound, as they will be.
+pub(super) fn being_bound(world: &World, pods: &Pods) -> Vec<PodView> {
+    let binding = |action: &Action| match action {
+        Action::Bind(binding) => {
+            let pod = pods.by_uid.get(&binding.pod.uid).filter(|pod| pod.node.is_none())?;
+            let (node, record) = (Some(binding.node.clone()), Some(binding.record.clone()));
+            Some(PodView { node, record, plan: None, ..pod.clone() })
+        }
+        _ => None,
+    };
+    world.under_way.iter().filter_map(binding).collect()
+}
+
+/// See [`Known::listed`].
+pub(super) fn listed(jobs: &Jobs) -> BTreeMap<&str, &GangId> {
+    let mut listed = BTreeMap::new();
+    for (_, bridged) in jobs.bridged().filter(|(job, _)| job.is_active()) {
+        let JobRecord { gang, members, .. } = &bridged.record;
+        for member in members {
+            let listed = listed.entry(member.uid.as_str()).or_insert(gang);
+            if gang.kind == GangKind::Pod {
+                *listed = gang;
+            }
+        }
+    }
+    listed
+}
+
+impl<'a> Round<'a> {
+    pub fn new(
+        (world, broker, jobs, pods): (&'a World, &'a Broker, &'a Jobs, &'a Pods),
+        bound: &'a [PodView],
+        listed: &'a BTreeMap<&'a str, &'a GangId>,
+        now: Millis,
+    ) -> Self {
+        let overlaid: BTreeMap<&str, &PodView> = bound.iter().map(|pod| (pod.uid.as_str(), pod)).collect();
+        let shown: Vec<&PodView> =
+            pods.by_uid.iter().map(|(uid, pod)| overlaid.get(uid.as_str()).copied().unwrap_or(pod)).collect();
+        let known =
+            Known { facts: &world.facts, namespaces: &world.namespaces, max_gang: world.settings.max_gang, listed };
+        let mut by_gang: BTreeMap<_, Vec<_>> = BTreeMap::new();
+        for (job, bridged) in jobs.bridged() {
+            by_gang.entry(&bridged.record.gang).or_default().push((job, bridged));
+        }
+        Self {
+            world,
+            broker,
+            jobs,
+            pods,
+            now,
+            gangs: gangs(shown.iter().copied(), known, now),
+            usage: UsageByNode::of(shown, now),
+            ranks: world.targets.iter().map(|(rank, target)| (target.node.as_str(), *rank)).collect(),
+            members: world.targets.keys().copied().collect(),
+            by_gang,
+            busy: world.under_way.iter().filter_map(Action::occupies).collect(),
+            actions: Vec::new(),
+            wake: None,
+        }
+    }
+
+    /// The jobs of a gang, those that ended a short while ago among them.
+    pub fn jobs_of(&self, gang: &GangId) -> Vec<(&'a Job, &'a BridgedJob)> {
+        self.by_gang.get(gang).cloned().unwrap_or_default()
+    }
+
+    /// All gangs that have a job.
+    pub fn gangs_with_jobs(&self) -> Vec<&'a GangId> {
+        self.by_gang.keys().copied().collect()
+    }
+
+    /// An earlier action on the gang has not been answered.
+    pub fn is_busy(&self, gang: &GangId) -> bool {
+        self.busy.contains(gang)
+    }
+
+    /// Sees to it that there is a round at `at`.
+    pub fn wake_at(&mut self, at: Millis) {
+        if at > self.now {
+            self.wake = Some(self.wake.map_or(at, |wake| wake.min(at)));
+        }
+    }
+
+    /// Until when a pod that does not exist may run nevertheless: it may have been deleted by force before the pods were
+    /// listed. None if the pod exists, or that is over.
+    pub fn runs_unseen_until(&self, uid: &str) -> Option<Millis> {
+        let until = self.pods.listed.saturating_add(FORCED_HOLD);
+        (self.now < until && !self.pods.by_uid.contains_key(uid)).then_some(until)
+    }
+
+    /// True if a pod of `record` may run that does not exist.
+    pub fn has_unseen(&mut self, record: &JobRecord) -> bool {
+        let until = record.members.iter().find_map(|pod| self.runs_unseen_until(&pod.uid));
+        until.inspect(|until| self.wake_at(*until)).is_some()
+    }
+
+    /// Ends a job that no pod needs, if that may be done now.
+    pub fn end(&mut self, job: &Job, record: &JobRecord, why: &str) {
+        // What ends while the scheduler is offline keeps its cores for ever.
+        if self.broker.queues == Queues::Offline {
+            return;
+        }
+        let gang = record.gang.clone();
+        self.actions.push(match job.state {
+            JobState::Pending => Action::Cancel { job: job.id, gang, note: format!("{NOTE}{why}") },
+            _ => Action::Finish { job: job.id, gang, status: self.status(record) },
+        });
+    }
+
+    /// Submits another job in the place of one, if that may be ended now.
+    pub fn resubmit(&mut self, job: &Job, request: JobRequest) {
+        if self.broker.queues != Queues::Offline {
+            self.actions.push(Action::Resubmit { job: job.id, request: Box::new(request) });
+        }
+    }
+
+    /// The wait status of a job: 0 if all its pods succeeded, exit code 1 if one failed, else SIGTERM: they were deleted.
+    fn status(&self, record: &JobRecord) -> i32 {
+        let phases: Vec<_> =
+            record.members.iter().map(|pod| self.pods.by_uid.get(&pod.uid).map(|pod| pod.phase)).collect();
+        match phases {
+            phases if phases.iter().all(|phase| *phase == Some(Phase::Succeeded)) => 0,
+            phases if phases.contains(&Some(Phase::Failed)) => 256,
+            _ => 15,
+        }
+    }
+
+    /// Why a gang with these jobs is not submitted again for a while: Flux's words.
+    pub fn refusal(&mut self, jobs: &[(&Job, &BridgedJob)]) -> Option<String> {
+        let ends = jobs.iter().filter_map(|(job, _)| job.ended_by.as_ref());
+        let refused = ends.filter_map(|(cause, at)| match cause {
+            Cause::Refused(words) | Cause::Other(words) => Some((at.saturating_add(REFUSED_FOR), words)),
+            Cause::Canceled | Cause::Ours => None,
+        });
+        let (until, words) = refused.max_by_key(|(until, _)| *until).filter(|(until, _)| *until > self.now)?;
+        self.wake_at(until);
+        Some(words.clone())
+    }
+}

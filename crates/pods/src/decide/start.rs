@@ -1,0 +1,164 @@
+//! A gang of which no pod is bound: all of it, or nothing.
+
+use std::collections::BTreeSet;
+
+use api::Rank;
+use broker::job_id::JobId;
+
+use super::{
+    hold::{Held, Holdings},
+    memory::Memory,
+    request::{is_as_wanted, is_large_enough, request},
+    round::Round,
+    words::Words,
+};
+use crate::{
+    action::{Action, Binding, PodRef},
+    allocation::Slot,
+    check::{check, check_pod},
+    gangs::Gang,
+    jobs::{Job, JobState},
+    jobspec::JobRequest,
+    pod::PodView,
+    record::PodRecord,
+    time::{Millis, SECOND},
+};
+
+/// How long a job stays as it was submitted, though it may run on other ranks by now.
+pub(super) const RESUBMIT_AFTER: Millis = 5 * SECOND;
+
+/// What became of pods that wait.
+#[derive(Default)]
+pub(super) struct Progress {
+    /// The jobs that they need.
+    pub needed: BTreeSet<JobId>,
+    /// What to tell them.
+    pub words: Option<Words>,
+}
+
+/// A job that waits for resources, and what its gang would ask for today.
+pub(super) struct Queued<'a> {
+    pub job: &'a Job,
+    pub request: JobRequest,
+    /// When its gang became one.
+    pub since: Millis,
+}
+
+/// Submits a gang that is complete, or binds all its pods to what it was given.
+pub(super) fn start<'a>(
+    round: &mut Round<'a>,
+    memory: &mut Memory,
+    gang: &Gang<'a>,
+    holdings: &Holdings<'a>,
+    queue: &mut Vec<Queued<'a>>,
+) -> Progress {
+    let pods: Vec<&PodView> = gang.waiting().collect();
+    let fits = |held: &&Held| {
+        held.is_whole(gang.size) && pods.iter().all(|pod| is_large_enough((held.job, held.bridged), pod))
+    };
+    let avoided = avoided(round, memory, gang, &pods);
+    let mut whole = holdings.jobs.iter().filter(fits);
+    if let Some(held) = whole.clone().find(|held| !held.slots.is_empty()) {
+        return bind_all(round, memory, gang, &pods, held, avoided);
+    }
+    let newest = whole.next_back();
+    let threads = newest.map(|held| held.bridged.record.threads);
+    let request = match request(round, gang, &pods, &avoided, threads) {
+        Ok(request) => request,
+        Err(no_place) => return Progress { words: Some(Words::no_place(&no_place)), ..Progress::default() },
+    };
+    if let Some(held) = newest.filter(|held| held.job.state == JobState::Pending) {
+        let words = wait(round, held, request, gang.since(), queue);
+        return Progress { needed: [held.job.id].into(), words };
+    }
+    if let Some(words) = round.refusal(&round.jobs_of(&gang.id)) {
+        return Progress { words: Some(Words::refused_by_flux(&words)), ..Progress::default() };
+    }
+    round.actions.push(Action::Submit(Box::new(request)));
+    Progress::default()
+}
+
+/// Keeps a job waiting, or submits it again if its gang may run on other ranks by now.
+pub(super) fn wait<'a>(
+    round: &mut Round<'a>,
+    held: &Held<'a>,
+    request: JobRequest,
+    since: Millis,
+    queue: &mut Vec<Queued<'a>>,
+) -> Option<Words> {
+    let may_change = held.job.submitted.saturating_add(RESUBMIT_AFTER);
+    if is_as_wanted(round, held.bridged, &request) {
+        queue.push(Queued { job: held.job, request, since });
+    } else if round.now >= may_change {
+        round.resubmit(held.job, request);
+    } else {
+        round.wake_at(may_change);
+    }
+    Words::queued(round, held.job)
+}
+
+fn bind_all(
+    round: &mut Round,
+    memory: &mut Memory,
+    gang: &Gang,
+    pods: &[&PodView],
+    held: &Held,
+    mut avoided: BTreeSet<Rank>,
+) -> Progress {
+    let dealt: Vec<_> = pods.iter().zip(&held.slots).map(|(pod, (slot, _))| (*pod, *slot)).collect();
+    let ranks: Vec<_> = dealt.iter().map(|(pod, slot)| (*pod, slot.rank)).collect();
+    let failing = check(&ranks, &round.world.targets, &round.usage);
+    let needed = [held.job.id].into();
+    if round.has_unseen(&held.bridged.record) {
+        return Progress { needed, words: None };
+    }
+    if failing.is_empty() {
+        for (pod, slot) in dealt {
+            bind(round, gang, held, pod, slot);
+        }
+        return Progress { needed, words: None };
+    }
+    avoided.extend(failing.keys());
+    memory.avoided.insert(gang.id.clone(), avoided.clone());
+    match request(round, gang, pods, &avoided, Some(held.bridged.record.threads)) {
+        Ok(request) => {
+            round.resubmit(held.job, request);
+            Progress { needed, words: None }
+        }
+        Err(no_place) => Progress { words: Some(Words::no_place(&no_place)), ..Progress::default() },
+    }
+}
+
+/// Binds `pod` to `slot`.
+pub(super) fn bind(round: &mut Round, gang: &Gang, held: &Held, pod: &PodView, slot: &Slot) {
+    let Some(target) = round.world.targets.get(&slot.rank) else { return };
+    round.usage.add(&target.node, &pod.requests);
+    round.actions.push(Action::Bind(Box::new(Binding {
+        gang: gang.id.clone(),
+        pod: PodRef::from(pod),
+        node: target.node.clone(),
+        record: PodRecord { id: held.job.id, rank: slot.rank, cores: slot.cores.clone() },
+    })));
+}
+
+/// The ranks that the gang must avoid still: those on which as many of its pods as Flux may give it slots there would not
+/// fit beside all that is there today.
+pub(super) fn avoided(round: &Round, memory: &mut Memory, gang: &Gang, pods: &[&PodView]) -> BTreeSet<Rank> {
+    let Some(mut avoided) = memory.avoided.remove(&gang.id) else { return BTreeSet::new() };
+    avoided.retain(|rank| {
+        let Some(target) = round.world.targets.get(rank) else { return false };
+        let slots = pods.iter().map(|pod| crate::requests::cores(pod.requests.cpu, target.threads)).max().unwrap_or(1);
+        let most = usize::try_from(target.cores / slots).unwrap_or(usize::MAX);
+        let mut usage = round.usage.all(&target.node).clone();
+        let most = if gang.spreads() { most.min(1) } else { most };
+        pods.iter().take(most.max(1)).any(|pod| {
+            let fails = check_pod(target, &usage, pod).is_some();
+            usage.add(&pod.requests);
+            fails
+        })
+    });
+    if !avoided.is_empty() {
+        memory.avoided.insert(gang.id.clone(), avoided.clone());
+    }
+    avoided
+}

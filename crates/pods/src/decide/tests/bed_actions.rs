@@ -1,0 +1,84 @@
+//! What becomes of the actions of the bridge.
+
+use serde_json::json;
+
+use super::bed::{Bed, News};
+use crate::{action::Action, allocation::Slot, jobs::NOTE, pod::PodView, world::Queues};
+
+impl Bed {
+    /// Does what the bridge wants. What came of it is news.
+    pub fn carry_out(&mut self, action: &Action) {
+        self.done.push(action.clone());
+        let serial = self.next_action;
+        self.next_action += 1;
+        self.under_way.insert(serial, (action.clone(), 0));
+        match action {
+            Action::Submit(request) => self.submit(&request.jobspec(), request.urgency, serial),
+            Action::Resubmit { job, request } => {
+                self.cancel_for(*job, NOTE, serial);
+                self.submit(&request.jobspec(), request.urgency, serial);
+            }
+            Action::Cancel { job, note, .. } => self.cancel_for(*job, note, serial),
+            Action::Finish { job, status, .. } => {
+                let finish = json!({"name": "finish", "status": status});
+                self.end_job(*job, &[finish], serial);
+            }
+            Action::Bind(binding) => {
+                let Some(pod) = self.pods.get_mut(&binding.pod.uid) else {
+                    self.under_way.remove(&serial);
+                    return;
+                };
+                assert_eq!(pod.node, None, "{} is bound twice", pod.name);
+                if !pod.is_deleting {
+                    let slots = self.jobs.get(&binding.record.id).and_then(|job| job.slots.as_ref());
+                    let slot = Slot { rank: binding.record.rank, cores: binding.record.cores.clone() };
+                    assert!(slots.is_some_and(|slots| slots.contains(&slot)), "{} is bound to nothing", pod.name);
+                    pod.node = Some(binding.node.clone());
+                    pod.record = Some(binding.record.clone());
+                    (pod.bound, pod.plan) = (Some(self.now), None);
+                }
+                let pod = pod.clone();
+                self.show_pod(pod, serial);
+            }
+            Action::Tell(tell) => {
+                if let Some(pod) = self.pods.get_mut(&tell.pod.uid).filter(|_| tell.is_condition) {
+                    let told = Some((tell.reason.word().to_owned(), tell.message.clone()));
+                    pod.plan.iter_mut().for_each(|plan| plan.told.clone_from(&told));
+                    let pod = pod.clone();
+                    self.show_pod(pod, serial);
+                }
+            }
+            Action::Evict { pods, .. } => pods.iter().for_each(|pod| self.delete(&pod.uid, serial)),
+            Action::SuspendJob { job, reason, .. } => {
+                let suspended = self.seen.facts.jobs.get_mut(&job.uid).unwrap();
+                (suspended.is_suspended, suspended.suspended_for) = (true, Some(*reason));
+                let is_owned = |pod: &&PodView| pod.owner.as_ref().is_some_and(|owner| owner.uid == job.uid);
+                let uids: Vec<_> = self.pods.values().filter(is_owned).map(|pod| pod.uid.clone()).collect();
+                uids.iter().for_each(|uid| self.delete(uid, serial));
+            }
+            Action::ResumeJob(job) => {
+                let resumed = self.seen.facts.jobs.get_mut(&job.uid).unwrap();
+                (resumed.is_suspended, resumed.suspended_for) = (false, None);
+            }
+            Action::StopQueues(_) => self.broker().queues = Queues::Stopped,
+            Action::StartQueues => {
+                let broker = self.broker();
+                (broker.queues, broker.is_recovered) = (Queues::Started, true);
+            }
+        }
+        self.answered(serial, 0);
+    }
+
+    /// The pod gets a deletion timestamp, or is gone if it is not bound.
+    pub fn delete(&mut self, uid: &str, serial: u64) {
+        let Some(pod) = self.pods.get_mut(uid) else { return };
+        pod.is_deleting = true;
+        let pod = pod.clone();
+        let is_bound = pod.node.is_some();
+        self.show_pod(pod, serial);
+        if !is_bound {
+            self.pods.remove(uid);
+            self.watch.push_back((News::Gone(uid.to_owned()), 0));
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! Gangs that are completed, begun again or cancelled.
+
+use broker::job_id::JobId;
+
+use super::{again, bed::Bed, gang, with_job};
+use crate::{
+    action::{Action, Reason},
+    facts::SuspendReason,
+    pod::Phase,
+    time::SECOND,
+};
+
+#[test]
+fn a_refused_pod_is_replaced_on_the_same_cores_and_its_siblings_stay() {
+    let mut bed = Bed::new(&[2, 2]);
+    with_job(&mut bed, "train", 4);
+    bed.settle();
+    bed.run_all();
+    let place = bed.pods["uid-train-2"].record.clone();
+    for count in 1..4 {
+        let name = if count == 1 { "train-2".to_owned() } else { format!("train-2-{}", count - 1) };
+        bed.change(&name, |pod| (pod.phase, pod.is_refused) = (Phase::Failed, true));
+        bed.create([again("train", 2, count)]);
+        bed.settle();
+        assert_eq!(bed.pods[&format!("uid-train-2-{count}")].record, place);
+    }
+    assert_eq!(bed.shown_jobs(), ["default/train 4x1 @0-1"]);
+    assert!(!bed.done.iter().any(|action| matches!(action, Action::Evict { .. } | Action::SuspendJob { .. })));
+}
+
+#[test]
+fn a_member_whose_node_is_gone_gets_one_slot_elsewhere() {
+    let mut bed = Bed::new(&[1, 1, 1]);
+    with_job(&mut bed, "train", 2);
+    bed.settle();
+    bed.run_all();
+    bed.seen.targets.remove(&1);
+    bed.end("train-1", Phase::Failed);
+    bed.create([again("train", 1, 1)]);
+    bed.settle();
+    assert_eq!(bed.bound(), ["train-0@node0", "train-1-1@node2"]);
+    assert_eq!(bed.shown_jobs(), ["default/train 2x1 @0-1", "default/train 1x1 @2"]);
+    bed.end("train-0", Phase::Succeeded);
+    bed.end("train-1-1", Phase::Succeeded);
+    bed.settle();
+    assert_eq!(bed.shown_jobs(), [] as [&str; 0]);
+}
+
+#[test]
+fn a_replacement_waits_for_a_node_that_is_not_ready_for_a_while() {
+    let mut bed = Bed::new(&[1, 1, 1]);
+    with_job(&mut bed, "train", 2);
+    bed.settle();
+    bed.run_all();
+    bed.seen.targets.get_mut(&1).unwrap().is_ready = false;
+    bed.end("train-1", Phase::Failed);
+    bed.create([again("train", 1, 1)]);
+    bed.pass(30 * SECOND);
+    assert_eq!(bed.bound(), ["train-0@node0"]);
+    bed.seen.targets.get_mut(&1).unwrap().is_ready = true;
+    bed.settle();
+    assert_eq!(bed.bound(), ["train-0@node0", "train-1-1@node1"]);
+}
+
+#[test]
+fn a_gang_that_cant_be_completed_is_begun_again_by_its_job() {
+    let mut bed = Bed::new(&[1, 1]);
+    with_job(&mut bed, "train", 2);
+    bed.settle();
+    bed.change("train-0", |pod| (pod.phase, pod.is_taken_up) = (Phase::Running, true));
+    bed.pass(119 * SECOND);
+    let suspended = |bed: &Bed| bed.seen.facts.jobs["uid-train"].suspended_for;
+    assert_eq!(suspended(&bed), None);
+    assert!(bed.done.iter().any(|action| matches!(action, Action::Tell(tell) if tell.reason == Reason::NotStarted)));
+    bed.pass(SECOND);
+    assert_eq!(suspended(&bed), Some(SuspendReason::Incomplete));
+    for name in ["train-0", "train-1"] {
+        bed.end(name, Phase::Failed);
+        bed.vanish(name);
+    }
+    bed.settle();
+    assert_eq!((suspended(&bed), bed.shown_jobs().len()), (None, 0));
+}
+
+#[test]
+fn bare_pods_are_not_deleted_for_a_refusal() {
+    let mut bed = Bed::new(&[2]);
+    bed.create(gang("g", 2));
+    bed.settle();
+    bed.change("g0", |pod| (pod.phase, pod.is_refused) = (Phase::Failed, true));
+    bed.pass(300 * SECOND);
+    assert!(!bed.done.iter().any(|action| matches!(action, Action::Evict { .. })));
+}
+
+#[test]
+fn a_cancel_by_a_person_evicts_the_gang() {
+    let mut bed = Bed::new(&[2]);
+    bed.create(gang("g", 2));
+    bed.settle();
+    bed.run_all();
+    bed.cancel(JobId(1), "");
+    bed.pass(2 * SECOND - 1);
+    assert!(bed.pods.values().all(|pod| !pod.is_deleting));
+    bed.pass(1);
+    assert!(bed.pods.values().all(|pod| pod.is_deleting));
+    assert_eq!(bed.shown_jobs(), ["default/g 2x1 @0"], "what runs keeps its cores until it has ended");
+    ["g0", "g1"].into_iter().for_each(|name| bed.end(name, Phase::Failed));
+    bed.pass_long();
+    assert_eq!(bed.shown_jobs(), [] as [&str; 0]);
+}
+
+#[test]
+fn a_cancel_of_a_jobs_gang_suspends_the_job() {
+    let mut bed = Bed::new(&[2]);
+    with_job(&mut bed, "train", 2);
+    bed.settle();
+    bed.cancel(JobId(1), "");
+    bed.pass(2 * SECOND);
+    assert_eq!(bed.seen.facts.jobs["uid-train"].suspended_for, Some(SuspendReason::Canceled));
+    ["train-0", "train-1"].into_iter().for_each(|name| bed.vanish(name));
+    bed.pass_long();
+    assert!(bed.seen.facts.jobs["uid-train"].is_suspended, "a person has to resume it");
+}
+
+#[test]
+fn a_cancel_of_a_gang_that_waits_removes_it() {
+    let mut bed = Bed::new(&[2]);
+    bed.submit_host_job(1, 2);
+    bed.settle();
+    bed.create(gang("g", 2));
+    bed.settle();
+    bed.cancel(JobId(2), "");
+    bed.pass(2 * SECOND);
+    assert!(bed.pods.is_empty());
+}
+
+#[test]
+fn a_cancel_by_a_broker_that_stops_touches_no_pod() {
+    for (leaves_run_after, evicted) in [(0, false), (SECOND, false), (3 * SECOND, true)] {
+        let mut bed = Bed::new(&[2]);
+        bed.create(gang("g", 2));
+        bed.settle();
+        bed.run_all();
+        bed.cancel(JobId(1), "");
+        if leaves_run_after > 0 {
+            bed.pass(leaves_run_after);
+        }
+        bed.broker().in_run_since = None;
+        bed.pass(10 * SECOND);
+        // Another life of the broker does not take it up.
+        bed.broker().in_run_since = Some(bed.now);
+        bed.pass(10 * SECOND);
+        assert_eq!(bed.pods.values().any(|pod| pod.is_deleting), evicted, "left run after {leaves_run_after} ms");
+    }
+}

@@ -1,0 +1,332 @@
+//! What the bridge does, rule by rule.
+
+mod bed;
+mod bed_actions;
+mod lifecycle_tests;
+mod random_tests;
+mod recovery_tests;
+mod scale_tests;
+
+use bed::{BEGIN, Bed, FluxJob};
+use broker::job_id::JobId;
+use k8s_openapi::api::core::v1::Taint;
+
+use crate::{
+    action::{Action, Reason},
+    fixture::{annotated, kube_job, of_job, plan, pod},
+    pod::{FORCED_HOLD, Phase, PodView},
+    time::SECOND,
+    world::Queues,
+};
+
+fn gang(name: &str, size: u32) -> Vec<PodView> {
+    (0..size).map(|n| annotated(&format!("{name}{n}"), name, size)).collect()
+}
+
+fn with_job(bed: &mut Bed, name: &str, size: u32) {
+    let job = kube_job(name, size);
+    bed.seen.facts.jobs.insert(job.uid.clone(), job);
+    bed.create((0..size).map(|index| of_job(name, index)));
+}
+
+/// The successor of a Job's pod.
+fn again(name: &str, index: u32, count: u32) -> PodView {
+    let name = format!("{name}-{index}-{count}");
+    PodView { uid: format!("uid-{name}"), name, ..of_job("train", index) }
+}
+
+#[test]
+fn a_pod_is_bound_to_the_cores_that_its_job_was_given() {
+    let mut bed = Bed::new(&[2, 2]);
+    bed.create([pod("a", 2), pod("b", 1), pod("c", 1), pod("d", 1)]);
+    bed.settle();
+    assert_eq!(bed.bound(), ["a@node0", "b@node1", "c@node1"]);
+    assert_eq!(bed.pods["uid-c"].record.as_ref().unwrap().text(), r#"{"cores":"1","id":"f4","rank":1}"#);
+    bed.end("b", Phase::Succeeded);
+    bed.settle();
+    assert_eq!(bed.bound(), ["a@node0", "c@node1", "d@node1"]);
+}
+
+#[test]
+fn a_gang_is_bound_whole_or_not_at_all() {
+    let mut bed = Bed::new(&[2, 2]);
+    bed.create([pod("a", 1)]);
+    bed.settle();
+    bed.create(gang("g", 4));
+    bed.settle();
+    assert_eq!(bed.bound(), ["a@node0"]);
+    bed.end("a", Phase::Succeeded);
+    bed.settle();
+    assert_eq!(bed.bound(), ["g0@node0", "g1@node0", "g2@node1", "g3@node1"]);
+    assert_eq!(bed.shown_jobs(), ["default/g 4x1 @0-1"]);
+}
+
+#[test]
+fn an_incomplete_gang_holds_nothing_and_says_what_is_missing() {
+    let mut bed = Bed::new(&[4]);
+    bed.create(gang("g", 3).into_iter().take(2));
+    bed.settle();
+    assert_eq!(bed.shown_jobs(), [] as [&str; 0]);
+    assert_eq!(bed.told("g0"), "Incomplete: 2 of 3 pods of gang default/g exist");
+    bed.create(gang("g", 3).into_iter().skip(2));
+    bed.settle();
+    assert_eq!(bed.bound().len(), 3);
+}
+
+#[test]
+fn a_gang_that_loses_a_pod_before_it_is_bound_holds_nothing() {
+    let mut bed = Bed::new(&[2]);
+    bed.submit_host_job(1, 2);
+    bed.settle();
+    bed.create(gang("g", 2));
+    bed.settle();
+    assert_eq!(bed.shown_jobs(), ["default/g 2x1 waits"]);
+    bed.vanish("g1");
+    bed.settle();
+    assert_eq!(bed.shown_jobs(), [] as [&str; 0]);
+}
+
+#[test]
+fn growth_is_one_slot_jobs() {
+    let mut bed = Bed::new(&[4]);
+    bed.create(gang("g", 2));
+    bed.settle();
+    bed.create([annotated("more", "g", 2)]);
+    bed.settle();
+    assert_eq!(bed.shown_jobs(), ["default/g 2x1 @0", "default/more 1x1 @0"]);
+}
+
+#[test]
+fn unlike_pods_hold_what_the_largest_does_and_are_told() {
+    let mut bed = Bed::new(&[6]);
+    let mut pods = gang("g", 2);
+    pods[1].requests.cpu = 3000;
+    bed.create(pods);
+    bed.settle();
+    assert_eq!(bed.shown_jobs(), ["default/g 2x3 @0"]);
+    let told = bed.done.iter().filter_map(|action| match action {
+        Action::Tell(tell) => Some((tell.reason, tell.pod.name.as_str(), tell.message.as_str())),
+        _ => None,
+    });
+    let told: Vec<_> = told.collect();
+    let words = "asks for 1 core and holds 3 cores, as the largest pod of gang default/g does";
+    assert_eq!(told, [(Reason::Padded, "g0", words)]);
+}
+
+#[test]
+fn cores_are_held_until_the_last_pod_has_ended_or_is_gone() {
+    let mut bed = Bed::new(&[2]);
+    bed.create(gang("g", 2));
+    bed.settle();
+    bed.run_all();
+    let held = |bed: &mut Bed| {
+        bed.settle();
+        bed.shown_jobs().len()
+    };
+    bed.end("g0", Phase::Succeeded);
+    assert_eq!(held(&mut bed), 1, "a sibling runs");
+    bed.change("g1", |pod| pod.is_deleting = true);
+    assert_eq!(held(&mut bed), 1, "a sibling is terminating");
+    bed.end("g1", Phase::Failed);
+    assert_eq!(held(&mut bed), 0);
+}
+
+#[test]
+fn a_pod_that_was_deleted_by_force_holds_its_cores_ten_seconds_longer() {
+    let mut bed = Bed::new(&[1]);
+    bed.create([pod("a", 1)]);
+    bed.settle();
+    bed.run_all();
+    bed.vanish("a");
+    bed.pass(FORCED_HOLD - 1);
+    assert_eq!(bed.shown_jobs(), ["default/a 1x1 @0"]);
+    bed.pass(1);
+    assert_eq!(bed.shown_jobs(), [] as [&str; 0]);
+}
+
+#[test]
+fn nothing_ends_while_the_scheduler_is_offline() {
+    let mut bed = Bed::new(&[1]);
+    bed.create([pod("a", 1), pod("b", 1)]);
+    bed.settle();
+    bed.broker().queues = Queues::Offline;
+    bed.vanish("b");
+    bed.end("a", Phase::Succeeded);
+    bed.settle();
+    assert_eq!(bed.shown_jobs(), ["default/a 1x1 @0", "default/b 1x1 waits"]);
+    bed.broker().queues = Queues::Started;
+    bed.settle();
+    assert_eq!(bed.shown_jobs(), [] as [&str; 0]);
+}
+
+#[test]
+fn the_wait_status_says_how_the_pods_ended() {
+    for (phases, expected) in [
+        ([Some(Phase::Succeeded), Some(Phase::Succeeded)], 0),
+        ([Some(Phase::Succeeded), Some(Phase::Failed)], 256),
+        ([Some(Phase::Succeeded), None], 15),
+    ] {
+        let mut bed = Bed::new(&[2]);
+        bed.create(gang("g", 2));
+        bed.settle();
+        for (name, phase) in ["g0", "g1"].into_iter().zip(phases) {
+            match phase {
+                Some(phase) => bed.end(name, phase),
+                None => bed.vanish(name),
+            }
+        }
+        bed.pass(FORCED_HOLD);
+        let status = bed.done.iter().find_map(|action| match action {
+            Action::Finish { status, .. } => Some(*status),
+            _ => None,
+        });
+        assert_eq!(status, Some(expected), "{phases:?}");
+    }
+}
+
+#[test]
+fn nodes_where_the_pods_dont_fit_are_left_out_at_once_until_they_do() {
+    let mut bed = Bed::new(&[2, 2, 2, 2]);
+    for rank in [0, 1] {
+        bed.seen.targets.get_mut(&rank).unwrap().allocatable.cpu = 1940;
+    }
+    bed.create(gang("g", 4));
+    bed.settle();
+    assert_eq!(bed.bound(), ["g0@node2", "g1@node2", "g2@node3", "g3@node3"]);
+    let again = bed.done.iter().filter(|action| matches!(action, Action::Resubmit { .. })).count();
+    assert_eq!(again, 1, "both nodes at once");
+}
+
+#[test]
+fn a_full_node_with_reserved_cpu_is_no_endless_loop() {
+    let mut bed = Bed::new(&[4]);
+    bed.seen.targets.get_mut(&0).unwrap().allocatable.cpu = 3940;
+    bed.create((0..4).map(|n| pod(&format!("p{n}"), 1)));
+    bed.pass(60 * SECOND);
+    assert_eq!(bed.bound().len(), 3);
+    assert!(bed.told("p3").starts_with("Unschedulable: 0 of 1 node permit it: 1 where its pods did not fit"));
+    assert!(bed.done.len() < 40, "{}", bed.done.len());
+    bed.end("p0", Phase::Succeeded);
+    bed.settle();
+    assert_eq!(bed.bound(), ["p1@node0", "p2@node0", "p3@node0"]);
+}
+
+#[test]
+fn a_job_is_submitted_again_if_it_may_run_elsewhere_by_now() {
+    let mut bed = Bed::new(&[1, 1]);
+    bed.submit_host_job(2, 1);
+    bed.settle();
+    let mut picky = pod("a", 1);
+    plan(&mut picky).rules.selector.insert("gpu".into(), "yes".into());
+    bed.create([picky, pod("b", 1)]);
+    bed.settle();
+    assert_eq!(bed.told("a"), "Unschedulable: 0 of 2 nodes permit it: 2 not selected by nodeSelector or node affinity");
+    assert_eq!(bed.shown_jobs(), ["default/b 1x1 waits"]);
+    bed.seen.targets.get_mut(&0).unwrap().labels.insert("gpu".into(), "yes".into());
+    bed.pass(5 * SECOND);
+    let permits = |bed: &Bed, rank| -> Vec<bool> {
+        let jobs = bed.jobs.values().filter_map(FluxJob::bridged);
+        jobs.map(|job| job.shape.constraint.permits(rank)).collect()
+    };
+    assert_eq!((permits(&bed, 0), permits(&bed, 1)), (vec![true, true], vec![true, false]));
+    let cordon =
+        Taint { key: "node.kubernetes.io/unschedulable".into(), effect: "NoSchedule".into(), ..Taint::default() };
+    bed.seen.targets.get_mut(&1).unwrap().taints = vec![cordon];
+    bed.pass(5 * SECOND);
+    assert_eq!(permits(&bed, 1), [false, false]);
+}
+
+#[test]
+fn the_older_gang_is_first_though_it_was_submitted_again() {
+    let mut bed = Bed::new(&[2, 2]);
+    bed.submit_host_job(2, 2);
+    bed.settle();
+    bed.create(gang("old", 2));
+    bed.settle();
+    bed.set_time(BEGIN + 10 * SECOND);
+    bed.create(gang("young", 2));
+    let mut urgent = pod("urgent", 1);
+    plan(&mut urgent).priority = 1000;
+    bed.create([urgent]);
+    bed.settle();
+    bed.set_time(BEGIN + 20 * SECOND);
+    // Somebody resizes it, and so it is submitted again behind the younger one.
+    bed.change("old0", |pod| pod.requests.cpu = 1001);
+    bed.pass(6 * SECOND);
+    assert_eq!(bed.shown_jobs(), ["default/urgent 1x1 waits", "default/old 2x2 waits", "default/young 2x1 waits"]);
+}
+
+#[test]
+fn a_job_that_flux_refuses_is_not_submitted_again_and_again() {
+    let mut bed = Bed::new(&[2]);
+    bed.create([pod("a", 1)]);
+    bed.deliver(usize::MAX, usize::MAX);
+    let submits = |bed: &Bed| bed.done.iter().filter(|action| matches!(action, Action::Submit(_))).count();
+    for count in 1..3 {
+        bed.decide().actions.iter().for_each(|action| bed.carry_out(action));
+        assert_eq!(submits(&bed), count);
+        bed.refuse(JobId(count as u64), "alloc denied");
+        bed.pass(30 * SECOND - 1);
+        assert_eq!(submits(&bed), count);
+        bed.set_time(bed.now + 1);
+    }
+    assert_eq!(bed.told("a"), "Unschedulable: Flux refuses its job: alloc denied");
+}
+
+#[test]
+fn a_namespace_that_has_not_opted_in_is_told_by_an_event() {
+    let mut bed = Bed::new(&[2]);
+    bed.create([PodView { namespace: "other".into(), ..pod("a", 1) }]);
+    bed.pass(300 * SECOND);
+    assert_eq!((bed.bound().len(), bed.jobs.len(), bed.done.len()), (0, 0, 1));
+    assert!(matches!(&bed.done[0], Action::Tell(tell) if tell.reason == Reason::NotOptedIn && !tell.is_condition));
+}
+
+#[test]
+fn a_queued_gang_is_told_its_place_and_becomes_unschedulable_for_autoscalers() {
+    let mut bed = Bed::new(&[2]);
+    bed.submit_host_job(1, 2);
+    bed.settle();
+    bed.create([pod("a", 1)]);
+    for (time, expected) in [
+        (4 * SECOND, ""),
+        (SECOND, "Queued: waits in Flux's queue as job f3, at place 1"),
+        (25 * SECOND, "Unschedulable: waits in Flux's queue as job f3, at place 1"),
+    ] {
+        bed.pass(time);
+        assert_eq!(bed.told("a"), expected);
+    }
+    let before = bed.done.len();
+    bed.pass(600 * SECOND);
+    assert_eq!(bed.done.len(), before, "an idle queue costs nothing");
+}
+
+#[test]
+fn a_forged_record_gives_a_pod_nothing() {
+    let mut bed = Bed::new(&[2]);
+    bed.create([pod("a", 1)]);
+    bed.settle();
+    let record = bed.pods["uid-a"].record.clone();
+    let forged = PodView { record, ..pod("b", 1) };
+    bed.create([PodView { node: Some("node0".into()), plan: None, ..forged.clone() }, forged_name(forged)]);
+    bed.settle();
+    // The one that is bound by somebody else is accounted for as what runs; the other one waits for its turn.
+    assert_eq!(bed.shown_jobs(), ["default/a 1x1 @0", "default/b 1x1 @0", "default/c 1x1 waits"]);
+}
+
+fn forged_name(pod: PodView) -> PodView {
+    PodView { name: "c".into(), uid: "uid-c".into(), ..pod }
+}
+
+#[test]
+fn pods_on_a_node_that_has_left_are_forgotten() {
+    let mut bed = Bed::new(&[1, 1]);
+    bed.create(gang("g", 2));
+    bed.settle();
+    bed.run_all();
+    bed.seen.targets.remove(&1);
+    bed.settle();
+    bed.end("g0", Phase::Succeeded);
+    bed.pass_long();
+    assert_eq!((bed.bound(), bed.shown_jobs().len()), (vec!["g1@node1".to_owned()], 0));
+}

@@ -1,0 +1,208 @@
+//! The way back after a start of the broker.
+
+use broker::job_id::JobId;
+
+use super::{
+    again,
+    bed::{Bed, FluxJob},
+    gang, with_job,
+};
+use crate::{
+    action::Action,
+    decide::{Recovery, Standing},
+    fixture::pod,
+    jobs::NOTE,
+    jobspec::{FIRST_URGENCY, PINNED_URGENCY},
+    pod::{FORCED_HOLD, Phase},
+    time::SECOND,
+    world::Queues,
+};
+
+/// Two nodes: gang `g` of three pods runs, gang `q` waits, and so does a host job.
+fn running() -> Bed {
+    let mut bed = Bed::new(&[2, 2]);
+    bed.create(gang("g", 3));
+    bed.settle();
+    bed.run_all();
+    bed.create(gang("q", 2));
+    bed.settle();
+    bed.submit_host_job(1, 2);
+    bed.settle();
+    bed.done.clear();
+    bed
+}
+
+fn is_allocated(bed: &Bed, name: &str) -> bool {
+    bed.shown_jobs().iter().any(|job| job.starts_with(name) && job.contains('@'))
+}
+
+#[test]
+fn pods_that_run_get_their_cores_again_before_anybody_else() {
+    for (what, keeps, cancels) in [("power", false, false), ("kill", true, false), ("term", false, true)] {
+        let mut bed = running();
+        let before = bed.bound();
+        bed.restart_broker(|_| keeps, cancels);
+        bed.settle();
+        assert_eq!(bed.bound(), before, "{what}");
+        assert_eq!(bed.shown_jobs(), ["default/q 2x1 waits", "default/g 2x1 @0", "default/g 1x1 @1"], "{what}");
+        assert!(!bed.done.iter().any(|action| matches!(action, Action::Evict { .. } | Action::SuspendJob { .. })));
+        assert!(bed.jobs.values().filter(|job| job.slots.is_some()).all(|job| job.urgency == PINNED_URGENCY));
+        ["g0", "g1", "g2"].into_iter().for_each(|name| bed.end(name, Phase::Succeeded));
+        bed.settle();
+        assert_eq!(bed.bound(), ["q0@node0", "q1@node0"], "{what}");
+    }
+}
+
+#[test]
+fn the_steps_come_one_after_the_other() {
+    let mut bed = running();
+    bed.restart_broker(|_| true, false);
+    bed.broker().queues = Queues::Offline;
+    let step = |bed: &mut Bed| {
+        let decision = bed.decide();
+        decision.actions.iter().for_each(|action| bed.carry_out(action));
+        bed.schedule();
+        bed.deliver(usize::MAX, usize::MAX);
+        decision.report.standing
+    };
+    assert_eq!(step(&mut bed), Standing::Recovering(Recovery::Scheduler));
+    bed.broker().queues = Queues::Started;
+    assert_eq!(step(&mut bed), Standing::Recovering(Recovery::Queues));
+    assert_eq!(step(&mut bed), Standing::Recovering(Recovery::Submit));
+    assert_eq!(step(&mut bed), Standing::Recovering(Recovery::Cancel));
+    assert_eq!(step(&mut bed), Standing::Recovering(Recovery::Start));
+    assert_eq!(step(&mut bed), Standing::Serving);
+}
+
+#[test]
+fn it_can_be_interrupted_anywhere() {
+    for steps in 0..6 {
+        let mut bed = running();
+        let before = bed.bound();
+        bed.restart_broker(|_| true, false);
+        for _ in 0..steps {
+            bed.deliver(usize::MAX, usize::MAX);
+            let actions = bed.decide().actions;
+            // Only the first action is done.
+            actions.iter().take(1).for_each(|action| bed.carry_out(action));
+        }
+        bed.restart_agent();
+        bed.settle();
+        assert_eq!(bed.bound(), before);
+        assert_eq!(bed.shown_jobs(), ["default/q 2x1 waits", "default/g 2x1 @0", "default/g 1x1 @1"], "{steps} steps");
+    }
+}
+
+#[test]
+fn a_gang_that_was_being_bound_gets_all_that_it_was_given() {
+    let mut bed = Bed::new(&[1, 1, 1]);
+    bed.create(gang("g", 2));
+    bed.deliver(usize::MAX, usize::MAX);
+    bed.decide().actions.iter().for_each(|action| bed.carry_out(action));
+    bed.schedule();
+    bed.deliver(usize::MAX, usize::MAX);
+    let bind = bed.decide().actions.into_iter().find(|action| matches!(action, Action::Bind(_))).unwrap();
+    bed.carry_out(&bind);
+    bed.restart_broker(|_| true, false);
+    bed.submit_host_job(3, 1);
+    bed.settle();
+    assert_eq!(bed.bound(), ["g0@node0", "g1@node1"]);
+    assert_eq!(bed.shown_jobs(), ["default/g 1x1 @0", "default/g 1x1 @1"]);
+}
+
+#[test]
+fn a_gang_that_was_given_cores_and_not_bound_is_the_first_of_those_that_wait() {
+    let mut bed = Bed::new(&[2]);
+    bed.create(gang("g", 2));
+    bed.deliver(usize::MAX, usize::MAX);
+    bed.decide().actions.iter().for_each(|action| bed.carry_out(action));
+    bed.schedule();
+    bed.create([pod("a", 1)]);
+    bed.restart_broker(|_| true, false);
+    bed.settle();
+    assert_eq!(bed.bound(), ["g0@node0", "g1@node0"]);
+    let urgencies: Vec<_> = bed.jobs.values().map(|job| job.urgency).collect();
+    assert!(urgencies.contains(&FIRST_URGENCY));
+}
+
+#[test]
+fn nothing_waits_for_a_rank_that_is_down() {
+    let mut bed = running();
+    bed.down.insert(1);
+    bed.restart_broker(|_| true, false);
+    bed.settle();
+    assert_eq!(bed.broker().queues, Queues::Started);
+    assert!(bed.shown_jobs().contains(&"default/g 1x1 waits".to_owned()));
+    ["g0", "g1"].into_iter().for_each(|name| bed.end(name, Phase::Succeeded));
+    bed.settle();
+    assert!(is_allocated(&bed, "default/q"), "others run meanwhile");
+    bed.down.clear();
+    bed.settle();
+    assert!(is_allocated(&bed, "default/g 1x1"), "it is the first there");
+    assert!(bed.bound().contains(&"g2@node1".to_owned()));
+}
+
+#[test]
+fn an_agent_that_restarts_beside_the_same_broker_changes_nothing() {
+    let mut bed = running();
+    let before = (bed.bound(), bed.shown_jobs());
+    bed.restart_agent();
+    bed.pass_long();
+    assert_eq!((bed.bound(), bed.shown_jobs()), before);
+    let harmless = |action: &Action| matches!(action, Action::Tell(_));
+    assert!(bed.done.iter().all(harmless), "{:?}", bed.done);
+}
+
+#[test]
+fn a_pod_that_vanished_while_no_agent_ran_may_run_on_for_ten_seconds() {
+    let mut bed = Bed::new(&[1]);
+    bed.create([pod("a", 1)]);
+    bed.settle();
+    bed.run_all();
+    bed.vanish("a");
+    bed.restart_agent();
+    bed.pass(FORCED_HOLD - 1);
+    assert_eq!(bed.shown_jobs(), ["default/a 1x1 @0"]);
+    bed.pass(1);
+    assert_eq!(bed.shown_jobs(), [] as [&str; 0]);
+}
+
+#[test]
+fn nobody_gets_the_cores_of_a_pod_that_may_run_unseen() {
+    let mut bed = Bed::new(&[2]);
+    with_job(&mut bed, "train", 2);
+    bed.settle();
+    bed.run_all();
+    bed.vanish("train-0");
+    bed.restart_agent();
+    bed.create([again("train", 0, 1)]);
+    bed.pass(FORCED_HOLD - 1);
+    assert_eq!(bed.bound(), ["train-1@node0"]);
+    bed.pass(1);
+    assert_eq!(bed.bound(), ["train-0-1@node0", "train-1@node0"]);
+}
+
+#[test]
+fn the_queue_stays_closed_until_the_pods_are_known() {
+    let mut bed = running();
+    bed.restart_broker(|_| true, false);
+    let pods = bed.seen.pods.take();
+    let decision = bed.decide();
+    assert_eq!((decision.report.standing, decision.actions.len()), (Standing::Loading, 0));
+    bed.seen.pods = pods;
+    bed.settle();
+    assert_eq!(bed.broker().queues, Queues::Started);
+}
+
+#[test]
+fn a_job_that_ended_while_its_pod_runs_is_replaced_by_a_pin() {
+    let mut bed = Bed::new(&[2]);
+    bed.create(gang("g", 2));
+    bed.settle();
+    bed.run_all();
+    bed.cancel(JobId(1), NOTE);
+    bed.pass(10 * SECOND);
+    assert_eq!(bed.shown_jobs(), ["default/g 2x1 @0"]);
+    let pinned = bed.jobs.values().filter_map(FluxJob::bridged).all(|job| job.record.pinned == Some(0));
+    assert!(pinned && bed.pods.values().all(|pod| !pod.is_deleting));
+}

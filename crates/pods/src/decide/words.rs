@@ -1,0 +1,147 @@
+//! What pods are told.
+
+use super::{memory::Memory, round::Round};
+use crate::{
+    action::{Action, PodRef, Reason, Tell},
+    gangs::{Gang, Problem},
+    jobs::{Job, JobState},
+    place::NoPlace,
+    pod::PodView,
+    time::{Millis, SECOND},
+};
+
+/// How long a gang waits in the queue before its pods are told that they do.
+const TELL_AFTER: Millis = 5 * SECOND;
+/// How long a gang waits before its pods are Unschedulable, so that an autoscaler adds nodes for them.
+pub const AUTOSCALE_AFTER: Millis = 30 * SECOND;
+/// How often a message changes that has the same reason.
+const TELL_EVERY: Millis = 60 * SECOND;
+/// How many places of the queue are told.
+const PLACES: usize = 20;
+/// How long kubelet may take to take up a pod.
+pub(super) const TAKE_UP_WITHIN: Millis = 60 * SECOND;
+
+/// A reason and a sentence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Words {
+    reason: Reason,
+    message: String,
+}
+
+impl Words {
+    /// What keeps a gang from being submitted.
+    pub fn problem(problem: &Problem) -> Self {
+        let reason = match problem {
+            Problem::Incomplete { .. } | Problem::NotFound { .. } | Problem::NoVolume(_) => Reason::Incomplete,
+            Problem::TooLarge { .. } | Problem::NoSize { .. } | Problem::Unsupported(_) => Reason::Refused,
+            Problem::NotOptedIn(_) => Reason::NotOptedIn,
+        };
+        Self { reason, message: problem.to_string() }
+    }
+
+    /// No node could ever take it.
+    pub fn no_place(no_place: &NoPlace) -> Self {
+        Self { reason: Reason::Unschedulable, message: no_place.to_string() }
+    }
+
+    /// Flux has refused its job.
+    pub fn refused_by_flux(words: &str) -> Self {
+        Self { reason: Reason::Unschedulable, message: format!("Flux refuses its job: {words}") }
+    }
+
+    /// Its job waits; None for the first moments.
+    pub fn queued(round: &mut Round, job: &Job) -> Option<Self> {
+        let since = job.submitted;
+        for moment in [since + TELL_AFTER, since + AUTOSCALE_AFTER] {
+            round.wake_at(moment);
+        }
+        let reason =
+            if round.now < since.saturating_add(AUTOSCALE_AFTER) { Reason::Queued } else { Reason::Unschedulable };
+        let message = format!("waits in Flux's queue as job {}", job.id);
+        (round.now >= since.saturating_add(TELL_AFTER)).then_some(Self { reason, message })
+    }
+
+    /// Adds the place in the queue to the words for `job`'s gang, if it is one of the first.
+    pub fn with_place(mut self, place: Option<usize>) -> Self {
+        if let Some(place) = place.filter(|place| *place <= PLACES) {
+            self.message = format!("{}, at place {place}", self.message);
+        }
+        self
+    }
+}
+
+/// The pending jobs in the order in which Flux considers them.
+pub(super) fn places(round: &Round) -> Vec<broker::job_id::JobId> {
+    let mut pending: Vec<_> = round.jobs.iter().filter(|job| job.state == JobState::Pending).collect();
+    pending.sort_by_key(|job| (std::cmp::Reverse(job.urgency), job.id));
+    pending.into_iter().take(PLACES).map(|job| job.id).collect()
+}
+
+/// Tells `words` to the pods of `gang` that wait, as far as they have not been told.
+pub(super) fn tell_waiting(round: &mut Round, memory: &mut Memory, gang: &Gang, words: &Words) {
+    for pod in gang.waiting() {
+        let is_condition = words.reason != Reason::NotOptedIn;
+        tell(round, memory, pod, words, is_condition);
+    }
+}
+
+/// Tells about pods that are bound: those that hold more than they ask for, and those that kubelet doesn't start.
+pub(super) fn tell_bound(
+    round: &mut Round,
+    memory: &mut Memory,
+    gang: &Gang,
+    cores_of: impl Fn(&PodView) -> Option<(u32, u32)>,
+) {
+    let now = round.now;
+    for pod in gang.holding(now) {
+        if let Some((asked, held)) = cores_of(pod).filter(|(asked, held)| asked < held) {
+            let held_words = base::words::many(held, "core");
+            let message = format!(
+                "asks for {} and holds {held_words}, as the largest pod of gang {} does",
+                base::words::many(asked, "core"),
+                gang.id
+            );
+            tell(round, memory, pod, &Words { reason: Reason::Padded, message }, false);
+        }
+        if is_not_taken_up(pod, now) {
+            let message = format!("kubelet of node {} has not taken it up", pod.node.as_deref().unwrap_or_default());
+            tell(round, memory, pod, &Words { reason: Reason::NotStarted, message }, false);
+        } else if let Some(bound) = pod.bound.filter(|_| !pod.is_taken_up) {
+            round.wake_at(bound.saturating_add(TAKE_UP_WITHIN));
+        }
+    }
+}
+
+/// kubelet has had its time to take up `pod`.
+pub(super) fn is_not_taken_up(pod: &PodView, now: Millis) -> bool {
+    let bound = pod.bound.filter(|_| pod.stays() && !pod.is_taken_up);
+    bound.is_some_and(|bound| now >= bound.saturating_add(TAKE_UP_WITHIN))
+}
+
+fn tell(round: &mut Round, memory: &mut Memory, pod: &PodView, words: &Words, is_condition: bool) {
+    let Words { reason, message } = words;
+    let shown = pod.plan.as_ref().and_then(|plan| plan.told.as_ref());
+    let has_reason = shown.is_some_and(|(shown, _)| shown == reason.word());
+    let has_message = shown.is_some_and(|(_, shown)| shown == message);
+    if is_condition && has_reason && has_message {
+        return;
+    }
+    let told = memory.told.entry(pod.uid.clone()).or_default();
+    if let Some((before, at)) = told.get(reason) {
+        let again = at.saturating_add(TELL_EVERY);
+        let is_same = before == message && (!is_condition || has_reason);
+        if is_same || round.now < again {
+            if !is_same {
+                round.wake_at(again);
+            }
+            return;
+        }
+    }
+    // Only the last condition is one that the pod shows.
+    if is_condition {
+        told.clear();
+    }
+    told.insert(*reason, (message.clone(), round.now));
+    let (reason, message) = (*reason, message.clone());
+    round.actions.push(Action::Tell(Box::new(Tell { pod: PodRef::from(pod), reason, message, is_condition })));
+}

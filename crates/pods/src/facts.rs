@@ -1,0 +1,93 @@
+//! What pods refer to, as the effect layer has looked it up.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::NodeSelector;
+
+use crate::record::GangKind;
+
+/// What pods refer to.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Facts {
+    /// The Jobs that own bridged pods, by uid.
+    pub jobs: BTreeMap<String, KubeJob>,
+    /// The number of pods that a PodGroup needs at once (minCount, minMember); None if it has no such number. By kind of
+    /// gang, namespace and name.
+    pub pod_groups: BTreeMap<(GangKind, String, String), Option<u32>>,
+    /// Volume claims that bridged pods mount, by namespace and name.
+    pub claims: BTreeMap<(String, String), Claim>,
+}
+
+/// A Job of Kubernetes.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct KubeJob {
+    /// metadata.namespace
+    pub namespace: String,
+    /// metadata.name
+    pub name: String,
+    /// metadata.uid
+    pub uid: String,
+    /// spec.completionMode is Indexed.
+    pub is_indexed: bool,
+    /// spec.completions
+    pub completions: Option<u32>,
+    /// spec.parallelism
+    pub parallelism: u32,
+    /// status.succeeded
+    pub succeeded: u32,
+    /// spec.activeDeadlineSeconds
+    pub seconds: Option<u64>,
+    /// spec.suspend
+    pub is_suspended: bool,
+    /// [`ANNOTATION_SUSPENDED`].
+    pub suspended_for: Option<SuspendReason>,
+}
+
+/// Annotation on a Job that the bridge has suspended: [`SuspendReason::word`].
+pub const ANNOTATION_SUSPENDED: &str = "distribute.flux-framework.org/suspended";
+
+/// Why the bridge has suspended a Job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum SuspendReason {
+    /// Its gang could not be completed. It is resumed once its pods are gone.
+    Incomplete,
+    /// Somebody has cancelled its Flux job. It stays suspended until somebody resumes it.
+    Canceled,
+}
+
+impl SuspendReason {
+    /// The annotation's value.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Incomplete => "Incomplete",
+            Self::Canceled => "Canceled",
+        }
+    }
+
+    /// Reads the annotation's value.
+    pub fn read(word: &str) -> Option<Self> {
+        [Self::Incomplete, Self::Canceled].into_iter().find(|reason| reason.word() == word)
+    }
+}
+
+impl KubeJob {
+    /// The number of pods that the Job still needs, if they are a gang: an Indexed Job that runs all of them at once.
+    pub fn gang_size(&self) -> Option<u32> {
+        let completions = self.completions.filter(|completions| *completions > 1)?;
+        (self.is_indexed && completions == self.parallelism).then(|| completions.saturating_sub(self.succeeded))
+    }
+}
+
+/// A volume claim.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Claim {
+    /// It has a volume, which is where `affinity` says; anywhere if that is None.
+    Bound {
+        /// The volume's spec.nodeAffinity.required
+        affinity: Option<NodeSelector>,
+    },
+    /// It gets a volume when a pod that mounts it has been given a node.
+    WaitsForFirstConsumer,
+    /// It has no volume yet.
+    Unbound,
+}

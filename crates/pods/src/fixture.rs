@@ -1,0 +1,108 @@
+//! Pods, nodes and jobs for tests.
+
+use std::collections::BTreeMap;
+
+use api::Rank;
+use broker::{job_id::JobId, journal::JobEvents};
+use serde_json::{Value, json};
+
+use crate::{
+    constraint::Constraint,
+    facts::KubeJob,
+    jobspec::JobRequest,
+    pod::{Owner, Plan, PodView},
+    record::{GangId, GangKind, JobRecord, Member},
+    requests::Requests,
+    target::{Allocatable, Target},
+};
+
+/// A pod of namespace `default` that waits and asks for `cores` cores of one thread.
+pub(crate) fn pod(name: &str, cores: u64) -> PodView {
+    PodView {
+        namespace: "default".into(),
+        name: name.into(),
+        uid: format!("uid-{name}"),
+        is_bridged: true,
+        requests: Requests { cpu: cores * 1000, ..Requests::default() },
+        plan: Some(Box::default()),
+        ..PodView::default()
+    }
+}
+
+/// Changes what matters until the pod is bound.
+pub(crate) fn plan(pod: &mut PodView) -> &mut Plan {
+    pod.plan.get_or_insert_default()
+}
+
+/// A pod of a gang that annotations make.
+pub(crate) fn annotated(name: &str, gang: &str, size: u32) -> PodView {
+    let mut pod = pod(name, 1);
+    pod.hints.annotated = Some((gang.into(), size.to_string()));
+    pod
+}
+
+/// The pod with this index of the Job `job`.
+pub(crate) fn of_job(job: &str, index: u32) -> PodView {
+    let owner = Owner { is_job: true, name: job.into(), uid: format!("uid-{job}") };
+    PodView { owner: Some(owner), index: Some(index), ..pod(&format!("{job}-{index}"), 1) }
+}
+
+/// An Indexed Job that runs `size` pods at once.
+pub(crate) fn kube_job(name: &str, size: u32) -> KubeJob {
+    KubeJob {
+        namespace: "default".into(),
+        name: name.into(),
+        uid: format!("uid-{name}"),
+        is_indexed: true,
+        completions: Some(size),
+        parallelism: size,
+        ..KubeJob::default()
+    }
+}
+
+/// Nodes `node0`, `node1` and so on, with one thread a core and as many CPUs as cores.
+pub(crate) fn targets(cores: &[u32]) -> BTreeMap<Rank, Target> {
+    let target = |(rank, cores): (Rank, &u32)| {
+        let target = Target {
+            rank,
+            node: format!("node{rank}"),
+            uid: format!("uid-node{rank}"),
+            is_ready: true,
+            allocatable: Allocatable {
+                cpu: u64::from(*cores) * 1000,
+                memory: 1 << 40,
+                ephemeral: 1 << 40,
+                pods: 110,
+                extended: BTreeMap::new(),
+            },
+            cores: *cores,
+            threads: 1,
+            ..Target::default()
+        };
+        (rank, target)
+    };
+    (0..).zip(cores).map(target).collect()
+}
+
+/// A request for pods `p0`, `p1` and so on of gang `default/g`.
+pub(crate) fn request(slots: u32, cores: u32) -> JobRequest {
+    let gang = GangId { kind: GangKind::Annotated, namespace: "default".into(), name: "g".into(), uid: String::new() };
+    let member = |index: u32| Member { name: format!("p{index}"), uid: format!("uid-p{index}"), index: None };
+    JobRequest {
+        record: JobRecord { gang, members: (0..slots).map(member).collect(), threads: 1, pinned: None },
+        slots,
+        cores,
+        spreads: false,
+        duration: 60,
+        constraint: Constraint::Anywhere,
+        urgency: 16,
+    }
+}
+
+/// An item of the journal. Everything in `events` but name and timestamp is their context.
+pub(crate) fn job_events(id: u64, events: Value, jobspec: Option<Value>) -> JobEvents {
+    let event = |event: &Value| json!({"name": event["name"], "timestamp": event["timestamp"].as_f64().unwrap_or(0.0), "context": event});
+    let events: Vec<Value> = events.as_array().unwrap().iter().map(event).collect();
+    let item = json!({"id": JobId(id), "events": events, "jobspec": jobspec});
+    serde_json::from_value(item).unwrap()
+}

@@ -1,0 +1,266 @@
+//! Which pods are a gang.
+//!
+//! The first of these counts: our annotations; a PodGroup; Fluence's labels; an Indexed Job that runs all its pods at once.
+//! Every other pod is a gang of one. So is each pod beyond a gang's size: a gang grows by one-slot jobs.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::{
+    facts::{Claim, Facts, KubeJob},
+    pod::PodView,
+    record::{GangId, GangKind},
+    time::Millis,
+    unsupported::Unsupported,
+};
+
+/// A gang: pods that run at the same time, or not at all.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Gang<'a> {
+    /// Its name.
+    pub id: GangId,
+    /// The number of pods that must be bound at the same time; at least one.
+    pub size: u32,
+    /// Its pods whose cores are held, and as many of those that can be bound as are missing.
+    pub members: Vec<&'a PodView>,
+    /// The Job that owns it.
+    pub job: Option<&'a KubeJob>,
+    /// What keeps those of its pods that are not bound from being so.
+    pub problem: Option<Problem>,
+}
+
+/// Why a gang's pods are not bound.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Problem {
+    /// Too few of its pods can be bound.
+    #[error("{exist} of {size} pods of gang {gang} exist")]
+    Incomplete {
+        /// The gang.
+        gang: GangId,
+        /// How many there are.
+        exist: u32,
+        /// How many are needed.
+        size: u32,
+    },
+    /// See `spec.pods.maxGang`.
+    #[error("gang {gang} has {size} pods, and spec.pods.maxGang of the FluxInstance allows {most}")]
+    TooLarge {
+        /// The gang.
+        gang: GangId,
+        /// Its size.
+        size: u32,
+        /// Most pods that a gang may have.
+        most: u32,
+    },
+    /// The size is no number.
+    #[error("the size of gang {gang} is {size:?}: write a number of pods")]
+    NoSize {
+        /// The gang.
+        gang: GangId,
+        /// What is written.
+        size: String,
+    },
+    /// The object that has the size is not there, or not yet.
+    #[error("{kind} {name} was not found", name = .gang.name)]
+    NotFound {
+        /// PodGroup or Job.
+        kind: &'static str,
+        /// The gang.
+        gang: GangId,
+    },
+    /// A claim is missing or has no volume.
+    #[error("the volume claim {0} has no volume yet")]
+    NoVolume(String),
+    /// A field can't be honoured.
+    #[error(transparent)]
+    Unsupported(#[from] Unsupported),
+    /// The bridge has no right to write to pods there.
+    #[error(
+        "namespace {0} has not opted in to scheduler flux: an administrator does that with a RoleBinding to ClusterRole \
+         flux-distribute-pods"
+    )]
+    NotOptedIn(String),
+}
+
+/// What is known beside the pods.
+#[derive(Debug, Clone, Copy)]
+pub struct Known<'a> {
+    /// What the pods refer to.
+    pub facts: &'a Facts,
+    /// Namespaces in which the bridge may write.
+    pub namespaces: &'a BTreeSet<String>,
+    /// `spec.pods.maxGang`
+    pub max_gang: u32,
+    /// The pods by uid that an active job lists, with its gang. If there are several such jobs, a gang of one.
+    pub listed: &'a BTreeMap<&'a str, &'a GangId>,
+}
+
+/// The gangs of the bridged pods whose cores are held or that can be bound, in order of their ids.
+pub fn gangs<'a>(pods: impl IntoIterator<Item = &'a PodView>, known: Known<'a>, now: Millis) -> Vec<Gang<'a>> {
+    let mut groups: BTreeMap<GangId, Group<'a>> = BTreeMap::new();
+    for pod in pods.into_iter().filter(|pod| pod.is_bridged && (pod.holds(now) || pod.is_ready_to_bind())) {
+        let job = pod.owner.as_ref().filter(|owner| owner.is_job).and_then(|owner| known.facts.jobs.get(&owner.uid));
+        let (mut id, mut size) = of_pod(pod, job, known.facts);
+        // What a pod runs as does not change when its Job or its labels do. Nor does a pod by itself join a gang.
+        let listed = known.listed.get(pod.uid.as_str()).copied().filter(|listed| **listed != id);
+        if let Some(listed) = listed.filter(|listed| pod.node.is_some() || listed.kind == GangKind::Pod) {
+            (id, size) = (listed.clone(), Ok(1));
+        }
+        let group = groups.entry(id).or_insert_with(|| Group { size: Ok(1), members: Vec::new(), job });
+        // Pods that disagree about their number are a gang of the largest.
+        match (&group.size, size) {
+            (Ok(largest), Ok(size)) => group.size = Ok(size.max(*largest)),
+            (Ok(_), error) => group.size = error,
+            (Err(_), _) => {}
+        }
+        group.members.push(pod);
+    }
+    let mut all: Vec<_> = groups.into_iter().flat_map(|(id, group)| group.split(id, known)).collect();
+    all.sort_by(|one, other| one.id.cmp(&other.id));
+    all
+}
+
+struct Group<'a> {
+    size: Result<u32, Problem>,
+    members: Vec<&'a PodView>,
+    job: Option<&'a KubeJob>,
+}
+
+impl<'a> Group<'a> {
+    /// The gang, and a gang of one for each pod beyond its size.
+    fn split(mut self, id: GangId, known: Known<'a>) -> Vec<Gang<'a>> {
+        self.members.sort_by(|one, other| {
+            let rank = |pod: &PodView| (pod.node.is_none(), !known.listed.contains_key(pod.uid.as_str()), pod.index);
+            rank(one).cmp(&rank(other)).then_with(|| (one.created, &one.name).cmp(&(other.created, &other.name)))
+        });
+        let size = self.size.as_ref().map_or(u32::MAX, |size| *size);
+        let (mut members, mut beyond, mut staying) = (Vec::new(), Vec::new(), 0);
+        for pod in self.members {
+            match pod.node.is_none() && staying >= size {
+                true => beyond.push(pod),
+                false => {
+                    staying += u32::from(pod.stays());
+                    members.push(pod);
+                }
+            }
+        }
+        let gang = Gang { id, size, members, job: self.job, problem: self.size.err() };
+        let beyond = beyond.into_iter().map(|pod| Gang {
+            id: single(pod),
+            size: 1,
+            members: vec![pod],
+            job: self.job,
+            problem: None,
+        });
+        std::iter::once(gang).chain(beyond).map(|gang| gang.examined(known)).collect()
+    }
+}
+
+impl<'a> Gang<'a> {
+    /// Its pods that can be bound, in order.
+    pub fn waiting(&self) -> impl Iterator<Item = &'a PodView> + '_ {
+        self.members.iter().copied().filter(|pod| pod.waits())
+    }
+
+    /// Its pods whose cores must be held.
+    pub fn holding(&self, now: Millis) -> impl Iterator<Item = &'a PodView> + '_ {
+        self.members.iter().copied().filter(move |pod| pod.holds(now))
+    }
+
+    /// True if one of its pods is bound and is to stay. If all that are bound are about to end, the others are a gang of
+    /// their own.
+    pub fn is_started(&self) -> bool {
+        self.members.iter().any(|pod| pod.node.is_some() && pod.stays())
+    }
+
+    /// True if its pods must be on different nodes: they say so, or they take ports of the node.
+    pub fn spreads(&self) -> bool {
+        self.is_apart() || (self.size > 1 && self.waiting().any(|pod| !pod.requests.ports.is_empty()))
+    }
+
+    fn is_apart(&self) -> bool {
+        self.waiting().any(|pod| pod.plan.as_ref().is_some_and(|plan| plan.spreads == Ok(true)))
+    }
+
+    /// When the last of its pods was created: the gang is as old as that.
+    pub fn since(&self) -> Millis {
+        self.members.iter().map(|pod| pod.created).max().unwrap_or(0)
+    }
+
+    /// Finds what keeps its pods from being bound.
+    fn examined(mut self, known: Known<'a>) -> Self {
+        if self.problem.is_none() && self.waiting().next().is_some() {
+            self.problem = self.find_problem(known);
+        }
+        self
+    }
+
+    fn find_problem(&self, known: Known<'a>) -> Option<Problem> {
+        if self.size > known.max_gang {
+            return Some(Problem::TooLarge { gang: self.id.clone(), size: self.size, most: known.max_gang });
+        }
+        let plans = || self.waiting().filter_map(|pod| Some((pod, pod.plan.as_deref()?)));
+        if let Some(unsupported) = plans().find_map(|(_, plan)| plan.spreads.as_ref().err()) {
+            return Some(unsupported.clone().into());
+        }
+        if self.is_apart() && self.id.kind == GangKind::Pod {
+            return Some(Unsupported::PodAntiAffinity.into());
+        }
+        if !known.namespaces.contains(&self.id.namespace) {
+            return Some(Problem::NotOptedIn(self.id.namespace.clone()));
+        }
+        for claim in plans().flat_map(|(_, plan)| &plan.claims) {
+            match known.facts.claims.get(&(self.id.namespace.clone(), claim.clone())) {
+                Some(Claim::Bound { .. }) => {}
+                Some(Claim::WaitsForFirstConsumer) => {
+                    return Some(Unsupported::WaitForFirstConsumer(claim.clone()).into());
+                }
+                Some(Claim::Unbound) | None => return Some(Problem::NoVolume(claim.clone())),
+            }
+        }
+        let staying = self.members.iter().filter(|pod| pod.stays()).count();
+        let exist = u32::try_from(staying).unwrap_or(u32::MAX);
+        let is_whole = exist >= self.size || self.is_started();
+        (!is_whole).then(|| Problem::Incomplete { gang: self.id.clone(), exist, size: self.size })
+    }
+}
+
+/// The gang of one that `pod` is.
+fn single(pod: &PodView) -> GangId {
+    GangId { kind: GangKind::Pod, namespace: pod.namespace.clone(), name: pod.name.clone(), uid: pod.uid.clone() }
+}
+
+/// The gang that `pod` belongs to, and its size. `job` is the Job that owns the pod.
+fn of_pod(pod: &PodView, job: Option<&KubeJob>, facts: &Facts) -> (GangId, Result<u32, Problem>) {
+    let id =
+        |kind, name: &str| GangId { kind, namespace: pod.namespace.clone(), name: name.to_owned(), uid: String::new() };
+    let sized = |kind, (name, size): &(String, String)| {
+        let gang = id(kind, name);
+        let number = size.parse().ok().filter(|size| *size > 0);
+        let no_size = || Problem::NoSize { gang: gang.clone(), size: size.chars().take(80).collect() };
+        (gang.clone(), number.ok_or_else(no_size))
+    };
+    if let Some(annotated) = &pod.hints.annotated {
+        return sized(GangKind::Annotated, annotated);
+    }
+    let groups = [(GangKind::PodGroup, &pod.hints.pod_group), (GangKind::Coscheduling, &pod.hints.coscheduling)];
+    for (kind, name) in groups.into_iter().filter_map(|(kind, name)| Some((kind, name.as_ref()?))) {
+        match facts.pod_groups.get(&(kind, pod.namespace.clone(), name.clone())) {
+            Some(Some(size)) if *size > 1 => return (id(kind, name), Ok(*size)),
+            Some(_) => return (single(pod), Ok(1)),
+            // Fluence names its groups with coscheduling's label, and needs no PodGroup.
+            None if kind == GangKind::Coscheduling && pod.hints.fluence.is_some() => {}
+            None => return (id(kind, name), Err(Problem::NotFound { kind: "PodGroup", gang: id(kind, name) })),
+        }
+    }
+    if let Some(fluence) = &pod.hints.fluence {
+        return sized(GangKind::Fluence, fluence);
+    }
+    let Some(owner) = pod.owner.as_ref().filter(|owner| owner.is_job) else { return (single(pod), Ok(1)) };
+    let gang = GangId { uid: owner.uid.clone(), ..id(GangKind::Job, &owner.name) };
+    match job.map(KubeJob::gang_size) {
+        Some(Some(size)) => (gang, Ok(size.max(1))),
+        Some(None) => (single(pod), Ok(1)),
+        // A Job's first pods may be seen before the Job itself.
+        None => (gang.clone(), Err(Problem::NotFound { kind: "Job", gang })),
+    }
+}

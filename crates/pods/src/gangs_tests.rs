@@ -1,0 +1,237 @@
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{
+    facts::{Claim, Facts},
+    fixture::{annotated, kube_job, of_job, plan, pod},
+    gangs::{Gang, Known, Problem, gangs},
+    pod::{Phase, PodView},
+    record::{GangId, GangKind},
+    unsupported::Unsupported,
+};
+
+fn found<'a>(pods: &'a [PodView], facts: &'a Facts, listed: &'a BTreeMap<&'a str, &'a GangId>) -> Vec<Gang<'a>> {
+    let namespaces = Box::leak(Box::new(BTreeSet::from(["default".to_owned()])));
+    gangs(pods, Known { facts, namespaces, max_gang: 10, listed }, 0)
+}
+
+/// Kind, name, number of pods and size of each gang.
+fn shown(pods: &[PodView], facts: &Facts) -> Vec<(GangKind, String, usize, u32)> {
+    let gangs = found(pods, facts, const { &BTreeMap::new() });
+    gangs.iter().map(|gang| (gang.id.kind, gang.id.to_string(), gang.members.len(), gang.size)).collect()
+}
+
+fn problem(pods: &[PodView], facts: &Facts) -> Option<Problem> {
+    found(pods, facts, const { &BTreeMap::new() })[0].problem.clone()
+}
+
+fn facts() -> Facts {
+    let mut facts = Facts::default();
+    for job in [kube_job("train", 3), kube_job("queue", 3)] {
+        facts.jobs.insert(job.uid.clone(), job);
+    }
+    facts.jobs.get_mut("uid-queue").unwrap().is_indexed = false;
+    for (kind, name, size) in [
+        (GangKind::PodGroup, "native", Some(2)),
+        (GangKind::PodGroup, "basic", None),
+        (GangKind::Coscheduling, "cosched", Some(2)),
+    ] {
+        facts.pod_groups.insert((kind, "default".into(), name.into()), size);
+    }
+    facts
+}
+
+#[test]
+fn the_first_rule_that_applies_makes_the_gang() {
+    use GangKind::{Annotated, Coscheduling, Fluence, Job, Pod, PodGroup};
+    let mut all = of_job("train", 0);
+    all.hints.fluence = Some(("fluence".into(), "4".into()));
+    all.hints.coscheduling = Some("cosched".into());
+    all.hints.pod_group = Some("native".into());
+    all.hints.annotated = Some(("ours".into(), "5".into()));
+    let without = |changes: &[fn(&mut PodView)]| {
+        let mut pod = all.clone();
+        changes.iter().for_each(|change| change(&mut pod));
+        pod
+    };
+    let ours: fn(&mut PodView) = |pod| pod.hints.annotated = None;
+    let native: fn(&mut PodView) = |pod| pod.hints.pod_group = None;
+    let cosched: fn(&mut PodView) = |pod| pod.hints.coscheduling = None;
+    let fluence: fn(&mut PodView) = |pod| pod.hints.fluence = None;
+    for (pod, kind, name, size) in [
+        (all.clone(), Annotated, "default/ours", 5),
+        (without(&[ours]), PodGroup, "default/native", 2),
+        (without(&[ours, native]), Coscheduling, "default/cosched", 2),
+        (without(&[ours, native, cosched]), Fluence, "default/fluence", 4),
+        (without(&[ours, native, cosched, fluence]), Job, "default/train", 3),
+        (without(&[ours, native, |p| p.hints.coscheduling = Some("none".into())]), Fluence, "default/fluence", 4),
+        (without(&[ours, |p| p.hints.pod_group = Some("basic".into())]), Pod, "default/train-0", 1),
+        (of_job("queue", 0), Pod, "default/queue-0", 1),
+        (pod("bare", 1), Pod, "default/bare", 1),
+    ] {
+        assert_eq!(shown(&[pod], &facts()), [(kind, name.to_owned(), 1, size)]);
+    }
+}
+
+#[test]
+fn gangs_of_one_name_in_two_namespaces_are_two() {
+    let other = PodView { namespace: "other".into(), ..annotated("b", "g", 2) };
+    let names: Vec<_> = shown(&[annotated("a", "g", 2), other], &facts()).into_iter().map(|gang| gang.1).collect();
+    assert_eq!(names, ["default/g", "other/g"]);
+}
+
+#[test]
+fn pods_beyond_the_size_are_gangs_of_one() {
+    let pods: Vec<_> = (0..4).map(|n| annotated(&format!("p{n}"), "g", 3)).collect();
+    let gangs = shown(&pods, &facts());
+    assert_eq!(gangs[0], (GangKind::Annotated, "default/g".into(), 3, 3));
+    assert_eq!(gangs[1], (GangKind::Pod, "default/p3".into(), 1, 1));
+}
+
+#[test]
+fn what_a_pod_runs_as_does_not_change() {
+    let id =
+        |kind, name: &str, uid: &str| GangId { kind, namespace: "default".into(), name: name.into(), uid: uid.into() };
+    let (own, job) = (id(GangKind::Pod, "p0", "uid-p0"), id(GangKind::Job, "queue", "uid-queue"));
+    let bound = |pod: PodView| PodView { node: Some("node0".into()), ..pod };
+    for (what, pod, listed, kind) in [
+        ("a pod by itself, though its gang lacks one", annotated("p0", "g", 3), Some(&own), GangKind::Pod),
+        ("a pod by itself that runs", bound(annotated("p0", "g", 3)), Some(&own), GangKind::Pod),
+        ("a pod of a gang whose Job runs fewer at a time now", bound(of_job("queue", 0)), Some(&job), GangKind::Job),
+        ("the same one before it is bound", of_job("queue", 0), Some(&job), GangKind::Pod),
+        ("one that no job lists", bound(of_job("queue", 0)), None, GangKind::Pod),
+    ] {
+        let (pods, facts) = ([pod], facts());
+        let listed = listed.map(|gang| (pods[0].uid.as_str(), gang)).into_iter().collect();
+        assert_eq!(found(&pods, &facts, &listed)[0].id.kind, kind, "{what}");
+    }
+}
+
+#[test]
+fn a_pod_that_runs_is_not_beyond_its_gang() {
+    let mut facts = facts();
+    facts.jobs.get_mut("uid-train").unwrap().succeeded = 2;
+    let pods: Vec<_> = (0..3).map(|n| PodView { node: Some("node0".into()), ..of_job("train", n) }).collect();
+    assert_eq!(
+        shown(&pods, &facts),
+        [(GangKind::Job, "default/train".to_owned(), 3, 1)],
+        "the Job is ahead of its pods"
+    );
+}
+
+#[test]
+fn a_pod_that_is_about_to_end_does_not_take_its_successors_place() {
+    let node = Some("node0".to_owned());
+    let ending = PodView { is_deleting: true, node: node.clone(), ..of_job("train", 0) };
+    let successor = PodView { name: "train-0b".into(), uid: "uid-b".into(), ..of_job("train", 0) };
+    let others = (1..3).map(|n| PodView { node: node.clone(), ..of_job("train", n) });
+    let pods: Vec<_> = [ending, successor].into_iter().chain(others).collect();
+    assert_eq!(shown(&pods, &facts()), [(GangKind::Job, "default/train".to_owned(), 4, 3)]);
+}
+
+#[test]
+fn an_incomplete_gang_says_how_many_of_its_pods_exist() {
+    let mut gated = annotated("p1", "g", 3);
+    plan(&mut gated).is_gated = true;
+    let deleting = PodView { is_deleting: true, ..annotated("p2", "g", 3) };
+    let ended = PodView { phase: Phase::Succeeded, ..annotated("p3", "g", 3) };
+    let words = problem(&[annotated("p0", "g", 3), gated, deleting, ended], &facts()).unwrap().to_string();
+    assert_eq!(words, "1 of 3 pods of gang default/g exist");
+    let started = PodView { node: Some("node0".into()), ..annotated("p4", "g", 3) };
+    assert_eq!(problem(&[annotated("p0", "g", 3), started], &facts()), None, "a gang that runs is completed");
+}
+
+#[test]
+fn a_resumed_job_needs_only_the_pods_that_have_not_succeeded() {
+    let mut facts = facts();
+    facts.jobs.get_mut("uid-train").unwrap().succeeded = 1;
+    let pods = [of_job("train", 1), of_job("train", 2)];
+    assert_eq!(shown(&pods, &facts), [(GangKind::Job, "default/train".to_owned(), 2, 2)]);
+    assert_eq!(problem(&pods, &facts), None);
+}
+
+#[test]
+fn a_gang_that_cant_be_submitted_says_why() {
+    let sized = |size: &str| {
+        let mut pod = annotated("p", "g", 1);
+        pod.hints.annotated = Some(("g".into(), size.into()));
+        pod
+    };
+    let claiming = |claim: &str| {
+        let mut pod = pod("p", 1);
+        plan(&mut pod).claims = vec![claim.into()];
+        pod
+    };
+    let spreading = |mut pod: PodView| {
+        plan(&mut pod).spreads = Ok(true);
+        pod
+    };
+    let mut unsupported = pod("p", 1);
+    plan(&mut unsupported).spreads = Err(Unsupported::PodAffinity);
+    let mut unknown = pod("p", 1);
+    unknown.hints.pod_group = Some("unknown".into());
+    let mut facts = facts();
+    for (name, claim) in [
+        ("bound", Claim::Bound { affinity: None }),
+        ("unbound", Claim::Unbound),
+        ("lazy", Claim::WaitsForFirstConsumer),
+    ] {
+        facts.claims.insert(("default".into(), name.into()), claim);
+    }
+    for (pod, words) in [
+        (
+            sized("1000000"),
+            Some("gang default/g has 1000000 pods, and spec.pods.maxGang of the FluxInstance allows 10"),
+        ),
+        (sized("many"), Some("the size of gang default/g is \"many\": write a number of pods")),
+        (sized("0"), Some("the size of gang default/g is \"0\"")),
+        (sized("-3"), Some("the size of gang default/g is \"-3\"")),
+        (sized("99999999999999"), Some("the size of gang default/g is")),
+        (sized("1"), None),
+        (unknown, Some("PodGroup unknown was not found")),
+        (of_job("late", 0), Some("Job late was not found")),
+        (unsupported, Some("spec.affinity.podAffinity")),
+        (spreading(pod("p", 1)), Some("spec.affinity.podAntiAffinity")),
+        (claiming("bound"), None),
+        (claiming("unbound"), Some("the volume claim unbound has no volume yet")),
+        (claiming("missing"), Some("the volume claim missing has no volume yet")),
+        (claiming("lazy"), Some("the volume claim lazy waits for its first consumer")),
+        (PodView { namespace: "other".into(), ..pod("p", 1) }, Some("namespace other has not opted in")),
+        (PodView { node: Some("node0".into()), namespace: "other".into(), ..pod("p", 1) }, None),
+    ] {
+        let found = problem(std::slice::from_ref(&pod), &facts).map(|problem| problem.to_string());
+        match words {
+            Some(words) => assert!(found.as_ref().is_some_and(|found| found.starts_with(words)), "{words}: {found:?}"),
+            None => assert_eq!(found, None),
+        }
+    }
+}
+
+#[test]
+fn a_gang_is_spread_if_its_pods_say_so_or_take_ports_of_the_node() {
+    use super::requests::HostPort;
+    let pods = |change: fn(&mut PodView)| {
+        let mut pods = [annotated("p0", "g", 2), annotated("p1", "g", 2)];
+        pods.iter_mut().for_each(change);
+        found(&pods, &facts(), const { &BTreeMap::new() })[0].spreads()
+    };
+    assert!(!pods(|_| {}));
+    assert!(pods(|pod| plan(pod).spreads = Ok(true)));
+    assert!(pods(|pod| {
+        pod.requests.ports.insert(HostPort { port: 1, protocol: "TCP".into(), ip: String::new() });
+    }));
+}
+
+#[test]
+fn foreign_pods_and_pods_that_have_ended_are_in_no_gang() {
+    let foreign = PodView { is_bridged: false, ..pod("a", 1) };
+    let ended = PodView { phase: Phase::Failed, node: Some("node0".into()), ..pod("b", 1) };
+    assert_eq!(shown(&[foreign, ended], &facts()), []);
+}
+
+#[test]
+fn a_job_that_is_made_again_under_its_name_is_another_gang() {
+    let id =
+        |uid: &str| GangId { kind: GangKind::Job, namespace: "default".into(), name: "train".into(), uid: uid.into() };
+    assert_ne!(id("1"), id("2"));
+    assert_eq!(id("1").to_string(), id("2").to_string());
+}

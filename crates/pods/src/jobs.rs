@@ -1,0 +1,324 @@
+//! The jobs of the instance, as its journal tells of them.
+
+use std::collections::BTreeMap;
+
+use broker::{
+    job_id::JobId,
+    journal::{Event, JobEvents},
+};
+use serde_json::Value;
+
+use crate::{
+    allocation::{AllocationError, Slot, slots},
+    jobspec::Shape,
+    record::JobRecord,
+    time::{Millis, SECOND},
+};
+
+/// How long a job that has ended is remembered: as long as it may matter how it ended.
+pub const REMEMBERED: Millis = 60 * SECOND;
+/// Beginning of the note of a cancel that is the bridge's own, and of the reason why it has stopped a queue. An agent stops
+/// queues for other reasons, and those stay stopped.
+pub const NOTE: &str = "flux-distribute for pods: ";
+
+/// What a job is, to all who count jobs. Epochs, uninstall and leaving members wait for host jobs only.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum JobClass {
+    /// Processes on hosts, that somebody has submitted.
+    Host,
+    /// It holds cores for pods.
+    Gang(Box<BridgedJob>),
+}
+
+/// A job of the bridge.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BridgedJob {
+    /// For which pods it is.
+    pub record: JobRecord,
+    /// What it asked for.
+    pub shape: Shape,
+}
+
+/// Says what the job with this jobspec is.
+pub fn classify(jobspec: &Value) -> JobClass {
+    match JobRecord::read(jobspec).zip(Shape::read(jobspec)) {
+        Some((record, shape)) => JobClass::Gang(Box::new(BridgedJob { record, shape })),
+        None => JobClass::Host,
+    }
+}
+
+/// How far a job is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum JobState {
+    /// It has no resources.
+    Pending,
+    /// It holds these slots; or resources that it did not ask for.
+    Allocated(Result<Vec<Slot>, AllocationError>),
+    /// It is ending, and may still hold resources.
+    Ending,
+    /// It has ended, and holds nothing.
+    Ended,
+}
+
+/// Why a job ends before the bridge ends it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Cause {
+    /// Somebody cancelled it.
+    Canceled,
+    /// No resources of the instance could satisfy it. With Flux's words.
+    Refused(String),
+    /// The bridge cancelled it.
+    Ours,
+    /// Anything else. With Flux's words.
+    Other(String),
+}
+
+/// A job.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Job {
+    /// Its id.
+    pub id: JobId,
+    /// What it is.
+    pub class: JobClass,
+    /// When it was submitted.
+    pub submitted: Millis,
+    /// RFC 30.
+    pub urgency: u8,
+    /// How far it is.
+    pub state: JobState,
+    /// Why it ends, and since when, unless the bridge has finished it.
+    pub ended_by: Option<(Cause, Millis)>,
+    /// When it ended.
+    ended: Option<Millis>,
+}
+
+/// All active jobs, and those that ended a short while ago.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Jobs(BTreeMap<JobId, Job>);
+
+impl Jobs {
+    /// Takes an item of the journal: all events of a job in the backlog, one at a time afterwards. Events of a job whose
+    /// jobspec was never sent are of no use, and are left out.
+    pub fn apply(&mut self, events: &JobEvents) {
+        if let Some(jobspec) = &events.jobspec {
+            self.0.entry(events.id).or_insert_with(|| Job {
+                id: events.id,
+                class: classify(jobspec),
+                submitted: 0,
+                urgency: 0,
+                state: JobState::Pending,
+                ended_by: None,
+                ended: None,
+            });
+        }
+        let Some(job) = self.0.get_mut(&events.id) else { return };
+        for event in &events.events {
+            job.apply(event, events);
+        }
+    }
+
+    /// Forgets the jobs that ended [`REMEMBERED`] ago, except those that list one of the pods for which `is_there` is true:
+    /// a cancelled gang is evicted however long that takes.
+    pub fn forget(&mut self, now: Millis, is_there: impl Fn(&str) -> bool) {
+        self.0.retain(|_, job| {
+            let listed = || job.bridged().is_some_and(|job| job.record.members.iter().any(|pod| is_there(&pod.uid)));
+            let cancelled = matches!(job.ended_by, Some((Cause::Canceled, _)));
+            job.ended.is_none_or(|ended| now < ended.saturating_add(REMEMBERED) || (cancelled && listed()))
+        });
+    }
+
+    /// All of them, by id: in the order in which they were submitted.
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Job> {
+        self.0.values()
+    }
+
+    /// The job with this id.
+    pub fn get(&self, id: JobId) -> Option<&Job> {
+        self.0.get(&id)
+    }
+
+    /// The bridge's jobs.
+    pub fn bridged(&self) -> impl DoubleEndedIterator<Item = (&Job, &BridgedJob)> {
+        self.iter().filter_map(|job| Some((job, job.bridged()?)))
+    }
+}
+
+impl Job {
+    /// What it is for, if it is the bridge's.
+    pub fn bridged(&self) -> Option<&BridgedJob> {
+        match &self.class {
+            JobClass::Gang(bridged) => Some(bridged),
+            JobClass::Host => None,
+        }
+    }
+
+    /// It has not ended, and is not about to.
+    pub fn is_active(&self) -> bool {
+        matches!(self.state, JobState::Pending | JobState::Allocated(_))
+    }
+
+    /// Its slots, if it holds what it asked for.
+    pub fn slots(&self) -> Option<&[Slot]> {
+        match &self.state {
+            JobState::Allocated(Ok(slots)) => Some(slots),
+            _ => None,
+        }
+    }
+
+    fn apply(&mut self, event: &Event, events: &JobEvents) {
+        let at = millis(event.timestamp);
+        match event.name.as_str() {
+            "submit" => {
+                self.submitted = at;
+                self.set_urgency(&event.context);
+            }
+            "urgency" => self.set_urgency(&event.context),
+            "alloc" => {
+                let slots = self.read_r(events);
+                if let Err(error) = &slots {
+                    self.ended_by = Some((Cause::Other(error.to_string()), at));
+                }
+                self.state = JobState::Allocated(slots);
+            }
+            "finish" if self.state != JobState::Ended => self.state = JobState::Ending,
+            "exception" => {
+                let Some(exception) = event.exception().filter(|exception| exception.severity == 0) else { return };
+                let cause = match exception.kind.as_str() {
+                    "cancel" if exception.note.starts_with(NOTE) => Cause::Ours,
+                    "cancel" => Cause::Canceled,
+                    "alloc" => Cause::Refused(exception.note),
+                    kind => Cause::Other(format!("{kind}: {}", exception.note)),
+                };
+                self.ended_by.get_or_insert((cause, at));
+                if self.state != JobState::Ended {
+                    self.state = JobState::Ending;
+                }
+            }
+            // `free` says that its resources are free, `clean` that nothing more comes.
+            "free" | "clean" => {
+                self.state = JobState::Ended;
+                self.ended = Some(at);
+            }
+            _ => {}
+        }
+    }
+
+    fn set_urgency(&mut self, context: &Value) {
+        self.urgency =
+            context["urgency"].as_u64().and_then(|urgency| u8::try_from(urgency).ok()).unwrap_or(self.urgency);
+    }
+
+    fn read_r(&self, events: &JobEvents) -> Result<Vec<Slot>, AllocationError> {
+        let Some(BridgedJob { shape, .. }) = self.bridged() else { return Ok(Vec::new()) };
+        let r = events.resources().map_err(|error| AllocationError::Unreadable(base::error_chain(&error)))?;
+        slots(&r.unwrap_or_default(), shape.slots, shape.cores)
+    }
+}
+
+fn millis(seconds: f64) -> Millis {
+    #[allow(clippy::cast_possible_truncation, reason = "a float that is too large becomes the largest integer")]
+    let millis = (seconds * 1000.0) as Millis;
+    millis
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::fixture::{job_events, request};
+
+    fn job(events: Value) -> Job {
+        let mut item = job_events(7, events, Some(request(2, 1).jobspec()));
+        item.r = Some(json!({"version": 1, "execution": {"R_lite": [{"rank": "0-1", "children": {"core": "0"}}]}}));
+        let mut jobs = Jobs::default();
+        jobs.apply(&item);
+        jobs.get(JobId(7)).unwrap().clone()
+    }
+
+    #[test]
+    fn only_a_job_with_our_record_and_form_is_a_gang() {
+        let ours = request(2, 1).jobspec();
+        assert!(matches!(classify(&ours), JobClass::Gang(job) if job.shape.slots == 2));
+        let mut other_form = ours.clone();
+        other_form["resources"] = json!([{"type": "node", "count": 1}]);
+        let mut no_record = ours;
+        no_record["attributes"]["user"]["k8s"] = json!({"uid": "u-1"});
+        for jobspec in [json!({}), json!("x"), other_form, no_record] {
+            assert_eq!(classify(&jobspec), JobClass::Host, "{jobspec}");
+        }
+    }
+
+    #[test]
+    fn the_state_follows_the_events() {
+        let exception = |kind: &str, note: &str, severity: u32| {
+            json!({"name": "exception", "type": kind, "note": note,
+            "severity": severity})
+        };
+        let unsatisfiable = "alloc denied due to type=\"unsatisfiable\"";
+        use JobState::{Ended, Ending, Pending};
+        for (events, state, cause) in [
+            (json!([{"name": "submit"}, {"name": "depend"}, {"name": "priority"}]), Pending, None),
+            (json!([{"name": "alloc"}, {"name": "finish"}]), Ending, None),
+            (json!([{"name": "alloc"}, {"name": "finish"}, {"name": "release"}, {"name": "free"}]), Ended, None),
+            (json!([{"name": "alloc"}, {"name": "free"}, {"name": "clean"}]), Ended, None),
+            (json!([exception("cancel", "", 0)]), Ending, Some(Cause::Canceled)),
+            (json!([exception("cancel", &format!("{NOTE}restart"), 0), {"name": "clean"}]), Ended, Some(Cause::Ours)),
+            (json!([exception("alloc", unsatisfiable, 0)]), Ending, Some(Cause::Refused(unsatisfiable.into()))),
+            (json!([exception("exec", "lost", 0)]), Ending, Some(Cause::Other("exec: lost".into()))),
+            (json!([exception("warning", "late", 1)]), Pending, None),
+            (json!([exception("cancel", "", 0), exception("alloc", "x", 0)]), Ending, Some(Cause::Canceled)),
+        ] {
+            let job = job(events.clone());
+            assert_eq!((&job.state, job.ended_by.map(|(cause, _)| cause)), (&state, cause), "{events}");
+        }
+    }
+
+    #[test]
+    fn an_allocated_job_has_slots_or_says_what_is_wrong_with_its_r() {
+        for (entries, is_right) in
+            [(json!([{"rank": "0-1", "children": {"core": "0"}}]), true), (json!([]), false), (json!(3), false)]
+        {
+            let mut events = job_events(7, json!([{"name": "alloc"}]), Some(request(2, 1).jobspec()));
+            events.r = Some(json!({"version": 1, "execution": {"R_lite": entries}}));
+            let mut jobs = Jobs::default();
+            jobs.apply(&events);
+            let job = jobs.get(JobId(7)).unwrap();
+            assert_eq!(job.slots().map(<[_]>::len), is_right.then_some(2), "{entries}");
+            assert!(job.is_active());
+        }
+    }
+
+    #[test]
+    fn urgency_and_times_are_those_of_the_events() {
+        let job = job(json!([{"name": "submit", "urgency": 16, "timestamp": 1.5}, {"name": "urgency", "urgency": 20}]));
+        assert_eq!((job.submitted, job.urgency), (1500, 20));
+    }
+
+    #[test]
+    fn a_job_that_ended_is_forgotten_unless_its_cancelled_gang_is_still_there() {
+        let finished = json!([{"name": "free", "timestamp": 1.0}]);
+        let cancelled =
+            json!([{"name": "exception", "type": "cancel", "severity": 0}, {"name": "clean", "timestamp": 1.0}]);
+        for (events, now, is_there, expected) in [
+            (finished.clone(), 1000 + REMEMBERED - 1, false, true),
+            (finished, 1000 + REMEMBERED, true, false),
+            (cancelled.clone(), 1000 + REMEMBERED, true, true),
+            (cancelled, 1000 + REMEMBERED, false, false),
+            (json!([]), Millis::MAX, false, true),
+        ] {
+            let mut jobs = Jobs::default();
+            jobs.apply(&job_events(7, events.clone(), Some(request(1, 1).jobspec())));
+            jobs.forget(now, |_| is_there);
+            assert_eq!(jobs.get(JobId(7)).is_some(), expected, "{events}");
+        }
+    }
+
+    #[test]
+    fn events_of_an_unknown_job_are_left_out() {
+        let mut jobs = Jobs::default();
+        jobs.apply(&job_events(7, json!([{"name": "alloc"}]), None));
+        assert_eq!(jobs, Jobs::default());
+    }
+}

@@ -1,0 +1,198 @@
+//! The Flux job for a gang (RFC 14, RFC 25): equal slots in which Flux starts nothing.
+
+use serde_json::{Value, json};
+
+use crate::{constraint::Constraint, record::JobRecord};
+
+/// The urgency of a gang whose pods have priority 0 (RFC 30's default).
+const NORMAL_URGENCY: u8 = 16;
+/// The highest urgency of a gang. Above it is only what has been given cores before.
+const HIGHEST_URGENCY: u8 = 29;
+/// The urgency of a gang that had resources before the broker restarted, and of which no pod was bound yet; and of jobs that
+/// complete a gang which runs in part.
+pub const FIRST_URGENCY: u8 = 30;
+/// The urgency of a job for pods that are bound: what runs keeps its cores. Nothing else may have it, or that could take them.
+pub const PINNED_URGENCY: u8 = 31;
+/// Longest duration, in seconds: 100 years. Longer ones would not fit beside the time of day.
+const LONGEST: u64 = 100 * 365 * 86_400;
+
+/// A job to submit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct JobRequest {
+    /// Its record.
+    pub record: JobRecord,
+    /// Number of slots.
+    pub slots: u32,
+    /// Cores of each slot.
+    pub cores: u32,
+    /// Each slot is on a node of its own.
+    pub spreads: bool,
+    /// Seconds. An estimate for backfill that nothing enforces, and never infinite: no reservation would be possible on a
+    /// node where a job has no end.
+    pub duration: u64,
+    /// Where it may run.
+    pub constraint: Constraint,
+    /// 1 to 31.
+    pub urgency: u8,
+}
+
+impl JobRequest {
+    /// The jobspec.
+    pub fn jobspec(&self) -> Value {
+        let with = json!([{ "type": "core", "count": self.cores }]);
+        let slot = |count: u32| json!({ "type": "slot", "count": count, "label": "task", "with": with });
+        let resources = match self.spreads {
+            false => slot(self.slots),
+            true => json!({ "type": "node", "count": self.slots, "with": [slot(1)] }),
+        };
+        let mut system = json!({
+            "duration": self.duration.clamp(1, LONGEST),
+            "job": { "name": self.record.gang.to_string() },
+            // job-exec starts no process, and nothing here ever starts the job.
+            "exec": { "test": { "override": 1, "run_duration": "3650d" } },
+        });
+        if let Some(constraints) = self.constraint.json() {
+            system["constraints"] = constraints;
+        }
+        json!({
+            "version": 1,
+            "resources": [resources],
+            "tasks": [{ "command": ["pod"], "slot": "task", "count": { "per_slot": 1 } }],
+            "attributes": { "system": system, "user": { "k8s": self.record } },
+        })
+    }
+}
+
+/// The form of a job that the bridge has submitted, read from its jobspec.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shape {
+    /// Number of slots.
+    pub slots: u32,
+    /// Cores of each slot.
+    pub cores: u32,
+    /// Each slot is on a node of its own.
+    pub spreads: bool,
+    /// Where it may run.
+    pub constraint: Constraint,
+}
+
+impl Shape {
+    /// Reads what [`JobRequest::jobspec`] has written; None for any other jobspec.
+    pub fn read(jobspec: &Value) -> Option<Self> {
+        let top = jobspec.pointer("/resources/0")?;
+        let spreads = top["type"] == "node";
+        let slot = if spreads { top.pointer("/with/0")? } else { top };
+        let number = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
+        let core = slot.pointer("/with/0")?;
+        let is_ours = slot["type"] == "slot" && core["type"] == "core";
+        is_ours.then_some(Self {
+            slots: number(&top["count"])?,
+            cores: number(&core["count"])?,
+            spreads,
+            constraint: Constraint::read(jobspec.pointer("/attributes/system/constraints")),
+        })
+    }
+}
+
+/// The urgency for pods of this priority (PriorityClass): 16 for 0, more for more, from 1 to 29. 31 steps can't tell all
+/// priorities apart, so a step is a factor of five above 0, and of seven below.
+pub fn urgency(priority: i32) -> u8 {
+    let steps = |factor: u32| {
+        let powers = std::iter::successors(Some(1_u32), |power| power.checked_mul(factor));
+        u8::try_from(powers.take_while(|power| *power <= priority.unsigned_abs()).count()).unwrap_or(u8::MAX)
+    };
+    match priority {
+        0 => NORMAL_URGENCY,
+        1.. => NORMAL_URGENCY.saturating_add(steps(5)).min(HIGHEST_URGENCY),
+        _ => NORMAL_URGENCY.saturating_sub(steps(7)).max(1),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::{GangId, GangKind, Member};
+
+    fn request() -> JobRequest {
+        let gang =
+            GangId { kind: GangKind::Job, namespace: "default".into(), name: "train".into(), uid: "uid-j".into() };
+        let member =
+            |index: u32| Member { name: format!("train-{index}"), uid: format!("u{index}"), index: Some(index) };
+        JobRequest {
+            record: JobRecord { gang, members: vec![member(0), member(1)], threads: 2, pinned: None },
+            slots: 2,
+            cores: 4,
+            spreads: false,
+            duration: 86_400,
+            constraint: Constraint::NotRanks([3].into_iter().collect()),
+            urgency: 16,
+        }
+    }
+
+    #[test]
+    fn a_gang_is_one_job_of_equal_slots_that_flux_starts_nothing_in() {
+        assert_eq!(
+            request().jobspec(),
+            json!({
+                "version": 1,
+                "resources": [{"type": "slot", "count": 2, "label": "task", "with": [{"type": "core", "count": 4}]}],
+                "tasks": [{"command": ["pod"], "slot": "task", "count": {"per_slot": 1}}],
+                "attributes": {
+                    "system": {
+                        "duration": 86_400,
+                        "job": {"name": "default/train"},
+                        "exec": {"test": {"override": 1, "run_duration": "3650d"}},
+                        "constraints": {"not": [{"ranks": ["3"]}]},
+                    },
+                    "user": {"k8s": {
+                        "gang": {"kind": "Job", "namespace": "default", "name": "train", "uid": "uid-j"},
+                        "members": [{"name": "train-0", "uid": "u0", "index": 0}, {"name": "train-1", "uid": "u1", "index": 1}],
+                        "threads": 2,
+                    }},
+                },
+            })
+        );
+    }
+
+    #[test]
+    fn a_gang_that_spreads_asks_for_a_node_for_each_slot() {
+        let resources = JobRequest { spreads: true, constraint: Constraint::Anywhere, ..request() }.jobspec();
+        let slot = json!({"type": "slot", "count": 1, "label": "task", "with": [{"type": "core", "count": 4}]});
+        assert_eq!(resources["resources"], json!([{"type": "node", "count": 2, "with": [slot]}]));
+        assert_eq!(resources["attributes"]["system"].get("constraints"), None);
+    }
+
+    #[test]
+    fn a_job_is_read_as_it_was_written() {
+        for request in [
+            request(),
+            JobRequest { spreads: true, ..request() },
+            JobRequest { constraint: Constraint::Anywhere, ..request() },
+        ] {
+            let jobspec = request.jobspec();
+            let JobRequest { slots, cores, spreads, constraint, record, .. } = request;
+            assert_eq!(Shape::read(&jobspec), Some(Shape { slots, cores, spreads, constraint }));
+            assert_eq!(JobRecord::read(&jobspec), Some(record));
+        }
+        assert_eq!(Shape::read(&json!({"resources": [{"type": "node", "count": 1}]})), None);
+    }
+
+    #[test]
+    fn a_duration_is_finite_and_never_zero() {
+        for (seconds, expected) in [(0, 1), (60, 60), (u64::MAX, LONGEST)] {
+            let jobspec = JobRequest { duration: seconds, ..request() }.jobspec();
+            assert_eq!(jobspec["attributes"]["system"]["duration"], expected);
+        }
+    }
+
+    #[test]
+    fn urgency_rises_with_priority_and_leaves_the_ends_free() {
+        let known =
+            [(0, 16), (1, 17), (4, 17), (5, 18), (1000, 21), (1_000_000, 25), (1_000_000_000, 29), (-1, 15), (-7, 14)];
+        for (priority, expected) in known {
+            assert_eq!(urgency(priority), expected, "{priority}");
+        }
+        let all: Vec<u8> = [i32::MIN, -1000, -10, -1, 0, 1, 10, 1000, 1_000_000, i32::MAX].map(urgency).into();
+        assert!(all.is_sorted() && all[0] >= 1 && all[9] < FIRST_URGENCY, "{all:?}");
+    }
+}

@@ -1,0 +1,166 @@
+//! What a pod may ask of a scheduler and the bridge can't honour. Such a pod is not bound, and is told which field it is.
+
+use k8s_openapi::{
+    api::core::v1::{PodAffinityTerm, PodSpec},
+    apimachinery::pkg::apis::meta::v1::LabelSelector,
+};
+
+use crate::{
+    node_rules::{Labels, selects_labels},
+    requests::UnreadableRequest,
+};
+
+const HOSTNAME: &str = "kubernetes.io/hostname";
+
+/// A field that can't be honoured.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Unsupported {
+    /// Dynamic resource allocation.
+    #[error("spec.resourceClaims is not supported by scheduler flux")]
+    ResourceClaims,
+    /// Any required pod affinity.
+    #[error(
+        "spec.affinity.podAffinity.requiredDuringSchedulingIgnoredDuringExecution is not supported by scheduler flux"
+    )]
+    PodAffinity,
+    /// Required anti-affinity, except that of a gang's pods to each other.
+    #[error(
+        "spec.affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution is supported by scheduler flux only \
+         between the pods of one gang: topologyKey kubernetes.io/hostname, and a label that has the gang's name or the \
+         Job's uid as its value"
+    )]
+    PodAntiAffinity,
+    /// A spreading that must hold.
+    #[error("spec.topologySpreadConstraints with whenUnsatisfiable: DoNotSchedule is not supported by scheduler flux")]
+    TopologySpread,
+    /// A volume that is made where its pod goes.
+    #[error(
+        "the volume claim {0} waits for its first consumer, which scheduler flux does not support: use a storage class with \
+         volumeBindingMode Immediate"
+    )]
+    WaitForFirstConsumer(String),
+    /// See [`UnreadableRequest`].
+    #[error("can't read the request for {}", .0.resource)]
+    Request(#[from] UnreadableRequest),
+}
+
+/// The first field of `spec` that can't be honoured; or else whether the pod's anti-affinity keeps the pods of its gang on
+/// different nodes. `names`: what the pod's gang may be called, such as its Job's name and uid.
+///
+/// # Errors
+/// [`Unsupported`].
+pub fn spreads(spec: &PodSpec, labels: &Labels, namespace: &str, names: &[&str]) -> Result<bool, Unsupported> {
+    if spec.resource_claims.iter().flatten().next().is_some() {
+        return Err(Unsupported::ResourceClaims);
+    }
+    let must_spread = |constraint: &&k8s_openapi::api::core::v1::TopologySpreadConstraint| {
+        constraint.when_unsatisfiable == "DoNotSchedule"
+    };
+    if spec.topology_spread_constraints.iter().flatten().any(|constraint| must_spread(&constraint)) {
+        return Err(Unsupported::TopologySpread);
+    }
+    let affinity = spec.affinity.as_ref();
+    let together = affinity.and_then(|affinity| affinity.pod_affinity.as_ref());
+    let together = together.and_then(|rule| rule.required_during_scheduling_ignored_during_execution.as_ref());
+    if together.is_some_and(|terms| !terms.is_empty()) {
+        return Err(Unsupported::PodAffinity);
+    }
+    let apart = affinity.and_then(|affinity| affinity.pod_anti_affinity.as_ref());
+    let apart = apart.and_then(|rule| rule.required_during_scheduling_ignored_during_execution.as_deref());
+    let terms = apart.unwrap_or_default();
+    let is_own_gang = |term: &PodAffinityTerm| {
+        let own_namespace = term.namespaces.iter().flatten().all(|name| name == namespace);
+        let is_simple = term.namespace_selector.is_none()
+            && term.match_label_keys.iter().flatten().next().is_none()
+            && term.mismatch_label_keys.iter().flatten().next().is_none();
+        let selector = term.label_selector.as_ref();
+        let is_gang = selector.is_some_and(|s| selects_labels(s, labels) && names_one_of(s, names));
+        term.topology_key == HOSTNAME && own_namespace && is_simple && is_gang
+    };
+    match terms.iter().all(is_own_gang) {
+        true => Ok(!terms.is_empty()),
+        false => Err(Unsupported::PodAntiAffinity),
+    }
+}
+
+/// True if `selector` selects only objects that have one of `names` as the value of some label. A selector of other labels
+/// could select pods outside the gang, which would have to stay apart too.
+fn names_one_of(selector: &LabelSelector, names: &[&str]) -> bool {
+    let is_name = |value: &String| names.contains(&value.as_str());
+    let one_value = selector.match_expressions.iter().flatten().filter(|wanted| wanted.operator == "In");
+    let one_value = one_value.filter_map(|wanted| match wanted.values.as_deref() {
+        Some([value]) => Some(value),
+        _ => None,
+    });
+    selector.match_labels.iter().flatten().map(|(_, value)| value).chain(one_value).any(is_name)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn found(spec: Value) -> Result<bool, Unsupported> {
+        let mut pod = json!({"containers": []});
+        pod.as_object_mut().unwrap().extend(spec.as_object().unwrap().clone());
+        let labels = [("job-name".into(), "train".into()), ("app".into(), "mpi".into())].into();
+        spreads(&serde_json::from_value(pod).unwrap(), &labels, "default", &["train", "uid-1"])
+    }
+
+    fn apart(term: Value) -> Value {
+        json!({"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}})
+    }
+
+    #[test]
+    fn preferences_and_nothing_at_all_are_honoured() {
+        let soft = json!({"whenUnsatisfiable": "ScheduleAnyway", "maxSkew": 1, "topologyKey": "zone"});
+        let preferred = json!([{"weight": 1, "podAffinityTerm": {"topologyKey": HOSTNAME}}]);
+        for spec in [
+            json!({}),
+            json!({"topologySpreadConstraints": [soft]}),
+            json!({"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred},
+                "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}}),
+        ] {
+            assert_eq!(found(spec.clone()), Ok(false), "{spec}");
+        }
+    }
+
+    #[test]
+    fn what_cant_be_honoured_is_named() {
+        let hard = json!({"whenUnsatisfiable": "DoNotSchedule", "maxSkew": 1, "topologyKey": "zone"});
+        let together = json!([{"topologyKey": HOSTNAME}]);
+        for (spec, field) in [
+            (json!({"resourceClaims": [{"name": "gpu"}]}), "spec.resourceClaims"),
+            (json!({"topologySpreadConstraints": [hard]}), "spec.topologySpreadConstraints"),
+            (
+                json!({"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": together}}}),
+                "spec.affinity.podAffinity",
+            ),
+            (apart(json!({"topologyKey": HOSTNAME})), "spec.affinity.podAntiAffinity"),
+        ] {
+            let words = found(spec.clone()).unwrap_err().to_string();
+            assert!(words.starts_with(field), "{spec}: {words}");
+        }
+    }
+
+    #[test]
+    fn only_anti_affinity_to_the_own_gang_by_hostname_is_spreading() {
+        let selector = |labels: Value| json!({"matchLabels": labels});
+        let listed = json!({"matchExpressions": [{"key": "job-name", "operator": "In", "values": ["train"]}]});
+        let gang = selector(json!({"job-name": "train"}));
+        for (term, expected) in [
+            (json!({"topologyKey": HOSTNAME, "labelSelector": gang}), true),
+            (json!({"topologyKey": HOSTNAME, "labelSelector": listed}), true),
+            (json!({"topologyKey": HOSTNAME, "labelSelector": gang, "namespaces": ["default"]}), true),
+            (json!({"topologyKey": HOSTNAME, "labelSelector": gang, "namespaces": ["other"]}), false),
+            (json!({"topologyKey": HOSTNAME, "labelSelector": gang, "namespaceSelector": {}}), false),
+            (json!({"topologyKey": "zone", "labelSelector": gang}), false),
+            (json!({"topologyKey": HOSTNAME, "labelSelector": selector(json!({"app": "mpi"}))}), false),
+            (json!({"topologyKey": HOSTNAME, "labelSelector": selector(json!({"job-name": "uid-1"}))}), false),
+        ] {
+            let expected = if expected { Ok(true) } else { Err(Unsupported::PodAntiAffinity) };
+            assert_eq!(found(apart(term.clone())), expected, "{term}");
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! What the pods of each node ask for together.
+
+use std::collections::BTreeMap;
+
+use crate::{pod::PodView, requests::Requests, time::Millis};
+
+/// What pods ask of one node together.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// The sum of their requests.
+    pub requests: Requests,
+    /// Number of pods.
+    pub pods: u64,
+}
+
+impl Usage {
+    /// Adds a pod.
+    pub fn add(&mut self, requests: &Requests) {
+        self.requests.add(requests);
+        self.pods += 1;
+    }
+}
+
+/// By node: what all its pods ask for that have not ended, and what those do that are not bridged.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct UsageByNode {
+    all: BTreeMap<String, Usage>,
+    foreign: BTreeMap<String, Usage>,
+    idle: Usage,
+}
+
+impl UsageByNode {
+    /// Counts `pods`.
+    pub fn of<'a>(pods: impl IntoIterator<Item = &'a PodView>, now: Millis) -> Self {
+        let mut usage = Self::default();
+        for pod in pods.into_iter().filter(|pod| pod.holds(now)) {
+            let Some(node) = &pod.node else { continue };
+            usage.add(node, &pod.requests);
+            if !pod.is_bridged {
+                usage.foreign.entry(node.clone()).or_default().add(&pod.requests);
+            }
+        }
+        usage
+    }
+
+    /// Adds a bridged pod to a node.
+    pub fn add(&mut self, node: &str, requests: &Requests) {
+        self.all.entry(node.to_owned()).or_default().add(requests);
+    }
+
+    /// What all pods on `node` ask for.
+    pub fn all(&self, node: &str) -> &Usage {
+        self.all.get(node).unwrap_or(&self.idle)
+    }
+
+    /// What the pods on `node` that Flux knows nothing of ask for.
+    pub fn foreign(&self, node: &str) -> &Usage {
+        self.foreign.get(node).unwrap_or(&self.idle)
+    }
+}

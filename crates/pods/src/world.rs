@@ -1,0 +1,92 @@
+//! What the bridge decides by. The effect layer provides it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use api::Rank;
+use broker::queues::STOPPED_BY_RESTART;
+
+use crate::{
+    action::Action,
+    facts::Facts,
+    jobs::{Jobs, NOTE},
+    pod::PodView,
+    target::Target,
+    time::{Millis, SECOND},
+};
+
+/// All that is known at one moment.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct World {
+    /// The part of the FluxInstance's spec that matters.
+    pub settings: Settings,
+    /// The lead's broker; None without a connection to it.
+    pub broker: Option<Broker>,
+    /// The jobs; None until the journal's backlog has been read to its end.
+    pub jobs: Option<Jobs>,
+    /// The pods; None until they have been listed.
+    pub pods: Option<Pods>,
+    /// The Nodes that hold a rank on which jobs may run.
+    pub targets: BTreeMap<Rank, Target>,
+    /// What the pods refer to.
+    pub facts: Facts,
+    /// Namespaces in which the bridge may bind, tell, evict and suspend.
+    pub namespaces: BTreeSet<String>,
+    /// Actions that were begun and whose result is not in this world yet.
+    pub under_way: Vec<Action>,
+}
+
+/// `spec.pods`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settings {
+    /// Most pods of a gang.
+    pub max_gang: u32,
+    /// Duration of a job whose pods have none, in seconds.
+    pub default_duration: u64,
+    /// How long a gang that runs in part is completed before its Job is suspended and resumed.
+    pub complete_after: Millis,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { max_gang: 256, default_duration: 86_400, complete_after: 60 * SECOND }
+    }
+}
+
+/// The lead's broker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Broker {
+    /// Since when it has been in state run; None if it is in any other, such as cleanup.
+    pub in_run_since: Option<Millis>,
+    /// Its queues.
+    pub queues: Queues,
+    /// Lease `flux-bridge` names this broker: what ran when it started has been given its cores again.
+    pub is_recovered: bool,
+}
+
+/// The state of the queues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Queues {
+    /// The scheduler is offline: nothing is allocated, and nothing that holds resources may end.
+    Offline,
+    /// All are started, or stopped by an administrator.
+    Started,
+    /// One of them was stopped by the broker's restart or by the bridge.
+    Stopped,
+}
+
+impl Queues {
+    /// True for a reason for which the bridge starts a queue again.
+    pub fn is_ours(stop_reason: &str) -> bool {
+        stop_reason == STOPPED_BY_RESTART || stop_reason.starts_with(NOTE)
+    }
+}
+
+/// All pods of the cluster that are bound or bridged, and have not ended.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Pods {
+    /// By uid. Bridged pods that have ended belong here as long as they exist, and each that was bound when the API server
+    /// sent its deletion, for [`crate::pod::FORCED_HOLD`].
+    pub by_uid: BTreeMap<String, PodView>,
+    /// When they were listed for the first time: nothing is known about pods that were deleted before.
+    pub listed: Millis,
+}

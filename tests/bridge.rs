@@ -1,0 +1,333 @@
+//! Pods as jobs: a real Flux, a real API server, and kubelets that this test plays.
+
+#![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
+
+#[path = "support/needs.rs"]
+mod needs;
+mod support;
+
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    process::{Command, Stdio},
+    sync::Arc,
+    time::Duration,
+};
+
+use bridge::{Bridge, Told};
+use futures::StreamExt;
+use k8s_openapi::api::core::v1::{Event, Node, Pod, ServiceAccount};
+use kube::{
+    Api, Client, Config, ResourceExt,
+    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
+    config::{KubeConfigOptions, Kubeconfig},
+    runtime::{WatchStreamExt, wait::await_condition, watcher},
+};
+use model::fixture::roster;
+use needs::{NODES, Need, skips_without};
+use pods::{record::ANNOTATION_JOB, world::Settings};
+use serde_json::{Value, json};
+use support::real_broker::{RealBroker, connect, flux, lead, run, start, until_online};
+use tokio::{sync::watch, task::JoinHandle, time::timeout};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const NAMESPACE: &str = "default";
+
+/// An API server without any node of its own.
+struct Cluster(tempfile::TempDir);
+
+impl Cluster {
+    fn local(&self, words: &[&str]) -> String {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
+        command.arg("local").args(words).stdin(Stdio::null());
+        let output = command.env("FLUX_DISTRIBUTE_LOCAL_DIR", self.0.path().join("state")).output().unwrap();
+        assert!(output.status.success(), "local {words:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    async fn client(&self) -> Client {
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let kubeconfig = Kubeconfig::from_yaml(&self.local(&["kubeconfig"])).unwrap();
+        let mut config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await.unwrap();
+        config.proxy_url = None;
+        Client::try_from(config).unwrap()
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        self.local(&["down"]);
+    }
+}
+
+/// Three nodes of four cores each, on which pods and jobs run.
+struct Bed {
+    flux: PathBuf,
+    base: tempfile::TempDir,
+    client: Client,
+    brokers: Vec<RealBroker>,
+    kubelet: JoinHandle<()>,
+    bridge: JoinHandle<()>,
+    _cluster: Cluster,
+}
+
+impl Drop for Bed {
+    fn drop(&mut self) {
+        self.kubelet.abort();
+        self.bridge.abort();
+    }
+}
+
+impl Bed {
+    /// None if the test can't run.
+    async fn new() -> Option<Self> {
+        let flux = flux()?;
+        if skips_without(NODES.into_iter().chain([Need::ApiServer])) {
+            return None;
+        }
+        let cluster = Cluster(tempfile::tempdir().unwrap());
+        let file = cluster.0.path().join("instance.yaml");
+        let spec = json!({"nodes": {"selector": {"matchLabels": {"no": "node"}}}});
+        let instance = json!({"apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxInstance",
+                              "metadata": {"name": "flux"}, "spec": spec});
+        std::fs::write(&file, instance.to_string()).unwrap();
+        cluster.local(&["up", "--no-wait", "--api", "real", "--nodes", "1", "--instance", file.to_str().unwrap()]);
+        let client = cluster.client().await;
+        let base = tempfile::tempdir().unwrap();
+        let (first, connection) = lead(&flux, base.path(), 3, "0-3").await;
+        let brokers = vec![first, start(&flux, base.path(), 1), start(&flux, base.path(), 2)];
+        until_online(&connection, "0-2").await;
+        let account = ServiceAccount { metadata: named("default"), ..ServiceAccount::default() };
+        let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), NAMESPACE);
+        let _ = accounts.create(&PostParams::default(), &account).await;
+        let mut members = BTreeMap::new();
+        for rank in 0..3 {
+            members.insert(rank, node(&client, &format!("machine{rank}")).await);
+        }
+        let kubelet = tokio::spawn(kubelet(client.clone()));
+        let mut bed = Self { flux, bridge: tokio::spawn(async {}), client, brokers, kubelet, base, _cluster: cluster };
+        bed.begin_bridge(&members);
+        Some(bed)
+    }
+
+    fn begin_bridge(&mut self, uids: &BTreeMap<u32, String>) {
+        let mut roster = roster(3, &[("machine0", 4), ("machine1", 4), ("machine2", 4)]);
+        for (rank, uid) in uids {
+            roster.ranks.get_mut(rank).unwrap().member.as_mut().unwrap().uid.clone_from(uid);
+        }
+        let told = Told { roster: Arc::new(roster), settings: Settings { max_gang: 6, ..Settings::default() } };
+        let socket = self.brokers[0].socket();
+        let connect = move || -> futures::future::BoxFuture<'static, _> {
+            let socket = socket.clone();
+            Box::pin(async move { broker::rfc3::Client::connect(&socket).await })
+        };
+        let (sender, told) = watch::channel(told);
+        let bridge = Bridge {
+            client: self.client.clone(),
+            connect: Box::new(connect),
+            told,
+            identity: "pod-of-the-lead".into(),
+        };
+        self.bridge.abort();
+        self.bridge = tokio::spawn(async move {
+            let _sender = sender;
+            bridge::run(bridge).await;
+        });
+    }
+
+    fn pods(&self) -> Api<Pod> {
+        Api::namespaced(self.client.clone(), NAMESPACE)
+    }
+
+    async fn make(&self, name: &str, cores: u32, annotations: Value) {
+        let pod = json!({
+            "metadata": {"name": name, "annotations": annotations},
+            "spec": {
+                "schedulerName": "flux",
+                "automountServiceAccountToken": false,
+                "containers": [{"name": "c", "image": "none", "resources": {"requests": {"cpu": cores.to_string()}}}],
+            },
+        });
+        self.pods().create(&PostParams::default(), &serde_json::from_value(pod).unwrap()).await.unwrap();
+    }
+
+    /// Waits until `holds` of the pod.
+    async fn until(&self, name: &str, holds: impl Fn(&Pod) -> bool) -> Pod {
+        let met = await_condition(self.pods(), name, move |pod: Option<&Pod>| pod.is_some_and(&holds));
+        match timeout(PATIENCE, met).await {
+            Ok(found) => found.unwrap().unwrap(),
+            Err(_) => panic!("{name}: {:#?}\n{}", self.pods().get(name).await, self.jobs()),
+        }
+    }
+
+    async fn until_bound(&self, name: &str) -> Pod {
+        self.until(name, |pod| pod.spec.as_ref().unwrap().node_name.is_some()).await
+    }
+
+    async fn delete(&self, name: &str) {
+        self.pods().delete(name, &DeleteParams::default()).await.unwrap();
+        let gone = await_condition(self.pods(), name, |pod: Option<&Pod>| pod.is_none());
+        timeout(PATIENCE, gone).await.unwrap().unwrap();
+    }
+
+    fn flux(&self, words: &[&str]) -> String {
+        run(&self.flux, &self.brokers[0], words)
+    }
+
+    /// Name, state, rank and cores of each active job.
+    fn jobs(&self) -> String {
+        self.flux(&["jobs", "-n", "-o", "{name} {state} {ranks}"])
+    }
+
+    /// Waits until this many cores are allocated.
+    async fn until_allocated(&self, cores: usize) {
+        let client = connect(&self.brokers[0]).await;
+        let allocated = async {
+            while broker::status::instance(&client).await.unwrap().allocated.cores != cores {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        assert!(timeout(PATIENCE, allocated).await.is_ok(), "not {cores} cores:\n{}", self.jobs());
+    }
+
+    /// The cores of a bound pod, by its record.
+    fn record(pod: &Pod) -> Value {
+        serde_json::from_str(&pod.annotations()[ANNOTATION_JOB]).unwrap()
+    }
+}
+
+fn named(name: &str) -> k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta {
+    k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta { name: Some(name.to_owned()), ..Default::default() }
+}
+
+/// Makes a Ready Node of four cores. Returns its uid.
+async fn node(client: &Client, name: &str) -> String {
+    let nodes: Api<Node> = Api::all(client.clone());
+    let made = nodes.create(&PostParams::default(), &Node { metadata: named(name), ..Node::default() }).await.unwrap();
+    let amount = json!({"cpu": "4", "memory": "8Gi", "pods": "110", "ephemeral-storage": "10Gi"});
+    let ready = json!([{"type": "Ready", "status": "True", "reason": "Test", "message": ""}]);
+    let status = json!({"status": {"capacity": amount, "allocatable": amount, "conditions": ready}});
+    nodes.patch_status(name, &PatchParams::default(), &Patch::Merge(status)).await.unwrap();
+    // The API server gives a new Node the taint of one that is not ready; nobody takes it off here.
+    let untainted = json!({"spec": {"taints": null}});
+    nodes.patch(name, &PatchParams::default(), &Patch::Merge(untainted)).await.unwrap();
+    made.uid().unwrap()
+}
+
+/// Takes up pods that are bound, and removes those that are deleted.
+async fn kubelet(client: Client) {
+    let pods: Api<Pod> = Api::namespaced(client, NAMESPACE);
+    let mut events = watcher(pods.clone(), watcher::Config::default()).default_backoff().applied_objects().boxed();
+    while let Some(event) = events.next().await {
+        let Ok(pod) = event else { continue };
+        let is_bound = pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some());
+        let name = pod.name_any();
+        if is_bound && pod.metadata.deletion_timestamp.is_some() {
+            let _ = pods.delete(&name, &DeleteParams::default().grace_period(0)).await;
+        } else if is_bound && pod.status.as_ref().is_none_or(|status| status.start_time.is_none()) {
+            let now = k8s_openapi::jiff::Timestamp::now();
+            let status = json!({"status": {"phase": "Running", "startTime": now}});
+            let _ = pods.patch_status(&name, &PatchParams::default(), &Patch::Merge(status)).await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_gets_the_cores_that_flux_gives_it_and_flux_gets_them_back() {
+    let Some(bed) = Bed::new().await else { return };
+    bed.make("one", 3, json!({})).await;
+    let pod = bed.until_bound("one").await;
+    let record = Bed::record(&pod);
+    let node = pod.spec.as_ref().unwrap().node_name.clone().unwrap();
+    assert_eq!(format!("machine{}", record["rank"]), node);
+    assert_eq!(bed.jobs(), format!("default/one RUN {}", record["rank"]));
+    bed.until_allocated(3).await;
+    bed.delete("one").await;
+    bed.until_allocated(0).await;
+    assert_eq!(bed.jobs(), "");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_gang_waits_until_it_is_whole_and_is_bound_as_a_whole() {
+    let Some(bed) = Bed::new().await else { return };
+    let gang = json!({"distribute.flux-framework.org/gang": "g", "distribute.flux-framework.org/gang-size": "3"});
+    bed.make("g0", 3, gang.clone()).await;
+    bed.make("g1", 3, gang.clone()).await;
+    let says = |pod: &Pod, words: &str| {
+        let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+        conditions.into_iter().any(|condition| condition.message.as_ref().is_some_and(|said| said.contains(words)))
+    };
+    bed.until("g0", |pod| says(pod, "2 of 3")).await;
+    assert_eq!(bed.jobs(), "");
+    bed.make("g2", 3, gang).await;
+    let mut nodes = Vec::new();
+    for name in ["g0", "g1", "g2"] {
+        nodes.extend(bed.until_bound(name).await.spec.unwrap().node_name);
+    }
+    nodes.sort();
+    assert_eq!(nodes, ["machine0", "machine1", "machine2"]);
+    assert_eq!(bed.jobs(), "default/g RUN [0-2]");
+    // Nine of twelve cores are taken, and no node has room for two.
+    bed.make("late", 2, json!({})).await;
+    bed.until("late", |pod| says(pod, "")).await;
+    bed.delete("g1").await;
+    // The gang's job holds what it has until its last pod ends.
+    bed.delete("g0").await;
+    bed.delete("g2").await;
+    bed.until_bound("late").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_can_never_run_is_told_and_holds_up_nobody() {
+    let Some(bed) = Bed::new().await else { return };
+    bed.make("huge", 5, json!({})).await;
+    let pod = bed.until("huge", |pod| {
+        let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+        conditions.into_iter().any(|condition| condition.reason.as_deref() == Some("Unschedulable"))
+    });
+    pod.await;
+    bed.make("small", 1, json!({})).await;
+    bed.until_bound("small").await;
+    let gang = json!({"distribute.flux-framework.org/gang": "g", "distribute.flux-framework.org/gang-size": "1000000"});
+    bed.make("greedy", 1, gang).await;
+    bed.until("greedy", |pod| {
+        let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+        conditions.into_iter().any(|condition| condition.reason.as_deref() == Some("Refused"))
+    })
+    .await;
+    let events: Api<Event> = Api::namespaced(bed.client.clone(), NAMESPACE);
+    let events = events.list(&ListParams::default()).await.unwrap();
+    assert!(events.iter().any(|event| event.reason.as_deref() == Some("Refused")));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pods_run_on_while_the_leads_broker_restarts_and_keep_their_cores() {
+    let Some(mut bed) = Bed::new().await else { return };
+    for number in 0..4 {
+        bed.make(&format!("p{number}"), 2, json!({})).await;
+    }
+    let mut before = Vec::new();
+    for number in 0..4 {
+        before.push(
+            bed.until(&format!("p{number}"), |pod| pod.status.as_ref().is_some_and(|s| s.start_time.is_some())).await,
+        );
+    }
+    // Killed as by a power cut.
+    bed.brokers.clear();
+    bed.brokers.extend((0..3).map(|rank| start(&bed.flux, bed.base.path(), rank)));
+    let client = connect(&bed.brokers[0]).await;
+    until_online(&client, "0-2").await;
+    bed.until_allocated(8).await;
+    // The queue is open again.
+    bed.make("after", 2, json!({})).await;
+    bed.until_bound("after").await;
+    for pod in before {
+        let now = bed.pods().get(&pod.name_any()).await.unwrap();
+        assert_eq!(now.spec.unwrap().node_name, pod.spec.unwrap().node_name);
+        assert_eq!((now.metadata.uid, now.metadata.deletion_timestamp), (pod.metadata.uid, None));
+    }
+    for number in 0..4 {
+        bed.delete(&format!("p{number}")).await;
+    }
+    bed.until_allocated(2).await;
+}
