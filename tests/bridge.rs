@@ -30,7 +30,7 @@ use serde_json::{Value, json};
 use support::real_broker::{RealBroker, connect, flux, lead, run, start, until_online};
 use tokio::{sync::watch, task::JoinHandle, time::timeout};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_mins(1);
 const NAMESPACE: &str = "default";
 
 /// An API server without any node of its own.
@@ -154,10 +154,10 @@ impl Bed {
     /// Waits until `holds` of the pod.
     async fn until(&self, name: &str, holds: impl Fn(&Pod) -> bool) -> Pod {
         let met = await_condition(self.pods(), name, move |pod: Option<&Pod>| pod.is_some_and(&holds));
-        match timeout(PATIENCE, met).await {
-            Ok(found) => found.unwrap().unwrap(),
-            Err(_) => panic!("{name}: {:#?}\n{}", self.pods().get(name).await, self.jobs()),
+        if let Ok(found) = timeout(PATIENCE, met).await {
+            return found.unwrap().unwrap();
         }
+        panic!("{name}: {:#?}\n{}", self.pods().get(name).await, self.jobs())
     }
 
     async fn until_bound(&self, name: &str) -> Pod {

@@ -28,10 +28,17 @@ const KNOWN_FOR: Duration = Duration::from_secs(10);
 
 type Name = (String, String);
 
+/// A PodGroup of coscheduling.
+#[derive(Clone, Copy)]
+struct PodGroup {
+    /// spec.minMember
+    min_member: Option<u32>,
+}
+
 /// The answers so far; None where there is no such object.
 #[derive(Default)]
 pub(crate) struct Lookups {
-    groups: BTreeMap<Name, (Option<Option<u32>>, Instant)>,
+    groups: BTreeMap<Name, (Option<PodGroup>, Instant)>,
     claims: BTreeMap<Name, (Option<Claim>, Instant)>,
 }
 
@@ -52,25 +59,23 @@ impl Lookups {
         }
         self.groups.retain(|name, (_, asked)| groups.contains(name) && asked.elapsed() < KNOWN_FOR);
         self.claims.retain(|name, (_, asked)| claims.contains(name) && asked.elapsed() < KNOWN_FOR);
+        groups.retain(|name| !self.groups.contains_key(name));
         for name in groups {
-            if !self.groups.contains_key(&name) {
-                let found = said(min_member(client, &name).await).flatten();
-                self.groups.insert(name, (found, Instant::now()));
-            }
+            let found = said(pod_group(client, &name).await).flatten();
+            self.groups.insert(name, (found, Instant::now()));
         }
+        claims.retain(|name| !self.claims.contains_key(name));
         for name in claims {
-            if !self.claims.contains_key(&name) {
-                let found = said(claim(client, &name).await).flatten();
-                self.claims.insert(name, (found, Instant::now()));
-            }
+            let found = said(claim(client, &name).await).flatten();
+            self.claims.insert(name, (found, Instant::now()));
         }
         let owned: BTreeSet<&str> = pods
             .filter(|pod| pod.is_bridged)
             .filter_map(|pod| pod.owner.as_ref())
             .map(|owner| owner.uid.as_str())
             .collect();
-        let group = |((namespace, name), (found, _)): (&Name, &(Option<Option<u32>>, Instant))| {
-            Some(((GangKind::Coscheduling, namespace.clone(), name.clone()), (*found)?))
+        let group = |((namespace, name), (found, _)): (&Name, &(Option<PodGroup>, Instant))| {
+            Some(((GangKind::Coscheduling, namespace.clone(), name.clone()), found.as_ref()?.min_member))
         };
         let claim = |(name, (found, _)): (&Name, &(Option<Claim>, Instant))| Some((name.clone(), found.clone()?));
         Facts {
@@ -89,14 +94,13 @@ fn said<T>(answer: Result<T, ApiError>) -> Option<T> {
     answer.inspect_err(|error| debug!(%error, "can't look up what a pod refers to")).ok()
 }
 
-/// minMember of a PodGroup of coscheduling.
-async fn min_member(client: &Client, (namespace, name): &Name) -> Result<Option<Option<u32>>, ApiError> {
+async fn pod_group(client: &Client, (namespace, name): &Name) -> Result<Option<PodGroup>, ApiError> {
     let kind = GroupVersionKind::gvk("scheduling.x-k8s.io", "v1alpha1", "PodGroup");
     let groups: Api<DynamicObject> =
         Api::namespaced_with(client.clone(), namespace, &ApiResource::from_gvk_with_plural(&kind, "podgroups"));
     let found = call(format!("get PodGroup {namespace}/{name}"), groups.get_opt(name)).await?;
-    let number = |group: DynamicObject| group.data.pointer("/spec/minMember")?.as_u64()?.try_into().ok();
-    Ok(found.map(number))
+    let min_member = |group: DynamicObject| group.data.pointer("/spec/minMember")?.as_u64()?.try_into().ok();
+    Ok(found.map(|group| PodGroup { min_member: min_member(group) }))
 }
 
 async fn claim(client: &Client, (namespace, name): &Name) -> Result<Option<Claim>, ApiError> {

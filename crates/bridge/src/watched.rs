@@ -25,17 +25,17 @@ use pods::{
 
 /// A change of what is watched.
 pub(crate) enum Change {
-    Pod(Event<Pod>),
-    Node(Event<Node>),
-    Job(Event<Job>),
+    Pod(Box<Event<Pod>>),
+    Node(Box<Event<Node>>),
+    Job(Box<Event<Job>>),
 }
 
 /// All changes, without an end. A watch that fails begins again after a pause that grows.
 pub(crate) fn changes(client: &Client) -> impl Stream<Item = Change> + Send + use<> {
     select_all([
-        watch(Api::<Pod>::all(client.clone())).map(Change::Pod).boxed(),
-        watch(Api::<Node>::all(client.clone())).map(Change::Node).boxed(),
-        watch(Api::<Job>::all(client.clone())).map(Change::Job).boxed(),
+        watch(Api::<Pod>::all(client.clone())).map(|event| Change::Pod(Box::new(event))).boxed(),
+        watch(Api::<Node>::all(client.clone())).map(|event| Change::Node(Box::new(event))).boxed(),
+        watch(Api::<Job>::all(client.clone())).map(|event| Change::Job(Box::new(event))).boxed(),
     ])
 }
 
@@ -67,9 +67,9 @@ impl Watched {
     /// Takes in a change. Returns false if nothing that the bridge decides by has changed.
     pub(crate) fn take(&mut self, change: Change, now: Millis) -> bool {
         match change {
-            Change::Pod(event) => self.take_pod(event, now),
-            Change::Node(event) => self.take_node(event),
-            Change::Job(event) => self.take_job(event),
+            Change::Pod(event) => self.take_pod(*event, now),
+            Change::Node(event) => self.take_node(*event),
+            Change::Job(event) => self.take_job(*event),
         }
     }
 
