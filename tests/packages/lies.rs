@@ -201,22 +201,50 @@ async fn one_package_can_not_write_through_the_symlink_of_another() {
     }
     let outside = outside();
     let out = outside.path().to_str().unwrap();
-    let door = [Entry::symlink("share", out)];
-    let guest = [Entry::file("share/evil", b"x"), Entry::file("bin/flux", b"#!/bin/sh\n")];
-    // Whichever comes first.
-    for [first, second] in [["evil", "good"], ["good", "evil"]] {
+    let flux = Entry::file("bin/flux", b"#!/bin/sh\n");
+    let guest = [Entry::file("share/evil", b"x"), Entry::file("share/deep/evil", b"x"), flux];
+    // The biggest is linked first.
+    for bytes in [10, 100_000] {
+        let door = [Entry::symlink("share", out), Entry::file("noise", &noise(bytes))];
         let packages = [
-            Lie::new(&format!("{first}-1.0-0.conda"), conda(&info(first, &honest(&door)), &door)),
-            Lie::new(&format!("{second}-1.0-0.conda"), conda(&info(second, &honest(&guest)), &guest)),
+            Lie::new("evil-1.0-0.conda", conda(&info("evil", &honest(&door)), &door)),
+            Lie::new("good-1.0-0.conda", conda(&info("good", &honest(&guest)), &guest)),
         ];
-        let (host, set) = (Host::new(), lock(&packages));
-        for lie in &packages {
-            fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
-        }
+        let (host, set) = fetched(&packages);
         // It may be refused or one of them may win; nothing but the outside matters.
         let _ = host.link(&set).await;
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0, "something was written outside");
     }
+}
+
+/// rattler moves what is in a Python package's `site-packages`, and copies through what is there already.
+#[tokio::test]
+async fn no_package_writes_through_a_symlink_of_its_own_that_is_moved() {
+    if skips_without([Need::Root]) {
+        return;
+    }
+    let outside = outside();
+    let job = outside.path().join("job");
+    let python = [Entry::file("bin/flux", b"#!/bin/sh\n"), Entry::file("bin/python1.0", &noise(10_000))];
+    let evil = [
+        Entry::symlink("site-packages/job", job.to_str().unwrap()),
+        Entry::file("lib/python1.0/site-packages/job", b"* * * * * root evil\n"),
+    ];
+    let mut paths = honest(&evil);
+    paths[1]["no_link"] = json!(true);
+    let packages = [
+        Lie::new("python-1.0-0.conda", conda(&info("python", &honest(&python)), &python)),
+        Lie::new("evil-1.0-0.conda", conda(&with_entry_points("evil", &[], &paths), &evil)),
+    ];
+    let (host, set) = (Host::new(), lock(&packages));
+    for lie in &packages {
+        fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
+    }
+    let linked = host.link(&set).await;
+    assert!(!job.exists(), "something was written outside");
+    let refusal = linked.unwrap_err();
+    assert!(refusal.message.contains("job would be in the place of another one of its entries"), "{refusal}");
+    assert!(refusal.message.contains("can't use package evil-1.0-0") && !refusal.transient, "{refusal}");
 }
 
 /// rattler puts all but one of the files with the same path aside, below a directory of its own.

@@ -8,7 +8,7 @@
 //! Packages' link scripts don't run: they are shell scripts, and no package that Flux needs has one.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap, HashSet},
     fs::{self, File},
     io::{self, BufWriter, Seek, Write},
     os::unix::fs::MetadataExt,
@@ -105,6 +105,10 @@ impl Build<'_> {
             self.warn_of(&format!("package {name}"), privileged.as_deref());
             if let Some(wrong) = programs.add(&name, &directory, &index, &paths, linker.python.as_ref()) {
                 return Err(refused(wrong));
+            }
+            if let Err(error) = linker.check_places(&index, &paths) {
+                let url = shown(package.record.url.as_str());
+                return Err(refused(format!("can't use package {name} from {url}: {error}")));
             }
             let options = linker.options(paths, index);
             let (paths, _) = link_package_sync(&directory, &linker.partial, Arc::clone(&registry), options)
@@ -323,6 +327,35 @@ impl<'a> Linker<'a> {
             external_symlink_policy: ExternalSymlinkPolicy::Allow,
             ..InstallOptions::default()
         }
+    }
+
+    /// Checks where a package's entries would be, before rattler puts them there: it makes directories through symlinks of
+    /// other packages, even for files that it then puts aside, and copies over what the same package has in one place.
+    fn check_places(&self, index: &IndexJson, paths: &PathsJson) -> Result<(), UnpackError> {
+        let root = self.partial.path();
+        let root = root.canonicalize().map_err(|source| UnpackError::write(root, source))?;
+        let python = self.python.as_ref().filter(|_| index.noarch.is_python());
+        let (mut taken, mut directories) = (HashMap::new(), HashSet::new());
+        for path in paths.paths.iter().map(|entry| &entry.relative_path) {
+            let place = python.map_or(path.into(), |python| python.get_python_noarch_target_path(path)).into_owned();
+            let refuse = |reason| Err(UnpackError::Entry { path: path.display().to_string(), reason });
+            for directory in place.ancestors().skip(1) {
+                if !directories.insert(directory.to_owned()) {
+                    break;
+                }
+                if root.join(directory).canonicalize().is_ok_and(|found| !found.starts_with(&root)) {
+                    let directory = directory.display();
+                    return refuse(format!(
+                        "would be written through {directory}, another package's symlink to the host"
+                    ));
+                }
+            }
+            // The same path twice is the same file, and harmless.
+            if taken.insert(place, path).is_some_and(|other| other != path) {
+                return refuse("would be in the place of another one of its entries".to_owned());
+            }
+        }
+        Ok(())
     }
 
     /// Writes a package's record. Not synced, unlike rattler does: the whole environment is synced once before it is
