@@ -32,6 +32,7 @@ use crate::{
         extract::{check_copies, check_metadata, check_paths, check_site_packages, extract},
         failed,
         limits::Memory,
+        records::has_clobbers,
         refused, room,
     },
     fetch::archive,
@@ -110,6 +111,7 @@ impl Build<'_> {
                 let url = shown(package.record.url.as_str());
                 return Err(refused(format!("can't use package {name} from {url}: {error}")));
             }
+            has_clobbers(linker.partial.path()).map_err(|e| wrong(&e))?;
             let options = linker.options(paths, index);
             let (paths, _) = link_package_sync(&directory, &linker.partial, Arc::clone(&registry), options)
                 .map_err(|e| wrong(&e))?;
@@ -170,8 +172,9 @@ impl Build<'_> {
         // If several packages contain the same file, keep that of the package on which none of the others depends.
         let records = PackageRecord::sort_topologically(records.iter().collect());
         let mut registry = registry.lock().unwrap_or_else(PoisonError::into_inner);
-        let clobbered = registry.unclobber(&records, linker.partial.path());
-        let clobbered = clobbered.map_err(|e| failed(format!("can't link the packages: {}", error_chain(&e))))?;
+        let wrong = |e: &dyn std::error::Error| failed(format!("can't link the packages: {}", error_chain(e)));
+        has_clobbers(linker.partial.path()).map_err(|e| wrong(&e))?;
+        let clobbered = registry.unclobber(&records, linker.partial.path()).map_err(|e| wrong(&e))?;
         for path in clobbered.keys() {
             tracing::info!(path = %path.display(), "more than one package contains this file");
         }
