@@ -120,7 +120,11 @@ async fn nobody_but_root_can_write_the_scripts_that_a_python_package_asks_for() 
 
 #[tokio::test]
 async fn a_file_list_that_does_not_match_the_archive_is_refused() {
-    let content = [Entry::file("bin/flux", b"#!/bin/sh\n"), Entry::symlink("etc/host", "/etc/hostname")];
+    let content = [
+        Entry::file("bin/flux", b"#!/bin/sh\n"),
+        Entry::symlink("etc/host", "/etc/hostname"),
+        Entry::symlink("etc/all", "/etc"),
+    ];
     let patched = |path: &str, kind: &str| json!({"_path": path, "path_type": kind, "file_mode": "text", "prefix_placeholder": "/opt/placeholder"});
     for (path, words) in [
         (json!({"_path": "../../evil", "path_type": "hardlink"}), "../../evil in info/paths.json would be outside"),
@@ -132,6 +136,11 @@ async fn a_file_list_that_does_not_match_the_archive_is_refused() {
         // Its target is a file of the host, and would be read.
         (patched("etc/host", "hardlink"), "etc/host in info/paths.json is something else"),
         (patched("etc/host", "softlink"), "etc/host in info/paths.json is a symlink that should be patched"),
+        // rattler would copy this file of the host.
+        (
+            json!({"_path": "etc/all/passwd", "path_type": "directory"}),
+            "etc/all/passwd in info/paths.json is not in the archive",
+        ),
         (json!({"_path": "conda-meta/other-1.0-0.json", "path_type": "hardlink"}), "would be the record of a package"),
     ] {
         let mut paths = honest(&content);
