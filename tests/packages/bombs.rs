@@ -83,6 +83,19 @@ async fn a_package_that_grows_only_when_it_is_linked_is_a_bomb_too() {
     }
 }
 
+/// Beyond the links that a file system allows to one file, rattler copies.
+#[tokio::test]
+async fn a_file_with_more_names_than_links_to_it_are_allowed_is_refused() {
+    let link = |number: usize| Entry::link(EntryType::Link, &format!("share/{number}"), "share/one");
+    let content: Vec<_> = [Entry::file("share/one", &noise(64))].into_iter().chain((0..10_001).map(link)).collect();
+    for lie in Lie::both(&info("evil", &honest(&content)), &content) {
+        let refusal = told(&[lie]).await;
+        let words =
+            ["can't use package evil-1.0-0", "its entry share/9999 is one of more than 10000 names of one file"];
+        assert!(words.iter().all(|words| refusal.message.contains(words)) && !refusal.transient, "{refusal}");
+    }
+}
+
 #[tokio::test]
 async fn a_table_of_contents_that_would_fill_the_memory_is_refused() {
     let mut zip = zip::ZipWriter::new(io::Cursor::new(conda(&[], &[])));

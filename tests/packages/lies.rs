@@ -120,7 +120,11 @@ async fn nobody_but_root_can_write_the_scripts_that_a_python_package_asks_for() 
 
 #[tokio::test]
 async fn a_file_list_that_does_not_match_the_archive_is_refused() {
-    let content = [Entry::file("bin/flux", b"#!/bin/sh\n"), Entry::symlink("etc/host", "/etc/hostname")];
+    let content = [
+        Entry::file("bin/flux", b"#!/bin/sh\n"),
+        Entry::symlink("etc/host", "/etc/hostname"),
+        Entry::symlink("etc/all", "/etc"),
+    ];
     let patched = |path: &str, kind: &str| json!({"_path": path, "path_type": kind, "file_mode": "text", "prefix_placeholder": "/opt/placeholder"});
     for (path, words) in [
         (json!({"_path": "../../evil", "path_type": "hardlink"}), "../../evil in info/paths.json would be outside"),
@@ -132,6 +136,11 @@ async fn a_file_list_that_does_not_match_the_archive_is_refused() {
         // Its target is a file of the host, and would be read.
         (patched("etc/host", "hardlink"), "etc/host in info/paths.json is something else"),
         (patched("etc/host", "softlink"), "etc/host in info/paths.json is a symlink that should be patched"),
+        // rattler would copy this file of the host.
+        (
+            json!({"_path": "etc/all/passwd", "path_type": "directory"}),
+            "etc/all/passwd in info/paths.json is not in the archive",
+        ),
         (json!({"_path": "conda-meta/other-1.0-0.json", "path_type": "hardlink"}), "would be the record of a package"),
     ] {
         let mut paths = honest(&content);
@@ -201,22 +210,50 @@ async fn one_package_can_not_write_through_the_symlink_of_another() {
     }
     let outside = outside();
     let out = outside.path().to_str().unwrap();
-    let door = [Entry::symlink("share", out)];
-    let guest = [Entry::file("share/evil", b"x"), Entry::file("bin/flux", b"#!/bin/sh\n")];
-    // Whichever comes first.
-    for [first, second] in [["evil", "good"], ["good", "evil"]] {
+    let flux = Entry::file("bin/flux", b"#!/bin/sh\n");
+    let guest = [Entry::file("share/evil", b"x"), Entry::file("share/deep/evil", b"x"), flux];
+    // The biggest is linked first.
+    for bytes in [10, 100_000] {
+        let door = [Entry::symlink("share", out), Entry::file("noise", &noise(bytes))];
         let packages = [
-            Lie::new(&format!("{first}-1.0-0.conda"), conda(&info(first, &honest(&door)), &door)),
-            Lie::new(&format!("{second}-1.0-0.conda"), conda(&info(second, &honest(&guest)), &guest)),
+            Lie::new("evil-1.0-0.conda", conda(&info("evil", &honest(&door)), &door)),
+            Lie::new("good-1.0-0.conda", conda(&info("good", &honest(&guest)), &guest)),
         ];
-        let (host, set) = (Host::new(), lock(&packages));
-        for lie in &packages {
-            fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
-        }
+        let (host, set) = fetched(&packages);
         // It may be refused or one of them may win; nothing but the outside matters.
         let _ = host.link(&set).await;
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0, "something was written outside");
     }
+}
+
+/// rattler moves what is in a Python package's `site-packages`, and copies through what is there already.
+#[tokio::test]
+async fn no_package_writes_through_a_symlink_of_its_own_that_is_moved() {
+    if skips_without([Need::Root]) {
+        return;
+    }
+    let outside = outside();
+    let job = outside.path().join("job");
+    let python = [Entry::file("bin/flux", b"#!/bin/sh\n"), Entry::file("bin/python1.0", &noise(10_000))];
+    let evil = [
+        Entry::symlink("site-packages/job", job.to_str().unwrap()),
+        Entry::file("lib/python1.0/site-packages/job", b"* * * * * root evil\n"),
+    ];
+    let mut paths = honest(&evil);
+    paths[1]["no_link"] = json!(true);
+    let packages = [
+        Lie::new("python-1.0-0.conda", conda(&info("python", &honest(&python)), &python)),
+        Lie::new("evil-1.0-0.conda", conda(&with_entry_points("evil", &[], &paths), &evil)),
+    ];
+    let (host, set) = (Host::new(), lock(&packages));
+    for lie in &packages {
+        fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
+    }
+    let linked = host.link(&set).await;
+    assert!(!job.exists(), "something was written outside");
+    let refusal = linked.unwrap_err();
+    assert!(refusal.message.contains("job would be in the place of another one of its entries"), "{refusal}");
+    assert!(refusal.message.contains("can't use package evil-1.0-0") && !refusal.transient, "{refusal}");
 }
 
 /// rattler puts all but one of the files with the same path aside, below a directory of its own.

@@ -8,7 +8,7 @@
 //! Packages' link scripts don't run: they are shell scripts, and no package that Flux needs has one.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap, HashSet},
     fs::{self, File},
     io::{self, BufWriter, Seek, Write},
     os::unix::fs::MetadataExt,
@@ -32,6 +32,7 @@ use crate::{
         extract::{check_copies, check_metadata, check_paths, check_site_packages, extract},
         failed,
         limits::Memory,
+        records::has_clobbers,
         refused, room,
     },
     fetch::archive,
@@ -106,6 +107,11 @@ impl Build<'_> {
             if let Some(wrong) = programs.add(&name, &directory, &index, &paths, linker.python.as_ref()) {
                 return Err(refused(wrong));
             }
+            if let Err(error) = linker.check_places(&index, &paths) {
+                let url = shown(package.record.url.as_str());
+                return Err(refused(format!("can't use package {name} from {url}: {error}")));
+            }
+            has_clobbers(linker.partial.path()).map_err(|e| wrong(&e))?;
             let options = linker.options(paths, index);
             let (paths, _) = link_package_sync(&directory, &linker.partial, Arc::clone(&registry), options)
                 .map_err(|e| wrong(&e))?;
@@ -166,8 +172,9 @@ impl Build<'_> {
         // If several packages contain the same file, keep that of the package on which none of the others depends.
         let records = PackageRecord::sort_topologically(records.iter().collect());
         let mut registry = registry.lock().unwrap_or_else(PoisonError::into_inner);
-        let clobbered = registry.unclobber(&records, linker.partial.path());
-        let clobbered = clobbered.map_err(|e| failed(format!("can't link the packages: {}", error_chain(&e))))?;
+        let wrong = |e: &dyn std::error::Error| failed(format!("can't link the packages: {}", error_chain(e)));
+        has_clobbers(linker.partial.path()).map_err(|e| wrong(&e))?;
+        let clobbered = registry.unclobber(&records, linker.partial.path()).map_err(|e| wrong(&e))?;
         for path in clobbered.keys() {
             tracing::info!(path = %path.display(), "more than one package contains this file");
         }
@@ -323,6 +330,35 @@ impl<'a> Linker<'a> {
             external_symlink_policy: ExternalSymlinkPolicy::Allow,
             ..InstallOptions::default()
         }
+    }
+
+    /// Checks where a package's entries would be, before rattler puts them there: it makes directories through symlinks of
+    /// other packages, even for files that it then puts aside, and copies over what the same package has in one place.
+    fn check_places(&self, index: &IndexJson, paths: &PathsJson) -> Result<(), UnpackError> {
+        let root = self.partial.path();
+        let root = root.canonicalize().map_err(|source| UnpackError::write(root, source))?;
+        let python = self.python.as_ref().filter(|_| index.noarch.is_python());
+        let (mut taken, mut directories) = (HashMap::new(), HashSet::new());
+        for path in paths.paths.iter().map(|entry| &entry.relative_path) {
+            let place = python.map_or(path.into(), |python| python.get_python_noarch_target_path(path)).into_owned();
+            let refuse = |reason| Err(UnpackError::Entry { path: path.display().to_string(), reason });
+            for directory in place.ancestors().skip(1) {
+                if !directories.insert(directory.to_owned()) {
+                    break;
+                }
+                if root.join(directory).canonicalize().is_ok_and(|found| !found.starts_with(&root)) {
+                    let directory = directory.display();
+                    return refuse(format!(
+                        "would be written through {directory}, another package's symlink to the host"
+                    ));
+                }
+            }
+            // The same path twice is the same file, and harmless.
+            if taken.insert(place, path).is_some_and(|other| other != path) {
+                return refuse("would be in the place of another one of its entries".to_owned());
+            }
+        }
+        Ok(())
     }
 
     /// Writes a package's record. Not synced, unlike rattler does: the whole environment is synced once before it is

@@ -251,7 +251,8 @@ pub(crate) fn check_paths(paths: &PathsJson, contents: &Contents) -> Result<(), 
         match (entry.path_type, contents.get(path)) {
             (PathType::HardLink, Some(Kind::File)) | (PathType::SoftLink, Some(Kind::Symlink)) => {}
             (PathType::HardLink, Some(Kind::Symlink)) if !is_read => {}
-            (PathType::Directory, Some(Kind::Directory) | None) => {}
+            // Of the archive itself: below a symlink in it, rattler would copy a file of the host.
+            (PathType::Directory, Some(Kind::Directory)) => {}
             (_, None) => return refuse("is not in the archive"),
             (_, Some(_)) => return refuse("is something else in the archive"),
         }

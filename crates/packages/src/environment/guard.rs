@@ -6,7 +6,7 @@ use std::{
     collections::HashSet,
     fs::{self, File},
     io::{self, Read, Write},
-    os::unix::fs::{OpenOptionsExt, PermissionsExt, symlink},
+    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, symlink},
     path::{Component, Path, PathBuf},
 };
 
@@ -18,6 +18,10 @@ use host::files::set_times;
 /// The mode bits that are kept. Everything is unpacked as root, so no set-user-ID or set-group-ID program may survive,
 /// and only root may write, because root runs the files.
 pub(crate) const KEPT_MODE: u32 = 0o755;
+
+/// Most names of one file. rattler links each once more, and copies the file once the file system allows no further link
+/// (ext4 allows 65,000), so a small archive could fill the disk.
+const MAX_NAMES: u64 = 10_000;
 
 /// An entry that passed the checks.
 pub(crate) struct Checked {
@@ -206,11 +210,12 @@ impl<'a> Tree<'a> {
             EntryKind::HardLink(target) => {
                 self.check_parents(target, path)?;
                 let from = self.root.join(target);
-                if !fs::symlink_metadata(&from).is_ok_and(|m| m.is_file()) {
-                    return Err(UnpackError::Entry {
-                        path: path.display().to_string(),
-                        reason: format!("is a hard link to {}, which is not a file before it", target.display()),
-                    });
+                let refuse = |reason| Err(UnpackError::Entry { path: path.display().to_string(), reason });
+                let Some(found) = fs::symlink_metadata(&from).ok().filter(fs::Metadata::is_file) else {
+                    return refuse(format!("is a hard link to {}, which is not a file before it", target.display()));
+                };
+                if found.nlink() >= MAX_NAMES {
+                    return refuse(format!("is one of more than {MAX_NAMES} names of one file"));
                 }
                 if target == path {
                     return Ok(());

@@ -88,7 +88,9 @@ impl<R> Limited<R> {
 
 impl<R: Read> Read for Limited<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let n = self.inner.read(buffer)?;
+        // One byte more than is left proves that there is too much; a whole buffer may be as large as the archive.
+        let most = buffer.len().min(usize::try_from(self.left).unwrap_or(usize::MAX).saturating_add(1));
+        let n = self.inner.read(&mut buffer[..most])?;
         self.left = self.left.checked_sub(n as u64).ok_or_else(|| io::Error::other("it is too long"))?;
         Ok(n)
     }
@@ -284,6 +286,14 @@ mod tests {
         ] {
             assert_eq!(zstd_window(start), window, "{start:x?}");
         }
+    }
+
+    #[test]
+    fn no_more_is_read_than_shows_that_the_limit_is_exceeded() {
+        let mut limited = Limited::new(io::Cursor::new(vec![0; 1000]), 10);
+        assert_eq!(limited.read(&mut [0; 10]).unwrap(), 10);
+        assert_eq!(limited.read(&mut [0; 500]).unwrap_err().to_string(), "it is too long");
+        assert_eq!(limited.inner.position(), 11);
     }
 
     #[test]
