@@ -70,10 +70,10 @@ async fn a_package_that_grows_only_when_it_is_linked_is_a_bomb_too() {
     let copied: Vec<_> = [Entry::file("share/one", &vec![0; 1 << 20])].into_iter().chain((0..100).map(link)).collect();
     let mut no_link = honest(&copied);
     no_link.iter_mut().for_each(|path| path["no_link"] = json!(true));
-    let patched = [Entry::file("share/one", &vec![b'/'; 8 << 20])];
+    let patched = [Entry::file("share/one", &vec![b'/'; 32 << 20])];
     let mut placeholder = honest(&patched);
     placeholder[0]["file_mode"] = json!("text");
-    placeholder[0]["prefix_placeholder"] = json!("/");
+    placeholder[0]["prefix_placeholder"] = json!("////////");
     for (content, paths) in [(&copied[..], no_link), (&patched[..], placeholder)] {
         for lie in Lie::both(&info("evil", &paths), content) {
             let refusal = told(&[lie]).await;

@@ -131,6 +131,10 @@ async fn a_file_list_that_does_not_match_the_archive_is_refused() {
         (json!({"_path": "/etc/evil", "path_type": "hardlink"}), "/etc/evil in info/paths.json would be outside"),
         (json!({"_path": "lib/none", "path_type": "hardlink"}), "lib/none in info/paths.json is not in the archive"),
         (json!({"_path": "lib/none", "path_type": "softlink"}), "lib/none in info/paths.json is not in the archive"),
+        (
+            json!({"_path": "bin/flux", "path_type": "hardlink", "file_mode": "text", "prefix_placeholder": "/"}),
+            "bin/flux in info/paths.json has a placeholder that is too short",
+        ),
         (json!({"_path": "bin/flux", "path_type": "softlink"}), "bin/flux in info/paths.json is something else"),
         (json!({"_path": "bin", "path_type": "softlink"}), "bin in info/paths.json is not in the archive"),
         // Its target is a file of the host, and would be read.
@@ -332,9 +336,15 @@ async fn no_entry_point_is_written_through_a_symlink_or_over_a_file() {
 
 #[tokio::test]
 async fn a_package_has_no_symlink_to_where_users_can_write() {
-    for (target, place) in
-        [("/tmp/x.so", "/tmp"), ("/var/tmp", "/var/tmp"), ("/proc/self/cwd/x.so", "/proc"), ("/", "/")]
-    {
+    for (target, place) in [
+        ("/tmp/x.so", "/tmp"),
+        ("/var/tmp", "/var/tmp"),
+        ("/proc/self/cwd/x.so", "/proc"),
+        ("/dev/fd/3", "/dev/fd"),
+        ("/dev/stdin", "/dev/stdin"),
+        ("/run/screen/x.so", "/run/screen"),
+        ("/", "/"),
+    ] {
         let content = [Entry::symlink("lib/x.so", target)];
         for lie in Lie::both(&info("evil", &honest(&content)), &content) {
             let refusal = told(&[lie]).await;

@@ -35,7 +35,7 @@ struct PodGroup {
     min_member: Option<u32>,
 }
 
-/// The answers so far; None where there is no such object.
+/// The answers so far; None for an object that does not exist.
 #[derive(Default)]
 pub(crate) struct Lookups {
     groups: BTreeMap<Name, (Option<PodGroup>, Instant)>,

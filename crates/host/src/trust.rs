@@ -300,9 +300,10 @@ fn walk(root: &Root, path: &Path, rule: Rule, makes: bool) -> Result<Walked, Dis
     let top = open(&root.path("/"), OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty());
     let top = top.map_err(|errno| Distrust::io(&at_top, errno))?;
     rule.check(&at_top, &fstat(&top).map_err(|errno| Distrust::io(&at_top, errno))?, false)?;
-    let mut mount = mountinfo::id(&top).map_err(|source| Distrust::Io { path: at_top.clone(), source })?;
-    // The open directories, from the top to where the walk is.
-    let mut open = vec![(at_top, top)];
+    let mount = mountinfo::id(&top).map_err(|source| Distrust::Io { path: at_top.clone(), source })?;
+    // The open directories and their mounts, from the top to where the walk is. In a changed root, mountinfo does not list
+    // that of the top.
+    let mut open = vec![(at_top, top, mount)];
     // The components that are still to be walked, the next one last.
     let mut left = Vec::new();
     push_parts(&mut left, path);
@@ -312,7 +313,7 @@ fn walk(root: &Root, path: &Path, rule: Rule, makes: bool) -> Result<Walked, Dis
             open.truncate(open.len().saturating_sub(1).max(1));
             continue;
         }
-        let Some((above, directory)) = open.last() else { break };
+        let Some((above, directory, mount)) = open.last() else { break };
         let here = above.join(&part);
         let failed = |errno| Distrust::io(&here, errno);
         let found = match openat(directory, part.as_os_str(), LOOK, Mode::empty()) {
@@ -327,12 +328,12 @@ fn walk(root: &Root, path: &Path, rule: Rule, makes: bool) -> Result<Walked, Dis
         };
         let found = match found {
             Err(Errno::ENOENT) if !makes => {
-                let last = open.pop().map(|(_, directory)| directory).ok_or(Errno::ENOENT).map_err(failed)?;
+                let last = open.pop().map(|(_, directory, _)| directory).ok_or(Errno::ENOENT).map_err(failed)?;
                 return Ok(Walked { last, is_whole: false });
             }
             found => found.map_err(failed)?,
         };
-        mount = mount_of(&here, &found, mount)?;
+        let mount = mount_of(&here, &found, *mount)?;
         let status = fstat(&found).map_err(failed)?;
         rule.check(&here, &status, left.is_empty())?;
         if kind(&status) == SFlag::S_IFLNK {
@@ -346,12 +347,12 @@ fn walk(root: &Root, path: &Path, rule: Rule, makes: bool) -> Result<Walked, Dis
             }
             push_parts(&mut left, &target);
         } else if kind(&status) == SFlag::S_IFDIR {
-            open.push((here, found));
+            open.push((here, found, mount));
         } else {
             return Err(Distrust::Kind { path: here, wanted: "a directory" });
         }
     }
-    let last = open.pop().map(|(_, directory)| directory).ok_or_else(|| Distrust::io(path, Errno::ENOENT))?;
+    let last = open.pop().map(|(_, directory, _)| directory).ok_or_else(|| Distrust::io(path, Errno::ENOENT))?;
     Ok(Walked { last, is_whole: true })
 }
 
@@ -365,7 +366,16 @@ fn push_parts(left: &mut Vec<OsString>, path: &Path) {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::{chown, symlink};
+    use std::{
+        os::unix::fs::{chown, symlink},
+        thread,
+    };
+
+    use nix::{
+        mount::{MsFlags, mount},
+        sched::{CloneFlags, unshare},
+        unistd::chroot,
+    };
 
     use super::*;
     use crate::needs::{Need, skips_without};
@@ -465,5 +475,29 @@ mod tests {
             assert_eq!(make_directories(&root, path).is_ok(), is_made, "{uid}");
             assert_eq!(root.path(path).exists(), is_made, "{uid}");
         }
+    }
+
+    /// In such a root, mountinfo does not list the mount of the root itself.
+    #[test]
+    fn a_link_back_from_another_mount_is_followed_in_a_changed_root() {
+        if skips_without([Need::Namespaces]) {
+            return;
+        }
+        let (dir, root) = host();
+        for made in ["/proc", "/data"] {
+            fs::create_dir(root.path(made)).unwrap();
+        }
+        // On a thread of its own, which alone has the other mounts and the other root.
+        let looked = thread::spawn(move || {
+            unshare(CloneFlags::CLONE_NEWNS).unwrap();
+            let none = None::<&str>;
+            mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+            mount(Some("/proc"), &root.path("/proc"), none, MsFlags::MS_BIND | MsFlags::MS_REC, none).unwrap();
+            mount(Some("data"), &root.path("/data"), Some("tmpfs"), MsFlags::empty(), Some("mode=755")).unwrap();
+            symlink("/opt", root.path("/data/link")).unwrap();
+            chroot(dir.path()).unwrap();
+            verdict(directory(&Root::host(), Path::new("/data/link/ours")))
+        });
+        assert_eq!(looked.join().unwrap(), "trusted");
     }
 }

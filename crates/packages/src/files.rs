@@ -15,6 +15,9 @@ use host::{
 /// Prefix of the names of unfinished files; six letters or digits follow.
 const ASIDE: &str = ".flux-distribute-";
 
+/// Linux follows as many symlinks.
+const MOST_LINKS: usize = 40;
+
 /// Prints the command's result to stdout.
 pub(crate) fn print(text: &str) -> Result<(), FileError> {
     let mut out = io::stdout().lock();
@@ -32,11 +35,18 @@ pub(crate) fn rename_target(path: &Path) -> io::Result<PathBuf> {
         return Ok(path.to_owned());
     }
     let mut target = path.to_owned();
+    let mut links = 0;
     while let Some(next) = pointed_to(&target)? {
+        links += 1;
+        if links > MOST_LINKS {
+            return Err(io::Error::other("it is one of too many symlinks to each other"));
+        }
         target = next;
     }
-    let target = fs::canonicalize(target)?;
-    match fs::metadata(&target)?.is_file() {
+    // Only the directory: a symlink that takes the file's place after the look above must not be followed.
+    let name = target.file_name().unwrap_or_default();
+    let target = fs::canonicalize(directory_of(&target))?.join(name);
+    match fs::symlink_metadata(&target)?.is_file() {
         true => Ok(target),
         false => Err(io::Error::new(io::ErrorKind::AlreadyExists, "something other than a regular file is there")),
     }
@@ -132,12 +142,13 @@ mod tests {
         fs::write(path("plain"), "").unwrap();
         std::os::unix::fs::symlink("plain", path("link")).unwrap();
         std::os::unix::fs::symlink("nowhere", path("dangling")).unwrap();
+        std::os::unix::fs::symlink("loop", path("loop")).unwrap();
         let _socket = UnixListener::bind(path("socket")).unwrap();
         let real = fs::canonicalize(path("plain")).unwrap();
         assert_eq!(rename_target(&path("new")).unwrap(), path("new"));
         assert_eq!(rename_target(&path("plain")).unwrap(), real);
         assert_eq!(rename_target(&path("link")).unwrap(), real);
-        for name in ["dangling", "socket", "."] {
+        for name in ["dangling", "loop", "socket", ".", "..", "plain/.."] {
             assert!(rename_target(&path(name)).is_err(), "{name}");
         }
     }

@@ -1,4 +1,4 @@
-//! What a pod may ask of a scheduler and the bridge can't honour. Such a pod is not bound, and is told which field it is.
+//! What a pod may ask of a scheduler and the bridge can't honour. Such a pod is not bound, and its condition names the field.
 
 use k8s_openapi::{
     api::core::v1::{PodAffinityTerm, PodSpec},

@@ -109,7 +109,8 @@ fn check(path: &Path) -> Result<Option<String>, DumpError> {
     let mut archive = tar::Archive::new(Tail { stream, last: Vec::new() });
     let (mut instance, mut is_flux) = (None, false);
     let named = PathBuf::from(ID_KEY.replace('.', "/"));
-    for entry in archive.entries()? {
+    // Raw, because tar would hold a long name or an extended header in memory, and users name the keys of a KVS.
+    for entry in archive.entries()?.raw(true) {
         let entry = entry?;
         let path = entry.path()?.into_owned();
         // Every instance has these keys from its first minute on (flux-config-resource(5), RFC 16).
@@ -180,6 +181,24 @@ mod tests {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(bytes).unwrap();
         check(file.path())
+    }
+
+    #[test]
+    fn no_name_of_a_dump_is_read_that_could_fill_the_memory() {
+        let long = "job/".to_owned() + &"x".repeat(300);
+        let named = "flux-distribute/instance-id";
+        assert_eq!(checked(&archive(&[(&long, "{}"), (named, "4f-1")])).unwrap(), Some("4f-1".to_owned()));
+        // A header for a long name comes before the entry that it names.
+        let mut builder = tar::Builder::new(Vec::new());
+        for (kind, path, content) in
+            [(tar::EntryType::GNULongName, "././@LongLink", named), (tar::EntryType::Regular, "resource/R", "4f-1")]
+        {
+            let mut header = tar::Header::new_gnu();
+            header.set_size(content.len() as u64);
+            header.set_entry_type(kind);
+            builder.append_data(&mut header, path, content.as_bytes()).unwrap();
+        }
+        assert_eq!(checked(&builder.into_inner().unwrap()).unwrap(), None);
     }
 
     #[test]

@@ -39,6 +39,11 @@ pub(crate) const CLOBBERS: &str = "__clobbers__";
 /// Where a package for any Python has its modules.
 const SITE_PACKAGES: &str = "site-packages";
 
+/// Shortest placeholder for a prefix: conda-build's have 32 characters in old packages, and 255 in new ones.
+const SHORTEST_PLACEHOLDER: usize = 8;
+/// Most placeholders in one file: rattler holds the position of each in memory. Even a program of 2 GiB has no room for more.
+const MAX_PLACEHOLDERS: u64 = 8 << 20;
+
 /// The entries of a package by path.
 pub(crate) type Contents = HashMap<PathBuf, Kind>;
 
@@ -191,13 +196,18 @@ pub(crate) fn check_copies(
 ) -> Result<(), UnpackError> {
     let mut bytes: u64 = 0;
     for entry in paths.paths.iter().filter(|entry| entry.path_type == PathType::HardLink) {
-        let growth = match &entry.prefix_placeholder {
-            Some(found) => prefix.as_os_str().len().div_ceil(found.placeholder.len().max(1)).max(1) as u64,
+        let placeholder = entry.prefix_placeholder.as_ref().map(|found| found.placeholder.len().max(1));
+        let growth = match placeholder {
+            Some(length) => prefix.as_os_str().len().div_ceil(length).max(1) as u64,
             None if entry.no_link => 1,
             None => continue,
         };
         let found = fs::symlink_metadata(directory.join(&entry.relative_path));
         let size = found.map_err(|source| UnpackError::write(&entry.relative_path, source))?.len();
+        if placeholder.is_some_and(|length| size / length as u64 > MAX_PLACEHOLDERS) {
+            let path = entry.relative_path.display();
+            return Err(UnpackError::Limit { limit: format!("{MAX_PLACEHOLDERS} placeholders in {path}") });
+        }
         bytes = bytes.saturating_add(size.saturating_mul(growth));
     }
     limits
@@ -259,6 +269,10 @@ pub(crate) fn check_paths(paths: &PathsJson, contents: &Contents) -> Result<(), 
         if entry.path_type == PathType::SoftLink && is_read {
             return refuse("is a symlink that should be patched");
         }
+        // Otherwise each byte of the file may become a whole prefix, and a position that rattler holds in memory.
+        if entry.prefix_placeholder.as_ref().is_some_and(|found| found.placeholder.len() < SHORTEST_PLACEHOLDER) {
+            return refuse("has a placeholder that is too short to be a prefix");
+        }
     }
     Ok(())
 }
@@ -266,7 +280,27 @@ pub(crate) fn check_paths(paths: &PathsJson, contents: &Contents) -> Result<(), 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+
+    #[test]
+    fn a_file_has_no_more_placeholders_than_fit_into_memory() {
+        let directory = tempfile::tempdir().unwrap();
+        let entry =
+            json!({"_path": "file", "path_type": "hardlink", "file_mode": "binary", "prefix_placeholder": "/12345678"});
+        let paths = serde_json::from_value(json!({"paths_version": 1, "paths": [entry]})).unwrap();
+        let check = |bytes| {
+            File::create(directory.path().join("file")).unwrap().set_len(bytes).unwrap();
+            let checked = check_copies(directory.path(), &paths, Path::new("/p"), bytes, Limits::default());
+            checked.map_err(|error| error.to_string())
+        };
+        assert_eq!(check(9 * MAX_PLACEHOLDERS), Ok(()));
+        assert_eq!(
+            check(9 * (MAX_PLACEHOLDERS + 1)),
+            Err("it holds more than 8388608 placeholders in file".to_owned())
+        );
+    }
 
     #[test]
     fn package_metadata_is_read_only_if_it_fits_into_memory() {

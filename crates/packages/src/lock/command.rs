@@ -118,6 +118,14 @@ pub enum LockCommandError {
         /// The path as given on the command line.
         path: String,
     },
+    /// `--out` may not be written, such as through another user's symlink.
+    #[error("can't write {path}")]
+    Forbidden {
+        /// The path as given on the command line.
+        path: String,
+        /// Why, and what to do.
+        source: io::Error,
+    },
     /// A file is not a lock, or can't be installed.
     #[error("{path}")]
     Lock {
@@ -138,7 +146,11 @@ impl LockCommandError {
         match self {
             Self::Solve(SolveError::Write(_)) | Self::Http(_) | Self::Io(_) => 1,
             Self::Solve(error) if error.is_transient() => 1,
-            Self::Solve(_) | Self::Unreadable { .. } | Self::NoPlainFile { .. } | Self::Lock { .. } => 2,
+            Self::Solve(_)
+            | Self::Unreadable { .. }
+            | Self::NoPlainFile { .. }
+            | Self::Forbidden { .. }
+            | Self::Lock { .. } => 2,
         }
     }
 }
@@ -202,8 +214,12 @@ struct Target {
 impl Target {
     /// Called before solving, so that a wrong path fails at once and not after minutes.
     fn open(given: &Path) -> Result<Self, LockCommandError> {
-        let unfit = || LockCommandError::NoPlainFile { path: given.display().to_string() };
-        let path = rename_target(given).map_err(|_| unfit())?;
+        let shown = || given.display().to_string();
+        let unfit = || LockCommandError::NoPlainFile { path: shown() };
+        let path = rename_target(given).map_err(|source| match source.kind() {
+            io::ErrorKind::PermissionDenied => LockCommandError::Forbidden { path: shown(), source },
+            _ => unfit(),
+        })?;
         if !directory_of(&path).is_dir() || path.file_name().is_none() {
             return Err(unfit());
         }

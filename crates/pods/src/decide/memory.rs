@@ -13,6 +13,6 @@ pub struct Memory {
     pub(super) avoided: BTreeMap<GangId, BTreeSet<Rank>>,
     /// Since when a gang has run in part.
     pub(super) incomplete: BTreeMap<GangId, Millis>,
-    /// What was told about each pod, and when, by uid.
+    /// What the bridge said about each pod, and when, by uid.
     pub(super) told: BTreeMap<String, BTreeMap<Reason, (String, Millis)>>,
 }

@@ -1,4 +1,4 @@
-//! What pods are told.
+//! What the bridge says about pods.
 
 use super::{memory::Memory, round::Round};
 use crate::{
@@ -10,13 +10,13 @@ use crate::{
     time::{Millis, SECOND},
 };
 
-/// How long a gang waits in the queue before its pods are told that they do.
+/// How long a gang waits in the queue before the bridge says so about its pods.
 const TELL_AFTER: Millis = 5 * SECOND;
 /// How long a gang waits before its pods are Unschedulable, so that an autoscaler adds nodes for them.
 pub const AUTOSCALE_AFTER: Millis = 30 * SECOND;
 /// How often a message changes that has the same reason.
 const TELL_EVERY: Millis = 60 * SECOND;
-/// How many places of the queue are told.
+/// How many places of the queue the bridge says.
 const PLACES: usize = 20;
 /// How long kubelet may take to take up a pod.
 pub(super) const TAKE_UP_WITHIN: Millis = 60 * SECOND;
@@ -77,7 +77,7 @@ pub(super) fn places(round: &Round) -> Vec<broker::job_id::JobId> {
     pending.into_iter().take(PLACES).map(|job| job.id).collect()
 }
 
-/// Tells `words` to the pods of `gang` that wait, as far as they have not been told.
+/// Tells `words` to the pods of `gang` that wait, unless the bridge has said so before.
 pub(super) fn tell_waiting(round: &mut Round, memory: &mut Memory, gang: &Gang, words: &Words) {
     for pod in gang.waiting() {
         let is_condition = words.reason != Reason::NotOptedIn;

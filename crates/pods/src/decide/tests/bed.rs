@@ -386,7 +386,7 @@ impl Bed {
         bound.filter_map(|pod| Some(format!("{}@{}", pod.name, pod.node.as_ref()?))).collect()
     }
 
-    /// What the pod was told last as a condition.
+    /// The condition that the bridge wrote last.
     pub fn told(&self, name: &str) -> String {
         let told = self.pods[&format!("uid-{name}")].plan.as_ref().and_then(|plan| plan.told.clone());
         told.map(|(reason, message)| format!("{reason}: {message}")).unwrap_or_default()
